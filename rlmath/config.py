@@ -1,0 +1,208 @@
+"""Every setting of a training run: structured config, read by OmegaConf (see `config_files`).
+
+YAML files hold only what differs from these defaults. The docstring under a field is what `--help` prints.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+MISSING = "???"
+"""OmegaConf's mark for a value that the user must give."""
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """The run as a whole."""
+
+    output_dir: str = MISSING
+    """Folder of everything the run writes. It must be new, empty, or left by a run with this very config."""
+    seed: int = 1
+    """Seed of data order, sampling and initialisation (0 to 2**31 - 1)."""
+    total_epochs: int = 1
+    """Passes over the training prompts."""
+    total_steps: int | None = None
+    """Steps to train; ends the run before `total_epochs` if smaller. Null: as many as the epochs have."""
+    device: str = "auto"
+    """"cpu" (gloo, float32), "cuda" (nccl, bfloat16), or "auto": cuda where there is one."""
+    distributed_timeout_seconds: float = 1800.0
+    """How long a collective waits for its peers before the run ends with an error (seconds)."""
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """The model to start from."""
+
+    path: str = MISSING
+    """Folder of a Hugging Face model: config.json, safetensors (one file or an index), tokenizer files."""
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """The training prompts."""
+
+    train_path: str = MISSING
+    """JSONL file with rows {"prompt", "task", "query_id", "solutions"}, the AReaL-boba form."""
+    prompts_per_step: int = 128
+    """Prompts sampled in one step (AReaL: dataset.train_bs_n_seqs)."""
+    max_prompt_tokens: int = 1024
+    """Prompts longer than this many tokens are dropped, and counted on the console."""
+    shuffle: bool = True
+    """A new order every epoch, drawn from `run.seed`; false keeps the file's order."""
+
+
+@dataclass(frozen=True)
+class ParallelConfig:
+    """How the actor and the reference are sharded. Data parallel is what remains of the world size."""
+
+    tensor: int = 1
+    """Tensor-parallel size: ranks that share every matrix. Divides attention heads and key-value groups."""
+    pipeline: int = 1
+    """Pipeline-parallel size: ranks that share the stack of layers. Divides the number of layers."""
+    sequence: bool = False
+    """Megatron's sequence parallelism: norms and residuals are split over the tensor-parallel ranks."""
+
+
+@dataclass(frozen=True)
+class PolicyConfig:
+    """How the policy and the reference compute."""
+
+    max_tokens_per_microbatch: int = 16384
+    """Token budget of one packed forward/backward (AReaL: mb_spec.max_tokens_per_mb). At least the longest sequence."""
+    recompute_granularity: str | None = None
+    """Activation recomputation, as Megatron has it: null (none), "full" or "selective"."""
+    recompute_method: str | None = None
+    """With "full": "uniform" or "block"."""
+    recompute_num_layers: int | None = None
+    """With "full": layers of one recomputed chunk ("uniform") or layers that are recomputed ("block")."""
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    """The optimizer and its learning-rate schedule. One optimizer step per minibatch that is not discarded."""
+
+    kind: str = "adam"
+    """"adam" (AdamW) or "sgd"."""
+    lr: float = 1e-6
+    """Peak learning rate."""
+    min_lr: float = 0.0
+    """Learning rate at the end of a decay."""
+    warmup_steps: int = 0
+    """Optimizer steps of linear warm-up from 0."""
+    decay: str = "constant"
+    """Course after the warm-up: "constant", "linear" or "cosine" down to `min_lr`."""
+    weight_decay: float = 0.0
+    """Decoupled weight decay."""
+    adam_beta1: float = 0.9
+    """Adam's decay of the first moment."""
+    adam_beta2: float = 0.95
+    """Adam's decay of the second moment."""
+    adam_eps: float = 1e-8
+    """Adam's epsilon."""
+    clip_grad: float = 1.0
+    """Largest global gradient norm (L2); 0 clips nothing."""
+    distributed: bool = True
+    """Share the optimizer's state over the data-parallel ranks (Megatron's distributed optimizer)."""
+
+
+@dataclass(frozen=True)
+class RolloutConfig:
+    """Sampling by vLLM engines that live in the training ranks."""
+
+    tensor_parallel: int = 1
+    """Ranks of one engine; independent of `parallel.tensor`. Divides the world size."""
+    group_size: int = 16
+    """Completions of one prompt, at least 2 (AReaL: group_size)."""
+    max_new_tokens: int = 16384
+    """Longest completion (tokens); with the prompt it must fit the model's max_position_embeddings."""
+    min_new_tokens: int = 0
+    """No end-of-sequence token before this many tokens."""
+    temperature: float = 1.0
+    """Sampling temperature, above 0; the trainer divides its logits by the same."""
+    top_p: float = 1.0
+    """Nucleus truncation. Only 1.0: the trainer computes the untruncated distribution."""
+    top_k: int = -1
+    """Top-k truncation. Only -1 (none), for the same reason."""
+    memory_share: float = 0.6
+    """GPU: share of the device's memory that an engine may take while it generates (0 to 1)."""
+    cpu_kv_cache_gib: float = 0.5
+    """CPU: size of the KV cache of one rank (GiB)."""
+    max_num_seqs: int = 256
+    """Most sequences that one engine decodes at a time."""
+    max_num_batched_tokens: int | None = None
+    """Most tokens of one engine step; null leaves it to vLLM."""
+    chunked_prefill: bool = True
+    """Let vLLM split long prompts over engine steps."""
+    cuda_graphs: bool = True
+    """GPU: capture decoding in CUDA graphs; false is vLLM's enforce_eager. Without effect on CPU."""
+    progress_bar: bool = True
+    """Show a progress bar of finished completions on the console."""
+
+
+@dataclass(frozen=True)
+class RewardConfig:
+    """Rewards from checking the final answer."""
+
+    correct: float = 5.0
+    """Reward of a right answer."""
+    wrong: float = -5.0
+    """Reward of a wrong, missing or unverifiable answer."""
+    timeout_seconds: float = 5.0
+    """Longest check of one answer; a check that takes longer is ended and counts as wrong."""
+    workers: int = 1
+    """Processes per rank that check answers."""
+
+
+@dataclass(frozen=True)
+class AlgorithmConfig:
+    """GRPO (arXiv:2402.03300) with a token-level loss and minibatch early stop."""
+
+    n_minibatches: int = 1
+    """Parts of a step's samples; each is one optimizer step (AReaL: ppo_n_minibatches)."""
+    clip_ratio: float = 0.2
+    """The surrogate is clipped where the importance ratio leaves 1 - clip_ratio .. 1 + clip_ratio."""
+    advantage_eps: float = 1e-6
+    """Added to a group's standard deviation of rewards."""
+    recompute_logprobs: bool = True
+    """Ratio against log-probs recomputed by the policy before its first update; false: against the engine's own."""
+    kl_coef: float = 0.0
+    """Weight of the k3 estimate of KL(policy || reference) in the loss. 0 leaves the reference out altogether."""
+    early_stop_ratio: float | None = 5.0
+    """A minibatch whose token-weighted mean importance ratio exceeds this is discarded (as RLinf). Null: never."""
+    early_stop_ratio_low: float | None = None
+    """Likewise when the mean falls below this. Null: never. Values that are not finite always discard."""
+
+
+@dataclass(frozen=True)
+class TelemetryConfig:
+    """What a run tells about itself."""
+
+    tensorboard: bool = True
+    """Write TensorBoard events under `<output_dir>/tensorboard`."""
+    sample_groups_per_step: int = 2
+    """Groups a step whose prompt, texts, rewards and advantages are kept under `<output_dir>/samples`. 0: none."""
+
+
+@dataclass(frozen=True)
+class SaveConfig:
+    """What a run leaves behind."""
+
+    export_dtype: str = "auto"
+    """Number format of the exported Hugging Face model: "auto" (as it was trained), "float32" or "bfloat16"."""
+
+
+@dataclass(frozen=True)
+class Config:
+    """All settings of launch/train_grpo.py."""
+
+    run: RunConfig = field(default_factory=RunConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    policy: PolicyConfig = field(default_factory=PolicyConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    reward: RewardConfig = field(default_factory=RewardConfig)
+    algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    telemetry: TelemetryConfig = field(default_factory=TelemetryConfig)
+    save: SaveConfig = field(default_factory=SaveConfig)

@@ -1,0 +1,120 @@
+"""The records that flow through a step, in the order in which they are made.
+
+    Prompt -> Completion -> ScoredGroup -> Sample -> MicroBatch
+
+Every stage returns a new frozen record; no later stage fills a field in. All but `MicroBatch` are plain
+Python data, cheap to gather to every rank.
+"""
+
+# Shape legend: T packed tokens of one micro-batch, S segments (samples) packed into it.
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+FinishReason = Literal["stop", "length"]
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One problem as the model reads it.
+
+    >>> Prompt("q-17", "47+85=", (11, 14, 3), ("\\\\boxed{132}",), "math").prompt_id
+    'q-17'
+    """
+
+    prompt_id: str
+    """Unique in the data set (`query_id` of the file); part of every request's seed."""
+    text: str
+    """The prompt after templating, exactly as it was tokenized."""
+    token_ids: tuple[int, ...]
+    solutions: tuple[str, ...]
+    """Reference answers; a completion that equals any of them is right."""
+    task: str
+
+
+@dataclass(frozen=True)
+class Completion:
+    """One sampled answer."""
+
+    sample_index: int
+    """Position in its group, 0 <= sample_index < group size."""
+    token_ids: tuple[int, ...]
+    """Sampled tokens, the end-of-sequence token included when there was one."""
+    logprobs: tuple[float, ...]
+    """Log-probability of each token under the distribution it was really sampled from (nats)."""
+    text: str
+    """Decoded without special tokens."""
+    finish_reason: FinishReason
+    """"length" when it was cut off at `rollout.max_new_tokens`."""
+
+
+@dataclass(frozen=True)
+class Score:
+    """The judgement of one completion."""
+
+    reward: float
+    correct: bool
+    extracted: str
+    """The answer that was compared, "" when none was found."""
+    verdict: str
+    """How it was decided: "string", "number", "symbolic", "no_answer", "too_long", "timeout" or "error"."""
+
+
+@dataclass(frozen=True)
+class ScoredGroup:
+    """A prompt with its G completions and their scores, in the order of `sample_index`."""
+
+    prompt: Prompt
+    completions: tuple[Completion, ...]
+    scores: tuple[Score, ...]
+
+    @property
+    def rewards(self) -> list[float]:
+        return [score.reward for score in self.scores]
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One sequence to train on: prompt and completion, with what the loss needs."""
+
+    prompt_ids: tuple[int, ...]
+    completion_ids: tuple[int, ...]
+    behaviour_logprobs: tuple[float, ...]
+    """One per completion token (nats)."""
+    advantage: float
+    """Shared by all tokens of the completion."""
+
+    @property
+    def length(self) -> int:
+        """Tokens in all, prompt and completion."""
+        return len(self.prompt_ids) + len(self.completion_ids)
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """Samples laid end to end, and per token what the loss needs.
+
+    Position t carries what belongs to the prediction of the token AT t, which the model makes at t-1:
+    with prompt (a, b) and completion (c, d), `loss_weights_T` is (0, 0, 1, 1). A micro-batch that only fills up a
+    rank's count has weight 0 everywhere.
+    """
+
+    token_ids_T: torch.Tensor
+    """int64."""
+    position_ids_T: torch.Tensor
+    """int64, starting at 0 in every segment."""
+    cu_seqlens_S1: torch.Tensor
+    """int32, S+1 cumulative segment lengths from 0 to T."""
+    loss_weights_T: torch.Tensor
+    """float32, 0 on prompt and padding tokens."""
+    advantages_T: torch.Tensor
+    """float32."""
+    behaviour_logprobs_T: torch.Tensor
+    """float32, 0 where the weight is 0."""
+    max_seqlen: int
+    sample_indices: tuple[int, ...]
+    """Which samples of the step's list these segments are; padding segments are not named."""
