@@ -1,0 +1,25 @@
+"""What Megatron-Core needs changed to run on CPU under gloo. Nothing is patched on GPU.
+
+Covers megatron-core 0.16.1 and 0.19.2. torch itself stays untouched: vLLM lives in the same process.
+"""
+
+from __future__ import annotations
+
+_applied = False
+
+
+def apply(device_kind: str) -> None:
+    """Patch the loaded Megatron modules for "cpu"; does nothing for "cuda". Safe to call more than once.
+
+    Call it after the Megatron modules that are used were imported, and before anything of them is called.
+    """
+    global _applied
+    if device_kind != "cpu" or _applied:
+        return
+    from megatron_patches import clip_grads, optimizer, tensor_parallel_random, torch_names
+
+    torch_names.patch_loaded_modules()
+    tensor_parallel_random.patch()
+    optimizer.patch()
+    clip_grads.patch()
+    _applied = True

@@ -1,0 +1,50 @@
+"""Patches the construction of Megatron's optimizers.
+
+Upstream: `DistributedOptimizer` (megatron-core 0.16.1 to 0.19.2) sorts parameters by
+`param.type() == 'torch.cuda.FloatTensor'` and refuses all others.
+Why: a float32 parameter on the CPU is a 'torch.FloatTensor'.
+Can go: when Megatron-Core compares `param.dtype`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+
+@contextlib.contextmanager
+def tensor_types_named_as_on_cuda() -> Iterator[None]:
+    """While it is open, `Tensor.type()` of a CPU tensor says what the same tensor on a GPU would say."""
+    original = torch.Tensor.type
+
+    def named(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        result = original(self, *args, **kwargs)
+        return result.replace("torch.", "torch.cuda.", 1) if isinstance(result, str) else result
+
+    torch.Tensor.type = named
+    try:
+        yield
+    finally:
+        torch.Tensor.type = original
+
+
+def with_cuda_type_names(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function`, run while tensors are named as on a GPU."""
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with tensor_types_named_as_on_cuda():
+            return function(*args, **kwargs)
+
+    return call
+
+
+def patch() -> None:
+    """Let the distributed optimizer take float32 parameters on the CPU."""
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+    DistributedOptimizer.__init__ = with_cuda_type_names(DistributedOptimizer.__init__)

@@ -1,0 +1,147 @@
+"""From a prompt file to the prompts of every step."""
+
+# Shape legend: P prompts of one step, N prompts kept in all.
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+from rlmath.data.readers import read_boba
+from rlmath.types import Prompt
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+_CHUNK = 1000
+"""Prompts tokenized in one call."""
+
+
+@dataclass(frozen=True)
+class FilterReport:
+    """What the length filter did. Lengths are tokens, never characters."""
+
+    read: int
+    kept: int
+    dropped_too_long: int
+    longest_dropped_tokens: int
+    """0 when nothing was dropped."""
+    max_prompt_tokens: int
+
+    def line(self) -> str:
+        """One line for the console."""
+        if not self.dropped_too_long:
+            return (
+                f"Prompts: {self.read} read, all kept; none is longer than"
+                f" data.max_prompt_tokens={self.max_prompt_tokens} (lengths counted in tokens)."
+            )
+        share = 100 * self.dropped_too_long / self.read
+        return (
+            f"Prompts: {self.read} read, {self.kept} kept, {self.dropped_too_long} dropped ({share:.1f}%) because longer"
+            f" than data.max_prompt_tokens={self.max_prompt_tokens} (lengths counted in tokens, not characters;"
+            f" the longest has {self.longest_dropped_tokens} tokens)."
+        )
+
+
+def load_prompts(
+    path: str, tokenizer: PreTrainedTokenizerFast, max_prompt_tokens: int
+) -> tuple[list[Prompt], FilterReport]:
+    """Prompts of the file that have at most `max_prompt_tokens` tokens, in the file's order.
+
+    Tokenized as they stand, with the tokenizer's own special tokens (a beginning-of-sequence token where it adds one).
+    Raises ValueError for a file that cannot be read and when no prompt is left.
+    """
+    if max_prompt_tokens < 1:
+        raise ValueError(f"data.max_prompt_tokens is {max_prompt_tokens}; it must be at least 1")
+    rows = read_boba(path)
+    prompts: list[Prompt] = []
+    longest_dropped = 0
+    for start in range(0, len(rows), _CHUNK):
+        chunk = rows[start : start + _CHUNK]
+        for row, token_ids in zip(chunk, _tokenize([row.prompt for row in chunk], tokenizer), strict=True):
+            if len(token_ids) > max_prompt_tokens:
+                longest_dropped = max(longest_dropped, len(token_ids))
+            else:
+                prompts.append(Prompt(row.query_id, row.prompt, tuple(token_ids), row.solutions, row.task))
+    if not prompts:
+        raise ValueError(
+            f"{path}: all {len(rows)} prompts are longer than data.max_prompt_tokens={max_prompt_tokens} tokens"
+            f" (the longest has {longest_dropped}); raise data.max_prompt_tokens"
+        )
+    return prompts, FilterReport(
+        len(rows), len(prompts), len(rows) - len(prompts), longest_dropped, max_prompt_tokens
+    )
+
+
+def _tokenize(texts: list[str], tokenizer: PreTrainedTokenizerFast) -> list[list[int]]:
+    return tokenizer(texts, return_attention_mask=False, return_token_type_ids=False, verbose=False)["input_ids"]
+
+
+class PromptOrder:
+    """Which prompts a step uses: a pure function of the step, so that resuming needs no cursor but the step.
+
+    Each epoch has its own order, a permutation drawn from (seed, epoch). Only whole steps are used: the last
+    N modulo P prompts of every epoch's order are left out; with `shuffle` they are others each epoch, without it
+    they are always the file's last ones.
+
+    >>> PromptOrder(n_prompts=5, prompts_per_step=2, seed=1, shuffle=False).batch(3)
+    (1, [2, 3])
+    """
+
+    def __init__(self, n_prompts: int, prompts_per_step: int, seed: int, shuffle: bool) -> None:
+        """Raises ValueError when a step asks for more prompts than there are."""
+        if prompts_per_step < 1:
+            raise ValueError(f"data.prompts_per_step is {prompts_per_step}; it must be at least 1")
+        if prompts_per_step > n_prompts:
+            raise ValueError(
+                f"data.prompts_per_step is {prompts_per_step}, but only {n_prompts} prompts are left after filtering;"
+                " lower data.prompts_per_step or give more prompts"
+            )
+        self.n_prompts = n_prompts
+        self.prompts_per_step = prompts_per_step
+        self.seed = seed
+        self.shuffle = shuffle
+
+    @property
+    def steps_per_epoch(self) -> int:
+        return self.n_prompts // self.prompts_per_step
+
+    @property
+    def left_out_per_epoch(self) -> int:
+        """Prompts of an epoch that fill no whole step."""
+        return self.n_prompts % self.prompts_per_step
+
+    def batch(self, step: int) -> tuple[int, list[int]]:
+        """(epoch, P prompt indices) of a step; both step and epoch count from 0 over the whole run."""
+        assert step >= 0, step
+        epoch, step_in_epoch = divmod(step, self.steps_per_epoch)
+        first = step_in_epoch * self.prompts_per_step
+        positions = range(first, first + self.prompts_per_step)
+        if not self.shuffle:
+            return epoch, list(positions)
+        order_N = permutation(self.n_prompts, self.seed, epoch)
+        return epoch, [order_N[position] for position in positions]
+
+    def line(self) -> str:
+        """One line for the console."""
+        left_out = (
+            f"; the {self.left_out_per_epoch} that fill no whole step are left out of each epoch"
+            if self.left_out_per_epoch
+            else ""
+        )
+        return (
+            f"Order: {self.steps_per_epoch} steps per epoch, {self.prompts_per_step} of {self.n_prompts} prompts a step"
+            f", {'shuffled anew every epoch' if self.shuffle else 'in the order of the file'}{left_out}."
+        )
+
+
+@lru_cache(maxsize=2)
+def permutation(n: int, seed: int, epoch: int) -> tuple[int, ...]:
+    """0 .. n-1 in the order of the SHA-256 of "seed:epoch:index": the same with every version of every library."""
+
+    def key(index: int) -> bytes:
+        return hashlib.sha256(f"{seed}:{epoch}:{index}".encode()).digest()
+
+    return tuple(sorted(range(n), key=key))

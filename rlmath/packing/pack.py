@@ -1,0 +1,58 @@
+"""Samples laid end to end into the tensors of a micro-batch. Pure."""
+
+# Shape legend: T packed tokens, S segments.
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from rlmath.types import MicroBatch, Sample
+
+PAD_TOKEN = 0
+"""Token id of padding; its weight is 0, so that any id of the vocabulary serves."""
+
+
+def pack(samples: Sequence[Sample], indices: Sequence[int], pad_to_multiple: int) -> MicroBatch:
+    """The micro-batch of `samples[i] for i in indices`; with no indices, one of weight 0.
+
+    T is filled up to a multiple of `pad_to_multiple` (the tensor-parallel size under sequence parallelism) by a
+    segment of padding.
+
+    >>> sample = Sample((7, 8), (9,), (-0.5,), advantage=1.0)
+    >>> pack([sample], [0], pad_to_multiple=2).loss_weights_T
+    tensor([0., 0., 1., 0.])
+    """
+    tokens: list[int] = []
+    positions: list[int] = []
+    weights: list[float] = []
+    advantages: list[float] = []
+    logprobs: list[float] = []
+    bounds = [0]
+    for index in indices:
+        sample = samples[index]
+        n_prompt, n_completion = len(sample.prompt_ids), len(sample.completion_ids)
+        tokens += sample.prompt_ids + sample.completion_ids
+        positions += range(n_prompt + n_completion)
+        weights += [0.0] * n_prompt + [1.0] * n_completion
+        advantages += [0.0] * n_prompt + [sample.advantage] * n_completion
+        logprobs += (0.0,) * n_prompt + sample.behaviour_logprobs
+        bounds.append(len(tokens))
+    padding = -len(tokens) % pad_to_multiple if tokens else pad_to_multiple
+    if padding:
+        tokens += [PAD_TOKEN] * padding
+        positions += range(padding)
+        for column in (weights, advantages, logprobs):
+            column += [0.0] * padding
+        bounds.append(len(tokens))
+    return MicroBatch(
+        token_ids_T=torch.tensor(tokens, dtype=torch.int64),
+        position_ids_T=torch.tensor(positions, dtype=torch.int64),
+        cu_seqlens_S1=torch.tensor(bounds, dtype=torch.int32),
+        loss_weights_T=torch.tensor(weights, dtype=torch.float32),
+        advantages_T=torch.tensor(advantages, dtype=torch.float32),
+        behaviour_logprobs_T=torch.tensor(logprobs, dtype=torch.float32),
+        max_seqlen=max(end - start for start, end in zip(bounds, bounds[1:], strict=False)),
+        sample_indices=tuple(indices),
+    )

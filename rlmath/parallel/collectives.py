@@ -1,0 +1,32 @@
+"""The few collectives of the control plane: plain objects and sums of metrics. Tensors travel in `policy` and `sync`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+
+T = TypeVar("T")
+
+
+def gather_objects(mine: T) -> list[T]:
+    """What every rank holds, in order of ranks, on every rank. Objects travel pickled between our own processes."""
+    gathered: list[T | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, mine)
+    return gathered  # type: ignore[return-value]
+
+
+def sum_over_ranks(values: Mapping[str, float], device: torch.device) -> dict[str, float]:
+    """Sums by key over all ranks, in float64. Every rank must name the same keys in the same order."""
+    total = torch.tensor(list(values.values()), dtype=torch.float64, device=device)
+    dist.all_reduce(total)
+    return dict(zip(values, total.tolist(), strict=True))
+
+
+def max_over_ranks(values: Mapping[str, float], device: torch.device) -> dict[str, float]:
+    """Largest value by key over all ranks; same keys in the same order everywhere."""
+    top = torch.tensor(list(values.values()), dtype=torch.float64, device=device)
+    dist.all_reduce(top, op=dist.ReduceOp.MAX)
+    return dict(zip(values, top.tolist(), strict=True))

@@ -1,0 +1,76 @@
+"""The one place that knows what differs between CPU and GPU: process-group backend, number format, placement."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+
+DeviceKind = Literal["cpu", "cuda"]
+
+
+@dataclass(frozen=True)
+class Device:
+    """Where this rank computes."""
+
+    kind: DeviceKind
+    torch_device: torch.device
+    backend: str
+    """Process-group backend as `init_process_group` reads it; both have gloo for plain objects."""
+    params_dtype: torch.dtype
+    """Number format of parameters and activations."""
+
+
+def resolve_kind(requested: str) -> DeviceKind:
+    """ "cpu" or "cuda" for what `run.device` says."""
+    if requested == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    if requested not in ("cpu", "cuda"):
+        raise ValueError(f'run.device is {requested!r}; needed: "auto", "cpu" or "cuda"')
+    return "cuda" if requested == "cuda" else "cpu"
+
+
+def open_device(requested: str) -> Device:
+    """The device of this rank; on GPU it becomes torch's current one.
+
+    On CPU every rank computes with one thread: ranks are the parallelism, and spinning threads of several ranks
+    on the same cores cost far more than they bring.
+    """
+    if resolve_kind(requested) == "cpu":
+        torch.set_num_threads(1)
+        return Device("cpu", torch.device("cpu"), "gloo", torch.float32)
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    torch.cuda.set_device(local_rank)
+    return Device("cuda", torch.device("cuda", local_rank), "cpu:gloo,cuda:nccl", torch.bfloat16)
+
+
+def init_process_group(device: Device, timeout_seconds: float) -> None:
+    """Join the run's process group. A collective that waits longer than the timeout ends the rank with an error."""
+    dist.init_process_group(device.backend, timeout=timedelta(seconds=timeout_seconds))
+
+
+def environment_world_size() -> int:
+    """Ranks of this run as its launcher says, 1 without one."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def environment_rank() -> int:
+    """Rank of this process as its launcher says, 0 without one."""
+    return int(os.environ.get("RANK", "0"))
+
+
+def resident_bytes() -> int:
+    """Resident memory of this process (bytes)."""
+    with open("/proc/self/statm", encoding="ascii") as statm:
+        return int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def max_memory_bytes(device: Device) -> int:
+    """Memory that this rank holds: reserved by torch's allocator on GPU, resident on CPU (bytes)."""
+    if device.kind == "cuda":
+        return torch.cuda.memory_reserved(device.torch_device)
+    return resident_bytes()

@@ -1,0 +1,70 @@
+"""Who is where: the training layout and the engines' layout over the same ranks, as plain arithmetic.
+
+Ranks are laid out as Megatron does by default, tensor fastest, then data, then pipeline. With 8 ranks, tensor 2
+and pipeline 2, rank 5 is tensor rank 1 of data rank 0 in pipeline stage 1.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """The layout of a run as one rank sees it. Sizes must divide: `preflight` has checked it."""
+
+    rank: int
+    world_size: int
+    tensor: int
+    pipeline: int
+    engine_size: int
+    """Ranks of one rollout engine (its tensor-parallel size)."""
+
+    @property
+    def data(self) -> int:
+        """Data-parallel size."""
+        return self.world_size // (self.tensor * self.pipeline)
+
+    @property
+    def tensor_rank(self) -> int:
+        return self.rank % self.tensor
+
+    @property
+    def data_rank(self) -> int:
+        return self.rank // self.tensor % self.data
+
+    @property
+    def pipeline_rank(self) -> int:
+        return self.rank // (self.tensor * self.data)
+
+    @property
+    def is_last_stage(self) -> bool:
+        return self.pipeline_rank == self.pipeline - 1
+
+    @property
+    def speaks_for_loss(self) -> bool:
+        """True on one rank of every data-parallel replica: the one whose loss terms count, so that sums over all
+        ranks count every token once."""
+        return self.is_last_stage and self.tensor_rank == 0
+
+    @property
+    def engines(self) -> int:
+        """Number of rollout engines."""
+        return self.world_size // self.engine_size
+
+    @property
+    def engine_index(self) -> int:
+        """Which engine this rank is part of."""
+        return self.rank // self.engine_size
+
+    @property
+    def speaks_for_engine(self) -> bool:
+        """True on one rank of every engine: the one that scores and reports what the engine sampled."""
+        return self.rank % self.engine_size == 0
+
+    def describe(self) -> str:
+        """For example "TP2 x PP1 x DP1, 2 engines of TP1"."""
+        return (
+            f"TP{self.tensor} x PP{self.pipeline} x DP{self.data}, "
+            f"{self.engines} engine{'s' if self.engines > 1 else ''} of TP{self.engine_size}"
+        )

@@ -1,0 +1,1 @@
+"""Rewards from checking the final answer, in processes that can be killed."""
