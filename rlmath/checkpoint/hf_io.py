@@ -1,0 +1,261 @@
+"""Hugging Face folders in and out: weights into Megatron shards, and shards back into safetensors."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from rlmath.checkpoint.hf_tables import (
+    Placed,
+    canonical_shape,
+    from_canonical,
+    hf_shapes,
+    join,
+    placed_tensors,
+    shard,
+    shard_shape,
+    to_canonical,
+)
+from rlmath.model_shape import ModelShape
+from rlmath.parallel.mesh import Mesh
+
+COMPANION_SUFFIXES = (".json", ".txt", ".model", ".jinja", ".py")
+"""Files beside the weights that belong to a model and are copied on export: configuration and tokenizer."""
+
+SHARD_BYTES = 4 * 2**30
+"""Most bytes of one exported safetensors file."""
+
+
+class HFReader:
+    """Random access to the tensors of a Hugging Face folder, one safetensors file or an index of several."""
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder)
+        self._file_of = _weight_files(self.folder)
+
+    @property
+    def names(self) -> set[str]:
+        """Names of all tensors."""
+        return set(self._file_of)
+
+    def tensor(self, name: str) -> Tensor:
+        """One tensor, read from disk now."""
+        with safe_open(self.folder / self._file_of[name], framework="pt") as file:
+            return file.get_tensor(name)
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shape of every tensor, without reading the data."""
+        found: dict[str, tuple[int, ...]] = {}
+        for file_name in sorted(set(self._file_of.values())):
+            with safe_open(self.folder / file_name, framework="pt") as file:
+                found |= {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+        return found
+
+
+def _weight_files(folder: Path) -> dict[str, str]:
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        return dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
+    single = folder / "model.safetensors"
+    if not single.is_file():
+        raise ValueError(f"{folder} has neither model.safetensors nor model.safetensors.index.json")
+    with safe_open(single, framework="pt") as file:
+        return dict.fromkeys(file.keys(), single.name)
+
+
+def check_tensors(folder: str | Path, shape: ModelShape) -> None:
+    """ValueError that lists missing, unexpected and misshapen tensors of a Hugging Face folder."""
+    found = HFReader(folder).shapes()
+    needed = {
+        name: size
+        for placed in placed_tensors(shape)
+        for name, size in zip(placed.hf_names, hf_shapes(placed.rule, shape), strict=True)
+    }
+    ignorable = {"lm_head.weight"} if shape.tied_embeddings else set()
+    problems = [f"missing: {name} {needed[name]}" for name in sorted(needed.keys() - found.keys())]
+    problems += [f"not known: {name}" for name in sorted(found.keys() - needed.keys() - ignorable)]
+    problems += [
+        f"{name}: shape {found[name]}, needed {needed[name]}"
+        for name in sorted(needed.keys() & found.keys())
+        if found[name] != needed[name]
+    ]
+    if problems:
+        shown = "\n  ".join(problems[:20] + (["..."] if len(problems) > 20 else []))
+        raise ValueError(
+            f"the weights in {folder} do not fit its config.json ({shape.architecture}):\n  {shown}\n"
+            "Use a folder whose weights and config.json belong together."
+        )
+
+
+def local_parameter(model: torch.nn.Module, placed: Placed) -> Tensor | None:
+    """This rank's parameter for a placed tensor, None where another pipeline stage owns it."""
+    number = None
+    if placed.layer is not None:
+        first = _first_layer(model)
+        number = placed.layer - first
+        if not 0 <= number < len(model.decoder.layers):
+            return None
+    for template in placed.rule.megatron:
+        module_name, _, name = template.format(m=number).rpartition(".")
+        try:
+            parameter = getattr(model.get_submodule(module_name), name, None)
+        except AttributeError:
+            continue
+        if parameter is not None:
+            return parameter
+    return None
+
+
+def _first_layer(model: torch.nn.Module) -> int:
+    return model.decoder.layers[0].layer_number - 1 if len(model.decoder.layers) else 0
+
+
+@torch.no_grad()
+def load_hf_weights(model: torch.nn.Module, folder: str | Path, shape: ModelShape, mesh: Mesh) -> None:
+    """Fill this rank's shard of a Megatron model from a Hugging Face folder, tensor by tensor."""
+    reader = HFReader(folder)
+    for placed in placed_tensors(shape):
+        parameter = local_parameter(model, placed)
+        if parameter is not None:
+            _fill(parameter, [reader.tensor(name) for name in placed.hf_names], placed, shape, mesh)
+    if shape.tied_embeddings and mesh.is_last_stage and mesh.pipeline > 1:
+        embedding = next(iter(placed_tensors(shape)))
+        _fill(model.output_layer.weight, [reader.tensor(embedding.hf_names[0])], embedding, shape, mesh)
+
+
+def _fill(parameter: Tensor, tensors: list[Tensor], placed: Placed, shape: ModelShape, mesh: Mesh) -> None:
+    full = to_canonical(placed.rule, tensors, shape, mesh.tensor)
+    mine = shard(placed.rule, full, mesh.tensor_rank, mesh.tensor)
+    parameter.copy_(mine.reshape(parameter.shape))
+
+
+@torch.no_grad()
+def stream_hf_tensors(
+    model: torch.nn.Module,
+    shape: ModelShape,
+    mesh: Mesh,
+    tensor_group: dist.ProcessGroup,
+    pipeline_group: dist.ProcessGroup,
+) -> Iterator[tuple[str, Tensor]]:
+    """Every Hugging Face tensor of a sharded model, whole, on every rank, one after the other.
+
+    A collective: all ranks must consume it to its end. At most one tensor is whole at a time.
+    """
+    pipeline_ranks = dist.get_process_group_ranks(pipeline_group)
+    device = next(model.parameters()).device
+    dtype = next(model.parameters()).dtype
+    stages = layer_stages(model, shape, mesh, pipeline_group)
+    for placed in placed_tensors(shape):
+        owner = {"first": 0, "last": mesh.pipeline - 1}.get(placed.rule.place)
+        owner = stages[placed.layer] if placed.layer is not None else owner
+        if owner == mesh.pipeline_rank:
+            parameter = local_parameter(model, placed)
+            assert parameter is not None, f"stage {owner} should own {placed.hf_names}"
+            full = _gather(parameter.data, placed, shape, mesh, tensor_group)
+        else:
+            full = torch.empty(canonical_shape(placed.rule, shape, mesh.tensor), dtype=dtype, device=device)
+        if mesh.pipeline > 1:
+            dist.broadcast(full, src=pipeline_ranks[owner], group=pipeline_group)
+        yield from zip(placed.hf_names, from_canonical(placed.rule, full, shape), strict=True)
+
+
+def _gather(mine: Tensor, placed: Placed, shape: ModelShape, mesh: Mesh, group: dist.ProcessGroup) -> Tensor:
+    mine = mine.reshape(shard_shape(placed.rule, shape, mesh.tensor)).contiguous()
+    if mesh.tensor == 1 or placed.rule.split_axis is None:
+        return mine
+    shards = [torch.empty_like(mine) for _ in range(mesh.tensor)]
+    dist.all_gather(shards, mine, group=group)
+    return join(placed.rule, shards)
+
+
+def layer_stages(
+    model: torch.nn.Module, shape: ModelShape, mesh: Mesh, pipeline_group: dist.ProcessGroup
+) -> list[int]:
+    """The pipeline stage of every layer, as the stages themselves report it."""
+    mine = (_first_layer(model), len(model.decoder.layers))
+    spans: list[tuple[int, int]] = [mine] * mesh.pipeline
+    if mesh.pipeline > 1:
+        dist.all_gather_object(spans, mine, group=pipeline_group)
+    stages = [0] * shape.num_layers
+    for stage, (first, count) in enumerate(spans):
+        stages[first : first + count] = [stage] * count
+    return stages
+
+
+def write_hf_folder(
+    tensors: Iterator[tuple[str, Tensor]], source: str | Path, output: Path, dtype: torch.dtype, writes: bool
+) -> None:
+    """Write a Hugging Face model: the streamed weights as safetensors, configuration and tokenizer from `source`.
+
+    All ranks consume the stream; the one with `writes` writes, into a folder aside that is renamed when complete.
+    Files hold up to SHARD_BYTES, so that no rank ever holds the whole model.
+    """
+    partial_folder = output.with_name(output.name + ".partial")
+    if writes:
+        shutil.rmtree(partial_folder, ignore_errors=True)
+        partial_folder.mkdir(parents=True)
+    files = _ShardWriter(partial_folder) if writes else None
+    for name, tensor in tensors:
+        if files is not None:
+            files.add(name, tensor.detach().to("cpu", dtype, copy=True).contiguous())
+    if files is None:
+        return
+    files.close()
+    _copy_companions(Path(source), partial_folder, dtype)
+    shutil.rmtree(output, ignore_errors=True)
+    partial_folder.rename(output)
+
+
+class _ShardWriter:
+    """Collects tensors into files of bounded size, then names them as the Hub does."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._pending: dict[str, Tensor] = {}
+        self._pending_bytes = 0
+        self._total_bytes = 0
+        self._files: list[list[str]] = []
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        if self._pending and self._pending_bytes + tensor.nbytes > SHARD_BYTES:
+            self._flush()
+        self._pending[name] = tensor
+        self._pending_bytes += tensor.nbytes
+
+    def _flush(self) -> None:
+        save_file(self._pending, self._folder / f"part-{len(self._files)}", metadata={"format": "pt"})
+        self._files.append(list(self._pending))
+        self._total_bytes += self._pending_bytes
+        self._pending, self._pending_bytes = {}, 0
+
+    def close(self) -> None:
+        self._flush()
+        count = len(self._files)
+        if count == 1:
+            (self._folder / "part-0").rename(self._folder / "model.safetensors")
+            return
+        weight_map = {}
+        for number, names in enumerate(self._files):
+            file_name = f"model-{number + 1:05d}-of-{count:05d}.safetensors"
+            (self._folder / f"part-{number}").rename(self._folder / file_name)
+            weight_map |= dict.fromkeys(names, file_name)
+        index = {"metadata": {"total_size": self._total_bytes}, "weight_map": weight_map}
+        (self._folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2), encoding="utf-8")
+
+
+def _copy_companions(source: Path, target: Path, dtype: torch.dtype) -> None:
+    for file in sorted(source.iterdir()):
+        if file.is_file() and file.suffix in COMPANION_SUFFIXES and "safetensors" not in file.name:
+            shutil.copyfile(file, target / file.name)
+    config = json.loads((target / "config.json").read_text(encoding="utf-8"))
+    config.pop("torch_dtype", None)
+    config["dtype"] = str(dtype).removeprefix("torch.")
+    (target / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")

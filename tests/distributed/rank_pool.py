@@ -1,0 +1,107 @@
+"""A pool of processes that stand in for torchrun's ranks, shared by all distributed tests.
+
+Importing torch, Megatron and vLLM costs seconds per process, so the processes stay; every `run` gives them a fresh
+process group.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+import socket
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+import torch.multiprocessing as mp
+
+
+def _serve(connection: Connection, rank: int) -> None:
+    os.environ.update(OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1", RANK=str(rank), LOCAL_RANK=str(rank))
+    while True:
+        task = connection.recv()
+        if task is None:
+            return
+        try:
+            connection.send((True, _run_task(rank, *task)))
+        except BaseException:
+            connection.send((False, traceback.format_exc()))
+
+
+def _run_task(rank: int, world_size: int, port: int, module: str, name: str, args: tuple[Any, ...]) -> Any:
+    import torch.distributed as dist
+
+    os.environ.update(WORLD_SIZE=str(world_size), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    function = getattr(importlib.import_module(module), name)
+    try:
+        return function(*args)
+    finally:
+        with contextlib.suppress(ImportError):
+            from megatron.core import parallel_state
+
+            parallel_state.destroy_model_parallel()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+class RankPool:
+    """Up to `size` processes; `run` calls a module-level function on the first `world_size` of them."""
+
+    def __init__(self) -> None:
+        self._context = mp.get_context("spawn")
+        self._workers: list[tuple[Any, Connection]] = []
+
+    def _grow(self, size: int) -> None:
+        while len(self._workers) < size:
+            ours, theirs = self._context.Pipe()
+            process = self._context.Process(target=_serve, args=(theirs, len(self._workers)), daemon=True)
+            process.start()
+            theirs.close()
+            self._workers.append((process, ours))
+
+    def run(self, world_size: int, function: Callable[..., Any], *args: Any, timeout: float = 240.0) -> list[Any]:
+        """Results of `function(*args)` by rank. A rank that fails or hangs fails the test with its traceback."""
+        self._grow(world_size)
+        port = _free_port()
+        workers = self._workers[:world_size]
+        for _, connection in workers:
+            connection.send((world_size, port, function.__module__, function.__name__, args))
+        results: dict[int, Any] = {}
+        while len(results) < world_size:
+            open_ = [c for i, (_, c) in enumerate(workers) if i not in results]
+            ready = wait(open_, timeout)
+            if not ready:
+                self._fail(f"ranks {sorted(set(range(world_size)) - set(results))} gave no result in {timeout} s")
+            for rank, (_, connection) in enumerate(workers):
+                if connection in ready:
+                    results[rank] = self._receive(rank, connection)
+        return [results[rank] for rank in range(world_size)]
+
+    def _receive(self, rank: int, connection: Connection) -> Any:
+        try:
+            ok, value = connection.recv()
+        except EOFError:
+            self._fail(f"rank {rank} died")
+        if not ok:
+            self._fail(f"rank {rank} failed:\n{value}")
+        return value
+
+    def _fail(self, message: str) -> None:
+        self.close()
+        raise AssertionError(message)
+
+    def close(self) -> None:
+        """End all processes."""
+        for process, connection in self._workers:
+            process.kill()
+            process.join()
+            connection.close()
+        self._workers.clear()

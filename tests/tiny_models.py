@@ -1,0 +1,65 @@
+"""Small Qwen2 models and samples with random numbers, made by transformers: the oracle of the parity tests."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+import torch
+
+from rlmath.model_shape import ModelShape
+from rlmath.types import Sample
+
+VOCAB = 101
+"""Odd, so that it does not divide by any tensor-parallel size."""
+
+
+def make_model_folder(folder: Path, tied: bool = False, seed: int = 5) -> Path:
+    """A random Qwen2 in Hugging Face form: 4 layers, 4 heads in 2 groups, biases and norms off their defaults."""
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    torch.manual_seed(seed)
+    config = Qwen2Config(
+        vocab_size=VOCAB,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=256,
+        tie_word_embeddings=tied,
+        rope_theta=10000.0,
+        eos_token_id=1,
+        bos_token_id=2,
+        pad_token_id=0,
+    )
+    model = Qwen2ForCausalLM(config).float()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.05)
+    model.save_pretrained(folder)
+    return folder
+
+
+def shape_of(folder: Path) -> ModelShape:
+    """The model's shape, as the program itself reads it."""
+    from rlmath.preflight import read_model_shape
+
+    return read_model_shape(folder)
+
+
+def make_samples(count: int, seed: int = 0) -> list[Sample]:
+    """Samples of 4 to 24 tokens with random tokens, advantages and behaviour log-probs."""
+    draw = random.Random(seed)
+    samples = []
+    for _ in range(count):
+        prompt = tuple(draw.randrange(3, VOCAB) for _ in range(draw.randint(2, 8)))
+        completion = tuple(draw.randrange(3, VOCAB) for _ in range(draw.randint(2, 16)))
+        logprobs = tuple(-draw.uniform(3.5, 5.5) for _ in completion)
+        samples.append(Sample(prompt, completion, logprobs, advantage=draw.uniform(-1.5, 1.5)))
+    return samples
+
+
+def read_config(folder: Path) -> dict:
+    return json.loads((folder / "config.json").read_text(encoding="utf-8"))
