@@ -69,7 +69,7 @@ def resident_bytes() -> int:
         return int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-def max_memory_bytes(device: Device) -> int:
+def held_bytes(device: Device) -> int:
     """Memory that this rank holds: reserved by torch's allocator on GPU, resident on CPU (bytes)."""
     if device.kind == "cuda":
         return torch.cuda.memory_reserved(device.torch_device)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
@@ -14,33 +12,7 @@ from rlmath.config import RolloutConfig
 from rlmath.parallel.device import Device
 from rlmath.parallel.mesh import Mesh
 from rlmath.rollout.memory import CPU_WORKER_EXTENSION, MemorySwitch
-
-
-@dataclass(frozen=True)
-class Request:
-    """One completion to sample."""
-
-    key: tuple[int, int]
-    """(position of the prompt in the step's batch, sample index)."""
-    token_ids: tuple[int, ...]
-    """The prompt."""
-    seed: int
-
-
-@dataclass(frozen=True)
-class Generated:
-    """What came of a request."""
-
-    key: tuple[int, int]
-    token_ids: tuple[int, ...]
-    logprobs: tuple[float, ...]
-    finish_reason: str
-
-
-def request_seed(run_seed: int, step: int, prompt_id: str, sample_index: int) -> int:
-    """Seed of one completion, the same whichever engine samples it (0 to 2**63 - 1)."""
-    text = f"{run_seed}/{step}/{sample_index}/{prompt_id}"
-    return int.from_bytes(hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()[:8], "big") >> 1
+from rlmath.rollout.sampling import Generated, Request, sample
 
 
 def prepare_environment(device_kind: str) -> None:
@@ -109,40 +81,27 @@ class Engine:
 
     def generate(self, requests: Sequence[Request]) -> Iterator[Generated]:
         """Sample all requests; yields each as soon as it is finished."""
-        engine = self._llm.llm_engine
-        pending = {}
-        for number, request in enumerate(requests):
-            pending[str(number)] = request.key
-            engine.add_request(
-                str(number), {"prompt_token_ids": list(request.token_ids)}, self._sampling(request.seed)
-            )
-        while engine.has_unfinished_requests():
-            for output in engine.step():
-                if output.finished:
-                    yield _generated(pending.pop(output.request_id), output.outputs[0])
-        assert not pending, f"vLLM did not return requests {sorted(pending)}"
+        return sample(self._llm, self._settings, requests)
 
-    def _sampling(self, seed: int) -> Any:
-        from vllm import SamplingParams
-        from vllm.sampling_params import RequestOutputKind
-
-        settings = self._settings
-        return SamplingParams(
-            temperature=settings.temperature,
-            top_p=settings.top_p,
-            top_k=settings.top_k,
-            max_tokens=settings.max_new_tokens,
-            min_tokens=settings.min_new_tokens,
-            seed=seed,
-            logprobs=0,
-            flat_logprobs=True,
-            detokenize=False,
-            output_kind=RequestOutputKind.FINAL_ONLY,
-        )
+    def close(self) -> None:
+        """End vLLM's part in this process, before the process group that it uses is destroyed."""
+        self._llm.llm_engine.engine_core.shutdown()
 
 
-def _generated(key: tuple[int, int], output: Any) -> Generated:
-    token_ids = tuple(output.token_ids)
-    logprobs = tuple(output.logprobs.logprobs)
-    assert len(logprobs) == len(token_ids), "vLLM returned another number of log-probs than tokens"
-    return Generated(key, token_ids, logprobs, output.finish_reason)
+def open_standalone(model_path: str, settings: RolloutConfig, max_sequence: int, device_kind: str) -> Any:
+    """A vLLM `LLM` of its own on a Hugging Face folder, without torchrun and without the trainer."""
+    prepare_environment(device_kind)
+    from vllm import LLM
+
+    arguments: dict[str, Any] = {"enforce_eager": True, "dtype": "auto"}
+    if device_kind == "cpu":
+        arguments |= {"dtype": "float32", "kv_cache_memory_bytes": int(settings.cpu_kv_cache_gib * 2**30)}
+    else:
+        arguments["gpu_memory_utilization"] = settings.memory_share
+    return LLM(
+        model_path,
+        max_model_len=max_sequence,
+        max_num_seqs=settings.max_num_seqs,
+        logprobs_mode="processed_logprobs",
+        **arguments,
+    )

@@ -1,0 +1,187 @@
+"""A run from start to end: build the parts, make the steps, tell about them, leave a model behind."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from rlmath.checkpoint.hf_io import write_hf_folder
+from rlmath.config import Config
+from rlmath.config_files import config_as_yaml
+from rlmath.inputs import Inputs
+from rlmath.model_shape import ModelShape
+from rlmath.parallel.device import (
+    Device,
+    environment_rank,
+    environment_world_size,
+    held_bytes,
+    init_process_group,
+    open_device,
+)
+from rlmath.parallel.mesh import Mesh
+from rlmath.policy.actor import build_actor
+from rlmath.policy.model import start_megatron
+from rlmath.policy.reference import build_reference
+from rlmath.preflight import harmless_settings
+from rlmath.rewards.pool import VerifierPool
+from rlmath.rollout.collect import Collector
+from rlmath.rollout.engine import Engine
+from rlmath.run_folder import claim_run_folder
+from rlmath.sync.transfer import hf_stream
+from rlmath.telemetry.console import Progress, step_line
+from rlmath.telemetry.metrics import MetricsWriter
+from rlmath.telemetry.samples import SampleWriter
+from rlmath.trainer import Parts, StepRecord, Trainer
+
+logger = logging.getLogger(__name__)
+
+EXPORT_FOLDER = "hf_model"
+"""Where the run's folder holds the exported Hugging Face model of the last step."""
+
+SUMMARY_NAME = "summary.json"
+
+
+def run_training(config: Config, shape: ModelShape, inputs: Inputs) -> None:
+    """Train as `config` says. All that can be known to be wrong was checked before."""
+    started = time.perf_counter()
+    mesh = Mesh(
+        environment_rank(),
+        environment_world_size(),
+        config.parallel.tensor,
+        config.parallel.pipeline,
+        config.rollout.tensor_parallel,
+    )
+    # The judges start before process groups and engines, whose threads they must not inherit.
+    pool = (
+        VerifierPool(config.reward.workers, config.reward.timeout_seconds) if mesh.speaks_for_engine else None
+    )
+    device = open_device(config.run.device)
+    init_process_group(device, config.run.distributed_timeout_seconds)
+    try:
+        _claim_folder(config, mesh, inputs)
+        parts = _build(config, shape, inputs, mesh, device, pool)
+        _train(parts, inputs, device, started)
+        parts.engine.close()
+    finally:
+        if pool is not None:
+            pool.close()
+        dist.destroy_process_group()
+
+
+def _claim_folder(config: Config, mesh: Mesh, inputs: Inputs) -> None:
+    if mesh.rank == 0:
+        claim_run_folder(config.run.output_dir, config)
+        logger.info("The settings of this run:\n%s", config_as_yaml(config))
+        for line in (*harmless_settings(config), *inputs.lines, f"Layout: {mesh.describe()}"):
+            logger.info("%s", line)
+    dist.barrier()
+
+
+def _build(
+    config: Config,
+    shape: ModelShape,
+    inputs: Inputs,
+    mesh: Mesh,
+    device: Device,
+    pool: VerifierPool | None,
+) -> Parts:
+    start_megatron(mesh, device, config.run.seed)
+    max_sequence = config.data.max_prompt_tokens + config.rollout.max_new_tokens
+    engine = Engine(config.model.path, config.rollout, max_sequence, mesh, device)
+    engine.memory.sleep()
+    updates = inputs.total_steps * config.algorithm.n_minibatches
+    actor = build_actor(config, shape, mesh, device, updates)
+    reference = None
+    if config.algorithm.kl_coef > 0:
+        reference = build_reference(
+            config.model.path,
+            shape,
+            mesh,
+            device,
+            config.parallel.sequence,
+            config.rollout.temperature,
+        )
+    collector = Collector(engine, mesh, inputs.tokenizer, config.rollout, config.reward, pool)
+    return Parts(
+        config, shape, mesh, inputs.prompts, inputs.order, actor, reference, engine, collector
+    )
+
+
+def _train(parts: Parts, inputs: Inputs, device: Device, started: float) -> None:
+    folder = Path(parts.config.run.output_dir)
+    trainer = Trainer(parts)
+    reporter = _Reporter(parts, inputs, folder) if parts.mesh.rank == 0 else None
+    for number in range(inputs.total_steps):
+        record = trainer.step(number)
+        memory = held_bytes(device) / 2**30
+        if reporter is not None:
+            reporter.step(number, record, memory)
+    _export(parts, folder / EXPORT_FOLDER)
+    if reporter is not None:
+        reporter.close(time.perf_counter() - started)
+    dist.barrier()
+
+
+def _export(parts: Parts, folder: Path) -> None:
+    names = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+    trained = next(parts.actor.model.parameters()).dtype
+    dtype = names.get(parts.config.save.export_dtype, trained)
+    stream = hf_stream(parts.actor.model, parts.shape, parts.mesh)
+    write_hf_folder(stream, parts.config.model.path, folder, dtype, writes=parts.mesh.rank == 0)
+
+
+class _Reporter:
+    """Rank 0's account of the run: console, metrics, samples, summary."""
+
+    def __init__(self, parts: Parts, inputs: Inputs, folder: Path) -> None:
+        self._parts = parts
+        self._inputs = inputs
+        self._folder = folder
+        self._metrics = MetricsWriter(str(folder), parts.config.telemetry.tensorboard)
+        self._samples = SampleWriter(str(folder), parts.config.telemetry.sample_groups_per_step)
+        self._started = time.perf_counter()
+        self._last: dict[str, float] = {}
+        self._tokens = 0.0
+
+    def step(self, number: int, record: StepRecord, memory_gib: float) -> None:
+        metrics = record.metrics | {"memory_gib": memory_gib}
+        self._last = metrics
+        self._tokens += metrics["n_valid_tokens"]
+        self._metrics.write(number + 1, metrics)
+        self._samples.write(number + 1, record.groups, record.advantages, self._metrics)
+        logger.info("%s", step_line(self._progress(number, record.epoch, metrics["seconds/step"]), metrics))
+
+    def _progress(self, number: int, epoch: int, step_seconds: float) -> Progress:
+        steps_per_epoch = self._inputs.order.steps_per_epoch
+        return Progress(
+            epoch=epoch + 1,
+            total_epochs=-(-self._inputs.total_steps // steps_per_epoch),
+            step=number % steps_per_epoch + 1,
+            steps_per_epoch=steps_per_epoch,
+            global_step=number + 1,
+            total_steps=self._inputs.total_steps,
+            step_seconds=step_seconds,
+            total_seconds=time.perf_counter() - self._started,
+            steps_timed=number + 1,
+        )
+
+    def close(self, seconds_total: float) -> None:
+        seconds_training = time.perf_counter() - self._started
+        summary = {
+            "steps": self._inputs.total_steps,
+            "layout": self._parts.mesh.describe(),
+            "seconds_total": round(seconds_total, 3),
+            "seconds_training": round(seconds_training, 3),
+            "completion_tokens": int(self._tokens),
+            "tokens_per_second": round(self._tokens / seconds_training, 1),
+            "last_step": self._last,
+        }
+        path = self._folder / SUMMARY_NAME
+        path.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+        self._metrics.close()
+        logger.info("The trained model is in %s, the summary in %s", self._folder / EXPORT_FOLDER, path)

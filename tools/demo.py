@@ -1,0 +1,156 @@
+"""The laptop demo: make data and a model, train it with GRPO, and show what it learned.
+
+    python tools/demo.py [--seed 1] [--ranks 2] [--tensor-parallel 2] [--pipeline-parallel 1]
+
+It runs the same programs, one after the other, that a user would: tools/make_arithmetic.py, tools/make_tiny_model.py,
+tools/measure_accuracy.py, torchrun launch/train_grpo.py, tools/measure_accuracy.py, tools/plot_run.py. Everything is
+written under outputs/demo; what an earlier demo left is moved to outputs/demo.001, .002, ...
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+MAX_PROMPT_TOKENS = 32
+MAX_NEW_TOKENS = 32
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How the demo trains; the engines have one rank each."""
+
+    ranks: int
+    tensor: int
+    pipeline: int
+
+    def check(self) -> None:
+        """ValueError for what cannot be laid out."""
+        if min(self.ranks, self.tensor, self.pipeline) < 1:
+            raise ValueError(f"ranks and parallel sizes must be at least 1, got {self}")
+        if self.ranks % (self.tensor * self.pipeline):
+            raise ValueError(
+                f"{self.ranks} ranks cannot be split into tensor {self.tensor} x pipeline {self.pipeline} = "
+                f"{self.tensor * self.pipeline}; choose RANKS as a multiple of TP x PP"
+            )
+
+
+def child_environment() -> dict[str, str]:
+    """One computing thread per process: the ranks are the parallelism."""
+    path = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH", "")]))
+    return os.environ | {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "PYTHONPATH": path}
+
+
+def run(title: str, command: list[str], environment: dict[str, str], capture: bool = False) -> str:
+    """Run one program; its failure ends the demo with its exit status. Returns what it printed, if captured."""
+    print(f"\n== {title}", flush=True)
+    started = time.perf_counter()
+    done = subprocess.run(
+        command, cwd=REPOSITORY, env=environment, stdout=subprocess.PIPE if capture else None, text=True, check=False
+    )
+    if done.returncode:
+        print(f"demo: {title!r} failed with status {done.returncode}: {' '.join(command)}", file=sys.stderr)
+        raise SystemExit(done.returncode)
+    print(f"   {time.perf_counter() - started:.1f} s", flush=True)
+    return done.stdout or ""
+
+
+def set_aside(folder: Path) -> None:
+    """Move what an earlier demo left to the next free numbered name."""
+    if not folder.exists():
+        return
+    number = 1
+    while (target := folder.with_name(f"{folder.name}.{number:03d}")).exists():
+        number += 1
+    folder.rename(target)
+    print(f"The earlier demo is kept in {target}")
+
+
+def accuracy(title: str, model: Path, folder: Path, seed: int) -> float:
+    """Share of right answers on held-out prompts, sampled at temperature 1 by a fresh vLLM."""
+    command = [sys.executable, "tools/measure_accuracy.py", "--model", str(model), "--seed", str(seed)]
+    command += ["--data", str(folder / "data" / "heldout.jsonl")]
+    command += ["--max-prompt-tokens", str(MAX_PROMPT_TOKENS), "--max-new-tokens", str(MAX_NEW_TOKENS)]
+    report = json.loads(run(title, command, child_environment(), capture=True).strip().splitlines()[-1])
+    print(f"   {report['accuracy']:.1%} of {report['samples']} answers are right")
+    return report["accuracy"]
+
+
+def train(folder: Path, seed: int, layout: Layout) -> dict:
+    """GRPO under torchrun; returns the run's own summary."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={layout.ranks}"]
+    command += ["launch/train_grpo.py", "--config", "configs/demo.yaml"]
+    command += [f"run.output_dir={folder / 'run'}", f"run.seed={seed}", f"model.path={folder / 'base'}"]
+    command += [f"data.train_path={folder / 'data' / 'train.jsonl'}"]
+    command += [f"parallel.tensor={layout.tensor}", f"parallel.pipeline={layout.pipeline}"]
+    run(f"GRPO on {layout.ranks} ranks, TP{layout.tensor} x PP{layout.pipeline}", command, child_environment())
+    return json.loads((folder / "run" / "summary.json").read_text(encoding="utf-8"))
+
+
+def demo(folder: Path, seed: int, layout: Layout) -> dict:
+    """All stages; returns the demo's summary."""
+    started = time.perf_counter()
+    python, environment = sys.executable, child_environment()
+    make_data = [python, "tools/make_arithmetic.py", "--output", str(folder / "data"), "--seed", str(seed)]
+    run("Arithmetic problems", make_data, environment)
+    make_model = [python, "tools/make_tiny_model.py", "--output", str(folder / "base")]
+    make_model += ["--data", str(folder / "data"), "--seed", str(seed)]
+    run("A tiny model that can add but slips", make_model, environment)
+    before = accuracy("Accuracy before", folder / "base", folder, seed)
+    trained = train(folder, seed, layout)
+    after = accuracy("Accuracy after", folder / "run" / "hf_model", folder, seed)
+    picture = [python, "tools/plot_run.py", str(folder / "run"), "--metric", "task_reward"]
+    run("The reward curve", [*picture, "--output", str(folder / "reward.svg")], environment)
+    return {
+        "accuracy_before": before,
+        "accuracy_after": after,
+        "seconds_total": round(time.perf_counter() - started, 1),
+        "seconds_install_excluded": round(time.perf_counter() - started, 1),
+        "seconds_training": trained["seconds_training"],
+        "steps": trained["steps"],
+        "tokens_per_second": trained["tokens_per_second"],
+        "layout": trained["layout"],
+        "ranks": layout.ranks,
+        "seed": seed,
+    }
+
+
+def main() -> int:
+    """Exit status 0, 2 on a mistake of the user's, or that of the stage that failed."""
+    parser = argparse.ArgumentParser(description="Train a tiny model with GRPO on this machine's CPU.")
+    parser.add_argument("--seed", type=int, default=1, help="of data, model and training (default: 1)")
+    parser.add_argument("--ranks", type=int, default=2, help="processes (default: 2)")
+    parser.add_argument("--tensor-parallel", type=int, default=2, help="of the training layout (default: 2)")
+    parser.add_argument("--pipeline-parallel", type=int, default=1, help="of the training layout (default: 1)")
+    parser.add_argument("--output", type=Path, default=Path("outputs/demo"), help="folder (default: outputs/demo)")
+    arguments = parser.parse_args()
+    layout = Layout(arguments.ranks, arguments.tensor_parallel, arguments.pipeline_parallel)
+    try:
+        layout.check()
+    except ValueError as error:
+        print(f"demo: {error}", file=sys.stderr)
+        return 2
+    folder = arguments.output.resolve()
+    set_aside(folder)
+    folder.mkdir(parents=True)
+    summary = demo(folder, arguments.seed, layout)
+    (folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+    print(f"\n{json.dumps(summary, indent=2)}")
+    print(
+        f"\nHeld-out accuracy went from {summary['accuracy_before']:.1%} to {summary['accuracy_after']:.1%} "
+        f"in {summary['steps']} steps ({summary['seconds_total']:.0f} s in all).\n"
+        f"The trained model: {folder / 'run' / 'hf_model'}\nThe reward curve:  {folder / 'reward.svg'}\n"
+        f"Read samples:      {sys.executable} tools/show_samples.py {folder / 'run'}"
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
