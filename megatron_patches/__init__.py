@@ -16,10 +16,11 @@ def apply(device_kind: str) -> None:
     global _applied
     if device_kind != "cpu" or _applied:
         return
-    from megatron_patches import clip_grads, optimizer, tensor_parallel_random, torch_names
+    from megatron_patches import clip_grads, language_module, optimizer, tensor_parallel_random, torch_names
 
     torch_names.patch_loaded_modules()
     tensor_parallel_random.patch()
     optimizer.patch()
     clip_grads.patch()
+    language_module.patch()
     _applied = True

@@ -70,7 +70,8 @@ def run_training(config: Config, shape: ModelShape, inputs: Inputs) -> None:
     finally:
         if pool is not None:
             pool.close()
-        dist.destroy_process_group()
+        if dist.is_initialized():
+            dist.destroy_process_group()
 
 
 def _claim_folder(config: Config, mesh: Mesh, inputs: Inputs) -> None:

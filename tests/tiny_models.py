@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import random
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -22,8 +22,8 @@ def make_model_folder(folder: Path, tied: bool = False, seed: int = 5) -> Path:
     torch.manual_seed(seed)
     config = Qwen2Config(
         vocab_size=VOCAB,
-        hidden_size=64,
-        intermediate_size=96,
+        hidden_size=128,
+        intermediate_size=192,
         num_hidden_layers=4,
         num_attention_heads=4,
         num_key_value_heads=2,
@@ -39,14 +39,31 @@ def make_model_folder(folder: Path, tied: bool = False, seed: int = 5) -> Path:
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.05)
     model.save_pretrained(folder)
+    _make_tokenizer().save_pretrained(folder)
     return folder
+
+
+def _make_tokenizer() -> Any:
+    """A tokenizer of single characters with VOCAB tokens: pad, eos, bos, then characters."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    characters = [chr(code) for code in range(32, 127)]
+    names = ["<pad>", "<eos>", "<bos>", *characters]
+    names += [f"<{number}>" for number in range(VOCAB - len(names))]
+    tokenizer = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(names)}, merges=[], unk_token="<pad>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", pad_token="<pad>")
 
 
 def shape_of(folder: Path) -> ModelShape:
     """The model's shape, as the program itself reads it."""
-    from rlmath.preflight import read_model_shape
+    from rlmath.model_folder import inspect_model_folder
 
-    return read_model_shape(folder)
+    shape, problems = inspect_model_folder(folder)
+    assert shape is not None and not problems, problems
+    return shape
 
 
 def make_samples(count: int, seed: int = 0) -> list[Sample]:
@@ -59,7 +76,3 @@ def make_samples(count: int, seed: int = 0) -> list[Sample]:
         logprobs = tuple(-draw.uniform(3.5, 5.5) for _ in completion)
         samples.append(Sample(prompt, completion, logprobs, advantage=draw.uniform(-1.5, 1.5)))
     return samples
-
-
-def read_config(folder: Path) -> dict:
-    return json.loads((folder / "config.json").read_text(encoding="utf-8"))

@@ -43,9 +43,9 @@ class Layout:
 
 
 def child_environment() -> dict[str, str]:
-    """One computing thread per process: the ranks are the parallelism."""
+    """The programs find the repository; threads that wait do not spin."""
     path = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH", "")]))
-    return os.environ | {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "PYTHONPATH": path}
+    return os.environ | {"OMP_WAIT_POLICY": "PASSIVE", "PYTHONPATH": path}
 
 
 def run(title: str, command: list[str], environment: dict[str, str], capture: bool = False) -> str:
@@ -90,7 +90,9 @@ def train(folder: Path, seed: int, layout: Layout) -> dict:
     command += [f"run.output_dir={folder / 'run'}", f"run.seed={seed}", f"model.path={folder / 'base'}"]
     command += [f"data.train_path={folder / 'data' / 'train.jsonl'}"]
     command += [f"parallel.tensor={layout.tensor}", f"parallel.pipeline={layout.pipeline}"]
-    run(f"GRPO on {layout.ranks} ranks, TP{layout.tensor} x PP{layout.pipeline}", command, child_environment())
+    # One computing thread per rank: the ranks are the parallelism.
+    environment = child_environment() | {"OMP_NUM_THREADS": "1"}
+    run(f"GRPO on {layout.ranks} ranks, TP{layout.tensor} x PP{layout.pipeline}", command, environment)
     return json.loads((folder / "run" / "summary.json").read_text(encoding="utf-8"))
 
 

@@ -39,9 +39,9 @@ class FilterReport:
             )
         share = 100 * self.dropped_too_long / self.read
         return (
-            f"Prompts: {self.read} read, {self.kept} kept, {self.dropped_too_long} dropped ({share:.1f}%) because longer"
-            f" than data.max_prompt_tokens={self.max_prompt_tokens} (lengths counted in tokens, not characters;"
-            f" the longest has {self.longest_dropped_tokens} tokens)."
+            f"Prompts: {self.read} read, {self.kept} kept, {self.dropped_too_long} dropped ({share:.1f}%)"
+            f" because longer than data.max_prompt_tokens={self.max_prompt_tokens} (lengths counted in"
+            f" tokens, not characters; the longest has {self.longest_dropped_tokens} tokens)."
         )
 
 
@@ -50,8 +50,8 @@ def load_prompts(
 ) -> tuple[list[Prompt], FilterReport]:
     """Prompts of the file that have at most `max_prompt_tokens` tokens, in the file's order.
 
-    Tokenized as they stand, with the tokenizer's own special tokens (a beginning-of-sequence token where it adds one).
-    Raises ValueError for a file that cannot be read and when no prompt is left.
+    Tokenized as they stand, with the special tokens that the tokenizer adds by itself (often a beginning of
+    sequence). Raises ValueError for a file that cannot be read and when no prompt is left.
     """
     if max_prompt_tokens < 1:
         raise ValueError(f"data.max_prompt_tokens is {max_prompt_tokens}; it must be at least 1")
@@ -67,8 +67,9 @@ def load_prompts(
                 prompts.append(Prompt(row.query_id, row.prompt, tuple(token_ids), row.solutions, row.task))
     if not prompts:
         raise ValueError(
-            f"{path}: all {len(rows)} prompts are longer than data.max_prompt_tokens={max_prompt_tokens} tokens"
-            f" (the longest has {longest_dropped}); raise data.max_prompt_tokens"
+            f"{path}: all {len(rows)} prompts are longer than"
+            f" data.max_prompt_tokens={max_prompt_tokens} tokens (the longest has {longest_dropped});"
+            " raise data.max_prompt_tokens"
         )
     return prompts, FilterReport(
         len(rows), len(prompts), len(rows) - len(prompts), longest_dropped, max_prompt_tokens
@@ -76,15 +77,17 @@ def load_prompts(
 
 
 def _tokenize(texts: list[str], tokenizer: PreTrainedTokenizerFast) -> list[list[int]]:
-    return tokenizer(texts, return_attention_mask=False, return_token_type_ids=False, verbose=False)["input_ids"]
+    return tokenizer(texts, return_attention_mask=False, return_token_type_ids=False, verbose=False)[
+        "input_ids"
+    ]
 
 
 class PromptOrder:
     """Which prompts a step uses: a pure function of the step, so that resuming needs no cursor but the step.
 
     Each epoch has its own order, a permutation drawn from (seed, epoch). Only whole steps are used: the last
-    N modulo P prompts of every epoch's order are left out; with `shuffle` they are others each epoch, without it
-    they are always the file's last ones.
+    N modulo P prompts of every epoch's order are left out; with `shuffle` they are others each epoch, without
+    it they are always the file's last ones.
 
     >>> PromptOrder(n_prompts=5, prompts_per_step=2, seed=1, shuffle=False).batch(3)
     (1, [2, 3])
@@ -96,8 +99,8 @@ class PromptOrder:
             raise ValueError(f"data.prompts_per_step is {prompts_per_step}; it must be at least 1")
         if prompts_per_step > n_prompts:
             raise ValueError(
-                f"data.prompts_per_step is {prompts_per_step}, but only {n_prompts} prompts are left after filtering;"
-                " lower data.prompts_per_step or give more prompts"
+                f"data.prompts_per_step is {prompts_per_step}, but only {n_prompts} prompts are left after"
+                " filtering; lower data.prompts_per_step or give more prompts"
             )
         self.n_prompts = n_prompts
         self.prompts_per_step = prompts_per_step
@@ -132,14 +135,15 @@ class PromptOrder:
             else ""
         )
         return (
-            f"Order: {self.steps_per_epoch} steps per epoch, {self.prompts_per_step} of {self.n_prompts} prompts a step"
-            f", {'shuffled anew every epoch' if self.shuffle else 'in the order of the file'}{left_out}."
+            f"Order: {self.steps_per_epoch} steps per epoch,"
+            f" {self.prompts_per_step} of {self.n_prompts} prompts a step,"
+            f" {'shuffled anew every epoch' if self.shuffle else 'in the order of the file'}{left_out}."
         )
 
 
 @lru_cache(maxsize=2)
 def permutation(n: int, seed: int, epoch: int) -> tuple[int, ...]:
-    """0 .. n-1 in the order of the SHA-256 of "seed:epoch:index": the same with every version of every library."""
+    """0 .. n-1 in the order of the SHA-256 of "seed:epoch:index": whatever the libraries' versions."""
 
     def key(index: int) -> bytes:
         return hashlib.sha256(f"{seed}:{epoch}:{index}".encode()).digest()

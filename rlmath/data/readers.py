@@ -31,9 +31,10 @@ class PromptRow:
 
 
 def read_boba(path: str) -> list[PromptRow]:
-    """All rows of a JSONL file {"prompt", "task", "query_id", "solutions"}; further keys and blank lines are skipped.
+    """All rows of a JSONL file {"prompt", "task", "query_id", "solutions"}.
 
-    Raises ValueError naming file and line for whatever cannot be used. Holds one line at a time beside the rows.
+    Further keys and blank lines are skipped. Raises ValueError naming file and line for whatever cannot be
+    used. Holds one line at a time beside the rows.
     """
     rows: list[PromptRow] = []
     line_of_id: dict[str, int] = {}
@@ -42,11 +43,15 @@ def read_boba(path: str) -> list[PromptRow]:
         row = _parse_row(line, where)
         if row.query_id in line_of_id:
             first = line_of_id[row.query_id]
-            raise ValueError(f"{where}: query_id {row.query_id!r} is already used in line {first}; ids must be unique")
+            raise ValueError(
+                f"{where}: query_id {row.query_id!r} is already used in line {first}; ids must be unique"
+            )
         line_of_id[row.query_id] = number
         rows.append(row)
     if not rows:
-        raise ValueError(f"{path}: no rows; the file needs at least one JSON line with prompt, task, query_id, solutions")
+        raise ValueError(
+            f"{path}: no rows; the file needs at least one JSON line with prompt, task, query_id, solutions"
+        )
     return rows
 
 
@@ -58,7 +63,9 @@ def _existing_file(path: str) -> Path:
         raise ValueError(f"{path} is a folder; a JSONL file is needed")
     if not file.parent.is_dir():
         raise ValueError(f"{path}: no such file, and no folder {str(file.parent)!r} either")
-    near = difflib.get_close_matches(file.name, [entry.name for entry in file.parent.iterdir()], n=1, cutoff=0.5)
+    near = difflib.get_close_matches(
+        file.name, [entry.name for entry in file.parent.iterdir()], n=1, cutoff=0.5
+    )
     hint = f"; did you mean {str(file.parent / near[0])!r}?" if near else ""
     raise ValueError(f"{path}: no such file{hint}")
 
@@ -89,16 +96,22 @@ def _parse_row(line: str, where: str) -> PromptRow:
         row = json.loads(line)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{where}: not JSON ({error}); the line begins {line[:60]!r}") from error
-    if not isinstance(row, dict):
+    if type(row) is not dict:
         raise ValueError(f"{where}: got a JSON {type(row).__name__}, a JSON object is needed")
     missing = [key for key in ("prompt", "task", "query_id", "solutions") if key not in row]
     if missing:
-        raise ValueError(f"{where}: missing {', '.join(missing)}; the row has {', '.join(map(repr, row)) or 'no keys'}")
+        raise ValueError(
+            f"{where}: missing {', '.join(missing)}; the row has {', '.join(map(repr, row)) or 'no keys'}"
+        )
     solutions = row["solutions"]
     if not isinstance(solutions, list) or not solutions:
         raise ValueError(f"{where}: solutions must be a list of at least one string, got {_short(solutions)}")
-    texts = [_text(row[key], key, where) for key in ("prompt", "task", "query_id")]
-    return PromptRow(*texts, tuple(_text(solution, "each of solutions", where) for solution in solutions))
+    return PromptRow(
+        prompt=_text(row["prompt"], "prompt", where),
+        task=_text(row["task"], "task", where),
+        query_id=_text(row["query_id"], "query_id", where),
+        solutions=tuple(_text(solution, "each of solutions", where) for solution in solutions),
+    )
 
 
 def _text(value: object, name: str, where: str) -> str:

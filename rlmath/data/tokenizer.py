@@ -16,17 +16,25 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerFast:
     """
     folder = Path(path)
     if not folder.is_dir():
-        raise ValueError(f"model.path: {path!r} is not a folder; it must be the folder of a Hugging Face model")
+        raise ValueError(
+            f"model.path: {path!r} is not a folder; it must be the folder of a Hugging Face model"
+        )
     missing = [name for name in _FILES if not (folder / name).is_file()]
     if missing:
-        raise ValueError(f"model.path: {path!r} has no {' and no '.join(missing)}; copy the tokenizer's files there")
+        raise ValueError(
+            f"model.path: {path!r} has no {' and no '.join(missing)}; copy the tokenizer's files there"
+        )
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
     except Exception as error:  # whatever transformers and tokenizers raise on a broken file
         raise ValueError(f"model.path: the tokenizer in {path!r} cannot be read: {error}") from error
-    if not isinstance(tokenizer, PreTrainedTokenizerFast):
+    if not tokenizer.is_fast:
         kind = type(tokenizer).__name__
-        raise ValueError(f"model.path: {path!r} has a slow tokenizer ({kind}); a fast one (tokenizer.json) is needed")
+        raise ValueError(
+            f"model.path: {path!r} has a slow tokenizer ({kind}); a fast one (tokenizer.json) is needed"
+        )
     if tokenizer.eos_token_id is None:
-        raise ValueError(f"model.path: the tokenizer in {path!r} has no eos_token; set it in tokenizer_config.json")
+        raise ValueError(
+            f"model.path: the tokenizer in {path!r} has no eos_token; set it in tokenizer_config.json"
+        )
     return tokenizer

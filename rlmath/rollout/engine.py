@@ -84,7 +84,7 @@ class Engine:
         return sample(self._llm, self._settings, requests)
 
     def close(self) -> None:
-        """End vLLM's part in this process, before the process group that it uses is destroyed."""
+        """End vLLM's part in this process. It takes the process's own process group with it: close it last."""
         self._llm.llm_engine.engine_core.shutdown()
 
 

@@ -1,0 +1,68 @@
+# make demo    train a tiny model on two CPU cores and print how much it learned
+# make test    run the tests
+# Both first make .venv, the environment, and reuse it as long as it is current.
+
+# The interpreter that environments are made with: the first of these that really runs and is 3.11 or 3.12
+# (a shim on the PATH may exist and still fail). To choose another: make test PYTHON=/path/to/python
+PYTHON ?= $(shell for python in python3.11 python3.12 python3; do \
+	if "$$python" -c 'import sys; sys.exit(sys.version_info[:2] not in ((3, 11), (3, 12)))' 2>/dev/null; \
+	then echo "$$python"; break; fi; done)
+
+# The demo's seed, ranks and layout; one rank allows no tensor parallelism.
+SEED ?= 1
+RANKS ?= 2
+TP ?= $(if $(filter 1,$(RANKS)),1,2)
+PP ?= 1
+
+# More arguments for pytest: make test ARGS="tests/algo -x"
+ARGS ?=
+
+# What pyright checks: the code that is free of Megatron and vLLM.
+PURE = rlmath/algo rlmath/packing rlmath/rewards rlmath/data rlmath/types.py rlmath/config.py
+
+.DEFAULT_GOAL := help
+.NOTPARALLEL:
+.PHONY: help demo test test-full test-megatron-next lint format clean python venv venv-next venv-lint
+
+help: ## say what there is
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 28
+
+demo: venv ## train a tiny model and print the result: SEED=1 RANKS=2 TP=2 PP=1
+	.venv/bin/python tools/demo.py --seed $(SEED) --ranks $(RANKS) --tensor-parallel $(TP) --pipeline-parallel $(PP)
+
+test: venv ## run the tests that CI runs
+	.venv/bin/python -m pytest -m "not full and not gpu and not slurm" $(ARGS)
+
+test-full: venv ## run every test, also the long ones; gpu and slurm skip themselves where there is none
+	.venv/bin/python -m pytest $(ARGS)
+
+test-megatron-next: venv-next ## run the parity tests against the Megatron-Core of the GPU lock
+	.venv-next/bin/python -m pytest -m parity $(ARGS)
+
+lint: venv venv-lint ## check format, rules and the pure packages' types
+	.venv-lint/bin/ruff format --check .
+	.venv-lint/bin/ruff check .
+	.venv-lint/bin/basedpyright --pythonpath .venv/bin/python $(wildcard $(PURE))
+
+format: venv-lint ## format the code and fix what can be fixed
+	.venv-lint/bin/ruff format .
+	.venv-lint/bin/ruff check --fix .
+
+clean: ## remove environments, caches and the demo's output
+	rm -rf .venv .venv-next .venv-lint .venv*.lock .pytest_cache .ruff_cache .hypothesis *.egg-info outputs/demo
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# The environments. tools/install.py does nothing where one is current.
+
+python:
+	@test -n "$(PYTHON)" || { echo "No Python 3.11 or 3.12 was found that runs. Install one, or name it:" \
+		"make test PYTHON=/path/to/python3.11" >&2; exit 1; }
+
+venv: python
+	@"$(PYTHON)" tools/install.py .venv requirements/cpu.txt --project
+
+venv-next: python
+	@"$(PYTHON)" tools/install.py .venv-next requirements/cpu.txt requirements/next.txt --project
+
+venv-lint: python
+	@"$(PYTHON)" tools/install.py .venv-lint requirements/lint.txt --gigabytes 0.5

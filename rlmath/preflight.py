@@ -1,0 +1,327 @@
+"""Everything that can be known to be wrong with a run before a process group or an engine starts.
+
+All problems are found and told together: what was got, what is needed, what to change.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from rlmath.config import Config, ParallelConfig, PolicyConfig, RolloutConfig
+from rlmath.model_folder import inspect_model_folder
+from rlmath.model_folder import read_model_shape as read_model_shape
+from rlmath.model_shape import ModelShape
+from rlmath.settings import nearest_path, nearest_word, raise_problems, setting_values
+
+
+@dataclass(frozen=True)
+class Range:
+    """Finite numbers from `low` to `high`, without an end that is open."""
+
+    low: float
+    high: float = math.inf
+    open_low: bool = False
+    open_high: bool = False
+    why: str = ""
+    """Said with the range when it is violated."""
+
+    def holds(self, value: float) -> bool:
+        above = value > self.low if self.open_low else value >= self.low
+        below = value < self.high if self.open_high else value <= self.high
+        return math.isfinite(value) and above and below
+
+    def __str__(self) -> str:
+        """ "above 0, at most 1"."""
+        if self.low == self.high:
+            return f"{self.low:g}"
+        low = [] if self.low == -math.inf else [f"{'above' if self.open_low else 'at least'} {self.low:.10g}"]
+        high = (
+            [] if self.high == math.inf else [f"{'below' if self.open_high else 'at most'} {self.high:.10g}"]
+        )
+        return ", ".join(low + high) or "a finite number"
+
+
+_COUNT = Range(1)
+_NOT_NEGATIVE = Range(0)
+_POSITIVE = Range(0, open_low=True)
+_FINITE = Range(-math.inf)
+_SHARE = Range(0, 1, open_low=True)
+_DECAY = Range(0, 1, open_high=True)
+_UNTRUNCATED = (
+    "The trainer computes the whole distribution; "
+    "with a truncated one in the engine the importance ratios would be wrong."
+)
+
+RANGES: dict[str, Range] = {
+    "run.seed": Range(0, 2**31 - 1),
+    "run.total_epochs": _COUNT,
+    "run.total_steps": _COUNT,
+    "run.distributed_timeout_seconds": Range(0, 30 * 86400, open_low=True),
+    "data.prompts_per_step": _COUNT,
+    "data.max_prompt_tokens": _COUNT,
+    "parallel.tensor": _COUNT,
+    "parallel.pipeline": _COUNT,
+    "policy.max_tokens_per_microbatch": _COUNT,
+    "policy.recompute_num_layers": _COUNT,
+    "optimizer.lr": _POSITIVE,
+    "optimizer.min_lr": _NOT_NEGATIVE,
+    "optimizer.warmup_steps": _NOT_NEGATIVE,
+    "optimizer.weight_decay": _NOT_NEGATIVE,
+    "optimizer.adam_beta1": _DECAY,
+    "optimizer.adam_beta2": _DECAY,
+    "optimizer.adam_eps": _POSITIVE,
+    "optimizer.clip_grad": _NOT_NEGATIVE,
+    "rollout.tensor_parallel": _COUNT,
+    "rollout.group_size": Range(2, why="In a group of one every advantage is 0: there is nothing to learn."),
+    "rollout.max_new_tokens": _COUNT,
+    "rollout.min_new_tokens": _NOT_NEGATIVE,
+    "rollout.temperature": Range(
+        0.01,
+        why="At 0 a group's answers are all alike; from there to 0.01 vLLM samples at 0.01 instead.",
+    ),
+    "rollout.top_p": Range(1, 1, why=_UNTRUNCATED),
+    "rollout.top_k": Range(-1, -1, why=_UNTRUNCATED),
+    "rollout.memory_share": _SHARE,
+    "rollout.cpu_kv_cache_gib": _POSITIVE,
+    "rollout.max_num_seqs": _COUNT,
+    "rollout.max_num_batched_tokens": _COUNT,
+    "reward.correct": _FINITE,
+    "reward.wrong": _FINITE,
+    "reward.timeout_seconds": Range(0, 86400, open_low=True),
+    "reward.workers": Range(1, 1024),
+    "algorithm.n_minibatches": _COUNT,
+    "algorithm.clip_ratio": _SHARE,
+    "algorithm.advantage_eps": _NOT_NEGATIVE,
+    "algorithm.kl_coef": _NOT_NEGATIVE,
+    "algorithm.early_stop_ratio": Range(1, open_low=True, why="Before the first update the ratio is 1."),
+    "algorithm.early_stop_ratio_low": Range(
+        0, 1, open_high=True, why="Before the first update the ratio is 1."
+    ),
+    "telemetry.sample_groups_per_step": _NOT_NEGATIVE,
+}
+"""Range of every number in the config."""
+
+WORDS: dict[str, tuple[str, ...]] = {
+    "run.device": ("auto", "cpu", "cuda"),
+    "policy.recompute_granularity": ("full", "selective"),
+    "policy.recompute_method": ("uniform", "block"),
+    "optimizer.kind": ("adam", "sgd"),
+    "optimizer.decay": ("constant", "linear", "cosine"),
+    "save.export_dtype": ("auto", "float32", "bfloat16"),
+}
+"""Words that a text setting may have; paths have none."""
+
+
+def check_config(config: Config, world_size: int) -> ModelShape:
+    """The shape of the model that the run starts from.
+
+    Reads, and writes nothing: every rank may call it. `world_size` is the number of ranks of the run.
+    Errors: ValueError that lists every problem of the config, the model's folder and the training file.
+    """
+    shape, model_problems = inspect_model_folder(Path(config.model.path))
+    problems = [
+        *_range_problems(config),
+        *_word_problems(config),
+        *_layout_problems(config, world_size),
+        *_length_problems(config),
+        *_engine_problems(config.rollout, config.data.max_prompt_tokens),
+        *_learning_problems(config),
+        *_recompute_problems(config.policy),
+        *_place_problems(config),
+        *model_problems,
+    ]
+    if shape is not None:
+        problems += _split_problems(config.parallel, config.rollout.tensor_parallel, shape)
+        problems += _model_length_problems(config, shape)
+    raise_problems("this run", problems)
+    assert shape is not None
+    return shape
+
+
+def harmless_settings(config: Config) -> list[str]:
+    """Settings that change nothing in this run, to be printed at the start; none of them is an error."""
+    notes = []
+    if config.parallel.sequence and config.parallel.tensor == 1:
+        notes.append(
+            "parallel.sequence=true has no effect with parallel.tensor=1: there is no rank to split over."
+        )
+    if config.optimizer.decay == "constant" and config.optimizer.min_lr > 0:
+        notes.append('optimizer.min_lr has no effect with optimizer.decay="constant".')
+    return notes
+
+
+# ---------------------------------------------------------------- single values
+
+
+def _range_problems(config: Config) -> Iterator[str]:
+    for key, value in setting_values(config).items():
+        if key in RANGES and value is not None and not RANGES[key].holds(value):
+            why = RANGES[key].why
+            yield f"{key} is {value}; needed: {RANGES[key]}.{' ' + why if why else ''}"
+
+
+def _word_problems(config: Config) -> Iterator[str]:
+    for key, value in setting_values(config).items():
+        if key in WORDS and value is not None and value not in WORDS[key]:
+            words = ", ".join(f'"{word}"' for word in WORDS[key])
+            yield f'{key} is "{value}"; needed: one of {words}.{nearest_word(value, WORDS[key])}'
+
+
+# ---------------------------------------------------------------- values together
+
+
+def _layout_problems(config: Config, world_size: int) -> Iterator[str]:
+    tensor, pipeline = max(1, config.parallel.tensor), max(1, config.parallel.pipeline)
+    replica, engine = tensor * pipeline, max(1, config.rollout.tensor_parallel)
+    if world_size % replica:
+        yield (
+            f"parallel.tensor x parallel.pipeline is {tensor} x {pipeline} = {replica}, which does not "
+            f"divide the {world_size} ranks of this run. Start a multiple of {replica}, or change the two."
+        )
+    if world_size % engine:
+        yield (
+            f"rollout.tensor_parallel is {engine}, which does not divide the {world_size} ranks of this run; "
+            f"possible: {_listed(_divisors(world_size))}."
+        )
+    samples, minibatches = (
+        config.data.prompts_per_step * config.rollout.group_size,
+        config.algorithm.n_minibatches,
+    )
+    replicas = max(1, world_size // replica)
+    needed = minibatches * replicas
+    if samples < needed:
+        yield (
+            f"data.prompts_per_step x rollout.group_size gives {samples} samples a step; {minibatches} "
+            f"minibatches (algorithm.n_minibatches) x {replicas} data-parallel ranks need at least {needed}. "
+            "Raise data.prompts_per_step or lower algorithm.n_minibatches."
+        )
+
+
+def _length_problems(config: Config) -> Iterator[str]:
+    prompt, new = config.data.max_prompt_tokens, config.rollout.max_new_tokens
+    if config.rollout.min_new_tokens > new:
+        least = config.rollout.min_new_tokens
+        yield f"rollout.min_new_tokens is {least}, above rollout.max_new_tokens {new}. Lower it."
+    if config.policy.max_tokens_per_microbatch < prompt + new:
+        yield (
+            f"policy.max_tokens_per_microbatch is {config.policy.max_tokens_per_microbatch}; the longest "
+            f"sequence (data.max_prompt_tokens + rollout.max_new_tokens) has {prompt} + {new} = "
+            f"{prompt + new} tokens and must fit. Raise it, or lower one of the two."
+        )
+
+
+def _engine_problems(rollout: RolloutConfig, max_prompt_tokens: int) -> Iterator[str]:
+    budget = rollout.max_num_batched_tokens
+    if budget is None:
+        return
+    if budget < rollout.max_num_seqs:
+        yield (
+            f"rollout.max_num_batched_tokens is {budget}, below rollout.max_num_seqs {rollout.max_num_seqs}: "
+            "vLLM decodes one token of each sequence a step. Raise the former, or lower the latter."
+        )
+    longest = max_prompt_tokens + rollout.max_new_tokens
+    if not rollout.chunked_prefill and budget < longest:
+        yield (
+            f"rollout.max_num_batched_tokens is {budget}; without rollout.chunked_prefill vLLM needs at "
+            f"least the longest sequence, {longest} tokens. Raise it, leave it null, or "
+            "set rollout.chunked_prefill=true."
+        )
+
+
+def _learning_problems(config: Config) -> Iterator[str]:
+    optimizer, reward = config.optimizer, config.reward
+    if optimizer.min_lr > optimizer.lr:
+        yield f"optimizer.min_lr is {optimizer.min_lr}, above optimizer.lr {optimizer.lr}. Lower it."
+    if config.run.total_steps is not None:
+        updates = config.run.total_steps * config.algorithm.n_minibatches
+        if 0 < updates <= optimizer.warmup_steps:
+            yield (
+                f"optimizer.warmup_steps is {optimizer.warmup_steps}; the run has {updates} optimizer steps "
+                "(run.total_steps x algorithm.n_minibatches) and would never reach optimizer.lr. Lower it."
+            )
+    if reward.correct <= reward.wrong:
+        yield (
+            f"reward.correct is {reward.correct}, not above reward.wrong {reward.wrong}: the model would "
+            "learn nothing, or to answer wrongly. Raise reward.correct or lower reward.wrong."
+        )
+
+
+def _recompute_problems(policy: PolicyConfig) -> Iterator[str]:
+    """Megatron's rules: "full" needs a method and a number of layers, anything else takes neither."""
+    details = {
+        "policy.recompute_method": policy.recompute_method,
+        "policy.recompute_num_layers": policy.recompute_num_layers,
+    }
+    for key, value in details.items():
+        if policy.recompute_granularity == "full" and value is None:
+            example = "uniform" if key.endswith("method") else 1
+            yield f'{key} is null; policy.recompute_granularity="full" needs it. Set, say, {key}={example}.'
+        if policy.recompute_granularity in (None, "selective") and value is not None:
+            yield f'{key} is {value}; only policy.recompute_granularity="full" has it. Set {key}=null.'
+
+
+def _place_problems(config: Config) -> Iterator[str]:
+    if config.run.device == "cuda" and not torch.cuda.is_available():
+        yield 'run.device is "cuda", and torch finds no CUDA device. Use run.device=cpu, or a GPU machine.'
+    train = Path(config.data.train_path)
+    if not train.exists():
+        yield f'data.train_path: there is no file "{train}".{nearest_path(train)}'
+    elif not train.is_file():
+        yield f'data.train_path: "{train}" is not a file. Give one JSONL file.'
+    elif train.stat().st_size == 0:
+        yield f'data.train_path: "{train}" is empty. Give a JSONL file with one problem a line.'
+
+
+# ---------------------------------------------------------------- values against the model
+
+
+def _split_problems(parallel: ParallelConfig, engine: int, shape: ModelShape) -> Iterator[str]:
+    """What must divide: for Megatron all; vLLM copies key-value heads when it has more ranks than those."""
+    engine = max(1, engine)
+    strict = (("attention heads", shape.num_heads), ("feed-forward units", shape.ffn_size))
+    divisors = (
+        ("parallel.tensor", parallel.tensor, (*strict, ("key-value heads", shape.num_kv_heads))),
+        ("parallel.pipeline", parallel.pipeline, (("layers", shape.num_layers),)),
+        ("rollout.tensor_parallel", engine, strict),
+    )
+    for key, ranks, parts in divisors:
+        possible = _listed(_divisors(math.gcd(*(size for _, size in parts))))
+        for name, size in parts:
+            if size % max(1, ranks):
+                yield f"{key} is {ranks}; it must divide the model's {size} {name}. Possible: {possible}."
+    kv_heads = shape.num_kv_heads
+    if kv_heads % engine and engine % kv_heads:
+        yield (
+            f"rollout.tensor_parallel is {engine}: vLLM can neither split nor copy the model's {kv_heads} "
+            f"key-value heads evenly; needed: a divisor or a multiple of {kv_heads}."
+        )
+
+
+def _model_length_problems(config: Config, shape: ModelShape) -> Iterator[str]:
+    prompt, new = config.data.max_prompt_tokens, config.rollout.max_new_tokens
+    over = prompt + new - shape.max_positions
+    if over > 0:
+        yield (
+            f"data.max_prompt_tokens + rollout.max_new_tokens is {prompt} + {new} = {prompt + new}; the "
+            f"model has {shape.max_positions} positions (max_position_embeddings). Lower the sum by {over}."
+        )
+    chunk, per_stage = (
+        config.policy.recompute_num_layers,
+        shape.num_layers // max(1, config.parallel.pipeline),
+    )
+    if chunk is not None and chunk > per_stage:
+        yield f"policy.recompute_num_layers is {chunk}; a pipeline stage has {per_stage} layers. Lower it."
+
+
+def _divisors(number: int) -> list[int]:
+    """Up to 1024, more ranks than any matrix is shared by."""
+    return [n for n in range(1, min(number, 1024) + 1) if number % n == 0]
+
+
+def _listed(numbers: list[int]) -> str:
+    return ", ".join(map(str, numbers))

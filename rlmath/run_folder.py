@@ -1,0 +1,144 @@
+"""The folder that a run owns: who may take it, and what becomes of what an earlier run left there.
+
+A launch script orders it so, on every rank:
+
+    config = load_config(...)                               every rank: reads files
+    shape = check_config(config, world_size)                every rank: reads files
+    check_output_folder(config.run.output_dir, config)      every rank: reads the folder
+    if rank == 0: claim_run_folder(config.run.output_dir, config)
+    a barrier (or init_process_group)                       every rank
+
+In the check all ranks raise the same ValueError, or none does. No barrier is needed before the claim: every
+state that the folder has while rank 0 claims it (not there, empty, a scratch file, an equal config.yaml, old
+files half moved) passes the check of a late rank, and config.yaml, once there, is there at every moment. The
+barrier behind the claim is for what other ranks write into the folder.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from rlmath.config import Config
+from rlmath.config_files import load_config, save_config
+from rlmath.settings import as_yaml_word, raise_problems, setting_values
+
+CONFIG_NAME = "config.yaml"
+EARLIER_NAME = "earlier"
+MIN_FREE_BYTES = 2**30
+"""Free disk space below which a run does not start."""
+
+_SCRATCH = re.compile(rf"\.{re.escape(CONFIG_NAME)}\..*\.tmp")
+
+
+def check_output_folder(output_dir: str | Path, config: Config) -> None:
+    """ValueError that lists why this run may not have the folder. Reads only; any rank, at any time."""
+    raise_problems(f'run.output_dir "{output_dir}"', list(_folder_problems(str(output_dir), config)))
+
+
+def claim_run_folder(output_dir: str | Path, config: Config) -> Path:
+    """Make the folder this run's, and write config.yaml into it. For rank 0 alone.
+
+    What an earlier run with an equal config left is moved to `<output_dir>/earlier/001` (002, ...), with a
+    copy of its config.yaml. Errors: ValueError as `check_output_folder`, or if the folder cannot be written.
+    """
+    check_output_folder(output_dir, config)
+    folder = Path(output_dir)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for scratch in folder.iterdir():
+            if _SCRATCH.fullmatch(scratch.name):
+                scratch.unlink()
+        _move_aside(folder)
+        save_config(config, folder / CONFIG_NAME)
+    except OSError as error:
+        raise ValueError(
+            f'run.output_dir "{folder}" cannot be written: {error}. Give another folder.'
+        ) from error
+    return folder
+
+
+def config_differences(earlier: Config, now: Config) -> list[str]:
+    """["optimizer.lr: 1e-06 there, 1e-05 now", ...], without run.output_dir: the folder is the same one."""
+    there, here = _comparable(earlier), _comparable(now)
+    return [
+        f"{key}: {as_yaml_word(there[key])} there, {as_yaml_word(here[key])} now"
+        for key in here
+        if there[key] != here[key]
+    ]
+
+
+def _comparable(config: Config) -> dict[str, Any]:
+    return {key: value for key, value in setting_values(config).items() if key != "run.output_dir"}
+
+
+def _folder_problems(output_dir: str, config: Config) -> Iterator[str]:
+    if not output_dir.strip() or output_dir.startswith("~"):
+        yield "needed: a path, written in full. Set run.output_dir, for example outputs/first."
+        return
+    folder = Path(output_dir)
+    nearest = next(path for path in (folder, *folder.parents, Path("/")) if os.path.lexists(path))
+    if not nearest.is_dir():
+        yield f'"{nearest}" is not a folder. Give another run.output_dir, or move that file away.'
+        return
+    if not os.access(nearest, os.R_OK | os.W_OK | os.X_OK):
+        yield f'no permission to write into "{nearest}". Give another run.output_dir.'
+        return
+    free = shutil.disk_usage(nearest).free
+    if free < MIN_FREE_BYTES:
+        yield (
+            f"the disk has {free / 2**30:.2f} GiB free; needed: at least {MIN_FREE_BYTES / 2**30:.0f} GiB. "
+            "Make room, or give a run.output_dir on another disk."
+        )
+    yield from _input_problems(folder, config)
+    if nearest == folder:
+        yield from _content_problems(folder, config)
+
+
+def _input_problems(folder: Path, config: Config) -> Iterator[str]:
+    """Inputs inside the folder would be moved aside when the run is repeated."""
+    for key, path in (("model.path", config.model.path), ("data.train_path", config.data.train_path)):
+        if Path(path).resolve().is_relative_to(folder.resolve()):
+            yield f'{key} "{path}" lies in it; it may hold only what the run writes. Move one of the two.'
+
+
+def _content_problems(folder: Path, config: Config) -> Iterator[str]:
+    """Whether what is in the folder was left by a run with this config."""
+    config_path = folder / CONFIG_NAME
+    if not config_path.exists():
+        names = sorted(path.name for path in folder.iterdir() if not _SCRATCH.fullmatch(path.name))
+        claimed_meanwhile = CONFIG_NAME in names or config_path.exists()
+        if names and not claimed_meanwhile:
+            shown = ", ".join(names[:3]) + (", ..." if names[3:] else "")
+            yield f"it is not empty ({shown}) and has no {CONFIG_NAME} of a run. Give a new or empty folder."
+        return
+    try:
+        earlier = load_config([config_path], [])
+    except ValueError as error:
+        yield f"its {CONFIG_NAME} cannot be compared with this run's. Give another folder. {error}"
+        return
+    differences = config_differences(earlier, config)
+    if differences:
+        yield (
+            f"it belongs to a run with another config: {'; '.join(differences)}. Give a new run.output_dir, "
+            f"or the same values (--config {config_path} repeats that run)."
+        )
+
+
+def _move_aside(folder: Path) -> None:
+    """Move everything but config.yaml and `earlier` to the next free `earlier/NNN`, if there is anything."""
+    left = sorted(path for path in folder.iterdir() if path.name not in (CONFIG_NAME, EARLIER_NAME))
+    if not left:
+        return
+    earlier = folder / EARLIER_NAME
+    earlier.mkdir(exist_ok=True)
+    numbers = [int(path.name) for path in earlier.iterdir() if path.name.isdecimal()]
+    aside = earlier / f"{max(numbers, default=0) + 1:03d}"
+    aside.mkdir()
+    shutil.copy2(folder / CONFIG_NAME, aside / CONFIG_NAME)
+    for path in left:
+        path.rename(aside / path.name)

@@ -1,0 +1,150 @@
+"""What the settings are: every key of the config with type, default and docstring, and the text of `--help`.
+
+Also how mistakes are told: all at once, with the nearest word or path that exists.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import difflib
+import functools
+import inspect
+import os
+import shutil
+import textwrap
+import types
+import typing
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rlmath import config as config_module
+from rlmath.config import MISSING, Config
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One field of the config as a user sees it: ("optimizer.lr", "float", 1e-06, "Peak learning rate.")."""
+
+    key: str
+    type_name: str
+    """"int", "float or null", ..."""
+    default: Any
+    doc: str
+
+    @property
+    def section(self) -> str:
+        return self.key.partition(".")[0]
+
+
+@functools.cache
+def all_settings() -> Mapping[str, Setting]:
+    """Setting by key, in the order of config.py."""
+    docs = field_docs(inspect.getsource(config_module))
+    found = {}
+    for section, section_class in section_classes().items():
+        hints = typing.get_type_hints(section_class)
+        for field in dataclasses.fields(section_class):
+            key, doc = f"{section}.{field.name}", docs.get((section_class.__name__, field.name), "")
+            found[key] = Setting(key, _type_name(hints[field.name]), field.default, doc)
+    return types.MappingProxyType(found)
+
+
+@functools.cache
+def section_classes() -> Mapping[str, Any]:
+    """{"run": RunConfig, "model": ModelConfig, ...} in the order of `Config`."""
+    return types.MappingProxyType(typing.get_type_hints(Config))
+
+
+def setting_values(config: Config) -> dict[str, Any]:
+    """{"run.output_dir": "outputs/a", "run.seed": 1, ...} in the order of config.py."""
+    values = dataclasses.asdict(config)
+    return {f"{section}.{name}": value for section in values for name, value in values[section].items()}
+
+
+def help_text(width: int | None = None) -> str:
+    """Every key with type, default and docstring, by section, wrapped to `width` or the terminal's."""
+    width = width or min(max(shutil.get_terminal_size().columns, 60), 120)
+    lines = ["Settings, given in a YAML file or as key.sub=value (null: not set)"]
+    section = ""
+    for setting in all_settings().values():
+        if setting.section != section:
+            section = setting.section
+            doc = inspect.getdoc(section_classes()[section]) or ""
+            lines += ["", *textwrap.wrap(f"{section}: {doc}", width, subsequent_indent="  ")]
+        lines.append(f"  {setting.key}  ({setting.type_name}, {_default_text(setting.default)})")
+        lines += textwrap.wrap(setting.doc, width, initial_indent=" " * 6, subsequent_indent=" " * 6)
+    return "\n".join(lines)
+
+
+def field_docs(source: str) -> dict[tuple[str, str], str]:
+    """{("RunConfig", "seed"): "Seed of ..."}: the string that stands right under a field in the source."""
+    docs = {}
+    for node in ast.parse(source).body:
+        if not isinstance(node, ast.ClassDef):
+            continue
+        for field, below in zip(node.body, node.body[1:], strict=False):
+            if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name):
+                text = _text_of(below)
+                if text:
+                    docs[node.name, field.target.id] = text
+    return docs
+
+
+def raise_problems(of_what: str, problems: list[str]) -> None:
+    """One ValueError that lists all `problems`; nothing when there are none."""
+    if not problems:
+        return
+    count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
+    raise ValueError("\n".join([f"{count} with {of_what}:", *(f"  - {problem}" for problem in problems)]))
+
+
+def nearest_word(word: str, words: Iterable[str]) -> str:
+    """' Did you mean "cosine"?' or, when nothing is near, ''."""
+    close = difflib.get_close_matches(word.lower(), list(words), 1, 0.5)
+    return f' Did you mean "{close[0]}"?' if close else ""
+
+
+def nearest_path(path: Path) -> str:
+    """What there is in place of a path that does not exist: ' There is "data/train.jsonl".' and the like."""
+    if str(path).startswith("~"):
+        return ' "~" is not expanded here: write the full path.'
+    folder = path.parent
+    while not folder.exists() and folder != folder.parent:
+        path, folder = folder, folder.parent
+    if not folder.is_dir() or not os.access(folder, os.R_OK | os.X_OK):
+        return ""
+    close = difflib.get_close_matches(path.name, sorted(os.listdir(folder)), 1, 0.5)
+    if close:
+        return f' There is "{folder / close[0]}".'
+    return f' The folder "{folder}" has nothing named like "{path.name}".'
+
+
+def _text_of(node: ast.stmt) -> str:
+    """The text of a statement that is only a string, on one line; else ''."""
+    if (
+        isinstance(node, ast.Expr)
+        and isinstance(node.value, ast.Constant)
+        and isinstance(node.value.value, str)
+    ):
+        return " ".join(node.value.value.split())
+    return ""
+
+
+def _type_name(hint: Any) -> str:
+    return " or ".join(
+        "null" if kind is types.NoneType else kind.__name__ for kind in typing.get_args(hint) or (hint,)
+    )
+
+
+def _default_text(default: Any) -> str:
+    return "must be given" if default == MISSING else f"default {as_yaml_word(default)}"
+
+
+def as_yaml_word(value: Any) -> str:
+    """A value as one writes it in YAML: null, true, 3."""
+    if value is None:
+        return "null"
+    return str(value).lower() if isinstance(value, bool) else str(value)

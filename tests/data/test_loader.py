@@ -1,0 +1,109 @@
+import json
+
+import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from transformers import PreTrainedTokenizerFast
+
+from rlmath.data import loader
+from rlmath.data.loader import FilterReport, PromptOrder, load_prompts, permutation
+from rlmath.types import Prompt
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    """One token per word, and a beginning-of-sequence token (0) that it adds by default."""
+    words = Tokenizer(models.WordLevel({"<bos>": 0, "<unk>": 1, "one": 2, "two": 3}, unk_token="<unk>"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    words.post_processor = processors.TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", 0)])
+    return PreTrainedTokenizerFast(tokenizer_object=words, bos_token="<bos>", unk_token="<unk>")
+
+
+def write(tmp_path, prompts):
+    path = tmp_path / "train.jsonl"
+    rows = [
+        {"prompt": prompt, "task": "math", "query_id": f"q{number}", "solutions": ["1"]}
+        for number, prompt in enumerate(prompts)
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def test_prompts_longer_in_tokens_are_dropped_and_counted(tmp_path, tokenizer):
+    path = write(tmp_path, ["one two", "a-single-word-of-many-characters", "one one one", "one two one two"])
+    prompts, report = load_prompts(path, tokenizer, max_prompt_tokens=3)
+    assert prompts == [
+        Prompt("q0", "one two", (0, 2, 3), ("1",), "math"),
+        Prompt("q1", "a-single-word-of-many-characters", (0, 1), ("1",), "math"),
+    ]
+    assert report == FilterReport(
+        read=4, kept=2, dropped_too_long=2, longest_dropped_tokens=5, max_prompt_tokens=3
+    )
+
+
+def test_the_report_says_how_many_and_why_and_that_it_counts_tokens():
+    line = FilterReport(200, 150, 50, 2310, 1024).line()
+    assert "\n" not in line
+    for part in (
+        "200 read",
+        "150 kept",
+        "50 dropped (25.0%)",
+        "max_prompt_tokens=1024",
+        "in tokens",
+        "2310 tokens",
+    ):
+        assert part in line
+    assert "all kept" in FilterReport(3, 3, 0, 0, 1024).line()
+
+
+def test_chunks_do_not_change_the_prompts(tmp_path, tokenizer, monkeypatch):
+    path = write(tmp_path, ["one", "two", "one two", "one one one", "two two"])
+    whole = load_prompts(path, tokenizer, max_prompt_tokens=3)
+    monkeypatch.setattr(loader, "_CHUNK", 2)
+    assert load_prompts(path, tokenizer, max_prompt_tokens=3) == whole
+
+
+def test_a_file_of_which_nothing_is_left_is_refused(tmp_path, tokenizer):
+    with pytest.raises(ValueError, match=r"all 2 prompts are longer than .*=1 tokens \(the longest has 3\)"):
+        load_prompts(write(tmp_path, ["one", "one two"]), tokenizer, max_prompt_tokens=1)
+
+
+def test_in_file_order_the_steps_follow_each_other_and_the_remainder_is_left_out():
+    order = PromptOrder(n_prompts=7, prompts_per_step=3, seed=1, shuffle=False)
+    assert order.steps_per_epoch == 2
+    assert [order.batch(step) for step in range(4)] == [
+        (0, [0, 1, 2]),
+        (0, [3, 4, 5]),
+        (1, [0, 1, 2]),
+        (1, [3, 4, 5]),
+    ]
+    assert "the 1 that fill no whole step are left out" in order.line()
+
+
+def test_a_shuffled_epoch_has_every_prompt_once_and_the_next_has_another_order():
+    order = PromptOrder(n_prompts=20, prompts_per_step=5, seed=1, shuffle=True)
+    epochs = [
+        [index for step in range(4 * epoch, 4 * epoch + 4) for index in order.batch(step)[1]]
+        for epoch in (0, 1)
+    ]
+    assert [sorted(epoch) for epoch in epochs] == [list(range(20))] * 2
+    assert epochs[0] != epochs[1]
+    assert epochs[0] != list(range(20))
+
+
+def test_a_batch_depends_on_nothing_but_seed_and_step():
+    first = PromptOrder(100, 10, seed=3, shuffle=True)
+    walked = [first.batch(step) for step in range(25)]
+    assert PromptOrder(100, 10, seed=3, shuffle=True).batch(24) == walked[24]
+    assert PromptOrder(100, 10, seed=4, shuffle=True).batch(24) != walked[24]
+
+
+def test_the_permutation_is_that_of_sha256():
+    # sha256sum of 7:0:0 begins with f270, of 7:0:1 with 9ebb, of 7:0:2 with ad5c, of 7:0:3 with 316e
+    assert permutation(4, 7, 0) == (3, 1, 2, 0)
+
+
+def test_more_prompts_a_step_than_there_are_is_refused():
+    with pytest.raises(ValueError, match="prompts_per_step is 8, but only 7 prompts"):
+        PromptOrder(7, 8, seed=1, shuffle=True)
+    with pytest.raises(ValueError, match="must be at least 1"):
+        PromptOrder(7, 0, seed=1, shuffle=True)

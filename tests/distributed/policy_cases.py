@@ -1,0 +1,222 @@
+"""What the ranks do in the parity tests: build the policy in some layout, and report whole tensors by their Hugging
+Face names, so that results of all layouts compare to each other and to transformers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rlmath.config import (
+    AlgorithmConfig,
+    Config,
+    ModelConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    PolicyConfig,
+    RolloutConfig,
+)
+from rlmath.packing.pack import pack
+from rlmath.packing.schedule import plan_minibatches
+from rlmath.parallel.device import init_process_group, open_device
+from rlmath.parallel.mesh import Mesh
+from rlmath.types import MicroBatch, Sample
+from tests.tiny_models import shape_of
+
+LEARNING_RATE = {"sgd": 10.0, "adam": 0.05}
+"""Large, so that an update is not lost in the rounding of the weights it is added to."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A layout, and what of the settings differs from plain GRPO with SGD."""
+
+    tensor: int = 1
+    pipeline: int = 1
+    data: int = 1
+    sequence: bool = False
+    recompute: bool = False
+    max_tokens: int = 512
+    optimizer: str = "sgd"
+    kl_coef: float = 0.0
+    early_stop_ratio: float | None = None
+
+    @property
+    def ranks(self) -> int:
+        return self.tensor * self.pipeline * self.data
+
+    def __str__(self) -> str:
+        extras = [f"{self.optimizer}", *(["SP"] if self.sequence else []), *(["RC"] if self.recompute else [])]
+        return f"TP{self.tensor}xPP{self.pipeline}xDP{self.data}-{'-'.join(extras)}-{self.max_tokens}"
+
+
+def settings(folder: Path, case: Case) -> Config:
+    recompute = PolicyConfig(
+        max_tokens_per_microbatch=case.max_tokens,
+        recompute_granularity="full" if case.recompute else None,
+        recompute_method="uniform" if case.recompute else None,
+        recompute_num_layers=1 if case.recompute else None,
+    )
+    return Config(
+        model=ModelConfig(path=str(folder)),
+        parallel=ParallelConfig(case.tensor, case.pipeline, case.sequence),
+        policy=recompute,
+        optimizer=OptimizerConfig(
+            kind=case.optimizer, lr=LEARNING_RATE[case.optimizer], clip_grad=0.0, distributed=case.optimizer == "adam"
+        ),
+        algorithm=AlgorithmConfig(kl_coef=case.kl_coef, early_stop_ratio=case.early_stop_ratio),
+        rollout=RolloutConfig(temperature=0.8),
+    )
+
+
+@dataclass
+class Stage:
+    """One rank's actor and its surroundings."""
+
+    actor: Any
+    mesh: Mesh
+    shape: Any
+    config: Config
+    device: Any
+
+
+def build(folder: Path, case: Case) -> Stage:
+    from rlmath.policy.actor import build_actor
+    from rlmath.policy.model import start_megatron
+
+    device = open_device("cpu")
+    init_process_group(device, 120.0)
+    mesh = Mesh(dist.get_rank(), dist.get_world_size(), case.tensor, case.pipeline, engine_size=1)
+    start_megatron(mesh, device, seed=1)
+    config, shape = settings(folder, case), shape_of(folder)
+    return Stage(build_actor(config, shape, mesh, device, total_updates=10), mesh, shape, config, device)
+
+
+def microbatches(stage: Stage, samples: list[Sample]) -> list[MicroBatch]:
+    """This rank's share of one minibatch of all samples."""
+    config, mesh = stage.config, stage.mesh
+    lengths = [sample.length for sample in samples]
+    (plan,) = plan_minibatches(lengths, 1, mesh.data, config.policy.max_tokens_per_microbatch, seed=3)
+    multiple = mesh.tensor if config.parallel.sequence else 1
+    return [pack(samples, indices, multiple) for indices in plan.microbatches_by_rank[mesh.data_rank]]
+
+
+def by_sample(batches: list[MicroBatch], per_token: list[Tensor]) -> dict[int, list[float]]:
+    """Completion values of every sample (by its index) out of packed tensors."""
+    found = {}
+    for batch, values_T in zip(batches, per_token, strict=True):
+        bounds = batch.cu_seqlens_S1.tolist()
+        for index, (start, end) in zip(batch.sample_indices, zip(bounds, bounds[1:], strict=False), strict=False):
+            counted = batch.loss_weights_T[start:end] > 0
+            found[index] = values_T[start:end][counted].tolist()
+    return found
+
+
+def logprobs(folder: Path, case: Case, samples: list[Sample]) -> dict[int, list[float]]:
+    """Log-probs of completion tokens by sample; empty off the last stage."""
+    stage = build(folder, case)
+    batches = microbatches(stage, samples)
+    results = stage.actor.executor.logprobs(batches)
+    if not stage.mesh.is_last_stage:
+        return {}
+    return by_sample(batches, [result.logprobs_T for result in results])
+
+
+def whole_tensors(stage: Stage) -> dict[str, Tensor]:
+    """The actor's parameters as Hugging Face tensors, whole."""
+    from rlmath.sync.transfer import hf_stream
+
+    return {name: tensor.clone() for name, tensor in hf_stream(stage.actor.model, stage.shape, stage.mesh)}
+
+
+@torch.no_grad()
+def whole_gradients(stage: Stage) -> dict[str, Tensor]:
+    """The reduced gradients as Hugging Face tensors: swapped into the parameters, streamed, swapped back.
+
+    Without the distributed optimizer: under it a rank only holds the reduced gradient of its share of the buffer.
+    """
+    parameters = list(stage.actor.model.parameters())
+    weights = [parameter.data.clone() for parameter in parameters]
+    for parameter in parameters:
+        parameter.data.copy_(parameter.main_grad)
+    gradients = whole_tensors(stage)
+    for parameter, weight in zip(parameters, weights, strict=True):
+        parameter.data.copy_(weight)
+    return gradients
+
+
+def gradients(folder: Path, case: Case, samples: list[Sample]) -> dict[str, Tensor] | None:
+    """Gradients of one minibatch, from rank 0."""
+    stage = build(folder, replace(case, optimizer="sgd"))
+    batches = microbatches(stage, samples)
+    learner = stage.actor.learner
+    learner.executor.model.zero_grad_buffer()
+    learner.executor.run(batches, partial(learner._loss, None, None), forward_only=False)
+    found = whole_gradients(stage)
+    return found if stage.mesh.rank == 0 else None
+
+
+def update(folder: Path, case: Case, samples: list[Sample]) -> tuple[dict[str, Tensor], Any] | None:
+    """Weights after one minibatch, and its result, from rank 0."""
+    from rlmath.policy.reference import build_reference
+
+    stage = build(folder, case)
+    batches = microbatches(stage, samples)
+    reference = None
+    if case.kl_coef:
+        other = build_reference(str(folder), stage.shape, stage.mesh, stage.device, case.sequence, 0.8)
+        with torch.no_grad():
+            for parameter in other.model.parameters():
+                parameter.mul_(1.05)
+        reference = other.logprobs(batches)
+    result = stage.actor.learner.learn(batches, None, reference)
+    weights = whole_tensors(stage)
+    return (weights, result) if stage.mesh.rank == 0 else None
+
+
+def discard(folder: Path, case: Case, samples: list[Sample], poison: str) -> dict[str, Any]:
+    """Learn once, then meet a minibatch that must be discarded; whether every bit of the state stayed."""
+    stage = build(folder, case)
+    learner = stage.actor.learner
+    first = learner.learn(microbatches(stage, samples), None, None)
+    before = _state(stage)
+    batches = microbatches(stage, _poisoned(samples, poison))
+    second = learner.learn(batches, None, None)
+    after = _state(stage)
+    third = learner.learn(microbatches(stage, samples), None, None)
+    moved = _state(stage)
+    return {
+        "first": first.discarded,
+        "reason": second.discarded,
+        "same": all(torch.equal(before[name], after[name]) for name in before),
+        "names": sorted(before),
+        "goes_on": third.discarded is None and any(not torch.equal(after[n], moved[n]) for n in after),
+        "lr": (first.learning_rate, second.learning_rate, third.learning_rate),
+    }
+
+
+def _poisoned(samples: list[Sample], poison: str) -> list[Sample]:
+    if poison == "runaway":
+        return [
+            replace(sample, behaviour_logprobs=tuple(p - 4.0 for p in sample.behaviour_logprobs))
+            for sample in samples
+        ]
+    bad = {"nan": float("nan"), "inf": float("inf")}[poison]
+    return [replace(samples[0], advantage=bad), *samples[1:]]
+
+
+def _state(stage: Stage) -> dict[str, Tensor]:
+    """Every tensor of parameters, optimizer and scheduler of this rank."""
+    state = {f"parameter {n}": p.detach().clone() for n, p in stage.actor.model.named_parameters()}
+    chained = getattr(stage.actor.learner.optimizer, "chained_optimizers", [stage.actor.learner.optimizer])
+    for number, optimizer in enumerate(chained):
+        for index, values in enumerate(optimizer.optimizer.state.values()):
+            for key, value in values.items():
+                state[f"optimizer {number}.{index}.{key}"] = torch.as_tensor(value).clone()
+    state["scheduler steps"] = torch.tensor(stage.actor.learner.scheduler.num_steps)
+    return state

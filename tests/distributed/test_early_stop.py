@@ -1,0 +1,45 @@
+"""A minibatch that runs away leaves no trace."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.distributed import policy_cases
+from tests.distributed.policy_cases import Case
+from tests.distributed.rank_pool import RankPool
+from tests.tiny_models import make_samples
+
+pytestmark = [pytest.mark.parity, pytest.mark.distributed]
+
+SAMPLES = make_samples(16, seed=4)
+
+
+@pytest.mark.parametrize(
+    ("poison", "reason"),
+    [("runaway", "mean importance ratio"), ("nan", "not finite"), ("inf", "not finite")],
+)
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(data=2, optimizer="adam", early_stop_ratio=5.0, max_tokens=64),
+        Case(tensor=2, pipeline=2, optimizer="adam", early_stop_ratio=5.0, max_tokens=64),
+    ],
+    ids=str,
+)
+def test_a_discarded_minibatch_leaves_every_bit_of_the_state(
+    ranks: RankPool, untied_model: Path, case: Case, poison: str, reason: str
+) -> None:
+    for report in ranks.run(case.ranks, policy_cases.discard, untied_model, case, SAMPLES, poison):
+        assert report["first"] is None
+        assert reason in report["reason"]
+        assert report["same"], report["names"]
+        assert any(name.startswith("optimizer") for name in report["names"])
+        assert report["goes_on"]
+
+
+def test_every_rank_reaches_the_same_decision(ranks: RankPool, untied_model: Path) -> None:
+    case = Case(data=2, optimizer="adam", early_stop_ratio=5.0, max_tokens=64)
+    reports = ranks.run(case.ranks, policy_cases.discard, untied_model, case, SAMPLES, "nan")
+    assert len({report["reason"] for report in reports}) == 1

@@ -1,0 +1,162 @@
+"""The policy on every layout against transformers: log-probs, gradients, updates."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from rlmath.types import Sample
+from tests.distributed import oracle, policy_cases
+from tests.distributed.policy_cases import Case
+from tests.distributed.rank_pool import RankPool
+from tests.tiny_models import make_samples
+
+pytestmark = [pytest.mark.parity, pytest.mark.distributed]
+
+LAYOUTS = [
+    Case(),
+    Case(tensor=2),
+    Case(pipeline=2),
+    Case(data=2),
+    Case(tensor=2, pipeline=2),
+]
+FULL_LAYOUTS = [
+    Case(tensor=2, data=2),
+    Case(pipeline=2, data=2),
+    Case(pipeline=4),
+    Case(tensor=2, pipeline=2, max_tokens=64),
+    Case(tensor=2, pipeline=2, sequence=True, recompute=True, max_tokens=64),
+    Case(tensor=2, pipeline=2, data=2, max_tokens=64),
+]
+SAMPLES = make_samples(24)
+
+
+def assert_close(got: dict[str, Tensor], wanted: dict[str, Tensor], relative: float) -> None:
+    """Every tensor within a relative L2 distance."""
+    assert got.keys() == wanted.keys()
+    distances = {name: float((got[name] - wanted[name]).norm() / wanted[name].norm()) for name in wanted}
+    worst = max(distances, key=lambda name: distances[name])
+    assert distances[worst] <= relative, f"{worst} is off by {distances[worst]:.2e}"
+
+
+def assert_close_together(got: dict[str, Tensor], wanted: dict[str, Tensor], relative: float) -> None:
+    """All tensors as one vector. Adam's first step is nearly the gradient's sign, which rounding decides where the
+    gradient is nearly zero; one such element is much in a small tensor and little in the model."""
+    one, other = (torch.cat([t[name].flatten() for name in sorted(wanted)]) for t in (got, wanted))
+    distance = float((one - other).norm() / other.norm())
+    assert distance <= relative, f"off by {distance:.2e}"
+
+
+def check_logprobs(ranks: RankPool, folder: Path, case: Case, samples: list[Sample]) -> None:
+    found: dict[int, list[float]] = {}
+    for part in ranks.run(case.ranks, policy_cases.logprobs, folder, case, samples):
+        found |= part
+    model = oracle.load(folder)
+    with torch.no_grad():
+        for index, sample in enumerate(samples):
+            torch.testing.assert_close(
+                torch.tensor(found[index]), oracle.completion_logprobs(model, sample), atol=3e-6, rtol=1e-6
+            )
+
+
+def check_gradients(ranks: RankPool, folder: Path, case: Case) -> None:
+    got = ranks.run(case.ranks, policy_cases.gradients, folder, case, SAMPLES)[0]
+    model = oracle.load(folder)
+    oracle.loss(model, SAMPLES).backward()
+    assert_close(got, oracle.gradients(model), 1e-5)
+
+
+def check_update(ranks: RankPool, folder: Path, case: Case, relative: float) -> None:
+    weights, result = ranks.run(case.ranks, policy_cases.update, folder, case, SAMPLES)[0]
+    assert result.discarded is None
+    model, reference = oracle.load(folder), None
+    if case.kl_coef:
+        reference = oracle.load(folder)
+        with torch.no_grad():
+            for parameter in reference.parameters():
+                parameter.mul_(1.05)
+    start = {name: p.detach().clone() for name, p in model.named_parameters()}
+    loss = oracle.loss(model, SAMPLES, case.kl_coef, reference)
+    loss.backward()
+    lr = policy_cases.LEARNING_RATE[case.optimizer]
+    if case.optimizer == "sgd":
+        torch.optim.SGD(model.parameters(), lr=lr).step()
+    else:
+        torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0).step()
+    wanted = {name: p.detach() - start[name] for name, p in model.named_parameters()}
+    compare = assert_close if case.optimizer == "sgd" else assert_close_together
+    compare({name: weights[name] - start[name] for name in wanted}, wanted, relative)
+    assert result.sums["loss"] / result.sums["tokens"] == pytest.approx(float(loss), rel=1e-5)
+
+
+@pytest.mark.parametrize("case", LAYOUTS, ids=str)
+def test_logprobs_equal_those_of_transformers(ranks: RankPool, untied_model: Path, case: Case) -> None:
+    check_logprobs(ranks, untied_model, case, SAMPLES)
+
+
+@pytest.mark.parametrize("case", LAYOUTS, ids=str)
+def test_gradients_equal_those_of_transformers(ranks: RankPool, untied_model: Path, case: Case) -> None:
+    check_gradients(ranks, untied_model, case)
+
+
+@pytest.mark.parametrize("case", [*LAYOUTS[1:4], Case(tensor=2, pipeline=2, max_tokens=64)], ids=str)
+def test_tied_embeddings_get_the_gradient_of_both_uses(ranks: RankPool, tied_model: Path, case: Case) -> None:
+    check_gradients(ranks, tied_model, case)
+
+
+@pytest.mark.parametrize("case", LAYOUTS, ids=str)
+def test_one_sgd_update_equals_that_of_torch(ranks: RankPool, untied_model: Path, case: Case) -> None:
+    check_update(ranks, untied_model, case, 1e-5)
+
+
+def test_one_adam_update_equals_that_of_torch(ranks: RankPool, untied_model: Path) -> None:
+    check_update(ranks, untied_model, Case(tensor=2, pipeline=2, optimizer="adam"), 1e-3)
+
+
+def test_a_tied_model_is_updated_alike_on_both_of_its_stages(ranks: RankPool, tied_model: Path) -> None:
+    check_update(ranks, tied_model, Case(pipeline=2), 1e-5)
+
+
+@pytest.mark.parametrize("max_tokens", [24, 64, 4096])
+def test_the_split_into_microbatches_does_not_change_the_update(
+    ranks: RankPool, untied_model: Path, max_tokens: int
+) -> None:
+    check_update(ranks, untied_model, Case(pipeline=2, max_tokens=max_tokens), 1e-5)
+
+
+def test_sequence_parallel_and_recomputation_change_nothing(ranks: RankPool, untied_model: Path) -> None:
+    check_update(ranks, untied_model, Case(tensor=2, sequence=True, recompute=True, max_tokens=64), 1e-5)
+
+
+def test_kl_against_a_reference_is_part_of_the_update(ranks: RankPool, untied_model: Path) -> None:
+    check_update(ranks, untied_model, Case(tensor=2, pipeline=2, kl_coef=0.3, max_tokens=64), 1e-5)
+
+
+def test_packed_sequences_do_not_see_each_other(ranks: RankPool, untied_model: Path) -> None:
+    packed = ranks.run(1, policy_cases.logprobs, untied_model, Case(), SAMPLES)[0]
+    for index in (0, 7, 23):
+        alone = ranks.run(1, policy_cases.logprobs, untied_model, Case(), [SAMPLES[index]])[0]
+        torch.testing.assert_close(torch.tensor(packed[index]), torch.tensor(alone[0]), atol=2e-6, rtol=0)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
+@pytest.mark.parametrize("case", FULL_LAYOUTS, ids=str)
+def test_updates_agree_on_larger_layouts(
+    ranks: RankPool, untied_model: Path, case: Case, optimizer: str
+) -> None:
+    from dataclasses import replace
+
+    check_update(ranks, untied_model, replace(case, optimizer=optimizer), {"sgd": 1e-5, "adam": 1e-3}[optimizer])
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("case", FULL_LAYOUTS, ids=str)
+def test_gradients_agree_on_larger_layouts(
+    ranks: RankPool, untied_model: Path, tied_model: Path, case: Case
+) -> None:
+    check_gradients(ranks, untied_model, case)
+    check_gradients(ranks, tied_model, case)

@@ -1,0 +1,97 @@
+"""The demo's problems: disjoint, repeatable, worked right, and slipping as often as the closed form says."""
+
+import json
+import random
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tools.make_arithmetic import (
+    Addition,
+    accuracy_under_slip,
+    main,
+    make_problems,
+    slip_for_accuracy,
+    worked_solution,
+)
+
+TOOL = Path(__file__).resolve().parents[2] / "tools" / "make_arithmetic.py"
+
+
+def test_worked_solutions_written_by_hand():
+    assert worked_solution(Addition(47, 85)) == r"7+5=12 4+8+1=13 \boxed{132}"
+    assert worked_solution(Addition(347, 85)) == r"7+5=12 4+8+1=13 3+1=4 \boxed{432}"
+    assert worked_solution(Addition(0, 0)) == r"0+0=0 \boxed{0}"
+    assert worked_solution(Addition(5, 20)) == r"5+0=5 2=2 \boxed{25}"
+
+
+def test_every_worked_solution_ends_in_the_sum():
+    train, heldout = make_problems(seed=3, train=9000, heldout=1000)
+    assert all(worked_solution(p).endswith(rf" \boxed{{{p.left + p.right}}}") for p in train + heldout)
+
+
+def test_train_and_heldout_are_disjoint_and_repeatable():
+    train, heldout = make_problems(seed=1, train=700, heldout=300)
+    assert len(set(train) | set(heldout)) == 1000
+    assert (train, heldout) == make_problems(seed=1, train=700, heldout=300)
+    assert train != make_problems(seed=2, train=700, heldout=300)[0]
+
+
+def test_carry_and_answer_follow_a_slip():
+    """The carry that a step adds is that of the sum written before it; the answer has the sums' digits."""
+    rng = random.Random(0)
+    slipped = 0
+    for _ in range(500):
+        problem = Addition(rng.randrange(10, 100), rng.randrange(10, 100))
+        text = worked_solution(problem, 0.3, rng)
+        first, second = (int(total) for total in re.findall(r"=(\d+)", text))
+        assert text.count("+1=") >= (first > 9)
+        assert len(re.findall(r"[+=]", text)) == 4 + (first > 9)
+        digits = len(str(10 * second + first % 10))
+        assert re.search(rf"boxed{{\d{{{digits}}}}}$", text)
+        slipped += first != problem.left % 10 + problem.right % 10
+    assert 0.22 < slipped / 500 < 0.35  # 0.3 * 19/20
+
+
+def test_share_of_right_answers_under_slip():
+    """81% a column, 82% an answer digit: 47+85 by hand, and the closed form against 20,000 draws."""
+    assert accuracy_under_slip([Addition(47, 85)], 0.2) == pytest.approx(0.81**2 * 0.82**3)
+    problems, _ = make_problems(seed=1, train=2000, heldout=1)
+    slip = slip_for_accuracy(problems, 0.35)
+    assert accuracy_under_slip(problems, slip) == pytest.approx(0.35, abs=1e-3)
+    rng = random.Random(0)
+    right = sum(worked_solution(p, slip, rng).endswith(p.solution.split("boxed")[1]) for p in problems * 10)
+    assert right / 20000 == pytest.approx(0.35, abs=0.015)
+
+
+def test_mistakes_are_named():
+    with pytest.raises(ValueError, match="only 100 distinct problems"):
+        make_problems(seed=1, train=100, heldout=1, digits=1)
+    with pytest.raises(ValueError, match="digits is 0"):
+        make_problems(seed=1, train=1, heldout=1, digits=0)
+    with pytest.raises(ValueError, match="both must be at least 1"):
+        make_problems(seed=1, train=0, heldout=1)
+    with pytest.raises(ValueError, match="needs rng"):
+        worked_solution(Addition(1, 2), slip=0.5)
+
+
+def test_the_program_writes_both_files(tmp_path: Path):
+    folder = tmp_path / "new" / "data"
+    options = ["--output", str(folder), "--train", "20", "--heldout", "5"]
+    subprocess.run([sys.executable, str(TOOL), *options], check=True, capture_output=True, cwd=tmp_path)
+    rows = [json.loads(line) for line in (folder / "train.jsonl").read_text().splitlines()]
+    assert len(rows) == 20
+    assert len((folder / "heldout.jsonl").read_text().splitlines()) == 5
+    left, right = map(int, rows[0]["prompt"].rstrip("=").split("+"))
+    assert rows[0]["solutions"] == [f"\\boxed{{{left + right}}}"]
+    assert rows[0]["task"] == "math"
+    assert rows[0]["query_id"] == f"add-{left}-{right}"
+
+
+def test_an_output_that_is_a_file_is_refused(tmp_path: Path):
+    (tmp_path / "taken").write_text("")
+    with pytest.raises(ValueError, match="is a file; name a folder"):
+        main(["--output", str(tmp_path / "taken"), "--train", "2", "--heldout", "1"])

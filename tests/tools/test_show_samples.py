@@ -1,0 +1,118 @@
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rlmath.telemetry.metrics import MetricsWriter
+from rlmath.telemetry.samples import SampleWriter
+from rlmath.types import Completion, Prompt, Score, ScoredGroup
+from tools.show_samples import main
+
+RIGHT, WRONG = Score(5.0, True, "132", "string"), Score(-5.0, False, "13\x1b[2J", "symbolic")
+
+
+def write_step(run_dir: Path, step: int, **scores_by_id: list[Score]) -> None:
+    groups = [
+        ScoredGroup(
+            Prompt(prompt_id, "47+85=\nanswer:", (1,), ("\\boxed{132}",), "math"),
+            tuple(
+                Completion(index, (2, 3), (-0.1, -0.1), "one\x1b]0;owned\x07\rtwo", "stop")
+                for index in range(len(scores))
+            ),
+            tuple(scores),
+        )
+        for prompt_id, scores in scores_by_id.items()
+    ]
+    metrics = MetricsWriter(str(run_dir), tensorboard=False)
+    SampleWriter(str(run_dir), 9).write(
+        step, groups, [[0.5] * len(group.scores) for group in groups], metrics
+    )
+    metrics.close()
+
+
+@pytest.fixture
+def run_dir(tmp_path):
+    write_step(tmp_path, 1, early=[WRONG])
+    write_step(tmp_path, 12, good=[RIGHT, RIGHT], bad=[WRONG, WRONG], half=[RIGHT, WRONG])
+    return str(tmp_path)
+
+
+def shown(capsys, *arguments):
+    assert main(list(arguments)) == 0
+    return capsys.readouterr().out
+
+
+def test_the_last_step_is_shown_whole(run_dir, capsys):
+    text = shown(capsys, run_dir)
+    assert [line for line in text.splitlines() if line.startswith("=====")] == [
+        "===== step-000012  good  2 of 2 right",
+        "===== step-000012  bad  0 of 2 right",
+        "===== step-000012  half  1 of 2 right",
+    ]
+    first = text.splitlines()[:7]
+    assert first[1:] == [
+        "prompt    | 47+85=",
+        "          | answer:",
+        "solutions | \\boxed{132}",
+        "--- 1: reward +5, advantage +0.500, right (string), 2 tokens, stop",
+        "answer    | 132",
+        "          | one\\x1b]0;owned\\x07\\x0dtwo",
+    ]
+
+
+def test_nothing_the_model_wrote_reaches_the_terminal_as_control(run_dir, capsys):
+    assert {char for char in shown(capsys, run_dir) if ord(char) < 32 or ord(char) == 127} == {"\n"}
+
+
+def test_a_step_and_a_number_of_groups_can_be_chosen(run_dir, capsys):
+    assert "early" in shown(capsys, run_dir, "--step", "1")
+    text = shown(capsys, run_dir, "--step", "12", "--groups", "1")
+    assert text.count("=====") == 1
+
+
+@pytest.mark.parametrize(("kind", "prompt_id"), [("right", "good"), ("wrong", "bad"), ("mixed", "half")])
+def test_only_one_kind_of_group(run_dir, capsys, kind, prompt_id):
+    text = shown(capsys, run_dir, "--only", kind)
+    assert text.count("=====") == 1
+    assert f"step-000012  {prompt_id} " in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--step", "5"], "has no step 5; it has 2 steps, 1 to 12"),
+        (["--step", "1", "--only", "mixed"], "has no group of kind 'mixed'"),
+    ],
+)
+def test_what_is_not_there_is_said(run_dir, capsys, arguments, message):
+    assert main([run_dir, *arguments]) == 1
+    assert message in capsys.readouterr().err
+
+
+def test_a_folder_without_samples_is_named(tmp_path, capsys):
+    assert main([str(tmp_path)]) == 1
+    assert "samples: no such folder" in capsys.readouterr().err
+    (tmp_path / "samples").mkdir()
+    assert main([str(tmp_path)]) == 1
+    assert "has no samples yet" in capsys.readouterr().err
+
+
+def test_a_broken_line_is_named(tmp_path, capsys):
+    (tmp_path / "samples").mkdir()
+    (tmp_path / "samples" / "step-000001.jsonl").write_text("{}\n{broken\n")
+    assert main([str(tmp_path)]) == 1
+    assert "line 1: not a row of samples" in capsys.readouterr().err
+
+
+def test_as_a_program_into_a_closed_pipe(run_dir):
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    program = str(Path(__file__).parents[2] / "tools" / "show_samples.py")
+    command = [sys.executable, program, run_dir]
+    with subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as process:
+        process.stdout.close()
+        assert process.stderr.read() == b""
+    assert process.returncode == 0

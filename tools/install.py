@@ -1,0 +1,154 @@
+"""Make a virtual environment from lock files, or reuse it when it is current.
+
+    python tools/install.py .venv requirements/cpu.txt --project
+
+An environment is current when its stamp equals the fingerprint of all that went into it: the interpreter, the place,
+the lock files, this file and setup.py. The stamp is written last, so an installation that was cut off is made anew.
+The seconds that an installation took are in ENVIRONMENT/.install_seconds.
+
+Needs nothing but the standard library of Python 3.11 or 3.12.
+"""
+
+import argparse
+import fcntl
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+import time
+from importlib.util import find_spec
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+TORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
+
+
+def main() -> None:
+    args = read_arguments()
+    check_interpreter()
+    with open(f"{args.environment}.lock", "w") as lock:  # a second `make` waits here, then finds all done
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        wanted = fingerprint(args)
+        if not is_current(args.environment, wanted):
+            install(args, wanted)
+
+
+def read_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("environment", type=Path, help="the folder to make")
+    parser.add_argument("locks", type=Path, nargs="+", help="lock files; a later one overrides an earlier one")
+    parser.add_argument("--project", action="store_true", help="also install this repository, editable")
+    parser.add_argument("--gigabytes", type=float, default=4.0, help="free disk to ask for (default 4)")
+    args = parser.parse_args()
+    args.environment = args.environment.absolute()
+    return args
+
+
+def check_interpreter() -> None:
+    found = f"{sys.executable} is Python {sys.version.split()[0]} on {sys.platform}"
+    if sys.version_info[:2] not in ((3, 11), (3, 12)):
+        fail(f"{found}; Python 3.11 or 3.12 is needed. Name one: make PYTHON=/path/to/python3.11 ...")
+    if sys.platform != "linux":
+        fail(f"{found}; vLLM's CPU build exists for Linux only. Use a Linux machine or container.")
+    if not (find_spec("venv") and find_spec("ensurepip")):
+        minor = sys.version_info.minor
+        fail(f"{found}, without its venv module. On Debian or Ubuntu: apt-get install python3.{minor}-venv")
+
+
+def check_disk(environment: Path, gigabytes: float) -> None:
+    free = shutil.disk_usage(environment.parent).free / 1e9
+    if free < gigabytes:
+        fail(f"{environment} needs {gigabytes:.1f} GB of disk while it is made; {free:.1f} GB are free there.")
+
+
+def fingerprint(args: argparse.Namespace) -> str:
+    """Hash of everything that decides what the environment holds."""
+    files = [Path(__file__), *args.locks]
+    if args.project:
+        files.append(ROOT / "setup.py")
+    digest = hashlib.sha256()
+    for part in (sys.version, os.uname().machine, str(args.environment), str(ROOT), *map(read, files)):
+        digest.update(part.encode() + b"\0")
+    return digest.hexdigest()
+
+
+def read(path: Path) -> str:
+    return path.read_text(encoding="utf-8")
+
+
+def is_current(environment: Path, wanted: str) -> bool:
+    stamp = environment / ".stamp"
+    runs = os.access(environment / "bin/python", os.X_OK)  # false too when the interpreter behind the link is gone
+    return runs and stamp.exists() and read(stamp) == wanted
+
+
+def install(args: argparse.Namespace, stamp: str) -> None:
+    started = time.monotonic()
+    remove(args.environment)
+    check_disk(args.environment, args.gigabytes)
+    say(f"making {args.environment.name} with {sys.executable}")
+    run([sys.executable, "-m", "venv", str(args.environment)])
+
+    python = str(args.environment / "bin/python")
+    install_torch(python, args.locks)
+    for lock in args.locks:
+        say(f"installing {lock}")
+        # The locks say what fits together: a package's own claims, also about Python versions, are not asked.
+        run(pip(python, "--ignore-requires-python", "-r", str(lock)))
+    if args.project:
+        run(pip(python, "--no-build-isolation", "--editable", str(ROOT)))
+
+    seconds = time.monotonic() - started
+    (args.environment / ".install_seconds").write_text(f"{seconds:.1f}\n", encoding="utf-8")
+    unfinished = args.environment / ".stamp.unfinished"
+    unfinished.write_text(stamp, encoding="utf-8")
+    unfinished.replace(args.environment / ".stamp")
+    say(f"{args.environment.name} is ready after {seconds:.0f} s")
+
+
+def remove(environment: Path) -> None:
+    """Remove an old environment, its stamp first: what a cut-off removal leaves must not pass for current."""
+    (environment / ".stamp").unlink(missing_ok=True)
+    if environment.exists():
+        shutil.rmtree(environment)
+
+
+def install_torch(python: str, locks: list[Path]) -> None:
+    """Install the torch that the locks name, from pip's own sources or else from PyTorch's index of CPU builds.
+
+    In this order, and alone: where that index cannot be reached, naming it makes pip retry for every package.
+    """
+    pins = [line.split()[0] for lock in locks for line in read(lock).splitlines() if line.startswith("torch==")]
+    if not pins:
+        return
+    say(f"installing {pins[-1]}")
+    first = subprocess.run(pip(python, pins[-1]), capture_output=True, text=True)
+    if first.returncode == 0:
+        return
+    say(f"pip's own sources have no {pins[-1]}; asking {TORCH_CPU_INDEX}")
+    second = subprocess.run(pip(python, "--index-url", TORCH_CPU_INDEX, pins[-1]))
+    if second.returncode != 0:
+        fail(f"{pins[-1]} could not be installed. pip's own sources said:\n{first.stderr.strip()}")
+
+
+def pip(python: str, *arguments: str) -> list[str]:
+    options = ["--no-deps", "--no-input", "--disable-pip-version-check", "-qq"]
+    return [python, "-m", "pip", "install", *options, *arguments]
+
+
+def run(command: list[str]) -> None:
+    if subprocess.run(command).returncode != 0:
+        fail(f"this failed: {' '.join(command)}")
+
+
+def say(text: str) -> None:
+    print(f"install: {text}", flush=True)
+
+
+def fail(text: str) -> None:
+    sys.exit(f"install: {text}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,158 @@
+"""Makes the demo's problems: additions with worked steps, as training and held-out files.
+
+    python tools/make_arithmetic.py --output data/arithmetic --seed 1 --train 8000 --heldout 500
+
+writes train.jsonl and heldout.jsonl, one row a line in the AReaL-boba form:
+
+    {"prompt": "47+85=", "task": "math", "query_id": "add-47-85", "solutions": ["\\\\boxed{132}"]}
+
+No problem is in both files; `47+85` and `85+47` are two problems. The worked solution of this one is
+
+    7+5=12 4+8+1=13 \\boxed{132}
+
+one step per column, lowest first, the carry as a third term. `tools/make_tiny_model.py` warms a model up on
+such solutions, some of them with slips.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+from dataclasses import dataclass
+from pathlib import Path
+
+MAX_DIGITS = 6
+"""More columns than this do not fit the demo's model."""
+
+_COLUMN_SUMS = 20
+"""A slip in a column writes one of 0..19: two digits and a carry make at most 19."""
+
+
+@dataclass(frozen=True)
+class Addition:
+    """One problem, such as 47+85."""
+
+    left: int
+    right: int
+
+    @property
+    def prompt(self) -> str:
+        """What the model is given: `47+85=`."""
+        return f"{self.left}+{self.right}="
+
+    @property
+    def solution(self) -> str:
+        """The right answer as it is to be written: `\\boxed{132}`."""
+        return f"\\boxed{{{self.left + self.right}}}"
+
+    def row(self) -> dict[str, object]:
+        """The line of the JSONL file."""
+        return {
+            "prompt": self.prompt,
+            "task": "math",
+            "query_id": f"add-{self.left}-{self.right}",
+            "solutions": [self.solution],
+        }
+
+
+def make_problems(
+    seed: int, train: int, heldout: int, digits: int = 2
+) -> tuple[list[Addition], list[Addition]]:
+    """Training and held-out problems: distinct pairs of numbers below 10**digits, the same for the same seed.
+
+    Raises ValueError for counts below 1, digits out of range, or more rows than distinct problems.
+    """
+    if not 1 <= digits <= MAX_DIGITS:
+        raise ValueError(f"digits is {digits}; it must be from 1 to {MAX_DIGITS}")
+    if train < 1 or heldout < 1:
+        raise ValueError(f"train is {train} and heldout is {heldout}; both must be at least 1")
+    numbers = 10**digits
+    if train + heldout > numbers**2:
+        raise ValueError(
+            f"{train} training and {heldout} held-out rows asked, but numbers of up to {digits} digits make"
+            f" only {numbers**2} distinct problems: ask for fewer rows or raise digits"
+        )
+    picks = random.Random(seed).sample(range(numbers**2), train + heldout)
+    problems = [Addition(*divmod(pick, numbers)) for pick in picks]
+    return problems[:train], problems[train:]
+
+
+def worked_solution(problem: Addition, slip: float = 0.0, rng: random.Random | None = None) -> str:
+    """Steps and boxed answer; with `slip` above 0, each result written is a random one with that probability.
+
+    What follows a slip is consistent with it: the carry and the answer are read off the sums as written. So
+    47+85 with a slip in its first column may read `7+5=3 4+8=12 \\boxed{123}`. A slip in the answer replaces
+    one digit. A random result can be the right one.
+    """
+    if not 0.0 <= slip < 1.0 or (slip > 0.0 and rng is None):
+        raise ValueError(f"slip is {slip}; it must be at least 0 and below 1, and above 0 it needs rng")
+    columns = _columns(problem)
+    steps: list[str] = []
+    answer = ""
+    carry = 0
+    for terms in columns:
+        terms = [*terms, carry] if carry else terms
+        total = rng.randrange(_COLUMN_SUMS) if slip and rng.random() < slip else sum(terms)
+        steps.append("+".join(map(str, terms)) + f"={total}")
+        carry, digit = divmod(total, 10)
+        answer = f"{digit}{answer}"
+    answer = str(int(f"{carry}{answer}"))
+    if slip:
+        answer = "".join(str(rng.randrange(10)) if rng.random() < slip else digit for digit in answer)
+    return " ".join(steps) + f" \\boxed{{{answer}}}"
+
+
+def accuracy_under_slip(problems: list[Addition], slip: float) -> float:
+    """Share of right answers when every result written slips with probability `slip`.
+
+    Exact but for slips that cancel out: 47+85 has two columns (a slip misses 19 times in 20) and three answer
+    digits (9 times in 10), so with slip 0.2 it comes out right with probability 0.81**2 * 0.82**3 = 0.362.
+    """
+    column, digit = 1 - slip * (1 - 1 / _COLUMN_SUMS), 1 - slip * 9 / 10
+    right = (column ** len(_columns(p)) * digit ** len(str(p.left + p.right)) for p in problems)
+    return sum(right) / len(problems)
+
+
+def slip_for_accuracy(problems: list[Addition], accuracy: float) -> float:
+    """The slip probability that leaves this share of answers right, to 1e-4; the inverse of the above."""
+    if not 0.0 < accuracy <= 1.0:
+        raise ValueError(f"accuracy is {accuracy}; it must be above 0 and at most 1")
+    low, high = 0.0, 1.0
+    while high - low > 1e-4:
+        middle = (low + high) / 2
+        low, high = (middle, high) if accuracy_under_slip(problems, middle) > accuracy else (low, middle)
+    return low
+
+
+def _columns(problem: Addition) -> list[list[int]]:
+    """The digits to add, lowest column first: 347+85 gives [[7, 5], [4, 8], [3]]."""
+    left, right = str(problem.left)[::-1], str(problem.right)[::-1]
+    length = max(len(left), len(right))
+    return [[int(number[i]) for number in (left, right) if i < len(number)] for i in range(length)]
+
+
+def _write(path: Path, problems: list[Addition]) -> None:
+    path.write_text("".join(json.dumps(problem.row()) + "\n" for problem in problems), encoding="utf-8")
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Reads the command line and writes both files."""
+    parser = argparse.ArgumentParser(description="Writes train.jsonl and heldout.jsonl with additions.")
+    parser.add_argument("--output", type=Path, required=True, help="folder to write to")
+    parser.add_argument("--seed", type=int, default=1, help="the same seed gives the same files (default 1)")
+    parser.add_argument("--train", type=int, default=8000, help="rows of train.jsonl (default 8000)")
+    parser.add_argument("--heldout", type=int, default=500, help="rows of heldout.jsonl (default 500)")
+    parser.add_argument("--digits", type=int, default=2, help="most digits of a number (default 2)")
+    args = parser.parse_args(argv)
+    train, heldout = make_problems(args.seed, args.train, args.heldout, args.digits)
+    if args.output.exists() and not args.output.is_dir():
+        raise ValueError(f"--output {args.output} is a file; name a folder")
+    args.output.mkdir(parents=True, exist_ok=True)
+    _write(args.output / "train.jsonl", train)
+    _write(args.output / "heldout.jsonl", heldout)
+    print(json.dumps({"output": str(args.output), "train": len(train), "heldout": len(heldout)}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,118 @@
+"""Show the sampled groups of a run on a terminal.
+
+python tools/show_samples.py outputs/demo --step last --groups 1 --only mixed
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import sys
+from pathlib import Path
+
+from rlmath.telemetry.samples import SAMPLES_FOLDER, completion_facts, samples_file
+from rlmath.telemetry.text import visible
+
+_FILE_NAME = re.compile(r"step-(\d{6,})\.jsonl")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Prints the groups; 1 and a line on stderr when there is nothing to show."""
+    options = _parse_arguments(arguments)
+    try:
+        path = _choose_file(options.run_dir, options.step)
+        texts = [text for kind, text in _read_groups(path) if options.only in (None, kind)]
+    except ValueError as error:
+        print(f"show_samples: {error}", file=sys.stderr)
+        return 1
+    if not texts:
+        wanted = f"group of kind {options.only!r}; leave out --only" if options.only else "groups"
+        print(f"show_samples: {path} has no {wanted}", file=sys.stderr)
+        return 1
+    try:
+        for text in texts[: options.groups]:
+            print(text)
+        sys.stdout.flush()
+    except BrokenPipeError:  # piped into head
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 0
+
+
+def _parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Show the sampled groups of a run.")
+    parser.add_argument("run_dir", help="folder of the run (run.output_dir)")
+    parser.add_argument("--step", default="last", help='step to show, or "last" (default)')
+    parser.add_argument("--groups", type=int, default=None, help="most groups to show (default: all)")
+    parser.add_argument(
+        "--only",
+        choices=("right", "wrong", "mixed"),
+        help="groups whose completions are all right, all wrong, or some of each",
+    )
+    options = parser.parse_args(arguments)
+    if options.step != "last" and not options.step.isdecimal():
+        parser.error(f'--step must be a number or "last", got {options.step!r}')
+    if options.groups is not None and options.groups < 1:
+        parser.error(f"--groups must be at least 1, got {options.groups}")
+    return options
+
+
+def _choose_file(run_dir: str, step: str) -> Path:
+    folder = Path(run_dir) / SAMPLES_FOLDER
+    if not folder.is_dir():
+        raise ValueError(
+            f"{folder}: no such folder; give the folder of a run with telemetry.sample_groups_per_step > 0"
+        )
+    steps = sorted(int(match[1]) for entry in folder.iterdir() if (match := _FILE_NAME.fullmatch(entry.name)))
+    if not steps:
+        raise ValueError(f"{folder} has no samples yet")
+    wanted = steps[-1] if step == "last" else int(step)
+    if wanted not in steps:
+        raise ValueError(
+            f"{folder} has no step {wanted}; it has {len(steps)} steps, {steps[0]} to {steps[-1]}"
+        )
+    return samples_file(run_dir, wanted)
+
+
+def _read_groups(path: Path) -> list[tuple[str, str]]:
+    """(kind, text to show) of every group in the file."""
+    groups = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+        try:
+            row = json.loads(line)
+            groups.append((_kind(row), format_group(row, path.stem)))
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"{path}, line {number}: not a row of samples ({error!r})") from error
+    return groups
+
+
+def _kind(row: dict) -> str:
+    right = [completion["correct"] for completion in row["completions"]]
+    return "right" if all(right) else "mixed" if any(right) else "wrong"
+
+
+def format_group(row: dict, title: str) -> str:
+    """A group as plain text in which no character of the model's can move the cursor."""
+    right = sum(completion["correct"] for completion in row["completions"])
+    lines = [
+        f"===== {title}  {visible(row['prompt_id'])}  {right} of {len(row['completions'])} right",
+        *_indented(row["prompt"], "prompt    | "),
+        *_indented("\n".join(row["solutions"]), "solutions | "),
+    ]
+    for number, completion in enumerate(row["completions"], start=1):
+        lines.append(f"--- {number}: {completion_facts(completion)}")
+        lines.extend(_indented(completion["extracted"] or "(none)", "answer    | "))
+        lines.extend(_indented(completion["text"], "          | "))
+    return "\n".join(lines) + "\n"
+
+
+def _indented(text: str, first: str) -> list[str]:
+    margin = " " * (len(first) - 2) + "| "
+    return [
+        (first if number == 0 else margin) + line for number, line in enumerate(visible(text).split("\n"))
+    ]
+
+
+if __name__ == "__main__":
+    sys.exit(main())
