@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import sys
+import time
 
 from rlmath.config_files import load_config, split_arguments
 from rlmath.inputs import load_inputs
@@ -16,6 +17,8 @@ from rlmath.run_folder import check_output_folder
 from rlmath.telemetry.console import setup_logging
 
 logger = logging.getLogger(__name__)
+
+OTHERS_WAIT_SECONDS = 10.0
 
 
 def main() -> int:
@@ -27,8 +30,11 @@ def main() -> int:
         check_output_folder(config.run.output_dir, config)
         inputs = load_inputs(config)
     except ValueError as error:
-        if environment_rank() == 0:
-            logger.error("%s", error)
+        # Rank 0 speaks first: the launcher ends all others as soon as one has ended. A mistake that only another
+        # node sees (a path that is missing there) is told after the wait.
+        if environment_rank() != 0:
+            time.sleep(OTHERS_WAIT_SECONDS)
+        logger.error("%s", error)
         return 2
     # Imported only now: a mistake is told in a second, not after Megatron and vLLM were loaded.
     from rlmath.run import run_training

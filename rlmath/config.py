@@ -67,7 +67,7 @@ class ParallelConfig:
 class PolicyConfig:
     """How the policy and the reference compute."""
 
-    max_tokens_per_microbatch: int = 16384
+    max_tokens_per_microbatch: int = 20480
     """Token budget of one packed forward/backward (AReaL: mb_spec.max_tokens_per_mb). At least the longest sequence."""
     recompute_granularity: str | None = None
     """Activation recomputation, as Megatron has it: null (none), "full" or "selective"."""
@@ -102,7 +102,7 @@ class OptimizerConfig:
     clip_grad: float = 1.0
     """Largest global gradient norm (L2); 0 clips nothing."""
     distributed: bool = True
-    """Share the optimizer's state over the data-parallel ranks (Megatron's distributed optimizer)."""
+    """Share the optimizer's state over the data-parallel ranks (Megatron's distributed optimizer; only for "adam")."""
 
 
 @dataclass(frozen=True)

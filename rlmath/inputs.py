@@ -9,6 +9,7 @@ from transformers import PreTrainedTokenizerFast
 from rlmath.config import Config
 from rlmath.data.loader import PromptOrder, load_prompts
 from rlmath.data.tokenizer import load_tokenizer
+from rlmath.rewards.verify import check_tasks
 from rlmath.types import Prompt
 
 
@@ -29,6 +30,7 @@ def load_inputs(config: Config) -> Inputs:
     """ValueError for unreadable data, or too few prompts for one step."""
     tokenizer = load_tokenizer(config.model.path)
     prompts, report = load_prompts(config.data.train_path, tokenizer, config.data.max_prompt_tokens)
+    check_tasks(prompt.task for prompt in prompts)
     order = PromptOrder(len(prompts), config.data.prompts_per_step, config.run.seed, config.data.shuffle)
     total_steps = config.run.total_epochs * order.steps_per_epoch
     if config.run.total_steps is not None:

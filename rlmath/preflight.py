@@ -116,6 +116,9 @@ WORDS: dict[str, tuple[str, ...]] = {
 }
 """Words that a text setting may have; paths have none."""
 
+CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
+"""Head dims of vLLM 0.32's attention on CPU."""
+
 
 def check_config(config: Config, world_size: int) -> ModelShape:
     """The shape of the model that the run starts from.
@@ -138,6 +141,7 @@ def check_config(config: Config, world_size: int) -> ModelShape:
     if shape is not None:
         problems += _split_problems(config.parallel, config.rollout.tensor_parallel, shape)
         problems += _model_length_problems(config, shape)
+        problems += _engine_model_problems(config, shape)
     raise_problems("this run", problems)
     assert shape is not None
     return shape
@@ -237,6 +241,8 @@ def _learning_problems(config: Config) -> Iterator[str]:
     optimizer, reward = config.optimizer, config.reward
     if optimizer.min_lr > optimizer.lr:
         yield f"optimizer.min_lr is {optimizer.min_lr}, above optimizer.lr {optimizer.lr}. Lower it."
+    if optimizer.kind == "sgd" and optimizer.distributed:
+        yield 'optimizer.distributed: Megatron shares only Adam\'s state. With kind "sgd" set it to false.'
     if config.run.total_steps is not None:
         updates = config.run.total_steps * config.algorithm.n_minibatches
         if 0 < updates <= optimizer.warmup_steps:
@@ -316,6 +322,15 @@ def _model_length_problems(config: Config, shape: ModelShape) -> Iterator[str]:
     )
     if chunk is not None and chunk > per_stage:
         yield f"policy.recompute_num_layers is {chunk}; a pipeline stage has {per_stage} layers. Lower it."
+
+
+def _engine_model_problems(config: Config, shape: ModelShape) -> Iterator[str]:
+    on_cpu = config.run.device == "cpu" or (config.run.device == "auto" and not torch.cuda.is_available())
+    if on_cpu and shape.head_dim not in CPU_HEAD_DIMS:
+        yield (
+            f"the model's head dim is {shape.head_dim}; vLLM's attention on CPU has only "
+            f"{_listed(list(CPU_HEAD_DIMS))}. Take another model, or a GPU."
+        )
 
 
 def _divisors(number: int) -> list[int]:

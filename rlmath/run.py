@@ -93,7 +93,9 @@ def _build(
 ) -> Parts:
     start_megatron(mesh, device, config.run.seed)
     max_sequence = config.data.max_prompt_tokens + config.rollout.max_new_tokens
-    engine = Engine(config.model.path, config.rollout, max_sequence, mesh, device)
+    engine = Engine(
+        config.model.path, config.rollout, max_sequence, mesh, device, shape.tied_embeddings
+    )
     engine.memory.sleep()
     updates = inputs.total_steps * config.algorithm.n_minibatches
     actor = build_actor(config, shape, mesh, device, updates)

@@ -18,7 +18,7 @@ from rlmath.model_shape import ModelShape
 from rlmath.preflight import RANGES, Range, check_config, harmless_settings, read_model_shape
 from rlmath.settings import all_settings
 
-LAYERS, HIDDEN, HEADS, KV_HEADS, FFN, VOCAB, POSITIONS = 6, 48, 12, 4, 24, 11, 64
+LAYERS, HIDDEN, HEADS, KV_HEADS, FFN, VOCAB, POSITIONS = 6, 384, 12, 4, 24, 11, 64
 MODEL_CONFIG: dict[str, Any] = {
     "architectures": ["Qwen2ForCausalLM"],
     "hidden_act": "silu",
@@ -108,10 +108,10 @@ def test_the_shape_is_what_config_json_says(place: Path):
     assert check(place) == ModelShape(
         architecture="Qwen2ForCausalLM",
         num_layers=6,
-        hidden_size=48,
+        hidden_size=384,
         num_heads=12,
         num_kv_heads=4,
-        head_dim=4,
+        head_dim=32,
         ffn_size=24,
         vocab_size=11,
         tied_embeddings=False,
@@ -136,7 +136,7 @@ def test_config_json_as_transformers_5_writes_it(place: Path):
 def test_fields_that_may_be_left_out(place: Path):
     change_model(place, tie_word_embeddings=..., torch_dtype=..., rope_scaling=None, head_dim=None)
     shape = check(place)
-    assert (shape.tied_embeddings, shape.torch_dtype, shape.head_dim) == (False, "float32", 4)
+    assert (shape.tied_embeddings, shape.torch_dtype, shape.head_dim) == (False, "float32", 32)
 
 
 @pytest.mark.parametrize(
@@ -447,7 +447,7 @@ def test_weights_that_do_not_belong_to_config_json(place: Path):
     change_model(place, intermediate_size=12, num_hidden_layers=7)
     absent, first, *_ = problems(place)
     assert "12 of 87 tensors are not in the weights: model.layers.6." in absent
-    assert "model.layers.0.mlp.gate_proj.weight has shape (24, 48), config.json makes it (12, 48)" in first
+    assert "model.layers.0.mlp.gate_proj.weight has shape (24, 384), config.json makes it (12, 384)" in first
 
 
 def test_tied_embeddings_need_no_output_layer(place: Path):
@@ -518,7 +518,7 @@ def test_numbers_that_are_missing_or_odd(place: Path, key: str):
     [
         (
             {"num_attention_heads": 9, "num_key_value_heads": 3},
-            '"hidden_size" 48 is not a multiple of "num_attention_heads" 9',
+            '"hidden_size" 384 is not a multiple of "num_attention_heads" 9',
         ),
         ({"num_key_value_heads": 5}, '"num_attention_heads" 12 is not a multiple of "num_key_value_heads" 5'),
         ({"head_dim": 3}, "the head dimension is 3; rotary embeddings need an even one"),
@@ -581,3 +581,15 @@ def test_the_shape_alone_needs_config_json_only(place: Path):
 def test_every_supported_architecture_is_told(place: Path):
     change_model(place, architectures=["Nothing"])
     assert ", ".join(TABLES) in problem(place)
+
+
+def test_sgd_has_no_state_to_share(place: Path):
+    told = problem(place, "optimizer.kind=sgd")
+    assert "optimizer.distributed" in told and 'With kind "sgd" set it to false' in told
+    check(place, "optimizer.kind=sgd", "optimizer.distributed=false")
+
+
+def test_a_head_dim_that_the_engine_cannot_run_on_cpu(place: Path):
+    change_model(place, num_attention_heads=24, num_key_value_heads=8)
+    told = problems(place, "run.device=cpu")
+    assert any("head dim is 16; vLLM's attention on CPU has only 32, 64" in text for text in told)

@@ -17,7 +17,6 @@ from rlmath.checkpoint.hf_tables import (
     Placed,
     canonical_shape,
     from_canonical,
-    hf_shapes,
     join,
     placed_tensors,
     shard,
@@ -69,30 +68,6 @@ def _weight_files(folder: Path) -> dict[str, str]:
         raise ValueError(f"{folder} has neither model.safetensors nor model.safetensors.index.json")
     with safe_open(single, framework="pt") as file:
         return dict.fromkeys(file.keys(), single.name)
-
-
-def check_tensors(folder: str | Path, shape: ModelShape) -> None:
-    """ValueError that lists missing, unexpected and misshapen tensors of a Hugging Face folder."""
-    found = HFReader(folder).shapes()
-    needed = {
-        name: size
-        for placed in placed_tensors(shape)
-        for name, size in zip(placed.hf_names, hf_shapes(placed.rule, shape), strict=True)
-    }
-    ignorable = {"lm_head.weight"} if shape.tied_embeddings else set()
-    problems = [f"missing: {name} {needed[name]}" for name in sorted(needed.keys() - found.keys())]
-    problems += [f"not known: {name}" for name in sorted(found.keys() - needed.keys() - ignorable)]
-    problems += [
-        f"{name}: shape {found[name]}, needed {needed[name]}"
-        for name in sorted(needed.keys() & found.keys())
-        if found[name] != needed[name]
-    ]
-    if problems:
-        shown = "\n  ".join(problems[:20] + (["..."] if len(problems) > 20 else []))
-        raise ValueError(
-            f"the weights in {folder} do not fit its config.json ({shape.architecture}):\n  {shown}\n"
-            "Use a folder whose weights and config.json belong together."
-        )
 
 
 def local_parameter(model: torch.nn.Module, placed: Placed) -> Tensor | None:

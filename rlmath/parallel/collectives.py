@@ -18,6 +18,13 @@ def gather_objects(mine: T) -> list[T]:
     return gathered  # type: ignore[return-value]
 
 
+def from_rank_zero(mine: T) -> T:
+    """What rank 0 holds, on every rank."""
+    box = [mine]
+    dist.broadcast_object_list(box, src=0)
+    return box[0]
+
+
 def sum_over_ranks(values: Mapping[str, float], device: torch.device) -> dict[str, float]:
     """Sums by key over all ranks, in float64. Every rank must name the same keys in the same order."""
     total = torch.tensor(list(values.values()), dtype=torch.float64, device=device)

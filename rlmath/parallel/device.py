@@ -44,6 +44,11 @@ def open_device(requested: str) -> Device:
         torch.set_num_threads(1)
         return Device("cpu", torch.device("cpu"), "gloo", torch.float32)
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    if local_rank >= torch.cuda.device_count():
+        raise ValueError(
+            f"this rank is number {local_rank} of its node, which has {torch.cuda.device_count()} GPUs; "
+            "start at most one rank per GPU (torchrun --nproc-per-node)"
+        )
     torch.cuda.set_device(local_rank)
     return Device("cuda", torch.device("cuda", local_rank), "cpu:gloo,cuda:nccl", torch.bfloat16)
 

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import os
+import uuid
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 from torch import Tensor
 
 from rlmath.config import RolloutConfig
+from rlmath.parallel.collectives import from_rank_zero
 from rlmath.parallel.device import Device
 from rlmath.parallel.mesh import Mesh
-from rlmath.rollout.memory import CPU_WORKER_EXTENSION, MemorySwitch
+from rlmath.rollout.memory import MemorySwitch
 from rlmath.rollout.sampling import Generated, Request, sample
+
+IDENT_VARIABLE = "RLMATH_ENGINE_IDENT"
+"""Environment variable with a name that no other engine of this machine has; our CPU worker reads it."""
 
 
 def prepare_environment(device_kind: str) -> None:
@@ -33,7 +38,7 @@ def _device_arguments(settings: RolloutConfig, device: Device) -> dict[str, Any]
             "dtype": "float32",
             "enforce_eager": True,
             "kv_cache_memory_bytes": int(settings.cpu_kv_cache_gib * 2**30),
-            "worker_extension_cls": CPU_WORKER_EXTENSION,
+            "worker_cls": "rlmath.rollout.cpu_worker.SleepingCpuWorker",
         }
     return {
         "dtype": "bfloat16",
@@ -50,12 +55,22 @@ class Engine:
     """
 
     def __init__(
-        self, model_path: str, settings: RolloutConfig, max_sequence: int, mesh: Mesh, device: Device
+        self,
+        model_path: str,
+        settings: RolloutConfig,
+        max_sequence: int,
+        mesh: Mesh,
+        device: Device,
+        tied_embeddings: bool,
     ) -> None:
+        """`max_sequence` is the longest prompt plus completion (tokens)."""
         prepare_environment(device.kind)
+        os.environ[IDENT_VARIABLE] = f"rlmath-{from_rank_zero(uuid.uuid4().hex)}-{mesh.engine_index}"
         from vllm import LLM
 
         self._settings = settings
+        # On CPU vLLM packs the head's weights and would go on with the old ones: a tied head is loaded on its own.
+        self._separate_head = tied_embeddings and device.kind == "cpu"
         self._llm = LLM(
             model_path,
             tensor_parallel_size=mesh.engine_size,
@@ -67,16 +82,16 @@ class Engine:
             max_num_batched_tokens=settings.max_num_batched_tokens,
             enable_chunked_prefill=settings.chunked_prefill,
             logprobs_mode="processed_logprobs",
+            hf_overrides={"tie_word_embeddings": False} if self._separate_head else {},
             **_device_arguments(settings, device),
         )
         self.memory = MemorySwitch(self._llm, device.kind)
 
     def load_weights(self, tensors: Iterator[tuple[str, Tensor]]) -> None:
         """Replace all weights by the streamed Hugging Face tensors and forget cached prefixes."""
+        if self._separate_head:
+            tensors = _with_head(tensors)
         self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": tensors})
-        for _ in tensors:
-            # vLLM skips a tied head; the stream is a collective and must be consumed to its end everywhere.
-            pass
         self._llm.reset_prefix_cache()
 
     def generate(self, requests: Sequence[Request]) -> Iterator[Generated]:
@@ -86,6 +101,13 @@ class Engine:
     def close(self) -> None:
         """End vLLM's part in this process. It takes the process's own process group with it: close it last."""
         self._llm.llm_engine.engine_core.shutdown()
+
+
+def _with_head(tensors: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    for name, tensor in tensors:
+        yield name, tensor
+        if name == "model.embed_tokens.weight":
+            yield "lm_head.weight", tensor
 
 
 def open_standalone(model_path: str, settings: RolloutConfig, max_sequence: int, device_kind: str) -> Any:

@@ -1,44 +1,13 @@
 """The switch between the engine's two lives: generating, and asleep while training uses the memory.
 
 The order of a step is: wake weights -> sync -> wake KV cache -> generate -> sleep. On GPU vLLM's own sleep mode frees
-weights and KV cache. On CPU vLLM has none: the worker extension below gives the KV cache's memory back to the
-system; the weights stay.
+weights and KV cache. On CPU vLLM has none: `cpu_worker` gives the KV cache's memory back to the system; the weights
+stay.
 """
 
 from __future__ import annotations
 
 from typing import Any
-
-
-class CpuCacheSwitch:
-    """Extension of vLLM's CPU worker (`worker_extension_cls`): its methods are called through `collective_rpc`."""
-
-    model_runner: Any
-
-    def _cache_storages(self) -> list[Any]:
-        storages = {}
-        for cache in self.model_runner.kv_caches:
-            for tensor in cache if isinstance(cache, (list, tuple)) else [cache]:
-                storage = tensor.untyped_storage()
-                storages[storage._cdata] = storage
-        return list(storages.values())
-
-    def release_kv_cache(self) -> int:
-        """Free the KV cache's memory and say how much it was (bytes)."""
-        storages = self._cache_storages()
-        self._kv_cache_bytes = [storage.nbytes() for storage in storages]
-        for storage in storages:
-            storage.resize_(0)
-        return sum(self._kv_cache_bytes)
-
-    def restore_kv_cache(self) -> int:
-        """Take the KV cache's memory again; its contents are gone. Returns bytes."""
-        for storage, size in zip(self._cache_storages(), self._kv_cache_bytes, strict=True):
-            storage.resize_(size)
-        return sum(self._kv_cache_bytes)
-
-
-CPU_WORKER_EXTENSION = f"{__name__}.{CpuCacheSwitch.__name__}"
 
 
 class MemorySwitch:

@@ -1,0 +1,154 @@
+"""What the ranks do in the tests of rollout and sync."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from rlmath.config import RolloutConfig
+from rlmath.packing.pack import pack
+from rlmath.parallel.device import resident_bytes
+from rlmath.types import Sample
+from tests.distributed.policy_cases import Case, Stage, build, by_sample
+from tests.tiny_models import make_samples
+
+ROLLOUT = RolloutConfig(
+    group_size=3, max_new_tokens=24, temperature=0.8, cpu_kv_cache_gib=0.1, progress_bar=False
+)
+PROMPTS = {"a": (5, 6, 7), "b": (40, 41), "c": (9, 9, 9, 9, 9, 9)}
+
+
+def _open(folder: Path, case: Case, engine_size: int) -> tuple[Stage, Any, Any]:
+    """Actor and engine of one run; the engine asleep, as the trainer keeps it."""
+    from rlmath.rollout.engine import Engine
+
+    stage = build(folder, case)
+    mesh = replace(stage.mesh, engine_size=engine_size)
+    engine = Engine(str(folder), ROLLOUT, 64, mesh, stage.device, stage.shape.tied_embeddings)
+    engine.memory.sleep()
+    return stage, engine, mesh
+
+
+def _wake_and_generate(stage: Stage, engine: Any, requests: list[Any]) -> list[Any]:
+    from rlmath.sync.transfer import sync_weights
+
+    engine.memory.wake_weights()
+    sync_weights(stage.actor.model, engine, stage.shape, stage.mesh)
+    engine.memory.wake_kv_cache()
+    generated = sorted(engine.generate(requests), key=lambda g: g.key)
+    engine.memory.sleep()
+    return generated
+
+
+def _requests(step: int, engine_index: int = 0, engines: int = 1) -> list[Any]:
+    from rlmath.rollout.sampling import Request, request_seed
+
+    return [
+        Request((p, g), tokens, request_seed(1, step, name, g))
+        for p, (name, tokens) in enumerate(PROMPTS.items())
+        if p % engines == engine_index
+        for g in range(3)
+    ]
+
+
+def mismatch_after_updates(folder: Path, case: Case, engine_size: int, updates: int) -> list[float]:
+    """Largest difference between the engine's and the policy's log-probs, at the start and after every update."""
+    stage, engine, mesh = _open(folder, case, engine_size)
+    prompts = list(PROMPTS.values())
+    largest = []
+    for step in range(updates + 1):
+        generated = _wake_and_generate(stage, engine, _requests(step))
+        samples = [Sample(prompts[g.key[0]], g.token_ids, g.logprobs, 1.0) for g in generated]
+        batch = pack(samples, range(len(samples)), 1)
+        (policy,) = stage.actor.executor.logprobs([batch])
+        if mesh.is_last_stage:
+            mine = by_sample([batch], [policy.logprobs_T])
+            largest.append(
+                max(
+                    abs(a - b)
+                    for index, sample in enumerate(samples)
+                    for a, b in zip(mine[index], sample.behaviour_logprobs, strict=True)
+                )
+            )
+        if step < updates:
+            learned = stage.actor.learner.learn(
+                [pack(make_samples(8, seed=step), range(8), 1)], None, None
+            )
+            assert learned.discarded is None
+    engine.close()
+    return largest
+
+
+def texts(folder: Path, case: Case, engine_size: int) -> dict[tuple[int, int], tuple[Any, ...]]:
+    """Tokens and log-probs of this rank's engine, whose share depends on how many engines there are."""
+    stage, engine, mesh = _open(folder, case, engine_size)
+    generated = _wake_and_generate(stage, engine, _requests(0, mesh.engine_index, mesh.engines))
+    engine.close()
+    return {g.key: (g.token_ids, g.logprobs) for g in generated}
+
+
+def memory_of_sleep(folder: Path, cache_gib: float) -> dict[str, Any]:
+    """Resident bytes awake, asleep and awake again, and greedy tokens before and after."""
+    from rlmath.rollout.engine import Engine
+    from rlmath.rollout.sampling import Request
+    from rlmath.sync.transfer import sync_weights
+
+    stage = build(folder, Case())
+    settings = replace(ROLLOUT, cpu_kv_cache_gib=cache_gib)
+    engine = Engine(str(folder), settings, 64, stage.mesh, stage.device, stage.shape.tied_embeddings)
+    requests = [Request((0, g), (5, 6, 7), seed=g) for g in range(4)]
+
+    def generate() -> list[Any]:
+        sync_weights(stage.actor.model, engine, stage.shape, stage.mesh)
+        return [g.token_ids for g in sorted(engine.generate(requests), key=lambda g: g.key)]
+
+    _touch_cache(engine)
+    first, awake = generate(), resident_bytes()
+    engine.memory.sleep()
+    asleep = resident_bytes()
+    engine.memory.wake_weights()
+    engine.memory.wake_kv_cache()
+    second = generate()
+    engine.close()
+    return {"awake": awake, "asleep": asleep, "same": first == second}
+
+
+def _touch_cache(engine: Any) -> None:
+    """Write to every page of the KV cache, as a full load would; untouched pages take no memory."""
+
+    def fill(worker: Any) -> None:
+        for cache in worker.model_runner.kv_caches:
+            cache.zero_()
+
+    engine._llm.collective_rpc(fill)
+
+
+def vocab_padding(logits_seed: int) -> dict[str, Any]:
+    """Log-probs, entropy and gradient of random logits over a vocabulary of 101 on 2 ranks, whose padded column
+    holds huge values."""
+    from megatron.core import parallel_state
+
+    from rlmath.parallel.device import init_process_group, open_device
+    from rlmath.policy.logprobs import vocab_parallel_logprobs
+
+    init_process_group(open_device("cpu"), 60.0)
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
+    group = parallel_state.get_tensor_model_parallel_group()
+    torch.manual_seed(logits_seed)
+    logits = torch.randn(7, 101) * 3
+    targets = torch.tensor([0, 50, 51, 100, 3, 99, 60])
+    padded = torch.cat((logits, torch.full((7, 1), 1e4)), dim=1)
+    mine = padded.chunk(2, dim=1)[dist.get_rank()].clone().requires_grad_()
+    logprobs, entropy = vocab_parallel_logprobs(mine, targets, 0.7, 101, group)
+    (logprobs * torch.arange(1.0, 8.0)).sum().backward()
+    return {
+        "logits": logits,
+        "targets": targets,
+        "logprobs": logprobs.detach(),
+        "entropy": entropy,
+        "grad": mine.grad,
+    }

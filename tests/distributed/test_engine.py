@@ -1,0 +1,69 @@
+"""Engines in the ranks: their weights are the policy's, their text depends on nothing but the seed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.distributed import engine_cases
+from tests.distributed.policy_cases import Case
+from tests.distributed.rank_pool import RankPool
+
+pytestmark = pytest.mark.distributed
+
+
+@pytest.mark.parametrize(
+    ("case", "engine_size"),
+    [
+        (Case(tensor=2), 1),
+        (Case(pipeline=2), 2),
+        pytest.param(Case(), 1, marks=pytest.mark.full),
+        pytest.param(Case(data=2), 2, marks=pytest.mark.full),
+        pytest.param(Case(data=2), 1, marks=pytest.mark.full),
+        pytest.param(Case(tensor=2, pipeline=2), 1, marks=pytest.mark.full),
+        pytest.param(Case(tensor=2, pipeline=2), 2, marks=pytest.mark.full),
+        pytest.param(Case(tensor=2, data=2), 4, marks=pytest.mark.full),
+    ],
+    ids=str,
+)
+def test_engine_logprobs_equal_the_policys_after_every_update(
+    ranks: RankPool, untied_model: Path, case: Case, engine_size: int
+) -> None:
+    results = ranks.run(case.ranks, engine_cases.mismatch_after_updates, untied_model, case, engine_size, 3)
+    measured = [largest for largest in results if largest]
+    assert measured and all(len(largest) == 4 for largest in measured)
+    assert max(max(largest) for largest in measured) < 1e-5
+
+
+def test_a_tied_model_is_synced_too(ranks: RankPool, tied_model: Path) -> None:
+    results = ranks.run(2, engine_cases.mismatch_after_updates, tied_model, Case(pipeline=2), 1, 1)
+    assert max(results[-1]) < 1e-5
+
+
+def test_text_does_not_depend_on_the_number_of_engines(ranks: RankPool, untied_model: Path) -> None:
+    alone = ranks.run(1, engine_cases.texts, untied_model, Case(), 1)[0]
+    shared = ranks.run(2, engine_cases.texts, untied_model, Case(tensor=2), 1)
+    assert set(shared[0]).isdisjoint(shared[1])
+    assert shared[0] | shared[1] == alone
+
+
+def test_sleep_gives_the_kv_cache_back_and_waking_loses_nothing(ranks: RankPool, untied_model: Path) -> None:
+    report = ranks.run(1, engine_cases.memory_of_sleep, untied_model, 0.5)[0]
+    assert report["awake"] - report["asleep"] > 0.45 * 2**30
+    assert report["same"]
+
+
+def test_padded_vocabulary_has_no_probability(ranks: RankPool) -> None:
+    first, second = ranks.run(2, engine_cases.vocab_padding, 3)
+    logits = first["logits"].double().requires_grad_()
+    wanted = torch.log_softmax(logits / 0.7, -1)
+    chosen = wanted.gather(1, first["targets"][:, None])[:, 0]
+    (chosen * torch.arange(1.0, 8.0)).sum().backward()
+    entropy = -(wanted.exp() * wanted).sum(-1)
+    grad = torch.cat((first["grad"], second["grad"]), dim=1)
+    torch.testing.assert_close(first["logprobs"], chosen.detach().float(), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(first["entropy"], entropy.detach().float(), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(grad[:, :101], logits.grad.float(), atol=1e-5, rtol=1e-5)
+    assert torch.equal(grad[:, 101], torch.zeros(7))

@@ -1,0 +1,26 @@
+"""Greedy completions of a model by a fresh vLLM in a process of its own; prints a JSON list of token id lists.
+
+python -m tests.greedy_answers MODEL MAX_NEW_TOKENS '[[5, 6], [7]]'
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+
+from rlmath.config import RolloutConfig
+from rlmath.rollout.engine import open_standalone
+from rlmath.rollout.sampling import Request, sample
+
+
+def main() -> None:
+    model, max_new_tokens, prompts = sys.argv[1], int(sys.argv[2]), json.loads(sys.argv[3])
+    settings = RolloutConfig(max_new_tokens=max_new_tokens, temperature=0.0, cpu_kv_cache_gib=0.1)
+    llm = open_standalone(model, settings, 128, "cpu")
+    requests = [Request((p, 0), tuple(tokens), seed=0) for p, tokens in enumerate(prompts)]
+    found = {g.key[0]: list(g.token_ids) for g in sample(llm, settings, requests)}
+    print(json.dumps([found[p] for p in range(len(prompts))]))
+
+
+if __name__ == "__main__":
+    main()

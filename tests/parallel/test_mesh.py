@@ -1,0 +1,49 @@
+import itertools
+
+import pytest
+from megatron.core.parallel_state import RankGenerator
+
+from rlmath.parallel.mesh import Mesh
+
+
+def meshes(world_size: int, tensor: int, pipeline: int, engine_size: int = 1) -> list[Mesh]:
+    return [Mesh(rank, world_size, tensor, pipeline, engine_size) for rank in range(world_size)]
+
+
+def test_the_worked_example_of_the_docstring():
+    mesh = Mesh(rank=5, world_size=8, tensor=2, pipeline=2, engine_size=2)
+    assert (mesh.tensor_rank, mesh.data_rank, mesh.pipeline_rank, mesh.data) == (1, 0, 1, 2)
+    assert mesh.is_last_stage and not mesh.speaks_for_loss
+    assert (mesh.engines, mesh.engine_index, mesh.speaks_for_engine) == (4, 2, False)
+
+
+@pytest.mark.parametrize("sizes", list(itertools.product((1, 2, 3), (1, 2, 4), (1, 2))), ids=str)
+def test_ranks_are_placed_as_megatron_places_them(sizes: tuple[int, int, int]):
+    tensor, pipeline, data = sizes
+    layout = meshes(tensor * pipeline * data, tensor, pipeline)
+    megatron = RankGenerator(tp=tensor, ep=1, dp=data, pp=pipeline, cp=1, order="tp-cp-ep-dp-pp")
+    for axis, number in (("tp", "tensor_rank"), ("dp", "data_rank"), ("pp", "pipeline_rank")):
+        for group in megatron.get_ranks(axis):
+            assert [getattr(layout[rank], number) for rank in group] == list(range(len(group)))
+    assert {mesh.data for mesh in layout} == {data}
+
+
+@pytest.mark.parametrize(("world_size", "tensor", "pipeline"), [(1, 1, 1), (8, 2, 2), (8, 1, 4), (12, 3, 2)])
+def test_one_rank_of_every_replica_speaks_for_the_loss(world_size: int, tensor: int, pipeline: int):
+    layout = meshes(world_size, tensor, pipeline)
+    speakers = [mesh for mesh in layout if mesh.speaks_for_loss]
+    assert sorted(mesh.data_rank for mesh in speakers) == list(range(layout[0].data))
+    assert all(mesh.pipeline_rank == pipeline - 1 and mesh.tensor_rank == 0 for mesh in speakers)
+
+
+@pytest.mark.parametrize("engine_size", [1, 2, 4, 8])
+def test_engines_are_neighbouring_ranks_and_the_first_speaks(engine_size: int):
+    layout = meshes(8, tensor=2, pipeline=2, engine_size=engine_size)
+    assert [mesh.engine_index for mesh in layout] == [rank // engine_size for rank in range(8)]
+    assert [mesh.rank for mesh in layout if mesh.speaks_for_engine] == list(range(0, 8, engine_size))
+    assert {mesh.engines for mesh in layout} == {8 // engine_size}
+
+
+def test_a_mesh_describes_itself():
+    assert Mesh(0, 2, 2, 1, engine_size=1).describe() == "TP2 x PP1 x DP1, 2 engines of TP1"
+    assert Mesh(0, 8, 2, 2, engine_size=8).describe() == "TP2 x PP2 x DP2, 1 engine of TP8"

@@ -1,0 +1,175 @@
+"""The program as a user runs it: data and model by the tools, two ranks under torchrun, a model out."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+STEPS = 3
+METRICS = {
+    "task_reward",
+    "final_reward",
+    "kl_reward",
+    "importance_weight",
+    "actor_clip_ratio",
+    "actor_loss",
+    "ppo_approx_kl",
+    "advantage",
+    "avg_seq_len",
+    "avg_prompt_len",
+    "n_tokens",
+    "n_valid_tokens",
+    "n_seqs",
+    "no_eos_ratio",
+    "rollout/rewards",
+    "rollout/response_length",
+    "train/entropy_loss",
+    "train/grad_norm",
+    "train/learning_rate",
+    "train/early_stopped_minibatches",
+    "train/behaviour_logprob_diff",
+    "seconds/rollout",
+    "seconds/update",
+    "seconds/sync",
+    "seconds/step",
+    "tokens_per_second/rollout",
+}
+
+
+def run(*command: str, expect: int = 0) -> subprocess.CompletedProcess[str]:
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)}
+    done = subprocess.run(
+        [sys.executable, *command],
+        cwd=REPOSITORY,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == expect, done.stdout + done.stderr
+    return done
+
+
+def torchrun(ranks: int, *arguments: str, expect: int = 0) -> subprocess.CompletedProcess[str]:
+    launcher = ("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}")
+    return run(*launcher, "launch/train_grpo.py", *arguments, expect=expect)
+
+
+@pytest.fixture(scope="module")
+def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Data, a barely warmed-up model, and a finished run of three steps with a reference."""
+    place = tmp_path_factory.mktemp("run")
+    run("tools/make_arithmetic.py", "--output", f"{place}/data", "--train", "200", "--heldout", "20")
+    run("tools/make_tiny_model.py", "--output", f"{place}/base", "--steps", "0")
+    done = torchrun(
+        2,
+        "--config",
+        "configs/demo.yaml",
+        f"run.output_dir={place}/run",
+        f"run.total_steps={STEPS}",
+        f"model.path={place}/base",
+        f"data.train_path={place}/data/train.jsonl",
+        "data.prompts_per_step=8",
+        "optimizer.warmup_steps=1",
+        "rollout.group_size=4",
+        "rollout.cpu_kv_cache_gib=0.1",
+        "algorithm.n_minibatches=2",
+        "algorithm.kl_coef=0.01",
+        "algorithm.recompute_logprobs=true",
+    )
+    (place / "console.txt").write_text(done.stdout + done.stderr)
+    return place
+
+
+def rows(folder: Path) -> list[dict[str, float]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_every_step_tells_its_metrics(workplace: Path) -> None:
+    found = rows(workplace / "run")
+    assert [row["step"] for row in found] == [1, 2, 3]
+    for row in found:
+        assert row.keys() >= METRICS
+        assert row["n_seqs"] == 32 and row["train/minibatches"] == 2
+        assert row["n_tokens"] == pytest.approx(row["avg_seq_len"] * 32)
+        assert row["train/behaviour_logprob_diff_max"] < 1e-5
+    assert found[0]["train/reference_kl"] == pytest.approx(0, abs=1e-3)
+    assert found[-1]["train/reference_kl"] > found[0]["train/reference_kl"]
+
+
+def test_the_console_tells_the_steps_and_the_settings(workplace: Path) -> None:
+    console = (workplace / "console.txt").read_text()
+    assert "Layout: TP2 x PP1 x DP1, 2 engines of TP1" in console
+    assert "prompts_per_step: 8" in console
+    for step in (1, 2, 3):
+        assert f"(global step {step}) finishes." in console
+    assert "Traceback" not in console
+
+
+def test_the_run_leaves_summary_samples_and_events(workplace: Path) -> None:
+    folder = workplace / "run"
+    summary = json.loads((folder / "summary.json").read_text())
+    assert summary["steps"] == STEPS and summary["tokens_per_second"] > 0
+    assert sorted(path.name for path in (folder / "samples").iterdir()) == [
+        f"step-{step:06d}.jsonl" for step in (1, 2, 3)
+    ]
+    assert any((folder / "tensorboard").iterdir())
+    shown = run("tools/show_samples.py", str(folder), "--step", "last").stdout
+    assert "reward" in shown
+
+
+def test_the_exported_model_answers_alike_in_transformers_and_vllm(workplace: Path) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    exported = workplace / "run" / "hf_model"
+    tokenizer = AutoTokenizer.from_pretrained(exported)
+    model = AutoModelForCausalLM.from_pretrained(exported, dtype=torch.float32)
+    base = AutoModelForCausalLM.from_pretrained(workplace / "base", dtype=torch.float32)
+    assert any(
+        not torch.equal(a, b) for a, b in zip(model.parameters(), base.parameters(), strict=True)
+    )
+    lines = (workplace / "data" / "heldout.jsonl").read_text().splitlines()
+    prompts = [tokenizer(json.loads(line)["prompt"])["input_ids"] for line in lines[:8]]
+    answers = []
+    for prompt in prompts:
+        ids = torch.tensor([prompt])
+        out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=16, do_sample=False)
+        answers.append(out[0, len(prompt) :].tolist())
+    printed = run("-m", "tests.greedy_answers", str(exported), "16", json.dumps(prompts)).stdout
+    assert json.loads(printed.strip().splitlines()[-1]) == answers
+
+
+def test_the_saved_config_repeats_the_run(workplace: Path) -> None:
+    """Bit-equal losses and rewards, and nothing of the first run lost."""
+    folder = workplace / "run"
+    first = rows(folder)
+    torchrun(2, "--config", str(folder / "config.yaml"))
+    assert rows(folder / "earlier" / "001") == first
+    timed = ("seconds/", "tokens_per_second/", "memory_gib")
+    for one, other in zip(first, rows(folder), strict=True):
+        assert {k: v for k, v in one.items() if not k.startswith(timed)} == {
+            k: v for k, v in other.items() if not k.startswith(timed)
+        }
+
+
+def test_a_mistake_is_told_before_anything_starts(workplace: Path) -> None:
+    arguments = (
+        "--config",
+        "configs/demo.yaml",
+        f"run.output_dir={workplace}/other",
+        f"model.path={workplace}/base",
+        f"data.train_path={workplace}/data/train.jsonl",
+    )
+    done = torchrun(2, *arguments, "rollout.grop_size=4", expect=1)
+    assert "did you mean" in done.stderr and "rollout.group_size" in done.stderr
+    done = torchrun(2, *arguments, "parallel.tensor=3", expect=1)
+    assert "parallel.tensor" in done.stderr
+    assert not (workplace / "other").exists()
