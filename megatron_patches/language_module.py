@@ -26,11 +26,10 @@ def patch() -> None:
 
     @functools.wraps(set_up)
     def on_cpu(self: Any) -> None:
-        move = torch.Tensor.cuda
         torch.Tensor.cuda = _stay
         try:
             set_up(self)
         finally:
-            torch.Tensor.cuda = move
+            del torch.Tensor.cuda  # what it hid is inherited
 
     LanguageModule.setup_embeddings_and_output_layer = on_cpu

@@ -29,7 +29,7 @@ def tensor_types_named_as_on_cuda() -> Iterator[None]:
     try:
         yield
     finally:
-        torch.Tensor.type = original
+        del torch.Tensor.type  # what it hid is inherited
 
 
 def with_cuda_type_names(function: Callable[..., Any]) -> Callable[..., Any]:

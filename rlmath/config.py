@@ -88,7 +88,7 @@ class OptimizerConfig:
     min_lr: float = 0.0
     """Learning rate at the end of a decay."""
     warmup_steps: int = 0
-    """Optimizer steps of linear warm-up from 0."""
+    """Optimizer steps of linear warm-up."""
     decay: str = "constant"
     """Course after the warm-up: "constant", "linear" or "cosine" down to `min_lr`."""
     weight_decay: float = 0.0

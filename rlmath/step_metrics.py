@@ -36,14 +36,15 @@ def rollout_metrics(groups: Sequence[ScoredGroup], samples: Sequence[Sample]) ->
 
 
 def update_metrics(results: Sequence[MinibatchResult], kl_coef: float, task_reward: float) -> dict[str, float]:
-    """Loss, ratio, KL and gradient of a step's minibatches, means over tokens; discarded minibatches count too,
-    except in the gradient norm."""
-    tokens = sum(result.sums["tokens"] for result in results)
+    """Loss, ratio, KL and gradient of the minibatches that were learned from, means over tokens; of all minibatches
+    where every one was discarded."""
+    kept = [result for result in results if result.discarded is None]
+    counted = kept or results
+    tokens = sum(result.sums["tokens"] for result in counted)
 
     def mean(name: str) -> float:
-        return sum(result.sums[name] for result in results) / tokens
+        return sum(result.sums[name] for result in counted) / tokens
 
-    kept = [result for result in results if result.discarded is None]
     kl_reward = -kl_coef * mean("reference_kl")
     return {
         "actor_loss": mean("loss"),

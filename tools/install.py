@@ -37,7 +37,7 @@ def main() -> None:
 def read_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("environment", type=Path, help="the folder to make")
-    parser.add_argument("locks", type=Path, nargs="+", help="lock files; a later one overrides an earlier one")
+    parser.add_argument("locks", type=Path, nargs="+", help="lock files; a later one wins")
     parser.add_argument("--project", action="store_true", help="also install this repository, editable")
     parser.add_argument("--gigabytes", type=float, default=4.0, help="free disk to ask for (default 4)")
     args = parser.parse_args()
@@ -59,7 +59,7 @@ def check_interpreter() -> None:
 def check_disk(environment: Path, gigabytes: float) -> None:
     free = shutil.disk_usage(environment.parent).free / 1e9
     if free < gigabytes:
-        fail(f"{environment} needs {gigabytes:.1f} GB of disk while it is made; {free:.1f} GB are free there.")
+        fail(f"{environment} needs {gigabytes:.1f} GB of disk to be made; {free:.1f} GB are free there.")
 
 
 def fingerprint(args: argparse.Namespace) -> str:
@@ -79,7 +79,7 @@ def read(path: Path) -> str:
 
 def is_current(environment: Path, wanted: str) -> bool:
     stamp = environment / ".stamp"
-    runs = os.access(environment / "bin/python", os.X_OK)  # false too when the interpreter behind the link is gone
+    runs = os.access(environment / "bin/python", os.X_OK)  # false too when the link's interpreter is gone
     return runs and stamp.exists() and read(stamp) == wanted
 
 
@@ -119,7 +119,8 @@ def install_torch(python: str, locks: list[Path]) -> None:
 
     In this order, and alone: where that index cannot be reached, naming it makes pip retry for every package.
     """
-    pins = [line.split()[0] for lock in locks for line in read(lock).splitlines() if line.startswith("torch==")]
+    lines = [line for lock in locks for line in read(lock).splitlines()]
+    pins = [line.split()[0] for line in lines if line.startswith("torch==")]
     if not pins:
         return
     say(f"installing {pins[-1]}")

@@ -24,8 +24,8 @@ def discard_reason(
     for name, value in (("importance ratio", ratio_sum), ("loss", loss_sum), ("gradient norm", grad_norm)):
         if not math.isfinite(value):
             return f"the {name} is not finite ({value})"
-    if token_count <= 0:
-        return "no token has a weight"
+    if not token_count > 0:
+        return f"no token has a weight (their sum is {token_count:g})"
     mean = ratio_sum / token_count
     if high is not None and mean > high:
         return f"mean importance ratio {mean:.6g} is above {high:g}"

@@ -47,7 +47,7 @@ def kl_k3(logprobs_T: Float[Tensor, "T"], reference_T: Float[Tensor, "T"]) -> Fl
     Schulman, "Approximating KL divergence" (2020), estimator k3; GRPO's equation 4.
     """
     log_r = reference_T - logprobs_T
-    return log_r.exp() - 1.0 - log_r
+    return log_r.expm1() - log_r
 
 
 def grpo_loss(tokens: TokenInputs, clip_ratio: float, kl_coef: float) -> TokenLoss:
@@ -63,8 +63,10 @@ def grpo_loss(tokens: TokenInputs, clip_ratio: float, kl_coef: float) -> TokenLo
     surrogate_T = torch.maximum(plain_T, clipped_T)
     kl_T = torch.zeros_like(surrogate_T)
     if tokens.reference_logprobs_T is not None:
-        reference_T = torch.where(counted_T, tokens.reference_logprobs_T, tokens.logprobs_T.detach())
-        kl_T = torch.where(counted_T, kl_k3(tokens.logprobs_T, reference_T), 0.0)
+        kl_T = kl_k3(
+            torch.where(counted_T, tokens.logprobs_T, 0.0),
+            torch.where(counted_T, tokens.reference_logprobs_T, 0.0),
+        )
     weights_T = tokens.weights_T
     return TokenLoss(
         loss=_total(surrogate_T + kl_coef * kl_T, weights_T),

@@ -60,14 +60,14 @@ class HFReader:
 
 
 def _weight_files(folder: Path) -> dict[str, str]:
-    index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        return dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
     single = folder / "model.safetensors"
-    if not single.is_file():
+    if single.is_file():  # as transformers does where there is an index, too
+        with safe_open(single, framework="pt") as file:
+            return dict.fromkeys(file.keys(), single.name)
+    index = folder / "model.safetensors.index.json"
+    if not index.is_file():
         raise ValueError(f"{folder} has neither model.safetensors nor model.safetensors.index.json")
-    with safe_open(single, framework="pt") as file:
-        return dict.fromkeys(file.keys(), single.name)
+    return dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
 
 
 def local_parameter(model: torch.nn.Module, placed: Placed) -> Tensor | None:
@@ -231,6 +231,6 @@ def _copy_companions(source: Path, target: Path, dtype: torch.dtype) -> None:
         if file.is_file() and file.suffix in COMPANION_SUFFIXES and "safetensors" not in file.name:
             shutil.copyfile(file, target / file.name)
     config = json.loads((target / "config.json").read_text(encoding="utf-8"))
-    config.pop("torch_dtype", None)
-    config["dtype"] = str(dtype).removeprefix("torch.")
+    # transformers 5 reads "dtype", earlier releases "torch_dtype".
+    config["dtype"] = config["torch_dtype"] = str(dtype).removeprefix("torch.")
     (target / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")

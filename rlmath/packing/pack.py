@@ -33,6 +33,7 @@ def pack(samples: Sequence[Sample], indices: Sequence[int], pad_to_multiple: int
     for index in indices:
         sample = samples[index]
         n_prompt, n_completion = len(sample.prompt_ids), len(sample.completion_ids)
+        assert len(sample.behaviour_logprobs) == n_completion, f"sample {index}: one log-prob per token is needed"
         tokens += sample.prompt_ids + sample.completion_ids
         positions += range(n_prompt + n_completion)
         weights += [0.0] * n_prompt + [1.0] * n_completion

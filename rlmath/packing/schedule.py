@@ -30,13 +30,14 @@ def plan_minibatches(
     `lengths` are tokens of each sample. ValueError if one sample alone is over the budget, or there are fewer
     samples than minibatches.
     """
+    assert n_minibatches >= 1 and data_size >= 1, (n_minibatches, data_size)
+    if len(lengths) < n_minibatches:
+        raise ValueError(f"{len(lengths)} samples cannot fill {n_minibatches} minibatches")
     if max(lengths) > max_tokens:
         raise ValueError(
             f"a sample has {max(lengths)} tokens, more than the micro-batch budget of {max_tokens}; "
             "raise policy.max_tokens_per_microbatch"
         )
-    if len(lengths) < n_minibatches:
-        raise ValueError(f"{len(lengths)} samples cannot fill {n_minibatches} minibatches")
     order = list(range(len(lengths)))
     random.Random(seed).shuffle(order)
     size, extra = divmod(len(order), n_minibatches)
@@ -50,7 +51,8 @@ def plan_minibatches(
 
 def _plan_one(members: list[int], lengths: Sequence[int], data_size: int, max_tokens: int) -> Minibatch:
     per_rank = balance(members, lengths, data_size)
-    count = 1
+    fullest = max(sum(lengths[i] for i in rank_members) for rank_members in per_rank)
+    count = max(1, -(-fullest // max_tokens))
     while True:
         packed = [balance(rank_members, lengths, count) for rank_members in per_rank]
         if all(sum(lengths[i] for i in bin_) <= max_tokens for bins in packed for bin_ in bins):

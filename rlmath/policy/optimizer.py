@@ -36,10 +36,14 @@ def build_optimizer(settings: OptimizerConfig, model: DistributedDataParallel, d
 
 
 def build_scheduler(settings: OptimizerConfig, optimizer: Any, total_updates: int) -> OptimizerParamScheduler:
-    """Linear warm-up, then constant, linear or cosine; counted in optimizer steps."""
+    """Linear warm-up, then constant, linear or cosine; counted in optimizer steps.
+
+    The warm-up starts one part above 0, so that the first step is not lost: with `warmup_steps` 3 the first steps have
+    1/4, 2/4, 3/4 and all of the rate.
+    """
     return OptimizerParamScheduler(
         optimizer,
-        init_lr=0.0,
+        init_lr=settings.lr / (settings.warmup_steps + 1),
         max_lr=settings.lr,
         min_lr=settings.min_lr,
         lr_warmup_steps=settings.warmup_steps,

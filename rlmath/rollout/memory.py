@@ -23,30 +23,32 @@ class MemorySwitch:
         """ "awake", "weights" (weights are there, the KV cache is not) or "asleep"."""
         return self._state
 
-    def _move(self, needed: str, target: str) -> None:
-        if self._state != needed:
-            raise RuntimeError(f"the engine is {self._state!r}; going to {target!r} needs it {needed!r}")
-        self._state = target
+    def _need(self, state: str, action: str) -> None:
+        if self._state != state:
+            raise RuntimeError(f"the engine is {self._state!r}; to {action} it must be {state!r}")
 
     def sleep(self) -> None:
         """Give up the KV cache, and on GPU the weights, which the next sync replaces anyway."""
-        self._move("awake", "asleep")
+        self._need("awake", "sleep")
         self._llm.reset_prefix_cache()
         if self._on_cpu:
             self._llm.collective_rpc("release_kv_cache")
         else:
             self._llm.sleep(level=2)
+        self._state = "asleep"
 
     def wake_weights(self) -> None:
         """Take memory for the weights; their values are undefined until a sync."""
-        self._move("asleep", "weights")
+        self._need("asleep", "wake its weights")
         if not self._on_cpu:
             self._llm.wake_up(tags=["weights"])
+        self._state = "weights"
 
     def wake_kv_cache(self) -> None:
         """Take memory for the KV cache; the engine can generate then."""
-        self._move("weights", "awake")
+        self._need("weights", "wake its KV cache")
         if self._on_cpu:
             self._llm.collective_rpc("restore_kv_cache")
         else:
             self._llm.wake_up(tags=["kv_cache"])
+        self._state = "awake"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -14,11 +15,13 @@ _QUIET = ("vllm", "transformers", "megatron", "torch", "filelock", "urllib3", "a
 
 
 def setup_logging(rank: int) -> None:
-    """Time-stamped lines on stderr: everything of rank 0, warnings of the others; libraries only warn.
+    """Time-stamped lines on stderr: everything of rank 0, warnings of the others; libraries only tell of errors.
 
-    Call it before vLLM is imported: vLLM would install handlers of its own.
+    Call it before torch and vLLM are imported: vLLM would install handlers of its own, and torch reads its level then.
+    To hear the libraries, set VLLM_LOGGING_LEVEL, TORCH_CPP_LOG_LEVEL or PYTHONWARNINGS.
     """
     os.environ.setdefault("VLLM_CONFIGURE_LOGGING", "0")
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     name = "" if rank == 0 else f" rank {rank}"
     logging.basicConfig(
         level=logging.INFO if rank == 0 else logging.WARNING,
@@ -27,7 +30,9 @@ def setup_logging(rank: int) -> None:
         force=True,
     )
     for library in _QUIET:
-        logging.getLogger(library).setLevel(logging.WARNING)
+        logging.getLogger(library).setLevel(os.environ.get("VLLM_LOGGING_LEVEL", "ERROR"))
+        if "PYTHONWARNINGS" not in os.environ:
+            warnings.filterwarnings("ignore", module=rf"{library}(\.|$)")
 
 
 @dataclass(frozen=True)

@@ -66,7 +66,6 @@ def test_a_folder_without_weights_is_refused(tmp_path: Path):
         HFReader(tmp_path)
 
 
-@pytest.mark.xfail(reason="the index is preferred here; transformers and model_folder prefer the single file")
 def test_of_two_sets_of_weights_the_one_that_transformers_reads_is_read(tmp_path: Path, source: Path):
     folder = tmp_path / "both"
     write_hf_folder(stream_of(source), source, folder, torch.float32, writes=True)

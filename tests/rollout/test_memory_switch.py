@@ -52,12 +52,12 @@ def test_a_cycle_in_the_right_order(device: str, calls: list[str]):
 @pytest.mark.parametrize(
     ("before", "wrong", "message"),
     [
-        ([], "wake_weights", "the engine is 'awake'; going to 'weights' needs it 'asleep'"),
-        ([], "wake_kv_cache", "the engine is 'awake'; going to 'awake' needs it 'weights'"),
-        (["sleep"], "sleep", "the engine is 'asleep'; going to 'asleep' needs it 'awake'"),
-        (["sleep"], "wake_kv_cache", "the engine is 'asleep'; going to 'awake' needs it 'weights'"),
-        (["sleep", "wake_weights"], "sleep", "the engine is 'weights'; going to 'asleep' needs it 'awake'"),
-        (["sleep", "wake_weights"], "wake_weights", "the engine is 'weights'; going to 'weights' needs it"),
+        ([], "wake_weights", "the engine is 'awake'; to wake its weights it must be 'asleep'"),
+        ([], "wake_kv_cache", "the engine is 'awake'; to wake its KV cache it must be 'weights'"),
+        (["sleep"], "sleep", "the engine is 'asleep'; to sleep it must be 'awake'"),
+        (["sleep"], "wake_kv_cache", "the engine is 'asleep'; to wake its KV cache it must be 'weights'"),
+        (["sleep", "wake_weights"], "sleep", "the engine is 'weights'; to sleep it must be 'awake'"),
+        (["sleep", "wake_weights"], "wake_weights", "the engine is 'weights'; to wake its weights it must be 'asleep'"),
     ],
 )
 def test_a_wrong_order_is_an_error_and_touches_nothing(
