@@ -1,6 +1,6 @@
 """Train a model with GRPO.
 
-    torchrun --nproc-per-node=N launch/train_grpo.py --config configs/x.yaml key.sub=value ...
+torchrun --nproc-per-node=N launch/train_grpo.py --config configs/x.yaml key.sub=value ...
 """
 
 from __future__ import annotations

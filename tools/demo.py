@@ -53,7 +53,12 @@ def run(title: str, command: list[str], environment: dict[str, str], capture: bo
     print(f"\n== {title}", flush=True)
     started = time.perf_counter()
     done = subprocess.run(
-        command, cwd=REPOSITORY, env=environment, stdout=subprocess.PIPE if capture else None, text=True, check=False
+        command,
+        cwd=REPOSITORY,
+        env=environment,
+        stdout=subprocess.PIPE if capture else None,
+        text=True,
+        check=False,
     )
     if done.returncode:
         print(f"demo: {title!r} failed with status {done.returncode}: {' '.join(command)}", file=sys.stderr)
@@ -85,7 +90,13 @@ def accuracy(title: str, model: Path, folder: Path, seed: int) -> float:
 
 def train(folder: Path, seed: int, layout: Layout) -> dict:
     """GRPO under torchrun; returns the run's own summary."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={layout.ranks}"]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        f"--nproc-per-node={layout.ranks}",
+    ]
     command += ["launch/train_grpo.py", "--config", "configs/demo.yaml"]
     command += [f"run.output_dir={folder / 'run'}", f"run.seed={seed}", f"model.path={folder / 'base'}"]
     command += [f"data.train_path={folder / 'data' / 'train.jsonl'}"]
@@ -130,8 +141,12 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1, help="of data, model and training (default: 1)")
     parser.add_argument("--ranks", type=int, default=2, help="processes (default: 2)")
     parser.add_argument("--tensor-parallel", type=int, default=2, help="of the training layout (default: 2)")
-    parser.add_argument("--pipeline-parallel", type=int, default=1, help="of the training layout (default: 1)")
-    parser.add_argument("--output", type=Path, default=Path("outputs/demo"), help="folder (default: outputs/demo)")
+    parser.add_argument(
+        "--pipeline-parallel", type=int, default=1, help="of the training layout (default: 1)"
+    )
+    parser.add_argument(
+        "--output", type=Path, default=Path("outputs/demo"), help="folder (default: outputs/demo)"
+    )
     arguments = parser.parse_args()
     layout = Layout(arguments.ranks, arguments.tensor_parallel, arguments.pipeline_parallel)
     try:

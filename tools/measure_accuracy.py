@@ -1,6 +1,6 @@
 """Print the accuracy of a Hugging Face model on a JSONL file of prompts, as one JSON line.
 
-    python tools/measure_accuracy.py --model DIR --data heldout.jsonl [--samples 1] [--temperature 1.0]
+python tools/measure_accuracy.py --model DIR --data heldout.jsonl [--samples 1] [--temperature 1.0]
 """
 
 from __future__ import annotations
@@ -20,12 +20,20 @@ def main() -> int:
     """Exit status 0, or 2 on a mistake of the user's."""
     parser = argparse.ArgumentParser(description="Accuracy of a Hugging Face model, sampled by vLLM.")
     parser.add_argument("--model", required=True, help="Hugging Face folder")
-    parser.add_argument("--data", required=True, help='JSONL file with "prompt", "task", "query_id", "solutions"')
+    parser.add_argument(
+        "--data", required=True, help='JSONL file with "prompt", "task", "query_id", "solutions"'
+    )
     parser.add_argument("--samples", type=int, default=1, help="completions per prompt (default: 1)")
-    parser.add_argument("--temperature", type=float, default=1.0, help="sampling temperature; 0 is greedy (default: 1)")
-    parser.add_argument("--max-prompt-tokens", type=int, default=1024, help="longer prompts are left out (default: 1024)")
+    parser.add_argument(
+        "--temperature", type=float, default=1.0, help="sampling temperature; 0 is greedy (default: 1)"
+    )
+    parser.add_argument(
+        "--max-prompt-tokens", type=int, default=1024, help="longer prompts are left out (default: 1024)"
+    )
     parser.add_argument("--max-new-tokens", type=int, default=1024, help="longest completion (default: 1024)")
-    parser.add_argument("--kv-cache-gib", type=float, default=0.5, help="KV cache on CPU, in GiB (default: 0.5)")
+    parser.add_argument(
+        "--kv-cache-gib", type=float, default=0.5, help="KV cache on CPU, in GiB (default: 0.5)"
+    )
     parser.add_argument("--seed", type=int, default=0, help="sampling seed (default: 0)")
     arguments = parser.parse_args()
     setup_logging(0)
@@ -37,7 +45,12 @@ def main() -> int:
     )
     try:
         report = measure_accuracy(
-            arguments.model, arguments.data, rollout, arguments.max_prompt_tokens, arguments.seed, resolve_kind("auto")
+            arguments.model,
+            arguments.data,
+            rollout,
+            arguments.max_prompt_tokens,
+            arguments.seed,
+            resolve_kind("auto"),
         )
     except ValueError as error:
         print(f"measure_accuracy: {error}", file=sys.stderr)

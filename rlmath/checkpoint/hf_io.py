@@ -223,7 +223,9 @@ class _ShardWriter:
             (self._folder / f"part-{number}").rename(self._folder / file_name)
             weight_map |= dict.fromkeys(names, file_name)
         index = {"metadata": {"total_size": self._total_bytes}, "weight_map": weight_map}
-        (self._folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2), encoding="utf-8")
+        (self._folder / "model.safetensors.index.json").write_text(
+            json.dumps(index, indent=2), encoding="utf-8"
+        )
 
 
 def _copy_companions(source: Path, target: Path, dtype: torch.dtype) -> None:

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import torch
@@ -33,7 +34,9 @@ def pack(samples: Sequence[Sample], indices: Sequence[int], pad_to_multiple: int
     for index in indices:
         sample = samples[index]
         n_prompt, n_completion = len(sample.prompt_ids), len(sample.completion_ids)
-        assert len(sample.behaviour_logprobs) == n_completion, f"sample {index}: one log-prob per token is needed"
+        assert len(sample.behaviour_logprobs) == n_completion, (
+            f"sample {index}: one log-prob per token is needed"
+        )
         tokens += sample.prompt_ids + sample.completion_ids
         positions += range(n_prompt + n_completion)
         weights += [0.0] * n_prompt + [1.0] * n_completion
@@ -54,6 +57,6 @@ def pack(samples: Sequence[Sample], indices: Sequence[int], pad_to_multiple: int
         loss_weights_T=torch.tensor(weights, dtype=torch.float32),
         advantages_T=torch.tensor(advantages, dtype=torch.float32),
         behaviour_logprobs_T=torch.tensor(logprobs, dtype=torch.float32),
-        max_seqlen=max(end - start for start, end in zip(bounds, bounds[1:], strict=False)),
+        max_seqlen=max(end - start for start, end in itertools.pairwise(bounds)),
         sample_indices=tuple(indices),
     )

@@ -1,4 +1,4 @@
-"""The few collectives of the control plane: plain objects and sums of metrics. Tensors travel in `policy` and `sync`."""
+"""The few collectives of the control plane: plain objects and sums of metrics. Tensors travel elsewhere."""
 
 from __future__ import annotations
 

@@ -48,12 +48,16 @@ class _VocabParallelLogprobs(torch.autograd.Function):
         return sums_3T[2] - log_norm_T, entropy_T
 
     @staticmethod
-    def backward(ctx: Any, grad_T: Tensor, _grad_entropy: Tensor) -> tuple[Tensor, None, None, None, None, None]:
+    def backward(
+        ctx: Any, grad_T: Tensor, _grad_entropy: Tensor
+    ) -> tuple[Tensor, None, None, None, None, None]:
         logits_TV, log_sum_T, mine_T, column_T = ctx.saved_tensors
         grad_TV = torch.zeros_like(logits_TV)
         scale_T = grad_T / ctx.temperature
         for rows in _chunks(logits_TV.shape[0]):
-            share = (logits_TV[rows, : ctx.real_columns].float() / ctx.temperature - log_sum_T[rows, None]).exp()
+            share = (
+                logits_TV[rows, : ctx.real_columns].float() / ctx.temperature - log_sum_T[rows, None]
+            ).exp()
             chunk = share.mul_(-scale_T[rows, None])
             if ctx.real_columns:
                 hit = torch.where(mine_T[rows], scale_T[rows], 0.0)[:, None]
@@ -95,6 +99,8 @@ def packed_logprobs(
 ) -> tuple[Tensor, Tensor]:
     """As `vocab_parallel_logprobs`, of the packed tokens themselves: entry t is about the token at t, as the logits at
     t - 1 predict it. Entry 0, and what stands at the first token of a segment, means nothing."""
-    logprobs, entropy = vocab_parallel_logprobs(logits_TV[:-1], token_ids_T[1:], temperature, vocab_size, group)
+    logprobs, entropy = vocab_parallel_logprobs(
+        logits_TV[:-1], token_ids_T[1:], temperature, vocab_size, group
+    )
     zero = logprobs.new_zeros(1)
     return torch.cat((zero, logprobs)), torch.cat((zero, entropy))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 from dataclasses import dataclass
 
 import torch
@@ -132,8 +131,3 @@ def wrap_for_training(
     wrapped.broadcast_params()
     config.finalize_model_grads_func = finalize_model_grads
     return wrapped
-
-
-def megatron_version() -> str:
-    """Version of the installed megatron-core."""
-    return importlib.metadata.version("megatron-core")

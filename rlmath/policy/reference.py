@@ -11,7 +11,12 @@ from rlmath.policy.step import Executor
 
 
 def build_reference(
-    model_path: str, shape: ModelShape, mesh: Mesh, device: Device, sequence_parallel: bool, temperature: float
+    model_path: str,
+    shape: ModelShape,
+    mesh: Mesh,
+    device: Device,
+    sequence_parallel: bool,
+    temperature: float,
 ) -> Executor:
     """The model to start from, sharded like the actor, without gradients. Build it only where KL is used: it holds
     the memory of its parameters."""

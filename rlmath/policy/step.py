@@ -217,7 +217,9 @@ class Learner:
         counts = self.executor.mesh.speaks_for_loss
         at = self.executor.device.torch_device
         sums = {name: sum(float(m[name]) for m in metrics) if counts else 0.0 for name in SUMMED}
-        top = {"mismatch_max": max((float(m["mismatch_max"]) for m in metrics), default=0.0) if counts else 0.0}
+        top = {
+            "mismatch_max": max((float(m["mismatch_max"]) for m in metrics), default=0.0) if counts else 0.0
+        }
         return sum_over_ranks(sums, at), max_over_ranks(top, at)
 
     def _grad_norm(self) -> tuple[float, bool]:

@@ -56,7 +56,9 @@ class Collector:
         reward: RewardConfig,
         pool: VerifierPool | None,
     ) -> None:
-        assert (pool is not None) == mesh.speaks_for_engine, "the rank that speaks for an engine has the judges"
+        assert (pool is not None) == mesh.speaks_for_engine, (
+            "the rank that speaks for an engine has the judges"
+        )
         self._engine = engine
         self._mesh = mesh
         self._tokenizer = tokenizer

@@ -92,7 +92,9 @@ class Engine:
         if self._separate_head:
             tensors = _with_head(tensors)
         self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": tensors})
-        for _ in tensors:  # a collective must be consumed to its end on every rank, whatever vLLM leaves of it
+        for (
+            _
+        ) in tensors:  # a collective must be consumed to its end on every rank, whatever vLLM leaves of it
             pass
         self._llm.reset_prefix_cache()
 

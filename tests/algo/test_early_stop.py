@@ -45,4 +45,4 @@ def test_whatever_is_not_finite_discards_and_is_named(key: str, name: str, bad: 
 @pytest.mark.parametrize("bounds", [{}, {"high": None, "low": None}])
 def test_a_minibatch_without_tokens_is_discarded(bounds: dict):
     empty = {"ratio_sum": 0.0, "token_count": 0.0, "loss_sum": 0.0, "grad_norm": 0.0}
-    assert discard_reason(**LEARN | bounds | empty) .startswith("no token has a weight")
+    assert discard_reason(**LEARN | bounds | empty).startswith("no token has a weight")

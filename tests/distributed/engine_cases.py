@@ -75,9 +75,7 @@ def mismatch_after_updates(folder: Path, case: Case, engine_size: int, updates: 
                 )
             )
         if step < updates:
-            learned = stage.actor.learner.learn(
-                [pack(make_samples(8, seed=step), range(8), 1)], None, None
-            )
+            learned = stage.actor.learner.learn([pack(make_samples(8, seed=step), range(8), 1)], None, None)
             assert learned.discarded is None
     engine.close()
     return largest

@@ -27,7 +27,10 @@ def completion_logprobs(model: torch.nn.Module, sample: Sample) -> Tensor:
 
 
 def loss(
-    model: torch.nn.Module, samples: list[Sample], kl_coef: float = 0.0, reference: torch.nn.Module | None = None
+    model: torch.nn.Module,
+    samples: list[Sample],
+    kl_coef: float = 0.0,
+    reference: torch.nn.Module | None = None,
 ) -> Tensor:
     """Token-mean clipped surrogate plus k3 KL, as the papers write it."""
     total, tokens = torch.zeros(()), 0

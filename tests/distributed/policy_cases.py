@@ -3,6 +3,7 @@ Face names, so that results of all layouts compare to each other and to transfor
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -51,7 +52,11 @@ class Case:
         return self.tensor * self.pipeline * self.data
 
     def __str__(self) -> str:
-        extras = [f"{self.optimizer}", *(["SP"] if self.sequence else []), *(["RC"] if self.recompute else [])]
+        extras = [
+            f"{self.optimizer}",
+            *(["SP"] if self.sequence else []),
+            *(["RC"] if self.recompute else []),
+        ]
         return f"TP{self.tensor}xPP{self.pipeline}xDP{self.data}-{'-'.join(extras)}-{self.max_tokens}"
 
 
@@ -67,7 +72,10 @@ def settings(folder: Path, case: Case) -> Config:
         parallel=ParallelConfig(case.tensor, case.pipeline, case.sequence),
         policy=recompute,
         optimizer=OptimizerConfig(
-            kind=case.optimizer, lr=LEARNING_RATE[case.optimizer], clip_grad=0.0, distributed=case.optimizer == "adam"
+            kind=case.optimizer,
+            lr=LEARNING_RATE[case.optimizer],
+            clip_grad=0.0,
+            distributed=case.optimizer == "adam",
         ),
         algorithm=AlgorithmConfig(kl_coef=case.kl_coef, early_stop_ratio=case.early_stop_ratio),
         rollout=RolloutConfig(temperature=0.8),
@@ -111,7 +119,7 @@ def by_sample(batches: list[MicroBatch], per_token: list[Tensor]) -> dict[int, l
     found = {}
     for batch, values_T in zip(batches, per_token, strict=True):
         bounds = batch.cu_seqlens_S1.tolist()
-        for index, (start, end) in zip(batch.sample_indices, zip(bounds, bounds[1:], strict=False), strict=False):
+        for index, (start, end) in zip(batch.sample_indices, itertools.pairwise(bounds), strict=False):
             counted = batch.loss_weights_T[start:end] > 0
             found[index] = values_T[start:end][counted].tolist()
     return found

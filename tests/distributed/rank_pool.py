@@ -67,7 +67,9 @@ class RankPool:
             theirs.close()
             self._workers.append((process, ours))
 
-    def run(self, world_size: int, function: Callable[..., Any], *args: Any, timeout: float = 240.0) -> list[Any]:
+    def run(
+        self, world_size: int, function: Callable[..., Any], *args: Any, timeout: float = 240.0
+    ) -> list[Any]:
         """Results of `function(*args)` by rank. A rank that fails or hangs fails the test with its traceback."""
         self._grow(world_size)
         port = _free_port()
@@ -79,7 +81,9 @@ class RankPool:
             open_ = [c for i, (_, c) in enumerate(workers) if i not in results]
             ready = wait(open_, timeout)
             if not ready:
-                self._fail(f"ranks {sorted(set(range(world_size)) - set(results))} gave no result in {timeout} s")
+                self._fail(
+                    f"ranks {sorted(set(range(world_size)) - set(results))} gave no result in {timeout} s"
+                )
             for rank, (_, connection) in enumerate(workers):
                 if connection in ready:
                     results[rank] = self._receive(rank, connection)

@@ -150,7 +150,9 @@ def test_updates_agree_on_larger_layouts(
 ) -> None:
     from dataclasses import replace
 
-    check_update(ranks, untied_model, replace(case, optimizer=optimizer), {"sgd": 1e-5, "adam": 1e-3}[optimizer])
+    check_update(
+        ranks, untied_model, replace(case, optimizer=optimizer), {"sgd": 1e-5, "adam": 1e-3}[optimizer]
+    )
 
 
 @pytest.mark.full

@@ -57,7 +57,11 @@ def test_a_cycle_in_the_right_order(device: str, calls: list[str]):
         (["sleep"], "sleep", "the engine is 'asleep'; to sleep it must be 'awake'"),
         (["sleep"], "wake_kv_cache", "the engine is 'asleep'; to wake its KV cache it must be 'weights'"),
         (["sleep", "wake_weights"], "sleep", "the engine is 'weights'; to sleep it must be 'awake'"),
-        (["sleep", "wake_weights"], "wake_weights", "the engine is 'weights'; to wake its weights it must be 'asleep'"),
+        (
+            ["sleep", "wake_weights"],
+            "wake_weights",
+            "the engine is 'weights'; to wake its weights it must be 'asleep'",
+        ),
     ],
 )
 def test_a_wrong_order_is_an_error_and_touches_nothing(
