@@ -13,6 +13,7 @@ SEED ?= 1
 RANKS ?= 2
 TP ?= $(if $(filter 1,$(RANKS)),1,2)
 PP ?= 1
+STARTED := $(shell date +%s)
 
 # More arguments for pytest: make test ARGS="tests/algo -x"
 ARGS ?=
@@ -28,7 +29,7 @@ help: ## say what there is
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 28
 
 demo: venv ## train a tiny model and print the result: SEED=1 RANKS=2 TP=2 PP=1
-	.venv/bin/python tools/demo.py --seed $(SEED) --ranks $(RANKS) --tensor-parallel $(TP) --pipeline-parallel $(PP)
+	.venv/bin/python tools/demo.py --seed $(SEED) --ranks $(RANKS) --tensor-parallel $(TP) --pipeline-parallel $(PP) --started-at $(STARTED)
 
 test: venv ## run the tests that CI runs
 	.venv/bin/python -m pytest -m "not full and not gpu and not slurm" $(ARGS)

@@ -49,6 +49,8 @@ def open_device(requested: str) -> Device:
             f"this rank is number {local_rank} of its node, which has {torch.cuda.device_count()} GPUs; "
             "start at most one rank per GPU (torchrun --nproc-per-node)"
         )
+    # Megatron orders communication and computation by it; CUDA reads it when the device is first used.
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     torch.cuda.set_device(local_rank)
     return Device("cuda", torch.device("cuda", local_rank), "cpu:gloo,cuda:nccl", torch.bfloat16)
 

@@ -84,6 +84,7 @@ def transformer_config(
         bias_activation_fusion=False,
         masked_softmax_fusion=False,
         bias_dropout_fusion=False,
+        apply_rope_fusion=not uses_local_layers(device.kind),
         recompute_granularity=recompute.granularity,
         recompute_method=recompute.method,
         recompute_num_layers=recompute.num_layers,

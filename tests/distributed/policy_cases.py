@@ -46,6 +46,7 @@ class Case:
     optimizer: str = "sgd"
     kl_coef: float = 0.0
     early_stop_ratio: float | None = None
+    device: str = "cpu"
 
     @property
     def ranks(self) -> int:
@@ -97,7 +98,7 @@ def build(folder: Path, case: Case) -> Stage:
     from rlmath.policy.actor import build_actor
     from rlmath.policy.model import start_megatron
 
-    device = open_device("cpu")
+    device = open_device(case.device)
     init_process_group(device, 120.0)
     mesh = Mesh(dist.get_rank(), dist.get_world_size(), case.tensor, case.pipeline, engine_size=1)
     start_megatron(mesh, device, seed=1)
@@ -121,7 +122,7 @@ def by_sample(batches: list[MicroBatch], per_token: list[Tensor]) -> dict[int, l
         bounds = batch.cu_seqlens_S1.tolist()
         for index, (start, end) in zip(batch.sample_indices, itertools.pairwise(bounds), strict=False):
             counted = batch.loss_weights_T[start:end] > 0
-            found[index] = values_T[start:end][counted].tolist()
+            found[index] = values_T.cpu()[start:end][counted].tolist()
     return found
 
 

@@ -1,4 +1,4 @@
-"""What the distributed tests share: rank processes and small models."""
+"""What the tests with ranks share: processes and small models."""
 
 from __future__ import annotations
 
