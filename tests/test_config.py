@@ -10,7 +10,7 @@ from omegaconf import OmegaConf
 
 from rlmath import config as config_module
 from rlmath.config import MISSING, Config
-from rlmath.preflight import RANGES, WORDS
+from rlmath.setting_ranges import RANGES, WORDS
 from rlmath.settings import all_settings, field_docs, section_classes
 
 PATHS = {"run.output_dir", "model.path", "data.train_path"}

@@ -39,6 +39,7 @@ LAYERS = (
         "rlmath.config",
         "rlmath.model_shape",
         "rlmath.settings",
+        "rlmath.setting_ranges",
         "rlmath.config_files",
         "rlmath",
     ),

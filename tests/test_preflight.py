@@ -14,8 +14,10 @@ from safetensors.numpy import save_file
 
 from rlmath.checkpoint.hf_tables import TABLES
 from rlmath.config_files import load_config
+from rlmath.model_folder import read_model_shape
 from rlmath.model_shape import ModelShape
-from rlmath.preflight import RANGES, Range, check_config, harmless_settings, read_model_shape
+from rlmath.preflight import check_config, harmless_settings
+from rlmath.setting_ranges import RANGES, Range
 from rlmath.settings import all_settings
 
 LAYERS, HIDDEN, HEADS, KV_HEADS, FFN, VOCAB, POSITIONS = 6, 384, 12, 4, 24, 11, 64

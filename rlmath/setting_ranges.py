@@ -1,0 +1,104 @@
+"""What single settings may be: the range of every number and the words of every choice in the config."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Range:
+    """Finite numbers from `low` to `high`, without an end that is open."""
+
+    low: float
+    high: float = math.inf
+    open_low: bool = False
+    open_high: bool = False
+    why: str = ""
+    """Said with the range when it is violated."""
+
+    def holds(self, value: float) -> bool:
+        above = value > self.low if self.open_low else value >= self.low
+        below = value < self.high if self.open_high else value <= self.high
+        return math.isfinite(value) and above and below
+
+    def __str__(self) -> str:
+        """ "above 0, at most 1"."""
+        if self.low == self.high:
+            return f"{self.low:g}"
+        low = [] if self.low == -math.inf else [f"{'above' if self.open_low else 'at least'} {self.low:.10g}"]
+        high = (
+            [] if self.high == math.inf else [f"{'below' if self.open_high else 'at most'} {self.high:.10g}"]
+        )
+        return ", ".join(low + high) or "a finite number"
+
+
+_COUNT = Range(1)
+_NOT_NEGATIVE = Range(0)
+_POSITIVE = Range(0, open_low=True)
+_FINITE = Range(-math.inf)
+_SHARE = Range(0, 1, open_low=True)
+_DECAY = Range(0, 1, open_high=True)
+_UNTRUNCATED = (
+    "The trainer computes the whole distribution; "
+    "with a truncated one in the engine the importance ratios would be wrong."
+)
+
+RANGES: dict[str, Range] = {
+    "run.seed": Range(0, 2**31 - 1),
+    "run.total_epochs": _COUNT,
+    "run.total_steps": _COUNT,
+    "run.distributed_timeout_seconds": Range(0, 30 * 86400, open_low=True),
+    "data.prompts_per_step": _COUNT,
+    "data.max_prompt_tokens": _COUNT,
+    "parallel.tensor": _COUNT,
+    "parallel.pipeline": _COUNT,
+    "policy.max_tokens_per_microbatch": _COUNT,
+    "policy.recompute_num_layers": _COUNT,
+    "optimizer.lr": _POSITIVE,
+    "optimizer.min_lr": _NOT_NEGATIVE,
+    "optimizer.warmup_steps": _NOT_NEGATIVE,
+    "optimizer.weight_decay": _NOT_NEGATIVE,
+    "optimizer.adam_beta1": _DECAY,
+    "optimizer.adam_beta2": _DECAY,
+    "optimizer.adam_eps": _POSITIVE,
+    "optimizer.clip_grad": _NOT_NEGATIVE,
+    "rollout.tensor_parallel": _COUNT,
+    "rollout.group_size": Range(2, why="In a group of one every advantage is 0: there is nothing to learn."),
+    "rollout.max_new_tokens": _COUNT,
+    "rollout.min_new_tokens": _NOT_NEGATIVE,
+    "rollout.temperature": Range(
+        0.01,
+        why="At 0 a group's answers are all alike; from there to 0.01 vLLM samples at 0.01 instead.",
+    ),
+    "rollout.top_p": Range(1, 1, why=_UNTRUNCATED),
+    "rollout.top_k": Range(-1, -1, why=_UNTRUNCATED),
+    "rollout.memory_share": _SHARE,
+    "rollout.cpu_kv_cache_gib": _POSITIVE,
+    "rollout.max_num_seqs": _COUNT,
+    "rollout.max_num_batched_tokens": _COUNT,
+    "reward.correct": _FINITE,
+    "reward.wrong": _FINITE,
+    "reward.timeout_seconds": Range(0, 86400, open_low=True),
+    "reward.workers": Range(1, 1024),
+    "algorithm.n_minibatches": _COUNT,
+    "algorithm.clip_ratio": _SHARE,
+    "algorithm.advantage_eps": _NOT_NEGATIVE,
+    "algorithm.kl_coef": _NOT_NEGATIVE,
+    "algorithm.early_stop_ratio": Range(1, open_low=True, why="Before the first update the ratio is 1."),
+    "algorithm.early_stop_ratio_low": Range(
+        0, 1, open_high=True, why="Before the first update the ratio is 1."
+    ),
+    "telemetry.sample_groups_per_step": _NOT_NEGATIVE,
+}
+"""Range of every number in the config."""
+
+WORDS: dict[str, tuple[str, ...]] = {
+    "run.device": ("auto", "cpu", "cuda"),
+    "policy.recompute_granularity": ("full", "selective"),
+    "policy.recompute_method": ("uniform", "block"),
+    "optimizer.kind": ("adam", "sgd"),
+    "optimizer.decay": ("constant", "linear", "cosine"),
+    "save.export_dtype": ("auto", "float32", "bfloat16"),
+}
+"""Words that a text setting may have; paths have none."""
