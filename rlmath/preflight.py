@@ -19,6 +19,9 @@ from rlmath.settings import nearest_path, nearest_word, raise_problems, setting_
 
 CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """Head dims of vLLM 0.32's attention on CPU."""
+CPU_KV_BLOCK_TOKENS = 128
+"""Tokens of one block of vLLM's KV cache on CPU."""
+FLOAT32_BYTES = 4
 
 
 def check_config(config: Config, world_size: int) -> ModelShape:
@@ -226,11 +229,22 @@ def _model_length_problems(config: Config, shape: ModelShape) -> Iterator[str]:
 
 
 def _engine_model_problems(config: Config, shape: ModelShape) -> Iterator[str]:
-    on_cpu = config.run.device == "cpu" or (config.run.device == "auto" and not torch.cuda.is_available())
-    if on_cpu and shape.head_dim not in CPU_HEAD_DIMS:
+    """What the engine needs of the model on CPU; on GPU vLLM measures the device first."""
+    if config.run.device == "cuda" or (config.run.device == "auto" and torch.cuda.is_available()):
+        return
+    if shape.head_dim not in CPU_HEAD_DIMS:
         yield (
             f"the model's head dim is {shape.head_dim}; vLLM's attention on CPU has only "
             f"{_listed(list(CPU_HEAD_DIMS))}. Take another model, or a GPU."
+        )
+    longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
+    blocks = -(-longest // CPU_KV_BLOCK_TOKENS) + 1
+    heads = -(-shape.num_kv_heads // max(1, config.rollout.tensor_parallel))
+    needed = 2 * shape.num_layers * heads * shape.head_dim * FLOAT32_BYTES * blocks * CPU_KV_BLOCK_TOKENS
+    if config.rollout.cpu_kv_cache_gib * 2**30 < needed:
+        yield (
+            f"rollout.cpu_kv_cache_gib is {config.rollout.cpu_kv_cache_gib}; one sequence of {longest} tokens "
+            f"(data.max_prompt_tokens + rollout.max_new_tokens) needs {needed / 2**30:.3g} GiB. Raise it."
         )
 
 

@@ -595,3 +595,10 @@ def test_a_head_dim_that_the_engine_cannot_run_on_cpu(place: Path):
     change_model(place, num_attention_heads=24, num_key_value_heads=8)
     told = problems(place, "run.device=cpu")
     assert any("head dim is 16; vLLM's attention on CPU has only 32, 64" in text for text in told)
+
+
+def test_a_kv_cache_that_cannot_hold_one_sequence(place: Path):
+    # 48 tokens: 1 block and one to spare, 6 layers x 2 x 4 heads x 32 x 4 bytes x 256 tokens = 1.5 MiB
+    told = problem(place, "rollout.cpu_kv_cache_gib=0.0014")
+    assert "one sequence of 48 tokens" in told and "needs 0.00146 GiB" in told
+    check(place, "rollout.cpu_kv_cache_gib=0.0015")

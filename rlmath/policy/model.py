@@ -102,7 +102,7 @@ def build_model(shape: ModelShape, mesh: Mesh, device: Device, config: Transform
         pre_process=mesh.pipeline_rank == 0,
         post_process=mesh.is_last_stage,
         position_embedding_type="rope",
-        rotary_base=int(shape.rope_theta),
+        rotary_base=shape.rope_theta,
         share_embeddings_and_output_weights=shape.tied_embeddings,
         parallel_output=True,
     )
@@ -110,7 +110,7 @@ def build_model(shape: ModelShape, mesh: Mesh, device: Device, config: Transform
         model.rotary_pos_emb = PackedRotaryEmbedding(
             kv_channels=shape.head_dim,
             rotary_percent=1.0,
-            rotary_base=int(shape.rope_theta),
+            rotary_base=shape.rope_theta,
             use_cpu_initialization=device.kind == "cpu",
         )
     return model.to(device.torch_device)
