@@ -26,7 +26,8 @@ class RunConfig:
     device: str = "auto"
     """"cpu" (gloo, float32), "cuda" (nccl, bfloat16), or "auto": cuda where there is one."""
     distributed_timeout_seconds: float = 1800.0
-    """How long a collective waits for its peers before the run ends with an error (seconds)."""
+    """How long a collective waits for its peers before the run ends with an error (seconds; Megatron's groups round it
+    up to minutes, vLLM's have limits of their own)."""
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
-from rlmath.checkpoint.hf_tables import TABLES, hf_shapes, placed_tensors
+from rlmath.checkpoint.hf_tables import MODEL_TYPES, TABLES, hf_shapes, placed_tensors
 from rlmath.model_shape import ModelShape
 from rlmath.settings import nearest_path, nearest_word, raise_problems
 
@@ -177,6 +177,11 @@ class _Fields:
 
 def _unsupported(path: Path, values: dict[str, Any], shape: ModelShape) -> Iterator[str]:
     """What config.json asks for and this program does not compute."""
+    wanted = MODEL_TYPES[shape.architecture]
+    if values.get("model_type") != wanted:
+        yield f'{path}: "model_type" is {values.get("model_type")!r}; {shape.architecture} needs "{wanted}".'
+    if values.get("auto_map") is not None:
+        yield f'{path}: "auto_map" asks for code of the model\'s own, which is never run. Take it out.'
     if values.get("hidden_act", "silu") != "silu":
         yield f'{path}: "hidden_act" is {values["hidden_act"]!r}; supported: "silu".'
     for key in ("rope_scaling", "rope_parameters"):

@@ -147,13 +147,6 @@ def _learning_problems(config: Config) -> Iterator[str]:
         yield f"optimizer.min_lr is {optimizer.min_lr}, above optimizer.lr {optimizer.lr}. Lower it."
     if optimizer.kind == "sgd" and optimizer.distributed:
         yield 'optimizer.distributed: Megatron shares only Adam\'s state. With kind "sgd" set it to false.'
-    if config.run.total_steps is not None:
-        updates = config.run.total_steps * config.algorithm.n_minibatches
-        if 0 < updates <= optimizer.warmup_steps:
-            yield (
-                f"optimizer.warmup_steps is {optimizer.warmup_steps}; the run has {updates} optimizer steps "
-                "(run.total_steps x algorithm.n_minibatches) and would never reach optimizer.lr. Lower it."
-            )
     if reward.correct <= reward.wrong:
         yield (
             f"reward.correct is {reward.correct}, not above reward.wrong {reward.wrong}: the model would "

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import json
 import logging
 import time
 from pathlib import Path
 
-import torch
 import torch.distributed as dist
 
-from rlmath.checkpoint.hf_io import write_hf_folder
+from rlmath.checkpoint.hf_io import read_companions, write_hf_folder
 from rlmath.config import Config
 from rlmath.config_files import config_as_yaml
+from rlmath.export_format import export_dtype
 from rlmath.inputs import Inputs
 from rlmath.model_shape import ModelShape
 from rlmath.parallel.device import (
@@ -48,7 +49,11 @@ SUMMARY_NAME = "summary.json"
 
 
 def run_training(config: Config, shape: ModelShape, inputs: Inputs) -> None:
-    """Train as `config` says. All that can be known to be wrong was checked before."""
+    """Train as `config` says. All that can be known to be wrong was checked before.
+
+    After an error the process group is left as it is: peers may wait in it, and taking it down could wait for them.
+    Whoever calls this ends the process then.
+    """
     started = time.perf_counter()
     mesh = Mesh(
         environment_rank(),
@@ -57,22 +62,19 @@ def run_training(config: Config, shape: ModelShape, inputs: Inputs) -> None:
         config.parallel.pipeline,
         config.rollout.tensor_parallel,
     )
-    # The judges start before process groups and engines, whose threads they must not inherit.
-    pool = (
-        VerifierPool(config.reward.workers, config.reward.timeout_seconds) if mesh.speaks_for_engine else None
-    )
     device = open_device(config.run.device)
-    init_process_group(device, config.run.distributed_timeout_seconds)
-    try:
+    with contextlib.ExitStack() as stack:
+        pool = None
+        if mesh.speaks_for_engine:
+            # The judges start before process groups and engines, whose threads they must not inherit.
+            pool = stack.enter_context(VerifierPool(config.reward.workers, config.reward.timeout_seconds))
+        init_process_group(device, config.run.distributed_timeout_seconds)
         _claim_folder(config, mesh, inputs)
         parts = _build(config, shape, inputs, mesh, device, pool)
         _train(parts, inputs, device, started)
         parts.engine.close()
-    finally:
-        if pool is not None:
-            pool.close()
-        if dist.is_initialized():
-            dist.destroy_process_group()
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def _claim_folder(config: Config, mesh: Mesh, inputs: Inputs) -> None:
@@ -99,28 +101,23 @@ def _build(
     device: Device,
     pool: VerifierPool | None,
 ) -> Parts:
-    start_megatron(mesh, device, config.run.seed)
+    start_megatron(mesh, device, config.run.seed, config.run.distributed_timeout_seconds)
     max_sequence = config.data.max_prompt_tokens + config.rollout.max_new_tokens
     engine = Engine(config.model.path, config.rollout, max_sequence, mesh, device, shape.tied_embeddings)
     engine.memory.sleep()
     updates = inputs.total_steps * config.algorithm.n_minibatches
-    actor = build_actor(config, shape, mesh, device, updates)
+    stops = inputs.stop_token_ids
+    actor = build_actor(config, shape, mesh, device, updates, stops)
     reference = None
     if config.algorithm.kl_coef > 0:
-        reference = build_reference(
-            config.model.path,
-            shape,
-            mesh,
-            device,
-            config.parallel.sequence,
-            config.rollout.temperature,
-        )
+        reference = build_reference(config, shape, mesh, device, stops)
     collector = Collector(engine, mesh, inputs.tokenizer, config.rollout, config.reward, pool)
     return Parts(config, shape, mesh, inputs.prompts, inputs.order, actor, reference, engine, collector)
 
 
 def _train(parts: Parts, inputs: Inputs, device: Device, started: float) -> None:
     folder = Path(parts.config.run.output_dir)
+    companions = read_companions(parts.config.model.path)
     trainer = Trainer(parts)
     reporter = _Reporter(parts, inputs, folder) if parts.mesh.rank == 0 else None
     for number in range(inputs.total_steps):
@@ -128,18 +125,15 @@ def _train(parts: Parts, inputs: Inputs, device: Device, started: float) -> None
         memory = held_bytes(device) / 2**30
         if reporter is not None:
             reporter.step(number, record, memory)
-    _export(parts, folder / EXPORT_FOLDER)
+    _export(parts, folder / EXPORT_FOLDER, companions)
     if reporter is not None:
         reporter.close(time.perf_counter() - started)
     dist.barrier()
 
 
-def _export(parts: Parts, folder: Path) -> None:
-    names = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-    trained = next(parts.actor.model.parameters()).dtype
-    dtype = names.get(parts.config.save.export_dtype, trained)
+def _export(parts: Parts, folder: Path, companions: dict[str, bytes]) -> None:
     stream = hf_stream(parts.actor.model, parts.shape, parts.mesh)
-    write_hf_folder(stream, parts.config.model.path, folder, dtype, writes=parts.mesh.rank == 0)
+    write_hf_folder(stream, companions, folder, export_dtype(parts.config), writes=parts.mesh.rank == 0)
 
 
 class _Reporter:

@@ -35,9 +35,13 @@ MIN_FREE_BYTES = 2**30
 _SCRATCH = re.compile(rf"\.{re.escape(CONFIG_NAME)}\..*\.tmp")
 
 
-def check_output_folder(output_dir: str | Path, config: Config) -> None:
-    """ValueError that lists why this run may not have the folder. Reads only; any rank, at any time."""
-    raise_problems(f'run.output_dir "{output_dir}"', list(_folder_problems(str(output_dir), config)))
+def check_output_folder(output_dir: str | Path, config: Config, export_bytes: int = 0) -> None:
+    """ValueError that lists why this run may not have the folder. Reads only; any rank, at any time.
+
+    `export_bytes` is the size of the model that the run will leave there.
+    """
+    problems = list(_folder_problems(str(output_dir), config, export_bytes))
+    raise_problems(f'run.output_dir "{output_dir}"', problems)
 
 
 def claim_run_folder(output_dir: str | Path, config: Config) -> Path:
@@ -76,7 +80,7 @@ def _comparable(config: Config) -> dict[str, Any]:
     return {key: value for key, value in setting_values(config).items() if key != "run.output_dir"}
 
 
-def _folder_problems(output_dir: str, config: Config) -> Iterator[str]:
+def _folder_problems(output_dir: str, config: Config, export_bytes: int) -> Iterator[str]:
     if not output_dir.strip() or output_dir.startswith("~"):
         yield "needed: a path, written in full. Set run.output_dir, for example outputs/first."
         return
@@ -88,10 +92,11 @@ def _folder_problems(output_dir: str, config: Config) -> Iterator[str]:
     if not os.access(nearest, os.R_OK | os.W_OK | os.X_OK):
         yield f'no permission to write into "{nearest}". Give another run.output_dir.'
         return
-    free = shutil.disk_usage(nearest).free
-    if free < MIN_FREE_BYTES:
+    free, needed = shutil.disk_usage(nearest).free, MIN_FREE_BYTES + export_bytes
+    if free < needed:
         yield (
-            f"the disk has {free / 2**30:.2f} GiB free; needed: at least {MIN_FREE_BYTES / 2**30:.0f} GiB. "
+            f"the disk has {free / 2**30:.2f} GiB free; needed: at least {needed / 2**30:.2f} GiB, of which "
+            f"{export_bytes / 2**30:.2f} GiB for the trained model. "
             "Make room, or give a run.output_dir on another disk."
         )
     yield from _input_problems(folder, config)

@@ -39,7 +39,11 @@ def update_metrics(
     results: Sequence[MinibatchResult], kl_coef: float, task_reward: float
 ) -> dict[str, float]:
     """Loss, ratio, KL and gradient of the minibatches that were learned from, means over tokens; of all minibatches
-    where every one was discarded."""
+    where every one was discarded.
+
+    `kl_reward` is minus the weighted KL per token. KL is part of the loss here, not of the reward: `final_reward`, the
+    mean reward of a completion plus `kl_reward`, is what AReaL's users look for, and no part of the update.
+    """
     kept = [result for result in results if result.discarded is None]
     counted = kept or results
     tokens = sum(result.sums["tokens"] for result in counted)

@@ -115,6 +115,8 @@ class MicroBatch:
     """float32."""
     behaviour_logprobs_T: torch.Tensor
     """float32, 0 where the weight is 0."""
+    completion_index_T: torch.Tensor
+    """int32, position in the completion from 0; -1 on prompt and padding tokens."""
     max_seqlen: int
     sample_indices: tuple[int, ...]
     """Which samples of the step's list these segments are; padding segments are not named."""

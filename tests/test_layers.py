@@ -19,6 +19,7 @@ LAYERS = (
         "rlmath.trainer",
         "rlmath.step_metrics",
         "rlmath.inputs",
+        "rlmath.export_format",
         "rlmath.evaluate",
         "rlmath.preflight",
         "rlmath.model_folder",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -26,7 +26,7 @@ from rlmath.checkpoint.hf_tables import (
 from rlmath.model_shape import ModelShape
 from rlmath.parallel.mesh import Mesh
 
-COMPANION_SUFFIXES = (".json", ".txt", ".model", ".jinja", ".py")
+COMPANION_SUFFIXES = (".json", ".txt", ".model", ".jinja")
 """Files beside the weights that belong to a model and are copied on export: configuration and tokenizer."""
 
 SHARD_BYTES = 4 * 2**30
@@ -166,9 +166,13 @@ def layer_stages(
 
 
 def write_hf_folder(
-    tensors: Iterator[tuple[str, Tensor]], source: str | Path, output: Path, dtype: torch.dtype, writes: bool
+    tensors: Iterator[tuple[str, Tensor]],
+    companions: Mapping[str, bytes],
+    output: Path,
+    dtype: torch.dtype,
+    writes: bool,
 ) -> None:
-    """Write a Hugging Face model: the streamed weights as safetensors, configuration and tokenizer from `source`.
+    """Write a Hugging Face model: the streamed weights as safetensors beside its `companions`.
 
     All ranks consume the stream; the one with `writes` writes, into a folder aside that is renamed when complete.
     Files hold up to SHARD_BYTES, so that no rank ever holds the whole model.
@@ -184,7 +188,9 @@ def write_hf_folder(
     if files is None:
         return
     files.close()
-    _copy_companions(Path(source), partial_folder, dtype)
+    for name, content in companions.items():
+        (partial_folder / name).write_bytes(content)
+    _note_dtype(partial_folder / "config.json", dtype)
     shutil.rmtree(output, ignore_errors=True)
     partial_folder.rename(output)
 
@@ -228,11 +234,17 @@ class _ShardWriter:
         )
 
 
-def _copy_companions(source: Path, target: Path, dtype: torch.dtype) -> None:
-    for file in sorted(source.iterdir()):
-        if file.is_file() and file.suffix in COMPANION_SUFFIXES and "safetensors" not in file.name:
-            shutil.copyfile(file, target / file.name)
-    config = json.loads((target / "config.json").read_text(encoding="utf-8"))
+def read_companions(source: str | Path) -> dict[str, bytes]:
+    """Configuration and tokenizer files of a Hugging Face folder, by name. Small: some MB at most."""
+    return {
+        file.name: file.read_bytes()
+        for file in sorted(Path(source).iterdir())
+        if file.is_file() and file.suffix in COMPANION_SUFFIXES and "safetensors" not in file.name
+    }
+
+
+def _note_dtype(path: Path, dtype: torch.dtype) -> None:
+    config = json.loads(path.read_text(encoding="utf-8"))
     # transformers 5 reads "dtype", earlier releases "torch_dtype".
     config["dtype"] = config["torch_dtype"] = str(dtype).removeprefix("torch.")
-    (target / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")

@@ -12,6 +12,7 @@ axis. With G key-value groups, R query heads per group, D head dim, F feed-forwa
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -106,6 +107,9 @@ _QWEN2 = (
 TABLES: dict[str, tuple[Rule, ...]] = {"Qwen2ForCausalLM": _QWEN2}
 """Rules by the architecture that config.json names, in the order in which tensors are streamed."""
 
+MODEL_TYPES = {"Qwen2ForCausalLM": "qwen2"}
+"""The `model_type` of config.json that goes with each architecture."""
+
 
 @dataclass(frozen=True)
 class Placed:
@@ -165,6 +169,11 @@ def hf_shapes(rule: Rule, shape: ModelShape) -> list[tuple[int, ...]]:
     if rule.form == "gate_up":
         return [canonical[1:]] * 2
     return [canonical]
+
+
+def parameter_count(shape: ModelShape) -> int:
+    """Parameters of the whole model; a tied embedding counts once."""
+    return sum(math.prod(size) for placed in placed_tensors(shape) for size in hf_shapes(placed.rule, shape))
 
 
 def to_canonical(rule: Rule, tensors: Sequence[Tensor], shape: ModelShape, tensor: int) -> Tensor:

@@ -29,10 +29,16 @@ class FilterReport:
     longest_dropped_tokens: int
     """0 when nothing was dropped."""
     max_prompt_tokens: int
+    dropped_empty: int = 0
+    """Prompts of which the tokenizer makes no token at all."""
 
     def line(self) -> str:
         """One line for the console."""
-        if not self.dropped_too_long:
+        empty = f" {self.dropped_empty} dropped because without any token." if self.dropped_empty else ""
+        return self._length_line() + empty
+
+    def _length_line(self) -> str:
+        if not self.dropped_too_long and not self.dropped_empty:
             return (
                 f"Prompts: {self.read} read, all kept; none is longer than"
                 f" data.max_prompt_tokens={self.max_prompt_tokens} (lengths counted in tokens)."
@@ -57,23 +63,24 @@ def load_prompts(
         raise ValueError(f"data.max_prompt_tokens is {max_prompt_tokens}; it must be at least 1")
     rows = read_boba(path)
     prompts: list[Prompt] = []
-    longest_dropped = 0
+    longest_dropped, empty = 0, 0
     for start in range(0, len(rows), _CHUNK):
         chunk = rows[start : start + _CHUNK]
         for row, token_ids in zip(chunk, _tokenize([row.prompt for row in chunk], tokenizer), strict=True):
             if len(token_ids) > max_prompt_tokens:
                 longest_dropped = max(longest_dropped, len(token_ids))
+            elif not token_ids:
+                empty += 1
             else:
                 prompts.append(Prompt(row.query_id, row.prompt, tuple(token_ids), row.solutions, row.task))
     if not prompts:
         raise ValueError(
             f"{path}: all {len(rows)} prompts are longer than"
-            f" data.max_prompt_tokens={max_prompt_tokens} tokens (the longest has {longest_dropped});"
-            " raise data.max_prompt_tokens"
+            f" data.max_prompt_tokens={max_prompt_tokens} tokens (the longest has {longest_dropped})"
+            " or have no token at all; raise data.max_prompt_tokens, or give prompts that this tokenizer knows"
         )
-    return prompts, FilterReport(
-        len(rows), len(prompts), len(rows) - len(prompts), longest_dropped, max_prompt_tokens
-    )
+    too_long = len(rows) - len(prompts) - empty
+    return prompts, FilterReport(len(rows), len(prompts), too_long, longest_dropped, max_prompt_tokens, empty)
 
 
 def _tokenize(texts: list[str], tokenizer: PreTrainedTokenizerFast) -> list[list[int]]:

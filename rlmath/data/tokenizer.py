@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-_FILES = ("tokenizer.json", "tokenizer_config.json")
+_FILES = ("tokenizer_config.json", "tokenizer.json")
+"""Both are needed, but that vocab.json with merges.txt may stand for the second."""
 
 
 def load_tokenizer(path: str) -> PreTrainedTokenizerFast:
-    """The fast tokenizer in folder `path`; never from the network.
+    """The fast tokenizer in folder `path`; never from the network, and never code of the folder's own.
 
     Raises ValueError when the folder is missing, has no tokenizer, or has one that is not a fast tokenizer.
     """
@@ -20,12 +22,14 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerFast:
             f"model.path: {path!r} is not a folder; it must be the folder of a Hugging Face model"
         )
     missing = [name for name in _FILES if not (folder / name).is_file()]
+    if (folder / "vocab.json").is_file() and (folder / "merges.txt").is_file():
+        missing = [name for name in missing if name != "tokenizer.json"]
     if missing:
         raise ValueError(
             f"model.path: {path!r} has no {' and no '.join(missing)}; copy the tokenizer's files there"
         )
     try:
-        tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
+        tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # whatever transformers and tokenizers raise on a broken file
         raise ValueError(f"model.path: the tokenizer in {path!r} cannot be read: {error}") from error
     if not tokenizer.is_fast:
@@ -38,3 +42,16 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerFast:
             f"model.path: the tokenizer in {path!r} has no eos_token; set it in tokenizer_config.json"
         )
     return tokenizer
+
+
+def stop_token_ids(path: str, tokenizer: PreTrainedTokenizerFast) -> tuple[int, ...]:
+    """Tokens that end a completion, as vLLM finds them: the tokenizer's end of sequence, and those that
+    generation_config.json names, or config.json where there is none."""
+    found = {tokenizer.eos_token_id}
+    for name in ("generation_config.json", "config.json"):
+        file = Path(path) / name
+        if file.is_file():
+            named = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id")
+            found.update(named if isinstance(named, list) else [named])
+            break
+    return tuple(sorted(token for token in found if isinstance(token, int)))

@@ -11,6 +11,7 @@ from rlmath.config import Config
 from rlmath.model_shape import ModelShape
 from rlmath.parallel.device import Device
 from rlmath.parallel.mesh import Mesh
+from rlmath.policy.logprobs import HeldBack
 from rlmath.policy.model import Recompute, build_model, transformer_config, wrap_for_training
 from rlmath.policy.optimizer import build_optimizer, build_scheduler
 from rlmath.policy.step import Executor, Learner, LossSettings
@@ -28,7 +29,14 @@ class Actor:
         return self.learner.executor
 
 
-def build_actor(config: Config, shape: ModelShape, mesh: Mesh, device: Device, total_updates: int) -> Actor:
+def build_actor(
+    config: Config,
+    shape: ModelShape,
+    mesh: Mesh,
+    device: Device,
+    total_updates: int,
+    stop_token_ids: tuple[int, ...],
+) -> Actor:
     """The actor with the weights of `model.path`; `total_updates` optimizer steps end a decaying learning rate."""
     recompute = Recompute(
         config.policy.recompute_granularity,
@@ -47,5 +55,6 @@ def build_actor(config: Config, shape: ModelShape, mesh: Mesh, device: Device, t
         config.algorithm.early_stop_ratio,
         config.algorithm.early_stop_ratio_low,
     )
-    executor = Executor(wrapped, mesh, device, config.rollout.temperature, shape.vocab_size)
+    held_back = HeldBack(stop_token_ids, config.rollout.min_new_tokens)
+    executor = Executor(wrapped, mesh, device, config.rollout.temperature, shape.vocab_size, held_back)
     return Actor(Learner(executor, optimizer, scheduler, settings), model)

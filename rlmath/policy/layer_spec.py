@@ -3,10 +3,10 @@ attention."""
 
 from __future__ import annotations
 
-import importlib.util
 from typing import Any
 
 import torch
+from megatron.core.extensions.transformer_engine import HAVE_TE
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
     get_gpt_layer_with_transformer_engine_spec,
@@ -30,14 +30,9 @@ class RMSNorm(torch.nn.RMSNorm):
         self.weight.sequence_parallel = config.sequence_parallel
 
 
-def has_transformer_engine() -> bool:
-    """Whether Transformer Engine can be imported here."""
-    return importlib.util.find_spec("transformer_engine") is not None
-
-
 def uses_local_layers(device_kind: str) -> bool:
     """True where the layers are Megatron's own: on CPU, and on GPUs without Transformer Engine."""
-    return device_kind == "cpu" or not has_transformer_engine()
+    return device_kind == "cpu" or not HAVE_TE
 
 
 def layer_spec(config: TransformerConfig, local_layers: bool) -> ModuleSpec | TransformerBlockSubmodules:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -32,11 +33,16 @@ class Recompute:
     num_layers: int | None = None
 
 
-def start_megatron(mesh: Mesh, device: Device, seed: int) -> None:
-    """Patch Megatron where the device needs it and lay out its process groups. Needs `init_process_group` before."""
+def start_megatron(mesh: Mesh, device: Device, seed: int, timeout_seconds: float) -> None:
+    """Patch Megatron where the device needs it and lay out its process groups. Needs `init_process_group` before.
+
+    Megatron counts the timeout of its groups in whole minutes; it is rounded up.
+    """
     megatron_patches.apply(device.kind)
     parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=mesh.tensor, pipeline_model_parallel_size=mesh.pipeline
+        tensor_model_parallel_size=mesh.tensor,
+        pipeline_model_parallel_size=mesh.pipeline,
+        distributed_timeout_minutes=math.ceil(timeout_seconds / 60),
     )
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
     placed = (

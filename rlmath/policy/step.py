@@ -21,7 +21,7 @@ from rlmath.parallel.device import Device
 from rlmath.parallel.mesh import Mesh
 from rlmath.policy.attention import pack_sequences
 from rlmath.policy.layer_spec import uses_local_layers
-from rlmath.policy.logprobs import packed_logprobs
+from rlmath.policy.logprobs import HeldBack, packed_logprobs
 from rlmath.policy.optimizer import learning_rate
 from rlmath.types import MicroBatch
 
@@ -59,12 +59,21 @@ class MinibatchResult:
 class Executor:
     """Runs micro-batches through one Megatron model, over all pipeline stages."""
 
-    def __init__(self, model: Any, mesh: Mesh, device: Device, temperature: float, vocab_size: int) -> None:
+    def __init__(
+        self,
+        model: Any,
+        mesh: Mesh,
+        device: Device,
+        temperature: float,
+        vocab_size: int,
+        held_back: HeldBack,
+    ) -> None:
         self.model = model
         self.mesh = mesh
         self.device = device
         self.temperature = temperature
         self.vocab_size = vocab_size
+        self.held_back = held_back
         self._local_layers = uses_local_layers(device.kind)
 
     def run(
@@ -108,11 +117,14 @@ class Executor:
 
     def logprobs_of(self, batch: MicroBatch, logits_TV: Tensor) -> tuple[Tensor, Tensor]:
         """Log-probability of each packed token, with gradient, and entropy of its distribution (nats)."""
+        at = self.device.torch_device
         return packed_logprobs(
             logits_TV,
-            batch.token_ids_T.to(self.device.torch_device),
+            batch.token_ids_T.to(at),
+            batch.completion_index_T.to(at),
             self.temperature,
             self.vocab_size,
+            self.held_back,
             parallel_state.get_tensor_model_parallel_group(),
         )
 

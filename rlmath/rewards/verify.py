@@ -99,7 +99,7 @@ def cheap_verdict(answer: str | None, solutions: Sequence[str]) -> Verdict | Non
         return Verdict(False, answer[:MAX_ANSWER_CHARS], "too_long")
     extracted = answer.strip()
     plain = _plain(answer)
-    golds = [_plain(solution) for solution in solutions]
+    golds = [_plain(solution) for solution in solutions if len(solution) <= 2 * MAX_ANSWER_CHARS]
     if plain in golds:
         return Verdict(True, extracted, "string")
     number = _number(plain)

@@ -13,7 +13,7 @@ from rlmath.config import RolloutConfig
 from rlmath.parallel.collectives import from_rank_zero
 from rlmath.parallel.device import Device
 from rlmath.parallel.mesh import Mesh
-from rlmath.rollout.memory import MemorySwitch
+from rlmath.rollout.memory import MemorySwitch, forget_prefixes
 from rlmath.rollout.sampling import Generated, Request, sample
 
 IDENT_VARIABLE = "RLMATH_ENGINE_IDENT"
@@ -25,7 +25,6 @@ def prepare_environment(device_kind: str) -> None:
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")
     if device_kind == "cpu":
         # One thread per rank, placed by the system: binding would put all ranks on the same core.
         os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
@@ -69,8 +68,9 @@ class Engine:
         from vllm import LLM
 
         self._settings = settings
+        self._on_cpu = device.kind == "cpu"
         # On CPU vLLM packs the head's weights and would go on with the old ones: a tied head is loaded on its own.
-        self._separate_head = tied_embeddings and device.kind == "cpu"
+        self._separate_head = tied_embeddings and self._on_cpu
         self._llm = LLM(
             model_path,
             tensor_parallel_size=mesh.engine_size,
@@ -96,15 +96,19 @@ class Engine:
             _
         ) in tensors:  # a collective must be consumed to its end on every rank, whatever vLLM leaves of it
             pass
-        self._llm.reset_prefix_cache()
+        forget_prefixes(self._llm)
 
     def generate(self, requests: Sequence[Request]) -> Iterator[Generated]:
         """Sample all requests; yields each as soon as it is finished."""
         return sample(self._llm, self._settings, requests)
 
     def close(self) -> None:
-        """End vLLM's part in this process. It takes the process's own process group with it: close it last."""
-        self._llm.llm_engine.engine_core.shutdown()
+        """End vLLM's part in this process. It takes the process's own process group with it: close it last.
+
+        On GPU the end of the process is left to do it: vLLM would free memory that its sleep has freed already.
+        """
+        if self._on_cpu:
+            self._llm.llm_engine.engine_core.shutdown()
 
 
 def _with_head(tensors: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:

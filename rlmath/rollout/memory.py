@@ -10,6 +10,14 @@ from __future__ import annotations
 from typing import Any
 
 
+def forget_prefixes(llm: Any) -> None:
+    """Empty vLLM's prefix cache, whose entries belong to the weights they were computed with."""
+    if not llm.reset_prefix_cache():
+        raise RuntimeError(
+            "vLLM still holds blocks of its KV cache: prefixes of old weights would be used again"
+        )
+
+
 class MemorySwitch:
     """Puts one engine to sleep and wakes it, in the one right order; anything else is an error."""
 
@@ -30,7 +38,7 @@ class MemorySwitch:
     def sleep(self) -> None:
         """Give up the KV cache, and on GPU the weights, which the next sync replaces anyway."""
         self._need("awake", "sleep")
-        self._llm.reset_prefix_cache()
+        forget_prefixes(self._llm)
         if self._on_cpu:
             self._llm.collective_rpc("release_kv_cache")
         else:

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from rlmath.config import RolloutConfig
+
+_NAMES = itertools.count()
+"""Names of requests, never used twice in a process: an engine may still hold the last ones of the step before."""
 
 
 @dataclass(frozen=True)
@@ -44,11 +48,11 @@ def sample(llm: Any, settings: RolloutConfig, requests: Sequence[Request]) -> It
     """
     engine = llm.llm_engine
     pending = {}
-    for number, request in enumerate(requests):
-        pending[str(number)] = request.key
-        engine.add_request(
-            str(number), {"prompt_token_ids": list(request.token_ids)}, _parameters(settings, request.seed)
-        )
+    for request in requests:
+        name = str(next(_NAMES))
+        pending[name] = request.key
+        prompt = {"prompt_token_ids": list(request.token_ids)}
+        engine.add_request(name, prompt, _parameters(settings, request.seed))
     while engine.has_unfinished_requests():
         for output in engine.step():
             if output.finished:

@@ -14,14 +14,17 @@ STEP_LINE_METRICS = {"task_reward": ".4f", "avg_seq_len": ".1f", "no_eos_ratio":
 _QUIET = ("vllm", "transformers", "megatron", "torch", "filelock", "urllib3", "asyncio")
 
 
+_KEPT = ("vllm.model_executor.model_loader.reload.inplace",)
+"""Loggers of those libraries whose warnings matter: here, weights that a sync did not load."""
+
+
 def setup_logging(rank: int) -> None:
     """Time-stamped lines on stderr: everything of rank 0, warnings of the others; libraries only tell of errors.
 
-    Call it before torch and vLLM are imported: vLLM would install handlers of its own, and torch reads its level then.
+    Call it before vLLM is imported: vLLM would install handlers of its own.
     To hear the libraries, set VLLM_LOGGING_LEVEL, TORCH_CPP_LOG_LEVEL or PYTHONWARNINGS.
     """
     os.environ.setdefault("VLLM_CONFIGURE_LOGGING", "0")
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     name = "" if rank == 0 else f" rank {rank}"
     logging.basicConfig(
         level=logging.INFO if rank == 0 else logging.WARNING,
@@ -33,6 +36,8 @@ def setup_logging(rank: int) -> None:
         logging.getLogger(library).setLevel(os.environ.get("VLLM_LOGGING_LEVEL", "ERROR"))
         if "PYTHONWARNINGS" not in os.environ:
             warnings.filterwarnings("ignore", module=rf"{library}(\.|$)")
+    for name in _KEPT:
+        logging.getLogger(name).setLevel(logging.WARNING)
 
 
 @dataclass(frozen=True)

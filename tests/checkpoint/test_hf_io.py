@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rlmath.checkpoint import hf_io
-from rlmath.checkpoint.hf_io import HFReader, write_hf_folder
+from rlmath.checkpoint.hf_io import HFReader, read_companions, write_hf_folder
 from tests.tiny_models import make_model_folder
 
 WEIGHTS = {
@@ -68,7 +68,7 @@ def test_a_folder_without_weights_is_refused(tmp_path: Path):
 
 def test_of_two_sets_of_weights_the_one_that_transformers_reads_is_read(tmp_path: Path, source: Path):
     folder = tmp_path / "both"
-    write_hf_folder(stream_of(source), source, folder, torch.float32, writes=True)
+    write_hf_folder(stream_of(source), read_companions(source), folder, torch.float32, writes=True)
     zeros = {name: torch.zeros(shape) for name, shape in HFReader(source).shapes().items()}
     save_file(zeros, folder / "stale.safetensors")
     index = {"metadata": {}, "weight_map": dict.fromkeys(zeros, "stale.safetensors")}
@@ -79,7 +79,7 @@ def test_of_two_sets_of_weights_the_one_that_transformers_reads_is_read(tmp_path
 
 def test_an_exported_folder_loads_in_transformers_and_answers_alike(tmp_path: Path, source: Path):
     output = tmp_path / "deep" / "export"
-    write_hf_folder(stream_of(source), source, output, torch.float32, writes=True)
+    write_hf_folder(stream_of(source), read_companions(source), output, torch.float32, writes=True)
     ids = torch.tensor([[5, 6, 7, 8]])
     before, after = (AutoModelForCausalLM.from_pretrained(folder) for folder in (source, output))
     assert torch.equal(before(ids).logits, after(ids).logits)
@@ -95,7 +95,9 @@ def test_configuration_and_tokenizer_come_along_and_old_weights_do_not(tmp_path:
     (tmp_path / "chat_template.jinja").write_text("{{ messages }}")
     (tmp_path / "merges.txt").write_text("a b")
     (tmp_path / "original").mkdir()
-    write_hf_folder(iter(WEIGHTS.items()), tmp_path, tmp_path / "out", torch.float32, writes=True)
+    write_hf_folder(
+        iter(WEIGHTS.items()), read_companions(tmp_path), tmp_path / "out", torch.float32, writes=True
+    )
     assert files_in(tmp_path / "out") == {
         "model.safetensors",
         "chat_template.jinja",
@@ -111,7 +113,7 @@ def test_the_number_format_is_that_of_weights_and_config(
 ):
     config = json.loads((source / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"torch_dtype": "float16"}))
-    write_hf_folder(iter(WEIGHTS.items()), tmp_path, tmp_path / "out", dtype, writes=True)
+    write_hf_folder(iter(WEIGHTS.items()), read_companions(tmp_path), tmp_path / "out", dtype, writes=True)
     reader = HFReader(tmp_path / "out")
     assert {reader.tensor(name).dtype for name in WEIGHTS} == {dtype}
     written = json.loads((tmp_path / "out" / "config.json").read_text())
@@ -127,7 +129,7 @@ def test_large_models_are_written_in_several_files(
     monkeypatch.setattr(hf_io, "SHARD_BYTES", 32)
     tensors = WEIGHTS | {"d": torch.ones(4)}
     output = tmp_path / "out"
-    write_hf_folder(iter(tensors.items()), source, output, torch.float32, writes=True)
+    write_hf_folder(iter(tensors.items()), read_companions(source), output, torch.float32, writes=True)
     index = json.loads((output / "model.safetensors.index.json").read_text())
     assert index["metadata"]["total_size"] == 24 + 8 + 64 + 16
     parts = [f"model-0000{number}-of-00003.safetensors" for number in (1, 2, 3)]
@@ -146,7 +148,7 @@ def test_a_model_in_several_files_loads_in_transformers(
     tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(hf_io, "SHARD_BYTES", 500_000)
-    write_hf_folder(stream_of(source), source, tmp_path / "out", torch.float32, writes=True)
+    write_hf_folder(stream_of(source), read_companions(source), tmp_path / "out", torch.float32, writes=True)
     assert len(list((tmp_path / "out").glob("*.safetensors"))) > 2
     before, after = (
         AutoModelForCausalLM.from_pretrained(folder).state_dict() for folder in (source, tmp_path / "out")
@@ -158,7 +160,9 @@ def test_a_model_in_several_files_loads_in_transformers(
 def test_views_of_a_larger_tensor_are_written_as_they_are(tmp_path: Path, source: Path):
     large = torch.arange(24.0).view(4, 6)
     views = {"rows": large[1:3], "columns": large[:, ::2], "turned": large.T}
-    write_hf_folder(iter(views.items()), source, tmp_path / "out", torch.float32, writes=True)
+    write_hf_folder(
+        iter(views.items()), read_companions(source), tmp_path / "out", torch.float32, writes=True
+    )
     reader = HFReader(tmp_path / "out")
     assert all(torch.equal(reader.tensor(name), view) for name, view in views.items())
 
@@ -175,33 +179,35 @@ def test_a_stream_that_breaks_leaves_no_folder_that_looks_whole(
     monkeypatch.setattr(hf_io, "SHARD_BYTES", 16)
     output = tmp_path / "out"
     with pytest.raises(RuntimeError, match="a rank died"):
-        write_hf_folder(broken_stream(), source, output, torch.float32, writes=True)
+        write_hf_folder(broken_stream(), read_companions(source), output, torch.float32, writes=True)
     assert not output.exists()
     assert not any((folder / "config.json").exists() for folder in tmp_path.iterdir())
-    write_hf_folder(iter(WEIGHTS.items()), source, output, torch.float32, writes=True)
+    write_hf_folder(iter(WEIGHTS.items()), read_companions(source), output, torch.float32, writes=True)
     assert HFReader(output).names == {"a", "b", "c"}
     assert files_in(tmp_path) == {"out"}
 
 
 def test_a_stream_that_breaks_keeps_the_model_that_was_there(tmp_path: Path, source: Path):
     output = tmp_path / "out"
-    write_hf_folder(iter(WEIGHTS.items()), source, output, torch.float32, writes=True)
+    write_hf_folder(iter(WEIGHTS.items()), read_companions(source), output, torch.float32, writes=True)
     with pytest.raises(RuntimeError, match="a rank died"):
-        write_hf_folder(broken_stream(), source, output, torch.float32, writes=True)
+        write_hf_folder(broken_stream(), read_companions(source), output, torch.float32, writes=True)
     assert HFReader(output).names == {"a", "b", "c"}
 
 
 def test_a_new_export_replaces_the_old_one_whole(tmp_path: Path, source: Path):
     output = tmp_path / "out"
-    write_hf_folder(iter(WEIGHTS.items()), source, output, torch.float32, writes=True)
+    write_hf_folder(iter(WEIGHTS.items()), read_companions(source), output, torch.float32, writes=True)
     (output / "left.txt").write_text("over")
-    write_hf_folder(iter({"a": WEIGHTS["c"]}.items()), source, output, torch.float32, writes=True)
+    write_hf_folder(
+        iter({"a": WEIGHTS["c"]}.items()), read_companions(source), output, torch.float32, writes=True
+    )
     assert HFReader(output).shapes() == {"a": (4, 4)}
     assert "left.txt" not in files_in(output)
 
 
 def test_a_rank_that_does_not_write_consumes_the_stream_alone(tmp_path: Path, source: Path):
     stream = iter(WEIGHTS.items())
-    write_hf_folder(stream, source, tmp_path / "out", torch.float32, writes=False)
+    write_hf_folder(stream, read_companions(source), tmp_path / "out", torch.float32, writes=False)
     assert list(stream) == []
     assert files_in(tmp_path) == set()

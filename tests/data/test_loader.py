@@ -55,6 +55,16 @@ def test_the_report_says_how_many_and_why_and_that_it_counts_tokens():
     assert "all kept" in FilterReport(3, 3, 0, 0, 1024).line()
 
 
+def test_prompts_without_any_token_are_dropped_and_counted(tmp_path):
+    bare = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(models.BPE(vocab={"o": 0, "n": 1, "e": 2}, merges=[]))
+    )
+    prompts, report = load_prompts(write(tmp_path, ["one", "\u4f60", "\u597d"]), bare, max_prompt_tokens=3)
+    assert [prompt.token_ids for prompt in prompts] == [(0, 1, 2)]
+    assert report.dropped_empty == 2 and report.dropped_too_long == 0
+    assert "2 dropped because without any token" in report.line() and "1 kept" in report.line()
+
+
 def test_chunks_do_not_change_the_prompts(tmp_path, tokenizer, monkeypatch):
     path = write(tmp_path, ["one", "two", "one two", "one one one", "two two"])
     whole = load_prompts(path, tokenizer, max_prompt_tokens=3)

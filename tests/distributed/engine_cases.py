@@ -28,7 +28,8 @@ def _open(folder: Path, case: Case, engine_size: int) -> tuple[Stage, Any, Any]:
 
     stage = build(folder, case)
     mesh = replace(stage.mesh, engine_size=engine_size)
-    engine = Engine(str(folder), ROLLOUT, 64, mesh, stage.device, stage.shape.tied_embeddings)
+    rollout = replace(ROLLOUT, min_new_tokens=case.min_new_tokens)
+    engine = Engine(str(folder), rollout, 64, mesh, stage.device, stage.shape.tied_embeddings)
     engine.memory.sleep()
     return stage, engine, mesh
 
@@ -57,11 +58,12 @@ def _requests(step: int, engine_index: int = 0, engines: int = 1) -> list[Any]:
 
 def mismatch_after_updates(folder: Path, case: Case, engine_size: int, updates: int) -> list[float]:
     """Largest difference between the engine's and the policy's log-probs, at the start and after every update."""
-    stage, engine, mesh = _open(folder, case, engine_size)
+    stage, engine, mesh = _open(folder, replace(case, lr=1.0), engine_size)
     prompts = list(PROMPTS.values())
     largest = []
     for step in range(updates + 1):
         generated = _wake_and_generate(stage, engine, _requests(step))
+        assert all(len(g.token_ids) >= case.min_new_tokens for g in generated)
         samples = [Sample(prompts[g.key[0]], g.token_ids, g.logprobs, 1.0) for g in generated]
         batch = pack(samples, range(len(samples)), 1)
         (policy,) = stage.actor.executor.logprobs([batch])

@@ -46,6 +46,9 @@ class Case:
     optimizer: str = "sgd"
     kl_coef: float = 0.0
     early_stop_ratio: float | None = None
+    min_new_tokens: int = 0
+    lr: float | None = None
+    """None: LEARNING_RATE of the optimizer."""
     device: str = "cpu"
 
     @property
@@ -74,12 +77,12 @@ def settings(folder: Path, case: Case) -> Config:
         policy=recompute,
         optimizer=OptimizerConfig(
             kind=case.optimizer,
-            lr=LEARNING_RATE[case.optimizer],
+            lr=LEARNING_RATE[case.optimizer] if case.lr is None else case.lr,
             clip_grad=0.0,
             distributed=case.optimizer == "adam",
         ),
         algorithm=AlgorithmConfig(kl_coef=case.kl_coef, early_stop_ratio=case.early_stop_ratio),
-        rollout=RolloutConfig(temperature=0.8),
+        rollout=RolloutConfig(temperature=0.8, min_new_tokens=case.min_new_tokens),
     )
 
 
@@ -101,9 +104,15 @@ def build(folder: Path, case: Case) -> Stage:
     device = open_device(case.device)
     init_process_group(device, 120.0)
     mesh = Mesh(dist.get_rank(), dist.get_world_size(), case.tensor, case.pipeline, engine_size=1)
-    start_megatron(mesh, device, seed=1)
+    start_megatron(mesh, device, seed=1, timeout_seconds=120.0)
     config, shape = settings(folder, case), shape_of(folder)
-    return Stage(build_actor(config, shape, mesh, device, total_updates=10), mesh, shape, config, device)
+    return Stage(
+        build_actor(config, shape, mesh, device, total_updates=10, stop_token_ids=(1,)),
+        mesh,
+        shape,
+        config,
+        device,
+    )
 
 
 def microbatches(stage: Stage, samples: list[Sample]) -> list[MicroBatch]:
@@ -178,7 +187,7 @@ def update(folder: Path, case: Case, samples: list[Sample]) -> tuple[dict[str, T
     batches = microbatches(stage, samples)
     reference = None
     if case.kl_coef:
-        other = build_reference(str(folder), stage.shape, stage.mesh, stage.device, case.sequence, 0.8)
+        other = build_reference(stage.config, stage.shape, stage.mesh, stage.device, (1,))
         with torch.no_grad():
             for parameter in other.model.parameters():
                 parameter.mul_(1.05)

@@ -19,6 +19,7 @@ pytestmark = pytest.mark.distributed
     [
         (Case(tensor=2), 1),
         (Case(pipeline=2), 2),
+        (Case(tensor=2, min_new_tokens=12), 1),
         pytest.param(Case(), 1, marks=pytest.mark.full),
         pytest.param(Case(data=2), 2, marks=pytest.mark.full),
         pytest.param(Case(data=2), 1, marks=pytest.mark.full),

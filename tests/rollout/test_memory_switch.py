@@ -10,9 +10,11 @@ class RecordingLLM:
 
     def __init__(self) -> None:
         self.calls: list[Any] = []
+        self.cache_is_free = True
 
-    def reset_prefix_cache(self) -> None:
+    def reset_prefix_cache(self) -> bool:
         self.calls.append("reset_prefix_cache")
+        return self.cache_is_free
 
     def collective_rpc(self, method: str) -> None:
         self.calls.append(method)
@@ -75,3 +77,12 @@ def test_a_wrong_order_is_an_error_and_touches_nothing(
     with pytest.raises(RuntimeError, match=message):
         getattr(switch, wrong)()
     assert switch.state == state and llm.calls == calls
+
+
+def test_a_cache_that_is_still_in_use_is_an_error():
+    llm = RecordingLLM()
+    llm.cache_is_free = False
+    switch = MemorySwitch(llm, "cpu")
+    with pytest.raises(RuntimeError, match="prefixes of old weights"):
+        switch.sleep()
+    assert switch.state == "awake"
