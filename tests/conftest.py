@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import programs
 from tests.distributed.rank_pool import RankPool
 from tests.tiny_models import make_model_folder
 
@@ -26,3 +27,13 @@ def untied_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def tied_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_model_folder(tmp_path_factory.mktemp("models") / "tied", tied=True)
+
+
+@pytest.fixture(scope="session")
+def arithmetic(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with `data/` (200 problems) and `base/` (a random model), made by the tools."""
+    place = tmp_path_factory.mktemp("arithmetic")
+    make_data = ("tools/make_arithmetic.py", "--output", f"{place}/data")
+    programs.run(*make_data, "--train", "200", "--heldout", "20")
+    programs.run("tools/make_tiny_model.py", "--output", f"{place}/base", "--steps", "0")
+    return place

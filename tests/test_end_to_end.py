@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-REPOSITORY = Path(__file__).resolve().parents[1]
+from tests.programs import TRAIN, run, small_run, torchrun_command
+
 STEPS = 3
 METRICS = {
     "task_reward",
@@ -43,48 +41,13 @@ METRICS = {
 }
 
 
-def run(*command: str, expect: int = 0) -> subprocess.CompletedProcess[str]:
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)}
-    done = subprocess.run(
-        [sys.executable, *command],
-        cwd=REPOSITORY,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == expect, done.stdout + done.stderr
-    return done
-
-
-def torchrun(ranks: int, *arguments: str, expect: int = 0) -> subprocess.CompletedProcess[str]:
-    launcher = ("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}")
-    return run(*launcher, "launch/train_grpo.py", *arguments, expect=expect)
-
-
 @pytest.fixture(scope="module")
-def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Data, a barely warmed-up model, and a finished run of three steps with a reference."""
-    place = tmp_path_factory.mktemp("run")
-    run("tools/make_arithmetic.py", "--output", f"{place}/data", "--train", "200", "--heldout", "20")
-    run("tools/make_tiny_model.py", "--output", f"{place}/base", "--steps", "0")
-    done = torchrun(
-        2,
-        "--config",
-        "configs/demo.yaml",
-        f"run.output_dir={place}/run",
-        f"run.total_steps={STEPS}",
-        f"model.path={place}/base",
-        f"data.train_path={place}/data/train.jsonl",
-        "data.prompts_per_step=8",
-        "optimizer.warmup_steps=1",
-        "rollout.group_size=4",
-        "rollout.cpu_kv_cache_gib=0.1",
-        "algorithm.n_minibatches=2",
-        "algorithm.kl_coef=0.01",
-        "algorithm.recompute_logprobs=true",
-    )
+def workplace(arithmetic: Path) -> Path:
+    """Data, a random model, and a finished run of three steps with a reference."""
+    place = arithmetic
+    kl = ("algorithm.kl_coef=0.01", "algorithm.recompute_logprobs=true")
+    overrides = (*small_run(place, place / "run"), f"run.total_steps={STEPS}", *kl)
+    done = run(*torchrun_command(2, *TRAIN, *overrides))
     (place / "console.txt").write_text(done.stdout + done.stderr)
     return place
 
@@ -149,7 +112,7 @@ def test_the_saved_config_repeats_the_run(workplace: Path) -> None:
     """Bit-equal losses and rewards, and nothing of the first run lost."""
     folder = workplace / "run"
     first = rows(folder)
-    torchrun(2, "--config", str(folder / "config.yaml"))
+    run(*torchrun_command(2, "launch/train_grpo.py", "--config", str(folder / "config.yaml")))
     assert rows(folder / "earlier" / "001") == first
     timed = ("seconds/", "tokens_per_second/", "memory_gib")
     for one, other in zip(first, rows(folder), strict=True):
@@ -159,15 +122,9 @@ def test_the_saved_config_repeats_the_run(workplace: Path) -> None:
 
 
 def test_a_mistake_is_told_before_anything_starts(workplace: Path) -> None:
-    arguments = (
-        "--config",
-        "configs/demo.yaml",
-        f"run.output_dir={workplace}/other",
-        f"model.path={workplace}/base",
-        f"data.train_path={workplace}/data/train.jsonl",
-    )
-    done = torchrun(2, *arguments, "rollout.grop_size=4", expect=1)
+    overrides = small_run(workplace, workplace / "other")
+    done = run(*torchrun_command(2, *TRAIN, *overrides, "rollout.grop_size=4"), expect=1)
     assert "did you mean" in done.stderr and "rollout.group_size" in done.stderr
-    done = torchrun(2, *arguments, "parallel.tensor=3", expect=1)
+    done = run(*torchrun_command(2, *TRAIN, *overrides, "parallel.tensor=3"), expect=1)
     assert "parallel.tensor" in done.stderr
     assert not (workplace / "other").exists()

@@ -1,0 +1,47 @@
+"""The repository's programs, started as a user starts them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)}
+TRAIN = ("launch/train_grpo.py", "--config", "configs/demo.yaml")
+
+
+def run(*command: str, expect: int = 0) -> subprocess.CompletedProcess[str]:
+    """Run `python command` in the repository to its end."""
+    done = subprocess.run(
+        [sys.executable, *command],
+        cwd=REPOSITORY,
+        env=ENVIRONMENT,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == expect, done.stdout + done.stderr
+    return done
+
+
+def torchrun_command(ranks: int, *arguments: str) -> list[str]:
+    """The command line of a program under torchrun on this machine."""
+    launcher = ("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}")
+    return [*launcher, *arguments]
+
+
+def small_run(place: Path, output: Path) -> list[str]:
+    """Overrides of the demo's config: a few prompts, a small cache. `place` has `data/` and `base/`."""
+    return [
+        f"run.output_dir={output}",
+        f"model.path={place}/base",
+        f"data.train_path={place}/data/train.jsonl",
+        "data.prompts_per_step=8",
+        "optimizer.warmup_steps=1",
+        "rollout.group_size=4",
+        "rollout.cpu_kv_cache_gib=0.1",
+        "algorithm.n_minibatches=2",
+    ]
