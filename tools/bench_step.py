@@ -23,6 +23,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
 from rlmath.config import AlgorithmConfig, Config, ModelConfig, OptimizerConfig, PolicyConfig, RolloutConfig
@@ -179,9 +180,10 @@ def main() -> None:
         folder = Path(place) / "model"
         make = [sys.executable, "tools/make_tiny_model.py", "--output", str(folder), "--steps", "0"]
         subprocess.run(make, cwd=REPOSITORY, check=True, stdout=subprocess.DEVNULL)
-        bench_rollout(folder, 64 if quick else 256, 32 if quick else 128, 2 if quick else 5)
         init_process_group(open_device("cpu"), 600.0)
         bench_update(folder, 128 if quick else 512, 2 if quick else 5)
+        dist.destroy_process_group()
+        bench_rollout(folder, 64 if quick else 256, 32 if quick else 128, 2 if quick else 5)
 
 
 if __name__ == "__main__":

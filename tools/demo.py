@@ -45,7 +45,11 @@ class Layout:
 def child_environment() -> dict[str, str]:
     """The programs find the repository; threads that wait do not spin."""
     path = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH", "")]))
-    return os.environ | {"OMP_WAIT_POLICY": "PASSIVE", "PYTHONPATH": path}
+    return os.environ | {
+        "OMP_WAIT_POLICY": "PASSIVE",
+        "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+        "PYTHONPATH": path,
+    }
 
 
 def run(title: str, command: list[str], environment: dict[str, str], capture: bool = False) -> str:
