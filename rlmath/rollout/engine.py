@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import os
 import uuid
 from collections.abc import Iterator, Sequence
@@ -92,10 +93,8 @@ class Engine:
         if self._separate_head:
             tensors = _with_head(tensors)
         self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": tensors})
-        for (
-            _
-        ) in tensors:  # a collective must be consumed to its end on every rank, whatever vLLM leaves of it
-            pass
+        # A collective must be consumed to its end on every rank, whatever vLLM leaves of it.
+        collections.deque(tensors, maxlen=0)
         forget_prefixes(self._llm)
 
     def generate(self, requests: Sequence[Request]) -> Iterator[Generated]:

@@ -89,7 +89,7 @@ def check_update(ranks: RankPool, folder: Path, case: Case, relative: float) -> 
     wanted = {name: p.detach() - start[name] for name, p in model.named_parameters()}
     compare = assert_close if case.optimizer == "sgd" else assert_close_together
     compare({name: weights[name] - start[name] for name in wanted}, wanted, relative)
-    assert result.sums["loss"] / result.sums["tokens"] == pytest.approx(float(loss), rel=1e-5)
+    assert result.sums["loss"] / result.sums["tokens"] == pytest.approx(loss.item(), rel=1e-5)
 
 
 @pytest.mark.parametrize("case", LAYOUTS, ids=str)
