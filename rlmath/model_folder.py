@@ -224,20 +224,28 @@ def _tensor_shapes(folder: Path) -> tuple[dict[str, tuple[int, ...]], list[str]]
     """Shape by name of every tensor in the folder's safetensors files, from their headers."""
     files, problems = _weight_files(folder)
     shapes: dict[str, tuple[int, ...]] = {}
-    for file in files:
+    for file, promised in files.items():
         try:
             with safe_open(file, framework="numpy") as opened:
-                for name in opened.keys():  # noqa: SIM118 (not a mapping)
-                    shapes[name] = tuple(opened.get_slice(name).get_shape())
+                held = {name: tuple(opened.get_slice(name).get_shape()) for name in opened.keys()}  # noqa: SIM118
         except (OSError, SafetensorError) as error:
             problems.append(f'"{file}" is not a whole safetensors file ({error}). Copy or download it again.')
+            continue
+        shapes |= held
+        absent = sorted(promised - held.keys())
+        if absent:
+            problems.append(
+                f'"{file}" lacks {len(absent)} tensors that the index looks for there: {", ".join(absent[:3])}. '
+                "Copy or download the folder again."
+            )
     return shapes, problems
 
 
-def _weight_files(folder: Path) -> tuple[list[Path], list[str]]:
+def _weight_files(folder: Path) -> tuple[dict[Path, set[str]], list[str]]:
+    """The safetensors files, each with the tensors that an index promises in it."""
     single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
     if single.is_file():
-        return [single], []
+        return {single: set()}, []
     if not index.is_file():
         others = sorted(path.name for path in folder.glob("*.bin")) + sorted(
             p.name for p in folder.glob("*.safetensors")
@@ -247,25 +255,28 @@ def _weight_files(folder: Path) -> tuple[list[Path], list[str]]:
             if others
             else ""
         )
-        return [], [f'"{folder}" has neither model.safetensors nor model.safetensors.index.json.{there}']
+        return {}, [f'"{folder}" has neither model.safetensors nor model.safetensors.index.json.{there}']
     try:
         weight_map = _read_json(index).get("weight_map")
     except ValueError as error:
-        return [], [str(error)]
+        return {}, [str(error)]
     if not isinstance(weight_map, dict) or not weight_map:
-        return [], [f'{index}: "weight_map" is missing or empty; needed: file name by tensor name.']
+        return {}, [f'{index}: "weight_map" is missing or empty; needed: file name by tensor name.']
     names = sorted({str(name) for name in weight_map.values()})
     if any(Path(name).name != name for name in names):
-        return [], [
+        return {}, [
             f"{index} names files outside of its folder ({names[0]!r}, ...); needed: plain file names."
         ]
     absent = [name for name in names if not (folder / name).is_file()]
     if absent:
-        return [], [
+        return {}, [
             f"{index} names {len(names)} files, {len(absent)} are not there: {', '.join(absent[:5])}. "
             "Copy or download them."
         ]
-    return [folder / name for name in names], []
+    promised: dict[Path, set[str]] = {folder / name: set() for name in names}
+    for tensor, name in weight_map.items():
+        promised[folder / str(name)].add(tensor)
+    return promised, []
 
 
 def _tensor_problems(folder: Path, shape: ModelShape, found: dict[str, tuple[int, ...]]) -> Iterator[str]:

@@ -434,6 +434,16 @@ def test_an_index_and_its_files(place: Path):
         assert "model.safetensors.index.json" in problem(place)
 
 
+def test_an_index_that_looks_into_the_wrong_file(place: Path):
+    index = split_weights(place)
+    values = json.loads(index.read_text())
+    values["weight_map"]["model.norm.weight"] = "a.safetensors"
+    values["weight_map"]["lm_head.weight"] = "b.safetensors"
+    index.write_text(json.dumps(values))
+    told = problems(place)
+    assert any('a.safetensors" lacks 1 tensors that the index looks for there: model.norm' in t for t in told)
+
+
 def test_weights_that_are_cut_off(place: Path):
     path = place / "model" / "model.safetensors"
     for kept in (-10, 4, 0):

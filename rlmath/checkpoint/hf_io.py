@@ -50,14 +50,6 @@ class HFReader:
         with safe_open(self.folder / self._file_of[name], framework="pt") as file:
             return file.get_tensor(name)
 
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shape of every tensor, without reading the data."""
-        found: dict[str, tuple[int, ...]] = {}
-        for file_name in sorted(set(self._file_of.values())):
-            with safe_open(self.folder / file_name, framework="pt") as file:
-                found |= {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
-        return found
-
 
 def _weight_files(folder: Path) -> dict[str, str]:
     single = folder / "model.safetensors"

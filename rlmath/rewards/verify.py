@@ -63,11 +63,6 @@ def judge(text: str, solutions: Sequence[str], task: str) -> Verdict:
     return cheap_verdict(answer, solutions) or symbolic_verdict(answer or "", solutions)
 
 
-def needs_worker(text: str, solutions: Sequence[str]) -> bool:
-    """Whether only math-verify can decide."""
-    return cheap_verdict(extract_boxed(text), solutions) is None
-
-
 def extract_boxed(text: str) -> str | None:
     """What is in the last complete \\boxed{...}; of nested ones the innermost. One pass, linear in the text.
 
