@@ -47,11 +47,11 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerFast:
 def stop_token_ids(path: str, tokenizer: PreTrainedTokenizerFast) -> tuple[int, ...]:
     """Tokens that end a completion, as vLLM finds them: the tokenizer's end of sequence, and those that
     generation_config.json names, or config.json where there is none."""
-    found = {tokenizer.eos_token_id}
+    named = [tokenizer.eos_token_id]
     for name in ("generation_config.json", "config.json"):
         file = Path(path) / name
         if file.is_file():
-            named = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id")
-            found.update(named if isinstance(named, list) else [named])
+            also = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id")
+            named += also if isinstance(also, list) else [also]
             break
-    return tuple(sorted(token for token in found if isinstance(token, int)))
+    return tuple(sorted({token for token in named if isinstance(token, int)}))
