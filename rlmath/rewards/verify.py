@@ -1,11 +1,15 @@
 """Is the answer of a completion right?
 
-Two halves. The cheap half takes microseconds and runs in the caller's process: it finds the boxed answer and
-compares strings and plain numbers. What it cannot decide goes to math-verify, which may take for ever, so
-only processes that can be killed run that half (see `pool`). Model text is never evaluated as code:
-math-verify's plain-expression extraction, which ends in Python's `eval`, stays switched off.
+    completion -> final answer -> strings, plain numbers, letters -> our own grammar -> math-verify
 
-This module imports neither torch nor sympy; the worker processes stay small and the trainer's start quick.
+The first two steps take microseconds and run in the caller's process. The grammar (`grammar`, `expressions`,
+`answers`) is bounded in size and never evaluates anything but its own tree; it takes about a millisecond. What it does
+not read, such as an integral, goes to math-verify, which may take for ever: so only processes that can be killed run
+those two (see `pool`). Text is never evaluated as code: math-verify's plain-expression extraction, which ends in
+Python's `eval`, stays switched off.
+
+The rules, with examples that the tests run, are in docs/rewards.md. This module imports neither torch nor sympy; the
+worker processes stay small and the trainer's start quick.
 """
 
 from __future__ import annotations
@@ -16,23 +20,37 @@ from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
 
+from rlmath.rewards.extraction import AnswerFrom, extract_answer, extract_boxed
+from rlmath.rewards.notation import NotMathematics, Reading, Unsupported, plain_unicode, without_layout
+
 TASKS = ("math",)
 """Tasks that can be judged."""
 
 MAX_ANSWER_CHARS = 1000
-"""Longest boxed answer that is looked at (characters)."""
+"""Longest answer that is looked at (characters)."""
 
-_BRACES = re.compile(r"\\boxed\s*\{|\\(?!\\?boxed)[\s\S]|[{}]")
-"""A box's opening, an escaped character (which is no brace), or a brace."""
+FAILURES = ("timeout", "error")
+"""Verdicts that say that an answer could not be judged."""
 
-_NUMBER = re.compile(r"[+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)")
+
+@dataclass(frozen=True)
+class Rules:
+    """How answers are found and compared."""
+
+    answer_from: AnswerFrom = "boxed"
+    """Where the answer may stand: see `extraction.extract_answer`."""
+    protocol: bool = False
+    """Compare numbers as loosely as the Qwen2.5-Math evaluation does: within 1e-4, rounded, a factor of 100 off."""
+
+
+STRICT = Rules()
 
 
 @dataclass(frozen=True)
 class Verdict:
     """The judgement of one answer.
 
-    >>> judge("so it is \\\\boxed{ 132 }", ("\\\\boxed{132}",), "math")
+    >>> verify("so it is \\\\boxed{ 132 }", ("\\\\boxed{132}",), "math")
     Verdict(correct=True, extracted='132', verdict='string')
     """
 
@@ -40,7 +58,7 @@ class Verdict:
     extracted: str
     """The answer that was compared, at most `MAX_ANSWER_CHARS` long; "" when none was found."""
     verdict: str
-    """How it was decided: "string", "number", "symbolic", "no_answer", "too_long", "timeout" or "error"."""
+    """How it was decided: "string", "number", "choice", "symbolic", "no_answer", "too_long", "timeout" or "error"."""
 
 
 def check_tasks(tasks: Iterable[str]) -> None:
@@ -49,121 +67,247 @@ def check_tasks(tasks: Iterable[str]) -> None:
     if unknown:
         raise ValueError(
             f"the data has rows of task {', '.join(map(repr, unknown))}, which cannot be judged;"
-            f" keep rows of task {', '.join(map(repr, TASKS))} only"
+            f" keep rows of task {', '.join(map(repr, TASKS))} only, or set reward.function"
         )
 
 
-def judge(text: str, solutions: Sequence[str], task: str) -> Verdict:
-    """The verdict on a completion: right when its last boxed answer equals any of the solutions.
+def verify(completion: str, solutions: Sequence[str], task: str = "math", rules: Rules = STRICT) -> Verdict:
+    """The verdict on a completion: right when its final answer equals any of the solutions.
 
     Has no time limit. In a process that must go on, use `VerifierPool`.
     """
     assert task in TASKS, task
-    answer = extract_boxed(text)
-    return cheap_verdict(answer, solutions) or symbolic_verdict(answer or "", solutions)
+    answer = extract_answer(completion, rules.answer_from)
+    return cheap_verdict(answer, solutions, rules) or deep_verdict(answer or "", solutions, rules)
 
 
-def extract_boxed(text: str) -> str | None:
-    """What is in the last complete \\boxed{...}; of nested ones the innermost. One pass, linear in the text.
-
-    >>> extract_boxed("\\\\boxed{1} or \\\\boxed{\\\\frac{1}{2}} or \\\\boxed{3")
-    '\\\\frac{1}{2}'
-    """
-    open_boxes: list[
-        int | None
-    ] = []  # one entry per open brace: where its box's content starts, None for others
-    best: tuple[int, int] | None = None
-    for match in _BRACES.finditer(text):
-        token = match.group()
-        if token == "{":
-            open_boxes.append(None)
-        elif token.startswith("\\boxed"):
-            open_boxes.append(match.end())
-        elif token == "}" and open_boxes:
-            start = open_boxes.pop()
-            if start is not None and (best is None or start > best[0]):
-                best = (start, match.start())
-    return None if best is None else text[best[0] : best[1]]
+# ---------------------------------------------------------------- cheap: strings, plain numbers, letters
 
 
-def cheap_verdict(answer: str | None, solutions: Sequence[str]) -> Verdict | None:
-    """The verdict where strings and plain numbers decide, else None. `answer` is the content of the box."""
+def cheap_verdict(answer: str | None, solutions: Sequence[str], rules: Rules = STRICT) -> Verdict | None:
+    """The verdict where strings, plain numbers and letters of choice decide, else None."""
     if answer is None or not answer.strip():
         return Verdict(False, "", "no_answer")
-    if len(answer) > MAX_ANSWER_CHARS:
-        return Verdict(False, answer[:MAX_ANSWER_CHARS], "too_long")
     extracted = answer.strip()
-    plain = _plain(answer)
-    golds = [_plain(solution) for solution in solutions if len(solution) <= 2 * MAX_ANSWER_CHARS]
-    if plain in golds:
-        return Verdict(True, extracted, "string")
-    number = _number(plain)
-    if number is None:
+    if len(extracted) > MAX_ANSWER_CHARS:
+        return Verdict(False, extracted[:MAX_ANSWER_CHARS], "too_long")
+    ours = _plain(extracted)
+    if ours is None:
+        return Verdict(False, extracted, "string")
+    undecided = False
+    kind = "string"
+    for gold in usable_solutions(solutions):
+        theirs = _plain_gold(gold)
+        decided = None if theirs is None else _cheap_pair(ours, theirs, rules)
+        if decided is None:
+            undecided = True
+        elif decided[0]:
+            return Verdict(True, extracted, decided[1])
+        else:
+            kind = decided[1]
+    return None if undecided else Verdict(False, extracted, kind)
+
+
+def usable_solutions(solutions: Sequence[str]) -> tuple[str, ...]:
+    """Those short enough to be compared."""
+    return tuple(solution for solution in solutions if len(solution) <= 20 * MAX_ANSWER_CHARS)
+
+
+@dataclass(frozen=True)
+class _Plain:
+    """A text as the cheap comparisons see it."""
+
+    key: str
+    number: Fraction | None
+    exact: bool
+    """Whether the number was written without a decimal point."""
+    letter: str | None
+    """The letter of choice that it begins with."""
+    rest: str
+    """What follows the letter."""
+
+
+_WRAPPER = re.compile(r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mbox|boldsymbol)\s?\{([^{}]*)\}")
+_FRACTION_COMMAND = re.compile(r"\\[dtc]frac(?![a-zA-Z])")
+_LOOSE_SPACE = re.compile(r"(?<![A-Za-z0-9]) +| +(?![A-Za-z0-9])")
+_INTEGER = r"[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+"
+_NUMBER = re.compile(rf"([+-]?)((?:{_INTEGER})(?:\.[0-9]*)?|\.[0-9]+)")
+_FRACTION = re.compile(r"([+-]?)(?:([0-9]+)/([0-9]+)|\\frac\{(-?[0-9]+)\}\{([0-9]+)\}|\\frac([0-9])([0-9]))")
+_CHOICE = re.compile(
+    r"(?:(?:the\s+)?(?:final\s+)?(?:option|choice|answer)\s*(?:is)?\s*:?\s*)?(?:\(([A-Ja-j])\)|([A-J])(?=$|[.):]))[.):]?(?:\s+(.*))?",
+    re.IGNORECASE,
+)
+_WORDS = re.compile(r"[A-Za-z][A-Za-z' -]*")
+
+
+@lru_cache(maxsize=4096)
+def _plain_gold(gold: str) -> _Plain | None:
+    return _plain(gold_answer(gold))
+
+
+def gold_answer(gold: str) -> str:
+    """A reference answer without its box, if it has one."""
+    boxed = extract_boxed(gold) if "box" in gold else None
+    return gold if boxed is None else boxed
+
+
+def _plain(text: str) -> _Plain | None:
+    try:
+        key = _string_key(text)
+    except NotMathematics:
         return None
-    gold_numbers = [_number(gold) for gold in golds]
-    if number in gold_numbers:
-        return Verdict(True, extracted, "number")
-    return None if None in gold_numbers else Verdict(False, extracted, "number")
+    number, exact = _plain_number(key)
+    choice = None if number is not None else _CHOICE.fullmatch(key)
+    letter, rest = None, ""
+    if choice is not None:
+        letter, rest = (choice.group(1) or choice.group(2)).upper(), (choice.group(3) or "").strip()
+        if rest[:1] in tuple("([+-*/^=!_"):
+            letter, rest = None, ""
+    return _Plain(key, number, exact, letter, rest)
 
 
-def symbolic_verdict(answer: str, solutions: Sequence[str]) -> Verdict:
-    """The verdict of math-verify. On hostile text it may hang or take gigabytes: for killable processes only.
+def _string_key(text: str) -> str:
+    """One spelling of what looks the same: no layout, no \\text, white space only between letters and digits."""
+    key = without_layout(plain_unicode(text))
+    key = _FRACTION_COMMAND.sub(r"\\frac", key)
+    key = _WRAPPER.sub(r" \1 ", key)
+    key = " ".join(key.split()).rstrip(". ") or text.strip()
+    if not _CHOICE.fullmatch(key):
+        key = _LOOSE_SPACE.sub("", key)
+    words = _WORDS.fullmatch(key)
+    if words and len(key) > 1:
+        key = key.casefold().removeprefix("the ").removeprefix("an ").removeprefix("a ")
+    return key
 
-    math-verify's own time limits, which need signals, are off.
-    """
-    from math_verify import verify  # here, because sympy takes a second that the trainer does not need
 
+def _plain_number(key: str) -> tuple[Fraction | None, bool]:
+    """(exact value of a plain integer, decimal or fraction, whether it has no decimal point)."""
+    if number := _NUMBER.fullmatch(key):
+        sign, digits = number.groups()
+        value = Fraction(digits.replace(",", "").rstrip(".") or "0")
+        return (-value if sign == "-" else value), "." not in digits.rstrip(".")
+    if fraction := _FRACTION.fullmatch(key):
+        sign, *parts = fraction.groups()
+        above, below = [int(part) for part in parts if part is not None]
+        if below:
+            return (Fraction(-above, below) if sign == "-" else Fraction(above, below)), True
+    return None, True
+
+
+def _cheap_pair(ours: _Plain, gold: _Plain, rules: Rules) -> tuple[bool, str] | None:
+    """(equal, how it was decided), or None."""
+    if ours.key == gold.key:
+        return True, "string"
+    if gold.letter is not None and len(gold.key) <= 4:
+        letter = ours.letter or (ours.key.upper() if len(ours.key) == 1 and ours.key.isalpha() else None)
+        return (letter == gold.letter, "choice") if letter else None
+    if ours.letter is not None and gold.letter is not None:
+        return ours.letter == gold.letter, "choice"
+    if ours.number is not None and gold.number is not None:
+        if ours.number == gold.number:
+            return True, "number"
+        if ours.exact and gold.exact and not rules.protocol and "," not in gold.key + ours.key:
+            return False, "number"
+    return None
+
+
+# ---------------------------------------------------------------- deep: the grammar, then math-verify
+
+
+def deep_verdict(answer: str, solutions: Sequence[str], rules: Rules = STRICT) -> Verdict:
+    """The verdict of the grammar or of math-verify. On hostile text the latter may hang or take gigabytes: for
+    killable processes only."""
     extracted = answer.strip()
     try:
-        parsed = _parse(answer)
-        correct = any(
-            verify(_parse_gold(gold), parsed, timeout_seconds=0, raise_on_error=True) for gold in solutions
-        )
+        correct = any(_deep_pair(extracted, gold_answer(gold), rules) for gold in usable_solutions(solutions))
     except Exception:  # a parser may raise anything on hostile text, MemoryError among it
         return Verdict(False, extracted, "error")
     return Verdict(correct, extracted, "symbolic")
 
 
-@lru_cache(maxsize=1024)
-def _parse_gold(solution: str) -> list:
-    return _parse(_plain(solution))
+def _deep_pair(answer: str, gold: str, rules: Rules) -> bool:
+    plain_answer, plain_gold = _plain(answer), _plain(gold)
+    if plain_answer is None or plain_gold is None:
+        return False
+    if plain_gold.rest and plain_answer.letter is None:
+        return _deep_pair(answer, plain_gold.rest, rules)
+    if plain_answer.rest and plain_gold.letter is None:
+        return _deep_pair(plain_answer.rest, gold, rules)
+    from rlmath.rewards.written import same_special
+
+    special = same_special(plain_gold.key, plain_answer.key)
+    if special is not None:
+        return special
+    try:
+        return _same(answer, gold, rules)
+    except Unsupported:
+        return _library_says(answer, gold)
+    except NotMathematics:
+        return False
 
 
-def _parse(answer: str) -> list:
+def _same(answer: str, gold: str, rules: Rules) -> bool:
+    """Whether any reading of the answer equals any reading of the gold answer."""
+    from rlmath.rewards.answers import same_answer
+
+    ours, golds = _readings(answer), _readings(gold)
+    refused: Exception | None = None
+    for one in golds:
+        for other in ours:
+            for reading in (one, other):
+                if isinstance(reading, Exception):
+                    refused = refused or reading
+            if isinstance(one, Exception) or isinstance(other, Exception):
+                continue
+            try:
+                if same_answer(one, other, rules.protocol):
+                    return True
+            except (NotMathematics, Unsupported) as error:
+                refused = refused or error
+    prose = [r for r in (*ours, *golds) if isinstance(r, NotMathematics)]
+    if prose:
+        raise prose[0]
+    if refused is not None:
+        raise refused
+    return False
+
+
+@lru_cache(maxsize=2048)
+def _readings(text: str) -> tuple:
+    """The trees of a text, one for each way to read its doubtful digits; an exception where it has none."""
+    from rlmath.rewards.grammar import parse_answer
+
+    plain = without_layout(plain_unicode(text))
+    ways = [Reading()]
+    if re.search(r"[0-9],[0-9]{3}(?![0-9])", plain):
+        ways.append(Reading(commas_group=False))
+    if re.search(r"[0-9][eE][+-][0-9]", plain):
+        ways.append(Reading(e_is_exponent=False))
+    trees = []
+    for way in ways:
+        try:
+            trees.append(parse_answer(plain, way))
+        except (NotMathematics, Unsupported) as error:
+            trees.append(error)
+    good = tuple(tree for tree in trees if not isinstance(tree, Exception))
+    return good or (trees[0],)
+
+
+def _library_says(answer: str, gold: str) -> bool:
+    """Whether math-verify finds them equal. Its own time limits, which need signals, are off."""
+    from math_verify import verify as equal
+
+    return equal(_library_parse(gold), _library_parse_answer(answer), timeout_seconds=0, raise_on_error=True)
+
+
+@lru_cache(maxsize=512)
+def _library_parse(gold: str) -> list:
+    return _library_parse_answer(gold)
+
+
+def _library_parse_answer(answer: str) -> list:
     """sympy expressions, and the normalised string for what is none."""
     from math_verify import LatexExtractionConfig, parse
 
     boxed = f"\\boxed{{{answer}}}"
     return parse(boxed, extraction_config=[LatexExtractionConfig()], parsing_timeout=0, raise_on_error=True)
-
-
-def _plain(answer: str) -> str:
-    """Without surrounding white space, dollar signs and boxes; inner white space made single spaces."""
-    text = " ".join(answer.split())
-    while True:
-        if len(text) >= 2 and text[0] == text[-1] == "$":
-            inner = text[1:-1]
-        elif text.startswith("\\boxed") and text.endswith("}") and _is_one_box(text):
-            inner = text[text.index("{") + 1 : -1]
-        else:
-            return text
-        text = inner.strip()
-
-
-def _is_one_box(text: str) -> bool:
-    """Whether the brace that opens the box is closed by the last character only."""
-    depth = 0
-    for match in _BRACES.finditer(text):
-        token = match.group()
-        depth += token.endswith("{") and token != "\\{"
-        depth -= token == "}"
-        if depth == 0 and token == "}":
-            return match.end() == len(text)
-    return False
-
-
-def _number(text: str) -> Fraction | None:
-    """The exact value of a plain integer or decimal of at most `MAX_ANSWER_CHARS` characters, else None."""
-    if len(text) > MAX_ANSWER_CHARS or not _NUMBER.fullmatch(text):
-        return None
-    return Fraction(text)

@@ -1,0 +1,551 @@
+"""Are two answers the same? Every answer has one or more views (a value, a tuple, a set, a set of reals, an equation);
+two answers are equal when a view of one equals the same kind of view of the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from fractions import Fraction
+from functools import lru_cache
+
+from rlmath.rewards.expressions import (
+    mpf,
+    mentions,
+    proportion,
+    same_expression,
+    same_number,
+    symbols,
+    worth,
+)
+from rlmath.rewards.grammar import (
+    Answer,
+    Call,
+    Expr,
+    Group,
+    Known,
+    Listing,
+    MatrixOf,
+    Name,
+    Num,
+    Relation,
+    Scalar,
+    SetOf,
+    SetOperation,
+    Sym,
+)
+from rlmath.rewards.notation import NotMathematics, Unsupported
+from rlmath.rewards.reals import Bound, RealSet, interval, point, whole_line
+from rlmath.rewards.units import DEGREE, PERCENT, RADIAN, Unit, compatible
+
+MAX_ITEMS = 200
+"""Longest list or set that is compared."""
+
+_FLIPPED = {"<": ">", ">": "<", "<=": ">=", ">=": "<=", "=": "=", "!=": "!="}
+
+
+@dataclass(frozen=True)
+class Views:
+    """How an answer can be seen; what it is not stays None."""
+
+    scalar: Scalar | None = None
+    name: str | None = None
+    """What its value is given to: "x" of x = 5."""
+    row: tuple[Views, ...] | None = None
+    """In order: a point, a vector, the sides of a ratio."""
+    brackets: str = ""
+    """Of the row: "()", "[)", ..., "::" for a ratio, "matrix", or "" for a bare list."""
+    members: tuple[Views, ...] | None = None
+    """Without order."""
+    is_set: bool = False
+    """Whether members that come twice count once."""
+    reals: RealSet | None = None
+    difference: Expr | None = None
+    """Left side minus right side of an equation or inequality."""
+    sign: str = ""
+    """Of the relation: "=", "<" or "<=" (turned so that it points left)."""
+    matrix: MatrixOf | None = None
+    known: str | None = None
+    pairs: tuple[tuple[str, Views], ...] | None = None
+    """Several names with their values: x = 1, y = 2."""
+    also: tuple[Views, ...] = field(default=())
+    """Further readings."""
+
+
+def same_answer(gold: Answer, answer: Answer, protocol: bool = False) -> bool:
+    """Whether two parsed answers are equal. `protocol`: see `expressions.same_number`.
+
+    Raises NotMathematics or Unsupported where that cannot be said.
+    """
+    return _Comparison(protocol).same(views(gold), views(answer))
+
+
+# ---------------------------------------------------------------- views
+
+
+@lru_cache(maxsize=2048)
+def views(answer: Answer) -> Views:
+    """The views of an answer."""
+    if isinstance(answer, Scalar):
+        return _scalar_views(answer)
+    if isinstance(answer, Group):
+        return _group_views(answer)
+    if isinstance(answer, SetOf):
+        return Views(members=_flat(answer.items), is_set=True, reals=_points(answer.items))
+    if isinstance(answer, Listing):
+        return _listing_views(answer)
+    if isinstance(answer, Relation):
+        return _relation_views(answer)
+    if isinstance(answer, SetOperation):
+        return Views(reals=_operation(answer))
+    if isinstance(answer, MatrixOf):
+        return _matrix_views(answer)
+    if isinstance(answer, Known):
+        reals = {"R": whole_line(), "empty": RealSet(())}.get(answer.name)
+        members = () if answer.name == "empty" else None
+        return Views(known=answer.name, reals=reals, members=members, is_set=True)
+    if answer.expr is not None:
+        return _scalar_views(Scalar(answer.expr))
+    raise NotMathematics("a name without a value")
+
+
+def _scalar_views(scalar: Scalar) -> Views:
+    if mentions(scalar.expr, frozenset(("pm", "mp"))):
+        values = [Scalar(_with_sign(scalar.expr, upper), scalar.unit) for upper in (True, False)]
+        return Views(members=tuple(Views(scalar=value) for value in values), is_set=True, reals=_points(values))
+    return Views(scalar=scalar)
+
+
+def _with_sign(expr: Expr, upper: bool) -> Expr:
+    """One of the two values of an expression with plus-minus signs."""
+    if not isinstance(expr, Call):
+        return expr
+    args = tuple(_with_sign(arg, upper) for arg in expr.args)
+    if expr.name in ("pm", "mp"):
+        left, right = args
+        minus = upper == (expr.name == "mp")
+        return Call("add", (left, Call("neg", (right,)) if minus else right))
+    return Call(expr.name, args)
+
+
+def _group_views(group: Group) -> Views:
+    brackets = group.opening + group.closing
+    items = tuple(views(item) for item in group.items)
+    if brackets == "::":
+        ratio = None
+        if len(items) == 2:
+            ratio = Scalar(Call("div", (_plain(group.items[0]), _plain(group.items[1]))))
+        return Views(row=items, brackets=brackets, scalar=ratio)
+    pair = len(items) == 2
+    return Views(row=items, brackets=brackets if pair else "()", reals=_interval(group) if pair else None)
+
+
+def _interval(group: Group) -> RealSet | None:
+    low, high = (_bound(item) for item in group.items)
+    if low is None or high is None:
+        return None
+    return interval(low, group.opening == "[", high, group.closing == "]")
+
+
+def _bound(item: Answer) -> Bound | None:
+    if not isinstance(item, Scalar) or item.unit is not None and item.unit not in (DEGREE, PERCENT):
+        return None
+    if symbols(item.expr) or mentions(item.expr, frozenset(("i", "pm", "mp"))):
+        return None
+    value = worth(item.expr)
+    return None if value is None else value.value
+
+
+def _points(items: Sequence[Answer]) -> RealSet | None:
+    bounds = [_bound(item) for item in items]
+    if any(bound is None for bound in bounds):
+        return None
+    return RealSet.union([point(bound) for bound in bounds if bound is not None])
+
+
+def _flat(items: Sequence[Answer]) -> tuple[Views, ...]:
+    """Members, plus-minus spread out."""
+    if len(items) > MAX_ITEMS:
+        raise NotMathematics(f"more than {MAX_ITEMS} items")
+    members: list[Views] = []
+    for item in items:
+        seen = views(item)
+        spread = seen.members if isinstance(item, Scalar) and seen.members is not None else (seen,)
+        members.extend(spread)
+    return tuple(members)
+
+
+def _listing_views(listing: Listing) -> Views:
+    items = _flat(listing.items)
+    relations = [item for item in listing.items if isinstance(item, Relation)]
+    if len(relations) == len(listing.items):
+        if all(item.name is None and item.reals is not None for item in items):
+            return Views(reals=_joined([item.reals for item in items if item.reals], listing.joiner))
+        if all(item.sign == "=" for item in items):
+            return _several_equations(items)
+    if listing.items and isinstance(listing.items[0], Relation) and listing.joiner != "and":
+        first = items[0]
+        if first.name is not None and first.scalar is not None and not any(item.name for item in items[1:]):
+            # x = 1, 2: the name is said once
+            return Views(members=(Views(scalar=first.scalar), *items[1:]), name=first.name)
+    return Views(members=items, row=items if listing.joiner == "," else None, reals=None)
+
+
+def _several_equations(items: tuple[Views, ...]) -> Views:
+    names = [item.name for item in items]
+    if None in names or any(item.scalar is None and item.members is None for item in items):
+        return Views(members=items)
+    if len(set(names)) == 1:
+        bare = tuple(_nameless(item) for item in items)
+        return Views(members=bare, name=names[0])
+    bare = tuple(_nameless(item) for item in items)
+    pairs = tuple(sorted(zip((str(name) for name in names), bare, strict=True), key=lambda pair: pair[0]))
+    ordered = sorted(names, key=str) == names
+    return Views(members=bare, row=bare if ordered else None, pairs=pairs)
+
+
+def _nameless(item: Views) -> Views:
+    return Views(scalar=item.scalar, members=item.members, is_set=item.is_set, row=item.row, brackets=item.brackets)
+
+
+def _joined(sets: Sequence[RealSet], joiner: str) -> RealSet:
+    """Inequalities side by side: "or" is a union, "and" an intersection, a comma the one that is not empty."""
+    both = RealSet.intersection(sets)
+    if joiner == "or" or (joiner == "," and both.is_empty):
+        return RealSet.union(sets)
+    return both
+
+
+def _operation(operation: SetOperation) -> RealSet:
+    sets = []
+    for part in operation.parts:
+        seen = views(part)
+        reals = seen.reals
+        if reals is None:
+            raise Unsupported("a set operation on other than sets of real numbers")
+        sets.append(reals)
+    if operation.op == "union":
+        return RealSet.union(sets)
+    if operation.op == "intersection":
+        return RealSet.intersection(sets)
+    return RealSet.intersection([sets[0], *(other.complement() for other in sets[1:])])
+
+
+def _matrix_views(matrix: MatrixOf) -> Views:
+    row = None
+    if len(matrix.rows) == 1 or len(matrix.rows[0]) == 1:
+        row = tuple(Views(scalar=Scalar(entry)) for line in matrix.rows for entry in line)
+    return Views(matrix=matrix, row=row, brackets="matrix")
+
+
+# ---------------------------------------------------------------- relations
+
+
+def _relation_views(relation: Relation) -> Views:
+    ops = set(relation.ops)
+    if ops == {"in"} and len(relation.sides) == 2:
+        inner = views(relation.sides[1])
+        return replace(inner, name=_name_of(relation.sides[0]))
+    if ops <= {"=", "~"}:
+        return _equation_views(relation)
+    if ops <= {"<", "<=", ">", ">="} or ops == {"!="}:
+        return _inequality_views(relation)
+    raise Unsupported("a mixture of relations")
+
+
+def _name_of(side: Answer) -> str | None:
+    if isinstance(side, Name):
+        return side.text
+    if isinstance(side, Scalar) and isinstance(side.expr, Sym):
+        return side.expr.name
+    if isinstance(side, Group):
+        return "".join(_name_of(item) or "?" for item in side.items)
+    return None
+
+
+def _equation_views(relation: Relation) -> Views:
+    sides = list(relation.sides)
+    name = None
+    if _is_lone_name(sides[0]):
+        name = _name_of(sides.pop(0))
+    elif len(sides) == 2 and _is_lone_name(sides[-1]):
+        name = _name_of(sides.pop())
+    value = _common_value(sides, relation.ops) if name is not None or not _any_symbols(sides) else None
+    difference = _difference(relation) if len(relation.sides) == 2 and relation.ops == ("=",) else None
+    if value is None:
+        if difference is None:
+            raise NotMathematics("sides that differ")
+        return Views(difference=difference, sign="=")
+    decimal = sides[-1] if relation.ops[-1] == "~" and len(sides) > 1 else None
+    also = (views(decimal),) if decimal is not None else ()
+    return replace(views(value), name=name, difference=difference, sign="=", also=also)
+
+
+def _is_lone_name(side: Answer) -> bool:
+    if isinstance(side, Group):
+        return side.opening == "(" and all(_is_lone_name(item) for item in side.items)
+    return isinstance(side, Name) or (isinstance(side, Scalar) and isinstance(side.expr, Sym) and side.unit is None)
+
+
+def _any_symbols(sides: Sequence[Answer]) -> bool:
+    return any(isinstance(side, Name) or (isinstance(side, Scalar) and bool(symbols(side.expr))) for side in sides)
+
+
+def _common_value(sides: Sequence[Answer], ops: Sequence[str]) -> Answer | None:
+    """What all sides are worth; None where they differ, so that `1 = 2` is worth nothing."""
+    comparison = _Comparison(False)
+    for other, op in zip(sides[1:], ops[len(ops) - len(sides) + 1 :], strict=True):
+        one, two = views(sides[0]), views(other)
+        if op == "=" and comparison.same(one, two):
+            continue
+        if not (op == "~" and one.scalar and two.scalar and _near(one.scalar.expr, two.scalar.expr)):
+            return None
+    return sides[0] if sides else None
+
+
+def _near(one: Expr, other: Expr) -> bool:
+    if symbols(one) or symbols(other):
+        return False
+    a, b = worth(one), worth(other)
+    return a is not None and b is not None and abs(a.value - b.value) <= abs(a.value) / 100
+
+
+def _difference(relation: Relation) -> Expr | None:
+    exprs = []
+    for side in relation.sides:
+        expr = side.expr if isinstance(side, (Name, Scalar)) else None
+        if expr is None or (isinstance(side, Scalar) and side.unit is not None and side.otherwise is None):
+            return None
+        exprs.append(expr)
+    return Call("add", (exprs[0], Call("neg", (exprs[1],))))
+
+
+def _inequality_views(relation: Relation) -> Views:
+    reals: list[RealSet] = []
+    names: set[str] = set()
+    for left, op, right in zip(relation.sides, relation.ops, relation.sides[1:], strict=False):
+        solved = _half_line(left, op, right)
+        if solved is None:
+            return _unsolved(relation)
+        names.add(solved[0])
+        reals.append(solved[1])
+    if len(names) != 1:
+        raise Unsupported("inequalities in several variables")
+    return Views(reals=RealSet.intersection(reals), name=None, sign=f"solved {names.pop()}")
+
+
+def _unsolved(relation: Relation) -> Views:
+    if len(relation.ops) != 1:
+        raise Unsupported("a chain of inequalities in several variables")
+    op = relation.ops[0]
+    difference = _difference(relation)
+    if difference is None:
+        raise NotMathematics("an inequality between other than expressions")
+    if op in (">", ">="):
+        difference = Call("neg", (difference,))
+        op = _FLIPPED[op]
+    return Views(difference=difference, sign=op)
+
+
+def _half_line(left: Answer, op: str, right: Answer) -> tuple[str, RealSet] | None:
+    """(variable, the reals that satisfy it), where one side is a variable and the other a number."""
+    if isinstance(right, Scalar) and isinstance(right.expr, Sym):
+        left, op, right = right, _FLIPPED[op], left
+    if isinstance(left, Name):
+        left = Scalar(left.expr) if left.expr is not None else Scalar(Sym(left.text))
+    if not (isinstance(left, Scalar) and isinstance(left.expr, Sym)):
+        return None
+    bound = _bound(right)
+    if bound is None:
+        return None
+    minus, plus = mpf("-inf"), mpf("inf")
+    if op == "!=":
+        return left.expr.name, point(bound).complement()
+    if op in ("<", "<="):
+        return left.expr.name, interval(minus, False, bound, op == "<=")
+    return left.expr.name, interval(bound, op == ">=", plus, False)
+
+
+def _plain(item: Answer) -> Expr:
+    if isinstance(item, Scalar) and item.unit is None:
+        return item.expr
+    raise NotMathematics("a ratio of other than numbers")
+
+
+# ---------------------------------------------------------------- comparison
+
+
+@dataclass(frozen=True)
+class _Comparison:
+    protocol: bool
+
+    def same(self, gold: Views, answer: Views) -> bool:
+        """Whether any view of one equals the same kind of view of the other."""
+        if any(self.same(reading, answer) for reading in gold.also):
+            return True
+        if any(self.same(gold, reading) for reading in answer.also):
+            return True
+        if gold.difference is not None and answer.difference is not None:
+            if self._same_relation(gold, answer):
+                return True
+        if not _names_agree(gold.name, answer.name) and not (gold.reals and answer.reals):
+            return False
+        if gold.sign.startswith("solved") and answer.sign.startswith("solved") and gold.sign != answer.sign:
+            return False
+        if gold.pairs is not None and answer.pairs is not None:
+            return self._same_pairs(gold.pairs, answer.pairs)
+        return (
+            self._same_scalar(gold.scalar, answer.scalar)
+            or self._same_row(gold, answer)
+            or self._same_members(gold, answer)
+            or (gold.reals is not None and answer.reals is not None and gold.reals.same(answer.reals))
+            or self._same_matrix(gold.matrix, answer.matrix)
+            or (gold.known is not None and gold.known == answer.known)
+        )
+
+    def _same_relation(self, gold: Views, answer: Views) -> bool:
+        if gold.sign != answer.sign or gold.difference is None or answer.difference is None:
+            return False
+        if symbols(gold.difference) != symbols(answer.difference):
+            return False
+        ratio = proportion(gold.difference, answer.difference)
+        return ratio is not None and (gold.sign == "=" or ratio > 0)
+
+    def _same_scalar(self, gold: Scalar | None, answer: Scalar | None) -> bool:
+        if gold is None or answer is None:
+            return False
+        if self._same_quantity(gold, answer):
+            return True
+        if gold.otherwise is not None and self._same_scalar(gold.otherwise, answer):
+            return True
+        return answer.otherwise is not None and self._same_scalar(gold, answer.otherwise)
+
+    def _same_quantity(self, gold: Scalar, answer: Scalar) -> bool:
+        gold, answer = _whole_unit(gold), _whole_unit(answer)
+        if gold.unit is None and answer.unit is None:
+            return self._same_expr(gold.expr, answer.expr)
+        if gold.unit is None or answer.unit is None:
+            with_unit, bare = (gold, answer) if answer.unit is None else (answer, gold)
+            assert with_unit.unit is not None
+            if with_unit.unit.dimensions == DEGREE.dimensions and not with_unit.unit.nouns:
+                if same_expression(bare.expr, Call("deg", (with_unit.expr,))):
+                    return True
+            if with_unit.unit == PERCENT and self._same_expr(bare.expr, Call("percent", (with_unit.expr,))):
+                return True
+            return self._same_expr(gold.expr, answer.expr)
+        if (gold.unit, answer.unit) in ((DEGREE, RADIAN), (RADIAN, DEGREE)):
+            ours, theirs = _in_radians(gold), _in_radians(answer)
+            return same_expression(ours, theirs)
+        if not compatible(gold.unit, answer.unit):
+            return False
+        return self._same_expr(_converted(gold, answer.unit), _converted(answer, gold.unit))
+
+    def _same_expr(self, gold: Expr, answer: Expr) -> bool:
+        if symbols(gold) or symbols(answer):
+            return same_expression(gold, answer)
+        if same_number(gold, answer, self.protocol):
+            return True
+        if not self.protocol:
+            return False
+        hundredfold = Call("mul", (answer, Num(Fraction(100))))
+        return same_number(gold, hundredfold, True) or same_number(gold, Call("percent", (answer,)), True)
+
+    def _same_row(self, gold: Views, answer: Views) -> bool:
+        if gold.row is None or answer.row is None or len(gold.row) != len(answer.row):
+            return False
+        if "matrix" in (gold.brackets, answer.brackets) and gold.brackets == answer.brackets:
+            return False  # compared as matrices
+        if "::" in (gold.brackets, answer.brackets):
+            return gold.brackets == answer.brackets and self._same_ratio(gold.row, answer.row)
+        if gold.brackets and answer.brackets and "matrix" not in (gold.brackets, answer.brackets):
+            if gold.brackets != answer.brackets:
+                return False
+        if not gold.brackets and not answer.brackets:
+            return False  # two bare lists have no order
+        return all(self.same(one, other) for one, other in zip(gold.row, answer.row, strict=True))
+
+    def _same_ratio(self, gold: Sequence[Views], answer: Sequence[Views]) -> bool:
+        first, second = gold[0].scalar, answer[0].scalar
+        if first is None or second is None:
+            return False
+        for one, other in zip(gold, answer, strict=True):
+            if one.scalar is None or other.scalar is None:
+                return False
+            left = Call("mul", (one.scalar.expr, second.expr))
+            if not same_expression(left, Call("mul", (other.scalar.expr, first.expr))):
+                return False
+        return True
+
+    def _same_members(self, gold: Views, answer: Views) -> bool:
+        if gold.members is None and answer.members is None:
+            return False
+        ours = gold.members if gold.members is not None else _alone(gold)
+        theirs = answer.members if answer.members is not None else _alone(answer)
+        if ours is None or theirs is None:
+            return False
+        if gold.is_set or answer.is_set:
+            return self._all_in(ours, theirs) and self._all_in(theirs, ours)
+        return len(ours) == len(theirs) and self._matched(ours, theirs)
+
+    def _all_in(self, ours: Sequence[Views], theirs: Sequence[Views]) -> bool:
+        return all(any(self.same(one, other) for other in theirs) for one in ours)
+
+    def _matched(self, ours: Sequence[Views], theirs: Sequence[Views]) -> bool:
+        """Whether each of ours has a partner of its own among theirs."""
+        left = list(theirs)
+        for one in ours:
+            found = next((index for index, other in enumerate(left) if self.same(one, other)), None)
+            if found is None:
+                return False
+            del left[found]
+        return True
+
+    def _same_matrix(self, gold: MatrixOf | None, answer: MatrixOf | None) -> bool:
+        if gold is None or answer is None or len(gold.rows) != len(answer.rows):
+            return False
+        if len(gold.rows[0]) != len(answer.rows[0]):
+            return False
+        pairs = zip(gold.rows, answer.rows, strict=True)
+        return all(
+            self._same_expr(one, other) for ours, theirs in pairs for one, other in zip(ours, theirs, strict=True)
+        )
+
+    def _same_pairs(self, gold: Sequence[tuple[str, Views]], answer: Sequence[tuple[str, Views]]) -> bool:
+        return len(gold) == len(answer) and all(
+            name == other and self.same(one, two)
+            for (name, one), (other, two) in zip(gold, answer, strict=True)
+        )
+
+
+def _alone(seen: Views) -> tuple[Views, ...] | None:
+    """A value as a set of one."""
+    return (seen,) if seen.scalar is not None or (seen.row is not None and seen.brackets) else None
+
+
+def _names_agree(one: str | None, other: str | None) -> bool:
+    """Whether values given to these names may be the same; `y` and `f(x)` are one habit."""
+    if one is None or other is None or one == other:
+        return True
+    return "y" in (one, other) and any(name.endswith(")") and len(name) > 1 for name in (one, other))
+
+
+def _whole_unit(scalar: Scalar) -> Scalar:
+    """`90^\\circ` and `50\\%` as a number with a unit."""
+    expr = scalar.expr
+    if scalar.unit is None and isinstance(expr, Call) and expr.name in ("deg", "percent"):
+        return Scalar(expr.args[0], DEGREE if expr.name == "deg" else PERCENT)
+    return scalar
+
+
+def _in_radians(angle: Scalar) -> Expr:
+    return Call("deg", (angle.expr,)) if angle.unit == DEGREE else angle.expr
+
+
+def _converted(scalar: Scalar, other: Unit) -> Expr:
+    """The value in base units; as it is where only one of the two has a known unit."""
+    assert scalar.unit is not None
+    if not (scalar.unit.dimensions and other.dimensions) or scalar.unit.factor == other.factor:
+        return scalar.expr
+    if isinstance(scalar.expr, Num):
+        return Num(scalar.expr.value * scalar.unit.factor, scalar.expr.digits)
+    return Call("mul", (scalar.expr, Num(scalar.unit.factor)))

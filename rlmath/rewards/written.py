@@ -1,0 +1,69 @@
+"""Answers that are neither words nor expressions: clock times and numbers in another base."""
+
+from __future__ import annotations
+
+import re
+
+_CLOCK = re.compile(r"([0-9]{1,2}):([0-5][0-9])(?::([0-5][0-9]))?\s*(?:([ap])\.?\s?m\.?)?", re.IGNORECASE)
+_FULL_HOUR = re.compile(r"([0-9]{1,2})\s*([ap])\.?\s?m\.?", re.IGNORECASE)
+_BASES = {
+    name: base
+    for base, name in enumerate(
+        "two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen".split(), 2
+    )
+}
+_BASED = re.compile(r"\(?([0-9A-F]+)\)?_\{?\(?([0-9]{1,2}|[a-z]+)\)?\}?", re.IGNORECASE)
+
+
+def same_special(gold: str, answer: str) -> bool | None:
+    """Whether two texts are the same time of day or the same numeral; None where neither is one.
+
+    `3:30 PM` is `15:30`; without AM or PM on one side the other's is not asked for. A numeral with a base equals only
+    the same digits in the same base: whoever asks for base 8 does not want another.
+    """
+    times = clock(gold), clock(answer)
+    if times[0] is not None and times[1] is not None:
+        return _same_time(times[0], times[1])
+    bases = based(gold), based(answer)
+    if bases[0] is not None or bases[1] is not None:
+        return bases[0] == bases[1]
+    return None
+
+
+def _same_time(one: tuple[int, bool], other: tuple[int, bool]) -> bool:
+    if one[0] == other[0]:
+        return True
+    if one[1] == other[1]:
+        return False
+    bare = other if one[1] else one
+    return bare[0] < 13 * 3600 and one[0] % 43200 == other[0] % 43200
+
+
+def clock(text: str) -> tuple[int, bool] | None:
+    """(seconds after midnight, whether AM or PM was said) of a time of day, else None."""
+    if match := _CLOCK.fullmatch(text):
+        hours, minutes, seconds, half = match.groups()
+    elif match := _FULL_HOUR.fullmatch(text):
+        (hours, half), minutes, seconds = match.groups(), "0", None
+    else:
+        return None
+    hour = int(hours)
+    if hour > 24 or (half and not 1 <= hour <= 12):
+        return None
+    if half:
+        hour = hour % 12 + (12 if half.lower() == "p" else 0)
+    return hour * 3600 + int(minutes) * 60 + int(seconds or 0), bool(half)
+
+
+def based(text: str) -> tuple[str, int] | None:
+    """(digits, base) of a numeral such as `52_8` or `1010_{two}`, else None."""
+    match = _BASED.fullmatch(text.replace("\\", ""))
+    if match is None:
+        return None
+    digits, base = match.group(1).upper(), match.group(2).lower()
+    number = int(base) if base.isdigit() else _BASES.get(base)
+    if number is None or not digits[0].isdigit() and number <= 10:
+        return None
+    if any(int(digit, 36) >= number for digit in digits):
+        return None
+    return digits.lstrip("0") or "0", number
