@@ -144,14 +144,36 @@ class RolloutConfig:
 class RewardConfig:
     """Rewards from checking the final answer."""
 
-    correct: float = 5.0
-    """Reward of a right answer."""
-    wrong: float = -5.0
-    """Reward of a wrong, missing or unverifiable answer."""
+    scheme: str = "correctness"
+    """"correctness": +1 or -1 (AReaL); "mix": 1, -0.5, and format_penalty without a box; "independent": 1 and -0.5
+    with a box, 0.5 and format_penalty without one (SimpleRL). A reward is (that - output_bias) * output_scaling."""
+    format_penalty: float = -1.0
+    """Schemes "mix" and "independent": what an answer without a box gets (SimpleRL's FORMAT_PENALTY_VALUE)."""
+    output_scaling: float | None = None
+    """AReaL's reward_output_scaling. Null: 5 for "correctness", which makes +5 and -5, and 1 for the others."""
+    output_bias: float = 0.0
+    """AReaL's reward_output_bias, subtracted before scaling."""
+    mask_no_eos_with_zero: bool = False
+    """A completion cut off at rollout.max_new_tokens gets 0, right or wrong (AReaL)."""
+    overlong_buffer: int = 0
+    """Length costs in the last so many tokens before rollout.max_new_tokens (DAPO's soft punishment); 0: never."""
+    overlong_penalty: float = 1.0
+    """What the full length costs (reward); over the buffer it grows evenly from 0."""
+    answer_from: str = "boxed"
+    """Where the answer may stand: "boxed" (box or <answer> tag), "phrase" (else after "the answer is"), "number"
+    (else the last number); the last two for base models that do not know boxes yet."""
+    strict: bool = True
+    """False compares numbers as loosely as the Qwen2.5-Math evaluation: within 1e-4, rounded, or a factor 100 off."""
+    function: str | None = None
+    """A reward function of yours, "package.module:name", instead of the judge; see docs/rewards.md."""
+    function_failure: float = 0.0
+    """What a completion gets when that function fails or takes too long (before scaling)."""
     timeout_seconds: float = 5.0
     """Longest check of one answer; a check that takes longer is ended and counts as wrong."""
     workers: int = 1
     """Processes per rank that check answers."""
+    max_failure_share: float = 0.02
+    """A step in which more than this share of checks failed (time, memory, crash) is warned of, with a sample."""
 
 
 @dataclass(frozen=True)

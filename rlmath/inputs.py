@@ -33,7 +33,8 @@ def load_inputs(config: Config, shape: ModelShape) -> Inputs:
     """ValueError for unreadable data, too few prompts for one step, or tokens that the model does not know."""
     tokenizer = load_tokenizer(config.model.path)
     prompts, report = load_prompts(config.data.train_path, tokenizer, config.data.max_prompt_tokens)
-    check_tasks(prompt.task for prompt in prompts)
+    if config.reward.function is None:
+        check_tasks(prompt.task for prompt in prompts)
     _check_vocabulary(prompts, tokenizer, shape.vocab_size)
     order = PromptOrder(len(prompts), config.data.prompts_per_step, config.run.seed, config.data.shuffle)
     total_steps = config.run.total_epochs * order.steps_per_epoch

@@ -14,6 +14,7 @@ import torch
 from rlmath.config import Config, ParallelConfig, PolicyConfig, RolloutConfig
 from rlmath.model_folder import inspect_model_folder
 from rlmath.model_shape import ModelShape
+from rlmath.rewards.functions import function_problem
 from rlmath.setting_ranges import RANGES, WORDS
 from rlmath.settings import nearest_path, nearest_word, raise_problems, setting_values
 
@@ -38,6 +39,7 @@ def check_config(config: Config, world_size: int) -> ModelShape:
         *_length_problems(config),
         *_engine_problems(config.rollout, config.data.max_prompt_tokens),
         *_learning_problems(config),
+        *_reward_problems(config),
         *_recompute_problems(config.policy),
         *_place_problems(config),
         *model_problems,
@@ -142,16 +144,27 @@ def _engine_problems(rollout: RolloutConfig, max_prompt_tokens: int) -> Iterator
 
 
 def _learning_problems(config: Config) -> Iterator[str]:
-    optimizer, reward = config.optimizer, config.reward
+    optimizer = config.optimizer
     if optimizer.min_lr > optimizer.lr:
         yield f"optimizer.min_lr is {optimizer.min_lr}, above optimizer.lr {optimizer.lr}. Lower it."
     if optimizer.kind == "sgd" and optimizer.distributed:
         yield 'optimizer.distributed: Megatron shares only Adam\'s state. With kind "sgd" set it to false.'
-    if reward.correct <= reward.wrong:
+
+
+def _reward_problems(config: Config) -> Iterator[str]:
+    reward, limit = config.reward, config.rollout.max_new_tokens
+    if reward.overlong_buffer > limit:
         yield (
-            f"reward.correct is {reward.correct}, not above reward.wrong {reward.wrong}: the model would "
-            "learn nothing, or to answer wrongly. Raise reward.correct or lower reward.wrong."
+            f"reward.overlong_buffer is {reward.overlong_buffer}, above rollout.max_new_tokens {limit}: even the "
+            "shortest answer would cost. Lower it."
         )
+    if reward.scheme != "correctness" and reward.format_penalty >= 1:
+        yield (
+            f"reward.format_penalty is {reward.format_penalty}; a right answer in a box gets 1 in scheme "
+            f'"{reward.scheme}", and one without a box should get less. Lower it.'
+        )
+    if reward.function is not None and (problem := function_problem(reward.function)):
+        yield problem
 
 
 def _recompute_problems(policy: PolicyConfig) -> Iterator[str]:

@@ -30,6 +30,7 @@ from rlmath.policy.actor import build_actor
 from rlmath.policy.model import start_megatron
 from rlmath.policy.reference import build_reference
 from rlmath.preflight import harmless_settings
+from rlmath.rewards.judge import open_judges
 from rlmath.rewards.pool import VerifierPool
 from rlmath.rollout.collect import Collector
 from rlmath.rollout.engine import Engine
@@ -67,7 +68,7 @@ def run_training(config: Config, shape: ModelShape, inputs: Inputs) -> None:
         pool = None
         if mesh.speaks_for_engine:
             # The judges start before process groups and engines, whose threads they must not inherit.
-            pool = stack.enter_context(VerifierPool(config.reward.workers, config.reward.timeout_seconds))
+            pool = stack.enter_context(open_judges(config.reward))
         init_process_group(device, config.run.distributed_timeout_seconds)
         _claim_folder(config, mesh, inputs)
         parts = _build(config, shape, inputs, mesh, device, pool)
@@ -155,7 +156,21 @@ class _Reporter:
         self._tokens += metrics["n_valid_tokens"]
         self._metrics.write(number + 1, metrics)
         self._samples.write(number + 1, record.groups, record.advantages, self._metrics)
+        self._warn_of_failures(number + 1, record, metrics["reward/failures"])
         logger.info("%s", step_line(self._progress(number, record.epoch, metrics["seconds/step"]), metrics))
+
+    def _warn_of_failures(self, step: int, record: StepRecord, share: float) -> None:
+        if share <= self._parts.config.reward.max_failure_share:
+            return
+        path = self._samples.write_failure(step, record.groups, record.advantages)
+        logger.warning(
+            "Step %d: %.1f%% of the answers could not be judged (reward.max_failure_share is %.1f%%); they count as"
+            " wrong. One of them is in %s, in full",
+            step,
+            100 * share,
+            100 * self._parts.config.reward.max_failure_share,
+            path,
+        )
 
     def _progress(self, number: int, epoch: int, step_seconds: float) -> Progress:
         steps_per_epoch = self._inputs.order.steps_per_epoch

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from rlmath.policy.step import MinibatchResult
-from rlmath.types import Sample, ScoredGroup
+from rlmath.rewards.verify import FAILURES, VERDICTS
+from rlmath.types import Sample, Score, ScoredGroup
 
 
 def rollout_metrics(groups: Sequence[ScoredGroup], samples: Sequence[Sample]) -> dict[str, float]:
@@ -24,7 +26,6 @@ def rollout_metrics(groups: Sequence[ScoredGroup], samples: Sequence[Sample]) ->
         "rollout/accuracy": sum(score.correct for score in scores) / n,
         "rollout/response_length": response_tokens / n,
         "rollout/groups_with_contrast": mixed / len(groups),
-        "rollout/verifier_failures": sum(score.verdict in ("timeout", "error") for score in scores) / n,
         "avg_seq_len": (prompt_tokens + response_tokens) / n,
         "avg_prompt_len": prompt_tokens / n,
         "no_eos_ratio": sum(c.finish_reason == "length" for c in completions) / n,
@@ -32,7 +33,26 @@ def rollout_metrics(groups: Sequence[ScoredGroup], samples: Sequence[Sample]) ->
         "n_tokens": float(prompt_tokens + response_tokens),
         "n_valid_tokens": float(response_tokens),
         "advantage": advantage_sum / response_tokens,
+    } | reward_metrics(scores, truncated=[c.finish_reason == "length" for c in completions])
+
+
+def reward_metrics(scores: Sequence[Score], truncated: Sequence[bool]) -> dict[str, float]:
+    """The parts of the reward: shares of completions (0 to 1), how answers were decided, and the means of what a
+    reward function of the user's reports."""
+    n = len(scores)
+    kinds = Counter(score.verdict for score in scores)
+    metrics = {
+        "reward/correct": sum(score.correct for score in scores) / n,
+        "reward/boxed": sum(score.boxed for score in scores) / n,
+        "reward/truncated": sum(truncated) / n,
+        "reward/failures": sum(kinds[kind] for kind in FAILURES) / n,
     }
+    metrics |= {f"reward/verdict/{kind}": kinds[kind] / n for kind in VERDICTS}
+    named: dict[str, list[float]] = {}
+    for score in scores:
+        for name, value in score.metrics:
+            named.setdefault(name, []).append(value)
+    return metrics | {f"reward/own/{name}": sum(values) / len(values) for name, values in named.items()}
 
 
 def update_metrics(

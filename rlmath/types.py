@@ -10,6 +10,7 @@ Python data, cheap to gather to every rank.
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from typing import Literal
 
@@ -34,6 +35,14 @@ class Prompt:
     solutions: tuple[str, ...]
     """Reference answers; a completion that equals any of them is right."""
     task: str
+    more_json: str = "{}"
+    """The row's further columns, a JSON object; a reward function of the user's may want them."""
+
+    @property
+    def row(self) -> dict:
+        """The row of the data file, as a reward function sees it."""
+        own = {"prompt": self.text, "task": self.task, "query_id": self.prompt_id, "solutions": list(self.solutions)}
+        return json.loads(self.more_json) | own
 
 
 @dataclass(frozen=True)
@@ -61,7 +70,12 @@ class Score:
     extracted: str
     """The answer that was compared, "" when none was found."""
     verdict: str
-    """How it was decided: "string", "number", "symbolic", "no_answer", "too_long", "timeout" or "error"."""
+    """How it was decided: "string", "number", "choice", "symbolic", "no_answer", "too_long", "timeout" or "error";
+    "function" where the user's function gave the reward."""
+    boxed: bool = False
+    """Whether the final part of the completion has a complete box."""
+    metrics: tuple[tuple[str, float], ...] = ()
+    """Further numbers of the user's reward function."""
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
-from rlmath.data.readers import read_boba
+from rlmath.data.readers import PromptRow, read_boba
 from rlmath.types import Prompt
 
 if TYPE_CHECKING:
@@ -51,6 +51,10 @@ class FilterReport:
         )
 
 
+def _prompt(row: PromptRow, token_ids: list[int]) -> Prompt:
+    return Prompt(row.query_id, row.prompt, tuple(token_ids), row.solutions, row.task, row.more_json)
+
+
 def load_prompts(
     path: str, tokenizer: PreTrainedTokenizerFast, max_prompt_tokens: int
 ) -> tuple[list[Prompt], FilterReport]:
@@ -72,7 +76,7 @@ def load_prompts(
             elif not token_ids:
                 empty += 1
             else:
-                prompts.append(Prompt(row.query_id, row.prompt, tuple(token_ids), row.solutions, row.task))
+                prompts.append(_prompt(row, token_ids))
     if not prompts:
         raise ValueError(
             f"{path}: all {len(rows)} prompts are longer than"

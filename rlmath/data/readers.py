@@ -12,6 +12,9 @@ MAX_LINE_BYTES = 8 * 2**20
 """Longest line that is read (bytes); the longest row of boba_106k is far below."""
 
 
+_COLUMNS = ("prompt", "task", "query_id", "solutions")
+
+
 @dataclass(frozen=True)
 class PromptRow:
     """One line of an AReaL-boba file.
@@ -28,12 +31,14 @@ class PromptRow:
     """Unique in the file."""
     solutions: tuple[str, ...]
     """At least one reference answer."""
+    more_json: str = "{}"
+    """The row's further columns, a JSON object."""
 
 
 def read_boba(path: str) -> list[PromptRow]:
     """All rows of a JSONL file {"prompt", "task", "query_id", "solutions"}.
 
-    Further keys and blank lines are skipped. Raises ValueError naming file and line for whatever cannot be
+    Further keys are kept as they are, blank lines skipped. Raises ValueError naming file and line for whatever cannot be
     used. Holds one line at a time beside the rows.
     """
     rows: list[PromptRow] = []
@@ -98,7 +103,7 @@ def _parse_row(line: str, where: str) -> PromptRow:
         raise ValueError(f"{where}: not JSON ({error}); the line begins {line[:60]!r}") from error
     if type(row) is not dict:
         raise ValueError(f"{where}: got a JSON {type(row).__name__}, a JSON object is needed")
-    missing = [key for key in ("prompt", "task", "query_id", "solutions") if key not in row]
+    missing = [key for key in _COLUMNS if key not in row]
     if missing:
         raise ValueError(
             f"{where}: missing {', '.join(missing)}; the row has {', '.join(map(repr, row)) or 'no keys'}"
@@ -111,6 +116,7 @@ def _parse_row(line: str, where: str) -> PromptRow:
         task=_text(row["task"], "task", where),
         query_id=_text(row["query_id"], "query_id", where),
         solutions=tuple(_text(solution, "each of solutions", where) for solution in solutions),
+        more_json=json.dumps({key: value for key, value in row.items() if key not in _COLUMNS}),
     )
 
 

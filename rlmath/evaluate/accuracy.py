@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from rlmath.config import RolloutConfig
 from rlmath.data.loader import load_prompts
 from rlmath.data.tokenizer import load_tokenizer
+from rlmath.rewards.judge import judged_text
 from rlmath.rewards.pool import VerifierPool
 from rlmath.rollout.engine import open_standalone
 from rlmath.rollout.sampling import Request, request_seed, sample
@@ -53,7 +54,7 @@ def measure_accuracy(
         for generated in sample(llm, rollout, requests):
             prompt = prompts[generated.key[0]]
             text = str(tokenizer.decode(generated.token_ids, skip_special_tokens=True))
-            verdicts.append(pool.submit(text, prompt.solutions, prompt.task))
+            verdicts.append(pool.submit(judged_text(prompt.text, text), prompt.solutions, prompt.task))
             tokens += len(generated.token_ids)
             truncated += generated.finish_reason == "length"
         right = sum(verdict.result().correct for verdict in verdicts)

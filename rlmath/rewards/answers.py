@@ -10,8 +10,12 @@ from fractions import Fraction
 from functools import lru_cache
 
 from rlmath.rewards.expressions import (
-    mpf,
+    added,
+    divided,
+    is_finite,
+    linear,
     mentions,
+    mpf,
     proportion,
     same_expression,
     same_number,
@@ -266,10 +270,11 @@ def _name_of(side: Answer) -> str | None:
 def _equation_views(relation: Relation) -> Views:
     sides = list(relation.sides)
     name = None
-    if _is_lone_name(sides[0]):
-        name = _name_of(sides.pop(0))
-    elif len(sides) == 2 and _is_lone_name(sides[-1]):
+    if len(sides) == 2 and _is_lone_name(sides[-1]) and not _is_lone_name(sides[0]):
         name = _name_of(sides.pop())
+    while len(sides) > 1 and _is_lone_name(sides[0]):
+        name = name or _name_of(sides[0])
+        del sides[0]
     value = _common_value(sides, relation.ops) if name is not None or not _any_symbols(sides) else None
     difference = _difference(relation) if len(relation.sides) == 2 and relation.ops == ("=",) else None
     if value is None:
@@ -300,7 +305,7 @@ def _common_value(sides: Sequence[Answer], ops: Sequence[str]) -> Answer | None:
             continue
         if not (op == "~" and one.scalar and two.scalar and _near(one.scalar.expr, two.scalar.expr)):
             return None
-    return sides[0] if sides else None
+    return sides[0] if "~" in ops else sides[-1]
 
 
 def _near(one: Expr, other: Expr) -> bool:
@@ -348,22 +353,43 @@ def _unsolved(relation: Relation) -> Views:
 
 
 def _half_line(left: Answer, op: str, right: Answer) -> tuple[str, RealSet] | None:
-    """(variable, the reals that satisfy it), where one side is a variable and the other a number."""
-    if isinstance(right, Scalar) and isinstance(right.expr, Sym):
+    """(variable, the reals that satisfy it), where one side is linear in one variable, or the absolute value of such,
+    and the other is a number."""
+    if _bound(left) is not None:
         left, op, right = right, _FLIPPED[op], left
-    if isinstance(left, Name):
-        left = Scalar(left.expr) if left.expr is not None else Scalar(Sym(left.text))
-    if not (isinstance(left, Scalar) and isinstance(left.expr, Sym)):
+    expr, bound = _relation_side(left), _bound(right)
+    if expr is None or bound is None:
         return None
-    bound = _bound(right)
-    if bound is None:
+    if not isinstance(expr, Call) or expr.name != "abs":
+        return _solved(expr, op, bound)
+    inner = expr.args[0]
+    upper, lower = _solved(inner, op, bound), _solved(inner, _FLIPPED[op], -bound)
+    if upper is None or lower is None:
         return None
-    minus, plus = mpf("-inf"), mpf("inf")
+    join = RealSet.intersection if op in ("<", "<=", "!=") else RealSet.union
+    return upper[0], join([upper[1], lower[1]])
+
+
+def _relation_side(side: Answer) -> Expr | None:
+    if isinstance(side, Name):
+        return side.expr if side.expr is not None else Sym(side.text)
+    return side.expr if isinstance(side, Scalar) and side.unit is None else None
+
+
+def _solved(expr: Expr, op: str, bound: Bound) -> tuple[str, RealSet] | None:
+    """The reals for which a linear expression stands in this relation to a number."""
+    line = linear(expr)
+    if line is None or not is_finite(bound):
+        return None
+    name, slope, start = line
+    at = divided(added(bound, -start), slope)
+    if slope < 0:
+        op = _FLIPPED[op]
     if op == "!=":
-        return left.expr.name, point(bound).complement()
+        return name, point(at).complement()
     if op in ("<", "<="):
-        return left.expr.name, interval(minus, False, bound, op == "<=")
-    return left.expr.name, interval(bound, op == ">=", plus, False)
+        return name, interval(mpf("-inf"), False, at, op == "<=")
+    return name, interval(at, op == ">=", mpf("inf"), False)
 
 
 def _plain(item: Answer) -> Expr:

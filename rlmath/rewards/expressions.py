@@ -30,9 +30,9 @@ MAX_BITS = 4096
 """Largest exact fraction (bits of numerator and denominator); beyond it 50 digits are kept."""
 MAX_MAGNITUDE_BITS = 2_000_000
 """Largest size of a number (bits of its whole part): 2^(2,000,000). Beyond it nothing is decided."""
-RELATIVE_TOLERANCE = mpf(1) / 10**6
+RELATIVE_TOLERANCE = mpf(1) / 10**11
 """How far a decimal of at least `MIN_DIGITS` significant digits may be from the exact value that it stands for."""
-MIN_DIGITS = 6
+MIN_DIGITS = 12
 PROTOCOL_TOLERANCE = 1e-4
 """The relative tolerance of the Qwen2.5-Math evaluation."""
 
@@ -90,7 +90,11 @@ def _real(value: Value) -> Any:
     return value
 
 
-def _add(a: Value, b: Value) -> Value:
+def is_finite(value: Value) -> bool:
+    return isinstance(value, Fraction) or bool(MP.isfinite(value))
+
+
+def added(a: Value, b: Value) -> Value:
     return a + b if isinstance(a, Fraction) and isinstance(b, Fraction) else _mp(a) + _mp(b)
 
 
@@ -98,7 +102,7 @@ def _multiply(a: Value, b: Value) -> Value:
     return a * b if isinstance(a, Fraction) and isinstance(b, Fraction) else _mp(a) * _mp(b)
 
 
-def _divide(a: Value, b: Value) -> Value:
+def divided(a: Value, b: Value) -> Value:
     if b == 0:
         raise Undefined
     return a / b if isinstance(a, Fraction) and isinstance(b, Fraction) else _mp(a) / _mp(b)
@@ -290,7 +294,7 @@ _ONE_ARGUMENT: dict[str, Callable[[Value, _Context], Value]] = {
     "floor": lambda value, _: _floor(value, up=False),
     "ceil": lambda value, _: _floor(value, up=True),
     "neg": lambda value, _: -value,
-    "percent": lambda value, _: _divide(value, Fraction(100)),
+    "percent": lambda value, _: divided(value, Fraction(100)),
     "deg": lambda value, _: _multiply(_mp(value) / 180, MP.pi),
 }
 _CONSTANTS: dict[str, Callable[[], Value]] = {
@@ -322,17 +326,17 @@ def _apply(name: str, args: list[Value], context: _Context) -> Value:
     if name == "add":
         if not (isinstance(a, Fraction) and isinstance(b, Fraction)):
             context.largest = max(context.largest, abs(_mp(a)), abs(_mp(b)))
-        return _add(a, b)
+        return added(a, b)
     if name == "mul":
         return _multiply(a, b)
     if name == "div":
-        return _divide(a, b)
+        return divided(a, b)
     if name == "pow":
         return _power(a, b, context)
     if name == "root":
-        return _power(a, _divide(Fraction(1), b), context)
+        return _power(a, divided(Fraction(1), b), context)
     if name == "logbase":
-        return _divide(_ONE_ARGUMENT["ln"](a, context), _ONE_ARGUMENT["ln"](b, context))
+        return divided(_ONE_ARGUMENT["ln"](a, context), _ONE_ARGUMENT["ln"](b, context))
     if name == "binom":
         return _binomial(a, b)
     if name in ("min", "max"):
@@ -358,6 +362,7 @@ _REAL_POINTS = 4
 _WHOLE_POINTS = 6
 _SMALL_LETTERS = frozenset("ijkrst")
 _STEPWISE = frozenset(("floor", "ceil", "factorial", "binom", "gcd", "lcm"))
+_IMAGINARY = frozenset(("i",))
 _REAL_LETTERS = frozenset("xyztuvw")
 
 
@@ -385,10 +390,13 @@ def _value_at(name: str, point: int, whole: bool) -> Fraction:
 
 
 @lru_cache(maxsize=8192)
-def worth(expr: Expr, point: int = 0, whole: bool = False) -> Worth | None:
-    """The value at one of the fixed points, None where it is undefined. Raises NotMathematics beyond our limits."""
+def worth(expr: Expr, point: int = 0, whole: bool = False, complex_numbers: bool = False) -> Worth | None:
+    """The value at one of the fixed points, None where it is undefined. Raises NotMathematics beyond our limits.
+
+    Roots and logarithms of negative numbers are defined only with `complex_numbers`, or where i is mentioned.
+    """
     values = {name: _value_at(name, point, whole) for name in symbols(expr)}
-    context = _Context(values, mentions(expr, frozenset(("i",))), mpf(0))
+    context = _Context(values, complex_numbers or mentions(expr, _IMAGINARY), mpf(0))
     try:
         value = _evaluate(expr, context)
     except Undefined:
@@ -412,14 +420,15 @@ def same_expression(one: Expr, other: Expr) -> bool:
     if one == other:
         return True
     both = symbols(one) | symbols(other)
+    about_i = mentions(one, _IMAGINARY) or mentions(other, _IMAGINARY)
     if not both:
-        a, b = worth(one), worth(other)
+        a, b = worth(one, complex_numbers=about_i), worth(other, complex_numbers=about_i)
         return a is not None and b is not None and _agree(a, b)
     whole = any(mentions(expr, _STEPWISE) or _whole_only(expr) for expr in (one, other))
     whole = whole and not any(name[:1] in _REAL_LETTERS for name in both)
     met = 0
     for point in range(_WHOLE_POINTS if whole else _REAL_POINTS):
-        a, b = worth(one, point, whole), worth(other, point, whole)
+        a, b = worth(one, point, whole, about_i), worth(other, point, whole, about_i)
         if a is None or b is None:
             continue
         if not _agree(a, b):
@@ -436,6 +445,24 @@ def _whole_only(expr: Expr) -> bool:
         base = worth(expr.args[0])
         return base is not None and isinstance(base.value, Fraction) and base.value < 0
     return any(_whole_only(arg) for arg in expr.args)
+
+
+def linear(expr: Expr) -> tuple[str, Value, Value] | None:
+    """(symbol, slope, value at 0) of an expression that is linear in its only symbol, else None."""
+    names = symbols(expr)
+    if len(names) != 1 or mentions(expr, _IMAGINARY):
+        return None
+    (name,) = names
+    try:
+        zero, one, two, five = (
+            _evaluate(expr, _Context({name: Fraction(at)}, False, mpf(0))) for at in (0, 1, 2, -5)
+        )
+    except Undefined:
+        return None
+    slope = added(one, -zero)
+    straight = [_agree(Worth(two, _ROUNDING), Worth(added(one, slope), _ROUNDING))]
+    straight.append(_agree(Worth(five, _ROUNDING), Worth(added(zero, _multiply(Fraction(-5), slope)), _ROUNDING)))
+    return (name, slope, zero) if all(straight) and slope != 0 else None
 
 
 def proportion(one: Expr, other: Expr) -> Any:
@@ -466,11 +493,11 @@ def same_number(gold: Expr, answer: Expr, protocol: bool = False) -> bool:
     evaluation, any two real numbers within `PROTOCOL_TOLERANCE` are equal, and so is a decimal of two or more places
     to what rounds to it (3.14 and pi).
     """
+    if same_expression(gold, answer):
+        return True
     a, b = worth(gold), worth(answer)
     if a is None or b is None:
         return False
-    if _agree(a, b):
-        return True
     if isinstance(_mp(a.value), mpc) or isinstance(_mp(b.value), mpc):
         return False
     if MP.isinf(_mp(a.value)) or MP.isinf(_mp(b.value)):

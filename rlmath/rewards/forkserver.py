@@ -4,17 +4,18 @@ Why not multiprocessing's forkserver: its children import the trainer's main mod
 seconds for every replaced worker), and it is one per process, so that whoever starts it first decides what it
 has loaded.
 
-A small process imports math-verify once, warms it up, and then forks a worker in milliseconds whenever it is
-told to. It talks over one socket: "fork" comes with a file descriptor, the new worker's channel, and is
-answered with its process id; "kill <id>" ends a worker. It ends itself, and the kernel then its workers, when
-the pool's process is gone.
+A small process imports math-verify (and the user's reward function) once, warms it up, and then forks a worker in
+milliseconds whenever it is told to. It talks over one socket: "fork" comes with a file descriptor, the new worker's
+channel, and is answered with its process id; "kill <id>" ends a worker. It ends itself, and the kernel then its
+workers, when the pool's process is gone.
 
-    python -m rlmath.rewards.forkserver <socket> <parent's process id> <memory limit, bytes> <seconds>
+    python -m rlmath.rewards.forkserver <socket> <parent's process id> <settings as JSON>
 """
 
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import gc
 import json
 import logging
@@ -24,9 +25,12 @@ import select
 import signal
 import socket
 import sys
+from collections.abc import Callable
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 
-from rlmath.rewards.verify import symbolic_verdict
+from rlmath.rewards.functions import call_function, load_function
+from rlmath.rewards.verify import Rules, deep_verdict
 
 PARENT_CHECK_SECONDS = 1.0
 """How soon an orphaned forkserver notices, should a forked copy of the parent still hold the socket open."""
@@ -38,7 +42,27 @@ _PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
-def serve(control: socket.socket, parent: int, memory_bytes: int, timeout_seconds: float) -> None:
+@dataclass(frozen=True)
+class Settings:
+    """What the workers of one pool have in common."""
+
+    memory_bytes: int
+    """Address space of one worker."""
+    timeout_seconds: float
+    rules: Rules
+    function: str | None
+    """The user's reward function, "package.module:name"."""
+
+    def as_json(self) -> str:
+        return json.dumps(dataclasses.asdict(self))
+
+    @staticmethod
+    def from_json(text: str) -> Settings:
+        values = json.loads(text)
+        return Settings(**{**values, "rules": Rules(**values["rules"])})
+
+
+def serve(control: socket.socket, parent: int, run_worker: Callable[[int], None]) -> None:
     """Forks and kills workers on demand until the parent is gone."""
     children: set[int] = set()
     control.send(b"ready")
@@ -54,7 +78,7 @@ def serve(control: socket.socket, parent: int, memory_bytes: int, timeout_second
             child = os.fork()
             if child == 0:
                 control.close()
-                _run_worker(fds[0], memory_bytes, timeout_seconds)
+                run_worker(fds[0])
             os.close(fds[0])
             children.add(child)
             control.send(str(child).encode())
@@ -72,7 +96,7 @@ def _reap(children: set[int]) -> None:
             children.remove(child)
 
 
-def _run_worker(channel_fd: int, memory_bytes: int, timeout_seconds: float) -> None:
+def _run_worker(channel_fd: int, settings: Settings, function: Callable | None) -> None:
     """A worker's whole life: one JSON question in, one JSON answer out, until the pool closes the channel."""
     forkserver = os.getppid()
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -81,44 +105,60 @@ def _run_worker(channel_fd: int, memory_bytes: int, timeout_seconds: float) -> N
     null = os.open(os.devnull, os.O_RDWR)
     for stream in (0, 1, 2):
         os.dup2(null, stream)
-    resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
+    resource.setrlimit(resource.RLIMIT_AS, (settings.memory_bytes, settings.memory_bytes))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
+    if function is None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
     try:
-        _answer_questions(Connection(channel_fd), timeout_seconds)
+        _answer_questions(Connection(channel_fd), settings, function)
     except (EOFError, OSError):
         os._exit(0)
     finally:
         os._exit(1)
 
 
-def _answer_questions(channel: Connection, timeout_seconds: float) -> None:
+def _answer_questions(channel: Connection, settings: Settings, function: Callable | None) -> None:
     channel.send_bytes(b"ready")
     while True:
         question = json.loads(channel.recv_bytes())
-        signal.setitimer(
-            signal.ITIMER_REAL, timeout_seconds + GRACE_SECONDS
-        )  # SIGALRM's default action: the end
-        verdict = symbolic_verdict(question["answer"], question["solutions"])
+        _limit_this_answer(settings.timeout_seconds + GRACE_SECONDS)
+        if "row" in question:
+            assert function is not None
+            said = call_function(function, question["completion"], question["solutions"], question["row"])
+            answer = dataclasses.asdict(said)
+        else:
+            verdict = deep_verdict(question["answer"], question["solutions"], settings.rules)
+            answer = {"correct": verdict.correct, "verdict": verdict.verdict}
         signal.setitimer(signal.ITIMER_REAL, 0)
-        channel.send_bytes(json.dumps({"correct": verdict.correct, "verdict": verdict.verdict}).encode())
+        channel.send_bytes(json.dumps(answer).encode())
+
+
+def _limit_this_answer(seconds: float) -> None:
+    """Should the pool not end this worker in time, the kernel does: after so much time, or so much CPU time."""
+    signal.setitimer(signal.ITIMER_REAL, seconds)  # SIGALRM's default action: the end
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    soft = int(used.ru_utime + used.ru_stime + seconds) + 1
+    resource.setrlimit(resource.RLIMIT_CPU, (soft, resource.RLIM_INFINITY))
 
 
 def main() -> None:
-    control_fd, parent, memory_bytes, timeout_seconds = sys.argv[1:]
-    signal.signal(
-        signal.SIGINT, signal.SIG_IGN
-    )  # Ctrl-C reaches the whole group; the pool decides when we end
-    logging.disable(
-        logging.CRITICAL
-    )  # math-verify warns that its time limits are off, and logs what it cannot parse
-    symbolic_verdict(
-        "\\frac{1}{2}", ("0.5", "x^2", "\\{1,2\\}")
-    )  # so that no worker pays for the first parse
-    gc.collect()
-    gc.freeze()
+    control_fd, parent, settings_json = sys.argv[1:]
+    settings = Settings.from_json(settings_json)
+    # Ctrl-C reaches the whole group; the pool decides when we end.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # math-verify warns that its time limits are off, and logs what it cannot parse.
+    logging.disable(logging.CRITICAL)
     with socket.socket(fileno=int(control_fd)) as control:
-        serve(control, int(parent), int(memory_bytes), float(timeout_seconds))
+        try:
+            function = load_function(settings.function) if settings.function else None
+        except ValueError as error:
+            control.send(f"failed: {error}".encode()[:2000])
+            return
+        # So that no worker pays for the first parse of either judge.
+        deep_verdict("\\int_0^1 x dx", ("\\frac{1}{2}", "x^2", "\\{1,2\\}"))
+        gc.collect()
+        gc.freeze()
+        serve(control, int(parent), lambda channel: _run_worker(channel, settings, function))
 
 
 if __name__ == "__main__":

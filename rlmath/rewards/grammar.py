@@ -21,6 +21,9 @@ from rlmath.rewards.units import Unit, read_unit
 MAX_DEPTH = 40
 """Deepest nesting of brackets, fractions and powers."""
 
+MAX_CHAIN = 100
+"""Most terms of one sum, factors of one product and marks behind one base."""
+
 # ---------------------------------------------------------------- expressions
 
 
@@ -156,6 +159,7 @@ _DROPPED = frozenset(
     "\\mathit \\mathcal \\mathbf \\boldsymbol \\vec \\overrightarrow \\mathscr \\mathfrak \\bm \\hat \\widehat".split()
 )
 _DECORATED = {"\\dot": "dot", "\\ddot": "ddot", "\\bar": "bar", "\\overline": "bar", "\\tilde": "tilde"}
+_CURRENCIES = frozenset(("\\dollar", "\\euro", "\\pound"))
 _MULTIPLY = frozenset(("*", "\\times", "\\cdot", "\\ast"))
 _DIVIDE = frozenset(("/", "\\div"))
 _CLOSING = {"(": (")", "]"), "[": ("]", ")"), "\\langle": ("\\rangle",), "]": ("[",), "\\lbrack": ("\\rbrack",)}
@@ -166,7 +170,7 @@ _CANNOT = frozenset(
     "\\int \\iint \\oint \\sum \\prod \\lim \\limsup \\liminf \\sup \\inf \\partial \\nabla \\bmod \\pmod \\mod \\equiv"
     " \\stackrel \\overset \\underset \\substack \\to \\rightarrow \\mapsto \\cong \\sim \\propto \\perp \\parallel"
     " \\subset \\subseteq \\supset \\forall \\exists \\neg \\iff \\implies \\Rightarrow \\Leftrightarrow \\oplus \\prime"
-    " \\ell \\hbar \\aleph \\Re \\Im \\arg \\deg \\dim \\ker \\Pr \\notin \\mid \\triangle \\angle \\circ \\sinh".split()
+    " \\aleph \\Re \\Im \\arg \\deg \\dim \\ker \\Pr \\notin \\mid \\triangle \\angle \\circ \\sinh".split()
 )
 
 
@@ -295,7 +299,10 @@ class _Parser:
     def _with_unit(self, start: int, end: int) -> Scalar | None:
         """The item as a number with a unit or a currency sign, else None."""
         tokens = self.tokens[start:end]
-        if tokens and tokens[0].text in ("\\dollar", "\\euro", "\\pound"):
+        if len(tokens) > 1 and tokens[0].text == "-" and tokens[1].text in _CURRENCIES:
+            amount = self._with_unit(start + 1, end)
+            return Scalar(Call("neg", (amount.expr,)), amount.unit) if amount else None
+        if tokens and tokens[0].text in _CURRENCIES:
             currency = read_unit([tokens[0]])
             inner = self._constant(start + 1, end)
             if inner is None and (tail := self._with_unit(start + 1, end)):
@@ -380,6 +387,9 @@ class _Parser:
             symbol = self._symbol(token.text)
             assert isinstance(symbol, Sym)
             words[-1] = symbol.name
+        if words and [self.peek(ahead) for ahead in range(5)] == ["^", "{", "-", "1", "}"]:
+            words.append("^-1")
+            self.position += 5
         while words and self.peek() == "'":
             words.append(self.take().text)
         if self.peek() == "(":
@@ -412,7 +422,9 @@ class _Parser:
     def sum(self) -> Answer:
         with self:
             first = self._signed_term()
+            length = 0
             while self.peek() in ("+", "-", "\\pm", "\\mp"):
+                length = _longer(length)
                 sign = self.take().text
                 if sign == "+" and self.peek() == "/" and self.peek(1) == "-":
                     self.position += 2
@@ -449,7 +461,9 @@ class _Parser:
 
     def term(self) -> Answer:
         first = self.factor()
+        length = 0
         while True:
+            length = _longer(length)
             text = self.peek()
             if text in _MULTIPLY:
                 self.position += 1
@@ -461,7 +475,7 @@ class _Parser:
             elif text in _DIVIDE:
                 self.position += 1
                 first = Scalar(Call("div", (_expr(first), self._operand())))
-            elif text == ":" and isinstance(first, Scalar):
+            elif text in (":", "to") and isinstance(first, Scalar):
                 return self._ratio(first)
             elif (mixed := self._plain_mixed(first)) is not None:
                 first = mixed
@@ -483,8 +497,11 @@ class _Parser:
     def _times(self, left: Answer) -> Answer:
         """A product without a sign; a whole number before a fraction of numbers is a mixed number."""
         start = self.position
-        right = _expr(self.factor())
+        right_side = self.factor()
         expr = _expr(left)
+        if isinstance(right_side, MatrixOf):
+            return MatrixOf(tuple(tuple(Call("mul", (expr, entry)) for entry in row) for row in right_side.rows))
+        right = _expr(right_side)
         if isinstance(expr, Num) and expr.digits is None and expr.value.denominator == 1 and start > 0:
             whole_token = self.tokens[start - 1]
             fraction = _plain_fraction(right)
@@ -507,7 +524,7 @@ class _Parser:
 
     def _ratio(self, first: Scalar) -> Answer:
         items: list[Answer] = [first]
-        while self.skip(":"):
+        while self.skip(":", "to"):
             items.append(Scalar(_expr(self.factor())))
         return Group(":", tuple(items), ":")
 
@@ -517,9 +534,9 @@ class _Parser:
             return False
         text = token.text
         if token.kind == "number":
-            return self.tokens[self.position - 1].text in (")", "}", "]")
+            return self.tokens[self.position - 1].text in (")", "}", "]", "!")
         if token.kind == "word":
-            if text.lower() in ("and", "or"):
+            if text.lower() in ("and", "or", "to"):
                 return False
             return not token.prose or text in ("e", "i") or text in _FUNCTIONS
         if token.kind == "sign":
@@ -536,10 +553,18 @@ class _Parser:
     def factor(self) -> Answer:
         with self:
             base = self.base()
+            length = MAX_CHAIN - 10
             while True:
+                length = _longer(length)
                 text = self.peek()
                 if text == "^" and self._degree_follows():
                     base = Scalar(Call("deg", (_expr(base),)))
+                elif text == "^" and self.peek(1) == "\\prime":
+                    self.position += 2
+                    base = Scalar(_primed(base))
+                elif text == "^" and [self.peek(ahead) for ahead in (1, 2, 3)] == ["{", "\\prime", "}"]:
+                    self.position += 4
+                    base = Scalar(_primed(base))
                 elif text == "^":
                     self.position += 1
                     base = Scalar(Call("pow", (_expr(base), self._exponent())))
@@ -556,7 +581,7 @@ class _Parser:
                     base = Scalar(Call("percent", (_expr(base),)))
                 elif text == "'" and isinstance(base, Scalar) and isinstance(base.expr, Sym):
                     self.position += 1
-                    base = Scalar(Sym(base.expr.name + "'"))
+                    base = Scalar(_primed(base))
                 else:
                     return base
 
@@ -585,9 +610,17 @@ class _Parser:
 
     def _braced(self) -> Expr:
         self.expect("{")
-        inner = self.sum()
+        inner = self._over(self.sum())
         self.expect("}")
         return _expr(inner)
+
+    def _over(self, above: Answer) -> Answer:
+        """`a \\over b` and `n \\choose k`, whose first half was read."""
+        name = {"\\over": "div", "\\choose": "binom"}.get(self.peek())
+        if name is None:
+            return above
+        self.position += 1
+        return Scalar(Call(name, (_expr(above), _expr(self.sum()))))
 
     def _argument(self) -> Expr:
         """What a command such as \\frac takes: a group, or one digit, letter or command."""
@@ -666,7 +699,7 @@ class _Parser:
             self.expect("|")
             return Scalar(Call("abs", (inner,)))
         if text == "{":
-            inner = self.listing(frozenset("}"))
+            inner = self._over(self.listing(frozenset(("}", "\\over", "\\choose"))))
             self.expect("}")
             if isinstance(inner, Listing):
                 return SetOf(inner.items)
@@ -725,7 +758,7 @@ class _Parser:
             argument = self._argument()
             if not isinstance(argument, Sym):
                 raise Unsupported(text)
-            return Scalar(Sym(f"{_DECORATED[text]} {argument.name}"))
+            return Scalar(self._symbol(f"{_DECORATED[text]} {argument.name}"))
         if text in _CANNOT:
             raise Unsupported(text)
         raise NotMathematics(f"the command {text}")
@@ -783,6 +816,12 @@ class _Parser:
 
     def _reals(self) -> Answer:
         return Known("R")
+
+    def _hbar(self) -> Answer:
+        return Scalar(self._symbol("hbar"))
+
+    def _ell(self) -> Answer:
+        return Scalar(self._symbol("l"))
 
     def _empty(self) -> Answer:
         return Known("empty")
@@ -907,9 +946,11 @@ _HANDLERS = {
     "\\varnothing": _Parser._empty,
     "\\langle": _Parser._angle_group,
     "\\begin": _Parser._environment,
+    "\\hbar": _Parser._hbar,
+    "\\ell": _Parser._ell,
 }
 _FACTOR_COMMANDS = frozenset(
-    "\\frac \\sqrt \\binom \\tbinom \\dbinom \\lfloor \\lceil \\lvert \\varphi \\varepsilon \\vartheta".split()
+    "\\frac \\sqrt \\binom \\tbinom \\dbinom \\lfloor \\lceil \\lvert \\hbar \\ell \\begin \\varphi \\varepsilon \\vartheta".split()
 )
 
 
@@ -921,6 +962,19 @@ def _part_of_name(token: Token) -> bool:
     if token.kind != "word" or text.lower() in _PLAIN_WORDS or text in _FUNCTIONS or text in ("e", "i", "pi"):
         return False
     return token.prose or len(text) == 1 or len(text) > 3 or text.isupper()
+
+
+def _primed(base: Answer) -> Sym:
+    expr = _expr(base)
+    if not isinstance(expr, Sym):
+        raise Unsupported("a derivative")
+    return Sym(expr.name + "'")
+
+
+def _longer(length: int) -> int:
+    if length > MAX_CHAIN:
+        raise NotMathematics(f"a chain of more than {MAX_CHAIN} operations")
+    return length + 1
 
 
 def _number(token: Token) -> Num:

@@ -69,6 +69,7 @@ _UNICODE = {letter: f"\\{name} " for name, letter in _GREEK.items()} | {
     "′": "'",
     "’": "'",
     "″": "''",
+    "∶": ":",
     "⟨": "\\langle ",
     "⟩": "\\rangle ",
     "⌊": "\\lfloor ",
@@ -93,6 +94,8 @@ _SPACES = re.compile(
     r"|hspace\s?\{[^{}]{0,20}\}|[,;:>\s])|~"
 )
 """Spacing; also the end of a matrix row, so that its second backslash is not read as the start of a space."""
+_SIGN_OF = {"lbrack": "[", "rbrack": "]", "lparen": "(", "rparen": ")", "colon": ":", "vert": "|"}
+_OTHER_SIGNS = re.compile(r"\\(lbrack|rbrack|lparen|rparen|colon|vert)(?![a-zA-Z])")
 _COMMA_BEFORE_NOTHING = re.compile(r",\s*\\!\s*")
 
 
@@ -143,6 +146,7 @@ def without_layout(text: str) -> str:
     """Without dollar signs, spacing and size commands; escaped dollars stay, as currency."""
     text = _COMMA_BEFORE_NOTHING.sub(",", text)
     text = text.replace("\\!", "").replace("\\$", "\\dollar ")
+    text = _OTHER_SIGNS.sub(lambda match: _SIGN_OF[match.group(1)], text)
     for mark in ("$", "\\(", "\\)", "\\[", "\\]"):
         text = text.replace(mark, " ")
     text = _SPACING.sub("", text)

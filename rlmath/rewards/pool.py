@@ -17,16 +17,18 @@ import subprocess
 import sys
 import threading
 import time
-from collections import deque
-from collections.abc import Sequence
+from collections import OrderedDict, deque
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from concurrent.futures import wait as wait_for
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection, wait
-from pathlib import Path
-from typing import Self
+from typing import Any, Self, TypeVar
 
-import rlmath
-from rlmath.rewards.verify import MAX_ANSWER_CHARS, TASKS, Verdict, cheap_verdict, extract_boxed
+from rlmath.rewards.extraction import extract_answer
+from rlmath.rewards.forkserver import Settings
+from rlmath.rewards.functions import FunctionResult, worker_environment
+from rlmath.rewards.verify import FAILURES, STRICT, TASKS, Rules, Verdict, cheap_verdict, usable_solutions
 
 START_SECONDS = 120.0
 """How long the forkserver or a worker may take to be ready, on a busy machine."""
@@ -34,14 +36,30 @@ START_SECONDS = 120.0
 MEMORY_BYTES = 2 * 2**30
 """Address space of one worker; math-verify itself takes about a quarter GiB."""
 
+STUCK_SECONDS = 0.25
+"""A worker that is busy for longer gets help from one more, while answers wait."""
+
+MOST_HELPERS = 4
+"""Most helpers per worker."""
+
+STUCK_NICENESS = 5
+"""A stuck worker yields the processor to those that get on."""
+
+CACHE_SIZE = 8192
+"""Verdicts kept, one per pair of answer and solutions."""
+
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 @dataclass
 class _Job:
-    answer: str
-    solutions: tuple[str, ...]
-    future: Future[Verdict]
+    question: bytes
+    future: Future[Any]
+    """Whoever asked waits for it."""
+    settle: Callable[[Mapping[str, Any]], Any]
+    """Makes the future's result of a worker's answer, or of {"failure": "timeout" or "error"}; both with "seconds"."""
 
 
 @dataclass
@@ -53,17 +71,29 @@ class _Worker:
     state: str = "starting"
     """"starting", "idle" or "busy"."""
     job: _Job | None = None
+    since: float = 0.0
+    """When it got its job (time.monotonic)."""
+    stuck_at: float = 0.0
+    """When it counts as stuck (time.monotonic)."""
+    slowed: bool = False
 
 
 class VerifierPool:
-    """Judges completions. `submit` from any thread; futures resolve in the pool's thread.
+    """Judges completions. `submit` and `call` from any thread; futures resolve in the pool's thread.
 
     >>> with VerifierPool(workers=1, timeout_seconds=5.0) as pool:  # doctest: +SKIP
-    ...     pool.submit("\\\\boxed{\\\\frac{1}{2}}", ("\\\\boxed{0.5}",), "math").result().verdict
+    ...     pool.submit("\\\\boxed{\\\\frac{1}{2}}", ("\\\\boxed{50\\\\%}",), "math").result().verdict
     'symbolic'
     """
 
-    def __init__(self, workers: int, timeout_seconds: float, memory_bytes: int = MEMORY_BYTES) -> None:
+    def __init__(
+        self,
+        workers: int,
+        timeout_seconds: float,
+        memory_bytes: int = MEMORY_BYTES,
+        rules: Rules = STRICT,
+        function: str | None = None,
+    ) -> None:
         """Returns at once; workers are ready a second later. Raises ValueError for impossible limits."""
         if workers < 1:
             raise ValueError(f"reward.workers is {workers}; it must be at least 1")
@@ -71,40 +101,92 @@ class VerifierPool:
             raise ValueError(
                 f"reward.timeout_seconds is {timeout_seconds}; it must be above 0 and below 3600 seconds"
             )
+        self.timeout_seconds = timeout_seconds
         self._size = workers
-        self._timeout_seconds = timeout_seconds
+        self._rules = rules
         self._lock = threading.Lock()
         self._pending: deque[_Job] = deque()
         self._workers: list[_Worker] = []
+        self._verdicts: OrderedDict[tuple[str, tuple[str, ...]], Future[Verdict]] = OrderedDict()
         self._closing = False
         self._broken: str | None = None
         self._wake_receiver, self._wake_sender = socket.socketpair()
         self._wake_sender.setblocking(False)
-        self._control, self._server = _start_forkserver(memory_bytes, timeout_seconds)
+        self._control, self._server = _start_forkserver(
+            Settings(memory_bytes, timeout_seconds, rules, function)
+        )
         self._thread = threading.Thread(target=self._run, name="verifier-pool", daemon=True)
         self._thread.start()
 
-    def submit(self, text: str, solutions: Sequence[str], task: str) -> Future[Verdict]:
+    def submit(self, completion: str, solutions: Sequence[str], task: str) -> Future[Verdict]:
         """The verdict on a completion, to come. What needs no parser is decided here, and the future is done.
 
         Raises RuntimeError when the pool is closed or its forkserver is dead.
         """
         assert task in TASKS, task
-        future: Future[Verdict] = Future()
-        answer = extract_boxed(text)
-        verdict = cheap_verdict(answer, solutions)
+        started = time.perf_counter()
+        answer = extract_answer(completion, self._rules.answer_from)
+        verdict = cheap_verdict(answer, solutions, self._rules)
         if verdict is not None:
-            future.set_result(verdict)
-            return future
-        golds = tuple(solution for solution in solutions if len(solution) <= 2 * MAX_ANSWER_CHARS)
+            done: Future[Verdict] = Future()
+            done.set_result(replace(verdict, seconds=time.perf_counter() - started))
+            return done
+        assert answer is not None
+        return self._deep(answer.strip(), usable_solutions(solutions))
+
+    def call(self, completion: str, solutions: Sequence[str], row: Mapping[str, Any]) -> Future[FunctionResult]:
+        """What the user's function says of a completion, to come."""
+        question = {"completion": completion, "solutions": list(solutions), "row": row}
+
+        def settle(answer: Mapping[str, Any]) -> FunctionResult:
+            if "reward" not in answer:
+                return FunctionResult(0.0, failure=answer["failure"], message=answer["failure"])
+            metrics = tuple((name, value) for name, value in answer["metrics"])
+            return FunctionResult(answer["reward"], metrics, answer["failure"], answer["message"])
+
+        return self._queue(_Job(json.dumps(question).encode(), Future(), settle))
+
+    def results(self, futures: Sequence[Future[T]]) -> list[T | None]:
+        """What the futures hold, waiting no longer than one answer's limit; None for what is not judged by then."""
+        _, late = wait_for(futures, self.timeout_seconds + STUCK_SECONDS)
+        for future in late:
+            future.cancel()
+        return [None if future in late else future.result() for future in futures]
+
+    def _deep(self, answer: str, solutions: tuple[str, ...]) -> Future[Verdict]:
+        """A verdict by a worker; the same answer to the same solutions is judged once."""
+        key = (answer, solutions)
+        with self._lock:
+            known = self._verdicts.get(key)
+            if known is not None and not known.cancelled() and not (known.done() and known.exception()):
+                self._verdicts.move_to_end(key)
+                return known
+
+        def settle(said: Mapping[str, Any]) -> Verdict:
+            kind = said.get("failure") or said["verdict"]
+            verdict = Verdict(bool(said.get("correct")), answer, kind, said["seconds"])
+            if verdict.verdict in FAILURES:  # perhaps the machine was busy: the next such answer is judged anew
+                with self._lock:
+                    self._verdicts.pop(key, None)
+            return verdict
+
+        question = json.dumps({"answer": answer, "solutions": solutions}).encode()
+        future = self._queue(_Job(question, Future(), settle))
+        with self._lock:
+            self._verdicts[key] = future
+            if len(self._verdicts) > CACHE_SIZE:
+                self._verdicts.popitem(last=False)
+        return future
+
+    def _queue(self, job: _Job) -> Future[Any]:
         with self._lock:
             if self._broken:
                 raise RuntimeError(self._broken)
             if self._closing:
                 raise RuntimeError("the verifier pool is closed")
-            self._pending.append(_Job(answer or "", golds, future))
+            self._pending.append(job)
         self._wake()
-        return future
+        return job.future
 
     def close(self) -> None:
         """Ends the workers. Checks that have not begun are cancelled, those under way raise RuntimeError."""
@@ -136,12 +218,11 @@ class VerifierPool:
             assert self._closing
 
     def _run(self) -> None:
-        """The pool's thread: hand out jobs, take answers, replace who is late or dead."""
+        """The pool's thread: hand out jobs, take answers, replace who is late or dead, help where one is stuck."""
         try:
-            self._receive_control()
+            self._receive_ready()
             while not self._closing:
-                while len(self._workers) < self._size:
-                    self._workers.append(self._fork_worker())
+                self._staff()
                 self._hand_out()
                 self._take_answers()
                 self._give_up_late()
@@ -150,16 +231,38 @@ class VerifierPool:
             logger.exception("The verifier pool's forkserver failed")
             self._end(f"the verifier pool's forkserver is dead ({error}); see its own messages above")
 
+    def _receive_ready(self) -> None:
+        message = self._receive_control()
+        if message != b"ready":
+            raise RuntimeError(message.decode(errors="replace").removeprefix("failed: "))
+
+    def _staff(self) -> None:
+        """As many workers as there should be, and one more for each that is stuck while answers wait."""
+        now = time.monotonic()
+        stuck = [worker for worker in self._workers if worker.state == "busy" and worker.stuck_at <= now]
+        for worker in stuck:
+            if not worker.slowed:
+                worker.slowed = True
+                _slow_down(worker.pid)
+        wanted = self._size + (min(len(stuck), MOST_HELPERS * self._size) if self._pending else 0)
+        while len(self._workers) < wanted:
+            self._workers.append(self._fork_worker())
+        for worker in [worker for worker in self._workers if worker.state == "idle" and not self._pending]:
+            if len(self._workers) - len(stuck) > self._size:
+                self._drop(worker, "error")
+
     def _hand_out(self) -> None:
         for worker in [worker for worker in self._workers if worker.state == "idle"]:
             job = self._next_job()
             if job is None:
                 return
-            question = json.dumps({"answer": job.answer, "solutions": job.solutions}).encode()
+            now = time.monotonic()
             worker.state, worker.job = "busy", job
-            worker.deadline = time.monotonic() + self._timeout_seconds
+            worker.since = now
+            worker.deadline = now + self.timeout_seconds
+            worker.stuck_at = now + min(STUCK_SECONDS, self.timeout_seconds / 2)
             try:
-                worker.channel.send_bytes(question)
+                worker.channel.send_bytes(job.question)
             except OSError:
                 self._drop(worker, "error")
 
@@ -172,8 +275,11 @@ class VerifierPool:
         return None
 
     def _take_answers(self) -> None:
-        deadlines = [worker.deadline for worker in self._workers if worker.state != "idle"]
-        patience = max(0.0, min(deadlines) - time.monotonic()) if deadlines else None
+        now = time.monotonic()
+        times = [worker.deadline for worker in self._workers if worker.state != "idle"]
+        if self._pending:
+            times += [w.stuck_at for w in self._workers if w.state == "busy" and w.stuck_at > now]
+        patience = max(0.0, min(times) - now) if times else None
         ready = wait([self._wake_receiver, *(worker.channel for worker in self._workers)], patience)
         if self._wake_receiver in ready:
             self._wake_receiver.recv(4096)
@@ -195,11 +301,9 @@ class VerifierPool:
         if job is None:
             return
         answer = json.loads(message)
-        if answer["verdict"] == "error":  # out of memory or of stack: start afresh
-            worker.job = job
+        job.future.set_result(job.settle(answer | {"seconds": time.monotonic() - worker.since}))
+        if worker.slowed or answer.get("verdict") == "error":  # maybe out of memory or of stack: start afresh
             self._drop(worker, "error")
-        else:
-            job.future.set_result(Verdict(answer["correct"], job.answer.strip(), answer["verdict"]))
 
     def _give_up_late(self) -> None:
         now = time.monotonic()
@@ -211,13 +315,13 @@ class VerifierPool:
             if not worker.channel.poll():  # an answer that is there counts, however late we look
                 self._drop(worker, "timeout")
 
-    def _drop(self, worker: _Worker, verdict: str) -> None:
+    def _drop(self, worker: _Worker, failure: str) -> None:
         """Ends a worker and settles its job."""
         self._control.send(f"kill {worker.pid}".encode())
         self._workers.remove(worker)
         worker.channel.close()
         if worker.job is not None:
-            worker.job.future.set_result(Verdict(False, worker.job.answer.strip(), verdict))
+            worker.job.future.set_result(worker.job.settle({"failure": failure, "seconds": time.monotonic() - worker.since}))
 
     def _fork_worker(self) -> _Worker:
         ours, theirs = socket.socketpair()
@@ -227,7 +331,7 @@ class VerifierPool:
         return _Worker(pid, Connection(ours.detach()), deadline=time.monotonic() + START_SECONDS)
 
     def _receive_control(self) -> bytes:
-        message = self._control.recv(64)
+        message = self._control.recv(4096)
         if not message:
             raise EOFError(f"it ended with exit code {self._server.wait()}")
         return message
@@ -249,19 +353,24 @@ class VerifierPool:
         self._workers.clear()
 
 
-def _start_forkserver(memory_bytes: int, timeout_seconds: float) -> tuple[socket.socket, subprocess.Popen]:
+def _slow_down(pid: int) -> None:
+    try:
+        os.setpriority(os.PRIO_PROCESS, pid, STUCK_NICENESS)
+    except ProcessLookupError:
+        pass  # it has just ended
+
+
+def _start_forkserver(settings: Settings) -> tuple[socket.socket, subprocess.Popen]:
     """The control socket, one message per packet, and the process behind it."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     ours.settimeout(START_SECONDS)
-    source = str(Path(rlmath.__file__).parent.parent)
-    path = os.pathsep.join([source, *filter(None, [os.environ.get("PYTHONPATH")])])
-    arguments = [str(theirs.fileno()), str(os.getpid()), str(memory_bytes), str(timeout_seconds)]
+    arguments = [str(theirs.fileno()), str(os.getpid()), settings.as_json()]
     with theirs:
         server = subprocess.Popen(
             [sys.executable, "-m", "rlmath.rewards.forkserver", *arguments],
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
-            env={**os.environ, "PYTHONPATH": path, "PYTHONHASHSEED": "0"},
+            env=worker_environment(),
         )
     return ours, server

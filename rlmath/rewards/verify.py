@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import lru_cache
 
@@ -28,6 +28,9 @@ TASKS = ("math",)
 
 MAX_ANSWER_CHARS = 1000
 """Longest answer that is looked at (characters)."""
+
+VERDICTS = ("string", "number", "choice", "symbolic", "no_answer", "too_long", "timeout", "error", "function")
+"""All ways in which a completion may have been judged."""
 
 FAILURES = ("timeout", "error")
 """Verdicts that say that an answer could not be judged."""
@@ -59,6 +62,8 @@ class Verdict:
     """The answer that was compared, at most `MAX_ANSWER_CHARS` long; "" when none was found."""
     verdict: str
     """How it was decided: "string", "number", "choice", "symbolic", "no_answer", "too_long", "timeout" or "error"."""
+    seconds: float = field(default=0.0, compare=False, repr=False)
+    """How long the check took (seconds), where a pool judged; an answer known from before takes no time."""
 
 
 def check_tasks(tasks: Iterable[str]) -> None:
@@ -137,6 +142,8 @@ _CHOICE = re.compile(
     r"(?:(?:the\s+)?(?:final\s+)?(?:option|choice|answer)\s*(?:is)?\s*:?\s*)?(?:\(([A-Ja-j])\)|([A-J])(?=$|[.):]))[.):]?(?:\s+(.*))?",
     re.IGNORECASE,
 )
+_QUALIFIER = re.compile(r",?(?:\\text\{)?,? {0,3}for (?:all|every|any|each) [A-Za-z ${}\\]{1,60}$")
+"""What a function is said to hold for: `f(x) = 2x for all real x`."""
 _WORDS = re.compile(r"[A-Za-z][A-Za-z' -]*")
 
 
@@ -238,6 +245,7 @@ def _deep_pair(answer: str, gold: str, rules: Rules) -> bool:
     special = same_special(plain_gold.key, plain_answer.key)
     if special is not None:
         return special
+    answer, gold = _QUALIFIER.sub("", answer), _QUALIFIER.sub("", gold)
     try:
         return _same(answer, gold, rules)
     except Unsupported:

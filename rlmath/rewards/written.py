@@ -57,7 +57,7 @@ def clock(text: str) -> tuple[int, bool] | None:
 
 def based(text: str) -> tuple[str, int] | None:
     """(digits, base) of a numeral such as `52_8` or `1010_{two}`, else None."""
-    match = _BASED.fullmatch(text.replace("\\", ""))
+    match = _BASED.fullmatch(text.replace("\\", "").replace(" ", ""))
     if match is None:
         return None
     digits, base = match.group(1).upper(), match.group(2).lower()

@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass
 
 from tqdm import tqdm
@@ -14,9 +13,8 @@ from transformers import PreTrainedTokenizerFast
 from rlmath.config import RewardConfig, RolloutConfig
 from rlmath.parallel.collectives import gather_objects
 from rlmath.parallel.mesh import Mesh
+from rlmath.rewards.judge import Judge
 from rlmath.rewards.pool import VerifierPool
-from rlmath.rewards.schemes import score
-from rlmath.rewards.verify import Verdict
 from rlmath.rollout.engine import Engine
 from rlmath.rollout.sampling import Generated, Request, request_seed
 from rlmath.types import Completion, FinishReason, Prompt, Score, ScoredGroup
@@ -63,8 +61,7 @@ class Collector:
         self._mesh = mesh
         self._tokenizer = tokenizer
         self._rollout = rollout
-        self._reward = reward
-        self._pool = pool
+        self._judge = None if pool is None else Judge(pool, reward, rollout.max_new_tokens)
 
     def collect(self, prompts: Sequence[Prompt], seed: RolloutSeed) -> list[ScoredGroup]:
         """G scored completions of each of the P prompts, the same list on every rank."""
@@ -89,22 +86,20 @@ class Collector:
     ) -> dict[Key, tuple[Completion, Score]]:
         """What this rank reports: all its engine's completions, or nothing where another rank speaks for it."""
         completions: dict[Key, Completion] = {}
-        verdicts: dict[Key, Future[Verdict]] = {}
         # None: shown on a terminal, not in a log file.
         hide_bar = None if self._mesh.rank == 0 and self._rollout.progress_bar else True
         with tqdm(total=len(requests), desc=f"rollout {step + 1}", disable=hide_bar, leave=False) as bar:
             for generated in self._engine.generate(requests):
                 bar.update()
-                if self._pool is None:
+                if self._judge is None:
                     continue
                 completion = self._completion(generated)
-                prompt = prompts[generated.key[0]]
                 completions[generated.key] = completion
-                verdicts[generated.key] = self._pool.submit(completion.text, prompt.solutions, prompt.task)
-        return {
-            key: (completion, score(verdicts[key].result(), self._reward.correct, self._reward.wrong))
-            for key, completion in completions.items()
-        }
+                self._judge.ask(prompts[generated.key[0]], completion)
+        if self._judge is None:
+            return {}
+        pairs = zip(completions.items(), self._judge.scores(), strict=True)
+        return {key: (completion, score) for (key, completion), score in pairs}
 
     def _completion(self, generated: Generated) -> Completion:
         reason: FinishReason = "stop" if generated.finish_reason == "stop" else "length"

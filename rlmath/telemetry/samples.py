@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from rlmath.rewards.verify import FAILURES
 from rlmath.telemetry.metrics import MetricsWriter, json_number
 from rlmath.telemetry.text import code_block, shortened, visible
 
@@ -19,8 +20,8 @@ MAX_SHOWN_CHARS = 3000
 """Most characters of one text that go to TensorBoard; the file has all of it."""
 
 
-def samples_file(output_dir: str, step: int) -> Path:
-    return Path(output_dir) / SAMPLES_FOLDER / f"step-{step:06d}.jsonl"
+def samples_file(output_dir: str, step: int, kind: str = "step") -> Path:
+    return Path(output_dir) / SAMPLES_FOLDER / f"{kind}-{step:06d}.jsonl"
 
 
 class SampleWriter:
@@ -49,13 +50,27 @@ class SampleWriter:
         ]
         if not rows:
             return
-        path = samples_file(self._output_dir, step)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = path.with_suffix(".tmp")
-        unfinished.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="ascii")
-        os.replace(unfinished, path)
+        _write_rows(samples_file(self._output_dir, step), rows)
         for number, row in enumerate(rows, start=1):
             metrics_writer.write_text(f"samples/group_{number}", group_markdown(row), step)
+
+    def write_failure(
+        self, step: int, groups: Sequence[ScoredGroup], advantages: Sequence[Sequence[float]]
+    ) -> Path:
+        """`samples/failure-000001.jsonl`: the first group with a completion that could not be judged."""
+        path = samples_file(self._output_dir, step, "failure")
+        for group, group_advantages in zip(groups, advantages, strict=False):
+            if any(score.verdict in FAILURES for score in group.scores):
+                _write_rows(path, [_row(group, group_advantages)])
+                break
+        return path
+
+
+def _write_rows(path: Path, rows: Sequence[dict]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_suffix(".tmp")
+    unfinished.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="ascii")
+    os.replace(unfinished, path)
 
 
 def _row(group: ScoredGroup, advantages: Sequence[float]) -> dict:
@@ -66,6 +81,7 @@ def _row(group: ScoredGroup, advantages: Sequence[float]) -> dict:
             "correct": score.correct,
             "verdict": score.verdict,
             "extracted": score.extracted,
+            "boxed": score.boxed,
             "length": len(completion.token_ids),
             "finish_reason": completion.finish_reason,
             "text": completion.text,

@@ -1,0 +1,165 @@
+"""Judge the answers of a file, with the judge that the trainer uses.
+
+    python tools/verify_answers.py --input cases.jsonl --output verdicts.jsonl --workers 2
+
+Each input line is {"id", "completion", "solutions": [...]} and maybe "task"; each output line, in the order of the
+input, {"id", "correct", "extracted", "verdict", "seconds"}. Lines that are broken are told by number on stderr and
+skipped; the exit code is then 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections import Counter, deque
+from collections.abc import Iterator
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any, TextIO
+
+from tqdm import tqdm
+
+from rlmath.rewards.pool import VerifierPool
+from rlmath.rewards.verify import TASKS, Rules, Verdict
+
+MAX_LINE_BYTES = 64 * 2**20
+TOO_LONG = b"\xff"
+"""Stands for a line that was not kept; no JSON begins so."""
+WAITING = 4096
+"""Most answers that are under way at a time."""
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Judges the file; 0, 1 when lines were broken, 2 when it cannot begin."""
+    options = _parse_arguments(arguments)
+    source, target = Path(options.input), Path(options.output)
+    problem = _problem(source, target)
+    if problem:
+        print(f"verify_answers: {problem}", file=sys.stderr)
+        return 2
+    rules = Rules(options.answer_from, protocol=options.loose)
+    try:
+        pool = VerifierPool(options.workers, options.timeout, rules=rules)
+    except ValueError as error:
+        print(f"verify_answers: {error}", file=sys.stderr)
+        return 2
+    unfinished = target.with_name(target.name + ".tmp")
+    with pool, unfinished.open("w", encoding="ascii") as out:
+        verdicts, broken = _judge_all(source, pool, out)
+    os.replace(unfinished, target)
+    total = sum(verdicts.values())
+    kinds = ", ".join(f"{count} {kind}" for kind, count in sorted(verdicts.items()) if kind != "correct")
+    print(f"{total - verdicts["correct"]} judged, {verdicts['correct']} of them right; decided by: {kinds or 'none'}")
+    if broken:
+        print(f"verify_answers: {broken} broken lines were skipped", file=sys.stderr)
+    return 1 if broken else 0
+
+
+def _judge_all(source: Path, pool: VerifierPool, out: TextIO) -> tuple[Counter[str], int]:
+    """(verdicts by kind, and "correct"; broken lines)."""
+    counts: Counter[str] = Counter()
+    broken = 0
+    waiting: deque[tuple[Any, Future[Verdict]]] = deque()
+
+    def write_first() -> None:
+        identity, future = waiting.popleft()
+        verdict = future.result()
+        counts[verdict.verdict] += 1
+        counts["correct"] += verdict.correct
+        row = {
+            "id": identity,
+            "correct": verdict.correct,
+            "extracted": verdict.extracted,
+            "verdict": verdict.verdict,
+            "seconds": round(verdict.seconds, 6),
+        }
+        out.write(json.dumps(row) + "\n")
+
+    with tqdm(total=source.stat().st_size, unit="B", unit_scale=True, desc="judging") as bar:
+        for number, line in _lines(source):
+            bar.update(len(line))
+            try:
+                case = _parse_case(line)
+            except ValueError as error:
+                broken += 1
+                bar.write(f"{source}, line {number}: {error}", file=sys.stderr)
+                continue
+            if case is None:
+                continue
+            identity, completion, solutions, task = case
+            waiting.append((identity, pool.submit(completion, solutions, task)))
+            while len(waiting) >= WAITING or (waiting and waiting[0][1].done()):
+                write_first()
+        while waiting:
+            write_first()
+    return counts, broken
+
+
+def _lines(source: Path) -> Iterator[tuple[int, bytes]]:
+    with source.open("rb") as stream:
+        number = 0
+        while line := stream.readline(MAX_LINE_BYTES + 1):
+            number += 1
+            if len(line) > MAX_LINE_BYTES:
+                while line and not line.endswith(b"\n"):
+                    line = stream.readline(MAX_LINE_BYTES)
+                line = TOO_LONG
+            yield number, line
+
+
+def _parse_case(line: bytes) -> tuple[Any, str, list[str], str] | None:
+    """(id, completion, solutions, task); None for a blank line. ValueError says what is broken."""
+    if line == TOO_LONG:
+        raise ValueError(f"longer than {MAX_LINE_BYTES // 2**20} MiB")
+    try:
+        row = json.loads(line.decode("utf-8")) if line.strip() else None
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"not JSON ({str(error)[:100]})") from None
+    if row is None and not line.strip():
+        return None
+    if not isinstance(row, dict):
+        raise ValueError("a JSON object is needed")
+    missing = [key for key in ("id", "completion", "solutions") if key not in row]
+    if missing:
+        raise ValueError(f"missing {', '.join(missing)}")
+    if not isinstance(row["completion"], str):
+        raise ValueError("completion must be a string")
+    solutions = row["solutions"]
+    if not isinstance(solutions, list) or not solutions or not all(isinstance(one, str) for one in solutions):
+        raise ValueError("solutions must be a list of at least one string")
+    task = row.get("task", TASKS[0])
+    if task not in TASKS:
+        raise ValueError(f"task {task!r} cannot be judged; known: {', '.join(TASKS)}")
+    return row["id"], row["completion"], solutions, task
+
+
+def _problem(source: Path, target: Path) -> str | None:
+    if not source.is_file():
+        return f"--input {source}: no such file"
+    if not target.parent.is_dir():
+        return f"--output {target}: there is no folder {target.parent}"
+    if target.is_dir() or target.resolve() == source.resolve():
+        return f"--output {target}: choose another file; this one is {'a folder' if target.is_dir() else 'the input'}"
+    return None
+
+
+def _parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Judge the answers of a file, with the judge that the trainer uses.")
+    parser.add_argument("--input", required=True, help='JSONL: {"id", "completion", "solutions": [...], "task"?}')
+    parser.add_argument("--output", required=True, help="JSONL of verdicts, in the order of the input")
+    parser.add_argument("--workers", type=int, default=min(4, os.cpu_count() or 1), help="default: %(default)s")
+    parser.add_argument("--timeout", type=float, default=5.0, help="seconds per answer (default: 5)")
+    parser.add_argument(
+        "--answer-from",
+        choices=("boxed", "phrase", "number"),
+        default="boxed",
+        help='where an answer may stand; "phrase": also after "the answer is", "number": else the last number',
+    )
+    parser.add_argument("--loose", action="store_true", help="compare numbers as the Qwen2.5-Math evaluation does")
+    return parser.parse_args(arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
