@@ -218,7 +218,7 @@ def _why(limits: Range) -> str:
         ("optimizer.adam_beta2=1", "optimizer.adam_beta2 is 1.0; needed: at least 0, below 1."),
         ("run.seed=-1", "run.seed is -1; needed: at least 0, at most 2147483647."),
         ("algorithm.early_stop_ratio=1", "needed: above 1. Before the first update the ratio is 1."),
-        ("reward.correct=.nan", "reward.correct is nan; needed: a finite number."),
+        ("reward.output_bias=.nan", "reward.output_bias is nan; needed: a finite number."),
         ("run.device=gpu", 'run.device is "gpu"; needed: one of "auto", "cpu", "cuda".'),
         ("run.device=CUDA", 'Did you mean "cuda"?'),
         (
@@ -300,7 +300,10 @@ def test_a_single_wrong_value(place: Path, override: str, told: str):
             1,
             "optimizer.min_lr is 1e-05, above optimizer.lr 1e-06",
         ),
-        (["reward.correct=-5"], 1, "reward.correct is -5.0, not above reward.wrong -5.0"),
+        (["reward.overlong_buffer=33"], 1, "reward.overlong_buffer is 33, above rollout.max_new_tokens 32"),
+        (["reward.scheme=mix", "reward.format_penalty=1"], 1, "reward.format_penalty is 1.0; a right answer"),
+        (["reward.function=json:dumbs"], 1, "reward.function: 'json' has no function 'dumbs'"),
+        (["reward.function=no_such_module:f"], 1, "importing 'no_such_module' failed"),
         (
             ["policy.recompute_granularity=full", "policy.recompute_method=uniform"],
             1,

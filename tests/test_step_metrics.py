@@ -4,8 +4,8 @@ from rlmath.policy.step import MinibatchResult
 from rlmath.step_metrics import mismatch_metrics, pace_metrics, rollout_metrics, update_metrics
 from rlmath.types import Completion, Prompt, Sample, Score, ScoredGroup
 
-RIGHT = Score(5.0, True, "2", "string")
-WRONG = Score(-5.0, False, "3", "number")
+RIGHT = Score(5.0, True, "2", "string", True, (("steps", 4.0),))
+WRONG = Score(-5.0, False, "3", "number", True)
 LATE = Score(-5.0, False, "", "timeout")
 BROKEN = Score(-5.0, False, "", "error")
 SILENT = Score(-5.0, False, "", "no_answer")
@@ -41,7 +41,14 @@ SAMPLES = [
         ("rollout/accuracy", 2 / 6),
         ("rollout/response_length", 40 / 6),
         ("rollout/groups_with_contrast", 2 / 3),
-        ("rollout/verifier_failures", 2 / 6),
+        ("reward/failures", 2 / 6),
+        ("reward/correct", 2 / 6),
+        ("reward/boxed", 3 / 6),
+        ("reward/truncated", 2 / 6),
+        ("reward/verdict/string", 2 / 6),
+        ("reward/verdict/timeout", 1 / 6),
+        ("reward/verdict/choice", 0.0),
+        ("reward/own/steps", 4.0),
         ("avg_seq_len", (2 * (3 + 5 + 4) + 40) / 6),
         ("avg_prompt_len", 24 / 6),
         ("no_eos_ratio", 2 / 6),

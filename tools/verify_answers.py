@@ -49,9 +49,9 @@ def main(arguments: list[str] | None = None) -> int:
     with pool, unfinished.open("w", encoding="ascii") as out:
         verdicts, broken = _judge_all(source, pool, out)
     os.replace(unfinished, target)
-    total = sum(verdicts.values())
-    kinds = ", ".join(f"{count} {kind}" for kind, count in sorted(verdicts.items()) if kind != "correct")
-    print(f"{total - verdicts["correct"]} judged, {verdicts['correct']} of them right; decided by: {kinds or 'none'}")
+    right = verdicts.pop("correct", 0)
+    kinds = ", ".join(f"{count} {kind}" for kind, count in sorted(verdicts.items())) or "nothing"
+    print(f"{sum(verdicts.values())} judged, {right} of them right; decided by: {kinds}")
     if broken:
         print(f"verify_answers: {broken} broken lines were skipped", file=sys.stderr)
     return 1 if broken else 0

@@ -22,10 +22,10 @@ def refused(tmp_path, *lines):
     return str(caught.value)
 
 
-def test_rows_come_in_the_files_order_and_further_keys_are_ignored(tmp_path):
+def test_rows_come_in_the_files_order_and_further_keys_are_kept(tmp_path):
     path = write(tmp_path, {**GOOD, "source": "x"}, b"\n", {**GOOD, "query_id": "b", "prompt": "π=?"})
     assert read_boba(path) == [
-        PromptRow("1+1=", "math", "a", ("\\boxed{2}", "two")),
+        PromptRow("1+1=", "math", "a", ("\\boxed{2}", "two"), '{"source": "x"}'),
         PromptRow("π=?", "math", "b", ("\\boxed{2}", "two")),
     ]
 

@@ -1,4 +1,4 @@
-"""The pool with real workers. HANG is an answer on which math-verify works for minutes."""
+"""The pool with real workers. Equal questions are asked once, so hanging ones differ."""
 
 import os
 import signal
@@ -14,8 +14,15 @@ import pytest
 from rlmath.rewards.pool import VerifierPool
 from rlmath.rewards.verify import Verdict
 
-HANG = "\\boxed{9^{9^{9}}}"
-HALF = ("\\boxed{\\frac{1}{2}}",)
+
+
+def hang(number: int = 0) -> str:
+    """One of many answers on which sympy works for minutes."""
+    return f"\\boxed{{\\sum_{{n=1}}^{{10^9}} \\sin(n^2+{number})}}"
+
+
+HANG = hang()
+HALF = ("\\boxed{\\frac{1}{2}+0}",)
 
 
 def children(parent: int) -> list[int]:
@@ -80,25 +87,27 @@ def test_the_rest_is_decided_by_a_worker(pool):
 
 
 def test_strange_characters_reach_the_worker(pool):
-    verdict = pool.submit("\\boxed{\x00\ud800\u202e}", HALF, "math").result(60)
-    assert (verdict.correct, verdict.extracted) == (False, "\x00\ud800\u202e")
+    text = "\u221a\u202e(\u0663)"
+    verdict = pool.submit(f"\\boxed{{{text}}}", HALF, "math").result(60)
+    assert (verdict.correct, verdict.extracted, verdict.verdict) == (False, text, "symbolic")
+    assert pool.submit("\\boxed{\x00\ud800}", HALF, "math").result() == Verdict(False, "\x00\ud800", "string")
 
 
 def test_a_stuck_check_times_out_and_delays_nobody_else(pool):
     finished = []
     stuck = pool.submit(HANG, HALF, "math")
     stuck.add_done_callback(lambda _: finished.append("stuck"))
-    others = [pool.submit(f"\\boxed{{\\frac{{{n}}}{{{2 * n}}}}}", ("0.5",), "math") for n in range(1, 31)]
+    others = [pool.submit(f"\\boxed{{\\frac{{{n}}}{{{2 * n}}}}}", ("0.5+0",), "math") for n in range(1, 31)]
     for other in others:
         other.add_done_callback(lambda _: finished.append("other"))
     assert all(other.result(60) == Verdict(True, other.result().extracted, "symbolic") for other in others)
-    assert stuck.result(60) == Verdict(False, "9^{9^{9}}", "timeout")
+    assert stuck.result(60) == Verdict(False, HANG[7:-1], "timeout")
     assert finished.count("other") == 30
     assert finished[-1] == "stuck"
 
 
 def test_every_worker_stuck_and_the_next_answers_are_right(pool):
-    stuck = [pool.submit(HANG, HALF, "math") for _ in range(2)]
+    stuck = [pool.submit(hang(n), HALF, "math") for n in range(2)]
     after = pool.submit("\\boxed{0.5}", HALF, "math")
     assert after.result(60).correct
     assert [future.result(60).verdict for future in stuck] == ["timeout", "timeout"]
@@ -110,7 +119,7 @@ def test_a_crashed_worker_costs_its_own_answer_only(single):
     waiting = pool.submit("\\boxed{0.5}", HALF, "math")
     wait_until(crashed.running)
     os.kill(children(forkserver)[0], signal.SIGSEGV)
-    assert crashed.result(60) == Verdict(False, "9^{9^{9}}", "error")
+    assert crashed.result(60) == Verdict(False, HANG[7:-1], "error")
     assert waiting.result(60).correct
 
 
@@ -133,9 +142,44 @@ def test_workers_have_a_memory_limit_and_no_core_files(single):
     assert values["Max file size"] == "0"
 
 
+def test_equal_questions_are_asked_once(pool):
+    first, second = (pool.submit("\\boxed{\\frac{3}{6}}", HALF, "math") for _ in range(2))
+    assert first is second
+    assert first.result(60).correct
+    assert pool.submit("\\boxed{\\frac{3}{6}}", HALF, "math") is first
+
+
+def test_a_check_that_failed_is_asked_anew(pool):
+    assert pool.submit(hang(7), HALF, "math").result(60).verdict == "timeout"
+    again = pool.submit(hang(7), HALF, "math")
+    assert not again.done()
+    assert again.result(60).verdict == "timeout"
+
+
+def test_results_wait_no_longer_than_one_limit(pool):
+    asked = [pool.submit(hang(n), HALF, "math") for n in range(20)]
+    asked.append(pool.submit("\\boxed{\\frac{4}{8}}", HALF, "math"))
+    started = time.monotonic()
+    results = pool.results(asked)
+    assert time.monotonic() - started < 2 * pool.timeout_seconds
+    assert results[-1] is None or results[-1].correct
+    assert all(result is None or result.verdict == "timeout" for result in results[:-1])
+    assert pool.submit("\\boxed{\\frac{5}{10}}", HALF, "math").result(60).correct
+
+
+def test_stuck_workers_get_help_and_the_help_leaves():
+    with lone_pool(timeout_seconds=60.0) as (pool, forkserver):
+        stuck = pool.submit(HANG, HALF, "math")
+        wait_until(stuck.running)
+        for number in range(1, 51):
+            assert pool.submit(f"\\boxed{{\\frac{{{number}}}{{{2 * number}}}}}", HALF, "math").result(30).correct
+        assert not stuck.done()
+        assert len(children(forkserver)) == 2
+
+
 def test_closing_ends_every_process_and_cancels_what_waits():
     with lone_pool(timeout_seconds=60.0) as (pool, forkserver):
-        futures = [pool.submit(HANG, HALF, "math") for _ in range(3)]
+        futures = [pool.submit(hang(n), HALF, "math") for n in range(3)]
         wait_until(futures[0].running)
         family = [forkserver, *children(forkserver)]
     with pytest.raises(RuntimeError, match="closed"):
@@ -150,7 +194,7 @@ def test_closing_ends_every_process_and_cancels_what_waits():
 def test_workers_die_with_a_parent_that_is_killed():
     code = (
         "import sys; from rlmath.rewards.pool import VerifierPool; pool = VerifierPool(2, 60.0)\n"
-        f"futures = [pool.submit({HANG!r}, {HALF!r}, 'math') for _ in range(2)]\n"
+        f"futures = [pool.submit(text, {HALF!r}, 'math') for text in {[hang(1), hang(2)]!r}]\n"
         "while not all(f.running() for f in futures): pass\n"
         "print('busy', flush=True); sys.stdin.read()"
     )
@@ -167,7 +211,7 @@ def test_workers_die_with_a_parent_that_is_killed():
 
 def test_a_dead_forkserver_is_loud():
     with lone_pool(timeout_seconds=60.0) as (pool, forkserver):
-        running, waiting = (pool.submit(HANG, HALF, "math") for _ in range(2))
+        running, waiting = (pool.submit(hang(n), HALF, "math") for n in range(2))
         wait_until(running.running)
         os.kill(forkserver, signal.SIGKILL)
         for lost in (running, waiting):

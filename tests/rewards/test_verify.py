@@ -1,3 +1,5 @@
+"""The judge's two halves, its rules, and what it must never load or run. Labelled cases are in test_cases."""
+
 import os
 import subprocess
 import sys
@@ -6,42 +8,15 @@ import pytest
 
 from rlmath.rewards.verify import (
     MAX_ANSWER_CHARS,
+    Rules,
     Verdict,
     cheap_verdict,
     check_tasks,
-    extract_boxed,
-    judge,
+    gold_answer,
+    verify,
 )
 
-
-@pytest.mark.parametrize(
-    ("text", "answer"),
-    [
-        ("The answer is \\boxed{132}.", "132"),
-        ("\\boxed{1}, no, \\boxed{2}", "2"),
-        ("\\boxed{\\frac{1}{2}}", "\\frac{1}{2}"),
-        ("\\boxed {7}", "7"),
-        ("\\boxed{1} and then \\boxed{2", "1"),
-        ("\\boxed{x = \\boxed{5}}", "5"),
-        ("\\boxed{\\left\\{ 1, 2 \\right.}", "\\left\\{ 1, 2 \\right."),
-        ("{ unclosed \\boxed{3}", "3"),
-        ("} \\boxed{3}", "3"),
-        ("\\\\boxed{4}", "4"),
-        ("\\boxed{}", ""),
-        ("boxed{5}", None),
-        ("\\boxed 5", None),
-        ("\\boxed{5", None),
-        ("", None),
-    ],
-)
-def test_the_last_complete_box_is_extracted(text, answer):
-    assert extract_boxed(text) == answer
-
-
-def test_extraction_takes_one_pass_whatever_the_text():
-    assert extract_boxed("\\boxed{" * 100_000) is None
-    assert extract_boxed("\\boxed{" * 50_000 + "}" * 49_999) == ""
-    assert extract_boxed("\\boxed" + " " * 500_000) is None
+LOOSE = Rules(protocol=True)
 
 
 @pytest.mark.parametrize(
@@ -54,60 +29,86 @@ def test_extraction_takes_one_pass_whatever_the_text():
         ("\\boxed{a \n b}", ["a b"], Verdict(True, "a \n b", "string")),
         ("\\boxed{3}", ["1", "3"], Verdict(True, "3", "string")),
         ("\\boxed{0.50}", ["\\boxed{.5}"], Verdict(True, "0.50", "number")),
+        ("\\boxed{\\dfrac{2}{4}}", ["1/2"], Verdict(True, "\\dfrac{2}{4}", "number")),
+        ("\\boxed{1,234}", ["1234"], Verdict(True, "1,234", "number")),
         ("\\boxed{007}", ["7."], Verdict(True, "007", "number")),
         ("\\boxed{-0}", ["0"], Verdict(True, "-0", "number")),
         ("\\boxed{131}", ["\\boxed{132}"], Verdict(False, "131", "number")),
-        ("\\boxed{0.3333333333}", ["0.33333333333"], Verdict(False, "0.3333333333", "number")),
+        ("\\boxed{B}", ["\\text{(C)}"], Verdict(False, "B", "choice")),
+        ("\\boxed{(C) 12}", ["C"], Verdict(True, "(C) 12", "choice")),
+        ("\\boxed{The Ellipse}", ["\\text{ellipse}"], Verdict(True, "The Ellipse", "string")),
         ("\\boxed{" + "9" * 999 + "}", ["9" * 998], Verdict(False, "9" * 999, "number")),
         ("\\boxed{" + "9" * 1001 + "}", ["9" * 1001], Verdict(False, "9" * MAX_ANSWER_CHARS, "too_long")),
     ],
 )
 def test_cheap_decisions_need_no_worker(text, solutions, expected):
-    assert cheap_verdict(extract_boxed(text), solutions) is not None
-    assert judge(text, solutions, "math") == expected
+    assert verify(text, solutions, "math") == expected
 
 
 def test_the_cheap_half_leaves_what_needs_a_parser():
-    assert cheap_verdict("\\frac12", ["0.5"]) is None
+    assert cheap_verdict("\\sqrt{4}", ["2"]) is None
     assert cheap_verdict("5", ["4", "x+1"]) is None
-    assert cheap_verdict("1,234", ["1234"]) is None
+    assert cheap_verdict("1,234", ["1235"]) is None  # it may be a list
+
+
+def test_the_grammar_decides_the_rest():
+    assert verify("\\boxed{(x+1)^2}", ["x^2+2x+1"], "math") == Verdict(True, "(x+1)^2", "symbolic")
+    assert verify("\\boxed{\\frac{1}{}}", ["0.5"], "math") == Verdict(False, "\\frac{1}{}", "symbolic")
+
+
+def test_math_verify_decides_what_the_grammar_does_not_read():
+    assert verify("\\boxed{\\int_0^1 2x\\,dx}", ["1"], "math").correct
+    assert not verify("\\boxed{\\int_0^1 2x\\,dx}", ["2"], "math").correct
+    assert verify("\\boxed{\\sum_{k=1}^{4} k}", ["10"], "math").correct
 
 
 @pytest.mark.parametrize(
-    ("text", "solutions", "correct"),
+    ("gold", "answer"),
     [
-        ("\\boxed{\\frac{1}{2}}", ["\\boxed{0.5}"], True),
-        ("\\boxed{\\dfrac{2}{4}}", ["\\boxed{\\frac{1}{2}}"], True),
-        ("\\boxed{(x+1)^2}", ["\\boxed{x^2+2x+1}"], True),
-        ("\\boxed{\\{2, 1\\}}", ["\\boxed{\\{1, 2\\}}"], True),
-        ("\\boxed{2\\sqrt{3}}", ["\\boxed{4}", "\\boxed{\\sqrt{12}}"], True),
-        ("\\boxed{1,234}", ["\\boxed{1234}"], True),
-        ("\\boxed{\\frac{1}{3}}", ["\\boxed{0.5}"], False),
-        ("\\boxed{(1, 2)}", ["\\boxed{(2, 1)}"], False),
-        ("\\boxed{\\pi}", ["\\boxed{3.14}"], False),
-        ("\\boxed{\\frac{1}{}", ["\\boxed{0.5}"], False),
+        ("\\pi", "3.14"),
+        ("\\frac{1}{3}", "0.33"),
+        ("\\frac{1}{3}", "0.3333"),
+        ("100", "100.001"),
+        ("0.5", "50"),
+        ("50", "0.5"),
+        ("\\sqrt{2}", "1.4142"),
     ],
 )
-def test_math_verify_decides_the_rest(text, solutions, correct):
-    verdict = judge(text, solutions, "math")
-    assert verdict.correct is correct
-    assert verdict.verdict == ("symbolic" if extract_boxed(text) else "no_answer")
+def test_the_protocol_is_loose_where_the_default_is_strict(gold, answer):
+    assert not verify(f"\\boxed{{{answer}}}", [gold], "math").correct
+    assert verify(f"\\boxed{{{answer}}}", [gold], "math", LOOSE).correct
+
+
+@pytest.mark.parametrize(("gold", "answer"), [("\\pi", "3.2"), ("100", "101"), ("0.5", "0.6"), ("1", "2"), ("\\pi", "3")])
+def test_the_protocol_still_tells_other_numbers_apart(gold, answer):
+    assert not verify(f"\\boxed{{{answer}}}", [gold], "math", LOOSE).correct
 
 
 @pytest.mark.parametrize(
-    "attack",
+    ("text", "answer_from", "extracted"),
     [
-        "__import__('os').system('touch {path}')",
-        "\\text{{__import__('os').system('touch {path}')}}",
-        "exec(\"open('{path}', 'w')\")",
-        "[c for c in ().__class__.__base__.__subclasses__()]",
-        "open('{path}','w').write('x')+1",
+        ("So the answer is 42.", "boxed", ""),
+        ("So the answer is 42.", "phrase", "42"),
+        ("So the final answer is: $\\frac{1}{2}$.\nDone", "phrase", "$\\frac{1}{2}$"),
+        ("The answer is 3.5 and", "phrase", "3.5 and"),
+        ("First 17, then 42", "phrase", ""),
+        ("First 17, then 42", "number", "42"),
+        ("It costs -1,234.5 dollars", "number", "-1,234.5"),
+        ("The answer is 7, since 9 > 8.", "number", "7, since 9 > 8"),
+        ("the answer is 42, or \\boxed{43}", "number", "43"),
+        ("<think>the answer is 42</think>", "number", ""),
     ],
 )
-def test_code_in_an_answer_is_never_run(attack, tmp_path):
-    path = tmp_path / "written"
-    assert not judge(f"\\boxed{{{attack.format(path=path)}}}", ["\\boxed{\\frac{1}{2}}"], "math").correct
-    assert not path.exists()
+def test_base_models_may_answer_without_a_box(text, answer_from, extracted):
+    assert verify(text, ["0"], "math", Rules(answer_from)).extracted == extracted
+
+
+@pytest.mark.parametrize(
+    ("gold", "answer"),
+    [("\\boxed{5}", "5"), ("5", "5"), ("so \\boxed{\\frac12}.", "\\frac12"), ("a box of 3", "a box of 3")],
+)
+def test_reference_answers_may_come_in_a_box(gold, answer):
+    assert gold_answer(gold) == answer
 
 
 def test_rows_that_no_judge_knows_are_refused():
@@ -118,8 +119,9 @@ def test_rows_that_no_judge_knows_are_refused():
 
 def test_the_cheap_half_loads_neither_sympy_nor_torch():
     code = (
-        "import sys; from rlmath.rewards.pool import VerifierPool; from rlmath.rewards.verify import judge;"
-        "judge('\\\\boxed{1}', ['1'], 'math'); print({'sympy', 'torch', 'math_verify'} & set(sys.modules))"
+        "import sys; from rlmath.rewards.pool import VerifierPool; from rlmath.rewards.verify import verify;"
+        "verify('\\\\boxed{1}', ['1'], 'math');"
+        "print({'sympy', 'torch', 'math_verify', 'mpmath'} & set(sys.modules))"
     )
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     result = subprocess.run(

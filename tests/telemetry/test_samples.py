@@ -18,7 +18,7 @@ def group(prompt_id: str = "q1", text: str = "so \\boxed{132}") -> ScoredGroup:
             Completion(0, (3, 4, 5), (-0.1, -0.2, -0.3), text, "stop"),
             Completion(1, (3,), (-0.5,), "hm", "length"),
         ),
-        (Score(5.0, True, "132", "string"), Score(-5.0, False, "", "no_answer")),
+        (Score(5.0, True, "132", "string", True), Score(-5.0, False, "", "no_answer")),
     )
 
 
@@ -42,6 +42,7 @@ def test_a_row_holds_a_group_whole(tmp_path):
                 "correct": True,
                 "verdict": "string",
                 "extracted": "132",
+                "boxed": True,
                 "length": 3,
                 "finish_reason": "stop",
                 "text": "so \\boxed{132}",
@@ -52,6 +53,7 @@ def test_a_row_holds_a_group_whole(tmp_path):
                 "correct": False,
                 "verdict": "no_answer",
                 "extracted": "",
+                "boxed": False,
                 "length": 1,
                 "finish_reason": "length",
                 "text": "hm",
@@ -68,6 +70,14 @@ def test_only_the_first_groups_of_a_step_are_kept(tmp_path):
     ]
     assert [row["prompt_id"] for row in rows] == ["q0", "q1"]
     assert [path.name for path in (tmp_path / "samples").iterdir()] == ["step-000012.jsonl"]
+
+
+def test_a_group_that_could_not_be_judged_is_kept_whatever_its_place(tmp_path):
+    late = ScoredGroup(group("late").prompt, group().completions, (Score(-5.0, False, "x", "timeout"),) * 2)
+    path = SampleWriter(str(tmp_path), 0).write_failure(3, [group("q0"), late], [[0.0, 0.0]] * 2)
+    assert path == tmp_path / "samples" / "failure-000003.jsonl"
+    (line,) = path.read_text().splitlines()
+    assert json.loads(line)["prompt_id"] == "late"
 
 
 def test_no_groups_wanted_writes_nothing(tmp_path):

@@ -1,0 +1,115 @@
+"""Hostile completions, judged by real workers under real limits."""
+
+from __future__ import annotations
+
+import math
+import os
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from rlmath.rewards.pool import MEMORY_BYTES, VerifierPool
+from tests.rewards.attacks import HANGS, MARKER, QUICK, SOLUTIONS
+from tests.rewards.test_pool import children, is_alive, wait_until
+
+LIMIT_SECONDS = 2.0
+WORKERS = 2
+HONEST = [(f"\\boxed{{\\frac{{{n}}}{{{2 * n}}}}}", ("0.5+0",)) for n in range(1, 101)]
+
+
+class MemoryWatch(threading.Thread):
+    """The largest address space and resident size of the workers, as the kernel reports them (bytes)."""
+
+    def __init__(self, forkserver: int) -> None:
+        super().__init__(daemon=True)
+        self.forkserver = forkserver
+        self.largest_space = 0
+        self.stop = threading.Event()
+
+    def run(self) -> None:
+        while not self.stop.wait(0.02):
+            for pid in children(self.forkserver):
+                try:
+                    pages = int(Path(f"/proc/{pid}/statm").read_text().split()[0])
+                except OSError:
+                    continue
+                self.largest_space = max(self.largest_space, pages * os.sysconf("SC_PAGE_SIZE"))
+
+
+@pytest.fixture(scope="module")
+def judged(tmp_path_factory):
+    """(verdicts of the attacks, of the honest answers, seconds, largest address space, marker) of one batch."""
+    marker = tmp_path_factory.mktemp("attacks") / "written"
+    attacks = [text.replace(MARKER, str(marker)) for text in (*QUICK, *HANGS)]
+    before = set(children(os.getpid()))
+    with VerifierPool(WORKERS, LIMIT_SECONDS) as pool:
+        (forkserver,) = set(children(os.getpid())) - before
+        assert pool.submit(*HONEST[0], "math").result(60).correct
+        watch = MemoryWatch(forkserver)
+        watch.start()
+        started = time.monotonic()
+        asked = [(text, SOLUTIONS) for text in attacks]
+        for position, honest in enumerate(HONEST):
+            asked.insert(2 * position, honest)
+        futures = [(pair, pool.submit(*pair, "math")) for pair in asked]
+        verdicts = [(pair, future.result(300)) for pair, future in futures]
+        seconds = time.monotonic() - started
+        watch.stop.set()
+        family = [forkserver, *children(forkserver)]
+    wait_until(lambda: not any(map(is_alive, family)))
+    attacked = [verdict for pair, verdict in verdicts if pair[1] is SOLUTIONS]
+    honest = [verdict for pair, verdict in verdicts if pair[1] is not SOLUTIONS]
+    return attacked, honest, seconds, watch.largest_space, marker
+
+
+def test_there_are_enough_attacks(judged):
+    assert len(judged[0]) == len(QUICK) + len(HANGS) >= 40
+
+
+def test_no_attack_is_rewarded(judged):
+    assert not [verdict for verdict in judged[0] if verdict.correct]
+
+
+def test_no_attack_runs_code(judged):
+    assert not judged[4].exists()
+    assert not judged[4].parent.joinpath("written ").exists()
+
+
+def test_what_hangs_times_out_and_the_rest_does_not(judged):
+    attacked = judged[0]
+    assert [verdict.verdict for verdict in attacked[-len(HANGS) :]] == ["timeout"] * len(HANGS)
+    assert not [verdict for verdict in attacked[: -len(HANGS)] if verdict.verdict in ("timeout", "error")]
+
+
+def test_all_others_in_the_batch_come_back_right(judged):
+    assert len(judged[1]) == len(HONEST)
+    assert all(verdict.correct for verdict in judged[1])
+
+
+def test_memory_stays_under_the_limit(judged):
+    assert 0 < judged[3] <= MEMORY_BYTES
+
+
+def test_the_batch_takes_no_longer_than_its_hangs(judged):
+    assert judged[2] <= (math.ceil(len(HANGS) / WORKERS) + 1) * LIMIT_SECONDS
+
+
+@pytest.mark.full
+def test_one_percent_of_hanging_answers_delays_nobody_and_leaves_nobody():
+    hangs, workers, limit = 100, 2, 1.0
+    texts = [f"\\boxed{{\\sum_{{n=1}}^{{10^9}} \\sin(n^2+{n})}}" for n in range(hangs)]
+    honest = [f"\\boxed{{\\frac{{{n}}}{{{2 * n}}}}}" for n in range(1, 9901)]
+    asked = [text for n, text in enumerate(honest) for text in ([texts[n // 99], text] if n % 99 == 0 else [text])]
+    before = set(children(os.getpid()))
+    with VerifierPool(workers, limit) as pool:
+        started = time.monotonic()
+        futures = [(text, pool.submit(text, ("0.5+0",), "math")) for text in asked]
+        verdicts = [(text, future.result(600)) for text, future in futures]
+        seconds = time.monotonic() - started
+    assert len(verdicts) == 10_000
+    assert sum(verdict.verdict == "timeout" for _, verdict in verdicts) == hangs
+    assert all(verdict.correct for text, verdict in verdicts if "frac" in text)
+    assert seconds <= (hangs / workers + 1) * limit
+    wait_until(lambda: set(children(os.getpid())) == before)

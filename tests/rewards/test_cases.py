@@ -1,0 +1,61 @@
+"""The labelled cases: every one is judged as its label says, and no class is judged worse than by math-verify."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from rlmath.rewards.verify import verify
+
+ROWS = [
+    json.loads(line)
+    for line in (Path(__file__).parent / "cases.jsonl").read_text(encoding="utf-8").splitlines()
+]
+
+
+def library_agrees(row: dict) -> bool:
+    """Whether math-verify alone judges a case as it is labelled."""
+    from math_verify import parse, verify as equal
+
+    answer = parse(row["completion"], parsing_timeout=None)
+    golds = [solution if "\\boxed" in solution else f"${solution}$" for solution in row["solutions"]]
+    correct = any(equal(parse(gold, parsing_timeout=None), answer, timeout_seconds=None) for gold in golds)
+    return correct == row["correct"]
+
+
+def test_the_set_is_large_spread_and_its_ids_are_unique():
+    assert len(ROWS) >= 400
+    assert len({row["id"] for row in ROWS}) == len(ROWS)
+    assert all(row["why"] for row in ROWS)
+    classes = Counter(row["class"] for row in ROWS)
+    assert len(classes) >= 30
+    assert min(classes.values()) >= 8
+    assert 0.25 < sum(row["correct"] for row in ROWS) / len(ROWS) < 0.75
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row["id"])
+def test_the_judge_says_what_the_label_says(row):
+    verdict = verify(row["completion"], row["solutions"], row["task"])
+    assert verdict.correct is row["correct"], (verdict, row["why"])
+    assert verdict.verdict not in ("error", "timeout")
+
+
+def test_no_class_is_judged_worse_than_by_math_verify_alone():
+    logging.disable(logging.CRITICAL)
+    try:
+        theirs = Counter(row["class"] for row in ROWS if library_agrees(row))
+    finally:
+        logging.disable(logging.NOTSET)
+    ours = Counter(
+        row["class"]
+        for row in ROWS
+        if verify(row["completion"], row["solutions"], row["task"]).correct is row["correct"]
+    )
+    worse = {kind: (ours[kind], theirs[kind]) for kind in theirs if ours[kind] < theirs[kind]}
+    assert worse == {}
+    assert sum(ours.values()) >= 0.995 * len(ROWS)
+    assert sum(ours.values()) > sum(theirs.values())
