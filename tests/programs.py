@@ -12,12 +12,13 @@ ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY
 TRAIN = ("launch/train_grpo.py", "--config", "configs/demo.yaml")
 
 
-def run(*command: str, expect: int = 0) -> subprocess.CompletedProcess[str]:
-    """Run `python command` in the repository to its end."""
+def run(*command: str, expect: int = 0, path: Path | None = None) -> subprocess.CompletedProcess[str]:
+    """Run `python command` in the repository to its end; `path` is one more folder of modules."""
+    modules = str(REPOSITORY) if path is None else f"{REPOSITORY}{os.pathsep}{path}"
     done = subprocess.run(
         [sys.executable, *command],
         cwd=REPOSITORY,
-        env=ENVIRONMENT,
+        env=ENVIRONMENT | {"PYTHONPATH": modules},
         capture_output=True,
         text=True,
         timeout=300,

@@ -128,3 +128,29 @@ def test_a_mistake_is_told_before_anything_starts(workplace: Path) -> None:
     done = run(*torchrun_command(2, *TRAIN, *overrides, "parallel.tensor=3"), expect=1)
     assert "parallel.tensor" in done.stderr
     assert not (workplace / "other").exists()
+
+
+def test_a_reward_function_of_the_users_trains_and_its_failures_are_told(workplace: Path) -> None:
+    """Half of its calls fail: the run goes on, warns, and names a file with one of them."""
+    mine = workplace / "functions"
+    mine.mkdir()
+    (mine / "half_broken.py").write_text(
+        "def reward(completion, solutions, row):\n"
+        "    if len(completion) % 2:\n"
+        "        raise ValueError('odd')\n"
+        "    return float(len(completion)), {'length': len(completion)}\n"
+    )
+    overrides = small_run(workplace, workplace / "own")
+    own = ("run.total_steps=1", "reward.function=half_broken:reward", "reward.function_failure=-1")
+    done = run(*torchrun_command(2, *TRAIN, *overrides, *own), path=mine)
+    (row,) = rows(workplace / "own")
+    assert 0 < row["reward/failures"] < 1
+    assert row["reward/failures"] + row["reward/verdict/function"] == pytest.approx(1.0)
+    assert row["reward/own/length"] > 0
+    assert row["task_reward"] == pytest.approx(
+        row["reward/own/length"] * row["reward/verdict/function"] - row["reward/failures"]
+    )
+    kept = workplace / "own" / "samples" / "failure-000001.jsonl"
+    assert "could not be judged" in done.stderr + done.stdout and str(kept) in done.stderr + done.stdout
+    found = json.loads(kept.read_text())
+    assert any("ValueError: odd" in one["extracted"] for one in found["completions"])

@@ -107,7 +107,7 @@ def mixture(golds: Sequence[str], size: int | None) -> list[Case]:
 def hanging(count: int) -> list[Case]:
     """Answers on which sympy works for minutes, each another one."""
     return [
-        Case(f"\\boxed{{\\sum_{{n=1}}^{{10^9}} \\sin(n^2+{number})}}", ("\\boxed{\\frac{1}{2}}",), "hanging")
+        Case(f"\\boxed{{\\int_0^1 \\frac{{\\sin(x^x)}}{{e^{{x^x}}+{number}}} dx}}", ("\\int_0^1 2x dx",), "hanging")
         for number in range(count)
     ]
 

@@ -5,13 +5,14 @@ two answers are equal when a view of one equals the same kind of view of the oth
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from fractions import Fraction
 from functools import lru_cache
 
 from rlmath.rewards.expressions import (
     added,
     divided,
+    is_constant,
     is_finite,
     linear,
     mentions,
@@ -32,6 +33,7 @@ from rlmath.rewards.grammar import (
     MatrixOf,
     Name,
     Num,
+    Piecewise,
     Relation,
     Scalar,
     SetOf,
@@ -70,6 +72,12 @@ class Views:
     """Of the relation: "=", "<" or "<=" (turned so that it points left)."""
     matrix: MatrixOf | None = None
     known: str | None = None
+    family: tuple[str, str, tuple[Expr, ...]] | None = None
+    """(set of the parameter, its letter, values): all values for all parameters."""
+    residue: tuple[Expr, Expr, Expr] | None = None
+    """Both sides and the modulus of a congruence."""
+    branches: tuple[tuple[Expr, str], ...] | None = None
+    """(value, condition) of a function by cases."""
     pairs: tuple[tuple[str, Views], ...] | None = None
     """Several names with their values: x = 1, y = 2."""
     also: tuple[Views, ...] = field(default=())
@@ -84,6 +92,19 @@ def same_answer(gold: Answer, answer: Answer, protocol: bool = False) -> bool:
     return _Comparison(protocol).same(views(gold), views(answer))
 
 
+def check_size(answer: object) -> None:
+    """Raises NotMathematics when a number in an answer is beyond our limits, or is none, such as 1/0."""
+    if isinstance(answer, (Num, Sym, Call)):
+        if worth(answer, complex_numbers=True) is None and not symbols(answer):
+            raise NotMathematics("it has no value")
+    elif isinstance(answer, tuple):
+        for part in answer:
+            check_size(part)
+    elif is_dataclass(answer):
+        for part in fields(answer):
+            check_size(getattr(answer, part.name))
+
+
 # ---------------------------------------------------------------- views
 
 
@@ -94,6 +115,11 @@ def views(answer: Answer) -> Views:
         return _scalar_views(answer)
     if isinstance(answer, Group):
         return _group_views(answer)
+    if isinstance(answer, SetOf) and isinstance(answer.items[0], (Relation, Listing)):
+        described = views(answer.items[0])
+        if described.reals is None or described.members is not None:
+            raise Unsupported("a set described by a condition")
+        return Views(reals=described.reals)
     if isinstance(answer, SetOf):
         return Views(members=_flat(answer.items), is_set=True, reals=_points(answer.items))
     if isinstance(answer, Listing):
@@ -108,13 +134,22 @@ def views(answer: Answer) -> Views:
         reals = {"R": whole_line(), "empty": RealSet(())}.get(answer.name)
         members = () if answer.name == "empty" else None
         return Views(known=answer.name, reals=reals, members=members, is_set=True)
+    if isinstance(answer, Piecewise):
+        return Views(branches=answer.branches)
     if answer.expr is not None:
         return _scalar_views(Scalar(answer.expr))
     raise NotMathematics("a name without a value")
 
 
+_SIGNS = frozenset(("pm", "mp"))
+
+
+def _signed(item: Answer, upper: bool) -> Answer:
+    return Scalar(_with_sign(item.expr, upper), item.unit) if isinstance(item, Scalar) else item
+
+
 def _scalar_views(scalar: Scalar) -> Views:
-    if mentions(scalar.expr, frozenset(("pm", "mp"))):
+    if mentions(scalar.expr, _SIGNS):
         values = [Scalar(_with_sign(scalar.expr, upper), scalar.unit) for upper in (True, False)]
         return Views(members=tuple(Views(scalar=value) for value in values), is_set=True, reals=_points(values))
     return Views(scalar=scalar)
@@ -134,6 +169,10 @@ def _with_sign(expr: Expr, upper: bool) -> Expr:
 
 def _group_views(group: Group) -> Views:
     brackets = group.opening + group.closing
+    exprs = [item.expr for item in group.items if isinstance(item, Scalar)]
+    if any(mentions(expr, _SIGNS) for expr in exprs):
+        both = [Group(group.opening, tuple(_signed(i, up) for i in group.items), group.closing) for up in (True, False)]
+        return Views(members=tuple(views(one) for one in both), is_set=True)
     items = tuple(views(item) for item in group.items)
     if brackets == "::":
         ratio = None
@@ -148,7 +187,8 @@ def _interval(group: Group) -> RealSet | None:
     low, high = (_bound(item) for item in group.items)
     if low is None or high is None:
         return None
-    return interval(low, group.opening == "[", high, group.closing == "]")
+    found = interval(low, group.opening == "[", high, group.closing == "]")
+    return None if found.is_empty else found
 
 
 def _bound(item: Answer) -> Bound | None:
@@ -180,11 +220,16 @@ def _flat(items: Sequence[Answer]) -> tuple[Views, ...]:
 
 
 def _listing_views(listing: Listing) -> Views:
+    memberships = [item for item in listing.items if _is_membership(item)]
+    if memberships:
+        return _parametrised(listing, memberships)
     items = _flat(listing.items)
     relations = [item for item in listing.items if isinstance(item, Relation)]
     if len(relations) == len(listing.items):
         if all(item.name is None and item.reals is not None for item in items):
-            return Views(reals=_joined([item.reals for item in items if item.reals], listing.joiner))
+            if len({item.sign for item in items}) > 1:
+                return Views(members=items)
+            return Views(sign=items[0].sign, reals=_joined([item.reals for item in items if item.reals], listing.joiner))
         if all(item.sign == "=" for item in items):
             return _several_equations(items)
     if listing.items and isinstance(listing.items[0], Relation) and listing.joiner != "and":
@@ -193,6 +238,29 @@ def _listing_views(listing: Listing) -> Views:
             # x = 1, 2: the name is said once
             return Views(members=(Views(scalar=first.scalar), *items[1:]), name=first.name)
     return Views(members=items, row=items if listing.joiner == "," else None, reals=None)
+
+
+def _is_membership(item: Answer) -> bool:
+    """Whether an item says in which set of numbers a letter lies."""
+    return isinstance(item, Relation) and item.ops == ("in",) and isinstance(item.sides[1], Known)
+
+
+def _parametrised(listing: Listing, memberships: Sequence[Answer]) -> Views:
+    """Answers with a parameter, `x = a + k b, k in Z`; to be a real number says nothing more."""
+    rest = tuple(item for item in listing.items if item not in memberships)
+    if not rest or len(memberships) > 1:
+        raise Unsupported("several parameters")
+    inner = views(rest[0] if len(rest) == 1 else Listing(rest, listing.joiner))
+    (membership,) = memberships
+    assert isinstance(membership, Relation)
+    known, letter = membership.sides[1], _name_of(membership.sides[0])
+    if known == Known("R") or letter is None:
+        return inner
+    members = inner.members if inner.members is not None else _alone(inner)
+    if members is None or any(member.scalar is None for member in members):
+        raise Unsupported("a parameter in other than values")
+    values = tuple(member.scalar.expr for member in members if member.scalar is not None)
+    return Views(name=inner.name, family=(str(getattr(known, "name", "")), letter, values))
 
 
 def _several_equations(items: tuple[Views, ...]) -> Views:
@@ -250,6 +318,11 @@ def _relation_views(relation: Relation) -> Views:
     if ops == {"in"} and len(relation.sides) == 2:
         inner = views(relation.sides[1])
         return replace(inner, name=_name_of(relation.sides[0]))
+    if ops == {"mod"}:
+        left, right, modulus = (_relation_side(side) for side in relation.sides)
+        if left is None or right is None or modulus is None:
+            raise NotMathematics("a congruence between other than expressions")
+        return Views(residue=(left, right, modulus))
     if ops <= {"=", "~"}:
         return _equation_views(relation)
     if ops <= {"<", "<=", ">", ">="} or ops == {"!="}:
@@ -275,6 +348,11 @@ def _equation_views(relation: Relation) -> Views:
     while len(sides) > 1 and _is_lone_name(sides[0]):
         name = name or _name_of(sides[0])
         del sides[0]
+    if len(sides) == len(relation.sides) and len(sides) > 1 and (written := _named_by_expression(sides[0])):
+        name = written
+        del sides[0]
+    if len(relation.sides) > 2 and not _any_symbols(sides[-1:]):
+        sides = _worked_out(sides, named=name is not None)
     value = _common_value(sides, relation.ops) if name is not None or not _any_symbols(sides) else None
     difference = _difference(relation) if len(relation.sides) == 2 and relation.ops == ("=",) else None
     if value is None:
@@ -284,6 +362,27 @@ def _equation_views(relation: Relation) -> Views:
     decimal = sides[-1] if relation.ops[-1] == "~" and len(sides) > 1 else None
     also = (views(decimal),) if decimal is not None else ()
     return replace(views(value), name=name, difference=difference, sign="=", also=also)
+
+
+def _named_by_expression(side: Answer) -> str | None:
+    """A name that is written as an expression: `\\sin\\theta` or `dy/dx`."""
+    expr = side.expr if isinstance(side, Scalar) else None
+    if not isinstance(expr, Call):
+        return None
+    if expr.name in ("sin", "cos", "tan") and isinstance(expr.args[0], Sym):
+        return f"{expr.name} {expr.args[0].name}"
+    if expr.name == "div" and all(isinstance(arg, Call) and arg.name == "mul" for arg in expr.args):
+        heads = [arg.args[0] for arg in expr.args if isinstance(arg, Call)]
+        if heads == [Sym("d"), Sym("d")]:
+            return "a derivative"
+    return None
+
+
+def _worked_out(sides: list[Answer], named: bool) -> list[Answer]:
+    """The sides of `V = \\pi r^2 h = 36` or `m+n = 7+18 = 25` that are numbers, if what comes before is a formula:
+    with a name in front, or worked out in at least two numbers that agree."""
+    numbers = [side for side in sides if not _any_symbols([side])]
+    return numbers if named or len(numbers) > 1 else sides
 
 
 def _is_lone_name(side: Answer) -> bool:
@@ -426,6 +525,9 @@ class _Comparison:
             or self._same_members(gold, answer)
             or (gold.reals is not None and answer.reals is not None and gold.reals.same(answer.reals))
             or self._same_matrix(gold.matrix, answer.matrix)
+            or self._same_family(gold.family, answer.family)
+            or _same_branches(gold.branches, answer.branches)
+            or _same_residue(gold.residue, answer.residue)
             or (gold.known is not None and gold.known == answer.known)
         )
 
@@ -468,7 +570,7 @@ class _Comparison:
 
     def _same_expr(self, gold: Expr, answer: Expr) -> bool:
         if symbols(gold) or symbols(answer):
-            return same_expression(gold, answer)
+            return same_expression(gold, answer) or _same_up_to_constant(gold, answer)
         if same_number(gold, answer, self.protocol):
             return True
         if not self.protocol:
@@ -536,11 +638,90 @@ class _Comparison:
             self._same_expr(one, other) for ours, theirs in pairs for one, other in zip(ours, theirs, strict=True)
         )
 
+    def _same_family(
+        self, gold: tuple[str, str, tuple[Expr, ...]] | None, answer: tuple[str, str, tuple[Expr, ...]] | None
+    ) -> bool:
+        """Whether each value of one is a value of the other, its parameter shifted by a whole number or turned."""
+        if gold is None or answer is None or gold[0] != answer[0] or len(gold[2]) != len(answer[2]):
+            return False
+        letter = Sym(_PARAMETER)
+        ours = [substituted(expr, gold[1], letter) for expr in gold[2]]
+        shifts: list[Expr] = [letter]
+        if gold[0] == "Z":
+            shifts = [
+                Call("add", (Call("mul", (Num(Fraction(turn)), letter)), Num(Fraction(shift))))
+                for turn in (1, -1)
+                for shift in range(-3, 4)
+            ]
+        left = list(answer[2])
+        for one in ours:
+            found = next(
+                (
+                    index
+                    for index, other in enumerate(left)
+                    if any(same_expression(one, substituted(other, answer[1], shifted)) for shifted in shifts)
+                ),
+                None,
+            )
+            if found is None:
+                return False
+            del left[found]
+        return True
+
     def _same_pairs(self, gold: Sequence[tuple[str, Views]], answer: Sequence[tuple[str, Views]]) -> bool:
         return len(gold) == len(answer) and all(
             name == other and self.same(one, two)
             for (name, one), (other, two) in zip(gold, answer, strict=True)
         )
+
+
+_PARAMETER = "the parameter"
+
+
+def substituted(expr: Expr, name: str, value: Expr) -> Expr:
+    """The expression with a value in a symbol's place."""
+    if isinstance(expr, Sym):
+        return value if expr.name == name else expr
+    if isinstance(expr, Num):
+        return expr
+    return Call(expr.name, tuple(substituted(arg, name, value) for arg in expr.args))
+
+
+def _same_up_to_constant(gold: Expr, answer: Expr) -> bool:
+    """Whether both are antiderivatives, with a term + C, that differ by a constant."""
+    if not all(_CONSTANT in symbols(expr) for expr in (gold, answer)):
+        return False
+    zero, one = Num(Fraction(0)), Num(Fraction(1))
+    bare = [substituted(expr, _CONSTANT, zero) for expr in (gold, answer)]
+    for expr, without in zip((gold, answer), bare, strict=True):
+        if not same_expression(substituted(expr, _CONSTANT, one), Call("add", (without, one))):
+            return False
+    return symbols(gold) == symbols(answer) and is_constant(Call("add", (bare[0], Call("neg", (bare[1],)))))
+
+
+_CONSTANT = "C"
+
+
+def _same_branches(
+    gold: tuple[tuple[Expr, str], ...] | None, answer: tuple[tuple[Expr, str], ...] | None
+) -> bool:
+    if gold is None or answer is None or len(gold) != len(answer):
+        return False
+    return all(
+        any(condition == other and same_expression(value, one) for one, other in answer)
+        for value, condition in gold
+    ) and len({condition for _, condition in answer}) == len(answer)
+
+
+def _same_residue(gold: tuple[Expr, Expr, Expr] | None, answer: tuple[Expr, Expr, Expr] | None) -> bool:
+    """Whether two congruences are of one letter, to one modulus, and of numbers that differ by a multiple of it."""
+    if gold is None or answer is None or gold[0] != answer[0] or not same_expression(gold[2], answer[2]):
+        return False
+    if same_expression(gold[1], answer[1]):
+        return True
+    values = [worth(expr) for expr in (gold[1], answer[1], gold[2]) if not symbols(expr)]
+    numbers = [found.value for found in values if found is not None and isinstance(found.value, Fraction)]
+    return len(numbers) == 3 and numbers[2] != 0 and (numbers[0] - numbers[1]) % numbers[2] == 0
 
 
 def _alone(seen: Views) -> tuple[Views, ...] | None:

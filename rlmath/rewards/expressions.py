@@ -213,6 +213,15 @@ def _factorial(value: Value, context: _Context) -> Value:
     return _real_function(MP.factorial, lambda x: x > -1)(value, context)
 
 
+def _double_factorial(value: Value, context: _Context) -> Value:
+    if not _is_whole(value) or not 0 <= value <= 1000:
+        raise Undefined
+    result = 1
+    for number in range(int(value), 1, -2):
+        result *= number
+    return Fraction(result)
+
+
 def _product(first: int, last: int) -> int:
     result = 1
     for number in range(first, last + 1):
@@ -276,6 +285,7 @@ _ONE_ARGUMENT: dict[str, Callable[[Value, _Context], Value]] = {
     "sqrt": _sqrt,
     "exp": _exp,
     "factorial": _factorial,
+    "factorial2": _double_factorial,
     "sin": _real_function(MP.sin),
     "cos": _real_function(MP.cos),
     "tan": _real_function(_tan),
@@ -465,6 +475,12 @@ def linear(expr: Expr) -> tuple[str, Value, Value] | None:
     return (name, slope, zero) if all(straight) and slope != 0 else None
 
 
+def is_constant(expr: Expr) -> bool:
+    """Whether an expression has the same value at all points where it is defined."""
+    found = [seen for point in range(_REAL_POINTS) if (seen := worth(expr, point)) is not None]
+    return len(found) >= 2 and all(_agree(found[0], other) for other in found[1:])
+
+
 def proportion(one: Expr, other: Expr) -> Any:
     """The constant real number c with one = c * other, or None where there is none (or it is zero)."""
     first = None
@@ -486,10 +502,11 @@ def proportion(one: Expr, other: Expr) -> Any:
 
 
 def same_number(gold: Expr, answer: Expr, protocol: bool = False) -> bool:
-    """Whether two constants are the same, a decimal standing for what it was rounded from.
+    """Whether two constants are the same.
 
-    A decimal of at least `MIN_DIGITS` significant digits equals an exact value without a finite decimal within
-    `RELATIVE_TOLERANCE`, and a longer decimal that rounds or is cut to it. With `protocol`, as in the Qwen2.5-Math
+    A reference written as a decimal of at least `MIN_DIGITS` significant digits stands for the exact value, without a
+    finite decimal, that it was rounded from, within `RELATIVE_TOLERANCE`, and for longer and shorter decimals of at
+    least as many digits; an answer must be exact where the reference is. With `protocol`, as in the Qwen2.5-Math
     evaluation, any two real numbers within `PROTOCOL_TOLERANCE` are equal, and so is a decimal of two or more places
     to what rounds to it (3.14 and pi).
     """
@@ -509,7 +526,7 @@ def same_number(gold: Expr, answer: Expr, protocol: bool = False) -> bool:
             return True
         return any(_rounds_to(d, v) for d, v in ((one, b.value), (other, a.value)) if d is not None)
     if one is None and other is not None:
-        return _stands_for(other, a.value)
+        return other.open_ended and _stands_for(other, a.value)
     if other is None and one is not None:
         return _stands_for(one, b.value)
     if one is not None and other is not None:

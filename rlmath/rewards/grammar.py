@@ -12,11 +12,11 @@ Depth and length are bounded, so that parsing takes time linear in the text.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 
-from rlmath.rewards.notation import GREEK, NotMathematics, Reading, Token, Unsupported, tokenize
-from rlmath.rewards.units import Unit, read_unit
+from rlmath.rewards.notation import GREEK, NotMathematics, Reading, Token, Unevaluated, Unsupported, tokenize
+from rlmath.rewards.units import DEGREE, PARTS_OF_DEGREE, Unit, read_unit
 
 MAX_DEPTH = 40
 """Deepest nesting of brackets, fractions and powers."""
@@ -123,7 +123,14 @@ class Known:
     name: str
 
 
-Answer = Scalar | Group | SetOf | Listing | Relation | Name | SetOperation | MatrixOf | Known
+@dataclass(frozen=True)
+class Piecewise:
+    """A function by cases: (value, condition) in any order."""
+
+    branches: tuple[tuple[Expr, str], ...]
+
+
+Answer = Scalar | Group | SetOf | Listing | Relation | Name | SetOperation | MatrixOf | Known | Piecewise
 
 
 # ---------------------------------------------------------------- words and commands
@@ -148,6 +155,7 @@ _RELATIONS = {
     "\\simeq": "~",
     "\\doteq": "~",
     "\\in": "in",
+    "\\equiv": "==",
 }
 _FUNCTIONS = frozenset(
     "sin cos tan cot sec csc arcsin arccos arctan sinh cosh tanh ln log lg exp min max gcd lcm det floor ceil abs"
@@ -166,8 +174,9 @@ _CLOSING = {"(": (")", "]"), "[": ("]", ")"), "\\langle": ("\\rangle",), "]": ("
 _PLAIN_WORDS = frozenset(
     "the not and or is are no of yes for any all but if to by in at as an it so we be do on not one two six ten".split()
 )
+_UNEVALUATED = frozenset("\\int \\iint \\iiint \\oint \\sum \\prod \\lim \\limsup \\liminf".split())
 _CANNOT = frozenset(
-    "\\int \\iint \\oint \\sum \\prod \\lim \\limsup \\liminf \\sup \\inf \\partial \\nabla \\bmod \\pmod \\mod \\equiv"
+    "\\sup \\inf \\partial \\nabla \\bmod \\mod"
     " \\stackrel \\overset \\underset \\substack \\to \\rightarrow \\mapsto \\cong \\sim \\propto \\perp \\parallel"
     " \\subset \\subseteq \\supset \\forall \\exists \\neg \\iff \\implies \\Rightarrow \\Leftrightarrow \\oplus \\prime"
     " \\aleph \\Re \\Im \\arg \\deg \\dim \\ker \\Pr \\notin \\mid \\triangle \\angle \\circ \\sinh".split()
@@ -304,10 +313,14 @@ class _Parser:
             return Scalar(Call("neg", (amount.expr,)), amount.unit) if amount else None
         if tokens and tokens[0].text in _CURRENCIES:
             currency = read_unit([tokens[0]])
+            assert currency is not None
             inner = self._constant(start + 1, end)
             if inner is None and (tail := self._with_unit(start + 1, end)):
-                inner = tail.expr if tail.unit and tail.unit.dimensions in ((), currency and currency.dimensions) else None
-            return Scalar(inner, currency) if inner is not None and currency else None
+                dimensions = tail.unit.dimensions if tail.unit else ()
+                nouns = tail.unit.nouns if tail.unit else ()
+                inner = tail.expr if dimensions in ((), currency.dimensions) else None
+                currency = replace(currency, nouns=nouns)
+            return Scalar(inner, currency) if inner is not None else None
         for cut in range(max(1, len(tokens) - 8), len(tokens)):
             first = tokens[cut]
             glued = len(first.text) == 1 and not (first.space or first.prose)
@@ -318,8 +331,29 @@ class _Parser:
                 continue
             inner = self._constant(start, start + cut)
             if inner is not None:
-                return Scalar(inner, unit)
-        return None
+                return _quantity(inner, unit)
+        return self._composite(start, end)
+
+    def _composite(self, start: int, end: int) -> Scalar | None:
+        """Several amounts side by side, `1 hour 30 minutes` or `22^\\circ 30'`, in the first one's unit."""
+        starts = [index for index in range(start, end) if self.tokens[index].kind == "number"]
+        if len(starts) < 2 or len(starts) > 4 or starts[0] != start:
+            return None
+        total, first = Fraction(0), None
+        for begin, stop in zip(starts, [*starts[1:], end], strict=True):
+            number, behind = self.tokens[begin], [t for t in self.tokens[begin + 1 : stop] if t.text not in (",", "and")]
+            marks = PARTS_OF_DEGREE.get("".join(token.text for token in behind))
+            if marks is not None and first == DEGREE:
+                unit: Unit | None = replace(DEGREE, factor=marks)
+            else:
+                unit = read_unit(behind)
+            if unit is None or not unit.dimensions or unit.nouns or number.value is None:
+                return None
+            first = first or unit
+            if unit.dimensions != first.dimensions:
+                return None
+            total += number.value * unit.factor / first.factor
+        return Scalar(Num(total), first)
 
     def _constant(self, start: int, end: int) -> Expr | None:
         """The tokens from start to end as an expression, None where they are none."""
@@ -347,7 +381,24 @@ class _Parser:
             ops.append(op)
         if len(ops) > 12:
             raise NotMathematics("too many relations")
+        if "==" in ops:
+            return self._congruence(sides, ops)
         return Relation(tuple(sides), tuple(ops)) if ops else sides[0]
+
+    def _congruence(self, sides: list[Answer], ops: list[str]) -> Answer:
+        """`a \\equiv b \\pmod m`; without a modulus it says that two functions are equal."""
+        bracket = self.peek() == "(" and self.peek(1) in ("\\bmod", "\\mod", "mod")
+        if bracket:
+            self.position += 1
+        if self.peek() not in ("\\pmod", "\\bmod", "\\mod", "mod"):
+            return Relation(tuple(sides), tuple("=" if op == "==" else op for op in ops))
+        self.position += 1
+        modulus = self._argument() if self.peek() == "{" else _expr(self.sum())
+        if bracket:
+            self.expect(")")
+        if len(sides) != 2:
+            raise Unsupported("a chain of congruences")
+        return Relation((*sides, Scalar(modulus)), ("mod",))
 
     def _relation_sign(self) -> str | None:
         text = self.peek()
@@ -366,7 +417,7 @@ class _Parser:
         after, following = self.position, self.peek()
         self.position = start
         relation = _RELATIONS.get(following)
-        if not words or not (relation in ("=", "in", "~") or (following == ":" and len(words[0]) > 1)):
+        if not words or not (relation in ("=", "in", "~", "==") or (following == ":" and len(words[0]) > 1)):
             return None
         expr = None if "(" in words else self._constant(start, after)
         self.position = after
@@ -548,6 +599,7 @@ class _Parser:
             or text in _FACTOR_COMMANDS
             or text in _DROPPED
             or text in _DECORATED
+            or text in _UNEVALUATED
         )
 
     def factor(self) -> Answer:
@@ -573,8 +625,9 @@ class _Parser:
                     base = Scalar(Call("deg", (_expr(base),)))
                 elif text == "!" and self.peek(1) != "=":
                     self.position += 1
-                    if self.peek() == "!":
-                        raise Unsupported("a double factorial")
+                    if self.skip("!"):
+                        base = Scalar(Call("factorial2", (_expr(base),)))
+                        continue
                     base = Scalar(Call("factorial", (_expr(base),)))
                 elif text in ("%", "\\%"):
                     self.position += 1
@@ -759,6 +812,8 @@ class _Parser:
             if not isinstance(argument, Sym):
                 raise Unsupported(text)
             return Scalar(self._symbol(f"{_DECORATED[text]} {argument.name}"))
+        if text in _UNEVALUATED:
+            raise Unevaluated(text)
         if text in _CANNOT:
             raise Unsupported(text)
         raise NotMathematics(f"the command {text}")
@@ -795,11 +850,13 @@ class _Parser:
     def _set(self) -> Answer:
         if self.skip("\\}"):
             return Known("empty")
+        self.in_bars += 1  # a bar is no absolute value here, but "such that"
         inner = self.listing(frozenset(("\\}", "\\mid", ":", "|")))
+        self.in_bars -= 1
         if self.skip("\\mid", ":", "|"):
-            inner = self.listing(frozenset(("\\}",)))
+            such_that = self.listing(frozenset(("\\}",)))
             self.expect("\\}")
-            return inner
+            return _set_builder(inner, such_that)
         self.expect("\\}")
         return SetOf(inner.items if isinstance(inner, Listing) else (inner,))
 
@@ -836,6 +893,8 @@ class _Parser:
         kind = self.take().text
         self.skip("*")
         self.expect("}")
+        if kind == "cases":
+            return self._cases()
         if kind not in ("pmatrix", "bmatrix", "matrix", "array", "vmatrix", "smallmatrix", "Bmatrix"):
             raise Unsupported(f"\\begin{{{kind}}}")
         if kind == "array" and self.skip("{"):
@@ -865,6 +924,36 @@ class _Parser:
         if kind == "vmatrix":
             raise Unsupported("a determinant")
         return matrix
+
+    def _cases(self) -> Answer:
+        """A system of equations, or a function by cases."""
+        equations: list[Answer] = []
+        branches: list[tuple[Expr, str]] = []
+        ends = frozenset(("\\\\", "\\end", "&"))
+        while self.peek() != "\\end":
+            row = self.item(ends)
+            self.skip(",", ";")
+            if self.skip("&"):
+                branches.append((_expr(row), self._condition()))
+            else:
+                equations.append(row)
+            self.skip("\\\\")
+        for text in ("\\end", "{", "cases", "}"):
+            self.expect(text)
+        if branches and not equations:
+            return Piecewise(tuple(branches))
+        if equations and not branches:
+            return Listing(tuple(equations), "and")
+        raise Unsupported("cases of both kinds")
+
+    def _condition(self) -> str:
+        """What stands behind the & of a case, without filling words."""
+        words = []
+        while self.peek() not in ("\\\\", "\\end"):
+            text = self.take().text
+            if text.lower() not in ("if", "for", "when", "is", ",", ".", "\\text"):
+                words.append({"\\leq": "\\le", "\\geq": "\\ge"}.get(text, text))
+        return "".join(words)
 
     # ---- functions
 
@@ -962,6 +1051,25 @@ def _part_of_name(token: Token) -> bool:
     if token.kind != "word" or text.lower() in _PLAIN_WORDS or text in _FUNCTIONS or text in ("e", "i", "pi"):
         return False
     return token.prose or len(text) == 1 or len(text) > 3 or text.isupper()
+
+
+def _set_builder(element: Answer, condition: Answer) -> Answer:
+    """`{x | condition}` of real numbers is its condition."""
+    if isinstance(element, Relation):
+        if element.ops != ("in",) or element.sides[1] != Known("R"):
+            raise Unsupported("a set of other than real numbers")
+        element = element.sides[0]
+    if isinstance(element, (Name, Scalar)) and isinstance(condition, (Relation, Listing)):
+        return SetOf((condition,))
+    raise Unsupported("a set described by a condition")
+
+
+def _quantity(number: Expr, unit: Unit) -> Scalar:
+    """A number with its unit; a million belongs to the number."""
+    if unit.multiplier != 1:
+        number = Call("mul", (number, Num(Fraction(unit.multiplier))))
+        unit = replace(unit, multiplier=1)
+    return Scalar(number, unit if unit.dimensions or unit.nouns else None)
 
 
 def _primed(base: Answer) -> Sym:

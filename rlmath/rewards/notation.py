@@ -19,6 +19,10 @@ class Unsupported(Exception):
     """Mathematics that the grammar does not read, such as an integral; math-verify may."""
 
 
+class Unevaluated(Unsupported):
+    """It leaves an integral, a sum, a product or a limit to be worked out."""
+
+
 MAX_DIGITS = 400
 """Longest literal number (digits)."""
 
@@ -89,6 +93,11 @@ _SPACING = re.compile(
     r"\\(?:displaystyle|textstyle|scriptstyle|limits|nolimits|left|right|bigl|bigr|biggl|biggr|Bigl|Bigr|Big|big"
     r"|Bigg|bigg|middle|mathstrut|strut|rm|bf|it|hfill|noindent|boldmath)(?![a-zA-Z])"
 )
+_BRACED_COLON = re.compile(r"(?<![a-zA-Z])\{:\}")
+_COLOUR = re.compile(
+    r"\\(?:color\s?\{[a-zA-Z]{1,20}\}|textcolor\s?\{[a-zA-Z]{1,20}\}|(?:underline|mathbin|mathrel|mathord|mathop)"
+    r"(?![a-zA-Z])|(?:tiny|small|normalsize|large|Large|LARGE|huge|Huge)(?![a-zA-Z]))"
+)
 _SPACES = re.compile(
     r"\\\\(?:\[[0-9a-z. ]{1,8}\])?|\\(?:(?:quad|qquad|thinspace|enspace|space|hskip)(?![a-zA-Z])"
     r"|hspace\s?\{[^{}]{0,20}\}|[,;:>\s])|~"
@@ -149,9 +158,10 @@ def without_layout(text: str) -> str:
     text = _OTHER_SIGNS.sub(lambda match: _SIGN_OF[match.group(1)], text)
     for mark in ("$", "\\(", "\\)", "\\[", "\\]"):
         text = text.replace(mark, " ")
+    text = _COLOUR.sub(" ", text)
     text = _SPACING.sub("", text)
     text = _SPACES.sub(lambda match: "\\\\ " if match.group().startswith("\\\\") else " ", text)
-    return text.strip()
+    return _BRACED_COLON.sub(":", text).strip().rstrip("\\").strip()
 
 
 # ---------------------------------------------------------------- tokens

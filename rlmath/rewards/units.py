@@ -26,8 +26,12 @@ class Unit:
     """How many of the base units it is."""
     nouns: tuple[str, ...] = ()
     """Other words, in lower case and without a plural s."""
+    multiplier: int = 1
+    """Of a million or a dozen: it belongs to the number."""
 
 
+PARTS_OF_DEGREE = {"'": Fraction(1, 60), "''": Fraction(1, 3600)}
+"""Minutes and seconds of arc."""
 DEGREE = Unit((("degree", 1),))
 RADIAN = Unit((("radian", 1),))
 PERCENT = Unit((("percent", 1),))
@@ -91,6 +95,7 @@ _KNOWN: dict[str, tuple[str, int, Fraction]] = {
 }
 for _name, _factor in {"l liter litre": Fraction(1, 1000), "ml milliliter millilitre": Fraction(1, 10**6)}.items():
     _KNOWN |= {name: ("length", 3, _factor) for name in _name.split()}
+_MULTIPLIERS = {"hundred": 100, "thousand": 1000, "million": 10**6, "billion": 10**9, "trillion": 10**12, "dozen": 12}
 _SPEEDS = {"mph": 63360 * _INCH / 3600, "kph": Fraction(1000, 3600), "kmh": Fraction(1000, 3600)}
 _POWERS = {"square": 2, "sq": 2, "cubic": 3, "cu": 3, "squared": 2, "cubed": 3}
 _SINGLE_LETTERS = frozenset("m s g h L J N V W K".split())
@@ -106,7 +111,7 @@ _ORDINALS = frozenset(("th", "st", "nd", "rd"))
 def read_unit(tokens: Sequence[Token]) -> Unit | None:
     """The unit that these tokens are, or None: `cm^2`, `miles per hour`, `square feet`, `^\\circ C`, `apples`."""
     dimensions: dict[str, int] = {}
-    factor, nouns, sign, pending, position = Fraction(1), [], 1, 1, 0
+    factor, nouns, sign, pending, position, multiplier = Fraction(1), [], 1, 1, 0, 1
     while position < len(tokens):
         text = tokens[position].text
         lower = text.lower()
@@ -131,6 +136,8 @@ def read_unit(tokens: Sequence[Token]) -> Unit | None:
             factor *= known[2] ** (sign * pending * exponent)
             _multiply(dimensions, known, sign * pending * exponent)
             sign = pending = 1
+        elif lower in _MULTIPLIERS:
+            multiplier *= _MULTIPLIERS[lower]
         elif lower in _SPEEDS:
             factor *= _SPEEDS[lower]
             _multiply(dimensions, ("length", 1, _M), 1)
@@ -145,7 +152,8 @@ def read_unit(tokens: Sequence[Token]) -> Unit | None:
         position += step
     if len(nouns) > MAX_NOUNS or not tokens:
         return None
-    return Unit(tuple(sorted((base, n) for base, n in dimensions.items() if n)), factor, tuple(nouns))
+    bases = tuple(sorted((base, n) for base, n in dimensions.items() if n))
+    return Unit(bases, factor, tuple(nouns), multiplier)
 
 
 def _known(token: Token) -> tuple[str, int, Fraction] | None:

@@ -21,7 +21,7 @@ from fractions import Fraction
 from functools import lru_cache
 
 from rlmath.rewards.extraction import AnswerFrom, extract_answer, extract_boxed
-from rlmath.rewards.notation import NotMathematics, Reading, Unsupported, plain_unicode, without_layout
+from rlmath.rewards.notation import NotMathematics, Reading, Unevaluated, Unsupported, plain_unicode, without_layout
 
 TASKS = ("math",)
 """Tasks that can be judged."""
@@ -130,10 +130,15 @@ class _Plain:
     """The letter of choice that it begins with."""
     rest: str
     """What follows the letter."""
+    words: frozenset[str] | None
+    """Of several words or names side by side: each of them."""
+    letters: frozenset[str] | None
+    """Of several letters of choice: each of them."""
 
 
-_WRAPPER = re.compile(r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mbox|boldsymbol)\s?\{([^{}]*)\}")
+_WRAPPER = re.compile(r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mbox|boldsymbol|operatorname)\s?\{([^{}]*)\}")
 _FRACTION_COMMAND = re.compile(r"\\[dtc]frac(?![a-zA-Z])")
+_SHORT_SCRIPT = re.compile(r"([\^_])\{([A-Za-z0-9])\}(?![A-Za-z0-9])")
 _LOOSE_SPACE = re.compile(r"(?<![A-Za-z0-9]) +| +(?![A-Za-z0-9])")
 _INTEGER = r"[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+"
 _NUMBER = re.compile(rf"([+-]?)((?:{_INTEGER})(?:\.[0-9]*)?|\.[0-9]+)")
@@ -142,8 +147,13 @@ _CHOICE = re.compile(
     r"(?:(?:the\s+)?(?:final\s+)?(?:option|choice|answer)\s*(?:is)?\s*:?\s*)?(?:\(([A-Ja-j])\)|([A-J])(?=$|[.):]))[.):]?(?:\s+(.*))?",
     re.IGNORECASE,
 )
+_NAMES = re.compile(r"[A-Za-z]{3,30}(?:(?:, ?| and |, and )[A-Za-z]{3,30}){1,30}")
+_JOINERS = re.compile(r", and |, ?| and ")
+_CHOICES = re.compile(r"(?:[A-J](?:, ?| and |, and )?){2,10}")
+_INTEGER_PARAMETER = re.compile(r"\(\s{0,3}([a-z])\s{0,3}(\\in\s{0,3}\\mathbb\s?\{?[ZN]\}?)\s{0,3}\)$")
 _QUALIFIER = re.compile(r",?(?:\\text\{)?,? {0,3}for (?:all|every|any|each) [A-Za-z ${}\\]{1,60}$")
 """What a function is said to hold for: `f(x) = 2x for all real x`."""
+_UNEVALUATED = re.compile(r"\\(?:i{0,2}int|sum|prod|lim)(?![a-zA-Z])|\|_")
 _WORDS = re.compile(r"[A-Za-z][A-Za-z' -]*")
 
 
@@ -170,19 +180,21 @@ def _plain(text: str) -> _Plain | None:
         letter, rest = (choice.group(1) or choice.group(2)).upper(), (choice.group(3) or "").strip()
         if rest[:1] in tuple("([+-*/^=!_"):
             letter, rest = None, ""
-    return _Plain(key, number, exact, letter, rest)
+    words = frozenset(_JOINERS.split(key)) if _NAMES.fullmatch(key) else None
+    letters = frozenset(re.findall("[A-J]", key)) if _CHOICES.fullmatch(key) else None
+    return _Plain(key, number, exact, letter, rest, words, letters)
 
 
 def _string_key(text: str) -> str:
     """One spelling of what looks the same: no layout, no \\text, white space only between letters and digits."""
     key = without_layout(plain_unicode(text))
     key = _FRACTION_COMMAND.sub(r"\\frac", key)
-    key = _WRAPPER.sub(r" \1 ", key)
+    key = _SHORT_SCRIPT.sub(r"\1\2", _WRAPPER.sub(r" \1 ", key))
     key = " ".join(key.split()).rstrip(". ") or text.strip()
     if not _CHOICE.fullmatch(key):
         key = _LOOSE_SPACE.sub("", key)
     words = _WORDS.fullmatch(key)
-    if words and len(key) > 1:
+    if words and len(key) > 1 and not _CHOICES.fullmatch(key):
         key = key.casefold().removeprefix("the ").removeprefix("an ").removeprefix("a ")
     return key
 
@@ -210,6 +222,10 @@ def _cheap_pair(ours: _Plain, gold: _Plain, rules: Rules) -> tuple[bool, str] | 
         return (letter == gold.letter, "choice") if letter else None
     if ours.letter is not None and gold.letter is not None:
         return ours.letter == gold.letter, "choice"
+    if ours.words is not None and gold.words is not None and len(gold.words) > 1:
+        return ours.words == gold.words, "string"
+    if ours.letters is not None and gold.letters is not None:
+        return ours.letters == gold.letters, "choice"
     if ours.number is not None and gold.number is not None:
         if ours.number == gold.number:
             return True, "number"
@@ -245,20 +261,27 @@ def _deep_pair(answer: str, gold: str, rules: Rules) -> bool:
     special = same_special(plain_gold.key, plain_answer.key)
     if special is not None:
         return special
-    answer, gold = _QUALIFIER.sub("", answer), _QUALIFIER.sub("", gold)
+    answer, gold = _tidy(answer), _tidy(gold)
     try:
         return _same(answer, gold, rules)
     except Unsupported:
-        return _library_says(answer, gold)
+        return _is_bounded(answer) and _library_says(answer, gold)
     except NotMathematics:
         return False
+
+
+def _tidy(text: str) -> str:
+    """Without what a function is said to hold for; a parameter's set behind a comma."""
+    return _INTEGER_PARAMETER.sub(r", \1 \2", _QUALIFIER.sub("", text))
 
 
 def _same(answer: str, gold: str, rules: Rules) -> bool:
     """Whether any reading of the answer equals any reading of the gold answer."""
     from rlmath.rewards.answers import same_answer
 
-    ours, golds = _readings(answer), _readings(gold)
+    ours, golds = _readings(_without_working(answer)), _readings(_without_working(gold))
+    if isinstance(ours[0], Unevaluated) and not isinstance(golds[0], Unevaluated):
+        return False  # the question said once more
     refused: Exception | None = None
     for one in golds:
         for other in ours:
@@ -280,6 +303,14 @@ def _same(answer: str, gold: str, rules: Rules) -> bool:
     return False
 
 
+def _without_working(text: str) -> str:
+    """`\\int_0^1 2x dx = 1` is worth what stands last."""
+    front, equals, last = text.rpartition("=")
+    if equals and isinstance(_readings(text)[0], Exception) and _UNEVALUATED.search(front):
+        return last
+    return text
+
+
 @lru_cache(maxsize=2048)
 def _readings(text: str) -> tuple:
     """The trees of a text, one for each way to read its doubtful digits; an exception where it has none."""
@@ -299,6 +330,19 @@ def _readings(text: str) -> tuple:
             trees.append(error)
     good = tuple(tree for tree in trees if not isinstance(tree, Exception))
     return good or (trees[0],)
+
+
+def _is_bounded(answer: str) -> bool:
+    """Whether what our grammar reads of an answer stays within our limits, before another parser works it out."""
+    from rlmath.rewards.answers import check_size
+
+    try:
+        for reading in _readings(answer):
+            if not isinstance(reading, Exception):
+                check_size(reading)
+    except NotMathematics:
+        return False
+    return True
 
 
 def _library_says(answer: str, gold: str) -> bool:

@@ -15,8 +15,22 @@ _BASES = {
 _BASED = re.compile(r"\(?([0-9A-F]+)\)?_\{?\(?([0-9]{1,2}|[a-z]+)\)?\}?", re.IGNORECASE)
 
 
+_ALIKE = (
+    frozenset(("no solution", "no solutions", "\\emptyset", "\\varnothing", "\\{\\}", "empty set")),
+    frozenset(("no real solution", "no real solutions")),
+    frozenset(("does not exist", "dne", "do not exist")),
+)
+_NUMBER_WORDS = {
+    word: number
+    for number, word in enumerate(
+        "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen"
+        " eighteen nineteen twenty".split()
+    )
+}
+
+
 def same_special(gold: str, answer: str) -> bool | None:
-    """Whether two texts are the same time of day or the same numeral; None where neither is one.
+    """Whether two texts are the same time of day, numeral, number word or "no solution"; None where neither is one.
 
     `3:30 PM` is `15:30`; without AM or PM on one side the other's is not asked for. A numeral with a base equals only
     the same digits in the same base: whoever asks for base 8 does not want another.
@@ -24,6 +38,13 @@ def same_special(gold: str, answer: str) -> bool | None:
     times = clock(gold), clock(answer)
     if times[0] is not None and times[1] is not None:
         return _same_time(times[0], times[1])
+    if any(gold in alike and answer in alike for alike in _ALIKE):
+        return True
+    numbers = _NUMBER_WORDS.get(gold), _NUMBER_WORDS.get(answer)
+    if numbers != (None, None) and (gold.isdigit() or answer.isdigit()):
+        return str(numbers[0] if numbers[0] is not None else gold) == str(
+            numbers[1] if numbers[1] is not None else answer
+        )
     bases = based(gold), based(answer)
     if bases[0] is not None or bases[1] is not None:
         return bases[0] == bases[1]

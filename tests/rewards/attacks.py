@@ -45,6 +45,10 @@ CODE = [
 """Each tries to run code through a parser."""
 
 HEAVY = [
+    "\\sum_{n=1}^{10^9} \\sin(n^2)",
+    "\\prod_{k=1}^{10^8} k^k",
+    "\\lim_{n \\to \\infty} n^{n^n}",
+    "\\sum_{a=1}^{9} " * 60 + "1",
     "9^{9^{9}}",
     "10^{10^{10^{10}}}",
     "2^{2^{2^{2^{2^{2}}}}}",
@@ -108,13 +112,11 @@ HEAVY = [
     "\\sqrt[" * 160,
     "((((((((((((((((((((x+1)^2+1)^2+1)^2+1)^2+1)^2+1)^2+1)^2+1)^2+1)^2+1)^2+1)^2+1)^2+1)^2+1)^2+1)^2+1)^2+1)^2+1)^2+1)",
 ]
-"""Each is heavy for some parser or evaluator; ours decides them at once."""
+"""Each is heavy for some parser or evaluator; ours decides at once, or hands on what is harmless."""
 
-HANGING = [
-    "\\sum_{n=1}^{10^9} \\sin(n^2)",
-    "\\int_0^1 \\frac{\\sin(x^x)}{e^{x^x}} dx",
+HANG_SOLUTIONS = ("\\int_0^1 3x^2 dx",)
+HANGING = [f"\\int_0^1 \\frac{{\\sin(x^x)}}{{e^{{x^x}}+{number}}} dx" for number in range(3)] + [
     "\\int_0^{\\infty} e^{-x^x} dx",
-    "\\prod_{k=1}^{10^8} k^k",
 ]
 """Mathematics that only math-verify reads, and on which sympy works for minutes or more."""
 

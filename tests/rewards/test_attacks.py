@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 
 from rlmath.rewards.pool import MEMORY_BYTES, VerifierPool
-from tests.rewards.attacks import HANGS, MARKER, QUICK, SOLUTIONS
-from tests.rewards.test_pool import children, is_alive, wait_until
+from tests.rewards.attacks import HANG_SOLUTIONS, HANGS, MARKER, QUICK, SOLUTIONS
+from tests.rewards.test_pool import HALF, children, hang, is_alive, wait_until
 
 LIMIT_SECONDS = 2.0
 WORKERS = 2
-HONEST = [(f"\\boxed{{\\frac{{{n}}}{{{2 * n}}}}}", ("0.5+0",)) for n in range(1, 101)]
+HONEST = [(f"\\boxed{{\\frac{{{n}}}{{{2 * n}}}}}", HALF) for n in range(1, 101)]
 
 
 class MemoryWatch(threading.Thread):
@@ -50,7 +50,8 @@ def judged(tmp_path_factory):
         watch = MemoryWatch(forkserver)
         watch.start()
         started = time.monotonic()
-        asked = [(text, SOLUTIONS) for text in attacks]
+        asked = [(text, SOLUTIONS) for text in attacks[: len(QUICK)]]
+        asked += [(text, HANG_SOLUTIONS) for text in attacks[len(QUICK) :]]
         for position, honest in enumerate(HONEST):
             asked.insert(2 * position, honest)
         futures = [(pair, pool.submit(*pair, "math")) for pair in asked]
@@ -59,8 +60,8 @@ def judged(tmp_path_factory):
         watch.stop.set()
         family = [forkserver, *children(forkserver)]
     wait_until(lambda: not any(map(is_alive, family)))
-    attacked = [verdict for pair, verdict in verdicts if pair[1] is SOLUTIONS]
-    honest = [verdict for pair, verdict in verdicts if pair[1] is not SOLUTIONS]
+    attacked = [verdict for pair, verdict in verdicts if pair[1] is not HALF]
+    honest = [verdict for pair, verdict in verdicts if pair[1] is HALF]
     return attacked, honest, seconds, watch.largest_space, marker
 
 
@@ -99,17 +100,17 @@ def test_the_batch_takes_no_longer_than_its_hangs(judged):
 @pytest.mark.full
 def test_one_percent_of_hanging_answers_delays_nobody_and_leaves_nobody():
     hangs, workers, limit = 100, 2, 1.0
-    texts = [f"\\boxed{{\\sum_{{n=1}}^{{10^9}} \\sin(n^2+{n})}}" for n in range(hangs)]
+    texts = [hang(n) for n in range(hangs)]
     honest = [f"\\boxed{{\\frac{{{n}}}{{{2 * n}}}}}" for n in range(1, 9901)]
     asked = [text for n, text in enumerate(honest) for text in ([texts[n // 99], text] if n % 99 == 0 else [text])]
     before = set(children(os.getpid()))
     with VerifierPool(workers, limit) as pool:
         started = time.monotonic()
-        futures = [(text, pool.submit(text, ("0.5+0",), "math")) for text in asked]
+        futures = [(text, pool.submit(text, HALF, "math")) for text in asked]
         verdicts = [(text, future.result(600)) for text, future in futures]
         seconds = time.monotonic() - started
     assert len(verdicts) == 10_000
     assert sum(verdict.verdict == "timeout" for _, verdict in verdicts) == hangs
-    assert all(verdict.correct for text, verdict in verdicts if "frac" in text)
+    assert all(verdict.correct for text, verdict in verdicts if "int" not in text)
     assert seconds <= (hangs / workers + 1) * limit
     wait_until(lambda: set(children(os.getpid())) == before)

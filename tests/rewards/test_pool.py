@@ -18,11 +18,12 @@ from rlmath.rewards.verify import Verdict
 
 def hang(number: int = 0) -> str:
     """One of many answers on which sympy works for minutes."""
-    return f"\\boxed{{\\sum_{{n=1}}^{{10^9}} \\sin(n^2+{number})}}"
+    return f"\\boxed{{\\int_0^1 \\frac{{\\sin(x^x)}}{{e^{{x^x}}+{number}}} dx}}"
 
 
 HANG = hang()
-HALF = ("\\boxed{\\frac{1}{2}+0}",)
+HALF = ("\\boxed{\\frac{1}{2}+0}", "\\int_0^1 3x^2 dx")
+"""The second is there so that math-verify is asked."""
 
 
 def children(parent: int) -> list[int]:
@@ -97,7 +98,7 @@ def test_a_stuck_check_times_out_and_delays_nobody_else(pool):
     finished = []
     stuck = pool.submit(HANG, HALF, "math")
     stuck.add_done_callback(lambda _: finished.append("stuck"))
-    others = [pool.submit(f"\\boxed{{\\frac{{{n}}}{{{2 * n}}}}}", ("0.5+0",), "math") for n in range(1, 31)]
+    others = [pool.submit(f"\\boxed{{\\frac{{{n}}}{{{2 * n}}}}}", HALF, "math") for n in range(1, 31)]
     for other in others:
         other.add_done_callback(lambda _: finished.append("other"))
     assert all(other.result(60) == Verdict(True, other.result().extracted, "symbolic") for other in others)

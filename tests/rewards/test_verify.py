@@ -57,9 +57,15 @@ def test_the_grammar_decides_the_rest():
 
 
 def test_math_verify_decides_what_the_grammar_does_not_read():
-    assert verify("\\boxed{\\int_0^1 2x\\,dx}", ["1"], "math").correct
-    assert not verify("\\boxed{\\int_0^1 2x\\,dx}", ["2"], "math").correct
-    assert verify("\\boxed{\\sum_{k=1}^{4} k}", ["10"], "math").correct
+    integral = ["\\int_0^1 2x\\,dx"]
+    assert verify("\\boxed{1}", integral, "math").correct
+    assert not verify("\\boxed{2}", integral, "math").correct
+
+
+def test_what_is_left_to_be_worked_out_is_no_answer():
+    assert not verify("\\boxed{\\int_0^1 2x\\,dx}", ["1"], "math").correct
+    assert not verify("\\boxed{\\lim_{x\\to 0}\\frac{\\sin x}{x}}", ["1"], "math").correct
+    assert verify("\\boxed{\\int_0^1 2x\\,dx = 1}", ["1"], "math").correct
 
 
 @pytest.mark.parametrize(

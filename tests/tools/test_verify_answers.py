@@ -1,0 +1,94 @@
+"""tools/verify_answers.py as a user runs it."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.programs import run
+
+TOOL = "tools/verify_answers.py"
+GOOD = [
+    {"id": "a", "completion": "so \\boxed{\\sqrt{4}}", "solutions": ["2"]},
+    {"id": 2, "completion": "\\boxed{3}", "solutions": ["\\boxed{2}"], "task": "math"},
+    {"id": "c", "completion": "no box", "solutions": ["2"]},
+    {"id": "d", "completion": "\\boxed{\\int_0^1 \\frac{\\sin(x^x)}{e^{x^x}} dx}", "solutions": ["\\int_0^1 3x^2 dx"]},
+    {"id": "\ud800", "completion": "\\boxed{\ud800\u0000}", "solutions": ["x"]},
+    {"id": None, "completion": "\\boxed{50\\%}", "solutions": ["7", "\\frac{1}{2}"]},
+]
+
+
+def write(path: Path, *lines: object) -> Path:
+    path.write_bytes(b"\n".join(line if isinstance(line, bytes) else json.dumps(line).encode() for line in lines))
+    return path
+
+
+def rows(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text(encoding="ascii").splitlines()]
+
+
+def test_every_line_gets_its_verdict_in_order(tmp_path):
+    source, target = write(tmp_path / "cases.jsonl", *GOOD, b""), tmp_path / "verdicts.jsonl"
+    done = run(TOOL, "--input", str(source), "--output", str(target), "--workers", "2", "--timeout", "1.5")
+    found = rows(target)
+    assert [row["id"] for row in found] == [case["id"] for case in GOOD]
+    assert [row["correct"] for row in found] == [True, False, False, False, False, True]
+    assert [row["verdict"] for row in found] == ["symbolic", "number", "no_answer", "timeout", "string", "symbolic"]
+    assert found[0]["extracted"] == "\\sqrt{4}"
+    assert all(row.keys() == {"id", "correct", "extracted", "verdict", "seconds"} for row in found)
+    assert found[3]["seconds"] >= 1.5 > found[0]["seconds"] > 0
+    assert "6 judged, 2 of them right" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        (b"{broken", "not JSON"),
+        (b"\xff\xfe", "not JSON"),
+        (b"[1]", "a JSON object is needed"),
+        (b"[" * 100_000, "not JSON"),
+        ({"id": 1, "completion": "x"}, "missing solutions"),
+        ({"id": 1, "completion": 5, "solutions": ["x"]}, "completion must be a string"),
+        ({"id": 1, "completion": "x", "solutions": "x"}, "solutions must be a list"),
+        ({"id": 1, "completion": "x", "solutions": []}, "solutions must be a list"),
+        ({"id": 1, "completion": "x", "solutions": ["x"], "task": "code"}, "task 'code' cannot be judged"),
+    ],
+)
+def test_parsing_tells_what_is_broken(line, told):
+    from tools.verify_answers import _parse_case
+
+    with pytest.raises(ValueError, match=told):
+        _parse_case(line if isinstance(line, bytes) else json.dumps(line).encode())
+
+
+def test_broken_lines_are_told_by_number_and_skipped(tmp_path):
+    source = write(tmp_path / "cases.jsonl", GOOD[1], b"{broken", b"", {"id": 1}, GOOD[2])
+    target = tmp_path / "verdicts.jsonl"
+    done = run(TOOL, "--input", str(source), "--output", str(target), expect=1)
+    assert [row["id"] for row in rows(target)] == [2, "c"]
+    assert "line 2: not JSON" in done.stderr
+    assert "line 4: missing completion, solutions" in done.stderr
+    assert "2 broken lines were skipped" in done.stderr
+
+
+def test_options_reach_the_judge(tmp_path):
+    cases = [{"id": 1, "completion": "The answer is 3.14", "solutions": ["\\pi"]}]
+    source, target = write(tmp_path / "cases.jsonl", *cases), tmp_path / "verdicts.jsonl"
+    run(TOOL, "--input", str(source), "--output", str(target), "--answer-from", "phrase", "--loose")
+    assert rows(target)[0]["correct"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["--input", "nowhere.jsonl", "--output", "out.jsonl"], "--input nowhere.jsonl: no such file"),
+        (["--input", "setup.py", "--output", "nowhere/out.jsonl"], "there is no folder nowhere"),
+        (["--input", "setup.py", "--output", "setup.py"], "choose another file"),
+        (["--input", "setup.py", "--output", "docs"], "is a folder"),
+        (["--input", "setup.py", "--output", "outputs.jsonl", "--workers", "0"], "reward.workers is 0"),
+    ],
+)
+def test_what_cannot_begin_is_told(arguments, told):
+    done = run(TOOL, *arguments, expect=2)
+    assert told in done.stderr
+    assert "Traceback" not in done.stderr
