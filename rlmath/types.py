@@ -41,7 +41,12 @@ class Prompt:
     @property
     def row(self) -> dict:
         """The row of the data file, as a reward function sees it."""
-        own = {"prompt": self.text, "task": self.task, "query_id": self.prompt_id, "solutions": list(self.solutions)}
+        own = {
+            "prompt": self.text,
+            "task": self.task,
+            "query_id": self.prompt_id,
+            "solutions": list(self.solutions),
+        }
         return json.loads(self.more_json) | own
 
 

@@ -37,7 +37,9 @@ class Case:
     kind: str
 
 
-def report(case: str, metric: str, value: float, unit: str, baseline: str | None, ratio: float | None) -> None:
+def report(
+    case: str, metric: str, value: float, unit: str, baseline: str | None, ratio: float | None
+) -> None:
     line = {
         "bench": "verify",
         "case": case,
@@ -107,7 +109,11 @@ def mixture(golds: Sequence[str], size: int | None) -> list[Case]:
 def hanging(count: int) -> list[Case]:
     """Answers on which sympy works for minutes, each another one."""
     return [
-        Case(f"\\boxed{{\\int_0^1 \\frac{{\\sin(x^x)}}{{e^{{x^x}}+{number}}} dx}}", ("\\int_0^1 2x dx",), "hanging")
+        Case(
+            f"\\boxed{{\\int_0^1 \\frac{{\\sin(x^x)}}{{e^{{x^x}}+{number}}} dx}}",
+            ("\\int_0^1 2x dx",),
+            "hanging",
+        )
         for number in range(count)
     ]
 
@@ -133,7 +139,9 @@ def pool_seconds(cases: Sequence[Case], workers: int, limit: float = 5.0) -> flo
     """Our pool, from the first answer to the last verdict, its start not counted (seconds)."""
     with VerifierPool(workers, limit) as pool:
         # As many as there are workers, so that all of them have started.
-        for future in [pool.submit(f"\\boxed{{\\sqrt{{{n + 2}}}}}", ("2.5x",), "math") for n in range(workers)]:
+        for future in [
+            pool.submit(f"\\boxed{{\\sqrt{{{n + 2}}}}}", ("2.5x",), "math") for n in range(workers)
+        ]:
             future.result()
         time.sleep(0.2)
         started = time.perf_counter()
@@ -160,7 +168,14 @@ def bench_mixture(name: str, cases: Sequence[Case], repeats: int) -> None:
     for workers in (1, 2):
         ours = median(lambda workers=workers: pool_seconds(cases, workers), repeats)
         baseline = "math-verify, serial"
-        report(f"{name}, {workers} worker{'s' * (workers > 1)}", "judged", len(cases) / ours, "answers/s", baseline, theirs / ours)
+        report(
+            f"{name}, {workers} worker{'s' * (workers > 1)}",
+            "judged",
+            len(cases) / ours,
+            "answers/s",
+            baseline,
+            theirs / ours,
+        )
 
 
 def bench_classes(cases: Sequence[Case]) -> None:
@@ -189,7 +204,9 @@ def bench_hanging(cases: Sequence[Case], size: int, repeats: int) -> None:
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Answers judged per second, against math-verify.")
-    parser.add_argument("--quick", action="store_true", help="fewer cases, once: within a minute on two cores")
+    parser.add_argument(
+        "--quick", action="store_true", help="fewer cases, once: within a minute on two cores"
+    )
     parser.add_argument("--benchmarks", help="folder of public benchmark files")
     options = parser.parse_args(arguments)
     logging.disable(logging.CRITICAL)

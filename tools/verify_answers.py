@@ -146,10 +146,16 @@ def _problem(source: Path, target: Path) -> str | None:
 
 
 def _parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Judge the answers of a file, with the judge that the trainer uses.")
-    parser.add_argument("--input", required=True, help='JSONL: {"id", "completion", "solutions": [...], "task"?}')
+    parser = argparse.ArgumentParser(
+        description="Judge the answers of a file, with the judge that the trainer uses."
+    )
+    parser.add_argument(
+        "--input", required=True, help='JSONL: {"id", "completion", "solutions": [...], "task"?}'
+    )
     parser.add_argument("--output", required=True, help="JSONL of verdicts, in the order of the input")
-    parser.add_argument("--workers", type=int, default=min(4, os.cpu_count() or 1), help="default: %(default)s")
+    parser.add_argument(
+        "--workers", type=int, default=min(4, os.cpu_count() or 1), help="default: %(default)s"
+    )
     parser.add_argument("--timeout", type=float, default=5.0, help="seconds per answer (default: 5)")
     parser.add_argument(
         "--answer-from",
@@ -157,7 +163,9 @@ def _parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
         default="boxed",
         help='where an answer may stand; "phrase": also after "the answer is", "number": else the last number',
     )
-    parser.add_argument("--loose", action="store_true", help="compare numbers as the Qwen2.5-Math evaluation does")
+    parser.add_argument(
+        "--loose", action="store_true", help="compare numbers as the Qwen2.5-Math evaluation does"
+    )
     return parser.parse_args(arguments)
 
 

@@ -71,7 +71,9 @@ def extract_boxed(text: str) -> str | None:
 
 def _last_box(text: str) -> tuple[str | None, int]:
     """(content of the last box, where it ends)."""
-    open_boxes: list[int | None] = []  # one entry per open brace: where its box's content starts, None for others
+    open_boxes: list[
+        int | None
+    ] = []  # one entry per open brace: where its box's content starts, None for others
     best: tuple[int, int] | None = None
     for match in _BRACES.finditer(text):
         token = match.group()

@@ -3,8 +3,8 @@
     def reward(completion: str, solutions: list[str], row: dict) -> float | tuple[float, dict[str, float]]
 
 `completion` is the model's text, `row` the prompt's row of the data file with all its columns. The number is the
-reward; the metrics are averaged over a step and logged as `reward/own/<name>`. It runs in the same workers, under the same
-limits of time and memory, as the judging of answers.
+reward; the metrics are averaged over a step and logged as `reward/own/<name>`. It runs in the same workers, under the
+same limits of time and memory, as the judging of answers.
 
     python -m rlmath.rewards.functions package.module:name      says what is wrong with it, if anything
 """
@@ -88,7 +88,9 @@ def function_problem(spec: str) -> str | None:
     if found.returncode == 0:
         return None
     last = (found.stderr.strip().splitlines() or ["no message"])[-1]
-    return last if last.startswith("reward.function") else f"reward.function: importing {spec!r} failed ({last})"
+    return (
+        last if last.startswith("reward.function") else f"reward.function: importing {spec!r} failed ({last})"
+    )
 
 
 def worker_environment() -> dict[str, str]:

@@ -23,6 +23,15 @@ class Unevaluated(Unsupported):
     """It leaves an integral, a sum, a product or a limit to be worked out."""
 
 
+def word_list(text: str) -> list[str]:
+    """The words of a text: shorter to read than a list of quoted ones."""
+    return text.split()
+
+
+def word_set(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
 MAX_DIGITS = 400
 """Longest literal number (digits)."""
 
@@ -32,8 +41,10 @@ _GREEK = {
     name: letter
     for letter, name in zip(
         "αβγδεζηθικλμνξπρστυφχψωΓΔΘΛΞΠΣΦΨΩ",
-        "alpha beta gamma delta epsilon zeta eta theta iota kappa lambda mu nu xi pi rho sigma tau upsilon phi chi"
-        " psi omega Gamma Delta Theta Lambda Xi Pi Sigma Phi Psi Omega".split(),
+        word_list(
+            "alpha beta gamma delta epsilon zeta eta theta iota kappa lambda mu nu xi pi rho sigma tau upsilon "
+            "phi chi psi omega Gamma Delta Theta Lambda Xi Pi Sigma Phi Psi Omega"
+        ),
         strict=True,
     )
 }
@@ -96,7 +107,7 @@ _SPACING = re.compile(
 _BRACED_COLON = re.compile(r"(?<![a-zA-Z])\{:\}")
 _COLOUR = re.compile(
     r"\\(?:color\s?\{[a-zA-Z]{1,20}\}|textcolor\s?\{[a-zA-Z]{1,20}\}|(?:underline|mathbin|mathrel|mathord|mathop)"
-    r"(?![a-zA-Z])|(?:tiny|small|normalsize|large|Large|LARGE|huge|Huge)(?![a-zA-Z]))"
+    r"(?![a-zA-Z])|checkmark(?![a-zA-Z])|(?:tiny|small|normalsize|large|Large|LARGE|huge|Huge)(?![a-zA-Z]))"
 )
 _SPACES = re.compile(
     r"\\\\(?:\[[0-9a-z. ]{1,8}\])?|\\(?:(?:quad|qquad|thinspace|enspace|space|hskip)(?![a-zA-Z])"
@@ -146,8 +157,7 @@ def _scripts(text: str) -> str:
 
 def _roots(text: str) -> str:
     for sign, command in (("√", "\\sqrt"), ("∛", "\\sqrt[3]")):
-        text = re.sub(rf"{sign}\s*([0-9]+(?:\.[0-9]+)?)", lambda root: f"{command}{{{root.group(1)}}}", text)
-        text = text.replace(sign, f"{command} ")
+        text = re.sub(rf"{sign}\s*([0-9]+(?:\.[0-9]+)?)", rf"{sign}{{\1}}", text).replace(sign, f"{command} ")
     return text
 
 
@@ -158,7 +168,7 @@ def without_layout(text: str) -> str:
     text = _OTHER_SIGNS.sub(lambda match: _SIGN_OF[match.group(1)], text)
     for mark in ("$", "\\(", "\\)", "\\[", "\\]"):
         text = text.replace(mark, " ")
-    text = _COLOUR.sub(" ", text)
+    text = _COLOUR.sub(" ", text).strip("*")
     text = _SPACING.sub("", text)
     text = _SPACES.sub(lambda match: "\\\\ " if match.group().startswith("\\\\") else " ", text)
     return _BRACED_COLON.sub(":", text).strip().rstrip("\\").strip()
@@ -210,7 +220,13 @@ _DECIMAL_COMMA = re.compile(r"([0-9]+)\{,\}([0-9]+)")
 _DECIMAL = re.compile(r"[0-9]+\.(?![0-9.])|[0-9]*\.[0-9]+|[0-9]+")
 _EXPONENT = re.compile(r"[eE]([+-]?)([0-9]{1,6})(?![0-9])")
 _DOTS = re.compile(r"\s?(?:\.\.\.|\\l?dots(?![a-zA-Z])|\\cdots(?![a-zA-Z]))")
-_ALIASES = {"\\dfrac": "\\frac", "\\tfrac": "\\frac", "\\cfrac": "\\frac", "\\lbrace": "\\{", "\\rbrace": "\\}"}
+_ALIASES = {
+    "\\dfrac": "\\frac",
+    "\\tfrac": "\\frac",
+    "\\cfrac": "\\frac",
+    "\\lbrace": "\\{",
+    "\\rbrace": "\\}",
+}
 _TEXT_COMMAND = re.compile(
     r"\\(?:text|textbf|textit|textrm|textup|textnormal|textsf|texttt|mbox|hbox|mathrm|mathsf|operatorname|emph)\*?\s?\{"
 )
@@ -220,7 +236,10 @@ _DIGITS = frozenset("0123456789")
 _SIGNS = frozenset("+-*/^_(){}[]|,;:=<>!'%&.?#")
 
 
-def tokenize(text: str, reading: Reading = Reading()) -> list[Token]:
+AS_WRITTEN = Reading()
+
+
+def tokenize(text: str, reading: Reading = AS_WRITTEN) -> list[Token]:
     """The tokens of a text that `plain_unicode` and `without_layout` have seen.
 
     Raises NotMathematics for what is no notation at all.
@@ -279,6 +298,8 @@ def _number(text: str, position: int, reading: Reading) -> tuple[Token, int]:
         whole, fixed, first, middle, last, bracket = match.groups(default="")
         return _checked(_periodic(whole, fixed, bracket or first + middle + last), match)
     grouped = _GROUPED.match(text, position)
+    if grouped and "," in grouped.group() and text[position - 1 : position] in ("(", "["):
+        grouped = None  # (1,234) is a point
     if grouped and (reading.commas_group or "," not in grouped.group().replace("{,}", "")):
         digits, end = re.sub(r"[^0-9]", "", grouped.group()), grouped.end()
         if tail := re.compile(r"\.[0-9]+").match(text, end):

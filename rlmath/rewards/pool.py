@@ -9,6 +9,7 @@ the workers. Linux only.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -134,7 +135,9 @@ class VerifierPool:
         assert answer is not None
         return self._deep(answer.strip(), usable_solutions(solutions))
 
-    def call(self, completion: str, solutions: Sequence[str], row: Mapping[str, Any]) -> Future[FunctionResult]:
+    def call(
+        self, completion: str, solutions: Sequence[str], row: Mapping[str, Any]
+    ) -> Future[FunctionResult]:
         """What the user's function says of a completion, to come."""
         question = {"completion": completion, "solutions": list(solutions), "row": row}
 
@@ -165,7 +168,9 @@ class VerifierPool:
         def settle(said: Mapping[str, Any]) -> Verdict:
             kind = said.get("failure") or said["verdict"]
             verdict = Verdict(bool(said.get("correct")), answer, kind, said["seconds"])
-            if verdict.verdict in FAILURES:  # perhaps the machine was busy: the next such answer is judged anew
+            if (
+                verdict.verdict in FAILURES
+            ):  # perhaps the machine was busy: the next such answer is judged anew
                 with self._lock:
                     self._verdicts.pop(key, None)
             return verdict
@@ -321,7 +326,9 @@ class VerifierPool:
         self._workers.remove(worker)
         worker.channel.close()
         if worker.job is not None:
-            worker.job.future.set_result(worker.job.settle({"failure": failure, "seconds": time.monotonic() - worker.since}))
+            worker.job.future.set_result(
+                worker.job.settle({"failure": failure, "seconds": time.monotonic() - worker.since})
+            )
 
     def _fork_worker(self) -> _Worker:
         ours, theirs = socket.socketpair()
@@ -354,10 +361,8 @@ class VerifierPool:
 
 
 def _slow_down(pid: int) -> None:
-    try:
+    with contextlib.suppress(ProcessLookupError):  # it may just have ended
         os.setpriority(os.PRIO_PROCESS, pid, STUCK_NICENESS)
-    except ProcessLookupError:
-        pass  # it has just ended
 
 
 def _start_forkserver(settings: Settings) -> tuple[socket.socket, subprocess.Popen]:

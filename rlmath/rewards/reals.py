@@ -6,15 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cmp_to_key
-
 from typing import Any
 
-from rlmath.rewards.expressions import MP, Value, mpc, mpf
 from rlmath.rewards.notation import NotMathematics
+from rlmath.rewards.values import AGREE, MP, Value, mpc, mpf
 
 Bound = Value
-
-_AGREE = mpf(10) ** -30
 
 
 @dataclass(frozen=True)
@@ -106,7 +103,7 @@ def compare(a: Bound, b: Bound) -> int:
         return (a > b) - (a < b)
     x, y = _mpf(a), _mpf(b)
     finite = not (MP.isinf(x) or MP.isinf(y))
-    if x == y or (finite and abs(x - y) <= _AGREE * max(abs(x), abs(y))):
+    if x == y or (finite and abs(x - y) <= AGREE * max(abs(x), abs(y))):
         return 0
     return 1 if x > y else -1
 

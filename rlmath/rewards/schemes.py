@@ -91,7 +91,13 @@ def score(scheme: Scheme, verdict: Verdict, boxed: bool, length: int, limit: int
 
 
 def function_score(
-    scheme: Scheme, result: FunctionResult, worst: float, boxed: bool, length: int, limit: int, truncated: bool
+    scheme: Scheme,
+    result: FunctionResult,
+    worst: float,
+    boxed: bool,
+    length: int,
+    limit: int,
+    truncated: bool,
 ) -> Score:
     """The record that goes with a completion that the user's function rewarded; one that it could not, gets `worst`.
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
-from rlmath.rewards.notation import Token
+from rlmath.rewards.notation import Token, word_set
 
 MAX_NOUNS = 5
 """More unknown words than this are prose."""
@@ -93,18 +93,35 @@ _KNOWN: dict[str, tuple[str, int, Fraction]] = {
     **_scaled("celsius", {"celsius": 1}),
     **_scaled("fahrenheit", {"fahrenheit": 1}),
 }
-for _name, _factor in {"l liter litre": Fraction(1, 1000), "ml milliliter millilitre": Fraction(1, 10**6)}.items():
+for _name, _factor in {
+    "l liter litre": Fraction(1, 1000),
+    "ml milliliter millilitre": Fraction(1, 10**6),
+}.items():
     _KNOWN |= {name: ("length", 3, _factor) for name in _name.split()}
-_MULTIPLIERS = {"hundred": 100, "thousand": 1000, "million": 10**6, "billion": 10**9, "trillion": 10**12, "dozen": 12}
+_MULTIPLIERS = {
+    "hundred": 100,
+    "thousand": 1000,
+    "million": 10**6,
+    "billion": 10**9,
+    "trillion": 10**12,
+    "dozen": 12,
+}
 _SPEEDS = {"mph": 63360 * _INCH / 3600, "kph": Fraction(1000, 3600), "kmh": Fraction(1000, 3600)}
 _POWERS = {"square": 2, "sq": 2, "cubic": 3, "cu": 3, "squared": 2, "cubed": 3}
-_SINGLE_LETTERS = frozenset("m s g h L J N V W K".split())
-_NO_NOUNS = frozenset(
-    "not or and is are if no but either nor none maybe was were be equals equal then so because since where"
-    " approximately about around less more greater than between only e i pi x y z sqrt sin cos tan log ln exp"
-    " infinity inf th st nd rd least most over plus minus times wrong undefined am pm unit".split()
+_SINGLE_LETTERS = word_set("m s g h L J N V W K")
+_UNMISTAKABLE = word_set(
+    "cm mm km kg mph hz kw usd ft lb lbs oz deg meter meters degrees cents dollars hours"
 )
-_FILLERS = frozenset("of the a an in total per each way".split())
+"""Units that may stand right behind a number: 5cm, but 2nm is a product."""
+_NO_NOUNS = word_set(
+    "not or and is are if no but either nor none maybe was were be equals equal then so because since "
+    "where approximately about around less more greater than between only e i pi x y z sqrt sin cos tan "
+    "log ln exp infinity inf th st nd rd least most over plus minus times wrong undefined am pm unit half "
+    "halves third thirds quarter quarters fifth tenth tenths hundredth hundredths thousandth thousandths "
+    "zero one two three four five six seven eight nine ten negative positive below above factorial root "
+    "roots power powers mod choose off short dx dy dt squared cubed square cube to from by with without "
+)
+_FILLERS = word_set("of the a an in total per each way")
 _ORDINALS = frozenset(("th", "st", "nd", "rd"))
 
 
@@ -117,6 +134,8 @@ def read_unit(tokens: Sequence[Token]) -> Unit | None:
         lower = text.lower()
         step, exponent = 1, 1
         if lower in ("/", "per"):
+            if position + 1 == len(tokens):
+                return None
             sign = -1
         elif lower in ("\\cdot", "*", ".", "-"):
             pass
@@ -144,7 +163,7 @@ def read_unit(tokens: Sequence[Token]) -> Unit | None:
             _multiply(dimensions, ("time", 1, _M), -1)
         elif _is_noun(tokens[position]) and sign == 1:
             nouns.append(lower.removesuffix("s") if len(lower) > 3 else lower)
-        elif not (lower in _FILLERS or lower in _ORDINALS and position == 0 and not tokens[0].space):
+        elif not (lower in _FILLERS or (lower in _ORDINALS and position == 0 and not tokens[0].space)):
             if not (_is_noun(tokens[position])):
                 return None
             nouns.append("per " + lower.removesuffix("s"))
@@ -161,12 +180,15 @@ def _known(token: Token) -> tuple[str, int, Fraction] | None:
     if len(text) == 1 and text.isalpha():
         return _KNOWN[text.lower()] if text in _SINGLE_LETTERS else None
     lower = text.lower()
+    if not (token.space or token.prose or token.kind != "word" or lower in _UNMISTAKABLE):
+        return None
     return _KNOWN.get(lower) or (_KNOWN.get(lower.removesuffix("s")) if len(lower) > 3 else None)
 
 
 def _is_noun(token: Token) -> bool:
     text = token.text.lower()
-    return token.kind == "word" and len(text) > 1 and text not in _NO_NOUNS and text not in _FILLERS
+    long_enough = len(text) > 1 if token.prose else len(text) > 3 and token.space
+    return token.kind == "word" and long_enough and text not in _NO_NOUNS and text not in _FILLERS
 
 
 def _degree(tokens: Sequence[Token], position: int) -> tuple[str, int] | None:
@@ -193,9 +215,9 @@ def _exponent(tokens: Sequence[Token], position: int) -> tuple[int, int]:
         (("^", "{", "-", "#", "}"), 3, -1),
         (("^", "-", "#"), 2, -1),
     ):
-        if len(texts) >= len(pattern) and texts[at] in ("1", "2", "3", "4"):
-            if all(want in ("#", got) for want, got in zip(pattern, texts, strict=False)):
-                return sign * int(texts[at]), len(pattern)
+        fits = all(want in ("#", got) for want, got in zip(pattern, texts, strict=False))
+        if fits and len(texts) >= len(pattern) and texts[at] in ("1", "2", "3", "4"):
+            return sign * int(texts[at]), len(pattern)
     return 1, 0
 
 

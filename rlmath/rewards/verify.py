@@ -21,7 +21,15 @@ from fractions import Fraction
 from functools import lru_cache
 
 from rlmath.rewards.extraction import AnswerFrom, extract_answer, extract_boxed
-from rlmath.rewards.notation import NotMathematics, Reading, Unevaluated, Unsupported, plain_unicode, without_layout
+from rlmath.rewards.notation import (
+    MAX_DIGITS,
+    NotMathematics,
+    Reading,
+    Unevaluated,
+    Unsupported,
+    plain_unicode,
+    without_layout,
+)
 
 TASKS = ("math",)
 """Tasks that can be judged."""
@@ -136,7 +144,9 @@ class _Plain:
     """Of several letters of choice: each of them."""
 
 
-_WRAPPER = re.compile(r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mbox|boldsymbol|operatorname)\s?\{([^{}]*)\}")
+_WRAPPER = re.compile(
+    r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mbox|boldsymbol|operatorname)\s?\{([^{}]*)\}"
+)
 _FRACTION_COMMAND = re.compile(r"\\[dtc]frac(?![a-zA-Z])")
 _SHORT_SCRIPT = re.compile(r"([\^_])\{([A-Za-z0-9])\}(?![A-Za-z0-9])")
 _LOOSE_SPACE = re.compile(r"(?<![A-Za-z0-9]) +| +(?![A-Za-z0-9])")
@@ -178,8 +188,21 @@ def _plain(text: str) -> _Plain | None:
     letter, rest = None, ""
     if choice is not None:
         letter, rest = (choice.group(1) or choice.group(2)).upper(), (choice.group(3) or "").strip()
-        if rest[:1] in tuple("([+-*/^=!_"):
+        if rest[:1] in tuple("([+-*/^=!_") or choice.group(2) in (
+            "a",
+            "b",
+            "c",
+            "d",
+            "e",
+            "f",
+            "g",
+            "h",
+            "i",
+            "j",
+        ):
             letter, rest = None, ""
+    if len(key) > 1 and _WORDS.fullmatch(key) and not _CHOICES.fullmatch(key):
+        key = key.casefold().removeprefix("the ").removeprefix("an ").removeprefix("a ")
     words = frozenset(_JOINERS.split(key)) if _NAMES.fullmatch(key) else None
     letters = frozenset(re.findall("[A-J]", key)) if _CHOICES.fullmatch(key) else None
     return _Plain(key, number, exact, letter, rest, words, letters)
@@ -193,14 +216,13 @@ def _string_key(text: str) -> str:
     key = " ".join(key.split()).rstrip(". ") or text.strip()
     if not _CHOICE.fullmatch(key):
         key = _LOOSE_SPACE.sub("", key)
-    words = _WORDS.fullmatch(key)
-    if words and len(key) > 1 and not _CHOICES.fullmatch(key):
-        key = key.casefold().removeprefix("the ").removeprefix("an ").removeprefix("a ")
     return key
 
 
 def _plain_number(key: str) -> tuple[Fraction | None, bool]:
     """(exact value of a plain integer, decimal or fraction, whether it has no decimal point)."""
+    if len(key) > MAX_DIGITS:
+        return None, True
     if number := _NUMBER.fullmatch(key):
         sign, digits = number.groups()
         value = Fraction(digits.replace(",", "").rstrip(".") or "0")
@@ -218,7 +240,7 @@ def _cheap_pair(ours: _Plain, gold: _Plain, rules: Rules) -> tuple[bool, str] | 
     if ours.key == gold.key:
         return True, "string"
     if gold.letter is not None and len(gold.key) <= 4:
-        letter = ours.letter or (ours.key.upper() if len(ours.key) == 1 and ours.key.isalpha() else None)
+        letter = ours.letter or (ours.key.upper() if ours.key in ("a", "b", "c", "d") else None)
         return (letter == gold.letter, "choice") if letter else None
     if ours.letter is not None and gold.letter is not None:
         return ours.letter == gold.letter, "choice"

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import re
 
+from rlmath.rewards.notation import word_list
+
 _CLOCK = re.compile(r"([0-9]{1,2}):([0-5][0-9])(?::([0-5][0-9]))?\s*(?:([ap])\.?\s?m\.?)?", re.IGNORECASE)
 _FULL_HOUR = re.compile(r"([0-9]{1,2})\s*([ap])\.?\s?m\.?", re.IGNORECASE)
 _BASES = {
     name: base
     for base, name in enumerate(
-        "two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen".split(), 2
+        word_list(
+            "two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen"
+        ),
+        2,
     )
 }
 _BASED = re.compile(r"\(?([0-9A-F]+)\)?_\{?\(?([0-9]{1,2}|[a-z]+)\)?\}?", re.IGNORECASE)
@@ -17,14 +22,20 @@ _BASED = re.compile(r"\(?([0-9A-F]+)\)?_\{?\(?([0-9]{1,2}|[a-z]+)\)?\}?", re.IGN
 
 _ALIKE = (
     frozenset(("no solution", "no solutions", "\\emptyset", "\\varnothing", "\\{\\}", "empty set")),
-    frozenset(("no real solution", "no real solutions")),
+    frozenset(("no real solution", "no real solutions", "none")),
+    frozenset(("no solution", "no solutions", "none")),
+    frozenset(
+        ("all real numbers", "all reals", "real numbers", "\\mathbb{R}", "\\mathbb R", "(-\\infty,\\infty)")
+    ),
     frozenset(("does not exist", "dne", "do not exist")),
 )
 _NUMBER_WORDS = {
     word: number
     for number, word in enumerate(
-        "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen"
-        " eighteen nineteen twenty".split()
+        word_list(
+            "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen "
+            "sixteen seventeen eighteen nineteen twenty"
+        )
     )
 }
 
@@ -83,7 +94,7 @@ def based(text: str) -> tuple[str, int] | None:
         return None
     digits, base = match.group(1).upper(), match.group(2).lower()
     number = int(base) if base.isdigit() else _BASES.get(base)
-    if number is None or not digits[0].isdigit() and number <= 10:
+    if number is None or (not digits[0].isdigit() and number <= 10):
         return None
     if any(int(digit, 36) >= number for digit in digits):
         return None

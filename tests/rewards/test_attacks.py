@@ -102,7 +102,9 @@ def test_one_percent_of_hanging_answers_delays_nobody_and_leaves_nobody():
     hangs, workers, limit = 100, 2, 1.0
     texts = [hang(n) for n in range(hangs)]
     honest = [f"\\boxed{{\\frac{{{n}}}{{{2 * n}}}}}" for n in range(1, 9901)]
-    asked = [text for n, text in enumerate(honest) for text in ([texts[n // 99], text] if n % 99 == 0 else [text])]
+    asked = [
+        text for n, text in enumerate(honest) for text in ([texts[n // 99], text] if n % 99 == 0 else [text])
+    ]
     before = set(children(os.getpid()))
     with VerifierPool(workers, limit) as pool:
         started = time.monotonic()

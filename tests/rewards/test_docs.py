@@ -9,7 +9,9 @@ from rlmath.rewards.schemes import SCHEMES, Scheme, raw_reward
 from rlmath.rewards.verify import VERDICTS, Rules, verify
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "rewards.md").read_text(encoding="utf-8")
-_ROW = re.compile(r"^\| `(?P<gold>[^`]+)` \| `(?P<answer>[^`]+)` \| (?P<right>yes|no) \|(?P<why>[^|]*\|)?$", re.MULTILINE)
+_ROW = re.compile(
+    r"^\| `(?P<gold>[^`]+)` \| `(?P<answer>[^`]+)` \| (?P<right>yes|no) \|(?P<why>[^|]*\|)?$", re.MULTILINE
+)
 _SCHEME = re.compile(r"^\| `(\w+)` \((?:AReaL|SimpleRL)\) \| (.*) \|$", re.MULTILINE)
 
 STRICT_PART, LOOSE_PART = PAGE.split("`reward.strict: false` restores")

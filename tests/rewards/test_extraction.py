@@ -30,7 +30,12 @@ def test_the_last_complete_box_is_extracted(text, answer):
 
 @pytest.mark.parametrize(
     "text",
-    ["\\boxed{" * 100_000, "\\boxed" + " " * 500_000, "<answer>" * 100_000, "<think>" * 100_000 + "\\boxed{1}"],
+    [
+        "\\boxed{" * 100_000,
+        "\\boxed" + " " * 500_000,
+        "<answer>" * 100_000,
+        "<think>" * 100_000 + "\\boxed{1}",
+    ],
 )
 def test_hostile_text_holds_no_answer_and_takes_one_pass(text):
     assert extract_answer(text) is None

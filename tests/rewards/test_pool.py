@@ -15,7 +15,6 @@ from rlmath.rewards.pool import VerifierPool
 from rlmath.rewards.verify import Verdict
 
 
-
 def hang(number: int = 0) -> str:
     """One of many answers on which sympy works for minutes."""
     return f"\\boxed{{\\int_0^1 \\frac{{\\sin(x^x)}}{{e^{{x^x}}+{number}}} dx}}"
@@ -173,7 +172,9 @@ def test_stuck_workers_get_help_and_the_help_leaves():
         stuck = pool.submit(HANG, HALF, "math")
         wait_until(stuck.running)
         for number in range(1, 51):
-            assert pool.submit(f"\\boxed{{\\frac{{{number}}}{{{2 * number}}}}}", HALF, "math").result(30).correct
+            assert (
+                pool.submit(f"\\boxed{{\\frac{{{number}}}{{{2 * number}}}}}", HALF, "math").result(30).correct
+            )
         assert not stuck.done()
         assert len(children(forkserver)) == 2
 

@@ -12,7 +12,9 @@ WRONG = Verdict(False, "1/3", "number")
 SILENT = Verdict(False, "", "no_answer")
 
 
-def reward(scheme: Scheme, verdict: Verdict, boxed: bool = True, length: int = 10, truncated: bool = False) -> float:
+def reward(
+    scheme: Scheme, verdict: Verdict, boxed: bool = True, length: int = 10, truncated: bool = False
+) -> float:
     return scheme.reward(verdict, boxed, length, limit=100, truncated=truncated)
 
 

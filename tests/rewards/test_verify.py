@@ -85,7 +85,9 @@ def test_the_protocol_is_loose_where_the_default_is_strict(gold, answer):
     assert verify(f"\\boxed{{{answer}}}", [gold], "math", LOOSE).correct
 
 
-@pytest.mark.parametrize(("gold", "answer"), [("\\pi", "3.2"), ("100", "101"), ("0.5", "0.6"), ("1", "2"), ("\\pi", "3")])
+@pytest.mark.parametrize(
+    ("gold", "answer"), [("\\pi", "3.2"), ("100", "101"), ("0.5", "0.6"), ("1", "2"), ("\\pi", "3")]
+)
 def test_the_protocol_still_tells_other_numbers_apart(gold, answer):
     assert not verify(f"\\boxed{{{answer}}}", [gold], "math", LOOSE).correct
 

@@ -12,14 +12,20 @@ GOOD = [
     {"id": "a", "completion": "so \\boxed{\\sqrt{4}}", "solutions": ["2"]},
     {"id": 2, "completion": "\\boxed{3}", "solutions": ["\\boxed{2}"], "task": "math"},
     {"id": "c", "completion": "no box", "solutions": ["2"]},
-    {"id": "d", "completion": "\\boxed{\\int_0^1 \\frac{\\sin(x^x)}{e^{x^x}} dx}", "solutions": ["\\int_0^1 3x^2 dx"]},
+    {
+        "id": "d",
+        "completion": "\\boxed{\\int_0^1 \\frac{\\sin(x^x)}{e^{x^x}} dx}",
+        "solutions": ["\\int_0^1 3x^2 dx"],
+    },
     {"id": "\ud800", "completion": "\\boxed{\ud800\u0000}", "solutions": ["x"]},
     {"id": None, "completion": "\\boxed{50\\%}", "solutions": ["7", "\\frac{1}{2}"]},
 ]
 
 
 def write(path: Path, *lines: object) -> Path:
-    path.write_bytes(b"\n".join(line if isinstance(line, bytes) else json.dumps(line).encode() for line in lines))
+    path.write_bytes(
+        b"\n".join(line if isinstance(line, bytes) else json.dumps(line).encode() for line in lines)
+    )
     return path
 
 
@@ -33,7 +39,14 @@ def test_every_line_gets_its_verdict_in_order(tmp_path):
     found = rows(target)
     assert [row["id"] for row in found] == [case["id"] for case in GOOD]
     assert [row["correct"] for row in found] == [True, False, False, False, False, True]
-    assert [row["verdict"] for row in found] == ["symbolic", "number", "no_answer", "timeout", "string", "symbolic"]
+    assert [row["verdict"] for row in found] == [
+        "symbolic",
+        "number",
+        "no_answer",
+        "timeout",
+        "string",
+        "symbolic",
+    ]
     assert found[0]["extracted"] == "\\sqrt{4}"
     assert all(row.keys() == {"id", "correct", "extracted", "verdict", "seconds"} for row in found)
     assert found[3]["seconds"] >= 1.5 > found[0]["seconds"] > 0
