@@ -38,8 +38,8 @@ class PromptRow:
 def read_boba(path: str) -> list[PromptRow]:
     """All rows of a JSONL file {"prompt", "task", "query_id", "solutions"}.
 
-    Further keys are kept as they are, blank lines skipped. Raises ValueError naming file and line for whatever cannot be
-    used. Holds one line at a time beside the rows.
+    Further keys are kept as they are, blank lines skipped. Raises ValueError naming file and line for whatever
+    cannot be used. Holds one line at a time beside the rows.
     """
     rows: list[PromptRow] = []
     line_of_id: dict[str, int] = {}

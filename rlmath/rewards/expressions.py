@@ -87,7 +87,9 @@ def _value_at(name: str, point: int, whole: bool) -> Fraction:
     )
     if point < _POSITIVE_POINTS:
         return size
-    signs = (seed % 7 + 1) & (point - _POSITIVE_POINTS)  # half of the points, and not the same for all letters
+    signs = (seed % 7 + 1) & (
+        point - _POSITIVE_POINTS
+    )  # half of the points, and not the same for all letters
     return -size if signs.bit_count() % 2 else size
 
 

@@ -19,7 +19,7 @@ from rlmath.rewards.commands import Commands
 from rlmath.rewards.cursor import (
     as_expr,
 )
-from rlmath.rewards.expressions import symbols
+from rlmath.rewards.expressions import mentions, symbols
 from rlmath.rewards.notation import (
     AS_WRITTEN,
     GREEK,
@@ -116,7 +116,7 @@ class _Parser(Commands):
                 raise
             self.position = len(self.tokens) - left
             return bare
-        if bare is not None and isinstance(whole, Scalar):
+        if bare is not None and isinstance(whole, Scalar) and not mentions(bare.expr, FUNCTIONS):
             return Scalar(bare.expr, bare.unit, whole)
         return whole
 

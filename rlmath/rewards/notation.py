@@ -109,8 +109,10 @@ _COLOUR = re.compile(
     r"\\(?:color\s?\{[a-zA-Z]{1,20}\}|textcolor\s?\{[a-zA-Z]{1,20}\}|(?:underline|mathbin|mathrel|mathord|mathop)"
     r"(?![a-zA-Z])|checkmark(?![a-zA-Z])|(?:tiny|small|normalsize|large|Large|LARGE|huge|Huge)(?![a-zA-Z]))"
 )
+_ROW_END = re.compile(r"\\\\(?:\[[0-9a-z. ]{1,8}\])?")
+"""The end of a row of a matrix, maybe with a distance."""
 _SPACES = re.compile(
-    r"\\\\(?:\[[0-9a-z. ]{1,8}\])?|\\(?:(?:quad|qquad|thinspace|enspace|space|hskip)(?![a-zA-Z])"
+    r"\\\\|\\(?:(?:quad|qquad|thinspace|enspace|space|hskip)(?![a-zA-Z])"
     r"|hspace\s?\{[^{}]{0,20}\}|[,;:>\s])|~"
 )
 """Spacing; also the end of a matrix row, so that its second backslash is not read as the start of a space."""
@@ -166,11 +168,12 @@ def without_layout(text: str) -> str:
     text = _COMMA_BEFORE_NOTHING.sub(",", text)
     text = text.replace("\\!", "").replace("\\$", "\\dollar ")
     text = _OTHER_SIGNS.sub(lambda match: _SIGN_OF[match.group(1)], text)
+    text = _ROW_END.sub(r"\\\\ ", text)
     for mark in ("$", "\\(", "\\)", "\\[", "\\]"):
         text = text.replace(mark, " ")
     text = _COLOUR.sub(" ", text).strip("*")
     text = _SPACING.sub("", text)
-    text = _SPACES.sub(lambda match: "\\\\ " if match.group().startswith("\\\\") else " ", text)
+    text = _SPACES.sub(lambda match: match.group() if match.group() == "\\\\" else " ", text)
     return _BRACED_COLON.sub(":", text).strip().rstrip("\\").strip()
 
 

@@ -22,7 +22,6 @@ from functools import lru_cache
 
 from rlmath.rewards.extraction import AnswerFrom, extract_answer, extract_boxed
 from rlmath.rewards.notation import (
-    MAX_DIGITS,
     NotMathematics,
     Reading,
     Unevaluated,
@@ -221,7 +220,7 @@ def _string_key(text: str) -> str:
 
 def _plain_number(key: str) -> tuple[Fraction | None, bool]:
     """(exact value of a plain integer, decimal or fraction, whether it has no decimal point)."""
-    if len(key) > MAX_DIGITS:
+    if len(key) > MAX_ANSWER_CHARS:
         return None, True
     if number := _NUMBER.fullmatch(key):
         sign, digits = number.groups()

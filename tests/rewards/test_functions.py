@@ -96,7 +96,7 @@ def test_a_function_that_cannot_be_loaded_is_told(folder, spec, told):
     problem = function_problem(spec)
     assert problem is not None
     assert problem.startswith("reward.function") and told in problem
-    with VerifierPool(1, 5.0, function=spec) as pool, pytest.raises(RuntimeError, match="reward.function"):
+    with VerifierPool(1, 5.0, function=spec) as pool, pytest.raises(RuntimeError, match=r"reward\.function"):
         pool.call("x", [], ROW).result(60)
 
 
