@@ -12,11 +12,8 @@ from rlmath.rewards.cursor import (
     plain_fraction,
     primed,
 )
-from rlmath.rewards.notation import (
-    GREEK,
-    NotMathematics,
-    Token,
-)
+from rlmath.rewards.notation import GREEK, NotMathematics
+from rlmath.rewards.tokens import Token
 from rlmath.rewards.tree import (
     Answer,
     Call,

@@ -9,13 +9,8 @@ from rlmath.rewards.cursor import (
     as_expr,
     as_matrix,
 )
-from rlmath.rewards.notation import (
-    GREEK,
-    NotMathematics,
-    Token,
-    Unevaluated,
-    Unsupported,
-)
+from rlmath.rewards.notation import GREEK, NotMathematics, Unevaluated, Unsupported
+from rlmath.rewards.tokens import Token
 from rlmath.rewards.tree import (
     Answer,
     Call,

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 from fractions import Fraction
 
-from rlmath.rewards.notation import (
-    NotMathematics,
-    Token,
-    Unsupported,
-)
+from rlmath.rewards.notation import NotMathematics, Unsupported
+from rlmath.rewards.tokens import Token
 from rlmath.rewards.tree import (
     Answer,
     Call,

@@ -20,15 +20,8 @@ from rlmath.rewards.cursor import (
     as_expr,
 )
 from rlmath.rewards.expressions import mentions, symbols
-from rlmath.rewards.notation import (
-    AS_WRITTEN,
-    GREEK,
-    NotMathematics,
-    Reading,
-    Token,
-    Unsupported,
-    tokenize,
-)
+from rlmath.rewards.notation import GREEK, NotMathematics, Unsupported
+from rlmath.rewards.tokens import AS_WRITTEN, Reading, Token, tokenize
 from rlmath.rewards.tree import (
     Answer,
     Call,

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
-from rlmath.rewards.notation import Token, word_set
+from rlmath.rewards.notation import word_set
+from rlmath.rewards.tokens import Token
 
 MAX_NOUNS = 5
 """More unknown words than this are prose."""

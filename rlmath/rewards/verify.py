@@ -17,43 +17,29 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from fractions import Fraction
 from functools import lru_cache
 
-from rlmath.rewards.extraction import AnswerFrom, extract_answer, extract_boxed
-from rlmath.rewards.notation import (
-    NotMathematics,
-    Reading,
-    Unevaluated,
-    Unsupported,
-    plain_unicode,
-    without_layout,
+from rlmath.rewards.extraction import extract_answer
+from rlmath.rewards.notation import NotMathematics, Unevaluated, Unsupported, plain_unicode, without_layout
+from rlmath.rewards.spelling import (
+    MAX_ANSWER_CHARS,
+    STRICT,
+    Rules,
+    cheap_pair,
+    gold_answer,
+    plain_answer,
+    plain_gold,
 )
+from rlmath.rewards.tokens import Reading
 
 TASKS = ("math",)
 """Tasks that can be judged."""
-
-MAX_ANSWER_CHARS = 1000
-"""Longest answer that is looked at (characters)."""
 
 VERDICTS = ("string", "number", "choice", "symbolic", "no_answer", "too_long", "timeout", "error", "function")
 """All ways in which a completion may have been judged."""
 
 FAILURES = ("timeout", "error")
 """Verdicts that say that an answer could not be judged."""
-
-
-@dataclass(frozen=True)
-class Rules:
-    """How answers are found and compared."""
-
-    answer_from: AnswerFrom = "boxed"
-    """Where the answer may stand: see `extraction.extract_answer`."""
-    protocol: bool = False
-    """Compare numbers as loosely as the Qwen2.5-Math evaluation does: within 1e-4, rounded, a factor of 100 off."""
-
-
-STRICT = Rules()
 
 
 @dataclass(frozen=True)
@@ -93,9 +79,6 @@ def verify(completion: str, solutions: Sequence[str], task: str = "math", rules:
     return cheap_verdict(answer, solutions, rules) or deep_verdict(answer or "", solutions, rules)
 
 
-# ---------------------------------------------------------------- cheap: strings, plain numbers, letters
-
-
 def cheap_verdict(answer: str | None, solutions: Sequence[str], rules: Rules = STRICT) -> Verdict | None:
     """The verdict where strings, plain numbers and letters of choice decide, else None."""
     if answer is None or not answer.strip():
@@ -103,14 +86,14 @@ def cheap_verdict(answer: str | None, solutions: Sequence[str], rules: Rules = S
     extracted = answer.strip()
     if len(extracted) > MAX_ANSWER_CHARS:
         return Verdict(False, extracted[:MAX_ANSWER_CHARS], "too_long")
-    ours = _plain(extracted)
+    ours = plain_answer(extracted)
     if ours is None:
         return Verdict(False, extracted, "string")
     undecided = False
     kind = "string"
     for gold in usable_solutions(solutions):
-        theirs = _plain_gold(gold)
-        decided = None if theirs is None else _cheap_pair(ours, theirs, rules)
+        theirs = plain_gold(gold)
+        decided = None if theirs is None else cheap_pair(ours, theirs, rules)
         if decided is None:
             undecided = True
         elif decided[0]:
@@ -125,139 +108,6 @@ def usable_solutions(solutions: Sequence[str]) -> tuple[str, ...]:
     return tuple(solution for solution in solutions if len(solution) <= 20 * MAX_ANSWER_CHARS)
 
 
-@dataclass(frozen=True)
-class _Plain:
-    """A text as the cheap comparisons see it."""
-
-    key: str
-    number: Fraction | None
-    exact: bool
-    """Whether the number was written without a decimal point."""
-    letter: str | None
-    """The letter of choice that it begins with."""
-    rest: str
-    """What follows the letter."""
-    words: frozenset[str] | None
-    """Of several words or names side by side: each of them."""
-    letters: frozenset[str] | None
-    """Of several letters of choice: each of them."""
-
-
-_WRAPPER = re.compile(
-    r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mbox|boldsymbol|operatorname)\s?\{([^{}]*)\}"
-)
-_FRACTION_COMMAND = re.compile(r"\\[dtc]frac(?![a-zA-Z])")
-_SHORT_SCRIPT = re.compile(r"([\^_])\{([A-Za-z0-9])\}(?![A-Za-z0-9])")
-_LOOSE_SPACE = re.compile(r"(?<![A-Za-z0-9]) +| +(?![A-Za-z0-9])")
-_INTEGER = r"[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+"
-_NUMBER = re.compile(rf"([+-]?)((?:{_INTEGER})(?:\.[0-9]*)?|\.[0-9]+)")
-_FRACTION = re.compile(r"([+-]?)(?:([0-9]+)/([0-9]+)|\\frac\{(-?[0-9]+)\}\{([0-9]+)\}|\\frac([0-9])([0-9]))")
-_CHOICE = re.compile(
-    r"(?:(?:the\s+)?(?:final\s+)?(?:option|choice|answer)\s*(?:is)?\s*:?\s*)?(?:\(([A-Ja-j])\)|([A-J])(?=$|[.):]))[.):]?(?:\s+(.*))?",
-    re.IGNORECASE,
-)
-_NAMES = re.compile(r"[A-Za-z]{3,30}(?:(?:, ?| and |, and )[A-Za-z]{3,30}){1,30}")
-_JOINERS = re.compile(r", and |, ?| and ")
-_CHOICES = re.compile(r"(?:[A-J](?:, ?| and |, and )?){2,10}")
-_INTEGER_PARAMETER = re.compile(r"\(\s{0,3}([a-z])\s{0,3}(\\in\s{0,3}\\mathbb\s?\{?[ZN]\}?)\s{0,3}\)$")
-_QUALIFIER = re.compile(r",?(?:\\text\{)?,? {0,3}for (?:all|every|any|each) [A-Za-z ${}\\]{1,60}$")
-"""What a function is said to hold for: `f(x) = 2x for all real x`."""
-_UNEVALUATED = re.compile(r"\\(?:i{0,2}int|sum|prod|lim)(?![a-zA-Z])|\|_")
-_WORDS = re.compile(r"[A-Za-z][A-Za-z' -]*")
-
-
-@lru_cache(maxsize=4096)
-def _plain_gold(gold: str) -> _Plain | None:
-    return _plain(gold_answer(gold))
-
-
-def gold_answer(gold: str) -> str:
-    """A reference answer without its box, if it has one."""
-    boxed = extract_boxed(gold) if "box" in gold else None
-    return gold if boxed is None else boxed
-
-
-def _plain(text: str) -> _Plain | None:
-    try:
-        key = _string_key(text)
-    except NotMathematics:
-        return None
-    number, exact = _plain_number(key)
-    choice = None if number is not None else _CHOICE.fullmatch(key)
-    letter, rest = None, ""
-    if choice is not None:
-        letter, rest = (choice.group(1) or choice.group(2)).upper(), (choice.group(3) or "").strip()
-        if rest[:1] in tuple("([+-*/^=!_") or choice.group(2) in (
-            "a",
-            "b",
-            "c",
-            "d",
-            "e",
-            "f",
-            "g",
-            "h",
-            "i",
-            "j",
-        ):
-            letter, rest = None, ""
-    if len(key) > 1 and _WORDS.fullmatch(key) and not _CHOICES.fullmatch(key):
-        key = key.casefold().removeprefix("the ").removeprefix("an ").removeprefix("a ")
-    words = frozenset(_JOINERS.split(key)) if _NAMES.fullmatch(key) else None
-    letters = frozenset(re.findall("[A-J]", key)) if _CHOICES.fullmatch(key) else None
-    return _Plain(key, number, exact, letter, rest, words, letters)
-
-
-def _string_key(text: str) -> str:
-    """One spelling of what looks the same: no layout, no \\text, white space only between letters and digits."""
-    key = without_layout(plain_unicode(text))
-    key = _FRACTION_COMMAND.sub(r"\\frac", key)
-    key = _SHORT_SCRIPT.sub(r"\1\2", _WRAPPER.sub(r" \1 ", key))
-    key = " ".join(key.split()).rstrip(". ") or text.strip()
-    if not _CHOICE.fullmatch(key):
-        key = _LOOSE_SPACE.sub("", key)
-    return key
-
-
-def _plain_number(key: str) -> tuple[Fraction | None, bool]:
-    """(exact value of a plain integer, decimal or fraction, whether it has no decimal point)."""
-    if len(key) > MAX_ANSWER_CHARS:
-        return None, True
-    if number := _NUMBER.fullmatch(key):
-        sign, digits = number.groups()
-        value = Fraction(digits.replace(",", "").rstrip(".") or "0")
-        return (-value if sign == "-" else value), "." not in digits.rstrip(".")
-    if fraction := _FRACTION.fullmatch(key):
-        sign, *parts = fraction.groups()
-        above, below = [int(part) for part in parts if part is not None]
-        if below:
-            return (Fraction(-above, below) if sign == "-" else Fraction(above, below)), True
-    return None, True
-
-
-def _cheap_pair(ours: _Plain, gold: _Plain, rules: Rules) -> tuple[bool, str] | None:
-    """(equal, how it was decided), or None."""
-    if ours.key == gold.key:
-        return True, "string"
-    if gold.letter is not None and len(gold.key) <= 4:
-        letter = ours.letter or (ours.key.upper() if ours.key in ("a", "b", "c", "d") else None)
-        return (letter == gold.letter, "choice") if letter else None
-    if ours.letter is not None and gold.letter is not None:
-        return ours.letter == gold.letter, "choice"
-    if ours.words is not None and gold.words is not None and len(gold.words) > 1:
-        return ours.words == gold.words, "string"
-    if ours.letters is not None and gold.letters is not None:
-        return ours.letters == gold.letters, "choice"
-    if ours.number is not None and gold.number is not None:
-        if ours.number == gold.number:
-            return True, "number"
-        if ours.exact and gold.exact and not rules.protocol and "," not in gold.key + ours.key:
-            return False, "number"
-    return None
-
-
-# ---------------------------------------------------------------- deep: the grammar, then math-verify
-
-
 def deep_verdict(answer: str, solutions: Sequence[str], rules: Rules = STRICT) -> Verdict:
     """The verdict of the grammar or of math-verify. On hostile text the latter may hang or take gigabytes: for
     killable processes only."""
@@ -270,16 +120,16 @@ def deep_verdict(answer: str, solutions: Sequence[str], rules: Rules = STRICT) -
 
 
 def _deep_pair(answer: str, gold: str, rules: Rules) -> bool:
-    plain_answer, plain_gold = _plain(answer), _plain(gold)
-    if plain_answer is None or plain_gold is None:
+    ours, theirs = plain_answer(answer), plain_answer(gold)
+    if ours is None or theirs is None:
         return False
-    if plain_gold.rest and plain_answer.letter is None:
-        return _deep_pair(answer, plain_gold.rest, rules)
-    if plain_answer.rest and plain_gold.letter is None:
-        return _deep_pair(plain_answer.rest, gold, rules)
+    if theirs.rest and ours.letter is None:
+        return _deep_pair(answer, theirs.rest, rules)
+    if ours.rest and theirs.letter is None:
+        return _deep_pair(ours.rest, gold, rules)
     from rlmath.rewards.written import same_special
 
-    special = same_special(plain_gold.key, plain_answer.key)
+    special = same_special(theirs.key, ours.key)
     if special is not None:
         return special
     answer, gold = _tidy(answer), _tidy(gold)
@@ -289,6 +139,12 @@ def _deep_pair(answer: str, gold: str, rules: Rules) -> bool:
         return _is_bounded(answer) and _library_says(answer, gold)
     except NotMathematics:
         return False
+
+
+_INTEGER_PARAMETER = re.compile(r"\(\s{0,3}([a-z])\s{0,3}(\\in\s{0,3}\\mathbb\s?\{?[ZN]\}?)\s{0,3}\)$")
+_QUALIFIER = re.compile(r",?(?:\\text\{)?,? {0,3}for (?:all|every|any|each) [A-Za-z ${}\\]{1,60}$")
+"""What a function is said to hold for: `f(x) = 2x for all real x`."""
+_UNEVALUATED = re.compile(r"\\(?:i{0,2}int|sum|prod|lim)(?![a-zA-Z])|\|_")
 
 
 def _tidy(text: str) -> str:

@@ -2,14 +2,8 @@ from fractions import Fraction
 
 import pytest
 
-from rlmath.rewards.notation import (
-    AS_WRITTEN,
-    NotMathematics,
-    Reading,
-    plain_unicode,
-    tokenize,
-    without_layout,
-)
+from rlmath.rewards.notation import NotMathematics, plain_unicode, without_layout
+from rlmath.rewards.tokens import AS_WRITTEN, Reading, tokenize
 
 
 def texts(text: str, reading: Reading = AS_WRITTEN) -> list[str]:

@@ -2,7 +2,8 @@ from fractions import Fraction
 
 import pytest
 
-from rlmath.rewards.notation import plain_unicode, tokenize
+from rlmath.rewards.notation import plain_unicode
+from rlmath.rewards.tokens import tokenize
 from rlmath.rewards.units import DEGREE, PERCENT, Unit, compatible, read_unit
 
 
