@@ -112,11 +112,14 @@ def deep_verdict(answer: str, solutions: Sequence[str], rules: Rules = STRICT) -
     """The verdict of the grammar or of math-verify. On hostile text the latter may hang or take gigabytes: for
     killable processes only."""
     extracted = answer.strip()
-    try:
-        correct = any(_deep_pair(extracted, gold_answer(gold), rules) for gold in usable_solutions(solutions))
-    except Exception:  # a parser may raise anything on hostile text, MemoryError among it
-        return Verdict(False, extracted, "error")
-    return Verdict(correct, extracted, "symbolic")
+    kind = "symbolic"
+    for gold in usable_solutions(solutions):
+        try:
+            if _deep_pair(extracted, gold_answer(gold), rules):
+                return Verdict(True, extracted, "symbolic")
+        except Exception:  # a parser may raise anything on hostile text, MemoryError among it
+            kind = "error"
+    return Verdict(False, extracted, kind)
 
 
 def _deep_pair(answer: str, gold: str, rules: Rules) -> bool:
