@@ -161,19 +161,13 @@ class VerifierPool:
         key = (answer, solutions)
         with self._lock:
             known = self._verdicts.get(key)
-            if known is not None and not known.cancelled() and not (known.done() and known.exception()):
+            if known is not None and _worth_keeping(known):
                 self._verdicts.move_to_end(key)
                 return known
 
         def settle(said: Mapping[str, Any]) -> Verdict:
             kind = said.get("failure") or said["verdict"]
-            verdict = Verdict(bool(said.get("correct")), answer, kind, said["seconds"])
-            if (
-                verdict.verdict in FAILURES
-            ):  # perhaps the machine was busy: the next such answer is judged anew
-                with self._lock:
-                    self._verdicts.pop(key, None)
-            return verdict
+            return Verdict(bool(said.get("correct")), answer, kind, said["seconds"])
 
         question = json.dumps({"answer": answer, "solutions": solutions}).encode()
         future = self._queue(_Job(question, Future(), settle))
@@ -358,6 +352,13 @@ class VerifierPool:
             if worker.job is not None:
                 worker.job.future.set_exception(RuntimeError(reason))
         self._workers.clear()
+
+
+def _worth_keeping(future: Future[Verdict]) -> bool:
+    """Whether a verdict is on its way or decided; one that failed may have met a busy machine."""
+    if not future.done():
+        return True
+    return not future.cancelled() and not future.exception() and future.result().verdict not in FAILURES
 
 
 def _slow_down(pid: int) -> None:
