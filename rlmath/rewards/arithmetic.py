@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from fractions import Fraction
 
 from rlmath.rewards.cursor import (
@@ -40,26 +41,32 @@ MAX_MARKS = 10
 """Most powers, factorials and the like behind one base."""
 
 
-class Arithmetic(Cursor):
+class Arithmetic(Cursor, ABC):
     """Sums, products, powers and symbols; brackets and commands come from the stages above."""
 
+    @abstractmethod
     def listing(self, ends: frozenset[str]) -> Answer:
-        raise NotImplementedError
+        """Items side by side, up to one of `ends`."""
 
+    @abstractmethod
     def item(self, ends: frozenset[str]) -> Answer:
-        raise NotImplementedError
+        """One item, up to a comma or one of `ends`."""
 
+    @abstractmethod
     def bracket(self, token: Token) -> Answer:
-        raise NotImplementedError
+        """What an opening bracket or another sign begins."""
 
+    @abstractmethod
     def command(self, token: Token) -> Answer:
-        raise NotImplementedError
+        """What a LaTeX command begins."""
 
+    @abstractmethod
     def function(self, name: str) -> Answer:
-        raise NotImplementedError
+        """A function with its base, power and argument; its name was read."""
 
+    @abstractmethod
     def function_argument(self) -> Expr:
-        raise NotImplementedError
+        """What a function is applied to."""
 
     def sum(self) -> Answer:
         with self:
@@ -68,9 +75,6 @@ class Arithmetic(Cursor):
             while self.peek() in ("+", "-", "\\pm", "\\mp"):
                 length = self.longer(length)
                 sign = self.take().text
-                if sign == "+" and self.peek() == "/" and self.peek(1) == "-":
-                    self.position += 2
-                    sign = "\\pm"
                 right = as_expr(self.term())
                 left = as_expr(first)
                 if sign == "+":
@@ -83,9 +87,6 @@ class Arithmetic(Cursor):
 
     def _signed_term(self) -> Answer:
         if self.skip("+"):
-            if self.peek() == "/" and self.peek(1) == "-":
-                self.position += 2
-                return Scalar(Call("pm", (Num(Fraction(0)), as_expr(self.term()))))
             return self._signed_term_again()
         if self.skip("-"):
             inner = as_expr(self._signed_term_again())

@@ -53,11 +53,7 @@ def parse_answer(text: str, reading: Reading = AS_WRITTEN) -> Answer:
     Raises NotMathematics or Unsupported.
     """
     tokens = tokenize(text, reading)
-    while (
-        tokens and tokens[-1].text in (".", ",", ";", "!") and tokens[-1].kind == "sign" and len(tokens) > 1
-    ):
-        if tokens[-1].text == "!":
-            break
+    while len(tokens) > 1 and tokens[-1].text in (".", ",", ";"):
         tokens.pop()
     if not tokens:
         raise NotMathematics("nothing")
@@ -133,18 +129,10 @@ class _Parser(Commands):
         """The item as a number with a unit or a currency sign, else None."""
         tokens = self.tokens[start:end]
         if len(tokens) > 1 and tokens[0].text == "-" and tokens[1].text in CURRENCIES:
-            amount = self._with_unit(start + 1, end)
+            amount = self._money(start + 1, end)
             return Scalar(Call("neg", (amount.expr,)), amount.unit) if amount else None
         if tokens and tokens[0].text in CURRENCIES:
-            currency = read_unit([tokens[0]])
-            assert currency is not None
-            inner = self._constant(start + 1, end)
-            if inner is None and (tail := self._with_unit(start + 1, end)):
-                dimensions = tail.unit.dimensions if tail.unit else ()
-                nouns = tail.unit.nouns if tail.unit else ()
-                inner = tail.expr if dimensions in ((), currency.dimensions) else None
-                currency = replace(currency, nouns=nouns)
-            return Scalar(inner, currency) if inner is not None else None
+            return self._money(start, end)
         for cut in range(max(1, len(tokens) - 8), len(tokens)):
             first = tokens[cut]
             glued = len(first.text) == 1 and not (first.space or first.prose)
@@ -160,6 +148,21 @@ class _Parser(Commands):
             if inner is not None and (first.prose or not symbols(inner)):
                 return _quantity(inner, unit)
         return self._composite(start, end)
+
+    def _money(self, start: int, end: int) -> Scalar | None:
+        """An amount behind a currency sign, maybe with a multiplier or what it is for: `\\$1.2 million`."""
+        currency = read_unit([self.tokens[start]])
+        assert currency is not None
+        inner = self._constant(start + 1, end)
+        if inner is not None:
+            return Scalar(inner, currency)
+        amount = self._with_unit(start + 1, end)
+        if amount is None:
+            return None
+        said = amount.unit or Unit()
+        if said.dimensions not in ((), currency.dimensions):
+            return None
+        return Scalar(amount.expr, replace(currency, nouns=said.nouns))
 
     def _composite(self, start: int, end: int) -> Scalar | None:
         """Several amounts side by side, `1 hour 30 minutes` or `22^\\circ 30'`, in the first one's unit."""

@@ -163,7 +163,7 @@ def _roots(text: str) -> str:
 def without_layout(text: str) -> str:
     """Without dollar signs, spacing and size commands; escaped dollars stay, as currency."""
     text = _COMMA_BEFORE_NOTHING.sub(",", text)
-    text = text.replace("\\!", "").replace("\\$", "\\dollar ")
+    text = text.replace("\\!", "").replace("\\$", "\\dollar ").replace("+/-", "\\pm ")
     text = _OTHER_SIGNS.sub(lambda match: _SIGN_OF[match.group(1)], text)
     text = _ROW_END.sub(r"\\\\ ", text)
     for mark in ("$", "\\(", "\\)", "\\[", "\\]"):
