@@ -236,13 +236,14 @@ def _parametrised(listing: Listing, memberships: Sequence[Answer]) -> Views:
     (membership,) = memberships
     assert isinstance(membership, Relation)
     known, letter = membership.sides[1], name_of(membership.sides[0])
-    if known == Known("R") or letter is None:
+    assert isinstance(known, Known)
+    if known.name == "R" or letter is None:
         return inner
     members = inner.members if inner.members is not None else alone(inner)
     if members is None or any(member.scalar is None for member in members):
         raise Unsupported("a parameter in other than values")
     values = tuple(member.scalar.expr for member in members if member.scalar is not None)
-    return Views(name=inner.name, family=(str(getattr(known, "name", "")), letter, values))
+    return Views(name=inner.name, family=(known.name, letter, values))
 
 
 def _several_equations(items: tuple[Views, ...]) -> Views:
