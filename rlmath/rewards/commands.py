@@ -117,8 +117,15 @@ class Commands(Arithmetic):
         raise NotMathematics(f"the command {text}")
 
     def _frac(self) -> Answer:
-        above = self._argument()
-        return Scalar(Call("div", (above, self._argument())))
+        above, below = self._argument(), self._argument()
+        if (
+            above == Sym("d")
+            and isinstance(below, Call)
+            and below.name == "mul"
+            and below.args[0] == Sym("d")
+        ):
+            raise Unevaluated("a derivative")
+        return Scalar(Call("div", (above, below)))
 
     def _sqrt(self) -> Answer:
         if self.skip("["):
@@ -249,7 +256,8 @@ class Commands(Arithmetic):
         """What stands behind the & of a case, without filling words."""
         words = []
         while self.peek() not in ("\\\\", "\\end"):
-            text = self.take().text
+            token = self.take()
+            text = str(token.value) if token.value is not None else token.text
             if text.lower() not in ("if", "for", "when", "is", ",", ".", "\\text"):
                 words.append({"\\leq": "\\le", "\\geq": "\\ge"}.get(text, text))
         return "".join(words)
@@ -263,7 +271,9 @@ class Commands(Arithmetic):
         if self.peek() == "^" and not self._degree_follows():
             self.position += 1
             power = self._exponent()
-        if name in ("min", "max", "gcd", "lcm", "det"):
+        if name == "det":
+            raise Unevaluated("a determinant")
+        if name in ("min", "max", "gcd", "lcm"):
             return Scalar(Call(name, self._arguments()))
         argument = self.function_argument()
         if name == "log" and base is not None:

@@ -27,11 +27,12 @@ class Comparison:
         """Whether any view of one equals the same kind of view of the other."""
         if any(self.same(reading, answer) for reading in gold.also):
             return True
-        if any(self.same(gold, reading) for reading in answer.also):
+        rounded = gold.scalar is not None and isinstance(gold.scalar.expr, Num) and gold.scalar.expr.digits
+        if rounded and any(self.same(gold, reading) for reading in answer.also):
             return True
         if self._same_relation(gold, answer):
             return True
-        if not _names_agree(gold.name, answer.name):
+        if not names_agree(gold.name, answer.name):
             return False
         if gold.sign.startswith("solved") and answer.sign.startswith("solved") and gold.sign != answer.sign:
             return False
@@ -90,7 +91,7 @@ class Comparison:
 
     def _same_expr(self, gold: Expr, answer: Expr) -> bool:
         if symbols(gold) or symbols(answer):
-            return same_expression(gold, answer) or _same_up_to_constant(gold, answer)
+            return same_expression(gold, answer)
         if same_number(gold, answer, self.protocol):
             return True
         if not self.protocol:
@@ -141,13 +142,17 @@ class Comparison:
         return len(ours) == len(theirs) and self._matched(ours, theirs)
 
     def _all_in(self, ours: Sequence[Views], theirs: Sequence[Views]) -> bool:
-        return all(any(self.same(one, other) for other in theirs) for one in ours)
+        return all(any(self._same_member(one, other) for other in theirs) for one in ours)
+
+    def _same_member(self, one: Views, other: Views) -> bool:
+        """Members are compared as they are: {1} in a set is not 1."""
+        return (one.members is None) == (other.members is None) and self.same(one, other)
 
     def _matched(self, ours: Sequence[Views], theirs: Sequence[Views]) -> bool:
         """Whether each of ours has a partner of its own among theirs."""
         left = list(theirs)
         for one in ours:
-            found = next((index for index, other in enumerate(left) if self.same(one, other)), None)
+            found = next((index for index, other in enumerate(left) if self._same_member(one, other)), None)
             if found is None:
                 return False
             del left[found]
@@ -204,8 +209,6 @@ class Comparison:
 
 _PARAMETER = "the parameter"
 
-_CONSTANT = "C"
-
 
 def substituted(expr: Expr, name: str, value: Expr) -> Expr:
     """The expression with a value in a symbol's place."""
@@ -216,22 +219,41 @@ def substituted(expr: Expr, name: str, value: Expr) -> Expr:
     return Call(expr.name, tuple(substituted(arg, name, value) for arg in expr.args))
 
 
-def _same_up_to_constant(gold: Expr, answer: Expr) -> bool:
-    """Whether both are antiderivatives, with a term + C, that differ by a constant."""
-    gold, answer = (_with_large_constant(expr) for expr in (gold, answer))
-    if not all(_CONSTANT in symbols(expr) for expr in (gold, answer)):
+def same_antiderivative(gold: Expr, answer: Expr) -> bool:
+    """Whether both are functions plus a free constant C, that differ by a constant."""
+    functions = [_without_constant(expr) for expr in (gold, answer)]
+    if functions[0] is None or functions[1] is None or symbols(functions[0]) != symbols(functions[1]):
         return False
-    zero, one = Num(Fraction(0)), Num(Fraction(1))
-    bare = [substituted(expr, _CONSTANT, zero) for expr in (gold, answer)]
-    for expr, without in zip((gold, answer), bare, strict=True):
-        if not same_expression(substituted(expr, _CONSTANT, one), Call("add", (without, one))):
-            return False
-    return symbols(gold) == symbols(answer) and is_constant(Call("add", (bare[0], Call("neg", (bare[1],)))))
+    return is_constant(Call("add", (functions[0], Call("neg", (functions[1],)))))
 
 
-def _with_large_constant(expr: Expr) -> Expr:
-    """`+ c` as `+ C`."""
-    return expr if _CONSTANT in symbols(expr) else substituted(expr, _CONSTANT.lower(), Sym(_CONSTANT))
+def _without_constant(expr: Expr) -> Expr | None:
+    """The function f of `f + C`; None where the constant is no summand of its own, or may be a coefficient."""
+    terms = _summands(expr)
+    constants = [term for term in terms if term in (Sym("C"), Sym("c"))]
+    others = frozenset().union(*(symbols(term) for term in terms)) - {"C", "c"}
+    variables = others & _VARIABLES
+    if len(constants) != 1 or not variables or others & _COEFFICIENTS:
+        return None
+    if constants == [Sym("c")] and len(others) > 1:
+        return None
+    rest = [term for term in terms if term not in constants]
+    if any({"C", "c"} & symbols(term) for term in rest):
+        return None
+    total: Expr = Num(Fraction(0))
+    for term in rest:
+        total = Call("add", (total, term))
+    return total
+
+
+def _summands(expr: Expr) -> list[Expr]:
+    if isinstance(expr, Call) and expr.name == "add":
+        return [*_summands(expr.args[0]), *_summands(expr.args[1])]
+    return [expr]
+
+
+_VARIABLES = frozenset(("x", "t", "u", "y", "z", "theta", "s", "r"))
+_COEFFICIENTS = frozenset(("A", "B", "D", "b", "d"))
 
 
 def _same_branches(
@@ -256,7 +278,7 @@ def _same_residue(gold: tuple[Expr, Expr, Expr] | None, answer: tuple[Expr, Expr
     return len(numbers) == 3 and numbers[2] != 0 and (numbers[0] - numbers[1]) % numbers[2] == 0
 
 
-def _names_agree(one: str | None, other: str | None) -> bool:
+def names_agree(one: str | None, other: str | None) -> bool:
     """Whether values given to these names may be the same; `y` and `f(x)` are one habit."""
     if one is None or other is None or one == other:
         return True

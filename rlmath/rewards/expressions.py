@@ -47,7 +47,7 @@ class Worth:
 
 
 _REAL_POINTS = 12
-_WHOLE_POINTS = 12
+_WHOLE_POINTS = 14
 _POSITIVE_POINTS = 4
 """At the first of the real points all letters are positive."""
 _SIZES = (Fraction(7, 10), Fraction(23, 11), Fraction(13, 3), Fraction(1, 7), Fraction(97, 9), Fraction(3, 2))
@@ -78,8 +78,11 @@ def _value_at(name: str, point: int, whole: bool) -> Fraction:
     """The value of a letter at a point: of every size and both signs, and another for every letter."""
     seed = zlib.crc32(name.encode())
     if whole:
+        if point >= len(_WHOLE_SIZES):
+            return Fraction((60, 1009)[point - len(_WHOLE_SIZES)] + seed % 97)
         sizes = _SMALL_SIZES if name[:1] in _SMALL_LETTERS else _WHOLE_SIZES
-        return Fraction(sizes[(point + seed) % len(sizes)])
+        step = (1, 5, 7, 11)[seed // 12 % 4]  # another order for every letter
+        return Fraction(sizes[(point * step + seed // 97) % len(sizes)])
     size = (
         _SIZES[(point + seed) % len(_SIZES)]
         + Fraction(seed % 89, 977)
@@ -224,7 +227,7 @@ def same_number(gold: Expr, answer: Expr, protocol: bool = False) -> bool:
             return True
         return any(_rounds_to(d, v) for d, v in ((one, b.value), (other, a.value)) if d is not None)
     if one is None and other is not None:
-        return other.open_ended and _stands_for(other, a.value)
+        return False
     if other is None and one is not None:
         return _stands_for(one, b.value)
     if one is not None and other is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from fractions import Fraction
+from functools import lru_cache
 from typing import Any
 
 from rlmath.rewards.notation import NotMathematics
@@ -73,7 +74,7 @@ def _factorial(value: Value, context: Context) -> Value:
         if number < 0:
             raise Undefined
         if number <= MAX_FACTORIAL:
-            return Fraction(int(MP.fac(number)) if number < 20 else _product(2, number))
+            return Fraction(_whole_factorial(number))
     check_bits(abs(to_mp(value)) * 16)
     return _real_function(MP.factorial, lambda x: x > -1)(value, context)
 
@@ -87,17 +88,14 @@ def _double_factorial(value: Value, context: Context) -> Value:
     return Fraction(result)
 
 
-def _product(first: int, last: int) -> int:
-    result = 1
-    for number in range(first, last + 1):
-        result *= number
-    return result
+@lru_cache(maxsize=64)
+def _whole_factorial(number: int) -> int:
+    return math.factorial(number)
 
 
 def _binomial(n: Value, k: Value) -> Value:
     if is_whole(n) and is_whole(k) and 0 <= k <= n <= MAX_FACTORIAL:
-        top = min(int(k), int(n - k))
-        return Fraction(_product(int(n) - top + 1, int(n)), _product(2, top))
+        return Fraction(math.comb(int(n), int(k)))
     check_bits(abs(to_mp(n)) * 2)
     return MP.binomial(to_mp(n), to_mp(k))
 

@@ -169,7 +169,7 @@ class _Parser(Commands):
         starts = [index for index in range(start, end) if self.tokens[index].kind == "number"]
         if len(starts) < 2 or len(starts) > 4 or starts[0] != start:
             return None
-        total, first = Fraction(0), None
+        total, first, smallest = Fraction(0), None, None
         for begin, stop in zip(starts, [*starts[1:], end], strict=True):
             number, behind = (
                 self.tokens[begin],
@@ -182,9 +182,12 @@ class _Parser(Commands):
                 unit = read_unit(behind)
             if unit is None or not unit.dimensions or unit.nouns or number.value is None:
                 return None
-            first = first or unit
-            if unit.dimensions != first.dimensions:
+            if any(token.kind == "sign" and token.text not in ("^", "{", "}", "'") for token in behind):
                 return None
+            first = first or unit
+            if unit.dimensions != first.dimensions or (smallest is not None and unit.factor >= smallest):
+                return None
+            smallest = unit.factor
             total += number.value * unit.factor / first.factor
         return Scalar(Num(total), first)
 

@@ -33,6 +33,10 @@ def _relation_views(relation: Relation) -> Views:
     ops = set(relation.ops)
     if ops == {"in"} and len(relation.sides) == 2:
         inner = views(relation.sides[1])
+        if not _is_lone_name(relation.sides[0]) or (
+            _is_point(relation.sides[0]) and isinstance(relation.sides[1], Group)
+        ):
+            raise NotMathematics("what is in the set is no name")
         return replace(inner, name=name_of(relation.sides[0]))
     if ops == {"mod"}:
         left, right, modulus = (_relation_side(side) for side in relation.sides)
@@ -65,9 +69,17 @@ def _equation_views(relation: Relation) -> Views:
         if difference is None:
             raise NotMathematics("sides that differ")
         return Views(difference=difference, sign="=")
-    decimal = sides[-1] if relation.ops[-1] == "~" and len(sides) > 1 else None
+    decimal = sides[-1] if relation.ops[-1] == "~" and len(sides) > 1 and _is_decimal(sides[-1]) else None
     also = (views(decimal),) if decimal is not None else ()
     return replace(views(value), name=name, difference=difference, sign="=", also=also)
+
+
+def _is_point(side: Answer) -> bool:
+    return isinstance(side, Group) or (isinstance(side, Name) and side.text.startswith("("))
+
+
+def _is_decimal(side: Answer) -> bool:
+    return isinstance(side, Scalar) and isinstance(side.expr, Num) and side.expr.digits is not None
 
 
 def _named_by_expression(side: Answer) -> str | None:
@@ -250,13 +262,14 @@ def _several_equations(items: tuple[Views, ...]) -> Views:
     names = [item.name for item in items]
     if None in names or any(item.scalar is None and item.members is None for item in items):
         return Views(members=items)
+    if sum(item.members is not None for item in items) > 1 and len(set(names)) > 1:
+        raise NotMathematics("several signs in several values")
     if len(set(names)) == 1:
         bare = tuple(_nameless(item) for item in items)
         return Views(members=bare, name=names[0])
     bare = tuple(_nameless(item) for item in items)
     pairs = tuple(sorted(zip((str(name) for name in names), bare, strict=True), key=lambda pair: pair[0]))
-    ordered = sorted(names, key=str) == names
-    return Views(row=bare if ordered else None, brackets="()", pairs=pairs)
+    return Views(row=tuple(value for _, value in pairs), brackets="()", pairs=pairs)
 
 
 def _nameless(item: Views) -> Views:

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
 
+from rlmath.rewards.choices import Choice, choice_of, same_letters, several_letters
 from rlmath.rewards.extraction import AnswerFrom, extract_boxed
-from rlmath.rewards.notation import NotMathematics, plain_unicode, without_layout
+from rlmath.rewards.notation import NotMathematics, plain_unicode, without_layout, word_set
 
 MAX_ANSWER_CHARS = 1000
 """Longest answer that is looked at (characters)."""
@@ -35,14 +36,12 @@ class Plain:
     number: Fraction | None
     exact: bool
     """Whether the number was written without a decimal point."""
-    letter: str | None
-    """The letter of choice that it begins with."""
-    rest: str
-    """What follows the letter."""
-    words: frozenset[str] | None
-    """Of several words or names side by side: each of them."""
-    letters: frozenset[str] | None
-    """Of several letters of choice: each of them."""
+    choice: Choice | None
+    """The letter of choice that it is, or begins with."""
+    letters: str | None
+    """Of several letters of choice: all of them, in order."""
+    words: tuple[str, ...] | None
+    """Of several words or names side by side: each of them, in order."""
 
 
 _WRAPPER = re.compile(
@@ -50,18 +49,14 @@ _WRAPPER = re.compile(
 )
 _FRACTION_COMMAND = re.compile(r"\\[dtc]frac(?![a-zA-Z])")
 _SHORT_SCRIPT = re.compile(r"([\^_])\{([A-Za-z0-9])\}(?![A-Za-z0-9])")
-_LOOSE_SPACE = re.compile(r"(?<![A-Za-z0-9]) +| +(?![A-Za-z0-9])")
+_LOOSE_SPACE = re.compile(r"(?<![A-Za-z0-9.,]) +| +(?![A-Za-z0-9])")
 _INTEGER = r"[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+"
 _NUMBER = re.compile(rf"([+-]?)((?:{_INTEGER})(?:\.[0-9]*)?|\.[0-9]+)")
 _FRACTION = re.compile(r"([+-]?)(?:([0-9]+)/([0-9]+)|\\frac\{(-?[0-9]+)\}\{([0-9]+)\}|\\frac([0-9])([0-9]))")
-_CHOICE = re.compile(
-    r"(?:(?:the\s+)?(?:final\s+)?(?:option|choice|answer)\s*(?:is)?\s*:?\s*)?(?:\(([A-Ja-j])\)|([A-J])(?=$|[.):]))[.):]?(?:\s+(.*))?",
-    re.IGNORECASE,
-)
 _NAMES = re.compile(r"[A-Za-z]{3,30}(?:(?:, ?| and |, and )[A-Za-z]{3,30}){1,30}")
 _JOINERS = re.compile(r", and |, ?| and ")
-_CHOICES = re.compile(r"(?:[A-J](?:, ?| and |, and )?){2,10}")
-_WORDS = re.compile(r"[A-Za-z][A-Za-z' -]*")
+_WORDS = re.compile(r"[A-Za-z]+(?:[ -][A-Za-z]+)*")
+_SHORT_WORDS = word_set("a an the of in on to no yes not and or is at by up")
 
 
 @lru_cache(maxsize=4096)
@@ -81,28 +76,22 @@ def plain_answer(text: str) -> Plain | None:
     except NotMathematics:
         return None
     number, exact = _plain_number(key)
-    choice = None if number is not None else _CHOICE.fullmatch(key)
-    letter, rest = None, ""
-    if choice is not None:
-        letter, rest = (choice.group(1) or choice.group(2)).upper(), (choice.group(3) or "").strip()
-        if rest[:1] in tuple("([+-*/^=!_") or choice.group(2) in (
-            "a",
-            "b",
-            "c",
-            "d",
-            "e",
-            "f",
-            "g",
-            "h",
-            "i",
-            "j",
-        ):
-            letter, rest = None, ""
-    if len(key) > 1 and _WORDS.fullmatch(key) and not _CHOICES.fullmatch(key):
+    choice = None if number is not None else choice_of(key)
+    letters = several_letters(key)
+    if letters is None and choice is None and _are_words(key):
         key = key.casefold().removeprefix("the ").removeprefix("an ").removeprefix("a ")
-    words = frozenset(_JOINERS.split(key)) if _NAMES.fullmatch(key) else None
-    letters = frozenset(re.findall("[A-J]", key)) if _CHOICES.fullmatch(key) else None
-    return Plain(key, number, exact, letter, rest, words, letters)
+    words = tuple(_JOINERS.split(key)) if _NAMES.fullmatch(key) else None
+    return Plain(key, number, exact, choice, letters, words)
+
+
+def _are_words(key: str) -> bool:
+    """Whether a text is words, whose case does not matter, and not letters to be multiplied: `Even`, not `nRT`."""
+    if not _WORDS.fullmatch(key):
+        return False
+    words = re.split("[ -]", key)
+    plain = [len(word) > 3 or word.islower() or word.istitle() for word in words if len(word) > 2]
+    short = [word.casefold() in _SHORT_WORDS for word in words if len(word) < 3]
+    return all(plain) and all(short) and bool(plain or words[0].casefold() in ("yes", "no"))
 
 
 def _string_key(text: str) -> str:
@@ -111,7 +100,7 @@ def _string_key(text: str) -> str:
     key = _FRACTION_COMMAND.sub(r"\\frac", key)
     key = _SHORT_SCRIPT.sub(r"\1\2", _WRAPPER.sub(r" \1 ", key))
     key = " ".join(key.split()).rstrip(". ") or text.strip()
-    if not _CHOICE.fullmatch(key):
+    if choice_of(key) is None:
         key = _LOOSE_SPACE.sub("", key)
     return key
 
@@ -136,15 +125,18 @@ def cheap_pair(ours: Plain, gold: Plain, rules: Rules) -> tuple[bool, str] | Non
     """(equal, how it was decided), or None."""
     if ours.key == gold.key:
         return True, "string"
-    if gold.letter is not None and len(gold.key) <= 4:
-        letter = ours.letter or (ours.key.upper() if ours.key in ("a", "b", "c", "d") else None)
-        return (letter == gold.letter, "choice") if letter else None
-    if ours.letter is not None and gold.letter is not None:
-        return ours.letter == gold.letter, "choice"
-    if ours.words is not None and gold.words is not None and len(gold.words) > 1:
-        return ours.words == gold.words, "string"
-    if ours.letters is not None and gold.letters is not None:
-        return ours.letters == gold.letters, "choice"
+    if gold.choice is not None and ours.choice is not None:
+        if gold.choice.letter != ours.choice.letter or "" in (gold.choice.rest, ours.choice.rest):
+            return gold.choice.letter == ours.choice.letter, "choice"
+        return None
+    if gold.choice is not None and not gold.choice.rest and ours.key in ("a", "b", "c", "d"):
+        return ours.key.upper() == gold.choice.letter, "choice"
+    if gold.words is not None and ours.words is not None:
+        unordered = " and " in gold.key
+        same = sorted(ours.words) == sorted(gold.words) if unordered else ours.words == gold.words
+        return same, "string"
+    if gold.letters is not None and ours.letters is not None:
+        return same_letters(gold.letters, ours.letters, ours.key != ours.letters), "choice"
     if ours.number is not None and gold.number is not None:
         if ours.number == gold.number:
             return True, "number"

@@ -122,6 +122,11 @@ _NO_NOUNS = word_set(
     "zero one two three four five six seven eight nine ten negative positive below above factorial root "
     "roots power powers mod choose off short dx dy dt squared cubed square cube to from by with without "
 )
+_NO_NOUNS |= word_set(
+    "fourth fourths fifths sixth sixths seventh sevenths eighth eighths ninth ninths eleventh elevenths "
+    "twelfth twelfths tens ones pair pairs double doubled triple tripled fewer ago divided unknown cannot "
+    "tell unclear impossible"
+)
 _FILLERS = word_set("of the a an in total per each way")
 _ORDINALS = frozenset(("th", "st", "nd", "rd"))
 
@@ -156,8 +161,8 @@ def read_unit(tokens: Sequence[Token]) -> Unit | None:
             factor *= known[2] ** (sign * pending * exponent)
             _multiply(dimensions, known, sign * pending * exponent)
             sign = pending = 1
-        elif lower in _MULTIPLIERS:
-            multiplier *= _MULTIPLIERS[lower]
+        elif lower.removesuffix("s") in _MULTIPLIERS:
+            multiplier *= _MULTIPLIERS[lower.removesuffix("s")]
         elif lower in _SPEEDS:
             factor *= _SPEEDS[lower]
             _multiply(dimensions, ("length", 1, _M), 1)
@@ -229,7 +234,11 @@ def _multiply(dimensions: dict[str, int], known: tuple[str, int, Fraction], time
 
 def compatible(one: Unit, other: Unit) -> bool:
     """Whether values in these units can be compared: like dimensions, and no nouns that differ."""
-    if one.dimensions and other.dimensions and one.dimensions != other.dimensions:
+    if (
+        one.dimensions != other.dimensions
+        and bool(one.dimensions or one.nouns)
+        and bool(other.dimensions or other.nouns)
+    ):
         return False
     nouns, others = set(one.nouns), set(other.nouns)
     return nouns <= others or others <= nouns

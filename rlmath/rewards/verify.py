@@ -126,10 +126,10 @@ def _deep_pair(answer: str, gold: str, rules: Rules) -> bool:
     ours, theirs = plain_answer(answer), plain_answer(gold)
     if ours is None or theirs is None:
         return False
-    if theirs.rest and ours.letter is None:
-        return _deep_pair(answer, theirs.rest, rules)
-    if ours.rest and theirs.letter is None:
-        return _deep_pair(ours.rest, gold, rules)
+    if theirs.choice is not None and theirs.choice.rest:  # the text of a choice without its letter will do
+        return _deep_pair(ours.choice.rest if ours.choice else answer, theirs.choice.rest, rules)
+    if ours.choice is not None and ours.choice.rest and theirs.choice is None:
+        return _deep_pair(ours.choice.rest, gold, rules)
     from rlmath.rewards.written import same_special
 
     special = same_special(theirs.key, ours.key)
@@ -145,6 +145,11 @@ def _deep_pair(answer: str, gold: str, rules: Rules) -> bool:
 
 
 _INTEGER_PARAMETER = re.compile(r"\(\s{0,3}([a-z])\s{0,3}(\\in\s{0,3}\\mathbb\s?\{?[ZN]\}?)\s{0,3}\)$")
+_BARE_SET = re.compile(r"\\in\s{0,3}([ZN])(?![a-zA-Z])")
+_FOR_INTEGERS = re.compile(
+    r",?\s{0,3}(?:\\text\s?\{)?,?\s{0,3}(?:for|where) (?:any |all |some |every )?integers? \}?\s{0,3}\$?([a-z])\$?\}?$"
+)
+"""`k\\pi for any integer k`."""
 _QUALIFIER = re.compile(r",?(?:\\text\{)?,? {0,3}for (?:all|every|any|each) [A-Za-z ${}\\]{1,60}$")
 """What a function is said to hold for: `f(x) = 2x for all real x`."""
 _UNEVALUATED = re.compile(r"\\(?:i{0,2}int|sum|prod|lim)(?![a-zA-Z])|\|_")
@@ -152,6 +157,8 @@ _UNEVALUATED = re.compile(r"\\(?:i{0,2}int|sum|prod|lim)(?![a-zA-Z])|\|_")
 
 def _tidy(text: str) -> str:
     """Without what a function is said to hold for; a parameter's set behind a comma."""
+    text = _BARE_SET.sub(r"\\in \\mathbb{\1}", text)
+    text = _FOR_INTEGERS.sub(r", \1 \\in \\mathbb{Z}", text)
     return _INTEGER_PARAMETER.sub(r", \1 \2", _QUALIFIER.sub("", text))
 
 
@@ -162,6 +169,8 @@ def _same(answer: str, gold: str, rules: Rules) -> bool:
     ours, golds = _readings(_without_working(answer)), _readings(_without_working(gold))
     if isinstance(ours[0], Unevaluated) and not isinstance(golds[0], Unevaluated):
         return False  # the question said once more
+    if isinstance(ours[0], Unsupported) and _UNEVALUATED.search(answer) and not _UNEVALUATED.search(gold):
+        return False
     refused: Exception | None = None
     for one in golds:
         for other in ours:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache, singledispatch
 
@@ -32,6 +33,8 @@ MAX_ITEMS = 200
 """Longest list or set that is compared."""
 
 PLUS_MINUS = frozenset(("pm", "mp"))
+MAX_SIGNS = 4
+"""Most plus-minus signs that are spread out."""
 
 
 @dataclass(frozen=True)
@@ -125,27 +128,45 @@ def _operation_views(answer: SetOperation) -> Views:
 @register
 def _scalar_views(scalar: Scalar) -> Views:
     if mentions(scalar.expr, PLUS_MINUS):
-        values = [Scalar(_with_sign(scalar.expr, upper), scalar.unit) for upper in (True, False)]
+        values = [Scalar(chosen[0], scalar.unit) for chosen in _expansions([scalar.expr])]
         return Views(
             members=tuple(Views(scalar=value) for value in values), is_set=True, reals=_points(values)
         )
     return Views(scalar=scalar)
 
 
-def _signed(item: Answer, upper: bool) -> Answer:
-    return Scalar(_with_sign(item.expr, upper), item.unit) if isinstance(item, Scalar) else item
+def _expansions(exprs: Sequence[Expr]) -> list[tuple[Expr, ...]]:
+    """The values of expressions with plus-minus signs: of one sign, or signs tied by a minus-plus, two; of more signs
+    all combinations."""
+    signs = sum(_count(expr, "pm") for expr in exprs)
+    tied = signs < 2 or any(mentions(expr, frozenset(("mp",))) for expr in exprs)
+    if signs > MAX_SIGNS:
+        raise NotMathematics(f"more than {MAX_SIGNS} plus-minus signs")
+    patterns = [(True,), (False,)] if tied else list(itertools.product((True, False), repeat=signs))
+    return [_chosen(exprs, itertools.cycle(pattern)) for pattern in patterns]
 
 
-def _with_sign(expr: Expr, upper: bool) -> Expr:
-    """One of the two values of an expression with plus-minus signs."""
+def _count(expr: Expr, name: str) -> int:
+    if not isinstance(expr, Call):
+        return 0
+    return (expr.name == name) + sum(_count(arg, name) for arg in expr.args)
+
+
+def _chosen(exprs: Sequence[Expr], uppers: Iterator[bool]) -> tuple[Expr, ...]:
+    return tuple(_with_signs(expr, uppers) for expr in exprs)
+
+
+def _with_signs(expr: Expr, uppers: Iterator[bool]) -> Expr:
+    """An expression with each plus-minus sign as `uppers` says, from left to right."""
     if not isinstance(expr, Call):
         return expr
-    args = tuple(_with_sign(arg, upper) for arg in expr.args)
-    if expr.name in ("pm", "mp"):
-        left, right = args
-        minus = upper == (expr.name == "mp")
-        return Call("add", (left, Call("neg", (right,)) if minus else right))
-    return Call(expr.name, args)
+    if expr.name not in PLUS_MINUS:
+        return Call(expr.name, tuple(_with_signs(arg, uppers) for arg in expr.args))
+    left = _with_signs(expr.args[0], uppers)
+    upper = next(uppers)
+    right = _with_signs(expr.args[1], uppers)
+    minus = upper == (expr.name == "mp")
+    return Call("add", (left, Call("neg", (right,)) if minus else right))
 
 
 @register
@@ -153,11 +174,12 @@ def _group_views(group: Group) -> Views:
     brackets = group.opening + group.closing
     exprs = [item.expr for item in group.items if isinstance(item, Scalar)]
     if any(mentions(expr, PLUS_MINUS) for expr in exprs):
-        both = [
-            Group(group.opening, tuple(_signed(i, up) for i in group.items), group.closing)
-            for up in (True, False)
-        ]
-        return Views(members=tuple(views(one) for one in both), is_set=True)
+        if len(exprs) < len(group.items):
+            raise Unsupported("signs and other things in one group")
+        every = [tuple(Scalar(expr) for expr in chosen) for chosen in _expansions(exprs)]
+        return Views(
+            members=tuple(views(Group(group.opening, items, group.closing)) for items in every), is_set=True
+        )
     items = tuple(views(item) for item in group.items)
     if brackets == "::":
         ratio = None

@@ -20,15 +20,16 @@ _BASES = {
 _BASED = re.compile(r"\(?([0-9A-F]+)\)?_\{?\(?([0-9]{1,2}|[a-z]+)\)?\}?", re.IGNORECASE)
 
 
+_NO_SOLUTION = ("no solution", "no solutions", "there is no solution", "there are no solutions")
+_REALS = ("all real numbers", "all reals", "real numbers", "\\mathbb{R}", "\\mathbb R", "(-\\infty,\\infty)")
 _ALIKE = (
-    frozenset(("no solution", "no solutions", "\\emptyset", "\\varnothing", "\\{\\}", "empty set")),
+    frozenset((*_NO_SOLUTION, "\\emptyset", "\\varnothing", "\\{\\}", "empty set")),
+    frozenset((*_NO_SOLUTION, "none")),
     frozenset(("no real solution", "no real solutions", "none")),
-    frozenset(("no solution", "no solutions", "none")),
-    frozenset(
-        ("all real numbers", "all reals", "real numbers", "\\mathbb{R}", "\\mathbb R", "(-\\infty,\\infty)")
-    ),
     frozenset(("does not exist", "dne", "do not exist")),
+    frozenset(_REALS),
 )
+"""Texts that say the same."""
 _NUMBER_WORDS = {
     word: number
     for number, word in enumerate(
@@ -49,7 +50,8 @@ def same_special(gold: str, answer: str) -> bool | None:
     times = clock(gold), clock(answer)
     if times[0] is not None and times[1] is not None:
         return _same_time(times[0], times[1])
-    if any(gold in alike and answer in alike for alike in _ALIKE):
+    said = [text if "\\" in text else text.casefold() for text in (gold, answer)]
+    if any(said[0] in alike and said[1] in alike for alike in _ALIKE):
         return True
     numbers = _NUMBER_WORDS.get(gold), _NUMBER_WORDS.get(answer)
     if numbers != (None, None) and (gold.isdigit() or answer.isdigit()):
@@ -90,7 +92,7 @@ def clock(text: str) -> tuple[int, bool] | None:
 def based(text: str) -> tuple[str, int] | None:
     """(digits, base) of a numeral such as `52_8` or `1010_{two}`, else None."""
     match = _BASED.fullmatch(text.replace("\\", "").replace(" ", ""))
-    if match is None:
+    if match is None or not any(character.isdigit() for character in match.group(1)):
         return None
     digits, base = match.group(1).upper(), match.group(2).lower()
     number = int(base) if base.isdigit() else _BASES.get(base)
