@@ -344,9 +344,9 @@ def _set_builder(element: Answer, condition: Answer) -> Answer:
     """`{x | condition}` of real numbers."""
     if isinstance(element, Relation):
         if element.ops != ("in",) or element.sides[1] != Known("R"):
-            raise Unsupported("a set of other than real numbers")
+            raise NotMathematics("a set of other than real numbers")
         element = element.sides[0]
     name = element.expr if isinstance(element, (Name, Scalar)) else None
     if isinstance(name, Sym) and isinstance(condition, (Relation, Listing)):
         return Described(name.name, condition)
-    raise Unsupported("a set described by a condition")
+    raise NotMathematics("a set described by a condition")

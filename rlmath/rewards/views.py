@@ -108,7 +108,7 @@ def _name_views(answer: Name) -> Views:
 @register
 def _set_views(answer: SetOf) -> Views:
     if any(isinstance(item, Relation) for item in answer.items):
-        raise Unsupported("a set of relations")
+        raise NotMathematics("a set of relations")
     return Views(members=flat(answer.items), is_set=True, reals=_points(answer.items))
 
 
@@ -116,7 +116,7 @@ def _set_views(answer: SetOf) -> Views:
 def _described_views(answer: Described) -> Views:
     condition = views(answer.condition)
     if condition.reals is None or condition.sign != f"solved {answer.name}":
-        raise Unsupported("a set described by a condition")
+        raise NotMathematics("a set described by a condition")
     return Views(reals=condition.reals)
 
 
