@@ -145,6 +145,8 @@ def _deep_pair(answer: str, gold: str, rules: Rules) -> bool:
 
 
 _INTEGER_PARAMETER = re.compile(r"\(\s{0,3}([a-z])\s{0,3}(\\in\s{0,3}\\mathbb\s?\{?[ZN]\}?)\s{0,3}\)$")
+_PARTIAL_DERIVATIVE = re.compile(r"^\$?\\frac\s?\{\\partial[^{}]{0,20}\}\s?\{\\partial[^{}]{0,20}\}\s{0,3}=")
+"""What a partial derivative's value is given to."""
 _BARE_SET = re.compile(r"\\in\s{0,3}([ZN])(?![a-zA-Z])")
 _FOR_INTEGERS = re.compile(
     r",?\s{0,3}(?:\\text\s?\{)?,?\s{0,3}(?:for|where) (?:any |all |some |every )?integers? \}?\s{0,3}\$?([a-z])\$?\}?$"
@@ -157,6 +159,7 @@ _UNEVALUATED = re.compile(r"\\(?:i{0,2}int|sum|prod|lim)(?![a-zA-Z])|\|_")
 
 def _tidy(text: str) -> str:
     """Without what a function is said to hold for; a parameter's set behind a comma."""
+    text = _PARTIAL_DERIVATIVE.sub("", text)
     text = _BARE_SET.sub(r"\\in \\mathbb{\1}", text)
     text = _FOR_INTEGERS.sub(r", \1 \\in \\mathbb{Z}", text)
     return _INTEGER_PARAMETER.sub(r", \1 \2", _QUALIFIER.sub("", text))
