@@ -174,22 +174,17 @@ def _same(answer: str, gold: str, rules: Rules) -> bool:
         return False  # the question said once more
     if isinstance(ours[0], Unsupported) and _UNEVALUATED.search(answer) and not _UNEVALUATED.search(gold):
         return False
+    unread = [reading for reading in (golds[0], ours[0]) if isinstance(reading, Exception)]
+    if unread:
+        raise next((error for error in unread if isinstance(error, NotMathematics)), unread[0])
     refused: Exception | None = None
     for one in golds:
         for other in ours:
-            for reading in (one, other):
-                if isinstance(reading, Exception):
-                    refused = refused or reading
-            if isinstance(one, Exception) or isinstance(other, Exception):
-                continue
             try:
                 if same_answer(one, other, rules.protocol):
                     return True
             except (NotMathematics, Unsupported) as error:
                 refused = refused or error
-    prose = [r for r in (*ours, *golds) if isinstance(r, NotMathematics)]
-    if prose:
-        raise prose[0]
     if refused is not None:
         raise refused
     return False
