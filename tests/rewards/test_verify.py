@@ -136,3 +136,9 @@ def test_the_cheap_half_loads_neither_sympy_nor_torch():
         [sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=True
     )
     assert result.stdout.strip() == "set()"
+
+
+@pytest.mark.parametrize("gold", ["9" * 5000, "\\frac{" + "9" * 5000 + "}{3}", "9" * 30_000])
+def test_a_monstrous_reference_answer_stops_nobody(gold):
+    assert verify("\\boxed{7}", [gold, "8"], "math").verdict in ("number", "symbolic")
+    assert verify("\\boxed{\\sqrt{49}}", [gold, "7"], "math").correct
