@@ -73,9 +73,7 @@ class Commands(Arithmetic):
         self.in_bars = bars
         if isinstance(inner, Listing):
             return Group(opening, inner.items, closing)
-        if isinstance(inner, (Scalar, MatrixOf)) and (opening, closing) in (("(", ")"), ("[", "]")):
-            return inner
-        if (opening, closing) == ("(", ")"):
+        if opening + closing == "()" or (opening + closing == "[]" and isinstance(inner, (Scalar, MatrixOf))):
             return inner
         raise NotMathematics("one item in half-open brackets")
 
@@ -328,7 +326,6 @@ _HANDLERS = {
     "\\lceil": Commands._ceil,
     "\\lvert": Commands._bars,
     "\\{": Commands._set,
-    "\\lbrace": Commands._set,
     "\\mathbb": Commands._known_set,
     "\\R": Commands._reals,
     "\\emptyset": Commands._empty,

@@ -37,11 +37,9 @@ MAX_FACTORIAL = 5000
 
 
 def _sqrt(value: Value, context: Context) -> Value:
-    return (
-        power(value, Fraction(1, 2), context)
-        if isinstance(value, Fraction)
-        else _real_function(MP.sqrt, lambda x: x >= 0)(value, context)
-    )
+    if isinstance(value, Fraction):
+        return power(value, Fraction(1, 2), context)
+    return _REAL_SQRT(value, context)
 
 
 def _real_function(
@@ -144,6 +142,7 @@ def _cot(number: Any) -> Any:
     return MP.cos(number) / below
 
 
+_REAL_SQRT = _real_function(MP.sqrt, lambda x: x >= 0)
 _ONE_ARGUMENT: dict[str, Callable[[Value, Context], Value]] = {
     "sqrt": _sqrt,
     "exp": _exp,
@@ -158,8 +157,8 @@ _ONE_ARGUMENT: dict[str, Callable[[Value, Context], Value]] = {
     "arcsin": _real_function(MP.asin, lambda x: abs(x) <= 1),
     "arccos": _real_function(MP.acos, lambda x: abs(x) <= 1),
     "arctan": _real_function(MP.atan),
-    "sinh": _real_function(lambda x: MP.sinh(x)),
-    "cosh": _real_function(lambda x: MP.cosh(x)),
+    "sinh": _real_function(MP.sinh),
+    "cosh": _real_function(MP.cosh),
     "tanh": _real_function(MP.tanh),
     "ln": _real_function(MP.log, lambda x: x > 0),
     "log": _real_function(MP.log10, lambda x: x > 0),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from typing import Any
 
 from rlmath.config import RewardConfig
@@ -50,6 +51,15 @@ def judged_text(prompt_text: str, completion_text: str) -> str:
     return "<think>" + completion_text if opens else completion_text
 
 
+@dataclass(frozen=True)
+class _Asked:
+    completion: Completion
+    text: str
+    """As the judge reads it."""
+    boxed: bool
+    future: Future[Any]
+
+
 class Judge:
     """Takes completions as they come, and gives their scores at the end."""
 
@@ -58,37 +68,30 @@ class Judge:
         self._reward = reward
         self._scheme = scheme_of(reward)
         self._limit = max_new_tokens
-        self._asked: list[tuple[Prompt, Completion]] = []
-        self._futures: list[Future[Any]] = []
+        self._asked: list[_Asked] = []
 
     def ask(self, prompt: Prompt, completion: Completion) -> None:
         """Hands a completion to the workers."""
+        text = judged_text(prompt.text, completion.text)
         if self._reward.function is None:
-            text = judged_text(prompt.text, completion.text)
             future: Future[Any] = self._pool.submit(text, prompt.solutions, prompt.task)
         else:
             future = self._pool.call(completion.text, prompt.solutions, prompt.row)
-        self._asked.append((prompt, completion))
-        self._futures.append(future)
+        self._asked.append(_Asked(completion, text, has_box(text), future))
 
     def scores(self) -> list[Score]:
         """The scores of all that was asked since the last call, in that order; waits at most one answer's limit."""
-        results: Sequence[Any] = self._pool.results(self._futures)
-        scores = [
-            self._score(prompt, completion, result)
-            for (prompt, completion), result in zip(self._asked, results, strict=True)
-        ]
-        self._asked, self._futures = [], []
-        return scores
+        asked, self._asked = self._asked, []
+        results: Sequence[Any] = self._pool.results([one.future for one in asked])
+        return [self._score(one, result) for one, result in zip(asked, results, strict=True)]
 
-    def _score(self, prompt: Prompt, completion: Completion, result: Any) -> Score:
-        text = judged_text(prompt.text, completion.text)
-        truncated = completion.finish_reason == "length"
-        lengths = len(completion.token_ids), self._limit, truncated
+    def _score(self, asked: _Asked, result: Any) -> Score:
+        completion, text = asked.completion, asked.text
+        lengths = len(completion.token_ids), self._limit, completion.finish_reason == "length"
         if self._reward.function is not None:
             said = result or FunctionResult(0.0, failure="timeout", message="timeout")
-            return function_score(self._scheme, said, self._reward.function_failure, has_box(text), *lengths)
+            return function_score(self._scheme, said, self._reward.function_failure, asked.boxed, *lengths)
         if result is None:
             answer = extract_answer(text, self._reward.answer_from) or ""  # type: ignore[arg-type]
             result = Verdict(False, answer.strip()[:MAX_ANSWER_CHARS], "timeout")
-        return score(self._scheme, result, has_box(text), *lengths)
+        return score(self._scheme, result, asked.boxed, *lengths)

@@ -59,7 +59,6 @@ _WORDS = re.compile(r"[A-Za-z]+(?:[ -][A-Za-z]+)*")
 _SHORT_WORDS = word_set("a an the of in on to no yes not and or is at by up")
 
 
-@lru_cache(maxsize=4096)
 def plain_gold(gold: str) -> Plain | None:
     return plain_answer(gold_answer(gold))
 
@@ -70,7 +69,9 @@ def gold_answer(gold: str) -> str:
     return gold if boxed is None else boxed
 
 
+@lru_cache(maxsize=4096)
 def plain_answer(text: str) -> Plain | None:
+    """The text as the cheap comparisons see it, None where it has control characters."""
     try:
         key = _string_key(text)
     except NotMathematics:

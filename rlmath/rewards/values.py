@@ -106,13 +106,11 @@ def power(base: Value, exponent: Value, context: Context) -> Value:
         return _root(base, exponent, context)
     if base == 0:
         raise Undefined
-    if not context.complex_numbers and to_real(base) < 0:
-        if is_whole(exponent):
-            return to_mp(base) ** int(exponent)
-        raise Undefined
-    if isinstance(exponent, Fraction) and exponent.denominator == 1:
+    if is_whole(exponent):
         check_bits(MP.log(abs(to_mp(base)), 2) * to_mp(exponent))
         return to_mp(base) ** int(exponent)
+    if not context.complex_numbers and to_real(base) < 0:
+        raise Undefined
     check_bits(MP.log(abs(to_mp(base)), 2) * abs(to_mp(exponent)))
     return MP.power(to_mp(base), to_mp(exponent))
 
@@ -142,7 +140,7 @@ def _root(base: Fraction, exponent: Fraction, context: Context) -> Value:
 
 
 def _whole_root(number: int, index: int) -> int | None:
-    if number.bit_length() > MAX_BITS or index > 64:
+    if number.bit_length() >= 150 or index > 64:
         return None
-    root = int(MP.nint(MP.root(mpf(number), index))) if number.bit_length() < 150 else None
-    return root if root is not None and root**index == number else None
+    root = int(MP.nint(MP.root(mpf(number), index)))
+    return root if root**index == number else None
