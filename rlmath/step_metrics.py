@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
-from rlmath.policy.step import MinibatchResult
+from rlmath.policy.learner import MinibatchResult
 from rlmath.rewards.verify import FAILURES, VERDICTS
 from rlmath.types import Sample, Score, ScoredGroup
 

@@ -22,7 +22,8 @@ from rlmath.packing.pack import pack
 from rlmath.packing.schedule import plan_minibatches
 from rlmath.parallel.mesh import Mesh
 from rlmath.policy.actor import Actor
-from rlmath.policy.step import Executor, MinibatchResult, TokenLogprobs
+from rlmath.policy.executor import Executor, TokenLogprobs
+from rlmath.policy.learner import MinibatchResult
 from rlmath.rollout.collect import Collector, RolloutSeed
 from rlmath.rollout.engine import Engine
 from rlmath.step_metrics import mismatch_metrics, pace_metrics, rollout_metrics, update_metrics

@@ -69,7 +69,7 @@ def test_every_rule_is_about_something_that_exists():
     ("file", "source", "told"),
     [
         ("rlmath/algo/losses.py", "from rlmath.parallel import mesh", "rlmath.parallel is above"),
-        ("rlmath/algo/losses.py", "from ..policy.step import run", "rlmath.policy is above"),
+        ("rlmath/algo/losses.py", "from ..policy.learner import run", "rlmath.policy is above"),
         ("rlmath/algo/losses.py", "def f():\n    import rlmath.trainer", "rlmath.trainer is above"),
         ("rlmath/types.py", "from rlmath import data", "rlmath.data is above"),
         ("rlmath/config.py", "import launch.train_grpo", "launch is above"),

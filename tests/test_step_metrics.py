@@ -1,6 +1,6 @@
 import pytest
 
-from rlmath.policy.step import MinibatchResult
+from rlmath.policy.learner import MinibatchResult
 from rlmath.step_metrics import mismatch_metrics, pace_metrics, rollout_metrics, update_metrics
 from rlmath.types import Completion, Prompt, Sample, Score, ScoredGroup
 

@@ -1,4 +1,4 @@
-"""The GRPO loss over packed tokens: sums, never means. Who divides is `policy.step`, once, by a global count."""
+"""The GRPO loss over packed tokens: sums, never means. Who divides is `policy.learner`, once, by a global count."""
 
 # Shape legend: T packed tokens.
 

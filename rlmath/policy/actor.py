@@ -11,10 +11,11 @@ from rlmath.config import Config
 from rlmath.model_shape import ModelShape
 from rlmath.parallel.device import Device
 from rlmath.parallel.mesh import Mesh
+from rlmath.policy.executor import Executor
+from rlmath.policy.learner import Learner, LossSettings
 from rlmath.policy.logprobs import HeldBack
 from rlmath.policy.model import Recompute, build_model, transformer_config, wrap_for_training
 from rlmath.policy.optimizer import build_optimizer, build_scheduler
-from rlmath.policy.step import Executor, Learner, LossSettings
 
 
 @dataclass(frozen=True)

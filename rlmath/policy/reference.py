@@ -7,9 +7,9 @@ from rlmath.config import Config
 from rlmath.model_shape import ModelShape
 from rlmath.parallel.device import Device
 from rlmath.parallel.mesh import Mesh
+from rlmath.policy.executor import Executor
 from rlmath.policy.logprobs import HeldBack
 from rlmath.policy.model import Recompute, build_model, transformer_config
-from rlmath.policy.step import Executor
 
 
 def build_reference(
