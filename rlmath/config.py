@@ -59,7 +59,15 @@ class ParallelConfig:
     tensor: int = 1
     """Tensor-parallel size: ranks that share every matrix. Divides attention heads and key-value groups."""
     pipeline: int = 1
-    """Pipeline-parallel size: ranks that share the stack of layers. Divides the number of layers."""
+    """Pipeline-parallel size: ranks that share the stack of layers. Divides the number of layers, unless
+    `first_stage_layers` or `last_stage_layers` says how they are shared."""
+    virtual_pipeline: int = 1
+    """Model chunks of one pipeline stage (Megatron's interleaved schedule): more of them leave the stages less idle and
+    send more messages. Needs `pipeline` above 1; `pipeline` x `virtual_pipeline` divides the number of layers."""
+    first_stage_layers: int | None = None
+    """Layers of the first pipeline stage, which also holds the embedding. Null: as many as the other stages."""
+    last_stage_layers: int | None = None
+    """Layers of the last pipeline stage, which also holds the output layer. Null: as many as the other stages."""
     sequence: bool = False
     """Megatron's sequence parallelism: norms and residuals are split over the tensor-parallel ranks."""
 
@@ -113,7 +121,7 @@ class RolloutConfig:
     tensor_parallel: int = 1
     """Ranks of one engine; independent of `parallel.tensor`. Divides the world size."""
     group_size: int = 16
-    """Completions of one prompt, at least 2 (AReaL: group_size)."""
+    """Completions of one prompt (AReaL: group_size). At least 2 where advantages come from the group."""
     max_new_tokens: int = 16384
     """Longest completion (tokens); with the prompt it must fit the model's max_position_embeddings."""
     min_new_tokens: int = 0
@@ -177,23 +185,85 @@ class RewardConfig:
 
 
 @dataclass(frozen=True)
-class AlgorithmConfig:
-    """GRPO (arXiv:2402.03300) with a token-level loss and minibatch early stop."""
+class SelectionConfig:
+    """Which of the sampled groups and completions are learned from."""
 
+    dynamic_sampling: str | None = None
+    """DAPO's dynamic sampling (arXiv:2503.14476): "accuracy" drops groups that are all right or all wrong, "reward"
+    those whose rewards are all the same, and samples other prompts in their place. Null keeps every group."""
+    max_extra_prompts: int = 0
+    """With dynamic sampling: most prompts of a step beyond data.prompts_per_step. What is still missing then is left
+    out: the step learns from fewer groups."""
+    min_completion_tokens: int = 0
+    """Shorter completions leave their group, before advantages."""
+    max_completion_tokens: int | None = None
+    """Longer completions leave their group, before advantages. Null: none."""
+    drop_truncated: bool = False
+    """Completions cut off at rollout.max_new_tokens leave their group, before advantages (as DAPO's overlong
+    filtering, which leaves them in the group's statistics)."""
+
+
+@dataclass(frozen=True)
+class AlgorithmConfig:
+    """Advantages, loss and early stop; the formulas are in docs/algorithm.md. The defaults are GRPO (arXiv:2402.03300)
+    with a token-level loss."""
+
+    advantage: str = "grpo"
+    """"grpo": distance from the group's mean, in its deviations; "dr_grpo": distance alone; "rloo": distance from the
+    mean of the others; "ppo": the reward itself, normalised over the batch's tokens (AReaL's PPO without a critic);
+    "reinforce++": distance from the group's mean, normalised over the batch's tokens."""
+    advantage_eps: float = 1e-6
+    """Added to every deviation that an advantage is divided by."""
+    loss: str = "clip"
+    """"clip": PPO's clipped surrogate on single tokens; "gspo": on whole completions; "cispo": clipped weights of the
+    policy gradient."""
+    loss_normalisation: str = "token"
+    """"token": mean over tokens (DAPO, verl's token-mean); "sequence": mean over completions of their mean over tokens
+    (GRPO, verl's seq-mean-token-mean); "constant": mean over completions of their sum / rollout.max_new_tokens
+    (Dr. GRPO)."""
     n_minibatches: int = 1
     """Parts of a step's samples; each is one optimizer step (AReaL: ppo_n_minibatches)."""
+    epochs: int = 1
+    """Passes over a step's samples (verl: ppo_epochs)."""
+    shuffle: bool = True
+    """Samples are dealt to minibatches at random, and every epoch takes the minibatches in an order of its own, both
+    drawn from run.seed and the step. False: in the order of prompts."""
     clip_ratio: float = 0.2
-    """The surrogate is clipped where the importance ratio leaves 1 - clip_ratio .. 1 + clip_ratio."""
-    advantage_eps: float = 1e-6
-    """Added to a group's standard deviation of rewards."""
+    """The importance ratio is clipped below 1 - clip_ratio, and above 1 + clip_ratio where clip_ratio_high is null."""
+    clip_ratio_high: float | None = None
+    """The importance ratio is clipped above 1 + clip_ratio_high (DAPO's clip-higher). Null: clip_ratio."""
+    dual_clip: float | None = None
+    """Largest importance ratio that counts where the advantage is negative (AReaL: c_clip, verl: clip_ratio_c). Null:
+    none."""
     recompute_logprobs: bool = True
-    """Ratio against log-probs recomputed by the policy before its first update; false: against the engine's own."""
+    """Ratio against log-probs recomputed by the policy before its first update, the proximal policy (AReaL:
+    recompute_logprob); false: against the engine's own."""
+    importance_correction: str | None = None
+    """Weight of the surrogate for the difference between engine and recomputed log-probs: "token" (AReaL:
+    use_decoupled_loss) or "sequence", the product over a completion. Null: none."""
+    importance_cap: float | None = None
+    """Truncated importance sampling: most of that weight. Null: no bound."""
+    importance_mask_low: float | None = None
+    """Tokens, or completions, whose weight is below this are left out of the surrogate. Null: none."""
+    importance_mask_high: float | None = None
+    """Likewise above this, before the cap (AReaL: behav_imp_weight_cap). Null: none."""
     kl_coef: float = 0.0
-    """Weight of the k3 estimate of KL(policy || reference) in the loss. 0 leaves the reference out altogether."""
+    """Weight of KL(policy || reference). 0 leaves the reference out altogether."""
+    kl_in: str = "loss"
+    """Where the KL counts: in the "loss" of every token, or in the "reward", before advantages (AReaL: kl_ctl)."""
+    kl_estimator: str = "k3"
+    """Estimate of the KL from a sampled token: "k1" (difference of log-probs), "k2" (half its square), "k3" (verl:
+    low_var_kl) or "abs"."""
+    entropy_coef: float = 0.0
+    """Weight of the entropy bonus: the mean entropy of the policy's distribution is subtracted from the loss."""
     early_stop_ratio: float | None = 5.0
     """A minibatch whose token-weighted mean importance ratio exceeds this is discarded (as RLinf). Null: never."""
     early_stop_ratio_low: float | None = None
     """Likewise when the mean falls below this. Null: never. Values that are not finite always discard."""
+    early_stop_kl: float | None = None
+    """Likewise when the mean of k3, KL(proximal || policy) per token (nats), exceeds this. Null: never."""
+    early_stop_action: str = "skip"
+    """After a discarded minibatch: "skip" goes on with the next, "end" ends the step's updates."""
 
 
 @dataclass(frozen=True)
@@ -226,6 +296,7 @@ class Config:
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
+    selection: SelectionConfig = field(default_factory=SelectionConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     telemetry: TelemetryConfig = field(default_factory=TelemetryConfig)
     save: SaveConfig = field(default_factory=SaveConfig)

@@ -40,6 +40,7 @@ def load_inputs(config: Config, shape: ModelShape) -> Inputs:
     total_steps = config.run.total_epochs * order.steps_per_epoch
     if config.run.total_steps is not None:
         total_steps = min(total_steps, config.run.total_steps)
+    _check_extra_prompts(config.selection.max_extra_prompts, order)
     _check_warmup(config, total_steps)
     stops = stop_token_ids(config.model.path, tokenizer)
     return Inputs(tokenizer, prompts, order, stops, total_steps, (report.line(), order.line()))
@@ -55,11 +56,25 @@ def _check_vocabulary(prompts: list[Prompt], tokenizer: PreTrainedTokenizerFast,
         )
 
 
+def _check_extra_prompts(extra: int, order: PromptOrder) -> None:
+    spare = order.n_prompts - order.prompts_per_step
+    if extra > spare:
+        raise ValueError(
+            f"selection.max_extra_prompts is {extra}; beyond a step's {order.prompts_per_step} prompts there are only "
+            f"{spare}; lower it, or give more prompts"
+        )
+
+
+def most_updates(config: Config, total_steps: int) -> int:
+    """Optimizer steps of a run that discards nothing."""
+    return total_steps * config.algorithm.n_minibatches * config.algorithm.epochs
+
+
 def _check_warmup(config: Config, total_steps: int) -> None:
-    updates = total_steps * config.algorithm.n_minibatches
+    updates = most_updates(config, total_steps)
     if updates <= config.optimizer.warmup_steps:
         raise ValueError(
             f"optimizer.warmup_steps is {config.optimizer.warmup_steps}; the run has {updates} optimizer steps "
-            f"({total_steps} steps x {config.algorithm.n_minibatches} minibatches) and would never reach "
-            "optimizer.lr; lower it"
+            f"({total_steps} steps x {config.algorithm.n_minibatches} minibatches x {config.algorithm.epochs} epochs "
+            "over them) and would never reach optimizer.lr; lower it"
         )

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+from rlmath.algorithm_checks import algorithm_problems, harmless_algorithm_settings
 from rlmath.config import Config, ParallelConfig, PolicyConfig, RolloutConfig
 from rlmath.model_folder import inspect_model_folder
 from rlmath.model_shape import ModelShape
@@ -39,6 +40,7 @@ def check_config(config: Config, world_size: int) -> ModelShape:
         *_length_problems(config),
         *_engine_problems(config.rollout, config.data.max_prompt_tokens),
         *_learning_problems(config),
+        *algorithm_problems(config),
         *_reward_problems(config),
         *_recompute_problems(config.policy),
         *_place_problems(config),
@@ -62,7 +64,7 @@ def harmless_settings(config: Config) -> list[str]:
         )
     if config.optimizer.decay == "constant" and config.optimizer.min_lr > 0:
         notes.append('optimizer.min_lr has no effect with optimizer.decay="constant".')
-    return notes
+    return [*notes, *harmless_algorithm_settings(config)]
 
 
 # ---------------------------------------------------------------- single values
@@ -97,18 +99,6 @@ def _layout_problems(config: Config, world_size: int) -> Iterator[str]:
         yield (
             f"rollout.tensor_parallel is {engine}, which does not divide the {world_size} ranks of this run; "
             f"possible: {_listed(_divisors(world_size))}."
-        )
-    samples, minibatches = (
-        config.data.prompts_per_step * config.rollout.group_size,
-        config.algorithm.n_minibatches,
-    )
-    replicas = max(1, world_size // replica)
-    needed = minibatches * replicas
-    if samples < needed:
-        yield (
-            f"data.prompts_per_step x rollout.group_size gives {samples} samples a step; {minibatches} "
-            f"minibatches (algorithm.n_minibatches) x {replicas} data-parallel ranks need at least {needed}. "
-            "Raise data.prompts_per_step or lower algorithm.n_minibatches."
         )
 
 

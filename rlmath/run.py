@@ -15,7 +15,7 @@ from rlmath.checkpoint.hf_io import read_companions, write_hf_folder
 from rlmath.config import Config
 from rlmath.config_files import config_as_yaml
 from rlmath.export_format import export_dtype
-from rlmath.inputs import Inputs
+from rlmath.inputs import Inputs, most_updates
 from rlmath.model_shape import ModelShape
 from rlmath.parallel.device import (
     Device,
@@ -62,6 +62,7 @@ def run_training(config: Config, shape: ModelShape, inputs: Inputs) -> None:
         config.parallel.tensor,
         config.parallel.pipeline,
         config.rollout.tensor_parallel,
+        config.parallel.virtual_pipeline,
     )
     device = open_device(config.run.device)
     with contextlib.ExitStack() as stack:
@@ -106,7 +107,7 @@ def _build(
     max_sequence = config.data.max_prompt_tokens + config.rollout.max_new_tokens
     engine = Engine(config.model.path, config.rollout, max_sequence, mesh, device, shape.tied_embeddings)
     engine.memory.sleep()
-    updates = inputs.total_steps * config.algorithm.n_minibatches
+    updates = most_updates(config, inputs.total_steps)
     stops = inputs.stop_token_ids
     actor = build_actor(config, shape, mesh, device, updates, stops)
     reference = None
@@ -133,7 +134,7 @@ def _train(parts: Parts, inputs: Inputs, device: Device, started: float) -> None
 
 
 def _export(parts: Parts, folder: Path, companions: dict[str, bytes]) -> None:
-    stream = hf_stream(parts.actor.model, parts.shape, parts.mesh)
+    stream = hf_stream(parts.actor.chunks, parts.shape, parts.mesh)
     write_hf_folder(stream, companions, folder, export_dtype(parts.config), writes=parts.mesh.rank == 0)
 
 

@@ -39,6 +39,9 @@ _POSITIVE = Range(0, open_low=True)
 _FINITE = Range(-math.inf)
 _SHARE = Range(0, 1, open_low=True)
 _DECAY = Range(0, 1, open_high=True)
+_FIRST_RATIO = "Before the first update the ratio is 1."
+_EQUAL_RATIO = "Where engine and trainer agree the weight is 1."
+_ABOVE_ONE = Range(1, open_low=True, why=_FIRST_RATIO)
 _UNTRUNCATED = (
     "The trainer computes the whole distribution; "
     "with a truncated one in the engine the importance ratios would be wrong."
@@ -53,6 +56,9 @@ RANGES: dict[str, Range] = {
     "data.max_prompt_tokens": _COUNT,
     "parallel.tensor": _COUNT,
     "parallel.pipeline": _COUNT,
+    "parallel.virtual_pipeline": _COUNT,
+    "parallel.first_stage_layers": _COUNT,
+    "parallel.last_stage_layers": _COUNT,
     "policy.max_tokens_per_microbatch": _COUNT,
     "policy.recompute_num_layers": _COUNT,
     "optimizer.lr": _POSITIVE,
@@ -64,7 +70,7 @@ RANGES: dict[str, Range] = {
     "optimizer.adam_eps": _POSITIVE,
     "optimizer.clip_grad": _NOT_NEGATIVE,
     "rollout.tensor_parallel": _COUNT,
-    "rollout.group_size": Range(2, why="In a group of one every advantage is 0: there is nothing to learn."),
+    "rollout.group_size": _COUNT,
     "rollout.max_new_tokens": _COUNT,
     "rollout.min_new_tokens": _NOT_NEGATIVE,
     "rollout.temperature": Range(
@@ -86,14 +92,23 @@ RANGES: dict[str, Range] = {
     "reward.timeout_seconds": Range(0, 3600, open_low=True),
     "reward.workers": Range(1, 1024),
     "reward.max_failure_share": Range(0, 1),
-    "algorithm.n_minibatches": _COUNT,
-    "algorithm.clip_ratio": _SHARE,
+    "selection.max_extra_prompts": _NOT_NEGATIVE,
+    "selection.min_completion_tokens": _NOT_NEGATIVE,
+    "selection.max_completion_tokens": _COUNT,
     "algorithm.advantage_eps": _NOT_NEGATIVE,
+    "algorithm.n_minibatches": _COUNT,
+    "algorithm.epochs": _COUNT,
+    "algorithm.clip_ratio": _SHARE,
+    "algorithm.clip_ratio_high": _POSITIVE,
+    "algorithm.dual_clip": _ABOVE_ONE,
+    "algorithm.importance_cap": _POSITIVE,
+    "algorithm.importance_mask_low": Range(0, 1, why=_EQUAL_RATIO),
+    "algorithm.importance_mask_high": Range(1, why=_EQUAL_RATIO),
     "algorithm.kl_coef": _NOT_NEGATIVE,
-    "algorithm.early_stop_ratio": Range(1, open_low=True, why="Before the first update the ratio is 1."),
-    "algorithm.early_stop_ratio_low": Range(
-        0, 1, open_high=True, why="Before the first update the ratio is 1."
-    ),
+    "algorithm.entropy_coef": _NOT_NEGATIVE,
+    "algorithm.early_stop_ratio": _ABOVE_ONE,
+    "algorithm.early_stop_ratio_low": Range(0, 1, open_high=True, why=_FIRST_RATIO),
+    "algorithm.early_stop_kl": _POSITIVE,
     "telemetry.sample_groups_per_step": _NOT_NEGATIVE,
 }
 """Range of every number in the config."""
@@ -106,6 +121,14 @@ WORDS: dict[str, tuple[str, ...]] = {
     "optimizer.decay": ("constant", "linear", "cosine"),
     "reward.scheme": ("correctness", "mix", "independent"),
     "reward.answer_from": ("boxed", "phrase", "number"),
+    "selection.dynamic_sampling": ("accuracy", "reward"),
+    "algorithm.advantage": ("grpo", "dr_grpo", "rloo", "ppo", "reinforce++"),
+    "algorithm.loss": ("clip", "gspo", "cispo"),
+    "algorithm.loss_normalisation": ("token", "sequence", "constant"),
+    "algorithm.importance_correction": ("token", "sequence"),
+    "algorithm.kl_in": ("loss", "reward"),
+    "algorithm.kl_estimator": ("k1", "k2", "k3", "abs"),
+    "algorithm.early_stop_action": ("skip", "end"),
     "save.export_dtype": ("auto", "float32", "bfloat16"),
 }
 """Words that a text setting may have; paths have none."""

@@ -4,21 +4,24 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from functools import partial
 
+from rlmath.algo.selection import DROP_REASONS, FILTER_REASONS, Selection
+from rlmath.config import AlgorithmConfig
 from rlmath.policy.learner import MinibatchResult
 from rlmath.rewards.verify import FAILURES, VERDICTS
-from rlmath.types import Sample, Score, ScoredGroup
+from rlmath.types import Score, ScoredGroup
+from rlmath.update import UpdateRecord
 
 
-def rollout_metrics(groups: Sequence[ScoredGroup], samples: Sequence[Sample]) -> dict[str, float]:
-    """Rewards and lengths. Lengths in tokens; ratios from 0 to 1."""
+def rollout_metrics(groups: Sequence[ScoredGroup]) -> dict[str, float]:
+    """Rewards and lengths of all that was sampled. Lengths in tokens; ratios from 0 to 1."""
     completions = [completion for group in groups for completion in group.completions]
     scores = [score for group in groups for score in group.scores]
     n = len(completions)
     response_tokens = sum(len(c.token_ids) for c in completions)
     prompt_tokens = sum(len(group.prompt.token_ids) * len(group.completions) for group in groups)
     reward = sum(score.reward for score in scores) / n
-    advantage_sum = sum(sample.advantage * len(sample.completion_ids) for sample in samples)
     mixed = sum(len(set(group.rewards)) > 1 for group in groups)
     return {
         "task_reward": reward,
@@ -32,7 +35,6 @@ def rollout_metrics(groups: Sequence[ScoredGroup], samples: Sequence[Sample]) ->
         "n_seqs": float(n),
         "n_tokens": float(prompt_tokens + response_tokens),
         "n_valid_tokens": float(response_tokens),
-        "advantage": advantage_sum / response_tokens,
     } | reward_metrics(scores, truncated=[c.finish_reason == "length" for c in completions])
 
 
@@ -55,37 +57,75 @@ def reward_metrics(scores: Sequence[Score], truncated: Sequence[bool]) -> dict[s
     return metrics | {f"reward/own/{name}": sum(values) / len(values) for name, values in named.items()}
 
 
+def selection_metrics(selection: Selection) -> dict[str, float]:
+    """What length filters and dynamic sampling left out. Counts of groups and completions."""
+    groups, completions = selection.dropped_groups(), selection.filtered_completions()
+    return {
+        "selection/groups_sampled": float(len(selection.sampled)),
+        "selection/groups_learned": float(len(selection.sampled) - groups.total()),
+        "selection/extra_prompts": float(len(selection.sampled) - selection.wanted),
+        **{f"selection/dropped/{reason}": float(groups[reason]) for reason in DROP_REASONS},
+        **{f"selection/filtered/{reason}": float(completions[reason]) for reason in FILTER_REASONS},
+    }
+
+
 def update_metrics(
-    results: Sequence[MinibatchResult], kl_coef: float, task_reward: float
+    record: UpdateRecord, groups: Sequence[ScoredGroup], task_reward: float, settings: AlgorithmConfig
 ) -> dict[str, float]:
     """Loss, ratio, KL and gradient of the minibatches that were learned from, means over tokens; of all minibatches
-    where every one was discarded.
+    where every one was discarded. A step without any minibatch has only their number.
 
-    `kl_reward` is minus the weighted KL per token. KL is part of the loss here, not of the reward: `final_reward`, the
-    mean reward of a completion plus `kl_reward`, is what AReaL's users look for, and no part of the update.
+    `kl_reward` is minus the weighted KL per token. `final_reward` is the mean reward of a completion with the KL's part
+    of it; where KL is part of the loss it is the mean reward plus `kl_reward`, for orientation only.
     """
+    results = record.results
     kept = [result for result in results if result.discarded is None]
-    counted = kept or results
-    tokens = sum(result.sums["tokens"] for result in counted)
-
-    def mean(name: str) -> float:
-        return sum(result.sums[name] for result in counted) / tokens
-
-    kl_reward = -kl_coef * mean("reference_kl")
-    return {
-        "actor_loss": mean("loss"),
+    counts = {
+        "train/early_stopped_minibatches": float(len(results) - len(kept)),
+        "train/minibatches": float(len(results)),
+    }
+    if not results:
+        return counts
+    mean = partial(_mean, kept or results)
+    if record.reward_kl is None:
+        kl_reward = -settings.kl_coef * mean("reference_kl")
+        reference_kl, final_reward = mean("reference_kl"), task_reward + kl_reward
+    else:
+        reference_kl = record.reward_kl.per_token
+        kl_reward = -settings.kl_coef * reference_kl
+        final_reward = task_reward - settings.kl_coef * record.reward_kl.per_completion
+    metrics = {
+        "advantage": _mean_advantage(record.advantages, groups),
+        "actor_loss": mean("loss", of="denominator"),
         "importance_weight": mean("ratio"),
         "actor_clip_ratio": mean("clipped"),
         "ppo_approx_kl": mean("approx_kl"),
         "kl_reward": kl_reward,
-        "final_reward": task_reward + kl_reward,
+        "final_reward": final_reward,
         "train/entropy_loss": mean("entropy"),
-        "train/reference_kl": mean("reference_kl"),
+        "train/proximal_kl": mean("proximal_kl"),
+        "train/reference_kl": reference_kl,
         "train/grad_norm": sum(result.grad_norm for result in kept) / len(kept) if kept else 0.0,
         "train/learning_rate": results[-1].learning_rate,
-        "train/early_stopped_minibatches": float(len(results) - len(kept)),
-        "train/minibatches": float(len(results)),
     }
+    if settings.importance_correction is not None:
+        metrics["train/importance_correction"] = mean("correction")
+        metrics["train/importance_correction_cut"] = mean("correction_cut")
+    return metrics | counts
+
+
+def _mean(results: Sequence[MinibatchResult], name: str, of: str = "tokens") -> float:
+    return sum(result.sums[name] for result in results) / sum(result.sums[of] for result in results)
+
+
+def _mean_advantage(by_group: Sequence[Sequence[float]], groups: Sequence[ScoredGroup]) -> float:
+    """Over the tokens of all completions."""
+    pairs = [
+        (advantage, len(completion.token_ids))
+        for row, group in zip(by_group, groups, strict=True)
+        for advantage, completion in zip(row, group.completions, strict=True)
+    ]
+    return sum(advantage * n for advantage, n in pairs) / sum(n for _, n in pairs)
 
 
 def mismatch_metrics(results: Sequence[MinibatchResult], only_first: bool) -> dict[str, float]:
@@ -95,9 +135,10 @@ def mismatch_metrics(results: Sequence[MinibatchResult], only_first: bool) -> di
     policy is the one that sampled.
     """
     looked_at = results[:1] if only_first else results
-    tokens = sum(result.sums["tokens"] for result in looked_at)
+    if not looked_at:
+        return {}
     return {
-        "train/behaviour_logprob_diff": sum(result.sums["mismatch"] for result in looked_at) / tokens,
+        "train/behaviour_logprob_diff": _mean(looked_at, "mismatch"),
         "train/behaviour_logprob_diff_max": max(result.maxima["mismatch_max"] for result in looked_at),
     }
 

@@ -130,6 +130,8 @@ class MicroBatch:
     """int32, S+1 cumulative segment lengths from 0 to T."""
     loss_weights_T: torch.Tensor
     """float32, 0 on prompt and padding tokens."""
+    loss_count: int
+    """What these samples add to the denominator of the loss: their tokens, or their number."""
     advantages_T: torch.Tensor
     """float32."""
     behaviour_logprobs_T: torch.Tensor
@@ -139,3 +141,13 @@ class MicroBatch:
     max_seqlen: int
     sample_indices: tuple[int, ...]
     """Which samples of the step's list these segments are; padding segments are not named."""
+
+    @property
+    def n_segments(self) -> int:
+        """S: samples, and a segment of padding where there is one."""
+        return len(self.cu_seqlens_S1) - 1
+
+    @property
+    def segments_T(self) -> torch.Tensor:
+        """int64, the segment of every token."""
+        return torch.repeat_interleave(self.cu_seqlens_S1.diff())

@@ -17,11 +17,13 @@ LAYERS = (
     (
         "rlmath.run",
         "rlmath.trainer",
+        "rlmath.update",
         "rlmath.step_metrics",
         "rlmath.inputs",
         "rlmath.export_format",
         "rlmath.evaluate",
         "rlmath.preflight",
+        "rlmath.algorithm_checks",
         "rlmath.model_folder",
         "rlmath.run_folder",
     ),

@@ -1,26 +1,162 @@
-"""Advantages from groups of rewards: pure functions."""
+"""Advantages from rewards: pure functions in float64.
 
-# Shape legend: P prompts, G samples per prompt.
+| kind | advantage of a completion with reward r | source |
+|---|---|---|
+| "grpo" | (r - group mean) / (group deviation + eps) | GRPO, arXiv:2402.03300 |
+| "dr_grpo" | r - group mean | Dr. GRPO, arXiv:2503.20783 |
+| "rloo" | r - mean of the others of its group | RLOO, arXiv:2402.14740 |
+| "ppo" | r, then normalised over all tokens of the batch | AReaL's PPO without a critic, `adv_norm` |
+| "reinforce++" | r - group mean, then normalised likewise | REINFORCE++-baseline, arXiv:2501.03262 |
+
+A group without contrast gets exact zeros from the four that look at groups; so does a completion that is alone in its
+group. Groups may be of different sizes: one that was cut short is a smaller group. A batch without contrast gets exact
+zeros where it is normalised. A reward that is NaN makes its group, or the normalised batch, NaN.
+"""
+
+# Shape legend: G samples of one group, N samples of the batch.
 
 from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal, get_args
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
+AdvantageKind = Literal["grpo", "dr_grpo", "rloo", "ppo", "reinforce++"]
+ADVANTAGE_KINDS: tuple[str, ...] = get_args(AdvantageKind)
+NORMALISED_OVER_BATCH = ("ppo", "reinforce++")
 
-def group_normalised(rewards_PG: Float[Tensor, "P G"], eps: float) -> Float[Tensor, "P G"]:
-    """(reward - group mean) / (group standard deviation + eps), as in GRPO (arXiv:2402.03300, section 4.1.2).
 
-    The deviation is the unbiased one (divided by G - 1). A group without contrast gets exact zeros,
-    one with a NaN gets NaN.
+def advantages(
+    rewards: Sequence[Sequence[float]], tokens: Sequence[Sequence[int]], kind: AdvantageKind, eps: float
+) -> list[list[float]]:
+    """The advantage of every completion, by group and sample.
 
-    >>> group_normalised(torch.tensor([[5.0, -5.0], [5.0, 5.0]]), eps=0.0)[0]
+    `tokens` are the completions' lengths: a normalisation over the batch weighs every completion by them.
+
+    >>> advantages([[5.0, -5.0, -5.0, -5.0]], [[1, 1, 1, 1]], "rloo", eps=0.0)
+    [[10.0, -3.3333333333333335, -3.3333333333333335, -3.3333333333333335]]
+    """
+    of_group = _OF_GROUP[kind]
+    by_group = [of_group(torch.tensor(row, dtype=torch.float64), eps) for row in rewards]
+    if kind not in NORMALISED_OVER_BATCH or not by_group:
+        return [row_G.tolist() for row_G in by_group]
+    weights_N = torch.tensor([n for row in tokens for n in row], dtype=torch.float64)
+    normalised_N = batch_normalised(torch.cat(by_group), weights_N, eps)
+    return [row_G.tolist() for row_G in normalised_N.split([len(row) for row in rewards])]
+
+
+def centred(rewards_G: Float[Tensor, "G"]) -> Float[Tensor, "G"]:
+    """reward - group mean, exact zeros without contrast."""
+    return _where_contrast(rewards_G, rewards_G - rewards_G.mean())
+
+
+def group_normalised(rewards_G: Float[Tensor, "G"], eps: float) -> Float[Tensor, "G"]:
+    """(reward - group mean) / (group deviation + eps), with the unbiased deviation (divided by G - 1).
+
+    >>> group_normalised(torch.tensor([5.0, -5.0]), eps=0.0)
     tensor([ 0.7071, -0.7071])
     """
-    if rewards_PG.shape[1] < 2:
-        raise ValueError(f"a group needs at least 2 samples for a deviation, got {rewards_PG.shape[1]}")
-    centred_PG = rewards_PG - rewards_PG.mean(dim=1, keepdim=True)
-    contrast_P1 = rewards_PG.amax(dim=1, keepdim=True) != rewards_PG.amin(dim=1, keepdim=True)
-    scaled_PG = centred_PG / (rewards_PG.std(dim=1, keepdim=True) + eps)
-    return torch.where(contrast_P1, scaled_PG, torch.zeros_like(centred_PG))
+    if len(rewards_G) < 2:
+        return centred(rewards_G)
+    return _where_contrast(rewards_G, (rewards_G - rewards_G.mean()) / (rewards_G.std() + eps))
+
+
+def leave_one_out(rewards_G: Float[Tensor, "G"]) -> Float[Tensor, "G"]:
+    """reward - mean of the others, which is G / (G - 1) times the distance from the mean of all."""
+    G = len(rewards_G)
+    return centred(rewards_G) * (G / max(1, G - 1))
+
+
+def batch_normalised(
+    values_N: Float[Tensor, "N"], weights_N: Float[Tensor, "N"], eps: float
+) -> Float[Tensor, "N"]:
+    """(value - mean) / (deviation + eps), both over all tokens: a completion counts as often as it has tokens.
+
+    The deviation is that of the tokens at hand (divided by their number), as in AReaL's `masked_normalization`.
+    """
+    mean = (weights_N * values_N).sum() / weights_N.sum()
+    variance = (weights_N * (values_N - mean).square()).sum() / weights_N.sum()
+    return _where_contrast(values_N, (values_N - mean) / (variance.sqrt() + eps))
+
+
+def _where_contrast(rewards_G: Tensor, values_G: Tensor) -> Tensor:
+    """`values_G`, or exact zeros where all rewards are the same: rounding must not be divided by itself."""
+    if len(rewards_G) and rewards_G.amax() == rewards_G.amin():
+        return torch.zeros_like(values_G)
+    return values_G
+
+
+_OF_GROUP: dict[str, Callable[[Tensor, float], Tensor]] = {
+    "grpo": group_normalised,
+    "dr_grpo": lambda rewards_G, eps: centred(rewards_G),
+    "rloo": lambda rewards_G, eps: leave_one_out(rewards_G),
+    "ppo": lambda rewards_G, eps: rewards_G,
+    "reinforce++": lambda rewards_G, eps: centred(rewards_G),
+}
+
+
+# ---------------------------------------------------------------- KL inside of the reward
+
+
+@dataclass(frozen=True)
+class KLTotals:
+    """What a KL penalty inside of the reward needs to know of one sample, whose K_t is the KL of token t and of all
+    that follow it (nats)."""
+
+    total: float
+    """K of the first token: the KL of the whole completion."""
+    to_go: float
+    """Sum of K_t over the tokens."""
+    to_go_squared: float
+    """Sum of K_t squared over the tokens."""
+
+
+@dataclass(frozen=True)
+class ShapedAdvantages:
+    """Advantages with KL inside of the reward: that of token t of sample i is offsets[i] - slope * K_t."""
+
+    offsets: list[list[float]]
+    """By group and sample."""
+    slope: float
+
+
+def kl_shaped_advantages(
+    rewards: Sequence[Sequence[float]],
+    tokens: Sequence[Sequence[int]],
+    totals: Sequence[Sequence[KLTotals]],
+    kl_coef: float,
+    kind: AdvantageKind,
+    eps: float,
+) -> ShapedAdvantages:
+    """As `advantages`, with -kl_coef times its KL added to the reward of every token.
+
+    Kinds that look at groups compare whole completions: r - kl_coef * (KL of the completion). "ppo" has a return per
+    token, the reward plus the penalties from there on (discount and lambda of generalised advantage estimation 1,
+    values 0: AReaL's `disable_value`), which is normalised over all tokens of the batch.
+    """
+    if kind != "ppo":
+        shaped = [
+            [r - kl_coef * t.total for r, t in zip(*rows, strict=True)]
+            for rows in zip(rewards, totals, strict=True)
+        ]
+        return ShapedAdvantages(advantages(shaped, tokens, kind, eps), 0.0)
+    flat = [
+        (r, n, t) for rows in zip(rewards, tokens, totals, strict=True) for r, n, t in zip(*rows, strict=True)
+    ]
+    count = sum(n for _, n, _ in flat)
+    centre = sum(n * r for r, n, _ in flat) / count
+    # Moments of the returns, from a centre near their mean: far from it their difference would be rounding.
+    first = sum(n * (r - centre) - kl_coef * t.to_go for r, n, t in flat) / count
+    second = sum(
+        n * (r - centre) ** 2 - 2 * (r - centre) * kl_coef * t.to_go + kl_coef**2 * t.to_go_squared
+        for r, n, t in flat
+    )
+    deviation = max(0.0, second / count - first**2) ** 0.5
+    if deviation + eps == 0.0:
+        return ShapedAdvantages([[0.0] * len(row) for row in rewards], 0.0)
+    mean, scale = centre + first, deviation + eps
+    return ShapedAdvantages([[(r - mean) / scale for r in row] for row in rewards], kl_coef / scale)

@@ -3,32 +3,54 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 
-def discard_reason(
-    ratio_sum: float,
-    token_count: float,
-    loss_sum: float,
-    grad_norm: float,
-    high: float | None,
-    low: float | None,
-) -> str | None:
+@dataclass(frozen=True)
+class EarlyStop:
+    """Bounds of a minibatch that may be learned from; None bounds nothing."""
+
+    ratio_high: float | None = 5.0
+    """Most of the mean importance ratio (RLinf's minibatch early stop, whose bound is 5)."""
+    ratio_low: float | None = None
+    """Least of it."""
+    kl: float | None = None
+    """Most of the mean k3 estimate of KL(proximal || new) per token (nats), the `target_kl` of PPO implementations."""
+
+
+@dataclass(frozen=True)
+class MinibatchSums:
+    """Sums over all tokens of a minibatch, over every micro-batch and data-parallel rank."""
+
+    ratio: float
+    """Of the importance ratio of single tokens to the proximal policy."""
+    proximal_kl: float
+    """Of the k3 estimate of KL(proximal || new) (nats)."""
+    loss: float
+    tokens: float
+    """Number of tokens."""
+
+
+def discard_reason(sums: MinibatchSums, grad_norm: float, bounds: EarlyStop) -> str | None:
     """Why a minibatch must be discarded, or None if it may be learned from.
 
-    `ratio_sum / token_count` is the mean importance ratio over all tokens of the minibatch, over every
-    micro-batch and data-parallel rank (RLinf's minibatch early stop, whose bound is 5).
+    Means are counted by token, whatever the tokens' weights in the loss. Whatever is not finite discards, with and
+    without bounds.
 
-    >>> discard_reason(60.0, 10.0, 1.0, 1.0, high=5.0, low=None)
+    >>> discard_reason(MinibatchSums(60.0, 0.1, 1.0, 10.0), 1.0, EarlyStop(ratio_high=5.0))
     'mean importance ratio 6 is above 5'
     """
-    for name, value in (("importance ratio", ratio_sum), ("loss", loss_sum), ("gradient norm", grad_norm)):
+    finite = {"importance ratio": sums.ratio, "loss": sums.loss, "gradient norm": grad_norm}
+    for name, value in finite.items():
         if not math.isfinite(value):
             return f"the {name} is not finite ({value})"
-    if not token_count > 0:
-        return f"no token has a weight (their sum is {token_count:g})"
-    mean = ratio_sum / token_count
-    if high is not None and mean > high:
-        return f"mean importance ratio {mean:.6g} is above {high:g}"
-    if low is not None and mean < low:
-        return f"mean importance ratio {mean:.6g} is below {low:g}"
+    if not sums.tokens > 0:
+        return f"no token has a weight (their number is {sums.tokens:g})"
+    ratio, kl = sums.ratio / sums.tokens, sums.proximal_kl / sums.tokens
+    if bounds.ratio_high is not None and ratio > bounds.ratio_high:
+        return f"mean importance ratio {ratio:.6g} is above {bounds.ratio_high:g}"
+    if bounds.ratio_low is not None and ratio < bounds.ratio_low:
+        return f"mean importance ratio {ratio:.6g} is below {bounds.ratio_low:g}"
+    if bounds.kl is not None and kl > bounds.kl:
+        return f"mean approximate KL {kl:.6g} nats per token is above {bounds.kl:g}"
     return None

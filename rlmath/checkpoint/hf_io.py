@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -62,40 +62,48 @@ def _weight_files(folder: Path) -> dict[str, str]:
     return dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
 
 
-def local_parameter(model: torch.nn.Module, placed: Placed) -> Tensor | None:
+def held_layers(chunk: torch.nn.Module) -> list[int]:
+    """Numbers in the model, from 0, of the layers that a model chunk holds, in its own order."""
+    return [layer.layer_number - 1 for layer in chunk.decoder.layers]
+
+
+def local_parameter(chunks: Sequence[torch.nn.Module], placed: Placed) -> Tensor | None:
     """This rank's parameter for a placed tensor, None where another pipeline stage owns it."""
-    number = None
-    if placed.layer is not None:
-        first = _first_layer(model)
-        number = placed.layer - first
-        if not 0 <= number < len(model.decoder.layers):
-            return None
-    for template in placed.rule.megatron:
-        module_name, _, name = template.format(m=number).rpartition(".")
-        try:
-            parameter = getattr(model.get_submodule(module_name), name, None)
-        except AttributeError:
-            continue
-        if parameter is not None:
-            return parameter
+    for chunk in chunks:
+        number = None
+        if placed.layer is not None:
+            held = held_layers(chunk)
+            if placed.layer not in held:
+                continue
+            number = held.index(placed.layer)
+        for template in placed.rule.megatron:
+            parameter = _parameter(chunk, template.format(m=number))
+            if parameter is not None:
+                return parameter
     return None
 
 
-def _first_layer(model: torch.nn.Module) -> int:
-    return model.decoder.layers[0].layer_number - 1 if len(model.decoder.layers) else 0
+def _parameter(chunk: torch.nn.Module, name: str) -> Tensor | None:
+    module_name, _, own_name = name.rpartition(".")
+    try:
+        return getattr(chunk.get_submodule(module_name), own_name, None)
+    except AttributeError:
+        return None
 
 
 @torch.no_grad()
-def load_hf_weights(model: torch.nn.Module, folder: str | Path, shape: ModelShape, mesh: Mesh) -> None:
+def load_hf_weights(
+    chunks: Sequence[torch.nn.Module], folder: str | Path, shape: ModelShape, mesh: Mesh
+) -> None:
     """Fill this rank's shard of a Megatron model from a Hugging Face folder, tensor by tensor."""
     reader = HFReader(folder)
     for placed in placed_tensors(shape):
-        parameter = local_parameter(model, placed)
+        parameter = local_parameter(chunks, placed)
         if parameter is not None:
             _fill(parameter, [reader.tensor(name) for name in placed.hf_names], placed, shape, mesh)
     if shape.tied_embeddings and mesh.is_last_stage and mesh.pipeline > 1:
         embedding = next(iter(placed_tensors(shape)))
-        _fill(model.output_layer.weight, [reader.tensor(embedding.hf_names[0])], embedding, shape, mesh)
+        _fill(chunks[-1].output_layer.weight, [reader.tensor(embedding.hf_names[0])], embedding, shape, mesh)
 
 
 def _fill(parameter: Tensor, tensors: list[Tensor], placed: Placed, shape: ModelShape, mesh: Mesh) -> None:
@@ -106,7 +114,7 @@ def _fill(parameter: Tensor, tensors: list[Tensor], placed: Placed, shape: Model
 
 @torch.no_grad()
 def stream_hf_tensors(
-    model: torch.nn.Module,
+    chunks: Sequence[torch.nn.Module],
     shape: ModelShape,
     mesh: Mesh,
     tensor_group: dist.ProcessGroup,
@@ -117,18 +125,17 @@ def stream_hf_tensors(
     A collective: all ranks must consume it to its end. At most one tensor is whole at a time.
     """
     pipeline_ranks = dist.get_process_group_ranks(pipeline_group)
-    device = next(model.parameters()).device
-    dtype = next(model.parameters()).dtype
-    stages = layer_stages(model, shape, mesh, pipeline_group)
+    any_parameter = next(chunks[0].parameters())
+    stages = layer_stages(chunks, mesh, pipeline_group)
     for placed in placed_tensors(shape):
         owner = {"first": 0, "last": mesh.pipeline - 1}.get(placed.rule.place)
         owner = stages[placed.layer] if placed.layer is not None else owner
         if owner == mesh.pipeline_rank:
-            parameter = local_parameter(model, placed)
+            parameter = local_parameter(chunks, placed)
             assert parameter is not None, f"stage {owner} should own {placed.hf_names}"
             full = _gather(parameter.data, placed, shape, mesh, tensor_group)
         else:
-            full = torch.empty(canonical_shape(placed.rule, shape, mesh.tensor), dtype=dtype, device=device)
+            full = any_parameter.new_empty(canonical_shape(placed.rule, shape, mesh.tensor))
         if mesh.pipeline > 1:
             dist.broadcast(full, src=pipeline_ranks[owner], group=pipeline_group)
         yield from zip(placed.hf_names, from_canonical(placed.rule, full, shape), strict=True)
@@ -144,17 +151,14 @@ def _gather(mine: Tensor, placed: Placed, shape: ModelShape, mesh: Mesh, group: 
 
 
 def layer_stages(
-    model: torch.nn.Module, shape: ModelShape, mesh: Mesh, pipeline_group: dist.ProcessGroup
-) -> list[int]:
+    chunks: Sequence[torch.nn.Module], mesh: Mesh, pipeline_group: dist.ProcessGroup
+) -> dict[int, int]:
     """The pipeline stage of every layer, as the stages themselves report it."""
-    mine = (_first_layer(model), len(model.decoder.layers))
-    spans: list[tuple[int, int]] = [mine] * mesh.pipeline
+    mine = [layer for chunk in chunks for layer in held_layers(chunk)]
+    held_by_stage = [mine] * mesh.pipeline
     if mesh.pipeline > 1:
-        dist.all_gather_object(spans, mine, group=pipeline_group)
-    stages = [0] * shape.num_layers
-    for stage, (first, count) in enumerate(spans):
-        stages[first : first + count] = [stage] * count
-    return stages
+        dist.all_gather_object(held_by_stage, mine, group=pipeline_group)
+    return {layer: stage for stage, held in enumerate(held_by_stage) for layer in held}
 
 
 def write_hf_folder(

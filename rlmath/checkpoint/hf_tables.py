@@ -30,7 +30,7 @@ Place = Literal["first", "layer", "last"]
 class Rule:
     """One Megatron tensor, and the Hugging Face tensors that it is made of.
 
-    `{m}` in a name stands for the layer's number in its pipeline stage (Megatron), `{n}` for that in the model.
+    `{m}` in a name stands for the layer's number in its model chunk (Megatron), `{n}` for that in the model.
     """
 
     megatron: tuple[str, ...]

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING
@@ -138,6 +139,14 @@ class PromptOrder:
         order_N = permutation(self.n_prompts, self.seed, epoch)
         return epoch, [order_N[position] for position in positions]
 
+    def extra(self, step: int) -> Iterator[int]:
+        """All prompts that are not the step's own, in an order drawn from (seed, step): what dynamic sampling takes
+        when groups are dropped. They keep their turn in the epochs' orders."""
+        own = set(self.batch(step)[1])
+        for index in _shuffled(self.n_prompts, f"{self.seed}:extra:{step}"):
+            if index not in own:
+                yield index
+
     def line(self) -> str:
         """One line for the console."""
         left_out = (
@@ -154,9 +163,14 @@ class PromptOrder:
 
 @lru_cache(maxsize=2)
 def permutation(n: int, seed: int, epoch: int) -> tuple[int, ...]:
-    """0 .. n-1 in the order of the SHA-256 of "seed:epoch:index": whatever the libraries' versions."""
+    """0 .. n-1 in the order of an epoch."""
+    return _shuffled(n, f"{seed}:{epoch}")
+
+
+def _shuffled(n: int, name: str) -> tuple[int, ...]:
+    """0 .. n-1 in the order of the SHA-256 of "name:index": whatever the libraries' versions."""
 
     def key(index: int) -> bytes:
-        return hashlib.sha256(f"{seed}:{epoch}:{index}".encode()).digest()
+        return hashlib.sha256(f"{name}:{index}".encode()).digest()
 
     return tuple(sorted(range(n), key=key))

@@ -9,13 +9,19 @@ from collections.abc import Sequence
 
 import torch
 
+from rlmath.packing.weights import TOKEN_MEAN, Normalisation
 from rlmath.types import MicroBatch, Sample
 
 PAD_TOKEN = 0
 """Token id of padding; its weight is 0, so that any id of the vocabulary serves."""
 
 
-def pack(samples: Sequence[Sample], indices: Sequence[int], pad_to_multiple: int) -> MicroBatch:
+def pack(
+    samples: Sequence[Sample],
+    indices: Sequence[int],
+    pad_to_multiple: int,
+    normalisation: Normalisation = TOKEN_MEAN,
+) -> MicroBatch:
     """The micro-batch of `samples[i] for i in indices`; with no indices, one of weight 0.
 
     T is filled up to a multiple of `pad_to_multiple` (the tensor-parallel size under sequence parallelism) by a
@@ -25,7 +31,7 @@ def pack(samples: Sequence[Sample], indices: Sequence[int], pad_to_multiple: int
     >>> pack([sample], [0], pad_to_multiple=2).loss_weights_T
     tensor([0., 0., 1., 0.])
     """
-    columns = _Columns()
+    columns = _Columns(normalisation)
     for index in indices:
         columns.add(samples[index], index)
     length = len(columns.tokens)
@@ -36,7 +42,9 @@ def pack(samples: Sequence[Sample], indices: Sequence[int], pad_to_multiple: int
 class _Columns:
     """The growing tensors of a micro-batch, as lists."""
 
-    def __init__(self) -> None:
+    def __init__(self, normalisation: Normalisation) -> None:
+        self._normalisation = normalisation
+        self.loss_count = 0
         self.tokens: list[int] = []
         self.positions: list[int] = []
         self.completion_index: list[int] = []
@@ -52,7 +60,8 @@ class _Columns:
         )
         self.tokens += sample.prompt_ids + sample.completion_ids
         self.completion_index += [-1] * n_prompt + list(range(n_completion))
-        self.weights += [0.0] * n_prompt + [1.0] * n_completion
+        self.weights += [0.0] * n_prompt + [self._normalisation.weight(n_completion)] * n_completion
+        self.loss_count += self._normalisation.count(n_completion)
         self.advantages += [0.0] * n_prompt + [sample.advantage] * n_completion
         self.logprobs += (0.0,) * n_prompt + sample.behaviour_logprobs
         self._end_segment(n_prompt + n_completion)
@@ -75,6 +84,7 @@ class _Columns:
             position_ids_T=torch.tensor(self.positions, dtype=torch.int64),
             cu_seqlens_S1=torch.tensor(self.bounds, dtype=torch.int32),
             loss_weights_T=torch.tensor(self.weights, dtype=torch.float32),
+            loss_count=self.loss_count,
             advantages_T=torch.tensor(self.advantages, dtype=torch.float32),
             behaviour_logprobs_T=torch.tensor(self.logprobs, dtype=torch.float32),
             completion_index_T=torch.tensor(self.completion_index, dtype=torch.int32),

@@ -2,17 +2,34 @@
 
 Invariants, each a test:
 - every sample is in exactly one micro-batch of one rank of one minibatch;
-- minibatches have equal sample counts, the first ones one more where it does not divide;
-- all ranks of a minibatch have the same number of micro-batches (some may be empty);
-- no micro-batch exceeds the token budget.
+- minibatches have equal sample counts, the first ones one more where it does not divide; which samples form a
+  minibatch depends on their number, `n_minibatches`, `seed` and `shuffle` only, not on the layout or the lengths;
+- all ranks of a minibatch have the same number of micro-batches, a multiple of `count_multiple` (some may be empty);
+- no micro-batch exceeds the token budget;
+- the micro-batches of a rank come in order of falling cost, so that those computed at the same time are alike.
+
+A minibatch is packed as a whole, its bins are dealt to the ranks, and what inequality is left is exchanged away.
 """
+
+# Shape legend: H samples of the heavier rank, K samples of the lighter one or nothing.
 
 from __future__ import annotations
 
-import heapq
+import itertools
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
+
+import numpy as np
+
+from rlmath.packing.bins import Bin, Budget, pack_evenly, pack_tightly
+from rlmath.packing.cost import TOKENS, Cost
+
+_TOLERANCE = 0.005
+"""Difference between the ranks' costs, as a part of their mean, that is left as it is."""
+_EXCHANGES_PER_RANK = 4
+_MOST_CANDIDATES = 1024
+"""Samples of a rank that an exchange looks at; bounds time and memory (8 MiB a matrix)."""
 
 
 @dataclass(frozen=True)
@@ -23,14 +40,23 @@ class Minibatch:
 
 
 def plan_minibatches(
-    lengths: Sequence[int], n_minibatches: int, data_size: int, max_tokens: int, seed: int
+    lengths: Sequence[int],
+    n_minibatches: int,
+    data_size: int,
+    max_tokens: int,
+    seed: int,
+    cost: Cost = TOKENS,
+    count_multiple: int = 1,
+    shuffle: bool = True,
 ) -> list[Minibatch]:
-    """Shuffle samples into minibatches and spread each over `data_size` ranks under `max_tokens` a micro-batch.
+    """Cut samples into minibatches and spread each over `data_size` ranks, `max_tokens` at most in a micro-batch.
 
-    `lengths` are tokens of each sample. ValueError if one sample alone is over the budget, or there are fewer
-    samples than minibatches.
+    `lengths` are tokens of each sample; `cost` is what is balanced. `count_multiple` is the pipeline size under an
+    interleaved pipeline schedule, which needs a multiple of it; more micro-batches are then smaller ones. Without
+    `shuffle` minibatches are consecutive samples. ValueError if one sample alone is over the budget, or there are
+    fewer samples than minibatches.
     """
-    assert n_minibatches >= 1 and data_size >= 1, (n_minibatches, data_size)
+    assert n_minibatches >= 1 and data_size >= 1 and count_multiple >= 1
     if len(lengths) < n_minibatches:
         raise ValueError(f"{len(lengths)} samples cannot fill {n_minibatches} minibatches")
     if max(lengths) > max_tokens:
@@ -38,38 +64,92 @@ def plan_minibatches(
             f"a sample has {max(lengths)} tokens, more than the micro-batch budget of {max_tokens}; "
             "raise policy.max_tokens_per_microbatch"
         )
-    order = list(range(len(lengths)))
-    random.Random(seed).shuffle(order)
-    size, extra = divmod(len(order), n_minibatches)
-    minibatches, start = [], 0
-    for number in range(n_minibatches):
-        end = start + size + (number < extra)
-        minibatches.append(_plan_one(order[start:end], lengths, data_size, max_tokens))
-        start = end
-    return minibatches
+    budget = Budget(lengths, [cost.of(length) for length in lengths], max_tokens)
+    return [
+        _plan_one(budget, members, data_size, count_multiple)
+        for members in cut_minibatches(len(lengths), n_minibatches, seed if shuffle else None)
+    ]
 
 
-def _plan_one(members: list[int], lengths: Sequence[int], data_size: int, max_tokens: int) -> Minibatch:
-    per_rank = balance(members, lengths, data_size)
-    fullest = max(sum(lengths[i] for i in rank_members) for rank_members in per_rank)
-    count = max(1, -(-fullest // max_tokens))
-    while True:
-        packed = [balance(rank_members, lengths, count) for rank_members in per_rank]
-        if all(sum(lengths[i] for i in bin_) <= max_tokens for bins in packed for bin_ in bins):
-            return Minibatch(tuple(tuple(tuple(bin_) for bin_ in bins) for bins in packed))
-        count += 1
+def cut_minibatches(n_samples: int, n_minibatches: int, seed: int | None) -> list[list[int]]:
+    """Sample indices of every minibatch, in shuffled order or, with no seed, in order of arrival.
 
-
-def balance(members: Sequence[int], lengths: Sequence[int], n_bins: int) -> list[list[int]]:
-    """Spread samples over bins with about equal token sums: the longest first, always into the emptiest bin.
-
-    >>> balance([0, 1, 2, 3], [5, 1, 4, 2], 2)
-    [[0, 1], [2, 3]]
+    >>> cut_minibatches(5, 2, seed=None)
+    [[0, 1, 2], [3, 4]]
     """
-    bins: list[list[int]] = [[] for _ in range(n_bins)]
-    heap = [(0, number) for number in range(n_bins)]
-    for index in sorted(members, key=lambda i: (-lengths[i], i)):
-        tokens, number = heapq.heappop(heap)
-        bins[number].append(index)
-        heapq.heappush(heap, (tokens + lengths[index], number))
-    return bins
+    order = list(range(n_samples))
+    if seed is not None:
+        random.Random(seed).shuffle(order)
+    size, extra = divmod(n_samples, n_minibatches)
+    starts = [number * size + min(number, extra) for number in range(n_minibatches + 1)]
+    return [order[start:end] for start, end in itertools.pairwise(starts)]
+
+
+def _plan_one(budget: Budget, members: list[int], data_size: int, count_multiple: int) -> Minibatch:
+    tight = pack_tightly(budget, members)
+    count = -(-len(tight) // (data_size * count_multiple)) * count_multiple
+    bins = pack_evenly(budget, members, data_size * count)
+    if bins is None:
+        bins = tight + [[] for _ in range(data_size * count - len(tight))]
+    ranks = deal(budget, bins, data_size)
+    even_out(budget, ranks)
+    return Minibatch(tuple(tuple(tuple(sorted(bin_)) for bin_ in rank) for rank in ranks))
+
+
+def deal(budget: Budget, bins: Sequence[Bin], n_ranks: int) -> list[list[Bin]]:
+    """Deal bins to ranks in rounds, one to each: the dearest of those left, and the dearest of them to the rank with
+    the least work so far. The number of bins is a multiple of `n_ranks`.
+
+    >>> deal(Budget([5, 4, 3, 1], [5.0, 4.0, 3.0, 1.0], 9), [[0], [1], [2], [3]], 2)
+    [[[0], [3]], [[1], [2]]]
+    """
+    ranks: list[list[Bin]] = [[] for _ in range(n_ranks)]
+    work = [0.0] * n_ranks
+    dearest_first = sorted(bins, key=lambda bin_: (-budget.cost(bin_), bin_))
+    for start in range(0, len(bins), n_ranks):
+        lightest_first = sorted(range(n_ranks), key=lambda rank: (work[rank], rank))
+        for rank, bin_ in zip(lightest_first, dearest_first[start : start + n_ranks], strict=True):
+            ranks[rank].append(bin_)
+            work[rank] += budget.cost(bin_)
+    return ranks
+
+
+def even_out(budget: Budget, ranks: list[list[Bin]]) -> None:
+    """Exchange samples between the dearest rank and cheaper ones, in place, until costs are within the tolerance or
+    nothing helps; afterwards sort each rank's bins by falling cost.
+    """
+    work = [sum(map(budget.cost, rank)) for rank in ranks]
+    close_enough = _TOLERANCE * sum(work) / len(work)
+    for _ in range(_EXCHANGES_PER_RANK * len(ranks)):
+        *others, heavy = sorted(range(len(ranks)), key=lambda rank: (work[rank], rank))
+        if not others or work[heavy] - work[others[0]] <= close_enough:
+            break
+        for light in others:
+            if _exchange(budget, ranks[heavy], ranks[light], gap=work[heavy] - work[light]):
+                for rank in (heavy, light):
+                    work[rank] = sum(map(budget.cost, ranks[rank]))
+                break
+        else:
+            break
+    for rank in ranks:
+        rank.sort(key=lambda bin_: (-budget.cost(bin_), bin_))
+
+
+def _exchange(budget: Budget, heavy: list[Bin], light: list[Bin], gap: float) -> bool:
+    """Swap the two samples that bring the ranks closest together, or give one for nothing, where there is room.
+
+    False, and nothing done, if no exchange makes the gap smaller.
+    """
+    given = [(bin_, [index]) for bin_ in heavy for index in bin_][:_MOST_CANDIDATES]
+    taken = [(bin_, part) for bin_ in light for part in ([], *([index] for index in bin_))][:_MOST_CANDIDATES]
+    moved_HK = np.subtract.outer(*([budget.cost(part) for _, part in side] for side in (given, taken)))
+    tokens_H = [budget.tokens(part) for _, part in given]
+    room_K = [budget.max_tokens - budget.tokens(bin_) + budget.tokens(part) for bin_, part in taken]
+    moved_HK[np.greater.outer(tokens_H, room_K)] = 0.0
+    h, k = divmod(int(np.abs(moved_HK - gap / 2).argmin()), len(taken))
+    if not 0 < moved_HK[h, k] < gap:
+        return False
+    (from_bin, gift), (to_bin, back) = given[h], taken[k]
+    from_bin[:] = [index for index in from_bin if index not in gift] + back
+    to_bin[:] = [index for index in to_bin if index not in back] + gift
+    return True

@@ -19,6 +19,8 @@ class Mesh:
     pipeline: int
     engine_size: int
     """Ranks of one rollout engine (its tensor-parallel size)."""
+    virtual_pipeline: int = 1
+    """Model chunks of one pipeline stage; above 1 the stages take turns (Megatron's interleaved schedule)."""
 
     @property
     def data(self) -> int:
@@ -42,6 +44,12 @@ class Mesh:
         return self.pipeline_rank == self.pipeline - 1
 
     @property
+    def microbatch_multiple(self) -> int:
+        """What the number of micro-batches of a data-parallel rank must be a multiple of: the interleaved schedule
+        works on as many at a time as there are stages, and refuses a remainder."""
+        return self.pipeline if self.virtual_pipeline > 1 else 1
+
+    @property
     def speaks_for_loss(self) -> bool:
         """True on one rank of every data-parallel replica: the one whose loss terms count, so that sums over all
         ranks count every token once."""
@@ -63,8 +71,9 @@ class Mesh:
         return self.rank % self.engine_size == 0
 
     def describe(self) -> str:
-        """For example "TP2 x PP1 x DP1, 2 engines of TP1"."""
+        """For example "TP2 x PP1 x DP1, 2 engines of TP1"; with model chunks "TP1 x PP2 x VPP2 x DP1, ..."."""
+        chunks = f" x VPP{self.virtual_pipeline}" if self.virtual_pipeline > 1 else ""
         return (
-            f"TP{self.tensor} x PP{self.pipeline} x DP{self.data}, "
+            f"TP{self.tensor} x PP{self.pipeline}{chunks} x DP{self.data}, "
             f"{self.engines} engine{'s' if self.engines > 1 else ''} of TP{self.engine_size}"
         )

@@ -4,26 +4,29 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
+from megatron.core.models.gpt import GPTModel
 
+from rlmath.algo.early_stop import EarlyStop
+from rlmath.algo.importance import Correction
+from rlmath.algo.losses import LossSettings
 from rlmath.checkpoint.hf_io import load_hf_weights
-from rlmath.config import Config
+from rlmath.config import AlgorithmConfig, Config
 from rlmath.model_shape import ModelShape
 from rlmath.parallel.device import Device
 from rlmath.parallel.mesh import Mesh
 from rlmath.policy.executor import Executor
-from rlmath.policy.learner import Learner, LossSettings
+from rlmath.policy.learner import Learner
 from rlmath.policy.logprobs import HeldBack
-from rlmath.policy.model import Recompute, build_model, transformer_config, wrap_for_training
+from rlmath.policy.model import Recompute, build_chunks, transformer_config, wrap_for_training
 from rlmath.policy.optimizer import build_optimizer, build_scheduler
 
 
 @dataclass(frozen=True)
 class Actor:
-    """The learner, and the bare model whose weights are synced and exported."""
+    """The learner, and the bare model chunks of this rank, whose weights are synced and exported."""
 
     learner: Learner
-    model: torch.nn.Module
+    chunks: list[GPTModel]
 
     @property
     def executor(self) -> Executor:
@@ -44,18 +47,45 @@ def build_actor(
         config.policy.recompute_method,
         config.policy.recompute_num_layers,
     )
-    megatron = transformer_config(shape, mesh, device, config.parallel.sequence, recompute)
-    model = build_model(shape, mesh, device, megatron)
-    load_hf_weights(model, config.model.path, shape, mesh)
-    wrapped = wrap_for_training(model, megatron, config.optimizer.distributed)
+    megatron = transformer_config(shape, mesh, device, config.parallel, recompute)
+    chunks = build_chunks(shape, mesh, device, megatron)
+    load_hf_weights(chunks, config.model.path, shape, mesh)
+    wrapped = wrap_for_training(chunks, megatron, config.optimizer.distributed)
     optimizer = build_optimizer(config.optimizer, wrapped, device)
     scheduler = build_scheduler(config.optimizer, optimizer, total_updates)
-    settings = LossSettings(
-        config.algorithm.clip_ratio,
-        config.algorithm.kl_coef,
-        config.algorithm.early_stop_ratio,
-        config.algorithm.early_stop_ratio_low,
-    )
     held_back = HeldBack(stop_token_ids, config.rollout.min_new_tokens)
     executor = Executor(wrapped, mesh, device, config.rollout.temperature, shape.vocab_size, held_back)
-    return Actor(Learner(executor, optimizer, scheduler, settings), model)
+    return Actor(
+        Learner(
+            executor, optimizer, scheduler, loss_settings(config.algorithm), early_stop(config.algorithm)
+        ),
+        chunks,
+    )
+
+
+def loss_settings(algorithm: AlgorithmConfig) -> LossSettings:
+    """The loss that the settings name; their words were checked before."""
+    correction = None
+    if algorithm.importance_correction is not None:
+        correction = Correction(
+            algorithm.importance_correction,  # type: ignore[arg-type]
+            algorithm.importance_cap,
+            algorithm.importance_mask_low,
+            algorithm.importance_mask_high,
+        )
+    high = algorithm.clip_ratio if algorithm.clip_ratio_high is None else algorithm.clip_ratio_high
+    return LossSettings(
+        kind=algorithm.loss,  # type: ignore[arg-type]
+        clip_low=algorithm.clip_ratio,
+        clip_high=high,
+        dual_clip=algorithm.dual_clip,
+        correction=correction,
+        kl_coef=algorithm.kl_coef if algorithm.kl_in == "loss" else 0.0,
+        kl_kind=algorithm.kl_estimator,  # type: ignore[arg-type]
+        entropy_coef=algorithm.entropy_coef,
+    )
+
+
+def early_stop(algorithm: AlgorithmConfig) -> EarlyStop:
+    """The bounds that the settings name."""
+    return EarlyStop(algorithm.early_stop_ratio, algorithm.early_stop_ratio_low, algorithm.early_stop_kl)

@@ -30,18 +30,22 @@ class TokenLogprobs:
 
 
 class Executor:
-    """Runs micro-batches through one Megatron model, over all pipeline stages."""
+    """Runs micro-batches through one Megatron model, over all pipeline stages.
+
+    `chunks` are this rank's parts of the model in the order of their layers, wrapped for training or bare: one, unless
+    a pipeline stage has several (`Mesh.virtual_pipeline`).
+    """
 
     def __init__(
         self,
-        model: Any,
+        chunks: Sequence[Any],
         mesh: Mesh,
         device: Device,
         temperature: float,
         vocab_size: int,
         held_back: HeldBack,
     ) -> None:
-        self.model = model
+        self.chunks = list(chunks)
         self.mesh = mesh
         self.device = device
         self.temperature = temperature
@@ -55,18 +59,25 @@ class Executor:
         """Forward (and backward) of every micro-batch; what `on_logits(index, batch, logits)` gave, on the last
         stage only.
 
-        Forward only, `on_logits` may give anything; otherwise (loss sum, token count, metrics).
+        Forward only, `on_logits` may give anything; otherwise (loss sum, token count, metrics). All ranks need the same
+        number of micro-batches, a multiple of `Mesh.microbatch_multiple`.
         """
+        numbered = list(enumerate(batches))
         return get_forward_backward_func()(
             forward_step_func=partial(self._forward_step, on_logits),
-            data_iterator=iter(list(enumerate(batches))),
-            model=[self.model],
+            data_iterator=[iter(numbered) for _ in self.chunks],
+            model=self.chunks,
             num_microbatches=len(batches),
             seq_length=max(batch.token_ids_T.numel() for batch in batches),
             micro_batch_size=1,
             forward_only=forward_only,
             collect_non_loss_data=forward_only,
         )
+
+    def zero_grad(self) -> None:
+        """Clear the gradient buffers; only of a model wrapped for training."""
+        for chunk in self.chunks:
+            chunk.zero_grad_buffer()
 
     def _forward_step(
         self, on_logits: Callable[..., Any], batches: Iterator[tuple[int, MicroBatch]], model: Any
@@ -84,7 +95,7 @@ class Executor:
         )
 
         def loss_function(output: Tensor, non_loss_data: bool = False) -> Any:
-            return on_logits(index, batch, output[0])
+            return on_logits(index, batch, output.squeeze(0))
 
         return output, loss_function
 

@@ -35,8 +35,10 @@ def uses_local_layers(device_kind: str) -> bool:
     return device_kind == "cpu" or not HAVE_TE
 
 
-def layer_spec(config: TransformerConfig, local_layers: bool) -> ModuleSpec | TransformerBlockSubmodules:
-    """What `GPTModel` builds its decoder from."""
+def layer_spec(
+    config: TransformerConfig, local_layers: bool, chunk: int | None
+) -> ModuleSpec | TransformerBlockSubmodules:
+    """What `GPTModel` builds its decoder from; `chunk` is the model chunk's number where a stage has several."""
     if not local_layers:
         return get_gpt_layer_with_transformer_engine_spec()
     layer = get_gpt_layer_local_spec(normalization="RMSNorm")
@@ -44,5 +46,5 @@ def layer_spec(config: TransformerConfig, local_layers: bool) -> ModuleSpec | Tr
     layer.submodules.pre_mlp_layernorm = RMSNorm
     layer.submodules.self_attention.submodules.core_attention = PackedAttention
     return TransformerBlockSubmodules(
-        layer_specs=[layer] * get_num_layers_to_build(config), layer_norm=RMSNorm
+        layer_specs=[layer] * get_num_layers_to_build(config, vp_stage=chunk), layer_norm=RMSNorm
     )

@@ -5,15 +5,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from rlmath.algo.early_stop import discard_reason
-from rlmath.algo.losses import TokenInputs, grpo_loss
+from rlmath.algo.early_stop import EarlyStop, MinibatchSums, discard_reason
+from rlmath.algo.losses import LossSettings, TokenInputs, TokenLoss, token_loss
 from rlmath.parallel.collectives import max_over_ranks, sum_over_ranks
 from rlmath.policy.executor import Executor, TokenLogprobs
 from rlmath.policy.optimizer import learning_rate
@@ -21,18 +21,9 @@ from rlmath.types import MicroBatch
 
 
 @dataclass(frozen=True)
-class LossSettings:
-    """What shapes the update; see `AlgorithmConfig`."""
-
-    clip_ratio: float
-    kl_coef: float
-    early_stop_ratio: float | None
-    early_stop_ratio_low: float | None
-
-
-@dataclass(frozen=True)
 class MinibatchResult:
-    """What one minibatch did, equal on all ranks. Sums are over all loss tokens of the minibatch."""
+    """What one minibatch did, equal on all ranks. Sums are over all loss tokens of the minibatch; "loss" is weighted
+    and belongs to "denominator", the others to "tokens"."""
 
     sums: dict[str, float]
     maxima: dict[str, float]
@@ -46,11 +37,14 @@ class MinibatchResult:
 class Learner:
     """The actor: an executor whose weights an optimizer moves."""
 
-    def __init__(self, executor: Executor, optimizer: Any, scheduler: Any, settings: LossSettings) -> None:
+    def __init__(
+        self, executor: Executor, optimizer: Any, scheduler: Any, settings: LossSettings, bounds: EarlyStop
+    ) -> None:
         self.executor = executor
         self.optimizer = optimizer
         self.scheduler = scheduler
         self.settings = settings
+        self.bounds = bounds
 
     def learn(
         self,
@@ -60,30 +54,23 @@ class Learner:
     ) -> MinibatchResult:
         """One optimizer step on a minibatch, or none: then parameters, optimizer and schedule stay bit-identical.
 
-        `old` are the proximal log-probs, None to use the engine's; `reference` None leaves KL out. The loss is summed
-        over tokens and divided by the minibatch's global token count, by Megatron, once.
+        `old` are the proximal log-probs, None to use the engine's; `reference` None leaves KL out of the loss. The loss
+        is summed over tokens and divided by the minibatch's global `loss_count`, by Megatron, once.
         """
-        self.executor.model.zero_grad_buffer()
+        self.executor.zero_grad()
         self.optimizer.zero_grad()
         on_logits = partial(self._loss, old, reference)
-        metrics = self.executor.run(batches, on_logits, forward_only=False)
-        sums, maxima = self._reduce(metrics)
+        sums, maxima = self._reduce(self.executor.run(batches, on_logits, forward_only=False))
         lr = learning_rate(self.optimizer)
         grad_norm, overflow = self._grad_norm()
-        reason = discard_reason(
-            sums["ratio"],
-            sums["tokens"],
-            sums["loss"],
-            grad_norm,
-            self.settings.early_stop_ratio,
-            self.settings.early_stop_ratio_low,
-        )
+        totals = MinibatchSums(sums["ratio"], sums["proximal_kl"], sums["loss"], sums["tokens"])
+        reason = discard_reason(totals, grad_norm, self.bounds)
         if reason is None and overflow:
             reason = "a gradient is not finite"
         if reason is None:
             self.optimizer.step()
             self.scheduler.step(increment=1)
-        self.executor.model.zero_grad_buffer()
+        self.executor.zero_grad()
         self.optimizer.zero_grad()
         return MinibatchResult(sums, maxima, grad_norm, lr, reason)
 
@@ -97,45 +84,37 @@ class Learner:
     ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         at = self.executor.device.torch_device
         logprobs_T, entropy_T = self.executor.logprobs_of(batch, logits_TV)
-        weights_T = batch.loss_weights_T.to(at)
         behaviour_T = batch.behaviour_logprobs_T.to(at)
-        terms = grpo_loss(
-            TokenInputs(
-                logprobs_T=logprobs_T,
-                old_logprobs_T=behaviour_T if old is None else old[index].logprobs_T,
-                reference_logprobs_T=None if reference is None else reference[index].logprobs_T,
-                advantages_T=batch.advantages_T.to(at),
-                weights_T=weights_T,
-            ),
-            self.settings.clip_ratio,
-            self.settings.kl_coef,
+        weights_T = batch.loss_weights_T.to(at)
+        tokens = TokenInputs(
+            logprobs_T=logprobs_T,
+            entropy_T=entropy_T if self.settings.entropy_coef else entropy_T.detach(),
+            proximal_logprobs_T=behaviour_T if old is None else old[index].logprobs_T,
+            behaviour_logprobs_T=behaviour_T,
+            reference_logprobs_T=None if reference is None else reference[index].logprobs_T,
+            advantages_T=batch.advantages_T.to(at),
+            weights_T=weights_T,
+            segments_T=batch.segments_T.to(at),
+            n_segments=batch.n_segments,
         )
-        counted_T = weights_T > 0
-        proximal_T = logprobs_T.detach() if old is None else old[index].logprobs_T
-        mismatch_T = torch.where(counted_T, (proximal_T - behaviour_T).abs(), 0.0)
+        terms = token_loss(tokens, self.settings)
+        sampled_T = logprobs_T.detach() if old is None else old[index].logprobs_T
+        mismatch_T = torch.where(weights_T > 0, (sampled_T - behaviour_T).abs(), 0.0)
         # Copies: Megatron divides the loss in place, and metrics must not share its storage.
-        metrics = {
-            "loss": terms.loss.detach().clone(),
-            "surrogate": terms.surrogate,
-            "ratio": terms.ratio,
-            "clipped": terms.clipped,
-            "approx_kl": terms.approx_kl,
-            "reference_kl": terms.reference_kl,
-            "entropy": torch.where(counted_T, entropy_T, 0.0).sum(),
+        metrics = {name: getattr(terms, name).detach().clone() for name in LOSS_SUMS}
+        metrics |= {
+            "denominator": torch.tensor(float(batch.loss_count)),
             "mismatch": mismatch_T.sum(),
-            "tokens": weights_T.sum(),
             "mismatch_max": mismatch_T.max(),
         }
-        return terms.loss, counted_T.sum().int(), metrics
+        return terms.loss, torch.tensor(batch.loss_count, dtype=torch.int, device=at), metrics
 
     def _reduce(self, metrics: list[dict[str, Tensor]]) -> tuple[dict[str, float], dict[str, float]]:
         """Sums over micro-batches and data-parallel ranks; every rank learns them."""
-        counts = self.executor.mesh.speaks_for_loss
+        counted = metrics if self.executor.mesh.speaks_for_loss else []
         at = self.executor.device.torch_device
-        sums = {name: sum(float(m[name]) for m in metrics) if counts else 0.0 for name in SUMMED}
-        top = {
-            "mismatch_max": max((float(m["mismatch_max"]) for m in metrics), default=0.0) if counts else 0.0
-        }
+        sums = {name: sum(float(m[name]) for m in counted) for name in SUMMED}
+        top = {"mismatch_max": max((float(m["mismatch_max"]) for m in counted), default=0.0)}
         return sum_over_ranks(sums, at), max_over_ranks(top, at)
 
     def _grad_norm(self) -> tuple[float, bool]:
@@ -145,15 +124,6 @@ class Learner:
         return float(norm), bool(overflow)
 
 
-SUMMED = (
-    "loss",
-    "surrogate",
-    "ratio",
-    "clipped",
-    "approx_kl",
-    "reference_kl",
-    "entropy",
-    "mismatch",
-    "tokens",
-)
-"""Metrics that `Learner` adds up over tokens."""
+LOSS_SUMS = tuple(field.name for field in fields(TokenLoss))
+SUMMED = (*LOSS_SUMS, "denominator", "mismatch")
+"""What `Learner` adds up over a minibatch."""

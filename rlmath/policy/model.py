@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from megatron.core import parallel_state, tensor_parallel
@@ -17,6 +19,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 import megatron_patches
 from rlmath.checkpoint.hf_tables import padded_vocab
+from rlmath.config import ParallelConfig
 from rlmath.model_shape import ModelShape
 from rlmath.parallel.device import Device
 from rlmath.parallel.mesh import Mesh
@@ -42,6 +45,7 @@ def start_megatron(mesh: Mesh, device: Device, seed: int, timeout_seconds: float
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=mesh.tensor,
         pipeline_model_parallel_size=mesh.pipeline,
+        virtual_pipeline_model_parallel_size=_virtual_size(mesh),
         distributed_timeout_minutes=math.ceil(timeout_seconds / 60),
     )
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
@@ -54,8 +58,13 @@ def start_megatron(mesh: Mesh, device: Device, seed: int, timeout_seconds: float
     assert placed == expected, f"Megatron placed this rank at {placed}, the mesh at {expected}"
 
 
+def _virtual_size(mesh: Mesh) -> int | None:
+    """Megatron's word for one model chunk per stage is None."""
+    return mesh.virtual_pipeline if mesh.virtual_pipeline > 1 else None
+
+
 def transformer_config(
-    shape: ModelShape, mesh: Mesh, device: Device, sequence_parallel: bool, recompute: Recompute
+    shape: ModelShape, mesh: Mesh, device: Device, parallel: ParallelConfig, recompute: Recompute
 ) -> TransformerConfig:
     """Megatron's description of the model and of how it is computed."""
     is_cpu = device.kind == "cpu"
@@ -79,7 +88,8 @@ def transformer_config(
         bf16=device.params_dtype == torch.bfloat16,
         tensor_model_parallel_size=mesh.tensor,
         pipeline_model_parallel_size=mesh.pipeline,
-        sequence_parallel=sequence_parallel and mesh.tensor > 1,
+        **_stage_layout(mesh, parallel),
+        sequence_parallel=parallel.sequence and mesh.tensor > 1,
         # Packs differ in length, so every pipeline message says its shape; Megatron asks for the dispatcher.
         variable_seq_lengths=mesh.pipeline > 1,
         moe_token_dispatcher_type="alltoall",
@@ -97,20 +107,44 @@ def transformer_config(
     )
 
 
-def build_model(shape: ModelShape, mesh: Mesh, device: Device, config: TransformerConfig) -> GPTModel:
-    """This rank's shard of the model, on its device; the weights are still to be loaded."""
+def _stage_layout(mesh: Mesh, parallel: ParallelConfig) -> dict[str, Any]:
+    """How layers are laid over stages and chunks, and how the stages talk."""
+    virtual = _virtual_size(mesh)
+    # Of two stages the first says it all; with chunks, Megatron would divide by the stages between first and last.
+    last_is_rest = mesh.pipeline == 2 and parallel.first_stage_layers is not None
+    return {
+        "virtual_pipeline_model_parallel_size": virtual,
+        "num_layers_in_first_pipeline_stage": parallel.first_stage_layers,
+        "num_layers_in_last_pipeline_stage": None if last_is_rest else parallel.last_stage_layers,
+        # Batched, a send to the next and one to the previous stage are told apart by their order alone; between two
+        # stages they are mixed up, and gradients are silently wrong. Overlapped, each has a message group of its own.
+        "overlap_p2p_comm": virtual is not None,
+        "batch_p2p_comm": virtual is None,
+    }
+
+
+def build_chunks(shape: ModelShape, mesh: Mesh, device: Device, config: TransformerConfig) -> list[GPTModel]:
+    """This rank's model chunks in the order of their layers, on its device; the weights are still to be loaded."""
+    return [_build_chunk(shape, mesh, device, config, number) for number in range(mesh.virtual_pipeline)]
+
+
+def _build_chunk(
+    shape: ModelShape, mesh: Mesh, device: Device, config: TransformerConfig, number: int
+) -> GPTModel:
     local_layers = uses_local_layers(device.kind)
+    vp_stage = number if mesh.virtual_pipeline > 1 else None
     model = GPTModel(
         config,
-        layer_spec(config, local_layers),
+        layer_spec(config, local_layers, vp_stage),
         vocab_size=padded_vocab(shape.vocab_size, mesh.tensor),
         max_sequence_length=shape.max_positions,
-        pre_process=mesh.pipeline_rank == 0,
-        post_process=mesh.is_last_stage,
+        pre_process=mesh.pipeline_rank == 0 and number == 0,
+        post_process=mesh.is_last_stage and number == mesh.virtual_pipeline - 1,
         position_embedding_type="rope",
         rotary_base=shape.rope_theta,
         share_embeddings_and_output_weights=shape.tied_embeddings,
         parallel_output=True,
+        vp_stage=vp_stage,
     )
     if local_layers:
         model.rotary_pos_emb = PackedRotaryEmbedding(
@@ -123,18 +157,16 @@ def build_model(shape: ModelShape, mesh: Mesh, device: Device, config: Transform
 
 
 def wrap_for_training(
-    model: GPTModel, config: TransformerConfig, distributed_optimizer: bool
-) -> DistributedDataParallel:
-    """The model with one flat gradient buffer, reduced over the data-parallel ranks once per minibatch."""
-    wrapped = DistributedDataParallel(
-        config,
-        DistributedDataParallelConfig(
-            use_distributed_optimizer=distributed_optimizer,
-            overlap_grad_reduce=False,
-            grad_reduce_in_fp32=True,
-        ),
-        model,
+    chunks: Sequence[GPTModel], config: TransformerConfig, distributed_optimizer: bool
+) -> list[DistributedDataParallel]:
+    """The chunks, each with one flat gradient buffer, reduced over the data-parallel ranks once per minibatch."""
+    reduction = DistributedDataParallelConfig(
+        use_distributed_optimizer=distributed_optimizer,
+        overlap_grad_reduce=False,
+        grad_reduce_in_fp32=True,
     )
-    wrapped.broadcast_params()
+    wrapped = [DistributedDataParallel(config, reduction, chunk) for chunk in chunks]
+    for chunk in wrapped:
+        chunk.broadcast_params()
     config.finalize_model_grads_func = finalize_model_grads
     return wrapped

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from megatron.core.distributed import DistributedDataParallel
@@ -13,7 +14,9 @@ from rlmath.config import OptimizerConfig
 from rlmath.parallel.device import Device
 
 
-def build_optimizer(settings: OptimizerConfig, model: DistributedDataParallel, device: Device) -> Any:
+def build_optimizer(
+    settings: OptimizerConfig, chunks: Sequence[DistributedDataParallel], device: Device
+) -> Any:
     """Megatron's optimizer over this rank's parameters; with `distributed` its state is shared over data-parallel
     ranks."""
     return get_megatron_optimizer(
@@ -31,7 +34,7 @@ def build_optimizer(settings: OptimizerConfig, model: DistributedDataParallel, d
             bf16=device.kind == "cuda",
             use_distributed_optimizer=settings.distributed,
         ),
-        [model],
+        list(chunks),
     )
 
 

@@ -9,7 +9,7 @@ from rlmath.parallel.device import Device
 from rlmath.parallel.mesh import Mesh
 from rlmath.policy.executor import Executor
 from rlmath.policy.logprobs import HeldBack
-from rlmath.policy.model import Recompute, build_model, transformer_config
+from rlmath.policy.model import Recompute, build_chunks, transformer_config
 
 
 def build_reference(
@@ -17,9 +17,10 @@ def build_reference(
 ) -> Executor:
     """The model to start from, sharded like the actor, without gradients. Build it only where KL is used: it holds
     the memory of its parameters."""
-    megatron = transformer_config(shape, mesh, device, config.parallel.sequence, Recompute())
-    model = build_model(shape, mesh, device, megatron)
-    load_hf_weights(model, config.model.path, shape, mesh)
-    model.requires_grad_(False).eval()
+    megatron = transformer_config(shape, mesh, device, config.parallel, Recompute())
+    chunks = build_chunks(shape, mesh, device, megatron)
+    load_hf_weights(chunks, config.model.path, shape, mesh)
+    for chunk in chunks:
+        chunk.requires_grad_(False).eval()
     held_back = HeldBack(stop_token_ids, config.rollout.min_new_tokens)
-    return Executor(model, mesh, device, config.rollout.temperature, shape.vocab_size, held_back)
+    return Executor(chunks, mesh, device, config.rollout.temperature, shape.vocab_size, held_back)

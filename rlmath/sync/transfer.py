@@ -6,6 +6,8 @@ the engine's layout needs. At most one tensor is whole on a rank at a time.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from megatron.core import parallel_state
 
@@ -15,10 +17,10 @@ from rlmath.parallel.mesh import Mesh
 from rlmath.rollout.engine import Engine
 
 
-def hf_stream(model: torch.nn.Module, shape: ModelShape, mesh: Mesh):
+def hf_stream(chunks: Sequence[torch.nn.Module], shape: ModelShape, mesh: Mesh):
     """`stream_hf_tensors` over Megatron's groups of this run."""
     return stream_hf_tensors(
-        model,
+        chunks,
         shape,
         mesh,
         parallel_state.get_tensor_model_parallel_group(),
@@ -26,6 +28,6 @@ def hf_stream(model: torch.nn.Module, shape: ModelShape, mesh: Mesh):
     )
 
 
-def sync_weights(model: torch.nn.Module, engine: Engine, shape: ModelShape, mesh: Mesh) -> None:
+def sync_weights(chunks: Sequence[torch.nn.Module], engine: Engine, shape: ModelShape, mesh: Mesh) -> None:
     """Load the policy's weights as they are now into the engine. A collective over all ranks."""
-    engine.load_weights(hf_stream(model, shape, mesh))
+    engine.load_weights(hf_stream(chunks, shape, mesh))

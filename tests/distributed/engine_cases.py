@@ -12,7 +12,8 @@ import torch.distributed as dist
 from rlmath.config import RolloutConfig
 from rlmath.packing.pack import pack
 from rlmath.parallel.device import resident_bytes
-from rlmath.types import Sample
+from rlmath.parallel.mesh import Mesh
+from rlmath.types import MicroBatch, Sample
 from tests.distributed.policy_cases import Case, Stage, build, by_sample
 from tests.tiny_models import make_samples
 
@@ -38,7 +39,7 @@ def _wake_and_generate(stage: Stage, engine: Any, requests: list[Any]) -> list[A
     from rlmath.sync.transfer import sync_weights
 
     engine.memory.wake_weights()
-    sync_weights(stage.actor.model, engine, stage.shape, stage.mesh)
+    sync_weights(stage.actor.chunks, engine, stage.shape, stage.mesh)
     engine.memory.wake_kv_cache()
     generated = sorted(engine.generate(requests), key=lambda g: g.key)
     engine.memory.sleep()
@@ -56,6 +57,12 @@ def _requests(step: int, engine_index: int = 0, engines: int = 1) -> list[Any]:
     ]
 
 
+def _pack_all(samples: list[Sample], mesh: Mesh) -> list[MicroBatch]:
+    """All samples on every data-parallel rank, in as few micro-batches as the layout takes."""
+    count = mesh.microbatch_multiple
+    return [pack(samples, range(start, len(samples), count), 1) for start in range(count)]
+
+
 def mismatch_after_updates(folder: Path, case: Case, engine_size: int, updates: int) -> list[float]:
     """Largest difference between the engine's and the policy's log-probs, at the start and after every update."""
     stage, engine, mesh = _open(folder, replace(case, lr=1.0), engine_size)
@@ -65,10 +72,10 @@ def mismatch_after_updates(folder: Path, case: Case, engine_size: int, updates: 
         generated = _wake_and_generate(stage, engine, _requests(step))
         assert all(len(g.token_ids) >= case.min_new_tokens for g in generated)
         samples = [Sample(prompts[g.key[0]], g.token_ids, g.logprobs, 1.0) for g in generated]
-        batch = pack(samples, range(len(samples)), 1)
-        (policy,) = stage.actor.executor.logprobs([batch])
+        batches = _pack_all(samples, mesh)
+        policy = stage.actor.executor.logprobs(batches)
         if mesh.is_last_stage:
-            mine = by_sample([batch], [policy.logprobs_T])
+            mine = by_sample(batches, [result.logprobs_T for result in policy])
             largest.append(
                 max(
                     abs(a - b)
@@ -77,7 +84,7 @@ def mismatch_after_updates(folder: Path, case: Case, engine_size: int, updates: 
                 )
             )
         if step < updates:
-            learned = stage.actor.learner.learn([pack(make_samples(8, seed=step), range(8), 1)], None, None)
+            learned = stage.actor.learner.learn(_pack_all(make_samples(8, seed=step), mesh), None, None)
             assert learned.discarded is None
     engine.close()
     return largest
@@ -103,7 +110,7 @@ def memory_of_sleep(folder: Path, cache_gib: float) -> dict[str, Any]:
     requests = [Request((0, g), (5, 6, 7), seed=g) for g in range(4)]
 
     def generate() -> list[Any]:
-        sync_weights(stage.actor.model, engine, stage.shape, stage.mesh)
+        sync_weights(stage.actor.chunks, engine, stage.shape, stage.mesh)
         return [g.token_ids for g in sorted(engine.generate(requests), key=lambda g: g.key)]
 
     _touch_cache(engine)
@@ -128,8 +135,8 @@ def _touch_cache(engine: Any) -> None:
 
 
 def vocab_padding(logits_seed: int) -> dict[str, Any]:
-    """Log-probs, entropy and gradient of random logits over a vocabulary of 101 on 2 ranks, whose padded column
-    holds huge values."""
+    """Log-probs, entropy and gradients of random logits over a vocabulary of 101 on 2 ranks, whose padded column
+    holds huge values: once of the log-probs alone, once of the entropy, too. Token 99 is barred in rows 1 to 3."""
     from megatron.core import parallel_state
 
     from rlmath.parallel.device import init_process_group, open_device
@@ -140,15 +147,42 @@ def vocab_padding(logits_seed: int) -> dict[str, Any]:
     group = parallel_state.get_tensor_model_parallel_group()
     torch.manual_seed(logits_seed)
     logits = torch.randn(7, 101) * 3
+    logits[0, :60] += 200
     targets = torch.tensor([0, 50, 51, 100, 3, 99, 60])
+    barred = (torch.arange(7) > 0) & (torch.arange(7) < 4)
     padded = torch.cat((logits, torch.full((7, 1), 1e4)), dim=1)
-    mine = padded.chunk(2, dim=1)[dist.get_rank()].clone().requires_grad_()
-    logprobs, entropy = vocab_parallel_logprobs(mine, targets, 0.7, 101, group)
-    (logprobs * torch.arange(1.0, 8.0)).sum().backward()
+    grads = []
+    for share in (0.0, 0.3):
+        mine = padded.chunk(2, dim=1)[dist.get_rank()].clone().requires_grad_()
+        logprobs, entropy = vocab_parallel_logprobs(mine, targets, 0.7, 101, group, barred, (99,))
+        rows = torch.arange(1.0, 8.0)
+        loss = (logprobs * rows).sum()
+        (loss + share * (entropy * rows.flip(0)).sum() if share else loss).backward()
+        grads.append(mine.grad)
     return {
         "logits": logits,
         "targets": targets,
+        "barred": barred,
         "logprobs": logprobs.detach(),
-        "entropy": entropy,
-        "grad": mine.grad,
+        "entropy": entropy.detach(),
+        "grad": grads[0],
+        "grad_with_entropy": grads[1],
     }
+
+
+def vocab_of_one_rank() -> dict[str, Any]:
+    """Log-probs, entropy and gradients over a vocabulary of 4 on 2 ranks of 4 columns: the second holds padding
+    alone."""
+    from megatron.core import parallel_state
+
+    from rlmath.parallel.device import init_process_group, open_device
+    from rlmath.policy.logprobs import vocab_parallel_logprobs
+
+    init_process_group(open_device("cpu"), 60.0)
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
+    group = parallel_state.get_tensor_model_parallel_group()
+    mine = torch.zeros(1, 4) if dist.get_rank() == 0 else torch.full((1, 4), torch.nan)
+    mine.requires_grad_()
+    logprobs, entropy = vocab_parallel_logprobs(mine, torch.tensor([1]), 0.5, 4, group)
+    (logprobs + entropy).sum().backward()
+    return {"logprobs": logprobs.detach(), "entropy": entropy.detach(), "grad": mine.grad}

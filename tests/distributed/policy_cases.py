@@ -40,6 +40,9 @@ class Case:
     tensor: int = 1
     pipeline: int = 1
     data: int = 1
+    virtual_pipeline: int = 1
+    first_stage_layers: int | None = None
+    last_stage_layers: int | None = None
     sequence: bool = False
     recompute: bool = False
     max_tokens: int = 512
@@ -60,6 +63,9 @@ class Case:
             f"{self.optimizer}",
             *(["SP"] if self.sequence else []),
             *(["RC"] if self.recompute else []),
+            *([f"VPP{self.virtual_pipeline}"] if self.virtual_pipeline > 1 else []),
+            *([f"first{self.first_stage_layers}"] if self.first_stage_layers else []),
+            *([f"last{self.last_stage_layers}"] if self.last_stage_layers else []),
         ]
         return f"TP{self.tensor}xPP{self.pipeline}xDP{self.data}-{'-'.join(extras)}-{self.max_tokens}"
 
@@ -73,7 +79,14 @@ def settings(folder: Path, case: Case) -> Config:
     )
     return Config(
         model=ModelConfig(path=str(folder)),
-        parallel=ParallelConfig(case.tensor, case.pipeline, case.sequence),
+        parallel=ParallelConfig(
+            tensor=case.tensor,
+            pipeline=case.pipeline,
+            virtual_pipeline=case.virtual_pipeline,
+            first_stage_layers=case.first_stage_layers,
+            last_stage_layers=case.last_stage_layers,
+            sequence=case.sequence,
+        ),
         policy=recompute,
         optimizer=OptimizerConfig(
             kind=case.optimizer,
@@ -103,7 +116,14 @@ def build(folder: Path, case: Case) -> Stage:
 
     device = open_device(case.device)
     init_process_group(device, 120.0)
-    mesh = Mesh(dist.get_rank(), dist.get_world_size(), case.tensor, case.pipeline, engine_size=1)
+    mesh = Mesh(
+        dist.get_rank(),
+        dist.get_world_size(),
+        case.tensor,
+        case.pipeline,
+        engine_size=1,
+        virtual_pipeline=case.virtual_pipeline,
+    )
     start_megatron(mesh, device, seed=1, timeout_seconds=120.0)
     config, shape = settings(folder, case), shape_of(folder)
     return Stage(
@@ -121,7 +141,9 @@ def microbatches(stage: Stage, samples: list[Sample]) -> list[MicroBatch]:
     lengths = [sample.length for sample in samples]
     (plan,) = plan_minibatches(lengths, 1, mesh.data, config.policy.max_tokens_per_microbatch, seed=3)
     multiple = mesh.tensor if config.parallel.sequence else 1
-    return [pack(samples, indices, multiple) for indices in plan.microbatches_by_rank[mesh.data_rank]]
+    mine = plan.microbatches_by_rank[mesh.data_rank]
+    missing = -len(mine) % mesh.microbatch_multiple
+    return [pack(samples, indices, multiple) for indices in (*mine, *[()] * missing)]
 
 
 def by_sample(batches: list[MicroBatch], per_token: list[Tensor]) -> dict[int, list[float]]:
@@ -149,7 +171,14 @@ def whole_tensors(stage: Stage) -> dict[str, Tensor]:
     """The actor's parameters as Hugging Face tensors, whole."""
     from rlmath.sync.transfer import hf_stream
 
-    return {name: tensor.clone() for name, tensor in hf_stream(stage.actor.model, stage.shape, stage.mesh)}
+    return {name: tensor.clone() for name, tensor in hf_stream(stage.actor.chunks, stage.shape, stage.mesh)}
+
+
+def streamed(folder: Path, case: Case) -> dict[str, Tensor] | None:
+    """The tensors as they were loaded, out of this layout again, from rank 0."""
+    stage = build(folder, case)
+    tensors = whole_tensors(stage)
+    return tensors if stage.mesh.rank == 0 else None
 
 
 @torch.no_grad()
@@ -158,7 +187,7 @@ def whole_gradients(stage: Stage) -> dict[str, Tensor]:
 
     Without the distributed optimizer: under it a rank only holds the reduced gradient of its share of the buffer.
     """
-    parameters = list(stage.actor.model.parameters())
+    parameters = [parameter for chunk in stage.actor.chunks for parameter in chunk.parameters()]
     weights = [parameter.data.clone() for parameter in parameters]
     for parameter in parameters:
         parameter.data.copy_(parameter.main_grad)
@@ -173,7 +202,7 @@ def gradients(folder: Path, case: Case, samples: list[Sample]) -> dict[str, Tens
     stage = build(folder, replace(case, optimizer="sgd"))
     batches = microbatches(stage, samples)
     learner = stage.actor.learner
-    learner.executor.model.zero_grad_buffer()
+    learner.executor.zero_grad()
     learner.executor.run(batches, partial(learner._loss, None, None), forward_only=False)
     found = whole_gradients(stage)
     return found if stage.mesh.rank == 0 else None
@@ -189,7 +218,7 @@ def update(folder: Path, case: Case, samples: list[Sample]) -> tuple[dict[str, T
     if case.kl_coef:
         other = build_reference(stage.config, stage.shape, stage.mesh, stage.device, (1,))
         with torch.no_grad():
-            for parameter in other.model.parameters():
+            for parameter in itertools.chain(*(chunk.parameters() for chunk in other.chunks)):
                 parameter.mul_(1.05)
         reference = other.logprobs(batches)
     result = stage.actor.learner.learn(batches, None, reference)
@@ -230,7 +259,11 @@ def _poisoned(samples: list[Sample], poison: str) -> list[Sample]:
 
 def _state(stage: Stage) -> dict[str, Tensor]:
     """Every tensor of parameters, optimizer and scheduler of this rank."""
-    state = {f"parameter {n}": p.detach().clone() for n, p in stage.actor.model.named_parameters()}
+    state = {
+        f"parameter {number}.{name}": parameter.detach().clone()
+        for number, chunk in enumerate(stage.actor.chunks)
+        for name, parameter in chunk.named_parameters()
+    }
     chained = getattr(stage.actor.learner.optimizer, "chained_optimizers", [stage.actor.learner.optimizer])
     for number, optimizer in enumerate(chained):
         for index, values in enumerate(optimizer.optimizer.state.values()):

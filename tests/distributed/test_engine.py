@@ -56,15 +56,29 @@ def test_sleep_gives_the_kv_cache_back_and_waking_loses_nothing(ranks: RankPool,
     assert report["same"]
 
 
-def test_padded_vocabulary_has_no_probability(ranks: RankPool) -> None:
+@pytest.mark.parametrize(("share", "name"), [(0.0, "grad"), (0.3, "grad_with_entropy")])
+def test_padded_vocabulary_has_no_probability(ranks: RankPool, share: float, name: str) -> None:
     first, second = ranks.run(2, engine_cases.vocab_padding, 3)
     logits = first["logits"].double().requires_grad_()
-    wanted = torch.log_softmax(logits / 0.7, -1)
+    barred = torch.zeros(7, 101, dtype=torch.bool)
+    barred[first["barred"], 99] = True
+    wanted = torch.log_softmax((logits / 0.7).masked_fill(barred, -1e30), -1)
     chosen = wanted.gather(1, first["targets"][:, None])[:, 0]
-    (chosen * torch.arange(1.0, 8.0)).sum().backward()
     entropy = -(wanted.exp() * wanted).sum(-1)
-    grad = torch.cat((first["grad"], second["grad"]), dim=1)
-    torch.testing.assert_close(first["logprobs"], chosen.detach().float(), atol=1e-5, rtol=1e-5)
-    torch.testing.assert_close(first["entropy"], entropy.detach().float(), atol=1e-5, rtol=1e-5)
+    rows = torch.arange(1.0, 8.0)
+    ((chosen * rows).sum() + share * (entropy * rows.flip(0)).sum()).backward()
+    grad = torch.cat((first[name], second[name]), dim=1)
+    for found in (first, second):
+        torch.testing.assert_close(found["logprobs"], chosen.detach().float(), atol=1e-6, rtol=2e-6)
+        torch.testing.assert_close(found["entropy"], entropy.detach().float(), atol=1e-6, rtol=2e-6)
     torch.testing.assert_close(grad[:, :101], logits.grad.float(), atol=1e-5, rtol=1e-5)
     assert torch.equal(grad[:, 101], torch.zeros(7))
+
+
+def test_a_rank_that_holds_padding_alone_has_no_share(ranks: RankPool) -> None:
+    first, second = ranks.run(2, engine_cases.vocab_of_one_rank)
+    for found in (first, second):
+        torch.testing.assert_close(found["logprobs"], torch.tensor([0.25]).log())
+        torch.testing.assert_close(found["entropy"], torch.tensor([4.0]).log())
+    torch.testing.assert_close(first["grad"], torch.tensor([[-0.5, 1.5, -0.5, -0.5]]))
+    assert torch.equal(second["grad"], torch.zeros(1, 4))

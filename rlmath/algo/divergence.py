@@ -1,0 +1,43 @@
+"""Estimates of KL(policy || other) from the log-probabilities of tokens that the policy sampled: pure functions."""
+
+# Shape legend: T packed tokens, S segments (samples) of a pack.
+
+from __future__ import annotations
+
+from typing import Literal, get_args
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+KLKind = Literal["k1", "k2", "k3", "abs"]
+KL_KINDS: tuple[str, ...] = get_args(KLKind)
+
+
+def kl_estimate(
+    kind: KLKind, logprobs_T: Float[Tensor, "T"], other_T: Float[Tensor, "T"]
+) -> Float[Tensor, "T"]:
+    """Per token, with d = log policy - log other (nats).
+
+    "k1": d, unbiased, may be negative. "k2": d^2 / 2, whose gradient is that of the true KL. "k3": exp(-d) - 1 + d,
+    unbiased and never negative, verl's `low_var_kl` and GRPO's equation 4. "abs": |d|.
+    Source: Schulman, "Approximating KL divergence" (2020); arXiv:2402.03300.
+    """
+    d_T = logprobs_T - other_T
+    if kind == "k1":
+        return d_T
+    if kind == "k2":
+        return d_T.square() / 2
+    if kind == "abs":
+        return d_T.abs()
+    return (-d_T).expm1() + d_T
+
+
+def to_go(values_T: Float[Tensor, "T"], cu_seqlens_S1: Int[Tensor, "S1"]) -> Float[Tensor, "T"]:
+    """For every token the sum of its own value and of all that follow in its segment.
+
+    >>> to_go(torch.tensor([1.0, 2.0, 4.0]), torch.tensor([0, 2, 3]))
+    tensor([3., 2., 4.])
+    """
+    segments = values_T.split(cu_seqlens_S1.diff().tolist())
+    return torch.cat([segment.flip(0).cumsum(0).flip(0) for segment in segments])

@@ -1,0 +1,119 @@
+"""KL inside of the reward: the reference's log-probs become part of every token's advantage."""
+
+# Shape legend: T packed tokens of one micro-batch, N samples of the step.
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rlmath.algo.advantages import AdvantageKind, KLTotals, ShapedAdvantages, kl_shaped_advantages
+from rlmath.algo.divergence import KLKind, kl_estimate, to_go
+from rlmath.parallel.device import Device
+from rlmath.parallel.mesh import Mesh
+from rlmath.policy.executor import TokenLogprobs
+from rlmath.types import MicroBatch
+
+
+@dataclass(frozen=True)
+class KLPenalty:
+    """How KL is part of the reward; see `AlgorithmConfig`."""
+
+    coef: float
+    kind: KLKind
+    advantage: AdvantageKind
+    eps: float
+
+
+@dataclass(frozen=True)
+class RewardKL:
+    """KL of the sampling policy against the reference, by the chosen estimate (nats)."""
+
+    per_token: float
+    per_completion: float
+
+
+def shape_by_kl(
+    batches: Sequence[MicroBatch],
+    old: Sequence[TokenLogprobs] | None,
+    reference: Sequence[TokenLogprobs],
+    rewards: Sequence[Sequence[float]],
+    tokens: Sequence[Sequence[int]],
+    penalty: KLPenalty,
+    mesh: Mesh,
+    device: Device,
+) -> tuple[list[MicroBatch], list[list[float]], RewardKL]:
+    """This rank's micro-batches with new advantages, the mean advantage of every completion, and the KL. A collective.
+
+    `old` are the log-probs of the policy that sampled, None to use the engine's own; `rewards` and `tokens` are those
+    of all samples by group, in the order of the step's samples.
+    """
+    to_go_by_batch: list[Tensor] = []
+    sums_N3 = torch.zeros(sum(map(len, rewards)), 3, dtype=torch.float64)
+    if mesh.is_last_stage:
+        to_go_by_batch = [
+            _to_go(batch, None if old is None else old[i].logprobs_T, reference[i].logprobs_T, penalty.kind)
+            for i, batch in enumerate(batches)
+        ]
+    if mesh.speaks_for_loss:
+        for batch, to_go_T in zip(batches, to_go_by_batch, strict=True):
+            _add_totals(sums_N3, batch, to_go_T)
+    on_device = sums_N3.to(device.torch_device)
+    dist.all_reduce(on_device)
+    totals = _by_group([KLTotals(*row) for row in on_device.tolist()], rewards)
+    shaped = kl_shaped_advantages(rewards, tokens, totals, penalty.coef, penalty.advantage, penalty.eps)
+    flat_offsets = torch.tensor([a for row in shaped.offsets for a in row], dtype=torch.float64)
+    new = [
+        replace(batch, advantages_T=_token_advantages(batch, to_go_T, flat_offsets, shaped.slope))
+        for batch, to_go_T in zip(batches, to_go_by_batch, strict=True)
+    ]
+    kl = sum(total.total for row in totals for total in row)
+    n_tokens = sum(map(sum, tokens))
+    return (
+        new if mesh.is_last_stage else list(batches),
+        _mean_advantages(shaped, totals, tokens),
+        RewardKL(kl / n_tokens, kl / len(sums_N3)),
+    )
+
+
+def _to_go(batch: MicroBatch, old_T: Tensor | None, reference_T: Tensor, kind: KLKind) -> Tensor:
+    """For every completion token the KL from there to the end of its completion; float64, on the CPU."""
+    sampled_T = batch.behaviour_logprobs_T if old_T is None else old_T.cpu()
+    counted_T = batch.completion_index_T >= 0
+    kl_T = kl_estimate(kind, sampled_T.double(), reference_T.cpu().double())
+    return to_go(torch.where(counted_T, kl_T, 0.0), batch.cu_seqlens_S1)
+
+
+def _add_totals(sums_N3: Tensor, batch: MicroBatch, to_go_T: Tensor) -> None:
+    counted_T = batch.completion_index_T >= 0
+    bounds = batch.cu_seqlens_S1.tolist()
+    for index, start, end in zip(batch.sample_indices, bounds, bounds[1:], strict=False):
+        K = to_go_T[start:end][counted_T[start:end]]
+        if len(K):
+            sums_N3[index] = torch.stack((K[0], K.sum(), K.square().sum()))
+
+
+def _by_group(flat: list[KLTotals], rewards: Sequence[Sequence[float]]) -> list[list[KLTotals]]:
+    rest = iter(flat)
+    return [[next(rest) for _ in row] for row in rewards]
+
+
+def _token_advantages(batch: MicroBatch, to_go_T: Tensor, offsets_N: Tensor, slope: float) -> Tensor:
+    padding = batch.n_segments - len(batch.sample_indices)
+    offsets_S = torch.cat((offsets_N[list(batch.sample_indices)], offsets_N.new_zeros(padding)))
+    advantages_T = offsets_S[batch.segments_T] - slope * to_go_T
+    return torch.where(batch.completion_index_T >= 0, advantages_T, 0.0).float()
+
+
+def _mean_advantages(
+    shaped: ShapedAdvantages, totals: Sequence[Sequence[KLTotals]], tokens: Sequence[Sequence[int]]
+) -> list[list[float]]:
+    """Over the tokens of every completion."""
+    return [
+        [a - shaped.slope * t.to_go / max(1, n) for a, t, n in zip(*rows, strict=True)]
+        for rows in zip(shaped.offsets, totals, tokens, strict=True)
+    ]

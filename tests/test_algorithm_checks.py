@@ -1,0 +1,122 @@
+"""What is told of the settings of algorithm and selection before a run starts."""
+
+from __future__ import annotations
+
+import typing
+
+import pytest
+
+from rlmath.algo.advantages import AdvantageKind
+from rlmath.algo.divergence import KLKind
+from rlmath.algo.importance import CorrectionLevel
+from rlmath.algo.losses import LossKind
+from rlmath.algo.selection import Contrast
+from rlmath.algorithm_checks import algorithm_problems, harmless_algorithm_settings
+from rlmath.config_files import load_config
+from rlmath.packing.weights import NormalisationKind
+from rlmath.setting_ranges import RANGES, WORDS
+
+PATHS = ["run.output_dir=o", "model.path=m", "data.train_path=t"]
+
+
+def problems(*overrides: str) -> list[str]:
+    return list(algorithm_problems(load_config([], [*PATHS, *overrides])))
+
+
+def notes(*overrides: str) -> list[str]:
+    return list(harmless_algorithm_settings(load_config([], [*PATHS, *overrides])))
+
+
+def test_the_defaults_have_no_problem():
+    assert problems() == [] and notes() == []
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["rollout.group_size=1", "algorithm.advantage=ppo", "data.prompts_per_step=4"],
+        ["algorithm.importance_correction=sequence", "algorithm.importance_cap=2"],
+        ["data.prompts_per_step=2", "rollout.group_size=2", "algorithm.n_minibatches=4"],
+        ["selection.min_completion_tokens=5", "selection.max_completion_tokens=5"],
+        ["selection.dynamic_sampling=accuracy", "selection.max_extra_prompts=100"],
+    ],
+)
+def test_runs_that_can_start(overrides: list[str]):
+    assert problems(*overrides) == [] and notes(*overrides) == []
+
+
+@pytest.mark.parametrize(
+    ("overrides", "told"),
+    [
+        (
+            ["rollout.group_size=1"],
+            'rollout.group_size is 1; algorithm.advantage="grpo" compares the completions of a group and needs at '
+            'least 2. Raise it, or set algorithm.advantage="ppo".',
+        ),
+        (
+            ["algorithm.importance_correction=token", "algorithm.recompute_logprobs=false"],
+            "Set algorithm.recompute_logprobs=true, or the former to null.",
+        ),
+        (
+            ["data.prompts_per_step=2", "rollout.group_size=2", "algorithm.n_minibatches=5"],
+            "gives 4 samples a step, which cannot fill 5 minibatches",
+        ),
+        (
+            ["rollout.max_new_tokens=10", "selection.min_completion_tokens=11"],
+            "selection.min_completion_tokens is 11, above rollout.max_new_tokens 10",
+        ),
+        (
+            ["selection.min_completion_tokens=9", "selection.max_completion_tokens=8"],
+            "selection.max_completion_tokens is 8, below selection.min_completion_tokens 9",
+        ),
+        (
+            ["rollout.min_new_tokens=9", "selection.max_completion_tokens=8"],
+            "or rollout.min_new_tokens 9: every completion would be left out. Raise it.",
+        ),
+    ],
+)
+def test_settings_that_do_not_fit_together(overrides: list[str], told: str):
+    (problem,) = problems(*overrides)
+    assert told in problem
+
+
+@pytest.mark.parametrize(
+    ("overrides", "told"),
+    [
+        (["algorithm.importance_cap=2"], "importance_cap has no effect without"),
+        (["algorithm.importance_mask_low=0.5"], "importance_mask_low has no effect without"),
+        (["algorithm.loss=cispo", "algorithm.dual_clip=3"], 'no effect with algorithm.loss="cispo"'),
+        (["algorithm.kl_in=reward"], "no effect with algorithm.kl_coef=0"),
+        (["selection.max_extra_prompts=4"], "no effect without selection.dynamic_sampling"),
+        (
+            ["selection.drop_truncated=true", "reward.mask_no_eos_with_zero=true"],
+            "no effect with selection.drop_truncated=true",
+        ),
+    ],
+)
+def test_settings_without_effect_are_named(overrides: list[str], told: str):
+    (note,) = notes(*overrides)
+    assert told in note
+
+
+@pytest.mark.parametrize(
+    ("key", "kinds"),
+    [
+        ("algorithm.advantage", AdvantageKind),
+        ("algorithm.loss", LossKind),
+        ("algorithm.loss_normalisation", NormalisationKind),
+        ("algorithm.importance_correction", CorrectionLevel),
+        ("algorithm.kl_estimator", KLKind),
+        ("selection.dynamic_sampling", Contrast),
+    ],
+)
+def test_the_words_of_the_settings_are_those_of_the_code(key: str, kinds: object):
+    assert WORDS[key] == typing.get_args(kinds)
+
+
+@pytest.mark.parametrize(
+    ("key", "wrong"),
+    [("dual_clip", 1.0), ("importance_mask_low", 1.5), ("importance_mask_high", 0.5), ("early_stop_ratio", 1.0)],
+)
+def test_bounds_lie_on_the_right_side_of_one(key: str, wrong: float):
+    assert not RANGES[f"algorithm.{key}"].holds(wrong)
