@@ -8,8 +8,9 @@ PYTHON ?= $(shell for python in python3.11 python3.12 python3; do \
 	if "$$python" -c 'import sys; sys.exit(sys.version_info[:2] not in ((3, 11), (3, 12)))' 2>/dev/null; \
 	then echo "$$python"; break; fi; done)
 
-# The demo's seed, ranks and layout; one rank allows no tensor parallelism.
+# The demo's seed, algorithm (one of configs/algorithms), ranks and layout; one rank allows no tensor parallelism.
 SEED ?= 1
+ALGORITHM ?= grpo
 RANKS ?= 2
 TP ?= $(if $(filter 1,$(RANKS)),1,2)
 PP ?= 1
@@ -28,8 +29,8 @@ PURE = rlmath/algo rlmath/packing rlmath/rewards rlmath/data rlmath/types.py rlm
 help: ## say what there is
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 28
 
-demo: venv ## train a tiny model and print the result: SEED=1 RANKS=2 TP=2 PP=1
-	.venv/bin/python tools/demo.py --seed $(SEED) --ranks $(RANKS) --tensor-parallel $(TP) --pipeline-parallel $(PP) --started-at $(STARTED)
+demo: venv ## train a tiny model and print the result: SEED=1 ALGORITHM=grpo RANKS=2 TP=2 PP=1
+	.venv/bin/python tools/demo.py --seed $(SEED) --algorithm $(ALGORITHM) --ranks $(RANKS) --tensor-parallel $(TP) --pipeline-parallel $(PP) --started-at $(STARTED)
 
 test: venv ## run the tests that CI runs
 	.venv/bin/python -m pytest -m "not full and not gpu and not slurm" $(ARGS)

@@ -83,7 +83,8 @@ class PolicyConfig:
     recompute_method: str | None = None
     """With "full": "uniform" or "block"."""
     recompute_num_layers: int | None = None
-    """With "full": layers of one recomputed chunk ("uniform") or layers that are recomputed ("block")."""
+    """With "full": layers that are recomputed together ("uniform"; divides those of every pipeline stage or model chunk),
+    or layers of each that are recomputed ("block")."""
 
 
 @dataclass(frozen=True)

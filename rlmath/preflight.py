@@ -5,14 +5,14 @@ All problems are found and told together: what was got, what is needed, what to 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 
 from rlmath.algorithm_checks import algorithm_problems, harmless_algorithm_settings
-from rlmath.config import Config, ParallelConfig, PolicyConfig, RolloutConfig
+from rlmath.config import Config, PolicyConfig, RolloutConfig
+from rlmath.layout_checks import rank_problems, split_problems, stage_problems
 from rlmath.model_folder import inspect_model_folder
 from rlmath.model_shape import ModelShape
 from rlmath.rewards.functions import function_problem
@@ -36,7 +36,7 @@ def check_config(config: Config, world_size: int) -> ModelShape:
     problems = [
         *_range_problems(config),
         *_word_problems(config),
-        *_layout_problems(config, world_size),
+        *rank_problems(config.parallel, config.rollout.tensor_parallel, world_size),
         *_length_problems(config),
         *_engine_problems(config.rollout, config.data.max_prompt_tokens),
         *_learning_problems(config),
@@ -47,7 +47,8 @@ def check_config(config: Config, world_size: int) -> ModelShape:
         *model_problems,
     ]
     if shape is not None:
-        problems += _split_problems(config.parallel, config.rollout.tensor_parallel, shape)
+        problems += split_problems(config.parallel, config.rollout.tensor_parallel, shape)
+        problems += stage_problems(config.parallel, config.policy, shape.num_layers)
         problems += _model_length_problems(config, shape)
         problems += _engine_model_problems(config, shape)
     raise_problems("this run", problems)
@@ -85,21 +86,6 @@ def _word_problems(config: Config) -> Iterator[str]:
 
 
 # ---------------------------------------------------------------- values together
-
-
-def _layout_problems(config: Config, world_size: int) -> Iterator[str]:
-    tensor, pipeline = max(1, config.parallel.tensor), max(1, config.parallel.pipeline)
-    replica, engine = tensor * pipeline, max(1, config.rollout.tensor_parallel)
-    if world_size % replica:
-        yield (
-            f"parallel.tensor x parallel.pipeline is {tensor} x {pipeline} = {replica}, which does not "
-            f"divide the {world_size} ranks of this run. Start a multiple of {replica}, or change the two."
-        )
-    if world_size % engine:
-        yield (
-            f"rollout.tensor_parallel is {engine}, which does not divide the {world_size} ranks of this run; "
-            f"possible: {_listed(_divisors(world_size))}."
-        )
 
 
 def _length_problems(config: Config) -> Iterator[str]:
@@ -186,28 +172,6 @@ def _place_problems(config: Config) -> Iterator[str]:
 # ---------------------------------------------------------------- values against the model
 
 
-def _split_problems(parallel: ParallelConfig, engine: int, shape: ModelShape) -> Iterator[str]:
-    """What must divide: for Megatron all; vLLM copies key-value heads when it has more ranks than those."""
-    engine = max(1, engine)
-    strict = (("attention heads", shape.num_heads), ("feed-forward units", shape.ffn_size))
-    divisors = (
-        ("parallel.tensor", parallel.tensor, (*strict, ("key-value heads", shape.num_kv_heads))),
-        ("parallel.pipeline", parallel.pipeline, (("layers", shape.num_layers),)),
-        ("rollout.tensor_parallel", engine, strict),
-    )
-    for key, ranks, parts in divisors:
-        possible = _listed(_divisors(math.gcd(*(size for _, size in parts))))
-        for name, size in parts:
-            if size % max(1, ranks):
-                yield f"{key} is {ranks}; it must divide the model's {size} {name}. Possible: {possible}."
-    kv_heads = shape.num_kv_heads
-    if kv_heads % engine and engine % kv_heads:
-        yield (
-            f"rollout.tensor_parallel is {engine}: vLLM can neither split nor copy the model's {kv_heads} "
-            f"key-value heads evenly; needed: a divisor or a multiple of {kv_heads}."
-        )
-
-
 def _model_length_problems(config: Config, shape: ModelShape) -> Iterator[str]:
     prompt, new = config.data.max_prompt_tokens, config.rollout.max_new_tokens
     over = prompt + new - shape.max_positions
@@ -216,12 +180,6 @@ def _model_length_problems(config: Config, shape: ModelShape) -> Iterator[str]:
             f"data.max_prompt_tokens + rollout.max_new_tokens is {prompt} + {new} = {prompt + new}; the "
             f"model has {shape.max_positions} positions (max_position_embeddings). Lower the sum by {over}."
         )
-    chunk, per_stage = (
-        config.policy.recompute_num_layers,
-        shape.num_layers // max(1, config.parallel.pipeline),
-    )
-    if chunk is not None and chunk > per_stage:
-        yield f"policy.recompute_num_layers is {chunk}; a pipeline stage has {per_stage} layers. Lower it."
 
 
 def _engine_model_problems(config: Config, shape: ModelShape) -> Iterator[str]:
@@ -231,7 +189,7 @@ def _engine_model_problems(config: Config, shape: ModelShape) -> Iterator[str]:
     if shape.head_dim not in CPU_HEAD_DIMS:
         yield (
             f"the model's head dim is {shape.head_dim}; vLLM's attention on CPU has only "
-            f"{_listed(list(CPU_HEAD_DIMS))}. Take another model, or a GPU."
+            f"{', '.join(map(str, CPU_HEAD_DIMS))}. Take another model, or a GPU."
         )
     longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
     blocks = -(-longest // CPU_KV_BLOCK_TOKENS) + 1
@@ -242,12 +200,3 @@ def _engine_model_problems(config: Config, shape: ModelShape) -> Iterator[str]:
             f"rollout.cpu_kv_cache_gib is {config.rollout.cpu_kv_cache_gib}; one sequence of {longest} tokens "
             f"(data.max_prompt_tokens + rollout.max_new_tokens) needs {needed / 2**30:.3g} GiB. Raise it."
         )
-
-
-def _divisors(number: int) -> list[int]:
-    """Up to 1024, more ranks than any matrix is shared by."""
-    return [n for n in range(1, min(number, 1024) + 1) if number % n == 0]
-
-
-def _listed(numbers: list[int]) -> str:
-    return ", ".join(map(str, numbers))

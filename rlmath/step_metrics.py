@@ -143,14 +143,29 @@ def mismatch_metrics(results: Sequence[MinibatchResult], only_first: bool) -> di
     }
 
 
-def pace_metrics(seconds: Mapping[str, float], n_tokens: float, n_valid_tokens: float) -> dict[str, float]:
+def pace_metrics(
+    seconds: Mapping[str, float], sampled: Sequence[ScoredGroup], learned: Sequence[ScoredGroup], epochs: int
+) -> dict[str, float]:
     """Seconds of every phase, and tokens per second where a phase works on tokens.
 
-    The rollout is paced by the tokens it sampled, the others by all tokens that they read.
+    The rollout is paced by the tokens it sampled, the step by all that its groups have, the others by all tokens that
+    they read: the update reads what is learned from once an epoch.
     """
+    read = _tokens(learned)
+    worked = {
+        "rollout": sum(len(c.token_ids) for group in sampled for c in group.completions),
+        "logprobs": read,
+        "reference": read,
+        "update": read * epochs,
+        "step": _tokens(sampled),
+    }
     metrics = {f"seconds/{phase}": value for phase, value in seconds.items()}
-    for phase, value in seconds.items():
-        if phase in ("rollout", "logprobs", "reference", "update", "step") and value > 0:
-            worked = n_valid_tokens if phase == "rollout" else n_tokens
-            metrics[f"tokens_per_second/{phase}"] = worked / value
+    for phase, tokens in worked.items():
+        if seconds.get(phase, 0.0) > 0:
+            metrics[f"tokens_per_second/{phase}"] = tokens / seconds[phase]
     return metrics
+
+
+def _tokens(groups: Sequence[ScoredGroup]) -> int:
+    """Prompts and completions of all sequences."""
+    return sum(len(group.prompt.token_ids) + len(c.token_ids) for group in groups for c in group.completions)

@@ -81,6 +81,13 @@ class Updater:
                 algorithm.advantage_eps,
             )
 
+    @property
+    def _on_policy(self) -> bool:
+        """Whether recomputed log-probs would be those of the only minibatch itself, and nothing else needs them."""
+        algorithm = self._config.algorithm
+        only_one = algorithm.n_minibatches == 1 and algorithm.epochs == 1
+        return algorithm.recompute_logprobs and only_one and self._penalty is None
+
     def update(self, groups: Sequence[ScoredGroup], number: int) -> UpdateRecord:
         """Learn from the groups of step `number`. Without any completion nothing happens."""
         rewards = [group.rewards for group in groups]
@@ -94,7 +101,7 @@ class Updater:
             minibatches = self._pack(make_samples(groups, by_group), number)
         flat = [batch for minibatch in minibatches for batch in minibatch]
         old = reference = reward_kl = None
-        if algorithm.recompute_logprobs:
+        if algorithm.recompute_logprobs and not self._on_policy:
             with timed("logprobs"):
                 old = self._actor.executor.logprobs(flat)
         if self._reference is not None:
@@ -141,7 +148,9 @@ class Updater:
                 draw.shuffle(order)
             for index in order:
                 minibatch = minibatches[index]
-                result = self._actor.learner.learn(minibatch.batches, minibatch.old, minibatch.reference)
+                result = self._actor.learner.learn(
+                    minibatch.batches, minibatch.old, minibatch.reference, self._on_policy
+                )
                 results.append(result)
                 if result.discarded is None:
                     continue

@@ -116,7 +116,12 @@ def test_the_words_of_the_settings_are_those_of_the_code(key: str, kinds: object
 
 @pytest.mark.parametrize(
     ("key", "wrong"),
-    [("dual_clip", 1.0), ("importance_mask_low", 1.5), ("importance_mask_high", 0.5), ("early_stop_ratio", 1.0)],
+    [
+        ("dual_clip", 1.0),
+        ("importance_mask_low", 1.5),
+        ("importance_mask_high", 0.5),
+        ("early_stop_ratio", 1.0),
+    ],
 )
 def test_bounds_lie_on_the_right_side_of_one(key: str, wrong: float):
     assert not RANGES[f"algorithm.{key}"].holds(wrong)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from tests.programs import TRAIN, run, small_run, torchrun_command
 
@@ -154,3 +155,49 @@ def test_a_reward_function_of_the_users_trains_and_its_failures_are_told(workpla
     assert "could not be judged" in done.stderr + done.stdout and str(kept) in done.stderr + done.stdout
     found = json.loads(kept.read_text())
     assert any("ValueError: odd" in one["extracted"] for one in found["completions"])
+
+
+def test_a_step_without_contrast_learns_nothing_and_says_so(workplace: Path) -> None:
+    """The random model is never right: dynamic sampling drops every group, also those it samples beyond."""
+    overrides = small_run(workplace, workplace / "dropped")
+    own = ("run.total_steps=1", "selection.dynamic_sampling=accuracy", "selection.max_extra_prompts=12")
+    done = run(*torchrun_command(2, *TRAIN, *overrides, *own))
+    (row,) = rows(workplace / "dropped")
+    assert row["selection/groups_sampled"] == row["selection/dropped/wrong"] == 20
+    assert row["selection/extra_prompts"] == 12 and row["n_seqs"] == 80
+    assert row["train/minibatches"] == row["selection/groups_learned"] == 0
+    assert "0 of 20 sampled groups are learned from, 8 were wanted; groups dropped: 20 wrong" in done.stderr
+    base, left = (load_file(workplace / f / "model.safetensors") for f in ("base", "dropped/hf_model"))
+    assert all(torch.equal(base[name].to(left[name].dtype), left[name]) for name in left)
+
+
+def test_settings_of_the_whole_family_go_together(workplace: Path) -> None:
+    """KL in the reward, batch-normalised returns, decoupled loss, two epochs, dynamic sampling, length filter, over an
+    interleaved pipeline."""
+    mine = workplace / "lengths"
+    mine.mkdir()
+    (mine / "short_is_good.py").write_text(
+        "def reward(completion, solutions, row):\n    return -float(len(completion))\n"
+    )
+    overrides = [*small_run(workplace, workplace / "family"), "run.total_steps=2"]
+    overrides += ["parallel.tensor=1", "parallel.pipeline=2", "parallel.virtual_pipeline=2"]
+    overrides += [
+        "reward.function=short_is_good:reward",
+        "algorithm.epochs=2",
+        "algorithm.entropy_coef=0.001",
+    ]
+    overrides += ["selection.dynamic_sampling=reward", "selection.max_extra_prompts=4"]
+    overrides += ["selection.min_completion_tokens=2", "algorithm.loss_normalisation=sequence"]
+    overrides += ["algorithm.kl_coef=0.05", "algorithm.early_stop_kl=10", "algorithm.importance_cap=2"]
+    more = ("--config", "configs/algorithms/areal_ppo.yaml", "--config", "configs/algorithms/decoupled.yaml")
+    run(*torchrun_command(2, *TRAIN, *more, *overrides), path=mine)
+    first, second = rows(workplace / "family")
+    for row in (first, second):
+        assert row["selection/groups_learned"] == 8
+        assert row["train/minibatches"] == 4 and row["train/early_stopped_minibatches"] == 0
+        assert row["train/importance_correction"] == pytest.approx(1.0, abs=1e-4)
+        assert row["advantage"] == pytest.approx(0.0, abs=1e-5)
+        assert row["seconds/reference"] > 0 and row["seconds/logprobs"] > 0
+    assert first["kl_reward"] == pytest.approx(0.0, abs=1e-4)
+    assert abs(second["kl_reward"]) > abs(first["kl_reward"])
+    assert second["final_reward"] < second["task_reward"] or second["train/reference_kl"] < 0

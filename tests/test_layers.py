@@ -24,6 +24,7 @@ LAYERS = (
         "rlmath.evaluate",
         "rlmath.preflight",
         "rlmath.algorithm_checks",
+        "rlmath.layout_checks",
         "rlmath.model_folder",
         "rlmath.run_folder",
     ),

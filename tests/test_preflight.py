@@ -319,7 +319,7 @@ def test_a_single_wrong_value(place: Path, override: str, told: str):
                 "parallel.pipeline=2",
             ],
             2,
-            "policy.recompute_num_layers is 4; a pipeline stage has 3 layers",
+            "policy.recompute_num_layers is 4; no pipeline stage or model chunk has more than 3 layers",
         ),
     ],
 )

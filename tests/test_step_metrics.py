@@ -1,8 +1,18 @@
 import pytest
 
+from rlmath.algo.selection import Chosen, Selection
+from rlmath.config import AlgorithmConfig
+from rlmath.policy.kl_reward import RewardKL
 from rlmath.policy.learner import MinibatchResult
-from rlmath.step_metrics import mismatch_metrics, pace_metrics, rollout_metrics, update_metrics
-from rlmath.types import Completion, Prompt, Sample, Score, ScoredGroup
+from rlmath.step_metrics import (
+    mismatch_metrics,
+    pace_metrics,
+    rollout_metrics,
+    selection_metrics,
+    update_metrics,
+)
+from rlmath.types import Completion, Prompt, Score, ScoredGroup
+from rlmath.update import UpdateRecord
 
 RIGHT = Score(5.0, True, "2", "string", True, (("steps", 4.0),))
 WRONG = Score(-5.0, False, "3", "number", True)
@@ -26,11 +36,7 @@ GROUPS = [
     group(5, (6, "length", LATE), (8, "stop", BROKEN)),
     group(4, (10, "stop", RIGHT), (10, "stop", SILENT)),
 ]
-SAMPLES = [
-    Sample(g.prompt.token_ids, c.token_ids, c.logprobs, advantage)
-    for g, advantages in zip(GROUPS, ([1.0, -1.0], [0.0, 0.0], [0.5, -1.5]), strict=True)
-    for c, advantage in zip(g.completions, advantages, strict=True)
-]
+ADVANTAGES = [[1.0, -1.0], [0.0, 0.0], [0.5, -1.5]]
 
 
 @pytest.mark.parametrize(
@@ -55,18 +61,19 @@ SAMPLES = [
         ("n_seqs", 6.0),
         ("n_tokens", 64.0),
         ("n_valid_tokens", 40.0),
-        ("advantage", (2 * 1 - 4 * 1 + 10 * 0.5 - 10 * 1.5) / 40),
     ],
 )
 def test_rollout_metrics_by_hand(name: str, value: float):
-    assert rollout_metrics(GROUPS, SAMPLES)[name] == pytest.approx(value)
+    assert rollout_metrics(GROUPS)[name] == pytest.approx(value)
 
 
 def minibatch(tokens: float, scale: float, norm: float, lr: float, why: str | None = None) -> MinibatchResult:
-    """A minibatch whose sums are `scale` times 1, 2, 3, ..."""
-    names = ("loss", "surrogate", "ratio", "clipped", "approx_kl", "reference_kl", "entropy", "mismatch")
+    """A minibatch whose sums are `scale` times 1, 2, 3, ..., with twice as many tokens as its loss is divided by."""
+    names = ("loss", "ratio", "clipped", "approx_kl", "proximal_kl", "reference_kl", "entropy", "mismatch")
+    names += ("correction", "correction_cut")
     sums = {name: scale * number for number, name in enumerate(names, start=1)}
-    return MinibatchResult(sums | {"tokens": tokens}, {"mismatch_max": scale}, norm, lr, why)
+    sums |= {"tokens": tokens, "denominator": tokens / 2}
+    return MinibatchResult(sums, {"mismatch_max": scale}, norm, lr, why)
 
 
 RESULTS = [
@@ -80,14 +87,16 @@ RESULTS = [
     ("name", "value"),
     [
         # sums of 1 + 6 = 7 times the column's number, over 30 tokens: the second was discarded
-        ("actor_loss", 7 / 30),
-        ("importance_weight", 21 / 30),
-        ("actor_clip_ratio", 28 / 30),
-        ("ppo_approx_kl", 35 / 30),
+        ("actor_loss", 7 / 15),
+        ("importance_weight", 14 / 30),
+        ("actor_clip_ratio", 21 / 30),
+        ("ppo_approx_kl", 28 / 30),
+        ("train/proximal_kl", 35 / 30),
         ("train/reference_kl", 42 / 30),
         ("train/entropy_loss", 49 / 30),
         ("kl_reward", -0.14),
         ("final_reward", 2.0 - 0.14),
+        ("advantage", (2 * 1 - 4 * 1 + 10 * 0.5 - 10 * 1.5) / 40),
         ("train/grad_norm", 1.0),
         ("train/learning_rate", 0.3),
         ("train/early_stopped_minibatches", 1.0),
@@ -95,13 +104,53 @@ RESULTS = [
     ],
 )
 def test_update_metrics_are_means_over_the_tokens_that_were_learned_from(name: str, value: float):
-    assert update_metrics(RESULTS, kl_coef=0.1, task_reward=2.0)[name] == pytest.approx(value)
+    record = UpdateRecord(RESULTS, ADVANTAGES, None)
+    assert update_metrics(record, GROUPS, 2.0, AlgorithmConfig(kl_coef=0.1))[name] == pytest.approx(value)
+
+
+def test_kl_inside_of_the_reward_is_part_of_the_final_reward_of_a_completion():
+    record = UpdateRecord(RESULTS, ADVANTAGES, RewardKL(per_token=0.5, per_completion=40.0))
+    metrics = update_metrics(record, GROUPS, 2.0, AlgorithmConfig(kl_coef=0.1, kl_in="reward"))
+    assert metrics["kl_reward"] == pytest.approx(-0.05)
+    assert metrics["final_reward"] == pytest.approx(2.0 - 4.0)
+    assert metrics["train/reference_kl"] == 0.5
+
+
+def test_the_correction_is_told_where_there_is_one():
+    record = UpdateRecord(RESULTS, ADVANTAGES, None)
+    metrics = update_metrics(record, GROUPS, 2.0, AlgorithmConfig(importance_correction="token"))
+    assert metrics["train/importance_correction"] == pytest.approx(7 * 9 / 30)
+    assert metrics["train/importance_correction_cut"] == pytest.approx(7 * 10 / 30)
+    assert "train/importance_correction" not in update_metrics(record, GROUPS, 2.0, AlgorithmConfig())
 
 
 def test_a_step_whose_minibatches_were_all_discarded_has_no_gradient_norm():
-    metrics = update_metrics([RESULTS[1]], kl_coef=0.0, task_reward=2.0)
+    metrics = update_metrics(UpdateRecord([RESULTS[1]], ADVANTAGES, None), GROUPS, 2.0, AlgorithmConfig())
     assert metrics["train/grad_norm"] == 0.0
     assert metrics["train/early_stopped_minibatches"] == metrics["train/minibatches"] == 1.0
+
+
+def test_a_step_without_anything_to_learn_from_has_only_its_counts():
+    metrics = update_metrics(UpdateRecord([], [], None), [], 2.0, AlgorithmConfig())
+    assert metrics == {"train/early_stopped_minibatches": 0.0, "train/minibatches": 0.0}
+    assert mismatch_metrics([], only_first=True) == {}
+
+
+def test_selection_metrics_count_groups_and_completions():
+    chosen = [Chosen((0, 1)), Chosen((), dropped="right"), Chosen((), ("short", "long"), "empty")]
+    metrics = selection_metrics(Selection(GROUPS, chosen, wanted=2))
+    assert {name: value for name, value in metrics.items() if value} == {
+        "selection/groups_sampled": 3.0,
+        "selection/groups_learned": 1.0,
+        "selection/extra_prompts": 1.0,
+        "selection/dropped/right": 1.0,
+        "selection/dropped/empty": 1.0,
+        "selection/filtered/short": 1.0,
+        "selection/filtered/long": 1.0,
+    }
+    assert {"selection/dropped/wrong", "selection/dropped/surplus", "selection/filtered/truncated"} <= set(
+        metrics
+    )
 
 
 def test_the_mismatch_over_all_minibatches_and_over_the_first():
@@ -115,15 +164,16 @@ def test_the_mismatch_over_all_minibatches_and_over_the_first():
     }
 
 
-def test_the_rollout_is_paced_by_what_it_sampled_and_the_rest_by_what_they_read():
+def test_phases_are_paced_by_the_tokens_they_work_on():
     seconds = {"sync": 0.5, "rollout": 2.0, "update": 4.0, "reference": 0.0, "step": 8.0}
-    assert pace_metrics(seconds, n_tokens=100.0, n_valid_tokens=60.0) == {
+    # 40 tokens were sampled, 64 with their prompts; the first group has 2 x 3 + 6 tokens, read in two epochs
+    assert pace_metrics(seconds, GROUPS, GROUPS[:1], epochs=2) == {
         "seconds/sync": 0.5,
         "seconds/rollout": 2.0,
         "seconds/update": 4.0,
         "seconds/reference": 0.0,
         "seconds/step": 8.0,
-        "tokens_per_second/rollout": 30.0,
-        "tokens_per_second/update": 25.0,
-        "tokens_per_second/step": 12.5,
+        "tokens_per_second/rollout": 20.0,
+        "tokens_per_second/update": 6.0,
+        "tokens_per_second/step": 8.0,
     }

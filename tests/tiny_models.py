@@ -66,13 +66,14 @@ def shape_of(folder: Path) -> ModelShape:
     return shape
 
 
-def make_samples(count: int, seed: int = 0) -> list[Sample]:
-    """Samples of 4 to 24 tokens with random tokens, advantages and behaviour log-probs."""
+def make_samples(count: int, seed: int = 0, longest: int = 16) -> list[Sample]:
+    """Samples with random tokens, advantages and behaviour log-probs: prompts of 2 to 8 tokens, completions of 2 to
+    `longest`."""
     draw = random.Random(seed)
     samples = []
     for _ in range(count):
         prompt = tuple(draw.randrange(3, VOCAB) for _ in range(draw.randint(2, 8)))
-        completion = tuple(draw.randrange(3, VOCAB) for _ in range(draw.randint(2, 16)))
+        completion = tuple(draw.randrange(3, VOCAB) for _ in range(draw.randint(2, longest)))
         logprobs = tuple(-draw.uniform(3.5, 5.5) for _ in completion)
         samples.append(Sample(prompt, completion, logprobs, advantage=draw.uniform(-1.5, 1.5)))
     return samples

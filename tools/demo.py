@@ -1,6 +1,6 @@
 """The laptop demo: make data and a model, train it with GRPO, and show what it learned.
 
-    python tools/demo.py [--seed 1] [--ranks 2] [--tensor-parallel 2] [--pipeline-parallel 1]
+    python tools/demo.py [--seed 1] [--ranks 2] [--tensor-parallel 2] [--pipeline-parallel 1] [--algorithm grpo]
 
 It runs the same programs, one after the other, that a user would: tools/make_arithmetic.py, tools/make_tiny_model.py,
 tools/measure_accuracy.py, torchrun launch/train_grpo.py, tools/measure_accuracy.py, tools/plot_run.py. Everything is
@@ -21,6 +21,8 @@ from pathlib import Path
 REPOSITORY = Path(__file__).resolve().parents[1]
 MAX_PROMPT_TOKENS = 32
 MAX_NEW_TOKENS = 32
+ALGORITHMS = REPOSITORY / "configs" / "algorithms"
+GOOD_ACCURACY = 0.9
 
 
 @dataclass(frozen=True)
@@ -92,8 +94,8 @@ def accuracy(title: str, model: Path, folder: Path, seed: int) -> float:
     return report["accuracy"]
 
 
-def train(folder: Path, seed: int, layout: Layout) -> dict:
-    """GRPO under torchrun; returns the run's own summary."""
+def train(folder: Path, seed: int, layout: Layout, algorithm: str) -> dict:
+    """The training run under torchrun; returns its own summary."""
     command = [
         sys.executable,
         "-m",
@@ -102,16 +104,25 @@ def train(folder: Path, seed: int, layout: Layout) -> dict:
         f"--nproc-per-node={layout.ranks}",
     ]
     command += ["launch/train_grpo.py", "--config", "configs/demo.yaml"]
+    command += ["--config", str(ALGORITHMS / f"{algorithm}.yaml")]
     command += [f"run.output_dir={folder / 'run'}", f"run.seed={seed}", f"model.path={folder / 'base'}"]
     command += [f"data.train_path={folder / 'data' / 'train.jsonl'}"]
     command += [f"parallel.tensor={layout.tensor}", f"parallel.pipeline={layout.pipeline}"]
     # One computing thread per rank: the ranks are the parallelism.
     environment = child_environment() | {"OMP_NUM_THREADS": "1"}
-    run(f"GRPO on {layout.ranks} ranks, TP{layout.tensor} x PP{layout.pipeline}", command, environment)
+    title = f"Training ({algorithm}) on {layout.ranks} ranks, TP{layout.tensor} x PP{layout.pipeline}"
+    run(title, command, environment)
     return json.loads((folder / "run" / "summary.json").read_text(encoding="utf-8"))
 
 
-def demo(folder: Path, seed: int, layout: Layout) -> dict:
+def steps_to_good_accuracy(folder: Path) -> int | None:
+    """The first step that sampled at least GOOD_ACCURACY right answers, None if there is none."""
+    with (folder / "run" / "metrics.jsonl").open(encoding="utf-8") as lines:
+        rows = [json.loads(line) for line in lines]
+    return next((row["step"] for row in rows if row["rollout/accuracy"] >= GOOD_ACCURACY), None)
+
+
+def demo(folder: Path, seed: int, layout: Layout, algorithm: str) -> dict:
     """All stages; returns the demo's summary, but for the time."""
     python, environment = sys.executable, child_environment()
     make_data = [python, "tools/make_arithmetic.py", "--output", str(folder / "data"), "--seed", str(seed)]
@@ -120,7 +131,7 @@ def demo(folder: Path, seed: int, layout: Layout) -> dict:
     make_model += ["--data", str(folder / "data"), "--seed", str(seed)]
     run("A tiny model that can add but slips", make_model, environment)
     before = accuracy("Accuracy before", folder / "base", folder, seed)
-    trained = train(folder, seed, layout)
+    trained = train(folder, seed, layout, algorithm)
     after = accuracy("Accuracy after", folder / "run" / "hf_model", folder, seed)
     picture = [python, "tools/plot_run.py", str(folder / "run"), "--metric", "task_reward"]
     run("The reward curve", [*picture, "--output", str(folder / "reward.svg")], environment)
@@ -129,10 +140,12 @@ def demo(folder: Path, seed: int, layout: Layout) -> dict:
         "accuracy_after": after,
         "seconds_training": trained["seconds_training"],
         "steps": trained["steps"],
+        "steps_to_90_percent": steps_to_good_accuracy(folder),
         "tokens_per_second": trained["tokens_per_second"],
         "layout": trained["layout"],
         "ranks": layout.ranks,
         "seed": seed,
+        "algorithm": algorithm,
     }
 
 
@@ -144,6 +157,10 @@ def main() -> int:
     parser.add_argument("--tensor-parallel", type=int, default=2, help="of the training layout (default: 2)")
     parser.add_argument(
         "--pipeline-parallel", type=int, default=1, help="of the training layout (default: 1)"
+    )
+    names = sorted(path.stem for path in ALGORITHMS.glob("*.yaml"))
+    parser.add_argument(
+        "--algorithm", choices=names, default="grpo", help="one of configs/algorithms (default: grpo)"
     )
     parser.add_argument(
         "--output", type=Path, default=Path("outputs/demo"), help="folder (default: outputs/demo)"
@@ -165,7 +182,7 @@ def main() -> int:
     folder = arguments.output.resolve()
     set_aside(folder)
     folder.mkdir(parents=True)
-    summary = demo(folder, arguments.seed, layout)
+    summary = demo(folder, arguments.seed, layout, arguments.algorithm)
     summary["seconds_total"] = round(time.time() - arguments.started_at, 1)
     summary["seconds_install_excluded"] = round(time.time() - started, 1)
     (folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")

@@ -51,15 +51,17 @@ class Learner:
         batches: Sequence[MicroBatch],
         old: Sequence[TokenLogprobs] | None,
         reference: Sequence[TokenLogprobs] | None,
+        on_policy: bool = False,
     ) -> MinibatchResult:
         """One optimizer step on a minibatch, or none: then parameters, optimizer and schedule stay bit-identical.
 
-        `old` are the proximal log-probs, None to use the engine's; `reference` None leaves KL out of the loss. The loss
-        is summed over tokens and divided by the minibatch's global `loss_count`, by Megatron, once.
+        `old` are the proximal log-probs, None to use the engine's; with `on_policy` they are the policy's own of now,
+        which spares their pass where there is one minibatch a step. `reference` None leaves KL out of the loss. The
+        loss is summed over tokens and divided by the minibatch's global `loss_count`, by Megatron, once.
         """
         self.executor.zero_grad()
         self.optimizer.zero_grad()
-        on_logits = partial(self._loss, old, reference)
+        on_logits = partial(self._loss, old, reference, on_policy)
         sums, maxima = self._reduce(self.executor.run(batches, on_logits, forward_only=False))
         lr = learning_rate(self.optimizer)
         grad_norm, overflow = self._grad_norm()
@@ -78,6 +80,7 @@ class Learner:
         self,
         old: Sequence[TokenLogprobs] | None,
         reference: Sequence[TokenLogprobs] | None,
+        on_policy: bool,
         index: int,
         batch: MicroBatch,
         logits_TV: Tensor,
@@ -85,11 +88,12 @@ class Learner:
         at = self.executor.device.torch_device
         logprobs_T, entropy_T = self.executor.logprobs_of(batch, logits_TV)
         behaviour_T = batch.behaviour_logprobs_T.to(at)
+        recomputed_T = logprobs_T.detach() if old is None else old[index].logprobs_T
         weights_T = batch.loss_weights_T.to(at)
         tokens = TokenInputs(
             logprobs_T=logprobs_T,
             entropy_T=entropy_T if self.settings.entropy_coef else entropy_T.detach(),
-            proximal_logprobs_T=behaviour_T if old is None else old[index].logprobs_T,
+            proximal_logprobs_T=behaviour_T if old is None and not on_policy else recomputed_T,
             behaviour_logprobs_T=behaviour_T,
             reference_logprobs_T=None if reference is None else reference[index].logprobs_T,
             advantages_T=batch.advantages_T.to(at),
@@ -98,8 +102,7 @@ class Learner:
             n_segments=batch.n_segments,
         )
         terms = token_loss(tokens, self.settings)
-        sampled_T = logprobs_T.detach() if old is None else old[index].logprobs_T
-        mismatch_T = torch.where(weights_T > 0, (sampled_T - behaviour_T).abs(), 0.0)
+        mismatch_T = torch.where(weights_T > 0, (recomputed_T - behaviour_T).abs(), 0.0)
         # Copies: Megatron divides the loss in place, and metrics must not share its storage.
         metrics = {name: getattr(terms, name).detach().clone() for name in LOSS_SUMS}
         metrics |= {

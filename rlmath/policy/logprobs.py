@@ -24,9 +24,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 CHUNK_BYTES = {"cpu": 4 * 2**20, "cuda": 32 * 2**20}
-"""Size of one float32 chunk of logits by kind of device; two are held at a time. On a CPU they should stay in the
-cache of a core (measured: 16 MiB takes twice the time of 4). On a GPU, kernels over fewer bytes would take longer to
-start than to run, and one chunk still fits the 50 MB cache of an H100 or H200 (reckoned, not measured)."""
+"""Size of one float32 chunk of logits by kind of device; two are held at a time. On a CPU they should stay in a core's
+cache (16 MiB was measured to take twice the time of 4). On a GPU, kernels over fewer bytes would take longer to start
+than to run, and one chunk still fits the 50 MB cache of an H100 or H200 (reckoned, not measured)."""
 
 NOWHERE = -1e30
 """Scaled logit (bits) of a token that cannot be sampled: finite, so that 0 times it is 0."""
@@ -74,25 +74,25 @@ class _Shard:
         rows = max((chunk.stop - chunk.start for chunk in self.chunks(logits_TV)), default=0)
         return torch.empty(2, rows, self.columns, dtype=torch.float32, device=logits_TV.device).unbind()
 
-    def top(self, logits_TV: Tensor, rows: slice, scratch_RV: Tensor) -> Tensor:
-        """Largest scaled logit of each row that can be sampled (bits)."""
+    def sink(self, logits_TV: Tensor, rows: slice, scratch_RV: Tensor) -> Tensor:
+        """Minus the largest scaled logit of each row among those that can be sampled (bits)."""
         raw_RV = logits_TV[rows, : self.columns]
         if self.barred_T is not None:
             raw_RV = scratch_RV[: raw_RV.shape[0]].copy_(raw_RV)
             self.bar(raw_RV, rows, NOWHERE)
-        return raw_RV.amax(-1).float().mul_(self.bits)
+        return raw_RV.amax(-1).float().mul_(-self.bits)
+
+    def sunk(self, logits_TV: Tensor, rows: slice, sink_T: Tensor, out_RV: Tensor) -> Tensor:
+        """Scaled logits plus `sink_T` (bits), in the head of `out_RV`. Being a fused multiply-add, it costs large
+        logits no digits: the rounding of `sink_T` is common to a row and cancels."""
+        raw_RV = logits_TV[rows, : self.columns]
+        return torch.add(sink_T[rows, None], raw_RV, alpha=self.bits, out=out_RV[: raw_RV.shape[0]])
 
     def bar(self, values_RV: Tensor, rows: slice, value: float) -> None:
         """Overwrite the entries of the barred tokens."""
         if self.barred_T is not None:
             for column in self.barred_columns:
                 values_RV[:, column].masked_fill_(self.barred_T[rows], value)
-
-    def below(self, logits_TV: Tensor, rows: slice, top_R: Tensor, out_RV: Tensor) -> Tensor:
-        """How far each scaled logit lies above `top_R` (bits), into the head of `out_RV`. A fused multiply-add: the
-        rounding of `top_R` is common to a row, so it cancels, and large logits cost no digits."""
-        raw_RV = logits_TV[rows, : self.columns]
-        return torch.add(-top_R[:, None], raw_RV, alpha=self.bits, out=out_RV[: raw_RV.shape[0]])
 
 
 class _VocabParallelLogprobs(torch.autograd.Function):
@@ -104,17 +104,18 @@ class _VocabParallelLogprobs(torch.autograd.Function):
         local_T = targets_T - shard.start
         mine_T = (local_T >= 0) & (local_T < shard.columns)
         column_T1 = local_T.clamp(0, max(shard.columns - 1, 0))[:, None]
-        own_top_T, sums_3T = _local_sums(logits_TV, shard)
-        sums_3T[2] = _target_distance(logits_TV, column_T1, own_top_T, shard)
-        top_T = own_top_T.clone()
+        own_sink_T, sums_3T = _local_sums(logits_TV, shard)
+        sums_3T[2] = _sunk_targets(logits_TV, column_T1, own_sink_T, shard)
+        top_T = -own_sink_T
         dist.all_reduce(top_T, op=dist.ReduceOp.MAX, group=group)
-        _rescale(sums_3T, own_top_T - top_T, mine_T)
+        sink_T = -top_T
+        _sink_further(sums_3T, sink_T - own_sink_T, mine_T)
         dist.all_reduce(sums_3T, group=group)
         mass_T, moment_T, target_T = sums_3T.unbind()
         log_mass_T = mass_T.log()
         entropy_T = (log_mass_T - LN2 * moment_T / mass_T).clamp_(min=0)
         logprobs_T = (LN2 * target_T - log_mass_T).clamp_(max=0)
-        ctx.save_for_backward(logits_TV, top_T, mass_T, logprobs_T, entropy_T, mine_T, column_T1)
+        ctx.save_for_backward(logits_TV, sink_T, mass_T, logprobs_T, entropy_T, mine_T, column_T1)
         ctx.shard = shard
         return logprobs_T, entropy_T
 
@@ -131,7 +132,7 @@ class _VocabParallelLogprobs(torch.autograd.Function):
         """
         if grad_logprobs_T is None and grad_entropy_T is None:
             return None, None, None, None
-        logits_TV, top_T, mass_T, logprobs_T, entropy_T, mine_T, column_T1 = ctx.saved_tensors
+        logits_TV, sink_T, mass_T, logprobs_T, entropy_T, mine_T, column_T1 = ctx.saved_tensors
         shard: _Shard = ctx.shard
         # Shares the version counter of the saved logits: once it is written, another backward pass is refused.
         grad_TV = logits_TV.detach()
@@ -139,71 +140,78 @@ class _VocabParallelLogprobs(torch.autograd.Function):
         pull_T = zero_T if grad_logprobs_T is None else grad_logprobs_T / shard.temperature
         spread_T = zero_T if grad_entropy_T is None else grad_entropy_T / shard.temperature
         idle_T = (pull_T == 0) & (spread_T == 0)
-        offset_T = -(pull_T + spread_T * (entropy_T - mass_T.log())) / mass_T
-        slope_T = None if grad_entropy_T is None else spread_T * (-LN2 / mass_T)
-        _write_gradient(grad_TV, shard, idle_T, top_T, offset_T, slope_T)
-        # The target's own entry once more: 1 - p has lost its digits where p is close to 1.
+        # Both wait for the device, so before the long work is queued.
+        idle, idle_rows = idle_T.tolist(), idle_T.nonzero()[:, 0]
+        offset_T = (spread_T * (mass_T.log() - entropy_T) - pull_T) / mass_T
+        slope_T = None if grad_entropy_T is None else spread_T * -LN2 / mass_T
+        _write_gradient(grad_TV, shard, idle, sink_T, offset_T, slope_T)
+        # 1 - p of the target has lost its digits where p is close to 1.
         target_T = -torch.expm1(logprobs_T) * pull_T - logprobs_T.exp() * (logprobs_T + entropy_T) * spread_T
-        other_T1 = grad_TV.gather(1, column_T1)
-        grad_TV.scatter_(1, column_T1, torch.where(mine_T[:, None], target_T[:, None].to(other_T1), other_T1))
+        _put_targets(grad_TV, column_T1, target_T, mine_T)
         shard.bar(grad_TV, slice(None), 0.0)
         grad_TV[:, shard.columns :].zero_()
-        grad_TV.index_fill_(0, idle_T.nonzero()[:, 0], 0.0)
+        grad_TV.index_fill_(0, idle_rows, 0.0)
         return grad_TV, None, None, None
 
 
 def _local_sums(logits_TV: Tensor, shard: _Shard) -> tuple[Tensor, Tensor]:
-    """Of this shard alone: the largest scaled logit of every row (bits), and with b how far each lies above it, in
-    rows 0 and 1 of the sums: the sum of 2^b, the sum of b 2^b."""
+    """Of this shard alone: `_Shard.sink` of every row and, with b the sunk logits (bits, 0 at most), in rows 0 and 1
+    of the sums: the mass, sum of 2^b, and the moment, sum of b 2^b."""
     T = logits_TV.shape[0]
-    top_T = torch.full((T,), NOWHERE, dtype=torch.float32, device=logits_TV.device)
+    sink_T = torch.full((T,), -NOWHERE, dtype=torch.float32, device=logits_TV.device)
     sums_3T = torch.zeros(3, T, dtype=torch.float32, device=logits_TV.device)
     scratch = shard.scratch(logits_TV)
     for rows in shard.chunks(logits_TV):
-        top_T[rows] = shard.top(logits_TV, rows, scratch[0])
-        bits_RV = shard.below(logits_TV, rows, top_T[rows], scratch[0])
+        sink_T[rows] = shard.sink(logits_TV, rows, scratch[0])
+        bits_RV = shard.sunk(logits_TV, rows, sink_T, scratch[0])
         shard.bar(bits_RV, rows, NOWHERE)
         weight_RV = torch.exp2(bits_RV, out=scratch[1][: bits_RV.shape[0]])
         torch.sum(weight_RV, -1, out=sums_3T[0, rows])
         torch.sum(bits_RV.mul_(weight_RV), -1, out=sums_3T[1, rows])
-    return top_T, sums_3T
+    return sink_T, sums_3T
 
 
-def _target_distance(logits_TV: Tensor, column_T1: Tensor, top_T: Tensor, shard: _Shard) -> Tensor:
-    """How far the scaled logit in each row's column lies above `top_T` (bits)."""
-    bits_T = torch.add(-top_T, logits_TV.gather(1, column_T1)[:, 0], alpha=shard.bits)
+def _sunk_targets(logits_TV: Tensor, column_T1: Tensor, sink_T: Tensor, shard: _Shard) -> Tensor:
+    """The scaled logit in each row's column plus `sink_T` (bits)."""
+    bits_T = torch.add(sink_T, logits_TV.gather(1, column_T1)[:, 0], alpha=shard.bits)
     if shard.barred_T is not None:
         for column in shard.barred_columns:
             bits_T.masked_fill_(shard.barred_T & (column_T1[:, 0] == column), NOWHERE)
     return bits_T
 
 
-def _rescale(sums_3T: Tensor, shift_T: Tensor, mine_T: Tensor) -> None:
-    """Sums against this shard's largest logits become sums against the largest of all, `shift_T` (bits) above."""
+def _sink_further(sums_3T: Tensor, by_T: Tensor, mine_T: Tensor) -> None:
+    """Mass, moment and target of a shard, in place, as if `by_T` (bits, 0 at most) had been added to its sink, and no
+    target where it is another shard's."""
     mass_T, moment_T, target_T = sums_3T.unbind()
-    scale_T = shift_T.exp2()
-    moment_T.addcmul_(shift_T, mass_T).mul_(scale_T)
+    scale_T = by_T.exp2()
+    moment_T.addcmul_(by_T, mass_T).mul_(scale_T)
     mass_T.mul_(scale_T)
-    target_T.add_(shift_T).masked_fill_(~mine_T, 0.0)
+    target_T.add_(by_T).masked_fill_(~mine_T, 0.0)
 
 
 def _write_gradient(
-    grad_TV: Tensor, shard: _Shard, idle_T: Tensor, top_T: Tensor, offset_T: Tensor, slope_T: Tensor | None
+    grad_TV: Tensor, shard: _Shard, idle: list[bool], sink_T: Tensor, offset_T: Tensor, slope_T: Tensor | None
 ) -> None:
-    """Turn logits into (slope * b + offset) * 2^b, with b how far they lie above `top_T` (bits), chunk by chunk; None
-    is a slope of 0. Chunks of idle rows only are left as they are."""
-    idle = idle_T.tolist()
+    """Turn logits into (slope * b + offset) * 2^b, b being the sunk logits (bits), chunk by chunk; None is a slope of
+    0. A chunk of nothing but idle rows stays as it is."""
     scratch = shard.scratch(grad_TV)
     for rows in shard.chunks(grad_TV):
         if all(idle[rows]):
             continue
-        bits_RV = shard.below(grad_TV, rows, top_T[rows], scratch[0])
+        bits_RV = shard.sunk(grad_TV, rows, sink_T, scratch[0])
         out_RV = grad_TV[rows, : shard.columns]
         if slope_T is None:
             torch.mul(bits_RV.exp2_(), offset_T[rows, None], out=out_RV)
             continue
         weight_RV = torch.exp2(bits_RV, out=scratch[1][: bits_RV.shape[0]])
         torch.mul(bits_RV.mul_(slope_T[rows, None]).add_(offset_T[rows, None]), weight_RV, out=out_RV)
+
+
+def _put_targets(grad_TV: Tensor, column_T1: Tensor, target_T: Tensor, mine_T: Tensor) -> None:
+    """Overwrite one entry of each row whose target this shard holds."""
+    other_T1 = grad_TV.gather(1, column_T1)
+    grad_TV.scatter_(1, column_T1, torch.where(mine_T[:, None], target_T[:, None].to(other_T1), other_T1))
 
 
 def vocab_parallel_logprobs(

@@ -20,10 +20,16 @@ def load(folder: Path) -> torch.nn.Module:
 
 def completion_logprobs(model: torch.nn.Module, sample: Sample) -> Tensor:
     """Log-probs of a completion's tokens at TEMPERATURE."""
+    return completion_terms(model, sample)[0]
+
+
+def completion_terms(model: torch.nn.Module, sample: Sample) -> tuple[Tensor, Tensor]:
+    """Log-probs of a completion's tokens and entropies of their distributions at TEMPERATURE."""
     ids = torch.tensor(sample.prompt_ids + sample.completion_ids)
-    logits = model(ids[None]).logits[0].float() / TEMPERATURE
-    all_logprobs = torch.log_softmax(logits[:-1], -1).gather(1, ids[1:, None])[:, 0]
-    return all_logprobs[len(sample.prompt_ids) - 1 :]
+    all_logprobs = torch.log_softmax(model(ids[None]).logits[0, :-1].float() / TEMPERATURE, -1)
+    entropy = -(all_logprobs.exp() * all_logprobs).sum(-1)
+    start = len(sample.prompt_ids) - 1
+    return all_logprobs.gather(1, ids[1:, None])[start:, 0], entropy[start:]
 
 
 def loss(
@@ -31,20 +37,32 @@ def loss(
     samples: list[Sample],
     kl_coef: float = 0.0,
     reference: torch.nn.Module | None = None,
+    kind: str = "clip",
+    normalisation: str = "token",
+    entropy_coef: float = 0.0,
 ) -> Tensor:
-    """Token-mean clipped surrogate plus k3 KL, as the papers write it."""
-    total, tokens = torch.zeros(()), 0
+    """The losses of docs/algorithm.md as the papers write them, sample by sample; k3 KL; mean over tokens or over the
+    samples' means."""
+    total, count = torch.zeros(()), 0
     for sample in samples:
-        logprobs = completion_logprobs(model, sample)
-        ratio = (logprobs - torch.tensor(sample.behaviour_logprobs)).exp()
-        surrogate = torch.min(ratio * sample.advantage, ratio.clamp(0.8, 1.2) * sample.advantage)
-        total = total - surrogate.sum()
+        logprobs, entropy = completion_terms(model, sample)
+        log_ratio = logprobs - torch.tensor(sample.behaviour_logprobs)
+        per_token = _surrogate(kind, logprobs, log_ratio, sample.advantage) - entropy_coef * entropy
         if reference is not None:
             with torch.no_grad():
                 ref = completion_logprobs(reference, sample)
-            total = total + kl_coef * ((ref - logprobs).exp() - (ref - logprobs) - 1).sum()
-        tokens += len(sample.completion_ids)
-    return total / tokens
+            per_token = per_token + kl_coef * ((ref - logprobs).exp() - (ref - logprobs) - 1)
+        total = total + (per_token.sum() if normalisation == "token" else per_token.mean())
+        count += len(sample.completion_ids) if normalisation == "token" else 1
+    return total / count
+
+
+def _surrogate(kind: str, logprobs: Tensor, log_ratio: Tensor, advantage: float) -> Tensor:
+    if kind == "cispo":
+        return -log_ratio.detach().exp().clamp(0.8, 1.2) * advantage * logprobs
+    ratio = (log_ratio.mean() if kind == "gspo" else log_ratio).exp()
+    surrogate = torch.min(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
+    return -surrogate.expand_as(logprobs)
 
 
 def gradients(model: torch.nn.Module) -> dict[str, Tensor]:

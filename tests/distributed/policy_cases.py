@@ -139,11 +139,16 @@ def microbatches(stage: Stage, samples: list[Sample]) -> list[MicroBatch]:
     """This rank's share of one minibatch of all samples."""
     config, mesh = stage.config, stage.mesh
     lengths = [sample.length for sample in samples]
-    (plan,) = plan_minibatches(lengths, 1, mesh.data, config.policy.max_tokens_per_microbatch, seed=3)
+    (plan,) = plan_minibatches(
+        lengths,
+        1,
+        mesh.data,
+        config.policy.max_tokens_per_microbatch,
+        seed=3,
+        count_multiple=mesh.microbatch_multiple,
+    )
     multiple = mesh.tensor if config.parallel.sequence else 1
-    mine = plan.microbatches_by_rank[mesh.data_rank]
-    missing = -len(mine) % mesh.microbatch_multiple
-    return [pack(samples, indices, multiple) for indices in (*mine, *[()] * missing)]
+    return [pack(samples, indices, multiple) for indices in plan.microbatches_by_rank[mesh.data_rank]]
 
 
 def by_sample(batches: list[MicroBatch], per_token: list[Tensor]) -> dict[int, list[float]]:
@@ -203,7 +208,7 @@ def gradients(folder: Path, case: Case, samples: list[Sample]) -> dict[str, Tens
     batches = microbatches(stage, samples)
     learner = stage.actor.learner
     learner.executor.zero_grad()
-    learner.executor.run(batches, partial(learner._loss, None, None), forward_only=False)
+    learner.executor.run(batches, partial(learner._loss, None, None, False), forward_only=False)
     found = whole_gradients(stage)
     return found if stage.mesh.rank == 0 else None
 

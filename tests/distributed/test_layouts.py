@@ -87,9 +87,7 @@ def test_the_stream_gives_back_the_very_tensors_of_the_folder(
     assert all(torch.equal(tensor, reader.tensor(name)) for name, tensor in streamed.items())
 
 
-@pytest.mark.parametrize(
-    "case", [INTERLEAVED, pytest.param(FIRST_HEAVY, marks=pytest.mark.full)], ids=str
-)
+@pytest.mark.parametrize("case", [INTERLEAVED, pytest.param(FIRST_HEAVY, marks=pytest.mark.full)], ids=str)
 def test_engine_logprobs_equal_the_policys_after_every_update(
     ranks: RankPool, untied_model: Path, case: Case
 ) -> None:

@@ -47,3 +47,10 @@ def test_engines_are_neighbouring_ranks_and_the_first_speaks(engine_size: int):
 def test_a_mesh_describes_itself():
     assert Mesh(0, 2, 2, 1, engine_size=1).describe() == "TP2 x PP1 x DP1, 2 engines of TP1"
     assert Mesh(0, 8, 2, 2, engine_size=8).describe() == "TP2 x PP2 x DP2, 1 engine of TP8"
+    interleaved = Mesh(0, 4, 1, 2, engine_size=4, virtual_pipeline=3)
+    assert interleaved.describe() == "TP1 x PP2 x VPP3 x DP2, 1 engine of TP4"
+
+
+def test_only_the_interleaved_schedule_needs_a_multiple_of_microbatches():
+    assert Mesh(0, 8, 2, 4, engine_size=1).microbatch_multiple == 1
+    assert Mesh(0, 8, 2, 4, engine_size=1, virtual_pipeline=2).microbatch_multiple == 4

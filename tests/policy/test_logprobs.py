@@ -119,7 +119,9 @@ def test_a_peaked_row_keeps_its_small_entropy_and_its_gradient() -> None:
     torch.testing.assert_close(found[0], wanted[0].float(), atol=3e-7, rtol=0)
     loss(*found[:2], "logprobs").backward()
     loss(*wanted[:2], "logprobs").backward()
-    torch.testing.assert_close(found[2].grad, wanted[2].grad.float(), atol=1e-12, rtol=0.05)
+    error_TV = (found[2].grad - wanted[2].grad).abs()
+    assert error_TV[0, 3] < 3e-7
+    assert error_TV.max() == error_TV[0, 3] and error_TV.sort().values[0, -2] < 1e-14
 
 
 @pytest.mark.parametrize("padding", [1e4, torch.inf, torch.nan])

@@ -1,0 +1,103 @@
+"""What the ranks do in the invariance tests: one recorded batch, learned from in many splits, with several losses."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from rlmath.algo.losses import LossKind, LossSettings
+from rlmath.packing.pack import pack
+from rlmath.packing.schedule import plan_minibatches
+from rlmath.packing.weights import Normalisation, NormalisationKind
+from rlmath.types import MicroBatch, Sample
+from tests.distributed.policy_cases import Case, Stage, build, whole_gradients, whole_tensors
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A split into micro-batches, and a loss."""
+
+    split: str = "one"
+    """"one" micro-batch a rank, "two", or "many"."""
+    normalisation: NormalisationKind = "token"
+    kind: LossKind = "clip"
+    entropy_coef: float = 0.0
+
+    def max_tokens(self, samples: list[Sample], data_size: int) -> int:
+        total = sum(sample.length for sample in samples)
+        longest = max(sample.length for sample in samples)
+        return {"one": total, "two": -(-total * 6 // (10 * data_size)), "many": longest + 20}[self.split]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Of one variant, whole, by Hugging Face names."""
+
+    gradients: dict[str, Tensor]
+    update: dict[str, Tensor]
+    """New weights minus old ones."""
+    loss: float
+    microbatches: int
+    """Of every data-parallel rank, those of weight 0 included."""
+
+
+def outcomes(folder: Path, case: Case, samples: list[Sample], variants: list[Variant]) -> list[Outcome]:
+    """Gradients of every variant, and one optimizer step of the case's optimizer from the same weights; from rank 0.
+
+    Adam keeps its state from one variant to the next: give it one variant. Its gradients are left out, since a rank has
+    only its share of them.
+    """
+    stage = build(folder, case)
+    found = []
+    for variant in variants:
+        batches = _microbatches(stage, samples, variant)
+        loss = LossSettings(variant.kind, entropy_coef=variant.entropy_coef)
+        stage.actor.learner.settings = loss
+        gradients = _gradients(stage, batches) if case.optimizer == "sgd" else {}
+        with _weights_kept(stage):
+            before = whole_tensors(stage)
+            result = stage.actor.learner.learn(batches, None, None)
+            after = whole_tensors(stage)
+        assert result.discarded is None, result.discarded
+        update = {name: after[name] - before[name] for name in after}
+        value = result.sums["loss"] / result.sums["denominator"]
+        found.append(Outcome(gradients, update, value, len(batches)))
+    return found if stage.mesh.rank == 0 else []
+
+
+def _microbatches(stage: Stage, samples: list[Sample], variant: Variant) -> list[MicroBatch]:
+    mesh = stage.mesh
+    (plan,) = plan_minibatches(
+        [sample.length for sample in samples],
+        1,
+        mesh.data,
+        variant.max_tokens(samples, mesh.data),
+        seed=3,
+        count_multiple=mesh.microbatch_multiple,
+    )
+    normalisation = Normalisation(variant.normalisation, constant=256)
+    mine = plan.microbatches_by_rank[mesh.data_rank]
+    return [pack(samples, indices, 1, normalisation) for indices in mine]
+
+
+def _gradients(stage: Stage, batches: list[MicroBatch]) -> dict[str, Tensor]:
+    learner = stage.actor.learner
+    learner.executor.zero_grad()
+    learner.executor.run(batches, partial(learner._loss, None, None, False), forward_only=False)
+    return whole_gradients(stage)
+
+
+@contextmanager
+def _weights_kept(stage: Stage) -> Iterator[None]:
+    parameters = [parameter for chunk in stage.actor.chunks for parameter in chunk.parameters()]
+    kept = [parameter.detach().clone() for parameter in parameters]
+    yield
+    with torch.no_grad():
+        for parameter, old in zip(parameters, kept, strict=True):
+            parameter.copy_(old)

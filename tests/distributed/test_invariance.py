@@ -1,0 +1,114 @@
+"""The same samples give the same gradient and the same update on every layout, in every split into micro-batches, and
+in plain torch with transformers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.distributed import invariance_cases, oracle
+from tests.distributed.invariance_cases import Outcome, Variant
+from tests.distributed.policy_cases import LEARNING_RATE, Case
+from tests.distributed.rank_pool import RankPool
+from tests.distributed.test_parity import assert_close, assert_close_together
+from tests.tiny_models import make_samples
+
+pytestmark = [pytest.mark.parity, pytest.mark.distributed]
+
+SAMPLES = make_samples(20, seed=9, longest=240) + make_samples(44, seed=10, longest=12)
+SPLITS = ("one", "two", "many")
+VARIANTS = [Variant(split, normalisation) for normalisation in ("token", "sequence") for split in SPLITS]
+OTHER_LOSSES = [
+    Variant("many", "sequence", "gspo"),
+    Variant("two", "token", "cispo"),
+    Variant("two", "token", entropy_coef=0.1),
+]
+INTERLEAVED = Case(pipeline=2, virtual_pipeline=2)
+LAYOUTS = [
+    Case(),
+    Case(data=2),
+    INTERLEAVED,
+    *(
+        pytest.param(case, marks=pytest.mark.full)
+        for case in (
+            Case(tensor=2),
+            Case(pipeline=2),
+            Case(tensor=2, pipeline=2),
+            Case(tensor=2, data=2),
+            Case(tensor=2, pipeline=2, data=2),
+        )
+    ),
+]
+
+
+@pytest.fixture(scope="module")
+def dense(untied_model: Path) -> dict[Variant, Outcome]:
+    """What plain torch makes of every loss, by variant with the split left out."""
+    torch.set_num_threads(1)
+    found = {}
+    for variant in {replace(one, split="one") for one in (*VARIANTS, *OTHER_LOSSES)}:
+        model = oracle.load(untied_model)
+        options = {"kind": variant.kind, "normalisation": variant.normalisation}
+        loss = oracle.loss(model, SAMPLES, entropy_coef=variant.entropy_coef, **options)
+        loss.backward()
+        gradients = oracle.gradients(model)
+        update = {name: -LEARNING_RATE["sgd"] * gradient for name, gradient in gradients.items()}
+        found[variant] = Outcome(gradients, update, loss.item(), 1)
+    return found
+
+
+def check(ours: list[Outcome], variants: list[Variant], dense: dict[Variant, Outcome]) -> None:
+    for variant, outcome in zip(variants, ours, strict=True):
+        wanted = dense[replace(variant, split="one")]
+        assert_close(outcome.gradients, wanted.gradients, 1e-5)
+        assert_close(outcome.update, wanted.update, 1e-5)
+        assert outcome.loss == pytest.approx(wanted.loss, rel=1e-5)
+
+
+def test_the_recorded_batch_is_long_and_uneven() -> None:
+    lengths = [sample.length for sample in SAMPLES]
+    assert len(lengths) >= 64 and max(lengths) > 20 * min(lengths)
+
+
+@pytest.mark.parametrize("case", LAYOUTS, ids=str)
+def test_gradients_and_sgd_updates_do_not_depend_on_layout_and_split(
+    ranks: RankPool, untied_model: Path, dense: dict[Variant, Outcome], case: Case
+) -> None:
+    ours = ranks.run(case.ranks, invariance_cases.outcomes, untied_model, case, SAMPLES, VARIANTS)[0]
+    check(ours, VARIANTS, dense)
+    one, two, many = (outcome.microbatches for outcome in ours[:3])
+    assert one == (2 if case.virtual_pipeline > 1 else 1)
+    assert two in (2, 3, 4) and many > 8
+
+
+@pytest.mark.parametrize("case", [Case(data=2), pytest.param(INTERLEAVED, marks=pytest.mark.full)], ids=str)
+def test_so_do_those_of_the_other_losses(
+    ranks: RankPool, untied_model: Path, dense: dict[Variant, Outcome], case: Case
+) -> None:
+    ours = ranks.run(case.ranks, invariance_cases.outcomes, untied_model, case, SAMPLES, OTHER_LOSSES)[0]
+    check(ours, OTHER_LOSSES, dense)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("variant", VARIANTS[2::3], ids=lambda variant: variant.normalisation)
+@pytest.mark.parametrize("case", LAYOUTS[1:], ids=str)
+def test_adam_updates_do_not_depend_on_layout_and_split(
+    ranks: RankPool, untied_model: Path, dense: dict[Variant, Outcome], case: Case, variant: Variant
+) -> None:
+    adam = replace(case, optimizer="adam")
+    (ours,) = ranks.run(adam.ranks, invariance_cases.outcomes, untied_model, adam, SAMPLES, [variant])[0]
+    assert_close_together(ours.update, adam_update(dense[replace(variant, split="one")].gradients), 1e-3)
+
+
+def adam_update(gradients: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Adam's first step from a gradient, as torch makes it."""
+    parameters = {name: torch.zeros_like(g).requires_grad_() for name, g in gradients.items()}
+    for name, parameter in parameters.items():
+        parameter.grad = gradients[name]
+    options = {"lr": LEARNING_RATE["adam"], "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.0}
+    torch.optim.AdamW(parameters.values(), **options).step()
+    return {name: parameter.detach() for name, parameter in parameters.items()}

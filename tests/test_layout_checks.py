@@ -1,0 +1,168 @@
+"""What is told of layouts before a run starts, and that it is what Megatron can run."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+from rlmath.config import ParallelConfig, PolicyConfig
+from rlmath.layout_checks import chunk_sizes, rank_problems, stage_problems
+
+
+def told(layers: int, policy: PolicyConfig | None = None, **parallel: int) -> str:
+    """The one problem of a layout."""
+    (problem,) = stage_problems(ParallelConfig(**parallel), policy or PolicyConfig(), layers)
+    return problem
+
+
+def fits(layers: int, **parallel: int) -> bool:
+    return not list(stage_problems(ParallelConfig(**parallel), PolicyConfig(), layers))
+
+
+def recompute(method: str, number: int) -> PolicyConfig:
+    return PolicyConfig(
+        recompute_granularity="full", recompute_method=method, recompute_num_layers=number
+    )
+
+
+@pytest.mark.parametrize(
+    "parallel",
+    [
+        {"pipeline": 2, "virtual_pipeline": 3},
+        {"pipeline": 2, "first_stage_layers": 4},
+        {"pipeline": 2, "first_stage_layers": 5, "last_stage_layers": 7},
+        {"pipeline": 3, "last_stage_layers": 2},
+        {"pipeline": 4, "first_stage_layers": 3, "last_stage_layers": 1},
+        {"pipeline": 3, "virtual_pipeline": 2, "first_stage_layers": 2, "last_stage_layers": 6},
+    ],
+)
+def test_layouts_of_twelve_layers_that_fit(parallel: dict[str, int]):
+    assert fits(12, **parallel)
+
+
+@pytest.mark.parametrize(
+    ("parallel", "problem"),
+    [
+        (
+            {"pipeline": 5},
+            "parallel.pipeline is 5; it must divide the model's 12 layers. Possible: 1, 2, 3, 4, 6, 12. Or let "
+            "parallel.first_stage_layers or parallel.last_stage_layers differ.",
+        ),
+        (
+            {"pipeline": 2, "virtual_pipeline": 4},
+            "parallel.virtual_pipeline is 4; it must divide the 6 layers of a pipeline stage. Possible: 1, 2, 3, 6.",
+        ),
+        (
+            {"pipeline": 3, "first_stage_layers": 3},
+            "parallel.first_stage_layers is 3, which leaves 9 of the model's 12 layers to 2 other pipeline stages; "
+            "they need the same number, at least a layer each. Possible for parallel.first_stage_layers: 2, 4, 6, 8, "
+            "10.",
+        ),
+        (
+            {"pipeline": 4, "first_stage_layers": 6, "last_stage_layers": 6},
+            "parallel.first_stage_layers + parallel.last_stage_layers is 12, which leaves 0 of the model's 12 layers "
+            "to 2 other pipeline stages; they need the same number, at least a layer each. Possible for "
+            "parallel.first_stage_layers + parallel.last_stage_layers: 2, 4, 6, 8, 10.",
+        ),
+        (
+            {"pipeline": 2, "last_stage_layers": 20},
+            "parallel.last_stage_layers is 20, which leaves 0 of the model's 12 layers to 1 other",
+        ),
+        (
+            {"pipeline": 2, "first_stage_layers": 5, "last_stage_layers": 5},
+            "parallel.first_stage_layers + parallel.last_stage_layers is 10; the two are all stages of "
+            "parallel.pipeline=2 and must have the model's 12 layers together. Set one of them to null",
+        ),
+        (
+            {"pipeline": 2, "virtual_pipeline": 2, "first_stage_layers": 3},
+            "parallel.first_stage_layers is 3; it must be a multiple of parallel.virtual_pipeline 2",
+        ),
+        (
+            {"pipeline": 3, "virtual_pipeline": 2, "first_stage_layers": 2},
+            "leaves 10 of the model's 12 layers to 2 other pipeline stages; they need the same number, at least 2 "
+            "chunks of a layer each. Possible for parallel.first_stage_layers: 4, 8.",
+        ),
+        (
+            {"pipeline": 13, "first_stage_layers": 1},
+            "No number does: lower parallel.pipeline or parallel.virtual_pipeline.",
+        ),
+    ],
+)
+def test_layouts_of_twelve_layers_that_do_not_fit(parallel: dict[str, int], problem: str):
+    assert problem in told(12, **parallel)
+
+
+@pytest.mark.parametrize(
+    ("parallel", "key"),
+    [
+        ({"virtual_pipeline": 2}, "parallel.virtual_pipeline is 2"),
+        ({"first_stage_layers": 2}, "parallel.first_stage_layers is 2"),
+        ({"last_stage_layers": 3}, "parallel.last_stage_layers is 3"),
+    ],
+)
+def test_one_stage_has_no_chunks_and_all_layers(parallel: dict[str, int], key: str):
+    (problem,) = rank_problems(ParallelConfig(**parallel), 1, world_size=2)
+    assert problem.startswith(f"{key}; with parallel.pipeline=1 ") and "or raise parallel.pipeline." in problem
+    assert not list(rank_problems(ParallelConfig(pipeline=2, **parallel), 1, world_size=2))
+
+
+def test_recomputed_layers_against_those_of_a_chunk():
+    uneven = {"pipeline": 3, "first_stage_layers": 2, "last_stage_layers": 4}
+    assert told(12, recompute("uniform", 4), **uneven) == (
+        'policy.recompute_num_layers is 4; with policy.recompute_method="uniform" it must divide the layers of every '
+        "pipeline stage or model chunk, 2, 4, 6. Possible: 1, 2."
+    )
+    assert not list(stage_problems(ParallelConfig(**uneven), recompute("uniform", 2), 12))
+    assert not list(stage_problems(ParallelConfig(**uneven), recompute("block", 6), 12))
+    assert "has more than 6 layers. Lower it." in told(12, recompute("block", 7), **uneven)
+    assert "has more than 3 layers" in told(12, recompute("block", 4), pipeline=2, virtual_pipeline=2)
+    assert "2, 4, 6" not in told(12, recompute("uniform", 5), pipeline=2)
+
+
+def megatron_chunks(layers: int, parallel: ParallelConfig) -> list[list[int]] | None:
+    """Layers of every model chunk in the order in which activations pass, by Megatron; None where it refuses."""
+    from megatron.core.transformer.transformer_block import get_num_layers_to_build
+    from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+
+    from rlmath.model_shape import ModelShape
+    from rlmath.parallel.device import Device
+    from rlmath.parallel.mesh import Mesh
+    from rlmath.policy.model import Recompute, transformer_config
+
+    mesh = Mesh(0, parallel.pipeline, 1, parallel.pipeline, 1, virtual_pipeline=parallel.virtual_pipeline)
+    shape = ModelShape("Qwen2ForCausalLM", layers, 64, 2, 2, 32, 64, 10, False, 64, 1e4, 1e-6, True, "float32")
+    device = Device("cpu", torch.device("cpu"), "gloo", torch.float32)
+    try:
+        config = transformer_config(shape, mesh, device, parallel, Recompute())
+        stages = range(parallel.pipeline)
+        numbers = range(parallel.virtual_pipeline) if parallel.virtual_pipeline > 1 else [None]
+        found = []
+        for number, stage in itertools.product(numbers, stages):
+            count = get_num_layers_to_build(config, vp_stage=number, pp_rank=stage)
+            first = get_transformer_layer_offset(config, vp_stage=number, pp_rank=stage)
+            found.append(list(range(first, first + count)))
+        return found
+    except (ValueError, AssertionError, ZeroDivisionError):
+        return None
+
+
+def test_what_passes_is_what_megatron_lays_out_whole():
+    sizes = (None, 1, 2, 3, 4)
+    passed = 0
+    for layers, pipeline, virtual, first, last in itertools.product(
+        (4, 6, 8, 9), (2, 3, 4), (1, 2, 3), sizes, sizes
+    ):
+        parallel = ParallelConfig(
+            pipeline=pipeline, virtual_pipeline=virtual, first_stage_layers=first, last_stage_layers=last
+        )
+        if pipeline == 2 and first and last and first + last != layers:
+            continue  # Megatron is told of the first stage only
+        chunks = megatron_chunks(layers, parallel)
+        whole = chunks is not None and all(chunks) and sum(chunks, []) == list(range(layers))
+        assert whole == (not list(stage_problems(parallel, PolicyConfig(), layers))), parallel
+        if whole:
+            passed += 1
+            assert sorted({len(chunk) for chunk in chunks}) == chunk_sizes(parallel, layers)
+    assert passed > 50
