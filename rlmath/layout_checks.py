@@ -127,7 +127,9 @@ def _uneven_problems(told: dict[str, int], pipeline: int, virtual: int, layers: 
         return
     share = others * virtual
     if rest < share or rest % share:
-        possible = [sum_ for sum_ in range(len(told) * virtual, layers, virtual) if (layers - sum_) % share == 0]
+        possible = [
+            sum_ for sum_ in range(len(told) * virtual, layers, virtual) if (layers - sum_) % share == 0
+        ]
         remedy = "No number does: lower parallel.pipeline or parallel.virtual_pipeline."
         if possible:
             remedy = f"Possible for {keys}: {_listed(possible)}."

@@ -150,4 +150,4 @@ class MicroBatch:
     @property
     def segments_T(self) -> torch.Tensor:
         """int64, the segment of every token."""
-        return torch.repeat_interleave(self.cu_seqlens_S1.diff())
+        return torch.repeat_interleave(self.cu_seqlens_S1.diff().long())

@@ -87,6 +87,7 @@ def test_settings_that_do_not_fit_together(overrides: list[str], told: str):
         (["algorithm.importance_mask_low=0.5"], "importance_mask_low has no effect without"),
         (["algorithm.loss=cispo", "algorithm.dual_clip=3"], 'no effect with algorithm.loss="cispo"'),
         (["algorithm.kl_in=reward"], "no effect with algorithm.kl_coef=0"),
+        (["algorithm.kl_coef=0.1", "algorithm.kl_estimator=k1"], "an expected gradient of 0"),
         (["selection.max_extra_prompts=4"], "no effect without selection.dynamic_sampling"),
         (
             ["selection.drop_truncated=true", "reward.mask_no_eos_with_zero=true"],

@@ -17,6 +17,7 @@ zeros where it is normalised. A reward that is NaN makes its group, or the norma
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
@@ -77,7 +78,14 @@ def batch_normalised(
     """(value - mean) / (deviation + eps), both over all tokens: a completion counts as often as it has tokens.
 
     The deviation is that of the tokens at hand (divided by their number), as in AReaL's `masked_normalization`.
+    Completions without tokens get 0.
     """
+    counted_N = weights_N > 0
+    if not counted_N.all():
+        result_N = torch.zeros_like(values_N)
+        if counted_N.any():
+            result_N[counted_N] = batch_normalised(values_N[counted_N], weights_N[counted_N], eps)
+        return result_N
     mean = (weights_N * values_N).sum() / weights_N.sum()
     variance = (weights_N * (values_N - mean).square()).sum() / weights_N.sum()
     return _where_contrast(values_N, (values_N - mean) / (variance.sqrt() + eps))
@@ -109,10 +117,10 @@ class KLTotals:
 
     total: float
     """K of the first token: the KL of the whole completion."""
-    to_go: float
-    """Sum of K_t over the tokens."""
-    to_go_squared: float
-    """Sum of K_t squared over the tokens."""
+    mean: float
+    """Mean of K_t over the tokens."""
+    spread: float
+    """Sum over the tokens of the squared distance of K_t from that mean."""
 
 
 @dataclass(frozen=True)
@@ -145,18 +153,15 @@ def kl_shaped_advantages(
         ]
         return ShapedAdvantages(advantages(shaped, tokens, kind, eps), 0.0)
     flat = [
-        (r, n, t) for rows in zip(rewards, tokens, totals, strict=True) for r, n, t in zip(*rows, strict=True)
+        (r - kl_coef * t.mean, n, kl_coef**2 * t.spread)
+        for rows in zip(rewards, tokens, totals, strict=True)
+        for r, n, t in zip(*rows, strict=True)
+        if n
     ]
-    count = sum(n for _, n, _ in flat)
-    centre = sum(n * r for r, n, _ in flat) / count
-    # Moments of the returns, from a centre near their mean: far from it their difference would be rounding.
-    first = sum(n * (r - centre) - kl_coef * t.to_go for r, n, t in flat) / count
-    second = sum(
-        n * (r - centre) ** 2 - 2 * (r - centre) * kl_coef * t.to_go + kl_coef**2 * t.to_go_squared
-        for r, n, t in flat
-    )
-    deviation = max(0.0, second / count - first**2) ** 0.5
-    if deviation + eps == 0.0:
+    count = max(1, sum(n for _, n, _ in flat))
+    mean = math.fsum(n * mean_return for mean_return, n, _ in flat) / count
+    variance = math.fsum(n * (mean_return - mean) ** 2 + within for mean_return, n, within in flat) / count
+    scale = math.sqrt(variance) + eps
+    if scale == 0.0:
         return ShapedAdvantages([[0.0] * len(row) for row in rewards], 0.0)
-    mean, scale = centre + first, deviation + eps
     return ShapedAdvantages([[(r - mean) / scale for r in row] for row in rewards], kl_coef / scale)

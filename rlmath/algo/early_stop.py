@@ -40,7 +40,13 @@ def discard_reason(sums: MinibatchSums, grad_norm: float, bounds: EarlyStop) -> 
     >>> discard_reason(MinibatchSums(60.0, 0.1, 1.0, 10.0), 1.0, EarlyStop(ratio_high=5.0))
     'mean importance ratio 6 is above 5'
     """
-    finite = {"importance ratio": sums.ratio, "loss": sums.loss, "gradient norm": grad_norm}
+    finite = {
+        "importance ratio": sums.ratio,
+        "approximate KL": sums.proximal_kl,
+        "loss": sums.loss,
+        "gradient norm": grad_norm,
+        "number of tokens": sums.tokens,
+    }
     for name, value in finite.items():
         if not math.isfinite(value):
             return f"the {name} is not finite ({value})"

@@ -49,7 +49,7 @@ class Corrected:
     weights_T: Float[Tensor, "T"]
     """0 where masked, and where no token counts."""
     cut_T: Bool[Tensor, "T"]
-    """Counted tokens whose weight was capped or masked."""
+    """Counted tokens whose weight was capped, bounded by MOST_LOG_WEIGHT, or masked."""
 
 
 def segment_sums(
@@ -85,12 +85,13 @@ def corrected(
     """The weights for log proximal - log behaviour, which is 0 where no token counts."""
     if correction.level == "sequence":
         log_weight_T = segment_sums(log_weight_T, segments_T, n_segments)[segments_T]
-    raw_T = log_weight_T.clamp(-MOST_LOG_WEIGHT, MOST_LOG_WEIGHT).exp()
+    bounded_T = log_weight_T.clamp(-MOST_LOG_WEIGHT, MOST_LOG_WEIGHT)
+    raw_T = bounded_T.exp()
     masked_T = torch.zeros_like(counted_T)
     if correction.mask_low is not None:
         masked_T |= raw_T < correction.mask_low
     if correction.mask_high is not None:
         masked_T |= raw_T > correction.mask_high
     weights_T = raw_T if correction.cap is None else raw_T.clamp(max=correction.cap)
-    cut_T = counted_T & (masked_T | (weights_T < raw_T))
+    cut_T = counted_T & (masked_T | (weights_T < raw_T) | (bounded_T != log_weight_T))
     return Corrected(torch.where(counted_T & ~masked_T, weights_T, 0.0), cut_T)

@@ -5,7 +5,7 @@ Megatron divides, once per minibatch, by a global count.
 | kind | loss of a token with ratio r and advantage A | source |
 |---|---|---|
 | "clip" | max(-A r, -A clip(r)), at most -A * dual_clip where A < 0 | PPO, arXiv:1707.06347, eq. 7 |
-| "gspo" | the same with the geometric mean of the completion's ratios as r | GSPO, arXiv:2507.18071 |
+| "gspo" | the same with the geometric mean of the completion's ratios as r | GSPO-token, arXiv:2507.18071 |
 | "cispo" | -A sg[clip(r)] log policy, sg without gradient | CISPO (MiniMax-M1), arXiv:2506.13585 |
 
 clip(r) is r cut to 1 - clip_low .. 1 + clip_high (two clips: DAPO, arXiv:2503.14476; dual clip: arXiv:1912.09729). Only
@@ -144,9 +144,11 @@ def _surrogate(
         ratio_T = log_ratio_T.detach().exp()
         cut_T = ratio_T.clamp(low, high)
         return -advantages_T * cut_T * new_T, cut_T != ratio_T
-    if settings.kind == "gspo":
-        log_ratio_T = sequence_log_ratio(log_ratio_T, counted_T, tokens.segments_T, tokens.n_segments)
     ratio_T = log_ratio_T.exp()
+    if settings.kind == "gspo":
+        sequence_T = sequence_log_ratio(log_ratio_T, counted_T, tokens.segments_T, tokens.n_segments)
+        # GSPO-token: the value is the sequence's, each token's gradient is weighed by its own advantage.
+        ratio_T = sequence_T.detach().exp() * (new_T - new_T.detach()).exp()
     plain_T = -advantages_T * ratio_T
     clipped_T = -advantages_T * ratio_T.clamp(low, high)
     loss_T = torch.maximum(plain_T, clipped_T)

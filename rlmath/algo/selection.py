@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -15,8 +14,8 @@ Contrast = Literal["accuracy", "reward"]
 DROP_REASONS = ("right", "wrong", "uniform", "empty", "surplus")
 FILTER_REASONS = ("short", "long", "truncated")
 
-LEAST_SHARE = 0.25
-"""Share of groups that a refill counts on to be kept, at least: bounds how many prompts it asks for at once."""
+MOST_PER_MISSING = 4
+"""Most prompts that a refill asks for at once for each group that is missing."""
 
 
 @dataclass(frozen=True)
@@ -97,6 +96,7 @@ class Selection:
 
     def spread(self, values: Sequence[Sequence[float]]) -> list[list[float]]:
         """Numbers of the learned completions laid out by sampled group, 0 for what is not learned from."""
+        assert len(values) == sum(bool(chosen.samples) for chosen in self.chosen)
         rows = iter(values)
         spread = []
         for group, chosen in zip(self.sampled, self.chosen, strict=True):
@@ -135,18 +135,23 @@ def select(
     `sample(n)` gives the groups of the next n prompts, fewer where there are no more. A refill asks for as many as
     should suffice by the share kept so far; groups beyond `wanted` are then "surplus", the last sampled first.
     """
-    sampled = sample(wanted)
+    sampled = list(sample(wanted))
     chosen = [choose(group, rules) for group in sampled]
     while rules.dynamic is not None:
         kept = sum(one.dropped is None for one in chosen)
-        share = max(kept / max(1, len(chosen)), LEAST_SHARE)
-        ask = min(math.ceil((wanted - kept) / share), wanted + max_extra - len(sampled))
+        ask = min(_refill(wanted - kept, kept, len(chosen)), wanted + max_extra - len(sampled))
         more = sample(ask) if ask > 0 else []
         if not more:
             break
         sampled += more
         chosen += [choose(group, rules) for group in more]
     return Selection(sampled, _without_surplus(chosen, wanted), wanted)
+
+
+def _refill(missing: int, kept: int, sampled: int) -> int:
+    """Groups that should bring the missing ones at the share kept so far, at most MOST_PER_MISSING for each."""
+    enough = missing * MOST_PER_MISSING
+    return min(enough, -(-missing * sampled // kept)) if kept else enough
 
 
 def _without_surplus(chosen: list[Chosen], wanted: int) -> list[Chosen]:

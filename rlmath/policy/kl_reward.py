@@ -53,7 +53,7 @@ def shape_by_kl(
     of all samples by group, in the order of the step's samples.
     """
     to_go_by_batch: list[Tensor] = []
-    sums_N3 = torch.zeros(sum(map(len, rewards)), 3, dtype=torch.float64)
+    totals_N3 = torch.zeros(sum(map(len, rewards)), 3, dtype=torch.float64)
     if mesh.is_last_stage:
         to_go_by_batch = [
             _to_go(batch, None if old is None else old[i].logprobs_T, reference[i].logprobs_T, penalty.kind)
@@ -61,22 +61,23 @@ def shape_by_kl(
         ]
     if mesh.speaks_for_loss:
         for batch, to_go_T in zip(batches, to_go_by_batch, strict=True):
-            _add_totals(sums_N3, batch, to_go_T)
-    on_device = sums_N3.to(device.torch_device)
+            _put_totals(totals_N3, batch, to_go_T)
+    on_device = totals_N3.to(device.torch_device)
     dist.all_reduce(on_device)
     totals = _by_group([KLTotals(*row) for row in on_device.tolist()], rewards)
     shaped = kl_shaped_advantages(rewards, tokens, totals, penalty.coef, penalty.advantage, penalty.eps)
     flat_offsets = torch.tensor([a for row in shaped.offsets for a in row], dtype=torch.float64)
+    # Off the last stage nothing looks at advantages.
     new = [
         replace(batch, advantages_T=_token_advantages(batch, to_go_T, flat_offsets, shaped.slope))
-        for batch, to_go_T in zip(batches, to_go_by_batch, strict=True)
+        for batch, to_go_T in zip(batches, to_go_by_batch, strict=False)
     ]
     kl = sum(total.total for row in totals for total in row)
     n_tokens = sum(map(sum, tokens))
     return (
         new if mesh.is_last_stage else list(batches),
-        _mean_advantages(shaped, totals, tokens),
-        RewardKL(kl / n_tokens, kl / len(sums_N3)),
+        _mean_advantages(shaped, totals),
+        RewardKL(kl / n_tokens, kl / len(totals_N3)),
     )
 
 
@@ -88,13 +89,13 @@ def _to_go(batch: MicroBatch, old_T: Tensor | None, reference_T: Tensor, kind: K
     return to_go(torch.where(counted_T, kl_T, 0.0), batch.cu_seqlens_S1)
 
 
-def _add_totals(sums_N3: Tensor, batch: MicroBatch, to_go_T: Tensor) -> None:
+def _put_totals(totals_N3: Tensor, batch: MicroBatch, to_go_T: Tensor) -> None:
     counted_T = batch.completion_index_T >= 0
     bounds = batch.cu_seqlens_S1.tolist()
     for index, start, end in zip(batch.sample_indices, bounds, bounds[1:], strict=False):
         K = to_go_T[start:end][counted_T[start:end]]
         if len(K):
-            sums_N3[index] = torch.stack((K[0], K.sum(), K.square().sum()))
+            totals_N3[index] = torch.stack((K[0], K.mean(), (K - K.mean()).square().sum()))
 
 
 def _by_group(flat: list[KLTotals], rewards: Sequence[Sequence[float]]) -> list[list[KLTotals]]:
@@ -109,11 +110,9 @@ def _token_advantages(batch: MicroBatch, to_go_T: Tensor, offsets_N: Tensor, slo
     return torch.where(batch.completion_index_T >= 0, advantages_T, 0.0).float()
 
 
-def _mean_advantages(
-    shaped: ShapedAdvantages, totals: Sequence[Sequence[KLTotals]], tokens: Sequence[Sequence[int]]
-) -> list[list[float]]:
+def _mean_advantages(shaped: ShapedAdvantages, totals: Sequence[Sequence[KLTotals]]) -> list[list[float]]:
     """Over the tokens of every completion."""
     return [
-        [a - shaped.slope * t.to_go / max(1, n) for a, t, n in zip(*rows, strict=True)]
-        for rows in zip(shaped.offsets, totals, tokens, strict=True)
+        [offset - shaped.slope * t.mean for offset, t in zip(*rows, strict=True)]
+        for rows in zip(shaped.offsets, totals, strict=True)
     ]

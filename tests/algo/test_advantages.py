@@ -230,7 +230,8 @@ def test_any_batch_agrees_with_the_standard_library(drawn: list, eps: float, kin
 
 def totals_of(kls: list[float]) -> KLTotals:
     to_go = [math.fsum(kls[t:]) for t in range(len(kls))]
-    return KLTotals(to_go[0] if to_go else 0.0, math.fsum(to_go), math.fsum(k * k for k in to_go))
+    mean = math.fsum(to_go) / max(1, len(to_go))
+    return KLTotals(to_go[0] if to_go else 0.0, mean, math.fsum((k - mean) ** 2 for k in to_go))
 
 
 def approx_row(row: list[float]):
@@ -273,7 +274,7 @@ def test_ppo_takes_from_a_token_the_kl_of_the_rest_of_its_completion(eps: float)
 
 
 def test_a_slope_goes_with_ppo_alone():
-    totals = [[KLTotals(1.0, 1.0, 1.0), NO_KL]]
+    totals = [[KLTotals(1.0, 1.0, 0.0), NO_KL]]
     for kind in OF_GROUPS:
         assert kl_shaped_advantages([[1.0, 0.0]], [[1, 1]], totals, 0.5, kind, 0.0).slope == 0.0
     # returns 0.5 and 0: deviation 0.25

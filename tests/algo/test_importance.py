@@ -160,12 +160,13 @@ def by_cases(
     for log_weight, segment in zip(log_weights, segments, strict=True):
         if rule.level == "sequence":
             log_weight = sum(x for x, s in zip(log_weights, segments, strict=True) if s == segment)
-        weight = math.exp(min(20.0, max(-20.0, log_weight)))
+        bounded = min(20.0, max(-20.0, log_weight))
+        weight = math.exp(bounded)
         too_low = rule.mask_low is not None and weight < rule.mask_low
         too_high = rule.mask_high is not None and weight > rule.mask_high
         capped = rule.cap is not None and weight > rule.cap
         kept.append(0.0 if too_low or too_high else min(weight, rule.cap or math.inf))
-        cut.append(too_low or too_high or capped)
+        cut.append(too_low or too_high or capped or bounded != log_weight)
     return kept, cut
 
 

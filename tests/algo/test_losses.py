@@ -347,7 +347,8 @@ class Book:
         r = self.ratio(t)
         if self.rule.kind == "gspo":
             own = self.counted(int(self.tokens.segments_T[t]))
-            r = torch.stack([self.ratio(u) for u in own]).prod() ** (1 / len(own))
+            mean = torch.stack([self.ratio(u) for u in own]).prod() ** (1 / len(own))
+            r = mean.detach() * r / r.detach()  # GSPO-token
         if A > 0 and r.item() > high:
             return torch.tensor(high * A, dtype=torch.float64), True
         if A < 0 and r.item() < low:

@@ -160,7 +160,8 @@ def pattern(marks: str) -> list[bool]:
         (4, 6, "xx.. .... xx", [4, 4, 2], 4),  # share 2/8, missing 2: 8, of which 2 are left
         (4, 0, "x...", [4], 1),
         (1, 99, ". .... x..." + "." * 9, [1, 4, 4], 1),
-        (70, 99, "x" * 49 + "." * 21 + "x" * 21 + "." * 9, [70, 30], 70),  # share 0.7, missing 21
+        # share 49/70, missing 21: 21 / 0.7 = 30
+        pytest.param(70, 99, "x" * 49 + "." * 21 + "x" * 21 + "." * 9, [70, 30], 70, id="an exact quotient"),
     ],
 )
 def test_refills_ask_for_as_many_as_should_suffice(

@@ -1,0 +1,92 @@
+"""What the ranks do in the tests of a whole step's updates: groups in, new weights and what was told out."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlmath.config import AlgorithmConfig
+from rlmath.telemetry.timers import PhaseTimers
+from rlmath.types import Completion, Prompt, Score, ScoredGroup
+from tests.distributed.policy_cases import Case, Stage, build, microbatches, whole_tensors
+from tests.tiny_models import VOCAB, make_samples
+
+REFERENCE_FACTOR = 1.05
+"""The reference has the model's weights times this."""
+
+
+@dataclass(frozen=True)
+class StepOutcome:
+    record: Any
+    update: dict[str, Tensor]
+    """New weights minus old ones, whole, by Hugging Face names."""
+
+
+def make_groups(sizes: tuple[int, ...], seed: int = 3) -> list[ScoredGroup]:
+    """Groups of these sizes, completions of 2 to 40 tokens, rewards 5 or -5."""
+    draw = random.Random(seed)
+
+    def tokens(low: int, high: int) -> tuple[int, ...]:
+        return tuple(draw.randrange(3, VOCAB) for _ in range(draw.randint(low, high)))
+
+    groups = []
+    for number, size in enumerate(sizes):
+        answers = [tokens(2, 40) for _ in range(size)]
+        completions = tuple(
+            Completion(g, ids, tuple(-draw.uniform(4.0, 5.2) for _ in ids), "", "stop")
+            for g, ids in enumerate(answers)
+        )
+        right = [draw.random() < 0.5 for _ in answers]
+        scores = tuple(Score(5.0 if one else -5.0, one, "", "string") for one in right)
+        groups.append(
+            ScoredGroup(Prompt(f"q{number}", "?", tokens(2, 8), ("1",), "math"), completions, scores)
+        )
+    return groups
+
+
+def step(
+    folder: Path, case: Case, groups: list[ScoredGroup], algorithm: AlgorithmConfig
+) -> StepOutcome | None:
+    """The updates of one step, from rank 0; with KL the reference differs from the start."""
+    from rlmath.policy.actor import early_stop, loss_settings
+    from rlmath.update import Updater
+
+    stage = build(folder, case)
+    stage.actor.learner.settings = loss_settings(algorithm)
+    stage.actor.learner.bounds = early_stop(algorithm)
+    config = replace(stage.config, algorithm=algorithm)
+    reference = _reference(stage) if algorithm.kl_coef else None
+    updater = Updater(config, stage.shape, stage.mesh, stage.actor, reference, PhaseTimers())
+    before = whole_tensors(stage)
+    record = updater.update(groups, number=0)
+    after = whole_tensors(stage)
+    update = {name: after[name] - before[name] for name in after}
+    return StepOutcome(record, update) if stage.mesh.rank == 0 else None
+
+
+def _reference(stage: Stage) -> Any:
+    from rlmath.policy.reference import build_reference
+
+    reference = build_reference(stage.config, stage.shape, stage.mesh, stage.device, (1,))
+    with torch.no_grad():
+        for chunk in reference.chunks:
+            for parameter in chunk.parameters():
+                parameter.mul_(REFERENCE_FACTOR)
+    return reference
+
+
+def only_minibatch(folder: Path, case: Case, on_policy: bool) -> tuple[dict[str, Tensor], float] | None:
+    """The update of one minibatch with recomputed log-probs, or told that it is the only one; its mean ratio."""
+    stage = build(folder, case)
+    batches = microbatches(stage, make_samples(16, seed=2))
+    before = whole_tensors(stage)
+    old = None if on_policy else stage.actor.executor.logprobs(batches)
+    result = stage.actor.learner.learn(batches, old, None, on_policy)
+    after = whole_tensors(stage)
+    update = {name: after[name] - before[name] for name in after}
+    return (update, result.sums["ratio"] / result.sums["tokens"]) if stage.mesh.rank == 0 else None
