@@ -83,8 +83,8 @@ class PolicyConfig:
     recompute_method: str | None = None
     """With "full": "uniform" or "block"."""
     recompute_num_layers: int | None = None
-    """With "full": layers that are recomputed together ("uniform"; divides those of every pipeline stage or model chunk),
-    or layers of each that are recomputed ("block")."""
+    """With "full": layers that are recomputed together ("uniform"; it divides those of every pipeline stage or chunk), or
+    layers of each of them that are recomputed ("block")."""
 
 
 @dataclass(frozen=True)

@@ -253,13 +253,15 @@ def discard(folder: Path, case: Case, samples: list[Sample], poison: str) -> dic
 
 
 def _poisoned(samples: list[Sample], poison: str) -> list[Sample]:
+    """The samples with one that is bad, so that one micro-batch of one rank has it."""
+    first, *others = samples
     if poison == "runaway":
-        return [
-            replace(sample, behaviour_logprobs=tuple(p - 4.0 for p in sample.behaviour_logprobs))
-            for sample in samples
-        ]
-    bad = {"nan": float("nan"), "inf": float("inf")}[poison]
-    return [replace(samples[0], advantage=bad), *samples[1:]]
+        off = tuple(p - 12.0 for p in first.behaviour_logprobs)
+        return [replace(first, behaviour_logprobs=off), *others]
+    if poison == "overflow":
+        off = tuple(p - 200.0 for p in first.behaviour_logprobs)
+        return [replace(first, behaviour_logprobs=off), *others]
+    return [replace(first, advantage=float(poison)), *others]
 
 
 def _state(stage: Stage) -> dict[str, Tensor]:

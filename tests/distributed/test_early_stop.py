@@ -18,7 +18,12 @@ SAMPLES = make_samples(16, seed=4)
 
 @pytest.mark.parametrize(
     ("poison", "reason"),
-    [("runaway", "mean importance ratio"), ("nan", "not finite"), ("inf", "not finite")],
+    [
+        ("runaway", "mean importance ratio"),
+        ("overflow", "the importance ratio is not finite (inf)"),
+        ("nan", "the loss is not finite (nan)"),
+        ("inf", "the loss is not finite"),
+    ],
 )
 @pytest.mark.parametrize(
     "case",
