@@ -1,0 +1,101 @@
+"""A pack shared out over context-parallel ranks, and its log-probabilities put together again.
+
+Transformer Engine's causal attention wants every segment cut into 2 * C chunks of equal length; rank r of C computes
+chunks r and 2 * C - 1 - r, so that all have the same work. Segments are filled up to a multiple of that behind their
+end, where no real token attends to.
+"""
+
+# Shape legend: T packed tokens, S segments, C context ranks, N tokens of each rank, V vocabulary shard.
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class ContextSplit:
+    """Which tokens of a pack each context rank computes."""
+
+    source_CN: Tensor
+    """int64, position in the pack of every rank's tokens; T where there is padding."""
+    cu_seqlens_S1: Tensor
+    """int32, cumulative lengths of the filled-up segments, over all ranks."""
+    max_seqlen: int
+    """Longest segment, filled up, over all ranks."""
+
+    def share(self, values_T: Tensor, rank: int) -> Tensor:
+        """A rank's [N] of a per-token tensor of the pack, 0 on padding."""
+        return torch.cat((values_T, values_T.new_zeros(1)))[self.source_CN[rank]]
+
+    def join(self, values_CN: Tensor, length: int) -> Tensor:
+        """The pack's [T] again, of `length` tokens, out of all ranks' shares."""
+        whole = values_CN.new_zeros(length + 1).scatter(0, self.source_CN.flatten(), values_CN.flatten())
+        return whole[:length]
+
+
+def split_pack(cu_seqlens_S1: Tensor, context: int, multiple: int = 1) -> ContextSplit:
+    """Share a pack out over `context` ranks in chunks whose length is a multiple of `multiple` (the tensor-parallel
+    size under sequence parallelism).
+
+    >>> split_pack(torch.tensor([0, 8, 11]), context=2).source_CN
+    tensor([[ 0,  1,  6,  7,  8, 11],
+            [ 2,  3,  4,  5,  9, 10]])
+    """
+    bounds = cu_seqlens_S1.tolist()
+    unit, total = 2 * context * multiple, bounds[-1]
+    by_rank: list[list[Tensor]] = [[] for _ in range(context)]
+    filled = [0]
+    for start, end in zip(bounds[:-1], bounds[1:], strict=True):
+        length = -(-(end - start) // unit) * unit
+        position = torch.arange(start, start + length)
+        chunks = torch.where(position < end, position, total).chunk(2 * context)
+        for rank in range(context):
+            by_rank[rank] += (chunks[rank], chunks[2 * context - 1 - rank])
+        filled.append(filled[-1] + length)
+    cu_seqlens = torch.tensor(filled, dtype=torch.int32)
+    source_CN = torch.stack([torch.cat(mine) for mine in by_rank])
+    return ContextSplit(source_CN, cu_seqlens, int(cu_seqlens.diff().max()))
+
+
+class _GatherShares(torch.autograd.Function):
+    """All ranks' [N] as [C, N]. Every rank goes on to compute the same loss, so a rank's own row of the gradient is
+    the whole gradient of its share."""
+
+    @staticmethod
+    def forward(ctx: Any, mine_N: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.row = group.rank()
+        shares = [torch.empty_like(mine_N) for _ in range(group.size())]
+        dist.all_gather(shares, mine_N.contiguous(), group=group)
+        return torch.stack(shares)
+
+    @staticmethod
+    def backward(ctx: Any, grad_CN: Tensor) -> tuple[Tensor, None]:
+        return grad_CN[ctx.row], None
+
+
+def whole_logprobs(
+    logprobs_of_next: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]],
+    split: ContextSplit,
+    token_ids_T: Tensor,
+    completion_index_T: Tensor,
+    group: dist.ProcessGroup,
+) -> tuple[Tensor, Tensor]:
+    """Log-probability and entropy of each token of the pack, as `logprobs.packed_logprobs` has them, on every rank.
+
+    `logprobs_of_next(tokens_N, completion_index_N)` gives them for the tokens that this rank's logits predict. A
+    collective over the context ranks, with gradient.
+    """
+    T, rank = token_ids_T.numel(), group.rank()
+    next_tokens = split.share(token_ids_T.roll(-1), rank)
+    next_index = split.share(completion_index_T.roll(-1), rank)
+    joined = []
+    for mine_N in logprobs_of_next(next_tokens, next_index):
+        whole_T = split.join(_GatherShares.apply(mine_N, group), T)
+        joined.append(torch.cat((whole_T.new_zeros(1), whole_T[:-1])))
+    return joined[0], joined[1]
