@@ -1,5 +1,5 @@
 import math
-from dataclasses import fields, replace
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,9 +10,8 @@ from torch import Tensor
 
 from rlmath.algo.divergence import KLKind
 from rlmath.algo.importance import Correction
-from rlmath.algo.losses import LOSS_KINDS, LossKind, LossSettings, TokenInputs, TokenLoss, token_loss
-
-SUMS = tuple(field.name for field in fields(TokenLoss))
+from rlmath.algo.losses import LOSS_KINDS, LossKind, LossSettings, TokenInputs, token_loss
+from tests.algo.test_losses_textbook import SUMS, with_leaves
 
 
 def inputs(logprobs: list[float], **columns: list[float] | list[int] | None) -> tuple[Tensor, TokenInputs]:
@@ -50,7 +49,6 @@ def gradient(loss: Tensor, leaf: Tensor) -> list[float]:
 
 # ---------------------------------------------------------------- one token
 
-SUMS = tuple(field.name for field in fields(TokenLoss))
 TWO_CLIPS = LossSettings(clip_low=0.2, clip_high=0.3)
 DUAL = replace(TWO_CLIPS, dual_clip=3.0)
 
