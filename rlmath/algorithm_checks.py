@@ -60,8 +60,8 @@ def harmless_algorithm_settings(config: Config) -> Iterator[str]:
         yield 'algorithm.dual_clip has no effect with algorithm.loss="cispo".'
     if algorithm.kl_in == "loss" and algorithm.kl_coef > 0 and algorithm.kl_estimator == "k1":
         yield (
-            'algorithm.kl_estimator="k1" in the loss has an expected gradient of 0 and holds nothing back; "k2" has that '
-            "of the KL."
+            'algorithm.kl_estimator="k1" in the loss has an expected gradient of 0 and holds nothing back; "k2" has '
+            "that of the KL."
         )
     if algorithm.kl_in == "reward" and algorithm.kl_coef == 0:
         yield 'algorithm.kl_in="reward" has no effect with algorithm.kl_coef=0.'

@@ -68,6 +68,9 @@ class ParallelConfig:
     """Layers of the first pipeline stage, which also holds the embedding. Null: as many as the other stages."""
     last_stage_layers: int | None = None
     """Layers of the last pipeline stage, which also holds the output layer. Null: as many as the other stages."""
+    context: int = 1
+    """Context-parallel size: ranks that share the tokens of every pack, for sequences too long for one. Needs GPUs with
+    Transformer Engine; written to its rules, but not run on GPUs yet."""
     sequence: bool = False
     """Megatron's sequence parallelism: norms and residuals are split over the tensor-parallel ranks."""
 
@@ -83,7 +86,7 @@ class PolicyConfig:
     recompute_method: str | None = None
     """With "full": "uniform" or "block"."""
     recompute_num_layers: int | None = None
-    """With "full": layers that are recomputed together ("uniform"; it divides those of every pipeline stage or chunk), or
+    """With "full": layers that are recomputed together ("uniform"; divides those of every pipeline stage or chunk), or
     layers of each of them that are recomputed ("block")."""
 
 

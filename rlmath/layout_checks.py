@@ -3,6 +3,7 @@ engine's."""
 
 from __future__ import annotations
 
+import importlib.util
 import math
 from collections.abc import Iterator
 
@@ -12,19 +13,21 @@ from rlmath.model_shape import ModelShape
 
 def rank_problems(parallel: ParallelConfig, engine: int, world_size: int) -> Iterator[str]:
     """What can be told without the model; `engine` is `rollout.tensor_parallel`."""
-    tensor, pipeline, engine = max(1, parallel.tensor), max(1, parallel.pipeline), max(1, engine)
-    replica = tensor * pipeline
+    sizes = {"parallel.tensor": max(1, parallel.tensor), "parallel.pipeline": max(1, parallel.pipeline)}
+    if parallel.context > 1:
+        sizes["parallel.context"] = parallel.context
+    engine, replica = max(1, engine), math.prod(sizes.values())
     if world_size % replica:
         yield (
-            f"parallel.tensor x parallel.pipeline is {tensor} x {pipeline} = {replica}, which does not "
-            f"divide the {world_size} ranks of this run. Start a multiple of {replica}, or change the two."
+            f"{' x '.join(sizes)} is {' x '.join(map(str, sizes.values()))} = {replica}, which does not divide the "
+            f"{world_size} ranks of this run. Start a multiple of {replica}, or change them."
         )
     if world_size % engine:
         yield (
             f"rollout.tensor_parallel is {engine}, which does not divide the {world_size} ranks of this run; "
             f"possible: {_divisors(world_size)}."
         )
-    if pipeline > 1:
+    if parallel.pipeline > 1:
         return
     if parallel.virtual_pipeline > 1:
         yield (
@@ -36,6 +39,17 @@ def rank_problems(parallel: ParallelConfig, engine: int, world_size: int) -> Ite
             f"{key} is {layers}; with parallel.pipeline=1 the one stage has all layers. Set it to null, or raise "
             "parallel.pipeline."
         )
+
+
+def context_problems(parallel: ParallelConfig, on_gpu: bool) -> Iterator[str]:
+    """Only Transformer Engine's attention works over context ranks."""
+    if parallel.context <= 1 or (on_gpu and importlib.util.find_spec("transformer_engine")):
+        return
+    lacking = "Transformer Engine, which is not installed" if on_gpu else "a GPU with Transformer Engine"
+    yield (
+        f"parallel.context is {parallel.context}; context parallelism needs {lacking}. Set it to 1, and fit long "
+        "sequences by parallel.tensor with parallel.sequence=true or by policy.recompute_granularity=full."
+    )
 
 
 def split_problems(parallel: ParallelConfig, engine: int, shape: ModelShape) -> Iterator[str]:

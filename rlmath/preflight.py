@@ -12,7 +12,7 @@ import torch
 
 from rlmath.algorithm_checks import algorithm_problems, harmless_algorithm_settings
 from rlmath.config import Config, PolicyConfig, RolloutConfig
-from rlmath.layout_checks import rank_problems, split_problems, stage_problems
+from rlmath.layout_checks import context_problems, rank_problems, split_problems, stage_problems
 from rlmath.model_folder import inspect_model_folder
 from rlmath.model_shape import ModelShape
 from rlmath.rewards.functions import function_problem
@@ -37,6 +37,7 @@ def check_config(config: Config, world_size: int) -> ModelShape:
         *_range_problems(config),
         *_word_problems(config),
         *rank_problems(config.parallel, config.rollout.tensor_parallel, world_size),
+        *context_problems(config.parallel, _on_gpu(config)),
         *_length_problems(config),
         *_engine_problems(config.rollout, config.data.max_prompt_tokens),
         *_learning_problems(config),
@@ -172,6 +173,10 @@ def _place_problems(config: Config) -> Iterator[str]:
 # ---------------------------------------------------------------- values against the model
 
 
+def _on_gpu(config: Config) -> bool:
+    return config.run.device == "cuda" or (config.run.device == "auto" and torch.cuda.is_available())
+
+
 def _model_length_problems(config: Config, shape: ModelShape) -> Iterator[str]:
     prompt, new = config.data.max_prompt_tokens, config.rollout.max_new_tokens
     over = prompt + new - shape.max_positions
@@ -184,7 +189,7 @@ def _model_length_problems(config: Config, shape: ModelShape) -> Iterator[str]:
 
 def _engine_model_problems(config: Config, shape: ModelShape) -> Iterator[str]:
     """What the engine needs of the model on CPU; on GPU vLLM measures the device first."""
-    if config.run.device == "cuda" or (config.run.device == "auto" and torch.cuda.is_available()):
+    if _on_gpu(config):
         return
     if shape.head_dim not in CPU_HEAD_DIMS:
         yield (

@@ -63,6 +63,7 @@ def run_training(config: Config, shape: ModelShape, inputs: Inputs) -> None:
         config.parallel.pipeline,
         config.rollout.tensor_parallel,
         config.parallel.virtual_pipeline,
+        config.parallel.context,
     )
     device = open_device(config.run.device)
     with contextlib.ExitStack() as stack:

@@ -57,6 +57,7 @@ RANGES: dict[str, Range] = {
     "parallel.tensor": _COUNT,
     "parallel.pipeline": _COUNT,
     "parallel.virtual_pipeline": _COUNT,
+    "parallel.context": _COUNT,
     "parallel.first_stage_layers": _COUNT,
     "parallel.last_stage_layers": _COUNT,
     "policy.max_tokens_per_microbatch": _COUNT,

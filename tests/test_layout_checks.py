@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from rlmath.config import ParallelConfig, PolicyConfig
-from rlmath.layout_checks import chunk_sizes, rank_problems, stage_problems
+from rlmath.layout_checks import chunk_sizes, context_problems, rank_problems, stage_problems
 
 
 def told(layers: int, policy: PolicyConfig | None = None, **parallel: int) -> str:
@@ -106,6 +106,29 @@ def test_one_stage_has_no_chunks_and_all_layers(parallel: dict[str, int], key: s
         problem.startswith(f"{key}; with parallel.pipeline=1 ") and "or raise parallel.pipeline." in problem
     )
     assert not list(rank_problems(ParallelConfig(pipeline=2, **parallel), 1, world_size=2))
+
+
+def test_context_parallel_ranks_need_transformer_engine(monkeypatch: pytest.MonkeyPatch):
+    parallel = ParallelConfig(context=2)
+    (problem,) = context_problems(parallel, on_gpu=False)
+    assert problem.startswith(
+        "parallel.context is 2; context parallelism needs a GPU with Transformer Engine. Set it to 1, and fit long"
+    )
+    (problem,) = context_problems(parallel, on_gpu=True)
+    assert "needs Transformer Engine, which is not installed. Set it to 1" in problem
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
+    assert not list(context_problems(parallel, on_gpu=True)) and list(
+        context_problems(parallel, on_gpu=False)
+    )
+    assert not list(context_problems(ParallelConfig(), on_gpu=False))
+
+
+def test_context_parallel_ranks_are_part_of_a_replica():
+    (problem,) = rank_problems(ParallelConfig(tensor=2, context=2), 1, world_size=6)
+    assert problem.startswith(
+        "parallel.tensor x parallel.pipeline x parallel.context is 2 x 1 x 2 = 4, which does not divide the 6 ranks"
+    )
+    assert not list(rank_problems(ParallelConfig(tensor=2, context=2), 1, world_size=8))
 
 
 def test_recomputed_layers_against_those_of_a_chunk():

@@ -1,7 +1,7 @@
 """Who is where: the training layout and the engines' layout over the same ranks, as plain arithmetic.
 
-Ranks are laid out as Megatron does by default, tensor fastest, then data, then pipeline. With 8 ranks, tensor 2
-and pipeline 2, rank 5 is tensor rank 1 of data rank 0 in pipeline stage 1.
+Ranks are laid out as Megatron does by default, tensor fastest, then context, then data, then pipeline. With 8 ranks,
+tensor 2 and pipeline 2, rank 5 is tensor rank 1 of data rank 0 in pipeline stage 1.
 """
 
 from __future__ import annotations
@@ -21,23 +21,29 @@ class Mesh:
     """Ranks of one rollout engine (its tensor-parallel size)."""
     virtual_pipeline: int = 1
     """Model chunks of one pipeline stage; above 1 the stages take turns (Megatron's interleaved schedule)."""
+    context: int = 1
+    """Ranks that share the tokens of every pack."""
 
     @property
     def data(self) -> int:
         """Data-parallel size."""
-        return self.world_size // (self.tensor * self.pipeline)
+        return self.world_size // (self.tensor * self.context * self.pipeline)
 
     @property
     def tensor_rank(self) -> int:
         return self.rank % self.tensor
 
     @property
+    def context_rank(self) -> int:
+        return self.rank // self.tensor % self.context
+
+    @property
     def data_rank(self) -> int:
-        return self.rank // self.tensor % self.data
+        return self.rank // (self.tensor * self.context) % self.data
 
     @property
     def pipeline_rank(self) -> int:
-        return self.rank // (self.tensor * self.data)
+        return self.rank // (self.tensor * self.context * self.data)
 
     @property
     def is_last_stage(self) -> bool:
@@ -53,7 +59,7 @@ class Mesh:
     def speaks_for_loss(self) -> bool:
         """True on one rank of every data-parallel replica: the one whose loss terms count, so that sums over all
         ranks count every token once."""
-        return self.is_last_stage and self.tensor_rank == 0
+        return self.is_last_stage and self.tensor_rank == 0 and self.context_rank == 0
 
     @property
     def engines(self) -> int:
@@ -71,9 +77,10 @@ class Mesh:
         return self.rank % self.engine_size == 0
 
     def describe(self) -> str:
-        """For example "TP2 x PP1 x DP1, 2 engines of TP1"; with model chunks "TP1 x PP2 x VPP2 x DP1, ..."."""
+        """For example "TP2 x PP1 x DP1, 2 engines of TP1"; at most "TP2 x CP2 x PP2 x VPP2 x DP1, ..."."""
+        context = f" x CP{self.context}" if self.context > 1 else ""
         chunks = f" x VPP{self.virtual_pipeline}" if self.virtual_pipeline > 1 else ""
         return (
-            f"TP{self.tensor} x PP{self.pipeline}{chunks} x DP{self.data}, "
+            f"TP{self.tensor}{context} x PP{self.pipeline}{chunks} x DP{self.data}, "
             f"{self.engines} engine{'s' if self.engines > 1 else ''} of TP{self.engine_size}"
         )

@@ -5,7 +5,7 @@ chunks r and 2 * C - 1 - r, so that all have the same work. Segments are filled 
 end, where no real token attends to.
 """
 
-# Shape legend: T packed tokens, S segments, C context ranks, N tokens of each rank, V vocabulary shard.
+# Shape legend: T packed tokens, S segments, F tokens of the filled-up segments, C context ranks, N tokens of each.
 
 from __future__ import annotations
 
@@ -47,20 +47,17 @@ def split_pack(cu_seqlens_S1: Tensor, context: int, multiple: int = 1) -> Contex
     tensor([[ 0,  1,  6,  7,  8, 11],
             [ 2,  3,  4,  5,  9, 10]])
     """
-    bounds = cu_seqlens_S1.tolist()
-    unit, total = 2 * context * multiple, bounds[-1]
-    by_rank: list[list[Tensor]] = [[] for _ in range(context)]
-    filled = [0]
-    for start, end in zip(bounds[:-1], bounds[1:], strict=True):
-        length = -(-(end - start) // unit) * unit
-        position = torch.arange(start, start + length)
-        chunks = torch.where(position < end, position, total).chunk(2 * context)
-        for rank in range(context):
-            by_rank[rank] += (chunks[rank], chunks[2 * context - 1 - rank])
-        filled.append(filled[-1] + length)
-    cu_seqlens = torch.tensor(filled, dtype=torch.int32)
-    source_CN = torch.stack([torch.cat(mine) for mine in by_rank])
-    return ContextSplit(source_CN, cu_seqlens, int(cu_seqlens.diff().max()))
+    unit = 2 * context * multiple
+    lengths_S = cu_seqlens_S1.diff().long()
+    filled_S = -(-lengths_S // unit) * unit
+    bounds_S1 = torch.cat((filled_S.new_zeros(1), filled_S.cumsum(0)))
+    segment_F = torch.repeat_interleave(filled_S)
+    offset_F = torch.arange(len(segment_F), device=segment_F.device) - bounds_S1[segment_F]
+    real_F = offset_F < lengths_S[segment_F]
+    source_F = torch.where(real_F, cu_seqlens_S1[segment_F] + offset_F, cu_seqlens_S1[-1])
+    chunk_F = offset_F // (filled_S // (2 * context))[segment_F]
+    by_rank = torch.minimum(chunk_F, 2 * context - 1 - chunk_F).argsort(stable=True)
+    return ContextSplit(source_F[by_rank].view(context, -1), bounds_S1.int(), int(filled_S.max()))
 
 
 class _GatherShares(torch.autograd.Function):

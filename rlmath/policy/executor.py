@@ -16,9 +16,10 @@ from torch import Tensor
 
 from rlmath.parallel.device import Device
 from rlmath.parallel.mesh import Mesh
-from rlmath.policy.attention import pack_sequences
+from rlmath.policy.attention import PackedSequences, pack_sequences
+from rlmath.policy.context_parallel import ContextSplit, split_pack, whole_logprobs
 from rlmath.policy.layer_spec import uses_local_layers
-from rlmath.policy.logprobs import HeldBack, packed_logprobs
+from rlmath.policy.logprobs import HeldBack, next_logprobs, packed_logprobs
 from rlmath.types import MicroBatch
 
 
@@ -83,33 +84,59 @@ class Executor:
         self, on_logits: Callable[..., Any], batches: Iterator[tuple[int, MicroBatch]], model: Any
     ) -> tuple[Tensor, Callable[..., Any]]:
         index, batch = next(batches)
-        at = self.device.torch_device
-        positions = batch.position_ids_T.to(at)
-        output = model(
-            batch.token_ids_T.to(at)[None],
-            positions[None],
-            None,
-            packed_seq_params=pack_sequences(
-                batch.cu_seqlens_S1.to(at), batch.max_seqlen, positions, self._local_layers
-            ),
-        )
+        token_ids, positions, packing = self._inputs(batch)
+        output = model(token_ids[None], positions[None], None, packed_seq_params=packing)
 
         def loss_function(output: Tensor, non_loss_data: bool = False) -> Any:
-            return on_logits(index, batch, output.squeeze(0))
+            told = on_logits(index, batch, output.squeeze(0))
+            if non_loss_data or self.mesh.context_rank == 0:
+                return told
+            # The whole pack's denominator, which the first of the context ranks has counted.
+            loss, count, metrics = told
+            return loss, torch.zeros_like(count), metrics
 
         return output, loss_function
+
+    def _inputs(self, batch: MicroBatch) -> tuple[Tensor, Tensor, PackedSequences]:
+        """This rank's token ids and positions of a micro-batch, and how they are packed."""
+        at = self.device.torch_device
+        token_ids, positions = batch.token_ids_T.to(at), batch.position_ids_T.to(at)
+        if self.mesh.context == 1:
+            cu_seqlens = batch.cu_seqlens_S1.to(at)
+            packing = pack_sequences(cu_seqlens, batch.max_seqlen, positions, self._local_layers)
+            return token_ids, positions, packing
+        split = self._split(batch)
+        token_ids, positions = (split.share(x, self.mesh.context_rank) for x in (token_ids, positions))
+        packing = pack_sequences(split.cu_seqlens_S1, split.max_seqlen, positions, self._local_layers)
+        # What fills a segment up counts as tokens: behind its end, it changes nothing for those before.
+        packing.cu_seqlens_q_padded = packing.cu_seqlens_kv_padded = split.cu_seqlens_S1
+        return token_ids, positions, packing
+
+    def _split(self, batch: MicroBatch) -> ContextSplit:
+        # Sequence parallelism shares every chunk out again.
+        return split_pack(
+            batch.cu_seqlens_S1.to(self.device.torch_device), self.mesh.context, multiple=self.mesh.tensor
+        )
 
     def logprobs_of(self, batch: MicroBatch, logits_TV: Tensor) -> tuple[Tensor, Tensor]:
         """Log-probability of each packed token, with gradient, and entropy of its distribution (nats)."""
         at = self.device.torch_device
-        return packed_logprobs(
-            logits_TV,
-            batch.token_ids_T.to(at),
-            batch.completion_index_T.to(at),
+        tokens, index = batch.token_ids_T.to(at), batch.completion_index_T.to(at)
+        how = (
             self.temperature,
             self.vocab_size,
             self.held_back,
             parallel_state.get_tensor_model_parallel_group(),
+        )
+        if self.mesh.context == 1:
+            return packed_logprobs(logits_TV, tokens, index, *how)
+        group = parallel_state.get_context_parallel_group()
+        return whole_logprobs(
+            lambda ids, at_index: next_logprobs(logits_TV, ids, at_index, *how),
+            self._split(batch),
+            tokens,
+            index,
+            group,
         )
 
     @torch.no_grad()

@@ -239,6 +239,23 @@ def vocab_parallel_logprobs(
     return _VocabParallelLogprobs.apply(logits_TV, targets_T, shard, group)
 
 
+def next_logprobs(
+    logits_TV: Tensor,
+    next_ids_T: Tensor,
+    next_index_T: Tensor,
+    temperature: float,
+    vocab_size: int,
+    held_back: HeldBack,
+    group: dist.ProcessGroup,
+) -> tuple[Tensor, Tensor]:
+    """As `vocab_parallel_logprobs`, of the tokens that each row predicts; `next_index_T` are their positions in their
+    completions, below 0 in prompts."""
+    barred_T = (next_index_T >= 0) & (next_index_T < held_back.first) if held_back.first else None
+    return vocab_parallel_logprobs(
+        logits_TV, next_ids_T, temperature, vocab_size, group, barred_T, held_back.token_ids
+    )
+
+
 def packed_logprobs(
     logits_TV: Tensor,
     token_ids_T: Tensor,
@@ -251,10 +268,14 @@ def packed_logprobs(
     """As `vocab_parallel_logprobs`, of the packed tokens themselves: entry t is about the token at t, as the logits at
     t - 1 predict it. Entry 0, and what stands at the first token of a segment, means nothing. THE BACKWARD PASS
     OVERWRITES `logits_TV` WITH ITS GRADIENT; the last row predicts nothing, so its gradient is 0."""
-    index_T = completion_index_T.roll(-1)
-    barred_T = (index_T >= 0) & (index_T < held_back.first) if held_back.first else None
-    logprobs_T, entropy_T = vocab_parallel_logprobs(
-        logits_TV, token_ids_T.roll(-1), temperature, vocab_size, group, barred_T, held_back.token_ids
+    logprobs_T, entropy_T = next_logprobs(
+        logits_TV,
+        token_ids_T.roll(-1),
+        completion_index_T.roll(-1),
+        temperature,
+        vocab_size,
+        held_back,
+        group,
     )
     zero = logprobs_T.new_zeros(1)
     return torch.cat((zero, logprobs_T[:-1])), torch.cat((zero, entropy_T[:-1]))

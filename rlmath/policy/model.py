@@ -46,15 +46,17 @@ def start_megatron(mesh: Mesh, device: Device, seed: int, timeout_seconds: float
         tensor_model_parallel_size=mesh.tensor,
         pipeline_model_parallel_size=mesh.pipeline,
         virtual_pipeline_model_parallel_size=_virtual_size(mesh),
+        context_parallel_size=mesh.context,
         distributed_timeout_minutes=math.ceil(timeout_seconds / 60),
     )
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
     placed = (
         parallel_state.get_tensor_model_parallel_rank(),
+        parallel_state.get_context_parallel_rank(),
         parallel_state.get_data_parallel_rank(),
         parallel_state.get_pipeline_model_parallel_rank(),
     )
-    expected = (mesh.tensor_rank, mesh.data_rank, mesh.pipeline_rank)
+    expected = (mesh.tensor_rank, mesh.context_rank, mesh.data_rank, mesh.pipeline_rank)
     assert placed == expected, f"Megatron placed this rank at {placed}, the mesh at {expected}"
 
 
@@ -88,6 +90,7 @@ def transformer_config(
         bf16=device.params_dtype == torch.bfloat16,
         tensor_model_parallel_size=mesh.tensor,
         pipeline_model_parallel_size=mesh.pipeline,
+        context_parallel_size=mesh.context,
         **_stage_layout(mesh, parallel),
         sequence_parallel=parallel.sequence and mesh.tensor > 1,
         # Packs differ in length, so every pipeline message says its shape; Megatron asks for the dispatcher.

@@ -43,6 +43,7 @@ class Case:
     virtual_pipeline: int = 1
     first_stage_layers: int | None = None
     last_stage_layers: int | None = None
+    context: int = 1
     sequence: bool = False
     recompute: bool = False
     max_tokens: int = 512
@@ -56,7 +57,7 @@ class Case:
 
     @property
     def ranks(self) -> int:
-        return self.tensor * self.pipeline * self.data
+        return self.tensor * self.context * self.pipeline * self.data
 
     def __str__(self) -> str:
         extras = [
@@ -64,6 +65,7 @@ class Case:
             *(["SP"] if self.sequence else []),
             *(["RC"] if self.recompute else []),
             *([f"VPP{self.virtual_pipeline}"] if self.virtual_pipeline > 1 else []),
+            *([f"CP{self.context}"] if self.context > 1 else []),
             *([f"first{self.first_stage_layers}"] if self.first_stage_layers else []),
             *([f"last{self.last_stage_layers}"] if self.last_stage_layers else []),
         ]
@@ -85,6 +87,7 @@ def settings(folder: Path, case: Case) -> Config:
             virtual_pipeline=case.virtual_pipeline,
             first_stage_layers=case.first_stage_layers,
             last_stage_layers=case.last_stage_layers,
+            context=case.context,
             sequence=case.sequence,
         ),
         policy=recompute,
@@ -123,6 +126,7 @@ def build(folder: Path, case: Case) -> Stage:
         case.pipeline,
         engine_size=1,
         virtual_pipeline=case.virtual_pipeline,
+        context=case.context,
     )
     start_megatron(mesh, device, seed=1, timeout_seconds=120.0)
     config, shape = settings(folder, case), shape_of(folder)

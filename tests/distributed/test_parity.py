@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -50,9 +51,11 @@ def assert_close_together(got: dict[str, Tensor], wanted: dict[str, Tensor], rel
     assert distance <= relative, f"off by {distance:.2e}"
 
 
-def check_logprobs(ranks: RankPool, folder: Path, case: Case, samples: list[Sample]) -> None:
+def check_logprobs(
+    ranks: RankPool, folder: Path, case: Case, samples: list[Sample], cases: ModuleType = policy_cases
+) -> None:
     found: dict[int, list[float]] = {}
-    for part in ranks.run(case.ranks, policy_cases.logprobs, folder, case, samples):
+    for part in ranks.run(case.ranks, cases.logprobs, folder, case, samples):
         found |= part
     model = oracle.load(folder)
     with torch.no_grad():
@@ -62,15 +65,17 @@ def check_logprobs(ranks: RankPool, folder: Path, case: Case, samples: list[Samp
             )
 
 
-def check_gradients(ranks: RankPool, folder: Path, case: Case) -> None:
-    got = ranks.run(case.ranks, policy_cases.gradients, folder, case, SAMPLES)[0]
+def check_gradients(ranks: RankPool, folder: Path, case: Case, cases: ModuleType = policy_cases) -> None:
+    got = ranks.run(case.ranks, cases.gradients, folder, case, SAMPLES)[0]
     model = oracle.load(folder)
     oracle.loss(model, SAMPLES).backward()
     assert_close(got, oracle.gradients(model), 1e-5)
 
 
-def check_update(ranks: RankPool, folder: Path, case: Case, relative: float) -> None:
-    weights, result = ranks.run(case.ranks, policy_cases.update, folder, case, SAMPLES)[0]
+def check_update(
+    ranks: RankPool, folder: Path, case: Case, relative: float, cases: ModuleType = policy_cases
+) -> None:
+    weights, result = ranks.run(case.ranks, cases.update, folder, case, SAMPLES)[0]
     assert result.discarded is None
     model, reference = oracle.load(folder), None
     if case.kl_coef:

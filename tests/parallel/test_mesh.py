@@ -6,8 +6,10 @@ from megatron.core.parallel_state import RankGenerator
 from rlmath.parallel.mesh import Mesh
 
 
-def meshes(world_size: int, tensor: int, pipeline: int, engine_size: int = 1) -> list[Mesh]:
-    return [Mesh(rank, world_size, tensor, pipeline, engine_size) for rank in range(world_size)]
+def meshes(world_size: int, tensor: int, pipeline: int, engine_size: int = 1, context: int = 1) -> list[Mesh]:
+    return [
+        Mesh(rank, world_size, tensor, pipeline, engine_size, context=context) for rank in range(world_size)
+    ]
 
 
 def test_the_worked_example_of_the_docstring():
@@ -17,20 +19,26 @@ def test_the_worked_example_of_the_docstring():
     assert (mesh.engines, mesh.engine_index, mesh.speaks_for_engine) == (4, 2, False)
 
 
-@pytest.mark.parametrize("sizes", list(itertools.product((1, 2, 3), (1, 2, 4), (1, 2))), ids=str)
-def test_ranks_are_placed_as_megatron_places_them(sizes: tuple[int, int, int]):
-    tensor, pipeline, data = sizes
-    layout = meshes(tensor * pipeline * data, tensor, pipeline)
-    megatron = RankGenerator(tp=tensor, ep=1, dp=data, pp=pipeline, cp=1, order="tp-cp-ep-dp-pp")
-    for axis, number in (("tp", "tensor_rank"), ("dp", "data_rank"), ("pp", "pipeline_rank")):
+@pytest.mark.parametrize("sizes", list(itertools.product((1, 2, 3), (1, 2), (1, 2, 4), (1, 2))), ids=str)
+def test_ranks_are_placed_as_megatron_places_them(sizes: tuple[int, int, int, int]):
+    tensor, context, pipeline, data = sizes
+    layout = meshes(tensor * context * pipeline * data, tensor, pipeline, context=context)
+    megatron = RankGenerator(tp=tensor, ep=1, dp=data, pp=pipeline, cp=context, order="tp-cp-ep-dp-pp")
+    numbers = {"tp": "tensor_rank", "cp": "context_rank", "dp": "data_rank", "pp": "pipeline_rank"}
+    for axis, number in numbers.items():
         for group in megatron.get_ranks(axis):
             assert [getattr(layout[rank], number) for rank in group] == list(range(len(group)))
     assert {mesh.data for mesh in layout} == {data}
 
 
-@pytest.mark.parametrize(("world_size", "tensor", "pipeline"), [(1, 1, 1), (8, 2, 2), (8, 1, 4), (12, 3, 2)])
-def test_one_rank_of_every_replica_speaks_for_the_loss(world_size: int, tensor: int, pipeline: int):
-    layout = meshes(world_size, tensor, pipeline)
+@pytest.mark.parametrize(
+    ("world_size", "tensor", "pipeline", "context"),
+    [(1, 1, 1, 1), (8, 2, 2, 1), (8, 1, 4, 1), (12, 3, 2, 1), (8, 2, 2, 2), (12, 1, 2, 3)],
+)
+def test_one_rank_of_every_replica_speaks_for_the_loss(
+    world_size: int, tensor: int, pipeline: int, context: int
+):
+    layout = meshes(world_size, tensor, pipeline, context=context)
     speakers = [mesh for mesh in layout if mesh.speaks_for_loss]
     assert sorted(mesh.data_rank for mesh in speakers) == list(range(layout[0].data))
     assert all(mesh.pipeline_rank == pipeline - 1 and mesh.tensor_rank == 0 for mesh in speakers)
@@ -49,6 +57,7 @@ def test_a_mesh_describes_itself():
     assert Mesh(0, 8, 2, 2, engine_size=8).describe() == "TP2 x PP2 x DP2, 1 engine of TP8"
     interleaved = Mesh(0, 4, 1, 2, engine_size=4, virtual_pipeline=3)
     assert interleaved.describe() == "TP1 x PP2 x VPP3 x DP2, 1 engine of TP4"
+    assert Mesh(0, 8, 2, 2, 8, context=2).describe() == "TP2 x CP2 x PP2 x DP1, 1 engine of TP8"
 
 
 def test_only_the_interleaved_schedule_needs_a_multiple_of_microbatches():

@@ -1,0 +1,62 @@
+"""What context-parallel ranks do in the tests. Only Transformer Engine's attention works over them, and it needs GPUs;
+on CPU an attention over gathered tokens stands in for it, so that all the rest can be tested."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from torch import Tensor
+
+from rlmath.types import Sample
+from tests.distributed import policy_cases
+from tests.distributed.policy_cases import Case
+
+
+@contextlib.contextmanager
+def gathered_attention() -> Iterator[None]:
+    """Every rank gathers the filled-up pack, attends over all of it and keeps its own tokens."""
+    from megatron.core import parallel_state
+    from megatron.core.models.common.embeddings import rope_utils
+    from torch.distributed.nn.functional import all_reduce
+
+    from rlmath.policy.attention import PackedAttention
+    from rlmath.policy.context_parallel import split_pack
+
+    attend = PackedAttention.forward
+
+    def forward(self: Any, *qkv: Tensor, packed_seq_params: Any, **unused: Any) -> Tensor:
+        group = parallel_state.get_context_parallel_group()
+        source_CN = split_pack(packed_seq_params.cu_seqlens_q, group.size()).source_CN
+        mine_N = source_CN[group.rank()]
+        whole = [x.new_zeros(source_CN.numel(), *x.shape[1:]).index_copy(0, mine_N, x) for x in qkv[:3]]
+        gathered = [all_reduce(x, group=group) for x in whole]
+        return attend(self, *gathered, packed_seq_params=packed_seq_params)[mine_N]
+
+    def rotate(t: Tensor, cu_seqlens: Tensor, freqs: Tensor, **kwargs: Any) -> Tensor:
+        """`freqs` are those of this rank's tokens already."""
+        return rope_utils._apply_rotary_pos_emb_bshd(t[:, None], freqs)[:, 0]
+
+    with (
+        mock.patch.object(PackedAttention, "forward", forward),
+        mock.patch.object(rope_utils, "_apply_rotary_pos_emb_thd", rotate),
+    ):
+        yield
+
+
+def logprobs(folder: Path, case: Case, samples: list[Sample]) -> dict[int, list[float]]:
+    with gathered_attention():
+        return policy_cases.logprobs(folder, case, samples)
+
+
+def gradients(folder: Path, case: Case, samples: list[Sample]) -> dict[str, Tensor] | None:
+    with gathered_attention():
+        return policy_cases.gradients(folder, case, samples)
+
+
+def update(folder: Path, case: Case, samples: list[Sample]) -> tuple[dict[str, Tensor], Any] | None:
+    with gathered_attention():
+        return policy_cases.update(folder, case, samples)

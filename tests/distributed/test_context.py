@@ -1,0 +1,48 @@
+"""Context-parallel ranks against transformers, with a stand-in for Transformer Engine's attention (see
+`context_cases`)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.distributed import context_cases
+from tests.distributed.policy_cases import Case
+from tests.distributed.rank_pool import RankPool
+from tests.distributed.test_parity import SAMPLES, check_gradients, check_logprobs, check_update
+
+pytestmark = [pytest.mark.parity, pytest.mark.distributed]
+
+CONTEXT = Case(context=2, max_tokens=64)
+FULL_LAYOUTS = [
+    replace(CONTEXT, max_tokens=512),
+    replace(CONTEXT, tensor=2, sequence=True, recompute=True),
+    replace(CONTEXT, pipeline=2, virtual_pipeline=2),
+    replace(CONTEXT, data=2),
+    Case(context=4),
+]
+
+
+def test_logprobs_equal_those_of_transformers(ranks: RankPool, untied_model: Path) -> None:
+    check_logprobs(ranks, untied_model, CONTEXT, SAMPLES, context_cases)
+
+
+def test_gradients_equal_those_of_transformers(ranks: RankPool, untied_model: Path, tied_model: Path) -> None:
+    check_gradients(ranks, untied_model, CONTEXT, context_cases)
+    check_gradients(ranks, tied_model, CONTEXT, context_cases)
+
+
+def test_one_update_equals_that_of_torch(ranks: RankPool, untied_model: Path) -> None:
+    check_update(ranks, untied_model, replace(CONTEXT, kl_coef=0.3), 1e-5, context_cases)
+    check_update(ranks, untied_model, replace(CONTEXT, optimizer="adam"), 1e-3, context_cases)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("case", FULL_LAYOUTS, ids=str)
+def test_gradients_and_updates_agree_on_larger_layouts(
+    ranks: RankPool, untied_model: Path, case: Case
+) -> None:
+    check_gradients(ranks, untied_model, case, context_cases)
+    check_update(ranks, untied_model, replace(case, optimizer="adam"), 1e-3, context_cases)
