@@ -67,15 +67,19 @@ def setting_values(config: Config) -> dict[str, Any]:
 def help_text(width: int | None = None) -> str:
     """Every key with type, default and docstring, by section, wrapped to `width` or the terminal's."""
     width = width or min(max(shutil.get_terminal_size().columns, 60), 120)
+
+    def wrapped(text: str, first: str, then: str) -> list[str]:
+        return textwrap.wrap(text, width, initial_indent=first, subsequent_indent=then, break_on_hyphens=False)
+
     lines = ["Settings, given in a YAML file or as key.sub=value (null: not set)"]
     section = ""
     for setting in all_settings().values():
         if setting.section != section:
             section = setting.section
             doc = inspect.getdoc(section_classes()[section]) or ""
-            lines += ["", *textwrap.wrap(f"{section}: {doc}", width, subsequent_indent="  ")]
+            lines += ["", *wrapped(f"{section}: {doc}", "", "  ")]
         lines.append(f"  {setting.key}  ({setting.type_name}, {_default_text(setting.default)})")
-        lines += textwrap.wrap(setting.doc, width, initial_indent=" " * 6, subsequent_indent=" " * 6)
+        lines += wrapped(setting.doc, " " * 6, " " * 6)
     return "\n".join(lines)
 
 
