@@ -40,7 +40,8 @@ def load_inputs(config: Config, shape: ModelShape) -> Inputs:
     total_steps = config.run.total_epochs * order.steps_per_epoch
     if config.run.total_steps is not None:
         total_steps = min(total_steps, config.run.total_steps)
-    _check_extra_prompts(config.selection.max_extra_prompts, order)
+    if config.selection.dynamic_sampling is not None:
+        _check_extra_prompts(config.selection.max_extra_prompts, order)
     _check_warmup(config, total_steps)
     stops = stop_token_ids(config.model.path, tokenizer)
     return Inputs(tokenizer, prompts, order, stops, total_steps, (report.line(), order.line()))

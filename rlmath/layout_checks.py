@@ -43,7 +43,7 @@ def rank_problems(parallel: ParallelConfig, engine: int, world_size: int) -> Ite
 
 def context_problems(parallel: ParallelConfig, on_gpu: bool) -> Iterator[str]:
     """Only Transformer Engine's attention works over context ranks."""
-    if parallel.context <= 1 or (on_gpu and importlib.util.find_spec("transformer_engine")):
+    if parallel.context <= 1 or (on_gpu and importlib.util.find_spec("transformer_engine_torch")):
         return
     lacking = "Transformer Engine, which is not installed" if on_gpu else "a GPU with Transformer Engine"
     yield (

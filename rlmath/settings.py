@@ -69,7 +69,9 @@ def help_text(width: int | None = None) -> str:
     width = width or min(max(shutil.get_terminal_size().columns, 60), 120)
 
     def wrapped(text: str, first: str, then: str) -> list[str]:
-        return textwrap.wrap(text, width, initial_indent=first, subsequent_indent=then, break_on_hyphens=False)
+        return textwrap.wrap(
+            text, width, initial_indent=first, subsequent_indent=then, break_on_hyphens=False
+        )
 
     lines = ["Settings, given in a YAML file or as key.sub=value (null: not set)"]
     section = ""

@@ -75,8 +75,8 @@ def update_metrics(
     """Loss, ratio, KL and gradient of the minibatches that were learned from, means over tokens; of all minibatches
     where every one was discarded. A step without any minibatch has only their number.
 
-    `kl_reward` is minus the weighted KL per token. `final_reward` is the mean reward of a completion with the KL's part
-    of it; where KL is part of the loss it is the mean reward plus `kl_reward`, for orientation only.
+    `kl_reward` is minus the weighted KL per token. `final_reward` is the mean reward of the completions learned from
+    with their KL taken off; where KL is part of the loss it is `task_reward` plus `kl_reward`, for orientation only.
     """
     results = record.results
     kept = [result for result in results if result.discarded is None]
@@ -93,7 +93,8 @@ def update_metrics(
     else:
         reference_kl = record.reward_kl.per_token
         kl_reward = -settings.kl_coef * reference_kl
-        final_reward = task_reward - settings.kl_coef * record.reward_kl.per_completion
+        rewards = [reward for group in groups for reward in group.rewards]
+        final_reward = sum(rewards) / len(rewards) - settings.kl_coef * record.reward_kl.per_completion
     metrics = {
         "advantage": _mean_advantage(record.advantages, groups),
         "actor_loss": mean("loss", of="denominator"),
@@ -144,19 +145,22 @@ def mismatch_metrics(results: Sequence[MinibatchResult], only_first: bool) -> di
 
 
 def pace_metrics(
-    seconds: Mapping[str, float], sampled: Sequence[ScoredGroup], learned: Sequence[ScoredGroup], epochs: int
+    seconds: Mapping[str, float],
+    sampled: Sequence[ScoredGroup],
+    learned: Sequence[ScoredGroup],
+    passes: float,
 ) -> dict[str, float]:
     """Seconds of every phase, and tokens per second where a phase works on tokens.
 
     The rollout is paced by the tokens it sampled, the step by all that its groups have, the others by all tokens that
-    they read: the update reads what is learned from once an epoch.
+    they read: the update makes `passes` over what is learned from.
     """
     read = _tokens(learned)
     worked = {
         "rollout": sum(len(c.token_ids) for group in sampled for c in group.completions),
         "logprobs": read,
         "reference": read,
-        "update": read * epochs,
+        "update": read * passes,
         "step": _tokens(sampled),
     }
     metrics = {f"seconds/{phase}": value for phase, value in seconds.items()}

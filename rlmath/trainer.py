@@ -118,7 +118,7 @@ class Trainer:
             metrics |= selection_metrics(selection)
         metrics |= update_metrics(record, selection.learned, metrics["task_reward"], algorithm)
         metrics |= mismatch_metrics(record.results, only_first=not algorithm.recompute_logprobs)
-        return metrics | pace_metrics(seconds, selection.sampled, selection.learned, algorithm.epochs)
+        return metrics | pace_metrics(seconds, selection.sampled, selection.learned, record.passes)
 
 
 def selection_rules(settings: SelectionConfig) -> SelectionRules:

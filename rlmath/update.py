@@ -38,6 +38,8 @@ class UpdateRecord:
     """By group and completion; with KL inside of the reward the mean over the completion's tokens."""
     reward_kl: RewardKL | None
     """Where KL is part of the reward."""
+    passes: float = 0.0
+    """How often the samples were learned from; less than `algorithm.epochs` where early stop ended the step."""
 
 
 @dataclass(frozen=True)
@@ -115,7 +117,8 @@ class Updater:
             reference = None
         with timed("update"):
             packed = _regroup([len(minibatch) for minibatch in minibatches], flat, old, reference)
-            return UpdateRecord(self._epochs(packed, number), by_group, reward_kl)
+            results = self._epochs(packed, number)
+        return UpdateRecord(results, by_group, reward_kl, passes=len(results) / len(minibatches))
 
     def _pack(self, samples: list[Sample], number: int) -> list[list[MicroBatch]]:
         """This data-parallel rank's micro-batches of every minibatch."""

@@ -39,6 +39,9 @@ def test_the_defaults_have_no_problem():
         ["data.prompts_per_step=2", "rollout.group_size=2", "algorithm.n_minibatches=4"],
         ["selection.min_completion_tokens=5", "selection.max_completion_tokens=5"],
         ["selection.dynamic_sampling=accuracy", "selection.max_extra_prompts=100"],
+        ["algorithm.loss=gspo", "algorithm.clip_ratio=3e-4", "algorithm.n_minibatches=2"],
+        ["algorithm.dual_clip=3", "algorithm.recompute_logprobs=false"],
+        ["algorithm.kl_in=reward", "algorithm.kl_coef=0.1", "algorithm.advantage=ppo"],
     ],
 )
 def test_runs_that_can_start(overrides: list[str]):
@@ -62,6 +65,15 @@ def test_runs_that_can_start(overrides: list[str]):
             "gives 4 samples a step, which cannot fill 5 minibatches",
         ),
         (
+            [
+                "rollout.group_size=1",
+                "algorithm.advantage=ppo",
+                "selection.dynamic_sampling=reward",
+                "data.prompts_per_step=4",
+            ],
+            "a completion alone has none",
+        ),
+        (
             ["rollout.max_new_tokens=10", "selection.min_completion_tokens=11"],
             "selection.min_completion_tokens is 11, above rollout.max_new_tokens 10",
         ),
@@ -83,9 +95,27 @@ def test_settings_that_do_not_fit_together(overrides: list[str], told: str):
 @pytest.mark.parametrize(
     ("overrides", "told"),
     [
-        (["algorithm.importance_cap=2"], "importance_cap has no effect without"),
-        (["algorithm.importance_mask_low=0.5"], "importance_mask_low has no effect without"),
-        (["algorithm.loss=cispo", "algorithm.dual_clip=3"], 'no effect with algorithm.loss="cispo"'),
+        (["algorithm.importance_cap=2"], "importance_cap: no effect without"),
+        (["algorithm.importance_mask_low=0.5"], "importance_mask_low: no effect without"),
+        (
+            ["algorithm.loss=cispo", "algorithm.dual_clip=3", "algorithm.epochs=2"],
+            'no effect with algorithm.loss="cispo"',
+        ),
+        (
+            ["algorithm.loss=cispo", "algorithm.clip_ratio_high=0.3"],
+            "algorithm.loss, algorithm.clip_ratio_high: no effect, since one minibatch a step",
+        ),
+        (["algorithm.loss=gspo", "algorithm.epochs=2"], "clip_ratio=0.2 hardly ever clips the mean ratio"),
+        (
+            [
+                "algorithm.importance_correction=token",
+                "algorithm.importance_cap=5",
+                "algorithm.importance_mask_high=2",
+            ],
+            "importance_cap=5 has no effect: importance_mask_high=2 is not above it",
+        ),
+        (["algorithm.kl_in=reward", "algorithm.kl_coef=0.1"], 'algorithm.advantage="grpo" divides by'),
+        (["selection.dynamic_sampling=reward"], "samples none in their place"),
         (["algorithm.kl_in=reward"], "no effect with algorithm.kl_coef=0"),
         (["algorithm.kl_coef=0.1", "algorithm.kl_estimator=k1"], "an expected gradient of 0"),
         (["selection.max_extra_prompts=4"], "no effect without selection.dynamic_sampling"),
@@ -119,8 +149,8 @@ def test_the_words_of_the_settings_are_those_of_the_code(key: str, kinds: object
     ("key", "wrong"),
     [
         ("dual_clip", 1.0),
-        ("importance_mask_low", 1.5),
-        ("importance_mask_high", 0.5),
+        ("importance_mask_low", 1.0),
+        ("importance_mask_high", 1.0),
         ("early_stop_ratio", 1.0),
     ],
 )

@@ -112,7 +112,7 @@ def test_kl_inside_of_the_reward_is_part_of_the_final_reward_of_a_completion():
     record = UpdateRecord(RESULTS, ADVANTAGES, RewardKL(per_token=0.5, per_completion=40.0))
     metrics = update_metrics(record, GROUPS, 2.0, AlgorithmConfig(kl_coef=0.1, kl_in="reward"))
     assert metrics["kl_reward"] == pytest.approx(-0.05)
-    assert metrics["final_reward"] == pytest.approx(2.0 - 4.0)
+    assert metrics["final_reward"] == pytest.approx((2 * 5 - 4 * 5) / 6 - 4.0)
     assert metrics["train/reference_kl"] == 0.5
 
 
@@ -167,7 +167,7 @@ def test_the_mismatch_over_all_minibatches_and_over_the_first():
 def test_phases_are_paced_by_the_tokens_they_work_on():
     seconds = {"sync": 0.5, "rollout": 2.0, "update": 4.0, "reference": 0.0, "step": 8.0}
     # 40 tokens were sampled, 64 with their prompts; the first group has 2 x 3 + 6 tokens, read in two epochs
-    assert pace_metrics(seconds, GROUPS, GROUPS[:1], epochs=2) == {
+    assert pace_metrics(seconds, GROUPS, GROUPS[:1], passes=2) == {
         "seconds/sync": 0.5,
         "seconds/rollout": 2.0,
         "seconds/update": 4.0,

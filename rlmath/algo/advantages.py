@@ -8,7 +8,7 @@
 | "ppo" | r, then normalised over all tokens of the batch | AReaL's PPO without a critic, `adv_norm` |
 | "reinforce++" | r - group mean, then normalised likewise | REINFORCE++-baseline, arXiv:2501.03262 |
 
-A group without contrast gets exact zeros from the four that look at groups; so does a completion that is alone in its
+A group without contrast gets exact zeros from "grpo", "dr_grpo" and "rloo"; so does a completion that is alone in its
 group. Groups may be of different sizes: one that was cut short is a smaller group. A batch without contrast gets exact
 zeros where it is normalised. A reward that is NaN makes its group, or the normalised batch, NaN.
 """

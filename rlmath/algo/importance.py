@@ -10,14 +10,13 @@ the behaviour policy, the engine that sampled, is corrected by a weight without 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 CorrectionLevel = Literal["token", "sequence"]
-CORRECTION_LEVELS: tuple[str, ...] = get_args(CorrectionLevel)
 
 MOST_LOG_WEIGHT = 20.0
 """Log weights are cut to -20 .. 20, so that no weight overflows: e^20 is 5e8."""
@@ -55,8 +54,10 @@ class Corrected:
 def segment_sums(
     values_T: Float[Tensor, "T"], segments_T: Int[Tensor, "T"], n_segments: int
 ) -> Float[Tensor, "S"]:
-    """Sum of the values of every segment."""
-    return values_T.new_zeros(n_segments).index_add(0, segments_T, values_T)
+    """Sum of the values of every segment, in float64: on a GPU the order of addition varies, and all ranks that share a
+    loss should clip alike."""
+    sums_S = values_T.new_zeros(n_segments, dtype=torch.float64)
+    return sums_S.index_add(0, segments_T, values_T.double()).to(values_T.dtype)
 
 
 def sequence_log_ratio(

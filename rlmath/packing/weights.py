@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal
 
 NormalisationKind = Literal["token", "sequence", "constant"]
-NORMALISATIONS: tuple[str, ...] = get_args(NormalisationKind)
 
 
 @dataclass(frozen=True)

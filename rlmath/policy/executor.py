@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.utils import get_attr_wrapped_model
 from torch import Tensor
 
 from rlmath.parallel.device import Device
@@ -65,7 +66,7 @@ class Executor:
         """
         numbered = list(enumerate(batches))
         return get_forward_backward_func()(
-            forward_step_func=partial(self._forward_step, on_logits),
+            forward_step_func=partial(self._forward_step, on_logits, forward_only),
             data_iterator=[iter(numbered) for _ in self.chunks],
             model=self.chunks,
             num_microbatches=len(batches),
@@ -81,11 +82,19 @@ class Executor:
             chunk.zero_grad_buffer()
 
     def _forward_step(
-        self, on_logits: Callable[..., Any], batches: Iterator[tuple[int, MicroBatch]], model: Any
+        self,
+        on_logits: Callable[..., Any],
+        forward_only: bool,
+        batches: Iterator[tuple[int, MicroBatch]],
+        model: Any,
     ) -> tuple[Tensor, Callable[..., Any]]:
         index, batch = next(batches)
         token_ids, positions, packing = self._inputs(batch)
         output = model(token_ids[None], positions[None], None, packed_seq_params=packing)
+        if forward_only and get_attr_wrapped_model(model, "post_process"):
+            # Megatron keeps what is returned until the next forward pass is over: not the logits.
+            found = on_logits(index, batch, output.squeeze(0))
+            return output.new_empty(0), lambda output, non_loss_data=True: found
 
         def loss_function(output: Tensor, non_loss_data: bool = False) -> Any:
             told = on_logits(index, batch, output.squeeze(0))

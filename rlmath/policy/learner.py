@@ -64,11 +64,9 @@ class Learner:
         on_logits = partial(self._loss, old, reference, on_policy)
         sums, maxima = self._reduce(self.executor.run(batches, on_logits, forward_only=False))
         lr = learning_rate(self.optimizer)
-        grad_norm, overflow = self._grad_norm()
+        grad_norm = self._grad_norm()
         totals = MinibatchSums(sums["ratio"], sums["proximal_kl"], sums["loss"], sums["tokens"])
         reason = discard_reason(totals, grad_norm, self.bounds)
-        if reason is None and overflow:
-            reason = "a gradient is not finite"
         if reason is None:
             self.optimizer.step()
             self.scheduler.step(increment=1)
@@ -106,7 +104,7 @@ class Learner:
         # Copies: Megatron divides the loss in place, and metrics must not share its storage.
         metrics = {name: getattr(terms, name).detach().clone() for name in LOSS_SUMS}
         metrics |= {
-            "denominator": torch.tensor(float(batch.loss_count)),
+            "denominator": torch.tensor(float(batch.loss_count), device=at),
             "mismatch": mismatch_T.sum(),
             "mismatch_max": mismatch_T.max(),
         }
@@ -116,15 +114,18 @@ class Learner:
         """Sums over micro-batches and data-parallel ranks; every rank learns them."""
         counted = metrics if self.executor.mesh.speaks_for_loss else []
         at = self.executor.device.torch_device
-        sums = {name: sum(float(m[name]) for m in counted) for name in SUMMED}
-        top = {"mismatch_max": max((float(m["mismatch_max"]) for m in counted), default=0.0)}
-        return sum_over_ranks(sums, at), max_over_ranks(top, at)
+        # One transfer from the device for each micro-batch, not one for each number.
+        rows = [
+            torch.stack([m[name].float() for name in (*SUMMED, "mismatch_max")]).tolist() for m in counted
+        ]
+        *columns, tops = zip(*rows, strict=True) if rows else [(0.0,)] * (len(SUMMED) + 1)
+        sums = {name: sum(column) for name, column in zip(SUMMED, columns, strict=True)}
+        return sum_over_ranks(sums, at), max_over_ranks({"mismatch_max": max(tops)}, at)
 
-    def _grad_norm(self) -> tuple[float, bool]:
-        """Global gradient norm before clipping, and whether Megatron found a value that is not finite."""
-        overflow = self.optimizer.prepare_grads()
-        norm = self.optimizer.get_grad_norm()
-        return float(norm), bool(overflow)
+    def _grad_norm(self) -> float:
+        """Global gradient norm before clipping."""
+        self.optimizer.prepare_grads()
+        return float(self.optimizer.get_grad_norm())
 
 
 LOSS_SUMS = tuple(field.name for field in fields(TokenLoss))

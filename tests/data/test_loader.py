@@ -117,3 +117,14 @@ def test_more_prompts_a_step_than_there_are_is_refused():
         PromptOrder(7, 8, seed=1, shuffle=True)
     with pytest.raises(ValueError, match="must be at least 1"):
         PromptOrder(7, 0, seed=1, shuffle=True)
+
+
+def test_extra_prompts_are_all_the_others_in_an_order_of_the_step():
+    order = PromptOrder(n_prompts=30, prompts_per_step=6, seed=2, shuffle=True)
+    extra = [list(order.extra(step)) for step in (0, 1)]
+    for step, indices in enumerate(extra):
+        assert sorted(indices + order.batch(step)[1]) == list(range(30))
+        assert indices == list(order.extra(step))
+    common = set(extra[0]) & set(extra[1])
+    assert [i for i in extra[0] if i in common] != [i for i in extra[1] if i in common]
+    assert extra[0] != list(PromptOrder(30, 6, seed=3, shuffle=True).extra(0))

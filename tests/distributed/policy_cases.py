@@ -4,6 +4,7 @@ Face names, so that results of all layouts compare to each other and to transfor
 from __future__ import annotations
 
 import itertools
+import weakref
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -282,3 +283,20 @@ def _state(stage: Stage) -> dict[str, Tensor]:
                 state[f"optimizer {number}.{index}.{key}"] = torch.as_tensor(value).clone()
     state["scheduler steps"] = torch.tensor(stage.actor.learner.scheduler.num_steps)
     return state
+
+
+def logits_alive(folder: Path, case: Case, samples: list[Sample]) -> list[int]:
+    """How many earlier micro-batches' logits are still held when those of the next arrive, in a log-prob pass."""
+    stage = build(folder, case)
+    batches = microbatches(stage, samples)
+    seen: list[weakref.ref] = []
+    alive = []
+
+    def count(index: int, batch: MicroBatch, logits_TV: Tensor) -> Tensor:
+        alive.append(sum(reference() is not None for reference in seen))
+        seen.append(weakref.ref(logits_TV.untyped_storage()))
+        return logits_TV.sum()
+
+    with torch.no_grad():
+        stage.actor.executor.run(batches, count, forward_only=True)
+    return alive

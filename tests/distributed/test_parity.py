@@ -102,6 +102,14 @@ def test_logprobs_equal_those_of_transformers(ranks: RankPool, untied_model: Pat
     check_logprobs(ranks, untied_model, case, SAMPLES)
 
 
+@pytest.mark.parametrize("case", [Case(max_tokens=64), Case(pipeline=2, max_tokens=64)], ids=str)
+def test_a_log_prob_pass_holds_one_micro_batchs_logits(
+    ranks: RankPool, untied_model: Path, case: Case
+) -> None:
+    *_, alive = ranks.run(case.ranks, policy_cases.logits_alive, untied_model, case, SAMPLES)
+    assert len(alive) > 3 and set(alive) == {0}
+
+
 @pytest.mark.parametrize("case", LAYOUTS, ids=str)
 def test_gradients_equal_those_of_transformers(ranks: RankPool, untied_model: Path, case: Case) -> None:
     check_gradients(ranks, untied_model, case)

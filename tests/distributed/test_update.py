@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -99,12 +100,23 @@ def test_epochs_over_minibatches_agree_between_layouts(
     algorithm = AlgorithmConfig(loss=loss, n_minibatches=2, epochs=2, early_stop_ratio=None)
     one = step(ranks, untied_model, LAYOUTS[0], algorithm)
     other = step(ranks, untied_model, LAYOUTS[1], algorithm)
-    assert len(one.record.results) == 4
+    assert len(one.record.results) == 4 and one.record.passes == 2
     for ours, theirs in zip(one.record.results, other.record.results, strict=True):
         assert ours.sums == pytest.approx(theirs.sums, rel=1e-3, abs=1e-3)
     first, *later = one.record.results
     assert first.sums["approx_kl"] == pytest.approx(0.0, abs=1e-3)
     assert all(abs(result.sums["approx_kl"]) > 1e-2 for result in later)
+
+
+def test_later_epochs_take_the_minibatches_in_another_order(ranks: RankPool, untied_model: Path) -> None:
+    algorithm = AlgorithmConfig(n_minibatches=8, epochs=2, early_stop_ratio=None)
+    results = step(ranks, untied_model, LAYOUTS[0], algorithm).record.results
+    first, second = ([r.sums["tokens"] for r in results[start : start + 8]] for start in (0, 8))
+    assert sorted(first) == sorted(second) and first != second
+    fixed = dataclasses.replace(algorithm, shuffle=False)
+    results = step(ranks, untied_model, LAYOUTS[0], fixed).record.results
+    first, second = ([r.sums["tokens"] for r in results[start : start + 8]] for start in (0, 8))
+    assert first == second
 
 
 def test_more_minibatches_than_samples_are_one_sample_each(ranks: RankPool, untied_model: Path) -> None:
@@ -119,7 +131,9 @@ def test_after_a_discard_the_step_goes_on_or_ends(
 ) -> None:
     """The first minibatch has KL 0, and its update takes all others out of the bound."""
     algorithm = AlgorithmConfig(n_minibatches=2, epochs=2, early_stop_kl=1e-5, early_stop_action=action)
-    first, *others = step(ranks, untied_model, LAYOUTS[2], algorithm).record.results
+    record = step(ranks, untied_model, LAYOUTS[2], algorithm).record
+    first, *others = record.results
+    assert record.passes == made / 2
     assert first.discarded is None and len(others) == made - 1
     assert all("approximate KL" in result.discarded for result in others)
 
