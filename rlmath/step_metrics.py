@@ -87,12 +87,10 @@ def update_metrics(
     if not results:
         return counts
     mean = partial(_mean, kept or results)
-    if record.reward_kl is None:
-        kl_reward = -settings.kl_coef * mean("reference_kl")
-        reference_kl, final_reward = mean("reference_kl"), task_reward + kl_reward
-    else:
-        reference_kl = record.reward_kl.per_token
-        kl_reward = -settings.kl_coef * reference_kl
+    reference_kl = mean("reference_kl") if record.reward_kl is None else record.reward_kl.per_token
+    kl_reward = -settings.kl_coef * reference_kl
+    final_reward = task_reward + kl_reward
+    if record.reward_kl is not None:
         rewards = [reward for group in groups for reward in group.rewards]
         final_reward = sum(rewards) / len(rewards) - settings.kl_coef * record.reward_kl.per_completion
     metrics = {

@@ -52,33 +52,41 @@ def shape_by_kl(
     `old` are the log-probs of the policy that sampled, None to use the engine's own; `rewards` and `tokens` are those
     of all samples by group, in the order of the step's samples.
     """
-    to_go_by_batch: list[Tensor] = []
-    totals_N3 = torch.zeros(sum(map(len, rewards)), 3, dtype=torch.float64)
+    to_go_by_batch = []
     if mesh.is_last_stage:
         to_go_by_batch = [
             _to_go(batch, None if old is None else old[i].logprobs_T, reference[i].logprobs_T, penalty.kind)
             for i, batch in enumerate(batches)
         ]
+    totals = _gather_totals(batches, to_go_by_batch, rewards, mesh, device)
+    shaped = kl_shaped_advantages(rewards, tokens, totals, penalty.coef, penalty.advantage, penalty.eps)
+    kl = sum(total.total for row in totals for total in row)
+    told = RewardKL(kl / sum(map(sum, tokens)), kl / sum(map(len, rewards)))
+    if mesh.is_last_stage:  # nothing else looks at advantages
+        offsets_N = torch.tensor([a for row in shaped.offsets for a in row], dtype=torch.float64)
+        batches = [
+            replace(batch, advantages_T=_token_advantages(batch, to_go_T, offsets_N, shaped.slope))
+            for batch, to_go_T in zip(batches, to_go_by_batch, strict=True)
+        ]
+    return list(batches), _mean_advantages(shaped, totals), told
+
+
+def _gather_totals(
+    batches: Sequence[MicroBatch],
+    to_go_by_batch: Sequence[Tensor],
+    rewards: Sequence[Sequence[float]],
+    mesh: Mesh,
+    device: Device,
+) -> list[list[KLTotals]]:
+    """Those of all samples by group, on every rank."""
+    totals_N3 = torch.zeros(sum(map(len, rewards)), 3, dtype=torch.float64)
     if mesh.speaks_for_loss:
         for batch, to_go_T in zip(batches, to_go_by_batch, strict=True):
             _put_totals(totals_N3, batch, to_go_T)
-    on_device = totals_N3.to(device.torch_device)
-    dist.all_reduce(on_device)
-    totals = _by_group([KLTotals(*row) for row in on_device.tolist()], rewards)
-    shaped = kl_shaped_advantages(rewards, tokens, totals, penalty.coef, penalty.advantage, penalty.eps)
-    flat_offsets = torch.tensor([a for row in shaped.offsets for a in row], dtype=torch.float64)
-    # Off the last stage nothing looks at advantages.
-    new = [
-        replace(batch, advantages_T=_token_advantages(batch, to_go_T, flat_offsets, shaped.slope))
-        for batch, to_go_T in zip(batches, to_go_by_batch, strict=False)
-    ]
-    kl = sum(total.total for row in totals for total in row)
-    n_tokens = sum(map(sum, tokens))
-    return (
-        new if mesh.is_last_stage else list(batches),
-        _mean_advantages(shaped, totals),
-        RewardKL(kl / n_tokens, kl / len(totals_N3)),
-    )
+    totals_N3 = totals_N3.to(device.torch_device)
+    dist.all_reduce(totals_N3)
+    rest = iter(totals_N3.tolist())
+    return [[KLTotals(*next(rest)) for _ in row] for row in rewards]
 
 
 def _to_go(batch: MicroBatch, old_T: Tensor | None, reference_T: Tensor, kind: KLKind) -> Tensor:
@@ -96,11 +104,6 @@ def _put_totals(totals_N3: Tensor, batch: MicroBatch, to_go_T: Tensor) -> None:
         K = to_go_T[start:end][counted_T[start:end]]
         if len(K):
             totals_N3[index] = torch.stack((K[0], K.mean(), (K - K.mean()).square().sum()))
-
-
-def _by_group(flat: list[KLTotals], rewards: Sequence[Sequence[float]]) -> list[list[KLTotals]]:
-    rest = iter(flat)
-    return [[next(rest) for _ in row] for row in rewards]
 
 
 def _token_advantages(batch: MicroBatch, to_go_T: Tensor, offsets_N: Tensor, slope: float) -> Tensor:
