@@ -112,13 +112,13 @@ class Trainer:
     def _metrics(
         self, selection: Selection, record: UpdateRecord, seconds: dict[str, float]
     ) -> dict[str, float]:
-        algorithm = self._parts.config.algorithm
+        algorithm, learned = self._parts.config.algorithm, selection.learned
         metrics = rollout_metrics(selection.sampled)
         if self._rules.drop_anything:
             metrics |= selection_metrics(selection)
-        metrics |= update_metrics(record, selection.learned, metrics["task_reward"], algorithm)
+        metrics |= update_metrics(record, learned, metrics["task_reward"], algorithm)
         metrics |= mismatch_metrics(record.results, only_first=not algorithm.recompute_logprobs)
-        return metrics | pace_metrics(seconds, selection.sampled, selection.learned, record.passes)
+        return metrics | pace_metrics(seconds, selection.sampled, learned, record.passes)
 
 
 def selection_rules(settings: SelectionConfig) -> SelectionRules:

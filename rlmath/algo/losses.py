@@ -122,7 +122,7 @@ def token_loss(tokens: TokenInputs, settings: LossSettings) -> TokenLoss:
         ratio=total(log_ratio_T.exp()),
         clipped=total(clipped_T.to(new_T.dtype)),
         approx_kl=total(-log_ratio_T),
-        proximal_kl=total(log_ratio_T.expm1() - log_ratio_T),
+        proximal_kl=total(kl_estimate("k3", proximal_T, new_T)),
         reference_kl=total(kl_T),
         entropy=total(entropy_T),
         correction=total(correction.weights_T),

@@ -96,13 +96,10 @@ class Executor:
             found = on_logits(index, batch, output.squeeze(0))
             return output.new_empty(0), lambda output, non_loss_data=True: found
 
-        def loss_function(output: Tensor, non_loss_data: bool = False) -> Any:
-            told = on_logits(index, batch, output.squeeze(0))
-            if non_loss_data or self.mesh.context_rank == 0:
-                return told
-            # The whole pack's denominator, which the first of the context ranks has counted.
-            loss, count, metrics = told
-            return loss, torch.zeros_like(count), metrics
+        def loss_function(output: Tensor) -> tuple[Tensor, Tensor, Any]:
+            loss, count, metrics = on_logits(index, batch, output.squeeze(0))
+            # Every context rank knows the whole pack's denominator; the first one counts it.
+            return loss, count if self.mesh.context_rank == 0 else torch.zeros_like(count), metrics
 
         return output, loss_function
 
