@@ -153,6 +153,46 @@ class RolloutConfig:
 
 
 @dataclass(frozen=True)
+class SyncConfig:
+    """How new weights reach the engines, and how that is checked."""
+
+    bucket_mib: float = 64.0
+    """Most weights that a rank sends, and receives, in one round (MiB). Up to twice this is held for each of the two
+    while weights travel; nothing where every rank has what its engine needs."""
+    checksum_every: int = 0
+    """Every so many syncs the engines' weights are compared with the policy's, tensor by tensor, by checksums; a
+    difference ends the run. 0: never."""
+    probe_every: int = 0
+    """Every so many syncs the engines and the policy give log-probs of the same fixed tokens, which are compared. 0:
+    never."""
+    probe_threshold: float = 0.05
+    """A probe whose mean difference between the two log-probs exceeds this ends the run (nats per token)."""
+
+
+@dataclass(frozen=True)
+class MemoryConfig:
+    """What leaves the device while the engines generate, and the watch over what stays."""
+
+    offload_gradients: bool = True
+    """Give up the gradient buffers: they hold nothing between steps."""
+    offload_optimizer: bool = False
+    """Move the optimizer's state and its float32 parameters to the host (pinned memory on GPU)."""
+    offload_parameters: bool = False
+    """Move the policy's parameters to the host once the engines have them."""
+    offload_reference: bool = False
+    """Move the reference model to the host whenever it is not computing, in training, too."""
+    gpu: str | None = None
+    """GPU whose memory the run must fit, for example "H100-80GB". Null: the one that is there; on CPU nothing is
+    refused."""
+    gpu_gib: float | None = None
+    """Memory of the GPU (GiB), for one that `gpu` has no name for. Null: as `gpu` says."""
+    leak_threshold_mib: float = 512.0
+    """More memory than planned, or than the same phase of earlier steps held, is reported above this (MiB)."""
+    stop_on_leak: bool = False
+    """End the run where memory is reported as leaked."""
+
+
+@dataclass(frozen=True)
 class RewardConfig:
     """Rewards from checking the final answer."""
 
@@ -299,6 +339,8 @@ class Config:
     policy: PolicyConfig = field(default_factory=PolicyConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    sync: SyncConfig = field(default_factory=SyncConfig)
+    memory: MemoryConfig = field(default_factory=MemoryConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
     selection: SelectionConfig = field(default_factory=SelectionConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)

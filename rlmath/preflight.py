@@ -13,6 +13,7 @@ import torch
 from rlmath.algorithm_checks import algorithm_problems, harmless_algorithm_settings
 from rlmath.config import Config, PolicyConfig, RolloutConfig
 from rlmath.layout_checks import context_problems, rank_problems, split_problems, stage_problems
+from rlmath.memory_checks import fit_problems
 from rlmath.model_folder import inspect_model_folder
 from rlmath.model_shape import ModelShape
 from rlmath.rewards.functions import function_problem
@@ -34,27 +35,43 @@ def check_config(config: Config, world_size: int) -> ModelShape:
     """
     shape, model_problems = inspect_model_folder(Path(config.model.path))
     problems = [
-        *_range_problems(config),
-        *_word_problems(config),
-        *rank_problems(config.parallel, config.rollout.tensor_parallel, world_size),
+        *setting_problems(config, world_size),
         *context_problems(config.parallel, _on_gpu(config)),
-        *_length_problems(config),
-        *_engine_problems(config.rollout, config.data.max_prompt_tokens),
-        *_learning_problems(config),
         *algorithm_problems(config),
         *_reward_problems(config),
-        *_recompute_problems(config.policy),
         *_place_problems(config),
         *model_problems,
     ]
     if shape is not None:
-        problems += split_problems(config.parallel, config.rollout.tensor_parallel, shape)
-        problems += stage_problems(config.parallel, config.policy, shape.num_layers)
-        problems += _model_length_problems(config, shape)
+        problems += shape_problems(config, shape)
         problems += _engine_model_problems(config, shape)
+    if shape is not None and not problems:
+        problems += fit_problems(config, shape, world_size)
     raise_problems("this run", problems)
     assert shape is not None
     return shape
+
+
+def setting_problems(config: Config, world_size: int) -> list[str]:
+    """What can be told of layout, lengths and single values without the model, the files or the machine."""
+    return [
+        *_range_problems(config),
+        *_word_problems(config),
+        *rank_problems(config.parallel, config.rollout.tensor_parallel, world_size),
+        *_length_problems(config),
+        *_engine_problems(config.rollout, config.data.max_prompt_tokens),
+        *_learning_problems(config),
+        *_recompute_problems(config.policy),
+    ]
+
+
+def shape_problems(config: Config, shape: ModelShape) -> list[str]:
+    """What the model's shape does not allow, wherever it runs."""
+    return [
+        *split_problems(config.parallel, config.rollout.tensor_parallel, shape),
+        *stage_problems(config.parallel, config.policy, shape.num_layers),
+        *_model_length_problems(config, shape),
+    ]
 
 
 def harmless_settings(config: Config) -> list[str]:

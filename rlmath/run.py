@@ -23,22 +23,30 @@ from rlmath.parallel.device import (
     environment_world_size,
     held_bytes,
     init_process_group,
+    local_world_size,
     open_device,
 )
 from rlmath.parallel.mesh import Mesh
-from rlmath.policy.actor import build_actor
+from rlmath.policy.actor import Actor, build_actor
 from rlmath.policy.model import start_megatron
+from rlmath.policy.offload import training_sets
 from rlmath.policy.reference import build_reference
 from rlmath.preflight import harmless_settings
 from rlmath.rewards.judge import open_judges
 from rlmath.rewards.pool import VerifierPool
 from rlmath.rollout.collect import Collector
 from rlmath.rollout.engine import Engine
+from rlmath.rollout.memory import MemorySwitch
+from rlmath.rollout.memory_watch import MemoryWatch
 from rlmath.run_folder import claim_run_folder
-from rlmath.sync.transfer import hf_stream
+from rlmath.sync.checked import CheckedSync
+from rlmath.sync.layouts import engine_shapes, training_layout
+from rlmath.sync.probe import Probe
+from rlmath.sync.transfer import WeightSync, hf_stream
 from rlmath.telemetry.console import Progress, step_line
 from rlmath.telemetry.metrics import MetricsWriter
 from rlmath.telemetry.samples import SampleWriter
+from rlmath.telemetry.timers import PhaseTimers
 from rlmath.trainer import Parts, StepRecord, Trainer
 
 logger = logging.getLogger(__name__)
@@ -73,9 +81,9 @@ def run_training(config: Config, shape: ModelShape, inputs: Inputs) -> None:
             pool = stack.enter_context(open_judges(config.reward))
         init_process_group(device, config.run.distributed_timeout_seconds)
         _claim_folder(config, mesh, inputs)
-        parts = _build(config, shape, inputs, mesh, device, pool)
+        parts, engine = _build(config, shape, inputs, mesh, device, pool)
         _train(parts, inputs, device, started)
-        parts.engine.close()
+        engine.close()
     if dist.is_initialized():
         dist.destroy_process_group()
 
@@ -103,10 +111,11 @@ def _build(
     mesh: Mesh,
     device: Device,
     pool: VerifierPool | None,
-) -> Parts:
+) -> tuple[Parts, Engine]:
     start_megatron(mesh, device, config.run.seed, config.run.distributed_timeout_seconds)
     max_sequence = config.data.max_prompt_tokens + config.rollout.max_new_tokens
-    engine = Engine(config.model.path, config.rollout, max_sequence, mesh, device, shape.tied_embeddings)
+    shapes = engine_shapes(shape, mesh.engine_size)
+    engine = Engine(config.model.path, config.rollout, max_sequence, mesh, device, shapes)
     engine.memory.sleep()
     updates = most_updates(config, inputs.total_steps)
     stops = inputs.stop_token_ids
@@ -114,8 +123,40 @@ def _build(
     reference = None
     if config.algorithm.kl_coef > 0:
         reference = build_reference(config, shape, mesh, device, stops)
+    sync = _build_sync(config, shape, mesh, device, actor, engine)
+    offload, timers = training_sets(actor, reference, config.memory, device), PhaseTimers()
+    threshold = int(config.memory.leak_threshold_mib * 2**20)
+    watch = MemoryWatch(threshold, config.memory.stop_on_leak, mesh.rank)
+    switch = MemorySwitch(engine, offload, sync, watch, timers, device)
     collector = Collector(engine, mesh, inputs.tokenizer, config.rollout, config.reward, pool)
-    return Parts(config, shape, mesh, inputs.prompts, inputs.order, actor, reference, engine, collector)
+    parts = Parts(
+        config,
+        shape,
+        mesh,
+        inputs.prompts,
+        inputs.order,
+        actor,
+        reference,
+        offload,
+        sync,
+        switch,
+        collector,
+        timers,
+    )
+    return parts, engine
+
+
+def _build_sync(
+    config: Config, shape: ModelShape, mesh: Mesh, device: Device, actor: Actor, engine: Engine
+) -> CheckedSync:
+    parallel = config.parallel
+    layout = training_layout(shape.num_layers, mesh, parallel.first_stage_layers, parallel.last_stage_layers)
+    bucket_bytes = int(config.sync.bucket_mib * 2**20)
+    sync = WeightSync(
+        actor.chunks, shape, layout, mesh, device, engine.weights, bucket_bytes, local_world_size()
+    )
+    longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
+    return CheckedSync(sync, Probe(actor.executor, engine, mesh, longest), config.sync)
 
 
 def _train(parts: Parts, inputs: Inputs, device: Device, started: float) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from rlmath.gpus import GPU_GIB
+
 
 @dataclass(frozen=True)
 class Range:
@@ -84,6 +86,12 @@ RANGES: dict[str, Range] = {
     "rollout.cpu_kv_cache_gib": _POSITIVE,
     "rollout.max_num_seqs": _COUNT,
     "rollout.max_num_batched_tokens": _COUNT,
+    "sync.bucket_mib": Range(0.0625, 16384),
+    "sync.checksum_every": _NOT_NEGATIVE,
+    "sync.probe_every": _NOT_NEGATIVE,
+    "sync.probe_threshold": _POSITIVE,
+    "memory.gpu_gib": _POSITIVE,
+    "memory.leak_threshold_mib": _POSITIVE,
     "reward.format_penalty": _FINITE,
     "reward.output_scaling": _POSITIVE,
     "reward.output_bias": _FINITE,
@@ -120,6 +128,7 @@ WORDS: dict[str, tuple[str, ...]] = {
     "policy.recompute_method": ("uniform", "block"),
     "optimizer.kind": ("adam", "sgd"),
     "optimizer.decay": ("constant", "linear", "cosine"),
+    "memory.gpu": tuple(GPU_GIB),
     "reward.scheme": ("correctness", "mix", "independent"),
     "reward.answer_from": ("boxed", "phrase", "number"),
     "selection.dynamic_sampling": ("accuracy", "reward"),

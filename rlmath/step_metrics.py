@@ -10,8 +10,12 @@ from rlmath.algo.selection import DROP_REASONS, FILTER_REASONS, Selection
 from rlmath.config import AlgorithmConfig
 from rlmath.policy.learner import MinibatchResult
 from rlmath.rewards.verify import FAILURES, VERDICTS
+from rlmath.rollout.claims import idle_shares
 from rlmath.types import Score, ScoredGroup
 from rlmath.update import UpdateRecord
+
+MOST_ENGINES_NAMED = 8
+"""With more engines, no metric tells of each of them alone."""
 
 
 def rollout_metrics(groups: Sequence[ScoredGroup]) -> dict[str, float]:
@@ -28,6 +32,7 @@ def rollout_metrics(groups: Sequence[ScoredGroup]) -> dict[str, float]:
         "rollout/rewards": reward,
         "rollout/accuracy": sum(score.correct for score in scores) / n,
         "rollout/response_length": response_tokens / n,
+        "rollout/policy_version": sum(c.policy_version for c in completions) / n,
         "rollout/groups_with_contrast": mixed / len(groups),
         "avg_seq_len": (prompt_tokens + response_tokens) / n,
         "avg_prompt_len": prompt_tokens / n,
@@ -36,6 +41,16 @@ def rollout_metrics(groups: Sequence[ScoredGroup]) -> dict[str, float]:
         "n_tokens": float(prompt_tokens + response_tokens),
         "n_valid_tokens": float(response_tokens),
     } | reward_metrics(scores, truncated=[c.finish_reason == "length" for c in completions])
+
+
+def idle_metrics(seconds_by_rollout: Sequence[Sequence[float]]) -> dict[str, float]:
+    """Share of a step's rollouts in which engines had nothing left to sample while another still did (0 to 1): the mean
+    over engines, the most, and each engine's own where there are few. The argument is that of `idle_shares`."""
+    shares = idle_shares(seconds_by_rollout)
+    metrics = {"rollout/idle_share": sum(shares) / len(shares), "rollout/idle_share_max": max(shares)}
+    if len(shares) <= MOST_ENGINES_NAMED:
+        metrics |= {f"rollout/idle_share/engine_{index}": share for index, share in enumerate(shares)}
+    return metrics
 
 
 def reward_metrics(scores: Sequence[Score], truncated: Sequence[bool]) -> dict[str, float]:

@@ -20,16 +20,18 @@ from rlmath.model_shape import ModelShape
 from rlmath.parallel.mesh import Mesh
 from rlmath.policy.actor import Actor
 from rlmath.policy.executor import Executor
+from rlmath.policy.offload import OffloadSets
 from rlmath.rollout.collect import Collector, RolloutSeed
-from rlmath.rollout.engine import Engine
+from rlmath.rollout.memory import MemorySwitch
 from rlmath.step_metrics import (
+    idle_metrics,
     mismatch_metrics,
     pace_metrics,
     rollout_metrics,
     selection_metrics,
     update_metrics,
 )
-from rlmath.sync.transfer import sync_weights
+from rlmath.sync.checked import CheckedSync
 from rlmath.telemetry.timers import PhaseTimers
 from rlmath.types import Prompt, ScoredGroup
 from rlmath.update import Updater, UpdateRecord
@@ -60,8 +62,11 @@ class Parts:
     order: PromptOrder
     actor: Actor
     reference: Executor | None
-    engine: Engine
+    offload: OffloadSets
+    sync: CheckedSync
+    switch: MemorySwitch
     collector: Collector
+    timers: PhaseTimers
 
 
 class Trainer:
@@ -69,10 +74,11 @@ class Trainer:
 
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
-        self._timers = PhaseTimers()
+        self._timers = parts.timers
         self._rules = selection_rules(parts.config.selection)
+        self._engine_seconds: list[tuple[float, ...]] = []
         self._updater = Updater(
-            parts.config, parts.shape, parts.mesh, parts.actor, parts.reference, self._timers
+            parts.config, parts.shape, parts.mesh, parts.actor, parts.reference, parts.offload, self._timers
         )
 
     def step(self, number: int) -> StepRecord:
@@ -80,18 +86,15 @@ class Trainer:
         started = time.perf_counter()
         self._timers.reset()
         parts, timed = self._parts, self._timers.phase
-        with timed("sync"):
-            parts.engine.memory.wake_weights()
-            sync_weights(parts.actor.chunks, parts.engine, parts.shape, parts.mesh)
-        with timed("wake"):
-            parts.engine.memory.wake_kv_cache()
-        with timed("rollout"):
-            epoch, selection = self._rollout(number)
-        with timed("sleep"):
-            parts.engine.memory.sleep()
+        with parts.switch.generating(parts.actor.learner.updates):
+            with timed("probe"):
+                probed = parts.sync.probe_engine()
+            with timed("rollout"):
+                epoch, selection = self._rollout(number)
         record = self._updater.update(selection.learned, number)
         seconds = self._timers.seconds() | {"step": time.perf_counter() - started}
         metrics = self._metrics(selection, record, seconds)
+        metrics |= parts.sync.metrics() | parts.switch.metrics() | probed
         return StepRecord(epoch, metrics, selection.sampled, selection.spread(record.advantages))
 
     def _rollout(self, number: int) -> tuple[int, Selection]:
@@ -99,10 +102,15 @@ class Trainer:
         parts, seed = self._parts, RolloutSeed(self._parts.config.run.seed, number)
         epoch, own = parts.order.batch(number)
         indices = chain(own, parts.order.extra(number))
+        self._engine_seconds.clear()
 
         def sample(count: int) -> list[ScoredGroup]:
             prompts = [parts.prompts[i] for i in islice(indices, count)]
-            return parts.collector.collect(prompts, seed) if prompts else []
+            if not prompts:
+                return []
+            rollout = parts.collector.collect(prompts, seed)
+            self._engine_seconds.append(rollout.engine_seconds)
+            return rollout.groups
 
         selection = select(sample, len(own), parts.config.selection.max_extra_prompts, self._rules)
         if self._rules.drop_anything:
@@ -113,7 +121,7 @@ class Trainer:
         self, selection: Selection, record: UpdateRecord, seconds: dict[str, float]
     ) -> dict[str, float]:
         algorithm, learned = self._parts.config.algorithm, selection.learned
-        metrics = rollout_metrics(selection.sampled)
+        metrics = rollout_metrics(selection.sampled) | idle_metrics(self._engine_seconds)
         if self._rules.drop_anything:
             metrics |= selection_metrics(selection)
         metrics |= update_metrics(record, learned, metrics["task_reward"], algorithm)

@@ -64,6 +64,8 @@ class Completion:
     """Decoded without special tokens."""
     finish_reason: FinishReason
     """"length" when it was cut off at `rollout.max_new_tokens`."""
+    policy_version: int
+    """Version of the policy's weights that the engine sampled it with."""
 
 
 @dataclass(frozen=True)

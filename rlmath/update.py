@@ -22,6 +22,7 @@ from rlmath.policy.actor import Actor
 from rlmath.policy.executor import Executor, TokenLogprobs
 from rlmath.policy.kl_reward import KLPenalty, RewardKL, shape_by_kl
 from rlmath.policy.learner import MinibatchResult
+from rlmath.policy.offload import OffloadSets
 from rlmath.telemetry.timers import PhaseTimers
 from rlmath.types import MicroBatch, Sample, ScoredGroup
 
@@ -61,12 +62,14 @@ class Updater:
         mesh: Mesh,
         actor: Actor,
         reference: Executor | None,
+        offload: OffloadSets,
         timers: PhaseTimers,
     ) -> None:
         self._config = config
         self._mesh = mesh
         self._actor = actor
         self._reference = reference
+        self._offload = offload
         self._timers = timers
         self._cost = training_cost(shape)
         algorithm = config.algorithm
@@ -107,7 +110,7 @@ class Updater:
             with timed("logprobs"):
                 old = self._actor.executor.logprobs(flat)
         if self._reference is not None:
-            with timed("reference"):
+            with timed("reference"), self._offload.reference_here():
                 reference = self._reference.logprobs(flat)
         if self._penalty is not None:
             assert reference is not None

@@ -15,9 +15,9 @@ from rlmath.rollout.sampling import Request, sample
 
 def main() -> None:
     model, max_new_tokens, prompts = sys.argv[1], int(sys.argv[2]), json.loads(sys.argv[3])
-    settings = RolloutConfig(max_new_tokens=max_new_tokens, temperature=0.0, cpu_kv_cache_gib=0.1)
+    settings = RolloutConfig(temperature=0.0, cpu_kv_cache_gib=0.1)
     llm = open_standalone(model, settings, 128, "cpu")
-    requests = [Request((p, 0), tuple(tokens), seed=0) for p, tokens in enumerate(prompts)]
+    requests = [Request((p, 0), tuple(tokens), 0, 0, max_new_tokens) for p, tokens in enumerate(prompts)]
     found = {g.key[0]: list(g.token_ids) for g in sample(llm, settings, requests)}
     print(json.dumps([found[p] for p in range(len(prompts))]))
 

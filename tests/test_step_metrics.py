@@ -24,7 +24,7 @@ SILENT = Score(-5.0, False, "", "no_answer")
 def group(prompt_tokens: int, *answers: tuple[int, str, Score]) -> ScoredGroup:
     """A group of (tokens, finish reason, score)."""
     completions = tuple(
-        Completion(g, (9,) * tokens, (-1.0,) * tokens, "", reason)
+        Completion(g, (9,) * tokens, (-1.0,) * tokens, "", reason, g)
         for g, (tokens, reason, _) in enumerate(answers)
     )
     prompt = Prompt("q", "?", (1,) * prompt_tokens, ("2",), "math")
@@ -46,6 +46,7 @@ ADVANTAGES = [[1.0, -1.0], [0.0, 0.0], [0.5, -1.5]]
         ("rollout/rewards", (2 * 5 - 4 * 5) / 6),
         ("rollout/accuracy", 2 / 6),
         ("rollout/response_length", 40 / 6),
+        ("rollout/policy_version", 1 / 2),
         ("rollout/groups_with_contrast", 2 / 3),
         ("reward/failures", 2 / 6),
         ("reward/correct", 2 / 6),

@@ -7,7 +7,7 @@ from rlmath.update import make_samples
 def group(prompt_id: str, token: int, rewards: list[float]) -> ScoredGroup:
     """A group whose g-th completion has g + 1 tokens."""
     completions = tuple(
-        Completion(g, tuple(range(token, token + g + 1)), (-0.5 - g,) * (g + 1), "", "stop")
+        Completion(g, tuple(range(token, token + g + 1)), (-0.5 - g,) * (g + 1), "", "stop", 0)
         for g in range(len(rewards))
     )
     scores = tuple(Score(reward, reward > 0, "", "string") for reward in rewards)

@@ -140,9 +140,11 @@ def bench_rollout(folder: Path, count: int, new_tokens: int, repeats: int) -> No
     from rlmath.rollout.engine import open_standalone
     from rlmath.rollout.sampling import Request, sample
 
-    settings = RolloutConfig(max_new_tokens=new_tokens, min_new_tokens=new_tokens, cpu_kv_cache_gib=0.5)
+    settings = RolloutConfig(cpu_kv_cache_gib=0.5)
     llm = open_standalone(str(folder), settings, 16 + new_tokens, "cpu")
-    requests = [Request((n, 0), (5, 6, 7, 8, 9, 10, 11, n % 90 + 3), seed=n) for n in range(count)]
+    requests = [
+        Request((n, 0), (5, 6, 7, 8, 9, 10, 11, n % 90 + 3), n, new_tokens, new_tokens) for n in range(count)
+    ]
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     ids = torch.tensor([request.token_ids for request in requests])
 

@@ -46,7 +46,13 @@ def measure_accuracy(
     with VerifierPool(1, verifier_timeout_seconds) as pool:
         llm = open_standalone(model_path, rollout, max_prompt_tokens + rollout.max_new_tokens, device_kind)
         requests = [
-            Request((p, g), prompt.token_ids, request_seed(seed, 0, prompt.prompt_id, g))
+            Request(
+                (p, g),
+                prompt.token_ids,
+                request_seed(seed, 0, prompt.prompt_id, g),
+                rollout.min_new_tokens,
+                rollout.max_new_tokens,
+            )
             for p, prompt in enumerate(prompts)
             for g in range(rollout.group_size)
         ]

@@ -7,8 +7,17 @@ from typing import TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 T = TypeVar("T")
+
+
+def shared_store(name: str) -> dist.Store:
+    """The key-value store that torchrun's ranks found each other by; its keys are those of `name` alone.
+
+    Waiting for a key ends after the process group's timeout with `dist.DistStoreError`.
+    """
+    return dist.PrefixStore(f"rlmath/{name}", distributed_c10d._get_default_store())
 
 
 def gather_objects(mine: T) -> list[T]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 from dataclasses import dataclass
 from datetime import timedelta
@@ -70,6 +71,12 @@ def environment_rank() -> int:
     return int(os.environ.get("RANK", "0"))
 
 
+def local_world_size() -> int | None:
+    """Ranks on each node as the launcher says; None where it does not."""
+    size = os.environ.get("LOCAL_WORLD_SIZE")
+    return None if size is None else int(size)
+
+
 def resident_bytes() -> int:
     """Resident memory of this process (bytes)."""
     with open("/proc/self/statm", encoding="ascii") as statm:
@@ -81,3 +88,30 @@ def held_bytes(device: Device) -> int:
     if device.kind == "cuda":
         return torch.cuda.memory_reserved(device.torch_device)
     return resident_bytes()
+
+
+def synchronize(device: Device) -> None:
+    """Wait until the device has done what it was told; on CPU it always has."""
+    if device.kind == "cuda":
+        torch.cuda.synchronize(device.torch_device)
+
+
+def device_bytes(device: Device) -> int:
+    """Memory that is taken of this rank's device, whoever took it: on GPU all that the driver counts, vLLM's pools
+    included; on CPU the resident memory of the process (bytes)."""
+    if device.kind == "cuda":
+        free, total = torch.cuda.mem_get_info(device.torch_device)
+        return total - free
+    return resident_bytes()
+
+
+def release_cached(device: Device) -> None:
+    """Give back to the system what allocators only keep for later."""
+    if device.kind == "cuda":
+        torch.cuda.empty_cache()
+    elif _TRIM is not None:
+        _TRIM(0)
+
+
+_TRIM = getattr(ctypes.CDLL(None), "malloc_trim", None)
+"""glibc's; other C libraries have none."""

@@ -45,6 +45,8 @@ class Learner:
         self.scheduler = scheduler
         self.settings = settings
         self.bounds = bounds
+        self.updates = 0
+        """Optimizer steps so far: the version of the weights."""
 
     def learn(
         self,
@@ -70,6 +72,7 @@ class Learner:
         if reason is None:
             self.optimizer.step()
             self.scheduler.step(increment=1)
+            self.updates += 1
         self.executor.zero_grad()
         self.optimizer.zero_grad()
         return MinibatchResult(sums, maxima, grad_norm, lr, reason)

@@ -1,9 +1,10 @@
-"""One step's rollout: every engine samples its share of the prompts and judges while it samples."""
+"""One step's rollout: every engine samples what it draws and judges while it samples."""
 
 # Shape legend: P prompts, G samples per prompt.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -11,12 +12,13 @@ from tqdm import tqdm
 from transformers import PreTrainedTokenizerFast
 
 from rlmath.config import RewardConfig, RolloutConfig
-from rlmath.parallel.collectives import gather_objects
+from rlmath.parallel.collectives import gather_objects, shared_store
 from rlmath.parallel.mesh import Mesh
 from rlmath.rewards.judge import Judge
 from rlmath.rewards.pool import VerifierPool
+from rlmath.rollout.claims import Claims
 from rlmath.rollout.engine import Engine
-from rlmath.rollout.sampling import Generated, Request, request_seed
+from rlmath.rollout.sampling import Generated, Request, RequestSource, request_seed
 from rlmath.types import Completion, FinishReason, Prompt, Score, ScoredGroup
 
 Key = tuple[int, int]
@@ -31,14 +33,40 @@ class RolloutSeed:
     step: int
 
 
-def engine_requests(
-    prompts: Sequence[Prompt], group_size: int, engines: int, engine_index: int, seed: RolloutSeed
-) -> list[Request]:
-    """The requests of one engine: all G samples of every `engines`-th prompt."""
+@dataclass(frozen=True)
+class Rollout:
+    """What the engines made of some prompts."""
+
+    groups: list[ScoredGroup]
+    """In the order of the prompts, whoever sampled them."""
+    engine_seconds: tuple[float, ...]
+    """By engine: from the start until its last completion was there (seconds)."""
+
+
+@dataclass(frozen=True)
+class _Share:
+    """What one engine reports."""
+
+    judged: dict[Key, tuple[Completion, Score]]
+    seconds: float
+
+
+def group_requests(
+    prompts: Sequence[Prompt], settings: RolloutConfig, seed: RolloutSeed
+) -> list[list[Request]]:
+    """The requests for G samples of each of P prompts, the same whoever samples them."""
     return [
-        Request((p, g), prompts[p].token_ids, request_seed(seed.run_seed, seed.step, prompts[p].prompt_id, g))
-        for p in range(engine_index, len(prompts), engines)
-        for g in range(group_size)
+        [
+            Request(
+                (p, g),
+                prompt.token_ids,
+                request_seed(seed.run_seed, seed.step, prompt.prompt_id, g),
+                settings.min_new_tokens,
+                settings.max_new_tokens,
+            )
+            for g in range(settings.group_size)
+        ]
+        for p, prompt in enumerate(prompts)
     ]
 
 
@@ -54,6 +82,7 @@ class Collector:
         reward: RewardConfig,
         pool: VerifierPool | None,
     ) -> None:
+        """Every rank makes one, and one at a time: rollouts are told apart by their number."""
         assert (pool is not None) == mesh.speaks_for_engine, (
             "the rank that speaks for an engine has the judges"
         )
@@ -62,17 +91,20 @@ class Collector:
         self._tokenizer = tokenizer
         self._rollout = rollout
         self._judge = None if pool is None else Judge(pool, reward, rollout.max_new_tokens)
+        self._rollouts = 0
 
-    def collect(self, prompts: Sequence[Prompt], seed: RolloutSeed) -> list[ScoredGroup]:
-        """G scored completions of each of the P prompts, the same list on every rank."""
-        requests = engine_requests(
-            prompts, self._rollout.group_size, self._mesh.engines, self._mesh.engine_index, seed
-        )
-        mine = self._sample(prompts, requests, seed.step)
+    def collect(self, prompts: Sequence[Prompt], seed: RolloutSeed) -> Rollout:
+        """G scored completions of each of the P prompts, the same on every rank."""
+        requests_PG = group_requests(prompts, self._rollout, seed)
+        store = shared_store(f"rollout/{self._rollouts}")
+        self._rollouts += 1
+        claims = Claims(store, requests_PG, self._mesh, self._rollout.max_num_seqs)
+        shares = gather_objects(self._sample(prompts, claims, seed.step))
+        claims.forget()
         judged: dict[Key, tuple[Completion, Score]] = {}
-        for part in gather_objects(mine):
-            judged.update(part)
-        return [
+        for share in shares:
+            judged |= share.judged if share is not None else {}
+        groups = [
             ScoredGroup(
                 prompt,
                 tuple(judged[p, g][0] for g in range(self._rollout.group_size)),
@@ -80,28 +112,37 @@ class Collector:
             )
             for p, prompt in enumerate(prompts)
         ]
+        return Rollout(groups, tuple(share.seconds for share in shares if share is not None))
 
-    def _sample(
-        self, prompts: Sequence[Prompt], requests: Sequence[Request], step: int
-    ) -> dict[Key, tuple[Completion, Score]]:
-        """What this rank reports: all its engine's completions, or nothing where another rank speaks for it."""
+    def _sample(self, prompts: Sequence[Prompt], source: RequestSource, step: int) -> _Share | None:
+        """What this rank reports: all its engine's completions, or None where another rank speaks for it."""
+        started = time.perf_counter()
         completions: dict[Key, Completion] = {}
         # None: shown on a terminal, not in a log file.
         hide_bar = None if self._mesh.rank == 0 and self._rollout.progress_bar else True
-        with tqdm(total=len(requests), desc=f"rollout {step + 1}", disable=hide_bar, leave=False) as bar:
-            for generated in self._engine.generate(requests):
+        about = round(len(prompts) * self._rollout.group_size / self._mesh.engines)
+        with tqdm(total=about, desc=f"rollout {step + 1}", disable=hide_bar, leave=False) as bar:
+            for generated in self._engine.generate(source):
                 bar.update()
                 if self._judge is None:
                     continue
                 completion = self._completion(generated)
                 completions[generated.key] = completion
                 self._judge.ask(prompts[generated.key[0]], completion)
+        seconds = time.perf_counter() - started
         if self._judge is None:
-            return {}
+            return None
         pairs = zip(completions.items(), self._judge.scores(), strict=True)
-        return {key: (completion, score) for (key, completion), score in pairs}
+        return _Share({key: (completion, score) for (key, completion), score in pairs}, seconds)
 
     def _completion(self, generated: Generated) -> Completion:
         reason: FinishReason = "stop" if generated.finish_reason == "stop" else "length"
         text = self._tokenizer.decode(generated.token_ids, skip_special_tokens=True)
-        return Completion(generated.key[1], generated.token_ids, generated.logprobs, str(text), reason)
+        return Completion(
+            generated.key[1],
+            generated.token_ids,
+            generated.logprobs,
+            str(text),
+            reason,
+            self._engine.version,
+        )

@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any
 
-import torch
 from vllm.distributed.parallel_state import get_tp_group
 from vllm.v1.worker.cpu_worker import CPUWorker
 
 from rlmath.rollout.engine import IDENT_VARIABLE
+from rlmath.rollout.engine_memory import cache_storages
 
 
 class SleepingCpuWorker(CPUWorker):
@@ -33,21 +32,14 @@ class SleepingCpuWorker(CPUWorker):
         for file in Path("/dev/shm").glob(f"{ident}-*"):
             file.unlink(missing_ok=True)
 
-    def _cache_storages(self) -> list[torch.UntypedStorage]:
-        caches: list[Any] = list(self.model_runner.kv_caches)
-        tensors = [t for cache in caches for t in (cache if isinstance(cache, (list, tuple)) else [cache])]
-        return list({t.untyped_storage()._cdata: t.untyped_storage() for t in tensors}.values())
-
-    def release_kv_cache(self) -> int:
-        """Give the KV cache's memory back to the system and say how much it was (bytes)."""
-        storages = self._cache_storages()
+    def release_kv_cache(self) -> None:
+        """Give the KV cache's memory back to the system."""
+        storages = cache_storages(self)
         self._kv_cache_bytes = [storage.nbytes() for storage in storages]
         for storage in storages:
             storage.resize_(0)
-        return sum(self._kv_cache_bytes)
 
-    def restore_kv_cache(self) -> int:
-        """Take the KV cache's memory again; its contents are gone. Returns bytes."""
-        for storage, size in zip(self._cache_storages(), self._kv_cache_bytes, strict=True):
+    def restore_kv_cache(self) -> None:
+        """Take the KV cache's memory again; its contents are gone."""
+        for storage, size in zip(cache_storages(self), self._kv_cache_bytes, strict=True):
             storage.resize_(size)
-        return sum(self._kv_cache_bytes)

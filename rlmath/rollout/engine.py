@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-import collections
 import os
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from torch import Tensor
+import torch
 
 from rlmath.config import RolloutConfig
 from rlmath.parallel.collectives import from_rank_zero
 from rlmath.parallel.device import Device
 from rlmath.parallel.mesh import Mesh
-from rlmath.rollout.memory import MemorySwitch, forget_prefixes
-from rlmath.rollout.sampling import Generated, Request, sample
+from rlmath.rollout.engine_memory import EngineMemory, forget_prefixes
+from rlmath.rollout.sampling import Generated, Request, RequestSource, sample
+from rlmath.rollout.scoring import score
+from rlmath.rollout.weights import EngineWeights
 
 IDENT_VARIABLE = "RLMATH_ENGINE_IDENT"
 """Environment variable with a name that no other engine of this machine has; our CPU worker reads it."""
@@ -51,7 +52,7 @@ def _device_arguments(settings: RolloutConfig, device: Device) -> dict[str, Any]
 class Engine:
     """A vLLM engine over `mesh.engine_size` ranks, which all call every method with the same arguments.
 
-    It starts with undefined weights and awake: sleep it, or load weights, before anything else.
+    It starts with undefined weights and awake: put it to sleep, or write its `weights`, before anything else.
     """
 
     def __init__(
@@ -61,17 +62,16 @@ class Engine:
         max_sequence: int,
         mesh: Mesh,
         device: Device,
-        tied_embeddings: bool,
+        weight_shapes: Mapping[str, tuple[int, int]],
     ) -> None:
-        """`max_sequence` is the longest prompt plus completion (tokens)."""
+        """`max_sequence` is the longest prompt plus completion (tokens); `weight_shapes` are the rows and columns of
+        every parameter of one rank (`sync.layouts.engine_shapes`)."""
         prepare_environment(device.kind)
         os.environ[IDENT_VARIABLE] = f"rlmath-{from_rank_zero(uuid.uuid4().hex)}-{mesh.engine_index}"
         from vllm import LLM
 
         self._settings = settings
         self._on_cpu = device.kind == "cpu"
-        # On CPU vLLM packs the head's weights and would go on with the old ones: a tied head is loaded on its own.
-        self._separate_head = tied_embeddings and self._on_cpu
         self._llm = LLM(
             model_path,
             tensor_parallel_size=mesh.engine_size,
@@ -83,23 +83,26 @@ class Engine:
             max_num_batched_tokens=settings.max_num_batched_tokens,
             enable_chunked_prefill=settings.chunked_prefill,
             logprobs_mode="processed_logprobs",
-            hf_overrides={"tie_word_embeddings": False} if self._separate_head else {},
             **_device_arguments(settings, device),
         )
-        self.memory = MemorySwitch(self._llm, device.kind)
+        (model,) = self._llm.collective_rpc(_model_of)
+        self.weights = EngineWeights(model, weight_shapes)
+        self.memory = EngineMemory(self._llm, self.weights, device.kind)
+        self.version = 0
+        """Version of the policy's weights that it has: the optimizer steps that made them."""
 
-    def load_weights(self, tensors: Iterator[tuple[str, Tensor]]) -> None:
-        """Replace all weights by the streamed Hugging Face tensors and forget cached prefixes."""
-        if self._separate_head:
-            tensors = _with_head(tensors)
-        self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": tensors})
-        # A collective must be consumed to its end on every rank, whatever vLLM leaves of it.
-        collections.deque(tensors, maxlen=0)
+    def now_has(self, version: int) -> None:
+        """Say that `weights` were written anew: what was cached for the old ones is forgotten."""
         forget_prefixes(self._llm)
+        self.version = version
 
-    def generate(self, requests: Sequence[Request]) -> Iterator[Generated]:
-        """Sample all requests; yields each as soon as it is finished."""
+    def generate(self, requests: Sequence[Request] | RequestSource) -> Iterator[Generated]:
+        """Sample all requests, those of a source as it gives them; yields each as soon as it is finished."""
         return sample(self._llm, self._settings, requests)
+
+    def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+        """Log-probs of every token but the first of each sequence, given those before it, at temperature 1 (nats)."""
+        return score(self._llm, sequences)
 
     def close(self) -> None:
         """End vLLM's part in this process. It takes the process's own process group with it: close it last.
@@ -110,11 +113,8 @@ class Engine:
             self._llm.llm_engine.engine_core.shutdown()
 
 
-def _with_head(tensors: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    for name, tensor in tensors:
-        yield name, tensor
-        if name == "model.embed_tokens.weight":
-            yield "lm_head.weight", tensor
+def _model_of(worker: Any) -> torch.nn.Module:
+    return worker.get_model()
 
 
 def open_standalone(model_path: str, settings: RolloutConfig, max_sequence: int, device_kind: str) -> Any:

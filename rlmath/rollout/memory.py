@@ -1,62 +1,157 @@
-"""The switch between the engine's two lives: generating, and asleep while training uses the memory.
+"""The switch between the two lives of a device's memory, training and generation, and the watch over it.
 
-The order of a step is: wake weights -> sync -> wake KV cache -> generate -> sleep. On GPU vLLM's own sleep mode frees
-weights and KV cache. On CPU vLLM has none: `cpu_worker` gives the KV cache's memory back to the system; the weights
-stay.
+    with switch.generating(version):     # offload -> wake weights -> sync -> offload parameters -> wake KV cache
+        ...                              # generate
+                                         # sleep -> restore
+
+Whatever fails inside, the engine is put to sleep and the training side comes back, as far as the device lets them: the
+run can save the policy and stop. After that the switch is `broken` and generates no more.
 """
 
 from __future__ import annotations
 
-from typing import Any
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+from rlmath.parallel.device import Device, device_bytes, release_cached
+from rlmath.parallel.storage import Moved
+from rlmath.rollout.engine import Engine
+from rlmath.rollout.memory_watch import MemoryWatch
+from rlmath.telemetry.timers import PhaseTimers
+
+logger = logging.getLogger(__name__)
 
 
-def forget_prefixes(llm: Any) -> None:
-    """Empty vLLM's prefix cache, whose entries belong to the weights they were computed with."""
-    if not llm.reset_prefix_cache():
-        raise RuntimeError(
-            "vLLM still holds blocks of its KV cache: prefixes of old weights would be used again"
-        )
+class TrainingMemory(Protocol):
+    """What of the training side can leave the device, by name (`policy.offload.OffloadSets`)."""
+
+    @property
+    def away(self) -> tuple[str, ...]: ...
+
+    @property
+    def nbytes(self) -> dict[str, int]: ...
+
+    def leave(self, *names: Any) -> list[Moved]: ...
+
+    def come_back(self, *names: Any) -> list[Moved]: ...
 
 
 class MemorySwitch:
-    """Puts one engine to sleep and wakes it, in the one right order; anything else is an error."""
+    """Owns the order of the phases; each is timed, measured and compared with what was planned (`planned_phases`)."""
 
-    def __init__(self, llm: Any, device_kind: str) -> None:
-        self._llm = llm
-        self._on_cpu = device_kind == "cpu"
-        self._state = "awake"
+    def __init__(
+        self,
+        engine: Engine,
+        training: TrainingMemory,
+        sync: Callable[[], None],
+        watch: MemoryWatch,
+        timers: PhaseTimers,
+        device: Device,
+    ) -> None:
+        """`sync` writes the policy's weights into the engine's; `engine` is asleep."""
+        self._engine = engine
+        self._training = training
+        self._sync = sync
+        self._watch = watch
+        self._timers = timers
+        self._device = device
+        self.broken = False
+        """After a failure inside of a cycle: nothing is generated any more."""
+        self.moved_bytes = 0
+        """What left the device for the host, or was given up, in the last cycle (bytes)."""
 
-    @property
-    def state(self) -> str:
-        """ "awake", "weights" (weights are there, the KV cache is not) or "asleep"."""
-        return self._state
+    @contextmanager
+    def generating(self, version: int) -> Iterator[None]:
+        """Inside, the engine generates with the policy's weights of that version. A collective of all ranks."""
+        if self.broken:
+            raise RuntimeError(
+                "generation failed before; this switch is broken. Save what is needed, and stop the run"
+            )
+        try:
+            self._to_generation(version)
+            yield
+            self._watch.observe("generate", device_bytes(self._device))
+            self._to_training()
+        except BaseException:
+            self.broken = True
+            self._recover()
+            raise
+        self._watch.end_of_cycle()
 
-    def _need(self, state: str, action: str) -> None:
-        if self._state != state:
-            raise RuntimeError(f"the engine is {self._state!r}; to {action} it must be {state!r}")
+    def metrics(self) -> dict[str, float]:
+        """What this rank held after each phase of the last cycle, and what left the device in it (GiB)."""
+        held = {f"memory/after_{phase}_gib": held / 2**30 for phase, held in self._watch.held.items()}
+        return held | {"memory/offloaded_gib": self.moved_bytes / 2**30}
 
-    def sleep(self) -> None:
-        """Give up the KV cache, and on GPU the weights, which the next sync replaces anyway."""
-        self._need("awake", "sleep")
-        forget_prefixes(self._llm)
-        if self._on_cpu:
-            self._llm.collective_rpc("release_kv_cache")
-        else:
-            self._llm.sleep(level=2)
-        self._state = "asleep"
+    def _to_generation(self, version: int) -> None:
+        release_cached(self._device)
+        planned = planned_phases(
+            self._training.nbytes, self._engine.weights.bytes, self._engine.memory.kv_cache_bytes
+        )
+        self._watch.start_of_cycle(device_bytes(self._device), planned)
+        with self._phase("offload"):
+            moved = self._training.leave("gradients", "optimizer", "reference")
+        with self._phase("wake"):
+            self._engine.memory.wake_weights()
+        with self._phase("sync"):
+            self._sync()
+            self._engine.now_has(version)
+        with self._phase("wake_kv_cache"):
+            moved += self._training.leave("parameters")
+            release_cached(self._device)
+            self._engine.memory.wake_kv_cache()
+        self.moved_bytes = sum(one.bytes for one in moved)
 
-    def wake_weights(self) -> None:
-        """Take memory for the weights; their values are undefined until a sync."""
-        self._need("asleep", "wake its weights")
-        if not self._on_cpu:
-            self._llm.wake_up(tags=["weights"])
-        self._state = "weights"
+    def _to_training(self) -> None:
+        with self._phase("sleep"):
+            self._engine.memory.sleep()
+        with self._phase("restore"):
+            self._training.come_back(*self._returning())
 
-    def wake_kv_cache(self) -> None:
-        """Take memory for the KV cache; the engine can generate then."""
-        self._need("weights", "wake its KV cache")
-        if self._on_cpu:
-            self._llm.collective_rpc("restore_kv_cache")
-        else:
-            self._llm.wake_up(tags=["kv_cache"])
-        self._state = "awake"
+    def _returning(self) -> list[str]:
+        """What is away and has to be back for training; the reference comes when it computes."""
+        return [name for name in ("parameters", "optimizer", "gradients") if name in self._training.away]
+
+    @contextmanager
+    def _phase(self, name: str) -> Iterator[None]:
+        with self._timers.phase(name):
+            yield
+            release_cached(self._device)
+        self._watch.observe(name, device_bytes(self._device))
+
+    def _recover(self) -> None:
+        """Best effort: each step is tried whatever became of the others, and what fails is told."""
+        steps: list[tuple[str, Callable[[], Any]]] = [
+            ("put the engine to sleep", self._engine.memory.collapse)
+        ]
+        steps += [
+            (f"bring the {name} back", lambda name=name: self._training.come_back(name))
+            for name in self._returning()
+        ]
+        for action, step in steps:
+            try:
+                release_cached(self._device)
+                step()
+            except Exception:
+                logger.exception("After a failure, could not %s", action)
+
+
+def planned_phases(training: Mapping[str, int], weights: int, kv_cache: int) -> dict[str, int]:
+    """What a rank holds after each phase on top of what it holds between steps (bytes), given what the parts of the
+    training side that can leave hold now, the engine's weights and its KV cache.
+
+    >>> planned_phases({"gradients": 40, "parameters": 20}, weights=20, kv_cache=60)["wake_kv_cache"]
+    20
+    """
+    parameters = training.get("parameters", 0)
+    without = parameters - sum(training.values())
+    return {
+        "offload": without,
+        "wake": without + weights,
+        "sync": without + weights,
+        "wake_kv_cache": without - parameters + weights + kv_cache,
+        "sleep": without - parameters,
+        "restore": 0,
+    }

@@ -6,7 +6,7 @@ import hashlib
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from rlmath.config import RolloutConfig
 
@@ -23,6 +23,10 @@ class Request:
     token_ids: tuple[int, ...]
     """The prompt."""
     seed: int
+    fewest_new: int
+    """No end-of-sequence token before this many new tokens."""
+    most_new: int
+    """New tokens after which the completion is cut off."""
 
 
 @dataclass(frozen=True)
@@ -35,32 +39,79 @@ class Generated:
     finish_reason: str
 
 
+@dataclass(frozen=True)
+class Load:
+    """What an engine has to do, in sequences."""
+
+    in_flight: int
+    """Added and not finished."""
+    waiting: int
+    """Of these, how many have no place: not begun yet, or put off because the KV cache is full."""
+
+
+class RequestSource(Protocol):
+    """Gives requests while an engine samples. All ranks of an engine must be given the same."""
+
+    def take(self, load: Load) -> Sequence[Request]:
+        """Requests to add before the next engine step; sampling ends where it gives none to an engine that has none."""
+
+    def finished(self, generated: Generated) -> None:
+        """Told of every completion, before it is yielded."""
+
+
+class AllAtOnce:
+    """Gives all its requests before the first step; vLLM queues them."""
+
+    def __init__(self, requests: Sequence[Request]) -> None:
+        self._requests = requests
+
+    def take(self, load: Load) -> Sequence[Request]:
+        requests, self._requests = self._requests, ()
+        return requests
+
+    def finished(self, generated: Generated) -> None:
+        pass
+
+
 def request_seed(run_seed: int, step: int, prompt_id: str, sample_index: int) -> int:
     """Seed of one completion, the same whichever engine samples it (0 to 2**63 - 1)."""
     text = f"{run_seed}/{step}/{sample_index}/{prompt_id}"
     return int.from_bytes(hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()[:8], "big") >> 1
 
 
-def sample(llm: Any, settings: RolloutConfig, requests: Sequence[Request]) -> Iterator[Generated]:
+def sample(
+    llm: Any, settings: RolloutConfig, requests: Sequence[Request] | RequestSource
+) -> Iterator[Generated]:
     """Sample all requests with a vLLM `LLM` of this process; yields each completion as soon as it is finished.
 
-    The log-probs are of the distribution that was sampled from, temperature included.
+    Of the settings those of the sampled distribution count. The log-probs are of the distribution that was sampled from, temperature included.
     """
     engine = llm.llm_engine
-    pending = {}
-    for request in requests:
-        name = str(next(_NAMES))
-        pending[name] = request.key
-        prompt = {"prompt_token_ids": list(request.token_ids)}
-        engine.add_request(name, prompt, _parameters(settings, request.seed))
-    while engine.has_unfinished_requests():
+    source = AllAtOnce(requests) if isinstance(requests, Sequence) else requests
+    pending: dict[str, tuple[int, int]] = {}
+    while True:
+        for request in source.take(Load(len(pending), _waiting(engine))):
+            name = str(next(_NAMES))
+            pending[name] = request.key
+            prompt = {"prompt_token_ids": list(request.token_ids)}
+            engine.add_request(name, prompt, _parameters(settings, request))
+        if not engine.has_unfinished_requests():
+            break
         for output in engine.step():
             if output.finished:
-                yield _generated(pending.pop(output.request_id), output.outputs[0])
+                generated = _generated(pending.pop(output.request_id), output.outputs[0])
+                source.finished(generated)
+                yield generated
     assert not pending, f"vLLM did not return requests {sorted(pending)}"
 
 
-def _parameters(settings: RolloutConfig, seed: int) -> Any:
+def _waiting(engine: Any) -> int:
+    """Sequences that vLLM's scheduler has put in its queue. It lives in this process (see `prepare_environment`)."""
+    _, waiting = engine.engine_core.engine_core.scheduler.get_request_counts()
+    return waiting
+
+
+def _parameters(settings: RolloutConfig, request: Request) -> Any:
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
@@ -68,9 +119,9 @@ def _parameters(settings: RolloutConfig, seed: int) -> Any:
         temperature=settings.temperature,
         top_p=settings.top_p,
         top_k=settings.top_k,
-        max_tokens=settings.max_new_tokens,
-        min_tokens=settings.min_new_tokens,
-        seed=seed,
+        max_tokens=request.most_new,
+        min_tokens=request.fewest_new,
+        seed=request.seed,
         logprobs=0,
         flat_logprobs=True,
         detokenize=False,

@@ -1,20 +1,35 @@
-"""New weights from the policy's shards into the engines, in memory.
+"""New weights from the policy's shards into the engines, in memory, as the plan says.
 
-Whole Hugging Face tensors are streamed out of the training layout, one at a time; vLLM's own loader keeps of each what
-the engine's layout needs. At most one tensor is whole on a rank at a time.
+A rank copies what it holds itself and sends only what others lack, in buckets; nobody ever holds a whole model beside
+its shard, its engine's weights and the buckets.
 """
 
 from __future__ import annotations
 
+import time
+from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
 
 import torch
 from megatron.core import parallel_state
+from torch import Tensor
 
-from rlmath.checkpoint.hf_io import stream_hf_tensors
+from rlmath.checkpoint.hf_io import local_parameter, stream_hf_tensors
+from rlmath.checkpoint.hf_tables import placed_tensors
 from rlmath.model_shape import ModelShape
+from rlmath.parallel.device import Device, synchronize
 from rlmath.parallel.mesh import Mesh
-from rlmath.rollout.engine import Engine
+from rlmath.parallel.shared_memory import share_memory
+from rlmath.rollout.weights import EngineWeights
+from rlmath.sync.checksums import SyncChecksums
+from rlmath.sync.exchange import Exchange, Messages, SharedBuckets, elements
+from rlmath.sync.layouts import TIED_HEAD, TrainingLayout, parameter_key
+from rlmath.sync.plan import Copy, RankRound, SyncPlan, plan_sync, rank_rounds
+
+SHARED_BUCKET_BYTES = 2 * 2**20
+"""Bucket of ranks that share memory: two of these for each of some ranks fit a processor's cache."""
 
 
 def hf_stream(chunks: Sequence[torch.nn.Module], shape: ModelShape, mesh: Mesh):
@@ -28,6 +43,164 @@ def hf_stream(chunks: Sequence[torch.nn.Module], shape: ModelShape, mesh: Mesh):
     )
 
 
-def sync_weights(chunks: Sequence[torch.nn.Module], engine: Engine, shape: ModelShape, mesh: Mesh) -> None:
-    """Load the policy's weights as they are now into the engine. A collective over all ranks."""
-    engine.load_weights(hf_stream(chunks, shape, mesh))
+@dataclass(frozen=True)
+class SyncReport:
+    """What one sync did on this rank."""
+
+    seconds: float
+    packing_seconds: float
+    """Part of `seconds` that vLLM spent packing matrices; 0 on GPU."""
+    bytes_copied: int
+    bytes_sent: int
+    bytes_received: int
+
+
+class WeightSync:
+    """Brings one engine's weights up to the policy's, again and again. Building it is a collective, and so is `run`."""
+
+    def __init__(
+        self,
+        chunks: Sequence[torch.nn.Module],
+        shape: ModelShape,
+        layout: TrainingLayout,
+        mesh: Mesh,
+        device: Device,
+        weights: EngineWeights,
+        bucket_bytes: int,
+        ranks_per_node: int | None = None,
+    ) -> None:
+        self._weights = weights
+        self._device = device
+        self._rank = mesh.rank
+        plan = partial(plan_sync, shape, layout, mesh, weights.dtype.itemsize, ranks_per_node=ranks_per_node)
+        shares = device.kind == "cpu" and mesh.world_size > 1
+        self.plan: SyncPlan = plan(
+            bucket_bytes=min(bucket_bytes, SHARED_BUCKET_BYTES) if shares else bucket_bytes
+        )
+        self._memory = None
+        if shares and self.plan.rounds:
+            self._memory = share_memory(2 * self.plan.largest_bucket_bytes)
+            if self._memory is None:
+                self.plan = plan(bucket_bytes=bucket_bytes)
+        self._rounds = rank_rounds(self.plan, mesh.rank)
+        self._sources = _source_matrices(chunks, shape)
+        self._new_checksums = partial(SyncChecksums, shape, layout, mesh, device)
+        self._planned_rows = _planned_rows(self._rounds)
+        self._report_bytes = tuple(
+            count(mesh.rank)
+            for count in (self.plan.bytes_copied, self.plan.bytes_sent, self.plan.bytes_received)
+        )
+
+    @torch.no_grad()
+    def run(self, check: bool = False) -> SyncReport:
+        """Every element of the engine's weights becomes the policy's, in the engine's number format.
+
+        With `check` both sides are compared by checksums. RuntimeError on all ranks where they differ.
+        """
+        started = time.perf_counter()
+        checksums = self._new_checksums() if check else None
+        self._weights.begin(self._planned_rows)
+        exchange = self._exchange()
+        exchange.start(0)
+        for number, round_ in enumerate(self._rounds):
+            if number + 1 < len(self._rounds):
+                exchange.start(number + 1)
+            self._finish_round(exchange, number, round_, checksums)
+        exchange.close()
+        self._weights.end()
+        if checksums is not None:
+            self._compare(checksums)
+        synchronize(self._device)
+        seconds = time.perf_counter() - started
+        return SyncReport(seconds, self._weights.packing_seconds, *self._report_bytes)
+
+    def _exchange(self) -> Exchange:
+        dtype = self._weights.dtype
+        if self._memory is None:
+            return Messages(self._rounds, self._pack, dtype, self._device)
+        elements = self.plan.largest_bucket_bytes // dtype.itemsize
+        return SharedBuckets(self._rounds, self._pack, dtype, self._memory, elements)
+
+    def _compare(self, checksums: SyncChecksums) -> None:
+        checksums.add_policy(self._sources, self._weights.dtype)
+        if wrong := checksums.differing():
+            raise RuntimeError(
+                f"after a weight sync {len(wrong)} tensors differ between the policy and the engines: "
+                f"{'; '.join(wrong[:5])}. What is sampled from them is worthless; please report this"
+            )
+
+    def _finish_round(
+        self, exchange: Exchange, number: int, round_: RankRound, checksums: SyncChecksums | None
+    ) -> None:
+        local: dict[str, list[Copy]] = defaultdict(list)
+        for copy in round_.local:
+            local[copy.target_parameter].append(copy)
+        awaited = {c.target_parameter for copies in round_.receives.values() for c in copies}
+        # What needs nobody else is done while the others' parts travel.
+        for name in round_.complete:
+            if name not in awaited:
+                self._complete(name, local[name], checksums)
+        for peer, bucket in exchange.finish(number).items():
+            _unpack(round_.receives[peer], bucket, self._weights)
+        for name in round_.complete:
+            if name in awaited:
+                self._complete(name, local[name], checksums)
+
+    def _complete(self, name: str, copies: Sequence[Copy], checksums: SyncChecksums | None) -> None:
+        targets = [_target(copy, self._weights) for copy in copies]
+        if targets:
+            torch._foreach_copy_(targets, [self._source(copy) for copy in copies])
+        if checksums is not None:
+            checksums.add_engine(name, self._weights.matrix(name))
+        self._weights.complete(name)
+
+    def _source(self, copy: Copy) -> Tensor:
+        matrix = self._sources[copy.source_parameter]
+        return matrix[copy.source_row :, copy.source_col :][: copy.rows, : copy.cols]
+
+    def _pack(self, copies: Sequence[Copy], bucket: Tensor) -> None:
+        parts = bucket.split([copy.elements for copy in copies])
+        torch._foreach_copy_(
+            [part.view(copy.rows, copy.cols) for part, copy in zip(parts, copies, strict=True)],
+            [self._source(copy) for copy in copies],
+        )
+
+
+def _unpack(copies: Sequence[Copy], bucket: Tensor, weights: EngineWeights) -> None:
+    assert bucket.numel() == elements(copies)
+    parts = bucket.split([copy.elements for copy in copies])
+    torch._foreach_copy_(
+        [_target(copy, weights) for copy in copies],
+        [part.view(copy.rows, copy.cols) for part, copy in zip(parts, copies, strict=True)],
+    )
+
+
+def _target(copy: Copy, weights: EngineWeights) -> Tensor:
+    matrix = weights.matrix(copy.target_parameter)
+    return matrix[copy.target_row :, copy.target_col :][: copy.rows, : copy.cols]
+
+
+def _source_matrices(chunks: Sequence[torch.nn.Module], shape: ModelShape) -> dict[str, Tensor]:
+    """This rank's parameters as matrices, by the plan's names. They stay valid: Megatron updates them in place."""
+    found = {}
+    for placed in placed_tensors(shape):
+        parameter = local_parameter(chunks, placed)
+        if parameter is not None:
+            found[parameter_key(placed)] = _as_matrix(parameter)
+    head = getattr(getattr(chunks[-1], "output_layer", None), "weight", None)
+    if shape.tied_embeddings and head is not None:
+        found[TIED_HEAD] = _as_matrix(head)
+    return found
+
+
+def _as_matrix(parameter: Tensor) -> Tensor:
+    return parameter.data if parameter.dim() == 2 else parameter.data[:, None]
+
+
+def _planned_rows(rounds: Sequence[RankRound]) -> dict[str, int]:
+    """By the engine's parameter: rows that some copy fills."""
+    rows: dict[str, int] = defaultdict(int)
+    for round_ in rounds:
+        for copy in (*round_.local, *(c for copies in round_.receives.values() for c in copies)):
+            rows[copy.target_parameter] = max(rows[copy.target_parameter], copy.target_row + copy.rows)
+    return dict(rows)

@@ -84,6 +84,7 @@ def _row(group: ScoredGroup, advantages: Sequence[float]) -> dict:
             "boxed": score.boxed,
             "length": len(completion.token_ids),
             "finish_reason": completion.finish_reason,
+            "policy_version": completion.policy_version,
             "text": completion.text,
         }
         for completion, score, advantage in zip(group.completions, group.scores, advantages, strict=True)

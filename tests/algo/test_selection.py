@@ -31,7 +31,7 @@ def group(
     lengths = lengths or [5] * len(rewards)
     correct = correct or [reward > 0 for reward in rewards]
     completions = tuple(
-        Completion(g, (1,) * n, (-0.5,) * n, f"{name}-{g}", "length" if g in truncated else "stop")
+        Completion(g, (1,) * n, (-0.5,) * n, f"{name}-{g}", "length" if g in truncated else "stop", 0)
         for g, n in enumerate(lengths)
     )
     scores = tuple(Score(reward, right, "", "string") for reward, right in zip(rewards, correct, strict=True))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +11,12 @@ import torch.distributed as dist
 
 from rlmath.config import RolloutConfig
 from rlmath.packing.pack import pack
-from rlmath.parallel.device import resident_bytes
+from rlmath.parallel.device import init_process_group, open_device, release_cached, resident_bytes
 from rlmath.parallel.mesh import Mesh
+from rlmath.sync.layouts import engine_shapes, training_layout
 from rlmath.types import MicroBatch, Sample
-from tests.distributed.policy_cases import Case, Stage, build, by_sample
-from tests.tiny_models import make_samples
+from tests.distributed.policy_cases import Case, Stage, build, by_sample, lay_out
+from tests.tiny_models import make_samples, shape_of
 
 ROLLOUT = RolloutConfig(
     group_size=3, max_new_tokens=24, temperature=0.8, cpu_kv_cache_gib=0.1, progress_bar=False
@@ -23,34 +24,60 @@ ROLLOUT = RolloutConfig(
 PROMPTS = {"a": (5, 6, 7), "b": (40, 41), "c": (9, 9, 9, 9, 9, 9)}
 
 
-def _open(folder: Path, case: Case, engine_size: int) -> tuple[Stage, Any, Any]:
-    """Actor and engine of one run; the engine asleep, as the trainer keeps it."""
+def open_engine(folder: Path, engine_size: int, device: Any, rollout: RolloutConfig = ROLLOUT) -> Any:
+    """An engine over the ranks of the process group; asleep, as the trainer keeps it."""
     from rlmath.rollout.engine import Engine
 
-    stage = build(folder, case)
+    shape = shape_of(folder)
+    mesh = Mesh(dist.get_rank(), dist.get_world_size(), 1, 1, engine_size)
+    engine = Engine(str(folder), rollout, 64, mesh, device, engine_shapes(shape, engine_size))
+    engine.memory.sleep()
+    return engine
+
+
+@dataclass
+class Pair:
+    """A policy and the engine that follows it."""
+
+    stage: Stage
+    engine: Any
+    mesh: Mesh
+    sync: Any
+
+    def generate(self, requests: list[Any]) -> list[Any]:
+        """Wake, sync, generate, sleep."""
+        self.engine.memory.wake_weights()
+        self.sync.run(check=True)
+        self.engine.now_has(self.stage.actor.learner.updates)
+        self.engine.memory.wake_kv_cache()
+        generated = sorted(self.engine.generate(requests), key=lambda g: g.key)
+        self.engine.memory.sleep()
+        return generated
+
+
+def pair(stage: Stage, engine: Any, engine_size: int, bucket_bytes: int = 40_000) -> Pair:
+    """Buckets are small, so that there are many rounds."""
+    from rlmath.sync.transfer import WeightSync
+
     mesh = replace(stage.mesh, engine_size=engine_size)
-    rollout = replace(ROLLOUT, min_new_tokens=case.min_new_tokens)
-    engine = Engine(str(folder), rollout, 64, mesh, stage.device, stage.shape.tied_embeddings)
-    engine.memory.sleep()
-    return stage, engine, mesh
+    parallel, layers = stage.config.parallel, stage.shape.num_layers
+    layout = training_layout(layers, mesh, parallel.first_stage_layers, parallel.last_stage_layers)
+    sync = WeightSync(
+        stage.actor.chunks, stage.shape, layout, mesh, stage.device, engine.weights, bucket_bytes
+    )
+    return Pair(stage, engine, mesh, sync)
 
 
-def _wake_and_generate(stage: Stage, engine: Any, requests: list[Any]) -> list[Any]:
-    from rlmath.sync.transfer import sync_weights
-
-    engine.memory.wake_weights()
-    sync_weights(stage.actor.chunks, engine, stage.shape, stage.mesh)
-    engine.memory.wake_kv_cache()
-    generated = sorted(engine.generate(requests), key=lambda g: g.key)
-    engine.memory.sleep()
-    return generated
+def _open(folder: Path, case: Case, engine_size: int) -> Pair:
+    stage = build(folder, case)
+    return pair(stage, open_engine(folder, engine_size, stage.device), engine_size)
 
 
-def _requests(step: int, engine_index: int = 0, engines: int = 1) -> list[Any]:
+def _requests(step: int, fewest_new: int, engine_index: int = 0, engines: int = 1) -> list[Any]:
     from rlmath.rollout.sampling import Request, request_seed
 
     return [
-        Request((p, g), tokens, request_seed(1, step, name, g))
+        Request((p, g), tokens, request_seed(1, step, name, g), fewest_new, ROLLOUT.max_new_tokens)
         for p, (name, tokens) in enumerate(PROMPTS.items())
         if p % engines == engine_index
         for g in range(3)
@@ -64,12 +91,35 @@ def _pack_all(samples: list[Sample], mesh: Mesh) -> list[MicroBatch]:
 
 
 def mismatch_after_updates(folder: Path, case: Case, engine_size: int, updates: int) -> list[float]:
-    """Largest difference between the engine's and the policy's log-probs, at the start and after every update."""
-    stage, engine, mesh = _open(folder, replace(case, lr=1.0), engine_size)
-    prompts = list(PROMPTS.values())
+    """Largest difference between the engine's and the policy's log-probs, at the start and after every update; empty
+    off the last stage."""
+    both = _open(folder, replace(case, lr=1.0), engine_size)
+    largest = mismatch(both, case, updates)
+    both.engine.close()
+    return largest
+
+
+def mismatch_of_layouts(folder: Path, cases: list[Case], engine_size: int, updates: int) -> list[list[float]]:
+    """The same for several layouts of the policy, one after the other, beside one engine."""
+    from megatron.core import parallel_state
+
+    device = open_device("cpu")
+    init_process_group(device, 120.0)
+    engine = open_engine(folder, engine_size, device)
+    found = []
+    for case in cases:
+        stage = lay_out(folder, replace(case, lr=1.0), device)
+        found.append(mismatch(pair(stage, engine, engine_size), case, updates))
+        parallel_state.destroy_model_parallel()
+    engine.close()
+    return found
+
+
+def mismatch(both: Pair, case: Case, updates: int) -> list[float]:
+    stage, mesh, prompts = both.stage, both.mesh, list(PROMPTS.values())
     largest = []
     for step in range(updates + 1):
-        generated = _wake_and_generate(stage, engine, _requests(step))
+        generated = both.generate(_requests(step, case.min_new_tokens))
         assert all(len(g.token_ids) >= case.min_new_tokens for g in generated)
         samples = [Sample(prompts[g.key[0]], g.token_ids, g.logprobs, 1.0) for g in generated]
         batches = _pack_all(samples, mesh)
@@ -86,39 +136,39 @@ def mismatch_after_updates(folder: Path, case: Case, engine_size: int, updates: 
         if step < updates:
             learned = stage.actor.learner.learn(_pack_all(make_samples(8, seed=step), mesh), None, None)
             assert learned.discarded is None
-    engine.close()
+            assert stage.actor.learner.updates == step + 1 > both.engine.version
     return largest
 
 
 def texts(folder: Path, case: Case, engine_size: int) -> dict[tuple[int, int], tuple[Any, ...]]:
     """Tokens and log-probs of this rank's engine, whose share depends on how many engines there are."""
-    stage, engine, mesh = _open(folder, case, engine_size)
-    generated = _wake_and_generate(stage, engine, _requests(0, mesh.engine_index, mesh.engines))
-    engine.close()
+    both = _open(folder, case, engine_size)
+    generated = both.generate(_requests(0, 0, both.mesh.engine_index, both.mesh.engines))
+    both.engine.close()
     return {g.key: (g.token_ids, g.logprobs) for g in generated}
 
 
 def memory_of_sleep(folder: Path, cache_gib: float) -> dict[str, Any]:
     """Resident bytes awake, asleep and awake again, and greedy tokens before and after."""
-    from rlmath.rollout.engine import Engine
     from rlmath.rollout.sampling import Request
-    from rlmath.sync.transfer import sync_weights
 
     stage = build(folder, Case())
-    settings = replace(ROLLOUT, cpu_kv_cache_gib=cache_gib)
-    engine = Engine(str(folder), settings, 64, stage.mesh, stage.device, stage.shape.tied_embeddings)
-    requests = [Request((0, g), (5, 6, 7), seed=g) for g in range(4)]
+    engine = open_engine(folder, 1, stage.device, replace(ROLLOUT, cpu_kv_cache_gib=cache_gib))
+    both = pair(stage, engine, 1)
+    requests = [Request((0, g), (5, 6, 7), g, 0, ROLLOUT.max_new_tokens) for g in range(4)]
 
     def generate() -> list[Any]:
-        sync_weights(stage.actor.chunks, engine, stage.shape, stage.mesh)
+        both.sync.run()
+        engine.memory.wake_kv_cache()
+        _touch_cache(engine)
         return [g.token_ids for g in sorted(engine.generate(requests), key=lambda g: g.key)]
 
-    _touch_cache(engine)
+    engine.memory.wake_weights()
     first, awake = generate(), resident_bytes()
     engine.memory.sleep()
+    release_cached(stage.device)
     asleep = resident_bytes()
     engine.memory.wake_weights()
-    engine.memory.wake_kv_cache()
     second = generate()
     engine.close()
     return {"awake": awake, "asleep": asleep, "same": first == second}

@@ -115,11 +115,16 @@ class Stage:
 
 
 def build(folder: Path, case: Case) -> Stage:
+    device = open_device(case.device)
+    init_process_group(device, 120.0)
+    return lay_out(folder, case, device)
+
+
+def lay_out(folder: Path, case: Case, device: Any) -> Stage:
+    """The actor in the layout of `case` over the ranks of the process group."""
     from rlmath.policy.actor import build_actor
     from rlmath.policy.model import start_megatron
 
-    device = open_device(case.device)
-    init_process_group(device, 120.0)
     mesh = Mesh(
         dist.get_rank(),
         dist.get_world_size(),
@@ -131,13 +136,8 @@ def build(folder: Path, case: Case) -> Stage:
     )
     start_megatron(mesh, device, seed=1, timeout_seconds=120.0)
     config, shape = settings(folder, case), shape_of(folder)
-    return Stage(
-        build_actor(config, shape, mesh, device, total_updates=10, stop_token_ids=(1,)),
-        mesh,
-        shape,
-        config,
-        device,
-    )
+    actor = build_actor(config, shape, mesh, device, total_updates=10, stop_token_ids=(1,))
+    return Stage(actor, mesh, shape, config, device)
 
 
 def microbatches(stage: Stage, samples: list[Sample]) -> list[MicroBatch]:

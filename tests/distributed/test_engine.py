@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,33 +15,56 @@ from tests.distributed.rank_pool import RankPool
 pytestmark = pytest.mark.distributed
 
 
-@pytest.mark.parametrize(
-    ("case", "engine_size"),
-    [
-        (Case(tensor=2), 1),
-        (Case(pipeline=2), 2),
-        (Case(tensor=2, min_new_tokens=12), 1),
-        pytest.param(Case(), 1, marks=pytest.mark.full),
-        pytest.param(Case(data=2), 2, marks=pytest.mark.full),
-        pytest.param(Case(data=2), 1, marks=pytest.mark.full),
-        pytest.param(Case(tensor=2, pipeline=2), 1, marks=pytest.mark.full),
-        pytest.param(Case(tensor=2, pipeline=2), 2, marks=pytest.mark.full),
-        pytest.param(Case(tensor=2, data=2), 4, marks=pytest.mark.full),
-    ],
-    ids=str,
-)
+TWO_RANKS = [
+    Case(tensor=2),
+    Case(pipeline=2),
+    Case(data=2),
+    Case(pipeline=2, first_stage_layers=1),
+    Case(pipeline=2, virtual_pipeline=2),
+]
+MATRIX = [
+    ([Case()], 1, False),
+    (TWO_RANKS, 1, False),
+    (TWO_RANKS, 2, False),
+    (TWO_RANKS, 1, True),
+    ([Case(tensor=2, pipeline=2)], 2, False),
+    *(
+        pytest.param(cases, size, tied, marks=pytest.mark.full)
+        for cases, size, tied in (
+            ([Case()], 1, True),
+            (TWO_RANKS, 2, True),
+            ([Case(tensor=2, pipeline=2)], 1, False),
+            ([Case(tensor=2, pipeline=2)], 1, True),
+            ([Case(tensor=2, pipeline=2)], 2, True),
+            ([Case(tensor=2, pipeline=2), Case(tensor=2, data=2)], 4, False),
+            ([Case(tensor=2, pipeline=2), Case(tensor=2, data=2)], 4, True),
+        )
+    ),
+]
+
+
+def _name(value: Any) -> str:
+    if isinstance(value, list):
+        return f"{value[0].ranks}-ranks"
+    return {True: "tied", False: "untied"}[value] if isinstance(value, bool) else f"engines-of-{value}"
+
+
+@pytest.mark.parametrize(("cases", "engine_size", "tied"), MATRIX, ids=_name)
 def test_engine_logprobs_equal_the_policys_after_every_update(
-    ranks: RankPool, untied_model: Path, case: Case, engine_size: int
+    ranks: RankPool, untied_model: Path, tied_model: Path, tied: bool, cases: list[Case], engine_size: int
 ) -> None:
-    results = ranks.run(case.ranks, engine_cases.mismatch_after_updates, untied_model, case, engine_size, 3)
-    measured = [largest for largest in results if largest]
-    assert measured and all(len(largest) == 4 for largest in measured)
-    assert max(max(largest) for largest in measured) < 1e-5
+    folder = tied_model if tied else untied_model
+    by_rank = ranks.run(cases[0].ranks, engine_cases.mismatch_of_layouts, folder, cases, engine_size, 3)
+    for case, *found in zip(cases, *by_rank, strict=True):
+        measured = [largest for largest in found if largest]
+        assert measured and all(len(largest) == 4 for largest in measured), case
+        assert max(max(largest) for largest in measured) < 1e-5, case
 
 
-def test_a_tied_model_is_synced_too(ranks: RankPool, tied_model: Path) -> None:
-    results = ranks.run(2, engine_cases.mismatch_after_updates, tied_model, Case(pipeline=2), 1, 1)
-    assert max(results[-1]) < 1e-5
+def test_tokens_that_were_held_back_have_the_policys_logprobs(ranks: RankPool, untied_model: Path) -> None:
+    case = Case(tensor=2, min_new_tokens=12)
+    found = ranks.run(2, engine_cases.mismatch_after_updates, untied_model, case, 1, 1)
+    assert max(max(largest) for largest in found) < 1e-5
 
 
 def test_text_does_not_depend_on_the_number_of_engines(ranks: RankPool, untied_model: Path) -> None:

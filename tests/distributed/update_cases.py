@@ -38,7 +38,7 @@ def make_groups(sizes: tuple[int, ...], seed: int = 3) -> list[ScoredGroup]:
     for number, size in enumerate(sizes):
         answers = [tokens(2, 40) for _ in range(size)]
         completions = tuple(
-            Completion(g, ids, tuple(-draw.uniform(4.0, 5.2) for _ in ids), "", "stop")
+            Completion(g, ids, tuple(-draw.uniform(4.0, 5.2) for _ in ids), "", "stop", 0)
             for g, ids in enumerate(answers)
         )
         right = [draw.random() < 0.5 for _ in answers]

@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.distributed import engine_cases, oracle, policy_cases
+from rlmath.parallel.device import open_device
+from rlmath.parallel.storage import HostMemory, StorageSet
+from tests.distributed import engine_cases, offload_cases, oracle, policy_cases
 from tests.distributed.policy_cases import Case
 from tests.distributed.rank_pool import RankPool
 from tests.tiny_models import make_samples
@@ -41,3 +43,39 @@ def test_a_discarded_minibatch_leaves_every_bit_on_the_gpu(ranks: RankPool, unti
     case = Case(device="cuda", optimizer="adam", early_stop_ratio=5.0, max_tokens=64)
     (report,) = ranks.run(1, policy_cases.discard, untied_model, case, make_samples(16, seed=4), "runaway")
     assert report["same"] and report["goes_on"]
+
+
+def test_the_policy_leaves_the_gpu_and_comes_back_bit_by_bit(ranks: RankPool, untied_model: Path) -> None:
+    case = Case(device="cuda", optimizer="adam", max_tokens=64)
+    samples = make_samples(16, seed=4)
+    (report,) = ranks.run(1, offload_cases.learn_around_an_offload, untied_model, case, samples)
+    assert set(report["away"].values()) == {0} and report["again"] == report["here"]
+    assert report["same"] and report["gradients not zero"] == []
+    assert report["left"] == report["back"]
+    assert report["left"]["gradients"] == 4 * report["buffers"]
+    assert report["left"]["parameters"] == 2 * report["buffers"]
+    # Float32 copies, and two moments of each.
+    assert report["left"]["optimizer"] >= 12 * report["parameters"]
+
+
+def test_what_leaves_gives_gpu_memory_up_and_waits_in_pinned_memory_that_is_used_again() -> None:
+    device = open_device("cuda")
+    tensors = [torch.randn(2**25, device="cuda"), torch.randn(1001, device="cuda").bfloat16()]
+    wanted = [tensor.cpu() for tensor in tensors]
+    kept = StorageSet("weights", lambda: tensors, keep=True, device=device)
+    here = torch.cuda.memory_allocated()
+    left = kept.leave()
+    assert left.bytes == 4 * 2**25 + 2 * 1001
+    away, reserved = torch.cuda.memory_allocated(), kept.host_nbytes
+    assert here - away >= left.bytes
+    assert reserved >= left.bytes
+    for _ in range(2):
+        kept.come_back()
+        assert torch.cuda.memory_allocated() - away >= left.bytes
+        assert kept.host_nbytes == reserved
+        assert all(torch.equal(tensor.cpu(), other) for tensor, other in zip(tensors, wanted, strict=True))
+        kept.leave()
+    kept.come_back()
+    host = HostMemory(pinned=True)
+    host.reserve(1000)
+    assert all(piece.is_pinned() for piece in host.pieces(0, 1000))

@@ -15,7 +15,7 @@ def prompt(text: str = "1+1=", more: str = "{}") -> Prompt:
 
 
 def completion(text: str, tokens: int = 10, reason: str = "stop") -> Completion:
-    return Completion(0, (5,) * tokens, (-1.0,) * tokens, text, reason)
+    return Completion(0, (5,) * tokens, (-1.0,) * tokens, text, reason, 0)
 
 
 @pytest.fixture(scope="module")

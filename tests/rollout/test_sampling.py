@@ -2,8 +2,9 @@ import itertools
 
 import pytest
 
-from rlmath.rollout.collect import RolloutSeed, engine_requests
-from rlmath.rollout.sampling import request_seed
+from rlmath.config import RolloutConfig
+from rlmath.rollout.collect import RolloutSeed, group_requests
+from rlmath.rollout.sampling import AllAtOnce, Load, request_seed
 from rlmath.types import Prompt
 
 PROMPTS = [Prompt(f"q-{n}", f"{n}+1=", (n, 50, 51), (str(n + 1),), "math") for n in range(7)]
@@ -36,23 +37,21 @@ def test_any_name_has_a_seed_that_fits_63_bits(prompt_id: str):
     assert 0 <= request_seed(2**31 - 1, 10**6, prompt_id, 511) < 2**63
 
 
-@pytest.mark.parametrize("engines", [1, 2, 3, 8])
-def test_every_sample_of_every_prompt_is_asked_of_one_engine(engines: int):
-    seed = RolloutSeed(run_seed=1, step=4)
-    shares = [engine_requests(PROMPTS, 3, engines, index, seed) for index in range(engines)]
-    keys = [request.key for share in shares for request in share]
-    assert sorted(keys) == [(p, g) for p in range(7) for g in range(3)]
-    prompts_of = [{request.key[0] for request in share} for share in shares]
-    assert max(map(len, prompts_of)) - min(map(len, prompts_of)) <= 1
-    assert sum(map(len, prompts_of)) == 7, "a group is sampled whole, by one engine"
+def test_every_sample_of_every_prompt_is_a_request():
+    settings = RolloutConfig(group_size=3, min_new_tokens=2, max_new_tokens=9)
+    requests_PG = group_requests(PROMPTS, settings, RolloutSeed(run_seed=1, step=4))
+    assert [[request.key for request in row] for row in requests_PG] == [
+        [(p, g) for g in range(3)] for p in range(7)
+    ]
+    asked = requests_PG[2][1]
+    assert asked.token_ids == (2, 50, 51)
+    assert asked.seed == request_seed(1, 4, "q-2", 1)
+    assert (asked.fewest_new, asked.most_new) == (2, 9)
+    assert len({request.seed for row in requests_PG for request in row}) == 21
 
 
-def test_a_request_is_the_same_whichever_engine_gets_it():
-    seed = RolloutSeed(run_seed=1, step=4)
-    (alone,) = [engine_requests(PROMPTS, 2, 1, 0, seed)]
-    shared = [request for index in range(3) for request in engine_requests(PROMPTS, 2, 3, index, seed)]
-    assert sorted(shared, key=lambda request: request.key) == alone
-    assert alone[5].key == (2, 1)
-    assert alone[5].token_ids == (2, 50, 51)
-    assert alone[5].seed == request_seed(1, 4, "q-2", 1)
-    assert len({request.seed for request in alone}) == 14
+def test_a_list_of_requests_is_given_once_and_whole():
+    (row,) = group_requests(PROMPTS[:1], RolloutConfig(group_size=3), RolloutSeed(run_seed=1, step=4))
+    source = AllAtOnce(row)
+    assert list(source.take(Load(in_flight=0, waiting=0))) == row
+    assert not source.take(Load(in_flight=3, waiting=0))

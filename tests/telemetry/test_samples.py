@@ -15,8 +15,8 @@ def group(prompt_id: str = "q1", text: str = "so \\boxed{132}") -> ScoredGroup:
     return ScoredGroup(
         Prompt(prompt_id, "47+85=", (1, 2), ("\\boxed{132}",), "math"),
         (
-            Completion(0, (3, 4, 5), (-0.1, -0.2, -0.3), text, "stop"),
-            Completion(1, (3,), (-0.5,), "hm", "length"),
+            Completion(0, (3, 4, 5), (-0.1, -0.2, -0.3), text, "stop", 7),
+            Completion(1, (3,), (-0.5,), "hm", "length", 7),
         ),
         (Score(5.0, True, "132", "string", True), Score(-5.0, False, "", "no_answer")),
     )
@@ -45,6 +45,7 @@ def test_a_row_holds_a_group_whole(tmp_path):
                 "boxed": True,
                 "length": 3,
                 "finish_reason": "stop",
+                "policy_version": 7,
                 "text": "so \\boxed{132}",
             },
             {
@@ -56,6 +57,7 @@ def test_a_row_holds_a_group_whole(tmp_path):
                 "boxed": False,
                 "length": 1,
                 "finish_reason": "length",
+                "policy_version": 7,
                 "text": "hm",
             },
         ],

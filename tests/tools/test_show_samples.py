@@ -18,7 +18,7 @@ def write_step(run_dir: Path, step: int, **scores_by_id: list[Score]) -> None:
         ScoredGroup(
             Prompt(prompt_id, "47+85=\nanswer:", (1,), ("\\boxed{132}",), "math"),
             tuple(
-                Completion(index, (2, 3), (-0.1, -0.1), "one\x1b]0;owned\x07\rtwo", "stop")
+                Completion(index, (2, 3), (-0.1, -0.1), "one\x1b]0;owned\x07\rtwo", "stop", 0)
                 for index in range(len(scores))
             ),
             tuple(scores),

@@ -1,0 +1,90 @@
+"""Compares what a rank holds after every phase with what was planned, and with the same phase of earlier steps."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+logger = logging.getLogger(__name__)
+
+WARM_UP_CYCLES = 3
+"""Cycles whose memory is no measure for later ones: allocators, kernels and libraries still settle."""
+
+
+class MemoryLeak(RuntimeError):
+    """More memory is held than the settings allow."""
+
+
+@dataclass(frozen=True)
+class Excess:
+    """A rank holds more than it should."""
+
+    phase: str
+    held: int
+    """Bytes."""
+    over: int
+    """Bytes above what it is compared with."""
+    compared_with: str
+
+    def __str__(self) -> str:
+        return (
+            f'after "{self.phase}" this rank holds {self.held / 2**30:.3f} GiB, {self.over / 2**20:.0f} MiB more than '
+            f"{self.compared_with}"
+        )
+
+
+class MemoryWatch:
+    """Looks at one rank's memory, phase by phase, cycle by cycle."""
+
+    def __init__(self, threshold_bytes: int, stop: bool, rank: int) -> None:
+        self._threshold = threshold_bytes
+        self._stop = stop
+        self._rank = rank
+        self._cycle = 0
+        self._expected: dict[str, int] = {}
+        self._earlier: dict[str, int] = {}
+        self._found: list[Excess] = []
+        self.held: dict[str, int] = {}
+        """By phase, what was held after it in the last cycle (bytes)."""
+
+    def start_of_cycle(self, held: int, planned: Mapping[str, int]) -> None:
+        """`held` is what is held between two steps, `planned` by phase what should be held on top of it (bytes;
+        negative where training memory has left). Memory that is only taken when it is touched may stay below."""
+        self._cycle += 1
+        self._found = []
+        self._expected = {phase: held + more for phase, more in planned.items()}
+
+    def observe(self, phase: str, held: int) -> None:
+        """What is held after a phase of this cycle."""
+        self.held[phase] = held
+        if phase in self._expected:
+            self._compare(phase, held, self._expected[phase], "planned")
+        if self._cycle <= WARM_UP_CYCLES:
+            return
+        earlier = self._earlier.setdefault(phase, held)
+        if self._compare(phase, held, earlier, "in the same phase of earlier steps"):
+            # Told once; what comes on top is told again.
+            self._earlier[phase] = held
+
+    def _compare(self, phase: str, held: int, expected: int, with_what: str) -> bool:
+        over = held - expected
+        if over <= self._threshold:
+            return False
+        self._found.append(Excess(phase, held, over, with_what))
+        logger.warning(
+            "Memory: cycle %d, rank %d: %s (memory.leak_threshold_mib is %g)",
+            self._cycle,
+            self._rank,
+            self._found[-1],
+            self._threshold / 2**20,
+        )
+        return True
+
+    def end_of_cycle(self) -> None:
+        """Ends the run where excess was found and the settings ask for that. Training has all its memory then."""
+        if self._stop and self._found:
+            raise MemoryLeak(
+                f"rank {self._rank}: {'; '.join(map(str, self._found))}. memory.stop_on_leak ends the run; raise "
+                f"memory.leak_threshold_mib ({self._threshold / 2**20:g}) if this is expected"
+            )

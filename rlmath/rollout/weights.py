@@ -1,0 +1,140 @@
+"""The weights of one rank of a vLLM engine, as memory that can be written, given up and taken again.
+
+On GPU they are vLLM's own parameters, written in place: CUDA graphs that were captured on them stay valid. On CPU vLLM
+packs every matrix of a product into a form of oneDNN's and drops it. There a matrix is written into scratch memory,
+which layers of one shape share, and packed by vLLM's own `process_weights_after_loading` when it is complete.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+PACKED = "cpu_linear"
+"""Attribute under which a module of vLLM's CPU backend keeps its packed matrix."""
+
+
+class EngineWeights:
+    """`shapes` are the rows and columns of every parameter by vLLM's name; a vector is a matrix of one column."""
+
+    def __init__(self, model: torch.nn.Module, shapes: Mapping[str, tuple[int, int]]) -> None:
+        self._shapes = dict(shapes)
+        self._owners = {name: _owner(model, name) for name in shapes}
+        self._users = {name: _packing_users(model, *owner) for name, owner in self._owners.items()}
+        self._scratch: dict[tuple[int, int], Tensor] = {}
+        self._check(model)
+        self.dtype: torch.dtype = next(model.parameters()).dtype
+        self.written_in_place = not any(self._users.values())
+        """Whether `matrix` gives the same memory at every sync."""
+        self.packing_seconds = 0.0
+        """Time that vLLM spent packing matrices since `begin` (seconds)."""
+
+    def _check(self, model: torch.nn.Module) -> None:
+        unknown = {name for name, _ in model.named_parameters()} - set(self._shapes)
+        if unknown:
+            raise RuntimeError(
+                f"vLLM's model has parameters that no weight is planned for: {sorted(unknown)[:8]}"
+            )
+        for name, shape in self._shapes.items():
+            parameter = self._parameter(name)
+            if parameter.numel() and parameter.numel() != shape[0] * shape[1]:
+                raise RuntimeError(
+                    f"vLLM's {name} has shape {tuple(parameter.shape)}; planned are {shape[0]} rows of {shape[1]}"
+                )
+
+    def _parameter(self, name: str) -> Tensor:
+        module, attribute = self._owners[name]
+        return getattr(module, attribute)
+
+    def begin(self, planned_rows: Mapping[str, int]) -> None:
+        """Before the first write of a sync. Rows that nothing is planned for are padding, and zero."""
+        self.packing_seconds = 0.0
+        for name, (rows, _) in self._shapes.items():
+            planned = planned_rows.get(name, 0)
+            if planned < rows:
+                self.matrix(name)[planned:].zero_()
+            if planned == 0:
+                self.complete(name)
+
+    def matrix(self, name: str) -> Tensor:
+        """The memory of a parameter, [rows, columns], to be written before it is `complete`."""
+        shape, parameter = self._shapes[name], self._parameter(name)
+        if parameter.numel() == 0:
+            if shape not in self._scratch:
+                self._scratch[shape] = torch.empty(shape, dtype=self.dtype)
+            parameter = torch.nn.Parameter(self._scratch.pop(shape), requires_grad=False)
+            setattr(*self._owners[name], parameter)
+        return parameter.data.view(shape)
+
+    def complete(self, name: str) -> None:
+        """All of a parameter is written: hand it to vLLM."""
+        started = time.perf_counter()
+        matrix = self.matrix(name)
+        for module in self._users[name]:
+            module.quant_method.process_weights_after_loading(module)
+        if self._parameter(name).numel() == 0:
+            self._scratch[self._shapes[name]] = matrix
+        self.packing_seconds += time.perf_counter() - started
+
+    def end(self) -> None:
+        """After the last write of a sync."""
+        self._scratch.clear()
+
+    @property
+    def bytes(self) -> int:
+        """What the weights take when they are there, packed copies included (bytes)."""
+        return sum(size * (self._stays(name) + len(self._users[name])) for name, size in self._sizes())
+
+    def _sizes(self) -> list[tuple[str, int]]:
+        return [(name, rows * cols * self.dtype.itemsize) for name, (rows, cols) in self._shapes.items()]
+
+    def _stays(self, name: str) -> bool:
+        """Whether the parameter itself is kept beside what was packed from it."""
+        return self._parameter(name).numel() > 0
+
+    def release(self) -> None:
+        """Give all weights back, for engines that vLLM cannot put to sleep. Their values are gone."""
+        self.end()
+        for name in self._shapes:
+            for module in self._users[name]:
+                setattr(module, PACKED, None)
+            if self._stays(name):
+                self._parameter(name).untyped_storage().resize_(0)
+
+    def restore(self) -> None:
+        """Take memory for what is not packed again; values are undefined until a sync."""
+        for name, size in self._sizes():
+            if self._stays(name):
+                self._parameter(name).untyped_storage().resize_(size)
+
+
+def _owner(model: torch.nn.Module, name: str) -> tuple[torch.nn.Module, str]:
+    path, _, attribute = name.rpartition(".")
+    return model.get_submodule(path), attribute
+
+
+def _packing_users(model: torch.nn.Module, owner: torch.nn.Module, attribute: str) -> list[Any]:
+    """Modules that multiply by a parameter and keep it packed. An embedding that is no head only looks rows up: vLLM
+    packs it all the same, and that copy is dropped here."""
+    if attribute != "weight":
+        return []
+    sharing = [
+        module
+        for module in model.modules()
+        if hasattr(module, PACKED) and (module is owner or module.weight is owner.weight)
+    ]
+    users = [module for module in sharing if not _only_looks_up(module)]
+    for module in sharing:
+        if _only_looks_up(module):
+            setattr(module, PACKED, None)
+    return users
+
+
+def _only_looks_up(module: torch.nn.Module) -> bool:
+    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
+
+    return isinstance(module, VocabParallelEmbedding) and not isinstance(module, ParallelLMHead)

@@ -1,0 +1,243 @@
+"""What the ranks do in the tests of offloading: learn, let everything leave and come back, learn again."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlmath.config import MemoryConfig
+from rlmath.types import Sample
+from tests.distributed.policy_cases import Case, Stage, _state, build, microbatches
+
+EVERYTHING = MemoryConfig(
+    offload_gradients=True, offload_optimizer=True, offload_parameters=True, offload_reference=True
+)
+
+
+def learn_twice(folder: Path, case: Case, samples: list[Sample]) -> dict[str, Tensor]:
+    """Parameters, optimizer and schedule after two updates; nothing ever leaves."""
+    stage = build(folder, case)
+    for _ in range(2):
+        stage.actor.learner.learn(microbatches(stage, samples), None, None)
+    return on_cpu(state_of(stage))
+
+
+def in_bfloat16(stage: Stage, distributed: bool) -> None:
+    """Give the stage a policy as it is on GPU: parameters in bfloat16, and an optimizer that steps float32 copies."""
+    from megatron_patches.optimizer import tensor_types_named_as_on_cuda
+    from rlmath.checkpoint.hf_io import load_hf_weights
+    from rlmath.policy.actor import Actor
+    from rlmath.policy.executor import Executor
+    from rlmath.policy.learner import Learner
+    from rlmath.policy.model import Recompute, build_chunks, transformer_config, wrap_for_training
+    from rlmath.policy.optimizer import build_optimizer, build_scheduler
+
+    device, shape, mesh = replace(stage.device, params_dtype=torch.bfloat16), stage.shape, stage.mesh
+    megatron = transformer_config(shape, mesh, device, stage.config.parallel, Recompute())
+    chunks = build_chunks(shape, mesh, device, megatron)
+    load_hf_weights(chunks, stage.config.model.path, shape, mesh)
+    wrapped = wrap_for_training(chunks, megatron, distributed)
+    settings = replace(stage.config.optimizer, distributed=distributed)
+    # Our patch of the distributed optimizer names the types itself.
+    with nullcontext() if distributed else tensor_types_named_as_on_cuda():
+        optimizer = build_optimizer(settings, wrapped, replace(device, kind="cuda"))
+    scheduler = build_scheduler(settings, optimizer, total_updates=10)
+    other = stage.actor.learner
+    executor = Executor(
+        wrapped, mesh, device, other.executor.temperature, shape.vocab_size, other.executor.held_back
+    )
+    stage.actor = Actor(Learner(executor, optimizer, scheduler, other.settings, other.bounds), chunks)
+
+
+def learn_around_an_offload(folder: Path, case: Case, samples: list[Sample]) -> dict[str, Any]:
+    """The same two updates, with an offload of all sets before, between and after them."""
+    return around_an_offload(build(folder, case), samples)
+
+
+def learn_in_bfloat16(folder: Path, case: Case, samples: list[Sample], distributed: bool) -> dict[str, Any]:
+    """Likewise with a policy as it is on GPU."""
+    stage = build(folder, case)
+    in_bfloat16(stage, distributed)
+    return around_an_offload(stage, samples)
+
+
+def around_an_offload(stage: Stage, samples: list[Sample]) -> dict[str, Any]:
+    from rlmath.policy.offload import training_sets
+
+    sets = training_sets(stage.actor, None, EVERYTHING, stage.device)
+    batches = microbatches(stage, samples)
+    round_trip(sets)
+    stage.actor.learner.learn(batches, None, None)
+
+    before, here, dirty = state_of(stage), measured(stage), gradients_not_zero(stage)
+    left = sets.leave("gradients", "optimizer", "reference", "parameters")
+    away = measured(stage)
+    back = sets.come_back("parameters", "optimizer", "gradients")
+    after, again = state_of(stage), measured(stage)
+
+    dirty += gradients_not_zero(stage)
+    stage.actor.learner.learn(batches, None, None)
+    round_trip(sets)
+    return {
+        "names": sets.names,
+        "here": here,
+        "away": away,
+        "again": again,
+        "left": {moved.name: moved.bytes for moved in left},
+        "back": {moved.name: moved.bytes for moved in back},
+        "seconds": [moved.seconds for moved in (*left, *back)],
+        "same": before.keys() == after.keys() and all(torch.equal(before[n], after[n]) for n in before),
+        "gradients not zero": dirty,
+        "buffers": sum(buffer.numel for chunk in stage.actor.executor.chunks for buffer in chunk.buffers),
+        "parameters": sum(p.numel() for chunk in stage.actor.chunks for p in chunk.parameters()),
+        "state": on_cpu(state_of(stage)),
+    }
+
+
+def round_trip(sets: Any) -> None:
+    sets.leave("gradients", "optimizer", "parameters")
+    sets.come_back("parameters", "optimizer", "gradients")
+
+
+def on_cpu(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: value.cpu() for name, value in state.items()}
+
+
+def state_of(stage: Stage) -> dict[str, Tensor]:
+    """Every tensor of parameters, optimizer and scheduler of this rank, and what the optimizer steps."""
+    stepped = {f"stepped {number}": tensor for number, tensor in enumerate(stepped_by_optimizers(stage))}
+    return _state(stage) | {name: tensor.detach().clone() for name, tensor in stepped.items()}
+
+
+def storage_bytes(stage: Stage, tensors: Iterable[Tensor]) -> int:
+    """Bytes of the unique storages of those tensors that are on the device."""
+    storages = (tensor.untyped_storage() for tensor in tensors if tensor.device == stage.device.torch_device)
+    return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
+
+
+def parameters_of(chunks: Iterable[Any]) -> list[Tensor]:
+    return [parameter for chunk in chunks for parameter in chunk.parameters()]
+
+
+def megatrons_optimizers(stage: Stage) -> list[Any]:
+    optimizer = stage.actor.learner.optimizer
+    return [part.optimizer for part in getattr(optimizer, "chained_optimizers", [optimizer])]
+
+
+def stepped_by_optimizers(stage: Stage) -> list[Tensor]:
+    groups = itertools.chain(*(inner.param_groups for inner in megatrons_optimizers(stage)))
+    return [parameter for group in groups for parameter in group["params"]]
+
+
+def measured(stage: Stage) -> dict[str, int]:
+    """Bytes on the device of what Megatron and torch hold themselves, found without the code under test."""
+    chunks, optimizers = stage.actor.executor.chunks, megatrons_optimizers(stage)
+    buffers = [buffer for chunk in chunks for buffer in chunk.buffers]
+    state = [value for inner in optimizers for entry in inner.state.values() for value in entry.values()]
+    flat = [buffer.param_data for buffer in buffers if buffer.param_data is not None]
+    return {
+        "gradients": storage_bytes(stage, [buffer.grad_data for buffer in buffers]),
+        "optimizer": storage_bytes(stage, [value for value in state if isinstance(value, Tensor)]),
+        "stepped": storage_bytes(stage, stepped_by_optimizers(stage)),
+        "parameters": storage_bytes(stage, parameters_of(stage.actor.chunks) + flat),
+    }
+
+
+def gradients_not_zero(stage: Stage) -> list[str]:
+    """Gradients that hold something, in Megatron's buffers, their padding too, or beside the parameters."""
+    found = []
+    for number, chunk in enumerate(stage.actor.executor.chunks):
+        found += [f"buffer of chunk {number}" for buffer in chunk.buffers if buffer.grad_data.any()]
+        found += [name for name, p in chunk.named_parameters() if p.grad is not None or p.main_grad.any()]
+    return found
+
+
+def reference_in_and_out(folder: Path, case: Case, samples: list[Sample], offload: bool) -> dict[str, Any]:
+    """Log-probs of the reference before and after it was away, and what it held meanwhile."""
+    from rlmath.policy.offload import training_sets
+    from rlmath.policy.reference import build_reference
+
+    stage = build(folder, case)
+    reference = build_reference(stage.config, stage.shape, stage.mesh, stage.device, (1,))
+    settings = EVERYTHING if offload else MemoryConfig(offload_reference=False)
+    sets = training_sets(stage.actor, reference, settings, stage.device)
+    batches = microbatches(stage, samples)
+    wanted = [found.logprobs_T for found in reference.logprobs(batches)]
+
+    def held() -> int:
+        return storage_bytes(stage, parameters_of(reference.chunks))
+
+    report: dict[str, Any] = {"here": held(), "left": [moved.bytes for moved in sets.leave("reference")]}
+    report["away"] = held()
+    ways, got = [], []
+    for _ in range(2):
+        with sets.reference_here() as moved:
+            report["inside"] = held()
+            got = [found.logprobs_T for found in reference.logprobs(batches)]
+        ways.append([(one.name, one.bytes) for one in moved])
+        report["passed over"] = sets.leave("reference")
+    same = all(torch.equal(one, other) for one, other in zip(got, wanted, strict=True))
+    elements = sum(p.numel() for p in itertools.chain(*(c.parameters() for c in reference.chunks)))
+    return report | {"outside": held(), "ways": ways, "same": same, "elements": elements}
+
+
+def reference_after_an_error(folder: Path, case: Case) -> tuple[str, ...]:
+    """What is away after the log-prob pass failed."""
+    from rlmath.policy.offload import training_sets
+    from rlmath.policy.reference import build_reference
+
+    stage = build(folder, case)
+    reference = build_reference(stage.config, stage.shape, stage.mesh, stage.device, (1,))
+    sets = training_sets(stage.actor, reference, EVERYTHING, stage.device)
+    try:
+        with sets.reference_here():
+            raise KeyError("a failure inside")
+    except KeyError:
+        return sets.away
+
+
+def sets_of(folder: Path, case: Case, settings: MemoryConfig) -> tuple[tuple[str, ...], dict[str, int]]:
+    """Names of the sets without a reference, and what is left of the actor when they have left."""
+    from rlmath.policy.offload import training_sets
+
+    stage = build(folder, case)
+    sets = training_sets(stage.actor, None, settings, stage.device)
+    sets.leave("gradients", "optimizer", "reference", "parameters")
+    held = measured(stage)
+    sets.come_back("parameters", "optimizer", "gradients")
+    return sets.names, held
+
+
+def give_up_on_one_parameter(folder: Path, case: Case, samples: list[Sample]) -> dict[str, Any]:
+    """Learn, then fail to let the parameters leave: torch cannot take the memory of one that numpy owns."""
+    from rlmath.policy.offload import training_sets
+
+    stage = build(folder, case)
+    sets = training_sets(stage.actor, None, EVERYTHING, stage.device)
+    stage.actor.learner.learn(microbatches(stage, samples), None, None)
+    parameters = parameters_of(stage.actor.chunks)
+    borrowed = parameters[len(parameters) // 2]
+    borrowed.data = torch.from_numpy(borrowed.detach().numpy().copy())
+    before, error = state_of(stage), ""
+    sets.leave("gradients", "optimizer")
+    try:
+        sets.leave("parameters")
+    except RuntimeError as failure:
+        error = str(failure)
+    away, held = sets.away, measured(stage)["parameters"]
+    sets.come_back(*away)
+    after = state_of(stage)
+    return {
+        "error": error,
+        "away": away,
+        "some had left": held < sum(parameter.nbytes for parameter in parameters),
+        "same": all(torch.equal(before[name], after[name]) for name in before),
+        "away at the end": sets.away,
+    }

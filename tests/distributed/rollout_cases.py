@@ -1,0 +1,89 @@
+"""What the ranks do in the tests of rollouts: engines with the same random weights, on prompts of their own."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from rlmath.config import RewardConfig, RolloutConfig
+from rlmath.parallel.device import environment_rank, environment_world_size, init_process_group, open_device
+from rlmath.parallel.mesh import Mesh
+from rlmath.types import Prompt
+from tests.tiny_models import shape_of
+
+ROLLOUT = RolloutConfig(
+    group_size=3, max_new_tokens=24, temperature=0.8, max_num_seqs=4, cpu_kv_cache_gib=0.1, progress_bar=False
+)
+PROMPTS = [Prompt(f"q-{n}", f"{n}+1=", (n + 3, 50, 51), (str(n + 1),), "math") for n in range(9)]
+
+
+def _open(folder: Path, engine_size: int) -> tuple[Any, Mesh]:
+    """An engine of `engine_size` ranks, with vLLM's dummy weights: the same for every engine."""
+    from rlmath.rollout.engine import Engine
+    from rlmath.sync.layouts import engine_shapes
+
+    device = open_device("cpu")
+    init_process_group(device, 120.0)
+    mesh = Mesh(environment_rank(), environment_world_size(), 1, 1, engine_size)
+    shapes = engine_shapes(shape_of(folder), engine_size)
+    return Engine(str(folder), ROLLOUT, 64, mesh, device, shapes), mesh
+
+
+def collected(folder: Path, engine_size: int, prompt_counts: list[int]) -> dict[str, Any]:
+    """The groups of several rollouts by one `Collector`, each on the first so many prompts; and what it leaves in the
+    store. The weights have version 3."""
+    from rlmath.data.tokenizer import load_tokenizer
+    from rlmath.parallel.collectives import shared_store
+    from rlmath.rewards.judge import open_judges
+    from rlmath.rollout.collect import Collector, RolloutSeed
+
+    engine, mesh = _open(folder, engine_size)
+    engine.version = 3
+    pool = open_judges(RewardConfig()) if mesh.speaks_for_engine else None
+    collector = Collector(engine, mesh, load_tokenizer(str(folder)), ROLLOUT, RewardConfig(), pool)
+    store = shared_store("any")
+    dist.barrier()
+    keys_before = store.num_keys()
+    dist.barrier()
+    rollouts = [collector.collect(PROMPTS[:count], RolloutSeed(1, 0)) for count in prompt_counts]
+    dist.barrier()
+    keys_after = store.num_keys()
+    dist.barrier()
+    if pool is not None:
+        pool.close()
+    engine.close()
+    return {
+        "groups": [rollout.groups for rollout in rollouts],
+        "engine_seconds": [rollout.engine_seconds for rollout in rollouts],
+        "new_keys": keys_after - keys_before,
+    }
+
+
+def fixed_shares(folder: Path) -> dict[tuple[int, int], tuple[Any, ...]]:
+    """Tokens and log-probs of this engine's fixed share of all prompts, given to it at once."""
+    from rlmath.rollout.collect import RolloutSeed, group_requests
+
+    engine, mesh = _open(folder, 1)
+    requests_PG = group_requests(PROMPTS, ROLLOUT, RolloutSeed(1, 0))[mesh.engine_index :: mesh.engines]
+    generated = list(engine.generate([request for row in requests_PG for request in row]))
+    engine.close()
+    return {g.key: (g.token_ids, g.logprobs) for g in generated}
+
+
+def lengths_asked_for(folder: Path) -> list[tuple[int, int]]:
+    """(tokens asked for, tokens made) of requests with bounds of their own."""
+    from rlmath.rollout.collect import RolloutSeed, group_requests
+
+    engine, _ = _open(folder, 1)
+    requests = [
+        replace(row[0], fewest_new=tokens, most_new=tokens)
+        for row, tokens in zip(
+            group_requests(PROMPTS, ROLLOUT, RolloutSeed(1, 0)), range(1, 40, 5), strict=False
+        )
+    ]
+    made = {g.key: len(g.token_ids) for g in engine.generate(requests)}
+    engine.close()
+    return [(request.most_new, made[request.key]) for request in requests]

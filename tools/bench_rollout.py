@@ -1,0 +1,223 @@
+"""A rollout in which one prompt in 50 has answers 20 times longer: drawn by the engines, against fixed shares.
+
+    python tools/bench_rollout.py [--quick]
+
+Ranks under torchrun, one engine each, 2 and 4 of them, with a random Qwen2 of 0.6M parameters. Of every 50 prompts in a
+row one, drawn anew for every repeat, has 4 answers of 80 tokens, all others 4 answers of 4. An engine decodes 8
+sequences at a time. The same prompts are sampled in two ways, which take turns in going first:
+
+- ours: engines draw from what is left (`rlmath.rollout.claims`);
+- "fixed shares": engine i of E gets prompts i, i+E, i+2E, ..., all at once.
+
+Prints one JSON object per figure: {"bench", "case", "metric", "value", "unit", "baseline", "ratio"}; `ratio` above 1
+means ours is better.
+
+- rollout_seconds: until the last engine is done (median);
+- rollout_speed_worst: the fixed shares' seconds divided by ours, of the repeat where that is least;
+- idle_share: share of that time in which an engine was done already, mean over engines (median of the repeats; for the
+  ratio at least 0.001).
+
+"own cores" runs every engine as fast as it can, and is measured where each has a core of its own: with more engines than
+cores one that is done lends its core to the others, which hides what its waiting costs. "paced" lets no engine step take
+less than 15 ms, by sleeping. Then the time goes by steps and not by computing, as it does on a GPU, where a step takes
+about as long for few sequences as for many, and the engines do not disturb each other.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch.distributed as dist
+
+from rlmath.config import RolloutConfig
+from rlmath.model_folder import read_model_shape
+from rlmath.parallel.collectives import from_rank_zero, gather_objects, shared_store
+from rlmath.parallel.device import environment_rank, environment_world_size, init_process_group, open_device
+from rlmath.parallel.mesh import Mesh
+from rlmath.rollout.claims import Claims, idle_shares
+from rlmath.rollout.engine import Engine
+from rlmath.rollout.sampling import AllAtOnce, Generated, Load, Request, RequestSource, request_seed
+from rlmath.sync.layouts import engine_shapes
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+LONG_EVERY, SHORT_TOKENS, LONG_TOKENS, GROUP_SIZE, MAX_NUM_SEQS = 50, 4, 80, 4, 8
+STEP_SECONDS = 0.015
+"""Pace of the paced cases."""
+PROMPT = (5, 6, 7, 8, 9, 10, 11)
+LEAST_IDLE_SHARE = 0.001
+
+
+@dataclass(frozen=True)
+class Case:
+    prompts: int
+    step_seconds: float
+    """An engine step takes at least so long; 0: as long as it takes."""
+    repeats: int
+
+    def named(self, engines: int) -> str:
+        pace = f"paced at {1000 * self.step_seconds:.0f} ms" if self.step_seconds else "own cores"
+        return f"{engines} engines, {pace}, {self.prompts} prompts"
+
+
+@dataclass(frozen=True)
+class Figures:
+    """Of one way in one repeat."""
+
+    rollout_seconds: float
+    idle_share: float
+
+
+# ---------------------------------------------------------------- work
+
+
+def make_requests(prompts: int, draw: int) -> list[list[Request]]:
+    """The groups' requests, with exact lengths; one group in LONG_EVERY is long."""
+    chosen = random.Random(draw)
+    long = {start + chosen.randrange(LONG_EVERY) for start in range(0, prompts, LONG_EVERY)}
+    rows = []
+    for p in range(prompts):
+        tokens = LONG_TOKENS if p in long else SHORT_TOKENS
+        seeds = [request_seed(1, draw, str(p), g) for g in range(GROUP_SIZE)]
+        rows.append(
+            [Request((p, g), (*PROMPT, p % 90 + 3), seed, tokens, tokens) for g, seed in enumerate(seeds)]
+        )
+    return rows
+
+
+class Paced:
+    """A source that lets no engine step take less than `step_seconds`."""
+
+    def __init__(self, source: RequestSource, step_seconds: float) -> None:
+        self._source = source
+        self._step_seconds = step_seconds
+        self._next = time.perf_counter()
+
+    def take(self, load: Load) -> Sequence[Request]:
+        """Asked before every step; nothing is waited for where no step follows."""
+        requests = self._source.take(load)
+        if load.in_flight:
+            time.sleep(max(0.0, self._next - time.perf_counter()))
+        self._next = time.perf_counter() + self._step_seconds
+        return requests
+
+    def finished(self, generated: Generated) -> None:
+        self._source.finished(generated)
+
+
+def measure(engine: Engine, source: RequestSource, step_seconds: float, expected: int) -> Figures:
+    """One rollout of all engines, which begin together and make `expected` completions."""
+    dist.barrier()
+    started = time.perf_counter()
+    count = sum(1 for _ in engine.generate(Paced(source, step_seconds)))
+    reports = gather_objects((count, time.perf_counter() - started))
+    assert sum(made for made, _ in reports) == expected, "every completion is made once"
+    seconds = [busy for _, busy in reports]
+    return Figures(max(seconds), statistics.mean(idle_shares([seconds])))
+
+
+def compare(engine: Engine, mesh: Mesh, case: Case, draw: int) -> tuple[Figures, Figures]:
+    """Ours and the fixed shares' on the same prompts."""
+    requests_PG = make_requests(case.prompts, draw)
+    found = {}
+    for way in ("ours", "fixed") if draw % 2 else ("fixed", "ours"):
+        source: RequestSource
+        if way == "ours":
+            source = Claims(
+                shared_store(f"{case.named(mesh.engines)}/{draw}"), requests_PG, mesh, MAX_NUM_SEQS
+            )
+        else:
+            source = AllAtOnce(
+                [request for row in requests_PG[mesh.engine_index :: mesh.engines] for request in row]
+            )
+        found[way] = measure(engine, source, case.step_seconds, case.prompts * GROUP_SIZE)
+    return found["ours"], found["fixed"]
+
+
+# ---------------------------------------------------------------- output
+
+
+def report(case: str, metric: str, value: float, unit: str, baseline: str | None, ratio: float) -> None:
+    line = {
+        "bench": "rollout",
+        "case": case,
+        "metric": metric,
+        "value": round(value, 4),
+        "unit": unit,
+        "baseline": baseline,
+        "ratio": round(ratio, 3),
+    }
+    print(json.dumps(line), flush=True)
+
+
+def report_case(case: str, pairs: Sequence[tuple[Figures, Figures]]) -> None:
+    """The medians of (ours, fixed shares), and the repeat that was least in our favour."""
+    for metric, unit, least in (("rollout_seconds", "s", 0.0), ("idle_share", "share", LEAST_IDLE_SHARE)):
+        ours, fixed = (
+            statistics.median(getattr(figures, metric) for figures in way) for way in zip(*pairs, strict=True)
+        )
+        report(case, metric, ours, unit, f"fixed shares: {fixed:.4f}", fixed / max(ours, least))
+    worst = min(fixed.rollout_seconds / ours.rollout_seconds for ours, fixed in pairs)
+    report(case, "rollout_speed_worst", worst, "ratio", "fixed shares", worst)
+
+
+# ---------------------------------------------------------------- program
+
+
+def cases(engines: int, quick: bool) -> list[Case]:
+    if quick:
+        return [Case(50 * engines, STEP_SECONDS, repeats=3)]
+    paced = [Case(size * engines, STEP_SECONDS, repeats=9) for size in (50, 150)]
+    own_cores = Case(150 * engines, 0.0, repeats=9)
+    return [*paced, own_cores] if engines <= len(os.sched_getaffinity(0)) else paced
+
+
+def run_rank(folder: Path, quick: bool) -> None:
+    """What every rank under torchrun does."""
+    device = open_device("cpu")
+    mesh = Mesh(environment_rank(), environment_world_size(), 1, 1, 1)
+    init_process_group(device, 600.0)
+    settings = RolloutConfig(max_num_seqs=MAX_NUM_SEQS, cpu_kv_cache_gib=0.1)
+    shapes = engine_shapes(read_model_shape(folder), engine_size=1)
+    engine = Engine(str(folder), settings, len(PROMPT) + 1 + LONG_TOKENS, mesh, device, shapes)
+    list(engine.generate(make_requests(LONG_EVERY, 0)[mesh.rank]))
+    for case in from_rank_zero(cases(mesh.engines, quick)):
+        pairs = [compare(engine, mesh, case, draw) for draw in range(1, case.repeats + 1)]
+        if mesh.rank == 0:
+            report_case(case.named(mesh.engines), pairs)
+    dist.barrier()
+    engine.close()
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="fewer prompts and repeats, within a minute")
+    parser.add_argument("--model", type=Path, help=argparse.SUPPRESS)  # set for the ranks, by this program
+    options = parser.parse_args(arguments)
+    if options.model is not None:
+        run_rank(options.model, options.quick)
+        return
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    with tempfile.TemporaryDirectory() as place:
+        folder = Path(place) / "model"
+        make = [sys.executable, "tools/make_tiny_model.py", "--output", str(folder), "--steps", "0"]
+        subprocess.run(make, cwd=REPOSITORY, check=True, stdout=subprocess.DEVNULL)
+        for engines in (2, 4):
+            launcher = ("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={engines}")
+            program = (str(Path(__file__).resolve()), "--model", str(folder))
+            command = [sys.executable, *launcher, *program, *(["--quick"] if options.quick else [])]
+            subprocess.run(command, cwd=REPOSITORY, env=environment, check=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,134 @@
+"""Plan the memory of a run: what every rank will hold in each phase of a step, and whether that fits.
+
+python tools/plan_memory.py --config configs/my.yaml parallel.tensor=2 memory.gpu=H100-80GB
+
+Of the model only config.json is read; the training data and the output folder need not exist. Without a GPU named by
+memory.gpu or memory.gpu_gib, the plan is for the GPU that is there, or for the CPU. It exits with 2 where the run
+cannot fit or cannot be planned.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rlmath.checkpoint.hf_tables import parameter_count
+from rlmath.config import Config
+from rlmath.config_files import load_config, make_parser
+from rlmath.memory_checks import GIB, fit_problems, planned_target, usable_bytes
+from rlmath.memory_plan import MemoryPlan, Target, plan_ranks, table_rows
+from rlmath.model_folder import read_model_shape
+from rlmath.model_shape import ModelShape
+from rlmath.preflight import setting_problems, shape_problems
+from rlmath.settings import raise_problems
+
+MISTAKE = 2
+NOT_NEEDED = ("run.output_dir=unused", "data.train_path=unused")
+"""Settings that must be given for a run, and that no plan reads."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit status 0 where the run fits, MISTAKE where not."""
+    parser = make_parser("Plan the memory of a run.")
+    parser.add_argument("--ranks", type=int, help="ranks of the run; without it the least that the layout takes")
+    parser.add_argument("--json", action="store_true", help="print plain data, in bytes")
+    given = parser.parse_intermixed_args(argv)
+    try:
+        config = load_config(given.config, [*NOT_NEEDED, *given.overrides])
+        ranks = least_ranks(config) if given.ranks is None else given.ranks
+        shape = _checked_shape(config, ranks)
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return MISTAKE
+    target = planned_target(config)
+    plans, problems = plan_ranks(config, shape, ranks, target), fit_problems(config, shape, ranks)
+    if given.json:
+        print(json.dumps(as_data(plans, problems, target, ranks), indent=2))
+    else:
+        print("\n".join([heading(config, shape, ranks, target), *(table(plan) for plan in plans)]))
+    for problem in problems:
+        print(f"  - {problem}", file=sys.stderr)
+    return MISTAKE if problems else 0
+
+
+def least_ranks(config: Config) -> int:
+    """Ranks of one replica of the model, or of as many as make whole engines."""
+    parallel = config.parallel
+    sizes = (parallel.tensor, parallel.pipeline, parallel.context, config.rollout.tensor_parallel)
+    tensor, pipeline, context, engine = (max(1, size) for size in sizes)
+    return math.lcm(tensor * pipeline * context, engine)
+
+
+def _checked_shape(config: Config, ranks: int) -> ModelShape:
+    """The model's shape; ValueError for settings that no run could have."""
+    shape = read_model_shape(Path(config.model.path))
+    problems = setting_problems(config, ranks) if ranks > 0 else [f"--ranks is {ranks}; needed: at least 1."]
+    if ranks > 0:
+        problems += shape_problems(config, shape)
+    raise_problems("this run", problems)
+    return shape
+
+
+def as_data(plans: list[MemoryPlan], problems: list[str], target: Target, ranks: int) -> dict[str, Any]:
+    """Plain data; sizes in bytes."""
+    usable = None if target.total_bytes is None else usable_bytes(target)
+    return {
+        "device": {"kind": target.kind, "name": target.name, "total": target.total_bytes, "usable": usable},
+        "ranks": ranks,
+        "plans": [
+            {
+                "rank": plan.rank,
+                "stage": plan.stage,
+                "phases": {name: dict(held) for name, held in plan.phases.items()},
+                "held": {phase: plan.held(phase) for phase in plan.phases},
+                "worst": plan.worst,
+            }
+            for plan in plans
+        ],
+        "problems": problems,
+    }
+
+
+def heading(config: Config, shape: ModelShape, ranks: int, target: Target) -> str:
+    """Model, layout and device."""
+    parallel = config.parallel
+    replica = parallel.tensor * parallel.pipeline * parallel.context
+    layout = f"TP{parallel.tensor} x CP{parallel.context} x PP{parallel.pipeline} x DP{ranks // replica}"
+    lines = [
+        f"{config.model.path}: {parameter_count(shape) / 1e9:.3g} B parameters on {ranks} ranks, {layout}, "
+        f"engines of TP{config.rollout.tensor_parallel}"
+    ]
+    if target.total_bytes is None:
+        lines.append("Planned for the CPU, in float32; name a GPU by memory.gpu or memory.gpu_gib.")
+    else:
+        lines.append(
+            f"{target.name}: {target.total_bytes / GIB:.1f} GiB, of which a run may fill {usable_bytes(target) / GIB:.1f}"
+        )
+    return "\n".join(lines)
+
+
+def table(plan: MemoryPlan) -> str:
+    """Parts by phases (GiB), and their sums; a plan stands for all ranks of its pipeline stage."""
+    phases = list(plan.phases)
+    rows = [(part, [sizes[phase] for phase in phases]) for part, sizes in table_rows(plan)]
+    rows.append(("held", [plan.held(phase) for phase in phases]))
+    width = max(len(name) for name, _ in rows)
+    lines = [
+        "",
+        f"Ranks of pipeline stage {plan.stage}, from rank {plan.rank} on (GiB)",
+        " " * width + "".join(f"{phase:>11}" for phase in phases),
+    ]
+    lines += [f"{name:<{width}}" + "".join(_cell(size) for size in sizes) for name, sizes in rows]
+    return "\n".join(lines)
+
+
+def _cell(size: int) -> str:
+    return f"{size / GIB:>11.3f}" if size else f"{'-':>11}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
