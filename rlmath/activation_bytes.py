@@ -1,10 +1,12 @@
-"""Bytes of one forward and backward pass: what is kept for the backward pass, the logits, and what the work itself needs.
+"""Bytes of one forward and backward pass: what is kept for the backward pass, the logits, and what the work needs.
 
 The counts of the local layers were taken from torch's operations one by one and are tested against measured storages.
-Those of Transformer Engine's layers are reckoned from what its modules save for the backward pass, and are not measured.
-They agree with Megatron's own formula, 34 bytes per token and hidden unit of a plain layer without attention scores
-(Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models", arXiv:2205.05198), in what the two
-have in common, which is a test.
+Those of Transformer Engine's layers are reckoned from what its modules save for the backward pass; they were not
+measured. They agree with Megatron's own formula, 34 bytes per token and hidden unit of a plain layer without attention
+scores (Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models", arXiv:2205.05198), in what
+the two have in common, which is a test.
+
+Sequences are taken to be of like length: where they differ, our attention pads those of one bucket by up to a third.
 """
 
 # Elements are numbers in the format of the parameters: 4 bytes on CPU, 2 on GPU.

@@ -51,8 +51,8 @@ def engine_bytes(
 def weight_bytes(shape: ModelShape, ranks: int, itemsize: int, packed_head: bool) -> int:
     """Weights of one of `ranks` engine ranks, with the table of rotary angles that all layers share.
 
-    `packed_head`: on CPU the head is held twice, plain and packed for oneDNN. Every other matrix is held packed only, in
-    as many bytes.
+    `packed_head`: on CPU the head is held twice, plain and packed for oneDNN. Every other matrix is held packed only,
+    in as many bytes.
     """
     shapes = engine_shapes(shape, ranks)
     elements = sum(rows * columns for rows, columns in shapes.values())

@@ -97,25 +97,31 @@ def _gib(size: int) -> str:
 
 
 def _too_much(config: Config, plan: MemoryPlan, phase: str, target: Target) -> str:
+    """The figures, and what makes the two largest parts smaller that different keys do."""
     held = sorted(plan.phases[phase].items(), key=lambda item: -item[1])
-    remedies = [remedy for part, _ in held if (remedy := _remedy(config, part, phase))]
+    remedies = list(dict.fromkeys(_remedy(config, part, phase) for part, _ in held))
     assert target.total_bytes is not None
     return (
         f'memory: rank {plan.rank} (pipeline stage {plan.stage}) needs {_figures(plan, phase)} in the phase "{phase}"; '
         f"{target.name} has {_gib(target.total_bytes)} GiB, of which a run may fill {_gib(usable_bytes(target))} "
         f"({RESERVE_GIB:g} GiB and {RESERVE_SHARE:.0%} stay free for CUDA, NCCL and fragmentation). "
-        + (" ".join(dict.fromkeys(remedies[:2])) or "Take a larger GPU, or a smaller model.")
+        + " ".join(remedies[:2])
     )
 
 
-def _remedy(config: Config, part: str, phase: str) -> str | None:
-    """What makes a part smaller in a phase, as keys to set; None where nothing does without making another larger."""
+def _remedy(config: Config, part: str, phase: str) -> str:
+    """What makes a part smaller in a phase: a key that costs no rank where there is one, else more ranks."""
     generating = phase in GENERATION_PHASES
     memory, parallel = config.memory, config.parallel
-    if part in ("activations", "logits", "working"):
+    if part in ("activations", "logits", "working", "gather_buffer"):
         return _pass_remedy(config, part)
-    if part in ("engine_weights", "engine_workspace", "kv_cache"):
-        return "Lower rollout.memory_share." if phase == "generate" else "Raise rollout.tensor_parallel."
+    if part == "kv_cache":
+        return "Lower rollout.memory_share."
+    if part == "engine_weights":
+        return f"Raise rollout.tensor_parallel (now {config.rollout.tensor_parallel})."
+    if part == "engine_workspace":
+        fewer = "Lower rollout.max_num_batched_tokens or rollout.max_num_seqs."
+        return fewer if phase == "generate" else "Set rollout.cuda_graphs=false."
     if part == "sync_buffers":
         return "Lower sync.bucket_mib."
     if part == "optimizer" and config.optimizer.kind == "adam" and not config.optimizer.distributed:
@@ -165,12 +171,13 @@ def _engine_problems(config: Config, shape: ModelShape, target: Target) -> Itera
     if engine.kv_cache >= needed:
         return
     total = engine.weights + engine.workspace + needed
+    share = int(rollout.memory_share * target.total_bytes)
     yield (
-        f"rollout.memory_share is {rollout.memory_share}, {_gib(int(rollout.memory_share * target.total_bytes))} GiB of "
-        f"the {_gib(target.total_bytes)} of {target.name}; an engine rank needs {_gib(total)} GiB (weights "
-        f"{_gib(engine.weights)}, workspace {_gib(engine.workspace)}, KV cache of one sequence of {tokens} tokens "
-        f"{_gib(needed)}). Raise it to {_hundredth_up(total / target.total_bytes)} or more, or raise "
-        f"rollout.tensor_parallel (now {rollout.tensor_parallel})."
+        f"rollout.memory_share is {rollout.memory_share}, {_gib(share)} GiB of the {_gib(target.total_bytes)} of "
+        f"{target.name}; an engine rank needs {_gib(total)} GiB (weights {_gib(engine.weights)}, workspace "
+        f"{_gib(engine.workspace)}, KV cache of one sequence of {tokens} tokens {_gib(needed)}). "
+        f"Raise it to {_hundredth_up(total / target.total_bytes)} or more, or raise rollout.tensor_parallel "
+        f"(now {rollout.tensor_parallel})."
     )
 
 

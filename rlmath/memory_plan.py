@@ -273,8 +273,8 @@ def _while_training(resident: Mapping[str, int], memory: MemoryConfig) -> dict[s
 
 
 def _sync_bytes(config: Config, mesh: Mesh) -> int:
-    """What `SyncConfig.bucket_mib` says: twice a bucket for sending and twice for receiving; nothing where the policy is
-    whole on every rank."""
+    """As `SyncConfig.bucket_mib` says: two buckets for sending and two for receiving; nothing where the policy is whole
+    on every rank."""
     if mesh.tensor == 1 and mesh.pipeline == 1:
         return 0
     return int(4 * config.sync.bucket_mib * 2**20)

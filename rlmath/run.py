@@ -16,6 +16,7 @@ from rlmath.config import Config
 from rlmath.config_files import config_as_yaml
 from rlmath.export_format import export_dtype
 from rlmath.inputs import Inputs, most_updates
+from rlmath.memory_checks import start_up_lines
 from rlmath.model_shape import ModelShape
 from rlmath.parallel.device import (
     Device,
@@ -80,7 +81,7 @@ def run_training(config: Config, shape: ModelShape, inputs: Inputs) -> None:
             # The judges start before process groups and engines, whose threads they must not inherit.
             pool = stack.enter_context(open_judges(config.reward))
         init_process_group(device, config.run.distributed_timeout_seconds)
-        _claim_folder(config, mesh, inputs)
+        _claim_folder(config, shape, mesh, inputs)
         parts, engine = _build(config, shape, inputs, mesh, device, pool)
         _train(parts, inputs, device, started)
         engine.close()
@@ -88,11 +89,17 @@ def run_training(config: Config, shape: ModelShape, inputs: Inputs) -> None:
         dist.destroy_process_group()
 
 
-def _claim_folder(config: Config, mesh: Mesh, inputs: Inputs) -> None:
+def _claim_folder(config: Config, shape: ModelShape, mesh: Mesh, inputs: Inputs) -> None:
     if mesh.rank == 0:
         claim_run_folder(config.run.output_dir, config)
         logger.info("The settings of this run:\n%s", config_as_yaml(config))
-        lines = (*harmless_settings(config), *inputs.lines, _versions(), f"Layout: {mesh.describe()}")
+        lines = (
+            *harmless_settings(config),
+            *inputs.lines,
+            _versions(),
+            f"Layout: {mesh.describe()}",
+            *start_up_lines(config, shape, mesh.world_size),
+        )
         for line in lines:
             logger.info("%s", line)
     dist.barrier()

@@ -29,6 +29,10 @@ METRICS = {
     "no_eos_ratio",
     "rollout/rewards",
     "rollout/response_length",
+    "rollout/policy_version",
+    "rollout/idle_share",
+    "rollout/idle_share_max",
+    "rollout/idle_share/engine_1",
     "train/entropy_loss",
     "train/grad_norm",
     "train/learning_rate",
@@ -115,7 +119,7 @@ def test_the_saved_config_repeats_the_run(workplace: Path) -> None:
     first = rows(folder)
     run(*torchrun_command(2, "launch/train_grpo.py", "--config", str(folder / "config.yaml")))
     assert rows(folder / "earlier" / "001") == first
-    timed = ("seconds/", "tokens_per_second/", "memory_gib")
+    timed = ("seconds/", "tokens_per_second/", "memory_gib", "rollout/idle_share")
     for one, other in zip(first, rows(folder), strict=True):
         assert {k: v for k, v in one.items() if not k.startswith(timed)} == {
             k: v for k, v in other.items() if not k.startswith(timed)

@@ -5,6 +5,7 @@ from rlmath.config import AlgorithmConfig
 from rlmath.policy.kl_reward import RewardKL
 from rlmath.policy.learner import MinibatchResult
 from rlmath.step_metrics import (
+    idle_metrics,
     mismatch_metrics,
     pace_metrics,
     rollout_metrics,
@@ -66,6 +67,20 @@ ADVANTAGES = [[1.0, -1.0], [0.0, 0.0], [0.5, -1.5]]
 )
 def test_rollout_metrics_by_hand(name: str, value: float):
     assert rollout_metrics(GROUPS)[name] == pytest.approx(value)
+
+
+def test_idle_shares_of_engines_are_told_one_by_one_up_to_eight():
+    # Two rollouts of 4 s and 1 s: the first engine idled 1 of 5 s, the second half a second.
+    assert idle_metrics([[3.0, 4.0], [1.0, 0.5]]) == pytest.approx(
+        {
+            "rollout/idle_share": 0.15,
+            "rollout/idle_share_max": 0.2,
+            "rollout/idle_share/engine_0": 0.2,
+            "rollout/idle_share/engine_1": 0.1,
+        }
+    )
+    assert len(idle_metrics([[1.0] * 8])) == 10
+    assert list(idle_metrics([[1.0] * 9])) == ["rollout/idle_share", "rollout/idle_share_max"]
 
 
 def minibatch(tokens: float, scale: float, norm: float, lr: float, why: str | None = None) -> MinibatchResult:

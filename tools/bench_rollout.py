@@ -13,14 +13,17 @@ Prints one JSON object per figure: {"bench", "case", "metric", "value", "unit", 
 means ours is better.
 
 - rollout_seconds: until the last engine is done (median);
-- rollout_speed_worst: the fixed shares' seconds divided by ours, of the repeat where that is least;
-- idle_share: share of that time in which an engine was done already, mean over engines (median of the repeats; for the
-  ratio at least 0.001).
+- engine_steps: those of the engine that makes most (median);
+- idle_share: share of the seconds in which an engine was done already, mean over engines (median; for the ratio at
+  least 0.001);
+- least_speedup, least_speedup_in_steps: the fixed shares' seconds, or steps, divided by ours, of the repeat where that
+  is least. Where luck makes fixed shares exactly even, ours may be one short answer slower.
 
-"own cores" runs every engine as fast as it can, and is measured where each has a core of its own: with more engines than
-cores one that is done lends its core to the others, which hides what its waiting costs. "paced" lets no engine step take
-less than 15 ms, by sleeping. Then the time goes by steps and not by computing, as it does on a GPU, where a step takes
-about as long for few sequences as for many, and the engines do not disturb each other.
+"own cores" runs every engine as fast as it can, and is measured where each has a core of its own: with more engines
+than cores one that is done lends its core to the others, which hides what its waiting costs. "paced" lets no engine
+step take less than 15 ms, by sleeping. Then the time goes by steps and not by computing, as it does on a GPU, where a
+step takes about as long for few sequences as for many, and the engines disturb each other less. Seconds are of use on
+an otherwise idle machine only; steps are nearly the same on any.
 """
 
 from __future__ import annotations
@@ -42,7 +45,7 @@ import torch.distributed as dist
 
 from rlmath.config import RolloutConfig
 from rlmath.model_folder import read_model_shape
-from rlmath.parallel.collectives import from_rank_zero, gather_objects, shared_store
+from rlmath.parallel.collectives import gather_objects, shared_store
 from rlmath.parallel.device import environment_rank, environment_world_size, init_process_group, open_device
 from rlmath.parallel.mesh import Mesh
 from rlmath.rollout.claims import Claims, idle_shares
@@ -52,6 +55,7 @@ from rlmath.sync.layouts import engine_shapes
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 LONG_EVERY, SHORT_TOKENS, LONG_TOKENS, GROUP_SIZE, MAX_NUM_SEQS = 50, 4, 80, 4, 8
+ENGINES = (2, 4)
 STEP_SECONDS = 0.015
 """Pace of the paced cases."""
 PROMPT = (5, 6, 7, 8, 9, 10, 11)
@@ -60,14 +64,15 @@ LEAST_IDLE_SHARE = 0.001
 
 @dataclass(frozen=True)
 class Case:
+    engines: int
     prompts: int
     step_seconds: float
     """An engine step takes at least so long; 0: as long as it takes."""
     repeats: int
 
-    def named(self, engines: int) -> str:
+    def __str__(self) -> str:
         pace = f"paced at {1000 * self.step_seconds:.0f} ms" if self.step_seconds else "own cores"
-        return f"{engines} engines, {pace}, {self.prompts} prompts"
+        return f"{self.engines} engines, {pace}, {self.prompts} prompts"
 
 
 @dataclass(frozen=True)
@@ -75,6 +80,7 @@ class Figures:
     """Of one way in one repeat."""
 
     rollout_seconds: float
+    engine_steps: int
     idle_share: float
 
 
@@ -102,10 +108,12 @@ class Paced:
         self._source = source
         self._step_seconds = step_seconds
         self._next = time.perf_counter()
+        self.steps = 0
 
     def take(self, load: Load) -> Sequence[Request]:
         """Asked before every step; nothing is waited for where no step follows."""
         requests = self._source.take(load)
+        self.steps += 1
         if load.in_flight:
             time.sleep(max(0.0, self._next - time.perf_counter()))
         self._next = time.perf_counter() + self._step_seconds
@@ -115,32 +123,33 @@ class Paced:
         self._source.finished(generated)
 
 
-def measure(engine: Engine, source: RequestSource, step_seconds: float, expected: int) -> Figures:
-    """One rollout of all engines, which begin together and make `expected` completions."""
+def measure(engine: Engine, source: RequestSource, case: Case) -> Figures:
+    """One rollout of the case's engines, which begin together."""
     dist.barrier()
     started = time.perf_counter()
-    count = sum(1 for _ in engine.generate(Paced(source, step_seconds)))
-    reports = gather_objects((count, time.perf_counter() - started))
-    assert sum(made for made, _ in reports) == expected, "every completion is made once"
-    seconds = [busy for _, busy in reports]
-    return Figures(max(seconds), statistics.mean(idle_shares([seconds])))
+    paced = Paced(source, case.step_seconds)
+    count = sum(1 for _ in engine.generate(paced))
+    reports = gather_objects((count, time.perf_counter() - started, paced.steps))
+    counts, seconds, steps = zip(*reports[: case.engines], strict=True)
+    assert sum(counts) == case.prompts * GROUP_SIZE, "every completion is made once"
+    return Figures(max(seconds), max(steps), statistics.mean(idle_shares([seconds])))
 
 
-def compare(engine: Engine, mesh: Mesh, case: Case, draw: int) -> tuple[Figures, Figures]:
+def source_of(way: str, case: Case, draw: int) -> RequestSource:
+    """What this rank's engine is to sample; nothing where the case has fewer engines than there are ranks."""
+    rank, requests_PG = environment_rank(), make_requests(case.prompts, draw)
+    if rank >= case.engines:
+        return AllAtOnce([])
+    if way == "ours":
+        mesh = Mesh(rank, case.engines, tensor=1, pipeline=1, engine_size=1)
+        return Claims(shared_store(f"{case}/{draw}"), requests_PG, mesh, MAX_NUM_SEQS)
+    return AllAtOnce([request for row in requests_PG[rank :: case.engines] for request in row])
+
+
+def compare(engine: Engine, case: Case, draw: int) -> tuple[Figures, Figures]:
     """Ours and the fixed shares' on the same prompts."""
-    requests_PG = make_requests(case.prompts, draw)
-    found = {}
-    for way in ("ours", "fixed") if draw % 2 else ("fixed", "ours"):
-        source: RequestSource
-        if way == "ours":
-            source = Claims(
-                shared_store(f"{case.named(mesh.engines)}/{draw}"), requests_PG, mesh, MAX_NUM_SEQS
-            )
-        else:
-            source = AllAtOnce(
-                [request for row in requests_PG[mesh.engine_index :: mesh.engines] for request in row]
-            )
-        found[way] = measure(engine, source, case.step_seconds, case.prompts * GROUP_SIZE)
+    order = ("ours", "fixed") if draw % 2 else ("fixed", "ours")
+    found = {way: measure(engine, source_of(way, case, draw), case) for way in order}
     return found["ours"], found["fixed"]
 
 
@@ -162,39 +171,50 @@ def report(case: str, metric: str, value: float, unit: str, baseline: str | None
 
 def report_case(case: str, pairs: Sequence[tuple[Figures, Figures]]) -> None:
     """The medians of (ours, fixed shares), and the repeat that was least in our favour."""
-    for metric, unit, least in (("rollout_seconds", "s", 0.0), ("idle_share", "share", LEAST_IDLE_SHARE)):
+    for metric, unit, least in (
+        ("rollout_seconds", "s", 0.0),
+        ("engine_steps", "steps", 0.0),
+        ("idle_share", "share", LEAST_IDLE_SHARE),
+    ):
         ours, fixed = (
             statistics.median(getattr(figures, metric) for figures in way) for way in zip(*pairs, strict=True)
         )
         report(case, metric, ours, unit, f"fixed shares: {fixed:.4f}", fixed / max(ours, least))
-    worst = min(fixed.rollout_seconds / ours.rollout_seconds for ours, fixed in pairs)
-    report(case, "rollout_speed_worst", worst, "ratio", "fixed shares", worst)
+    for metric, figure in (
+        ("least_speedup", "rollout_seconds"),
+        ("least_speedup_in_steps", "engine_steps"),
+    ):
+        least = min(getattr(fixed, figure) / getattr(ours, figure) for ours, fixed in pairs)
+        report(case, metric, least, "ratio", "fixed shares", least)
 
 
 # ---------------------------------------------------------------- program
 
 
-def cases(engines: int, quick: bool) -> list[Case]:
+def cases(quick: bool, cores: int) -> list[Case]:
     if quick:
-        return [Case(50 * engines, STEP_SECONDS, repeats=3)]
-    paced = [Case(size * engines, STEP_SECONDS, repeats=9) for size in (50, 150)]
-    own_cores = Case(150 * engines, 0.0, repeats=9)
-    return [*paced, own_cores] if engines <= len(os.sched_getaffinity(0)) else paced
+        return [Case(engines, 50 * engines, STEP_SECONDS, repeats=3) for engines in ENGINES]
+    found = []
+    for engines in ENGINES:
+        found += [Case(engines, size * engines, STEP_SECONDS, repeats=5) for size in (50, 100)]
+        if engines <= cores:
+            found.append(Case(engines, 100 * engines, 0.0, repeats=5))
+    return found
 
 
 def run_rank(folder: Path, quick: bool) -> None:
-    """What every rank under torchrun does."""
+    """What every rank under torchrun does; each has an engine of its own."""
     device = open_device("cpu")
-    mesh = Mesh(environment_rank(), environment_world_size(), 1, 1, 1)
+    mesh = Mesh(environment_rank(), environment_world_size(), tensor=1, pipeline=1, engine_size=1)
     init_process_group(device, 600.0)
     settings = RolloutConfig(max_num_seqs=MAX_NUM_SEQS, cpu_kv_cache_gib=0.1)
     shapes = engine_shapes(read_model_shape(folder), engine_size=1)
     engine = Engine(str(folder), settings, len(PROMPT) + 1 + LONG_TOKENS, mesh, device, shapes)
     list(engine.generate(make_requests(LONG_EVERY, 0)[mesh.rank]))
-    for case in from_rank_zero(cases(mesh.engines, quick)):
-        pairs = [compare(engine, mesh, case, draw) for draw in range(1, case.repeats + 1)]
+    for case in cases(quick, len(os.sched_getaffinity(0))):
+        pairs = [compare(engine, case, draw) for draw in range(1, case.repeats + 1)]
         if mesh.rank == 0:
-            report_case(case.named(mesh.engines), pairs)
+            report_case(str(case), pairs)
     dist.barrier()
     engine.close()
 
@@ -212,11 +232,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         folder = Path(place) / "model"
         make = [sys.executable, "tools/make_tiny_model.py", "--output", str(folder), "--steps", "0"]
         subprocess.run(make, cwd=REPOSITORY, check=True, stdout=subprocess.DEVNULL)
-        for engines in (2, 4):
-            launcher = ("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={engines}")
-            program = (str(Path(__file__).resolve()), "--model", str(folder))
-            command = [sys.executable, *launcher, *program, *(["--quick"] if options.quick else [])]
-            subprocess.run(command, cwd=REPOSITORY, env=environment, check=True)
+        launcher = ("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={max(ENGINES)}")
+        program = (str(Path(__file__).resolve()), "--model", str(folder))
+        command = [sys.executable, *launcher, *program, *(["--quick"] if options.quick else [])]
+        subprocess.run(command, cwd=REPOSITORY, env=environment, check=True)
 
 
 if __name__ == "__main__":

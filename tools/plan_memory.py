@@ -34,7 +34,9 @@ NOT_NEEDED = ("run.output_dir=unused", "data.train_path=unused")
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit status 0 where the run fits, MISTAKE where not."""
     parser = make_parser("Plan the memory of a run.")
-    parser.add_argument("--ranks", type=int, help="ranks of the run; without it the least that the layout takes")
+    parser.add_argument(
+        "--ranks", type=int, help="ranks of the run; without it the least that the layout takes"
+    )
     parser.add_argument("--json", action="store_true", help="print plain data, in bytes")
     given = parser.parse_intermixed_args(argv)
     try:
@@ -105,9 +107,8 @@ def heading(config: Config, shape: ModelShape, ranks: int, target: Target) -> st
     if target.total_bytes is None:
         lines.append("Planned for the CPU, in float32; name a GPU by memory.gpu or memory.gpu_gib.")
     else:
-        lines.append(
-            f"{target.name}: {target.total_bytes / GIB:.1f} GiB, of which a run may fill {usable_bytes(target) / GIB:.1f}"
-        )
+        total, usable = target.total_bytes / GIB, usable_bytes(target) / GIB
+        lines.append(f"{target.name}: {total:.1f} GiB, of which a run may fill {usable:.1f}")
     return "\n".join(lines)
 
 

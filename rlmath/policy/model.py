@@ -60,6 +60,11 @@ def start_megatron(mesh: Mesh, device: Device, seed: int, timeout_seconds: float
     assert placed == expected, f"Megatron placed this rank at {placed}, the mesh at {expected}"
 
 
+def stop_megatron() -> None:
+    """Undo `start_megatron`; another layout may follow over the same ranks."""
+    parallel_state.destroy_model_parallel()
+
+
 def _virtual_size(mesh: Mesh) -> int | None:
     """Megatron's word for one model chunk per stage is None."""
     return mesh.virtual_pipeline if mesh.virtual_pipeline > 1 else None

@@ -84,7 +84,8 @@ def sample(
 ) -> Iterator[Generated]:
     """Sample all requests with a vLLM `LLM` of this process; yields each completion as soon as it is finished.
 
-    Of the settings those of the sampled distribution count. The log-probs are of the distribution that was sampled from, temperature included.
+    The log-probs are of the distribution that was sampled from, temperature included. Of the settings those of that
+    distribution count; lengths are the requests' own.
     """
     engine = llm.llm_engine
     source = AllAtOnce(requests) if isinstance(requests, Sequence) else requests

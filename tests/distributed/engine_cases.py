@@ -101,7 +101,7 @@ def mismatch_after_updates(folder: Path, case: Case, engine_size: int, updates: 
 
 def mismatch_of_layouts(folder: Path, cases: list[Case], engine_size: int, updates: int) -> list[list[float]]:
     """The same for several layouts of the policy, one after the other, beside one engine."""
-    from megatron.core import parallel_state
+    from rlmath.policy.model import stop_megatron
 
     device = open_device("cpu")
     init_process_group(device, 120.0)
@@ -110,7 +110,7 @@ def mismatch_of_layouts(folder: Path, cases: list[Case], engine_size: int, updat
     for case in cases:
         stage = lay_out(folder, replace(case, lr=1.0), device)
         found.append(mismatch(pair(stage, engine, engine_size), case, updates))
-        parallel_state.destroy_model_parallel()
+        stop_megatron()
     engine.close()
     return found
 

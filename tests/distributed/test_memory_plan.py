@@ -59,16 +59,13 @@ def test_training_holds_what_is_planned(ranks: RankPool, models: dict[bool, Path
 
 
 @pytest.mark.parametrize("case", [adam(pipeline=2), pytest.param(adam(), marks=FULL)], ids=str)
-def test_a_tied_embedding_is_planned_where_it_is_held(
-    ranks: RankPool, models: dict[bool, Path], case: Case
-):
+def test_a_tied_embedding_is_planned_where_it_is_held(ranks: RankPool, models: dict[bool, Path], case: Case):
     for report in ranks.run(case.ranks, measure_training, models[True], Layout(case, microbatches=2)):
         check_training(report)
 
 
-@pytest.mark.parametrize(
-    ("tied", "engine_size"), [(False, 2), pytest.param(False, 1, marks=FULL), pytest.param(True, 2, marks=FULL)]
-)
+@pytest.mark.full
+@pytest.mark.parametrize(("tied", "engine_size"), [(False, 1), (False, 2), (True, 2)])
 def test_an_engine_holds_what_is_planned(
     ranks: RankPool, models: dict[bool, Path], tied: bool, engine_size: int
 ):
@@ -79,9 +76,7 @@ def test_an_engine_holds_what_is_planned(
 
 
 @pytest.mark.full
-def test_training_and_engine_together_are_the_phase_of_generation(
-    ranks: RankPool, models: dict[bool, Path]
-):
+def test_training_and_engine_together_are_the_phase_of_generation(ranks: RankPool, models: dict[bool, Path]):
     training = ranks.run(1, measure_training, models[False], Layout(adam()))[0]
     engine = ranks.run(1, measure_engine, models[False], 1, 0.5)[0]["measured"]
     stays = training["measured"]["parameters"] + training["measured"]["optimizer"]

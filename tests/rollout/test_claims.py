@@ -6,6 +6,7 @@ import random
 import statistics
 from collections.abc import Sequence
 from datetime import timedelta
+from itertools import chain
 
 import pytest
 import torch.distributed as dist
@@ -186,7 +187,7 @@ def test_rare_long_answers_idle_at_most_half_as_long_as_with_fixed_shares(engine
         lengths = one_in_50_is_20_times_longer(prompts, seed)
         ours.append(play_in_step(claiming_engines(lengths, 4, engines, places=8)))
         requests_PG = make_requests(lengths, 4)
-        shares = [sum(requests_PG[engine::engines], []) for engine in range(engines)]
+        shares = [list(chain(*requests_PG[engine::engines])) for engine in range(engines)]
         fixed.append(play_in_step([PlayedEngine(AllAtOnce(share), 8) for share in shares]))
     # Where luck has made the fixed shares exactly even, ours may end one short answer later.
     assert all(max(mine) <= max(theirs) + 8 for mine, theirs in zip(ours, fixed, strict=True))

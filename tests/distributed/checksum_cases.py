@@ -1,0 +1,95 @@
+"""What the ranks do in the tests of the checksums: spoil an engine's weights, or a policy's, and ask what differs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlmath.sync.layouts import training_layout
+from tests.distributed.policy_cases import Case, build
+from tests.distributed.sync_cases import Target, target
+
+
+def flip_a_bit(matrix: Tensor) -> None:
+    """The lowest one of an element in the middle."""
+    bits = matrix.view({2: torch.int16, 4: torch.int32}[matrix.element_size()]).view(-1)
+    bits[len(bits) // 2] ^= 1
+
+
+def negate(matrix: Tensor) -> None:
+    matrix.neg_()
+
+
+def swap_rows(matrix: Tensor) -> None:
+    matrix[[0, 1]] = matrix[[1, 0]]
+
+
+def lose_a_slice(matrix: Tensor) -> None:
+    """As it would be if it had never arrived."""
+    matrix[:2] = 0.0
+
+
+SPOIL: dict[str, Callable[[Tensor], None]] = {
+    "bit": flip_a_bit,
+    "sign": negate,
+    "rows": swap_rows,
+    "slice": lose_a_slice,
+}
+
+
+def spoiled(
+    folder: Path, case: Case, engine_size: int, dtype: torch.dtype, where: list[tuple[str, str, int]]
+) -> list[list[str]]:
+    """By (kind of damage, parameter, rank): what differs then, after nothing did."""
+    stage = build(folder, case)
+    one = target(stage, engine_size, dtype)
+    one.sync.run(check=True)
+    found = []
+    for kind, name, rank in where:
+        if rank == one.mesh.rank:
+            kept = one.parameters[name].clone()
+            SPOIL[kind](one.parameters[name])
+        found.append(differing(one))
+        if rank == one.mesh.rank:
+            one.parameters[name].copy_(kept)
+    assert differing(one) == []
+    return found
+
+
+def differing(one: Target) -> list[str]:
+    """Both sides' checksums, compared, of the target as it is now."""
+    from rlmath.sync.checksums import SyncChecksums
+
+    stage, parallel = one.stage, one.stage.config.parallel
+    layout = training_layout(
+        stage.shape.num_layers, one.mesh, parallel.first_stage_layers, parallel.last_stage_layers
+    )
+    checksums = SyncChecksums(stage.shape, layout, one.mesh, stage.device)
+    for name, parameter in one.parameters.items():
+        matrix = parameter if parameter.dim() == 2 else parameter[:, None]
+        checksums.add_engine(name, matrix)
+    checksums.add_policy(one.sync._sources, next(iter(one.parameters.values())).dtype)
+    return checksums.differing()
+
+
+def replica_astray(folder: Path, case: Case, engine_size: int, rank: int) -> dict[str, Any]:
+    """One data-parallel replica's weights go astray by one bit: what a checked sync says, and what an unchecked one."""
+    from rlmath.checkpoint.hf_io import local_parameter
+    from rlmath.checkpoint.hf_tables import placed_tensors
+
+    stage = build(folder, case)
+    one = target(stage, engine_size)
+    (placed,) = [p for p in placed_tensors(stage.shape) if "mlp.down_proj" in p.hf_names[0] and p.layer == 2]
+    parameter = local_parameter(stage.actor.chunks, placed)
+    if stage.mesh.rank == rank and parameter is not None:
+        flip_a_bit(parameter.data)
+    one.sync.run(check=False)
+    try:
+        one.sync.run(check=True)
+    except RuntimeError as error:
+        return {"error": str(error)}
+    return {"error": ""}

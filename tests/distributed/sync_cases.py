@@ -1,0 +1,225 @@
+"""What the ranks do in the tests of the weight sync: bring a plain module, which has the names and shapes of vLLM's, up
+to the policy's weights, and compare it with the policy's whole tensors."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import resource
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlmath.config import ParallelConfig
+from rlmath.model_shape import ModelShape
+from rlmath.parallel.device import init_process_group, open_device
+from rlmath.parallel.mesh import Mesh
+from rlmath.rollout.weights import EngineWeights
+from rlmath.sync.layouts import engine_shapes, training_layout
+from tests.distributed.memory_plan_cases import StorageWatch
+from tests.distributed.policy_cases import Case, Stage, build, lay_out, microbatches, whole_tensors
+from tests.sync.oracle import engine_parameters
+from tests.tiny_models import make_samples, shape_of
+
+
+@dataclass
+class Target:
+    """A plain module in the place of an engine, and the sync that writes it."""
+
+    model: torch.nn.Module
+    sync: Any
+    mesh: Mesh
+    stage: Stage
+
+    @property
+    def parameters(self) -> dict[str, Tensor]:
+        return {name: parameter.data for name, parameter in self.model.named_parameters()}
+
+    def wrong(self) -> list[str]:
+        """Parameters that are not the policy's, bit by bit, padding included."""
+        part = self.mesh.rank % self.mesh.engine_size
+        size = self.mesh.engine_size
+        wanted = engine_parameters(self.stage.shape, whole_tensors(self.stage), size, part)
+        found = self.parameters
+        assert found.keys() == wanted.keys()
+        return [
+            name
+            for name, matrix in wanted.items()
+            if not torch.equal(found[name], matrix.to(found[name].dtype).view_as(found[name]))
+        ]
+
+
+def plain_model(shapes: Mapping[str, tuple[int, int]], dtype: torch.dtype) -> torch.nn.Module:
+    """Parameters of these names and nothing else, full of NaN; one column is a vector."""
+    root = torch.nn.Module()
+    for name, (rows, cols) in shapes.items():
+        *path, last = name.split(".")
+        module = root
+        for step in path:
+            if step not in module._modules:
+                module.add_module(step, torch.nn.Module())
+            module = module._modules[step]
+        size = (rows,) if cols == 1 else (rows, cols)
+        parameter = torch.nn.Parameter(torch.full(size, torch.nan, dtype=dtype), requires_grad=False)
+        module.register_parameter(last, parameter)
+    return root
+
+
+def target(
+    stage: Stage, engine_size: int, dtype: torch.dtype = torch.float32, bucket_bytes: int = 40_000
+) -> Target:
+    """Buckets are small, so that there are many rounds."""
+    from rlmath.sync.transfer import WeightSync
+
+    mesh, parallel = replace(stage.mesh, engine_size=engine_size), stage.config.parallel
+    shapes = engine_shapes(stage.shape, engine_size)
+    model = plain_model(shapes, dtype)
+    layout = training_layout(
+        stage.shape.num_layers, mesh, parallel.first_stage_layers, parallel.last_stage_layers
+    )
+    weights = EngineWeights(model, shapes)
+    sync = WeightSync(stage.actor.chunks, stage.shape, layout, mesh, stage.device, weights, bucket_bytes)
+    return Target(model, sync, mesh, stage)
+
+
+@contextmanager
+def no_shared_memory() -> Iterator[None]:
+    """This process may make no file of more than a page, and so no memory that it could share."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+def stages_of(folder: Path, cases: list[Case]) -> Iterator[tuple[Case, Stage]]:
+    """The policy in one layout after the other, over one process group."""
+    from megatron.core import parallel_state
+
+    device = open_device("cpu")
+    init_process_group(device, 120.0)
+    for case in cases:
+        yield case, lay_out(folder, case, device)
+        parallel_state.destroy_model_parallel()
+
+
+def learn(stage: Stage, seed: int) -> None:
+    learned = stage.actor.learner.learn(microbatches(stage, make_samples(8, seed=seed)), None, None)
+    assert learned.discarded is None
+
+
+def transfer(
+    folder: Path, cases: list[Case], engine_sizes: tuple[int, ...], dtype: torch.dtype, messages: bool
+) -> list[dict[str, Any]]:
+    """Sync, learn, sync again: what is wrong in the target each time, and what the reports count."""
+    reports = []
+    for case, stage in stages_of(folder, cases):
+        with no_shared_memory() if messages else nullcontext():
+            targets = [target(stage, size, dtype) for size in engine_sizes]
+        wrong, before = [], {}
+        for step in range(3):
+            for one in targets:
+                sent = one.sync.run(check=step == 1)
+                wrong += one.wrong()
+            if step == 0:
+                before = {name: tensor.clone() for name, tensor in targets[0].parameters.items()}
+            learn(stage, step)
+        reports += [_report(case, one, sent) for one in targets]
+        reports[-1]["wrong"] = wrong
+        moved = [name for name, old in before.items() if not torch.equal(old, targets[0].parameters[name])]
+        reports[-1]["moved"] = len(moved) == len(before)
+    return reports
+
+
+def _report(case: Case, one: Target, sent: Any) -> dict[str, Any]:
+    plan = one.sync.plan
+    return {
+        "case": f"{case} engines of {one.mesh.engine_size}",
+        "rounds": len(plan.rounds),
+        "bucket": plan.largest_bucket_bytes,
+        "lower bound": plan.lower_bound,
+        "through": type(one.sync._exchange()).__name__,
+        "sent": plan.bytes_sent(one.mesh.rank),
+        "bytes": sum(parameter.nbytes for parameter in one.parameters.values()),
+        "wrong": [],
+        "moved": True,
+    }
+
+
+def transfer_from_bfloat16(folder: Path, case: Case, engine_size: int) -> list[str]:
+    """What is wrong in a bfloat16 target of a bfloat16 policy, as both are on GPU."""
+    from tests.distributed.offload_cases import in_bfloat16
+
+    stage = build(folder, case)
+    in_bfloat16(stage, distributed=True)
+    one = target(stage, engine_size, torch.bfloat16)
+    one.sync.run(check=True)
+    return one.wrong()
+
+
+def without_shared_memory_on_one_rank(folder: Path, case: Case) -> tuple[str, list[str]]:
+    """How weights travel where only the last rank lacks shared memory, and what is wrong then."""
+    stage = build(folder, case)
+    with no_shared_memory() if stage.mesh.rank == stage.mesh.world_size - 1 else nullcontext():
+        one = target(stage, 1)
+    one.sync.run(check=True)
+    return type(one.sync._exchange()).__name__, one.wrong()
+
+
+def extra_bytes(folder: Path, case: Case, engine_size: int, messages: bool) -> dict[str, int]:
+    """Most bytes of tensors that one sync takes beside the shard and the engine's weights."""
+    stage = build(folder, case)
+    with no_shared_memory() if messages else nullcontext():
+        one = target(stage, engine_size)
+    one.sync.run()
+    with StorageWatch() as watch:
+        one.sync.run()
+    plan = one.sync.plan
+    elements = sum(tensor.numel() for tensor in whole_tensors(stage).values())
+    return {
+        "peak": watch.peak,
+        "left": watch.held,
+        "bucket": plan.largest_bucket_bytes,
+        "received": max(_most_received(plan, rank) for rank in range(plan.world_size)),
+        "model": elements * 4,
+    }
+
+
+def _most_received(plan: Any, rank: int) -> int:
+    sizes = [sum(c.elements for c in copies if c.target == rank) for copies in plan.rounds]
+    return plan.element_bytes * max(sizes, default=0)
+
+
+def held_and_planned(shape: ModelShape, layouts: list[ParallelConfig]) -> list[tuple[list[int], list[int]]]:
+    """Layers that Megatron builds on this rank, by layout, and those that the plan counts on."""
+    from megatron.core import parallel_state
+
+    from rlmath.checkpoint.hf_io import held_layers
+    from rlmath.policy.model import Recompute, build_chunks, start_megatron, transformer_config
+
+    device = open_device("cpu")
+    init_process_group(device, 120.0)
+    rank, ranks = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE"))
+    found = []
+    for parallel in layouts:
+        mesh = Mesh(rank, ranks, 1, parallel.pipeline, 1, virtual_pipeline=parallel.virtual_pipeline)
+        start_megatron(mesh, device, seed=1, timeout_seconds=120.0)
+        config = transformer_config(shape, mesh, device, parallel, Recompute())
+        chunks = build_chunks(shape, mesh, device, config)
+        layout = training_layout(
+            shape.num_layers, mesh, parallel.first_stage_layers, parallel.last_stage_layers
+        )
+        held = list(itertools.chain(*map(held_layers, chunks)))
+        found.append((held, list(layout.stages[mesh.pipeline_rank])))
+        parallel_state.destroy_model_parallel()
+    return found
+
+
+def small_shape(folder: Path, layers: int) -> ModelShape:
+    return replace(shape_of(folder), num_layers=layers)

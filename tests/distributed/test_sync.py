@@ -1,0 +1,187 @@
+"""Weights that travel between real ranks, compared with the policy's whole tensors bit by bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from rlmath.config import ParallelConfig
+from tests.distributed import checksum_cases, sync_cases
+from tests.distributed.policy_cases import Case
+from tests.distributed.rank_pool import RankPool
+
+pytestmark = pytest.mark.distributed
+
+TWO = [
+    Case(tensor=2),
+    Case(pipeline=2),
+    Case(data=2),
+    Case(pipeline=2, first_stage_layers=1),
+    Case(pipeline=2, last_stage_layers=1),
+    Case(pipeline=2, virtual_pipeline=2),
+]
+FOUR = [
+    Case(tensor=2, pipeline=2),
+    Case(tensor=2, data=2),
+    Case(pipeline=2, data=2, optimizer="adam"),
+    Case(pipeline=4),
+]
+
+
+@pytest.mark.parametrize("messages", [False, True], ids=["shared-memory", "messages"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("cases", "sizes", "tied"),
+    [
+        pytest.param(TWO, (1, 2), False, id="2-ranks-untied"),
+        pytest.param(FOUR, (1, 2, 4), True, id="4-ranks-tied"),
+        pytest.param(TWO, (1, 2), True, id="2-ranks-tied", marks=pytest.mark.full),
+        pytest.param(FOUR, (1, 2, 4), False, id="4-ranks-untied", marks=pytest.mark.full),
+    ],
+)
+def test_every_engine_has_the_policys_weights_after_every_sync(
+    ranks: RankPool,
+    untied_model: Path,
+    tied_model: Path,
+    cases: list[Case],
+    sizes: tuple[int, ...],
+    tied: bool,
+    dtype: torch.dtype,
+    messages: bool,
+) -> None:
+    folder = tied_model if tied else untied_model
+    by_rank = ranks.run(cases[0].ranks, sync_cases.transfer, folder, cases, sizes, dtype, messages)
+    for reports in zip(*by_rank, strict=True):
+        first = reports[0]
+        assert all(report["wrong"] == [] and report["moved"] for report in reports), first["case"]
+        assert sum(report["sent"] for report in reports) == first["lower bound"], first["case"]
+        if first["lower bound"]:
+            assert {r["through"] for r in reports} == {"Messages" if messages else "SharedBuckets"}
+            assert 0 < first["bucket"] <= 40_000
+            assert first["rounds"] * first["bucket"] * len(reports) >= first["lower bound"]
+
+
+def test_a_policy_in_bfloat16_travels_as_it_is(ranks: RankPool, untied_model: Path) -> None:
+    case = Case(tensor=2, optimizer="adam")
+    assert ranks.run(2, sync_cases.transfer_from_bfloat16, untied_model, case, 1) == [[], []]
+
+
+def test_one_rank_that_cannot_share_memory_makes_all_send_messages(
+    ranks: RankPool, untied_model: Path
+) -> None:
+    found = ranks.run(2, sync_cases.without_shared_memory_on_one_rank, untied_model, Case(pipeline=2))
+    assert found == [("Messages", []), ("Messages", [])]
+
+
+@pytest.mark.parametrize("messages", [False, True], ids=["shared-memory", "messages"])
+@pytest.mark.parametrize(
+    ("case", "engine_size"),
+    [(Case(pipeline=2), 1), (Case(tensor=2), 1), (Case(pipeline=2), 2), (Case(data=2), 1)],
+    ids=lambda value: str(value),
+)
+def test_a_sync_takes_no_more_memory_than_its_buckets(
+    ranks: RankPool, untied_model: Path, case: Case, engine_size: int, messages: bool
+) -> None:
+    """Two to send and two to receive; shared ones are there already. None of it stays."""
+    for found in ranks.run(2, sync_cases.extra_bytes, untied_model, case, engine_size, messages):
+        assert found["bucket"] <= 40_000 and found["received"] <= 40_000 < found["model"] / 40
+        assert found["peak"] <= (2 * (found["bucket"] + found["received"]) if messages else 0)
+        assert found["left"] == 0
+
+
+LAYERS = 12
+STAGES = {
+    2: [
+        ParallelConfig(pipeline=2),
+        ParallelConfig(pipeline=2, virtual_pipeline=3),
+        ParallelConfig(pipeline=2, first_stage_layers=5),
+        ParallelConfig(pipeline=2, last_stage_layers=2),
+        ParallelConfig(pipeline=2, first_stage_layers=9, last_stage_layers=3),
+        ParallelConfig(pipeline=2, virtual_pipeline=2, first_stage_layers=4),
+        ParallelConfig(pipeline=2, virtual_pipeline=2, last_stage_layers=2),
+        ParallelConfig(pipeline=2, virtual_pipeline=3, first_stage_layers=9, last_stage_layers=3),
+    ],
+    4: [
+        ParallelConfig(pipeline=4),
+        ParallelConfig(pipeline=4, virtual_pipeline=3),
+        ParallelConfig(pipeline=4, first_stage_layers=6),
+        ParallelConfig(pipeline=4, last_stage_layers=3),
+        ParallelConfig(pipeline=4, first_stage_layers=1, last_stage_layers=3),
+        ParallelConfig(pipeline=4, virtual_pipeline=2, first_stage_layers=2, last_stage_layers=6),
+        ParallelConfig(pipeline=4, virtual_pipeline=2, last_stage_layers=6),
+        ParallelConfig(pipeline=2, virtual_pipeline=2, first_stage_layers=4),
+    ],
+}
+
+
+@pytest.mark.parametrize("count", STAGES)
+def test_layers_lie_where_megatron_puts_them(ranks: RankPool, untied_model: Path, count: int) -> None:
+    shape = sync_cases.small_shape(untied_model, LAYERS)
+    by_rank = ranks.run(count, sync_cases.held_and_planned, shape, STAGES[count])
+    for parallel, *found in zip(STAGES[count], *by_rank, strict=True):
+        for rank, (held, planned) in enumerate(found):
+            assert held == planned, f"rank {rank} with {parallel}"
+        assert set().union(*(held for held, _ in found)) == set(range(LAYERS))
+
+
+QKV, NORM = "model.layers.1.self_attn.qkv_proj.weight", "model.layers.3.input_layernorm.weight"
+EMBEDDING, DOWN = "model.embed_tokens.weight", "model.layers.0.mlp.down_proj.weight"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_damage_to_an_engines_weights_is_found_and_named(
+    ranks: RankPool, untied_model: Path, dtype: torch.dtype
+) -> None:
+    """Two engines of two ranks: rank 3 is the second one of engine 1."""
+    query = "model.layers.1.self_attn.q_proj.weight"
+    where = {
+        ("bit", QKV, 0): [f"{query} in engine 0"],
+        ("bit", DOWN, 1): [f"{DOWN} in engine 0"],
+        ("rows", QKV, 3): [f"{query} in engine 1"],
+        ("slice", EMBEDDING, 2): [f"{EMBEDDING} in engine 1"],
+        ("slice", EMBEDDING, 3): [f"{EMBEDDING} in engine 1"],
+        ("rows", NORM, 2): [f"{NORM} in engine 1"],
+    }
+    arguments = (untied_model, Case(tensor=2, pipeline=2), 2, dtype, list(where))
+    for found in ranks.run(4, checksum_cases.spoiled, *arguments):
+        assert dict(zip(where, found, strict=True)) == where
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_damage_to_one_ranks_copy_of_what_all_have_is_found(
+    ranks: RankPool, untied_model: Path, dtype: torch.dtype
+) -> None:
+    """An engine of four ranks: all have the norms, and each of the two key-value heads lies on two ranks. The last row
+    of the fused tensor is one of a value."""
+    where = {
+        ("bit", NORM, 1): [f"{NORM} in engine 0"],
+        ("bit", NORM, 3): [f"{NORM} in engine 0"],
+        ("sign", NORM, 2): [f"{NORM} in engine 0"],
+    }
+    # Rank 1 has query head 1, which is its own, and key-value head 0, which rank 0 has, too.
+    head = [f"model.layers.1.self_attn.{x}_proj.weight in engine 0" for x in "kqv"]
+    where["sign", QKV, 1] = head
+    arguments = (untied_model, Case(tensor=2, pipeline=2), 4, dtype, list(where))
+    for found in ranks.run(4, checksum_cases.spoiled, *arguments):
+        assert dict(zip(where, found, strict=True)) == where
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_tensor_of_the_opposite_sign_is_found(
+    ranks: RankPool, untied_model: Path, dtype: torch.dtype
+) -> None:
+    where = {("sign", name, 0): [f"{name} in engine 0"] for name in (NORM, DOWN, EMBEDDING)}
+    (found,) = ranks.run(1, checksum_cases.spoiled, untied_model, Case(), 1, dtype, list(where))
+    assert dict(zip(where, found, strict=True)) == where
+
+
+def test_a_replica_that_went_astray_ends_every_rank_with_the_tensor_and_the_engine(
+    ranks: RankPool, untied_model: Path
+) -> None:
+    """Engines copy from their own rank's shard; what they are held against is the first replica's."""
+    reports = ranks.run(2, checksum_cases.replica_astray, untied_model, Case(data=2), 1, 1)
+    for report in reports:
+        assert "1 tensors differ" in report["error"]
+        assert "model.layers.2.mlp.down_proj.weight in engine 1" in report["error"]

@@ -1,0 +1,69 @@
+import json
+
+import pytest
+
+from tools.bench_rollout import (
+    LONG_TOKENS,
+    SHORT_TOKENS,
+    Figures,
+    cases,
+    main,
+    make_requests,
+    report_case,
+)
+
+
+def test_one_group_in_50_is_20_times_longer_and_exactly_so():
+    requests_PG = make_requests(200, draw=3)
+    assert all(request.fewest_new == request.most_new for row in requests_PG for request in row)
+    for start in range(0, 200, 50):
+        lengths = [{request.most_new for request in row} for row in requests_PG[start : start + 50]]
+        assert lengths.count({LONG_TOKENS}) == 1 and lengths.count({SHORT_TOKENS}) == 49
+    assert LONG_TOKENS == 20 * SHORT_TOKENS
+
+
+def test_every_repeat_draws_other_long_groups_and_the_same_one_again():
+    assert make_requests(100, draw=1) == make_requests(100, draw=1)
+    places = {
+        tuple(p for p, row in enumerate(make_requests(100, draw)) if row[0].most_new == LONG_TOKENS)
+        for draw in range(5)
+    }
+    assert len(places) > 1
+
+
+def test_figures_are_medians_and_the_least_favourable_repeat(capsys):
+    pairs = [
+        (Figures(2.0, 20, 0.0), Figures(3.0, 30, 0.3)),
+        (Figures(2.0, 20, 0.0), Figures(1.0, 22, 0.1)),
+        (Figures(5.0, 50, 0.2), Figures(6.0, 50, 0.2)),
+    ]
+    report_case("case", pairs)
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    for line in lines:
+        assert list(line) == ["bench", "case", "metric", "value", "unit", "baseline", "ratio"]
+    assert {line["metric"]: (line["value"], line["ratio"]) for line in lines} == {
+        "rollout_seconds": (2.0, 1.5),
+        "engine_steps": (20, 1.5),
+        "idle_share": (0.0, 200.0),
+        "least_speedup": (0.5, 0.5),
+        "least_speedup_in_steps": (1.0, 1.0),
+    }
+    assert lines[0]["baseline"] == "fixed shares: 3.0000"
+
+
+def test_both_numbers_of_engines_have_as_much_to_do_per_engine():
+    for quick in (True, False):
+        paced = [case for case in cases(quick, cores=2) if case.step_seconds]
+        per_engine = {n: [c.prompts // n for c in paced if c.engines == n] for n in (2, 4)}
+        assert per_engine[2] == per_engine[4] != []
+
+
+def test_engines_run_at_full_speed_only_where_each_has_a_core():
+    unpaced = [[case.engines for case in cases(False, cores) if not case.step_seconds] for cores in (1, 2, 4)]
+    assert unpaced == [[], [2], [2, 4]]
+
+
+def test_help_names_quick(capsys):
+    with pytest.raises(SystemExit, match="0"):
+        main(["--help"])
+    assert "--quick" in capsys.readouterr().out

@@ -1,0 +1,88 @@
+"""tools/plan_memory.py: from a config and config.json alone to a table, plain data or a refusal."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from rlmath.config import Config, ParallelConfig, RolloutConfig
+from tools.plan_memory import least_ranks, main
+
+QWEN_7B = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "model_type": "qwen2",
+    "hidden_size": 3584,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 28,
+    "num_key_value_heads": 4,
+    "intermediate_size": 18944,
+    "vocab_size": 152064,
+    "max_position_embeddings": 32768,
+    "rope_theta": 1000000.0,
+    "rms_norm_eps": 1e-6,
+    "torch_dtype": "bfloat16",
+    "tie_word_embeddings": False,
+}
+FITS = (
+    "parallel.tensor=4",
+    "parallel.sequence=true",
+    "policy.recompute_granularity=full",
+    "policy.recompute_method=uniform",
+    "policy.recompute_num_layers=1",
+    "memory.offload_optimizer=true",
+    "memory.gpu=H100-80GB",
+)
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> str:
+    """A folder that holds nothing but config.json."""
+    (tmp_path / "config.json").write_text(json.dumps(QWEN_7B), encoding="utf-8")
+    return f"model.path={tmp_path}"
+
+
+def test_a_table_of_parts_by_phases_for_every_stage(model: str, capsys: pytest.CaptureFixture[str]):
+    assert main([model, *FITS, "parallel.pipeline=2", "--ranks", "16"]) == 0
+    out = capsys.readouterr().out
+    assert "7.62 B parameters on 16 ranks, TP4 x CP1 x PP2 x DP2" in out
+    assert "H100-80GB: 79.1 GiB, of which a run may fill 73.9" in out
+    assert "Ranks of pipeline stage 0, from rank 0 on (GiB)" in out
+    assert "Ranks of pipeline stage 1, from rank 8 on (GiB)" in out
+    rows = [line.split()[0] for line in out.splitlines() if line]
+    assert rows.count("kv_cache") == rows.count("held") == 2
+
+
+def test_plain_data_adds_up(model: str, capsys: pytest.CaptureFixture[str]):
+    assert main([model, *FITS, "--json"]) == 0
+    data = json.loads(capsys.readouterr().out)
+    assert data["ranks"] == 4 and data["problems"] == []
+    (plan,) = data["plans"]
+    assert plan["held"] == {phase: sum(parts.values()) for phase, parts in plan["phases"].items()}
+    assert plan["held"][plan["worst"]] == max(plan["held"].values())
+    assert data["device"]["kind"] == "cuda"
+
+
+def test_what_cannot_fit_ends_with_an_error_and_the_key(model: str, capsys: pytest.CaptureFixture[str]):
+    assert main([model, "memory.gpu=A100-40GB"]) == 2
+    told = capsys.readouterr()
+    assert "held" in told.out
+    assert 'in the phase "update"' in told.err and "policy.recompute_granularity=full" in told.err
+
+
+def test_settings_that_no_run_could_have_are_told_and_not_planned(
+    model: str, capsys: pytest.CaptureFixture[str]
+):
+    assert main([model, "parallel.tensor=3", "memory.gpu=H10", "--ranks", "4"]) == 2
+    told = capsys.readouterr()
+    assert told.out == ""
+    assert '"H100-80GB"' in told.err and "does not divide the 4 ranks" in told.err
+
+
+def test_without_a_gpu_the_plan_is_for_the_cpu(model: str, capsys: pytest.CaptureFixture[str]):
+    assert main([model, "run.device=cpu"]) == 0
+    assert "Planned for the CPU" in capsys.readouterr().out
+
+
+def test_the_least_ranks_make_whole_replicas_and_whole_engines():
+    config = Config(parallel=ParallelConfig(tensor=2, pipeline=3), rollout=RolloutConfig(tensor_parallel=4))
+    assert least_ranks(config) == 12

@@ -1,0 +1,266 @@
+"""Seconds until the engines have new weights: ours, against gathering every tensor whole and reloading it.
+
+    python tools/bench_sync.py [--quick]
+
+Two ranks under torchrun, a random Qwen2 (50M parameters with --quick, 300M without), float32, engines of vLLM's CPU
+backend. In the same run, taking turns:
+
+- ours: `rlmath.sync.transfer.WeightSync`;
+- "gather and reload": every tensor is gathered whole on every rank (all-gather over tensor ranks, broadcast from its
+  pipeline stage) and handed to vLLM's `reload_weights`, which keeps its part;
+- "plain copy": memory of the size of a rank's engine weights, copied once.
+
+Both syncs have their matrices packed by vLLM's CPU backend; that time is measured where vLLM spends it, reported apart
+("packing_seconds") and taken off both. Where a layout moves nothing between ranks in either way, the ratio is only for
+the record. Prints one JSON object per figure: {"bench", "case", "metric", "value", "unit", "baseline", "ratio"};
+`ratio` above 1 means ours is better. Values are medians, of the slowest rank.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from transformers import Qwen2Config
+
+from rlmath.config import ParallelConfig, RolloutConfig
+from rlmath.model_folder import read_model_shape
+from rlmath.model_shape import ModelShape
+from rlmath.parallel.collectives import gather_objects
+from rlmath.parallel.device import (
+    Device,
+    environment_rank,
+    environment_world_size,
+    init_process_group,
+    open_device,
+)
+from rlmath.parallel.mesh import Mesh
+from rlmath.policy.model import Recompute, build_chunks, start_megatron, stop_megatron, transformer_config
+from rlmath.rollout.engine import Engine
+from rlmath.sync.layouts import engine_shapes, training_layout
+from rlmath.sync.transfer import WeightSync, hf_stream
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+BUCKET_BYTES = 64 * 2**20
+SIZES = {"50M": (8, 640, 1760, 16_000), "300M": (16, 1152, 3136, 32_000)}
+"""Layers, hidden size, feed-forward size, vocabulary."""
+
+
+@dataclass(frozen=True)
+class Case:
+    name: str
+    tensor: int
+    pipeline: int
+    engine_size: int
+
+
+CASES = (
+    Case("equal layouts, TP2 to engines of TP2", 2, 1, 2),
+    Case("resharding, TP2 to engines of TP1", 2, 1, 1),
+    Case("resharding, PP2 to engines of TP1", 1, 2, 1),
+    Case("resharding, PP2 to engines of TP2", 1, 2, 2),
+    Case("resharding, DP2 to engines of TP2 (nothing to gather)", 1, 1, 2),
+    Case("equal layouts, DP2 to engines of TP1 (nothing to gather)", 1, 1, 1),
+)
+
+
+def make_folder(folder: Path, size: str) -> None:
+    """What vLLM needs of a model without its weights: configuration and tokenizer."""
+    sys.path.insert(0, str(REPOSITORY))
+    from tools.make_tiny_model import make_tokenizer
+
+    layers, hidden, ffn, vocabulary = SIZES[size]
+    Qwen2Config(
+        architectures=["Qwen2ForCausalLM"],
+        vocab_size=vocabulary,
+        hidden_size=hidden,
+        intermediate_size=ffn,
+        num_hidden_layers=layers,
+        num_attention_heads=hidden // 64,
+        num_key_value_heads=2,
+        max_position_embeddings=256,
+        tie_word_embeddings=False,
+        dtype="float32",
+    ).save_pretrained(folder)
+    make_tokenizer().save_pretrained(folder)
+
+
+# ---------------------------------------------------------------- one rank's work
+
+
+class PackingClock:
+    """Seconds that vLLM's CPU backend spends packing matrices, in whichever way they came."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self.seconds = 0.0
+        methods = {id(m): m for m in (getattr(x, "quant_method", None) for x in model.modules()) if m}
+        for method in methods.values():
+            method.process_weights_after_loading = self._timed(method.process_weights_after_loading)
+
+    def _timed(self, work: Callable[..., None]) -> Callable[..., None]:
+        def timed(layer: Any) -> None:
+            started = time.perf_counter()
+            work(layer)
+            self.seconds += time.perf_counter() - started
+
+        return timed
+
+
+@dataclass
+class Timings:
+    """Of one way: the slowest rank's seconds in each repeat, packing taken off and apart."""
+
+    seconds: list[float]
+    packing: list[float]
+
+    def add(self, work: Callable[[], Any], clock: PackingClock) -> None:
+        dist.barrier()
+        packed, started = clock.seconds, time.perf_counter()
+        work()
+        total, packed = time.perf_counter() - started, clock.seconds - packed
+        reports = gather_objects((total - packed, packed))
+        self.seconds.append(max(rest for rest, _ in reports))
+        self.packing.append(max(packing for _, packing in reports))
+
+
+def build_policy(shape: ModelShape, mesh: Mesh, device: Device) -> list[torch.nn.Module]:
+    """Model chunks with random weights."""
+    config = transformer_config(shape, mesh, device, ParallelConfig(), Recompute())
+    chunks = build_chunks(shape, mesh, device, config)
+    for parameter in (p for chunk in chunks for p in chunk.parameters()):
+        parameter.data.normal_(std=0.02)
+    return list(chunks)
+
+
+@contextmanager
+def laid_out(case: Case, device: Device) -> Iterator[Mesh]:
+    mesh = Mesh(environment_rank(), environment_world_size(), case.tensor, case.pipeline, case.engine_size)
+    start_megatron(mesh, device, seed=1, timeout_seconds=600.0)
+    yield mesh
+    stop_megatron()
+
+
+def gather_and_reload(chunks: list[torch.nn.Module], shape: ModelShape, mesh: Mesh, engine: Engine) -> None:
+    """The baseline. A collective must be consumed to its end on every rank, whatever vLLM leaves of it."""
+    tensors = hf_stream(chunks, shape, mesh)
+    engine._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": tensors})
+    collections.deque(tensors, maxlen=0)
+
+
+def plain_copy(engine_bytes: int) -> float:
+    """Seconds to copy so many bytes within memory that is in use already (median of 5)."""
+    source, target = (torch.zeros(engine_bytes, dtype=torch.uint8) for _ in range(2))
+    seconds = []
+    for _ in range(5):
+        started = time.perf_counter()
+        target.copy_(source)
+        seconds.append(time.perf_counter() - started)
+    return statistics.median(seconds)
+
+
+def measure(case: Case, shape: ModelShape, engine: Engine, clock: PackingClock, repeats: int) -> None:
+    device = open_device("cpu")
+    with laid_out(case, device) as mesh:
+        chunks = build_policy(shape, mesh, device)
+        layout = training_layout(shape.num_layers, mesh, None, None)
+        sync = WeightSync(chunks, shape, layout, mesh, device, engine.weights, BUCKET_BYTES)
+        report = sync.run(check=True)
+        gather_and_reload(chunks, shape, mesh, engine)
+        ours, theirs = Timings([], []), Timings([], [])
+        for repeat in range(repeats):
+            turns = [
+                (ours, lambda: sync.run()),
+                (theirs, lambda: gather_and_reload(chunks, shape, mesh, engine)),
+            ]
+            for timings, work in turns if repeat % 2 else reversed(turns):
+                timings.add(work, clock)
+        copied = max(gather_objects(plain_copy(report.bytes_copied + report.bytes_received)))
+        sent = sum(gather_objects(report.bytes_sent))
+        if mesh.rank == 0:
+            tell(case, shape, ours, theirs, copied, sent, sync.plan.lower_bound)
+
+
+def tell(
+    case: Case, shape: ModelShape, ours: Timings, theirs: Timings, copied: float, sent: int, bound: int
+) -> None:
+    name = f"{case.name}, {sum_parameters(shape) / 1e6:.0f}M"
+    mine, other = statistics.median(ours.seconds), statistics.median(theirs.seconds)
+    line(name, "sync_seconds", mine, "s", "gather and reload", other / mine)
+    line(name, "sync_seconds", other, "s", "gather and reload itself", 1.0)
+    line(name, "sync_seconds_over_copy", mine, "s", "plain copy", copied / mine)
+    line(name, "packing_seconds", statistics.median(ours.packing), "s", None, None)
+    line(name, "packing_seconds of the baseline", statistics.median(theirs.packing), "s", None, None)
+    line(name, "bytes_sent", sent, "bytes", "lower bound", bound / sent if sent else None)
+
+
+def sum_parameters(shape: ModelShape) -> int:
+    return sum(rows * cols for rows, cols in engine_shapes(shape, 1).values())
+
+
+def line(case: str, metric: str, value: float, unit: str, baseline: str | None, ratio: float | None) -> None:
+    fields = {
+        "bench": "sync",
+        "case": case,
+        "metric": metric,
+        "value": float(f"{value:.4g}"),
+        "unit": unit,
+        "baseline": baseline,
+        "ratio": None if ratio is None else round(ratio, 3),
+    }
+    print(json.dumps(fields), flush=True)
+
+
+def rank_main(folder: Path, engine_size: int, repeats: int) -> None:
+    """What every rank under torchrun does: all cases with engines of one size."""
+    device = open_device("cpu")
+    init_process_group(device, 600.0)
+    shape = read_model_shape(folder)
+    mesh = Mesh(environment_rank(), environment_world_size(), 1, 1, engine_size)
+    settings = RolloutConfig(cpu_kv_cache_gib=0.05, progress_bar=False)
+    engine = Engine(str(folder), settings, 64, mesh, device, engine_shapes(shape, engine_size))
+    (model,) = engine._llm.collective_rpc(lambda worker: worker.get_model())
+    clock = PackingClock(model)
+    for case in CASES:
+        if case.engine_size == engine_size:
+            measure(case, shape, engine, clock, repeats)
+    engine.close()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--quick", action="store_true", help="a smaller model, fewer repeats")
+    parser.add_argument("--rank-of", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--engine-size", type=int, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    repeats = 3 if args.quick else 7
+    if args.rank_of is not None:
+        rank_main(args.rank_of, args.engine_size, repeats)
+        return
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY), "HF_HUB_OFFLINE": "1"}
+    with tempfile.TemporaryDirectory() as folder:
+        make_folder(Path(folder), "50M" if args.quick else "300M")
+        for engine_size in (2, 1):
+            command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+            command += [__file__, "--rank-of", folder, "--engine-size", str(engine_size)]
+            command += ["--quick"] if args.quick else []
+            subprocess.run(command, env=environment, check=True)
+
+
+if __name__ == "__main__":
+    main()
