@@ -33,6 +33,7 @@ from rlmath.engine_bytes import engine_bytes
 from rlmath.model_shape import ModelShape
 from rlmath.parallel.mesh import Mesh
 from rlmath.sync.layouts import stage_layers
+from rlmath.sync.plan import SHARED_BUCKET_BYTES
 
 FLOAT32_BYTES = 4
 PARTS = (
@@ -146,7 +147,7 @@ def plan_rank(config: Config, shape: ModelShape, mesh: Mesh, target: Target) -> 
         "sync": _while_generating(resident, config.memory, with_parameters=True)
         | weights
         | asleep
-        | {"sync_buffers": _sync_bytes(config, mesh)},
+        | {"sync_buffers": _sync_bytes(config, mesh, target, sum(weights.values()))},
         "generate": _while_generating(resident, config.memory, not config.memory.offload_parameters) | awake,
         "logprobs": _while_training(resident, config.memory) | asleep | _pass(forward),
     }
@@ -272,12 +273,13 @@ def _while_training(resident: Mapping[str, int], memory: MemoryConfig) -> dict[s
     }
 
 
-def _sync_bytes(config: Config, mesh: Mesh) -> int:
-    """As `SyncConfig.bucket_mib` says: two buckets for sending and two for receiving; nothing where the policy is whole
-    on every rank."""
-    if mesh.tensor == 1 and mesh.pipeline == 1:
+def _sync_bytes(config: Config, mesh: Mesh, target: Target, weights: int) -> int:
+    """Two buckets for sending and two for receiving, two in all where ranks share memory; nothing where every rank has
+    what its engine needs (but for rows of the vocabulary that two paddings put on different ranks)."""
+    if mesh.pipeline == 1 and mesh.tensor in (1, mesh.engine_size):
         return 0
-    return int(4 * config.sync.bucket_mib * 2**20)
+    bucket = min(int(config.sync.bucket_mib * 2**20), weights)
+    return 4 * bucket if target.kind == "cuda" else 2 * min(bucket, SHARED_BUCKET_BYTES)
 
 
 def _pass(found: PassBytes) -> dict[str, int]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib.metadata
-import json
 import logging
 import time
 from pathlib import Path
@@ -33,6 +32,7 @@ from rlmath.policy.model import start_megatron
 from rlmath.policy.offload import training_sets
 from rlmath.policy.reference import build_reference
 from rlmath.preflight import harmless_settings
+from rlmath.reporter import Reporter
 from rlmath.rewards.judge import open_judges
 from rlmath.rewards.pool import VerifierPool
 from rlmath.rollout.collect import Collector
@@ -44,18 +44,13 @@ from rlmath.sync.checked import CheckedSync
 from rlmath.sync.layouts import engine_shapes, training_layout
 from rlmath.sync.probe import Probe
 from rlmath.sync.transfer import WeightSync, hf_stream
-from rlmath.telemetry.console import Progress, step_line
-from rlmath.telemetry.metrics import MetricsWriter
-from rlmath.telemetry.samples import SampleWriter
 from rlmath.telemetry.timers import PhaseTimers
-from rlmath.trainer import Parts, StepRecord, Trainer
+from rlmath.trainer import Parts, Trainer
 
 logger = logging.getLogger(__name__)
 
 EXPORT_FOLDER = "hf_model"
 """Where the run's folder holds the exported Hugging Face model of the last step."""
-
-SUMMARY_NAME = "summary.json"
 
 
 def run_training(config: Config, shape: ModelShape, inputs: Inputs) -> None:
@@ -170,7 +165,7 @@ def _train(parts: Parts, inputs: Inputs, device: Device, started: float) -> None
     folder = Path(parts.config.run.output_dir)
     companions = read_companions(parts.config.model.path)
     trainer = Trainer(parts)
-    reporter = _Reporter(parts, inputs, folder) if parts.mesh.rank == 0 else None
+    reporter = Reporter(parts, inputs, folder) if parts.mesh.rank == 0 else None
     for number in range(inputs.total_steps):
         record = trainer.step(number)
         memory = held_bytes(device) / 2**30
@@ -178,6 +173,7 @@ def _train(parts: Parts, inputs: Inputs, device: Device, started: float) -> None
             reporter.step(number, record, memory)
     _export(parts, folder / EXPORT_FOLDER, companions)
     if reporter is not None:
+        logger.info("The trained model is in %s", folder / EXPORT_FOLDER)
         reporter.close(time.perf_counter() - started)
     dist.barrier()
 
@@ -185,69 +181,3 @@ def _train(parts: Parts, inputs: Inputs, device: Device, started: float) -> None
 def _export(parts: Parts, folder: Path, companions: dict[str, bytes]) -> None:
     stream = hf_stream(parts.actor.chunks, parts.shape, parts.mesh)
     write_hf_folder(stream, companions, folder, export_dtype(parts.config), writes=parts.mesh.rank == 0)
-
-
-class _Reporter:
-    """Rank 0's account of the run: console, metrics, samples, summary."""
-
-    def __init__(self, parts: Parts, inputs: Inputs, folder: Path) -> None:
-        self._parts = parts
-        self._inputs = inputs
-        self._folder = folder
-        self._metrics = MetricsWriter(str(folder), parts.config.telemetry.tensorboard)
-        self._samples = SampleWriter(str(folder), parts.config.telemetry.sample_groups_per_step)
-        self._started = time.perf_counter()
-        self._last: dict[str, float] = {}
-        self._tokens = 0.0
-
-    def step(self, number: int, record: StepRecord, memory_gib: float) -> None:
-        metrics = record.metrics | {"memory_gib": memory_gib}
-        self._last = metrics
-        self._tokens += metrics["n_valid_tokens"]
-        self._metrics.write(number + 1, metrics)
-        self._samples.write(number + 1, record.groups, record.advantages, self._metrics)
-        self._warn_of_failures(number + 1, record, metrics["reward/failures"])
-        logger.info("%s", step_line(self._progress(number, record.epoch, metrics["seconds/step"]), metrics))
-
-    def _warn_of_failures(self, step: int, record: StepRecord, share: float) -> None:
-        if share <= self._parts.config.reward.max_failure_share:
-            return
-        path = self._samples.write_failure(step, record.groups, record.advantages)
-        logger.warning(
-            "Step %d: %.1f%% of the answers could not be judged (reward.max_failure_share is %.1f%%); they count as"
-            " wrong. One of them is in %s, in full",
-            step,
-            100 * share,
-            100 * self._parts.config.reward.max_failure_share,
-            path,
-        )
-
-    def _progress(self, number: int, epoch: int, step_seconds: float) -> Progress:
-        steps_per_epoch = self._inputs.order.steps_per_epoch
-        return Progress(
-            epoch=epoch + 1,
-            total_epochs=-(-self._inputs.total_steps // steps_per_epoch),
-            step=number % steps_per_epoch + 1,
-            steps_per_epoch=steps_per_epoch,
-            global_step=number + 1,
-            total_steps=self._inputs.total_steps,
-            step_seconds=step_seconds,
-            total_seconds=time.perf_counter() - self._started,
-            steps_timed=number + 1,
-        )
-
-    def close(self, seconds_total: float) -> None:
-        seconds_training = time.perf_counter() - self._started
-        summary = {
-            "steps": self._inputs.total_steps,
-            "layout": self._parts.mesh.describe(),
-            "seconds_total": round(seconds_total, 3),
-            "seconds_training": round(seconds_training, 3),
-            "completion_tokens": int(self._tokens),
-            "tokens_per_second": round(self._tokens / seconds_training, 1),
-            "last_step": self._last,
-        }
-        path = self._folder / SUMMARY_NAME
-        path.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
-        self._metrics.close()
-        logger.info("The trained model is in %s, the summary in %s", self._folder / EXPORT_FOLDER, path)

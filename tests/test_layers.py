@@ -16,6 +16,7 @@ LAYERS = (
     ("launch", "tools"),
     (
         "rlmath.run",
+        "rlmath.reporter",
         "rlmath.trainer",
         "rlmath.update",
         "rlmath.step_metrics",

@@ -2,9 +2,10 @@
 
     python tools/bench_rollout.py [--quick]
 
-Ranks under torchrun, one engine each, 2 and 4 of them, with a random Qwen2 of 0.6M parameters. Of every 50 prompts in a
-row one, drawn anew for every repeat, has 4 answers of 80 tokens, all others 4 answers of 4. An engine decodes 8
-sequences at a time. The same prompts are sampled in two ways, which take turns in going first:
+Ranks under torchrun, one engine each, 2 and 4 of them, with a random Qwen2 of 0.6M parameters. A prompt has 4 answers
+of 5 to 15 tokens, and of every 50 prompts in a row one, drawn anew for every repeat, answers of 20 times that. (Were
+all of a group equally long, fixed shares would keep whole groups in step, as no real answers do.) An engine decodes 8
+sequences at a time. The same requests are sampled in two ways, which take turns in going first:
 
 - ours: engines draw from what is left (`rlmath.rollout.claims`);
 - "fixed shares": engine i of E gets prompts i, i+E, i+2E, ..., all at once.
@@ -21,7 +22,7 @@ means ours is better.
 
 "own cores" runs every engine as fast as it can, and is measured where each has a core of its own: with more engines
 than cores one that is done lends its core to the others, which hides what its waiting costs. "paced" lets no engine
-step take less than 15 ms, by sleeping. Then the time goes by steps and not by computing, as it does on a GPU, where a
+step take less than 10 ms, by sleeping. Then the time goes by steps and not by computing, as it does on a GPU, where a
 step takes about as long for few sequences as for many, and the engines disturb each other less. Seconds are of use on
 an otherwise idle machine only; steps are nearly the same on any.
 """
@@ -54,9 +55,9 @@ from rlmath.rollout.sampling import AllAtOnce, Generated, Load, Request, Request
 from rlmath.sync.layouts import engine_shapes
 
 REPOSITORY = Path(__file__).resolve().parents[1]
-LONG_EVERY, SHORT_TOKENS, LONG_TOKENS, GROUP_SIZE, MAX_NUM_SEQS = 50, 4, 80, 4, 8
+LONG_EVERY, LONG_FACTOR, SHORT_TOKENS, GROUP_SIZE, MAX_NUM_SEQS = 50, 20, (5, 15), 4, 8
 ENGINES = (2, 4)
-STEP_SECONDS = 0.015
+STEP_SECONDS = 0.010
 """Pace of the paced cases."""
 PROMPT = (5, 6, 7, 8, 9, 10, 11)
 LEAST_IDLE_SHARE = 0.001
@@ -91,14 +92,14 @@ def make_requests(prompts: int, draw: int) -> list[list[Request]]:
     """The groups' requests, with exact lengths; one group in LONG_EVERY is long."""
     chosen = random.Random(draw)
     long = {start + chosen.randrange(LONG_EVERY) for start in range(0, prompts, LONG_EVERY)}
-    rows = []
-    for p in range(prompts):
-        tokens = LONG_TOKENS if p in long else SHORT_TOKENS
-        seeds = [request_seed(1, draw, str(p), g) for g in range(GROUP_SIZE)]
-        rows.append(
-            [Request((p, g), (*PROMPT, p % 90 + 3), seed, tokens, tokens) for g, seed in enumerate(seeds)]
-        )
-    return rows
+    return [
+        [
+            Request((p, g), (*PROMPT, p % 90 + 3), request_seed(1, draw, str(p), g), tokens, tokens)
+            for g in range(GROUP_SIZE)
+            for tokens in [chosen.randint(*SHORT_TOKENS) * (LONG_FACTOR if p in long else 1)]
+        ]
+        for p in range(prompts)
+    ]
 
 
 class Paced:
@@ -192,13 +193,15 @@ def report_case(case: str, pairs: Sequence[tuple[Figures, Figures]]) -> None:
 
 
 def cases(quick: bool, cores: int) -> list[Case]:
-    if quick:
-        return [Case(engines, 50 * engines, STEP_SECONDS, repeats=3) for engines in ENGINES]
+    """Paced, and at full speed where each engine has a core; with `quick` one of the two for each number of engines."""
     found = []
     for engines in ENGINES:
-        found += [Case(engines, size * engines, STEP_SECONDS, repeats=5) for size in (50, 100)]
-        if engines <= cores:
-            found.append(Case(engines, 100 * engines, 0.0, repeats=5))
+        prompts, repeats = (50 if quick else 100) * engines, 2 if quick else 5
+        enough_cores = engines <= cores
+        if enough_cores:
+            found.append(Case(engines, prompts, 0.0, repeats))
+        if not (quick and enough_cores):
+            found.append(Case(engines, prompts, STEP_SECONDS, repeats))
     return found
 
 
@@ -209,7 +212,9 @@ def run_rank(folder: Path, quick: bool) -> None:
     init_process_group(device, 600.0)
     settings = RolloutConfig(max_num_seqs=MAX_NUM_SEQS, cpu_kv_cache_gib=0.1)
     shapes = engine_shapes(read_model_shape(folder), engine_size=1)
-    engine = Engine(str(folder), settings, len(PROMPT) + 1 + LONG_TOKENS, mesh, device, shapes)
+    engine = Engine(
+        str(folder), settings, len(PROMPT) + 1 + LONG_FACTOR * SHORT_TOKENS[1], mesh, device, shapes
+    )
     list(engine.generate(make_requests(LONG_EVERY, 0)[mesh.rank]))
     for case in cases(quick, len(os.sched_getaffinity(0))):
         pairs = [compare(engine, case, draw) for draw in range(1, case.repeats + 1)]

@@ -25,6 +25,10 @@ SLICES_OF_A_BUCKET = 8
 """Large rectangles travel in slices of this fraction of a bucket, so that buckets get full."""
 
 
+SHARED_BUCKET_BYTES = 16 * 2**20
+"""Largest bucket between ranks that share memory (CPU), who keep two of them."""
+
+
 @dataclass(frozen=True, slots=True)
 class Copy:
     """A rectangle of a Hugging Face tensor on its way from a rank's parameter into a rank's engine."""

@@ -26,10 +26,7 @@ from rlmath.rollout.weights import EngineWeights
 from rlmath.sync.checksums import SyncChecksums
 from rlmath.sync.exchange import Exchange, Messages, SharedBuckets, elements
 from rlmath.sync.layouts import TIED_HEAD, TrainingLayout, parameter_key
-from rlmath.sync.plan import Copy, RankRound, SyncPlan, plan_sync, rank_rounds
-
-SHARED_BUCKET_BYTES = 2 * 2**20
-"""Bucket of ranks that share memory: two of these for each of some ranks fit a processor's cache."""
+from rlmath.sync.plan import SHARED_BUCKET_BYTES, Copy, RankRound, SyncPlan, plan_sync, rank_rounds
 
 
 def hf_stream(chunks: Sequence[torch.nn.Module], shape: ModelShape, mesh: Mesh):

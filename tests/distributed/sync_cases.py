@@ -129,7 +129,8 @@ def transfer(
                 wrong += one.wrong()
             if step == 0:
                 before = {name: tensor.clone() for name, tensor in targets[0].parameters.items()}
-            learn(stage, step)
+            if step < 2:
+                learn(stage, step)
         reports += [_report(case, one, sent) for one in targets]
         reports[-1]["wrong"] = wrong
         moved = [name for name, old in before.items() if not torch.equal(old, targets[0].parameters[name])]

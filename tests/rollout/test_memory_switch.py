@@ -1,23 +1,47 @@
+"""An engine's part of the memory switch, against a stand-in for vLLM that writes down what it is asked to do, and what
+the switch plans for a rank to hold. The whole of it, with a real engine, is in tests/distributed/test_switch.py."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
-from rlmath.rollout.memory import MemorySwitch
+from rlmath.rollout.engine_memory import EngineMemory
+from rlmath.rollout.memory import planned_phases
+from rlmath.rollout.weights import EngineWeights
 
 
 class RecordingLLM:
-    """Stands for vLLM's `LLM`: writes down what it is asked to do."""
+    """Stands for vLLM's `LLM`."""
 
     def __init__(self) -> None:
         self.calls: list[Any] = []
-        self.cache_is_free = True
+        self.running = ["7", "8"]
+        cache = torch.zeros(3, 4)
+        runner = SimpleNamespace(kv_caches=[[cache], cache[1:], torch.zeros(10)])
+        self._worker = SimpleNamespace(model_runner=runner)
+        self.llm_engine = SimpleNamespace(
+            output_processor=SimpleNamespace(request_states=dict.fromkeys(self.running)),
+            abort_request=self._abort,
+        )
+
+    def _abort(self, names: list[str], internal: bool) -> None:
+        self.calls.append(f"abort {names}")
+        self.running = []
 
     def reset_prefix_cache(self) -> bool:
         self.calls.append("reset_prefix_cache")
-        return self.cache_is_free
+        return not self.running
 
-    def collective_rpc(self, method: str) -> None:
+    def collective_rpc(self, method: str | Callable[[Any], Any]) -> list[Any]:
+        if callable(method):
+            return [method(self._worker)]
         self.calls.append(method)
+        return [None]
 
     def sleep(self, level: int) -> None:
         self.calls.append(f"sleep {level}")
@@ -26,63 +50,124 @@ class RecordingLLM:
         self.calls.append(f"wake {tags}")
 
 
-def cycle(switch: MemorySwitch) -> list[str]:
-    states = [switch.state]
-    for move in (switch.sleep, switch.wake_weights, switch.wake_kv_cache):
-        move()
-        states.append(switch.state)
-    return states
+class Rig:
+    """The memory of a recording engine whose only weight is a matrix of 6 elements."""
+
+    def __init__(self, device: str, busy: bool = False) -> None:
+        self.llm = RecordingLLM()
+        self.llm.running = self.llm.running if busy else []
+        self.model = torch.nn.Linear(2, 3, bias=False)
+        self.memory = EngineMemory(self.llm, EngineWeights(self.model, {"weight": (3, 2)}), device)
+
+    @property
+    def weight_bytes(self) -> int:
+        return self.model.weight.untyped_storage().nbytes()
 
 
-@pytest.mark.parametrize(
-    ("device", "calls"),
-    [
-        ("cuda", ["reset_prefix_cache", "sleep 2", "wake ['weights']", "wake ['kv_cache']"]),
-        ("cpu", ["reset_prefix_cache", "release_kv_cache", "restore_kv_cache"]),
-    ],
-)
-def test_a_cycle_in_the_right_order(device: str, calls: list[str]):
-    llm = RecordingLLM()
-    switch = MemorySwitch(llm, device)
-    assert cycle(switch) == ["awake", "asleep", "weights", "awake"]
-    assert llm.calls == calls
-    assert cycle(switch) == ["awake", "asleep", "weights", "awake"]
-    assert llm.calls == calls * 2
+MOVES = ("sleep", "wake_weights", "wake_kv_cache")
+CALLS = {
+    "cuda": ["reset_prefix_cache", "sleep 2", "wake ['weights']", "wake ['kv_cache']"],
+    "cpu": ["reset_prefix_cache", "release_kv_cache", "restore_kv_cache"],
+}
 
 
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("device", CALLS)
+def test_cycles_in_the_right_order(device: str) -> None:
+    rig = Rig(device)
+    states, held = [rig.memory.state], []
+    for move in 2 * MOVES:
+        getattr(rig.memory, move)()
+        states.append(rig.memory.state)
+        held.append(rig.weight_bytes)
+    assert states == ["awake", *2 * ["asleep", "weights", "awake"]]
+    assert rig.llm.calls == 2 * CALLS[device]
+    # On GPU it is vLLM itself that gives the weights up.
+    assert held == 2 * ([0, 24, 24] if device == "cpu" else [24, 24, 24])
+
+
+def test_the_kv_cache_is_what_its_storages_hold_together() -> None:
+    """Layers that share memory count once: 12 and 10 elements of 4 bytes."""
+    assert Rig("cpu").memory.kv_cache_bytes == 88
+
+
+@pytest.mark.parametrize("device", CALLS)
 @pytest.mark.parametrize(
     ("before", "wrong", "message"),
     [
-        ([], "wake_weights", "the engine is 'awake'; to wake its weights it must be 'asleep'"),
-        ([], "wake_kv_cache", "the engine is 'awake'; to wake its KV cache it must be 'weights'"),
-        (["sleep"], "sleep", "the engine is 'asleep'; to sleep it must be 'awake'"),
-        (["sleep"], "wake_kv_cache", "the engine is 'asleep'; to wake its KV cache it must be 'weights'"),
-        (["sleep", "wake_weights"], "sleep", "the engine is 'weights'; to sleep it must be 'awake'"),
-        (
-            ["sleep", "wake_weights"],
-            "wake_weights",
-            "the engine is 'weights'; to wake its weights it must be 'asleep'",
-        ),
+        (0, "wake_weights", "the engine is 'awake'; to wake its weights it must be 'asleep'"),
+        (0, "wake_kv_cache", "the engine is 'awake'; to wake its KV cache it must be 'weights'"),
+        (1, "sleep", "the engine is 'asleep'; to sleep it must be 'awake'"),
+        (1, "wake_kv_cache", "the engine is 'asleep'; to wake its KV cache it must be 'weights'"),
+        (2, "sleep", "the engine is 'weights'; to sleep it must be 'awake'"),
+        (2, "wake_weights", "the engine is 'weights'; to wake its weights it must be 'asleep'"),
     ],
 )
 def test_a_wrong_order_is_an_error_and_touches_nothing(
-    device: str, before: list[str], wrong: str, message: str
-):
-    llm = RecordingLLM()
-    switch = MemorySwitch(llm, device)
-    for move in before:
-        getattr(switch, move)()
-    state, calls = switch.state, list(llm.calls)
+    device: str, before: int, wrong: str, message: str
+) -> None:
+    rig = Rig(device)
+    for move in MOVES[:before]:
+        getattr(rig.memory, move)()
+    state, calls, held = rig.memory.state, list(rig.llm.calls), rig.weight_bytes
     with pytest.raises(RuntimeError, match=message):
-        getattr(switch, wrong)()
-    assert switch.state == state and llm.calls == calls
+        getattr(rig.memory, wrong)()
+    assert (rig.memory.state, rig.llm.calls, rig.weight_bytes) == (state, calls, held)
 
 
-def test_a_cache_that_is_still_in_use_is_an_error():
-    llm = RecordingLLM()
-    llm.cache_is_free = False
-    switch = MemorySwitch(llm, "cpu")
+@pytest.mark.parametrize("device", CALLS)
+def test_a_cache_that_is_still_in_use_is_an_error(device: str) -> None:
+    rig = Rig(device, busy=True)
     with pytest.raises(RuntimeError, match="prefixes of old weights"):
-        switch.sleep()
-    assert switch.state == "awake"
+        rig.memory.sleep()
+    assert rig.memory.state == "awake" and rig.weight_bytes == 24
+    assert rig.llm.calls == ["reset_prefix_cache"]
+
+
+@pytest.mark.parametrize("device", CALLS)
+@pytest.mark.parametrize("before", range(4))
+def test_a_collapse_ends_in_sleep_from_everywhere(device: str, before: int) -> None:
+    """vLLM's sleep mode only sleeps when all of it is awake; on CPU the weights go by themselves."""
+    rig = Rig(device)
+    for move in MOVES[:before]:
+        getattr(rig.memory, move)()
+    state, rig.llm.calls = rig.memory.state, []
+    rig.memory.collapse()
+    aborted_and_asleep = ["abort ['7', '8']", *CALLS[device][:2]]
+    assert rig.memory.state == "asleep"
+    assert rig.llm.calls == {
+        "awake": aborted_and_asleep,
+        "weights": ["wake ['kv_cache']", *aborted_and_asleep] if device == "cuda" else [],
+        "asleep": [],
+    }.get(state)
+    if device == "cpu":
+        assert rig.weight_bytes == 0
+
+
+def test_a_collapse_gives_up_what_the_engine_still_works_on() -> None:
+    rig = Rig("cpu", busy=True)
+    rig.memory.collapse()
+    assert rig.memory.state == "asleep" and rig.llm.running == []
+
+
+def test_what_a_rank_holds_in_each_phase_by_hand() -> None:
+    """40 gradients, 80 optimizer, 20 parameters and 20 reference leave; 21 engine weights and a KV cache of 60 come."""
+    training = {"gradients": 40, "optimizer": 80, "parameters": 20, "reference": 20}
+    assert planned_phases(training, weights=21, kv_cache=60) == {
+        "offload": -140,
+        "wake": -119,
+        "sync": -119,
+        "wake_kv_cache": -79,
+        "sleep": -160,
+        "restore": 0,
+    }
+
+
+def test_nothing_that_leaves_is_only_the_engine_on_top() -> None:
+    assert planned_phases({}, weights=5, kv_cache=6) == {
+        "offload": 0,
+        "wake": 5,
+        "sync": 5,
+        "wake_kv_cache": 11,
+        "sleep": 0,
+        "restore": 0,
+    }

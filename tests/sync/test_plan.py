@@ -227,7 +227,9 @@ def test_ranks_that_hold_the_same_share_the_sending(layout: Layout, engine_size:
 
 @pytest.mark.parametrize("ranks_per_node", [2, 4])
 @pytest.mark.parametrize(
-    "layout", [Layout(data=2, tensor=2), Layout(data=4, tensor=2), Layout(tensor=2, stages=PP2, data=2)], ids=str
+    "layout",
+    [Layout(data=2, tensor=2), Layout(data=4, tensor=2), Layout(tensor=2, stages=PP2, data=2)],
+    ids=str,
 )
 def test_what_the_own_node_holds_never_comes_from_another(layout: Layout, ranks_per_node: int) -> None:
     shape = MODELS["untied"]

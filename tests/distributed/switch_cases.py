@@ -1,0 +1,302 @@
+"""What the ranks do in the tests of the memory switch: a real policy and a real engine take turns, undisturbed and with
+a failure in every place."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from rlmath.parallel.device import release_cached
+from rlmath.rollout.engine_memory import cache_storages
+from rlmath.rollout.memory import MemorySwitch
+from rlmath.rollout.memory_watch import MemoryLeak, MemoryWatch
+from rlmath.telemetry.timers import PhaseTimers
+from rlmath.types import Sample
+from tests.distributed.engine_cases import _pack_all, open_engine, pair
+from tests.distributed.offload_cases import EVERYTHING, measured, parameters_of, state_of
+from tests.distributed.policy_cases import Case, Stage, build, by_sample, microbatches, whole_tensors
+from tests.tiny_models import make_samples
+
+MIB = 2**20
+NO_LIMIT = 2**60
+
+
+class Rig:
+    """A policy that has learned once, an engine, and all of the policy's memory in sets that can leave."""
+
+    def __init__(self, folder: Path, case: Case, engine_size: int) -> None:
+        from rlmath.policy.offload import training_sets
+
+        self.stage: Stage = build(folder, case)
+        self.engine = open_engine(folder, engine_size, self.stage.device)
+        self.sync = pair(self.stage, self.engine, engine_size).sync
+        self.sets = training_sets(self.stage.actor, None, EVERYTHING, self.stage.device)
+        self.timers = PhaseTimers()
+        self.learn(0)
+
+    def learn(self, seed: int) -> None:
+        batches = microbatches(self.stage, make_samples(8, seed=seed))
+        assert self.stage.actor.learner.learn(batches, None, None).discarded is None
+
+    def switch(
+        self,
+        sync: Callable[[], Any] | None = None,
+        training: Any = None,
+        watch: MemoryWatch | None = None,
+    ) -> MemorySwitch:
+        return MemorySwitch(
+            self.engine,
+            training or self.sets,
+            sync or self.sync.run,
+            watch or MemoryWatch(NO_LIMIT, stop=False, rank=0),
+            self.timers,
+            self.stage.device,
+        )
+
+    def engine_bytes(self) -> int:
+        """What the engine's weights and its KV cache really hold."""
+        (cache,) = self.engine._llm.collective_rpc(lambda worker: cache_storages(worker))
+        (model,) = self.engine._llm.collective_rpc(lambda worker: worker.get_model())
+        storages = [*cache, *(parameter.untyped_storage() for parameter in model.parameters())]
+        packed = [module for module in model.modules() if getattr(module, "cpu_linear", None) is not None]
+        return sum(storage.nbytes() for storage in storages) + len(packed)
+
+    def requests(self, step: int) -> list[Any]:
+        """Of different lengths, so that some are still running when the first is finished."""
+        from rlmath.rollout.sampling import Request
+
+        return [Request((p, 0), (5 + p, 6, 7), 10 * step + p, 0, 6 * (p + 1)) for p in range(4)]
+
+    def generate(self, step: int) -> list[Any]:
+        return sorted(self.engine.generate(self.requests(step)), key=lambda g: g.key)
+
+    def mismatch(self, generated: list[Any]) -> float:
+        """Largest difference of log-probs to the policy as it is now (nats); 0 off the last stage."""
+        samples = [Sample((5 + g.key[0], 6, 7), g.token_ids, g.logprobs, 1.0) for g in generated]
+        batches = _pack_all(samples, self.stage.mesh)
+        results = self.stage.actor.executor.logprobs(batches)
+        if not self.stage.mesh.is_last_stage:
+            return 0.0
+        mine = by_sample(batches, [result.logprobs_T for result in results])
+        return max(
+            abs(a - b)
+            for index, sample in enumerate(samples)
+            for a, b in zip(mine[index], sample.behaviour_logprobs, strict=True)
+        )
+
+    def look(self) -> dict[str, Any]:
+        return {
+            "away": self.sets.away,
+            "engine": self.engine.memory.state,
+            "training bytes": measured(self.stage),
+            "engine bytes": self.engine_bytes(),
+            "version": self.engine.version,
+        }
+
+
+def cycles(folder: Path, case: Case, engine_size: int, count: int) -> list[dict[str, Any]]:
+    """What is where at the three stations of a cycle, again and again."""
+    rig, found = Rig(folder, case, engine_size), []
+    looks: dict[str, Any] = {}
+
+    def sync() -> None:
+        looks["sync"] = rig.look()
+        rig.sync.run()
+
+    switch = rig.switch(sync)
+    for number in range(count):
+        before, here = state_of(rig.stage), rig.look()
+        rig.timers.reset()
+        with switch.generating(version=number + 1):
+            looks["body"] = rig.look()
+            generated = rig.generate(number)
+        after = state_of(rig.stage)
+        found.append(
+            {
+                "before": here,
+                **looks,
+                "after": rig.look(),
+                "same": before.keys() == after.keys()
+                and all(torch.equal(before[name], after[name]) for name in before),
+                "mismatch": rig.mismatch(generated),
+                "phases": list(rig.timers.seconds()),
+                "moved": switch.moved_bytes,
+                "metrics": switch.metrics(),
+            }
+        )
+        rig.learn(number + 1)
+    rig.engine.close()
+    return found
+
+
+class Trouble(Exception):
+    """What the tests raise."""
+
+
+class FailsOnce:
+    """The real sets; the first time that they come back ends in an error when one of them is here."""
+
+    def __init__(self, sets: Any) -> None:
+        self._sets, self._failed = sets, False
+        self.leave = sets.leave
+
+    @property
+    def away(self) -> tuple[str, ...]:
+        return self._sets.away
+
+    @property
+    def nbytes(self) -> dict[str, int]:
+        return self._sets.nbytes
+
+    def come_back(self, *names: str) -> Any:
+        if self._failed:
+            return self._sets.come_back(*names)
+        self._failed = True
+        self._sets.come_back(names[0])
+        raise Trouble("no memory to come back to")
+
+
+def _sync_raises(rig: Rig) -> None:
+    def sync() -> None:
+        rig.sync.run()
+        raise Trouble("the sync fails")
+
+    _use(rig.switch(sync), lambda: None)
+
+
+def _body_raises(rig: Rig) -> None:
+    def body() -> None:
+        for _ in rig.engine.generate(rig.requests(1)):
+            assert rig.engine._llm.llm_engine.has_unfinished_requests()
+            raise Trouble("with requests still running")
+
+    _use(rig.switch(), body)
+
+
+def _body_is_interrupted(rig: Rig) -> None:
+    def body() -> None:
+        next(rig.engine.generate(rig.requests(1)))
+        raise KeyboardInterrupt
+
+    _use(rig.switch(), body)
+
+
+def _body_leaves_requests_running(rig: Rig) -> None:
+    """vLLM does not give blocks of its cache up that requests still use."""
+    _use(rig.switch(), lambda: next(rig.engine.generate(rig.requests(1))))
+
+
+def _coming_back_fails(rig: Rig) -> None:
+    _use(rig.switch(training=FailsOnce(rig.sets)), lambda: rig.generate(1))
+
+
+def _parameters_cannot_leave(rig: Rig) -> None:
+    """torch cannot give up memory that numpy owns. Half of the parameters have left by then."""
+    parameters = parameters_of(rig.stage.actor.chunks)
+    borrowed = parameters[len(parameters) // 2]
+    kept = borrowed.data
+    borrowed.data = torch.from_numpy(np.zeros(kept.shape, np.float32)).copy_(kept)
+    try:
+        _use(rig.switch(), lambda: None)
+    finally:
+        borrowed.data = kept
+
+
+def _use(switch: MemorySwitch, body: Callable[[], Any]) -> None:
+    """One cycle that fails; the error carries what the switch says afterwards."""
+    try:
+        with switch.generating(1):
+            body()
+    except BaseException as error:
+        try:
+            with switch.generating(2):
+                raise AssertionError("a broken switch generates")
+        except RuntimeError as refusal:
+            error.add_note(f"{switch.broken}: {refusal}")
+        raise
+
+
+FAILURES = {
+    "sync": _sync_raises,
+    "body": _body_raises,
+    "interrupt": _body_is_interrupted,
+    "running": _body_leaves_requests_running,
+    "coming back": _coming_back_fails,
+    "leaving": _parameters_cannot_leave,
+}
+
+
+def failures(folder: Path, case: Case, engine_size: int) -> dict[str, dict[str, Any]]:
+    """After every failure: what is where, what has changed, and whether all goes on with another switch."""
+    rig, found = Rig(folder, case, engine_size), {}
+    for name, fail in FAILURES.items():
+        before, weights, here = state_of(rig.stage), whole_tensors(rig.stage), rig.look()
+        report: dict[str, Any] = {"error": None}
+        try:
+            fail(rig)
+        except BaseException as error:
+            report = {"error": repr(error), "next": error.__notes__[-1]}
+        after, exported = state_of(rig.stage), whole_tensors(rig.stage)
+        found[name] = report | {
+            "before": here,
+            "after": rig.look(),
+            "same": all(torch.equal(before[key], after[key]) for key in before),
+            "exported": all(torch.equal(weights[key], exported[key]) for key in weights),
+        }
+        rig.learn(1)
+        with rig.switch().generating(7):
+            generated = rig.generate(2)
+        found[name]["mismatch"] = rig.mismatch(generated)
+    rig.engine.close()
+    return found
+
+
+@contextmanager
+def heard(name: str) -> Iterator[list[str]]:
+    """What a logger tells meanwhile."""
+    messages: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())
+    logger = logging.getLogger(name)
+    logger.addHandler(handler)
+    try:
+        yield messages
+    finally:
+        logger.removeHandler(handler)
+
+
+def leak(folder: Path, leaked_mib: int, threshold_mib: int) -> dict[str, Any]:
+    """Calm cycles up to some after the warm-up, one in which memory is kept, and one that is told to stop on it."""
+    rig, kept, report = Rig(folder, Case(optimizer="adam"), 1), [], {}
+
+    def cycle(switch: MemorySwitch, size: int) -> None:
+        with switch.generating(1):
+            rig.generate(1)
+            kept.append(torch.ones(size * MIB, dtype=torch.uint8))
+        kept[:] = [tensor for tensor in kept if tensor.numel()]
+
+    for stop in (False, True):
+        switch = rig.switch(watch=MemoryWatch(threshold_mib * MIB, stop, rank=0))
+        with heard("rlmath.rollout.memory_watch") as messages:
+            for _ in range(5):
+                cycle(switch, 0)
+            report[f"calm, stop={stop}"] = list(messages)
+            messages.clear()
+            try:
+                cycle(switch, leaked_mib)
+                report[f"ended, stop={stop}"] = ""
+            except MemoryLeak as error:
+                report[f"ended, stop={stop}"] = str(error)
+            report[f"told, stop={stop}"] = list(messages)
+            report[f"broken, stop={stop}"] = switch.broken
+        report[f"look, stop={stop}"] = rig.look()
+        kept.clear()
+        release_cached(rig.stage.device)
+    rig.engine.close()
+    return report

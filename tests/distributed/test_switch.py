@@ -1,0 +1,108 @@
+"""Training and generation take turns on one memory: what is where, in which order, and what a failure leaves behind."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.distributed import switch_cases
+from tests.distributed.policy_cases import Case
+from tests.distributed.rank_pool import RankPool
+
+pytestmark = pytest.mark.distributed
+
+PHASES = ["offload", "wake", "sync", "wake_kv_cache", "sleep", "restore"]
+GIB = 2**30
+
+
+@pytest.mark.parametrize(
+    ("case", "engine_size"),
+    [
+        (Case(optimizer="adam"), 1),
+        pytest.param(Case(pipeline=2, optimizer="adam"), 2, marks=pytest.mark.full),
+        pytest.param(Case(tensor=2, data=2, optimizer="adam"), 2, marks=pytest.mark.full),
+    ],
+    ids=str,
+)
+def test_memory_changes_hands_in_order_and_nothing_is_lost(
+    ranks: RankPool, untied_model: Path, case: Case, engine_size: int
+) -> None:
+    for reports in ranks.run(case.ranks, switch_cases.cycles, untied_model, case, engine_size, 3):
+        for number, report in enumerate(reports):
+            before, sync, body, after = (report[name] for name in ("before", "sync", "body", "after"))
+            assert report["phases"] == PHASES
+            assert (before["away"], before["engine"], before["engine bytes"]) == ((), "asleep", 0)
+            assert (sync["away"], sync["engine"]) == (("gradients", "optimizer"), "weights")
+            assert sync["training bytes"] == {
+                **before["training bytes"],
+                "gradients": 0,
+                "optimizer": 0,
+            }
+            assert (body["away"], body["engine"]) == (("gradients", "optimizer", "parameters"), "awake")
+            assert set(body["training bytes"].values()) == {0}
+            assert body["version"] == after["version"] == number + 1 > before["version"]
+            assert body["engine bytes"] > sync["engine bytes"] > 0
+            assert {**after, "version": 0} == {**before, "version": 0}
+            assert report["same"] and report["mismatch"] < 1e-5
+            held = before["training bytes"]
+            assert report["moved"] == held["gradients"] + held["optimizer"] + held["parameters"]
+            assert report["metrics"]["memory/offloaded_gib"] == report["moved"] / GIB
+            names = {f"memory/after_{phase}_gib" for phase in (*PHASES, "generate")}
+            assert names < report["metrics"].keys()
+
+
+@pytest.mark.parametrize(
+    ("case", "engine_size"),
+    [
+        (Case(optimizer="adam"), 1),
+        pytest.param(Case(tensor=2, optimizer="adam"), 2, marks=pytest.mark.full),
+    ],
+    ids=str,
+)
+def test_a_failure_anywhere_leaves_the_policy_whole_and_the_engine_asleep(
+    ranks: RankPool, untied_model: Path, case: Case, engine_size: int
+) -> None:
+    """It can be saved and even go on learning; the switch itself is broken and says so."""
+    errors = {
+        "sync": "the sync fails",
+        "body": "with requests still running",
+        "interrupt": "KeyboardInterrupt",
+        "running": "prefixes of old weights would be used again",
+        "coming back": "no memory to come back to",
+        "leaving": "not resizable",
+    }
+    for found in ranks.run(case.ranks, switch_cases.failures, untied_model, case, engine_size):
+        assert found.keys() == errors.keys()
+        for name, report in found.items():
+            assert errors[name] in report["error"], name
+            assert report["next"].startswith("True: generation failed before; this switch is broken"), name
+            after = report["after"]
+            assert after["away"] == () and after["engine"] == "asleep", name
+            assert after["engine bytes"] == 0, name
+            assert after["training bytes"] == report["before"]["training bytes"], name
+            assert report["same"] and report["exported"], name
+            assert report["mismatch"] < 1e-5, name
+
+
+def test_memory_that_is_kept_is_told_with_its_size_and_ends_the_run_only_where_asked(
+    ranks: RankPool, untied_model: Path
+) -> None:
+    """Training has all of its memory when the run ends, and the switch is not broken: the policy can be saved."""
+    (report,) = ranks.run(1, switch_cases.leak, untied_model, 192, 64)
+    for stop in (False, True):
+        assert report[f"calm, stop={stop}"] == []
+        told = [line for line in report[f"told, stop={stop}"] if 'after "generate"' in line]
+        assert len(told) == 1 and "in the same phase of earlier steps" in told[0]
+        size = int(re.search(r"(\d+) MiB more", told[0]).group(1))
+        assert 192 - 32 <= size <= 192 + 32
+        planned = [line for line in report[f"told, stop={stop}"] if "more than planned" in line]
+        assert {line.split('"')[1] for line in planned} == {"sleep", "restore"}
+        assert not report[f"broken, stop={stop}"]
+        assert (report[f"look, stop={stop}"]["away"], report[f"look, stop={stop}"]["engine"]) == (
+            (),
+            "asleep",
+        )
+    assert report["ended, stop=False"] == ""
+    assert "rank 0" in report["ended, stop=True"] and '"generate"' in report["ended, stop=True"]
