@@ -28,7 +28,7 @@ from rlmath.parallel.device import resolve_kind
 from rlmath.parallel.mesh import Mesh
 from rlmath.sync.layouts import ENGINE_VOCAB_MULTIPLE, TrainingLayout, training_blocks, training_layout
 from rlmath.sync.plan import SHARED_BUCKET_BYTES, Copy, SyncPlan, plan_sync
-from tools.plan_memory import MISTAKE, NOT_NEEDED, _checked_shape, least_ranks
+from tools.plan_memory import MISTAKE, NOT_NEEDED, checked_shape, least_ranks
 
 GIB, MIB = 2**30, 2**20
 FORMATS = {"cpu": ("float32", 4), "cuda": ("bfloat16", 2)}
@@ -73,7 +73,7 @@ def explain(given: argparse.Namespace) -> Explained:
         raise ValueError(f"--ranks-per-node is {given.ranks_per_node}; needed: at least 1.")
     config = load_config(given.config, [*NOT_NEEDED, *given.overrides])
     ranks = least_ranks(config) if given.ranks is None else given.ranks
-    shape = _checked_shape(config, ranks)
+    shape = checked_shape(config, ranks)
     parallel, device = config.parallel, resolve_kind(config.run.device)
     mesh = Mesh(
         0,

@@ -42,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         config = load_config(given.config, [*NOT_NEEDED, *given.overrides])
         ranks = least_ranks(config) if given.ranks is None else given.ranks
-        shape = _checked_shape(config, ranks)
+        shape = checked_shape(config, ranks)
     except ValueError as error:
         print(error, file=sys.stderr)
         return MISTAKE
@@ -65,7 +65,7 @@ def least_ranks(config: Config) -> int:
     return math.lcm(tensor * pipeline * context, engine)
 
 
-def _checked_shape(config: Config, ranks: int) -> ModelShape:
+def checked_shape(config: Config, ranks: int) -> ModelShape:
     """The model's shape; ValueError for settings that no run could have."""
     shape = read_model_shape(Path(config.model.path))
     problems = setting_problems(config, ranks) if ranks > 0 else [f"--ranks is {ranks}; needed: at least 1."]

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
+import uuid
 
 import torch
-import torch.distributed as dist
 
 from rlmath.parallel.collectives import gather_objects
-
-_BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
 def share_memory(size: int) -> list[torch.UntypedStorage] | None:
@@ -19,11 +16,11 @@ def share_memory(size: int) -> list[torch.UntypedStorage] | None:
     None, on all ranks alike, where that cannot be: ranks on several machines or in several containers, another user, no
     memory left.
     """
-    fd = -1
+    fd, name = -1, f"rlmath-{uuid.uuid4().hex}"
     try:
-        fd = os.memfd_create("rlmath")
+        fd = os.memfd_create(name)
         os.posix_fallocate(fd, 0, max(size, 1))
-        offer = (_machine(), os.getpid(), fd, max(size, 1))
+        offer = (os.getpid(), fd, name, max(size, 1))
     except OSError:
         offer = None
     offers = gather_objects(offer)
@@ -34,20 +31,16 @@ def share_memory(size: int) -> list[torch.UntypedStorage] | None:
     return mapped if agreed else None
 
 
-def _machine() -> str:
-    return _BOOT.read_text(encoding="ascii").strip()
-
-
-def _map(offers: list[tuple[str, int, int, int] | None]) -> list[torch.UntypedStorage] | None:
-    mine = offers[dist.get_rank()]
+def _map(offers: list[tuple[int, int, str, int] | None]) -> list[torch.UntypedStorage] | None:
     pieces = []
     for offer in offers:
-        if mine is None or offer is None or offer[0] != mine[0]:
+        if offer is None:
             return None
-        _, pid, fd, size = offer
+        pid, fd, name, size = offer
         try:
+            # In another container, or on another machine, the same numbers are another process's file, or none.
             path = f"/proc/{pid}/fd/{fd}"
-            if not Path(path).readlink().name.startswith("memfd:rlmath"):
+            if not os.readlink(path).startswith(f"/memfd:{name}"):
                 return None
             pieces.append(torch.UntypedStorage.from_file(path, shared=True, nbytes=size))
         except (OSError, RuntimeError):

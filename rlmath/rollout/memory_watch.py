@@ -58,7 +58,8 @@ class MemoryWatch:
     def observe(self, phase: str, held: int) -> None:
         """What is held after a phase of this cycle."""
         self.held[phase] = held
-        if phase in self._expected:
+        # In the first cycle a process still loads code, and maps what it keeps.
+        if self._cycle > 1 and phase in self._expected:
             self._compare(phase, held, self._expected[phase], "planned")
         if self._cycle <= WARM_UP_CYCLES:
             return

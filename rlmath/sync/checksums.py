@@ -1,12 +1,12 @@
 """Whether the engines have the policy's weights: checksums of every Hugging Face tensor, on both sides.
 
-An element counts with its bits, in the engine's number format, times an odd number made of its place in the tensor: a
-wrong value, a missing one, and a right one in the wrong place all show.
+An element counts with a hash of its bits, in the engine's number format, and of its place in the tensor: a wrong value,
+a missing one, and a right one in the wrong place all show.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 
 import torch
@@ -35,8 +35,16 @@ def rectangle_checksum(values: Tensor, row: int, col: int, width: int) -> int:
         part = values[start : start + step].contiguous()
         bits = part.view(_BITS[part.element_size()]).long()
         rows = torch.arange(row + start, row + start + len(part), device=values.device)
-        total += int((bits * (2 * (rows[:, None] * width + columns) + 1) & MASK).sum())
+        total += int((_mixed(bits, rows[:, None] * width + columns) & MASK).sum())
     return total & MASK
+
+
+def _mixed(bits: Tensor, places: Tensor) -> Tensor:
+    """A hash of every element with its place, int64, in which each bit of both moves about half of all bits: multiply
+    and shift, as in splitmix64."""
+    mixed = bits * 0x1F123BB5 + places * 0x61C8864680B583EB
+    mixed = (mixed ^ (mixed >> 32)) * 0x2545F4914F6CDD1D
+    return mixed ^ (mixed >> 29)
 
 
 class SyncChecksums:
@@ -54,9 +62,9 @@ class SyncChecksums:
         ]
         self._held = _only_here([b for b in held if b.parameter != TIED_HEAD], others) if speaks else []
         self._needed: dict[str, list[Block]] = defaultdict(list)
-        parts = [list(engine_blocks(shape, mesh.engine_size, p)) for p in range(part)]
-        for block in _only_here(list(engine_blocks(shape, mesh.engine_size, part)), parts):
+        for block in engine_blocks(shape, mesh.engine_size, part):
             self._needed[block.parameter].append(block)
+        self._copies = _copies(shape, mesh.engine_size)
         self._sums = {side: dict.fromkeys(self._names, 0) for side in ("policy", "engine")}
 
     def add_engine(self, name: str, matrix: Tensor) -> None:
@@ -77,7 +85,9 @@ class SyncChecksums:
         """Tensors that some engine has otherwise than the policy, with the engines; the same on all ranks."""
         mesh = self._mesh
         table = torch.zeros(1 + mesh.engines, len(self._names), dtype=torch.int64)
-        table[0] = torch.tensor([self._sums["policy"][name] & MASK for name in self._names])
+        table[0] = torch.tensor(
+            [self._sums["policy"][name] * self._copies[name] & MASK for name in self._names]
+        )
         table[1 + mesh.engine_index] = torch.tensor(
             [self._sums["engine"][name] & MASK for name in self._names]
         )
@@ -93,8 +103,21 @@ class SyncChecksums:
 
 def _widths(shape: ModelShape) -> dict[str, int]:
     """Columns of every Hugging Face tensor."""
-    whole = engine_blocks(shape, 1, 0)
-    return {block.tensor: block.cols for block in whole}
+    return {block.tensor: block.cols for block in _whole(shape)}
+
+
+def _copies(shape: ModelShape, engine_size: int) -> dict[str, int]:
+    """How often an engine has each element of a tensor: its ranks may share it out, or each have all of it."""
+    held: Counter[str] = Counter()
+    for part in range(engine_size):
+        for block in engine_blocks(shape, engine_size, part):
+            held[block.tensor] += block.elements
+    return {block.tensor: held[block.tensor] // block.elements for block in _whole(shape)}
+
+
+def _whole(shape: ModelShape) -> list[Block]:
+    """Every Hugging Face tensor in one piece."""
+    return list(engine_blocks(shape, 1, 0))
 
 
 def _only_here(blocks: Sequence[Block], earlier: Iterable[Sequence[Block]]) -> list[Block]:

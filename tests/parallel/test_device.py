@@ -6,6 +6,7 @@ from rlmath.parallel.device import (
     environment_world_size,
     held_bytes,
     open_device,
+    release_cached,
     resident_bytes,
     resolve_kind,
 )
@@ -53,6 +54,7 @@ def test_without_a_launcher_a_process_is_alone(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_resident_memory_sees_what_is_taken():
+    release_cached(open_device("cpu"))
     before = resident_bytes()
     block = torch.ones(64 * 2**20, dtype=torch.uint8)
     assert resident_bytes() - before > 48 * 2**20
