@@ -12,7 +12,9 @@ ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY
 TRAIN = ("launch/train_grpo.py", "--config", "configs/demo.yaml")
 
 
-def run(*command: str, expect: int = 0, path: Path | None = None) -> subprocess.CompletedProcess[str]:
+def run(
+    *command: str, expect: int = 0, path: Path | None = None, timeout: float = 300.0
+) -> subprocess.CompletedProcess[str]:
     """Run `python command` in the repository to its end; `path` is one more folder of modules."""
     modules = str(REPOSITORY) if path is None else f"{REPOSITORY}{os.pathsep}{path}"
     done = subprocess.run(
@@ -21,7 +23,7 @@ def run(*command: str, expect: int = 0, path: Path | None = None) -> subprocess.
         env=ENVIRONMENT | {"PYTHONPATH": modules},
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=timeout,
         check=False,
     )
     assert done.returncode == expect, done.stdout + done.stderr
