@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 from rlmath.config import ParallelConfig, PolicyConfig
 from rlmath.model_shape import ModelShape
+from rlmath.sync.layouts import engine_vocab_rows
 
 
 def rank_problems(parallel: ParallelConfig, engine: int, world_size: int) -> Iterator[str]:
@@ -70,6 +71,12 @@ def split_problems(parallel: ParallelConfig, engine: int, shape: ModelShape) -> 
         yield (
             f"rollout.tensor_parallel is {engine}: vLLM can neither split nor copy the model's {kv_heads} "
             f"key-value heads evenly; needed: a divisor or a multiple of {kv_heads}."
+        )
+    elif (rows := engine_vocab_rows(shape, 1)) % engine:
+        yield (
+            f"rollout.tensor_parallel is {engine}: vLLM fills the model's vocabulary of {shape.vocab_size} up to "
+            f"{rows} rows and must split them evenly. Possible: "
+            f"{_divisors(math.gcd(rows, shape.num_heads, shape.ffn_size))}."
         )
 
 

@@ -147,7 +147,7 @@ def test_fields_that_may_be_left_out(place: Path):
     [
         (["parallel.tensor=4", "parallel.pipeline=2", "rollout.tensor_parallel=2"], 8),
         (["parallel.tensor=2", "parallel.pipeline=3", "parallel.sequence=true"], 12),
-        (["rollout.tensor_parallel=12"], 12),
+        (["rollout.tensor_parallel=4"], 12),
         (["policy.recompute_granularity=selective"], 1),
         (
             [
@@ -267,6 +267,11 @@ def test_a_single_wrong_value(place: Path, override: str, told: str):
             "rollout.tensor_parallel is 8; it must divide the model's 12 attention heads.",
         ),
         (["rollout.tensor_parallel=6"], 6, "needed: a divisor or a multiple of 4"),
+        (
+            ["rollout.tensor_parallel=12"],
+            12,
+            f"vLLM fills the model's vocabulary of {VOCAB} up to 64 rows and must split them evenly. Possible: 1, 2, 4.",
+        ),
         (["rollout.min_new_tokens=33"], 1, "rollout.min_new_tokens is 33, above rollout.max_new_tokens 32"),
         (["policy.max_tokens_per_microbatch=47"], 1, "has 16 + 32 = 48 tokens and must fit"),
         (

@@ -59,8 +59,8 @@ class MemorySwitch:
         self._device = device
         self.broken = False
         """After a failure inside of a cycle: nothing is generated any more."""
-        self.moved_bytes = 0
-        """What left the device for the host, or was given up, in the last cycle (bytes)."""
+        self._left: list[Moved] = []
+        self._came_back: list[Moved] = []
 
     @contextmanager
     def generating(self, version: int) -> Iterator[None]:
@@ -81,9 +81,15 @@ class MemorySwitch:
         self._watch.end_of_cycle()
 
     def metrics(self) -> dict[str, float]:
-        """What this rank held after each phase of the last cycle, and what left the device in it (GiB)."""
-        held = {f"memory/after_{phase}_gib": held / 2**30 for phase, held in self._watch.held.items()}
-        return held | {"memory/offloaded_gib": self.moved_bytes / 2**30}
+        """What this rank held after each phase of the last cycle (GiB); by set that left the device, how much that was
+        (GiB) and how long its way there and back took (seconds)."""
+        metrics = {f"memory/after_{phase}_gib": held / 2**30 for phase, held in self._watch.held.items()}
+        for moved in self._left:
+            metrics[f"memory/offloaded/{moved.name}_gib"] = moved.bytes / 2**30
+            metrics[f"seconds/offload/{moved.name}"] = moved.seconds
+        for moved in self._came_back:
+            metrics[f"seconds/offload/{moved.name}"] += moved.seconds
+        return metrics
 
     def _to_generation(self, version: int) -> None:
         release_cached(self._device)
@@ -92,23 +98,22 @@ class MemorySwitch:
         )
         self._watch.start_of_cycle(device_bytes(self._device), planned)
         with self._phase("offload"):
-            moved = self._training.leave("gradients", "optimizer", "reference")
+            self._left = self._training.leave("gradients", "optimizer", "reference")
         with self._phase("wake"):
             self._engine.memory.wake_weights()
         with self._phase("sync"):
             self._sync()
             self._engine.now_has(version)
         with self._phase("wake_kv_cache"):
-            moved += self._training.leave("parameters")
+            self._left += self._training.leave("parameters")
             release_cached(self._device)
             self._engine.memory.wake_kv_cache()
-        self.moved_bytes = sum(one.bytes for one in moved)
 
     def _to_training(self) -> None:
         with self._phase("sleep"):
             self._engine.memory.sleep()
         with self._phase("restore"):
-            self._training.come_back(*self._returning())
+            self._came_back = self._training.come_back(*self._returning())
 
     def _returning(self) -> list[str]:
         """What is away and has to be back for training; the reference comes when it computes."""

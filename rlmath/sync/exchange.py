@@ -11,7 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rlmath.parallel.device import Device
-from rlmath.sync.plan import Copy, RankRound
+from rlmath.sync.plan import Copy
+from rlmath.sync.rank_rounds import RankRound
 
 
 class Exchange(Protocol):

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
+import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor
 
@@ -26,7 +27,8 @@ from rlmath.rollout.weights import EngineWeights
 from rlmath.sync.checksums import SyncChecksums
 from rlmath.sync.exchange import Exchange, Messages, SharedBuckets, elements
 from rlmath.sync.layouts import TIED_HEAD, TrainingLayout, parameter_key
-from rlmath.sync.plan import SHARED_BUCKET_BYTES, Copy, RankRound, SyncPlan, plan_sync, rank_rounds
+from rlmath.sync.plan import SHARED_BUCKET_BYTES, Copy, SyncPlan, plan_sync
+from rlmath.sync.rank_rounds import RankRound, rank_rounds
 
 
 def hf_stream(chunks: Sequence[torch.nn.Module], shape: ModelShape, mesh: Mesh):
@@ -68,7 +70,9 @@ class WeightSync:
     ) -> None:
         self._weights = weights
         self._device = device
-        self._rank = mesh.rank
+        if device.kind == "cuda":
+            # The first call of an NCCL group must be one that all its ranks make; not all of them send.
+            dist.all_reduce(torch.zeros(1, device=device.torch_device))
         plan = partial(plan_sync, shape, layout, mesh, weights.dtype.itemsize, ranks_per_node=ranks_per_node)
         shares = device.kind == "cpu" and mesh.world_size > 1
         self.plan: SyncPlan = plan(

@@ -126,7 +126,6 @@ def cycles(folder: Path, case: Case, engine_size: int, count: int) -> list[dict[
                 and all(torch.equal(before[name], after[name]) for name in before),
                 "mismatch": rig.mismatch(generated),
                 "phases": list(rig.timers.seconds()),
-                "moved": switch.moved_bytes,
                 "metrics": switch.metrics(),
             }
         )

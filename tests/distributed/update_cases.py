@@ -54,6 +54,7 @@ def step(
 ) -> StepOutcome | None:
     """The updates of one step, from rank 0; with KL the reference differs from the start."""
     from rlmath.policy.actor import early_stop, loss_settings
+    from rlmath.policy.offload import training_sets
     from rlmath.update import Updater
 
     stage = build(folder, case)
@@ -61,7 +62,8 @@ def step(
     stage.actor.learner.bounds = early_stop(algorithm)
     config = replace(stage.config, algorithm=algorithm)
     reference = _reference(stage) if algorithm.kl_coef else None
-    updater = Updater(config, stage.shape, stage.mesh, stage.actor, reference, PhaseTimers())
+    offload = training_sets(stage.actor, reference, config.memory, stage.device)
+    updater = Updater(config, stage.shape, stage.mesh, stage.actor, reference, offload, PhaseTimers())
     before = whole_tensors(stage)
     record = updater.update(groups, number=0)
     after = whole_tensors(stage)

@@ -16,7 +16,8 @@ from torch import Tensor
 from rlmath.model_shape import ModelShape
 from rlmath.parallel.mesh import Mesh
 from rlmath.sync.layouts import engine_shapes, training_layout
-from rlmath.sync.plan import Copy, SyncPlan, plan_sync, rank_rounds
+from rlmath.sync.plan import Copy, SyncPlan, plan_sync
+from rlmath.sync.rank_rounds import rank_rounds
 from tests.sync.oracle import SMALL, Layout, engine_parameters, training_parameters, whole_tensors
 
 FLOAT32 = 4
