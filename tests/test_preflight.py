@@ -270,7 +270,7 @@ def test_a_single_wrong_value(place: Path, override: str, told: str):
         (
             ["rollout.tensor_parallel=12"],
             12,
-            f"vLLM fills the model's vocabulary of {VOCAB} up to 64 rows and must split them evenly. Possible: 1, 2, 4.",
+            f"the model's vocabulary of {VOCAB} up to 64 rows and must split them evenly. Possible: 1, 2, 4.",
         ),
         (["rollout.min_new_tokens=33"], 1, "rollout.min_new_tokens is 33, above rollout.max_new_tokens 32"),
         (["policy.max_tokens_per_microbatch=47"], 1, "has 16 + 32 = 48 tokens and must fit"),
