@@ -9,7 +9,8 @@ engine to sleep, brings the training's parts back, and computes log-probs and up
     reference  the same with the reference's pass
     update     the same with the activations of a backward pass
 
-What stays beside in the first two follows `MemoryConfig`. Counted are tensors, those of a step that is not the first:
+What stays beside in the first two follows `MemoryConfig`; on CPU only gradients can leave, since what is copied to the
+host stays in the same memory. Counted are tensors, those of a step that is not the first:
 Adam's state is there. What CUDA, NCCL and fragmentation take is the reserve of `memory_checks`.
 """
 
@@ -17,7 +18,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rlmath.activation_bytes import (
     PassBytes,
@@ -33,7 +34,7 @@ from rlmath.engine_bytes import engine_bytes
 from rlmath.model_shape import ModelShape
 from rlmath.parallel.mesh import Mesh
 from rlmath.sync.layouts import stage_layers
-from rlmath.sync.plan import SHARED_BUCKET_BYTES
+from rlmath.sync.plan import bucket_bytes
 
 FLOAT32_BYTES = 4
 PARTS = (
@@ -106,7 +107,7 @@ def plan_ranks(config: Config, shape: ModelShape, world_size: int, target: Targe
     parallel = config.parallel
     per_stage = world_size // parallel.pipeline
     return [
-        plan_rank(config, shape, _mesh(config, world_size, stage * per_stage), target)
+        plan_rank(config, shape, mesh_of(config, world_size, stage * per_stage), target)
         for stage in range(parallel.pipeline)
     ]
 
@@ -119,7 +120,8 @@ def largest(plans: list[MemoryPlan], phases: tuple[str, ...] | None = None) -> t
     )
 
 
-def _mesh(config: Config, world_size: int, rank: int) -> Mesh:
+def mesh_of(config: Config, world_size: int, rank: int) -> Mesh:
+    """Where a rank of a run with these settings stands."""
     parallel = config.parallel
     return Mesh(
         rank,
@@ -139,21 +141,22 @@ def plan_rank(config: Config, shape: ModelShape, mesh: Mesh, target: Target) -> 
     work = stage_work(config, shape, mesh, target, layers)
     update, forward = backward_bytes(shape, work, config.policy), forward_bytes(shape, work)
     resident = _resident(config, shape, mesh, target, chunks, gather_bytes(shape, work))
+    memory = _freeing(config.memory, target)
     engine = engine_bytes(shape, config.rollout, target.kind, target.itemsize, target.total_bytes)
     weights = {"engine_weights": engine.weights}
     awake = weights | {"engine_workspace": engine.workspace, "kv_cache": max(0, engine.kv_cache)}
     asleep = {"engine_workspace": engine.asleep}
     phases = {
-        "sync": _while_generating(resident, config.memory, with_parameters=True)
+        "sync": _while_generating(resident, memory, with_parameters=True)
         | weights
         | asleep
         | {"sync_buffers": _sync_bytes(config, mesh, target, sum(weights.values()))},
-        "generate": _while_generating(resident, config.memory, not config.memory.offload_parameters) | awake,
-        "logprobs": _while_training(resident, config.memory) | asleep | _pass(forward),
+        "generate": _while_generating(resident, memory, not memory.offload_parameters) | awake,
+        "logprobs": _while_training(resident, memory) | asleep | _pass(forward),
     }
     if "reference" in resident:
         phases["reference"] = resident | asleep | _pass(forward)
-    phases["update"] = _while_training(resident, config.memory) | asleep | _pass(update)
+    phases["update"] = _while_training(resident, memory) | asleep | _pass(update)
     return MemoryPlan(mesh.rank, mesh.pipeline_rank, {name: _in_order(held) for name, held in phases.items()})
 
 
@@ -255,6 +258,13 @@ def _resident(
     return resident
 
 
+def _freeing(memory: MemoryConfig, target: Target) -> MemoryConfig:
+    """The settings with only those offloads that free memory."""
+    if target.kind == "cuda":
+        return memory
+    return replace(memory, offload_optimizer=False, offload_parameters=False, offload_reference=False)
+
+
 def _while_generating(
     resident: Mapping[str, int], memory: MemoryConfig, with_parameters: bool
 ) -> dict[str, int]:
@@ -278,8 +288,8 @@ def _sync_bytes(config: Config, mesh: Mesh, target: Target, weights: int) -> int
     what its engine needs (but for rows of the vocabulary that two paddings put on different ranks)."""
     if mesh.pipeline == 1 and mesh.tensor in (1, mesh.engine_size):
         return 0
-    bucket = min(int(config.sync.bucket_mib * 2**20), weights)
-    return 4 * bucket if target.kind == "cuda" else 2 * min(bucket, SHARED_BUCKET_BYTES)
+    bucket = bucket_bytes(config.sync.bucket_mib, target.kind, mesh.world_size)
+    return (4 if target.kind == "cuda" else 2) * min(bucket, weights)
 
 
 def _pass(found: PassBytes) -> dict[str, int]:

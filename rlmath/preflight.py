@@ -83,6 +83,10 @@ def harmless_settings(config: Config) -> list[str]:
         )
     if config.optimizer.decay == "constant" and config.optimizer.min_lr > 0:
         notes.append('optimizer.min_lr has no effect with optimizer.decay="constant".')
+    if config.memory.offload_reference and config.algorithm.kl_coef == 0:
+        notes.append(
+            "memory.offload_reference has no effect with algorithm.kl_coef=0: there is no reference."
+        )
     return [*notes, *harmless_algorithm_settings(config)]
 
 

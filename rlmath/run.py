@@ -17,6 +17,7 @@ from rlmath.export_format import export_dtype
 from rlmath.inputs import Inputs, most_updates
 from rlmath.memory_checks import start_up_lines
 from rlmath.model_shape import ModelShape
+from rlmath.parallel.collectives import from_rank_zero
 from rlmath.parallel.device import (
     Device,
     environment_rank,
@@ -155,7 +156,14 @@ def _build_sync(
     layout = training_layout(shape.num_layers, mesh, parallel.first_stage_layers, parallel.last_stage_layers)
     bucket_bytes = int(config.sync.bucket_mib * 2**20)
     sync = WeightSync(
-        actor.chunks, shape, layout, mesh, device, engine.weights, bucket_bytes, local_world_size()
+        actor.chunks,
+        shape,
+        layout,
+        mesh,
+        device,
+        engine.weights,
+        bucket_bytes,
+        from_rank_zero(local_world_size()),
     )
     longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
     return CheckedSync(sync, Probe(actor.executor, engine, mesh, longest), config.sync)

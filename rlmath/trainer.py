@@ -53,7 +53,7 @@ class StepRecord:
 
 @dataclass(frozen=True)
 class Parts:
-    """Everything the loop works with, built by `launch/train_grpo.py`."""
+    """Everything the loop works with, built by `run`."""
 
     config: Config
     shape: ModelShape

@@ -191,7 +191,7 @@ def measure(case: Case, shape: ModelShape, engine: Engine, clock: PackingClock, 
         copied = max(gather_objects(plain_copy(report.bytes_copied + report.bytes_received)))
         sent = sum(gather_objects(report.bytes_sent))
         if mesh.rank == 0:
-            tell(case, shape, ours, theirs, copied, sent, sync.plan.lower_bound)
+            tell(case, shape, ours, theirs, copied, sent, sync.lower_bound)
 
 
 def tell(

@@ -3,8 +3,8 @@ why something travels.
 
 python tools/explain_sync.py --config configs/my.yaml parallel.tensor=2 rollout.tensor_parallel=1 run.device=cuda
 
-It prints the plan that the run itself follows. Of the model only config.json is read; no rank is started and no GPU is
-needed. It exits with 2 where the settings have no plan.
+It prints the plan that the run itself follows: a GPU's with run.device=cuda or where memory.gpu or memory.gpu_gib names
+one, the CPU's where there is no GPU. Of the model only config.json is read; no rank is started and no GPU is needed. It exits with 2 where the settings have no plan.
 """
 
 from __future__ import annotations
@@ -23,11 +23,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from rlmath.checkpoint.hf_tables import parameter_count, placed_tensors
 from rlmath.config import Config
 from rlmath.config_files import load_config, make_parser
+from rlmath.memory_checks import planned_target
+from rlmath.memory_plan import mesh_of
 from rlmath.model_shape import ModelShape
-from rlmath.parallel.device import resolve_kind
 from rlmath.parallel.mesh import Mesh
 from rlmath.sync.layouts import ENGINE_VOCAB_MULTIPLE, TrainingLayout, training_blocks, training_layout
-from rlmath.sync.plan import SHARED_BUCKET_BYTES, Copy, SyncPlan, plan_sync
+from rlmath.sync.plan import Copy, SyncPlan, bucket_bytes, plan_sync
 from tools.plan_memory import MISTAKE, NOT_NEEDED, checked_shape, least_ranks
 
 GIB, MIB = 2**30, 2**20
@@ -74,28 +75,13 @@ def explain(given: argparse.Namespace) -> Explained:
     config = load_config(given.config, [*NOT_NEEDED, *given.overrides])
     ranks = least_ranks(config) if given.ranks is None else given.ranks
     shape = checked_shape(config, ranks)
-    parallel, device = config.parallel, resolve_kind(config.run.device)
-    mesh = Mesh(
-        0,
-        ranks,
-        parallel.tensor,
-        parallel.pipeline,
-        config.rollout.tensor_parallel,
-        parallel.virtual_pipeline,
-        parallel.context,
-    )
+    # With run.device=cuda no GPU need be there, nor named.
+    device = "cuda" if config.run.device == "cuda" else planned_target(config).kind
+    parallel, mesh = config.parallel, mesh_of(config, ranks, rank=0)
     layout = training_layout(shape.num_layers, mesh, parallel.first_stage_layers, parallel.last_stage_layers)
-    bucket, node = _bucket_bytes(config, device, ranks), given.ranks_per_node
+    bucket, node = bucket_bytes(config.sync.bucket_mib, device, ranks), given.ranks_per_node
     plan = plan_sync(shape, layout, mesh, FORMATS[device][1], bucket, node)
     return Explained(config, shape, mesh, layout, plan, device, bucket, node)
-
-
-def _bucket_bytes(config: Config, device: str, ranks: int) -> int:
-    """Ranks on CPU share memory, in buckets of their own size."""
-    bucket = int(config.sync.bucket_mib * MIB)
-    if device == "cuda" or ranks == 1:
-        return bucket
-    return min(bucket, SHARED_BUCKET_BYTES)
 
 
 # ---------------------------------------------------------------- what the plan moves
@@ -249,12 +235,13 @@ def _table(explained: Explained, moved: Moved) -> list[str]:
 
 def _totals(explained: Explained, moved: Moved) -> list[str]:
     plan, mesh = explained.plan, explained.mesh
+    rounds = "1 round" if len(plan.rounds) == 1 else f"{len(plan.rounds)} rounds"
     copied = f"{sum(moved.copied) / GIB:.3f} GiB are copied from the ranks' own shards."
     if not plan.rounds:
         return [copied, "Nothing travels: every rank holds what its engine needs."]
     lines = [
         copied,
-        f"{sum(moved.sent) / GIB:.3f} GiB travel in {len(plan.rounds)} rounds of at most "
+        f"{sum(moved.sent) / GIB:.3f} GiB travel in {rounds} of at most "
         f"{plan.largest_bucket_bytes / MIB:.3g} MiB a rank; no plan can do with less than "
         f"{plan.lower_bound / GIB:.3f} GiB.",
     ]

@@ -3,8 +3,8 @@
 python tools/plan_memory.py --config configs/my.yaml parallel.tensor=2 memory.gpu=H100-80GB
 
 Of the model only config.json is read; the training data and the output folder need not exist. Without a GPU named by
-memory.gpu or memory.gpu_gib, the plan is for the GPU that is there, or for the CPU. It exits with 2 where the run
-cannot fit or cannot be planned.
+memory.gpu or memory.gpu_gib, the plan is for the GPU that is there, or for the CPU; where one is there and another is
+named, for the smaller of the two, unless run.device=cpu. It exits with 2 where the run cannot fit or cannot be planned.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         config = load_config(given.config, [*NOT_NEEDED, *given.overrides])
         ranks = least_ranks(config) if given.ranks is None else given.ranks
         shape = checked_shape(config, ranks)
+        target = planned_target(config)
     except ValueError as error:
         print(error, file=sys.stderr)
         return MISTAKE
-    target = planned_target(config)
     plans, problems = plan_ranks(config, shape, ranks, target), fit_problems(config, shape, ranks)
     if given.json:
         print(json.dumps(as_data(plans, problems, target, ranks), indent=2))

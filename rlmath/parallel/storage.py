@@ -114,6 +114,11 @@ class StorageSet:
         return sum(storage.nbytes() for storage in self._storages())
 
     @property
+    def freed_bytes(self) -> int:
+        """What leaving would free (bytes): on CPU nothing where the content is kept, in the same memory."""
+        return 0 if self._keep and self._device.kind == "cpu" else self.nbytes
+
+    @property
     def host_nbytes(self) -> int:
         """Host memory that is reserved for the set now (bytes)."""
         return self._host.nbytes

@@ -48,9 +48,9 @@ class OffloadSets:
         return {name: one.nbytes for name, one in self._sets.items()}
 
     @property
-    def host_nbytes(self) -> dict[str, int]:
-        """Host memory that is reserved for each set now (bytes)."""
-        return {name: one.host_nbytes for name, one in self._sets.items()}
+    def freed_bytes(self) -> dict[str, int]:
+        """What each set frees of the rank's memory when it leaves now (bytes)."""
+        return {name: one.freed_bytes for name, one in self._sets.items()}
 
     def leave(self, *names: SetName) -> list[Moved]:
         """Let the sets leave, in this order. A reference that `reference_here` has sent away stays away."""

@@ -18,6 +18,9 @@ from rlmath.rollout.engine_memory import cache_storages
 class SleepingCpuWorker(CPUWorker):
     """Methods beyond vLLM's own are called through `collective_rpc`."""
 
+    _kv_cache_bytes: list[int] | None = None
+    """Of every storage, once it was released for the first time."""
+
     def init_device(self) -> None:
         """As vLLM's, with names of its own for the shared memory in which the ranks of an engine reduce.
 
@@ -35,11 +38,13 @@ class SleepingCpuWorker(CPUWorker):
     def release_kv_cache(self) -> None:
         """Give the KV cache's memory back to the system."""
         storages = cache_storages(self)
-        self._kv_cache_bytes = [storage.nbytes() for storage in storages]
+        if self._kv_cache_bytes is None:
+            self._kv_cache_bytes = [storage.nbytes() for storage in storages]
         for storage in storages:
             storage.resize_(0)
 
     def restore_kv_cache(self) -> None:
         """Take the KV cache's memory again; its contents are gone."""
+        assert self._kv_cache_bytes is not None, "the KV cache was never released"
         for storage, size in zip(cache_storages(self), self._kv_cache_bytes, strict=True):
             storage.resize_(size)

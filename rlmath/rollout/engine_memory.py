@@ -27,7 +27,8 @@ class EngineMemory:
 
     @property
     def state(self) -> str:
-        """ "awake", "weights" (there is memory for weights, the KV cache has none) or "asleep"."""
+        """ "awake", "weights" (there is memory for weights, the KV cache has none) or "asleep"; "waking" if taking
+        memory for weights failed half-way."""
         return self._state
 
     def _need(self, state: str, action: str) -> None:
@@ -48,6 +49,7 @@ class EngineMemory:
     def wake_weights(self) -> None:
         """Take memory for the weights; their values are undefined until a sync."""
         self._need("asleep", "wake its weights")
+        self._state = "waking"
         if self._on_cpu:
             self._weights.restore()
         else:
@@ -64,15 +66,22 @@ class EngineMemory:
         self._state = "awake"
 
     def collapse(self) -> None:
-        """Back to sleep from wherever a failure left the engine. Requests that it still has are given up."""
-        if self._state == "weights" and self._on_cpu:
-            self._weights.release()
-            self._state = "asleep"
-        if self._state == "weights":
-            self.wake_kv_cache()
+        """Back to sleep from wherever a failure left the engine. Requests that it still has are given up.
+
+        Neither of vLLM's calls minds what is asleep already, so that a KV cache that found no memory is no hindrance.
+        """
         if self._state == "awake":
             abandon_requests(self._llm)
             self.sleep()
+        elif self._state != "asleep" and self._on_cpu:
+            self._llm.collective_rpc("release_kv_cache")
+            self._weights.release()
+        elif self._state == "weights":
+            self._llm.sleep(level=2)
+        elif self._state == "waking":
+            # Sleep would first save the model's buffers, which may have no memory now.
+            self._llm.collective_rpc("discard", args=(("weights", "kv_cache"),))
+        self._state = "asleep"
 
 
 def forget_prefixes(llm: Any) -> None:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Protocol
 
+from rlmath.parallel.collectives import gather_objects
 from rlmath.parallel.device import Device, device_bytes, release_cached
 from rlmath.parallel.storage import Moved
 from rlmath.rollout.engine import Engine
@@ -31,7 +32,7 @@ class TrainingMemory(Protocol):
     def away(self) -> tuple[str, ...]: ...
 
     @property
-    def nbytes(self) -> dict[str, int]: ...
+    def freed_bytes(self) -> dict[str, int]: ...
 
     def leave(self, *names: Any) -> list[Moved]: ...
 
@@ -72,13 +73,19 @@ class MemorySwitch:
         try:
             self._to_generation(version)
             yield
-            self._watch.observe("generate", device_bytes(self._device))
+            release_cached(self._device)
+            # No comparison with earlier steps: on CPU the KV cache takes memory as far as it was ever filled.
+            self._watch.observe("generate", device_bytes(self._device), against_earlier=False)
             self._to_training()
         except BaseException:
             self.broken = True
+            # Told first: taking memory back can wait for a device that waits for a peer.
+            logger.exception(
+                "A step failed; putting the engine to sleep, and the training side back in its place"
+            )
             self._recover()
             raise
-        self._watch.end_of_cycle()
+        self._watch.end_of_cycle(gather_objects)
 
     def metrics(self) -> dict[str, float]:
         """What this rank held after each phase of the last cycle (GiB); by set that left the device, how much that was
@@ -94,7 +101,7 @@ class MemorySwitch:
     def _to_generation(self, version: int) -> None:
         release_cached(self._device)
         planned = planned_phases(
-            self._training.nbytes, self._engine.weights.bytes, self._engine.memory.kv_cache_bytes
+            self._training.freed_bytes, self._engine.weights.bytes, self._engine.memory.kv_cache_bytes
         )
         self._watch.start_of_cycle(device_bytes(self._device), planned)
         with self._phase("offload"):
@@ -144,8 +151,8 @@ class MemorySwitch:
 
 
 def planned_phases(training: Mapping[str, int], weights: int, kv_cache: int) -> dict[str, int]:
-    """What a rank holds after each phase on top of what it holds between steps (bytes), given what the parts of the
-    training side that can leave hold now, the engine's weights and its KV cache.
+    """What a rank holds after each phase on top of what it holds between steps (bytes), given what each part of the
+    training side frees when it leaves, the engine's weights and its KV cache.
 
     >>> planned_phases({"gradients": 40, "parameters": 20}, weights=20, kv_cache=60)["wake_kv_cache"]
     20
@@ -157,6 +164,7 @@ def planned_phases(training: Mapping[str, int], weights: int, kv_cache: int) -> 
         "wake": without + weights,
         "sync": without + weights,
         "wake_kv_cache": without - parameters + weights + kv_cache,
+        "generate": without - parameters + weights + kv_cache,
         "sleep": without - parameters,
         "restore": 0,
     }

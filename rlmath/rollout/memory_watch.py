@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 logger = logging.getLogger(__name__)
@@ -55,13 +55,13 @@ class MemoryWatch:
         self._found = []
         self._expected = {phase: held + more for phase, more in planned.items()}
 
-    def observe(self, phase: str, held: int) -> None:
+    def observe(self, phase: str, held: int, against_earlier: bool = True) -> None:
         """What is held after a phase of this cycle."""
         self.held[phase] = held
         # In the first cycle a process still loads code, and maps what it keeps.
         if self._cycle > 1 and phase in self._expected:
             self._compare(phase, held, self._expected[phase], "planned")
-        if self._cycle <= WARM_UP_CYCLES:
+        if self._cycle <= WARM_UP_CYCLES or not against_earlier:
             return
         earlier = self._earlier.setdefault(phase, held)
         if self._compare(phase, held, earlier, "in the same phase of earlier steps"):
@@ -82,10 +82,16 @@ class MemoryWatch:
         )
         return True
 
-    def end_of_cycle(self) -> None:
-        """Ends the run where excess was found and the settings ask for that. Training has all its memory then."""
-        if self._stop and self._found:
+    def end_of_cycle(self, gather: Callable[[list[str]], list[list[str]]]) -> None:
+        """MemoryLeak on all ranks where one found excess and the settings ask for that. Training has all its memory
+        then. `gather` gives what each rank holds to every rank."""
+        if not self._stop:
+            return
+        found = [
+            told for rank in gather([f"rank {self._rank}: {one}" for one in self._found]) for told in rank
+        ]
+        if found:
             raise MemoryLeak(
-                f"rank {self._rank}: {'; '.join(map(str, self._found))}. memory.stop_on_leak ends the run; raise "
-                f"memory.leak_threshold_mib ({self._threshold / 2**20:g}) if this is expected"
+                f"{'; '.join(found)}. memory.stop_on_leak ends the run; raise memory.leak_threshold_mib "
+                f"({self._threshold / 2**20:g}) if this is expected"
             )

@@ -28,8 +28,6 @@ class EngineWeights:
         self._scratch: dict[tuple[int, int], Tensor] = {}
         self._check(model)
         self.dtype: torch.dtype = next(model.parameters()).dtype
-        self.written_in_place = not any(self._users.values())
-        """Whether `matrix` gives the same memory at every sync."""
         self.packing_seconds = 0.0
         """Time that vLLM spent packing matrices since `begin` (seconds)."""
 

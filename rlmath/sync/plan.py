@@ -29,6 +29,16 @@ SHARED_BUCKET_BYTES = 16 * 2**20
 """Largest bucket between ranks that share memory (CPU), who keep two of them."""
 
 
+def bucket_bytes(settings_mib: float, device_kind: str, world_size: int) -> int:
+    """Size of a bucket where `sync.bucket_mib` is `settings_mib`: several ranks on CPU share memory, in smaller ones.
+
+    >>> bucket_bytes(64, "cpu", 2) // 2**20, bucket_bytes(64, "cuda", 2) // 2**20
+    (16, 64)
+    """
+    told = int(settings_mib * 2**20)
+    return min(told, SHARED_BUCKET_BYTES) if device_kind == "cpu" and world_size > 1 else told
+
+
 @dataclass(frozen=True, slots=True)
 class Copy:
     """A rectangle of a Hugging Face tensor on its way from a rank's parameter into a rank's engine."""

@@ -27,7 +27,7 @@ from rlmath.rollout.weights import EngineWeights
 from rlmath.sync.checksums import SyncChecksums
 from rlmath.sync.exchange import Exchange, Messages, SharedBuckets, elements
 from rlmath.sync.layouts import TIED_HEAD, TrainingLayout, parameter_key
-from rlmath.sync.plan import SHARED_BUCKET_BYTES, Copy, SyncPlan, plan_sync
+from rlmath.sync.plan import SHARED_BUCKET_BYTES, Copy, plan_sync
 from rlmath.sync.rank_rounds import RankRound, rank_rounds
 
 
@@ -75,21 +75,24 @@ class WeightSync:
             dist.all_reduce(torch.zeros(1, device=device.torch_device))
         plan = partial(plan_sync, shape, layout, mesh, weights.dtype.itemsize, ranks_per_node=ranks_per_node)
         shares = device.kind == "cpu" and mesh.world_size > 1
-        self.plan: SyncPlan = plan(
-            bucket_bytes=min(bucket_bytes, SHARED_BUCKET_BYTES) if shares else bucket_bytes
-        )
+        whole = plan(bucket_bytes=min(bucket_bytes, SHARED_BUCKET_BYTES) if shares else bucket_bytes)
         self._memory = None
-        if shares and self.plan.rounds:
-            self._memory = share_memory(2 * self.plan.largest_bucket_bytes)
+        if shares and whole.rounds:
+            self._memory = share_memory(2 * whole.largest_bucket_bytes)
             if self._memory is None:
-                self.plan = plan(bucket_bytes=bucket_bytes)
-        self._rounds = rank_rounds(self.plan, mesh.rank)
+                whole = plan(bucket_bytes=bucket_bytes)
+        # Only this rank's part is kept: for hundreds of ranks the whole plan has as many as a million copies.
+        self._rounds = rank_rounds(whole, mesh.rank)
+        self._bucket_elements = whole.largest_bucket_bytes // weights.dtype.itemsize
+        self.rounds = len(whole.rounds)
+        """Rounds in which anything travels between any ranks."""
+        self.lower_bound = whole.lower_bound
+        """Bytes that must travel between ranks in every sync."""
         self._sources = _source_matrices(chunks, shape)
         self._new_checksums = partial(SyncChecksums, shape, layout, mesh, device)
         self._planned_rows = _planned_rows(self._rounds)
         self._report_bytes = tuple(
-            count(mesh.rank)
-            for count in (self.plan.bytes_copied, self.plan.bytes_sent, self.plan.bytes_received)
+            count(mesh.rank) for count in (whole.bytes_copied, whole.bytes_sent, whole.bytes_received)
         )
 
     @torch.no_grad()
@@ -119,8 +122,7 @@ class WeightSync:
         dtype = self._weights.dtype
         if self._memory is None:
             return Messages(self._rounds, self._pack, dtype, self._device)
-        elements = self.plan.largest_bucket_bytes // dtype.itemsize
-        return SharedBuckets(self._rounds, self._pack, dtype, self._memory, elements)
+        return SharedBuckets(self._rounds, self._pack, dtype, self._memory, self._bucket_elements)
 
     def _compare(self, checksums: SyncChecksums) -> None:
         checksums.add_policy(self._sources, self._weights.dtype)

@@ -150,8 +150,8 @@ class FailsOnce:
         return self._sets.away
 
     @property
-    def nbytes(self) -> dict[str, int]:
-        return self._sets.nbytes
+    def freed_bytes(self) -> dict[str, int]:
+        return self._sets.freed_bytes
 
     def come_back(self, *names: str) -> Any:
         if self._failed:

@@ -139,14 +139,14 @@ def transfer(
 
 
 def _report(case: Case, one: Target, sent: Any) -> dict[str, Any]:
-    plan = one.sync.plan
+    report = one.sync.run()
     return {
         "case": f"{case} engines of {one.mesh.engine_size}",
-        "rounds": len(plan.rounds),
-        "bucket": plan.largest_bucket_bytes,
-        "lower bound": plan.lower_bound,
+        "rounds": one.sync.rounds,
+        "bucket": _bucket_bytes(one),
+        "lower bound": one.sync.lower_bound,
         "through": type(one.sync._exchange()).__name__,
-        "sent": plan.bytes_sent(one.mesh.rank),
+        "sent": report.bytes_sent,
         "bytes": sum(parameter.nbytes for parameter in one.parameters.values()),
         "wrong": [],
         "moved": True,
@@ -181,20 +181,21 @@ def extra_bytes(folder: Path, case: Case, engine_size: int, messages: bool) -> d
     one.sync.run()
     with StorageWatch() as watch:
         one.sync.run()
-    plan = one.sync.plan
     elements = sum(tensor.numel() for tensor in whole_tensors(stage).values())
     return {
         "peak": watch.peak,
         "left": watch.held,
-        "bucket": plan.largest_bucket_bytes,
-        "received": max(_most_received(plan, rank) for rank in range(plan.world_size)),
+        "bucket": _bucket_bytes(one),
+        "received": max(
+            4 * sum(copy.elements for copies in round_.receives.values() for copy in copies)
+            for round_ in one.sync._rounds
+        ),
         "model": elements * 4,
     }
 
 
-def _most_received(plan: Any, rank: int) -> int:
-    sizes = [sum(c.elements for c in copies if c.target == rank) for copies in plan.rounds]
-    return plan.element_bytes * max(sizes, default=0)
+def _bucket_bytes(one: Target) -> int:
+    return one.sync._bucket_elements * next(iter(one.parameters.values())).element_size()
 
 
 def held_and_planned(shape: ModelShape, layouts: list[ParallelConfig]) -> list[tuple[list[int], list[int]]]:

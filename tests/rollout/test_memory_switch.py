@@ -21,6 +21,7 @@ class RecordingLLM:
     def __init__(self) -> None:
         self.calls: list[Any] = []
         self.running = ["7", "8"]
+        self.no_memory_for: list[str] | None = None
         cache = torch.zeros(3, 4)
         runner = SimpleNamespace(kv_caches=[[cache], cache[1:], torch.zeros(10)])
         self._worker = SimpleNamespace(model_runner=runner)
@@ -37,16 +38,18 @@ class RecordingLLM:
         self.calls.append("reset_prefix_cache")
         return not self.running
 
-    def collective_rpc(self, method: str | Callable[[Any], Any]) -> list[Any]:
+    def collective_rpc(self, method: str | Callable[[Any], Any], args: tuple[Any, ...] = ()) -> list[Any]:
         if callable(method):
             return [method(self._worker)]
-        self.calls.append(method)
+        self.calls.append(" ".join([method, *map(str, args)]))
         return [None]
 
     def sleep(self, level: int) -> None:
         self.calls.append(f"sleep {level}")
 
     def wake_up(self, tags: list[str]) -> None:
+        if tags == self.no_memory_for:
+            raise MemoryError(tags)
         self.calls.append(f"wake {tags}")
 
 
@@ -126,7 +129,7 @@ def test_a_cache_that_is_still_in_use_is_an_error(device: str) -> None:
 @pytest.mark.parametrize("device", CALLS)
 @pytest.mark.parametrize("before", range(4))
 def test_a_collapse_ends_in_sleep_from_everywhere(device: str, before: int) -> None:
-    """vLLM's sleep mode only sleeps when all of it is awake; on CPU the weights go by themselves."""
+    """Without taking memory for it: that may be what failed."""
     rig = Rig(device)
     for move in MOVES[:before]:
         getattr(rig.memory, move)()
@@ -136,11 +139,26 @@ def test_a_collapse_ends_in_sleep_from_everywhere(device: str, before: int) -> N
     assert rig.memory.state == "asleep"
     assert rig.llm.calls == {
         "awake": aborted_and_asleep,
-        "weights": ["wake ['kv_cache']", *aborted_and_asleep] if device == "cuda" else [],
+        "weights": ["sleep 2"] if device == "cuda" else ["release_kv_cache"],
         "asleep": [],
     }.get(state)
     if device == "cpu":
         assert rig.weight_bytes == 0
+
+
+@pytest.mark.parametrize(
+    ("tag", "call"), [("kv_cache", "sleep 2"), ("weights", "discard ('weights', 'kv_cache')")]
+)
+def test_a_collapse_after_a_gpu_without_memory_ends_in_sleep(tag: str, call: str) -> None:
+    rig = Rig("cuda")
+    rig.llm.no_memory_for = [tag]
+    rig.memory.sleep()
+    if tag == "kv_cache":
+        rig.memory.wake_weights()
+    with pytest.raises(MemoryError):
+        (rig.memory.wake_kv_cache if tag == "kv_cache" else rig.memory.wake_weights)()
+    rig.memory.collapse()
+    assert rig.memory.state == "asleep" and rig.llm.calls[-1] == call
 
 
 def test_a_collapse_gives_up_what_the_engine_still_works_on() -> None:
@@ -157,6 +175,7 @@ def test_what_a_rank_holds_in_each_phase_by_hand() -> None:
         "wake": -119,
         "sync": -119,
         "wake_kv_cache": -79,
+        "generate": -79,
         "sleep": -160,
         "restore": 0,
     }
@@ -168,6 +187,7 @@ def test_nothing_that_leaves_is_only_the_engine_on_top() -> None:
         "wake": 5,
         "sync": 5,
         "wake_kv_cache": 11,
+        "generate": 11,
         "sleep": 0,
         "restore": 0,
     }

@@ -16,7 +16,7 @@ def cycle(watch: MemoryWatch, between: int = 1000, **held: int) -> None:
     watch.start_of_cycle(between * MIB, {phase: more * MIB for phase, more in PLANNED.items()})
     for phase, size in held.items():
         watch.observe(phase, size * MIB)
-    watch.end_of_cycle()
+    watch.end_of_cycle(lambda mine: [mine])
 
 
 def warm(stop: bool = False, **held: int) -> MemoryWatch:

@@ -1,0 +1,332 @@
+"""What the ranks do in the tests of the probe and of the checked sync: a real policy and a real engine, which agree, or
+one of which was harmed after the sync."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rlmath.config import SyncConfig
+from rlmath.parallel.device import init_process_group, open_device
+from tests.distributed.checksum_cases import flip_a_bit
+from tests.distributed.engine_cases import ROLLOUT, Pair, _requests, open_engine, pair
+from tests.distributed.policy_cases import Case, lay_out
+from tests.distributed.switch_cases import Rig
+from tests.tiny_models import shape_of
+
+LONGEST = 64
+"""What `open_engine` opens engines for (tokens)."""
+ENGINE_NORM = "model.layers.1.input_layernorm.weight"
+"""Of those that vLLM does not pack: they can be harmed after a sync."""
+
+
+@dataclass
+class Checked:
+    """A policy and its engine, the probe of both, and the sync that asks for it."""
+
+    both: Pair
+    probe: Any
+    sync: Any
+
+    @contextmanager
+    def awake(self) -> Iterator[None]:
+        """The engine awake with the policy's weights, then asleep, whatever the sync says."""
+        engine = self.both.engine
+        engine.memory.wake_weights()
+        try:
+            self.sync()
+            engine.now_has(engine.version + 1)
+        finally:
+            engine.memory.wake_kv_cache()
+        try:
+            yield
+        finally:
+            engine.memory.sleep()
+
+    def expected(self) -> list[list[float]]:
+        """What the policy has told the probe, in the order of the sequences."""
+        order = [index for turn in self.probe._turns() for index in turn]
+        return [row for _, row in sorted(zip(order, self.probe._expected, strict=True))]
+
+
+def checked(both: Pair, settings: SyncConfig) -> Checked:
+    from rlmath.sync.checked import CheckedSync
+    from rlmath.sync.probe import Probe
+
+    probe = Probe(both.stage.actor.executor, both.engine, both.mesh, LONGEST)
+    return Checked(both, probe, CheckedSync(both.sync, probe, settings))
+
+
+def pairs(folder: Path, cases: list[Case], engine_size: int) -> Iterator[Pair]:
+    """The policy in one layout after the other, beside one engine that starts once."""
+    from rlmath.policy.model import stop_megatron
+
+    device = open_device("cpu")
+    init_process_group(device, 120.0)
+    engine = open_engine(folder, engine_size, device)
+    for case in cases:
+        yield pair(lay_out(folder, case, device), engine, engine_size)
+        stop_megatron()
+    engine.close()
+
+
+def error_of(action: Callable[[], Any]) -> str:
+    """The text of the RuntimeError that it ends in; empty where it does not."""
+    try:
+        action()
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def agreement(folder: Path, cases: list[Case], engine_size: int, threshold: float) -> list[dict[str, Any]]:
+    """What equal weights give, and what the harm of `HARMS` gives in the same layout."""
+    found = []
+    for both in pairs(folder, cases, engine_size):
+        strict = SyncConfig(checksum_every=1, probe_every=1, probe_threshold=threshold)
+        one = checked(both, strict)
+        with one.awake():
+            expected = one.expected()
+            metrics = one.sync.probe_engine()
+        found.append(
+            {
+                "sequences": one.probe._sequences,
+                "expected": expected,
+                "metrics": metrics,
+                "moved": one.sync.metrics(),
+                "harmed": {name: _harmed(both, harm, strict) for name, harm in HARMS.items()},
+                "healed": _probed(both, strict),
+                "rank": both.mesh.rank,
+                "lower bound": both.sync.plan.lower_bound,
+                "planned": {
+                    "sync/copied_gib": both.sync.plan.bytes_copied(both.mesh.rank),
+                    "sync/sent_gib": both.sync.plan.bytes_sent(both.mesh.rank),
+                    "sync/received_gib": both.sync.plan.bytes_received(both.mesh.rank),
+                },
+            }
+        )
+    return found
+
+
+def _probed(both: Pair, settings: SyncConfig) -> dict[str, float]:
+    one = checked(both, settings)
+    with one.awake():
+        return one.sync.probe_engine()
+
+
+def _harmed(
+    both: Pair, harm: Callable[[Checked], Callable[[], None]], settings: SyncConfig
+) -> dict[str, Any]:
+    """The error under these settings, and what the probe measures where any difference is allowed."""
+    report: dict[str, Any] = {}
+    for name, allowed in (("error", settings), ("measured", replace(settings, probe_threshold=1e9))):
+        one = checked(both, allowed)
+        with one.awake():
+            undo = harm(one)
+            if name == "error":
+                report[name] = error_of(one.sync.probe_engine)
+            else:
+                report["refused"] = error_of(lambda one=one: report.update(one.sync.probe_engine()))
+            undo()
+    return report
+
+
+def _parameter_of_the_policy(both: Pair) -> torch.Tensor | None:
+    """One parameter, on the ranks that hold it."""
+    from rlmath.checkpoint.hf_io import local_parameter
+    from rlmath.checkpoint.hf_tables import placed_tensors
+
+    (placed,) = [
+        p for p in placed_tensors(both.stage.shape) if "mlp.down_proj" in p.hf_names[0] and p.layer == 2
+    ]
+    parameter = local_parameter(both.stage.actor.chunks, placed)
+    return None if parameter is None else parameter.data
+
+
+def _change_the_policy(one: Checked, change: Callable[[torch.Tensor], Any]) -> Callable[[], None]:
+    """After the sync; the probe then asks the policy anew. The result undoes it."""
+    parameter = _parameter_of_the_policy(one.both)
+    kept = None if parameter is None else parameter.clone()
+    if parameter is not None:
+        change(parameter)
+    one.probe.ask_policy()
+
+    def undo() -> None:
+        if parameter is not None and kept is not None:
+            parameter.copy_(kept)
+
+    return undo
+
+
+def _policy_moves_on(one: Checked) -> Callable[[], None]:
+    return _change_the_policy(one, lambda parameter: parameter.mul_(-1.0))
+
+
+def _policy_is_not_finite(one: Checked) -> Callable[[], None]:
+    return _change_the_policy(one, lambda parameter: parameter.view(-1)[:1].fill_(torch.nan))
+
+
+def _change_the_last_engine(one: Checked, change: Callable[[torch.Tensor], Any]) -> Callable[[], None]:
+    """Its weights leave with its sleep: nothing to undo."""
+    if one.both.mesh.engine_index == one.both.mesh.engines - 1:
+        change(one.both.engine.weights.matrix(ENGINE_NORM))
+    return lambda: None
+
+
+def _last_engine_goes_astray(one: Checked) -> Callable[[], None]:
+    return _change_the_last_engine(one, lambda matrix: matrix.mul_(-1.0))
+
+
+def _last_engine_is_not_finite(one: Checked) -> Callable[[], None]:
+    return _change_the_last_engine(one, lambda matrix: matrix.fill_(torch.nan))
+
+
+HARMS = {
+    "policy moves on": _policy_moves_on,
+    "policy not finite": _policy_is_not_finite,
+    "engine astray": _last_engine_goes_astray,
+    "engine not finite": _last_engine_is_not_finite,
+}
+
+
+def rhythm(folder: Path, every: list[tuple[int, int]], count: int) -> list[list[tuple[str, list[str]]]]:
+    """By (checksum_every, probe_every): the error of each of `count` syncs, and the names of the probe's metrics.
+
+    The second replica of the policy is one bit off: a sync with checksums ends in an error, one without does not, and
+    the probe does not mind.
+    """
+    found = []
+    for both in pairs(folder, [Case(data=2)], 1):
+        parameter = _parameter_of_the_policy(both)
+        if both.mesh.rank == 1 and parameter is not None:
+            flip_a_bit(parameter)
+        for checksum, probe in every:
+            settings = SyncConfig(checksum_every=checksum, probe_every=probe, probe_threshold=1e-5)
+            one = checked(both, settings)
+            found.append([_one_sync(one) for _ in range(count)])
+    return found
+
+
+def _one_sync(one: Checked) -> tuple[str, list[str]]:
+    names: list[str] = []
+
+    def sync() -> None:
+        with one.awake():
+            names.extend(one.sync.probe_engine())
+
+    return error_of(sync), names
+
+
+def texts_around_a_probe(
+    folder: Path, case: Case, engine_size: int, probes: list[int]
+) -> list[dict[str, Any]]:
+    """By number of probes: texts of the same requests after so many of them, and what the engine has before the texts.
+
+    Among the requests are the beginnings of the probe's own sequences.
+    """
+    found = []
+    for both in pairs(folder, [case], engine_size):
+        for count in probes:
+            one = checked(both, SyncConfig(probe_every=1 if count else 0, probe_threshold=1e-5))
+            starts = [sequence[: LONGEST - ROLLOUT.max_new_tokens] for sequence in one.probe._sequences]
+            with one.awake():
+                for number in range(count):
+                    if number:
+                        one.probe.ask_policy()
+                    one.sync.probe_engine()
+                left = left_behind(both.engine)
+                generated = list(both.engine.generate(_requests(0, 0) + _requests_of(starts)))
+            found.append({"left": left, "texts": sorted(generated, key=lambda g: g.key)})
+    return found
+
+
+def texts_after_scores(folder: Path) -> dict[str, Any]:
+    """Texts after prompts that fill blocks of vLLM's cache, without and with the same tokens scored before."""
+    from rlmath.parallel.mesh import Mesh
+    from rlmath.rollout.engine import Engine
+    from rlmath.sync.layouts import engine_shapes
+
+    device = open_device("cpu")
+    init_process_group(device, 120.0)
+    shape = shape_of(folder)
+    engine = Engine(str(folder), ROLLOUT, 256, Mesh(0, 1, 1, 1, 1), device, engine_shapes(shape, 1))
+    engine.memory.sleep()
+    both = pair(lay_out(folder, Case(), device), engine, 1)
+    draw = random.Random(7)
+    prompts = [tuple(draw.randrange(3, shape.vocab_size) for _ in range(200)) for _ in range(3)]
+    found: dict[str, Any] = {}
+    for scored in (False, True):
+        engine.memory.wake_weights()
+        both.sync.run()
+        engine.now_has(1)
+        engine.memory.wake_kv_cache()
+        if scored:
+            found["scores"] = [engine.score(prompts) for _ in range(2)]
+            found["left"] = left_behind(engine)
+        generated = engine.generate(_requests_of(prompts))
+        found["after scores" if scored else "alone"] = sorted(generated, key=lambda g: g.key)
+        engine.memory.sleep()
+    engine.close()
+    return found
+
+
+def _requests_of(prompts: list[tuple[int, ...]]) -> list[Any]:
+    from rlmath.rollout.sampling import Request
+
+    return [
+        Request((100 + number, 0), prompt, number, 0, ROLLOUT.max_new_tokens)
+        for number, prompt in enumerate(prompts)
+    ]
+
+
+def left_behind(engine: Any) -> dict[str, int]:
+    """Requests that vLLM still has, and blocks of prefixes that it would use again."""
+    llm_engine = engine._llm.llm_engine
+    scheduler = llm_engine.engine_core.engine_core.scheduler
+    blocks = scheduler.kv_cache_manager.block_pool.blocks
+    return {
+        "requests": len(llm_engine.output_processor.request_states) + sum(scheduler.get_request_counts()),
+        "prefix blocks": sum(block.block_hash is not None for block in blocks),
+    }
+
+
+def cycles(folder: Path, case: Case, count: int, threshold: float) -> list[dict[str, Any]]:
+    """Everything of the policy leaves while the engine generates; every sync is checked and probed, and the policy
+    learns between them."""
+    from rlmath.sync.checked import CheckedSync
+    from rlmath.sync.probe import Probe
+
+    rig, found = Rig(folder, case, 1), []
+    probe = Probe(rig.stage.actor.executor, rig.engine, rig.stage.mesh, LONGEST)
+    settings = SyncConfig(checksum_every=1, probe_every=1, probe_threshold=threshold)
+    sync, told = CheckedSync(rig.sync, probe, settings), []
+
+    def sync_and_listen() -> None:
+        sync()
+        told.append(torch.tensor(probe._expected))
+
+    switch = rig.switch(sync_and_listen)
+    for number in range(count):
+        with switch.generating(number + 1):
+            away = rig.sets.away
+            probed = sync.probe_engine()
+            left = left_behind(rig.engine)
+            generated = rig.generate(number)
+        found.append(
+            {
+                "away": away,
+                "probed": probed,
+                "left": left,
+                "mismatch": rig.mismatch(generated),
+                "policy moved": float((told[-1] - told[0]).abs().mean()),
+            }
+        )
+        rig.learn(number + 1)
+    rig.engine.close()
+    return found
