@@ -7,6 +7,7 @@ import math
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -52,16 +53,11 @@ def planned_target(config: Config) -> Target:
     try:
         here = Target("cuda", "the GPU that is there", _bytes_of_gpu_here(), local_layers)
     except ValueError as error:
-        if named is not None:
-            return replace(
-                named,
-                name=f"{named.name} as told (the one that is there: {error})",
-                local_layers=local_layers,
-            )
-        raise_problems(
-            "this run", [f"the GPU that is there: {error}. Name the GPU by memory.gpu or memory.gpu_gib."]
-        )
-        raise
+        if named is None:
+            how = "Name the GPU by memory.gpu or memory.gpu_gib."
+            raise_problems("this run", [f"the GPU that is there: {error}. {how}"])
+        assert named is not None
+        return replace(named, name=f"{named.name} as told (the one that is there: {error})")
     return here if named is None else _smaller(named, here)
 
 
@@ -84,7 +80,9 @@ def _bytes_of_gpu_here() -> int:
     first = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")[0].strip()
     try:
         import pynvml
-
+    except ImportError as error:
+        raise ValueError("its memory cannot be read without the package nvidia-ml-py") from error
+    try:
         pynvml.nvmlInit()
         try:
             if first.startswith(("GPU-", "MIG-")):
@@ -94,8 +92,6 @@ def _bytes_of_gpu_here() -> int:
             return int(pynvml.nvmlDeviceGetMemoryInfo(handle).total)
         finally:
             pynvml.nvmlShutdown()
-    except ImportError as error:
-        raise ValueError("its memory cannot be read without the package nvidia-ml-py") from error
     except pynvml.NVMLError as error:
         seen = f', with "{first}" first in CUDA_VISIBLE_DEVICES' if first else ""
         raise ValueError(f"its memory cannot be read by NVML{seen}: {error}") from error
@@ -161,10 +157,12 @@ class TooMuch:
 
 
 def _too_much(found: TooMuch) -> str:
-    """The figures, and what makes the two largest parts smaller that different keys do."""
+    """The figures, and what makes the two largest parts smaller that different keys do; parts below a twentieth of what
+    is too much are passed over."""
     plan, phase, target = found.plan, found.phase, found.target
     held = sorted(plan.phases[phase].items(), key=lambda item: -item[1])
-    remedies = list(dict.fromkeys(_remedy(found, part) for part, _ in held))
+    excess = plan.held(phase) - usable_bytes(target)
+    remedies = list(dict.fromkeys(_remedy(found, part) for part, size in held if 20 * size >= excess))
     assert target.total_bytes is not None
     return (
         f'memory: rank {plan.rank} (pipeline stage {plan.stage}) needs {_figures(plan, phase)} in the phase "{phase}"; '
@@ -205,12 +203,15 @@ def _remedy(found: TooMuch, part: str) -> str:
 def _engine_remedy(found: TooMuch, part: str) -> str:
     """While it generates, an engine fills its share, whatever its weights take: the KV cache takes the rest."""
     rollout = found.config.rollout
-    if found.phase == "generate":
-        least = _least_share(found.config, found.shape, found.target, rollout.tensor_parallel)
+    if found.phase == "generate" and found.plan.phases["generate"].get("kv_cache"):
+        least = _least_share(found.config, found.shape, found.target)
+        if least > _most_share(found.target):
+            return _smaller_engine(found.config, found.shape, found.world_size, found.target)
         if least < rollout.memory_share:
             return f"Lower rollout.memory_share (now {rollout.memory_share:g}, at least {least:.2f})."
-        if found.plan.phases["generate"].get("kv_cache"):
-            return f"Raise rollout.tensor_parallel (now {rollout.tensor_parallel}) and lower rollout.memory_share."
+        return (
+            f"Raise rollout.tensor_parallel (now {rollout.tensor_parallel}) and lower rollout.memory_share."
+        )
     if part == "engine_workspace":
         fewer = "Lower rollout.max_num_batched_tokens or rollout.max_num_seqs."
         return fewer if found.phase == "generate" else "Set rollout.cuda_graphs=false."
@@ -238,27 +239,33 @@ def _pass_remedy(config: Config, part: str) -> str:
 # ---------------------------------------------------------------- an engine whose share is too small
 
 
-def _engine_needs(
-    config: Config, shape: ModelShape, target: Target, tensor_parallel: int
-) -> tuple[EngineBytes, int]:
-    """(an engine rank, KV cache of one longest sequence), in bytes, for engines of so many ranks."""
-    rollout = replace(config.rollout, tensor_parallel=tensor_parallel)
-    tokens = config.data.max_prompt_tokens + rollout.max_new_tokens
+def _engine_needs(config: Config, shape: ModelShape, target: Target) -> tuple[EngineBytes, int]:
+    """(an engine rank, KV cache of one longest sequence), in bytes."""
+    rollout, tokens = config.rollout, config.data.max_prompt_tokens + config.rollout.max_new_tokens
     engine = engine_bytes(shape, rollout, target.kind, target.itemsize, target.total_bytes)
-    return engine, longest_sequence_bytes(shape, tensor_parallel, target.itemsize, tokens, target.kind)
+    return engine, longest_sequence_bytes(
+        shape, rollout.tensor_parallel, target.itemsize, tokens, target.kind
+    )
 
 
-def _least_share(config: Config, shape: ModelShape, target: Target, tensor_parallel: int) -> float:
-    """Smallest rollout.memory_share that is enough, in whole hundredths."""
-    engine, sequence = _engine_needs(config, shape, target, tensor_parallel)
+def _least_share(config: Config, shape: ModelShape, target: Target, **changed: Any) -> float:
+    """Smallest rollout.memory_share that is enough, in whole hundredths, where `rollout` is `changed` so."""
+    config = replace(config, rollout=replace(config.rollout, **changed))
+    engine, sequence = _engine_needs(config, shape, target)
     assert target.total_bytes is not None
     return math.ceil(100 * (engine.weights + engine.workspace + sequence) / target.total_bytes) / 100
+
+
+def _most_share(target: Target) -> float:
+    """Largest rollout.memory_share that the reserve leaves."""
+    assert target.total_bytes is not None
+    return usable_bytes(target) / target.total_bytes
 
 
 def _engine_problems(config: Config, shape: ModelShape, world_size: int, target: Target) -> Iterator[str]:
     """The engine's share must hold its weights, its workspace and the KV cache of one longest sequence."""
     rollout = config.rollout
-    engine, sequence = _engine_needs(config, shape, target, rollout.tensor_parallel)
+    engine, sequence = _engine_needs(config, shape, target)
     if engine.kv_cache >= sequence:
         return
     assert target.total_bytes is not None
@@ -274,18 +281,27 @@ def _engine_problems(config: Config, shape: ModelShape, world_size: int, target:
 
 
 def _room_for_engine(config: Config, shape: ModelShape, world_size: int, target: Target) -> str:
-    """A larger share as far as the GPU has one, else the fewest ranks whose engine finds room."""
-    assert target.total_bytes is not None
-    most, now = usable_bytes(target) / target.total_bytes, config.rollout.tensor_parallel
-    if (least := _least_share(config, shape, target, now)) <= most:
-        return f"Raise it to {least:.2f} or more, or raise rollout.tensor_parallel (now {now})."
+    """A larger share as far as the GPU has one, else a smaller engine."""
+    least = _least_share(config, shape, target)
+    if least > _most_share(target):
+        return _smaller_engine(config, shape, world_size, target)
+    ranks = config.rollout.tensor_parallel
+    return f"Raise it to {least:.2f} or more, or raise rollout.tensor_parallel (now {ranks})."
+
+
+def _smaller_engine(config: Config, shape: ModelShape, world_size: int, target: Target) -> str:
+    """What makes room for an engine that needs more than the GPU has: no CUDA graphs, else the fewest ranks that do."""
+    most, now = _most_share(target), config.rollout.tensor_parallel
+    share = "rollout.memory_share to {:.2f} or a little more."
+    if (least := _least_share(config, shape, target, cuda_graphs=False)) <= most:
+        return f"Set rollout.cuda_graphs=false and {share.format(least)}"
     for ranks in range(now + 1, shape.num_heads + 1):
         if any(split_problems(config.parallel, ranks, shape)):
             continue
-        if (least := _least_share(config, shape, target, ranks)) <= most:
+        if (least := _least_share(config, shape, target, tensor_parallel=ranks)) <= most:
             start = "" if world_size % ranks == 0 else f", start a multiple of {ranks} ranks"
-            return f"Set rollout.tensor_parallel={ranks} (now {now}){start}, and rollout.memory_share at least {least:.2f}."
+            return f"Set rollout.tensor_parallel={ranks} (now {now}){start}, and {share.format(least)}"
     return (
-        "No rollout.tensor_parallel makes it fit: lower rollout.max_new_tokens, rollout.max_num_batched_tokens or "
-        "rollout.max_num_seqs, or take a larger GPU."
+        "Lower rollout.max_num_batched_tokens, rollout.max_num_seqs or rollout.max_new_tokens, or take a larger GPU: "
+        "no rollout.tensor_parallel makes the engine fit."
     )

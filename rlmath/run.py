@@ -16,6 +16,7 @@ from rlmath.config_files import config_as_yaml
 from rlmath.export_format import export_dtype
 from rlmath.inputs import Inputs, most_updates
 from rlmath.memory_checks import start_up_lines
+from rlmath.memory_plan import mesh_of
 from rlmath.model_shape import ModelShape
 from rlmath.parallel.collectives import from_rank_zero
 from rlmath.parallel.device import (
@@ -43,6 +44,7 @@ from rlmath.rollout.memory_watch import MemoryWatch
 from rlmath.run_folder import claim_run_folder
 from rlmath.sync.checked import CheckedSync
 from rlmath.sync.layouts import engine_shapes, training_layout
+from rlmath.sync.plan import bucket_bytes
 from rlmath.sync.probe import Probe
 from rlmath.sync.transfer import WeightSync, hf_stream
 from rlmath.telemetry.timers import PhaseTimers
@@ -61,15 +63,7 @@ def run_training(config: Config, shape: ModelShape, inputs: Inputs) -> None:
     Whoever calls this ends the process then.
     """
     started = time.perf_counter()
-    mesh = Mesh(
-        environment_rank(),
-        environment_world_size(),
-        config.parallel.tensor,
-        config.parallel.pipeline,
-        config.rollout.tensor_parallel,
-        config.parallel.virtual_pipeline,
-        config.parallel.context,
-    )
+    mesh = mesh_of(config, environment_world_size(), environment_rank())
     device = open_device(config.run.device)
     with contextlib.ExitStack() as stack:
         pool = None
@@ -154,7 +148,7 @@ def _build_sync(
 ) -> CheckedSync:
     parallel = config.parallel
     layout = training_layout(shape.num_layers, mesh, parallel.first_stage_layers, parallel.last_stage_layers)
-    bucket_bytes = int(config.sync.bucket_mib * 2**20)
+    bucket = bucket_bytes(config.sync.bucket_mib, device.kind, mesh.world_size)
     sync = WeightSync(
         actor.chunks,
         shape,
@@ -162,7 +156,7 @@ def _build_sync(
         mesh,
         device,
         engine.weights,
-        bucket_bytes,
+        bucket,
         from_rank_zero(local_world_size()),
     )
     longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens

@@ -52,10 +52,11 @@ from rlmath.parallel.mesh import Mesh
 from rlmath.policy.model import Recompute, build_chunks, start_megatron, stop_megatron, transformer_config
 from rlmath.rollout.engine import Engine
 from rlmath.sync.layouts import engine_shapes, training_layout
+from rlmath.sync.plan import bucket_bytes
 from rlmath.sync.transfer import WeightSync, hf_stream
 
 REPOSITORY = Path(__file__).resolve().parents[1]
-BUCKET_BYTES = 64 * 2**20
+BUCKET_MIB = 64.0
 SIZES = {"50M": (8, 640, 1760, 16_000), "300M": (16, 1152, 3136, 32_000)}
 """Layers, hidden size, feed-forward size, vocabulary."""
 
@@ -177,7 +178,15 @@ def measure(case: Case, shape: ModelShape, engine: Engine, clock: PackingClock, 
     with laid_out(case, device) as mesh:
         chunks = build_policy(shape, mesh, device)
         layout = training_layout(shape.num_layers, mesh, None, None)
-        sync = WeightSync(chunks, shape, layout, mesh, device, engine.weights, BUCKET_BYTES)
+        sync = WeightSync(
+            chunks,
+            shape,
+            layout,
+            mesh,
+            device,
+            engine.weights,
+            bucket_bytes(BUCKET_MIB, device.kind, mesh.world_size),
+        )
         report = sync.run(check=True)
         gather_and_reload(chunks, shape, mesh, engine)
         ours, theirs = Timings([], []), Timings([], [])

@@ -4,7 +4,8 @@ why something travels.
 python tools/explain_sync.py --config configs/my.yaml parallel.tensor=2 rollout.tensor_parallel=1 run.device=cuda
 
 It prints the plan that the run itself follows: a GPU's with run.device=cuda or where memory.gpu or memory.gpu_gib names
-one, the CPU's where there is no GPU. Of the model only config.json is read; no rank is started and no GPU is needed. It exits with 2 where the settings have no plan.
+one, the CPU's where there is no GPU. Of the model only config.json is read; no rank is started and no GPU is needed. It
+exits with 2 where the settings have no plan.
 """
 
 from __future__ import annotations
@@ -200,7 +201,7 @@ def _layouts(explained: Explained) -> list[str]:
     )
     return [
         f"{explained.config.model.path}: {parameter_count(explained.shape) / 1e9:.3g} B parameters on "
-        f"{mesh.world_size} ranks, {mesh.describe()}",
+        f"{_ranks(mesh.world_size)}, {mesh.describe()}",
         f"Training splits every tensor over {_ranks(mesh.tensor)}; layers by pipeline stage: {stages}.",
         f"Each engine has the whole model, split over {_ranks(mesh.engine_size)}, in {number_format}.",
     ]

@@ -101,8 +101,8 @@ def heading(config: Config, shape: ModelShape, ranks: int, target: Target) -> st
     replica = parallel.tensor * parallel.pipeline * parallel.context
     layout = f"TP{parallel.tensor} x CP{parallel.context} x PP{parallel.pipeline} x DP{ranks // replica}"
     lines = [
-        f"{config.model.path}: {parameter_count(shape) / 1e9:.3g} B parameters on {ranks} ranks, {layout}, "
-        f"engines of TP{config.rollout.tensor_parallel}"
+        f"{config.model.path}: {parameter_count(shape) / 1e9:.3g} B parameters on {ranks} rank{'s' * (ranks != 1)}, "
+        f"{layout}, engines of TP{config.rollout.tensor_parallel}"
     ]
     if target.total_bytes is None:
         lines.append("Planned for the CPU, in float32; name a GPU by memory.gpu or memory.gpu_gib.")

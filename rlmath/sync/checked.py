@@ -37,15 +37,15 @@ class CheckedSync:
         result, threshold = self._probe.ask_engine(), self._settings.probe_threshold
         if not result.mean <= threshold:
             raise RuntimeError(
-                f"the probe after weight sync {self._count}: log-probs of the engine and of the policy differ by "
-                f"{result.mean:.3g} nats per token (at most {result.largest:.3g}); allowed by sync.probe_threshold are "
-                f"{threshold:g}. The engine does not have the policy's weights, or computes otherwise: what it samples "
-                "is not on-policy"
+                f"the probe after weight sync {self._count}: log-probs of engine {result.engine} and of the policy "
+                f"differ by {result.mean:.3g} nats per token (at most {result.largest:.3g}); sync.probe_threshold is "
+                f"{threshold:g}. The engine does not have the policy's weights, or computes otherwise: what it "
+                "samples is not on-policy"
             )
         return {"sync/probe_difference": result.mean, "sync/probe_difference_max": result.largest}
 
     def metrics(self) -> dict[str, float]:
-        """What the last sync moved on this rank (GiB), and how long the transfer itself took (seconds)."""
+        """What the last sync moved on this rank (GiB), and the seconds of it that vLLM spent packing matrices."""
         assert self.report is not None
         moved = {
             "copied": self.report.bytes_copied,

@@ -5,6 +5,8 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
+import torch
+
 from rlmath.packing.pack import pack
 from rlmath.parallel.collectives import gather_objects
 from rlmath.parallel.mesh import Mesh
@@ -20,9 +22,11 @@ TOKENS = 64
 
 @dataclass(frozen=True)
 class ProbeResult:
-    """Difference between the two log-probs over all probed tokens and engines (nats)."""
+    """Difference between the two log-probs in the engine that differs most (nats); NaN where either side has one."""
 
+    engine: int
     mean: float
+    """Over the probed tokens."""
     largest: float
 
 
@@ -74,10 +78,12 @@ class Probe:
             for index, row in zip(order, self._expected, strict=True)
             for a, b in zip(found[index], row, strict=True)
         ]
-        everyone = gather_objects((sum(differences), max(differences)))
-        count = len(everyone) * len(differences)
         self._expected = None
-        return ProbeResult(sum(total for total, _ in everyone) / count, max(top for _, top in everyone))
+        mine = torch.tensor(differences, dtype=torch.float64)
+        everyone = gather_objects((mine.mean().item(), mine.max().item()))
+        # torch's max keeps a NaN, Python's may lose it.
+        worst = int(torch.tensor([mean for mean, _ in everyone]).argmax())
+        return ProbeResult(worst // self._mesh.engine_size, *everyone[worst])
 
 
 def _rows(batch: MicroBatch, logprobs_T: list[float]) -> list[list[float]]:

@@ -27,7 +27,7 @@ from rlmath.rollout.weights import EngineWeights
 from rlmath.sync.checksums import SyncChecksums
 from rlmath.sync.exchange import Exchange, Messages, SharedBuckets, elements
 from rlmath.sync.layouts import TIED_HEAD, TrainingLayout, parameter_key
-from rlmath.sync.plan import SHARED_BUCKET_BYTES, Copy, plan_sync
+from rlmath.sync.plan import Copy, plan_sync
 from rlmath.sync.rank_rounds import RankRound, rank_rounds
 
 
@@ -73,14 +73,10 @@ class WeightSync:
         if device.kind == "cuda":
             # The first call of an NCCL group must be one that all its ranks make; not all of them send.
             dist.all_reduce(torch.zeros(1, device=device.torch_device))
-        plan = partial(plan_sync, shape, layout, mesh, weights.dtype.itemsize, ranks_per_node=ranks_per_node)
-        shares = device.kind == "cpu" and mesh.world_size > 1
-        whole = plan(bucket_bytes=min(bucket_bytes, SHARED_BUCKET_BYTES) if shares else bucket_bytes)
+        whole = plan_sync(shape, layout, mesh, weights.dtype.itemsize, bucket_bytes, ranks_per_node)
         self._memory = None
-        if shares and whole.rounds:
+        if device.kind == "cpu" and whole.rounds:
             self._memory = share_memory(2 * whole.largest_bucket_bytes)
-            if self._memory is None:
-                whole = plan(bucket_bytes=bucket_bytes)
         # Only this rank's part is kept: for hundreds of ranks the whole plan has as many as a million copies.
         self._rounds = rank_rounds(whole, mesh.rank)
         self._bucket_elements = whole.largest_bucket_bytes // weights.dtype.itemsize

@@ -32,7 +32,11 @@ LAYOUTS = {
 }
 
 
-@pytest.fixture(scope="module", params=[(1, 1), (2, 1), (2, 2)], ids=["1-rank", "2-engines", "1-engine-of-2"])
+@pytest.fixture(
+    scope="module",
+    params=[(1, 1), (2, 1), pytest.param((2, 2), marks=pytest.mark.full)],
+    ids=["1-rank", "2-engines", "1-engine-of-2"],
+)
 def by_layout(
     request: pytest.FixtureRequest, ranks: RankPool, untied_model: Path
 ) -> list[tuple[dict[str, Any], ...]]:
@@ -80,24 +84,28 @@ def test_other_weights_end_every_rank_with_the_difference(
         assert len({one["error"] for one in harmed}) == 1
         assert "sync.probe_threshold" in harmed[0]["error"]
         if harm.endswith("not finite"):
-            assert all("sync.probe_threshold" in one["refused"] for one in harmed)
+            assert all("sync.probe_threshold" in one["error where anything is allowed"] for one in harmed)
             assert "nan" in harmed[0]["error"]
             continue
         (difference,) = {one["sync/probe_difference"] for one in harmed}
-        assert difference > 0.01 and {one["refused"] for one in harmed} == {""}
+        assert difference > 0.01 and {one["error where anything is allowed"] for one in harmed} == {""}
         named = [float(number) for number in re.findall(r"\d+\.?\d*(?:e-?\d+)?", harmed[0]["error"])]
         assert any(math.isclose(number, difference, rel_tol=0.01) for number in named)
 
 
-def test_what_a_sync_moved_are_the_bytes_of_its_plan(by_layout: list[tuple[dict[str, Any], ...]]) -> None:
+def test_what_a_sync_moved_are_the_bytes_of_its_plan(
+    by_layout: list[tuple[dict[str, Any], ...]], untied_model: Path
+) -> None:
+    model = sum(parameter.nbytes for parameter in oracle.load(untied_model).parameters())
     for reports in by_layout:
         for report in reports:
-            moved = report["moved"]
-            assert {name: moved[name] * 2**30 for name in report["planned"]} == report["planned"]
-            assert moved["sync/copied_gib"] + moved["sync/received_gib"] > 0
-            assert moved["seconds/sync_packing"] > 0
+            moved = {name: gib * 2**30 for name, gib in report["moved"].items() if name.endswith("_gib")}
+            assert {**moved, "lower bound": reports[0]["planned"]["lower bound"]} == report["planned"]
+            if report["engine size"] == 1:
+                assert moved["sync/copied_gib"] + moved["sync/received_gib"] == model
+            assert report["moved"]["seconds/sync_packing"] > 0
         for name in ("sync/sent_gib", "sync/received_gib"):
-            assert sum(report["moved"][name] for report in reports) * 2**30 == reports[0]["lower bound"]
+            assert sum(r["moved"][name] for r in reports) * 2**30 == reports[0]["planned"]["lower bound"]
 
 
 def test_checksums_and_probes_are_due_at_the_first_sync_and_every_so_many(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 
 from rlmath.parallel.device import open_device
 from rlmath.parallel.storage import HostMemory, StorageSet
-from tests.distributed import engine_cases, offload_cases, oracle, policy_cases
+from tests.distributed import engine_cases, offload_cases, oracle, policy_cases, probe_cases
 from tests.distributed.policy_cases import Case
 from tests.distributed.rank_pool import RankPool
 from tests.tiny_models import make_samples
@@ -21,6 +22,14 @@ pytestmark = [
 
 BF16_NATS = 0.05
 """Most by which log-probs in bfloat16 may differ from those in float32 (nats)."""
+
+
+@pytest.fixture
+def fresh_ranks() -> Iterator[RankPool]:
+    """Processes of their own: on GPU an engine ends only with its process."""
+    pool = RankPool()
+    yield pool
+    pool.close()
 
 
 def test_logprobs_in_bfloat16_are_close_to_transformers(ranks: RankPool, untied_model: Path) -> None:
@@ -37,6 +46,21 @@ def test_the_engine_follows_the_policy_through_sleep_and_updates(ranks: RankPool
     case = Case(device="cuda", optimizer="adam")
     (largest,) = ranks.run(1, engine_cases.mismatch_after_updates, untied_model, case, 1, 3)
     assert len(largest) == 4 and max(largest) < BF16_NATS
+
+
+def test_every_sync_of_a_run_that_offloads_everything_is_checked_and_probed(
+    fresh_ranks: RankPool, untied_model: Path
+) -> None:
+    """The engine's CUDA graphs were captured before the first sync, and go on with what the later ones wrote."""
+    case = Case(device="cuda", optimizer="adam", lr=0.01)
+    (reports,) = fresh_ranks.run(1, probe_cases.cycles, untied_model, case, 3, BF16_NATS)
+    assert len(reports) == 3
+    for number, report in enumerate(reports):
+        assert report["away"] == ("gradients", "optimizer", "parameters")
+        assert 0 < report["probed"]["sync/probe_difference"] < BF16_NATS
+        assert report["left"]["requests"] == 0
+        assert (report["policy moved"] > 4 * BF16_NATS) == (number > 0)
+        assert report["mismatch"] < 2 * BF16_NATS
 
 
 def test_a_discarded_minibatch_leaves_every_bit_on_the_gpu(ranks: RankPool, untied_model: Path) -> None:

@@ -126,6 +126,15 @@ def test_on_cpu_weights_travel_in_float32_through_smaller_buckets(
     assert found["bucket"] == SHARED_BUCKET_BYTES >= found["largest_bucket"]
 
 
+def test_a_named_gpu_has_its_own_plan(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = [model, "parallel.tensor=2", "run.device=cpu", "memory.gpu=H100-80GB"]
+    assert main([*arguments, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["device"], found["element_bytes"], found["bucket"]) == ("cuda", 2, 64 * 2**20)
+    assert main(arguments) == 0
+    assert "GiB travel in 1 round of at most" in capsys.readouterr().out
+
+
 def test_smaller_buckets_make_more_rounds(model: str, capsys: pytest.CaptureFixture[str]) -> None:
     rounds = [
         data_of(capsys, model, "parallel.tensor=2", f"sync.bucket_mib={size}")["rounds"] for size in (64, 1)

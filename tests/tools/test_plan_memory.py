@@ -83,6 +83,13 @@ def test_without_a_gpu_the_plan_is_for_the_cpu(model: str, capsys: pytest.Captur
     assert "Planned for the CPU" in capsys.readouterr().out
 
 
+def test_a_gpu_named_twice_is_refused(model: str, capsys: pytest.CaptureFixture[str]):
+    assert main([model, "memory.gpu=H100-80GB", "memory.gpu_gib=3"]) == 2
+    told = capsys.readouterr()
+    assert told.out == ""
+    assert "1 problem with this run:\n  - memory.gpu is" in told.err and "give one of the two" in told.err
+
+
 def test_the_least_ranks_make_whole_replicas_and_whole_engines():
     config = Config(parallel=ParallelConfig(tensor=2, pipeline=3), rollout=RolloutConfig(tensor_parallel=4))
     assert least_ranks(config) == 12
