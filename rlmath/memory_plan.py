@@ -30,13 +30,12 @@ from rlmath.activation_bytes import (
 )
 from rlmath.checkpoint.hf_tables import TABLES, shard_shape
 from rlmath.config import Config, MemoryConfig, ParallelConfig
-from rlmath.engine_bytes import engine_bytes
+from rlmath.engine_bytes import FLOAT32_BYTES, engine_bytes
 from rlmath.model_shape import ModelShape
 from rlmath.parallel.mesh import Mesh
 from rlmath.sync.layouts import stage_layers
 from rlmath.sync.plan import bucket_bytes
 
-FLOAT32_BYTES = 4
 PARTS = (
     "parameters",
     "gradients",

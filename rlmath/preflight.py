@@ -12,6 +12,7 @@ import torch
 
 from rlmath.algorithm_checks import algorithm_problems, harmless_algorithm_settings
 from rlmath.config import Config, PolicyConfig, RolloutConfig
+from rlmath.engine_bytes import FLOAT32_BYTES, longest_sequence_bytes
 from rlmath.layout_checks import context_problems, rank_problems, split_problems, stage_problems
 from rlmath.memory_checks import fit_problems
 from rlmath.model_folder import inspect_model_folder
@@ -22,9 +23,6 @@ from rlmath.settings import nearest_path, nearest_word, raise_problems, setting_
 
 CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """Head dims of vLLM 0.32's attention on CPU."""
-CPU_KV_BLOCK_TOKENS = 128
-"""Tokens of one block of vLLM's KV cache on CPU."""
-FLOAT32_BYTES = 4
 
 
 def check_config(config: Config, world_size: int) -> ModelShape:
@@ -218,9 +216,8 @@ def _engine_model_problems(config: Config, shape: ModelShape) -> Iterator[str]:
             f"{', '.join(map(str, CPU_HEAD_DIMS))}. Take another model, or a GPU."
         )
     longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
-    blocks = -(-longest // CPU_KV_BLOCK_TOKENS) + 1
-    heads = -(-shape.num_kv_heads // max(1, config.rollout.tensor_parallel))
-    needed = 2 * shape.num_layers * heads * shape.head_dim * FLOAT32_BYTES * blocks * CPU_KV_BLOCK_TOKENS
+    ranks = max(1, config.rollout.tensor_parallel)
+    needed = longest_sequence_bytes(shape, ranks, FLOAT32_BYTES, longest, "cpu")
     if config.rollout.cpu_kv_cache_gib * 2**30 < needed:
         yield (
             f"rollout.cpu_kv_cache_gib is {config.rollout.cpu_kv_cache_gib}; one sequence of {longest} tokens "

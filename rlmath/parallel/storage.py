@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, UntypedStorage
 
-from rlmath.parallel.device import Device
+from rlmath.parallel.device import Device, synchronize
 
 Tensors = Callable[[], Iterable[Tensor]]
 """Gives the tensors as they are now: an optimizer makes its state at the first step."""
@@ -193,8 +193,7 @@ class StorageSet:
 
     def _finish_device_work(self) -> float:
         """Wait for everything that was started on the device; the time then (seconds)."""
-        if self._device.kind == "cuda":
-            torch.cuda.synchronize(self._device.torch_device)
+        synchronize(self._device)
         return time.perf_counter()
 
 
