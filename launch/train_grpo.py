@@ -11,36 +11,39 @@ import socket
 import sys
 import time
 
-from rlmath.config import Config
 from rlmath.config_files import load_config, split_arguments
-from rlmath.export_format import export_bytes
-from rlmath.inputs import Inputs, load_inputs
-from rlmath.model_shape import ModelShape
+from rlmath.export_format import output_bytes
+from rlmath.guard.exit_status import FAILURE, MISTAKE
+from rlmath.inputs import load_inputs
 from rlmath.parallel.device import environment_rank, environment_world_size
 from rlmath.preflight import check_config
+from rlmath.prepared import Prepared
+from rlmath.recovery import find_recovery, origin_of
 from rlmath.run_folder import check_output_folder
 from rlmath.telemetry.console import setup_logging
 
 logger = logging.getLogger(__name__)
 
 OTHERS_WAIT_SECONDS = 10.0
-MISTAKE, FAILURE = 2, 1
-"""Exit status: the run cannot be as it was asked for; it broke."""
 
 
-def prepare() -> tuple[Config, ModelShape, Inputs]:
-    """Settings, model shape and prompts; ValueError for all that can be known to be wrong before the start."""
+def prepare() -> Prepared:
+    """ValueError for all that can be known to be wrong before the start."""
     config = load_config(*split_arguments("Train a model with GRPO."))
     shape = check_config(config, environment_world_size())
-    check_output_folder(config.run.output_dir, config, export_bytes(config, shape))
-    return config, shape, load_inputs(config, shape)
+    inputs = load_inputs(config, shape)
+    origin = origin_of(config, inputs)
+    recovery = find_recovery(config, origin)
+    goes_on = recovery is not None and bool(recovery.candidates)
+    check_output_folder(config.run.output_dir, config, output_bytes(config, shape), goes_on)
+    return Prepared(config, shape, inputs, origin, recovery)
 
 
 def main() -> int:
-    """Exit status 0, MISTAKE or FAILURE."""
+    """One of `rlmath.guard.exit_status`."""
     setup_logging(environment_rank())
     try:
-        config, shape, inputs = prepare()
+        prepared = prepare()
     except ValueError as error:
         # Rank 0 speaks first: the launcher ends all others as soon as one has ended. A mistake that only another
         # node sees (a path that is missing there) is told after the wait.
@@ -52,13 +55,12 @@ def main() -> int:
     from rlmath.run import run_training
 
     try:
-        run_training(config, shape, inputs)
+        return run_training(prepared)
     except BaseException:
         logger.exception("rank %d on %s failed; the run ends", environment_rank(), socket.gethostname())
         logging.shutdown()
         # At once: threads and process groups of a broken run may wait for peers that wait for us.
         os._exit(FAILURE)
-    return 0
 
 
 if __name__ == "__main__":

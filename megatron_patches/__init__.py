@@ -16,11 +16,21 @@ def apply(device_kind: str) -> None:
     global _applied
     if device_kind != "cpu" or _applied:
         return
-    from megatron_patches import clip_grads, language_module, optimizer, tensor_parallel_random, torch_names
+    from megatron_patches import (
+        clip_grads,
+        language_module,
+        moe_utils,
+        optimizer,
+        tensor_parallel_random,
+        token_dispatcher,
+        torch_names,
+    )
 
     torch_names.patch_loaded_modules()
     tensor_parallel_random.patch()
     optimizer.patch()
     clip_grads.patch()
     language_module.patch()
+    moe_utils.patch()
+    token_dispatcher.patch()
     _applied = True

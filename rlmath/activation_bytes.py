@@ -95,14 +95,19 @@ def _attention_elements(shape: ModelShape, work: StageWork, selective: bool) -> 
     Ours: query, key and value laid out by segment, the latter two repeated to Q, the output in both layouts (3 Q),
     cosines and sines of query and key. Transformer Engine's: the projection (Q + 2 K), of which value is a part, query
     and key turned (Q + K), the output (Q). Recomputed ("selective"), ours keeps the same.
+
+    Norms of query and key keep their inputs: of the query a copy (Q), of the key a part of the projection (Q + 2 K),
+    which so is there in any case, in Transformer Engine a copy (K). Ours also keep the normalised inputs (Q + K).
     """
     query = shape.num_heads * shape.head_dim // work.tensor
     key = shape.num_kv_heads * shape.head_dim // work.tensor
     turned = 3 * query + 3 * key
     if not work.local_layers:
-        return turned
-    angles = 4 * shape.head_dim
-    return angles + (turned if selective else 6 * query)
+        return turned + (query + key if shape.qk_norm else 0)
+    kept = 4 * shape.head_dim + (turned if selective else 6 * query)
+    if shape.qk_norm:
+        kept += 2 * query + key + (0 if selective else query + 2 * key)
+    return kept
 
 
 def backward_bytes(shape: ModelShape, work: StageWork, policy: PolicyConfig) -> PassBytes:

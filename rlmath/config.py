@@ -16,7 +16,11 @@ class RunConfig:
     """The run as a whole."""
 
     output_dir: str = MISSING
-    """Folder of everything the run writes. It must be new, empty, or left by a run with this very config."""
+    """Folder of everything the run writes, on a disk that all nodes share; what AReaL calls experiment and trial. It
+    must be new, empty, or left by this very run."""
+    recover_mode: str = "auto"
+    """"auto": go on from the newest whole checkpoint in `output_dir`, or start where there is none; "resume": go on, or
+    end with an error; "disabled": start anew, what is there is moved to `<output_dir>/earlier`."""
     seed: int = 1
     """Seed of data order, sampling and initialisation (0 to 2**31 - 1)."""
     total_epochs: int = 1
@@ -28,6 +32,14 @@ class RunConfig:
     distributed_timeout_seconds: float = 1800.0
     """How long a collective waits for its peers before the run ends with an error (seconds; Megatron's groups round it
     up to minutes, vLLM's have limits of their own)."""
+    stop_grace_seconds: float = 300.0
+    """How long the run may take to save and stop after SIGTERM or SIGUSR1 (seconds); after that it is ended unsaved."""
+    heartbeat_timeout_seconds: float = 120.0
+    """A rank that gives no sign of life for so long ends the run (seconds); one whose process is gone ends it at once,
+    where another rank of its node is there to see it."""
+    hang_timeout_seconds: float | None = 1500.0
+    """The run ends, and tells where every rank is, when no rank has entered a phase or made other progress for so long
+    (seconds). Below `distributed_timeout_seconds`, or that ends it first, without telling. Null: never."""
 
 
 @dataclass(frozen=True)
@@ -71,6 +83,12 @@ class ParallelConfig:
     context: int = 1
     """Context-parallel size: ranks that share the tokens of every pack, for sequences too long for one. Needs GPUs with
     Transformer Engine; written to its rules, but not run on GPUs yet."""
+    expert: int = 1
+    """Expert-parallel size: ranks of a pipeline stage that share the experts of every layer, for models with experts.
+    Divides their number and the ranks of a stage (tensor x context x data / `expert_tensor`)."""
+    expert_tensor: int = 1
+    """Tensor-parallel size of every expert's matrices, independent of `tensor`. Above 1 it needs GPUs; written to
+    Megatron's rules, but not run on GPUs yet."""
     sequence: bool = False
     """Megatron's sequence parallelism: norms and residuals are split over the tensor-parallel ranks."""
 
@@ -325,10 +343,32 @@ class TelemetryConfig:
 
 @dataclass(frozen=True)
 class SaveConfig:
-    """What a run leaves behind."""
+    """What a run leaves behind: checkpoints to keep, recovery points to go on from, models in Hugging Face form."""
 
+    save_freq_epochs: int | None = None
+    """Keep a checkpoint after every so many epochs (AReaL: exp_ctrl.save_freq_epochs). Null: none."""
+    save_freq_steps: int | None = None
+    """Likewise after every so many steps."""
+    save_freq_secs: float | None = None
+    """Likewise after the step in which so many seconds have passed since the last one."""
+    export_hf: bool = False
+    """Export the model of every kept checkpoint to `<output_dir>/models/step-NNNNNN`, too, while training waits. The
+    last one is always exported, to `<output_dir>/hf_model`."""
     export_dtype: str = "auto"
-    """Number format of the exported Hugging Face model: "auto" (as it was trained), "float32" or "bfloat16"."""
+    """Number format of the exported Hugging Face models: "auto" (as it was trained), "float32" or "bfloat16"."""
+    ckpt_freq_epochs: int | None = None
+    """Make a recovery point after every so many epochs (AReaL: exp_ctrl.ckpt_freq_epochs). Null: none."""
+    ckpt_freq_steps: int | None = None
+    """Likewise after every so many steps."""
+    ckpt_freq_secs: float | None = 600.0
+    """Likewise after the step in which so many seconds have passed since the last one. With any of these three there is
+    a recovery point after the second step, too, and one after the last."""
+    keep_last: int = 2
+    """Recovery points that stay: the newest ones. With 2, one is left when the newest is damaged."""
+    keep_models: int | None = None
+    """Checkpoints of `save_freq_*` that stay: the newest ones. Null: all."""
+    background: bool = True
+    """Write checkpoints while training goes on; a rank's part is held a second time in the host's memory meanwhile."""
 
 
 @dataclass(frozen=True)

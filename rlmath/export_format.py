@@ -1,4 +1,4 @@
-"""In which number format a run leaves its model, and how large that is."""
+"""In which number format a run leaves its model, and how large what it leaves is."""
 
 from __future__ import annotations
 
@@ -21,3 +21,28 @@ def export_dtype(config: Config) -> torch.dtype:
 def export_bytes(config: Config, shape: ModelShape) -> int:
     """Size of the model's weights on disk (bytes)."""
     return parameter_count(shape) * export_dtype(config).itemsize
+
+
+def checkpoint_bytes(config: Config, shape: ModelShape) -> int:
+    """Size of a checkpoint on disk: parameters, Adam's two moments, and float32 copies of bfloat16 parameters
+    (bytes)."""
+    weights = _TRAINED[resolve_kind(config.run.device)].itemsize
+    state = 8 if config.optimizer.kind == "adam" else 0
+    copies = 4 if weights < 4 else 0
+    return parameter_count(shape) * (weights + state + copies)
+
+
+def output_bytes(config: Config, shape: ModelShape) -> int:
+    """Disk space that a run needs: for the model it leaves, and for two checkpoints where it makes any: a complete one
+    stays until the next is complete (bytes)."""
+    save = config.save
+    frequencies = (
+        save.save_freq_epochs,
+        save.save_freq_steps,
+        save.save_freq_secs,
+        save.ckpt_freq_epochs,
+        save.ckpt_freq_steps,
+        save.ckpt_freq_secs,
+    )
+    makes_any = any(frequency is not None for frequency in frequencies)
+    return export_bytes(config, shape) + (2 * checkpoint_bytes(config, shape) if makes_any else 0)

@@ -6,6 +6,21 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
+class RopeScaling:
+    """Llama 3's stretching of rotary embeddings ("rope_type" "llama3" in config.json).
+
+    Frequencies whose wavelength is longer than original_max_positions / low_freq_factor are divided by `factor`, those
+    with one shorter than original_max_positions / high_freq_factor stay, and those between are blended.
+    """
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_positions: int
+    """Longest sequence before the model was stretched (tokens)."""
+
+
+@dataclass(frozen=True)
 class ModelShape:
     """What the program needs to know of a Hugging Face config.json."""
 
@@ -19,6 +34,7 @@ class ModelShape:
     """Key-value heads; each serves num_heads / num_kv_heads query heads."""
     head_dim: int
     ffn_size: int
+    """Feed-forward units; of one expert, where layers have experts."""
     vocab_size: int
     """Rows of the embedding in the Hugging Face files, before padding for tensor parallelism."""
     tied_embeddings: bool
@@ -31,3 +47,13 @@ class ModelShape:
     """Query, key and value projections have a bias."""
     torch_dtype: str
     """Number format of the files, for example "bfloat16"; "float32" where config.json does not say."""
+    qk_norm: bool = False
+    """Every head's query and key are normalised, with a weight per head dimension."""
+    rope_scaling: RopeScaling | None = None
+    """How rotary embeddings are stretched; None: they are plain."""
+    num_experts: int = 0
+    """Experts of every layer; 0: a layer has one feed-forward network for all tokens."""
+    experts_per_token: int = 0
+    """Experts that the router of a layer picks for each token."""
+    norm_topk_prob: bool = False
+    """The weights of a token's experts are scaled so that their sum is 1."""

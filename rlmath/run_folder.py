@@ -16,6 +16,7 @@ barrier behind the claim is for what other ranks write into the folder.
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import shutil
@@ -23,41 +24,56 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from rlmath.checkpoint.folders import CHECKPOINTS, remove_partial
 from rlmath.config import Config
 from rlmath.config_files import load_config, save_config
 from rlmath.settings import as_yaml_word, raise_problems, setting_values
+from rlmath.telemetry.metrics import keep_metrics
+from rlmath.telemetry.samples import keep_samples
+
+logger = logging.getLogger(__name__)
 
 CONFIG_NAME = "config.yaml"
 EARLIER_NAME = "earlier"
+SUMMARY_NAME = "summary.json"
 MIN_FREE_BYTES = 2**30
 """Free disk space below which a run does not start."""
 
 _SCRATCH = re.compile(rf"\.{re.escape(CONFIG_NAME)}\..*\.tmp")
 
 
-def check_output_folder(output_dir: str | Path, config: Config, export_bytes: int = 0) -> None:
+def check_output_folder(
+    output_dir: str | Path, config: Config, needed_bytes: int = 0, goes_on: bool = False
+) -> None:
     """ValueError that lists why this run may not have the folder. Reads only; any rank, at any time.
 
-    `export_bytes` is the size of the model that the run will leave there.
+    `needed_bytes` is the size of what the run will leave there. With `goes_on` it goes on from a checkpoint there, to
+    which its settings have been compared.
     """
-    problems = list(_folder_problems(str(output_dir), config, export_bytes))
+    problems = list(_folder_problems(str(output_dir), config, needed_bytes, goes_on))
     raise_problems(f'run.output_dir "{output_dir}"', problems)
 
 
-def claim_run_folder(output_dir: str | Path, config: Config) -> Path:
+def claim_run_folder(output_dir: str | Path, config: Config, steps_done: int | None = None) -> Path:
     """Make the folder this run's, and write config.yaml into it. For rank 0 alone.
 
-    What an earlier run with an equal config left is moved to `<output_dir>/earlier/001` (002, ...), with a
-    copy of its config.yaml. Errors: ValueError as `check_output_folder`, or if the folder cannot be written.
+    A run that goes on says its `steps_done`: what is there stays, but for metrics and samples of later steps. Else what
+    an earlier run with an equal config left is moved to `<output_dir>/earlier/001` (002, ...), with a copy of its
+    config.yaml. Errors: ValueError as `check_output_folder`, or if the folder cannot be written.
     """
-    check_output_folder(output_dir, config)
+    goes_on = steps_done is not None
+    check_output_folder(output_dir, config, goes_on=goes_on)
     folder = Path(output_dir)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for scratch in folder.iterdir():
             if _SCRATCH.fullmatch(scratch.name):
                 scratch.unlink()
-        _move_aside(folder)
+        remove_partial(folder / CHECKPOINTS)
+        if goes_on:
+            _go_on_from(folder, steps_done)
+        else:
+            _move_aside(folder)
         save_config(config, folder / CONFIG_NAME)
     except OSError as error:
         raise ValueError(
@@ -80,7 +96,7 @@ def _comparable(config: Config) -> dict[str, Any]:
     return {key: value for key, value in setting_values(config).items() if key != "run.output_dir"}
 
 
-def _folder_problems(output_dir: str, config: Config, export_bytes: int) -> Iterator[str]:
+def _folder_problems(output_dir: str, config: Config, needed_bytes: int, goes_on: bool) -> Iterator[str]:
     if not output_dir.strip() or output_dir.startswith("~"):
         yield "needed: a path, written in full. Set run.output_dir, for example outputs/first."
         return
@@ -92,15 +108,15 @@ def _folder_problems(output_dir: str, config: Config, export_bytes: int) -> Iter
     if not os.access(nearest, os.R_OK | os.W_OK | os.X_OK):
         yield f'no permission to write into "{nearest}". Give another run.output_dir.'
         return
-    free, needed = shutil.disk_usage(nearest).free, MIN_FREE_BYTES + export_bytes
+    free, needed = shutil.disk_usage(nearest).free, MIN_FREE_BYTES + needed_bytes
     if free < needed:
         yield (
             f"the disk has {free / 2**30:.2f} GiB free; needed: at least {needed / 2**30:.2f} GiB, of which "
-            f"{export_bytes / 2**30:.2f} GiB for the trained model. "
+            f"{needed_bytes / 2**30:.2f} GiB for the trained model and its checkpoints. "
             "Make room, or give a run.output_dir on another disk."
         )
     yield from _input_problems(folder, config)
-    if nearest == folder:
+    if nearest == folder and not goes_on:
         yield from _content_problems(folder, config)
 
 
@@ -132,6 +148,16 @@ def _content_problems(folder: Path, config: Config) -> Iterator[str]:
             f"it belongs to a run with another config: {'; '.join(differences)}. Give a new run.output_dir, "
             f"or the same values (--config {config_path} repeats that run)."
         )
+
+
+def _go_on_from(folder: Path, steps_done: int) -> None:
+    rows = keep_metrics(folder, steps_done)
+    if rows < steps_done:
+        logger.warning(
+            "%s has the metrics of %d steps only, the checkpoint is that of step %d", folder, rows, steps_done
+        )
+    keep_samples(folder, steps_done)
+    (folder / SUMMARY_NAME).unlink(missing_ok=True)
 
 
 def _move_aside(folder: Path) -> None:

@@ -30,10 +30,12 @@ LAYERS = (
         "rlmath.memory_plan",
         "rlmath.activation_bytes",
         "rlmath.engine_bytes",
+        "rlmath.model_config",
         "rlmath.model_folder",
         "rlmath.run_folder",
     ),
     ("rlmath.policy", "rlmath.rollout", "rlmath.sync", "rlmath.checkpoint"),
+    ("rlmath.guard",),
     ("rlmath.parallel",),
     (
         "rlmath.algo",

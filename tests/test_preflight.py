@@ -470,12 +470,10 @@ def test_a_config_json_that_is_no_object(place: Path, text: str):
 
 
 def test_an_architecture_that_is_not_supported(place: Path):
-    change_model(place, architectures=["Qwen3ForCausalLM"])
+    change_model(place, architectures=["Qwen2ForCausalLMs"])
     told = problem(place)
-    assert (
-        '"Qwen3ForCausalLM" is not supported; supported: Qwen2ForCausalLM. Did you mean "Qwen2ForCausalLM"?'
-        in told
-    )
+    assert '"Qwen2ForCausalLMs" is not supported; supported: ' in told
+    assert 'Did you mean "Qwen2ForCausalLM"?' in told
     for odd in (..., None, [], "Qwen2ForCausalLM", [3]):
         change_model(place, architectures=odd)
         assert '"architectures" is ' in problem(place)
@@ -530,7 +528,7 @@ def test_numbers_that_are_missing_or_odd(place: Path, key: str):
         ({"hidden_act": "gelu"}, '"hidden_act" is \'gelu\'; supported: "silu"'),
         (
             {"rope_scaling": {"type": "yarn", "factor": 4.0}},
-            "\"rope_scaling\" asks for 'yarn'; only plain rotary embeddings",
+            '"rope_scaling" asks for \'yarn\'; only plain rotary embeddings and settings of the type "llama3"',
         ),
         (
             {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4}},

@@ -164,9 +164,9 @@ def test_a_full_disk_is_told_with_what_is_needed(tmp_path: Path, monkeypatch: py
 def test_the_trained_model_must_fit_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(2**40, 2**40, 3 * 2**30))
-    check_output_folder(tmp_path / "run", make_config(tmp_path), export_bytes=2 * 2**30)
+    check_output_folder(tmp_path / "run", make_config(tmp_path), needed_bytes=2 * 2**30)
     with pytest.raises(ValueError, match=r"at least 3\.50 GiB, of which 2\.50 GiB for the trained model"):
-        check_output_folder(tmp_path / "run", make_config(tmp_path), export_bytes=5 * 2**29)
+        check_output_folder(tmp_path / "run", make_config(tmp_path), needed_bytes=5 * 2**29)
 
 
 def test_inputs_inside_the_folder_are_refused(tmp_path: Path):

@@ -1,4 +1,4 @@
-"""Small Qwen2 models and samples with random numbers, made by transformers: the oracle of the parity tests."""
+"""Small models and samples with random numbers, made by transformers: the oracle of the parity tests."""
 
 from __future__ import annotations
 
@@ -15,26 +15,57 @@ VOCAB = 101
 """Odd, so that it does not divide by any tensor-parallel size."""
 
 
-def make_model_folder(folder: Path, tied: bool = False, seed: int = 5) -> Path:
-    """A random Qwen2 in Hugging Face form: 4 layers, 4 heads in 2 groups, biases and norms off their defaults."""
-    from transformers import Qwen2Config, Qwen2ForCausalLM
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+"""Of the 16 wavelengths of a head of 32 dims, one stays, two are blended, the others are stretched."""
+
+_OWN_SETTINGS: dict[str, dict[str, Any]] = {
+    "Qwen2ForCausalLM": {},
+    "Qwen3ForCausalLM": {"head_dim": 64},
+    "Qwen3MoeForCausalLM": {
+        "head_dim": 64,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 48,
+        "norm_topk_prob": True,
+    },
+    "LlamaForCausalLM": {"rope_parameters": LLAMA3_ROPE},
+    "MistralForCausalLM": {"head_dim": 64, "sliding_window": None},
+}
+"""What a tiny model of an architecture has beside the settings that all have. 4 heads of 64 dims are twice the hidden
+size."""
+
+
+def make_model_folder(
+    folder: Path, tied: bool = False, seed: int = 5, architecture: str = "Qwen2ForCausalLM"
+) -> Path:
+    """A random model in Hugging Face form: 4 layers, 4 heads in 2 groups, biases and norms off their defaults."""
+    import transformers
 
     torch.manual_seed(seed)
-    config = Qwen2Config(
-        vocab_size=VOCAB,
-        hidden_size=128,
-        intermediate_size=192,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=256,
-        tie_word_embeddings=tied,
-        rope_theta=10000.0,
-        eos_token_id=1,
-        bos_token_id=2,
-        pad_token_id=0,
-    )
-    model = Qwen2ForCausalLM(config).float()
+    model_class = getattr(transformers, architecture)
+    settings: dict[str, Any] = {
+        "vocab_size": VOCAB,
+        "hidden_size": 128,
+        "intermediate_size": 192,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 256,
+        "tie_word_embeddings": tied,
+        "rope_theta": 10000.0,
+        "eos_token_id": 1,
+        "bos_token_id": 2,
+        "pad_token_id": 0,
+    }
+    config = model_class.config_class(**settings | _OWN_SETTINGS[architecture])
+    model = model_class(config).float()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.05)

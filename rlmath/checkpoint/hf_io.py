@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -68,19 +69,37 @@ def held_layers(chunk: torch.nn.Module) -> list[int]:
 
 
 def local_parameter(chunks: Sequence[torch.nn.Module], placed: Placed) -> Tensor | None:
-    """This rank's parameter for a placed tensor, None where another pipeline stage owns it."""
+    """This rank's parameter for a placed tensor, None where other ranks own it."""
     for chunk in chunks:
-        number = None
-        if placed.layer is not None:
-            held = held_layers(chunk)
-            if placed.layer not in held:
-                continue
-            number = held.index(placed.layer)
-        for template in placed.rule.megatron:
-            parameter = _parameter(chunk, template.format(m=number))
+        numbers = _numbers_in(chunk, placed)
+        for template in placed.rule.megatron if numbers is not None else ():
+            parameter = _parameter(chunk, template.format(**numbers))
             if parameter is not None:
                 return parameter
     return None
+
+
+def _numbers_in(chunk: torch.nn.Module, placed: Placed) -> dict[str, int] | None:
+    """What `{m}` and `{x}` stand for in a chunk's names, None where it has not the layer, or not the expert."""
+    if placed.layer is None:
+        return {}
+    layers = held_layers(chunk)
+    if placed.layer not in layers:
+        return None
+    numbers = {"m": layers.index(placed.layer)}
+    if placed.expert is not None:
+        experts = chunk.decoder.layers[numbers["m"]].mlp.local_expert_indices
+        if placed.expert not in experts:
+            return None
+        numbers["x"] = experts.index(placed.expert)
+    return numbers
+
+
+def sharing_ranks(placed: Placed, mesh: Mesh) -> tuple[int, int]:
+    """This rank's number among those that share a tensor's `split_axis`, and how many they are."""
+    if placed.expert is None:
+        return mesh.tensor_rank, mesh.tensor
+    return mesh.expert_tensor_rank, mesh.expert_tensor
 
 
 def _parameter(chunk: torch.nn.Module, name: str) -> Tensor | None:
@@ -108,45 +127,65 @@ def load_hf_weights(
 
 def _fill(parameter: Tensor, tensors: list[Tensor], placed: Placed, shape: ModelShape, mesh: Mesh) -> None:
     full = to_canonical(placed.rule, tensors, shape, mesh.tensor)
-    mine = shard(placed.rule, full, mesh.tensor_rank, mesh.tensor)
+    mine = shard(placed.rule, full, *sharing_ranks(placed, mesh))
     parameter.copy_(mine.reshape(parameter.shape))
+
+
+@dataclass(frozen=True)
+class ModelGroups:
+    """Megatron's groups of the ranks over which one model is spread."""
+
+    tensor: dist.ProcessGroup
+    pipeline: dist.ProcessGroup
+    expert_tensor: dist.ProcessGroup
+    expert: dist.ProcessGroup
 
 
 @torch.no_grad()
 def stream_hf_tensors(
-    chunks: Sequence[torch.nn.Module],
-    shape: ModelShape,
-    mesh: Mesh,
-    tensor_group: dist.ProcessGroup,
-    pipeline_group: dist.ProcessGroup,
+    chunks: Sequence[torch.nn.Module], shape: ModelShape, mesh: Mesh, groups: ModelGroups
 ) -> Iterator[tuple[str, Tensor]]:
     """Every Hugging Face tensor of a sharded model, whole, on every rank, one after the other.
 
     A collective: all ranks must consume it to its end. At most one tensor is whole at a time.
     """
-    pipeline_ranks = dist.get_process_group_ranks(pipeline_group)
+    pipeline_ranks = dist.get_process_group_ranks(groups.pipeline)
     any_parameter = next(chunks[0].parameters())
-    stages = layer_stages(chunks, mesh, pipeline_group)
+    stages = layer_stages(chunks, mesh, groups.pipeline)
     for placed in placed_tensors(shape):
         owner = {"first": 0, "last": mesh.pipeline - 1}.get(placed.rule.place)
         owner = stages[placed.layer] if placed.layer is not None else owner
         if owner == mesh.pipeline_rank:
-            parameter = local_parameter(chunks, placed)
-            assert parameter is not None, f"stage {owner} should own {placed.hf_names}"
-            full = _gather(parameter.data, placed, shape, mesh, tensor_group)
+            full = _gather(local_parameter(chunks, placed), any_parameter, placed, shape, mesh, groups)
         else:
             full = any_parameter.new_empty(canonical_shape(placed.rule, shape, mesh.tensor))
         if mesh.pipeline > 1:
-            dist.broadcast(full, src=pipeline_ranks[owner], group=pipeline_group)
+            dist.broadcast(full, src=pipeline_ranks[owner], group=groups.pipeline)
         yield from zip(placed.hf_names, from_canonical(placed.rule, full, shape), strict=True)
 
 
-def _gather(mine: Tensor, placed: Placed, shape: ModelShape, mesh: Mesh, group: dist.ProcessGroup) -> Tensor:
-    mine = mine.reshape(shard_shape(placed.rule, shape, mesh.tensor)).contiguous()
-    if mesh.tensor == 1 or placed.rule.split_axis is None:
+def _gather(
+    parameter: Tensor | None,
+    any_parameter: Tensor,
+    placed: Placed,
+    shape: ModelShape,
+    mesh: Mesh,
+    groups: ModelGroups,
+) -> Tensor:
+    """A whole tensor, on all ranks of the stage that owns it; only an expert may lie on some of them."""
+    _, size = sharing_ranks(placed, mesh)
+    part_shape = shard_shape(placed.rule, shape, size)
+    mine = any_parameter.new_empty(part_shape) if parameter is None else parameter.data.reshape(part_shape)
+    mine = mine.contiguous()
+    if placed.expert is not None and mesh.expert > 1:
+        owner = placed.expert // (shape.num_experts // mesh.expert)
+        dist.broadcast(mine, dist.get_process_group_ranks(groups.expert)[owner], groups.expert)
+    else:
+        assert parameter is not None, f"this stage should own {placed.hf_names}"
+    if size == 1 or placed.rule.split_axis is None:
         return mine
-    shards = [torch.empty_like(mine) for _ in range(mesh.tensor)]
-    dist.all_gather(shards, mine, group=group)
+    shards = [torch.empty_like(mine) for _ in range(size)]
+    dist.all_gather(shards, mine, group=groups.tensor if placed.expert is None else groups.expert_tensor)
     return join(placed.rule, shards)
 
 

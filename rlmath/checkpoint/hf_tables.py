@@ -23,101 +23,204 @@ from torch import Tensor
 from rlmath.model_shape import ModelShape
 
 Form = Literal["plain", "vocab", "qkv", "gate_up"]
-Place = Literal["first", "layer", "last"]
+Place = Literal["first", "layer", "expert", "last"]
+
+
+Size = Literal["vocab", "hidden", "head", "query", "group", "heads_per_group_and_2", "two", "ffn", "experts"]
 
 
 @dataclass(frozen=True)
 class Rule:
     """One Megatron tensor, and the Hugging Face tensors that it is made of.
 
-    `{m}` in a name stands for the layer's number in its model chunk (Megatron), `{n}` for that in the model.
+    `{m}` in a name stands for the layer's number in its model chunk (Megatron), `{n}` for that in the model; `{x}` for
+    an expert's number among those of its rank (Megatron), `{e}` for that in the layer.
     """
 
     megatron: tuple[str, ...]
     """The tensor's names: in Megatron's local layers, and in Transformer Engine's where that differs."""
     hf: tuple[str, ...]
     form: Form
+    sizes: tuple[Size, ...]
+    """Axes of the canonical form, by the names of `_sizes`."""
     split_axis: int | None
     """Axis of the canonical form that tensor-parallel ranks share; None: every rank has all of it."""
     place: Place
-    """The pipeline stage that owns it: the first, the last, or that of its layer."""
+    """The pipeline stage that owns it: the first, the last, or that of its layer. "expert": of that stage, only the
+    ranks that have the expert, and `split_axis` is shared by the ranks of `Mesh.expert_tensor`."""
 
 
-_QWEN2 = (
-    Rule(("embedding.word_embeddings.weight",), ("model.embed_tokens.weight",), "vocab", 0, "first"),
+_MEGATRON_ATTENTION = "decoder.layers.{m}.self_attention"
+_MEGATRON_MLP = "decoder.layers.{m}.mlp"
+_LAYER = "model.layers.{n}"
+_QKV_AXES: tuple[Size, ...] = ("group", "heads_per_group_and_2", "head")
+
+_EMBEDDING = (
     Rule(
-        (
-            "decoder.layers.{m}.input_layernorm.weight",
-            "decoder.layers.{m}.self_attention.linear_qkv.layer_norm_weight",
-        ),
-        ("model.layers.{n}.input_layernorm.weight",),
+        ("embedding.word_embeddings.weight",),
+        ("model.embed_tokens.weight",),
+        "vocab",
+        ("vocab", "hidden"),
+        0,
+        "first",
+    ),
+)
+_HEAD = (
+    Rule(("decoder.final_layernorm.weight",), ("model.norm.weight",), "plain", ("hidden",), None, "last"),
+    Rule(("output_layer.weight",), ("lm_head.weight",), "vocab", ("vocab", "hidden"), 0, "last"),
+)
+_ATTENTION = (
+    Rule(
+        ("decoder.layers.{m}.input_layernorm.weight", f"{_MEGATRON_ATTENTION}.linear_qkv.layer_norm_weight"),
+        (f"{_LAYER}.input_layernorm.weight",),
         "plain",
+        ("hidden",),
         None,
         "layer",
     ),
     Rule(
-        ("decoder.layers.{m}.self_attention.linear_qkv.weight",),
-        tuple(f"model.layers.{{n}}.self_attn.{x}_proj.weight" for x in "qkv"),
+        (f"{_MEGATRON_ATTENTION}.linear_qkv.weight",),
+        tuple(f"{_LAYER}.self_attn.{x}_proj.weight" for x in "qkv"),
         "qkv",
+        (*_QKV_AXES, "hidden"),
         0,
         "layer",
     ),
     Rule(
-        ("decoder.layers.{m}.self_attention.linear_qkv.bias",),
-        tuple(f"model.layers.{{n}}.self_attn.{x}_proj.bias" for x in "qkv"),
-        "qkv",
-        0,
-        "layer",
-    ),
-    Rule(
-        ("decoder.layers.{m}.self_attention.linear_proj.weight",),
-        ("model.layers.{n}.self_attn.o_proj.weight",),
+        (f"{_MEGATRON_ATTENTION}.linear_proj.weight",),
+        (f"{_LAYER}.self_attn.o_proj.weight",),
         "plain",
+        ("hidden", "query"),
         1,
         "layer",
     ),
+)
+_QKV_BIAS = (
     Rule(
-        (
-            "decoder.layers.{m}.pre_mlp_layernorm.weight",
-            "decoder.layers.{m}.mlp.linear_fc1.layer_norm_weight",
-        ),
-        ("model.layers.{n}.post_attention_layernorm.weight",),
-        "plain",
-        None,
+        (f"{_MEGATRON_ATTENTION}.linear_qkv.bias",),
+        tuple(f"{_LAYER}.self_attn.{x}_proj.bias" for x in "qkv"),
+        "qkv",
+        _QKV_AXES,
+        0,
         "layer",
     ),
+)
+_QK_NORM = tuple(
     Rule(
-        ("decoder.layers.{m}.mlp.linear_fc1.weight",),
-        ("model.layers.{n}.mlp.gate_proj.weight", "model.layers.{n}.mlp.up_proj.weight"),
+        (f"{_MEGATRON_ATTENTION}.{x}_layernorm.weight",),
+        (f"{_LAYER}.self_attn.{x}_norm.weight",),
+        "plain",
+        ("head",),
+        None,
+        "layer",
+    )
+    for x in "qk"
+)
+_MLP_NORM = Rule(
+    ("decoder.layers.{m}.pre_mlp_layernorm.weight", f"{_MEGATRON_MLP}.linear_fc1.layer_norm_weight"),
+    (f"{_LAYER}.post_attention_layernorm.weight",),
+    "plain",
+    ("hidden",),
+    None,
+    "layer",
+)
+_GATED_MLP = (
+    _MLP_NORM,
+    Rule(
+        (f"{_MEGATRON_MLP}.linear_fc1.weight",),
+        (f"{_LAYER}.mlp.gate_proj.weight", f"{_LAYER}.mlp.up_proj.weight"),
         "gate_up",
+        ("two", "ffn", "hidden"),
         1,
         "layer",
     ),
     Rule(
-        ("decoder.layers.{m}.mlp.linear_fc2.weight",),
-        ("model.layers.{n}.mlp.down_proj.weight",),
+        (f"{_MEGATRON_MLP}.linear_fc2.weight",),
+        (f"{_LAYER}.mlp.down_proj.weight",),
         "plain",
+        ("hidden", "ffn"),
         1,
         "layer",
     ),
-    Rule(("decoder.final_layernorm.weight",), ("model.norm.weight",), "plain", None, "last"),
-    Rule(("output_layer.weight",), ("lm_head.weight",), "vocab", 0, "last"),
+)
+_EXPERTS = (
+    _MLP_NORM,
+    Rule(
+        (f"{_MEGATRON_MLP}.router.weight",),
+        (f"{_LAYER}.mlp.gate.weight",),
+        "plain",
+        ("experts", "hidden"),
+        None,
+        "layer",
+    ),
+    Rule(
+        (
+            f"{_MEGATRON_MLP}.experts.local_experts.{{x}}.linear_fc1.weight",
+            f"{_MEGATRON_MLP}.experts.linear_fc1.weight{{x}}",
+        ),
+        (f"{_LAYER}.mlp.experts.{{e}}.gate_proj.weight", f"{_LAYER}.mlp.experts.{{e}}.up_proj.weight"),
+        "gate_up",
+        ("two", "ffn", "hidden"),
+        1,
+        "expert",
+    ),
+    Rule(
+        (
+            f"{_MEGATRON_MLP}.experts.local_experts.{{x}}.linear_fc2.weight",
+            f"{_MEGATRON_MLP}.experts.linear_fc2.weight{{x}}",
+        ),
+        (f"{_LAYER}.mlp.experts.{{e}}.down_proj.weight",),
+        "plain",
+        ("hidden", "ffn"),
+        1,
+        "expert",
+    ),
 )
 
-TABLES: dict[str, tuple[Rule, ...]] = {"Qwen2ForCausalLM": _QWEN2}
+_PLAIN_DECODER = (*_EMBEDDING, *_ATTENTION, *_GATED_MLP, *_HEAD)
+
+TABLES: dict[str, tuple[Rule, ...]] = {
+    "Qwen2ForCausalLM": (*_EMBEDDING, *_ATTENTION, *_QKV_BIAS, *_GATED_MLP, *_HEAD),
+    "Qwen3ForCausalLM": (*_EMBEDDING, *_ATTENTION, *_QK_NORM, *_GATED_MLP, *_HEAD),
+    "Qwen3MoeForCausalLM": (*_EMBEDDING, *_ATTENTION, *_QK_NORM, *_EXPERTS, *_HEAD),
+    "LlamaForCausalLM": _PLAIN_DECODER,
+    "MistralForCausalLM": _PLAIN_DECODER,
+}
 """Rules by the architecture that config.json names, in the order in which tensors are streamed."""
 
-MODEL_TYPES = {"Qwen2ForCausalLM": "qwen2"}
+MODEL_TYPES = {
+    "Qwen2ForCausalLM": "qwen2",
+    "Qwen3ForCausalLM": "qwen3",
+    "Qwen3MoeForCausalLM": "qwen3_moe",
+    "LlamaForCausalLM": "llama",
+    "MistralForCausalLM": "mistral",
+}
 """The `model_type` of config.json that goes with each architecture."""
+
+
+def has_qkv_bias(architecture: str) -> bool:
+    """Whether the query, key and value projections of an architecture have biases."""
+    return _QKV_BIAS[0] in TABLES[architecture]
+
+
+def has_qk_norm(architecture: str) -> bool:
+    """Whether an architecture normalises every head's query and key."""
+    return _QK_NORM[0] in TABLES[architecture]
+
+
+def has_experts(architecture: str) -> bool:
+    """Whether the layers of an architecture have experts."""
+    return any(rule.place == "expert" for rule in TABLES[architecture])
 
 
 @dataclass(frozen=True)
 class Placed:
-    """A rule applied to one layer (`layer` is its number in the model, None outside the layers)."""
+    """A rule applied to one layer, and to one expert of it (numbers in the model; None outside)."""
 
     rule: Rule
     layer: int | None
     hf_names: tuple[str, ...]
+    expert: int | None = None
 
 
 def placed_tensors(shape: ModelShape) -> Iterator[Placed]:
@@ -127,13 +230,21 @@ def placed_tensors(shape: ModelShape) -> Iterator[Placed]:
         if rule.place == "first":
             yield Placed(rule, None, rule.hf)
     for layer in range(shape.num_layers):
-        for rule in rules:
-            if rule.place == "layer":
-                yield Placed(rule, layer, tuple(name.format(n=layer) for name in rule.hf))
+        yield from _of_layer(rules, shape, layer)
     for rule in rules:
         tied_head = shape.tied_embeddings and rule.megatron == ("output_layer.weight",)
         if rule.place == "last" and not tied_head:
             yield Placed(rule, None, rule.hf)
+
+
+def _of_layer(rules: Sequence[Rule], shape: ModelShape, layer: int) -> Iterator[Placed]:
+    for rule in rules:
+        if rule.place == "layer":
+            yield Placed(rule, layer, tuple(name.format(n=layer) for name in rule.hf))
+    for expert in range(shape.num_experts):
+        for rule in rules:
+            if rule.place == "expert":
+                yield Placed(rule, layer, tuple(name.format(n=layer, e=expert) for name in rule.hf), expert)
 
 
 def padded_vocab(vocab_size: int, tensor: int) -> int:
@@ -143,20 +254,22 @@ def padded_vocab(vocab_size: int, tensor: int) -> int:
 
 def canonical_shape(rule: Rule, shape: ModelShape, tensor: int) -> tuple[int, ...]:
     """Shape of the rule's canonical form for a tensor-parallel size."""
-    heads_per_group = shape.num_heads // shape.num_kv_heads
-    is_bias = rule.megatron[0].endswith(".bias")
-    if rule.form == "vocab":
-        return (padded_vocab(shape.vocab_size, tensor), shape.hidden_size)
-    if rule.form == "qkv":
-        rows = (shape.num_kv_heads, heads_per_group + 2, shape.head_dim)
-        return rows if is_bias else (*rows, shape.hidden_size)
-    if rule.form == "gate_up":
-        return (2, shape.ffn_size, shape.hidden_size)
-    if rule.megatron[0].endswith("linear_proj.weight"):
-        return (shape.hidden_size, shape.num_heads * shape.head_dim)
-    if rule.megatron[0].endswith("linear_fc2.weight"):
-        return (shape.hidden_size, shape.ffn_size)
-    return (shape.hidden_size,)
+    sizes = _sizes(shape, tensor)
+    return tuple(sizes[name] for name in rule.sizes)
+
+
+def _sizes(shape: ModelShape, tensor: int) -> dict[Size, int]:
+    return {
+        "vocab": padded_vocab(shape.vocab_size, tensor),
+        "hidden": shape.hidden_size,
+        "head": shape.head_dim,
+        "query": shape.num_heads * shape.head_dim,
+        "group": shape.num_kv_heads,
+        "heads_per_group_and_2": shape.num_heads // shape.num_kv_heads + 2,
+        "two": 2,
+        "ffn": shape.ffn_size,
+        "experts": shape.num_experts,
+    }
 
 
 def hf_shapes(rule: Rule, shape: ModelShape) -> list[tuple[int, ...]]:

@@ -23,6 +23,10 @@ class Mesh:
     """Model chunks of one pipeline stage; above 1 the stages take turns (Megatron's interleaved schedule)."""
     context: int = 1
     """Ranks that share the tokens of every pack."""
+    expert: int = 1
+    """Ranks of one pipeline stage that share a layer's experts; 1 where there are none."""
+    expert_tensor: int = 1
+    """Ranks that share the matrices of every expert."""
 
     @property
     def data(self) -> int:
@@ -44,6 +48,15 @@ class Mesh:
     @property
     def pipeline_rank(self) -> int:
         return self.rank // (self.tensor * self.context * self.data)
+
+    @property
+    def expert_tensor_rank(self) -> int:
+        return self.rank % self.expert_tensor
+
+    @property
+    def expert_rank(self) -> int:
+        """Within a stage, ranks go round over the experts' shares: expert tensor fastest, then expert."""
+        return self.rank // self.expert_tensor % self.expert
 
     @property
     def is_last_stage(self) -> bool:
@@ -77,10 +90,13 @@ class Mesh:
         return self.rank % self.engine_size == 0
 
     def describe(self) -> str:
-        """For example "TP2 x PP1 x DP1, 2 engines of TP1"; at most "TP2 x CP2 x PP2 x VPP2 x DP1, ..."."""
+        """For example "TP2 x PP1 x DP1, 2 engines of TP1"; at most
+        "TP2 x CP2 x PP2 x VPP2 x DP1 x EP2 x ETP2, ..."."""
         context = f" x CP{self.context}" if self.context > 1 else ""
         chunks = f" x VPP{self.virtual_pipeline}" if self.virtual_pipeline > 1 else ""
+        experts = f" x EP{self.expert}" if self.expert > 1 else ""
+        experts += f" x ETP{self.expert_tensor}" if self.expert_tensor > 1 else ""
         return (
-            f"TP{self.tensor}{context} x PP{self.pipeline}{chunks} x DP{self.data}, "
+            f"TP{self.tensor}{context} x PP{self.pipeline}{chunks} x DP{self.data}{experts}, "
             f"{self.engines} engine{'s' if self.engines > 1 else ''} of TP{self.engine_size}"
         )

@@ -9,6 +9,7 @@ that memory stays linear in the packed length and no token attends across a segm
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +18,8 @@ import torch.nn.functional as F
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
+
+from rlmath.model_shape import RopeScaling
 
 BUCKET_FILL = 0.75
 """A segment joins a bucket only if it fills at least this share of the bucket's longest segment."""
@@ -96,6 +99,18 @@ def pack_sequences(
         position_ids_T=position_ids_T,
         buckets=buckets,
     )
+
+
+def stretched_frequencies(frequencies_F: Tensor, scaling: RopeScaling) -> Tensor:
+    """Llama 3's frequencies for longer sequences, of plain ones (F of them, radians per position).
+
+    What counts is how often a frequency turns within the original length: `high_freq_factor` times and more, it stays;
+    `low_freq_factor` times and less, it is slower by `factor`; between, the two are blended.
+    """
+    turns_F = scaling.original_max_positions * frequencies_F / (2 * math.pi)
+    span = scaling.high_freq_factor - scaling.low_freq_factor
+    kept_F = ((turns_F - scaling.low_freq_factor) / span).clamp(0, 1)
+    return kept_F * frequencies_F + (1 - kept_F) * frequencies_F / scaling.factor
 
 
 class PackedRotaryEmbedding(RotaryEmbedding):

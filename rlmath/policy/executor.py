@@ -53,6 +53,8 @@ class Executor:
         self.temperature = temperature
         self.vocab_size = vocab_size
         self.held_back = held_back
+        self.on_microbatch: Callable[[], None] = lambda: None
+        """Called for every micro-batch: a sign of life."""
         self._local_layers = uses_local_layers(device.kind)
 
     def run(
@@ -89,6 +91,7 @@ class Executor:
         model: Any,
     ) -> tuple[Tensor, Callable[..., Any]]:
         index, batch = next(batches)
+        self.on_microbatch()
         token_ids, positions, packing = self._inputs(batch)
         output = model(token_ids[None], positions[None], None, packed_seq_params=packing)
         if forward_only and get_attr_wrapped_model(model, "post_process"):

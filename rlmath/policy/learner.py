@@ -48,6 +48,11 @@ class Learner:
         self.updates = 0
         """Optimizer steps so far: the version of the weights."""
 
+    def goes_on_after(self, updates: int) -> None:
+        """Stand where the schedule is after so many optimizer steps, whose weights and state were loaded."""
+        self.scheduler.step(increment=updates - self.updates)
+        self.updates = updates
+
     def learn(
         self,
         batches: Sequence[MicroBatch],

@@ -23,7 +23,7 @@ from rlmath.config import ParallelConfig
 from rlmath.model_shape import ModelShape
 from rlmath.parallel.device import Device
 from rlmath.parallel.mesh import Mesh
-from rlmath.policy.attention import PackedRotaryEmbedding
+from rlmath.policy.attention import PackedRotaryEmbedding, stretched_frequencies
 from rlmath.policy.layer_spec import layer_spec, uses_local_layers
 
 
@@ -47,6 +47,8 @@ def start_megatron(mesh: Mesh, device: Device, seed: int, timeout_seconds: float
         pipeline_model_parallel_size=mesh.pipeline,
         virtual_pipeline_model_parallel_size=_virtual_size(mesh),
         context_parallel_size=mesh.context,
+        expert_model_parallel_size=mesh.expert,
+        expert_tensor_parallel_size=mesh.expert_tensor,
         distributed_timeout_minutes=math.ceil(timeout_seconds / 60),
     )
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
@@ -55,8 +57,17 @@ def start_megatron(mesh: Mesh, device: Device, seed: int, timeout_seconds: float
         parallel_state.get_context_parallel_rank(),
         parallel_state.get_data_parallel_rank(),
         parallel_state.get_pipeline_model_parallel_rank(),
+        parallel_state.get_expert_model_parallel_rank(),
+        parallel_state.get_expert_tensor_parallel_rank(),
     )
-    expected = (mesh.tensor_rank, mesh.context_rank, mesh.data_rank, mesh.pipeline_rank)
+    expected = (
+        mesh.tensor_rank,
+        mesh.context_rank,
+        mesh.data_rank,
+        mesh.pipeline_rank,
+        mesh.expert_rank,
+        mesh.expert_tensor_rank,
+    )
     assert placed == expected, f"Megatron placed this rank at {placed}, the mesh at {expected}"
 
 
@@ -88,6 +99,7 @@ def transformer_config(
         activation_func=torch.nn.functional.silu,
         add_bias_linear=False,
         add_qkv_bias=shape.attention_bias,
+        qk_layernorm=shape.qk_norm,
         hidden_dropout=0.0,
         attention_dropout=0.0,
         params_dtype=device.params_dtype,
@@ -98,9 +110,9 @@ def transformer_config(
         context_parallel_size=mesh.context,
         **_stage_layout(mesh, parallel),
         sequence_parallel=parallel.sequence and mesh.tensor > 1,
-        # Packs differ in length, so every pipeline message says its shape; Megatron asks for the dispatcher.
+        **_expert_layout(shape, mesh, device),
+        # Packs differ in length, so every pipeline message says its shape.
         variable_seq_lengths=mesh.pipeline > 1,
-        moe_token_dispatcher_type="alltoall",
         calculate_per_token_loss=True,
         use_cpu_initialization=is_cpu,
         perform_initialization=False,
@@ -128,6 +140,25 @@ def _stage_layout(mesh: Mesh, parallel: ParallelConfig) -> dict[str, Any]:
         # stages they are mixed up, and gradients are silently wrong. Overlapped, each has a message group of its own.
         "overlap_p2p_comm": virtual is not None,
         "batch_p2p_comm": virtual is None,
+    }
+
+
+def _expert_layout(shape: ModelShape, mesh: Mesh, device: Device) -> dict[str, Any]:
+    """How tokens find their experts. No loss asks for balance: the policy's gradient alone moves the router."""
+    # Megatron asks for this dispatcher where messages differ in length, of dense models too.
+    dispatcher = {"moe_token_dispatcher_type": "alltoall"}
+    if not shape.num_experts:
+        return dispatcher
+    return dispatcher | {
+        "num_moe_experts": shape.num_experts,
+        "moe_ffn_hidden_size": shape.ffn_size,
+        "moe_router_topk": shape.experts_per_token,
+        # A softmax over the picked ones is one over all whose picked ones are scaled to sum to 1.
+        "moe_router_pre_softmax": not shape.norm_topk_prob,
+        "moe_router_load_balancing_type": "none",
+        "moe_grouped_gemm": not uses_local_layers(device.kind),
+        "expert_model_parallel_size": mesh.expert,
+        "expert_tensor_parallel_size": mesh.expert_tensor,
     }
 
 
@@ -161,6 +192,9 @@ def _build_chunk(
             rotary_base=shape.rope_theta,
             use_cpu_initialization=device.kind == "cpu",
         )
+    if shape.rope_scaling is not None:
+        rotary = model.rotary_pos_emb
+        rotary.inv_freq = stretched_frequencies(rotary.inv_freq, shape.rope_scaling)
     return model.to(device.torch_device)
 
 

@@ -144,8 +144,9 @@ def _limit_this_answer(seconds: float) -> None:
 def main() -> None:
     control_fd, parent, settings_json = sys.argv[1:]
     settings = Settings.from_json(settings_json)
-    # Ctrl-C reaches the whole group; the pool decides when we end.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # These reach the whole process group: Ctrl-C, and torchrun's call to save and stop. The pool decides when we end.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)
     # math-verify warns that its time limits are off, and logs what it cannot parse.
     logging.disable(logging.CRITICAL)
     with socket.socket(fileno=int(control_fd)) as control:

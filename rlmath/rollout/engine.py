@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -88,6 +88,8 @@ class Engine:
         (model,) = self._llm.collective_rpc(_model_of)
         self.weights = EngineWeights(model, weight_shapes)
         self.memory = EngineMemory(self._llm, self.weights, device.kind)
+        self.on_step: Callable[[], None] = lambda: None
+        """Called for every step of vLLM's while it samples: a sign of life."""
         self.version = 0
         """Version of the policy's weights that it has: the optimizer steps that made them."""
 
@@ -98,7 +100,7 @@ class Engine:
 
     def generate(self, requests: Sequence[Request] | RequestSource) -> Iterator[Generated]:
         """Sample all requests, those of a source as it gives them; yields each as soon as it is finished."""
-        return sample(self._llm, self._settings, requests)
+        return sample(self._llm, self._settings, requests, self.on_step)
 
     def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
         """Log-probs of every token but the first of each sequence, given those before it, at temperature 1 (nats)."""

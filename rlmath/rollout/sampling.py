@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -80,9 +80,13 @@ def request_seed(run_seed: int, step: int, prompt_id: str, sample_index: int) ->
 
 
 def sample(
-    llm: Any, settings: RolloutConfig, requests: Sequence[Request] | RequestSource
+    llm: Any,
+    settings: RolloutConfig,
+    requests: Sequence[Request] | RequestSource,
+    on_step: Callable[[], None] = lambda: None,
 ) -> Iterator[Generated]:
-    """Sample all requests with a vLLM `LLM` of this process; yields each completion as soon as it is finished.
+    """Sample all requests with a vLLM `LLM` of this process; yields each completion as soon as it is finished, and
+    calls `on_step` before every step of vLLM's.
 
     The log-probs are of the distribution that was sampled from, temperature included. Of the settings those of that
     distribution count; lengths are the requests' own.
@@ -98,6 +102,7 @@ def sample(
             engine.add_request(name, prompt, _parameters(settings, request))
         if not engine.has_unfinished_requests():
             break
+        on_step()
         for output in engine.step():
             if output.finished:
                 generated = _generated(pending.pop(output.request_id), output.outputs[0])

@@ -17,15 +17,16 @@ class CheckedSync:
         self._sync = sync
         self._probe = probe
         self._settings = settings
-        self._count = 0
+        self.count = 0
+        """Syncs so far, those of the run that this one goes on from included."""
         self.report: SyncReport | None = None
         """Of the last sync."""
 
     def _due(self, every: int) -> bool:
-        return every > 0 and (self._count - 1) % every == 0
+        return every > 0 and (self.count - 1) % every == 0
 
     def __call__(self) -> None:
-        self._count += 1
+        self.count += 1
         self.report = self._sync.run(check=self._due(self._settings.checksum_every))
         if self._due(self._settings.probe_every):
             self._probe.ask_policy()
@@ -37,7 +38,7 @@ class CheckedSync:
         result, threshold = self._probe.ask_engine(), self._settings.probe_threshold
         if not result.mean <= threshold:
             raise RuntimeError(
-                f"the probe after weight sync {self._count}: log-probs of engine {result.engine} and of the policy "
+                f"the probe after weight sync {self.count}: log-probs of engine {result.engine} and of the policy "
                 f"differ by {result.mean:.3g} nats per token (at most {result.largest:.3g}); sync.probe_threshold is "
                 f"{threshold:g}. The engine does not have the policy's weights, or computes otherwise: what it "
                 "samples is not on-policy"

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor
 
-from rlmath.checkpoint.hf_io import local_parameter, stream_hf_tensors
+from rlmath.checkpoint.hf_io import ModelGroups, local_parameter, stream_hf_tensors
 from rlmath.checkpoint.hf_tables import placed_tensors
 from rlmath.model_shape import ModelShape
 from rlmath.parallel.device import Device, synchronize
@@ -33,13 +33,13 @@ from rlmath.sync.rank_rounds import RankRound, rank_rounds
 
 def hf_stream(chunks: Sequence[torch.nn.Module], shape: ModelShape, mesh: Mesh):
     """`stream_hf_tensors` over Megatron's groups of this run."""
-    return stream_hf_tensors(
-        chunks,
-        shape,
-        mesh,
+    groups = ModelGroups(
         parallel_state.get_tensor_model_parallel_group(),
         parallel_state.get_pipeline_model_parallel_group(),
+        parallel_state.get_expert_tensor_parallel_group(),
+        parallel_state.get_expert_model_parallel_group(),
     )
+    return stream_hf_tensors(chunks, shape, mesh, groups)
 
 
 @dataclass(frozen=True)

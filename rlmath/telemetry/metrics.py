@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -14,10 +15,11 @@ TENSORBOARD_FOLDER = "tensorboard"
 class MetricsWriter:
     """Appends one line a step to `metrics.jsonl`, and the same numbers as TensorBoard scalars.
 
-    A line is in the file when `write` returns. One that a killed run left unfinished is cut off on opening.
+    A line is on disk when `write` returns. One that a killed run left unfinished is cut off on opening.
     """
 
-    def __init__(self, output_dir: str, tensorboard: bool) -> None:
+    def __init__(self, output_dir: str, tensorboard: bool, first_step: int = 1) -> None:
+        """A run that goes on says its `first_step`: TensorBoard then hides what an earlier start wrote from there."""
         folder = Path(output_dir)
         folder.mkdir(parents=True, exist_ok=True)
         _cut_unfinished_line(folder / METRICS_FILE)
@@ -26,7 +28,8 @@ class MetricsWriter:
         if tensorboard:
             from torch.utils.tensorboard import SummaryWriter  # here, because it takes seconds
 
-            self._events = SummaryWriter(str(folder / TENSORBOARD_FOLDER))
+            purge = first_step if first_step > 1 else None
+            self._events = SummaryWriter(str(folder / TENSORBOARD_FOLDER), purge_step=purge)
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """One step's numbers. JSON has no NaN or infinity: they become "NaN", "Infinity", "-Infinity"."""
@@ -35,6 +38,7 @@ class MetricsWriter:
         row = {"step": step, **{name: json_number(value) for name, value in values.items()}}
         self._file.write(json.dumps(row, allow_nan=False) + "\n")
         self._file.flush()
+        os.fsync(self._file.fileno())
         if self._events is not None:
             for name, value in values.items():
                 self._events.add_scalar(name, value, step)
@@ -69,6 +73,22 @@ def read_metrics(output_dir: str) -> list[dict[str, float]]:
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise ValueError(f"{path}, line {number}: not a line of metrics ({error})") from error
     return [rows[step] for step in sorted(rows)]
+
+
+def keep_metrics(output_dir: str | Path, last_step: int) -> int:
+    """Drop the rows of steps after `last_step`, for a run that goes on from there. Returns how many rows are left."""
+    path = Path(output_dir) / METRICS_FILE
+    if not path.exists():
+        return 0
+    rows = [row for row in read_metrics(str(output_dir)) if row["step"] <= last_step]
+    lines = (
+        json.dumps({name: int(v) if name == "step" else json_number(v) for name, v in row.items()})
+        for row in rows
+    )
+    unfinished = path.with_suffix(".tmp")
+    unfinished.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
+    os.replace(unfinished, path)
+    return len(rows)
 
 
 def json_number(value: float) -> float | str:

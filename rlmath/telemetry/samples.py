@@ -24,6 +24,14 @@ def samples_file(output_dir: str, step: int, kind: str = "step") -> Path:
     return Path(output_dir) / SAMPLES_FOLDER / f"{kind}-{step:06d}.jsonl"
 
 
+def keep_samples(output_dir: str | Path, last_step: int) -> None:
+    """Remove the samples of steps after `last_step`, for a run that goes on from there."""
+    for path in (Path(output_dir) / SAMPLES_FOLDER).glob("*-*.jsonl"):
+        number = path.stem.rpartition("-")[2]
+        if number.isdecimal() and int(number) > last_step:
+            path.unlink()
+
+
 class SampleWriter:
     """Writes the first `groups_per_step` groups of each step; 0 writes nothing."""
 

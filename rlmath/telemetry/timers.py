@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 
@@ -18,20 +18,29 @@ class PhaseTimers:
     ...         pass
     >>> sorted(timers.seconds())
     ['rollout', 'sync']
+
+    `on_phase` is told where the program is: a phase's name when it is entered and when a phase inside it has ended,
+    "after rollout" when the outermost has. When a block raises it is not told: the last word is where that was.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, on_phase: Callable[[str], None] = lambda name: None) -> None:
         self._seconds: dict[str, float] = {}
         self._depth: dict[str, int] = {}
+        self._on_phase = on_phase
+        self._open: list[str] = []
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Measures its block, also when the block raises."""
         self._depth[name] = self._depth.get(name, 0) + 1
+        self._open.append(name)
+        self._on_phase(name)
         start = time.perf_counter()
         try:
             yield
+            self._on_phase(self._open[-2] if len(self._open) > 1 else f"after {name}")
         finally:
+            self._open.pop()
             self._depth[name] -= 1
             if self._depth[name] == 0:
                 self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - start

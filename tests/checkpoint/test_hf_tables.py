@@ -1,9 +1,12 @@
+from typing import Any
+
 import pytest
 import torch
+import transformers
 from torch import Tensor
-from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from rlmath.checkpoint.hf_tables import (
+    MODEL_TYPES,
     Rule,
     canonical_shape,
     from_canonical,
@@ -17,43 +20,55 @@ from rlmath.checkpoint.hf_tables import (
 )
 from rlmath.model_shape import ModelShape
 
+DENSE = ("Qwen2ForCausalLM", "Qwen3ForCausalLM", "LlamaForCausalLM", "MistralForCausalLM")
 
-def shape_of(config: Qwen2Config) -> ModelShape:
+
+def shape_of(config: Any) -> ModelShape:
     return ModelShape(
-        architecture="Qwen2ForCausalLM",
+        architecture={kind: name for name, kind in MODEL_TYPES.items()}[config.model_type],
         num_layers=config.num_hidden_layers,
         hidden_size=config.hidden_size,
         num_heads=config.num_attention_heads,
         num_kv_heads=config.num_key_value_heads,
-        head_dim=config.hidden_size // config.num_attention_heads,
+        head_dim=getattr(config, "head_dim", config.hidden_size // config.num_attention_heads),
         ffn_size=config.intermediate_size,
         vocab_size=config.vocab_size,
         tied_embeddings=config.tie_word_embeddings,
         max_positions=64,
         rope_theta=10000.0,
         rms_norm_eps=1e-6,
-        attention_bias=True,
+        attention_bias=config.model_type == "qwen2",
         torch_dtype="float32",
+        qk_norm=config.model_type == "qwen3",
     )
 
 
-def config_of(tied: bool = False) -> Qwen2Config:
-    """8 heads in 4 groups, so that 4 ranks can share them; a vocabulary that 2 and 4 do not divide."""
-    return Qwen2Config(
-        vocab_size=11,
-        hidden_size=16,
-        intermediate_size=12,
-        num_hidden_layers=2,
-        num_attention_heads=8,
-        num_key_value_heads=4,
-        tie_word_embeddings=tied,
-    )
+def config_of(architecture: str = "Qwen2ForCausalLM", tied: bool = False) -> Any:
+    """8 heads in 4 groups, so that 4 ranks can share them; a vocabulary that 2 and 4 do not divide. Heads of 6 dims do
+    not add up to the hidden size, where an architecture has them."""
+    settings: dict[str, Any] = {
+        "vocab_size": 11,
+        "hidden_size": 16,
+        "intermediate_size": 12,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "tie_word_embeddings": tied,
+    }
+    if architecture != "Qwen2ForCausalLM":
+        settings["head_dim"] = 6
+    return getattr(transformers, architecture).config_class(**settings)
 
 
-def numbered_tensors() -> dict[str, Tensor]:
+def model_of(config: Any) -> torch.nn.Module:
+    """A random model of transformers."""
+    return transformers.AutoModelForCausalLM.from_config(config)
+
+
+def numbered_tensors(config: Any) -> dict[str, Tensor]:
     """An untied model's tensors by Hugging Face name, no two elements alike."""
     tensors, start = {}, 1
-    for name, tensor in Qwen2ForCausalLM(config_of()).state_dict().items():
+    for name, tensor in model_of(config).state_dict().items():
         tensors[name] = torch.arange(start, start + tensor.numel()).view(tensor.shape)
         start += tensor.numel()
     return tensors
@@ -78,10 +93,11 @@ V = torch.tensor([100, 101, 200, 201])
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_the_table_names_every_tensor_of_transformers_and_no_other(tied: bool):
-    model = Qwen2ForCausalLM(config_of(tied))
-    wanted = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
-    shape = shape_of(config_of(tied))
+@pytest.mark.parametrize("architecture", DENSE)
+def test_the_table_names_every_tensor_of_transformers_and_no_other(architecture: str, tied: bool):
+    config = config_of(architecture, tied)
+    wanted = {name: tuple(parameter.shape) for name, parameter in model_of(config).named_parameters()}
+    shape = shape_of(config)
     listed = [
         (name, size)
         for placed in placed_tensors(shape)
@@ -143,8 +159,10 @@ def test_padded_vocabulary(vocab: int, tensor: int, padded: int):
 
 
 @pytest.mark.parametrize("tensor", [1, 2, 4])
-def test_every_tensor_survives_fusing_sharding_and_the_way_back(tensor: int):
-    shape, tensors = shape_of(config_of()), numbered_tensors()
+@pytest.mark.parametrize("architecture", DENSE)
+def test_every_tensor_survives_fusing_sharding_and_the_way_back(architecture: str, tensor: int):
+    config = config_of(architecture)
+    shape, tensors = shape_of(config), numbered_tensors(config)
     seen = set()
     for placed in placed_tensors(shape):
         rule, parts = placed.rule, [tensors[name] for name in placed.hf_names]
@@ -160,8 +178,10 @@ def test_every_tensor_survives_fusing_sharding_and_the_way_back(tensor: int):
 
 
 @pytest.mark.parametrize("tensor", [2, 4])
-def test_what_is_split_is_split_evenly_and_without_overlap(tensor: int):
-    shape, tensors = shape_of(config_of()), numbered_tensors()
+@pytest.mark.parametrize("architecture", DENSE)
+def test_what_is_split_is_split_evenly_and_without_overlap(architecture: str, tensor: int):
+    config = config_of(architecture)
+    shape, tensors = shape_of(config), numbered_tensors(config)
     for placed in placed_tensors(shape):
         full = to_canonical(placed.rule, [tensors[name] for name in placed.hf_names], shape, tensor)
         shards = [shard(placed.rule, full, rank, tensor) for rank in range(tensor)]

@@ -258,18 +258,20 @@ def measure_engine(folder: Path, engine_size: int, cache_gib: float) -> dict[str
     }
 
 
-def make_model(folder: Path, tokenizer_of: Path, tied: bool) -> Path:
-    """A Qwen2 of 3.8 million parameters in Hugging Face form, in which no part is lost in the others' overheads."""
-    from transformers import Qwen2Config, Qwen2ForCausalLM
+def make_model(folder: Path, tokenizer_of: Path, tied: bool, architecture: str = "Qwen2ForCausalLM") -> Path:
+    """A model of 3.8 million parameters in Hugging Face form, in which no part is lost in the others' overheads."""
+    import transformers
 
     torch.manual_seed(1)
-    config = Qwen2Config(
+    model_class = getattr(transformers, architecture)
+    config = model_class.config_class(
         vocab_size=2000,
         hidden_size=256,
         intermediate_size=704,
         num_hidden_layers=4,
         num_attention_heads=8,
         num_key_value_heads=2,
+        head_dim=32,
         max_position_embeddings=4096,
         tie_word_embeddings=tied,
         rope_theta=10000.0,
@@ -277,7 +279,7 @@ def make_model(folder: Path, tokenizer_of: Path, tied: bool) -> Path:
         bos_token_id=2,
         pad_token_id=0,
     )
-    Qwen2ForCausalLM(config).float().save_pretrained(folder)
+    model_class(config).float().save_pretrained(folder)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(tokenizer_of / name, folder / name)
     return folder

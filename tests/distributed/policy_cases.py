@@ -45,6 +45,7 @@ class Case:
     first_stage_layers: int | None = None
     last_stage_layers: int | None = None
     context: int = 1
+    expert: int = 1
     sequence: bool = False
     recompute: bool = False
     max_tokens: int = 512
@@ -67,6 +68,7 @@ class Case:
             *(["RC"] if self.recompute else []),
             *([f"VPP{self.virtual_pipeline}"] if self.virtual_pipeline > 1 else []),
             *([f"CP{self.context}"] if self.context > 1 else []),
+            *([f"EP{self.expert}"] if self.expert > 1 else []),
             *([f"first{self.first_stage_layers}"] if self.first_stage_layers else []),
             *([f"last{self.last_stage_layers}"] if self.last_stage_layers else []),
         ]
@@ -89,6 +91,7 @@ def settings(folder: Path, case: Case) -> Config:
             first_stage_layers=case.first_stage_layers,
             last_stage_layers=case.last_stage_layers,
             context=case.context,
+            expert=case.expert,
             sequence=case.sequence,
         ),
         policy=recompute,
@@ -133,6 +136,7 @@ def lay_out(folder: Path, case: Case, device: Any) -> Stage:
         engine_size=1,
         virtual_pipeline=case.virtual_pipeline,
         context=case.context,
+        expert=case.expert,
     )
     start_megatron(mesh, device, seed=1, timeout_seconds=120.0)
     config, shape = settings(folder, case), shape_of(folder)
@@ -241,12 +245,12 @@ def discard(folder: Path, case: Case, samples: list[Sample], poison: str) -> dic
     stage = build(folder, case)
     learner = stage.actor.learner
     first = learner.learn(microbatches(stage, samples), None, None)
-    before = _state(stage)
+    before = state_of(stage)
     batches = microbatches(stage, _poisoned(samples, poison))
     second = learner.learn(batches, None, None)
-    after = _state(stage)
+    after = state_of(stage)
     third = learner.learn(microbatches(stage, samples), None, None)
-    moved = _state(stage)
+    moved = state_of(stage)
     return {
         "first": first.discarded,
         "reason": second.discarded,
@@ -269,7 +273,7 @@ def _poisoned(samples: list[Sample], poison: str) -> list[Sample]:
     return [replace(first, advantage=float(poison)), *others]
 
 
-def _state(stage: Stage) -> dict[str, Tensor]:
+def state_of(stage: Stage) -> dict[str, Tensor]:
     """Every tensor of parameters, optimizer and scheduler of this rank."""
     state = {
         f"parameter {number}.{name}": parameter.detach().clone()
@@ -278,8 +282,9 @@ def _state(stage: Stage) -> dict[str, Tensor]:
     }
     chained = getattr(stage.actor.learner.optimizer, "chained_optimizers", [stage.actor.learner.optimizer])
     for number, optimizer in enumerate(chained):
-        for index, values in enumerate(optimizer.optimizer.state.values()):
-            for key, value in values.items():
+        stepped = [one for group in optimizer.optimizer.param_groups for one in group["params"]]
+        for index, parameter in enumerate(stepped):
+            for key, value in optimizer.optimizer.state.get(parameter, {}).items():
                 state[f"optimizer {number}.{index}.{key}"] = torch.as_tensor(value).clone()
     state["scheduler steps"] = torch.tensor(stage.actor.learner.scheduler.num_steps)
     return state

@@ -58,6 +58,16 @@ def test_training_holds_what_is_planned(ranks: RankPool, models: dict[bool, Path
         check_training(report)
 
 
+@pytest.mark.parametrize("granularity", [None, pytest.param("selective", marks=FULL)])
+@pytest.mark.parametrize("tensor", [1, pytest.param(2, marks=FULL)])
+def test_norms_of_query_and_key_are_planned(
+    ranks: RankPool, tmp_path: Path, untied_model: Path, tensor: int, granularity: str | None
+):
+    folder = make_model(tmp_path / "qwen3", untied_model, False, "Qwen3ForCausalLM")
+    for report in ranks.run(tensor, measure_training, folder, Layout(adam(tensor=tensor), granularity)):
+        check_training(report)
+
+
 @pytest.mark.parametrize("case", [adam(pipeline=2), pytest.param(adam(), marks=FULL)], ids=str)
 def test_a_tied_embedding_is_planned_where_it_is_held(ranks: RankPool, models: dict[bool, Path], case: Case):
     for report in ranks.run(case.ranks, measure_training, models[True], Layout(case, microbatches=2)):

@@ -6,7 +6,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from transformers import LlamaConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from rlmath.model_shape import RopeScaling
 from rlmath.policy.attention import (
     BUCKET_FILL,
     PackedAttention,
@@ -14,6 +17,7 @@ from rlmath.policy.attention import (
     PackedSequences,
     bucket_segments,
     pack_sequences,
+    stretched_frequencies,
 )
 
 D = 6
@@ -153,3 +157,38 @@ def test_transformer_engine_gets_the_bounds_and_no_buckets():
     assert packed.cu_seqlens_q is bounds and packed.cu_seqlens_kv is bounds
     assert packed.max_seqlen_q == packed.max_seqlen_kv == 3
     assert packed.cu_seqlens_q_padded is None
+
+
+@pytest.mark.parametrize(
+    ("theta", "head_dim", "factor", "low", "high", "original"),
+    [
+        (500000.0, 128, 8.0, 1.0, 4.0, 8192),
+        (500000.0, 64, 32.0, 1.0, 4.0, 8192),
+        (10000.0, 32, 8.0, 1.0, 4.0, 32),
+        (10000.0, 64, 2.5, 0.5, 7.0, 100),
+    ],
+    ids=["llama-3.1", "llama-3.2", "tiny", "odd"],
+)
+def test_stretched_frequencies_are_those_of_transformers(
+    theta: float, head_dim: int, factor: float, low: float, high: float, original: int
+):
+    config = LlamaConfig(
+        hidden_size=4 * head_dim,
+        num_attention_heads=4,
+        max_position_embeddings=131072,
+        rope_parameters={
+            "rope_type": "llama3",
+            "rope_theta": theta,
+            "factor": factor,
+            "low_freq_factor": low,
+            "high_freq_factor": high,
+            "original_max_position_embeddings": original,
+        },
+    )
+    wanted, attention_factor = ROPE_INIT_FUNCTIONS["llama3"](config)
+    plain = 1.0 / theta ** (torch.arange(0, head_dim, 2).float() / head_dim)
+    got = stretched_frequencies(plain, RopeScaling(factor, low, high, original))
+    torch.testing.assert_close(got, wanted, rtol=5e-7, atol=0)
+    assert attention_factor == 1.0
+    assert got[0] == plain[0] and got[-1] == plain[-1] / factor, "the fastest stays, the slowest is stretched"
+    assert ((got < plain) & (got > plain / factor)).any(), "some are blended"

@@ -107,7 +107,7 @@ def engine_parameters(
     copies = max(1, engine_size // shape.num_kv_heads)
     for layer in range(shape.num_layers):
         at = f"model.layers.{layer}"
-        for kind in ("weight", "bias"):
+        for kind in ("weight", "bias") if shape.attention_bias else ("weight",):
             q, k, v = (whole[f"{at}.self_attn.{x}_proj.{kind}"] for x in "qkv")
             mine = [q.chunk(engine_size)[part]]
             mine += [x.chunk(engine_size // copies)[part // copies] for x in (k, v)]
@@ -117,7 +117,8 @@ def engine_parameters(
         for name in ("self_attn.o_proj", "mlp.down_proj"):
             full = whole[f"{at}.{name}.weight"]
             found[f"{at}.{name}.weight"] = full.chunk(engine_size, dim=1)[part]
-        for name in ("input_layernorm", "post_attention_layernorm"):
+        head_norms = ("self_attn.q_norm", "self_attn.k_norm") if shape.qk_norm else ()
+        for name in ("input_layernorm", "post_attention_layernorm", *head_norms):
             found[f"{at}.{name}.weight"] = whole[f"{at}.{name}.weight"]
     found["model.norm.weight"] = whole["model.norm.weight"]
     return {name: tensor if tensor.dim() == 2 else tensor[:, None] for name, tensor in found.items()}

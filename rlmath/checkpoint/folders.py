@@ -1,0 +1,221 @@
+"""Checkpoints on disk: what is complete, what is whole, what is superseded.
+
+<run.output_dir>/checkpoints/
+  step-000020/            complete: it got this name by being renamed when all of it was there and checked
+    manifest.json         size and SHA-256 of every other file; written last
+    progress.json         where the run stands (`progress.Progress`), for people and programs
+    config.yaml           the settings it was made with
+    state/                Megatron's torch_dist form: model, optimizer, random states
+    hf/                   config.json and tokenizer files of the model
+  step-000040.partial/    being written, or left by a run that was killed; never read, removed by the next run
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import re
+import shutil
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+logger = logging.getLogger(__name__)
+
+CHECKPOINTS = "checkpoints"
+MANIFEST = "manifest.json"
+SETTINGS = "config.yaml"
+STATE = "state"
+COMPANIONS = "hf"
+PARTIAL = ".partial"
+FORMAT = 1
+"""Version of this layout, in every manifest."""
+
+_NAME = re.compile(r"step-(\d{6,})")
+_READ_BYTES = 2**22
+
+
+@dataclass(frozen=True)
+class FileEntry:
+    """What the manifest says of one file."""
+
+    size: int
+    """Bytes."""
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A complete checkpoint, as its name and its manifest say; its files may have been damaged since."""
+
+    folder: Path
+    step: int
+    """Steps that were done."""
+    kept: bool
+    """One that `save.save_freq_*` asked for; the others are recovery points, which newer ones replace."""
+    files: dict[str, FileEntry]
+    """By path relative to the folder."""
+
+    @property
+    def state(self) -> Path:
+        return self.folder / STATE
+
+
+def folder_of(root: Path, step: int) -> Path:
+    """
+    >>> str(folder_of(Path("run/checkpoints"), 20))
+    'run/checkpoints/step-000020'
+    """
+    return root / f"step-{step:06d}"
+
+
+def complete_checkpoints(root: Path) -> tuple[list[Checkpoint], list[str]]:
+    """All under `root`, newest first, and a sentence on each whose manifest cannot be used. Reads manifests and sizes,
+    not contents."""
+    found, problems = [], []
+    for step, folder in sorted(_named(root), reverse=True):
+        try:
+            checkpoint = read_checkpoint(folder)
+            damage = wrong_sizes(checkpoint)
+            if damage:
+                raise ValueError("; ".join(damage))
+            if checkpoint.step != step:
+                raise ValueError(f"its manifest is that of step {checkpoint.step}")
+            found.append(checkpoint)
+        except ValueError as error:
+            problems.append(f"the checkpoint {folder} is damaged and is passed over: {error}")
+    return found, problems
+
+
+def _named(root: Path) -> Iterator[tuple[int, Path]]:
+    if root.is_dir():
+        for path in root.iterdir():
+            match = _NAME.fullmatch(path.name)
+            if match and path.is_dir():
+                yield int(match[1]), path
+
+
+def read_checkpoint(folder: Path) -> Checkpoint:
+    """The checkpoint in a folder; ValueError where it has no manifest, or one that cannot be used."""
+    path = folder / MANIFEST
+    try:
+        values: Any = json.loads(path.read_text(encoding="utf-8"))
+        if values["format"] != FORMAT:
+            raise ValueError(f"its format is {values['format']}; this program reads {FORMAT}")
+        files = {name: FileEntry(int(x["size"]), str(x["sha256"])) for name, x in values["files"].items()}
+        checkpoint = Checkpoint(folder, int(values["step"]), bool(values["kept"]), files)
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise ValueError(f"{path} cannot be read ({type(error).__name__}: {error})") from error
+    outside = [name for name in files if Path(name).is_absolute() or ".." in Path(name).parts]
+    if outside:
+        raise ValueError(f"{path} names files outside of its folder ({outside[0]!r})")
+    return checkpoint
+
+
+def wrong_sizes(checkpoint: Checkpoint) -> list[str]:
+    """A sentence for every file that is missing or has another size than the manifest says."""
+    wrong = []
+    for name, entry in checkpoint.files.items():
+        try:
+            size = (checkpoint.folder / name).stat().st_size
+        except OSError as error:
+            wrong.append(f"{name} cannot be read ({error.strerror})")
+            continue
+        if size != entry.size:
+            wrong.append(f"{name} has {size} bytes, the manifest says {entry.size}")
+    return wrong
+
+
+def wrong_contents(checkpoint: Checkpoint, names: Iterable[str]) -> list[str]:
+    """A sentence for every named file whose contents are not those that were written. Reads all of them."""
+    wrong = []
+    for name in names:
+        try:
+            if file_entry(checkpoint.folder / name) != checkpoint.files[name]:
+                wrong.append(f"{name} has other contents than were written (SHA-256 differs)")
+        except OSError as error:
+            wrong.append(f"{name} cannot be read ({error.strerror})")
+    return wrong
+
+
+def file_entry(path: Path) -> FileEntry:
+    """Size and checksum of a file, read from disk."""
+    digest, size = hashlib.sha256(), 0
+    with path.open("rb", buffering=0) as file:
+        while block := file.read(_READ_BYTES):
+            digest.update(block)
+            size += len(block)
+    return FileEntry(size, digest.hexdigest())
+
+
+def open_partial(root: Path, step: int) -> Path:
+    """An empty folder to write the checkpoint of a step into."""
+    partial = root / (folder_of(root, step).name + PARTIAL)
+    shutil.rmtree(partial, ignore_errors=True)
+    (partial / STATE).mkdir(parents=True)
+    (partial / COMPANIONS).mkdir()
+    return partial
+
+
+def publish(partial: Path, step: int, kept: bool, known: dict[str, FileEntry]) -> Checkpoint:
+    """Write the manifest and give the folder its name. `known` are the entries that were computed where the files were
+    written; the others are read now. OSError where the disk refuses, ValueError where a file is not as it was written.
+    """
+    files = {}
+    for path in sorted(path for path in partial.rglob("*") if path.is_file()):
+        name = path.relative_to(partial).as_posix()
+        files[name] = known.get(name) or file_entry(path)
+    checkpoint = Checkpoint(partial, step, kept, files)
+    lost = [*wrong_sizes(checkpoint), *(f"{name} is not there" for name in known if name not in files)]
+    if lost:
+        raise ValueError("; ".join(lost))
+    entries = {name: {"size": entry.size, "sha256": entry.sha256} for name, entry in files.items()}
+    values = {"format": FORMAT, "step": step, "kept": kept, "files": entries}
+    with (partial / MANIFEST).open("w", encoding="utf-8") as file:
+        file.write(json.dumps(values, indent=1) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+    for folder in (partial / STATE, partial):
+        _flush_folder(folder)
+    final = partial.with_name(partial.name.removesuffix(PARTIAL))
+    shutil.rmtree(final, ignore_errors=True)
+    partial.rename(final)
+    _flush_folder(final.parent)
+    return Checkpoint(final, step, kept, files)
+
+
+def _flush_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def remove_superseded(root: Path, keep_last: int, keep_models: int | None) -> list[Path]:
+    """Remove recovery points beyond the newest `keep_last` checkpoints, and kept ones beyond the newest `keep_models`.
+
+    A checkpoint among the newest `keep_last` always stays, whatever it is.
+    """
+    found, _ = complete_checkpoints(root)
+    kept = [one for one in found if one.kept]
+    stays = {one.folder for one in found[:keep_last]}
+    stays |= {one.folder for one in (kept if keep_models is None else kept[:keep_models])}
+    removed = [one.folder for one in found if one.folder not in stays]
+    for folder in removed:
+        # Renamed first: half a checkpoint must never have a complete one's name.
+        aside = folder.with_name(folder.name + PARTIAL)
+        shutil.rmtree(aside, ignore_errors=True)
+        folder.rename(aside)
+        shutil.rmtree(aside, ignore_errors=True)
+    return removed
+
+
+def remove_partial(root: Path) -> None:
+    """Remove what runs that were killed left unfinished."""
+    for path in root.glob(f"*{PARTIAL}") if root.is_dir() else ():
+        logger.info("Removing %s, which an earlier run left unfinished", path)
+        shutil.rmtree(path, ignore_errors=True)

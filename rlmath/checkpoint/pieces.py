@@ -1,0 +1,211 @@
+"""Which parts of which global tensors this rank holds: parameters as Megatron shards them, and the optimizer's state
+over the same tensors, so that it can be loaded in any other layout.
+
+The distributed optimizer gives every data-parallel rank a range of each flattened parameter. A range of a flattened
+matrix is at most three rectangles of it (the rest of a row, whole rows, the start of a row), and rectangles are what
+distributed checkpoints are made of: nothing is gathered to save, and any rank can load any other rectangle.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core.dist_checkpointing import ShardedTensor
+from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensorFactory
+from torch import Tensor
+
+OPTIMIZER_PREFIX = "optimizer.state"
+MASTER = "param"
+"""Name of the float32 parameters that an optimizer keeps beside a bfloat16 model."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A part of a parameter that is one rectangle of a global tensor: most often all of it; of a gated MLP's first
+    matrix, gate and up are one each."""
+
+    parameter: Tensor
+    start: int
+    """Where it begins in the flattened parameter (elements)."""
+    sharded: ShardedTensor
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.sharded.local_shape)
+
+    @property
+    def stop(self) -> int:
+        return self.start + math.prod(self.shape)
+
+
+def model_pieces(chunks: Sequence[Any]) -> tuple[list[Piece], list[ShardedObject]]:
+    """This rank's pieces of the model, and the objects beside them (Transformer Engine's extra states)."""
+    pieces, objects = [], []
+    for chunk in chunks:
+        for value in chunk.sharded_state_dict().values():
+            if isinstance(value, ShardedObject):
+                objects.append(value)
+                continue
+            parts = value.build() if isinstance(value, ShardedTensorFactory) else [value]
+            parts = list(parts.values()) if isinstance(parts, dict) else parts
+            pieces += [_piece(value.data, part) for part in parts]
+    return pieces, objects
+
+
+def _piece(parameter: Tensor, part: ShardedTensor) -> Piece:
+    inside = part.data.untyped_storage().data_ptr() == parameter.untyped_storage().data_ptr()
+    assert inside and part.data.is_contiguous(), f"{part.key} is not a contiguous part of its parameter"
+    return Piece(parameter, part.data.storage_offset() - parameter.storage_offset(), part)
+
+
+def rectangles(
+    shape: tuple[int, ...], start: int, stop: int
+) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """(offset, size) of the rectangles that elements `start` to `stop` of a flattened tensor are made of, in order.
+
+    >>> list(rectangles((4, 10), 7, 32))
+    [((0, 7), (1, 3)), ((1, 0), (2, 10)), ((3, 0), (1, 2))]
+    """
+    if start >= stop:
+        return
+    if len(shape) == 1:
+        yield (start,), (stop - start,)
+        return
+    row = math.prod(shape[1:])
+    first, last = start // row, stop // row
+    if start == first * row and stop == last * row:
+        yield (first, *(0 for _ in shape[1:])), (last - first, *shape[1:])
+    elif first == last or stop <= (first + 1) * row:
+        for offset, size in rectangles(shape[1:], start - first * row, stop - first * row):
+            yield (first, *offset), (1, *size)
+    else:
+        whole = -(-start // row) * row
+        for part in ((start, whole), (whole, last * row), (last * row, stop)):
+            yield from rectangles(shape, *part)
+
+
+@dataclass(frozen=True)
+class Held:
+    """What this rank's optimizer holds of one parameter: elements `start` to `stop` of it, flattened."""
+
+    parameter: Tensor
+    start: int
+    stop: int
+    stepped: Tensor
+    """What the optimizer steps: the elements themselves, or float32 copies of them."""
+    state: dict[str, Any]
+    """The optimizer's own state of it: Adam's moments and count of steps."""
+    is_share: bool
+    """Other data-parallel ranks hold other elements; else all hold the same."""
+
+    @property
+    def is_copy(self) -> bool:
+        same = self.stepped.untyped_storage().data_ptr() == self.parameter.untyped_storage().data_ptr()
+        return not same
+
+    def tensors(self) -> dict[str, Tensor]:
+        """By name, flat, one value for each element."""
+        found = {
+            name: value.view(-1)
+            for name, value in self.state.items()
+            if isinstance(value, Tensor) and value.numel() == self.stepped.numel() and name != "step"
+        }
+        return found | ({MASTER: self.stepped.detach().view(-1)} if self.is_copy else {})
+
+
+def held_by(optimizer: Any) -> Iterator[Held]:
+    """What a Megatron optimizer holds on this rank."""
+    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+        if part.optimizer is None:
+            continue
+        state = part.optimizer.state
+        for parameter, start, stop, stepped, is_share in _stepped(part):
+            yield Held(parameter, start, stop, stepped, state[stepped], is_share)
+
+
+def _stepped(part: Any) -> Iterator[tuple[Tensor, int, int, Tensor, bool]]:
+    if hasattr(part, "model_param_group_index_map"):
+        for parameter, (group, order) in part.model_param_group_index_map.items():
+            held = part._get_model_param_range_map(parameter)["param"]
+            yield parameter, held.start, held.end, part.optimizer.param_groups[group]["params"][order], True
+        return
+    copies = {}
+    for models, mains in zip(
+        getattr(part, "float16_groups", []), getattr(part, "fp32_from_float16_groups", []), strict=True
+    ):
+        copies |= {id(main): model for model, main in zip(models, mains, strict=True)}
+    for group in part.optimizer.param_groups:
+        for stepped in group["params"]:
+            yield copies.get(id(stepped), stepped), 0, stepped.numel(), stepped, False
+
+
+def optimizer_pieces(optimizer: Any, pieces: Sequence[Piece], names: Sequence[str]) -> list[ShardedTensor]:
+    """The named tensors of the optimizer's state as rectangles of global tensors "optimizer.state.NAME.KEY", KEY being
+    that of the parameter. Their data are views: loading into them loads the state."""
+    of_parameter: dict[int, list[Piece]] = {}
+    for piece in pieces:
+        of_parameter.setdefault(id(piece.parameter), []).append(piece)
+    found = []
+    for held in held_by(optimizer):
+        tensors = held.tensors()
+        for piece in of_parameter[id(held.parameter)]:
+            start, stop = max(piece.start, held.start), min(piece.stop, held.stop)
+            for offset, size in rectangles(piece.shape, start - piece.start, stop - piece.start):
+                at = piece.start + _flat(offset, piece.shape) - held.start
+                for name in names:
+                    data = tensors[name][at : at + math.prod(size)]
+                    found.append(_placed(piece, offset, size, name, data, held.is_share))
+    return found
+
+
+def _flat(offset: tuple[int, ...], shape: tuple[int, ...]) -> int:
+    """
+    >>> _flat((2, 3), (4, 10))
+    23
+    """
+    return sum(x * math.prod(shape[axis + 1 :]) for axis, x in enumerate(offset))
+
+
+def _placed(
+    piece: Piece, offset: tuple[int, ...], size: tuple[int, ...], name: str, data: Tensor, is_share: bool
+) -> ShardedTensor:
+    whole = piece.sharded
+    stacked = len(whole.global_shape) - len(size)
+    size = (1,) * stacked + size
+    corner = tuple(x + y for x, y in zip(whole.global_offset, (0,) * stacked + offset, strict=True))
+    replica = whole.replica_id
+    assert isinstance(replica, tuple)
+    return ShardedTensor(
+        key=f"{OPTIMIZER_PREFIX}.{name}.{whole.key}",
+        data=data.view(size),
+        dtype=data.dtype,
+        local_shape=size,
+        global_shape=whole.global_shape,
+        global_offset=corner,
+        axis_fragmentations=None,
+        # The last number counts data-parallel ranks, which hold elements of their own here.
+        replica_id=(*replica[:-1], 0) if is_share else replica,
+        allow_shape_mismatch=whole.allow_shape_mismatch,
+    )
+
+
+@torch.no_grad()
+def make_room(optimizer: Any, names: Sequence[str], steps: int) -> None:
+    """Give the optimizer the state that it would have after so many steps, with zeros to load into."""
+    for held in held_by(optimizer):
+        for name in names:
+            if name != MASTER and name not in held.state:
+                held.state[name] = torch.zeros_like(held.stepped)
+    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+        if part.optimizer is None or not steps:
+            continue
+        if type(part.optimizer).__module__.startswith("torch.optim"):
+            for stepped in (one for group in part.optimizer.param_groups for one in group["params"]):
+                part.optimizer.state[stepped]["step"] = torch.tensor(float(steps))
+        else:  # fused optimizers count once for a group
+            for group in part.optimizer.param_groups:
+                group["step"] = steps

@@ -1,0 +1,240 @@
+"""The process that writes a rank's part of a checkpoint while the rank goes on training.
+
+It is started as a program of its own, never forked: a rank holds process groups, engines and perhaps CUDA, which a fork
+would copy. The rank copies its tensors into shared memory that has no name in any file system, hands it over and goes
+on; the process writes, forces the bytes to disk and answers with checksums of what the disk then holds.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import io
+import mmap
+import os
+import queue
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from multiprocessing import reduction
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlmath.checkpoint.folders import FileEntry, file_entry
+
+_ALIGNMENT = 64
+_NICENESS = 10
+_PR_SET_PDEATHSIG = 1
+_PROGRAM = "from rlmath.checkpoint.writer import main; main()"
+
+
+@dataclass(frozen=True)
+class Staged:
+    """A tensor in the shared memory."""
+
+    item: Any
+    """torch's `WriteItem`: which part of which global tensor it is."""
+    offset: int
+    """Bytes."""
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """One file to write."""
+
+    path: str
+    key: str
+    """The file's name in the checkpoint."""
+    objects: list[tuple[Any, bytes]]
+    tensors: list[Staged]
+
+
+@dataclass(frozen=True)
+class Written:
+    """What became of a job."""
+
+    results: list[Any]
+    """torch's `WriteResult` of every item."""
+    files: dict[str, FileEntry]
+    """By name of the file."""
+    error: str | None
+    """Why it failed; the rest is empty then."""
+
+
+class WriterProcess:
+    """The rank's side. One job at a time."""
+
+    def __init__(self) -> None:
+        ours, theirs = socket.socketpair()
+        modules = os.pathsep.join(path for path in sys.path if path)
+        environment = os.environ | {
+            "PYTHONPATH": modules,
+            "PYTHONWARNINGS": "ignore",
+            "OMP_NUM_THREADS": "1",
+            "CUDA_VISIBLE_DEVICES": "",
+        }
+        with theirs:
+            command = [
+                sys.executable,
+                "-c",
+                _PROGRAM,
+                str(theirs.fileno()),
+                str(os.getpid()),
+            ]
+            self._process = subprocess.Popen(
+                command, pass_fds=[theirs.fileno()], env=environment, stdin=subprocess.DEVNULL
+            )
+        self._connection = Connection(ours.detach())
+        self._error: str | None = None
+
+    @property
+    def alive(self) -> bool:
+        return self._process.poll() is None
+
+    def submit(self, buckets: Sequence[Any]) -> int:
+        """Copy what Megatron's writer wants written, and hand it over. Returns the bytes that were copied. The tensors
+        may change as soon as this returns. MemoryError where there is no room for the copy."""
+        size, jobs = _lay_out(buckets)
+        memory = os.memfd_create("rlmath-checkpoint")
+        try:
+            try:
+                os.posix_fallocate(memory, 0, max(size, 1))
+            except OSError as error:
+                raise MemoryError(
+                    f"no memory for a copy of {size / 2**30:.2f} GiB to save: {error}"
+                ) from error
+            _copy(buckets, jobs, memory, size)
+            self._error = None
+            try:
+                self._connection.send(size)
+                reduction.send_handle(self._connection, memory, self._process.pid)
+                self._connection.send(jobs)
+            except OSError as error:
+                self._error = f"the process that writes has ended ({error})"
+        finally:
+            os.close(memory)
+        return size
+
+    def ready(self, timeout: float = 0.0) -> bool:
+        """Whether the answer is there, or will never come."""
+        return self._error is not None or self._connection.poll(timeout)
+
+    def result(self) -> Written:
+        """The answer to the last job. Waits for it."""
+        try:
+            if self._error is None:
+                return self._connection.recv()
+        except (EOFError, OSError) as error:
+            self._error = f"the process that writes has ended ({type(error).__name__})"
+        return Written([], {}, self._error)
+
+    def close(self) -> None:
+        """End the process; a job that it is at is broken off."""
+        self._connection.close()
+        self._process.kill()
+        self._process.wait()
+
+
+def _lay_out(buckets: Sequence[Any]) -> tuple[int, list[Bucket]]:
+    """Bytes in all, and each tensor's place."""
+    at, jobs = 0, []
+    for path, key, (objects, tensors) in buckets:
+        staged = []
+        for item, tensor in tensors:
+            staged.append(Staged(item, at, tuple(tensor.shape), tensor.dtype))
+            at += -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
+        jobs.append(Bucket(str(path), key, [(item, data.getvalue()) for item, data in objects], staged))
+    return at, jobs
+
+
+@torch.no_grad()
+def _copy(buckets: Sequence[Any], jobs: Sequence[Bucket], memory: int, size: int) -> None:
+    if size == 0:
+        return
+    with mmap.mmap(memory, size) as mapped:
+        for (_, _, (_, tensors)), job in zip(buckets, jobs, strict=True):
+            for (_, tensor), staged in zip(tensors, job.tensors, strict=True):
+                if tensor.numel():
+                    target = _view(mapped, staged)
+                    target.copy_(tensor)
+                    del target  # a mapping cannot be closed while something looks into it
+
+
+def _view(mapped: mmap.mmap, staged: Staged) -> Tensor:
+    count = 1
+    for length in staged.shape:
+        count *= length
+    if count == 0:
+        return torch.empty(staged.shape, dtype=staged.dtype)
+    return torch.frombuffer(mapped, dtype=staged.dtype, count=count, offset=staged.offset).view(staged.shape)
+
+
+# ---------------------------------------------------------------- the process
+
+
+def main() -> None:
+    """Write one job after the other, until the rank ends."""
+    descriptor, parent = int(sys.argv[1]), int(sys.argv[2])
+    _die_with(parent)
+    # Whoever ends the run tells the rank; it may want this process for one checkpoint more.
+    for name in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+        signal.signal(name, signal.SIG_IGN)
+    os.nice(_NICENESS)
+    torch.set_num_threads(1)
+    connection = Connection(descriptor)
+    with contextlib.suppress(EOFError, OSError):
+        while True:
+            size = connection.recv()
+            memory = reduction.recv_handle(connection)
+            jobs = connection.recv()
+            connection.send(_write(jobs, memory, size))
+
+
+def _die_with(parent: int) -> None:
+    """Let the kernel end this process when the rank ends, however it ends."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        sys.exit()
+
+
+def _write(jobs: Sequence[Bucket], memory: int, size: int) -> Written:
+    try:
+        # A private mapping: torch wants a buffer that it may write to.
+        mapped = mmap.mmap(memory, size, flags=mmap.MAP_PRIVATE) if size else None
+        os.close(memory)
+        results = [result for number, job in enumerate(jobs) for result in _write_file(number, job, mapped)]
+        return Written(results, {job.key: file_entry(Path(job.path)) for job in jobs}, None)
+    except Exception as error:  # of any kind: the rank tells it
+        return Written([], {}, f"{type(error).__name__}: {error}")
+
+
+def _write_file(number: int, job: Bucket, mapped: mmap.mmap | None) -> list[Any]:
+    from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
+    from torch.distributed.checkpoint.filesystem import _StorageWriterTransforms
+
+    objects = [(item, io.BytesIO(data)) for item, data in job.objects]
+    tensors = [(one.item, _view(mapped, one)) for one in job.tensors] if mapped is not None else []
+    answers: queue.Queue[Any] = queue.Queue()
+    count: queue.Queue[int] = queue.Queue()
+    count.put(number)
+    FileSystemWriterAsync.write_preloaded_data(
+        [_StorageWriterTransforms()],
+        local_proc_idx=number,
+        write_bucket=(job.path, job.key, (objects, tensors)),
+        results_queue=answers,
+        count_queue=count,
+        use_fsync=True,
+    )
+    _, outcome = answers.get_nowait()
+    if isinstance(outcome, Exception):
+        raise outcome
+    return outcome

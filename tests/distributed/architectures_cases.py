@@ -1,0 +1,76 @@
+"""What the ranks do in the tests of the architectures: bring each model into a layout, let it answer and learn, and
+write it out again."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from rlmath.checkpoint.hf_io import read_companions, write_hf_folder
+from rlmath.parallel.device import init_process_group, open_device
+from rlmath.types import MicroBatch, Sample
+from tests.distributed.policy_cases import Case, Stage, lay_out, microbatches, whole_gradients
+
+
+@dataclass(frozen=True)
+class Found:
+    """What one layout of a model gives, in the terms of transformers."""
+
+    logits: dict[int, Tensor]
+    """Of every token of a sample, by its index; empty off the last stage."""
+    gradients: dict[str, Tensor]
+
+
+def round_trips(folders: list[Path], case: Case, samples: list[Sample], outputs: list[Path]) -> list[Found]:
+    """Logits and gradients of every model in one layout; its folder is written out again unchanged."""
+    from megatron.core import parallel_state
+
+    device = open_device("cpu")
+    init_process_group(device, 120.0)
+    found = []
+    for folder, output in zip(folders, outputs, strict=True):
+        stage = lay_out(folder, case, device)
+        _export(stage, folder, output)
+        batches = microbatches(stage, samples)
+        found.append(Found(_logits(stage, batches), _gradients(stage, batches)))
+        parallel_state.destroy_model_parallel()
+    return found
+
+
+def parameters(folder: Path) -> dict[str, Tensor]:
+    """Megatron's parameters of the model on one rank, by Megatron's names."""
+    device = open_device("cpu")
+    init_process_group(device, 120.0)
+    (chunk,) = lay_out(folder, Case(), device).actor.chunks
+    return {name.removeprefix("module."): p.detach() for name, p in chunk.named_parameters()}
+
+
+def _export(stage: Stage, folder: Path, output: Path) -> None:
+    from rlmath.sync.transfer import hf_stream
+
+    stream = hf_stream(stage.actor.chunks, stage.shape, stage.mesh)
+    write_hf_folder(stream, read_companions(folder), output, torch.float32, writes=stage.mesh.rank == 0)
+
+
+def _logits(stage: Stage, batches: list[MicroBatch]) -> dict[int, Tensor]:
+    from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
+
+    def whole(index: int, batch: MicroBatch, logits_TV: Tensor) -> dict[int, Tensor]:
+        gathered = gather_from_tensor_model_parallel_region(logits_TV)[:, : stage.shape.vocab_size]
+        segments = gathered.tensor_split(batch.cu_seqlens_S1[1:].tolist())
+        return dict(zip(batch.sample_indices, segments, strict=False))
+
+    with torch.no_grad():
+        by_batch = stage.actor.executor.run(batches, whole, forward_only=True)
+    return {index: logits for found in by_batch for index, logits in found.items()}
+
+
+def _gradients(stage: Stage, batches: list[MicroBatch]) -> dict[str, Tensor]:
+    learner = stage.actor.learner
+    learner.executor.zero_grad()
+    learner.executor.run(batches, partial(learner._loss, None, None, False), forward_only=False)
+    return whole_gradients(stage)

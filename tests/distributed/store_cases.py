@@ -1,0 +1,130 @@
+"""What the ranks do in the tests of checkpoints: learn, save, learn on; load in some layout, learn on."""
+
+from __future__ import annotations
+
+import signal
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlmath.types import Sample
+from tests.distributed.policy_cases import Case, Stage, build, microbatches, state_of, whole_tensors
+
+SETTINGS = "run: {}\n"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Of one rank."""
+
+    state: dict[str, Tensor]
+    """Parameters, optimizer and schedule of this rank where the checkpoint was made, or loaded."""
+    weights: dict[str, Tensor]
+    """Whole, at the same place."""
+    later: dict[str, Tensor]
+    """Whole, after one more update."""
+    numbers: list[float]
+    """What torch, numpy and Python draw next."""
+
+
+def progress(step: int, updates: int, world_size: int) -> Any:
+    from rlmath.checkpoint.progress import Progress
+
+    return Progress(step, 0, 8 * step, updates, step, "", world_size, (), (), "model", "data", {})
+
+
+def open_store(stage: Stage, root: Path, keep_last: int = 2) -> Any:
+    from rlmath.checkpoint.store import CheckpointStore, Retention
+
+    companions = {"config.json": b"{}"}
+    optimizer = stage.actor.learner.optimizer
+    return CheckpointStore(
+        root, stage.actor.chunks, optimizer, stage.device, companions, Retention(keep_last, None)
+    )
+
+
+def learn(stage: Stage, samples: list[Sample]) -> None:
+    result = stage.actor.learner.learn(microbatches(stage, samples), None, None)
+    assert result.discarded is None
+
+
+def draws() -> list[float]:
+    import random
+
+    import numpy
+
+    return [torch.rand(1).item(), numpy.random.rand(), random.random(), random.gauss(0, 1)]
+
+
+def save(folder: Path, case: Case, samples: list[Sample], root: Path) -> Outcome:
+    """Two updates, a checkpoint, and a third update while it is being written."""
+    stage = build(folder, case)
+    for _ in range(2):
+        learn(stage, samples)
+    draws()
+    store = open_store(stage, root)
+    try:
+        state, weights = state_of(stage), whole_tensors(stage)
+        failed = store.start(progress(2, 2, stage.mesh.world_size), False, SETTINGS)
+        assert failed is None, failed
+        numbers = draws()
+        learn(stage, samples)
+        saved = store.finish()
+        assert saved.error is None, saved.error
+    finally:
+        store.close()
+    return Outcome(state, weights, whole_tensors(stage), numbers)
+
+
+def load(folder: Path, case: Case, samples: list[Sample], root: Path) -> Outcome:
+    """The newest checkpoint in this layout, and one more update."""
+    from rlmath.checkpoint.folders import complete_checkpoints
+    from rlmath.checkpoint.progress import read_progress
+
+    stage = build(folder, case)
+    store = open_store(stage, root)
+    found, problems = complete_checkpoints(root)
+    assert not problems, problems
+    progress = read_progress(found[0].folder)
+    store.load(found[0], progress)
+    learner = stage.actor.learner
+    learner.scheduler.step(increment=progress.updates)
+    learner.updates = progress.updates
+    numbers, state, weights = draws(), state_of(stage), whole_tensors(stage)
+    learn(stage, samples)
+    return Outcome(state, weights, whole_tensors(stage), numbers)
+
+
+def save_often(folder: Path, case: Case, root: Path, steps: list[tuple[int, bool]], keep_last: int) -> None:
+    """Checkpoints of the given (step, kept)."""
+    stage = build(folder, case)
+    store = open_store(stage, root, keep_last)
+    try:
+        for step, kept in steps:
+            assert store.start(progress(step, 0, stage.mesh.world_size), kept, SETTINGS) is None
+            assert store.finish().error is None
+    finally:
+        store.close()
+
+
+def lose_a_writer(folder: Path, case: Case, root: Path) -> list[str | None]:
+    """Rank 1's writer is killed at work; the save fails everywhere, and the next one succeeds."""
+    stage = build(folder, case)
+    store = open_store(stage, root)
+    errors = []
+    try:
+        store.warm_up()
+        writer = store._writer._process
+        writer.send_signal(signal.SIGSTOP if stage.mesh.rank == 1 else signal.SIGCONT)
+        assert store.start(progress(1, 0, stage.mesh.world_size), False, SETTINGS) is None
+        if stage.mesh.rank == 1:
+            writer.kill()
+        errors.append(store.finish().error)
+        refused = store.start(progress(2, 0, stage.mesh.world_size), False, SETTINGS)
+        errors.append((refused or store.finish()).error)
+    finally:
+        store.close()
+    return errors

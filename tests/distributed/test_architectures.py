@@ -1,0 +1,126 @@
+"""Every supported architecture against transformers: in, over every layout, and out again."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from rlmath.checkpoint.hf_io import HFReader
+from tests.distributed import architectures_cases, engine_cases, oracle
+from tests.distributed.policy_cases import Case
+from tests.distributed.rank_pool import RankPool
+from tests.distributed.test_parity import assert_close
+from tests.tiny_models import LLAMA3_ROPE, make_model_folder, make_samples
+
+pytestmark = pytest.mark.distributed
+
+MODELS = {
+    "qwen3": ("Qwen3ForCausalLM", False),
+    "qwen3-tied": ("Qwen3ForCausalLM", True),
+    "llama": ("LlamaForCausalLM", False),
+    "llama-tied": ("LlamaForCausalLM", True),
+    "mistral": ("MistralForCausalLM", False),
+}
+"""Architecture, and whether its embeddings are tied. Qwen2 has its own tests (`test_parity`)."""
+LAYOUTS = [
+    Case(max_tokens=128),
+    Case(tensor=2, max_tokens=128),
+    Case(pipeline=2, max_tokens=128),
+    Case(tensor=2, pipeline=2, max_tokens=128),
+    pytest.param(
+        Case(tensor=2, pipeline=2, sequence=True, recompute=True, max_tokens=128), marks=pytest.mark.full
+    ),
+    pytest.param(Case(pipeline=2, virtual_pipeline=2, max_tokens=128), marks=pytest.mark.full),
+]
+SAMPLES = make_samples(8, longest=100)
+assert max(sample.length for sample in SAMPLES) > 2 * LLAMA3_ROPE["original_max_position_embeddings"]
+
+
+@pytest.fixture(scope="session")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    place = tmp_path_factory.mktemp("architectures")
+    return {
+        name: make_model_folder(place / name, tied, architecture=architecture)
+        for name, (architecture, tied) in MODELS.items()
+    }
+
+
+@pytest.fixture(scope="session")
+def wanted(folders: dict[str, Path]) -> dict[str, tuple[list[Tensor], dict[str, Tensor]]]:
+    """Logits by sample, and gradients, of transformers."""
+    found = {}
+    for name, folder in folders.items():
+        model = oracle.load(folder)
+        with torch.no_grad():
+            logits = [model(torch.tensor([s.prompt_ids + s.completion_ids])).logits[0] for s in SAMPLES]
+        oracle.loss(model, SAMPLES).backward()
+        found[name] = (logits, oracle.gradients(model))
+    return found
+
+
+@pytest.mark.parity
+@pytest.mark.parametrize("case", LAYOUTS, ids=str)
+def test_a_model_answers_learns_and_leaves_as_in_transformers(
+    ranks: RankPool,
+    folders: dict[str, Path],
+    wanted: dict[str, tuple[list[Tensor], dict[str, Tensor]]],
+    tmp_path: Path,
+    case: Case,
+) -> None:
+    outputs = [tmp_path / name for name in folders]
+    by_rank = ranks.run(
+        case.ranks, architectures_cases.round_trips, list(folders.values()), case, SAMPLES, outputs
+    )
+    for name, *found in zip(folders, *by_rank, strict=True):
+        logits, gradients = wanted[name]
+        on_last_stage = [one.logits for one in found if one.logits]
+        assert len(on_last_stage) == case.tensor, name
+        for got in on_last_stage:
+            distances = [float((got[index] - expected).abs().max()) for index, expected in enumerate(logits)]
+            assert max(distances) <= 1e-4, f"{name}: the logits are off by {max(distances):.2e}"
+        for one in found:
+            assert_close(one.gradients, gradients, 1e-5)
+        assert_same_weights(folders[name], tmp_path / name)
+
+
+def assert_same_weights(one: Path, other: Path) -> None:
+    """Bit by bit, in the files."""
+    before, after = HFReader(one), HFReader(other)
+    assert before.names == after.names
+    for name in before.names:
+        assert torch.equal(before.tensor(name), after.tensor(name)), name
+
+
+ENGINES = [
+    ("qwen3", [Case()], 1),
+    *(
+        pytest.param(name, cases, size, marks=pytest.mark.full)
+        for name in MODELS
+        for cases, size in (
+            ([Case()], 1),
+            ([Case(tensor=2), Case(pipeline=2)], 1),
+            ([Case(tensor=2), Case(pipeline=2)], 2),
+        )
+        if (name, size, len(cases)) != ("qwen3", 1, 1)
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "cases", "engine_size"),
+    ENGINES,
+    ids=lambda x: f"{x[0].ranks}-ranks" if isinstance(x, list) else x,
+)
+def test_engine_logprobs_equal_the_policys_after_every_update(
+    ranks: RankPool, folders: dict[str, Path], name: str, cases: list[Case], engine_size: int
+) -> None:
+    by_rank = ranks.run(
+        cases[0].ranks, engine_cases.mismatch_of_layouts, folders[name], cases, engine_size, 2
+    )
+    for case, *found in zip(cases, *by_rank, strict=True):
+        measured = [largest for largest in found if largest]
+        assert measured and all(len(largest) == 3 for largest in measured), case
+        assert max(max(largest) for largest in measured) < 1e-5, case

@@ -1,0 +1,114 @@
+"""Checkpoints: what is loaded is what was saved, on the same and on other layouts, whatever happened meanwhile."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from rlmath.checkpoint.folders import complete_checkpoints
+from tests.distributed import store_cases
+from tests.distributed.policy_cases import Case
+from tests.distributed.rank_pool import RankPool
+from tests.distributed.store_cases import Outcome
+from tests.distributed.test_parity import assert_close_together
+from tests.tiny_models import make_samples
+
+pytestmark = pytest.mark.distributed
+
+SAMPLES = make_samples(12, seed=4, longest=40)
+
+
+def adam(case: Case) -> Case:
+    from dataclasses import replace
+
+    return replace(case, optimizer="adam", lr=1e-3)
+
+
+def save(ranks: RankPool, folder: Path, case: Case, root: Path) -> list[Outcome]:
+    return ranks.run(case.ranks, store_cases.save, folder, adam(case), SAMPLES, root)
+
+
+def load(ranks: RankPool, folder: Path, case: Case, root: Path) -> list[Outcome]:
+    return ranks.run(case.ranks, store_cases.load, folder, adam(case), SAMPLES, root)
+
+
+@pytest.mark.parametrize(
+    "case", [Case(data=2), Case(tensor=2), Case(pipeline=2, virtual_pipeline=2)], ids=str
+)
+def test_on_the_same_layout_every_bit_comes_back_and_the_next_update_is_the_same(
+    ranks: RankPool, untied_model: Path, tmp_path: Path, case: Case
+) -> None:
+    saved = save(ranks, untied_model, case, tmp_path)
+    loaded = load(ranks, untied_model, case, tmp_path)
+    for before, after in zip(saved, loaded, strict=True):
+        assert before.state.keys() == after.state.keys() and len(before.state) > 20
+        for name in before.state:
+            assert torch.equal(before.state[name], after.state[name]), name
+        for name in before.later:
+            assert torch.equal(before.later[name], after.later[name]), name
+        assert before.numbers == after.numbers
+
+
+@pytest.mark.parametrize("model", ["untied", "tied"])
+def test_a_checkpoint_loads_on_other_layouts(
+    ranks: RankPool, untied_model: Path, tied_model: Path, tmp_path: Path, model: str
+) -> None:
+    folder = untied_model if model == "untied" else tied_model
+    saved = save(ranks, folder, Case(data=2), tmp_path)[0]
+    for case in (Case(), Case(tensor=2), Case(pipeline=2), Case(tensor=2, pipeline=2), Case(data=3)):
+        loaded = load(ranks, folder, case, tmp_path)[0]
+        for name, tensor in saved.weights.items():
+            assert torch.equal(tensor, loaded.weights[name]), (str(case), name)
+        assert_close_together(loaded.later, saved.later, 1e-6)
+
+
+def test_a_checkpoint_of_a_sharded_run_loads_on_one_rank_and_on_others(
+    ranks: RankPool, untied_model: Path, tmp_path: Path
+) -> None:
+    saved = save(ranks, untied_model, Case(tensor=2, pipeline=2), tmp_path)[0]
+    for case in (Case(), Case(data=2), Case(tensor=2, data=2)):
+        loaded = load(ranks, untied_model, case, tmp_path)[0]
+        for name, tensor in saved.weights.items():
+            assert torch.equal(tensor, loaded.weights[name]), (str(case), name)
+        assert_close_together(loaded.later, saved.later, 1e-6)
+
+
+def test_recovery_points_give_way_to_newer_ones_and_kept_models_stay(
+    ranks: RankPool, untied_model: Path, tmp_path: Path
+) -> None:
+    steps = [(1, False), (2, True), (3, False), (4, False), (5, False)]
+    ranks.run(1, store_cases.save_often, untied_model, adam(Case()), tmp_path, steps, 2)
+    found, problems = complete_checkpoints(tmp_path)
+    assert not problems
+    assert [(one.step, one.kept) for one in found] == [(5, False), (4, False), (2, True)]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-000002", "step-000004", "step-000005"]
+
+
+def test_a_writer_that_dies_costs_one_checkpoint(ranks: RankPool, untied_model: Path, tmp_path: Path) -> None:
+    errors = ranks.run(2, store_cases.lose_a_writer, untied_model, adam(Case(data=2)), tmp_path)
+    for first, second in errors:
+        assert first is not None and "rank 1" in first and "has ended" in first
+        assert second is None
+    assert [path.name for path in tmp_path.iterdir()] == ["step-000002"]
+
+
+def test_every_file_is_in_the_manifest_and_as_large_as_its_tensors(
+    ranks: RankPool, untied_model: Path, tmp_path: Path
+) -> None:
+    saved = save(ranks, untied_model, Case(data=2), tmp_path)[0]
+    (checkpoint,), _ = complete_checkpoints(tmp_path)
+    on_disk = {
+        p.relative_to(checkpoint.folder).as_posix() for p in checkpoint.folder.rglob("*") if p.is_file()
+    }
+    assert on_disk - {"manifest.json"} == set(checkpoint.files)
+    parameters = sum(tensor.nbytes for tensor in saved.weights.values())
+    written = sum(entry.size for name, entry in checkpoint.files.items() if name.endswith(".distcp"))
+    # Parameters and Adam's two moments of them, and some hundred bytes for each tensor.
+    assert 3 * parameters < written < 3.6 * parameters
+    assert json.loads((checkpoint.folder / "progress.json").read_text())["optimizer_tensors"] == [
+        "exp_avg",
+        "exp_avg_sq",
+    ]
