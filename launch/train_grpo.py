@@ -13,7 +13,7 @@ import time
 
 from rlmath.config_files import load_config, split_arguments
 from rlmath.export_format import output_bytes
-from rlmath.guard.exit_status import FAILURE, MISTAKE
+from rlmath.guard.exit_status import FAILURE, MISTAKE, clear_exit_status
 from rlmath.inputs import load_inputs
 from rlmath.parallel.device import environment_rank, environment_world_size
 from rlmath.preflight import check_config
@@ -30,6 +30,8 @@ OTHERS_WAIT_SECONDS = 10.0
 def prepare() -> Prepared:
     """ValueError for all that can be known to be wrong before the start."""
     config = load_config(*split_arguments("Train a model with GRPO."))
+    if environment_rank() == 0:
+        clear_exit_status(config.run.output_dir)
     shape = check_config(config, environment_world_size())
     inputs = load_inputs(config, shape)
     origin = origin_of(config, inputs)

@@ -18,9 +18,6 @@ class RunConfig:
     output_dir: str = MISSING
     """Folder of everything the run writes, on a disk that all nodes share; what AReaL calls experiment and trial. It
     must be new, empty, or left by this very run."""
-    recover_mode: str = "auto"
-    """"auto": go on from the newest whole checkpoint in `output_dir`, or start where there is none; "resume": go on, or
-    end with an error; "disabled": start anew, what is there is moved to `<output_dir>/earlier`."""
     seed: int = 1
     """Seed of data order, sampling and initialisation (0 to 2**31 - 1)."""
     total_epochs: int = 1
@@ -29,6 +26,9 @@ class RunConfig:
     """Steps to train; ends the run before `total_epochs` if smaller. Null: as many as the epochs have."""
     device: str = "auto"
     """"cpu" (gloo, float32), "cuda" (nccl, bfloat16), or "auto": cuda where there is one."""
+    recover_mode: str = "auto"
+    """"auto": go on from the newest whole checkpoint in `output_dir`, or start where there is none; "resume": go on, or
+    end with an error; "disabled": start anew, what is there is moved to `<output_dir>/earlier`."""
     distributed_timeout_seconds: float = 1800.0
     """How long a collective waits for its peers before the run ends with an error (seconds; Megatron's groups round it
     up to minutes, vLLM's have limits of their own)."""

@@ -39,8 +39,6 @@ MAY_CHANGE = (
     "run.stop_grace_seconds",
     "run.heartbeat_timeout_seconds",
     "run.hang_timeout_seconds",
-    "model.path",
-    "data.train_path",
     "parallel.",
     "policy.",
     "optimizer.distributed",
@@ -61,7 +59,9 @@ MAY_CHANGE = (
     "save.",
 )
 """Settings, or whole sections, that a run may go on with other values of: where and how it computes, what it keeps, how
-long it is. Model and data are compared by what they hold, not by their paths."""
+long it is."""
+BY_CONTENT = ("model.path", "data.train_path")
+"""Settings that a checkpoint compares by what they hold: they may have moved."""
 
 
 Chosen = tuple[Checkpoint, Progress]
@@ -124,7 +124,7 @@ def find_recovery(config: Config, origin: Origin) -> Recovery | None:
 
 
 def _other_run(then: Config, now: Config, progress: Progress, origin: Origin) -> Iterator[str]:
-    yield from refused_changes(then, now)
+    yield from (change for change in refused_changes(then, now) if not change.startswith(BY_CONTENT))
     if progress.model_fingerprint != origin.model:
         yield (
             f"model.path: the model that the run started from has changed (fingerprint {progress.model_fingerprint} "
@@ -138,7 +138,8 @@ def _other_run(then: Config, now: Config, progress: Progress, origin: Origin) ->
 
 
 def refused_changes(then: Config, now: Config) -> list[str]:
-    """["rollout.group_size: 8 there, 16 now", ...] of the settings that a run must keep."""
+    """["rollout.group_size: 8 there, 16 now", ...] of the settings that a run must keep. The
+    output folder is not compared."""
     there, here = setting_values(then), setting_values(now)
     return [
         f"{key}: {as_yaml_word(there[key])} there, {as_yaml_word(here[key])} now"

@@ -18,10 +18,10 @@ from rlmath.guard.exit_status import (
     FAILURE,
     FINISHED,
     SAVED_AND_STOPPED,
-    clear_exit_status,
     write_exit_status,
 )
 from rlmath.guard.heartbeat import Heart
+from rlmath.guard.launcher import launcher_advice
 from rlmath.guard.signals import StopRequest
 from rlmath.inputs import Inputs, most_updates
 from rlmath.memory_checks import start_up_lines
@@ -102,9 +102,9 @@ def _claim_folder(prepared: Prepared, mesh: Mesh, chosen: Chosen | None) -> None
     if mesh.rank == 0:
         steps_done = None if chosen is None else chosen[1].step
         claim_run_folder(config.run.output_dir, config, steps_done)
-        clear_exit_status(config.run.output_dir)
         logger.info("The settings of this run:\n%s", config_as_yaml(config))
         lines = (
+            *filter(None, [launcher_advice(config.run.stop_grace_seconds)]),
             *harmless_settings(config),
             *prepared.inputs.lines,
             "Versions: " + ", ".join(f"{name} {version}" for name, version in library_versions().items()),
@@ -224,6 +224,7 @@ def _train(
     folder = Path(parts.config.run.output_dir)
     steps_done = _go_on(parts, store, chosen)
     trainer = Trainer(parts)
+    heart.entered("first step")
     saver = Saver(parts, store, prepared.origin, stop, newest=None if chosen is None else steps_done)
     reporter = Reporter(parts, prepared.inputs, folder, steps_done) if parts.mesh.rank == 0 else None
     for number in range(steps_done, total_steps):

@@ -4,9 +4,11 @@ A launch script orders it so, on every rank:
 
     config = load_config(...)                               every rank: reads files
     shape = check_config(config, world_size)                every rank: reads files
+    recovery = find_recovery(config, origin)                every rank: reads manifests
     check_output_folder(config.run.output_dir, config)      every rank: reads the folder
+    init_process_group, choose_checkpoint(recovery)         every rank
     if rank == 0: claim_run_folder(config.run.output_dir, config)
-    a barrier (or init_process_group)                       every rank
+    a barrier                                               every rank
 
 In the check all ranks raise the same ValueError, or none does. No barrier is needed before the claim: every
 state that the folder has while rank 0 claims it (not there, empty, a scratch file, an equal config.yaml, old
@@ -22,12 +24,12 @@ import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from rlmath.checkpoint.folders import CHECKPOINTS, remove_partial
 from rlmath.config import Config
 from rlmath.config_files import load_config, save_config
-from rlmath.settings import as_yaml_word, raise_problems, setting_values
+from rlmath.recovery import refused_changes
+from rlmath.settings import raise_problems
 from rlmath.telemetry.metrics import keep_metrics
 from rlmath.telemetry.samples import keep_samples
 
@@ -39,6 +41,7 @@ SUMMARY_NAME = "summary.json"
 MIN_FREE_BYTES = 2**30
 """Free disk space below which a run does not start."""
 
+_LEFT_BY_A_BROKEN_START = ("exit_status.json", "stacks")
 _SCRATCH = re.compile(rf"\.{re.escape(CONFIG_NAME)}\..*\.tmp")
 
 
@@ -82,20 +85,6 @@ def claim_run_folder(output_dir: str | Path, config: Config, steps_done: int | N
     return folder
 
 
-def config_differences(earlier: Config, now: Config) -> list[str]:
-    """["optimizer.lr: 1e-06 there, 1e-05 now", ...], without run.output_dir: the folder is the same one."""
-    there, here = _comparable(earlier), _comparable(now)
-    return [
-        f"{key}: {as_yaml_word(there[key])} there, {as_yaml_word(here[key])} now"
-        for key in here
-        if there[key] != here[key]
-    ]
-
-
-def _comparable(config: Config) -> dict[str, Any]:
-    return {key: value for key, value in setting_values(config).items() if key != "run.output_dir"}
-
-
 def _folder_problems(output_dir: str, config: Config, needed_bytes: int, goes_on: bool) -> Iterator[str]:
     if not output_dir.strip() or output_dir.startswith("~"):
         yield "needed: a path, written in full. Set run.output_dir, for example outputs/first."
@@ -131,7 +120,8 @@ def _content_problems(folder: Path, config: Config) -> Iterator[str]:
     """Whether what is in the folder was left by a run with this config."""
     config_path = folder / CONFIG_NAME
     if not config_path.exists():
-        names = sorted(path.name for path in folder.iterdir() if not _SCRATCH.fullmatch(path.name))
+        others = (path.name for path in folder.iterdir() if path.name not in _LEFT_BY_A_BROKEN_START)
+        names = sorted(name for name in others if not _SCRATCH.fullmatch(name))
         claimed_meanwhile = CONFIG_NAME in names or config_path.exists()
         if names and not claimed_meanwhile:
             shown = ", ".join(names[:3]) + (", ..." if names[3:] else "")
@@ -142,7 +132,7 @@ def _content_problems(folder: Path, config: Config) -> Iterator[str]:
     except ValueError as error:
         yield f"its {CONFIG_NAME} cannot be compared with this run's. Give another folder. {error}"
         return
-    differences = config_differences(earlier, config)
+    differences = refused_changes(earlier, config)
     if differences:
         yield (
             f"it belongs to a run with another config: {'; '.join(differences)}. Give a new run.output_dir, "

@@ -13,7 +13,7 @@ import pytest
 from rlmath import run_folder
 from rlmath.config import Config
 from rlmath.config_files import load_config
-from rlmath.run_folder import check_output_folder, claim_run_folder, config_differences
+from rlmath.run_folder import check_output_folder, claim_run_folder
 
 
 def make_config(folder: Path | str, *overrides: str) -> Config:
@@ -109,17 +109,42 @@ def test_what_a_killed_claim_left_is_no_obstacle(tmp_path: Path):
 
 def test_a_folder_of_another_run_names_the_keys_that_differ(tmp_path: Path):
     claim_run_folder(tmp_path, make_config(tmp_path))
-    message = refusal(tmp_path, make_config(tmp_path, "optimizer.lr=1e-5", "run.total_steps=7"))
-    assert "run.total_steps: null there, 7 now; optimizer.lr: 1e-06 there, 1e-05 now" in message
+    message = refusal(tmp_path, make_config(tmp_path, "optimizer.lr=1e-5", "run.seed=7"))
+    assert "run.seed: 1 there, 7 now; optimizer.lr: 1e-06 there, 1e-05 now" in message
     assert "Give a new run.output_dir" in message and f"--config {tmp_path / 'config.yaml'}" in message
     assert names(tmp_path) == ["config.yaml"]
 
 
-def test_differences_leave_the_folder_out():
-    assert config_differences(make_config("a"), make_config("b")) == []
-    assert config_differences(make_config("a"), make_config("a", "data.shuffle=false")) == [
-        "data.shuffle: true there, false now"
-    ]
+def test_a_run_may_start_anew_on_another_layout_and_with_another_length(tmp_path: Path):
+    claim_run_folder(tmp_path, make_config(tmp_path))
+    (tmp_path / "metrics.jsonl").write_text("left")
+    claim_run_folder(tmp_path, make_config(tmp_path, "parallel.tensor=2", "run.total_steps=7"))
+    assert names(tmp_path) == ["config.yaml", "earlier"]
+    assert "tensor: 1" in (tmp_path / "earlier" / "001" / "config.yaml").read_text()
+
+
+def test_what_a_broken_start_left_is_no_obstacle(tmp_path: Path):
+    (tmp_path / "exit_status.json").write_text("{}")
+    (tmp_path / "stacks").mkdir()
+    claim_run_folder(tmp_path, make_config(tmp_path))
+    assert "config.yaml" in names(tmp_path)
+
+
+def test_a_run_that_goes_on_keeps_what_is_there_but_for_later_steps(tmp_path: Path):
+    claim_run_folder(tmp_path, make_config(tmp_path))
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 0.1}\n{"step": 2, "loss": 0.3}\n')
+    (tmp_path / "samples").mkdir()
+    for name in ("step-000001", "step-000002", "failure-000002"):
+        (tmp_path / "samples" / f"{name}.jsonl").write_text("{}\n")
+    (tmp_path / "summary.json").write_text("{}")
+    (tmp_path / "checkpoints" / "step-000002.partial").mkdir(parents=True)
+    (tmp_path / "checkpoints" / "step-000001").mkdir()
+    claim_run_folder(tmp_path, make_config(tmp_path, "run.total_steps=7"), steps_done=1)
+    assert names(tmp_path) == ["checkpoints", "config.yaml", "metrics.jsonl", "samples"]
+    assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 1, "loss": 0.1}\n'
+    assert names(tmp_path / "samples") == ["step-000001.jsonl"]
+    assert names(tmp_path / "checkpoints") == ["step-000001"]
+    assert "total_steps: 7" in (tmp_path / "config.yaml").read_text()
 
 
 def test_a_folder_that_no_run_made_is_refused(tmp_path: Path):
@@ -237,11 +262,12 @@ def test_late_ranks_of_another_config_all_fail_alike(tmp_path: Path):
 def test_the_config_is_never_absent_while_a_run_is_repeated(tmp_path: Path):
     folder, config = tmp_path / "run", make_config(tmp_path / "run")
     claim_run_folder(folder, config)
+    text = (folder / "config.yaml").read_text()
     absent, stop = [], threading.Event()
 
     def watch():
         while not stop.is_set():
-            if not (folder / "config.yaml").read_text().endswith("export_dtype: auto\n"):
+            if (folder / "config.yaml").read_text() != text:
                 absent.append(True)
 
     watcher = threading.Thread(target=watch)

@@ -11,7 +11,6 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from rlmath.checkpoint.hf_tables import (
@@ -24,6 +23,7 @@ from rlmath.checkpoint.hf_tables import (
     shard_shape,
     to_canonical,
 )
+from rlmath.checkpoint.hf_writer import SafetensorsWriter
 from rlmath.model_shape import ModelShape
 from rlmath.parallel.mesh import Mesh
 
@@ -45,6 +45,11 @@ class HFReader:
     def names(self) -> set[str]:
         """Names of all tensors."""
         return set(self._file_of)
+
+    @property
+    def files(self) -> dict[str, str]:
+        """The file of every tensor, by the tensor's name."""
+        return dict(self._file_of)
 
     def tensor(self, name: str) -> Tensor:
         """One tensor, read from disk now."""
@@ -210,63 +215,28 @@ def write_hf_folder(
     """Write a Hugging Face model: the streamed weights as safetensors beside its `companions`.
 
     All ranks consume the stream; the one with `writes` writes, into a folder aside that is renamed when complete.
-    Files hold up to SHARD_BYTES, so that no rank ever holds the whole model.
+    Files hold up to SHARD_BYTES. Tensors go to disk as they come.
     """
     partial_folder = output.with_name(output.name + ".partial")
     if writes:
         shutil.rmtree(partial_folder, ignore_errors=True)
         partial_folder.mkdir(parents=True)
-    files = _ShardWriter(partial_folder) if writes else None
-    for name, tensor in tensors:
+    files = SafetensorsWriter(partial_folder, SHARD_BYTES) if writes else None
+    try:
+        for name, tensor in tensors:
+            if files is not None:
+                files.add(name, tensor, dtype)
+        if files is None:
+            return
+        files.close()
+    finally:
         if files is not None:
-            files.add(name, tensor.detach().to("cpu", dtype, copy=True).contiguous())
-    if files is None:
-        return
-    files.close()
+            files.abandon()
     for name, content in companions.items():
         (partial_folder / name).write_bytes(content)
-    _note_dtype(partial_folder / "config.json", dtype)
+    note_dtype(partial_folder / "config.json", dtype)
     shutil.rmtree(output, ignore_errors=True)
     partial_folder.rename(output)
-
-
-class _ShardWriter:
-    """Collects tensors into files of bounded size, then names them as the Hub does."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._pending: dict[str, Tensor] = {}
-        self._pending_bytes = 0
-        self._total_bytes = 0
-        self._files: list[list[str]] = []
-
-    def add(self, name: str, tensor: Tensor) -> None:
-        if self._pending and self._pending_bytes + tensor.nbytes > SHARD_BYTES:
-            self._flush()
-        self._pending[name] = tensor
-        self._pending_bytes += tensor.nbytes
-
-    def _flush(self) -> None:
-        save_file(self._pending, self._folder / f"part-{len(self._files)}", metadata={"format": "pt"})
-        self._files.append(list(self._pending))
-        self._total_bytes += self._pending_bytes
-        self._pending, self._pending_bytes = {}, 0
-
-    def close(self) -> None:
-        self._flush()
-        count = len(self._files)
-        if count == 1:
-            (self._folder / "part-0").rename(self._folder / "model.safetensors")
-            return
-        weight_map = {}
-        for number, names in enumerate(self._files):
-            file_name = f"model-{number + 1:05d}-of-{count:05d}.safetensors"
-            (self._folder / f"part-{number}").rename(self._folder / file_name)
-            weight_map |= dict.fromkeys(names, file_name)
-        index = {"metadata": {"total_size": self._total_bytes}, "weight_map": weight_map}
-        (self._folder / "model.safetensors.index.json").write_text(
-            json.dumps(index, indent=2), encoding="utf-8"
-        )
 
 
 def read_companions(source: str | Path) -> dict[str, bytes]:
@@ -278,7 +248,8 @@ def read_companions(source: str | Path) -> dict[str, bytes]:
     }
 
 
-def _note_dtype(path: Path, dtype: torch.dtype) -> None:
+def note_dtype(path: Path, dtype: torch.dtype) -> None:
+    """Say in a config.json which number format the weights have."""
     config = json.loads(path.read_text(encoding="utf-8"))
     # transformers 5 reads "dtype", earlier releases "torch_dtype".
     config["dtype"] = config["torch_dtype"] = str(dtype).removeprefix("torch.")

@@ -8,10 +8,7 @@ records that were checked.
 
 from __future__ import annotations
 
-import io
 import math
-import pickle
-import struct
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -29,6 +26,8 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from rlmath.checkpoint.index_records import BROKEN, Record, Refused, read_records
+
 INDEX = ".metadata"
 
 MAX_INDEX_BYTES = 256 * 2**20
@@ -38,54 +37,6 @@ _MAX_AXES = 16
 _MAX_ELEMENTS = 2**50
 _TOLD = 5
 
-_CLASSES = {
-    "torch": ("Size",),
-    "torch.serialization": ("_get_layout",),
-    "torch.distributed.checkpoint.metadata": (
-        "BytesStorageMetadata",
-        "ChunkStorageMetadata",
-        "Metadata",
-        "MetadataIndex",
-        "StorageMeta",
-        "TensorProperties",
-        "TensorStorageMetadata",
-        "_MEM_FORMAT_ENCODING",
-    ),
-    "torch.distributed.checkpoint.filesystem": ("_StorageInfo", "_StoragePrefix"),
-    # Megatron puts the plans of all ranks beside; they are not used here.
-    "torch.distributed.checkpoint.planner": ("SavePlan", "TensorWriteData", "WriteItem", "WriteItemType"),
-    "megatron.core.dist_checkpointing.strategies.torch": ("MCoreMetadata", "MCoreSavePlan"),
-    # torch up to 2.2
-    "torch.distributed._shard.sharded_tensor.metadata": ("MEM_FORMAT_ENCODING", "TensorProperties"),
-    "pathlib": ("PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath"),
-    "pathlib._local": ("PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath"),
-}
-
-_OPCODES = (
-    *(pickle.PROTO, pickle.FRAME, pickle.STOP, pickle.MARK, pickle.NONE, pickle.NEWTRUE, pickle.NEWFALSE),
-    *(pickle.BININT, pickle.BININT1, pickle.BININT2, pickle.LONG1),
-    *(pickle.BINUNICODE, pickle.SHORT_BINUNICODE, pickle.EMPTY_DICT, pickle.EMPTY_LIST, pickle.EMPTY_TUPLE),
-    *(pickle.TUPLE, pickle.TUPLE1, pickle.TUPLE2, pickle.TUPLE3, pickle.APPEND, pickle.APPENDS),
-    *(pickle.MEMOIZE, pickle.BINPUT, pickle.LONG_BINPUT, pickle.BINGET, pickle.LONG_BINGET),
-    *(pickle.GLOBAL, pickle.STACK_GLOBAL, pickle.NEWOBJ, pickle.REDUCE, pickle.BUILD),
-    *(pickle.SETITEM, pickle.SETITEMS),
-)
-
-_BROKEN = (
-    pickle.UnpicklingError,
-    struct.error,
-    ArithmeticError,
-    AssertionError,
-    AttributeError,
-    EOFError,
-    LookupError,
-    MemoryError,
-    RecursionError,
-    TypeError,
-    ValueError,
-)
-"""What pickle raises where a file is not one, or is cut off."""
-
 
 def read_metadata(folder: Path | str) -> Metadata:
     """The index of a torch_dist folder, checked: plain file names, offsets and lengths within the files, chunks within
@@ -94,22 +45,26 @@ def read_metadata(folder: Path | str) -> Metadata:
 
 
 class SafeReader(FileSystemReader):
-    """torch's reader of a checkpoint folder, with `read_metadata` in place of pickle. Reads the index once."""
+    """torch's reader of a checkpoint folder, with `read_metadata` in place of pickle. Reads an index once."""
 
-    _index: Metadata | None = None
+    def __init__(self, path: Any, *args: Any, **kwargs: Any) -> None:
+        super().__init__(path, *args, **kwargs)
+        self._read: dict[Path, Metadata] = {}
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """See `read_metadata` of this module."""
-        if self._index is None:
-            self._index = read_index(Path(self._get_metadata_path(kwargs.get("rank"))))
-        assert self._index.storage_meta is not None
-        self._index.storage_meta.load_id = self.load_id
-        return self._index
+        """See `read_metadata` of this module; with `rank` the index of one rank's own, as in torch."""
+        path = Path(self._get_metadata_path(kwargs.get("rank")))
+        if path not in self._read:
+            self._read[path] = read_index(path)
+        metadata = self._read[path]
+        assert metadata.storage_meta is not None
+        metadata.storage_meta.load_id = self.load_id
+        return metadata
 
     def reset(self, checkpoint_id: Any = None) -> None:
         """Turn to another checkpoint, or to the same one anew."""
         super().reset(checkpoint_id)
-        self._index = None
+        self._read = {}
 
 
 def read_index(path: Path) -> Metadata:
@@ -124,89 +79,14 @@ def read_index(path: Path) -> Metadata:
             f"{path} cannot be read ({error.strerror}); a torch_dist checkpoint is a folder with {INDEX}."
         ) from error
     try:
-        return _Builder(_Unpickler(io.BytesIO(content)).load(), path.parent, len(content)).metadata()
-    except _Refused as error:
+        return _Builder(read_records(content), path.parent, len(content)).metadata()
+    except Refused as error:
         raise ValueError(f"{path} is refused: {error}") from error
-    except _BROKEN as error:
+    except BROKEN as error:
         told = f"{type(error).__name__}: {error}"[:200]
         raise ValueError(
             f"{path} is damaged, or not the index of a checkpoint ({told}). Copy it again."
         ) from error
-
-
-# ---------------------------------------------------------------- pickle, as data
-
-
-class _Refused(ValueError):
-    """The index holds something that has no place there."""
-
-
-class _Record:
-    """What the pickle says of one object: what it would be made from, and its state."""
-
-    __slots__ = ("args", "state")
-
-    def __new__(cls, *args: Any) -> _Record:
-        record = object.__new__(cls)
-        record.args, record.state = args, None
-        return record
-
-    def __setstate__(self, state: Any) -> None:
-        self.state = state
-
-
-_RECORDS = {
-    (module, name): type(name, (_Record,), {"__slots__": ()})
-    for module, names in _CLASSES.items()
-    for name in names
-}
-
-
-class _Dict(dict):
-    """In place of an OrderedDict, which is made empty and filled afterwards."""
-
-    def __new__(cls) -> _Dict:
-        return super().__new__(cls)
-
-
-class _Unpickler(pickle._Unpickler):
-    """Python's unpickler written in Python, whose table of opcodes can be cut down to `_OPCODES`; that one's memory,
-    too, only grows with the file. None of these copies what was read before, so little bytes stay little objects."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
-            return getattr(torch, name)
-        if (module, name) == ("collections", "OrderedDict"):
-            return _Dict
-        record = _RECORDS.get((module, name))
-        if record is None:
-            raise _Refused(
-                f"it names {module}.{name}, which is no part of a checkpoint's index and could run code."
-            )
-        return record
-
-    def _set_items(self, items: list[Any]) -> None:
-        target = self.stack[-1]  # type: ignore[attr-defined]
-        if not isinstance(target, dict):
-            raise _Refused(f"it sets items of a {type(target).__name__}.")
-        for key, value in zip(items[::2], items[1::2], strict=True):
-            if not isinstance(key, str | int | _Record):  # nested tuples would be hashed without end
-                raise _Refused(f"a key is a {type(key).__name__}.")
-            target[key] = value
-
-    def load_setitem(self) -> None:
-        value, key = self.stack.pop(), self.stack.pop()  # type: ignore[attr-defined]
-        self._set_items([key, value])
-
-    def load_setitems(self) -> None:
-        self._set_items(self.pop_mark())  # type: ignore[attr-defined]
-
-    dispatch = {op[0]: pickle._Unpickler.dispatch[op[0]] for op in _OPCODES}  # type: ignore[attr-defined]
-    dispatch[pickle.SETITEM[0]] = load_setitem
-    dispatch[pickle.SETITEMS[0]] = load_setitems
-
-
-# ---------------------------------------------------------------- records, checked
 
 
 class _Builder:
@@ -228,7 +108,7 @@ class _Builder:
         for key, place in places.items():
             index = self._index(key)
             if index in storage:
-                raise _Refused(f"a part of {index.fqn} is stored twice.")
+                raise Refused(f"a part of {index.fqn} is stored twice.")
             storage[index] = self._place(place)
         _all_stored(tensors, storage)
         version = fields.get("version")
@@ -239,7 +119,7 @@ class _Builder:
     def _spend(self) -> None:
         self._budget -= 1
         if self._budget < 0:
-            raise _Refused("it names the same entries again and again.")
+            raise Refused("it names the same entries again and again.")
 
     def _entry(self, key: str, entry: Any) -> TensorStorageMetadata | BytesStorageMetadata:
         self._spend()
@@ -248,16 +128,18 @@ class _Builder:
         fields = _fields(entry, "TensorStorageMetadata")
         size = _size(fields.get("size"), key)
         chunks = [self._chunk(chunk, size, key) for chunk in _checked(fields.get("chunks"), list, "chunks")]
-        return TensorStorageMetadata(TensorProperties(dtype=_dtype(fields.get("properties"), key)), size, chunks)
+        return TensorStorageMetadata(
+            TensorProperties(dtype=_dtype(fields.get("properties"), key)), size, chunks
+        )
 
     def _chunk(self, chunk: Any, whole: torch.Size, key: str) -> ChunkStorageMetadata:
         self._spend()
         fields = _fields(chunk, "ChunkStorageMetadata")
         offsets, sizes = _size(fields.get("offsets"), key), _size(fields.get("sizes"), key)
         if len(offsets) != len(whole) or len(sizes) != len(whole):
-            raise _Refused(f"a part of {key} has other axes than the tensor.")
+            raise Refused(f"a part of {key} has other axes than the tensor.")
         if any(start + length > end for start, length, end in zip(offsets, sizes, whole, strict=True)):
-            raise _Refused(f"a part of {key} lies outside of the tensor.")
+            raise Refused(f"a part of {key} lies outside of the tensor.")
         return ChunkStorageMetadata(offsets, sizes)
 
     def _index(self, key: Any) -> MetadataIndex:
@@ -270,12 +152,12 @@ class _Builder:
         fields = _fields(place, "_StorageInfo")
         name = _checked(fields.get("relative_path"), str, "a file's name")
         if name in ("", ".", "..") or any(c in name for c in "/\\\0"):
-            raise _Refused(f"it names the file {name[:200]!r}; needed: one in the same folder.")
+            raise Refused(f"it names the file {name[:200]!r}; needed: one in the same folder.")
         offset, length = (_natural(fields.get(field), f"{field} in {name}") for field in ("offset", "length"))
         if fields.get("transform_descriptors"):
-            raise _Refused(f"{name} is compressed or otherwise transformed, which is not supported.")
+            raise Refused(f"{name} is compressed or otherwise transformed, which is not supported.")
         if offset + length > self._file_size(name):
-            raise _Refused(
+            raise Refused(
                 f"{name} has {self._file_size(name)} bytes, at least {offset + length} are needed: it was cut off. "
                 "Copy it again."
             )
@@ -285,36 +167,36 @@ class _Builder:
         if name not in self._sizes:
             path = self._folder / name
             if not path.is_file():
-                raise _Refused(f"the file {name} is not beside it. Copy it there.")
+                raise Refused(f"the file {name} is not beside it. Copy it there.")
             self._sizes[name] = path.stat().st_size
         return self._sizes[name]
 
 
 def _fields(record: Any, *names: str) -> dict[str, Any]:
-    if not isinstance(record, _Record) or type(record).__name__ not in names:
-        raise _Refused(f"a {type(record).__name__} is where a {names[0]} should be.")
+    if not isinstance(record, Record) or type(record).__name__ not in names:
+        raise Refused(f"a {type(record).__name__} is where a {names[0]} should be.")
     return _checked({} if record.state is None else record.state, dict, f"the state of a {names[0]}")
 
 
 def _checked(value: Any, kind: type, what: str) -> Any:
     if not isinstance(value, kind):
-        raise _Refused(f"{what} is a {type(value).__name__}; needed: a {kind.__name__}.")
+        raise Refused(f"{what} is a {type(value).__name__}; needed: a {kind.__name__}.")
     return value
 
 
 def _natural(value: Any, what: str) -> int:
     if type(value) is not int or not 0 <= value < 2**63:
-        raise _Refused(f"{what} is not a natural number.")
+        raise Refused(f"{what} is not a natural number.")
     return value
 
 
 def _size(value: Any, key: str) -> torch.Size:
     axes: Any = value.args[0] if type(value).__name__ == "Size" and len(value.args) == 1 else value
     if not isinstance(axes, tuple | list) or len(axes) > _MAX_AXES:
-        raise _Refused(f"a size of {key} is not a list of up to {_MAX_AXES} numbers.")
+        raise Refused(f"a size of {key} is not a list of up to {_MAX_AXES} numbers.")
     numbers = [_natural(x, f"a size of {key}") for x in axes]
     if math.prod(max(1, x) for x in numbers) > _MAX_ELEMENTS:
-        raise _Refused(f"{key} has more than 2^50 elements.")
+        raise Refused(f"{key} has more than 2^50 elements.")
     return torch.Size(numbers)
 
 
@@ -322,7 +204,7 @@ def _dtype(record: Any, key: str) -> torch.dtype:
     state = record.state if type(record).__name__ == "TensorProperties" else None
     dtype = state[0] if isinstance(state, tuple) and state else None
     if not isinstance(dtype, torch.dtype):
-        raise _Refused(f"{key} has no number format.")
+        raise Refused(f"{key} has no number format.")
     return dtype
 
 
@@ -339,4 +221,4 @@ def _all_stored(tensors: dict[str, Any], storage: Iterable[MetadataIndex]) -> No
         if not whole:
             lost.append(key)
     if lost:
-        raise _Refused(f"{len(lost)} tensors are not stored whole: {', '.join(lost[:_TOLD])}.")
+        raise Refused(f"{len(lost)} tensors are not stored whole: {', '.join(lost[:_TOLD])}.")

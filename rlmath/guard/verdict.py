@@ -44,7 +44,9 @@ def lost(mine: Pulse, reason: str, silent: Iterable[Pulse]) -> Verdict:
 
 def gone(other: Pulse, author: int) -> Verdict:
     why = "killed by a signal, by the kernel for want of memory (see dmesg), or by the launcher"
-    return Verdict("gone", f"{other} has died: its process ended without a word ({why})", author)
+    return Verdict(
+        "gone", f"{other} at its last beat, has died: its process ended without a word ({why})", author
+    )
 
 
 def silent(rank: int, other: Pulse | None, seconds: float, author: int) -> Verdict:

@@ -18,7 +18,8 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 import megatron_patches
-from rlmath.checkpoint.hf_tables import padded_vocab
+from rlmath.checkpoint.hf_io import local_parameter
+from rlmath.checkpoint.hf_tables import padded_vocab, placed_tensors
 from rlmath.config import ParallelConfig
 from rlmath.model_shape import ModelShape
 from rlmath.parallel.device import Device
@@ -195,7 +196,21 @@ def _build_chunk(
     if shape.rope_scaling is not None:
         rotary = model.rotary_pos_emb
         rotary.inv_freq = stretched_frequencies(rotary.inv_freq, shape.rope_scaling)
-    return model.to(device.torch_device)
+    model = model.to(device.torch_device)
+    _mark_parts(model, shape)
+    return model
+
+
+def _mark_parts(model: GPTModel, shape: ModelShape) -> None:
+    """Tell Megatron of which parameters tensor-parallel ranks have different parts. In the gradient's norm all of them
+    count, of the other parameters only the first rank's.
+
+    megatron-core 0.16 says so itself only while it initialises a model, which is left out here.
+    """
+    for placed in placed_tensors(shape):
+        parameter = local_parameter([model], placed)
+        if parameter is not None and placed.rule.split_axis is not None:
+            parameter.tensor_model_parallel = True
 
 
 def wrap_for_training(

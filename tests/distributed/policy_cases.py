@@ -55,6 +55,7 @@ class Case:
     min_new_tokens: int = 0
     lr: float | None = None
     """None: LEARNING_RATE of the optimizer."""
+    clip_grad: float = 0.0
     device: str = "cpu"
 
     @property
@@ -98,7 +99,7 @@ def settings(folder: Path, case: Case) -> Config:
         optimizer=OptimizerConfig(
             kind=case.optimizer,
             lr=LEARNING_RATE[case.optimizer] if case.lr is None else case.lr,
-            clip_grad=0.0,
+            clip_grad=case.clip_grad,
             distributed=case.optimizer == "adam",
         ),
         algorithm=AlgorithmConfig(kl_coef=case.kl_coef, early_stop_ratio=case.early_stop_ratio),

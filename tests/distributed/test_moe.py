@@ -3,17 +3,20 @@ way of its weights in and out."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
-from tests.distributed import architectures_cases, oracle, policy_cases
+from rlmath.checkpoint.hf_io import HFReader
+from tests.distributed import architectures_cases, oracle, policy_cases, store_cases
 from tests.distributed.policy_cases import Case
 from tests.distributed.rank_pool import RankPool
+from tests.distributed.store_cases import Outcome
 from tests.distributed.test_architectures import assert_same_weights
-from tests.distributed.test_parity import assert_close
+from tests.distributed.test_parity import assert_close, assert_close_together
 from tests.tiny_models import make_model_folder, make_samples
 
 pytestmark = [pytest.mark.parity, pytest.mark.distributed]
@@ -91,3 +94,87 @@ def test_experts_answer_learn_and_leave_as_in_transformers(
         assert_close(found.gradients, gradients, 1e-4)
     assert seen == set(range(len(SAMPLES)))
     assert_same_weights(folder, output)
+
+
+EP2 = Case(data=2, expert=2)
+
+
+@pytest.mark.parametrize("case", [EP2, Case(data=2)], ids=str)
+def test_a_rank_without_samples_takes_part(ranks: RankPool, folder: Path, case: Case) -> None:
+    alone = SAMPLES[:1]
+    got = ranks.run(case.ranks, policy_cases.gradients, folder, case, alone)[0]
+    model = oracle.load(folder)
+    oracle.loss(model, alone).backward()
+    wanted = in_files(oracle.gradients(model))
+    # Experts that no token of the sample was sent to have no gradient.
+    idle = {name for name, gradient in wanted.items() if not gradient.any()}
+    assert idle and all(not got[name].any() for name in idle)
+    assert_close(
+        {name: one for name, one in got.items() if name not in idle},
+        {name: one for name, one in wanted.items() if name not in idle},
+        1e-4,
+    )
+
+
+@pytest.mark.parametrize("case", [EP2, Case(tensor=2, sequence=True, expert=2)], ids=str)
+@pytest.mark.parametrize("clip_grad", [0.0, 0.25])
+@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
+def test_experts_shared_by_ranks_are_updated_as_those_of_one_rank(
+    ranks: RankPool,
+    folder: Path,
+    wanted: tuple[list[Tensor], dict[str, Tensor]],
+    case: Case,
+    optimizer: str,
+    clip_grad: float,
+) -> None:
+    cases = [replace(one, optimizer=optimizer, clip_grad=clip_grad) for one in (Case(), case)]
+    (alone, result), (shared, other) = (
+        ranks.run(one.ranks, policy_cases.update, folder, one, SAMPLES)[0] for one in cases
+    )
+    norm = float(torch.cat([gradient.flatten() for gradient in wanted[1].values()]).double().norm())
+    assert result.grad_norm == pytest.approx(norm, rel=1e-5)
+    assert other.grad_norm == pytest.approx(norm, rel=1e-5)
+    assert norm > 0.5, "too small to be clipped"
+    assert other.sums == pytest.approx(result.sums, rel=1e-4, abs=1e-4)
+    before = HFReader(folder)
+    moves = [{name: weights[name] - before.tensor(name) for name in weights} for weights in (alone, shared)]
+    if optimizer == "adam":
+        assert_close_together(moves[1], moves[0], 1e-2)
+    else:
+        assert_close(moves[1], moves[0], 1e-4)
+
+
+@pytest.mark.parametrize(
+    "target",
+    [
+        EP2,
+        Case(),
+        *(
+            pytest.param(case, marks=pytest.mark.full)
+            for case in (
+                Case(pipeline=2),
+                Case(data=2),
+                Case(tensor=2, sequence=True, expert=2),
+                Case(pipeline=2, data=2, expert=2),
+            )
+        ),
+    ],
+    ids=str,
+)
+def test_a_checkpoint_with_experts_loads_on_this_and_on_other_layouts(
+    ranks: RankPool, folder: Path, saved: tuple[Path, Outcome], target: Case
+) -> None:
+    root, before = saved
+    case = replace(target, optimizer="adam", lr=1e-3)
+    after = ranks.run(case.ranks, store_cases.load, folder, case, SAMPLES, root)[0]
+    for name, tensor in before.weights.items():
+        assert torch.equal(tensor, after.weights[name]), name
+    assert_close_together(after.later, before.later, 1e-6)
+
+
+@pytest.fixture(scope="module")
+def saved(ranks: RankPool, folder: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Outcome]:
+    """A checkpoint made by two expert-parallel ranks, and what rank 0 had then and later."""
+    root = tmp_path_factory.mktemp("experts")
+    case = replace(EP2, optimizer="adam", lr=1e-3)
+    return root, ranks.run(case.ranks, store_cases.save, folder, case, SAMPLES, root)[0]

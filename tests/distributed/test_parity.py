@@ -95,6 +95,8 @@ def check_update(
     compare = assert_close if case.optimizer == "sgd" else assert_close_together
     compare({name: weights[name] - start[name] for name in wanted}, wanted, relative)
     assert result.sums["loss"] / result.sums["tokens"] == pytest.approx(loss.item(), rel=1e-5)
+    norm = torch.cat([gradient.flatten() for gradient in oracle.gradients(model).values()]).double().norm()
+    assert result.grad_norm == pytest.approx(float(norm), rel=1e-5)
 
 
 @pytest.mark.parametrize("case", LAYOUTS, ids=str)

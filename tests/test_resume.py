@@ -1,0 +1,177 @@
+"""A run that was interrupted goes on as if nothing had happened: the same metrics, bit for bit."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.programs import TRAIN, run, small_run, torchrun_command
+
+pytestmark = pytest.mark.distributed
+
+STEPS = 4
+RANKS = 2
+TIMED = ("seconds/", "tokens_per_second/", "memory", "rollout/idle_share")
+LAYOUTS = {
+    "TP2": ("parallel.tensor=2",),
+    "DP2": ("parallel.tensor=1",),
+    "PP2xVPP2": ("parallel.tensor=1", "parallel.pipeline=2", "parallel.virtual_pipeline=2"),
+}
+SETTINGS = (
+    f"run.total_steps={STEPS}",
+    "save.ckpt_freq_steps=1",
+    f"save.keep_last={STEPS}",
+    "algorithm.kl_coef=0.05",
+    "algorithm.epochs=2",
+    "sync.probe_every=2",
+    "selection.dynamic_sampling=reward",
+    "selection.max_extra_prompts=4",
+    "reward.function=short_is_good:reward",
+)
+"""The random model is never right, but it can learn to be short."""
+
+
+def command(place: Path, folder: Path, *overrides: str, ranks: int = RANKS) -> list[str]:
+    everything = [*small_run(place, folder), *SETTINGS, *overrides]
+    return torchrun_command(ranks, *TRAIN, *everything)
+
+
+def train(place: Path, folder: Path, *overrides: str, ranks: int = RANKS) -> str:
+    """What the console said."""
+    return run(*command(place, folder, *overrides, ranks=ranks), path=place / "functions", timeout=600).stderr
+
+
+def rows(folder: Path) -> list[dict[str, float]]:
+    found = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [{name: x for name, x in row.items() if not name.startswith(TIMED)} for row in found]
+
+
+def interrupted_after(step: int, whole: Path, folder: Path) -> None:
+    """What a run leaves that is killed while it makes the step after `step`."""
+    shutil.copytree(whole, folder)
+    for checkpoint in (folder / "checkpoints").iterdir():
+        if int(checkpoint.name.removeprefix("step-")) > step:
+            shutil.rmtree(checkpoint)
+    shutil.copytree(
+        folder / "checkpoints" / f"step-{step:06d}", folder / "checkpoints" / "step-000009.partial"
+    )
+    shutil.rmtree(folder / "hf_model")
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 5, "lo')
+
+
+@pytest.fixture(scope="module")
+def whole_runs(arithmetic: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Path]]:
+    """The undisturbed run of each layout, made when it is first asked for."""
+    place = tmp_path_factory.mktemp("whole")
+    mine = arithmetic / "functions"
+    mine.mkdir(exist_ok=True)
+    (mine / "short_is_good.py").write_text(
+        "def reward(completion, solutions, row):\n    return -float(len(completion))\n"
+    )
+
+    class Runs(dict[str, Path]):
+        def __missing__(self, layout: str) -> Path:
+            train(arithmetic, place / layout, *LAYOUTS[layout])
+            self[layout] = place / layout
+            return self[layout]
+
+    yield Runs()
+
+
+CASES = [("TP2", 2), ("DP2", 1), ("PP2xVPP2", 3)]
+MORE = [(layout, step) for layout in LAYOUTS for step in range(1, STEPS) if (layout, step) not in CASES]
+
+
+@pytest.mark.parametrize(
+    ("layout", "step"), [*CASES, *(pytest.param(*case, marks=pytest.mark.full) for case in MORE)]
+)
+def test_resumed_after_a_step_the_metrics_are_those_of_an_uninterrupted_run(
+    arithmetic: Path, whole_runs: dict[str, Path], tmp_path: Path, layout: str, step: int
+) -> None:
+    whole, folder = whole_runs[layout], tmp_path / "run"
+    interrupted_after(step, whole, folder)
+    console = train(arithmetic, folder, *LAYOUTS[layout])
+    assert f"step-{step:06d}, made on" in console
+    assert rows(folder) == rows(whole) and len(rows(whole)) == STEPS
+    assert all(row["train/grad_norm"] > 0 for row in rows(whole))
+    for name in ("model.safetensors", "config.json"):
+        assert (folder / "hf_model" / name).read_bytes() == (whole / "hf_model" / name).read_bytes()
+    assert sorted(p.name for p in (folder / "samples").iterdir()) == sorted(
+        p.name for p in (whole / "samples").iterdir()
+    )
+    assert not list((folder / "checkpoints").glob("*.partial"))
+    assert json.loads((folder / "exit_status.json").read_text())["status"] == 0
+
+
+@pytest.mark.parametrize(
+    "ranks", [1, pytest.param(4, marks=pytest.mark.full), pytest.param(8, marks=pytest.mark.full)]
+)
+def test_a_run_goes_on_with_another_number_of_ranks(
+    arithmetic: Path, whole_runs: dict[str, Path], tmp_path: Path, ranks: int
+) -> None:
+    whole, folder = whole_runs["TP2"], tmp_path / "run"
+    interrupted_after(2, whole, folder)
+    tensor = min(2, ranks)
+    train(arithmetic, folder, f"parallel.tensor={tensor}", ranks=ranks)
+    assert [row["step"] for row in rows(folder)] == [row["step"] for row in rows(whole)]
+    assert rows(folder)[:2] == rows(whole)[:2]
+    # Sampled with the very same weights; what the next step samples may differ where sums are rounded otherwise.
+    ours, theirs = rows(folder)[2], rows(whole)[2]
+    for name in ("task_reward", "n_valid_tokens", "train/learning_rate"):
+        assert ours[name] == pytest.approx(theirs[name], rel=1e-6), name
+    for name in ("train/grad_norm", "train/entropy"):
+        assert ours[name] == pytest.approx(theirs[name], rel=1e-4), name
+
+
+def test_a_finished_run_is_left_as_it_is_and_can_be_made_longer(
+    arithmetic: Path, whole_runs: dict[str, Path], tmp_path: Path
+) -> None:
+    folder = tmp_path / "run"
+    shutil.copytree(whole_runs["TP2"], folder)
+    before = rows(folder)
+    longer = f"run.total_steps={STEPS + 1}"
+    train(arithmetic, folder, *LAYOUTS["TP2"], longer)
+    assert rows(folder)[:STEPS] == before and len(rows(folder)) == STEPS + 1
+
+
+@pytest.mark.parametrize(
+    ("changed", "told"),
+    [
+        ("rollout.group_size=8", "rollout.group_size: 4 there, 8 now"),
+        ("data.prompts_per_step=4", "data.prompts_per_step: 8 there, 4 now"),
+        ("data.train_path={place}/data/heldout.jsonl", "the prompts have changed"),
+        ("model.path={place}/another", "the model that the run started from has changed"),
+    ],
+)
+def test_a_run_does_not_go_on_as_another_one(
+    arithmetic: Path, whole_runs: dict[str, Path], changed: str, told: str
+) -> None:
+    another = arithmetic / "another"
+    if not another.exists():
+        run("tools/make_tiny_model.py", "--output", str(another), "--steps", "0", "--seed", "7")
+    before = sorted(path.name for path in whole_runs["TP2"].iterdir())
+    arguments = [*small_run(arithmetic, whole_runs["TP2"]), *SETTINGS, "parallel.tensor=2"]
+    done = run(
+        *TRAIN,
+        *arguments,
+        changed.format(place=arithmetic),
+        "parallel.tensor=1",
+        expect=2,
+        path=arithmetic / "functions",
+    )
+    assert told in done.stderr and "cannot go on from" in done.stderr
+    assert sorted(path.name for path in whole_runs["TP2"].iterdir()) == [
+        name for name in before if name != "exit_status.json"
+    ]
+
+
+def test_resume_needs_a_checkpoint(arithmetic: Path, tmp_path: Path) -> None:
+    arguments = [*small_run(arithmetic, tmp_path / "new"), "parallel.tensor=1", "run.recover_mode=resume"]
+    done = run(*TRAIN, *arguments, expect=2)
+    assert "has no checkpoint to go on from" in done.stderr
+    assert not (tmp_path / "new").exists()

@@ -1,0 +1,93 @@
+"""Convert a checkpoint to a Hugging Face model: safetensors, config.json, tokenizer.
+
+python tools/convert_megatron_to_hf.py --checkpoint DIR --output DIR [--config HF_DIR]
+
+--checkpoint is one of this program's (step-000020, or the output folder of a run: then its newest), or a torch_dist
+checkpoint of Megatron-Core: the folder with .metadata, or Megatron-LM's with latest_checkpointed_iteration.txt. The
+layout that saved it does not matter. Optimizer state is not read. The index of a checkpoint is a pickle; it is read
+without running anything in it.
+
+Which model it is, config.json says: that beside the checkpoint (hf/), or the one that --config names. No GPU, no
+torchrun; memory for the largest tensor, not for the model. It exits with 2 for a mistake, before anything is written,
+and with 1 where the disk fails; nothing half-written stays.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from rlmath.checkpoint.convert import DTYPES, Converted, check_output, megatron_to_hf
+from rlmath.checkpoint.hf_io import read_companions
+from rlmath.checkpoint.sources import find_megatron
+from rlmath.model_folder import read_model_shape
+
+FAILED, MISTAKE = 1, 2
+CONFIG = "config.json"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit status 0, FAILED or MISTAKE."""
+    given = parse(argv)
+    start = time.perf_counter()
+    try:
+        check_output(given.output)
+        if not 0 < given.shard_gib < float("inf"):
+            raise ValueError(f"--shard-gib is {given.shard_gib}; needed: a number above 0.")
+        converted = convert(given)
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return MISTAKE
+    except (OSError, RuntimeError) as error:
+        print(f"{given.output} could not be written: {error}", file=sys.stderr)
+        return FAILED
+    print(converted.line(given.output, time.perf_counter() - start))
+    return 0
+
+
+def convert(given: argparse.Namespace) -> Converted:
+    """Find the checkpoint and its model, and convert it."""
+    source = find_megatron(given.checkpoint)
+    folder, companions = source.companions, {}
+    if folder is not None:
+        companions = read_companions(folder)
+    if given.config is not None:
+        is_file = given.config.name == CONFIG and given.config.is_file()
+        folder = given.config.parent if is_file else given.config
+        if not (folder / CONFIG).is_file():
+            raise ValueError(f"--config {given.config}: needed: a {CONFIG}, or a folder that has one.")
+        companions = companions | {CONFIG: given.config.read_bytes()} if is_file else read_companions(folder)
+    if folder is None:
+        raise ValueError(
+            f"{source.state} has no config.json beside it (hf/{CONFIG}), so its model is unknown; "
+            "name the folder of the Hugging Face model by --config."
+        )
+    shape = read_model_shape(folder)
+    shard_bytes = int(given.shard_gib * 2**30)
+    return megatron_to_hf(source.state, shape, companions, given.output, DTYPES[given.dtype], shard_bytes)
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--checkpoint", type=Path, required=True, help="folder, see above")
+    parser.add_argument(
+        "--output", type=Path, required=True, help="folder to make; it must not exist, or be empty"
+    )
+    parser.add_argument(
+        "--config", type=Path, help="folder of the Hugging Face model, or its config.json alone"
+    )
+    parser.add_argument(
+        "--dtype", choices=sorted(DTYPES), default="auto", help="default auto: as in the checkpoint"
+    )
+    parser.add_argument("--shard-gib", type=float, default=4.0, help="most GiB of one file (default 4)")
+    return parser.parse_args(argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

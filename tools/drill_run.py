@@ -1,0 +1,141 @@
+"""A run that a drill may disturb: started as a user starts it, watched from outside.
+
+Everything that is known of it is what anybody sees: its files, its console, its processes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+_MARK = "RLMATH_DRILL"
+LOOK_SECONDS = 0.005
+"""How often files are looked for; phases of a tiny run take tens of milliseconds."""
+
+
+def wait_for(condition: Callable[[], bool], seconds: float, what: str) -> None:
+    """Until the condition holds; TimeoutError that says what did not come."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"{what} did not come within {seconds:g} s")
+        time.sleep(LOOK_SECONDS)
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """One start of the command, from then to its end."""
+
+    launcher: subprocess.Popen[bytes]
+    output: Path
+    """The run's folder."""
+    console_path: Path
+    mark: str
+    """In the environment of all its processes."""
+    lines_before: frozenset[str]
+    """Rows of metrics that were there before."""
+
+    @property
+    def ended(self) -> bool:
+        return self.launcher.poll() is not None
+
+    def new_rows(self) -> list[dict[str, float]]:
+        """The rows that this start has written."""
+        return [json.loads(line) for line in metric_lines(self.output) if line not in self.lines_before]
+
+    def rows_or_end(self, count: int, seconds: float) -> list[dict[str, float]]:
+        """Its rows, as soon as there are so many, or it has ended."""
+        wait_for(
+            lambda: self.ended or len(self.new_rows()) >= count, seconds, f"row {count} of {self.output}"
+        )
+        return self.new_rows()
+
+    def console(self) -> str:
+        return self.console_path.read_text(encoding="utf-8", errors="replace")
+
+    def processes(self) -> list[psutil.Process]:
+        """All that run with this start's mark, whoever their parent is."""
+        found = []
+        for process in psutil.process_iter():
+            try:
+                if process.environ().get(_MARK) == self.mark and process.status() != psutil.STATUS_ZOMBIE:
+                    found.append(process)
+            except (psutil.NoSuchProcess, psutil.AccessDenied):
+                continue
+        return found
+
+    def ranks(self) -> list[psutil.Process]:
+        """The ranks that are there: direct children of torchrun."""
+        return psutil.Process(self.launcher.pid).children() if not self.ended else []
+
+    def kill_a_rank(self, rng: random.Random) -> str:
+        """SIGKILL to one of the ranks; says which."""
+        ranks = self.ranks()
+        if not ranks:
+            self.launcher.kill()
+            return "no rank yet: torchrun"
+        victim = rng.choice(ranks)
+        name = rank_name(victim)
+        victim.kill()
+        return name
+
+    def wait_gone(self, seconds: float) -> list[str]:
+        """Wait for the end of all its processes; the commands of those that are still there, which are killed."""
+        try:
+            self.launcher.wait(seconds)
+            wait_for(lambda: not self.processes(), seconds, "the end of its processes")
+        except (subprocess.TimeoutExpired, TimeoutError):
+            pass
+        left = self.processes()
+        told = [" ".join(process.cmdline())[:100] for process in left]
+        for process in left:
+            process.kill()
+        return told
+
+
+def rank_name(process: psutil.Process) -> str:
+    try:
+        return f"rank {process.environ().get('RANK', '?')}"
+    except (psutil.NoSuchProcess, psutil.AccessDenied):
+        return "a rank"
+
+
+def metric_lines(output: Path) -> list[str]:
+    """The whole lines of a run's metrics; an unfinished last one is left out."""
+    path = output / "metrics.jsonl"
+    return path.read_text(encoding="utf-8").split("\n")[:-1] if path.is_file() else []
+
+
+def start(ranks: int, overrides: list[str], output: Path, console: Path) -> Attempt:
+    """Start the training program under torchrun; returns at once."""
+    mark = uuid.uuid4().hex
+    environment = os.environ | {
+        _MARK: mark,
+        "OMP_NUM_THREADS": "1",
+        "OMP_WAIT_POLICY": "PASSIVE",
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH", "")])),
+    }
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    program = ["launch/train_grpo.py", "--config", "configs/demo.yaml", f"run.output_dir={output}"]
+    before = frozenset(metric_lines(output))
+    with console.open("ab") as stream:
+        process = subprocess.Popen(
+            [sys.executable, *launcher, *program, *overrides],
+            cwd=REPOSITORY,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=stream,
+            stderr=stream,
+        )
+    return Attempt(process, output, console, mark, before)
