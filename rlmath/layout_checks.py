@@ -28,6 +28,7 @@ def rank_problems(parallel: ParallelConfig, engine: int, world_size: int) -> Ite
             f"rollout.tensor_parallel is {engine}, which does not divide the {world_size} ranks of this run; "
             f"possible: {_divisors(world_size)}."
         )
+    yield from _expert_rank_problems(parallel, world_size)
     if parallel.pipeline > 1:
         return
     if parallel.virtual_pipeline > 1:
@@ -39,6 +40,58 @@ def rank_problems(parallel: ParallelConfig, engine: int, world_size: int) -> Ite
         yield (
             f"{key} is {layers}; with parallel.pipeline=1 the one stage has all layers. Set it to null, or raise "
             "parallel.pipeline."
+        )
+
+
+def _expert_rank_problems(parallel: ParallelConfig, world_size: int) -> Iterator[str]:
+    stage, pipeline = divmod(world_size, max(1, parallel.pipeline))
+    asked = max(1, parallel.expert) * max(1, parallel.expert_tensor)
+    if not pipeline and stage % asked:
+        yield (
+            f"parallel.expert x parallel.expert_tensor is {parallel.expert} x {parallel.expert_tensor} = {asked}, "
+            f"which does not divide the {stage} ranks of a pipeline stage. Possible: {_divisors(stage)}."
+        )
+
+
+def expert_problems(parallel: ParallelConfig, shape: ModelShape) -> Iterator[str]:
+    """How experts are laid over ranks; megatron-core 0.16 does not refuse all that it computes wrongly."""
+    expert, split = max(1, parallel.expert), max(1, parallel.expert_tensor)
+    if not shape.num_experts:
+        for key, ranks in (("parallel.expert", expert), ("parallel.expert_tensor", split)):
+            if ranks > 1:
+                yield f"{key} is {ranks}; a {shape.architecture} has no experts. Set it to 1."
+        return
+    if shape.num_experts % expert:
+        yield (
+            f"parallel.expert is {expert}; it must divide the {shape.num_experts} experts of a layer. "
+            f"Possible: {_divisors(shape.num_experts)}."
+        )
+    if shape.ffn_size % split:
+        yield (
+            f"parallel.expert_tensor is {split}; it must divide the {shape.ffn_size} feed-forward units of an expert. "
+            f"Possible: {_divisors(shape.ffn_size)}."
+        )
+    if parallel.tensor > 1 and not parallel.sequence:
+        yield (
+            f"parallel.tensor is {parallel.tensor}, of a model with experts; Megatron then trains with sequence "
+            "parallelism only. Set parallel.sequence=true."
+        )
+    if expert == 1 and split != parallel.tensor:
+        # Its experts would count as layers that tensor-parallel ranks compute alike, and each sees tokens of its own.
+        yield (
+            f"parallel.tensor is {parallel.tensor} and parallel.expert_tensor {split}, with parallel.expert=1: "
+            "Megatron would not add up the experts' gradients of the tensor-parallel ranks. Raise parallel.expert "
+            "above 1, or set parallel.tensor to 1."
+        )
+
+
+def expert_tensor_problems(parallel: ParallelConfig, on_gpu: bool) -> Iterator[str]:
+    """Under gloo, Megatron cannot gather what unlike numbers of tokens give."""
+    if parallel.expert_tensor > 1 and not on_gpu:
+        yield (
+            f"parallel.expert_tensor is {parallel.expert_tensor}; on CPU it must be 1, because gloo cannot gather the "
+            "unlike numbers of tokens that the ranks of an expert have. Set it to 1, and share experts out by "
+            "parallel.expert."
         )
 
 
@@ -56,9 +109,12 @@ def context_problems(parallel: ParallelConfig, on_gpu: bool) -> Iterator[str]:
 def split_problems(parallel: ParallelConfig, engine: int, shape: ModelShape) -> Iterator[str]:
     """What must divide: for Megatron all; vLLM copies key-value heads when it has more ranks than those."""
     engine = max(1, engine)
-    strict = (("attention heads", shape.num_heads), ("feed-forward units", shape.ffn_size))
+    heads = (("attention heads", shape.num_heads),)
+    strict = (*heads, ("feed-forward units", shape.ffn_size))
+    # Experts have a tensor-parallel size of their own in training, not in the engine.
+    trained = heads if shape.num_experts else strict
     divisors = (
-        ("parallel.tensor", parallel.tensor, (*strict, ("key-value heads", shape.num_kv_heads))),
+        ("parallel.tensor", parallel.tensor, (*trained, ("key-value heads", shape.num_kv_heads))),
         ("rollout.tensor_parallel", engine, strict),
     )
     for key, ranks, parts in divisors:

@@ -130,16 +130,20 @@ def mesh_of(config: Config, world_size: int, rank: int) -> Mesh:
         config.rollout.tensor_parallel,
         parallel.virtual_pipeline,
         parallel.context,
+        parallel.expert,
+        parallel.expert_tensor,
     )
 
 
 def plan_rank(config: Config, shape: ModelShape, mesh: Mesh, target: Target) -> MemoryPlan:
     """The plan of one rank."""
     layers = _stage_layers(config.parallel, shape, mesh)
-    chunks = parameter_sizes(shape, mesh, layers)
+    shares = mesh.data * mesh.context
+    buffers = [(sizes, shares) for sizes in parameter_sizes(shape, mesh, layers)]
+    buffers += [(sizes, mesh.expert_data) for sizes in expert_sizes(shape, mesh, layers)]
     work = stage_work(config, shape, mesh, target, layers)
     update, forward = backward_bytes(shape, work, config.policy), forward_bytes(shape, work)
-    resident = _resident(config, shape, mesh, target, chunks, gather_bytes(shape, work))
+    resident = _resident(config, target, buffers, gather_bytes(shape, work))
     memory = _freeing(config.memory, target)
     engine = engine_bytes(shape, config.rollout, target.kind, target.itemsize, target.total_bytes)
     weights = {"engine_weights": engine.weights}
@@ -191,7 +195,7 @@ def stage_work(config: Config, shape: ModelShape, mesh: Mesh, target: Target, la
 
 
 def parameter_sizes(shape: ModelShape, mesh: Mesh, layers: int) -> list[list[int]]:
-    """Elements of every parameter of every model chunk of a rank whose stage has so many layers.
+    """Elements of every parameter of every model chunk of a rank whose stage has so many layers, but for experts.
 
     The table of Hugging Face tensors says how each is split. Behind a pipeline, a tied model's last stage has a copy of
     the embedding as its head.
@@ -201,7 +205,8 @@ def parameter_sizes(shape: ModelShape, mesh: Mesh, layers: int) -> list[list[int
         is_head = rule.megatron == ("output_layer.weight",)
         if is_head and shape.tied_embeddings and mesh.pipeline == 1:
             continue
-        sizes[rule.place].append(math.prod(shard_shape(rule, shape, mesh.tensor)))
+        if rule.place != "expert":
+            sizes[rule.place].append(math.prod(shard_shape(rule, shape, mesh.tensor)))
     virtual = mesh.virtual_pipeline
     return [
         [
@@ -211,6 +216,14 @@ def parameter_sizes(shape: ModelShape, mesh: Mesh, layers: int) -> list[list[int
         ]
         for chunk in range(virtual)
     ]
+
+
+def expert_sizes(shape: ModelShape, mesh: Mesh, layers: int) -> list[list[int]]:
+    """Elements of every expert's parameters on a rank, by model chunk; Megatron keeps them in buffers of their own."""
+    rules = [rule for rule in TABLES[shape.architecture] if rule.place == "expert"]
+    one = [math.prod(shard_shape(rule, shape, mesh.expert_tensor)) for rule in rules]
+    number = shape.num_experts // mesh.expert * (layers // mesh.virtual_pipeline)
+    return [one * number] * mesh.virtual_pipeline if one else []
 
 
 def buffer_elements(sizes: list[int], distributed: bool, shares: int) -> int:
@@ -233,19 +246,22 @@ def _up(number: int, multiple: int) -> int:
 
 
 def _resident(
-    config: Config, shape: ModelShape, mesh: Mesh, target: Target, chunks: list[list[int]], gather: int
+    config: Config, target: Target, buffers: list[tuple[list[int], int]], gather: int
 ) -> dict[str, int]:
-    """Bytes of what outlives a pass.
+    """Bytes of what outlives a pass, of parameters in flat buffers, each with the number of ranks that have the same.
 
     Gradients are float32 on every device. Adam keeps two float32 moments, SGD nothing; where parameters are bfloat16
     the optimizer also keeps them in float32. The distributed optimizer shares these over data-parallel ranks.
     """
-    optimizer, shares = config.optimizer, mesh.data * mesh.context
-    plain = sum(map(sum, chunks))
-    buffer = sum(buffer_elements(sizes, optimizer.distributed, shares) for sizes in chunks)
+    optimizer = config.optimizer
+    plain = sum(sum(sizes) for sizes, _ in buffers)
+    lengths = [buffer_elements(sizes, optimizer.distributed, shares) for sizes, shares in buffers]
+    buffer = sum(lengths)
     moments = 2 if optimizer.kind == "adam" else 0
     main = 0 if target.itemsize == FLOAT32_BYTES else 1
-    states = buffer // shares if optimizer.distributed else plain
+    states = plain
+    if optimizer.distributed:
+        states = sum(length // shares for length, (_, shares) in zip(lengths, buffers, strict=True))
     resident = {
         "parameters": buffer * target.itemsize,
         "gradients": buffer * FLOAT32_BYTES,
@@ -285,7 +301,7 @@ def _while_training(resident: Mapping[str, int], memory: MemoryConfig) -> dict[s
 def _sync_bytes(config: Config, mesh: Mesh, target: Target, weights: int) -> int:
     """Two buckets for sending and two for receiving, two in all where ranks share memory; nothing where every rank has
     what its engine needs (but for rows of the vocabulary that two paddings put on different ranks)."""
-    if mesh.pipeline == 1 and mesh.tensor in (1, mesh.engine_size):
+    if mesh.pipeline == mesh.expert == 1 and mesh.tensor in (1, mesh.engine_size):
         return 0
     bucket = bucket_bytes(config.sync.bucket_mib, target.kind, mesh.world_size)
     return (4 if target.kind == "cuda" else 2) * min(bucket, weights)

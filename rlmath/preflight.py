@@ -13,7 +13,14 @@ import torch
 from rlmath.algorithm_checks import algorithm_problems, harmless_algorithm_settings
 from rlmath.config import Config, PolicyConfig, RolloutConfig
 from rlmath.engine_bytes import FLOAT32_BYTES, longest_sequence_bytes
-from rlmath.layout_checks import context_problems, rank_problems, split_problems, stage_problems
+from rlmath.layout_checks import (
+    context_problems,
+    expert_problems,
+    expert_tensor_problems,
+    rank_problems,
+    split_problems,
+    stage_problems,
+)
 from rlmath.memory_checks import fit_problems
 from rlmath.model_folder import inspect_model_folder
 from rlmath.model_shape import ModelShape
@@ -35,6 +42,7 @@ def check_config(config: Config, world_size: int) -> ModelShape:
     problems = [
         *setting_problems(config, world_size),
         *context_problems(config.parallel, _on_gpu(config)),
+        *expert_tensor_problems(config.parallel, _on_gpu(config)),
         *algorithm_problems(config),
         *_reward_problems(config),
         *_place_problems(config),
@@ -67,6 +75,7 @@ def shape_problems(config: Config, shape: ModelShape) -> list[str]:
     """What the model's shape does not allow, wherever it runs."""
     return [
         *split_problems(config.parallel, config.rollout.tensor_parallel, shape),
+        *expert_problems(config.parallel, shape),
         *stage_problems(config.parallel, config.policy, shape.num_layers),
         *_model_length_problems(config, shape),
     ]

@@ -144,8 +144,12 @@ def refused_changes(then: Config, now: Config) -> list[str]:
     return [
         f"{key}: {as_yaml_word(there[key])} there, {as_yaml_word(here[key])} now"
         for key in here
-        if there[key] != here[key] and not key.startswith(MAY_CHANGE)
+        if there[key] != here[key] and not _may_change(key)
     ]
+
+
+def _may_change(key: str) -> bool:
+    return any(key.startswith(one) if one.endswith(".") else key == one for one in MAY_CHANGE)
 
 
 def choose_checkpoint(recovery: Recovery | None) -> Chosen | None:

@@ -24,7 +24,7 @@ def drill(output: Path, timeout: float, *arguments: str) -> list[dict]:
 def test_six_disturbances_in_a_row(tmp_path: Path) -> None:
     outcomes = drill(tmp_path / "drill", 580.0, "--quick", "--seed", "1")
     assert [one["kind"] for one in outcomes] == list(QUICK)
-    assert [one["status"] for one in outcomes] == [KINDS[kind].status for kind in QUICK]
+    assert all(one["status"] in KINDS[one["kind"]].statuses for one in outcomes)
 
 
 @pytest.mark.full
@@ -58,7 +58,7 @@ def test_a_drill_in_which_nothing_is_learned_proves_nothing() -> None:
 
 def test_the_drill_sees_lost_steps_and_leftovers(tmp_path: Path) -> None:
     def outcome(kind: str, lost: int) -> Outcome:
-        return Outcome("tp1-dp2", kind, 7, "", KINDS[kind].status, "", 1.0, 20.0, lost)
+        return Outcome("tp1-dp2", kind, 7, "", KINDS[kind].statuses[0], "", 1.0, 20.0, lost)
 
     assert lost_too_much([outcome("kill", 2), outcome("sigterm", 0)]) == []
     assert len(lost_too_much([outcome("kill", 5), outcome("sigterm", 1), outcome("kill", -1)])) == 3

@@ -6,8 +6,8 @@ Prints one JSON object per figure: {"bench", "case", "metric", "value", "unit", 
 means ours is better. Every conversion is a program of its own: seconds are from its start to its end, cpu_seconds those
 that processors worked for it, peak_memory is the largest that its process held, Python and torch included. The model
 has Qwen2's shape, random weights in bfloat16, files of 2 GB at most, and is made tensor by tensor. Baselines, on the
-same model in the same run: transformers' from_pretrained with save_pretrained, and `cp`. Files may be in the page
-cache.
+same model in the same run, taking turns (medians of three): transformers' from_pretrained with save_pretrained, and
+`cp`. Files may be in the page cache.
 """
 
 from __future__ import annotations
@@ -16,16 +16,18 @@ import argparse
 import json
 import os
 import shutil
+import statistics
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from rlmath.checkpoint.hf_io import HFReader
 from rlmath.checkpoint.hf_tables import hf_shapes, parameter_count, placed_tensors
 from rlmath.checkpoint.hf_writer import SafetensorsWriter
 from rlmath.model_folder import read_model_shape
@@ -111,30 +113,41 @@ def cost_of(command: Sequence[str]) -> Cost:
     return Cost(**json.loads(done.stdout.splitlines()[-1]))
 
 
-def compare(model: Path, place: Path) -> dict[str, Cost]:
-    """Cost of every way, by name."""
-    state, back = str(place / "megatron"), str(place / "hf")
-    python = sys.executable
-    ways = {
-        "cp": ["cp", "-r", str(model), str(place / "copy")],
-        "transformers": [python, "-c", TRANSFORMERS, str(model), str(place / "transformers")],
-        "to_megatron": [python, "tools/convert_hf_to_megatron.py", "--hf", str(model), "--output", state],
-        "to_hf": [python, "tools/convert_megatron_to_hf.py", "--checkpoint", state, "--output", back],
+def compare(model: Path, place: Path, repeats: int) -> dict[str, Cost]:
+    """Cost of every way, by name: medians of runs that take turns, on a machine that others may use."""
+    runs: dict[str, list[Cost]] = {}
+    for number in range(repeats):
+        for name, command, output in ways(model, place):
+            runs.setdefault(name, []).append(cost_of(command))
+            if name == "to_hf" and number == 0:
+                assert_same(model, output)
+            if name != "to_megatron":  # "to_hf" reads it
+                shutil.rmtree(output)
+        shutil.rmtree(place / "megatron")
+    return {
+        name: Cost(
+            *(statistics.median(getattr(cost, field.name) for cost in costs) for field in fields(Cost))
+        )
+        for name, costs in runs.items()
     }
-    ways["to_hf"] += ["--shard-gib", str(SHARD_BYTES / 2**30)]
-    found = {}
-    for name, command in ways.items():
-        found[name] = cost_of(command)
-        for left in ("copy", "transformers"):
-            shutil.rmtree(place / left, ignore_errors=True)
-    assert_same(model, Path(back))
-    return found
+
+
+def ways(model: Path, place: Path) -> list[tuple[str, list[str], Path]]:
+    """Name, command and output of each."""
+    copy, saved, state, back = (place / name for name in ("copy", "saved", "megatron", "hf"))
+    python = sys.executable
+    to_megatron = [python, "tools/convert_hf_to_megatron.py", "--hf", str(model), "--output", str(state)]
+    to_hf = [python, "tools/convert_megatron_to_hf.py", "--checkpoint", str(state), "--output", str(back)]
+    return [
+        ("cp", ["cp", "-r", str(model), str(copy)], copy),
+        ("transformers", [python, "-c", TRANSFORMERS, str(model), str(saved)], saved),
+        ("to_megatron", to_megatron, state),
+        ("to_hf", [*to_hf, "--shard-gib", str(SHARD_BYTES / 2**30)], back),
+    ]
 
 
 def assert_same(model: Path, back: Path) -> None:
     """There and back, every bit of the weights is the same."""
-    from rlmath.checkpoint.hf_io import HFReader
-
     before, after = HFReader(model), HFReader(back)
     differ = [name for name in before.names if not torch.equal(before.tensor(name), after.tensor(name))]
     if differ or before.names != after.names:
@@ -169,7 +182,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory(dir=given.folder) as place:
         shape = make_model(Path(place) / "model", SMALL if given.quick else LARGE)
         parameters = parameter_count(shape)
-        found = compare(Path(place) / "model", Path(place))
+        found = compare(Path(place) / "model", Path(place), repeats=1 if given.quick else 3)
     largest = shape.vocab_size * shape.hidden_size * 2 / 1e9
     report(f"Qwen2, {parameters / 1e9:.2f} B parameters, bfloat16", found, largest, parameters * 2 / 1e9)
     return 0

@@ -30,8 +30,8 @@ class Kind:
 
     act: Act
     """Does it to a run; says what was done."""
-    status: int = FAILURE
-    """What the run must end with."""
+    statuses: tuple[int, ...] = (FAILURE,)
+    """What the run may end with."""
     rows: int | None = 2
     """Steps that the run makes before. None: it is disturbed while it starts."""
     spoil: Callable[[Path, random.Random], str] | None = None
@@ -41,8 +41,13 @@ class Kind:
 # ---------------------------------------------------------------- at a moment of a step
 
 
+def step_seconds(attempt: Attempt) -> float:
+    """Of its quickest step: the first ones compile and warm up."""
+    return min(row["seconds/step"] for row in attempt.new_rows())
+
+
 def kill_any_time(attempt: Attempt, rng: random.Random) -> str:
-    time.sleep(rng.uniform(0.0, 2.0) * attempt.new_rows()[-1]["seconds/step"])
+    time.sleep(rng.uniform(0.0, 2.0) * step_seconds(attempt))
     return attempt.kill_a_rank(rng)
 
 
@@ -83,7 +88,7 @@ def kill_in_save(attempt: Attempt, rng: random.Random) -> str:
 
 def to_launcher(number: signal.Signals) -> Act:
     def act(attempt: Attempt, rng: random.Random) -> str:
-        time.sleep(rng.random() * attempt.new_rows()[-1]["seconds/step"])
+        time.sleep(rng.random() * step_seconds(attempt))
         attempt.launcher.send_signal(number)
         return "torchrun"
 
@@ -92,7 +97,7 @@ def to_launcher(number: signal.Signals) -> Act:
 
 def to_a_rank(number: signal.Signals) -> Act:
     def act(attempt: Attempt, rng: random.Random) -> str:
-        time.sleep(rng.random() * attempt.new_rows()[-1]["seconds/step"])
+        time.sleep(rng.random() * step_seconds(attempt))
         victim = rng.choice(attempt.ranks())
         name = rank_name(victim)
         victim.send_signal(number)
@@ -194,9 +199,10 @@ KINDS: dict[str, Kind] = {
     "kill-sync": Kind(kill_in("sync")),
     "kill-rollout": Kind(kill_in("rollout")),
     "kill-update": Kind(kill_in("update")),
-    "kill-launcher": Kind(to_launcher(signal.SIGKILL), SAVED_AND_STOPPED),
-    "sigterm": Kind(to_launcher(signal.SIGTERM), SAVED_AND_STOPPED),
-    "sigusr1": Kind(to_a_rank(signal.SIGUSR1), SAVED_AND_STOPPED),
+    # Without torchrun ranks can still save, but not end a rollout in which engines share the work over its store.
+    "kill-launcher": Kind(to_launcher(signal.SIGKILL), (SAVED_AND_STOPPED, FAILURE)),
+    "sigterm": Kind(to_launcher(signal.SIGTERM), (SAVED_AND_STOPPED,)),
+    "sigusr1": Kind(to_a_rank(signal.SIGUSR1), (SAVED_AND_STOPPED,)),
     "disk-full": Kind(fill_disk, spoil=free_disk),
     "truncated": Kind(kill_any_time, rows=4, spoil=truncate),
     "bit-flip": Kind(kill_any_time, rows=4, spoil=flip_a_bit),

@@ -20,17 +20,21 @@ import psutil
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 _MARK = "RLMATH_DRILL"
-LOOK_SECONDS = 0.005
+LOOK_SECONDS = 0.01
 """How often files are looked for; phases of a tiny run take tens of milliseconds."""
+STOP_OPTIONS = ("--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1", "--shutdown-timeout=300")
+"""So torchrun passes SIGUSR1 on and leaves its ranks the time to save."""
 
 
-def wait_for(condition: Callable[[], bool], seconds: float, what: str) -> None:
+def wait_for(
+    condition: Callable[[], bool], seconds: float, what: str, look_seconds: float = LOOK_SECONDS
+) -> None:
     """Until the condition holds; TimeoutError that says what did not come."""
     deadline = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > deadline:
             raise TimeoutError(f"{what} did not come within {seconds:g} s")
-        time.sleep(LOOK_SECONDS)
+        time.sleep(look_seconds)
 
 
 @dataclass(frozen=True)
@@ -52,12 +56,15 @@ class Attempt:
 
     def new_rows(self) -> list[dict[str, float]]:
         """The rows that this start has written."""
-        return [json.loads(line) for line in metric_lines(self.output) if line not in self.lines_before]
+        return [json.loads(line) for line in self._new_lines()]
+
+    def _new_lines(self) -> list[str]:
+        return [line for line in metric_lines(self.output) if line not in self.lines_before]
 
     def rows_or_end(self, count: int, seconds: float) -> list[dict[str, float]]:
         """Its rows, as soon as there are so many, or it has ended."""
         wait_for(
-            lambda: self.ended or len(self.new_rows()) >= count, seconds, f"row {count} of {self.output}"
+            lambda: self.ended or len(self._new_lines()) >= count, seconds, f"row {count} of {self.output}"
         )
         return self.new_rows()
 
@@ -94,7 +101,7 @@ class Attempt:
         """Wait for the end of all its processes; the commands of those that are still there, which are killed."""
         try:
             self.launcher.wait(seconds)
-            wait_for(lambda: not self.processes(), seconds, "the end of its processes")
+            wait_for(lambda: not self.processes(), seconds, "the end of its processes", look_seconds=0.2)
         except (subprocess.TimeoutExpired, TimeoutError):
             pass
         left = self.processes()
@@ -126,7 +133,7 @@ def start(ranks: int, overrides: list[str], output: Path, console: Path) -> Atte
         "OMP_WAIT_POLICY": "PASSIVE",
         "PYTHONPATH": os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH", "")])),
     }
-    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", *STOP_OPTIONS]
     program = ["launch/train_grpo.py", "--config", "configs/demo.yaml", f"run.output_dir={output}"]
     before = frozenset(metric_lines(output))
     with console.open("ab") as stream:

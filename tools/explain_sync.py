@@ -28,7 +28,13 @@ from rlmath.memory_checks import planned_target
 from rlmath.memory_plan import mesh_of
 from rlmath.model_shape import ModelShape
 from rlmath.parallel.mesh import Mesh
-from rlmath.sync.layouts import ENGINE_VOCAB_MULTIPLE, TrainingLayout, training_blocks, training_layout
+from rlmath.sync.layouts import (
+    ENGINE_VOCAB_MULTIPLE,
+    Coordinates,
+    TrainingLayout,
+    training_blocks,
+    training_layout,
+)
 from rlmath.sync.plan import Copy, SyncPlan, bucket_bytes, plan_sync
 from tools.plan_memory import MISTAKE, NOT_NEEDED, checked_shape, least_ranks
 
@@ -123,6 +129,7 @@ def count(explained: Explained) -> Moved:
 
 REASONS = {
     "stages": "other pipeline stages train these layers, and every engine needs all of them",
+    "experts": "training shares the experts of a layer over {expert}, and every engine needs all of them",
     "split": "training splits tensors over {tensor}, engines over {engine}: other ranks of the stage hold the rest",
     "vocabulary": "Megatron fills the vocabulary of {vocab} up to a multiple of {tensor}, vLLM to one of {multiple}: "
     "the borders between ranks lie elsewhere",
@@ -137,10 +144,20 @@ class _Reasons:
         self._mesh = explained.mesh
         shape, layout = explained.shape, explained.layout
         self._of_stage = [
-            {block.tensor for block in training_blocks(shape, layout, 0, stage)}
+            {
+                block.tensor
+                for expert in range(layout.expert)
+                for block in training_blocks(shape, layout, Coordinates(0, stage, expert))
+            }
             for stage in range(len(layout.stages))
         ]
         self._vocab = {placed.hf_names[0] for placed in placed_tensors(shape) if placed.rule.form == "vocab"}
+        self._experts = {
+            name
+            for p in placed_tensors(shape)
+            if p.expert is not None and layout.expert > 1
+            for name in p.hf_names
+        }
         self._stage_of = [
             replace(self._mesh, rank=rank).pipeline_rank for rank in range(self._mesh.world_size)
         ]
@@ -148,6 +165,8 @@ class _Reasons:
     def __call__(self, copy: Copy) -> str:
         if copy.tensor not in self._of_stage[self._stage_of[copy.target]]:
             return "stages"
+        if copy.tensor in self._experts:
+            return "experts"
         same_split = self._mesh.tensor == self._mesh.engine_size
         return "vocabulary" if same_split and copy.tensor in self._vocab else "split"
 
@@ -249,6 +268,7 @@ def _totals(explained: Explained, moved: Moved) -> list[str]:
     words = {
         "tensor": _ranks(mesh.tensor),
         "engine": _ranks(mesh.engine_size),
+        "expert": _ranks(mesh.expert),
         "vocab": explained.shape.vocab_size,
         "multiple": ENGINE_VOCAB_MULTIPLE,
     }

@@ -195,23 +195,20 @@ def _flush_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def remove_superseded(root: Path, keep_last: int, keep_models: int | None) -> list[Path]:
-    """Remove recovery points beyond the newest `keep_last` checkpoints, and kept ones beyond the newest `keep_models`.
-
-    A checkpoint among the newest `keep_last` always stays, whatever it is.
-    """
+def set_superseded_aside(root: Path, keep_last: int, keep_models: int | None) -> list[Path]:
+    """Give checkpoints that are not needed any more a name that no one reads; the caller removes them, which takes
+    its time. Not needed are recovery points beyond the newest `keep_last` checkpoints, and kept ones beyond the newest
+    `keep_models`; what is among the newest `keep_last` always stays."""
     found, _ = complete_checkpoints(root)
     kept = [one for one in found if one.kept]
     stays = {one.folder for one in found[:keep_last]}
     stays |= {one.folder for one in (kept if keep_models is None else kept[:keep_models])}
-    removed = [one.folder for one in found if one.folder not in stays]
-    for folder in removed:
-        # Renamed first: half a checkpoint must never have a complete one's name.
-        aside = folder.with_name(folder.name + PARTIAL)
-        shutil.rmtree(aside, ignore_errors=True)
-        folder.rename(aside)
-        shutil.rmtree(aside, ignore_errors=True)
-    return removed
+    aside = []
+    for folder in (one.folder for one in found if one.folder not in stays):
+        other = folder.with_name(folder.name + PARTIAL)
+        shutil.rmtree(other, ignore_errors=True)
+        aside.append(folder.rename(other))
+    return aside
 
 
 def remove_partial(root: Path) -> None:

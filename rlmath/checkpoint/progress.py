@@ -53,7 +53,7 @@ def read_progress(folder: Path) -> Progress:
         for name in ("optimizer_tensors", "random_states"):
             known[name] = tuple(str(one) for one in known[name])
         for name in ("step", "epoch", "position", "updates", "syncs", "world_size"):
-            if not isinstance(known[name], int) or known[name] < 0:
+            if type(known[name]) is not int or known[name] < 0:
                 raise ValueError(f'"{name}" is {known[name]!r}; needed: a whole number')
         return Progress(**known)
     except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import shutil
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -25,7 +26,6 @@ from megatron.core.dist_checkpointing.mapping import CheckpointingException, is_
 from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 from torch.distributed.checkpoint import CheckpointException
-from torch.distributed.checkpoint import FileSystemReader as SafeReader  # TODO
 
 from megatron_patches import checkpointing
 from rlmath.checkpoint.folders import (
@@ -37,11 +37,12 @@ from rlmath.checkpoint.folders import (
     folder_of,
     open_partial,
     publish,
-    remove_superseded,
+    set_superseded_aside,
 )
 from rlmath.checkpoint.pieces import MASTER, held_by, make_room, model_pieces, optimizer_pieces
 from rlmath.checkpoint.progress import Progress, write_progress
 from rlmath.checkpoint.random_states import random_states, restore_random_states
+from rlmath.checkpoint.torch_dist import SafeReader
 from rlmath.checkpoint.writer import WriterProcess, Written
 from rlmath.parallel.collectives import from_rank_zero, gather_objects
 from rlmath.parallel.device import Device
@@ -106,6 +107,7 @@ class CheckpointStore:
         self._writer: WriterProcess | None = None
         self._in_flight: _InFlight | None = None
         self._validated = False
+        self._removals: list[threading.Thread] = []
 
     def warm_up(self) -> None:
         """Start the process that writes, so that the first save does not wait for it."""
@@ -183,6 +185,8 @@ class CheckpointStore:
         if self._writer is not None:
             self._writer.close()
             self._writer = None
+        for thread in self._removals:
+            thread.join()
 
     # ------------------------------------------------------------ steps of a save
 
@@ -273,10 +277,20 @@ class CheckpointStore:
             save.files.finish(save.metadata, [one.results for one in written])
             save_config(CheckpointingConfig("torch_dist", 1), str(save.partial / STATE))
             checkpoint = publish(save.partial, save.step, save.kept, known)
-            remove_superseded(self._root, self._retention.keep_last, self._retention.keep_models)
+            superseded = set_superseded_aside(
+                self._root, self._retention.keep_last, self._retention.keep_models
+            )
         except (OSError, ValueError) as error:
             return f"{type(error).__name__}: {error}"
+        self._remove(superseded)
         return checkpoint
+
+    def _remove(self, folders: Sequence[Path]) -> None:
+        """In a thread: large files take long. What a run that is killed does not get to, the next one removes."""
+        self._removals = [thread for thread in self._removals if thread.is_alive()]
+        for folder in folders:
+            self._removals.append(threading.Thread(target=shutil.rmtree, args=(folder, True)))
+            self._removals[-1].start()
 
     def _give_up(self, error: str) -> Saved:
         """Break off what writers are at, and leave nothing of the save."""

@@ -59,6 +59,11 @@ class Mesh:
         return self.rank // self.expert_tensor % self.expert
 
     @property
+    def expert_data(self) -> int:
+        """Ranks of a stage that have the same experts."""
+        return self.world_size // (self.pipeline * self.expert * self.expert_tensor)
+
+    @property
     def is_last_stage(self) -> bool:
         return self.pipeline_rank == self.pipeline - 1
 

@@ -2,7 +2,8 @@
 
 On GPU they are vLLM's own parameters, written in place: CUDA graphs that were captured on them stay valid. On CPU vLLM
 packs every matrix of a product into a form of oneDNN's and drops it. There a matrix is written into scratch memory,
-which layers of one shape share, and packed by vLLM's own `process_weights_after_loading` when it is complete.
+which layers of one shape share, and packed by vLLM's own `process_weights_after_loading` when it is complete. A
+layer's experts are packed there, too, into the parameter itself, whose values can then not be written in place.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from rlmath.rollout.expert_weights import holds_packed_experts, pack_experts
 
 PACKED = "cpu_linear"
 """Attribute under which a module of vLLM's CPU backend keeps its packed matrix."""
@@ -26,6 +29,11 @@ class EngineWeights:
         self._owners = {name: _owner(model, name) for name in shapes}
         self._users = {name: _packing_users(model, *owner) for name, owner in self._owners.items()}
         self._scratch: dict[tuple[int, int], Tensor] = {}
+        self._experts = {
+            name: owner for name, (owner, _) in self._owners.items() if holds_packed_experts(owner)
+        }
+        self._unpacked: dict[str, Tensor] = {}
+        """Experts that are being written, by parameter."""
         self._check(model)
         self.dtype: torch.dtype = next(model.parameters()).dtype
         self.packing_seconds = 0.0
@@ -39,7 +47,7 @@ class EngineWeights:
             )
         for name, shape in self._shapes.items():
             parameter = self._parameter(name)
-            if parameter.numel() and parameter.numel() != shape[0] * shape[1]:
+            if name not in self._experts and parameter.numel() and parameter.numel() != shape[0] * shape[1]:
                 raise RuntimeError(
                     f"vLLM's {name} has shape {tuple(parameter.shape)}; planned are {shape[0]} rows of {shape[1]}"
                 )
@@ -61,12 +69,19 @@ class EngineWeights:
     def matrix(self, name: str) -> Tensor:
         """The memory of a parameter, [rows, columns], to be written before it is `complete`."""
         shape, parameter = self._shapes[name], self._parameter(name)
+        if name in self._experts:
+            if name not in self._unpacked:
+                self._unpacked[name] = self._take_scratch(shape)
+            return self._unpacked[name]
         if parameter.numel() == 0:
-            if shape not in self._scratch:
-                self._scratch[shape] = torch.empty(shape, dtype=self.dtype)
-            parameter = torch.nn.Parameter(self._scratch.pop(shape), requires_grad=False)
+            parameter = torch.nn.Parameter(self._take_scratch(shape), requires_grad=False)
             setattr(*self._owners[name], parameter)
         return parameter.data.view(shape)
+
+    def _take_scratch(self, shape: tuple[int, int]) -> Tensor:
+        if shape not in self._scratch:
+            self._scratch[shape] = torch.empty(shape, dtype=self.dtype)
+        return self._scratch.pop(shape)
 
     def complete(self, name: str) -> None:
         """All of a parameter is written: hand it to vLLM."""
@@ -74,13 +89,16 @@ class EngineWeights:
         matrix = self.matrix(name)
         for module in self._users[name]:
             module.quant_method.process_weights_after_loading(module)
-        if self._parameter(name).numel() == 0:
+        if name in self._experts:
+            pack_experts(*self._owners[name], self._unpacked.pop(name))
+        if name in self._experts or self._parameter(name).numel() == 0:
             self._scratch[self._shapes[name]] = matrix
         self.packing_seconds += time.perf_counter() - started
 
     def end(self) -> None:
         """After the last write of a sync."""
         self._scratch.clear()
+        self._unpacked.clear()
 
     @property
     def bytes(self) -> int:
@@ -88,7 +106,9 @@ class EngineWeights:
         return sum(size * (self._stays(name) + len(self._users[name])) for name, size in self._sizes())
 
     def _sizes(self) -> list[tuple[str, int]]:
-        return [(name, rows * cols * self.dtype.itemsize) for name, (rows, cols) in self._shapes.items()]
+        plain = {name: rows * cols for name, (rows, cols) in self._shapes.items()}
+        packed = {name: self._parameter(name).numel() for name in self._experts}
+        return [(name, size * self.dtype.itemsize) for name, size in (plain | packed).items()]
 
     def _stays(self, name: str) -> bool:
         """Whether the parameter itself is kept beside what was packed from it."""

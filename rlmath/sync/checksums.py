@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -16,7 +17,14 @@ from torch import Tensor
 from rlmath.model_shape import ModelShape
 from rlmath.parallel.device import Device
 from rlmath.parallel.mesh import Mesh
-from rlmath.sync.layouts import TIED_HEAD, Block, TrainingLayout, engine_blocks, training_blocks
+from rlmath.sync.layouts import (
+    TIED_HEAD,
+    Block,
+    TrainingLayout,
+    coordinates,
+    engine_blocks,
+    training_blocks,
+)
 
 MASK = 2**40 - 1
 """Checksums are compared modulo this plus one, so that sums over many ranks do not overflow."""
@@ -52,15 +60,10 @@ class SyncChecksums:
 
     def __init__(self, shape: ModelShape, layout: TrainingLayout, mesh: Mesh, device: Device) -> None:
         self._mesh, self._device = mesh, device
-        held = list(training_blocks(shape, layout, mesh.tensor_rank, mesh.pipeline_rank))
         part = mesh.rank % mesh.engine_size
         self._widths = _widths(shape)
         self._names = sorted(self._widths)
-        speaks = mesh.data_rank == 0 and mesh.context_rank == 0
-        others = [
-            list(training_blocks(shape, layout, t, mesh.pipeline_rank)) for t in range(mesh.tensor_rank)
-        ]
-        self._held = _only_here([b for b in held if b.parameter != TIED_HEAD], others) if speaks else []
+        self._held = _counted(shape, layout, mesh)
         self._needed: dict[str, list[Block]] = defaultdict(list)
         for block in engine_blocks(shape, mesh.engine_size, part):
             self._needed[block.parameter].append(block)
@@ -120,7 +123,17 @@ def _whole(shape: ModelShape) -> list[Block]:
     return list(engine_blocks(shape, 1, 0))
 
 
-def _only_here(blocks: Sequence[Block], earlier: Iterable[Sequence[Block]]) -> list[Block]:
+def _counted(shape: ModelShape, layout: TrainingLayout, mesh: Mesh) -> list[Block]:
+    """What this rank is the first one of its stage to hold."""
+    first = mesh.pipeline_rank * (mesh.world_size // mesh.pipeline)
+    before = {coordinates(replace(mesh, rank=rank)) for rank in range(first, mesh.rank)}
+    if coordinates(mesh) in before:
+        return []
+    held = [b for b in training_blocks(shape, layout, coordinates(mesh)) if b.parameter != TIED_HEAD]
+    return _only_here(held, (training_blocks(shape, layout, at) for at in before))
+
+
+def _only_here(blocks: Sequence[Block], earlier: Iterable[Iterable[Block]]) -> list[Block]:
     """The blocks whose rectangle no earlier rank has: every element is counted once."""
     seen = {_rectangle(block) for others in earlier for block in others}
     return [block for block in blocks if _rectangle(block) not in seen]

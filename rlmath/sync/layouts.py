@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rlmath.checkpoint.hf_tables import Placed, canonical_shape, hf_shapes, padded_vocab, placed_tensors
 from rlmath.model_shape import ModelShape
@@ -50,6 +50,23 @@ class TrainingLayout:
     tensor: int
     stages: tuple[tuple[int, ...], ...]
     """Numbers of the layers that each pipeline stage holds, over all its chunks."""
+    expert: int = 1
+    expert_tensor: int = 1
+
+
+@dataclass(frozen=True, order=True)
+class Coordinates:
+    """Where a rank stands in the training layout: ranks that agree in all hold the same weights."""
+
+    tensor: int
+    stage: int
+    expert: int = 0
+    expert_tensor: int = 0
+
+
+def coordinates(mesh: Mesh) -> Coordinates:
+    """Of the mesh's rank."""
+    return Coordinates(mesh.tensor_rank, mesh.pipeline_rank, mesh.expert_rank, mesh.expert_tensor_rank)
 
 
 def training_layout(
@@ -59,6 +76,8 @@ def training_layout(
     return TrainingLayout(
         mesh.tensor,
         stage_layers(layers, mesh.pipeline, mesh.virtual_pipeline, first_stage_layers, last_stage_layers),
+        mesh.expert,
+        mesh.expert_tensor,
     )
 
 
@@ -92,18 +111,20 @@ def parameter_key(placed: Placed) -> str:
     return placed.hf_names[0]
 
 
-def training_blocks(
-    shape: ModelShape, layout: TrainingLayout, tensor_rank: int, stage: int
-) -> Iterator[Block]:
+def training_blocks(shape: ModelShape, layout: TrainingLayout, at: Coordinates) -> Iterator[Block]:
     """What a rank holds. With tied embeddings the last stage has a copy of the embedding (`TIED_HEAD`)."""
     last = len(layout.stages) - 1
     for placed in placed_tensors(shape):
         owner = {"first": 0, "last": last}.get(placed.rule.place)
-        mine = placed.layer in layout.stages[stage] if owner is None else owner == stage
-        if mine:
-            yield from _megatron_blocks(placed, shape, layout.tensor, tensor_rank, parameter_key(placed))
-        elif shape.tied_embeddings and placed.rule.form == "vocab" and stage == last:
-            yield from _megatron_blocks(placed, shape, layout.tensor, tensor_rank, TIED_HEAD)
+        mine = placed.layer in layout.stages[at.stage] if owner is None else owner == at.stage
+        if placed.expert is not None:
+            if mine and placed.expert // (shape.num_experts // layout.expert) == at.expert:
+                sharing = (layout.expert_tensor, at.expert_tensor)
+                yield from _megatron_blocks(placed, shape, *sharing, parameter_key(placed))
+        elif mine:
+            yield from _megatron_blocks(placed, shape, layout.tensor, at.tensor, parameter_key(placed))
+        elif shape.tied_embeddings and placed.rule.form == "vocab" and at.stage == last:
+            yield from _megatron_blocks(placed, shape, layout.tensor, at.tensor, TIED_HEAD)
 
 
 TIED_HEAD = "tied head"
@@ -140,11 +161,13 @@ def _qkv_groups(
             at += count * D
 
 
-def _stacked(placed: Placed, shape: ModelShape, parts: int, part: int, parameter: str) -> Iterator[Block]:
-    """The part's rows of each tensor, one after the other: gate, then up."""
+def _stacked(
+    placed: Placed, shape: ModelShape, parts: int, part: int, parameter: str, at_row: int = 0
+) -> Iterator[Block]:
+    """The part's rows of each tensor, one after the other from `at_row` on: gate, then up."""
     cols, rows = _columns(placed, shape), shape.ffn_size // parts
     for number, name in enumerate(placed.hf_names):
-        yield Block(name, part * rows, 0, rows, cols, parameter, number * rows, 0)
+        yield Block(name, part * rows, 0, rows, cols, parameter, at_row + number * rows, 0)
 
 
 def _vocab_rows(placed: Placed, shape: ModelShape, share: int, part: int, parameter: str) -> Iterator[Block]:
@@ -172,7 +195,9 @@ def engine_blocks(shape: ModelShape, engine_size: int, part: int) -> Iterator[Bl
     """What rank `part` of an engine of `engine_size` ranks needs. A tied head is the embedding itself."""
     for placed in placed_tensors(shape):
         name, form = engine_name(placed), placed.rule.form
-        if form == "qkv":
+        if placed.expert is not None:
+            yield from _engine_expert(placed, placed.expert, shape, engine_size, part, name)
+        elif form == "qkv":
             yield from _engine_qkv(placed, shape, engine_size, part, name)
         elif form == "gate_up":
             yield from _stacked(placed, shape, engine_size, part, name)
@@ -183,9 +208,25 @@ def engine_blocks(shape: ModelShape, engine_size: int, part: int) -> Iterator[Bl
 
 
 def engine_name(placed: Placed) -> str:
-    """vLLM's name of the parameter that a rule's tensors are fused into."""
+    """vLLM's name of the parameter that a rule's tensors are fused into; all experts of a layer are in one."""
+    if placed.expert is not None:
+        mlp, _, _ = placed.hf_names[0].rpartition(".experts.")
+        matrix = "w13_weight" if placed.rule.form == "gate_up" else "w2_weight"
+        return f"{mlp}.experts.routed_experts.{matrix}"
     old, new = _FUSED_NAMES.get(placed.rule.form, ("", ""))
     return placed.hf_names[0].replace(old, new) if old else placed.hf_names[0]
+
+
+def _engine_expert(
+    placed: Placed, expert: int, shape: ModelShape, engine_size: int, part: int, name: str
+) -> Iterator[Block]:
+    """The part of one expert, below those of the experts before it."""
+    if placed.rule.form == "gate_up":
+        rows = len(placed.hf_names) * shape.ffn_size // engine_size
+        yield from _stacked(placed, shape, engine_size, part, name, at_row=expert * rows)
+    else:
+        down = _plain(placed, shape, engine_size, part, name)
+        yield replace(down, at_row=expert * down.rows)
 
 
 def engine_vocab_rows(shape: ModelShape, engine_size: int) -> int:

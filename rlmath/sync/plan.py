@@ -16,10 +16,14 @@ from dataclasses import dataclass, replace
 
 from rlmath.model_shape import ModelShape
 from rlmath.parallel.mesh import Mesh
-from rlmath.sync.layouts import Block, TrainingLayout, engine_blocks, training_blocks
-
-Coordinates = tuple[int, int]
-"""(tensor rank, pipeline stage): ranks that agree in both hold the same weights."""
+from rlmath.sync.layouts import (
+    Block,
+    Coordinates,
+    TrainingLayout,
+    coordinates,
+    engine_blocks,
+    training_blocks,
+)
 
 SLICES_OF_A_BUCKET = 8
 """Large rectangles travel in slices of this fraction of a bucket, so that buckets get full."""
@@ -119,28 +123,28 @@ def plan_sync(
 ) -> SyncPlan:
     """The plan for all ranks of `mesh`, whose own `rank` does not matter. None: all ranks are on one node."""
     places = [replace(mesh, rank=rank) for rank in range(mesh.world_size)]
-    coordinates = [(place.tensor_rank, place.pipeline_rank) for place in places]
+    standing = [coordinates(place) for place in places]
     parts = [rank % mesh.engine_size for rank in range(mesh.world_size)]
-    held = {place: list(training_blocks(shape, layout, *place)) for place in sorted(set(coordinates))}
+    held = {at: list(training_blocks(shape, layout, at)) for at in sorted(set(standing))}
     found = [
         _intersections(list(engine_blocks(shape, mesh.engine_size, part)), held)
         for part in range(mesh.engine_size)
     ]
-    senders = _Senders(coordinates, ranks_per_node or mesh.world_size)
+    senders = _Senders(standing, ranks_per_node or mesh.world_size)
     local: list[list[Copy]] = [[] for _ in places]
     travelling: list[Copy] = []
     # In the model's order, and within it by rank: all engines then fill up side by side.
     ordered = sorted((number, rank) for rank, part in enumerate(parts) for number in range(len(found[part])))
     for number, rank in ordered:
         overlap = found[parts[rank]][number]
-        own = overlap.sources.get(coordinates[rank])
+        own = overlap.sources.get(standing[rank])
         if own is not None:
             local[rank].append(_copy(rank, rank, own, overlap.target))
             continue
         for target, sources in _slices(overlap, bucket_bytes // element_bytes // SLICES_OF_A_BUCKET):
             source = senders.choose(rank, sources.keys(), target.elements)
-            travelling.append(_copy(source, rank, sources[coordinates[source]], target))
-    missing = tuple(_missing(found[parts[rank]], place) for rank, place in enumerate(coordinates))
+            travelling.append(_copy(source, rank, sources[standing[source]], target))
+    missing = tuple(_missing(found[parts[rank]], place) for rank, place in enumerate(standing))
     budget = bucket_bytes // element_bytes
     return SyncPlan(
         tuple(map(tuple, local)), _in_rounds(travelling, mesh.world_size, budget), missing, element_bytes
@@ -229,12 +233,12 @@ def _missing(overlaps: Sequence[_Overlap], place: Coordinates) -> int:
 class _Senders:
     """Shares the sending out among the ranks that hold the same."""
 
-    def __init__(self, coordinates: Sequence[Coordinates], ranks_per_node: int) -> None:
+    def __init__(self, standing: Sequence[Coordinates], ranks_per_node: int) -> None:
         self._at: dict[Coordinates, list[int]] = defaultdict(list)
-        for rank, place in enumerate(coordinates):
+        for rank, place in enumerate(standing):
             self._at[place].append(rank)
         self._ranks_per_node = ranks_per_node
-        self._sent = [0] * len(coordinates)
+        self._sent = [0] * len(standing)
 
     def choose(
         self, target: int, places: Iterator[Coordinates] | Sequence[Coordinates], elements: int

@@ -87,7 +87,7 @@ def _requests(step: int, fewest_new: int, engine_index: int = 0, engines: int = 
 def _pack_all(samples: list[Sample], mesh: Mesh) -> list[MicroBatch]:
     """All samples on every data-parallel rank, in as few micro-batches as the layout takes."""
     count = mesh.microbatch_multiple
-    return [pack(samples, range(start, len(samples), count), 1) for start in range(count)]
+    return [pack(samples, range(start, len(samples), count), mesh.tensor) for start in range(count)]
 
 
 def mismatch_after_updates(folder: Path, case: Case, engine_size: int, updates: int) -> list[float]:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from rlmath.checkpoint.hf_io import HFReader
-from tests.distributed import architectures_cases, oracle, policy_cases, store_cases
+from tests.distributed import architectures_cases, engine_cases, oracle, policy_cases, store_cases
 from tests.distributed.policy_cases import Case
 from tests.distributed.rank_pool import RankPool
 from tests.distributed.store_cases import Outcome
@@ -178,3 +178,27 @@ def saved(ranks: RankPool, folder: Path, tmp_path_factory: pytest.TempPathFactor
     root = tmp_path_factory.mktemp("experts")
     case = replace(EP2, optimizer="adam", lr=1e-3)
     return root, ranks.run(case.ranks, store_cases.save, folder, case, SAMPLES, root)[0]
+
+
+@pytest.mark.parametrize(
+    ("cases", "engine_size"),
+    [
+        (
+            [
+                Case(),
+            ],
+            1,
+        ),
+        pytest.param([EP2, Case(pipeline=2)], 1, marks=pytest.mark.full),
+        ([EP2, Case(tensor=2, sequence=True, expert=2)], 2),
+    ],
+    ids=["alone", "engines-of-1", "engine-of-2"],
+)
+def test_engine_logprobs_equal_the_policys_after_every_update(
+    ranks: RankPool, folder: Path, cases: list[Case], engine_size: int
+) -> None:
+    by_rank = ranks.run(cases[0].ranks, engine_cases.mismatch_of_layouts, folder, cases, engine_size, 2)
+    for case, *found in zip(cases, *by_rank, strict=True):
+        measured = [largest for largest in found if largest]
+        assert measured and all(len(largest) == 3 for largest in measured), case
+        assert max(max(largest) for largest in measured) < 1e-5, case

@@ -9,6 +9,7 @@ import pytest
 from rlmath.sync.layouts import (
     TIED_HEAD,
     Block,
+    Coordinates,
     TrainingLayout,
     engine_blocks,
     engine_shapes,
@@ -50,7 +51,7 @@ def test_a_training_layout_is_that_of_the_mesh() -> None:
 
 
 def held(layout: TrainingLayout, rank: int, stage: int, tied: bool = False) -> list[Block]:
-    return list(training_blocks(replace(SMALL, tied_embeddings=tied), layout, rank, stage))
+    return list(training_blocks(replace(SMALL, tied_embeddings=tied), layout, Coordinates(rank, stage)))
 
 
 def test_query_heads_of_a_group_lie_before_its_key_and_value() -> None:

@@ -1,0 +1,469 @@
+"""Between Hugging Face and torch_dist: what is written where, both ways, and what is refused beforehand."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from rlmath.checkpoint import convert
+from rlmath.checkpoint.convert import hf_to_megatron, megatron_to_hf
+from rlmath.checkpoint.folders import open_partial, publish
+from rlmath.checkpoint.hf_io import HFReader, read_companions
+from rlmath.checkpoint.sources import find_megatron
+from rlmath.checkpoint.torch_dist_names import Part
+from tests.tiny_models import VOCAB, make_model_folder, shape_of
+
+ALL = {
+    "qwen2": ("Qwen2ForCausalLM", False),
+    "qwen2-tied": ("Qwen2ForCausalLM", True),
+    "qwen3": ("Qwen3ForCausalLM", False),
+    "qwen3-moe": ("Qwen3MoeForCausalLM", False),
+    "llama-tied": ("LlamaForCausalLM", True),
+    "mistral": ("MistralForCausalLM", False),
+}
+LARGE = 4 * 2**30
+QKV = "decoder.layers.self_attention.linear_qkv.weight"
+EMBEDDING = "embedding.word_embeddings.weight"
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    place = tmp_path_factory.mktemp("models")
+    return {name: make_model_folder(place / name, tied, architecture=a) for name, (a, tied) in ALL.items()}
+
+
+@pytest.fixture(scope="module")
+def source(models: dict[str, Path]) -> Path:
+    return models["qwen2"]
+
+
+def to_megatron(source: Path, output: Path, tensor: int = 1, pipeline: int = 1, dtype: Any = None) -> Path:
+    """The torch_dist folder of a conversion."""
+    hf_to_megatron(source, shape_of(source), output, tensor, pipeline, dtype)
+    return find_megatron(output).state
+
+
+def to_hf(state: Path, model: Path, output: Path, dtype: Any = None, shard_bytes: int = LARGE) -> Path:
+    megatron_to_hf(state, shape_of(model), read_companions(model), output, dtype, shard_bytes)
+    return output
+
+
+def torch_reads(state: Path) -> dict[str, Tensor]:
+    """Every tensor of a torch_dist folder, whole, as torch itself puts it together."""
+    entries = FileSystemReader(state).read_metadata().state_dict_metadata
+    into = {
+        key: torch.full(entry.size, 99.0, dtype=entry.properties.dtype)
+        for key, entry in entries.items()
+        if isinstance(entry, TensorStorageMetadata)
+    }
+    dcp.load(into, checkpoint_id=state, no_dist=True)
+    return into
+
+
+def weights(folder: Path) -> dict[str, Tensor]:
+    reader = HFReader(folder)
+    return {name: reader.tensor(name) for name in reader.names}
+
+
+def assert_same(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
+    assert one.keys() == other.keys()
+    for name, tensor in one.items():
+        assert tensor.dtype == other[name].dtype and torch.equal(tensor, other[name]), name
+
+
+# ---------------------------------------------------------------- what is written
+
+
+@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize(("tensor", "pipeline"), [(1, 1), (2, 1), (1, 4), (2, 3)])
+def test_there_and_back_is_the_same_model(
+    models: dict[str, Path], tmp_path: Path, name: str, tensor: int, pipeline: int
+):
+    state = to_megatron(models[name], tmp_path / "megatron", tensor, pipeline)
+    assert_same(weights(to_hf(state, models[name], tmp_path / "hf")), weights(models[name]))
+
+
+def test_query_key_and_value_lie_group_by_group_and_layers_are_stacked(source: Path, tmp_path: Path):
+    state = to_megatron(source, tmp_path / "megatron", tensor=2, pipeline=2)
+    hf, found = weights(source), torch_reads(state)[QKV]
+    heads = {
+        x: hf[f"model.layers.3.self_attn.{x}_proj.weight"].split(32) for x in "qkv"
+    }  # 4 heads of 32 rows
+    rows = [*heads["q"][:2], heads["k"][0], heads["v"][0], *heads["q"][2:], heads["k"][1], heads["v"][1]]
+    assert tuple(found.shape) == (4, 256, 128)
+    assert torch.equal(found[3], torch.cat(rows))
+
+
+def test_gate_and_up_lie_one_behind_the_other_whatever_the_split(source: Path, tmp_path: Path):
+    hf = weights(source)
+    wanted = torch.cat([hf[f"model.layers.1.mlp.{x}_proj.weight"] for x in ("gate", "up")])
+    for tensor in (1, 2):
+        found = torch_reads(to_megatron(source, tmp_path / f"{tensor}", tensor))
+        assert torch.equal(found["decoder.layers.mlp.linear_fc1.weight"][1], wanted)
+
+
+def test_experts_have_an_axis_of_their_own(models: dict[str, Path], tmp_path: Path):
+    hf = weights(models["qwen3-moe"])
+    found = torch_reads(to_megatron(models["qwen3-moe"], tmp_path / "megatron"))
+    key = "decoder.layers.mlp.experts.experts.linear_fc2.weight"
+    assert torch.equal(found[key][2, 1], hf["model.layers.2.mlp.experts.1.down_proj.weight"])
+
+
+def test_the_vocabulary_is_filled_up_with_zeros_and_cut_again(source: Path, tmp_path: Path):
+    for tensor, rows in ((1, VOCAB), (2, VOCAB + 1)):
+        state = to_megatron(source, tmp_path / f"{tensor}", tensor)
+        found = torch_reads(state)
+        for key in (EMBEDDING, "output_layer.weight"):
+            assert found[key].shape[0] == rows
+            assert torch.count_nonzero(found[key][VOCAB:]) == 0
+        back = weights(to_hf(state, source, tmp_path / f"hf{tensor}"))
+        assert back["lm_head.weight"].shape[0] == VOCAB
+
+
+def test_a_small_vocabulary_over_many_ranks_leaves_some_with_nothing_but_zeros(tmp_path: Path):
+    # 5 words over 4 ranks: 2, 2, 1 and a zero, two zeros
+    words = torch.arange(15.0).view(5, 3)
+    cut = [convert._cut(words, Part((2 * rank, 0), (2, 3), rank)) for rank in range(4)]
+    assert torch.equal(torch.cat(cut), torch.cat([words, torch.zeros(3, 3)]))
+
+
+def test_files_are_those_that_the_ranks_would_write(source: Path, tmp_path: Path):
+    state = to_megatron(source, tmp_path / "megatron", tensor=2, pipeline=2)
+    places = FileSystemReader(state).read_metadata().storage_data
+    by_file: dict[str, set[str]] = {}
+    for index, place in places.items():
+        by_file.setdefault(place.relative_path, set()).add(index.fqn)
+    assert set(by_file) == {f"__{rank}_0.distcp" for rank in range(4)}
+    assert EMBEDDING in by_file["__0_0.distcp"] & by_file["__1_0.distcp"]
+    assert "output_layer.weight" in by_file["__2_0.distcp"] & by_file["__3_0.distcp"]
+    assert {i.offset[0] for i in places if i.fqn == QKV and places[i].relative_path < "__2"} == {0, 1}
+
+
+def test_the_folder_is_what_megatron_lm_looks_for(source: Path, tmp_path: Path):
+    to_megatron(source, tmp_path / "out")
+    assert (tmp_path / "out" / "latest_checkpointed_iteration.txt").read_text() == "release"
+    release = tmp_path / "out" / "release"
+    assert json.loads((release / "metadata.json").read_text())["sharded_backend"] == "torch_dist"
+    assert torch.load(release / "common.pt", weights_only=True)["checkpoint_version"] >= 2
+    assert {"config.json", "tokenizer.json", "generation_config.json"} <= {
+        path.name for path in (tmp_path / "out" / "hf").iterdir()
+    }
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out"]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_number_formats(source: Path, tmp_path: Path, dtype: torch.dtype):
+    state = to_megatron(source, tmp_path / "megatron", dtype=dtype)
+    wanted = {name: tensor.to(dtype) for name, tensor in weights(source).items()}
+    back = to_hf(state, source, tmp_path / "auto")
+    assert_same(weights(back), wanted)
+    assert json.loads((back / "config.json").read_text())["dtype"] == str(dtype).removeprefix("torch.")
+    as_float = to_hf(state, source, tmp_path / "float", torch.float32)
+    assert_same(weights(as_float), {name: tensor.float() for name, tensor in wanted.items()})
+
+
+def test_the_way_back_loads_in_transformers_in_several_files(source: Path, tmp_path: Path):
+    state = to_megatron(source, tmp_path / "megatron", tensor=2)
+    back = to_hf(state, source, tmp_path / "hf", shard_bytes=500_000)
+    assert len(list(back.glob("model-*-of-*.safetensors"))) > 2
+    ids = torch.tensor([[5, 6, 7, 8]])
+    before, after = (AutoModelForCausalLM.from_pretrained(folder) for folder in (source, back))
+    assert torch.equal(before(ids).logits, after(ids).logits)
+    assert AutoTokenizer.from_pretrained(back)("12+3=") == AutoTokenizer.from_pretrained(source)("12+3=")
+
+
+# ---------------------------------------------------------------- checkpoints of others
+
+
+def resave(state: Path, folder: Path, change: Any) -> Path:
+    """The tensors of a checkpoint, changed, as torch saves them."""
+    tensors = torch_reads(state)
+    change(tensors)
+    dcp.save(tensors, checkpoint_id=folder, no_dist=True)
+    return folder
+
+
+def by_layer(tensors: dict[str, Tensor]) -> None:
+    for key in [key for key in tensors if key.startswith("decoder.layers.")]:
+        for layer, tensor in enumerate(tensors.pop(key)):
+            tensors[key.replace("layers.", f"layers.{layer}.")] = tensor.clone()
+
+
+def halves_apart(tensors: dict[str, Tensor]) -> None:
+    key = "decoder.layers.mlp.linear_fc1.weight"
+    tensors[f"{key}_w"], tensors[f"{key}_v"] = (half.clone() for half in tensors.pop(key).chunk(2, dim=1))
+
+
+def names_of_local_layers(tensors: dict[str, Tensor]) -> None:
+    key = "decoder.layers.self_attention.linear_qkv.layer_norm_weight"
+    tensors["decoder.layers.input_layernorm.weight"] = tensors.pop(key)
+
+
+def more_padding(tensors: dict[str, Tensor]) -> None:
+    for key in (EMBEDDING, "output_layer.weight"):
+        tensors[key] = torch.nn.functional.pad(tensors[key], (0, 0, 0, 27), value=3.0)
+
+
+def with_optimizer(tensors: dict[str, Tensor]) -> None:
+    for name in ("exp_avg", "fp32_param"):
+        tensors[f"optimizer.state.{name}.{EMBEDDING}"] = torch.ones(4, 3)
+        tensors[f"chained_0.optimizer.state.{name}.{EMBEDDING}"] = torch.ones(4, 3)
+    tensors["random.cpu"] = torch.ones(2, 8)
+
+
+@pytest.mark.parametrize(
+    "change", [by_layer, halves_apart, names_of_local_layers, more_padding, with_optimizer]
+)
+def test_other_ways_to_store_the_same_model_are_read(source: Path, tmp_path: Path, change: Any):
+    state = resave(to_megatron(source, tmp_path / "megatron"), tmp_path / "other", change)
+    assert_same(weights(to_hf(state, source, tmp_path / "hf")), weights(source))
+
+
+def test_the_optimizers_numbers_are_not_read(source: Path, tmp_path: Path):
+    state = resave(to_megatron(source, tmp_path / "megatron"), tmp_path / "other", with_optimizer)
+    for index, place in FileSystemReader(state).read_metadata().storage_data.items():
+        if "optimizer" in index.fqn:
+            with (state / place.relative_path).open("r+b") as file:
+                file.seek(place.offset)
+                file.write(b"\xff" * place.length)
+    assert_same(weights(to_hf(state, source, tmp_path / "hf")), weights(source))
+
+
+def drop(key: str) -> Any:
+    return lambda tensors: tensors.pop(key)
+
+
+def put(key: str, *size: int) -> Any:
+    return lambda tensors: tensors.update({key: torch.zeros(size)})
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (drop(QKV), ["4 tensors are missing", f"{QKV} [0]", f"{QKV} [3]"]),
+        (drop("output_layer.weight"), ["1 tensors are missing: output_layer.weight"]),
+        (
+            put("decoder.layers.self_attention.q_layernorm.weight", 4, 32),
+            ["1 tensors are unknown", "q_layernorm"],
+        ),
+        (put("mtp.layers.0.weight", 4), ["unknown to Qwen2ForCausalLM: mtp.layers.0.weight"]),
+        (put(QKV, 5, 256, 128), ["1 tensors have another shape", "(5, 256, 128)", "makes it (4, 256, 128)"]),
+        (put(EMBEDDING, 100, 128), ["embedding.word_embeddings.weight has shape (100, 128)"]),
+        (put(EMBEDDING, 101, 64), ["(101, 64), config.json makes it (101, 128)"]),
+    ],
+    ids=lambda x: x[0] if isinstance(x, list) else "",
+)
+def test_a_checkpoint_of_another_model_is_refused_with_a_list(
+    source: Path, tmp_path: Path, change: Any, told: list[str]
+):
+    state = resave(to_megatron(source, tmp_path / "megatron"), tmp_path / "other", change)
+    with pytest.raises(
+        ValueError, match=r"not a checkpoint of the model that config\.json describes"
+    ) as error:
+        to_hf(state, source, tmp_path / "hf")
+    assert all(part in str(error.value) for part in told), str(error.value)
+    assert not (tmp_path / "hf").exists()
+
+
+# ---------------------------------------------------------------- which checkpoint
+
+
+def our_checkpoint(root: Path, state: Path, step: int, model: Path) -> Path:
+    """A checkpoint as a run of ours makes it."""
+    partial = open_partial(root, step)
+    shutil.copytree(state, partial / "state", dirs_exist_ok=True)
+    for name, content in read_companions(model).items():
+        (partial / "hf" / name).write_bytes(content)
+    return publish(partial, step, True, {}).folder
+
+
+def test_checkpoints_are_found_by_any_of_their_folders(source: Path, tmp_path: Path):
+    state = to_megatron(source, tmp_path / "megatron")
+    older, newer = (our_checkpoint(tmp_path / "run" / "checkpoints", state, n, source) for n in (20, 40))
+    for given in (tmp_path / "run", tmp_path / "run" / "checkpoints", newer, newer / "state"):
+        assert find_megatron(given).state == newer / "state"
+        assert find_megatron(given).companions == newer / "hf"
+    assert find_megatron(older).state == older / "state"
+    for given in (tmp_path / "megatron", state):
+        assert find_megatron(given).state == state
+        assert find_megatron(given).companions == tmp_path / "megatron" / "hf"
+    (tmp_path / "megatron" / "latest_checkpointed_iteration.txt").write_text("70\n")
+    state.rename(tmp_path / "megatron" / "iter_0000070")
+    assert find_megatron(tmp_path / "megatron").state.name == "iter_0000070"
+
+
+@pytest.mark.parametrize(
+    ("word", "told"),
+    [
+        ("../../x", "needed: an iteration"),
+        ("", "needed: an iteration"),
+        ("7", "iter_0000007, which is no torch_dist"),
+    ],
+)
+def test_a_note_that_names_no_checkpoint_is_told(tmp_path: Path, word: str, told: str):
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text(word)
+    with pytest.raises(ValueError, match=told):
+        find_megatron(tmp_path)
+
+
+def test_a_folder_without_a_checkpoint_and_a_damaged_one_are_told(source: Path, tmp_path: Path):
+    with pytest.raises(ValueError, match="is no checkpoint; needed: "):
+        find_megatron(tmp_path)
+    state = to_megatron(source, tmp_path / "megatron")
+    folder = our_checkpoint(tmp_path / "checkpoints", state, 20, source)
+    (folder / "state" / "__0_0.distcp").write_bytes(b"")
+    with pytest.raises(ValueError, match=r"damaged: state/__0_0\.distcp has 0 bytes"):
+        find_megatron(folder)
+
+
+# ---------------------------------------------------------------- sources that are refused
+
+
+@pytest.fixture
+def copy(source: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(source, tmp_path / "copy"))
+
+
+def edit(folder: Path, change: Any) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors")
+
+
+NORM = "model.layers.0.input_layernorm.weight"
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (drop(NORM), [f"1 tensors are missing: {NORM}"]),
+        (put(NORM, 64), [f"{NORM} has shape (64,), config.json makes it (128,)"]),
+        (put("model.layers.4.input_layernorm.weight", 128), ["unknown to Qwen2ForCausalLM: model.layers.4"]),
+        (lambda t: t.update({NORM: t[NORM].to(torch.int8)}), ["neither float32", f"{NORM} (I8)"]),
+        (lambda t: t.update({NORM: t[NORM].to(torch.float16)}), ["several number formats"]),
+    ],
+)
+def test_a_model_that_is_not_what_config_json_says_is_refused_with_a_list(
+    copy: Path, source: Path, tmp_path: Path, change: Any, told: list[str]
+):
+    edit(copy, change)
+    with pytest.raises(ValueError) as error:
+        hf_to_megatron(copy, shape_of(source), tmp_path / "out", 1, 1, None)
+    assert all(part in str(error.value) for part in told), str(error.value)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["copy"]
+
+
+def test_tensors_that_older_releases_wrote_are_passed_over(models: dict[str, Path], tmp_path: Path):
+    copy = Path(shutil.copytree(models["qwen2-tied"], tmp_path / "copy"))
+    edit(copy, put("model.layers.0.self_attn.rotary_emb.inv_freq", 16))
+    edit(copy, put("lm_head.weight", VOCAB, 128))
+    state = to_megatron(copy, tmp_path / "out")
+    assert_same(weights(to_hf(state, copy, tmp_path / "hf")), weights(models["qwen2-tied"]))
+
+
+def test_a_file_that_was_cut_off_is_told_before_anything_is_written(copy: Path, source: Path, tmp_path: Path):
+    content = (copy / "model.safetensors").read_bytes()
+    for length in (0, 5, 1000, len(content) - 1):
+        (copy / "model.safetensors").write_bytes(content[:length])
+        with pytest.raises(ValueError, match=r"cannot be read|not a whole safetensors file"):
+            hf_to_megatron(copy, shape_of(source), tmp_path / "out", 1, 1, None)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("index", ["{", "{}", '{"weight_map": 3}', '{"weight_map": {"a": "../x"}}', "[]"])
+def test_an_index_that_is_none_is_told(copy: Path, source: Path, tmp_path: Path, index: str):
+    (copy / "model.safetensors").unlink()
+    (copy / "model.safetensors.index.json").write_text(index)
+    with pytest.raises(ValueError):
+        hf_to_megatron(copy, shape_of(source), tmp_path / "out", 1, 1, None)
+
+
+@pytest.mark.parametrize(
+    ("tensor", "pipeline", "told"),
+    [
+        (4, 1, "tensor parallel 4 does not divide the model's 2 key-value heads"),
+        (1, 5, "pipeline parallel 5 is more than the model's 4 layers"),
+    ],
+)
+def test_a_split_that_does_not_fit_is_told(
+    source: Path, tmp_path: Path, tensor: int, pipeline: int, told: str
+):
+    with pytest.raises(ValueError, match=told):
+        to_megatron(source, tmp_path / "out", tensor, pipeline)
+    assert not (tmp_path / "out").exists()
+
+
+# ---------------------------------------------------------------- what goes wrong in the middle
+
+
+def test_an_output_that_is_there_is_left_alone(source: Path, tmp_path: Path):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "mine.txt").write_text("mine")
+    with pytest.raises(ValueError, match="is there already"):
+        to_megatron(source, tmp_path / "out")
+    assert (tmp_path / "out" / "mine.txt").read_text() == "mine"
+    (tmp_path / "out" / "mine.txt").unlink()
+    to_megatron(source, tmp_path / "out")
+
+
+def test_a_checkpoint_that_is_damaged_in_the_middle_leaves_nothing(source: Path, tmp_path: Path):
+    state = to_megatron(source, tmp_path / "megatron")
+    size = (state / "__0_0.distcp").stat().st_size
+    with (state / "__0_0.distcp").open("r+b") as file:
+        file.seek(size // 2)
+        file.write(b"\xff" * (size // 2))
+    with pytest.raises(ValueError, match=r"__0_0\.distcp is damaged where .* is stored"):
+        to_hf(state, source, tmp_path / "hf")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["megatron"]
+
+
+def test_too_little_room_is_told_before_anything_is_written(source: Path, tmp_path: Path):
+    large = replace(shape_of(source), vocab_size=2**50)
+    needed = convert._elements(convert._expected(large).values())
+    with (
+        pytest.raises(ValueError, match="GB free; needed: "),
+        convert._fresh_folder(tmp_path / "out", needed),
+    ):
+        pytest.fail("there is no such disk")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_disk_that_fails_in_the_middle_leaves_nothing(source: Path, tmp_path: Path, limit: None):
+    for number, way in enumerate(
+        (lambda out: to_megatron(source, out), lambda out: to_hf(state_of(tmp_path), source, out))
+    ):
+        with pytest.raises((OSError, RuntimeError)):
+            way(tmp_path / f"out{number}")
+        assert not list(tmp_path.glob("out*"))
+
+
+@pytest.fixture
+def limit(source: Path, tmp_path: Path) -> Iterator[None]:
+    """No file may grow beyond 300 KB: the kernel refuses as a full disk does."""
+    import resource
+    import signal
+
+    to_megatron(source, tmp_path / "whole")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (300_000, before[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    signal.signal(signal.SIGXFSZ, handler)
+
+
+def state_of(place: Path) -> Path:
+    return place / "whole" / "release"

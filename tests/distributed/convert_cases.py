@@ -1,0 +1,61 @@
+"""What the ranks do in the tests of the converters: Megatron loads what was converted, and saves what is to be."""
+
+from __future__ import annotations
+
+from multiprocessing import current_process
+from pathlib import Path
+from unittest import mock
+
+import torch
+
+from rlmath.checkpoint.hf_io import read_companions
+from tests.distributed.policy_cases import Case, build
+from tests.distributed.store_cases import SETTINGS, open_store, progress
+
+
+def differing(model: Path, state: Path, case: Case) -> tuple[int, list[str]]:
+    """Megatron's own loading of a converted checkpoint into a model that was emptied: how many parameters this rank
+    has, and those that are then not what `load_hf_weights` gave."""
+    from megatron.core import dist_checkpointing
+
+    count, differ = 0, []
+    for chunk in build(model, case).actor.chunks:
+        wanted = {name: parameter.detach().clone() for name, parameter in chunk.named_parameters()}
+        for parameter in chunk.parameters():
+            parameter.data.fill_(99.0)
+        loaded = dist_checkpointing.load(
+            chunk.sharded_state_dict(), str(state), validate_access_integrity=case.virtual_pipeline == 1
+        )
+        count += len(wanted)
+        differ += [name for name, weight in wanted.items() if not torch.equal(loaded[name], weight)]
+    return count, differ
+
+
+def save_plainly(model: Path, folder: Path, case: Case) -> None:
+    """A checkpoint of the model alone, by Megatron's `save`. It asks for the GPU in places that ours does not reach,
+    and starts processes, which those of a rank pool may not."""
+    from megatron.core import dist_checkpointing
+
+    chunks = build(model, case).actor.chunks
+    states = {f"model{number}": chunk.sharded_state_dict() for number, chunk in enumerate(chunks)}
+    folder.mkdir(exist_ok=True)
+    with (
+        mock.patch.object(torch.cuda, "synchronize", return_value=None),
+        mock.patch.object(torch.cuda, "current_device", return_value="cpu"),
+        mock.patch.dict(current_process()._config, daemon=False),  # type: ignore[attr-defined]
+    ):
+        dist_checkpointing.save(states, str(folder))
+
+
+def save_ours(model: Path, root: Path, case: Case) -> None:
+    """A checkpoint of ours, with the optimizer's state and the random states."""
+    stage = build(model, case)
+    store = open_store(stage, root)
+    store._companions = read_companions(model)
+    try:
+        failed = store.start(progress(1, 0, stage.mesh.world_size), True, SETTINGS)
+        assert failed is None, failed
+        saved = store.finish()
+        assert saved.error is None, saved.error
+    finally:
+        store.close()

@@ -1,0 +1,86 @@
+"""The converters against Megatron: it loads what they write in any layout, and they read what it saves in any."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from rlmath.checkpoint.convert import hf_to_megatron, megatron_to_hf
+from rlmath.checkpoint.hf_io import HFReader, read_companions
+from rlmath.checkpoint.sources import find_megatron
+from tests.distributed import convert_cases
+from tests.distributed.policy_cases import Case
+from tests.distributed.rank_pool import RankPool
+from tests.tiny_models import make_model_folder, shape_of
+
+pytestmark = pytest.mark.distributed
+
+MODELS = {
+    "qwen2": ("Qwen2ForCausalLM", False),
+    "qwen2-tied": ("Qwen2ForCausalLM", True),
+    "qwen3": ("Qwen3ForCausalLM", False),
+    "qwen3-moe": ("Qwen3MoeForCausalLM", False),
+}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    place = tmp_path_factory.mktemp("models")
+    return {
+        name: make_model_folder(place / name, tied, architecture=architecture)
+        for name, (architecture, tied) in MODELS.items()
+    }
+
+
+LOADS = [
+    ("qwen2", Case(), (1, 1)),
+    ("qwen2", Case(tensor=2), (2, 2)),
+    ("qwen2", Case(pipeline=2), (1, 1)),
+    ("qwen2-tied", Case(pipeline=2), (1, 3)),
+    ("qwen3", Case(tensor=2), (2, 1)),
+    ("qwen3-moe", Case(), (1, 1)),
+    ("qwen3-moe", Case(data=2, expert=2), (1, 2)),
+    pytest.param("qwen2", Case(pipeline=2, virtual_pipeline=2), (1, 1), marks=pytest.mark.full),
+    pytest.param("qwen2", Case(tensor=2, pipeline=2), (2, 1), marks=pytest.mark.full),
+    pytest.param("qwen2-tied", Case(tensor=2, pipeline=2), (2, 2), marks=pytest.mark.full),
+]
+"""Model, layout that loads, tensor and pipeline parallel size of the conversion."""
+
+
+@pytest.mark.parametrize(("name", "case", "split"), LOADS, ids=str)
+def test_megatron_loads_a_converted_model_bit_by_bit(
+    ranks: RankPool, models: dict[str, Path], tmp_path: Path, name: str, case: Case, split: tuple[int, int]
+) -> None:
+    model = models[name]
+    hf_to_megatron(model, shape_of(model), tmp_path / "out", *split, None)
+    state = find_megatron(tmp_path / "out").state
+    for count, differ in ranks.run(case.ranks, convert_cases.differing, model, state, case):
+        assert count > 10
+        assert differ == []
+
+
+SAVES = [
+    ("qwen2", Case(tensor=2, pipeline=2)),
+    ("qwen2-tied", Case(pipeline=2)),
+    ("qwen3-moe", Case(data=2, expert=2)),
+    pytest.param("qwen2-tied", Case(tensor=2, pipeline=2), marks=pytest.mark.full),
+    pytest.param("qwen2", Case(pipeline=2, virtual_pipeline=2), marks=pytest.mark.full),
+    pytest.param("qwen3", Case(tensor=2), marks=pytest.mark.full),
+]
+
+
+@pytest.mark.parametrize(("name", "case"), SAVES, ids=str)
+@pytest.mark.parametrize("way", ["save_plainly", "save_ours"])
+def test_what_megatron_saves_is_converted_bit_by_bit(
+    ranks: RankPool, models: dict[str, Path], tmp_path: Path, name: str, case: Case, way: str
+) -> None:
+    model = models[name]
+    ranks.run(case.ranks, getattr(convert_cases, way), model, tmp_path / "saved", case)
+    source = find_megatron(tmp_path / "saved")
+    megatron_to_hf(source.state, shape_of(model), read_companions(model), tmp_path / "hf", None, 2**20)
+    before, after = HFReader(model), HFReader(tmp_path / "hf")
+    assert before.names == after.names
+    for tensor in before.names:
+        assert torch.equal(before.tensor(tensor), after.tensor(tensor)), tensor

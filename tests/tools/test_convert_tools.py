@@ -1,0 +1,161 @@
+"""The converters as a user runs them."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from rlmath.checkpoint.hf_io import HFReader
+from tests.programs import run
+from tests.tiny_models import make_model_folder
+from tools import bench_convert, convert_hf_to_megatron, convert_megatron_to_hf
+
+LINE = r"Wrote .*out: 51 tensors, 0\.00\d GB, in \d+\.\d s; peak memory 0\.\d+ GB\n"
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model_folder(tmp_path_factory.mktemp("models") / "source")
+
+
+def to_megatron(source: Path, output: Path, *more: str) -> int:
+    return convert_hf_to_megatron.main(["--hf", str(source), "--output", str(output), *more])
+
+
+def to_hf(checkpoint: Path, output: Path, *more: str) -> int:
+    return convert_megatron_to_hf.main(["--checkpoint", str(checkpoint), "--output", str(output), *more])
+
+
+def test_both_run_as_programs_and_say_what_they_did(source: Path, tmp_path: Path):
+    megatron, back = tmp_path / "megatron" / "out", tmp_path / "hf" / "out"
+    there = run(
+        *("tools/convert_hf_to_megatron.py", "--hf", str(source), "--output", str(megatron)),
+        *("--tensor-parallel", "2", "--pipeline-parallel", "2"),
+    )
+    again = run("tools/convert_megatron_to_hf.py", "--checkpoint", str(megatron), "--output", str(back))
+    assert re.fullmatch(LINE, there.stdout) and re.fullmatch(LINE, again.stdout)
+    assert there.stderr == again.stderr == ""
+    before, after = HFReader(source), HFReader(back)
+    assert before.names == after.names and len(before.names) == 51
+    assert all(torch.equal(before.tensor(name), after.tensor(name)) for name in before.names)
+
+
+def test_neither_imports_megatron_nor_transformers():
+    listed = run(
+        "-c",
+        "import sys, tools.convert_hf_to_megatron, tools.convert_megatron_to_hf;"
+        "print([name for name in ('megatron', 'transformers', 'vllm') if name in sys.modules])",
+    )
+    assert listed.stdout == "[]\n"
+
+
+@pytest.mark.parametrize("given", ["folder", "file"])
+def test_a_checkpoint_without_companions_needs_its_config(
+    source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], given: str
+):
+    assert to_megatron(source, tmp_path / "megatron") == 0
+    shutil.rmtree(tmp_path / "megatron" / "hf")
+    assert to_hf(tmp_path / "megatron", tmp_path / "out") == convert_megatron_to_hf.MISTAKE
+    assert "name the folder of the Hugging Face model by --config" in capsys.readouterr().err
+    config = source if given == "folder" else source / "config.json"
+    assert to_hf(tmp_path / "megatron", tmp_path / "out", "--config", str(config)) == 0
+    assert HFReader(tmp_path / "out").names == HFReader(source).names
+    assert (tmp_path / "out" / "tokenizer.json").exists() == (given == "folder")
+
+
+def test_a_given_config_counts_before_that_beside_the_checkpoint(
+    source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    assert to_megatron(source, tmp_path / "megatron") == 0
+    config = json.loads((source / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 3}))
+    status = to_hf(tmp_path / "megatron", tmp_path / "out", "--config", str(tmp_path / "config.json"))
+    assert status == convert_megatron_to_hf.MISTAKE
+    assert "config.json makes it (3, 256, 128)" in capsys.readouterr().err
+
+
+def test_formats_and_sizes_are_those_asked_for(source: Path, tmp_path: Path):
+    assert to_megatron(source, tmp_path / "megatron", "--dtype", "bfloat16") == 0
+    assert to_hf(tmp_path / "megatron", tmp_path / "a", "--shard-gib", "0.0005") == 0
+    assert len(list((tmp_path / "a").glob("*.safetensors"))) > 1
+    assert to_hf(tmp_path / "megatron", tmp_path / "b", "--dtype", "float32") == 0
+    formats = [HFReader(tmp_path / name).tensor("model.norm.weight").dtype for name in "ab"]
+    assert formats == [torch.bfloat16, torch.float32]
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"architectures": ["GPT2LMHeadModel"]}, "GPT2LMHeadModel"),
+        ({"num_hidden_layers": 5}, "tensors are missing: model.layers.4."),
+        ({"num_hidden_layers": 3}, "tensors are unknown to Qwen2ForCausalLM: model.layers.3."),
+        ({"intermediate_size": 100}, "has shape (192, 128), config.json makes it (100, 128)"),
+    ],
+)
+def test_a_mistake_ends_with_2_and_writes_nothing(
+    source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], change: dict[str, object], told: str
+):
+    copy = Path(shutil.copytree(source, tmp_path / "copy"))
+    config = json.loads((copy / "config.json").read_text())
+    (copy / "config.json").write_text(json.dumps(config | {"layer_types": None} | change))
+    assert to_megatron(copy, tmp_path / "out") == convert_hf_to_megatron.MISTAKE
+    assert told in capsys.readouterr().err
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["copy"]
+
+
+@pytest.mark.parametrize(
+    ("more", "told"),
+    [
+        (["--tensor-parallel", "0"], "needed: at least 1"),
+        (["--pipeline-parallel", "-1"], "needed: at least 1"),
+        (["--tensor-parallel", "3"], "does not divide"),
+    ],
+)
+def test_sizes_that_cannot_be_are_told(
+    source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], more: list[str], told: str
+):
+    assert to_megatron(source, tmp_path / "out", *more) == convert_hf_to_megatron.MISTAKE
+    assert told in capsys.readouterr().err
+
+
+def test_what_is_no_folder_is_told(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    assert to_megatron(tmp_path / "nothing", tmp_path / "out") == convert_hf_to_megatron.MISTAKE
+    assert "config.json" in capsys.readouterr().err
+    assert to_hf(tmp_path / "nothing", tmp_path / "out") == convert_megatron_to_hf.MISTAKE
+    assert "is no checkpoint; needed: " in capsys.readouterr().err
+    assert to_hf(source, tmp_path / "out", "--shard-gib", "nan") == convert_megatron_to_hf.MISTAKE
+    assert "--shard-gib" in capsys.readouterr().err
+
+
+def peak_gb(line: str) -> float:
+    return float(re.search(r"peak memory (\S+) GB", line)[1])
+
+
+@pytest.mark.full
+def test_memory_does_not_grow_with_the_model(source: Path, tmp_path: Path):
+    # 0.46 GB in bfloat16, of which the largest tensor has 0.025 GB
+    sizes = bench_convert.SMALL | {"num_hidden_layers": 60, "intermediate_size": 2560}
+    bench_convert.make_model(tmp_path / "model", sizes)
+    assert (tmp_path / "model" / "model.safetensors").stat().st_size > 0.4e9
+    peaks = {}
+    for name, model in (("small", source), ("large", tmp_path / "model")):
+        state, back = str(tmp_path / f"{name}-megatron"), str(tmp_path / f"{name}-hf")
+        there = run("tools/convert_hf_to_megatron.py", "--hf", str(model), "--output", state)
+        again = run("tools/convert_megatron_to_hf.py", "--checkpoint", state, "--output", back)
+        peaks[name] = [peak_gb(there.stdout), peak_gb(again.stdout)]
+    assert max(large - small for small, large in zip(*peaks.values(), strict=True)) < 0.1
+
+
+@pytest.mark.full
+def test_the_benchmark_prints_figures_of_both_ways(capsys: pytest.CaptureFixture[str]):
+    assert bench_convert.main(["--quick"]) == 0
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert {line["bench"] for line in lines} == {"convert"}
+    figures = {(line["case"].rpartition(", ")[2], line["metric"]) for line in lines}
+    assert {(way, "peak_memory") for way in ("to_megatron", "to_hf")} <= figures
+    assert all(line["value"] > 0 for line in lines)
