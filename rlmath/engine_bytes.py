@@ -87,7 +87,8 @@ def workspace_bytes(shape: ModelShape, rollout: RolloutConfig, itemsize: int, de
     """
     tokens = rollout.max_num_batched_tokens or default_batched_tokens(device_bytes)
     tokens = max(tokens, rollout.max_num_seqs)
-    width = 3 * shape.hidden_size + 3 * shape.ffn_size // rollout.tensor_parallel
+    units = shape.ffn_size * max(1, shape.experts_per_token)
+    width = 3 * shape.hidden_size + 3 * units // rollout.tensor_parallel
     logits = 4 * rollout.max_num_seqs * shape.vocab_size * FLOAT32_BYTES
     return tokens * width * itemsize + logits + _graph_bytes(rollout)
 

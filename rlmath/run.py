@@ -52,7 +52,7 @@ from rlmath.rollout.collect import Collector
 from rlmath.rollout.engine import Engine
 from rlmath.rollout.memory import MemorySwitch
 from rlmath.rollout.memory_watch import MemoryWatch
-from rlmath.run_folder import claim_run_folder
+from rlmath.run_folder import claim_run_folder, sole_user
 from rlmath.saver import EXPORT_FOLDER, Saver, library_versions
 from rlmath.sync.checked import CheckedSync
 from rlmath.sync.layouts import engine_shapes, training_layout
@@ -86,6 +86,8 @@ def run_training(prepared: Prepared) -> int:
         heart = stack.enter_context(
             Heart(config.run, mesh.rank, mesh.world_size, config.run.output_dir, stop)
         )
+        if mesh.rank == 0:
+            stack.enter_context(sole_user(config.run.output_dir))
         chosen = choose_checkpoint(prepared.recovery)
         _claim_folder(prepared, mesh, chosen)
         parts, engine = _build(config, prepared.shape, prepared.inputs, mesh, device, pool, heart)
@@ -225,7 +227,8 @@ def _train(
     steps_done = _go_on(parts, store, chosen)
     trainer = Trainer(parts)
     heart.entered("first step")
-    saver = Saver(parts, store, prepared.origin, stop, newest=None if chosen is None else steps_done)
+    newest = None if chosen is None else steps_done
+    saver = Saver(parts, store, prepared.origin, stop, heart.progress, newest)
     reporter = Reporter(parts, prepared.inputs, folder, steps_done) if parts.mesh.rank == 0 else None
     for number in range(steps_done, total_steps):
         heart.step = number + 1

@@ -18,6 +18,8 @@ barrier behind the claim is for what other ranks write into the folder.
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import logging
 import os
 import re
@@ -25,7 +27,7 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from rlmath.checkpoint.folders import CHECKPOINTS, remove_partial
+from rlmath.checkpoint.folders import CHECKPOINTS, remove_partial, set_newer_aside
 from rlmath.config import Config
 from rlmath.config_files import load_config, save_config
 from rlmath.recovery import refused_changes
@@ -85,6 +87,27 @@ def claim_run_folder(output_dir: str | Path, config: Config, steps_done: int | N
     return folder
 
 
+@contextlib.contextmanager
+def sole_user(output_dir: str | Path) -> Iterator[None]:
+    """Keep other runs out of the folder, which is made where it is not there; the kernel lets them in again when this
+    process ends, however it ends. ValueError where another run is at work in it. For rank 0 alone."""
+    Path(output_dir).mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(output_dir, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        os.close(descriptor)
+        raise ValueError(
+            f'another run is at work in run.output_dir "{output_dir}". Wait for its end, or give another folder.'
+        ) from error
+    except OSError as error:  # file systems without locks
+        logger.info("%s cannot be locked against other runs (%s)", output_dir, error)
+    try:
+        yield
+    finally:
+        os.close(descriptor)
+
+
 def _folder_problems(output_dir: str, config: Config, needed_bytes: int, goes_on: bool) -> Iterator[str]:
     if not output_dir.strip() or output_dir.startswith("~"):
         yield "needed: a path, written in full. Set run.output_dir, for example outputs/first."
@@ -141,6 +164,7 @@ def _content_problems(folder: Path, config: Config) -> Iterator[str]:
 
 
 def _go_on_from(folder: Path, steps_done: int) -> None:
+    set_newer_aside(folder / CHECKPOINTS, steps_done)
     rows = keep_metrics(folder, steps_done)
     if rows < steps_done:
         logger.warning(
@@ -151,7 +175,9 @@ def _go_on_from(folder: Path, steps_done: int) -> None:
 
 
 def _move_aside(folder: Path) -> None:
-    """Move everything but config.yaml and `earlier` to the next free `earlier/NNN`, if there is anything."""
+    """Move everything but config.yaml and `earlier` to the next free `earlier/NNN`, if a run left anything."""
+    if not (folder / CONFIG_NAME).exists():
+        return
     left = sorted(path for path in folder.iterdir() if path.name not in (CONFIG_NAME, EARLIER_NAME))
     if not left:
         return

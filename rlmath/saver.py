@@ -5,7 +5,10 @@ from __future__ import annotations
 import importlib.metadata
 import logging
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
+
+from torch import Tensor
 
 from rlmath.checkpoint.hf_io import read_companions, write_hf_folder
 from rlmath.checkpoint.progress import Progress
@@ -36,9 +39,11 @@ class Saver:
         store: CheckpointStore,
         origin: Origin,
         stop: StopRequest,
+        on_tensor: Callable[[], None],
         newest: int | None,
     ) -> None:
-        """`newest` are the steps done in the newest checkpoint that there is."""
+        """`on_tensor` is called for every tensor of an export: a sign of life. `newest` are the steps done in
+        the newest checkpoint that there is."""
         save, now = parts.config.save, time.monotonic()
         per_epoch = parts.order.steps_per_epoch
         points = Frequency(save.ckpt_freq_epochs, save.ckpt_freq_steps, save.ckpt_freq_secs)
@@ -48,6 +53,7 @@ class Saver:
         self._origin = origin
         self._companions = read_companions(parts.config.model.path)
         self._stop = stop
+        self._on_tensor = on_tensor
         self._points = SaveTimes(points, per_epoch, now, FIRST_POINT)
         self._models = SaveTimes(models, per_epoch, now)
         self._last_step_too = not points.never
@@ -95,9 +101,14 @@ class Saver:
     def export(self, folder: Path) -> None:
         """Write the model as it is now in Hugging Face form. A collective."""
         parts = self._parts
-        stream = hf_stream(parts.actor.chunks, parts.shape, parts.mesh)
+        stream = self._telling(hf_stream(parts.actor.chunks, parts.shape, parts.mesh))
         dtype, writes = export_dtype(parts.config), parts.mesh.rank == 0
         write_hf_folder(stream, self._companions, folder, dtype, writes)
+
+    def _telling(self, stream: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        for named in stream:
+            self._on_tensor()
+            yield named
 
     def _start(self, step: int, kept: bool) -> None:
         failed = self._store.start(self._progress(step), kept, config_as_yaml(self._parts.config))

@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
 from rlmath.config import ParallelConfig, PolicyConfig
-from rlmath.layout_checks import chunk_sizes, context_problems, rank_problems, stage_problems
+from rlmath.layout_checks import (
+    chunk_sizes,
+    context_problems,
+    expert_problems,
+    expert_tensor_problems,
+    rank_problems,
+    split_problems,
+    stage_problems,
+)
 
 
 def told(layers: int, policy: PolicyConfig | None = None, **parallel: int) -> str:
@@ -189,3 +199,107 @@ def test_what_passes_is_what_megatron_lays_out_whole():
             passed += 1
             assert sorted({len(chunk) for chunk in chunks}) == chunk_sizes(parallel, layers)
     assert passed > 20
+
+
+EXPERTS = ModelShape(
+    "Qwen3MoeForCausalLM",
+    4,
+    128,
+    4,
+    2,
+    64,
+    48,
+    101,
+    False,
+    256,
+    10000.0,
+    1e-6,
+    False,
+    "float32",
+    qk_norm=True,
+    num_experts=8,
+    experts_per_token=2,
+    norm_topk_prob=True,
+)
+DENSE = replace(EXPERTS, architecture="Qwen3ForCausalLM", num_experts=0)
+
+
+@pytest.mark.parametrize(
+    "parallel",
+    [
+        {},
+        {"expert": 8},
+        {"tensor": 2, "sequence": True, "expert": 2},
+        {"tensor": 2, "sequence": True, "expert_tensor": 2},
+        {"tensor": 2, "sequence": True, "expert": 4, "expert_tensor": 2},
+    ],
+    ids=str,
+)
+def test_layouts_of_eight_experts_that_fit(parallel: dict[str, Any]):
+    assert list(expert_problems(ParallelConfig(**parallel), EXPERTS)) == []
+
+
+@pytest.mark.parametrize(
+    ("shape", "parallel", "problem"),
+    [
+        (DENSE, {"expert": 2}, "parallel.expert is 2; a Qwen3ForCausalLM has no experts. Set it to 1."),
+        (
+            DENSE,
+            {"expert_tensor": 2},
+            "parallel.expert_tensor is 2; a Qwen3ForCausalLM has no experts. Set it to 1.",
+        ),
+        (
+            EXPERTS,
+            {"expert": 3},
+            "parallel.expert is 3; it must divide the 8 experts of a layer. Possible: 1, 2, 4, 8.",
+        ),
+        (
+            EXPERTS,
+            {"expert": 2, "expert_tensor": 5},
+            "parallel.expert_tensor is 5; it must divide the 48 feed-forward units of an expert. "
+            "Possible: 1, 2, 3, 4, 6, 8, 12, 16, 24, 48.",
+        ),
+        (
+            EXPERTS,
+            {"tensor": 2, "expert": 2},
+            "parallel.tensor is 2, of a model with experts; Megatron then trains with sequence parallelism only. "
+            "Set parallel.sequence=true.",
+        ),
+        (
+            EXPERTS,
+            {"tensor": 2, "sequence": True},
+            "parallel.tensor is 2 and parallel.expert_tensor 1, with parallel.expert=1: Megatron would not add up the "
+            "experts' gradients of the tensor-parallel ranks. Raise parallel.expert above 1, or set parallel.tensor "
+            "to 1.",
+        ),
+    ],
+    ids=lambda x: str(x) if isinstance(x, dict) else "",
+)
+def test_what_does_not_fit_experts_is_told(shape: ModelShape, parallel: dict[str, Any], problem: str):
+    assert list(expert_problems(ParallelConfig(**parallel), shape)) == [problem]
+
+
+def test_experts_are_shared_within_a_pipeline_stage():
+    (problem,) = rank_problems(ParallelConfig(pipeline=2, expert=4), 1, 4)
+    assert problem == (
+        "parallel.expert x parallel.expert_tensor is 4 x 1 = 4, which does not divide the 2 ranks of a pipeline stage. "
+        "Possible: 1, 2."
+    )
+    assert list(rank_problems(ParallelConfig(pipeline=2, expert=2), 1, 4)) == []
+
+
+def test_the_matrices_of_an_expert_are_shared_on_gpus_only():
+    parallel = ParallelConfig(expert_tensor=2)
+    assert list(expert_tensor_problems(parallel, on_gpu=True)) == []
+    (problem,) = expert_tensor_problems(parallel, on_gpu=False)
+    assert problem.startswith("parallel.expert_tensor is 2; on CPU it must be 1, because gloo cannot gather")
+
+
+def test_experts_need_not_divide_by_the_tensor_parallel_size_of_training_but_by_the_engines():
+    odd = replace(EXPERTS, ffn_size=49)
+    assert list(split_problems(ParallelConfig(tensor=2), 1, odd)) == []
+    (problem,) = split_problems(ParallelConfig(), 2, odd)
+    assert (
+        problem
+        == "rollout.tensor_parallel is 2; it must divide the model's 49 feed-forward units. Possible: 1."
+    )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -65,7 +64,7 @@ def interrupted_after(step: int, whole: Path, folder: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def whole_runs(arithmetic: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Path]]:
+def whole_runs(arithmetic: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """The undisturbed run of each layout, made when it is first asked for."""
     place = tmp_path_factory.mktemp("whole")
     mine = arithmetic / "functions"
@@ -80,7 +79,7 @@ def whole_runs(arithmetic: Path, tmp_path_factory: pytest.TempPathFactory) -> It
             self[layout] = place / layout
             return self[layout]
 
-    yield Runs()
+    return Runs()
 
 
 CASES = [("TP2", 2), ("DP2", 1), ("PP2xVPP2", 3)]

@@ -13,7 +13,7 @@ import pytest
 from rlmath import run_folder
 from rlmath.config import Config
 from rlmath.config_files import load_config
-from rlmath.run_folder import check_output_folder, claim_run_folder
+from rlmath.run_folder import check_output_folder, claim_run_folder, sole_user
 
 
 def make_config(folder: Path | str, *overrides: str) -> Config:
@@ -280,3 +280,11 @@ def test_the_config_is_never_absent_while_a_run_is_repeated(tmp_path: Path):
         stop.set()
         watcher.join()
     assert absent == []
+
+
+def test_two_runs_do_not_share_a_folder(tmp_path: Path):
+    with sole_user(tmp_path / "run"):
+        with pytest.raises(ValueError, match="another run is at work in"), sole_user(tmp_path / "run"):
+            pass
+    with sole_user(tmp_path / "run"):
+        assert names(tmp_path / "run") == []

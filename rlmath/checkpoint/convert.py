@@ -108,8 +108,12 @@ def megatron_to_hf(
     reader = StateReader(state)
     found = find_all(reader, shape)
     formats = {reader.tensors[key].properties.dtype for one in found for key, *_ in one.regions}
-    if dtype is None and (len(formats) > 1 or not formats <= set(_DTYPES.values())):
-        raise ValueError(f"{state} has numbers in {sorted(map(str, formats))}; choose one format by --dtype.")
+    if not formats <= set(_DTYPES.values()):
+        raise ValueError(f"{state} has numbers in {_words(formats)}; needed: float32, bfloat16 or float16.")
+    if dtype is None and len(formats) > 1:
+        raise ValueError(
+            f"{state} has numbers in {_words(formats)}; needed: one format. Choose it by --dtype."
+        )
     dtype = next(iter(formats)) if dtype is None else dtype
     names = _expected(shape)
     with _fresh_folder(output, _elements(names.values()) * dtype.itemsize) as folder:
@@ -235,3 +239,7 @@ def _write_companions(folder: Path, companions: Mapping[str, bytes], dtype: torc
 
 def _elements(shapes: Iterable[tuple[int, ...]]) -> int:
     return sum(math.prod(size) for size in shapes)
+
+
+def _words(formats: Iterable[torch.dtype]) -> str:
+    return ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in formats))

@@ -31,6 +31,7 @@ SETTINGS = "config.yaml"
 STATE = "state"
 COMPANIONS = "hf"
 PARTIAL = ".partial"
+DAMAGED = ".damaged"
 FORMAT = 1
 """Version of this layout, in every manifest."""
 
@@ -209,6 +210,17 @@ def set_superseded_aside(root: Path, keep_last: int, keep_models: int | None) ->
         shutil.rmtree(other, ignore_errors=True)
         aside.append(folder.rename(other))
     return aside
+
+
+def set_newer_aside(root: Path, step: int) -> None:
+    """Rename what is newer than a step that a run goes on from to `step-NNNNNN.damaged`: it was passed over, and must
+    not count among the newest that stay."""
+    for newer, folder in list(_named(root)):
+        if newer > step:
+            other = folder.with_name(folder.name + DAMAGED)
+            shutil.rmtree(other, ignore_errors=True)
+            folder.rename(other)
+            logger.warning("%s is %s now; remove it when you have looked at it", folder, other.name)
 
 
 def remove_partial(root: Path) -> None:

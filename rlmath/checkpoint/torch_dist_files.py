@@ -51,6 +51,8 @@ class StateReader:
         self.folder = folder
         metadata = read_metadata(folder)
         self._places = metadata.storage_data
+        self._stacks: dict[str, dict[int, list[ChunkStorageMetadata]]] = {}
+        """Parts by key and place on the first axis."""
         self.tensors: dict[str, TensorStorageMetadata] = {
             key: entry
             for key, entry in metadata.state_dict_metadata.items()
@@ -63,7 +65,7 @@ class StateReader:
         entry = self.tensors[key]
         whole: Tensor | None = None
         found = 0
-        for chunk in entry.chunks:
+        for chunk in self._chunks_near(key, offset, size):
             common = _common(chunk, offset, size)
             if common is None:
                 continue
@@ -77,6 +79,22 @@ class StateReader:
         if whole is None or found != whole.numel():
             raise ValueError(f"{self.folder / INDEX}: {key} is not stored whole. Save or copy it again.")
         return whole
+
+    def _chunks_near(
+        self, key: str, offset: Sequence[int], size: Sequence[int]
+    ) -> list[ChunkStorageMetadata]:
+        """The parts that a rectangle may be made of. Of a stack of layers a few, where a model with experts has many
+        thousands."""
+        chunks = self.tensors[key].chunks
+        if not size or size[0] != 1:
+            return chunks
+        if key not in self._stacks:
+            stack: dict[int, list[ChunkStorageMetadata]] = {}
+            for chunk in chunks:
+                for number in range(chunk.offsets[0], chunk.offsets[0] + chunk.sizes[0]):
+                    stack.setdefault(number, []).append(chunk)
+            self._stacks[key] = stack
+        return self._stacks[key].get(offset[0], [])
 
     def _part(self, key: str, chunk: ChunkStorageMetadata) -> Tensor:
         place = self._places[MetadataIndex(key, chunk.offsets)]

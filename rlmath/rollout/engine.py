@@ -46,6 +46,8 @@ def _device_arguments(settings: RolloutConfig, device: Device) -> dict[str, Any]
         "enforce_eager": not settings.cuda_graphs,
         "gpu_memory_utilization": settings.memory_share,
         "enable_sleep_mode": True,
+        # Other kernels keep experts in layouts of their own, which new weights cannot be written into.
+        "moe_backend": "triton",
     }
 
 

@@ -278,6 +278,24 @@ def test_a_checkpoint_of_another_model_is_refused_with_a_list(
     assert not (tmp_path / "hf").exists()
 
 
+@pytest.mark.parametrize(
+    ("wrong", "dtype", "told"),
+    [
+        (torch.int32, torch.float32, "has numbers in float32, int32; needed: float32, bfloat16 or float16"),
+        (torch.bfloat16, None, "has numbers in bfloat16, float32; needed: one format. Choose it by --dtype"),
+    ],
+)
+def test_number_formats_that_are_no_models_or_several_are_told(
+    source: Path, tmp_path: Path, wrong: torch.dtype, dtype: Any, told: str
+):
+    def change(tensors: dict[str, Tensor]) -> None:
+        tensors[EMBEDDING] = tensors[EMBEDDING].to(wrong)
+
+    state = resave(to_megatron(source, tmp_path / "megatron"), tmp_path / "other", change)
+    with pytest.raises(ValueError, match=told):
+        to_hf(state, source, tmp_path / "hf", dtype)
+
+
 # ---------------------------------------------------------------- which checkpoint
 
 

@@ -15,6 +15,7 @@ from rlmath.checkpoint.folders import (
     publish,
     read_checkpoint,
     remove_partial,
+    set_newer_aside,
     set_superseded_aside,
     wrong_contents,
 )
@@ -148,6 +149,16 @@ def test_a_damaged_checkpoint_does_not_count_as_one_that_stays(tmp_path: Path) -
     (folder / "progress.json").unlink()
     set_superseded_aside(tmp_path, 1, None)
     assert steps(tmp_path) == [2]
+
+
+def test_what_was_passed_over_does_not_count_among_the_newest(tmp_path: Path) -> None:
+    for step in (1, 2, 3):
+        make(tmp_path, step)
+    set_newer_aside(tmp_path, 1)
+    make(tmp_path, 2)
+    set_superseded_aside(tmp_path, 1, None)
+    assert steps(tmp_path) == [2]
+    assert {"step-000002.damaged", "step-000003.damaged"} <= {path.name for path in tmp_path.iterdir()}
 
 
 def test_a_manifest_can_be_checked_by_other_programs(tmp_path: Path) -> None:

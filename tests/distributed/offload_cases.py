@@ -14,7 +14,7 @@ from torch import Tensor
 
 from rlmath.config import MemoryConfig
 from rlmath.types import Sample
-from tests.distributed.policy_cases import Case, Stage, build, microbatches, state_of
+from tests.distributed.policy_cases import Case, Stage, build, microbatches, policy_state
 
 EVERYTHING = MemoryConfig(
     offload_gradients=True, offload_optimizer=True, offload_parameters=True, offload_reference=True
@@ -113,7 +113,7 @@ def on_cpu(state: dict[str, Tensor]) -> dict[str, Tensor]:
 def state_of(stage: Stage) -> dict[str, Tensor]:
     """Every tensor of parameters, optimizer and scheduler of this rank, and what the optimizer steps."""
     stepped = {f"stepped {number}": tensor for number, tensor in enumerate(stepped_by_optimizers(stage))}
-    return state_of(stage) | {name: tensor.detach().clone() for name, tensor in stepped.items()}
+    return policy_state(stage) | {name: tensor.detach().clone() for name, tensor in stepped.items()}
 
 
 def storage_bytes(stage: Stage, tensors: Iterable[Tensor]) -> int:

@@ -246,12 +246,12 @@ def discard(folder: Path, case: Case, samples: list[Sample], poison: str) -> dic
     stage = build(folder, case)
     learner = stage.actor.learner
     first = learner.learn(microbatches(stage, samples), None, None)
-    before = state_of(stage)
+    before = policy_state(stage)
     batches = microbatches(stage, _poisoned(samples, poison))
     second = learner.learn(batches, None, None)
-    after = state_of(stage)
+    after = policy_state(stage)
     third = learner.learn(microbatches(stage, samples), None, None)
-    moved = state_of(stage)
+    moved = policy_state(stage)
     return {
         "first": first.discarded,
         "reason": second.discarded,
@@ -274,7 +274,7 @@ def _poisoned(samples: list[Sample], poison: str) -> list[Sample]:
     return [replace(first, advantage=float(poison)), *others]
 
 
-def state_of(stage: Stage) -> dict[str, Tensor]:
+def policy_state(stage: Stage) -> dict[str, Tensor]:
     """Every tensor of parameters, optimizer and scheduler of this rank."""
     state = {
         f"parameter {number}.{name}": parameter.detach().clone()

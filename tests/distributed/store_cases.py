@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from rlmath.types import Sample
-from tests.distributed.policy_cases import Case, Stage, build, microbatches, state_of, whole_tensors
+from tests.distributed.policy_cases import Case, Stage, build, microbatches, policy_state, whole_tensors
 
 SETTINGS = "run: {}\n"
 
@@ -67,7 +67,7 @@ def save(folder: Path, case: Case, samples: list[Sample], root: Path) -> Outcome
     draws()
     store = open_store(stage, root)
     try:
-        state, weights = state_of(stage), whole_tensors(stage)
+        state, weights = policy_state(stage), whole_tensors(stage)
         failed = store.start(progress(2, 2, stage.mesh.world_size), False, SETTINGS)
         assert failed is None, failed
         numbers = draws()
@@ -93,7 +93,7 @@ def load(folder: Path, case: Case, samples: list[Sample], root: Path) -> Outcome
     learner = stage.actor.learner
     learner.scheduler.step(increment=progress.updates)
     learner.updates = progress.updates
-    numbers, state, weights = draws(), state_of(stage), whole_tensors(stage)
+    numbers, state, weights = draws(), policy_state(stage), whole_tensors(stage)
     learn(stage, samples)
     return Outcome(state, weights, whole_tensors(stage), numbers)
 

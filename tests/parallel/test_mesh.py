@@ -63,3 +63,17 @@ def test_a_mesh_describes_itself():
 def test_only_the_interleaved_schedule_needs_a_multiple_of_microbatches():
     assert Mesh(0, 8, 2, 4, engine_size=1).microbatch_multiple == 1
     assert Mesh(0, 8, 2, 4, engine_size=1, virtual_pipeline=2).microbatch_multiple == 4
+
+
+def test_experts_go_round_the_ranks_of_a_stage():
+    # 8 ranks in 2 stages of 4; the experts of a layer are shared by 2, each by one rank alone
+    meshes = [Mesh(rank, 8, 2, 2, 1, expert=2) for rank in range(8)]
+    assert [mesh.expert_rank for mesh in meshes] == [0, 1, 0, 1, 0, 1, 0, 1]
+    assert [mesh.expert_tensor_rank for mesh in meshes] == [0] * 8
+    assert meshes[0].expert_data == 2
+    # the same with two ranks to every expert's matrices: all four of a stage differ
+    meshes = [Mesh(rank, 8, 2, 2, 1, expert=2, expert_tensor=2) for rank in range(8)]
+    assert [mesh.expert_rank for mesh in meshes] == [0, 0, 1, 1, 0, 0, 1, 1]
+    assert [mesh.expert_tensor_rank for mesh in meshes] == [0, 1, 0, 1, 0, 1, 0, 1]
+    assert meshes[0].expert_data == 1
+    assert meshes[0].describe() == "TP2 x PP2 x DP2 x EP2 x ETP2, 8 engines of TP1"

@@ -19,6 +19,16 @@ SMALL = ModelShape(
     "Qwen2ForCausalLM", 4, 5, 8, 4, 2, 16, 101, False, 64, 10000.0, 1e-6, True, torch_dtype="float32"
 )
 """4 layers, hidden size 5, 8 heads of 2 dims in 4 groups, 16 feed-forward units, a vocabulary that nothing divides."""
+EXPERTS = replace(
+    SMALL,
+    architecture="Qwen3MoeForCausalLM",
+    ffn_size=8,
+    attention_bias=False,
+    qk_norm=True,
+    num_experts=4,
+    experts_per_token=2,
+)
+"""The same with 4 experts of 8 feed-forward units."""
 
 
 @dataclass(frozen=True)
@@ -32,6 +42,8 @@ class Layout:
     virtual: int = 1
     first: int | None = None
     last: int | None = None
+    expert: int = 1
+    expert_tensor: int = 1
 
     @property
     def ranks(self) -> int:
@@ -46,6 +58,8 @@ class Layout:
             engine_size,
             virtual_pipeline=self.virtual,
             context=self.context,
+            expert=self.expert,
+            expert_tensor=self.expert_tensor,
         )
 
     def training(self, engine_size: int = 1) -> TrainingLayout:
@@ -75,7 +89,13 @@ def training_parameters(
     parameters = {}
     for placed in placed_tensors(shape):
         full = to_canonical(placed.rule, [whole[name] for name in placed.hf_names], shape, layout.tensor)
-        mine = as_matrix(shard(placed.rule, full, place.tensor_rank, layout.tensor), placed.rule.form)
+        sharing = (place.tensor_rank, layout.tensor)
+        if placed.expert is not None:
+            each = shape.num_experts // layout.expert
+            if placed.expert not in range(place.expert_rank * each, (place.expert_rank + 1) * each):
+                continue
+            sharing = (place.expert_tensor_rank, layout.expert_tensor)
+        mine = as_matrix(shard(placed.rule, full, *sharing), placed.rule.form)
         stages = {"first": [0], "last": [last]}.get(placed.rule.place)
         if stages is None:
             stages = [number for number, held in enumerate(layout.stages) if placed.layer in held]
@@ -98,7 +118,8 @@ def engine_parameters(
 ) -> dict[str, Tensor]:
     """A rank's parameters in vLLM, by vLLM's names, from its definitions: `VocabParallelEmbedding` fills up to 64 rows
     and splits, `QKVParallelLinear` copies key-value heads where there are more ranks than those,
-    `MergedColumnParallelLinear` splits each of its parts, `RowParallelLinear` splits columns."""
+    `MergedColumnParallelLinear` splits each of its parts, `RowParallelLinear` splits columns, and `RoutedExperts` does
+    as the last two for every expert, one below the other."""
     found = {}
     for name in ("model.embed_tokens.weight", *([] if shape.tied_embeddings else ["lm_head.weight"])):
         missing = -shape.vocab_size % 64
@@ -112,11 +133,22 @@ def engine_parameters(
             mine = [q.chunk(engine_size)[part]]
             mine += [x.chunk(engine_size // copies)[part // copies] for x in (k, v)]
             found[f"{at}.self_attn.qkv_proj.{kind}"] = torch.cat(mine)
-        halves = (whole[f"{at}.mlp.{x}_proj.weight"].chunk(engine_size)[part] for x in ("gate", "up"))
-        found[f"{at}.mlp.gate_up_proj.weight"] = torch.cat(list(halves))
-        for name in ("self_attn.o_proj", "mlp.down_proj"):
-            full = whole[f"{at}.{name}.weight"]
-            found[f"{at}.{name}.weight"] = full.chunk(engine_size, dim=1)[part]
+        networks = [f"{at}.mlp.experts.{number}" for number in range(shape.num_experts)] or [f"{at}.mlp"]
+        first = [
+            whole[f"{one}.{x}_proj.weight"].chunk(engine_size)[part]
+            for one in networks
+            for x in ("gate", "up")
+        ]
+        second = [whole[f"{one}.down_proj.weight"].chunk(engine_size, dim=1)[part] for one in networks]
+        names = ("gate_up_proj.weight", "down_proj.weight")
+        if shape.num_experts:
+            names = ("experts.routed_experts.w13_weight", "experts.routed_experts.w2_weight")
+            found[f"{at}.mlp.gate.weight"] = whole[f"{at}.mlp.gate.weight"]
+        found |= {
+            f"{at}.mlp.{name}": torch.cat(parts) for name, parts in zip(names, (first, second), strict=True)
+        }
+        out = f"{at}.self_attn.o_proj.weight"
+        found[out] = whole[out].chunk(engine_size, dim=1)[part]
         head_norms = ("self_attn.q_norm", "self_attn.k_norm") if shape.qk_norm else ()
         for name in ("input_layernorm", "post_attention_layernorm", *head_norms):
             found[f"{at}.{name}.weight"] = whole[f"{at}.{name}.weight"]

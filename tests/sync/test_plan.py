@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -18,7 +18,7 @@ from rlmath.parallel.mesh import Mesh
 from rlmath.sync.layouts import engine_shapes, training_layout
 from rlmath.sync.plan import Copy, SyncPlan, plan_sync
 from rlmath.sync.rank_rounds import rank_rounds
-from tests.sync.oracle import SMALL, Layout, engine_parameters, training_parameters, whole_tensors
+from tests.sync.oracle import EXPERTS, SMALL, Layout, engine_parameters, training_parameters, whole_tensors
 
 FLOAT32 = 4
 PP2, PP4 = ((0, 1), (2, 3)), ((0,), (1,), (2,), (3,))
@@ -309,6 +309,40 @@ def test_any_layout_fills_every_engine(
     plan = plan_of(shape, layout, engine_size, bucket, ranks_per_node)
     Simulation(shape, layout, engine_size, plan).check()
     assert sum(map(plan.bytes_sent, range(layout.ranks))) == plan.lower_bound
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    tensor=st.sampled_from([1, 2]),
+    pipeline=st.sampled_from([1, 2]),
+    data=st.sampled_from([1, 2, 4]),
+    expert=st.sampled_from([1, 2, 4]),
+    expert_tensor=st.sampled_from([1, 2]),
+    engine_size=st.sampled_from([1, 2, 4]),
+    bucket=st.integers(1, 2000),
+)
+def test_experts_on_any_ranks_fill_every_engine(
+    tensor: int, pipeline: int, data: int, expert: int, expert_tensor: int, engine_size: int, bucket: int
+) -> None:
+    assume(tensor * data % (expert * expert_tensor) == 0)
+    layout = Layout(
+        tensor=tensor,
+        stages={1: ((0, 1, 2, 3),), 2: PP2}[pipeline],
+        data=data,
+        expert=expert,
+        expert_tensor=expert_tensor,
+    )
+    if layout.ranks % engine_size:
+        engine_size = 1
+    plan = plan_of(EXPERTS, layout, engine_size, bucket)
+    Simulation(EXPERTS, layout, engine_size, plan).check()
+    assert sum(map(plan.bytes_sent, range(layout.ranks))) == plan.lower_bound
+
+
+def test_two_ranks_that_share_experts_send_each_other_theirs() -> None:
+    plan = plan_of(EXPERTS, Layout(data=2, expert=2), engine_size=1)
+    # Two of four experts in each of 4 layers: 3 matrices of 8 x 5.
+    assert [plan.bytes_received(rank) for rank in range(2)] == [bytes_of(2 * 4 * 3 * 8 * 5)] * 2
 
 
 @pytest.mark.parametrize("engine_size", [8, pytest.param(4, marks=pytest.mark.full)])
