@@ -48,7 +48,7 @@ setup(
             "megatron-core==0.19.2; python_version>='3.12'",
             "transformer-engine[pytorch,core_cu13]>=2.10,<3",
         ],
-        "test": ["pytest", "pytest-timeout", "hypothesis", "beartype"],
+        "test": ["pytest", "pytest-timeout", "hypothesis", "beartype", "mbridge"],
         "wandb": ["wandb"],
     },
 )

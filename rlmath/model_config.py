@@ -101,11 +101,10 @@ def _experts_from(fields: _Fields) -> dict[str, Any]:
     picked = fields.whole("num_experts_per_tok", most=_MAX_EXPERTS)
     if picked > experts and not fields.problems:
         fields.note(f'"num_experts_per_tok" is {picked}, more than the {experts} experts of a layer')
-    return {
-        "num_experts": experts,
-        "experts_per_token": picked,
-        "norm_topk_prob": fields.flag("norm_topk_prob"),
-    }
+    scaled = fields.flag("norm_topk_prob")
+    if picked == 1 and scaled and not fields.problems:
+        fields.note('"num_experts_per_tok" is 1 and "norm_topk_prob" true: the router could learn nothing')
+    return {"num_experts": experts, "experts_per_token": picked, "norm_topk_prob": scaled}
 
 
 class _Fields:
@@ -266,7 +265,7 @@ def _window_problems(path: Path, values: dict[str, Any], shape: ModelShape) -> I
     kinds = values.get("layer_types")
     window = values.get("sliding_window", _WINDOW_BY_DEFAULT.get(shape.architecture))
     if shape.architecture.startswith("Qwen"):
-        if _qwen_has_window(values, shape.num_layers):
+        if _qwen_has_window(values, shape):
             yield (
                 f"{path}: a sliding window is in use; only full attention is supported. "
                 'Set "use_sliding_window" to false, without "layer_types" of another kind.'
@@ -280,12 +279,13 @@ def _window_problems(path: Path, values: dict[str, Any], shape: ModelShape) -> I
         )
 
 
-def _qwen_has_window(values: dict[str, Any], num_layers: int) -> bool:
+def _qwen_has_window(values: dict[str, Any], shape: ModelShape) -> bool:
     kinds = values.get("layer_types")
     if isinstance(kinds, list):
         return any(kind != "full_attention" for kind in kinds)
     first = values.get("max_window_layers", 28)
-    windowed = not isinstance(first, int) or first < num_layers
+    # With experts, transformers gives every layer the window.
+    windowed = not isinstance(first, int) or first < shape.num_layers or shape.num_experts > 0
     return (
         bool(values.get("use_sliding_window")) and values.get("sliding_window", 4096) is not None and windowed
     )

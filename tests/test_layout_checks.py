@@ -19,6 +19,7 @@ from rlmath.layout_checks import (
     split_problems,
     stage_problems,
 )
+from rlmath.model_shape import ModelShape
 
 
 def told(layers: int, policy: PolicyConfig | None = None, **parallel: int) -> str:
@@ -159,7 +160,6 @@ def megatron_chunks(layers: int, parallel: ParallelConfig) -> list[list[int]] | 
     from megatron.core.transformer.transformer_block import get_num_layers_to_build
     from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
-    from rlmath.model_shape import ModelShape
     from rlmath.parallel.device import Device
     from rlmath.parallel.mesh import Mesh
     from rlmath.policy.model import Recompute, transformer_config

@@ -2,12 +2,14 @@ import json
 import os
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import pytest
 import torch
 from megatron.core.optimizer import optimizer as megatron_optimizer
 from megatron.core.tensor_parallel import random as megatron_random
+from megatron.core.transformer.moe import moe_utils, token_dispatcher
 
 import megatron_patches
 from megatron_patches.optimizer import tensor_types_named_as_on_cuda, with_cuda_type_names
@@ -146,3 +148,23 @@ def test_gradients_on_the_cpu_can_be_clipped():
         parameter.grad = torch.tensor([gradient])
     megatron_optimizer.clip_grad_by_total_norm_fp32(parameters, max_norm=1.0, total_norm=5.0)
     assert [parameter.grad.item() for parameter in parameters] == pytest.approx([0.6, 0.8], rel=1e-5)
+
+
+def test_counts_of_tokens_become_lists_for_the_all_to_all():
+    dispatcher = types.SimpleNamespace(
+        input_splits=torch.tensor([3, 1]), output_splits=None, output_splits_tp=[2]
+    )
+    counts = torch.tensor([4, 0])
+    dispatch = token_dispatcher.MoEAlltoAllTokenDispatcher._maybe_dtoh_and_synchronize
+    assert dispatch(dispatcher, "before_permutation_1", counts) is counts
+    assert (dispatcher.input_splits, dispatcher.output_splits, dispatcher.output_splits_tp) == (
+        [3, 1],
+        None,
+        [2],
+    )
+
+
+def test_a_router_multiplies_without_transformer_engine():
+    tokens, weight = torch.randn(5, 1, 8), torch.randn(4, 8)
+    logits = moe_utils.router_gating_linear(tokens, weight, None, torch.float32)
+    torch.testing.assert_close(logits, tokens @ weight.T)

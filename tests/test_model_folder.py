@@ -71,6 +71,30 @@ MISTRAL_NEMO: dict[str, Any] = COMMON | {
     "sliding_window": None,
     "vocab_size": 131072,
 }
+QWEN3_30B_A3B: dict[str, Any] = COMMON | {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "attention_bias": False,
+    "decoder_sparse_step": 1,
+    "head_dim": 128,
+    "hidden_size": 2048,
+    "max_position_embeddings": 40960,
+    "max_window_layers": 48,
+    "mlp_only_layers": [],
+    "moe_intermediate_size": 768,
+    "norm_topk_prob": True,
+    "num_attention_heads": 32,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "num_key_value_heads": 4,
+    "output_router_logits": False,
+    "rope_scaling": None,
+    "rope_theta": 1000000.0,
+    "router_aux_loss_coef": 0.001,
+    "sliding_window": None,
+    "use_sliding_window": False,
+    "vocab_size": 151936,
+}
 """The fields as the Hub's releases have them, with fewer and smaller layers."""
 
 
@@ -118,7 +142,8 @@ def test_a_mistrals_heads_need_not_add_up_to_the_hidden_size(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    "architecture", ["Qwen2ForCausalLM", "Qwen3ForCausalLM", "LlamaForCausalLM", "MistralForCausalLM"]
+    "architecture",
+    ["Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "LlamaForCausalLM", "MistralForCausalLM"],
 )
 def test_a_folder_that_transformers_5_wrote_is_read_as_transformers_reads_it(
     tmp_path: Path, architecture: str
@@ -200,6 +225,45 @@ def test_what_a_llama_may_not_ask_for(tmp_path: Path, changes: dict[str, Any], t
 )
 def test_what_a_qwen3_may_not_ask_for(tmp_path: Path, changes: dict[str, Any], told: str):
     assert told in problem(tmp_path, QWEN3_0_6B, **changes)
+
+
+def test_a_qwen3_with_experts_tells_how_many_and_how_large_they_are(tmp_path: Path):
+    found = shape(tmp_path, QWEN3_30B_A3B)
+    assert (found.num_experts, found.experts_per_token, found.ffn_size) == (128, 8, 768)
+    assert found.norm_topk_prob and found.qk_norm
+    # transformers 5 writes the number of experts under another name, and leaves nothing unsaid
+    renamed = shape(tmp_path, QWEN3_30B_A3B, num_experts=..., num_local_experts=64, norm_topk_prob=...)
+    assert renamed.num_experts == 64 and not renamed.norm_topk_prob
+    read = AutoConfig.from_pretrained(tmp_path)
+    assert read.num_experts == 64 and not read.norm_topk_prob
+
+
+def test_a_qwen3_without_experts_has_none(tmp_path: Path):
+    found = shape(tmp_path, QWEN3_0_6B)
+    assert (found.num_experts, found.experts_per_token) == (0, 0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        (
+            {"mlp_only_layers": [0]},
+            '"mlp_only_layers" is [0]; supported are models whose layers all have experts',
+        ),
+        (
+            {"decoder_sparse_step": 2},
+            '"decoder_sparse_step" is 2; supported are models whose layers all have experts',
+        ),
+        ({"num_experts": ...}, '"num_experts" is missing; needed: a whole number from 1 to 4096'),
+        ({"num_experts_per_tok": 129}, '"num_experts_per_tok" is 129, more than the 128 experts of a layer'),
+        ({"num_experts_per_tok": 1}, '"num_experts_per_tok" is 1 and "norm_topk_prob" true'),
+        ({"moe_intermediate_size": ...}, '"moe_intermediate_size" is missing'),
+        ({"use_sliding_window": True, "sliding_window": 4096}, "a sliding window is in use"),
+    ],
+    ids=str,
+)
+def test_what_a_qwen3_with_experts_may_not_ask_for(tmp_path: Path, changes: dict[str, Any], told: str):
+    assert told in problem(tmp_path, QWEN3_30B_A3B, **changes)
 
 
 @pytest.mark.parametrize("window", [4096, 131071, 0, "4096"])

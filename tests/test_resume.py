@@ -7,6 +7,8 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from tests.programs import TRAIN, run, small_run, torchrun_command
 
@@ -24,6 +26,8 @@ SETTINGS = (
     f"run.total_steps={STEPS}",
     "save.ckpt_freq_steps=1",
     f"save.keep_last={STEPS}",
+    "save.save_freq_steps=3",
+    "save.export_hf=true",
     "algorithm.kl_coef=0.05",
     "algorithm.epochs=2",
     "sync.probe_every=2",
@@ -125,6 +129,22 @@ def test_a_run_goes_on_with_another_number_of_ranks(
         assert ours[name] == pytest.approx(theirs[name], rel=1e-6), name
     for name in ("train/grad_norm", "train/reference_kl"):
         assert ours[name] == pytest.approx(theirs[name], rel=1e-4), name
+
+
+def test_a_kept_checkpoint_is_exported_and_converts_to_the_very_same_model(
+    whole_runs: dict[str, Path], tmp_path: Path
+) -> None:
+    whole = whole_runs["PP2xVPP2"]
+    assert [path.name for path in (whole / "models").iterdir()] == ["step-000003"]
+    kept = [json.loads(path.read_text()) for path in whole.glob("checkpoints/*/manifest.json")]
+    assert [one["step"] for one in kept if one["kept"]] == [3]
+    checkpoint = str(whole / "checkpoints" / "step-000003")
+    run("tools/convert_megatron_to_hf.py", "--checkpoint", checkpoint, "--output", str(tmp_path / "hf"))
+    ours, exported = (
+        load_file(f / "model.safetensors") for f in (tmp_path / "hf", whole / "models" / "step-000003")
+    )
+    assert ours.keys() == exported.keys()
+    assert all(torch.equal(ours[name], exported[name]) for name in ours)
 
 
 def test_a_finished_run_is_left_as_it_is_and_can_be_made_longer(

@@ -117,7 +117,9 @@ class Heart:
         if self._failure is None:
             self._failure = error
             self._wake.set()
-            self._told.wait(TELL_SECONDS)
+            if not self._told.wait(TELL_SECONDS):  # the store is lost, too: at least the file shall tell
+                with contextlib.suppress(OSError):
+                    self._ending.record(verdicts.failed(self._pulse(), verdicts.first_line(error)))
 
     # ------------------------------------------------------------ the beat thread
 

@@ -19,17 +19,20 @@ from tests.distributed.test_architectures import assert_same_weights
 from tests.distributed.test_parity import assert_close, assert_close_together
 from tests.tiny_models import make_model_folder, make_samples
 
-pytestmark = [pytest.mark.parity, pytest.mark.distributed]
+pytestmark = pytest.mark.distributed
 
 SAMPLES = make_samples(24)
+EP2 = Case(data=2, expert=2)
 LAYOUTS = [
     Case(),
-    Case(data=2, expert=2),
-    Case(data=2),
+    EP2,
     Case(pipeline=2),
     Case(tensor=2, sequence=True, expert=2),
 ]
 FULL_LAYOUTS = [
+    Case(data=2),
+    Case(data=2, expert=2, recompute=True, max_tokens=64),
+    Case(pipeline=2, virtual_pipeline=2, data=2, expert=2, max_tokens=64),
     Case(pipeline=2, data=2, expert=2, max_tokens=64),
     Case(data=4, expert=2, max_tokens=64),
     Case(data=4, expert=4, max_tokens=64),
@@ -72,6 +75,7 @@ def in_files(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return found
 
 
+@pytest.mark.parity
 @pytest.mark.parametrize(
     "case", [*LAYOUTS, *(pytest.param(case, marks=pytest.mark.full) for case in FULL_LAYOUTS)], ids=str
 )
@@ -96,10 +100,8 @@ def test_experts_answer_learn_and_leave_as_in_transformers(
     assert_same_weights(folder, output)
 
 
-EP2 = Case(data=2, expert=2)
-
-
-@pytest.mark.parametrize("case", [EP2, Case(data=2)], ids=str)
+@pytest.mark.parity
+@pytest.mark.parametrize("case", [EP2, pytest.param(Case(data=2), marks=pytest.mark.full)], ids=str)
 def test_a_rank_without_samples_takes_part(ranks: RankPool, folder: Path, case: Case) -> None:
     alone = SAMPLES[:1]
     got = ranks.run(case.ranks, policy_cases.gradients, folder, case, alone)[0]
@@ -116,9 +118,24 @@ def test_a_rank_without_samples_takes_part(ranks: RankPool, folder: Path, case: 
     )
 
 
-@pytest.mark.parametrize("case", [EP2, Case(tensor=2, sequence=True, expert=2)], ids=str)
-@pytest.mark.parametrize("clip_grad", [0.0, 0.25])
-@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
+@pytest.mark.parity
+@pytest.mark.parametrize(
+    ("case", "optimizer", "clip_grad"),
+    [
+        (EP2, "sgd", 0.0),
+        (EP2, "adam", 0.25),
+        *(
+            pytest.param(case, optimizer, clip_grad, marks=pytest.mark.full)
+            for case, optimizer, clip_grad in (
+                (EP2, "sgd", 0.25),
+                (Case(tensor=2, sequence=True, expert=2), "sgd", 0.0),
+                (Case(tensor=2, sequence=True, expert=2), "adam", 0.25),
+                (Case(pipeline=2, data=2, expert=2), "adam", 0.25),
+            )
+        ),
+    ],
+    ids=str,
+)
 def test_experts_shared_by_ranks_are_updated_as_those_of_one_rank(
     ranks: RankPool,
     folder: Path,
@@ -142,6 +159,14 @@ def test_experts_shared_by_ranks_are_updated_as_those_of_one_rank(
         assert_close_together(moves[1], moves[0], 1e-2)
     else:
         assert_close(moves[1], moves[0], 1e-4)
+
+
+@pytest.fixture(scope="module")
+def saved(ranks: RankPool, folder: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Outcome]:
+    """A checkpoint made by two expert-parallel ranks, and what rank 0 had then and later."""
+    root = tmp_path_factory.mktemp("experts")
+    case = replace(EP2, optimizer="adam", lr=1e-3)
+    return root, ranks.run(case.ranks, store_cases.save, folder, case, SAMPLES, root)[0]
 
 
 @pytest.mark.parametrize(
@@ -172,27 +197,15 @@ def test_a_checkpoint_with_experts_loads_on_this_and_on_other_layouts(
     assert_close_together(after.later, before.later, 1e-6)
 
 
-@pytest.fixture(scope="module")
-def saved(ranks: RankPool, folder: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Outcome]:
-    """A checkpoint made by two expert-parallel ranks, and what rank 0 had then and later."""
-    root = tmp_path_factory.mktemp("experts")
-    case = replace(EP2, optimizer="adam", lr=1e-3)
-    return root, ranks.run(case.ranks, store_cases.save, folder, case, SAMPLES, root)[0]
-
-
 @pytest.mark.parametrize(
     ("cases", "engine_size"),
     [
-        (
-            [
-                Case(),
-            ],
-            1,
-        ),
+        ([EP2], 1),
+        pytest.param([Case()], 1, marks=pytest.mark.full),
         pytest.param([EP2, Case(pipeline=2)], 1, marks=pytest.mark.full),
-        ([EP2, Case(tensor=2, sequence=True, expert=2)], 2),
+        pytest.param([EP2, Case(tensor=2, sequence=True, expert=2)], 2, marks=pytest.mark.full),
     ],
-    ids=["alone", "engines-of-1", "engine-of-2"],
+    ids=lambda x: "+".join(map(str, x)) if isinstance(x, list) else x,
 )
 def test_engine_logprobs_equal_the_policys_after_every_update(
     ranks: RankPool, folder: Path, cases: list[Case], engine_size: int
