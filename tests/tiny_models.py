@@ -43,7 +43,11 @@ size."""
 
 
 def make_model_folder(
-    folder: Path, tied: bool = False, seed: int = 5, architecture: str = "Qwen2ForCausalLM"
+    folder: Path,
+    tied: bool = False,
+    seed: int = 5,
+    architecture: str = "Qwen2ForCausalLM",
+    **changes: Any,
 ) -> Path:
     """A random model in Hugging Face form: 4 layers, 4 heads in 2 groups, biases and norms off their defaults."""
     import transformers
@@ -64,7 +68,7 @@ def make_model_folder(
         "bos_token_id": 2,
         "pad_token_id": 0,
     }
-    config = model_class.config_class(**settings | _OWN_SETTINGS[architecture])
+    config = model_class.config_class(**settings | _OWN_SETTINGS[architecture] | changes)
     model = model_class(config).float()
     with torch.no_grad():
         for parameter in model.parameters():

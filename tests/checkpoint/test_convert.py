@@ -4,27 +4,33 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.distributed.checkpoint import FileSystemReader
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rlmath.checkpoint import convert
-from rlmath.checkpoint.convert import hf_to_megatron, megatron_to_hf
 from rlmath.checkpoint.folders import open_partial, publish
-from rlmath.checkpoint.hf_io import HFReader, read_companions
+from rlmath.checkpoint.hf_io import read_companions
 from rlmath.checkpoint.sources import find_megatron
 from rlmath.checkpoint.torch_dist_names import Part
-from tests.tiny_models import VOCAB, make_model_folder, shape_of
+from tests.checkpoint.conversions import (
+    EMBEDDING,
+    QKV,
+    assert_same,
+    drop,
+    put,
+    resave,
+    to_hf,
+    to_megatron,
+    torch_reads,
+    weights,
+)
+from tests.tiny_models import VOCAB, make_model_folder
 
 ALL = {
     "qwen2": ("Qwen2ForCausalLM", False),
@@ -34,9 +40,6 @@ ALL = {
     "llama-tied": ("LlamaForCausalLM", True),
     "mistral": ("MistralForCausalLM", False),
 }
-LARGE = 4 * 2**30
-QKV = "decoder.layers.self_attention.linear_qkv.weight"
-EMBEDDING = "embedding.word_embeddings.weight"
 
 
 @pytest.fixture(scope="module")
@@ -48,40 +51,6 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 @pytest.fixture(scope="module")
 def source(models: dict[str, Path]) -> Path:
     return models["qwen2"]
-
-
-def to_megatron(source: Path, output: Path, tensor: int = 1, pipeline: int = 1, dtype: Any = None) -> Path:
-    """The torch_dist folder of a conversion."""
-    hf_to_megatron(source, shape_of(source), output, tensor, pipeline, dtype)
-    return find_megatron(output).state
-
-
-def to_hf(state: Path, model: Path, output: Path, dtype: Any = None, shard_bytes: int = LARGE) -> Path:
-    megatron_to_hf(state, shape_of(model), read_companions(model), output, dtype, shard_bytes)
-    return output
-
-
-def torch_reads(state: Path) -> dict[str, Tensor]:
-    """Every tensor of a torch_dist folder, whole, as torch itself puts it together."""
-    entries = FileSystemReader(state).read_metadata().state_dict_metadata
-    into = {
-        key: torch.full(entry.size, 99.0, dtype=entry.properties.dtype)
-        for key, entry in entries.items()
-        if isinstance(entry, TensorStorageMetadata)
-    }
-    dcp.load(into, checkpoint_id=state, no_dist=True)
-    return into
-
-
-def weights(folder: Path) -> dict[str, Tensor]:
-    reader = HFReader(folder)
-    return {name: reader.tensor(name) for name in reader.names}
-
-
-def assert_same(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
-    assert one.keys() == other.keys()
-    for name, tensor in one.items():
-        assert tensor.dtype == other[name].dtype and torch.equal(tensor, other[name]), name
 
 
 # ---------------------------------------------------------------- what is written
@@ -188,14 +157,6 @@ def test_the_way_back_loads_in_transformers_in_several_files(source: Path, tmp_p
 # ---------------------------------------------------------------- checkpoints of others
 
 
-def resave(state: Path, folder: Path, change: Any) -> Path:
-    """The tensors of a checkpoint, changed, as torch saves them."""
-    tensors = torch_reads(state)
-    change(tensors)
-    dcp.save(tensors, checkpoint_id=folder, no_dist=True)
-    return folder
-
-
 def by_layer(tensors: dict[str, Tensor]) -> None:
     for key in [key for key in tensors if key.startswith("decoder.layers.")]:
         for layer, tensor in enumerate(tensors.pop(key)):
@@ -240,14 +201,6 @@ def test_the_optimizers_numbers_are_not_read(source: Path, tmp_path: Path):
                 file.seek(place.offset)
                 file.write(b"\xff" * place.length)
     assert_same(weights(to_hf(state, source, tmp_path / "hf")), weights(source))
-
-
-def drop(key: str) -> Any:
-    return lambda tensors: tensors.pop(key)
-
-
-def put(key: str, *size: int) -> Any:
-    return lambda tensors: tensors.update({key: torch.zeros(size)})
 
 
 @pytest.mark.parametrize(
@@ -345,143 +298,3 @@ def test_a_folder_without_a_checkpoint_and_a_damaged_one_are_told(source: Path, 
     (folder / "state" / "__0_0.distcp").write_bytes(b"")
     with pytest.raises(ValueError, match=r"damaged: state/__0_0\.distcp has 0 bytes"):
         find_megatron(folder)
-
-
-# ---------------------------------------------------------------- sources that are refused
-
-
-@pytest.fixture
-def copy(source: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(source, tmp_path / "copy"))
-
-
-def edit(folder: Path, change: Any) -> None:
-    tensors = load_file(folder / "model.safetensors")
-    change(tensors)
-    save_file(tensors, folder / "model.safetensors")
-
-
-NORM = "model.layers.0.input_layernorm.weight"
-
-
-@pytest.mark.parametrize(
-    ("change", "told"),
-    [
-        (drop(NORM), [f"1 tensors are missing: {NORM}"]),
-        (put(NORM, 64), [f"{NORM} has shape (64,), config.json makes it (128,)"]),
-        (put("model.layers.4.input_layernorm.weight", 128), ["unknown to Qwen2ForCausalLM: model.layers.4"]),
-        (lambda t: t.update({NORM: t[NORM].to(torch.int8)}), ["neither float32", f"{NORM} (I8)"]),
-        (lambda t: t.update({NORM: t[NORM].to(torch.float16)}), ["several number formats"]),
-    ],
-)
-def test_a_model_that_is_not_what_config_json_says_is_refused_with_a_list(
-    copy: Path, source: Path, tmp_path: Path, change: Any, told: list[str]
-):
-    edit(copy, change)
-    with pytest.raises(ValueError) as error:
-        hf_to_megatron(copy, shape_of(source), tmp_path / "out", 1, 1, None)
-    assert all(part in str(error.value) for part in told), str(error.value)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["copy"]
-
-
-def test_tensors_that_older_releases_wrote_are_passed_over(models: dict[str, Path], tmp_path: Path):
-    copy = Path(shutil.copytree(models["qwen2-tied"], tmp_path / "copy"))
-    edit(copy, put("model.layers.0.self_attn.rotary_emb.inv_freq", 16))
-    edit(copy, put("lm_head.weight", VOCAB, 128))
-    state = to_megatron(copy, tmp_path / "out")
-    assert_same(weights(to_hf(state, copy, tmp_path / "hf")), weights(models["qwen2-tied"]))
-
-
-def test_a_file_that_was_cut_off_is_told_before_anything_is_written(copy: Path, source: Path, tmp_path: Path):
-    content = (copy / "model.safetensors").read_bytes()
-    for length in (0, 5, 1000, len(content) - 1):
-        (copy / "model.safetensors").write_bytes(content[:length])
-        with pytest.raises(ValueError, match=r"cannot be read|not a whole safetensors file"):
-            hf_to_megatron(copy, shape_of(source), tmp_path / "out", 1, 1, None)
-    assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.parametrize("index", ["{", "{}", '{"weight_map": 3}', '{"weight_map": {"a": "../x"}}', "[]"])
-def test_an_index_that_is_none_is_told(copy: Path, source: Path, tmp_path: Path, index: str):
-    (copy / "model.safetensors").unlink()
-    (copy / "model.safetensors.index.json").write_text(index)
-    with pytest.raises(ValueError):
-        hf_to_megatron(copy, shape_of(source), tmp_path / "out", 1, 1, None)
-
-
-@pytest.mark.parametrize(
-    ("tensor", "pipeline", "told"),
-    [
-        (4, 1, "tensor parallel 4 does not divide the model's 2 key-value heads"),
-        (1, 5, "pipeline parallel 5 is more than the model's 4 layers"),
-    ],
-)
-def test_a_split_that_does_not_fit_is_told(
-    source: Path, tmp_path: Path, tensor: int, pipeline: int, told: str
-):
-    with pytest.raises(ValueError, match=told):
-        to_megatron(source, tmp_path / "out", tensor, pipeline)
-    assert not (tmp_path / "out").exists()
-
-
-# ---------------------------------------------------------------- what goes wrong in the middle
-
-
-def test_an_output_that_is_there_is_left_alone(source: Path, tmp_path: Path):
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "mine.txt").write_text("mine")
-    with pytest.raises(ValueError, match="is there already"):
-        to_megatron(source, tmp_path / "out")
-    assert (tmp_path / "out" / "mine.txt").read_text() == "mine"
-    (tmp_path / "out" / "mine.txt").unlink()
-    to_megatron(source, tmp_path / "out")
-
-
-def test_a_checkpoint_that_is_damaged_in_the_middle_leaves_nothing(source: Path, tmp_path: Path):
-    state = to_megatron(source, tmp_path / "megatron")
-    size = (state / "__0_0.distcp").stat().st_size
-    with (state / "__0_0.distcp").open("r+b") as file:
-        file.seek(size // 2)
-        file.write(b"\xff" * (size // 2))
-    with pytest.raises(ValueError, match=r"__0_0\.distcp is damaged where .* is stored"):
-        to_hf(state, source, tmp_path / "hf")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["megatron"]
-
-
-def test_too_little_room_is_told_before_anything_is_written(source: Path, tmp_path: Path):
-    large = replace(shape_of(source), vocab_size=2**50)
-    needed = convert._elements(convert._expected(large).values())
-    with (
-        pytest.raises(ValueError, match="GB free; needed: "),
-        convert._fresh_folder(tmp_path / "out", needed),
-    ):
-        pytest.fail("there is no such disk")
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_disk_that_fails_in_the_middle_leaves_nothing(source: Path, tmp_path: Path, limit: None):
-    for number, way in enumerate(
-        (lambda out: to_megatron(source, out), lambda out: to_hf(state_of(tmp_path), source, out))
-    ):
-        with pytest.raises((OSError, RuntimeError)):
-            way(tmp_path / f"out{number}")
-        assert not list(tmp_path.glob("out*"))
-
-
-@pytest.fixture
-def limit(source: Path, tmp_path: Path) -> Iterator[None]:
-    """No file may grow beyond 300 KB: the kernel refuses as a full disk does."""
-    import resource
-    import signal
-
-    to_megatron(source, tmp_path / "whole")
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (300_000, before[1]))
-    yield
-    resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    signal.signal(signal.SIGXFSZ, handler)
-
-
-def state_of(place: Path) -> Path:
-    return place / "whole" / "release"

@@ -48,6 +48,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def wanted(folder: Path) -> tuple[list[Tensor], dict[str, Tensor]]:
+    return of_transformers(folder)
+
+
+def of_transformers(folder: Path) -> tuple[list[Tensor], dict[str, Tensor]]:
     """Logits of every sample, and the gradients of the loss over all."""
     model = oracle.load(folder)
     with torch.no_grad():
@@ -86,7 +90,19 @@ def test_experts_answer_learn_and_leave_as_in_transformers(
     tmp_path: Path,
     case: Case,
 ) -> None:
-    output = tmp_path / "out"
+    check_round_trip(ranks, folder, wanted, tmp_path / "out", case)
+
+
+@pytest.mark.parity
+def test_the_weights_of_a_tokens_experts_may_be_left_unscaled(ranks: RankPool, tmp_path: Path) -> None:
+    unscaled = {"norm_topk_prob": False, "num_experts_per_tok": 3}
+    folder = make_model_folder(tmp_path / "m", architecture="Qwen3MoeForCausalLM", **unscaled)
+    check_round_trip(ranks, folder, of_transformers(folder), tmp_path / "out", EP2)
+
+
+def check_round_trip(
+    ranks: RankPool, folder: Path, wanted: tuple[list[Tensor], dict[str, Tensor]], output: Path, case: Case
+) -> None:
     by_rank = ranks.run(case.ranks, architectures_cases.round_trips, [folder], case, SAMPLES, [output])
     logits, gradients = wanted
     seen: set[int] = set()

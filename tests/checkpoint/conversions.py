@@ -1,0 +1,89 @@
+"""Helpers of the converters' tests."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from rlmath.checkpoint.convert import hf_to_megatron, megatron_to_hf
+from rlmath.checkpoint.hf_io import HFReader, read_companions
+from rlmath.checkpoint.sources import find_megatron
+from tests.tiny_models import shape_of
+
+LARGE = 4 * 2**30
+QKV = "decoder.layers.self_attention.linear_qkv.weight"
+EMBEDDING = "embedding.word_embeddings.weight"
+
+
+def to_megatron(source: Path, output: Path, tensor: int = 1, pipeline: int = 1, dtype: Any = None) -> Path:
+    """The torch_dist folder of a conversion."""
+    hf_to_megatron(source, shape_of(source), output, tensor, pipeline, dtype)
+    return find_megatron(output).state
+
+
+def to_hf(state: Path, model: Path, output: Path, dtype: Any = None, shard_bytes: int = LARGE) -> Path:
+    megatron_to_hf(state, shape_of(model), read_companions(model), output, dtype, shard_bytes)
+    return output
+
+
+def torch_reads(state: Path) -> dict[str, Tensor]:
+    """Every tensor of a torch_dist folder, whole, as torch itself puts it together."""
+    entries = FileSystemReader(state).read_metadata().state_dict_metadata
+    into = {
+        key: torch.full(entry.size, 99.0, dtype=entry.properties.dtype)
+        for key, entry in entries.items()
+        if isinstance(entry, TensorStorageMetadata)
+    }
+    dcp.load(into, checkpoint_id=state, no_dist=True)
+    return into
+
+
+def weights(folder: Path) -> dict[str, Tensor]:
+    reader = HFReader(folder)
+    return {name: reader.tensor(name) for name in reader.names}
+
+
+def assert_same(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
+    assert one.keys() == other.keys()
+    for name, tensor in one.items():
+        assert tensor.dtype == other[name].dtype and torch.equal(tensor, other[name]), name
+
+
+def resave(state: Path, folder: Path, change: Any) -> Path:
+    """The tensors of a checkpoint, changed, as torch saves them."""
+    tensors = torch_reads(state)
+    change(tensors)
+    dcp.save(tensors, checkpoint_id=folder, no_dist=True)
+    return folder
+
+
+def drop(key: str) -> Any:
+    return lambda tensors: tensors.pop(key)
+
+
+def put(key: str, *size: int) -> Any:
+    return lambda tensors: tensors.update({key: torch.zeros(size)})
+
+
+class Call:
+    """Pickles as the call of a function."""
+
+    def __init__(self, function: Any, *args: Any) -> None:
+        self.call = (function, args)
+
+    def __reduce__(self) -> Any:
+        return self.call
+
+
+def write_index(folder: Path, content: Any) -> Path:
+    folder.mkdir(exist_ok=True)
+    data = content if isinstance(content, bytes) else pickle.dumps(content)
+    (folder / ".metadata").write_bytes(data)
+    return folder
