@@ -10,6 +10,8 @@ import os
 import socket
 import sys
 import time
+from contextlib import ExitStack
+from dataclasses import replace
 
 from rlmath.config_files import load_config, split_arguments
 from rlmath.export_format import output_bytes
@@ -19,7 +21,7 @@ from rlmath.parallel.device import environment_rank, environment_world_size
 from rlmath.preflight import check_config
 from rlmath.prepared import Prepared
 from rlmath.recovery import find_recovery, origin_of
-from rlmath.run_folder import check_output_folder
+from rlmath.run_folder import check_output_folder, sole_user
 from rlmath.telemetry.console import setup_logging
 
 logger = logging.getLogger(__name__)
@@ -30,29 +32,43 @@ OTHERS_WAIT_SECONDS = 10.0
 def prepare() -> Prepared:
     """ValueError for all that can be known to be wrong before the start."""
     config = load_config(*split_arguments("Train a model with GRPO."))
-    if environment_rank() == 0:
-        clear_exit_status(config.run.output_dir)
     shape = check_config(config, environment_world_size())
     inputs = load_inputs(config, shape)
     origin = origin_of(config, inputs)
-    recovery = find_recovery(config, origin)
-    goes_on = recovery is not None and bool(recovery.candidates)
-    check_output_folder(config.run.output_dir, config, output_bytes(config, shape), goes_on)
+    recovery = find_recovery(config, origin, inputs.total_steps)
+    check_output_folder(config.run.output_dir, config, output_bytes(config, shape), recovery is not None)
     return Prepared(config, shape, inputs, origin, recovery)
+
+
+def take_folder(prepared: Prepared, stack: ExitStack) -> Prepared:
+    """For rank 0: keep other runs out of the folder, and look again at what an earlier one may just have left there."""
+    config = prepared.config
+    stack.enter_context(sole_user(config.run.output_dir))
+    clear_exit_status(config.run.output_dir)
+    recovery = find_recovery(config, prepared.origin, prepared.inputs.total_steps)
+    return replace(prepared, recovery=recovery)
 
 
 def main() -> int:
     """One of `rlmath.guard.exit_status`."""
     setup_logging(environment_rank())
-    try:
-        prepared = prepare()
-    except ValueError as error:
-        # Rank 0 speaks first: the launcher ends all others as soon as one has ended. A mistake that only another
-        # node sees (a path that is missing there) is told after the wait.
-        if environment_rank() != 0:
-            time.sleep(OTHERS_WAIT_SECONDS)
-        logger.error("%s", error)
-        return MISTAKE
+    with ExitStack() as stack:
+        try:
+            prepared = prepare()
+            if environment_rank() == 0:
+                prepared = take_folder(prepared, stack)
+        except ValueError as error:
+            # Rank 0 speaks first: the launcher ends all others as soon as one has ended. A mistake that only another
+            # node sees (a path that is missing there) is told after the wait.
+            if environment_rank() != 0:
+                time.sleep(OTHERS_WAIT_SECONDS)
+            logger.error("%s", error)
+            return MISTAKE
+        return train(prepared)
+
+
+def train(prepared: Prepared) -> int:
+    """The run; after an error this process ends at once."""
     # Imported only now: a mistake is told before Megatron and vLLM are loaded.
     from rlmath.run import run_training
 
@@ -61,7 +77,7 @@ def main() -> int:
     except BaseException:
         logger.exception("rank %d on %s failed; the run ends", environment_rank(), socket.gethostname())
         logging.shutdown()
-        # At once: threads and process groups of a broken run may wait for peers that wait for us.
+        # Threads and process groups of a broken run may wait for peers that wait for us.
         os._exit(FAILURE)
 
 

@@ -1,17 +1,20 @@
-"""Patches `FileSystemWriterAsync`'s queue of results, and the reader of `TorchDistLoadShardedStrategy`.
+"""Patches `FileSystemWriterAsync`'s queue of results, `TorchCommonSaveStrategy.save_common`, and the reader of
+`TorchDistLoadShardedStrategy`.
 
 Upstream: megatron-core 0.16.1 to 0.19.2. `filesystem_async._get_write_results_queue` (0.16) starts a manager process
-for the queue in which a process that writes answers the rank. `torch._get_filesystem_reader` reads a checkpoint's
-`.metadata` with plain pickle.
-Why: our writer answers through a connection of its own (`rlmath.checkpoint.writer`), and the rank fills the queue
-itself; a file from somebody else must not run code.
+for the queue in which a process that writes answers the rank. `save_common` writes on rank 0 between collectives.
+`torch._get_filesystem_reader` reads a checkpoint's `.metadata` with plain pickle.
+Why: our writer answers through a connection of its own (`rlmath.checkpoint.writer`); a full disk must not leave the
+other ranks waiting, so `rlmath.checkpoint.store` writes the common part where it can say so; a file from somebody else
+must not run code.
 Can go: when Megatron-Core takes both as arguments.
 """
 
 from __future__ import annotations
 
+import contextlib
 import queue
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 
@@ -22,3 +25,16 @@ def patch(reader: Callable[[Any], Any]) -> None:
 
     filesystem_async._get_write_results_queue = queue.Queue
     torch_strategies._get_filesystem_reader = lambda folder, *unused, **unused_too: reader(folder)
+
+
+@contextlib.contextmanager
+def common_part_left_out() -> Iterator[None]:
+    """While it is open, a save does not write what is common to all ranks; the caller does."""
+    from megatron.core.dist_checkpointing.strategies.common import TorchCommonSaveStrategy
+
+    original = TorchCommonSaveStrategy.save_common
+    TorchCommonSaveStrategy.save_common = lambda self, common_state_dict, checkpoint_dir: None
+    try:
+        yield
+    finally:
+        TorchCommonSaveStrategy.save_common = original

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
 
+from rlmath.checkpoint.folders import CHECKPOINTS, complete_checkpoints
 from rlmath.checkpoint.hf_tables import parameter_count
 from rlmath.config import Config
 from rlmath.model_shape import ModelShape
@@ -33,8 +36,8 @@ def checkpoint_bytes(config: Config, shape: ModelShape) -> int:
 
 
 def output_bytes(config: Config, shape: ModelShape) -> int:
-    """Disk space that a run needs: for the model it leaves, and for two checkpoints where it makes any: a complete one
-    stays until the next is complete (bytes)."""
+    """Disk space that a run still needs: for the model it leaves and, where it makes any, for the checkpoints that stay
+    and the one that is being written, less those that are there (bytes)."""
     save = config.save
     frequencies = (
         save.save_freq_epochs,
@@ -44,5 +47,9 @@ def output_bytes(config: Config, shape: ModelShape) -> int:
         save.ckpt_freq_steps,
         save.ckpt_freq_secs,
     )
-    makes_any = any(frequency is not None for frequency in frequencies)
-    return export_bytes(config, shape) + (2 * checkpoint_bytes(config, shape) if makes_any else 0)
+    wanted = 0
+    if any(frequency is not None for frequency in frequencies):
+        wanted = (save.keep_last + 1) * checkpoint_bytes(config, shape)
+    found, _ = complete_checkpoints(Path(config.run.output_dir) / CHECKPOINTS)
+    there = sum(entry.size for one in found for entry in one.files.values())
+    return export_bytes(config, shape) + max(0, wanted - there)

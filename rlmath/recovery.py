@@ -7,15 +7,18 @@ A launch script asks `find_recovery` on every rank before anything is started; w
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+import socket
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from rlmath.checkpoint.folders import (
     CHECKPOINTS,
+    PROGRESS,
     SETTINGS,
     Checkpoint,
     complete_checkpoints,
+    file_entry,
     wrong_contents,
 )
 from rlmath.checkpoint.progress import Progress, read_progress
@@ -23,8 +26,8 @@ from rlmath.config import Config
 from rlmath.config_files import load_config
 from rlmath.fingerprints import data_fingerprint, model_fingerprint
 from rlmath.inputs import Inputs
-from rlmath.parallel.collectives import gather_objects
-from rlmath.parallel.device import environment_rank
+from rlmath.parallel.collectives import from_rank_zero, gather_objects
+from rlmath.parallel.device import environment_rank, environment_world_size
 from rlmath.settings import as_yaml_word, raise_problems, setting_values
 
 logger = logging.getLogger(__name__)
@@ -89,11 +92,11 @@ def origin_of(config: Config, inputs: Inputs) -> Origin:
     return Origin(model_fingerprint(config.model.path), data_fingerprint(inputs.prompts))
 
 
-def find_recovery(config: Config, origin: Origin) -> Recovery | None:
-    """What the run goes on from; None for a start from the beginning. Reads manifests and sizes only.
+def find_recovery(config: Config, origin: Origin, total_steps: int) -> Recovery | None:
+    """What the run goes on from; None for a start from the beginning. Reads manifests, sizes and small files only.
 
-    ValueError where the newest checkpoint belongs to another run (batch size, group size, data, model, ...), and, with
-    run.recover_mode "resume", where there is none.
+    ValueError where the newest checkpoint belongs to another run (batch size, group size, data, model, ...) or is
+    beyond its `total_steps`, where all are damaged, and, with run.recover_mode "resume", where there is none.
     """
     if config.run.recover_mode == "disabled":
         return None
@@ -102,28 +105,43 @@ def find_recovery(config: Config, origin: Origin) -> Recovery | None:
     candidates = []
     for checkpoint in found:
         try:
-            progress = read_progress(checkpoint.folder)
-            then = load_config([checkpoint.folder / SETTINGS], [])
-        except ValueError as error:
+            progress, then = _read_small_files(checkpoint)
+        except (OSError, ValueError) as error:
             notes.append(f"the checkpoint {checkpoint.folder} is damaged and is passed over: {error}")
             continue
-        problems = list(_other_run(then, config, progress, origin))
-        raise_problems(
-            f"the run cannot go on from {checkpoint.folder}: to start anew, give another run.output_dir or "
-            "run.recover_mode=disabled",
-            problems,
-        )
+        problems = list(_other_run(then, config, progress, origin, total_steps))
+        raise_problems(f"the run cannot go on from {checkpoint.folder}; {_ANEW}", problems)
         candidates.append((checkpoint, progress))
-    if not candidates and config.run.recover_mode == "resume":
-        passed_over = "".join(f" {note}." for note in notes)
+    if candidates:
+        return Recovery(candidates, notes)
+    if notes:
+        raise ValueError(f"no checkpoint in {root} is whole: {'. '.join(notes)}. {_ANEW.capitalize()}.")
+    if config.run.recover_mode == "resume":
         raise ValueError(
-            f'run.recover_mode is "resume", and {root} has no checkpoint to go on from.{passed_over} '
+            f'run.recover_mode is "resume", and {root} has no checkpoint to go on from. '
             'Give the run.output_dir of a run that has one, or run.recover_mode "auto".'
         )
-    return Recovery(candidates, notes) if candidates or notes else None
+    return None
 
 
-def _other_run(then: Config, now: Config, progress: Progress, origin: Origin) -> Iterator[str]:
+_ANEW = "to start anew, give another run.output_dir or run.recover_mode=disabled"
+
+
+def _read_small_files(checkpoint: Checkpoint) -> tuple[Progress, Config]:
+    damage = wrong_contents(checkpoint, (PROGRESS, SETTINGS))
+    if damage:
+        raise ValueError(damage[0])
+    progress = read_progress(checkpoint.folder)
+    if progress.step != checkpoint.step:
+        raise ValueError(f"{PROGRESS} is that of step {progress.step}")
+    return progress, load_config([checkpoint.folder / SETTINGS], [])
+
+
+def _other_run(
+    then: Config, now: Config, progress: Progress, origin: Origin, total_steps: int
+) -> Iterator[str]:
+    if progress.step > total_steps:
+        yield f"run.total_steps, run.total_epochs: {progress.step} steps are done there, the run has {total_steps} now"
     yield from (change for change in refused_changes(then, now) if not change.startswith(BY_CONTENT))
     if progress.model_fingerprint != origin.model:
         yield (
@@ -138,8 +156,7 @@ def _other_run(then: Config, now: Config, progress: Progress, origin: Origin) ->
 
 
 def refused_changes(then: Config, now: Config) -> list[str]:
-    """["rollout.group_size: 8 there, 16 now", ...] of the settings that a run must keep. The
-    output folder is not compared."""
+    """["rollout.group_size: 8 there, 16 now", ...] of the settings that a run must keep."""
     there, here = setting_values(then), setting_values(now)
     return [
         f"{key}: {as_yaml_word(there[key])} there, {as_yaml_word(here[key])} now"
@@ -153,19 +170,52 @@ def _may_change(key: str) -> bool:
 
 
 def choose_checkpoint(recovery: Recovery | None) -> Chosen | None:
-    """The newest candidate whose files are all as they were written, the same on every rank. A collective: each rank
-    reads a share of the files."""
-    everyone = gather_objects(recovery)
-    first = everyone[0]
-    if first is None:
+    """The newest candidate of rank 0's whose files are all as they were written. A collective: each rank reads a share
+    of the files. ValueError on all ranks where one cannot read what rank 0 can, and where no candidate is whole."""
+    recovery = from_rank_zero(recovery)
+    if recovery is None:
         return None
-    rank, ranks = environment_rank(), len(everyone)
-    for note in first.notes:
+    for note in recovery.notes:
         logger.warning("%s", note)
-    for checkpoint, progress in first.candidates:
-        mine = sorted(checkpoint.files)[rank::ranks]
-        damage = [one for found in gather_objects(wrong_contents(checkpoint, mine)) for one in found]
-        if not damage:
+    damaged = []
+    for checkpoint, progress in recovery.candidates:
+        damage = _damage(checkpoint)
+        if damage is None:
             return checkpoint, progress
-        logger.warning("the checkpoint %s is damaged and is passed over: %s", checkpoint.folder, damage[0])
-    return None
+        damaged.append(f"the checkpoint {checkpoint.folder} is damaged and is passed over: {damage}")
+        logger.warning("%s", damaged[-1])
+    raise ValueError(
+        f"no checkpoint is whole: {'. '.join([*recovery.notes, *damaged])}. {_ANEW.capitalize()}."
+    )
+
+
+def _damage(checkpoint: Checkpoint) -> str | None:
+    """What is wrong with the files, as all ranks together find it."""
+    rank, ranks = environment_rank(), environment_world_size()
+    mine, unreadable = [], None
+    for name in sorted(checkpoint.files)[rank::ranks]:
+        try:
+            mine += wrong_contents(checkpoint, [name])
+        except OSError as error:
+            unreadable = (
+                name,
+                f"rank {rank} on {socket.gethostname()} cannot read {name} ({error.strerror})",
+            )
+    found = gather_objects((mine, unreadable))
+    names = [one for _, one in found if one is not None]
+    if names:
+        _shared_or_raise(checkpoint, names)
+    return next((told for wrong, one in found for told in (*wrong, *([one[1]] if one else []))), None)
+
+
+def _shared_or_raise(checkpoint: Checkpoint, unreadable: Sequence[tuple[str, str]]) -> None:
+    """A file that rank 0 can read and another rank cannot is not damaged: it is not shared."""
+    for name, told in unreadable:
+        try:
+            readable = environment_rank() == 0 and bool(file_entry(checkpoint.folder / name))
+        except OSError:
+            readable = False
+        if from_rank_zero(readable):
+            raise ValueError(
+                f"{told}, and rank 0 can. run.output_dir must lie on a disk that all nodes share and may read."
+            )

@@ -39,11 +39,13 @@ logger = logging.getLogger(__name__)
 
 CONFIG_NAME = "config.yaml"
 EARLIER_NAME = "earlier"
+LOCK_NAME = ".lock"
 SUMMARY_NAME = "summary.json"
 MIN_FREE_BYTES = 2**30
 """Free disk space below which a run does not start."""
 
-_LEFT_BY_A_BROKEN_START = ("exit_status.json", "stacks")
+_NO_OBSTACLE = (LOCK_NAME, "exit_status.json", "stacks")
+"""What a start that broke early leaves."""
 _SCRATCH = re.compile(rf"\.{re.escape(CONFIG_NAME)}\..*\.tmp")
 
 
@@ -91,17 +93,21 @@ def claim_run_folder(output_dir: str | Path, config: Config, steps_done: int | N
 def sole_user(output_dir: str | Path) -> Iterator[None]:
     """Keep other runs out of the folder, which is made where it is not there; the kernel lets them in again when this
     process ends, however it ends. ValueError where another run is at work in it. For rank 0 alone."""
-    Path(output_dir).mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(output_dir, os.O_RDONLY)
+    folder = Path(output_dir)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(folder / LOCK_NAME, os.O_RDWR | os.O_CREAT)
+    except OSError as error:
+        raise ValueError(f'run.output_dir "{folder}" cannot be written: {error}. Give another.') from error
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
         os.close(descriptor)
         raise ValueError(
-            f'another run is at work in run.output_dir "{output_dir}". Wait for its end, or give another folder.'
+            f'another run is at work in run.output_dir "{folder}". Wait for its end, or give another folder.'
         ) from error
-    except OSError as error:  # file systems without locks
-        logger.info("%s cannot be locked against other runs (%s)", output_dir, error)
+    except OSError as error:
+        logger.warning("%s has no locks (%s): nothing keeps a second run out of it", folder, error)
     try:
         yield
     finally:
@@ -143,7 +149,7 @@ def _content_problems(folder: Path, config: Config) -> Iterator[str]:
     """Whether what is in the folder was left by a run with this config."""
     config_path = folder / CONFIG_NAME
     if not config_path.exists():
-        others = (path.name for path in folder.iterdir() if path.name not in _LEFT_BY_A_BROKEN_START)
+        others = (path.name for path in folder.iterdir() if path.name not in _NO_OBSTACLE)
         names = sorted(name for name in others if not _SCRATCH.fullmatch(name))
         claimed_meanwhile = CONFIG_NAME in names or config_path.exists()
         if names and not claimed_meanwhile:
@@ -156,7 +162,7 @@ def _content_problems(folder: Path, config: Config) -> Iterator[str]:
         yield f"its {CONFIG_NAME} cannot be compared with this run's. Give another folder. {error}"
         return
     differences = refused_changes(earlier, config)
-    if differences:
+    if differences and config.run.recover_mode != "disabled":
         yield (
             f"it belongs to a run with another config: {'; '.join(differences)}. Give a new run.output_dir, "
             f"or the same values (--config {config_path} repeats that run)."
@@ -178,7 +184,9 @@ def _move_aside(folder: Path) -> None:
     """Move everything but config.yaml and `earlier` to the next free `earlier/NNN`, if a run left anything."""
     if not (folder / CONFIG_NAME).exists():
         return
-    left = sorted(path for path in folder.iterdir() if path.name not in (CONFIG_NAME, EARLIER_NAME))
+    left = sorted(
+        path for path in folder.iterdir() if path.name not in (CONFIG_NAME, EARLIER_NAME, LOCK_NAME)
+    )
     if not left:
         return
     earlier = folder / EARLIER_NAME

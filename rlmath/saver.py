@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import importlib.metadata
 import logging
+import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from torch import Tensor
 
-from rlmath.checkpoint.hf_io import read_companions, write_hf_folder
+from rlmath.checkpoint.hf_io import write_hf_folder
 from rlmath.checkpoint.progress import Progress
 from rlmath.checkpoint.store import CheckpointStore, Saved
 from rlmath.config_files import config_as_yaml
@@ -38,12 +39,12 @@ class Saver:
         parts: Parts,
         store: CheckpointStore,
         origin: Origin,
+        companions: Mapping[str, bytes],
         stop: StopRequest,
-        on_tensor: Callable[[], None],
-        newest: int | None,
+        sign_of_life: Callable[[], None],
     ) -> None:
-        """`on_tensor` is called for every tensor of an export: a sign of life. `newest` are the steps done in
-        the newest checkpoint that there is."""
+        """`companions` are what an exported model has beside its weights; `sign_of_life` is called in what takes
+        long."""
         save, now = parts.config.save, time.monotonic()
         per_epoch = parts.order.steps_per_epoch
         points = Frequency(save.ckpt_freq_epochs, save.ckpt_freq_steps, save.ckpt_freq_secs)
@@ -51,14 +52,14 @@ class Saver:
         self._parts = parts
         self._store = store
         self._origin = origin
-        self._companions = read_companions(parts.config.model.path)
+        self._companions = companions
         self._stop = stop
-        self._on_tensor = on_tensor
+        self._sign_of_life = sign_of_life
         self._points = SaveTimes(points, per_epoch, now, FIRST_POINT)
         self._models = SaveTimes(models, per_epoch, now)
         self._last_step_too = not points.never
         self._folder = Path(parts.config.run.output_dir)
-        self.newest = newest
+        self.newest: int | None = None
         """Steps done in the newest complete checkpoint, None where there is none."""
         self.seconds = 0.0
         """How long training stood still for saving after the last step."""
@@ -83,7 +84,7 @@ class Saver:
             if self._store.busy and (ends or not self._parts.config.save.background):
                 self._finish()
             if agreed["kept"] and self._parts.config.save.export_hf:
-                self.export(self._folder / MODELS_FOLDER / f"step-{step:06d}")
+                self._export_kept(step)
         self.seconds = time.perf_counter() - started
         return reason
 
@@ -99,15 +100,27 @@ class Saver:
         return max_over_ranks(mine, self._parts.actor.executor.device.torch_device)
 
     def export(self, folder: Path) -> None:
-        """Write the model as it is now in Hugging Face form. A collective."""
+        """Write the model as it is now in Hugging Face form. A collective. OSError on rank 0 where the disk refuses."""
         parts = self._parts
         stream = self._telling(hf_stream(parts.actor.chunks, parts.shape, parts.mesh))
         dtype, writes = export_dtype(parts.config), parts.mesh.rank == 0
         write_hf_folder(stream, self._companions, folder, dtype, writes)
 
+    def _export_kept(self, step: int) -> None:
+        """A kept model more, and one less where they are too many. The run does not end for it."""
+        models = self._folder / MODELS_FOLDER
+        try:
+            self.export(models / f"step-{step:06d}")
+        except OSError as error:
+            logger.warning("The model of step %d was not exported: %s. The run goes on", step, error)
+        keep = self._parts.config.save.keep_models
+        if keep is not None and self._parts.mesh.rank == 0:
+            for old in sorted(models.glob("step-" + "[0-9]" * 6))[:-keep]:
+                shutil.rmtree(old, ignore_errors=True)
+
     def _telling(self, stream: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         for named in stream:
-            self._on_tensor()
+            self._sign_of_life()
             yield named
 
     def _start(self, step: int, kept: bool) -> None:
@@ -116,7 +129,7 @@ class Saver:
             self._tell_failure(failed)
 
     def _finish(self) -> None:
-        saved = self._store.finish()
+        saved = self._store.finish(self._sign_of_life)
         if saved.checkpoint is None:
             self._tell_failure(saved)
             return

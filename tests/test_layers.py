@@ -38,6 +38,7 @@ LAYERS = (
         "rlmath.fingerprints",
         "rlmath.save_times",
         "rlmath.saver",
+        "rlmath.assembly",
     ),
     ("rlmath.policy", "rlmath.rollout", "rlmath.sync", "rlmath.checkpoint"),
     ("rlmath.guard",),

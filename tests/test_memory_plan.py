@@ -42,6 +42,20 @@ QWEN_7B = ModelShape(
     attention_bias=True,
     torch_dtype="bfloat16",
 )
+QWEN_30B_A3B = replace(
+    QWEN_7B,
+    architecture="Qwen3MoeForCausalLM",
+    num_layers=48,
+    hidden_size=2048,
+    num_heads=32,
+    ffn_size=768,
+    vocab_size=151936,
+    attention_bias=False,
+    qk_norm=True,
+    num_experts=128,
+    experts_per_token=8,
+    norm_topk_prob=True,
+)
 PARAMETERS = 7_615_616_512
 """As Qwen's model card counts Qwen2.5-7B."""
 ONE_LAYER = replace(
@@ -77,6 +91,20 @@ def test_mixed_precision_adam_takes_18_bytes_a_parameter():
     assert plan.part("parameters") == 2 * PARAMETERS
     assert plan.part("gradients") == 4 * PARAMETERS
     assert plan.part("optimizer") == 12 * PARAMETERS
+
+
+def test_experts_are_shared_by_expert_parallel_ranks_and_their_optimizer_by_those_that_have_the_same():
+    # Three matrices of 768 x 2048 in each of 128 experts of 48 layers: 28,991,029,248 of 30.5 B parameters.
+    experts = 128 * 48 * 3 * 768 * 2048
+    assert parameter_count(QWEN_30B_A3B) == 30_532_122_624
+    rest = 30_532_122_624 - experts
+    plain = OptimizerConfig(distributed=False)
+    (plan,) = plan_ranks(config(parallel=ParallelConfig(expert=8), optimizer=plain), QWEN_30B_A3B, 16, H100)
+    assert plan.part("parameters") == 2 * (rest + experts // 8)
+    assert plan.part("gradients") == 4 * (rest + experts // 8)
+    # 16 ranks share what all have, 2 the experts that they have both; every size is a multiple of 128.
+    (plan,) = plan_ranks(config(parallel=ParallelConfig(expert=8)), QWEN_30B_A3B, 16, H100)
+    assert plan.part("optimizer") == pytest.approx(12 * (rest / 16 + experts / 8 / 2), rel=1e-6)
 
 
 def test_in_float32_the_optimizer_has_no_parameters_of_its_own():

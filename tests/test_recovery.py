@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
 from rlmath.checkpoint.folders import open_partial, publish
 from rlmath.checkpoint.progress import Progress, read_progress, write_progress
 from rlmath.config import Config
 from rlmath.config_files import config_as_yaml, load_config
 from rlmath.fingerprints import data_fingerprint, model_fingerprint
-from rlmath.recovery import MAY_CHANGE, Origin, find_recovery, refused_changes
+from rlmath.recovery import MAY_CHANGE, Origin, choose_checkpoint, find_recovery, refused_changes
 from rlmath.settings import setting_values
 from rlmath.types import Prompt
 
 ORIGIN = Origin("model-1", "data-1")
+TOTAL = 20
+"""Steps of the run."""
 PROGRESS = Progress(3, 0, 24, 6, 3, "TP1", 1, ("exp_avg",), ("torch",), "model-1", "data-1", {"torch": "2"})
 
 
@@ -31,11 +36,12 @@ def checkpoint(folder: Path, step: int, config: Config | None = None) -> Path:
     partial = open_partial(folder / "checkpoints", step)
     write_progress(partial, replace(PROGRESS, step=step))
     (partial / "config.yaml").write_text(config_as_yaml(config or make_config(folder)))
+    (partial / "state" / ".metadata").write_text("index")
     return publish(partial, step, False, {}).folder
 
 
 def found_steps(config: Config, origin: Origin = ORIGIN) -> list[int]:
-    recovery = find_recovery(config, origin)
+    recovery = find_recovery(config, origin, TOTAL)
     return [] if recovery is None else [one.step for one, _ in recovery.candidates]
 
 
@@ -48,9 +54,9 @@ def test_auto_takes_the_newest_and_disabled_none(tmp_path: Path) -> None:
 
 
 def test_without_a_checkpoint_auto_starts_and_resume_refuses(tmp_path: Path) -> None:
-    assert find_recovery(make_config(tmp_path), ORIGIN) is None
+    assert find_recovery(make_config(tmp_path), ORIGIN, TOTAL) is None
     with pytest.raises(ValueError, match="has no checkpoint to go on from"):
-        find_recovery(make_config(tmp_path, "run.recover_mode=resume"), ORIGIN)
+        find_recovery(make_config(tmp_path, "run.recover_mode=resume"), ORIGIN, TOTAL)
 
 
 @pytest.mark.parametrize("name", ["manifest.json", "progress.json", "config.yaml"])
@@ -58,15 +64,65 @@ def test_a_damaged_newest_is_passed_over_and_told(tmp_path: Path, name: str) -> 
     checkpoint(tmp_path, 3)
     newest = checkpoint(tmp_path, 5)
     (newest / name).write_text("{")
-    recovery = find_recovery(make_config(tmp_path), ORIGIN)
+    recovery = find_recovery(make_config(tmp_path), ORIGIN, TOTAL)
     assert recovery is not None and [one.step for one, _ in recovery.candidates] == [3]
     assert "step-000005 is damaged and is passed over" in recovery.notes[0]
 
 
-def test_resume_tells_of_the_damaged_ones(tmp_path: Path) -> None:
+@pytest.mark.parametrize("mode", ["auto", "resume"])
+def test_where_all_are_damaged_nothing_starts_anew_unasked(tmp_path: Path, mode: str) -> None:
     (checkpoint(tmp_path, 5) / "progress.json").unlink()
-    with pytest.raises(ValueError, match="step-000005 is damaged"):
-        find_recovery(make_config(tmp_path, "run.recover_mode=resume"), ORIGIN)
+    with pytest.raises(
+        ValueError, match=r"no checkpoint in .* is whole: the checkpoint .*step-000005 is damaged"
+    ):
+        find_recovery(make_config(tmp_path, f"run.recover_mode={mode}"), ORIGIN, TOTAL)
+
+
+def test_a_digit_that_changed_in_the_settings_is_damage_and_no_other_run(tmp_path: Path) -> None:
+    checkpoint(tmp_path, 3)
+    path = checkpoint(tmp_path, 5) / "config.yaml"
+    path.write_text(path.read_text().replace("group_size: 16", "group_size: 12"))
+    assert found_steps(make_config(tmp_path)) == [3]
+
+
+def test_a_run_that_became_shorter_than_what_is_done_is_refused(tmp_path: Path) -> None:
+    checkpoint(tmp_path, TOTAL)
+    assert found_steps(make_config(tmp_path)) == [TOTAL]
+    with pytest.raises(ValueError, match="20 steps are done there, the run has 19 now"):
+        find_recovery(make_config(tmp_path), ORIGIN, TOTAL - 1)
+
+
+def test_on_one_rank_the_newest_whole_one_is_chosen_and_without_any_it_ends(tmp_path: Path) -> None:
+    for step in (3, 5):
+        checkpoint(tmp_path, step)
+    config = make_config(tmp_path)
+    with process_group(tmp_path):
+        chosen = choose_checkpoint(find_recovery(config, ORIGIN, TOTAL))
+        assert chosen is not None and chosen[0].step == 5
+        recovery = find_recovery(config, ORIGIN, TOTAL)
+        flip(tmp_path / "checkpoints" / "step-000005" / "state" / ".metadata")
+        chosen = choose_checkpoint(recovery)
+        assert chosen is not None and chosen[0].step == 3
+        (tmp_path / "checkpoints" / "step-000003" / "state" / ".metadata").unlink()
+        with pytest.raises(
+            ValueError, match=r"no checkpoint is whole: .*step-000005.*step-000003 is damaged"
+        ):
+            choose_checkpoint(recovery)
+
+
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 4
+    path.write_bytes(content)
+
+
+@contextmanager
+def process_group(place: Path) -> Iterator[None]:
+    dist.init_process_group("gloo", init_method=f"file://{place}/store", rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
 
 
 @pytest.mark.parametrize(
@@ -82,7 +138,7 @@ def test_resume_tells_of_the_damaged_ones(tmp_path: Path) -> None:
 def test_what_makes_it_another_run_is_refused_by_name(tmp_path: Path, override: str, told: str) -> None:
     checkpoint(tmp_path, 3)
     with pytest.raises(ValueError, match=told):
-        find_recovery(make_config(tmp_path, override), ORIGIN)
+        find_recovery(make_config(tmp_path, override), ORIGIN, TOTAL)
 
 
 def test_another_model_and_other_prompts_are_refused_and_their_paths_are_not(tmp_path: Path) -> None:
@@ -90,9 +146,9 @@ def test_another_model_and_other_prompts_are_refused_and_their_paths_are_not(tmp
     moved = make_config(tmp_path, "model.path=elsewhere", "data.train_path=elsewhere.jsonl")
     assert found_steps(moved) == [3]
     with pytest.raises(ValueError, match="the model that the run started from has changed"):
-        find_recovery(moved, replace(ORIGIN, model="model-2"))
+        find_recovery(moved, replace(ORIGIN, model="model-2"), TOTAL)
     with pytest.raises(ValueError, match="the prompts have changed"):
-        find_recovery(moved, replace(ORIGIN, data="data-2"))
+        find_recovery(moved, replace(ORIGIN, data="data-2"), TOTAL)
 
 
 def test_layout_length_and_what_is_kept_may_change(tmp_path: Path) -> None:
@@ -116,7 +172,17 @@ def test_a_setting_whose_name_only_begins_like_one_that_may_change_is_refused() 
 
 
 @pytest.mark.parametrize(
-    "change", [{"step": -1}, {"step": "3"}, {"updates": None}, {"optimizer_tensors": 3}, {"epoch": True}]
+    "change",
+    [
+        {"step": -1},
+        {"step": "3"},
+        {"updates": None},
+        {"optimizer_tensors": 3},
+        {"epoch": True},
+        {"optimizer_tensors": "exp_avg"},
+        {"versions": []},
+        {"layout": 5},
+    ],
 )
 def test_a_progress_of_the_wrong_kind_is_told(tmp_path: Path, change: dict[str, object]) -> None:
     write_progress(tmp_path, PROGRESS)

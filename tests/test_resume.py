@@ -152,7 +152,10 @@ def test_a_finished_run_is_left_as_it_is_and_can_be_made_longer(
 ) -> None:
     folder = tmp_path / "run"
     shutil.copytree(whole_runs["TP2"], folder)
-    before = rows(folder)
+    before, model = rows(folder), (folder / "hf_model" / "model.safetensors").read_bytes()
+    train(arithmetic, folder, *LAYOUTS["TP2"])
+    assert rows(folder) == before
+    assert (folder / "hf_model" / "model.safetensors").read_bytes() == model
     longer = f"run.total_steps={STEPS + 1}"
     train(arithmetic, folder, *LAYOUTS["TP2"], longer)
     assert rows(folder)[:STEPS] == before and len(rows(folder)) == STEPS + 1
@@ -184,9 +187,7 @@ def test_a_run_does_not_go_on_as_another_one(
         path=arithmetic / "functions",
     )
     assert told in done.stderr and "cannot go on from" in done.stderr
-    assert sorted(path.name for path in whole_runs["TP2"].iterdir()) == [
-        name for name in before if name != "exit_status.json"
-    ]
+    assert sorted(path.name for path in whole_runs["TP2"].iterdir()) == before
 
 
 def test_resume_needs_a_checkpoint(arithmetic: Path, tmp_path: Path) -> None:

@@ -287,4 +287,13 @@ def test_two_runs_do_not_share_a_folder(tmp_path: Path):
         with pytest.raises(ValueError, match="another run is at work in"), sole_user(tmp_path / "run"):
             pass
     with sole_user(tmp_path / "run"):
-        assert names(tmp_path / "run") == []
+        claim_run_folder(tmp_path / "run", make_config(tmp_path / "run"))
+    assert names(tmp_path / "run") == [".lock", "config.yaml"]
+
+
+def test_starting_anew_takes_other_settings_and_keeps_what_was_there(tmp_path: Path):
+    claim_run_folder(tmp_path, make_config(tmp_path))
+    (tmp_path / "checkpoints").mkdir()
+    claim_run_folder(tmp_path, make_config(tmp_path, "rollout.group_size=4", "run.recover_mode=disabled"))
+    assert names(tmp_path) == ["config.yaml", "earlier"]
+    assert names(tmp_path / "earlier" / "001") == ["checkpoints", "config.yaml"]

@@ -34,6 +34,7 @@ import torch
 import torch.distributed as dist
 
 from rlmath.checkpoint.folders import complete_checkpoints, wrong_contents
+from rlmath.checkpoint.loading import load_checkpoint
 from rlmath.checkpoint.progress import Progress, read_progress
 from rlmath.checkpoint.store import CheckpointStore, Retention
 from rlmath.config import Config, OptimizerConfig, ParallelConfig
@@ -112,7 +113,9 @@ class Bench:
     def loading(self) -> float:
         (checkpoint,), _ = complete_checkpoints(self.root)
         progress = read_progress(checkpoint.folder)
-        return self._timed(lambda: self.store.load(checkpoint, progress))
+        return self._timed(
+            lambda: load_checkpoint(self.chunks, self.optimizer, self.device, checkpoint, progress)
+        )
 
     def size_gib(self) -> float:
         (checkpoint,), _ = complete_checkpoints(self.root)

@@ -118,7 +118,7 @@ def leave_in_peace(drill: Drill) -> list[dict[str, float]]:
     attempt.launcher.wait(START_SECONDS + 20 * drill.steps)
     left = attempt.wait_gone(END_SECONDS)
     if attempt.launcher.returncode != 0 or left:
-        raise RuntimeError(f"the undisturbed run failed (left: {left}); see {attempt.console_path}")
+        raise RuntimeError(f"the undisturbed run failed (left: {left}):\n{attempt.console()[-3000:]}")
     return [json.loads(line) for line in metric_lines(folder / "run")]
 
 

@@ -60,9 +60,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 def least_ranks(config: Config) -> int:
     """Ranks of one replica of the model, or of as many as make whole engines."""
     parallel = config.parallel
-    sizes = (parallel.tensor, parallel.pipeline, parallel.context, config.rollout.tensor_parallel)
-    tensor, pipeline, context, engine = (max(1, size) for size in sizes)
-    return math.lcm(tensor * pipeline * context, engine)
+    sizes = (parallel.tensor, parallel.context, parallel.expert, parallel.expert_tensor)
+    tensor, context, expert, expert_tensor = (max(1, size) for size in sizes)
+    stage = math.lcm(tensor * context, expert * expert_tensor)
+    return math.lcm(stage * max(1, parallel.pipeline), max(1, config.rollout.tensor_parallel))
 
 
 def checked_shape(config: Config, ranks: int) -> ModelShape:
@@ -100,6 +101,8 @@ def heading(config: Config, shape: ModelShape, ranks: int, target: Target) -> st
     parallel = config.parallel
     replica = parallel.tensor * parallel.pipeline * parallel.context
     layout = f"TP{parallel.tensor} x CP{parallel.context} x PP{parallel.pipeline} x DP{ranks // replica}"
+    if shape.num_experts:
+        layout += f" x EP{parallel.expert} x ETP{parallel.expert_tensor}"
     lines = [
         f"{config.model.path}: {parameter_count(shape) / 1e9:.3g} B parameters on {ranks} rank{'s' * (ranks != 1)}, "
         f"{layout}, engines of TP{config.rollout.tensor_parallel}"

@@ -28,10 +28,13 @@ logger = logging.getLogger(__name__)
 CHECKPOINTS = "checkpoints"
 MANIFEST = "manifest.json"
 SETTINGS = "config.yaml"
+PROGRESS = "progress.json"
 STATE = "state"
 COMPANIONS = "hf"
 PARTIAL = ".partial"
 DAMAGED = ".damaged"
+NEEDED = (PROGRESS, SETTINGS, f"{STATE}/.metadata")
+"""Files that every checkpoint has."""
 FORMAT = 1
 """Version of this layout, in every manifest."""
 
@@ -105,15 +108,25 @@ def read_checkpoint(folder: Path) -> Checkpoint:
     try:
         values: Any = json.loads(path.read_text(encoding="utf-8"))
         if values["format"] != FORMAT:
-            raise ValueError(f"its format is {values['format']}; this program reads {FORMAT}")
-        files = {name: FileEntry(int(x["size"]), str(x["sha256"])) for name, x in values["files"].items()}
-        checkpoint = Checkpoint(folder, int(values["step"]), bool(values["kept"]), files)
+            raise ValueError(f"its format is {values['format']!r}; this program reads {FORMAT}")
+        files = {name: FileEntry(_whole(x["size"]), str(x["sha256"])) for name, x in values["files"].items()}
+        checkpoint = Checkpoint(folder, _whole(values["step"]), bool(values["kept"]), files)
+        absent = [name for name in NEEDED if name not in files]
+        if absent:
+            raise ValueError(f"it does not name {', '.join(absent)}")
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise ValueError(f"{path} cannot be read ({type(error).__name__}: {error})") from error
     outside = [name for name in files if Path(name).is_absolute() or ".." in Path(name).parts]
     if outside:
         raise ValueError(f"{path} names files outside of its folder ({outside[0]!r})")
     return checkpoint
+
+
+def _whole(value: Any) -> int:
+    """JSON has numbers of any size and kind."""
+    if type(value) is int and 0 <= value < 2**63:
+        return value
+    raise ValueError(f"{value!r:.40} is no size and no step")
 
 
 def wrong_sizes(checkpoint: Checkpoint) -> list[str]:
@@ -131,14 +144,12 @@ def wrong_sizes(checkpoint: Checkpoint) -> list[str]:
 
 
 def wrong_contents(checkpoint: Checkpoint, names: Iterable[str]) -> list[str]:
-    """A sentence for every named file whose contents are not those that were written. Reads all of them."""
+    """A sentence for every named file whose contents are not those that were written. Reads all of them. OSError where
+    one cannot be read."""
     wrong = []
     for name in names:
-        try:
-            if file_entry(checkpoint.folder / name) != checkpoint.files[name]:
-                wrong.append(f"{name} has other contents than were written (SHA-256 differs)")
-        except OSError as error:
-            wrong.append(f"{name} cannot be read ({error.strerror})")
+        if file_entry(checkpoint.folder / name) != checkpoint.files[name]:
+            wrong.append(f"{name} has other contents than were written (SHA-256 differs)")
     return wrong
 
 
@@ -175,25 +186,32 @@ def publish(partial: Path, step: int, kept: bool, known: dict[str, FileEntry]) -
         raise ValueError("; ".join(lost))
     entries = {name: {"size": entry.size, "sha256": entry.sha256} for name, entry in files.items()}
     values = {"format": FORMAT, "step": step, "kept": kept, "files": entries}
-    with (partial / MANIFEST).open("w", encoding="utf-8") as file:
-        file.write(json.dumps(values, indent=1) + "\n")
-        file.flush()
-        os.fsync(file.fileno())
-    for folder in (partial / STATE, partial):
-        _flush_folder(folder)
+    (partial / MANIFEST).write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
+    for path in (*partial.rglob("*"), partial):
+        if path.relative_to(partial).as_posix() not in known:
+            _flush(path)
     final = partial.with_name(partial.name.removesuffix(PARTIAL))
-    shutil.rmtree(final, ignore_errors=True)
+    if final.exists():
+        _set_aside(final, DAMAGED)
     partial.rename(final)
-    _flush_folder(final.parent)
+    _flush(final.parent)
     return Checkpoint(final, step, kept, files)
 
 
-def _flush_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
+def _flush(path: Path) -> None:
+    """Force a file, or the names in a folder, to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def _set_aside(folder: Path, ending: str) -> Path:
+    """Give a folder a name that is no checkpoint's, at once: half of one must never have a complete one's name."""
+    other = folder.with_name(folder.name + ending)
+    shutil.rmtree(other, ignore_errors=True)
+    return folder.rename(other)
 
 
 def set_superseded_aside(root: Path, keep_last: int, keep_models: int | None) -> list[Path]:
@@ -204,12 +222,7 @@ def set_superseded_aside(root: Path, keep_last: int, keep_models: int | None) ->
     kept = [one for one in found if one.kept]
     stays = {one.folder for one in found[:keep_last]}
     stays |= {one.folder for one in (kept if keep_models is None else kept[:keep_models])}
-    aside = []
-    for folder in (one.folder for one in found if one.folder not in stays):
-        other = folder.with_name(folder.name + PARTIAL)
-        shutil.rmtree(other, ignore_errors=True)
-        aside.append(folder.rename(other))
-    return aside
+    return [_set_aside(one.folder, PARTIAL) for one in found if one.folder not in stays]
 
 
 def set_newer_aside(root: Path, step: int) -> None:
@@ -217,9 +230,7 @@ def set_newer_aside(root: Path, step: int) -> None:
     not count among the newest that stay."""
     for newer, folder in list(_named(root)):
         if newer > step:
-            other = folder.with_name(folder.name + DAMAGED)
-            shutil.rmtree(other, ignore_errors=True)
-            folder.rename(other)
+            other = _set_aside(folder, DAMAGED)
             logger.warning("%s is %s now; remove it when you have looked at it", folder, other.name)
 
 

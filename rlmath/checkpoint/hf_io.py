@@ -215,28 +215,40 @@ def write_hf_folder(
     """Write a Hugging Face model: the streamed weights as safetensors beside its `companions`.
 
     All ranks consume the stream; the one with `writes` writes, into a folder aside that is renamed when complete.
-    Files hold up to SHARD_BYTES. Tensors go to disk as they come.
+    Files hold up to SHARD_BYTES. Tensors go to disk as they come. OSError on that rank where the disk refuses; the
+    stream is consumed all the same, and nothing is left.
     """
+    if not writes:
+        for _ in tensors:
+            pass
+        return
     partial_folder = output.with_name(output.name + ".partial")
-    if writes:
+    try:
+        _write_partial(tensors, companions, partial_folder, dtype)
+        shutil.rmtree(output, ignore_errors=True)
+        partial_folder.rename(output)
+    except OSError:
+        for _ in tensors:  # the others count on it
+            pass
         shutil.rmtree(partial_folder, ignore_errors=True)
-        partial_folder.mkdir(parents=True)
-    files = SafetensorsWriter(partial_folder, SHARD_BYTES) if writes else None
+        raise
+
+
+def _write_partial(
+    tensors: Iterator[tuple[str, Tensor]], companions: Mapping[str, bytes], folder: Path, dtype: torch.dtype
+) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    files = SafetensorsWriter(folder, SHARD_BYTES)
     try:
         for name, tensor in tensors:
-            if files is not None:
-                files.add(name, tensor, dtype)
-        if files is None:
-            return
+            files.add(name, tensor, dtype)
         files.close()
     finally:
-        if files is not None:
-            files.abandon()
+        files.abandon()
     for name, content in companions.items():
-        (partial_folder / name).write_bytes(content)
-    note_dtype(partial_folder / "config.json", dtype)
-    shutil.rmtree(output, ignore_errors=True)
-    partial_folder.rename(output)
+        (folder / name).write_bytes(content)
+    note_dtype(folder / "config.json", dtype)
 
 
 def read_companions(source: str | Path) -> dict[str, bytes]:

@@ -156,7 +156,7 @@ def optimizer_pieces(optimizer: Any, pieces: Sequence[Piece], names: Sequence[st
             start, stop = max(piece.start, held.start), min(piece.stop, held.stop)
             for offset, size in rectangles(piece.shape, start - piece.start, stop - piece.start):
                 at = piece.start + _flat(offset, piece.shape) - held.start
-                for name in names:
+                for name in (one for one in names if one in tensors):
                     data = tensors[name][at : at + math.prod(size)]
                     found.append(_placed(piece, offset, size, name, data, held.is_share))
     return found
@@ -200,8 +200,9 @@ def make_room(optimizer: Any, names: Sequence[str], steps: int) -> None:
         for name in names:
             if name != MASTER and name not in held.state:
                 held.state[name] = torch.zeros_like(held.stepped)
+    counts = any(name != MASTER for name in names)  # plain SGD does not
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):
-        if part.optimizer is None or not steps:
+        if part.optimizer is None or not counts:
             continue
         if type(part.optimizer).__module__.startswith("torch.optim"):
             for stepped in (one for group in part.optimizer.param_groups for one in group["params"]):

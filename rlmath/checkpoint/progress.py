@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-PROGRESS = "progress.json"
+from rlmath.checkpoint.folders import PROGRESS
 
 
 @dataclass(frozen=True)
@@ -50,11 +51,30 @@ def read_progress(folder: Path) -> Progress:
     try:
         values: Any = json.loads(path.read_text(encoding="utf-8"))
         known = {field.name: values[field.name] for field in fields(Progress)}
-        for name in ("optimizer_tensors", "random_states"):
-            known[name] = tuple(str(one) for one in known[name])
-        for name in ("step", "epoch", "position", "updates", "syncs", "world_size"):
-            if type(known[name]) is not int or known[name] < 0:
-                raise ValueError(f'"{name}" is {known[name]!r}; needed: a whole number')
+        for name, value in known.items():
+            if not _KINDS[_kind(name)](value):
+                raise ValueError(f'"{name}" is {value!r:.80}; needed: {_kind(name)}')
+        for name in _LISTS:
+            known[name] = tuple(known[name])
         return Progress(**known)
     except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
         raise ValueError(f"{path} cannot be read ({type(error).__name__}: {error})") from error
+
+
+_LISTS = ("optimizer_tensors", "random_states")
+_TEXTS = ("layout", "model_fingerprint", "data_fingerprint")
+_KINDS: dict[str, Callable[[Any], bool]] = {
+    "a whole number": lambda value: type(value) is int and 0 <= value < 2**63,
+    "a text": lambda value: isinstance(value, str),
+    "a list of texts": lambda value: isinstance(value, list) and all(isinstance(one, str) for one in value),
+    "texts by name": lambda value: (
+        isinstance(value, dict) and all(isinstance(one, str) for one in value.values())
+    ),
+}
+
+
+def _kind(name: str) -> str:
+    """Of a field of `Progress`."""
+    if name == "versions":
+        return "texts by name"
+    return "a list of texts" if name in _LISTS else "a text" if name in _TEXTS else "a whole number"

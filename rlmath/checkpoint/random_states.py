@@ -7,7 +7,9 @@ from collections.abc import Mapping
 
 import numpy
 import torch
+import torch.distributed as dist
 from megatron.core import tensor_parallel
+from megatron.core.dist_checkpointing import ShardedTensor
 from torch import Tensor
 
 from rlmath.parallel.device import Device
@@ -33,6 +35,15 @@ def random_states(device: Device) -> dict[str, Tensor]:
         states["cuda"] = torch.cuda.get_rng_state(device.torch_device)
     tracked = tensor_parallel.get_cuda_rng_tracker().get_states()
     return states | {_MEGATRON + key: state for key, state in tracked.items()}
+
+
+def random_rows(states: Mapping[str, Tensor]) -> list[ShardedTensor]:
+    """Each rank's random states, a row of one table for each generator."""
+    place = (0, dist.get_rank(), dist.get_world_size())
+    return [
+        ShardedTensor.from_rank_offsets(f"random.{name}", state.unsqueeze(0), place)
+        for name, state in states.items()
+    ]
 
 
 def restore_random_states(states: Mapping[str, Tensor], device: Device) -> None:

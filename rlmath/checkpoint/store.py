@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import shutil
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -22,10 +22,9 @@ import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
-from megatron.core.dist_checkpointing.mapping import CheckpointingException, is_main_replica
+from megatron.core.dist_checkpointing.mapping import is_main_replica
 from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
-from torch.distributed.checkpoint import CheckpointException
 
 from megatron_patches import checkpointing
 from rlmath.checkpoint.folders import (
@@ -39,18 +38,22 @@ from rlmath.checkpoint.folders import (
     publish,
     set_superseded_aside,
 )
-from rlmath.checkpoint.pieces import MASTER, held_by, make_room, model_pieces, optimizer_pieces
+from rlmath.checkpoint.pieces import held_by, model_pieces, optimizer_pieces
 from rlmath.checkpoint.progress import Progress, write_progress
-from rlmath.checkpoint.random_states import random_states, restore_random_states
-from rlmath.checkpoint.torch_dist import SafeReader
+from rlmath.checkpoint.random_states import random_rows, random_states
+from rlmath.checkpoint.torch_dist import SafeReader, read_metadata
 from rlmath.checkpoint.writer import WriterProcess, Written
-from rlmath.parallel.collectives import from_rank_zero, gather_objects
+from rlmath.parallel.collectives import first_error, from_rank_zero, gather_objects, to_rank_zero
 from rlmath.parallel.device import Device
 
 logger = logging.getLogger(__name__)
 
 SPARE_BYTES = 64 * 2**20
 """Disk space that a checkpoint leaves free."""
+_COMMON = "common.pt"
+"""What Megatron keeps beside the tensors; of ours it is empty."""
+_LAST_REMOVALS_SECONDS = 30.0
+"""How long the end of a run waits for superseded checkpoints to be removed."""
 
 
 @dataclass(frozen=True)
@@ -79,13 +82,13 @@ class _InFlight:
     writes: bool = False
     """This rank has something to write."""
     files: Any = None
-    """Megatron's writer of the files, and"""
+    """Megatron's writer of the files; it also writes the index, when all ranks' files are there."""
     metadata: Any = None
-    """its metadata, on rank 0: what is written when all ranks' files are."""
+    """What the index says; None but on rank 0."""
 
 
 class CheckpointStore:
-    """Saves and loads the actor of this rank. One save at a time."""
+    """Saves the actor of this rank. One save at a time."""
 
     def __init__(
         self,
@@ -106,15 +109,22 @@ class CheckpointStore:
         self._rank = dist.get_rank()
         self._writer: WriterProcess | None = None
         self._in_flight: _InFlight | None = None
-        self._validated = False
         self._removals: list[threading.Thread] = []
 
     def warm_up(self) -> None:
-        """Start the process that writes, so that the first save does not wait for it."""
-        if self._writer is None or not self._writer.alive:
-            if self._writer is not None:
-                self._writer.close()
+        """Start the process that writes, so that the first save does not wait for it. Where that fails, the next save
+        tries again and says why."""
+        try:
+            self._have_writer()
+        except OSError as error:
+            logger.warning("the process that writes checkpoints does not start: %s", error)
+
+    def _have_writer(self) -> WriterProcess:
+        if self._writer is not None and not self._writer.alive:
+            self._end_writer()
+        if self._writer is None:
             self._writer = WriterProcess()
+        return self._writer
 
     @property
     def busy(self) -> bool:
@@ -131,62 +141,43 @@ class CheckpointStore:
         """Begin a save. Returns None, or why it could not begin. `progress` needs no names of tensors: they are filled
         in here."""
         assert not self.busy, "the save before it is to be finished first"
-        self.warm_up()
         state, progress = self._state(progress)
         partial = self._root / f"{folder_of(self._root, progress.step).name}{PARTIAL}"
         self._in_flight = save = _InFlight(partial, progress.step, kept)
         error = self._room_for(state) or self._open(progress, settings_yaml)
         if error is None:
-            buckets = self._plan(save, state)
-            save.writes = bool(buckets)
-            error = _first_error(self._submit(buckets))
+            error = first_error(self._submit(save, self._plan(save, state)))
         return None if error is None else self._give_up(error)
 
-    def finish(self) -> Saved:
-        """Wait until all ranks' parts are on disk, and make the checkpoint complete; or remove what there is."""
+    def finish(self, waiting: Callable[[], None] = lambda: None) -> Saved:
+        """Wait until all ranks' parts are on disk, and make the checkpoint complete; or remove what there is. Calls
+        `waiting` while the process that writes gets on."""
         save = self._in_flight
-        assert save is not None and self._writer is not None
-        mine = self._writer.result() if save.writes else Written([], {}, None)
-        written = gather_objects(mine)
-        error = next((f"rank {rank}: {one.error}" for rank, one in enumerate(written) if one.error), None)
+        assert save is not None
+        mine = Written([], {}, None)
+        if save.writes:
+            assert self._writer is not None
+            mine = self._writer.result(waiting)
+        error = first_error(mine.error and f"rank {self._rank}: {mine.error}")
         if error is not None:
             return self._give_up(error)
-        outcome = from_rank_zero(self._publish(save, written) if self._rank == 0 else None)
+        written = to_rank_zero(mine)
+        outcome = from_rank_zero(None if written is None else self._publish(save, written))
         if isinstance(outcome, str):
             return self._give_up(outcome)
         self._in_flight = None
         return Saved(save.step, outcome, None)
 
-    def load(self, checkpoint: Checkpoint, progress: Progress) -> None:
-        """Bring parameters, optimizer and, with as many ranks as then, random states back. ValueError where the
-        checkpoint does not fit the model."""
-        pieces, _ = model_pieces(self._chunks)
-        make_room(self._optimizer, progress.optimizer_tensors, progress.updates)
-        there = {name for held in held_by(self._optimizer) for name in held.tensors()}
-        names = [name for name in progress.optimizer_tensors if name in there]
-        wanted = [piece.sharded for piece in pieces] + optimizer_pieces(self._optimizer, pieces, names)
-        states: dict[str, torch.Tensor] = {}
-        if progress.world_size == dist.get_world_size():
-            states = {name: torch.empty_like(state) for name, state in random_states(self._device).items()}
-            states = {name: state for name, state in states.items() if name in progress.random_states}
-            wanted += self._random_rows(states)
-        by_number: dict[str, Any] = {str(number): one for number, one in enumerate(wanted)}
-        try:
-            dist_checkpointing.load(by_number, str(checkpoint.state), validate_access_integrity=False)
-        except (CheckpointingException, CheckpointException, KeyError) as error:
-            raise ValueError(f"the checkpoint {checkpoint.folder} does not fit the model: {error}") from error
-        if MASTER not in names and any(held.is_copy for held in held_by(self._optimizer)):
-            self._optimizer.reload_model_params()
-        if set(states) == set(progress.random_states) and states:
-            restore_random_states(states, self._device)
-
     def close(self) -> None:
         """End the process that writes. A save in flight is broken off, and never becomes visible."""
+        self._end_writer()
+        for thread in self._removals:
+            thread.join(_LAST_REMOVALS_SECONDS)
+
+    def _end_writer(self) -> None:
         if self._writer is not None:
             self._writer.close()
             self._writer = None
-        for thread in self._removals:
-            thread.join()
 
     # ------------------------------------------------------------ steps of a save
 
@@ -200,18 +191,10 @@ class CheckpointStore:
             *(piece.sharded for piece in pieces),
             *objects,
             *optimizer_pieces(self._optimizer, pieces, names),
-            *self._random_rows(states),
+            *random_rows(states),
         ]
         filled = replace(progress, optimizer_tensors=tuple(names), random_states=tuple(states))
         return {str(number): part for number, part in enumerate(parts)}, filled
-
-    def _random_rows(self, states: Mapping[str, torch.Tensor]) -> list[ShardedTensor]:
-        """Each rank's random states, a row of one table for each generator."""
-        ranks = dist.get_world_size()
-        return [
-            ShardedTensor.from_rank_offsets(f"random.{name}", state.unsqueeze(0), (0, self._rank, ranks))
-            for name, state in states.items()
-        ]
 
     def _room_for(self, state: Mapping[str, Any]) -> str | None:
         """What is wrong where the disk has no room for all ranks' parts."""
@@ -221,7 +204,17 @@ class CheckpointStore:
             if isinstance(part, ShardedTensor) and is_main_replica(part.replica_id)
         )
         needed = sum(gather_objects(mine)) + SPARE_BYTES
-        free = from_rank_zero(_free_bytes(self._root) if self._rank == 0 else 0)
+        return from_rank_zero(self._lacks(needed) if self._rank == 0 else None)
+
+    def _lacks(self, needed: int) -> str | None:
+        try:
+            self._root.mkdir(parents=True, exist_ok=True)
+            if shutil.disk_usage(self._root).free < needed:
+                for thread in self._removals:  # what they free counts
+                    thread.join(_LAST_REMOVALS_SECONDS)
+            free = shutil.disk_usage(self._root).free
+        except OSError as error:
+            return f"{self._root} cannot be used: {error}"
         if free >= needed:
             return None
         return f"the disk of {self._root} has {free / 2**30:.2f} GiB free; needed: {needed / 2**30:.2f} GiB"
@@ -242,7 +235,7 @@ class CheckpointStore:
         assert self._in_flight is not None
         if error is None and not (self._in_flight.partial / STATE).is_dir():
             error = f"rank {self._rank} does not see {self._in_flight.partial}: run.output_dir must be shared"
-        return _first_error(error)
+        return first_error(error)
 
     def _plan(self, save: _InFlight, state: dict[str, Any]) -> list[Any]:
         """Let Megatron plan who writes what; what this rank is to write."""
@@ -250,53 +243,61 @@ class CheckpointStore:
         shared = FullyParallelSaveStrategyWrapper(
             strategy, parallel_state.get_data_parallel_group(with_context_parallel=True)
         )
-        request = dist_checkpointing.save(
-            state,
-            str(save.partial / STATE),
-            shared,
-            validate_access_integrity=not self._validated,
-            async_sharded_save=True,
-        )
-        self._validated = True  # the layout does not change in a run
+        with checkpointing.common_part_left_out():
+            request = dist_checkpointing.save(
+                state,
+                str(save.partial / STATE),
+                shared,
+                validate_access_integrity=False,  # the sharing does it
+                async_sharded_save=True,
+            )
         save.files, save.metadata = strategy.planned
         return request.async_fn_args[1] if request.async_fn is not None else []
 
-    def _submit(self, buckets: Sequence[Any]) -> str | None:
-        assert self._writer is not None
+    def _submit(self, save: _InFlight, buckets: Sequence[Any]) -> str | None:
+        """Hand this rank's part over; what went wrong."""
+        save.writes = bool(buckets)
         try:
             if buckets:
-                self._writer.submit(buckets)
-        except MemoryError as trouble:
+                self._have_writer().submit(buckets)
+        except (MemoryError, OSError) as trouble:
             return f"rank {self._rank}: {trouble}"
+        finally:
+            save.files.write_buckets = None  # Megatron's own copies
         return None
 
     def _publish(self, save: _InFlight, written: Sequence[Written]) -> Checkpoint | str:
         """Rank 0 alone, without collectives: the others wait for the outcome, whatever the disk does."""
         known = {f"{STATE}/{name}": entry for one in written for name, entry in one.files.items()}
+        state = save.partial / STATE
         try:
             save.files.finish(save.metadata, [one.results for one in written])
-            save_config(CheckpointingConfig("torch_dist", 1), str(save.partial / STATE))
+            save_config(CheckpointingConfig("torch_dist", 1), str(state))
+            torch.save({}, state / _COMMON)
+            read_metadata(state)
             checkpoint = publish(save.partial, save.step, save.kept, known)
-            superseded = set_superseded_aside(
-                self._root, self._retention.keep_last, self._retention.keep_models
-            )
-        except (OSError, ValueError) as error:
+        except (OSError, RuntimeError, ValueError) as error:
             return f"{type(error).__name__}: {error}"
-        self._remove(superseded)
+        try:
+            self._remove(
+                set_superseded_aside(self._root, self._retention.keep_last, self._retention.keep_models)
+            )
+        except OSError as error:
+            logger.warning("superseded checkpoints cannot be removed: %s", error)
         return checkpoint
 
     def _remove(self, folders: Sequence[Path]) -> None:
         """In a thread: large files take long. What a run that is killed does not get to, the next one removes."""
         self._removals = [thread for thread in self._removals if thread.is_alive()]
         for folder in folders:
-            self._removals.append(threading.Thread(target=shutil.rmtree, args=(folder, True)))
+            self._removals.append(threading.Thread(target=shutil.rmtree, args=(folder, True), daemon=True))
             self._removals[-1].start()
 
     def _give_up(self, error: str) -> Saved:
         """Break off what writers are at, and leave nothing of the save."""
         save = self._in_flight
         assert save is not None
-        self.close()
+        self._end_writer()
         dist.barrier()
         if self._rank == 0:
             shutil.rmtree(save.partial, ignore_errors=True)
@@ -314,13 +315,3 @@ class _Strategy(TorchDistSaveShardedStrategy):
     def _get_save_and_finalize_callbacks(self, writer: Any, save_state_dict_ret: Any, *more: Any) -> Any:
         self.planned = writer, save_state_dict_ret[1]
         return super()._get_save_and_finalize_callbacks(writer, save_state_dict_ret, *more)
-
-
-def _free_bytes(root: Path) -> int:
-    root.mkdir(parents=True, exist_ok=True)
-    return shutil.disk_usage(root).free
-
-
-def _first_error(mine: str | None) -> str | None:
-    """The first error of any rank, on all ranks."""
-    return next((error for error in gather_objects(mine) if error is not None), None)

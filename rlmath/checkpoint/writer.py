@@ -2,7 +2,7 @@
 
 It is started as a program of its own, never forked: a rank holds process groups, engines and perhaps CUDA, which a fork
 would copy. The rank copies its tensors into shared memory that has no name in any file system, hands it over and goes
-on; the process writes, forces the bytes to disk and answers with checksums of what the disk then holds.
+on; the process writes, forces the bytes to disk and answers with checksums of what the files then hold.
 """
 
 from __future__ import annotations
@@ -17,21 +17,25 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing import reduction
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from torch import Tensor
 
 from rlmath.checkpoint.folders import FileEntry, file_entry
+from rlmath.parallel.device import local_world_size
+from rlmath.parallel.host_memory import available_bytes
 
 _ALIGNMENT = 64
 _NICENESS = 10
 _PR_SET_PDEATHSIG = 1
+_LOOK_SECONDS = 1.0
 _PROGRAM = "from rlmath.checkpoint.writer import main; main()"
 
 
@@ -85,57 +89,68 @@ class WriterProcess:
         with theirs:
             command = [
                 sys.executable,
+                "-P",  # a file of the current folder is no module
                 "-c",
                 _PROGRAM,
                 str(theirs.fileno()),
                 str(os.getpid()),
             ]
             self._process = subprocess.Popen(
-                command, pass_fds=[theirs.fileno()], env=environment, stdin=subprocess.DEVNULL
+                command,
+                pass_fds=[theirs.fileno()],
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,  # signals to the run's process group are for the rank, which may save once more
             )
         self._connection = Connection(ours.detach())
-        self._error: str | None = None
 
     @property
     def alive(self) -> bool:
         return self._process.poll() is None
 
-    def submit(self, buckets: Sequence[Any]) -> int:
-        """Copy what Megatron's writer wants written, and hand it over. Returns the bytes that were copied. The tensors
-        may change as soon as this returns. MemoryError where there is no room for the copy."""
+    def submit(self, buckets: Sequence[Any]) -> None:
+        """Copy what Megatron's writer wants written, and hand it over. The tensors may change as soon as this returns.
+        MemoryError where there is no room for the copy, OSError where the process does not take it."""
         size, jobs = _lay_out(buckets)
+        ranks = local_world_size() or 1
+        if size * ranks > available_bytes():
+            raise MemoryError(
+                f"no memory for copies of {size / 2**30:.2f} GiB that {ranks} ranks of this machine save"
+            )
         memory = os.memfd_create("rlmath-checkpoint")
         try:
-            try:
-                os.posix_fallocate(memory, 0, max(size, 1))
-            except OSError as error:
-                raise MemoryError(
-                    f"no memory for a copy of {size / 2**30:.2f} GiB to save: {error}"
-                ) from error
+            os.posix_fallocate(memory, 0, max(size, 1))
             _copy(buckets, jobs, memory, size)
-            self._error = None
-            try:
-                self._connection.send(size)
-                reduction.send_handle(self._connection, memory, self._process.pid)
-                self._connection.send(jobs)
-            except OSError as error:
-                self._error = f"the process that writes has ended ({error})"
+            self._connection.send(size)
+            reduction.send_handle(self._connection, memory, self._process.pid)
+            self._connection.send(jobs)
         finally:
             os.close(memory)
-        return size
 
     def ready(self, timeout: float = 0.0) -> bool:
         """Whether the answer is there, or will never come."""
-        return self._error is not None or self._connection.poll(timeout)
+        return self._connection.poll(timeout)
 
-    def result(self) -> Written:
-        """The answer to the last job. Waits for it."""
+    def result(self, waiting: Callable[[], None]) -> Written:
+        """The answer to the last job. Waits for it, and calls `waiting` while the process gets on."""
         try:
-            if self._error is None:
-                return self._connection.recv()
+            done = self._done()
+            while not self.ready(_LOOK_SECONDS):
+                before, done = done, self._done()
+                if done != before:
+                    waiting()
+            return self._connection.recv()
         except (EOFError, OSError) as error:
-            self._error = f"the process that writes has ended ({type(error).__name__})"
-        return Written([], {}, self._error)
+            return Written([], {}, f"the process that writes has ended ({type(error).__name__})")
+
+    def _done(self) -> tuple[float, ...]:
+        """Numbers that grow as long as the process computes or writes."""
+        try:
+            process = psutil.Process(self._process.pid)
+            times = process.cpu_times()
+            return times.user, times.system, float(process.io_counters().write_bytes)
+        except psutil.Error:
+            return ()
 
     def close(self) -> None:
         """End the process; a job that it is at is broken off."""
@@ -185,9 +200,6 @@ def main() -> None:
     """Write one job after the other, until the rank ends."""
     descriptor, parent = int(sys.argv[1]), int(sys.argv[2])
     _die_with(parent)
-    # Whoever ends the run tells the rank; it may want this process for one checkpoint more.
-    for name in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
-        signal.signal(name, signal.SIG_IGN)
     os.nice(_NICENESS)
     torch.set_num_threads(1)
     connection = Connection(descriptor)

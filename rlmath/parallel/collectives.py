@@ -34,6 +34,18 @@ def from_rank_zero(mine: T) -> T:
     return box[0]
 
 
+def to_rank_zero(mine: T) -> list[T] | None:
+    """What every rank holds, in order of ranks, on rank 0; None elsewhere."""
+    gathered: list[T] | None = [mine] * dist.get_world_size() if dist.get_rank() == 0 else None
+    dist.gather_object(mine, gathered, dst=0)
+    return gathered
+
+
+def first_error(mine: str | None) -> str | None:
+    """The first error of any rank, on all ranks."""
+    return next((error for error in gather_objects(mine) if error is not None), None)
+
+
 def sum_over_ranks(values: Mapping[str, float], device: torch.device) -> dict[str, float]:
     """Sums by key over all ranks, in float64. Every rank must name the same keys in the same order."""
     total = torch.tensor(list(values.values()), dtype=torch.float64, device=device)

@@ -86,7 +86,10 @@ def keep_metrics(output_dir: str | Path, last_step: int) -> int:
         for row in rows
     )
     unfinished = path.with_suffix(".tmp")
-    unfinished.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
+    with unfinished.open("w", encoding="utf-8") as file:
+        file.writelines(line + "\n" for line in lines)
+        file.flush()
+        os.fsync(file.fileno())
     os.replace(unfinished, path)
     return len(rows)
 

@@ -24,7 +24,8 @@ from rlmath.checkpoint.folders import (
 def make(root: Path, step: int, kept: bool = False) -> Path:
     partial = open_partial(root, step)
     (partial / "state" / "__0_0.distcp").write_bytes(bytes(range(256)) * step)
-    (partial / "progress.json").write_text("{}")
+    for name in ("progress.json", "config.yaml", "state/.metadata"):
+        (partial / name).write_text("{}")
     return publish(partial, step, kept, {}).folder
 
 
@@ -37,7 +38,12 @@ def test_what_is_published_is_found_newest_first_with_every_file(tmp_path: Path)
         make(tmp_path, step)
     found, problems = complete_checkpoints(tmp_path)
     assert [one.step for one in found] == [10, 7, 2] and problems == []
-    assert found[0].files.keys() == {"state/__0_0.distcp", "progress.json"}
+    assert found[0].files.keys() == {
+        "state/__0_0.distcp",
+        "state/.metadata",
+        "progress.json",
+        "config.yaml",
+    }
     assert found[0].files["state/__0_0.distcp"].size == 2560
     assert wrong_contents(found[0], found[0].files) == []
 
@@ -74,13 +80,21 @@ def test_a_folder_without_manifest_is_no_checkpoint(tmp_path: Path) -> None:
         '{"format": 99, "step": 1, "kept": false, "files": {}}',
         '{"format": 1, "step": "x", "kept": false, "files": {}}',
         '{"format": 1, "step": 1, "kept": false, "files": []}',
-        '{"format": 1, "step": 1, "kept": false, "files": {"../../etc/passwd": {"size": 1, "sha256": ""}}}',
-        '{"format": 1, "step": 1, "kept": false, "files": {"/etc/passwd": {"size": 1, "sha256": ""}}}',
+        '{"format": 1, "step": 1, "kept": false, "files": {"../../etc/passwd": {"size": 1, "sha256": ""}%s}}',
+        '{"format": 1, "step": 1e999, "kept": false, "files": {}}',
+        '{"format": 1, "step": 1, "kept": false, "files": {"a": {"size": 1e999, "sha256": ""}}}',
+        '{"format": 1, "step": 1, "kept": false, "files": {}}',
+        '{"format": 1, "step": true, "kept": false, "files": {}}',
+        '{"format": 1, "step": 1, "kept": false, "files": {"/etc/passwd": {"size": 1, "sha256": ""}%s}}',
     ],
 )
 def test_a_manifest_that_cannot_be_used_is_told(tmp_path: Path, manifest: str) -> None:
     folder = make(tmp_path, 1)
-    (folder / "manifest.json").write_text(manifest)
+    needed = "".join(
+        f', "{name}": {{"size": 2, "sha256": ""}}'
+        for name in ("progress.json", "config.yaml", "state/.metadata")
+    )
+    (folder / "manifest.json").write_text(manifest.replace("%s", needed))
     with pytest.raises(ValueError, match=r"manifest.json (cannot be read|names files outside)"):
         read_checkpoint(folder)
     assert steps(tmp_path) == []

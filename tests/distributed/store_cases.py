@@ -82,17 +82,15 @@ def save(folder: Path, case: Case, samples: list[Sample], root: Path) -> Outcome
 def load(folder: Path, case: Case, samples: list[Sample], root: Path) -> Outcome:
     """The newest checkpoint in this layout, and one more update."""
     from rlmath.checkpoint.folders import complete_checkpoints
+    from rlmath.checkpoint.loading import load_checkpoint
     from rlmath.checkpoint.progress import read_progress
 
     stage = build(folder, case)
-    store = open_store(stage, root)
     found, problems = complete_checkpoints(root)
     assert not problems, problems
     progress = read_progress(found[0].folder)
-    store.load(found[0], progress)
-    learner = stage.actor.learner
-    learner.scheduler.step(increment=progress.updates)
-    learner.updates = progress.updates
+    load_checkpoint(stage.actor.chunks, stage.actor.learner.optimizer, stage.device, found[0], progress)
+    stage.actor.learner.goes_on_after(progress.updates)
     numbers, state, weights = draws(), policy_state(stage), whole_tensors(stage)
     learn(stage, samples)
     return Outcome(state, weights, whole_tensors(stage), numbers)

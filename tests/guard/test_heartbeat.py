@@ -50,6 +50,7 @@ def test_a_frozen_rank_is_found_silent(tmp_path: Path) -> None:
         assert run.ends_within(END_SECONDS) != 0
 
 
+@pytest.mark.full
 def test_a_run_that_was_suspended_as_a_whole_goes_on(tmp_path: Path) -> None:
     with running(tmp_path / "run", "walk", "heartbeat_timeout_seconds=5") as run:
         ranks = [psutil.Process(run.pid(rank)) for rank in (0, 1)]
