@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from rlmath.assembly import build_parts
 from rlmath.checkpoint.folders import CHECKPOINTS
 from rlmath.checkpoint.hf_io import read_companions
 from rlmath.checkpoint.loading import load_checkpoint
