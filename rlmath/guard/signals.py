@@ -14,11 +14,8 @@ import signal
 import threading
 import time
 
-import torch
-
 from rlmath.guard.exit_status import NOT_SAVED_IN_TIME, write_exit_status
 from rlmath.guard.stacks import innermost_call, write_stacks
-from rlmath.parallel.collectives import max_over_ranks
 
 logger = logging.getLogger(__name__)
 
@@ -59,11 +56,6 @@ class StopRequest:
         if self._requested is None:
             self._requested = reason
         os.write(self._poke, b"\0")
-
-    def agreed(self) -> str | None:
-        """What asked any rank to stop, the same on all ranks. A collective: every rank asks after the same step."""
-        mine = {"reason": float(REASONS.index(self._requested))}
-        return REASONS[int(max_over_ranks(mine, torch.device("cpu"))["reason"])]
 
     def _note(self, number: int, _frame: object) -> None:
         if self._requested is None:

@@ -20,7 +20,8 @@ from rlmath.config import RunConfig
 from rlmath.guard.exit_status import FAILURE, SAVED_AND_STOPPED, write_exit_status
 from rlmath.guard.heartbeat import Heart
 from rlmath.guard.launcher import launcher_advice
-from rlmath.guard.signals import StopRequest
+from rlmath.guard.signals import REASONS, StopRequest
+from rlmath.parallel.collectives import max_over_ranks
 from rlmath.telemetry.console import setup_logging
 from rlmath.telemetry.timers import PhaseTimers
 
@@ -60,7 +61,8 @@ def walk(heart: Heart, stop: StopRequest, folder: Path, behaviour: str) -> int:
                         heart.progress()
         if behaviour == "long rollout" and step == 6:
             return 0
-        if stop.agreed():
+        asked = max_over_ranks({"stop": float(REASONS.index(stop.requested))}, torch.device("cpu"))
+        if asked["stop"]:
             with timers.phase("save"):
                 if behaviour == "slow save":
                     waits_for_ever()
