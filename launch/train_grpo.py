@@ -10,12 +10,14 @@ import os
 import socket
 import sys
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
+from pathlib import Path
 
+from rlmath.config import Config
 from rlmath.config_files import load_config, split_arguments
 from rlmath.export_format import output_bytes
-from rlmath.guard.exit_status import FAILURE, MISTAKE, clear_exit_status
+from rlmath.guard.exit_status import FAILURE, MISTAKE, clear_exit_status, write_exit_status
 from rlmath.inputs import load_inputs
 from rlmath.parallel.device import environment_rank, environment_world_size
 from rlmath.preflight import check_config
@@ -29,9 +31,8 @@ logger = logging.getLogger(__name__)
 OTHERS_WAIT_SECONDS = 10.0
 
 
-def prepare() -> Prepared:
+def prepare(config: Config) -> Prepared:
     """ValueError for all that can be known to be wrong before the start."""
-    config = load_config(*split_arguments("Train a model with GRPO."))
     shape = check_config(config, environment_world_size())
     inputs = load_inputs(config, shape)
     origin = origin_of(config, inputs)
@@ -52,9 +53,11 @@ def take_folder(prepared: Prepared, stack: ExitStack) -> Prepared:
 def main() -> int:
     """One of `rlmath.guard.exit_status`."""
     setup_logging(environment_rank())
+    config = None
     with ExitStack() as stack:
         try:
-            prepared = prepare()
+            config = load_config(*split_arguments("Train a model with GRPO."))
+            prepared = prepare(config)
             if environment_rank() == 0:
                 prepared = take_folder(prepared, stack)
         except ValueError as error:
@@ -63,8 +66,19 @@ def main() -> int:
             if environment_rank() != 0:
                 time.sleep(OTHERS_WAIT_SECONDS)
             logger.error("%s", error)
+            if environment_rank() == 0 and config is not None:
+                leave_word(config.run.output_dir, str(error).partition("\n")[0])
             return MISTAKE
         return train(prepared)
+
+
+def leave_word(output_dir: str, message: str) -> None:
+    """Tell whoever looks at the folder's exit status; not in one that is not there, nor in one where a run is at
+    work."""
+    with suppress(ValueError, OSError):
+        if Path(output_dir).is_dir():
+            with sole_user(output_dir):
+                write_exit_status(output_dir, MISTAKE, message)
 
 
 def train(prepared: Prepared) -> int:

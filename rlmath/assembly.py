@@ -40,8 +40,10 @@ def build_parts(
     start_megatron(mesh, device, config.run.seed, config.run.distributed_timeout_seconds)
     max_sequence = config.data.max_prompt_tokens + config.rollout.max_new_tokens
     shapes = engine_shapes(shape, mesh.engine_size)
+    heart.entered("build engine")
     engine = Engine(config.model.path, config.rollout, max_sequence, mesh, device, shapes)
     engine.memory.sleep()
+    heart.entered("build model")
     updates = most_updates(config, inputs.total_steps)
     stops = inputs.stop_token_ids
     actor = build_actor(config, shape, mesh, device, updates, stops)
@@ -54,21 +56,9 @@ def build_parts(
     watch = _memory_watch(config.memory, mesh.rank)
     switch = MemorySwitch(engine, offload, sync, watch, timers, device)
     collector = Collector(engine, mesh, inputs.tokenizer, config.rollout, config.reward, pool)
-    parts = Parts(
-        config,
-        shape,
-        mesh,
-        inputs.prompts,
-        inputs.order,
-        actor,
-        reference,
-        offload,
-        sync,
-        switch,
-        collector,
-        timers,
-    )
-    return parts, engine
+    data = (inputs.prompts, inputs.order)
+    machinery = (offload, sync, switch, collector, timers)
+    return Parts(config, shape, mesh, *data, actor, reference, *machinery), engine
 
 
 def _memory_watch(settings: MemoryConfig, rank: int) -> MemoryWatch:

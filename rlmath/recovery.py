@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -169,9 +169,12 @@ def _may_change(key: str) -> bool:
     return any(key.startswith(one) if one.endswith(".") else key == one for one in MAY_CHANGE)
 
 
-def choose_checkpoint(recovery: Recovery | None) -> Chosen | None:
+def choose_checkpoint(
+    recovery: Recovery | None, sign_of_life: Callable[[], None] = lambda: None
+) -> Chosen | None:
     """The newest candidate of rank 0's whose files are all as they were written. A collective: each rank reads a share
-    of the files. ValueError on all ranks where one cannot read what rank 0 can, and where no candidate is whole."""
+    of the files, and calls `sign_of_life` for every few MiB of them. ValueError on all ranks where one cannot read what
+    rank 0 can, and where no candidate is whole."""
     recovery = from_rank_zero(recovery)
     if recovery is None:
         return None
@@ -179,7 +182,7 @@ def choose_checkpoint(recovery: Recovery | None) -> Chosen | None:
         logger.warning("%s", note)
     damaged = []
     for checkpoint, progress in recovery.candidates:
-        damage = _damage(checkpoint)
+        damage = _damage(checkpoint, sign_of_life)
         if damage is None:
             return checkpoint, progress
         damaged.append(f"the checkpoint {checkpoint.folder} is damaged and is passed over: {damage}")
@@ -189,13 +192,13 @@ def choose_checkpoint(recovery: Recovery | None) -> Chosen | None:
     )
 
 
-def _damage(checkpoint: Checkpoint) -> str | None:
+def _damage(checkpoint: Checkpoint, sign_of_life: Callable[[], None]) -> str | None:
     """What is wrong with the files, as all ranks together find it."""
     rank, ranks = environment_rank(), environment_world_size()
     mine, unreadable = [], None
     for name in sorted(checkpoint.files)[rank::ranks]:
         try:
-            mine += wrong_contents(checkpoint, [name])
+            mine += wrong_contents(checkpoint, [name], sign_of_life)
         except OSError as error:
             unreadable = (
                 name,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import socket
 import time
 from pathlib import Path
 
@@ -26,6 +27,7 @@ from rlmath.guard.launcher import launcher_advice
 from rlmath.guard.signals import StopRequest
 from rlmath.memory_checks import start_up_lines
 from rlmath.memory_plan import mesh_of
+from rlmath.parallel.collectives import first_error
 from rlmath.parallel.device import (
     Device,
     environment_rank,
@@ -40,7 +42,7 @@ from rlmath.prepared import Prepared
 from rlmath.recovery import Chosen, choose_checkpoint
 from rlmath.reporter import Reporter
 from rlmath.rewards.judge import open_judges
-from rlmath.run_folder import claim_run_folder
+from rlmath.run_folder import CONFIG_NAME, claim_run_folder
 from rlmath.saver import EXPORT_FOLDER, Saver, library_versions
 from rlmath.trainer import Parts, Trainer
 
@@ -68,13 +70,14 @@ def run_training(prepared: Prepared) -> int:
         heart = stack.enter_context(
             Heart(config.run, mesh.rank, mesh.world_size, config.run.output_dir, stop)
         )
-        chosen = choose_checkpoint(prepared.recovery)
+        heart.entered("check checkpoint")
+        chosen = choose_checkpoint(prepared.recovery, heart.progress)
         _claim_folder(prepared, mesh, chosen)
         parts, engine = build_parts(config, prepared.shape, prepared.inputs, mesh, device, pool, heart)
         companions = read_companions(config.model.path)
         store = stack.enter_context(contextlib.closing(_open_store(parts, device, companions)))
         saver = Saver(parts, store, prepared.origin, companions, stop, heart.progress)
-        status = _train(parts, prepared, saver, chosen, heart, started)
+        status = _train(parts, prepared, saver, chosen, heart, stop, started)
         engine.close()
     if dist.is_initialized():
         dist.destroy_process_group()
@@ -98,6 +101,14 @@ def _claim_folder(prepared: Prepared, mesh: Mesh, chosen: Chosen | None) -> None
         for line in lines:
             logger.info("%s", line)
     dist.barrier()
+    folder = Path(config.run.output_dir)
+    hidden = None if (folder / CONFIG_NAME).is_file() else f"rank {mesh.rank} on {socket.gethostname()}"
+    hidden = first_error(hidden)
+    if hidden is not None:
+        raise ValueError(
+            f'{hidden} does not see what rank 0 wrote into run.output_dir "{folder}"; it must lie on a disk that all '
+            "nodes share"
+        )
 
 
 def _open_store(parts: Parts, device: Device, companions: dict[str, bytes]) -> CheckpointStore:
@@ -112,11 +123,12 @@ def _open_store(parts: Parts, device: Device, companions: dict[str, bytes]) -> C
     )
 
 
-def _go_on(parts: Parts, chosen: Chosen | None) -> int:
+def _go_on(parts: Parts, chosen: Chosen | None, heart: Heart) -> int:
     """Load what was chosen, if anything; the number of steps done."""
     if chosen is None:
         return 0
     checkpoint, progress = chosen
+    heart.entered("load checkpoint")
     actor = parts.actor
     load_checkpoint(actor.chunks, actor.learner.optimizer, actor.executor.device, checkpoint, progress)
     parts.actor.learner.goes_on_after(progress.updates)
@@ -138,14 +150,18 @@ def _train(
     saver: Saver,
     chosen: Chosen | None,
     heart: Heart,
+    stop: StopRequest,
     started: float,
 ) -> int:
     device, total_steps = parts.actor.executor.device, prepared.inputs.total_steps
     folder = Path(parts.config.run.output_dir)
-    steps_done = _go_on(parts, chosen)
+    steps_done = _go_on(parts, chosen, heart)
     trainer = Trainer(parts)
-    heart.entered("first step")
     saver.newest = None if chosen is None else steps_done
+    reason = saver.asked_to_stop()
+    if reason is not None and steps_done < total_steps:
+        return _stop(parts, saver, steps_done, reason, stop)
+    heart.entered("first step")
     reporter = Reporter(parts, prepared.inputs, folder, steps_done) if parts.mesh.rank == 0 else None
     for number in range(steps_done, total_steps):
         heart.step = number + 1
@@ -155,7 +171,8 @@ def _train(
             reporter.step(number, record, memory, saver.seconds)
         reason = saver.after(number + 1, is_last=number + 1 == total_steps)
         if reason is not None and number + 1 < total_steps:
-            return _stop(parts, saver, number + 1, reason)
+            return _stop(parts, saver, number + 1, reason, stop)
+    stop.done()
     with parts.timers.phase("export"):
         saver.export(folder / EXPORT_FOLDER)
     if reporter is not None:
@@ -166,9 +183,10 @@ def _train(
     return FINISHED
 
 
-def _stop(parts: Parts, saver: Saver, step: int, reason: str) -> int:
+def _stop(parts: Parts, saver: Saver, step: int, reason: str, stop: StopRequest) -> int:
     """Tell that the run stops before its end."""
-    saved = saver.newest == step
+    stop.done()
+    saved = step in (0, saver.newest)
     status = SAVED_AND_STOPPED if saved else FAILURE
     message = f"stopped by {reason} after step {step}, " + (
         "which is saved: the same command goes on" if saved else "which could not be saved"

@@ -4,7 +4,7 @@ A launch script orders it so, on every rank:
 
     config = load_config(...)                               every rank: reads files
     shape = check_config(config, world_size)                every rank: reads files
-    recovery = find_recovery(config, origin)                every rank: reads manifests
+    recovery = find_recovery(config, origin, steps)         every rank: reads manifests
     check_output_folder(config.run.output_dir, config)      every rank: reads the folder
     init_process_group, choose_checkpoint(recovery)         every rank
     if rank == 0: claim_run_folder(config.run.output_dir, config)
@@ -39,6 +39,8 @@ logger = logging.getLogger(__name__)
 
 CONFIG_NAME = "config.yaml"
 EARLIER_NAME = "earlier"
+MODELS_FOLDER = "models"
+"""Where it holds models of kept checkpoints in Hugging Face form."""
 LOCK_NAME = ".lock"
 SUMMARY_NAME = "summary.json"
 MIN_FREE_BYTES = 2**30
@@ -77,6 +79,7 @@ def claim_run_folder(output_dir: str | Path, config: Config, steps_done: int | N
             if _SCRATCH.fullmatch(scratch.name):
                 scratch.unlink()
         remove_partial(folder / CHECKPOINTS)
+        remove_partial(folder / MODELS_FOLDER)
         if goes_on:
             _go_on_from(folder, steps_done)
         else:

@@ -19,6 +19,7 @@ from rlmath.export_format import export_dtype
 from rlmath.guard.signals import REASONS, StopRequest
 from rlmath.parallel.collectives import max_over_ranks
 from rlmath.recovery import Origin
+from rlmath.run_folder import MODELS_FOLDER
 from rlmath.save_times import FIRST_POINT, Frequency, SaveTimes
 from rlmath.sync.transfer import hf_stream
 from rlmath.trainer import Parts
@@ -27,8 +28,6 @@ logger = logging.getLogger(__name__)
 
 EXPORT_FOLDER = "hf_model"
 """Where the run's folder holds the exported Hugging Face model of the last step."""
-MODELS_FOLDER = "models"
-"""Where it holds those of kept checkpoints."""
 
 
 class Saver:
@@ -85,8 +84,14 @@ class Saver:
                 self._finish()
             if agreed["kept"] and self._parts.config.save.export_hf:
                 self._export_kept(step)
+            if ends:
+                self._store.settle()
         self.seconds = time.perf_counter() - started
         return reason
+
+    def asked_to_stop(self) -> str | None:
+        """What asked any rank to stop, before there is anything to save."""
+        return REASONS[int(self._agree(False, False)["stop"])]
 
     def _agree(self, kept: bool, point: bool) -> dict[str, float]:
         """What holds for all ranks: rank 0's clock, anybody's signal and unfinished writing."""

@@ -249,7 +249,7 @@ def run_layout(drill: Drill, kinds: list[str], rng: random.Random) -> tuple[list
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Disturb training runs and see whether they recover.")
-    parser.add_argument("--output", type=Path, required=True, help="a new folder")
+    parser.add_argument("--output", type=Path, default=Path("outputs/drill"), help="a new folder")
     parser.add_argument("--kills", type=int, default=30, help="disturbances in all")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--tensor-parallel", type=int, nargs="+", default=[2, 1], help="a layout for each")

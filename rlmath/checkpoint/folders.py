@@ -18,7 +18,7 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -143,22 +143,25 @@ def wrong_sizes(checkpoint: Checkpoint) -> list[str]:
     return wrong
 
 
-def wrong_contents(checkpoint: Checkpoint, names: Iterable[str]) -> list[str]:
+def wrong_contents(
+    checkpoint: Checkpoint, names: Iterable[str], on_block: Callable[[], None] = lambda: None
+) -> list[str]:
     """A sentence for every named file whose contents are not those that were written. Reads all of them. OSError where
     one cannot be read."""
     wrong = []
     for name in names:
-        if file_entry(checkpoint.folder / name) != checkpoint.files[name]:
+        if file_entry(checkpoint.folder / name, on_block) != checkpoint.files[name]:
             wrong.append(f"{name} has other contents than were written (SHA-256 differs)")
     return wrong
 
 
-def file_entry(path: Path) -> FileEntry:
-    """Size and checksum of a file, read from disk."""
+def file_entry(path: Path, on_block: Callable[[], None] = lambda: None) -> FileEntry:
+    """Size and checksum of a file, as it is read; `on_block` is called for every few MiB."""
     digest, size = hashlib.sha256(), 0
     with path.open("rb", buffering=0) as file:
         while block := file.read(_READ_BYTES):
             digest.update(block)
+            on_block()
             size += len(block)
     return FileEntry(size, digest.hexdigest())
 

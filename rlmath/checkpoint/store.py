@@ -42,7 +42,7 @@ from rlmath.checkpoint.pieces import held_by, model_pieces, optimizer_pieces
 from rlmath.checkpoint.progress import Progress, write_progress
 from rlmath.checkpoint.random_states import random_rows, random_states
 from rlmath.checkpoint.torch_dist import SafeReader, read_metadata
-from rlmath.checkpoint.writer import WriterProcess, Written
+from rlmath.checkpoint.writer import WriterProcess, Written, lacks_memory
 from rlmath.parallel.collectives import first_error, from_rank_zero, gather_objects, to_rank_zero
 from rlmath.parallel.device import Device
 
@@ -58,7 +58,7 @@ _LAST_REMOVALS_SECONDS = 30.0
 
 @dataclass(frozen=True)
 class Retention:
-    """How many checkpoints stay; see `folders.remove_superseded`."""
+    """How many checkpoints stay; see `folders.set_superseded_aside`."""
 
     keep_last: int
     keep_models: int | None
@@ -121,7 +121,7 @@ class CheckpointStore:
 
     def _have_writer(self) -> WriterProcess:
         if self._writer is not None and not self._writer.alive:
-            self._end_writer()
+            self.close()
         if self._writer is None:
             self._writer = WriterProcess()
         return self._writer
@@ -134,8 +134,8 @@ class CheckpointStore:
     @property
     def written(self) -> bool:
         """This rank's part of the save in flight is on disk, or has failed. Not a collective."""
-        assert self._in_flight is not None and self._writer is not None
-        return not self._in_flight.writes or self._writer.ready()
+        assert self._in_flight is not None
+        return not self._in_flight.writes or (self._writer is not None and self._writer.ready())
 
     def start(self, progress: Progress, kept: bool, settings_yaml: str) -> Saved | None:
         """Begin a save. Returns None, or why it could not begin. `progress` needs no names of tensors: they are filled
@@ -146,7 +146,8 @@ class CheckpointStore:
         self._in_flight = save = _InFlight(partial, progress.step, kept)
         error = self._room_for(state) or self._open(progress, settings_yaml)
         if error is None:
-            error = first_error(self._submit(save, self._plan(save, state)))
+            buckets = self._plan(save, state)
+            error = first_error(lacks_memory(buckets)) or first_error(self._submit(save, buckets))
         return None if error is None else self._give_up(error)
 
     def finish(self, waiting: Callable[[], None] = lambda: None) -> Saved:
@@ -170,14 +171,14 @@ class CheckpointStore:
 
     def close(self) -> None:
         """End the process that writes. A save in flight is broken off, and never becomes visible."""
-        self._end_writer()
-        for thread in self._removals:
-            thread.join(_LAST_REMOVALS_SECONDS)
-
-    def _end_writer(self) -> None:
         if self._writer is not None:
             self._writer.close()
             self._writer = None
+
+    def settle(self) -> None:
+        """Let superseded checkpoints be removed to the end, within limits: the run ends."""
+        for thread in self._removals:
+            thread.join(_LAST_REMOVALS_SECONDS)
 
     # ------------------------------------------------------------ steps of a save
 
@@ -260,7 +261,7 @@ class CheckpointStore:
         try:
             if buckets:
                 self._have_writer().submit(buckets)
-        except (MemoryError, OSError) as trouble:
+        except OSError as trouble:
             return f"rank {self._rank}: {trouble}"
         finally:
             save.files.write_buckets = None  # Megatron's own copies
@@ -297,7 +298,7 @@ class CheckpointStore:
         """Break off what writers are at, and leave nothing of the save."""
         save = self._in_flight
         assert save is not None
-        self._end_writer()
+        self.close()
         dist.barrier()
         if self._rank == 0:
             shutil.rmtree(save.partial, ignore_errors=True)

@@ -225,7 +225,7 @@ def _dtype(record: Any, key: str) -> torch.dtype:
 
 
 def _all_stored(tensors: dict[str, Any], storage: Iterable[MetadataIndex]) -> None:
-    """Every tensor's parts have a place, and together as many elements as the tensor."""
+    """Every tensor's parts have a place, begin at places of their own, and have as many elements as the tensor."""
     places = set(storage)
     lost = []
     for key, entry in tensors.items():
@@ -233,6 +233,7 @@ def _all_stored(tensors: dict[str, Any], storage: Iterable[MetadataIndex]) -> No
             whole = MetadataIndex(key) in places
         else:
             whole = all(MetadataIndex(key, chunk.offsets) in places for chunk in entry.chunks)
+            whole &= len({chunk.offsets for chunk in entry.chunks}) == len(entry.chunks)
             whole &= sum(math.prod(chunk.sizes) for chunk in entry.chunks) == math.prod(entry.size)
         if not whole:
             lost.append(key)

@@ -64,19 +64,21 @@ class StateReader:
         where a file is damaged."""
         entry = self.tensors[key]
         whole: Tensor | None = None
-        found = 0
+        found: list[list[tuple[int, int]]] = []
         for chunk in self._chunks_near(key, offset, size):
             common = _common(chunk, offset, size)
             if common is None:
                 continue
+            if any(_overlap(common, other) for other in found):
+                raise ValueError(f"{self.folder / INDEX}: parts of {key} overlap. Save or copy it again.")
+            found.append(common)
             part = self._part(key, chunk)[_slices(chunk.offsets, common)]
-            found += part.numel()
             if part.shape == torch.Size(size):
                 return part
             if whole is None:
                 whole = torch.empty(tuple(size), dtype=entry.properties.dtype)
             whole[_slices(offset, common)] = part
-        if whole is None or found != whole.numel():
+        if whole is None or sum(math.prod(b - a for a, b in one) for one in found) != whole.numel():
             raise ValueError(f"{self.folder / INDEX}: {key} is not stored whole. Save or copy it again.")
         return whole
 
@@ -105,6 +107,8 @@ class StateReader:
                 view = _Span(file, place.offset, place.length)
                 with zipfile.ZipFile(view) as archive:  # one could be packed to unfold to any size
                     size = sum(member.file_size for member in archive.infolist())
+                    if size <= expected + _OVERHEAD_BYTES and archive.testzip() is not None:
+                        raise ValueError("its checksum differs")
                 if size > expected + _OVERHEAD_BYTES:
                     raise ValueError(f"it unfolds to {size} bytes, {expected} are needed")
                 view.seek(0)
@@ -167,6 +171,10 @@ def _common(
         for a, m, b, n in zip(chunk.offsets, chunk.sizes, offset, size, strict=True)
     ]
     return None if any(start >= stop for start, stop in bounds) else bounds
+
+
+def _overlap(one: Sequence[tuple[int, int]], other: Sequence[tuple[int, int]]) -> bool:
+    return all(max(a, c) < min(b, d) for (a, b), (c, d) in zip(one, other, strict=True))
 
 
 def _slices(origin: Sequence[int], bounds: Sequence[tuple[int, int]]) -> tuple[slice, ...]:

@@ -18,6 +18,9 @@ _NOT_THE_MODEL = ("optimizer.", "chained_", "random.", "rng_state", "opt_param_s
 _COMPUTED = "rotary_pos_emb.inv_freq"
 """Follows from config.json; older checkpoints have it."""
 _TOLD = 8
+MOST_PADDING = 2**14
+"""More rows than that beyond the vocabulary are no padding: it is filled up to a multiple of 128 times the tensor
+parallel size."""
 
 Region = tuple[str, tuple[int, ...], tuple[int, ...]]
 """Key, offset and size of a rectangle in a checkpoint."""
@@ -98,7 +101,8 @@ def _placed_in(
     wanted = (*lead_shape, stored.shape[0] // len(names), *stored.shape[1:])
     for name in names:
         size = tuple(reader.tensors[name].size)
-        filled_up = stored.placed.rule.form == "vocab" and size[0] >= wanted[0] and size[1:] == wanted[1:]
+        is_vocab = stored.placed.rule.form == "vocab"
+        filled_up = is_vocab and 0 <= size[0] - wanted[0] <= MOST_PADDING and size[1:] == wanted[1:]
         if size != wanted and not filled_up:
             return f"{name} has shape {size}, config.json makes it {wanted}"
     offset = (*lead, *(0 for _ in stored.shape))

@@ -74,6 +74,16 @@ class Written:
     """Why it failed; the rest is empty then."""
 
 
+def lacks_memory(buckets: Sequence[Any]) -> str | None:
+    """What is wrong where this machine has no memory for its ranks' copies, if they are all like this one. Ask on all
+    ranks before any of them copies."""
+    size, _ = _lay_out(buckets)
+    ranks = local_world_size() or 1
+    if size * ranks <= available_bytes():
+        return None
+    return f"no memory for copies of {size / 2**30:.2f} GiB that {ranks} ranks of this machine save"
+
+
 class WriterProcess:
     """The rank's side. One job at a time."""
 
@@ -110,13 +120,8 @@ class WriterProcess:
 
     def submit(self, buckets: Sequence[Any]) -> None:
         """Copy what Megatron's writer wants written, and hand it over. The tensors may change as soon as this returns.
-        MemoryError where there is no room for the copy, OSError where the process does not take it."""
+        OSError where the process does not take it. Ask `lacks_memory` before."""
         size, jobs = _lay_out(buckets)
-        ranks = local_world_size() or 1
-        if size * ranks > available_bytes():
-            raise MemoryError(
-                f"no memory for copies of {size / 2**30:.2f} GiB that {ranks} ranks of this machine save"
-            )
         memory = os.memfd_create("rlmath-checkpoint")
         try:
             os.posix_fallocate(memory, 0, max(size, 1))

@@ -46,6 +46,18 @@ TELL_SECONDS = 10.0
 VERDICT = "verdict"
 
 
+def watched(rank: int, world_size: int, ranks_per_node: int) -> list[int]:
+    """The ranks that a rank watches: the next ones, and of its own node's the next, which it sees die at once.
+
+    >>> watched(7, 16, 8)
+    [8, 9, 0]
+    """
+    first = rank // ranks_per_node * ranks_per_node
+    own = first + (rank - first + 1) % ranks_per_node
+    next_ones = [(rank + 1 + k) % world_size for k in range(min(NEIGHBOURS, world_size - 1))]
+    return list(dict.fromkeys([*next_ones, *([own] if own not in (rank, world_size) else [])]))
+
+
 class Heart:
     """One per rank, for the life of the run. In the program of every rank, after the process group is there:
 
@@ -63,7 +75,7 @@ class Heart:
     ) -> None:
         self.step = 0
         self._settings, self._rank, self._stop = settings, rank, stop
-        self._ring = [(rank + 1 + k) % world_size for k in range(min(NEIGHBOURS, world_size - 1))]
+        self._ring = watched(rank, world_size, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
         self._world_size = world_size
         self._address = (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
         self._ending = Ending(output_dir, rank, world_size)
@@ -134,6 +146,8 @@ class Heart:
                 self._exchange(passed)
             except RuntimeError as error:  # what torch's stores raise
                 self._reconnect(error)
+            except (OSError, ValueError) as error:
+                logger.warning("rank %d could not look after its neighbours: %s", self._rank, error)
             self._wake.wait(BEAT_SECONDS)
         self._publish_leave()
 

@@ -12,7 +12,6 @@ import os
 import select
 import signal
 import threading
-import time
 
 from rlmath.guard.exit_status import NOT_SAVED_IN_TIME, write_exit_status
 from rlmath.guard.stacks import innermost_call, write_stacks
@@ -36,14 +35,15 @@ class StopRequest:
     def __init__(self, grace_seconds: float, output_dir: str, rank: int) -> None:
         self._grace, self._output_dir, self._rank = grace_seconds, output_dir, rank
         self._requested: str | None = None
+        self._done = threading.Event()
         self._wake, self._poke = os.pipe()
         os.set_blocking(self._poke, False)
 
     def install(self) -> None:
-        """Take over the signals; from the main thread, once. Children that are started later get their defaults."""
+        """Take over the signals; from the main thread, once. Programs that are started later get their defaults."""
+        signal.set_wakeup_fd(self._poke, warn_on_full_buffer=False)
         for number in SIGNALS:
             signal.signal(number, self._note)
-        signal.set_wakeup_fd(self._poke, warn_on_full_buffer=False)
         threading.Thread(target=self._keep_time, name="stop-deadline", daemon=True).start()
 
     @property
@@ -57,6 +57,10 @@ class StopRequest:
             self._requested = reason
         os.write(self._poke, b"\0")
 
+    def done(self) -> None:
+        """What was to be saved is saved, or nothing was: the clock stops."""
+        self._done.set()
+
     def _note(self, number: int, _frame: object) -> None:
         if self._requested is None:
             self._requested = signal.Signals(number).name
@@ -69,8 +73,8 @@ class StopRequest:
                 if number in SIGNALS:
                     self._note(number, None)
         logger.info("%s: the run saves after this step and stops, within %g s", self._requested, self._grace)
-        time.sleep(self._grace)
-        self._give_up()
+        if not self._done.wait(self._grace):
+            self._give_up()
 
     def _give_up(self) -> None:
         told = (

@@ -258,6 +258,8 @@ def our_checkpoint(root: Path, state: Path, step: int, model: Path) -> Path:
     shutil.copytree(state, partial / "state", dirs_exist_ok=True)
     for name, content in read_companions(model).items():
         (partial / "hf" / name).write_bytes(content)
+    for name in ("progress.json", "config.yaml"):
+        (partial / name).write_text("{}")
     return publish(partial, step, True, {}).folder
 
 

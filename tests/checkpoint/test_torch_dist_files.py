@@ -70,6 +70,25 @@ def test_files_that_were_damaged_are_told_by_name(tmp_path: Path):
         StateReader(tmp_path / "g")
 
 
+def test_one_flipped_bit_among_the_numbers_is_found(tmp_path: Path):
+    whole = grid(tmp_path / "g")
+    path = tmp_path / "g" / "__2_0.distcp"
+    content = bytearray(path.read_bytes())
+    content[content.index(whole[2, :3].contiguous().numpy().tobytes()) + 1] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=r"__2_0\.distcp is damaged where grid is stored .*checksum"):
+        StateReader(tmp_path / "g").read("grid", (2, 0), (2, 3))
+
+
+def test_parts_that_overlap_and_leave_a_gap_are_refused(tmp_path: Path):
+    writer = StateWriter(tmp_path)
+    writer.add(0, "t", (0,), (4,), torch.zeros(2))
+    writer.add(0, "t", (1,), (4,), torch.ones(2))
+    writer.close()
+    with pytest.raises(ValueError, match="parts of t overlap"):
+        StateReader(tmp_path).read("t", (0,), (4,))
+
+
 def replace_part(folder: Path, content: bytes) -> None:
     """Put other bytes in the place of an index's one part."""
     metadata = FileSystemReader(folder).read_metadata()
