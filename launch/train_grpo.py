@@ -89,7 +89,7 @@ def train(prepared: Prepared) -> int:
     try:
         return run_training(prepared)
     except BaseException:
-        logger.exception("rank %d on %s failed; the run ends", environment_rank(), socket.gethostname())
+        logger.exception("What rank %d on %s failed with:", environment_rank(), socket.gethostname())
         logging.shutdown()
         # Threads and process groups of a broken run may wait for peers that wait for us.
         os._exit(FAILURE)

@@ -70,18 +70,27 @@ def run_training(prepared: Prepared) -> int:
         heart = stack.enter_context(
             Heart(config.run, mesh.rank, mesh.world_size, config.run.output_dir, stop)
         )
+        stack.push(_tell_error)
         heart.entered("check checkpoint")
         chosen = choose_checkpoint(prepared.recovery, heart.progress)
         _claim_folder(prepared, mesh, chosen)
         parts, engine = build_parts(config, prepared.shape, prepared.inputs, mesh, device, pool, heart)
         companions = read_companions(config.model.path)
-        store = stack.enter_context(contextlib.closing(_open_store(parts, device, companions)))
+        store = _open_store(parts, device, companions)
+        stack.callback(store.close)
         saver = Saver(parts, store, prepared.origin, companions, stop, heart.progress)
         status = _train(parts, prepared, saver, chosen, heart, stop, started)
         engine.close()
     if dist.is_initialized():
         dist.destroy_process_group()
     return status
+
+
+def _tell_error(kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+    """In one line, at once: what is closed next may take its time, and the heart does not wait for it."""
+    if kind is not None:
+        rank, host = environment_rank(), socket.gethostname()
+        logger.error("rank %d on %s failed; the run ends: %s: %s", rank, host, kind.__name__, error)
 
 
 def _claim_folder(prepared: Prepared, mesh: Mesh, chosen: Chosen | None) -> None:
