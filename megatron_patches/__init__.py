@@ -1,4 +1,4 @@
-"""What Megatron-Core needs changed to run on CPU under gloo. Nothing is patched on GPU.
+"""What Megatron-Core needs changed to run on CPU under gloo, and to write checkpoints (`checkpointing`, on GPU, too).
 
 Covers megatron-core 0.16.1 and 0.19.2. torch itself stays untouched: vLLM lives in the same process.
 """

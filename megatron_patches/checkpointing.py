@@ -7,7 +7,7 @@ for the queue in which a process that writes answers the rank. `save_common` wri
 Why: our writer answers through a connection of its own (`rlmath.checkpoint.writer`); a full disk must not leave the
 other ranks waiting, so `rlmath.checkpoint.store` writes the common part where it can say so; a file from somebody else
 must not run code.
-Can go: when Megatron-Core takes both as arguments.
+Can go: when Megatron-Core takes all three as arguments.
 """
 
 from __future__ import annotations

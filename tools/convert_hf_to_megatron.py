@@ -11,7 +11,7 @@ The output has what Megatron-LM's --load looks for:
 Any tensor, pipeline, expert and data parallel size can load it. --tensor-parallel says to a multiple of what the
 vocabulary is filled up with zero rows (Megatron loads it, too, where it fills up otherwise), and both over how many
 files the tensors are spread. No GPU, no torchrun; memory for the largest tensor, not for the model. It exits with 2 for
-a mistake, before anything is written, and with 1 where the disk fails; nothing half-written stays.
+a mistake or a damaged source, and with 1 where the disk fails; nothing half-written stays.
 """
 
 from __future__ import annotations

@@ -8,8 +8,8 @@ layout that saved it does not matter. Optimizer state is not read. The index of 
 without running anything in it.
 
 Which model it is, config.json says: that beside the checkpoint (hf/), or the one that --config names. No GPU, no
-torchrun; memory for the largest tensor, not for the model. It exits with 2 for a mistake, before anything is written,
-and with 1 where the disk fails; nothing half-written stays.
+torchrun; memory for the largest tensor, not for the model. It exits with 2 for
+a mistake or a damaged source, and with 1 where the disk fails; nothing half-written stays.
 """
 
 from __future__ import annotations

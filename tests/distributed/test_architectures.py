@@ -28,7 +28,7 @@ MODELS = {
 LAYOUTS = [
     Case(max_tokens=128),
     Case(tensor=2, max_tokens=128),
-    Case(pipeline=2, max_tokens=128),
+    pytest.param(Case(pipeline=2, max_tokens=128), marks=pytest.mark.full),
     Case(tensor=2, pipeline=2, max_tokens=128),
     pytest.param(
         Case(tensor=2, pipeline=2, sequence=True, recompute=True, max_tokens=128), marks=pytest.mark.full

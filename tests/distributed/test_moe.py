@@ -26,11 +26,11 @@ EP2 = Case(data=2, expert=2)
 LAYOUTS = [
     Case(),
     EP2,
-    Case(pipeline=2),
     Case(tensor=2, sequence=True, expert=2),
 ]
 FULL_LAYOUTS = [
     Case(data=2),
+    Case(pipeline=2),
     Case(data=2, expert=2, recompute=True, max_tokens=64),
     Case(pipeline=2, virtual_pipeline=2, data=2, expert=2, max_tokens=64),
     Case(pipeline=2, data=2, expert=2, max_tokens=64),
