@@ -11,6 +11,7 @@ from rlmath.checkpoint.hf_tables import parameter_count
 from rlmath.config import Config
 from rlmath.model_shape import ModelShape
 from rlmath.parallel.device import resolve_kind
+from rlmath.save_times import models_of, points_of
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _TRAINED = {"cpu": torch.float32, "cuda": torch.bfloat16}
@@ -39,16 +40,8 @@ def output_bytes(config: Config, shape: ModelShape) -> int:
     """Disk space that a run still needs: for the model it leaves and, where it makes any, for the checkpoints that stay
     and the one that is being written, less those that are there (bytes)."""
     save = config.save
-    frequencies = (
-        save.save_freq_epochs,
-        save.save_freq_steps,
-        save.save_freq_secs,
-        save.ckpt_freq_epochs,
-        save.ckpt_freq_steps,
-        save.ckpt_freq_secs,
-    )
     wanted = 0
-    if any(frequency is not None for frequency in frequencies):
+    if not (points_of(save).never and models_of(save).never):
         wanted = (save.keep_last + 1) * checkpoint_bytes(config, shape)
     found, _ = complete_checkpoints(Path(config.run.output_dir) / CHECKPOINTS)
     there = sum(entry.size for one in found for entry in one.files.values())

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from rlmath.config import SaveConfig
+
 FIRST_POINT = 2
 """Steps after which a run makes its first recovery point, as AReaL does."""
 
@@ -19,6 +21,16 @@ class Frequency:
     @property
     def never(self) -> bool:
         return self.epochs is None and self.steps is None and self.secs is None
+
+
+def points_of(save: SaveConfig) -> Frequency:
+    """How often the settings want a recovery point."""
+    return Frequency(save.ckpt_freq_epochs, save.ckpt_freq_steps, save.ckpt_freq_secs)
+
+
+def models_of(save: SaveConfig) -> Frequency:
+    """How often they want a checkpoint to keep."""
+    return Frequency(save.save_freq_epochs, save.save_freq_steps, save.save_freq_secs)
 
 
 class SaveTimes:

@@ -20,7 +20,7 @@ from rlmath.guard.signals import REASONS, StopRequest
 from rlmath.parallel.collectives import max_over_ranks
 from rlmath.recovery import Origin
 from rlmath.run_folder import MODELS_FOLDER
-from rlmath.save_times import FIRST_POINT, Frequency, SaveTimes
+from rlmath.save_times import FIRST_POINT, SaveTimes, models_of, points_of
 from rlmath.sync.transfer import hf_stream
 from rlmath.trainer import Parts
 
@@ -46,8 +46,8 @@ class Saver:
         long."""
         save, now = parts.config.save, time.monotonic()
         per_epoch = parts.order.steps_per_epoch
-        points = Frequency(save.ckpt_freq_epochs, save.ckpt_freq_steps, save.ckpt_freq_secs)
-        models = Frequency(save.save_freq_epochs, save.save_freq_steps, save.save_freq_secs)
+        points = points_of(save)
+        models = models_of(save)
         self._parts = parts
         self._store = store
         self._origin = origin

@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from rlmath.checkpoint.folders import COMPANIONS
-from rlmath.checkpoint.hf_io import HFReader, note_dtype, read_companions
+from rlmath.checkpoint.hf_io import HFReader, read_companions, write_companions
 from rlmath.checkpoint.hf_tables import hf_shapes, to_canonical
-from rlmath.checkpoint.hf_writer import SafetensorsWriter
+from rlmath.checkpoint.hf_writer import WORDS, SafetensorsWriter
 from rlmath.checkpoint.sources import RELEASE, TRACKER, HFTensor, read_headers
 from rlmath.checkpoint.torch_dist_files import StateReader, StateWriter
 from rlmath.checkpoint.torch_dist_match import find_all, listed, raise_listed
@@ -36,7 +36,7 @@ from rlmath.checkpoint.torch_dist_names import (
 )
 from rlmath.model_shape import ModelShape
 
-_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+_DTYPES = {word: dtype for dtype, word in WORDS.items()}
 DTYPES = {"auto": None, "float32": torch.float32, "bfloat16": torch.bfloat16}
 """Words of --dtype."""
 _COMPUTED = ".rotary_emb.inv_freq"
@@ -88,7 +88,7 @@ def hf_to_megatron(
             writer.add_object(tensor * (layer * pipeline // shape.num_layers), key)
         writer.close()
         (folder / COMPANIONS).mkdir()
-        _write_companions(folder / COMPANIONS, read_companions(source), dtype)
+        write_companions(folder / COMPANIONS, read_companions(source), dtype)
         (folder / TRACKER).write_text(RELEASE, encoding="utf-8")
     return Converted(len(names), writer.bytes)
 
@@ -125,7 +125,7 @@ def megatron_to_hf(
             writer.close()
         finally:
             writer.abandon()
-        _write_companions(folder, companions, dtype)
+        write_companions(folder, companions, dtype)
     return Converted(len(names), writer.bytes)
 
 
@@ -229,12 +229,6 @@ def check_output(output: Path) -> None:
     """ValueError where something is there already."""
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise ValueError(f"--output {output} is there already and is not an empty folder; name a new one.")
-
-
-def _write_companions(folder: Path, companions: Mapping[str, bytes], dtype: torch.dtype) -> None:
-    for name, content in companions.items():
-        (folder / name).write_bytes(content)
-    note_dtype(folder / "config.json", dtype)
 
 
 def _elements(shapes: Iterable[tuple[int, ...]]) -> int:

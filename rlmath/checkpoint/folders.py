@@ -76,6 +76,12 @@ def folder_of(root: Path, step: int) -> Path:
     return root / f"step-{step:06d}"
 
 
+def partial_of(root: Path, step: int) -> Path:
+    """Where it is while it is written."""
+    folder = folder_of(root, step)
+    return folder.with_name(folder.name + PARTIAL)
+
+
 def complete_checkpoints(root: Path) -> tuple[list[Checkpoint], list[str]]:
     """All under `root`, newest first, and a sentence on each whose manifest cannot be used. Reads manifests and sizes,
     not contents."""
@@ -168,7 +174,7 @@ def file_entry(path: Path, on_block: Callable[[], None] = lambda: None) -> FileE
 
 def open_partial(root: Path, step: int) -> Path:
     """An empty folder to write the checkpoint of a step into."""
-    partial = root / (folder_of(root, step).name + PARTIAL)
+    partial = partial_of(root, step)
     shutil.rmtree(partial, ignore_errors=True)
     (partial / STATE).mkdir(parents=True)
     (partial / COMPANIONS).mkdir()

@@ -246,6 +246,11 @@ def _write_partial(
         files.close()
     finally:
         files.abandon()
+    write_companions(folder, companions, dtype)
+
+
+def write_companions(folder: Path, companions: Mapping[str, bytes], dtype: torch.dtype) -> None:
+    """Put what a model has beside its weights into a folder, and their number format into config.json."""
     for name, content in companions.items():
         (folder / name).write_bytes(content)
     note_dtype(folder / "config.json", dtype)

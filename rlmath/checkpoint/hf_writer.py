@@ -18,7 +18,7 @@ allows."""
 _BLOCK = 2**22
 """Elements converted and written at a time."""
 
-_WORDS = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+WORDS = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 _LENGTH = struct.Struct("<Q")
 
 
@@ -98,7 +98,7 @@ class _File:
 
     def _entry(self, tensor: Tensor, dtype: torch.dtype, size: int) -> dict[str, object]:
         offsets = [self._size, self._size + size]
-        return {"dtype": _WORDS[dtype], "shape": list(tensor.shape), "data_offsets": offsets}
+        return {"dtype": WORDS[dtype], "shape": list(tensor.shape), "data_offsets": offsets}
 
     def close(self) -> None:
         header = json.dumps(self._header).encode().ljust(HEADER_BYTES)

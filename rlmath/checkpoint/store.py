@@ -29,12 +29,11 @@ from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShard
 from megatron_patches import checkpointing
 from rlmath.checkpoint.folders import (
     COMPANIONS,
-    PARTIAL,
     SETTINGS,
     STATE,
     Checkpoint,
-    folder_of,
     open_partial,
+    partial_of,
     publish,
     set_superseded_aside,
 )
@@ -142,8 +141,7 @@ class CheckpointStore:
         in here."""
         assert not self.busy, "the save before it is to be finished first"
         state, progress = self._state(progress)
-        partial = self._root / f"{folder_of(self._root, progress.step).name}{PARTIAL}"
-        self._in_flight = save = _InFlight(partial, progress.step, kept)
+        self._in_flight = save = _InFlight(partial_of(self._root, progress.step), progress.step, kept)
         error = self._room_for(state) or self._open(progress, settings_yaml)
         if error is None:
             buckets = self._plan(save, state)
