@@ -22,6 +22,7 @@ COMMON = [
     "jaxtyping",
     "numpy",
     "psutil",
+    "pyarrow",  # parquet files of prompts
     "setproctitle",
     "tensorboard",
     "tqdm",
@@ -48,7 +49,7 @@ setup(
             "megatron-core==0.19.2; python_version>='3.12'",
             "transformer-engine[pytorch,core_cu13]>=2.10,<3",
         ],
-        "test": ["pytest", "pytest-timeout", "hypothesis", "beartype", "mbridge"],
+        "test": ["pytest", "pytest-timeout", "hypothesis", "beartype", "mbridge", "scipy"],
         "wandb": ["wandb"],
     },
 )

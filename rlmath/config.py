@@ -55,19 +55,93 @@ class DataConfig:
     """The training prompts."""
 
     train_path: str = MISSING
-    """JSONL file with rows {"prompt", "task", "query_id", "solutions"}, the AReaL-boba form."""
+    """File or folder of prompts, in any form that docs/data.md lists: JSONL, parquet, or a folder of a Hugging Face
+    data set."""
+    more_train_paths: list[str] = field(default_factory=list)
+    """Further files or folders of prompts, mixed with those of `train_path`."""
+    train_weights: list[float] = field(default_factory=list)
+    """How often each file's prompts come in one epoch, `train_path`'s first: 1 once, 0.5 half of them, 2 twice. Empty:
+    all once."""
+    format: str = "auto"
+    """Form of the files: "auto" finds it in their first rows; "boba" (AReaL-boba, ORZ), "areal_v01" (AReaL v0.1, with
+    its id2info.json beside), "simplerl" (SimpleRL-Zoo), "dapo" (DAPO-Math), "question_answer" (plain rows)."""
+    template: str = "auto"
+    """What is made of a problem: "auto" (as it stands where the file has whole prompts, else the tokenizer's chat
+    template where there is one, else "qwen_boxed"), "r1_distill" (DeepSeek-R1-Distill), "qwen_boxed", "orz"
+    (Open-Reasoner-Zero), "chat" (the tokenizer's own), "raw" (as it stands)."""
     prompts_per_step: int = 128
-    """Prompts sampled in one step (AReaL: dataset.train_bs_n_seqs)."""
+    """Prompts sampled in one step (AReaL: dataset.train_bs_n_seqs). For SFT: sequences of one step."""
     max_prompt_tokens: int = 1024
     """Prompts longer than this many tokens are dropped, and counted on the console."""
+    max_unusable_share: float = 0.01
+    """Rows without an answer, with a repeated id or that are no rows at all are left out, and listed in
+    `<output_dir>/unusable_rows.jsonl`; a larger share of them ends the run (0 to 1)."""
     shuffle: bool = True
     """A new order every epoch, drawn from `run.seed`; false keeps the file's order."""
 
 
 @dataclass(frozen=True)
-class ParallelConfig:
-    """How the actor and the reference are sharded. Data parallel is what remains of the world size."""
+class StagesConfig:
+    """Stages of one run, such as a context that grows (8k, 16k, 24k): one number of each list for a stage. Empty lists:
+    one stage with the settings as they are."""
 
+    steps: list[int] = field(default_factory=list)
+    """Steps of each stage; `run.total_steps` stays null then, and epochs go on until all are done."""
+    max_new_tokens: list[int] = field(default_factory=list)
+    """`rollout.max_new_tokens` of each stage."""
+    max_tokens_per_microbatch: list[int] = field(default_factory=list)
+    """`policy.max_tokens_per_microbatch` of each stage. Empty: the same in all."""
+
+
+@dataclass(frozen=True)
+class ValidationConfig:
+    """Accuracy on files of its own while training goes on, under `validation/` in metrics.jsonl and TensorBoard."""
+
+    every_steps: int | None = None
+    """After every so many steps, and after the last. Null: never."""
+    paths: list[str] = field(default_factory=list)
+    """Files of problems, in any form that docs/data.md lists; each is named after its file."""
+    template: str | None = None
+    """As `data.template`. Null: the same."""
+    before_training: bool = True
+    """Also before the first step."""
+    batch_size: int = 128
+    """Problems that are sampled at a time."""
+    samples: int = 1
+    """Completions of one problem."""
+    temperature: float = 0.6
+    """Sampling temperature; 0 is greedy."""
+    top_p: float = 0.95
+    """Nucleus truncation."""
+    max_new_tokens: int | None = None
+    """Longest completion (tokens). Null: `rollout.max_new_tokens`."""
+    keep_best: bool = False
+    """Keep the Hugging Face model with the best mean accuracy so far in `<output_dir>/best_model`."""
+
+
+@dataclass(frozen=True)
+class SftConfig:
+    """launch/train_sft.py: cross-entropy on completions. It uses run, model, data (files of prompts with completions),
+    parallel, policy, optimizer, telemetry and save, too; the other sections have no effect there."""
+
+    max_sequence_tokens: int = 4096
+    """Longer sequences (prompt and completion) are dropped, and counted on the console."""
+    held_out_path: str | None = None
+    """File of sequences to evaluate on. Null: `held_out_share` of the training file."""
+    held_out_share: float = 0.01
+    """Share of the training sequences that are only evaluated on (0: none)."""
+    eval_every_steps: int | None = 100
+    """Steps between evaluations of the held-out loss; there is one before the first and after the last step, too.
+    Null: none."""
+
+
+@dataclass(frozen=True)
+class ParallelConfig:
+    """How the actor and the reference are sharded. A word such as d32t2p1 stands for the section: data 32, tensor 2,
+    pipeline 1; c is context, e expert parallel, and m is another letter for t (AReaL)."""
+
+    data: int | None = None
+    """Data-parallel size: replicas of the model. Null: what remains of the ranks."""
     tensor: int = 1
     """Tensor-parallel size: ranks that share every matrix. Divides attention heads and key-value groups."""
     pipeline: int = 1
@@ -339,6 +413,23 @@ class TelemetryConfig:
     """Write TensorBoard events under `<output_dir>/tensorboard`."""
     sample_groups_per_step: int = 2
     """Groups a step whose prompt, texts, rewards and advantages are kept under `<output_dir>/samples`. 0: none."""
+    wandb: str = "off"
+    """Weights & Biases, too: "off", "offline" (files under `<output_dir>/wandb`, without an account) or "online". Needs
+    `pip install rlmath[wandb]`."""
+    wandb_project: str = "rlmath"
+    """Its project."""
+    wandb_name: str | None = None
+    """Its name of the run. Null: the name of `run.output_dir`."""
+    warn_truncated: float = 0.05
+    """A share of truncated completions above this is warned of, once (0 to 1)."""
+    warn_dropped: float = 0.05
+    """Likewise a share of prompts that the filters drop."""
+    warn_importance_weight: float = 0.1
+    """Likewise a mean importance weight that is further from 1 than this."""
+    warn_flat_steps: int = 50
+    """Likewise a reward that has not risen over so many steps."""
+    warn_entropy_share: float = 0.2
+    """Likewise an entropy below this share of the first steps' (0 to 1)."""
 
 
 @dataclass(frozen=True)
@@ -373,11 +464,12 @@ class SaveConfig:
 
 @dataclass(frozen=True)
 class Config:
-    """All settings of launch/train_grpo.py."""
+    """All settings of launch/train_grpo.py and launch/train_sft.py."""
 
     run: RunConfig = field(default_factory=RunConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
+    stages: StagesConfig = field(default_factory=StagesConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     policy: PolicyConfig = field(default_factory=PolicyConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
@@ -387,5 +479,7 @@ class Config:
     reward: RewardConfig = field(default_factory=RewardConfig)
     selection: SelectionConfig = field(default_factory=SelectionConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    validation: ValidationConfig = field(default_factory=ValidationConfig)
+    sft: SftConfig = field(default_factory=SftConfig)
     telemetry: TelemetryConfig = field(default_factory=TelemetryConfig)
     save: SaveConfig = field(default_factory=SaveConfig)

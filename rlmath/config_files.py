@@ -26,6 +26,7 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from rlmath.compact_layout import COMPACT_SECTION, compact_layout
 from rlmath.config import MISSING, Config
 from rlmath.settings import (
     all_settings,
@@ -61,7 +62,7 @@ def load_config(yaml_paths: list[Path], overrides: list[str]) -> Config:
     must be given and was not; ValueError for a file that is missing, unreadable or not a mapping.
     """
     items = [item for path in yaml_paths for item in _read_yaml(Path(path), ())]
-    items += [_parse_override(override) for override in overrides]
+    items += [item for override in overrides for item in _parse_override(override)]
     given = [item for item in items if isinstance(item, _Given)]
     problems = [item for item in items if isinstance(item, str)]
     values = {item.key: item.value for item in given}
@@ -174,13 +175,35 @@ def _leaves(tree: Mapping[Any, Any], above: tuple[str, ...], source: str) -> Ite
             yield _Given(key, value, source)
         elif isinstance(value, Mapping) and value:
             yield from _leaves(value, parts, source)
+        elif key == COMPACT_SECTION and isinstance(value, str):
+            yield from _compact(value, source)
         elif key not in section_classes():
             yield f"{source}: {_unknown(key)}"
         elif value is not None and not isinstance(value, Mapping):
             yield f"{source}: {_section_not_value(key, value)}"
 
 
-def _parse_override(text: str) -> _Given | str:
+def _parse_override(text: str) -> Iterator[_Given | str]:
+    """`key.sub=value`, or the compact form of a section."""
+    section, _, word = text.partition("=")
+    if section == COMPACT_SECTION and word:
+        yield from _compact(word, "command line")
+    else:
+        yield _parse_value(text)
+
+
+def _compact(word: str, source: str) -> Iterator[_Given | str]:
+    """The settings that a layout such as d32t2p1 stands for: all sizes that it can name, 1 where it does not."""
+    try:
+        sizes = compact_layout(word)
+    except ValueError as error:
+        yield f"{source}: {error}"
+        return
+    for name, size in sizes.items():
+        yield _Given(f"{COMPACT_SECTION}.{name}", size, source)
+
+
+def _parse_value(text: str) -> _Given | str:
     """`key.sub=value`; for a text setting the value is taken as it stands, else it is read as YAML."""
     key, equals, value_text = text.partition("=")
     source = "command line"
@@ -310,4 +333,6 @@ def _escaped(value: Any) -> Any:
     r"""`${` in text as `\${`, so that it is read back as text and not as an interpolation."""
     if isinstance(value, dict):
         return {name: _escaped(part) for name, part in value.items()}
+    if isinstance(value, list):
+        return [_escaped(part) for part in value]
     return re.sub(r"(\\*)\$\{", r"\1\1\\${", value) if isinstance(value, str) else value

@@ -23,6 +23,12 @@ def rank_problems(parallel: ParallelConfig, engine: int, world_size: int) -> Ite
             f"{' x '.join(sizes)} is {' x '.join(map(str, sizes.values()))} = {replica}, which does not divide the "
             f"{world_size} ranks of this run. Start a multiple of {replica}, or change them."
         )
+    elif parallel.data is not None and parallel.data * replica != world_size:
+        wanted = parallel.data * replica
+        yield (
+            f"parallel.data is {parallel.data}; with {' x '.join(sizes)} = {replica} it makes {wanted} ranks, and this "
+            f"run has {world_size}. Start {wanted}, or set parallel.data=null."
+        )
     if world_size % engine:
         yield (
             f"rollout.tensor_parallel is {engine}, which does not divide the {world_size} ranks of this run; "

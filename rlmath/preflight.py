@@ -102,7 +102,10 @@ def harmless_settings(config: Config) -> list[str]:
 
 def _range_problems(config: Config) -> Iterator[str]:
     for key, value in setting_values(config).items():
-        if key in RANGES and value is not None and not RANGES[key].holds(value):
+        if key not in RANGES or value is None:
+            continue
+        numbers = value if isinstance(value, list) else [value]
+        if not all(RANGES[key].holds(number) for number in numbers):
             why = RANGES[key].why
             yield f"{key} is {value}; needed: {RANGES[key]}.{' ' + why if why else ''}"
 

@@ -59,6 +59,12 @@ RANGES: dict[str, Range] = {
     "run.hang_timeout_seconds": Range(5, 30 * 86400, why="Ranks beat once a second."),
     "data.prompts_per_step": _COUNT,
     "data.max_prompt_tokens": _COUNT,
+    "data.train_weights": _POSITIVE,
+    "data.max_unusable_share": Range(0, 1),
+    "stages.steps": _COUNT,
+    "stages.max_new_tokens": _COUNT,
+    "stages.max_tokens_per_microbatch": _COUNT,
+    "parallel.data": _COUNT,
     "parallel.tensor": _COUNT,
     "parallel.pipeline": _COUNT,
     "parallel.virtual_pipeline": _COUNT,
@@ -123,7 +129,21 @@ RANGES: dict[str, Range] = {
     "algorithm.early_stop_ratio": _ABOVE_ONE,
     "algorithm.early_stop_ratio_low": Range(0, 1, open_high=True, why=_FIRST_RATIO),
     "algorithm.early_stop_kl": _POSITIVE,
+    "validation.every_steps": _COUNT,
+    "validation.batch_size": _COUNT,
+    "validation.samples": _COUNT,
+    "validation.temperature": _NOT_NEGATIVE,
+    "validation.top_p": _SHARE,
+    "validation.max_new_tokens": _COUNT,
+    "sft.max_sequence_tokens": Range(2),
+    "sft.held_out_share": Range(0, 1, open_high=True),
+    "sft.eval_every_steps": _COUNT,
     "telemetry.sample_groups_per_step": _NOT_NEGATIVE,
+    "telemetry.warn_truncated": Range(0, 1),
+    "telemetry.warn_dropped": Range(0, 1),
+    "telemetry.warn_importance_weight": _POSITIVE,
+    "telemetry.warn_flat_steps": Range(2),
+    "telemetry.warn_entropy_share": Range(0, 1),
     "save.save_freq_epochs": _COUNT,
     "save.save_freq_steps": _COUNT,
     "save.save_freq_secs": _POSITIVE,
@@ -133,11 +153,15 @@ RANGES: dict[str, Range] = {
     "save.keep_last": _COUNT,
     "save.keep_models": _COUNT,
 }
-"""Range of every number in the config."""
+"""Range of every number in the config, and of every number of a list."""
+
+TEMPLATES = ("auto", "r1_distill", "qwen_boxed", "orz", "chat", "raw")
 
 WORDS: dict[str, tuple[str, ...]] = {
     "run.device": ("auto", "cpu", "cuda"),
     "run.recover_mode": ("auto", "resume", "disabled"),
+    "data.format": ("auto", "boba", "areal_v01", "simplerl", "dapo", "question_answer"),
+    "data.template": TEMPLATES,
     "policy.recompute_granularity": ("full", "selective"),
     "policy.recompute_method": ("uniform", "block"),
     "optimizer.kind": ("adam", "sgd"),
@@ -153,6 +177,8 @@ WORDS: dict[str, tuple[str, ...]] = {
     "algorithm.kl_in": ("loss", "reward"),
     "algorithm.kl_estimator": ("k1", "k2", "k3", "abs"),
     "algorithm.early_stop_action": ("skip", "end"),
+    "validation.template": TEMPLATES,
+    "telemetry.wandb": ("off", "offline", "online"),
     "save.export_dtype": ("auto", "float32", "bfloat16"),
 }
 """Words that a text setting may have; paths have none."""

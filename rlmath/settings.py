@@ -30,7 +30,7 @@ class Setting:
 
     key: str
     type_name: str
-    """"int", "float or null", ..."""
+    """"int", "float or null", "list of int", ..."""
     default: Any
     doc: str
 
@@ -48,7 +48,10 @@ def all_settings() -> Mapping[str, Setting]:
         hints = typing.get_type_hints(section_class)
         for field in dataclasses.fields(section_class):
             key, doc = f"{section}.{field.name}", docs.get((section_class.__name__, field.name), "")
-            found[key] = Setting(key, _type_name(hints[field.name]), field.default, doc)
+            default = field.default
+            if field.default_factory is not dataclasses.MISSING:
+                default = field.default_factory()
+            found[key] = Setting(key, _type_name(hints[field.name]), default, doc)
     return types.MappingProxyType(found)
 
 
@@ -140,6 +143,8 @@ def _text_of(node: ast.stmt) -> str:
 
 
 def _type_name(hint: Any) -> str:
+    if typing.get_origin(hint) is list:
+        return f"list of {_type_name(typing.get_args(hint)[0])}"
     return " or ".join(
         "null" if kind is types.NoneType else kind.__name__ for kind in typing.get_args(hint) or (hint,)
     )
@@ -150,7 +155,9 @@ def _default_text(default: Any) -> str:
 
 
 def as_yaml_word(value: Any) -> str:
-    """A value as one writes it in YAML: null, true, 3."""
+    """A value as one writes it in YAML: null, true, 3, [1, 2]."""
     if value is None:
         return "null"
+    if isinstance(value, list):
+        return f"[{', '.join(map(as_yaml_word, value))}]"
     return str(value).lower() if isinstance(value, bool) else str(value)

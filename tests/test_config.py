@@ -14,7 +14,15 @@ from rlmath.setting_ranges import RANGES, WORDS
 from rlmath.settings import all_settings, field_docs, section_classes
 
 PATHS = {"run.output_dir", "model.path", "data.train_path"}
-FREE_TEXTS = {*PATHS, "reward.function"}
+FREE_TEXTS = {
+    *PATHS,
+    "data.more_train_paths",
+    "validation.paths",
+    "sft.held_out_path",
+    "reward.function",
+    "telemetry.wandb_project",
+    "telemetry.wandb_name",
+}
 
 
 def test_every_field_has_a_docstring_right_under_it():
@@ -47,10 +55,13 @@ def test_only_the_paths_must_be_given():
 @pytest.mark.parametrize("key", all_settings())
 def test_every_number_has_a_range_and_every_word_its_set(key: str):
     setting = all_settings()[key]
-    if setting.type_name.startswith(("int", "float")):
+    kind = setting.type_name.removeprefix("list of ")
+    if kind != setting.type_name:
+        assert setting.default == [] and (key in FREE_TEXTS if kind == "str" else key in RANGES)
+    elif kind.startswith(("int", "float")):
         assert key in RANGES
         assert setting.default is None or RANGES[key].holds(setting.default)
-    elif setting.type_name.startswith("str") and key not in FREE_TEXTS:
+    elif kind.startswith("str") and key not in FREE_TEXTS:
         assert key in WORDS
         assert setting.default is None or setting.default in WORDS[key]
     else:

@@ -59,6 +59,7 @@ LAYERS = (
         "rlmath.setting_ranges",
         "rlmath.gpus",
         "rlmath.config_files",
+        "rlmath.compact_layout",
         "rlmath",
     ),
 )

@@ -183,9 +183,9 @@ def test_settings_without_effect_are_noted_and_no_error(place: Path):
 
 @pytest.mark.parametrize("key", RANGES)
 def test_a_number_out_of_its_range_is_told_with_the_range(place: Path, key: str):
-    limits = RANGES[key]
-    for value in just_outside(limits, whole=all_settings()[key].type_name.startswith("int")):
-        told = problems(place, f"{key}={value}")
+    limits, kind = RANGES[key], all_settings()[key].type_name
+    for value in just_outside(limits, whole=kind.removeprefix("list of ").startswith("int")):
+        told = problems(place, f"{key}=[1,{value}]" if kind.startswith("list") else f"{key}={value}")
         assert any(
             text.startswith(f"{key} is ") and f"needed: {limits}.{_why(limits)}" in text for text in told
         ), value
