@@ -9,6 +9,7 @@ from rlmath.model_shape import ModelShape
 from rlmath.parallel.collectives import from_rank_zero
 from rlmath.parallel.device import Device, local_world_size
 from rlmath.parallel.mesh import Mesh
+from rlmath.parts import Parts
 from rlmath.policy.actor import Actor, build_actor
 from rlmath.policy.model import start_megatron
 from rlmath.policy.offload import training_sets
@@ -18,13 +19,13 @@ from rlmath.rollout.collect import Collector
 from rlmath.rollout.engine import Engine
 from rlmath.rollout.memory import MemorySwitch
 from rlmath.rollout.memory_watch import MemoryWatch
+from rlmath.stages import engine_length, stages_of, training_alone
 from rlmath.sync.checked import CheckedSync
 from rlmath.sync.layouts import engine_shapes, training_layout
 from rlmath.sync.plan import bucket_bytes
 from rlmath.sync.probe import Probe
 from rlmath.sync.transfer import WeightSync
 from rlmath.telemetry.timers import PhaseTimers
-from rlmath.trainer import Parts
 
 
 def build_parts(
@@ -38,10 +39,9 @@ def build_parts(
 ) -> tuple[Parts, Engine]:
     """Everything a run works with, on this rank; the engine sleeps. Needs the process group."""
     start_megatron(mesh, device, config.run.seed, config.run.distributed_timeout_seconds)
-    max_sequence = config.data.max_prompt_tokens + config.rollout.max_new_tokens
     shapes = engine_shapes(shape, mesh.engine_size)
     heart.entered("build engine")
-    engine = Engine(config.model.path, config.rollout, max_sequence, mesh, device, shapes)
+    engine = Engine(config.model.path, config.rollout, engine_length(config), mesh, device, shapes)
     engine.memory.sleep()
     heart.entered("build model")
     updates = most_updates(config, inputs.total_steps)
@@ -58,7 +58,8 @@ def build_parts(
     collector = Collector(engine, mesh, inputs.tokenizer, config.rollout, config.reward, pool)
     data = (inputs.prompts, inputs.order)
     machinery = (offload, sync, switch, collector, timers)
-    return Parts(config, shape, mesh, *data, actor, reference, *machinery), engine
+    stages = stages_of(config, inputs.total_steps)
+    return Parts(config, stages, shape, mesh, *data, actor, reference, *machinery), engine
 
 
 def _memory_watch(settings: MemoryConfig, rank: int) -> MemoryWatch:
@@ -81,5 +82,6 @@ def _build_sync(
         bucket,
         from_rank_zero(local_world_size()),
     )
-    longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
-    return CheckedSync(sync, Probe(actor.executor, engine, mesh, longest), config.sync)
+    # The first stage's: the probe's tokens are the same in all, and with any validation.
+    length = engine_length(training_alone(stages_of(config, None)[0].config))
+    return CheckedSync(sync, Probe(actor.executor, engine, mesh, length), config.sync)

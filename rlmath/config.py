@@ -88,14 +88,15 @@ class StagesConfig:
     steps: list[int] = field(default_factory=list)
     """Steps of each stage; `run.total_steps` stays null then, and epochs go on until all are done."""
     max_new_tokens: list[int] = field(default_factory=list)
-    """`rollout.max_new_tokens` of each stage."""
+    """`rollout.max_new_tokens` of each stage, which has no effect then."""
     max_tokens_per_microbatch: list[int] = field(default_factory=list)
     """`policy.max_tokens_per_microbatch` of each stage. Empty: the same in all."""
 
 
 @dataclass(frozen=True)
 class ValidationConfig:
-    """Accuracy on files of its own while training goes on, under `validation/` in metrics.jsonl and TensorBoard."""
+    """Accuracy on files of its own while training goes on, under `validation/` in `<output_dir>/validation.jsonl` and
+    TensorBoard; see docs/stages.md."""
 
     every_steps: int | None = None
     """After every so many steps, and after the last. Null: never."""
@@ -114,7 +115,7 @@ class ValidationConfig:
     top_p: float = 0.95
     """Nucleus truncation."""
     max_new_tokens: int | None = None
-    """Longest completion (tokens). Null: `rollout.max_new_tokens`."""
+    """Longest completion (tokens). Null: `rollout.max_new_tokens`, or the largest of `stages.max_new_tokens`."""
     keep_best: bool = False
     """Keep the Hugging Face model with the best mean accuracy so far in `<output_dir>/best_model`."""
 
@@ -414,22 +415,24 @@ class TelemetryConfig:
     sample_groups_per_step: int = 2
     """Groups a step whose prompt, texts, rewards and advantages are kept under `<output_dir>/samples`. 0: none."""
     wandb: str = "off"
-    """Weights & Biases, too: "off", "offline" (files under `<output_dir>/wandb`, without an account) or "online". Needs
-    `pip install rlmath[wandb]`."""
+    """Weights & Biases, too: "off", "offline" (files under `<output_dir>/wandb`, without an account) or "online" (with
+    an account, `wandb login`). Needs `pip install rlmath[wandb]`."""
     wandb_project: str = "rlmath"
     """Its project."""
     wandb_name: str | None = None
     """Its name of the run. Null: the name of `run.output_dir`."""
     warn_truncated: float = 0.05
-    """A share of truncated completions above this is warned of, once (0 to 1)."""
+    """A share of truncated completions above this is warned of, once (0 to 1; 1: never). SimpleRL's report: normal is
+    less than 5%."""
     warn_dropped: float = 0.05
-    """Likewise a share of prompts that the filters drop."""
+    """Likewise a share of prompts that the filters drop, at the start (0 to 1; 1: never)."""
     warn_importance_weight: float = 0.1
-    """Likewise a mean importance weight that is further from 1 than this."""
+    """Likewise a mean importance weight that is further from 1 than this (a large one: never)."""
     warn_flat_steps: int = 50
-    """Likewise a reward that has not risen over so many steps."""
+    """Likewise a reward that has not risen beyond its noise over so many steps (more than the run has: never)."""
     warn_entropy_share: float = 0.2
-    """Likewise an entropy below this share of the first steps' (0 to 1)."""
+    """Likewise an entropy below this share of the first steps', and fallen twice as far as the share of wrong answers
+    (0 to 1; 0: never)."""
 
 
 @dataclass(frozen=True)

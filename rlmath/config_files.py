@@ -17,7 +17,7 @@ import os
 import re
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -97,11 +97,12 @@ def save_config(config: Config, path: Path) -> None:
         raise
 
 
-def make_parser(description: str) -> argparse.ArgumentParser:
-    """`--config FILE` (repeatable) and overrides; `--help` lists every setting. A script may add its own."""
+def make_parser(description: str, keys: Collection[str] | None = None) -> argparse.ArgumentParser:
+    """`--config FILE` (repeatable) and overrides; `--help` lists every setting, or those of `keys`. A script may add
+    its own."""
     parser = _Parser(
         description=description,
-        epilog=help_text(),
+        epilog=help_text(keys=keys),
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
@@ -114,8 +115,20 @@ def make_parser(description: str) -> argparse.ArgumentParser:
     return parser
 
 
-def split_arguments(description: str, argv: list[str] | None = None) -> tuple[list[Path], list[str]]:
-    """(YAML files, overrides) of a command line (default: this process's). `--help` prints and exits.
+def split_arguments(
+    description: str, argv: list[str] | None = None, keys: Collection[str] | None = None
+) -> tuple[list[Path], list[str]]:
+    """(YAML files, overrides) of a command line (default: this process's). `--help` prints the settings, or those of
+    `keys`, and exits.
+
+    Of the ranks that torchrun starts, only rank 0 prints.
+    """
+    parsed = parse_arguments(make_parser(description, keys), argv)
+    return parsed.config, parsed.overrides
+
+
+def parse_arguments(parser: argparse.ArgumentParser, argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """What `parser` makes of a command line (default: this process's), `config` and `overrides` among it.
 
     Of the ranks that torchrun starts, only rank 0 prints.
     """
@@ -123,8 +136,7 @@ def split_arguments(description: str, argv: list[str] | None = None) -> tuple[li
         if os.environ.get("RANK", "0") != "0":
             stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
             stack.enter_context(contextlib.redirect_stderr(io.StringIO()))
-        parsed = make_parser(description).parse_intermixed_args(sys.argv[1:] if argv is None else argv)
-    return parsed.config, parsed.overrides
+        return parser.parse_intermixed_args(sys.argv[1:] if argv is None else argv)
 
 
 class _Parser(argparse.ArgumentParser):

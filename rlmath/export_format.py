@@ -11,6 +11,7 @@ from rlmath.checkpoint.hf_tables import parameter_count
 from rlmath.config import Config
 from rlmath.model_shape import ModelShape
 from rlmath.parallel.device import resolve_kind
+from rlmath.run_folder import BEST_FOLDER, MODELS_FOLDER
 from rlmath.save_times import models_of, points_of
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -37,12 +38,22 @@ def checkpoint_bytes(config: Config, shape: ModelShape) -> int:
 
 
 def output_bytes(config: Config, shape: ModelShape) -> int:
-    """Disk space that a run still needs: for the model it leaves and, where it makes any, for the checkpoints that stay
-    and the one that is being written, less those that are there (bytes)."""
+    """Disk space that a run still needs: for the models it leaves and, where it makes any, for the checkpoints that
+    stay and the one that is being written, less those that are there (bytes)."""
     save = config.save
     wanted = 0
     if not (points_of(save).never and models_of(save).never):
         wanted = (save.keep_last + 1) * checkpoint_bytes(config, shape)
     found, _ = complete_checkpoints(Path(config.run.output_dir) / CHECKPOINTS)
     there = sum(entry.size for one in found for entry in one.files.values())
-    return export_bytes(config, shape) + max(0, wanted - there)
+    return _models(config) * export_bytes(config, shape) + max(0, wanted - there)
+
+
+def _models(config: Config) -> int:
+    """The models that a run is sure to leave: the last one, those of its stages, and the best one, which is written
+    anew before the one before it goes; without those that are there."""
+    folder = Path(config.run.output_dir)
+    stages = [folder / MODELS_FOLDER / f"stage-{number + 1}" for number in range(len(config.stages.steps))]
+    missing = sum(not stage.is_dir() for stage in stages)
+    best = 2 - (folder / BEST_FOLDER).is_dir() if config.validation.keep_best else 0
+    return 1 + missing + best

@@ -26,10 +26,13 @@ def model_fingerprint(folder: str | Path) -> str:
     return digest.hexdigest()[:16]
 
 
-def data_fingerprint(prompts: Sequence[Prompt]) -> str:
-    """Of the prompts that are used, in order: their tokens, solutions and names."""
+def data_fingerprint(prompts: Sequence[Prompt], sizes: Sequence[int] = ()) -> str:
+    """Of the prompts that are used, in order: their tokens, solutions and names; and of the number of prompts in each
+    file, where that matters."""
     digest = hashlib.sha256()
     for prompt in prompts:
         row = (prompt.prompt_id, prompt.token_ids, prompt.solutions, prompt.task, prompt.more_json)
         digest.update(json.dumps(row).encode())
+    if sizes:
+        digest.update(json.dumps(list(sizes)).encode())
     return digest.hexdigest()[:16]

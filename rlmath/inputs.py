@@ -6,11 +6,15 @@ from dataclasses import dataclass
 
 from transformers import PreTrainedTokenizerFast
 
-from rlmath.config import Config
+from rlmath.config import Config, DataConfig
 from rlmath.data.loader import PromptOrder, load_prompts
+from rlmath.data.mixture import Share, check_weights, with_unique_names
+from rlmath.data.report import FilterReport, dropped_share
+from rlmath.data.rows import UnusableRow
 from rlmath.data.tokenizer import load_tokenizer, stop_token_ids
 from rlmath.model_shape import ModelShape
 from rlmath.rewards.verify import check_tasks
+from rlmath.stages import planned_steps
 from rlmath.types import Prompt
 
 
@@ -27,24 +31,61 @@ class Inputs:
     """Steps of the whole run."""
     lines: tuple[str, ...]
     """What the console should say about the data."""
+    reports: tuple[FilterReport, ...] = ()
+    """What became of the rows, file by file."""
+
+    @property
+    def unusable(self) -> tuple[UnusableRow, ...]:
+        """Rows of all files that are left out."""
+        return tuple(row for report in self.reports for row in report.unusable)
+
+    @property
+    def dropped_share(self) -> float:
+        """Share of the prompts that a filter dropped (0 to 1)."""
+        return dropped_share(self.reports)
 
 
 def load_inputs(config: Config, shape: ModelShape) -> Inputs:
     """ValueError for unreadable data, too few prompts for one step, or tokens that the model does not know."""
     tokenizer = load_tokenizer(config.model.path)
-    prompts, report = load_prompts(config.data.train_path, tokenizer, config.data.max_prompt_tokens)
+    data = config.data
+    prompts, shares, reports = _load_files(data, tokenizer)
     if config.reward.function is None:
         check_tasks(prompt.task for prompt in prompts)
     _check_vocabulary(prompts, tokenizer, shape.vocab_size)
-    order = PromptOrder(len(prompts), config.data.prompts_per_step, config.run.seed, config.data.shuffle)
-    total_steps = config.run.total_epochs * order.steps_per_epoch
-    if config.run.total_steps is not None:
-        total_steps = min(total_steps, config.run.total_steps)
+    order = PromptOrder(len(prompts), data.prompts_per_step, config.run.seed, data.shuffle, shares)
+    total_steps = checked_steps(config, order)
+    stops = stop_token_ids(config.model.path, tokenizer)
+    lines = (*(line for report in reports for line in report.lines()), order.line())
+    return Inputs(tokenizer, prompts, order, stops, total_steps, lines, reports)
+
+
+def train_paths(data: DataConfig) -> list[str]:
+    """All files and folders of training prompts."""
+    return [data.train_path, *data.more_train_paths]
+
+
+def _load_files(
+    data: DataConfig, tokenizer: PreTrainedTokenizerFast
+) -> tuple[list[Prompt], tuple[Share, ...], tuple[FilterReport, ...]]:
+    """The prompts of all files one behind the other, how often each file's come, and what became of the rows."""
+    paths = train_paths(data)
+    check_weights(paths, data.train_weights)
+    how = (data.max_prompt_tokens, data.format, data.template, data.max_unusable_share)
+    files = [load_prompts(path, tokenizer, *how) for path in paths]
+    weights = data.train_weights or [1.0] * len(paths)
+    shares = tuple(Share(len(prompts), weight) for (prompts, _), weight in zip(files, weights, strict=True))
+    named = with_unique_names([(path, prompts) for path, (prompts, _) in zip(paths, files, strict=True)])
+    return named, shares, tuple(report for _, report in files)
+
+
+def checked_steps(config: Config, order: PromptOrder) -> int:
+    """Steps of the whole run; ValueError where they are too few for the settings, or the prompts are."""
+    total_steps = planned_steps(config, order.steps_per_epoch)
     if config.selection.dynamic_sampling is not None:
         _check_extra_prompts(config.selection.max_extra_prompts, order)
     _check_warmup(config, total_steps)
-    stops = stop_token_ids(config.model.path, tokenizer)
-    return Inputs(tokenizer, prompts, order, stops, total_steps, (report.line(), order.line()))
+    return total_steps
 
 
 def _check_vocabulary(prompts: list[Prompt], tokenizer: PreTrainedTokenizerFast, vocab_size: int) -> None:
@@ -58,7 +99,7 @@ def _check_vocabulary(prompts: list[Prompt], tokenizer: PreTrainedTokenizerFast,
 
 
 def _check_extra_prompts(extra: int, order: PromptOrder) -> None:
-    spare = order.n_prompts - order.prompts_per_step
+    spare = max(0, order.n_prompts - order.prompts_per_step)
     if extra > spare:
         raise ValueError(
             f"selection.max_extra_prompts is {extra}; beyond a step's {order.prompts_per_step} prompts there are only "

@@ -127,10 +127,10 @@ def start_up_lines(config: Config, shape: ModelShape, world_size: int) -> list[s
     plan, _ = largest(plan_ranks(config, shape, world_size, target))
     limit = "" if target.total_bytes is None else f", may fill {_gib(usable_bytes(target))} GiB"
     head = f"Planned memory of rank {plan.rank} (pipeline stage {plan.stage}) on {target.name}{limit}:"
-    return [head, *(f"  {phase}: {_figures(plan, phase)}" for phase in plan.phases)]
+    return [head, *(f"  {phase}: {figures(plan, phase)}" for phase in plan.phases)]
 
 
-def _figures(plan: MemoryPlan, phase: str) -> str:
+def figures(plan: MemoryPlan, phase: str) -> str:
     """ "61.2 GiB (activations 40.1, parameters 14.2)", largest first; what rounds to 0 is left out."""
     held = sorted(plan.phases[phase].items(), key=lambda item: -item[1])
     parts = [f"{part} {_gib(size)}" for part, size in held if size >= 0.005 * GIB]
@@ -165,7 +165,7 @@ def _too_much(found: TooMuch) -> str:
     remedies = list(dict.fromkeys(_remedy(found, part) for part, size in held if 20 * size >= excess))
     assert target.total_bytes is not None
     return (
-        f'memory: rank {plan.rank} (pipeline stage {plan.stage}) needs {_figures(plan, phase)} in the phase "{phase}"; '
+        f'memory: rank {plan.rank} (pipeline stage {plan.stage}) needs {figures(plan, phase)} in the phase "{phase}"; '
         f"{target.name} has {_gib(target.total_bytes)} GiB, of which a run may fill {_gib(usable_bytes(target))} "
         f"(without {RESERVE}). " + " ".join(remedies[:2])
     )

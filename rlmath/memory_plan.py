@@ -33,6 +33,7 @@ from rlmath.config import Config, MemoryConfig, ParallelConfig
 from rlmath.engine_bytes import FLOAT32_BYTES, engine_bytes
 from rlmath.model_shape import ModelShape
 from rlmath.parallel.mesh import Mesh
+from rlmath.stages import longest
 from rlmath.sync.layouts import stage_layers
 from rlmath.sync.plan import bucket_bytes
 
@@ -136,7 +137,8 @@ def mesh_of(config: Config, world_size: int, rank: int) -> Mesh:
 
 
 def plan_rank(config: Config, shape: ModelShape, mesh: Mesh, target: Target) -> MemoryPlan:
-    """The plan of one rank."""
+    """The plan of one rank, for the longest of its stages."""
+    config = longest(config)
     layers = _stage_layers(config.parallel, shape, mesh)
     shares = mesh.data * mesh.context
     buffers = [(sizes, shares) for sizes in parameter_sizes(shape, mesh, layers)]

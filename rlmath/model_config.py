@@ -28,6 +28,11 @@ def read_shape(folder: Path) -> tuple[ModelShape | None, list[str]]:
     path = folder / "config.json"
     if not path.is_file():
         return None, [f'"{folder}" has no config.json. model.path needs the folder of a Hugging Face model.']
+    return read_shape_file(path)
+
+
+def read_shape_file(path: Path) -> tuple[ModelShape | None, list[str]]:
+    """Likewise for the file itself, whatever its name."""
     try:
         values = read_json(path)
     except ValueError as error:

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from rlmath.algorithm_checks import algorithm_problems, harmless_algorithm_settings
-from rlmath.config import Config, PolicyConfig, RolloutConfig
+from rlmath.config import Config, PolicyConfig
 from rlmath.engine_bytes import FLOAT32_BYTES, longest_sequence_bytes
 from rlmath.layout_checks import (
     context_problems,
@@ -24,9 +24,20 @@ from rlmath.layout_checks import (
 from rlmath.memory_checks import fit_problems
 from rlmath.model_folder import inspect_model_folder
 from rlmath.model_shape import ModelShape
+from rlmath.parallel.device import environment_rank
 from rlmath.rewards.functions import function_problem
 from rlmath.setting_ranges import RANGES, WORDS
 from rlmath.settings import nearest_path, nearest_word, raise_problems, setting_values
+from rlmath.stage_checks import (
+    harmless_stage_settings,
+    in_every_stage,
+    in_validation,
+    of_longest_stage,
+    stage_list_problems,
+    validation_place_problems,
+    validation_problems,
+)
+from rlmath.telemetry.weights_and_biases import wandb_problems
 
 CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """Head dims of vLLM 0.32's attention on CPU."""
@@ -40,32 +51,59 @@ def check_config(config: Config, world_size: int) -> ModelShape:
     """
     shape, model_problems = inspect_model_folder(Path(config.model.path))
     problems = [
-        *setting_problems(config, world_size),
-        *context_problems(config.parallel, _on_gpu(config)),
-        *expert_tensor_problems(config.parallel, _on_gpu(config)),
-        *algorithm_problems(config),
-        *_reward_problems(config),
+        *run_problems(config, world_size, shape),
+        *device_problems(config, shape, _on_gpu(config)),
         *_place_problems(config),
+        *(wandb_problems(config.telemetry) if environment_rank() == 0 else ()),
         *model_problems,
     ]
-    if shape is not None:
-        problems += shape_problems(config, shape)
-        problems += _engine_model_problems(config, shape)
     if shape is not None and not problems:
-        problems += fit_problems(config, shape, world_size)
+        problems += of_longest_stage(config, lambda largest: fit_problems(largest, shape, world_size))
     raise_problems("this run", problems)
     assert shape is not None
     return shape
 
 
+def run_problems(config: Config, world_size: int, shape: ModelShape | None) -> list[str]:
+    """What no machine could run, for a model of this shape; None: not known."""
+    return [
+        *setting_problems(config, world_size),
+        *in_every_stage(config, algorithm_problems),
+        *in_every_stage(config, _reward_problems),
+        *(shape_problems(config, shape) if shape is not None else ()),
+    ]
+
+
+def device_problems(config: Config, shape: ModelShape | None, on_gpu: bool) -> list[str]:
+    """What cannot run on this machine's GPU, or on a CPU."""
+    return [
+        *context_problems(config.parallel, on_gpu),
+        *expert_tensor_problems(config.parallel, on_gpu),
+        *(_cpu_problems(config, shape) if shape is not None and not on_gpu else ()),
+    ]
+
+
+def _cpu_problems(config: Config, shape: ModelShape) -> list[str]:
+    return of_longest_stage(config, lambda largest: _engine_model_problems(largest, shape))
+
+
 def setting_problems(config: Config, world_size: int) -> list[str]:
     """What can be told of layout, lengths and single values without the model, the files or the machine."""
     return [
+        *value_problems(config),
+        *rank_problems(config.parallel, config.rollout.tensor_parallel, world_size),
+        *stage_list_problems(config),
+        *in_every_stage(config, _length_problems),
+        *of_longest_stage(config, _engine_problems),
+        *validation_problems(config),
+    ]
+
+
+def value_problems(config: Config) -> list[str]:
+    """What is wrong with single values, and with what optimizer and recomputation are told."""
+    return [
         *_range_problems(config),
         *_word_problems(config),
-        *rank_problems(config.parallel, config.rollout.tensor_parallel, world_size),
-        *_length_problems(config),
-        *_engine_problems(config.rollout, config.data.max_prompt_tokens),
         *_learning_problems(config),
         *_recompute_problems(config.policy),
     ]
@@ -77,7 +115,8 @@ def shape_problems(config: Config, shape: ModelShape) -> list[str]:
         *split_problems(config.parallel, config.rollout.tensor_parallel, shape),
         *expert_problems(config.parallel, shape),
         *stage_problems(config.parallel, config.policy, shape.num_layers),
-        *_model_length_problems(config, shape),
+        *in_every_stage(config, lambda stage: _model_length_problems(stage, shape)),
+        *in_validation(config, lambda validation: _model_length_problems(validation, shape)),
     ]
 
 
@@ -94,7 +133,7 @@ def harmless_settings(config: Config) -> list[str]:
         notes.append(
             "memory.offload_reference has no effect with algorithm.kl_coef=0: there is no reference."
         )
-    return [*notes, *harmless_algorithm_settings(config)]
+    return [*notes, *harmless_algorithm_settings(config), *harmless_stage_settings(config)]
 
 
 # ---------------------------------------------------------------- single values
@@ -133,7 +172,8 @@ def _length_problems(config: Config) -> Iterator[str]:
         )
 
 
-def _engine_problems(rollout: RolloutConfig, max_prompt_tokens: int) -> Iterator[str]:
+def _engine_problems(config: Config) -> Iterator[str]:
+    rollout = config.rollout
     budget = rollout.max_num_batched_tokens
     if budget is None:
         return
@@ -142,7 +182,7 @@ def _engine_problems(rollout: RolloutConfig, max_prompt_tokens: int) -> Iterator
             f"rollout.max_num_batched_tokens is {budget}, below rollout.max_num_seqs {rollout.max_num_seqs}: "
             "vLLM decodes one token of each sequence a step. Raise the former, or lower the latter."
         )
-    longest = max_prompt_tokens + rollout.max_new_tokens
+    longest = config.data.max_prompt_tokens + rollout.max_new_tokens
     if not rollout.chunked_prefill and budget < longest:
         yield (
             f"rollout.max_num_batched_tokens is {budget}; without rollout.chunked_prefill vLLM needs at "
@@ -192,13 +232,23 @@ def _recompute_problems(policy: PolicyConfig) -> Iterator[str]:
 def _place_problems(config: Config) -> Iterator[str]:
     if config.run.device == "cuda" and not torch.cuda.is_available():
         yield 'run.device is "cuda", and torch finds no CUDA device. Use run.device=cpu, or a GPU machine.'
-    train = Path(config.data.train_path)
-    if not train.exists():
-        yield f'data.train_path: there is no file "{train}".{nearest_path(train)}'
-    elif not train.is_file():
-        yield f'data.train_path: "{train}" is not a file. Give one JSONL file.'
-    elif train.stat().st_size == 0:
-        yield f'data.train_path: "{train}" is empty. Give a JSONL file with one problem a line.'
+    yield from file_problems(config)
+
+
+def file_problems(config: Config) -> Iterator[str]:
+    """Files of prompts that are not there, or empty."""
+    yield from validation_place_problems(config)
+    yield from _prompt_place_problems("data.train_path", config.data.train_path)
+    for path in config.data.more_train_paths:
+        yield from _prompt_place_problems("data.more_train_paths", path)
+
+
+def _prompt_place_problems(key: str, path: str) -> Iterator[str]:
+    place = Path(path)
+    if not place.exists():
+        yield f'{key}: there is no file "{place}".{nearest_path(place)}'
+    elif place.is_file() and place.stat().st_size == 0:
+        yield f'{key}: "{place}" is empty. Give a file with one problem a line (forms: docs/data.md).'
 
 
 # ---------------------------------------------------------------- values against the model
@@ -220,8 +270,6 @@ def _model_length_problems(config: Config, shape: ModelShape) -> Iterator[str]:
 
 def _engine_model_problems(config: Config, shape: ModelShape) -> Iterator[str]:
     """What the engine needs of the model on CPU; on GPU vLLM measures the device first."""
-    if _on_gpu(config):
-        return
     if shape.head_dim not in CPU_HEAD_DIMS:
         yield (
             f"the model's head dim is {shape.head_dim}; vLLM's attention on CPU has only "

@@ -29,6 +29,8 @@ from rlmath.inputs import Inputs
 from rlmath.parallel.collectives import from_rank_zero, gather_objects
 from rlmath.parallel.device import environment_rank, environment_world_size
 from rlmath.settings import as_yaml_word, raise_problems, setting_values
+from rlmath.stage_checks import stage_list_problems
+from rlmath.stages import Stage, has_stages, stages_of
 
 logger = logging.getLogger(__name__)
 
@@ -44,6 +46,7 @@ MAY_CHANGE = (
     "run.hang_timeout_seconds",
     "parallel.",
     "policy.",
+    "stages.",
     "optimizer.distributed",
     "rollout.tensor_parallel",
     "rollout.memory_share",
@@ -55,15 +58,25 @@ MAY_CHANGE = (
     "rollout.progress_bar",
     "sync.",
     "memory.",
+    "validation.",
     "reward.timeout_seconds",
     "reward.workers",
     "reward.max_failure_share",
+    "sft.eval_every_steps",
     "telemetry.",
     "save.",
 )
-"""Settings, or whole sections, that a run may go on with other values of: where and how it computes, what it keeps, how
-long it is."""
-BY_CONTENT = ("model.path", "data.train_path")
+"""Settings, or whole sections, that a run may go on with other values of: where and how it computes, what it keeps and
+measures, how long it is. Stages only as far as they have not begun (`refused_changes`)."""
+BY_CONTENT = (
+    "model.path",
+    "data.train_path",
+    "data.more_train_paths",
+    "data.format",
+    "data.template",
+    "data.max_unusable_share",
+    "sft.held_out_path",
+)
 """Settings that a checkpoint compares by what they hold: they may have moved."""
 
 
@@ -89,7 +102,8 @@ class Origin:
 
 
 def origin_of(config: Config, inputs: Inputs) -> Origin:
-    return Origin(model_fingerprint(config.model.path), data_fingerprint(inputs.prompts))
+    sizes = [share.n_prompts for share in inputs.order.shares]
+    return Origin(model_fingerprint(config.model.path), data_fingerprint(inputs.prompts, sizes))
 
 
 def find_recovery(config: Config, origin: Origin, total_steps: int) -> Recovery | None:
@@ -141,8 +155,10 @@ def _other_run(
     then: Config, now: Config, progress: Progress, origin: Origin, total_steps: int
 ) -> Iterator[str]:
     if progress.step > total_steps:
-        yield f"run.total_steps, run.total_epochs: {progress.step} steps are done there, the run has {total_steps} now"
-    yield from (change for change in refused_changes(then, now) if not change.startswith(BY_CONTENT))
+        keys = "stages.steps" if has_stages(now) else "run.total_steps, run.total_epochs"
+        yield f"{keys}: {progress.step} steps are done there, the run has {total_steps} now"
+    changes = refused_changes(then, now, progress.step)
+    yield from (change for change in changes if not change.startswith(BY_CONTENT))
     if progress.model_fingerprint != origin.model:
         yield (
             f"model.path: the model that the run started from has changed (fingerprint {progress.model_fingerprint} "
@@ -155,14 +171,60 @@ def _other_run(
         )
 
 
-def refused_changes(then: Config, now: Config) -> list[str]:
-    """["rollout.group_size: 8 there, 16 now", ...] of the settings that a run must keep."""
+def refused_changes(then: Config, now: Config, steps_done: int | None = None) -> list[str]:
+    """["rollout.group_size: 8 there, 16 now", ...] of the settings that a run must keep.
+
+    Of stages it must keep those that have begun with `steps_done` steps (None: all).
+    """
     there, here = setting_values(then), setting_values(now)
-    return [
+    staged = has_stages(then) or has_stages(now)
+    changes = [
         f"{key}: {as_yaml_word(there[key])} there, {as_yaml_word(here[key])} now"
         for key in here
-        if there[key] != here[key] and not _may_change(key)
+        if there[key] != here[key] and not _may_change(key) and not (staged and key == _LENGTH)
     ]
+    return [*changes, *(_stage_changes(then, now, steps_done) if staged else ())]
+
+
+_LENGTH = "rollout.max_new_tokens"
+"""Where there are stages, it is their `max_new_tokens` that count."""
+
+
+def _stage_changes(then: Config, now: Config, steps_done: int | None) -> Iterator[str]:
+    """Of stages that have begun. A run without stages is a stage of as many steps as it likes."""
+    if problems := list(stage_list_problems(now)):
+        yield problems[0]
+        return
+    there, here = stages_of(then, None), stages_of(now, None)
+    for number in range(max(len(there), len(here))):
+        old, new = _told(there, number), _told(here, number)
+        begun = steps_done is None or (number < len(there) and there[number].first_step < steps_done)
+        if begun and old != new and not (number == 0 and _goes_over(there, here, steps_done)):
+            yield (
+                f"stages: stage {number + 1}, which has begun, is {old} there, {new} now"
+                if steps_done is not None
+                else f"stages: stage {number + 1} is {old} there, {new} now"
+            )
+
+
+def _told(stages: Sequence[Stage], number: int) -> str:
+    if number >= len(stages):
+        return "none"
+    stage = stages[number]
+    steps = f"{stage.steps} steps" if stage.steps else "all steps"
+    return f"{steps} of at most {stage.config.rollout.max_new_tokens} new tokens"
+
+
+def _goes_over(there: Sequence[Stage], here: Sequence[Stage], steps_done: int | None) -> bool:
+    """Whether a run without stages gets some, or one with stages none, and its first stage stays what it was so far."""
+    first, same = (there[0], here[0]), (there[0].config.rollout, here[0].config.rollout)
+    lengths = [stage.steps for stage in first if stage.steps]
+    return (
+        steps_done is not None
+        and len(lengths) < len(first)
+        and same[0].max_new_tokens == same[1].max_new_tokens
+        and all(steps >= steps_done for steps in lengths)
+    )
 
 
 def _may_change(key: str) -> bool:

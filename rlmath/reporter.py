@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import logging
-import statistics
-import time
-from collections import defaultdict
 from collections.abc import Mapping
 from pathlib import Path
 
+from rlmath.account import RunAccount
 from rlmath.inputs import Inputs
-from rlmath.run_folder import SUMMARY_NAME
-from rlmath.telemetry.console import Progress, step_line
-from rlmath.telemetry.metrics import MetricsWriter, read_metrics
+from rlmath.parts import Parts
+from rlmath.telemetry.console import step_line
 from rlmath.telemetry.samples import SampleWriter
-from rlmath.trainer import Parts, StepRecord
+from rlmath.telemetry.warning_signs import WarningSigns, dropped_sign
+from rlmath.trainer import StepRecord
+from rlmath.validation import Measured
 
 logger = logging.getLogger(__name__)
 
@@ -29,34 +27,38 @@ class Reporter:
     def __init__(self, parts: Parts, inputs: Inputs, folder: Path, steps_done: int = 0) -> None:
         """A run that goes on has `steps_done`, of which the folder has the metrics."""
         self._parts = parts
-        self._inputs = inputs
-        self._folder = folder
-        self._steps_before = steps_done
-        self._metrics = MetricsWriter(str(folder), parts.config.telemetry.tensorboard, steps_done + 1)
+        self._account = RunAccount(parts.config, inputs.order, inputs.total_steps, steps_done)
         self._samples = SampleWriter(str(folder), parts.config.telemetry.sample_groups_per_step)
-        self._started = time.perf_counter()
-        self._last: dict[str, float] = {}
-        self._seconds: dict[str, list[float]] = defaultdict(list)
-        self._tokens = 0.0
-        self._seconds_before = 0.0
-        for row in read_metrics(str(folder)) if steps_done else []:
-            self._count({name: value for name, value in row.items() if name != "step"})
-            self._seconds_before += row["seconds/step"] + row["seconds/save"]
+        self._signs = _open_signs(parts, inputs, goes_on=steps_done > 0)
+        for step, metrics in self._account.earlier():
+            self._look_for_signs(step - 1, metrics)
+            self._count(metrics)
 
-    def _count(self, metrics: dict[str, float]) -> None:
-        self._last = metrics
-        for phase, seconds in phase_seconds(metrics).items():
-            self._seconds[phase].append(seconds)
-        self._tokens += metrics["n_valid_tokens"]
+    def _count(self, metrics: Mapping[str, float]) -> None:
+        self._account.count(metrics, phase_seconds(metrics), metrics["n_valid_tokens"])
 
     def step(self, number: int, record: StepRecord, memory_gib: float, save_seconds: float) -> None:
         """Step `number`, counted from 0; `save_seconds` is how long saving after the step before it took."""
+        if record.measured is not None:
+            self.validation(record.measured)
         metrics = record.metrics | {"memory_gib": memory_gib, "seconds/save": save_seconds}
         self._count(metrics)
-        self._metrics.write(number + 1, metrics)
-        self._samples.write(number + 1, record.groups, record.advantages, self._metrics)
+        self._account.metrics.write(number + 1, metrics)
+        self._samples.write(number + 1, record.groups, record.advantages, self._account.metrics)
         self._warn_of_failures(number + 1, record, metrics["reward/failures"])
-        logger.info("%s", step_line(self._progress(number, record.epoch, metrics["seconds/step"]), metrics))
+        for text in self._look_for_signs(number, metrics):
+            logger.warning("Step %d, a warning sign, told once: %s", number + 1, text)
+        progress = self._account.progress(number, record.epoch, metrics["seconds/step"])
+        logger.info("%s", step_line(progress, metrics))
+
+    def validation(self, measured: Measured) -> None:
+        """Before the step that began with the weights that were measured."""
+        self._account.metrics.write_validation(measured.step, measured.metrics)
+
+    def _look_for_signs(self, number: int, metrics: Mapping[str, float]) -> list[str]:
+        if any(number == stage.first_step for stage in self._parts.stages):
+            self._signs.new_stage()
+        return self._signs.after(metrics)
 
     def _warn_of_failures(self, step: int, record: StepRecord, share: float) -> None:
         if share <= self._parts.config.reward.max_failure_share:
@@ -71,40 +73,22 @@ class Reporter:
             path,
         )
 
-    def _progress(self, number: int, epoch: int, step_seconds: float) -> Progress:
-        steps_per_epoch = self._inputs.order.steps_per_epoch
-        return Progress(
-            epoch=epoch + 1,
-            total_epochs=-(-self._inputs.total_steps // steps_per_epoch),
-            step=number % steps_per_epoch + 1,
-            steps_per_epoch=steps_per_epoch,
-            global_step=number + 1,
-            total_steps=self._inputs.total_steps,
-            step_seconds=step_seconds,
-            total_seconds=time.perf_counter() - self._started,
-            steps_timed=number + 1 - self._steps_before,
-        )
-
     def close(self, seconds_total: float) -> None:
         """Write the summary of the whole run; `seconds_total` are those since this process started."""
-        seconds_training = self._seconds_before + time.perf_counter() - self._started
-        summary = {
-            "steps": self._inputs.total_steps,
-            "layout": self._parts.mesh.describe(),
-            "went_on_after_step": self._steps_before,
-            "seconds_total": round(self._seconds_before + seconds_total, 3),
-            "seconds_training": round(seconds_training, 3),
-            "completion_tokens": int(self._tokens),
-            "tokens_per_second": round(self._tokens / seconds_training, 1),
-            "median_seconds": {
-                phase: round(statistics.median(values), 6) for phase, values in self._seconds.items()
-            },
-            "last_step": self._last,
-        }
-        path = self._folder / SUMMARY_NAME
-        path.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
-        self._metrics.close()
-        logger.info("The summary is in %s", path)
+        self._account.write_summary(self._parts.mesh.describe(), seconds_total, "completion_tokens")
+        self.leave()
+
+    def leave(self) -> None:
+        """Close what is open, of a run that ends here or stops before its end."""
+        self._account.leave()
+
+
+def _open_signs(parts: Parts, inputs: Inputs, goes_on: bool) -> WarningSigns:
+    config = parts.config
+    told = None if goes_on else dropped_sign(inputs.dropped_share, config.telemetry)
+    if told is not None:
+        logger.warning("A warning sign, told once: %s", told)
+    return WarningSigns(config.telemetry, clips_whole_completions=config.algorithm.loss == "gspo")
 
 
 def phase_seconds(metrics: Mapping[str, float]) -> dict[str, float]:

@@ -32,7 +32,7 @@ from rlmath.config import Config
 from rlmath.config_files import load_config, save_config
 from rlmath.recovery import refused_changes
 from rlmath.settings import raise_problems
-from rlmath.telemetry.metrics import keep_metrics
+from rlmath.telemetry.metrics import VALIDATION_FILE, keep_metrics
 from rlmath.telemetry.samples import keep_samples
 
 logger = logging.getLogger(__name__)
@@ -40,7 +40,9 @@ logger = logging.getLogger(__name__)
 CONFIG_NAME = "config.yaml"
 EARLIER_NAME = "earlier"
 MODELS_FOLDER = "models"
-"""Where it holds models of kept checkpoints in Hugging Face form."""
+"""Where it holds models of kept checkpoints, and of stages, in Hugging Face form."""
+BEST_FOLDER = "best_model"
+"""Where it holds the model with the best validation so far, in the same form."""
 LOCK_NAME = ".lock"
 SUMMARY_NAME = "summary.json"
 MIN_FREE_BYTES = 2**30
@@ -59,7 +61,7 @@ def check_output_folder(
     `needed_bytes` is the size of what the run will leave there. With `goes_on` it goes on from a checkpoint there, to
     which its settings have been compared.
     """
-    problems = list(_folder_problems(str(output_dir), config, needed_bytes, goes_on))
+    problems = list(folder_problems(str(output_dir), config, needed_bytes, goes_on))
     raise_problems(f'run.output_dir "{output_dir}"', problems)
 
 
@@ -80,6 +82,7 @@ def claim_run_folder(output_dir: str | Path, config: Config, steps_done: int | N
                 scratch.unlink()
         remove_partial(folder / CHECKPOINTS)
         remove_partial(folder / MODELS_FOLDER)
+        remove_partial(folder)
         if goes_on:
             _go_on_from(folder, steps_done)
         else:
@@ -93,21 +96,22 @@ def claim_run_folder(output_dir: str | Path, config: Config, steps_done: int | N
 
 
 @contextlib.contextmanager
-def sole_user(output_dir: str | Path) -> Iterator[None]:
+def sole_user(output_dir: str | Path, setting: str = "run.output_dir") -> Iterator[None]:
     """Keep other runs out of the folder, which is made where it is not there; the kernel lets them in again when this
-    process ends, however it ends. ValueError where another run is at work in it. For rank 0 alone."""
+    process ends, however it ends. ValueError where another run is at work in it; `setting` is what names the folder.
+    For rank 0 alone."""
     folder = Path(output_dir)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(folder / LOCK_NAME, os.O_RDWR | os.O_CREAT)
     except OSError as error:
-        raise ValueError(f'run.output_dir "{folder}" cannot be written: {error}. Give another.') from error
+        raise ValueError(f'{setting} "{folder}" cannot be written: {error}. Give another.') from error
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
         os.close(descriptor)
         raise ValueError(
-            f'another run is at work in run.output_dir "{folder}". Wait for its end, or give another folder.'
+            f'another run is at work in {setting} "{folder}". Wait for its end, or give another folder.'
         ) from error
     except OSError as error:
         logger.warning("%s has no locks (%s): nothing keeps a second run out of it", folder, error)
@@ -117,7 +121,8 @@ def sole_user(output_dir: str | Path) -> Iterator[None]:
         os.close(descriptor)
 
 
-def _folder_problems(output_dir: str, config: Config, needed_bytes: int, goes_on: bool) -> Iterator[str]:
+def folder_problems(output_dir: str, config: Config, needed_bytes: int, goes_on: bool) -> Iterator[str]:
+    """Why this run may not have the folder, as `check_output_folder` tells it."""
     if not output_dir.strip() or output_dir.startswith("~"):
         yield "needed: a path, written in full. Set run.output_dir, for example outputs/first."
         return
@@ -143,7 +148,11 @@ def _folder_problems(output_dir: str, config: Config, needed_bytes: int, goes_on
 
 def _input_problems(folder: Path, config: Config) -> Iterator[str]:
     """Inputs inside the folder would be moved aside when the run is repeated."""
-    for key, path in (("model.path", config.model.path), ("data.train_path", config.data.train_path)):
+    paths = [("model.path", config.model.path), ("data.train_path", config.data.train_path)]
+    paths += [("data.more_train_paths", path) for path in config.data.more_train_paths]
+    paths += [("validation.paths", path) for path in config.validation.paths]
+    paths += [("sft.held_out_path", config.sft.held_out_path)] if config.sft.held_out_path else []
+    for key, path in paths:
         if Path(path).resolve().is_relative_to(folder.resolve()):
             yield f'{key} "{path}" lies in it; it may hold only what the run writes. Move one of the two.'
 
@@ -180,6 +189,7 @@ def _go_on_from(folder: Path, steps_done: int) -> None:
             "%s has the metrics of %d steps only, the checkpoint is that of step %d", folder, rows, steps_done
         )
     keep_samples(folder, steps_done)
+    keep_metrics(folder, steps_done, VALIDATION_FILE)
     (folder / SUMMARY_NAME).unlink(missing_ok=True)
 
 

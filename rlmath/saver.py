@@ -7,6 +7,7 @@ import logging
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 from torch import Tensor
@@ -14,15 +15,20 @@ from torch import Tensor
 from rlmath.checkpoint.hf_io import write_hf_folder
 from rlmath.checkpoint.progress import Progress
 from rlmath.checkpoint.store import CheckpointStore, Saved
+from rlmath.config import Config
 from rlmath.config_files import config_as_yaml
+from rlmath.data.loader import PromptOrder
 from rlmath.export_format import export_dtype
 from rlmath.guard.signals import REASONS, StopRequest
+from rlmath.model_shape import ModelShape
 from rlmath.parallel.collectives import max_over_ranks
+from rlmath.parallel.mesh import Mesh
+from rlmath.policy.actor import Actor
 from rlmath.recovery import Origin
 from rlmath.run_folder import MODELS_FOLDER
 from rlmath.save_times import FIRST_POINT, SaveTimes, models_of, points_of
 from rlmath.sync.transfer import hf_stream
-from rlmath.trainer import Parts
+from rlmath.telemetry.timers import PhaseTimers
 
 logger = logging.getLogger(__name__)
 
@@ -30,12 +36,26 @@ EXPORT_FOLDER = "hf_model"
 """Where the run's folder holds the exported Hugging Face model of the last step."""
 
 
+@dataclass(frozen=True)
+class Training:
+    """What every run has, whatever it learns from."""
+
+    config: Config
+    shape: ModelShape
+    mesh: Mesh
+    order: PromptOrder
+    actor: Actor
+    timers: PhaseTimers
+    syncs: Callable[[], int] = lambda: 0
+    """Weight syncs done so far, where there are engines."""
+
+
 class Saver:
     """Makes checkpoints between steps. All ranks call it alike."""
 
     def __init__(
         self,
-        parts: Parts,
+        training: Training,
         store: CheckpointStore,
         origin: Origin,
         companions: Mapping[str, bytes],
@@ -44,11 +64,11 @@ class Saver:
     ) -> None:
         """`companions` are what an exported model has beside its weights; `sign_of_life` is called in what takes
         long."""
-        save, now = parts.config.save, time.monotonic()
-        per_epoch = parts.order.steps_per_epoch
+        save, now = training.config.save, time.monotonic()
+        per_epoch = training.order.steps_per_epoch
         points = points_of(save)
         models = models_of(save)
-        self._parts = parts
+        self.training = training
         self._store = store
         self._origin = origin
         self._companions = companions
@@ -57,7 +77,7 @@ class Saver:
         self._points = SaveTimes(points, per_epoch, now, FIRST_POINT)
         self._models = SaveTimes(models, per_epoch, now)
         self._last_step_too = not points.never
-        self._folder = Path(parts.config.run.output_dir)
+        self._folder = Path(training.config.run.output_dir)
         self.newest: int | None = None
         """Steps done in the newest complete checkpoint, None where there is none."""
         self.seconds = 0.0
@@ -69,7 +89,7 @@ class Saver:
         """Save what is due with `step` steps done. What asked any rank to stop, if anything did: then all is on disk,
         or has failed."""
         started = time.perf_counter()
-        with self._parts.timers.phase("save"):
+        with self.training.timers.phase("save"):
             kept = self._models.due(step, time.monotonic())
             point = self._points.due(step, time.monotonic()) or (is_last and self._last_step_too)
             agreed = self._agree(kept, point)
@@ -80,9 +100,9 @@ class Saver:
                 self._finish()
             if wanted:
                 self._start(step, agreed["kept"] > 0)
-            if self._store.busy and (ends or not self._parts.config.save.background):
+            if self._store.busy and (ends or not self.training.config.save.background):
                 self._finish()
-            if agreed["kept"] and self._parts.config.save.export_hf:
+            if agreed["kept"] and self.training.config.save.export_hf:
                 self._export_kept(step)
             if ends:
                 self._store.settle()
@@ -95,21 +115,22 @@ class Saver:
 
     def _agree(self, kept: bool, point: bool) -> dict[str, float]:
         """What holds for all ranks: rank 0's clock, anybody's signal and unfinished writing."""
-        is_clock = self._parts.mesh.rank == 0
+        is_clock = self.training.mesh.rank == 0
         mine = {
             "stop": float(REASONS.index(self._stop.requested)),
             "kept": float(kept and is_clock),
             "point": float(point and is_clock),
             "writing": float(self._store.busy and not self._store.written),
         }
-        return max_over_ranks(mine, self._parts.actor.executor.device.torch_device)
+        return max_over_ranks(mine, self.training.actor.executor.device.torch_device)
 
-    def export(self, folder: Path) -> None:
-        """Write the model as it is now in Hugging Face form. A collective. OSError on rank 0 where the disk refuses."""
-        parts = self._parts
-        stream = self._telling(hf_stream(parts.actor.chunks, parts.shape, parts.mesh))
-        dtype, writes = export_dtype(parts.config), parts.mesh.rank == 0
-        write_hf_folder(stream, self._companions, folder, dtype, writes)
+    def export(self, folder: Path, more: Mapping[str, bytes] | None = None) -> None:
+        """Write the model as it is now in Hugging Face form, with some files `more`. A collective. OSError on rank 0
+        where the disk refuses."""
+        training = self.training
+        stream = self._telling(hf_stream(training.actor.chunks, training.shape, training.mesh))
+        dtype, writes = export_dtype(training.config), training.mesh.rank == 0
+        write_hf_folder(stream, {**self._companions, **(more or {})}, folder, dtype, writes)
 
     def _export_kept(self, step: int) -> None:
         """A kept model more, and one less where they are too many. The run does not end for it."""
@@ -118,8 +139,8 @@ class Saver:
             self.export(models / f"step-{step:06d}")
         except OSError as error:
             logger.warning("The model of step %d was not exported: %s. The run goes on", step, error)
-        keep = self._parts.config.save.keep_models
-        if keep is not None and self._parts.mesh.rank == 0:
+        keep = self.training.config.save.keep_models
+        if keep is not None and self.training.mesh.rank == 0:
             for old in sorted(models.glob("step-" + "[0-9]" * 6))[:-keep]:
                 shutil.rmtree(old, ignore_errors=True)
 
@@ -129,7 +150,7 @@ class Saver:
             yield named
 
     def _start(self, step: int, kept: bool) -> None:
-        failed = self._store.start(self._progress(step), kept, config_as_yaml(self._parts.config))
+        failed = self._store.start(self._progress(step), kept, config_as_yaml(self.training.config))
         if failed is not None:
             self._tell_failure(failed)
 
@@ -139,14 +160,14 @@ class Saver:
             self._tell_failure(saved)
             return
         self.newest = saved.step
-        if self._parts.mesh.rank == 0:
+        if self.training.mesh.rank == 0:
             size = sum(entry.size for entry in saved.checkpoint.files.values())
             logger.info(
                 "Checkpoint of step %d: %s (%.3f GiB)", saved.step, saved.checkpoint.folder, size / 2**30
             )
 
     def _tell_failure(self, saved: Saved) -> None:
-        if self._parts.mesh.rank == 0:
+        if self.training.mesh.rank == 0:
             last = "there is none yet" if self.newest is None else f"the newest is that of step {self.newest}"
             logger.warning(
                 "The checkpoint of step %d was not saved: %s. The run goes on; %s",
@@ -156,16 +177,16 @@ class Saver:
             )
 
     def _progress(self, step: int) -> Progress:
-        parts = self._parts
-        epoch, within = divmod(step, parts.order.steps_per_epoch)
+        training = self.training
+        epoch, within = divmod(step, training.order.steps_per_epoch)
         return Progress(
             step=step,
             epoch=epoch,
-            position=within * parts.order.prompts_per_step,
-            updates=parts.actor.learner.updates,
-            syncs=parts.sync.count,
-            layout=parts.mesh.describe(),
-            world_size=parts.mesh.world_size,
+            position=within * training.order.prompts_per_step,
+            updates=training.actor.learner.updates,
+            syncs=training.syncs(),
+            layout=training.mesh.training_layout,
+            world_size=training.mesh.world_size,
             optimizer_tensors=(),
             random_states=(),
             model_fingerprint=self._origin.model,

@@ -59,7 +59,7 @@ RANGES: dict[str, Range] = {
     "run.hang_timeout_seconds": Range(5, 30 * 86400, why="Ranks beat once a second."),
     "data.prompts_per_step": _COUNT,
     "data.max_prompt_tokens": _COUNT,
-    "data.train_weights": _POSITIVE,
+    "data.train_weights": Range(0, 1000, open_low=True),
     "data.max_unusable_share": Range(0, 1),
     "stages.steps": _COUNT,
     "stages.max_new_tokens": _COUNT,

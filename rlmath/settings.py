@@ -15,7 +15,7 @@ import shutil
 import textwrap
 import types
 import typing
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -67,8 +67,9 @@ def setting_values(config: Config) -> dict[str, Any]:
     return {f"{section}.{name}": value for section in values for name, value in values[section].items()}
 
 
-def help_text(width: int | None = None) -> str:
-    """Every key with type, default and docstring, by section, wrapped to `width` or the terminal's."""
+def help_text(width: int | None = None, keys: Collection[str] | None = None) -> str:
+    """Every key, or those of `keys`, with type, default and docstring, by section, wrapped to `width` or the
+    terminal's."""
     width = width or min(max(shutil.get_terminal_size().columns, 60), 120)
 
     def wrapped(text: str, first: str, then: str) -> list[str]:
@@ -79,6 +80,8 @@ def help_text(width: int | None = None) -> str:
     lines = ["Settings, given in a YAML file or as key.sub=value (null: not set)"]
     section = ""
     for setting in all_settings().values():
+        if keys is not None and setting.key not in keys:
+            continue
         if setting.section != section:
             section = setting.section
             doc = inspect.getdoc(section_classes()[section]) or ""

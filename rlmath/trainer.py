@@ -1,28 +1,23 @@
 """The GRPO loop.
 
-    weights to the engine -> prompts -> rollout and reward -> selection -> updates (see `update`)
+    weights to the engine -> (validation) -> prompts -> rollout and reward -> selection -> updates (see `update`)
 
 Every rank runs it; the control plane is computed alike everywhere, only tensors are sharded.
+Lengths are those of the step's stage (`stages`); all else goes on from stage to stage.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
 
 from rlmath.algo.selection import Selection, SelectionRules, select
-from rlmath.config import Config, SelectionConfig
-from rlmath.data.loader import PromptOrder
-from rlmath.model_shape import ModelShape
-from rlmath.parallel.mesh import Mesh
-from rlmath.policy.actor import Actor
-from rlmath.policy.executor import Executor
-from rlmath.policy.offload import OffloadSets
-from rlmath.rollout.collect import Collector, RolloutSeed
-from rlmath.rollout.memory import MemorySwitch
+from rlmath.config import SelectionConfig
+from rlmath.parts import Parts
+from rlmath.rollout.collect import RolloutSeed, training_sampling
+from rlmath.stages import Stage, has_stages, stage_at
 from rlmath.step_metrics import (
     idle_metrics,
     mismatch_metrics,
@@ -31,10 +26,9 @@ from rlmath.step_metrics import (
     selection_metrics,
     update_metrics,
 )
-from rlmath.sync.checked import CheckedSync
-from rlmath.telemetry.timers import PhaseTimers
-from rlmath.types import Prompt, ScoredGroup
+from rlmath.types import ScoredGroup
 from rlmath.update import Updater, UpdateRecord
+from rlmath.validation import Measured, Validator
 
 logger = logging.getLogger(__name__)
 
@@ -49,57 +43,63 @@ class StepRecord:
     """All that were sampled."""
     advantages: list[list[float]]
     """By group and completion; 0 for what was not learned from."""
-
-
-@dataclass(frozen=True)
-class Parts:
-    """Everything the loop works with, built by `run`."""
-
-    config: Config
-    shape: ModelShape
-    mesh: Mesh
-    prompts: Sequence[Prompt]
-    order: PromptOrder
-    actor: Actor
-    reference: Executor | None
-    offload: OffloadSets
-    sync: CheckedSync
-    switch: MemorySwitch
-    collector: Collector
-    timers: PhaseTimers
+    measured: Measured | None
+    """The validation of the weights that the step began with, where one was due."""
 
 
 class Trainer:
     """Makes steps, one after the other."""
 
-    def __init__(self, parts: Parts) -> None:
+    def __init__(self, parts: Parts, validator: Validator) -> None:
         self._parts = parts
+        self._validator = validator
         self._timers = parts.timers
         self._rules = selection_rules(parts.config.selection)
         self._engine_seconds: list[tuple[float, ...]] = []
-        self._updater = Updater(
-            parts.config, parts.shape, parts.mesh, parts.actor, parts.reference, parts.offload, self._timers
-        )
+        self._stage: Stage | None = None
+        how = (parts.shape, parts.mesh, parts.actor, parts.reference, parts.offload, parts.timers)
+        self._updaters = [Updater(stage.config, *how) for stage in parts.stages]
 
     def step(self, number: int) -> StepRecord:
         """Step `number`, counted from 0 over the whole run."""
         started = time.perf_counter()
         self._timers.reset()
-        parts, timed = self._parts, self._timers.phase
+        parts, timed, stage = self._parts, self._timers.phase, self._enter_stage(number)
         with parts.switch.generating(parts.actor.learner.updates):
             with timed("probe"):
                 probed = parts.sync.probe_engine()
+            measured = self._validator.measure(number)
             with timed("rollout"):
-                epoch, selection = self._rollout(number)
-        record = self._updater.update(selection.learned, number)
+                epoch, selection = self._rollout(number, stage)
+        self._validator.keep_if_best(measured)
+        record = self._updaters[stage.number].update(selection.learned, number)
         seconds = self._timers.seconds() | {"step": time.perf_counter() - started}
-        metrics = self._metrics(selection, record, seconds)
+        metrics = self._metrics(selection, record, seconds) | self._stage_metrics(stage)
         metrics |= parts.sync.metrics() | parts.switch.metrics() | probed
-        return StepRecord(epoch, metrics, selection.sampled, selection.spread(record.advantages))
+        advantages = selection.spread(record.advantages)
+        return StepRecord(epoch, metrics, selection.sampled, advantages, measured)
 
-    def _rollout(self, number: int) -> tuple[int, Selection]:
+    def validate_at_end(self, steps: int) -> Measured | None:
+        """The validation of the weights after all `steps`, where it is not done yet; it needs a switch of its own."""
+        if not self._validator.due(steps):
+            return None
+        with self._parts.switch.generating(self._parts.actor.learner.updates):
+            measured = self._validator.measure(steps)
+        self._validator.keep_if_best(measured)
+        return measured
+
+    def _enter_stage(self, number: int) -> Stage:
+        stages = self._parts.stages
+        stage = stage_at(stages, number)
+        if stage is not self._stage and has_stages(self._parts.config):
+            logger.info("%s", stage.line(len(stages)))
+        self._stage = stage
+        return stage
+
+    def _rollout(self, number: int, stage: Stage) -> tuple[int, Selection]:
         """The epoch, and what was sampled: the step's own prompts, then what dynamic sampling asks for."""
         parts, seed = self._parts, RolloutSeed(self._parts.config.run.seed, number)
+        how, title = training_sampling(stage.config.rollout), f"rollout {number + 1}"
         epoch, own = parts.order.batch(number)
         indices = chain(own, parts.order.extra(number))
         self._engine_seconds.clear()
@@ -108,7 +108,7 @@ class Trainer:
             prompts = [parts.prompts[i] for i in islice(indices, count)]
             if not prompts:
                 return []
-            rollout = parts.collector.collect(prompts, seed)
+            rollout = parts.collector.collect(prompts, how, seed, title)
             self._engine_seconds.append(rollout.engine_seconds)
             return rollout.groups
 
@@ -127,6 +127,15 @@ class Trainer:
         metrics |= update_metrics(record, learned, metrics["task_reward"], algorithm)
         metrics |= mismatch_metrics(record.results, only_first=not algorithm.recompute_logprobs)
         return metrics | pace_metrics(seconds, selection.sampled, learned, record.passes)
+
+    def _stage_metrics(self, stage: Stage) -> dict[str, float]:
+        """The stage, counted from 1, and its limit; nothing in a run without stages."""
+        if not has_stages(self._parts.config):
+            return {}
+        return {
+            "stage": stage.number + 1.0,
+            "rollout/max_new_tokens": float(stage.config.rollout.max_new_tokens),
+        }
 
 
 def selection_rules(settings: SelectionConfig) -> SelectionRules:

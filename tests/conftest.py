@@ -35,5 +35,5 @@ def arithmetic(tmp_path_factory: pytest.TempPathFactory) -> Path:
     place = tmp_path_factory.mktemp("arithmetic")
     make_data = ("tools/make_arithmetic.py", "--output", f"{place}/data")
     programs.run(*make_data, "--train", "200", "--heldout", "20")
-    programs.run("tools/make_tiny_model.py", "--output", f"{place}/base", "--steps", "0")
+    programs.run("tools/make_tiny_model.py", "--output", f"{place}/base")
     return place

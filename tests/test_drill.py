@@ -17,6 +17,7 @@ ROW = {"step": 1.0, "train/grad_norm": 0.5, "task_reward": 0.1, "seconds/step": 
 def drill(output: Path, timeout: float, *arguments: str) -> list[dict]:
     """The outcomes of a drill that found nothing wrong."""
     done = run("tools/drill_faults.py", "--output", str(output), *arguments, timeout=timeout)
+    print(done.stdout)
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
 
 

@@ -370,8 +370,9 @@ def test_a_training_file_that_is_not_there_names_the_nearest(place: Path):
     assert f'there is no file "{place}/trian.jsonl". There is "{place}/train.jsonl".' in told
 
 
-def test_a_training_file_that_is_a_folder_or_empty(place: Path):
-    assert "is not a file. Give one JSONL file." in problem(place, f"data.train_path={place}")
+def test_training_files_that_are_missing_or_empty(place: Path):
+    told = problem(place, f"data.more_train_paths=[{place}/trian.jsonl]")
+    assert told.startswith("data.more_train_paths: there is no file") and "train.jsonl" in told
     (place / "train.jsonl").write_text("")
     assert "is empty" in problem(place)
 

@@ -143,7 +143,9 @@ def test_what_makes_it_another_run_is_refused_by_name(tmp_path: Path, override: 
 
 def test_another_model_and_other_prompts_are_refused_and_their_paths_are_not(tmp_path: Path) -> None:
     checkpoint(tmp_path, 3)
-    moved = make_config(tmp_path, "model.path=elsewhere", "data.train_path=elsewhere.jsonl")
+    moved = make_config(
+        tmp_path, "model.path=elsewhere", "data.train_path=elsewhere.jsonl", "data.more_train_paths=[x]"
+    )
     assert found_steps(moved) == [3]
     with pytest.raises(ValueError, match="the model that the run started from has changed"):
         find_recovery(moved, replace(ORIGIN, model="model-2"), TOTAL)
@@ -204,3 +206,73 @@ def test_fingerprints_tell_contents_and_not_places(tmp_path: Path) -> None:
     assert data_fingerprint(prompts) == data_fingerprint(list(prompts))
     assert data_fingerprint(prompts) != data_fingerprint(prompts[::-1])
     assert data_fingerprint(prompts) != data_fingerprint([prompts[0], replace(prompts[1], solutions=("6",))])
+
+
+STAGED = ("stages.steps=[2,4,6]", "stages.max_new_tokens=[8,16,24]")
+
+
+@pytest.mark.parametrize(
+    "now",
+    [
+        ("stages.steps=[2,4,9]", "stages.max_new_tokens=[8,16,32]"),
+        ("stages.steps=[2,4,6,8]", "stages.max_new_tokens=[8,16,24,32]"),
+        ("stages.steps=[2,4]", "stages.max_new_tokens=[8,16]"),
+        (*STAGED, "stages.max_tokens_per_microbatch=[100,100,100]", "rollout.max_new_tokens=5"),
+        (*STAGED, "validation.every_steps=2"),
+    ],
+)
+def test_stages_that_have_not_begun_may_change(tmp_path: Path, now: tuple[str, ...]) -> None:
+    then = make_config(tmp_path, *STAGED)
+    for done in (3, 6):
+        assert refused_changes(then, make_config(tmp_path, *now), done) == []
+    checkpoint(tmp_path, 3, then)
+    assert found_steps(make_config(tmp_path, *now)) == [3]
+
+
+@pytest.mark.parametrize(
+    ("now", "told"),
+    [
+        (
+            ("stages.steps=[2,5,6]", "stages.max_new_tokens=[8,16,24]"),
+            "stages: stage 2, which has begun, is 4 steps of at most 16 new tokens there, 5 steps of at most 16 new "
+            "tokens now",
+        ),
+        (
+            ("stages.steps=[2,4,6]", "stages.max_new_tokens=[9,16,24]"),
+            "stages: stage 1, which has begun, is 2 steps of at most 8 new tokens there",
+        ),
+        (("stages.steps=[12]", "stages.max_new_tokens=[8]"), "stage 2, which has begun, is 4 steps"),
+        (
+            (),
+            "stage 1, which has begun, is 2 steps of at most 8 new tokens there, all steps of at most 16384",
+        ),
+    ],
+)
+def test_stages_that_have_begun_are_kept_and_named(tmp_path: Path, now: tuple[str, ...], told: str) -> None:
+    checkpoint(tmp_path, 3, make_config(tmp_path, *STAGED))
+    with pytest.raises(ValueError, match="cannot go on from") as error:
+        find_recovery(make_config(tmp_path, *now), ORIGIN, TOTAL)
+    assert told in str(error.value)
+
+
+def test_a_run_may_get_stages_when_the_first_is_what_it_was(tmp_path: Path) -> None:
+    plain = make_config(tmp_path, "rollout.max_new_tokens=8", "run.total_steps=3")
+    staged = make_config(tmp_path, "stages.steps=[3,4]", "stages.max_new_tokens=[8,16]")
+    assert refused_changes(plain, staged, 3) == []
+    assert refused_changes(staged, plain, 3) == []
+    (told,) = refused_changes(plain, staged, 4)
+    assert "stage 1, which has begun" in told
+    told = refused_changes(staged, plain, 4)
+    assert "stage 2, which has begun, is 4 steps of at most 16 new tokens there, none now" in told[-1]
+    longer = make_config(tmp_path, "stages.steps=[3,4]", "stages.max_new_tokens=[9,16]")
+    assert len(refused_changes(plain, longer, 3)) == 1
+    assert refused_changes(plain, make_config(tmp_path, "rollout.max_new_tokens=9"), 3) == [
+        "rollout.max_new_tokens: 8 there, 9 now"
+    ]
+
+
+def test_without_a_checkpoint_all_stages_are_compared(tmp_path: Path) -> None:
+    then = make_config(tmp_path, *STAGED)
+    now = make_config(tmp_path, "stages.steps=[2,4,7]", "stages.max_new_tokens=[8,16,24]")
+    (told,) = refused_changes(then, now)
+    assert told.startswith("stages: stage 3 is 6 steps of at most 24 new tokens there, 7 steps")

@@ -198,6 +198,8 @@ def test_inputs_inside_the_folder_are_refused(tmp_path: Path):
     config = make_config(tmp_path, f"model.path={tmp_path}/base", f"data.train_path={tmp_path}/../x.jsonl")
     message = refusal(tmp_path, config)
     assert "model.path" in message and "lies in it" in message and "data.train_path" not in message
+    more = make_config(tmp_path, f"data.more_train_paths=[x.jsonl,{tmp_path}/y.jsonl]")
+    assert f'data.more_train_paths "{tmp_path}/y.jsonl" lies in it' in refusal(tmp_path, more)
 
 
 def test_a_write_that_fails_is_a_users_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

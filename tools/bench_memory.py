@@ -62,7 +62,7 @@ def run(command: list[str], environment: dict[str, str]) -> str:
 def make_inputs(folder: Path, environment: dict[str, str]) -> None:
     data = ["tools/make_arithmetic.py", "--output", f"{folder}/data", "--train", "400", "--heldout", "20"]
     run(data, environment)
-    run(["tools/make_tiny_model.py", "--output", f"{folder}/base", "--steps", "0"], environment)
+    run(["tools/make_tiny_model.py", "--output", f"{folder}/base"], environment)
 
 
 def overrides(folder: Path, steps: int) -> list[str]:

@@ -180,7 +180,7 @@ def main() -> None:
     os.environ.update(RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place) / "model"
-        make = [sys.executable, "tools/make_tiny_model.py", "--output", str(folder), "--steps", "0"]
+        make = [sys.executable, "tools/make_tiny_model.py", "--output", str(folder)]
         subprocess.run(make, cwd=REPOSITORY, check=True, stdout=subprocess.DEVNULL)
         init_process_group(open_device("cpu"), 600.0)
         bench_update(folder, 128 if quick else 512, 2 if quick else 5)

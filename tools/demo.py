@@ -1,10 +1,11 @@
-"""The laptop demo: make data and a model, train it with GRPO, and show what it learned.
+"""The laptop demo: make data and a random model, teach it with SFT, train it with GRPO, and show what it learned.
 
     python tools/demo.py [--seed 1] [--ranks 2] [--tensor-parallel 2] [--pipeline-parallel 1] [--algorithm grpo]
 
 It runs the same programs, one after the other, that a user would: tools/make_arithmetic.py, tools/make_tiny_model.py,
-tools/measure_accuracy.py, torchrun launch/train_grpo.py, tools/measure_accuracy.py, tools/plot_run.py. Everything is
-written under outputs/demo; what an earlier demo left is moved to outputs/demo.001, .002, ...
+torchrun launch/train_sft.py, tools/measure_accuracy.py, torchrun launch/train_grpo.py, tools/measure_accuracy.py,
+tools/plot_run.py. Everything is written under outputs/demo; what an earlier demo left is moved to outputs/demo.001,
+.002, ...
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -23,6 +25,7 @@ MAX_PROMPT_TOKENS = 32
 MAX_NEW_TOKENS = 32
 ALGORITHMS = REPOSITORY / "configs" / "algorithms"
 GOOD_ACCURACY = 0.9
+SFT_RANKS = 2
 
 
 @dataclass(frozen=True)
@@ -94,24 +97,38 @@ def accuracy(title: str, model: Path, folder: Path, seed: int) -> float:
     return report["accuracy"]
 
 
+def torchrun(ranks: int) -> list[str]:
+    """The start of a command that runs so many ranks on this machine."""
+    return [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+
+
+def one_thread() -> dict[str, str]:
+    """For programs of several ranks: one computing thread each, the ranks are the parallelism."""
+    return child_environment() | {"OMP_NUM_THREADS": "1"}
+
+
+def teach(folder: Path, seed: int) -> Path:
+    """Supervised training on worked solutions, with one data-parallel rank for each of two cores, whatever the layout
+    of what follows: every seed has one base model. Returns its folder."""
+    ranks = min(SFT_RANKS, os.cpu_count() or 1)
+    command = [*torchrun(ranks), "launch/train_sft.py", "--config", "configs/demo_sft.yaml"]
+    command += [f"run.output_dir={folder / 'sft'}", f"run.seed={seed}", f"model.path={folder / 'random'}"]
+    command += [f"data.train_path={folder / 'data' / 'worked.jsonl'}"]
+    run("Supervised training: a tiny model that can add but slips", command, one_thread())
+    base = folder / "base"
+    shutil.copytree(folder / "sft" / "hf_model", base)
+    return base
+
+
 def train(folder: Path, seed: int, layout: Layout, algorithm: str) -> dict:
     """The training run under torchrun; returns its own summary."""
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        f"--nproc-per-node={layout.ranks}",
-    ]
-    command += ["launch/train_grpo.py", "--config", "configs/demo.yaml"]
+    command = [*torchrun(layout.ranks), "launch/train_grpo.py", "--config", "configs/demo.yaml"]
     command += ["--config", str(ALGORITHMS / f"{algorithm}.yaml")]
     command += [f"run.output_dir={folder / 'run'}", f"run.seed={seed}", f"model.path={folder / 'base'}"]
     command += [f"data.train_path={folder / 'data' / 'train.jsonl'}"]
     command += [f"parallel.tensor={layout.tensor}", f"parallel.pipeline={layout.pipeline}"]
-    # One computing thread per rank: the ranks are the parallelism.
-    environment = child_environment() | {"OMP_NUM_THREADS": "1"}
     title = f"Training ({algorithm}) on {layout.ranks} ranks, TP{layout.tensor} x PP{layout.pipeline}"
-    run(title, command, environment)
+    run(title, command, one_thread())
     return json.loads((folder / "run" / "summary.json").read_text(encoding="utf-8"))
 
 
@@ -127,10 +144,10 @@ def demo(folder: Path, seed: int, layout: Layout, algorithm: str) -> dict:
     python, environment = sys.executable, child_environment()
     make_data = [python, "tools/make_arithmetic.py", "--output", str(folder / "data"), "--seed", str(seed)]
     run("Arithmetic problems", make_data, environment)
-    make_model = [python, "tools/make_tiny_model.py", "--output", str(folder / "base")]
-    make_model += ["--data", str(folder / "data"), "--seed", str(seed)]
-    run("A tiny model that can add but slips", make_model, environment)
-    before = accuracy("Accuracy before", folder / "base", folder, seed)
+    make_model = [python, "tools/make_tiny_model.py", "--output", str(folder / "random"), "--seed", str(seed)]
+    run("A tiny random model", make_model, environment)
+    base = teach(folder, seed)
+    before = accuracy("Accuracy before", base, folder, seed)
     trained = train(folder, seed, layout, algorithm)
     after = accuracy("Accuracy after", folder / "run" / "hf_model", folder, seed)
     picture = [python, "tools/plot_run.py", str(folder / "run"), "--metric", "task_reward"]

@@ -106,7 +106,7 @@ class Drill:
 def make_base(folder: Path) -> None:
     """Problems and a random model, by the tools that users have."""
     data = ["tools/make_arithmetic.py", "--output", f"{folder}/data", "--train", "200", "--heldout", "20"]
-    model = ["tools/make_tiny_model.py", "--output", f"{folder}/base", "--steps", "0"]
+    model = ["tools/make_tiny_model.py", "--output", f"{folder}/base"]
     for command in (data, model):
         subprocess.run([sys.executable, *command], cwd=REPOSITORY, check=True, stdout=subprocess.DEVNULL)
 

@@ -28,6 +28,7 @@ from rlmath.memory_checks import planned_target
 from rlmath.memory_plan import mesh_of
 from rlmath.model_shape import ModelShape
 from rlmath.parallel.mesh import Mesh
+from rlmath.planning import ranks_or_least
 from rlmath.sync.layouts import (
     ENGINE_VOCAB_MULTIPLE,
     Coordinates,
@@ -36,7 +37,7 @@ from rlmath.sync.layouts import (
     training_layout,
 )
 from rlmath.sync.plan import Copy, SyncPlan, bucket_bytes, plan_sync
-from tools.plan_memory import MISTAKE, NOT_NEEDED, checked_shape, least_ranks
+from tools.plan_memory import MISTAKE, NOT_NEEDED, checked_shape
 
 GIB, MIB = 2**30, 2**20
 FORMATS = {"cpu": ("float32", 4), "cuda": ("bfloat16", 2)}
@@ -61,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Exit status 0, or MISTAKE."""
     parser = make_parser("Explain the weight sync of a run.")
     parser.add_argument(
-        "--ranks", type=int, help="ranks of the run; without it the least that the layout takes"
+        "--ranks", type=int, help="ranks of the run; without it those of parallel.data, else the least"
     )
     parser.add_argument("--ranks-per-node", type=int, help="without it all ranks are on one node")
     parser.add_argument("--json", action="store_true", help="print plain data, in bytes")
@@ -80,7 +81,7 @@ def explain(given: argparse.Namespace) -> Explained:
     if given.ranks_per_node is not None and given.ranks_per_node < 1:
         raise ValueError(f"--ranks-per-node is {given.ranks_per_node}; needed: at least 1.")
     config = load_config(given.config, [*NOT_NEEDED, *given.overrides])
-    ranks = least_ranks(config) if given.ranks is None else given.ranks
+    ranks = ranks_or_least(config, given.ranks)
     shape = checked_shape(config, ranks)
     # With run.device=cuda no GPU need be there, nor named.
     device = "cuda" if config.run.device == "cuda" else planned_target(config).kind

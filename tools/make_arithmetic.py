@@ -1,4 +1,4 @@
-"""Makes the demo's problems: additions with worked steps, as training and held-out files.
+"""Makes the demo's problems: additions, as training and held-out files, and worked solutions to learn from.
 
     python tools/make_arithmetic.py --output data/arithmetic --seed 1 --train 8000 --heldout 500
 
@@ -10,8 +10,16 @@ No problem is in both files; `47+85` and `85+47` are two problems. The worked so
 
     7+5=12 4+8+1=13 \\boxed{132}
 
-one step per column, lowest first, the carry as a third term. `tools/make_tiny_model.py` warms a model up on
-such solutions, some of them with slips.
+one step per column, lowest first, the carry as a third term.
+
+worked.jsonl has such solutions of training problems, drawn with repetition, for launch/train_sft.py:
+
+    {"prompt": "47+85=", "completion": "7+5=12 4+8+1=13 \\boxed{132}"}
+
+Every result in them slips with some probability (`worked_solution`), so that a model that learns from them learns
+both: the right result is its most likely next token nearly everywhere, and a slip has the probability it had in the
+file. Its greedy answers are right, while those sampled at temperature 1 are right as often as was chosen (35%), and
+that is the gap that GRPO closes.
 """
 
 from __future__ import annotations
@@ -132,26 +140,47 @@ def _columns(problem: Addition) -> list[list[int]]:
     return [[int(number[i]) for number in (left, right) if i < len(number)] for i in range(length)]
 
 
-def _write(path: Path, problems: list[Addition]) -> None:
-    path.write_text("".join(json.dumps(problem.row()) + "\n" for problem in problems), encoding="utf-8")
+def worked_rows(problems: list[Addition], count: int, accuracy: float, seed: int) -> list[dict[str, object]]:
+    """So many worked solutions of problems that are drawn at random; about this share of them is right."""
+    slip, rng = slip_for_accuracy(problems, accuracy), random.Random(f"{seed}:worked")
+    return [
+        {"prompt": problem.prompt, "completion": worked_solution(problem, slip, rng)}
+        for problem in rng.choices(problems, k=count)
+    ]
+
+
+def _write(path: Path, rows: list[dict[str, object]]) -> None:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Reads the command line and writes both files."""
-    parser = argparse.ArgumentParser(description="Writes train.jsonl and heldout.jsonl with additions.")
+    """Reads the command line and writes the files."""
+    parser = argparse.ArgumentParser(description="Writes train, heldout and worked.jsonl with additions.")
     parser.add_argument("--output", type=Path, required=True, help="folder to write to")
     parser.add_argument("--seed", type=int, default=1, help="the same seed gives the same files (default 1)")
     parser.add_argument("--train", type=int, default=8000, help="rows of train.jsonl (default 8000)")
     parser.add_argument("--heldout", type=int, default=500, help="rows of heldout.jsonl (default 500)")
     parser.add_argument("--digits", type=int, default=2, help="most digits of a number (default 2)")
+    parser.add_argument("--worked", type=int, default=20000, help="rows of worked.jsonl (default 20000)")
+    parser.add_argument(
+        "--accuracy", type=float, default=0.35, help="share of worked solutions that are right (default 0.35)"
+    )
     args = parser.parse_args(argv)
+    if args.worked < 0:
+        raise ValueError(f"--worked is {args.worked}; it must be at least 0")
     train, heldout = make_problems(args.seed, args.train, args.heldout, args.digits)
+    worked = worked_rows(train, args.worked, args.accuracy, args.seed)
     if args.output.exists() and not args.output.is_dir():
         raise ValueError(f"--output {args.output} is a file; name a folder")
     args.output.mkdir(parents=True, exist_ok=True)
-    _write(args.output / "train.jsonl", train)
-    _write(args.output / "heldout.jsonl", heldout)
-    print(json.dumps({"output": str(args.output), "train": len(train), "heldout": len(heldout)}))
+    for name, rows in (
+        ("train", [problem.row() for problem in train]),
+        ("heldout", [problem.row() for problem in heldout]),
+        ("worked", worked),
+    ):
+        _write(args.output / f"{name}.jsonl", rows)
+    counts = {"train": len(train), "heldout": len(heldout), "worked": len(worked)}
+    print(json.dumps({"output": str(args.output), **counts}))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,6 @@
-"""Print the accuracy of a Hugging Face model on a JSONL file of prompts, as one JSON line.
+"""Print the accuracy of a Hugging Face model on one file of prompts, as one JSON line.
+
+For benchmarks, several samples and intervals, and to keep what was sampled: launch/evaluate.py.
 
 python tools/measure_accuracy.py --model DIR --data heldout.jsonl [--samples 1] [--temperature 1.0]
 """
@@ -20,9 +22,7 @@ def main() -> int:
     """Exit status 0, or 2 on a mistake of the user's."""
     parser = argparse.ArgumentParser(description="Accuracy of a Hugging Face model, sampled by vLLM.")
     parser.add_argument("--model", required=True, help="Hugging Face folder")
-    parser.add_argument(
-        "--data", required=True, help='JSONL file with "prompt", "task", "query_id", "solutions"'
-    )
+    parser.add_argument("--data", required=True, help="file of prompts, in any form of docs/data.md")
     parser.add_argument("--samples", type=int, default=1, help="completions per prompt (default: 1)")
     parser.add_argument(
         "--temperature", type=float, default=1.0, help="sampling temperature; 0 is greedy (default: 1)"

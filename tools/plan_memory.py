@@ -2,18 +2,17 @@
 
 python tools/plan_memory.py --config configs/my.yaml parallel.tensor=2 memory.gpu=H100-80GB
 
-Of the model only config.json is read; the training data and the output folder need not exist. Without a GPU named by
-memory.gpu or memory.gpu_gib, the plan is for the GPU that is there, or for the CPU; where one is there and another is
-named, for the smaller of the two, unless run.device=cpu. It exits with 2 where the run cannot fit or cannot be planned.
+Of the model only config.json is read, and for published models not even that is needed (configs/models); the training
+data and the output folder need not exist. Without a GPU named by memory.gpu or memory.gpu_gib, the plan is for the GPU
+that is there, or for the CPU; where one is there and another is named, for the smaller of the two, unless
+run.device=cpu. It exits with 2 where the run cannot fit or cannot be planned.
 """
 
 from __future__ import annotations
 
 import json
-import math
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from rlmath.checkpoint.hf_tables import parameter_count
@@ -21,10 +20,11 @@ from rlmath.config import Config
 from rlmath.config_files import load_config, make_parser
 from rlmath.memory_checks import GIB, fit_problems, planned_target, usable_bytes
 from rlmath.memory_plan import MemoryPlan, Target, plan_ranks, table_rows
-from rlmath.model_folder import read_model_shape
 from rlmath.model_shape import ModelShape
+from rlmath.planning import planned_shape, ranks_or_least, required_shape
 from rlmath.preflight import setting_problems, shape_problems
 from rlmath.settings import raise_problems
+from rlmath.stages import longest
 
 MISTAKE = 2
 NOT_NEEDED = ("run.output_dir=unused", "data.train_path=unused")
@@ -35,13 +35,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Exit status 0 where the run fits, MISTAKE where not."""
     parser = make_parser("Plan the memory of a run.")
     parser.add_argument(
-        "--ranks", type=int, help="ranks of the run; without it the least that the layout takes"
+        "--ranks", type=int, help="ranks of the run; without it those of parallel.data, else the least"
     )
     parser.add_argument("--json", action="store_true", help="print plain data, in bytes")
     given = parser.parse_intermixed_args(argv)
     try:
-        config = load_config(given.config, [*NOT_NEEDED, *given.overrides])
-        ranks = least_ranks(config) if given.ranks is None else given.ranks
+        config = longest(load_config(given.config, [*NOT_NEEDED, *given.overrides]))
+        ranks = ranks_or_least(config, given.ranks)
         shape = checked_shape(config, ranks)
         target = planned_target(config)
     except ValueError as error:
@@ -57,18 +57,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     return MISTAKE if problems else 0
 
 
-def least_ranks(config: Config) -> int:
-    """Ranks of one replica of the model, or of as many as make whole engines."""
-    parallel = config.parallel
-    sizes = (parallel.tensor, parallel.context, parallel.expert, parallel.expert_tensor)
-    tensor, context, expert, expert_tensor = (max(1, size) for size in sizes)
-    stage = math.lcm(tensor * context, expert * expert_tensor)
-    return math.lcm(stage * max(1, parallel.pipeline), max(1, config.rollout.tensor_parallel))
-
-
 def checked_shape(config: Config, ranks: int) -> ModelShape:
     """The model's shape; ValueError for settings that no run could have."""
-    shape = read_model_shape(Path(config.model.path))
+    shape, _ = required_shape(config.model.path)
     problems = setting_problems(config, ranks) if ranks > 0 else [f"--ranks is {ranks}; needed: at least 1."]
     if ranks > 0:
         problems += shape_problems(config, shape)
@@ -107,6 +98,8 @@ def heading(config: Config, shape: ModelShape, ranks: int, target: Target) -> st
         f"{config.model.path}: {parameter_count(shape) / 1e9:.3g} B parameters on {ranks} rank{'s' * (ranks != 1)}, "
         f"{layout}, engines of TP{config.rollout.tensor_parallel}"
     ]
+    if note := planned_shape(config.model.path).note:
+        lines.append(note)
     if target.total_bytes is None:
         lines.append("Planned for the CPU, in float32; name a GPU by memory.gpu or memory.gpu_gib.")
     else:

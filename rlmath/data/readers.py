@@ -1,134 +1,124 @@
-"""Readers of prompt files. Each returns plain rows; lengths and order are the loader's business."""
+"""Readers of prompt files: plain rows of any published form. Lengths and order are the loader's business."""
 
 from __future__ import annotations
 
-import difflib
-import json
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from itertools import chain
 from pathlib import Path
 
-MAX_LINE_BYTES = 8 * 2**20
-"""Longest line that is read (bytes); the longest row of boba_106k is far below."""
+from rlmath.data.forms import FORMS, form_of
+from rlmath.data.forms.common import Form, Reader
+from rlmath.data.raw_rows import raw_rows
+from rlmath.data.rows import PromptFile, PromptRow, RawRow, RowError, UnusableRow
+
+__all__ = ["PromptFile", "PromptRow", "UnusableRow", "read_prompts"]
+
+_LOOKED_AT = 100
+"""Rows in which the form is looked for."""
 
 
-_COLUMNS = ("prompt", "task", "query_id", "solutions")
+def read_prompts(path: str, form: str = "auto") -> PromptFile:
+    """All rows of a file or folder of prompts, in its order; `form` is a word of data.format.
 
-
-@dataclass(frozen=True)
-class PromptRow:
-    """One line of an AReaL-boba file.
-
-    >>> PromptRow("Compute 1+1.", "math", "q-1", ("\\\\boxed{2}",)).solutions
-    ('\\\\boxed{2}',)
+    Rows that cannot be used are listed with their reasons, and rows that an earlier one equals are counted. ValueError
+    where the file cannot be read, has another form or none, or has no row that can be used. Holds a part of the file at
+    a time beside the rows.
     """
+    rows = raw_rows(path)
+    first: list[RawRow] = []
+    for row in rows:
+        first.append(row)
+        if len(first) == _LOOKED_AT or (row.columns is not None and form_of(row.columns)):
+            break
+    found = _form(path, form, first)
+    return _read(path, found, chain(first, rows))
 
-    prompt: str
-    """The text that the model continues, template included."""
-    task: str
-    """What kind of judge it needs, such as "math"."""
-    query_id: str
-    """Unique in the file."""
-    solutions: tuple[str, ...]
-    """At least one reference answer."""
-    more_json: str = "{}"
-    """The row's further columns, a JSON object."""
+
+def _form(path: str, form: str, first: list[RawRow]) -> Form:
+    """The form that the first rows have; ValueError where it is none, or not the one that is asked for."""
+    if not first:
+        raise ValueError(f"{path}: no rows; one problem per row is needed. {_forms_there_are()}")
+    row = next((row for row in first if row.columns is not None), first[0])
+    if row.columns is None:
+        shown = f"{row.reason}; it begins {row.start!r}"
+    else:
+        shown = f"it has the columns {', '.join(map(repr, list(row.columns)[:20])) or 'none'}"
+    told = f"{row.where}: {shown}"
+    found = next((one for row in first if row.columns is not None and (one := form_of(row.columns))), None)
+    if form != "auto" and found is not FORMS[form] and (found is not None or row.columns is None):
+        is_what = f'is of the form "{found.name}"' if found else "has no rows of any form"
+        raise ValueError(f'{path} {is_what}, data.format says "{form}". {told}. {_forms_there_are()}')
+    if form != "auto":
+        return FORMS[form]
+    if found is None:
+        raise ValueError(f"{path}: rows of an unknown form. {told}. {_forms_there_are()}")
+    return found
+
+
+def _forms_there_are() -> str:
+    return "Forms there are: " + "; ".join(f'"{form.name}": {form.columns}' for form in FORMS.values())
+
+
+def _read(path: str, form: Form, raw: Iterable[RawRow]) -> PromptFile:
+    read = form.reader_of(Path(path))
+    rows: list[PromptRow] = []
+    unusable: list[UnusableRow] = []
+    repeated = 0
+    first_of_id: dict[str, tuple[int, str]] = {}
+    for one in raw:
+        try:
+            row = _usable(one, read)
+            if row.query_id not in first_of_id:
+                first_of_id[row.query_id] = len(rows), one.where
+                rows.append(row)
+                continue
+            index, where = first_of_id[row.query_id]
+            if not _same(rows[index], row):
+                raise RowError(
+                    f"query_id {row.query_id[:60]!r} is already used in {where} with other contents"
+                )
+            repeated += 1
+        except RowError as error:
+            unusable.append(UnusableRow(one.where, str(error), one.start))
+    if not rows:
+        raise ValueError(
+            f'{path}: none of its {len(unusable)} rows can be used as "{form.name}" ({form.columns}). '
+            f"{said(unusable[:1])}"
+        )
+    return PromptFile(form.name, rows, unusable, repeated)
+
+
+def _usable(one: RawRow, read: Reader) -> PromptRow:
+    if one.columns is None:
+        raise RowError(one.reason)
+    try:
+        return read(one.columns, one.number)
+    except RecursionError as error:
+        raise RowError("nested too deep") from error
+
+
+def _same(one: PromptRow, other: PromptRow) -> bool:
+    return (one.prompt, one.task, one.solutions, one.messages) == (
+        other.prompt,
+        other.task,
+        other.solutions,
+        other.messages,
+    )
+
+
+def said(unusable: Iterable[UnusableRow]) -> str:
+    """What is wrong with rows, in one line."""
+    return "; ".join(_lines(unusable))
+
+
+def _lines(unusable: Iterable[UnusableRow]) -> Iterator[str]:
+    for row in unusable:
+        yield f"{row.where}: {row.reason}" + (f", it begins {row.start!r}" if row.start else "")
 
 
 def read_boba(path: str) -> list[PromptRow]:
-    """All rows of a JSONL file {"prompt", "task", "query_id", "solutions"}.
-
-    Further keys are kept as they are, blank lines skipped. Raises ValueError naming file and line for whatever
-    cannot be used. Holds one line at a time beside the rows.
-    """
-    rows: list[PromptRow] = []
-    line_of_id: dict[str, int] = {}
-    for number, line in _numbered_lines(_existing_file(path)):
-        where = f"{path}, line {number}"
-        row = _parse_row(line, where)
-        if row.query_id in line_of_id:
-            first = line_of_id[row.query_id]
-            raise ValueError(
-                f"{where}: query_id {row.query_id!r} is already used in line {first}; ids must be unique"
-            )
-        line_of_id[row.query_id] = number
-        rows.append(row)
-    if not rows:
-        raise ValueError(
-            f"{path}: no rows; the file needs at least one JSON line with prompt, task, query_id, solutions"
-        )
-    return rows
-
-
-def _existing_file(path: str) -> Path:
-    file = Path(path)
-    if file.is_file():
-        return file
-    if file.is_dir():
-        raise ValueError(f"{path} is a folder; a JSONL file is needed")
-    if not file.parent.is_dir():
-        raise ValueError(f"{path}: no such file, and no folder {str(file.parent)!r} either")
-    near = difflib.get_close_matches(
-        file.name, [entry.name for entry in file.parent.iterdir()], n=1, cutoff=0.5
-    )
-    hint = f"; did you mean {str(file.parent / near[0])!r}?" if near else ""
-    raise ValueError(f"{path}: no such file{hint}")
-
-
-def _numbered_lines(file: Path) -> Iterator[tuple[int, str]]:
-    number = 0
-    with file.open("rb") as stream:
-        while line := stream.readline(MAX_LINE_BYTES + 1):
-            number += 1
-            if len(line) > MAX_LINE_BYTES:
-                raise ValueError(
-                    f"{file}, line {number}: longer than {MAX_LINE_BYTES // 2**20} MiB; is this a JSONL file?"
-                    " One JSON object per line is needed"
-                )
-            try:
-                text = line.decode("utf-8")
-            except UnicodeDecodeError as error:
-                raise ValueError(
-                    f"{file}, line {number}: not UTF-8 (byte {error.start} is {line[error.start]:#04x});"
-                    " save the file as UTF-8"
-                ) from error
-            if text.strip():
-                yield number, text
-
-
-def _parse_row(line: str, where: str) -> PromptRow:
-    try:
-        row = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{where}: not JSON ({error}); the line begins {line[:60]!r}") from error
-    if type(row) is not dict:
-        raise ValueError(f"{where}: got a JSON {type(row).__name__}, a JSON object is needed")
-    missing = [key for key in _COLUMNS if key not in row]
-    if missing:
-        raise ValueError(
-            f"{where}: missing {', '.join(missing)}; the row has {', '.join(map(repr, row)) or 'no keys'}"
-        )
-    solutions = row["solutions"]
-    if not isinstance(solutions, list) or not solutions:
-        raise ValueError(f"{where}: solutions must be a list of at least one string, got {_short(solutions)}")
-    return PromptRow(
-        prompt=_text(row["prompt"], "prompt", where),
-        task=_text(row["task"], "task", where),
-        query_id=_text(row["query_id"], "query_id", where),
-        solutions=tuple(_text(solution, "each of solutions", where) for solution in solutions),
-        more_json=json.dumps({key: value for key, value in row.items() if key not in _COLUMNS}),
-    )
-
-
-def _text(value: object, name: str, where: str) -> str:
-    if not isinstance(value, str) or not value.strip():
-        raise ValueError(f"{where}: {name} must be a string that is not blank, got {_short(value)}")
-    try:
-        value.encode("utf-8")
-    except UnicodeEncodeError as error:
-        raise ValueError(f"{where}: {name} has half a surrogate pair at character {error.start}") from error
-    return value
-
-
-def _short(value: object) -> str:
-    return f"{type(value).__name__} {str(value)[:60]!r}"
+    """Rows of a file that must be whole: ValueError for the first that cannot be used."""
+    file = read_prompts(path, "boba")
+    if file.unusable:
+        raise ValueError(said(file.unusable[:1]))
+    return file.rows

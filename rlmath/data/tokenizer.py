@@ -44,6 +44,23 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerFast:
     return tokenizer
 
 
+def prompt_tokens(texts: list[str], tokenizer: PreTrainedTokenizerFast) -> list[list[int]]:
+    """Tokens of prompts, with the special tokens that the tokenizer adds by itself, but one beginning of sequence only:
+    a template may write it, too."""
+    encoded = tokenizer(texts, return_attention_mask=False, return_token_type_ids=False, verbose=False)
+    bos = tokenizer.bos_token_id
+    return [
+        _one_start(token_ids, bos if isinstance(bos, int) else None) for token_ids in encoded["input_ids"]
+    ]
+
+
+def _one_start(token_ids: list[int], bos: int | None) -> list[int]:
+    extra = 0
+    while bos is not None and token_ids[extra : extra + 2] == [bos, bos]:
+        extra += 1
+    return token_ids[extra:]
+
+
 def stop_token_ids(path: str, tokenizer: PreTrainedTokenizerFast) -> tuple[int, ...]:
     """Tokens that end a completion, as vLLM finds them: the tokenizer's end of sequence, and those that
     generation_config.json names, or config.json where there is none."""

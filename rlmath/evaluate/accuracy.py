@@ -1,16 +1,20 @@
-"""How often a model answers rightly: sampled by a fresh vLLM, judged as in training."""
+"""How often a model answers rightly: one file of prompts, sampled by a fresh vLLM of this process, judged as in
+training, and nothing kept."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from rlmath.config import RolloutConfig
-from rlmath.data.loader import load_prompts
 from rlmath.data.tokenizer import load_tokenizer
-from rlmath.rewards.judge import judged_text
+from rlmath.evaluate.benchmarks import Problem, load_benchmark
+from rlmath.evaluate.judging import Judging
+from rlmath.evaluate.plan import completion_seed
+from rlmath.evaluate.store import Record
 from rlmath.rewards.pool import VerifierPool
 from rlmath.rollout.engine import open_standalone
-from rlmath.rollout.sampling import Request, request_seed, sample
+from rlmath.rollout.sampling import Request, sample
 
 
 @dataclass(frozen=True)
@@ -37,32 +41,46 @@ def measure_accuracy(
     device_kind: str,
     verifier_timeout_seconds: float = 5.0,
 ) -> AccuracyReport:
-    """Sample `rollout.group_size` completions of every prompt of a JSONL file and judge them.
+    """Sample `rollout.group_size` completions of every prompt of a file that has at most `max_prompt_tokens`.
 
-    ValueError for an unreadable model or file.
+    ValueError for an unreadable model or file, and where every prompt is longer.
     """
     tokenizer = load_tokenizer(model_path)
-    prompts, _ = load_prompts(data_path, tokenizer, max_prompt_tokens)
+    found = load_benchmark(Path(data_path).stem, Path(data_path), tokenizer, "auto").problems
+    problems = [problem for problem in found if len(problem.token_ids) <= max_prompt_tokens]
+    if not problems:
+        raise ValueError(
+            f"{data_path}: all {len(found)} prompts have more than {max_prompt_tokens} tokens; raise that"
+        )
+    records: list[Record] = []
     with VerifierPool(1, verifier_timeout_seconds) as pool:
         llm = open_standalone(model_path, rollout, max_prompt_tokens + rollout.max_new_tokens, device_kind)
-        requests = [
-            Request(
-                (p, g),
-                prompt.token_ids,
-                request_seed(seed, 0, prompt.prompt_id, g),
-                rollout.min_new_tokens,
-                rollout.max_new_tokens,
-            )
-            for p, prompt in enumerate(prompts)
-            for g in range(rollout.group_size)
-        ]
-        verdicts, tokens, truncated = [], 0, 0
-        for generated in sample(llm, rollout, requests):
-            prompt = prompts[generated.key[0]]
-            text = str(tokenizer.decode(generated.token_ids, skip_special_tokens=True))
-            verdicts.append(pool.submit(judged_text(prompt.text, text), prompt.solutions, prompt.task))
-            tokens += len(generated.token_ids)
-            truncated += generated.finish_reason == "length"
-        right = sum(verdict.result().correct for verdict in verdicts)
-    n = len(verdicts)
-    return AccuracyReport(right / n, len(prompts), n, tokens / n, truncated / n)
+        requests = {one.key: one for one in _requests(problems, rollout, seed)}
+        judging = Judging(
+            pool, tokenizer, dict(enumerate(problems)), lambda _, record: records.append(record)
+        )
+        for generated in sample(llm, rollout, list(requests.values())):
+            judging.ask(requests[generated.key], generated)
+        judging.finish()
+    n = len(records)
+    return AccuracyReport(
+        accuracy=sum(record.correct for record in records) / n,
+        prompts=len(problems),
+        samples=n,
+        mean_tokens=sum(record.tokens for record in records) / n,
+        truncated=sum(record.finish_reason == "length" for record in records) / n,
+    )
+
+
+def _requests(problems: list[Problem], rollout: RolloutConfig, seed: int) -> list[Request]:
+    return [
+        Request(
+            (number, index),
+            problem.token_ids,
+            completion_seed(seed, problem.benchmark, problem.problem_id, index),
+            rollout.min_new_tokens,
+            rollout.max_new_tokens,
+        )
+        for number, problem in enumerate(problems)
+        for index in range(rollout.group_size)
+    ]

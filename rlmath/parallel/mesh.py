@@ -97,11 +97,16 @@ class Mesh:
     def describe(self) -> str:
         """For example "TP2 x PP1 x DP1, 2 engines of TP1"; at most
         "TP2 x CP2 x PP2 x VPP2 x DP1 x EP2 x ETP2, ..."."""
+        return (
+            f"{self.training_layout}, {self.engines} engine{'s' if self.engines > 1 else ''} "
+            f"of TP{self.engine_size}"
+        )
+
+    @property
+    def training_layout(self) -> str:
+        """`describe` without engines."""
         context = f" x CP{self.context}" if self.context > 1 else ""
         chunks = f" x VPP{self.virtual_pipeline}" if self.virtual_pipeline > 1 else ""
         experts = f" x EP{self.expert}" if self.expert > 1 else ""
         experts += f" x ETP{self.expert_tensor}" if self.expert_tensor > 1 else ""
-        return (
-            f"TP{self.tensor}{context} x PP{self.pipeline}{chunks} x DP{self.data}{experts}, "
-            f"{self.engines} engine{'s' if self.engines > 1 else ''} of TP{self.engine_size}"
-        )
+        return f"TP{self.tensor}{context} x PP{self.pipeline}{chunks} x DP{self.data}{experts}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
 
 from megatron.core.models.gpt import GPTModel
 
@@ -19,13 +20,17 @@ from rlmath.policy.learner import Learner
 from rlmath.policy.logprobs import HeldBack
 from rlmath.policy.model import Recompute, build_chunks, transformer_config, wrap_for_training
 from rlmath.policy.optimizer import build_optimizer, build_scheduler
+from rlmath.policy.optimizing import OptimizingLearner
+from rlmath.policy.sft_learner import SftLearner
+
+L = TypeVar("L", bound=OptimizingLearner)
 
 
 @dataclass(frozen=True)
-class Actor:
+class Actor(Generic[L]):
     """The learner, and the bare model chunks of this rank, whose weights are synced and exported."""
 
-    learner: Learner
+    learner: L
     chunks: list[GPTModel]
 
     @property
@@ -40,8 +45,33 @@ def build_actor(
     device: Device,
     total_updates: int,
     stop_token_ids: tuple[int, ...],
-) -> Actor:
-    """The actor with the weights of `model.path`; `total_updates` optimizer steps end a decaying learning rate."""
+) -> Actor[Learner]:
+    """The actor of GRPO with the weights of `model.path`; `total_updates` optimizer steps end a decaying learning
+    rate."""
+    held_back = HeldBack(stop_token_ids, config.rollout.min_new_tokens)
+    how = (config.rollout.temperature, held_back)
+    chunks, *moved = _build(config, shape, mesh, device, total_updates, *how)
+    return Actor(Learner(*moved, loss_settings(config.algorithm), early_stop(config.algorithm)), chunks)
+
+
+def build_sft_actor(
+    config: Config, shape: ModelShape, mesh: Mesh, device: Device, total_updates: int
+) -> Actor[SftLearner]:
+    """Likewise, for supervised training: the distribution is the model's own, at temperature 1."""
+    chunks, *moved = _build(config, shape, mesh, device, total_updates, 1.0, HeldBack())
+    return Actor(SftLearner(*moved), chunks)
+
+
+def _build(
+    config: Config,
+    shape: ModelShape,
+    mesh: Mesh,
+    device: Device,
+    total_updates: int,
+    temperature: float,
+    held_back: HeldBack,
+) -> tuple[list[GPTModel], Executor, Any, Any]:
+    """(bare chunks, executor, optimizer, schedule) of a model with the weights of `model.path`."""
     recompute = Recompute(
         config.policy.recompute_granularity,
         config.policy.recompute_method,
@@ -53,14 +83,8 @@ def build_actor(
     wrapped = wrap_for_training(chunks, megatron, config.optimizer.distributed)
     optimizer = build_optimizer(config.optimizer, wrapped, device)
     scheduler = build_scheduler(config.optimizer, optimizer, total_updates)
-    held_back = HeldBack(stop_token_ids, config.rollout.min_new_tokens)
-    executor = Executor(wrapped, mesh, device, config.rollout.temperature, shape.vocab_size, held_back)
-    return Actor(
-        Learner(
-            executor, optimizer, scheduler, loss_settings(config.algorithm), early_stop(config.algorithm)
-        ),
-        chunks,
-    )
+    executor = Executor(wrapped, mesh, device, temperature, shape.vocab_size, held_back)
+    return chunks, executor, optimizer, scheduler
 
 
 def loss_settings(algorithm: AlgorithmConfig) -> LossSettings:

@@ -19,8 +19,9 @@ from rlmath.parallel.device import Device
 from rlmath.parallel.mesh import Mesh
 from rlmath.policy.attention import PackedSequences, pack_sequences
 from rlmath.policy.context_parallel import ContextSplit, split_pack, whole_logprobs
+from rlmath.policy.hits import next_hits
 from rlmath.policy.layer_spec import uses_local_layers
-from rlmath.policy.logprobs import HeldBack, next_logprobs, packed_logprobs
+from rlmath.policy.logprobs import HeldBack, at_tokens, next_logprobs
 from rlmath.types import MicroBatch
 
 
@@ -129,24 +130,26 @@ class Executor:
 
     def logprobs_of(self, batch: MicroBatch, logits_TV: Tensor) -> tuple[Tensor, Tensor]:
         """Log-probability of each packed token, with gradient, and entropy of its distribution (nats)."""
+        group = parallel_state.get_tensor_model_parallel_group()
+        how = (self.temperature, self.vocab_size, self.held_back, group)
+        return self.at_tokens(batch, lambda tokens, index: next_logprobs(logits_TV, tokens, index, *how))
+
+    def hits_of(self, batch: MicroBatch, logits_TV: Tensor) -> Tensor:
+        """1.0 at each packed token that is the likeliest of all, else 0.0; without gradient."""
+        group = parallel_state.get_tensor_model_parallel_group()
+        how = (self.vocab_size, group)
+        return self.at_tokens(batch, lambda tokens, _: next_hits(logits_TV.detach(), tokens, *how))[0]
+
+    def at_tokens(
+        self, batch: MicroBatch, of_next: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+    ) -> tuple[Tensor, Tensor]:
+        """`logprobs.at_tokens` of the whole pack, where context-parallel ranks share it, too."""
         at = self.device.torch_device
         tokens, index = batch.token_ids_T.to(at), batch.completion_index_T.to(at)
-        how = (
-            self.temperature,
-            self.vocab_size,
-            self.held_back,
-            parallel_state.get_tensor_model_parallel_group(),
-        )
         if self.mesh.context == 1:
-            return packed_logprobs(logits_TV, tokens, index, *how)
+            return at_tokens(of_next, tokens, index)
         group = parallel_state.get_context_parallel_group()
-        return whole_logprobs(
-            lambda ids, at_index: next_logprobs(logits_TV, ids, at_index, *how),
-            self._split(batch),
-            tokens,
-            index,
-            group,
-        )
+        return whole_logprobs(of_next, self._split(batch), tokens, index, group)
 
     @torch.no_grad()
     def logprobs(self, batches: Sequence[MicroBatch]) -> list[TokenLogprobs]:

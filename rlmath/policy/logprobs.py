@@ -15,6 +15,7 @@ of its `exp` on a CPU.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -256,6 +257,19 @@ def next_logprobs(
     )
 
 
+def at_tokens(
+    of_next: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]],
+    token_ids_T: Tensor,
+    completion_index_T: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """What `of_next(tokens, completion_index)` tells of the tokens that each row predicts, laid at those tokens: entry
+    t is about the token at t, as the logits at t - 1 predict it. Entry 0, and what stands at the first token of a
+    segment, means nothing."""
+    first_T, second_T = of_next(token_ids_T.roll(-1), completion_index_T.roll(-1))
+    zero = first_T.new_zeros(1)
+    return torch.cat((zero, first_T[:-1])), torch.cat((zero, second_T[:-1]))
+
+
 def packed_logprobs(
     logits_TV: Tensor,
     token_ids_T: Tensor,
@@ -265,17 +279,10 @@ def packed_logprobs(
     held_back: HeldBack,
     group: dist.ProcessGroup,
 ) -> tuple[Tensor, Tensor]:
-    """As `vocab_parallel_logprobs`, of the packed tokens themselves: entry t is about the token at t, as the logits at
-    t - 1 predict it. Entry 0, and what stands at the first token of a segment, means nothing. THE BACKWARD PASS
-    OVERWRITES `logits_TV` WITH ITS GRADIENT; the last row predicts nothing, so its gradient is 0."""
-    logprobs_T, entropy_T = next_logprobs(
-        logits_TV,
-        token_ids_T.roll(-1),
-        completion_index_T.roll(-1),
-        temperature,
-        vocab_size,
-        held_back,
-        group,
-    )
-    zero = logprobs_T.new_zeros(1)
-    return torch.cat((zero, logprobs_T[:-1])), torch.cat((zero, entropy_T[:-1]))
+    """As `vocab_parallel_logprobs`, of the packed tokens themselves (`at_tokens`). THE BACKWARD PASS OVERWRITES
+    `logits_TV` WITH ITS GRADIENT; the last row predicts nothing, so its gradient is 0."""
+
+    def of_next(tokens_T: Tensor, index_T: Tensor) -> tuple[Tensor, Tensor]:
+        return next_logprobs(logits_TV, tokens_T, index_T, temperature, vocab_size, held_back, group)
+
+    return at_tokens(of_next, token_ids_T, completion_index_T)

@@ -32,8 +32,8 @@ from rlmath.rewards.spelling import (
 )
 from rlmath.rewards.tokens import Reading
 
-TASKS = ("math",)
-"""Tasks that can be judged."""
+TASKS = ("math", "choice")
+"""Tasks that can be judged: a mathematical answer, or the letter of one of the question's options."""
 
 VERDICTS = ("string", "number", "choice", "symbolic", "no_answer", "too_long", "timeout", "error", "function")
 """All ways in which a completion may have been judged."""

@@ -51,20 +51,52 @@ class _Share:
     seconds: float
 
 
-def group_requests(
-    prompts: Sequence[Prompt], settings: RolloutConfig, seed: RolloutSeed
-) -> list[list[Request]]:
-    """The requests for G samples of each of P prompts, the same whoever samples them."""
+@dataclass(frozen=True)
+class Sampling:
+    """How the completions of a prompt are sampled."""
+
+    samples: int
+    """G, completions of one prompt."""
+    temperature: float
+    """0 is greedy."""
+    top_p: float
+    fewest_new: int
+    """No end-of-sequence token before this many new tokens."""
+    most_new: int
+    """New tokens after which a completion is cut off."""
+
+
+def training_sampling(settings: RolloutConfig) -> Sampling:
+    """As the settings of the rollout say."""
+    return Sampling(
+        settings.group_size,
+        settings.temperature,
+        settings.top_p,
+        settings.min_new_tokens,
+        settings.max_new_tokens,
+    )
+
+
+def group_requests(prompts: Sequence[Prompt], how: Sampling, seed: RolloutSeed) -> list[list[Request]]:
+    """The requests for G samples of each of P prompts, the same whoever samples them. A prompt that comes again gets
+    other samples: those behind the G of its first time."""
+    times: dict[str, int] = {}
+    firsts = []
+    for prompt in prompts:
+        times[prompt.prompt_id] = times.get(prompt.prompt_id, -1) + 1
+        firsts.append(times[prompt.prompt_id] * how.samples)
     return [
         [
             Request(
                 (p, g),
                 prompt.token_ids,
-                request_seed(seed.run_seed, seed.step, prompt.prompt_id, g),
-                settings.min_new_tokens,
-                settings.max_new_tokens,
+                request_seed(seed.run_seed, seed.step, prompt.prompt_id, firsts[p] + g),
+                how.fewest_new,
+                how.most_new,
+                how.temperature,
+                how.top_p,
             )
-            for g in range(settings.group_size)
+            for g in range(how.samples)
         ]
         for p, prompt in enumerate(prompts)
     ]
@@ -90,16 +122,18 @@ class Collector:
         self._mesh = mesh
         self._tokenizer = tokenizer
         self._rollout = rollout
-        self._judge = None if pool is None else Judge(pool, reward, rollout.max_new_tokens)
+        self._reward = reward
+        self._pool = pool
         self._rollouts = 0
 
-    def collect(self, prompts: Sequence[Prompt], seed: RolloutSeed) -> Rollout:
-        """G scored completions of each of the P prompts, the same on every rank."""
-        requests_PG = group_requests(prompts, self._rollout, seed)
+    def collect(self, prompts: Sequence[Prompt], how: Sampling, seed: RolloutSeed, title: str) -> Rollout:
+        """G scored completions of each of the P prompts, the same on every rank; `title` is that of the progress
+        bar."""
+        requests_PG = group_requests(prompts, how, seed)
         store = shared_store(f"rollout/{self._rollouts}")
         self._rollouts += 1
         claims = Claims(store, requests_PG, self._mesh, self._rollout.max_num_seqs)
-        shares = gather_objects(self._sample(prompts, claims, seed.step))
+        shares = gather_objects(self._sample(prompts, claims, how, title))
         claims.forget()
         judged: dict[Key, tuple[Completion, Score]] = {}
         for share in shares:
@@ -107,32 +141,35 @@ class Collector:
         groups = [
             ScoredGroup(
                 prompt,
-                tuple(judged[p, g][0] for g in range(self._rollout.group_size)),
-                tuple(judged[p, g][1] for g in range(self._rollout.group_size)),
+                tuple(judged[p, g][0] for g in range(how.samples)),
+                tuple(judged[p, g][1] for g in range(how.samples)),
             )
             for p, prompt in enumerate(prompts)
         ]
         return Rollout(groups, tuple(share.seconds for share in shares if share is not None))
 
-    def _sample(self, prompts: Sequence[Prompt], source: RequestSource, step: int) -> _Share | None:
+    def _sample(
+        self, prompts: Sequence[Prompt], source: RequestSource, how: Sampling, title: str
+    ) -> _Share | None:
         """What this rank reports: all its engine's completions, or None where another rank speaks for it."""
         started = time.perf_counter()
+        judge = None if self._pool is None else Judge(self._pool, self._reward, how.most_new)
         completions: dict[Key, Completion] = {}
         # None: shown on a terminal, not in a log file.
         hide_bar = None if self._mesh.rank == 0 and self._rollout.progress_bar else True
-        about = round(len(prompts) * self._rollout.group_size / self._mesh.engines)
-        with tqdm(total=about, desc=f"rollout {step + 1}", disable=hide_bar, leave=False) as bar:
+        about = round(len(prompts) * how.samples / self._mesh.engines)
+        with tqdm(total=about, desc=title, disable=hide_bar, leave=False) as bar:
             for generated in self._engine.generate(source):
                 bar.update()
-                if self._judge is None:
+                if judge is None:
                     continue
                 completion = self._completion(generated)
                 completions[generated.key] = completion
-                self._judge.ask(prompts[generated.key[0]], completion)
+                judge.ask(prompts[generated.key[0]], completion)
         seconds = time.perf_counter() - started
-        if self._judge is None:
+        if judge is None:
             return None
-        pairs = zip(completions.items(), self._judge.scores(), strict=True)
+        pairs = zip(completions.items(), judge.scores(), strict=True)
         return _Share({key: (completion, score) for (key, completion), score in pairs}, seconds)
 
     def _completion(self, generated: Generated) -> Completion:

@@ -121,20 +121,39 @@ def _model_of(worker: Any) -> torch.nn.Module:
     return worker.get_model()
 
 
-def open_standalone(model_path: str, settings: RolloutConfig, max_sequence: int, device_kind: str) -> Any:
-    """A vLLM `LLM` of its own on a Hugging Face folder, without torchrun and without the trainer."""
+def open_standalone(
+    model_path: str, settings: RolloutConfig, max_sequence: int, device_kind: str, mesh: Mesh | None = None
+) -> Any:
+    """A vLLM `LLM` on a Hugging Face folder, with its weights and without the trainer.
+
+    Without a `mesh` it is one process's own. With one, it is the engine that this rank is part of: every rank of a
+    process group calls this.
+    """
     prepare_environment(device_kind)
+    if mesh is not None:
+        os.environ[IDENT_VARIABLE] = f"rlmath-{from_rank_zero(uuid.uuid4().hex)}-{mesh.engine_index}"
     from vllm import LLM
 
-    arguments: dict[str, Any] = {"enforce_eager": True, "dtype": "auto"}
+    arguments: dict[str, Any] = {
+        "enforce_eager": device_kind == "cpu" or not settings.cuda_graphs,
+        "dtype": "auto",
+    }
     if device_kind == "cpu":
         arguments |= {"dtype": "float32", "kv_cache_memory_bytes": int(settings.cpu_kv_cache_gib * 2**30)}
+        # vLLM 0.32 rewinds the generator of a request whose prompt it split, which torch's on CPU does not allow.
+        arguments["enable_chunked_prefill"] = False
     else:
         arguments["gpu_memory_utilization"] = settings.memory_share
+    if mesh is not None:
+        arguments |= {"tensor_parallel_size": mesh.engine_size, "seed": mesh.engine_index}
+        arguments["distributed_executor_backend"] = "external_launcher"
+        if device_kind == "cpu":
+            arguments["worker_cls"] = "rlmath.rollout.cpu_worker.SleepingCpuWorker"
     return LLM(
         model_path,
         max_model_len=max_sequence,
         max_num_seqs=settings.max_num_seqs,
+        max_num_batched_tokens=settings.max_num_batched_tokens,
         logprobs_mode="processed_logprobs",
         **arguments,
     )

@@ -27,6 +27,10 @@ class Request:
     """No end-of-sequence token before this many new tokens."""
     most_new: int
     """New tokens after which the completion is cut off."""
+    temperature: float | None = None
+    """None: as the settings say; 0 is greedy."""
+    top_p: float | None = None
+    """None: as the settings say."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +93,7 @@ def sample(
     calls `on_step` before every step of vLLM's.
 
     The log-probs are of the distribution that was sampled from, temperature included. Of the settings those of that
-    distribution count; lengths are the requests' own.
+    distribution count, where a request has none of its own; lengths are the requests' own.
     """
     engine = llm.llm_engine
     source = AllAtOnce(requests) if isinstance(requests, Sequence) else requests
@@ -122,8 +126,8 @@ def _parameters(settings: RolloutConfig, request: Request) -> Any:
     from vllm.sampling_params import RequestOutputKind
 
     return SamplingParams(
-        temperature=settings.temperature,
-        top_p=settings.top_p,
+        temperature=settings.temperature if request.temperature is None else request.temperature,
+        top_p=settings.top_p if request.top_p is None else request.top_p,
         top_k=settings.top_k,
         max_tokens=request.most_new,
         min_tokens=request.fewest_new,

@@ -8,7 +8,13 @@ import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-STEP_LINE_METRICS = {"task_reward": ".4f", "avg_seq_len": ".1f", "no_eos_ratio": ".4f"}
+STEP_LINE_METRICS = {
+    "task_reward": ".4f",
+    "train/loss": ".4f",
+    "held_out/loss": ".4f",
+    "avg_seq_len": ".1f",
+    "no_eos_ratio": ".4f",
+}
 """Metrics of the step line, where the step has them, and their formats."""
 
 _QUIET = ("vllm", "transformers", "megatron", "torch", "filelock", "urllib3", "asyncio")

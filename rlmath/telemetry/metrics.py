@@ -1,29 +1,41 @@
-"""The numbers of a run: `metrics.jsonl` and TensorBoard events."""
+"""The numbers of a run: `metrics.jsonl`, TensorBoard events and, if asked for, Weights & Biases."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
 
+from rlmath.config import Config
+from rlmath.telemetry.weights_and_biases import WandbLog
+
 METRICS_FILE = "metrics.jsonl"
+VALIDATION_FILE = "validation.jsonl"
+"""Of the validations, in rows like those of the steps; the row of step 0 is that of the model before training."""
 TENSORBOARD_FOLDER = "tensorboard"
+MAIN_GROUP = "main"
+"""TensorBoard's group of the metrics without one; each would be a group of its own."""
 
 
 class MetricsWriter:
-    """Appends one line a step to `metrics.jsonl`, and the same numbers as TensorBoard scalars.
+    """Appends one line a step to `metrics.jsonl`, and the same numbers as TensorBoard scalars and to `wandb`.
 
     A line is on disk when `write` returns. One that a killed run left unfinished is cut off on opening.
     """
 
-    def __init__(self, output_dir: str, tensorboard: bool, first_step: int = 1) -> None:
+    def __init__(
+        self, output_dir: str, tensorboard: bool, first_step: int = 1, wandb: WandbLog | None = None
+    ) -> None:
         """A run that goes on says its `first_step`: TensorBoard then hides what an earlier start wrote from there."""
         folder = Path(output_dir)
         folder.mkdir(parents=True, exist_ok=True)
+        self._folder = folder
         _cut_unfinished_line(folder / METRICS_FILE)
         self._file = (folder / METRICS_FILE).open("a", encoding="utf-8")
+        self._wandb = wandb
         self._events = None
         if tensorboard:
             from torch.utils.tensorboard import SummaryWriter  # here, because it takes seconds
@@ -39,10 +51,26 @@ class MetricsWriter:
         self._file.write(json.dumps(row, allow_nan=False) + "\n")
         self._file.flush()
         os.fsync(self._file.fileno())
+        self._show(step, values)
+
+    def write_validation(self, step: int, metrics: Mapping[str, float]) -> None:
+        """The numbers of a validation of the weights that `step` left: a row of `validation.jsonl`, and the same
+        scalars. Before that of a later step is written."""
+        values = {name: float(metrics[name]) for name in sorted(metrics)}
+        row = {"step": step, **{name: json_number(value) for name, value in values.items()}}
+        with (self._folder / VALIDATION_FILE).open("a", encoding="utf-8") as file:
+            file.write(json.dumps(row, allow_nan=False) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+        self._show(step, values)
+
+    def _show(self, step: int, values: Mapping[str, float]) -> None:
         if self._events is not None:
             for name, value in values.items():
-                self._events.add_scalar(name, value, step)
+                self._events.add_scalar(tensorboard_tag(name), value, step)
             self._events.flush()
+        if self._wandb is not None:
+            self._wandb.write(step, values)
 
     def write_text(self, tag: str, text: str, step: int) -> None:
         """Markdown for TensorBoard's text page; nothing without TensorBoard."""
@@ -53,36 +81,56 @@ class MetricsWriter:
         self._file.close()
         if self._events is not None:
             self._events.close()
+        if self._wandb is not None:
+            self._wandb.close()
 
 
-def read_metrics(output_dir: str) -> list[dict[str, float]]:
-    """The rows of a run's `metrics.jsonl` by rising step, with NaN and infinities as floats again.
+def open_metrics(config: Config, first_step: int = 1) -> MetricsWriter:
+    """Everything that the run's settings ask for."""
+    telemetry, folder = config.telemetry, config.run.output_dir
+    wandb = None
+    if telemetry.wandb != "off":
+        wandb = WandbLog(folder, telemetry, dataclasses.asdict(config))
+    return MetricsWriter(folder, telemetry.tensorboard, first_step, wandb)
+
+
+def tensorboard_tag(name: str) -> str:
+    """
+    >>> tensorboard_tag("task_reward"), tensorboard_tag("train/entropy_loss")
+    ('main/task_reward', 'train/entropy_loss')
+    """
+    return name if "/" in name else f"{MAIN_GROUP}/{name}"
+
+
+def read_metrics(output_dir: str, name: str = METRICS_FILE) -> list[dict[str, float]]:
+    """The rows of a run's `metrics.jsonl`, or another file of such rows, by rising step, with NaN and infinities as
+    floats again.
 
     Of a step written twice (a resumed run) the later row counts. An unfinished last line is skipped. Raises
     ValueError naming the line that cannot be read.
     """
-    path = Path(output_dir) / METRICS_FILE
+    path = Path(output_dir) / name
     if not path.is_file():
         raise ValueError(f"{path}: no such file; {output_dir!r} must be the folder of a run (run.output_dir)")
     rows: dict[int, dict[str, float]] = {}
     lines = path.read_text(encoding="utf-8").split("\n")
     for number, line in enumerate(lines[:-1], start=1):
         try:
-            row = {name: float(value) for name, value in json.loads(line).items()}
+            row = {key: float(value) for key, value in json.loads(line).items()}
             rows[int(row["step"])] = row
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise ValueError(f"{path}, line {number}: not a line of metrics ({error})") from error
     return [rows[step] for step in sorted(rows)]
 
 
-def keep_metrics(output_dir: str | Path, last_step: int) -> int:
+def keep_metrics(output_dir: str | Path, last_step: int, name: str = METRICS_FILE) -> int:
     """Drop the rows of steps after `last_step`, for a run that goes on from there. Returns how many rows are left."""
-    path = Path(output_dir) / METRICS_FILE
+    path = Path(output_dir) / name
     if not path.exists():
         return 0
-    rows = [row for row in read_metrics(str(output_dir)) if row["step"] <= last_step]
+    rows = [row for row in read_metrics(str(output_dir), name) if row["step"] <= last_step]
     lines = (
-        json.dumps({name: int(v) if name == "step" else json_number(v) for name, v in row.items()})
+        json.dumps({key: int(v) if key == "step" else json_number(v) for key, v in row.items()})
         for row in rows
     )
     unfinished = path.with_suffix(".tmp")

@@ -1,4 +1,5 @@
 import json
+from dataclasses import replace
 
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
@@ -6,6 +7,8 @@ from transformers import PreTrainedTokenizerFast
 
 from rlmath.data import loader
 from rlmath.data.loader import FilterReport, PromptOrder, load_prompts, permutation
+from rlmath.data.report import DroppedPrompt, dropped_share, write_report
+from rlmath.data.rows import UnusableRow
 from rlmath.types import Prompt
 
 
@@ -36,8 +39,19 @@ def test_prompts_longer_in_tokens_are_dropped_and_counted(tmp_path, tokenizer):
         Prompt("q1", "a-single-word-of-many-characters", (0, 1), ("1",), "math"),
     ]
     assert report == FilterReport(
-        read=4, kept=2, dropped_too_long=2, longest_dropped_tokens=5, max_prompt_tokens=3
+        read=4,
+        kept=2,
+        dropped_too_long=2,
+        longest_dropped_tokens=5,
+        max_prompt_tokens=3,
+        path=path,
+        form="boba",
+        examples=(
+            DroppedPrompt("q2", 4, "too long", "one one one"),
+            DroppedPrompt("q3", 5, "too long", "one two one two"),
+        ),
     )
+    assert dropped_share([report, replace(report, dropped_too_long=0, kept=4)]) == 0.25
 
 
 def test_the_report_says_how_many_and_why_and_that_it_counts_tokens():
@@ -128,3 +142,45 @@ def test_extra_prompts_are_all_the_others_in_an_order_of_the_step():
     common = set(extra[0]) & set(extra[1])
     assert [i for i in extra[0] if i in common] != [i for i in extra[1] if i in common]
     assert extra[0] != list(PromptOrder(30, 6, seed=3, shuffle=True).extra(0))
+
+
+def test_a_template_that_writes_the_beginning_of_sequence_does_not_double_it(tmp_path, tokenizer):
+    prompts, _ = load_prompts(write(tmp_path, ["<bos>one two", "two"]), tokenizer, max_prompt_tokens=3)
+    assert [prompt.token_ids for prompt in prompts] == [(0, 2, 3), (0, 3)]
+
+
+def test_more_unusable_rows_than_the_share_end_the_run(tmp_path, tokenizer):
+    path = write(tmp_path, ["one"] * 19)
+    with open(path, "a") as file:
+        file.write("not JSON\n")
+    prompts, report = load_prompts(path, tokenizer, 3, max_unusable_share=0.05)
+    assert len(prompts) == 19 and [row.where for row in report.unusable] == [f"{path}, line 20"]
+    with pytest.raises(
+        ValueError, match=r"1 rows, 5% of all, cannot be used, more than .*=0\.04.*line 20: not JSON"
+    ):
+        load_prompts(path, tokenizer, 3, max_unusable_share=0.04)
+
+
+def test_the_report_is_written_with_shares_examples_and_unusable_rows(tmp_path):
+    row = UnusableRow("f, line 2", "not JSON (...)", "x")
+    example = DroppedPrompt("q", 9, "too long", "one")
+    one = FilterReport(8, 6, 2, 9, 5, path="f", form="boba", repeated=1, unusable=(row,), examples=(example,))
+    write_report(tmp_path, [one, FilterReport(8, 8, 0, 0, 5, path="g", form="dapo")])
+    written = json.loads((tmp_path / "data_report.json").read_text())
+    assert (written["prompts"], written["dropped_share"]) == (14, 2 / 16)
+    first = written["files"][0]
+    assert (first["path"], first["format"], first["rows"]) == ("f", "boba", 10)
+    assert first["shares"] == {"kept": 0.6, "too_long": 0.2, "empty": 0, "repeated": 0.1, "unusable": 0.1}
+    assert first["examples_dropped"] == [
+        {"prompt_id": "q", "tokens": 9, "reason": "too long", "start": "one"}
+    ]
+    lines = (tmp_path / "unusable_rows.jsonl").read_text().splitlines()
+    assert [json.loads(line) for line in lines] == [
+        {"where": "f, line 2", "reason": "not JSON (...)", "start": "x"}
+    ]
+    told = "\n".join(one.lines())
+    assert (
+        "'q', which begins 'one'" in told
+        and "1 further rows repeat" in told
+        and "f, line 2: not JSON" in told
+    )

@@ -2,105 +2,147 @@ import json
 
 import pytest
 
-from rlmath.data import readers
-from rlmath.data.readers import PromptRow, read_boba
+from rlmath.data import raw_rows
+from rlmath.data.readers import PromptRow, read_prompts
 
 GOOD = {"prompt": "1+1=", "task": "math", "query_id": "a", "solutions": ["\\boxed{2}", "two"]}
+B = {**GOOD, "query_id": "b"}
+DEEP = b'{"prompt": "x", "solutions": ' + b"[" * 200_000 + b"\n"
 
 
-def write(tmp_path, *lines):
-    path = tmp_path / "train.jsonl"
+def write(tmp_path, *lines, name="train.jsonl"):
+    path = tmp_path / name
     path.write_bytes(
         b"".join(line if isinstance(line, bytes) else json.dumps(line).encode() + b"\n" for line in lines)
     )
     return str(path)
 
 
-def refused(tmp_path, *lines):
+def unusable(tmp_path, *lines):
+    """The one unusable row among good ones."""
+    file = read_prompts(write(tmp_path, GOOD, *lines))
+    (row,) = file.unusable
+    return row
+
+
+def refused(path, form="auto"):
     with pytest.raises(ValueError) as caught:
-        read_boba(write(tmp_path, *lines))
+        read_prompts(str(path), form)
     return str(caught.value)
 
 
 def test_rows_come_in_the_files_order_and_further_keys_are_kept(tmp_path):
-    path = write(tmp_path, {**GOOD, "source": "x"}, b"\n", {**GOOD, "query_id": "b", "prompt": "π=?"})
-    assert read_boba(path) == [
+    file = read_prompts(write(tmp_path, {**GOOD, "source": "x"}, b"\n", {**B, "prompt": "π=?"}))
+    assert file.form == "boba" and file.unusable == [] and file.repeated == 0
+    assert file.rows == [
         PromptRow("1+1=", "math", "a", ("\\boxed{2}", "two"), '{"source": "x"}'),
         PromptRow("π=?", "math", "b", ("\\boxed{2}", "two")),
     ]
 
 
 def test_a_last_line_without_newline_counts(tmp_path):
-    assert len(read_boba(write(tmp_path, json.dumps(GOOD).encode()))) == 1
+    assert len(read_prompts(write(tmp_path, json.dumps(GOOD).encode())).rows) == 1
 
 
 def test_what_is_not_json_is_named_with_its_line(tmp_path):
-    message = refused(tmp_path, GOOD, b"\n", b"{'prompt': 1}\n")
-    assert "train.jsonl, line 3: not JSON" in message
-    assert "{'prompt': 1}" in message
+    row = unusable(tmp_path, b"\n", b"{'prompt': 1}\n")
+    assert row.where.endswith("train.jsonl, line 3")
+    assert row.reason.startswith("not JSON (")
+    assert row.start == "{'prompt': 1}"
 
 
-def test_json_nested_too_deep_is_an_error_of_its_line(tmp_path):
-    assert "line 1: not JSON" in refused(tmp_path, b"[" * 200_000 + b"\n")
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        (DEEP, "not JSON"),
+        (b"[1]\n", "a JSON list, where a JSON object is needed"),
+        (b"\0\0\0\n", "not JSON"),
+        (b"{\xe9}\n", "not UTF-8 (byte 1 is 0xe9)"),
+        (json.dumps({**B, "prompt": "1\0+1"}).encode() + b"\n", "prompt has a NUL character at character 1"),
+        (json.dumps(B).replace("1+1", "1\\ud8001").encode() + b"\n", "half a surrogate pair at character 1"),
+        (b'{"n": ' + b"7" * 5000 + b"}\n", "not JSON (Exceeds the limit"),
+        (
+            {"prompt": "x", "task": "math", "answer": "3"},
+            "missing query_id, solutions; the row has 'prompt', 'task'",
+        ),
+        ({**B, "solutions": []}, "solutions must be a list of at least one"),
+        ({**B, "solutions": None}, "solutions must be a list of at least one"),
+        ({**B, "solutions": [2]}, "each of solutions must be a string that is not blank, got int '2'"),
+        ({**B, "prompt": "  "}, "prompt must be a string that is not blank"),
+        ({**B, "query_id": 17}, "query_id must be a string that is not blank, got int '17'"),
+        ({**GOOD, "prompt": "other"}, "query_id 'a' is already used in "),
+    ],
+)
+def test_a_row_that_cannot_be_used_is_left_out_with_its_line_and_reason(tmp_path, line, reason):
+    row = unusable(tmp_path, line)
+    assert row.where.endswith("line 2")
+    assert reason in row.reason
+    assert len(row.reason) < 500
 
 
-def test_a_row_that_is_no_object_is_refused(tmp_path):
-    assert "line 1: got a JSON list" in refused(tmp_path, [GOOD])
+def test_an_equal_row_is_counted_apart(tmp_path):
+    file = read_prompts(write(tmp_path, GOOD, B, GOOD, GOOD))
+    assert [row.query_id for row in file.rows] == ["a", "b"]
+    assert file.repeated == 2 and file.unusable == [] and file.unusable_share == 0
 
 
-def test_missing_keys_are_named_beside_those_that_are_there(tmp_path):
-    message = refused(tmp_path, GOOD, {"prompt": "x", "task": "math", "answer": "3"})
-    assert "line 2: missing query_id, solutions; the row has 'prompt', 'task', 'answer'" in message
-
-
-@pytest.mark.parametrize("solutions", [[], "\\boxed{2}", None, {}])
-def test_solutions_must_be_a_list_with_something_in_it(tmp_path, solutions):
-    assert "line 1: solutions must be a list of at least one" in refused(
-        tmp_path, {**GOOD, "solutions": solutions}
-    )
-
-
-@pytest.mark.parametrize("change", [{"prompt": 5}, {"query_id": 17}, {"solutions": [2]}, {"prompt": "  "}])
-def test_texts_must_be_strings_that_are_not_blank(tmp_path, change):
-    message = refused(tmp_path, {**GOOD, **change})
-    assert "line 1:" in message
-    assert "must be a string that is not blank, got" in message
-
-
-def test_a_query_id_used_twice_is_refused_with_both_lines(tmp_path):
-    assert "line 3: query_id 'a' is already used in line 1" in refused(
-        tmp_path, GOOD, {**GOOD, "query_id": "b"}, GOOD
-    )
-
-
-def test_what_is_not_utf8_is_named(tmp_path):
-    assert "line 2: not UTF-8 (byte 1 is 0xe9)" in refused(tmp_path, GOOD, b"{\xe9}\n")
-
-
-def test_half_a_surrogate_pair_is_refused_before_a_tokenizer_trips_over_it(tmp_path):
-    line = json.dumps(GOOD).replace("1+1", "1\\ud8001").encode() + b"\n"
-    assert "line 1: prompt has half a surrogate pair at character 1" in refused(tmp_path, line)
-
-
-def test_an_endless_line_is_an_error_and_is_not_read_to_its_end(tmp_path, monkeypatch):
-    monkeypatch.setattr(readers, "MAX_LINE_BYTES", 2**20)
-    assert "line 2: longer than 1 MiB" in refused(tmp_path, GOOD, b"x" * (2**20 + 1))
+def test_a_line_that_is_too_long_is_passed_over(tmp_path, monkeypatch):
+    monkeypatch.setattr(raw_rows, "MAX_LINE_BYTES", 2**20)
+    file = read_prompts(write(tmp_path, GOOD, b"x" * (5 * 2**20) + b"\n", B))
+    assert [row.query_id for row in file.rows] == ["a", "b"]
+    assert [(row.where[-6:], row.reason[:17]) for row in file.unusable] == [("line 2", "longer than 1 MiB")]
 
 
 def test_a_line_of_exactly_the_limit_is_read(tmp_path, monkeypatch):
-    monkeypatch.setattr(readers, "MAX_LINE_BYTES", len(json.dumps(GOOD)) + 1)
-    assert len(read_boba(write(tmp_path, GOOD))) == 1
+    monkeypatch.setattr(raw_rows, "MAX_LINE_BYTES", len(json.dumps(GOOD)) + 1)
+    assert len(read_prompts(write(tmp_path, GOOD)).rows) == 1
 
 
 def test_a_file_without_rows_is_refused(tmp_path):
-    assert "no rows" in refused(tmp_path, b"\n  \n")
+    assert "no rows; one problem per row is needed" in refused(write(tmp_path, b"\n  \n"))
+
+
+def test_a_file_of_unknown_form_is_refused_with_what_it_has_and_the_forms_there_are(tmp_path):
+    message = refused(write(tmp_path, {"text": "x", "label": 3}))
+    assert "line 1: it has the columns 'text', 'label'" in message
+    for form in ("boba", "areal_v01", "simplerl", "dapo", "question_answer"):
+        assert f'"{form}": ' in message
+    assert "it begins 'PK\\x03\\x04" in refused(write(tmp_path, b"PK\x03\x04zipped\n" * 3))
+
+
+def test_another_form_than_the_one_asked_for_is_refused(tmp_path):
+    path = write(tmp_path, GOOD)
+    assert len(read_prompts(path, "boba").rows) == 1
+    message = refused(path, "question_answer")
+    assert 'is of the form "boba", data.format says "question_answer"' in message and "'query_id'" in message
+
+
+def test_a_file_none_of_whose_rows_can_be_used_is_refused(tmp_path):
+    message = refused(write(tmp_path, {**GOOD, "solutions": []}, {**B, "prompt": 3}))
+    assert 'none of its 2 rows can be used as "boba"' in message and "line 1: solutions must be" in message
+
+
+def test_the_form_is_found_behind_rows_that_cannot_be_read(tmp_path):
+    assert read_prompts(write(tmp_path, b"# a comment\n", GOOD)).form == "boba"
 
 
 def test_a_missing_file_is_named_with_the_nearest_name(tmp_path):
     write(tmp_path, GOOD)
-    with pytest.raises(ValueError, match=r"trian\.jsonl: no such file; did you mean '.*train\.jsonl'"):
-        read_boba(str(tmp_path / "trian.jsonl"))
-    with pytest.raises(ValueError, match="no such file, and no folder"):
-        read_boba(str(tmp_path / "no" / "train.jsonl"))
-    with pytest.raises(ValueError, match="is a folder"):
-        read_boba(str(tmp_path))
+    assert "trian.jsonl: no such file; did you mean" in refused(tmp_path / "trian.jsonl")
+    assert "no such file, and no folder" in refused(tmp_path / "no" / "train.jsonl")
+
+
+def test_areal_v01_takes_solutions_from_the_file_beside(tmp_path):
+    path = write(
+        tmp_path, {"prompt": "p", "query_id": "q1"}, {"prompt": "r", "query_id": "q2"}, name="prompts.jsonl"
+    )
+    assert "id2info.json with the solutions is needed beside it" in refused(path)
+    (tmp_path / "id2info.json").write_text(json.dumps({"q1": {"solutions": ["\\boxed{1}"]}, "q3": {}}))
+    file = read_prompts(path)
+    assert file.form == "areal_v01"
+    assert file.rows == [PromptRow("p", "math", "q1", ("\\boxed{1}",))]
+    assert "id2info.json has no solutions of query_id 'q2'" in file.unusable[0].reason
+    (tmp_path / "id2info.json").write_text("[1, 2]")
+    assert "needed: a JSON object of query_ids" in refused(path)
+    (tmp_path / "id2info.json").write_text('{"q1": ')
+    assert "id2info.json cannot be read: " in refused(path)

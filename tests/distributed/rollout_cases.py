@@ -38,7 +38,7 @@ def collected(folder: Path, engine_size: int, prompt_counts: list[int]) -> dict[
     from rlmath.data.tokenizer import load_tokenizer
     from rlmath.parallel.collectives import shared_store
     from rlmath.rewards.judge import open_judges
-    from rlmath.rollout.collect import Collector, RolloutSeed
+    from rlmath.rollout.collect import Collector, RolloutSeed, training_sampling
 
     engine, mesh = _open(folder, engine_size)
     engine.version = 3
@@ -48,7 +48,8 @@ def collected(folder: Path, engine_size: int, prompt_counts: list[int]) -> dict[
     dist.barrier()
     keys_before = store.num_keys()
     dist.barrier()
-    rollouts = [collector.collect(PROMPTS[:count], RolloutSeed(1, 0)) for count in prompt_counts]
+    how = training_sampling(ROLLOUT)
+    rollouts = [collector.collect(PROMPTS[:count], how, RolloutSeed(1, 0), "") for count in prompt_counts]
     dist.barrier()
     keys_after = store.num_keys()
     dist.barrier()
@@ -64,10 +65,12 @@ def collected(folder: Path, engine_size: int, prompt_counts: list[int]) -> dict[
 
 def fixed_shares(folder: Path) -> dict[tuple[int, int], tuple[Any, ...]]:
     """Tokens and log-probs of this engine's fixed share of all prompts, given to it at once."""
-    from rlmath.rollout.collect import RolloutSeed, group_requests
+    from rlmath.rollout.collect import RolloutSeed, group_requests, training_sampling
 
     engine, mesh = _open(folder, 1)
-    requests_PG = group_requests(PROMPTS, ROLLOUT, RolloutSeed(1, 0))[mesh.engine_index :: mesh.engines]
+    requests_PG = group_requests(PROMPTS, training_sampling(ROLLOUT), RolloutSeed(1, 0))[
+        mesh.engine_index :: mesh.engines
+    ]
     generated = list(engine.generate([request for row in requests_PG for request in row]))
     engine.close()
     return {g.key: (g.token_ids, g.logprobs) for g in generated}
@@ -75,13 +78,15 @@ def fixed_shares(folder: Path) -> dict[tuple[int, int], tuple[Any, ...]]:
 
 def lengths_asked_for(folder: Path) -> list[tuple[int, int]]:
     """(tokens asked for, tokens made) of requests with bounds of their own."""
-    from rlmath.rollout.collect import RolloutSeed, group_requests
+    from rlmath.rollout.collect import RolloutSeed, group_requests, training_sampling
 
     engine, _ = _open(folder, 1)
     requests = [
         replace(row[0], fewest_new=tokens, most_new=tokens)
         for row, tokens in zip(
-            group_requests(PROMPTS, ROLLOUT, RolloutSeed(1, 0)), range(1, 40, 5), strict=False
+            group_requests(PROMPTS, training_sampling(ROLLOUT), RolloutSeed(1, 0)),
+            range(1, 40, 5),
+            strict=False,
         )
     ]
     made = {g.key: len(g.token_ids) for g in engine.generate(requests)}

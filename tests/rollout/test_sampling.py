@@ -3,7 +3,7 @@ import itertools
 import pytest
 
 from rlmath.config import RolloutConfig
-from rlmath.rollout.collect import RolloutSeed, group_requests
+from rlmath.rollout.collect import RolloutSeed, Sampling, group_requests, training_sampling
 from rlmath.rollout.sampling import AllAtOnce, Load, request_seed
 from rlmath.types import Prompt
 
@@ -38,8 +38,8 @@ def test_any_name_has_a_seed_that_fits_63_bits(prompt_id: str):
 
 
 def test_every_sample_of_every_prompt_is_a_request():
-    settings = RolloutConfig(group_size=3, min_new_tokens=2, max_new_tokens=9)
-    requests_PG = group_requests(PROMPTS, settings, RolloutSeed(run_seed=1, step=4))
+    settings = RolloutConfig(group_size=3, min_new_tokens=2, max_new_tokens=9, temperature=0.7)
+    requests_PG = group_requests(PROMPTS, training_sampling(settings), RolloutSeed(run_seed=1, step=4))
     assert [[request.key for request in row] for row in requests_PG] == [
         [(p, g) for g in range(3)] for p in range(7)
     ]
@@ -47,11 +47,21 @@ def test_every_sample_of_every_prompt_is_a_request():
     assert asked.token_ids == (2, 50, 51)
     assert asked.seed == request_seed(1, 4, "q-2", 1)
     assert (asked.fewest_new, asked.most_new) == (2, 9)
+    assert (asked.temperature, asked.top_p) == (0.7, 1.0)
     assert len({request.seed for row in requests_PG for request in row}) == 21
 
 
+def test_a_prompt_that_comes_again_in_a_step_gets_other_samples():
+    seed, how = RolloutSeed(run_seed=1, step=4), Sampling(3, 1.0, 1.0, 0, 9)
+    twice = group_requests([PROMPTS[0], PROMPTS[1], PROMPTS[0], PROMPTS[0]], how, seed)
+    assert [request.seed for request in twice[0]] == [request_seed(1, 4, "q-0", g) for g in (0, 1, 2)]
+    assert [request.seed for request in twice[2]] == [request_seed(1, 4, "q-0", g) for g in (3, 4, 5)]
+    assert len({request.seed for row in twice for request in row}) == 12
+    assert [request.key for request in twice[3]] == [(3, 0), (3, 1), (3, 2)]
+
+
 def test_a_list_of_requests_is_given_once_and_whole():
-    (row,) = group_requests(PROMPTS[:1], RolloutConfig(group_size=3), RolloutSeed(run_seed=1, step=4))
+    (row,) = group_requests(PROMPTS[:1], Sampling(3, 1.0, 1.0, 0, 9), RolloutSeed(run_seed=1, step=4))
     source = AllAtOnce(row)
     assert list(source.take(Load(in_flight=0, waiting=0))) == row
     assert not source.take(Load(in_flight=3, waiting=0))

@@ -61,7 +61,10 @@ def test_tensorboard_gets_the_same_numbers_and_texts(tmp_path):
     writer.close()
     events = EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
-    assert [(event.step, event.value) for event in events.Scalars("task_reward")] == [(1, -5.0), (2, 5.0)]
+    assert [(event.step, event.value) for event in events.Scalars("main/task_reward")] == [
+        (1, -5.0),
+        (2, 5.0),
+    ]
     assert math.isnan(events.Scalars("train/entropy_loss")[0].value)
     (text,) = events.Tensors("samples/group_1/text_summary")
     assert (text.step, text.tensor_proto.string_val[0]) == (2, b"**Prompt**")

@@ -15,6 +15,7 @@ from tools.make_arithmetic import (
     main,
     make_problems,
     slip_for_accuracy,
+    worked_rows,
     worked_solution,
 )
 
@@ -67,6 +68,19 @@ def test_share_of_right_answers_under_slip():
     assert right / 20000 == pytest.approx(0.35, abs=0.015)
 
 
+def test_worked_rows_are_right_as_often_as_asked():
+    problems, heldout = make_problems(seed=1, train=2000, heldout=100)
+    rows = worked_rows(problems, 10000, accuracy=0.35, seed=1)
+    right = sum(
+        row["completion"].endswith(Addition(*map(int, row["prompt"][:-1].split("+"))).solution)
+        for row in rows
+    )
+    assert right / 10000 == pytest.approx(0.35, abs=0.02)
+    assert not {row["prompt"] for row in rows} & {problem.prompt for problem in heldout}
+    assert rows == worked_rows(problems, 10000, 0.35, seed=1) != worked_rows(problems, 10000, 0.35, seed=2)
+    assert all(row["completion"].endswith("}") for row in worked_rows(problems, 5, accuracy=1.0, seed=1))
+
+
 def test_mistakes_are_named():
     with pytest.raises(ValueError, match="only 100 distinct problems"):
         make_problems(seed=1, train=100, heldout=1, digits=1)
@@ -78,13 +92,16 @@ def test_mistakes_are_named():
         worked_solution(Addition(1, 2), slip=0.5)
 
 
-def test_the_program_writes_both_files(tmp_path: Path):
+def test_the_program_writes_its_files(tmp_path: Path):
     folder = tmp_path / "new" / "data"
-    options = ["--output", str(folder), "--train", "20", "--heldout", "5"]
+    options = ["--output", str(folder), "--train", "20", "--heldout", "5", "--worked", "30"]
     subprocess.run([sys.executable, str(TOOL), *options], check=True, capture_output=True, cwd=tmp_path)
     rows = [json.loads(line) for line in (folder / "train.jsonl").read_text().splitlines()]
     assert len(rows) == 20
     assert len((folder / "heldout.jsonl").read_text().splitlines()) == 5
+    worked = [json.loads(line) for line in (folder / "worked.jsonl").read_text().splitlines()]
+    assert len(worked) == 30 and worked[0].keys() == {"prompt", "completion"}
+    assert {row["prompt"] for row in worked} <= {row["prompt"] for row in rows}
     left, right = map(int, rows[0]["prompt"].rstrip("=").split("+"))
     assert rows[0]["solutions"] == [f"\\boxed{{{left + right}}}"]
     assert rows[0]["task"] == "math"

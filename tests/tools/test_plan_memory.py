@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from rlmath.config import Config, ParallelConfig, RolloutConfig
-from tools.plan_memory import least_ranks, main
+from rlmath.planning import least_ranks
+from tools.plan_memory import main
 
 QWEN_7B = {
     "architectures": ["Qwen2ForCausalLM"],

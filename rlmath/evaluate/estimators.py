@@ -1,0 +1,126 @@
+"""What the numbers of a table are estimated by: pass@k, maj@k, and intervals by bootstrap."""
+
+# Shape legend: R resamples, P problems.
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+
+MOST_SAMPLES = 1000
+"""Samples of a problem up to which the numbers of subsets fit a float64."""
+
+_CHUNK = 2**21
+"""Most problems that are drawn at a time in a bootstrap."""
+
+
+def pass_at_k(n: int, correct: int, k: int) -> float:
+    """Probability that k of n samples, drawn without putting back, have a right one among them, when `correct` of the n
+    are right: 1 - C(n - correct, k) / C(n, k), the unbiased estimate of Chen et al. 2021 (arXiv:2107.03374, section
+    2.1). Computed as a product of k factors, so that nothing overflows.
+
+    >>> round(pass_at_k(n=4, correct=1, k=2), 10)  # 3 of the 6 pairs have it
+    0.5
+    """
+    if not (1 <= k <= n and 0 <= correct <= n):
+        raise ValueError(
+            f"pass@k of {k} from {n} samples, {correct} right; needed: 1 <= k <= n, 0 <= right <= n"
+        )
+    if n - correct < k:
+        return 1.0
+    return 1.0 - math.prod((n - correct - i) / (n - i) for i in range(k))
+
+
+@dataclass(frozen=True, order=True)
+class Vote:
+    """Samples of one problem that gave the same answer."""
+
+    count: int
+    right: bool
+
+
+def majority_at_k(votes: Sequence[Vote], blank: int, k: int) -> float:
+    """Probability that the most frequent answer among k samples, drawn without putting back, is right (maj@k).
+
+    `blank` samples have no answer: they may be drawn, and do not vote. Of answers that are equally frequent each wins
+    with the same probability; where no one votes, it is wrong. Exact, no resampling.
+
+    >>> majority_at_k([Vote(2, True), Vote(1, False)], blank=0, k=3)
+    1.0
+    >>> round(majority_at_k([Vote(2, True), Vote(1, False)], blank=0, k=2), 10)  # 1 pair of right ones, 2 ties
+    0.6666666667
+    """
+    n = sum(vote.count for vote in votes) + blank
+    if not 1 <= k <= n <= MOST_SAMPLES or blank < 0 or any(vote.count < 1 for vote in votes):
+        raise ValueError(f"maj@k of {k} from {n} samples; needed: 1 <= k <= n <= {MOST_SAMPLES}")
+    if k == n:
+        return _winners_right(votes)
+    return _expected_majority(tuple(sorted(votes)), blank, k)
+
+
+def _winners_right(votes: Sequence[Vote]) -> float:
+    most = max((vote.count for vote in votes), default=0)
+    winners = [vote.right for vote in votes if vote.count == most]
+    return sum(winners) / len(winners) if winners else 0.0
+
+
+@lru_cache(maxsize=4096)
+def _expected_majority(votes: tuple[Vote, ...], blank: int, k: int) -> float:
+    if not any(vote.right for vote in votes):
+        return 0.0
+    n = sum(vote.count for vote in votes) + blank
+    most = min(k, max((vote.count for vote in votes), default=0))
+    right = sum(_right_subsets(votes, blank, k, top) for top in range(1, most + 1))
+    return right / math.comb(n, k)
+
+
+def _right_subsets(votes: Sequence[Vote], blank: int, k: int, top: int) -> float:
+    """Number of subsets of k samples whose most frequent answers have `top` votes each, every subset weighted with the
+    share of right ones among these answers."""
+    ties = k // top
+    right_ties = min(ties, sum(vote.right for vote in votes))
+    # ways[s, j, c]: ways to draw s samples from the answers so far so that j have `top` votes, of which c are right.
+    ways = np.zeros((k + 1, ties + 1, right_ties + 1))
+    for drawn in range(min(blank, k) + 1):
+        ways[drawn, 0, 0] = math.comb(blank, drawn)
+    for vote in votes:
+        more = np.zeros_like(ways)
+        for drawn in range(min(vote.count, top - 1) + 1):
+            more[drawn:] += math.comb(vote.count, drawn) * ways[: k + 1 - drawn]
+        if vote.count >= top:
+            from_, to = (slice(None, -1), slice(1, None)) if vote.right else (slice(None), slice(None))
+            more[top:, 1:, to] += math.comb(vote.count, top) * ways[: k + 1 - top, :-1, from_]
+        ways = more
+    j = np.arange(1, ties + 1)[:, None]
+    return float((ways[k, 1:] * np.arange(right_ties + 1) / j).sum())
+
+
+def bootstrap_interval(
+    values_by_problem: Sequence[float], seed: int = 0, level: float = 0.95, resamples: int = 10_000
+) -> tuple[float, float]:
+    """Interval of the mean over problems: the percentiles of the means of `resamples` draws of as many problems, with
+    putting back (Efron 1979). The same values and seed give the same interval.
+
+    >>> bootstrap_interval([0.5, 0.5])
+    (0.5, 0.5)
+    """
+    values_P = np.asarray(values_by_problem, dtype=np.float64)
+    if not values_P.size or not 0 < level < 1 or resamples < 1:
+        raise ValueError(
+            f"an interval at level {level} from {values_P.size} problems and {resamples} resamples; needed: a level "
+            "between 0 and 1, and at least one of both"
+        )
+    draws = np.random.default_rng(seed)
+    rows = max(1, _CHUNK // values_P.size)
+    means = []
+    for start in range(0, resamples, rows):
+        picked_RP = draws.integers(
+            values_P.size, size=(min(rows, resamples - start), values_P.size), dtype=np.int32
+        )
+        means.append(values_P[picked_RP].mean(axis=1))
+    low, high = np.quantile(np.concatenate(means), [(1 - level) / 2, (1 + level) / 2])
+    return float(low), float(high)

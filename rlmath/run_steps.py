@@ -1,0 +1,143 @@
+"""What every run does from start to end, whatever it learns from: claim its folder, go on from a checkpoint, stop when
+asked, leave a model behind. GRPO (`run`) and supervised training (`sft.run`) are made of these."""
+
+from __future__ import annotations
+
+import logging
+import socket
+from collections.abc import Iterable
+from contextlib import ExitStack
+from pathlib import Path
+
+import torch.distributed as dist
+
+from rlmath.checkpoint.folders import CHECKPOINTS
+from rlmath.checkpoint.loading import load_checkpoint
+from rlmath.checkpoint.progress import Progress
+from rlmath.checkpoint.store import CheckpointStore, Retention
+from rlmath.config import Config
+from rlmath.config_files import config_as_yaml
+from rlmath.guard.exit_status import FAILURE, FINISHED, SAVED_AND_STOPPED, write_exit_status
+from rlmath.guard.heartbeat import Heart
+from rlmath.guard.launcher import launcher_advice
+from rlmath.guard.signals import StopRequest
+from rlmath.parallel.collectives import first_error
+from rlmath.parallel.device import Device, environment_rank, init_process_group
+from rlmath.parallel.mesh import Mesh
+from rlmath.prepared import Prepared
+from rlmath.recovery import Chosen, choose_checkpoint
+from rlmath.run_folder import CONFIG_NAME, claim_run_folder
+from rlmath.saver import EXPORT_FOLDER, Saver, Training, library_versions
+
+logger = logging.getLogger(__name__)
+
+
+def enter_run(
+    stack: ExitStack, prepared: Prepared, mesh: Mesh, device: Device, stop: StopRequest, lines: Iterable[str]
+) -> tuple[Heart, Chosen | None]:
+    """Start the process group and the heart, which `stack` ends; choose what the run goes on from, and claim its
+    folder, saying these lines. The heart, and what was chosen. A collective."""
+    config = prepared.config
+    init_process_group(device, config.run.distributed_timeout_seconds)
+    heart = Heart(config.run, mesh.rank, mesh.world_size, config.run.output_dir, stop)
+    stack.enter_context(heart)
+    stack.push(_tell_error)
+    heart.entered("check checkpoint")
+    chosen = choose_checkpoint(prepared.recovery, heart.progress)
+    _claim_folder(config, mesh, chosen, lines)
+    return heart, chosen
+
+
+def _tell_error(kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+    """In one line, at once: what is closed next may take its time, and the heart does not wait for it."""
+    if kind is not None:
+        rank, host = environment_rank(), socket.gethostname()
+        logger.error("rank %d on %s failed; the run ends: %s: %s", rank, host, kind.__name__, error)
+
+
+def _claim_folder(config: Config, mesh: Mesh, chosen: Chosen | None, lines: Iterable[str]) -> None:
+    """Make the folder this run's and tell its settings, with further lines. A collective. ValueError where a rank does
+    not see the folder."""
+    if mesh.rank == 0:
+        steps_done = None if chosen is None else chosen[1].step
+        claim_run_folder(config.run.output_dir, config, steps_done)
+        logger.info("The settings of this run:\n%s", config_as_yaml(config))
+        advice = launcher_advice(config.run.stop_grace_seconds)
+        versions = ", ".join(f"{name} {version}" for name, version in library_versions().items())
+        for line in (*filter(None, [advice]), f"Versions: {versions}", *lines):
+            logger.info("%s", line)
+    dist.barrier()
+    folder = Path(config.run.output_dir)
+    hidden = None if (folder / CONFIG_NAME).is_file() else f"rank {mesh.rank} on {socket.gethostname()}"
+    hidden = first_error(hidden)
+    if hidden is not None:
+        raise ValueError(
+            f'{hidden} does not see what rank 0 wrote into run.output_dir "{folder}"; it must lie on a disk that all '
+            "nodes share"
+        )
+
+
+def open_store(training: Training, companions: dict[str, bytes]) -> CheckpointStore:
+    """Where this run's checkpoints go; `companions` are what a model has beside its weights."""
+    save, actor = training.config.save, training.actor
+    return CheckpointStore(
+        Path(training.config.run.output_dir) / CHECKPOINTS,
+        actor.chunks,
+        actor.learner.optimizer,
+        actor.executor.device,
+        companions,
+        Retention(save.keep_last, save.keep_models),
+    )
+
+
+def go_on(training: Training, chosen: Chosen | None, heart: Heart) -> Progress | None:
+    """Load what was chosen, if anything; where its run stands."""
+    if chosen is None:
+        return None
+    checkpoint, progress = chosen
+    heart.entered("load checkpoint")
+    actor = training.actor
+    load_checkpoint(actor.chunks, actor.learner.optimizer, actor.executor.device, checkpoint, progress)
+    actor.learner.goes_on_after(progress.updates)
+    if training.mesh.rank == 0:
+        logger.info(
+            "Going on from %s, made on %s: %d steps and %d updates are done",
+            checkpoint.folder,
+            progress.layout,
+            progress.step,
+            progress.updates,
+        )
+    return progress
+
+
+def stop_early(training: Training, saver: Saver, step: int, reason: str, stop: StopRequest) -> int:
+    """Tell that the run stops before its end; its exit status."""
+    stop.done()
+    saved = step in (0, saver.newest)
+    status = SAVED_AND_STOPPED if saved else FAILURE
+    message = f"stopped by {reason} after step {step}, " + (
+        "which is saved: the same command goes on" if saved else "which could not be saved"
+    )
+    if training.mesh.rank == 0:
+        logger.warning("The run has %s", message)
+        write_exit_status(training.config.run.output_dir, status, message)
+    dist.barrier()
+    return status
+
+
+def export_model(training: Training, saver: Saver, stop: StopRequest) -> None:
+    """Leave the trained model in Hugging Face form; a request to stop comes too late now."""
+    stop.done()
+    folder = Path(training.config.run.output_dir) / EXPORT_FOLDER
+    with training.timers.phase("export"):
+        saver.export(folder)
+    if training.mesh.rank == 0:
+        logger.info("The trained model is in %s", folder)
+
+
+def finish(training: Training, total_steps: int) -> int:
+    """Tell that the run has come to its end; its exit status."""
+    if training.mesh.rank == 0:
+        write_exit_status(training.config.run.output_dir, FINISHED, f"all {total_steps} steps are done")
+    dist.barrier()
+    return FINISHED

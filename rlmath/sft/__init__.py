@@ -1,0 +1,1 @@
+"""Supervised training: the run that launch/train_sft.py starts."""

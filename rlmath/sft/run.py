@@ -1,0 +1,108 @@
+"""A supervised run from start to end: build the policy, make the steps, tell about them, leave a model behind."""
+
+from __future__ import annotations
+
+import time
+from contextlib import ExitStack
+
+import torch.distributed as dist
+
+from rlmath.checkpoint.hf_io import read_companions
+from rlmath.data.report import write_report
+from rlmath.guard.heartbeat import Heart
+from rlmath.guard.signals import StopRequest
+from rlmath.memory_plan import mesh_of
+from rlmath.parallel.device import (
+    Device,
+    environment_rank,
+    environment_world_size,
+    held_bytes,
+    open_device,
+)
+from rlmath.parallel.mesh import Mesh
+from rlmath.policy.actor import build_sft_actor
+from rlmath.policy.model import start_megatron
+from rlmath.prepared import Prepared
+from rlmath.run_steps import enter_run, export_model, finish, go_on, open_store, stop_early
+from rlmath.saver import Saver, Training
+from rlmath.sft.inputs import SftInputs
+from rlmath.sft.memory import start_up_line
+from rlmath.sft.reporter import SftReporter
+from rlmath.sft.trainer import SftTrainer
+from rlmath.telemetry.timers import PhaseTimers
+
+
+def run_sft(prepared: Prepared[SftInputs]) -> int:
+    """Train as prepared; the exit status of the program. All that can be known to be wrong was checked before.
+
+    After an error the process group is left as it is: peers may wait in it, and taking it down could wait for them.
+    Whoever calls this ends the process then.
+    """
+    started = time.perf_counter()
+    config = prepared.config
+    mesh = mesh_of(config, environment_world_size(), environment_rank())
+    device = open_device(config.run.device)
+    stop = StopRequest(config.run.stop_grace_seconds, config.run.output_dir, mesh.rank)
+    stop.install()
+    with ExitStack() as stack:
+        heart, chosen = enter_run(stack, prepared, mesh, device, stop, _start_lines(prepared, mesh))
+        if mesh.rank == 0:
+            write_report(config.run.output_dir, prepared.inputs.reports)
+        training = _build(prepared, mesh, device, heart)
+        companions = read_companions(config.model.path)
+        store = open_store(training, companions)
+        stack.callback(store.close)
+        saver = Saver(training, store, prepared.origin, companions, stop, heart.progress)
+        progress = go_on(training, chosen, heart)
+        if progress is not None:
+            saver.newest = progress.step
+        status = _train(prepared.inputs, saver, heart, stop, started)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    return status
+
+
+def _start_lines(prepared: Prepared[SftInputs], mesh: Mesh) -> list[str]:
+    return [
+        *prepared.inputs.lines,
+        f"Layout: {mesh.training_layout}",
+        start_up_line(prepared.config, prepared.shape, mesh.world_size),
+    ]
+
+
+def _build(prepared: Prepared[SftInputs], mesh: Mesh, device: Device, heart: Heart) -> Training:
+    config, shape, inputs = prepared.config, prepared.shape, prepared.inputs
+    start_megatron(mesh, device, config.run.seed, config.run.distributed_timeout_seconds)
+    heart.entered("build model")
+    actor = build_sft_actor(config, shape, mesh, device, inputs.total_steps)
+    actor.executor.on_microbatch = heart.progress
+    return Training(config, shape, mesh, inputs.order, actor, PhaseTimers(heart.entered))
+
+
+def _train(inputs: SftInputs, saver: Saver, heart: Heart, stop: StopRequest, started: float) -> int:
+    training, steps_done, total_steps = saver.training, saver.newest or 0, inputs.total_steps
+    reason = saver.asked_to_stop()
+    if reason is not None and steps_done < total_steps:
+        return stop_early(training, saver, steps_done, reason, stop)
+    trainer = SftTrainer(training, inputs)
+    reporter = SftReporter(training, inputs, steps_done) if training.mesh.rank == 0 else None
+    if steps_done == 0:
+        before = trainer.evaluate()
+        if reporter is not None:
+            reporter.before_training(before)
+    for number in range(steps_done, total_steps):
+        heart.step = number + 1
+        record = trainer.step(number)
+        memory = held_bytes(training.actor.executor.device) / 2**30
+        if reporter is not None:
+            reporter.step(number, record, memory, saver.seconds)
+        reason = saver.after(number + 1, is_last=number + 1 == total_steps)
+        if reason is not None and number + 1 < total_steps:
+            status = stop_early(training, saver, number + 1, reason, stop)
+            if reporter is not None:
+                reporter.leave()
+            return status
+    export_model(training, saver, stop)
+    if reporter is not None:
+        reporter.close(time.perf_counter() - started)
+    return finish(training, total_steps)

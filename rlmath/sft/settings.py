@@ -1,0 +1,142 @@
+"""Which settings a supervised run has, and what can be wrong with them before anything starts."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from rlmath.config import Config
+from rlmath.data.places import existing_place
+from rlmath.layout_checks import (
+    context_problems,
+    expert_problems,
+    expert_tensor_problems,
+    rank_problems,
+    split_problems,
+    stage_problems,
+)
+from rlmath.model_folder import inspect_model_folder
+from rlmath.model_shape import ModelShape
+from rlmath.parallel.device import environment_rank
+from rlmath.preflight import harmless_settings, value_problems
+from rlmath.settings import all_settings, raise_problems, setting_values
+from rlmath.sft.memory import fit_problems
+from rlmath.telemetry.weights_and_biases import wandb_problems
+
+_USED = (
+    "run.",
+    "model.",
+    "data.train_path",
+    "data.more_train_paths",
+    "data.train_weights",
+    "data.template",
+    "data.prompts_per_step",
+    "data.max_unusable_share",
+    "data.shuffle",
+    "parallel.",
+    "policy.",
+    "optimizer.",
+    "memory.gpu",
+    "memory.gpu_gib",
+    "sft.",
+    "telemetry.tensorboard",
+    "telemetry.wandb",
+    "telemetry.wandb_project",
+    "telemetry.wandb_name",
+    "save.",
+)
+"""Settings, or whole sections, that a supervised run has."""
+
+
+def used_keys() -> list[str]:
+    """Of all settings those that have an effect."""
+    return [key for key in all_settings() if _is_used(key)]
+
+
+def _is_used(key: str) -> bool:
+    return any(key.startswith(one) if one.endswith(".") else key == one for one in _USED)
+
+
+def only_used(config: Config) -> tuple[Config, list[str]]:
+    """The settings with the defaults of those that have no effect, and the keys that were not at them."""
+    defaults, changed = all_settings(), []
+    sections = {name: {} for name, _, _ in (key.partition(".") for key in defaults)}
+    for key, value in setting_values(config).items():
+        section, _, name = key.partition(".")
+        if not _is_used(key) and value != defaults[key].default:
+            sections[section][name] = defaults[key].default
+            changed.append(key)
+    replaced = {
+        name: dataclasses.replace(getattr(config, name), **values)
+        for name, values in sections.items()
+        if values
+    }
+    return dataclasses.replace(config, **replaced), changed
+
+
+def notes(config: Config, unused: list[str]) -> list[str]:
+    """What changes nothing in this run, to be told at its start."""
+    without_effect = [f"Without effect in supervised training: {', '.join(unused)}."] if unused else []
+    return [*without_effect, *harmless_settings(config)]
+
+
+def check_config(config: Config, world_size: int) -> ModelShape:
+    """The shape of the model that the run starts from. ValueError that lists every problem of settings, model folder
+    and files; nothing is written."""
+    shape, model_problems = inspect_model_folder(Path(config.model.path))
+    on_gpu = config.run.device != "cpu" and torch.cuda.is_available()
+    problems = [
+        *value_problems(config),
+        *rank_problems(config.parallel, 1, world_size),
+        *context_problems(config.parallel, on_gpu),
+        *expert_tensor_problems(config.parallel, on_gpu),
+        *_length_problems(config),
+        *_place_problems(config),
+        *model_problems,
+        *(wandb_problems(config.telemetry) if environment_rank() == 0 else ()),
+    ]
+    if shape is not None:
+        problems += split_problems(config.parallel, 1, shape)
+        problems += expert_problems(config.parallel, shape)
+        problems += stage_problems(config.parallel, config.policy, shape.num_layers)
+        problems += _position_problems(config, shape)
+    if shape is not None and not problems:
+        problems += fit_problems(config, shape, world_size)
+    raise_problems("this run", problems)
+    assert shape is not None
+    return shape
+
+
+def _length_problems(config: Config) -> Iterator[str]:
+    longest, budget = config.sft.max_sequence_tokens, config.policy.max_tokens_per_microbatch
+    if budget < longest:
+        yield (
+            f"policy.max_tokens_per_microbatch is {budget}; a sequence of sft.max_sequence_tokens={longest} tokens "
+            "must fit. Raise the former, or lower the latter."
+        )
+
+
+def _position_problems(config: Config, shape: ModelShape) -> Iterator[str]:
+    longest = config.sft.max_sequence_tokens
+    if longest > shape.max_positions:
+        yield (
+            f"sft.max_sequence_tokens is {longest}; the model has {shape.max_positions} positions "
+            f"(max_position_embeddings). Lower it to {shape.max_positions} or less."
+        )
+
+
+def _place_problems(config: Config) -> Iterator[str]:
+    if config.run.device == "cuda" and not torch.cuda.is_available():
+        yield 'run.device is "cuda", and torch finds no CUDA device. Use run.device=cpu, or a GPU machine.'
+    data, held_out = config.data, config.sft.held_out_path
+    places = [("data.train_path", data.train_path)]
+    places += [("data.more_train_paths", path) for path in data.more_train_paths]
+    places += [("sft.held_out_path", held_out)] if held_out is not None else []
+    for key, path in places:
+        try:
+            existing_place(path)
+        except ValueError as error:
+            yield f"{key}: {error}. Give a file or folder of sequences."

@@ -1,0 +1,83 @@
+"""How a training program starts and ends on a rank: mistakes are told before anything is started, errors end it."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import time
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
+from dataclasses import replace
+from pathlib import Path
+
+from rlmath.config import Config
+from rlmath.guard.exit_status import FAILURE, MISTAKE, clear_exit_status, write_exit_status
+from rlmath.parallel.device import environment_rank
+from rlmath.prepared import Prepared
+from rlmath.recovery import find_recovery
+from rlmath.run_folder import sole_user
+from rlmath.telemetry.console import setup_logging
+
+logger = logging.getLogger(__name__)
+
+OTHERS_WAIT_SECONDS = 10.0
+
+
+def start(
+    load: Callable[[], Config],
+    prepare: Callable[[Config], Prepared],
+    train: Callable[[Prepared], int],
+) -> int:
+    """Load the settings, check them, take the run's folder, train: one of `rlmath.guard.exit_status`.
+
+    `load` and `prepare` raise ValueError for all that can be known to be wrong before the start; `train` is called only
+    then, and where it fails, this process ends at once.
+    """
+    setup_logging(environment_rank())
+    config = None
+    with ExitStack() as stack:
+        try:
+            config = load()
+            prepared = prepare(config)
+            if environment_rank() == 0:
+                prepared = _take_folder(prepared, stack)
+        except ValueError as error:
+            # Rank 0 speaks first: the launcher ends all others as soon as one has ended. A mistake that only another
+            # node sees (a path that is missing there) is told after the wait.
+            if environment_rank() != 0:
+                time.sleep(OTHERS_WAIT_SECONDS)
+            logger.error("%s", error)
+            if environment_rank() == 0 and config is not None:
+                _leave_word(config.run.output_dir, str(error).partition("\n")[0])
+            return MISTAKE
+        return _train(prepared, train)
+
+
+def _take_folder(prepared: Prepared, stack: ExitStack) -> Prepared:
+    """For rank 0: keep other runs out of the folder, and look again at what an earlier one may just have left there."""
+    config = prepared.config
+    stack.enter_context(sole_user(config.run.output_dir))
+    clear_exit_status(config.run.output_dir)
+    recovery = find_recovery(config, prepared.origin, prepared.inputs.total_steps)
+    return replace(prepared, recovery=recovery)
+
+
+def _leave_word(output_dir: str, message: str) -> None:
+    """Tell whoever looks at the folder's exit status; not in one that is not there, nor in one where a run is at
+    work."""
+    with suppress(ValueError, OSError):
+        if Path(output_dir).is_dir():
+            with sole_user(output_dir):
+                write_exit_status(output_dir, MISTAKE, message)
+
+
+def _train(prepared: Prepared, train: Callable[[Prepared], int]) -> int:
+    """The run; after an error this process ends at once."""
+    try:
+        return train(prepared)
+    except BaseException:
+        logger.exception("What rank %d on %s failed with:", environment_rank(), socket.gethostname())
+        logging.shutdown()
+        # Threads and process groups of a broken run may wait for peers that wait for us.
+        os._exit(FAILURE)

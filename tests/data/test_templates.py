@@ -1,0 +1,89 @@
+"""Templates against the published texts."""
+
+from dataclasses import replace
+
+import pytest
+from tokenizers import Tokenizer, models
+from transformers import PreTrainedTokenizerFast
+
+from rlmath.data.rows import PromptRow
+from rlmath.data.templates import has_template, render
+
+ROW = PromptRow("What is {1}+1?", "math", "q", ("2",), whole=False)
+R1 = (
+    "<｜User｜>\nWhat is {1}+1?\nPlease reason step by step, and put your final answer within \\boxed{}."
+    "<｜Assistant｜><think>\n"
+)
+QWEN = (
+    "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n"
+    "<|im_start|>user\nWhat is {1}+1?\nPlease reason step by step, and put your final answer within \\boxed{}."
+    "<|im_end|>\n<|im_start|>assistant\n"
+)
+ORZ = (
+    "A conversation between User and Assistant. The User asks a question, and the Assistant solves it. The Assistant "
+    "first thinks about the reasoning process in the mind and then provides the User with the answer. The reasoning "
+    "process is enclosed within <think> </think> and answer is enclosed within <answer> </answer> tags, respectively, "
+    "i.e., <think> reasoning process here </think> <answer> answer here </answer>. User: You must put your answer "
+    "inside <answer> </answer> tags, i.e., <answer> answer here </answer>. And your final answer will be extracted "
+    "automatically by the \\boxed{} tag.\nThis is the problem:\nWhat is {1}+1?\nAssistant: <think>"
+)
+CHAT = (
+    "{% for message in messages %}[{{ message['role'] }}]{{ message['content'] }}{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+
+
+def make_tokenizer(chat_template=None):
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE()))
+    tokenizer.chat_template = chat_template
+    return tokenizer
+
+
+@pytest.mark.parametrize(
+    ("template", "text"),
+    [("r1_distill", R1), ("qwen_boxed", QWEN), ("orz", ORZ), ("raw", "What is {1}+1?"), ("auto", QWEN)],
+)
+def test_templates_are_the_published_ones(template, text):
+    assert render(ROW, template, make_tokenizer()) == text
+
+
+def test_whole_prompts_stay_as_they_are():
+    row = PromptRow("47+85=", "math", "q", ("132",))
+    assert render(row, "auto", make_tokenizer(CHAT)) == "47+85="
+    for template, text in (("r1_distill", R1), ("qwen_boxed", QWEN), ("orz", ORZ)):
+        assert render(replace(row, prompt=text), template, make_tokenizer()) == text
+    with_space = R1.replace("?\nPlease", "? Please")
+    assert render(replace(row, prompt=with_space), "r1_distill", make_tokenizer()) == with_space
+
+
+def test_a_template_around_another_is_refused():
+    row = PromptRow(R1, "math", "q7", ("2",))
+    with pytest.raises(
+        ValueError, match="data\\.template is \"qwen_boxed\", and the prompt 'q7' has a template already"
+    ):
+        render(row, "qwen_boxed", make_tokenizer())
+
+
+def test_the_tokenizers_own_chat_asks_for_a_box():
+    asked = "[user]What is {1}+1?\nPlease reason step by step, and put your final answer within \\boxed{}.[assistant]"
+    assert render(ROW, "chat", make_tokenizer(CHAT)) == asked
+    assert render(ROW, "auto", make_tokenizer(CHAT)) == asked
+
+
+def test_a_chat_of_the_file_is_taken_as_it_stands():
+    row = replace(ROW, messages=(("system", "Be brief."), ("user", "1+1?")))
+    assert render(row, "auto", make_tokenizer(CHAT)) == "[system]Be brief.[user]1+1?[assistant]"
+    assert render(row, "orz", make_tokenizer(CHAT)) == ORZ
+
+
+def test_chat_needs_a_chat_template_that_takes_the_messages():
+    with pytest.raises(ValueError, match="tokenizer has no chat template"):
+        render(ROW, "chat", make_tokenizer())
+    with pytest.raises(ValueError, match="chat template cannot take the prompt 'q': no such role"):
+        render(ROW, "chat", make_tokenizer("{{ raise_exception('no such role') }}"))
+
+
+@pytest.mark.parametrize("text", [R1, QWEN, ORZ, "Question:\n1+1?\nAnswer:\nLet's think step by step.\n"])
+def test_known_templates_are_seen(text):
+    assert has_template(text)
+    assert not has_template("What is 1+1? User: x\nAnswer:")

@@ -1,0 +1,108 @@
+"""What the ranks do in the tests of supervised training: sequences in, the curve of losses out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from rlmath.config import Config, DataConfig, SftConfig
+from rlmath.data.loader import PromptOrder
+from rlmath.data.sequences import WrittenSequence
+from rlmath.parallel.device import init_process_group, open_device
+from rlmath.parallel.mesh import Mesh
+from rlmath.telemetry.timers import PhaseTimers
+from tests.distributed.policy_cases import Case, settings
+from tests.tiny_models import make_samples, shape_of
+
+SEED = 4
+PER_STEP = 6
+BETAS = (0.9, 0.95)
+
+
+def make_sequences(count: int, seed: int) -> list[WrittenSequence]:
+    return [WrittenSequence(one.prompt_ids, one.completion_ids) for one in make_samples(count, seed)]
+
+
+def order_of(sequences: Sequence[WrittenSequence]) -> PromptOrder:
+    return PromptOrder(len(sequences), PER_STEP, SEED, shuffle=True)
+
+
+def _config(folder: Path, case: Case) -> Config:
+    config = settings(folder, case)
+    optimizer = replace(config.optimizer, adam_beta1=BETAS[0], adam_beta2=BETAS[1])
+    data = DataConfig(prompts_per_step=PER_STEP)
+    return replace(config, optimizer=optimizer, data=data, sft=SftConfig(eval_every_steps=2))
+
+
+def build_trainer(
+    folder: Path, case: Case, sequences: list[WrittenSequence], held_out: list[WrittenSequence], steps: int
+) -> tuple[Any, Any]:
+    """(trainer, actor) on this rank."""
+    from rlmath.policy.actor import build_sft_actor
+    from rlmath.policy.model import start_megatron
+    from rlmath.saver import Training
+    from rlmath.sft.inputs import SftInputs
+    from rlmath.sft.trainer import SftTrainer
+
+    device = open_device("cpu")
+    init_process_group(device, 120.0)
+    sizes = (case.tensor, case.pipeline)
+    mesh = Mesh(dist.get_rank(), dist.get_world_size(), *sizes, 1, virtual_pipeline=case.virtual_pipeline)
+    start_megatron(mesh, device, seed=1, timeout_seconds=120.0)
+    config, shape, order = _config(folder, case), shape_of(folder), order_of(sequences)
+    actor = build_sft_actor(config, shape, mesh, device, total_updates=steps)
+    inputs = SftInputs(sequences, held_out, order, steps, (), ())
+    return SftTrainer(Training(config, shape, mesh, order, actor, PhaseTimers()), inputs), actor
+
+
+def curve(
+    folder: Path, case: Case, sequences: list[WrittenSequence], held_out: list[WrittenSequence], steps: int
+) -> list[dict[str, float]]:
+    """The metrics before training and of every step."""
+    trainer, _ = build_trainer(folder, case, sequences, held_out, steps)
+    return [trainer.evaluate(), *(trainer.step(number).metrics for number in range(steps))]
+
+
+def rows_with_gradient(folder: Path, sequences: list[WrittenSequence]) -> tuple[list[int], list[int]]:
+    """Rows of the logits that the loss moves, and those that predict a completion's token."""
+    _, actor = build_trainer(folder, Case(), sequences, [], steps=1)
+    from rlmath.packing.pack import pack
+
+    batch = pack([one.sample() for one in sequences], range(len(sequences)), 1)
+    torch.manual_seed(0)
+    logits_TV = torch.randn(len(batch.token_ids_T), actor.executor.vocab_size, requires_grad=True)
+    # The backward pass overwrites what it is handed.
+    loss, count, _ = actor.learner._loss(0, batch, logits_TV.view_as(logits_TV).clone())
+    loss.backward()
+    assert logits_TV.grad is not None and int(count) == sum(len(one.completion_ids) for one in sequences)
+    moved = logits_TV.grad.abs().sum(-1).nonzero()[:, 0].tolist()
+    learned = (batch.loss_weights_T.nonzero()[:, 0] - 1).tolist()
+    return moved, learned
+
+
+def meets_a_broken_model(folder: Path, case: Case, sequences: list[WrittenSequence]) -> dict[str, Any]:
+    """A step with an infinite weight, then one with the weight as it was: what was told, and whether the state
+    stayed."""
+    trainer, actor = build_trainer(folder, case, sequences, [], steps=4)
+    first = trainer.step(0)
+    parameters = [one for chunk in actor.chunks for one in chunk.parameters()]
+    whole = parameters[0].detach().clone()
+    with torch.no_grad():
+        parameters[0].fill_(float("inf"))
+    before = [one.detach().clone() for one in parameters[1:]]
+    broken = trainer.step(1)
+    same = all(torch.equal(one, other) for one, other in zip(before, parameters[1:], strict=True))
+    with torch.no_grad():
+        parameters[0].copy_(whole)
+    after = trainer.step(2)
+    return {
+        "skipped": [one.skipped for one in (first, broken, after)],
+        "counted": [one.metrics["train/skipped_updates"] for one in (first, broken, after)],
+        "same": same,
+        "updates": actor.learner.updates,
+    }

@@ -1,0 +1,127 @@
+"""Supervised training on every layout against plain transformers with torch's AdamW."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from rlmath.data.sequences import WrittenSequence
+from tests.distributed import oracle, sft_cases
+from tests.distributed.policy_cases import Case
+from tests.distributed.rank_pool import RankPool
+from tests.distributed.sft_cases import BETAS, make_sequences, order_of
+
+pytestmark = [pytest.mark.parity, pytest.mark.distributed]
+
+STEPS = 6
+CLIP = 1.0
+LR = 2e-3
+SEQUENCES = make_sequences(20, seed=1)
+HELD_OUT = make_sequences(5, seed=2)
+ALONE = Case(optimizer="adam", lr=LR, clip_grad=CLIP)
+LAYOUTS = [
+    Case(tensor=2, pipeline=2, optimizer="adam", lr=LR, clip_grad=CLIP, max_tokens=64),
+    Case(data=2, optimizer="adam", lr=LR, clip_grad=CLIP, max_tokens=48),
+]
+FULL_LAYOUTS = [
+    Case(tensor=2, data=2, sequence=True, optimizer="adam", lr=LR, clip_grad=CLIP, max_tokens=64),
+    Case(pipeline=2, virtual_pipeline=2, optimizer="adam", lr=LR, clip_grad=CLIP, max_tokens=64),
+]
+CURVE = ("train/loss", "train/grad_norm", "held_out/loss", "held_out/perplexity")
+
+
+def curve(ranks: RankPool, folder: Path, case: Case) -> list[dict[str, float]]:
+    """Of rank 0; all ranks tell the same."""
+    found = ranks.run(case.ranks, sft_cases.curve, folder, case, SEQUENCES, HELD_OUT, STEPS)
+    for other in found[1:]:
+        assert [row.get("train/loss") for row in other] == [row.get("train/loss") for row in found[0]]
+    return found[0]
+
+
+@pytest.fixture(scope="module")
+def alone(ranks: RankPool, untied_model: Path) -> list[dict[str, float]]:
+    return curve(ranks, untied_model, ALONE)
+
+
+def loss_and_hits(model: torch.nn.Module, sequences: list[WrittenSequence]) -> tuple[torch.Tensor, int, int]:
+    """(sum of nats, tokens, tokens that are the likeliest) of completions, sequence by sequence."""
+    total, tokens, hits = torch.zeros(()), 0, 0
+    for one in sequences:
+        ids = torch.tensor(one.prompt_ids + one.completion_ids)
+        logits = model(ids[None]).logits[0, len(one.prompt_ids) - 1 : -1]
+        targets = torch.tensor(one.completion_ids)
+        total = total + torch.nn.functional.cross_entropy(logits, targets, reduction="sum")
+        tokens, hits = tokens + len(targets), hits + int((logits.argmax(-1) == targets).sum())
+    return total, tokens, hits
+
+
+def test_the_curve_is_that_of_transformers_with_adamw(
+    alone: list[dict[str, float]], untied_model: Path
+) -> None:
+    torch.set_num_threads(1)
+    model = oracle.load(untied_model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, betas=BETAS, eps=1e-8, weight_decay=0.0)
+    order, found = order_of(SEQUENCES), []
+    with torch.no_grad():
+        total, tokens, hits = loss_and_hits(model, HELD_OUT)
+    assert alone[0]["held_out/loss"] == pytest.approx(float(total) / tokens, rel=1e-5)
+    assert alone[0]["held_out/token_accuracy"] == pytest.approx(hits / tokens)
+    for number in range(STEPS):
+        epoch, indices = order.batch(number)
+        assert epoch == number // 3
+        total, tokens, _ = loss_and_hits(model, [SEQUENCES[index] for index in indices])
+        optimizer.zero_grad()
+        (total / tokens).backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+        optimizer.step()
+        found.append((float(total.detach()) / tokens, float(norm)))
+    assert [row["train/loss"] for row in alone[1:]] == pytest.approx([loss for loss, _ in found], rel=1e-5)
+    assert [row["train/grad_norm"] for row in alone[1:]] == pytest.approx(
+        [norm for _, norm in found], rel=1e-3
+    )
+    assert min(norm for _, norm in found) > CLIP, "or nothing would be clipped"
+    assert found[-1][0] < found[0][0] - 0.2, "or the curve would be flat"
+    with torch.no_grad():
+        total, tokens, hits = loss_and_hits(model, HELD_OUT)
+    assert alone[-1]["held_out/loss"] == pytest.approx(float(total) / tokens, rel=1e-5)
+    assert alone[-1]["held_out/perplexity"] == pytest.approx(math.exp(float(total) / tokens), rel=1e-4)
+    assert alone[-1]["held_out/token_accuracy"] == pytest.approx(hits / tokens)
+
+
+@pytest.mark.parametrize(
+    "case", [*LAYOUTS, *(pytest.param(one, marks=pytest.mark.full) for one in FULL_LAYOUTS)], ids=str
+)
+def test_every_layout_has_the_curve_of_a_single_rank(
+    ranks: RankPool, alone: list[dict[str, float]], untied_model: Path, case: Case
+) -> None:
+    found = curve(ranks, untied_model, case)
+    assert len(found) == len(alone) == STEPS + 1
+    for ours, theirs in zip(found, alone, strict=True):
+        assert ours.keys() == theirs.keys()
+        for name in CURVE:
+            if name in theirs:
+                assert ours[name] == pytest.approx(theirs[name], rel=1e-5 if "loss" in name else 1e-3), name
+        for name in ("held_out/token_accuracy", "n_tokens", "n_valid_tokens", "train/learning_rate"):
+            assert ours.get(name) == theirs.get(name), name
+    assert ["held_out/loss" in row for row in found] == [True, False, True, False, True, False, True]
+
+
+def test_prompt_tokens_are_not_learned(ranks: RankPool, untied_model: Path) -> None:
+    """Only rows that predict a completion's token get a gradient, the first of them in the prompt's last row."""
+    ((moved, learned),) = ranks.run(1, sft_cases.rows_with_gradient, untied_model, SEQUENCES[:6])
+    assert moved == learned
+    assert learned[0] == len(SEQUENCES[0].prompt_ids) - 1
+
+
+@pytest.mark.parametrize("case", [ALONE, LAYOUTS[1]], ids=str)
+def test_an_update_that_is_not_finite_is_skipped_and_counted(
+    ranks: RankPool, untied_model: Path, case: Case
+) -> None:
+    for found in ranks.run(case.ranks, sft_cases.meets_a_broken_model, untied_model, case, SEQUENCES):
+        assert found["counted"] == [0.0, 1.0, 0.0]
+        assert found["skipped"][0] is found["skipped"][2] is None
+        assert "not finite" in found["skipped"][1]
+        assert found["same"] and found["updates"] == 2

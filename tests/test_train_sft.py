@@ -1,0 +1,205 @@
+"""launch/train_sft.py as a user runs it: a model out, mistakes told, interrupted and continued."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from launch.train_sft import prepare
+from rlmath.config_files import load_config
+from rlmath.guard.exit_status import read_exit_status
+from rlmath.settings import help_text
+from rlmath.sft.settings import used_keys
+from tests.programs import ENVIRONMENT, REPOSITORY, run, torchrun_command
+
+SFT = ("launch/train_sft.py", "--config", "configs/demo_sft.yaml")
+STEPS = 4
+START_SECONDS = 120.0
+TIMED = ("seconds/", "tokens_per_second/", "memory")
+distributed = pytest.mark.distributed
+
+
+def settings(place: Path, output: Path, *more: str) -> list[str]:
+    return [
+        f"run.output_dir={output}",
+        f"model.path={place}/base",
+        f"data.train_path={place}/data/worked.jsonl",
+        "data.prompts_per_step=8",
+        "sft.held_out_share=0.001",
+        "sft.eval_every_steps=2",
+        "optimizer.warmup_steps=1",
+        "optimizer.decay=constant",
+        "save.ckpt_freq_steps=1",
+        f"save.keep_last={STEPS}",
+        *more,
+    ]
+
+
+def rows(folder: Path) -> list[dict[str, float]]:
+    found = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [{name: x for name, x in row.items() if not name.startswith(TIMED)} for row in found]
+
+
+@pytest.fixture(scope="module")
+def whole(arithmetic: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An undisturbed run of four steps on two data-parallel ranks; its console is beside it."""
+    folder = tmp_path_factory.mktemp("sft") / "whole"
+    unused = ("rollout.group_size=3", "algorithm.kl_coef=0.5")
+    done = run(*torchrun_command(2, *SFT, *settings(arithmetic, folder, f"run.total_steps={STEPS}", *unused)))
+    folder.with_suffix(".console.txt").write_text(done.stderr)
+    return folder
+
+
+@distributed
+def test_a_run_tells_its_numbers_and_leaves_a_model(arithmetic: Path, whole: Path) -> None:
+    found = rows(whole)
+    assert [row["step"] for row in found] == list(range(STEPS + 1))
+    assert ["held_out/loss" in row for row in found] == [True, False, True, False, True]
+    for row in found[1:]:
+        assert row["n_seqs"] == 8 and row["n_tokens"] > row["n_valid_tokens"] > 0
+        assert row["train/skipped_updates"] == 0 and row["train/grad_norm"] > 0
+    assert found[-1]["train/loss"] < found[1]["train/loss"]
+    console = whole.with_suffix(".console.txt").read_text()
+    assert "Without effect in supervised training: rollout.group_size, algorithm.kl_coef." in console
+    assert "Layout: TP1 x PP1 x DP2\n" in console and "Held out: 20 sequences." in console
+    assert "Epoch 1/1 step 4/2497 (global step 4) finishes." in console and "train/loss: " in console
+    assert list((whole / "tensorboard").iterdir())
+    summary = json.loads((whole / "summary.json").read_text())
+    assert summary["steps"] == STEPS and summary["held_out"]["held_out/loss"] == found[-1]["held_out/loss"]
+    assert json.loads((whole / "data_report.json").read_text())["files"][0]["rows"] == 20000
+    assert (whole / "unusable_rows.jsonl").read_text() == ""
+    assert read_exit_status(whole).status == 0
+
+
+@distributed
+def test_the_exported_model_has_the_held_out_loss_that_was_told(arithmetic: Path, whole: Path) -> None:
+    """By transformers, on the very sequences that were held out: their texts are in no step's order."""
+    from rlmath.data.sequences import load_sequences, split_held_out
+
+    model = AutoModelForCausalLM.from_pretrained(whole / "hf_model", dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(whole / "hf_model")
+    sequences, _ = load_sequences(str(arithmetic / "data" / "worked.jsonl"), tokenizer, "auto", 64, 0.0)
+    _, held_out = split_held_out(sequences, 0.001, seed=1)
+    total, tokens, hits = 0.0, 0, 0
+    for one in held_out:
+        ids = torch.tensor(one.prompt_ids + one.completion_ids)
+        with torch.no_grad():
+            logits = model(ids[None]).logits[0, len(one.prompt_ids) - 1 : -1]
+        targets = torch.tensor(one.completion_ids)
+        total += float(torch.nn.functional.cross_entropy(logits, targets, reduction="sum"))
+        tokens, hits = tokens + len(targets), hits + int((logits.argmax(-1) == targets).sum())
+    told = rows(whole)[-1]
+    assert told["held_out/loss"] == pytest.approx(total / tokens, rel=1e-5)
+    assert told["held_out/perplexity"] == pytest.approx(math.exp(total / tokens), rel=1e-4)
+    assert told["held_out/token_accuracy"] == pytest.approx(hits / tokens)
+
+
+@distributed
+def test_a_run_that_was_killed_goes_on_bit_by_bit(arithmetic: Path, whole: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    shutil.copytree(whole, folder)
+    for step in (3, 4):
+        shutil.rmtree(folder / "checkpoints" / f"step-{step:06d}")
+    shutil.rmtree(folder / "hf_model")
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 5, "lo')
+    done = run(*torchrun_command(2, *SFT, *settings(arithmetic, folder, f"run.total_steps={STEPS}")))
+    assert "step-000002, made on TP1 x PP1 x DP2: 2 steps and 2 updates are done" in done.stderr
+    assert rows(folder) == rows(whole)
+    model = "hf_model/model.safetensors"
+    assert (folder / model).read_bytes() == (whole / model).read_bytes()
+
+
+@distributed
+def test_sigterm_saves_and_ends_with_75(arithmetic: Path, whole: Path, tmp_path: Path) -> None:
+    """The steps until then are those of the undisturbed run on twice as many ranks."""
+    folder = tmp_path / "run"
+    command = torchrun_command(1, *SFT, *settings(arithmetic, folder, "run.total_epochs=50"))
+    with (tmp_path / "console.txt").open("w") as console:
+        process = subprocess.Popen(
+            [sys.executable, *command], cwd=REPOSITORY, env=ENVIRONMENT, stdout=console, stderr=console
+        )
+        try:
+            deadline = time.monotonic() + START_SECONDS
+            metrics = folder / "metrics.jsonl"
+            while not metrics.exists() or len(metrics.read_text().splitlines()) < STEPS + 1:
+                assert process.poll() is None and time.monotonic() < deadline
+                time.sleep(0.05)
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(START_SECONDS) != 0
+        finally:
+            process.kill()
+            process.wait()
+    status = read_exit_status(folder)
+    assert status.status == 75 and "stopped by" in status.message
+    found = rows(folder)
+    for ours, theirs in zip(found[:STEPS], rows(whole)[:STEPS], strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-4)
+    saved = max(int(path.name.removeprefix("step-")) for path in (folder / "checkpoints").iterdir())
+    assert saved == found[-1]["step"]
+
+
+def told(*overrides: str) -> str:
+    """What the program says to these settings before it starts anything."""
+    with pytest.raises(ValueError) as error:
+        prepare(load_config([REPOSITORY / SFT[2]], list(overrides)))
+    return str(error.value)
+
+
+def test_mistakes_are_told_all_at_once(arithmetic: Path, tmp_path: Path) -> None:
+    wrong = ("sft.max_sequence_tokens=9999", "optimizer.decay=cosin", "parallel.pipeline=3")
+    found = told(*settings(arithmetic, tmp_path / "new", *wrong))
+    assert 'optimizer.decay is "cosin"' in found and 'Did you mean "cosine"?' in found
+    assert "does not divide the 1 ranks" in found
+    assert "policy.max_tokens_per_microbatch is 4096; a sequence of sft.max_sequence_tokens=9999" in found
+    assert "the model has 512 positions" in found
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_file_without_completions_is_told(arithmetic: Path, tmp_path: Path) -> None:
+    prompts = f"data.train_path={arithmetic}/data/train.jsonl"
+    found = told(*settings(arithmetic, tmp_path / "new", prompts))
+    assert "200 of 200 rows cannot be used" in found
+    assert "needed: prompt and completion, question and solution" in found
+
+
+@pytest.mark.parametrize(
+    ("override", "why"),
+    [
+        ("data.prompts_per_step=30000", "data.prompts_per_step is 30000, but only 19980"),
+        ("sft.max_sequence_tokens=5", "all 20000 sequences that can be used are longer than"),
+        ("optimizer.warmup_steps=2497", "would never reach optimizer.lr"),
+    ],
+)
+def test_data_and_settings_that_do_not_go_together_are_told(
+    arithmetic: Path, tmp_path: Path, override: str, why: str
+) -> None:
+    assert why in told(*settings(arithmetic, tmp_path / "new", override))
+
+
+def test_an_unknown_key_ends_the_program_with_2(arithmetic: Path, tmp_path: Path) -> None:
+    done = run(*SFT, *settings(arithmetic, tmp_path / "new", "sft.max_sequence_token=3"), expect=2)
+    assert 'did you mean "sft.max_sequence_tokens"?' in done.stderr
+    assert not (tmp_path / "new").exists()
+
+
+@distributed
+def test_a_run_does_not_go_on_as_another_one(arithmetic: Path, whole: Path) -> None:
+    kept = settings(arithmetic, whole, f"run.total_steps={STEPS}")
+    assert "data.prompts_per_step: 8 there, 4 now" in told(*kept, "data.prompts_per_step=4")
+
+
+def test_help_shows_what_matters_only() -> None:
+    shown = help_text(keys=used_keys())
+    assert "sft.held_out_share" in shown and "optimizer.lr" in shown and "data.train_path" in shown
+    assert "rollout: " not in shown and "algorithm." not in shown and "data.max_prompt_tokens" not in shown
