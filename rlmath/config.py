@@ -238,7 +238,7 @@ class RolloutConfig:
     max_num_batched_tokens: int | None = None
     """Most tokens of one engine step; null leaves it to vLLM."""
     chunked_prefill: bool = True
-    """Let vLLM split long prompts over engine steps."""
+    """GPU: let vLLM split long prompts over engine steps. On CPU it never does."""
     cuda_graphs: bool = True
     """GPU: capture decoding in CUDA graphs; false is vLLM's enforce_eager. Without effect on CPU."""
     progress_bar: bool = True

@@ -19,22 +19,20 @@ from rlmath.data.mixture import Share, check_weights
 from rlmath.data.readers import PromptFile, read_prompts
 from rlmath.export_format import checkpoint_bytes, export_bytes
 from rlmath.inputs import checked_steps, load_inputs, most_updates, train_paths
-from rlmath.memory_checks import fit_problems, planned_target, start_up_lines
+from rlmath.memory_checks import GIB, fit_problems, planned_target, start_up_lines
 from rlmath.memory_plan import Target, mesh_of
 from rlmath.model_folder import inspect_model_folder
 from rlmath.model_shape import ModelShape
 from rlmath.planning import planned_ranks, planned_shape
-from rlmath.preflight import device_problems, file_problems, harmless_settings, run_problems
+from rlmath.preflight import device_problems, file_problems, harmless_settings, run_problems, value_problems
 from rlmath.rewards.verify import check_tasks
 from rlmath.run_folder import folder_problems
 from rlmath.save_times import models_of, points_of
 from rlmath.settings import raise_problems
-from rlmath.stage_checks import of_longest_stage
+from rlmath.stage_checks import of_longest_stage, stage_list_problems
 from rlmath.stages import Stage, has_stages, longest, stages_of, validates, validation_tokens
 from rlmath.telemetry.warning_signs import dropped_sign
 from rlmath.validation_files import load_validation
-
-GIB = 2**30
 
 
 @dataclass(frozen=True)
@@ -77,7 +75,7 @@ def plan_run(config: Config, ranks: int | None = None) -> RunPlan:
     of_settings, of_files = run_problems(config, size, shape), list(file_problems(config))
     problems = [*of_settings, *found.problems, *of_files, *_folder_problems(config)]
     try:
-        if shape is not None and not of_files:
+        if shape is not None and not of_files and not _unreadable(config):
             data = count_data(config, shape)
     except ValueError as error:
         problems.append(str(error))
@@ -91,6 +89,12 @@ def plan_run(config: Config, ranks: int | None = None) -> RunPlan:
     assert shape is not None and data is not None and target is not None
     planned = replace(config, run=replace(config.run, device=target.kind))
     return RunPlan(planned, shape, found.note, size, target, data)
+
+
+def _unreadable(config: Config) -> bool:
+    """Whether settings are wrong that the data are read and counted with."""
+    of_data = any(problem.startswith("data.") for problem in value_problems(config))
+    return of_data or any(stage_list_problems(config))
 
 
 def _folder_problems(config: Config) -> Iterator[str]:

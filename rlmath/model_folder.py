@@ -6,6 +6,7 @@ Only config.json and the headers of the safetensors files are read.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -27,7 +28,7 @@ def read_model_shape(folder: Path) -> ModelShape:
 
 def inspect_model_folder(folder: Path) -> tuple[ModelShape | None, list[str]]:
     """The shape, None where config.json does not give one, and what is wrong with the folder."""
-    if not folder.exists():
+    if not os.path.exists(folder):
         return None, [f'model.path: there is no folder "{folder}".{nearest_path(folder)}']
     if not folder.is_dir():
         return None, [f'model.path: "{folder}" is not a folder. Give the folder that holds config.json.']

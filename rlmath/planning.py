@@ -7,6 +7,7 @@ kept, as far as its shape goes, in configs/models.
 from __future__ import annotations
 
 import math
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -34,7 +35,7 @@ def planned_shape(model_path: str) -> PlannedShape:
     """The shape of the folder's config.json, or the published one where there is no such folder. Weights and tokenizer
     need not be there."""
     folder = Path(model_path)
-    if folder.exists():
+    if os.path.exists(folder):
         return PlannedShape(*read_shape(folder), "")
     known = published_names()
     if folder.name in known:

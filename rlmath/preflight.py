@@ -5,6 +5,7 @@ All problems are found and told together: what was got, what is needed, what to 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -245,7 +246,7 @@ def file_problems(config: Config) -> Iterator[str]:
 
 def _prompt_place_problems(key: str, path: str) -> Iterator[str]:
     place = Path(path)
-    if not place.exists():
+    if not os.path.exists(place):
         yield f'{key}: there is no file "{place}".{nearest_path(place)}'
     elif place.is_file() and place.stat().st_size == 0:
         yield f'{key}: "{place}" is empty. Give a file with one problem a line (forms: docs/data.md).'
@@ -276,6 +277,12 @@ def _engine_model_problems(config: Config, shape: ModelShape) -> Iterator[str]:
             f"{', '.join(map(str, CPU_HEAD_DIMS))}. Take another model, or a GPU."
         )
     longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
+    budget = config.rollout.max_num_batched_tokens
+    if budget is not None and budget < longest and config.rollout.chunked_prefill:
+        yield (
+            f"rollout.max_num_batched_tokens is {budget}; on CPU vLLM does not split prompts and needs at least the "
+            f"longest sequence, {longest} tokens. Raise it, or leave it null."
+        )
     ranks = max(1, config.rollout.tensor_parallel)
     needed = longest_sequence_bytes(shape, ranks, FLOAT32_BYTES, longest, "cpu")
     if config.rollout.cpu_kv_cache_gib * 2**30 < needed:

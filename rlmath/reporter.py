@@ -9,6 +9,7 @@ from pathlib import Path
 from rlmath.account import RunAccount
 from rlmath.inputs import Inputs
 from rlmath.parts import Parts
+from rlmath.stages import has_stages
 from rlmath.telemetry.console import step_line
 from rlmath.telemetry.samples import SampleWriter
 from rlmath.telemetry.warning_signs import WarningSigns, dropped_sign
@@ -73,10 +74,9 @@ class Reporter:
             path,
         )
 
-    def close(self, seconds_total: float) -> None:
+    def sum_up(self, seconds_total: float) -> None:
         """Write the summary of the whole run; `seconds_total` are those since this process started."""
         self._account.write_summary(self._parts.mesh.describe(), seconds_total, "completion_tokens")
-        self.leave()
 
     def leave(self) -> None:
         """Close what is open, of a run that ends here or stops before its end."""
@@ -88,7 +88,8 @@ def _open_signs(parts: Parts, inputs: Inputs, goes_on: bool) -> WarningSigns:
     told = None if goes_on else dropped_sign(inputs.dropped_share, config.telemetry)
     if told is not None:
         logger.warning("A warning sign, told once: %s", told)
-    return WarningSigns(config.telemetry, clips_whole_completions=config.algorithm.loss == "gspo")
+    key = "stages.max_new_tokens" if has_stages(config) else "rollout.max_new_tokens"
+    return WarningSigns(config.telemetry, config.algorithm.loss == "gspo", key)
 
 
 def phase_seconds(metrics: Mapping[str, float]) -> dict[str, float]:

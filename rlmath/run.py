@@ -33,6 +33,7 @@ from rlmath.run_steps import (
     export_model,
     finish,
     go_on,
+    leave,
     open_store,
     stop_early,
 )
@@ -103,43 +104,47 @@ def _train(
     stop: StopRequest,
     started: float,
 ) -> int:
-    device, total_steps = parts.actor.executor.device, prepared.inputs.total_steps
-    folder = Path(parts.config.run.output_dir)
-    training, steps_done = saver.training, 0
+    total_steps, training, steps_done = prepared.inputs.total_steps, saver.training, 0
     progress = go_on(training, chosen, heart)
     if progress is not None:
         parts.sync.count = progress.syncs
         saver.newest = steps_done = progress.step
-    validator = Validator(parts, prepared.validation, steps_done, total_steps, saver.export)
-    trainer = Trainer(parts, validator)
     reason = saver.asked_to_stop()
     if reason is not None and steps_done < total_steps:
         return stop_early(training, saver, steps_done, reason, stop)
     keep_stage_model(saver, parts.stages, steps_done, even_if_there=False)
     heart.entered("first step")
+    done = (steps_done, total_steps)
+    trainer = Trainer(parts, Validator(parts, prepared.validation, *done, saver.export, saver.asked_to_stop))
+    folder = Path(parts.config.run.output_dir)
     reporter = Reporter(parts, prepared.inputs, folder, steps_done) if parts.mesh.rank == 0 else None
-    for number in range(steps_done, total_steps):
+    stopped = _make_steps(range(*done), trainer, saver, parts, reporter, heart)
+    if stopped is not None:
+        return leave(reporter, stop_early(training, saver, *stopped, stop))
+    export_model(training, saver, stop)
+    measured = trainer.validate_at_end(total_steps)
+    if reporter is not None:
+        if measured is not None:
+            reporter.validation(measured)
+        reporter.sum_up(time.perf_counter() - started)
+    return leave(reporter, finish(training, total_steps))
+
+
+def _make_steps(
+    steps: range, trainer: Trainer, saver: Saver, parts: Parts, reporter: Reporter | None, heart: Heart
+) -> tuple[int, str] | None:
+    """Where a run that stops before its end does so: how many steps are done, and what asked for it."""
+    for number in steps:
         heart.step = number + 1
         record = trainer.step(number)
-        memory = held_bytes(device) / 2**30
+        if isinstance(record, str):
+            saver.save_to_stop(number)
+            return number, record
+        memory = held_bytes(parts.actor.executor.device) / 2**30
         if reporter is not None:
             reporter.step(number, record, memory, saver.seconds)
-        reason = saver.after(number + 1, is_last=number + 1 == total_steps)
-        if reason is not None and number + 1 < total_steps:
-            return _leave(reporter, stop_early(training, saver, number + 1, reason, stop))
+        reason = saver.after(number + 1, is_last=number + 1 == steps.stop)
+        if reason is not None and number + 1 < steps.stop:
+            return number + 1, reason
         keep_stage_model(saver, parts.stages, number + 1, even_if_there=True)
-    stop.done()
-    measured = trainer.validate_at_end(total_steps)
-    if reporter is not None and measured is not None:
-        reporter.validation(measured)
-    export_model(training, saver, stop)
-    if reporter is not None:
-        reporter.close(time.perf_counter() - started)
-    return finish(training, total_steps)
-
-
-def _leave(reporter: Reporter | None, status: int) -> int:
-    """Close the reporter last: it may wait for a network, and all is saved and told by then."""
-    if reporter is not None:
-        reporter.leave()
-    return status
+    return None

@@ -8,6 +8,7 @@ import socket
 from collections.abc import Iterable
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Protocol
 
 import torch.distributed as dist
 
@@ -24,6 +25,7 @@ from rlmath.guard.signals import StopRequest
 from rlmath.parallel.collectives import first_error
 from rlmath.parallel.device import Device, environment_rank, init_process_group
 from rlmath.parallel.mesh import Mesh
+from rlmath.parent_death import outlive_parent
 from rlmath.prepared import Prepared
 from rlmath.recovery import Chosen, choose_checkpoint
 from rlmath.run_folder import CONFIG_NAME, claim_run_folder
@@ -41,6 +43,7 @@ def enter_run(
     init_process_group(device, config.run.distributed_timeout_seconds)
     heart = Heart(config.run, mesh.rank, mesh.world_size, config.run.output_dir, stop)
     stack.enter_context(heart)
+    outlive_parent()
     stack.push(_tell_error)
     heart.entered("check checkpoint")
     chosen = choose_checkpoint(prepared.recovery, heart.progress)
@@ -141,3 +144,16 @@ def finish(training: Training, total_steps: int) -> int:
         write_exit_status(training.config.run.output_dir, FINISHED, f"all {total_steps} steps are done")
     dist.barrier()
     return FINISHED
+
+
+class Leaving(Protocol):
+    """What rank 0 tells of the run, and closes at its end."""
+
+    def leave(self) -> None: ...
+
+
+def leave(reporter: Leaving | None, status: int) -> int:
+    """Close the reporter last: it may wait for a network, and all is saved and told by then, and no rank waits."""
+    if reporter is not None:
+        reporter.leave()
+    return status

@@ -109,6 +109,17 @@ class Saver:
         self.seconds = time.perf_counter() - started
         return reason
 
+    def save_to_stop(self, step: int) -> None:
+        """Save what `after` this step left out, of a run that stops before the next one is made."""
+        with self.training.timers.phase("save"):
+            if self._store.busy:
+                self._finish()
+            if step not in (0, self.newest):
+                self._start(step, kept=False)
+            if self._store.busy:
+                self._finish()
+            self._store.settle()
+
     def asked_to_stop(self) -> str | None:
         """What asked any rank to stop, before there is anything to save."""
         return REASONS[int(self._agree(False, False)["stop"])]

@@ -124,9 +124,9 @@ def nearest_path(path: Path) -> str:
     if str(path).startswith("~"):
         return ' "~" is not expanded here: write the full path.'
     folder = path.parent
-    while not folder.exists() and folder != folder.parent:
+    while not os.path.exists(folder) and folder != folder.parent:
         path, folder = folder, folder.parent
-    if not folder.is_dir() or not os.access(folder, os.R_OK | os.X_OK):
+    if not os.path.isdir(folder) or not os.access(folder, os.R_OK | os.X_OK):
         return ""
     close = difflib.get_close_matches(path.name, sorted(os.listdir(folder)), 1, 0.5)
     if close:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
@@ -115,7 +116,7 @@ def validation_place_problems(config: Config) -> Iterator[str]:
     if not validates(config):
         return
     for path in map(Path, config.validation.paths):
-        if not path.exists():
+        if not os.path.exists(path):
             yield f'validation.paths: there is no file "{path}".{nearest_path(path)}'
         elif path.is_file() and path.stat().st_size == 0:
             yield f'validation.paths: "{path}" is empty. Give a file of problems.'

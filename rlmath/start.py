@@ -13,7 +13,9 @@ from pathlib import Path
 
 from rlmath.config import Config
 from rlmath.guard.exit_status import FAILURE, MISTAKE, clear_exit_status, write_exit_status
+from rlmath.guard.launcher import under_torchrun
 from rlmath.parallel.device import environment_rank
+from rlmath.parent_death import end_with_parent
 from rlmath.prepared import Prepared
 from rlmath.recovery import find_recovery
 from rlmath.run_folder import sole_user
@@ -74,6 +76,9 @@ def _leave_word(output_dir: str, message: str) -> None:
 
 def _train(prepared: Prepared, train: Callable[[Prepared], int]) -> int:
     """The run; after an error this process ends at once."""
+    if under_torchrun():
+        # Without torchrun a rank would wait long for its peers. Once they have met, the heart watches over it.
+        end_with_parent(os.getppid())
     try:
         return train(prepared)
     except BaseException:

@@ -60,8 +60,9 @@ class Trainer:
         how = (parts.shape, parts.mesh, parts.actor, parts.reference, parts.offload, parts.timers)
         self._updaters = [Updater(stage.config, *how) for stage in parts.stages]
 
-    def step(self, number: int) -> StepRecord:
-        """Step `number`, counted from 0 over the whole run."""
+    def step(self, number: int) -> StepRecord | str:
+        """Step `number`, counted from 0 over the whole run; or what asked the run to stop while it validated: then
+        nothing of the step is made."""
         started = time.perf_counter()
         self._timers.reset()
         parts, timed, stage = self._parts, self._timers.phase, self._enter_stage(number)
@@ -69,6 +70,9 @@ class Trainer:
             with timed("probe"):
                 probed = parts.sync.probe_engine()
             measured = self._validator.measure(number)
+            if self._validator.stopped_by is not None:
+                parts.sync.count -= 1  # the run that goes on makes this one
+                return self._validator.stopped_by
             with timed("rollout"):
                 epoch, selection = self._rollout(number, stage)
         self._validator.keep_if_best(measured)

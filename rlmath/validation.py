@@ -7,7 +7,7 @@ is made before training, the last one after it, with a switch of memory of its o
 
 The engines share the problems of a batch as in a rollout. Seeds depend on the problem and the sample, not on the step:
 two validations differ by their weights alone. No state of training is touched, so that a run with validations trains as
-one without.
+one without. A run that is asked to stop does not wait for the end of a validation: it is broken off and made again.
 """
 
 from __future__ import annotations
@@ -54,13 +54,23 @@ class Validator:
     """Measures when it is due, and keeps the best model. All ranks call it alike."""
 
     def __init__(
-        self, parts: Parts, files: Sequence[ValidationFile], steps_done: int, total_steps: int, export: Export
+        self,
+        parts: Parts,
+        files: Sequence[ValidationFile],
+        steps_done: int,
+        total_steps: int,
+        export: Export,
+        asked_to_stop: Callable[[], str | None],
     ) -> None:
-        """A run that goes on has `steps_done`, and finds its validations and the best model in its folder."""
+        """A run that goes on has `steps_done`, and finds its validations and the best model in its folder.
+        `asked_to_stop` is a collective, asked before every batch."""
         self._parts = parts
         self._files = files
         self._total_steps = total_steps
         self._export = export
+        self._asked_to_stop = asked_to_stop
+        self.stopped_by: str | None = None
+        """What asked the run to stop while it validated, which broke that off."""
         self._folder = Path(parts.config.run.output_dir)
         found = _read_earlier(self._folder, parts.config) if steps_done and parts.mesh.rank == 0 else None
         self._done, self._best = from_rank_zero(found or (set(), None))
@@ -75,13 +85,22 @@ class Validator:
         return step % settings.every_steps == 0 or step == self._total_steps
 
     def measure(self, step: int) -> Measured | None:
-        """The accuracy of the weights with `step` steps done, which the engines have, where that is due."""
+        """The accuracy of the weights with `step` steps done, which the engines have, where that is due; None, too,
+        where it is broken off."""
         if not self.due(step):
             return None
         started, metrics = time.perf_counter(), {}
         with self._parts.timers.phase("validation"):
             for file in self._files:
-                metrics |= file_metrics(file, self._sample(file), self._parts.config.validation.samples)
+                groups = self._sample(file)
+                if self.stopped_by is not None:
+                    logger.info(
+                        "The validation after step %d is broken off by %s; the same command makes it",
+                        step,
+                        self.stopped_by,
+                    )
+                    return None
+                metrics |= file_metrics(file, groups, self._parts.config.validation.samples)
         accuracies = [metrics[f"validation/{file.name}/accuracy"] for file in self._files]
         metrics["validation/accuracy"] = sum(accuracies) / len(accuracies)
         metrics["validation/seconds"] = time.perf_counter() - started
@@ -95,11 +114,15 @@ class Validator:
         return Measured(step, metrics)
 
     def _sample(self, file: ValidationFile) -> list[ScoredGroup]:
+        """As far as it came, where the run is asked to stop."""
         config, groups = self._parts.config, []
         settings = config.validation
         how = Sampling(settings.samples, settings.temperature, settings.top_p, 0, validation_tokens(config))
         seed, title = RolloutSeed(config.run.seed, NO_STEP), f"validation {file.name}"
         for start in range(0, len(file.prompts), settings.batch_size):
+            self.stopped_by = self._asked_to_stop()
+            if self.stopped_by is not None:
+                break
             batch = file.prompts[start : start + settings.batch_size]
             groups += self._parts.collector.collect(batch, how, seed, title).groups
         return groups

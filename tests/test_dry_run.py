@@ -105,6 +105,10 @@ TINY = (
         (SMALL_R1, ["reward.scheme=mix", "reward.format_penalty=1"], ["reward.format_penalty is 1"]),
         (SMALL_R1, ["rollout.group_size=1", "algorithm.advantage=grpo"], ["needs at least 2"]),
         (SMALL_R1, ["run.output_dir=~/run"], ['run.output_dir "~/run": needed: a path, written in full']),
+        (SMALL_R1, ["data.format=bobba"], ['data.format is "bobba"', 'Did you mean "boba"?']),
+        (SMALL_R1, ["data.train_weights=[.inf]"], ["data.train_weights is [inf]; needed: above 0"]),
+        (SMALL_R1, ["data.train_path=" + "x" * 400], ['data.train_path: there is no file "xxx']),
+        (SMALL_R1, ["model.path=" + "x" * 400], ['model.path: there is no folder "xxx']),
         (SMALL_R1, ["run.sead=1"], ['unknown key "run.sead", did you mean "run.seed"?']),
     ],
 )
@@ -114,6 +118,11 @@ def test_what_could_not_start_is_refused_with_its_reason(
     status, out, err = dry(name, *arguments)
     assert (status, out) == (2, "")
     assert [reason for reason in reasons if reason not in err] == []
+
+
+def test_stages_that_do_not_go_together_are_the_one_problem(dry):
+    status, _, err = dry(SMALL_R1, "stages.steps=[1]", "stages.max_new_tokens=[64,128]")
+    assert status == 2 and "1 problem with this run:" in err and "Make them equally long." in err
 
 
 def test_all_problems_are_told_together(dry):

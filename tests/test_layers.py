@@ -72,6 +72,7 @@ LAYERS = (
         "rlmath.gpus",
         "rlmath.config_files",
         "rlmath.compact_layout",
+        "rlmath.parent_death",
         "rlmath",
     ),
 )

@@ -161,7 +161,7 @@ def test_fields_that_may_be_left_out(place: Path):
         (["run.total_steps=10", "optimizer.warmup_steps=9"], 1),
         (["algorithm.early_stop_ratio=null", "algorithm.early_stop_ratio_low=0.5"], 1),
         (["rollout.max_new_tokens=48"], 1),
-        (["rollout.max_num_batched_tokens=4", "rollout.max_num_seqs=4"], 1),
+        (["rollout.max_num_batched_tokens=48", "rollout.max_num_seqs=4"], 1),
         (["data.prompts_per_step=2", "rollout.group_size=2", "algorithm.n_minibatches=4"], 2),
     ],
 )
@@ -281,6 +281,11 @@ def test_a_single_wrong_value(place: Path, override: str, told: str):
             "(max_position_embeddings). Lower the sum by 2.",
         ),
         (["rollout.max_num_batched_tokens=100"], 1, "is 100, below rollout.max_num_seqs 256"),
+        (
+            ["rollout.max_num_batched_tokens=47", "rollout.max_num_seqs=4"],
+            1,
+            "is 47; on CPU vLLM does not split prompts and needs at least the longest sequence, 48 tokens",
+        ),
         (
             ["rollout.max_num_batched_tokens=40", "rollout.max_num_seqs=4", "rollout.chunked_prefill=false"],
             1,

@@ -4,14 +4,20 @@ models it leaves."""
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.programs import TRAIN, run, small_run, torchrun_command
+from rlmath.guard.exit_status import SAVED_AND_STOPPED, read_exit_status
+from tests.programs import ENVIRONMENT, REPOSITORY, TRAIN, run, small_run, torchrun_command
 
 pytestmark = pytest.mark.distributed
 
@@ -139,10 +145,14 @@ def test_interrupted_anywhere_the_run_ends_as_the_undisturbed_one(
     interrupted_after(step, whole[0], folder)
     console = train(arithmetic, folder, *staged(arithmetic))
     assert f"step-{step:06d}, made on" in console
-    assert rows(folder) == rows(whole[0]) and len(rows(folder)) == STEPS
-    assert rows(folder, "validation.jsonl") == rows(whole[0], "validation.jsonl")
+    same_as(whole[0], folder)
+
+
+def same_as(whole: Path, folder: Path) -> None:
+    assert rows(folder) == rows(whole) and len(rows(folder)) == STEPS
+    assert rows(folder, "validation.jsonl") == rows(whole, "validation.jsonl")
     for name in MODELS:
-        ours, theirs = (place / name / "model.safetensors" for place in (folder, whole[0]))
+        ours, theirs = (place / name / "model.safetensors" for place in (folder, whole))
         assert ours.read_bytes() == theirs.read_bytes(), name
 
 
@@ -160,6 +170,43 @@ def interrupted_after(step: int, whole: Path, folder: Path) -> None:
     lines = [json.loads(line) for line in (folder / "validation.jsonl").read_text().splitlines()]
     kept = [json.dumps(line) + "\n" for line in lines if line["step"] < step]
     (folder / "validation.jsonl").write_text("".join(kept) + '{"step": 4, "valid')
+
+
+@pytest.mark.full
+def test_a_stop_does_not_wait_for_the_end_of_a_validation(
+    arithmetic: Path, whole: tuple[Path, str], tmp_path: Path
+) -> None:
+    """Step 4 is saved only because of the stop, which comes in the validation with which step 5 begins."""
+    folder = tmp_path / "run"
+    interrupted_after(2, whole[0], folder)
+    rare = ("save.ckpt_freq_steps=100", "validation.batch_size=1")
+    arguments = [*TRAIN, *small_run(arithmetic, folder), *COMMON, *staged(arithmetic), *rare]
+    console = tmp_path / "console.txt"
+    with console.open("w") as file:
+        process = subprocess.Popen(
+            [sys.executable, *torchrun_command(2, *arguments)],
+            cwd=REPOSITORY,
+            env=ENVIRONMENT | {"PYTHONPATH": f"{REPOSITORY}{os.pathsep}{arithmetic / 'shortness'}"},
+            stdout=file,
+            stderr=file,
+        )
+        try:
+            while "Stage 3 of 3: steps" not in console.read_text().partition("Going on from")[2]:
+                assert process.poll() is None
+                time.sleep(0.01)
+            process.send_signal(signal.SIGTERM)
+            process.wait(300)
+        finally:
+            process.kill()
+            process.wait()
+    assert "The validation after step 4 is broken off by SIGTERM" in console.read_text()
+    status = read_exit_status(folder)
+    assert (status.status, "after step 4, which is saved" in status.message) == (SAVED_AND_STOPPED, True)
+    assert [row["step"] for row in rows(folder)] == [1, 2, 3, 4]
+    assert [row["step"] for row in rows(folder, "validation.jsonl")] == [0, 2]
+    again = train(arithmetic, folder, *staged(arithmetic))
+    assert "step-000004, made on" in again
+    same_as(whole[0], folder)
 
 
 def test_the_first_stage_is_a_plain_run_and_validation_changes_nothing(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -104,7 +104,14 @@ class Exports:
             (folder / name).write_bytes(content)
 
 
-def validator(folder: Path, export: Exports, *overrides: str, steps_done: int = 0) -> Validator:
+def validator(
+    folder: Path,
+    export: Exports,
+    *overrides: str,
+    steps_done: int = 0,
+    files: Sequence[ValidationFile] = (),
+    asked_to_stop: Callable[[], str | None] = lambda: None,
+) -> Validator:
     """One that needs no engine: nothing is sampled."""
     given = {
         "config": settings(folder, *ASKED, *overrides),
@@ -112,7 +119,8 @@ def validator(folder: Path, export: Exports, *overrides: str, steps_done: int = 
         "timers": PhaseTimers(),
     }
     others = dict.fromkeys(field.name for field in dataclasses.fields(Parts))
-    return Validator(Parts(**others | given), [], steps_done, 10, export)  # type: ignore[arg-type]
+    parts = Parts(**others | given)  # type: ignore[arg-type]
+    return Validator(parts, files, steps_done, 10, export, asked_to_stop)
 
 
 def best(folder: Path) -> tuple[int, float]:
@@ -176,3 +184,10 @@ def test_when_a_validation_is_due(alone: Path) -> None:
     assert due("validation.before_training=false") == [3, 6, 9, 10]
     assert due("validation.every_steps=100") == [0, 10]
     assert due("validation.every_steps=null", "validation.keep_best=false") == []
+
+
+def test_a_validation_is_broken_off_when_the_run_is_asked_to_stop(alone: Path) -> None:
+    file = ValidationFile("own", [Prompt("q", "?", (1,), ("2",), "math")], 0, ())
+    one = validator(alone, Exports(), files=[file], asked_to_stop=lambda: "SIGTERM")
+    assert one.measure(3) is None and one.stopped_by == "SIGTERM"
+    assert one.due(3), "the run that goes on makes it"

@@ -3,9 +3,10 @@
 python tools/plan_memory.py --config configs/my.yaml parallel.tensor=2 memory.gpu=H100-80GB
 
 Of the model only config.json is read, and for published models not even that is needed (configs/models); the training
-data and the output folder need not exist. Without a GPU named by memory.gpu or memory.gpu_gib, the plan is for the GPU
-that is there, or for the CPU; where one is there and another is named, for the smaller of the two, unless
-run.device=cpu. It exits with 2 where the run cannot fit or cannot be planned.
+data and the output folder need not exist. Of several stages, and validation, the longest is planned. Without a GPU
+named by memory.gpu or memory.gpu_gib, the plan is for the GPU that is there, or for the CPU; where one is there and
+another is named, for the smaller of the two, unless run.device=cpu. It exits with 2 where the run cannot fit or cannot
+be planned.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from rlmath.model_shape import ModelShape
 from rlmath.planning import planned_shape, ranks_or_least, required_shape
 from rlmath.preflight import setting_problems, shape_problems
 from rlmath.settings import raise_problems
+from rlmath.stage_checks import of_longest_stage
 from rlmath.stages import longest
 
 MISTAKE = 2
@@ -40,14 +42,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", action="store_true", help="print plain data, in bytes")
     given = parser.parse_intermixed_args(argv)
     try:
-        config = longest(load_config(given.config, [*NOT_NEEDED, *given.overrides]))
+        config = load_config(given.config, [*NOT_NEEDED, *given.overrides])
         ranks = ranks_or_least(config, given.ranks)
         shape = checked_shape(config, ranks)
         target = planned_target(config)
     except ValueError as error:
         print(error, file=sys.stderr)
         return MISTAKE
-    plans, problems = plan_ranks(config, shape, ranks, target), fit_problems(config, shape, ranks)
+    plans = plan_ranks(longest(config), shape, ranks, target)
+    problems = of_longest_stage(config, lambda largest: fit_problems(largest, shape, ranks))
     if given.json:
         print(json.dumps(as_data(plans, problems, target, ranks), indent=2))
     else:

@@ -201,7 +201,7 @@ def publish(partial: Path, step: int, kept: bool, known: dict[str, FileEntry]) -
             _flush(path)
     final = partial.with_name(partial.name.removesuffix(PARTIAL))
     if final.exists():
-        _set_aside(final, DAMAGED)
+        set_aside(final, DAMAGED)
     partial.rename(final)
     _flush(final.parent)
     return Checkpoint(final, step, kept, files)
@@ -216,7 +216,7 @@ def _flush(path: Path) -> None:
         os.close(descriptor)
 
 
-def _set_aside(folder: Path, ending: str) -> Path:
+def set_aside(folder: Path, ending: str) -> Path:
     """Give a folder a name that is no checkpoint's, at once: half of one must never have a complete one's name."""
     other = folder.with_name(folder.name + ending)
     shutil.rmtree(other, ignore_errors=True)
@@ -231,7 +231,7 @@ def set_superseded_aside(root: Path, keep_last: int, keep_models: int | None) ->
     kept = [one for one in found if one.kept]
     stays = {one.folder for one in found[:keep_last]}
     stays |= {one.folder for one in (kept if keep_models is None else kept[:keep_models])}
-    return [_set_aside(one.folder, PARTIAL) for one in found if one.folder not in stays]
+    return [set_aside(one.folder, PARTIAL) for one in found if one.folder not in stays]
 
 
 def set_newer_aside(root: Path, step: int) -> None:
@@ -239,7 +239,7 @@ def set_newer_aside(root: Path, step: int) -> None:
     not count among the newest that stay."""
     for newer, folder in list(_named(root)):
         if newer > step:
-            other = _set_aside(folder, DAMAGED)
+            other = set_aside(folder, DAMAGED)
             logger.warning("%s is %s now; remove it when you have looked at it", folder, other.name)
 
 

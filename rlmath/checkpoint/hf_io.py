@@ -13,6 +13,7 @@ import torch.distributed as dist
 from safetensors import safe_open
 from torch import Tensor
 
+from rlmath.checkpoint.folders import PARTIAL, set_aside
 from rlmath.checkpoint.hf_tables import (
     Placed,
     canonical_shape,
@@ -222,16 +223,23 @@ def write_hf_folder(
         for _ in tensors:
             pass
         return
-    partial_folder = output.with_name(output.name + ".partial")
+    partial_folder = output.with_name(output.name + PARTIAL)
     try:
         _write_partial(tensors, companions, partial_folder, dtype)
-        shutil.rmtree(output, ignore_errors=True)
-        partial_folder.rename(output)
+        _publish(partial_folder, output)
     except OSError:
         for _ in tensors:  # the others count on it
             pass
         shutil.rmtree(partial_folder, ignore_errors=True)
         raise
+
+
+def _publish(partial_folder: Path, output: Path) -> None:
+    """Give the folder its name. What has that name goes at once: half of a model must never have a whole one's."""
+    before = set_aside(output, f".before{PARTIAL}") if output.exists() else None
+    partial_folder.rename(output)
+    if before is not None:
+        shutil.rmtree(before, ignore_errors=True)
 
 
 def _write_partial(

@@ -8,12 +8,10 @@ on; the process writes, forces the bytes to disk and answers with checksums of w
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import io
 import mmap
 import os
 import queue
-import signal
 import socket
 import subprocess
 import sys
@@ -31,10 +29,10 @@ from torch import Tensor
 from rlmath.checkpoint.folders import FileEntry, file_entry
 from rlmath.parallel.device import local_world_size
 from rlmath.parallel.host_memory import available_bytes
+from rlmath.parent_death import end_with_parent
 
 _ALIGNMENT = 64
 _NICENESS = 10
-_PR_SET_PDEATHSIG = 1
 _LOOK_SECONDS = 1.0
 _PROGRAM = "from rlmath.checkpoint.writer import main; main()"
 
@@ -204,7 +202,7 @@ def _view(mapped: mmap.mmap, staged: Staged) -> Tensor:
 def main() -> None:
     """Write one job after the other, until the rank ends."""
     descriptor, parent = int(sys.argv[1]), int(sys.argv[2])
-    _die_with(parent)
+    end_with_parent(parent)
     os.nice(_NICENESS)
     torch.set_num_threads(1)
     connection = Connection(descriptor)
@@ -214,13 +212,6 @@ def main() -> None:
             memory = reduction.recv_handle(connection)
             jobs = connection.recv()
             connection.send(_write(jobs, memory, size))
-
-
-def _die_with(parent: int) -> None:
-    """Let the kernel end this process when the rank ends, however it ends."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        sys.exit()
 
 
 def _write(jobs: Sequence[Bucket], memory: int, size: int) -> Written:

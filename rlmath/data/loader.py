@@ -46,36 +46,39 @@ def load_prompts(
     file = read_prompts(path, form)
     check_unusable(path, file, max_unusable_share)
     prompts: list[Prompt] = []
-    examples: list[DroppedPrompt] = []
-    too_long, longest, empty = 0, 0, 0
+    dropped: list[DroppedPrompt] = []
     for row, text, token_ids in _tokenized(file.rows, template, tokenizer):
         if token_ids and len(token_ids) <= max_prompt_tokens:
             prompts.append(_prompt(row, text, token_ids))
-            continue
-        too_long += len(token_ids) > max_prompt_tokens
-        empty += not token_ids
-        longest = max(longest, len(token_ids))
-        if len(examples) < EXAMPLES:
+        else:
             reason = "too long" if token_ids else "empty"
-            examples.append(DroppedPrompt(row.query_id, len(token_ids), reason, row.prompt[:_START_CHARS]))
+            dropped.append(DroppedPrompt(row.query_id, len(token_ids), reason, row.prompt[:_START_CHARS]))
+    report = _report(path, file, dropped, max_prompt_tokens)
     if not prompts:
         raise ValueError(
-            f"{path}: all {len(file.rows)} prompts are longer than"
-            f" data.max_prompt_tokens={max_prompt_tokens} tokens (the longest has {longest})"
+            f"{path}: all {report.read} prompts are longer than"
+            f" data.max_prompt_tokens={max_prompt_tokens} tokens (the longest has {report.longest_dropped_tokens})"
             " or have no token at all; raise data.max_prompt_tokens, or give prompts that this tokenizer knows"
         )
-    return prompts, FilterReport(
+    return prompts, report
+
+
+def _report(
+    path: str, file: PromptFile, dropped: list[DroppedPrompt], max_prompt_tokens: int
+) -> FilterReport:
+    empty = sum(one.reason == "empty" for one in dropped)
+    return FilterReport(
         read=len(file.rows),
-        kept=len(prompts),
-        dropped_too_long=too_long,
-        longest_dropped_tokens=longest,
+        kept=len(file.rows) - len(dropped),
+        dropped_too_long=len(dropped) - empty,
+        longest_dropped_tokens=max((one.tokens for one in dropped), default=0),
         max_prompt_tokens=max_prompt_tokens,
         dropped_empty=empty,
         path=path,
         form=file.form,
         repeated=file.repeated,
         unusable=tuple(file.unusable),
-        examples=tuple(examples),
+        examples=tuple(dropped[:EXAMPLES]),
     )
 
 

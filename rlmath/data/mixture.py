@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -87,7 +88,8 @@ def check_weights(paths: Sequence[str], weights: Sequence[float]) -> None:
             f"data.train_weights has {len(weights)} numbers for {len(paths)} files (data.train_path, then "
             "data.more_train_paths); give one for each, or none"
         )
-    twice = [path for number, path in enumerate(paths) if path in paths[:number]]
+    places = [os.path.realpath(path) for path in paths]
+    twice = [path for number, path in enumerate(paths) if places[number] in places[:number]]
     if twice:
         raise ValueError(
             f"data.more_train_paths: {twice[0]!r} is there twice; to have its prompts more often, use "

@@ -23,6 +23,18 @@ _BATCH_ROWS = 256
 _MAX_BATCH_BYTES = 2**30
 """A batch of rows that takes more memory is refused (bytes)."""
 _START_CHARS = 60
+_ONE_A_LINE = "; jq -c '.[]' writes an array's objects one per line"
+_BOM = b"\xef\xbb\xbf"
+_OTHER_KINDS = {
+    b"version https://git-lfs": "is a pointer of Git LFS, not the file itself; run git lfs pull in its folder",
+    b"\x1f\x8b": "is compressed by gzip; unpack it with gunzip",
+    b"\x28\xb5\x2f\xfd": "is compressed by zstd; unpack it with unzstd",
+    b"\xfd7zXZ": "is compressed by xz; unpack it with unxz",
+    b"PK\x03\x04": "is a zip archive; unpack it with unzip",
+    b"\xff\xfe": "is text in UTF-16; save it as UTF-8",
+    b"\xfe\xff": "is text in UTF-16; save it as UTF-8",
+}
+"""How files begin that users take for prompts, and what to say of them."""
 
 
 def raw_rows(path: str) -> Iterator[RawRow]:
@@ -42,9 +54,12 @@ _Row = tuple[str, dict | None, str, str]
 def _rows_of_file(file: Path) -> Iterator[_Row]:
     try:
         with file.open("rb") as stream:
-            magic = stream.read(8)
+            magic = stream.read(max(map(len, _OTHER_KINDS)))
     except OSError as error:
         raise ValueError(f"{file} cannot be read: {error.strerror}") from error
+    for beginning, what in _OTHER_KINDS.items():
+        if magic.startswith(beginning):
+            raise ValueError(f"{file} {what}")
     if magic[:4] == b"PAR1" or file.suffix == ".parquet":
         return _table_rows(file, _parquet_batches)
     if magic[:6] == b"ARROW1" or file.suffix == ".arrow":
@@ -59,6 +74,8 @@ def _json_rows(file: Path) -> Iterator[_Row]:
     with file.open("rb") as stream:
         for number, line in enumerate(_lines(stream), start=1):
             where = f"{file}, line {number}"
+            if line is not None and number == 1:
+                line = line.removeprefix(_BOM)
             if line is None:
                 reason = f"longer than {MAX_LINE_BYTES // 2**20} MiB; one JSON object per line is needed"
                 yield where, None, reason, ""
@@ -79,6 +96,8 @@ def _lines(stream: IO[bytes]) -> Iterator[bytes | None]:
 
 def _parse(line: bytes) -> tuple[dict | None, str, str]:
     start = line[: 4 * _START_CHARS].decode("utf-8", "replace").strip()[:_START_CHARS]
+    if start == "[":
+        return None, f"the beginning of a JSON array{_ONE_A_LINE}", start
     try:
         row = json.loads(line.decode("utf-8"))
     except UnicodeDecodeError as error:
@@ -87,7 +106,8 @@ def _parse(line: bytes) -> tuple[dict | None, str, str]:
     except (ValueError, RecursionError) as error:
         return None, f"not JSON ({error})", start
     if type(row) is not dict:
-        return None, f"a JSON {type(row).__name__}, where a JSON object is needed", start
+        hint = _ONE_A_LINE if type(row) is list else ""
+        return None, f"a JSON {type(row).__name__}, where a JSON object is needed{hint}", start
     return row, "", start
 
 

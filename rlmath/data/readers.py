@@ -114,11 +114,3 @@ def said(unusable: Iterable[UnusableRow]) -> str:
 def _lines(unusable: Iterable[UnusableRow]) -> Iterator[str]:
     for row in unusable:
         yield f"{row.where}: {row.reason}" + (f", it begins {row.start!r}" if row.start else "")
-
-
-def read_boba(path: str) -> list[PromptRow]:
-    """Rows of a file that must be whole: ValueError for the first that cannot be used."""
-    file = read_prompts(path, "boba")
-    if file.unusable:
-        raise ValueError(said(file.unusable[:1]))
-    return file.rows

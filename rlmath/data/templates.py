@@ -71,14 +71,16 @@ def render(row: PromptRow, template: str, tokenizer: PreTrainedTokenizerFast) ->
     """
     if template == "raw" or (template == "auto" and row.whole):
         return row.prompt
+    given = template
     if template == "auto":
         template = "chat" if tokenizer.chat_template else "qwen_boxed"
     if template in FIXED and FIXED[template].is_around(row.prompt):
         return row.prompt
     if has_template(row.prompt):
+        others = '"auto" or "raw"' if row.whole else '"raw"'
         raise ValueError(
-            f'data.template is "{template}", and the prompt {row.query_id[:60]!r} has a template already: it begins '
-            f'{row.prompt[:60]!r}. Use data.template "auto" or "raw"'
+            f'data.template is "{given}", and the prompt {row.query_id[:60]!r} has a template already: it begins '
+            f"{row.prompt[:60]!r}. Use data.template {others}"
         )
     return _chat(row, tokenizer) if template == "chat" else FIXED[template].render(row.prompt)
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from rlmath.data.json_files import read_json_object
 
 _FILES = ("tokenizer_config.json", "tokenizer.json")
 """Both are needed, but that vocab.json with merges.txt may stand for the second."""
@@ -68,7 +69,7 @@ def stop_token_ids(path: str, tokenizer: PreTrainedTokenizerFast) -> tuple[int, 
     for name in ("generation_config.json", "config.json"):
         file = Path(path) / name
         if file.is_file():
-            also = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id")
+            also = read_json_object(file).get("eos_token_id")
             named += also if isinstance(also, list) else [also]
             break
-    return tuple(sorted({token for token in named if isinstance(token, int)}))
+    return tuple(sorted({token for token in named if type(token) is int}))

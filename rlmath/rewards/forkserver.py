@@ -14,7 +14,6 @@ workers, when the pool's process is gone.
 
 from __future__ import annotations
 
-import ctypes
 import dataclasses
 import gc
 import json
@@ -29,6 +28,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 
+from rlmath.parent_death import end_with_parent
 from rlmath.rewards.functions import call_function, load_function
 from rlmath.rewards.verify import Rules, deep_verdict
 
@@ -37,9 +37,6 @@ PARENT_CHECK_SECONDS = 1.0
 
 GRACE_SECONDS = 5.0
 """How much later than the pool's limit the kernel ends a worker, should the pool not be there to do it."""
-
-_PR_SET_PDEATHSIG = 1
-_libc = ctypes.CDLL(None, use_errno=True)
 
 
 @dataclass(frozen=True)
@@ -98,10 +95,7 @@ def _reap(children: set[int]) -> None:
 
 def _run_worker(channel_fd: int, settings: Settings, function: Callable | None) -> None:
     """A worker's whole life: one JSON question in, one JSON answer out, until the pool closes the channel."""
-    forkserver = os.getppid()
-    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != forkserver:
-        os._exit(1)
+    end_with_parent(os.getppid())
     null = os.open(os.devnull, os.O_RDWR)
     for stream in (0, 1, 2):
         os.dup2(null, stream)

@@ -18,6 +18,8 @@ from rlmath.rollout.sampling import Generated, Request, RequestSource, sample
 from rlmath.rollout.scoring import score
 from rlmath.rollout.weights import EngineWeights
 
+CPU_CHUNKED_PREFILL = False
+"""vLLM 0.32 rewinds the generator of a request whose prompt it split, which torch's on CPU does not allow."""
 IDENT_VARIABLE = "RLMATH_ENGINE_IDENT"
 """Environment variable with a name that no other engine of this machine has; our CPU worker reads it."""
 
@@ -38,12 +40,14 @@ def _device_arguments(settings: RolloutConfig, device: Device) -> dict[str, Any]
         return {
             "dtype": "float32",
             "enforce_eager": True,
+            "enable_chunked_prefill": CPU_CHUNKED_PREFILL,
             "kv_cache_memory_bytes": int(settings.cpu_kv_cache_gib * 2**30),
             "worker_cls": "rlmath.rollout.cpu_worker.SleepingCpuWorker",
         }
     return {
         "dtype": "bfloat16",
         "enforce_eager": not settings.cuda_graphs,
+        "enable_chunked_prefill": settings.chunked_prefill,
         "gpu_memory_utilization": settings.memory_share,
         "enable_sleep_mode": True,
         # Other kernels keep experts in layouts of their own, which new weights cannot be written into.
@@ -83,7 +87,6 @@ class Engine:
             max_model_len=max_sequence,
             max_num_seqs=settings.max_num_seqs,
             max_num_batched_tokens=settings.max_num_batched_tokens,
-            enable_chunked_prefill=settings.chunked_prefill,
             logprobs_mode="processed_logprobs",
             **_device_arguments(settings, device),
         )
@@ -140,8 +143,7 @@ def open_standalone(
     }
     if device_kind == "cpu":
         arguments |= {"dtype": "float32", "kv_cache_memory_bytes": int(settings.cpu_kv_cache_gib * 2**30)}
-        # vLLM 0.32 rewinds the generator of a request whose prompt it split, which torch's on CPU does not allow.
-        arguments["enable_chunked_prefill"] = False
+        arguments["enable_chunked_prefill"] = CPU_CHUNKED_PREFILL
     else:
         arguments["gpu_memory_utilization"] = settings.memory_share
     if mesh is not None:

@@ -55,10 +55,9 @@ class SftReporter:
         }
         self._account.count(metrics, seconds, metrics.get("n_tokens", 0.0))
 
-    def close(self, seconds_total: float) -> None:
+    def sum_up(self, seconds_total: float) -> None:
         """Write the summary of the whole run; `seconds_total` are those since this process started."""
         self._account.write_summary(self._layout, seconds_total, "tokens", {"held_out": self._held_out})
-        self.leave()
 
     def leave(self) -> None:
         """Close what is open, of a run that ends here or stops before its end."""

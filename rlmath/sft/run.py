@@ -23,7 +23,7 @@ from rlmath.parallel.mesh import Mesh
 from rlmath.policy.actor import build_sft_actor
 from rlmath.policy.model import start_megatron
 from rlmath.prepared import Prepared
-from rlmath.run_steps import enter_run, export_model, finish, go_on, open_store, stop_early
+from rlmath.run_steps import enter_run, export_model, finish, go_on, leave, open_store, stop_early
 from rlmath.saver import Saver, Training
 from rlmath.sft.inputs import SftInputs
 from rlmath.sft.memory import start_up_line
@@ -98,11 +98,8 @@ def _train(inputs: SftInputs, saver: Saver, heart: Heart, stop: StopRequest, sta
             reporter.step(number, record, memory, saver.seconds)
         reason = saver.after(number + 1, is_last=number + 1 == total_steps)
         if reason is not None and number + 1 < total_steps:
-            status = stop_early(training, saver, number + 1, reason, stop)
-            if reporter is not None:
-                reporter.leave()
-            return status
+            return leave(reporter, stop_early(training, saver, number + 1, reason, stop))
     export_model(training, saver, stop)
     if reporter is not None:
-        reporter.close(time.perf_counter() - started)
-    return finish(training, total_steps)
+        reporter.sum_up(time.perf_counter() - started)
+    return leave(reporter, finish(training, total_steps))

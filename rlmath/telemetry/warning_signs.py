@@ -40,6 +40,7 @@ class Seen:
     """The steps up to now, as many as the longest rule needs."""
     limits: TelemetryConfig
     clips_whole_completions: bool
+    length_key: str
 
 
 class WarningSigns:
@@ -54,10 +55,15 @@ class WarningSigns:
     []
     """
 
-    def __init__(self, limits: TelemetryConfig, clips_whole_completions: bool = False) -> None:
-        """`clips_whole_completions`: the loss is GSPO's, which clips many tokens by design."""
-        self._limits = limits
-        self._clips_whole_completions = clips_whole_completions
+    def __init__(
+        self,
+        limits: TelemetryConfig,
+        clips_whole_completions: bool = False,
+        length_key: str = "rollout.max_new_tokens",
+    ) -> None:
+        """`clips_whole_completions`: the loss is GSPO's, which clips many tokens by design. `length_key` is the setting
+        that cuts completions off."""
+        self._how = (limits, clips_whole_completions, length_key)
         self._told: set[str] = set()
         self._first: list[Row] = []
         kept = max(limits.warn_flat_steps, RECENT_STEPS, EARLY_STOP_STEPS)
@@ -69,7 +75,7 @@ class WarningSigns:
         if len(self._first) < FIRST_STEPS:
             self._first.append(watched)
         self._last.append(watched)
-        seen = Seen(self._first, self._last, self._limits, self._clips_whole_completions)
+        seen = Seen(self._first, self._last, *self._how)
         found = {name: rule(seen) for name, rule in RULES.items() if name not in self._told}
         texts = {name: text for name, text in found.items() if text is not None}
         self._told |= set(texts)
@@ -103,7 +109,7 @@ def truncated_sign(seen: Seen) -> str | None:
     return (
         f"{_percent(statistics.mean(values))} of the completions of {_last(values)} were cut off at their limit "
         f"(telemetry.warn_truncated is {_percent(limit)}). A cut answer counts as wrong however good it was. Raise "
-        "rollout.max_new_tokens, or take reward.mask_no_eos_with_zero=true or selection.drop_truncated=true so that "
+        f"{seen.length_key}, or take reward.mask_no_eos_with_zero=true or selection.drop_truncated=true so that "
         "nothing is learned from it."
     )
 

@@ -206,6 +206,26 @@ def test_a_new_export_replaces_the_old_one_whole(tmp_path: Path, source: Path):
     assert "left.txt" not in files_in(output)
 
 
+def test_a_death_while_the_old_model_is_removed_leaves_no_half_of_one(
+    tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch
+):
+    output = tmp_path / "out"
+    write_hf_folder(iter(WEIGHTS.items()), read_companions(source), output, torch.float32, writes=True)
+
+    def die(folder: Path, **_: object) -> None:
+        if folder.is_dir():
+            (folder / "model.safetensors").unlink()
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(hf_io.shutil, "rmtree", die)
+    with pytest.raises(KeyboardInterrupt):
+        write_hf_folder(
+            iter({"a": WEIGHTS["c"]}.items()), read_companions(source), output, torch.float32, writes=True
+        )
+    assert tuple(load_file(output / "model.safetensors")["a"].shape) == (4, 4)
+    assert all(name == "out" or name.endswith(".partial") for name in files_in(tmp_path))
+
+
 def test_a_rank_that_does_not_write_consumes_the_stream_alone(tmp_path: Path, source: Path):
     stream = iter(WEIGHTS.items())
     write_hf_folder(stream, read_companions(source), tmp_path / "out", torch.float32, writes=False)

@@ -116,5 +116,6 @@ def test_weights_and_paths_must_fit():
     check_weights(["a", "b"], [1.0, 0.5])
     with pytest.raises(ValueError, match="train_weights has 1 numbers for 2 files"):
         check_weights(["a", "b"], [1.0])
-    with pytest.raises(ValueError, match="'a' is there twice"):
-        check_weights(["a", "b", "a"], [])
+    for again in ("a", "./a", "b/../a"):
+        with pytest.raises(ValueError, match=f"'{again}' is there twice"):
+            check_weights(["a", "b", again], [])

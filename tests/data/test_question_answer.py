@@ -119,3 +119,9 @@ def test_a_reference_answer_in_a_box_is_right():
         return verify(f"\\boxed{{{row.solutions[0]}}}", row.solutions, row.task).correct
 
     assert [row.query_id for row in rows if not is_right(row)] == []
+
+
+def test_a_number_beyond_floating_point_is_an_answer_of_its_digits(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps({"question": "10^400?", "answer": 10**400}))
+    assert read_prompts(str(path)).rows[0].solutions == ("1" + "0" * 400,)

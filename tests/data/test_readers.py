@@ -1,4 +1,6 @@
+import gzip
 import json
+import os
 
 import pytest
 
@@ -107,7 +109,29 @@ def test_a_file_of_unknown_form_is_refused_with_what_it_has_and_the_forms_there_
     assert "line 1: it has the columns 'text', 'label'" in message
     for form in ("boba", "areal_v01", "simplerl", "dapo", "question_answer"):
         assert f'"{form}": ' in message
-    assert "it begins 'PK\\x03\\x04" in refused(write(tmp_path, b"PK\x03\x04zipped\n" * 3))
+    assert "it begins '<html>'" in refused(write(tmp_path, b"<html>\n" * 3))
+
+
+@pytest.mark.parametrize(
+    ("beginning", "what"),
+    [
+        (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n", "is a pointer of Git LFS"),
+        (gzip.compress(json.dumps(GOOD).encode()), "unpack it with gunzip"),
+        (b"PK\x03\x04zipped\n", "is a zip archive"),
+        (json.dumps(GOOD).encode("utf-16"), "is text in UTF-16; save it as UTF-8"),
+        (json.dumps([GOOD], indent=1).encode(), "the beginning of a JSON array; jq -c '.[]' writes"),
+        (json.dumps([GOOD]).encode(), "a JSON list, where a JSON object is needed; jq -c '.[]' writes"),
+    ],
+)
+def test_a_file_of_another_kind_is_refused_with_what_it_is(tmp_path, beginning, what):
+    assert what in refused(write(tmp_path, beginning))
+    if what.startswith("is a pointer"):
+        assert what in refused(write(tmp_path, beginning, name="train.parquet"))
+
+
+def test_a_byte_order_mark_costs_no_row(tmp_path):
+    file = read_prompts(write(tmp_path, b"\xef\xbb\xbf", GOOD, B))
+    assert [row.query_id for row in file.rows] == ["a", "b"] and file.unusable == []
 
 
 def test_another_form_than_the_one_asked_for_is_refused(tmp_path):
@@ -143,6 +167,15 @@ def test_areal_v01_takes_solutions_from_the_file_beside(tmp_path):
     assert file.rows == [PromptRow("p", "math", "q1", ("\\boxed{1}",))]
     assert "id2info.json has no solutions of query_id 'q2'" in file.unusable[0].reason
     (tmp_path / "id2info.json").write_text("[1, 2]")
-    assert "needed: a JSON object of query_ids" in refused(path)
+    assert "needed: a JSON object" in refused(path)
     (tmp_path / "id2info.json").write_text('{"q1": ')
     assert "id2info.json cannot be read: " in refused(path)
+
+
+def test_a_place_that_is_no_file_says_what_it_is(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "link.jsonl").symlink_to(tmp_path / "gone.jsonl")
+    assert "neither a file nor a folder" in refused(tmp_path / "pipe")
+    assert "a link to" in refused(tmp_path / "link.jsonl")
+    assert "no such file" in refused("x" * 5000)
+    assert "a path of prompts is empty" in refused("")

@@ -209,9 +209,45 @@ def test_a_downloaded_folder_gives_its_training_split_in_the_order_of_its_shards
 def test_a_folder_with_several_files_asks_for_one(tmp_path):
     for name in ("boba_106k_0319.jsonl", "orz-zero_56k_0319.jsonl"):
         (tmp_path / name).write_text("{}")
-    assert "has several files of prompts (boba_106k_0319, orz-zero_56k_0319); give one" in refused(tmp_path)
+    assert (
+        "has several files of prompts (boba_106k_0319.jsonl, orz-zero_56k_0319.jsonl); give one"
+        in refused(tmp_path)
+    )
+    write(tmp_path / "both" / "train.parquet", [simplerl(0)])
+    (tmp_path / "both" / "train.jsonl").write_text("{}")
+    assert "several files of prompts (train.jsonl, train.parquet)" in refused(tmp_path / "both")
     (tmp_path / "empty").mkdir()
     assert "a folder without prompts" in refused(tmp_path / "empty")
+
+
+def test_shards_with_a_hash_or_a_number_alone_are_one_split(tmp_path):
+    for number in range(2):
+        write(tmp_path / "hash" / f"train-0000{number}-of-00002-0a1b2c.parquet", [simplerl(number)])
+        write(tmp_path / "number" / "train" / f"000{number}.parquet", [simplerl(number)])
+    for folder in ("hash", "number"):
+        assert [row.query_id for row in read_prompts(str(tmp_path / folder)).rows] == ["0", "1"]
+    (tmp_path / "hash" / "train-00001-of-00002-0a1b2c.parquet").unlink()
+    assert "1 of 2 files train-...; download all of them" in refused(tmp_path / "hash")
+
+
+def test_a_data_set_of_several_configurations_names_their_folders(tmp_path):
+    for name in ("main/test", "main/train", "socratic/train", ".cache/train"):
+        write(tmp_path / f"{name}-00000-of-00001.parquet", [simplerl(0)])
+    assert "Give one of the folders in it that have some: main, socratic" in refused(tmp_path)
+
+
+def test_hidden_files_are_no_prompts(tmp_path):
+    write(tmp_path / "train.parquet", [simplerl(0)])
+    (tmp_path / "._train.parquet").write_bytes(b"Mac OS X")
+    assert len(read_prompts(str(tmp_path)).rows) == 1
+
+
+@pytest.mark.parametrize(
+    "state", ["[]", '{"_data_files": 5}', '{"_data_files": [{"filename": "../x.arrow"}]}', "{"]
+)
+def test_a_state_that_names_no_files_is_refused(tmp_path, state):
+    (tmp_path / "state.json").write_text(state)
+    assert "state.json" in refused(tmp_path)
 
 
 def test_a_folder_with_one_file_of_jsonl(tmp_path):

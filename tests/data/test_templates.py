@@ -64,6 +64,13 @@ def test_a_template_around_another_is_refused():
         render(row, "qwen_boxed", make_tokenizer())
 
 
+def test_a_template_in_a_bare_problem_is_refused_with_the_word_that_takes_it():
+    row = replace(ROW, prompt=R1)
+    with pytest.raises(ValueError, match=r'template is "auto", .*Use data.template "raw"$'):
+        render(row, "auto", make_tokenizer(CHAT))
+    assert render(row, "raw", make_tokenizer(CHAT)) == R1
+
+
 def test_the_tokenizers_own_chat_asks_for_a_box():
     asked = "[user]What is {1}+1?\nPlease reason step by step, and put your final answer within \\boxed{}.[assistant]"
     assert render(ROW, "chat", make_tokenizer(CHAT)) == asked

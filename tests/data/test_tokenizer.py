@@ -5,7 +5,7 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from rlmath.data.tokenizer import load_tokenizer
+from rlmath.data.tokenizer import load_tokenizer, stop_token_ids
 
 
 def save_tokenizer(folder: Path, eos: str | None = "<eos>") -> None:
@@ -54,3 +54,11 @@ def test_a_tokenizer_without_end_of_sequence_is_refused(tmp_path):
     (tmp_path / "special_tokens_map.json").unlink(missing_ok=True)
     with pytest.raises(ValueError, match="no eos_token"):
         load_tokenizer(str(tmp_path))
+
+
+@pytest.mark.parametrize("text", ["[]", "null", "{broken"])
+def test_a_broken_generation_config_is_named(tmp_path, text):
+    save_tokenizer(tmp_path)
+    (tmp_path / "generation_config.json").write_text(text)
+    with pytest.raises(ValueError, match=r"generation_config\.json"):
+        stop_token_ids(str(tmp_path), load_tokenizer(str(tmp_path)))

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from launch.evaluate import parse, plan_of, rollout_of
+from launch.evaluate import main, parse, plan_of, rollout_of
 from rlmath.config import RolloutConfig
 from rlmath.evaluate.plan import Plan
 from tests.distributed.rank_pool import RankPool
@@ -142,20 +142,8 @@ def test_killed_half_way_and_continued_it_gives_the_same_table(
     ranks.run(2, evaluate_in_pool, plan_for(model, output))
     assert completions(output) == completions(evaluated) and set(there) <= set(completions(output))
     assert tables(output) == tables(evaluated)
-    again = run(PROGRAM, *options(model, output))
-    assert "0 of them are there already" not in again.stderr and "vllm" not in again.stderr
+    ranks.run(1, evaluate_in_pool, plan_for(model, output))  # nothing is missing
     assert tables(output) == tables(evaluated) and completions(output) == completions(evaluated)
-    header, *_ = [line.split("|") for line in again.stdout.splitlines() if "num_questions" in line]
-    assert [cell.strip() for cell in header[1:-1]] == [
-        "dataset",
-        "num_questions",
-        "greedy_length",
-        "sample_length",
-        "greedy_acc",
-        "sample_pass@1",
-        "pass@8",
-        "pass@16",
-    ]
 
 
 def kill_half_way(arguments: list[str], output: Path) -> list[str]:
@@ -192,15 +180,21 @@ def test_what_is_there_is_used_by_a_larger_plan(
     assert tables(tmp_path) == tables(evaluated)
 
 
-def test_a_mistake_ends_with_status_2_and_says_what_to_change(model: Path, tmp_path: Path) -> None:
-    too_long = run(PROGRAM, *options(model, tmp_path), "--max-new-tokens", "2000", expect=2).stderr
-    assert "set --max-prompt-tokens 48" in too_long and "Traceback" not in too_long
+def test_prompts_that_do_not_fit_the_model_are_told(model: Path, ranks: RankPool, tmp_path: Path) -> None:
+    (too_long,) = ranks.run(1, evaluate_in_pool, plan_for(model, tmp_path, max_new_tokens=2000))
+    assert "set --max-prompt-tokens 48" in too_long
     assert not (tmp_path / "settings.json").exists()
 
 
-def test_two_evaluations_are_put_side_by_side(evaluated: Path) -> None:
-    shown = run(PROGRAM, "--compare", str(evaluated), str(evaluated / "results.json")).stdout
-    rows = [line for line in shown.splitlines() if "gpqa_diamond" in line]
+def test_a_mistake_ends_with_status_2(capfd: pytest.CaptureFixture[str]) -> None:
+    assert main([*BASICS, "--samples", "-1"]) == 2
+    told = capfd.readouterr().err
+    assert "--samples is -1" in told and "Traceback" not in told
+
+
+def test_two_evaluations_are_put_side_by_side(evaluated: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--compare", str(evaluated), str(evaluated / "results.json")]) == 0
+    rows = [line for line in capsys.readouterr().out.splitlines() if "gpqa_diamond" in line]
     assert len(rows) == 2 and all("+0.0 to +0.0" in row for row in rows)
 
 
@@ -222,6 +216,24 @@ def test_no_cuda_graphs_unless_asked_for() -> None:
     assert not rollout_of(parse(BASICS)).cuda_graphs
     assert rollout_of(parse([*BASICS, "--cuda-graphs"])).cuda_graphs
     assert plan_of(parse([*BASICS, "--benchmarks", "a,b,a"])).benchmarks == ("a", "b")
+
+
+@pytest.mark.full
+def test_a_second_start_only_prints_the_table(model: Path, evaluated: Path) -> None:
+    before = tables(evaluated)
+    again = run(PROGRAM, *options(model, evaluated))
+    assert tables(evaluated) == before
+    (header,) = [line.split("|") for line in again.stdout.splitlines() if "num_questions" in line]
+    assert [cell.strip() for cell in header[1:-1]] == [
+        "dataset",
+        "num_questions",
+        "greedy_length",
+        "sample_length",
+        "greedy_acc",
+        "sample_pass@1",
+        "pass@8",
+        "pass@16",
+    ]
 
 
 @pytest.mark.full

@@ -43,6 +43,11 @@ def test_truncated_completions_are_told_of_once_with_share_limit_and_key():
     assert "telemetry.warn_truncated is 5%" in text and "rollout.max_new_tokens" in text
 
 
+def test_the_key_of_the_length_is_that_of_the_stages_where_there_are_any():
+    ((_, text),) = told(rows("no_eos_ratio", [0.23]), length_key="stages.max_new_tokens")
+    assert "Raise stages.max_new_tokens, or" in text and "rollout.max_new_tokens" not in text
+
+
 def test_truncated_share_is_the_mean_of_five_steps():
     # (0 + 0 + 0 + 0.12 + 0.12) / 5 = 0.048; with the next 0.12 in place of a 0 it is 0.072
     ((step, text),) = told(rows("no_eos_ratio", [0, 0, 0, 0.12, 0.12, 0.12, 0.12]))

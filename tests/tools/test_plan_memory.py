@@ -9,6 +9,7 @@ from rlmath.config import Config, ParallelConfig, RolloutConfig
 from rlmath.planning import least_ranks
 from tools.plan_memory import main
 
+STAGED = Path(__file__).resolve().parents[2] / "configs" / "areal" / "v0.1_1.5b_stages.yaml"
 QWEN_7B = {
     "architectures": ["Qwen2ForCausalLM"],
     "model_type": "qwen2",
@@ -82,6 +83,12 @@ def test_settings_that_no_run_could_have_are_told_and_not_planned(
 def test_without_a_gpu_the_plan_is_for_the_cpu(model: str, capsys: pytest.CaptureFixture[str]):
     assert main([model, "run.device=cpu"]) == 0
     assert "Planned for the CPU" in capsys.readouterr().out
+
+
+def test_the_longest_stage_is_planned_and_its_keys_are_named(capsys: pytest.CaptureFixture[str]):
+    assert main(["--config", str(STAGED), "memory.gpu=null", "memory.gpu_gib=20"]) == 2
+    told = capsys.readouterr().err
+    assert "Lower stages.max_tokens_per_microbatch (now 27072, at least the longest sequence, 26048)" in told
 
 
 def test_a_gpu_named_twice_is_refused(model: str, capsys: pytest.CaptureFixture[str]):

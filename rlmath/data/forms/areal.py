@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 from rlmath.data.forms.common import Form, Reader, checked_text, further_columns, text_of
+from rlmath.data.json_files import read_json_object
 from rlmath.data.rows import PromptRow, RowError, short
 
 _COLUMNS = ("prompt", "task", "query_id", "solutions")
@@ -59,17 +59,7 @@ def _read_solutions(file: Path, place: Path) -> dict:
             f"{place}: its rows have prompts without solutions, as AReaL v0.1 has them; {file} with the solutions "
             "is needed beside it. Download it from the same data set"
         )
-    try:
-        if file.stat().st_size > _MAX_SOLUTIONS_BYTES:
-            raise ValueError(f"it has {file.stat().st_size} bytes, more than {_MAX_SOLUTIONS_BYTES}")
-        known = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise ValueError(f"{file} cannot be read: {error}; download it anew") from error
-    if not isinstance(known, dict):
-        raise ValueError(
-            f"{file}: got {short(known)}; needed: a JSON object of query_ids with their solutions"
-        )
-    return known
+    return read_json_object(file, _MAX_SOLUTIONS_BYTES)
 
 
 BOBA = Form(

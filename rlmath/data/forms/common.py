@@ -58,7 +58,7 @@ def answer_text(value: object, name: str) -> str:
         return checked_text(value, name).strip()
     if isinstance(value, bool) or not isinstance(value, int | float | Decimal):
         raise RowError(f"{name} must be a string or a number, got {short(value)}")
-    if not math.isfinite(value):
+    if not isinstance(value, int) and not math.isfinite(value):
         raise RowError(f"{name} is {value}, which is no answer")
     try:
         number = Decimal(repr(value) if isinstance(value, float) else value)
