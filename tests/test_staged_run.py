@@ -209,6 +209,7 @@ def test_a_stop_does_not_wait_for_the_end_of_a_validation(
     same_as(whole[0], folder)
 
 
+@pytest.mark.full
 def test_the_first_stage_is_a_plain_run_and_validation_changes_nothing(
     arithmetic: Path, whole: tuple[Path, str], tmp_path: Path
 ) -> None:

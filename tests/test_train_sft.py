@@ -121,6 +121,7 @@ def test_a_run_that_was_killed_goes_on_bit_by_bit(arithmetic: Path, whole: Path,
 
 
 @distributed
+@pytest.mark.full
 def test_sigterm_saves_and_ends_with_75(arithmetic: Path, whole: Path, tmp_path: Path) -> None:
     """The steps until then are those of the undisturbed run on twice as many ranks."""
     folder = tmp_path / "run"
