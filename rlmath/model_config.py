@@ -6,17 +6,16 @@ left out, its value is the one that transformers takes.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from rlmath.checkpoint.hf_tables import MODEL_TYPES, TABLES, has_experts, has_qk_norm, has_qkv_bias
+from rlmath.data.json_files import read_json_object
 from rlmath.model_shape import ModelShape, RopeScaling
 from rlmath.settings import nearest_word
 
-_MAX_JSON_BYTES = 64 * 2**20
 _MAX_LAYERS = 4096
 _MAX_EXPERTS = 4096
 _MAX_SIZE = 2**31 - 1
@@ -34,7 +33,7 @@ def read_shape(folder: Path) -> tuple[ModelShape | None, list[str]]:
 def read_shape_file(path: Path) -> tuple[ModelShape | None, list[str]]:
     """Likewise for the file itself, whatever its name."""
     try:
-        values = read_json(path)
+        values = read_json_object(path)
     except ValueError as error:
         return None, [str(error)]
     architecture, problems = _architecture(path, values)
@@ -294,16 +293,3 @@ def _qwen_has_window(values: dict[str, Any], shape: ModelShape) -> bool:
     return (
         bool(values.get("use_sliding_window")) and values.get("sliding_window", 4096) is not None and windowed
     )
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file; ValueError that names the file."""
-    try:
-        if path.stat().st_size > _MAX_JSON_BYTES:
-            raise ValueError(f"larger than {_MAX_JSON_BYTES >> 20} MiB")
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise ValueError(f"{path} cannot be read as JSON: {error}. Copy or download it again.") from error
-    if not isinstance(values, dict):
-        raise ValueError(f"{path} holds a {type(values).__name__}; needed: a JSON object.")
-    return values

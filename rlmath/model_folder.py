@@ -13,9 +13,12 @@ from pathlib import Path
 from safetensors import SafetensorError, safe_open
 
 from rlmath.checkpoint.hf_tables import hf_shapes, placed_tensors
-from rlmath.model_config import read_json, read_shape
+from rlmath.data.json_files import read_json_object
+from rlmath.model_config import read_shape
 from rlmath.model_shape import ModelShape
 from rlmath.settings import nearest_path, raise_problems
+
+_MAX_INDEX_BYTES = 64 * 2**20
 
 
 def read_model_shape(folder: Path) -> ModelShape:
@@ -85,7 +88,7 @@ def _weight_files(folder: Path) -> tuple[dict[Path, set[str]], list[str]]:
         )
         return {}, [f'"{folder}" has neither model.safetensors nor model.safetensors.index.json.{there}']
     try:
-        weight_map = read_json(index).get("weight_map")
+        weight_map = read_json_object(index, _MAX_INDEX_BYTES).get("weight_map")
     except ValueError as error:
         return {}, [str(error)]
     if not isinstance(weight_map, dict) or not weight_map:

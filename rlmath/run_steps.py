@@ -28,8 +28,8 @@ from rlmath.parallel.mesh import Mesh
 from rlmath.parent_death import outlive_parent
 from rlmath.prepared import Prepared
 from rlmath.recovery import Chosen, choose_checkpoint
-from rlmath.run_folder import CONFIG_NAME, claim_run_folder
-from rlmath.saver import EXPORT_FOLDER, Saver, Training, library_versions
+from rlmath.run_folder import CONFIG_NAME, EXPORT_FOLDER, claim_run_folder
+from rlmath.saver import Saver, Training, library_versions
 
 logger = logging.getLogger(__name__)
 

@@ -32,9 +32,6 @@ from rlmath.telemetry.timers import PhaseTimers
 
 logger = logging.getLogger(__name__)
 
-EXPORT_FOLDER = "hf_model"
-"""Where the run's folder holds the exported Hugging Face model of the last step."""
-
 
 @dataclass(frozen=True)
 class Training:

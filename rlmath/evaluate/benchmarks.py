@@ -11,10 +11,10 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerFast
 
+from rlmath.data.json_files import read_json_object
 from rlmath.data.readers import PromptRow, read_prompts
 from rlmath.data.templates import render
 from rlmath.data.tokenizer import prompt_tokens
-from rlmath.model_config import read_json
 from rlmath.rewards.verify import check_tasks
 from rlmath.settings import nearest_word
 
@@ -136,5 +136,5 @@ def check_lengths(
 
 def model_positions(folder: Path) -> int | None:
     """Longest sequence of a model (tokens) as its config.json says, None where it does not."""
-    found = read_json(folder / "config.json").get("max_position_embeddings")
+    found = read_json_object(folder / "config.json").get("max_position_embeddings")
     return found if isinstance(found, int) and not isinstance(found, bool) and found > 0 else None

@@ -13,15 +13,17 @@ from rlmath.checkpoint.convert import megatron_to_hf
 from rlmath.checkpoint.folders import CHECKPOINTS, MANIFEST
 from rlmath.checkpoint.hf_io import read_companions
 from rlmath.checkpoint.sources import MegatronSource, find_megatron
+from rlmath.data.json_files import read_json_object
 from rlmath.fingerprints import model_fingerprint
 from rlmath.model_folder import read_model_shape
-from rlmath.run_folder import SUMMARY_NAME
+from rlmath.run_folder import EXPORT_FOLDER, SUMMARY_NAME
 from rlmath.settings import nearest_path
 
 logger = logging.getLogger(__name__)
 
-CONVERTED = "hf_model"
-"""Where a converted checkpoint is kept under the output folder; a run's own last model has that name, too."""
+CONVERTED = "converted_model"
+"""Where a converted checkpoint is kept under the output folder. No run has anything of that name: what a killed process
+left there is removed, even where a run's folder was given as the output."""
 _SOURCE = "converted_from.json"
 _SHARD_BYTES = 4 * 2**30
 
@@ -37,8 +39,8 @@ class EvaluatedModel:
 
 def resolve_model(path: Path, output: Path) -> EvaluatedModel:
     """The model at `path`: a Hugging Face folder; a run's folder, which stands for its last model where the run is done
-    and for its newest checkpoint where it is not; or a checkpoint. A checkpoint is converted into `output`/hf_model
-    once. ValueError where it is none of these."""
+    and for its newest checkpoint where it is not; or a checkpoint. A checkpoint is converted once, into
+    `output`/converted_model. ValueError where it is none of these."""
     if not path.is_dir():
         raise ValueError(f'--model: there is no folder "{path}".{nearest_path(path)}')
     folder = _hugging_face(path)
@@ -50,7 +52,7 @@ def resolve_model(path: Path, output: Path) -> EvaluatedModel:
 def _hugging_face(path: Path) -> Path | None:
     if (path / "config.json").is_file():
         return path
-    last = path / CONVERTED
+    last = path / EXPORT_FOLDER
     exported = (last / "config.json").is_file()
     running = (path / CHECKPOINTS).is_dir() and not (path / SUMMARY_NAME).is_file()
     return last if exported and not running else None
@@ -74,7 +76,7 @@ def _convert(path: Path, output: Path) -> Path:
     folder, note = output / CONVERTED, output / _SOURCE
     origin = {"state": str(source.state.resolve()), "content": _content(source)}
     if folder.is_dir() and note.is_file():
-        earlier = json.loads(note.read_text(encoding="utf-8"))
+        earlier = read_json_object(note)
         if earlier.get("content") != origin["content"]:
             raise ValueError(
                 f'--output "{output}" belongs to the checkpoint {earlier.get("state")}, and --model is now '

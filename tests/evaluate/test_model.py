@@ -31,7 +31,7 @@ def test_a_hugging_face_folder_is_used_as_it_is(untied_model: Path, tmp_path: Pa
 
 def test_a_checkpoint_is_converted_once(untied_model: Path, checkpoint: Path, tmp_path: Path) -> None:
     found = resolve_model(checkpoint, tmp_path)
-    assert found.folder == tmp_path / "hf_model"
+    assert found.folder == tmp_path / "converted_model"
     assert_same(weights(found.folder), weights(untied_model))
     made = (found.folder / "model.safetensors").stat().st_mtime_ns
     assert resolve_model(checkpoint, tmp_path) == found
