@@ -8,7 +8,6 @@ name when it is whole.
 from __future__ import annotations
 
 import math
-import resource
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -35,6 +34,7 @@ from rlmath.checkpoint.torch_dist_names import (
     written_keys,
 )
 from rlmath.model_shape import ModelShape
+from rlmath.parallel.device import most_resident_bytes
 
 _DTYPES = {word: dtype for dtype, word in WORDS.items()}
 DTYPES = {"auto": None, "float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -53,10 +53,9 @@ class Converted:
 
     def line(self, output: Path, seconds: float) -> str:
         """One line for people, with this process's largest memory so far."""
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         return (
             f"Wrote {output}: {self.tensors} tensors, {self.bytes / 1e9:.3f} GB, in {seconds:.1f} s; "
-            f"peak memory {peak / 1e9:.3f} GB"
+            f"peak memory {most_resident_bytes() / 1e9:.3f} GB"
         )
 
 

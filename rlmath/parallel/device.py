@@ -86,6 +86,14 @@ def resident_bytes() -> int:
         return int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
+def most_resident_bytes() -> int:
+    """Most resident memory that this program had so far (bytes). Not `ru_maxrss`: that counts what the process that
+    started it held, too."""
+    with open("/proc/self/status", encoding="ascii", errors="replace") as status:
+        (line,) = (line for line in status if line.startswith("VmHWM:"))
+    return int(line.split()[1]) * 1024
+
+
 def held_bytes(device: Device) -> int:
     """Memory that this rank holds: reserved by torch's allocator on GPU, resident on CPU (bytes)."""
     if device.kind == "cuda":

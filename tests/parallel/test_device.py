@@ -1,3 +1,7 @@
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -59,3 +63,12 @@ def test_resident_memory_sees_what_is_taken():
     block = torch.ones(64 * 2**20, dtype=torch.uint8)
     assert resident_bytes() - before > 48 * 2**20
     assert held_bytes(open_device("cpu")) > block.nbytes
+
+
+def test_the_most_memory_is_this_programs_own():
+    """A large parent does not count; `ru_maxrss` of the child would have it."""
+    held = bytearray(os.urandom(1)) * 600_000_000
+    code = "from rlmath.parallel import device as d; print(d.most_resident_bytes(), d.resident_bytes())"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    most, now = map(int, done.stdout.split())
+    assert now * 0.9 < most < now + 200_000_000 and len(held) == 600_000_000
