@@ -15,7 +15,7 @@ from pathlib import Path
 from rlmath.checkpoint.hf_tables import parameter_count
 from rlmath.config import Config
 from rlmath.data.loader import PromptOrder, check_unusable
-from rlmath.data.mixture import Share, check_weights
+from rlmath.data.mixture import check_weights, shares_of
 from rlmath.data.readers import PromptFile, read_prompts
 from rlmath.export_format import checkpoint_bytes, export_bytes
 from rlmath.inputs import checked_steps, load_inputs, most_updates, train_paths
@@ -135,8 +135,7 @@ def _count_rows(config: Config) -> CountedData:
         check_unusable(path, file, settings.max_unusable_share)
     if config.reward.function is None:
         check_tasks(row.task for file in files for row in file.rows)
-    weights = settings.train_weights or [1.0] * len(files)
-    shares = tuple(Share(len(file.rows), weight) for file, weight in zip(files, weights, strict=True))
+    shares = shares_of([len(file.rows) for file in files], settings.train_weights)
     rows = sum(share.n_prompts for share in shares)
     order = PromptOrder(rows, settings.prompts_per_step, config.run.seed, settings.shuffle, shares)
     lines = [_rows_line(path, file) for path, file in zip(paths, files, strict=True)]

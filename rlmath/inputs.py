@@ -8,7 +8,7 @@ from transformers import PreTrainedTokenizerFast
 
 from rlmath.config import Config, DataConfig
 from rlmath.data.loader import PromptOrder, load_prompts
-from rlmath.data.mixture import Share, check_weights, with_unique_names
+from rlmath.data.mixture import Share, check_weights, shares_of, with_unique_names
 from rlmath.data.report import FilterReport, dropped_share
 from rlmath.data.rows import UnusableRow
 from rlmath.data.tokenizer import load_tokenizer, stop_token_ids
@@ -73,8 +73,7 @@ def _load_files(
     check_weights(paths, data.train_weights)
     how = (data.max_prompt_tokens, data.format, data.template, data.max_unusable_share)
     files = [load_prompts(path, tokenizer, *how) for path in paths]
-    weights = data.train_weights or [1.0] * len(paths)
-    shares = tuple(Share(len(prompts), weight) for (prompts, _), weight in zip(files, weights, strict=True))
+    shares = shares_of([len(prompts) for prompts, _ in files], data.train_weights)
     named = with_unique_names([(path, prompts) for path, (prompts, _) in zip(paths, files, strict=True)])
     return named, shares, tuple(report for _, report in files)
 

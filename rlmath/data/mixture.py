@@ -33,6 +33,11 @@ class Share:
         return max(1, math.floor(self.weight * self.n_prompts + 0.5))
 
 
+def shares_of(counts: Sequence[int], weights: Sequence[float]) -> tuple[Share, ...]:
+    """One for each file; without weights all prompts come once."""
+    return tuple(Share(*one) for one in zip(counts, weights or [1.0] * len(counts), strict=True))
+
+
 def permutation(n: int, name: str) -> tuple[int, ...]:
     """0 .. n-1 in the order of the SHA-256 of "name:index": whatever the libraries' versions."""
 

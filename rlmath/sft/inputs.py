@@ -8,7 +8,7 @@ from transformers import PreTrainedTokenizerFast
 
 from rlmath.config import Config
 from rlmath.data.loader import PromptOrder
-from rlmath.data.mixture import Share, check_weights
+from rlmath.data.mixture import check_weights, shares_of
 from rlmath.data.sequences import (
     SequenceReport,
     WrittenSequence,
@@ -18,6 +18,7 @@ from rlmath.data.sequences import (
 )
 from rlmath.data.tokenizer import load_tokenizer
 from rlmath.fingerprints import model_fingerprint
+from rlmath.inputs import train_paths
 from rlmath.model_shape import ModelShape
 from rlmath.recovery import Origin
 from rlmath.stages import planned_steps
@@ -45,7 +46,7 @@ def load_sft_inputs(config: Config, shape: ModelShape) -> SftInputs:
     tokenizer = load_tokenizer(config.model.path)
     data, sft = config.data, config.sft
     how = (tokenizer, data.template, sft.max_sequence_tokens, data.max_unusable_share)
-    paths = [data.train_path, *data.more_train_paths]
+    paths = train_paths(data)
     check_weights(paths, data.train_weights)
     files = [load_sequences(path, *how) for path in paths]
     if sft.held_out_path is None:
@@ -72,8 +73,7 @@ def origin_of(config: Config, inputs: SftInputs) -> Origin:
 
 def _order(config: Config, counts: list[int]) -> PromptOrder:
     data = config.data
-    weights = data.train_weights or [1.0] * len(counts)
-    shares = tuple(Share(*one) for one in zip(counts, weights, strict=True))
+    shares = shares_of(counts, data.train_weights)
     return PromptOrder(sum(counts), data.prompts_per_step, config.run.seed, data.shuffle, shares)
 
 

@@ -8,6 +8,7 @@ import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
+from typing import TextIO
 
 from rlmath.config import Config
 from rlmath.telemetry.weights_and_biases import WandbLog
@@ -47,21 +48,15 @@ class MetricsWriter:
         """One step's numbers. JSON has no NaN or infinity: they become "NaN", "Infinity", "-Infinity"."""
         assert "step" not in metrics
         values = {name: float(metrics[name]) for name in sorted(metrics)}
-        row = {"step": step, **{name: json_number(value) for name, value in values.items()}}
-        self._file.write(json.dumps(row, allow_nan=False) + "\n")
-        self._file.flush()
-        os.fsync(self._file.fileno())
+        _append(self._file, step, values)
         self._show(step, values)
 
     def write_validation(self, step: int, metrics: Mapping[str, float]) -> None:
         """The numbers of a validation of the weights that `step` left: a row of `validation.jsonl`, and the same
         scalars. Before that of a later step is written."""
         values = {name: float(metrics[name]) for name in sorted(metrics)}
-        row = {"step": step, **{name: json_number(value) for name, value in values.items()}}
         with (self._folder / VALIDATION_FILE).open("a", encoding="utf-8") as file:
-            file.write(json.dumps(row, allow_nan=False) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
+            _append(file, step, values)
         self._show(step, values)
 
     def _show(self, step: int, values: Mapping[str, float]) -> None:
@@ -140,6 +135,14 @@ def keep_metrics(output_dir: str | Path, last_step: int, name: str = METRICS_FIL
         os.fsync(file.fileno())
     os.replace(unfinished, path)
     return len(rows)
+
+
+def _append(file: TextIO, step: int, values: Mapping[str, float]) -> None:
+    """One row, on disk when this returns."""
+    row = {"step": step, **{name: json_number(value) for name, value in values.items()}}
+    file.write(json.dumps(row, allow_nan=False) + "\n")
+    file.flush()
+    os.fsync(file.fileno())
 
 
 def json_number(value: float) -> float | str:
