@@ -10,6 +10,11 @@ goes on where it was stopped. docs/evaluation.md explains columns, files and for
 
 from __future__ import annotations
 
+import gc
+
+if __name__ == "__main__":
+    gc.disable()  # rlmath.garbage says why, and enables it
+
 import argparse
 import logging
 import os
@@ -19,6 +24,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from rlmath import garbage
 from rlmath.config import RolloutConfig
 from rlmath.evaluate.comparison import comparison_text, read_results
 from rlmath.evaluate.plan import Plan
@@ -49,7 +55,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         # Imported only now: a mistake is told before vLLM is loaded.
         from rlmath.evaluate.evaluation import Judges, evaluate
 
+        garbage.settle()
         evaluate(plan, rollout, Judges(given.judges, given.judge_timeout), resolve_kind(given.device))
+        garbage.leave()
     except ValueError as error:
         # Rank 0 speaks first: the launcher ends all others as soon as one has ended.
         if environment_rank() != 0:

@@ -6,9 +6,15 @@ python launch/train_grpo.py --config configs/x.yaml --dry-run
 
 from __future__ import annotations
 
+import gc
+
+if __name__ == "__main__":
+    gc.disable()  # rlmath.garbage says why, and enables it
+
 import sys
 from collections.abc import Sequence
 
+from rlmath import garbage
 from rlmath.config import Config
 from rlmath.config_files import load_config, make_parser, parse_arguments
 from rlmath.export_format import output_bytes
@@ -73,6 +79,7 @@ def train(prepared: Prepared[Inputs]) -> int:
     # Imported only now: a mistake is told before Megatron and vLLM are loaded.
     from rlmath.run import run_training
 
+    garbage.settle()
     return run_training(prepared)
 
 

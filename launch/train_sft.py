@@ -5,9 +5,15 @@ torchrun --nproc-per-node=N launch/train_sft.py --config configs/x.yaml key.sub=
 
 from __future__ import annotations
 
+import gc
+
+if __name__ == "__main__":
+    gc.disable()  # rlmath.garbage says why, and enables it
+
 import sys
 from dataclasses import replace
 
+from rlmath import garbage
 from rlmath.config import Config
 from rlmath.config_files import load_config, split_arguments
 from rlmath.export_format import output_bytes
@@ -41,6 +47,7 @@ def train(prepared: Prepared[SftInputs]) -> int:
     # Imported only now: a mistake is told before Megatron is loaded.
     from rlmath.sft.run import run_sft
 
+    garbage.settle()
     return run_sft(prepared)
 
 

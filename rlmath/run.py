@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from rlmath import garbage
 from rlmath.assembly import build_parts
 from rlmath.checkpoint.hf_io import read_companions
 from rlmath.data.report import write_report
@@ -66,6 +67,7 @@ def run_training(prepared: Prepared) -> int:
         if mesh.rank == 0:
             write_report(config.run.output_dir, prepared.inputs.reports)
         parts, engine = build_parts(config, prepared.shape, prepared.inputs, mesh, device, pool, heart)
+        garbage.settle()
         companions = read_companions(config.model.path)
         training = _training(parts)
         store = open_store(training, companions)

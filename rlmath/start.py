@@ -11,6 +11,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
 
+from rlmath import garbage
 from rlmath.config import Config
 from rlmath.guard.exit_status import FAILURE, MISTAKE, clear_exit_status, write_exit_status
 from rlmath.guard.launcher import under_torchrun
@@ -80,7 +81,9 @@ def _train(prepared: Prepared, train: Callable[[Prepared], int]) -> int:
         # Without torchrun a rank would wait long for its peers. Once they have met, the heart watches over it.
         end_with_parent(os.getppid())
     try:
-        return train(prepared)
+        status = train(prepared)
+        garbage.leave()
+        return status
     except BaseException:
         logger.exception("What rank %d on %s failed with:", environment_rank(), socket.gethostname())
         logging.shutdown()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -30,10 +31,17 @@ def tied_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def arithmetic(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with `data/` (200 problems) and `base/` (a random model), made by the tools."""
-    place = tmp_path_factory.mktemp("arithmetic")
+def made_arithmetic(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What `arithmetic` copies; nobody writes here."""
+    place = tmp_path_factory.mktemp("made")
     make_data = ("tools/make_arithmetic.py", "--output", f"{place}/data")
     programs.run(*make_data, "--train", "200", "--heldout", "20")
     programs.run("tools/make_tiny_model.py", "--output", f"{place}/base")
     return place
+
+
+@pytest.fixture(scope="module")
+def arithmetic(made_arithmetic: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of the test module's own with `data/` (200 problems) and `base/` (a random model), made by the tools."""
+    place = tmp_path_factory.mktemp("arithmetic")
+    return shutil.copytree(made_arithmetic, place, dirs_exist_ok=True)

@@ -22,9 +22,10 @@ pytestmark = pytest.mark.distributed
 
 @contextmanager
 def running(place: Path, output: Path) -> Iterator[subprocess.Popen[str]]:
-    """A run on 2 ranks that has finished its first step, with its console in `console.txt`."""
+    """A run on 2 ranks that has finished its first step, with its console beside its folder."""
     command = torchrun_command(2, *TRAIN, *small_run(place, output), "run.total_steps=5000")
-    with (place / f"{output.name}.console.txt").open("w") as console:
+    console_path = output.with_suffix(".console.txt")
+    with console_path.open("w") as console:
         process = subprocess.Popen(
             [sys.executable, *command],
             cwd=REPOSITORY,
@@ -36,7 +37,7 @@ def running(place: Path, output: Path) -> Iterator[subprocess.Popen[str]]:
         try:
             metrics = output / "metrics.jsonl"
             wait_for(lambda: (metrics.is_file() and metrics.stat().st_size > 0) or process.poll() is not None)
-            assert process.poll() is None, (place / f"{output.name}.console.txt").read_text()
+            assert process.poll() is None, console_path.read_text()
             yield process
         finally:
             for one in [*family(process.pid), process]:
@@ -72,8 +73,8 @@ def assert_all_gone(processes: list[psutil.Process]) -> None:
     assert not alive, f"still there: {[one.cmdline() for one in alive]}"
 
 
-def test_a_rank_that_raises_ends_the_run_and_says_why(arithmetic: Path) -> None:
-    output = arithmetic / "raising"
+def test_a_rank_that_raises_ends_the_run_and_says_why(arithmetic: Path, tmp_path: Path) -> None:
+    output = tmp_path / "raising"
     with running(arithmetic, output) as process:
         everyone = family(process.pid)
         assert len(everyone) >= 4, "two ranks, and the processes that judge for them"
@@ -81,13 +82,13 @@ def test_a_rank_that_raises_ends_the_run_and_says_why(arithmetic: Path) -> None:
         (output / "samples").write_text("in the way")
         assert process.wait(END_SECONDS) != 0
         assert_all_gone(everyone)
-    console = (arithmetic / "raising.console.txt").read_text()
+    console = output.with_suffix(".console.txt").read_text()
     assert "rank 0 on" in console and "failed; the run ends" in console
     assert "FileExistsError" in console or "NotADirectoryError" in console
 
 
-def test_a_killed_rank_ends_the_run(arithmetic: Path) -> None:
-    with running(arithmetic, arithmetic / "killed") as process:
+def test_a_killed_rank_ends_the_run(arithmetic: Path, tmp_path: Path) -> None:
+    with running(arithmetic, tmp_path / "killed") as process:
         everyone = family(process.pid)
         ranks_of(process.pid)["1"].kill()
         assert process.wait(END_SECONDS) != 0

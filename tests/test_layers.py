@@ -73,6 +73,7 @@ LAYERS = (
         "rlmath.config_files",
         "rlmath.compact_layout",
         "rlmath.parent_death",
+        "rlmath.garbage",
         "rlmath",
     ),
 )

@@ -72,7 +72,7 @@ def whole_runs(arithmetic: Path, tmp_path_factory: pytest.TempPathFactory) -> di
     """The undisturbed run of each layout, made when it is first asked for."""
     place = tmp_path_factory.mktemp("whole")
     mine = arithmetic / "functions"
-    mine.mkdir(exist_ok=True)
+    mine.mkdir()
     (mine / "short_is_good.py").write_text(
         "def reward(completion, solutions, row):\n    return -float(len(completion))\n"
     )

@@ -11,7 +11,6 @@ import contextlib
 import io
 import mmap
 import os
-import queue
 import socket
 import subprocess
 import sys
@@ -27,6 +26,7 @@ import torch
 from torch import Tensor
 
 from rlmath.checkpoint.folders import FileEntry, file_entry
+from rlmath.garbage import settle
 from rlmath.parallel.device import local_world_size
 from rlmath.parallel.host_memory import available_bytes
 from rlmath.parent_death import end_with_parent
@@ -34,7 +34,7 @@ from rlmath.parent_death import end_with_parent
 _ALIGNMENT = 64
 _NICENESS = 10
 _LOOK_SECONDS = 1.0
-_PROGRAM = "from rlmath.checkpoint.writer import main; main()"
+_PROGRAM = "import gc; gc.disable(); from rlmath.checkpoint.writer import main; main()"
 
 
 @dataclass(frozen=True)
@@ -205,6 +205,7 @@ def main() -> None:
     end_with_parent(parent)
     os.nice(_NICENESS)
     torch.set_num_threads(1)
+    settle()
     connection = Connection(descriptor)
     with contextlib.suppress(EOFError, OSError):
         while True:
@@ -219,30 +220,29 @@ def _write(jobs: Sequence[Bucket], memory: int, size: int) -> Written:
         # A private mapping: torch wants a buffer that it may write to.
         mapped = mmap.mmap(memory, size, flags=mmap.MAP_PRIVATE) if size else None
         os.close(memory)
-        results = [result for number, job in enumerate(jobs) for result in _write_file(number, job, mapped)]
+        results = [result for job in jobs for result in _write_file(job, mapped)]
         return Written(results, {job.key: file_entry(Path(job.path)) for job in jobs}, None)
     except Exception as error:  # of any kind: the rank tells it
         return Written([], {}, f"{type(error).__name__}: {error}")
 
 
-def _write_file(number: int, job: Bucket, mapped: mmap.mmap | None) -> list[Any]:
-    from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
-    from torch.distributed.checkpoint.filesystem import _StorageWriterTransforms
-
-    objects = [(item, io.BytesIO(data)) for item, data in job.objects]
-    tensors = [(one.item, _view(mapped, one)) for one in job.tensors] if mapped is not None else []
-    answers: queue.Queue[Any] = queue.Queue()
-    count: queue.Queue[int] = queue.Queue()
-    count.put(number)
-    FileSystemWriterAsync.write_preloaded_data(
-        [_StorageWriterTransforms()],
-        local_proc_idx=number,
-        write_bucket=(job.path, job.key, (objects, tensors)),
-        results_queue=answers,
-        count_queue=count,
-        use_fsync=True,
+def _write_file(job: Bucket, mapped: mmap.mmap | None) -> list[Any]:
+    """The file as Megatron's own writer makes it (`FileSystemWriterAsync.write_preloaded_data`), without importing
+    Megatron, which would take most of this process's start."""
+    # torch's, and as unstable as the name says; Megatron calls it as well.
+    from torch.distributed.checkpoint.filesystem import (
+        SerializationFormat,
+        _StorageWriterTransforms,
+        _write_item,
     )
-    _, outcome = answers.get_nowait()
-    if isinstance(outcome, Exception):
-        raise outcome
-    return outcome
+
+    transforms, form = _StorageWriterTransforms(), SerializationFormat.TORCH_SAVE
+    results = []
+    with open(job.path, "wb") as stream:
+        for item, data in job.objects:
+            results.append(_write_item(transforms, stream, io.BytesIO(data), item, job.key, form))
+        for one in job.tensors if mapped is not None else []:
+            results.append(_write_item(transforms, stream, _view(mapped, one), one.item, job.key, form))
+        stream.flush()
+        os.fsync(stream.fileno())
+    return results

@@ -18,6 +18,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from rlmath.data.forms.common import checked_text
 from rlmath.data.loader import permutation
 from rlmath.data.raw_rows import raw_rows
 from rlmath.data.report import UNUSABLE_NAME
@@ -198,7 +199,7 @@ def _parse(columns: dict, where: str) -> tuple[PromptRow, str]:
     """The prompt, and the completion. RowError for a row of none of the forms."""
     for first, second, whole in (("prompt", "completion", True), ("question", "solution", False)):
         if first in columns and second in columns:
-            prompt, completion = _text(columns[first], first), _text(columns[second], second)
+            prompt, completion = checked_text(columns[first], first), checked_text(columns[second], second)
             return PromptRow(prompt, "math", where, (completion,), whole=whole), completion
     if "messages" in columns:
         *turns, (role, completion) = _turns(columns["messages"])
@@ -218,18 +219,8 @@ def _turns(value: object) -> list[tuple[str, str]]:
     for turn in value:
         if not isinstance(turn, dict) or not {"role", "content"} <= turn.keys():
             raise RowError(f"each of messages must have a role and a content, got {short(turn)}")
-        turns.append((_text(turn["role"], "role"), _text(turn["content"], "content")))
+        turns.append((checked_text(turn["role"], "role"), checked_text(turn["content"], "content")))
     return turns
-
-
-def _text(value: object, name: str) -> str:
-    if not isinstance(value, str) or not value.strip():
-        raise RowError(f"{name} must be a string that is not blank, got {short(value)}")
-    try:
-        value.encode("utf-8")
-    except UnicodeEncodeError as error:
-        raise RowError(f"{name} has half a surrogate pair at character {error.start}") from error
-    return value
 
 
 def _rendered(row: PromptRow, template: str, tokenizer: PreTrainedTokenizerFast) -> str:
