@@ -17,10 +17,7 @@ if __name__ == "__main__":
 
 import argparse
 import logging
-import os
-import socket
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -28,15 +25,15 @@ from rlmath import garbage
 from rlmath.config import RolloutConfig
 from rlmath.evaluate.comparison import comparison_text, read_results
 from rlmath.evaluate.plan import Plan
-from rlmath.guard.exit_status import FAILURE, MISTAKE
+from rlmath.guard.exit_status import MISTAKE
 from rlmath.parallel.device import environment_rank, resolve_kind
 from rlmath.setting_ranges import RANGES, TEMPLATES
 from rlmath.settings import raise_problems
+from rlmath.start import end_broken, tell_mistake
 from rlmath.telemetry.console import setup_logging
 
 logger = logging.getLogger(__name__)
 
-OTHERS_WAIT_SECONDS = 10.0
 EAGER = (
     "capture decoding in CUDA graphs; without it vLLM runs with enforce_eager, as AReaL's and RLinf's evaluations do: "
     "they saw accuracy fall with CUDA graphs, most of all above 16k tokens"
@@ -59,16 +56,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         evaluate(plan, rollout, Judges(given.judges, given.judge_timeout), resolve_kind(given.device))
         garbage.leave()
     except ValueError as error:
-        # Rank 0 speaks first: the launcher ends all others as soon as one has ended.
-        if environment_rank() != 0:
-            time.sleep(OTHERS_WAIT_SECONDS)
-        logger.error("%s", error)
+        tell_mistake(error)
         return MISTAKE
     except BaseException:
-        logger.exception("What rank %d on %s failed with:", environment_rank(), socket.gethostname())
-        logging.shutdown()
-        # Threads and process groups of a broken run may wait for peers that wait for us.
-        os._exit(FAILURE)
+        end_broken()
     return 0
 
 

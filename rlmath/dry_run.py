@@ -17,7 +17,7 @@ from rlmath.config import Config
 from rlmath.data.loader import PromptOrder, check_unusable
 from rlmath.data.mixture import check_weights, shares_of
 from rlmath.data.readers import PromptFile, read_prompts
-from rlmath.export_format import checkpoint_bytes, export_bytes
+from rlmath.export_format import checkpoint_bytes, export_bytes, most_models
 from rlmath.inputs import checked_steps, load_inputs, most_updates, train_paths
 from rlmath.memory_checks import GIB, fit_problems, planned_target, start_up_lines
 from rlmath.memory_plan import Target, mesh_of
@@ -243,7 +243,7 @@ def needed_disk(plan: RunPlan) -> int:
     checkpoint, model = checkpoint_bytes(config, plan.shape), export_bytes(config, plan.shape)
     kept = kept_checkpoints(config, plan.data.total_steps, plan.data.order.steps_per_epoch)
     points = 0 if points_of(save).never and models_of(save).never else save.keep_last + 1
-    models = 1 + (kept if save.export_hf else 0) + (validates(config) and config.validation.keep_best)
+    models = most_models(config) + (kept if save.export_hf else 0)
     return (points + kept) * checkpoint + models * model
 
 
@@ -263,6 +263,10 @@ def _disk_lines(plan: RunPlan) -> Iterator[str]:
         what.append(
             f"{kept} checkpoints to keep" + (", each with its exported model" if save.export_hf else "")
         )
+    if config.stages.steps:
+        what.append(f"the models of {len(config.stages.steps)} stages")
+    if config.validation.keep_best:
+        what.append("the best model, and the better one that takes its place")
     yield f"  needed at most {_gib(needed_disk(plan))} GiB: {'; '.join([*what, 'the model at the end'])}"
 
 

@@ -46,14 +46,19 @@ def output_bytes(config: Config, shape: ModelShape) -> int:
         wanted = (save.keep_last + 1) * checkpoint_bytes(config, shape)
     found, _ = complete_checkpoints(Path(config.run.output_dir) / CHECKPOINTS)
     there = sum(entry.size for one in found for entry in one.files.values())
-    return _models(config) * export_bytes(config, shape) + max(0, wanted - there)
+    models = most_models(config) - _models_there(config)
+    return models * export_bytes(config, shape) + max(0, wanted - there)
 
 
-def _models(config: Config) -> int:
-    """The models that a run is sure to leave: the last one, those of its stages, and the best one, which is written
-    anew before the one before it goes; without those that are there."""
+def most_models(config: Config) -> int:
+    """The models that a run has on disk at most, without those of kept checkpoints: the last one, those of its stages,
+    and the best one, which is written anew before the one before it goes."""
+    return 1 + len(config.stages.steps) + 2 * config.validation.keep_best
+
+
+def _models_there(config: Config) -> int:
+    """Those of its stages, and the best one, that an earlier start has left."""
     folder = Path(config.run.output_dir)
-    stages = [folder / MODELS_FOLDER / f"stage-{number + 1}" for number in range(len(config.stages.steps))]
-    missing = sum(not stage.is_dir() for stage in stages)
-    best = 2 - (folder / BEST_FOLDER).is_dir() if config.validation.keep_best else 0
-    return 1 + missing + best
+    names = [f"{MODELS_FOLDER}/stage-{number + 1}" for number in range(len(config.stages.steps))]
+    names += [BEST_FOLDER] * config.validation.keep_best
+    return sum((folder / name).is_dir() for name in names)

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import NoReturn
 
 from rlmath import garbage
 from rlmath.config import Config
@@ -46,11 +47,7 @@ def start(
             if environment_rank() == 0:
                 prepared = _take_folder(prepared, stack)
         except ValueError as error:
-            # Rank 0 speaks first: the launcher ends all others as soon as one has ended. A mistake that only another
-            # node sees (a path that is missing there) is told after the wait.
-            if environment_rank() != 0:
-                time.sleep(OTHERS_WAIT_SECONDS)
-            logger.error("%s", error)
+            tell_mistake(error)
             if environment_rank() == 0 and config is not None:
                 _leave_word(config.run.output_dir, str(error).partition("\n")[0])
             return MISTAKE
@@ -85,7 +82,20 @@ def _train(prepared: Prepared, train: Callable[[Prepared], int]) -> int:
         garbage.leave()
         return status
     except BaseException:
-        logger.exception("What rank %d on %s failed with:", environment_rank(), socket.gethostname())
-        logging.shutdown()
-        # Threads and process groups of a broken run may wait for peers that wait for us.
-        os._exit(FAILURE)
+        end_broken()
+
+
+def tell_mistake(error: ValueError) -> None:
+    """Rank 0 speaks first: the launcher ends all others as soon as one has ended. A mistake that only another node sees
+    (a path that is missing there) is told after the wait."""
+    if environment_rank() != 0:
+        time.sleep(OTHERS_WAIT_SECONDS)
+    logger.error("%s", error)
+
+
+def end_broken() -> NoReturn:
+    """Call it where an error is handled: tell it, and end this process at once. Threads and process groups of a broken
+    program may wait for peers that wait for us."""
+    logger.exception("What rank %d on %s failed with:", environment_rank(), socket.gethostname())
+    logging.shutdown()
+    os._exit(FAILURE)

@@ -202,6 +202,7 @@ def test_stages_have_lines_of_their_own(dry, rows: Path):
     assert "Stage 1 of 2: steps 1 to 3" in out and "Stage 2 of 2: steps 4 to 7" in out
     assert f"at most {512 * 16 * 1124:,} tokens a step" in out
     assert f"at most {512 * 16 * 28672:,} tokens a step" in out
+    assert "the models of 2 stages" in out
 
 
 def test_ranks_come_from_the_launcher_where_the_layout_leaves_them_open(dry, monkeypatch: pytest.MonkeyPatch):
