@@ -19,9 +19,7 @@ def test_models_of_stages_and_the_best_one_count_until_they_are_there(
     plain = Config(run=RunConfig(output_dir=str(tmp_path), device="cpu"), save=NO_CHECKPOINTS)
     model = export_bytes(plain, shape)
     assert output_bytes(plain, shape) == model and most_models(plain) == 1
-    staged = replace(
-        plain, stages=StagesConfig(steps=[1, 1, 1]), validation=ValidationConfig(keep_best=True)
-    )
+    staged = replace(plain, stages=StagesConfig(steps=[1, 1, 1]), validation=ValidationConfig(keep_best=True))
     assert output_bytes(staged, shape) == 6 * model and most_models(staged) == 6
     for name in ("models/stage-1", "best_model"):
         (tmp_path / name).mkdir(parents=True)
