@@ -35,6 +35,7 @@ from rlmath.settings import (
     nearest_path,
     raise_problems,
     section_classes,
+    text_problems,
 )
 
 _BASE = "base"
@@ -71,7 +72,9 @@ def load_config(yaml_paths: list[Path], overrides: list[str]) -> Config:
     problems += _missing_problems(values)
     raise_problems("the settings", problems)
     assert merged is not None
-    return _resolved(merged, values)
+    config = _resolved(merged, values)
+    raise_problems("the settings", list(text_problems(config)))
+    return config
 
 
 def config_as_yaml(config: Config) -> str:

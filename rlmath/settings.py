@@ -15,13 +15,16 @@ import shutil
 import textwrap
 import types
 import typing
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rlmath import config as config_module
 from rlmath.config import MISSING, Config
+
+MAX_NAME_BYTES = 255
+"""The longest name of a file or folder that Linux file systems take."""
 
 
 @dataclass(frozen=True)
@@ -65,6 +68,22 @@ def setting_values(config: Config) -> dict[str, Any]:
     """{"run.output_dir": "outputs/a", "run.seed": 1, ...} in the order of config.py."""
     values = dataclasses.asdict(config)
     return {f"{section}.{name}": value for section in values for name, value in values[section].items()}
+
+
+def text_problems(config: Config) -> Iterator[str]:
+    """Texts that no file system takes as a path, whatever they are for: asking it would end in an error of its own."""
+    for key, value in setting_values(config).items():
+        for text in value if isinstance(value, list) else [value]:
+            if not isinstance(text, str):
+                continue
+            longest = max(len(part.encode("utf-8", "surrogatepass")) for part in text.split("/"))
+            if longest > MAX_NAME_BYTES:
+                yield (
+                    f"{key} has a name of {longest} bytes (counted between slashes); needed: at most {MAX_NAME_BYTES}. "
+                    "Shorten it."
+                )
+            elif "\0" in text:
+                yield f"{key} has a NUL character, at character {text.index(chr(0))}. Remove it."
 
 
 def help_text(width: int | None = None, keys: Collection[str] | None = None) -> str:

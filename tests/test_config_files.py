@@ -346,3 +346,13 @@ def test_a_script_may_add_options_of_its_own():
     parser.add_argument("--samples", type=int)
     parsed = parser.parse_intermixed_args(["--samples", "4", "run.seed=1"])
     assert (parsed.samples, parsed.overrides) == (4, ["run.seed=1"])
+
+
+def test_texts_that_are_no_path_on_any_disk_are_told_together() -> None:
+    fits = ["run.output_dir=" + "o" * 255 + "/" + "é" * 127, "model.path=m", "data.train_path=t"]
+    load_config([], fits)
+    with pytest.raises(ValueError) as error:
+        load_config([], [*fits, "model.path=a/" + "é" * 128, 'validation.paths=["v\\0w"]'])
+    assert "2 problems" in str(error.value)
+    assert "model.path has a name of 256 bytes" in str(error.value)
+    assert "validation.paths has a NUL character, at character 1" in str(error.value)
