@@ -114,6 +114,7 @@ def test_the_exported_model_answers_alike_in_transformers_and_vllm(workplace: Pa
     assert json.loads(printed.strip().splitlines()[-1]) == answers
 
 
+@pytest.mark.full
 def test_the_saved_config_repeats_the_run(workplace: Path) -> None:
     """Bit-equal losses and rewards, and nothing of the first run lost."""
     folder = workplace / "run"
@@ -177,6 +178,7 @@ def test_a_step_without_contrast_learns_nothing_and_says_so(workplace: Path) -> 
     assert all(torch.equal(base[name].to(left[name].dtype), left[name]) for name in left)
 
 
+@pytest.mark.full
 def test_settings_of_the_whole_family_go_together(workplace: Path) -> None:
     """KL in the reward, batch-normalised returns, decoupled loss, two epochs, dynamic sampling, length filter, over an
     interleaved pipeline."""

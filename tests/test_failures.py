@@ -87,6 +87,7 @@ def test_a_rank_that_raises_ends_the_run_and_says_why(arithmetic: Path, tmp_path
     assert "FileExistsError" in console or "NotADirectoryError" in console
 
 
+@pytest.mark.full  # tests/guard kills ranks of a smaller program, the drill those of a run
 def test_a_killed_rank_ends_the_run(arithmetic: Path, tmp_path: Path) -> None:
     with running(arithmetic, tmp_path / "killed") as process:
         everyone = family(process.pid)

@@ -147,6 +147,7 @@ def test_a_kept_checkpoint_is_exported_and_converts_to_the_very_same_model(
     assert all(torch.equal(ours[name], exported[name]) for name in ours)
 
 
+@pytest.mark.full
 def test_a_finished_run_is_left_as_it_is_and_can_be_made_longer(
     arithmetic: Path, whole_runs: dict[str, Path], tmp_path: Path
 ) -> None:

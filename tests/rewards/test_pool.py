@@ -70,7 +70,7 @@ def single():
 
 @pytest.fixture(scope="module")
 def pool():
-    with VerifierPool(workers=2, timeout_seconds=1.5) as shared:
+    with VerifierPool(workers=2, timeout_seconds=3.0) as shared:
         yield shared
 
 
