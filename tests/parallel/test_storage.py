@@ -175,7 +175,7 @@ def test_want_of_memory_loses_nothing() -> None:
 
 
 def run_out_of_memory() -> dict[str, object]:
-    """Four storages of 64 MiB, where there is room for two more: in a fresh process, as elsewhere threads of old process
+    """Four storages of 64 MiB, where there is room for two more: in a fresh process; elsewhere threads of old process
     groups may end meanwhile and make room."""
     tensors = random_tensors(*[16 * MIB] * 4)
     kept = StorageSet("weights", lambda: tensors, keep=True, device=CPU)
