@@ -3,6 +3,7 @@ way of its weights in and out."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -39,6 +40,15 @@ FULL_LAYOUTS = [
     Case(tensor=2, data=2, sequence=True, expert=2, max_tokens=64),
     Case(tensor=2, data=2, sequence=True, expert=4, max_tokens=64),
 ]
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[RankPool]:
+    """Processes of their own. Megatron's token dispatcher keeps the graph of its last forward pass, so the model and
+    its process groups, where no collection of garbage sees it: here their threads end with the processes."""
+    pool = RankPool()
+    yield pool
+    pool.close()
 
 
 @pytest.fixture(scope="module")
