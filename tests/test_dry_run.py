@@ -107,8 +107,8 @@ TINY = (
         (SMALL_R1, ["run.output_dir=~/run"], ['run.output_dir "~/run": needed: a path, written in full']),
         (SMALL_R1, ["data.format=bobba"], ['data.format is "bobba"', 'Did you mean "boba"?']),
         (SMALL_R1, ["data.train_weights=[.inf]"], ["data.train_weights is [inf]; needed: above 0"]),
-        (SMALL_R1, ["data.train_path=" + "x" * 400], ['data.train_path: there is no file "xxx']),
-        (SMALL_R1, ["model.path=" + "x" * 400], ['model.path: there is no folder "xxx']),
+        (SMALL_R1, ["data.train_path=" + "x" * 400], ["data.train_path has a name of 400 bytes"]),
+        (SMALL_R1, ["model.path=" + "x" * 400], ["model.path has a name of 400 bytes"]),
         (SMALL_R1, ["run.sead=1"], ['unknown key "run.sead", did you mean "run.seed"?']),
     ],
 )
