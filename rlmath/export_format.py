@@ -11,7 +11,7 @@ from rlmath.checkpoint.hf_tables import parameter_count
 from rlmath.config import Config
 from rlmath.model_shape import ModelShape
 from rlmath.parallel.device import resolve_kind
-from rlmath.run_folder import BEST_FOLDER, MODELS_FOLDER
+from rlmath.run_folder import BEST_FOLDER, stage_folder
 from rlmath.save_times import models_of, points_of
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -58,7 +58,7 @@ def most_models(config: Config) -> int:
 
 def _models_there(config: Config) -> int:
     """Those of its stages, and the best one, that an earlier start has left."""
-    folder = Path(config.run.output_dir)
-    names = [f"{MODELS_FOLDER}/stage-{number + 1}" for number in range(len(config.stages.steps))]
-    names += [BEST_FOLDER] * config.validation.keep_best
-    return sum((folder / name).is_dir() for name in names)
+    run = config.run.output_dir
+    folders = [stage_folder(run, number) for number in range(len(config.stages.steps))]
+    folders += [Path(run) / BEST_FOLDER] * config.validation.keep_best
+    return sum(folder.is_dir() for folder in folders)

@@ -55,6 +55,15 @@ _NO_OBSTACLE = (LOCK_NAME, "exit_status.json", "stacks")
 _SCRATCH = re.compile(rf"\.{re.escape(CONFIG_NAME)}\..*\.tmp")
 
 
+def stage_folder(output_dir: str | Path, number: int) -> Path:
+    """Where a run keeps the model of a stage, which is counted from 0 as in `Stage`.
+
+    >>> str(stage_folder("outputs/a", 0))
+    'outputs/a/models/stage-1'
+    """
+    return Path(output_dir) / MODELS_FOLDER / f"stage-{number + 1}"
+
+
 def check_output_folder(
     output_dir: str | Path, config: Config, needed_bytes: int = 0, goes_on: bool = False
 ) -> None:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from pathlib import Path
 
 from rlmath.parallel.collectives import from_rank_zero
-from rlmath.run_folder import MODELS_FOLDER
+from rlmath.run_folder import stage_folder
 from rlmath.saver import Saver
 from rlmath.stages import Stage, has_stages
 
@@ -24,7 +23,7 @@ def keep_stage_model(saver: Saver, stages: Sequence[Stage], step: int, even_if_t
     ended = next((stage for stage in stages if stage.end == step), None)
     if ended is None or not has_stages(config):
         return
-    folder = Path(config.run.output_dir) / MODELS_FOLDER / f"stage-{ended.number + 1}"
+    folder = stage_folder(config.run.output_dir, ended.number)
     if not even_if_there and from_rank_zero(folder.is_dir()):
         return
     try:
