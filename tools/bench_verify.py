@@ -110,7 +110,8 @@ def hanging(count: int) -> list[Case]:
     """Answers on which sympy works for minutes, each another one."""
     return [
         Case(
-            f"\\boxed{{\\int_0^1 \\frac{{\\sin(x^x)}}{{e^{{x^x}}+{number}}} dx}}",
+            f"\\boxed{{\\int_0^1 \\frac{{\\sin(x^{{x^x}})+\\cos(\\ln(x+{number + 1}))}}"
+            f"{{e^{{x^x}}+\\tan(x+{number + 1})}} dx}}",
             ("\\int_0^1 2x dx",),
             "hanging",
         )

@@ -115,10 +115,17 @@ HEAVY = [
 """Each is heavy for some parser or evaluator; ours decides at once, or hands on what is harmless."""
 
 HANG_SOLUTIONS = ("\\int_0^1 3x^2 dx",)
-HANGING = [f"\\int_0^1 \\frac{{\\sin(x^x)}}{{e^{{x^x}}+{number}}} dx" for number in range(3)] + [
-    "\\int_0^{\\infty} e^{-x^x} dx",
-]
-"""Mathematics that only math-verify reads, and on which sympy works for minutes or more."""
+
+
+def hanging(number: int) -> str:
+    """One of many answers that only math-verify reads, and on which sympy works for minutes on any machine."""
+    return (
+        f"\\int_0^1 \\frac{{\\sin(x^{{x^x}})+\\cos(\\ln(x+{number + 1}))}}"
+        f"{{e^{{x^x}}+\\tan(x+{number + 1})}} dx"
+    )
+
+
+HANGING = [*map(hanging, range(3)), "\\int_0^{\\infty} e^{-x^x} dx"]
 
 TEXTS = [
     "\\boxed{" * 10_000,

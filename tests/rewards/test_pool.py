@@ -13,11 +13,11 @@ import pytest
 
 from rlmath.rewards.pool import VerifierPool
 from rlmath.rewards.verify import Verdict
+from tests.rewards.attacks import boxed, hanging
 
 
 def hang(number: int = 0) -> str:
-    """One of many answers on which sympy works for minutes."""
-    return f"\\boxed{{\\int_0^1 \\frac{{\\sin(x^x)}}{{e^{{x^x}}+{number}}} dx}}"
+    return boxed(hanging(number))
 
 
 HANG = hang()

@@ -6,17 +6,14 @@ from pathlib import Path
 import pytest
 
 from tests.programs import run
+from tests.rewards.attacks import HANG_SOLUTIONS, boxed, hanging
 
 TOOL = "tools/verify_answers.py"
 GOOD = [
     {"id": "a", "completion": "so \\boxed{\\sqrt{4}}", "solutions": ["2"]},
     {"id": 2, "completion": "\\boxed{3}", "solutions": ["\\boxed{2}"], "task": "math"},
     {"id": "c", "completion": "no box", "solutions": ["2"]},
-    {
-        "id": "d",
-        "completion": "\\boxed{\\int_0^1 \\frac{\\sin(x^x)}{e^{x^x}} dx}",
-        "solutions": ["\\int_0^1 3x^2 dx"],
-    },
+    {"id": "d", "completion": boxed(hanging(0)), "solutions": list(HANG_SOLUTIONS)},
     {"id": "\ud800", "completion": "\\boxed{\ud800\u0000}", "solutions": ["x"]},
     {"id": None, "completion": "\\boxed{50\\%}", "solutions": ["7", "\\frac{1}{2}"]},
 ]
