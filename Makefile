@@ -24,7 +24,7 @@ PURE = rlmath/algo rlmath/packing rlmath/rewards rlmath/data rlmath/types.py rlm
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo test test-full test-megatron-next lint format clean python venv venv-next venv-lint
+.PHONY: help demo test test-full test-slurm test-megatron-next lint format clean python venv venv-next venv-lint
 
 help: ## say what there is
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 28
@@ -38,13 +38,18 @@ test: venv ## run the tests that CI runs
 test-full: venv ## run every test, also the long ones; gpu and slurm skip themselves where there is none
 	.venv/bin/python -m pytest $(ARGS)
 
+test-slurm: venv ## run the tests on a Slurm of their own, which root on Debian gets installed
+	@tests/slurm/install.sh
+	.venv/bin/python -m pytest -m "slurm and not full" $(ARGS)
+
 test-megatron-next: venv-next ## run the parity tests against the Megatron-Core of the GPU lock
 	.venv-next/bin/python -m pytest -m parity $(ARGS)
 
-lint: venv venv-lint ## check format, rules and the pure packages' types
+lint: venv venv-lint ## check format, rules, the pure packages' types and the Dockerfile
 	.venv-lint/bin/ruff format --check .
 	.venv-lint/bin/ruff check .
 	.venv-lint/bin/basedpyright --pythonpath .venv/bin/python $(wildcard $(PURE))
+	.venv-lint/bin/hadolint Dockerfile
 
 format: venv-lint ## format the code and fix what can be fixed
 	.venv-lint/bin/ruff format .

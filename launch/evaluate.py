@@ -17,16 +17,20 @@ if __name__ == "__main__":
 
 import argparse
 import logging
+import os
+import signal
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from rlmath import garbage
 from rlmath.config import RolloutConfig
 from rlmath.evaluate.comparison import comparison_text, read_results
 from rlmath.evaluate.plan import Plan
-from rlmath.guard.exit_status import MISTAKE
+from rlmath.guard.exit_status import FAILURE, FINISHED, MISTAKE, SAVED_AND_STOPPED, write_exit_status
 from rlmath.parallel.device import environment_rank, resolve_kind
+from rlmath.run_folder import sole_user
 from rlmath.setting_ranges import RANGES, TEMPLATES
 from rlmath.settings import raise_problems
 from rlmath.start import end_broken, tell_mistake
@@ -49,18 +53,43 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(comparison_text(*(read_results(path) for path in given.compare)))
             return 0
         plan, rollout = plan_of(given), rollout_of(given)
+        stop_on_signal(plan.output)
         # Imported only now: a mistake is told before vLLM is loaded.
         from rlmath.evaluate.evaluation import Judges, evaluate
 
         garbage.settle()
         evaluate(plan, rollout, Judges(given.judges, given.judge_timeout), resolve_kind(given.device))
+        leave_word(plan.output, FINISHED, "the tables are written")
         garbage.leave()
     except ValueError as error:
         tell_mistake(error)
+        leave_word(given.output, MISTAKE, str(error))
         return MISTAKE
-    except BaseException:
+    except BaseException as error:
+        leave_word(given.output, FAILURE, f"{type(error).__name__}: {error}")
         end_broken()
     return 0
+
+
+def stop_on_signal(output: Path) -> None:
+    """SIGUSR1, which Slurm sends before the time limit, ends this rank where it is: what was judged is on the disk.
+    (SIGTERM is what torchrun ends the ranks with after one has failed, and says nothing of this one.)"""
+
+    def stop(_number: int, _frame: object) -> None:
+        try:
+            if environment_rank() == 0:
+                write_exit_status(output, SAVED_AND_STOPPED, "stopped by SIGUSR1: the same command goes on")
+        finally:
+            os._exit(SAVED_AND_STOPPED)
+
+    signal.signal(signal.SIGUSR1, stop)
+
+
+def leave_word(output: Path | None, status: int, message: str) -> None:
+    """How the evaluation ended, for launch/exit_status.py; rank 0's, and not where another one is at work."""
+    if environment_rank() == 0 and output is not None and output.is_dir():
+        with suppress(OSError, ValueError), sole_user(output):
+            write_exit_status(output, status, message.partition("\n")[0])
 
 
 def plan_of(given: argparse.Namespace) -> Plan:

@@ -1,32 +1,32 @@
 """End with the status that a run ended with, for scripts; torchrun itself ends with 1 whatever its ranks ended with.
 
-torchrun ... launch/train_grpo.py ARGUMENTS || python launch/exit_status.py ARGUMENTS
+torchrun ... launch/train_grpo.py ... run.output_dir=FOLDER || python launch/exit_status.py FOLDER
 
-0 finished, 1 failed, 2 mistake in the settings, 75 saved and stopped, 76 not saved in time (see rlmath/guard).
-With RLMATH_CLEAR_EXIT_STATUS=1 it forgets an earlier run's status instead.
+FOLDER is run.output_dir, or --output of an evaluation. 0 finished, 1 failed, 2 mistake in the settings, 75 saved and
+stopped, 76 not saved in time. With --clear an earlier run's status is forgotten instead. Needs nothing but Python.
 """
 
 from __future__ import annotations
 
-import os
+import argparse
 import sys
 
-from rlmath.config_files import load_config, split_arguments
 from rlmath.guard.exit_status import MEANINGS, MISTAKE, clear_exit_status, read_exit_status
 
 
 def main() -> int:
-    try:
-        folder = load_config(
-            *split_arguments("Tell how the last run of these settings ended.")
-        ).run.output_dir
-    except ValueError as error:
-        print(error, file=sys.stderr)
-        return MISTAKE
-    if os.environ.get("RLMATH_CLEAR_EXIT_STATUS") == "1":
-        clear_exit_status(folder)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("folder", metavar="FOLDER", help="what the run writes into")
+    parser.add_argument("--clear", action="store_true", help="forget how an earlier run ended there")
+    given = parser.parse_args()
+    if given.clear:
+        try:
+            clear_exit_status(given.folder)
+        except OSError as error:
+            print(f"{given.folder} cannot be written: {error}", file=sys.stderr)
+            return MISTAKE
         return 0
-    found = read_exit_status(folder)
+    found = read_exit_status(given.folder)
     print(f"status {found.status} ({MEANINGS[found.status]}): {found.message}")
     return found.status
 

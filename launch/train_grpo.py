@@ -21,6 +21,7 @@ from rlmath.export_format import output_bytes
 from rlmath.guard.exit_status import MISTAKE
 from rlmath.inputs import Inputs, load_inputs
 from rlmath.parallel.device import environment_rank, environment_world_size
+from rlmath.parallel.meeting import Meeting
 from rlmath.preflight import check_config
 from rlmath.prepared import Prepared
 from rlmath.recovery import find_recovery, origin_of
@@ -75,12 +76,12 @@ def prepare(config: Config) -> Prepared[Inputs]:
     return Prepared(config, shape, inputs, origin, recovery, validation)
 
 
-def train(prepared: Prepared[Inputs]) -> int:
+def train(prepared: Prepared[Inputs], meeting: Meeting | None) -> int:
     # Imported only now: a mistake is told before Megatron and vLLM are loaded.
     from rlmath.run import run_training
 
     garbage.settle()
-    return run_training(prepared)
+    return run_training(prepared, meeting)
 
 
 if __name__ == "__main__":

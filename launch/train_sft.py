@@ -18,6 +18,7 @@ from rlmath.config import Config
 from rlmath.config_files import load_config, split_arguments
 from rlmath.export_format import output_bytes
 from rlmath.parallel.device import environment_world_size
+from rlmath.parallel.meeting import Meeting
 from rlmath.prepared import Prepared
 from rlmath.recovery import find_recovery
 from rlmath.run_folder import check_output_folder
@@ -43,12 +44,12 @@ def prepare(given: Config) -> Prepared[SftInputs]:
     return Prepared(config, shape, inputs, origin, recovery)
 
 
-def train(prepared: Prepared[SftInputs]) -> int:
+def train(prepared: Prepared[SftInputs], meeting: Meeting | None) -> int:
     # Imported only now: a mistake is told before Megatron is loaded.
     from rlmath.sft.run import run_sft
 
     garbage.settle()
-    return run_sft(prepared)
+    return run_sft(prepared, meeting)
 
 
 if __name__ == "__main__":

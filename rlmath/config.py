@@ -32,6 +32,9 @@ class RunConfig:
     distributed_timeout_seconds: float = 1800.0
     """How long a collective waits for its peers before the run ends with an error (seconds; Megatron's groups round it
     up to minutes, vLLM's have limits of their own)."""
+    start_timeout_seconds: float = 600.0
+    """How long the ranks wait for each other at the start before the run ends and names those that are missing
+    (seconds; torchrun's own join_timeout is as long): reading data and importing libraries must be done by then."""
     stop_grace_seconds: float = 300.0
     """How long the run may take to save and stop after SIGTERM or SIGUSR1 (seconds); after that it is ended unsaved."""
     heartbeat_timeout_seconds: float = 120.0

@@ -9,6 +9,7 @@ The CUDA context and NCCL's first buffers are there before and come on top.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 from rlmath.config import RolloutConfig
 from rlmath.model_shape import ModelShape
@@ -48,6 +49,7 @@ def engine_bytes(
     return EngineBytes(weights, workspace, share - weights - workspace, _graph_bytes(rollout))
 
 
+@lru_cache(maxsize=64)
 def weight_bytes(shape: ModelShape, ranks: int, itemsize: int, packed_head: bool) -> int:
     """Weights of one of `ranks` engine ranks, with the table of rotary angles that all layers share.
 

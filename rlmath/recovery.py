@@ -41,6 +41,7 @@ MAY_CHANGE = (
     "run.device",
     "run.recover_mode",
     "run.distributed_timeout_seconds",
+    "run.start_timeout_seconds",
     "run.stop_grace_seconds",
     "run.heartbeat_timeout_seconds",
     "run.hang_timeout_seconds",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import time
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from rlmath.parallel.device import (
     held_bytes,
     open_device,
 )
+from rlmath.parallel.meeting import Meeting
 from rlmath.parallel.mesh import Mesh
 from rlmath.parts import Parts
 from rlmath.preflight import harmless_settings
@@ -39,14 +41,16 @@ from rlmath.run_steps import (
     stop_early,
 )
 from rlmath.saver import Saver, Training
+from rlmath.slow_ranks import SlowRanks
 from rlmath.stage_models import keep_stage_model
 from rlmath.stages import stage_lines
 from rlmath.trainer import Trainer
 from rlmath.validation import Validator
 
 
-def run_training(prepared: Prepared) -> int:
-    """Train as prepared; the exit status of the program. All that can be known to be wrong was checked before.
+def run_training(prepared: Prepared, meeting: Meeting | None) -> int:
+    """Train as prepared; the exit status of the program. All that can be known to be wrong was checked before, and the
+    ranks have met.
 
     After an error the process group is left as it is: peers may wait in it, and taking it down could wait for them.
     Whoever calls this ends the process then.
@@ -63,7 +67,7 @@ def run_training(prepared: Prepared) -> int:
             # The judges start before process groups and engines, whose threads they must not inherit.
             pool = stack.enter_context(open_judges(config.reward))
         lines = _start_lines(prepared, mesh)
-        heart, chosen = enter_run(stack, prepared, mesh, device, stop, lines)
+        heart, chosen = enter_run(stack, prepared, meeting, mesh, device, stop, lines)
         if mesh.rank == 0:
             write_report(config.run.output_dir, prepared.inputs.reports)
         parts, engine = build_parts(config, prepared.shape, prepared.inputs, mesh, device, pool, heart)
@@ -132,19 +136,27 @@ def _train(
     return leave(reporter, finish(training, total_steps))
 
 
+def _seconds_alone(parts: Parts) -> float:
+    models = [parts.actor.executor, *([] if parts.reference is None else [parts.reference])]
+    return sum(model.take_seconds_alone() for model in models)
+
+
 def _make_steps(
     steps: range, trainer: Trainer, saver: Saver, parts: Parts, reporter: Reporter | None, heart: Heart
 ) -> tuple[int, str] | None:
     """Where a run that stops before its end does so: how many steps are done, and what asked for it."""
+    slow = SlowRanks(parts.mesh)
     for number in steps:
         heart.step = number + 1
         record = trainer.step(number)
         if isinstance(record, str):
             saver.save_to_stop(number)
             return number, record
+        times = slow.after_step(_seconds_alone(parts), heart.slowest_answer())
         memory = held_bytes(parts.actor.executor.device) / 2**30
         if reporter is not None:
-            reporter.step(number, record, memory, saver.seconds)
+            told = dataclasses.replace(record, metrics=record.metrics | times)
+            reporter.step(number, told, memory, saver.seconds)
         reason = saver.after(number + 1, is_last=number + 1 == steps.stop)
         if reason is not None and number + 1 < steps.stop:
             return number + 1, reason

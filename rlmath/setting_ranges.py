@@ -54,6 +54,7 @@ RANGES: dict[str, Range] = {
     "run.total_epochs": _COUNT,
     "run.total_steps": _COUNT,
     "run.distributed_timeout_seconds": Range(0, 30 * 86400, open_low=True),
+    "run.start_timeout_seconds": Range(0, 30 * 86400, open_low=True),
     "run.stop_grace_seconds": Range(0, 30 * 86400, open_low=True),
     "run.heartbeat_timeout_seconds": Range(5, 30 * 86400, why="Ranks beat once a second."),
     "run.hang_timeout_seconds": Range(5, 30 * 86400, why="Ranks beat once a second."),

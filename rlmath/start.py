@@ -13,10 +13,13 @@ from pathlib import Path
 from typing import NoReturn
 
 from rlmath import garbage
-from rlmath.config import Config
+from rlmath.config import Config, RunConfig
 from rlmath.guard.exit_status import FAILURE, MISTAKE, clear_exit_status, write_exit_status
 from rlmath.guard.launcher import under_torchrun
+from rlmath.guard.verdict import first_line
+from rlmath.node_checks import facts_of, meet, meet_with_mistake
 from rlmath.parallel.device import environment_rank
+from rlmath.parallel.meeting import Meeting, NotAllHere, open_meeting
 from rlmath.parent_death import end_with_parent
 from rlmath.prepared import Prepared
 from rlmath.recovery import find_recovery
@@ -31,27 +34,42 @@ OTHERS_WAIT_SECONDS = 10.0
 def start(
     load: Callable[[], Config],
     prepare: Callable[[Config], Prepared],
-    train: Callable[[Prepared], int],
+    train: Callable[[Prepared, Meeting | None], int],
 ) -> int:
-    """Load the settings, check them, take the run's folder, train: one of `rlmath.guard.exit_status`.
+    """Load the settings, check them, take the run's folder, meet the other ranks, train: one of
+    `rlmath.guard.exit_status`.
 
     `load` and `prepare` raise ValueError for all that can be known to be wrong before the start; `train` is called only
-    then, and where it fails, this process ends at once.
+    then, and where it fails, this process ends at once. The meeting is None where there is one rank.
     """
     setup_logging(environment_rank())
-    config = None
+    config, meeting = None, None
     with ExitStack() as stack:
         try:
-            config = load()
-            prepared = prepare(config)
-            if environment_rank() == 0:
-                prepared = _take_folder(prepared, stack)
-        except ValueError as error:
+            meeting = open_meeting(RunConfig.start_timeout_seconds)
+            try:
+                config = load()
+                prepared = prepare(config)
+                if environment_rank() == 0:
+                    prepared = _take_folder(prepared, stack)
+            except (ValueError, OSError) as error:
+                if meeting is not None and meeting.place.several_nodes:
+                    meet_with_mistake(meeting, error, _patience(config))
+                raise
+            if meeting is not None:
+                meet(meeting, facts_of(prepared), _patience(config))
+        except (ValueError, NotAllHere) as error:
+            status = MISTAKE if isinstance(error, ValueError) else FAILURE
             tell_mistake(error)
+            stack.close()
             if environment_rank() == 0 and config is not None:
-                _leave_word(config.run.output_dir, str(error).partition("\n")[0])
-            return MISTAKE
-        return _train(prepared, train)
+                _leave_word(config.run.output_dir, status, str(error).partition("\n")[0])
+            return status
+        return _train(prepared, meeting, train)
+
+
+def _patience(config: Config | None) -> float:
+    return RunConfig.start_timeout_seconds if config is None else config.run.start_timeout_seconds
 
 
 def _take_folder(prepared: Prepared, stack: ExitStack) -> Prepared:
@@ -63,32 +81,36 @@ def _take_folder(prepared: Prepared, stack: ExitStack) -> Prepared:
     return replace(prepared, recovery=recovery)
 
 
-def _leave_word(output_dir: str, message: str) -> None:
+def _leave_word(output_dir: str, status: int, message: str) -> None:
     """Tell whoever looks at the folder's exit status; not in one that is not there, nor in one where a run is at
     work."""
     with suppress(ValueError, OSError):
         if Path(output_dir).is_dir():
             with sole_user(output_dir):
-                write_exit_status(output_dir, MISTAKE, message)
+                write_exit_status(output_dir, status, message)
 
 
-def _train(prepared: Prepared, train: Callable[[Prepared], int]) -> int:
+def _train(
+    prepared: Prepared, meeting: Meeting | None, train: Callable[[Prepared, Meeting | None], int]
+) -> int:
     """The run; after an error this process ends at once."""
     if under_torchrun():
         # Without torchrun a rank would wait long for its peers. Once they have met, the heart watches over it.
         end_with_parent(os.getppid())
     try:
-        status = train(prepared)
+        status = train(prepared, meeting)
         garbage.leave()
         return status
-    except BaseException:
+    except BaseException as error:
+        if meeting is not None:
+            meeting.tell_failure(first_line(error))
         end_broken()
 
 
-def tell_mistake(error: ValueError) -> None:
-    """Rank 0 speaks first: the launcher ends all others as soon as one has ended. A mistake that only another node sees
-    (a path that is missing there) is told after the wait."""
-    if environment_rank() != 0:
+def tell_mistake(error: Exception) -> None:
+    """The first rank of each node speaks first: its launcher ends the others as soon as one has ended. What only
+    another rank sees is told after the wait."""
+    if os.environ.get("LOCAL_RANK", str(environment_rank())) != "0":
         time.sleep(OTHERS_WAIT_SECONDS)
     logger.error("%s", error)
 

@@ -11,6 +11,7 @@ Python data, cheap to gather to every rank.
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -56,9 +57,9 @@ class Completion:
 
     sample_index: int
     """Position in its group, 0 <= sample_index < group size."""
-    token_ids: tuple[int, ...]
-    """Sampled tokens, the end-of-sequence token included when there was one."""
-    logprobs: tuple[float, ...]
+    token_ids: Sequence[int]
+    """Sampled tokens, the end-of-sequence token included when there was one; from an engine an array, 4 bytes each."""
+    logprobs: Sequence[float]
     """Log-probability of each token under the distribution it was really sampled from (nats)."""
     text: str
     """Decoded without special tokens."""
@@ -102,9 +103,9 @@ class ScoredGroup:
 class Sample:
     """One sequence to train on: prompt and completion, with what the loss needs."""
 
-    prompt_ids: tuple[int, ...]
-    completion_ids: tuple[int, ...]
-    behaviour_logprobs: tuple[float, ...]
+    prompt_ids: Sequence[int]
+    completion_ids: Sequence[int]
+    behaviour_logprobs: Sequence[float]
     """One per completion token (nats)."""
     advantage: float
     """Shared by all tokens of the completion."""

@@ -109,7 +109,7 @@ class Moved:
 def count(explained: Explained) -> Moved:
     """One walk over the plan: it may have hundreds of thousands of copies."""
     plan, mesh, node = explained.plan, explained.mesh, explained.ranks_per_node or explained.mesh.world_size
-    copied = [sum(copy.elements for copy in copies) for copies in plan.local]
+    copied = [sum(copy.elements for copy in copies) for copies in plan.local.values()]
     sent, received, reasons, between = Counter(), Counter(), Counter(), 0
     reason_of = _Reasons(explained)
     for copies in plan.rounds:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 
-from rlmath.config import RolloutConfig
+from rlmath.config import RolloutConfig, RunConfig
 from rlmath.data.tokenizer import load_tokenizer
 from rlmath.evaluate.benchmarks import (
     Benchmark,
@@ -33,8 +33,11 @@ from rlmath.evaluate.plan import Plan
 from rlmath.evaluate.report import boxed_table, first_table, second_table, write_results
 from rlmath.evaluate.results import BenchmarkResult, result_of
 from rlmath.evaluate.store import agree_on_settings, cut_unfinished_lines, read_outcomes, read_settings
+from rlmath.guard.exit_status import clear_exit_status
+from rlmath.node_checks import environment_facts, meet
 from rlmath.parallel.collectives import from_rank_zero
 from rlmath.parallel.device import environment_rank, environment_world_size, init_process_group, open_device
+from rlmath.parallel.meeting import open_meeting
 from rlmath.parallel.mesh import Mesh
 from rlmath.rewards.pool import VerifierPool
 from rlmath.run_folder import sole_user
@@ -83,7 +86,7 @@ def evaluate(
         if mesh.speaks_for_engine:
             # The judges start before process groups and engines, whose threads they must not inherit.
             pool = stack.enter_context(VerifierPool(judges.workers, judges.timeout_seconds))
-        init_process_group(device, LONGEST_WAIT_SECONDS)
+        init_process_group(device, LONGEST_WAIT_SECONDS, _meet())
         stack.callback(_leave)
         prepared = _prepare_on_rank_zero(plan, rollout, mesh, stack)
         if not prepared.missing:
@@ -92,6 +95,15 @@ def evaluate(
             sample_missing(engine, prepared.missing, plan, prepared.lengths, prepared.model.folder, pool)
             dist.barrier()
             return _report(plan, prepared) if rank == 0 else None
+
+
+def _meet() -> dist.Store | None:
+    """The store for the process group once all ranks are here and their nodes are alike; None for one rank alone."""
+    meeting = open_meeting(RunConfig.start_timeout_seconds)
+    if meeting is None:
+        return None
+    meet(meeting, environment_facts(), RunConfig.start_timeout_seconds)
+    return meeting.group_store(LONGEST_WAIT_SECONDS)
 
 
 def _stand_alone() -> None:
@@ -111,6 +123,7 @@ def _prepare_on_rank_zero(plan: Plan, rollout: RolloutConfig, mesh: Mesh, stack:
     if mesh.rank == 0:
         try:
             stack.enter_context(sole_user(plan.output, "--output"))
+            clear_exit_status(plan.output)
             prepared = _prepare(plan, rollout)
         except ValueError as error:
             mistake = str(error)

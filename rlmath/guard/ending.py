@@ -5,11 +5,12 @@ from __future__ import annotations
 import logging
 import os
 import time
+from pathlib import Path
 from typing import NoReturn
 
 import torch.distributed as dist
 
-from rlmath.guard.exit_status import FAILURE, write_exit_status
+from rlmath.guard.exit_status import FAILURE, FILE_NAME, write_exit_status
 from rlmath.guard.pulse import Pulse
 from rlmath.guard.stacks import innermost_call, stacks_path, write_stacks
 from rlmath.guard.verdict import Verdict
@@ -41,8 +42,10 @@ class Ending:
             self.leave()
 
     def record(self, verdict: Verdict) -> None:
-        """Leave the exit status behind, if it is for this rank to do so."""
-        if self._rank == verdict.author:
+        """Leave the exit status behind, if it is for this rank to do so. Who lost the store does not know why, and
+        leaves the word of one who does."""
+        told = verdict.kind == "store" and (Path(self._output_dir) / FILE_NAME).exists()
+        if self._rank == verdict.author and not told:
             write_exit_status(self._output_dir, FAILURE, verdict.message)
 
     def leave(self) -> NoReturn:
@@ -52,8 +55,10 @@ class Ending:
 
     def pulses(self, store: dist.Store) -> dict[int, Pulse]:
         """The last pulse of every rank that gave one."""
+        # All ranks may ask at once: two requests each, if all ranks have beaten.
         keys = [f"pulse/{rank}" for rank in range(self._world_size)]
-        there = [rank for rank, key in enumerate(keys) if store.check([key])]
+        all_there = store.check(keys)
+        there = [rank for rank, key in enumerate(keys) if all_there or store.check([key])]
         said = store.multi_get([keys[rank] for rank in there]) if there else []
         return {rank: Pulse.from_json(text) for rank, text in zip(there, said, strict=True)}
 

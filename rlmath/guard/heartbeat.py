@@ -19,6 +19,7 @@ import logging
 import os
 import threading
 import time
+import uuid
 from datetime import timedelta
 from types import TracebackType
 
@@ -31,6 +32,7 @@ from rlmath.guard.launcher import under_torchrun
 from rlmath.guard.pulse import Pulse, birth_of, home, host_name, is_gone
 from rlmath.guard.signals import LAUNCHER_ENDED, StopRequest
 from rlmath.guard.verdict import Verdict
+from rlmath.parallel.collectives import from_rank_zero
 
 logger = logging.getLogger(__name__)
 
@@ -88,6 +90,9 @@ class Heart:
         self._silence = dict.fromkeys(self._ring, 0.0)
         self._seen: dict[int, Pulse] = {}
         self._still = self._unanswered = 0.0
+        self._slowest_answer = 0.0
+        # torchrun keeps the store over restarts, and its count of them differs between nodes.
+        self._start = from_rank_zero(uuid.uuid4().hex)
         self._store = self._connect(settings.distributed_timeout_seconds)
 
     def __enter__(self) -> Heart:
@@ -121,6 +126,11 @@ class Heart:
         """A long phase goes on: an engine step, a micro-batch. Costs nothing."""
         self._moves += 1
 
+    def slowest_answer(self) -> float:
+        """How long the store let this rank wait at most since this was last asked (seconds)."""
+        slowest, self._slowest_answer = self._slowest_answer, 0.0
+        return slowest
+
     def failed(self, error: BaseException) -> None:
         """Tell the others why this rank ends; returns when they can know, or after TELL_SECONDS.
 
@@ -153,8 +163,11 @@ class Heart:
 
     def _exchange(self, passed: float) -> None:
         """One beat; `passed` seconds after the last one."""
+        asked = time.perf_counter()
         self._store.set(f"pulse/{self._rank}", self._pulse().as_json())
-        if self._store.check([VERDICT]):
+        verdict_is_there = self._store.check([VERDICT])
+        self._slowest_answer = max(self._slowest_answer, time.perf_counter() - asked)
+        if verdict_is_there:
             self._end(Verdict.from_json(self._store.get(VERDICT)))
         for rank in self._ring:
             self._look_at(rank, passed)
@@ -247,9 +260,7 @@ class Heart:
         host, port = self._address
         wait = timedelta(seconds=seconds)
         store = dist.TCPStore(host, port, is_master=False, timeout=wait, wait_for_workers=False)
-        run = os.environ.get("TORCHELASTIC_RUN_ID", "none")
-        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        return dist.PrefixStore(f"rlmath/heart/{run}/{attempt}", store)
+        return dist.PrefixStore(f"rlmath/heart/{self._start}", store)
 
     def _reconnect(self, error: RuntimeError) -> None:
         if self._left:

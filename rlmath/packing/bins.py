@@ -4,15 +4,12 @@ A bin is a list of sample indices, later a micro-batch. Sums are taken in Python
 order of addition differs between processors, and all ranks must come to the same plan.
 """
 
-# Shape legend: B bins.
-
 from __future__ import annotations
 
 import bisect
+import heapq
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-
-import numpy as np
 
 Bin = list[int]
 
@@ -69,14 +66,23 @@ def pack_evenly(budget: Budget, members: Sequence[int], n_bins: int) -> list[Bin
     [[0, 1], [2, 3]]
     """
     bins: list[Bin] = [[] for _ in range(n_bins)]
-    tokens_B, costs_B = np.zeros(n_bins, dtype=np.int64), np.zeros(n_bins)
+    rooms, costs = [budget.max_tokens] * n_bins, [0.0] * n_bins
+    open_: list[tuple[float, int]] = []  # a heap of (cost, number): bins with room for the sample at hand
+    full = [(-room, number) for number, room in enumerate(rooms)]  # a heap, those with most room first
     for index in budget.longest_first(members):
         length = budget.lengths[index]
-        open_costs_B = np.where(tokens_B + length <= budget.max_tokens, costs_B, np.inf)
-        number = int(open_costs_B.argmin())
-        if open_costs_B[number] == np.inf:
+        while full and -full[0][0] >= length:
+            _, number = heapq.heappop(full)
+            heapq.heappush(open_, (costs[number], number))
+        if not open_:
             return None
+        _, number = heapq.heappop(open_)
         bins[number].append(index)
-        tokens_B[number] += length
-        costs_B[number] += budget.costs[index]
+        rooms[number] -= length
+        costs[number] += budget.costs[index]
+        # The next sample is not longer: a bin that has room for this one has it for all to come.
+        if rooms[number] >= length:
+            heapq.heappush(open_, (costs[number], number))
+        else:
+            heapq.heappush(full, (-rooms[number], number))
     return bins

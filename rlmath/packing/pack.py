@@ -58,12 +58,14 @@ class _Columns:
         assert len(sample.behaviour_logprobs) == n_completion, (
             f"sample {index}: one log-prob per token is needed"
         )
-        self.tokens += sample.prompt_ids + sample.completion_ids
+        self.tokens += sample.prompt_ids
+        self.tokens += sample.completion_ids
         self.completion_index += [-1] * n_prompt + list(range(n_completion))
         self.weights += [0.0] * n_prompt + [self._normalisation.weight(n_completion)] * n_completion
         self.loss_count += self._normalisation.count(n_completion)
         self.advantages += [0.0] * n_prompt + [sample.advantage] * n_completion
-        self.logprobs += (0.0,) * n_prompt + sample.behaviour_logprobs
+        self.logprobs += [0.0] * n_prompt
+        self.logprobs += sample.behaviour_logprobs
         self._end_segment(n_prompt + n_completion)
 
     def add_padding(self, count: int) -> None:

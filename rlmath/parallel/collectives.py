@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import pickle
+from collections.abc import Mapping, Sequence
 from typing import TypeVar
 
 import torch
@@ -22,9 +23,39 @@ def shared_store(name: str) -> dist.Store:
 
 def gather_objects(mine: T) -> list[T]:
     """What every rank holds, in order of ranks, on every rank. Objects travel pickled between our own processes."""
-    gathered: list[T | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, mine)
-    return gathered  # type: ignore[return-value]
+    content = torch.frombuffer(bytearray(pickle.dumps(mine)), dtype=torch.uint8)
+    sizes = torch.empty(dist.get_world_size(), dtype=torch.int64)
+    dist.all_gather_single(sizes, torch.tensor([len(content)]))
+    return [pickle.loads(part.numpy()) for part in _gather(content, sizes.tolist())]
+
+
+def gathered_bytes(sizes: Sequence[int]) -> tuple[bool, int]:
+    """How objects of so many pickled bytes are gathered: whether by a sum, and how many bytes a rank then sends.
+
+    Gathering fills every rank's part up to the largest. Where few ranks have much, a sum over a buffer with room for
+    all, in which each rank has written its part, costs less: it sends twice the buffer.
+
+    >>> gathered_bytes([800, 4, 4, 4]), gathered_bytes([300, 200, 200, 300])
+    ((True, 1624), (False, 1200))
+    """
+    filled_up, summed = len(sizes) * max(sizes), 2 * sum(sizes)
+    return summed < filled_up, min(summed, filled_up)
+
+
+def _gather(mine: torch.Tensor, sizes: Sequence[int]) -> Sequence[torch.Tensor]:
+    """The bytes of all ranks, by rank."""
+    rank, largest = dist.get_rank(), max(sizes)
+    by_sum, _ = gathered_bytes(sizes)
+    if not by_sum:
+        padded, everything = mine.new_zeros(largest), mine.new_empty(len(sizes), largest)
+        padded[: len(mine)] = mine
+        dist.all_gather_single(everything.view(-1), padded)
+        return [row[:size] for row, size in zip(everything, sizes, strict=True)]
+    everything = mine.new_zeros(sum(sizes))
+    parts = everything.split(list(sizes))
+    parts[rank].copy_(mine)
+    dist.all_reduce(everything)
+    return parts
 
 
 def from_rank_zero(mine: T) -> T:

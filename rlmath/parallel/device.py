@@ -13,6 +13,22 @@ import torch.distributed as dist
 
 DeviceKind = Literal["cpu", "cuda"]
 
+CUDA_DEFAULTS = {
+    # Megatron orders communication and computation by it; CUDA reads it when the device is first used.
+    "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+    # NCCL says why it fails, and nothing else (NCCL's user guide, environment variables).
+    "NCCL_DEBUG": "WARN",
+    # NCCL's buffers stay out of the address space that engines give up and take again: it held more memory with it
+    # (NVIDIA/nccl issue 1234) and weight syncs hung; verl and SkyRL (pull request 1629) set the same. NVLS needs it.
+    "NCCL_CUMEM_ENABLE": "0",
+}
+"""Environment of a rank on GPU where the user has not set it; docs/clusters.md lists them."""
+
+FULLY_CONNECTED_RANKS = 32
+"""Up to so many ranks, gloo connects every rank with every other one at the start, which tells a dead rank soonest.
+Beyond, it connects those that talk with each other: the full mesh of 512 ranks would take 520,000 requests and 1.1 GB
+through the run's one store, and more for every large group."""
+
 
 @dataclass(frozen=True)
 class Device:
@@ -53,15 +69,25 @@ def open_device(requested: str) -> Device:
             f"this rank is number {local_rank} of its node, which has {torch.cuda.device_count()} GPUs; "
             "start at most one rank per GPU (torchrun --nproc-per-node)"
         )
-    # Megatron orders communication and computation by it; CUDA reads it when the device is first used.
-    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    for name, value in CUDA_DEFAULTS.items():
+        os.environ.setdefault(name, value)
     torch.cuda.set_device(local_rank)
     return Device("cuda", torch.device("cuda", local_rank), "cpu:gloo,cuda:nccl", torch.bfloat16)
 
 
-def init_process_group(device: Device, timeout_seconds: float) -> None:
-    """Join the run's process group. A collective that waits longer than the timeout ends the rank with an error."""
-    dist.init_process_group(device.backend, timeout=timedelta(seconds=timeout_seconds))
+def init_process_group(device: Device, timeout_seconds: float, store: dist.Store | None = None) -> None:
+    """Join the run's process group. A collective that waits longer than the timeout ends the rank with an error.
+
+    `store` is where all ranks find each other, by `Meeting.group_store`; None leaves it to the launcher's environment.
+    """
+    if environment_world_size() > FULLY_CONNECTED_RANKS:
+        os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
+    timeout = timedelta(seconds=timeout_seconds)
+    if store is None:
+        dist.init_process_group(device.backend, timeout=timeout)
+        return
+    rank, world_size = environment_rank(), environment_world_size()
+    dist.init_process_group(device.backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
 
 
 def environment_world_size() -> int:

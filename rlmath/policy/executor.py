@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -11,11 +12,12 @@ from typing import Any
 
 import torch
 from megatron.core import parallel_state
+from megatron.core.distributed import finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
-from megatron.core.utils import get_attr_wrapped_model
+from megatron.core.utils import get_attr_wrapped_model, get_model_config
 from torch import Tensor
 
-from rlmath.parallel.device import Device
+from rlmath.parallel.device import Device, synchronize
 from rlmath.parallel.mesh import Mesh
 from rlmath.policy.attention import PackedSequences, pack_sequences
 from rlmath.policy.context_parallel import ContextSplit, split_pack, whole_logprobs
@@ -56,6 +58,8 @@ class Executor:
         self.held_back = held_back
         self.on_microbatch: Callable[[], None] = lambda: None
         """Called for every micro-batch: a sign of life."""
+        self._seconds_alone = 0.0
+        self._alone_until: float | None = None
         self._local_layers = uses_local_layers(device.kind)
 
     def run(
@@ -68,7 +72,11 @@ class Executor:
         number of micro-batches, a multiple of `Mesh.microbatch_multiple`.
         """
         numbered = list(enumerate(batches))
-        return get_forward_backward_func()(
+        if not forward_only:
+            get_model_config(self.chunks[0]).finalize_model_grads_func = self._put_gradients_together
+        self._alone_until = None
+        started = time.perf_counter()
+        results = get_forward_backward_func()(
             forward_step_func=partial(self._forward_step, on_logits, forward_only),
             data_iterator=[iter(numbered) for _ in self.chunks],
             model=self.chunks,
@@ -78,6 +86,24 @@ class Executor:
             forward_only=forward_only,
             collect_non_loss_data=forward_only,
         )
+        self._seconds_alone += (self._alone_until or self._now()) - started
+        return results
+
+    def take_seconds_alone(self) -> float:
+        """Since this was last asked, of forward and backward passes until gradients are put together: what this rank
+        and those of its own model replica needed, without waiting for other replicas."""
+        seconds, self._seconds_alone = self._seconds_alone, 0.0
+        return seconds
+
+    def _now(self) -> float:
+        """The time when the device has done what it was told (seconds)."""
+        synchronize(self.device)
+        return time.perf_counter()
+
+    def _put_gradients_together(self, *args: Any, **kwargs: Any) -> None:
+        """What Megatron calls after the last backward pass: here the ranks of all replicas wait for each other."""
+        self._alone_until = self._now()
+        finalize_model_grads(*args, **kwargs)
 
     def zero_grad(self) -> None:
         """Clear the gradient buffers; only of a model wrapped for training."""

@@ -12,7 +12,6 @@ from megatron.core import parallel_state, tensor_parallel
 from megatron.core.distributed import (
     DistributedDataParallel,
     DistributedDataParallelConfig,
-    finalize_model_grads,
 )
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -225,5 +224,4 @@ def wrap_for_training(
     wrapped = [DistributedDataParallel(config, reduction, chunk) for chunk in chunks]
     for chunk in wrapped:
         chunk.broadcast_params()
-    config.finalize_model_grads_func = finalize_model_grads
     return wrapped

@@ -6,6 +6,9 @@ once the scouts are out: an engine takes the rests of its own scouts, longest sc
 not begun. So the groups with long answers are known early and start early, and what is left for the end is short
 enough to be spread evenly. (Groups' lengths from a first sample, longest first: Seer, arXiv:2511.14617.)
 
+A second counter leads all engines together past the prompts whose rests others may not have begun. Each is looked at
+once, not once by every engine: what a rollout asks of the store grows with prompts plus engines, not their product.
+
 An engine draws as long as vLLM has a free place for a sequence, and nothing beyond, since what it holds nobody else
 can take. Before its first completion it draws no more than an even share of the scouts: another engine may still be
 waking up.
@@ -138,12 +141,9 @@ class _Drawer:
         self._store = store
         self._has_rest_P = has_rest_P
         self._mesh = mesh
-        count = len(has_rest_P)
-        self._even_share = -(-count // mesh.engines)
-        # Each engine looks for others' rests from another place on.
-        begin = count * mesh.engine_index // mesh.engines
-        self._others = [*range(begin, count), *range(begin)]
-        self._scouts_gone = False
+        self._even_share = -(-len(has_rest_P) // mesh.engines)
+        self._gone: set[str] = set()
+        """Counters that have led past the last prompt."""
         self._started: dict[int, int] = {}
         """By scout: the step at which it was drawn."""
         self._lengths: dict[int, int] = {}
@@ -174,15 +174,13 @@ class _Drawer:
         for prompt in self._won:
             self._store.delete_key(f"rest/{prompt}")
         if self._mesh.engine_index == 0:
-            self._store.delete_key("scouts")
+            for counter in ("scouts", "others"):
+                self._store.delete_key(counter)
 
     def _scout(self) -> list[Part]:
         """The next scout of all engines, or nothing."""
-        if self._scouts_gone:
-            return []
-        prompt = self._store.add("scouts", 1) - 1
-        if prompt >= len(self._has_rest_P):
-            self._scouts_gone = True
+        prompt = self._next("scouts")
+        if prompt is None:
             return []
         self._started[prompt] = self.steps
         if self._has_rest_P[prompt]:
@@ -196,10 +194,19 @@ class _Drawer:
             yield from self._rest(prompt)
 
     def _others_rests(self) -> Iterator[Part]:
-        while self._others:
-            prompt = self._others.pop()
+        while (prompt := self._next("others")) is not None:
             if self._has_rest_P[prompt] and prompt not in self._started:
                 yield from self._rest(prompt)
+
+    def _next(self, counter: str) -> int | None:
+        """The next prompt by a counter of all engines; None when it has led past the last one."""
+        if counter in self._gone:
+            return None
+        prompt = self._store.add(counter, 1) - 1
+        if prompt < len(self._has_rest_P):
+            return prompt
+        self._gone.add(counter)
+        return None
 
     def _length(self, prompt: int) -> int:
         return self._lengths.get(prompt, self.steps - self._started[prompt])

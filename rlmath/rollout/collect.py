@@ -174,7 +174,7 @@ class Collector:
 
     def _completion(self, generated: Generated) -> Completion:
         reason: FinishReason = "stop" if generated.finish_reason == "stop" else "length"
-        text = self._tokenizer.decode(generated.token_ids, skip_special_tokens=True)
+        text = self._tokenizer.decode(list(generated.token_ids), skip_special_tokens=True)
         return Completion(
             generated.key[1],
             generated.token_ids,

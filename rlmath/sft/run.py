@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from contextlib import ExitStack
+from dataclasses import replace
 
 import torch.distributed as dist
 
@@ -19,6 +20,7 @@ from rlmath.parallel.device import (
     held_bytes,
     open_device,
 )
+from rlmath.parallel.meeting import Meeting
 from rlmath.parallel.mesh import Mesh
 from rlmath.policy.actor import build_sft_actor
 from rlmath.policy.model import start_megatron
@@ -29,11 +31,13 @@ from rlmath.sft.inputs import SftInputs
 from rlmath.sft.memory import start_up_line
 from rlmath.sft.reporter import SftReporter
 from rlmath.sft.trainer import SftTrainer
+from rlmath.slow_ranks import SlowRanks
 from rlmath.telemetry.timers import PhaseTimers
 
 
-def run_sft(prepared: Prepared[SftInputs]) -> int:
-    """Train as prepared; the exit status of the program. All that can be known to be wrong was checked before.
+def run_sft(prepared: Prepared[SftInputs], meeting: Meeting | None) -> int:
+    """Train as prepared; the exit status of the program. All that can be known to be wrong was checked before, and the
+    ranks have met.
 
     After an error the process group is left as it is: peers may wait in it, and taking it down could wait for them.
     Whoever calls this ends the process then.
@@ -45,7 +49,8 @@ def run_sft(prepared: Prepared[SftInputs]) -> int:
     stop = StopRequest(config.run.stop_grace_seconds, config.run.output_dir, mesh.rank)
     stop.install()
     with ExitStack() as stack:
-        heart, chosen = enter_run(stack, prepared, mesh, device, stop, _start_lines(prepared, mesh))
+        lines = _start_lines(prepared, mesh)
+        heart, chosen = enter_run(stack, prepared, meeting, mesh, device, stop, lines)
         if mesh.rank == 0:
             write_report(config.run.output_dir, prepared.inputs.reports)
         training = _build(prepared, mesh, device, heart)
@@ -90,12 +95,14 @@ def _train(inputs: SftInputs, saver: Saver, heart: Heart, stop: StopRequest, sta
         before = trainer.evaluate()
         if reporter is not None:
             reporter.before_training(before)
+    slow = SlowRanks(training.mesh)
     for number in range(steps_done, total_steps):
         heart.step = number + 1
         record = trainer.step(number)
+        times = slow.after_step(training.actor.executor.take_seconds_alone(), heart.slowest_answer())
         memory = held_bytes(training.actor.executor.device) / 2**30
         if reporter is not None:
-            reporter.step(number, record, memory, saver.seconds)
+            reporter.step(number, replace(record, metrics=record.metrics | times), memory, saver.seconds)
         reason = saver.after(number + 1, is_last=number + 1 == total_steps)
         if reason is not None and number + 1 < total_steps:
             return leave(reporter, stop_early(training, saver, number + 1, reason, stop))

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from rlmath.checkpoint.hf_tables import Placed, canonical_shape, hf_shapes, padded_vocab, placed_tensors
 from rlmath.model_shape import ModelShape
@@ -54,8 +55,7 @@ class TrainingLayout:
     expert_tensor: int = 1
 
 
-@dataclass(frozen=True, order=True)
-class Coordinates:
+class Coordinates(NamedTuple):
     """Where a rank stands in the training layout: ranks that agree in all hold the same weights."""
 
     tensor: int

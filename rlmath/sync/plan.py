@@ -5,25 +5,23 @@ Invariants:
   - what a rank holds itself is copied, never sent;
   - what it does not hold comes from one holder, of its own node where there is one, the one with least to send;
   - in no round does a rank send or receive more than a bucket (one row of a tensor, if that alone is more).
-All ranks compute the same plan.
+The ranks of a cell (`cells`) compute the same plan, and all cells have the same, but for the numbers of their ranks.
 """
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+import itertools
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from rlmath.model_shape import ModelShape
 from rlmath.parallel.mesh import Mesh
-from rlmath.sync.layouts import (
-    Block,
-    Coordinates,
-    TrainingLayout,
-    coordinates,
-    engine_blocks,
-    training_blocks,
-)
+from rlmath.sync.cells import cell_of, cells
+from rlmath.sync.layouts import Block, TrainingLayout, coordinates, engine_blocks, training_blocks
+from rlmath.sync.overlaps import by_region, intersections, missing_elements
+from rlmath.sync.senders import Senders
 
 SLICES_OF_A_BUCKET = 8
 """Large rectangles travel in slices of this fraction of a bucket, so that buckets get full."""
@@ -43,8 +41,7 @@ def bucket_bytes(settings_mib: float, device_kind: str, world_size: int) -> int:
     return min(told, SHARED_BUCKET_BYTES) if device_kind == "cpu" and world_size > 1 else told
 
 
-@dataclass(frozen=True, slots=True)
-class Copy:
+class Copy(NamedTuple):
     """A rectangle of a Hugging Face tensor on its way from a rank's parameter into a rank's engine."""
 
     source: int
@@ -69,20 +66,16 @@ class Copy:
 
 @dataclass(frozen=True)
 class SyncPlan:
-    """The whole plan, the same on every rank."""
+    """The plan of some ranks, which need nothing from others: of a cell, or of all."""
 
-    local: tuple[tuple[Copy, ...], ...]
+    local: Mapping[int, tuple[Copy, ...]]
     """By rank: what it copies from its own shard."""
     rounds: tuple[tuple[Copy, ...], ...]
     """What travels, one round after the other."""
-    missing: tuple[int, ...]
+    missing: Mapping[int, int]
     """By rank: elements that its engine needs and its own shard lacks. No plan can send fewer."""
     element_bytes: int
     """Bytes of an element on its way: it travels in the engine's number format."""
-
-    @property
-    def world_size(self) -> int:
-        return len(self.local)
 
     def bytes_copied(self, rank: int) -> int:
         """Bytes that a rank takes from its own shard."""
@@ -109,8 +102,8 @@ class SyncPlan:
 
     @property
     def lower_bound(self) -> int:
-        """Bytes that must travel, whatever the plan."""
-        return self.element_bytes * sum(self.missing)
+        """Bytes that must travel between these ranks, whatever the plan."""
+        return self.element_bytes * sum(self.missing.values())
 
 
 def plan_sync(
@@ -121,149 +114,117 @@ def plan_sync(
     bucket_bytes: int,
     ranks_per_node: int | None = None,
 ) -> SyncPlan:
-    """The plan for all ranks of `mesh`, whose own `rank` does not matter. None: all ranks are on one node."""
-    places = [replace(mesh, rank=rank) for rank in range(mesh.world_size)]
-    standing = [coordinates(place) for place in places]
-    parts = [rank % mesh.engine_size for rank in range(mesh.world_size)]
-    held = {at: list(training_blocks(shape, layout, at)) for at in sorted(set(standing))}
+    """The plan for all ranks of `mesh`, whose own `rank` does not matter. None: all ranks are on one node.
+
+    For hundreds of ranks it may have millions of copies; a rank needs `plan_cell` only.
+    """
+    first, *others = cells(mesh, ranks_per_node)
+    one = plan_cell(shape, layout, replace(mesh, rank=first[0]), element_bytes, bucket_bytes, ranks_per_node)
+    return _joined([one, *(_renumbered(one, dict(zip(first, cell, strict=True))) for cell in others)])
+
+
+def plan_cell(
+    shape: ModelShape,
+    layout: TrainingLayout,
+    mesh: Mesh,
+    element_bytes: int,
+    bucket_bytes: int,
+    ranks_per_node: int | None = None,
+) -> SyncPlan:
+    """The plan for the cell of `mesh.rank`. None: all ranks are on one node."""
+    standing = {rank: coordinates(replace(mesh, rank=rank)) for rank in cell_of(mesh, ranks_per_node)}
+    held = by_region({at: training_blocks(shape, layout, at) for at in sorted(set(standing.values()))})
     found = [
-        _intersections(list(engine_blocks(shape, mesh.engine_size, part)), held)
-        for part in range(mesh.engine_size)
+        intersections(engine_blocks(shape, mesh.engine_size, part), held) for part in range(mesh.engine_size)
     ]
-    senders = _Senders(standing, ranks_per_node or mesh.world_size)
-    local: list[list[Copy]] = [[] for _ in places]
+    by_rank = {rank: found[rank % mesh.engine_size] for rank in standing}
+    senders = Senders(standing, ranks_per_node or mesh.world_size)
+    budget = bucket_bytes // element_bytes
+    local: dict[int, list[Copy]] = {rank: [] for rank in standing}
     travelling: list[Copy] = []
     # In the model's order, and within it by rank: all engines then fill up side by side.
-    ordered = sorted((number, rank) for rank, part in enumerate(parts) for number in range(len(found[part])))
+    ordered = sorted((number, rank) for rank, overlaps in by_rank.items() for number in range(len(overlaps)))
     for number, rank in ordered:
-        overlap = found[parts[rank]][number]
+        overlap = by_rank[rank][number]
         own = overlap.sources.get(standing[rank])
         if own is not None:
             local[rank].append(_copy(rank, rank, own, overlap.target))
             continue
-        for target, sources in _slices(overlap, bucket_bytes // element_bytes // SLICES_OF_A_BUCKET):
-            source = senders.choose(rank, sources.keys(), target.elements)
-            travelling.append(_copy(source, rank, sources[standing[source]], target))
-    missing = tuple(_missing(found[parts[rank]], place) for rank, place in enumerate(standing))
-    budget = bucket_bytes // element_bytes
+        places = tuple(overlap.sources)
+        for start, rows in _slices(overlap.target, budget // SLICES_OF_A_BUCKET):
+            source = senders.choose(rank, places, rows * overlap.target.cols)
+            held_there = overlap.sources[standing[source]]
+            travelling.append(_copy(source, rank, held_there, overlap.target, start, rows))
+    missing = {rank: missing_elements(by_rank[rank], place) for rank, place in standing.items()}
+    rounds = _in_rounds(travelling, standing, budget)
+    return SyncPlan({rank: tuple(mine) for rank, mine in local.items()}, rounds, missing, element_bytes)
+
+
+def _renumbered(plan: SyncPlan, ranks: Mapping[int, int]) -> SyncPlan:
+    """The plan of another cell; `ranks` gives its rank for each of this one's."""
+
+    def others(copies: Sequence[Copy]) -> tuple[Copy, ...]:
+        return tuple(copy._replace(source=ranks[copy.source], target=ranks[copy.target]) for copy in copies)
+
     return SyncPlan(
-        tuple(map(tuple, local)), _in_rounds(travelling, mesh.world_size, budget), missing, element_bytes
+        {ranks[rank]: others(copies) for rank, copies in plan.local.items()},
+        tuple(map(others, plan.rounds)),
+        {ranks[rank]: elements for rank, elements in plan.missing.items()},
+        plan.element_bytes,
     )
 
 
-@dataclass(frozen=True)
-class _Overlap:
-    """A part of what an engine needs, and the same part in the shards of all that hold it."""
-
-    target: Block
-    sources: dict[Coordinates, Block]
-
-
-def _intersections(needed: Sequence[Block], held: dict[Coordinates, list[Block]]) -> list[_Overlap]:
-    """What is needed, cut along the borders of the shards. Shards either hold the same rectangle or none in common."""
-    by_tensor: dict[str, dict[tuple[int, int, int, int], dict[Coordinates, Block]]] = defaultdict(dict)
-    for place, blocks in held.items():
-        for block in blocks:
-            region = (block.row, block.col, block.rows, block.cols)
-            by_tensor[block.tensor].setdefault(region, {})[place] = block
-    overlaps = []
-    for need in needed:
-        covered = 0
-        for holders in by_tensor[need.tensor].values():
-            common = {place: _common(block, need) for place, block in holders.items()}
-            target = _common(need, next(iter(holders.values())))
-            if target is None:
-                continue
-            overlaps.append(_Overlap(target, {place: block for place, block in common.items() if block}))
-            covered += target.elements
-        assert covered == need.elements, (
-            f"{covered} of {need.elements} elements of {need} are held by someone"
-        )
-    return overlaps
+def _joined(plans: Sequence[SyncPlan]) -> SyncPlan:
+    """Cells that are alike, side by side in each round; by rank."""
+    return SyncPlan(
+        dict(sorted(itertools.chain(*(plan.local.items() for plan in plans)))),
+        tuple(
+            tuple(itertools.chain(*side_by_side))
+            for side_by_side in zip(*(p.rounds for p in plans), strict=True)
+        ),
+        dict(sorted(itertools.chain(*(plan.missing.items() for plan in plans)))),
+        plans[0].element_bytes,
+    )
 
 
-def _common(block: Block, other: Block) -> Block | None:
-    """The part of `block` that `other` has, too."""
-    row, col = max(block.row, other.row), max(block.col, other.col)
-    rows = min(block.row + block.rows, other.row + other.rows) - row
-    cols = min(block.col + block.cols, other.col + other.cols) - col
-    if rows <= 0 or cols <= 0:
-        return None
-    at_row, at_col = block.at_row + row - block.row, block.at_col + col - block.col
-    return Block(block.tensor, row, col, rows, cols, block.parameter, at_row, at_col)
+def _slices(block: Block, budget: int) -> Iterator[tuple[int, int]]:
+    """(first row, rows) of the block's pieces of whole rows that fit the budget (elements)."""
+    step = max(1, budget // block.cols)
+    for start in range(0, block.rows, step):
+        yield start, min(step, block.rows - start)
 
 
-def _slices(overlap: _Overlap, budget: int) -> Iterator[tuple[Block, dict[Coordinates, Block]]]:
-    """The overlap in pieces of whole rows that fit the budget (elements)."""
-    step = max(1, budget // overlap.target.cols)
-    for start in range(0, overlap.target.rows, step):
-        rows = min(step, overlap.target.rows - start)
-        yield (
-            _rows(overlap.target, start, rows),
-            {place: _rows(block, start, rows) for place, block in overlap.sources.items()},
-        )
-
-
-def _rows(block: Block, start: int, rows: int) -> Block:
-    return replace(block, row=block.row + start, at_row=block.at_row + start, rows=rows)
-
-
-def _copy(source: int, target: int, held: Block, needed: Block) -> Copy:
+def _copy(
+    source: int, target: int, held: Block, needed: Block, start: int = 0, rows: int | None = None
+) -> Copy:
+    """Of `rows` rows from `start` on; None: of all."""
     return Copy(
         source,
         target,
         needed.tensor,
-        needed.row,
+        needed.row + start,
         needed.col,
-        needed.rows,
+        needed.rows if rows is None else rows,
         needed.cols,
         held.parameter,
-        held.at_row,
+        held.at_row + start,
         held.at_col,
         needed.parameter,
-        needed.at_row,
+        needed.at_row + start,
         needed.at_col,
     )
 
 
-def _missing(overlaps: Sequence[_Overlap], place: Coordinates) -> int:
-    return sum(overlap.target.elements for overlap in overlaps if place not in overlap.sources)
-
-
-class _Senders:
-    """Shares the sending out among the ranks that hold the same."""
-
-    def __init__(self, standing: Sequence[Coordinates], ranks_per_node: int) -> None:
-        self._at: dict[Coordinates, list[int]] = defaultdict(list)
-        for rank, place in enumerate(standing):
-            self._at[place].append(rank)
-        self._ranks_per_node = ranks_per_node
-        self._sent = [0] * len(standing)
-
-    def choose(
-        self, target: int, places: Iterator[Coordinates] | Sequence[Coordinates], elements: int
-    ) -> int:
-        """The holder with least to send so far, of the target's node where there is one; it sends `elements`."""
-        holders = [rank for place in places for rank in self._at[place]]
-        node = target // self._ranks_per_node
-        near = [rank for rank in holders if rank // self._ranks_per_node == node]
-        source = min(near or holders, key=lambda rank: (self._sent[rank], (rank - target) % len(self._sent)))
-        self._sent[source] += elements
-        return source
-
-
-def _in_rounds(copies: Sequence[Copy], world_size: int, budget: int) -> tuple[tuple[Copy, ...], ...]:
+def _in_rounds(copies: Sequence[Copy], ranks: Iterable[int], budget: int) -> tuple[tuple[Copy, ...], ...]:
     """Every copy in the first round in which both its ends have room left of `budget` elements."""
-    sent = _Fill(world_size, budget)
-    received = _Fill(world_size, budget)
+    sent, received = _Fill(ranks, budget), _Fill(ranks, budget)
     rounds: list[list[Copy]] = []
     for copy in copies:
-        number = max(sent.first[copy.source], received.first[copy.target])
-        while not (
-            sent.has_room(copy.source, number, copy.elements)
-            and received.has_room(copy.target, number, copy.elements)
-        ):
-            number += 1
+        number, later = -1, max(sent.first[copy.source], received.first[copy.target])
+        while later != number:
+            number = later
+            later = sent.room_from(number, copy.source, copy.elements)
+            later = received.room_from(later, copy.target, copy.elements)
         sent.take(copy.source, number, copy.elements)
         received.take(copy.target, number, copy.elements)
         rounds.extend([] for _ in range(number + 1 - len(rounds)))
@@ -274,15 +235,18 @@ def _in_rounds(copies: Sequence[Copy], world_size: int, budget: int) -> tuple[tu
 class _Fill:
     """How much every rank has in every round, for one direction."""
 
-    def __init__(self, world_size: int, budget: int) -> None:
-        self.first = [0] * world_size
+    def __init__(self, ranks: Iterable[int], budget: int) -> None:
+        self.first = dict.fromkeys(ranks, 0)
         """By rank: the first round that is not nearly full."""
         self._budget = budget
-        self._taken: list[list[int]] = [[] for _ in range(world_size)]
+        self._taken: dict[int, list[int]] = {rank: [] for rank in ranks}
 
-    def has_room(self, rank: int, number: int, elements: int) -> bool:
-        taken = self._taken[rank][number] if number < len(self._taken[rank]) else 0
-        return not taken or taken + elements <= self._budget
+    def room_from(self, number: int, rank: int, elements: int) -> int:
+        """The first round from `number` on that has room for so many: nothing yet, or all of them within the budget."""
+        taken = self._taken[rank]
+        while number < len(taken) and taken[number] and taken[number] + elements > self._budget:
+            number += 1
+        return number
 
     def take(self, rank: int, number: int, elements: int) -> None:
         taken = self._taken[rank]

@@ -24,10 +24,11 @@ from rlmath.parallel.device import Device, synchronize
 from rlmath.parallel.mesh import Mesh
 from rlmath.parallel.shared_memory import share_memory
 from rlmath.rollout.weights import EngineWeights
+from rlmath.sync.cells import cells
 from rlmath.sync.checksums import SyncChecksums
 from rlmath.sync.exchange import Exchange, Messages, SharedBuckets, elements
 from rlmath.sync.layouts import TIED_HEAD, TrainingLayout, parameter_key
-from rlmath.sync.plan import Copy, plan_sync
+from rlmath.sync.plan import Copy, plan_cell
 from rlmath.sync.rank_rounds import RankRound, rank_rounds
 
 
@@ -73,22 +74,22 @@ class WeightSync:
         if device.kind == "cuda":
             # The first call of an NCCL group must be one that all its ranks make; not all of them send.
             dist.all_reduce(torch.zeros(1, device=device.torch_device))
-        whole = plan_sync(shape, layout, mesh, weights.dtype.itemsize, bucket_bytes, ranks_per_node)
+        plan = plan_cell(shape, layout, mesh, weights.dtype.itemsize, bucket_bytes, ranks_per_node)
         self._memory = None
-        if device.kind == "cpu" and whole.rounds:
-            self._memory = share_memory(2 * whole.largest_bucket_bytes)
-        # Only this rank's part is kept: for hundreds of ranks the whole plan has as many as a million copies.
-        self._rounds = rank_rounds(whole, mesh.rank)
-        self._bucket_elements = whole.largest_bucket_bytes // weights.dtype.itemsize
-        self.rounds = len(whole.rounds)
+        if device.kind == "cpu" and plan.rounds:
+            self._memory = share_memory(2 * plan.largest_bucket_bytes)
+        # Only this rank's part is kept: the plan may have hundreds of thousands of copies.
+        self._rounds = rank_rounds(plan, mesh.rank)
+        self._bucket_elements = plan.largest_bucket_bytes // weights.dtype.itemsize
+        self.rounds = len(plan.rounds)
         """Rounds in which anything travels between any ranks."""
-        self.lower_bound = whole.lower_bound
+        self.lower_bound = plan.lower_bound * len(cells(mesh, ranks_per_node))
         """Bytes that must travel between ranks in every sync."""
         self._sources = _source_matrices(chunks, shape)
         self._new_checksums = partial(SyncChecksums, shape, layout, mesh, device)
         self._planned_rows = _planned_rows(self._rounds)
         self._report_bytes = tuple(
-            count(mesh.rank) for count in (whole.bytes_copied, whole.bytes_sent, whole.bytes_received)
+            count(mesh.rank) for count in (plan.bytes_copied, plan.bytes_sent, plan.bytes_received)
         )
 
     @torch.no_grad()

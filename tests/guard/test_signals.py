@@ -74,10 +74,9 @@ def test_a_save_that_takes_too_long_is_ended_and_tells_where_it_is(tmp_path: Pat
 def test_the_status_program_ends_as_the_run_did(tmp_path: Path, left: str | None, expected: int) -> None:
     if left is not None:
         (tmp_path / FILE_NAME).write_text(left)
-    needed = (f"run.output_dir={tmp_path}", "model.path=m", "data.train_path=d")
-    command = [sys.executable, "launch/exit_status.py", *needed]
+    command = [sys.executable, "launch/exit_status.py", str(tmp_path)]
     done = subprocess.run(command, cwd=REPOSITORY, env=ENVIRONMENT, capture_output=True, check=False)
     assert done.returncode == expected, done.stderr
-    cleared = ENVIRONMENT | {"RLMATH_CLEAR_EXIT_STATUS": "1"}
-    assert subprocess.run(command, cwd=REPOSITORY, env=cleared, check=False).returncode == 0
+    command.append("--clear")
+    assert subprocess.run(command, cwd=REPOSITORY, env=ENVIRONMENT, check=False).returncode == 0
     assert not (tmp_path / FILE_NAME).exists()

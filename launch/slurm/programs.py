@@ -1,0 +1,121 @@
+"""What a job must know of the program that it runs, and what can be known to be wrong before anything is queued.
+
+Nothing here asks for GPUs, starts ranks or reads prompts: the machine that jobs are submitted on has none of the first,
+and the run's own start checks the rest (so does `launch/train_grpo.py --dry-run`).
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from launch import evaluate
+from rlmath.config import Config
+from rlmath.config_files import load_config
+from rlmath.layout_checks import rank_problems
+from rlmath.model_shape import ModelShape
+from rlmath.planning import planned_shape
+from rlmath.preflight import device_problems, file_problems, run_problems, value_problems
+from rlmath.run_folder import folder_problems
+from rlmath.settings import nearest_path
+
+EVALUATION_GRACE_SECONDS = 60
+"""An evaluation has everything on the disk and ends at once."""
+
+
+@dataclass(frozen=True)
+class Program:
+    """A program of `launch/` with its command line."""
+
+    file: str
+    """train_grpo.py"""
+    arguments: tuple[str, ...]
+    output: Path
+    """The folder that it writes, in full."""
+    reads: tuple[Path, ...]
+    """Models and prompts, in full."""
+    work_files: tuple[str, str]
+    """What it writes as it gets on: a folder of `output`, and the names of files there."""
+    grace_seconds: int
+    """How long it may take to save and stop."""
+    problems: tuple[str, ...]
+    """What is wrong with it."""
+
+
+def training(kind: str, config_files: Sequence[Path], overrides: Sequence[str], ranks: int) -> Program:
+    """A run of GRPO ("grpo") or supervised training ("sft"). ValueError for settings that cannot be loaded."""
+    config = load_config(list(config_files), list(overrides))
+    files = [word for file in config_files for word in ("--config", str(file.absolute()))]
+    data = config.data
+    reads = [config.model.path, data.train_path, *data.more_train_paths]
+    problems = _grpo_problems(config, ranks) if kind == "grpo" else _sft_problems(config, ranks)
+    return Program(
+        f"train_{kind}.py",
+        (*files, *overrides),
+        Path(config.run.output_dir).resolve(),
+        tuple(Path(path).absolute() for path in reads),
+        ("checkpoints", "manifest.json"),
+        math.ceil(config.run.stop_grace_seconds),
+        (*problems, *_folder_problems(config)),
+    )
+
+
+def _grpo_problems(config: Config, ranks: int) -> Iterator[str]:
+    shape, problems = _model(config)
+    yield from problems
+    yield from run_problems(config, ranks, shape)
+    yield from file_problems(config)
+    if config.run.device == "cpu" and shape is not None:
+        yield from device_problems(config, shape, on_gpu=False)
+
+
+def _sft_problems(config: Config, ranks: int) -> Iterator[str]:
+    yield from _model(config)[1]
+    yield from value_problems(config)
+    yield from rank_problems(config.parallel, 1, ranks)
+    yield from _missing("data.train_path", config.data.train_path)
+
+
+def _model(config: Config) -> tuple[ModelShape | None, list[str]]:
+    """Its shape, as far as it is known, and what is wrong with it."""
+    missing = list(_missing("model.path", config.model.path))
+    if missing:
+        return None, missing
+    found = planned_shape(config.model.path)
+    return found.shape, found.problems
+
+
+def _missing(setting: str, path: str) -> Iterator[str]:
+    if not os.path.exists(path):
+        yield f'{setting}: there is no "{path}".{nearest_path(Path(path))}'
+
+
+def _folder_problems(config: Config) -> Iterator[str]:
+    folder = config.run.output_dir
+    for problem in folder_problems(folder, config, 0, goes_on=False):
+        yield f'run.output_dir "{folder}": {problem}'
+
+
+def evaluation(arguments: Sequence[str]) -> Program:
+    """Of launch/evaluate.py. ValueError for arguments that make no evaluation."""
+    given = evaluate.parse(arguments)
+    plan = evaluate.plan_of(given)
+    evaluate.rollout_of(given)
+    problems = [*_missing("--model", str(plan.model)), *_missing("--data-dir", str(plan.data_dir))]
+    nearest = next(
+        path for path in (plan.output.absolute(), *plan.output.absolute().parents) if path.exists()
+    )
+    if not nearest.is_dir() or not os.access(nearest, os.R_OK | os.W_OK | os.X_OK):
+        problems.append(f'--output "{plan.output}": "{nearest}" is not a folder that you may write into')
+    return Program(
+        "evaluate.py",
+        tuple(arguments),
+        plan.output.resolve(),
+        (plan.model.absolute(), plan.data_dir.absolute()),
+        ("generations", "*.jsonl"),
+        EVALUATION_GRACE_SECONDS,
+        tuple(problems),
+    )

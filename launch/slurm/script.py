@@ -1,0 +1,205 @@
+"""The script of a job: Slurm's options, the job's settings, and after them `job.sh`, which is the same for all."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from launch.slurm.cluster import OUTPUT_MARK, seconds_of
+from launch.slurm.programs import Program
+
+ROOT = Path(__file__).resolve().parents[2]
+BODY = Path(__file__).with_name("job.sh")
+SIGNAL_MARGIN_SECONDS = 60
+"""How much earlier than `grace_seconds` before the limit Slurm signals: after saving the ranks still have to end."""
+MOST_SIGNAL_SECONDS = 65535
+"""Slurm's bound of --signal."""
+MOST_LINKS = 100
+RUNTIMES = ("none", "pyxis", "docker")
+CONTINUES = ("no", "requeue", "chain")
+
+_PLAIN = re.compile(r"[\w./+=:@~,-]+", flags=re.ASCII)
+"""What stands in a line of Slurm's options as it is."""
+_NAME = re.compile(r"[\w.-]{1,64}", flags=re.ASCII)
+
+
+@dataclass(frozen=True)
+class Job:
+    """A job as it is asked for."""
+
+    program: Program
+    name: str
+    nodes: int
+    gpus_per_node: int
+    ranks_per_node: int
+    workdir: Path
+    """Where relative paths of the program begin."""
+    logs: Path
+    """Where the job and its nodes write what they say."""
+    python: str
+    """What runs on the nodes, or in the container."""
+    partition: str | None = None
+    time: str | None = None
+    continues: str = "no"
+    """What becomes of a run that was stopped before its end: one of CONTINUES."""
+    links: int = 1
+    """Jobs of a chain."""
+    runtime: str = "none"
+    """What starts the container: one of RUNTIMES."""
+    image: str = ""
+    mounts: tuple[Path, ...] = ()
+    """Folders that a container sees, beside the repository and `workdir`."""
+    slurm_options: tuple[str, ...] = ()
+    """More options of sbatch, such as "--account=math"."""
+
+    @property
+    def signal_seconds(self) -> int:
+        """How long before the time limit Slurm tells the run to save."""
+        return self.program.grace_seconds + SIGNAL_MARGIN_SECONDS
+
+    @property
+    def seconds(self) -> float | None:
+        """The time limit; None where none is given, or none that can be read (`job_problems` tells)."""
+        try:
+            return None if self.time is None else seconds_of(self.time)
+        except ValueError:
+            return None
+
+    @property
+    def seen(self) -> tuple[Path, ...]:
+        """The folders that a container sees."""
+        return tuple(dict.fromkeys((ROOT, self.workdir, *self.mounts)))
+
+
+def job_problems(job: Job) -> Iterator[str]:
+    """What is wrong with a job, whatever Slurm says of it."""
+    counts = {"--nodes": job.nodes, "--ranks-per-node": job.ranks_per_node}
+    for option, count in counts.items():
+        if count < 1:
+            more = (
+                " Without GPUs (--gpus-per-node 0) it must be given." if option.startswith("--ranks") else ""
+            )
+            yield f"{option} is {count}; needed: at least 1.{more}"
+    if job.gpus_per_node < 0:
+        yield f"--gpus-per-node is {job.gpus_per_node}; needed: at least 0."
+    if not 1 <= job.links <= MOST_LINKS:
+        yield f"--chain is {job.links}; needed: from 1 to {MOST_LINKS}."
+    if not _NAME.fullmatch(job.name):
+        yield f'--name is "{job.name}"; needed: at most 64 letters, digits, ".", "_" and "-".'
+    yield from _plain_problems(job)
+    yield from _time_problems(job)
+    yield from _container_problems(job)
+
+
+def _plain_problems(job: Job) -> Iterator[str]:
+    """Slurm's options are lines of a file, where spaces, quotes and % mean something."""
+    words = {
+        "the run's folder": job.program.output,
+        "the folder that you submit from": job.workdir,
+        "the folder of logs": job.logs,
+        "--partition": job.partition,
+        "--time": job.time,
+    }
+    for what, word in words.items():
+        if word is not None and not _PLAIN.fullmatch(str(word)):
+            yield f'{what} is "{word}"; for Slurm it may have only letters, digits and ._-+=:@,~/ in it. Give another.'
+    for option in job.slurm_options:
+        if not option.startswith("--") or not option.isprintable():
+            yield f'--sbatch is "{option}"; needed: an option of sbatch on one line, as in --sbatch=--account=math.'
+
+
+def _time_problems(job: Job) -> Iterator[str]:
+    if job.signal_seconds > MOST_SIGNAL_SECONDS:
+        yield (
+            f"run.stop_grace_seconds is {job.program.grace_seconds}; Slurm can tell a run to save at most "
+            f"{MOST_SIGNAL_SECONDS} s before its end. Lower it to {MOST_SIGNAL_SECONDS - SIGNAL_MARGIN_SECONDS}."
+        )
+    if job.time is None:
+        return
+    try:
+        seconds = seconds_of(job.time)
+    except ValueError as error:
+        yield str(error)
+        return
+    if seconds <= job.signal_seconds:
+        yield (
+            f"--time is {seconds:g} s, and the run is told to save {job.signal_seconds} s before its end "
+            f"(run.stop_grace_seconds and {SIGNAL_MARGIN_SECONDS}): nothing is left to train in. Give more time, or "
+            "lower run.stop_grace_seconds."
+        )
+
+
+def _container_problems(job: Job) -> Iterator[str]:
+    if (job.runtime == "none") != (job.image == ""):
+        yield (
+            f'--runtime is "{job.runtime}" and --container is "{job.image}"; a container needs an image and --runtime '
+            "pyxis or docker, a job without one neither."
+        )
+    if job.runtime == "none":
+        return
+    for path in (job.program.output, job.logs, *job.program.reads):
+        if not any(path.is_relative_to(folder) for folder in job.seen):
+            shown = ", ".join(map(str, job.seen))
+            yield f'"{path}" is outside of what the container sees ({shown}). Add --mount with a folder that it is in.'
+    for folder in job.seen:
+        if set(str(folder)) & set(":,"):
+            yield f'"{folder}" cannot be mounted: there is a ":" or "," in it. Give another folder.'
+
+
+def script_text(job: Job) -> str:
+    """The whole script."""
+    options = "".join(f"#SBATCH {option}\n" for option in _slurm_options(job))
+    settings = "".join(f"{name}={value}\n" for name, value in _settings(job).items())
+    body = BODY.read_text(encoding="utf-8")
+    return f"#!/usr/bin/env bash\n{options}\n# shellcheck disable=SC2034\n{settings}\n{body}"
+
+
+def _slurm_options(job: Job) -> Iterator[str]:
+    yield f"--job-name={job.name}"
+    yield f"--comment={OUTPUT_MARK}{job.program.output}"
+    yield f"--nodes={job.nodes}"
+    yield "--ntasks-per-node=1"
+    yield "--exclusive"
+    yield "--mem=0"  # all that the nodes have
+    if job.gpus_per_node:
+        yield f"--gpus-per-node={job.gpus_per_node}"
+    if job.partition is not None:
+        yield f"--partition={job.partition}"
+    if job.time is not None:
+        yield f"--time={job.time}"
+    yield f"--chdir={job.workdir}"
+    yield f"--output={job.logs}/%j.out"
+    yield "--open-mode=append"
+    yield f"--signal=USR1@{job.signal_seconds}"
+    # Slurm itself queues a job again whose node has failed; of a chain the next link goes on.
+    yield "--requeue" if job.continues == "requeue" else "--no-requeue"
+    yield from job.slurm_options
+
+
+def _settings(job: Job) -> dict[str, str]:
+    """Bash's variables, quoted."""
+    texts = {
+        "name": job.name,
+        "program": str(ROOT / "launch" / job.program.file),
+        "root": str(ROOT),
+        "workdir": str(job.workdir),
+        "output": str(job.program.output),
+        "logs": str(job.logs),
+        "python": job.python,
+        "ranks_per_node": str(job.ranks_per_node),
+        "grace_seconds": str(job.program.grace_seconds),
+        "runtime": job.runtime,
+        "image": job.image,
+        "continues": job.continues,
+        "links": str(job.links),
+    }
+    arrays = {
+        "arguments": job.program.arguments,
+        "work_files": job.program.work_files,
+        "mounts": tuple(map(str, job.seen)),
+    }
+    quoted = {name: shlex.quote(text) for name, text in texts.items()}
+    return quoted | {name: f"({shlex.join(words)})" for name, words in arrays.items()}

@@ -1,0 +1,169 @@
+"""Submit a run to Slurm: check it, write its script, put it into the queue.
+
+python launch/slurm/submit.py --config configs/my.yaml --nodes 16 --partition gpu --requeue parallel.tensor=4
+python launch/slurm/submit.py --program sft --config configs/my_sft.yaml --nodes 2
+python launch/slurm/submit.py --program evaluate --nodes 2 -- --model outputs/first --benchmarks aime24 \\
+    --data-dir data/benchmarks --output outputs/eval
+
+Paths begin at the folder it is called from. --dry-run prints the script; docs/clusters.md says what a job does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from launch.slurm import cluster
+from launch.slurm.programs import Program, evaluation, training
+from launch.slurm.script import RUNTIMES, Job, job_problems, script_text
+from rlmath.guard.exit_status import MISTAKE, clear_exit_status
+from rlmath.settings import raise_problems
+
+LOGS = Path("outputs") / "slurm"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """0, or MISTAKE where nothing was queued."""
+    given = parse(sys.argv[1:] if argv is None else argv)
+    try:
+        job = job_of(given)
+        raise_problems(
+            "this job", [*job.program.problems, *job_problems(job), *slurm_problems(job, given.dry_run)]
+        )
+        text = script_text(job)
+        if given.dry_run:
+            print(text, end="")
+            return 0
+        script = write_script(job, text)
+        numbers = cluster.submit(script, job.links)
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return MISTAKE
+    tell(job, script, numbers)
+    return 0
+
+
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    """The command line; what stands behind "--" is the program's, and so are overrides."""
+    cut = argv.index("--") if "--" in argv else len(argv)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    add = parser.add_argument
+    add("--program", default="grpo", choices=("grpo", "sft", "evaluate"), help="default grpo")
+    add("--config", type=Path, action="append", default=[], metavar="FILE", help="YAML file; later files win")
+    add("overrides", nargs="*", metavar="key.sub=value", help="settings that win over the files'")
+    add("--dry-run", action="store_true", help="check, print the script, queue nothing")
+    _add_slurm(parser.add_argument_group("what Slurm is told"))
+    _add_nodes(parser.add_argument_group("what runs on the nodes"))
+    given = parser.parse_intermixed_args(list(argv[:cut]))
+    own = list(argv[cut + 1 :])
+    if given.program == "evaluate":
+        if given.config or given.overrides:
+            parser.error("an evaluation has no --config and no overrides; give its own options behind --")
+        given.own = own
+    else:
+        given.overrides += own
+    return given
+
+
+def _add_slurm(group: argparse._ArgumentGroup) -> None:
+    add = group.add_argument
+    add("--nodes", type=int, default=1, help="default 1")
+    add("--gpus-per-node", type=int, default=8, help="each with a rank (default 8); 0: a job without GPUs")
+    add("--partition", help="default: Slurm's")
+    add("--time", help="limit, as in 90 (minutes), 12:00:00, 2-00 (days-hours); default: the partition's")
+    add("--name", help='of the job; default: "rlmath-" and the name of the run\'s folder')
+    add("--sbatch", action="append", default=[], metavar="OPTION", help="more: --sbatch=--account=math")
+    add = group.add_mutually_exclusive_group().add_argument
+    add("--requeue", action="store_true", help="a run that was stopped is queued again and goes on")
+    add("--chain", type=int, metavar="N", help="N jobs, one after another, each goes on from the last")
+
+
+def _add_nodes(group: argparse._ArgumentGroup) -> None:
+    add = group.add_argument
+    add("--ranks-per-node", type=int, help="default: as many as GPUs")
+    add("--python", help="default: the one that runs this program, in a container python3")
+    add("--container", default="", metavar="IMAGE", help="run in this image, with --runtime")
+    add("--runtime", default="none", choices=RUNTIMES, help="what starts containers (default none)")
+    add("--mount", type=Path, action="append", default=[], metavar="DIR", help="a folder that containers see")
+
+
+def job_of(given: argparse.Namespace) -> Job:
+    """ValueError where settings cannot be loaded."""
+    ranks_per_node = given.gpus_per_node if given.ranks_per_node is None else given.ranks_per_node
+    program = program_of(given, max(1, given.nodes * ranks_per_node))
+    name = given.name or f"rlmath-{program.output.name}"
+    continues = "requeue" if given.requeue else "chain" if given.chain is not None else "no"
+    return Job(
+        program,
+        name,
+        given.nodes,
+        given.gpus_per_node,
+        ranks_per_node,
+        workdir=Path.cwd(),
+        logs=Path.cwd() / LOGS / name,
+        python=given.python or (sys.executable if given.runtime == "none" else "python3"),
+        partition=given.partition,
+        time=given.time,
+        continues=continues,
+        links=1 if given.chain is None else given.chain,
+        runtime=given.runtime,
+        image=given.container,
+        mounts=tuple(path.absolute() for path in given.mount),
+        slurm_options=tuple(given.sbatch),
+    )
+
+
+def program_of(given: argparse.Namespace, ranks: int) -> Program:
+    if given.program == "evaluate":
+        return evaluation(given.own)
+    return training(given.program, given.config, given.overrides, ranks)
+
+
+def slurm_problems(job: Job, dry_run: bool) -> list[str]:
+    """What Slurm has against it. A dry run does without Slurm where there is none."""
+    if not cluster.slurm_is_here():
+        if dry_run:
+            print("There is no sbatch here: partition and queue are not looked at.", file=sys.stderr)
+            return []
+        return [
+            "there is no sbatch here. Submit from a machine of the cluster, or look at the script by --dry-run."
+        ]
+    try:
+        known = cluster.partitions()
+        return [
+            *cluster.partition_problems(job.partition, job.nodes, job.gpus_per_node, job.seconds, known),
+            *cluster.queue_problems(job.name, job.program.output),
+        ]
+    except ValueError as error:
+        return [str(error)]
+
+
+def write_script(job: Job, text: str) -> Path:
+    """Where the job's logs will be; the run's last exit status is forgotten, which later links of a chain look at."""
+    path = job.logs / "job.sh"
+    try:
+        job.logs.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+        clear_exit_status(job.program.output)
+    except OSError as error:
+        raise ValueError(
+            f"the job's script cannot be written: {error}. Submit from another folder."
+        ) from error
+    return path
+
+
+def tell(job: Job, script: Path, numbers: Sequence[str]) -> None:
+    jobs = " ".join(numbers)
+    print(f"Queued as job {jobs}" + (", each after the one before" if len(numbers) > 1 else ""))
+    print(f"  script  {script}\n  log     {job.logs}/{numbers[0]}.out\n  nodes   {job.logs}/{numbers[0]}/")
+    print(f"  output  {job.program.output}\n  cancel  scancel {jobs}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,128 @@
+"""Wait until all nodes are there, and say which are not: torchrun itself waits for them without a word.
+
+On every node, before torchrun:
+
+python launch/wait_for_nodes.py --nnodes=16 --endpoint=HEAD:29399 [--nodes=node01,node02,...] [--seconds=600]
+
+HEAD is the first node; the one that has its address counts the others. Ends with 0 on all nodes when all are there,
+with 1 on all that are there when the time is up.
+"""
+
+from __future__ import annotations
+
+import argparse
+import socket
+import sys
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+
+import torch.distributed as dist
+
+POLL_SECONDS = 0.2
+FIRST_WORD_SECONDS = 30.0
+LEAVE_SECONDS = 10.0
+"""How long the head waits until the others have read how it ended."""
+SLACK_SECONDS = 15.0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    given = parse(argv)
+    host, _, port = given.endpoint.rpartition(":")
+    if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
+        print(
+            f"--endpoint is {given.endpoint!r}; needed: HEAD:PORT, for example node01:29399", file=sys.stderr
+        )
+        return 2
+    try:
+        if is_mine(host):
+            error = count_nodes(int(port), given.nnodes, given.seconds, expected_names(given.nodes))
+        else:
+            error = report_to(host, int(port), given.seconds)
+    except (RuntimeError, OSError) as broken:
+        error = f"{socket.gethostname()} does not reach {given.endpoint}: {str(broken).splitlines()[0]}"
+    if error:
+        print(error, file=sys.stderr)
+    return 1 if error else 0
+
+
+def is_mine(host: str) -> bool:
+    """Whether an address of this node has that name. OSError where nobody knows it."""
+    family, kind, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+    with socket.socket(family, kind) as probe:
+        try:
+            probe.bind(address)
+        except OSError:
+            return False
+    return True
+
+
+def expected_names(nodes: str) -> list[str]:
+    return [name for name in nodes.split(",") if name]
+
+
+def count_nodes(port: int, wanted: int, seconds: float, names: Sequence[str]) -> str:
+    """The head's part; what is missing, or nothing."""
+    store = dist.TCPStore("0.0.0.0", port, is_master=True, wait_for_workers=False)
+    store.set("host/0", socket.gethostname())
+    started, word_at = time.monotonic(), FIRST_WORD_SECONDS
+    while len(here := hosts_here(store)) < wanted:
+        passed = time.monotonic() - started
+        if passed >= seconds:
+            break
+        if passed >= word_at:
+            word_at *= 2
+            print(f"after {passed:.0f} s {missing_text(here, wanted, names)}", file=sys.stderr, flush=True)
+        time.sleep(POLL_SECONDS)
+    error = missing_text(here, wanted, names) if len(here) < wanted else ""
+    store.set("end", f"the nodes are not all there after {seconds:.0f} s: {error}" if error else "")
+    deadline = time.monotonic() + LEAVE_SECONDS
+    while store.add("left", 0) < store.add("tickets", 0) and time.monotonic() < deadline:
+        time.sleep(POLL_SECONDS)
+    return store.get("end").decode()
+
+
+def hosts_here(store: dist.Store) -> list[str]:
+    """By name, each once: a node that was started again is one node."""
+    keys = [f"host/{ticket}" for ticket in range(store.add("tickets", 0) + 1)]
+    return list(dict.fromkeys(store.get(key).decode() for key in keys if store.check([key])))
+
+
+def missing_text(here: Sequence[str], wanted: int, names: Sequence[str]) -> str:
+    """
+    >>> missing_text(["a", "c"], 4, ["a", "b", "c", "d"])
+    '2 of 4 nodes are here; missing: b, d'
+    >>> missing_text(["a", "c"], 4, [])
+    '2 of 4 nodes are here (a, c); --nodes would name the 2 that are missing'
+    """
+    missing = [name for name in names if name not in here]
+    if missing:
+        return f"{len(here)} of {wanted} nodes are here; missing: {', '.join(missing)}"
+    told = f"{len(here)} of {wanted} nodes are here ({', '.join(here)})"
+    return f"{told}; --nodes would name the {wanted - len(here)} that are missing"
+
+
+def report_to(host: str, port: int, seconds: float) -> str:
+    """Another node's part; what the head said in the end."""
+    wait = timedelta(seconds=seconds + SLACK_SECONDS)
+    store = dist.TCPStore(host, port, is_master=False, timeout=wait, wait_for_workers=False)
+    ticket = store.add("tickets", 1)
+    store.set(f"host/{ticket}", socket.gethostname())
+    error = store.get("end").decode()
+    store.add("left", 1)
+    return error
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("--nnodes", type=int, required=True, help="how many nodes there must be")
+    parser.add_argument("--endpoint", required=True, help="HEAD:PORT, a port of the first node that is free")
+    parser.add_argument("--nodes", default="", help="their names as `hostname` says, with commas between")
+    parser.add_argument("--seconds", type=float, default=600.0, help="how long to wait (default 600)")
+    return parser.parse_args(argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,107 @@
+"""How long the completions of a step are: a log-normal distribution, cut off at the longest length that is allowed."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from statistics import NormalDist
+
+SPREAD = 0.78
+"""Standard deviation of the logarithm of a length that is not cut off. From the one step log in the documents of AReaL
+(7B, six steps of 16,384 completions, longest 16,384 tokens): mean 7,834, 12.4% cut off (`published.LOGGED`)."""
+_NORMAL = NormalDist()
+_LEAST_SPREAD, _MOST_SPREAD = 0.02, 3.0
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """Completions of at most `longest` tokens; exp(N(log(median), spread)) before they are cut off."""
+
+    median: float
+    spread: float
+    longest: int
+
+    def at(self, share: float) -> float:
+        """The length that a share of all completions does not exceed (tokens); 0 < share < 1."""
+        return max(1.0, min(self.longest, self.median * math.exp(self.spread * _NORMAL.inv_cdf(share))))
+
+    @property
+    def truncated(self) -> float:
+        """Share of completions that are cut off."""
+        return 1 - _NORMAL.cdf(self._cut)
+
+    @property
+    def mean(self) -> float:
+        return self.moment(1)
+
+    def moment(self, power: int) -> float:
+        """Mean of length ** power: of what lies below the longest, and of what is cut off there."""
+        shift = power * self.spread
+        below = self.median**power * math.exp(shift * shift / 2) * _NORMAL.cdf(self._cut - shift)
+        return below + self.longest**power * self.truncated
+
+    @property
+    def _cut(self) -> float:
+        """The longest length in deviations from the median."""
+        return math.log(self.longest / self.median) / self.spread
+
+
+def lengths_with_mean(mean: float, longest: int, spread: float = SPREAD) -> Lengths:
+    """The distribution whose mean, with what is cut off, is `mean` tokens.
+
+    >>> round(lengths_with_mean(8000, 16384).truncated, 2)
+    0.13
+
+    Errors: ValueError for a mean that no lengths up to `longest` can have.
+    """
+    if not 1 <= mean <= longest:
+        raise ValueError(
+            f"the mean completion is {mean:g} tokens; needed: from 1 to the longest, {longest} "
+            "(--mean-response-tokens, rollout.max_new_tokens)"
+        )
+    low, high = math.log(mean) - 2 * spread * spread - 1, math.log(longest) + 8 * spread
+    for _ in range(60):
+        middle = (low + high) / 2
+        if Lengths(math.exp(middle), spread, longest).mean < mean:
+            low = middle
+        else:
+            high = middle
+    return Lengths(math.exp(high), spread, longest)
+
+
+def lengths_measured(mean: float, longest: int, truncated: float) -> Lengths:
+    """The distribution with this mean and this share of completions cut off; with no more than `SPREAD` where nothing
+    is cut off, which tells only that the spread is small."""
+    low, high = _LEAST_SPREAD, _MOST_SPREAD if truncated > 0 else SPREAD
+    if lengths_with_mean(mean, longest, high).truncated <= max(truncated, 1e-4):
+        return lengths_with_mean(mean, longest, high)
+    for _ in range(40):
+        middle = (low + high) / 2
+        if lengths_with_mean(mean, longest, middle).truncated < max(truncated, 1e-4):
+            low = middle
+        else:
+            high = middle
+    return lengths_with_mean(mean, longest, low)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The sequences of a step."""
+
+    sequences: int
+    group: int
+    """Completions of one prompt."""
+    prompt_tokens: float
+    """Mean length of a prompt."""
+    lengths: Lengths
+
+    @property
+    def tokens(self) -> float:
+        """Of prompts and completions, a prompt counted with each of its completions."""
+        return self.sequences * (self.prompt_tokens + self.lengths.mean)
+
+    @property
+    def squares(self) -> float:
+        """Sum of the squares of the sequences' lengths; prompts are taken to be of one length."""
+        prompt, mean = self.prompt_tokens, self.lengths.mean
+        return self.sequences * (prompt * prompt + 2 * prompt * mean + self.lengths.moment(2))

@@ -1,0 +1,63 @@
+"""torchrun on all hosts of a cluster, and what came of it."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.hosts.cluster import PORT, Node, Program
+
+RANKS = 2
+"""On each node."""
+
+
+@dataclass
+class Launch:
+    """A program under torchrun on all nodes."""
+
+    programs: list[Program]
+
+    def end_within(self, seconds: float) -> list[int]:
+        deadline = time.monotonic() + seconds
+        return [one.ends_within(max(1.0, deadline - time.monotonic())) for one in self.programs]
+
+    @property
+    def consoles(self) -> str:
+        return "\n".join(f"== {one.console_path.name}\n{one.console}" for one in self.programs)
+
+    def wait_for(self, condition: Callable[[], bool], seconds: float) -> None:
+        deadline = time.monotonic() + seconds
+        while not condition():
+            ended = [one for one in self.programs if one.process.poll() is not None]
+            assert not ended, self.consoles[-8000:]
+            assert time.monotonic() < deadline, f"not within {seconds} s:\n{self.consoles[-8000:]}"
+            time.sleep(0.05)
+
+    def wait_for_text(self, text: str, seconds: float) -> None:
+        self.wait_for(lambda: text in self.consoles, seconds)
+
+
+def launch(
+    nodes: Sequence[Node],
+    console: Path,
+    *program: str,
+    count: int | None = None,
+    options: Sequence[str] = (),
+    **environment: str,
+) -> Launch:
+    """Start it on these nodes, of `count` that torchrun is to wait for."""
+    torchrun = (
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        f"--nnodes={count or len(nodes)}",
+        f"--nproc-per-node={RANKS}",
+        "--rdzv-backend=c10d",
+        f"--rdzv-endpoint=node0:{PORT}",
+        "--rdzv-id=test",
+        *options,
+    )
+    return Launch([node.start([*torchrun, *program], console, environment) for node in nodes])

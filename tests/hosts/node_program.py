@@ -1,0 +1,91 @@
+"""A small run over several hosts, without a model: it starts as every run does, and makes steps with an all-reduce.
+
+node_program.py OUTPUT_DIR BEHAVIOUR [start_timeout_seconds=..., other keys of RunConfig]
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+import socket
+import sys
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from rlmath.config import RunConfig
+from rlmath.guard.heartbeat import Heart
+from rlmath.guard.signals import StopRequest
+from rlmath.node_checks import compare_clocks, environment_facts, meet, meet_with_mistake
+from rlmath.parallel.device import init_process_group, open_device
+from rlmath.parallel.meeting import Meeting, open_meeting
+from rlmath.parallel.place import Decision, Word
+from rlmath.telemetry.console import setup_logging
+
+HOST = socket.gethostname()
+BUSY_STEPS = 10_000
+
+
+def facts(behaviour: str) -> dict[str, str]:
+    """Of this node; node1 is another one where that is asked for."""
+    mine = environment_facts() | {"run.seed": "1"}
+    return mine | {"torch": "2.12.0", "run.seed": "2"} if (behaviour, HOST) == ("differ", "node1") else mine
+
+
+def gather(meeting: Meeting, behaviour: str, settings: RunConfig) -> None:
+    """Both roll calls, as `rlmath.start` and `rlmath.run_steps` have them."""
+    seconds = settings.start_timeout_seconds
+    if (behaviour, HOST) == ("mistake", "node1"):
+        meet_with_mistake(meeting, ValueError("model.path: no folder /models/a"), seconds)
+    if behaviour == "hang" and meeting.place.rank == 3:
+        time.sleep(1000)
+    meet(meeting, facts(behaviour), seconds)
+    if behaviour == "fail" and meeting.place.rank == 2:
+        meeting.tell_failure("OSError: no GPU")
+        raise OSError("no GPU")
+    word = Word(meeting.place.host, meeting.place.node)
+    meeting.roll_call("group", word, seconds, lambda said: Decision())
+
+
+def main() -> int:
+    folder, behaviour = Path(sys.argv[1]), sys.argv[2]
+    folder.mkdir(exist_ok=True)
+    keys = {key: float(value) for key, value in (one.split("=") for one in sys.argv[3:])}
+    settings = dataclasses.replace(RunConfig(output_dir=str(folder)), **keys)
+    rank = int(os.environ["RANK"])
+    setup_logging(rank)
+    try:
+        meeting = open_meeting(settings.start_timeout_seconds)
+        assert meeting is not None
+        gather(meeting, behaviour, settings)
+        init_process_group(open_device("cpu"), 60.0, meeting.group_store(60.0))
+        if (behaviour, HOST) == ("clock", "node1"):
+            real = time.time
+            time.time = lambda: real() + 90.0  # what a host does whose clock is wrong
+        compare_clocks()
+        stop = StopRequest(60.0, str(folder), rank)
+        with Heart(settings, rank, dist.get_world_size(), str(folder), stop) as heart:
+            walk(heart, folder, rank, behaviour)
+    except BaseException as error:
+        logging.error("rank %d on %s: %s: %s", rank, HOST, type(error).__name__, error)
+        logging.shutdown()
+        os._exit(2 if isinstance(error, ValueError) else 1)
+    dist.destroy_process_group()
+    return 0
+
+
+def walk(heart: Heart, folder: Path, rank: int, behaviour: str) -> None:
+    for step in range(1, BUSY_STEPS if behaviour == "walk" else 4):
+        heart.step = step
+        heart.entered("update")
+        dist.all_reduce(torch.ones(1000))
+        if rank == 0:
+            (folder / "step").write_text(str(step))
+        time.sleep(0.02)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

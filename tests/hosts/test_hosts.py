@@ -1,0 +1,275 @@
+"""Runs over several hosts, which are network namespaces: they meet, differ, go missing, are cut off, and go on."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from rlmath.guard.exit_status import FAILURE, read_exit_status
+from tests.hosts.cluster import Node, cluster, why_not
+from tests.hosts.launching import Launch, launch
+from tests.programs import small_run
+
+WHY_NOT = why_not()
+pytestmark = [
+    pytest.mark.distributed,
+    pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT)),
+]
+full = pytest.mark.full
+
+START_SECONDS = 150.0
+"""On a busy machine."""
+HEARTBEAT_SECONDS = 6.0
+STEPS = 30
+TIMED = ("seconds/", "tokens_per_second/", "memory", "rollout/idle_share")
+SFT = ("launch/train_sft.py", "--config", "configs/demo_sft.yaml")
+GRPO = ("launch/train_grpo.py", "--config", "configs/demo.yaml")
+SMALL = "tests/hosts/node_program.py"
+
+
+@pytest.fixture(scope="module")
+def nodes() -> Iterator[list[Node]]:
+    """Two hosts."""
+    with cluster(2) as made:
+        yield made
+
+
+def sft_settings(place: Path, output: Path, *more: str) -> list[str]:
+    return [
+        f"run.output_dir={output}",
+        f"run.total_steps={STEPS}",
+        f"run.heartbeat_timeout_seconds={HEARTBEAT_SECONDS}",
+        f"model.path={place}/base",
+        f"data.train_path={place}/data/worked.jsonl",
+        "data.prompts_per_step=16",
+        "parallel.tensor=2",
+        "sft.held_out_share=0",
+        "optimizer.warmup_steps=1",
+        "save.ckpt_freq_steps=2",
+        "telemetry.tensorboard=false",
+        *more,
+    ]
+
+
+def rows(output: Path) -> list[dict[str, float]]:
+    found = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    return [{name: x for name, x in row.items() if not name.startswith(TIMED)} for row in found]
+
+
+def steps_done(output: Path) -> int:
+    path = output / "metrics.jsonl"
+    return len(path.read_text().splitlines()) if path.exists() else 0
+
+
+def told(run: Launch, *parts: str) -> str:
+    """The first line on the first node's console with all these parts, which may still have to come."""
+
+    def lines() -> list[str]:
+        console = run.programs[0].console
+        return [line for line in console.splitlines() if all(part in line for part in parts)]
+
+    run.wait_for(lambda: bool(lines()), START_SECONDS)
+    return lines()[0]
+
+
+def run_to_the_end(nodes: list[Node], console: Path, *program: str, seconds: float = START_SECONDS) -> Launch:
+    started = launch(nodes, console, *program)
+    assert started.end_within(seconds) == [0] * len(nodes), started.consoles[-8000:]
+    return started
+
+
+@pytest.fixture(scope="module")
+def undisturbed(nodes: list[Node], arithmetic: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A supervised run on two hosts of two ranks, TP2 in each, the second host a little late; its console beside it."""
+    output = tmp_path_factory.mktemp("undisturbed") / "run"
+    program = (*SFT, *sft_settings(arithmetic, output))
+    first = launch(nodes[:1], output.with_name("first"), *program, count=2)
+    time.sleep(4.0)
+    second = launch(nodes[1:], output.with_name("second"), *program, count=2)
+    both = Launch([*first.programs, *second.programs])
+    assert both.end_within(START_SECONDS) == [0, 0], both.consoles[-8000:]
+    output.with_suffix(".console.txt").write_text(both.consoles)
+    return output
+
+
+def test_two_hosts_train_together_and_say_who_they_are(undisturbed: Path) -> None:
+    found = rows(undisturbed)
+    assert [row["step"] for row in found] == list(range(1, STEPS + 1))
+    assert all(row["train/grad_norm"] > 0 for row in found)
+    console = undisturbed.with_suffix(".console.txt").read_text()
+    assert "2 nodes, 4 ranks:" in console
+    assert "node0: ranks 0-1, 10.77.0.1 (eth0)" in console
+    assert "node1: ranks 2-3, 10.77.0.2 (ens1)" in console
+    assert "Layout: TP2 x PP1 x DP2\n" in console
+    assert (undisturbed / "hf_model" / "model.safetensors").is_file()
+
+
+@full
+def test_a_link_that_is_cut_is_found_in_time_and_the_run_goes_on_after_it_is_mended(
+    nodes: list[Node], arithmetic: Path, undisturbed: Path, tmp_path: Path
+) -> None:
+    output = tmp_path / "run"
+    program = (*SFT, *sft_settings(arithmetic, output))
+    run = launch(nodes, tmp_path / "cut", *program)
+    run.wait_for(lambda: steps_done(output) >= 5, START_SECONDS)
+    nodes[1].cut()
+    try:
+        cut_at, done = time.monotonic(), steps_done(output)
+        assert done < STEPS
+        first, second = run.programs
+        while "has given no sign of life for" not in first.console:
+            assert time.monotonic() - cut_at < HEARTBEAT_SECONDS + 10, first.console[-4000:]
+            time.sleep(0.1)
+        assert "on node1" in first.console.partition("has given no sign of life for")[2].partition("\n")[0]
+        assert first.ends_within(30) != 0
+        # The other side knows only that the first node is lost.
+        while "key-value store of the run at node0:" not in second.console:
+            assert time.monotonic() - cut_at < HEARTBEAT_SECONDS + 25, second.console[-4000:]
+            time.sleep(0.1)
+        assert read_exit_status(output).status == FAILURE
+        assert "node1" in read_exit_status(output).message
+    finally:
+        nodes[1].mend()
+    second.kill()
+    again = run_to_the_end(nodes, tmp_path / "mended", *program)
+    assert "Going on from" in again.consoles
+    assert rows(output) == rows(undisturbed)
+    model = Path("hf_model") / "model.safetensors"
+    assert (output / model).read_bytes() == (undisturbed / model).read_bytes()
+
+
+def test_nodes_that_differ_are_told_by_host_on_both_before_anything_starts(
+    nodes: list[Node], tmp_path: Path
+) -> None:
+    run = launch(nodes, tmp_path / "differ", SMALL, str(tmp_path / "run"), "differ")
+    assert 0 not in run.end_within(START_SECONDS)
+    for program in run.programs:
+        assert "The nodes are not alike" in program.console, program.console[-4000:]
+        assert "torch: " in program.console and "2.12.0 on node1" in program.console
+        assert "run.seed: 1 on node0; 2 on node1" in program.console
+    assert not (tmp_path / "run" / "step").exists()
+
+
+def test_a_rank_that_never_comes_is_named_with_its_host(nodes: list[Node], tmp_path: Path) -> None:
+    settings = ("hang", "start_timeout_seconds=8")
+    run = launch(nodes, tmp_path / "hang", SMALL, str(tmp_path / "run"), *settings)
+    assert 0 not in run.end_within(START_SECONDS)
+    told = "3 of 4 ranks are at the start after 8 s (run.start_timeout_seconds). Missing: rank 3 on node1"
+    assert all(told in program.console for program in run.programs), run.consoles[-6000:]
+
+
+@full
+@pytest.mark.parametrize(
+    ("behaviour", "told"),
+    [
+        ("mistake", "on node1 (ranks 2-3): model.path: no folder /models/a"),
+        ("fail", "rank 2 on node1 failed: OSError: no GPU"),
+    ],
+)
+def test_what_only_one_node_finds_wrong_is_told_by_all(
+    nodes: list[Node], tmp_path: Path, behaviour: str, told: str
+) -> None:
+    started = time.monotonic()
+    run = launch(nodes, tmp_path / behaviour, SMALL, str(tmp_path / "run"), behaviour)
+    assert 0 not in run.end_within(START_SECONDS)
+    assert time.monotonic() - started < 120, "it must not wait for run.start_timeout_seconds"
+    assert told in run.programs[0].console, run.consoles[-6000:]
+    assert told.rpartition(": ")[2] in run.programs[1].console, run.consoles[-6000:]
+
+
+@full
+def test_a_clock_that_is_wrong_is_told(nodes: list[Node], tmp_path: Path) -> None:
+    run = run_to_the_end(nodes, tmp_path / "clock", SMALL, str(tmp_path / "run"), "clock")
+    told = run.programs[0].console
+    assert "The clocks of nodes differ from that of node0: node1 by +" in told, told
+    seconds = float(told.partition("node1 by +")[2].partition(" s")[0])
+    assert 88 < seconds < 92
+
+
+@full
+def test_a_model_that_one_node_lacks_is_told_with_its_host(
+    nodes: list[Node], arithmetic: Path, tmp_path: Path
+) -> None:
+    """By the whole program: only node0's ranks get a path that is there."""
+    place = tmp_path / "only-node0"
+    place.mkdir()
+    (place / "base").symlink_to(arithmetic / "base")
+    output = tmp_path / "run"
+    settings = sft_settings(arithmetic, output)
+    mine = launch(nodes[:1], tmp_path / "a", *SFT, *settings, f"model.path={place}/base", count=2)
+    other = launch(nodes[1:], tmp_path / "b", *SFT, *settings, f"model.path={tmp_path}/gone/base", count=2)
+    both = Launch([*mine.programs, *other.programs])
+    assert 0 not in both.end_within(START_SECONDS)
+    for program in both.programs:
+        assert "on node1 (ranks 2-3): " in program.console and "gone/base" in program.console
+    assert not (output / "metrics.jsonl").exists()
+
+
+@full
+def test_torchrun_starts_a_run_again_that_lost_a_rank_and_it_goes_on(
+    nodes: list[Node], arithmetic: Path, undisturbed: Path, tmp_path: Path
+) -> None:
+    """--max-restarts: the launchers, and their key-value store, stay; all ranks start again."""
+    output = tmp_path / "run"
+    program = (*SFT, *sft_settings(arithmetic, output))
+    run = launch(nodes, tmp_path / "restart", *program, options=("--max-restarts=2",))
+    run.wait_for(lambda: steps_done(output) >= 5, START_SECONDS)
+    os.kill(run.programs[1].ranks()[3].pid, signal.SIGKILL)
+    assert run.end_within(2 * START_SECONDS) == [0, 0], run.consoles[-8000:]
+    assert "rank 3 on node1" in run.consoles and "has died" in run.consoles
+    assert "Going on from" in run.consoles
+    assert rows(output) == rows(undisturbed)
+
+
+@full
+@pytest.mark.timeout(900)
+def test_a_slow_host_and_a_slow_link_are_named_and_the_run_goes_on(arithmetic: Path, tmp_path: Path) -> None:
+    """Four hosts of two ranks."""
+    with cluster(4) as nodes:
+        output = tmp_path / "run"
+        settings = sft_settings(
+            arithmetic, output, "run.total_steps=100000", "data.prompts_per_step=64", "run.total_epochs=1000"
+        )
+        more = ("save.ckpt_freq_steps=1000000", "run.heartbeat_timeout_seconds=120")
+        run = launch(nodes, tmp_path / "slow", *SFT, *settings, *more)
+        run.wait_for(lambda: steps_done(output) >= 3, 2 * START_SECONDS)
+        with nodes[2].slowed(run_ms=100, stop_ms=900):
+            line = told(run, "A slow rank holds the others up", "on node2 computes for")
+        assert "ranks 4-5 on node2" in line, line
+        nodes[3].limit(kbit=256, queue_ms=3000)
+        line = told(run, "A slow network", "on node3 after")
+        assert "node1" not in line and "node2" not in line, line
+        before = steps_done(output)
+        run.wait_for(lambda: steps_done(output) > before + 3, START_SECONDS)
+
+
+@full
+@pytest.mark.timeout(900)
+def test_two_hosts_learn_with_engines_and_go_on_after_a_cut(
+    nodes: list[Node], arithmetic: Path, tmp_path: Path
+) -> None:
+    """GRPO: the engines' control plane, the rewards and the weights travel over the virtual network, too."""
+    settings = ("parallel.tensor=2", "run.total_steps=4", "save.ckpt_freq_steps=1")
+    heart = f"run.heartbeat_timeout_seconds={HEARTBEAT_SECONDS}"
+    whole, output = tmp_path / "whole", tmp_path / "run"
+    run_to_the_end(
+        nodes, tmp_path / "a", *GRPO, *small_run(arithmetic, whole), *settings, seconds=2 * START_SECONDS
+    )
+    program = (*GRPO, *small_run(arithmetic, output), *settings, heart)
+    run = launch(nodes, tmp_path / "b", *program)
+    run.wait_for(lambda: steps_done(output) >= 2, 2 * START_SECONDS)
+    nodes[1].cut()
+    try:
+        run.wait_for_text("has given no sign of life for", HEARTBEAT_SECONDS + 15)
+        assert run.programs[0].ends_within(30) != 0
+    finally:
+        nodes[1].mend()
+    run.programs[1].kill()
+    run_to_the_end(nodes, tmp_path / "c", *program, seconds=2 * START_SECONDS)
+    assert rows(output) == rows(whole) and len(rows(whole)) == 4

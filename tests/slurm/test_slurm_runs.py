@@ -1,0 +1,195 @@
+"""Runs over two nodes of a real Slurm: they train, are disturbed, and go on as if nothing had been."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.programs import small_run
+from tests.slurm.cluster import KILL_WAIT_SECONDS, Cluster
+from tests.slurm.submitted import ENDED, START_SECONDS, TWO_NODES, Submitted, Submitter, config
+
+STEPS = {"grpo": 10, "sft": 60}
+EARLY = {"grpo": 2, "sft": 6}
+"""After so many steps of a start it is disturbed."""
+
+pytestmark = [pytest.mark.slurm, pytest.mark.distributed, pytest.mark.timeout(900)]
+
+
+@pytest.fixture(scope="module")
+def inputs(arithmetic: Path) -> Path:
+    """With a reward that takes its time, so that a run of few steps can be disturbed in mid-run."""
+    functions = arithmetic / "functions"
+    functions.mkdir()
+    (functions / "slow.py").write_text(
+        "import time\n\ndef reward(completion, solutions, row):\n    time.sleep(0.03)\n"
+        "    return -float(len(completion))\n"
+    )
+    return arithmetic
+
+
+def arguments(program: str, inputs: Path, output: Path) -> list[str]:
+    """A run of either program, without its length."""
+    if program == "grpo":
+        more = ("reward.function=slow:reward", "save.ckpt_freq_steps=1")
+        return [config("demo.yaml"), *TWO_NODES, *small_run(inputs, output), *more]
+    return [
+        "--program=sft",
+        config("demo_sft.yaml"),
+        *TWO_NODES,
+        f"run.output_dir={output}",
+        f"model.path={inputs}/base",
+        f"data.train_path={inputs}/data/worked.jsonl",
+        "optimizer.decay=constant",
+        "save.ckpt_freq_steps=5",
+        "parallel.tensor=2",
+    ]
+
+
+def submit(submitter: Submitter, program: str, inputs: Path, output: Path, *more: str) -> Submitted:
+    with_functions = replace(submitter, functions=inputs / "functions")
+    steps = f"run.total_steps={STEPS[program]}"
+    return with_functions.submit(output, *arguments(program, inputs, output), steps, *more)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(
+    slurm: Cluster, inputs: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[dict[str, Submitted]]:
+    """A finished run of each program, made when it is first asked for; the first of a chain of two links."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+
+    class Runs(dict[str, Submitted]):
+        def __missing__(self, program: str) -> Submitted:
+            run = submit(submitter, program, inputs, folder / program, "--chain=2")
+            for link in (0, 1):
+                run.wait_for_state(*ENDED, link=link)
+            self[program] = run
+            return run
+
+    with Submitter(slurm, folder) as submitter:
+        yield Runs()
+
+
+def test_a_run_trains_across_both_nodes(undisturbed: dict[str, Submitted]) -> None:
+    run = undisturbed["grpo"]
+    assert run.state() == "COMPLETED", run.said()
+    assert [row["step"] for row in run.rows()] == list(range(1, STEPS["grpo"] + 1))
+    assert "2 nodes (n[1-2]) x 1 ranks" in run.said() and "status 0 (finished)" in run.said()
+    logs = sorted((run.logs / run.jobs[0]).iterdir())
+    assert [path.name.partition("-")[0] for path in logs] == ["0", "1"]
+
+
+def test_the_later_links_of_a_chain_end_at_once_when_the_run_is_finished(
+    undisturbed: dict[str, Submitted],
+) -> None:
+    run = undisturbed["grpo"]
+    assert run.state(link=1) == "COMPLETED"
+    said = run.said(link=1)
+    assert "link 2 of 2" in said and "the start before: status 0" in said and "nothing is left to do" in said
+    assert list((run.logs / run.jobs[1]).iterdir()) == []
+
+
+@pytest.mark.parametrize("program", ["sft", pytest.param("grpo", marks=pytest.mark.full)])
+def test_requeued_and_after_the_loss_of_a_node_the_run_is_the_same(
+    slurm: Cluster,
+    submitter: Submitter,
+    inputs: Path,
+    undisturbed: dict[str, Submitted],
+    tmp_path: Path,
+    program: str,
+) -> None:
+    whole, steps = undisturbed[program], STEPS[program]
+    run = submit(submitter, program, inputs, tmp_path / "run", "--requeue")
+    run.wait_for_step(EARLY[program])
+    slurm.ask("scontrol", "requeue", run.jobs[0])
+    run.wait_for_requeue(1)
+    run.wait_for_step(run.last_step() + EARLY[program])
+    assert run.last_step() < steps
+    slurm.set_down("n2")
+    run.wait_for_requeue(2)
+    slurm.bring_back("n2")
+    assert run.wait_for_state(*ENDED) == "COMPLETED", run.said()
+    said = run.said()
+    assert "NODE FAILURE" in said and "node n2 is down: power lost" in said
+    assert "start 2" in said and "start 3" in said and "the start before: status " in said
+    assert whole.last_step() == steps and run.rows() == whole.rows()
+    models = [one.output / "hf_model" / "model.safetensors" for one in (run, whole)]
+    assert models[0].read_bytes() == models[1].read_bytes()
+
+
+def test_before_its_limit_a_run_saves_and_is_queued_again_and_cancelled_it_is_gone(
+    slurm: Cluster, submitter: Submitter, inputs: Path, tmp_path: Path
+) -> None:
+    """Slurm's limits are whole minutes; so the limit is brought near instead of waited for."""
+    endless = ("run.total_steps=100000", "run.total_epochs=1000", "run.stop_grace_seconds=120")
+    run = submit(submitter, "sft", inputs, tmp_path / "run", "--requeue", *endless)
+    run.wait_for_step(3)
+    slurm.ask("scontrol", "update", f"JobId={run.jobs[0]}", "TimeLimit=3")
+    run.wait_for_requeue(1)
+    slurm.ask("scontrol", "update", f"JobId={run.jobs[0]}", "TimeLimit=30")
+    assert "status 75 (saved and stopped): stopped by SIGUSR1" in run.said()
+    saved = run.last_step()
+    run.wait_for_step(saved + 3)
+    assert [row["step"] for row in run.rows()][: saved + 4] == list(range(saved + 4))
+
+    processes = slurm.processes_of(run.jobs[0])
+    assert len(processes) >= 4, "two launchers, two ranks"
+    slurm.ask("scancel", run.jobs[0])
+    assert run.wait_for_state(*ENDED) == "CANCELLED"
+    _, alive = psutil.wait_procs(processes, KILL_WAIT_SECONDS + 10)
+    assert not alive and not slurm.processes_of(run.jobs[0])
+    slurm.wait_for(lambda: submitter.queue() == [], 30)
+    assert "does not queue itself again: Slurm has ended it" in run.said()
+
+
+def test_a_run_that_cannot_start_is_not_queued_again(
+    slurm: Cluster, submitter: Submitter, inputs: Path, tmp_path: Path
+) -> None:
+    prompts = tmp_path / "worked.jsonl"
+    prompts.write_text((inputs / "data" / "worked.jsonl").read_text())
+    more = ("--requeue", "--sbatch=--hold", f"data.train_path={prompts}")
+    run = submit(submitter, "sft", inputs, tmp_path / "run", *more)
+    prompts.write_text("no row\n")
+    slurm.ask("scontrol", "release", run.jobs[0])
+    assert run.wait_for_state(*ENDED) == "FAILED", run.said()
+    assert slurm.job(run.jobs[0], "ExitCode") == "2:0" and slurm.job(run.jobs[0], "Restarts") == "0"
+    assert "status 2 (mistake in the settings)" in run.said()
+
+
+@pytest.mark.full
+def test_two_nodes_of_two_ranks_train(submitter: Submitter, inputs: Path, tmp_path: Path) -> None:
+    run = submit(submitter, "grpo", inputs, tmp_path / "run", "--ranks-per-node=2")
+    assert run.wait_for_state(*ENDED) == "COMPLETED", run.said()
+    assert run.last_step() == STEPS["grpo"] and "x 2 ranks" in run.said()
+
+
+@pytest.mark.full
+def test_an_evaluation_that_is_stopped_goes_on(
+    slurm: Cluster, submitter: Submitter, inputs: Path, tmp_path: Path
+) -> None:
+    output = tmp_path / "eval"
+    own = ("--model", f"{inputs}/base", "--data-dir", f"{inputs}/data", "--output", str(output))
+    what = ("--benchmarks", "heldout", "--samples", "300", "--max-new-tokens", "32", "--max-num-seqs", "16")
+    options = ("--program=evaluate", *TWO_NODES, "--requeue")
+    run = submitter.submit(output, *options, "--", *own, *what, "--cpu-kv-cache-gib", "0.1")
+    slurm.wait_for(lambda: len(completions(output)) > 0, START_SECONDS, run.log)
+    slurm.ask("scancel", "--signal=USR1", run.jobs[0])
+    run.wait_for_requeue(1)
+    assert "status 75 (saved and stopped): stopped by SIGUSR1" in run.said()
+    before = completions(output)
+    assert 0 < len(before) < 20 * 301
+    assert run.wait_for_state(*ENDED) == "COMPLETED", run.said()
+    after = completions(output)
+    assert set(before) <= set(after) and len(after) == 20 * 301
+    assert len({path.stem for path in output.glob("generations/heldout/*.jsonl")}) == 2
+
+
+def completions(output: Path) -> list[str]:
+    """Whole lines only: one may be cut off by the end of its process."""
+    texts = [path.read_text() for path in output.glob("generations/heldout/*.jsonl")]
+    return [line for text in texts for line in text.splitlines(keepends=True) if line.endswith("\n")]

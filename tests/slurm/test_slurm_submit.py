@@ -1,0 +1,194 @@
+"""What launch/slurm/submit.py queues, and what it refuses to queue, with a Slurm and without one."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from launch.slurm.cluster import Partition, partition_problems, seconds_of
+from launch.slurm.script import BODY
+from tests.programs import small_run
+from tests.slurm.cluster import Cluster
+from tests.slurm.submitted import TWO_NODES, Submitter, called, config
+
+EVALUATION = ("--program=evaluate", "--nodes=2", "--gpus-per-node=0", "--ranks-per-node=1")
+slurm_only = pytest.mark.slurm
+
+
+@pytest.fixture
+def run(arithmetic: Path, tmp_path: Path) -> list[str]:
+    """The arguments of a run that may be queued."""
+    return [config("demo.yaml"), *TWO_NODES, *small_run(arithmetic, tmp_path / "run")]
+
+
+@pytest.fixture
+def alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder to submit from, where no Slurm is."""
+    monkeypatch.setenv("PATH", "/nonexistent")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+# ---------------------------------------------------------------- with a Slurm
+
+
+@pytest.fixture
+def held(submitter: Submitter, run: list[str]) -> str:
+    """The number of a job that waits in the queue."""
+    submitted = submitter.submit(submitter.folder / "run", *run, "--sbatch=--hold")
+    return submitted.jobs[0]
+
+
+@slurm_only
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (
+            ["--partition=shor"],
+            'There is no partition "shor"; there are: short, one, closed. Did you mean "short"?',
+        ),
+        (["--partition=closed"], '--partition "closed" is not up. These are: short, one.'),
+        (["--nodes=3", "parallel.tensor=1"], '--nodes is 3; the partition "short" has 2.'),
+        (["--partition=one"], '--nodes is 2; the partition "one" has 1.'),
+        (["--time=61"], '--time is 61 minutes; the partition "short" allows 60.'),
+        (["--gpus-per-node=8"], 'in the partition "short" 0 of 2 nodes have as many'),
+        (
+            ["--sbatch=--account=nobody", "--sbatch=--no-such-option"],
+            "sbatch says: sbatch: unrecognized option",
+        ),
+    ],
+)
+def test_what_slurm_would_not_run_is_not_queued(
+    submitter: Submitter, run: list[str], options: list[str], told: str
+) -> None:
+    status, _, err = submitter.call(*run, *options)
+    assert status == 2 and told in err, err
+    assert submitter.queue() == []
+
+
+@slurm_only
+def test_a_second_run_of_the_same_name_or_folder_is_not_queued(
+    submitter: Submitter, run: list[str], held: str, tmp_path: Path
+) -> None:
+    status, _, err = submitter.call(*run)
+    assert status == 2
+    assert f'a job of yours is named "rlmath-run" already: {held} PENDING' in err
+    assert f'"{tmp_path}/run" is what another job writes: {held}' in err
+    status, _, err = submitter.call(*run, "--name=another")
+    assert status == 2 and "is named" not in err and "is what another job writes" in err
+    status, _, err = submitter.call(*run, "run.output_dir=elsewhere/run")
+    assert status == 2 and "is named" in err and "is what another job writes" not in err
+    assert submitter.queue() == [held]
+    assert submitter.call(*run, "--name=another", "run.output_dir=elsewhere/run", "--dry-run")[0] == 0
+
+
+@slurm_only
+def test_a_chain_is_queued_link_by_link(
+    slurm: Cluster, submitter: Submitter, run: list[str], tmp_path: Path
+) -> None:
+    submitted = submitter.submit(tmp_path / "run", *run, "--chain=3", "--sbatch=--begin=now+1hour")
+    first, second, third = submitted.jobs
+    assert slurm.job(second, "Dependency").startswith(f"afterany:{first}")
+    assert slurm.job(third, "Dependency").startswith(f"afterany:{second}")
+    assert slurm.job(third, "Comment") == f"rlmath:{tmp_path}/run"
+
+
+# ---------------------------------------------------------------- without one
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (["--config=configs/none.yaml"], "configs/none.yaml"),
+        (["run.total_stepz=1"], 'did you mean "run.total_steps"?'),
+        (["parallel.tensor=3"], "does not divide the 2 ranks"),
+        (["model.path=nowhere"], 'model.path: there is no "nowhere"'),
+        (["run.output_dir=/proc/run"], 'run.output_dir "/proc/run"'),
+        (["run.output_dir=with space"], "for Slurm it may have only letters"),
+        (["--time=soon"], '--time is "soon"'),
+        (["--time=5"], "nothing is left to train in"),
+        (["--nodes=0"], "--nodes is 0; needed: at least 1"),
+        (["--chain=0"], "--chain is 0; needed: from 1 to 100"),
+        (["--name=a b"], '--name is "a b"'),
+        (["--sbatch=account"], '--sbatch is "account"'),
+        (["--container=image"], "a container needs an image and --runtime pyxis or docker"),
+        (["--runtime=pyxis", "--container=image"], "is outside of what the container sees"),
+        ([], "there is no sbatch here"),
+    ],
+)
+def test_mistakes_are_told_before_anything_is_queued(
+    run: list[str], alone: Path, options: list[str], told: str
+) -> None:
+    status, out, err = called(*run, *options)
+    assert status == 2 and told in err and out == "", err
+    assert list(alone.iterdir()) == []
+
+
+def test_an_evaluation_takes_its_own_options(arithmetic: Path, alone: Path) -> None:
+    own = ("--model", f"{arithmetic}/base", "--data-dir", f"{arithmetic}/data", "--output", "eval")
+    status, out, err = called(*EVALUATION, "--dry-run", "--", *own, "--benchmarks", "heldout")
+    assert status == 0, err
+    assert "launch/evaluate.py\n" in out and "work_files=(generations '*.jsonl')" in out
+    assert called(*EVALUATION, "--dry-run", "--", *own)[2].startswith("--benchmarks must be given")
+    assert "no --config and no overrides" in called(*EVALUATION, config("demo.yaml"))[2]
+
+
+@pytest.mark.parametrize("runtime", ["none", "pyxis", "docker"])
+@pytest.mark.parametrize("program", ["grpo", "sft"])
+def test_the_script_has_no_mistakes_that_shellcheck_knows(
+    arithmetic: Path, alone: Path, tmp_path: Path, program: str, runtime: str
+) -> None:
+    """Whatever the settings hold stays one word of the run's command line."""
+    image = (
+        () if runtime == "none" else (f"--container=a/b:1 '$(touch {tmp_path}/hit)", f"--mount={arithmetic}")
+    )
+    evil = f"telemetry.wandb_name=it's `touch {tmp_path}/hit` $HOME"
+    arguments = (config("demo.yaml"), *TWO_NODES, *small_run(arithmetic, Path("run")), "--dry-run")
+    status, out, err = called(*arguments, f"--program={program}", f"--runtime={runtime}", *image, evil)
+    assert status == 0, err
+    path = tmp_path / "job.sh"
+    path.write_text(out)
+    head = out[: out.index(BODY.read_text())]
+    shown = subprocess.run(
+        ["/bin/bash", "-c", f'{head}\nprintf "%s\\n" "${{arguments[@]}}"'],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert shown.stdout.splitlines()[-1] == evil and not (tmp_path / "hit").exists()
+    subprocess.run(["/bin/bash", "-n", str(path)], check=True)
+    shellcheck = shutil.which("shellcheck", path=os.defpath)
+    if shellcheck is not None:
+        subprocess.run([shellcheck, "--severity=warning", str(path)], check=True)
+
+
+def test_the_signal_leaves_the_run_its_grace(run: list[str], alone: Path) -> None:
+    _, out, err = called(*run, "--dry-run", "run.stop_grace_seconds=1200")
+    assert "#SBATCH --signal=USR1@1260\n" in out and "grace_seconds=1200\n" in out, err
+    assert "#SBATCH --no-requeue\n" in out
+
+
+def test_slurms_times_are_read() -> None:
+    times = {"90": 5400, "1:30": 90, "12:00:00": 43200, "2-00": 172800, "1-12:30": 131400, "1-0:0:1": 86401}
+    assert {time: seconds_of(time) for time in times} == times
+    assert seconds_of("infinite") == float("inf")
+    for wrong in ("", "1-", "1:2:3:4", "-5", "1h"):
+        with pytest.raises(ValueError, match="needed: minutes"):
+            seconds_of(wrong)
+
+
+def test_nodes_are_counted_that_have_the_gpus() -> None:
+    mixed = Partition("gpu", True, True, 3600.0, float("inf"), ((2, 8), (4, 4)))
+    assert list(partition_problems(None, 2, 8, 3600.0, [mixed])) == []
+    assert list(partition_problems(None, 6, 4, None, [mixed])) == []
+    (told,) = partition_problems("gpu", 3, 8, None, [mixed])
+    assert "2 of 6 nodes have as many" in told
+    small = Partition("debug", False, True, 3600.0, 2, ((9, 8),))
+    (told,) = partition_problems("debug", 3, 8, None, [small])
+    assert "has 9 and allows a job 2" in told
+    (told,) = partition_problems(None, 1, 0, None, [small])
+    assert "no default partition" in told

@@ -1,0 +1,153 @@
+"""tools/plan_run.py: every recipe has a plan, more GPUs and shorter answers are faster, the page has the figures."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from rlmath.gpus import GPU_GIB, GPU_SPEEDS
+from rlmath.timing.published import COLOCATED, TABLE, largest_error
+from tests.tiny_models import make_model_folder
+from tools.plan_run import main, published
+
+ROOT = Path(__file__).resolve().parents[2]
+CONFIGS = ROOT / "configs"
+RECIPES = sorted(
+    str(path.relative_to(CONFIGS))
+    for folder in ("areal", "rlinf", "simplerl")
+    for path in (CONFIGS / folder).glob("*.yaml")
+)
+ALGORITHMS = sorted(f"algorithms/{path.name}" for path in (CONFIGS / "algorithms").glob("*.yaml"))
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return f"model.path={make_model_folder(tmp_path_factory.mktemp('planned') / 'model', tied=True)}"
+
+
+def planned(capsys: pytest.CaptureFixture[str], *arguments: str, status: int = 0) -> dict:
+    assert main([*arguments, "--layouts", "0", "--json"]) == status
+    return json.loads(capsys.readouterr().out)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_every_recipe_has_a_plan(name: str, capsys: pytest.CaptureFixture[str]):
+    plan = planned(capsys, "--config", str(CONFIGS / name), "--prompts", "50000")
+    assert plan["problems"] == [] and plan["steps_per_epoch"] >= 40
+    for stage in plan["stages"]:
+        assert stage["step_seconds"] == pytest.approx(sum(stage["seconds"].values()))
+        assert all(seconds > 0 for name, seconds in stage["seconds"].items() if name != "sync")
+        assert stage["flops"]["backward"] > stage["flops"]["sampling"] > 0
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_the_demo_has_a_plan_with_every_algorithm(name: str, model: str, capsys: pytest.CaptureFixture[str]):
+    files = ("--config", str(CONFIGS / "demo.yaml"), "--config", str(CONFIGS / name))
+    plan = planned(capsys, *files, model, "run.device=cpu")
+    assert plan["cluster"]["machine"]["name"] == "CPU" and 0.1 < plan["step_seconds"] < 60
+
+
+def test_the_whole_plan_as_text(capsys: pytest.CaptureFixture[str]):
+    assert main(["--config", str(CONFIGS / "areal/1.5b_n16.yaml"), "--prompts", "106000"]) == 0
+    out = capsys.readouterr().out
+    for told in (
+        "1.78 B parameters on 16 nodes of 8 H800-80GB, 400 Gbit/s each",
+        "Planned memory of rank 0",
+        "8,192 sequences, 128 + 8,294 tokens on average",
+        "PFLOP forwards",
+        "for the tail, when no request waits any more",
+        "of judging are hidden",
+        "An epoch has 207 steps",
+        "Fastest by prediction:",
+        "TP1 x PP1 x DP128, 128 engines of TP1  (as configured)",
+        "flops_share                 0.55",
+    ):
+        assert told in out
+
+
+def test_the_fastest_layout_comes_first(capsys: pytest.CaptureFixture[str]):
+    assert main(["--config", str(CONFIGS / "areal/7b_n4.yaml"), "--layouts", "100", "--json"]) == 0
+    data = json.loads(capsys.readouterr().out)
+    seconds = [row["step_seconds"] for row in data["layouts"]]
+    assert len(seconds) > 10 and seconds == sorted(seconds)
+    (own,) = [row for row in data["layouts"] if row["layout"] == "TP2 x PP1 x DP16, 32 engines of TP1"]
+    assert own["step_seconds"] == pytest.approx(data["step_seconds"])
+
+
+def test_more_nodes_are_not_slower(capsys: pytest.CaptureFixture[str]):
+    def seconds(nodes: int) -> float:
+        told = ("--config", str(CONFIGS / "areal/7b_n4.yaml"), "--nodes", str(nodes))
+        return planned(capsys, *told)["step_seconds"]
+
+    found = [seconds(nodes) for nodes in (2, 4, 8, 16, 32, 64)]
+    assert found == sorted(found, reverse=True)
+    assert (
+        found[1] < 0.7 * found[0] and found[5] > 0.7 * found[4]
+    )  # in the end only the longest answer is left
+
+
+def test_longer_answers_are_slower(capsys: pytest.CaptureFixture[str]):
+    def seconds(mean: int) -> float:
+        told = ("--config", str(CONFIGS / "areal/1.5b_n1.yaml"), "--mean-response-tokens", str(mean))
+        return planned(capsys, *told)["step_seconds"]
+
+    found = [seconds(mean) for mean in (1000, 2000, 4000, 8000, 16000)]
+    assert found == sorted(found) and found[4] > 5 * found[0]
+
+
+def test_a_faster_gpu_and_a_faster_network_are_faster(capsys: pytest.CaptureFixture[str]):
+    told = ("--config", str(CONFIGS / "areal/7b_n16.yaml"))
+    usual = planned(capsys, *told)["step_seconds"]
+    assert planned(capsys, *told, "--gpu", "H200-141GB")["step_seconds"] < usual
+    assert planned(capsys, *told, "--network-gbps", "10")["step_seconds"] > usual + 1
+
+
+def test_what_does_not_fit_is_told_with_its_plan(capsys: pytest.CaptureFixture[str]):
+    told = ["--config", str(CONFIGS / "areal/32b_n16.yaml"), "parallel=d128t1p1", "--layouts", "0"]
+    assert main(told) == 2
+    out, err = capsys.readouterr()
+    assert "Predicted seconds:" in out and "memory: rank 0" in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["memory.gpu=null", "memory.gpu_gib=80"], "the speed of a GPU that has no name is not known"),
+        (["parallel.tensor=3"], "parallel.tensor"),
+        (["--nodes", "0"], "needed: at least 1 of each"),
+        (["--network-gbps", "0"], "needed: above 0"),
+        (["--mean-response-tokens", "30000"], "needed: from 1 to the longest, 27648"),
+        (["--mean-prompt-tokens", "2000"], "needed: from 1 to data.max_prompt_tokens, 1024"),
+        (["--prompts", "100"], "needed: at least data.prompts_per_step"),
+        (["--gpus-per-node", "3"], "8 ranks do not fill nodes of 3"),
+        (["--write-coefficients", "x.json"], "give --calibrate, too"),
+        (["--coefficients", "nowhere.json"], "nowhere.json cannot be read"),
+        (["--calibrate", "nowhere/metrics.jsonl"], "there is no config.yaml"),
+    ],
+)
+def test_what_cannot_be_planned_is_refused(
+    arguments: list[str], told: str, capsys: pytest.CaptureFixture[str]
+):
+    assert main(["--config", str(CONFIGS / "areal/1.5b_n1.yaml"), *arguments]) == 2
+    assert told in capsys.readouterr().err
+
+
+def test_every_gpu_has_a_speed():
+    assert GPU_SPEEDS.keys() == GPU_GIB.keys()
+
+
+def test_the_published_table_is_met_as_the_page_says(capsys: pytest.CaptureFixture[str]):
+    assert main(["--published"]) == 0
+    page = (ROOT / "docs" / "planning.md").read_text(encoding="utf-8")
+    for line in capsys.readouterr().out.splitlines():
+        assert line in page
+    assert abs(largest_error([row.error for row in published(TABLE)])) < 0.25
+
+
+def test_published_rows_have_the_gpus_of_their_nodes():
+    for row in TABLE:
+        assert row.sampling[0] + row.training[0] == 8 * row.nodes
+    for row in COLOCATED:
+        assert row.sampling[0] == row.training[0] == 8 * row.nodes

@@ -1,0 +1,144 @@
+"""Plan a run before a GPU is spent: memory, FLOPs and seconds of a step, hours of an epoch, and the fastest layout.
+
+python tools/plan_run.py --config configs/areal/7b_n16.yaml --mean-response-tokens 8600
+python tools/plan_run.py --config configs/my.yaml --gpu H100-80GB --nodes 4
+python tools/plan_run.py --config configs/my.yaml --calibrate outputs/short/metrics.jsonl --write-coefficients mine.json
+python tools/plan_run.py --published
+
+It is a prediction; its formulas and errors are in docs/planning.md. Of the model only config.json is read, and for
+published models not even that is needed (configs/models). It exits with 2 where the run cannot start or does not fit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from rlmath.config_files import load_config, make_parser
+from rlmath.gpus import GPU_SPEEDS
+from rlmath.memory_checks import planned_target
+from rlmath.planning import required_shape
+from rlmath.timing.calibration import Measured, Where, as_file, fit, read_coefficients, read_run
+from rlmath.timing.coefficients import DEFAULTS, Coefficients
+from rlmath.timing.machines import CPU, machine_of
+from rlmath.timing.published import COLOCATED, TABLE, Predicted, Row, predict, recipe_file
+from rlmath.timing.report import calibration_lines, coefficient_lines, published_lines, run_data, run_lines
+from rlmath.timing.run import Asked, Place, compare_layouts, place_run, predict_run
+from tools.plan_memory import MISTAKE, NOT_NEEDED
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit status 0 where the run fits, MISTAKE where not, or where there is no plan."""
+    given = parser().parse_intermixed_args(argv)
+    try:
+        if given.published:
+            print("\n".join(published_lines(published(TABLE), published(COLOCATED))))
+            return 0
+        return plan(given)
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return MISTAKE
+
+
+def parser() -> argparse.ArgumentParser:
+    made = make_parser("Plan a run: memory, seconds of a step, hours of an epoch, the fastest layout.")
+    cluster = made.add_argument_group("the cluster")
+    cluster.add_argument(
+        "--gpu", choices=[*GPU_SPEEDS, CPU], help="without it that of memory.gpu, or what is there"
+    )
+    cluster.add_argument("--nodes", type=int, help="without it as many as the layout's ranks take")
+    cluster.add_argument("--gpus-per-node", type=int, help="default: 8, or all ranks where they are fewer")
+    cluster.add_argument("--network-gbps", type=float, help="Gbit/s between nodes for each GPU")
+    work = made.add_argument_group("the work")
+    work.add_argument("--mean-response-tokens", type=float, help="default: 0.3 x rollout.max_new_tokens")
+    work.add_argument("--mean-prompt-tokens", type=float, help="default: 128, or data.max_prompt_tokens")
+    work.add_argument("--prompts", type=int, help="training prompts, where data.train_path is not there")
+    measured = made.add_argument_group("measured figures")
+    measured.add_argument(
+        "--calibrate",
+        type=Path,
+        metavar="RUN",
+        action="append",
+        default=[],
+        help="metrics.jsonl of a run, with config.yaml beside it; may be given several times",
+    )
+    measured.add_argument("--calibrate-ranks", type=int, help="ranks of those runs, where nothing else tells")
+    measured.add_argument("--coefficients", type=Path, metavar="FILE", help="calibrated before")
+    measured.add_argument("--write-coefficients", type=Path, metavar="FILE", help="write the calibrated ones")
+    measured.add_argument("--published", action="store_true", help="compare with published step times")
+    made.add_argument("--layouts", type=int, default=5, help="fastest layouts to show; 0: none (default: 5)")
+    made.add_argument("--json", action="store_true", help="print plain data")
+    return made
+
+
+def plan(given: argparse.Namespace) -> int:
+    """The plan of one run; MISTAKE where it does not fit."""
+    if given.write_coefficients and not given.calibrate:
+        raise ValueError("--write-coefficients writes what --calibrate finds; give --calibrate, too")
+    asked = Asked(
+        given.gpu,
+        given.nodes,
+        given.gpus_per_node,
+        given.network_gbps,
+        given.mean_response_tokens,
+        given.mean_prompt_tokens,
+        given.prompts,
+    )
+    place = place_run(load_config(given.config, [*NOT_NEEDED, *given.overrides]), asked)
+    coefficients, runs = coefficients_of(given, place)
+    prediction = predict_run(place, asked, coefficients, runs)
+    layouts = compare_layouts(prediction, coefficients) if given.layouts > 0 else None
+    if given.json:
+        print(json.dumps(run_data(prediction, layouts, coefficients, given.layouts), indent=2))
+    else:
+        lines = run_lines(prediction, layouts, given.layouts)
+        lines += coefficient_lines(coefficients, DEFAULTS[place.target.kind])
+        print("\n".join([*calibration_lines(runs, coefficients), *lines]))
+    for problem in prediction.memory_problems:
+        print(f"  - {problem}", file=sys.stderr)
+    return MISTAKE if prediction.memory_problems else 0
+
+
+def coefficients_of(given: argparse.Namespace, place: Place) -> tuple[Coefficients, list[Measured]]:
+    """Those of the kind of device, of a file, or fitted to runs, starting from either."""
+    kind = place.target.kind
+    start = DEFAULTS[kind] if given.coefficients is None else read_coefficients(given.coefficients, kind)
+    where = Where(given.gpu, given.calibrate_ranks, given.gpus_per_node, given.network_gbps)
+    runs = [read_run(path, where) for path in given.calibrate]
+    for run in runs:
+        if run.target.kind != kind:
+            told = f'{run.source} was planned for "{run.target.kind}", this run for "{kind}"'
+            raise ValueError(f"{told}; name the device of both by --gpu")
+    if not runs:
+        return start, runs
+    found = fit(runs, start)
+    if given.write_coefficients is not None:
+        write(given.write_coefficients, json.dumps(as_file(found, kind, runs), indent=2) + "\n")
+    return found, runs
+
+
+def write(file: Path, text: str) -> None:
+    """ValueError where it cannot be written."""
+    try:
+        file.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ValueError(f"--write-coefficients: {file} cannot be written: {error}") from error
+
+
+def published(rows: Sequence[Row]) -> list[Predicted]:
+    """Every row, predicted with the default coefficients."""
+    found = []
+    for row in rows:
+        config = load_config([recipe_file(row)], [])
+        shape, _ = required_shape(config.model.path)
+        target = planned_target(config)
+        machine = machine_of(config, target)
+        found.append(predict(row, config, shape, target, machine, DEFAULTS[target.kind]))
+    return found
+
+
+if __name__ == "__main__":
+    sys.exit(main())

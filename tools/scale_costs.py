@@ -1,0 +1,168 @@
+"""What start and step cost a rank of N: the run's own code, called as if there were N ranks.
+
+Each function gives figures by name. Counts and bytes are exact; seconds are those of this machine.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from unittest import mock
+
+import torch.distributed as dist
+
+from rlmath.checkpoint.hf_tables import Placed, placed_tensors, shard_shape
+from rlmath.guard.ending import Ending
+from rlmath.guard.heartbeat import watched
+from rlmath.guard.pulse import Pulse
+from rlmath.model_shape import ModelShape
+from rlmath.packing.cost import training_cost
+from rlmath.packing.schedule import plan_minibatches
+from rlmath.parallel.mesh import Mesh
+from rlmath.sync.layouts import training_layout
+from rlmath.sync.plan import plan_cell
+from rlmath.sync.rank_rounds import rank_rounds
+from tools.scale_rollout import SEED, CountingStore, Figures, lengths
+
+LARGE = ModelShape(
+    "Qwen2ForCausalLM", 80, 8192, 64, 8, 128, 29568, 152064, False, 32768, 1e6, 1e-5, True, "bfloat16"
+)
+"""Qwen2.5-72B, on TP4 x PP2 with engines of 4 ranks."""
+TENSOR, PIPELINE, ENGINE, NODE = 4, 2, 4, 8
+BUCKET_BYTES = 64 * 2**20
+MAX_TOKENS = 32_768
+
+
+def large_mesh(ranks: int, rank: int = 0) -> Mesh:
+    return Mesh(rank, ranks, TENSOR, PIPELINE, ENGINE)
+
+
+@contextlib.contextmanager
+def timed(found: Figures, name: str) -> Iterator[None]:
+    """CPU seconds, which other programs on the machine hardly change."""
+    started = time.process_time()
+    yield
+    found[name] = time.process_time() - started
+
+
+# ---------------------------------------------------------------- start
+
+
+def sync_plan(ranks: int, shape: ModelShape = LARGE) -> Figures:
+    """The plan that the last rank makes for its weight syncs, and its own part of it."""
+    mesh, found = large_mesh(ranks, ranks - 1), Figures()
+    layout = training_layout(shape.num_layers, mesh, None, None)
+    with timed(found, "sync_plan_seconds"):
+        plan = plan_cell(shape, layout, mesh, 2, BUCKET_BYTES, NODE)
+        rounds = rank_rounds(plan, mesh.rank)
+    peers = {peer for one in rounds for peer in (*one.sends, *one.receives)}
+    return found | {
+        "sync_copies_planned": sum(map(len, (*plan.rounds, *plan.local.values()))),
+        "sync_rounds": len(plan.rounds),
+        "sync_peers": len(peers),
+        "sync_bytes_received": plan.bytes_received(mesh.rank),
+    }
+
+
+def process_groups(ranks: int) -> Figures:
+    """Megatron's groups: how many every rank is asked to make, in how many it is, and with how many peers."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    from rlmath.parallel.device import open_device
+    from rlmath.policy.model import start_megatron, stop_megatron
+
+    rank, made, found, new_group = ranks - 1, [], Figures(), dist.new_group
+
+    def counted(*, ranks: Sequence[int], **how) -> object:
+        made.append(list(ranks))
+        return new_group(ranks=ranks, **how | {"backend": "fake"})
+
+    device = open_device("cpu")
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)
+    with mock.patch.object(dist, "new_group", counted), timed(found, "groups_seconds"):
+        start_megatron(large_mesh(ranks, rank), device, SEED, 600.0)
+    stop_megatron()
+    dist.destroy_process_group()
+    mine = [members for members in made if rank in members]
+    return found | {
+        "groups_made": len(made),
+        "groups_joined": len(mine),
+        "group_peers": len(set().union(*mine)) - 1,
+    }
+
+
+# ---------------------------------------------------------------- a step
+
+
+def step_schedule(ranks: int, samples: int) -> Figures:
+    """The step's schedule with as many data-parallel ranks as there are ranks, four minibatches."""
+    found, cost = Figures(), training_cost(LARGE)
+    with timed(found, "schedule_seconds"):
+        plan_minibatches(lengths(samples), 4, ranks, MAX_TOKENS, seed=SEED, cost=cost)
+    return found
+
+
+# ---------------------------------------------------------------- heart and checkpoint
+
+
+def heartbeat(ranks: int) -> Figures:
+    """What all hearts ask of the store in a beat, and what a rank asks once where a collective breaks."""
+    home = f"{'0' * 36}/pid:[4026531836]"
+    pulse = Pulse(0, "node-0000.cluster", home, 4711, "123456789", "rollout", 31.5, 99, 999, 9999, False)
+    store = CountingStore()
+    for rank in range(ranks):
+        store.set(f"pulse/{rank}", replace(pulse, rank=rank).as_json())
+    store.requests.clear()
+    store.bytes = 0
+    seen = [len(watched(rank, ranks, NODE)) for rank in range(ranks)]
+    # A beat writes the own pulse, looks for the verdict, reads the watched ranks' pulses and adds to the progress.
+    requests, size = sum(3 + count for count in seen), len(pulse.as_json())
+    Ending("", 0, ranks).pulses(store)
+    return {
+        "heart_requests_a_beat": requests,
+        "heart_bytes_a_beat": sum(size * (1 + count) for count in seen),
+        "failure_requests_of_a_rank": store.total,
+        "failure_bytes_of_a_rank": store.bytes,
+    }
+
+
+def checkpoint(ranks: int, shape: ModelShape = LARGE) -> Figures:
+    """Entries of a checkpoint's index, which rank 0 writes: rectangles of the parameters, and of Adam's two moments and
+    the float32 parameters, which data-parallel ranks share out."""
+    mesh = large_mesh(ranks)
+    layout = training_layout(shape.num_layers, mesh, None, None)
+    model = optimizer = 0
+    for stage, layers in enumerate(layout.stages):
+        sizes = [
+            shard_shape(one.rule, shape, TENSOR)
+            for one in placed_tensors(shape)
+            if _on_stage(one, layers, stage)
+        ]
+        model += len(sizes)
+        optimizer += 3 * _shared_out(sizes, mesh.data)
+    return {"checkpoint_index_entries": TENSOR * (model + optimizer)}
+
+
+def _on_stage(placed: Placed, layers: Sequence[int], stage: int) -> bool:
+    owner = {"first": 0, "last": PIPELINE - 1}.get(placed.rule.place)
+    return placed.layer in layers if owner is None else owner == stage
+
+
+def _shared_out(sizes: Sequence[tuple[int, ...]], data: int) -> int:
+    """Rectangles of flattened tensors, one behind the other, that are cut into `data` equal parts."""
+    from rlmath.checkpoint.pieces import rectangles
+
+    starts = [0]
+    for size in sizes:
+        starts.append(starts[-1] + math.prod(size))
+    share = -(-starts[-1] // data)
+    count = 0
+    for start, size in zip(starts, sizes, strict=False):
+        stop = start + math.prod(size)
+        for part in range(start // share, -(-stop // share)):
+            first, last = max(start, part * share), min(stop, (part + 1) * share)
+            count += sum(1 for _ in rectangles(size, first - start, last - start))
+    return count
