@@ -139,6 +139,20 @@ def find_recovery(config: Config, origin: Origin, total_steps: int) -> Recovery 
     return None
 
 
+def changes_since_newest(config: Config) -> list[str] | None:
+    """What the newest whole checkpoint in the run's folder refuses of the settings, but for what it compares by
+    contents, as `find_recovery` does; None where the run would begin anew. Reads manifests and small files only."""
+    if config.run.recover_mode == "disabled":
+        return None
+    for checkpoint in complete_checkpoints(Path(config.run.output_dir) / CHECKPOINTS)[0]:
+        try:
+            progress, then = _read_small_files(checkpoint)
+        except (OSError, ValueError):
+            continue
+        return _changed_settings(then, config, progress)
+    return None
+
+
 _ANEW = "to start anew, give another run.output_dir or run.recover_mode=disabled"
 
 
@@ -158,8 +172,7 @@ def _other_run(
     if progress.step > total_steps:
         keys = "stages.steps" if has_stages(now) else "run.total_steps, run.total_epochs"
         yield f"{keys}: {progress.step} steps are done there, the run has {total_steps} now"
-    changes = refused_changes(then, now, progress.step)
-    yield from (change for change in changes if not change.startswith(BY_CONTENT))
+    yield from _changed_settings(then, now, progress)
     if progress.model_fingerprint != origin.model:
         yield (
             f"model.path: the model that the run started from has changed (fingerprint {progress.model_fingerprint} "
@@ -170,6 +183,11 @@ def _other_run(
             f"data.train_path: the prompts have changed (fingerprint {progress.data_fingerprint} there, {origin.data} "
             f"of {now.data.train_path} now)"
         )
+
+
+def _changed_settings(then: Config, now: Config, progress: Progress) -> list[str]:
+    changes = refused_changes(then, now, progress.step)
+    return [change for change in changes if not change.startswith(BY_CONTENT)]
 
 
 def refused_changes(then: Config, now: Config, steps_done: int | None = None) -> list[str]:

@@ -54,7 +54,7 @@ def start(
                     prepared = _take_folder(prepared, stack)
             except (ValueError, OSError) as error:
                 if meeting is not None and meeting.place.several_nodes:
-                    meet_with_mistake(meeting, error, _patience(config))
+                    _tell_all_nodes(meeting, error, _patience(config))
                 raise
             if meeting is not None:
                 meet(meeting, facts_of(prepared), _patience(config))
@@ -66,6 +66,13 @@ def start(
                 _leave_word(config.run.output_dir, status, str(error).partition("\n")[0])
             return status
         return _train(prepared, meeting, train)
+
+
+def _tell_all_nodes(meeting: Meeting, mistake: ValueError | OSError, seconds: float) -> None:
+    try:
+        meet_with_mistake(meeting, mistake, seconds)
+    except NotAllHere as lost:
+        raise NotAllHere(f"{mistake}\nThe other ranks could not be told: {lost}") from mistake
 
 
 def _patience(config: Config | None) -> float:

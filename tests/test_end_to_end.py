@@ -164,6 +164,7 @@ def test_a_reward_function_of_the_users_trains_and_its_failures_are_told(workpla
     assert any("ValueError: odd" in one["extracted"] for one in found["completions"])
 
 
+@pytest.mark.full
 def test_a_step_without_contrast_learns_nothing_and_says_so(workplace: Path) -> None:
     """The random model is never right: dynamic sampling drops every group, also those it samples beyond."""
     overrides = small_run(workplace, workplace / "dropped")

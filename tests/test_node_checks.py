@@ -91,7 +91,8 @@ def test_clocks_within_the_bound_are_no_warning() -> None:
 
 
 def test_gloo_listens_where_others_come_in_unless_the_user_chose(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "set, so that it is taken back")
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME")
     prefer(Route("127.0.0.1", "lo"))
     prefer(None)
     assert "GLOO_SOCKET_IFNAME" not in os.environ

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import shutil
 from pathlib import Path
@@ -86,13 +87,8 @@ def whole_runs(arithmetic: Path, tmp_path_factory: pytest.TempPathFactory) -> di
     return Runs()
 
 
-CASES = [("TP2", 2)]
-MORE = [(layout, step) for layout in LAYOUTS for step in range(1, STEPS) if (layout, step) not in CASES]
-
-
-@pytest.mark.parametrize(
-    ("layout", "step"), [*CASES, *(pytest.param(*case, marks=pytest.mark.full) for case in MORE)]
-)
+@pytest.mark.full  # test_drill has interruptions at random steps, with one layout
+@pytest.mark.parametrize(("layout", "step"), itertools.product(LAYOUTS, range(1, STEPS)))
 def test_resumed_after_a_step_the_metrics_are_those_of_an_uninterrupted_run(
     arithmetic: Path, whole_runs: dict[str, Path], tmp_path: Path, layout: str, step: int
 ) -> None:

@@ -24,7 +24,7 @@ from rlmath.planning import required_shape
 from rlmath.timing.calibration import Measured, Where, as_file, fit, read_coefficients, read_run
 from rlmath.timing.coefficients import DEFAULTS, Coefficients
 from rlmath.timing.machines import CPU, machine_of
-from rlmath.timing.published import COLOCATED, TABLE, Predicted, Row, predict, recipe_file
+from rlmath.timing.published import COLOCATED, LOG, TABLE, Predicted, Row, predict, recipe_file
 from rlmath.timing.report import calibration_lines, coefficient_lines, published_lines, run_data, run_lines
 from rlmath.timing.run import Asked, Place, compare_layouts, place_run, predict_run
 from tools.plan_memory import MISTAKE, NOT_NEEDED
@@ -35,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     given = parser().parse_intermixed_args(argv)
     try:
         if given.published:
-            print("\n".join(published_lines(published(TABLE), published(COLOCATED))))
+            print("\n".join(published_lines(published(TABLE), published(COLOCATED), published(LOG))))
             return 0
         return plan(given)
     except ValueError as error:
@@ -66,6 +66,13 @@ def parser() -> argparse.ArgumentParser:
         help="metrics.jsonl of a run, with config.yaml beside it; may be given several times",
     )
     measured.add_argument("--calibrate-ranks", type=int, help="ranks of those runs, where nothing else tells")
+    measured.add_argument(
+        "--calibrate-gpu",
+        choices=[*GPU_SPEEDS, CPU],
+        help="where those runs were; default: their memory.gpu, or --gpu",
+    )
+    measured.add_argument("--calibrate-gpus-per-node", type=int, help="default: 8, or all ranks of the run")
+    measured.add_argument("--calibrate-network-gbps", type=float, help="default: the table's")
     measured.add_argument("--coefficients", type=Path, metavar="FILE", help="calibrated before")
     measured.add_argument("--write-coefficients", type=Path, metavar="FILE", help="write the calibrated ones")
     measured.add_argument("--published", action="store_true", help="compare with published step times")
@@ -106,12 +113,18 @@ def coefficients_of(given: argparse.Namespace, place: Place) -> tuple[Coefficien
     """Those of the kind of device, of a file, or fitted to runs, starting from either."""
     kind = place.target.kind
     start = DEFAULTS[kind] if given.coefficients is None else read_coefficients(given.coefficients, kind)
-    where = Where(given.gpu, given.calibrate_ranks, given.gpus_per_node, given.network_gbps)
+    where = Where(
+        given.calibrate_gpu,
+        given.calibrate_ranks,
+        given.calibrate_gpus_per_node,
+        given.calibrate_network_gbps,
+        usual_gpu=given.gpu,
+    )
     runs = [read_run(path, where) for path in given.calibrate]
     for run in runs:
         if run.target.kind != kind:
             told = f'{run.source} was planned for "{run.target.kind}", this run for "{kind}"'
-            raise ValueError(f"{told}; name the device of both by --gpu")
+            raise ValueError(f"{told}; name the devices by --calibrate-gpu and --gpu")
     if not runs:
         return start, runs
     found = fit(runs, start)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import shutil
 import subprocess
@@ -97,9 +98,30 @@ def seconds_of(time: str) -> float:
 
 
 def partition_problems(
-    name: str | None, nodes: int, gpus: int, seconds: float | None, known: Sequence[Partition]
+    name: str | None,
+    nodes: int,
+    gpus: int,
+    seconds: float | None,
+    least_seconds: float,
+    known: Sequence[Partition],
+) -> list[str]:
+    """Why a job cannot be in the partition (None: Slurm's default one), or in any of several ("a,b"). Without `seconds`
+    it may take as long as the partition allows, which must be more than `least_seconds`."""
+    found = [
+        list(_partition_problems(one, nodes, gpus, seconds, least_seconds, known))
+        for one in (name.split(",") if name is not None else [None])
+    ]
+    return [] if [] in found else list(itertools.chain(*found))
+
+
+def _partition_problems(
+    name: str | None,
+    nodes: int,
+    gpus: int,
+    seconds: float | None,
+    least_seconds: float,
+    known: Sequence[Partition],
 ) -> Iterator[str]:
-    """Why a job cannot be in the partition (None: Slurm's default one)."""
     one = next((p for p in known if (p.default if name is None else p.name == name)), None)
     names = ", ".join(p.name for p in known) or "none"
     if one is None and name is None:
@@ -126,6 +148,12 @@ def partition_problems(
         yield (
             f'--time is {seconds / 60:g} minutes; the partition "{one.name}" allows {one.limit_seconds / 60:g}. Give '
             "less, with --chain or --requeue for what is longer."
+        )
+    if seconds is None and one.limit_seconds <= least_seconds:
+        yield (
+            f'the partition "{one.name}" ends a job after {one.limit_seconds:g} s, and the run is told to save '
+            f"{least_seconds:g} s before its end: nothing is left to train in. Lower run.stop_grace_seconds, or give "
+            "another partition."
         )
 
 

@@ -12,6 +12,7 @@
 #   python            what runs on every node
 #   ranks_per_node    how many
 #   grace_seconds     how long ranks may take to save and stop
+#   wait_seconds      how long the other nodes may take when one has ended, to find out and say why
 #   runtime           none, pyxis or docker
 #   image, mounts     of a container; folders, an array, which it sees at the same paths
 #   continues         no, requeue or chain
@@ -30,11 +31,21 @@ say() {
     echo "[$(date '+%F %T')] $name: $*"
 }
 
-# How the run ended, in words and as a status; with --clear it forgets that. Any Python 3 can do that.
+# How the run ended, in words and as a status: launch/exit_status.py in bash, as a host that starts containers need have
+# no Python of today.
 exit_status() {
-    local any_python=python3
-    [[ $runtime != none ]] || any_python=$python
-    PYTHONPATH=$root "$any_python" "$root/launch/exit_status.py" "$output" "$@"
+    local file=$output/exit_status.json line
+    local form='^\{"status": ([0-9]+), "message": "(.*)", "meaning": "([a-z ]+)"\}$'
+    if ! line=$(cat "$file" 2>/dev/null); then
+        echo "status 1 (failed): no $file: the run was killed, or did not get as far as its settings"
+        return 1
+    fi
+    if [[ $line =~ $form ]]; then
+        echo "status ${BASH_REMATCH[1]} (${BASH_REMATCH[3]}): ${BASH_REMATCH[2]}"
+        return "${BASH_REMATCH[1]}"
+    fi
+    echo "status 1 (failed): $file cannot be read: ${line:0:200}"
+    return 1
 }
 
 # A word that changes when the run has got on: a new checkpoint, new completions.
@@ -57,7 +68,8 @@ prepare_command() {
     srun_options=(
         --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1
         --cpus-per-task="$SLURM_CPUS_ON_NODE" # else a task gets one core
-        --kill-on-bad-exit=1                  # when one node fails, the others are ended
+        # When one node has ended, the others find out and end themselves; what does not is killed.
+        --kill-on-bad-exit=0 --wait="$wait_seconds"
         --output="$node_logs/%n-%N.log" --open-mode=append
     )
     command=(
@@ -91,6 +103,16 @@ prepare_command() {
     esac
 }
 
+# A command of Slurm, again and again for two minutes: its controller may be on its way to another machine.
+patiently() {
+    local try
+    for try in 1 2 3 4 5 6; do
+        "$@" && return
+        ((try == 6)) || sleep 20
+    done
+    return 1
+}
+
 container_name() {
     echo "rlmath-$SLURM_JOB_ID"
 }
@@ -98,8 +120,9 @@ container_name() {
 # What keeps this job from being queued again; nothing if it may be.
 obstacle() {
     local state
-    state=$(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%T || true)
-    if [[ $state != RUNNING ]]; then
+    if ! state=$(patiently squeue --noheader --jobs="$SLURM_JOB_ID" --format=%T); then
+        echo "Slurm does not answer"
+    elif [[ $state != RUNNING ]]; then
         echo "Slurm has ended it (${state:-gone})"
     elif [[ $(how_far) == "$far_before" ]]; then
         echo "nothing was saved in this start, so another one would end like it. Is --time too short?"
@@ -116,7 +139,7 @@ go_on_or_end() {
         reason=$(obstacle)
         if [[ -z $reason ]]; then
             say "goes into the queue again, and on from there"
-            scontrol requeue "$SLURM_JOB_ID" || say "Slurm does not queue it again"
+            patiently scontrol requeue "$SLURM_JOB_ID" || say "Slurm does not queue it again"
         else
             say "does not queue itself again: $reason"
         fi
@@ -149,7 +172,7 @@ main() {
             exit "$before"
         fi
     fi
-    exit_status --clear
+    rm -f "$output/exit_status.json"
     far_before=$(how_far)
     export PYTHONUNBUFFERED=1 PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}"
 

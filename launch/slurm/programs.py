@@ -15,15 +15,19 @@ from pathlib import Path
 from launch import evaluate
 from rlmath.config import Config
 from rlmath.config_files import load_config
-from rlmath.layout_checks import rank_problems
 from rlmath.model_shape import ModelShape
 from rlmath.planning import planned_shape
-from rlmath.preflight import device_problems, file_problems, run_problems, value_problems
+from rlmath.preflight import device_problems, file_problems, run_problems
+from rlmath.recovery import changes_since_newest
 from rlmath.run_folder import folder_problems
 from rlmath.settings import nearest_path
+from rlmath.sft.settings import only_used
+from rlmath.sft.settings import run_problems as sft_problems
 
 EVALUATION_GRACE_SECONDS = 60
 """An evaluation has everything on the disk and ends at once."""
+END_SECONDS = 90
+"""From the verdict that a run is over to the end of its last rank, which may still send metrics to a service."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +45,10 @@ class Program:
     """What it writes as it gets on: a folder of `output`, and the names of files there."""
     grace_seconds: int
     """How long it may take to save and stop."""
+    wait_seconds: int
+    """How long all ranks may take to end, after those of one node have."""
+    goes_on: bool
+    """Whether another start goes on from what this one has saved."""
     problems: tuple[str, ...]
     """What is wrong with it."""
 
@@ -48,9 +56,12 @@ class Program:
 def training(kind: str, config_files: Sequence[Path], overrides: Sequence[str], ranks: int) -> Program:
     """A run of GRPO ("grpo") or supervised training ("sft"). ValueError for settings that cannot be loaded."""
     config = load_config(list(config_files), list(overrides))
+    if kind == "sft":
+        config, _ = only_used(config)
     files = [word for file in config_files for word in ("--config", str(file.absolute()))]
     data = config.data
-    reads = [config.model.path, data.train_path, *data.more_train_paths]
+    reads = [*config_files, config.model.path, data.train_path, *data.more_train_paths]
+    reads += [*config.validation.paths, *([config.sft.held_out_path] if config.sft.held_out_path else [])]
     problems = _grpo_problems(config, ranks) if kind == "grpo" else _sft_problems(config, ranks)
     return Program(
         f"train_{kind}.py",
@@ -59,6 +70,8 @@ def training(kind: str, config_files: Sequence[Path], overrides: Sequence[str], 
         tuple(Path(path).absolute() for path in reads),
         ("checkpoints", "manifest.json"),
         math.ceil(config.run.stop_grace_seconds),
+        math.ceil(config.run.heartbeat_timeout_seconds) + END_SECONDS,
+        config.run.recover_mode != "disabled",
         (*problems, *_folder_problems(config)),
     )
 
@@ -73,10 +86,9 @@ def _grpo_problems(config: Config, ranks: int) -> Iterator[str]:
 
 
 def _sft_problems(config: Config, ranks: int) -> Iterator[str]:
-    yield from _model(config)[1]
-    yield from value_problems(config)
-    yield from rank_problems(config.parallel, 1, ranks)
-    yield from _missing("data.train_path", config.data.train_path)
+    shape, problems = _model(config)
+    yield from problems
+    yield from sft_problems(config, ranks, shape)
 
 
 def _model(config: Config) -> tuple[ModelShape | None, list[str]]:
@@ -94,17 +106,24 @@ def _missing(setting: str, path: str) -> Iterator[str]:
 
 
 def _folder_problems(config: Config) -> Iterator[str]:
-    folder = config.run.output_dir
-    for problem in folder_problems(folder, config, 0, goes_on=False):
+    """What a checkpoint compares by its contents, model and data, is left to the run's start."""
+    folder, changes = config.run.output_dir, changes_since_newest(config)
+    for change in changes or []:
+        yield f'the run in "{folder}" cannot go on with other settings: {change}. Give another run.output_dir.'
+    for problem in folder_problems(folder, config, 0, goes_on=changes is not None):
         yield f'run.output_dir "{folder}": {problem}'
 
 
-def evaluation(arguments: Sequence[str]) -> Program:
+def evaluation(arguments: Sequence[str], ranks: int) -> Program:
     """Of launch/evaluate.py. ValueError for arguments that make no evaluation."""
     given = evaluate.parse(arguments)
     plan = evaluate.plan_of(given)
-    evaluate.rollout_of(given)
+    engine = evaluate.rollout_of(given).tensor_parallel
     problems = [*_missing("--model", str(plan.model)), *_missing("--data-dir", str(plan.data_dir))]
+    if ranks % engine:
+        problems.append(
+            f"--tensor-parallel is {engine}, which does not divide the {ranks} ranks; change one."
+        )
     nearest = next(
         path for path in (plan.output.absolute(), *plan.output.absolute().parents) if path.exists()
     )
@@ -117,5 +136,7 @@ def evaluation(arguments: Sequence[str]) -> Program:
         (plan.model.absolute(), plan.data_dir.absolute()),
         ("generations", "*.jsonl"),
         EVALUATION_GRACE_SECONDS,
+        END_SECONDS,
+        True,
         tuple(problems),
     )

@@ -85,6 +85,16 @@ def job_problems(job: Job) -> Iterator[str]:
             yield f"{option} is {count}; needed: at least 1.{more}"
     if job.gpus_per_node < 0:
         yield f"--gpus-per-node is {job.gpus_per_node}; needed: at least 0."
+    if 0 < job.gpus_per_node < job.ranks_per_node:
+        yield (
+            f"--ranks-per-node is {job.ranks_per_node} and --gpus-per-node {job.gpus_per_node}; every rank needs a GPU "
+            "of its own. For a run on CPU give --gpus-per-node 0."
+        )
+    if job.continues != "no" and not job.program.goes_on:
+        yield (
+            'run.recover_mode is "disabled": every start of this job would begin anew. Without --requeue and --chain, '
+            "or give run.recover_mode=auto (and another run.output_dir, to begin anew once)."
+        )
     if not 1 <= job.links <= MOST_LINKS:
         yield f"--chain is {job.links}; needed: from 1 to {MOST_LINKS}."
     if not _NAME.fullmatch(job.name):
@@ -191,6 +201,7 @@ def _settings(job: Job) -> dict[str, str]:
         "python": job.python,
         "ranks_per_node": str(job.ranks_per_node),
         "grace_seconds": str(job.program.grace_seconds),
+        "wait_seconds": str(job.program.wait_seconds),
         "runtime": job.runtime,
         "image": job.image,
         "continues": job.continues,

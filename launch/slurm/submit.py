@@ -11,6 +11,7 @@ Paths begin at the folder it is called from. --dry-run prints the script; docs/c
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -75,7 +76,7 @@ def _add_slurm(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
     add("--nodes", type=int, default=1, help="default 1")
     add("--gpus-per-node", type=int, default=8, help="each with a rank (default 8); 0: a job without GPUs")
-    add("--partition", help="default: Slurm's")
+    add("--partition", help="one, or several as a,b; default: Slurm's")
     add("--time", help="limit, as in 90 (minutes), 12:00:00, 2-00 (days-hours); default: the partition's")
     add("--name", help='of the job; default: "rlmath-" and the name of the run\'s folder')
     add("--sbatch", action="append", default=[], metavar="OPTION", help="more: --sbatch=--account=math")
@@ -108,7 +109,7 @@ def job_of(given: argparse.Namespace) -> Job:
         workdir=Path.cwd(),
         logs=Path.cwd() / LOGS / name,
         python=given.python or (sys.executable if given.runtime == "none" else "python3"),
-        partition=given.partition,
+        partition=given.partition or os.environ.get("SBATCH_PARTITION"),
         time=given.time,
         continues=continues,
         links=1 if given.chain is None else given.chain,
@@ -121,7 +122,7 @@ def job_of(given: argparse.Namespace) -> Job:
 
 def program_of(given: argparse.Namespace, ranks: int) -> Program:
     if given.program == "evaluate":
-        return evaluation(given.own)
+        return evaluation(given.own, ranks)
     return training(given.program, given.config, given.overrides, ranks)
 
 
@@ -137,7 +138,9 @@ def slurm_problems(job: Job, dry_run: bool) -> list[str]:
     try:
         known = cluster.partitions()
         return [
-            *cluster.partition_problems(job.partition, job.nodes, job.gpus_per_node, job.seconds, known),
+            *cluster.partition_problems(
+                job.partition, job.nodes, job.gpus_per_node, job.seconds, job.signal_seconds, known
+            ),
             *cluster.queue_problems(job.name, job.program.output),
         ]
     except ValueError as error:

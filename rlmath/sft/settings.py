@@ -89,25 +89,34 @@ def check_config(config: Config, world_size: int) -> ModelShape:
     shape, model_problems = inspect_model_folder(Path(config.model.path))
     on_gpu = config.run.device != "cpu" and torch.cuda.is_available()
     problems = [
-        *value_problems(config),
-        *rank_problems(config.parallel, 1, world_size),
+        *run_problems(config, world_size, shape),
         *context_problems(config.parallel, on_gpu),
         *expert_tensor_problems(config.parallel, on_gpu),
-        *_length_problems(config),
-        *_place_problems(config),
+        *_device_problems(config),
         *model_problems,
         *(wandb_problems(config.telemetry) if environment_rank() == 0 else ()),
+    ]
+    if shape is not None and not problems:
+        problems += fit_problems(config, shape, world_size)
+    raise_problems("this run", problems)
+    assert shape is not None
+    return shape
+
+
+def run_problems(config: Config, world_size: int, shape: ModelShape | None) -> list[str]:
+    """What is wrong whatever machine the run is on; None: what can be told without the model's shape."""
+    problems = [
+        *value_problems(config),
+        *rank_problems(config.parallel, 1, world_size),
+        *_length_problems(config),
+        *_place_problems(config),
     ]
     if shape is not None:
         problems += split_problems(config.parallel, 1, shape)
         problems += expert_problems(config.parallel, shape)
         problems += stage_problems(config.parallel, config.policy, shape.num_layers)
         problems += _position_problems(config, shape)
-    if shape is not None and not problems:
-        problems += fit_problems(config, shape, world_size)
-    raise_problems("this run", problems)
-    assert shape is not None
-    return shape
+    return problems
 
 
 def _length_problems(config: Config) -> Iterator[str]:
@@ -128,9 +137,12 @@ def _position_problems(config: Config, shape: ModelShape) -> Iterator[str]:
         )
 
 
-def _place_problems(config: Config) -> Iterator[str]:
+def _device_problems(config: Config) -> Iterator[str]:
     if config.run.device == "cuda" and not torch.cuda.is_available():
         yield 'run.device is "cuda", and torch finds no CUDA device. Use run.device=cpu, or a GPU machine.'
+
+
+def _place_problems(config: Config) -> Iterator[str]:
     data, held_out = config.data, config.sft.held_out_path
     places = [("data.train_path", data.train_path)]
     places += [("data.more_train_paths", path) for path in data.more_train_paths]

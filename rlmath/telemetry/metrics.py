@@ -113,7 +113,7 @@ def read_metrics(output_dir: str, name: str = METRICS_FILE) -> list[dict[str, fl
         try:
             row = {key: float(value) for key, value in json.loads(line).items()}
             rows[int(row["step"])] = row
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
+        except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError) as error:
             raise ValueError(f"{path}, line {number}: not a line of metrics ({error})") from error
     return [rows[step] for step in sorted(rows)]
 

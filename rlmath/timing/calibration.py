@@ -21,11 +21,13 @@ from rlmath.memory_checks import planned_target
 from rlmath.memory_plan import Target
 from rlmath.model_shape import ModelShape
 from rlmath.planning import planned_shape, told_by_layout
+from rlmath.preflight import value_problems
 from rlmath.run_folder import CONFIG_NAME, SUMMARY_NAME
 from rlmath.settings import nearest_word, raise_problems
 from rlmath.stages import has_stages
 from rlmath.telemetry.metrics import METRICS_FILE, read_metrics
 from rlmath.timing.coefficients import NAMES, Coefficients, seconds_by_coefficient, slower_by
+from rlmath.timing.layouts import problems_of
 from rlmath.timing.lengths import Batch, lengths_measured
 from rlmath.timing.machines import Cluster, cluster_of, machine_of, on_gpu
 from rlmath.timing.step import StepPlan, plan_step
@@ -35,6 +37,9 @@ SWITCH_PHASES = ("offload", "wake", "wake_kv_cache", "sleep", "restore")
 WORKING_PHASES = ("sync", "rollout", "logprobs", "reference", "update")
 NOT_OF_A_STEP = ("validation", "probe")
 """Timers inside of a step that no plan is about."""
+NEEDED = ("n_seqs", "avg_prompt_len", "rollout/response_length", "seconds/rollout", "seconds/update")
+MOST_SEQUENCES = 2**24
+"""Of a step that is believed."""
 WARM_UP_STEPS = 2
 """Steps at the start of a run that do not count: kernels are compiled and caches filled."""
 MOST_BYTES = 2**28
@@ -43,6 +48,8 @@ ROUNDS = 5000
 """Of the fit."""
 MOST_CHANGE = 20.0
 """A fit multiplies or divides no coefficient by more: what little data seem to say beyond that is noise."""
+MOST_WHOLE_NUMBER = 2**53
+"""Of a coefficient: beyond, Python's integers need not be floats."""
 LAYOUT = re.compile(
     r"TP(\d+)(?: x CP(\d+))? x PP(\d+)(?: x VPP\d+)? x DP(\d+)(?: x EP\d+)?(?: x ETP\d+)?, .*"
 )
@@ -90,12 +97,14 @@ def read_config(folder: Path) -> Config:
 
 @dataclass(frozen=True)
 class Where:
-    """Where a run was, as far as its own files do not tell."""
+    """Where a run was measured; None: as its own files say, or as is usual."""
 
     gpu: str | None = None
     ranks: int | None = None
     ranks_per_node: int | None = None
     network_gbps: float | None = None
+    usual_gpu: str | None = None
+    """Of a run whose settings name none."""
 
 
 def read_run(path: Path, where: Where) -> Measured:
@@ -104,7 +113,8 @@ def read_run(path: Path, where: Where) -> Measured:
     Errors: ValueError for what is missing or cannot be read, and for a run with too few steps.
     """
     folder = run_folder_of(path)
-    config = on_gpu(read_config(folder), where.gpu)
+    config = _where_it_was(read_config(folder), where)
+    raise_problems(f"the run {folder}", value_problems(config))
     found = planned_shape(config.model.path)
     raise_problems(f"the model of the run {folder}", found.problems)
     assert found.shape is not None
@@ -112,12 +122,14 @@ def read_run(path: Path, where: Where) -> Measured:
     target = planned_target(config)
     size = where.ranks or told_by_layout(config.parallel) or ranks_of_summary(folder)
     machine = machine_of(config, target, where.network_gbps)
+    cluster = cluster_of(machine, size, ranks_per_node=where.ranks_per_node)
+    raise_problems(f"the run {folder} on {size} ranks", problems_of(config, found.shape, cluster))
     return Measured(
         str(folder),
         config,
         found.shape,
         target,
-        cluster_of(machine, size, ranks_per_node=where.ranks_per_node),
+        cluster,
         batch_of_rows(config, rows),
         phases_of(rows),
         median(rows, "seconds/step"),
@@ -125,8 +137,13 @@ def read_run(path: Path, where: Where) -> Measured:
     )
 
 
+def _where_it_was(config: Config, where: Where) -> Config:
+    names_none = config.memory.gpu is None and config.memory.gpu_gib is None
+    return on_gpu(config, where.gpu or (where.usual_gpu if names_none else None))
+
+
 def read_rows(folder: Path) -> list[dict[str, float]]:
-    """The rows of metrics.jsonl after the warm-up."""
+    """The rows of metrics.jsonl after the warm-up; ValueError for those of no GRPO run."""
     file = folder / METRICS_FILE
     if file.is_file() and file.stat().st_size > MOST_BYTES:
         raise ValueError(
@@ -137,7 +154,11 @@ def read_rows(folder: Path) -> list[dict[str, float]]:
         raise ValueError(
             f"{file} has {len(rows)} steps; needed: more than {WARM_UP_STEPS}, as the first ones are slow"
         )
-    return rows[WARM_UP_STEPS:]
+    rows = rows[WARM_UP_STEPS:]
+    missing = [name for name in NEEDED if not any(name in row for row in rows)]
+    if missing:
+        raise ValueError(f"{file} has no {', '.join(missing)}; needed: a run of launch/train_grpo.py")
+    return rows
 
 
 def ranks_of_summary(folder: Path) -> int:
@@ -163,18 +184,23 @@ def phases_of(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """Median seconds of every phase; what is in none of them is "other"."""
     seconds = {"switch": sum(median(rows, f"seconds/{name}") for name in SWITCH_PHASES)}
     seconds |= {name: median(rows, f"seconds/{name}") for name in WORKING_PHASES}
-    told = sum(seconds.values()) + sum(median(rows, f"seconds/{name}") for name in NOT_OF_A_STEP)
-    seconds["other"] = max(0.0, median(rows, "seconds/step") - told)
+    told = (*SWITCH_PHASES, *WORKING_PHASES, *NOT_OF_A_STEP)
+    rest = [
+        {"rest": row["seconds/step"] - sum(row.get(f"seconds/{name}", 0.0) for name in told)} for row in rows
+    ]
+    seconds["other"] = max(0.0, median(rest, "rest"))
     return {name: value for name, value in seconds.items() if value > 0}
 
 
 def batch_of_rows(config: Config, rows: Sequence[Mapping[str, float]]) -> Batch:
-    """The sequences of the median step."""
-    sequences = config.data.prompts_per_step * config.rollout.group_size
+    """The sequences of the median step; ValueError for a number that no step has."""
+    sequences = round(median(rows, "n_seqs"))
+    if not 1 <= sequences <= MOST_SEQUENCES:
+        raise ValueError(f"the steps have {sequences:g} sequences (n_seqs); needed: 1 to {MOST_SEQUENCES:,}")
     mean, longest = median(rows, "rollout/response_length"), config.rollout.max_new_tokens
     lengths = lengths_measured(max(1.0, min(mean, longest)), longest, median(rows, "no_eos_ratio"))
     return Batch(
-        round(median(rows, "n_seqs")) or sequences,
+        sequences,
         config.rollout.group_size,
         max(1.0, median(rows, "avg_prompt_len")),
         lengths,
@@ -241,6 +267,7 @@ def read_coefficients(file: Path, kind: str) -> Coefficients:
         if name not in known:
             raise ValueError(f'{file}: there is no coefficient "{name}".{nearest_word(str(name), known)}')
     wrong = [name for name in known if type(values.get(name)) not in (int, float)]
+    wrong += [name for name in known if type(values.get(name)) is int and values[name] > MOST_WHOLE_NUMBER]
     if wrong:
         raise ValueError(f"{file}: needed are numbers for {', '.join(wrong)}")
     return Coefficients(**{name: float(values[name]) for name in known})

@@ -117,8 +117,9 @@ def cluster_of(
     Errors: ValueError where the ranks do not fill the nodes.
     """
     if nodes is not None:
-        return Cluster(machine, nodes, ranks_per_node or RANKS_PER_NODE)
-    per_node = ranks_per_node or min(ranks, RANKS_PER_NODE)
+        return Cluster(machine, nodes, RANKS_PER_NODE if ranks_per_node is None else ranks_per_node)
+    per_node = min(ranks, RANKS_PER_NODE) if ranks_per_node is None else ranks_per_node
     if per_node < 1 or ranks % per_node:
-        raise ValueError(f"{ranks} ranks do not fill nodes of {per_node}; give --nodes and --gpus-per-node")
+        options = "--gpus-per-node, of a run that was measured --calibrate-gpus-per-node"
+        raise ValueError(f"{ranks} ranks do not fill nodes of {per_node}; give those of a node ({options})")
     return Cluster(machine, ranks // per_node, per_node)

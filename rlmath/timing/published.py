@@ -58,6 +58,11 @@ class Row:
     """(GPUs that train, tensor parallel, pipeline parallel)."""
     disjoint: bool = True
     """Sampling and training have GPUs of their own; else all GPUs do both."""
+    running: int = 1024
+    """Sequences of an engine at a time. SGLang runs as many as its cache holds; AReaL bounds them for 32B only."""
+    prompts: int | None = None
+    """None: as the recipe has them; likewise the longest completion."""
+    longest: int | None = None
 
 
 TABLE = (
@@ -66,7 +71,7 @@ TABLE = (
     Row("1.5B, 16 nodes", "1.5b_n16.yaml", 16, 391, (64, 1), (64, 1, 2)),
     Row("7B, 4 nodes", "7b_n4.yaml", 4, 2275, (16, 1), (16, 1, 2)),
     Row("7B, 16 nodes", "7b_n16.yaml", 16, 815, (64, 1), (64, 1, 2)),
-    Row("32B, 16 nodes", "32b_n16.yaml", 16, 6707, (64, 8), (64, 4, 4)),
+    Row("32B, 16 nodes", "32b_n16.yaml", 16, 6707, (64, 8), (64, 4, 4), running=128),
 )
 """AReaL v0.2, the hardware table of its tutorial; layouts from `allocation_mode` of its examples/configs
 (sglang.d4p1m1+d2p2m1 on 8 GPUs, and so on)."""
@@ -76,8 +81,11 @@ COLOCATED = (
 )
 """AReaL v0.3, "Synchronous AReaL" of its blog's table: 41.0 and 57.7 hours for 1,000 steps, all GPUs sample. Its
 layouts are not told; those of our recipes are taken."""
-MOST_RUNNING = 1024
-"""SGLang runs as many sequences as its cache holds; AReaL sets no bound."""
+LOG = (
+    Row("7B, 16 nodes", "7b_n16.yaml", 16, 2260, (64, 1), (64, 1, 2), prompts=1024, longest=LOGGED.longest),
+)
+"""The same tutorial's log, of February 2025: mean of its six steps, 2,122 to 2,406 s. Version, layout and engine are
+not told; predicted with those of the table's row."""
 
 
 @dataclass(frozen=True)
@@ -115,10 +123,12 @@ def predict(
     """`config` is that of the row's recipe."""
     trainers, tensor, pipeline = row.training
     config = with_layout(config, tensor, pipeline, row.sampling[1])
-    config = replace(config, rollout=replace(config.rollout, max_num_seqs=MOST_RUNNING))
-    lengths = logged_lengths(config.rollout.max_new_tokens)
+    longest = row.longest or config.rollout.max_new_tokens
+    rollout = replace(config.rollout, max_num_seqs=row.running, max_new_tokens=longest)
+    config = replace(config, rollout=rollout)
     group = config.rollout.group_size
-    batch = Batch(config.data.prompts_per_step * group, group, LOGGED.mean_prompt, lengths)
+    sequences = group * (row.prompts or config.data.prompts_per_step)
+    batch = Batch(sequences, group, LOGGED.mean_prompt, logged_lengths(longest))
     if not row.disjoint:
         plan = plan_step(config, shape, target, Cluster(machine, row.nodes, 8), batch, coefficients)
         own = (plan.seconds["rollout"], plan.seconds["update"])

@@ -152,7 +152,9 @@ def calibration_lines(runs: Sequence[Measured], coefficients: Coefficients) -> I
         yield ""
 
 
-def published_lines(table: Sequence[Predicted], colocated: Sequence[Predicted]) -> Iterator[str]:
+def published_lines(
+    table: Sequence[Predicted], colocated: Sequence[Predicted], log: Sequence[Predicted]
+) -> Iterator[str]:
     """The published step times beside what is predicted for them."""
     yield "AReaL v0.2, 512 prompts, sampling and training on halves of the GPUs (seconds of a step):"
     yield from _rows(table)
@@ -165,6 +167,10 @@ def published_lines(table: Sequence[Predicted], colocated: Sequence[Predicted]) 
     yield "AReaL v0.3, synchronous, all GPUs sample (layouts are not published; those of our recipes):"
     yield from _rows(colocated)
     yield f"Largest error: {largest_error([found.error for found in colocated]):+.0%} as predicted."
+    yield ""
+    yield "AReaL, a step log of February 2025, 1,024 prompts, completions of at most 16,384 tokens:"
+    for one in log:
+        yield f"{one.row.name}: {one.row.seconds:,.0f} published, {one.seconds:,.0f} predicted, {one.error:+.0%}"
 
 
 def _rows(table: Sequence[Predicted]) -> Iterator[str]:

@@ -11,7 +11,7 @@ from rlmath.memory_checks import planned_target
 from rlmath.memory_plan import Target
 from rlmath.model_shape import ModelShape
 from rlmath.planning import ranks_or_least, required_shape
-from rlmath.preflight import file_problems
+from rlmath.preflight import file_problems, value_problems
 from rlmath.settings import raise_problems
 from rlmath.stages import Stage, has_stages, planned_steps, stages_of
 from rlmath.timing.calibration import Measured
@@ -74,6 +74,7 @@ class RunPrediction:
 def place_run(config: Config, asked: Asked) -> Place:
     """Model, device and cluster of a run; ValueError that lists what keeps it from having this layout there."""
     config = on_gpu(config, asked.gpu)
+    raise_problems("this run", value_problems(config))
     shape, note = required_shape(config.model.path)
     target = planned_target(config)
     machine = machine_of(config, target, asked.network_gbps)

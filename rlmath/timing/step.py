@@ -13,7 +13,7 @@ from rlmath.timing.coefficients import Coefficients, seconds_by_coefficient, sec
 from rlmath.timing.lengths import Batch, lengths_with_mean
 from rlmath.timing.machines import Cluster
 from rlmath.timing.rollout import Rollout, rollout_of
-from rlmath.timing.switching import switch_work, sync_work
+from rlmath.timing.switching import reference_switch_work, switch_work, sync_work
 from rlmath.timing.training import (
     BACKWARD,
     FORWARD,
@@ -122,7 +122,7 @@ def plan_step(
     if recomputes_logprobs(config.algorithm):
         work["logprobs"] = logprobs_work(training)
     if config.algorithm.kl_coef > 0:
-        work["reference"] = logprobs_work(training)
+        work["reference"] = logprobs_work(training) + reference_switch_work(config, memory, target)
     work |= {"update": update_work(training), "other": Work(steps=1, tokens=batch.tokens / training.parts)}
     parts = {phase: seconds_by_coefficient(done, machine, coefficients) for phase, done in work.items()}
     return StepPlan(

@@ -26,13 +26,13 @@ def sync_work(config: Config, shape: ModelShape, mesh: Mesh, target: Target, clu
     weights = engine_bytes(shape, config.rollout, target.kind, target.itemsize, target.total_bytes).weights
     received = weights * (1 - own_share(mesh))
     rounds = math.ceil(received / bucket_bytes(config.sync.bucket_mib, target.kind, mesh.world_size))
-    inside = cluster.in_a_node(mesh.world_size // mesh.data if mesh.pipeline == 1 else mesh.world_size)
+    replica = math.lcm(mesh.tensor * mesh.context, mesh.expert * mesh.expert_tensor)
+    inside = cluster.in_a_node(replica if mesh.pipeline == 1 else mesh.world_size)
     return Work(
         memory=2.0 * weights,
         node=received if inside else 0.0,
         network=0.0 if inside else received,
         messages=BUCKET_MESSAGES * rounds,
-        steps=0.0,
     )
 
 
@@ -56,14 +56,20 @@ def _overlap(part: int, parts: int, other: int, others: int) -> float:
 
 def switch_work(config: Config, plan: MemoryPlan, target: Target) -> Work:
     """A turn to sampling and back: what is offloaded goes to the host and comes back. Gradients hold nothing then, and
-    are given up, not moved; on CPU, host and device are the same memory."""
+    are given up, not moved."""
     memory = config.memory
-    offloaded = {
-        "optimizer": memory.offload_optimizer,
-        "parameters": memory.offload_parameters,
-        "reference": memory.offload_reference,
-    }
+    offloaded = {"optimizer": memory.offload_optimizer, "parameters": memory.offload_parameters}
     moved = sum(plan.part(name) for name, leaves in offloaded.items() if leaves)
+    return Work(switches=1) + _there_and_back(moved, target)
+
+
+def reference_switch_work(config: Config, plan: MemoryPlan, target: Target) -> Work:
+    """An offloaded reference model comes for its log-probs only, and leaves after them."""
+    return _there_and_back(plan.part("reference") if config.memory.offload_reference else 0, target)
+
+
+def _there_and_back(size: int, target: Target) -> Work:
+    """On CPU, host and device are the same memory."""
     if target.kind == "cpu":
-        return Work(memory=2.0 * 2.0 * moved, switches=1)
-    return Work(host=2.0 * moved, switches=1)
+        return Work(memory=2.0 * 2.0 * size)
+    return Work(host=2.0 * size)

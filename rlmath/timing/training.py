@@ -178,7 +178,10 @@ def _exchange_work(training: Training, mesh: Mesh, layers: int, passes: Passes, 
         work += _sent(state * shape.experts_per_token * ways * part, runs / passes.runs * ways, inside)
     if mesh.pipeline > 1:
         inside = cluster.nodes == 1
-        work += _sent(state * passes.runs * mesh.virtual_pipeline, runs * mesh.virtual_pipeline, inside)
+        part = 1 / mesh.tensor if training.config.parallel.sequence else 1.0
+        work += _sent(
+            state * part * passes.runs * mesh.virtual_pipeline, runs * mesh.virtual_pipeline, inside
+        )
     return work
 
 
@@ -186,32 +189,51 @@ def _sent(size: float, messages: float, inside: bool) -> Work:
     return Work(node=size if inside else 0.0, network=0.0 if inside else size, messages=messages)
 
 
-def held_parameters(training: Training, mesh: Mesh, layers: int) -> int:
-    """Parameters of a rank."""
-    sizes = parameter_sizes(training.shape, mesh, layers) + expert_sizes(training.shape, mesh, layers)
-    return sum(map(sum, sizes))
+@dataclass(frozen=True)
+class Held:
+    """Parameters of a rank that the same ranks have."""
+
+    parameters: int
+    ranks: int
+    """That have the same, and share gradients and Adam's state."""
+    stride: int
+    """From one of them to the next."""
+
+
+def held_parameters(training: Training, mesh: Mesh, layers: int) -> tuple[Held, ...]:
+    """Experts have groups of their own."""
+    dense = sum(map(sum, parameter_sizes(training.shape, mesh, layers)))
+    experts = sum(map(sum, expert_sizes(training.shape, mesh, layers)))
+    found = Held(dense, training.parts, mesh.tensor)
+    if not experts:
+        return (found,)
+    return found, Held(experts, mesh.expert_data, mesh.expert * mesh.expert_tensor)
 
 
 def _optimizer_work(training: Training, mesh: Mesh, layers: int) -> Work:
     """One optimizer step: gradients are cleared and measured, and every rank moves its share of the parameters."""
-    held = held_parameters(training, mesh, layers)
-    own = held / training.parts if training.config.optimizer.distributed else held
-    return Work(memory=GRADIENT_BYTES * held + ADAM_BYTES * own, messages=MINIBATCH_MESSAGES)
+    work = Work(messages=MINIBATCH_MESSAGES)
+    for held in held_parameters(training, mesh, layers):
+        shares = held.ranks if training.config.optimizer.distributed else 1
+        work += Work(memory=held.parameters * (GRADIENT_BYTES + ADAM_BYTES / shares))
+    return work
 
 
 def _gradient_work(training: Training, mesh: Mesh, layers: int) -> Work:
     """One minibatch's gradients in float32: scattered, and the new parameters gathered; or summed on all ranks. What
     goes to other nodes is shared by the network cards of the ranks of a node that are in the same group."""
-    ranks = training.parts
-    if ranks == 1:
-        return Work()
     ways = FLOAT32_BYTES + training.target.itemsize
     if not training.config.optimizer.distributed:
         ways = 2 * FLOAT32_BYTES
-    sent = held_parameters(training, mesh, layers) * ways * (ranks - 1) / ranks
     messages = 2 * mesh.virtual_pipeline
-    span = mesh.tensor * ranks
-    if training.cluster.in_a_node(span):
-        return _sent(sent, messages, inside=True)
-    beside = max(1, min(ranks, training.cluster.ranks_per_node // mesh.tensor))
-    return Work(node=sent, network=sent / beside, messages=messages)
+    work = Work()
+    for held in held_parameters(training, mesh, layers):
+        if held.ranks == 1:
+            continue
+        sent = held.parameters * ways * (held.ranks - 1) / held.ranks
+        if training.cluster.in_a_node(held.stride * held.ranks):
+            work += _sent(sent, messages, inside=True)
+        else:
+            beside = max(1, min(held.ranks, training.cluster.ranks_per_node // held.stride))
+            work += Work(node=sent if beside > 1 else 0.0, network=sent / beside, messages=messages)
+    return work

@@ -24,16 +24,16 @@ TWO_RANKS = [
 ]
 MATRIX = [
     ([Case()], 1, False),
-    (TWO_RANKS, 1, False),
     (TWO_RANKS, 2, False),
     (TWO_RANKS, 1, True),
-    ([Case(tensor=2, pipeline=2)], 2, False),
     *(
         pytest.param(cases, size, tied, marks=pytest.mark.full)
         for cases, size, tied in (
             ([Case()], 1, True),
+            (TWO_RANKS, 1, False),
             (TWO_RANKS, 2, True),
             ([Case(tensor=2, pipeline=2)], 1, False),
+            ([Case(tensor=2, pipeline=2)], 2, False),
             ([Case(tensor=2, pipeline=2)], 1, True),
             ([Case(tensor=2, pipeline=2)], 2, True),
             ([Case(tensor=2, pipeline=2), Case(tensor=2, data=2)], 4, False),

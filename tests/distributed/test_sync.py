@@ -37,7 +37,6 @@ SIZES = {2: (1, 2), 4: (1, 2, 4)}
 BY_DEFAULT = {
     (2, False, torch.float32, SHARED),
     (2, False, torch.bfloat16, SENT),
-    (4, True, torch.float32, SENT),
 }
 
 

@@ -118,6 +118,7 @@ def test_every_completion_is_kept_with_what_it_is(evaluated: Path) -> None:
     assert all(row["extracted"] in "ABCD" for row in letters if row["correct"])
 
 
+@pytest.mark.full
 def test_two_engines_sample_the_same_texts(model: Path, evaluated: Path, ranks: RankPool) -> None:
     output = model.parent / "two"
     shown = ranks.run(2, evaluate_in_pool, plan_for(model, output), 4)

@@ -34,6 +34,7 @@ import launch.wait_for_nodes as program
 name = sys.argv.pop(1)
 socket.gethostname = lambda: name
 program.is_mine = lambda host: False
+print("imported", flush=True)
 sys.exit(program.main())
 """
 """A node of another name, on the same machine."""
@@ -41,7 +42,10 @@ sys.exit(program.main())
 
 def start_another(name: str, *arguments: str) -> subprocess.Popen[str]:
     command = [sys.executable, "-c", ANOTHER, name, *arguments]
-    return subprocess.Popen(command, cwd=REPOSITORY, env=ENVIRONMENT, stderr=subprocess.PIPE, text=True)
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    started = subprocess.Popen(command, cwd=REPOSITORY, env=ENVIRONMENT, text=True, **pipes)
+    assert started.stdout.readline() == "imported\n"
+    return started
 
 
 def test_all_nodes_come(endpoint: str, others: list, capsys: pytest.CaptureFixture[str]) -> None:
@@ -56,10 +60,10 @@ def test_a_node_that_never_comes_is_named_on_all_that_did(
     endpoint: str, others: list, capsys: pytest.CaptureFixture[str]
 ) -> None:
     names = f"{socket.gethostname()},node07,node08"
-    asked = ("--nnodes=3", f"--endpoint={endpoint}", "--seconds=9", f"--nodes={names}")
+    asked = ("--nnodes=3", f"--endpoint={endpoint}", "--seconds=6", f"--nodes={names}")
     others.append(start_another("node07", *asked))
     assert main(asked) == 1
-    told = "the nodes are not all there after 9 s: 2 of 3 nodes are here; missing: node08\n"
+    told = "the nodes are not all there after 6 s: 2 of 3 nodes are here; missing: node08\n"
     assert capsys.readouterr().err == told
     assert others[0].wait(30) == 1 and others[0].stderr.read() == told
 

@@ -94,7 +94,8 @@ def test_the_later_links_of_a_chain_end_at_once_when_the_run_is_finished(
     assert list((run.logs / run.jobs[1]).iterdir()) == []
 
 
-@pytest.mark.parametrize("program", ["sft", pytest.param("grpo", marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("program", ["sft", "grpo"])
 def test_requeued_and_after_the_loss_of_a_node_the_run_is_the_same(
     slurm: Cluster,
     submitter: Submitter,

@@ -5,13 +5,19 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from launch.slurm.cluster import Partition, partition_problems, seconds_of
 from launch.slurm.script import BODY
-from tests.programs import small_run
+from rlmath.checkpoint.folders import open_partial, publish
+from rlmath.checkpoint.progress import Progress, write_progress
+from rlmath.config_files import load_config, save_config
+from rlmath.guard.exit_status import FAILURE, MEANINGS, write_exit_status
+from rlmath.sft.settings import only_used
+from tests.programs import REPOSITORY, small_run
 from tests.slurm.cluster import Cluster
 from tests.slurm.submitted import TWO_NODES, Submitter, called, config
 
@@ -112,6 +118,11 @@ def test_a_chain_is_queued_link_by_link(
         (["--time=soon"], '--time is "soon"'),
         (["--time=5"], "nothing is left to train in"),
         (["--nodes=0"], "--nodes is 0; needed: at least 1"),
+        (["--gpus-per-node=1", "--ranks-per-node=2"], "every rank needs a GPU of its own"),
+        (["--requeue", "run.recover_mode=disabled"], "every start of this job would begin anew"),
+        (["--program=sft", "sft.held_out_path=nowhere"], "sft.held_out_path: "),
+        (["--program=sft", "sft.max_sequence_tokens=100000"], "policy.max_tokens_per_microbatch is"),
+        (["--runtime=pyxis", "--container=image", "--mount=/"], "there is no sbatch here"),
         (["--chain=0"], "--chain is 0; needed: from 1 to 100"),
         (["--name=a b"], '--name is "a b"'),
         (["--sbatch=account"], '--sbatch is "account"'),
@@ -134,6 +145,8 @@ def test_an_evaluation_takes_its_own_options(arithmetic: Path, alone: Path) -> N
     assert status == 0, err
     assert "launch/evaluate.py\n" in out and "work_files=(generations '*.jsonl')" in out
     assert called(*EVALUATION, "--dry-run", "--", *own)[2].startswith("--benchmarks must be given")
+    split = called(*EVALUATION, "--dry-run", "--", *own, "--benchmarks", "heldout", "--tensor-parallel", "3")
+    assert "--tensor-parallel is 3, which does not divide the 2 ranks" in split[2]
     assert "no --config and no overrides" in called(*EVALUATION, config("demo.yaml"))[2]
 
 
@@ -183,12 +196,65 @@ def test_slurms_times_are_read() -> None:
 
 def test_nodes_are_counted_that_have_the_gpus() -> None:
     mixed = Partition("gpu", True, True, 3600.0, float("inf"), ((2, 8), (4, 4)))
-    assert list(partition_problems(None, 2, 8, 3600.0, [mixed])) == []
-    assert list(partition_problems(None, 6, 4, None, [mixed])) == []
-    (told,) = partition_problems("gpu", 3, 8, None, [mixed])
+    assert partition_problems(None, 2, 8, 3600.0, 360, [mixed]) == []
+    assert partition_problems(None, 6, 4, None, 360, [mixed]) == []
+    (told,) = partition_problems("gpu", 3, 8, None, 360, [mixed])
     assert "2 of 6 nodes have as many" in told
     small = Partition("debug", False, True, 3600.0, 2, ((9, 8),))
-    (told,) = partition_problems("debug", 3, 8, None, [small])
+    (told,) = partition_problems("debug", 3, 8, None, 360, [small])
     assert "has 9 and allows a job 2" in told
-    (told,) = partition_problems(None, 1, 0, None, [small])
+    (told,) = partition_problems(None, 1, 0, None, 360, [small])
     assert "no default partition" in told
+    assert partition_problems("debug,gpu", 6, 0, None, 360, [mixed, small]) == []
+    assert len(partition_problems("debug,gpu,none", 7, 8, None, 360, [mixed, small])) == 3
+    (told,) = partition_problems("debug", 1, 8, None, 3600, [small])
+    assert "nothing is left to train in" in told
+    assert partition_problems("debug", 1, 8, 3500.0, 3600, [small]) == []
+
+
+def test_the_script_reads_how_a_run_ended_as_the_program_does(tmp_path: Path) -> None:
+    """Without Python, and without the last line of the script, which runs it."""
+    functions = BODY.read_text().removesuffix("main\n")
+    assert functions != BODY.read_text()
+
+    def told(by: list[str]) -> tuple[int, str]:
+        done = subprocess.run(by, capture_output=True, text=True, check=False)
+        return done.returncode, done.stdout
+
+    def both() -> list[tuple[int, str]]:
+        bash = f"logs=l SLURM_JOB_ID=1 output={tmp_path}\n{functions}\nexit_status"
+        program = [sys.executable, str(REPOSITORY / "launch/exit_status.py"), str(tmp_path)]
+        return [told(["/bin/bash", "-c", bash]), told(program)]
+
+    found = both()
+    assert found[0] == found[1] and found[0][0] == FAILURE
+    for status in MEANINGS:
+        write_exit_status(tmp_path, status, "stopped by SIGUSR1 after step 3: $(touch x)")
+        found = both()
+        assert found[0] == found[1] and found[0][0] == status
+    (tmp_path / "exit_status.json").write_text("{")
+    assert [status for status, _ in both()] == [FAILURE, FAILURE]
+
+
+@pytest.mark.parametrize("program", ["grpo", "sft"])
+def test_what_a_start_would_go_on_from_may_be_queued(
+    arithmetic: Path, alone: Path, tmp_path: Path, program: str
+) -> None:
+    """A model that has moved, and settings that a supervised run has no use for."""
+    output = tmp_path / "run"
+    settings = [*small_run(arithmetic, output), "run.seed=3"]
+    queued = (f"--program={program}", *TWO_NODES, config("demo.yaml"), "--dry-run")
+    then = load_config([REPOSITORY / "configs" / "demo.yaml"], [*settings, "model.path=/elsewhere/base"])
+    then = only_used(then)[0] if program == "sft" else then
+    output.mkdir()
+    save_config(then, output / "config.yaml")
+    told = "it belongs to a run with another config: model.path"
+    assert told in called(*queued, *settings)[2]
+    partial = open_partial(output / "checkpoints", 3)
+    write_progress(partial, Progress(3, 0, 24, 6, 3, "TP1", 1, (), ("torch",), "model", "data", {}))
+    save_config(then, partial / "config.yaml")
+    (partial / "state" / ".metadata").write_text("index")
+    publish(partial, 3, False, {})
+    assert called(*queued, *settings)[0] == 0
+    status, _, err = called(*queued, *settings, "run.seed=4")
+    assert status == 2 and "cannot go on with other settings: run.seed: 3 there, 4 now" in err

@@ -134,6 +134,56 @@ def test_what_no_run_has_stays_as_it_was(model: Path, tmp_path: Path):
 def test_time_that_no_phase_has_is_other():
     rows = [{"seconds/step": 10.0, "seconds/rollout": 4.0, "seconds/wake": 0.5, "seconds/validation": 3.0}]
     assert phases_of(rows) == {"switch": 0.5, "rollout": 4.0, "other": 2.5}
+    # A step without validation is not shorter by that of the others.
+    rows.append({"seconds/step": 7.0, "seconds/rollout": 4.0, "seconds/wake": 0.5})
+    assert phases_of(rows)["other"] == 2.5
+
+
+def test_a_run_is_read_where_it_was_and_not_where_the_plan_is(model: Path, tmp_path: Path):
+    config = settings(model, "parallel.tensor=2")
+    file = write_run(tmp_path / "run", config, 2)
+    assert read_run(file, Where(usual_gpu="B200-180GB")).cluster.machine.name == "B200-180GB"
+    known = load_config([tmp_path / "run" / "config.yaml"], ["memory.gpu=H100-80GB", "run.device=auto"])
+    save_config(known, tmp_path / "run" / "config.yaml")
+    assert read_run(file, Where(usual_gpu="B200-180GB")).cluster.machine.name == "H100-80GB"
+    assert read_run(file, Where(gpu="B200-180GB")).cluster.machine.name == "B200-180GB"
+
+
+@pytest.mark.parametrize(
+    ("override", "ranks", "told"),
+    [
+        ("memory.gpu=H100", None, 'memory.gpu is "H100"'),
+        ("algorithm.n_minibatches=0", None, "algorithm.n_minibatches is 0"),
+        ("parallel.tensor=2", 1, "parallel.tensor"),
+    ],
+)
+def test_settings_that_no_run_can_have_are_refused(
+    model: Path, tmp_path: Path, override: str, ranks: int | None, told: str
+):
+    file = write_run(tmp_path / "run", settings(model), 2)
+    path = tmp_path / "run" / "config.yaml"
+    save_config(load_config([path], [override]), path)
+    with pytest.raises(ValueError) as error:
+        read_run(file, Where(ranks=ranks))
+    assert told in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"n_seqs": 1e300}, "needed: 1 to 16,777,216"),
+        ({"n_seqs": -8}, "needed: 1 to 16,777,216"),
+        ({"rollout/response_length": None}, "has no rollout/response_length; needed: a run of"),
+    ],
+)
+def test_steps_that_no_run_has_are_refused(model: Path, tmp_path: Path, changes: dict, told: str):
+    file = write_run(tmp_path / "run", settings(model), 1)
+    rows = [json.loads(line) | changes for line in file.read_text().splitlines()]
+    kept = [{name: value for name, value in row.items() if value is not None} for row in rows]
+    file.write_text("".join(json.dumps(row) + "\n" for row in kept))
+    with pytest.raises(ValueError) as error:
+        read_run(file, Where())
+    assert told in str(error.value)
 
 
 @pytest.mark.parametrize(
@@ -163,9 +213,10 @@ def test_runs_that_tell_nothing_are_refused(model: Path, tmp_path: Path):
     with pytest.raises(ValueError, match=r"there is no config\.yaml"):
         read_run(short, Where())
     broken = write_run(tmp_path / "broken", settings(model), 1)
-    broken.write_text("not json\n", encoding="utf-8")
-    with pytest.raises(ValueError, match="line 1: not a line of metrics"):
-        read_run(broken, Where())
+    for text in ("not json", '{"step": Infinity}', "[" * 100_000, '{"step": 1, "x": 1' + "0" * 400 + "}"):
+        broken.write_text(text + "\n", encoding="utf-8")
+        with pytest.raises(ValueError, match="line 1: not a line of metrics"):
+            read_run(broken, Where())
 
 
 def test_coefficients_survive_their_file(tmp_path: Path):
@@ -184,6 +235,7 @@ def test_coefficients_survive_their_file(tmp_path: Path):
         ({"flops_share": True}, "needed are numbers for flops_share"),
         ({"flops_share": 0}, "the coefficient flops_share is 0.0; needed: a number above 0"),
         ({"flops_share": float("nan")}, "the coefficient flops_share is nan"),
+        ({"flops_share": 10**400}, "needed are numbers for flops_share"),
     ],
 )
 def test_wrong_coefficients_are_refused(tmp_path: Path, change: dict, told: str):

@@ -10,7 +10,7 @@ from rlmath.sync.plan import plan_sync
 from rlmath.timing.coefficients import DEFAULTS, NAMES, seconds_by_coefficient, seconds_of, slower_by
 from rlmath.timing.machines import Cluster, Machine
 from rlmath.timing.step import plan_step, recomputes_logprobs
-from rlmath.timing.switching import own_share, switch_work, sync_work
+from rlmath.timing.switching import own_share, reference_switch_work, switch_work, sync_work
 from rlmath.timing.work import Work
 from tests.timing.shapes import (
     BATCH,
@@ -55,11 +55,21 @@ def test_stages_of_other_nodes_send_over_the_network():
     assert found.node == 0 and found.network > 0
 
 
+def test_experts_of_other_nodes_send_over_the_network():
+    moe = replace(TINY, architecture="Qwen3MoeForCausalLM", num_experts=8, experts_per_token=2, qk_norm=True)
+    mesh = mesh_of(with_ranks(CONFIG, expert=4), 4, 0)
+    assert sync_work(CONFIG, moe, mesh, GPU, Cluster(MACHINE, 2, 2)).network > 0
+    assert sync_work(CONFIG, moe, mesh, GPU, Cluster(MACHINE, 1, 4)).network == 0
+
+
 def test_what_is_offloaded_goes_there_and_back():
-    config = replace(CONFIG, memory=replace(CONFIG.memory, offload_optimizer=True))
+    config = replace(CONFIG, memory=replace(CONFIG.memory, offload_optimizer=True, offload_reference=True))
+    config = replace(config, algorithm=replace(config.algorithm, kl_coef=0.1))
     (plan,) = plan_ranks(config, TINY, 1, GPU)
     assert switch_work(config, plan, GPU).host == 2 * plan.part("optimizer")
     assert switch_work(CONFIG, plan, GPU) == Work(switches=1)
+    assert reference_switch_work(config, plan, GPU).host == 2 * plan.part("reference") > 0
+    assert reference_switch_work(CONFIG, plan, GPU) == Work()
 
 
 def test_seconds_are_the_sum_over_coefficients():

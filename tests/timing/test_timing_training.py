@@ -6,7 +6,8 @@ import pytest
 
 from rlmath.config import PolicyConfig
 from rlmath.packing.cost import training_cost
-from rlmath.timing.training import forward_cost, held_parameters, logprobs_work, update_work
+from rlmath.timing.training import Held, forward_cost, held_parameters, logprobs_work, update_work
+from rlmath.timing.work import Work
 from tests.timing.shapes import (
     BATCH,
     CONFIG,
@@ -85,7 +86,7 @@ def test_tensor_parallel_ranks_sum_hidden_states_twice_a_layer():
 
 def test_data_parallel_ranks_scatter_gradients_and_gather_parameters():
     done = training(CONFIG, 4)
-    held = held_parameters(done, done.mesh, 4)
+    (held,) = (one.parameters for one in held_parameters(done, done.mesh, 4))
     layer = 4 * 64 + 3 * 128 + 3 * 8 + 2 * 8  # matrices, biases of query, key and value, two norms
     assert held == 4 * layer + 2 * 32 * 8 + 8
     assert update_work(done).node == pytest.approx(held * (4 + 2) * 3 / 4)
@@ -95,10 +96,38 @@ def test_data_parallel_ranks_scatter_gradients_and_gather_parameters():
 
 def test_between_nodes_the_cards_of_a_node_share_a_groups_bytes():
     done = training(CONFIG, 8, nodes=2)
-    sent = held_parameters(done, done.mesh, 4) * 6 * 7 / 8
-    assert update_work(done).network == pytest.approx(sent / 4) and update_work(done).node == pytest.approx(
-        sent
-    )
+    sent = held_parameters(done, done.mesh, 4)[0].parameters * 6 * 7 / 8
+    assert update_work(done).network == pytest.approx(sent / 4)
+    assert update_work(done).node == pytest.approx(sent)
+
+
+def test_experts_share_gradients_with_the_ranks_that_have_the_same():
+    moe = replace(TINY, architecture="Qwen3MoeForCausalLM", num_experts=8, experts_per_token=2, qk_norm=True)
+
+    def of_one_minibatch(ranks: int, nodes: int) -> tuple[Work, Held, Held]:
+        """What one more minibatch costs, and what a rank holds."""
+        once = with_ranks(CONFIG, expert=4)
+        twice = replace(once, algorithm=replace(once.algorithm, n_minibatches=2))
+        plans = [replace(training(config, ranks, nodes), shape=moe) for config in (once, twice)]
+        one, two = map(update_work, plans)
+        return two + one.times(-1.0), *held_parameters(plans[0], plans[0].mesh, 4)
+
+    work, dense, experts = of_one_minibatch(8, nodes=2)
+    assert experts.parameters == 4 * 2 * 3 * 8 * 16 and (experts.ranks, experts.stride) == (2, 4)
+    # The two ranks with the same experts are on two nodes, and share their cards with nobody of their group.
+    assert work.network == pytest.approx(dense.parameters * 6 * 7 / 8 / 4 + experts.parameters * 6 / 2)
+    work, dense, experts = of_one_minibatch(4, nodes=1)
+    assert experts.ranks == 1
+    assert work.node == pytest.approx(dense.parameters * 6 * 3 / 4)
+    assert work.memory == pytest.approx(dense.parameters * (16 + 28 / 4) + experts.parameters * (16 + 28))
+
+
+def test_with_sequence_parallelism_stages_send_a_share_of_the_hidden_states():
+    piped = with_ranks(CONFIG, tensor=2, pipeline=2)
+    sequence = replace(piped, parallel=replace(piped.parallel, sequence=True))
+    whole, share = (update_work(training(config, 4)) for config in (piped, sequence))
+    state = BATCH.tokens * 8 * 2
+    assert whole.node - share.node == pytest.approx(2 * state / 2)
 
 
 def test_epochs_repeat_the_update():

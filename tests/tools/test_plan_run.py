@@ -121,6 +121,8 @@ def test_what_does_not_fit_is_told_with_its_plan(capsys: pytest.CaptureFixture[s
         (["--mean-response-tokens", "30000"], "needed: from 1 to the longest, 27648"),
         (["--mean-prompt-tokens", "2000"], "needed: from 1 to data.max_prompt_tokens, 1024"),
         (["--prompts", "100"], "needed: at least data.prompts_per_step"),
+        (["--nodes", "1", "--gpus-per-node", "0"], "needed: at least 1 of each"),
+        (["memory.gpu=H100"], 'memory.gpu is "H100"'),
         (["--gpus-per-node", "3"], "8 ranks do not fill nodes of 3"),
         (["--write-coefficients", "x.json"], "give --calibrate, too"),
         (["--coefficients", "nowhere.json"], "nowhere.json cannot be read"),
