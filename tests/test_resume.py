@@ -88,7 +88,7 @@ def whole_runs(arithmetic: Path, tmp_path_factory: pytest.TempPathFactory) -> di
 
 
 @pytest.mark.full  # test_drill has interruptions at random steps, with one layout
-@pytest.mark.parametrize(("layout", "step"), itertools.product(LAYOUTS, range(1, STEPS)))
+@pytest.mark.parametrize(("layout", "step"), list(itertools.product(LAYOUTS, range(1, STEPS))))
 def test_resumed_after_a_step_the_metrics_are_those_of_an_uninterrupted_run(
     arithmetic: Path, whole_runs: dict[str, Path], tmp_path: Path, layout: str, step: int
 ) -> None:

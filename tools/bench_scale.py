@@ -22,7 +22,11 @@ import argparse
 import json
 import math
 import statistics
+import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from tools import scale_costs, scale_messages, scale_rollout
 from tools.scale_rollout import GROUP, Figures

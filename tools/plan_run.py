@@ -17,6 +17,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 from rlmath.config_files import load_config, make_parser
 from rlmath.gpus import GPU_SPEEDS
 from rlmath.memory_checks import planned_target

@@ -242,7 +242,7 @@ def test_a_slow_host_and_a_slow_link_are_named_and_the_run_goes_on(arithmetic: P
         with nodes[2].slowed(run_ms=100, stop_ms=900):
             line = told(run, "A slow rank holds the others up", "on node2 computes for")
         assert "ranks 4-5 on node2" in line, line
-        nodes[3].limit(kbit=256, queue_ms=3000)
+        nodes[3].limit(kbit=4096, queue_ms=2000)
         line = told(run, "A slow network", "on node3 after")
         assert "node1" not in line and "node2" not in line, line
         before = steps_done(output)
