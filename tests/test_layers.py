@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import graphlib
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -223,3 +224,15 @@ def write(root: Path, files: dict[str, str]) -> None:
         path = root / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(source, encoding="utf-8")
+
+
+def test_programs_find_the_modules_beside_them():
+    """Python looks in the folder of a program, not in the one that it was started from; only rlmath is installed."""
+    lost = []
+    for path in [*ROOT.glob("tools/*.py"), *ROOT.glob("launch/**/*.py")]:
+        source = path.read_text(encoding="utf-8")
+        beside = re.compile(r"^from (?:tools|launch)\b", flags=re.MULTILINE).search(source)
+        is_program = '__name__ == "__main__"' in source
+        if is_program and beside and "sys.path.insert(0, " not in source[: beside.start()]:
+            lost.append(path.name)
+    assert lost == []
