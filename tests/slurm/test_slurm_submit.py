@@ -160,7 +160,8 @@ def test_the_script_has_no_mistakes_that_shellcheck_knows(
         () if runtime == "none" else (f"--container=a/b:1 '$(touch {tmp_path}/hit)", f"--mount={arithmetic}")
     )
     evil = f"telemetry.wandb_name=it's `touch {tmp_path}/hit` $HOME"
-    arguments = (config("demo.yaml"), *TWO_NODES, *small_run(arithmetic, Path("run")), "--dry-run")
+    run = (*small_run(arithmetic, Path("run")), "sft.max_sequence_tokens=64")
+    arguments = (config("demo.yaml"), *TWO_NODES, *run, "--dry-run")
     status, out, err = called(*arguments, f"--program={program}", f"--runtime={runtime}", *image, evil)
     assert status == 0, err
     path = tmp_path / "job.sh"
@@ -242,7 +243,7 @@ def test_what_a_start_would_go_on_from_may_be_queued(
 ) -> None:
     """A model that has moved, and settings that a supervised run has no use for."""
     output = tmp_path / "run"
-    settings = [*small_run(arithmetic, output), "run.seed=3"]
+    settings = [*small_run(arithmetic, output), "run.seed=3", "sft.max_sequence_tokens=64"]
     queued = (f"--program={program}", *TWO_NODES, config("demo.yaml"), "--dry-run")
     then = load_config([REPOSITORY / "configs" / "demo.yaml"], [*settings, "model.path=/elsewhere/base"])
     then = only_used(then)[0] if program == "sft" else then
