@@ -49,7 +49,7 @@ def parser() -> argparse.ArgumentParser:
     made = make_parser("Plan a run: memory, seconds of a step, hours of an epoch, the fastest layout.")
     cluster = made.add_argument_group("the cluster")
     cluster.add_argument(
-        "--gpu", choices=[*GPU_SPEEDS, CPU], help="without it that of memory.gpu, or what is there"
+        "--gpu", choices=[*GPU_SPEEDS, CPU], help="without it that of memory.gpu, or the CPU"
     )
     cluster.add_argument("--nodes", type=int, help="without it as many as the layout's ranks take")
     cluster.add_argument("--gpus-per-node", type=int, help="default: 8, or all ranks where they are fewer")

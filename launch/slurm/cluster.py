@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import re
 import shutil
 import subprocess
@@ -14,6 +15,8 @@ from rlmath.settings import nearest_word
 
 ANSWER_SECONDS = 60.0
 """How long a command of Slurm may take."""
+OVERRIDES = ("PARTITION", "TIMELIMIT", "SIGNAL", "REQUEUE", "NO_REQUEUE", "JOB_NAME", "COMMENT", "OPEN_MODE")
+"""Of the environment's SBATCH_ variables those that would win over what a script says, and was checked."""
 OUTPUT_MARK = "rlmath:"
 """A job's comment is this and the folder that it writes."""
 
@@ -107,32 +110,32 @@ def partition_problems(
 ) -> list[str]:
     """Why a job cannot be in the partition (None: Slurm's default one), or in any of several ("a,b"). Without `seconds`
     it may take as long as the partition allows, which must be more than `least_seconds`."""
+    names = name.split(",") if name is not None else [None]
+    if unknown := [problem for one in names for problem in _name_problems(one, known)]:
+        return unknown
     found = [
-        list(_partition_problems(one, nodes, gpus, seconds, least_seconds, known))
-        for one in (name.split(",") if name is not None else [None])
+        list(_size_problems(one, nodes, gpus, seconds, least_seconds))
+        for one in known
+        if one.name in names or (name is None and one.default)
     ]
     return [] if [] in found else list(itertools.chain(*found))
 
 
-def _partition_problems(
-    name: str | None,
-    nodes: int,
-    gpus: int,
-    seconds: float | None,
-    least_seconds: float,
-    known: Sequence[Partition],
-) -> Iterator[str]:
-    one = next((p for p in known if (p.default if name is None else p.name == name)), None)
-    names = ", ".join(p.name for p in known) or "none"
-    if one is None and name is None:
+def _name_problems(name: str | None, known: Sequence[Partition]) -> Iterator[str]:
+    if any(one.default if name is None else one.name == name for one in known):
+        return
+    names = ", ".join(one.name for one in known) or "none"
+    if name is None:
         yield f"Slurm has no default partition; give --partition, one of: {names}."
-        return
-    if one is None:
+    else:
         yield f'There is no partition "{name}"; there are: {names}.{nearest_word(name, (p.name for p in known))}'
-        return
+
+
+def _size_problems(
+    one: Partition, nodes: int, gpus: int, seconds: float | None, least_seconds: float
+) -> Iterator[str]:
     if not one.up:
-        others = ", ".join(p.name for p in known if p.up) or "none"
-        yield f'--partition "{one.name}" is not up. These are: {others}.'
+        yield f'--partition "{one.name}" is not up.'
     if nodes > min(one.nodes(), one.most_nodes):
         bound = f" and allows a job {one.most_nodes:g}" if one.most_nodes < one.nodes() else ""
         yield (
@@ -152,8 +155,8 @@ def _partition_problems(
     if seconds is None and one.limit_seconds <= least_seconds:
         yield (
             f'the partition "{one.name}" ends a job after {one.limit_seconds:g} s, and the run is told to save '
-            f"{least_seconds:g} s before its end: nothing is left to train in. Lower run.stop_grace_seconds, or give "
-            "another partition."
+            f"{least_seconds:g} s before its end: nothing is left to work in. Give another partition, or (in training) "
+            "lower run.stop_grace_seconds."
         )
 
 
@@ -204,6 +207,7 @@ def cancel(numbers: Iterable[str]) -> None:
 
 
 def _ask(*command: str) -> str:
+    overrides = [f"SBATCH_{name}" for name in OVERRIDES]
     try:
         done = subprocess.run(
             command,
@@ -212,6 +216,7 @@ def _ask(*command: str) -> str:
             text=True,
             errors="replace",
             timeout=ANSWER_SECONDS,
+            env={name: value for name, value in os.environ.items() if name not in overrides},
             check=False,
         )
     except (OSError, subprocess.TimeoutExpired) as error:

@@ -35,13 +35,15 @@ say() {
 # no Python of today.
 exit_status() {
     local file=$output/exit_status.json line
+    local message quote='\"' backslash='\\'
     local form='^\{"status": ([0-9]+), "message": "(.*)", "meaning": "([a-z ]+)"\}$'
     if ! line=$(cat "$file" 2>/dev/null); then
         echo "status 1 (failed): no $file: the run was killed, or did not get as far as its settings"
         return 1
     fi
     if [[ $line =~ $form ]]; then
-        echo "status ${BASH_REMATCH[1]} (${BASH_REMATCH[3]}): ${BASH_REMATCH[2]}"
+        message=${BASH_REMATCH[2]//"$quote"/\"}
+        echo "status ${BASH_REMATCH[1]} (${BASH_REMATCH[3]}): ${message//"$backslash"/\\}"
         return "${BASH_REMATCH[1]}"
     fi
     echo "status 1 (failed): $file cannot be read: ${line:0:200}"
@@ -95,7 +97,7 @@ prepare_command() {
         for mount in "${mounts[@]}"; do
             docker+=(--volume="$mount:$mount")
         done
-        for variable in $(compgen -e | grep -E '^(SLURM|CUDA|NCCL|GLOO|UCX|OMP|WANDB|TORCH|VLLM|PYTHON)' || true); do
+        for variable in $(compgen -e | grep -E '^(SLURM|CUDA_VISIBLE|CUDA_DEVICE|NCCL|GLOO|UCX|OMP|WANDB|TORCH|TRITON|VLLM|HF|PYTHON)' || true); do
             docker+=(--env="$variable")
         done
         command=("${docker[@]}" --workdir="$workdir" --entrypoint= "$image" "${command[@]}")

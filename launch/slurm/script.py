@@ -154,6 +154,8 @@ def _container_problems(job: Job) -> Iterator[str]:
         if not any(path.is_relative_to(folder) for folder in job.seen):
             shown = ", ".join(map(str, job.seen))
             yield f'"{path}" is outside of what the container sees ({shown}). Add --mount with a folder that it is in.'
+    if Path("/") in job.seen:
+        yield "--mount / would hide the image itself. Give the folders of data and models."
     for folder in job.seen:
         if set(str(folder)) & set(":,"):
             yield f'"{folder}" cannot be mounted: there is a ":" or "," in it. Give another folder.'

@@ -109,7 +109,7 @@ def job_of(given: argparse.Namespace) -> Job:
         workdir=Path.cwd(),
         logs=Path.cwd() / LOGS / name,
         python=given.python or (sys.executable if given.runtime == "none" else "python3"),
-        partition=given.partition or os.environ.get("SBATCH_PARTITION"),
+        partition=given.partition or os.environ.get("SBATCH_PARTITION") or None,
         time=given.time,
         continues=continues,
         links=1 if given.chain is None else given.chain,

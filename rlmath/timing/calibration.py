@@ -138,7 +138,7 @@ def read_run(path: Path, where: Where) -> Measured:
 
 
 def _where_it_was(config: Config, where: Where) -> Config:
-    names_none = config.memory.gpu is None and config.memory.gpu_gib is None
+    names_none = config.memory.gpu is None and config.run.device != "cpu"
     return on_gpu(config, where.gpu or (where.usual_gpu if names_none else None))
 
 

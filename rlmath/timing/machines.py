@@ -79,7 +79,9 @@ def machine_of(config: Config, target: Target, network_gbps: float | None = None
     Errors: ValueError for a GPU whose speed is not known, or a network that carries nothing.
     """
     if network_gbps is not None and not network_gbps > 0:
-        raise ValueError(f"--network-gbps is {network_gbps:g}; needed: above 0 (Gbit/s for each GPU)")
+        raise ValueError(
+            f"the network has {network_gbps:g}; needed: above 0 (Gbit/s for each GPU, --network-gbps)"
+        )
     if target.kind == "cpu":
         name, found = CPU, CPU_CORE
     else:

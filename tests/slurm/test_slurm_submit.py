@@ -57,7 +57,7 @@ def held(submitter: Submitter, run: list[str]) -> str:
             ["--partition=shor"],
             'There is no partition "shor"; there are: short, one, closed. Did you mean "short"?',
         ),
-        (["--partition=closed"], '--partition "closed" is not up. These are: short, one.'),
+        (["--partition=closed"], '--partition "closed" is not up.'),
         (["--nodes=3", "parallel.tensor=1"], '--nodes is 3; the partition "short" has 2.'),
         (["--partition=one"], '--nodes is 2; the partition "one" has 1.'),
         (["--time=61"], '--time is 61 minutes; the partition "short" allows 60.'),
@@ -122,7 +122,7 @@ def test_a_chain_is_queued_link_by_link(
         (["--requeue", "run.recover_mode=disabled"], "every start of this job would begin anew"),
         (["--program=sft", "sft.held_out_path=nowhere"], "sft.held_out_path: "),
         (["--program=sft", "sft.max_sequence_tokens=100000"], "policy.max_tokens_per_microbatch is"),
-        (["--runtime=pyxis", "--container=image", "--mount=/"], "there is no sbatch here"),
+        (["--runtime=docker", "--container=image", "--mount=/"], "--mount / would hide the image itself"),
         (["--chain=0"], "--chain is 0; needed: from 1 to 100"),
         (["--name=a b"], '--name is "a b"'),
         (["--sbatch=account"], '--sbatch is "account"'),
@@ -207,9 +207,11 @@ def test_nodes_are_counted_that_have_the_gpus() -> None:
     (told,) = partition_problems(None, 1, 0, None, 360, [small])
     assert "no default partition" in told
     assert partition_problems("debug,gpu", 6, 0, None, 360, [mixed, small]) == []
-    assert len(partition_problems("debug,gpu,none", 7, 8, None, 360, [mixed, small])) == 3
+    assert len(partition_problems("debug,gpu", 7, 8, None, 360, [mixed, small])) == 2
+    (told,) = partition_problems("gpu,none", 1, 8, None, 360, [mixed, small])
+    assert 'There is no partition "none"' in told
     (told,) = partition_problems("debug", 1, 8, None, 3600, [small])
-    assert "nothing is left to train in" in told
+    assert "nothing is left to work in" in told
     assert partition_problems("debug", 1, 8, 3500.0, 3600, [small]) == []
 
 
@@ -230,7 +232,7 @@ def test_the_script_reads_how_a_run_ended_as_the_program_does(tmp_path: Path) ->
     found = both()
     assert found[0] == found[1] and found[0][0] == FAILURE
     for status in MEANINGS:
-        write_exit_status(tmp_path, status, "stopped by SIGUSR1 after step 3: $(touch x)")
+        write_exit_status(tmp_path, status, 'run.output_dir "a\\b": stopped after step 3 $(touch x)')
         found = both()
         assert found[0] == found[1] and found[0][0] == status
     (tmp_path / "exit_status.json").write_text("{")

@@ -142,9 +142,12 @@ def test_time_that_no_phase_has_is_other():
 def test_a_run_is_read_where_it_was_and_not_where_the_plan_is(model: Path, tmp_path: Path):
     config = settings(model, "parallel.tensor=2")
     file = write_run(tmp_path / "run", config, 2)
-    assert read_run(file, Where(usual_gpu="B200-180GB")).cluster.machine.name == "B200-180GB"
-    known = load_config([tmp_path / "run" / "config.yaml"], ["memory.gpu=H100-80GB", "run.device=auto"])
-    save_config(known, tmp_path / "run" / "config.yaml")
+    path = tmp_path / "run" / "config.yaml"
+    assert read_run(file, Where(usual_gpu="B200-180GB")).cluster.machine.name == "CPU"
+    for unnamed in ("memory.gpu=null", "memory.gpu_gib=80"):
+        save_config(load_config([path], ["run.device=auto", unnamed]), path)
+        assert read_run(file, Where(usual_gpu="B200-180GB")).cluster.machine.name == "B200-180GB"
+    save_config(load_config([path], ["memory.gpu=H100-80GB", "memory.gpu_gib=null"]), path)
     assert read_run(file, Where(usual_gpu="B200-180GB")).cluster.machine.name == "H100-80GB"
     assert read_run(file, Where(gpu="B200-180GB")).cluster.machine.name == "B200-180GB"
 
