@@ -78,6 +78,7 @@ def test_a_rank_that_raises_ends_the_run_and_says_why(arithmetic: Path, tmp_path
     with running(arithmetic, output) as process:
         everyone = family(process.pid)
         assert len(everyone) >= 4, "two ranks, and the processes that judge for them"
+        wait_for((output / "samples" / "step-000001.jsonl").is_file)  # a step's metrics are written before
         (output / "samples").rename(output / "samples-gone")
         (output / "samples").write_text("in the way")
         assert process.wait(END_SECONDS) != 0
