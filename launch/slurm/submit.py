@@ -127,7 +127,7 @@ def program_of(given: argparse.Namespace, ranks: int) -> Program:
 
 
 def slurm_problems(job: Job, dry_run: bool) -> list[str]:
-    """What Slurm has against it. A dry run does without Slurm where there is none."""
+    """What Slurm has against it. A dry run does without Slurm where there is none, or none that answers."""
     if not cluster.slurm_is_here():
         if dry_run:
             print("There is no sbatch here: partition and queue are not looked at.", file=sys.stderr)
@@ -144,6 +144,9 @@ def slurm_problems(job: Job, dry_run: bool) -> list[str]:
             *cluster.queue_problems(job.name, job.program.output),
         ]
     except ValueError as error:
+        if dry_run:
+            print(f"Partition and queue are not looked at: {error}", file=sys.stderr)
+            return []
         return [str(error)]
 
 

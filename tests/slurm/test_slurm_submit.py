@@ -103,6 +103,20 @@ def test_a_chain_is_queued_link_by_link(
     assert slurm.job(third, "Comment") == f"rlmath:{tmp_path}/run"
 
 
+@slurm_only
+def test_a_slurm_that_does_not_answer_is_told_and_a_dry_run_does_without(
+    slurm: Cluster, run: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broken = tmp_path / "slurm.conf"
+    broken.write_text("no setting\n")
+    monkeypatch.setenv("SLURM_CONF", str(broken))
+    status, out, err = called(*run)
+    assert status == 2 and "sinfo says: " in err and out == ""
+    status, out, err = called(*run, "--dry-run")
+    assert status == 0 and "Partition and queue are not looked at: sinfo says: " in err
+    assert out.startswith("#!/usr/bin/env bash")
+
+
 # ---------------------------------------------------------------- without one
 
 
