@@ -21,7 +21,6 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 
 from rlmath import garbage
@@ -30,10 +29,9 @@ from rlmath.evaluate.comparison import comparison_text, read_results
 from rlmath.evaluate.plan import Plan
 from rlmath.guard.exit_status import FAILURE, FINISHED, MISTAKE, SAVED_AND_STOPPED, write_exit_status
 from rlmath.parallel.device import environment_rank, resolve_kind
-from rlmath.run_folder import sole_user
 from rlmath.setting_ranges import RANGES, TEMPLATES
 from rlmath.settings import raise_problems
-from rlmath.start import end_broken, tell_mistake
+from rlmath.start import end_broken, leave_word, tell_mistake
 from rlmath.telemetry.console import setup_logging
 
 logger = logging.getLogger(__name__)
@@ -83,13 +81,6 @@ def stop_on_signal(output: Path) -> None:
             os._exit(SAVED_AND_STOPPED)
 
     signal.signal(signal.SIGUSR1, stop)
-
-
-def leave_word(output: Path | None, status: int, message: str) -> None:
-    """How the evaluation ended, for launch/exit_status.py; rank 0's, and not where another one is at work."""
-    if environment_rank() == 0 and output is not None and output.is_dir():
-        with suppress(OSError, ValueError), sole_user(output):
-            write_exit_status(output, status, message.partition("\n")[0])
 
 
 def plan_of(given: argparse.Namespace) -> Plan:

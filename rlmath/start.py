@@ -62,8 +62,8 @@ def start(
             status = MISTAKE if isinstance(error, ValueError) else FAILURE
             tell_mistake(error)
             stack.close()
-            if environment_rank() == 0 and config is not None:
-                _leave_word(config.run.output_dir, status, str(error).partition("\n")[0])
+            if config is not None:
+                leave_word(config.run.output_dir, status, str(error))
             return status
         return _train(prepared, meeting, train)
 
@@ -88,13 +88,15 @@ def _take_folder(prepared: Prepared, stack: ExitStack) -> Prepared:
     return replace(prepared, recovery=recovery)
 
 
-def _leave_word(output_dir: str, status: int, message: str) -> None:
-    """Tell whoever looks at the folder's exit status; not in one that is not there, nor in one where a run is at
-    work."""
+def leave_word(output_dir: str | Path | None, status: int, message: str) -> None:
+    """Rank 0 tells whoever looks at the folder's exit status the first line of a message; not in a folder that is not
+    there (None: not known), nor in one where another program is at work."""
+    if environment_rank() != 0 or output_dir is None:
+        return
     with suppress(ValueError, OSError):
         if Path(output_dir).is_dir():
             with sole_user(output_dir):
-                write_exit_status(output_dir, status, message)
+                write_exit_status(output_dir, status, message.partition("\n")[0])
 
 
 def _train(

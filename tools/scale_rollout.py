@@ -87,7 +87,6 @@ class Drawn:
     """What a rollout asks of the store, and which engine samples which sample."""
 
     requests: int
-    most_of_an_engine: int
     store_bytes: int
     tokens: list[int]
     """By engine: completion tokens that it samples."""
@@ -116,7 +115,7 @@ def draw_rollout(engines: int, samples: int) -> Drawn:
         one.forget()
     assert inner.num_keys() == 0
     requests = [store.total for store in stores]
-    return Drawn(sum(requests), max(requests), sum(store.bytes for store in stores), tokens)
+    return Drawn(sum(requests), sum(store.bytes for store in stores), tokens)
 
 
 def _play(claims: Sequence[Claims]) -> list[int]:

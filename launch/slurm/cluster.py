@@ -114,7 +114,7 @@ def partition_problems(
     if unknown := [problem for one in names for problem in _name_problems(one, known)]:
         return unknown
     found = [
-        list(_size_problems(one, nodes, gpus, seconds, least_seconds))
+        [*_state_problems(one, known), *_size_problems(one, nodes, gpus, seconds, least_seconds)]
         for one in known
         if one.name in names or (name is None and one.default)
     ]
@@ -131,11 +131,15 @@ def _name_problems(name: str | None, known: Sequence[Partition]) -> Iterator[str
         yield f'There is no partition "{name}"; there are: {names}.{nearest_word(name, (p.name for p in known))}'
 
 
+def _state_problems(one: Partition, known: Sequence[Partition]) -> Iterator[str]:
+    if not one.up:
+        others = ", ".join(p.name for p in known if p.up) or "none"
+        yield f'--partition "{one.name}" is not up. These are: {others}.'
+
+
 def _size_problems(
     one: Partition, nodes: int, gpus: int, seconds: float | None, least_seconds: float
 ) -> Iterator[str]:
-    if not one.up:
-        yield f'--partition "{one.name}" is not up.'
     if nodes > min(one.nodes(), one.most_nodes):
         bound = f" and allows a job {one.most_nodes:g}" if one.most_nodes < one.nodes() else ""
         yield (

@@ -57,7 +57,7 @@ def held(submitter: Submitter, run: list[str]) -> str:
             ["--partition=shor"],
             'There is no partition "shor"; there are: short, one, closed. Did you mean "short"?',
         ),
-        (["--partition=closed"], '--partition "closed" is not up.'),
+        (["--partition=closed"], '--partition "closed" is not up. These are: short, one.'),
         (["--nodes=3", "parallel.tensor=1"], '--nodes is 3; the partition "short" has 2.'),
         (["--partition=one"], '--nodes is 2; the partition "one" has 1.'),
         (["--time=61"], '--time is 61 minutes; the partition "short" allows 60.'),
