@@ -16,11 +16,11 @@ TP ?= $(if $(filter 1,$(RANKS)),1,2)
 PP ?= 1
 STARTED := $(shell date +%s)
 
-# More arguments for pytest: make test ARGS="tests/algo -x"
+# More arguments for pytest: make test ARGS="tests/algorithms -x"
 ARGS ?=
 
 # What pyright checks: the code that is free of Megatron and vLLM.
-PURE = rlmath/algo rlmath/packing rlmath/rewards rlmath/data rlmath/types.py rlmath/config.py
+PURE = rlmath/config rlmath/algorithms rlmath/data rlmath/rewards
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:

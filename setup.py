@@ -50,6 +50,6 @@ setup(
             "transformer-engine[pytorch,core_cu13]>=2.10,<3",
         ],
         "test": ["pytest", "pytest-timeout", "hypothesis", "beartype", "mbridge", "scipy"],
-        "wandb": ["wandb>=0.31,<0.32"],  # rlmath/telemetry/weights_and_biases.py names its settings
+        "wandb": ["wandb>=0.31,<0.32"],  # rlmath/trainer/telemetry/wandb.py names its settings
     },
 )

@@ -13,7 +13,7 @@ from __future__ import annotations
 import gc
 
 if __name__ == "__main__":
-    gc.disable()  # rlmath.garbage says why, and enables it
+    gc.disable()  # rlmath.distributed.process says why, and enables it
 
 import argparse
 import logging
@@ -23,16 +23,21 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from rlmath import garbage
-from rlmath.config import RolloutConfig
-from rlmath.evaluate.comparison import comparison_text, read_results
-from rlmath.evaluate.plan import Plan
-from rlmath.guard.exit_status import FAILURE, FINISHED, MISTAKE, SAVED_AND_STOPPED, write_exit_status
-from rlmath.parallel.device import environment_rank, resolve_kind
-from rlmath.setting_ranges import RANGES, TEMPLATES
-from rlmath.settings import raise_problems
-from rlmath.start import end_broken, leave_word, tell_mistake
-from rlmath.telemetry.console import setup_logging
+from rlmath.config.help import raise_problems
+from rlmath.config.schema import RANGES, TEMPLATES, RolloutConfig
+from rlmath.distributed import process
+from rlmath.distributed.device import environment_rank, resolve_kind
+from rlmath.distributed.fault_tolerance.exit_codes import (
+    FAILURE,
+    FINISHED,
+    MISTAKE,
+    SAVED_AND_STOPPED,
+    write_exit_status,
+)
+from rlmath.evals.compare import comparison_text, read_results
+from rlmath.evals.plan import Plan
+from rlmath.trainer.startup import end_broken, leave_word, tell_mistake
+from rlmath.trainer.telemetry.console import setup_logging
 
 logger = logging.getLogger(__name__)
 
@@ -53,12 +58,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         plan, rollout = plan_of(given), rollout_of(given)
         stop_on_signal(plan.output)
         # Imported only now: a mistake is told before vLLM is loaded.
-        from rlmath.evaluate.evaluation import Judges, evaluate
+        from rlmath.evals.runner import Judges, evaluate
 
-        garbage.settle()
+        process.settle()
         evaluate(plan, rollout, Judges(given.judges, given.judge_timeout), resolve_kind(given.device))
         leave_word(plan.output, FINISHED, "the tables are written")
-        garbage.leave()
+        process.leave()
     except ValueError as error:
         tell_mistake(error)
         leave_word(given.output, MISTAKE, str(error))

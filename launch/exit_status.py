@@ -11,7 +11,12 @@ from __future__ import annotations
 import argparse
 import sys
 
-from rlmath.guard.exit_status import MEANINGS, MISTAKE, clear_exit_status, read_exit_status
+from rlmath.distributed.fault_tolerance.exit_codes import (
+    MEANINGS,
+    MISTAKE,
+    clear_exit_status,
+    read_exit_status,
+)
 
 
 def main() -> int:

@@ -9,29 +9,27 @@ from __future__ import annotations
 import gc
 
 if __name__ == "__main__":
-    gc.disable()  # rlmath.garbage says why, and enables it
+    gc.disable()  # rlmath.distributed.process says why, and enables it
 
 import sys
 from collections.abc import Sequence
 
-from rlmath import garbage
-from rlmath.config import Config
-from rlmath.config_files import load_config, make_parser, parse_arguments
-from rlmath.export_format import output_bytes
-from rlmath.guard.exit_status import MISTAKE
-from rlmath.inputs import Inputs, load_inputs
-from rlmath.parallel.device import environment_rank, environment_world_size
-from rlmath.parallel.meeting import Meeting
-from rlmath.preflight import check_config
-from rlmath.prepared import Prepared
-from rlmath.recovery import find_recovery, origin_of
-from rlmath.run_folder import check_output_folder
-from rlmath.start import start
-from rlmath.validation_files import load_validation
+from rlmath.config.load import load_config, make_parser, parse_arguments
+from rlmath.config.schema import Config
+from rlmath.data.dataset import Inputs, load_inputs, load_validation
+from rlmath.distributed import process
+from rlmath.distributed.device import environment_rank, environment_world_size
+from rlmath.distributed.fault_tolerance.exit_codes import MISTAKE
+from rlmath.distributed.rendezvous import Rendezvous
+from rlmath.trainer.checkpointing import output_bytes
+from rlmath.trainer.preflight.checks import check_config
+from rlmath.trainer.resume import find_recovery, origin_of
+from rlmath.trainer.run_dir import check_output_folder
+from rlmath.trainer.startup import Prepared, start
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """One of `rlmath.guard.exit_status`."""
+    """One of `rlmath.distributed.fault_tolerance.exit_codes`."""
     parser = make_parser("Train a model with GRPO.")
     parser.add_argument(
         "--dry-run",
@@ -52,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def dry_run(config_files: list, overrides: list[str], ranks: int | None) -> int:
     """0 where the run could start, else MISTAKE with all problems."""
     # Imported only now: a start has no use for it.
-    from rlmath.dry_run import plan_lines, plan_run
+    from rlmath.trainer.preflight.dry_run import plan_lines, plan_run
 
     try:
         lines = plan_lines(plan_run(load_config(config_files, overrides), ranks))
@@ -76,12 +74,12 @@ def prepare(config: Config) -> Prepared[Inputs]:
     return Prepared(config, shape, inputs, origin, recovery, validation)
 
 
-def train(prepared: Prepared[Inputs], meeting: Meeting | None) -> int:
+def train(prepared: Prepared[Inputs], rendezvous: Rendezvous | None) -> int:
     # Imported only now: a mistake is told before Megatron and vLLM are loaded.
-    from rlmath.run import run_training
+    from rlmath.trainer.run_grpo import run_training
 
-    garbage.settle()
-    return run_training(prepared, meeting)
+    process.settle()
+    return run_training(prepared, rendezvous)
 
 
 if __name__ == "__main__":

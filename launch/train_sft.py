@@ -8,23 +8,22 @@ from __future__ import annotations
 import gc
 
 if __name__ == "__main__":
-    gc.disable()  # rlmath.garbage says why, and enables it
+    gc.disable()  # rlmath.distributed.process says why, and enables it
 
 import sys
 from dataclasses import replace
 
-from rlmath import garbage
-from rlmath.config import Config
-from rlmath.config_files import load_config, split_arguments
-from rlmath.export_format import output_bytes
-from rlmath.parallel.device import environment_world_size
-from rlmath.parallel.meeting import Meeting
-from rlmath.prepared import Prepared
-from rlmath.recovery import find_recovery
-from rlmath.run_folder import check_output_folder
-from rlmath.sft.inputs import SftInputs, load_sft_inputs, origin_of
-from rlmath.sft.settings import check_config, notes, only_used, used_keys
-from rlmath.start import start
+from rlmath.config.load import load_config, split_arguments
+from rlmath.config.schema import Config
+from rlmath.data.sft_dataset import SftInputs, load_sft_inputs
+from rlmath.distributed import process
+from rlmath.distributed.device import environment_world_size
+from rlmath.distributed.rendezvous import Rendezvous
+from rlmath.trainer.checkpointing import output_bytes
+from rlmath.trainer.preflight.sft import check_config, notes, only_used, used_keys
+from rlmath.trainer.resume import find_recovery, sft_origin_of
+from rlmath.trainer.run_dir import check_output_folder
+from rlmath.trainer.startup import Prepared, start
 
 
 def load() -> Config:
@@ -38,18 +37,18 @@ def prepare(given: Config) -> Prepared[SftInputs]:
     shape = check_config(config, environment_world_size())
     inputs = load_sft_inputs(config, shape)
     inputs = replace(inputs, lines=(*notes(config, unused), *inputs.lines))
-    origin = origin_of(config, inputs)
+    origin = sft_origin_of(config, inputs)
     recovery = find_recovery(config, origin, inputs.total_steps)
     check_output_folder(config.run.output_dir, config, output_bytes(config, shape), recovery is not None)
     return Prepared(config, shape, inputs, origin, recovery)
 
 
-def train(prepared: Prepared[SftInputs], meeting: Meeting | None) -> int:
+def train(prepared: Prepared[SftInputs], rendezvous: Rendezvous | None) -> int:
     # Imported only now: a mistake is told before Megatron is loaded.
-    from rlmath.sft.run import run_sft
+    from rlmath.trainer.run_sft import run_sft
 
-    garbage.settle()
-    return run_sft(prepared, meeting)
+    process.settle()
+    return run_sft(prepared, rendezvous)
 
 
 if __name__ == "__main__":

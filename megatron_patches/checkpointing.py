@@ -4,9 +4,9 @@
 Upstream: megatron-core 0.16.1 to 0.19.2. `filesystem_async._get_write_results_queue` (0.16) starts a manager process
 for the queue in which a process that writes answers the rank. `save_common` writes on rank 0 between collectives.
 `torch._get_filesystem_reader` reads a checkpoint's `.metadata` with plain pickle.
-Why: our writer answers through a connection of its own (`rlmath.checkpoint.writer`); a full disk must not leave the
-other ranks waiting, so `rlmath.checkpoint.store` writes the common part where it can say so; a file from somebody else
-must not run code.
+Why: our writer answers through a connection of its own (`rlmath.checkpoint.async_writer`); a full disk must not leave
+the other ranks waiting, so `rlmath.checkpoint.manager` writes the common part where it can say so; a file from somebody
+else must not run code.
 Can go: when Megatron-Core takes all three as arguments.
 """
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import sys
 
-from rlmath.config import RolloutConfig
+from rlmath.config.schema import RolloutConfig
 from rlmath.rollout.engine import open_standalone
 from rlmath.rollout.sampling import Request, sample
 

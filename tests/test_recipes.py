@@ -11,12 +11,12 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from rlmath.checkpoint.hf_tables import parameter_count
-from rlmath.config import Config
-from rlmath.config_files import load_config
-from rlmath.dry_run import plan_lines, plan_run
-from rlmath.planning import PUBLISHED, published_names, required_shape, told_by_layout
-from rlmath.stages import longest
+from rlmath.checkpoint.hf.weight_map import parameter_count
+from rlmath.config.length_curriculum import longest
+from rlmath.config.load import load_config
+from rlmath.config.schema import Config
+from rlmath.trainer.preflight.dry_run import plan_lines, plan_run
+from rlmath.trainer.preflight.known_models import PUBLISHED, published_names, required_shape, told_by_layout
 
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"
 NOT_RECIPES = ("demo", "algorithms/")

@@ -16,7 +16,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from rlmath.guard.exit_status import SAVED_AND_STOPPED, read_exit_status
+from rlmath.distributed.fault_tolerance.exit_codes import SAVED_AND_STOPPED, read_exit_status
 from tests.programs import ENVIRONMENT, REPOSITORY, TRAIN, run, small_run, torchrun_command
 
 pytestmark = pytest.mark.distributed

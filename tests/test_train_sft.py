@@ -16,10 +16,10 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from launch.train_sft import prepare
-from rlmath.config_files import load_config
-from rlmath.guard.exit_status import read_exit_status
-from rlmath.settings import help_text
-from rlmath.sft.settings import used_keys
+from rlmath.config.help import help_text
+from rlmath.config.load import load_config
+from rlmath.distributed.fault_tolerance.exit_codes import read_exit_status
+from rlmath.trainer.preflight.sft import used_keys
 from tests.programs import ENVIRONMENT, REPOSITORY, run, torchrun_command
 
 SFT = ("launch/train_sft.py", "--config", "configs/demo_sft.yaml")
@@ -84,7 +84,7 @@ def test_a_run_tells_its_numbers_and_leaves_a_model(arithmetic: Path, whole: Pat
 @distributed
 def test_the_exported_model_has_the_held_out_loss_that_was_told(arithmetic: Path, whole: Path) -> None:
     """By transformers, on the very sequences that were held out: their texts are in no step's order."""
-    from rlmath.data.sequences import load_sequences, split_held_out
+    from rlmath.data.sft_sequences import load_sequences, split_held_out
 
     model = AutoModelForCausalLM.from_pretrained(whole / "hf_model", dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(whole / "hf_model")

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from rlmath.model_shape import ModelShape
-from rlmath.types import Sample
+from rlmath.algorithms.types import Sample
+from rlmath.config.model_shape import ModelShape
 
 VOCAB = 101
 """Odd, so that it does not divide by any tensor-parallel size."""
@@ -94,7 +94,7 @@ def _make_tokenizer() -> Any:
 
 def shape_of(folder: Path) -> ModelShape:
     """The model's shape, as the program itself reads it."""
-    from rlmath.model_folder import inspect_model_folder
+    from rlmath.models.hf_config import inspect_model_folder
 
     shape, problems = inspect_model_folder(folder)
     assert shape is not None and not problems, problems

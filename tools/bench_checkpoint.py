@@ -33,24 +33,30 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from rlmath.checkpoint.folders import complete_checkpoints, wrong_contents
-from rlmath.checkpoint.loading import load_checkpoint
-from rlmath.checkpoint.progress import Progress, read_progress
-from rlmath.checkpoint.store import CheckpointStore, Retention
-from rlmath.config import Config, OptimizerConfig, ParallelConfig
-from rlmath.model_shape import ModelShape
-from rlmath.parallel.collectives import gather_objects
-from rlmath.parallel.device import (
+from rlmath.checkpoint.directory import complete_checkpoints, wrong_contents
+from rlmath.checkpoint.load import load_checkpoint
+from rlmath.checkpoint.manager import CheckpointStore, Retention
+from rlmath.checkpoint.run_progress import Progress, read_progress
+from rlmath.config.model_shape import ModelShape
+from rlmath.config.schema import Config, OptimizerConfig, ParallelConfig
+from rlmath.distributed.collectives import gather_objects
+from rlmath.distributed.device import (
     Device,
     environment_rank,
     environment_world_size,
     init_process_group,
     open_device,
 )
-from rlmath.parallel.mesh import Mesh
-from rlmath.policy.model import Recompute, build_chunks, start_megatron, transformer_config, wrap_for_training
-from rlmath.policy.offload import optimizer_tensors
-from rlmath.policy.optimizer import build_optimizer
+from rlmath.distributed.mesh import Mesh
+from rlmath.models.megatron import (
+    Recompute,
+    build_chunks,
+    start_megatron,
+    transformer_config,
+    wrap_for_training,
+)
+from rlmath.models.offload import optimizer_tensors
+from rlmath.models.optimizer import build_optimizer
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 RANKS = 2

@@ -27,11 +27,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from rlmath.checkpoint.hf_io import HFReader
-from rlmath.checkpoint.hf_tables import hf_shapes, parameter_count, placed_tensors
-from rlmath.checkpoint.hf_writer import SafetensorsWriter
-from rlmath.model_folder import read_model_shape
-from rlmath.model_shape import ModelShape
+from rlmath.checkpoint.hf.weight_map import hf_shapes, parameter_count, placed_tensors
+from rlmath.checkpoint.hf.weights import HFReader, SafetensorsWriter
+from rlmath.config.model_shape import ModelShape
+from rlmath.models.hf_config import read_model_shape
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 SHARD_BYTES = 2 * 10**9

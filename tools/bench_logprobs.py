@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rlmath.policy.logprobs import HeldBack, packed_logprobs
+from rlmath.models.logprobs import MinTokensMask, packed_logprobs
 
 VOCABULARY = 151_936
 TEMPERATURE = 0.8
@@ -53,7 +53,7 @@ def ours(logits_TV: Tensor, token_ids_T: Tensor, gradients: str) -> Results:
     """The same by `packed_logprobs`, which puts it at the token, not at the row before."""
     index_T = torch.arange(len(token_ids_T), device=token_ids_T.device)
     logprobs_T, entropy_T = packed_logprobs(
-        logits_TV, token_ids_T, index_T, TEMPERATURE, logits_TV.shape[1], HeldBack(), dist.group.WORLD
+        logits_TV, token_ids_T, index_T, TEMPERATURE, logits_TV.shape[1], MinTokensMask(), dist.group.WORLD
     )
     return logprobs_T, entropy_T
 

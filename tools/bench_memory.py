@@ -88,10 +88,10 @@ def train(folder: Path, cycles: int, environment: dict[str, str]) -> list[dict[s
 
 def alone(life: str, folder: Path) -> None:
     """Prints the resident bytes of a process, the rank's share of it being what a rank of the run has."""
-    from rlmath.config import Config, ModelConfig, PolicyConfig, RolloutConfig
-    from rlmath.model_folder import read_model_shape
-    from rlmath.parallel.device import init_process_group, open_device, release_cached, resident_bytes
-    from rlmath.parallel.mesh import Mesh
+    from rlmath.config.schema import Config, ModelConfig, PolicyConfig, RolloutConfig
+    from rlmath.distributed.device import init_process_group, open_device, release_cached, resident_bytes
+    from rlmath.distributed.mesh import Mesh
+    from rlmath.models.hf_config import read_model_shape
 
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -114,10 +114,10 @@ def train_alone(config, shape, mesh, device) -> None:
     """Updates on packs as large as the run's."""
     import random
 
-    from rlmath.packing.pack import pack
-    from rlmath.policy.actor import build_actor
-    from rlmath.policy.model import start_megatron
-    from rlmath.types import Sample
+    from rlmath.algorithms.types import Sample
+    from rlmath.data.packing import pack
+    from rlmath.models.build import build_actor
+    from rlmath.models.megatron import start_megatron
 
     start_megatron(mesh, device, 1, 60.0)
     actor = build_actor(config, shape, mesh, device, 10, (1,))
@@ -132,7 +132,7 @@ def generate_alone(config, shape, mesh, device) -> None:
     """An engine that has generated and dropped its weights and KV cache."""
     from rlmath.rollout.engine import Engine
     from rlmath.rollout.sampling import Request
-    from rlmath.sync.layouts import engine_shapes
+    from rlmath.rollout.weight_sync.shard_layouts import engine_shapes
 
     engine = Engine(config.model.path, config.rollout, 64, mesh, device, engine_shapes(shape, 1))
     requests = [Request((p, 0), (5, 6, 7, 8), p, 32, 32) for p in range(128)]

@@ -37,9 +37,8 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from rlmath.model_shape import ModelShape
-from rlmath.packing.cost import training_cost
-from rlmath.packing.schedule import cut_minibatches, plan_minibatches
+from rlmath.config.model_shape import ModelShape
+from rlmath.data.batch_schedule import cut_minibatches, plan_minibatches, training_cost
 
 MEAN_TOKENS = 7900.0
 PROMPT_MEAN, PROMPT_SIGMA, PROMPT_LIMIT = 106.0, 0.5, 1024

@@ -7,7 +7,7 @@ of 5 to 15 tokens, and of every 50 prompts in a row one, drawn anew for every re
 all of a group equally long, fixed shares would keep whole groups in step, as no real answers do.) An engine decodes 8
 sequences at a time. The same requests are sampled in two ways, which take turns in going first:
 
-- ours: engines draw from what is left (`rlmath.rollout.claims`);
+- ours: engines draw from what is left (`rlmath.rollout.work_queue`);
 - "fixed shares": engine i of E gets prompts i, i+E, i+2E, ..., all at once.
 
 Prints one JSON object per figure: {"bench", "case", "metric", "value", "unit", "baseline", "ratio"}; `ratio` above 1
@@ -44,15 +44,20 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from rlmath.config import RolloutConfig
-from rlmath.model_folder import read_model_shape
-from rlmath.parallel.collectives import gather_objects, shared_store
-from rlmath.parallel.device import environment_rank, environment_world_size, init_process_group, open_device
-from rlmath.parallel.mesh import Mesh
-from rlmath.rollout.claims import Claims, idle_shares
+from rlmath.config.schema import RolloutConfig
+from rlmath.distributed.collectives import gather_objects, shared_store
+from rlmath.distributed.device import (
+    environment_rank,
+    environment_world_size,
+    init_process_group,
+    open_device,
+)
+from rlmath.distributed.mesh import Mesh
+from rlmath.models.hf_config import read_model_shape
 from rlmath.rollout.engine import Engine
 from rlmath.rollout.sampling import AllAtOnce, Generated, Load, Request, RequestSource, request_seed
-from rlmath.sync.layouts import engine_shapes
+from rlmath.rollout.weight_sync.shard_layouts import engine_shapes
+from rlmath.rollout.work_queue import WorkQueue, idle_shares
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 LONG_EVERY, LONG_FACTOR, SHORT_TOKENS, GROUP_SIZE, MAX_NUM_SEQS = 50, 20, (5, 15), 4, 8
@@ -143,7 +148,7 @@ def source_of(way: str, case: Case, draw: int) -> RequestSource:
         return AllAtOnce([])
     if way == "ours":
         mesh = Mesh(rank, case.engines, tensor=1, pipeline=1, engine_size=1)
-        return Claims(shared_store(f"{case}/{draw}"), requests_PG, mesh, MAX_NUM_SEQS)
+        return WorkQueue(shared_store(f"{case}/{draw}"), requests_PG, mesh, MAX_NUM_SEQS)
     return AllAtOnce([request for row in requests_PG[rank :: case.engines] for request in row])
 
 

@@ -26,14 +26,21 @@ import torch
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
-from rlmath.config import AlgorithmConfig, Config, ModelConfig, OptimizerConfig, PolicyConfig, RolloutConfig
-from rlmath.model_folder import read_model_shape
-from rlmath.packing.pack import pack
-from rlmath.packing.schedule import plan_minibatches
-from rlmath.parallel.device import init_process_group, open_device
-from rlmath.parallel.mesh import Mesh
-from rlmath.telemetry.console import setup_logging
-from rlmath.types import Sample
+from rlmath.algorithms.types import Sample
+from rlmath.config.schema import (
+    AlgorithmConfig,
+    Config,
+    ModelConfig,
+    OptimizerConfig,
+    PolicyConfig,
+    RolloutConfig,
+)
+from rlmath.data.batch_schedule import plan_minibatches
+from rlmath.data.packing import pack
+from rlmath.distributed.device import init_process_group, open_device
+from rlmath.distributed.mesh import Mesh
+from rlmath.models.hf_config import read_model_shape
+from rlmath.trainer.telemetry.console import setup_logging
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 VOCABULARY = 100
@@ -111,8 +118,8 @@ def padded_update(model: torch.nn.Module, samples: list[Sample]) -> Callable[[],
 
 def bench_update(folder: Path, count: int, repeats: int) -> None:
     """One optimizer step on `count` samples."""
-    from rlmath.policy.actor import build_actor
-    from rlmath.policy.model import start_megatron
+    from rlmath.models.build import build_actor
+    from rlmath.models.megatron import start_megatron
 
     device, mesh = open_device("cpu"), Mesh(0, 1, 1, 1, 1)
     start_megatron(mesh, device, seed=1, timeout_seconds=600.0)

@@ -5,7 +5,7 @@
 Two ranks under torchrun, a random Qwen2 (50M parameters with --quick, 300M without), float32, engines of vLLM's CPU
 backend. In the same run, taking turns:
 
-- ours: `rlmath.sync.transfer.WeightSync`;
+- ours: `rlmath.rollout.weight_sync.weight_sync.WeightSync`;
 - "gather and reload": every tensor is gathered whole on every rank (all-gather over tensor ranks, broadcast from its
   pipeline stage) and handed to vLLM's `reload_weights`, which keeps its part;
 - "plain copy": memory of the size of a rank's engine weights, copied once.
@@ -37,23 +37,23 @@ import torch
 import torch.distributed as dist
 from transformers import Qwen2Config
 
-from rlmath.config import ParallelConfig, RolloutConfig
-from rlmath.model_folder import read_model_shape
-from rlmath.model_shape import ModelShape
-from rlmath.parallel.collectives import gather_objects
-from rlmath.parallel.device import (
+from rlmath.config.model_shape import ModelShape
+from rlmath.config.schema import ParallelConfig, RolloutConfig
+from rlmath.distributed.collectives import gather_objects
+from rlmath.distributed.device import (
     Device,
     environment_rank,
     environment_world_size,
     init_process_group,
     open_device,
 )
-from rlmath.parallel.mesh import Mesh
-from rlmath.policy.model import Recompute, build_chunks, start_megatron, stop_megatron, transformer_config
+from rlmath.distributed.mesh import Mesh
+from rlmath.models.hf_config import read_model_shape
+from rlmath.models.megatron import Recompute, build_chunks, start_megatron, stop_megatron, transformer_config
 from rlmath.rollout.engine import Engine
-from rlmath.sync.layouts import engine_shapes, training_layout
-from rlmath.sync.plan import bucket_bytes
-from rlmath.sync.transfer import WeightSync, hf_stream
+from rlmath.rollout.weight_sync.reshard_plan import bucket_bytes
+from rlmath.rollout.weight_sync.shard_layouts import engine_shapes, training_layout
+from rlmath.rollout.weight_sync.weight_sync import WeightSync, hf_stream
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 BUCKET_MIB = 64.0

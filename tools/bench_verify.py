@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rlmath.rewards.extraction import extract_boxed
-from rlmath.rewards.pool import VerifierPool
+from rlmath.rewards.worker_pool import VerifierPool
 
 CASES = Path(__file__).resolve().parents[1] / "tests" / "rewards" / "cases.jsonl"
 SEED = 1

@@ -22,8 +22,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from rlmath.checkpoint.convert import DTYPES, check_output, hf_to_megatron
-from rlmath.model_folder import read_model_shape
+from rlmath.checkpoint.convert.convert import DTYPES, check_output, hf_to_megatron
+from rlmath.models.hf_config import read_model_shape
 
 FAILED, MISTAKE = 1, 2
 

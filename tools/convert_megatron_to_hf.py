@@ -20,10 +20,10 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from rlmath.checkpoint.convert import DTYPES, Converted, check_output, megatron_to_hf
-from rlmath.checkpoint.hf_io import read_companions
-from rlmath.checkpoint.sources import find_megatron
-from rlmath.model_folder import read_model_shape
+from rlmath.checkpoint.convert.convert import DTYPES, Converted, check_output, megatron_to_hf
+from rlmath.checkpoint.convert.sources import find_megatron
+from rlmath.checkpoint.hf.weights import read_metadata_files
+from rlmath.models.hf_config import read_model_shape
 
 FAILED, MISTAKE = 1, 2
 CONFIG = "config.json"
@@ -51,15 +51,17 @@ def main(argv: Sequence[str] | None = None) -> int:
 def convert(given: argparse.Namespace) -> Converted:
     """Find the checkpoint and its model, and convert it."""
     source = find_megatron(given.checkpoint)
-    folder, companions = source.companions, {}
+    folder, metadata_files = source.metadata_files, {}
     if folder is not None:
-        companions = read_companions(folder)
+        metadata_files = read_metadata_files(folder)
     if given.config is not None:
         is_file = given.config.name == CONFIG and given.config.is_file()
         folder = given.config.parent if is_file else given.config
         if not (folder / CONFIG).is_file():
             raise ValueError(f"--config {given.config}: needed: a {CONFIG}, or a folder that has one.")
-        companions = companions | {CONFIG: given.config.read_bytes()} if is_file else read_companions(folder)
+        metadata_files = (
+            metadata_files | {CONFIG: given.config.read_bytes()} if is_file else read_metadata_files(folder)
+        )
     if folder is None:
         raise ValueError(
             f"{source.state} has no config.json beside it (hf/{CONFIG}), so its model is unknown; "
@@ -67,7 +69,7 @@ def convert(given: argparse.Namespace) -> Converted:
         )
     shape = read_model_shape(folder)
     shard_bytes = int(given.shard_gib * 2**30)
-    return megatron_to_hf(source.state, shape, companions, given.output, DTYPES[given.dtype], shard_bytes)
+    return megatron_to_hf(source.state, shape, metadata_files, given.output, DTYPES[given.dtype], shard_bytes)
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:

@@ -29,7 +29,12 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from rlmath.guard.exit_status import FINISHED, SAVED_AND_STOPPED, clear_exit_status, read_exit_status
+from rlmath.distributed.fault_tolerance.exit_codes import (
+    FINISHED,
+    SAVED_AND_STOPPED,
+    clear_exit_status,
+    read_exit_status,
+)
 from tools.drill_kinds import KINDS, mount_disk, unmount_disk
 from tools.drill_run import REPOSITORY, Attempt, metric_lines, start
 

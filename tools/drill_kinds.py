@@ -12,8 +12,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from rlmath.checkpoint.folders import CHECKPOINTS, MANIFEST, PARTIAL, complete_checkpoints
-from rlmath.guard.exit_status import FAILURE, SAVED_AND_STOPPED
+from rlmath.checkpoint.directory import CHECKPOINTS, MANIFEST, PARTIAL, complete_checkpoints
+from rlmath.distributed.fault_tolerance.exit_codes import FAILURE, SAVED_AND_STOPPED
 from tools.drill_run import Attempt, rank_name, wait_for
 
 SAVE_SECONDS = 60.0

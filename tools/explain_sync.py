@@ -21,22 +21,22 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from rlmath.checkpoint.hf_tables import parameter_count, placed_tensors
-from rlmath.config import Config
-from rlmath.config_files import load_config, make_parser
-from rlmath.memory_checks import planned_target
-from rlmath.memory_plan import mesh_of
-from rlmath.model_shape import ModelShape
-from rlmath.parallel.mesh import Mesh
-from rlmath.planning import ranks_or_least
-from rlmath.sync.layouts import (
+from rlmath.checkpoint.hf.weight_map import parameter_count, placed_tensors
+from rlmath.config.load import load_config, make_parser
+from rlmath.config.model_shape import ModelShape
+from rlmath.config.schema import Config
+from rlmath.distributed.mesh import Mesh
+from rlmath.rollout.weight_sync.reshard_plan import Copy, SyncPlan, bucket_bytes, plan_sync
+from rlmath.rollout.weight_sync.shard_layouts import (
     ENGINE_VOCAB_MULTIPLE,
     Coordinates,
     TrainingLayout,
     training_blocks,
     training_layout,
 )
-from rlmath.sync.plan import Copy, SyncPlan, bucket_bytes, plan_sync
+from rlmath.trainer.preflight.known_models import ranks_or_least
+from rlmath.trainer.preflight.memory_estimate import mesh_of
+from rlmath.trainer.preflight.memory_fit import planned_target
 from tools.plan_memory import MISTAKE, NOT_NEEDED, checked_shape
 
 GIB, MIB = 2**30, 2**20

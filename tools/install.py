@@ -94,7 +94,7 @@ def install(args: argparse.Namespace, stamp: str) -> None:
     install_torch(python, args.locks)
     for lock in args.locks:
         say(f"installing {lock}")
-        # The locks say what fits together: a package's own claims, also about Python versions, are not asked.
+        # The locks say what fits together: a package's own work_queue, also about Python versions, are not asked.
         run(pip(python, "--ignore-requires-python", "-r", str(lock)))
     if args.project:
         run(pip(python, "--no-build-isolation", "--editable", str(ROOT)))

@@ -12,10 +12,10 @@ import dataclasses
 import json
 import sys
 
-from rlmath.config import RolloutConfig
-from rlmath.evaluate.accuracy import measure_accuracy
-from rlmath.parallel.device import resolve_kind
-from rlmath.telemetry.console import setup_logging
+from rlmath.config.schema import RolloutConfig
+from rlmath.distributed.device import resolve_kind
+from rlmath.evals.accuracy import measure_accuracy
+from rlmath.trainer.telemetry.console import setup_logging
 
 
 def main() -> int:

@@ -16,17 +16,17 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from rlmath.checkpoint.hf_tables import parameter_count
-from rlmath.config import Config
-from rlmath.config_files import load_config, make_parser
-from rlmath.memory_checks import GIB, fit_problems, planned_target, usable_bytes
-from rlmath.memory_plan import MemoryPlan, Target, plan_ranks, table_rows
-from rlmath.model_shape import ModelShape
-from rlmath.planning import planned_shape, ranks_or_least, required_shape
-from rlmath.preflight import setting_problems, shape_problems
-from rlmath.settings import raise_problems
-from rlmath.stage_checks import of_longest_stage
-from rlmath.stages import longest
+from rlmath.checkpoint.hf.weight_map import parameter_count
+from rlmath.config.help import raise_problems
+from rlmath.config.length_curriculum import longest
+from rlmath.config.load import load_config, make_parser
+from rlmath.config.model_shape import ModelShape
+from rlmath.config.schema import Config
+from rlmath.trainer.preflight.checks import setting_problems, shape_problems
+from rlmath.trainer.preflight.known_models import planned_shape, ranks_or_least, required_shape
+from rlmath.trainer.preflight.length_curriculum import of_longest_stage
+from rlmath.trainer.preflight.memory_estimate import MemoryPlan, Target, plan_ranks, table_rows
+from rlmath.trainer.preflight.memory_fit import GIB, fit_problems, planned_target, usable_bytes
 
 MISTAKE = 2
 NOT_NEEDED = ("run.output_dir=unused", "data.train_path=unused")

@@ -19,16 +19,16 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from rlmath.config_files import load_config, make_parser
-from rlmath.gpus import GPU_SPEEDS
-from rlmath.memory_checks import planned_target
-from rlmath.planning import required_shape
-from rlmath.timing.calibration import Measured, Where, as_file, fit, read_coefficients, read_run
-from rlmath.timing.coefficients import DEFAULTS, Coefficients
-from rlmath.timing.machines import CPU, machine_of
-from rlmath.timing.published import COLOCATED, LOG, TABLE, Predicted, Row, predict, recipe_file
-from rlmath.timing.report import calibration_lines, coefficient_lines, published_lines, run_data, run_lines
-from rlmath.timing.run import Asked, Place, compare_layouts, place_run, predict_run
+from rlmath.config.gpus import GPU_SPEEDS
+from rlmath.config.load import load_config, make_parser
+from rlmath.planner.calibration import Measured, Where, as_file, fit, read_coefficients, read_run
+from rlmath.planner.coefficients import DEFAULTS, Coefficients
+from rlmath.planner.machines import CPU, machine_of
+from rlmath.planner.published import COLOCATED, LOG, TABLE, Predicted, Row, predict, recipe_file
+from rlmath.planner.report import calibration_lines, coefficient_lines, published_lines, run_data, run_lines
+from rlmath.planner.run import Asked, Place, compare_layouts, place_run, predict_run
+from rlmath.trainer.preflight.known_models import required_shape
+from rlmath.trainer.preflight.memory_fit import planned_target
 from tools.plan_memory import MISTAKE, NOT_NEEDED
 
 

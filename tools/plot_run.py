@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 
-from rlmath.telemetry.metrics import read_metrics
-from rlmath.telemetry.text import visible
+from rlmath.trainer.telemetry.console import visible
+from rlmath.trainer.telemetry.metrics_writer import read_metrics
 
 WIDTH, HEIGHT = 760, 420
 LEFT, RIGHT, TOP, BOTTOM = 76, 24, 48, 60

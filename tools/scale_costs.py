@@ -14,17 +14,14 @@ from unittest import mock
 
 import torch.distributed as dist
 
-from rlmath.checkpoint.hf_tables import Placed, placed_tensors, shard_shape
-from rlmath.guard.ending import Ending
-from rlmath.guard.heartbeat import watched
-from rlmath.guard.pulse import Pulse
-from rlmath.model_shape import ModelShape
-from rlmath.packing.cost import training_cost
-from rlmath.packing.schedule import plan_minibatches
-from rlmath.parallel.mesh import Mesh
-from rlmath.sync.layouts import training_layout
-from rlmath.sync.plan import plan_cell
-from rlmath.sync.rank_rounds import rank_rounds
+from rlmath.checkpoint.hf.weight_map import Placed, placed_tensors, shard_shape
+from rlmath.config.model_shape import ModelShape
+from rlmath.data.batch_schedule import plan_minibatches, training_cost
+from rlmath.distributed.fault_tolerance.failure import Ending, Pulse
+from rlmath.distributed.fault_tolerance.heartbeat import watched
+from rlmath.distributed.mesh import Mesh
+from rlmath.rollout.weight_sync.reshard_plan import plan_cell, rank_rounds
+from rlmath.rollout.weight_sync.shard_layouts import training_layout
 from tools.scale_rollout import SEED, CountingStore, Figures, lengths
 
 LARGE = ModelShape(
@@ -71,8 +68,8 @@ def process_groups(ranks: int) -> Figures:
     """Megatron's groups: how many every rank is asked to make, in how many it is, and with how many peers."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    from rlmath.parallel.device import open_device
-    from rlmath.policy.model import start_megatron, stop_megatron
+    from rlmath.distributed.device import open_device
+    from rlmath.models.megatron import start_megatron, stop_megatron
 
     rank, made, found, new_group = ranks - 1, [], Figures(), dist.new_group
 
@@ -105,7 +102,7 @@ def step_schedule(ranks: int, samples: int) -> Figures:
     return found
 
 
-# ---------------------------------------------------------------- heart and checkpoint
+# ---------------------------------------------------------------- heartbeat and checkpoint
 
 
 def heartbeat(ranks: int) -> Figures:
@@ -153,7 +150,7 @@ def _on_stage(placed: Placed, layers: Sequence[int], stage: int) -> bool:
 
 def _shared_out(sizes: Sequence[tuple[int, ...]], data: int) -> int:
     """Rectangles of flattened tensors, one behind the other, that are cut into `data` equal parts."""
-    from rlmath.checkpoint.pieces import rectangles
+    from rlmath.checkpoint.sharded_state import rectangles
 
     starts = [0]
     for size in sizes:

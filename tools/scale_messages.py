@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from rlmath.parallel.collectives import gather_objects
+from rlmath.distributed.collectives import gather_objects
 from tools.scale_rollout import CountingStore, Figures
 
 SMALL, LARGE = 8, 2**20

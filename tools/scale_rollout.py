@@ -15,11 +15,11 @@ from functools import cache
 
 import torch.distributed as dist
 
-from rlmath.parallel.collectives import gathered_bytes
-from rlmath.parallel.mesh import Mesh
-from rlmath.rollout.claims import Claims
+from rlmath.algorithms.types import Completion, Score
+from rlmath.distributed.collectives import gathered_bytes
+from rlmath.distributed.mesh import Mesh
 from rlmath.rollout.sampling import Generated, Load, Request
-from rlmath.types import Completion, Score
+from rlmath.rollout.work_queue import WorkQueue
 from tools.bench_packing import PROMPT_MEAN, draw_lengths
 
 LIMIT, GROUP, VOCAB = 28_672, 16, 152_064
@@ -109,31 +109,31 @@ def draw_rollout(engines: int, samples: int) -> Drawn:
     inner = dist.HashStore()
     stores = [CountingStore(inner) for _ in range(engines)]
     places = max(1, samples // engines)
-    claims = [Claims(store, rows, Mesh(e, engines, 1, 1, 1), places) for e, store in enumerate(stores)]
-    tokens = _play(claims)
-    for one in claims:
+    work_queue = [WorkQueue(store, rows, Mesh(e, engines, 1, 1, 1), places) for e, store in enumerate(stores)]
+    tokens = _play(work_queue)
+    for one in work_queue:
         one.forget()
     assert inner.num_keys() == 0
     requests = [store.total for store in stores]
     return Drawn(sum(requests), sum(store.bytes for store in stores), tokens)
 
 
-def _play(claims: Sequence[Claims]) -> list[int]:
+def _play(work_queue: Sequence[WorkQueue]) -> list[int]:
     """Completion tokens by engine, when all have sampled to the end."""
-    tokens = [0] * len(claims)
-    in_flight: list[dict[tuple[int, int], int]] = [{} for _ in claims]
-    running = list(range(len(claims)))
+    tokens = [0] * len(work_queue)
+    in_flight: list[dict[tuple[int, int], int]] = [{} for _ in work_queue]
+    running = list(range(len(work_queue)))
     while running:
         for engine in running:
             mine = in_flight[engine]
-            mine |= {one.key: one.most_new for one in claims[engine].take(Load(len(mine), 0))}
+            mine |= {one.key: one.max_new_tokens for one in work_queue[engine].take(Load(len(mine), 0))}
             for key in list(mine):
                 step = min(TOKENS_A_STEP, mine[key])
                 tokens[engine] += step
                 mine[key] -= step
                 if mine[key] == 0:
                     del mine[key]
-                    claims[engine].finished(Generated(key, (), (), "stop"))
+                    work_queue[engine].finished(Generated(key, (), (), "stop"))
         running = [engine for engine in running if in_flight[engine]]
     return tokens
 

@@ -12,8 +12,8 @@ import re
 import sys
 from pathlib import Path
 
-from rlmath.telemetry.samples import SAMPLES_FOLDER, completion_facts, samples_file
-from rlmath.telemetry.text import visible
+from rlmath.trainer.telemetry.console import visible
+from rlmath.trainer.telemetry.samples import SAMPLES_FOLDER, completion_facts, samples_file
 
 _FILE_NAME = re.compile(r"step-(\d{6,})\.jsonl")
 

@@ -21,8 +21,8 @@ from typing import Any, TextIO
 
 from tqdm import tqdm
 
-from rlmath.rewards.pool import VerifierPool
-from rlmath.rewards.verify import TASKS, Rules, Verdict
+from rlmath.rewards.verifier import TASKS, Rules, Verdict
+from rlmath.rewards.worker_pool import VerifierPool
 
 MAX_LINE_BYTES = 64 * 2**20
 TOO_LONG = b"\xff"

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from rlmath.settings import nearest_word
+from rlmath.config.help import nearest_word
 
 ANSWER_SECONDS = 60.0
 """How long a command of Slurm may take."""

@@ -14,16 +14,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from launch import evaluate
-from rlmath.config import Config
-from rlmath.config_files import load_config
-from rlmath.model_shape import ModelShape
-from rlmath.planning import planned_shape
-from rlmath.preflight import device_problems, file_problems, run_problems
-from rlmath.recovery import changes_since_newest
-from rlmath.run_folder import folder_problems
-from rlmath.settings import nearest_path
-from rlmath.sft.settings import only_used
-from rlmath.sft.settings import run_problems as sft_problems
+from rlmath.config.help import nearest_path
+from rlmath.config.load import load_config
+from rlmath.config.model_shape import ModelShape
+from rlmath.config.schema import Config
+from rlmath.trainer.preflight.checks import device_problems, file_problems, run_problems
+from rlmath.trainer.preflight.known_models import planned_shape
+from rlmath.trainer.preflight.sft import only_used
+from rlmath.trainer.preflight.sft import run_problems as sft_problems
+from rlmath.trainer.resume import changes_since_newest
+from rlmath.trainer.run_dir import folder_problems
 
 EVALUATION_GRACE_SECONDS = 60
 """An evaluation has everything on the disk and ends at once."""

@@ -21,8 +21,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from launch.slurm import cluster
 from launch.slurm.programs import Program, evaluation, training
 from launch.slurm.script import RUNTIMES, Job, job_problems, script_text
-from rlmath.guard.exit_status import MISTAKE, clear_exit_status
-from rlmath.settings import raise_problems
+from rlmath.config.help import raise_problems
+from rlmath.distributed.fault_tolerance.exit_codes import MISTAKE, clear_exit_status
 
 LOGS = Path("outputs") / "slurm"
 

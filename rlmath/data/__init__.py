@@ -1,1 +1,0 @@
-"""Training prompts: reading files, filtering by length, and the order in which steps use them."""

@@ -6,9 +6,9 @@ from collections.abc import Iterable, Iterator
 from itertools import chain
 from pathlib import Path
 
-from rlmath.data.forms import FORMS, form_of
-from rlmath.data.forms.common import Form, Reader
-from rlmath.data.raw_rows import raw_rows
+from rlmath.data.files import raw_rows
+from rlmath.data.formats import FORMS, form_of
+from rlmath.data.formats.columns import Form, Reader
 from rlmath.data.rows import PromptFile, PromptRow, RawRow, RowError, UnusableRow
 
 __all__ = ["PromptFile", "PromptRow", "UnusableRow", "read_prompts"]

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from rlmath.data.json_files import read_json_object
+from rlmath.data.files import read_json_object
 
 _FILES = ("tokenizer_config.json", "tokenizer.json")
 """Both are needed, but that vocab.json with merges.txt may stand for the second."""

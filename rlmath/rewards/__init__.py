@@ -1,1 +1,0 @@
-"""Rewards from checking the final answer, in processes that can be killed."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from rlmath.rewards.functions import FunctionResult
-from rlmath.rewards.verify import FAILURES, Verdict
-from rlmath.types import Score
+from rlmath.algorithms.types import Score
+from rlmath.rewards.custom_function import FunctionResult
+from rlmath.rewards.verifier import FAILURES, Verdict
 
 SchemeName = Literal["correctness", "mix", "independent"]
 SCHEMES: tuple[str, ...] = get_args(SchemeName)

@@ -12,7 +12,7 @@ from vllm.distributed.parallel_state import get_tp_group
 from vllm.v1.worker.cpu_worker import CPUWorker
 
 from rlmath.rollout.engine import IDENT_VARIABLE
-from rlmath.rollout.engine_memory import cache_storages
+from rlmath.rollout.engine_sleep import cache_storages
 
 
 class SleepingCpuWorker(CPUWorker):

@@ -1,7 +1,8 @@
-"""One vLLM engine in the training ranks' own processes."""
+"""Log-probs of given tokens from a vLLM engine."""
 
 from __future__ import annotations
 
+import itertools
 import os
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -9,17 +10,45 @@ from typing import Any
 
 import torch
 
-from rlmath.config import RolloutConfig
-from rlmath.parallel.collectives import from_rank_zero
-from rlmath.parallel.device import Device
-from rlmath.parallel.mesh import Mesh
-from rlmath.rollout.engine_memory import EngineMemory, forget_prefixes
+from rlmath.config.schema import RolloutConfig
+from rlmath.distributed.collectives import from_rank_zero
+from rlmath.distributed.device import Device
+from rlmath.distributed.mesh import Mesh
+from rlmath.rollout.engine_sleep import EngineMemory, forget_prefixes
+from rlmath.rollout.engine_weights import EngineWeights
 from rlmath.rollout.sampling import Generated, Request, RequestSource, sample
-from rlmath.rollout.scoring import score
-from rlmath.rollout.weights import EngineWeights
+
+_NAMES = itertools.count()
+
+
+def score(llm: Any, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+    """Log-probs of every token but the first of each sequence, given those before it, at temperature 1 (nats)."""
+    from vllm import SamplingParams
+
+    # vLLM gives the log-probs of prompts only with completions.
+    parameters = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False)
+    engine, index_of = llm.llm_engine, {}
+    for index, token_ids in enumerate(sequences):
+        name = f"score-{next(_NAMES)}"
+        index_of[name] = index
+        engine.add_request(name, {"prompt_token_ids": list(token_ids)}, parameters)
+    found: dict[int, list[float]] = {}
+    while engine.has_unfinished_requests():
+        for output in engine.step():
+            if output.finished:
+                found[index_of[output.request_id]] = _of_prompt(output)
+    return [found[index] for index in range(len(sequences))]
+
+
+def _of_prompt(output: Any) -> list[float]:
+    rows = zip(output.prompt_token_ids[1:], output.prompt_logprobs[1:], strict=True)
+    return [row[token].logprob for token, row in rows]
+
 
 CPU_CHUNKED_PREFILL = False
 """vLLM 0.32 rewinds the generator of a request whose prompt it split, which torch's on CPU does not allow."""
+
+
 IDENT_VARIABLE = "RLMATH_ENGINE_IDENT"
 """Environment variable with a name that no other engine of this machine has; our CPU worker reads it."""
 
@@ -98,7 +127,7 @@ class Engine:
         self.version = 0
         """Version of the policy's weights that it has: the optimizer steps that made them."""
 
-    def now_has(self, version: int) -> None:
+    def set_weight_version(self, version: int) -> None:
         """Say that `weights` were written anew: what was cached for the old ones is forgotten."""
         forget_prefixes(self._llm)
         self.version = version

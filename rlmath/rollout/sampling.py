@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from rlmath.config import RolloutConfig
+from rlmath.config.schema import RolloutConfig
 
 _NAMES = itertools.count()
 """Names of requests, never used twice in a process: an engine may still hold the last ones of the step before."""
@@ -24,9 +24,9 @@ class Request:
     token_ids: tuple[int, ...]
     """The prompt."""
     seed: int
-    fewest_new: int
+    min_new_tokens: int
     """No end-of-sequence token before this many new tokens."""
-    most_new: int
+    max_new_tokens: int
     """New tokens after which the completion is cut off."""
     temperature: float | None = None
     """None: as the settings say; 0 is greedy."""
@@ -130,8 +130,8 @@ def _parameters(settings: RolloutConfig, request: Request) -> Any:
         temperature=settings.temperature if request.temperature is None else request.temperature,
         top_p=settings.top_p if request.top_p is None else request.top_p,
         top_k=settings.top_k,
-        max_tokens=request.most_new,
-        min_tokens=request.fewest_new,
+        max_tokens=request.max_new_tokens,
+        min_tokens=request.min_new_tokens,
         seed=request.seed,
         logprobs=0,
         flat_logprobs=True,

@@ -12,9 +12,9 @@ from torch import Tensor
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from rlmath.checkpoint.convert import hf_to_megatron, megatron_to_hf
-from rlmath.checkpoint.hf_io import HFReader, read_companions
-from rlmath.checkpoint.sources import find_megatron
+from rlmath.checkpoint.convert.convert import hf_to_megatron, megatron_to_hf
+from rlmath.checkpoint.convert.sources import find_megatron
+from rlmath.checkpoint.hf.weights import HFReader, read_metadata_files
 from tests.tiny_models import shape_of
 
 LARGE = 4 * 2**30
@@ -29,7 +29,7 @@ def to_megatron(source: Path, output: Path, tensor: int = 1, pipeline: int = 1, 
 
 
 def to_hf(state: Path, model: Path, output: Path, dtype: Any = None, shard_bytes: int = LARGE) -> Path:
-    megatron_to_hf(state, shape_of(model), read_companions(model), output, dtype, shard_bytes)
+    megatron_to_hf(state, shape_of(model), read_metadata_files(model), output, dtype, shard_bytes)
     return output
 
 

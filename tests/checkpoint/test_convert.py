@@ -13,11 +13,11 @@ from torch import Tensor
 from torch.distributed.checkpoint import FileSystemReader
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from rlmath.checkpoint import convert
-from rlmath.checkpoint.folders import open_partial, publish
-from rlmath.checkpoint.hf_io import read_companions
-from rlmath.checkpoint.sources import find_megatron
-from rlmath.checkpoint.torch_dist_names import Part
+from rlmath.checkpoint.convert import convert
+from rlmath.checkpoint.convert.names import Part
+from rlmath.checkpoint.convert.sources import find_megatron
+from rlmath.checkpoint.directory import open_partial, publish
+from rlmath.checkpoint.hf.weights import read_metadata_files
 from tests.checkpoint.conversions import (
     EMBEDDING,
     QKV,
@@ -256,7 +256,7 @@ def our_checkpoint(root: Path, state: Path, step: int, model: Path) -> Path:
     """A checkpoint as a run of ours makes it."""
     partial = open_partial(root, step)
     shutil.copytree(state, partial / "state", dirs_exist_ok=True)
-    for name, content in read_companions(model).items():
+    for name, content in read_metadata_files(model).items():
         (partial / "hf" / name).write_bytes(content)
     for name in ("progress.json", "config.yaml"):
         (partial / name).write_text("{}")
@@ -268,11 +268,11 @@ def test_checkpoints_are_found_by_any_of_their_folders(source: Path, tmp_path: P
     older, newer = (our_checkpoint(tmp_path / "run" / "checkpoints", state, n, source) for n in (20, 40))
     for given in (tmp_path / "run", tmp_path / "run" / "checkpoints", newer, newer / "state"):
         assert find_megatron(given).state == newer / "state"
-        assert find_megatron(given).companions == newer / "hf"
+        assert find_megatron(given).metadata_files == newer / "hf"
     assert find_megatron(older).state == older / "state"
     for given in (tmp_path / "megatron", state):
         assert find_megatron(given).state == state
-        assert find_megatron(given).companions == tmp_path / "megatron" / "hf"
+        assert find_megatron(given).metadata_files == tmp_path / "megatron" / "hf"
     (tmp_path / "megatron" / "latest_checkpointed_iteration.txt").write_text("70\n")
     state.rename(tmp_path / "megatron" / "iter_0000070")
     assert find_megatron(tmp_path / "megatron").state.name == "iter_0000070"

@@ -12,8 +12,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from rlmath.checkpoint import convert
-from rlmath.checkpoint.convert import hf_to_megatron
+from rlmath.checkpoint.convert import convert
+from rlmath.checkpoint.convert.convert import hf_to_megatron
 from tests.checkpoint.conversions import (
     assert_same,
     drop,

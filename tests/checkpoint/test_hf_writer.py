@@ -10,12 +10,12 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 
-from rlmath.checkpoint import hf_writer
-from rlmath.checkpoint.hf_writer import SafetensorsWriter
+from rlmath.checkpoint.hf import weights
+from rlmath.checkpoint.hf.weights import SafetensorsWriter
 
 
 def test_formats_shapes_and_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(hf_writer, "_BLOCK", 5)
+    monkeypatch.setattr(weights, "_BLOCK", 5)
     tensors = {
         "matrix": torch.arange(12.0).view(3, 4),
         "turned": torch.arange(12.0).view(3, 4).T,
@@ -46,7 +46,7 @@ def test_wide_numbers_do_not_begin_in_the_middle_of_their_width(tmp_path: Path):
 
 
 def test_a_header_that_is_full_begins_the_next_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(hf_writer, "HEADER_BYTES", 1024)
+    monkeypatch.setattr(weights, "HEADER_BYTES", 1024)
     writer = SafetensorsWriter(tmp_path, 10**6)
     names = [f"a.name.of.some.length.{number}" for number in range(40)]
     for number, name in enumerate(names):

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from rlmath.checkpoint.hf_io import HFReader
+from rlmath.checkpoint.hf.weights import HFReader
 from tests.distributed import architectures_cases
 from tests.distributed.rank_pool import RankPool
 from tests.tiny_models import make_model_folder

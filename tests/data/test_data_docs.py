@@ -4,7 +4,7 @@ import json
 import re
 from pathlib import Path
 
-from rlmath.data.forms import FORMS
+from rlmath.data.formats import FORMS
 from rlmath.data.readers import read_prompts
 from rlmath.data.templates import FIXED
 

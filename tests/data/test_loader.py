@@ -5,11 +5,11 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
+from rlmath.algorithms.types import Prompt
 from rlmath.data import loader
+from rlmath.data.filter_report import DroppedPrompt, dropped_share, write_report
 from rlmath.data.loader import FilterReport, PromptOrder, load_prompts, permutation
-from rlmath.data.report import DroppedPrompt, dropped_share, write_report
 from rlmath.data.rows import UnusableRow
-from rlmath.types import Prompt
 
 
 @pytest.fixture(scope="module")

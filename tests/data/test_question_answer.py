@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from rlmath.data.readers import PromptRow, read_prompts
-from rlmath.rewards.verify import check_tasks, verify
+from rlmath.rewards.verifier import check_tasks, verify
 
 BENCHMARKS = Path(__file__).resolve().parents[3] / "shared" / "data" / "benchmarks"
 

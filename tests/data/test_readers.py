@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from rlmath.data import raw_rows
+from rlmath.data import files
 from rlmath.data.readers import PromptRow, read_prompts
 
 GOOD = {"prompt": "1+1=", "task": "math", "query_id": "a", "solutions": ["\\boxed{2}", "two"]}
@@ -89,14 +89,14 @@ def test_an_equal_row_is_counted_apart(tmp_path):
 
 
 def test_a_line_that_is_too_long_is_passed_over(tmp_path, monkeypatch):
-    monkeypatch.setattr(raw_rows, "MAX_LINE_BYTES", 2**20)
+    monkeypatch.setattr(files, "MAX_LINE_BYTES", 2**20)
     file = read_prompts(write(tmp_path, GOOD, b"x" * (5 * 2**20) + b"\n", B))
     assert [row.query_id for row in file.rows] == ["a", "b"]
     assert [(row.where[-6:], row.reason[:17]) for row in file.unusable] == [("line 2", "longer than 1 MiB")]
 
 
 def test_a_line_of_exactly_the_limit_is_read(tmp_path, monkeypatch):
-    monkeypatch.setattr(raw_rows, "MAX_LINE_BYTES", len(json.dumps(GOOD)) + 1)
+    monkeypatch.setattr(files, "MAX_LINE_BYTES", len(json.dumps(GOOD)) + 1)
     assert len(read_prompts(write(tmp_path, GOOD)).rows) == 1
 
 

@@ -10,9 +10,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from rlmath.checkpoint.hf_io import read_companions, write_hf_folder
-from rlmath.parallel.device import init_process_group, open_device
-from rlmath.types import MicroBatch, Sample
+from rlmath.algorithms.types import MicroBatch, Sample
+from rlmath.checkpoint.hf.weights import read_metadata_files, write_hf_folder
+from rlmath.distributed.device import init_process_group, open_device
 from tests.distributed.policy_cases import Case, Stage, lay_out, microbatches, whole_gradients
 
 
@@ -50,10 +50,10 @@ def parameters(folder: Path) -> dict[str, Tensor]:
 
 
 def _export(stage: Stage, folder: Path, output: Path) -> None:
-    from rlmath.sync.transfer import hf_stream
+    from rlmath.rollout.weight_sync.weight_sync import hf_stream
 
     stream = hf_stream(stage.actor.chunks, stage.shape, stage.mesh)
-    write_hf_folder(stream, read_companions(folder), output, torch.float32, writes=stage.mesh.rank == 0)
+    write_hf_folder(stream, read_metadata_files(folder), output, torch.float32, writes=stage.mesh.rank == 0)
 
 
 def _logits(stage: Stage, batches: list[MicroBatch]) -> dict[int, Tensor]:
@@ -65,12 +65,12 @@ def _logits(stage: Stage, batches: list[MicroBatch]) -> dict[int, Tensor]:
         return dict(zip(batch.sample_indices, segments, strict=False))
 
     with torch.no_grad():
-        by_batch = stage.actor.executor.run(batches, whole, forward_only=True)
+        by_batch = stage.actor.forward_backward.run(batches, whole, forward_only=True)
     return {index: logits for found in by_batch for index, logits in found.items()}
 
 
 def _gradients(stage: Stage, batches: list[MicroBatch]) -> dict[str, Tensor]:
     learner = stage.actor.learner
-    learner.executor.zero_grad()
-    learner.executor.run(batches, partial(learner._loss, None, None, False), forward_only=False)
+    learner.forward_backward.zero_grad()
+    learner.forward_backward.run(batches, partial(learner._loss, None, None, False), forward_only=False)
     return whole_gradients(stage)

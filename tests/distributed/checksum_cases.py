@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlmath.sync.layouts import training_layout
+from rlmath.rollout.weight_sync.shard_layouts import training_layout
 from tests.distributed.policy_cases import Case, build
 from tests.distributed.sync_cases import Target, target
 
@@ -62,7 +62,7 @@ def spoiled(
 
 def differing(one: Target) -> list[str]:
     """Both sides' checksums, compared, of the target as it is now."""
-    from rlmath.sync.checksums import SyncChecksums
+    from rlmath.rollout.weight_sync.checksums import SyncChecksums
 
     stage, parallel = one.stage, one.stage.config.parallel
     layout = training_layout(
@@ -78,8 +78,8 @@ def differing(one: Target) -> list[str]:
 
 def replica_astray(folder: Path, case: Case, engine_size: int, rank: int) -> dict[str, Any]:
     """One data-parallel replica's weights go astray by one bit: what a checked sync says, and what an unchecked one."""
-    from rlmath.checkpoint.hf_io import local_parameter
-    from rlmath.checkpoint.hf_tables import placed_tensors
+    from rlmath.checkpoint.hf.weight_map import placed_tensors
+    from rlmath.checkpoint.hf.weights import local_parameter
 
     stage = build(folder, case)
     one = target(stage, engine_size)

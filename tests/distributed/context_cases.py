@@ -11,7 +11,7 @@ from unittest import mock
 
 from torch import Tensor
 
-from rlmath.types import Sample
+from rlmath.algorithms.types import Sample
 from tests.distributed import policy_cases
 from tests.distributed.policy_cases import Case
 
@@ -23,8 +23,8 @@ def gathered_attention() -> Iterator[None]:
     from megatron.core.models.common.embeddings import rope_utils
     from torch.distributed.nn.functional import all_reduce
 
-    from rlmath.policy.attention import PackedAttention
-    from rlmath.policy.context_parallel import split_pack
+    from rlmath.models.attention import PackedAttention
+    from rlmath.models.context_parallel import split_pack
 
     attend = PackedAttention.forward
 

@@ -8,7 +8,7 @@ from unittest import mock
 
 import torch
 
-from rlmath.checkpoint.hf_io import read_companions
+from rlmath.checkpoint.hf.weights import read_metadata_files
 from tests.distributed.policy_cases import Case, build
 from tests.distributed.store_cases import SETTINGS, open_store, progress
 
@@ -51,7 +51,7 @@ def save_ours(model: Path, root: Path, case: Case) -> None:
     """A checkpoint of ours, with the optimizer's state and the random states."""
     stage = build(model, case)
     store = open_store(stage, root)
-    store._companions = read_companions(model)
+    store._metadata_files = read_metadata_files(model)
     try:
         failed = store.start(progress(1, 0, stage.mesh.world_size), True, SETTINGS)
         assert failed is None, failed

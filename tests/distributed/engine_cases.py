@@ -9,12 +9,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from rlmath.config import RolloutConfig
-from rlmath.packing.pack import pack
-from rlmath.parallel.device import init_process_group, open_device, release_cached, resident_bytes
-from rlmath.parallel.mesh import Mesh
-from rlmath.sync.layouts import engine_shapes, training_layout
-from rlmath.types import MicroBatch, Sample
+from rlmath.algorithms.types import MicroBatch, Sample
+from rlmath.config.schema import RolloutConfig
+from rlmath.data.packing import pack
+from rlmath.distributed.device import init_process_group, open_device, release_cached, resident_bytes
+from rlmath.distributed.mesh import Mesh
+from rlmath.rollout.weight_sync.shard_layouts import engine_shapes, training_layout
 from tests.distributed.policy_cases import Case, Stage, build, by_sample, lay_out
 from tests.tiny_models import make_samples, shape_of
 
@@ -48,7 +48,7 @@ class Pair:
         """Wake, sync, generate, sleep."""
         self.engine.memory.wake_weights()
         self.sync.run(check=True)
-        self.engine.now_has(self.stage.actor.learner.updates)
+        self.engine.set_weight_version(self.stage.actor.learner.updates)
         self.engine.memory.wake_kv_cache()
         generated = sorted(self.engine.generate(requests), key=lambda g: g.key)
         self.engine.memory.sleep()
@@ -57,7 +57,7 @@ class Pair:
 
 def pair(stage: Stage, engine: Any, engine_size: int, bucket_bytes: int = 40_000) -> Pair:
     """Buckets are small, so that there are many rounds."""
-    from rlmath.sync.transfer import WeightSync
+    from rlmath.rollout.weight_sync.weight_sync import WeightSync
 
     mesh = replace(stage.mesh, engine_size=engine_size)
     parallel, layers = stage.config.parallel, stage.shape.num_layers
@@ -73,11 +73,11 @@ def _open(folder: Path, case: Case, engine_size: int) -> Pair:
     return pair(stage, open_engine(folder, engine_size, stage.device), engine_size)
 
 
-def _requests(step: int, fewest_new: int, engine_index: int = 0, engines: int = 1) -> list[Any]:
+def _requests(step: int, min_new_tokens: int, engine_index: int = 0, engines: int = 1) -> list[Any]:
     from rlmath.rollout.sampling import Request, request_seed
 
     return [
-        Request((p, g), tokens, request_seed(1, step, name, g), fewest_new, ROLLOUT.max_new_tokens)
+        Request((p, g), tokens, request_seed(1, step, name, g), min_new_tokens, ROLLOUT.max_new_tokens)
         for p, (name, tokens) in enumerate(PROMPTS.items())
         if p % engines == engine_index
         for g in range(3)
@@ -101,7 +101,7 @@ def mismatch_after_updates(folder: Path, case: Case, engine_size: int, updates: 
 
 def mismatch_of_layouts(folder: Path, cases: list[Case], engine_size: int, updates: int) -> list[list[float]]:
     """The same for several layouts of the policy, one after the other, beside one engine."""
-    from rlmath.policy.model import stop_megatron
+    from rlmath.models.megatron import stop_megatron
 
     device = open_device("cpu")
     init_process_group(device, 120.0)
@@ -123,7 +123,7 @@ def mismatch(both: Pair, case: Case, updates: int) -> list[float]:
         assert all(len(g.token_ids) >= case.min_new_tokens for g in generated)
         samples = [Sample(prompts[g.key[0]], g.token_ids, g.logprobs, 1.0) for g in generated]
         batches = _pack_all(samples, mesh)
-        policy = stage.actor.executor.logprobs(batches)
+        policy = stage.actor.forward_backward.logprobs(batches)
         if mesh.is_last_stage:
             mine = by_sample(batches, [result.logprobs_T for result in policy])
             largest.append(
@@ -189,8 +189,8 @@ def vocab_padding(logits_seed: int) -> dict[str, Any]:
     holds huge values: once of the log-probs alone, once of the entropy, too. Token 99 is barred in rows 1 to 3."""
     from megatron.core import parallel_state
 
-    from rlmath.parallel.device import init_process_group, open_device
-    from rlmath.policy.logprobs import vocab_parallel_logprobs
+    from rlmath.distributed.device import init_process_group, open_device
+    from rlmath.models.logprobs import vocab_parallel_logprobs
 
     init_process_group(open_device("cpu"), 60.0)
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
@@ -225,8 +225,8 @@ def vocab_of_one_rank() -> dict[str, Any]:
     alone."""
     from megatron.core import parallel_state
 
-    from rlmath.parallel.device import init_process_group, open_device
-    from rlmath.policy.logprobs import vocab_parallel_logprobs
+    from rlmath.distributed.device import init_process_group, open_device
+    from rlmath.models.logprobs import vocab_parallel_logprobs
 
     init_process_group(open_device("cpu"), 60.0)
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)

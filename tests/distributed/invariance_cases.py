@@ -11,11 +11,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from rlmath.algo.losses import LossKind, LossSettings
-from rlmath.packing.pack import pack
-from rlmath.packing.schedule import plan_minibatches
-from rlmath.packing.weights import Normalisation, NormalisationKind
-from rlmath.types import MicroBatch, Sample
+from rlmath.algorithms.loss_normalization import Normalisation, NormalisationKind
+from rlmath.algorithms.losses import LossKind, LossSettings
+from rlmath.algorithms.types import MicroBatch, Sample
+from rlmath.data.batch_schedule import plan_minibatches
+from rlmath.data.packing import pack
 from tests.distributed.policy_cases import Case, Stage, build, whole_gradients, whole_tensors
 
 
@@ -88,8 +88,8 @@ def _microbatches(stage: Stage, samples: list[Sample], variant: Variant) -> list
 
 def _gradients(stage: Stage, batches: list[MicroBatch]) -> dict[str, Tensor]:
     learner = stage.actor.learner
-    learner.executor.zero_grad()
-    learner.executor.run(batches, partial(learner._loss, None, None, False), forward_only=False)
+    learner.forward_backward.zero_grad()
+    learner.forward_backward.run(batches, partial(learner._loss, None, None, False), forward_only=False)
     return whole_gradients(stage)
 
 

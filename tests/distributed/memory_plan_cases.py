@@ -17,13 +17,13 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from rlmath.config import Config, RolloutConfig
-from rlmath.memory_plan import Target, plan_rank
-from rlmath.packing.pack import pack
-from rlmath.parallel.device import init_process_group, open_device
-from rlmath.parallel.mesh import Mesh
-from rlmath.sync.layouts import engine_shapes
-from rlmath.types import MicroBatch, Sample
+from rlmath.algorithms.types import MicroBatch, Sample
+from rlmath.config.schema import Config, RolloutConfig
+from rlmath.data.packing import pack
+from rlmath.distributed.device import init_process_group, open_device
+from rlmath.distributed.mesh import Mesh
+from rlmath.rollout.weight_sync.shard_layouts import engine_shapes
+from rlmath.trainer.preflight.memory_estimate import Target, plan_rank
 from tests.distributed.policy_cases import Case, Stage, settings
 from tests.tiny_models import shape_of
 
@@ -115,8 +115,8 @@ class SavedActivations:
 
 
 def _build(folder: Path, layout: Layout) -> Stage:
-    from rlmath.policy.actor import build_actor
-    from rlmath.policy.model import start_megatron
+    from rlmath.models.build import build_actor
+    from rlmath.models.megatron import start_megatron
 
     case = layout.case
     device = open_device("cpu")
@@ -165,7 +165,7 @@ def _batches(stage: Stage, layout: Layout) -> list[MicroBatch]:
 
 def measure_training(folder: Path, layout: Layout) -> dict[str, Any]:
     """Measured and planned bytes of this rank; the passes are those of a second step, when Adam's state is there."""
-    from rlmath.policy.reference import build_reference
+    from rlmath.models.build import build_reference
 
     stage = _build(folder, layout)
     learner, batches = stage.actor.learner, _batches(stage, layout)
@@ -181,7 +181,7 @@ def measure_training(folder: Path, layout: Layout) -> dict[str, Any]:
         learner.learn(batches, None, None)
     measured["update_pass"] = watch.peak
     with StorageWatch() as watch:
-        learner.executor.logprobs(batches)
+        learner.forward_backward.logprobs(batches)
     measured["logprobs_pass"] = watch.peak
     if layout.microbatches == 1:
         measured["activations"] = _saved_activations(stage, batches, parameters)
@@ -211,15 +211,15 @@ def _gather_buffer_bytes() -> int:
 
 def _saved_activations(stage: Stage, batches: list[MicroBatch], parameters: list[Tensor]) -> int:
     """Bytes that autograd keeps when the forward pass is over and the logits' own results are still to come."""
-    saved, executor, found = SavedActivations(parameters), stage.actor.executor, []
+    saved, forward_backward, found = SavedActivations(parameters), stage.actor.forward_backward, []
 
     def look(index: int, batch: MicroBatch, logits_TV: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         found.append(saved.alive())
         return logits_TV.sum(), torch.ones((), dtype=torch.int), {}
 
     with torch.autograd.graph.saved_tensors_hooks(saved.keep, lambda tensor: tensor):
-        executor.run(batches, look, forward_only=False)
-    executor.zero_grad()
+        forward_backward.run(batches, look, forward_only=False)
+    forward_backward.zero_grad()
     return max(found, default=0)
 
 

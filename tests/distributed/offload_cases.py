@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlmath.config import MemoryConfig
-from rlmath.types import Sample
+from rlmath.algorithms.types import Sample
+from rlmath.config.schema import MemoryConfig
 from tests.distributed.policy_cases import Case, Stage, build, microbatches, policy_state
 
 EVERYTHING = MemoryConfig(
@@ -32,12 +32,12 @@ def learn_twice(folder: Path, case: Case, samples: list[Sample]) -> dict[str, Te
 def in_bfloat16(stage: Stage, distributed: bool) -> None:
     """Give the stage a policy as it is on GPU: parameters in bfloat16, and an optimizer that steps float32 copies."""
     from megatron_patches.optimizer import tensor_types_named_as_on_cuda
-    from rlmath.checkpoint.hf_io import load_hf_weights
-    from rlmath.policy.actor import Actor
-    from rlmath.policy.executor import Executor
-    from rlmath.policy.learner import Learner
-    from rlmath.policy.model import Recompute, build_chunks, transformer_config, wrap_for_training
-    from rlmath.policy.optimizer import build_optimizer, build_scheduler
+    from rlmath.checkpoint.hf.weights import load_hf_weights
+    from rlmath.models.build import Actor
+    from rlmath.models.forward_backward import ForwardBackward
+    from rlmath.models.learner import GrpoLearner
+    from rlmath.models.megatron import Recompute, build_chunks, transformer_config, wrap_for_training
+    from rlmath.models.optimizer import build_optimizer, build_scheduler
 
     device, shape, mesh = replace(stage.device, params_dtype=torch.bfloat16), stage.shape, stage.mesh
     megatron = transformer_config(shape, mesh, device, stage.config.parallel, Recompute())
@@ -50,10 +50,17 @@ def in_bfloat16(stage: Stage, distributed: bool) -> None:
         optimizer = build_optimizer(settings, wrapped, replace(device, kind="cuda"))
     scheduler = build_scheduler(settings, optimizer, total_updates=10)
     other = stage.actor.learner
-    executor = Executor(
-        wrapped, mesh, device, other.executor.temperature, shape.vocab_size, other.executor.held_back
+    forward_backward = ForwardBackward(
+        wrapped,
+        mesh,
+        device,
+        other.forward_backward.temperature,
+        shape.vocab_size,
+        other.forward_backward.min_tokens_mask,
     )
-    stage.actor = Actor(Learner(executor, optimizer, scheduler, other.settings, other.bounds), chunks)
+    stage.actor = Actor(
+        GrpoLearner(forward_backward, optimizer, scheduler, other.settings, other.bounds), chunks
+    )
 
 
 def learn_around_an_offload(folder: Path, case: Case, samples: list[Sample]) -> dict[str, Any]:
@@ -69,7 +76,7 @@ def learn_in_bfloat16(folder: Path, case: Case, samples: list[Sample], distribut
 
 
 def around_an_offload(stage: Stage, samples: list[Sample]) -> dict[str, Any]:
-    from rlmath.policy.offload import training_sets
+    from rlmath.models.offload import training_sets
 
     sets = training_sets(stage.actor, None, EVERYTHING, stage.device)
     batches = microbatches(stage, samples)
@@ -95,7 +102,9 @@ def around_an_offload(stage: Stage, samples: list[Sample]) -> dict[str, Any]:
         "seconds": [moved.seconds for moved in (*left, *back)],
         "same": before.keys() == after.keys() and all(torch.equal(before[n], after[n]) for n in before),
         "gradients not zero": dirty,
-        "buffers": sum(buffer.numel for chunk in stage.actor.executor.chunks for buffer in chunk.buffers),
+        "buffers": sum(
+            buffer.numel for chunk in stage.actor.forward_backward.chunks for buffer in chunk.buffers
+        ),
         "parameters": sum(p.numel() for chunk in stage.actor.chunks for p in chunk.parameters()),
         "state": on_cpu(state_of(stage)),
     }
@@ -138,7 +147,7 @@ def stepped_by_optimizers(stage: Stage) -> list[Tensor]:
 
 def measured(stage: Stage) -> dict[str, int]:
     """Bytes on the device of what Megatron and torch hold themselves, found without the code under test."""
-    chunks, optimizers = stage.actor.executor.chunks, megatrons_optimizers(stage)
+    chunks, optimizers = stage.actor.forward_backward.chunks, megatrons_optimizers(stage)
     buffers = [buffer for chunk in chunks for buffer in chunk.buffers]
     state = [value for inner in optimizers for entry in inner.state.values() for value in entry.values()]
     flat = [buffer.param_data for buffer in buffers if buffer.param_data is not None]
@@ -153,7 +162,7 @@ def measured(stage: Stage) -> dict[str, int]:
 def gradients_not_zero(stage: Stage) -> list[str]:
     """Gradients that hold something, in Megatron's buffers, their padding too, or beside the parameters."""
     found = []
-    for number, chunk in enumerate(stage.actor.executor.chunks):
+    for number, chunk in enumerate(stage.actor.forward_backward.chunks):
         found += [f"buffer of chunk {number}" for buffer in chunk.buffers if buffer.grad_data.any()]
         found += [name for name, p in chunk.named_parameters() if p.grad is not None or p.main_grad.any()]
     return found
@@ -161,8 +170,8 @@ def gradients_not_zero(stage: Stage) -> list[str]:
 
 def reference_in_and_out(folder: Path, case: Case, samples: list[Sample], offload: bool) -> dict[str, Any]:
     """Log-probs of the reference before and after it was away, and what it held meanwhile."""
-    from rlmath.policy.offload import training_sets
-    from rlmath.policy.reference import build_reference
+    from rlmath.models.build import build_reference
+    from rlmath.models.offload import training_sets
 
     stage = build(folder, case)
     reference = build_reference(stage.config, stage.shape, stage.mesh, stage.device, (1,))
@@ -190,8 +199,8 @@ def reference_in_and_out(folder: Path, case: Case, samples: list[Sample], offloa
 
 def reference_after_an_error(folder: Path, case: Case) -> tuple[str, ...]:
     """What is away after the log-prob pass failed."""
-    from rlmath.policy.offload import training_sets
-    from rlmath.policy.reference import build_reference
+    from rlmath.models.build import build_reference
+    from rlmath.models.offload import training_sets
 
     stage = build(folder, case)
     reference = build_reference(stage.config, stage.shape, stage.mesh, stage.device, (1,))
@@ -205,7 +214,7 @@ def reference_after_an_error(folder: Path, case: Case) -> tuple[str, ...]:
 
 def sets_of(folder: Path, case: Case, settings: MemoryConfig) -> tuple[tuple[str, ...], dict[str, int]]:
     """Names of the sets without a reference, and what is left of the actor when they have left."""
-    from rlmath.policy.offload import training_sets
+    from rlmath.models.offload import training_sets
 
     stage = build(folder, case)
     sets = training_sets(stage.actor, None, settings, stage.device)
@@ -217,7 +226,7 @@ def sets_of(folder: Path, case: Case, settings: MemoryConfig) -> tuple[tuple[str
 
 def give_up_on_one_parameter(folder: Path, case: Case, samples: list[Sample]) -> dict[str, Any]:
     """Learn, then fail to let the parameters leave: torch cannot take the memory of one that numpy owns."""
-    from rlmath.policy.offload import training_sets
+    from rlmath.models.offload import training_sets
 
     stage = build(folder, case)
     sets = training_sets(stage.actor, None, EVERYTHING, stage.device)

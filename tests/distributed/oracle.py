@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from rlmath.types import Sample
+from rlmath.algorithms.types import Sample
 
 TEMPERATURE = 0.8
 

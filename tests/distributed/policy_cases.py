@@ -14,7 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rlmath.config import (
+from rlmath.algorithms.types import MicroBatch, Sample
+from rlmath.config.schema import (
     AlgorithmConfig,
     Config,
     ModelConfig,
@@ -23,11 +24,10 @@ from rlmath.config import (
     PolicyConfig,
     RolloutConfig,
 )
-from rlmath.packing.pack import pack
-from rlmath.packing.schedule import plan_minibatches
-from rlmath.parallel.device import init_process_group, open_device
-from rlmath.parallel.mesh import Mesh
-from rlmath.types import MicroBatch, Sample
+from rlmath.data.batch_schedule import plan_minibatches
+from rlmath.data.packing import pack
+from rlmath.distributed.device import init_process_group, open_device
+from rlmath.distributed.mesh import Mesh
 from tests.tiny_models import shape_of
 
 LEARNING_RATE = {"sgd": 10.0, "adam": 0.05}
@@ -126,8 +126,8 @@ def build(folder: Path, case: Case) -> Stage:
 
 def lay_out(folder: Path, case: Case, device: Any) -> Stage:
     """The actor in the layout of `case` over the ranks of the process group."""
-    from rlmath.policy.actor import build_actor
-    from rlmath.policy.model import start_megatron
+    from rlmath.models.build import build_actor
+    from rlmath.models.megatron import start_megatron
 
     mesh = Mesh(
         dist.get_rank(),
@@ -176,7 +176,7 @@ def logprobs(folder: Path, case: Case, samples: list[Sample]) -> dict[int, list[
     """Log-probs of completion tokens by sample; empty off the last stage."""
     stage = build(folder, case)
     batches = microbatches(stage, samples)
-    results = stage.actor.executor.logprobs(batches)
+    results = stage.actor.forward_backward.logprobs(batches)
     if not stage.mesh.is_last_stage:
         return {}
     return by_sample(batches, [result.logprobs_T for result in results])
@@ -184,7 +184,7 @@ def logprobs(folder: Path, case: Case, samples: list[Sample]) -> dict[int, list[
 
 def whole_tensors(stage: Stage) -> dict[str, Tensor]:
     """The actor's parameters as Hugging Face tensors, whole."""
-    from rlmath.sync.transfer import hf_stream
+    from rlmath.rollout.weight_sync.weight_sync import hf_stream
 
     return {name: tensor.clone() for name, tensor in hf_stream(stage.actor.chunks, stage.shape, stage.mesh)}
 
@@ -217,15 +217,15 @@ def gradients(folder: Path, case: Case, samples: list[Sample]) -> dict[str, Tens
     stage = build(folder, replace(case, optimizer="sgd"))
     batches = microbatches(stage, samples)
     learner = stage.actor.learner
-    learner.executor.zero_grad()
-    learner.executor.run(batches, partial(learner._loss, None, None, False), forward_only=False)
+    learner.forward_backward.zero_grad()
+    learner.forward_backward.run(batches, partial(learner._loss, None, None, False), forward_only=False)
     found = whole_gradients(stage)
     return found if stage.mesh.rank == 0 else None
 
 
 def update(folder: Path, case: Case, samples: list[Sample]) -> tuple[dict[str, Tensor], Any] | None:
     """Weights after one minibatch, and its result, from rank 0."""
-    from rlmath.policy.reference import build_reference
+    from rlmath.models.build import build_reference
 
     stage = build(folder, case)
     batches = microbatches(stage, samples)
@@ -304,5 +304,5 @@ def logits_alive(folder: Path, case: Case, samples: list[Sample]) -> list[int]:
         return logits_TV.sum()
 
     with torch.no_grad():
-        stage.actor.executor.run(batches, count, forward_only=True)
+        stage.actor.forward_backward.run(batches, count, forward_only=True)
     return alive

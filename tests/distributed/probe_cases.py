@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from rlmath.config import SyncConfig
-from rlmath.parallel.device import init_process_group, open_device
+from rlmath.config.schema import SyncConfig
+from rlmath.distributed.device import init_process_group, open_device
 from tests.distributed.checksum_cases import flip_a_bit
 from tests.distributed.engine_cases import ROLLOUT, Pair, _requests, open_engine, pair
 from tests.distributed.policy_cases import Case, lay_out
@@ -41,7 +41,7 @@ class Checked:
         memory.wake_weights()
         try:
             self.sync()
-            self.both.engine.now_has(self.both.engine.version + 1)
+            self.both.engine.set_weight_version(self.both.engine.version + 1)
             memory.wake_kv_cache()
             yield
         finally:
@@ -54,16 +54,16 @@ class Checked:
 
 
 def checked(both: Pair, settings: SyncConfig) -> Checked:
-    from rlmath.sync.checked import CheckedSync
-    from rlmath.sync.probe import Probe
+    from rlmath.rollout.weight_sync.logprob_probe import Probe
+    from rlmath.rollout.weight_sync.weight_sync import CheckedSync
 
-    probe = Probe(both.stage.actor.executor, both.engine, both.mesh, LONGEST)
+    probe = Probe(both.stage.actor.forward_backward, both.engine, both.mesh, LONGEST)
     return Checked(both, probe, CheckedSync(both.sync, probe, settings))
 
 
 def pairs(folder: Path, cases: list[Case], engine_size: int) -> Iterator[Pair]:
     """The policy in one layout after the other, beside one engine that starts once."""
-    from rlmath.policy.model import stop_megatron
+    from rlmath.models.megatron import stop_megatron
 
     device = open_device("cpu")
     init_process_group(device, 120.0)
@@ -109,8 +109,8 @@ def agreement(folder: Path, cases: list[Case], engine_size: int, threshold: floa
 
 def _planned(both: Pair) -> dict[str, int]:
     """Bytes that the plan has for this rank, by metric, and those that must travel between all ranks."""
-    from rlmath.sync.layouts import training_layout
-    from rlmath.sync.plan import plan_sync
+    from rlmath.rollout.weight_sync.reshard_plan import plan_sync
+    from rlmath.rollout.weight_sync.shard_layouts import training_layout
 
     layout = training_layout(both.stage.shape.num_layers, both.mesh, None, None)
     plan = plan_sync(both.stage.shape, layout, both.mesh, 4, bucket_bytes=40_000)
@@ -149,8 +149,8 @@ def _harmed(
 
 def _parameter_of_the_policy(both: Pair) -> torch.Tensor | None:
     """One parameter, on the ranks that hold it."""
-    from rlmath.checkpoint.hf_io import local_parameter
-    from rlmath.checkpoint.hf_tables import placed_tensors
+    from rlmath.checkpoint.hf.weight_map import placed_tensors
+    from rlmath.checkpoint.hf.weights import local_parameter
 
     (placed,) = [
         p for p in placed_tensors(both.stage.shape) if "mlp.down_proj" in p.hf_names[0] and p.layer == 2
@@ -258,9 +258,9 @@ def texts_around_a_probe(
 
 def texts_after_scores(folder: Path) -> dict[str, Any]:
     """Texts after prompts that fill blocks of vLLM's cache, without and with the same tokens scored before."""
-    from rlmath.parallel.mesh import Mesh
+    from rlmath.distributed.mesh import Mesh
     from rlmath.rollout.engine import Engine
-    from rlmath.sync.layouts import engine_shapes
+    from rlmath.rollout.weight_sync.shard_layouts import engine_shapes
 
     device = open_device("cpu")
     init_process_group(device, 120.0)
@@ -274,7 +274,7 @@ def texts_after_scores(folder: Path) -> dict[str, Any]:
     for scored in (False, True):
         engine.memory.wake_weights()
         both.sync.run()
-        engine.now_has(1)
+        engine.set_weight_version(1)
         engine.memory.wake_kv_cache()
         if scored:
             found["scores"] = [engine.score(prompts) for _ in range(2)]
@@ -309,11 +309,11 @@ def left_behind(engine: Any) -> dict[str, int]:
 def cycles(folder: Path, case: Case, count: int, threshold: float) -> list[dict[str, Any]]:
     """Everything of the policy leaves while the engine generates; every sync is checked and probed, and the policy
     learns between them."""
-    from rlmath.sync.checked import CheckedSync
-    from rlmath.sync.probe import Probe
+    from rlmath.rollout.weight_sync.logprob_probe import Probe
+    from rlmath.rollout.weight_sync.weight_sync import CheckedSync
 
     rig, found = Rig(folder, case, 1), []
-    probe = Probe(rig.stage.actor.executor, rig.engine, rig.stage.mesh, LONGEST)
+    probe = Probe(rig.stage.actor.forward_backward, rig.engine, rig.stage.mesh, LONGEST)
     settings = SyncConfig(checksum_every=1, probe_every=1, probe_threshold=threshold)
     sync, told = CheckedSync(rig.sync, probe, settings), []
 

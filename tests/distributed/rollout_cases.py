@@ -8,10 +8,15 @@ from typing import Any
 
 import torch.distributed as dist
 
-from rlmath.config import RewardConfig, RolloutConfig
-from rlmath.parallel.device import environment_rank, environment_world_size, init_process_group, open_device
-from rlmath.parallel.mesh import Mesh
-from rlmath.types import Prompt
+from rlmath.algorithms.types import Prompt
+from rlmath.config.schema import RewardConfig, RolloutConfig
+from rlmath.distributed.device import (
+    environment_rank,
+    environment_world_size,
+    init_process_group,
+    open_device,
+)
+from rlmath.distributed.mesh import Mesh
 from tests.tiny_models import shape_of
 
 ROLLOUT = RolloutConfig(
@@ -23,7 +28,7 @@ PROMPTS = [Prompt(f"q-{n}", f"{n}+1=", (n + 3, 50, 51), (str(n + 1),), "math") f
 def _open(folder: Path, engine_size: int) -> tuple[Any, Mesh]:
     """An engine of `engine_size` ranks, with vLLM's dummy weights: the same for every engine."""
     from rlmath.rollout.engine import Engine
-    from rlmath.sync.layouts import engine_shapes
+    from rlmath.rollout.weight_sync.shard_layouts import engine_shapes
 
     device = open_device("cpu")
     init_process_group(device, 120.0)
@@ -36,13 +41,13 @@ def collected(folder: Path, engine_size: int, prompt_counts: list[int]) -> dict[
     """The groups of several rollouts by one `Collector`, each on the first so many prompts; and what it leaves in the
     store. The weights have version 3."""
     from rlmath.data.tokenizer import load_tokenizer
-    from rlmath.parallel.collectives import shared_store
-    from rlmath.rewards.judge import open_judges
-    from rlmath.rollout.collect import Collector, RolloutSeed, training_sampling
+    from rlmath.distributed.collectives import shared_store
+    from rlmath.rewards.reward_manager import open_judges
+    from rlmath.rollout.collector import Collector, RolloutSeed, training_sampling
 
     engine, mesh = _open(folder, engine_size)
     engine.version = 3
-    pool = open_judges(RewardConfig()) if mesh.speaks_for_engine else None
+    pool = open_judges(RewardConfig()) if mesh.is_engine_leader else None
     collector = Collector(engine, mesh, load_tokenizer(str(folder)), ROLLOUT, RewardConfig(), pool)
     store = shared_store("any")
     dist.barrier()
@@ -65,7 +70,7 @@ def collected(folder: Path, engine_size: int, prompt_counts: list[int]) -> dict[
 
 def fixed_shares(folder: Path) -> dict[tuple[int, int], tuple[Any, ...]]:
     """Tokens and log-probs of this engine's fixed share of all prompts, given to it at once."""
-    from rlmath.rollout.collect import RolloutSeed, group_requests, training_sampling
+    from rlmath.rollout.collector import RolloutSeed, group_requests, training_sampling
 
     engine, mesh = _open(folder, 1)
     requests_PG = group_requests(PROMPTS, training_sampling(ROLLOUT), RolloutSeed(1, 0))[
@@ -78,11 +83,11 @@ def fixed_shares(folder: Path) -> dict[tuple[int, int], tuple[Any, ...]]:
 
 def lengths_asked_for(folder: Path) -> list[tuple[int, int]]:
     """(tokens asked for, tokens made) of requests with bounds of their own."""
-    from rlmath.rollout.collect import RolloutSeed, group_requests, training_sampling
+    from rlmath.rollout.collector import RolloutSeed, group_requests, training_sampling
 
     engine, _ = _open(folder, 1)
     requests = [
-        replace(row[0], fewest_new=tokens, most_new=tokens)
+        replace(row[0], min_new_tokens=tokens, max_new_tokens=tokens)
         for row, tokens in zip(
             group_requests(PROMPTS, training_sampling(ROLLOUT), RolloutSeed(1, 0)),
             range(1, 40, 5),
@@ -91,4 +96,4 @@ def lengths_asked_for(folder: Path) -> list[tuple[int, int]]:
     ]
     made = {g.key: len(g.token_ids) for g in engine.generate(requests)}
     engine.close()
-    return [(request.most_new, made[request.key]) for request in requests]
+    return [(request.max_new_tokens, made[request.key]) for request in requests]

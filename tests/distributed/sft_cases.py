@@ -10,12 +10,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from rlmath.config import Config, DataConfig, SftConfig
+from rlmath.config.schema import Config, DataConfig, SftConfig
 from rlmath.data.loader import PromptOrder
-from rlmath.data.sequences import WrittenSequence
-from rlmath.parallel.device import init_process_group, open_device
-from rlmath.parallel.mesh import Mesh
-from rlmath.telemetry.timers import PhaseTimers
+from rlmath.data.sft_sequences import WrittenSequence
+from rlmath.distributed.device import init_process_group, open_device
+from rlmath.distributed.mesh import Mesh
+from rlmath.distributed.phase_timers import PhaseTimers
 from tests.distributed.policy_cases import Case, settings
 from tests.tiny_models import make_samples, shape_of
 
@@ -43,11 +43,11 @@ def build_trainer(
     folder: Path, case: Case, sequences: list[WrittenSequence], held_out: list[WrittenSequence], steps: int
 ) -> tuple[Any, Any]:
     """(trainer, actor) on this rank."""
-    from rlmath.policy.actor import build_sft_actor
-    from rlmath.policy.model import start_megatron
-    from rlmath.saver import Training
-    from rlmath.sft.inputs import SftInputs
-    from rlmath.sft.trainer import SftTrainer
+    from rlmath.data.sft_dataset import SftInputs
+    from rlmath.models.build import build_sft_actor
+    from rlmath.models.megatron import start_megatron
+    from rlmath.trainer.checkpointing import Training
+    from rlmath.trainer.sft import SftTrainer
 
     device = open_device("cpu")
     init_process_group(device, 120.0)
@@ -71,11 +71,11 @@ def curve(
 def rows_with_gradient(folder: Path, sequences: list[WrittenSequence]) -> tuple[list[int], list[int]]:
     """Rows of the logits that the loss moves, and those that predict a completion's token."""
     _, actor = build_trainer(folder, Case(), sequences, [], steps=1)
-    from rlmath.packing.pack import pack
+    from rlmath.data.packing import pack
 
     batch = pack([one.sample() for one in sequences], range(len(sequences)), 1)
     torch.manual_seed(0)
-    logits_TV = torch.randn(len(batch.token_ids_T), actor.executor.vocab_size, requires_grad=True)
+    logits_TV = torch.randn(len(batch.token_ids_T), actor.forward_backward.vocab_size, requires_grad=True)
     # The backward pass overwrites what it is handed.
     loss, count, _ = actor.learner._loss(0, batch, logits_TV.view_as(logits_TV).clone())
     loss.backward()

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlmath.types import Sample
+from rlmath.algorithms.types import Sample
 from tests.distributed.policy_cases import Case, Stage, build, microbatches, policy_state, whole_tensors
 
 SETTINGS = "run: {}\n"
@@ -31,18 +31,18 @@ class Outcome:
 
 
 def progress(step: int, updates: int, world_size: int) -> Any:
-    from rlmath.checkpoint.progress import Progress
+    from rlmath.checkpoint.run_progress import Progress
 
     return Progress(step, 0, 8 * step, updates, step, "", world_size, (), (), "model", "data", {})
 
 
 def open_store(stage: Stage, root: Path, keep_last: int = 2) -> Any:
-    from rlmath.checkpoint.store import CheckpointStore, Retention
+    from rlmath.checkpoint.manager import CheckpointStore, Retention
 
-    companions = {"config.json": b"{}"}
+    metadata_files = {"config.json": b"{}"}
     optimizer = stage.actor.learner.optimizer
     return CheckpointStore(
-        root, stage.actor.chunks, optimizer, stage.device, companions, Retention(keep_last, None)
+        root, stage.actor.chunks, optimizer, stage.device, metadata_files, Retention(keep_last, None)
     )
 
 
@@ -81,16 +81,16 @@ def save(folder: Path, case: Case, samples: list[Sample], root: Path) -> Outcome
 
 def load(folder: Path, case: Case, samples: list[Sample], root: Path) -> Outcome:
     """The newest checkpoint in this layout, and one more update."""
-    from rlmath.checkpoint.folders import complete_checkpoints
-    from rlmath.checkpoint.loading import load_checkpoint
-    from rlmath.checkpoint.progress import read_progress
+    from rlmath.checkpoint.directory import complete_checkpoints
+    from rlmath.checkpoint.load import load_checkpoint
+    from rlmath.checkpoint.run_progress import read_progress
 
     stage = build(folder, case)
     found, problems = complete_checkpoints(root)
     assert not problems, problems
     progress = read_progress(found[0].folder)
     load_checkpoint(stage.actor.chunks, stage.actor.learner.optimizer, stage.device, found[0], progress)
-    stage.actor.learner.goes_on_after(progress.updates)
+    stage.actor.learner.restore_schedule(progress.updates)
     numbers, state, weights = draws(), policy_state(stage), whole_tensors(stage)
     learn(stage, samples)
     return Outcome(state, weights, whole_tensors(stage), numbers)

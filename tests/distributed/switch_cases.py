@@ -12,12 +12,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from rlmath.parallel.device import release_cached
-from rlmath.rollout.engine_memory import cache_storages
-from rlmath.rollout.memory import MemorySwitch
-from rlmath.rollout.memory_watch import MemoryLeak, MemoryWatch
-from rlmath.telemetry.timers import PhaseTimers
-from rlmath.types import Sample
+from rlmath.algorithms.types import Sample
+from rlmath.distributed.device import release_cached
+from rlmath.distributed.phase_timers import PhaseTimers
+from rlmath.rollout.engine_sleep import cache_storages
+from rlmath.rollout.memory_monitor import MemoryLeak, MemoryWatch
+from rlmath.rollout.memory_switch import MemorySwitch
 from tests.distributed.engine_cases import _pack_all, open_engine, pair
 from tests.distributed.offload_cases import EVERYTHING, measured, parameters_of, state_of
 from tests.distributed.policy_cases import Case, Stage, build, by_sample, microbatches, whole_tensors
@@ -31,7 +31,7 @@ class Rig:
     """A policy that has learned once, an engine, and all of the policy's memory in sets that can leave."""
 
     def __init__(self, folder: Path, case: Case, engine_size: int) -> None:
-        from rlmath.policy.offload import training_sets
+        from rlmath.models.offload import training_sets
 
         self.stage: Stage = build(folder, case)
         self.engine = open_engine(folder, engine_size, self.stage.device)
@@ -80,7 +80,7 @@ class Rig:
         """Largest difference of log-probs to the policy as it is now (nats); 0 off the last stage."""
         samples = [Sample((5 + g.key[0], 6, 7), g.token_ids, g.logprobs, 1.0) for g in generated]
         batches = _pack_all(samples, self.stage.mesh)
-        results = self.stage.actor.executor.logprobs(batches)
+        results = self.stage.actor.forward_backward.logprobs(batches)
         if not self.stage.mesh.is_last_stage:
             return 0.0
         mine = by_sample(batches, [result.logprobs_T for result in results])
@@ -282,7 +282,7 @@ def leak(folder: Path, leaked_mib: int, threshold_mib: int) -> dict[str, Any]:
 
     for stop in (False, True):
         switch = rig.switch(watch=MemoryWatch(threshold_mib * MIB, stop, rank=0))
-        with heard("rlmath.rollout.memory_watch") as messages:
+        with heard("rlmath.rollout.memory_monitor") as messages:
             for _ in range(5):
                 cycle(switch, 0)
             report[f"calm, stop={stop}"] = list(messages)

@@ -15,15 +15,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlmath.config import ParallelConfig
-from rlmath.model_shape import ModelShape
-from rlmath.parallel.device import init_process_group, open_device
-from rlmath.parallel.mesh import Mesh
-from rlmath.rollout.weights import EngineWeights
-from rlmath.sync.layouts import engine_shapes, training_layout
+from rlmath.config.model_shape import ModelShape
+from rlmath.config.schema import ParallelConfig
+from rlmath.distributed.device import init_process_group, open_device
+from rlmath.distributed.mesh import Mesh
+from rlmath.rollout.engine_weights import EngineWeights
+from rlmath.rollout.weight_sync.shard_layouts import engine_shapes, training_layout
 from tests.distributed.memory_plan_cases import StorageWatch
 from tests.distributed.policy_cases import Case, Stage, build, lay_out, microbatches, whole_tensors
-from tests.sync.oracle import engine_parameters
+from tests.rollout.weight_sync.oracle import engine_parameters
 from tests.tiny_models import make_samples, shape_of
 
 
@@ -74,7 +74,7 @@ def target(
     stage: Stage, engine_size: int, dtype: torch.dtype = torch.float32, bucket_bytes: int = 40_000
 ) -> Target:
     """Buckets are small, so that there are many rounds."""
-    from rlmath.sync.transfer import WeightSync
+    from rlmath.rollout.weight_sync.weight_sync import WeightSync
 
     mesh, parallel = replace(stage.mesh, engine_size=engine_size), stage.config.parallel
     shapes = engine_shapes(stage.shape, engine_size)
@@ -202,8 +202,8 @@ def held_and_planned(shape: ModelShape, layouts: list[ParallelConfig]) -> list[t
     """Layers that Megatron builds on this rank, by layout, and those that the plan counts on."""
     from megatron.core import parallel_state
 
-    from rlmath.checkpoint.hf_io import held_layers
-    from rlmath.policy.model import Recompute, build_chunks, start_megatron, transformer_config
+    from rlmath.checkpoint.hf.weights import held_layers
+    from rlmath.models.megatron import Recompute, build_chunks, start_megatron, transformer_config
 
     device = open_device("cpu")
     init_process_group(device, 120.0)

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from rlmath.checkpoint.convert import hf_to_megatron, megatron_to_hf
-from rlmath.checkpoint.hf_io import HFReader, read_companions
-from rlmath.checkpoint.sources import find_megatron
+from rlmath.checkpoint.convert.convert import hf_to_megatron, megatron_to_hf
+from rlmath.checkpoint.convert.sources import find_megatron
+from rlmath.checkpoint.hf.weights import HFReader, read_metadata_files
 from tests.distributed import convert_cases
 from tests.distributed.policy_cases import Case
 from tests.distributed.rank_pool import RankPool
@@ -80,7 +80,7 @@ def test_what_megatron_saves_is_converted_bit_by_bit(
     model = models[name]
     ranks.run(case.ranks, getattr(convert_cases, way), model, tmp_path / "saved", case)
     source = find_megatron(tmp_path / "saved")
-    megatron_to_hf(source.state, shape_of(model), read_companions(model), tmp_path / "hf", None, 2**20)
+    megatron_to_hf(source.state, shape_of(model), read_metadata_files(model), tmp_path / "hf", None, 2**20)
     before, after = HFReader(model), HFReader(tmp_path / "hf")
     assert before.names == after.names
     for tensor in before.names:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from rlmath.checkpoint.hf_io import HFReader
+from rlmath.checkpoint.hf.weights import HFReader
 from tests.distributed import engine_cases, policy_cases
 from tests.distributed.policy_cases import Case
 from tests.distributed.rank_pool import RankPool

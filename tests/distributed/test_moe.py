@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlmath.checkpoint.hf_io import HFReader
+from rlmath.checkpoint.hf.weights import HFReader
 from tests.distributed import architectures_cases, engine_cases, oracle, policy_cases, store_cases
 from tests.distributed.policy_cases import Case
 from tests.distributed.rank_pool import RankPool

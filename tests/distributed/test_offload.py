@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from rlmath.config import MemoryConfig
+from rlmath.config.schema import MemoryConfig
 from tests.distributed import offload_cases
 from tests.distributed.policy_cases import Case
 from tests.distributed.rank_pool import RankPool

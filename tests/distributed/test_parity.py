@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlmath.types import Sample
+from rlmath.algorithms.types import Sample
 from tests.distributed import oracle, policy_cases
 from tests.distributed.policy_cases import Case
 from tests.distributed.rank_pool import RankPool

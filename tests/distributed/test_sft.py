@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from rlmath.data.sequences import WrittenSequence
+from rlmath.data.sft_sequences import WrittenSequence
 from tests.distributed import oracle, sft_cases
 from tests.distributed.policy_cases import Case
 from tests.distributed.rank_pool import RankPool

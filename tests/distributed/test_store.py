@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from rlmath.checkpoint.folders import complete_checkpoints
+from rlmath.checkpoint.directory import complete_checkpoints
 from tests.distributed import store_cases
 from tests.distributed.policy_cases import Case
 from tests.distributed.rank_pool import RankPool

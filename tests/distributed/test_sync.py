@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from rlmath.config import ParallelConfig
+from rlmath.config.schema import ParallelConfig
 from tests.distributed import checksum_cases, sync_cases
 from tests.distributed.policy_cases import Case
 from tests.distributed.rank_pool import RankPool

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlmath.config import AlgorithmConfig
-from rlmath.telemetry.timers import PhaseTimers
-from rlmath.types import Completion, Prompt, Score, ScoredGroup
+from rlmath.algorithms.types import Completion, Prompt, Score, ScoredGroup
+from rlmath.config.schema import AlgorithmConfig
+from rlmath.distributed.phase_timers import PhaseTimers
 from tests.distributed.policy_cases import Case, Stage, build, microbatches, whole_tensors
 from tests.tiny_models import VOCAB, make_samples
 
@@ -53,9 +53,9 @@ def step(
     folder: Path, case: Case, groups: list[ScoredGroup], algorithm: AlgorithmConfig
 ) -> StepOutcome | None:
     """The updates of one step, from rank 0; with KL the reference differs from the start."""
-    from rlmath.policy.actor import early_stop, loss_settings
-    from rlmath.policy.offload import training_sets
-    from rlmath.update import Updater
+    from rlmath.models.build import early_stop, loss_settings
+    from rlmath.models.offload import training_sets
+    from rlmath.trainer.policy_update import Updater
 
     stage = build(folder, case)
     stage.actor.learner.settings = loss_settings(algorithm)
@@ -72,7 +72,7 @@ def step(
 
 
 def _reference(stage: Stage) -> Any:
-    from rlmath.policy.reference import build_reference
+    from rlmath.models.build import build_reference
 
     reference = build_reference(stage.config, stage.shape, stage.mesh, stage.device, (1,))
     with torch.no_grad():
@@ -87,7 +87,7 @@ def only_minibatch(folder: Path, case: Case, on_policy: bool) -> tuple[dict[str,
     stage = build(folder, case)
     batches = microbatches(stage, make_samples(16, seed=2))
     before = whole_tensors(stage)
-    old = None if on_policy else stage.actor.executor.logprobs(batches)
+    old = None if on_policy else stage.actor.forward_backward.logprobs(batches)
     result = stage.actor.learner.learn(batches, old, None, on_policy)
     after = whole_tensors(stage)
     update = {name: after[name] - before[name] for name in after}

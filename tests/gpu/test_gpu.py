@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from rlmath.parallel.device import open_device
-from rlmath.parallel.storage import HostMemory, StorageSet
+from rlmath.distributed.device import open_device
+from rlmath.distributed.tensor_offload import HostMemory, StorageSet
 from tests.distributed import engine_cases, offload_cases, oracle, policy_cases, probe_cases
 from tests.distributed.policy_cases import Case
 from tests.distributed.rank_pool import RankPool

@@ -16,14 +16,14 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from rlmath.config import RunConfig
-from rlmath.guard.heartbeat import Heart
-from rlmath.guard.signals import StopRequest
-from rlmath.node_checks import compare_clocks, environment_facts, meet, meet_with_mistake
-from rlmath.parallel.device import init_process_group, open_device
-from rlmath.parallel.meeting import Meeting, open_meeting
-from rlmath.parallel.place import Decision, Word
-from rlmath.telemetry.console import setup_logging
+from rlmath.config.schema import RunConfig
+from rlmath.distributed.device import init_process_group, open_device
+from rlmath.distributed.fault_tolerance.heartbeat import Heartbeat
+from rlmath.distributed.fault_tolerance.preemption import StopRequest
+from rlmath.distributed.ranks import Decision, Word
+from rlmath.distributed.rendezvous import Rendezvous, open_rendezvous
+from rlmath.trainer.startup import compare_clocks, environment_facts, meet, meet_with_mistake
+from rlmath.trainer.telemetry.console import setup_logging
 
 HOST = socket.gethostname()
 BUSY_STEPS = 10_000
@@ -35,19 +35,19 @@ def facts(behaviour: str) -> dict[str, str]:
     return mine | {"torch": "2.12.0", "run.seed": "2"} if (behaviour, HOST) == ("differ", "node1") else mine
 
 
-def gather(meeting: Meeting, behaviour: str, settings: RunConfig) -> None:
-    """Both roll calls, as `rlmath.start` and `rlmath.run_steps` have them."""
+def gather(rendezvous: Rendezvous, behaviour: str, settings: RunConfig) -> None:
+    """Both roll calls, as `rlmath.trainer.startup` and `rlmath.trainer.run_steps` have them."""
     seconds = settings.start_timeout_seconds
     if (behaviour, HOST) == ("mistake", "node1"):
-        meet_with_mistake(meeting, ValueError("model.path: no folder /models/a"), seconds)
-    if behaviour == "hang" and meeting.place.rank == 3:
+        meet_with_mistake(rendezvous, ValueError("model.path: no folder /models/a"), seconds)
+    if behaviour == "hang" and rendezvous.place.rank == 3:
         time.sleep(1000)
-    meet(meeting, facts(behaviour), seconds)
-    if behaviour == "fail" and meeting.place.rank == 2:
-        meeting.tell_failure("OSError: no GPU")
+    meet(rendezvous, facts(behaviour), seconds)
+    if behaviour == "fail" and rendezvous.place.rank == 2:
+        rendezvous.tell_failure("OSError: no GPU")
         raise OSError("no GPU")
-    word = Word(meeting.place.host, meeting.place.node)
-    meeting.roll_call("group", word, seconds, lambda said: Decision())
+    word = Word(rendezvous.place.host, rendezvous.place.node)
+    rendezvous.roll_call("group", word, seconds, lambda said: Decision())
 
 
 def main() -> int:
@@ -58,17 +58,17 @@ def main() -> int:
     rank = int(os.environ["RANK"])
     setup_logging(rank)
     try:
-        meeting = open_meeting(settings.start_timeout_seconds)
-        assert meeting is not None
-        gather(meeting, behaviour, settings)
-        init_process_group(open_device("cpu"), 60.0, meeting.group_store(60.0))
+        rendezvous = open_rendezvous(settings.start_timeout_seconds)
+        assert rendezvous is not None
+        gather(rendezvous, behaviour, settings)
+        init_process_group(open_device("cpu"), 60.0, rendezvous.group_store(60.0))
         if (behaviour, HOST) == ("clock", "node1"):
             real = time.time
             time.time = lambda: real() + 90.0  # what a host does whose clock is wrong
         compare_clocks()
         stop = StopRequest(60.0, str(folder), rank)
-        with Heart(settings, rank, dist.get_world_size(), str(folder), stop) as heart:
-            walk(heart, folder, rank, behaviour)
+        with Heartbeat(settings, rank, dist.get_world_size(), str(folder), stop) as heartbeat:
+            walk(heartbeat, folder, rank, behaviour)
     except BaseException as error:
         logging.error("rank %d on %s: %s: %s", rank, HOST, type(error).__name__, error)
         logging.shutdown()
@@ -77,10 +77,10 @@ def main() -> int:
     return 0
 
 
-def walk(heart: Heart, folder: Path, rank: int, behaviour: str) -> None:
+def walk(heartbeat: Heartbeat, folder: Path, rank: int, behaviour: str) -> None:
     for step in range(1, BUSY_STEPS if behaviour == "walk" else 4):
-        heart.step = step
-        heart.entered("update")
+        heartbeat.step = step
+        heartbeat.entered("update")
         dist.all_reduce(torch.ones(1000))
         if rank == 0:
             (folder / "step").write_text(str(step))

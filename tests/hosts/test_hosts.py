@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from rlmath.guard.exit_status import FAILURE, read_exit_status
+from rlmath.distributed.fault_tolerance.exit_codes import FAILURE, read_exit_status
 from tests.hosts.cluster import Node, cluster, why_not
 from tests.hosts.launching import Launch, launch
 from tests.programs import small_run
@@ -256,12 +256,12 @@ def test_two_hosts_learn_with_engines_and_go_on_after_a_cut(
 ) -> None:
     """GRPO: the engines' control plane, the rewards and the weights travel over the virtual network, too."""
     settings = ("parallel.tensor=2", "run.total_steps=4", "save.ckpt_freq_steps=1")
-    heart = f"run.heartbeat_timeout_seconds={HEARTBEAT_SECONDS}"
+    heartbeat = f"run.heartbeat_timeout_seconds={HEARTBEAT_SECONDS}"
     whole, output = tmp_path / "whole", tmp_path / "run"
     run_to_the_end(
         nodes, tmp_path / "a", *GRPO, *small_run(arithmetic, whole), *settings, seconds=2 * START_SECONDS
     )
-    program = (*GRPO, *small_run(arithmetic, output), *settings, heart)
+    program = (*GRPO, *small_run(arithmetic, output), *settings, heartbeat)
     run = launch(nodes, tmp_path / "b", *program)
     run.wait_for(lambda: steps_done(output) >= 2, 2 * START_SECONDS)
     nodes[1].cut()

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from rlmath.rewards.pool import MEMORY_BYTES, VerifierPool
+from rlmath.rewards.worker_pool import MEMORY_BYTES, VerifierPool
 from tests.rewards.attacks import HANG_SOLUTIONS, HANGS, MARKER, QUICK, SOLUTIONS
-from tests.rewards.test_pool import HALF, children, hang, is_alive, wait_until
+from tests.rewards.test_worker_pool import HALF, children, hang, is_alive, wait_until
 
 LIMIT_SECONDS = 2.0
 WORKERS = 2

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from rlmath.rewards.verify import verify
+from rlmath.rewards.verifier import verify
 
 
 def read_cases(name: str) -> list[dict]:

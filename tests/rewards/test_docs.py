@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from rlmath.rewards.schemes import SCHEMES, Scheme, raw_reward
-from rlmath.rewards.verify import VERDICTS, Rules, verify
+from rlmath.rewards.verifier import VERDICTS, Rules, verify
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "rewards.md").read_text(encoding="utf-8")
 _ROW = re.compile(

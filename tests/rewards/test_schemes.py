@@ -2,10 +2,10 @@
 
 import pytest
 
-from rlmath.rewards.functions import FunctionResult
+from rlmath.algorithms.types import Score
+from rlmath.rewards.custom_function import FunctionResult
 from rlmath.rewards.schemes import Scheme, function_score, overlong_share, score
-from rlmath.rewards.verify import Verdict
-from rlmath.types import Score
+from rlmath.rewards.verifier import Verdict
 
 RIGHT = Verdict(True, "1/2", "symbolic")
 WRONG = Verdict(False, "1/3", "number")

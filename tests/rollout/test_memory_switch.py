@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from rlmath.rollout.engine_memory import EngineMemory
-from rlmath.rollout.memory import planned_phases
-from rlmath.rollout.weights import EngineWeights
+from rlmath.rollout.engine_sleep import EngineMemory
+from rlmath.rollout.engine_weights import EngineWeights
+from rlmath.rollout.memory_switch import planned_phases
 
 
 class RecordingLLM:

@@ -2,10 +2,10 @@ import itertools
 
 import pytest
 
-from rlmath.config import RolloutConfig
-from rlmath.rollout.collect import RolloutSeed, Sampling, group_requests, training_sampling
+from rlmath.algorithms.types import Prompt
+from rlmath.config.schema import RolloutConfig
+from rlmath.rollout.collector import RolloutSeed, Sampling, group_requests, training_sampling
 from rlmath.rollout.sampling import AllAtOnce, Load, request_seed
-from rlmath.types import Prompt
 
 PROMPTS = [Prompt(f"q-{n}", f"{n}+1=", (n, 50, 51), (str(n + 1),), "math") for n in range(7)]
 
@@ -46,7 +46,7 @@ def test_every_sample_of_every_prompt_is_a_request():
     asked = requests_PG[2][1]
     assert asked.token_ids == (2, 50, 51)
     assert asked.seed == request_seed(1, 4, "q-2", 1)
-    assert (asked.fewest_new, asked.most_new) == (2, 9)
+    assert (asked.min_new_tokens, asked.max_new_tokens) == (2, 9)
     assert (asked.temperature, asked.top_p) == (0.7, 1.0)
     assert len({request.seed for row in requests_PG for request in row}) == 21
 

@@ -13,9 +13,9 @@ from tools.bench_rollout import (
 
 def test_one_group_in_50_is_20_times_longer_and_exactly_so():
     requests_PG = make_requests(200, draw=3)
-    assert all(request.fewest_new == request.most_new for row in requests_PG for request in row)
+    assert all(request.min_new_tokens == request.max_new_tokens for row in requests_PG for request in row)
     for start in range(0, 200, 50):
-        lengths_PG = [[request.most_new for request in row] for row in requests_PG[start : start + 50]]
+        lengths_PG = [[request.max_new_tokens for request in row] for row in requests_PG[start : start + 50]]
         (long,) = [row for row in lengths_PG if max(row) > 15]
         assert all(length % 20 == 0 and 5 <= length // 20 <= 15 for length in long)
         assert min(min(row) for row in lengths_PG) >= 5
@@ -24,7 +24,7 @@ def test_one_group_in_50_is_20_times_longer_and_exactly_so():
 def test_every_repeat_draws_other_long_groups_and_the_same_one_again():
     assert make_requests(100, draw=1) == make_requests(100, draw=1)
     places = {
-        tuple(p for p, row in enumerate(make_requests(100, draw)) if row[0].most_new > 15)
+        tuple(p for p, row in enumerate(make_requests(100, draw)) if row[0].max_new_tokens > 15)
         for draw in range(5)
     }
     assert len(places) > 1

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from rlmath.checkpoint.hf_io import HFReader
+from rlmath.checkpoint.hf.weights import HFReader
 from tests.programs import run
 from tests.tiny_models import make_model_folder
 from tools import bench_convert, convert_hf_to_megatron, convert_megatron_to_hf

@@ -205,7 +205,13 @@ def test_the_context_holds_the_program_and_nothing_private(tmp_path: Path) -> No
     (tmp_path / ".dockerignore").write_bytes((ROOT / ".dockerignore").read_bytes())
     assert context_files(tmp_path) == []
     files = {path.as_posix() for path in context_files(ROOT)}
-    assert {"Makefile", "setup.py", "README.md", "rlmath/trainer.py", "megatron_patches/__init__.py"} <= files
+    assert {
+        "Makefile",
+        "setup.py",
+        "README.md",
+        "rlmath/trainer/grpo.py",
+        "megatron_patches/__init__.py",
+    } <= files
     assert {"launch/train_grpo.py", "tools/demo.py", "configs/demo.yaml", "tests/gpu/test_gpu.py"} <= files
     for stage in STAGES.values():
         for text in texts(stage, "COPY"):

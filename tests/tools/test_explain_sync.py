@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from rlmath.sync.plan import SHARED_BUCKET_BYTES
+from rlmath.rollout.weight_sync.reshard_plan import SHARED_BUCKET_BYTES
 from tests import programs
 from tools.explain_sync import GIB, main
 

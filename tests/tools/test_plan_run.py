@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from rlmath.gpus import GPU_GIB, GPU_SPEEDS
-from rlmath.timing.published import COLOCATED, TABLE, largest_error
+from rlmath.config.gpus import GPU_GIB, GPU_SPEEDS
+from rlmath.planner.published import COLOCATED, TABLE, largest_error
 from tests.tiny_models import make_model_folder
 from tools.plan_run import main, published
 

@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from rlmath.telemetry.metrics import MetricsWriter
+from rlmath.trainer.telemetry.metrics_writer import MetricsWriter
 from tools.plot_run import Axis, main, nice_ticks
 
 SVG = "{http://www.w3.org/2000/svg}"

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from rlmath.telemetry.metrics import MetricsWriter
-from rlmath.telemetry.samples import SampleWriter
-from rlmath.types import Completion, Prompt, Score, ScoredGroup
+from rlmath.algorithms.types import Completion, Prompt, Score, ScoredGroup
+from rlmath.trainer.telemetry.metrics_writer import MetricsWriter
+from rlmath.trainer.telemetry.samples import SampleWriter
 from tools.show_samples import main
 
 RIGHT, WRONG = Score(5.0, True, "132", "string"), Score(-5.0, False, "13\x1b[2J", "symbolic")

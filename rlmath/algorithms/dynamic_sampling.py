@@ -1,0 +1,164 @@
+"""Which sampled completions are learned from: length filters and dynamic sampling. Pure."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from rlmath.algorithms.types import Completion, ScoredGroup
+
+Contrast = Literal["accuracy", "reward"]
+
+DROP_REASONS = ("right", "wrong", "uniform", "empty", "surplus")
+FILTER_REASONS = ("short", "long", "truncated")
+
+MOST_PER_MISSING = 4
+"""Most prompts that a refill asks for at once for each group that is missing."""
+
+
+@dataclass(frozen=True)
+class SelectionRules:
+    """What is left out; see `SelectionConfig`."""
+
+    dynamic: Contrast | None = None
+    min_tokens: int = 0
+    max_tokens: int | None = None
+    drop_truncated: bool = False
+
+    @property
+    def drop_anything(self) -> bool:
+        return self != SelectionRules()
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """What of one sampled group is learned from."""
+
+    samples: tuple[int, ...]
+    """Positions of its completions; none where the group is dropped."""
+    filtered: tuple[str, ...] = ()
+    """Why completions left the group, one of FILTER_REASONS each."""
+    dropped: str | None = None
+    """Why the whole group is left out: all "right" or "wrong", "uniform" (the same rewards), "empty" (no completion is
+    left) or "surplus" (the step has enough)."""
+
+
+def choose(group: ScoredGroup, rules: SelectionRules) -> Chosen:
+    """Length filters first; what they leave of the group is then looked at for contrast."""
+    reasons = [_filtered(completion, rules) for completion in group.completions]
+    samples = tuple(g for g, reason in enumerate(reasons) if reason is None)
+    filtered = tuple(reason for reason in reasons if reason is not None)
+    dropped = "empty" if not samples else _without_contrast(group, samples, rules.dynamic)
+    return Chosen(() if dropped else samples, filtered, dropped)
+
+
+def _filtered(completion: Completion, rules: SelectionRules) -> str | None:
+    tokens = len(completion.token_ids)
+    if rules.drop_truncated and completion.finish_reason == "length":
+        return "truncated"
+    if tokens < rules.min_tokens:
+        return "short"
+    return "long" if rules.max_tokens is not None and tokens > rules.max_tokens else None
+
+
+def _without_contrast(group: ScoredGroup, samples: Sequence[int], by: Contrast | None) -> str | None:
+    if by == "accuracy":
+        correct = {group.scores[g].correct for g in samples}
+        return None if len(correct) > 1 else ("right" if correct == {True} else "wrong")
+    if by == "reward":
+        return None if len({group.scores[g].reward for g in samples}) > 1 else "uniform"
+    return None
+
+
+@dataclass(frozen=True)
+class Selection:
+    """All groups that a step sampled, and what of each is learned from."""
+
+    sampled: list[ScoredGroup]
+    chosen: list[Chosen]
+    wanted: int
+    """Groups that the step should learn from."""
+
+    @property
+    def learned(self) -> list[ScoredGroup]:
+        """The groups to learn from, without the completions that left them."""
+        return [
+            ScoredGroup(
+                group.prompt,
+                tuple(group.completions[g] for g in chosen.samples),
+                tuple(group.scores[g] for g in chosen.samples),
+            )
+            for group, chosen in zip(self.sampled, self.chosen, strict=True)
+            if chosen.samples
+        ]
+
+    def spread(self, values: Sequence[Sequence[float]]) -> list[list[float]]:
+        """Numbers of the learned completions laid out by sampled group, 0 for what is not learned from."""
+        assert len(values) == sum(bool(chosen.samples) for chosen in self.chosen)
+        rows = iter(values)
+        spread = []
+        for group, chosen in zip(self.sampled, self.chosen, strict=True):
+            row = [0.0] * len(group.completions)
+            if chosen.samples:
+                for g, value in zip(chosen.samples, next(rows), strict=True):
+                    row[g] = value
+            spread.append(row)
+        return spread
+
+    def dropped_groups(self) -> Counter[str]:
+        """How many groups are left out, by reason."""
+        return Counter(chosen.dropped for chosen in self.chosen if chosen.dropped)
+
+    def filtered_completions(self) -> Counter[str]:
+        """How many completions left their groups, by reason."""
+        return Counter(reason for chosen in self.chosen for reason in chosen.filtered)
+
+    def line(self) -> str:
+        """One line for the console: what was left out, and why."""
+        learned = sum(one.dropped is None for one in self.chosen)
+        groups = ", ".join(f"{n} {reason}" for reason, n in sorted(self.dropped_groups().items()))
+        completions = ", ".join(f"{n} {reason}" for reason, n in sorted(self.filtered_completions().items()))
+        return (
+            f"{learned} of {len(self.sampled)} sampled groups are learned from, {self.wanted} were wanted"
+            + (f"; groups dropped: {groups}" if groups else "")
+            + (f"; completions dropped: {completions}" if completions else "")
+        )
+
+
+def select(
+    sample: Callable[[int], list[ScoredGroup]], wanted: int, max_extra: int, rules: SelectionRules
+) -> Selection:
+    """Sample `wanted` groups, and with dynamic sampling up to `max_extra` more until as many are kept.
+
+    `sample(n)` gives the groups of the next n prompts, fewer where there are no more. A refill asks for as many as
+    should suffice by the share kept so far; groups beyond `wanted` are then "surplus", the last sampled first.
+    """
+    sampled = list(sample(wanted))
+    chosen = [choose(group, rules) for group in sampled]
+    while rules.dynamic is not None:
+        kept = sum(one.dropped is None for one in chosen)
+        ask = min(_refill(wanted - kept, kept, len(chosen)), wanted + max_extra - len(sampled))
+        more = sample(ask) if ask > 0 else []
+        if not more:
+            break
+        sampled += more
+        chosen += [choose(group, rules) for group in more]
+    return Selection(sampled, _without_surplus(chosen, wanted), wanted)
+
+
+def _refill(missing: int, kept: int, sampled: int) -> int:
+    """Groups that should bring the missing ones at the share kept so far, at most MOST_PER_MISSING for each."""
+    enough = missing * MOST_PER_MISSING
+    return min(enough, -(-missing * sampled // kept)) if kept else enough
+
+
+def _without_surplus(chosen: list[Chosen], wanted: int) -> list[Chosen]:
+    kept = 0
+    result = []
+    for one in chosen:
+        kept += one.dropped is None
+        surplus = one.dropped is None and kept > wanted
+        result.append(replace(one, samples=(), dropped="surplus") if surplus else one)
+    return result

@@ -1,0 +1,173 @@
+"""The losses of the GRPO family over packed tokens: sums, never means.
+
+Megatron divides, once per minibatch, by a global count.
+
+| kind | loss of a token with ratio r and advantage A | source |
+|---|---|---|
+| "clip" | max(-A r, -A clip(r)), at most -A * dual_clip where A < 0 | PPO, arXiv:1707.06347, eq. 7 |
+| "gspo" | the same with the geometric mean of the completion's ratios as r | GSPO-token, arXiv:2507.18071 |
+| "cispo" | -A sg[clip(r)] log policy, sg without gradient | CISPO (MiniMax-M1), arXiv:2506.13585 |
+
+clip(r) is r cut to 1 - clip_low .. 1 + clip_high (two clips: DAPO, arXiv:2503.14476; dual clip: arXiv:1912.09729). Only
+tokens with a weight above 0 are looked at: what stands elsewhere may be anything, even NaN, and reaches neither value
+nor gradient.
+"""
+
+# Shape legend: T packed tokens.
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from rlmath.algorithms.importance_sampling import Corrected, Correction, corrected, sequence_log_ratio
+from rlmath.algorithms.kl import KLKind, kl_estimate
+
+LossKind = Literal["clip", "gspo", "cispo"]
+LOSS_KINDS: tuple[str, ...] = get_args(LossKind)
+
+
+@dataclass(frozen=True)
+class LossSettings:
+    """What shapes the loss; see `AlgorithmConfig`."""
+
+    kind: LossKind = "clip"
+    clip_low: float = 0.2
+    clip_high: float = 0.2
+    dual_clip: float | None = None
+    """Largest ratio that counts for tokens with a negative advantage; above 1."""
+    correction: Correction | None = None
+    """For the difference between engine and trainer; None takes the surrogate as it is."""
+    kl_coef: float = 0.0
+    kl_kind: KLKind = "k3"
+    entropy_coef: float = 0.0
+
+
+@dataclass(frozen=True)
+class TokenInputs:
+    """What the loss knows of every token. Log-probs and entropies in nats."""
+
+    logprobs_T: Float[Tensor, "T"]
+    """Of the policy now, with gradient."""
+    entropy_T: Float[Tensor, "T"]
+    """Of the policy's distribution now; with gradient where it is part of the loss."""
+    proximal_logprobs_T: Float[Tensor, "T"]
+    """Of the policy at the start of the step, the denominator of the importance ratio; the engine's where they were not
+    recomputed."""
+    behaviour_logprobs_T: Float[Tensor, "T"]
+    """Of the engine that sampled."""
+    reference_logprobs_T: Float[Tensor, "T"] | None
+    """Of the reference; None without KL."""
+    advantages_T: Float[Tensor, "T"]
+    weights_T: Float[Tensor, "T"]
+    """Of each token in the loss; 0 where none is learned."""
+    segments_T: Int[Tensor, "T"]
+    """Which segment (sample) of the pack the token is in, from 0."""
+    n_segments: int
+
+
+@dataclass(frozen=True)
+class TokenLoss:
+    """Sums over the tokens of one micro-batch. All but `loss` are without gradient and count every token once, whatever
+    its weight in the loss."""
+
+    loss: Float[Tensor, ""]
+    """Surrogate, weighted KL and entropy bonus with the tokens' weights; with gradient."""
+    tokens: Float[Tensor, ""]
+    ratio: Float[Tensor, ""]
+    """Of single tokens to the proximal policy, for every kind of loss."""
+    clipped: Float[Tensor, ""]
+    """Tokens whose gradient the clip took or, for "cispo", limited."""
+    approx_kl: Float[Tensor, ""]
+    """Proximal log-prob minus new: the k1 estimate of KL(proximal || new)."""
+    proximal_kl: Float[Tensor, ""]
+    """The k3 estimate of the same, never negative."""
+    reference_kl: Float[Tensor, ""]
+    """The chosen estimate of KL(policy || reference)."""
+    entropy: Float[Tensor, ""]
+    correction: Float[Tensor, ""]
+    """Weights for the difference between engine and trainer; 1 per token without them."""
+    correction_cut: Float[Tensor, ""]
+    """Tokens whose such weight was capped or masked."""
+
+
+def token_loss(tokens: TokenInputs, settings: LossSettings) -> TokenLoss:
+    """The loss of one micro-batch, as the module's table has it."""
+    counted_T = tokens.weights_T > 0
+    new_T = torch.where(counted_T, tokens.logprobs_T, 0.0)
+    proximal_T = torch.where(counted_T, tokens.proximal_logprobs_T, 0.0)
+    entropy_T = torch.where(counted_T, tokens.entropy_T, 0.0)
+    log_ratio_T = new_T - proximal_T
+    surrogate_T, clipped_T = _surrogate(tokens, settings, new_T, log_ratio_T, counted_T)
+    correction = _correction(tokens, settings.correction, proximal_T, counted_T)
+    loss_T = surrogate_T * correction.weights_T
+    kl_T = torch.zeros_like(new_T)
+    if tokens.reference_logprobs_T is not None:
+        reference_T = torch.where(counted_T, tokens.reference_logprobs_T, 0.0)
+        kl_T = kl_estimate(settings.kl_kind, new_T, reference_T)
+        loss_T = loss_T + settings.kl_coef * kl_T
+    if settings.entropy_coef:
+        loss_T = loss_T - settings.entropy_coef * entropy_T
+
+    def total(values_T: Tensor) -> Tensor:
+        return torch.where(counted_T, values_T.detach(), 0.0).sum()
+
+    return TokenLoss(
+        loss=torch.where(counted_T, loss_T * tokens.weights_T, 0.0).sum(),
+        tokens=total(torch.ones_like(new_T)),
+        ratio=total(log_ratio_T.exp()),
+        clipped=total(clipped_T.to(new_T.dtype)),
+        approx_kl=total(-log_ratio_T),
+        proximal_kl=total(kl_estimate("k3", proximal_T, new_T)),
+        reference_kl=total(kl_T),
+        entropy=total(entropy_T),
+        correction=total(correction.weights_T),
+        correction_cut=total(correction.cut_T.to(new_T.dtype)),
+    )
+
+
+def _surrogate(
+    tokens: TokenInputs,
+    settings: LossSettings,
+    new_T: Float[Tensor, "T"],
+    log_ratio_T: Float[Tensor, "T"],
+    counted_T: Bool[Tensor, "T"],
+) -> tuple[Float[Tensor, "T"], Bool[Tensor, "T"]]:
+    """The policy-gradient loss of every token, and where the clip was at work."""
+    low, high = 1.0 - settings.clip_low, 1.0 + settings.clip_high
+    advantages_T = torch.where(counted_T, tokens.advantages_T, 0.0)
+    if settings.kind == "cispo":
+        ratio_T = log_ratio_T.detach().exp()
+        cut_T = ratio_T.clamp(low, high)
+        return -advantages_T * cut_T * new_T, cut_T != ratio_T
+    ratio_T = log_ratio_T.exp()
+    if settings.kind == "gspo":
+        sequence_T = sequence_log_ratio(log_ratio_T, counted_T, tokens.segments_T, tokens.n_segments)
+        # GSPO-token: the value is the sequence's, each token's gradient is weighed by its own advantage.
+        ratio_T = sequence_T.detach().exp() * (new_T - new_T.detach()).exp()
+    plain_T = -advantages_T * ratio_T
+    clipped_T = -advantages_T * ratio_T.clamp(low, high)
+    loss_T = torch.maximum(plain_T, clipped_T)
+    at_work_T = clipped_T > plain_T
+    if settings.dual_clip is not None:
+        most_T = -advantages_T * settings.dual_clip
+        over_T = (advantages_T < 0) & (loss_T > most_T)
+        loss_T = torch.where(over_T, most_T, loss_T)
+        at_work_T = at_work_T | over_T
+    return loss_T, at_work_T
+
+
+def _correction(
+    tokens: TokenInputs,
+    correction: Correction | None,
+    proximal_T: Float[Tensor, "T"],
+    counted_T: Bool[Tensor, "T"],
+) -> Corrected:
+    if correction is None:
+        return Corrected(counted_T.to(proximal_T.dtype), torch.zeros_like(counted_T))
+    behaviour_T = torch.where(counted_T, tokens.behaviour_logprobs_T, 0.0)
+    return corrected(proximal_T - behaviour_T, counted_T, tokens.segments_T, tokens.n_segments, correction)

@@ -1,0 +1,247 @@
+"""The process that writes a rank's part of a checkpoint while the rank goes on training.
+
+It is started as a program of its own, never forked: a rank holds process groups, engines and perhaps CUDA, which a fork
+would copy. The rank copies its tensors into shared memory that has no name in any file system, hands it over and goes
+on; the process writes, forces the bytes to disk and answers with checksums of what the files then hold.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import mmap
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from multiprocessing import reduction
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from torch import Tensor
+
+from rlmath.checkpoint.directory import FileEntry, file_entry
+from rlmath.distributed.device import local_world_size
+from rlmath.distributed.memory import available_bytes
+from rlmath.distributed.process import end_with_parent, settle
+
+_ALIGNMENT = 64
+_NICENESS = 10
+_LOOK_SECONDS = 1.0
+_PROGRAM = "import gc; gc.disable(); from rlmath.checkpoint.async_writer import main; main()"
+
+
+@dataclass(frozen=True)
+class Staged:
+    """A tensor in the shared memory."""
+
+    item: Any
+    """torch's `WriteItem`: which part of which global tensor it is."""
+    offset: int
+    """Bytes."""
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """One file to write."""
+
+    path: str
+    key: str
+    """The file's name in the checkpoint."""
+    objects: list[tuple[Any, bytes]]
+    tensors: list[Staged]
+
+
+@dataclass(frozen=True)
+class Written:
+    """What became of a job."""
+
+    results: list[Any]
+    """torch's `WriteResult` of every item."""
+    files: dict[str, FileEntry]
+    """By name of the file."""
+    error: str | None
+    """Why it failed; the rest is empty then."""
+
+
+def lacks_memory(buckets: Sequence[Any]) -> str | None:
+    """What is wrong where this machine has no memory for its ranks' copies, if they are all like this one. Ask on all
+    ranks before any of them copies."""
+    size, _ = _lay_out(buckets)
+    ranks = local_world_size() or 1
+    if size * ranks <= available_bytes():
+        return None
+    return f"no memory for copies of {size / 2**30:.2f} GiB that {ranks} ranks of this machine save"
+
+
+class WriterProcess:
+    """The rank's side. One job at a time."""
+
+    def __init__(self) -> None:
+        ours, theirs = socket.socketpair()
+        modules = os.pathsep.join(path for path in sys.path if path)
+        environment = os.environ | {
+            "PYTHONPATH": modules,
+            "PYTHONWARNINGS": "ignore",
+            "OMP_NUM_THREADS": "1",
+            "CUDA_VISIBLE_DEVICES": "",
+        }
+        with theirs:
+            command = [
+                sys.executable,
+                "-P",  # a file of the current folder is no module
+                "-c",
+                _PROGRAM,
+                str(theirs.fileno()),
+                str(os.getpid()),
+            ]
+            self._process = subprocess.Popen(
+                command,
+                pass_fds=[theirs.fileno()],
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,  # signals to the run's process group are for the rank, which may save once more
+            )
+        self._connection = Connection(ours.detach())
+
+    @property
+    def alive(self) -> bool:
+        return self._process.poll() is None
+
+    def submit(self, buckets: Sequence[Any]) -> None:
+        """Copy what Megatron's writer wants written, and hand it over. The tensors may change as soon as this returns.
+        OSError where the process does not take it. Ask `lacks_memory` before."""
+        size, jobs = _lay_out(buckets)
+        memory = os.memfd_create("rlmath-checkpoint")
+        try:
+            os.posix_fallocate(memory, 0, max(size, 1))
+            _copy(buckets, jobs, memory, size)
+            self._connection.send(size)
+            reduction.send_handle(self._connection, memory, self._process.pid)
+            self._connection.send(jobs)
+        finally:
+            os.close(memory)
+
+    def ready(self, timeout: float = 0.0) -> bool:
+        """Whether the answer is there, or will never come."""
+        return self._connection.poll(timeout)
+
+    def result(self, waiting: Callable[[], None]) -> Written:
+        """The answer to the last job. Waits for it, and calls `waiting` while the process gets on."""
+        try:
+            done = self._done()
+            while not self.ready(_LOOK_SECONDS):
+                before, done = done, self._done()
+                if done != before:
+                    waiting()
+            return self._connection.recv()
+        except (EOFError, OSError) as error:
+            return Written([], {}, f"the process that writes has ended ({type(error).__name__})")
+
+    def _done(self) -> tuple[float, ...]:
+        """Numbers that grow as long as the process computes or writes."""
+        try:
+            process = psutil.Process(self._process.pid)
+            times = process.cpu_times()
+            return times.user, times.system, float(process.io_counters().write_bytes)
+        except psutil.Error:
+            return ()
+
+    def close(self) -> None:
+        """End the process; a job that it is at is broken off."""
+        self._connection.close()
+        self._process.kill()
+        self._process.wait()
+
+
+def _lay_out(buckets: Sequence[Any]) -> tuple[int, list[Bucket]]:
+    """Bytes in all, and each tensor's place."""
+    at, jobs = 0, []
+    for path, key, (objects, tensors) in buckets:
+        staged = []
+        for item, tensor in tensors:
+            staged.append(Staged(item, at, tuple(tensor.shape), tensor.dtype))
+            at += -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
+        jobs.append(Bucket(str(path), key, [(item, data.getvalue()) for item, data in objects], staged))
+    return at, jobs
+
+
+@torch.no_grad()
+def _copy(buckets: Sequence[Any], jobs: Sequence[Bucket], memory: int, size: int) -> None:
+    if size == 0:
+        return
+    with mmap.mmap(memory, size) as mapped:
+        for (_, _, (_, tensors)), job in zip(buckets, jobs, strict=True):
+            for (_, tensor), staged in zip(tensors, job.tensors, strict=True):
+                if tensor.numel():
+                    target = _view(mapped, staged)
+                    target.copy_(tensor)
+                    del target  # a mapping cannot be closed while something looks into it
+
+
+def _view(mapped: mmap.mmap, staged: Staged) -> Tensor:
+    count = 1
+    for length in staged.shape:
+        count *= length
+    if count == 0:
+        return torch.empty(staged.shape, dtype=staged.dtype)
+    return torch.frombuffer(mapped, dtype=staged.dtype, count=count, offset=staged.offset).view(staged.shape)
+
+
+# ---------------------------------------------------------------- the process
+
+
+def main() -> None:
+    """Write one job after the other, until the rank ends."""
+    descriptor, parent = int(sys.argv[1]), int(sys.argv[2])
+    end_with_parent(parent)
+    os.nice(_NICENESS)
+    torch.set_num_threads(1)
+    settle()
+    connection = Connection(descriptor)
+    with contextlib.suppress(EOFError, OSError):
+        while True:
+            size = connection.recv()
+            memory = reduction.recv_handle(connection)
+            jobs = connection.recv()
+            connection.send(_write(jobs, memory, size))
+
+
+def _write(jobs: Sequence[Bucket], memory: int, size: int) -> Written:
+    try:
+        # A private mapping: torch wants a buffer that it may write to.
+        mapped = mmap.mmap(memory, size, flags=mmap.MAP_PRIVATE) if size else None
+        os.close(memory)
+        results = [result for job in jobs for result in _write_file(job, mapped)]
+        return Written(results, {job.key: file_entry(Path(job.path)) for job in jobs}, None)
+    except Exception as error:  # of any kind: the rank tells it
+        return Written([], {}, f"{type(error).__name__}: {error}")
+
+
+def _write_file(job: Bucket, mapped: mmap.mmap | None) -> list[Any]:
+    """The file as Megatron's own writer makes it (`FileSystemWriterAsync.write_preloaded_data`), without importing
+    Megatron, which would take most of this process's start."""
+    # torch's, and as unstable as the name says; Megatron calls it as well.
+    from torch.distributed.checkpoint.filesystem import (
+        SerializationFormat,
+        _StorageWriterTransforms,
+        _write_item,
+    )
+
+    transforms, form = _StorageWriterTransforms(), SerializationFormat.TORCH_SAVE
+    results = []
+    with open(job.path, "wb") as stream:
+        for item, data in job.objects:
+            results.append(_write_item(transforms, stream, io.BytesIO(data), item, job.key, form))
+        for one in job.tensors if mapped is not None else []:
+            results.append(_write_item(transforms, stream, _view(mapped, one), one.item, job.key, form))
+        stream.flush()
+        os.fsync(stream.fileno())
+    return results

@@ -1,0 +1,245 @@
+"""Between a Hugging Face folder and a Megatron-Core torch_dist checkpoint, on one processor, without Megatron.
+
+Tensors pass one by one: what is in memory is the tensor at hand (of the fused ones also its parts), never the model.
+Everything that can be known beforehand is checked before anything is written; the result is written aside and gets its
+name when it is whole.
+"""
+
+from __future__ import annotations
+
+import math
+import shutil
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from rlmath.checkpoint.convert.names import (
+    Part,
+    Stored,
+    find_all,
+    listed,
+    object_keys,
+    parts,
+    raise_listed,
+    split_problems,
+    stored_tensors,
+    written_keys,
+)
+from rlmath.checkpoint.convert.sources import RELEASE, TRACKER, HFTensor, read_headers
+from rlmath.checkpoint.convert.torch_dist_io import StateReader, StateWriter
+from rlmath.checkpoint.directory import COMPANIONS
+from rlmath.checkpoint.hf.weight_map import hf_shapes, to_canonical
+from rlmath.checkpoint.hf.weights import (
+    WORDS,
+    HFReader,
+    SafetensorsWriter,
+    read_metadata_files,
+    write_companions,
+)
+from rlmath.config.model_shape import ModelShape
+from rlmath.distributed.device import most_resident_bytes
+
+_DTYPES = {word: dtype for dtype, word in WORDS.items()}
+DTYPES = {"auto": None, "float32": torch.float32, "bfloat16": torch.bfloat16}
+"""Words of --dtype."""
+_COMPUTED = ".rotary_emb.inv_freq"
+"""Follows from config.json; older files have it."""
+
+
+@dataclass(frozen=True)
+class Converted:
+    """What was written."""
+
+    tensors: int
+    """Of Hugging Face."""
+    bytes: int
+
+    def line(self, output: Path, seconds: float) -> str:
+        """One line for people, with this process's largest memory so far."""
+        return (
+            f"Wrote {output}: {self.tensors} tensors, {self.bytes / 1e9:.3f} GB, in {seconds:.1f} s; "
+            f"peak memory {most_resident_bytes() / 1e9:.3f} GB"
+        )
+
+
+def hf_to_megatron(
+    source: Path, shape: ModelShape, output: Path, tensor: int, pipeline: int, dtype: torch.dtype | None
+) -> Converted:
+    """Write the checkpoint `output`/release, Megatron-LM's note which one to load, and the model's metadata_files under
+    `output`/hf.
+
+    `tensor` and `pipeline` say over how many files the tensors are spread, and `tensor` to a multiple of what the
+    vocabulary is filled up; any layout can load it. `dtype` None: as in the source. ValueError for a mistake.
+    """
+    reader, held = read_headers(source)
+    problems = [*split_problems(shape, tensor, pipeline), *_hf_problems(shape, held)]
+    raise_listed(f"{source} cannot be converted", problems)
+    formats = {_DTYPES[held[name].word] for name in _expected(shape)} if dtype is None else {dtype}
+    if len(formats) > 1:
+        raise ValueError(f"{source} has several number formats; needed: one. Choose it by --dtype.")
+    (dtype,) = formats
+    names = _expected(shape)
+    with _fresh_folder(output, _elements(names.values()) * dtype.itemsize) as folder:
+        state = folder / RELEASE
+        state.mkdir()
+        writer = StateWriter(state)
+        for stored in stored_tensors(shape, tensor):
+            stage = _stage(stored, shape, pipeline)
+            _store(reader, stored, shape, writer, (tensor, stage), dtype)
+        for key, layer in object_keys(shape).items():
+            writer.add_object(tensor * (layer * pipeline // shape.num_layers), key)
+        writer.close()
+        (folder / COMPANIONS).mkdir()
+        write_companions(folder / COMPANIONS, read_metadata_files(source), dtype)
+        (folder / TRACKER).write_text(RELEASE, encoding="utf-8")
+    return Converted(len(names), writer.bytes)
+
+
+def megatron_to_hf(
+    state: Path,
+    shape: ModelShape,
+    metadata_files: Mapping[str, bytes],
+    output: Path,
+    dtype: torch.dtype | None,
+    shard_bytes: int,
+) -> Converted:
+    """Write the model of a torch_dist folder as safetensors of up to `shard_bytes` a file, beside its metadata files.
+
+    Only the model's tensors are read. `dtype` None: as in the checkpoint. ValueError for a mistake.
+    """
+    reader = StateReader(state)
+    found = find_all(reader, shape)
+    formats = {reader.tensors[key].properties.dtype for one in found for key, *_ in one.regions}
+    if not formats <= set(_DTYPES.values()):
+        raise ValueError(f"{state} has numbers in {_words(formats)}; needed: float32, bfloat16 or float16.")
+    if dtype is None and len(formats) > 1:
+        raise ValueError(
+            f"{state} has numbers in {_words(formats)}; needed: one format. Choose it by --dtype."
+        )
+    dtype = next(iter(formats)) if dtype is None else dtype
+    names = _expected(shape)
+    with _fresh_folder(output, _elements(names.values()) * dtype.itemsize) as folder:
+        writer = SafetensorsWriter(folder, shard_bytes)
+        try:
+            for one in found:
+                for name, weight in one.tensors(reader, shape):
+                    writer.add(name, weight, dtype)
+            writer.close()
+        finally:
+            writer.abandon()
+        write_companions(folder, metadata_files, dtype)
+    return Converted(len(names), writer.bytes)
+
+
+# ---------------------------------------------------------------- from Hugging Face
+
+
+def _expected(shape: ModelShape) -> dict[str, tuple[int, ...]]:
+    """Shape by name of all Hugging Face tensors of a model."""
+    return {
+        name: size
+        for stored in stored_tensors(shape)
+        for name, size in zip(stored.placed.hf_names, hf_shapes(stored.placed.rule, shape), strict=True)
+    }
+
+
+def _hf_problems(shape: ModelShape, held: Mapping[str, HFTensor]) -> list[str]:
+    expected = _expected(shape)
+    ignored = {"lm_head.weight"} if shape.tied_embeddings else set()
+    extra = [name for name in held if name not in expected and name not in ignored]
+    wrong = [
+        f"{name} has shape {held[name].shape}, config.json makes it {size}"
+        for name, size in expected.items()
+        if name in held and held[name].shape != size
+    ]
+    odd = [
+        f"{name} ({held[name].word})" for name in expected if name in held and held[name].word not in _DTYPES
+    ]
+    return [
+        *listed("tensors are missing", [name for name in expected if name not in held]),
+        *listed(
+            f"tensors are unknown to {shape.architecture}", [x for x in extra if not x.endswith(_COMPUTED)]
+        ),
+        *listed("tensors have another shape", wrong),
+        *listed("tensors are neither float32 nor bfloat16 nor float16", odd),
+    ]
+
+
+def _stage(stored: Stored, shape: ModelShape, pipeline: int) -> int:
+    if stored.placed.layer is not None:
+        return stored.placed.layer * pipeline // shape.num_layers
+    return 0 if stored.placed.rule.place == "first" else pipeline - 1
+
+
+def _store(
+    reader: HFReader,
+    stored: Stored,
+    shape: ModelShape,
+    writer: StateWriter,
+    layout: tuple[int, int],
+    dtype: torch.dtype,
+) -> None:
+    """Write one tensor, each rank's part by itself. `layout`: tensor-parallel size and pipeline stage."""
+    tensor, stage = layout
+    weights = [reader.tensor(name) for name in stored.placed.hf_names]
+    whole = weights[0] if len(weights) == 1 else to_canonical(stored.placed.rule, weights, shape, tensor)
+    rows = whole if len(weights) == 1 else whole.reshape(stored.shape)
+    ones = (1,) * len(stored.lead)
+    for part in parts(stored, tensor):
+        piece = _cut(rows, part).to(dtype)
+        for key in written_keys(stored, shape):
+            offset = (*stored.lead, *part.offset)
+            view = piece.reshape(*ones, *piece.shape)
+            writer.add(stage * tensor + part.tensor_rank, key, offset, stored.global_shape, view)
+
+
+def _cut(rows: Tensor, part: Part) -> Tensor:
+    """A part of a tensor; rows that it does not have are zeros, those that the vocabulary is filled up with."""
+    piece = rows[tuple(slice(a, a + n) for a, n in zip(part.offset, part.size, strict=True))]
+    lacking = part.size[0] - piece.shape[0]
+    return piece if lacking == 0 else torch.nn.functional.pad(piece, (0, 0, 0, lacking))
+
+
+# ---------------------------------------------------------------- both
+
+
+@contextmanager
+def _fresh_folder(output: Path, needed: int) -> Iterator[Path]:
+    """A folder aside that gets its name at the end; removed where something goes wrong. `needed`: bytes on disk."""
+    check_output(output)
+    output.parent.mkdir(parents=True, exist_ok=True)
+    free = shutil.disk_usage(output.parent).free
+    if free < needed:
+        raise ValueError(
+            f"the disk of {output} has {free / 1e9:.2f} GB free; needed: {needed / 1e9:.2f} GB. "
+            "Free some, or change --output."
+        )
+    partial = output.with_name(output.name + ".partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir()
+    try:
+        yield partial
+        if output.is_dir():
+            output.rmdir()
+        partial.rename(output)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+
+
+def check_output(output: Path) -> None:
+    """ValueError where something is there already."""
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise ValueError(f"--output {output} is there already and is not an empty folder; name a new one.")
+
+
+def _elements(shapes: Iterable[tuple[int, ...]]) -> int:
+    return sum(math.prod(size) for size in shapes)
+
+
+def _words(formats: Iterable[torch.dtype]) -> str:
+    return ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in formats))

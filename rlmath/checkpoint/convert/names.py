@@ -1,0 +1,296 @@
+"""Where Megatron keeps a model's tensors in a torch_dist checkpoint: whatever the layout was, one global tensor by key.
+
+Layers are stacked: "decoder.layers.self_attention.linear_proj.weight" has an axis of layers before its own, and an
+expert's weights have one of experts after it. (Models whose layers differ have a key for each layer, with its number.)
+A canonical form of `hf_tables` becomes rows by merging its first axes:
+
+    plain     [rows, ...]              as it is
+    vocab     [vocabulary + padding, E]
+    qkv       [G x (R + 2) x D, ...]
+    gate_up   [2 x F, E]               all of gate, then all of up, whatever the tensor-parallel size
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from rlmath.checkpoint.convert.torch_dist_io import StateReader
+from rlmath.checkpoint.hf.weight_map import (
+    Placed,
+    canonical_shape,
+    from_canonical,
+    has_experts,
+    placed_tensors,
+)
+from rlmath.config.model_shape import ModelShape
+
+_MERGED = {"plain": 1, "vocab": 1, "qkv": 3, "gate_up": 2}
+"""How many of a canonical form's first axes are rows here."""
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A placed tensor's place in a checkpoint."""
+
+    placed: Placed
+    keys: tuple[str, ...]
+    """Names of the global tensor; a checkpoint has one of them, or more with the same contents."""
+    numbered: tuple[str, ...]
+    """Names where each layer has its own; then without the layer's axis."""
+    lead: tuple[int, ...]
+    """Place on the leading axes: (), (layer,) or (layer, expert)."""
+    lead_shape: tuple[int, ...]
+    shape: tuple[int, ...]
+    """Of this placed tensor, as rows."""
+    canonical: tuple[int, ...]
+    """Shape of the canonical form."""
+
+    @property
+    def global_shape(self) -> tuple[int, ...]:
+        return (*self.lead_shape, *self.shape)
+
+
+@dataclass(frozen=True)
+class Part:
+    """What one tensor-parallel rank holds of a `Stored` as one rectangle."""
+
+    offset: tuple[int, ...]
+    size: tuple[int, ...]
+    tensor_rank: int
+
+
+def stored_tensors(shape: ModelShape, tensor: int = 1) -> Iterator[Stored]:
+    """Every tensor of a model in streaming order, the vocabulary filled up to a multiple of `tensor`."""
+    for placed in placed_tensors(shape):
+        canonical = canonical_shape(placed.rule, shape, tensor)
+        merged = _MERGED[placed.rule.form]
+        lead, lead_shape = _lead(placed, shape)
+        yield Stored(
+            placed,
+            tuple(dict.fromkeys(_stacked_key(name) for name in placed.rule.megatron)),
+            tuple(_numbered_key(name, placed) for name in placed.rule.megatron) if lead else (),
+            lead,
+            lead_shape,
+            (math.prod(canonical[:merged]), *canonical[merged:]),
+            canonical,
+        )
+
+
+def _lead(placed: Placed, shape: ModelShape) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    if placed.layer is None:
+        return (), ()
+    if placed.expert is None:
+        return (placed.layer,), (shape.num_layers,)
+    return (placed.layer, placed.expert), (shape.num_layers, shape.num_experts)
+
+
+def _stacked_key(name: str) -> str:
+    """
+    >>> _stacked_key("decoder.layers.{m}.mlp.linear_fc2.weight")
+    'decoder.layers.mlp.linear_fc2.weight'
+    >>> _stacked_key("decoder.layers.{m}.mlp.experts.local_experts.{x}.linear_fc2.weight")
+    'decoder.layers.mlp.experts.experts.linear_fc2.weight'
+    >>> _stacked_key("decoder.layers.{m}.mlp.experts.linear_fc2.weight{x}")
+    'decoder.layers.mlp.experts.experts.linear_fc2.weight'
+    """
+    return _experts_key(name).replace(".{m}", "")
+
+
+def _experts_key(name: str) -> str:
+    if name.endswith("{x}"):
+        return name.removesuffix("{x}").replace(".experts.", ".experts.experts.")
+    return name.replace(".local_experts.{x}.", ".experts.")
+
+
+def _numbered_key(name: str, placed: Placed) -> str:
+    return _experts_key(name).format(m=placed.layer)
+
+
+def written_keys(stored: Stored, shape: ModelShape) -> tuple[str, ...]:
+    """The keys under which a tensor is written. Transformer Engine's layers and Megatron's local ones ask for the same
+    ones, those of Transformer Engine's parameters; but for the norm before experts, which is written under both."""
+    return stored.keys if has_experts(shape.architecture) and len(stored.keys) > 1 else stored.keys[-1:]
+
+
+def parts(stored: Stored, tensor: int) -> list[Part]:
+    """How tensor-parallel ranks share a tensor: offsets and sizes without the leading axes. What all ranks have is rank
+    0's.
+
+    Of a gate_up of 2 x 6 rows, rank 1 of 2 has rows 3 to 6 (gate) and 9 to 12 (up).
+    """
+    axis = stored.placed.rule.split_axis
+    if axis is None:
+        return [Part((0,) * len(stored.shape), stored.shape, 0)]
+    merged = _MERGED[stored.placed.rule.form]
+    before, row_axis = math.prod(stored.canonical[:axis]) if axis < merged else 1, max(0, axis - merged + 1)
+    block = stored.shape[row_axis] // before
+    found = []
+    for rank in range(tensor):
+        for number in range(before):
+            offset, size = [0] * len(stored.shape), list(stored.shape)
+            offset[row_axis] = number * block + rank * (block // tensor)
+            size[row_axis] = block // tensor
+            found.append(Part(tuple(offset), tuple(size), rank))
+    return found
+
+
+def split_problems(shape: ModelShape, tensor: int, pipeline: int) -> list[str]:
+    """Why a model cannot be split over so many ranks; [] where it can."""
+    problems = []
+    if pipeline > shape.num_layers:
+        problems.append(f"pipeline parallel {pipeline} is more than the model's {shape.num_layers} layers")
+    uneven = {}
+    for stored in stored_tensors(shape, tensor):
+        axis = stored.placed.rule.split_axis
+        if axis is not None and stored.canonical[axis] % tensor:
+            uneven[stored.placed.rule.sizes[axis]] = stored.canonical[axis]
+    words = {"group": "key-value heads", "query": "rows of all query heads", "ffn": "feed-forward units"}
+    problems += [
+        f"tensor parallel {tensor} does not divide the model's {size} {words.get(name, name)}"
+        for name, size in uneven.items()
+    ]
+    return problems
+
+
+def object_keys(shape: ModelShape) -> dict[str, int]:
+    """The pipeline layer of each empty object that Megatron's modules keep beside their weights ("_extra_state"), by
+    its key. Megatron does not load without them: its local layers ask for those of the linear modules, Transformer
+    Engine's for those of all."""
+    found: dict[str, int] = {}
+    for stored in stored_tensors(shape):
+        modules = [key.rpartition(".")[0] for key in written_keys(stored, shape)]
+        if stored.placed.layer is not None:
+            modules.append("decoder.layers.self_attention.core_attention")
+        elif modules != ["decoder.final_layernorm"]:
+            continue
+        lead, lead_shape = (
+            ".".join(map(str, stored.lead or (0,))),
+            ".".join(map(str, stored.lead_shape or (1,))),
+        )
+        layer = shape.num_layers - 1 if stored.placed.layer is None else stored.placed.layer
+        experts = [module for module in modules if ".experts." in module]
+        for module in experts or modules:
+            found[f"{module}._extra_state/shard_{lead}_{lead_shape}"] = layer
+    return found
+
+
+_NOT_THE_MODEL = ("optimizer.", "chained_", "random.", "rng_state", "opt_param_scheduler", "rerun_state")
+"""How the names begin of what a training run keeps beside the model."""
+
+
+_COMPUTED = "rotary_pos_emb.inv_freq"
+"""Follows from config.json; older checkpoints have it."""
+
+
+_TOLD = 8
+
+MOST_PADDING = 2**14
+"""More rows than that beyond the vocabulary are no padding: it is filled up to a multiple of 128 times the tensor
+parallel size."""
+
+
+Region = tuple[str, tuple[int, ...], tuple[int, ...]]
+"""Key, offset and size of a rectangle in a checkpoint."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """Where a checkpoint has a tensor: rectangles that together are its rows."""
+
+    stored: Stored
+    regions: tuple[Region, ...]
+
+    def tensors(self, reader: StateReader, shape: ModelShape) -> Iterator[tuple[str, Tensor]]:
+        """The Hugging Face tensors."""
+        placed = self.stored.placed
+        size = self.stored.shape
+        read = [reader.read(*region).reshape(-1, *size[1:]) for region in self.regions]
+        rows = read[0] if len(read) == 1 else torch.cat(read)
+        canonical = rows if placed.rule.form == "vocab" else rows.reshape(self.stored.canonical)
+        del read, rows
+        yield from zip(placed.hf_names, from_canonical(placed.rule, canonical, shape), strict=True)
+
+
+def find_all(reader: StateReader, shape: ModelShape) -> list[Found]:
+    """Every tensor's place; ValueError that lists what is missing, of another shape, or unknown."""
+    found, missing, wrong, known = [], [], [], set()
+    for stored in stored_tensors(shape):
+        known |= _all_keys(stored)
+        place = _find(reader, stored)
+        if isinstance(place, Found):
+            found.append(place)
+        elif place is None:
+            missing.append(f"{stored.keys[-1]} {list(stored.lead)}".removesuffix(" []"))
+        else:
+            wrong.append(place)
+    unknown = [key for key in reader.tensors if key not in known and not key.startswith(_NOT_THE_MODEL)]
+    problems = [
+        *listed("tensors are missing", missing),
+        *listed(
+            f"tensors are unknown to {shape.architecture}", [x for x in unknown if not x.endswith(_COMPUTED)]
+        ),
+        *listed("tensors have another shape", list(dict.fromkeys(wrong))),
+    ]
+    raise_listed(f"{reader.folder} is not a checkpoint of the model that config.json describes", problems)
+    return found
+
+
+def _halves(key: str) -> tuple[str, str]:
+    """Newer Megatron can keep gate and up apart (`singleton_local_shards`)."""
+    return f"{key}_w", f"{key}_v"
+
+
+def _all_keys(stored: Stored) -> set[str]:
+    keys = {*stored.keys, *stored.numbered}
+    return keys | {half for key in keys for half in _halves(key)}
+
+
+def _find(reader: StateReader, stored: Stored) -> Found | str | None:
+    """Where a tensor is; what is wrong with it; or None."""
+    for keys, lead, lead_shape in (
+        (stored.keys, stored.lead, stored.lead_shape),
+        (stored.numbered, stored.lead[1:], stored.lead_shape[1:]),
+    ):
+        for key in reversed(keys):
+            for names in ((key,), _halves(key)):
+                if all(name in reader.tensors for name in names):
+                    return _placed_in(reader, stored, names, lead, lead_shape)
+    return None
+
+
+def _placed_in(
+    reader: StateReader,
+    stored: Stored,
+    names: tuple[str, ...],
+    lead: tuple[int, ...],
+    lead_shape: tuple[int, ...],
+) -> Found | str:
+    wanted = (*lead_shape, stored.shape[0] // len(names), *stored.shape[1:])
+    for name in names:
+        size = tuple(reader.tensors[name].size)
+        is_vocab = stored.placed.rule.form == "vocab"
+        filled_up = is_vocab and 0 <= size[0] - wanted[0] <= MOST_PADDING and size[1:] == wanted[1:]
+        if size != wanted and not filled_up:
+            return f"{name} has shape {size}, config.json makes it {wanted}"
+    offset = (*lead, *(0 for _ in stored.shape))
+    region = ((1,) * len(lead)) + wanted[len(lead) :]
+    return Found(stored, tuple((name, offset, region) for name in names))
+
+
+def listed(what: str, names: list[str]) -> list[str]:
+    """["2 tensors are missing: a; b"], [] where there are none."""
+    if not names:
+        return []
+    more = f" and {len(names) - _TOLD} more" if len(names) > _TOLD else ""
+    return [f"{len(names)} {what}: {'; '.join(names[:_TOLD])}{more}"]
+
+
+def raise_listed(heading: str, problems: list[str]) -> None:
+    """A ValueError of all problems, if there are any."""
+    if problems:
+        raise ValueError("\n".join([f"{heading}:", *(f"  - {problem}" for problem in problems)]))

@@ -1,0 +1,117 @@
+"""What the converters are given: a checkpoint of ours or of Megatron's, found by any folder of it; a Hugging Face
+folder, read by its headers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from safetensors import SafetensorError, safe_open
+
+from rlmath.checkpoint.directory import (
+    CHECKPOINTS,
+    COMPANIONS,
+    MANIFEST,
+    STATE,
+    complete_checkpoints,
+    read_checkpoint,
+    wrong_sizes,
+)
+from rlmath.checkpoint.hf.weights import HFReader
+from rlmath.checkpoint.safe_metadata import INDEX
+
+TRACKER = "latest_checkpointed_iteration.txt"
+"""Where Megatron-LM notes which of a folder's checkpoints to load: an iteration, or "release"."""
+
+RELEASE = "release"
+"""Megatron-LM's name for a checkpoint of weights alone. From one of an iteration it would want the optimizer, too."""
+
+
+@dataclass(frozen=True)
+class MegatronSource:
+    """A checkpoint to read."""
+
+    state: Path
+    """The torch_dist folder."""
+    metadata_files: Path | None
+    """The folder with config.json and tokenizer that lies beside, if one does."""
+
+
+def find_megatron(folder: Path) -> MegatronSource:
+    """The checkpoint in a folder: our own, or the newest of a run of ours, or a torch_dist folder, or the one that
+    Megatron-LM would load. ValueError where there is none, or where files of it are missing."""
+    if (folder / INDEX).is_file():
+        return _with_companions(folder, folder, folder.parent)
+    if (folder / MANIFEST).is_file():
+        damage = wrong_sizes(read_checkpoint(folder))
+        if damage:
+            raise ValueError(f"the checkpoint {folder} is damaged: {'; '.join(damage)}")
+        return _with_companions(folder / STATE, folder)
+    if (folder / TRACKER).is_file():
+        return _with_companions(_tracked(folder), folder)
+    found, problems = complete_checkpoints(
+        folder / CHECKPOINTS if (folder / CHECKPOINTS).is_dir() else folder
+    )
+    if not found:
+        raise ValueError(
+            f"{folder} is no checkpoint; needed: one of this program (step-...), a run's output folder, a torch_dist "
+            f"folder (with {INDEX}), or a Megatron-LM folder (with {TRACKER}). {' '.join(problems)}".rstrip()
+        )
+    return _with_companions(found[0].state, found[0].folder)
+
+
+def _tracked(folder: Path) -> Path:
+    word = (folder / TRACKER).read_text(encoding="utf-8", errors="replace")[:40].strip()
+    if word != RELEASE and not (word.isascii() and word.isdigit()):
+        raise ValueError(f'{folder / TRACKER} says {word!r}; needed: an iteration or "{RELEASE}".')
+    state = folder / (RELEASE if word == RELEASE else f"iter_{int(word):07d}")
+    if not (state / INDEX).is_file():
+        raise ValueError(
+            f"{folder / TRACKER} names {state.name}, which is no torch_dist folder: it has no {INDEX}. Only "
+            "torch_dist checkpoints are read (Megatron-LM: --ckpt-format torch_dist)."
+        )
+    return state
+
+
+def _with_companions(state: Path, *places: Path) -> MegatronSource:
+    beside = (place / COMPANIONS for place in places)
+    return MegatronSource(state, next((path for path in beside if (path / "config.json").is_file()), None))
+
+
+@dataclass(frozen=True)
+class HFTensor:
+    """What a safetensors header says of a tensor."""
+
+    shape: tuple[int, ...]
+    word: str
+    """The number format, "F32" or the like."""
+
+
+def read_headers(folder: Path) -> tuple[HFReader, dict[str, HFTensor]]:
+    """The tensors of a Hugging Face folder. ValueError where a file is missing, cut off, or lies elsewhere."""
+    try:
+        reader = HFReader(folder)
+        files = sorted({str(file) for file in reader.files.values()})
+    except (OSError, SafetensorError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(
+            f"the weights of {folder} cannot be read ({type(error).__name__}: {error})."
+        ) from error
+    held: dict[str, HFTensor] = {}
+    for file in files:
+        if Path(file).name != file:
+            raise ValueError(f"the index of {folder} names {file!r}; needed: files in the same folder.")
+        try:
+            with safe_open(folder / file, framework="pt") as opened:
+                for name in opened.keys():  # noqa: SIM118
+                    part = opened.get_slice(name)
+                    held[name] = HFTensor(tuple(part.get_shape()), part.get_dtype())
+        except (OSError, SafetensorError) as error:
+            raise ValueError(
+                f"{folder / file} is not a whole safetensors file ({error}). Copy or download it again."
+            ) from error
+    lost = sorted(reader.names - held.keys())
+    if lost:
+        raise ValueError(
+            f"{folder}: {len(lost)} tensors are not in the files that the index names: {lost[:3]}"
+        )
+    return reader, held

@@ -1,0 +1,336 @@
+"""How each architecture's Hugging Face tensors are made of Megatron's: the one table that import, export and weight
+sync read.
+
+A Megatron tensor has a canonical form, one full tensor in which the tensor-parallel shards are plain chunks along one
+axis. With G key-value groups, R query heads per group, D head dim, F feed-forward size and E hidden size:
+
+    plain     the Hugging Face tensor itself
+    vocab     the same, rows filled up with zeros to a multiple of the tensor-parallel size
+    qkv       [G, R + 2, D, ...]  query heads of a group, then its key and its value; split on axis 0
+    gate_up   [2, F, ...]         gate, then up; split on axis 1
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from rlmath.config.model_shape import ModelShape
+
+Form = Literal["plain", "vocab", "qkv", "gate_up"]
+Place = Literal["first", "layer", "expert", "last"]
+
+
+Size = Literal["vocab", "hidden", "head", "query", "group", "heads_per_group_and_2", "two", "ffn", "experts"]
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One Megatron tensor, and the Hugging Face tensors that it is made of.
+
+    `{m}` in a name stands for the layer's number in its model chunk (Megatron), `{n}` for that in the model; `{x}` for
+    an expert's number among those of its rank (Megatron), `{e}` for that in the layer.
+    """
+
+    megatron: tuple[str, ...]
+    """The tensor's names: in Megatron's local layers, and in Transformer Engine's where that differs."""
+    hf: tuple[str, ...]
+    form: Form
+    sizes: tuple[Size, ...]
+    """Axes of the canonical form, by the names of `_sizes`."""
+    split_axis: int | None
+    """Axis of the canonical form that tensor-parallel ranks share; None: every rank has all of it."""
+    place: Place
+    """The pipeline stage that owns it: the first, the last, or that of its layer. "expert": of that stage, only the
+    ranks that have the expert, and `split_axis` is shared by the ranks of `Mesh.expert_tensor`."""
+
+
+_MEGATRON_ATTENTION = "decoder.layers.{m}.self_attention"
+_MEGATRON_MLP = "decoder.layers.{m}.mlp"
+_LAYER = "model.layers.{n}"
+_QKV_AXES: tuple[Size, ...] = ("group", "heads_per_group_and_2", "head")
+
+_EMBEDDING = (
+    Rule(
+        ("embedding.word_embeddings.weight",),
+        ("model.embed_tokens.weight",),
+        "vocab",
+        ("vocab", "hidden"),
+        0,
+        "first",
+    ),
+)
+_HEAD = (
+    Rule(("decoder.final_layernorm.weight",), ("model.norm.weight",), "plain", ("hidden",), None, "last"),
+    Rule(("output_layer.weight",), ("lm_head.weight",), "vocab", ("vocab", "hidden"), 0, "last"),
+)
+_ATTENTION = (
+    Rule(
+        ("decoder.layers.{m}.input_layernorm.weight", f"{_MEGATRON_ATTENTION}.linear_qkv.layer_norm_weight"),
+        (f"{_LAYER}.input_layernorm.weight",),
+        "plain",
+        ("hidden",),
+        None,
+        "layer",
+    ),
+    Rule(
+        (f"{_MEGATRON_ATTENTION}.linear_qkv.weight",),
+        tuple(f"{_LAYER}.self_attn.{x}_proj.weight" for x in "qkv"),
+        "qkv",
+        (*_QKV_AXES, "hidden"),
+        0,
+        "layer",
+    ),
+    Rule(
+        (f"{_MEGATRON_ATTENTION}.linear_proj.weight",),
+        (f"{_LAYER}.self_attn.o_proj.weight",),
+        "plain",
+        ("hidden", "query"),
+        1,
+        "layer",
+    ),
+)
+_QKV_BIAS = (
+    Rule(
+        (f"{_MEGATRON_ATTENTION}.linear_qkv.bias",),
+        tuple(f"{_LAYER}.self_attn.{x}_proj.bias" for x in "qkv"),
+        "qkv",
+        _QKV_AXES,
+        0,
+        "layer",
+    ),
+)
+_QK_NORM = tuple(
+    Rule(
+        (f"{_MEGATRON_ATTENTION}.{x}_layernorm.weight",),
+        (f"{_LAYER}.self_attn.{x}_norm.weight",),
+        "plain",
+        ("head",),
+        None,
+        "layer",
+    )
+    for x in "qk"
+)
+_MLP_NORM = Rule(
+    ("decoder.layers.{m}.pre_mlp_layernorm.weight", f"{_MEGATRON_MLP}.linear_fc1.layer_norm_weight"),
+    (f"{_LAYER}.post_attention_layernorm.weight",),
+    "plain",
+    ("hidden",),
+    None,
+    "layer",
+)
+_GATED_MLP = (
+    _MLP_NORM,
+    Rule(
+        (f"{_MEGATRON_MLP}.linear_fc1.weight",),
+        (f"{_LAYER}.mlp.gate_proj.weight", f"{_LAYER}.mlp.up_proj.weight"),
+        "gate_up",
+        ("two", "ffn", "hidden"),
+        1,
+        "layer",
+    ),
+    Rule(
+        (f"{_MEGATRON_MLP}.linear_fc2.weight",),
+        (f"{_LAYER}.mlp.down_proj.weight",),
+        "plain",
+        ("hidden", "ffn"),
+        1,
+        "layer",
+    ),
+)
+_EXPERTS = (
+    _MLP_NORM,
+    Rule(
+        (f"{_MEGATRON_MLP}.router.weight",),
+        (f"{_LAYER}.mlp.gate.weight",),
+        "plain",
+        ("experts", "hidden"),
+        None,
+        "layer",
+    ),
+    Rule(
+        (
+            f"{_MEGATRON_MLP}.experts.local_experts.{{x}}.linear_fc1.weight",
+            f"{_MEGATRON_MLP}.experts.linear_fc1.weight{{x}}",
+        ),
+        (f"{_LAYER}.mlp.experts.{{e}}.gate_proj.weight", f"{_LAYER}.mlp.experts.{{e}}.up_proj.weight"),
+        "gate_up",
+        ("two", "ffn", "hidden"),
+        1,
+        "expert",
+    ),
+    Rule(
+        (
+            f"{_MEGATRON_MLP}.experts.local_experts.{{x}}.linear_fc2.weight",
+            f"{_MEGATRON_MLP}.experts.linear_fc2.weight{{x}}",
+        ),
+        (f"{_LAYER}.mlp.experts.{{e}}.down_proj.weight",),
+        "plain",
+        ("hidden", "ffn"),
+        1,
+        "expert",
+    ),
+)
+
+_PLAIN_DECODER = (*_EMBEDDING, *_ATTENTION, *_GATED_MLP, *_HEAD)
+
+TABLES: dict[str, tuple[Rule, ...]] = {
+    "Qwen2ForCausalLM": (*_EMBEDDING, *_ATTENTION, *_QKV_BIAS, *_GATED_MLP, *_HEAD),
+    "Qwen3ForCausalLM": (*_EMBEDDING, *_ATTENTION, *_QK_NORM, *_GATED_MLP, *_HEAD),
+    "Qwen3MoeForCausalLM": (*_EMBEDDING, *_ATTENTION, *_QK_NORM, *_EXPERTS, *_HEAD),
+    "LlamaForCausalLM": _PLAIN_DECODER,
+    "MistralForCausalLM": _PLAIN_DECODER,
+}
+"""Rules by the architecture that config.json names, in the order in which tensors are streamed."""
+
+MODEL_TYPES = {
+    "Qwen2ForCausalLM": "qwen2",
+    "Qwen3ForCausalLM": "qwen3",
+    "Qwen3MoeForCausalLM": "qwen3_moe",
+    "LlamaForCausalLM": "llama",
+    "MistralForCausalLM": "mistral",
+}
+"""The `model_type` of config.json that goes with each architecture."""
+
+
+def has_qkv_bias(architecture: str) -> bool:
+    """Whether the query, key and value projections of an architecture have biases."""
+    return _QKV_BIAS[0] in TABLES[architecture]
+
+
+def has_qk_norm(architecture: str) -> bool:
+    """Whether an architecture normalises every head's query and key."""
+    return _QK_NORM[0] in TABLES[architecture]
+
+
+def has_experts(architecture: str) -> bool:
+    """Whether the layers of an architecture have experts."""
+    return any(rule.place == "expert" for rule in TABLES[architecture])
+
+
+@dataclass(frozen=True)
+class Placed:
+    """A rule applied to one layer, and to one expert of it (numbers in the model; None outside)."""
+
+    rule: Rule
+    layer: int | None
+    hf_names: tuple[str, ...]
+    expert: int | None = None
+
+
+def placed_tensors(shape: ModelShape) -> Iterator[Placed]:
+    """Every tensor of the model, in streaming order: the embedding, layer by layer, the head."""
+    rules = TABLES[shape.architecture]
+    for rule in rules:
+        if rule.place == "first":
+            yield Placed(rule, None, rule.hf)
+    for layer in range(shape.num_layers):
+        yield from _of_layer(rules, shape, layer)
+    for rule in rules:
+        tied_head = shape.tied_embeddings and rule.megatron == ("output_layer.weight",)
+        if rule.place == "last" and not tied_head:
+            yield Placed(rule, None, rule.hf)
+
+
+def _of_layer(rules: Sequence[Rule], shape: ModelShape, layer: int) -> Iterator[Placed]:
+    for rule in rules:
+        if rule.place == "layer":
+            yield Placed(rule, layer, tuple(name.format(n=layer) for name in rule.hf))
+    for expert in range(shape.num_experts):
+        for rule in rules:
+            if rule.place == "expert":
+                yield Placed(rule, layer, tuple(name.format(n=layer, e=expert) for name in rule.hf), expert)
+
+
+def padded_vocab(vocab_size: int, tensor: int) -> int:
+    """Rows of the embedding in Megatron: the vocabulary filled up to a multiple of the tensor-parallel size."""
+    return -(-vocab_size // tensor) * tensor
+
+
+def canonical_shape(rule: Rule, shape: ModelShape, tensor: int) -> tuple[int, ...]:
+    """Shape of the rule's canonical form for a tensor-parallel size."""
+    sizes = _sizes(shape, tensor)
+    return tuple(sizes[name] for name in rule.sizes)
+
+
+def _sizes(shape: ModelShape, tensor: int) -> dict[Size, int]:
+    return {
+        "vocab": padded_vocab(shape.vocab_size, tensor),
+        "hidden": shape.hidden_size,
+        "head": shape.head_dim,
+        "query": shape.num_heads * shape.head_dim,
+        "group": shape.num_kv_heads,
+        "heads_per_group_and_2": shape.num_heads // shape.num_kv_heads + 2,
+        "two": 2,
+        "ffn": shape.ffn_size,
+        "experts": shape.num_experts,
+    }
+
+
+def hf_shapes(rule: Rule, shape: ModelShape) -> list[tuple[int, ...]]:
+    """Shapes of the rule's Hugging Face tensors, in the order of `rule.hf`."""
+    canonical = canonical_shape(rule, shape, tensor=1)
+    if rule.form == "qkv":
+        _, _, D, *rest = canonical
+        rows = (shape.num_heads * D, shape.num_kv_heads * D, shape.num_kv_heads * D)
+        return [(n, *rest) for n in rows]
+    if rule.form == "gate_up":
+        return [canonical[1:]] * 2
+    return [canonical]
+
+
+def parameter_count(shape: ModelShape) -> int:
+    """Parameters of the whole model; a tied embedding counts once."""
+    return sum(math.prod(size) for placed in placed_tensors(shape) for size in hf_shapes(placed.rule, shape))
+
+
+def to_canonical(rule: Rule, tensors: Sequence[Tensor], shape: ModelShape, tensor: int) -> Tensor:
+    """Hugging Face tensors, in the order of `rule.hf`, as one canonical tensor."""
+    target = canonical_shape(rule, shape, tensor)
+    if rule.form == "vocab":
+        (weight,) = tensors
+        return torch.nn.functional.pad(weight, (0, 0, 0, target[0] - weight.shape[0]))
+    if rule.form == "qkv":
+        G, _, D, *rest = target
+        return torch.cat([x.reshape(G, -1, D, *rest) for x in tensors], dim=1)
+    if rule.form == "gate_up":
+        return torch.stack(list(tensors))
+    return tensors[0]
+
+
+def from_canonical(rule: Rule, full: Tensor, shape: ModelShape) -> list[Tensor]:
+    """The inverse of `to_canonical`: Hugging Face tensors in the order of `rule.hf`."""
+    if rule.form == "vocab":
+        return [full[: shape.vocab_size]]
+    if rule.form == "qkv":
+        heads_per_group = shape.num_heads // shape.num_kv_heads
+        parts = full.split((heads_per_group, 1, 1), dim=1)
+        return [part.reshape(-1, *full.shape[3:]) for part in parts]
+    if rule.form == "gate_up":
+        return [full[0], full[1]]
+    return [full]
+
+
+def shard(rule: Rule, full: Tensor, tensor_rank: int, tensor: int) -> Tensor:
+    """A tensor-parallel rank's part of a canonical tensor (still in canonical axes)."""
+    if rule.split_axis is None:
+        return full
+    return full.chunk(tensor, dim=rule.split_axis)[tensor_rank]
+
+
+def shard_shape(rule: Rule, shape: ModelShape, tensor: int) -> tuple[int, ...]:
+    """Shape of `shard`'s result."""
+    sizes = list(canonical_shape(rule, shape, tensor))
+    if rule.split_axis is not None:
+        sizes[rule.split_axis] //= tensor
+    return tuple(sizes)
+
+
+def join(rule: Rule, shards: Sequence[Tensor]) -> Tensor:
+    """The canonical tensor of all tensor-parallel ranks' parts."""
+    return shards[0] if rule.split_axis is None else torch.cat(list(shards), dim=rule.split_axis)

@@ -1,0 +1,392 @@
+"""Safetensors files written as the tensors come: each goes to disk at once, block by block, and the header is written
+last, into room that was left for it. So memory holds one block, whatever the size of the model or of a tensor."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import struct
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+import torch
+import torch.distributed as dist
+from safetensors import safe_open
+from torch import Tensor
+
+from rlmath.checkpoint.directory import PARTIAL, set_aside
+from rlmath.checkpoint.hf.weight_map import (
+    Placed,
+    canonical_shape,
+    from_canonical,
+    join,
+    placed_tensors,
+    shard,
+    shard_shape,
+    to_canonical,
+)
+from rlmath.config.model_shape import ModelShape
+from rlmath.distributed.mesh import Mesh
+
+HEADER_BYTES = 2**18
+"""Room for the header of one file, some 2,000 tensors; then the next file begins. Filled up with spaces, as the format
+allows."""
+
+
+_BLOCK = 2**22
+"""Elements converted and written at a time."""
+
+
+WORDS = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+
+_LENGTH = struct.Struct("<Q")
+
+
+class SafetensorsWriter:
+    """Writes the weights of one model into a folder, in files of bounded size, named as the Hub does."""
+
+    def __init__(self, folder: Path, shard_bytes: int) -> None:
+        self._folder = folder
+        self._shard_bytes = shard_bytes
+        self._files: list[list[str]] = []
+        self._open: _File | None = None
+        self.bytes = 0
+        """Of the numbers written so far."""
+
+    def add(self, name: str, tensor: Tensor, dtype: torch.dtype) -> None:
+        """Append one tensor, as `dtype`; float32, bfloat16 or float16, on any device."""
+        size = tensor.numel() * dtype.itemsize
+        if self._open is None or not self._open.has_room(name, tensor, dtype, self._shard_bytes):
+            self._close_file()
+            self._open = _File(self._folder / f"part-{len(self._files)}")
+            self._files.append([])
+        self._open.add(name, tensor, dtype)
+        self._files[-1].append(name)
+        self.bytes += size
+
+    def close(self) -> None:
+        """Complete the last file, name all, and write the index where there are several."""
+        self._close_file()
+        count = len(self._files)
+        weight_map = {}
+        for number, names in enumerate(self._files):
+            name = f"model-{number + 1:05d}-of-{count:05d}.safetensors" if count > 1 else "model.safetensors"
+            (self._folder / f"part-{number}").rename(self._folder / name)
+            weight_map |= dict.fromkeys(names, name)
+        if count > 1:
+            index = {"metadata": {"total_size": self.bytes}, "weight_map": weight_map}
+            (self._folder / "model.safetensors.index.json").write_text(
+                json.dumps(index, indent=2), encoding="utf-8"
+            )
+
+    def abandon(self) -> None:
+        """Let go of the open file, unfinished."""
+        if self._open is not None:
+            self._open.file.close()
+            self._open = None
+
+    def _close_file(self) -> None:
+        if self._open is not None:
+            self._open.close()
+            self._open = None
+
+
+class _File:
+    """One safetensors file in the making."""
+
+    def __init__(self, path: Path) -> None:
+        self.file: BinaryIO = path.open("wb", buffering=0)
+        self.file.seek(_LENGTH.size + HEADER_BYTES)
+        self._header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+        self._header_bytes = len(json.dumps(self._header))
+        self._size = 0
+
+    def has_room(self, name: str, tensor: Tensor, dtype: torch.dtype, most: int) -> bool:
+        """For a tensor; one of wider numbers may not begin in the middle of them."""
+        size = tensor.numel() * dtype.itemsize
+        entry = len(json.dumps({name: self._entry(tensor, dtype, size)}))
+        fits = self._size + size <= most and self._header_bytes + entry <= HEADER_BYTES
+        return fits and self._size % dtype.itemsize == 0
+
+    def add(self, name: str, tensor: Tensor, dtype: torch.dtype) -> None:
+        entry = self._entry(tensor, dtype, tensor.numel() * dtype.itemsize)
+        for block in tensor.detach().contiguous().view(-1).split(_BLOCK):
+            _write(self.file, memoryview(block.to("cpu", dtype).view(torch.uint8).numpy()))
+        self._header[name] = entry
+        self._header_bytes += len(json.dumps({name: entry}))
+        self._size += tensor.numel() * dtype.itemsize
+
+    def _entry(self, tensor: Tensor, dtype: torch.dtype, size: int) -> dict[str, object]:
+        offsets = [self._size, self._size + size]
+        return {"dtype": WORDS[dtype], "shape": list(tensor.shape), "data_offsets": offsets}
+
+    def close(self) -> None:
+        header = json.dumps(self._header).encode().ljust(HEADER_BYTES)
+        self.file.seek(0)
+        _write(self.file, memoryview(_LENGTH.pack(len(header)) + header))
+        self.file.close()
+
+
+def _write(file: BinaryIO, content: memoryview) -> None:
+    """All of it: one call may write less."""
+    while content:
+        content = content[file.write(content) :]
+
+
+COMPANION_SUFFIXES = (".json", ".txt", ".model", ".jinja")
+"""Files beside the weights that belong to a model and are copied on export: configuration and tokenizer."""
+
+
+SHARD_BYTES = 4 * 2**30
+"""Most bytes of one exported safetensors file."""
+
+
+class HFReader:
+    """Random access to the tensors of a Hugging Face folder, one safetensors file or an index of several."""
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder)
+        self._file_of = _weight_files(self.folder)
+
+    @property
+    def names(self) -> set[str]:
+        """Names of all tensors."""
+        return set(self._file_of)
+
+    @property
+    def files(self) -> dict[str, str]:
+        """The file of every tensor, by the tensor's name."""
+        return dict(self._file_of)
+
+    def tensor(self, name: str) -> Tensor:
+        """One tensor, read from disk now."""
+        with safe_open(self.folder / self._file_of[name], framework="pt") as file:
+            return file.get_tensor(name)
+
+
+def _weight_files(folder: Path) -> dict[str, str]:
+    single = folder / "model.safetensors"
+    if single.is_file():  # as transformers does where there is an index, too
+        with safe_open(single, framework="pt") as file:
+            return dict.fromkeys(file.keys(), single.name)
+    index = folder / "model.safetensors.index.json"
+    if not index.is_file():
+        raise ValueError(f"{folder} has neither model.safetensors nor model.safetensors.index.json")
+    return dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
+
+
+def held_layers(chunk: torch.nn.Module) -> list[int]:
+    """Numbers in the model, from 0, of the layers that a model chunk holds, in its own order."""
+    return [layer.layer_number - 1 for layer in chunk.decoder.layers]
+
+
+def local_parameter(chunks: Sequence[torch.nn.Module], placed: Placed) -> Tensor | None:
+    """This rank's parameter for a placed tensor, None where other ranks own it."""
+    for chunk in chunks:
+        numbers = _numbers_in(chunk, placed)
+        for template in placed.rule.megatron if numbers is not None else ():
+            parameter = _parameter(chunk, template.format(**numbers))
+            if parameter is not None:
+                return parameter
+    return None
+
+
+def _numbers_in(chunk: torch.nn.Module, placed: Placed) -> dict[str, int] | None:
+    """What `{m}` and `{x}` stand for in a chunk's names, None where it has not the layer, or not the expert."""
+    if placed.layer is None:
+        return {}
+    layers = held_layers(chunk)
+    if placed.layer not in layers:
+        return None
+    numbers = {"m": layers.index(placed.layer)}
+    if placed.expert is not None:
+        experts = chunk.decoder.layers[numbers["m"]].mlp.local_expert_indices
+        if placed.expert not in experts:
+            return None
+        numbers["x"] = experts.index(placed.expert)
+    return numbers
+
+
+def sharing_ranks(placed: Placed, mesh: Mesh) -> tuple[int, int]:
+    """This rank's number among those that share a tensor's `split_axis`, and how many they are."""
+    if placed.expert is None:
+        return mesh.tensor_rank, mesh.tensor
+    return mesh.expert_tensor_rank, mesh.expert_tensor
+
+
+def _parameter(chunk: torch.nn.Module, name: str) -> Tensor | None:
+    module_name, _, own_name = name.rpartition(".")
+    try:
+        return getattr(chunk.get_submodule(module_name), own_name, None)
+    except AttributeError:
+        return None
+
+
+@torch.no_grad()
+def load_hf_weights(
+    chunks: Sequence[torch.nn.Module], folder: str | Path, shape: ModelShape, mesh: Mesh
+) -> None:
+    """Fill this rank's shard of a Megatron model from a Hugging Face folder, tensor by tensor."""
+    reader = HFReader(folder)
+    for placed in placed_tensors(shape):
+        parameter = local_parameter(chunks, placed)
+        if parameter is not None:
+            _fill(parameter, [reader.tensor(name) for name in placed.hf_names], placed, shape, mesh)
+    if shape.tied_embeddings and mesh.is_last_stage and mesh.pipeline > 1:
+        embedding = next(iter(placed_tensors(shape)))
+        _fill(chunks[-1].output_layer.weight, [reader.tensor(embedding.hf_names[0])], embedding, shape, mesh)
+
+
+def _fill(parameter: Tensor, tensors: list[Tensor], placed: Placed, shape: ModelShape, mesh: Mesh) -> None:
+    full = to_canonical(placed.rule, tensors, shape, mesh.tensor)
+    mine = shard(placed.rule, full, *sharing_ranks(placed, mesh))
+    parameter.copy_(mine.reshape(parameter.shape))
+
+
+@dataclass(frozen=True)
+class ModelGroups:
+    """Megatron's groups of the ranks over which one model is spread."""
+
+    tensor: dist.ProcessGroup
+    pipeline: dist.ProcessGroup
+    expert_tensor: dist.ProcessGroup
+    expert: dist.ProcessGroup
+
+
+@torch.no_grad()
+def stream_hf_tensors(
+    chunks: Sequence[torch.nn.Module], shape: ModelShape, mesh: Mesh, groups: ModelGroups
+) -> Iterator[tuple[str, Tensor]]:
+    """Every Hugging Face tensor of a sharded model, whole, on every rank, one after the other.
+
+    A collective: all ranks must consume it to its end. At most one tensor is whole at a time.
+    """
+    pipeline_ranks = dist.get_process_group_ranks(groups.pipeline)
+    any_parameter = next(chunks[0].parameters())
+    stages = layer_stages(chunks, mesh, groups.pipeline)
+    for placed in placed_tensors(shape):
+        owner = {"first": 0, "last": mesh.pipeline - 1}.get(placed.rule.place)
+        owner = stages[placed.layer] if placed.layer is not None else owner
+        if owner == mesh.pipeline_rank:
+            full = _gather(local_parameter(chunks, placed), any_parameter, placed, shape, mesh, groups)
+        else:
+            full = any_parameter.new_empty(canonical_shape(placed.rule, shape, mesh.tensor))
+        if mesh.pipeline > 1:
+            dist.broadcast(full, src=pipeline_ranks[owner], group=groups.pipeline)
+        yield from zip(placed.hf_names, from_canonical(placed.rule, full, shape), strict=True)
+
+
+def _gather(
+    parameter: Tensor | None,
+    any_parameter: Tensor,
+    placed: Placed,
+    shape: ModelShape,
+    mesh: Mesh,
+    groups: ModelGroups,
+) -> Tensor:
+    """A whole tensor, on all ranks of the stage that owns it; only an expert may lie on some of them."""
+    _, size = sharing_ranks(placed, mesh)
+    part_shape = shard_shape(placed.rule, shape, size)
+    mine = any_parameter.new_empty(part_shape) if parameter is None else parameter.data.reshape(part_shape)
+    mine = mine.contiguous()
+    if placed.expert is not None and mesh.expert > 1:
+        owner = placed.expert // (shape.num_experts // mesh.expert)
+        dist.broadcast(mine, dist.get_process_group_ranks(groups.expert)[owner], groups.expert)
+    else:
+        assert parameter is not None, f"this stage should own {placed.hf_names}"
+    if size == 1 or placed.rule.split_axis is None:
+        return mine
+    shards = [torch.empty_like(mine) for _ in range(size)]
+    dist.all_gather(shards, mine, group=groups.tensor if placed.expert is None else groups.expert_tensor)
+    return join(placed.rule, shards)
+
+
+def layer_stages(
+    chunks: Sequence[torch.nn.Module], mesh: Mesh, pipeline_group: dist.ProcessGroup
+) -> dict[int, int]:
+    """The pipeline stage of every layer, as the stages themselves report it."""
+    mine = [layer for chunk in chunks for layer in held_layers(chunk)]
+    held_by_stage = [mine] * mesh.pipeline
+    if mesh.pipeline > 1:
+        dist.all_gather_object(held_by_stage, mine, group=pipeline_group)
+    return {layer: stage for stage, held in enumerate(held_by_stage) for layer in held}
+
+
+def write_hf_folder(
+    tensors: Iterator[tuple[str, Tensor]],
+    metadata_files: Mapping[str, bytes],
+    output: Path,
+    dtype: torch.dtype,
+    writes: bool,
+) -> None:
+    """Write a Hugging Face model: the streamed weights as safetensors beside its `metadata_files`.
+
+    All ranks consume the stream; the one with `writes` writes, into a folder aside that is renamed when complete.
+    Files hold up to SHARD_BYTES. Tensors go to disk as they come. OSError on that rank where the disk refuses; the
+    stream is consumed all the same, and nothing is left.
+    """
+    if not writes:
+        for _ in tensors:
+            pass
+        return
+    partial_folder = output.with_name(output.name + PARTIAL)
+    try:
+        _write_partial(tensors, metadata_files, partial_folder, dtype)
+        _publish(partial_folder, output)
+    except OSError:
+        for _ in tensors:  # the others count on it
+            pass
+        shutil.rmtree(partial_folder, ignore_errors=True)
+        raise
+
+
+def _publish(partial_folder: Path, output: Path) -> None:
+    """Give the folder its name. What has that name goes at once: half of a model must never have a whole one's."""
+    before = set_aside(output, f".before{PARTIAL}") if output.exists() else None
+    partial_folder.rename(output)
+    if before is not None:
+        shutil.rmtree(before, ignore_errors=True)
+
+
+def _write_partial(
+    tensors: Iterator[tuple[str, Tensor]],
+    metadata_files: Mapping[str, bytes],
+    folder: Path,
+    dtype: torch.dtype,
+) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    files = SafetensorsWriter(folder, SHARD_BYTES)
+    try:
+        for name, tensor in tensors:
+            files.add(name, tensor, dtype)
+        files.close()
+    finally:
+        files.abandon()
+    write_companions(folder, metadata_files, dtype)
+
+
+def write_companions(folder: Path, metadata_files: Mapping[str, bytes], dtype: torch.dtype) -> None:
+    """Put what a model has beside its weights into a folder, and their number format into config.json."""
+    for name, content in metadata_files.items():
+        (folder / name).write_bytes(content)
+    note_dtype(folder / "config.json", dtype)
+
+
+def read_metadata_files(source: str | Path) -> dict[str, bytes]:
+    """Configuration and tokenizer files of a Hugging Face folder, by name. Small: some MB at most."""
+    return {
+        file.name: file.read_bytes()
+        for file in sorted(Path(source).iterdir())
+        if file.is_file() and file.suffix in COMPANION_SUFFIXES and "safetensors" not in file.name
+    }
+
+
+def note_dtype(path: Path, dtype: torch.dtype) -> None:
+    """Say in a config.json which number format the weights have."""
+    config = json.loads(path.read_text(encoding="utf-8"))
+    # transformers 5 reads "dtype", earlier releases "torch_dtype".
+    config["dtype"] = config["torch_dtype"] = str(dtype).removeprefix("torch.")
+    path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")

@@ -1,0 +1,289 @@
+"""Samples packed into bins under a token budget. Pure and deterministic.
+
+A bin is a list of sample indices, later a micro-batch. Sums are taken in Python, in the order of the list: numpy's
+order of addition differs between processors, and all ranks must come to the same plan.
+"""
+
+# Shape legend: H samples of the heavier rank, K samples of the lighter one or nothing.
+
+from __future__ import annotations
+
+import bisect
+import heapq
+import itertools
+import random
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from rlmath.config.model_shape import ModelShape
+
+Bin = list[int]
+
+
+@dataclass(frozen=True)
+class Budget:
+    """The samples of a step by their index, and how much of them a bin may hold."""
+
+    lengths: Sequence[int]
+    """Tokens of every sample."""
+    costs: Sequence[float]
+    """Work of every sample, growing with its length."""
+    max_tokens: int
+    """Most tokens of a bin."""
+
+    def tokens(self, members: Iterable[int]) -> int:
+        return sum(self.lengths[index] for index in members)
+
+    def cost(self, members: Iterable[int]) -> float:
+        return sum((self.costs[index] for index in members), 0.0)
+
+    def longest_first(self, members: Iterable[int]) -> list[int]:
+        """Alike ones by index."""
+        return sorted(members, key=lambda index: (-self.lengths[index], index))
+
+
+def pack_tightly(budget: Budget, members: Sequence[int]) -> list[Bin]:
+    """As few bins as best-fit decreasing finds: the longest sample first, each into the fullest bin with room.
+
+    >>> pack_tightly(Budget([4, 6, 3, 7], [4.0, 6.0, 3.0, 7.0], 10), range(4))
+    [[3, 2], [1, 0]]
+    """
+    bins: list[Bin] = []
+    rooms: list[tuple[int, int]] = []  # (room, number of the bin), the fullest bin first
+    for index in budget.longest_first(members):
+        length = budget.lengths[index]
+        place = bisect.bisect_left(rooms, (length, 0))
+        if place == len(rooms):
+            room, number = budget.max_tokens, len(bins)
+            bins.append([])
+        else:
+            room, number = rooms.pop(place)
+        bins[number].append(index)
+        bisect.insort(rooms, (room - length, number))
+    return bins
+
+
+def pack_evenly(budget: Budget, members: Sequence[int], n_bins: int) -> list[Bin] | None:
+    """`n_bins` bins of about equal cost: the longest sample first, each into the cheapest bin with room.
+
+    None where a sample finds no room in any bin.
+
+    >>> pack_evenly(Budget([5, 1, 4, 2], [5.0, 1.0, 4.0, 2.0], 9), range(4), 2)
+    [[0, 1], [2, 3]]
+    """
+    bins: list[Bin] = [[] for _ in range(n_bins)]
+    rooms, costs = [budget.max_tokens] * n_bins, [0.0] * n_bins
+    open_: list[tuple[float, int]] = []  # a heap of (cost, number): bins with room for the sample at hand
+    full = [(-room, number) for number, room in enumerate(rooms)]  # a heap, those with most room first
+    for index in budget.longest_first(members):
+        length = budget.lengths[index]
+        while full and -full[0][0] >= length:
+            _, number = heapq.heappop(full)
+            heapq.heappush(open_, (costs[number], number))
+        if not open_:
+            return None
+        _, number = heapq.heappop(open_)
+        bins[number].append(index)
+        rooms[number] -= length
+        costs[number] += budget.costs[index]
+        # The next sample is not longer: a bin that has room for this one has it for all to come.
+        if rooms[number] >= length:
+            heapq.heappush(open_, (costs[number], number))
+        else:
+            heapq.heappush(full, (-rooms[number], number))
+    return bins
+
+
+@dataclass(frozen=True)
+class Cost:
+    """`linear * n + quadratic * n^2` of a sample of n tokens, in FLOPs (or tokens, see `TOKENS`).
+
+    >>> Cost(2.0, 0.5).of(10)
+    70.0
+    """
+
+    linear: float
+    """Per token: the matrix multiplications with parameters."""
+    quadratic: float
+    """Per pair of tokens: attention."""
+
+    def of(self, length: int) -> float:
+        return self.linear * length + self.quadratic * length * length
+
+
+TOKENS = Cost(1.0, 0.0)
+"""Every token costs the same: right where attention is a small part of the work."""
+
+
+def training_cost(shape: ModelShape) -> Cost:
+    """FLOPs of forward and backward pass, without recomputation of activations.
+
+    A matrix parameter takes part in one multiplication and one addition per token of the forward pass, and in twice as
+    many of the backward pass: 6 per parameter and token. The output layer counts, the look-up of embeddings does not.
+    The two products of attention (scores, values) take 4 * n^2 * num_heads * head_dim per layer forwards, 12 with the
+    backward pass, and half of that where no token looks ahead.
+
+    Sources: PaLM, arXiv:2204.02311, appendix B (6N + 12LHQT per token); Megatron-LM, arXiv:2104.04473, section 5.1
+    (the same with gated MLP and grouped queries counted here as they are). PaLM and Megatron do not take the half of
+    causal attention; kernels such as FlashAttention do.
+    """
+    query_size, kv_size = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+    attention = shape.hidden_size * (2 * query_size + 2 * kv_size)
+    mlp = 3 * shape.hidden_size * shape.ffn_size
+    output = shape.hidden_size * shape.vocab_size
+    parameters = shape.num_layers * (attention + mlp) + output
+    return Cost(linear=6.0 * parameters, quadratic=12.0 * shape.num_layers * query_size / 2)
+
+
+_TOLERANCE = 0.005
+"""Difference between the ranks' costs, as a part of their mean, that is left as it is."""
+
+
+_EXCHANGES_PER_RANK = 4
+
+_TRIES_PER_RANK = 16
+"""Pairs of ranks, for each rank, between which an exchange is looked for: with 64 to 512 ranks and 64 samples for each,
+twice as many would bring the dearest and the cheapest rank closer by less than 0.1% of the mean."""
+
+
+_MOST_CANDIDATES = 1024
+"""Samples of a rank that an exchange looks at; bounds time and memory (8 MiB a matrix)."""
+
+
+@dataclass(frozen=True)
+class Minibatch:
+    """One optimizer step: for every data-parallel rank its micro-batches, each a tuple of sample indices."""
+
+    microbatches_by_rank: tuple[tuple[tuple[int, ...], ...], ...]
+
+
+def plan_minibatches(
+    lengths: Sequence[int],
+    n_minibatches: int,
+    data_size: int,
+    max_tokens: int,
+    seed: int,
+    cost: Cost = TOKENS,
+    count_multiple: int = 1,
+    shuffle: bool = True,
+) -> list[Minibatch]:
+    """Cut samples into minibatches and spread each over `data_size` ranks, `max_tokens` at most in a micro-batch.
+
+    `lengths` are tokens of each sample; `cost` is what is balanced. `count_multiple` is the pipeline size under an
+    interleaved pipeline schedule, which needs a multiple of it; more micro-batches are then smaller ones. Without
+    `shuffle` minibatches are consecutive samples. ValueError if one sample alone is over the budget, or there are
+    fewer samples than minibatches.
+    """
+    assert n_minibatches >= 1 and data_size >= 1 and count_multiple >= 1
+    if len(lengths) < n_minibatches:
+        raise ValueError(f"{len(lengths)} samples cannot fill {n_minibatches} minibatches")
+    if max(lengths) > max_tokens:
+        raise ValueError(
+            f"a sample has {max(lengths)} tokens, more than the micro-batch budget of {max_tokens}; "
+            "raise policy.max_tokens_per_microbatch"
+        )
+    budget = Budget(lengths, [cost.of(length) for length in lengths], max_tokens)
+    return [
+        _plan_one(budget, members, data_size, count_multiple)
+        for members in cut_minibatches(len(lengths), n_minibatches, seed if shuffle else None)
+    ]
+
+
+def cut_minibatches(n_samples: int, n_minibatches: int, seed: int | None) -> list[list[int]]:
+    """Sample indices of every minibatch, in shuffled order or, with no seed, in order of arrival.
+
+    >>> cut_minibatches(5, 2, seed=None)
+    [[0, 1, 2], [3, 4]]
+    """
+    order = list(range(n_samples))
+    if seed is not None:
+        random.Random(seed).shuffle(order)
+    size, extra = divmod(n_samples, n_minibatches)
+    starts = [number * size + min(number, extra) for number in range(n_minibatches + 1)]
+    return [order[start:end] for start, end in itertools.pairwise(starts)]
+
+
+def _plan_one(budget: Budget, members: list[int], data_size: int, count_multiple: int) -> Minibatch:
+    tight = pack_tightly(budget, members)
+    count = -(-len(tight) // (data_size * count_multiple)) * count_multiple
+    bins = pack_evenly(budget, members, data_size * count)
+    if bins is None:
+        bins = tight + [[] for _ in range(data_size * count - len(tight))]
+    ranks = deal(budget, bins, data_size)
+    even_out(budget, ranks)
+    return Minibatch(tuple(tuple(tuple(sorted(bin_)) for bin_ in rank) for rank in ranks))
+
+
+def deal(budget: Budget, bins: Sequence[Bin], n_ranks: int) -> list[list[Bin]]:
+    """Deal bins to ranks in rounds, one to each: the dearest of those left, and the dearest of them to the rank with
+    the least work so far. The number of bins is a multiple of `n_ranks`.
+
+    >>> deal(Budget([5, 4, 3, 1], [5.0, 4.0, 3.0, 1.0], 9), [[0], [1], [2], [3]], 2)
+    [[[0], [3]], [[1], [2]]]
+    """
+    ranks: list[list[Bin]] = [[] for _ in range(n_ranks)]
+    work = [0.0] * n_ranks
+    dearest_first = sorted(bins, key=lambda bin_: (-budget.cost(bin_), bin_))
+    for start in range(0, len(bins), n_ranks):
+        lightest_first = sorted(range(n_ranks), key=lambda rank: (work[rank], rank))
+        for rank, bin_ in zip(lightest_first, dearest_first[start : start + n_ranks], strict=True):
+            ranks[rank].append(bin_)
+            work[rank] += budget.cost(bin_)
+    return ranks
+
+
+def even_out(budget: Budget, ranks: list[list[Bin]]) -> None:
+    """Exchange samples between the dearest rank and cheaper ones, in place, until costs are within the tolerance or
+    nothing helps; afterwards sort each rank's bins by falling cost.
+    """
+    lightest_first = sorted((_work(budget, rank), number) for number, rank in enumerate(ranks))
+    close_enough = _TOLERANCE * sum(work for work, _ in lightest_first) / len(ranks)
+    tries = _TRIES_PER_RANK * len(ranks)
+    for _ in range(_EXCHANGES_PER_RANK * len(ranks)):
+        most, heavy = lightest_first.pop()
+        if not lightest_first or most - lightest_first[0][0] <= close_enough:
+            break
+        for place, (work, light) in enumerate(lightest_first[:tries]):
+            tries -= 1
+            if _exchange(budget, ranks[heavy], ranks[light], gap=most - work):
+                del lightest_first[place]
+                for number in (heavy, light):
+                    bisect.insort(lightest_first, (_work(budget, ranks[number]), number))
+                break
+        else:
+            break
+    for rank in ranks:
+        rank.sort(key=lambda bin_: (-budget.cost(bin_), bin_))
+
+
+def _work(budget: Budget, rank: Sequence[Bin]) -> float:
+    return sum(map(budget.cost, rank))
+
+
+def _exchange(budget: Budget, heavy: list[Bin], light: list[Bin], gap: float) -> bool:
+    """Swap the two samples that bring the ranks closest together, or give one for nothing, where there is room.
+
+    False, and nothing done, if no exchange makes the gap smaller.
+    """
+    given = [(bin_, index) for bin_ in heavy for index in bin_][:_MOST_CANDIDATES]
+    taken = [(bin_, part) for bin_ in light for part in (None, *bin_)][:_MOST_CANDIDATES]
+    costs_H = [budget.costs[index] for _, index in given]
+    costs_K = [0.0 if part is None else budget.costs[part] for _, part in taken]
+    rooms = [budget.max_tokens - budget.tokens(bin_) for bin_ in light]
+    freed_by = zip(light, rooms, strict=True)
+    room_K = [room + length for bin_, room in freed_by for length in (0, *(budget.lengths[i] for i in bin_))]
+    moved_HK = np.subtract.outer(costs_H, costs_K)
+    tokens_H = [budget.lengths[index] for _, index in given]
+    moved_HK[np.greater.outer(tokens_H, room_K[:_MOST_CANDIDATES])] = 0.0
+    h, k = divmod(int(np.abs(moved_HK - gap / 2).argmin()), len(taken))
+    if not 0 < moved_HK[h, k] < gap:
+        return False
+    (from_bin, gift), (to_bin, back) = given[h], taken[k]
+    from_bin.remove(gift)
+    if back is not None:
+        to_bin.remove(back)
+        from_bin.append(back)
+    to_bin.append(gift)
+    return True

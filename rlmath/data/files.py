@@ -1,0 +1,302 @@
+"""Small JSON files beside prompts and models."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import IO
+
+import pyarrow as pa
+import pyarrow.ipc
+import pyarrow.parquet as pq
+
+from rlmath.data.rows import MAX_LINE_BYTES, RawRow, short
+
+
+def read_json_object(file: Path, most_bytes: int = 2**24) -> dict:
+    """ValueError for a file that cannot be read, is larger or holds something else."""
+    try:
+        if file.stat().st_size > most_bytes:
+            raise ValueError(f"it has {file.stat().st_size} bytes, more than {most_bytes}")
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ValueError(f"{file} cannot be read: {error}; download or save it anew") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"{file}: got {short(found)}; needed: a JSON object")
+    return found
+
+
+def existing_place(path: str) -> Path:
+    """The file or folder. ValueError naming the nearest name where it is not there."""
+    if not path:
+        raise ValueError("a path of prompts is empty; name a file or a folder")
+    place = Path(path)
+    if os.path.isfile(place) or os.path.isdir(place):
+        return place
+    if os.path.exists(place):
+        raise ValueError(f"{path}: neither a file nor a folder; needed: one of them")
+    if os.path.islink(place):
+        raise ValueError(f"{path}: a link to {os.readlink(place)!r}, which is not there")
+    if not os.path.isdir(place.parent):
+        raise ValueError(f"{path}: no such file, and no folder {str(place.parent)!r} either")
+    if not os.access(place.parent, os.R_OK | os.X_OK):
+        raise ValueError(f"{path}: the folder {str(place.parent)!r} may not be read; change its permissions")
+    names = os.listdir(place.parent)
+    near = difflib.get_close_matches(place.name, names, n=1, cutoff=0.5)
+    hint = f"; did you mean {str(place.parent / near[0])!r}?" if near else ""
+    raise ValueError(f"{path}: no such file{hint}")
+
+
+_SPLIT = "train"
+
+_SUFFIXES = (".parquet", ".arrow", ".jsonl")
+
+_SHARD = re.compile(r"(?P<name>.+?)-(?P<number>\d{5})-of-(?P<count>\d{5})(?:-[0-9a-f]+)?\.\w+")
+"""train-00000-of-00002.parquet; with a hash behind where it was uploaded before 2024."""
+
+
+_NUMBERED = re.compile(r"\d{4,}\.\w+")
+"""0000.parquet, 0001.parquet: the shards of the split that is named by their folder."""
+
+
+def files_of_folder(folder: Path) -> list[Path]:
+    """Its training rows' files, in the order of their names. ValueError where that is not clear."""
+    if (folder / "state.json").is_file():
+        return _saved_files(folder)
+    if (folder / "dataset_dict.json").is_file():
+        return files_of_folder(_saved_split(folder))
+    for place in (folder, folder / "data", folder / _SPLIT):
+        if found := _files(place):
+            return _one_split(place, found)
+    raise ValueError(
+        f"{folder}: a folder without prompts; needed: {', '.join(_SUFFIXES)} files in it or in its data/, "
+        f"as a downloaded data set has them, or what save_to_disk writes (state.json){_folders_below(folder)}"
+    )
+
+
+def _folders_below(folder: Path) -> str:
+    """Names folders that do have prompts, as data sets of several configurations have them; "" without any."""
+    files = [*_files(folder, "*/"), *_files(folder, "*/*/")]
+    names = sorted({str(file.parent.relative_to(folder)) for file in files})
+    return f". Give one of the folders in it that have some: {', '.join(names[:5])}" if names else ""
+
+
+def _files(place: Path, below: str = "") -> list[Path]:
+    """Files of rows in `place`, or in folders `below` it (a pattern), in the order of their names; no hidden ones."""
+    found = (path for path in place.glob(f"{below}*") if path.suffix in _SUFFIXES and path.is_file())
+    return sorted(
+        path for path in found if not any(part.startswith(".") for part in path.relative_to(place).parts)
+    )
+
+
+def _saved_files(folder: Path) -> list[Path]:
+    """Those that state.json names."""
+    entries = read_json_object(folder / "state.json").get("_data_files")
+    listed = entries if isinstance(entries, list) else []
+    found = [entry.get("filename") for entry in listed if isinstance(entry, dict)]
+    names = [name for name in found if isinstance(name, str) and Path(name).name == name]
+    if not names or len(names) != len(found):
+        raise ValueError(
+            f"{folder / 'state.json'} does not name the data files (_data_files); save the data anew"
+        )
+    missing = [name for name in names if not (folder / name).is_file()]
+    if missing:
+        raise ValueError(
+            f"{folder}: {missing[0]}, which state.json names, is not there; copy the whole folder"
+        )
+    return [folder / name for name in names]
+
+
+def _saved_split(folder: Path) -> Path:
+    splits = sorted(path.parent.name for path in folder.glob("*/state.json"))
+    if _SPLIT in splits or len(splits) == 1:
+        return folder / (_SPLIT if _SPLIT in splits else splits[0])
+    raise ValueError(f"{folder} has the splits {', '.join(splits) or 'none'}; give the folder of one of them")
+
+
+def _one_split(folder: Path, files: list[Path]) -> list[Path]:
+    """Files of one split: "train" where there is one."""
+    if all(_NUMBERED.fullmatch(file.name) for file in files):
+        return files
+    by_name: dict[str, list[Path]] = {}
+    for file in files:
+        shard = _SHARD.fullmatch(file.name)
+        by_name.setdefault(f"{shard['name']}-...{file.suffix}" if shard else file.name, []).append(file)
+    train = [name for name in by_name if _SPLIT in re.split(r"[^a-z]+", name.lower())]
+    chosen = train or list(by_name)
+    if len(chosen) > 1:
+        raise ValueError(f"{folder} has several files of prompts ({', '.join(chosen[:5])}); give one of them")
+    _check_shards(by_name[chosen[0]])
+    return by_name[chosen[0]]
+
+
+def _check_shards(files: list[Path]) -> None:
+    shards = [shard for shard in (_SHARD.fullmatch(file.name) for file in files) if shard]
+    counts = {int(shard["count"]) for shard in shards}
+    if counts and counts != {len(files)}:
+        raise ValueError(
+            f"{files[0].parent}: {len(files)} of {max(counts)} files {shards[0]['name']}-...; download all of them"
+        )
+
+
+_BATCH_ROWS = 256
+
+_MAX_BATCH_BYTES = 2**30
+"""A batch of rows that takes more memory is refused (bytes)."""
+
+
+_START_CHARS = 60
+
+_ONE_A_LINE = "; jq -c '.[]' writes an array's objects one per line"
+
+_BOM = b"\xef\xbb\xbf"
+
+_OTHER_KINDS = {
+    b"version https://git-lfs": "is a pointer of Git LFS, not the file itself; run git lfs pull in its folder",
+    b"\x1f\x8b": "is compressed by gzip; unpack it with gunzip",
+    b"\x28\xb5\x2f\xfd": "is compressed by zstd; unpack it with unzstd",
+    b"\xfd7zXZ": "is compressed by xz; unpack it with unxz",
+    b"PK\x03\x04": "is a zip archive; unpack it with unzip",
+    b"\xff\xfe": "is text in UTF-16; save it as UTF-8",
+    b"\xfe\xff": "is text in UTF-16; save it as UTF-8",
+}
+"""How files begin that users take for prompts, and what to say of them."""
+
+
+def raw_rows(path: str) -> Iterator[RawRow]:
+    """All rows of a file or of a data set's folder, without blank lines. ValueError for a file that cannot be read."""
+    place = existing_place(path)
+    number = 0
+    for file in files_of_folder(place) if place.is_dir() else [place]:
+        for where, columns, reason, start in _rows_of_file(file):
+            number += 1
+            yield RawRow(where, number, columns, reason, start)
+
+
+_Row = tuple[str, dict | None, str, str]
+"""where, columns, reason, start."""
+
+
+def _rows_of_file(file: Path) -> Iterator[_Row]:
+    try:
+        with file.open("rb") as stream:
+            magic = stream.read(max(map(len, _OTHER_KINDS)))
+    except OSError as error:
+        raise ValueError(f"{file} cannot be read: {error.strerror}") from error
+    for beginning, what in _OTHER_KINDS.items():
+        if magic.startswith(beginning):
+            raise ValueError(f"{file} {what}")
+    if magic[:4] == b"PAR1" or file.suffix == ".parquet":
+        return _table_rows(file, _parquet_batches)
+    if magic[:6] == b"ARROW1" or file.suffix == ".arrow":
+        return _table_rows(file, _arrow_batches)
+    return _json_rows(file)
+
+
+# ---------------------------------------------------------------- JSON lines
+def _json_rows(file: Path) -> Iterator[_Row]:
+    with file.open("rb") as stream:
+        for number, line in enumerate(_lines(stream), start=1):
+            where = f"{file}, line {number}"
+            if line is not None and number == 1:
+                line = line.removeprefix(_BOM)
+            if line is None:
+                reason = f"longer than {MAX_LINE_BYTES // 2**20} MiB; one JSON object per line is needed"
+                yield where, None, reason, ""
+            elif line.strip():
+                yield (where, *_parse(line))
+
+
+def _lines(stream: IO[bytes]) -> Iterator[bytes | None]:
+    """Lines; None for one that is too long, of which no more than a part is held at a time."""
+    while line := stream.readline(MAX_LINE_BYTES + 1):
+        if len(line) <= MAX_LINE_BYTES:
+            yield line
+            continue
+        while line and not line.endswith(b"\n"):
+            line = stream.readline(MAX_LINE_BYTES)
+        yield None
+
+
+def _parse(line: bytes) -> tuple[dict | None, str, str]:
+    start = line[: 4 * _START_CHARS].decode("utf-8", "replace").strip()[:_START_CHARS]
+    if start == "[":
+        return None, f"the beginning of a JSON array{_ONE_A_LINE}", start
+    try:
+        row = json.loads(line.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        wrong = f"not UTF-8 (byte {error.start} is {line[error.start]:#04x}); save the file as UTF-8"
+        return None, wrong, start
+    except (ValueError, RecursionError) as error:
+        return None, f"not JSON ({error})", start
+    if type(row) is not dict:
+        hint = _ONE_A_LINE if type(row) is list else ""
+        return None, f"a JSON {type(row).__name__}, where a JSON object is needed{hint}", start
+    return row, "", start
+
+
+# ---------------------------------------------------------------- parquet and Arrow
+def _table_rows(file: Path, batches_of: Callable[[Path], Iterator[pa.RecordBatch]]) -> Iterator[_Row]:
+    number = 0
+    try:
+        for batch in batches_of(file):
+            if batch.nbytes > _MAX_BATCH_BYTES:
+                raise ValueError(
+                    f"{file}: {batch.num_rows} rows from row {number + 1} on take {batch.nbytes / 2**30:.1f} GiB; "
+                    "prompts of a few KiB are needed"
+                )
+            for columns, reason in _columns_of(batch):
+                number += 1
+                start = "" if columns is None else _start(columns)
+                yield f"{file}, row {number}", columns, reason, start
+    except (pa.ArrowException, UnicodeError, OSError, EOFError, MemoryError) as error:
+        kind = file.suffix.lstrip(".") or "data"
+        raise ValueError(
+            f"{file}: no {kind} file, or a damaged one, behind row {number}: {str(error)[:300]}; download it anew"
+        ) from error
+
+
+def _parquet_batches(file: Path) -> Iterator[pa.RecordBatch]:
+    with pq.ParquetFile(file, pre_buffer=False, buffer_size=2**20) as parquet:
+        yield from parquet.iter_batches(batch_size=_BATCH_ROWS, use_threads=False)
+
+
+def _arrow_batches(file: Path) -> Iterator[pa.RecordBatch]:
+    """Of both of Arrow's formats: `save_to_disk` writes streams."""
+    with pa.memory_map(str(file)) as source:
+        if source.read(6) == b"ARROW1":
+            reader = pa.ipc.open_file(source)
+            batches = (reader.get_batch(index) for index in range(reader.num_record_batches))
+        else:
+            source.seek(0)
+            batches = iter(pa.ipc.open_stream(source))
+        for batch in batches:
+            batch.validate(full=True)  # else wrong offsets in a damaged file would be followed
+            yield batch
+
+
+def _columns_of(batch: pa.RecordBatch) -> Iterable[tuple[dict | None, str]]:
+    """Row by row where the batch as a whole has a value that Python does not take, such as text that is not UTF-8."""
+    pieces = (batch.slice(start, _BATCH_ROWS) for start in range(0, batch.num_rows, _BATCH_ROWS))
+    for piece in pieces:
+        try:
+            yield from ((row, "") for row in piece.to_pylist())
+        except (pa.ArrowException, ValueError, OverflowError):
+            yield from (_one_row(piece.slice(index, 1)) for index in range(piece.num_rows))
+
+
+def _one_row(row: pa.RecordBatch) -> tuple[dict | None, str]:
+    try:
+        return row.to_pylist()[0], ""
+    except (pa.ArrowException, ValueError, OverflowError) as error:
+        return None, f"a value that cannot be read ({str(error)[:100]})"
+
+
+def _start(columns: dict) -> str:
+    """The first characters of the row's first text."""
+    texts = (value for value in columns.values() if isinstance(value, str))
+    return next(texts, str(list(columns))[:_START_CHARS])[:_START_CHARS]

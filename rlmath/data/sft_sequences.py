@@ -1,0 +1,271 @@
+"""Prompts with their completions, for supervised training.
+
+A row, of JSONL, parquet or a data set's folder, is one of
+
+    {"prompt": "47+85=", "completion": "7+5=12 4+8+1=13 \\boxed{132}"}        the prompt as it stands
+    {"question": "What is 47+85?", "solution": "... \\boxed{132}"}            the question in data.template
+    {"messages": [{"role": "user", "content": ...}, {"role": "assistant", "content": ...}]}
+                                       all turns but the last in the tokenizer's chat template; the last is learned
+
+Prompt and completion are tokenized apart, so that no token is half of either, and the end of sequence is appended.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from rlmath.algorithms.types import Sample
+from rlmath.data.files import raw_rows
+from rlmath.data.filter_report import UNUSABLE_NAME
+from rlmath.data.formats.columns import checked_text
+from rlmath.data.loader import permutation
+from rlmath.data.rows import PromptRow, RawRow, RowError, UnusableRow, short
+from rlmath.data.templates import render
+from rlmath.data.tokenizer import prompt_tokens
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+FORMS = "prompt and completion, question and solution, or messages whose last turn is the assistant's"
+_CHUNK = 1000
+"""Rows tokenized in one call."""
+_HELD_OUT = -1
+"""The epoch whose order says which sequences are held out: none that is trained on."""
+
+
+@dataclass(frozen=True)
+class WrittenSequence:
+    """A prompt and the completion that is to be learned.
+
+    >>> WrittenSequence((11, 14), (3, 1)).length
+    4
+    """
+
+    prompt_ids: tuple[int, ...]
+    """At least one: the model predicts the first token of the completion from it."""
+    completion_ids: tuple[int, ...]
+    """The end of sequence is the last."""
+
+    @property
+    def length(self) -> int:
+        """Tokens in all."""
+        return len(self.prompt_ids) + len(self.completion_ids)
+
+    def sample(self) -> Sample:
+        """As it is packed; nobody sampled it, and it has no advantage."""
+        return Sample(self.prompt_ids, self.completion_ids, (0.0,) * len(self.completion_ids), advantage=0.0)
+
+
+@dataclass(frozen=True)
+class SequenceReport:
+    """What became of a file's rows. Lengths in tokens."""
+
+    path: str
+    kept: int
+    dropped: int
+    """Because they are too long."""
+    longest: int
+    """Of those; 0 where there are none."""
+    limit: int
+    unusable: tuple[UnusableRow, ...]
+
+    @property
+    def read(self) -> int:
+        """Rows that could be used."""
+        return self.kept + self.dropped
+
+    @property
+    def rows(self) -> int:
+        """All rows of the file."""
+        return self.read + len(self.unusable)
+
+    def line(self) -> str:
+        """One line for the console."""
+        told = [f"Sequences of {self.path}: {self.rows} read, {self.kept} kept"]
+        if self.dropped:
+            told.append(
+                f"{self.dropped} dropped ({self._share(self.dropped)}) because longer than "
+                f"sft.max_sequence_tokens={self.limit} (the longest has {self.longest} tokens)"
+            )
+        if self.unusable:
+            share, first = self._share(len(self.unusable)), self.unusable[0]
+            told.append(
+                f"{len(self.unusable)} left out ({share}) because unusable, all listed in {UNUSABLE_NAME}; the first: "
+                f"{first.where}: {first.reason}"
+            )
+        return ", ".join(told) + "."
+
+    def _share(self, count: int) -> str:
+        return f"{100 * count / self.rows:.1f}%"
+
+    def record(self) -> dict:
+        """The file's part of data_report.json."""
+        counts = {"kept": self.kept, "too_long": self.dropped, "unusable": len(self.unusable)}
+        return {
+            "path": self.path,
+            "rows": self.rows,
+            **counts,
+            "shares": {name: count / self.rows for name, count in counts.items()},
+            "max_sequence_tokens": self.limit,
+            "longest_dropped_tokens": self.longest,
+        }
+
+
+def load_sequences(
+    path: str, tokenizer: PreTrainedTokenizerFast, template: str, limit: int, max_unusable_share: float
+) -> tuple[list[WrittenSequence], SequenceReport]:
+    """The sequences of a file that have at most `limit` tokens, in its order.
+
+    ValueError for a file that cannot be read, where too many rows are unusable, and where nothing is left.
+    """
+    kept: list[WrittenSequence] = []
+    unusable: list[UnusableRow] = []
+    too_long = longest = 0
+    for chunk in _chunks(raw_rows(path)):
+        texts = list(_texts(chunk, template, tokenizer, unusable))
+        for row, one in zip(texts, _tokenized(texts, tokenizer), strict=True):
+            if not one.prompt_ids:
+                unusable.append(UnusableRow(row.where, "its prompt has no token", row.prompt[:60]))
+            elif one.length > limit:
+                too_long, longest = too_long + 1, max(longest, one.length)
+            else:
+                kept.append(one)
+    report = SequenceReport(path, len(kept), too_long, longest, limit, tuple(unusable))
+    _check(report, max_unusable_share)
+    return kept, report
+
+
+def split_held_out(
+    sequences: Sequence[WrittenSequence], share: float, seed: int
+) -> tuple[list[WrittenSequence], list[WrittenSequence]]:
+    """(to train on, to evaluate on), each in the file's order; a share above 0 holds at least one out."""
+    count = min(max(1, round(share * len(sequences))), len(sequences) - 1) if share > 0 else 0
+    held = set(permutation(len(sequences), seed, _HELD_OUT)[:count])
+    train = [one for index, one in enumerate(sequences) if index not in held]
+    return train, [sequences[index] for index in sorted(held)]
+
+
+def sequences_fingerprint(*groups: Sequence[WrittenSequence]) -> str:
+    """A short name for sequences in their groups and order."""
+    digest = hashlib.sha256()
+    for group in groups:
+        for one in group:
+            digest.update(json.dumps((one.prompt_ids, one.completion_ids)).encode())
+        digest.update(b"end")
+    return digest.hexdigest()[:16]
+
+
+# ---------------------------------------------------------------- from rows to tokens
+
+
+@dataclass(frozen=True)
+class _Texts:
+    where: str
+    prompt: str
+    completion: str
+
+
+def _chunks(rows: Iterable[RawRow]) -> Iterator[list[RawRow]]:
+    chunk: list[RawRow] = []
+    for row in rows:
+        chunk.append(row)
+        if len(chunk) == _CHUNK:
+            yield chunk
+            chunk = []
+    yield chunk
+
+
+def _texts(
+    rows: Iterable[RawRow], template: str, tokenizer: PreTrainedTokenizerFast, unusable: list[UnusableRow]
+) -> Iterator[_Texts]:
+    """What can be used; the others are added to `unusable`."""
+    for raw in rows:
+        if raw.columns is None:
+            unusable.append(UnusableRow(raw.where, raw.reason, raw.start))
+            continue
+        try:
+            row, completion = _parse(raw.columns, raw.where)
+        except RowError as error:
+            unusable.append(UnusableRow(raw.where, str(error), raw.start or str(list(raw.columns))[:60]))
+            continue
+        yield _Texts(raw.where, _rendered(row, template, tokenizer), completion)
+
+
+def _parse(columns: dict, where: str) -> tuple[PromptRow, str]:
+    """The prompt, and the completion. RowError for a row of none of the forms."""
+    for first, second, whole in (("prompt", "completion", True), ("question", "solution", False)):
+        if first in columns and second in columns:
+            prompt, completion = checked_text(columns[first], first), checked_text(columns[second], second)
+            return PromptRow(prompt, "math", where, (completion,), whole=whole), completion
+    if "messages" in columns:
+        *turns, (role, completion) = _turns(columns["messages"])
+        if role != "assistant" or not turns:
+            raise RowError("the last of its messages must be the assistant's, with others before it")
+        return PromptRow(
+            turns[-1][1], "math", where, (completion,), whole=False, messages=tuple(turns)
+        ), completion
+    names = ", ".join(map(repr, list(columns)[:8])) or "no columns"
+    raise RowError(f"has {names}; needed: {FORMS}")
+
+
+def _turns(value: object) -> list[tuple[str, str]]:
+    if not isinstance(value, list) or not value:
+        raise RowError(f"messages must be a list, got {short(value)}")
+    turns = []
+    for turn in value:
+        if not isinstance(turn, dict) or not {"role", "content"} <= turn.keys():
+            raise RowError(f"each of messages must have a role and a content, got {short(turn)}")
+        turns.append((checked_text(turn["role"], "role"), checked_text(turn["content"], "content")))
+    return turns
+
+
+def _rendered(row: PromptRow, template: str, tokenizer: PreTrainedTokenizerFast) -> str:
+    if row.messages and (template not in ("auto", "chat") or not tokenizer.chat_template):
+        raise ValueError(
+            f'{row.query_id}: "messages" need the tokenizer\'s chat template; data.template is "{template}", and the '
+            f"tokenizer has {'one' if tokenizer.chat_template else 'none'}. Use data.template=auto and a tokenizer "
+            "with a chat template, or give rows with prompt and completion"
+        )
+    return render(row, template, tokenizer)
+
+
+def _tokenized(texts: Sequence[_Texts], tokenizer: PreTrainedTokenizerFast) -> Iterator[WrittenSequence]:
+    """The prompt with the special tokens that the tokenizer adds by itself, as GRPO has it; the completion without,
+    and with one end of sequence at its end."""
+    if not texts:
+        return
+    prompts = prompt_tokens([one.prompt for one in texts], tokenizer)
+    encoded = tokenizer(
+        [one.completion for one in texts],
+        add_special_tokens=False,
+        return_attention_mask=False,
+        return_token_type_ids=False,
+        verbose=False,
+    )
+    end = tokenizer.eos_token_id
+    for prompt, completion in zip(prompts, encoded["input_ids"], strict=True):
+        closed = completion if completion and completion[-1] == end else [*completion, end]
+        yield WrittenSequence(tuple(prompt), tuple(closed))
+
+
+def _check(report: SequenceReport, max_unusable_share: float) -> None:
+    if report.rows == 0:
+        raise ValueError(f"{report.path}: no rows; needed: rows with {FORMS}")
+    if len(report.unusable) > max_unusable_share * report.rows:
+        examples = "".join(f"\n  - {row.where}: {row.reason}" for row in report.unusable[:3])
+        raise ValueError(
+            f"{report.path}: {len(report.unusable)} of {report.rows} rows cannot be used, more than "
+            f"data.max_unusable_share={max_unusable_share:g} of them. Needed: {FORMS}. The first:{examples}"
+        )
+    if not report.kept and report.dropped:
+        raise ValueError(
+            f"{report.path}: all {report.dropped} sequences that can be used are longer than "
+            f"sft.max_sequence_tokens={report.limit} (the longest has {report.longest} tokens); raise it, or give "
+            "shorter ones"
+        )
+    if not report.kept:
+        raise ValueError(f"{report.path}: no row can be used; needed: rows with {FORMS}")

@@ -1,0 +1,154 @@
+"""The one place that knows what differs between CPU and GPU: process-group backend, number format, placement."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+
+DeviceKind = Literal["cpu", "cuda"]
+
+CUDA_DEFAULTS = {
+    # Megatron orders communication and computation by it; CUDA reads it when the device is first used.
+    "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+    # NCCL says why it fails, and nothing else (NCCL's user guide, environment variables).
+    "NCCL_DEBUG": "WARN",
+    # NCCL's buffers stay out of the address space that engines give up and take again: it held more memory with it
+    # (NVIDIA/nccl issue 1234) and weight syncs hung; verl and SkyRL (pull request 1629) set the same. NVLS needs it.
+    "NCCL_CUMEM_ENABLE": "0",
+}
+"""Environment of a rank on GPU where the user has not set it; docs/clusters.md lists them."""
+
+FULLY_CONNECTED_RANKS = 32
+"""Up to so many ranks, gloo connects every rank with every other one at the start, which tells a dead rank soonest.
+Beyond, it connects those that talk with each other: the full mesh of 512 ranks would take 520,000 requests and 1.1 GB
+through the run's one store, and more for every large group."""
+
+
+@dataclass(frozen=True)
+class Device:
+    """Where this rank computes."""
+
+    kind: DeviceKind
+    torch_device: torch.device
+    backend: str
+    """Process-group backend as `init_process_group` reads it; both have gloo for plain objects."""
+    params_dtype: torch.dtype
+    """Number format of parameters and activations."""
+
+
+def resolve_kind(requested: str) -> DeviceKind:
+    """ "cpu" or "cuda" for what `run.device` says."""
+    if requested == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    if requested not in ("cpu", "cuda"):
+        raise ValueError(f'run.device is {requested!r}; needed: "auto", "cpu" or "cuda"')
+    return "cuda" if requested == "cuda" else "cpu"
+
+
+def open_device(requested: str) -> Device:
+    """The device of this rank; on GPU it becomes torch's current one.
+
+    On CPU every rank computes with one thread: ranks are the parallelism, and spinning threads of several ranks
+    on the same cores cost far more than they bring.
+    """
+    if resolve_kind(requested) == "cpu":
+        torch.set_num_threads(1)
+        # oneDNN keeps the code that it made for the last so many shapes, 1024 of them where nobody says otherwise.
+        # Packs and batches have ever new shapes: over hundreds of steps that is 100 MB, and saves next to nothing.
+        os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "64")
+        return Device("cpu", torch.device("cpu"), "gloo", torch.float32)
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    if local_rank >= torch.cuda.device_count():
+        raise ValueError(
+            f"this rank is number {local_rank} of its node, which has {torch.cuda.device_count()} GPUs; "
+            "start at most one rank per GPU (torchrun --nproc-per-node)"
+        )
+    for name, value in CUDA_DEFAULTS.items():
+        os.environ.setdefault(name, value)
+    torch.cuda.set_device(local_rank)
+    return Device("cuda", torch.device("cuda", local_rank), "cpu:gloo,cuda:nccl", torch.bfloat16)
+
+
+def init_process_group(device: Device, timeout_seconds: float, store: dist.Store | None = None) -> None:
+    """Join the run's process group. A collective that waits longer than the timeout ends the rank with an error.
+
+    `store` is where all ranks find each other, by `Rendezvous.group_store`; None: as the launcher's environment says.
+    """
+    if environment_world_size() > FULLY_CONNECTED_RANKS:
+        os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
+    timeout = timedelta(seconds=timeout_seconds)
+    if store is None:
+        dist.init_process_group(device.backend, timeout=timeout)
+        return
+    rank, world_size = environment_rank(), environment_world_size()
+    dist.init_process_group(device.backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
+
+
+def environment_world_size() -> int:
+    """Ranks of this run as its launcher says, 1 without one."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def environment_rank() -> int:
+    """Rank of this process as its launcher says, 0 without one."""
+    return int(os.environ.get("RANK", "0"))
+
+
+def local_world_size() -> int | None:
+    """Ranks on each node as the launcher says; None where it does not."""
+    size = os.environ.get("LOCAL_WORLD_SIZE")
+    return None if size is None else int(size)
+
+
+def resident_bytes() -> int:
+    """Resident memory of this process (bytes)."""
+    with open("/proc/self/statm", encoding="ascii") as statm:
+        return int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def most_resident_bytes() -> int:
+    """Most resident memory that this program had so far (bytes). Not `ru_maxrss`: that counts what the process that
+    started it held, too."""
+    with open("/proc/self/status", encoding="ascii", errors="replace") as status:
+        (line,) = (line for line in status if line.startswith("VmHWM:"))
+    return int(line.split()[1]) * 1024
+
+
+def held_bytes(device: Device) -> int:
+    """Memory that this rank holds: reserved by torch's allocator on GPU, resident on CPU (bytes)."""
+    if device.kind == "cuda":
+        return torch.cuda.memory_reserved(device.torch_device)
+    return resident_bytes()
+
+
+def synchronize(device: Device) -> None:
+    """Wait until the device has done what it was told; on CPU it always has."""
+    if device.kind == "cuda":
+        torch.cuda.synchronize(device.torch_device)
+
+
+def device_bytes(device: Device) -> int:
+    """Memory that is taken of this rank's device, whoever took it: on GPU all that the driver counts, vLLM's pools
+    included; on CPU the resident memory of the process (bytes)."""
+    if device.kind == "cuda":
+        free, total = torch.cuda.mem_get_info(device.torch_device)
+        return total - free
+    return resident_bytes()
+
+
+def release_cached(device: Device) -> None:
+    """Give back to the system what allocators only keep for later."""
+    if device.kind == "cuda":
+        torch.cuda.empty_cache()
+    elif _TRIM is not None:
+        _TRIM(0)
+
+
+_TRIM = getattr(ctypes.CDLL(None), "malloc_trim", None)
+"""glibc's; other C libraries have none."""

@@ -1,0 +1,299 @@
+"""Every rank tells that it lives, watches its next neighbours, and ends with the others when one is lost.
+
+    main thread   tells the phase it enters, its progress, its failure: plain attributes, never waits for the network
+    beat thread   once a second, over a connection of its own to torchrun's key-value store: writes this rank's pulse,
+                  reads the pulses of the next ranks in the ring and the verdict
+    watch thread  sees to it that the beat thread gets answers, and that the launcher is there
+
+Whoever finds a cause (a rank that died, failed, fell silent; no progress anywhere) writes the verdict, first one wins;
+all ranks read it with their next beat, tell it and end. Work per rank does not grow with the number of ranks.
+
+Silence is counted in beats of one's own, not by the clock: a run that was suspended as a whole goes on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import os
+import threading
+import time
+import uuid
+from datetime import timedelta
+from types import TracebackType
+
+import torch.distributed as dist
+
+from rlmath.config.schema import RunConfig
+from rlmath.distributed.collectives import from_rank_zero
+from rlmath.distributed.fault_tolerance import failure
+from rlmath.distributed.fault_tolerance.failure import (
+    Ending,
+    Pulse,
+    Verdict,
+    birth_of,
+    home,
+    host_name,
+    is_gone,
+)
+from rlmath.distributed.fault_tolerance.preemption import LAUNCHER_ENDED, StopRequest
+from rlmath.distributed.fault_tolerance.torchrun import under_torchrun
+
+logger = logging.getLogger(__name__)
+
+BEAT_SECONDS = 1.0
+NEIGHBOURS = 2
+"""Ranks that each rank watches. One would find every loss; two find it also when a watcher's own thread is stuck."""
+RECONNECT_SECONDS = 5.0
+"""How long a lost store may take to come back."""
+PEER_SECONDS = 3.0
+"""How long a rank whose collective broke looks for the rank that broke it, before it takes the blame itself."""
+TELL_SECONDS = 10.0
+"""How long a rank that failed waits until the others can know."""
+VERDICT = "verdict"
+
+
+def watched(rank: int, world_size: int, ranks_per_node: int) -> list[int]:
+    """The ranks that a rank watches: the next ones, and of its own node's the next, which it sees die at once.
+
+    >>> watched(7, 16, 8)
+    [8, 9, 0]
+    """
+    first = rank // ranks_per_node * ranks_per_node
+    own = first + (rank - first + 1) % ranks_per_node
+    next_ones = [(rank + 1 + k) % world_size for k in range(min(NEIGHBOURS, world_size - 1))]
+    return list(dict.fromkeys([*next_ones, *([own] if own not in (rank, world_size) else [])]))
+
+
+class Heartbeat:
+    """One per rank, for the life of the run. In the program of every rank, after the process group is there:
+
+    stop.install()
+    with Heartbeat(config.run, rank, world_size, output_dir, stop) as heartbeat:
+        timers = PhaseTimers(heartbeat.entered)
+        ...
+        heartbeat.step = number
+
+    An exception that leaves the block is told to the other ranks, which end with it.
+    """
+
+    def __init__(
+        self, settings: RunConfig, rank: int, world_size: int, output_dir: str, stop: StopRequest
+    ) -> None:
+        self.step = 0
+        self._settings, self._rank, self._stop = settings, rank, stop
+        self._ring = watched(rank, world_size, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+        self._world_size = world_size
+        self._address = (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
+        self._ending = Ending(output_dir, rank, world_size)
+        self._home, self._born, self._launcher = home(), birth_of(os.getpid()), os.getppid()
+        self._phase, self._entered_at, self._entries = "start", time.monotonic(), 0
+        self._moves = 0
+        self._failure: BaseException | None = None
+        self._wake, self._told, self._left = threading.Event(), threading.Event(), False
+        self._beats = self._sent_moves = self._total_moves = 0
+        self._silence = dict.fromkeys(self._ring, 0.0)
+        self._seen: dict[int, Pulse] = {}
+        self._still = self._unanswered = 0.0
+        self._slowest_answer = 0.0
+        # torchrun keeps the store over restarts, and its count of them differs between nodes.
+        self._start = from_rank_zero(uuid.uuid4().hex)
+        self._store = self._connect(settings.distributed_timeout_seconds)
+
+    def __enter__(self) -> Heartbeat:
+        self._threads = [
+            threading.Thread(target=self._beat, name="heartbeat-beat", daemon=True),
+            threading.Thread(target=self._watch, name="heartbeat-watch", daemon=True),
+        ]
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is not None:
+            self.failed(error)
+            return
+        self._left = True
+        self._wake.set()
+        self._threads[0].join(RECONNECT_SECONDS)
+
+    # ------------------------------------------------------------ what the main thread tells
+
+    def entered(self, phase: str) -> None:
+        """The main thread is in this phase from now on; that is progress."""
+        self._phase, self._entered_at = phase, time.monotonic()
+        self._entries += 1
+        self._moves += 1
+
+    def progress(self) -> None:
+        """A long phase goes on: an engine step, a micro-batch. Costs nothing."""
+        self._moves += 1
+
+    def slowest_answer(self) -> float:
+        """How long the store let this rank wait at most since this was last asked (seconds)."""
+        slowest, self._slowest_answer = self._slowest_answer, 0.0
+        return slowest
+
+    def failed(self, error: BaseException) -> None:
+        """Tell the others why this rank ends; returns when they can know, or after TELL_SECONDS.
+
+        The caller ends the process then. Should it not, that is done for it TELL_SECONDS later.
+        """
+        if self._failure is None:
+            self._failure = error
+            self._wake.set()
+            if not self._told.wait(TELL_SECONDS):  # the store is lost, too: at least the file shall tell
+                with contextlib.suppress(OSError):
+                    self._ending.record(failure.failed(self._pulse(), failure.first_line(error)))
+
+    # ------------------------------------------------------------ the beat thread
+
+    def _beat(self) -> None:
+        last = time.monotonic()
+        while not self._left:
+            now = time.monotonic()
+            passed, last = min(now - last, 2 * BEAT_SECONDS), now
+            try:
+                if self._failure is not None:
+                    self._tell_failure(self._failure)
+                self._exchange(passed)
+            except RuntimeError as error:  # what torch's stores raise
+                self._reconnect(error)
+            except (OSError, ValueError) as error:
+                logger.warning("rank %d could not look after its neighbours: %s", self._rank, error)
+            self._wake.wait(BEAT_SECONDS)
+        self._publish_leave()
+
+    def _exchange(self, passed: float) -> None:
+        """One beat; `passed` seconds after the last one."""
+        asked = time.perf_counter()
+        self._store.set(f"pulse/{self._rank}", self._pulse().as_json())
+        verdict_is_there = self._store.check([VERDICT])
+        self._slowest_answer = max(self._slowest_answer, time.perf_counter() - asked)
+        if verdict_is_there:
+            self._end(Verdict.from_json(self._store.get(VERDICT)))
+        for rank in self._ring:
+            self._look_at(rank, passed)
+        self._look_for_progress(passed)
+        self._beats += 1
+        self._unanswered = 0.0
+
+    def _look_at(self, rank: int, passed: float) -> None:
+        before = self._seen.get(rank)
+        if before is None and not self._store.check([f"pulse/{rank}"]):
+            now = None
+        else:
+            now = Pulse.from_json(self._store.get(f"pulse/{rank}"))
+            self._seen[rank] = now
+        if now and now.left:
+            return
+        if now and is_gone(now, self._home):
+            self._judge(failure.gone(now, self._rank))
+        beats = now is not None and (before is None or now.beats != before.beats)
+        self._silence[rank] = 0.0 if beats else self._silence[rank] + passed
+        if self._silence[rank] > self._settings.heartbeat_timeout_seconds:
+            self._judge(failure.silent(rank, now, self._silence[rank], self._rank))
+
+    def _look_for_progress(self, passed: float) -> None:
+        moves, self._sent_moves = self._moves - self._sent_moves, self._moves
+        total = self._store.add("moves", moves)
+        self._still = 0.0 if total != self._total_moves else self._still + passed
+        self._total_moves = total
+        limit = self._settings.hang_timeout_seconds
+        if limit is not None and self._still > limit:
+            self._judge(failure.hang(self._still, self._rank))
+
+    def _judge(self, verdict: Verdict) -> None:
+        """Write the verdict, unless there is one; end by the one that stands."""
+        self._end(Verdict.from_json(self._store.compare_set(VERDICT, "", failure.as_json())))
+
+    def _end(self, verdict: Verdict) -> None:
+        if self._failure is None:
+            self._ending.end(verdict, self._store, self._pulse())
+        # The main thread tells its own error itself.
+        if failure.author != self._rank or failure.kind != "failed":
+            logger.error("rank %d on %s ends: %s", self._rank, host_name(), failure.message)
+        with contextlib.suppress(OSError):
+            self._ending.record(verdict)
+        self._told.set()
+        time.sleep(TELL_SECONDS)
+        self._ending.leave()
+
+    def _tell_failure(self, error: BaseException) -> None:
+        """Write this rank's verdict; if the error may be a dead peer's fault, name the peer or let others do it."""
+        reason = failure.first_line(error)
+        if not failure.may_be_a_peers_fault(error):
+            self._judge(failure.failed(self._pulse(), reason))
+        before = self._ending.pulses(self._store)
+        deadline = time.monotonic() + PEER_SECONDS
+        while time.monotonic() < deadline:
+            self._exchange(0.0)
+            time.sleep(BEAT_SECONDS / 4)
+        after = self._ending.pulses(self._store)
+        same = {rank for rank, one in after.items() if rank in before and one.beats == before[rank].beats}
+        silent = [after[rank] for rank in sorted(same) if not after[rank].left]
+        self._judge(failure.lost(self._pulse(), reason, silent))
+
+    def _pulse(self) -> Pulse:
+        age = time.monotonic() - self._entered_at
+        return Pulse(
+            self._rank,
+            host_name(),
+            self._home,
+            os.getpid(),
+            self._born or "",
+            self._phase,
+            round(age, 1),
+            self._entries,
+            self.step,
+            self._beats,
+            left=False,
+        )
+
+    def _publish_leave(self) -> None:
+        last = dataclasses.replace(self._pulse(), left=True)
+        try:
+            self._store.set(f"pulse/{self._rank}", last.as_json())
+        except RuntimeError as error:
+            logger.debug("the store ended before this rank: %s", error)
+
+    # ------------------------------------------------------------ the store and the launcher
+
+    def _connect(self, seconds: float) -> dist.Store:
+        host, port = self._address
+        wait = timedelta(seconds=seconds)
+        store = dist.TCPStore(host, port, is_master=False, timeout=wait, wait_for_workers=False)
+        return dist.PrefixStore(f"rlmath/heartbeat/{self._start}", store)
+
+    def _reconnect(self, error: RuntimeError) -> None:
+        if self._left:
+            return
+        try:
+            self._store = self._connect(RECONNECT_SECONDS)
+        except RuntimeError:
+            self._store_lost(failure.first_line(error))
+
+    def _store_lost(self, reason: str) -> None:
+        """End, unless the run is stopping anyway: saving needs no store, and the stop has a deadline of its own."""
+        self._see_launcher()
+        if self._left or (self._stop.requested and self._failure is None):
+            return
+        where = f"{self._address[0]}:{self._address[1]}"
+        self._end(failure.store_lost(where, reason, self._rank))
+
+    def _see_launcher(self) -> None:
+        if under_torchrun() and os.getppid() != self._launcher and not self._stop.requested:
+            logger.error("torchrun (pid %d) has ended; the run saves and stops", self._launcher)
+            self._stop.request(LAUNCHER_ENDED)
+
+    def _watch(self) -> None:
+        """The watch thread: the beat thread may hang in a connection whose other end is gone."""
+        while not self._left and self._failure is None:
+            time.sleep(BEAT_SECONDS)
+            self._see_launcher()
+            self._unanswered += BEAT_SECONDS
+            if self._unanswered > self._settings.heartbeat_timeout_seconds + RECONNECT_SECONDS:
+                self._store_lost(f"no answer for {self._unanswered:.0f} s")

@@ -1,0 +1,91 @@
+"""How much of the host's memory can still be taken."""
+
+from __future__ import annotations
+
+import os
+import uuid
+from pathlib import Path
+
+import psutil
+import torch
+
+from rlmath.distributed.collectives import gather_objects
+
+_ROOT = Path("/sys/fs/cgroup")
+
+_VERSION_2 = ("memory.max", "memory.current", "inactive_file")
+
+_VERSION_1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+"""Files with the limit of a control group and what is taken, and the part of it that gives way: cached contents of
+files."""
+
+
+def available_bytes() -> int:
+    """Free memory of this machine, within the limit of this process's control group (a container's, a Slurm job's):
+    who takes more than that is killed (bytes)."""
+    free = int(psutil.virtual_memory().available)
+    return min([free, *(room for room in map(_room, *zip(*_groups(), strict=True)) if room is not None)])
+
+
+def _groups() -> list[tuple[Path, tuple[str, str, str]]]:
+    """Where this process's control group may be seen: at its own path, or as the root of a container's view."""
+    try:
+        lines = [line.split(":", 2) for line in Path("/proc/self/cgroup").read_text("utf-8").splitlines()]
+    except OSError:
+        lines = []
+    own = [(_ROOT / path.lstrip("/"), _VERSION_2) for _, kinds, path in lines if kinds == ""]
+    older = [
+        (_ROOT / "memory" / path.lstrip("/"), _VERSION_1)
+        for _, kinds, path in lines
+        if "memory" in kinds.split(",")
+    ]
+    return [*own, (_ROOT, _VERSION_2), *older, (_ROOT / "memory", _VERSION_1)]
+
+
+def _room(group: Path, files: tuple[str, str, str]) -> int | None:
+    """What the group may still take; None where it is not there or has no limit."""
+    limit, taken, gives_way = files
+    try:
+        stats = dict(line.split() for line in (group / "memory.stat").read_text("utf-8").splitlines())
+        used = int((group / taken).read_text("utf-8")) - int(stats[gives_way])
+        return int((group / limit).read_text("utf-8")) - used
+    except (OSError, ValueError, KeyError):  # "max" is no number
+        return None
+
+
+def share_memory(size: int) -> list[torch.UntypedStorage] | None:
+    """By rank, `size` bytes of it (each may give another number), mapped by every rank. A collective.
+
+    None, on all ranks alike, where that cannot be: ranks on several machines or in several containers, another user, no
+    memory left.
+    """
+    fd, name = -1, f"rlmath-{uuid.uuid4().hex}"
+    try:
+        fd = os.memfd_create(name)
+        os.posix_fallocate(fd, 0, max(size, 1))
+        offer = (os.getpid(), fd, name, max(size, 1))
+    except OSError:
+        offer = None
+    offers = gather_objects(offer)
+    mapped = _map(offers)
+    agreed = all(gather_objects(mapped is not None))
+    if fd >= 0:
+        os.close(fd)
+    return mapped if agreed else None
+
+
+def _map(offers: list[tuple[int, int, str, int] | None]) -> list[torch.UntypedStorage] | None:
+    pieces = []
+    for offer in offers:
+        if offer is None:
+            return None
+        pid, fd, name, size = offer
+        try:
+            # In another container, or on another machine, the same numbers are another process's file, or none.
+            path = f"/proc/{pid}/fd/{fd}"
+            if not os.readlink(path).startswith(f"/memfd:{name}"):
+                return None
+            pieces.append(torch.UntypedStorage.from_file(path, shared=True, nbytes=size))
+        except (OSError, RuntimeError):
+            return None
+    return pieces

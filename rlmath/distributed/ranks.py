@@ -1,0 +1,112 @@
+"""Ranks and hosts in the words of messages: short, however many there are."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from rlmath.distributed.device import environment_rank, environment_world_size, local_world_size
+
+MOST_NAMED = 8
+
+
+def ranks_text(ranks: Iterable[int]) -> str:
+    """Runs of numbers.
+
+    >>> ranks_text([3]), ranks_text([0, 1, 2, 7])
+    ('rank 3', 'ranks 0-2, 7')
+    """
+    runs: list[list[int]] = []
+    for rank in sorted(ranks):
+        if runs and rank == runs[-1][1] + 1:
+            runs[-1][1] = rank
+        else:
+            runs.append([rank, rank])
+    texts = [str(first) if first == last else f"{first}-{last}" for first, last in runs]
+    alone = len(runs) == 1 and runs[0][0] == runs[0][1]
+    return ("rank " if alone else "ranks ") + ", ".join(texts)
+
+
+def hosts_text(hosts: Sequence[str]) -> str:
+    """The first few names, and how many more.
+
+    >>> hosts_text(["a", "b"]), hosts_text([f"n{i}" for i in range(10)])
+    ('a, b', 'n0, n1, n2, n3, n4, n5, n6, n7 and 2 more')
+    """
+    more = f" and {len(hosts) - MOST_NAMED} more" if hosts[MOST_NAMED:] else ""
+    return ", ".join(hosts[:MOST_NAMED]) + more
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a rank is."""
+
+    rank: int
+    world_size: int
+    node: int
+    """Number of its node, from 0."""
+    local_rank: int
+    ranks_per_node: int
+    host: str
+    pid: int
+
+    @property
+    def several_nodes(self) -> bool:
+        return self.ranks_per_node < self.world_size
+
+    @property
+    def is_node_leader(self) -> bool:
+        return self.local_rank == 0
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} on {self.host}"
+
+
+def my_place() -> Place:
+    """As the launcher's environment says. Without one this is the only rank."""
+    rank, world_size = environment_rank(), environment_world_size()
+    per_node = local_world_size() or world_size
+    node = int(os.environ.get("GROUP_RANK", rank // per_node))
+    local_rank = int(os.environ.get("LOCAL_RANK", rank % per_node))
+    return Place(rank, world_size, node, local_rank, per_node, socket.gethostname(), os.getpid())
+
+
+@dataclass(frozen=True)
+class Word:
+    """What a rank has to say at a roll call."""
+
+    host: str
+    node: int
+    problem: str | None = None
+    """A mistake that it found; it will not go on."""
+    facts: Mapping[str, str] = field(default_factory=dict)
+    """What must be the same on all nodes, by name; of one rank of every node."""
+    address: str = ""
+    """By which the node reaches the first one, with its interface: "10.0.0.7 (eth0)"; of one rank of every node."""
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What rank 0 makes of a roll call."""
+
+    error: str | None = None
+    is_mistake: bool = False
+    """The user can put it right: a ValueError; else something failed."""
+
+
+def problems_text(problems: Mapping[int, str], said: Mapping[int, Word]) -> str:
+    """What ranks found wrong, each problem once with the ranks that have it; as it stands where all have it."""
+    ranks_of: dict[str, list[int]] = {}
+    for rank, problem in sorted(problems.items()):
+        ranks_of.setdefault(problem, []).append(rank)
+    if len(ranks_of) == 1 and len(problems) == len(said):
+        return next(iter(ranks_of))
+    parts = []
+    for problem, ranks in ranks_of.items():
+        hosts = list(dict.fromkeys(said[rank].host for rank in ranks))
+        parts.append(f"on {hosts_text(hosts)} ({ranks_text(ranks)}): {problem}")
+    return "\n".join(
+        [*parts, f"{len(problems)} of the {len(said)} ranks that are here found something wrong."]
+    )

@@ -1,0 +1,201 @@
+"""Moves tensors off the device and back while every tensor stays the same object.
+
+A tensor is a view of a storage. Giving up the storage's memory and taking it again later keeps all views valid: the
+parameters, what an optimizer or a flat buffer holds of them, and slices of either.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, UntypedStorage
+
+from rlmath.distributed.device import Device, synchronize
+
+Tensors = Callable[[], Iterable[Tensor]]
+"""Gives the tensors as they are now: an optimizer makes its state at the first step."""
+
+BLOCK_BYTES = 64 * 2**20
+"""Size of one piece of host memory. torch may round pinned memory up to a power of two: in pieces of one, only what
+remains at the end costs more than it holds."""
+
+ALIGNMENT_BYTES = 512
+"""Every storage starts at a multiple of this in host memory, as it does on the device, so that copies run at full
+speed."""
+
+
+@dataclass(frozen=True)
+class Moved:
+    """What one `leave` or `come_back` did."""
+
+    name: str
+    bytes: int
+    """Given up or taken again on the device; copied where the set is kept."""
+    seconds: float
+    """Wall time with the copies; the first time on GPU, pinning the host memory too."""
+
+
+@dataclass(frozen=True)
+class _Gone:
+    """A storage that is complete on the host, from `offset` on (bytes), or given up."""
+
+    storage: UntypedStorage
+    size: int
+    offset: int
+
+
+class HostMemory:
+    """Host memory that grows in blocks and is used again: pinning costs more time than copying."""
+
+    def __init__(self, pinned: bool) -> None:
+        self._pinned = pinned
+        self._blocks: list[Tensor] = []
+
+    @property
+    def nbytes(self) -> int:
+        """What it holds (bytes)."""
+        return sum(block.numel() for block in self._blocks)
+
+    def reserve(self, size: int) -> None:
+        """Grow to `size` bytes, where it is smaller."""
+        while self.nbytes < size:
+            missing = min(size - self.nbytes, BLOCK_BYTES)
+            self._blocks.append(torch.empty(missing, dtype=torch.uint8, pin_memory=self._pinned))
+
+    def pieces(self, offset: int, size: int) -> Iterator[Tensor]:
+        """The bytes from `offset` on, in order, cut where blocks end."""
+        for block in self._blocks:
+            piece = block[offset : offset + size]
+            offset, size = max(offset - block.numel(), 0), size - piece.numel()
+            if piece.numel():
+                yield piece
+
+    def release(self) -> None:
+        """Give all of it back."""
+        self._blocks.clear()
+
+
+class StorageSet:
+    """The storages behind some tensors: here, on the device, or away.
+
+    With `keep` their content waits in host memory (pinned on GPU, where it stays reserved for the next time); without,
+    it is given up, and they come back as zeros. Storages behind the tensors of `exclude` belong to somebody else, and
+    those on another device stay where they are.
+
+    The memory goes back to torch's allocator; `torch.cuda.empty_cache` gives it to others on the device.
+
+    After an error in `leave` or `come_back`, for example for want of memory, each storage is complete here or complete
+    on the host, and `come_back` may be called as often as needed.
+    """
+
+    def __init__(
+        self, name: str, tensors: Tensors, keep: bool, device: Device, exclude: Tensors = tuple
+    ) -> None:
+        self.name = name
+        self._tensors = tensors
+        self._keep = keep
+        self._device = device
+        self._exclude = exclude
+        self._host = HostMemory(pinned=device.kind == "cuda")
+        self._gone: list[_Gone] = []
+        self._away = False
+
+    @property
+    def away(self) -> bool:
+        """From the start of `leave`, even one that fails, to the end of a `come_back` that succeeds."""
+        return self._away
+
+    @property
+    def nbytes(self) -> int:
+        """What the set holds on the device now (bytes)."""
+        return sum(storage.nbytes() for storage in self._storages())
+
+    @property
+    def freed_bytes(self) -> int:
+        """What leaving would free (bytes): on CPU nothing where the content is kept, in the same memory."""
+        return 0 if self._keep and self._device.kind == "cpu" else self.nbytes
+
+    @property
+    def host_nbytes(self) -> int:
+        """Host memory that is reserved for the set now (bytes)."""
+        return self._host.nbytes
+
+    def leave(self) -> Moved:
+        """Give the storages' memory up, after their content is on the host where it is kept."""
+        assert not self._away, f"{self.name} leaves twice"
+        self._away = True
+        start = self._finish_device_work()
+        leaving = self._laid_out()
+        if self._keep:
+            self._copy_to_host(leaving)
+        for gone in leaving:
+            self._gone.append(gone)
+            gone.storage.resize_(0)
+        return Moved(self.name, sum(gone.size for gone in leaving), time.perf_counter() - start)
+
+    def come_back(self) -> Moved:
+        """Take the memory again and fill it with the content, or with zeros."""
+        assert self._away, f"{self.name} comes back but is not away"
+        start = self._finish_device_work()
+        for gone in self._gone:
+            if gone.storage.nbytes() != gone.size:
+                gone.storage.resize_(gone.size)
+            self._fill(gone)
+        end = self._finish_device_work()
+        moved = Moved(self.name, sum(gone.size for gone in self._gone), end - start)
+        self._gone.clear()
+        self._away = False
+        if self._device.kind == "cpu":
+            self._host.release()
+        return moved
+
+    def _storages(self) -> list[UntypedStorage]:
+        others = {tensor.untyped_storage()._cdata for tensor in self._exclude()}
+        found = {}
+        for tensor in self._tensors():
+            storage = tensor.untyped_storage()
+            if storage._cdata not in others and storage.device == self._device.torch_device:
+                found[storage._cdata] = storage
+        return list(found.values())
+
+    def _laid_out(self) -> list[_Gone]:
+        """The storages, one behind the other in host memory."""
+        laid_out, offset = [], 0
+        for storage in self._storages():
+            laid_out.append(_Gone(storage, storage.nbytes(), offset))
+            offset += -(-storage.nbytes() // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+        return laid_out
+
+    def _copy_to_host(self, leaving: list[_Gone]) -> None:
+        if leaving:
+            self._host.reserve(leaving[-1].offset + leaving[-1].size)
+        for gone in leaving:
+            for ours, hosts in self._paired(gone):
+                hosts.copy_(ours, non_blocking=True)
+        self._finish_device_work()
+
+    def _fill(self, gone: _Gone) -> None:
+        if not self._keep:
+            _bytes_of(gone.storage).zero_()
+            return
+        for ours, hosts in self._paired(gone):
+            ours.copy_(hosts, non_blocking=True)
+
+    def _paired(self, gone: _Gone) -> Iterator[tuple[Tensor, Tensor]]:
+        """Pieces of a storage, each with its place on the host."""
+        content, start = _bytes_of(gone.storage), 0
+        for piece in self._host.pieces(gone.offset, gone.size):
+            yield content[start : start + piece.numel()], piece
+            start += piece.numel()
+
+    def _finish_device_work(self) -> float:
+        """Wait for everything that was started on the device; the time then (seconds)."""
+        synchronize(self._device)
+        return time.perf_counter()
+
+
+def _bytes_of(storage: UntypedStorage) -> Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)

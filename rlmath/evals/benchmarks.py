@@ -1,0 +1,140 @@
+"""Benchmarks as they are sampled: found by name, templated, tokenized."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from transformers import PreTrainedTokenizerFast
+
+from rlmath.config.help import nearest_word
+from rlmath.data.files import read_json_object
+from rlmath.data.readers import PromptRow, read_prompts
+from rlmath.data.templates import render
+from rlmath.data.tokenizer import prompt_tokens
+from rlmath.rewards.verifier import check_tasks
+
+SUFFIXES = (".jsonl", ".json", ".parquet", "")
+"""What a benchmark's file is looked for with, in this order; "" is a folder of a Hugging Face data set."""
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}")
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One problem of a benchmark."""
+
+    benchmark: str
+    problem_id: str
+    prompt: str
+    """With its template."""
+    token_ids: tuple[int, ...]
+    solutions: tuple[str, ...]
+    task: str
+
+    @property
+    def prompt_hash(self) -> str:
+        """Of everything that its completions and their judgement depend on: tokens, solutions, task."""
+        content = json.dumps([self.token_ids, self.solutions, self.task])
+        return hashlib.sha256(content.encode()).hexdigest()[:16]
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    """The problems of one file."""
+
+    name: str
+    problems: tuple[Problem, ...]
+    unusable: int
+    """Rows of the file that are no problems, and so are not in the table."""
+
+
+def find_benchmark(name: str, data_dir: Path) -> Path:
+    """The file or folder of a benchmark. ValueError where there is none."""
+    if not _NAME.fullmatch(name):
+        raise ValueError(
+            f"--benchmarks: {name!r} is no name of a benchmark; needed: names such as aime24,math_500"
+        )
+    if not data_dir.is_dir():
+        raise ValueError(f'--data-dir: there is no folder "{data_dir}"; give the one that holds {name}.jsonl')
+    for suffix in SUFFIXES:
+        path = data_dir / f"{name}{suffix}"
+        if path.is_dir() if suffix == "" else path.is_file():
+            return path
+    there = sorted({path.stem for path in data_dir.iterdir() if path.suffix in SUFFIXES})
+    raise ValueError(
+        f'--benchmarks: "{data_dir}" has no {name}.jsonl, .json, .parquet or folder {name}.{nearest_word(name, there)}'
+        f" There is: {', '.join(there[:30]) or 'nothing of that kind'}."
+    )
+
+
+def load_benchmark(
+    name: str, path: Path, tokenizer: PreTrainedTokenizerFast, template: str, limit: int | None = None
+) -> Benchmark:
+    """The first `limit` problems of a file, all without one. ValueError for a file that cannot be read, for one
+    without problems, and for problems that no judge knows."""
+    file = read_prompts(str(path))
+    rows = file.rows[:limit]
+    if not rows:
+        raise ValueError(f"{path} has no problem that can be used ({len(file.unusable)} rows cannot)")
+    check_tasks(row.task for row in rows)
+    prompts = [render(row, template, tokenizer) for row in rows]
+    tokens = prompt_tokens(prompts, tokenizer)
+    empty = [row.query_id for row, ids in zip(rows, tokens, strict=True) if not ids]
+    if empty:
+        raise ValueError(f"{path}: the model's tokenizer makes no token of the problem {empty[0][:60]!r}")
+    return Benchmark(name, tuple(_problems(name, rows, prompts, tokens)), len(file.unusable))
+
+
+def _problems(
+    name: str, rows: Sequence[PromptRow], prompts: Sequence[str], tokens: Sequence[Sequence[int]]
+) -> list[Problem]:
+    return [
+        Problem(name, row.query_id, prompt, tuple(ids), row.solutions, row.task)
+        for row, prompt, ids in zip(rows, prompts, tokens, strict=True)
+    ]
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """What fits the engine."""
+
+    max_prompt_tokens: int
+    """Longer prompts are not sampled, and count as wrong."""
+    max_new_tokens: int
+
+
+def check_lengths(
+    problems: Sequence[Problem], positions: int | None, max_new_tokens: int, max_prompt_tokens: int | None
+) -> Lengths:
+    """ValueError where a prompt and its completion may be longer than the model's `positions` (None: unknown)."""
+    longest = max(problems, key=lambda problem: len(problem.token_ids))
+    prompt_tokens = len(longest.token_ids) if max_prompt_tokens is None else max_prompt_tokens
+    over = 0 if positions is None else prompt_tokens + max_new_tokens - positions
+    if over <= 0:
+        return Lengths(prompt_tokens, max_new_tokens)
+    what = (
+        f"the longest prompt ({longest.benchmark}, {longest.problem_id!r}) has {prompt_tokens}"
+        if max_prompt_tokens is None
+        else f"--max-prompt-tokens is {prompt_tokens}"
+    )
+    room = max_new_tokens - over
+    ways = [f"Set --max-new-tokens {room} or less"] if room >= 1 else []
+    if positions is not None and positions > max_new_tokens:
+        ways.append(
+            f"set --max-prompt-tokens {positions - max_new_tokens}, and longer prompts count as wrong"
+        )
+    raise ValueError(
+        f"{what}, --max-new-tokens is {max_new_tokens}: together {over} tokens more than the {positions} positions of "
+        f"the model (max_position_embeddings). {'; or '.join(ways) or 'Lower both'}."
+    )
+
+
+def model_positions(folder: Path) -> int | None:
+    """Longest sequence of a model (tokens) as its config.json says, None where it does not."""
+    found = read_json_object(folder / "config.json").get("max_position_embeddings")
+    return found if isinstance(found, int) and not isinstance(found, bool) and found > 0 else None

@@ -1,0 +1,138 @@
+"""Two evaluations side by side, with the interval of their difference."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rlmath.evals.pass_at_k import bootstrap_interval
+from rlmath.evals.tables import FORMAT, RESULTS, boxed_table
+from rlmath.trainer.telemetry.console import visible
+
+_NOT_COMPARED = ("about_",)
+"""Beginnings of settings that only inform."""
+_OF_THE_MODEL = ("model",)
+"""Settings that are meant to differ."""
+
+
+@dataclass(frozen=True)
+class Results:
+    """What a results.json says."""
+
+    name: str
+    settings: dict[str, Any]
+    values: dict[str, dict[str, dict[str, float]]]
+    """By dataset and measure ("greedy_acc", "sample_pass@1"): the share of right answers by problem id."""
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One measure of one benchmark, for the problems that both have."""
+
+    dataset: str
+    measure: str
+    problems: int
+    left_out: int
+    """Problems that only one of the two has."""
+    first: tuple[float, float, float]
+    """Mean over problems, and both ends of its 95% interval."""
+    second: tuple[float, float, float]
+    difference: tuple[float, float, float]
+    """Second minus first: resampled in pairs, problem by problem."""
+
+    @property
+    def is_clear(self) -> bool:
+        """Whether the interval of the difference leaves out 0."""
+        _, low, high = self.difference
+        return low > 0 or high < 0
+
+
+def read_results(path: Path) -> Results:
+    """Of an output folder or its results.json. ValueError where that is none."""
+    file = path / RESULTS if path.is_dir() else path
+    if not file.is_file():
+        raise ValueError(f"--compare: there is no {file}; needed: the --output of an evaluation that is done")
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+        if content["format"] != FORMAT:
+            raise ValueError(f"it has format {content['format']!r}; needed: {FORMAT}")
+        values = {str(name): _values(found["problems"]) for name, found in content["benchmarks"].items()}
+        return Results(str(path), dict(content["settings"]), values)
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise ValueError(f"--compare: {file} is no results.json ({type(error).__name__}: {error})") from error
+
+
+def _values(problems: list[Mapping[str, Any]]) -> dict[str, dict[str, float]]:
+    greedy = {str(p["problem_id"]): float(p["greedy"]) for p in problems if p["greedy"] is not None}
+    sampled = {str(p["problem_id"]): int(p["right"]) / int(p["samples"]) for p in problems if p["samples"]}
+    return {name: found for name, found in (("greedy_acc", greedy), ("sample_pass@1", sampled)) if found}
+
+
+def differences(first: Results, second: Results, seed: int = 0) -> list[Difference]:
+    """Of every benchmark and measure that both have. ValueError where they have none in common."""
+    found = []
+    for dataset in first.values:
+        for measure, ours in first.values[dataset].items():
+            theirs = second.values.get(dataset, {}).get(measure, {})
+            common = [problem for problem in ours if problem in theirs]
+            if common:
+                a, b = [ours[p] for p in common], [theirs[p] for p in common]
+                pairs = [later - earlier for earlier, later in zip(a, b, strict=True)]
+                left_out = len(ours.keys() ^ theirs.keys())
+                means = (_mean(a, seed), _mean(b, seed), _mean(pairs, seed))
+                found.append(Difference(dataset, measure, len(common), left_out, *means))
+    if not found:
+        raise ValueError(
+            f"--compare: {first.name} has {', '.join(first.values) or 'nothing'}, {second.name} has "
+            f"{', '.join(second.values) or 'nothing'}; needed: a benchmark in common, greedy or sampled in both"
+        )
+    return found
+
+
+def _mean(values: list[float], seed: int) -> tuple[float, float, float]:
+    return (sum(values) / len(values), *bootstrap_interval(values, seed))
+
+
+def other_settings(first: Results, second: Results) -> list[str]:
+    """A sentence on each setting that differs, the model's own name left out."""
+    names = dict.fromkeys([*first.settings, *second.settings])
+    return [
+        f"{name} is {first.settings.get(name)!r} in the first and {second.settings.get(name)!r} in the second"
+        for name in names
+        if not name.startswith(_NOT_COMPARED + _OF_THE_MODEL)
+        and first.settings.get(name) != second.settings.get(name)
+    ]
+
+
+def comparison_text(first: Results, second: Results) -> str:
+    """The table of differences and what to know about it; percent, differences in percentage points."""
+    header = ["dataset", "measure", "problems", "A", "A 95%", "B", "B 95%", "B - A", "B - A 95%", ""]
+    table = [header]
+    found = differences(first, second)
+    for one in found:
+        numbers = [*_cells(one.first), *_cells(one.second), *_cells(one.difference, "+")]
+        table.append([one.dataset, one.measure, str(one.problems), *numbers, "clear" if one.is_clear else ""])
+    notes = [f"A: {_about(first)}", f"B: {_about(second)}"]
+    notes += [f"Settings differ: {sentence}." for sentence in other_settings(first, second)]
+    notes += [
+        f"{one.dataset}, {one.measure}: {one.left_out} problems are in one of the two only, and are left out."
+        for one in found
+        if one.left_out
+    ]
+    alone = sorted(first.values.keys() ^ second.values.keys())
+    notes += [f"In one of the two only: {', '.join(alone)}."] if alone else []
+    return visible(
+        "\n".join([*notes, boxed_table(table), '"clear": the 95% interval of B - A leaves out 0.'])
+    )
+
+
+def _about(results: Results) -> str:
+    return f"{results.name} (model {results.settings.get('about_model', '?')})"
+
+
+def _cells(mean: tuple[float, float, float], sign: str = "") -> list[str]:
+    value, low, high = (100 * number for number in mean)
+    return [f"{value:{sign}.1f}", f"{low:{sign}.1f} to {high:{sign}.1f}"]

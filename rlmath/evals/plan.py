@@ -1,0 +1,69 @@
+"""What an evaluation is asked for, and what may not differ between two runs into the same folder."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from rlmath.config.help import raise_problems
+from rlmath.config.schema import TEMPLATES, Range
+from rlmath.evals.pass_at_k import MOST_SAMPLES
+from rlmath.rollout.sampling import request_seed
+
+GREEDY_INDEX = -1
+"""Stands for the greedy completion where samples are numbered from 0."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The arguments of launch/evaluate.py that say what is sampled. Each is named there by its option."""
+
+    model: Path
+    benchmarks: tuple[str, ...]
+    data_dir: Path
+    output: Path
+    greedy: bool = True
+    samples: int = 32
+    temperature: float = 0.6
+    top_p: float = 0.95
+    max_new_tokens: int = 32768
+    max_prompt_tokens: int | None = None
+    """Longer prompts count as wrong; None: every prompt must fit."""
+    template: str = "auto"
+    seed: int = 1
+    limit: int | None = None
+    """Problems of each benchmark, its first ones; None: all."""
+
+    def __post_init__(self) -> None:
+        """ValueError that lists what is wrong."""
+        ranges = {
+            "samples": (self.samples, Range(0, MOST_SAMPLES)),
+            "temperature": (self.temperature, Range(0.01, 100, why="For temperature 0 there is greedy.")),
+            "top-p": (self.top_p, Range(0, 1, open_low=True)),
+            "max-new-tokens": (self.max_new_tokens, Range(1)),
+            "max-prompt-tokens": (self.max_prompt_tokens, Range(1)),
+            "seed": (self.seed, Range(0, 2**31 - 1)),
+            "limit": (self.limit, Range(1)),
+        }
+        problems = [
+            f"--{name} is {value}; needed: {allowed}. {allowed.why}".rstrip()
+            for name, (value, allowed) in ranges.items()
+            if value is not None and not allowed.holds(value)
+        ]
+        if self.template not in TEMPLATES:
+            problems.append(f"--template is {self.template!r}; needed: one of {', '.join(TEMPLATES)}")
+        if not self.benchmarks:
+            problems.append("--benchmarks names none; needed: at least one, for example aime24,math_500")
+        if not self.greedy and self.samples == 0:
+            problems.append("--no-greedy with --samples 0 asks for nothing; leave one of the two out")
+        raise_problems("the evaluation", problems)
+
+    @property
+    def indices(self) -> tuple[int, ...]:
+        """Of the completions of every problem."""
+        return (*((GREEDY_INDEX,) if self.greedy else ()), *range(self.samples))
+
+
+def completion_seed(seed: int, benchmark: str, problem_id: str, index: int) -> int:
+    """Seed of one completion, the same whichever engine samples it and whatever else is evaluated."""
+    return request_seed(seed, 0, f"{benchmark}/{problem_id}", index)

@@ -1,0 +1,129 @@
+"""The policy that learns: model, optimizer and schedule, built from the settings."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+from megatron.core.models.gpt import GPTModel
+
+from rlmath.algorithms.early_stop import EarlyStop
+from rlmath.algorithms.importance_sampling import Correction
+from rlmath.algorithms.losses import LossSettings
+from rlmath.checkpoint.hf.weights import load_hf_weights
+from rlmath.config.model_shape import ModelShape
+from rlmath.config.schema import AlgorithmConfig, Config
+from rlmath.distributed.device import Device
+from rlmath.distributed.mesh import Mesh
+from rlmath.models.forward_backward import ForwardBackward
+from rlmath.models.learner import GrpoLearner, Learner, SftLearner
+from rlmath.models.logprobs import MinTokensMask
+from rlmath.models.megatron import Recompute, build_chunks, transformer_config, wrap_for_training
+from rlmath.models.optimizer import build_optimizer, build_scheduler
+
+L = TypeVar("L", bound=Learner)
+
+
+@dataclass(frozen=True)
+class Actor(Generic[L]):
+    """The learner, and the bare model chunks of this rank, whose weights are synced and exported."""
+
+    learner: L
+    chunks: list[GPTModel]
+
+    @property
+    def forward_backward(self) -> ForwardBackward:
+        return self.learner.forward_backward
+
+
+def build_actor(
+    config: Config,
+    shape: ModelShape,
+    mesh: Mesh,
+    device: Device,
+    total_updates: int,
+    stop_token_ids: tuple[int, ...],
+) -> Actor[GrpoLearner]:
+    """The actor of GRPO with the weights of `model.path`; `total_updates` optimizer steps end a decaying learning
+    rate."""
+    min_tokens_mask = MinTokensMask(stop_token_ids, config.rollout.min_new_tokens)
+    how = (config.rollout.temperature, min_tokens_mask)
+    chunks, *moved = _build(config, shape, mesh, device, total_updates, *how)
+    return Actor(GrpoLearner(*moved, loss_settings(config.algorithm), early_stop(config.algorithm)), chunks)
+
+
+def build_sft_actor(
+    config: Config, shape: ModelShape, mesh: Mesh, device: Device, total_updates: int
+) -> Actor[SftLearner]:
+    """Likewise, for supervised training: the distribution is the model's own, at temperature 1."""
+    chunks, *moved = _build(config, shape, mesh, device, total_updates, 1.0, MinTokensMask())
+    return Actor(SftLearner(*moved), chunks)
+
+
+def _build(
+    config: Config,
+    shape: ModelShape,
+    mesh: Mesh,
+    device: Device,
+    total_updates: int,
+    temperature: float,
+    min_tokens_mask: MinTokensMask,
+) -> tuple[list[GPTModel], ForwardBackward, Any, Any]:
+    """(bare chunks, forward_backward, optimizer, schedule) of a model with the weights of `model.path`."""
+    recompute = Recompute(
+        config.policy.recompute_granularity,
+        config.policy.recompute_method,
+        config.policy.recompute_num_layers,
+    )
+    megatron = transformer_config(shape, mesh, device, config.parallel, recompute)
+    chunks = build_chunks(shape, mesh, device, megatron)
+    load_hf_weights(chunks, config.model.path, shape, mesh)
+    wrapped = wrap_for_training(chunks, megatron, config.optimizer.distributed)
+    optimizer = build_optimizer(config.optimizer, wrapped, device)
+    scheduler = build_scheduler(config.optimizer, optimizer, total_updates)
+    forward_backward = ForwardBackward(wrapped, mesh, device, temperature, shape.vocab_size, min_tokens_mask)
+    return chunks, forward_backward, optimizer, scheduler
+
+
+def loss_settings(algorithm: AlgorithmConfig) -> LossSettings:
+    """The loss that the settings name; their words were checked before."""
+    correction = None
+    if algorithm.importance_correction is not None:
+        correction = Correction(
+            algorithm.importance_correction,  # type: ignore[arg-type]
+            algorithm.importance_cap,
+            algorithm.importance_mask_low,
+            algorithm.importance_mask_high,
+        )
+    high = algorithm.clip_ratio if algorithm.clip_ratio_high is None else algorithm.clip_ratio_high
+    return LossSettings(
+        kind=algorithm.loss,  # type: ignore[arg-type]
+        clip_low=algorithm.clip_ratio,
+        clip_high=high,
+        dual_clip=algorithm.dual_clip,
+        correction=correction,
+        kl_coef=algorithm.kl_coef if algorithm.kl_in == "loss" else 0.0,
+        kl_kind=algorithm.kl_estimator,  # type: ignore[arg-type]
+        entropy_coef=algorithm.entropy_coef,
+    )
+
+
+def early_stop(algorithm: AlgorithmConfig) -> EarlyStop:
+    """The bounds that the settings name."""
+    return EarlyStop(algorithm.early_stop_ratio, algorithm.early_stop_ratio_low, algorithm.early_stop_kl)
+
+
+def build_reference(
+    config: Config, shape: ModelShape, mesh: Mesh, device: Device, stop_token_ids: tuple[int, ...]
+) -> ForwardBackward:
+    """The model to start from, sharded like the actor, without gradients. Build it only where KL is used: it holds
+    the memory of its parameters."""
+    megatron = transformer_config(shape, mesh, device, config.parallel, Recompute())
+    chunks = build_chunks(shape, mesh, device, megatron)
+    load_hf_weights(chunks, config.model.path, shape, mesh)
+    for chunk in chunks:
+        chunk.requires_grad_(False).eval()
+    min_tokens_mask = MinTokensMask(stop_token_ids, config.rollout.min_new_tokens)
+    return ForwardBackward(
+        chunks, mesh, device, config.rollout.temperature, shape.vocab_size, min_tokens_mask
+    )

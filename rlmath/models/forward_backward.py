@@ -1,0 +1,187 @@
+"""Runs micro-batches through one Megatron model over all its pipeline stages, and tells their log-probabilities."""
+
+# Shape legend: T packed tokens of one micro-batch, V vocabulary shard.
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.distributed import finalize_model_grads
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.utils import get_attr_wrapped_model, get_model_config
+from torch import Tensor
+
+from rlmath.algorithms.types import MicroBatch
+from rlmath.distributed.device import Device, synchronize
+from rlmath.distributed.mesh import Mesh
+from rlmath.models.attention import PackedSequences, pack_sequences
+from rlmath.models.context_parallel import ContextSplit, split_pack, whole_logprobs
+from rlmath.models.logprobs import MinTokensMask, at_tokens, next_hits, next_logprobs
+from rlmath.models.megatron import uses_local_layers
+
+
+@dataclass(frozen=True)
+class TokenLogprobs:
+    """Log-probabilities of one micro-batch's tokens under a frozen policy; empty off the last pipeline stage."""
+
+    logprobs_T: Tensor
+
+
+class ForwardBackward:
+    """Runs micro-batches through one Megatron model, over all pipeline stages.
+
+    `chunks` are this rank's parts of the model in the order of their layers, wrapped for training or bare: one, unless
+    a pipeline stage has several (`Mesh.virtual_pipeline`).
+    """
+
+    def __init__(
+        self,
+        chunks: Sequence[Any],
+        mesh: Mesh,
+        device: Device,
+        temperature: float,
+        vocab_size: int,
+        min_tokens_mask: MinTokensMask,
+    ) -> None:
+        self.chunks = list(chunks)
+        self.mesh = mesh
+        self.device = device
+        self.temperature = temperature
+        self.vocab_size = vocab_size
+        self.min_tokens_mask = min_tokens_mask
+        self.on_microbatch: Callable[[], None] = lambda: None
+        """Called for every micro-batch: a sign of life."""
+        self._seconds_alone = 0.0
+        self._alone_until: float | None = None
+        self._local_layers = uses_local_layers(device.kind)
+
+    def run(
+        self, batches: Sequence[MicroBatch], on_logits: Callable[..., Any], forward_only: bool
+    ) -> list[Any]:
+        """Forward (and backward) of every micro-batch; what `on_logits(index, batch, logits)` gave, on the last
+        stage only.
+
+        Forward only, `on_logits` may give anything; otherwise (loss sum, token count, metrics). All ranks need the same
+        number of micro-batches, a multiple of `Mesh.microbatch_multiple`.
+        """
+        numbered = list(enumerate(batches))
+        if not forward_only:
+            get_model_config(self.chunks[0]).finalize_model_grads_func = self._put_gradients_together
+        self._alone_until = None
+        started = time.perf_counter()
+        results = get_forward_backward_func()(
+            forward_step_func=partial(self._forward_step, on_logits, forward_only),
+            data_iterator=[iter(numbered) for _ in self.chunks],
+            model=self.chunks,
+            num_microbatches=len(batches),
+            seq_length=max(batch.token_ids_T.numel() for batch in batches),
+            micro_batch_size=1,
+            forward_only=forward_only,
+            collect_non_loss_data=forward_only,
+        )
+        self._seconds_alone += (self._alone_until or self._now()) - started
+        return results
+
+    def take_seconds_alone(self) -> float:
+        """Since this was last asked, of forward and backward passes until gradients are put together: what this rank
+        and those of its own model replica needed, without waiting for other replicas."""
+        seconds, self._seconds_alone = self._seconds_alone, 0.0
+        return seconds
+
+    def _now(self) -> float:
+        """The time when the device has done what it was told (seconds)."""
+        synchronize(self.device)
+        return time.perf_counter()
+
+    def _put_gradients_together(self, *args: Any, **kwargs: Any) -> None:
+        """What Megatron calls after the last backward pass: here the ranks of all replicas wait for each other."""
+        self._alone_until = self._now()
+        finalize_model_grads(*args, **kwargs)
+
+    def zero_grad(self) -> None:
+        """Clear the gradient buffers; only of a model wrapped for training."""
+        for chunk in self.chunks:
+            chunk.zero_grad_buffer()
+
+    def _forward_step(
+        self,
+        on_logits: Callable[..., Any],
+        forward_only: bool,
+        batches: Iterator[tuple[int, MicroBatch]],
+        model: Any,
+    ) -> tuple[Tensor, Callable[..., Any]]:
+        index, batch = next(batches)
+        self.on_microbatch()
+        token_ids, positions, packing = self._inputs(batch)
+        output = model(token_ids[None], positions[None], None, packed_seq_params=packing)
+        if forward_only and get_attr_wrapped_model(model, "post_process"):
+            # Megatron keeps what is returned until the next forward pass is over: not the logits.
+            found = on_logits(index, batch, output.squeeze(0))
+            return output.new_empty(0), lambda output, non_loss_data=True: found
+
+        def loss_function(output: Tensor) -> tuple[Tensor, Tensor, Any]:
+            loss, count, metrics = on_logits(index, batch, output.squeeze(0))
+            # Every context rank knows the whole pack's denominator; the first one counts it.
+            return loss, count if self.mesh.context_rank == 0 else torch.zeros_like(count), metrics
+
+        return output, loss_function
+
+    def _inputs(self, batch: MicroBatch) -> tuple[Tensor, Tensor, PackedSequences]:
+        """This rank's token ids and positions of a micro-batch, and how they are packed."""
+        at = self.device.torch_device
+        token_ids, positions = batch.token_ids_T.to(at), batch.position_ids_T.to(at)
+        if self.mesh.context == 1:
+            cu_seqlens = batch.cu_seqlens_S1.to(at)
+            packing = pack_sequences(cu_seqlens, batch.max_seqlen, positions, self._local_layers)
+            return token_ids, positions, packing
+        split = self._split(batch)
+        token_ids, positions = (split.share(x, self.mesh.context_rank) for x in (token_ids, positions))
+        packing = pack_sequences(split.cu_seqlens_S1, split.max_seqlen, positions, self._local_layers)
+        # What fills a segment up counts as tokens: behind its end, it changes nothing for those before.
+        packing.cu_seqlens_q_padded = packing.cu_seqlens_kv_padded = split.cu_seqlens_S1
+        return token_ids, positions, packing
+
+    def _split(self, batch: MicroBatch) -> ContextSplit:
+        # Sequence parallelism shares every chunk out again.
+        return split_pack(
+            batch.cu_seqlens_S1.to(self.device.torch_device), self.mesh.context, multiple=self.mesh.tensor
+        )
+
+    def logprobs_of(self, batch: MicroBatch, logits_TV: Tensor) -> tuple[Tensor, Tensor]:
+        """Log-probability of each packed token, with gradient, and entropy of its distribution (nats)."""
+        group = parallel_state.get_tensor_model_parallel_group()
+        how = (self.temperature, self.vocab_size, self.min_tokens_mask, group)
+        return self.at_tokens(batch, lambda tokens, index: next_logprobs(logits_TV, tokens, index, *how))
+
+    def hits_of(self, batch: MicroBatch, logits_TV: Tensor) -> Tensor:
+        """1.0 at each packed token that is the likeliest of all, else 0.0; without gradient."""
+        group = parallel_state.get_tensor_model_parallel_group()
+        how = (self.vocab_size, group)
+        return self.at_tokens(batch, lambda tokens, _: next_hits(logits_TV.detach(), tokens, *how))[0]
+
+    def at_tokens(
+        self, batch: MicroBatch, of_next: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+    ) -> tuple[Tensor, Tensor]:
+        """`logprobs.at_tokens` of the whole pack, where context-parallel ranks share it, too."""
+        at = self.device.torch_device
+        tokens, index = batch.token_ids_T.to(at), batch.completion_index_T.to(at)
+        if self.mesh.context == 1:
+            return at_tokens(of_next, tokens, index)
+        group = parallel_state.get_context_parallel_group()
+        return whole_logprobs(of_next, self._split(batch), tokens, index, group)
+
+    @torch.no_grad()
+    def logprobs(self, batches: Sequence[MicroBatch]) -> list[TokenLogprobs]:
+        """Log-probabilities of every micro-batch's tokens under the weights as they are."""
+
+        def keep(index: int, batch: MicroBatch, logits_TV: Tensor) -> TokenLogprobs:
+            return TokenLogprobs(self.logprobs_of(batch, logits_TV)[0])
+
+        results = self.run(batches, keep, forward_only=True)
+        return results if self.mesh.is_last_stage else [TokenLogprobs(torch.empty(0))] * len(batches)

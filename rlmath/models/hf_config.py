@@ -1,0 +1,417 @@
+"""What a Hugging Face config.json says of a model, and everything in it that is missing, odd or not supported.
+
+The file is somebody else's: nothing in it is trusted to be there, of the right type or of a sane size. Where a field is
+left out, its value is the one that transformers takes.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+
+from rlmath.checkpoint.hf.weight_map import (
+    MODEL_TYPES,
+    TABLES,
+    has_experts,
+    has_qk_norm,
+    has_qkv_bias,
+    hf_shapes,
+    placed_tensors,
+)
+from rlmath.config.help import nearest_path, nearest_word, raise_problems
+from rlmath.config.model_shape import ModelShape, RopeScaling
+from rlmath.data.files import read_json_object
+
+_MAX_LAYERS = 4096
+
+_MAX_EXPERTS = 4096
+
+_MAX_SIZE = 2**31 - 1
+
+_DTYPES = ("float32", "bfloat16", "float16")
+
+
+def read_shape(folder: Path) -> tuple[ModelShape | None, list[str]]:
+    """The shape that a folder's config.json gives, None where it gives none, and what is wrong with the file."""
+    path = folder / "config.json"
+    if not path.is_file():
+        return None, [f'"{folder}" has no config.json. model.path needs the folder of a Hugging Face model.']
+    return read_shape_file(path)
+
+
+def read_shape_file(path: Path) -> tuple[ModelShape | None, list[str]]:
+    """Likewise for the file itself, whatever its name."""
+    try:
+        values = read_json_object(path)
+    except ValueError as error:
+        return None, [str(error)]
+    architecture, problems = _architecture(path, values)
+    if architecture is None:
+        return None, problems
+    fields = _Fields(path, values)
+    shape = _shape_from(architecture, fields)
+    unsupported = list(_unsupported(path, values, shape))
+    return (None if fields.problems else shape), [*fields.problems, *unsupported]
+
+
+def _architecture(path: Path, values: dict[str, Any]) -> tuple[str | None, list[str]]:
+    names = values.get("architectures")
+    if not isinstance(names, list) or not names or not isinstance(names[0], str):
+        return None, [
+            f'{path}: "architectures" is {names!r}; needed: a list such as ["{next(iter(TABLES))}"].'
+        ]
+    if names[0] not in TABLES:
+        known = ", ".join(TABLES)
+        hint = nearest_word(names[0], TABLES)
+        return None, [f'{path}: the architecture "{names[0]}" is not supported; supported: {known}.{hint}']
+    return names[0], []
+
+
+def _shape_from(architecture: str, fields: _Fields) -> ModelShape:
+    """The shape; whatever is missing or odd is noted in `fields.problems`, and is 1 here."""
+    hidden_size, num_heads = fields.whole("hidden_size"), fields.whole("num_attention_heads")
+    if fields.values.get("head_dim") is None and not has_qk_norm(architecture) and hidden_size % num_heads:
+        fields.note(f'"hidden_size" {hidden_size} is not a multiple of "num_attention_heads" {num_heads}')
+    # A Qwen3's head dim does not follow from its other sizes.
+    head_dim = fields.whole(
+        "head_dim", default=None if has_qk_norm(architecture) else hidden_size // num_heads
+    )
+    num_kv_heads = num_heads
+    if fields.values.get("num_key_value_heads", 0) is not None:
+        num_kv_heads = fields.whole("num_key_value_heads")
+    if num_heads % num_kv_heads:
+        fields.note(
+            f'"num_attention_heads" {num_heads} is not a multiple of "num_key_value_heads" {num_kv_heads}'
+        )
+    if head_dim % 2 and not fields.problems:
+        fields.note(f"the head dimension is {head_dim}; rotary embeddings need an even one")
+    return ModelShape(
+        architecture=architecture,
+        num_layers=fields.whole("num_hidden_layers", most=_MAX_LAYERS),
+        hidden_size=hidden_size,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        ffn_size=fields.whole("moe_intermediate_size" if has_experts(architecture) else "intermediate_size"),
+        vocab_size=fields.whole("vocab_size"),
+        tied_embeddings=fields.flag("tie_word_embeddings"),
+        max_positions=fields.whole("max_position_embeddings"),
+        rope_theta=fields.rope_theta(),
+        rms_norm_eps=fields.positive("rms_norm_eps"),
+        attention_bias=has_qkv_bias(architecture),
+        torch_dtype=fields.dtype(),
+        qk_norm=has_qk_norm(architecture),
+        rope_scaling=fields.rope_scaling(),
+        **(_experts_from(fields) if has_experts(architecture) else {}),
+    )
+
+
+def _experts_from(fields: _Fields) -> dict[str, Any]:
+    # transformers 5 writes "num_local_experts" where 4 has "num_experts".
+    names = ("num_local_experts", "num_experts")
+    key = next((name for name in names if fields.values.get(name) is not None), names[1])
+    experts = fields.whole(key, most=_MAX_EXPERTS)
+    picked = fields.whole("num_experts_per_tok", most=_MAX_EXPERTS)
+    if picked > experts and not fields.problems:
+        fields.note(f'"num_experts_per_tok" is {picked}, more than the {experts} experts of a layer')
+    scaled = fields.flag("norm_topk_prob")
+    if picked == 1 and scaled and not fields.problems:
+        fields.note('"num_experts_per_tok" is 1 and "norm_topk_prob" true: the router could learn nothing')
+    return {"num_experts": experts, "experts_per_token": picked, "norm_topk_prob": scaled}
+
+
+class _Fields:
+    """Typed reading of config.json; what is wrong is collected in `problems` and read as 1."""
+
+    def __init__(self, path: Path, values: dict[str, Any]) -> None:
+        self.path = path
+        self.values = values
+        self.problems: list[str] = []
+
+    def note(self, problem: str) -> None:
+        self.problems.append(f"{self.path}: {problem}.")
+
+    def whole(self, key: str, most: int = _MAX_SIZE, default: int | None = None) -> int:
+        value = self.values.get(key)
+        value = default if value is None else value
+        if isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= most:
+            return value
+        self.note(f'"{key}" is {self._shown(key)}; needed: a whole number from 1 to {most}')
+        return 1
+
+    def positive(self, key: str) -> float:
+        return self._positive(self.values.get(key), key)
+
+    def _positive(self, value: Any, key: str) -> float:
+        if isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf:
+            return float(value)
+        self.note(f'"{key}" is {self._shown(key, value)}; needed: a number above 0')
+        return 1.0
+
+    def flag(self, key: str) -> bool:
+        """A switch that is off when it is not there, as in transformers."""
+        value = self.values.get(key, False)
+        if not isinstance(value, bool):
+            self.note(f'"{key}" is {value!r}; needed: true or false')
+        return value is True
+
+    def rope_theta(self) -> float:
+        """Among the rotary settings (transformers 5) or beside the other fields (transformers 4)."""
+        inner = _rope_settings(self.values)
+        if "rope_theta" in inner:
+            return self._positive(inner["rope_theta"], "rope_theta")
+        return self.positive("rope_theta")
+
+    def rope_scaling(self) -> RopeScaling | None:
+        """None where rotary embeddings are plain; other kinds than llama3 are noted by `_unsupported`."""
+        inner = _rope_settings(self.values)
+        if _rope_kind(inner) != "llama3":
+            return None
+        names = ("factor", "low_freq_factor", "high_freq_factor")
+        factor, low, high = (self._positive(inner.get(name), name) for name in names)
+        if high <= low and not self.problems:
+            self.note(f'"high_freq_factor" is {high}; needed: more than "low_freq_factor", {low}')
+        key = "original_max_position_embeddings"
+        settings = _Fields(self.path, inner)
+        original = settings.whole(key, default=self.values.get("max_position_embeddings"))
+        self.problems += settings.problems
+        if self.values.get(key) not in (None, original):
+            self.note(
+                f'"{key}" is {original} for rotary embeddings and {self.values[key]!r} beside; needed: one of them'
+            )
+        return RopeScaling(factor, low, high, original)
+
+    def dtype(self) -> str:
+        """Under "dtype" (transformers 5) or "torch_dtype" (transformers 4)."""
+        key = "dtype" if "dtype" in self.values else "torch_dtype"
+        value = self.values.get(key) or "float32"
+        if value not in _DTYPES:
+            self.note(f'"{key}" is {value!r}; needed: one of {", ".join(_DTYPES)}')
+        return str(value)
+
+    def _shown(self, key: str, value: Any = None) -> str:
+        value = self.values.get(key) if value is None else value
+        return "missing" if value is None else repr(value)[:80]
+
+
+def _unsupported(path: Path, values: dict[str, Any], shape: ModelShape) -> Iterator[str]:
+    """What config.json asks for and this program does not compute."""
+    wanted = MODEL_TYPES[shape.architecture]
+    if values.get("model_type") != wanted:
+        yield f'{path}: "model_type" is {values.get("model_type")!r}; {shape.architecture} needs "{wanted}".'
+    if values.get("auto_map") is not None:
+        yield f'{path}: "auto_map" asks for code of the model\'s own, which is never run. Take it out.'
+    if values.get("hidden_act", "silu") != "silu":
+        yield f'{path}: "hidden_act" is {values["hidden_act"]!r}; supported: "silu".'
+    yield from _rope_problems(path, values, shape)
+    yield from _bias_problems(path, values, shape)
+    if values.get("quantization_config") is not None:
+        yield (
+            f'{path}: "quantization_config" says that the weights are quantized; training needs plain ones. '
+            "Use the model's float32, bfloat16 or float16 release."
+        )
+    yield from _window_problems(path, values, shape)
+    if shape.num_experts:
+        yield from _expert_problems(path, values)
+
+
+def _expert_problems(path: Path, values: dict[str, Any]) -> Iterator[str]:
+    """Every layer must have experts. Nothing balances their load: "router_aux_loss_coef" is for pretraining."""
+    if values.get("mlp_only_layers") not in (None, []):
+        yield (
+            f'{path}: "mlp_only_layers" is {values["mlp_only_layers"]!r}; supported are models whose layers all have '
+            "experts: needed is []."
+        )
+    if values.get("decoder_sparse_step", 1) != 1:
+        yield (
+            f'{path}: "decoder_sparse_step" is {values["decoder_sparse_step"]!r}; supported are models whose layers '
+            "all have experts: needed is 1."
+        )
+
+
+def _rope_settings(values: dict[str, Any]) -> dict[str, Any]:
+    """The rotary settings that count: those under the older name hide those under the newer, as in transformers."""
+    for key in ("rope_scaling", "rope_parameters"):
+        if isinstance(values.get(key), dict) and values[key]:
+            return values[key]
+    return {}
+
+
+def _rope_kind(rope: Any) -> Any:
+    return rope.get("rope_type", rope.get("type", "default")) if isinstance(rope, dict) else rope
+
+
+def _rope_problems(path: Path, values: dict[str, Any], shape: ModelShape) -> Iterator[str]:
+    for key in ("rope_scaling", "rope_parameters"):
+        rope = values.get(key)
+        kind = _rope_kind(rope)
+        supported = (None, "default", "llama3") if isinstance(rope, dict) else (None, "default")
+        if kind not in supported:
+            yield (
+                f'{path}: "{key}" asks for {kind!r}; only plain rotary embeddings and settings of the type "llama3" '
+                f"are supported. Set it to null to train within the model's {shape.max_positions} positions."
+            )
+        if isinstance(rope, dict) and any(isinstance(value, dict) for value in rope.values()):
+            yield f'{path}: "{key}" differs from layer to layer; supported are settings that all layers share.'
+    for settings in (values, values.get("rope_scaling"), values.get("rope_parameters")):
+        partial = settings.get("partial_rotary_factor") if isinstance(settings, dict) else None
+        if partial not in (None, 1.0):
+            yield f'{path}: "partial_rotary_factor" is {partial!r}; supported: 1.0.'
+
+
+def _bias_problems(path: Path, values: dict[str, Any], shape: ModelShape) -> Iterator[str]:
+    """A Qwen2 has biases whatever "attention_bias" says, the others only where it asks for them."""
+    keys = ("mlp_bias",) if shape.attention_bias else ("attention_bias", "mlp_bias")
+    for key in keys:
+        if values.get(key) not in (None, False):
+            yield (
+                f'{path}: "{key}" is {values[key]!r}; a {shape.architecture} is supported without such biases only.'
+            )
+
+
+_WINDOW_BY_DEFAULT = {"MistralForCausalLM": 4096}
+"""What transformers takes where config.json has no "sliding_window"."""
+
+
+def _window_problems(path: Path, values: dict[str, Any], shape: ModelShape) -> Iterator[str]:
+    """A Qwen has a switch for its window, and layers that it leaves out; the others have the window alone."""
+    kinds = values.get("layer_types")
+    window = values.get("sliding_window", _WINDOW_BY_DEFAULT.get(shape.architecture))
+    if shape.architecture.startswith("Qwen"):
+        if _qwen_has_window(values, shape):
+            yield (
+                f"{path}: a sliding window is in use; only full attention is supported. "
+                'Set "use_sliding_window" to false, without "layer_types" of another kind.'
+            )
+    elif isinstance(kinds, list) and any(kind != "full_attention" for kind in kinds):
+        yield f'{path}: "layer_types" has other kinds than "full_attention", the only one that is supported.'
+    elif window is not None and not (isinstance(window, int) and window >= shape.max_positions):
+        yield (
+            f'{path}: "sliding_window" is {window!r}; only full attention is supported. Needed: null, or as many as '
+            f'"max_position_embeddings" ({shape.max_positions}), which you may lower to the window.'
+        )
+
+
+def _qwen_has_window(values: dict[str, Any], shape: ModelShape) -> bool:
+    kinds = values.get("layer_types")
+    if isinstance(kinds, list):
+        return any(kind != "full_attention" for kind in kinds)
+    first = values.get("max_window_layers", 28)
+    # With experts, transformers gives every layer the window.
+    windowed = not isinstance(first, int) or first < shape.num_layers or shape.num_experts > 0
+    return (
+        bool(values.get("use_sliding_window")) and values.get("sliding_window", 4096) is not None and windowed
+    )
+
+
+_MAX_INDEX_BYTES = 64 * 2**20
+
+
+def read_model_shape(folder: Path) -> ModelShape:
+    """The shape that config.json gives; ValueError that lists what is wrong with that file."""
+    shape, problems = read_shape(folder)
+    raise_problems(f'the model "{folder}"', problems)
+    assert shape is not None
+    return shape
+
+
+def inspect_model_folder(folder: Path) -> tuple[ModelShape | None, list[str]]:
+    """The shape, None where config.json does not give one, and what is wrong with the folder."""
+    if not os.path.exists(folder):
+        return None, [f'model.path: there is no folder "{folder}".{nearest_path(folder)}']
+    if not folder.is_dir():
+        return None, [f'model.path: "{folder}" is not a folder. Give the folder that holds config.json.']
+    shape, problems = read_shape(folder)
+    tensors, weight_problems = _tensor_shapes(folder)
+    problems += weight_problems
+    if shape is not None and not weight_problems:
+        problems += _tensor_problems(folder, shape, tensors)
+    has_tokenizer = (folder / "tokenizer.json").is_file() or all(
+        (folder / name).is_file() for name in ("vocab.json", "merges.txt")
+    )
+    if not has_tokenizer:
+        problems.append(
+            f'"{folder}" has no tokenizer: neither tokenizer.json nor vocab.json with merges.txt. '
+            "Copy the tokenizer files of the model there."
+        )
+    return shape, problems
+
+
+def _tensor_shapes(folder: Path) -> tuple[dict[str, tuple[int, ...]], list[str]]:
+    """Shape by name of every tensor in the folder's safetensors files, from their headers."""
+    files, problems = _weight_files(folder)
+    shapes: dict[str, tuple[int, ...]] = {}
+    for file, promised in files.items():
+        try:
+            with safe_open(file, framework="numpy") as opened:
+                held = {name: tuple(opened.get_slice(name).get_shape()) for name in opened.keys()}  # noqa: SIM118
+        except (OSError, SafetensorError) as error:
+            problems.append(f'"{file}" is not a whole safetensors file ({error}). Copy or download it again.')
+            continue
+        shapes |= held
+        absent = sorted(promised - held.keys())
+        if absent:
+            problems.append(
+                f'"{file}" lacks {len(absent)} tensors that the index looks for there: {", ".join(absent[:3])}. '
+                "Copy or download the folder again."
+            )
+    return shapes, problems
+
+
+def _weight_files(folder: Path) -> tuple[dict[Path, set[str]], list[str]]:
+    """The safetensors files, each with the tensors that an index promises in it."""
+    single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+    if single.is_file():
+        return {single: set()}, []
+    if not index.is_file():
+        others = sorted(path.name for path in folder.glob("*.bin")) + sorted(
+            p.name for p in folder.glob("*.safetensors")
+        )
+        there = (
+            f" There is {', '.join(others[:3])}: save it as safetensors (transformers' save_pretrained)."
+            if others
+            else ""
+        )
+        return {}, [f'"{folder}" has neither model.safetensors nor model.safetensors.index.json.{there}']
+    try:
+        weight_map = read_json_object(index, _MAX_INDEX_BYTES).get("weight_map")
+    except ValueError as error:
+        return {}, [str(error)]
+    if not isinstance(weight_map, dict) or not weight_map:
+        return {}, [f'{index}: "weight_map" is missing or empty; needed: file name by tensor name.']
+    names = sorted({str(name) for name in weight_map.values()})
+    if any(Path(name).name != name for name in names):
+        return {}, [
+            f"{index} names files outside of its folder ({names[0]!r}, ...); needed: plain file names."
+        ]
+    absent = [name for name in names if not (folder / name).is_file()]
+    if absent:
+        return {}, [
+            f"{index} names {len(names)} files, {len(absent)} are not there: {', '.join(absent[:5])}. "
+            "Copy or download them."
+        ]
+    promised: dict[Path, set[str]] = {folder / name: set() for name in names}
+    for tensor, name in weight_map.items():
+        promised[folder / str(name)].add(tensor)
+    return promised, []
+
+
+def _tensor_problems(folder: Path, shape: ModelShape, found: dict[str, tuple[int, ...]]) -> Iterator[str]:
+    """Tensors that config.json makes one expect, and that are not there or have another shape."""
+    expected = {
+        name: wanted
+        for placed in placed_tensors(shape)
+        for name, wanted in zip(placed.hf_names, hf_shapes(placed.rule, shape), strict=True)
+    }
+    absent = [name for name in expected if name not in found]
+    if absent:
+        names = ", ".join(absent[:3])
+        yield f'"{folder}": {len(absent)} of {len(expected)} tensors are not in the weights: {names}.'
+    odd = [name for name in expected if name in found and found[name] != expected[name]]
+    for name in odd[:3]:
+        yield f'"{folder}": {name} has shape {found[name]}, config.json makes it {expected[name]}.'

@@ -1,0 +1,234 @@
+"""One optimizer step on one minibatch, or none: what all learners do, whatever their loss is."""
+
+# Shape legend: V vocabulary shard, T packed tokens of one micro-batch.
+
+# Shape legend: T packed tokens of one micro-batch, V vocabulary shard.
+
+# Shape legend: T packed tokens of one micro-batch, V vocabulary shard.
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlmath.algorithms.early_stop import EarlyStop, MinibatchSums, discard_reason
+from rlmath.algorithms.losses import LossSettings, TokenInputs, TokenLoss, token_loss
+from rlmath.algorithms.types import MicroBatch
+from rlmath.distributed.collectives import max_over_ranks, sum_over_ranks
+from rlmath.models.forward_backward import ForwardBackward, TokenLogprobs
+from rlmath.models.optimizer import learning_rate
+
+OnLogits = Callable[[int, MicroBatch, Tensor], tuple[Tensor, Tensor, dict[str, Tensor]]]
+"""(index, micro-batch, logits_TV) to (loss sum, count for the denominator, metrics)."""
+
+
+Reason = Callable[[Mapping[str, float], float], str | None]
+"""(sums of the minibatch, gradient norm) to why it must be discarded, None where it need not be."""
+
+
+@dataclass(frozen=True)
+class MinibatchResult:
+    """What one minibatch did, equal on all ranks. Sums are over all loss tokens of the minibatch; "loss" is weighted
+    and belongs to "denominator", the others to "tokens"."""
+
+    sums: dict[str, float]
+    maxima: dict[str, float]
+    grad_norm: float
+    """Before clipping (L2)."""
+    learning_rate: float
+    discarded: str | None
+    """Why it was discarded; None when it was learned from."""
+
+
+class Learner:
+    """An forward_backward whose weights an optimizer moves. A subclass has the loss."""
+
+    def __init__(self, forward_backward: ForwardBackward, optimizer: Any, scheduler: Any) -> None:
+        self.forward_backward = forward_backward
+        self.optimizer = optimizer
+        self.scheduler = scheduler
+        self.updates = 0
+        """Optimizer steps so far: the version of the weights."""
+
+    def restore_schedule(self, updates: int) -> None:
+        """Stand where the schedule is after so many optimizer steps, whose weights and state were loaded."""
+        self.scheduler.step(increment=updates - self.updates)
+        self.updates = updates
+
+    def _optimize(
+        self,
+        batches: Sequence[MicroBatch],
+        on_logits: OnLogits,
+        discard_reason: Reason,
+        summed: Sequence[str],
+        topped: Sequence[str] = (),
+    ) -> MinibatchResult:
+        """One optimizer step on a minibatch, or none where `discard_reason` has one: then parameters, optimizer and
+        schedule stay bit-identical. The loss is summed over tokens and divided by the minibatch's global count, by
+        Megatron, once. `summed` and `topped` as in `_reduce`."""
+        self.forward_backward.zero_grad()
+        self.optimizer.zero_grad()
+        sums, maxima = self._reduce(
+            self.forward_backward.run(batches, on_logits, forward_only=False), summed, topped
+        )
+        lr = learning_rate(self.optimizer)
+        grad_norm = self._grad_norm()
+        reason = discard_reason(sums, grad_norm)
+        if reason is None:
+            self.optimizer.step()
+            self.scheduler.step(increment=1)
+            self.updates += 1
+        self.forward_backward.zero_grad()
+        self.optimizer.zero_grad()
+        return MinibatchResult(sums, maxima, grad_norm, lr, reason)
+
+    def _reduce(
+        self, metrics: Sequence[dict[str, Tensor]], summed: Sequence[str], topped: Sequence[str] = ()
+    ) -> tuple[dict[str, float], dict[str, float]]:
+        """Over micro-batches and data-parallel ranks: the sums of some metrics, and the largest of others. Every rank
+        learns them. A collective."""
+        counted = metrics if self.forward_backward.mesh.counts_loss else []
+        at = self.forward_backward.device.torch_device
+        names = (*summed, *topped)
+        # One transfer from the device for each micro-batch, not one for each number.
+        rows = [torch.stack([m[name].float() for name in names]).tolist() for m in counted]
+        columns = dict(zip(names, zip(*rows, strict=True), strict=True)) if rows else {}
+        sums = {name: sum(columns.get(name, (0.0,))) for name in summed}
+        maxima = {name: max(columns.get(name, (0.0,))) for name in topped}
+        return sum_over_ranks(sums, at), max_over_ranks(maxima, at) if maxima else {}
+
+    def _grad_norm(self) -> float:
+        """Global gradient norm before clipping."""
+        self.optimizer.prepare_grads()
+        return float(self.optimizer.get_grad_norm())
+
+
+LOSS_SUMS = tuple(field.name for field in fields(TokenLoss))
+
+SUMMED = (*LOSS_SUMS, "denominator", "mismatch")
+
+TOPPED = ("mismatch_max",)
+"""What `GrpoLearner` tells of a minibatch: sums, and the largest of any token."""
+
+
+class GrpoLearner(Learner):
+    """The actor of GRPO and its kin."""
+
+    def __init__(
+        self,
+        forward_backward: ForwardBackward,
+        optimizer: Any,
+        scheduler: Any,
+        settings: LossSettings,
+        bounds: EarlyStop,
+    ) -> None:
+        super().__init__(forward_backward, optimizer, scheduler)
+        self.settings = settings
+        self.bounds = bounds
+
+    def learn(
+        self,
+        batches: Sequence[MicroBatch],
+        old: Sequence[TokenLogprobs] | None,
+        reference: Sequence[TokenLogprobs] | None,
+        on_policy: bool = False,
+    ) -> MinibatchResult:
+        """One optimizer step on a minibatch, or none: then parameters, optimizer and schedule stay bit-identical.
+
+        `old` are the proximal log-probs, None to use the engine's; with `on_policy` they are the policy's own of now,
+        which spares their pass where there is one minibatch a step. `reference` None leaves KL out of the loss.
+        """
+        on_logits = partial(self._loss, old, reference, on_policy)
+        return self._optimize(batches, on_logits, self._discard_reason, SUMMED, TOPPED)
+
+    def _discard_reason(self, sums: Mapping[str, float], grad_norm: float) -> str | None:
+        totals = MinibatchSums(sums["ratio"], sums["proximal_kl"], sums["loss"], sums["tokens"])
+        return discard_reason(totals, grad_norm, self.bounds)
+
+    def _loss(
+        self,
+        old: Sequence[TokenLogprobs] | None,
+        reference: Sequence[TokenLogprobs] | None,
+        on_policy: bool,
+        index: int,
+        batch: MicroBatch,
+        logits_TV: Tensor,
+    ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        at = self.forward_backward.device.torch_device
+        logprobs_T, entropy_T = self.forward_backward.logprobs_of(batch, logits_TV)
+        behaviour_T = batch.behaviour_logprobs_T.to(at)
+        recomputed_T = logprobs_T.detach() if old is None else old[index].logprobs_T
+        weights_T = batch.loss_weights_T.to(at)
+        tokens = TokenInputs(
+            logprobs_T=logprobs_T,
+            entropy_T=entropy_T if self.settings.entropy_coef else entropy_T.detach(),
+            proximal_logprobs_T=behaviour_T if old is None and not on_policy else recomputed_T,
+            behaviour_logprobs_T=behaviour_T,
+            reference_logprobs_T=None if reference is None else reference[index].logprobs_T,
+            advantages_T=batch.advantages_T.to(at),
+            weights_T=weights_T,
+            segments_T=batch.segments_T.to(at),
+            n_segments=batch.n_segments,
+        )
+        terms = token_loss(tokens, self.settings)
+        mismatch_T = torch.where(weights_T > 0, (recomputed_T - behaviour_T).abs(), 0.0)
+        # Copies: Megatron divides the loss in place, and metrics must not share its storage.
+        metrics = {name: getattr(terms, name).detach().clone() for name in LOSS_SUMS}
+        metrics |= {
+            "denominator": torch.tensor(float(batch.loss_count), device=at),
+            "mismatch": mismatch_T.sum(),
+            "mismatch_max": mismatch_T.max(),
+        }
+        return terms.loss, torch.tensor(batch.loss_count, dtype=torch.int, device=at), metrics
+
+
+class SftLearner(Learner):
+    """Minimises minus the log-probability of completion tokens, their mean over all ranks and micro-batches. Prompt
+    tokens weigh nothing."""
+
+    def learn(self, batches: Sequence[MicroBatch]) -> MinibatchResult:
+        """One optimizer step, or none where the loss or the gradient is not finite."""
+        return self._optimize(batches, self._loss, _not_finite, ("loss", "tokens"))
+
+    @torch.no_grad()
+    def evaluate(self, batches: Sequence[MicroBatch]) -> dict[str, float]:
+        """ "loss" (sum of nats), "tokens" and "hits" (tokens that are the likeliest of all) of the micro-batches of all
+        data-parallel ranks. A collective."""
+
+        def told(index: int, batch: MicroBatch, logits_TV: Tensor) -> dict[str, Tensor]:
+            weights_T = batch.loss_weights_T.to(logits_TV.device)
+            hits_T = self.forward_backward.hits_of(batch, logits_TV)
+            logprobs_T, _ = self.forward_backward.logprobs_of(batch, logits_TV)
+            return self._sums(logprobs_T, weights_T) | {"hits": torch.where(weights_T > 0, hits_T, 0.0).sum()}
+
+        metrics = self.forward_backward.run(batches, told, forward_only=True)
+        return self._reduce(metrics, ("loss", "tokens", "hits"))[0]
+
+    def _loss(
+        self, index: int, batch: MicroBatch, logits_TV: Tensor
+    ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        logprobs_T, _ = self.forward_backward.logprobs_of(batch, logits_TV)
+        sums = self._sums(logprobs_T, batch.loss_weights_T.to(logits_TV.device))
+        # Copies: Megatron divides the loss in place.
+        metrics = {name: value.detach().clone() for name, value in sums.items()}
+        count = torch.tensor(batch.loss_count, dtype=torch.int, device=logits_TV.device)
+        return sums["loss"], count, metrics
+
+    def _sums(self, logprobs_T: Tensor, weights_T: Tensor) -> dict[str, Tensor]:
+        """What stands at tokens of weight 0 may be anything, and gets no gradient."""
+        loss = -torch.where(weights_T > 0, logprobs_T, 0.0).sum()
+        return {"loss": loss, "tokens": weights_T.sum()}
+
+
+def _not_finite(sums: Mapping[str, float], grad_norm: float) -> str | None:
+    if not math.isfinite(sums["loss"]):
+        return f"the loss is not finite ({sums['loss']})"
+    if not math.isfinite(grad_norm):
+        return f"the gradient norm is not finite ({grad_norm})"
+    return None

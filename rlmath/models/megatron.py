@@ -1,0 +1,273 @@
+"""The layers the policy is made of: Transformer Engine's where installed, else Megatron's with our own norm and
+attention."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+)
+from megatron.core.extensions.transformer_engine import HAVE_TE
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_layer_local_spec,
+    get_gpt_layer_with_transformer_engine_spec,
+)
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+import megatron_patches
+from rlmath.checkpoint.hf.weight_map import padded_vocab, placed_tensors
+from rlmath.checkpoint.hf.weights import local_parameter
+from rlmath.config.model_shape import ModelShape
+from rlmath.config.schema import ParallelConfig
+from rlmath.distributed.device import Device
+from rlmath.distributed.mesh import Mesh
+from rlmath.models.attention import PackedAttention, PackedRotaryEmbedding, stretched_frequencies
+
+
+class RMSNorm(torch.nn.RMSNorm):
+    """Root-mean-square norm whose weight Megatron knows to be shared under sequence parallelism.
+
+    Megatron's `WrappedTorchNorm` refuses sequence parallelism; its gradients only need to be summed over the
+    tensor-parallel ranks, which the attribute asks for.
+    """
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **unused: Any) -> None:
+        super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
+        self.weight.sequence_parallel = config.sequence_parallel
+
+
+def uses_local_layers(device_kind: str) -> bool:
+    """True where the layers are Megatron's own: on CPU, and on GPUs without Transformer Engine."""
+    return device_kind == "cpu" or not HAVE_TE
+
+
+def layer_spec(
+    config: TransformerConfig, local_layers: bool, chunk: int | None
+) -> ModuleSpec | TransformerBlockSubmodules:
+    """What `GPTModel` builds its decoder from; `chunk` is the model chunk's number where a stage has several."""
+    if not local_layers:
+        return get_gpt_layer_with_transformer_engine_spec(
+            num_experts=config.num_moe_experts,
+            moe_grouped_gemm=config.moe_grouped_gemm,
+            qk_layernorm=config.qk_layernorm,
+        )
+    layer = get_gpt_layer_local_spec(config.num_moe_experts, normalization="RMSNorm")
+    layer.submodules.input_layernorm = RMSNorm
+    layer.submodules.pre_mlp_layernorm = RMSNorm
+    attention = layer.submodules.self_attention.submodules
+    attention.core_attention = PackedAttention
+    if config.qk_layernorm:
+        attention.q_layernorm = attention.k_layernorm = RMSNorm
+    return TransformerBlockSubmodules(
+        layer_specs=[layer] * get_num_layers_to_build(config, vp_stage=chunk), layer_norm=RMSNorm
+    )
+
+
+@dataclass(frozen=True)
+class Recompute:
+    """Activation recomputation in Megatron's words; all None recomputes nothing."""
+
+    granularity: str | None = None
+    method: str | None = None
+    num_layers: int | None = None
+
+
+def start_megatron(mesh: Mesh, device: Device, seed: int, timeout_seconds: float) -> None:
+    """Patch Megatron where the device needs it and lay out its process groups. Needs `init_process_group` before.
+
+    Megatron counts the timeout of its groups in whole minutes; it is rounded up.
+    """
+    megatron_patches.apply(device.kind)
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=mesh.tensor,
+        pipeline_model_parallel_size=mesh.pipeline,
+        virtual_pipeline_model_parallel_size=_virtual_size(mesh),
+        context_parallel_size=mesh.context,
+        expert_model_parallel_size=mesh.expert,
+        expert_tensor_parallel_size=mesh.expert_tensor,
+        distributed_timeout_minutes=math.ceil(timeout_seconds / 60),
+    )
+    tensor_parallel.model_parallel_cuda_manual_seed(seed)
+    placed = (
+        parallel_state.get_tensor_model_parallel_rank(),
+        parallel_state.get_context_parallel_rank(),
+        parallel_state.get_data_parallel_rank(),
+        parallel_state.get_pipeline_model_parallel_rank(),
+        parallel_state.get_expert_model_parallel_rank(),
+        parallel_state.get_expert_tensor_parallel_rank(),
+    )
+    expected = (
+        mesh.tensor_rank,
+        mesh.context_rank,
+        mesh.data_rank,
+        mesh.pipeline_rank,
+        mesh.expert_rank,
+        mesh.expert_tensor_rank,
+    )
+    assert placed == expected, f"Megatron placed this rank at {placed}, the mesh at {expected}"
+
+
+def stop_megatron() -> None:
+    """Undo `start_megatron`; another layout may follow over the same ranks."""
+    parallel_state.destroy_model_parallel()
+
+
+def _virtual_size(mesh: Mesh) -> int | None:
+    """Megatron's word for one model chunk per stage is None."""
+    return mesh.virtual_pipeline if mesh.virtual_pipeline > 1 else None
+
+
+def transformer_config(
+    shape: ModelShape, mesh: Mesh, device: Device, parallel: ParallelConfig, recompute: Recompute
+) -> TransformerConfig:
+    """Megatron's description of the model and of how it is computed."""
+    is_cpu = device.kind == "cpu"
+    return TransformerConfig(
+        num_layers=shape.num_layers,
+        hidden_size=shape.hidden_size,
+        num_attention_heads=shape.num_heads,
+        num_query_groups=shape.num_kv_heads,
+        kv_channels=shape.head_dim,
+        ffn_hidden_size=shape.ffn_size,
+        normalization="RMSNorm",
+        layernorm_epsilon=shape.rms_norm_eps,
+        gated_linear_unit=True,
+        activation_func=torch.nn.functional.silu,
+        add_bias_linear=False,
+        add_qkv_bias=shape.attention_bias,
+        qk_layernorm=shape.qk_norm,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        params_dtype=device.params_dtype,
+        pipeline_dtype=device.params_dtype,
+        bf16=device.params_dtype == torch.bfloat16,
+        tensor_model_parallel_size=mesh.tensor,
+        pipeline_model_parallel_size=mesh.pipeline,
+        context_parallel_size=mesh.context,
+        **_stage_layout(mesh, parallel),
+        sequence_parallel=parallel.sequence and mesh.tensor > 1,
+        **_expert_layout(shape, mesh, device),
+        # Packs differ in length, so every pipeline message says its shape.
+        variable_seq_lengths=mesh.pipeline > 1,
+        calculate_per_token_loss=True,
+        use_cpu_initialization=is_cpu,
+        perform_initialization=False,
+        gradient_accumulation_fusion=False,
+        bias_activation_fusion=False,
+        masked_softmax_fusion=False,
+        bias_dropout_fusion=False,
+        apply_rope_fusion=not uses_local_layers(device.kind),
+        recompute_granularity=recompute.granularity,
+        recompute_method=recompute.method,
+        recompute_num_layers=recompute.num_layers,
+    )
+
+
+def _stage_layout(mesh: Mesh, parallel: ParallelConfig) -> dict[str, Any]:
+    """How layers are laid over stages and chunks, and how the stages talk."""
+    virtual = _virtual_size(mesh)
+    # Of two stages the first says it all; with chunks, Megatron would divide by the stages between first and last.
+    last_is_rest = mesh.pipeline == 2 and parallel.first_stage_layers is not None
+    return {
+        "virtual_pipeline_model_parallel_size": virtual,
+        "num_layers_in_first_pipeline_stage": parallel.first_stage_layers,
+        "num_layers_in_last_pipeline_stage": None if last_is_rest else parallel.last_stage_layers,
+        # Batched, a send to the next and one to the previous stage are told apart by their order alone; between two
+        # stages they are mixed up, and gradients are silently wrong. Overlapped, each has a message group of its own.
+        "overlap_p2p_comm": virtual is not None,
+        "batch_p2p_comm": virtual is None,
+    }
+
+
+def _expert_layout(shape: ModelShape, mesh: Mesh, device: Device) -> dict[str, Any]:
+    """How tokens find their experts. No loss asks for balance: the policy's gradient alone moves the router."""
+    # Megatron asks for this dispatcher where messages differ in length, of dense models too.
+    dispatcher = {"moe_token_dispatcher_type": "alltoall"}
+    if not shape.num_experts:
+        return dispatcher
+    return dispatcher | {
+        "num_moe_experts": shape.num_experts,
+        "moe_ffn_hidden_size": shape.ffn_size,
+        "moe_router_topk": shape.experts_per_token,
+        # A softmax over the picked ones is one over all whose picked ones are scaled to sum to 1.
+        "moe_router_pre_softmax": not shape.norm_topk_prob,
+        "moe_router_load_balancing_type": "none",
+        "moe_grouped_gemm": not uses_local_layers(device.kind),
+        "expert_model_parallel_size": mesh.expert,
+        "expert_tensor_parallel_size": mesh.expert_tensor,
+    }
+
+
+def build_chunks(shape: ModelShape, mesh: Mesh, device: Device, config: TransformerConfig) -> list[GPTModel]:
+    """This rank's model chunks in the order of their layers, on its device; the weights are still to be loaded."""
+    return [_build_chunk(shape, mesh, device, config, number) for number in range(mesh.virtual_pipeline)]
+
+
+def _build_chunk(
+    shape: ModelShape, mesh: Mesh, device: Device, config: TransformerConfig, number: int
+) -> GPTModel:
+    local_layers = uses_local_layers(device.kind)
+    vp_stage = number if mesh.virtual_pipeline > 1 else None
+    model = GPTModel(
+        config,
+        layer_spec(config, local_layers, vp_stage),
+        vocab_size=padded_vocab(shape.vocab_size, mesh.tensor),
+        max_sequence_length=shape.max_positions,
+        pre_process=mesh.pipeline_rank == 0 and number == 0,
+        post_process=mesh.is_last_stage and number == mesh.virtual_pipeline - 1,
+        position_embedding_type="rope",
+        rotary_base=shape.rope_theta,
+        share_embeddings_and_output_weights=shape.tied_embeddings,
+        parallel_output=True,
+        vp_stage=vp_stage,
+    )
+    if local_layers:
+        model.rotary_pos_emb = PackedRotaryEmbedding(
+            kv_channels=shape.head_dim,
+            rotary_percent=1.0,
+            rotary_base=shape.rope_theta,
+            use_cpu_initialization=device.kind == "cpu",
+        )
+    if shape.rope_scaling is not None:
+        rotary = model.rotary_pos_emb
+        rotary.inv_freq = stretched_frequencies(rotary.inv_freq, shape.rope_scaling)
+    model = model.to(device.torch_device)
+    _mark_parts(model, shape)
+    return model
+
+
+def _mark_parts(model: GPTModel, shape: ModelShape) -> None:
+    """Tell Megatron of which parameters tensor-parallel ranks have different parts. In the gradient's norm all of them
+    count, of the other parameters only the first rank's.
+
+    megatron-core 0.16 says so itself only while it initialises a model, which is left out here.
+    """
+    for placed in placed_tensors(shape):
+        parameter = local_parameter([model], placed)
+        if parameter is not None and placed.rule.split_axis is not None:
+            parameter.tensor_model_parallel = True
+
+
+def wrap_for_training(
+    chunks: Sequence[GPTModel], config: TransformerConfig, distributed_optimizer: bool
+) -> list[DistributedDataParallel]:
+    """The chunks, each with one flat gradient buffer, reduced over the data-parallel ranks once per minibatch."""
+    reduction = DistributedDataParallelConfig(
+        use_distributed_optimizer=distributed_optimizer,
+        overlap_grad_reduce=False,
+        grad_reduce_in_fp32=True,
+    )
+    wrapped = [DistributedDataParallel(config, reduction, chunk) for chunk in chunks]
+    for chunk in wrapped:
+        chunk.broadcast_params()
+    return wrapped

@@ -1,0 +1,242 @@
+"""A prediction as text and as plain data."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from rlmath.checkpoint.hf.weight_map import parameter_count
+from rlmath.config.length_curriculum import longest
+from rlmath.planner.calibration import Measured
+from rlmath.planner.coefficients import SHARES, Coefficients
+from rlmath.planner.layouts import Comparison
+from rlmath.planner.published import Predicted, errors_of_one_factor, largest_error
+from rlmath.planner.run import RunPrediction, expected_steps
+from rlmath.planner.step import PHASES, StepPlan
+from rlmath.trainer.preflight.memory_estimate import plan_ranks
+from rlmath.trainer.preflight.memory_fit import start_up_lines
+
+PART_NAMES = {
+    "flops_share": "FLOPs",
+    "memory_share": "memory",
+    "link_share": "links",
+    "message_seconds": "messages",
+    "decode_step_seconds": "engine steps",
+    "sequence_step_seconds": "sequences",
+    "microbatch_seconds": "micro-batches",
+    "token_seconds": "tokens",
+    "switch_seconds": "switch",
+    "step_seconds": "step",
+}
+"""What the seconds of a coefficient are spent on."""
+
+
+def run_lines(prediction: RunPrediction, layouts: Comparison | None, shown: int) -> list[str]:
+    """The whole plan of a run for the console."""
+    place = prediction.place
+    lines = [
+        f"{place.config.model.path}: {parameter_count(place.shape) / 1e9:.3g} B parameters on "
+        f"{place.cluster.describe()}",
+        *([place.note] if place.note else ()),
+        f"Layout: {prediction.stages[0][1].mesh.describe()}",
+        *start_up_lines(longest(place.config), place.shape, place.cluster.ranks),
+    ]
+    for stage, plan in prediction.stages:
+        if len(prediction.stages) > 1:
+            lines += ["", stage.line(len(prediction.stages))]
+        lines += step_lines(plan)
+    lines += ["", *epoch_lines(prediction)]
+    return lines if layouts is None else [*lines, "", *layout_lines(prediction, layouts, shown)]
+
+
+def step_lines(plan: StepPlan) -> Iterator[str]:
+    """One step: its work, its seconds, what is hidden and what is idle."""
+    batch, lengths, flops = plan.batch, plan.batch.lengths, plan.flops
+    yield (
+        f"Step: {batch.sequences:,} sequences, {batch.prompt_tokens:,.0f} + {lengths.mean:,.0f} tokens on average "
+        f"(completions of at most {lengths.longest:,}, {lengths.truncated:.1%} cut off): {batch.tokens:,.0f} tokens"
+    )
+    yield (
+        f"  {_flops(flops.sampling)} to sample, {_flops(flops.forward)} forwards, {_flops(flops.backward)} backwards, "
+        f"{_flops(flops.recomputed)} recomputed"
+    )
+    yield (
+        f"  an engine samples {plan.rollout.slots} of {plan.rollout.requests} at a time in {plan.rollout.steps:,} "
+        f"steps; {plan.microbatches} micro-batch{'es' * (plan.microbatches != 1)} a minibatch and data-parallel rank"
+    )
+    yield "Predicted seconds:"
+    for phase in PHASES:
+        if phase in plan.seconds:
+            yield f"  {phase:<10}{_seconds(plan.seconds[phase]):>10}  {_largest_parts(plan, phase)}"
+            yield from _remarks(plan, phase)
+    if plan.judging_exposed > 0:
+        yield f"  {'judging':<10}{_seconds(plan.judging_exposed):>10}  not hidden behind the rollout"
+    tokens = batch.sequences * lengths.mean / plan.step_seconds
+    yield f"  {'step':<10}{_seconds(plan.step_seconds):>10}  {tokens:,.0f} sampled tokens a second"
+
+
+def _largest_parts(plan: StepPlan, phase: str) -> str:
+    """ "FLOPs 250, memory 80": what makes up a twentieth of a phase or more, largest first."""
+    parts = sorted(plan.parts[phase].items(), key=lambda item: -item[1])
+    return ", ".join(
+        f"{PART_NAMES[name]} {_seconds(value)}"
+        for name, value in parts
+        if 20 * value >= plan.seconds[phase] > 0
+    )
+
+
+def _remarks(plan: StepPlan, phase: str) -> Iterator[str]:
+    if phase == "rollout":
+        hidden = min(plan.judging_seconds, plan.seconds["rollout"])
+        yield (
+            f"    {_seconds(plan.tail_seconds)} of it for the tail, when no request waits any more; behind it "
+            f"{_seconds(hidden)} of judging are hidden"
+        )
+    if phase == "update" and plan.idle_share > 0:
+        yield f"    {plan.idle_share:.1%} of it a pipeline stage waits for others"
+
+
+def epoch_lines(prediction: RunPrediction) -> Iterator[str]:
+    if prediction.steps_per_epoch is None:
+        yield "Hours of an epoch: unknown, data.train_path is not there. Give --prompts."
+        return
+    config, per_epoch = prediction.place.config, prediction.steps_per_epoch
+    hours = prediction.step_seconds / 3600
+    assert prediction.total_steps is not None
+    yield (
+        f"An epoch has {per_epoch:,} steps: {per_epoch * hours:,.3g} hours. The run has "
+        f"{expected_steps(config, per_epoch)}: {prediction.total_steps * hours:,.3g} hours, without saving and "
+        "validation"
+    )
+
+
+def layout_lines(prediction: RunPrediction, layouts: Comparison, shown: int) -> Iterator[str]:
+    """The fastest layouts, and where the run's own stands."""
+    own = prediction.stages[-1][1]
+    yield (
+        f"Layouts: {len(layouts.plans)} are legal and fit, {layouts.without_room} more are legal and do not fit. "
+        "Fastest by prediction:"
+    )
+    for plan in layouts.plans[:shown]:
+        mark = "  (as configured)" if plan.mesh == own.mesh else ""
+        yield f"  {_seconds(plan.step_seconds):>9} s  {plan.mesh.describe()}{mark}"
+    if layouts.plans and all(plan.mesh != own.mesh for plan in layouts.plans[:shown]):
+        yield f"  {_seconds(own.step_seconds):>9} s  {own.mesh.describe()}  (as configured)"
+
+
+def coefficient_lines(coefficients: Coefficients, defaults: Coefficients) -> Iterator[str]:
+    """Every coefficient, with its default where it is another."""
+    yield ""
+    yield "Coefficients (docs/planning.md):"
+    before = asdict(defaults)
+    for name, value in asdict(coefficients).items():
+        other = f"  (default {_value(name, before[name])})" if value != before[name] else ""
+        yield f"  {name:<22}{_value(name, value):>10}{other}"
+
+
+def _value(name: str, value: float) -> str:
+    return f"{value:.3g}" if name in SHARES else f"{value:.2e}"
+
+
+def calibration_lines(runs: Sequence[Measured], coefficients: Coefficients) -> Iterator[str]:
+    """What the calibrated coefficients make of the runs that they were fitted to."""
+    for run in runs:
+        plan = run.planned(coefficients)
+        yield f"Calibrated with {run.steps} steps of {run.source}, {plan.mesh.describe()} (measured, fitted seconds):"
+        for phase in PHASES:
+            if phase in plan.seconds:
+                yield f"  {phase:<10}{run.seconds.get(phase, 0.0):>10.4f}{plan.seconds[phase]:>10.4f}"
+        yield f"  {'step':<10}{run.step_seconds:>10.4f}{plan.step_seconds:>10.4f}"
+    if runs:
+        yield ""
+
+
+def published_lines(
+    table: Sequence[Predicted], colocated: Sequence[Predicted], log: Sequence[Predicted]
+) -> Iterator[str]:
+    """The published step times beside what is predicted for them."""
+    yield "AReaL v0.2, 512 prompts, sampling and training on halves of the GPUs (seconds of a step):"
+    yield from _rows(table)
+    errors, corrected = [found.error for found in table], errors_of_one_factor(table)
+    yield (
+        f"Largest error: {largest_error(errors):+.0%} as predicted, {largest_error(corrected):+.0%} with one factor "
+        "fitted to the other rows."
+    )
+    yield ""
+    yield "AReaL v0.3, synchronous, all GPUs sample (layouts are not published; those of our recipes):"
+    yield from _rows(colocated)
+    yield f"Largest error: {largest_error([found.error for found in colocated]):+.0%} as predicted."
+    yield ""
+    yield "AReaL, a step log of February 2025, 1,024 prompts, completions of at most 16,384 tokens:"
+    for one in log:
+        yield f"{one.row.name}: {one.row.seconds:,.0f} published, {one.seconds:,.0f} predicted, {one.error:+.0%}"
+
+
+def _rows(table: Sequence[Predicted]) -> Iterator[str]:
+    yield f"{'':<16}{'published':>10}{'predicted':>10}{'error':>8}{'one factor':>12}   rollout, update, rest"
+    for found, corrected in zip(table, errors_of_one_factor(table), strict=True):
+        parts = f"{found.rollout:,.0f}, {found.update:,.0f}, {found.rest:,.0f}"
+        yield (
+            f"{found.row.name:<16}{found.row.seconds:>10,.0f}{found.seconds:>10,.0f}{found.error:>+8.0%}"
+            f"{corrected:>+12.0%}   {parts}"
+        )
+
+
+def _seconds(number: float) -> str:
+    """
+    >>> _seconds(1234.5), _seconds(0.0123456)
+    ('1,234', '0.0123')
+    """
+    return f"{number:,.0f}" if number >= 100 else f"{number:.3g}"
+
+
+def _flops(number: float) -> str:
+    """
+    >>> _flops(3.21e18)
+    '3.21 EFLOP'
+    """
+    for size, unit in ((1e18, "EFLOP"), (1e15, "PFLOP"), (1e12, "TFLOP")):
+        if number >= size:
+            return f"{number / size:.3g} {unit}"
+    return f"{number / 1e9:.3g} GFLOP"
+
+
+# ---------------------------------------------------------------- plain data
+
+
+def run_data(
+    prediction: RunPrediction, layouts: Comparison | None, coefficients: Coefficients, shown: int
+) -> dict[str, Any]:
+    """Seconds, bytes and FLOPs."""
+    place = prediction.place
+    memory = plan_ranks(longest(place.config), place.shape, place.cluster.ranks, place.target)
+    fastest = layouts.plans[:shown] if layouts is not None else ()
+    return {
+        "cluster": asdict(place.cluster),
+        "memory": [{"rank": p.rank, "phases": {name: p.held(name) for name in p.phases}} for p in memory],
+        "problems": list(prediction.memory_problems),
+        "stages": [step_data(plan) for _, plan in prediction.stages],
+        "step_seconds": prediction.step_seconds,
+        "steps_per_epoch": prediction.steps_per_epoch,
+        "total_steps": prediction.total_steps,
+        "layouts": [{"layout": p.mesh.describe(), "step_seconds": p.step_seconds} for p in fastest],
+        "coefficients": asdict(coefficients),
+    }
+
+
+def step_data(plan: StepPlan) -> dict[str, Any]:
+    return {
+        "layout": plan.mesh.describe(),
+        "sequences": plan.batch.sequences,
+        "tokens": plan.batch.tokens,
+        "seconds": dict(plan.seconds),
+        "parts": {phase: dict(parts) for phase, parts in plan.parts.items()},
+        "step_seconds": plan.step_seconds,
+        "tail_seconds": plan.tail_seconds,
+        "judging_seconds": plan.judging_seconds,
+        "pipeline_idle_share": plan.idle_share,
+        "microbatches": plan.microbatches,
+        "flops": asdict(plan.flops),
+        "work": {phase: asdict(work) for phase, work in plan.work.items()},
+    }

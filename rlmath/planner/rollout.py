@@ -1,0 +1,151 @@
+"""The work of sampling: prefill, decoding in batches that change, and the tail of the longest completions.
+
+An engine decodes as many sequences at a time as `rollout.max_num_seqs` and its KV cache allow; when one is finished,
+the next takes its place. Once none waits, fewer and fewer are left, until the longest is finished: the tail. Engines
+draw their prompts, so all have about the same to do, and the one that has the longest completion of all ends last.
+"""
+
+# Shape legend: R requests of one engine.
+
+from __future__ import annotations
+
+import heapq
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+
+from rlmath.config.model_shape import ModelShape
+from rlmath.config.schema import Config
+from rlmath.planner.lengths import Batch, Lengths
+from rlmath.planner.machines import Cluster
+from rlmath.planner.training import forward_cost
+from rlmath.planner.work import Work
+from rlmath.trainer.preflight.engine_memory import (
+    BLOCK_TOKENS,
+    FLOAT32_BYTES,
+    engine_bytes,
+    kv_bytes_per_token,
+)
+from rlmath.trainer.preflight.memory_estimate import Target
+
+_GOLDEN = (math.sqrt(5) - 1) / 2
+LOGIT_PASSES = 4
+"""Rows of float32 logits that sampling reads or writes for a token: raw, scaled, sorted, log-probs."""
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """What the engine that ends last does."""
+
+    work: Work
+    slots: int
+    """Sequences that it decodes at a time."""
+    requests: int
+    steps: int
+    """Engine steps from the first token to the last."""
+    tail_steps: int
+    """Of these, those in which nothing was waiting any more."""
+    weights: int
+    """Bytes that a rank of the engine reads in every step, whatever its batch."""
+
+
+def rollout_of(
+    config: Config, shape: ModelShape, target: Target, cluster: Cluster, batch: Batch, ranks: int
+) -> Rollout:
+    """The engines are on the first `ranks` ranks of the cluster."""
+    size = config.rollout.tensor_parallel
+    engines = max(1, ranks // size)
+    requests = -(-batch.sequences // engines)
+    slots = slots_of(config, shape, target, batch, requests)
+    steps, tail = play(batch.lengths, requests, slots, batch.sequences)
+    engine = engine_bytes(shape, config.rollout, target.kind, target.itemsize, target.total_bytes)
+    share = max(1.0, batch.sequences / engines)
+    work = decode_work(config, shape, target, batch, share, steps)
+    work += _prefill_work(config, shape, target, batch, share)
+    work += _split_work(shape, size, target.itemsize, cluster, work.sequence_steps, steps)
+    return Rollout(work + Work(tokens=batch.tokens), slots, requests, steps, tail, engine.weights)
+
+
+def slots_of(config: Config, shape: ModelShape, target: Target, batch: Batch, requests: int) -> int:
+    """Sequences that an engine decodes at a time: as many as its KV cache holds of the mean length that a running
+    sequence has, m2 / (2 m1), and its prompt. What vLLM computes again after it has put a sequence off is left out."""
+    rollout = config.rollout
+    size = engine_bytes(shape, rollout, target.kind, target.itemsize, target.total_bytes)
+    room = size.kv_cache / kv_bytes_per_token(shape, rollout.tensor_parallel, target.itemsize)
+    return max(1, min(rollout.max_num_seqs, requests, int(room / running_length(batch))))
+
+
+def running_length(batch: Batch) -> float:
+    """Mean length, prompt and what is sampled so far, of a sequence that is being decoded (tokens): a long one runs
+    long, and is half done on average."""
+    return batch.prompt_tokens + batch.lengths.moment(2) / (2 * batch.lengths.mean)
+
+
+@lru_cache(maxsize=256)
+def play(lengths: Lengths, requests: int, slots: int, sequences: int) -> tuple[int, int]:
+    """(engine steps, those after the last request has begun) of an engine with so many requests and places.
+
+    Its completions are evenly spread over the distribution, in an order that is even, too; the longest is the longest
+    of all `sequences` of the step.
+
+    >>> play(Lengths(10.0, 0.02, 100), requests=4, slots=2, sequences=4)
+    (20, 10)
+    """
+    lengths_R = [lengths.at((i + 0.5) / requests) for i in range(requests)]
+    lengths_R[-1] = lengths.at(1 - 0.5 / max(sequences, requests))
+    order = sorted(range(requests), key=lambda i: (i + 1) * _GOLDEN % 1)
+    running: list[float] = []
+    last_start = 0.0
+    for i in order:
+        if len(running) < slots:
+            heapq.heappush(running, lengths_R[i])
+            continue
+        last_start = running[0]
+        heapq.heapreplace(running, last_start + lengths_R[i])
+    end = max(running)
+    return round(end), round(end - last_start)
+
+
+def decode_work(
+    config: Config, shape: ModelShape, target: Target, batch: Batch, requests: float, steps: int
+) -> Work:
+    """One rank's part in decoding `requests` completions in so many engine steps.
+
+    Every step reads the weights; every token reads the keys and values of all before it, and makes a row of logits.
+    """
+    rollout, ranks = config.rollout, config.rollout.tensor_parallel
+    engine = engine_bytes(shape, rollout, target.kind, target.itemsize, target.total_bytes)
+    mean, squares = batch.lengths.mean, batch.lengths.moment(2)
+    read_tokens = requests * (mean * batch.prompt_tokens + squares / 2)
+    logits = LOGIT_PASSES * FLOAT32_BYTES * shape.vocab_size / ranks
+    cost = forward_cost(shape)
+    flops = requests * mean * cost.linear + 2 * cost.quadratic * read_tokens
+    return Work(
+        flops=flops / ranks,
+        memory=steps * engine.weights
+        + read_tokens * kv_bytes_per_token(shape, ranks, target.itemsize)
+        + requests * mean * logits,
+        decode_steps=steps,
+        sequence_steps=requests * mean,
+    )
+
+
+def _prefill_work(config: Config, shape: ModelShape, target: Target, batch: Batch, requests: float) -> Work:
+    """Prompts, computed once for a group as far as whole blocks of the KV cache hold them."""
+    shared = batch.prompt_tokens // BLOCK_TOKENS[target.kind] * BLOCK_TOKENS[target.kind]
+    tokens = requests * (batch.prompt_tokens - shared + shared / batch.group)
+    cost = forward_cost(shape)
+    flops = tokens * (cost.linear + cost.quadratic * batch.prompt_tokens)
+    return Work(flops=flops / config.rollout.tensor_parallel)
+
+
+def _split_work(
+    shape: ModelShape, size: int, itemsize: int, cluster: Cluster, tokens: float, steps: int
+) -> Work:
+    """What the ranks of an engine tell each other: two sums of hidden states a layer."""
+    if size == 1:
+        return Work()
+    sums = 2 * shape.num_layers
+    sent = tokens * shape.hidden_size * itemsize * sums * 2 * (size - 1) / size
+    inside = cluster.in_a_node(size)
+    return Work(node=sent if inside else 0.0, network=0.0 if inside else sent, messages=steps * sums)

@@ -1,0 +1,148 @@
+"""A whole run on a cluster, predicted: the step of every stage, its epochs, and the layouts it could have instead."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from rlmath.config.help import raise_problems
+from rlmath.config.length_curriculum import Stage, has_stages, planned_steps, stages_of
+from rlmath.config.model_shape import ModelShape
+from rlmath.config.schema import Config
+from rlmath.planner.calibration import Measured
+from rlmath.planner.coefficients import Coefficients
+from rlmath.planner.layouts import Comparison, compare, memory_problems, problems_of
+from rlmath.planner.lengths import Batch, lengths_with_mean
+from rlmath.planner.machines import Cluster, cluster_of, machine_of, on_gpu
+from rlmath.planner.step import StepPlan, batch_of, plan_step
+from rlmath.trainer.preflight.checks import file_problems, value_problems
+from rlmath.trainer.preflight.dry_run import count_data
+from rlmath.trainer.preflight.known_models import ranks_or_least, required_shape
+from rlmath.trainer.preflight.memory_estimate import Target
+from rlmath.trainer.preflight.memory_fit import planned_target
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What a plan is told beside the settings; None: as the settings say, or typical."""
+
+    gpu: str | None = None
+    nodes: int | None = None
+    ranks_per_node: int | None = None
+    network_gbps: float | None = None
+    mean_response: float | None = None
+    """Tokens."""
+    mean_prompt: float | None = None
+    prompts: int | None = None
+    """Training prompts, where the files are not there."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """A run that has passed all checks but that of memory, and where it is to be."""
+
+    config: Config
+    shape: ModelShape
+    note: str
+    target: Target
+    cluster: Cluster
+
+
+@dataclass(frozen=True)
+class RunPrediction:
+    """What a run would take."""
+
+    place: Place
+    stages: tuple[tuple[Stage, StepPlan], ...]
+    memory_problems: tuple[str, ...]
+    steps_per_epoch: int | None
+    """None where nobody knows how many prompts there are."""
+
+    @property
+    def step_seconds(self) -> float:
+        """Mean over the steps of the run."""
+        steps = [max(1, stage.steps) for stage, _ in self.stages]
+        total = sum(count * plan.step_seconds for count, (_, plan) in zip(steps, self.stages, strict=True))
+        return total / sum(steps)
+
+    @property
+    def total_steps(self) -> int | None:
+        config, per_epoch = self.place.config, self.steps_per_epoch
+        return None if per_epoch is None else planned_steps(config, per_epoch)
+
+
+def place_run(config: Config, asked: Asked) -> Place:
+    """Model, device and cluster of a run; ValueError that lists what keeps it from having this layout there."""
+    config = on_gpu(config, asked.gpu)
+    raise_problems("this run", value_problems(config))
+    shape, note = required_shape(config.model.path)
+    target = planned_target(config)
+    machine = machine_of(config, target, asked.network_gbps)
+    if asked.nodes is not None:
+        # Another cluster than that of the settings: what remains of the ranks is data parallel.
+        config = replace(config, parallel=replace(config.parallel, data=None))
+    cluster = cluster_of(machine, ranks_or_least(config, None), asked.nodes, asked.ranks_per_node)
+    raise_problems("this run", problems_of(config, shape, cluster))
+    return Place(config, shape, note, target, cluster)
+
+
+def predict_run(
+    place: Place, asked: Asked, coefficients: Coefficients, runs: Sequence[Measured] = ()
+) -> RunPrediction:
+    """`runs` are those that the coefficients were calibrated with: completions are as long as theirs where the limit
+    is the same and nothing else is said."""
+    config, shape = place.config, place.shape
+    steps_per_epoch = _steps_per_epoch(config, shape, asked)
+    total = None if steps_per_epoch is None else planned_steps(config, steps_per_epoch)
+    planned = [
+        (stage, step_of(place, stage.config, asked, coefficients, runs)) for stage in stages_of(config, total)
+    ]
+    problems = memory_problems(config, shape, place.cluster)
+    return RunPrediction(place, tuple(planned), tuple(problems), steps_per_epoch)
+
+
+def step_of(
+    place: Place, config: Config, asked: Asked, coefficients: Coefficients, runs: Sequence[Measured] = ()
+) -> StepPlan:
+    """A step with the settings of one stage."""
+    batch = planned_batch(config, asked, runs)
+    return plan_step(config, place.shape, place.target, place.cluster, batch, coefficients)
+
+
+def compare_layouts(prediction: RunPrediction, coefficients: Coefficients) -> Comparison:
+    """All layouts, by the step of the run's last stage, that of the longest contexts."""
+    place, (stage, plan) = prediction.place, prediction.stages[-1]
+    return compare(stage.config, place.shape, place.target, place.cluster, plan.batch, coefficients)
+
+
+def planned_batch(config: Config, asked: Asked, runs: Sequence[Measured]) -> Batch:
+    """The sequences of a step; see `predict_run`."""
+    longest = config.rollout.max_new_tokens
+    alike = [run.batch for run in runs if run.batch.lengths.longest == longest]
+    if not alike:
+        return batch_of(config, asked.mean_response, asked.mean_prompt)
+    mean = sum(batch.lengths.mean for batch in alike) / len(alike)
+    prompt = sum(batch.prompt_tokens for batch in alike) / len(alike)
+    spread = sum(batch.lengths.spread for batch in alike) / len(alike)
+    told = mean if asked.mean_response is None else asked.mean_response
+    found = batch_of(config, told, prompt if asked.mean_prompt is None else asked.mean_prompt)
+    return replace(found, lengths=lengths_with_mean(told, longest, spread))
+
+
+def _steps_per_epoch(config: Config, shape: ModelShape, asked: Asked) -> int | None:
+    """Of the prompts that are told, or of the files where they are there."""
+    if asked.prompts is not None:
+        if asked.prompts < config.data.prompts_per_step:
+            told = f"--prompts is {asked.prompts}; needed: at least data.prompts_per_step"
+            raise ValueError(f"{told}, {config.data.prompts_per_step}")
+        return asked.prompts // config.data.prompts_per_step
+    if any(file_problems(config)):
+        return None
+    return count_data(config, shape).order.steps_per_epoch
+
+
+def expected_steps(config: Config, steps_per_epoch: int) -> str:
+    """ "1,035 steps (5 epochs)", or those of the stages."""
+    steps = planned_steps(config, steps_per_epoch)
+    what = "all stages" if has_stages(config) else f"{steps / steps_per_epoch:.3g} epochs"
+    return f"{steps:,} steps ({what})"

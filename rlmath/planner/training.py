@@ -1,0 +1,239 @@
+"""The work of log-probs and updates: FLOPs, the pipeline's bubble, and what ranks tell each other."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+from rlmath.checkpoint.hf.weight_map import padded_vocab
+from rlmath.config.model_shape import ModelShape
+from rlmath.config.schema import Config, PolicyConfig
+from rlmath.data.batch_schedule import Cost, training_cost
+from rlmath.distributed.mesh import Mesh
+from rlmath.planner.lengths import Batch
+from rlmath.planner.machines import Cluster
+from rlmath.planner.work import Work
+from rlmath.rollout.weight_sync.shard_layouts import stage_layers
+from rlmath.trainer.preflight.activation_memory import layer_elements
+from rlmath.trainer.preflight.engine_memory import FLOAT32_BYTES
+from rlmath.trainer.preflight.memory_estimate import Target, expert_sizes, parameter_sizes, stage_work
+
+FORWARD, BACKWARD = 1.0, 2.0
+"""Multiplications of a pass in those of a forward pass."""
+MINIBATCH_MESSAGES = 8
+"""Collectives of an update beside those of gradients and parameters: sums of the loss and its metrics, norms."""
+ADAM_BYTES = 28
+"""Read and written by Adam for a parameter: gradient, two moments and the float32 parameter, the last three twice."""
+GRADIENT_BYTES = 16
+"""Written twice with zeros, read for the norm and scaled: four times float32."""
+
+
+@dataclass(frozen=True)
+class Passes:
+    """How often what is done with a micro-batch."""
+
+    linear: float
+    """Forward passes' worth of matrix multiplications of a layer."""
+    attention: float
+    head: float
+    exchanges: float
+    """Forward passes' worth of sums over tensor-parallel ranks."""
+    touches: float
+    """Times that a layer's activations are read or written."""
+    runs: int
+    """Passes of a micro-batch: forward, and backward."""
+
+
+LOGPROBS = Passes(FORWARD, FORWARD, FORWARD, exchanges=1, touches=2, runs=1)
+
+
+def update_passes(policy: PolicyConfig, chunk_layers: int) -> Passes:
+    """Forward and backward, and what is recomputed: all of a layer ("full"), its attention ("selective")."""
+    again = 0.0
+    if policy.recompute_granularity == "full":
+        again = 1.0
+        if policy.recompute_method == "block":
+            again = min(1.0, (policy.recompute_num_layers or 1) / chunk_layers)
+    attention = FORWARD if policy.recompute_granularity == "selective" else again
+    both = FORWARD + BACKWARD
+    return Passes(both + again, both + attention, both, exchanges=2 + again, touches=6 + 2 * again, runs=2)
+
+
+def forward_cost(shape: ModelShape) -> Cost:
+    """FLOPs of a forward pass: a third of those of forward and backward, with all experts of a token."""
+    cost = training_cost(shape)
+    linear = cost.linear / 3
+    if shape.num_experts:
+        more = (shape.experts_per_token - 1) * 3 * shape.ffn_size + shape.num_experts
+        linear += 2.0 * shape.num_layers * shape.hidden_size * more
+    return Cost(linear, cost.quadratic / 3)
+
+
+def head_flops(shape: ModelShape) -> float:
+    """FLOPs of the output layer for one token, forwards."""
+    return 2.0 * shape.hidden_size * shape.vocab_size
+
+
+@dataclass(frozen=True)
+class Training:
+    """Everything that a training phase is reckoned from."""
+
+    config: Config
+    shape: ModelShape
+    mesh: Mesh
+    target: Target
+    cluster: Cluster
+    batch: Batch
+
+    @property
+    def parts(self) -> int:
+        """Ranks that share the step's tokens."""
+        return self.mesh.data * self.mesh.context
+
+    @property
+    def microbatches(self) -> int:
+        """Of one minibatch on one data-parallel rank: as few as hold its tokens, in the multiple that is needed."""
+        tokens = self.batch.tokens / self.config.algorithm.n_minibatches / self.mesh.data
+        multiple = self.mesh.microbatch_multiple
+        least = math.ceil(tokens / self.config.policy.max_tokens_per_microbatch)
+        return -(-max(1, least) // multiple) * multiple
+
+    @property
+    def idle_factor(self) -> float:
+        """Seconds of a pipeline over those of its work: (m + (p - 1) / v) / m of m micro-batches, p stages and v
+        chunks (Megatron-LM, arXiv:2104.04473, section 2.2)."""
+        mesh, count = self.mesh, self.microbatches
+        return (count + (mesh.pipeline - 1) / mesh.virtual_pipeline) / count
+
+
+def update_work(training: Training) -> Work:
+    """All updates of a step, on the rank that has the most to do."""
+    algorithm = training.config.algorithm
+    stages = [_stage_update(training, mesh, layers) for mesh, layers in _stages(training)]
+    most = max(stages, key=lambda work: work.flops)
+    return most.times(algorithm.epochs)
+
+
+def logprobs_work(training: Training) -> Work:
+    """Log-probs of all sequences of a step: one forward pass."""
+    return max(
+        (_pass_work(training, mesh, layers, LOGPROBS) for mesh, layers in _stages(training)),
+        key=lambda work: work.flops,
+    )
+
+
+def _stages(training: Training) -> list[tuple[Mesh, int]]:
+    """The first rank of every pipeline stage, and its layers."""
+    mesh, parallel = training.mesh, training.config.parallel
+    told = (parallel.first_stage_layers, parallel.last_stage_layers)
+    layers = stage_layers(training.shape.num_layers, mesh.pipeline, mesh.virtual_pipeline, *told)
+    per_stage = mesh.world_size // mesh.pipeline
+    return [(replace(mesh, rank=stage * per_stage), len(held)) for stage, held in enumerate(layers)]
+
+
+def _stage_update(training: Training, mesh: Mesh, layers: int) -> Work:
+    passes = update_passes(training.config.policy, max(1, layers // mesh.virtual_pipeline))
+    minibatches = training.config.algorithm.n_minibatches
+    each = _optimizer_work(training, mesh, layers) + _gradient_work(training, mesh, layers)
+    return _pass_work(training, mesh, layers, passes) + each.times(minibatches)
+
+
+def _pass_work(training: Training, mesh: Mesh, layers: int, passes: Passes) -> Work:
+    """All sequences of a step through one pipeline stage, once."""
+    shape, batch, config = training.shape, training.batch, training.config
+    cost, share = forward_cost(shape), layers / shape.num_layers
+    head = head_flops(shape)
+    flops = batch.tokens * share * (cost.linear - head) * passes.linear
+    flops += batch.squares * share * cost.quadratic * passes.attention
+    tokens = batch.tokens / training.parts
+    stage = stage_work(config, shape, mesh, training.target, layers)
+    touched = layers * layer_elements(shape, stage) * passes.touches
+    if mesh.is_last_stage:
+        flops += batch.tokens * head * passes.head
+        touched += padded_vocab(shape.vocab_size, mesh.tensor) / mesh.tensor * 3 * passes.head
+    runs = training.microbatches * config.algorithm.n_minibatches * passes.runs
+    work = Work(
+        flops=flops / training.parts / mesh.tensor * training.idle_factor,
+        memory=tokens * touched * training.target.itemsize * training.idle_factor,
+        microbatches=runs * mesh.virtual_pipeline * training.idle_factor,
+    )
+    return work + _exchange_work(training, mesh, layers, passes, runs)
+
+
+def _exchange_work(training: Training, mesh: Mesh, layers: int, passes: Passes, runs: int) -> Work:
+    """Between the ranks of a micro-batch: two sums of hidden states a layer over tensor-parallel ranks (or, with
+    sequence parallelism, gathering and scattering, as many bytes), every token to its experts and back, and hidden
+    states to the next stage."""
+    shape, cluster = training.shape, training.cluster
+    state = training.batch.tokens / training.parts * shape.hidden_size * training.target.itemsize
+    work = Work()
+    if mesh.tensor > 1:
+        sums = 2 * layers * passes.exchanges
+        sent = state * sums * 2 * (mesh.tensor - 1) / mesh.tensor
+        work += _sent(sent, runs / passes.runs * sums, cluster.in_a_node(mesh.tensor))
+    if mesh.expert > 1:
+        ways = 2 * layers * passes.exchanges
+        part = (mesh.expert - 1) / mesh.expert / (mesh.tensor if training.config.parallel.sequence else 1)
+        inside = cluster.in_a_node(mesh.expert * mesh.expert_tensor)
+        work += _sent(state * shape.experts_per_token * ways * part, runs / passes.runs * ways, inside)
+    if mesh.pipeline > 1:
+        inside = cluster.nodes == 1
+        part = 1 / mesh.tensor if training.config.parallel.sequence else 1.0
+        work += _sent(
+            state * part * passes.runs * mesh.virtual_pipeline, runs * mesh.virtual_pipeline, inside
+        )
+    return work
+
+
+def _sent(size: float, messages: float, inside: bool) -> Work:
+    return Work(node=size if inside else 0.0, network=0.0 if inside else size, messages=messages)
+
+
+@dataclass(frozen=True)
+class Held:
+    """Parameters of a rank that the same ranks have."""
+
+    parameters: int
+    ranks: int
+    """That have the same, and share gradients and Adam's state."""
+    stride: int
+    """From one of them to the next."""
+
+
+def held_parameters(training: Training, mesh: Mesh, layers: int) -> tuple[Held, ...]:
+    """Experts have groups of their own."""
+    dense = sum(map(sum, parameter_sizes(training.shape, mesh, layers)))
+    experts = sum(map(sum, expert_sizes(training.shape, mesh, layers)))
+    found = Held(dense, training.parts, mesh.tensor)
+    if not experts:
+        return (found,)
+    return found, Held(experts, mesh.expert_data, mesh.expert * mesh.expert_tensor)
+
+
+def _optimizer_work(training: Training, mesh: Mesh, layers: int) -> Work:
+    """One optimizer step: gradients are cleared and measured, and every rank moves its share of the parameters."""
+    work = Work(messages=MINIBATCH_MESSAGES)
+    for held in held_parameters(training, mesh, layers):
+        shares = held.ranks if training.config.optimizer.distributed else 1
+        work += Work(memory=held.parameters * (GRADIENT_BYTES + ADAM_BYTES / shares))
+    return work
+
+
+def _gradient_work(training: Training, mesh: Mesh, layers: int) -> Work:
+    """One minibatch's gradients in float32: scattered, and the new parameters gathered; or summed on all ranks. What
+    goes to other nodes is shared by the network cards of the ranks of a node that are in the same group."""
+    ways = FLOAT32_BYTES + training.target.itemsize
+    if not training.config.optimizer.distributed:
+        ways = 2 * FLOAT32_BYTES
+    messages = 2 * mesh.virtual_pipeline
+    work = Work()
+    for held in held_parameters(training, mesh, layers):
+        if held.ranks == 1:
+            continue
+        sent = held.parameters * ways * (held.ranks - 1) / held.ranks
+        if training.cluster.in_a_node(held.stride * held.ranks):
+            work += _sent(sent, messages, inside=True)
+        else:
+            beside = max(1, min(held.ranks, training.cluster.ranks_per_node // held.stride))
+            work += Work(node=sent if beside > 1 else 0.0, network=sent / beside, messages=messages)
+    return work

@@ -1,0 +1,307 @@
+"""Are two answers the same? Yes, when a view of one equals the same kind of view of the other."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+
+from rlmath.rewards.answers.evaluate import (
+    is_constant,
+    proportion,
+    same_expression,
+    same_number,
+    symbols,
+    worth,
+)
+from rlmath.rewards.answers.interpret import Views, alone
+from rlmath.rewards.answers.syntax_tree import Call, Expr, MatrixOf, Num, Scalar, Sym
+from rlmath.rewards.answers.units import DEGREE, PERCENT, RADIAN, Unit, compatible
+
+
+@dataclass(frozen=True)
+class Comparison:
+    protocol: bool
+
+    def same(self, gold: Views, answer: Views) -> bool:
+        """Whether any view of one equals the same kind of view of the other."""
+        if any(self.same(reading, answer) for reading in gold.also):
+            return True
+        rounded = gold.scalar is not None and isinstance(gold.scalar.expr, Num) and gold.scalar.expr.digits
+        if rounded and any(self.same(gold, reading) for reading in answer.also):
+            return True
+        if self._same_relation(gold, answer):
+            return True
+        if not names_agree(gold.name, answer.name):
+            return False
+        if gold.sign.startswith("solved") and answer.sign.startswith("solved") and gold.sign != answer.sign:
+            return False
+        if gold.pairs is not None and answer.pairs is not None:
+            return self._same_pairs(gold.pairs, answer.pairs)
+        return (
+            self._same_scalar(gold.scalar, answer.scalar)
+            or self._same_row(gold, answer)
+            or self._same_members(gold, answer)
+            or (gold.reals is not None and answer.reals is not None and gold.reals.same(answer.reals))
+            or self._same_matrix(gold.matrix, answer.matrix)
+            or self._same_family(gold.family, answer.family)
+            or _same_branches(gold.branches, answer.branches)
+            or _same_residue(gold.residue, answer.residue)
+            or (gold.known is not None and gold.known == answer.known)
+        )
+
+    def _same_relation(self, gold: Views, answer: Views) -> bool:
+        if gold.sign != answer.sign or gold.difference is None or answer.difference is None:
+            return False
+        if gold.name is not None and gold.scalar is not None and not symbols(gold.scalar.expr):
+            return False  # x = 2 wants a value, not 2x + 3 = 7
+        if symbols(gold.difference) != symbols(answer.difference):
+            return False
+        ratio = proportion(gold.difference, answer.difference)
+        return ratio is not None and (gold.sign == "=" or ratio > 0)
+
+    def _same_scalar(self, gold: Scalar | None, answer: Scalar | None) -> bool:
+        if gold is None or answer is None:
+            return False
+        if self._same_quantity(gold, answer):
+            return True
+        if gold.otherwise is not None and self._same_scalar(gold.otherwise, answer):
+            return True
+        return answer.otherwise is not None and self._same_scalar(gold, answer.otherwise)
+
+    def _same_quantity(self, gold: Scalar, answer: Scalar) -> bool:
+        gold, answer = _whole_unit(gold), _whole_unit(answer)
+        if gold.unit is None and answer.unit is None:
+            return self._same_expr(gold.expr, answer.expr)
+        if gold.unit is None or answer.unit is None:
+            with_unit, bare = (gold, answer) if answer.unit is None else (answer, gold)
+            assert with_unit.unit is not None
+            in_degrees = with_unit.unit.dimensions == DEGREE.dimensions and not with_unit.unit.nouns
+            if in_degrees and same_expression(bare.expr, Call("deg", (with_unit.expr,))):
+                return True
+            if with_unit.unit == PERCENT and self._same_expr(bare.expr, Call("percent", (with_unit.expr,))):
+                return True
+            return self._same_expr(gold.expr, answer.expr)
+        if (gold.unit, answer.unit) in ((DEGREE, RADIAN), (RADIAN, DEGREE)):
+            ours, theirs = _in_radians(gold), _in_radians(answer)
+            return same_expression(ours, theirs)
+        if not compatible(gold.unit, answer.unit):
+            return False
+        return self._same_expr(_converted(gold, answer.unit), _converted(answer, gold.unit))
+
+    def _same_expr(self, gold: Expr, answer: Expr) -> bool:
+        if symbols(gold) or symbols(answer):
+            return same_expression(gold, answer)
+        if same_number(gold, answer, self.protocol):
+            return True
+        if not self.protocol:
+            return False
+        hundredfold = Call("mul", (answer, Num(Fraction(100))))
+        return same_number(gold, hundredfold, True) or same_number(gold, Call("percent", (answer,)), True)
+
+    def _same_row(self, gold: Views, answer: Views) -> bool:
+        if gold.row is None or answer.row is None or len(gold.row) != len(answer.row):
+            return False
+        if "matrix" in (gold.brackets, answer.brackets) and gold.brackets == answer.brackets:
+            return False  # compared as matrices
+        if "::" in (gold.brackets, answer.brackets):
+            return gold.brackets == answer.brackets and self._same_ratio(gold.row, answer.row)
+        differ = gold.brackets and answer.brackets and gold.brackets != answer.brackets
+        if differ and "matrix" not in (gold.brackets, answer.brackets):
+            return False
+        if not gold.brackets and not answer.brackets:
+            return False  # two bare lists have no order
+        return all(self.same(one, other) for one, other in zip(gold.row, answer.row, strict=True))
+
+    def _same_ratio(self, gold: Sequence[Views], answer: Sequence[Views]) -> bool:
+        """Whether all sides are in proportion, with zeros in the same places and not everywhere."""
+        pairs = [(one.scalar, other.scalar) for one, other in zip(gold, answer, strict=True)]
+        sides = [(one.expr, other.expr) for one, other in pairs if one is not None and other is not None]
+        zero = Num(Fraction(0))
+        empty = [(same_expression(one, zero), same_expression(other, zero)) for one, other in sides]
+        if (
+            len(sides) < len(pairs)
+            or any(one != other for one, other in empty)
+            or all(one for one, _ in empty)
+        ):
+            return False
+        pivot, base = next(side for side, (is_zero, _) in zip(sides, empty, strict=True) if not is_zero)
+        return all(
+            same_expression(Call("mul", (one, base)), Call("mul", (other, pivot))) for one, other in sides
+        )
+
+    def _same_members(self, gold: Views, answer: Views) -> bool:
+        if gold.members is None and answer.members is None:
+            return False
+        ours = gold.members if gold.members is not None else alone(gold)
+        theirs = answer.members if answer.members is not None else alone(answer)
+        if ours is None or theirs is None:
+            return False
+        if gold.is_set or answer.is_set:
+            return self._all_in(ours, theirs) and self._all_in(theirs, ours)
+        return len(ours) == len(theirs) and self._matched(ours, theirs)
+
+    def _all_in(self, ours: Sequence[Views], theirs: Sequence[Views]) -> bool:
+        return all(any(self._same_member(one, other) for other in theirs) for one in ours)
+
+    def _same_member(self, one: Views, other: Views) -> bool:
+        """Members are compared as they are: {1} in a set is not 1."""
+        return (one.members is None) == (other.members is None) and self.same(one, other)
+
+    def _matched(self, ours: Sequence[Views], theirs: Sequence[Views]) -> bool:
+        """Whether each of ours has a partner of its own among theirs."""
+        left = list(theirs)
+        for one in ours:
+            found = next((index for index, other in enumerate(left) if self._same_member(one, other)), None)
+            if found is None:
+                return False
+            del left[found]
+        return True
+
+    def _same_matrix(self, gold: MatrixOf | None, answer: MatrixOf | None) -> bool:
+        if gold is None or answer is None or len(gold.rows) != len(answer.rows):
+            return False
+        if len(gold.rows[0]) != len(answer.rows[0]):
+            return False
+        pairs = zip(gold.rows, answer.rows, strict=True)
+        return all(
+            self._same_expr(one, other)
+            for ours, theirs in pairs
+            for one, other in zip(ours, theirs, strict=True)
+        )
+
+    def _same_family(
+        self, gold: tuple[str, str, tuple[Expr, ...]] | None, answer: tuple[str, str, tuple[Expr, ...]] | None
+    ) -> bool:
+        """Whether each value of one is a value of the other, its parameter shifted by a whole number or turned."""
+        if gold is None or answer is None or gold[0] != answer[0] or len(gold[2]) != len(answer[2]):
+            return False
+        letter = Sym(_PARAMETER)
+        ours = [substituted(expr, gold[1], letter) for expr in gold[2]]
+        shifts: list[Expr] = [letter]
+        if gold[0] == "Z":
+            shifts = [
+                Call("add", (Call("mul", (Num(Fraction(turn)), letter)), Num(Fraction(shift))))
+                for turn in (1, -1)
+                for shift in range(-3, 4)
+            ]
+        left = list(answer[2])
+        for one in ours:
+            found = next(
+                (
+                    index
+                    for index, other in enumerate(left)
+                    if any(same_expression(one, substituted(other, answer[1], shifted)) for shifted in shifts)
+                ),
+                None,
+            )
+            if found is None:
+                return False
+            del left[found]
+        return True
+
+    def _same_pairs(self, gold: Sequence[tuple[str, Views]], answer: Sequence[tuple[str, Views]]) -> bool:
+        return len(gold) == len(answer) and all(
+            name == other and self.same(one, two)
+            for (name, one), (other, two) in zip(gold, answer, strict=True)
+        )
+
+
+_PARAMETER = "the parameter"
+
+
+def substituted(expr: Expr, name: str, value: Expr) -> Expr:
+    """The expression with a value in a symbol's place."""
+    if isinstance(expr, Sym):
+        return value if expr.name == name else expr
+    if isinstance(expr, Num):
+        return expr
+    return Call(expr.name, tuple(substituted(arg, name, value) for arg in expr.args))
+
+
+def same_antiderivative(gold: Expr, answer: Expr) -> bool:
+    """Whether both are functions plus a free constant C, that differ by a constant."""
+    functions = [_without_constant(expr) for expr in (gold, answer)]
+    if functions[0] is None or functions[1] is None or symbols(functions[0]) != symbols(functions[1]):
+        return False
+    return is_constant(Call("add", (functions[0], Call("neg", (functions[1],)))))
+
+
+def _without_constant(expr: Expr) -> Expr | None:
+    """The function f of `f + C`; None where the constant is no summand of its own, or may be a coefficient."""
+    terms = _summands(expr)
+    constants = [term for term in terms if term in (Sym("C"), Sym("c"))]
+    others = frozenset().union(*(symbols(term) for term in terms)) - {"C", "c"}
+    variables = others & _VARIABLES
+    if len(constants) != 1 or not variables or others & _COEFFICIENTS:
+        return None
+    if constants == [Sym("c")] and len(others) > 1:
+        return None
+    rest = [term for term in terms if term not in constants]
+    if any({"C", "c"} & symbols(term) for term in rest):
+        return None
+    total: Expr = Num(Fraction(0))
+    for term in rest:
+        total = Call("add", (total, term))
+    return total
+
+
+def _summands(expr: Expr) -> list[Expr]:
+    if isinstance(expr, Call) and expr.name == "add":
+        return [*_summands(expr.args[0]), *_summands(expr.args[1])]
+    return [expr]
+
+
+_VARIABLES = frozenset(("x", "t", "u", "y", "z", "theta", "s", "r"))
+_COEFFICIENTS = frozenset(("A", "B", "D", "b", "d"))
+
+
+def _same_branches(
+    gold: tuple[tuple[Expr, str], ...] | None, answer: tuple[tuple[Expr, str], ...] | None
+) -> bool:
+    if gold is None or answer is None or len(gold) != len(answer):
+        return False
+    return all(
+        any(condition == other and same_expression(value, one) for one, other in answer)
+        for value, condition in gold
+    ) and len({condition for _, condition in answer}) == len(answer)
+
+
+def _same_residue(gold: tuple[Expr, Expr, Expr] | None, answer: tuple[Expr, Expr, Expr] | None) -> bool:
+    """Whether two congruences are of one letter, to one modulus, and of numbers that differ by a multiple of it."""
+    if gold is None or answer is None or gold[0] != answer[0] or not same_expression(gold[2], answer[2]):
+        return False
+    if same_expression(gold[1], answer[1]):
+        return True
+    values = [worth(expr) for expr in (gold[1], answer[1], gold[2]) if not symbols(expr)]
+    numbers = [found.value for found in values if found is not None and isinstance(found.value, Fraction)]
+    return len(numbers) == 3 and numbers[2] != 0 and (numbers[0] - numbers[1]) % numbers[2] == 0
+
+
+def names_agree(one: str | None, other: str | None) -> bool:
+    """Whether values given to these names may be the same; `y` and `f(x)` are one habit."""
+    if one is None or other is None or one == other:
+        return True
+    return "y" in (one, other) and any(name.endswith(")") and len(name) > 1 for name in (one, other))
+
+
+def _whole_unit(scalar: Scalar) -> Scalar:
+    """`90^\\circ` and `50\\%` as a number with a unit."""
+    expr = scalar.expr
+    if scalar.unit is None and isinstance(expr, Call) and expr.name in ("deg", "percent"):
+        return Scalar(expr.args[0], DEGREE if expr.name == "deg" else PERCENT)
+    return scalar
+
+
+def _in_radians(angle: Scalar) -> Expr:
+    return Call("deg", (angle.expr,)) if angle.unit == DEGREE else angle.expr
+
+
+def _converted(scalar: Scalar, other: Unit) -> Expr:
+    """The value in base units; as it is where only one of the two has a known unit."""
+    assert scalar.unit is not None
+    if not (scalar.unit.dimensions and other.dimensions) or scalar.unit.factor == other.factor:
+        return scalar.expr
+    if isinstance(scalar.expr, Num):
+        return Num(scalar.expr.value * scalar.unit.factor)
+    return Call("mul", (scalar.expr, Num(scalar.unit.factor)))

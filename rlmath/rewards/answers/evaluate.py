@@ -1,0 +1,278 @@
+"""What an expression is worth: exact fractions where possible, else 100 digits by mpmath.
+
+Two expressions are the same when they agree wherever both are defined: at one point when they are constant, at several
+fixed points when they have symbols. So no simplification is needed, and none can hang. Sizes are bounded.
+"""
+
+from __future__ import annotations
+
+import zlib
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import lru_cache
+from typing import Any
+
+from rlmath.rewards.answers.functions import evaluate
+from rlmath.rewards.answers.normalize import MAX_DIGITS, NotMathematics
+from rlmath.rewards.answers.numbers import (
+    AGREE,
+    DIGITS,
+    MP,
+    ZERO,
+    Context,
+    Undefined,
+    Value,
+    is_finite,
+    mpc,
+    mpf,
+    to_mp,
+    to_real,
+)
+from rlmath.rewards.answers.syntax_tree import Call, Expr, Num, Sym
+
+RELATIVE_TOLERANCE = mpf(1) / 10**11
+"""How far a decimal of at least `MIN_DIGITS` significant digits may be from the exact value that it stands for."""
+MIN_DIGITS = 12
+PROTOCOL_TOLERANCE = 1e-4
+"""The relative tolerance of the Qwen2.5-Math evaluation."""
+
+
+@dataclass(frozen=True)
+class Worth:
+    """A value at one point, with what its rounding may be."""
+
+    value: Value
+    rounding: Any
+
+
+_REAL_POINTS = 12
+_WHOLE_POINTS = 14
+_POSITIVE_POINTS = 4
+"""At the first of the real points all letters are positive."""
+_SIZES = (Fraction(7, 10), Fraction(23, 11), Fraction(13, 3), Fraction(1, 7), Fraction(97, 9), Fraction(3, 2))
+_WHOLE_SIZES = (5, 6, 7, 8, 9, 10, 11, 12, 17, 18, 13, 14)
+_SMALL_SIZES = (1, 2, 3, 4, 5, 6, 7, 8, 1, 3, 9, 12)
+_SMALL_LETTERS = frozenset("ijkrst")
+_STEPWISE = frozenset(("floor", "ceil", "factorial", "binom", "gcd", "lcm"))
+_IMAGINARY = frozenset(("i",))
+_REAL_LETTERS = frozenset("xyztuvw")
+
+
+@lru_cache(maxsize=4096)
+def symbols(expr: Expr) -> frozenset[str]:
+    if isinstance(expr, Sym):
+        return frozenset((expr.name,))
+    if isinstance(expr, Num):
+        return frozenset()
+    return frozenset().union(*(symbols(arg) for arg in expr.args))
+
+
+@lru_cache(maxsize=4096)
+def mentions(expr: Expr, names: frozenset[str]) -> bool:
+    """Whether any of these operations is in the expression."""
+    return isinstance(expr, Call) and (expr.name in names or any(mentions(arg, names) for arg in expr.args))
+
+
+def _value_at(name: str, point: int, whole: bool) -> Fraction:
+    """The value of a letter at a point: of every size and both signs, and another for every letter."""
+    seed = zlib.crc32(name.encode())
+    if whole:
+        if point >= len(_WHOLE_SIZES):
+            return Fraction((60, 1009)[point - len(_WHOLE_SIZES)] + seed % 97)
+        sizes = _SMALL_SIZES if name[:1] in _SMALL_LETTERS else _WHOLE_SIZES
+        step = (1, 5, 7, 11)[seed // 12 % 4]  # another order for every letter
+        return Fraction(sizes[(point * step + seed // 97) % len(sizes)])
+    size = (
+        _SIZES[(point + seed) % len(_SIZES)]
+        + Fraction(seed % 89, 977)
+        + Fraction(point * (seed % 7 + 1), 211)
+    )
+    if point < _POSITIVE_POINTS:
+        return size
+    signs = (seed % 7 + 1) & (
+        point - _POSITIVE_POINTS
+    )  # half of the points, and not the same for all letters
+    return -size if signs.bit_count() % 2 else size
+
+
+@lru_cache(maxsize=8192)
+def worth(expr: Expr, point: int = 0, whole: bool = False, complex_numbers: bool = False) -> Worth | None:
+    """The value at one of the fixed points, None where it is undefined. Raises NotMathematics for a constant beyond our
+    limits, or one of which so many digits cancel out that it is not known.
+
+    Roots and logarithms of negative numbers are defined only with `complex_numbers`, or where i is mentioned.
+    """
+    values = {name: _value_at(name, point, whole) for name in symbols(expr)}
+    context = Context(values, complex_numbers or mentions(expr, _IMAGINARY))
+    try:
+        return _known_worth(expr, context)
+    except Undefined:
+        return None
+    except NotMathematics:
+        if values:
+            return None
+        raise
+
+
+def _known_worth(expr: Expr, context: Context) -> Worth:
+    value = evaluate(expr, context)
+    if isinstance(value, Fraction) or not is_finite(value):
+        return Worth(value, mpf(0))
+    with MP.workdps(DIGITS):
+        rough = evaluate(expr, context)
+    off = abs(to_mp(value) - to_mp(rough))
+    if off > ZERO and off > abs(value) / 10**20:
+        raise NotMathematics("a value lost in rounding")
+    return Worth(value, off)
+
+
+def _agree(one: Worth, other: Worth) -> bool:
+    a, b = one.value, other.value
+    if isinstance(a, Fraction) and isinstance(b, Fraction):
+        return a == b
+    x, y = to_mp(a), to_mp(b)
+    if MP.isinf(x) or MP.isinf(y):
+        return x == y
+    difference = abs(x - y)
+    if difference <= AGREE * max(abs(x), abs(y)):
+        return True
+    # A sum that cancels out: known to be as small as its rounding only.
+    return difference <= ZERO and difference <= min(one.rounding + other.rounding, ZERO)
+
+
+def same_expression(one: Expr, other: Expr) -> bool:
+    """Whether two expressions are the same function of their symbols, or the same number."""
+    if one == other:
+        return True
+    both = symbols(one) | symbols(other)
+    about_i = mentions(one, _IMAGINARY) or mentions(other, _IMAGINARY)
+    if not both:
+        a, b = worth(one, complex_numbers=about_i), worth(other, complex_numbers=about_i)
+        return a is not None and b is not None and _agree(a, b)
+    whole = any(mentions(expr, _STEPWISE) or _whole_only(expr) for expr in (one, other))
+    steps_of_reals = whole and any(name[:1] in _REAL_LETTERS for name in both)
+    places = [(point, whole) for point in range(_WHOLE_POINTS)]
+    if not whole or steps_of_reals:
+        places = [(point, False) for point in range(_REAL_POINTS)] + places[: 3 * steps_of_reals]
+    met = missed = 0
+    for point, at_whole in places:
+        a, b = worth(one, point, at_whole, about_i), worth(other, point, at_whole, about_i)
+        if a is None or b is None:
+            missed += (a is None) != (b is None)
+            continue
+        if not _agree(a, b):
+            return False
+        met += 1
+    return met >= 2 and 4 * missed <= met + missed
+
+
+def _whole_only(expr: Expr) -> bool:
+    """Whether it has a negative number to the power of a symbol: (-1)^n."""
+    if not isinstance(expr, Call):
+        return False
+    if expr.name == "pow" and symbols(expr.args[1]) and not symbols(expr.args[0]):
+        base = worth(expr.args[0])
+        return base is not None and isinstance(base.value, Fraction) and base.value < 0
+    return any(_whole_only(arg) for arg in expr.args)
+
+
+def is_constant(expr: Expr) -> bool:
+    """Whether an expression has the same value at all points where it is defined."""
+    found = [seen for point in range(_REAL_POINTS) if (seen := worth(expr, point)) is not None]
+    return len(found) >= 2 and all(_agree(found[0], other) for other in found[1:])
+
+
+def proportion(one: Expr, other: Expr) -> Any:
+    """The constant real number c with one = c * other, or None where there is none (or it is zero)."""
+    first = None
+    met = 0
+    for point in range(_REAL_POINTS):
+        a, b = worth(one, point), worth(other, point)
+        if a is None or b is None or a.value == 0 or b.value == 0:
+            continue
+        if not (is_finite(a.value) and is_finite(b.value)):
+            return None
+        ratio = to_mp(a.value) / to_mp(b.value)
+        if first is None:
+            first = ratio
+        elif abs(ratio - first) > AGREE * abs(first):
+            return None
+        met += 1
+    return to_real(first) if met >= 2 and first is not None and not isinstance(first, mpc) else None
+
+
+def same_number(gold: Expr, answer: Expr, protocol: bool = False) -> bool:
+    """Whether two constants are the same.
+
+    A reference written as a decimal of at least `MIN_DIGITS` significant digits stands for the exact value, without a
+    finite decimal, that it was rounded from, within `RELATIVE_TOLERANCE`, and for longer and shorter decimals of at
+    least as many digits; an answer must be exact where the reference is. With `protocol`, as in the Qwen2.5-Math
+    evaluation, any two real numbers within `PROTOCOL_TOLERANCE` are equal, and so is a decimal of two or more places
+    to what rounds to it (3.14 and pi).
+    """
+    if same_expression(gold, answer):
+        return True
+    a, b = worth(gold), worth(answer)
+    if a is None or b is None:
+        return False
+    if isinstance(to_mp(a.value), mpc) or isinstance(to_mp(b.value), mpc):
+        return False
+    if MP.isinf(to_mp(a.value)) or MP.isinf(to_mp(b.value)):
+        return False
+    one, other = _decimal(gold), _decimal(answer)
+    if protocol:
+        x, y = to_mp(a.value), to_mp(b.value)
+        if abs(x - y) <= PROTOCOL_TOLERANCE * max(abs(x), abs(y)):
+            return True
+        return any(
+            _places(d) >= 2 and rounds_to(d, v)
+            for d, v in ((one, b.value), (other, a.value))
+            if d is not None
+        )
+    if one is None:
+        return False
+    if other is None:
+        return _stands_for(one, b.value)
+    short, long = sorted((one, other), key=lambda decimal: decimal.digits or 0)
+    return _places(short) < _places(long) and _stands_for(short, long.value, exact=False)
+
+
+def _decimal(expr: Expr) -> Num | None:
+    return expr if isinstance(expr, Num) and expr.digits is not None else None
+
+
+def _places(decimal: Num) -> int:
+    """Digits behind the point, without zeros at the end."""
+    places = 0
+    while (decimal.value * 10**places).denominator != 1 and places < 2 * MAX_DIGITS:
+        places += 1
+    return places
+
+
+def _stands_for(decimal: Num, value: Value, exact: bool = True) -> bool:
+    if exact and isinstance(value, Fraction) and _finite(value):
+        return False
+    number, target = to_mp(decimal.value), to_mp(value)
+    if decimal.open_ended and _places(decimal) >= 3:
+        return abs(number) <= abs(target) < abs(number) + mpf(10) ** -_places(decimal) and number * target > 0
+    if (decimal.digits or 0) < MIN_DIGITS:
+        return False
+    if not exact:
+        return abs(number - target) < mpf(10) ** -_places(decimal)
+    return abs(number - target) <= RELATIVE_TOLERANCE * abs(target) * (1 + AGREE)
+
+
+def _finite(value: Fraction) -> bool:
+    """Whether it is a finite decimal."""
+    rest = value.denominator
+    for prime in (2, 5):
+        while rest % prime == 0:
+            rest //= prime
+    return rest == 1
+
+
+def rounds_to(expr: Expr, value: Value) -> bool:
+    """Whether a number as it is written is what a value rounds to, at its own last place."""
+    if not isinstance(expr, Num) or not _finite(expr.value) or isinstance(to_mp(value), mpc):
+        return False
+    return abs(to_mp(expr.value) - to_real(value)) <= mpf(10) ** -_places(expr) / 2

@@ -1,0 +1,186 @@
+"""Tokens: numbers in all their spellings, words, commands and signs."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+from fractions import Fraction
+
+from rlmath.rewards.answers.normalize import MAX_DIGITS, NotMathematics
+
+
+@dataclass(frozen=True)
+class Token:
+    """A piece of notation.
+
+    >>> [token.text for token in tokenize("\\\\frac{1}{2}x")]
+    ['\\\\frac', '{', '1', '}', '{', '2', '}', 'x']
+    """
+
+    kind: str
+    """"number", "letter", "word", "command" or "sign"."""
+    text: str
+    space: bool = False
+    """Whether white space came before."""
+    prose: bool = False
+    """Whether it stood in \\text{} or the like."""
+    value: Fraction | None = None
+    """Of a number: its exact value."""
+    digits: int | None = None
+    """Of a number with a decimal point: its significant digits."""
+    open_ended: bool = False
+    """Of a number: more digits follow, unsaid ("3.141...")."""
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How doubtful digits are read."""
+
+    commas_group: bool = True
+    """`1,234` is one number, not a list of two."""
+    e_is_exponent: bool = True
+    """`3e-2` is 0.03, not 3e - 2."""
+
+
+_GROUPED = re.compile(
+    r"(?:[0-9]{1,3}(?:\{,\}[0-9]{3})+|[0-9]{1,3}(?:,[0-9]{3})+|[0-9]{1,3}(?: [0-9]{3})+)(?![0-9])"
+)
+_PERIODIC = re.compile(
+    r"([0-9]*)\.([0-9]*)(?:\\(?:overline|bar|overset\{\.\}|dot)\s?\{([0-9]+)\}(?:([0-9]*)\\dot\s?\{([0-9])\})?|\(([0-9]+)\))"
+)
+_DECIMAL_COMMA = re.compile(r"([0-9]+)\{,\}([0-9]+)")
+_DECIMAL = re.compile(r"[0-9]+\.(?![0-9.])|[0-9]*\.[0-9]+|[0-9]+")
+_EXPONENT = re.compile(r"[eE]([+-]?)([0-9]{1,6})(?![0-9])")
+_DOTS = re.compile(r"\s?(?:\.\.\.|\\l?dots(?![a-zA-Z])|\\cdots(?![a-zA-Z]))")
+_ALIASES = {
+    "\\dfrac": "\\frac",
+    "\\tfrac": "\\frac",
+    "\\cfrac": "\\frac",
+    "\\lbrace": "\\{",
+    "\\rbrace": "\\}",
+}
+_TEXT_COMMAND = re.compile(
+    r"\\(?:text|textbf|textit|textrm|textup|textnormal|textsf|texttt|mbox|hbox|mathrm|mathsf|operatorname|emph)\*?\s?\{"
+)
+_COMMAND = re.compile(r"\\(?:[a-zA-Z]+|.)", re.DOTALL)
+_WORD = re.compile(r"[a-zA-Z]+")
+_DIGITS = frozenset("0123456789")
+_SIGNS = frozenset("+-*/^_(){}[]|,;:=<>!'%&.?#")
+
+AS_WRITTEN = Reading()
+
+
+def tokenize(text: str, reading: Reading = AS_WRITTEN) -> list[Token]:
+    """The tokens of a text that `plain_unicode` and `without_layout` have seen.
+
+    Raises NotMathematics for what is no notation at all.
+    """
+    tokens: list[Token] = []
+    position, space, prose_until = 0, False, -1
+    while position < len(text):
+        char = text[position]
+        prose = position < prose_until
+        if char.isspace():
+            space, position = True, position + 1
+            continue
+        if position == prose_until - 1 and char == "}":
+            space, position = True, position + 1
+            continue
+        token, position_after = None, position
+        if char in _DIGITS or (char == "." and text[position + 1 : position + 2] in _DIGITS):
+            token, position_after = _number(text, position, reading)
+        elif char == "\\":
+            if not prose and (opening := _TEXT_COMMAND.match(text, position)):
+                prose_until = _closing_brace(text, opening.end()) + 1
+                space, position = True, opening.end()
+                continue
+            token, position_after = _command(text, position)
+        elif char.isascii() and char.isalpha():
+            run = _WORD.match(text, position)
+            assert run is not None
+            token, position_after = Token("word", run.group()), run.end()
+        elif char in _SIGNS:
+            token, position_after = Token("sign", char), position + 1
+        if token is None:
+            raise NotMathematics(f"character {char!r}")
+        tokens.append(replace(token, space=space, prose=prose))
+        space, position = False, position_after
+    return tokens
+
+
+def _closing_brace(text: str, start: int) -> int:
+    depth = 1
+    for index in range(start, len(text)):
+        depth += (text[index] == "{") - (text[index] == "}")
+        if depth == 0:
+            return index
+    raise NotMathematics("an unclosed brace")
+
+
+def _command(text: str, position: int) -> tuple[Token, int]:
+    match = _COMMAND.match(text, position)
+    if match is None:
+        raise NotMathematics("a backslash at the end")
+    return Token("command", _ALIASES.get(match.group(), match.group())), match.end()
+
+
+def _number(text: str, position: int, reading: Reading) -> tuple[Token, int]:
+    if match := _PERIODIC.match(text, position):
+        whole, fixed, first, middle, last, bracket = match.groups(default="")
+        return _checked(_periodic(whole, fixed, bracket or first + middle + last), match)
+    grouped = _GROUPED.match(text, position)
+    if grouped and "," in grouped.group() and text[position - 1 : position] in ("(", "["):
+        grouped = None  # (1,234) is a point
+    if grouped and (reading.commas_group or "," not in grouped.group().replace("{,}", "")):
+        digits, end = re.sub(r"[^0-9]", "", grouped.group()), grouped.end()
+        if tail := re.compile(r"\.[0-9]+").match(text, end):
+            digits, end = digits + tail.group(), tail.end()
+    elif comma := _DECIMAL_COMMA.match(text, position):
+        digits, end = f"{comma.group(1)}.{comma.group(2)}", comma.end()
+    else:
+        decimal = _DECIMAL.match(text, position)
+        assert decimal is not None
+        digits, end = decimal.group(), decimal.end()
+    if len(digits) > MAX_DIGITS:
+        raise NotMathematics(f"a number of more than {MAX_DIGITS} digits")
+    value = Fraction(digits.rstrip("."))
+    significant = len(digits.replace(".", "").lstrip("0")) if "." in digits.rstrip(".") else None
+    exponent = _EXPONENT.match(text, end)
+    if exponent and (reading.e_is_exponent or not exponent.group(1)):
+        if int(exponent.group(2)) > MAX_DIGITS:
+            raise NotMathematics(f"an exponent above {MAX_DIGITS}")
+        value *= Fraction(10) ** int(exponent.group(1) + exponent.group(2))
+        end = exponent.end()
+    elif dots := _DOTS.match(text, end):
+        periodic = _repeated(digits)
+        if periodic is not None:
+            return Token("number", digits, value=periodic), dots.end()
+        if significant is not None:
+            return Token("number", digits, value=value, digits=significant, open_ended=True), dots.end()
+    return Token("number", text[position:end], value=value, digits=significant), end
+
+
+def _checked(value: Fraction, match: re.Match[str]) -> tuple[Token, int]:
+    if match.end() - match.start() > MAX_DIGITS:
+        raise NotMathematics(f"a number of more than {MAX_DIGITS} digits")
+    return Token("number", match.group(), value=value), match.end()
+
+
+def _periodic(whole: str, fixed: str, period: str) -> Fraction:
+    """The value of whole.fixed(period): 0.1(6) is 1/6."""
+    start = Fraction(int(whole + fixed or "0"), 10 ** len(fixed))
+    return start + Fraction(int(period), (10 ** len(period) - 1) * 10 ** len(fixed))
+
+
+def _repeated(digits: str) -> Fraction | None:
+    """The value of "0.333" or "0.142857142857" before dots, when its end repeats at least twice (one digit: thrice)."""
+    whole, point, decimals = digits.partition(".")
+    if not point or len(decimals) > 60:
+        return None
+    for start in range(len(decimals)):
+        rest = decimals[start:]
+        for period in range(1, len(rest) // 2 + 1):
+            times = len(rest) // period
+            if times * period == len(rest) and rest[:period] * times == rest and (period > 1 or times > 2):
+                return _periodic(whole, decimals[:start], rest[:period])
+    return None

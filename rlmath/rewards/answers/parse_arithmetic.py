@@ -1,0 +1,326 @@
+"""Arithmetic: from sums down to numbers and symbols."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from fractions import Fraction
+
+from rlmath.rewards.answers.lexer import Token
+from rlmath.rewards.answers.normalize import GREEK, NotMathematics
+from rlmath.rewards.answers.parser_base import MAX_CHAIN, Cursor, as_expr, as_number, plain_fraction, primed
+from rlmath.rewards.answers.syntax_tree import Answer, Call, Expr, Group, MatrixOf, Num, Scalar, Sym
+from rlmath.rewards.answers.vocabulary import (
+    CONSTANTS,
+    DECORATED,
+    DIVIDE,
+    DROPPED,
+    FACTOR_COMMANDS,
+    FUNCTIONS,
+    MULTIPLY,
+    PLAIN_WORDS,
+    UNEVALUATED,
+)
+
+MAX_MARKS = 10
+"""Most powers, factorials and the like behind one base."""
+
+
+class Arithmetic(Cursor, ABC):
+    """Sums, products, powers and symbols; brackets and commands come from the stages above."""
+
+    @abstractmethod
+    def listing(self, ends: frozenset[str]) -> Answer:
+        """Items side by side, up to one of `ends`."""
+
+    @abstractmethod
+    def item(self, ends: frozenset[str]) -> Answer:
+        """One item, up to a comma or one of `ends`."""
+
+    @abstractmethod
+    def bracket(self, token: Token) -> Answer:
+        """What an opening bracket or another sign begins."""
+
+    @abstractmethod
+    def command(self, token: Token) -> Answer:
+        """What a LaTeX command begins."""
+
+    @abstractmethod
+    def function(self, name: str) -> Answer:
+        """A function with its base, power and argument; its name was read."""
+
+    @abstractmethod
+    def function_argument(self) -> Expr:
+        """What a function is applied to."""
+
+    def sum(self) -> Answer:
+        with self:
+            first = self._signed_term()
+            length = 0
+            while self.peek() in ("+", "-", "\\pm", "\\mp"):
+                length = self.longer(length)
+                sign = self.take().text
+                right = as_expr(self.term())
+                left = as_expr(first)
+                if sign == "+":
+                    first = Scalar(Call("add", (left, right)))
+                elif sign == "-":
+                    first = Scalar(Call("add", (left, Call("neg", (right,)))))
+                else:
+                    first = Scalar(Call(sign[1:], (left, right)))
+            return first
+
+    def _signed_term(self) -> Answer:
+        if self.skip("+"):
+            return self._signed_term_again()
+        if self.skip("-"):
+            inner = as_expr(self._signed_term_again())
+            if isinstance(inner, Num):
+                return Scalar(Num(-inner.value, inner.digits, inner.open_ended))
+            return Scalar(Call("neg", (inner,)))
+        if self.peek() in ("\\pm", "\\mp"):
+            sign = self.take().text[1:]
+            return Scalar(Call(sign, (Num(Fraction(0)), as_expr(self.term()))))
+        return self.term()
+
+    def _signed_term_again(self) -> Answer:
+        with self:
+            return self._signed_term()
+
+    def term(self) -> Answer:
+        first = self.factor()
+        length = 0
+        while (longer := self._one_more_factor(first)) is not None:
+            length = self.longer(length)
+            first = longer
+        return first
+
+    def _one_more_factor(self, first: Answer) -> Answer | None:
+        """What was read, times or divided by what comes; None where the term ends."""
+        text = self.peek()
+        if text in MULTIPLY:
+            self.position += 1
+            name = "pow" if text == "*" and self.skip("*") else "mul"
+            return Scalar(Call(name, (as_expr(first), self._operand())))
+        if text in DIVIDE:
+            self.position += 1
+            return Scalar(Call("div", (as_expr(first), self._operand())))
+        if text in (":", "to") and isinstance(first, Scalar) and not self.in_set:
+            return self._ratio(first)
+        mixed = self._plain_mixed(first)
+        if mixed is not None:
+            return mixed
+        return self._times(first) if self._begins_factor() else None
+
+    def _operand(self) -> Expr:
+        if self.skip("-"):
+            return Call("neg", (self._operand_again(),))
+        self.skip("+")
+        return as_expr(self.factor())
+
+    def _operand_again(self) -> Expr:
+        with self:
+            return self._operand()
+
+    def _times(self, left: Answer) -> Answer:
+        """A product without a sign; a whole number before a fraction of numbers is a mixed number."""
+        start = self.position
+        right_side = self.factor()
+        expr = as_expr(left)
+        if isinstance(right_side, MatrixOf):
+            return MatrixOf(
+                tuple(tuple(Call("mul", (expr, entry)) for entry in row) for row in right_side.rows)
+            )
+        right = as_expr(right_side)
+        if isinstance(expr, Num) and expr.digits is None and expr.value.denominator == 1 and start > 0:
+            whole_token = self.tokens[start - 1]
+            fraction = plain_fraction(right)
+            if (
+                fraction is not None
+                and whole_token.kind == "number"
+                and self.tokens[start].text in ("\\frac",)
+            ):
+                return Scalar(Num(expr.value + fraction))
+        return Scalar(Call("mul", (expr, right)))
+
+    def _plain_mixed(self, left: Answer) -> Answer | None:
+        """`3 1/2`, else None."""
+        above, slash, below = self.token(), self.peek(1), self.token(2)
+        if above is None or below is None or above.kind != "number" or slash != "/" or not above.space:
+            return None
+        if not (isinstance(left, Scalar) and isinstance(left.expr, Num) and left.expr.value.denominator == 1):
+            return None
+        fraction = plain_fraction(Call("div", (as_number(above), as_number(below))))
+        if fraction is None or self.tokens[self.position - 1].kind != "number":
+            return None
+        self.position += 3
+        return Scalar(Num(left.expr.value + fraction))
+
+    def _ratio(self, first: Scalar) -> Answer:
+        items: list[Answer] = [first]
+        while self.skip(":", "to"):
+            items.append(Scalar(as_expr(self.factor())))
+        return Group(":", tuple(items), ":")
+
+    def _begins_factor(self) -> bool:
+        token = self.token()
+        if token is None:
+            return False
+        text = token.text
+        if token.kind == "number":
+            return self.tokens[self.position - 1].text in (")", "}", "]", "!")
+        if token.kind == "word":
+            if text.lower() in ("and", "or", "to"):
+                return False
+            return not token.prose or text in ("e", "i") or text in FUNCTIONS
+        if token.kind == "sign":
+            return text in ("(", "{", "[") or (text == "|" and not self.in_bars)
+        return (
+            text[1:] in CONSTANTS
+            or text[1:] in GREEK
+            or text[1:] in FUNCTIONS
+            or text in FACTOR_COMMANDS
+            or text in DROPPED
+            or text in DECORATED
+            or text in UNEVALUATED
+        )
+
+    def factor(self) -> Answer:
+        with self:
+            base = self.base()
+            length = MAX_CHAIN - MAX_MARKS
+            while (marked := self._marked(base)) is not None:
+                length = self.longer(length)
+                base = marked
+            return base
+
+    def _marked(self, base: Answer) -> Answer | None:
+        """The base with the mark that follows it: a power, a degree, a factorial, a percent sign or a prime."""
+        text = self.peek()
+        if (text == "^" and self._prime_follows()) or (text == "'" and _is_symbol(base)):
+            self.skip("'")
+            return Scalar(primed(base))
+        if (text == "^" and self._degree_follows()) or self.skip("\\degree"):
+            return Scalar(Call("deg", (as_expr(base),)))
+        if self.skip("^"):
+            return Scalar(Call("pow", (as_expr(base), self._exponent())))
+        if text == "!" and self.peek(1) != "=":
+            self.position += 1
+            return Scalar(Call("factorial2" if self.skip("!") else "factorial", (as_expr(base),)))
+        if self.skip("%", "\\%"):
+            return Scalar(Call("percent", (as_expr(base),)))
+        return None
+
+    def _prime_follows(self) -> bool:
+        """Steps over `^\\prime` or `^{\\prime}`, if that is what comes."""
+        for mark in (["^", "\\prime"], ["^", "{", "\\prime", "}"]):
+            if [self.peek(ahead) for ahead in range(len(mark))] == mark:
+                self.position += len(mark)
+                return True
+        return False
+
+    def _degree_follows(self) -> bool:
+        """Steps over `^\\circ` or `^{\\circ}`, if that is what comes."""
+        if self.peek(1) == "\\circ":
+            self.position += 2
+            return True
+        if self.peek(1) == "{" and self.peek(2) == "\\circ" and self.peek(3) == "}":
+            self.position += 4
+            return True
+        return False
+
+    def _exponent(self) -> Expr:
+        if self.peek() == "{":
+            return self._braced()
+        if self.skip("-"):
+            inner = self._exponent_again()
+            return Num(-inner.value) if isinstance(inner, Num) else Call("neg", (inner,))
+        self.skip("+")
+        return as_expr(self.base())
+
+    def _exponent_again(self) -> Expr:
+        with self:
+            return self._exponent()
+
+    def _braced(self) -> Expr:
+        self.expect("{")
+        inner = self._over(self.sum())
+        self.expect("}")
+        return as_expr(inner)
+
+    def _over(self, above: Answer) -> Answer:
+        """`a \\over b` and `n \\choose k`, whose first half was read."""
+        name = {"\\over": "div", "\\choose": "binom"}.get(self.peek())
+        if name is None:
+            return above
+        self.position += 1
+        return Scalar(Call(name, (as_expr(above), as_expr(self.sum()))))
+
+    def _argument(self) -> Expr:
+        """What a command such as \\frac takes: a group, or one digit, letter or command."""
+        with self:
+            if self.peek() == "{":
+                return self._braced()
+            token = self.token()
+            if token is not None and token.kind == "number" and len(token.text) > 1 and token.text.isdigit():
+                self.tokens[self.position : self.position + 1] = [
+                    Token("number", digit, value=Fraction(int(digit))) for digit in token.text
+                ]
+            elif token is not None and token.kind == "word" and len(token.text) > 1:
+                self._split_word(token)
+            return as_expr(self.base())
+
+    def _split_word(self, token: Token) -> None:
+        self.tokens[self.position : self.position + 1] = [Token("word", letter) for letter in token.text]
+
+    def base(self) -> Answer:
+        token = self.take()
+        if token.kind == "number":
+            return Scalar(as_number(token))
+        if token.kind == "word":
+            return self._word(token)
+        if token.kind == "sign":
+            return self.bracket(token)
+        return self.command(token)
+
+    def _word(self, token: Token) -> Answer:
+        text = token.text
+        if text.lower() in ("infinity", "inf"):
+            return Scalar(Call("inf"))
+        if text == "sqrt":
+            return Scalar(Call("sqrt", (self.function_argument(),)))
+        if text in FUNCTIONS:
+            return self.function(text)
+        if text in CONSTANTS:
+            return Scalar(Call(CONSTANTS[text]))
+        if len(text) == 1:
+            return Scalar(self._symbol(text))
+        if text in GREEK:
+            return Scalar(self._symbol(text))
+        following = self.token()
+        alone = token.space or (following is not None and following.space)
+        if token.prose or len(text) > 3 or (alone and text.lower() in PLAIN_WORDS):
+            raise NotMathematics(f"the word {text!r}")
+        self.position -= 1
+        self._split_word(token)
+        return self.factor()
+
+    def _symbol(self, name: str) -> Expr:
+        """A symbol with its subscript."""
+        if self.peek() != "_":
+            return Sym(name)
+        self.position += 1
+        parts = []
+        if self.skip("{"):
+            depth = 1
+            while depth:
+                part = self.take().text
+                depth += (part == "{") - (part == "}")
+                if depth:
+                    parts.append(part)
+        else:
+            parts.append(self.take().text)
+        return Sym(f"{name}_{''.join(parts)}")
+
+
+def _is_symbol(base: Answer) -> bool:
+    return isinstance(base, Scalar) and isinstance(base.expr, Sym)

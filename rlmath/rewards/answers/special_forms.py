@@ -1,0 +1,103 @@
+"""Answers that are neither words nor expressions: clock times and numbers in another base."""
+
+from __future__ import annotations
+
+import re
+
+from rlmath.rewards.answers.normalize import word_list
+
+_CLOCK = re.compile(r"([0-9]{1,2}):([0-5][0-9])(?::([0-5][0-9]))?\s*(?:([ap])\.?\s?m\.?)?", re.IGNORECASE)
+_FULL_HOUR = re.compile(r"([0-9]{1,2})\s*([ap])\.?\s?m\.?", re.IGNORECASE)
+_BASES = {
+    name: base
+    for base, name in enumerate(
+        word_list(
+            "two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen"
+        ),
+        2,
+    )
+}
+_BASED = re.compile(r"\(?([0-9A-F]+)\)?_\{?\(?([0-9]{1,2}|[a-z]+)\)?\}?", re.IGNORECASE)
+
+
+_NO_SOLUTION = ("no solution", "no solutions", "there is no solution", "there are no solutions")
+_REALS = ("all real numbers", "all reals", "real numbers", "\\mathbb{R}", "\\mathbb R", "(-\\infty,\\infty)")
+_ALIKE = (
+    frozenset((*_NO_SOLUTION, "\\emptyset", "\\varnothing", "\\{\\}", "empty set")),
+    frozenset((*_NO_SOLUTION, "none")),
+    frozenset(("no real solution", "no real solutions", "none")),
+    frozenset(("does not exist", "dne", "do not exist")),
+    frozenset(_REALS),
+)
+"""Texts that say the same."""
+_NUMBER_WORDS = {
+    word: number
+    for number, word in enumerate(
+        word_list(
+            "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen "
+            "sixteen seventeen eighteen nineteen twenty"
+        )
+    )
+}
+
+
+def same_special(gold: str, answer: str) -> bool | None:
+    """Whether two texts are the same time of day, numeral, number word or "no solution"; None where neither is one.
+
+    `3:30 PM` is `15:30`; without AM or PM on one side the other's is not asked for. A numeral with a base equals only
+    the same digits in the same base: whoever asks for base 8 does not want another.
+    """
+    times = clock(gold), clock(answer)
+    if times[0] is not None and times[1] is not None:
+        return _same_time(times[0], times[1])
+    said = [text if "\\" in text else text.casefold() for text in (gold, answer)]
+    if any(said[0] in alike and said[1] in alike for alike in _ALIKE):
+        return True
+    numbers = _NUMBER_WORDS.get(gold), _NUMBER_WORDS.get(answer)
+    if numbers != (None, None) and (gold.isdigit() or answer.isdigit()):
+        return str(numbers[0] if numbers[0] is not None else gold) == str(
+            numbers[1] if numbers[1] is not None else answer
+        )
+    bases = based(gold), based(answer)
+    if bases[0] is not None or bases[1] is not None:
+        return bases[0] == bases[1]
+    return None
+
+
+def _same_time(one: tuple[int, bool], other: tuple[int, bool]) -> bool:
+    if one[0] == other[0]:
+        return True
+    if one[1] == other[1]:
+        return False
+    bare = other if one[1] else one
+    return bare[0] < 13 * 3600 and one[0] % 43200 == other[0] % 43200
+
+
+def clock(text: str) -> tuple[int, bool] | None:
+    """(seconds after midnight, whether AM or PM was said) of a time of day, else None."""
+    if match := _CLOCK.fullmatch(text):
+        hours, minutes, seconds, half = match.groups()
+    elif match := _FULL_HOUR.fullmatch(text):
+        (hours, half), minutes, seconds = match.groups(), "0", None
+    else:
+        return None
+    hour = int(hours)
+    if hour > 24 or (half and not 1 <= hour <= 12):
+        return None
+    if half:
+        hour = hour % 12 + (12 if half.lower() == "p" else 0)
+    return hour * 3600 + int(minutes) * 60 + int(seconds or 0), bool(half)
+
+
+def based(text: str) -> tuple[str, int] | None:
+    """(digits, base) of a numeral such as `52_8` or `1010_{two}`, else None."""
+    match = _BASED.fullmatch(text.replace("\\", "").replace(" ", ""))
+    if match is None or not any(character.isdigit() for character in match.group(1)):
+        return None
+    digits, base = match.group(1).upper(), match.group(2).lower()
+    number = int(base) if base.isdigit() else _BASES.get(base)
+    if number is None or (not digits[0].isdigit() and number <= 10):
+        return None
+    if any(int(digit, 36) >= number for digit in digits):
+        return None
+    return digits.lstrip("0") or "0", number

@@ -1,0 +1,136 @@
+"""What a text is read as: expressions, and the answers that are made of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from fractions import Fraction
+
+from rlmath.rewards.answers.units import Unit
+
+# ---------------------------------------------------------------- expressions
+
+
+@dataclass(frozen=True)
+class Num:
+    value: Fraction
+    digits: int | None = None
+    """Significant digits, when it was written with a decimal point."""
+    open_ended: bool = False
+    """Written with dots: the digits go on."""
+
+
+@dataclass(frozen=True)
+class Sym:
+    name: str
+
+
+@dataclass(frozen=True)
+class Call:
+    """An operation or function: "add", "mul", "div", "pow", "neg", "pm", "sqrt", "sin", "pi" (no arguments) ..."""
+
+    name: str
+    args: tuple[Expr, ...] = ()
+
+
+Expr = Num | Sym | Call
+
+# ---------------------------------------------------------------- answers
+
+
+@dataclass(frozen=True)
+class Scalar:
+    """One value, maybe with a unit."""
+
+    expr: Expr
+    unit: Unit | None = None
+    otherwise: Scalar | None = None
+    """A second reading: `5 m` is 5 metres, or 5 times m."""
+
+
+@dataclass(frozen=True)
+class Group:
+    """Items in brackets, or a ratio: a point, an interval, a vector."""
+
+    opening: str
+    items: tuple[Answer, ...]
+    closing: str
+
+
+@dataclass(frozen=True)
+class SetOf:
+    items: tuple[Answer, ...]
+
+
+@dataclass(frozen=True)
+class Listing:
+    """Items side by side, without brackets."""
+
+    items: tuple[Answer, ...]
+    joiner: str
+    """"," "and" or "or"."""
+
+
+@dataclass(frozen=True)
+class Relation:
+    """`sides[0] ops[0] sides[1] ...`; ops are "=", "<", "<=", ">", ">=", "!=", "~" and "in"."""
+
+    sides: tuple[Answer, ...]
+    ops: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Name:
+    """What a value is given to: `x`, `f(x)`, `m_{max}`, `(x, y)`."""
+
+    text: str
+    expr: Expr | None = None
+    """As an expression, where it is one."""
+
+
+@dataclass(frozen=True)
+class SetOperation:
+    op: str
+    """"union", "intersection" or "without"."""
+    parts: tuple[Answer, ...]
+
+
+@dataclass(frozen=True)
+class MatrixOf:
+    rows: tuple[tuple[Expr, ...], ...]
+
+
+@dataclass(frozen=True)
+class Known:
+    """A set with a name: "R", "Z", "N", "Q", "C" or "empty"."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class Described:
+    """The real numbers that satisfy a condition: `{x | condition}`."""
+
+    name: str
+    condition: Answer
+
+
+@dataclass(frozen=True)
+class Piecewise:
+    """A function by cases: (value, condition) in any order."""
+
+    branches: tuple[tuple[Expr, str], ...]
+
+
+Answer = (
+    Scalar
+    | Group
+    | SetOf
+    | Listing
+    | Relation
+    | Name
+    | SetOperation
+    | MatrixOf
+    | Known
+    | Described
+    | Piecewise
+)

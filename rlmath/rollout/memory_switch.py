@@ -1,0 +1,170 @@
+"""The switch between the two lives of a device's memory, training and generation, and the watch over it.
+
+    with switch.generating(version):     # offload -> wake weights -> sync -> offload parameters -> wake KV cache
+        ...                              # generate
+                                         # sleep -> restore
+
+Whatever fails inside, the engine is put to sleep and the training side comes back, as far as the device lets them: the
+run can save the policy and stop. After that the switch is `broken` and generates no more.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+from rlmath.distributed.collectives import gather_objects
+from rlmath.distributed.device import Device, device_bytes, release_cached
+from rlmath.distributed.phase_timers import PhaseTimers
+from rlmath.distributed.tensor_offload import Moved
+from rlmath.rollout.engine import Engine
+from rlmath.rollout.memory_monitor import MemoryWatch
+
+logger = logging.getLogger(__name__)
+
+
+class TrainingMemory(Protocol):
+    """What of the training side can leave the device, by name (`policy.offload.OffloadSets`)."""
+
+    @property
+    def away(self) -> tuple[str, ...]: ...
+
+    @property
+    def freed_bytes(self) -> dict[str, int]: ...
+
+    def leave(self, *names: Any) -> list[Moved]: ...
+
+    def come_back(self, *names: Any) -> list[Moved]: ...
+
+
+class MemorySwitch:
+    """Owns the order of the phases; each is timed, measured and compared with what was planned (`planned_phases`)."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        training: TrainingMemory,
+        sync: Callable[[], None],
+        watch: MemoryWatch,
+        timers: PhaseTimers,
+        device: Device,
+    ) -> None:
+        """`sync` writes the policy's weights into the engine's; `engine` is asleep."""
+        self._engine = engine
+        self._training = training
+        self._sync = sync
+        self._watch = watch
+        self._timers = timers
+        self._device = device
+        self.broken = False
+        """After a failure inside of a cycle: nothing is generated any more."""
+        self._left: list[Moved] = []
+        self._came_back: list[Moved] = []
+
+    @contextmanager
+    def generating(self, version: int) -> Iterator[None]:
+        """Inside, the engine generates with the policy's weights of that version. A collective of all ranks."""
+        if self.broken:
+            raise RuntimeError(
+                "generation failed before; this switch is broken. Save what is needed, and stop the run"
+            )
+        try:
+            self._to_generation(version)
+            yield
+            release_cached(self._device)
+            # No comparison with earlier steps: on CPU the KV cache takes memory as far as it was ever filled.
+            self._watch.observe("generate", device_bytes(self._device), against_earlier=False)
+            self._to_training()
+        except BaseException:
+            self.broken = True
+            # Told first: taking memory back can wait for a device that waits for a peer.
+            logger.exception(
+                "A step failed; putting the engine to sleep, and the training side back in its place"
+            )
+            self._recover()
+            raise
+        self._watch.end_of_cycle(gather_objects)
+
+    def metrics(self) -> dict[str, float]:
+        """What this rank held after each phase of the last cycle (GiB); by set that left the device, how much that was
+        (GiB) and how long its way there and back took (seconds)."""
+        metrics = {f"memory/after_{phase}_gib": held / 2**30 for phase, held in self._watch.held.items()}
+        for moved in self._left:
+            metrics[f"memory/offloaded/{moved.name}_gib"] = moved.bytes / 2**30
+            metrics[f"seconds/offload/{moved.name}"] = moved.seconds
+        for moved in self._came_back:
+            metrics[f"seconds/offload/{moved.name}"] += moved.seconds
+        return metrics
+
+    def _to_generation(self, version: int) -> None:
+        release_cached(self._device)
+        planned = planned_phases(
+            self._training.freed_bytes, self._engine.weights.bytes, self._engine.memory.kv_cache_bytes
+        )
+        self._watch.start_of_cycle(device_bytes(self._device), planned)
+        with self._phase("offload"):
+            self._left = self._training.leave("gradients", "optimizer", "reference")
+        with self._phase("wake"):
+            self._engine.memory.wake_weights()
+        with self._phase("sync"):
+            self._sync()
+            self._engine.set_weight_version(version)
+        with self._phase("wake_kv_cache"):
+            self._left += self._training.leave("parameters")
+            release_cached(self._device)
+            self._engine.memory.wake_kv_cache()
+
+    def _to_training(self) -> None:
+        with self._phase("sleep"):
+            self._engine.memory.sleep()
+        with self._phase("restore"):
+            self._came_back = self._training.come_back(*self._returning())
+
+    def _returning(self) -> list[str]:
+        """What is away and has to be back for training; the reference comes when it computes."""
+        return [name for name in ("parameters", "optimizer", "gradients") if name in self._training.away]
+
+    @contextmanager
+    def _phase(self, name: str) -> Iterator[None]:
+        with self._timers.phase(name):
+            yield
+            release_cached(self._device)
+        self._watch.observe(name, device_bytes(self._device))
+
+    def _recover(self) -> None:
+        """Best effort: each step is tried whatever became of the others, and what fails is told."""
+        steps: list[tuple[str, Callable[[], Any]]] = [
+            ("put the engine to sleep", self._engine.memory.collapse)
+        ]
+        steps += [
+            (f"bring the {name} back", lambda name=name: self._training.come_back(name))
+            for name in self._returning()
+        ]
+        for action, step in steps:
+            try:
+                release_cached(self._device)
+                step()
+            except Exception:
+                logger.exception("After a failure, could not %s", action)
+
+
+def planned_phases(training: Mapping[str, int], weights: int, kv_cache: int) -> dict[str, int]:
+    """What a rank holds after each phase on top of what it holds between steps (bytes), given what each part of the
+    training side frees when it leaves, the engine's weights and its KV cache.
+
+    >>> planned_phases({"gradients": 40, "parameters": 20}, weights=20, kv_cache=60)["wake_kv_cache"]
+    20
+    """
+    parameters = training.get("parameters", 0)
+    without = parameters - sum(training.values())
+    return {
+        "offload": without,
+        "wake": without + weights,
+        "sync": without + weights,
+        "wake_kv_cache": without - parameters + weights + kv_cache,
+        "generate": without - parameters + weights + kv_cache,
+        "sleep": without - parameters,
+        "restore": 0,
+    }

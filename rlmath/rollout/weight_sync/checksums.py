@@ -1,0 +1,143 @@
+"""Whether the engines have the policy's weights: checksums of every Hugging Face tensor, on both sides.
+
+An element counts with a hash of its bits, in the engine's number format, and of its place in the tensor: a wrong value,
+a missing one, and a right one in the wrong place all show.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rlmath.config.model_shape import ModelShape
+from rlmath.distributed.device import Device
+from rlmath.distributed.mesh import Mesh
+from rlmath.rollout.weight_sync.shard_layouts import (
+    TIED_HEAD,
+    Block,
+    TrainingLayout,
+    coordinates,
+    engine_blocks,
+    training_blocks,
+)
+
+MASK = 2**40 - 1
+"""Checksums are compared modulo this plus one, so that sums over many ranks do not overflow."""
+
+_AT_ONCE = 2**20
+"""Elements that are worked on at a time."""
+
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+
+
+def rectangle_checksum(values: Tensor, row: int, col: int, width: int) -> int:
+    """Checksum of a rectangle [rows, columns] that lies at (row, col) of a tensor with `width` columns."""
+    total, step = 0, max(1, _AT_ONCE // values.shape[1])
+    columns = torch.arange(col, col + values.shape[1], device=values.device)
+    for start in range(0, values.shape[0], step):
+        part = values[start : start + step].contiguous()
+        bits = part.view(_BITS[part.element_size()]).long()
+        rows = torch.arange(row + start, row + start + len(part), device=values.device)
+        total += int((_mixed(bits, rows[:, None] * width + columns) & MASK).sum())
+    return total & MASK
+
+
+def _mixed(bits: Tensor, places: Tensor) -> Tensor:
+    """A hash of every element with its place, int64, in which each bit of both moves about half of all bits: multiply
+    and shift, as in splitmix64."""
+    mixed = bits * 0x1F123BB5 + places * 0x61C8864680B583EB
+    mixed = (mixed ^ (mixed >> 32)) * 0x2545F4914F6CDD1D
+    return mixed ^ (mixed >> 29)
+
+
+class SyncChecksums:
+    """Compares one sync's two sides. Every rank makes one for the sync, feeds it, and calls `differing`."""
+
+    def __init__(self, shape: ModelShape, layout: TrainingLayout, mesh: Mesh, device: Device) -> None:
+        self._mesh, self._device = mesh, device
+        part = mesh.rank % mesh.engine_size
+        self._widths = _widths(shape)
+        self._names = sorted(self._widths)
+        self._held = _counted(shape, layout, mesh)
+        self._needed: dict[str, list[Block]] = defaultdict(list)
+        for block in engine_blocks(shape, mesh.engine_size, part):
+            self._needed[block.parameter].append(block)
+        self._copies = _copies(shape, mesh.engine_size)
+        self._sums = {side: dict.fromkeys(self._names, 0) for side in ("policy", "engine")}
+
+    def add_engine(self, name: str, matrix: Tensor) -> None:
+        """A parameter of this rank's engine, as it was written."""
+        for block in self._needed[name]:
+            self._sums["engine"][block.tensor] += self._checksum(block, matrix)
+
+    def add_policy(self, sources: Mapping[str, Tensor], dtype: torch.dtype) -> None:
+        """This rank's shard by the plan's names; `dtype` is the engine's."""
+        for block in self._held:
+            self._sums["policy"][block.tensor] += self._checksum(block, sources[block.parameter], dtype)
+
+    def _checksum(self, block: Block, matrix: Tensor, dtype: torch.dtype | None = None) -> int:
+        part = matrix[block.at_row :, block.at_col :][: block.rows, : block.cols]
+        return rectangle_checksum(part.to(dtype), block.row, block.col, self._widths[block.tensor])
+
+    def differing(self) -> list[str]:
+        """Tensors that some engine has otherwise than the policy, with the engines; the same on all ranks."""
+        mesh = self._mesh
+        table = torch.zeros(1 + mesh.engines, len(self._names), dtype=torch.int64)
+        table[0] = torch.tensor(
+            [self._sums["policy"][name] * self._copies[name] & MASK for name in self._names]
+        )
+        table[1 + mesh.engine_index] = torch.tensor(
+            [self._sums["engine"][name] & MASK for name in self._names]
+        )
+        table = table.to(self._device.torch_device)
+        dist.all_reduce(table)
+        wrong = (((table[1:] - table[:1]) & MASK) != 0).cpu()
+        return [
+            f"{name} in engine {', '.join(map(str, wrong[:, n].nonzero().flatten().tolist()))}"
+            for n, name in enumerate(self._names)
+            if wrong[:, n].any()
+        ]
+
+
+def _widths(shape: ModelShape) -> dict[str, int]:
+    """Columns of every Hugging Face tensor."""
+    return {block.tensor: block.cols for block in _whole(shape)}
+
+
+def _copies(shape: ModelShape, engine_size: int) -> dict[str, int]:
+    """How often an engine has each element of a tensor: its ranks may share it out, or each have all of it."""
+    held: Counter[str] = Counter()
+    for part in range(engine_size):
+        for block in engine_blocks(shape, engine_size, part):
+            held[block.tensor] += block.elements
+    return {block.tensor: held[block.tensor] // block.elements for block in _whole(shape)}
+
+
+def _whole(shape: ModelShape) -> list[Block]:
+    """Every Hugging Face tensor in one piece."""
+    return list(engine_blocks(shape, 1, 0))
+
+
+def _counted(shape: ModelShape, layout: TrainingLayout, mesh: Mesh) -> list[Block]:
+    """What this rank is the first one of its stage to hold."""
+    first = mesh.pipeline_rank * (mesh.world_size // mesh.pipeline)
+    before = {coordinates(replace(mesh, rank=rank)) for rank in range(first, mesh.rank)}
+    if coordinates(mesh) in before:
+        return []
+    held = [b for b in training_blocks(shape, layout, coordinates(mesh)) if b.parameter != TIED_HEAD]
+    return _only_here(held, (training_blocks(shape, layout, at) for at in before))
+
+
+def _only_here(blocks: Sequence[Block], earlier: Iterable[Iterable[Block]]) -> list[Block]:
+    """The blocks whose rectangle no earlier rank has: every element is counted once."""
+    seen = {_rectangle(block) for others in earlier for block in others}
+    return [block for block in blocks if _rectangle(block) not in seen]
+
+
+def _rectangle(block: Block) -> tuple[str, int, int, int, int]:
+    return block.tensor, block.row, block.col, block.rows, block.cols

@@ -1,0 +1,264 @@
+"""Which parts of the model each rank holds for training, and which its engine needs: rectangles of the Hugging Face
+tensors, from the architecture's table and the two layouts alone.
+
+A vector counts as a matrix of one column. With a gate projection of 8 x 4 and two tensor-parallel ranks, rank 1 holds
+rows 4 to 7 of it, at row 0 of its own fused tensor, and the rows of the up projection from row 4 on.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from rlmath.checkpoint.hf.weight_map import Placed, canonical_shape, hf_shapes, padded_vocab, placed_tensors
+from rlmath.config.model_shape import ModelShape
+from rlmath.distributed.mesh import Mesh
+
+ENGINE_VOCAB_MULTIPLE = 64
+"""vLLM fills the vocabulary up to a multiple of this before it splits it."""
+
+_FUSED_NAMES = {"qkv": ("q_proj", "qkv_proj"), "gate_up": ("gate_proj", "gate_up_proj")}
+"""By the form of a rule: the projection that vLLM's fused parameter is named after, and that name."""
+
+
+@dataclass(frozen=True)
+class Block:
+    """A rectangle of a Hugging Face tensor, and where it lies in a parameter of one rank."""
+
+    tensor: str
+    """Name of the Hugging Face tensor."""
+    row: int
+    col: int
+    rows: int
+    cols: int
+    parameter: str
+    """Training side: the first Hugging Face name of the Megatron tensor (`parameter_key`). Engine: vLLM's name."""
+    at_row: int
+    """First row in the parameter, seen as a matrix."""
+    at_col: int
+
+    @property
+    def elements(self) -> int:
+        return self.rows * self.cols
+
+
+@dataclass(frozen=True)
+class TrainingLayout:
+    """How the actor is sharded."""
+
+    tensor: int
+    stages: tuple[tuple[int, ...], ...]
+    """Numbers of the layers that each pipeline stage holds, over all its chunks."""
+    expert: int = 1
+    expert_tensor: int = 1
+
+
+class Coordinates(NamedTuple):
+    """Where a rank stands in the training layout: ranks that agree in all hold the same weights."""
+
+    tensor: int
+    stage: int
+    expert: int = 0
+    expert_tensor: int = 0
+
+
+def coordinates(mesh: Mesh) -> Coordinates:
+    """Of the mesh's rank."""
+    return Coordinates(mesh.tensor_rank, mesh.pipeline_rank, mesh.expert_rank, mesh.expert_tensor_rank)
+
+
+def training_layout(
+    layers: int, mesh: Mesh, first_stage_layers: int | None, last_stage_layers: int | None
+) -> TrainingLayout:
+    """The layout that Megatron makes of the settings, which `layout_checks` has found valid."""
+    return TrainingLayout(
+        mesh.tensor,
+        stage_layers(layers, mesh.pipeline, mesh.virtual_pipeline, first_stage_layers, last_stage_layers),
+        mesh.expert,
+        mesh.expert_tensor,
+    )
+
+
+def stage_layers(
+    layers: int, pipeline: int, virtual: int = 1, first: int | None = None, last: int | None = None
+) -> tuple[tuple[int, ...], ...]:
+    """Layers by pipeline stage. Chunks are dealt to the stages in turn: all first chunks, then all second ones.
+
+    >>> stage_layers(8, pipeline=2, virtual=2)
+    ((0, 1, 4, 5), (2, 3, 6, 7))
+    >>> stage_layers(5, pipeline=2, first=2)
+    ((0, 1), (2, 3, 4))
+    """
+    told = {0: first, pipeline - 1: last}
+    known = {stage: size for stage, size in told.items() if size is not None}
+    others = pipeline - len(known)
+    rest = (layers - sum(known.values())) // others if others else 0
+    chunk_sizes = [known.get(stage, rest) // virtual for stage in range(pipeline)]
+    held: list[list[int]] = [[] for _ in range(pipeline)]
+    layer = 0
+    for _ in range(virtual):
+        for stage, size in enumerate(chunk_sizes):
+            held[stage].extend(range(layer, layer + size))
+            layer += size
+    assert layer == layers, f"{layers} layers do not fit into stages of {chunk_sizes} x {virtual}"
+    return tuple(map(tuple, held))
+
+
+def parameter_key(placed: Placed) -> str:
+    """The name under which the plan knows a rank's Megatron tensor."""
+    return placed.hf_names[0]
+
+
+def training_blocks(shape: ModelShape, layout: TrainingLayout, at: Coordinates) -> Iterator[Block]:
+    """What a rank holds. With tied embeddings the last stage has a copy of the embedding (`TIED_HEAD`)."""
+    last = len(layout.stages) - 1
+    for placed in placed_tensors(shape):
+        owner = {"first": 0, "last": last}.get(placed.rule.place)
+        mine = placed.layer in layout.stages[at.stage] if owner is None else owner == at.stage
+        if placed.expert is not None:
+            if mine and placed.expert // (shape.num_experts // layout.expert) == at.expert:
+                sharing = (layout.expert_tensor, at.expert_tensor)
+                yield from _megatron_blocks(placed, shape, *sharing, parameter_key(placed))
+        elif mine:
+            yield from _megatron_blocks(placed, shape, layout.tensor, at.tensor, parameter_key(placed))
+        elif shape.tied_embeddings and placed.rule.form == "vocab" and at.stage == last:
+            yield from _megatron_blocks(placed, shape, layout.tensor, at.tensor, TIED_HEAD)
+
+
+TIED_HEAD = "tied head"
+"""Key of the last stage's copy of a tied embedding."""
+
+
+def _megatron_blocks(
+    placed: Placed, shape: ModelShape, tensor: int, tensor_rank: int, key: str
+) -> Iterator[Block]:
+    rule = placed.rule
+    if rule.form == "qkv":
+        yield from _qkv_groups(placed, shape, tensor, tensor_rank, key)
+    elif rule.form == "gate_up":
+        yield from _stacked(placed, shape, tensor, tensor_rank, key)
+    elif rule.form == "vocab":
+        share = padded_vocab(shape.vocab_size, tensor) // tensor
+        yield from _vocab_rows(placed, shape, share, tensor_rank, key)
+    else:
+        yield _plain(placed, shape, tensor, tensor_rank, key)
+
+
+def _qkv_groups(
+    placed: Placed, shape: ModelShape, tensor: int, tensor_rank: int, key: str
+) -> Iterator[Block]:
+    """Megatron's order: for each key-value group its queries, its key, its value."""
+    D, cols = shape.head_dim, _columns(placed, shape)
+    heads = shape.num_heads // shape.num_kv_heads
+    groups = shape.num_kv_heads // tensor
+    first = tensor_rank * groups
+    for group in range(first, first + groups):
+        at = (group - first) * (heads + 2) * D
+        for name, count in zip(placed.hf_names, (heads, 1, 1), strict=True):
+            yield Block(name, group * count * D, 0, count * D, cols, key, at, 0)
+            at += count * D
+
+
+def _stacked(
+    placed: Placed, shape: ModelShape, parts: int, part: int, parameter: str, at_row: int = 0
+) -> Iterator[Block]:
+    """The part's rows of each tensor, one after the other from `at_row` on: gate, then up."""
+    cols, rows = _columns(placed, shape), shape.ffn_size // parts
+    for number, name in enumerate(placed.hf_names):
+        yield Block(name, part * rows, 0, rows, cols, parameter, at_row + number * rows, 0)
+
+
+def _vocab_rows(placed: Placed, shape: ModelShape, share: int, part: int, parameter: str) -> Iterator[Block]:
+    """The part's rows that belong to tokens; the last parts may hold padding, or nothing else."""
+    start, stop = part * share, min((part + 1) * share, shape.vocab_size)
+    if start < stop:
+        yield Block(placed.hf_names[0], start, 0, stop - start, shape.hidden_size, parameter, 0, 0)
+
+
+def _plain(placed: Placed, shape: ModelShape, parts: int, part: int, parameter: str) -> Block:
+    size = canonical_shape(placed.rule, shape, tensor=1)
+    rows, cols = size[0], math.prod(size[1:])
+    if placed.rule.split_axis is None:
+        return Block(placed.hf_names[0], 0, 0, rows, cols, parameter, 0, 0)
+    assert placed.rule.split_axis == 1, f"{parameter} is split on an axis that no rule has"
+    share = cols // parts
+    return Block(placed.hf_names[0], 0, part * share, rows, share, parameter, 0, 0)
+
+
+def _columns(placed: Placed, shape: ModelShape) -> int:
+    return math.prod(hf_shapes(placed.rule, shape)[0][1:])
+
+
+def engine_blocks(shape: ModelShape, engine_size: int, part: int) -> Iterator[Block]:
+    """What rank `part` of an engine of `engine_size` ranks needs. A tied head is the embedding itself."""
+    for placed in placed_tensors(shape):
+        name, form = engine_name(placed), placed.rule.form
+        if placed.expert is not None:
+            yield from _engine_expert(placed, placed.expert, shape, engine_size, part, name)
+        elif form == "qkv":
+            yield from _engine_qkv(placed, shape, engine_size, part, name)
+        elif form == "gate_up":
+            yield from _stacked(placed, shape, engine_size, part, name)
+        elif form == "vocab":
+            yield from _vocab_rows(placed, shape, engine_vocab_rows(shape, engine_size), part, name)
+        else:
+            yield _plain(placed, shape, engine_size, part, name)
+
+
+def engine_name(placed: Placed) -> str:
+    """vLLM's name of the parameter that a rule's tensors are fused into; all experts of a layer are in one."""
+    if placed.expert is not None:
+        mlp, _, _ = placed.hf_names[0].rpartition(".experts.")
+        matrix = "w13_weight" if placed.rule.form == "gate_up" else "w2_weight"
+        return f"{mlp}.experts.routed_experts.{matrix}"
+    old, new = _FUSED_NAMES.get(placed.rule.form, ("", ""))
+    return placed.hf_names[0].replace(old, new) if old else placed.hf_names[0]
+
+
+def _engine_expert(
+    placed: Placed, expert: int, shape: ModelShape, engine_size: int, part: int, name: str
+) -> Iterator[Block]:
+    """The part of one expert, below those of the experts before it."""
+    if placed.rule.form == "gate_up":
+        rows = len(placed.hf_names) * shape.ffn_size // engine_size
+        yield from _stacked(placed, shape, engine_size, part, name, at_row=expert * rows)
+    else:
+        down = _plain(placed, shape, engine_size, part, name)
+        yield replace(down, at_row=expert * down.rows)
+
+
+def engine_vocab_rows(shape: ModelShape, engine_size: int) -> int:
+    """Rows of the embedding on one rank of an engine, padding included."""
+    padded = -(-shape.vocab_size // ENGINE_VOCAB_MULTIPLE) * ENGINE_VOCAB_MULTIPLE
+    return padded // engine_size
+
+
+def _engine_qkv(
+    placed: Placed, shape: ModelShape, engine_size: int, part: int, parameter: str
+) -> Iterator[Block]:
+    """The part's queries, keys and values; with more ranks than key-value heads, some ranks have the same ones."""
+    D, cols = shape.head_dim, _columns(placed, shape)
+    copies = max(1, engine_size // shape.num_kv_heads)
+    kv_heads = max(1, shape.num_kv_heads // engine_size)
+    spans = (
+        (part, shape.num_heads // engine_size),
+        (part // copies, kv_heads),
+        (part // copies, kv_heads),
+    )
+    at = 0
+    for name, (index, heads) in zip(placed.hf_names, spans, strict=True):
+        yield Block(name, index * heads * D, 0, heads * D, cols, parameter, at, 0)
+        at += heads * D
+
+
+def engine_shapes(shape: ModelShape, engine_size: int) -> dict[str, tuple[int, int]]:
+    """Rows and columns of every parameter on one rank of an engine, padding included; alike on all its ranks."""
+    sizes: dict[str, tuple[int, int]] = {}
+    for block in engine_blocks(shape, engine_size, part=0):
+        rows, _ = sizes.get(block.parameter, (0, 0))
+        sizes[block.parameter] = (max(rows, block.at_row + block.rows), block.cols)
+    padded = engine_vocab_rows(shape, engine_size)
+    vocab = {engine_name(placed) for placed in placed_tensors(shape) if placed.rule.form == "vocab"}
+    return {name: (padded if name in vocab else rows, cols) for name, (rows, cols) in sizes.items()}

@@ -1,0 +1,121 @@
+"""How buckets of weights travel between ranks: by sends and receives, or, between processes of one machine that compute
+on CPU, through memory that they share, which spares the way through the network stack."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rlmath.distributed.device import Device
+from rlmath.rollout.weight_sync.reshard_plan import Copy, RankRound
+
+
+class Exchange(Protocol):
+    """Carries the rounds of one sync, in order; `start` may be called for the next round before `finish` of this."""
+
+    def start(self, number: int) -> None:
+        """Send round `number` on its way."""
+        ...
+
+    def finish(self, number: int) -> dict[int, Tensor]:
+        """What has arrived in round `number`: by sending rank, its copies one after the other."""
+        ...
+
+    def close(self) -> None:
+        """Free the buffers."""
+        ...
+
+
+class Packer(Protocol):
+    def __call__(self, copies: Sequence[Copy], bucket: Tensor) -> None:
+        """Write the sources of `copies` one after the other into `bucket`."""
+        ...
+
+
+def elements(copies: Sequence[Copy]) -> int:
+    return sum(copy.elements for copy in copies)
+
+
+class Messages:
+    """Grouped sends and receives, double-buffered: while one bucket is unpacked, the next travels."""
+
+    def __init__(self, rounds: Sequence[RankRound], pack: Packer, dtype: torch.dtype, device: Device) -> None:
+        self._rounds, self._pack = rounds, pack
+        most_sent = max(sum(map(elements, r.sends.values())) for r in rounds)
+        most_received = max(sum(map(elements, r.receives.values())) for r in rounds)
+        at = device.torch_device
+        self._out = [torch.empty(most_sent, dtype=dtype, device=at) for _ in range(2)]
+        self._in = [torch.empty(most_received, dtype=dtype, device=at) for _ in range(2)]
+        self._works: dict[int, tuple[list[dist.Work], dict[int, Tensor]]] = {}
+
+    def start(self, number: int) -> None:
+        turn, round_ = number % 2, self._rounds[number]
+        operations, arriving = [], {}
+        for peer, copies, bucket in _segments(round_.sends, self._out[turn]):
+            self._pack(copies, bucket)
+            operations.append(dist.P2POp(dist.isend, bucket, peer))
+        for peer, _, bucket in _segments(round_.receives, self._in[turn]):
+            arriving[peer] = bucket
+            operations.append(dist.P2POp(dist.irecv, bucket, peer))
+        works = dist.batch_isend_irecv(operations) if operations else []
+        self._works[number] = (works, arriving)
+
+    def finish(self, number: int) -> dict[int, Tensor]:
+        works, arrived = self._works.pop(number)
+        for work in works:
+            work.wait()
+        return arrived
+
+    def close(self) -> None:
+        self._out, self._in = [], []
+
+
+def _segments(
+    by_peer: dict[int, tuple[Copy, ...]], buffer: Tensor
+) -> list[tuple[int, tuple[Copy, ...], Tensor]]:
+    start, found = 0, []
+    for peer, copies in by_peer.items():
+        stop = start + elements(copies)
+        found.append((peer, copies, buffer[start:stop]))
+        start = stop
+    return found
+
+
+class SharedBuckets:
+    """Every rank packs into memory of its own, which the others read. With two buckets, all have read the one that is
+    written next once all have met for the one before."""
+
+    def __init__(
+        self,
+        rounds: Sequence[RankRound],
+        pack: Packer,
+        dtype: torch.dtype,
+        memory: Sequence[torch.UntypedStorage],
+        bucket_elements: int,
+    ) -> None:
+        self._rounds, self._pack = rounds, pack
+        self._buckets = [
+            torch.empty(0, dtype=dtype).set_(piece)[: 2 * bucket_elements].view(2, bucket_elements)
+            for piece in memory
+        ]
+
+    def start(self, number: int) -> None:
+        """Nothing travels by itself here."""
+
+    def finish(self, number: int) -> dict[int, Tensor]:
+        round_, turn = self._rounds[number], number % 2
+        for _, copies, part in _segments(round_.sends, self._buckets[dist.get_rank()][turn]):
+            self._pack(copies, part)
+        dist.barrier()
+        return {
+            peer: self._buckets[peer][turn][round_.offsets[peer] :][: elements(copies)]
+            for peer, copies in round_.receives.items()
+        }
+
+    def close(self) -> None:
+        # Nobody writes the next sync's first bucket while it is still read.
+        dist.barrier()

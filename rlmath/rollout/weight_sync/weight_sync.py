@@ -1,0 +1,257 @@
+"""New weights from the policy's shards into the engines, in memory, as the plan says.
+
+A rank copies what it holds itself and sends only what others lack, in buckets; nobody ever holds a whole model beside
+its shard, its engine's weights and the buckets.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from torch import Tensor
+
+from rlmath.checkpoint.hf.weight_map import placed_tensors
+from rlmath.checkpoint.hf.weights import ModelGroups, local_parameter, stream_hf_tensors
+from rlmath.config.model_shape import ModelShape
+from rlmath.config.schema import SyncConfig
+from rlmath.distributed.device import Device, synchronize
+from rlmath.distributed.memory import share_memory
+from rlmath.distributed.mesh import Mesh
+from rlmath.rollout.engine_weights import EngineWeights
+from rlmath.rollout.weight_sync.checksums import SyncChecksums
+from rlmath.rollout.weight_sync.logprob_probe import Probe
+from rlmath.rollout.weight_sync.reshard_plan import Copy, RankRound, cells, plan_cell, rank_rounds
+from rlmath.rollout.weight_sync.shard_layouts import TIED_HEAD, TrainingLayout, parameter_key
+from rlmath.rollout.weight_sync.transport import Exchange, Messages, SharedBuckets, elements
+
+
+def hf_stream(chunks: Sequence[torch.nn.Module], shape: ModelShape, mesh: Mesh):
+    """`stream_hf_tensors` over Megatron's groups of this run."""
+    groups = ModelGroups(
+        parallel_state.get_tensor_model_parallel_group(),
+        parallel_state.get_pipeline_model_parallel_group(),
+        parallel_state.get_expert_tensor_parallel_group(),
+        parallel_state.get_expert_model_parallel_group(),
+    )
+    return stream_hf_tensors(chunks, shape, mesh, groups)
+
+
+@dataclass(frozen=True)
+class SyncReport:
+    """What one sync did on this rank."""
+
+    seconds: float
+    packing_seconds: float
+    """Part of `seconds` that vLLM spent packing matrices; 0 on GPU."""
+    bytes_copied: int
+    bytes_sent: int
+    bytes_received: int
+
+
+class WeightSync:
+    """Brings one engine's weights up to the policy's, again and again. Building it is a collective, and so is `run`."""
+
+    def __init__(
+        self,
+        chunks: Sequence[torch.nn.Module],
+        shape: ModelShape,
+        layout: TrainingLayout,
+        mesh: Mesh,
+        device: Device,
+        weights: EngineWeights,
+        bucket_bytes: int,
+        ranks_per_node: int | None = None,
+    ) -> None:
+        self._weights = weights
+        self._device = device
+        if device.kind == "cuda":
+            # The first call of an NCCL group must be one that all its ranks make; not all of them send.
+            dist.all_reduce(torch.zeros(1, device=device.torch_device))
+        plan = plan_cell(shape, layout, mesh, weights.dtype.itemsize, bucket_bytes, ranks_per_node)
+        self._memory = None
+        if device.kind == "cpu" and plan.rounds:
+            self._memory = share_memory(2 * plan.largest_bucket_bytes)
+        # Only this rank's part is kept: the plan may have hundreds of thousands of copies.
+        self._rounds = rank_rounds(plan, mesh.rank)
+        self._bucket_elements = plan.largest_bucket_bytes // weights.dtype.itemsize
+        self.rounds = len(plan.rounds)
+        """Rounds in which anything travels between any ranks."""
+        self.lower_bound = plan.lower_bound * len(cells(mesh, ranks_per_node))
+        """Bytes that must travel between ranks in every sync."""
+        self._sources = _source_matrices(chunks, shape)
+        self._new_checksums = partial(SyncChecksums, shape, layout, mesh, device)
+        self._planned_rows = _planned_rows(self._rounds)
+        self._report_bytes = tuple(
+            count(mesh.rank) for count in (plan.bytes_copied, plan.bytes_sent, plan.bytes_received)
+        )
+
+    @torch.no_grad()
+    def run(self, check: bool = False) -> SyncReport:
+        """Every element of the engine's weights becomes the policy's, in the engine's number format.
+
+        With `check` both sides are compared by checksums. RuntimeError on all ranks where they differ.
+        """
+        started = time.perf_counter()
+        checksums = self._new_checksums() if check else None
+        self._weights.begin(self._planned_rows)
+        exchange = self._exchange()
+        exchange.start(0)
+        for number, round_ in enumerate(self._rounds):
+            if number + 1 < len(self._rounds):
+                exchange.start(number + 1)
+            self._finish_round(exchange, number, round_, checksums)
+        exchange.close()
+        self._weights.end()
+        if checksums is not None:
+            self._compare(checksums)
+        synchronize(self._device)
+        seconds = time.perf_counter() - started
+        return SyncReport(seconds, self._weights.packing_seconds, *self._report_bytes)
+
+    def _exchange(self) -> Exchange:
+        dtype = self._weights.dtype
+        if self._memory is None:
+            return Messages(self._rounds, self._pack, dtype, self._device)
+        return SharedBuckets(self._rounds, self._pack, dtype, self._memory, self._bucket_elements)
+
+    def _compare(self, checksums: SyncChecksums) -> None:
+        checksums.add_policy(self._sources, self._weights.dtype)
+        if wrong := checksums.differing():
+            raise RuntimeError(
+                f"after a weight sync {len(wrong)} tensors differ between the policy and the engines: "
+                f"{'; '.join(wrong[:5])}. What is sampled from them is worthless; please report this"
+            )
+
+    def _finish_round(
+        self, exchange: Exchange, number: int, round_: RankRound, checksums: SyncChecksums | None
+    ) -> None:
+        local: dict[str, list[Copy]] = defaultdict(list)
+        for copy in round_.local:
+            local[copy.target_parameter].append(copy)
+        awaited = {c.target_parameter for copies in round_.receives.values() for c in copies}
+        # What needs nobody else is done while the others' parts travel.
+        for name in round_.complete:
+            if name not in awaited:
+                self._complete(name, local[name], checksums)
+        for peer, bucket in exchange.finish(number).items():
+            _unpack(round_.receives[peer], bucket, self._weights)
+        for name in round_.complete:
+            if name in awaited:
+                self._complete(name, local[name], checksums)
+
+    def _complete(self, name: str, copies: Sequence[Copy], checksums: SyncChecksums | None) -> None:
+        targets = [_target(copy, self._weights) for copy in copies]
+        if targets:
+            torch._foreach_copy_(targets, [self._source(copy) for copy in copies])
+        if checksums is not None:
+            checksums.add_engine(name, self._weights.matrix(name))
+        self._weights.complete(name)
+
+    def _source(self, copy: Copy) -> Tensor:
+        matrix = self._sources[copy.source_parameter]
+        return matrix[copy.source_row :, copy.source_col :][: copy.rows, : copy.cols]
+
+    def _pack(self, copies: Sequence[Copy], bucket: Tensor) -> None:
+        parts = bucket.split([copy.elements for copy in copies])
+        torch._foreach_copy_(
+            [part.view(copy.rows, copy.cols) for part, copy in zip(parts, copies, strict=True)],
+            [self._source(copy) for copy in copies],
+        )
+
+
+def _unpack(copies: Sequence[Copy], bucket: Tensor, weights: EngineWeights) -> None:
+    assert bucket.numel() == elements(copies)
+    parts = bucket.split([copy.elements for copy in copies])
+    torch._foreach_copy_(
+        [_target(copy, weights) for copy in copies],
+        [part.view(copy.rows, copy.cols) for part, copy in zip(parts, copies, strict=True)],
+    )
+
+
+def _target(copy: Copy, weights: EngineWeights) -> Tensor:
+    matrix = weights.matrix(copy.target_parameter)
+    return matrix[copy.target_row :, copy.target_col :][: copy.rows, : copy.cols]
+
+
+def _source_matrices(chunks: Sequence[torch.nn.Module], shape: ModelShape) -> dict[str, Tensor]:
+    """This rank's parameters as matrices, by the plan's names. They stay valid: Megatron updates them in place."""
+    found = {}
+    for placed in placed_tensors(shape):
+        parameter = local_parameter(chunks, placed)
+        if parameter is not None:
+            found[parameter_key(placed)] = _as_matrix(parameter)
+    head = getattr(getattr(chunks[-1], "output_layer", None), "weight", None)
+    if shape.tied_embeddings and head is not None:
+        found[TIED_HEAD] = _as_matrix(head)
+    return found
+
+
+def _as_matrix(parameter: Tensor) -> Tensor:
+    return parameter.data if parameter.dim() == 2 else parameter.data[:, None]
+
+
+def _planned_rows(rounds: Sequence[RankRound]) -> dict[str, int]:
+    """By the engine's parameter: rows that some copy fills."""
+    rows: dict[str, int] = defaultdict(int)
+    for round_ in rounds:
+        for copy in (*round_.local, *(c for copies in round_.receives.values() for c in copies)):
+            rows[copy.target_parameter] = max(rows[copy.target_parameter], copy.target_row + copy.rows)
+    return dict(rows)
+
+
+class CheckedSync:
+    """Call it to bring the engine's weights up to the policy's; then, with the engine awake, `probe_engine`.
+
+    What is due every N syncs is done at the first one, too.
+    """
+
+    def __init__(self, sync: WeightSync, probe: Probe, settings: SyncConfig) -> None:
+        self._sync = sync
+        self._probe = probe
+        self._settings = settings
+        self.count = 0
+        """Syncs so far, those of the run that this one goes on from included."""
+        self.report: SyncReport | None = None
+        """Of the last sync."""
+
+    def _due(self, every: int) -> bool:
+        return every > 0 and (self.count - 1) % every == 0
+
+    def __call__(self) -> None:
+        self.count += 1
+        self.report = self._sync.run(check=self._due(self._settings.checksum_every))
+        if self._due(self._settings.probe_every):
+            self._probe.ask_policy()
+
+    def probe_engine(self) -> dict[str, float]:
+        """Metrics of the probe, where it is due. RuntimeError on all ranks where the two sides differ too much."""
+        if not self._due(self._settings.probe_every):
+            return {}
+        result, threshold = self._probe.ask_engine(), self._settings.probe_threshold
+        if not result.mean <= threshold:
+            raise RuntimeError(
+                f"the probe after weight sync {self.count}: log-probs of engine {result.engine} and of the policy "
+                f"differ by {result.mean:.3g} nats per token (at most {result.largest:.3g}); sync.probe_threshold is "
+                f"{threshold:g}. The engine does not have the policy's weights, or computes otherwise: what it "
+                "samples is not on-policy"
+            )
+        return {"sync/probe_difference": result.mean, "sync/probe_difference_max": result.largest}
+
+    def metrics(self) -> dict[str, float]:
+        """What the last sync moved on this rank (GiB), and the seconds of it that vLLM spent packing matrices."""
+        assert self.report is not None
+        moved = {
+            "copied": self.report.bytes_copied,
+            "sent": self.report.bytes_sent,
+            "received": self.report.bytes_received,
+        }
+        return {f"sync/{name}_gib": count / 2**30 for name, count in moved.items()} | {
+            "seconds/sync_packing": self.report.packing_seconds
+        }

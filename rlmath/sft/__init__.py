@@ -1,1 +1,0 @@
-"""Supervised training: the run that launch/train_sft.py starts."""

@@ -1,1 +1,0 @@
-"""What a run tells about itself: metrics, timings, console lines and sampled texts."""

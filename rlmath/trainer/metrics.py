@@ -1,0 +1,188 @@
+"""The numbers of a step under the names that users of AReaL and RLinf know."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from functools import partial
+
+from rlmath.algorithms.dynamic_sampling import DROP_REASONS, FILTER_REASONS, Selection
+from rlmath.algorithms.types import Score, ScoredGroup
+from rlmath.config.schema import AlgorithmConfig
+from rlmath.models.learner import MinibatchResult
+from rlmath.rewards.verifier import FAILURES, VERDICTS
+from rlmath.rollout.work_queue import idle_shares
+from rlmath.trainer.policy_update import UpdateRecord
+
+MOST_ENGINES_NAMED = 8
+"""With more engines, no metric tells of each of them alone."""
+
+
+def rollout_metrics(groups: Sequence[ScoredGroup]) -> dict[str, float]:
+    """Rewards and lengths of all that was sampled. Lengths in tokens; ratios from 0 to 1."""
+    completions = [completion for group in groups for completion in group.completions]
+    scores = [score for group in groups for score in group.scores]
+    n = len(completions)
+    response_tokens = sum(len(c.token_ids) for c in completions)
+    prompt_tokens = sum(len(group.prompt.token_ids) * len(group.completions) for group in groups)
+    reward = sum(score.reward for score in scores) / n
+    mixed = sum(len(set(group.rewards)) > 1 for group in groups)
+    return {
+        "task_reward": reward,
+        "rollout/rewards": reward,
+        "rollout/accuracy": sum(score.correct for score in scores) / n,
+        "rollout/response_length": response_tokens / n,
+        "rollout/policy_version": sum(c.policy_version for c in completions) / n,
+        "rollout/groups_with_contrast": mixed / len(groups),
+        "avg_seq_len": (prompt_tokens + response_tokens) / n,
+        "avg_prompt_len": prompt_tokens / n,
+        "no_eos_ratio": sum(c.finish_reason == "length" for c in completions) / n,
+        "n_seqs": float(n),
+        "n_tokens": float(prompt_tokens + response_tokens),
+        "n_valid_tokens": float(response_tokens),
+    } | reward_metrics(scores, truncated=[c.finish_reason == "length" for c in completions])
+
+
+def idle_metrics(seconds_by_rollout: Sequence[Sequence[float]]) -> dict[str, float]:
+    """Share of a step's rollouts in which engines had nothing left to sample while another still did (0 to 1): the mean
+    over engines, the most, and each engine's own where there are few. The argument is that of `idle_shares`."""
+    shares = idle_shares(seconds_by_rollout)
+    metrics = {"rollout/idle_share": sum(shares) / len(shares), "rollout/idle_share_max": max(shares)}
+    if len(shares) <= MOST_ENGINES_NAMED:
+        metrics |= {f"rollout/idle_share/engine_{index}": share for index, share in enumerate(shares)}
+    return metrics
+
+
+def reward_metrics(scores: Sequence[Score], truncated: Sequence[bool]) -> dict[str, float]:
+    """The parts of the reward: shares of completions (0 to 1), how answers were decided, and the means of what a
+    reward function of the user's reports."""
+    n = len(scores)
+    kinds = Counter(score.verdict for score in scores)
+    metrics = {
+        "reward/correct": sum(score.correct for score in scores) / n,
+        "reward/boxed": sum(score.boxed for score in scores) / n,
+        "reward/truncated": sum(truncated) / n,
+        "reward/failures": sum(kinds[kind] for kind in FAILURES) / n,
+    }
+    metrics |= {f"reward/verdict/{kind}": kinds[kind] / n for kind in VERDICTS}
+    named: dict[str, list[float]] = {}
+    for score in scores:
+        for name, value in score.metrics:
+            named.setdefault(name, []).append(value)
+    return metrics | {f"reward/own/{name}": sum(values) / len(values) for name, values in named.items()}
+
+
+def selection_metrics(selection: Selection) -> dict[str, float]:
+    """What length filters and dynamic sampling left out. Counts of groups and completions."""
+    groups, completions = selection.dropped_groups(), selection.filtered_completions()
+    return {
+        "selection/groups_sampled": float(len(selection.sampled)),
+        "selection/groups_learned": float(len(selection.sampled) - groups.total()),
+        "selection/extra_prompts": float(len(selection.sampled) - selection.wanted),
+        **{f"selection/dropped/{reason}": float(groups[reason]) for reason in DROP_REASONS},
+        **{f"selection/filtered/{reason}": float(completions[reason]) for reason in FILTER_REASONS},
+    }
+
+
+def update_metrics(
+    record: UpdateRecord, groups: Sequence[ScoredGroup], task_reward: float, settings: AlgorithmConfig
+) -> dict[str, float]:
+    """Loss, ratio, KL and gradient of the minibatches that were learned from, means over tokens; of all minibatches
+    where every one was discarded. A step without any minibatch has only their number.
+
+    `kl_reward` is minus the weighted KL per token. `final_reward` is the mean reward of the completions learned from
+    with their KL taken off; where KL is part of the loss it is `task_reward` plus `kl_reward`, for orientation only.
+    """
+    results = record.results
+    kept = [result for result in results if result.discarded is None]
+    counts = {
+        "train/early_stopped_minibatches": float(len(results) - len(kept)),
+        "train/minibatches": float(len(results)),
+    }
+    if not results:
+        return counts
+    mean = partial(_mean, kept or results)
+    reference_kl = mean("reference_kl") if record.reward_kl is None else record.reward_kl.per_token
+    kl_reward = -settings.kl_coef * reference_kl
+    final_reward = task_reward + kl_reward
+    if record.reward_kl is not None:
+        rewards = [reward for group in groups for reward in group.rewards]
+        final_reward = sum(rewards) / len(rewards) - settings.kl_coef * record.reward_kl.per_completion
+    metrics = {
+        "advantage": _mean_advantage(record.advantages, groups),
+        "actor_loss": mean("loss", of="denominator"),
+        "importance_weight": mean("ratio"),
+        "actor_clip_ratio": mean("clipped"),
+        "ppo_approx_kl": mean("approx_kl"),
+        "kl_reward": kl_reward,
+        "final_reward": final_reward,
+        "train/entropy_loss": mean("entropy"),
+        "train/proximal_kl": mean("proximal_kl"),
+        "train/reference_kl": reference_kl,
+        "train/grad_norm": sum(result.grad_norm for result in kept) / len(kept) if kept else 0.0,
+        "train/learning_rate": results[-1].learning_rate,
+    }
+    if settings.importance_correction is not None:
+        metrics["train/importance_correction"] = mean("correction")
+        metrics["train/importance_correction_cut"] = mean("correction_cut")
+    return metrics | counts
+
+
+def _mean(results: Sequence[MinibatchResult], name: str, of: str = "tokens") -> float:
+    return sum(result.sums[name] for result in results) / sum(result.sums[of] for result in results)
+
+
+def _mean_advantage(by_group: Sequence[Sequence[float]], groups: Sequence[ScoredGroup]) -> float:
+    """Over the tokens of all completions."""
+    pairs = [
+        (advantage, len(completion.token_ids))
+        for row, group in zip(by_group, groups, strict=True)
+        for advantage, completion in zip(row, group.completions, strict=True)
+    ]
+    return sum(advantage * n for advantage, n in pairs) / sum(n for _, n in pairs)
+
+
+def mismatch_metrics(results: Sequence[MinibatchResult], only_first: bool) -> dict[str, float]:
+    """Difference between the engine's log-probs and the policy's own, per token (nats).
+
+    With `only_first` the first minibatch alone is looked at: without recomputed log-probs, that is the only one whose
+    policy is the one that sampled.
+    """
+    looked_at = results[:1] if only_first else results
+    if not looked_at:
+        return {}
+    return {
+        "train/behaviour_logprob_diff": _mean(looked_at, "mismatch"),
+        "train/behaviour_logprob_diff_max": max(result.maxima["mismatch_max"] for result in looked_at),
+    }
+
+
+def pace_metrics(
+    seconds: Mapping[str, float],
+    sampled: Sequence[ScoredGroup],
+    learned: Sequence[ScoredGroup],
+    passes: float,
+) -> dict[str, float]:
+    """Seconds of every phase, and tokens per second where a phase works on tokens.
+
+    The rollout is paced by the tokens it sampled, the step by all that its groups have, the others by all tokens that
+    they read: the update makes `passes` over what is learned from.
+    """
+    read = _tokens(learned)
+    worked = {
+        "rollout": sum(len(c.token_ids) for group in sampled for c in group.completions),
+        "logprobs": read,
+        "reference": read,
+        "update": read * passes,
+        "step": _tokens(sampled),
+    }
+    metrics = {f"seconds/{phase}": value for phase, value in seconds.items()}
+    for phase, tokens in worked.items():
+        if seconds.get(phase, 0.0) > 0:
+            metrics[f"tokens_per_second/{phase}"] = tokens / seconds[phase]
+    return metrics
+
+
+def _tokens(groups: Sequence[ScoredGroup]) -> int:
+    """Prompts and completions of all sequences."""
+    return sum(len(group.prompt.token_ids) + len(c.token_ids) for group in groups for c in group.completions)

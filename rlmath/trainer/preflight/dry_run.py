@@ -1,0 +1,311 @@
+"""A run without ranks: every check of a start that needs no GPU, no weights and no process group, and then the plan.
+
+Nothing is written. Of the model only config.json is needed (`planning`); where its tokenizer is missing, prompts are
+counted and their lengths are not looked at.
+"""
+
+from __future__ import annotations
+
+import math
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from rlmath.checkpoint.hf.weight_map import parameter_count
+from rlmath.config.help import raise_problems
+from rlmath.config.length_curriculum import (
+    Stage,
+    has_stages,
+    longest,
+    stages_of,
+    validates,
+    validation_tokens,
+)
+from rlmath.config.model_shape import ModelShape
+from rlmath.config.schema import Config
+from rlmath.data.dataset import checked_steps, load_inputs, load_validation, most_updates, train_paths
+from rlmath.data.loader import PromptOrder, check_unusable, check_weights, shares_of
+from rlmath.data.readers import PromptFile, read_prompts
+from rlmath.models.hf_config import inspect_model_folder
+from rlmath.rewards.verifier import check_tasks
+from rlmath.trainer.checkpointing import checkpoint_bytes, export_bytes, models_of, most_models, points_of
+from rlmath.trainer.preflight.checks import (
+    config_warnings,
+    device_problems,
+    file_problems,
+    run_problems,
+    value_problems,
+)
+from rlmath.trainer.preflight.known_models import planned_ranks, planned_shape
+from rlmath.trainer.preflight.length_curriculum import of_longest_stage, stage_list_problems
+from rlmath.trainer.preflight.memory_estimate import Target, mesh_of
+from rlmath.trainer.preflight.memory_fit import GIB, fit_problems, planned_target, start_up_lines
+from rlmath.trainer.run_dir import folder_problems
+from rlmath.trainer.telemetry.alerts import dropped_sign
+
+
+@dataclass(frozen=True)
+class CountedData:
+    """The prompts of a run, counted."""
+
+    order: PromptOrder
+    total_steps: int
+    lines: tuple[str, ...]
+    """What to say of the files."""
+    warnings: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class RunPlan:
+    """What a run would do, as far as files and settings tell."""
+
+    config: Config
+    """As given, but for `run.device`: the kind of device that is planned for."""
+    shape: ModelShape
+    shape_note: str
+    ranks: int
+    target: Target
+    data: CountedData
+
+    @property
+    def stages(self) -> list[Stage]:
+        return stages_of(self.config, self.data.total_steps)
+
+
+def plan_run(config: Config, ranks: int | None = None) -> RunPlan:
+    """The plan of a run that could start; ValueError that lists everything that keeps it from starting.
+
+    `ranks` is the number of ranks; without it `planning.planned_ranks` finds one.
+    """
+    found, size = planned_shape(config.model.path), planned_ranks(config, ranks)
+    if size < 1:
+        raise_problems("this run", [f"--ranks is {size}; needed: at least 1."])
+    shape, target, data = found.shape, None, None
+    of_settings, of_files = run_problems(config, size, shape), list(file_problems(config))
+    problems = [*of_settings, *found.problems, *of_files, *_folder_problems(config)]
+    try:
+        if shape is not None and not of_files and not _unreadable(config):
+            data = count_data(config, shape)
+    except ValueError as error:
+        problems.append(str(error))
+    try:
+        if shape is not None and not of_settings:
+            target = planned_target(config)
+            problems += _memory_problems(config, shape, size, target)
+    except ValueError as error:
+        problems.append(str(error))
+    raise_problems("this run", problems)
+    assert shape is not None and data is not None and target is not None
+    planned = replace(config, run=replace(config.run, device=target.kind))
+    return RunPlan(planned, shape, found.note, size, target, data)
+
+
+def _unreadable(config: Config) -> bool:
+    """Whether settings are wrong that the data are read and counted with."""
+    of_data = any(problem.startswith("data.") for problem in value_problems(config))
+    return of_data or any(stage_list_problems(config))
+
+
+def _folder_problems(config: Config) -> Iterator[str]:
+    for problem in folder_problems(config.run.output_dir, config, 0, goes_on=False):
+        yield f'run.output_dir "{config.run.output_dir}": {problem}'
+
+
+def _memory_problems(config: Config, shape: ModelShape, ranks: int, target: Target) -> list[str]:
+    on_cpu = device_problems(config, shape, on_gpu=False) if target.kind == "cpu" else []
+    return [*on_cpu, *of_longest_stage(config, lambda largest: fit_problems(largest, shape, ranks))]
+
+
+# ---------------------------------------------------------------- data
+
+
+def count_data(config: Config, shape: ModelShape) -> CountedData:
+    """The prompts that the run would use; ValueError for those that it could not."""
+    if not _has_tokenizer(Path(config.model.path)):
+        return _count_rows(config)
+    inputs = load_inputs(config, shape)
+    validation = load_validation(config, inputs.tokenizer, shape.vocab_size)
+    lines = (*inputs.lines, *(file.line() for file in validation))
+    dropped = dropped_sign(inputs.dropped_share, config.telemetry)
+    return CountedData(inputs.order, inputs.total_steps, lines, () if dropped is None else (dropped,))
+
+
+def _has_tokenizer(folder: Path) -> bool:
+    return (folder / "tokenizer.json").is_file() or (folder / "vocab.json").is_file()
+
+
+def _count_rows(config: Config) -> CountedData:
+    """Without a tokenizer: rows are read, and none is dropped for its length."""
+    settings = config.data
+    paths = train_paths(settings)
+    check_weights(paths, settings.train_weights)
+    files = [read_prompts(path, settings.format) for path in paths]
+    for path, file in zip(paths, files, strict=True):
+        check_unusable(path, file, settings.max_unusable_share)
+    if config.reward.function is None:
+        check_tasks(row.task for file in files for row in file.rows)
+    shares = shares_of([len(file.rows) for file in files], settings.train_weights)
+    rows = sum(share.n_prompts for share in shares)
+    order = PromptOrder(rows, settings.prompts_per_step, config.run.seed, settings.shuffle, shares)
+    lines = [_rows_line(path, file) for path, file in zip(paths, files, strict=True)]
+    if validates(config):
+        lines += [f"Validation: {_rows_line(path, read_prompts(path))}" for path in config.validation.paths]
+    unknown = (
+        f'lengths were not checked: "{config.model.path}" has no tokenizer here. Prompts longer than '
+        f"data.max_prompt_tokens={settings.max_prompt_tokens} will be dropped, and steps may be fewer."
+    )
+    return CountedData(order, checked_steps(config, order), (*lines, order.line()), (unknown,))
+
+
+def _rows_line(path: str, file: PromptFile) -> str:
+    unusable = f", {len(file.unusable)} that cannot be used" if file.unusable else ""
+    return f'{path}: {len(file.rows)} rows of the form "{file.form}"{unusable}'
+
+
+# ---------------------------------------------------------------- the plan as text
+
+
+def plan_lines(plan: RunPlan) -> list[str]:
+    """For the console."""
+    config, shape = plan.config, plan.shape
+    mesh = mesh_of(config, plan.ranks, 0)
+    warnings = list(_warnings(plan))
+    return [
+        "Dry run: nothing is started, nothing is written.",
+        f"Model: {config.model.path}, {parameter_count(shape) / 1e9:.3g} B parameters, {shape.num_layers} layers, "
+        f"{shape.max_positions} positions",
+        *([f"  {plan.shape_note}"] if plan.shape_note else ()),
+        f"Layout: {plan.ranks} rank{'s' * (plan.ranks != 1)}, {mesh.describe()}",
+        "Data:",
+        *(f"  {line}" for line in plan.data.lines),
+        *_step_lines(plan),
+        *start_up_lines(longest(config), shape, plan.ranks),
+        *_disk_lines(plan),
+        *(["Worth knowing:", *(f"  - {warning}" for warning in warnings)] if warnings else ()),
+        "No problem was found.",
+    ]
+
+
+def _step_lines(plan: RunPlan) -> Iterator[str]:
+    config, data = plan.config, plan.data
+    prompts, group = config.data.prompts_per_step, config.rollout.group_size
+    yield f"Step: {prompts} prompts x {group} completions = {prompts * group:,} sequences"
+    minibatches, epochs = config.algorithm.n_minibatches, config.algorithm.epochs
+    updates = minibatches * epochs
+    yield (
+        f"  {minibatches} minibatch{'es' * (minibatches != 1)} x {epochs} epoch{'s' * (epochs != 1)} over them: "
+        f"{updates} update{'s' * (updates != 1)} a step, {most_updates(config, data.total_steps):,} in all at most"
+    )
+    if config.selection.dynamic_sampling is not None:
+        yield f"  dynamic sampling may ask for up to {config.selection.max_extra_prompts} prompts more a step"
+    stages, per_epoch = plan.stages, data.order.steps_per_epoch
+    if len(stages) == 1:
+        yield f"  {_tokens(config)}"
+    epochs_in_all = f"{data.total_steps / per_epoch:,.1f}".removesuffix(".0")
+    yield f"Steps: {data.total_steps:,} in all, {per_epoch:,} an epoch ({epochs_in_all} epochs)"
+    if has_stages(config):
+        for stage in stages:
+            yield f"  {stage.line(len(stages))}"
+            yield f"    {_tokens(stage.config)}"
+    if validates(config):
+        every, samples = config.validation.every_steps, config.validation.samples
+        yield (
+            f"Validation: every {every} steps, {samples} completion{'s' * (samples != 1)} of each problem, of at most "
+            f"{validation_tokens(config)} tokens"
+        )
+
+
+def _tokens(config: Config) -> str:
+    longest_sequence = config.data.max_prompt_tokens + config.rollout.max_new_tokens
+    sequences = config.data.prompts_per_step * config.rollout.group_size
+    return (
+        f"at most {sequences * longest_sequence:,} tokens a step: sequences of at most "
+        f"{config.data.max_prompt_tokens} + {config.rollout.max_new_tokens} = {longest_sequence}, packed into "
+        f"micro-batches of {config.policy.max_tokens_per_microbatch}"
+    )
+
+
+# ---------------------------------------------------------------- disk
+
+
+def kept_checkpoints(config: Config, total_steps: int, steps_per_epoch: int) -> int:
+    """Checkpoints that `save.save_freq_epochs` and `save.save_freq_steps` leave at the end of a run; those of
+    `save_freq_secs` depend on its speed.
+
+    >>> from rlmath.config.schema import SaveConfig
+    >>> kept_checkpoints(Config(save=SaveConfig(save_freq_steps=4, save_freq_epochs=1)), 12, 6)
+    4
+    """
+    every = models_of(config.save)
+    periods = [] if every.steps is None else [every.steps]
+    if every.epochs is not None:
+        periods.append(every.epochs * steps_per_epoch)
+    count = sum(total_steps // period for period in periods)
+    if len(periods) == 2:
+        count -= total_steps // math.lcm(*periods)
+    return count if config.save.keep_models is None else min(count, config.save.keep_models)
+
+
+def needed_disk(plan: RunPlan) -> int:
+    """What the run leaves at most, with the checkpoint that is being written (bytes)."""
+    config, save = plan.config, plan.config.save
+    checkpoint, model = checkpoint_bytes(config, plan.shape), export_bytes(config, plan.shape)
+    kept = kept_checkpoints(config, plan.data.total_steps, plan.data.order.steps_per_epoch)
+    points = 0 if points_of(save).never and models_of(save).never else save.keep_last + 1
+    models = most_models(config) + (kept if save.export_hf else 0)
+    return (points + kept) * checkpoint + models * model
+
+
+def _disk_lines(plan: RunPlan) -> Iterator[str]:
+    config, save = plan.config, plan.config.save
+    kept = kept_checkpoints(config, plan.data.total_steps, plan.data.order.steps_per_epoch)
+    yield (
+        f"Disk: a checkpoint is {_gib(checkpoint_bytes(config, plan.shape))} GiB, the exported model "
+        f"{_gib(export_bytes(config, plan.shape))}"
+    )
+    what = (
+        []
+        if points_of(save).never
+        else [f"{save.keep_last} recovery points and the one that is being written"]
+    )
+    if kept:
+        what.append(
+            f"{kept} checkpoints to keep" + (", each with its exported model" if save.export_hf else "")
+        )
+    if config.stages.steps:
+        what.append(f"the models of {len(config.stages.steps)} stages")
+    if config.validation.keep_best:
+        what.append("the best model, and the better one that takes its place")
+    yield f"  needed at most {_gib(needed_disk(plan))} GiB: {'; '.join([*what, 'the model at the end'])}"
+
+
+def _free_bytes(output_dir: str) -> int:
+    folder = Path(output_dir).absolute()
+    return shutil.disk_usage(next(path for path in (folder, *folder.parents) if path.is_dir())).free
+
+
+def _gib(size: int) -> str:
+    return f"{size / GIB:,.1f}" if size >= 0.05 * GIB else f"{size / GIB:.3f}"
+
+
+# ---------------------------------------------------------------- what is no problem, and should be known
+
+
+def _warnings(plan: RunPlan) -> Iterator[str]:
+    config = plan.config
+    yield from plan.data.warnings
+    folder = Path(config.model.path)
+    for problem in inspect_model_folder(folder)[1] if folder.exists() else ():
+        yield f"a start needs more of the model: {problem}"
+    yield from config_warnings(config)
+    if plan.target.total_bytes is None:
+        yield "the plan is for the CPU, in float32; name a GPU by memory.gpu or memory.gpu_gib."
+    if config.save.save_freq_secs is not None:
+        yield "save.save_freq_secs: how many checkpoints it keeps depends on the run's speed; they are not counted."
+    free, needed = _free_bytes(config.run.output_dir), needed_disk(plan)
+    if free < needed:
+        yield (
+            f'the disk of "{config.run.output_dir}" has {_gib(free)} GiB free on this machine, and the run may leave '
+            f"{_gib(needed)} GiB. A start there refuses when not even the recovery points fit."
+        )

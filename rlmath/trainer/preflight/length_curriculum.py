@@ -1,0 +1,155 @@
+"""What can be wrong with `stages` and `validation` before a run starts."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+from rlmath.config.help import nearest_path
+from rlmath.config.length_curriculum import (
+    engine_length,
+    has_stages,
+    longest,
+    stages_of,
+    training_alone,
+    validates,
+    validation_names,
+    validation_tokens,
+)
+from rlmath.config.schema import Config, PolicyConfig, RolloutConfig, ValidationConfig
+
+Check = Callable[[Config], Iterable[str]]
+
+_LISTS = ("steps", "max_new_tokens", "max_tokens_per_microbatch")
+
+
+def stage_list_problems(config: Config) -> Iterator[str]:
+    """Lists of `stages` that do not go together."""
+    if not has_stages(config):
+        return
+    counts = {name: len(getattr(config.stages, name)) for name in _LISTS}
+    given = {name: count for name, count in counts.items() if count or name != "max_tokens_per_microbatch"}
+    if len(set(given.values())) > 1:
+        told = ", ".join(f"stages.{name} has {count}" for name, count in given.items())
+        yield f"{told}; each needs one number for every stage. Make them equally long."
+    if config.run.total_steps is not None:
+        yield (
+            f"run.total_steps is {config.run.total_steps} beside stages.steps, which say how long the run is. "
+            "Set run.total_steps=null."
+        )
+
+
+def in_every_stage(config: Config, check: Check) -> list[str]:
+    """The problems of every stage, which is named; one that all stages have alike is told once.
+
+    Where the lists do not go together, there is no stage to check.
+    """
+    if any(stage_list_problems(config)):
+        return []
+    stages = stages_of(config, None)
+    found = [list(check(stage.config)) for stage in stages]
+    if not has_stages(config):
+        return found[0]
+    common = [problem for problem in found[0] if all(problem in other for other in found[1:])]
+    return [_renamed(problem, _names(config)) for problem in common] + [
+        f"Stage {stage.number + 1}: {_renamed(problem, _names(config))}"
+        for stage, problems in zip(stages, found, strict=True)
+        for problem in problems
+        if problem not in common
+    ]
+
+
+def of_longest_stage(config: Config, check: Check) -> list[str]:
+    """The problems of the run's largest lengths (`stages.longest`)."""
+    if any(stage_list_problems(config)):
+        return []
+    names = _names(config)
+    if engine_length(config) > engine_length(training_alone(config)):
+        names["rollout.max_new_tokens"] = "validation.max_new_tokens"
+    return [_renamed(problem, names) for problem in check(longest(config))]
+
+
+def _names(config: Config) -> dict[str, str]:
+    """What the keys of lengths are called that stages have of their own."""
+    names = {"rollout.max_new_tokens": "stages.max_new_tokens"} if has_stages(config) else {}
+    if config.stages.max_tokens_per_microbatch:
+        names["policy.max_tokens_per_microbatch"] = "stages.max_tokens_per_microbatch"
+    return names
+
+
+def in_validation(config: Config, check: Check) -> list[str]:
+    """The problems that validation has with its own longest completion, which is named so."""
+    if not validates(config) or config.validation.max_new_tokens is None:
+        return []
+    rollout = replace(config.rollout, max_new_tokens=validation_tokens(config))
+    found = check(replace(config, rollout=rollout))
+    own = [problem for problem in found if "rollout.max_new_tokens" in problem]
+    return [_renamed(problem, {"rollout.max_new_tokens": "validation.max_new_tokens"}) for problem in own]
+
+
+def _renamed(problem: str, names: dict[str, str]) -> str:
+    for old, new in names.items():
+        problem = problem.replace(old, new)
+    return problem
+
+
+def validation_problems(config: Config) -> Iterator[str]:
+    """Settings of `validation` that do not go together."""
+    settings = config.validation
+    if settings.keep_best and settings.every_steps is None:
+        yield "validation.keep_best needs accuracies to compare. Set validation.every_steps, or keep_best=false."
+    if validates(config) and not settings.paths:
+        yield (
+            f"validation.every_steps is {settings.every_steps}, and validation.paths is empty. Name files of problems, "
+            "or set validation.every_steps=null."
+        )
+    names = Counter(validation_names(settings.paths))
+    for name in (name for name, count in names.items() if count > 1):
+        yield f'validation.paths: {names[name]} files are named "{name}", and so would be their metrics. Rename one.'
+
+
+def validation_place_problems(config: Config) -> Iterator[str]:
+    """Files of `validation.paths` that are not there."""
+    if not validates(config):
+        return
+    for path in map(Path, config.validation.paths):
+        if not os.path.exists(path):
+            yield f'validation.paths: there is no file "{path}".{nearest_path(path)}'
+        elif path.is_file() and path.stat().st_size == 0:
+            yield f'validation.paths: "{path}" is empty. Give a file of problems.'
+
+
+def harmless_stage_settings(config: Config) -> Iterator[str]:
+    """Settings of both that change nothing in this run."""
+    stages, validation = config.stages, config.validation
+    if has_stages(config):
+        if config.run.total_epochs != 1:
+            yield f"run.total_epochs={config.run.total_epochs} has no effect beside stages.steps."
+        if config.rollout.max_new_tokens != RolloutConfig().max_new_tokens:
+            yield f"rollout.max_new_tokens={config.rollout.max_new_tokens} has no effect beside stages.max_new_tokens."
+        budget = config.policy.max_tokens_per_microbatch
+        if stages.max_tokens_per_microbatch and budget != PolicyConfig().max_tokens_per_microbatch:
+            yield (
+                f"policy.max_tokens_per_microbatch={budget} has no effect beside stages.max_tokens_per_microbatch."
+            )
+    if not validates(config):
+        usual = ValidationConfig()
+        changed = [
+            name
+            for name in vars(usual)
+            if name != "keep_best" and getattr(validation, name) != getattr(usual, name)
+        ]
+        if changed:
+            keys = ", ".join(f"validation.{name}" for name in changed)
+            yield f"{keys}: no effect without validation.every_steps."
+    elif validation.temperature == 0:
+        if validation.samples > 1:
+            yield (
+                f"validation.samples={validation.samples} samples the same completion again and again with "
+                "validation.temperature=0."
+            )
+        if validation.top_p < 1:
+            yield "validation.top_p has no effect with validation.temperature=0."

@@ -1,0 +1,324 @@
+"""How much memory each rank of a run will hold in each phase of a step, by part, as plain arithmetic.
+
+A step drops what training alone needs, wakes the engine's weights, syncs, wakes the KV cache, generates, puts the
+engine to sleep, brings the training's parts back, and computes log-probs and updates:
+
+    sync       parameters, engine weights, buffers of the transfer
+    generate   engine weights, workspace and KV cache; parameters unless they are offloaded
+    logprobs   parameters, gradients, optimizer; one forward pass
+    reference  the same with the reference's pass
+    update     the same with the activations of a backward pass
+
+What stays beside in the first two follows `MemoryConfig`; on CPU only gradients can leave, since what is copied to the
+host stays in the same memory. Counted are tensors, those of a step that is not the first:
+Adam's state is there. What CUDA, NCCL and fragmentation take is the reserve of `memory_checks`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+
+from rlmath.checkpoint.hf.weight_map import TABLES, shard_shape
+from rlmath.config.length_curriculum import longest
+from rlmath.config.model_shape import ModelShape
+from rlmath.config.schema import Config, MemoryConfig, ParallelConfig
+from rlmath.distributed.mesh import Mesh
+from rlmath.rollout.weight_sync.reshard_plan import bucket_bytes
+from rlmath.rollout.weight_sync.shard_layouts import stage_layers
+from rlmath.trainer.preflight.activation_memory import (
+    PassBytes,
+    StageWork,
+    backward_bytes,
+    forward_bytes,
+    gather_bytes,
+    in_flight,
+)
+from rlmath.trainer.preflight.engine_memory import FLOAT32_BYTES, engine_bytes
+
+PARTS = (
+    "parameters",
+    "gradients",
+    "optimizer",
+    "reference",
+    "activations",
+    "logits",
+    "working",
+    "gather_buffer",
+    "engine_weights",
+    "engine_workspace",
+    "kv_cache",
+    "sync_buffers",
+)
+"""Every part a plan may name; "working" is what a pass needs beside activations and logits."""
+GENERATION_PHASES = ("sync", "generate")
+TRAINING_PHASES = ("logprobs", "reference", "update")
+
+
+@dataclass(frozen=True)
+class Target:
+    """The device that a run is planned for."""
+
+    kind: str
+    """"cpu" or "cuda"."""
+    name: str
+    """For messages: "H100-80GB", "CPU"."""
+    total_bytes: int | None
+    """Memory of the device; None where nothing is to be refused."""
+    local_layers: bool
+    """The policy runs Megatron's local layers, not Transformer Engine's."""
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of a parameter: float32 on CPU, bfloat16 on GPU."""
+        return 4 if self.kind == "cpu" else 2
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """What one rank holds in each phase."""
+
+    rank: int
+    stage: int
+    """Pipeline stage of the rank; its ranks all hold the same."""
+    phases: Mapping[str, Mapping[str, int]]
+    """Bytes by part, by phase, in the order of a step; parts that are not held are left out."""
+
+    def held(self, phase: str) -> int:
+        """Bytes of a phase at its fullest moment."""
+        return sum(self.phases[phase].values())
+
+    @property
+    def worst(self) -> str:
+        """The phase that holds the most."""
+        return max(self.phases, key=self.held)
+
+    def part(self, name: str) -> int:
+        """The most that a part takes in any phase (bytes)."""
+        return max(parts.get(name, 0) for parts in self.phases.values())
+
+
+def plan_ranks(config: Config, shape: ModelShape, world_size: int, target: Target) -> list[MemoryPlan]:
+    """The plan of the first rank of every pipeline stage; all ranks of a stage hold the same.
+
+    The layout must have no problems (`layout_checks`).
+    """
+    parallel = config.parallel
+    per_stage = world_size // parallel.pipeline
+    return [
+        plan_rank(config, shape, mesh_of(config, world_size, stage * per_stage), target)
+        for stage in range(parallel.pipeline)
+    ]
+
+
+def largest(plans: list[MemoryPlan], phases: tuple[str, ...] | None = None) -> tuple[MemoryPlan, str]:
+    """The plan and the phase that hold the most, of all phases or of some."""
+    return max(
+        ((plan, phase) for plan in plans for phase in plan.phases if phases is None or phase in phases),
+        key=lambda found: found[0].held(found[1]),
+    )
+
+
+def mesh_of(config: Config, world_size: int, rank: int) -> Mesh:
+    """Where a rank of a run with these settings stands."""
+    parallel = config.parallel
+    return Mesh(
+        rank,
+        world_size,
+        parallel.tensor,
+        parallel.pipeline,
+        config.rollout.tensor_parallel,
+        parallel.virtual_pipeline,
+        parallel.context,
+        parallel.expert,
+        parallel.expert_tensor,
+    )
+
+
+def plan_rank(config: Config, shape: ModelShape, mesh: Mesh, target: Target) -> MemoryPlan:
+    """The plan of one rank, for the longest of its stages."""
+    config = longest(config)
+    layers = _stage_layers(config.parallel, shape, mesh)
+    shares = mesh.data * mesh.context
+    buffers = [(sizes, shares) for sizes in parameter_sizes(shape, mesh, layers)]
+    buffers += [(sizes, mesh.expert_data) for sizes in expert_sizes(shape, mesh, layers)]
+    work = stage_work(config, shape, mesh, target, layers)
+    update, forward = backward_bytes(shape, work, config.policy), forward_bytes(shape, work)
+    resident = _resident(config, target, buffers, gather_bytes(shape, work))
+    memory = _freeing(config.memory, target)
+    engine = engine_bytes(shape, config.rollout, target.kind, target.itemsize, target.total_bytes)
+    weights = {"engine_weights": engine.weights}
+    awake = weights | {"engine_workspace": engine.workspace, "kv_cache": max(0, engine.kv_cache)}
+    asleep = {"engine_workspace": engine.asleep}
+    phases = {
+        "sync": _while_generating(resident, memory, with_parameters=True)
+        | weights
+        | asleep
+        | {"sync_buffers": _sync_bytes(config, mesh, target, sum(weights.values()))},
+        "generate": _while_generating(resident, memory, not memory.offload_parameters) | awake,
+        "logprobs": _while_training(resident, memory) | asleep | _pass(forward),
+    }
+    if "reference" in resident:
+        phases["reference"] = resident | asleep | _pass(forward)
+    phases["update"] = _while_training(resident, memory) | asleep | _pass(update)
+    return MemoryPlan(mesh.rank, mesh.pipeline_rank, {name: _in_order(held) for name, held in phases.items()})
+
+
+def _stage_layers(parallel: ParallelConfig, shape: ModelShape, mesh: Mesh) -> int:
+    stages = stage_layers(
+        shape.num_layers,
+        mesh.pipeline,
+        mesh.virtual_pipeline,
+        parallel.first_stage_layers,
+        parallel.last_stage_layers,
+    )
+    return len(stages[mesh.pipeline_rank])
+
+
+def stage_work(config: Config, shape: ModelShape, mesh: Mesh, target: Target, layers: int) -> StageWork:
+    """What the stage of `mesh.rank`, with so many layers, computes for one micro-batch."""
+    return StageWork(
+        chunk_layers=layers // mesh.virtual_pipeline,
+        in_flight=in_flight(mesh.pipeline, mesh.pipeline_rank, mesh.virtual_pipeline),
+        has_embedding=mesh.pipeline_rank == 0,
+        has_head=mesh.is_last_stage,
+        pipelined=mesh.pipeline > 1,
+        tokens=-(-config.policy.max_tokens_per_microbatch // mesh.context),
+        tensor=mesh.tensor,
+        sequence=config.parallel.sequence and mesh.tensor > 1,
+        itemsize=target.itemsize,
+        device_kind=target.kind,
+        local_layers=target.local_layers,
+    )
+
+
+# ---------------------------------------------------------------- parameters and what hangs on them
+
+
+def parameter_sizes(shape: ModelShape, mesh: Mesh, layers: int) -> list[list[int]]:
+    """Elements of every parameter of every model chunk of a rank whose stage has so many layers, but for experts.
+
+    The table of Hugging Face tensors says how each is split. Behind a pipeline, a tied model's last stage has a copy of
+    the embedding as its head.
+    """
+    sizes = {"first": [], "layer": [], "last": []}
+    for rule in TABLES[shape.architecture]:
+        is_head = rule.megatron == ("output_layer.weight",)
+        if is_head and shape.tied_embeddings and mesh.pipeline == 1:
+            continue
+        if rule.place != "expert":
+            sizes[rule.place].append(math.prod(shard_shape(rule, shape, mesh.tensor)))
+    virtual = mesh.virtual_pipeline
+    return [
+        [
+            *(sizes["first"] if mesh.pipeline_rank == 0 and chunk == 0 else []),
+            *(sizes["layer"] * (layers // virtual)),
+            *(sizes["last"] if mesh.is_last_stage and chunk == virtual - 1 else []),
+        ]
+        for chunk in range(virtual)
+    ]
+
+
+def expert_sizes(shape: ModelShape, mesh: Mesh, layers: int) -> list[list[int]]:
+    """Elements of every expert's parameters on a rank, by model chunk; Megatron keeps them in buffers of their own."""
+    rules = [rule for rule in TABLES[shape.architecture] if rule.place == "expert"]
+    one = [math.prod(shard_shape(rule, shape, mesh.expert_tensor)) for rule in rules]
+    number = shape.num_experts // mesh.expert * (layers // mesh.virtual_pipeline)
+    return [one * number] * mesh.virtual_pipeline if one else []
+
+
+def buffer_elements(sizes: list[int], distributed: bool, shares: int) -> int:
+    """Elements of Megatron's flat buffer of one model chunk.
+
+    With the distributed optimizer every parameter starts at a multiple of 64 and the end is one of 128 and of the ranks
+    that share it (megatron-core 0.16, `_ParamAndGradBuffer`; that a tied embedding has a bucket of its own moves it by
+    less than that).
+    """
+    if not distributed:
+        return sum(sizes)
+    end = 0
+    for size in sizes:
+        end = _up(end, 64) + size
+    return _up(end, math.lcm(shares, 128))
+
+
+def _up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple
+
+
+def _resident(
+    config: Config, target: Target, buffers: list[tuple[list[int], int]], gather: int
+) -> dict[str, int]:
+    """Bytes of what outlives a pass, of parameters in flat buffers, each with the number of ranks that have the same.
+
+    Gradients are float32 on every device. Adam keeps two float32 moments, SGD nothing; where parameters are bfloat16
+    the optimizer also keeps them in float32. The distributed optimizer shares these over data-parallel ranks.
+    """
+    optimizer = config.optimizer
+    plain = sum(sum(sizes) for sizes, _ in buffers)
+    lengths = [buffer_elements(sizes, optimizer.distributed, shares) for sizes, shares in buffers]
+    buffer = sum(lengths)
+    moments = 2 if optimizer.kind == "adam" else 0
+    main = 0 if target.itemsize == FLOAT32_BYTES else 1
+    states = plain
+    if optimizer.distributed:
+        states = sum(length // shares for length, (_, shares) in zip(lengths, buffers, strict=True))
+    resident = {
+        "parameters": buffer * target.itemsize,
+        "gradients": buffer * FLOAT32_BYTES,
+        "optimizer": states * (moments + main) * FLOAT32_BYTES,
+        "gather_buffer": gather,
+    }
+    if config.algorithm.kl_coef > 0:
+        resident["reference"] = plain * target.itemsize
+    return resident
+
+
+def _freeing(memory: MemoryConfig, target: Target) -> MemoryConfig:
+    """The settings with only those offloads that free memory."""
+    if target.kind == "cuda":
+        return memory
+    return replace(memory, offload_optimizer=False, offload_parameters=False, offload_reference=False)
+
+
+def _while_generating(
+    resident: Mapping[str, int], memory: MemoryConfig, with_parameters: bool
+) -> dict[str, int]:
+    gone = {
+        "parameters": not with_parameters,
+        "gradients": memory.offload_gradients,
+        "optimizer": memory.offload_optimizer,
+        "reference": memory.offload_reference,
+    }
+    return {part: size for part, size in resident.items() if not gone.get(part, False)}
+
+
+def _while_training(resident: Mapping[str, int], memory: MemoryConfig) -> dict[str, int]:
+    return {
+        part: size for part, size in resident.items() if part != "reference" or not memory.offload_reference
+    }
+
+
+def _sync_bytes(config: Config, mesh: Mesh, target: Target, weights: int) -> int:
+    """Two buckets for sending and two for receiving, two in all where ranks share memory; nothing where every rank has
+    what its engine needs (but for rows of the vocabulary that two paddings put on different ranks)."""
+    if mesh.pipeline == mesh.expert == 1 and mesh.tensor in (1, mesh.engine_size):
+        return 0
+    bucket = bucket_bytes(config.sync.bucket_mib, target.kind, mesh.world_size)
+    return (4 if target.kind == "cuda" else 2) * min(bucket, weights)
+
+
+def _pass(found: PassBytes) -> dict[str, int]:
+    return {"activations": found.activations, "logits": found.logits, "working": found.working}
+
+
+def _in_order(held: Mapping[str, int]) -> dict[str, int]:
+    return {part: held[part] for part in PARTS if held.get(part)}
+
+
+def table_rows(plan: MemoryPlan) -> Iterator[tuple[str, dict[str, int]]]:
+    """(part, bytes by phase) of every part that the plan has."""
+    for part in PARTS:
+        if plan.part(part):
+            yield part, {phase: held.get(part, 0) for phase, held in plan.phases.items()}

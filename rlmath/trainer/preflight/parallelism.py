@@ -1,0 +1,250 @@
+"""What can be wrong with a layout of ranks, pipeline stages and layers before a run starts: Megatron's rules, and the
+engine's."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+from collections.abc import Iterator
+
+from rlmath.config.model_shape import ModelShape
+from rlmath.config.schema import ParallelConfig, PolicyConfig
+from rlmath.rollout.weight_sync.shard_layouts import engine_vocab_rows
+
+
+def rank_problems(parallel: ParallelConfig, engine: int, world_size: int) -> Iterator[str]:
+    """What can be told without the model; `engine` is `rollout.tensor_parallel`."""
+    sizes = {"parallel.tensor": max(1, parallel.tensor), "parallel.pipeline": max(1, parallel.pipeline)}
+    if parallel.context > 1:
+        sizes["parallel.context"] = parallel.context
+    engine, replica = max(1, engine), math.prod(sizes.values())
+    if world_size % replica:
+        yield (
+            f"{' x '.join(sizes)} is {' x '.join(map(str, sizes.values()))} = {replica}, which does not divide the "
+            f"{world_size} ranks of this run. Start a multiple of {replica}, or change them."
+        )
+    elif parallel.data is not None and parallel.data * replica != world_size:
+        wanted = parallel.data * replica
+        yield (
+            f"parallel.data is {parallel.data}; with {' x '.join(sizes)} = {replica} it makes {wanted} ranks, and this "
+            f"run has {world_size}. Start {wanted}, or set parallel.data=null."
+        )
+    if world_size % engine:
+        yield (
+            f"rollout.tensor_parallel is {engine}, which does not divide the {world_size} ranks of this run; "
+            f"possible: {_divisors(world_size)}."
+        )
+    yield from _expert_rank_problems(parallel, world_size)
+    if parallel.pipeline > 1:
+        return
+    if parallel.virtual_pipeline > 1:
+        yield (
+            f"parallel.virtual_pipeline is {parallel.virtual_pipeline}; with parallel.pipeline=1 there are no stages "
+            "to take turns. Set it to 1, or raise parallel.pipeline."
+        )
+    for key, layers in _told_stages(parallel).items():
+        yield (
+            f"{key} is {layers}; with parallel.pipeline=1 the one stage has all layers. Set it to null, or raise "
+            "parallel.pipeline."
+        )
+
+
+def _expert_rank_problems(parallel: ParallelConfig, world_size: int) -> Iterator[str]:
+    stage, pipeline = divmod(world_size, max(1, parallel.pipeline))
+    asked = max(1, parallel.expert) * max(1, parallel.expert_tensor)
+    if not pipeline and stage % asked:
+        yield (
+            f"parallel.expert x parallel.expert_tensor is {parallel.expert} x {parallel.expert_tensor} = {asked}, "
+            f"which does not divide the {stage} ranks of a pipeline stage. Possible: {_divisors(stage)}."
+        )
+
+
+def expert_problems(parallel: ParallelConfig, shape: ModelShape) -> Iterator[str]:
+    """How experts are laid over ranks; megatron-core 0.16 does not refuse all that it computes wrongly."""
+    expert, split = max(1, parallel.expert), max(1, parallel.expert_tensor)
+    if not shape.num_experts:
+        for key, ranks in (("parallel.expert", expert), ("parallel.expert_tensor", split)):
+            if ranks > 1:
+                yield f"{key} is {ranks}; a {shape.architecture} has no experts. Set it to 1."
+        return
+    if shape.num_experts % expert:
+        yield (
+            f"parallel.expert is {expert}; it must divide the {shape.num_experts} experts of a layer. "
+            f"Possible: {_divisors(shape.num_experts)}."
+        )
+    if shape.ffn_size % split:
+        yield (
+            f"parallel.expert_tensor is {split}; it must divide the {shape.ffn_size} feed-forward units of an expert. "
+            f"Possible: {_divisors(shape.ffn_size)}."
+        )
+    if parallel.tensor > 1 and not parallel.sequence:
+        yield (
+            f"parallel.tensor is {parallel.tensor}, of a model with experts; Megatron then trains with sequence "
+            "parallelism only. Set parallel.sequence=true."
+        )
+    if expert == 1 and split != parallel.tensor:
+        # Its experts would count as layers that tensor-parallel ranks compute alike, and each sees tokens of its own.
+        yield (
+            f"parallel.tensor is {parallel.tensor} and parallel.expert_tensor {split}, with parallel.expert=1: "
+            "Megatron would not add up the experts' gradients of the tensor-parallel ranks. Raise parallel.expert "
+            "above 1, or set parallel.tensor to 1."
+        )
+
+
+def expert_tensor_problems(parallel: ParallelConfig, on_gpu: bool) -> Iterator[str]:
+    """Under gloo, Megatron cannot gather what unlike numbers of tokens give."""
+    if parallel.expert_tensor > 1 and not on_gpu:
+        yield (
+            f"parallel.expert_tensor is {parallel.expert_tensor}; on CPU it must be 1, because gloo cannot gather the "
+            "unlike numbers of tokens that the ranks of an expert have. Set it to 1, and share experts out by "
+            "parallel.expert."
+        )
+
+
+def context_problems(parallel: ParallelConfig, on_gpu: bool) -> Iterator[str]:
+    """Only Transformer Engine's attention works over context ranks."""
+    if parallel.context <= 1 or (on_gpu and importlib.util.find_spec("transformer_engine_torch")):
+        return
+    lacking = "Transformer Engine, which is not installed" if on_gpu else "a GPU with Transformer Engine"
+    yield (
+        f"parallel.context is {parallel.context}; context parallelism needs {lacking}. Set it to 1, and fit long "
+        "sequences by parallel.tensor with parallel.sequence=true or by policy.recompute_granularity=full."
+    )
+
+
+def split_problems(parallel: ParallelConfig, engine: int, shape: ModelShape) -> Iterator[str]:
+    """What must divide: for Megatron all; vLLM copies key-value heads when it has more ranks than those."""
+    engine = max(1, engine)
+    heads = (("attention heads", shape.num_heads),)
+    strict = (*heads, ("feed-forward units", shape.ffn_size))
+    # Experts have a tensor-parallel size of their own in training, not in the engine.
+    trained = heads if shape.num_experts else strict
+    divisors = (
+        ("parallel.tensor", parallel.tensor, (*trained, ("key-value heads", shape.num_kv_heads))),
+        ("rollout.tensor_parallel", engine, strict),
+    )
+    for key, ranks, parts in divisors:
+        possible = _divisors(math.gcd(*(size for _, size in parts)))
+        for name, size in parts:
+            if size % max(1, ranks):
+                yield f"{key} is {ranks}; it must divide the model's {size} {name}. Possible: {possible}."
+    kv_heads = shape.num_kv_heads
+    if kv_heads % engine and engine % kv_heads:
+        yield (
+            f"rollout.tensor_parallel is {engine}: vLLM can neither split nor copy the model's {kv_heads} "
+            f"key-value heads evenly; needed: a divisor or a multiple of {kv_heads}."
+        )
+    elif (rows := engine_vocab_rows(shape, 1)) % engine:
+        yield (
+            f"rollout.tensor_parallel is {engine}: vLLM fills the model's vocabulary of {shape.vocab_size} up to "
+            f"{rows} rows and must split them evenly. Possible: "
+            f"{_divisors(math.gcd(rows, shape.num_heads, shape.ffn_size))}."
+        )
+
+
+def stage_problems(parallel: ParallelConfig, policy: PolicyConfig, layers: int) -> Iterator[str]:
+    """How the model's layers are laid over pipeline stages and their chunks, and what of a chunk is recomputed."""
+    pipeline, virtual = max(1, parallel.pipeline), max(1, parallel.virtual_pipeline)
+    if pipeline == 1:
+        found = []
+    elif _told_stages(parallel):
+        found = list(_uneven_problems(_told_stages(parallel), pipeline, virtual, layers))
+    else:
+        found = list(_even_problems(pipeline, virtual, layers))
+    yield from found or _recompute_problems(policy, chunk_sizes(parallel, layers))
+
+
+def chunk_sizes(parallel: ParallelConfig, layers: int) -> list[int]:
+    """The different numbers of layers that model chunks have, in a layout that has no problems.
+
+    >>> chunk_sizes(ParallelConfig(pipeline=4, virtual_pipeline=2, first_stage_layers=2), layers=14)
+    [1, 2]
+    """
+    pipeline, told = max(1, parallel.pipeline), _told_stages(parallel)
+    if pipeline == 1:
+        return [layers]
+    rest, others = layers - sum(told.values()), pipeline - len(told)
+    stages = {*told.values(), *([rest // others] if others else [])}
+    return sorted(stage // max(1, parallel.virtual_pipeline) for stage in stages)
+
+
+def _told_stages(parallel: ParallelConfig) -> dict[str, int]:
+    told = {
+        "parallel.first_stage_layers": parallel.first_stage_layers,
+        "parallel.last_stage_layers": parallel.last_stage_layers,
+    }
+    return {key: layers for key, layers in told.items() if layers is not None}
+
+
+def _even_problems(pipeline: int, virtual: int, layers: int) -> Iterator[str]:
+    if layers % pipeline:
+        yield (
+            f"parallel.pipeline is {pipeline}; it must divide the model's {layers} layers. Possible: "
+            f"{_divisors(layers)}. Or let parallel.first_stage_layers or parallel.last_stage_layers differ."
+        )
+    elif layers // pipeline % virtual:
+        stage = layers // pipeline
+        yield (
+            f"parallel.virtual_pipeline is {virtual}; it must divide the {stage} layers of a pipeline stage. "
+            f"Possible: {_divisors(stage)}."
+        )
+
+
+def _uneven_problems(told: dict[str, int], pipeline: int, virtual: int, layers: int) -> Iterator[str]:
+    keys, taken = " + ".join(told), sum(told.values())
+    rest, others = layers - taken, pipeline - len(told)
+    broken = {key: stage for key, stage in told.items() if stage % virtual}
+    for key, stage in broken.items():
+        yield (
+            f"{key} is {stage}; it must be a multiple of parallel.virtual_pipeline {virtual}: all chunks of a stage "
+            "have the same number of layers."
+        )
+    if broken:
+        return
+    if others == 0:
+        if rest:
+            yield (
+                f"{keys} is {taken}; the two are all stages of parallel.pipeline=2 and must have the model's "
+                f"{layers} layers together. Set one of them to null: it is then what the other leaves."
+            )
+        return
+    share = others * virtual
+    if rest < share or rest % share:
+        possible = [
+            sum_ for sum_ in range(len(told) * virtual, layers, virtual) if (layers - sum_) % share == 0
+        ]
+        remedy = "No number does: lower parallel.pipeline or parallel.virtual_pipeline."
+        if possible:
+            remedy = f"Possible for {keys}: {_listed(possible)}."
+        each = "a layer each" if virtual == 1 else f"{virtual} chunks of a layer each"
+        yield (
+            f"{keys} is {taken}, which leaves {max(0, rest)} of the model's {layers} layers to {others} other pipeline "
+            f"stages; they need the same number, at least {each}. {remedy}"
+        )
+
+
+def _recompute_problems(policy: PolicyConfig, chunks: list[int]) -> Iterator[str]:
+    """In megatron-core 0.16, "uniform" runs over the end of a chunk that it does not divide."""
+    number = policy.recompute_num_layers
+    if number is None or number < 1:
+        return
+    if policy.recompute_method == "uniform" and any(layers % number for layers in chunks):
+        yield (
+            f'policy.recompute_num_layers is {number}; with policy.recompute_method="uniform" it must divide the '
+            f"layers of every pipeline stage or model chunk, {_listed(chunks)}. "
+            f"Possible: {_divisors(math.gcd(*chunks))}."
+        )
+    elif number > max(chunks):
+        yield (
+            f"policy.recompute_num_layers is {number}; no pipeline stage or model chunk has more than {max(chunks)} "
+            "layers. Lower it."
+        )
+
+
+def _divisors(number: int) -> str:
+    """Up to 1024, more ranks than any matrix is shared by."""
+    return _listed([n for n in range(1, min(number, 1024) + 1) if number % n == 0])
+
+
+def _listed(numbers: list[int]) -> str:
+    return ", ".join(map(str, numbers))

@@ -1,0 +1,341 @@
+"""Short names for what a run is made of, to tell whether a resumed one is made of the same."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import socket
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rlmath.algorithms.types import Prompt
+from rlmath.checkpoint.directory import (
+    CHECKPOINTS,
+    PROGRESS,
+    SETTINGS,
+    Checkpoint,
+    complete_checkpoints,
+    file_entry,
+    wrong_contents,
+)
+from rlmath.checkpoint.run_progress import Progress, read_progress
+from rlmath.config.help import as_yaml_word, raise_problems, setting_values
+from rlmath.config.length_curriculum import Stage, has_stages, stages_of
+from rlmath.config.load import load_config
+from rlmath.config.schema import Config
+from rlmath.data.dataset import Inputs
+from rlmath.data.sft_dataset import SftInputs
+from rlmath.data.sft_sequences import sequences_fingerprint
+from rlmath.distributed.collectives import from_rank_zero, gather_objects
+from rlmath.distributed.device import environment_rank, environment_world_size
+from rlmath.trainer.preflight.length_curriculum import stage_list_problems
+
+_SAMPLE_BYTES = 2**20
+
+
+def model_fingerprint(folder: str | Path) -> str:
+    """Of a Hugging Face folder: its config.json, and names, sizes, first and last MiB of its weight files. A model that
+    was trained on has another one; the same model in another place has the same."""
+    digest = hashlib.sha256((Path(folder) / "config.json").read_bytes())
+    for path in sorted(Path(folder).glob("*.safetensors")):
+        size = path.stat().st_size
+        digest.update(f"{path.name}:{size}".encode())
+        with path.open("rb") as file:
+            digest.update(file.read(_SAMPLE_BYTES))
+            file.seek(max(0, size - _SAMPLE_BYTES))
+            digest.update(file.read(_SAMPLE_BYTES))
+    return digest.hexdigest()[:16]
+
+
+def data_fingerprint(prompts: Sequence[Prompt], sizes: Sequence[int] = ()) -> str:
+    """Of the prompts that are used, in order: their tokens, solutions and names; and of the number of prompts in each
+    file, where that matters."""
+    digest = hashlib.sha256()
+    for prompt in prompts:
+        row = (prompt.prompt_id, prompt.token_ids, prompt.solutions, prompt.task, prompt.more_json)
+        digest.update(json.dumps(row).encode())
+    if sizes:
+        digest.update(json.dumps(list(sizes)).encode())
+    return digest.hexdigest()[:16]
+
+
+logger = logging.getLogger(__name__)
+
+MAY_CHANGE = (
+    "run.output_dir",
+    "run.total_epochs",
+    "run.total_steps",
+    "run.device",
+    "run.recover_mode",
+    "run.distributed_timeout_seconds",
+    "run.start_timeout_seconds",
+    "run.stop_grace_seconds",
+    "run.heartbeat_timeout_seconds",
+    "run.hang_timeout_seconds",
+    "parallel.",
+    "policy.",
+    "stages.",
+    "optimizer.distributed",
+    "rollout.tensor_parallel",
+    "rollout.memory_share",
+    "rollout.cpu_kv_cache_gib",
+    "rollout.max_num_seqs",
+    "rollout.max_num_batched_tokens",
+    "rollout.chunked_prefill",
+    "rollout.cuda_graphs",
+    "rollout.progress_bar",
+    "sync.",
+    "memory.",
+    "validation.",
+    "reward.timeout_seconds",
+    "reward.workers",
+    "reward.max_failure_share",
+    "sft.eval_every_steps",
+    "telemetry.",
+    "save.",
+)
+"""Settings, or whole sections, that a run may go on with other values of: where and how it computes, what it keeps and
+measures, how long it is. Stages only as far as they have not begun (`refused_changes`)."""
+
+
+BY_CONTENT = (
+    "model.path",
+    "data.train_path",
+    "data.more_train_paths",
+    "data.format",
+    "data.template",
+    "data.max_unusable_share",
+    "sft.held_out_path",
+)
+"""Settings that a checkpoint compares by what they hold: they may have moved."""
+
+
+Chosen = tuple[Checkpoint, Progress]
+"""A checkpoint, and where its run stands."""
+
+
+@dataclass(frozen=True)
+class Recovery:
+    """Checkpoints that a run can go on from, newest first."""
+
+    candidates: list[Chosen]
+    notes: list[str]
+    """What the console should say: checkpoints that are passed over."""
+
+
+@dataclass(frozen=True)
+class Origin:
+    """What a run is made of, by fingerprint."""
+
+    model: str
+    data: str
+
+
+def origin_of(config: Config, inputs: Inputs) -> Origin:
+    sizes = [share.n_prompts for share in inputs.order.shares]
+    return Origin(model_fingerprint(config.model.path), data_fingerprint(inputs.prompts, sizes))
+
+
+def sft_origin_of(config: Config, inputs: SftInputs) -> Origin:
+    """Of a supervised run; what is held out is no part of it, but decides what is left."""
+    return Origin(model_fingerprint(config.model.path), sequences_fingerprint(inputs.sequences))
+
+
+def find_recovery(config: Config, origin: Origin, total_steps: int) -> Recovery | None:
+    """What the run goes on from; None for a start from the beginning. Reads manifests, sizes and small files only.
+
+    ValueError where the newest checkpoint belongs to another run (batch size, group size, data, model, ...) or is
+    beyond its `total_steps`, where all are damaged, and, with run.recover_mode "resume", where there is none.
+    """
+    if config.run.recover_mode == "disabled":
+        return None
+    root = Path(config.run.output_dir) / CHECKPOINTS
+    found, notes = complete_checkpoints(root)
+    candidates = []
+    for checkpoint in found:
+        try:
+            progress, then = _read_small_files(checkpoint)
+        except (OSError, ValueError) as error:
+            notes.append(f"the checkpoint {checkpoint.folder} is damaged and is passed over: {error}")
+            continue
+        problems = list(_other_run(then, config, progress, origin, total_steps))
+        raise_problems(f"the run cannot go on from {checkpoint.folder}; {_ANEW}", problems)
+        candidates.append((checkpoint, progress))
+    if candidates:
+        return Recovery(candidates, notes)
+    if notes:
+        raise ValueError(f"no checkpoint in {root} is whole: {'. '.join(notes)}. {_ANEW.capitalize()}.")
+    if config.run.recover_mode == "resume":
+        raise ValueError(
+            f'run.recover_mode is "resume", and {root} has no checkpoint to go on from. '
+            'Give the run.output_dir of a run that has one, or run.recover_mode "auto".'
+        )
+    return None
+
+
+def changes_since_newest(config: Config) -> list[str] | None:
+    """What the newest whole checkpoint in the run's folder refuses of the settings, but for what it compares by
+    contents, as `find_recovery` does; None where the run would begin anew. Reads manifests and small files only."""
+    if config.run.recover_mode == "disabled":
+        return None
+    for checkpoint in complete_checkpoints(Path(config.run.output_dir) / CHECKPOINTS)[0]:
+        try:
+            progress, then = _read_small_files(checkpoint)
+        except (OSError, ValueError):
+            continue
+        return _changed_settings(then, config, progress)
+    return None
+
+
+_ANEW = "to start anew, give another run.output_dir or run.recover_mode=disabled"
+
+
+def _read_small_files(checkpoint: Checkpoint) -> tuple[Progress, Config]:
+    damage = wrong_contents(checkpoint, (PROGRESS, SETTINGS))
+    if damage:
+        raise ValueError(damage[0])
+    progress = read_progress(checkpoint.folder)
+    if progress.step != checkpoint.step:
+        raise ValueError(f"{PROGRESS} is that of step {progress.step}")
+    return progress, load_config([checkpoint.folder / SETTINGS], [])
+
+
+def _other_run(
+    then: Config, now: Config, progress: Progress, origin: Origin, total_steps: int
+) -> Iterator[str]:
+    if progress.step > total_steps:
+        keys = "stages.steps" if has_stages(now) else "run.total_steps, run.total_epochs"
+        yield f"{keys}: {progress.step} steps are done there, the run has {total_steps} now"
+    yield from _changed_settings(then, now, progress)
+    if progress.model_fingerprint != origin.model:
+        yield (
+            f"model.path: the model that the run started from has changed (fingerprint {progress.model_fingerprint} "
+            f"there, {origin.model} of {now.model.path} now)"
+        )
+    if progress.data_fingerprint != origin.data:
+        yield (
+            f"data.train_path: the prompts have changed (fingerprint {progress.data_fingerprint} there, {origin.data} "
+            f"of {now.data.train_path} now)"
+        )
+
+
+def _changed_settings(then: Config, now: Config, progress: Progress) -> list[str]:
+    changes = refused_changes(then, now, progress.step)
+    return [change for change in changes if not change.startswith(BY_CONTENT)]
+
+
+def refused_changes(then: Config, now: Config, steps_done: int | None = None) -> list[str]:
+    """["rollout.group_size: 8 there, 16 now", ...] of the settings that a run must keep.
+
+    Of stages it must keep those that have begun with `steps_done` steps (None: all).
+    """
+    there, here = setting_values(then), setting_values(now)
+    staged = has_stages(then) or has_stages(now)
+    changes = [
+        f"{key}: {as_yaml_word(there[key])} there, {as_yaml_word(here[key])} now"
+        for key in here
+        if there[key] != here[key] and not _may_change(key) and not (staged and key == _LENGTH)
+    ]
+    return [*changes, *(_stage_changes(then, now, steps_done) if staged else ())]
+
+
+_LENGTH = "rollout.max_new_tokens"
+"""Where there are stages, it is their `max_new_tokens` that count."""
+
+
+def _stage_changes(then: Config, now: Config, steps_done: int | None) -> Iterator[str]:
+    """Of stages that have begun. A run without stages is a stage of as many steps as it likes."""
+    if problems := list(stage_list_problems(now)):
+        yield problems[0]
+        return
+    there, here = stages_of(then, None), stages_of(now, None)
+    for number in range(max(len(there), len(here))):
+        old, new = _told(there, number), _told(here, number)
+        begun = steps_done is None or (number < len(there) and there[number].first_step < steps_done)
+        if begun and old != new and not (number == 0 and _goes_over(there, here, steps_done)):
+            yield (
+                f"stages: stage {number + 1}, which has begun, is {old} there, {new} now"
+                if steps_done is not None
+                else f"stages: stage {number + 1} is {old} there, {new} now"
+            )
+
+
+def _told(stages: Sequence[Stage], number: int) -> str:
+    if number >= len(stages):
+        return "none"
+    stage = stages[number]
+    steps = f"{stage.steps} steps" if stage.steps else "all steps"
+    return f"{steps} of at most {stage.config.rollout.max_new_tokens} new tokens"
+
+
+def _goes_over(there: Sequence[Stage], here: Sequence[Stage], steps_done: int | None) -> bool:
+    """Whether a run without stages gets some, or one with stages none, and its first stage stays what it was so far."""
+    first, same = (there[0], here[0]), (there[0].config.rollout, here[0].config.rollout)
+    lengths = [stage.steps for stage in first if stage.steps]
+    return (
+        steps_done is not None
+        and len(lengths) < len(first)
+        and same[0].max_new_tokens == same[1].max_new_tokens
+        and all(steps >= steps_done for steps in lengths)
+    )
+
+
+def _may_change(key: str) -> bool:
+    return any(key.startswith(one) if one.endswith(".") else key == one for one in MAY_CHANGE)
+
+
+def choose_checkpoint(
+    recovery: Recovery | None, on_progress: Callable[[], None] = lambda: None
+) -> Chosen | None:
+    """The newest candidate of rank 0's whose files are all as they were written. A collective: each rank reads a share
+    of the files, and calls `on_progress` for every few MiB of them. ValueError on all ranks where one cannot read what
+    rank 0 can, and where no candidate is whole."""
+    recovery = from_rank_zero(recovery)
+    if recovery is None:
+        return None
+    for note in recovery.notes:
+        logger.warning("%s", note)
+    damaged = []
+    for checkpoint, progress in recovery.candidates:
+        damage = _damage(checkpoint, on_progress)
+        if damage is None:
+            return checkpoint, progress
+        damaged.append(f"the checkpoint {checkpoint.folder} is damaged and is passed over: {damage}")
+        logger.warning("%s", damaged[-1])
+    raise ValueError(
+        f"no checkpoint is whole: {'. '.join([*recovery.notes, *damaged])}. {_ANEW.capitalize()}."
+    )
+
+
+def _damage(checkpoint: Checkpoint, on_progress: Callable[[], None]) -> str | None:
+    """What is wrong with the files, as all ranks together find it."""
+    rank, ranks = environment_rank(), environment_world_size()
+    mine, unreadable = [], None
+    for name in sorted(checkpoint.files)[rank::ranks]:
+        try:
+            mine += wrong_contents(checkpoint, [name], on_progress)
+        except OSError as error:
+            unreadable = (
+                name,
+                f"rank {rank} on {socket.gethostname()} cannot read {name} ({error.strerror})",
+            )
+    found = gather_objects((mine, unreadable))
+    names = [one for _, one in found if one is not None]
+    if names:
+        _shared_or_raise(checkpoint, names)
+    return next((told for wrong, one in found for told in (*wrong, *([one[1]] if one else []))), None)
+
+
+def _shared_or_raise(checkpoint: Checkpoint, unreadable: Sequence[tuple[str, str]]) -> None:
+    """A file that rank 0 can read and another rank cannot is not damaged: it is not shared."""
+    for name, told in unreadable:
+        try:
+            readable = environment_rank() == 0 and bool(file_entry(checkpoint.folder / name))
+        except OSError:
+            readable = False
+        if from_rank_zero(readable):
+            raise ValueError(
+                f"{told}, and rank 0 can. run.output_dir must lie on a disk that all nodes share and may read."
+            )

@@ -1,0 +1,223 @@
+"""The folder that a run owns: who may take it, and what becomes of what an earlier run left there.
+
+A launch script orders it so, on every rank:
+
+    config = load_config(...)                               every rank: reads files
+    shape = check_config(config, world_size)                every rank: reads files
+    recovery = find_recovery(config, origin, steps)         every rank: reads manifests
+    check_output_folder(config.run.output_dir, config)      every rank: reads the folder
+    init_process_group, choose_checkpoint(recovery)         every rank
+    if rank == 0: claim_run_folder(config.run.output_dir, config)
+    a barrier                                               every rank
+
+In the check all ranks raise the same ValueError, or none does. No barrier is needed before the claim: every
+state that the folder has while rank 0 work_queue it (not there, empty, a scratch file, an equal config.yaml, old
+files half moved) passes the check of a late rank, and config.yaml, once there, is there at every moment. The
+barrier behind the claim is for what other ranks write into the folder.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import logging
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+from rlmath.checkpoint.directory import CHECKPOINTS, remove_partial, set_newer_aside
+from rlmath.config.help import raise_problems
+from rlmath.config.load import load_config, save_config
+from rlmath.config.schema import Config
+from rlmath.trainer.resume import refused_changes
+from rlmath.trainer.telemetry.metrics_writer import VALIDATION_FILE, keep_metrics
+from rlmath.trainer.telemetry.samples import keep_samples
+
+logger = logging.getLogger(__name__)
+
+CONFIG_NAME = "config.yaml"
+EARLIER_NAME = "earlier"
+MODELS_FOLDER = "models"
+"""Where it holds models of kept checkpoints, and of stages, in Hugging Face form."""
+EXPORT_FOLDER = "hf_model"
+"""Where the run's folder holds the exported Hugging Face model of the last step."""
+BEST_FOLDER = "best_model"
+"""Where it holds the model with the best validation so far, in the same form."""
+LOCK_NAME = ".lock"
+SUMMARY_NAME = "summary.json"
+MIN_FREE_BYTES = 2**30
+"""Free disk space below which a run does not start."""
+
+_NO_OBSTACLE = (LOCK_NAME, "exit_status.json", "stacks")
+"""What a start that broke early leaves."""
+_SCRATCH = re.compile(rf"\.{re.escape(CONFIG_NAME)}\..*\.tmp")
+
+
+def stage_folder(output_dir: str | Path, number: int) -> Path:
+    """Where a run keeps the model of a stage, which is counted from 0 as in `Stage`.
+
+    >>> str(stage_folder("outputs/a", 0))
+    'outputs/a/models/stage-1'
+    """
+    return Path(output_dir) / MODELS_FOLDER / f"stage-{number + 1}"
+
+
+def check_output_folder(
+    output_dir: str | Path, config: Config, needed_bytes: int = 0, goes_on: bool = False
+) -> None:
+    """ValueError that lists why this run may not have the folder. Reads only; any rank, at any time.
+
+    `needed_bytes` is the size of what the run will leave there. With `goes_on` it goes on from a checkpoint there, to
+    which its settings have been compared.
+    """
+    problems = list(folder_problems(str(output_dir), config, needed_bytes, goes_on))
+    raise_problems(f'run.output_dir "{output_dir}"', problems)
+
+
+def claim_run_folder(output_dir: str | Path, config: Config, steps_done: int | None = None) -> Path:
+    """Make the folder this run's, and write config.yaml into it. For rank 0 alone.
+
+    A run that goes on says its `steps_done`: what is there stays, but for metrics and samples of later steps. Else what
+    an earlier run with an equal config left is moved to `<output_dir>/earlier/001` (002, ...), with a copy of its
+    config.yaml. Errors: ValueError as `check_output_folder`, or if the folder cannot be written.
+    """
+    goes_on = steps_done is not None
+    check_output_folder(output_dir, config, goes_on=goes_on)
+    folder = Path(output_dir)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for scratch in folder.iterdir():
+            if _SCRATCH.fullmatch(scratch.name):
+                scratch.unlink()
+        remove_partial(folder / CHECKPOINTS)
+        remove_partial(folder / MODELS_FOLDER)
+        remove_partial(folder)
+        if goes_on:
+            _go_on_from(folder, steps_done)
+        else:
+            _move_aside(folder)
+        save_config(config, folder / CONFIG_NAME)
+    except OSError as error:
+        raise ValueError(
+            f'run.output_dir "{folder}" cannot be written: {error}. Give another folder.'
+        ) from error
+    return folder
+
+
+@contextlib.contextmanager
+def sole_user(output_dir: str | Path, setting: str = "run.output_dir") -> Iterator[None]:
+    """Keep other runs out of the folder, which is made where it is not there; the kernel lets them in again when this
+    process ends, however it ends. ValueError where another run is at work in it; `setting` is what names the folder.
+    For rank 0 alone."""
+    folder = Path(output_dir)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(folder / LOCK_NAME, os.O_RDWR | os.O_CREAT)
+    except OSError as error:
+        raise ValueError(f'{setting} "{folder}" cannot be written: {error}. Give another.') from error
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        os.close(descriptor)
+        raise ValueError(
+            f'another run is at work in {setting} "{folder}". Wait for its end, or give another folder.'
+        ) from error
+    except OSError as error:
+        logger.warning("%s has no locks (%s): nothing keeps a second run out of it", folder, error)
+    try:
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def folder_problems(output_dir: str, config: Config, needed_bytes: int, goes_on: bool) -> Iterator[str]:
+    """Why this run may not have the folder, as `check_output_folder` tells it."""
+    if not output_dir.strip() or output_dir.startswith("~"):
+        yield "needed: a path, written in full. Set run.output_dir, for example outputs/first."
+        return
+    folder = Path(output_dir)
+    nearest = next(path for path in (folder, *folder.parents, Path("/")) if os.path.lexists(path))
+    if not nearest.is_dir():
+        yield f'"{nearest}" is not a folder. Give another run.output_dir, or move that file away.'
+        return
+    if not os.access(nearest, os.R_OK | os.W_OK | os.X_OK):
+        yield f'no permission to write into "{nearest}". Give another run.output_dir.'
+        return
+    free, needed = shutil.disk_usage(nearest).free, MIN_FREE_BYTES + needed_bytes
+    if free < needed:
+        yield (
+            f"the disk has {free / 2**30:.2f} GiB free; needed: at least {needed / 2**30:.2f} GiB, of which "
+            f"{needed_bytes / 2**30:.2f} GiB for the trained model and its checkpoints. "
+            "Make room, or give a run.output_dir on another disk."
+        )
+    yield from _input_problems(folder, config)
+    if nearest == folder and not goes_on:
+        yield from _content_problems(folder, config)
+
+
+def _input_problems(folder: Path, config: Config) -> Iterator[str]:
+    """Inputs inside the folder would be moved aside when the run is repeated."""
+    paths = [("model.path", config.model.path), ("data.train_path", config.data.train_path)]
+    paths += [("data.more_train_paths", path) for path in config.data.more_train_paths]
+    paths += [("validation.paths", path) for path in config.validation.paths]
+    paths += [("sft.held_out_path", config.sft.held_out_path)] if config.sft.held_out_path else []
+    for key, path in paths:
+        if Path(path).resolve().is_relative_to(folder.resolve()):
+            yield f'{key} "{path}" lies in it; it may hold only what the run writes. Move one of the two.'
+
+
+def _content_problems(folder: Path, config: Config) -> Iterator[str]:
+    """Whether what is in the folder was left by a run with this config."""
+    config_path = folder / CONFIG_NAME
+    if not config_path.exists():
+        others = (path.name for path in folder.iterdir() if path.name not in _NO_OBSTACLE)
+        names = sorted(name for name in others if not _SCRATCH.fullmatch(name))
+        claimed_meanwhile = CONFIG_NAME in names or config_path.exists()
+        if names and not claimed_meanwhile:
+            shown = ", ".join(names[:3]) + (", ..." if names[3:] else "")
+            yield f"it is not empty ({shown}) and has no {CONFIG_NAME} of a run. Give a new or empty folder."
+        return
+    try:
+        earlier = load_config([config_path], [])
+    except ValueError as error:
+        yield f"its {CONFIG_NAME} cannot be compared with this run's. Give another folder. {error}"
+        return
+    differences = refused_changes(earlier, config)
+    if differences and config.run.recover_mode != "disabled":
+        yield (
+            f"it belongs to a run with another config: {'; '.join(differences)}. Give a new run.output_dir, "
+            f"or the same values (--config {config_path} repeats that run)."
+        )
+
+
+def _go_on_from(folder: Path, steps_done: int) -> None:
+    set_newer_aside(folder / CHECKPOINTS, steps_done)
+    rows = keep_metrics(folder, steps_done)
+    if rows < steps_done:
+        logger.warning(
+            "%s has the metrics of %d steps only, the checkpoint is that of step %d", folder, rows, steps_done
+        )
+    keep_samples(folder, steps_done)
+    keep_metrics(folder, steps_done, VALIDATION_FILE)
+    (folder / SUMMARY_NAME).unlink(missing_ok=True)
+
+
+def _move_aside(folder: Path) -> None:
+    """Move everything but config.yaml and `earlier` to the next free `earlier/NNN`, if a run left anything."""
+    if not (folder / CONFIG_NAME).exists():
+        return
+    left = sorted(
+        path for path in folder.iterdir() if path.name not in (CONFIG_NAME, EARLIER_NAME, LOCK_NAME)
+    )
+    if not left:
+        return
+    earlier = folder / EARLIER_NAME
+    earlier.mkdir(exist_ok=True)
+    numbers = [int(path.name) for path in earlier.iterdir() if path.name.isdecimal()]
+    aside = earlier / f"{max(numbers, default=0) + 1:03d}"
+    aside.mkdir()
+    shutil.copy2(folder / CONFIG_NAME, aside / CONFIG_NAME)
+    for path in left:
+        path.rename(aside / path.name)

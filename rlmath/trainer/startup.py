@@ -1,0 +1,325 @@
+"""What a launch script knows before anything is started."""
+
+from __future__ import annotations
+
+import logging
+import os
+import platform
+import socket
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Generic, NoReturn, Protocol, TypeVar
+
+import torch.distributed as dist
+
+from rlmath.config.help import as_yaml_word, setting_values
+from rlmath.config.model_shape import ModelShape
+from rlmath.config.schema import Config, RunConfig
+from rlmath.data.dataset import ValidationFile
+from rlmath.distributed import process
+from rlmath.distributed.collectives import to_rank_zero
+from rlmath.distributed.device import environment_rank
+from rlmath.distributed.fault_tolerance.exit_codes import (
+    FAILURE,
+    MISTAKE,
+    clear_exit_status,
+    write_exit_status,
+)
+from rlmath.distributed.fault_tolerance.failure import first_line
+from rlmath.distributed.fault_tolerance.torchrun import under_torchrun
+from rlmath.distributed.network import GLOO_INTERFACE, Route, prefer, route_to
+from rlmath.distributed.process import end_with_parent
+from rlmath.distributed.ranks import Decision, Place, Word, hosts_text, my_place, ranks_text
+from rlmath.distributed.rendezvous import NotAllHere, Rendezvous, open_rendezvous
+from rlmath.distributed.versions import code_hash, library_versions
+from rlmath.trainer.resume import Origin, Recovery, find_recovery
+from rlmath.trainer.run_dir import sole_user
+from rlmath.trainer.telemetry.console import setup_logging
+
+
+class RunInputs(Protocol):
+    """What a run reads before it starts."""
+
+    @property
+    def total_steps(self) -> int:
+        """Steps of the whole run."""
+        ...
+
+
+InputsT = TypeVar("InputsT", bound=RunInputs)
+
+
+@dataclass(frozen=True)
+class Prepared(Generic[InputsT]):
+    """A run that can be started, as far as files and settings tell."""
+
+    config: Config
+    shape: ModelShape
+    inputs: InputsT
+    origin: Origin
+    recovery: Recovery | None
+    """What there is to go on from, as far as manifests tell."""
+    validation: tuple[ValidationFile, ...] = ()
+    """What the run is validated on."""
+
+
+logger = logging.getLogger(__name__)
+
+MOST_NODES_TOLD = 16
+
+CLOCK_SECONDS = 2.0
+"""Clocks of nodes that differ by more are warned of: lines of several logs cannot be put in order any more, and a
+shared disk's times mislead. Nothing that a run computes depends on them."""
+
+
+MOST_CHARACTERS = 200
+"""Of a value that differs, in an error."""
+
+
+def meet_with_mistake(rendezvous: Rendezvous, mistake: ValueError | OSError, seconds: float) -> None:
+    """Tell what only this node may see. Raises ValueError with what all ranks found."""
+    word = Word(rendezvous.place.host, rendezvous.place.node, problem=str(mistake))
+    rendezvous.roll_call("start", word, seconds, _judge)
+
+
+def meet(rendezvous: Rendezvous, facts: Mapping[str, str], seconds: float) -> None:
+    """Come together before anything is started. ValueError, on all ranks, where any rank found a mistake or nodes
+    differ; NotAllHere where ranks are missing after `seconds`."""
+    route = None
+    if rendezvous.place.several_nodes:
+        route = route_to(os.environ["MASTER_ADDR"])
+        prefer(route)
+    rendezvous.roll_call("start", _word(rendezvous.place, facts, route), seconds, _judge)
+
+
+def _word(place: Place, facts: Mapping[str, str], route: Route | None) -> Word:
+    if not place.is_node_leader:
+        return Word(place.host, place.node)
+    address = "" if route is None else str(route)
+    if route is not None and os.environ.get(GLOO_INTERFACE, route.interface) != route.interface:
+        address += f", gloo over {os.environ[GLOO_INTERFACE]}"
+    return Word(place.host, place.node, facts=facts, address=address)
+
+
+def facts_of(prepared: Prepared) -> dict[str, str]:
+    """What of a run must be the same on all nodes, by name."""
+    origin = {
+        "model.path (contents)": prepared.origin.model,
+        "training data (contents)": prepared.origin.data,
+    }
+    return environment_facts() | origin | _settings(prepared.config)
+
+
+def environment_facts() -> dict[str, str]:
+    """What of the installation must be the same on all nodes, by name."""
+    python = platform.python_version()
+    return {"Python": python} | library_versions() | {"rlmath's code (hash)": code_hash()}
+
+
+def _settings(config: Config) -> dict[str, str]:
+    """Those that are not at their defaults."""
+    values, defaults = setting_values(config), setting_values(Config())
+    return {key: as_yaml_word(value) for key, value in values.items() if value != defaults[key]}
+
+
+# ---------------------------------------------------------------- what rank 0 makes of it
+def _judge(said: Mapping[int, Word]) -> Decision:
+    nodes = {label: word for label, word in labelled(said).items() if word.facts}
+    problems = list(differences({label: word.facts for label, word in nodes.items()}))
+    problems += list(_lonely_loopbacks(nodes))
+    if problems:
+        told = "\n".join(f"  {problem}" for problem in problems)
+        return Decision(f"The nodes are not alike, and they must be:\n{told}", is_mistake=True)
+    for line in node_lines(said):
+        logger.info("%s", line)
+    return Decision()
+
+
+def labelled(said: Mapping[int, Word]) -> dict[str, Word]:
+    """One word of each node, by its host's name; with its number where several nodes have one name."""
+    first: dict[int, Word] = {}
+    for _, word in sorted(said.items()):
+        first.setdefault(word.node, word)
+    hosts = [word.host for word in first.values()]
+    return {
+        word.host if hosts.count(word.host) == 1 else f"{word.host} (node {node})": word
+        for node, word in first.items()
+    }
+
+
+def differences(facts_of_node: Mapping[str, Mapping[str, str]]) -> Iterator[str]:
+    """One line for each fact that is not the same on all nodes: what it is where, the rarest first.
+
+    >>> list(differences({"a": {"torch": "2.13.0"}, "b": {"torch": "2.13.0"}, "c": {"torch": "2.12.1"}}))
+    ['torch: 2.12.1 on c; 2.13.0 on a, b']
+    """
+    for name in dict.fromkeys(name for facts in facts_of_node.values() for name in facts):
+        nodes_with: dict[str, list[str]] = {}
+        for node, facts in facts_of_node.items():
+            default = "its default" if "." in name and "(" not in name else "not there"
+            nodes_with.setdefault(facts.get(name, default), []).append(node)
+        if len(nodes_with) > 1:
+            rarest = sorted(nodes_with.items(), key=lambda one: len(one[1]))
+            parts = [f"{value[:MOST_CHARACTERS]} on {hosts_text(nodes)}" for value, nodes in rarest]
+            yield f"{name}: {'; '.join(parts[:MOST_NODES_TOLD])}"
+
+
+def _lonely_loopbacks(nodes: Mapping[str, Word]) -> Iterator[str]:
+    """Nodes that think they reach the first one within themselves, while others come from outside."""
+    inside = [node for node, word in nodes.items() if word.address.startswith(("127.", "::1"))]
+    if inside and len(inside) < len(nodes) and any("gloo over" not in nodes[node].address for node in inside):
+        yield (
+            f"the name of the first node stands for {nodes[inside[0]].address} on {hosts_text(inside)}, where the "
+            f"others cannot come. Correct /etc/hosts there, or set {GLOO_INTERFACE} to the interface that the others "
+            "reach and start torchrun with --local-addr"
+        )
+
+
+def node_lines(said: Mapping[int, Word]) -> list[str]:
+    """Which ranks are where, by which address: a line for each of the first nodes; none where there is only one."""
+    ranks_on: dict[int, list[int]] = {}
+    for rank, word in sorted(said.items()):
+        ranks_on.setdefault(word.node, []).append(rank)
+    if len(ranks_on) < 2:
+        return []
+    lines = [f"{len(ranks_on)} nodes, {len(said)} ranks:"]
+    for label, word in list(labelled(said).items())[:MOST_NODES_TOLD]:
+        lines.append(f"  {label}: {ranks_text(ranks_on[word.node])}, {word.address or 'address unknown'}")
+    if len(ranks_on) > MOST_NODES_TOLD:
+        lines.append(f"  and {len(ranks_on) - MOST_NODES_TOLD} more nodes")
+    return lines
+
+
+# ---------------------------------------------------------------- clocks
+def compare_clocks() -> None:
+    """Warn, on rank 0, of nodes whose clocks differ. A collective, once at the start of a run on several nodes."""
+    place = my_place()
+    if not place.several_nodes:
+        return
+    dist.barrier()
+    mine = (place.host, time.time()) if place.is_node_leader else None
+    for line in clock_warnings([one for one in to_rank_zero(mine) or [] if one is not None]):
+        logger.warning("%s", line)
+
+
+def clock_warnings(clocks: Sequence[tuple[str, float]]) -> list[str]:
+    """What to tell of clocks that were read at the same moment, of (host, seconds since 1970); the first is the
+    measure.
+
+    >>> clock_warnings([("a", 100.0), ("b", 100.4), ("c", 131.0)])
+    ['The clocks of nodes differ from that of a: c by +31.0 s. Let them keep time (chrony, NTP)']
+    """
+    off = [(host, at - clocks[0][1]) for host, at in clocks if abs(at - clocks[0][1]) > CLOCK_SECONDS]
+    if not off:
+        return []
+    told = hosts_text([f"{host} by {seconds:+.1f} s" for host, seconds in off])
+    return [
+        f"The clocks of nodes differ from that of {clocks[0][0]}: {told}. Let them keep time (chrony, NTP)"
+    ]
+
+
+OTHERS_WAIT_SECONDS = 10.0
+
+
+def start(
+    load: Callable[[], Config],
+    prepare: Callable[[Config], Prepared],
+    train: Callable[[Prepared, Rendezvous | None], int],
+) -> int:
+    """Load the settings, check them, take the run's folder, meet the other ranks, train: one of
+    `rlmath.distributed.fault_tolerance.exit_codes`.
+
+    `load` and `prepare` raise ValueError for all that can be known to be wrong before the start; `train` is called only
+    then, and where it fails, this process ends at once. The rendezvous is None where there is one rank.
+    """
+    setup_logging(environment_rank())
+    config, rendezvous = None, None
+    with ExitStack() as stack:
+        try:
+            rendezvous = open_rendezvous(RunConfig.start_timeout_seconds)
+            try:
+                config = load()
+                prepared = prepare(config)
+                if environment_rank() == 0:
+                    prepared = _take_folder(prepared, stack)
+            except (ValueError, OSError) as error:
+                if rendezvous is not None and rendezvous.place.several_nodes:
+                    _tell_all_nodes(rendezvous, error, _patience(config))
+                raise
+            if rendezvous is not None:
+                meet(rendezvous, facts_of(prepared), _patience(config))
+        except (ValueError, NotAllHere) as error:
+            status = MISTAKE if isinstance(error, ValueError) else FAILURE
+            tell_mistake(error)
+            stack.close()
+            if config is not None:
+                leave_word(config.run.output_dir, status, str(error))
+            return status
+        return _train(prepared, rendezvous, train)
+
+
+def _tell_all_nodes(rendezvous: Rendezvous, mistake: ValueError | OSError, seconds: float) -> None:
+    try:
+        meet_with_mistake(rendezvous, mistake, seconds)
+    except NotAllHere as lost:
+        raise NotAllHere(f"{mistake}\nThe other ranks could not be told: {lost}") from mistake
+
+
+def _patience(config: Config | None) -> float:
+    return RunConfig.start_timeout_seconds if config is None else config.run.start_timeout_seconds
+
+
+def _take_folder(prepared: Prepared, stack: ExitStack) -> Prepared:
+    """For rank 0: keep other runs out of the folder, and look again at what an earlier one may just have left there."""
+    config = prepared.config
+    stack.enter_context(sole_user(config.run.output_dir))
+    clear_exit_status(config.run.output_dir)
+    recovery = find_recovery(config, prepared.origin, prepared.inputs.total_steps)
+    return replace(prepared, recovery=recovery)
+
+
+def leave_word(output_dir: str | Path | None, status: int, message: str) -> None:
+    """Rank 0 tells whoever looks at the folder's exit status the first line of a message; not in a folder that is not
+    there (None: not known), nor in one where another program is at work."""
+    if environment_rank() != 0 or output_dir is None:
+        return
+    with suppress(ValueError, OSError):
+        if Path(output_dir).is_dir():
+            with sole_user(output_dir):
+                write_exit_status(output_dir, status, message.partition("\n")[0])
+
+
+def _train(
+    prepared: Prepared, rendezvous: Rendezvous | None, train: Callable[[Prepared, Rendezvous | None], int]
+) -> int:
+    """The run; after an error this process ends at once."""
+    if under_torchrun():
+        # Without torchrun a rank would wait long for its peers. Once they have met, the heartbeat watches over it.
+        end_with_parent(os.getppid())
+    try:
+        status = train(prepared, rendezvous)
+        process.leave()
+        return status
+    except BaseException as error:
+        if rendezvous is not None:
+            rendezvous.tell_failure(first_line(error))
+        end_broken()
+
+
+def tell_mistake(error: Exception) -> None:
+    """The first rank of each node speaks first: its launcher ends the others as soon as one has ended. What only
+    another rank sees is told after the wait."""
+    if os.environ.get("LOCAL_RANK", str(environment_rank())) != "0":
+        time.sleep(OTHERS_WAIT_SECONDS)
+    logger.error("%s", error)
+
+
+def end_broken() -> NoReturn:
+    """Call it where an error is handled: tell it, and end this process at once. Threads and process groups of a broken
+    program may wait for peers that wait for us."""
+    logger.exception("What rank %d on %s failed with:", environment_rank(), socket.gethostname())
+    logging.shutdown()
+    os._exit(FAILURE)

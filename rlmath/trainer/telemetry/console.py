@@ -1,0 +1,136 @@
+"""What a run prints: one line a step, in the manner of the AReaL documents."""
+
+from __future__ import annotations
+
+import logging
+import os
+import unicodedata
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+STEP_LINE_METRICS = {
+    "task_reward": ".4f",
+    "train/loss": ".4f",
+    "held_out/loss": ".4f",
+    "avg_seq_len": ".1f",
+    "no_eos_ratio": ".4f",
+}
+"""Metrics of the step line, where the step has them, and their formats."""
+
+
+_QUIET = ("vllm", "transformers", "megatron", "torch", "filelock", "urllib3", "asyncio")
+
+_KEPT = ("vllm.model_executor.model_loader.reload.inplace",)
+"""Loggers of those libraries whose warnings matter: here, weights that a sync did not load."""
+
+
+def setup_logging(rank: int) -> None:
+    """Time-stamped lines on stderr: everything of rank 0, warnings of the others; libraries only tell of errors.
+
+    Call it before vLLM is imported: vLLM would install handlers of its own.
+    To hear the libraries, set VLLM_LOGGING_LEVEL, TORCH_CPP_LOG_LEVEL or PYTHONWARNINGS.
+    """
+    os.environ.setdefault("VLLM_CONFIGURE_LOGGING", "0")
+    name = "" if rank == 0 else f" rank {rank}"
+    logging.basicConfig(
+        level=logging.INFO if rank == 0 else logging.WARNING,
+        format=f"%(asctime)s.%(msecs)03d{name} %(levelname)s: %(message)s",
+        datefmt="%Y%m%d-%H:%M:%S",
+        force=True,
+    )
+    for library in _QUIET:
+        logging.getLogger(library).setLevel(os.environ.get("VLLM_LOGGING_LEVEL", "ERROR"))
+        if "PYTHONWARNINGS" not in os.environ:
+            warnings.filterwarnings("ignore", module=rf"{library}(\.|$)")
+    for name in _KEPT:
+        logging.getLogger(name).setLevel(logging.WARNING)
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Where a run stands after a step. All counts from 1."""
+
+    epoch: int
+    total_epochs: int
+    step: int
+    """In its epoch."""
+    steps_per_epoch: int
+    global_step: int
+    total_steps: int
+    """Of the whole run."""
+    step_seconds: float
+    total_seconds: float
+    """Since this program started; of a resumed run, since it was resumed."""
+    steps_timed: int
+    """Steps that this program made; with `total_seconds` they give the estimate."""
+
+    @property
+    def remaining_seconds(self) -> float:
+        """Steps to go at the mean pace so far.
+
+        >>> Progress(1, 1, 2, 10, 2, 10, 3.0, 8.0, 2).remaining_seconds
+        32.0
+        """
+        return (self.total_steps - self.global_step) * self.total_seconds / self.steps_timed
+
+
+def step_line(progress: Progress, metrics: Mapping[str, float]) -> str:
+    """One line to read and to grep; `metrics` may hold more than is shown.
+
+    >>> step_line(Progress(1, 2, 3, 19, 3, 38, 1.234, 5.678, 3), {"task_reward": -0.25})
+    'Epoch 1/2 step 3/19 (global step 3) finishes. #End to end# execution time: *1.234*s. \
+Total time consumption: 5.678s. Estimated remaining time: 66.243s. task_reward: -0.2500'
+    """
+    step = f"step {progress.step}/{progress.steps_per_epoch} (global step {progress.global_step})"
+    return " ".join(
+        [
+            f"Epoch {progress.epoch}/{progress.total_epochs} {step} finishes.",
+            f"#End to end# execution time: *{progress.step_seconds:.3f}*s.",
+            f"Total time consumption: {progress.total_seconds:.3f}s.",
+            f"Estimated remaining time: {progress.remaining_seconds:.3f}s.",
+            *(
+                f"{name}: {metrics[name]:{form}}"
+                for name, form in STEP_LINE_METRICS.items()
+                if name in metrics
+            ),
+        ]
+    )
+
+
+_UNSEEN = frozenset({"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"})
+"""Unicode categories that move the cursor, turn the writing direction, or show nothing."""
+
+
+def visible(text: str) -> str:
+    """Control, format and surrogate characters written as \\x1b or \\u202e; new lines and tabs stay.
+
+    >>> visible("a\\x1b[31mb")
+    'a\\\\x1b[31mb'
+    """
+    if text.isascii() and text.isprintable():
+        return text
+    return "".join(_escaped(char) if _is_unseen(char) else char for char in text)
+
+
+def _is_unseen(char: str) -> bool:
+    return char not in "\n\t" and unicodedata.category(char) in _UNSEEN
+
+
+def _escaped(char: str) -> str:
+    code = ord(char)
+    return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"
+
+
+def shortened(text: str, most: int) -> str:
+    """The text, or when it is longer than `most` characters its first and last parts with a note between."""
+    if len(text) <= most:
+        return text
+    half = most // 2
+    return f"{text[:half]}\n[... {len(text) - 2 * half} characters left out ...]\n{text[-half:]}"
+
+
+def code_block(text: str) -> str:
+    """Markdown that shows exactly this text: indented, which nothing inside can end."""
+    lines = visible(text).replace("\t", "    ").split("\n")
+    return "\n".join("    " + line for line in lines)

@@ -1,0 +1,134 @@
+"""A few groups of every step, kept to be read: prompt, texts, rewards, advantages."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rlmath.rewards.verifier import FAILURES
+from rlmath.trainer.telemetry.console import code_block, shortened, visible
+from rlmath.trainer.telemetry.metrics_writer import MetricsWriter, json_number
+
+if TYPE_CHECKING:  # importing it imports torch, which the tool that shows samples does not need
+    from rlmath.algorithms.types import ScoredGroup
+
+SAMPLES_FOLDER = "samples"
+MAX_SHOWN_CHARS = 3000
+"""Most characters of one text that go to TensorBoard; the file has all of it."""
+
+
+def samples_file(output_dir: str, step: int, kind: str = "step") -> Path:
+    return Path(output_dir) / SAMPLES_FOLDER / f"{kind}-{step:06d}.jsonl"
+
+
+def keep_samples(output_dir: str | Path, last_step: int) -> None:
+    """Remove the samples of steps after `last_step`, for a run that goes on from there."""
+    for path in (Path(output_dir) / SAMPLES_FOLDER).glob("*-*.jsonl"):
+        number = path.stem.rpartition("-")[2]
+        if number.isdecimal() and int(number) > last_step:
+            path.unlink()
+
+
+class SampleWriter:
+    """Writes the first `groups_per_step` groups of each step; 0 writes nothing."""
+
+    def __init__(self, output_dir: str, groups_per_step: int) -> None:
+        self._output_dir = output_dir
+        self._groups_per_step = groups_per_step
+
+    def write(
+        self,
+        step: int,
+        groups: Sequence[ScoredGroup],
+        advantages: Sequence[Sequence[float]],
+        metrics_writer: MetricsWriter,
+    ) -> None:
+        """`samples/step-000001.jsonl`, one row per group, and one TensorBoard text per group.
+
+        `advantages` has a list per group and a number per completion. A step written before is replaced.
+        The file is pure ASCII: whatever the model wrote, it can be shown on a terminal.
+        """
+        assert len(advantages) >= len(groups[: self._groups_per_step])
+        rows = [
+            _row(group, group_advantages)
+            for group, group_advantages in zip(groups[: self._groups_per_step], advantages, strict=False)
+        ]
+        if not rows:
+            return
+        _write_rows(samples_file(self._output_dir, step), rows)
+        for number, row in enumerate(rows, start=1):
+            metrics_writer.write_text(f"samples/group_{number}", group_markdown(row), step)
+
+    def write_failure(
+        self, step: int, groups: Sequence[ScoredGroup], advantages: Sequence[Sequence[float]]
+    ) -> Path:
+        """`samples/failure-000001.jsonl`: the first group with a completion that could not be judged."""
+        path = samples_file(self._output_dir, step, "failure")
+        for group, group_advantages in zip(groups, advantages, strict=False):
+            if any(score.verdict in FAILURES for score in group.scores):
+                _write_rows(path, [_row(group, group_advantages)])
+                break
+        return path
+
+
+def _write_rows(path: Path, rows: Sequence[dict]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_suffix(".tmp")
+    unfinished.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="ascii")
+    os.replace(unfinished, path)
+
+
+def _row(group: ScoredGroup, advantages: Sequence[float]) -> dict:
+    completions = [
+        {
+            "reward": json_number(score.reward),
+            "advantage": json_number(advantage),
+            "correct": score.correct,
+            "verdict": score.verdict,
+            "extracted": score.extracted,
+            "boxed": score.boxed,
+            "length": len(completion.token_ids),
+            "finish_reason": completion.finish_reason,
+            "policy_version": completion.policy_version,
+            "text": completion.text,
+        }
+        for completion, score, advantage in zip(group.completions, group.scores, advantages, strict=True)
+    ]
+    return {
+        "prompt_id": group.prompt.prompt_id,
+        "prompt": group.prompt.text,
+        "solutions": list(group.prompt.solutions),
+        "completions": completions,
+    }
+
+
+def group_markdown(row: dict) -> str:
+    """A row as Markdown in which nothing of the prompt's or the model's text is markup."""
+    blocks = [
+        "**Prompt**",
+        code_block(shortened(row["prompt"], MAX_SHOWN_CHARS)),
+        "**Solutions**",
+        code_block("\n".join(row["solutions"])),
+    ]
+    for number, completion in enumerate(row["completions"], start=1):
+        blocks.append(f"**Completion {number}**: {completion_facts(completion)}")
+        blocks.append(code_block(shortened(completion["text"], MAX_SHOWN_CHARS)))
+    return "\n\n".join(blocks)
+
+
+def completion_facts(completion: dict) -> str:
+    """Reward, advantage, verdict, length and how it ended, in one line without the model's own text.
+
+    >>> completion_facts({"reward": 5.0, "advantage": 0.7, "verdict": "string", "correct": True, "length": 12,
+    ...                   "finish_reason": "stop"})
+    'reward +5, advantage +0.700, right (string), 12 tokens, stop'
+    """
+    right = "right" if completion["correct"] else "wrong"
+    return (
+        f"reward {float(completion['reward']):+g}, advantage {float(completion['advantage']):+.3f},"
+        f" {right} ({visible(completion['verdict'])}), {completion['length']} tokens,"
+        f" {visible(completion['finish_reason'])}"
+    )

@@ -1,0 +1,211 @@
+"""Accuracy on files of its own while a run goes on.
+
+A validation belongs to the weights that it was sampled with: that of step N, which stands in `validation.jsonl` and
+TensorBoard at step N, is made at the beginning of step N+1, where the engines have these weights anyway; that of step 0
+is made before training, the last one after it, with a switch of memory of its own. `metrics.jsonl` has only the
+`seconds/validation` of the step that it was made in.
+
+The engines share the problems of a batch as in a rollout. Seeds depend on the problem and the sample, not on the step:
+two validations differ by their weights alone. No state of training is touched, so that a run with validations trains as
+one without. A run that is asked to stop does not wait for the end of a validation: it is broken off and made again.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rlmath.algorithms.types import ScoredGroup
+from rlmath.config.length_curriculum import validates, validation_tokens
+from rlmath.config.schema import Config
+from rlmath.data.dataset import ValidationFile
+from rlmath.distributed.collectives import from_rank_zero
+from rlmath.rollout.collector import RolloutSeed, Sampling
+from rlmath.trainer.build import Parts
+from rlmath.trainer.run_dir import BEST_FOLDER
+from rlmath.trainer.telemetry.metrics_writer import VALIDATION_FILE, read_metrics
+
+logger = logging.getLogger(__name__)
+
+BEST_FILE = "validation.json"
+"""In the folder of the best model: its step, accuracy and metrics, and how they were measured."""
+NO_STEP = -1
+"""Stands for the step in the seeds of validations: no step of training has it."""
+
+Export = Callable[[Path, Mapping[str, bytes]], None]
+"""Writes the model as it is now into a folder, with some files more; a collective. OSError on rank 0."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A validation."""
+
+    step: int
+    """Steps done by the weights that were measured."""
+    metrics: dict[str, float]
+
+
+class Validator:
+    """Measures when it is due, and keeps the best model. All ranks call it alike."""
+
+    def __init__(
+        self,
+        parts: Parts,
+        files: Sequence[ValidationFile],
+        steps_done: int,
+        total_steps: int,
+        export: Export,
+        asked_to_stop: Callable[[], str | None],
+    ) -> None:
+        """A run that goes on has `steps_done`, and finds its validations and the best model in its folder.
+        `asked_to_stop` is a collective, asked before every batch."""
+        self._parts = parts
+        self._files = files
+        self._total_steps = total_steps
+        self._export = export
+        self._asked_to_stop = asked_to_stop
+        self.stopped_by: str | None = None
+        """What asked the run to stop while it validated, which broke that off."""
+        self._folder = Path(parts.config.run.output_dir)
+        found = _read_earlier(self._folder, parts.config) if steps_done and parts.mesh.rank == 0 else None
+        self._done, self._best = from_rank_zero(found or (set(), None))
+
+    def due(self, step: int) -> bool:
+        """Whether the weights with `step` steps done are to be measured, and are not yet."""
+        settings = self._parts.config.validation
+        if settings.every_steps is None or step in self._done:
+            return False
+        if step == 0:
+            return settings.before_training
+        return step % settings.every_steps == 0 or step == self._total_steps
+
+    def measure(self, step: int) -> Measured | None:
+        """The accuracy of the weights with `step` steps done, which the engines have, where that is due; None, too,
+        where it is broken off."""
+        if not self.due(step):
+            return None
+        started, metrics = time.perf_counter(), {}
+        with self._parts.timers.phase("validation"):
+            for file in self._files:
+                groups = self._sample(file)
+                if self.stopped_by is not None:
+                    logger.info(
+                        "The validation after step %d is broken off by %s; the same command makes it",
+                        step,
+                        self.stopped_by,
+                    )
+                    return None
+                metrics |= file_metrics(file, groups, self._parts.config.validation.samples)
+        accuracies = [metrics[f"validation/{file.name}/accuracy"] for file in self._files]
+        metrics["validation/accuracy"] = sum(accuracies) / len(accuracies)
+        metrics["validation/seconds"] = time.perf_counter() - started
+        self._done.add(step)
+        told = ", ".join(
+            f"{file.name} {accuracy:.4f}" for file, accuracy in zip(self._files, accuracies, strict=True)
+        )
+        logger.info(
+            "Validation after step %d: accuracy %.4f (%s)", step, metrics["validation/accuracy"], told
+        )
+        return Measured(step, metrics)
+
+    def _sample(self, file: ValidationFile) -> list[ScoredGroup]:
+        """As far as it came, where the run is asked to stop."""
+        config, groups = self._parts.config, []
+        settings = config.validation
+        how = Sampling(settings.samples, settings.temperature, settings.top_p, 0, validation_tokens(config))
+        seed, title = RolloutSeed(config.run.seed, NO_STEP), f"validation {file.name}"
+        for start in range(0, len(file.prompts), settings.batch_size):
+            self.stopped_by = self._asked_to_stop()
+            if self.stopped_by is not None:
+                break
+            batch = file.prompts[start : start + settings.batch_size]
+            groups += self._parts.collector.collect(batch, how, seed, title).groups
+        return groups
+
+    def keep_if_best(self, measured: Measured | None) -> None:
+        """Export the model, whose weights must be those that were measured, where it is better than all before. What
+        the disk refuses costs the model, and not the run."""
+        if measured is None or not self._parts.config.validation.keep_best:
+            return
+        accuracy = measured.metrics["validation/accuracy"]
+        if self._best is not None and accuracy <= self._best:
+            return
+        failed = None
+        with self._parts.timers.phase("keep_best"):
+            try:
+                self._export(self._folder / BEST_FOLDER, {BEST_FILE: self._account(measured)})
+            except OSError as error:
+                failed = str(error)
+            failed = from_rank_zero(failed)
+        if failed is None:
+            self._best = accuracy
+            logger.info(
+                "Best model so far: that of step %d, in %s", measured.step, self._folder / BEST_FOLDER
+            )
+        elif self._parts.mesh.rank == 0:
+            logger.warning(
+                "The best model, of step %d, was not kept: %s. The run goes on", measured.step, failed
+            )
+
+    def _account(self, measured: Measured) -> bytes:
+        account = {
+            "step": measured.step,
+            "accuracy": measured.metrics["validation/accuracy"],
+            "metrics": measured.metrics,
+            "measured_with": _measure(self._parts.config),
+        }
+        return (json.dumps(account, indent=1) + "\n").encode()
+
+
+def file_metrics(file: ValidationFile, groups: Sequence[ScoredGroup], samples: int) -> dict[str, float]:
+    """Accuracy over all problems of the file, mean length (tokens) and truncated share of what was sampled."""
+    completions = [completion for group in groups for completion in group.completions]
+    right = sum(score.correct for group in groups for score in group.scores)
+    n = len(completions)
+    return {
+        f"validation/{file.name}/accuracy": right / (file.problems * samples),
+        f"validation/{file.name}/mean_tokens": sum(len(one.token_ids) for one in completions) / n,
+        f"validation/{file.name}/truncated": sum(one.finish_reason == "length" for one in completions) / n,
+    }
+
+
+def _measure(config: Config) -> dict[str, Any]:
+    """What two accuracies must have in common to be compared."""
+    settings = config.validation
+    return {
+        "paths": list(settings.paths),
+        "template": settings.template or config.data.template,
+        "samples": settings.samples,
+        "temperature": settings.temperature,
+        "top_p": settings.top_p,
+        "max_new_tokens": validation_tokens(config),
+    }
+
+
+def _read_earlier(folder: Path, config: Config) -> tuple[set[int], float | None]:
+    """(steps that are validated, best accuracy that there is a model of) in the folder of a run that goes on.
+
+    A best model that was measured otherwise is not compared with, and one whose account cannot be read neither.
+    """
+    if not validates(config):
+        return set(), None
+    done = set()
+    if (folder / VALIDATION_FILE).is_file():
+        done = {int(row["step"]) for row in read_metrics(str(folder), VALIDATION_FILE)}
+    path, best = folder / BEST_FOLDER / BEST_FILE, None
+    try:
+        account = json.loads(path.read_text(encoding="utf-8"))
+        if account["measured_with"] == _measure(config):
+            best = float(account["accuracy"])
+        else:
+            logger.warning("%s was measured with other settings of validation and counts no more", path)
+    except FileNotFoundError:
+        pass
+    except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
+        logger.warning("%s cannot be read (%s); the next validation makes the best model", path, error)
+    return done, best

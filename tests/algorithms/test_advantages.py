@@ -1,0 +1,370 @@
+import math
+import statistics
+
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from jaxtyping import TypeCheckError
+
+from rlmath.algorithms.advantages import (
+    ADVANTAGE_KINDS,
+    AdvantageKind,
+    KLTotals,
+    advantages,
+    batch_normalised,
+    centred,
+    group_normalised,
+    kl_shaped_advantages,
+    leave_one_out,
+)
+
+OF_GROUPS = ("grpo", "dr_grpo", "rloo", "reinforce++")
+OVER_BATCH = ("ppo", "reinforce++")
+NO_KL = KLTotals(0.0, 0.0, 0.0)
+
+Rows = list[list[float]]
+
+
+def one_token_each(rewards: Rows) -> list[list[int]]:
+    return [[1] * len(row) for row in rewards]
+
+
+def approx(rows: Rows, tolerance: float = 1e-12) -> list:
+    return [pytest.approx(row, abs=tolerance) for row in rows]
+
+
+# ---------------------------------------------------------------- hand-computed
+
+
+@pytest.mark.parametrize(
+    ("kind", "wanted"),
+    [
+        # mean -2.5; squared distances 56.25 and 3 x 6.25 over G - 1 = 3 give a deviation of 5
+        ("grpo", [1.5, -0.5, -0.5, -0.5]),
+        ("dr_grpo", [7.5, -2.5, -2.5, -2.5]),
+        # 5 - (-5), and -5 - (5 - 5 - 5) / 3
+        ("rloo", [10.0, -10 / 3, -10 / 3, -10 / 3]),
+        # the same squared distances over 4: deviation 4.330127, 7.5 / 4.330127 = sqrt(3)
+        ("ppo", [1.7320508, -0.5773503, -0.5773503, -0.5773503]),
+        ("reinforce++", [1.7320508, -0.5773503, -0.5773503, -0.5773503]),
+    ],
+)
+def test_one_right_answer_of_four(kind: AdvantageKind, wanted: list[float]):
+    assert advantages([[5.0, -5.0, -5.0, -5.0]], [[1, 1, 1, 1]], kind, 0.0) == approx([wanted], 1e-7)
+
+
+def test_epsilon_is_added_to_the_deviation_of_the_group():
+    # mean 2, deviation sqrt((4 + 0 + 4) / 2) = 2
+    assert advantages([[0.0, 2.0, 4.0]], [[1, 1, 1]], "grpo", 2.0) == approx([[-0.5, 0.0, 0.5]])
+
+
+@pytest.mark.parametrize("kind", ["dr_grpo", "rloo"])
+def test_epsilon_is_nothing_to_kinds_that_do_not_divide(kind: AdvantageKind):
+    assert advantages([[0.0, 2.0]], [[1, 1]], kind, 0.0) == advantages([[0.0, 2.0]], [[1, 1]], kind, 7.0)
+
+
+@pytest.mark.parametrize("eps", [0.0, 0.2])
+def test_ppo_normalises_over_the_tokens_of_the_batch(eps: float):
+    # tokens 2 0 0 0 0: mean 0.4, variance (1.6^2 + 4 x 0.4^2) / 5 = 0.64, deviation 0.8
+    got = advantages([[2.0], [0.0, 0.0]], [[1], [3, 1]], "ppo", eps)
+    assert got == approx([[1.6 / (0.8 + eps)], [-0.4 / (0.8 + eps)] * 2])
+
+
+@pytest.mark.parametrize("eps", [0.0, 0.2])
+def test_reinforce_pp_takes_the_groups_mean_and_normalises_over_the_tokens_of_the_batch(eps: float):
+    # group means 2 and 8; tokens then 2 x 1 and 8 x -1: mean -0.6, variance (2 x 1.6^2 + 8 x 0.4^2) / 10 = 0.64
+    got = advantages([[3.0, 1.0], [9.0, 7.0]], [[1, 3], [1, 5]], "reinforce++", eps)
+    assert got == approx([[1.6 / (0.8 + eps), -0.4 / (0.8 + eps)]] * 2)
+
+
+def test_the_mean_of_a_group_counts_completions_not_tokens():
+    # mean 2 whatever the lengths; by tokens it would be 3.8
+    assert advantages([[0.0, 4.0]], [[1, 19]], "dr_grpo", 0.0) == [[-2.0, 2.0]]
+
+
+def test_pieces_by_hand():
+    rewards_G = torch.tensor([1.0, 2.0, 6.0], dtype=torch.float64)
+    assert centred(rewards_G).tolist() == [-2.0, -1.0, 3.0]
+    # the others' means: 4, 3.5, 1.5
+    assert leave_one_out(rewards_G).tolist() == pytest.approx([-3.0, -1.5, 4.5])
+    # variance (4 + 1 + 9) / 2 = 7
+    assert group_normalised(rewards_G, 0.0).tolist() == pytest.approx([-2 / 7**0.5, -1 / 7**0.5, 3 / 7**0.5])
+    # weights 1 0 1: mean 3.5, deviation 2.5
+    weights_N = torch.tensor([1.0, 0.0, 1.0], dtype=torch.float64)
+    assert batch_normalised(rewards_G, weights_N, 0.0)[[0, 2]].tolist() == pytest.approx([-1.0, 1.0])
+
+
+# ---------------------------------------------------------------- groups and their sizes
+
+
+@pytest.mark.parametrize("kind", ["grpo", "dr_grpo", "rloo"])
+def test_groups_do_not_influence_each_other(kind: AdvantageKind):
+    rewards = [[1.0, 3.0], [100.0, -100.0, 7.0], [5.0]]
+    together = advantages(rewards, one_token_each(rewards), kind, 1e-6)
+    assert together == [advantages([row], [[1] * len(row)], kind, 1e-6)[0] for row in rewards]
+
+
+def test_a_group_cut_short_is_a_smaller_group():
+    # distances +-1 and 0 of 2 samples: deviation sqrt(2); of 3 samples: deviation 1
+    got = advantages([[1.0, 3.0], [1.0, 2.0, 3.0]], [[4, 4], [4, 4, 4]], "grpo", 0.0)
+    assert got == approx([[-(0.5**0.5), 0.5**0.5], [-1.0, 0.0, 1.0]])
+
+
+@pytest.mark.parametrize("reward", [5.0, -5.0, 0.0, 0.1])
+@pytest.mark.parametrize("eps", [0.0, 1e-6])
+@pytest.mark.parametrize("kind", OF_GROUPS)
+def test_a_group_without_contrast_gets_exact_zeros(kind: AdvantageKind, eps: float, reward: float):
+    # Three times 0.1 over 3 is not 0.1 in binary: without the rule rounding would be divided by itself.
+    assert advantages([[reward] * 3, [reward] * 7], [[1, 5, 2], [3] * 7], kind, eps) == [[0.0] * 3, [0.0] * 7]
+
+
+@pytest.mark.parametrize("reward", [5.0, 0.1])
+@pytest.mark.parametrize("eps", [0.0, 1e-6])
+@pytest.mark.parametrize("kind", ADVANTAGE_KINDS)
+def test_a_batch_without_contrast_gets_exact_zeros(kind: AdvantageKind, eps: float, reward: float):
+    assert advantages([[reward] * 2, [reward]], [[1, 5], [3]], kind, eps) == [[0.0, 0.0], [0.0]]
+
+
+@pytest.mark.parametrize("eps", [0.0, 1e-6])
+def test_a_batch_of_groups_that_each_lack_contrast_has_none_once_centred(eps: float):
+    assert advantages([[0.1] * 3, [9.0] * 2], [[1, 2, 3], [4, 5]], "reinforce++", eps) == [
+        [0.0] * 3,
+        [0.0] * 2,
+    ]
+
+
+@pytest.mark.parametrize("kind", OF_GROUPS)
+def test_a_completion_alone_in_its_group_gets_zero(kind: AdvantageKind):
+    assert advantages([[4.0], [2.0], [-1.0]], [[3], [1], [9]], kind, 0.0) == [[0.0]] * 3
+
+
+def test_ppo_needs_no_group():
+    # tokens 4 and 2: mean 3, deviation 1
+    assert advantages([[4.0], [2.0]], [[1], [1]], "ppo", 0.0) == [[1.0], [-1.0]]
+
+
+@pytest.mark.parametrize("kind", ["grpo", "dr_grpo", "rloo"])
+def test_a_nan_makes_its_group_nan_and_no_other(kind: AdvantageKind):
+    got = advantages([[math.nan, 1.0], [2.0, 4.0], [math.nan]], [[1, 1], [1, 1], [1]], kind, 1e-6)
+    assert all(map(math.isnan, got[0] + got[2]))
+    assert got[1] == advantages([[2.0, 4.0]], [[1, 1]], kind, 1e-6)[0]
+
+
+@pytest.mark.parametrize("kind", OVER_BATCH)
+def test_a_nan_makes_the_normalised_batch_nan(kind: AdvantageKind):
+    got = advantages([[math.nan, 1.0], [2.0, 4.0]], [[1, 1], [1, 1]], kind, 1e-6)
+    assert all(math.isnan(value) for row in got for value in row)
+
+
+@pytest.mark.parametrize("kind", ADVANTAGE_KINDS)
+def test_no_groups_and_empty_groups(kind: AdvantageKind):
+    assert advantages([], [], kind, 1e-6) == []
+    assert advantages([[], [1.0, 1.0]], [[], [1, 1]], kind, 1e-6) == [[], [0.0, 0.0]]
+
+
+@pytest.mark.parametrize("eps", [0.0, 1e-6])
+def test_a_completion_without_tokens_is_no_contrast_of_the_batch(eps: float):
+    # The only tokens of the batch all have a return of 1 (or 0.1, where rounding would be divided by itself).
+    assert advantages([[1.0, 0.0]], [[3, 0]], "ppo", eps)[0][0] == 0.0
+    assert advantages([[0.1, 0.1, 0.0]], [[3, 2, 0]], "ppo", eps)[0][:2] == [0.0, 0.0]
+
+
+def test_the_shape_of_the_rewards_is_checked():
+    for function in (centred, leave_one_out, lambda rewards: group_normalised(rewards, 1e-6)):
+        with pytest.raises(TypeCheckError):
+            function(torch.ones(4, 1))
+        with pytest.raises(TypeCheckError):
+            function(torch.ones(4, dtype=torch.int64))
+    with pytest.raises(TypeCheckError):
+        batch_normalised(torch.ones(4), torch.ones(3), 1e-6)
+    with pytest.raises(TypeCheckError):
+        advantages([[1.0]], [[1]], "gae", 1e-6)  # pyright: ignore
+
+
+# ---------------------------------------------------------------- any rewards, against the standard library
+
+groups = st.lists(
+    st.lists(st.tuples(st.integers(-1000, 1000), st.integers(1, 9)), min_size=1, max_size=6),
+    min_size=1,
+    max_size=5,
+)
+
+
+def by_the_book(rewards: Rows, tokens: list[list[int]], kind: str, eps: float) -> Rows:
+    def of_group(row: list[float]) -> list[float]:
+        mean = statistics.fmean(row)
+        if kind == "ppo":
+            return row
+        if len(row) == 1:
+            return [0.0]
+        if kind == "rloo":
+            return [r - (sum(row) - r) / (len(row) - 1) for r in row]
+        scale = statistics.stdev(row) + eps if kind == "grpo" else 1.0
+        return [(r - mean) / scale if len(set(row)) > 1 else 0.0 for r in row]
+
+    by_group = [of_group(row) for row in rewards]
+    if kind not in OVER_BATCH:
+        return by_group
+    of_tokens = [
+        a
+        for row, ns in zip(by_group, tokens, strict=True)
+        for a, n in zip(row, ns, strict=True)
+        for _ in range(n)
+    ]
+    mean, scale = statistics.fmean(of_tokens), statistics.pstdev(of_tokens) + eps
+    return [[(a - mean) / scale if len(set(of_tokens)) > 1 else 0.0 for a in row] for row in by_group]
+
+
+@settings(deadline=None, max_examples=60)
+@given(groups, st.floats(0.0, 10.0), st.sampled_from(ADVANTAGE_KINDS))
+def test_any_batch_agrees_with_the_standard_library(drawn: list, eps: float, kind: AdvantageKind):
+    rewards = [[float(reward) for reward, _ in row] for row in drawn]
+    tokens = [[n for _, n in row] for row in drawn]
+    got = advantages(rewards, tokens, kind, eps)
+    assert got == approx(by_the_book(rewards, tokens, kind, eps), 1e-9)
+
+
+# ---------------------------------------------------------------- KL inside of the reward
+
+
+def totals_of(kls: list[float]) -> KLTotals:
+    to_go = [math.fsum(kls[t:]) for t in range(len(kls))]
+    mean = math.fsum(to_go) / max(1, len(to_go))
+    return KLTotals(to_go[0] if to_go else 0.0, mean, math.fsum((k - mean) ** 2 for k in to_go))
+
+
+def approx_row(row: list[float]):
+    return pytest.approx(row, abs=1e-12)
+
+
+def shaped_by_token(
+    rewards: Rows, kls: list[list[list[float]]], kl_coef: float, kind: AdvantageKind, eps: float
+) -> list[list[list[float]]]:
+    """What `kl_shaped_advantages` gives every token."""
+    tokens = [[len(one) for one in row] for row in kls]
+    totals = [[totals_of(one) for one in row] for row in kls]
+    shaped = kl_shaped_advantages(rewards, tokens, totals, kl_coef, kind, eps)
+    return [
+        [
+            [offset - shaped.slope * math.fsum(one[t:]) for t in range(len(one))]
+            for offset, one in zip(*rows, strict=True)
+        ]
+        for rows in zip(shaped.offsets, kls, strict=True)
+    ]
+
+
+@pytest.mark.parametrize("kind", OF_GROUPS)
+def test_kinds_of_groups_take_the_kl_of_the_whole_completion_from_its_reward(kind: AdvantageKind):
+    # KL 0.25 + 0.25, 0.25 and 0: rewards 1 - 0.4 x 0.5 = 0.8, 0 - 0.4 x 0.25 = -0.1 and 3
+    got = shaped_by_token([[1.0, 0.0], [3.0]], [[[0.25, 0.25], [0.25]], [[0.0] * 3]], 0.4, kind, 0.5)
+    wanted = advantages([[0.8, -0.1], [3.0]], [[2, 1], [3]], kind, 0.5)
+    assert got == [
+        [approx_row([wanted[0][0]] * 2), approx_row([wanted[0][1]])],
+        [approx_row([wanted[1][0]] * 3)],
+    ]
+
+
+@pytest.mark.parametrize("eps", [0.0, 0.2])
+def test_ppo_takes_from_a_token_the_kl_of_the_rest_of_its_completion(eps: float):
+    # returns 3 - 1 = 2; 1 - (0 + 1) and 1 - 1; 0 and 0: the tokens 2 0 0 0 0 of mean 0.4 and deviation 0.8
+    got = shaped_by_token([[3.0, 1.0], [0.0]], [[[1.0], [0.0, 1.0]], [[0.0, 0.0]]], 1.0, "ppo", eps)
+    high, low = 1.6 / (0.8 + eps), -0.4 / (0.8 + eps)
+    assert got == [[approx_row([high]), approx_row([low] * 2)], [approx_row([low] * 2)]]
+
+
+def test_a_slope_goes_with_ppo_alone():
+    totals = [[KLTotals(1.0, 1.0, 0.0), NO_KL]]
+    for kind in OF_GROUPS:
+        assert kl_shaped_advantages([[1.0, 0.0]], [[1, 1]], totals, 0.5, kind, 0.0).slope == 0.0
+    # returns 0.5 and 0: deviation 0.25
+    assert kl_shaped_advantages([[1.0, 0.0]], [[1, 1]], totals, 0.5, "ppo", 0.0).slope == 2.0
+
+
+eighths = st.integers(-40, 40).map(lambda n: n / 8)
+completions = st.tuples(eighths, st.lists(eighths, min_size=1, max_size=6))
+batches = st.lists(st.lists(completions, min_size=1, max_size=4), min_size=1, max_size=4)
+
+
+def dense_returns(
+    rewards: Rows, kls: list[list[list[float]]], kl_coef: float, eps: float
+) -> list[list[list[float]]]:
+    returns = [
+        [[r - kl_coef * math.fsum(one[t:]) for t in range(len(one))] for r, one in zip(*rows, strict=True)]
+        for rows in zip(rewards, kls, strict=True)
+    ]
+    flat = [value for row in returns for one in row for value in one]
+    mean, scale = statistics.fmean(flat), statistics.pstdev(flat) + eps
+    return [
+        [[(v - mean) / scale if len(set(flat)) > 1 else 0.0 for v in one] for one in row] for row in returns
+    ]
+
+
+@settings(deadline=None, max_examples=150)
+@given(
+    batches,
+    st.sampled_from([0.0, 0.25, 0.5, 1.0]),
+    st.sampled_from([0.0, 1e-6, 0.5]),
+    st.none() | eighths,
+)
+@example([[(0.0, [3.0]), (0.0, [3.0])], [(0.0, [3.0])]], 0.5, 0.0, None)
+@example([[(0.0, [0.0, 0.0, 2.0]), (1.0, [3.0])]], 1.0, 0.0, None)
+def test_ppo_equals_the_normalised_returns_of_all_tokens(
+    drawn: list, kl_coef: float, eps: float, same_reward: float | None
+):
+    rewards = [[reward if same_reward is None else same_reward for reward, _ in row] for row in drawn]
+    kls = [[kl for _, kl in row] for row in drawn]
+    got = shaped_by_token(rewards, kls, kl_coef, "ppo", eps)
+    for got_row, wanted_row in zip(got, dense_returns(rewards, kls, kl_coef, eps), strict=True):
+        for ours, wanted in zip(got_row, wanted_row, strict=True):
+            assert ours == pytest.approx(wanted, abs=1e-6, rel=1e-6)
+
+
+def test_ppo_does_not_lose_a_contrast_far_from_zero():
+    # returns 1e6 + 1 and 1e6, without KL
+    got = shaped_by_token([[1e6 + 1, 1e6]], [[[0.0], [0.0]]], 0.1, "ppo", 0.0)
+    assert got == [[approx_row([1.0]), approx_row([-1.0])]]
+
+
+def test_ppo_does_not_lose_the_contrast_of_a_large_kl():
+    # returns -1000 and -1001: mean -1000.5, deviation 0.5
+    got = shaped_by_token([[0.0, 0.0]], [[[1000.0], [1001.0]]], 1.0, "ppo", 0.0)
+    assert got == [[pytest.approx([1.0], abs=1e-8), pytest.approx([-1.0], abs=1e-8)]]
+
+
+@settings(deadline=None, max_examples=60)
+@given(batches, st.sampled_from([0.0, 1e-6, 0.5]), st.sampled_from(ADVANTAGE_KINDS))
+def test_a_coefficient_of_zero_gives_the_plain_advantages(drawn: list, eps: float, kind: AdvantageKind):
+    rewards, kls = [[reward for reward, _ in row] for row in drawn], [[kl for _, kl in row] for row in drawn]
+    tokens = [[len(one) for one in row] for row in kls]
+    shaped = kl_shaped_advantages(
+        rewards, tokens, [[totals_of(one) for one in row] for row in kls], 0.0, kind, eps
+    )
+    assert shaped.slope == 0.0
+    assert shaped.offsets == approx(advantages(rewards, tokens, kind, eps), 1e-9)
+
+
+@pytest.mark.parametrize("reward", [5.0, 0.1, 1 / 3])
+@pytest.mark.parametrize("eps", [0.0, 1e-6])
+@pytest.mark.parametrize("kind", ADVANTAGE_KINDS)
+def test_before_any_kl_equal_rewards_give_exact_zeros(kind: AdvantageKind, eps: float, reward: float):
+    totals = [[NO_KL] * 3, [NO_KL] * 2]
+    shaped = kl_shaped_advantages(
+        [[reward] * 3, [reward] * 2], [[7, 3, 11], [1, 900]], totals, 0.1, kind, eps
+    )
+    assert shaped.offsets == [[0.0] * 3, [0.0] * 2]
+
+
+@pytest.mark.parametrize("eps", [0.0, 1e-6])
+@pytest.mark.parametrize("kind", ADVANTAGE_KINDS)
+@pytest.mark.parametrize("what", ["reward", "kl"])
+def test_a_nan_is_seen_with_kl_in_the_reward_too(kind: AdvantageKind, eps: float, what: str):
+    rewards = [[math.nan if what == "reward" else 1.0, 0.0]]
+    totals = [[KLTotals(math.nan, math.nan, math.nan) if what == "kl" else NO_KL, NO_KL]]
+    shaped = kl_shaped_advantages(rewards, [[1, 1]], totals, 0.1, kind, eps)
+    assert all(math.isnan(offset) for offset in shaped.offsets[0])
+
+
+@pytest.mark.parametrize("kind", ADVANTAGE_KINDS)
+def test_no_groups_with_kl_in_the_reward(kind: AdvantageKind):
+    assert kl_shaped_advantages([], [], [], 0.1, kind, 1e-6).offsets == []

@@ -1,0 +1,215 @@
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jaxtyping import TypeCheckError
+from torch import Tensor
+
+from rlmath.algorithms.importance_sampling import (
+    Corrected,
+    Correction,
+    corrected,
+    segment_sums,
+    sequence_log_ratio,
+)
+
+MOST = math.exp(20)
+
+
+def weights(ratios: list[float], rule: Correction, segments: list[int] | None = None) -> Corrected:
+    """Every token counts; by default all in one segment."""
+    segments_T = torch.tensor(segments if segments is not None else [0] * len(ratios))
+    log_T = torch.tensor(ratios, dtype=torch.float64).log()
+    return corrected(
+        log_T, torch.ones(len(ratios), dtype=torch.bool), segments_T, int(segments_T.max()) + 1, rule
+    )
+
+
+# ---------------------------------------------------------------- sums and geometric means of segments
+
+
+def test_segment_sums_by_hand():
+    sums_S = segment_sums(torch.tensor([1.0, 2.0, 4.0, 8.0]), torch.tensor([0, 0, 2, 2]), 4)
+    assert sums_S.tolist() == [3.0, 0.0, 12.0, 0.0]
+
+
+def test_the_ratio_of_a_sequence_is_the_geometric_mean_of_its_tokens():
+    # sqrt(2 x 8) = 4, (27 x 1 x 1)^(1/3) = 3, and 5 alone
+    log_T = torch.tensor([1.0, 2.0, 8.0, 27.0, 1.0, 1.0, 5.0], dtype=torch.float64).log()
+    counted_T = torch.tensor([False, True, True, True, True, True, True])
+    got = sequence_log_ratio(log_T, counted_T, torch.tensor([0, 0, 0, 1, 1, 1, 2]), 3).exp()
+    assert got.tolist() == pytest.approx([4.0, 4.0, 4.0, 3.0, 3.0, 3.0, 5.0])
+
+
+def test_a_segment_without_counted_tokens_has_a_ratio_of_one():
+    got = sequence_log_ratio(torch.zeros(3), torch.tensor([True, False, False]), torch.tensor([0, 1, 1]), 2)
+    assert got.tolist() == [0.0, 0.0, 0.0]
+
+
+def test_the_ratio_of_a_sequence_has_a_gradient():
+    log_T = torch.zeros(4, requires_grad=True)
+    counted_T = torch.tensor([True, True, True, True])
+    sequence_log_ratio(log_T, counted_T, torch.tensor([0, 0, 0, 1]), 2)[0].backward()
+    assert log_T.grad is not None
+    assert log_T.grad.tolist() == pytest.approx([1 / 3, 1 / 3, 1 / 3, 0.0])
+
+
+# ---------------------------------------------------------------- weights
+
+
+@pytest.mark.parametrize(
+    ("rule", "wanted", "cut"),
+    [
+        (Correction("token"), [0.5, 1.0, 2.25, 3.0], "...."),
+        (Correction("token", cap=2.0), [0.5, 1.0, 2.0, 2.0], "..xx"),
+        (Correction("token", mask_low=0.75), [0.0, 1.0, 2.25, 3.0], "x..."),
+        (Correction("token", mask_high=2.5), [0.5, 1.0, 2.25, 0.0], "...x"),
+        (Correction("token", mask_low=0.75, mask_high=2.0), [0.0, 1.0, 0.0, 0.0], "x.xx"),
+        # masks look at the weight before the cap
+        (Correction("token", cap=2.0, mask_high=2.5), [0.5, 1.0, 2.0, 0.0], "..xx"),
+        (Correction("token", cap=2.0, mask_low=0.75, mask_high=2.5), [0.0, 1.0, 2.0, 0.0], "x.xx"),
+        # product 0.5 x 2.25 = 1.125, and 1 x 3
+        (Correction("sequence"), [1.125, 3.0, 1.125, 3.0], "...."),
+        (Correction("sequence", cap=2.0), [1.125, 2.0, 1.125, 2.0], ".x.x"),
+        (Correction("sequence", mask_high=2.5), [1.125, 0.0, 1.125, 0.0], ".x.x"),
+        (Correction("sequence", mask_low=2.0), [0.0, 3.0, 0.0, 3.0], "x.x."),
+        (Correction("sequence", cap=2.0, mask_low=1.5), [0.0, 2.0, 0.0, 2.0], "xxxx"),
+    ],
+)
+def test_weights_by_hand(rule: Correction, wanted: list[float], cut: str):
+    got = weights([0.5, 1.0, 2.25, 3.0], rule, [0, 1, 0, 1])
+    assert got.weights_T.tolist() == pytest.approx(wanted)
+    assert got.cut_T.tolist() == [mark == "x" for mark in cut]
+
+
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_a_weight_on_its_bound_is_not_cut(level):
+    got = weights([1.0, 1.0], Correction(level, cap=1.0, mask_low=1.0, mask_high=1.0))
+    assert got.weights_T.tolist() == [1.0, 1.0] and not got.cut_T.any()
+
+
+@pytest.mark.parametrize(
+    "rule", [Correction("token", cap=2.0, mask_low=0.5, mask_high=9.0), Correction("sequence")]
+)
+def test_where_engine_and_trainer_agree_nothing_changes(rule: Correction):
+    got = weights([1.0, 1.0, 1.0], rule, [0, 1, 1])
+    assert got.weights_T.tolist() == [1.0, 1.0, 1.0] and not got.cut_T.any()
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [
+        Correction("token"),
+        Correction("sequence"),
+        Correction("token", mask_low=2.0),
+        Correction("token", cap=0.5),
+    ],
+)
+def test_tokens_that_do_not_count_have_neither_weight_nor_mark(rule: Correction):
+    counted_T = torch.tensor([False, True, False])
+    got = corrected(torch.zeros(3), counted_T, torch.tensor([0, 0, 1]), 2, rule)
+    assert got.weights_T[~counted_T].tolist() == [0.0, 0.0]
+    assert got.cut_T[~counted_T].tolist() == [False, False]
+
+
+def test_the_product_is_over_counted_tokens_of_the_own_segment():
+    # the caller gives 0 where no token counts
+    log_T = torch.tensor([0.0, math.log(2), math.log(3), math.log(5), 0.0], dtype=torch.float64)
+    counted_T = torch.tensor([False, True, True, True, False])
+    got = corrected(log_T, counted_T, torch.tensor([0, 0, 0, 1, 2]), 3, Correction("sequence"))
+    assert got.weights_T.tolist() == pytest.approx([0.0, 6.0, 6.0, 5.0, 0.0])
+
+
+@pytest.mark.parametrize(
+    ("log_weights", "level", "wanted"),
+    [
+        ([1000.0, -1000.0], "token", [MOST, 1 / MOST]),
+        ([15.0, 15.0], "sequence", [MOST, MOST]),
+        ([-15.0, -15.0], "sequence", [1 / MOST, 1 / MOST]),
+        # only the product is cut: e^30 x e^-29 = e
+        ([30.0, -29.0], "sequence", [math.e, math.e]),
+        ([19.0, -19.0], "token", [math.exp(19), math.exp(-19)]),
+    ],
+)
+def test_no_weight_overflows(log_weights: list[float], level, wanted: list[float]):
+    got = corrected(
+        torch.tensor(log_weights), torch.tensor([True, True]), torch.tensor([0, 0]), 1, Correction(level)
+    )
+    assert got.weights_T.tolist() == pytest.approx(wanted, rel=1e-5)
+
+
+def test_a_monstrous_weight_is_capped_or_masked_like_any_other():
+    assert weights([1e300, 1.0], Correction("token", cap=2.0)).weights_T.tolist() == [2.0, 1.0]
+    assert weights([1e300, 1.0], Correction("token", mask_high=2.0)).weights_T.tolist() == [0.0, 1.0]
+    assert weights([1e-300, 1.0], Correction("token", mask_low=0.5)).weights_T.tolist() == [0.0, 1.0]
+
+
+@pytest.mark.parametrize("rule", [Correction("token", 2.0, 0.5, 3.0), Correction("sequence", 2.0, 0.5, 3.0)])
+def test_a_counted_nan_is_neither_masked_nor_capped_away(rule: Correction):
+    got = weights([math.nan, 1.0], rule, [0, 1])
+    assert math.isnan(got.weights_T[0]) and got.weights_T[1] == 1.0
+
+
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_weights_have_no_gradient(level):
+    log_T = torch.zeros(2, requires_grad=True)
+    got = corrected(log_T, torch.tensor([True, True]), torch.tensor([0, 0]), 1, Correction(level, cap=2.0))
+    assert not got.weights_T.requires_grad
+
+
+def by_cases(
+    log_weights: list[float], segments: list[int], rule: Correction
+) -> tuple[list[float], list[bool]]:
+    kept, cut = [], []
+    for log_weight, segment in zip(log_weights, segments, strict=True):
+        if rule.level == "sequence":
+            log_weight = sum(x for x, s in zip(log_weights, segments, strict=True) if s == segment)
+        bounded = min(20.0, max(-20.0, log_weight))
+        weight = math.exp(bounded)
+        too_low = rule.mask_low is not None and weight < rule.mask_low
+        too_high = rule.mask_high is not None and weight > rule.mask_high
+        capped = rule.cap is not None and weight > rule.cap
+        kept.append(0.0 if too_low or too_high else min(weight, rule.cap or math.inf))
+        cut.append(too_low or too_high or capped or bounded != log_weight)
+    return kept, cut
+
+
+@settings(deadline=None, max_examples=80)
+@given(
+    st.lists(st.tuples(st.floats(-30.0, 30.0), st.integers(0, 2)), min_size=1, max_size=8),
+    st.builds(
+        Correction,
+        st.sampled_from(["token", "sequence"]),
+        st.none() | st.floats(0.5, 9.0),
+        st.none() | st.floats(0.0, 1.0),
+        st.none() | st.floats(1.0, 9.0),
+    ),
+)
+def test_any_rule_agrees_with_its_cases(drawn: list[tuple[float, int]], rule: Correction):
+    log_weights, segments = [x for x, _ in drawn], [s for _, s in drawn]
+    log_T = torch.tensor(log_weights, dtype=torch.float64)
+    got = corrected(log_T, torch.ones(len(drawn), dtype=torch.bool), torch.tensor(segments), 3, rule)
+    wanted, cut = by_cases(log_weights, segments, rule)
+    assert got.weights_T.tolist() == pytest.approx(wanted, rel=1e-9)
+    assert got.cut_T.tolist() == cut
+
+
+def test_shapes_are_checked():
+    row, counted = torch.zeros(3), torch.ones(3, dtype=torch.bool)
+    segments_T = torch.zeros(3, dtype=torch.int64)
+
+    def refuses(log_T: Tensor, counted_T: Tensor, segments_T: Tensor) -> None:
+        with pytest.raises(TypeCheckError):
+            corrected(log_T, counted_T, segments_T, 1, Correction("token"))
+        with pytest.raises(TypeCheckError):
+            sequence_log_ratio(log_T, counted_T, segments_T, 1)
+
+    refuses(row, counted[:2], segments_T)
+    refuses(row, counted, segments_T[:2])
+    refuses(row, row, segments_T)
+    refuses(row, counted, row)
+    refuses(row[None], counted[None], segments_T[None])
+    with pytest.raises(TypeCheckError):
+        Correction("word")  # pyright: ignore

@@ -1,0 +1,411 @@
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jaxtyping import TypeCheckError
+from torch import Tensor
+
+from rlmath.algorithms.importance_sampling import Correction
+from rlmath.algorithms.kl import KLKind
+from rlmath.algorithms.losses import LOSS_KINDS, LossKind, LossSettings, TokenInputs, token_loss
+from tests.algorithms.test_losses_textbook import SUMS, with_leaves
+
+
+def inputs(logprobs: list[float], **columns: list[float] | list[int] | None) -> tuple[Tensor, TokenInputs]:
+    """Tokens in float64, with their log-probs as the leaf of the gradient; by default on-policy, of advantage and
+    weight 1, without reference, all in one segment."""
+    leaf = torch.tensor(logprobs, dtype=torch.float64, requires_grad=True)
+
+    def column(name: str, default: list[float]) -> Tensor:
+        return torch.tensor(columns.get(name) or default, dtype=torch.float64)
+
+    n = len(logprobs)
+    proximal_T = column("proximal", logprobs)
+    segments = columns.get("segments") or [0] * n
+    tokens = TokenInputs(
+        logprobs_T=leaf,
+        entropy_T=column("entropy", [0.0] * n),
+        proximal_logprobs_T=proximal_T,
+        behaviour_logprobs_T=column("behaviour", proximal_T.tolist()),
+        reference_logprobs_T=column("reference", logprobs) if columns.get("reference") else None,
+        advantages_T=column("advantages", [1.0] * n),
+        weights_T=column("weights", [1.0] * n),
+        segments_T=torch.tensor(segments),
+        n_segments=int(max(segments)) + 1,
+    )
+    return leaf, tokens
+
+
+def one_token(ratio: float, advantage: float) -> tuple[Tensor, TokenInputs]:
+    return inputs([math.log(ratio) - 1.0], proximal=[-1.0], advantages=[advantage])
+
+
+def gradient(loss: Tensor, leaf: Tensor) -> list[float]:
+    return torch.autograd.grad(loss, leaf)[0].tolist()
+
+
+# ---------------------------------------------------------------- one token
+
+TWO_CLIPS = LossSettings(clip_low=0.2, clip_high=0.3)
+DUAL = replace(TWO_CLIPS, dual_clip=3.0)
+
+
+@pytest.mark.parametrize(
+    ("shape", "advantage", "ratio", "loss", "slope", "clipped"),
+    [
+        (TWO_CLIPS, 2.0, 1.0, -2.0, -2.0, 0),
+        (TWO_CLIPS, 2.0, 1.25, -2.5, -2.5, 0),  # inside: -A r, whose derivative by the log-prob is -A r too
+        (TWO_CLIPS, 2.0, 1.5, -2.6, 0.0, 1),  # a good token is pushed up to 1.3 and no further
+        (TWO_CLIPS, 2.0, 0.5, -1.0, -1.0, 0),  # below the clip a good token still counts in full
+        (TWO_CLIPS, -2.0, 0.85, 1.7, 1.7, 0),
+        (TWO_CLIPS, -2.0, 0.75, 1.6, 0.0, 1),  # a bad token is pushed down to 0.8 and no further
+        (TWO_CLIPS, -2.0, 1.5, 3.0, 3.0, 0),  # above the clip a bad token still counts in full
+        (TWO_CLIPS, -2.0, 50.0, 100.0, 100.0, 0),
+        (TWO_CLIPS, 0.0, 1.5, 0.0, 0.0, 0),
+        (DUAL, -2.0, 2.5, 5.0, 5.0, 0),
+        (DUAL, -2.0, 4.0, 6.0, 0.0, 1),  # at most -A c = 2 x 3
+        (DUAL, -2.0, 0.5, 1.6, 0.0, 1),
+        (DUAL, 2.0, 4.0, -2.6, 0.0, 1),  # only bad tokens have a second clip
+        (DUAL, 2.0, 0.1, -0.2, -0.2, 0),
+        (DUAL, 0.0, 4.0, 0.0, 0.0, 0),
+    ],
+)
+@pytest.mark.parametrize("kind", ["clip", "gspo"])
+def test_the_clipped_surrogate_of_one_token(
+    kind: LossKind,
+    shape: LossSettings,
+    advantage: float,
+    ratio: float,
+    loss: float,
+    slope: float,
+    clipped: int,
+):
+    # the geometric mean of one ratio is that ratio
+    leaf, tokens = one_token(ratio, advantage)
+    terms = token_loss(tokens, replace(shape, kind=kind))
+    assert terms.loss.item() == pytest.approx(loss, abs=1e-12)
+    assert gradient(terms.loss, leaf) == pytest.approx([slope], abs=1e-12)
+    assert terms.clipped.item() == clipped
+    assert terms.tokens.item() == 1
+    assert terms.ratio.item() == pytest.approx(ratio)
+    assert terms.approx_kl.item() == pytest.approx(-math.log(ratio), abs=1e-12)
+    assert terms.proximal_kl.item() == pytest.approx(ratio - 1 - math.log(ratio), abs=1e-12)
+    assert terms.reference_kl.item() == 0.0
+    assert (terms.correction.item(), terms.correction_cut.item()) == (1.0, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("advantage", "ratio", "weight", "clipped"),
+    [
+        (2.0, 1.0, 1.0, 0),
+        (2.0, 1.25, 1.25, 0),
+        (2.0, 1.5, 1.3, 1),  # the weight is cut, the gradient stays
+        (2.0, 0.5, 0.8, 1),
+        (-2.0, 1.5, 1.3, 1),
+        (-2.0, 0.5, 0.8, 1),
+    ],
+)
+def test_cispo_cuts_the_weight_and_keeps_the_gradient(
+    advantage: float, ratio: float, weight: float, clipped: int
+):
+    leaf, tokens = one_token(ratio, advantage)
+    terms = token_loss(tokens, replace(DUAL, kind="cispo"))
+    # -A clip(r) log policy, with log policy = ln r - 1
+    assert terms.loss.item() == pytest.approx(-advantage * weight * (math.log(ratio) - 1), abs=1e-12)
+    assert gradient(terms.loss, leaf) == pytest.approx([-advantage * weight], abs=1e-12)
+    assert terms.clipped.item() == clipped
+    assert terms.ratio.item() == pytest.approx(ratio)
+
+
+@pytest.mark.parametrize("kind", LOSS_KINDS)
+def test_before_the_first_update_all_kinds_have_the_policy_gradient(kind: LossKind):
+    leaf, tokens = inputs([-0.3, -2.0, -1.0], advantages=[1.5, -0.5, 2.0], segments=[0, 0, 1])
+    if kind == "gspo":
+        # each token has half of -A from either of the two; in the paper they share one advantage
+        tokens = replace(tokens, advantages_T=torch.tensor([1.5, 1.5, 2.0], dtype=torch.float64))
+    terms = token_loss(tokens, replace(DUAL, kind=kind))
+    assert gradient(terms.loss, leaf) == pytest.approx((-tokens.advantages_T).tolist())
+    assert terms.clipped.item() == 0.0
+
+
+# ---------------------------------------------------------------- GSPO
+
+
+def test_gspo_weighs_the_gradient_of_each_token_by_its_own_advantage():
+    leaf, tokens = inputs([-1.0, -1.0], advantages=[2.0, 0.0])
+    assert gradient(token_loss(tokens, LossSettings("gspo")).loss, leaf) == [-2.0, 0.0]
+
+
+def test_gspo_clips_the_geometric_mean_of_a_completion():
+    # sqrt(4 x 1/4) = 1 is inside although neither token is; sqrt(2.25 x 1) = 1.5 is outside although one token is not
+    logs = [math.log(4), -math.log(4), math.log(2.25), 0.0]
+    leaf, tokens = inputs(logs, proximal=[0.0] * 4, advantages=[2.0] * 4, segments=[0, 0, 1, 1])
+    terms = token_loss(tokens, replace(TWO_CLIPS, kind="gspo"))
+    assert terms.loss.item() == pytest.approx(-2.0 - 2.0 - 2.6 - 2.6)
+    # the derivative of a mean of two by each: half of -A s, from both tokens of the completion
+    assert gradient(terms.loss, leaf) == pytest.approx([-2.0, -2.0, 0.0, 0.0])
+    assert terms.clipped.item() == 2
+    # of single tokens: 4 + 1/4 + 2.25 + 1
+    assert terms.ratio.item() == pytest.approx(7.5)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    lengths=st.lists(st.integers(1, 6), min_size=1, max_size=5),
+    low=st.floats(0.01, 0.5),
+    high=st.floats(0.01, 0.5),
+)
+def test_gspo_equals_the_papers_objective_over_sequences(
+    seed: int, lengths: list[int], low: float, high: float
+):
+    draw = torch.Generator().manual_seed(seed)
+    n, S = sum(lengths), len(lengths)
+    new, old = torch.randn(2, n, dtype=torch.float64, generator=draw) * 0.5 - 2
+    advantages = torch.randn(S, dtype=torch.float64, generator=draw)
+    lengths_S = torch.tensor(lengths)
+    segments_T = torch.repeat_interleave(torch.arange(S), lengths_S)
+
+    theirs = new.clone().requires_grad_()
+    objective = torch.zeros((), dtype=torch.float64)
+    for y, y_old, A in zip(theirs.split(lengths), old.split(lengths), advantages, strict=True):
+        likelihood, likelihood_old = y.exp().prod(), y_old.exp().prod()
+        s = (likelihood / likelihood_old) ** (1 / len(y))
+        objective = objective + torch.minimum(s * A, s.clamp(1 - low, 1 + high) * A) / S
+
+    ours = new.clone().requires_grad_()
+    tokens = TokenInputs(
+        logprobs_T=ours,
+        entropy_T=torch.zeros_like(old),
+        proximal_logprobs_T=old,
+        behaviour_logprobs_T=old,
+        reference_logprobs_T=None,
+        advantages_T=advantages[segments_T],
+        weights_T=(1 / lengths_S.double())[segments_T],
+        segments_T=segments_T,
+        n_segments=S,
+    )
+    loss = token_loss(tokens, LossSettings("gspo", low, high)).loss / S
+    assert loss.item() == pytest.approx(-objective.item(), abs=1e-12)
+    wanted = torch.autograd.grad(-objective, theirs)[0]
+    torch.testing.assert_close(torch.autograd.grad(loss, ours)[0], wanted, rtol=1e-10, atol=1e-12)
+
+
+# ---------------------------------------------------------------- KL, entropy, correction, weights
+
+
+@pytest.mark.parametrize(
+    ("kind", "value", "slope"),
+    # policy 0.5, reference 0.25: d = ln 2
+    [("k1", 0.693147, 1.0), ("k2", 0.240227, 0.693147), ("k3", 0.193147, 0.5), ("abs", 0.693147, 1.0)],
+)
+def test_kl_is_part_of_the_loss(kind: KLKind, value: float, slope: float):
+    leaf, tokens = inputs([math.log(0.5)], reference=[math.log(0.25)], advantages=[2.0])
+    terms = token_loss(tokens, LossSettings(kl_coef=10.0, kl_kind=kind))
+    assert terms.loss.item() == pytest.approx(-2.0 + 10 * value, abs=1e-5)
+    assert gradient(terms.loss, leaf) == pytest.approx([-2.0 + 10 * slope], abs=1e-5)
+    assert terms.reference_kl.item() == pytest.approx(value, abs=1e-6)
+
+
+def test_kl_with_a_coefficient_of_zero_is_only_counted():
+    leaf, tokens = inputs([math.log(0.5)], reference=[math.log(0.25)], advantages=[2.0])
+    terms = token_loss(tokens, LossSettings(kl_coef=0.0, kl_kind="k1"))
+    assert terms.loss.item() == -2.0 and gradient(terms.loss, leaf) == [-2.0]
+    assert terms.reference_kl.item() == pytest.approx(0.693147, abs=1e-6)
+
+
+def test_entropy_is_subtracted_and_carries_a_gradient():
+    leaf, tokens = inputs([-1.0, -1.0, -1.0], advantages=[2.0] * 3, weights=[0.5, 1.0, 0.0])
+    entropy_T = torch.tensor([0.7, 1.1, 9.0], dtype=torch.float64, requires_grad=True)
+    terms = token_loss(replace(tokens, entropy_T=entropy_T), LossSettings(entropy_coef=0.1))
+    # 0.5 (-2 - 0.07) + 1 (-2 - 0.11)
+    assert terms.loss.item() == pytest.approx(-3.145)
+    by_logprob, by_entropy = torch.autograd.grad(terms.loss, [leaf, entropy_T])
+    assert by_entropy.tolist() == pytest.approx([-0.05, -0.1, 0.0])
+    assert by_logprob.tolist() == pytest.approx([-1.0, -2.0, 0.0])
+    assert terms.entropy.item() == pytest.approx(1.8)
+
+
+def test_without_a_coefficient_entropy_is_only_counted():
+    leaf, tokens = inputs([-1.0], advantages=[2.0])
+    entropy_T = torch.tensor([0.7], dtype=torch.float64, requires_grad=True)
+    terms = token_loss(replace(tokens, entropy_T=entropy_T), LossSettings(entropy_coef=0.0))
+    assert torch.autograd.grad(terms.loss, [leaf, entropy_T], allow_unused=True)[1] is None
+    assert terms.loss.item() == -2.0
+    assert terms.entropy.item() == pytest.approx(0.7)
+
+
+@pytest.mark.parametrize("kind", LOSS_KINDS)
+def test_the_correction_weighs_the_surrogate_alone(kind: LossKind):
+    # proximal / behaviour = 2, policy / reference = 2 whose k3 is 0.193147
+    leaf, tokens = inputs(
+        [-1.0],
+        behaviour=[-1.0 - math.log(2)],
+        reference=[-1.0 - math.log(2)],
+        advantages=[2.0],
+        weights=[0.25],
+        entropy=[0.7],
+    )
+    shape = LossSettings(kind, correction=Correction("token"), kl_coef=10.0, entropy_coef=0.1)
+    terms = token_loss(tokens, shape)
+    surrogate = -2.0 * (-1.0 if kind == "cispo" else 1.0)
+    assert terms.loss.item() == pytest.approx(0.25 * (2 * surrogate + 1.93147 - 0.07), abs=1e-5)
+    # the derivative of k3 is 1 - 1/2
+    assert gradient(terms.loss, leaf) == pytest.approx([0.25 * (2 * -2.0 + 10 * 0.5)], abs=1e-9)
+    assert terms.correction.item() == pytest.approx(2.0)
+    assert terms.correction_cut.item() == 0.0
+    assert (terms.tokens.item(), terms.ratio.item()) == (1.0, 1.0)
+    assert terms.entropy.item() == pytest.approx(0.7)
+    assert terms.reference_kl.item() == pytest.approx(0.193147, abs=1e-6)
+
+
+def test_a_masked_token_still_has_kl_and_entropy():
+    leaf, tokens = inputs(
+        [-1.0, -1.0],
+        behaviour=[-1.0 - math.log(8), -1.0],
+        reference=[-1.0 - math.log(2), -1.0],
+        advantages=[2.0, 2.0],
+        entropy=[0.7, 0.0],
+    )
+    shape = LossSettings(correction=Correction("token", mask_high=5.0), kl_coef=10.0, entropy_coef=0.1)
+    terms = token_loss(tokens, shape)
+    assert terms.loss.item() == pytest.approx((1.93147 - 0.07) - 2.0, abs=1e-5)
+    assert gradient(terms.loss, leaf) == pytest.approx([5.0, -2.0])
+    assert (terms.correction.item(), terms.correction_cut.item()) == (1.0, 1.0)
+    assert terms.tokens.item() == 2.0
+
+
+def test_a_correction_over_the_sequence_multiplies_the_tokens_of_a_segment():
+    # 2 x 3 = 6, capped to 5, for both tokens of the first; 1/2 for the second
+    behaviour = [-1.0 - math.log(2), -1.0 - math.log(3), -1.0 + math.log(2)]
+    leaf, tokens = inputs([-1.0] * 3, behaviour=behaviour, segments=[0, 0, 1])
+    terms = token_loss(tokens, LossSettings(correction=Correction("sequence", cap=5.0)))
+    assert gradient(terms.loss, leaf) == pytest.approx([-5.0, -5.0, -0.5])
+    assert (terms.correction.item(), terms.correction_cut.item()) == (pytest.approx(10.5), 2.0)
+
+
+def test_sums_by_hand_where_weights_scale_the_loss_alone():
+    # ratios 1.5 and 0.5, references at half and twice the policy's probability; the third token is not learned
+    _, tokens = inputs(
+        [math.log(1.5), math.log(0.5), math.log(7.0)],
+        proximal=[0.0] * 3,
+        reference=[math.log(0.75), 0.0, 0.0],
+        advantages=[2.0, 3.0, 100.0],
+        weights=[1.0, 0.5, 0.0],
+        entropy=[0.25, 0.5, 100.0],
+    )
+    terms = token_loss(tokens, LossSettings(kl_coef=10.0))
+    # 1 (-2.4 + 1.93147) + 0.5 (-1.5 + 3.06853)
+    assert terms.loss.item() == pytest.approx(0.315735, abs=1e-5)
+    assert terms.tokens.item() == 2.0
+    assert terms.ratio.item() == pytest.approx(2.0)
+    assert terms.clipped.item() == 1.0
+    # -ln 1.5 - ln 0.5, and 0.5 - ln 1.5 + -0.5 - ln 0.5
+    assert terms.approx_kl.item() == pytest.approx(0.287682, abs=1e-6)
+    assert terms.proximal_kl.item() == pytest.approx(0.287682, abs=1e-6)
+    assert terms.reference_kl.item() == pytest.approx(0.5, abs=1e-6)
+    assert terms.entropy.item() == pytest.approx(0.75)
+    assert (terms.correction.item(), terms.correction_cut.item()) == (2.0, 0.0)
+
+
+@pytest.mark.parametrize("kind", LOSS_KINDS)
+def test_only_the_loss_carries_a_gradient(kind: LossKind):
+    _, tokens = inputs([-1.0, -2.0], reference=[-1.5, -1.5], entropy=[1.0, 1.0])
+    entropy_T = torch.ones(2, dtype=torch.float64, requires_grad=True)
+    shape = LossSettings(kind, correction=Correction("token"), kl_coef=0.1, entropy_coef=0.1)
+    terms = token_loss(replace(tokens, entropy_T=entropy_T), shape)
+    assert {name for name in SUMS if getattr(terms, name).requires_grad} == {"loss"}
+
+
+# ---------------------------------------------------------------- what is not finite
+
+COLUMNS = {
+    "logprobs_T": [-1.0, -2.0, -1.5],
+    "entropy_T": [0.5, 0.5, 0.5],
+    "proximal_logprobs_T": [-1.1, -2.0, -1.4],
+    "behaviour_logprobs_T": [-1.2, -2.0, -1.3],
+    "reference_logprobs_T": [-1.2, -1.0, -1.5],
+    "advantages_T": [1.0, 1.0, -1.0],
+}
+SEGMENTS = {"segments_T": torch.tensor([0, 0, 1]), "n_segments": 2}
+EVERYTHING = LossSettings(dual_clip=3.0, kl_coef=0.1, entropy_coef=0.1)
+LEVELS = [None, Correction("token", 2.0, 0.1, 3.0), Correction("sequence", 2.0, 0.1, 3.0)]
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("column", COLUMNS)
+@pytest.mark.parametrize("correction", LEVELS)
+@pytest.mark.parametrize("kind", LOSS_KINDS)
+def test_what_stands_at_tokens_without_weight_reaches_neither_value_nor_gradient(
+    kind: LossKind, correction: Correction | None, column: str, bad: float
+):
+    def evaluate(poison: float) -> tuple[list[float], list[list[float]]]:
+        tensors = {name: torch.tensor(values) for name, values in COLUMNS.items()}
+        tensors[column][1] = poison
+        tokens = TokenInputs(**tensors, weights_T=torch.tensor([1.0, 0.0, 0.5]), **SEGMENTS)
+        tokens, leaves = with_leaves(tokens)
+        terms = token_loss(tokens, replace(EVERYTHING, kind=kind, correction=correction))
+        terms.loss.backward()
+        return [getattr(terms, name).item() for name in SUMS], [leaf.grad.tolist() for leaf in leaves]
+
+    values, (by_logprob, by_entropy) = evaluate(bad)
+    assert (values, [by_logprob, by_entropy]) == evaluate(-0.5)
+    assert all(map(math.isfinite, values + by_logprob + by_entropy))
+    assert by_logprob[1] == by_entropy[1] == 0.0
+
+
+@pytest.mark.parametrize("column", COLUMNS)
+@pytest.mark.parametrize("correction", LEVELS[1:])
+@pytest.mark.parametrize("kind", LOSS_KINDS)
+def test_a_counted_nan_is_seen(kind: LossKind, correction: Correction, column: str):
+    tensors = {name: torch.tensor(values) for name, values in COLUMNS.items()}
+    tensors[column][1] = math.nan
+    tokens = TokenInputs(**tensors, weights_T=torch.ones(3), **SEGMENTS)
+    terms = token_loss(tokens, replace(EVERYTHING, kind=kind, correction=correction))
+    assert math.isnan(terms.loss.item())
+
+
+@pytest.mark.parametrize("shape", [LossSettings(), DUAL])
+@pytest.mark.parametrize("advantage", [1.0, -1.0, 0.0])
+@pytest.mark.parametrize("kind", LOSS_KINDS)
+def test_a_ratio_that_overflows_is_seen(kind: LossKind, advantage: float, shape: LossSettings):
+    row = torch.zeros(1)
+    tokens = TokenInputs(
+        row, row, row - 200, row - 200, None, row + advantage, row + 1, torch.zeros(1, dtype=torch.int64), 1
+    )
+    assert token_loss(tokens, replace(shape, kind=kind)).ratio.item() == math.inf
+
+
+@pytest.mark.parametrize("kind", LOSS_KINDS)
+@pytest.mark.parametrize("correction", LEVELS)
+def test_no_counted_token_gives_zeros_with_a_gradient_of_zeros(kind: LossKind, correction: Correction | None):
+    tensors = {name: torch.tensor(values) for name, values in COLUMNS.items()}
+    tokens, leaves = with_leaves(TokenInputs(**tensors, weights_T=torch.zeros(3), **SEGMENTS))
+    terms = token_loss(tokens, replace(EVERYTHING, kind=kind, correction=correction))
+    terms.loss.backward()
+    assert [getattr(terms, name).item() for name in SUMS] == [0.0] * len(SUMS)
+    assert [leaf.grad.tolist() for leaf in leaves] == [[0.0] * 3] * 2
+
+
+# ---------------------------------------------------------------- shapes
+
+
+@pytest.mark.parametrize("column", [*COLUMNS, "weights_T", "segments_T"])
+def test_shapes_are_checked(column: str):
+    tensors = {name: torch.tensor(values) for name, values in COLUMNS.items()}
+    tensors |= {"weights_T": torch.ones(3), "segments_T": SEGMENTS["segments_T"]}
+    assert TokenInputs(**tensors, n_segments=2).n_segments == 2
+    wrong_kind = tensors[column].float() if column == "segments_T" else tensors[column].int()
+    for wrong in (tensors[column][:2], tensors[column][None], wrong_kind):
+        with pytest.raises(TypeCheckError):
+            TokenInputs(**tensors | {column: wrong}, n_segments=2)
+
+
+def test_words_are_checked():
+    with pytest.raises(TypeCheckError):
+        LossSettings(kind="ppo")  # pyright: ignore
+    with pytest.raises(TypeCheckError):
+        LossSettings(kl_kind="k4")  # pyright: ignore

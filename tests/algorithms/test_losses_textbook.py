@@ -1,0 +1,214 @@
+"""Every loss of the family against the papers' formulas in float64, token by token, and split in two."""
+
+import math
+from dataclasses import dataclass, fields, replace
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from rlmath.algorithms.importance_sampling import Correction
+from rlmath.algorithms.kl import KL_KINDS
+from rlmath.algorithms.losses import LOSS_KINDS, LossSettings, TokenInputs, TokenLoss, token_loss
+
+SUMS = tuple(field.name for field in fields(TokenLoss))
+
+
+# ---------------------------------------------------------------- any tokens, against the papers' formulas
+
+
+@dataclass
+class Book:
+    """The papers' formulas token by token in float64, every case written out."""
+
+    tokens: TokenInputs
+    rule: LossSettings
+
+    def counted(self, segment: int | None = None) -> list[int]:
+        every = range(len(self.tokens.weights_T))
+        return [
+            t
+            for t in every
+            if self.tokens.weights_T[t] > 0 and (segment is None or self.tokens.segments_T[t] == segment)
+        ]
+
+    def ratio(self, t: int) -> Tensor:
+        return torch.exp(self.tokens.logprobs_T[t]) / math.exp(self.tokens.proximal_logprobs_T[t])
+
+    def surrogate(self, t: int) -> tuple[Tensor, bool]:
+        """What is maximised, and whether the clip is at work."""
+        low, high = 1 - self.rule.clip_low, 1 + self.rule.clip_high
+        A = float(self.tokens.advantages_T[t])
+        if self.rule.kind == "cispo":
+            r = self.ratio(t).item()
+            return min(max(r, low), high) * A * self.tokens.logprobs_T[t], not low <= r <= high
+        r = self.ratio(t)
+        if self.rule.kind == "gspo":
+            own = self.counted(int(self.tokens.segments_T[t]))
+            mean = torch.stack([self.ratio(u) for u in own]).prod() ** (1 / len(own))
+            r = mean.detach() * r / r.detach()  # GSPO-token
+        if A > 0 and r.item() > high:
+            return torch.tensor(high * A, dtype=torch.float64), True
+        if A < 0 and r.item() < low:
+            return torch.tensor(low * A, dtype=torch.float64), True
+        if A < 0 and self.rule.dual_clip is not None and r.item() > self.rule.dual_clip:
+            return torch.tensor(self.rule.dual_clip * A, dtype=torch.float64), True
+        return r * A, False
+
+    def correction(self, t: int) -> tuple[float, bool]:
+        rule = self.rule.correction
+        if rule is None:
+            return 1.0, False
+        own = [t] if rule.level == "token" else self.counted(int(self.tokens.segments_T[t]))
+        weight = 1.0
+        for u in own:
+            weight *= math.exp(self.tokens.proximal_logprobs_T[u]) / math.exp(
+                self.tokens.behaviour_logprobs_T[u]
+            )
+        if rule.mask_low is not None and weight < rule.mask_low:
+            return 0.0, True
+        if rule.mask_high is not None and weight > rule.mask_high:
+            return 0.0, True
+        if rule.cap is not None and weight > rule.cap:
+            return rule.cap, True
+        return weight, False
+
+    def kl(self, t: int) -> Tensor:
+        if self.tokens.reference_logprobs_T is None:
+            return torch.zeros((), dtype=torch.float64)
+        policy = torch.exp(self.tokens.logprobs_T[t])
+        reference = math.exp(self.tokens.reference_logprobs_T[t])
+        return {
+            "k1": torch.log(policy / reference),
+            "k2": torch.log(policy / reference) ** 2 / 2,
+            "k3": reference / policy - torch.log(reference / policy) - 1,
+            "abs": torch.log(policy / reference) * (1 if policy.item() > reference else -1),
+        }[self.rule.kl_kind]
+
+    def sums(self) -> dict[str, Tensor]:
+        total = {name: torch.zeros((), dtype=torch.float64) for name in SUMS}
+        for t in self.counted():
+            objective, clipped = self.surrogate(t)
+            weight, cut = self.correction(t)
+            r, kl, entropy = self.ratio(t).item(), self.kl(t), self.tokens.entropy_T[t]
+            objective = weight * objective - self.rule.kl_coef * kl + self.rule.entropy_coef * entropy
+            more = {
+                "loss": -self.tokens.weights_T[t] * objective,
+                "tokens": 1,
+                "ratio": r,
+                "clipped": clipped,
+                "approx_kl": -math.log(r),
+                "proximal_kl": r - 1 - math.log(r),
+                "reference_kl": kl.item(),
+                "entropy": entropy.item(),
+                "correction": weight,
+                "correction_cut": cut,
+            }
+            total = {name: total[name] + more[name] for name in SUMS}
+        return total
+
+
+def drawn_tokens(
+    seed: int, lengths: list[int], counted: float, sequence_weights: bool, kl: bool
+) -> TokenInputs:
+    """A pack of segments of these lengths, in which about a share `counted` of the tokens is learned."""
+    draw = torch.Generator().manual_seed(seed)
+    n = sum(lengths)
+    new, drift, mismatch, reference, entropy, advantages = torch.randn(
+        6, n, dtype=torch.float64, generator=draw
+    )
+    segments_T = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+    weights_T = (torch.rand(n, generator=draw) < counted).double()
+    if sequence_weights:
+        weights_T = weights_T * torch.rand(len(lengths), generator=draw).double()[segments_T]
+    proximal_T = new + 0.5 * drift
+    return TokenInputs(
+        logprobs_T=new,
+        entropy_T=entropy.exp(),
+        proximal_logprobs_T=proximal_T,
+        behaviour_logprobs_T=proximal_T + 0.5 * mismatch,
+        reference_logprobs_T=new + reference if kl else None,
+        advantages_T=advantages,
+        weights_T=weights_T,
+        segments_T=segments_T,
+        n_segments=len(lengths),
+    )
+
+
+packs = st.builds(
+    drawn_tokens,
+    seed=st.integers(0, 2**32 - 1),
+    lengths=st.lists(st.integers(1, 5), min_size=1, max_size=4),
+    counted=st.sampled_from([0.0, 0.7, 1.0]),
+    sequence_weights=st.booleans(),
+    kl=st.booleans(),
+)
+corrections = st.builds(
+    Correction,
+    level=st.sampled_from(["token", "sequence"]),
+    cap=st.none() | st.floats(0.5, 3.0),
+    mask_low=st.none() | st.floats(0.1, 0.9),
+    mask_high=st.none() | st.floats(1.1, 3.0),
+)
+rules = st.builds(
+    LossSettings,
+    kind=st.sampled_from(LOSS_KINDS),
+    clip_low=st.floats(0.05, 0.9),
+    clip_high=st.floats(0.05, 0.9),
+    dual_clip=st.none() | st.floats(2.0, 4.0),
+    correction=st.none() | corrections,
+    kl_coef=st.floats(0.0, 2.0),
+    kl_kind=st.sampled_from(KL_KINDS),
+    entropy_coef=st.sampled_from([0.0, 0.3]),
+)
+
+
+def with_leaves(tokens: TokenInputs) -> tuple[TokenInputs, list[Tensor]]:
+    leaves = [tokens.logprobs_T.clone().requires_grad_(), tokens.entropy_T.clone().requires_grad_()]
+    return replace(tokens, logprobs_T=leaves[0], entropy_T=leaves[1]), leaves
+
+
+def gradients(loss: Tensor, leaves: list[Tensor]) -> list[Tensor]:
+    # without any token the book's sum has no gradient at all
+    return list(torch.autograd.grad(loss + sum(0.0 * leaf.sum() for leaf in leaves), leaves))
+
+
+@settings(max_examples=200, deadline=None)
+@given(packs, rules)
+def test_all_sums_and_gradients_equal_the_papers_formulas(pack: TokenInputs, rule: LossSettings):
+    tokens, leaves = with_leaves(pack)
+    got = token_loss(tokens, rule)
+    book_tokens, book_leaves = with_leaves(pack)
+    wanted = Book(book_tokens, rule).sums()
+    for name in SUMS:
+        torch.testing.assert_close(getattr(got, name), wanted[name], rtol=1e-10, atol=1e-10)
+    for ours, theirs in zip(gradients(got.loss, leaves), gradients(wanted["loss"], book_leaves), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-10)
+
+
+@settings(max_examples=100, deadline=None)
+@given(packs.filter(lambda pack: pack.n_segments > 1), rules, st.data())
+def test_a_pack_split_between_segments_gives_the_same_sums_and_gradients(
+    pack: TokenInputs, rule: LossSettings, data: st.DataObject
+):
+    border = data.draw(st.integers(1, pack.n_segments - 1))
+    first_T = pack.segments_T < border
+
+    def part(of_T: Tensor, first_segment: int, n_segments: int) -> TokenInputs:
+        columns = {name: value[of_T] for name, value in vars(pack).items() if isinstance(value, Tensor)}
+        columns["segments_T"] = columns["segments_T"] - first_segment
+        return replace(pack, **columns, n_segments=n_segments)
+
+    whole, leaves = with_leaves(pack)
+    parts = [
+        with_leaves(part(first_T, 0, border)),
+        with_leaves(part(~first_T, border, pack.n_segments - border)),
+    ]
+    once, split = token_loss(whole, rule), [token_loss(tokens, rule) for tokens, _ in parts]
+    for name in SUMS:
+        sums = getattr(split[0], name) + getattr(split[1], name)
+        torch.testing.assert_close(sums, getattr(once, name), rtol=1e-12, atol=1e-12)
+    by_part = [gradients(terms.loss, own) for terms, (_, own) in zip(split, parts, strict=True)]
+    for ours, *theirs in zip(gradients(once.loss, leaves), *by_part, strict=True):
+        torch.testing.assert_close(torch.cat(theirs), ours, rtol=1e-12, atol=1e-12)

@@ -1,0 +1,181 @@
+"""Which checkpoints count as complete, what is wrong with a damaged one, and which ones give way."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from rlmath.checkpoint.directory import (
+    complete_checkpoints,
+    file_entry,
+    open_partial,
+    publish,
+    read_checkpoint,
+    remove_partial,
+    set_newer_aside,
+    set_superseded_aside,
+    wrong_contents,
+)
+
+
+def make(root: Path, step: int, kept: bool = False) -> Path:
+    partial = open_partial(root, step)
+    (partial / "state" / "__0_0.distcp").write_bytes(bytes(range(256)) * step)
+    for name in ("progress.json", "config.yaml", "state/.metadata"):
+        (partial / name).write_text("{}")
+    return publish(partial, step, kept, {}).folder
+
+
+def steps(root: Path) -> list[int]:
+    return [one.step for one in complete_checkpoints(root)[0]]
+
+
+def test_what_is_published_is_found_newest_first_with_every_file(tmp_path: Path) -> None:
+    for step in (2, 10, 7):
+        make(tmp_path, step)
+    found, problems = complete_checkpoints(tmp_path)
+    assert [one.step for one in found] == [10, 7, 2] and problems == []
+    assert found[0].files.keys() == {
+        "state/__0_0.distcp",
+        "state/.metadata",
+        "progress.json",
+        "config.yaml",
+    }
+    assert found[0].files["state/__0_0.distcp"].size == 2560
+    assert wrong_contents(found[0], found[0].files) == []
+
+
+def test_the_checksum_is_that_of_sha256sum(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"abc")
+    known = "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"
+    assert file_entry(tmp_path / "file").sha256 == known
+
+
+def test_what_is_being_written_is_not_found_and_is_removed_by_the_next_run(tmp_path: Path) -> None:
+    make(tmp_path, 1)
+    open_partial(tmp_path, 2)
+    assert steps(tmp_path) == [1]
+    remove_partial(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-000001"]
+
+
+def test_a_folder_without_manifest_is_no_checkpoint(tmp_path: Path) -> None:
+    make(tmp_path, 1)
+    (make(tmp_path, 2) / "manifest.json").unlink()
+    found, problems = complete_checkpoints(tmp_path)
+    assert [one.step for one in found] == [1]
+    assert "step-000002 is damaged and is passed over" in problems[0]
+
+
+@pytest.mark.parametrize(
+    "manifest",
+    [
+        "",
+        "[]",
+        "[" * 100_000,
+        '{"format": 1}',
+        '{"format": 99, "step": 1, "kept": false, "files": {}}',
+        '{"format": 1, "step": "x", "kept": false, "files": {}}',
+        '{"format": 1, "step": 1, "kept": false, "files": []}',
+        '{"format": 1, "step": 1, "kept": false, "files": {"../../etc/passwd": {"size": 1, "sha256": ""}%s}}',
+        '{"format": 1, "step": 1e999, "kept": false, "files": {}}',
+        '{"format": 1, "step": 1, "kept": false, "files": {"a": {"size": 1e999, "sha256": ""}}}',
+        '{"format": 1, "step": 1, "kept": false, "files": {}}',
+        '{"format": 1, "step": true, "kept": false, "files": {}}',
+        '{"format": 1, "step": 1, "kept": false, "files": {"/etc/passwd": {"size": 1, "sha256": ""}%s}}',
+    ],
+)
+def test_a_manifest_that_cannot_be_used_is_told(tmp_path: Path, manifest: str) -> None:
+    folder = make(tmp_path, 1)
+    needed = "".join(
+        f', "{name}": {{"size": 2, "sha256": ""}}'
+        for name in ("progress.json", "config.yaml", "state/.metadata")
+    )
+    (folder / "manifest.json").write_text(manifest.replace("%s", needed))
+    with pytest.raises(ValueError, match=r"manifest.json (cannot be read|names files outside)"):
+        read_checkpoint(folder)
+    assert steps(tmp_path) == []
+
+
+def test_a_truncated_a_missing_and_a_changed_file_are_told(tmp_path: Path) -> None:
+    truncated, missing, changed = (make(tmp_path, step) for step in (1, 2, 3))
+    data = truncated / "state" / "__0_0.distcp"
+    data.write_bytes(data.read_bytes()[:-1])
+    (missing / "progress.json").unlink()
+    data = changed / "state" / "__0_0.distcp"
+    flipped = bytearray(data.read_bytes())
+    flipped[300] ^= 1
+    data.write_bytes(flipped)
+    found, problems = complete_checkpoints(tmp_path)
+    assert [one.step for one in found] == [3], "sizes do not tell a flipped bit"
+    assert any("has 255 bytes, the manifest says 256" in one for one in problems)
+    assert any("progress.json cannot be read" in one for one in problems)
+    assert wrong_contents(found[0], found[0].files) == [
+        "state/__0_0.distcp has other contents than were written (SHA-256 differs)"
+    ]
+
+
+def test_a_checkpoint_under_another_ones_name_is_passed_over(tmp_path: Path) -> None:
+    shutil.copytree(make(tmp_path, 1), tmp_path / "step-000005")
+    found, problems = complete_checkpoints(tmp_path)
+    assert [one.step for one in found] == [1] and "its manifest is that of step 1" in problems[0]
+
+
+def test_a_file_that_is_not_as_its_writer_left_it_is_not_published(tmp_path: Path) -> None:
+    partial = open_partial(tmp_path, 1)
+    (partial / "state" / "a").write_bytes(b"1234")
+    known = {"state/a": file_entry(partial / "state" / "a")}
+    (partial / "state" / "a").write_bytes(b"123")
+    with pytest.raises(ValueError, match="state/a has 3 bytes, the manifest says 4"):
+        publish(partial, 1, False, known)
+    (partial / "state" / "a").unlink()
+    with pytest.raises(ValueError, match="state/a is not there"):
+        publish(partial, 1, False, known)
+    assert steps(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("kept", "keep_last", "keep_models", "left"),
+    [
+        ((), 2, None, [6, 5]),
+        ((2, 4), 2, None, [6, 5, 4, 2]),
+        ((2, 4), 1, 1, [6, 4]),
+        ((5, 6), 1, 1, [6]),
+        ((1, 2, 6), 2, 2, [6, 5, 2]),
+    ],
+)
+def test_superseded_checkpoints_give_way(
+    tmp_path: Path, kept: tuple[int, ...], keep_last: int, keep_models: int | None, left: list[int]
+) -> None:
+    for step in range(1, 7):
+        make(tmp_path, step, step in kept)
+    aside = set_superseded_aside(tmp_path, keep_last, keep_models)
+    assert steps(tmp_path) == left
+    assert len(aside) == 6 - len(left) and all(path.name.endswith(".partial") for path in aside)
+
+
+def test_a_damaged_checkpoint_does_not_count_as_one_that_stays(tmp_path: Path) -> None:
+    for step in (1, 2, 3):
+        folder = make(tmp_path, step)
+    (folder / "progress.json").unlink()
+    set_superseded_aside(tmp_path, 1, None)
+    assert steps(tmp_path) == [2]
+
+
+def test_what_was_passed_over_does_not_count_among_the_newest(tmp_path: Path) -> None:
+    for step in (1, 2, 3):
+        make(tmp_path, step)
+    set_newer_aside(tmp_path, 1)
+    make(tmp_path, 2)
+    set_superseded_aside(tmp_path, 1, None)
+    assert steps(tmp_path) == [2]
+    assert {"step-000002.damaged", "step-000003.damaged"} <= {path.name for path in tmp_path.iterdir()}
+
+
+def test_a_manifest_can_be_checked_by_other_programs(tmp_path: Path) -> None:
+    values = json.loads((make(tmp_path, 3, kept=True) / "manifest.json").read_text())
+    assert (values["format"], values["step"], values["kept"]) == (1, 3, True)
+    assert values["files"]["progress.json"]["size"] == 2

@@ -1,0 +1,274 @@
+"""The index of a torch_dist checkpoint: read as torch reads it where it is honest, refused where it is not."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import re
+import struct
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import CheckpointException, FileSystemReader
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
+
+from rlmath.checkpoint import safe_metadata
+from rlmath.checkpoint.safe_metadata import SafeReader, read_metadata
+from tests.checkpoint.conversions import Call, write_index
+
+TENSORS = {
+    "weights": torch.arange(12.0).view(3, 4),
+    "brain": torch.tensor([1.5, -2.0], dtype=torch.bfloat16),
+    "steps": torch.tensor([7], dtype=torch.int64),
+}
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    """A checkpoint that torch wrote: tensors, and an object."""
+    dcp.save(TENSORS | {"note": {"a": 1}}, checkpoint_id=tmp_path / "saved", no_dist=True)
+    return tmp_path / "saved"
+
+
+def honest(folder: Path) -> Metadata:
+    """The index of one tensor, [2, 3] floats in two rows, in a file of 100 bytes."""
+    folder.mkdir(exist_ok=True)
+    (folder / "__0_0.distcp").write_bytes(b"0" * 100)
+    rows = [ChunkStorageMetadata(torch.Size([row, 0]), torch.Size([1, 3])) for row in (0, 1)]
+    entry = TensorStorageMetadata(TensorProperties(dtype=torch.float16), torch.Size([2, 3]), rows)
+    places = {
+        MetadataIndex("t", row.offsets, number): _StorageInfo("__0_0.distcp", 50 * number, 50)
+        for number, row in enumerate(rows)
+    }
+    return Metadata({"t": entry}, {"t": ("t",)}, places, version="1.0.0")
+
+
+# ---------------------------------------------------------------- honest ones
+
+
+def test_torchs_own_index_is_read_as_torch_reads_it(saved: Path):
+    found, wanted = read_metadata(saved), FileSystemReader(saved).read_metadata()
+    assert found.state_dict_metadata == wanted.state_dict_metadata
+    assert found.storage_data == wanted.storage_data
+    assert found.version == wanted.version
+
+
+@pytest.mark.parametrize("protocol", [2, 3, 4, 5])
+def test_an_index_of_any_protocol_with_the_plans_that_megatron_adds_is_read(tmp_path: Path, protocol: int):
+    metadata = honest(tmp_path)
+    chunk = metadata.state_dict_metadata["t"].chunks[0]
+    data = TensorWriteData(chunk, TensorProperties(), torch.Size([2, 3]))
+    item = WriteItem(MetadataIndex("t", (0, 0)), WriteItemType.SHARD, tensor_data=data)
+    metadata.all_local_plans = [SavePlan([item])]
+    write_index(tmp_path, pickle.dumps(metadata, protocol=protocol))
+    found = read_metadata(tmp_path)
+    assert found.state_dict_metadata == metadata.state_dict_metadata
+    assert found.storage_data == metadata.storage_data
+
+
+def test_torch_loads_through_the_safe_reader(saved: Path):
+    into = {name: torch.zeros_like(tensor) for name, tensor in TENSORS.items()}
+    reader = SafeReader(saved)
+    dcp.load(into, storage_reader=reader, no_dist=True)
+    assert all(torch.equal(into[name], TENSORS[name]) for name in TENSORS)
+    assert reader.read_metadata() is reader.read_metadata()
+    assert reader.read_metadata().storage_meta.load_id == reader.load_id
+
+
+def test_the_safe_reader_refuses_what_would_run(saved: Path, tmp_path: Path):
+    write_index(saved, Call(os.mkdir, str(tmp_path / "ran")))
+    with pytest.raises(CheckpointException, match=r"posix\.mkdir"):
+        dcp.load({"weights": torch.zeros(3, 4)}, storage_reader=SafeReader(saved), no_dist=True)
+    assert not (tmp_path / "ran").exists()
+
+
+# ---------------------------------------------------------------- hostile ones
+
+
+@pytest.mark.parametrize(
+    ("call", "told"),
+    [
+        (Call(os.system, "touch ran"), "posix.system"),
+        (Call(eval, "open('ran', 'w')"), "builtins.eval"),
+        (Call(getattr, torch.Size, "__doc__"), "builtins.getattr"),
+        (Call(torch.load, "ran"), "torch.serialization.load"),
+        (Call(bytearray, 10**12), "builtins.bytearray"),
+        (Call(torch.hub.load, "a/b", "c"), "torch.hub.load"),
+    ],
+    ids=lambda x: x if isinstance(x, str) else "",
+)
+@pytest.mark.parametrize("protocol", [2, 4])
+def test_a_call_is_refused_by_its_name_and_not_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: _Call, told: str, protocol: int
+):
+    monkeypatch.chdir(tmp_path)
+    metadata = honest(tmp_path)
+    metadata.planner_data = call
+    write_index(tmp_path, pickle.dumps(metadata, protocol=protocol))
+    # Protocol 2 has the names of Python 2.
+    with pytest.raises(ValueError, match=re.escape(told if protocol == 4 else told.split(".")[-1])):
+        read_metadata(tmp_path)
+    assert not (tmp_path / "ran").exists()
+
+
+def test_a_class_in_the_right_module_that_is_no_part_of_an_index_is_refused(tmp_path: Path):
+    content = b"ctorch.distributed.checkpoint.filesystem\nos.system\n."
+    with pytest.raises(ValueError, match=r"names torch\.distributed\.checkpoint\.filesystem\.os\.system"):
+        read_metadata(write_index(tmp_path, content))
+
+
+@pytest.mark.parametrize(
+    "place",
+    ["/etc/passwd", "../outside", "folder/inside", "..", ".", "", "a\0b", "C:\\windows"],
+)
+def test_a_file_outside_of_the_folder_is_refused(tmp_path: Path, place: str):
+    metadata = honest(tmp_path / "in")
+    (tmp_path / "outside").write_bytes(b"0" * 1000)
+    index, info = next(iter(metadata.storage_data.items()))
+    metadata.storage_data[index] = replace(info, relative_path=place)
+    with pytest.raises(ValueError, match="needed: one in the same folder"):
+        read_metadata(write_index(tmp_path / "in", metadata))
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"offset": 51}, "has 100 bytes, at least 101 are needed: it was cut off"),
+        ({"length": 2**62}, "it was cut off"),
+        ({"offset": -1}, "offset in __0_0.distcp is not a natural number"),
+        ({"length": 1.0}, "length in __0_0.distcp is not a natural number"),
+        ({"length": True}, "length in __0_0.distcp is not a natural number"),
+        ({"offset": 2**70}, "offset in __0_0.distcp is not a natural number"),
+        ({"relative_path": "__1_0.distcp"}, "the file __1_0.distcp is not beside it"),
+        ({"relative_path": 3}, "a file's name is a int"),
+        ({"transform_descriptors": ["zstd"]}, "compressed"),
+    ],
+    ids=str,
+)
+def test_places_that_are_not_in_the_file_are_refused(tmp_path: Path, change: dict[str, Any], told: str):
+    metadata = honest(tmp_path)
+    index = MetadataIndex("t", (1, 0))
+    metadata.storage_data[index] = replace(metadata.storage_data[index], **change)
+    with pytest.raises(ValueError, match=re.escape(told)):
+        read_metadata(write_index(tmp_path, metadata))
+
+
+def with_entry(folder: Path, **change: Any) -> Metadata:
+    metadata = honest(folder)
+    metadata.state_dict_metadata["t"] = replace(metadata.state_dict_metadata["t"], **change)
+    return metadata
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"size": torch.Size([1, 3])}, "a part of t lies outside of the tensor"),
+        ({"size": torch.Size([3, 3])}, "1 tensors are not stored whole: t"),
+        ({"size": torch.Size([2, 3, 1])}, "a part of t has other axes"),
+        ({"size": torch.Size([2**40, 2**40])}, "more than 2^50 elements"),
+        ({"size": (1,) * 17}, "not a list of up to 16 numbers"),
+        ({"size": ("a",)}, "not a natural number"),
+        ({"size": None}, "not a list"),
+        ({"chunks": []}, "not stored whole"),
+        ({"chunks": None}, "chunks is a NoneType"),
+        ({"properties": None}, "t has no number format"),
+        ({"properties": torch.Size([1])}, "t has no number format"),
+    ],
+    ids=str,
+)
+def test_shapes_that_make_no_sense_are_refused(tmp_path: Path, change: dict[str, Any], told: str):
+    with pytest.raises(ValueError, match=re.escape(told)):
+        read_metadata(write_index(tmp_path, with_entry(tmp_path, **change)))
+
+
+def test_a_part_without_a_place_is_told(tmp_path: Path):
+    metadata = honest(tmp_path)
+    del metadata.storage_data[MetadataIndex("t", (1, 0))]
+    with pytest.raises(ValueError, match="1 tensors are not stored whole: t"):
+        read_metadata(write_index(tmp_path, metadata))
+
+
+def test_one_list_named_a_thousand_times_does_not_become_a_billion_entries(tmp_path: Path):
+    rows = [ChunkStorageMetadata(torch.Size([0]), torch.Size([0]))] * 10_000
+    entry = TensorStorageMetadata(TensorProperties(), torch.Size([0]), rows)
+    metadata = replace(honest(tmp_path), state_dict_metadata={f"t{n}": entry for n in range(10_000)})
+    write_index(tmp_path, metadata)
+    assert (tmp_path / ".metadata").stat().st_size < 300_000
+    with pytest.raises(ValueError, match="names the same entries again and again"):
+        read_metadata(tmp_path)
+
+
+def nested(depth: int) -> bytes:
+    """A tuple in a tuple in a tuple ..., as the key of a dict: Python's hash would go down all the way."""
+    return b"\x80\x04})" + b"\x85" * depth + b"Ns."
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"no pickle at all",
+        b"\x80\x04.",
+        b"\x80\x04N.",
+        b"\x80\x04\x8e" + struct.pack("<Q", 2**40) + b".",  # 1 TiB of bytes promised
+        b"\x80\x04\x96" + struct.pack("<Q", 2**40) + b".",  # and a bytearray
+        b"\x80\x04\x8b" + struct.pack("<i", 2**30) + b".",  # a number of a GiB
+        b"\x80\x04\x95" + struct.pack("<Q", 2**62) + b".",  # a frame
+        b"\x80\x04Nr" + struct.pack("<I", 2**32 - 1) + b".",  # place 4,294,967,295 of the memory
+        b"\x80\x04N\x94" + b"(h\x00" * 1000 + b"l" * 1000 + b".",
+        b"cos\nsystem\n(Vtouch ran\ntR.",
+        b"(Vtouch ran\nios\nsystem\n.",
+        b"\x80\x04\x8c\x02os\x8c\x06system\x93\x8c\x09touch ran\x85R.",
+        b"Pposition\n.",
+        b"\x82\x01.",
+        nested(1_000_000),
+    ],
+    ids=lambda x: f"{x[:12]!r}",
+)
+def test_what_is_no_index_is_refused_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: bytes):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match=r"\.metadata is (damaged|refused)"):
+        read_metadata(write_index(tmp_path, content))
+    assert not (tmp_path / "ran").exists()
+
+
+def test_every_way_to_cut_an_index_off_is_refused(tmp_path: Path):
+    whole = pickle.dumps(honest(tmp_path))
+    for length in range(len(whole)):
+        with pytest.raises(ValueError, match=r"\.metadata is (damaged|refused)"):
+            read_metadata(write_index(tmp_path, whole[:length]))
+
+
+def test_no_class_of_torchs_is_changed_by_what_an_index_says(tmp_path: Path):
+    # BUILD on the class itself, with the attributes to set: (None, {"_x": 1}), as a pickle may.
+    before = dict(vars(Metadata))
+    content = (
+        b"\x80\x04\x8c\x25torch.distributed.checkpoint.metadata\x8c\x08Metadata\x93N}\x8c\x02_xK\x01s\x86b."
+    )
+    with pytest.raises(ValueError, match=r"\.metadata is damaged"):
+        read_metadata(write_index(tmp_path, content))
+    assert dict(vars(Metadata)) == before
+
+
+def test_a_huge_index_is_refused_unread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    write_index(tmp_path, honest(tmp_path))
+    monkeypatch.setattr(safe_metadata, "MAX_INDEX_BYTES", 100)
+    with pytest.raises(ValueError, match="an index has 100 at most"):
+        read_metadata(tmp_path)
+
+
+def test_a_folder_without_an_index_is_told(tmp_path: Path):
+    with pytest.raises(ValueError, match=r"torch_dist checkpoint is a folder with \.metadata"):
+        read_metadata(tmp_path)

@@ -1,0 +1,358 @@
+"""YAML files and overrides to a Config and back, and what a user is told about a mistake."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import stat
+from pathlib import Path
+
+import pytest
+
+from rlmath.config.help import all_settings, help_text, nearest_path, section_classes, setting_values
+from rlmath.config.load import config_as_yaml, load_config, make_parser, save_config, split_arguments
+from rlmath.config.schema import Config, ModelConfig, OptimizerConfig
+
+GIVEN = ["run.output_dir=out", "model.path=m", "data.train_path=t.jsonl"]
+
+
+def written(path: Path, text: str) -> Path:
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def problem_with(overrides: list[str]) -> str:
+    with pytest.raises(ValueError, match=r"problem|config file|resolved") as error:
+        load_config([], [*GIVEN, *overrides])
+    return str(error.value)
+
+
+def problem_in(path: Path, text: str) -> str:
+    with pytest.raises(ValueError, match=r"problem|config file|resolved") as error:
+        load_config([written(path, text)], GIVEN)
+    return str(error.value)
+
+
+# ---------------------------------------------------------------- values
+
+
+def test_later_sources_win(tmp_path: Path):
+    first = written(tmp_path / "a.yaml", "optimizer:\n  lr: 1e-5\n  kind: sgd\nrollout:\n  group_size: 4\n")
+    second = written(tmp_path / "b.yaml", "optimizer:\n  lr: 2e-5\nrollout:\n  group_size: 8\n")
+    config = load_config([first, second], [*GIVEN, "rollout.group_size=2"])
+    assert (config.optimizer.kind, config.optimizer.lr, config.rollout.group_size) == ("sgd", 2e-5, 2)
+    assert config.optimizer.adam_beta2 == OptimizerConfig.adam_beta2
+    assert isinstance(config, Config) and isinstance(config.model, ModelConfig)
+
+
+def test_the_result_is_frozen():
+    config = load_config([], GIVEN)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.run.seed = 3  # type: ignore[misc]
+
+
+def test_a_file_may_start_from_another(tmp_path: Path):
+    (tmp_path / "sub").mkdir()
+    written(tmp_path / "base.yaml", "run:\n  seed: 5\n  total_epochs: 3\n")
+    top = written(tmp_path / "sub" / "top.yaml", "base: ../base.yaml\nrun:\n  seed: 6\n")
+    config = load_config([top], GIVEN)
+    assert (config.run.seed, config.run.total_epochs) == (6, 3)
+
+
+def test_sections_without_a_line_in_them_are_fine(tmp_path: Path):
+    assert load_config([written(tmp_path / "a.yaml", "run:\n# seed: 3\n")], GIVEN).run.seed == 1
+    assert load_config([written(tmp_path / "empty.yaml", "")], GIVEN).run.seed == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "path"),
+    [("007", "007"), ("1e3", "1e3"), ("a=b: c", "a=b: c"), ("[1", "[1"), ("null", "null"), ("'a b'", "a b")],
+)
+def test_text_on_the_command_line_is_taken_as_it_stands(text: str, path: str):
+    assert load_config([], [*GIVEN, f"model.path={text}"]).model.path == path
+
+
+def test_null_unsets_what_may_be_null():
+    config = load_config([], [*GIVEN, "algorithm.early_stop_ratio=null", "policy.recompute_method=null"])
+    assert config.algorithm.early_stop_ratio is None and config.policy.recompute_method is None
+
+
+def test_environment_variables_and_other_keys_are_resolved(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("RLMATH_TEST_FOLDER", "/scratch")
+    overrides = ["run.output_dir=${oc.env:RLMATH_TEST_FOLDER}/${run.seed}", "run.seed=4"]
+    assert load_config([], [*GIVEN, *overrides]).run.output_dir == "/scratch/4"
+
+
+# ---------------------------------------------------------------- back to YAML
+
+
+def test_a_saved_config_reads_back_equal(tmp_path: Path):
+    overrides = [
+        "optimizer.lr=3.3e-7",
+        "run.total_steps=12",
+        "algorithm.early_stop_ratio=null",
+        "data.shuffle=false",
+    ]
+    config = load_config([], [*GIVEN, *overrides])
+    save_config(config, tmp_path / "config.yaml")
+    assert load_config([tmp_path / "config.yaml"], []) == config
+    assert [path.name for path in tmp_path.iterdir()] == ["config.yaml"]
+    assert stat.S_IMODE((tmp_path / "config.yaml").stat().st_mode) == 0o644
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "${x}",
+        "a\\${b}",
+        "\\\\${",
+        "$\\{}\\",
+        "null",
+        "1e3",
+        "0x1f",
+        "yes",
+        "[a: #x",
+        " a ",
+        "é\n$",
+        "'\"",
+        "2020-01-01",
+        "~",
+    ],
+)
+def test_any_path_reads_back_equal(tmp_path: Path, text: str):
+    config = dataclasses.replace(load_config([], GIVEN), model=ModelConfig(text))
+    save_config(config, tmp_path / "config.yaml")
+    assert load_config([tmp_path / "config.yaml"], []) == config
+
+
+def test_the_yaml_has_every_key():
+    yaml = config_as_yaml(load_config([], GIVEN))
+    assert yaml.startswith("run:\n  output_dir: out\n  seed: 1\n")
+    assert all(f"  {key.split('.')[1]}: " in yaml for key in all_settings())
+
+
+def test_a_write_that_fails_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    path = written(tmp_path / "config.yaml", "old")
+    monkeypatch.setattr(os, "fsync", lambda _: (_ for _ in ()).throw(OSError("disk full")))
+    with pytest.raises(OSError, match="disk full"):
+        save_config(load_config([], GIVEN), path)
+    assert path.read_text() == "old" and len(list(tmp_path.iterdir())) == 1
+
+
+def test_setting_values_are_flat_and_in_order():
+    values = setting_values(load_config([], GIVEN))
+    assert list(values) == list(all_settings())
+    assert values["model.path"] == "m" and values["run.total_steps"] is None
+
+
+# ---------------------------------------------------------------- mistakes
+
+
+@pytest.mark.parametrize(
+    ("wrong", "nearest"),
+    [
+        ("run.sed=1", "run.seed"),
+        ("optim.lr=1", "optimizer.lr"),
+        ("optimiser.lr=1", "optimizer.lr"),
+        ("policy.tensor=2", "parallel.tensor"),
+        ("lr=1", "optimizer.lr"),
+        ("rollout.max_tokens=3", "rollout.max_new_tokens"),
+        ("run.data.train_path=x", "data.train_path"),
+        ("--optimizer.lr=3", "optimizer.lr"),
+        ("Optimizer.LR=3", "optimizer.lr"),
+        ("optimzer=3", "optimizer"),
+    ],
+)
+def test_an_unknown_key_names_the_nearest(wrong: str, nearest: str):
+    message = problem_with([wrong])
+    assert f'unknown key "{wrong.partition("=")[0]}", did you mean "{nearest}"?' in message
+
+
+def test_an_unknown_key_near_to_nothing_lists_the_sections():
+    message = problem_with(["zzz=1"])
+    assert 'unknown key "zzz"' in message and ", ".join(section_classes()) in message
+
+
+def test_keys_below_a_value_are_refused():
+    assert '"run.seed" is a value, it has no keys below it' in problem_with(["run.seed.value=3"])
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("optim:\n  lr: 1\n", 'unknown key "optim.lr", did you mean "optimizer.lr"?'),
+        (
+            "run:\n  data:\n    train_path: x\n",
+            'unknown key "run.data.train_path", did you mean "data.train_path"?',
+        ),
+        ("rollout:\n  sampling:\n    temperature: 1\n", 'did you mean "rollout.temperature"?'),
+        ("seed: 3\n", 'unknown key "seed", did you mean "run.seed"?'),
+        ("rolout:\n", 'unknown key "rolout", did you mean "rollout"?'),
+        (
+            "rollout.top_k: 3\n",
+            '"rollout.top_k" must be nested: "rollout:" and, indented under it, "top_k: ..."',
+        ),
+        (
+            "rollout: 3\n",
+            '"rollout" is a section, it cannot be 3. Set keys in it, such as "rollout.tensor_parallel"',
+        ),
+        ("run:\n  seed:\n    value: 3\n", "needs int"),
+        ("run:\n  seed: [1]\n", "got [1] (list), needs int"),
+        (
+            "model:\n  path: 007\n",
+            '"model.path" got 7 (int), needs str. Put text that looks like something else',
+        ),
+        ("run:\n  seed:\n", '"run.seed" got null, needs int'),
+        ("run:\n  seed: 1\n  seed: 2\n", "seed"),
+        ("- run\n", "must hold sections"),
+        ("3\n", "a.yaml"),
+        ("run: [\n", "cannot be read as YAML"),
+        ("base: [a, b]\n", '"base" must be the name of one YAML file'),
+    ],
+)
+def test_a_wrong_file_is_told_with_its_name(tmp_path: Path, text: str, told: str):
+    message = problem_in(tmp_path / "a.yaml", text)
+    assert told in message and "a.yaml" in message
+
+
+def test_a_file_that_is_not_text_is_told(tmp_path: Path):
+    (tmp_path / "a.yaml").write_bytes(b"\xff\xfe\x00run")
+    with pytest.raises(ValueError, match=r"a\.yaml.*cannot be read as YAML"):
+        load_config([tmp_path / "a.yaml"], GIVEN)
+
+
+def test_a_file_that_starts_from_itself_is_told(tmp_path: Path):
+    written(tmp_path / "b.yaml", "base: a.yaml\n")
+    assert "starts from itself" in problem_in(tmp_path / "a.yaml", "base: b.yaml\n")
+
+
+def test_a_missing_file_names_the_nearest(tmp_path: Path):
+    written(tmp_path / "demo.yaml", "")
+    with pytest.raises(ValueError, match=r'no config file ".*demo\.yml"\. There is ".*demo\.yaml"'):
+        load_config([tmp_path / "demo.yml"], GIVEN)
+    with pytest.raises(ValueError, match="is not a file"):
+        load_config([tmp_path], GIVEN)
+
+
+def test_the_nearest_path_of_a_wrong_folder(tmp_path: Path):
+    (tmp_path / "outputs").mkdir()
+    assert nearest_path(tmp_path / "output" / "a" / "b.yaml") == f' There is "{tmp_path / "outputs"}".'
+    assert "nothing named like" in nearest_path(tmp_path / "xyz")
+    assert "not expanded" in nearest_path(Path("~/x"))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "told"),
+    [
+        ("run.seed=1.5", "got 1.5 (float), needs int"),
+        ("optimizer.lr=abc", "got 'abc' (str), needs float. Peak learning rate."),
+        ("optimizer.lr=true", "got True (bool), needs float"),
+        ("data.shuffle=maybe", "got 'maybe' (str), needs bool"),
+        ("run.total_steps=[1]", "got [1] (list), needs int or null"),
+        ("run.seed=null", '"run.seed" got null, needs int'),
+    ],
+)
+def test_a_wrong_type_says_what_was_got_and_needed(wrong: str, told: str):
+    assert told in problem_with([wrong])
+
+
+@pytest.mark.parametrize(
+    ("wrong", "told"),
+    [
+        ("run.seed", '"run.seed" is not of the form key.sub=value'),
+        ("temperature", 'did you mean "rollout.temperature"?'),
+        ("=3", '"=3" is not of the form key.sub=value'),
+        ("run.output_dir=", '"run.output_dir=" has nothing after "="'),
+        ("run.total_steps=[1", 'the value in "run.total_steps=[1" cannot be read'),
+        ("rollout=3", '"rollout" is a section'),
+        ("run.seed=${run.nothing}", '"run.seed" got "${run.nothing}", which cannot be resolved'),
+        ("run.seed=${model.path}", '"run.seed" got "${model.path}", which cannot be resolved'),
+    ],
+)
+def test_a_malformed_override_is_told(wrong: str, told: str):
+    assert told in problem_with([wrong])
+
+
+def test_all_that_is_missing_is_listed_with_how_to_give_it():
+    with pytest.raises(ValueError, match=r"problem|config file|resolved") as error:
+        load_config([], ["model.path=???"])
+    message = str(error.value)
+    assert message.startswith("3 problems with the settings:")
+    for key in ("run.output_dir", "model.path", "data.train_path"):
+        assert f'"{key}" must be given' in message and f"Write {key}=... on the command line" in message
+    assert '"model:" and under it "  path: ..."' in message
+
+
+def test_all_mistakes_are_told_at_once(tmp_path: Path):
+    path = written(tmp_path / "a.yaml", "run:\n  sed: 1\n  total_epochs: x\n")
+    with pytest.raises(ValueError, match=r"problem|config file|resolved") as error:
+        load_config([path], ["model.path=m", "data.train_path=t", "lr=3"])
+    assert str(error.value).startswith("4 problems")
+    for part in ("run.sed", "'x' (str), needs int", '"lr"', '"run.output_dir" must be given'):
+        assert part in str(error.value)
+
+
+# ---------------------------------------------------------------- command line
+
+
+def test_help_lists_every_setting_with_type_default_and_docstring():
+    flat = " ".join(help_text(80).split())
+    for key, setting in all_settings().items():
+        assert f"{key} ({setting.type_name}, " in flat
+        assert setting.doc in flat
+    assert "optimizer.lr (float, default 1e-06)" in flat
+    assert "run.total_steps (int or null, default null)" in flat
+    assert "model.path (str, must be given)" in flat
+
+
+def test_help_fits_the_terminal(monkeypatch: pytest.MonkeyPatch):
+    for columns in (70, 90):
+        monkeypatch.setenv("COLUMNS", str(columns))
+        assert columns - 8 < max(map(len, help_text().splitlines())) <= columns
+
+
+def test_arguments_are_split_into_files_and_overrides():
+    argv = ["--config", "a.yaml", "run.seed=3", "--config", "b.yaml", "rollout.top_k=-1"]
+    assert split_arguments("Train.", argv) == (
+        [Path("a.yaml"), Path("b.yaml")],
+        ["run.seed=3", "rollout.top_k=-1"],
+    )
+    assert split_arguments("Train.", []) == ([], [])
+
+
+def test_help_prints_usage_and_settings_once(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    for rank, printed in (("0", True), ("1", False)):
+        monkeypatch.setenv("RANK", rank)
+        with pytest.raises(SystemExit) as stop:
+            split_arguments("Train with GRPO.", ["--help"])
+        out = capsys.readouterr().out
+        assert stop.value.code == 0
+        assert all(
+            (part in out) == printed for part in ("Train with GRPO.", "--config FILE", "algorithm.clip_ratio")
+        )
+
+
+def test_an_unknown_option_says_how_settings_are_written(capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit) as stop:
+        split_arguments("Train.", ["--seed", "3"])
+    assert stop.value.code == 2
+    assert "--seed" in (err := capsys.readouterr().err) and "as key.sub=value" in err
+
+
+def test_a_script_may_add_options_of_its_own():
+    parser = make_parser("Evaluate.")
+    parser.add_argument("--samples", type=int)
+    parsed = parser.parse_intermixed_args(["--samples", "4", "run.seed=1"])
+    assert (parsed.samples, parsed.overrides) == (4, ["run.seed=1"])
+
+
+def test_texts_that_are_no_path_on_any_disk_are_told_together() -> None:
+    fits = ["run.output_dir=" + "o" * 255 + "/" + "é" * 127, "model.path=m", "data.train_path=t"]
+    load_config([], fits)
+    with pytest.raises(ValueError) as error:
+        load_config([], [*fits, "model.path=a/" + "é" * 128, 'validation.paths=["v\\0w"]'])
+    assert "2 problems" in str(error.value)
+    assert "model.path has a name of 256 bytes" in str(error.value)
+    assert "validation.paths has a NUL character, at character 1" in str(error.value)

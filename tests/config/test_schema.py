@@ -1,0 +1,71 @@
+"""The dataclasses of the config say of themselves what a user needs to know."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+
+import pytest
+from omegaconf import OmegaConf
+
+from rlmath.config import schema as config_module
+from rlmath.config.help import all_settings, field_docs, section_classes
+from rlmath.config.schema import MISSING, RANGES, WORDS, Config
+
+PATHS = {"run.output_dir", "model.path", "data.train_path"}
+FREE_TEXTS = {
+    *PATHS,
+    "data.more_train_paths",
+    "validation.paths",
+    "sft.held_out_path",
+    "reward.function",
+    "telemetry.wandb_project",
+    "telemetry.wandb_name",
+}
+
+
+def test_every_field_has_a_docstring_right_under_it():
+    docs = field_docs(inspect.getsource(config_module))
+    fields = [(c.__name__, f.name) for c in section_classes().values() for f in dataclasses.fields(c)]
+    assert [field for field in fields if not docs.get(field)] == []
+    assert len(fields) == len(all_settings()) > 40
+
+
+def test_docs_are_found_under_fields_only():
+    source = 'class A:\n    """Its own."""\n    x: int = 1\n    """Of\n    x."""\n    y: int = 2\n    3\n'
+    assert field_docs(source) == {("A", "x"): "Of x."}
+
+
+def test_every_section_is_frozen_and_has_a_docstring():
+    for section in (Config, *section_classes().values()):
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            setattr(section(), "any_name", 1)  # noqa: B010 (not a field of every section)
+        assert section.__doc__ and not section.__doc__.startswith(f"{section.__name__}(")
+
+
+def test_omegaconf_reads_every_field():
+    assert set(OmegaConf.structured(Config)) == set(section_classes())
+
+
+def test_only_the_paths_must_be_given():
+    assert {key for key, setting in all_settings().items() if setting.default == MISSING} == PATHS
+
+
+@pytest.mark.parametrize("key", all_settings())
+def test_every_number_has_a_range_and_every_word_its_set(key: str):
+    setting = all_settings()[key]
+    kind = setting.type_name.removeprefix("list of ")
+    if kind != setting.type_name:
+        assert setting.default == [] and (key in FREE_TEXTS if kind == "str" else key in RANGES)
+    elif kind.startswith(("int", "float")):
+        assert key in RANGES
+        assert setting.default is None or RANGES[key].holds(setting.default)
+    elif kind.startswith("str") and key not in FREE_TEXTS:
+        assert key in WORDS
+        assert setting.default is None or setting.default in WORDS[key]
+    else:
+        assert setting.type_name == "bool" or key in FREE_TEXTS
+
+
+def test_ranges_and_words_name_settings_that_exist():
+    assert {*RANGES, *WORDS} <= set(all_settings())

@@ -1,0 +1,138 @@
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rlmath.algorithms.loss_normalization import Normalisation
+from rlmath.algorithms.types import Sample
+from rlmath.data.packing import PAD_TOKEN, pack
+
+ONE = Sample((7, 8), (9, 10, 11), (-0.5, -0.25, -1.0), advantage=1.5)
+TWO = Sample((20,), (21, 22), (-2.0, -3.0), advantage=-0.5)
+
+
+def test_two_samples_end_to_end():
+    batch = pack([ONE, TWO], [1, 0], pad_to_multiple=1)
+    assert batch.token_ids_T.tolist() == [20, 21, 22, 7, 8, 9, 10, 11]
+    assert batch.position_ids_T.tolist() == [0, 1, 2, 0, 1, 2, 3, 4]
+    assert batch.cu_seqlens_S1.tolist() == [0, 3, 8]
+    assert batch.loss_weights_T.tolist() == [0, 1, 1, 0, 0, 1, 1, 1]
+    assert batch.loss_count == 5
+    assert batch.advantages_T.tolist() == [0, -0.5, -0.5, 0, 0, 1.5, 1.5, 1.5]
+    assert batch.behaviour_logprobs_T.tolist() == [0, -2.0, -3.0, 0, 0, -0.5, -0.25, -1.0]
+    assert batch.completion_index_T.tolist() == [-1, 0, 1, -1, -1, 0, 1, 2]
+    assert batch.segments_T.tolist() == [0, 0, 0, 1, 1, 1, 1, 1]
+    assert batch.n_segments == 2
+    assert batch.max_seqlen == 5
+    assert batch.sample_indices == (1, 0)
+
+
+@pytest.mark.parametrize(
+    ("normalisation", "weights", "count"),
+    [
+        (Normalisation("token"), [0, 0, 1, 1, 1, 0, 1, 1], 5),
+        (Normalisation("sequence"), [0, 0, 1 / 3, 1 / 3, 1 / 3, 0, 0.5, 0.5], 2),
+        (Normalisation("constant", 8), [0, 0, 0.125, 0.125, 0.125, 0, 0.125, 0.125], 2),
+    ],
+)
+def test_weights_and_count_follow_the_normalisation(
+    normalisation: Normalisation, weights: list[float], count: int
+):
+    batch = pack([ONE, TWO], [0, 1], 1, normalisation)
+    assert batch.loss_weights_T.tolist() == pytest.approx(weights)
+    assert batch.loss_count == count
+    # padding and a micro-batch of nothing but padding add nothing
+    assert pack([ONE, TWO], [0, 1], 5, normalisation).loss_count == count
+    assert pack([ONE, TWO], [], 5, normalisation).loss_count == 0
+    # the denominator is the same however the samples are split
+    assert sum(pack([ONE, TWO], [i], 4, normalisation).loss_count for i in (0, 1)) == count
+
+
+def test_number_formats():
+    batch = pack([ONE], [0], 1)
+    assert batch.token_ids_T.dtype == batch.position_ids_T.dtype == torch.int64
+    assert batch.cu_seqlens_S1.dtype == torch.int32
+    floats = (batch.loss_weights_T, batch.advantages_T, batch.behaviour_logprobs_T)
+    assert {column.dtype for column in floats} == {torch.float32}
+    assert batch.completion_index_T.dtype == torch.int32
+    assert batch.segments_T.dtype == torch.int64
+
+
+def test_padding_is_a_segment_of_weight_zero():
+    batch = pack([ONE, TWO], [0, 1], pad_to_multiple=5)
+    assert batch.token_ids_T.tolist() == [7, 8, 9, 10, 11, 20, 21, 22, PAD_TOKEN, PAD_TOKEN]
+    assert batch.position_ids_T.tolist() == [0, 1, 2, 3, 4, 0, 1, 2, 0, 1]
+    assert batch.cu_seqlens_S1.tolist() == [0, 5, 8, 10]
+    assert batch.loss_weights_T.tolist()[8:] == [0, 0]
+    assert batch.advantages_T.tolist()[8:] == batch.behaviour_logprobs_T.tolist()[8:] == [0, 0]
+    assert batch.completion_index_T.tolist()[8:] == [-1, -1]
+    assert batch.segments_T.tolist() == [0, 0, 0, 0, 0, 1, 1, 1, 2, 2]
+    assert batch.n_segments == 3
+    assert batch.loss_count == 5
+    assert batch.sample_indices == (0, 1)
+
+
+def test_a_length_that_divides_is_not_padded():
+    assert pack([ONE, TWO], [0, 1], pad_to_multiple=4).cu_seqlens_S1.tolist() == [0, 5, 8]
+
+
+@pytest.mark.parametrize("multiple", [1, 4])
+def test_an_empty_microbatch_is_padding_alone(multiple: int):
+    batch = pack([ONE], [], multiple)
+    assert batch.token_ids_T.tolist() == [PAD_TOKEN] * multiple
+    assert batch.position_ids_T.tolist() == list(range(multiple))
+    assert batch.cu_seqlens_S1.tolist() == [0, multiple]
+    assert batch.loss_weights_T.tolist() == [0.0] * multiple
+    assert batch.completion_index_T.tolist() == [-1] * multiple
+    assert batch.segments_T.tolist() == [0] * multiple
+    assert (batch.n_segments, batch.loss_count) == (1, 0)
+    assert batch.max_seqlen == multiple
+    assert batch.sample_indices == ()
+
+
+@pytest.mark.parametrize(("kind", "count"), [("token", 0), ("sequence", 1), ("constant", 1)])
+def test_an_answer_that_is_empty_has_no_weight(kind, count: int):
+    batch = pack([Sample((4, 5), (), (), 1.0)], [0], 1, Normalisation(kind, 9))
+    assert batch.loss_weights_T.tolist() == [0.0, 0.0]
+    assert batch.completion_index_T.tolist() == [-1, -1]
+    assert batch.loss_count == count
+
+
+def test_every_token_needs_a_log_prob():
+    with pytest.raises(AssertionError, match="sample 1: one log-prob per token is needed"):
+        pack([ONE, Sample((4,), (5, 6), (-1.0,), 1.0)], [0, 1], 1)
+
+
+ids = st.lists(st.integers(0, 99), min_size=1, max_size=9).map(tuple)
+samples = st.builds(
+    lambda prompt, completion, advantage: Sample(
+        prompt, completion, tuple(-float(token) for token in completion), advantage
+    ),
+    ids,
+    ids,
+    st.integers(-5, 5).map(float),
+)
+
+
+@settings(deadline=None, max_examples=50)
+@given(st.lists(samples, max_size=6), st.integers(1, 8))
+def test_every_sample_is_found_again_between_its_bounds(packed: list[Sample], multiple: int):
+    batch = pack(packed, range(len(packed)), multiple)
+    bounds = batch.cu_seqlens_S1.tolist()
+    lengths = [end - start for start, end in pairwise(bounds)]
+    assert bounds[-1] == len(batch.token_ids_T) and bounds[-1] % multiple == 0
+    assert bounds[-1] > 0 and min(lengths) > 0 and max(lengths) == batch.max_seqlen
+    assert batch.position_ids_T.tolist() == [p for length in lengths for p in range(length)]
+    n_tokens = sum(len(sample.completion_ids) for sample in packed)
+    assert float(batch.loss_weights_T.sum()) == batch.loss_count == n_tokens
+    assert (batch.completion_index_T >= 0).equal(batch.loss_weights_T > 0)
+    assert batch.n_segments == len(lengths)
+    assert batch.segments_T.tolist() == [s for s, length in enumerate(lengths) for _ in range(length)]
+    for sample, start, end in zip(packed, bounds, bounds[1:], strict=False):
+        assert tuple(batch.token_ids_T[start:end].tolist()) == sample.prompt_ids + sample.completion_ids
+        answer = slice(start + len(sample.prompt_ids), end)
+        assert tuple(batch.behaviour_logprobs_T[answer].tolist()) == sample.behaviour_logprobs
+        assert batch.completion_index_T[answer].tolist() == list(range(len(sample.completion_ids)))
+        assert set(batch.advantages_T[answer].tolist()) == {sample.advantage}

@@ -1,0 +1,168 @@
+"""Sequences for supervised training: their forms, their tokens, what is left out and held out."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from rlmath.data.sft_sequences import WrittenSequence, load_sequences, sequences_fingerprint, split_held_out
+from tools.make_tiny_model import make_tokenizer
+
+PROMPT_FORM = {"prompt": "47+85=", "completion": "\\boxed{132}"}
+CHAT_TEMPLATE = (
+    "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return make_tokenizer()
+
+
+@pytest.fixture
+def chat_tokenizer():
+    found = make_tokenizer()
+    found.chat_template = CHAT_TEMPLATE
+    return found
+
+
+def write(path: Path, *rows: object) -> str:
+    path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
+    return str(path)
+
+
+def load(path: str, tokenizer, template: str = "auto", limit: int = 200, share: float = 0.0):
+    return load_sequences(path, tokenizer, template, limit, share)
+
+
+def texts(one: WrittenSequence, tokenizer) -> tuple[str, str]:
+    return tokenizer.decode(one.prompt_ids), tokenizer.decode(one.completion_ids)
+
+
+def test_prompt_and_completion_are_taken_as_they_stand_and_closed(tmp_path: Path, tokenizer) -> None:
+    (one,), report = load(write(tmp_path / "a.jsonl", PROMPT_FORM), tokenizer)
+    assert texts(one, tokenizer) == ("47+85=", "\\boxed{132}<eos>")
+    assert len(one.prompt_ids) == 6 and one.completion_ids[-1] == tokenizer.eos_token_id
+    assert (report.rows, report.kept, report.dropped) == (1, 1, 0)
+
+
+def test_an_end_that_is_written_is_not_doubled(tmp_path: Path, tokenizer) -> None:
+    (one,), _ = load(write(tmp_path / "a.jsonl", {"prompt": "1", "completion": "2<eos>"}), tokenizer)
+    assert one.completion_ids.count(tokenizer.eos_token_id) == 1
+
+
+def test_a_question_gets_the_template(tmp_path: Path, tokenizer) -> None:
+    path = write(tmp_path / "a.jsonl", {"question": "What is 1+1?", "solution": "It is 2."})
+    (raw,), _ = load(path, tokenizer, "raw")
+    assert texts(raw, tokenizer) == ("What is 1+1?", "It is 2.<eos>")
+    (boxed,), _ = load(path, tokenizer, "qwen_boxed")
+    prompt, completion = texts(boxed, tokenizer)
+    assert prompt.startswith("<|im_start|>system") and "What is 1+1?" in prompt and "\\boxed{}" in prompt
+    assert completion == "It is 2.<eos>"
+
+
+def test_of_messages_the_last_turn_is_learned(tmp_path: Path, chat_tokenizer) -> None:
+    turns = [("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "d")]
+    row = {"messages": [{"role": role, "content": content} for role, content in turns]}
+    (one,), _ = load(write(tmp_path / "a.jsonl", row), chat_tokenizer)
+    assert texts(one, chat_tokenizer) == ("[user]a[assistant]b[user]c[assistant]", "d<eos>")
+
+
+def test_messages_need_a_chat_template(tmp_path: Path, tokenizer) -> None:
+    row = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
+    with pytest.raises(ValueError, match="need the tokenizer's chat template"):
+        load(write(tmp_path / "a.jsonl", row), tokenizer)
+
+
+def test_parquet_is_read_too(tmp_path: Path, tokenizer) -> None:
+    pq.write_table(pa.Table.from_pylist([PROMPT_FORM] * 3), tmp_path / "a.parquet")
+    found, _ = load(str(tmp_path / "a.parquet"), tokenizer)
+    assert [texts(one, tokenizer)[0] for one in found] == ["47+85="] * 3
+
+
+@pytest.mark.parametrize(
+    ("row", "why"),
+    [
+        ("{", "not JSON"),
+        ({"prompt": "1+1="}, "has 'prompt'; needed: prompt and completion"),
+        ({"prompt": "1+1=", "completion": "  "}, "completion must be a string that is not blank"),
+        ({"prompt": 3, "completion": "2"}, "prompt must be a string"),
+        ({"prompt": "a\ud800", "completion": "2"}, "half a surrogate pair"),
+        ({"prompt": "é", "completion": "2"}, "its prompt has no token"),
+        ({"messages": "hello"}, "messages must be a list"),
+        ({"messages": [{"role": "assistant", "content": "b"}]}, "the last of its messages must be"),
+        ({"messages": [{"role": "user", "content": "b"}] * 2}, "the last of its messages must be"),
+        ({"messages": [{"content": "b"}]}, "must have a role and a content"),
+    ],
+)
+def test_a_row_that_cannot_be_used_is_left_out_up_to_a_share(
+    tmp_path: Path, tokenizer, row: object, why: str
+) -> None:
+    path = write(tmp_path / "a.jsonl", PROMPT_FORM, row, PROMPT_FORM)
+    found, report = load(path, tokenizer, share=0.34)
+    assert len(found) == 2 and len(report.unusable) == 1
+    assert why in report.unusable[0].reason and "line 2" in report.unusable[0].where
+    assert "1 left out (33.3%)" in report.line()
+    with pytest.raises(
+        ValueError, match=r"1 of 3 rows cannot be used, more than data.max_unusable_share=0.33"
+    ):
+        load(path, tokenizer, share=0.33)
+
+
+def test_longer_ones_are_dropped_and_counted(tmp_path: Path, tokenizer) -> None:
+    rows = [{"prompt": "1" * n, "completion": "2"} for n in (3, 4, 5, 9)]
+    found, report = load(write(tmp_path / "a.jsonl", *rows), tokenizer, limit=6)
+    assert [one.length for one in found] == [5, 6]
+    assert "2 dropped (50.0%) because longer than sft.max_sequence_tokens=6 (the longest has 11 tokens)" in (
+        report.line()
+    )
+    assert report.record()["shares"] == {"kept": 0.5, "too_long": 0.5, "unusable": 0.0}
+
+
+def test_a_file_that_leaves_nothing_says_why(tmp_path: Path, tokenizer) -> None:
+    with pytest.raises(ValueError, match="all 1 sequences that can be used are longer than"):
+        load(write(tmp_path / "a.jsonl", PROMPT_FORM), tokenizer, limit=6)
+    with pytest.raises(ValueError, match="no rows; needed"):
+        load(write(tmp_path / "b.jsonl"), tokenizer)
+    with pytest.raises(ValueError, match="1 of 1 rows cannot be used"):
+        load(write(tmp_path / "c.jsonl", {"prompt": "1+1=", "answer": "2"}), tokenizer)
+    with pytest.raises(ValueError, match="no row can be used"):
+        load(write(tmp_path / "c.jsonl", {"prompt": "1+1=", "answer": "2"}), tokenizer, share=1.0)
+    with pytest.raises(ValueError, match="no such file"):
+        load(str(tmp_path / "d.jsonl"), tokenizer)
+
+
+def numbered(count: int) -> list[WrittenSequence]:
+    return [WrittenSequence((3,), (number + 3, 1)) for number in range(count)]
+
+
+def test_what_is_held_out_is_disjoint_and_drawn_by_the_seed() -> None:
+    whole = numbered(50)
+    train, held = split_held_out(whole, 0.1, seed=1)
+    assert len(held) == 5 and sorted((*train, *held), key=whole.index) == whole
+    assert split_held_out(whole, 0.1, seed=1) == (train, held) != split_held_out(whole, 0.1, seed=2)
+    assert train == sorted(train, key=whole.index)
+
+
+@pytest.mark.parametrize(
+    ("count", "share", "held"), [(50, 0.0, 0), (50, 0.001, 1), (3, 0.99, 2), (1, 0.5, 0)]
+)
+def test_at_least_one_is_held_out_and_one_left(count: int, share: float, held: int) -> None:
+    train, found = split_held_out(numbered(count), share, seed=1)
+    assert (len(found), len(train)) == (held, count - held)
+
+
+def test_the_fingerprint_tells_sequences_and_their_order_apart() -> None:
+    whole = numbered(4)
+    names = {
+        sequences_fingerprint(whole),
+        sequences_fingerprint(whole[::-1]),
+        sequences_fingerprint(whole[:3]),
+        sequences_fingerprint([WrittenSequence((3, *one.completion_ids[:1]), (1,)) for one in whole]),
+    }
+    assert len(names) == 4 and sequences_fingerprint(numbered(4)) in names

@@ -1,0 +1,97 @@
+"""A rank that dies, fails, falls silent or hangs ends the others soon, with the cause."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from rlmath.distributed.fault_tolerance.exit_codes import FAILURE
+from tests.distributed.fault_tolerance.runs import running, told, wait_for
+
+END_SECONDS = 40.0
+
+pytestmark = pytest.mark.distributed
+
+
+def test_a_killed_rank_is_named(tmp_path: Path) -> None:
+    with running(tmp_path / "run", "walk") as run:
+        victim = run.pid(1)
+        os.kill(victim, signal.SIGKILL)
+        assert run.ends_within(END_SECONDS) != 0
+        assert told(rf"rank 1 on \S+ \(pid {victim}\), step \d+, in \S.* has died", run.console()), (
+            run.console()
+        )
+        assert run.status().status == FAILURE
+        assert "rank 1" in run.status().message
+        assert run.saved_steps() == [], "torchrun's SIGTERM to the others is no reason to save without a peer"
+
+
+def test_a_raising_rank_tells_its_reason_and_phase(tmp_path: Path) -> None:
+    with running(tmp_path / "run", "raise") as run:
+        assert run.ends_within(END_SECONDS) != 0
+        reason = (
+            r"rank 1 on \S+ \(pid \d+\), step 3, in rollout for \d+ s failed: LookupError: no such prompt"
+        )
+        assert told(r"rank 0 on \S+ ends: " + reason, run.console()), run.console()
+        assert "more of it" not in run.status().message and "LookupError" in run.status().message
+
+
+def test_a_frozen_rank_is_found_silent(tmp_path: Path) -> None:
+    with running(tmp_path / "run", "walk", "heartbeat_timeout_seconds=5", ranks=3) as run:
+        os.kill(run.pid(2), signal.SIGSTOP)
+        wait_for(lambda: "has given no sign of life" in run.console(), END_SECONDS)
+        assert told(r"rank 2 has given no sign of life for \d+ s .*; its last word: rank 2 on", run.console())
+        os.kill(run.pid(2), signal.SIGCONT)
+        assert run.ends_within(END_SECONDS) != 0
+
+
+@pytest.mark.full
+def test_a_run_that_was_suspended_as_a_whole_goes_on(tmp_path: Path) -> None:
+    with running(tmp_path / "run", "walk", "heartbeat_timeout_seconds=5") as run:
+        ranks = [psutil.Process(run.pid(rank)) for rank in (0, 1)]
+        for rank in ranks:
+            rank.suspend()
+        time.sleep(8)
+        for rank in ranks:
+            rank.resume()
+        before = run.step()
+        wait_for(lambda: run.step() > before + 20)
+        time.sleep(6)
+        assert run.launcher.poll() is None, run.console()
+
+
+def test_a_hang_is_told_with_the_stacks_of_all_ranks(tmp_path: Path) -> None:
+    with running(tmp_path / "run", "hang", "hang_timeout_seconds=5") as run:
+        assert run.ends_within(END_SECONDS) != 0
+        stacks = [(run.folder / "stacks" / f"rank-0000{rank}.txt").read_text() for rank in (0, 1)]
+        assert "all_reduce" in stacks[0] and "waits_for_ever" not in stacks[0]
+        assert "waits_for_ever" in stacks[1]
+        console = run.console()
+        assert told(r"rank 0 on .*, in update for \d+ s: all_reduce .*\n", console), console
+        assert told(r"rank 1 on .*, in rollout for \d+ s: waits_for_ever .*<- BEHIND", console), console
+        assert run.status().status == FAILURE
+
+
+def test_a_long_phase_in_which_one_rank_makes_progress_is_no_hang(tmp_path: Path) -> None:
+    with running(tmp_path / "run", "long rollout", "hang_timeout_seconds=5") as run:
+        assert run.ends_within(END_SECONDS) == 0, run.console()
+        assert run.step() == 6
+
+
+def test_a_lost_store_is_told(tmp_path: Path) -> None:
+    """The launcher stands for a node that is gone: its ranks are frozen, not told to end."""
+    with running(tmp_path / "run", "walk", "heartbeat_timeout_seconds=5") as run:
+        os.kill(run.launcher.pid, signal.SIGSTOP)
+        wait_for(lambda: told(r"key-value store of the run at \S+:\d+ is lost", run.console()), END_SECONDS)
+        wait_for(lambda: not any(alive(run.pid(rank)) for rank in (0, 1)), END_SECONDS)
+        os.kill(run.launcher.pid, signal.SIGCONT)
+        assert run.ends_within(END_SECONDS) != 0
+
+
+def alive(pid: int) -> bool:
+    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE

@@ -1,0 +1,82 @@
+"""SIGTERM and SIGUSR1, however they come, lead to a saved checkpoint and a status that says so."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rlmath.distributed.fault_tolerance.exit_codes import FILE_NAME, NOT_SAVED_IN_TIME, SAVED_AND_STOPPED
+from tests.distributed.fault_tolerance.runs import SIGNALS, Run, running
+from tests.programs import ENVIRONMENT, REPOSITORY
+
+END_SECONDS = 40.0
+
+pytestmark = pytest.mark.distributed
+
+
+def assert_saved(run: Run) -> None:
+    assert run.ends_within(END_SECONDS) != 0, "torchrun has no other status for ranks that ended with one"
+    first, second = run.saved_steps()
+    assert first == second, "both ranks save after the same step"
+    assert run.status().status == SAVED_AND_STOPPED, run.console()
+    assert json.loads((run.folder / FILE_NAME).read_text())["meaning"] == "saved and stopped"
+
+
+def test_sigterm_to_a_plain_torchrun_saves(tmp_path: Path) -> None:
+    with running(tmp_path / "run", "walk") as run:
+        run.launcher.send_signal(signal.SIGTERM)
+        assert_saved(run)
+        assert "--shutdown-timeout=300" in run.console(), "it is told how torchrun should be started"
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_signal_to_one_rank_saves_on_all_and_a_second_one_does_no_harm(tmp_path: Path, number: int) -> None:
+    with running(tmp_path / "run", "walk") as run:
+        os.kill(run.pid(1), number)
+        os.kill(run.pid(1), signal.SIGTERM)
+        assert_saved(run)
+
+
+def test_sigusr1_to_a_torchrun_that_handles_it_saves(tmp_path: Path) -> None:
+    with running(tmp_path / "run", "walk", options=(SIGNALS, "--shutdown-timeout=300")) as run:
+        run.launcher.send_signal(signal.SIGUSR1)
+        assert_saved(run)
+        assert "advice: None" in run.console()
+
+
+@pytest.mark.parametrize("number", [pytest.param(signal.SIGUSR1, marks=pytest.mark.full), signal.SIGKILL])
+def test_a_torchrun_that_ends_without_a_word_leaves_ranks_that_save(tmp_path: Path, number: int) -> None:
+    with running(tmp_path / "run", "walk") as run:
+        run.launcher.send_signal(number)
+        assert_saved(run)
+        assert "torchrun (pid" in run.console()
+
+
+def test_a_save_that_takes_too_long_is_ended_and_tells_where_it_is(tmp_path: Path) -> None:
+    with running(tmp_path / "run", "slow save", "stop_grace_seconds=3") as run:
+        run.launcher.send_signal(signal.SIGTERM)
+        assert run.ends_within(END_SECONDS) != 0
+        assert run.saved_steps() == []
+        assert run.status().status == NOT_SAVED_IN_TIME
+        assert "waits_for_ever" in (run.folder / "stacks" / "rank-00000.txt").read_text()
+
+
+@pytest.mark.parametrize(
+    ("left", "expected"),
+    [('{"status": 75, "message": "step 3"}', 75), ('{"status": 0, "message": ""}', 0), (None, 1), ("{", 1)],
+)
+def test_the_status_program_ends_as_the_run_did(tmp_path: Path, left: str | None, expected: int) -> None:
+    if left is not None:
+        (tmp_path / FILE_NAME).write_text(left)
+    command = [sys.executable, "launch/exit_status.py", str(tmp_path)]
+    done = subprocess.run(command, cwd=REPOSITORY, env=ENVIRONMENT, capture_output=True, check=False)
+    assert done.returncode == expected, done.stderr
+    command.append("--clear")
+    assert subprocess.run(command, cwd=REPOSITORY, env=ENVIRONMENT, check=False).returncode == 0
+    assert not (tmp_path / FILE_NAME).exists()

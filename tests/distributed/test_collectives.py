@@ -1,0 +1,68 @@
+"""Plain objects on every rank, whatever their sizes; and groups that connect ranks when they talk."""
+
+from __future__ import annotations
+
+import os
+from array import array
+
+import pytest
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from rlmath.distributed.collectives import gathered_bytes
+from rlmath.distributed.device import FULLY_CONNECTED_RANKS, Device, init_process_group, open_device
+from tests.distributed import gather_cases
+from tests.distributed.rank_pool import RankPool
+from tools.scale_messages import gloo_start
+
+
+@pytest.mark.distributed
+def test_every_rank_gets_what_each_has(ranks: RankPool) -> None:
+    for numbers, dicts, large in ranks.run(3, gather_cases.gather_of_every_kind):
+        assert numbers == [0, 1, 2]
+        assert dicts == [{"rank": rank, "text": "é" * rank} for rank in range(3)]
+        assert large == [None, array("f", [0.1] * 5000), None]
+
+
+def test_no_rank_sends_more_than_twice_what_there_is() -> None:
+    for sizes in ([10] * 8, [10_000, *[4] * 511], [*range(1, 513)], [7]):
+        _, sent = gathered_bytes(sizes)
+        assert sum(sizes) <= sent <= 2 * sum(sizes)
+    # Parts of one size are gathered as they are: a sum would send them twice.
+    assert gathered_bytes([10] * 8) == (False, 80)
+    assert gathered_bytes([10_000, *[4] * 511]) == (True, 2 * (10_000 + 4 * 511))
+
+
+@pytest.mark.distributed
+def test_ranks_that_connect_when_they_talk_do_all_that_others_do(ranks: RankPool) -> None:
+    results = ranks.run(4, gather_cases.collectives_of_ranks_that_connect_when_needed)
+    for rank, (gathered, first, at_zero, largest, pair, arrived) in enumerate(results):
+        assert (gathered, first, largest) == ([0, 1, 2, 3], 0, {"rank": 3.0})
+        assert at_zero == ([0, 1, 2, 3] if rank == 0 else None)
+        assert (pair, arrived) == (2.0 if rank in (0, 3) else 1.0, (rank - 1) % 4)
+
+
+def test_a_group_that_connects_when_needed_asks_the_store_once_a_rank() -> None:
+    all_connected = [gloo_start(n, connect_all=True)["gloo_start_requests"] for n in (4, 8, 16)]
+    when_needed = [gloo_start(n, connect_all=False) for n in (4, 8, 16)]
+    # Each rank writes one key, and waits for and reads those of all.
+    assert all_connected == [n * (1 + 2 * n) for n in (4, 8, 16)]
+    assert [figures["gloo_start_requests"] for figures in when_needed] == [4, 8, 16]
+    assert when_needed[2]["gloo_start_bytes"] < 4.1 * when_needed[0]["gloo_start_bytes"]
+
+
+@pytest.mark.parametrize(("world_size", "told"), [(FULLY_CONNECTED_RANKS, None), (512, "1")])
+def test_many_ranks_connect_when_needed(
+    world_size: int, told: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCH_GLOO_LAZY_INIT", "")  # taken back after the test, whatever becomes of it
+    monkeypatch.delenv("TORCH_GLOO_LAZY_INIT")
+    monkeypatch.setenv("WORLD_SIZE", str(world_size))
+    monkeypatch.setenv("RANK", "3")
+    cpu = open_device("cpu")
+    init_process_group(Device("cpu", cpu.torch_device, "fake", cpu.params_dtype), 60, FakeStore())
+    try:
+        assert dist.get_world_size() == world_size
+        assert os.environ.get("TORCH_GLOO_LAZY_INIT") == told
+    finally:
+        dist.destroy_process_group()

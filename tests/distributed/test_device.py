@@ -1,0 +1,74 @@
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from rlmath.distributed.device import (
+    environment_rank,
+    environment_world_size,
+    held_bytes,
+    open_device,
+    release_cached,
+    resident_bytes,
+    resolve_kind,
+)
+
+
+@pytest.mark.parametrize(("there", "kind"), [(True, "cuda"), (False, "cpu")])
+def test_auto_is_cuda_where_there_is_one(monkeypatch: pytest.MonkeyPatch, there: bool, kind: str):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: there)
+    assert resolve_kind("auto") == kind
+
+
+@pytest.mark.parametrize("kind", ["cpu", "cuda"])
+def test_a_kind_that_is_asked_for_is_not_second_guessed(kind: str):
+    assert resolve_kind(kind) == kind
+
+
+@pytest.mark.parametrize("word", ["gpu", "CPU", ""])
+def test_another_word_is_refused(word: str):
+    with pytest.raises(ValueError, match=rf"run\.device is '{word}'; needed: \"auto\", \"cpu\" or \"cuda\""):
+        resolve_kind(word)
+
+
+def test_the_cpu_computes_in_float32_with_one_thread_over_gloo():
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(2)
+        device = open_device("cpu")
+        assert torch.get_num_threads() == 1
+    finally:
+        torch.set_num_threads(threads)
+    assert (device.kind, device.backend, device.params_dtype) == ("cpu", "gloo", torch.float32)
+    assert device.torch_device == torch.device("cpu")
+
+
+def test_the_place_in_the_run_is_the_launchers(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("WORLD_SIZE", "16")
+    monkeypatch.setenv("RANK", "3")
+    assert (environment_rank(), environment_world_size()) == (3, 16)
+
+
+def test_without_a_launcher_a_process_is_alone(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    monkeypatch.delenv("RANK", raising=False)
+    assert (environment_rank(), environment_world_size()) == (0, 1)
+
+
+def test_resident_memory_sees_what_is_taken():
+    release_cached(open_device("cpu"))
+    before = resident_bytes()
+    block = torch.ones(64 * 2**20, dtype=torch.uint8)
+    assert resident_bytes() - before > 48 * 2**20
+    assert held_bytes(open_device("cpu")) > block.nbytes
+
+
+def test_the_most_memory_is_this_programs_own():
+    """A large parent does not count; `ru_maxrss` of the child would have it."""
+    held = bytearray(os.urandom(1)) * 600_000_000
+    code = "from rlmath.distributed import device as d; print(d.most_resident_bytes(), d.resident_bytes())"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    most, now = map(int, done.stdout.split())
+    assert now * 0.9 < most < now + 200_000_000 and len(held) == 600_000_000

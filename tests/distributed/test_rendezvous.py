@@ -1,0 +1,165 @@
+"""Ranks as threads at a real key-value store: who is missing, who found a mistake, what an earlier start left."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+
+import pytest
+import torch.distributed as dist
+
+from rlmath.distributed.ranks import Decision, Place, Word, hosts_text, ranks_text
+from rlmath.distributed.rendezvous import NotAllHere, Rendezvous
+
+RANKS_PER_NODE = 2
+SECONDS = 60.0
+
+
+@pytest.fixture
+def port() -> Iterator[int]:
+    """Of a store that outlives starts, as torchrun's does."""
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    yield server.port
+    del server
+
+
+def place_of(rank: int, world_size: int) -> Place:
+    node, local_rank = divmod(rank, RANKS_PER_NODE)
+    return Place(rank, world_size, node, local_rank, RANKS_PER_NODE, f"host{node}", 100 + rank)
+
+
+def sign_in(port: int, rank: int, world_size: int = 4) -> Rendezvous:
+    store = dist.TCPStore("127.0.0.1", port, timeout=timedelta(seconds=20), wait_for_workers=False)
+    return Rendezvous(place_of(rank, world_size), store)
+
+
+def come(
+    rendezvous: Rendezvous, seconds: float = SECONDS, call: str = "start", problem: str | None = None
+) -> None:
+    place = rendezvous.place
+    word = Word(place.host, place.node, problem)
+    rendezvous.roll_call(call, word, seconds, lambda said: Decision(judged(said), is_mistake=True))
+
+
+def judged(said: dict[int, Word]) -> str | None:
+    hosts = [said[rank].host for rank in sorted(said)]
+    return None if hosts == ["host0", "host0", "host1", "host1"][: len(hosts)] else f"wrong: {hosts}"
+
+
+def outcomes(*calls: Callable[[], None]) -> list[BaseException | None]:
+    """What each call, in a thread of its own, raised."""
+    found: list[BaseException | None] = [None] * len(calls)
+
+    def run(index: int) -> None:
+        try:
+            calls[index]()
+        except BaseException as error:
+            found[index] = error
+
+    threads = [threading.Thread(target=run, args=(index,)) for index in range(len(calls))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+        assert not thread.is_alive()
+    return found
+
+
+def test_all_come_and_what_they_said_is_judged(port: int) -> None:
+    meetings = [sign_in(port, rank) for rank in range(4)]
+    assert outcomes(*(lambda one=one: come(one) for one in meetings)) == [None] * 4
+    meetings[0].group_store(5.0).set("key", "of this start")
+    assert meetings[3].group_store(5.0).get("key") == b"of this start"
+
+
+def test_missing_ranks_are_named_with_their_hosts_on_all_ranks(port: int) -> None:
+    """Rank 2 has signed in and hangs; rank 3 of the same node, and the third node, never started."""
+    meetings = [sign_in(port, rank, 6) for rank in range(3)]
+    found = outcomes(*(lambda one=one: come(one, 1.0) for one in meetings[:2]))
+    assert [type(error) for error in found] == [NotAllHere] * 2
+    told = "2 of 6 ranks are at the start after 1 s (run.start_timeout_seconds). Missing: rank 2 on host1 (started, "
+    told += (
+        "not here yet), rank 3 on host1 (never started), ranks 4-5 of the node with number 2 (never started)."
+    )
+    assert all(str(error).startswith(told) for error in found), found
+
+
+def test_rank_0_that_never_comes_is_named(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rlmath.distributed.rendezvous.SLACK_SECONDS", 0.0)
+    sign_in(port, 0)
+    (found,) = outcomes(lambda: come(sign_in(port, 3), 1.0))
+    assert isinstance(found, NotAllHere)
+    assert "rank 3 on host1 waited 1 s at the start for rank 0 on host0 (pid 100)" in str(found)
+
+
+def test_a_mistake_of_one_node_is_told_with_its_host_by_all(
+    port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    meetings = [sign_in(port, rank) for rank in range(4)]
+    problems = [None, None, "no folder /models/a", "no folder /models/a"]
+    found = outcomes(*(lambda r=r: come(meetings[r], problem=problems[r]) for r in range(4)))
+    assert {str(error) for error in found} == {
+        "on host1 (ranks 2-3): no folder /models/a\n2 of the 4 ranks that are here found something wrong."
+    }
+    assert all(isinstance(error, ValueError) for error in found)
+
+
+def test_a_mistake_of_all_is_told_as_it_stands_and_does_not_wait_for_a_rank_that_hangs(
+    port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rlmath.distributed.rendezvous.PROBLEM_SECONDS", 1.0)
+    meetings = [sign_in(port, rank) for rank in range(4)]
+    started = time.monotonic()
+    found = outcomes(*(lambda one=one: come(one, problem="run.seed is -1") for one in meetings[:3]))
+    assert {str(error) for error in found} == {"run.seed is -1"}
+    assert time.monotonic() - started < 20
+
+
+def test_a_rank_that_fails_between_two_calls_is_told_at_the_second(
+    port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rlmath.distributed.rendezvous.PROBLEM_SECONDS", 1.0)
+    meetings = [sign_in(port, rank, 2) for rank in range(2)]
+    assert outcomes(*(lambda one=one: come(one) for one in meetings)) == [None] * 2
+    meetings[1].tell_failure("OSError: no GPU")
+    (found,) = outcomes(lambda: come(meetings[0], call="group"))
+    assert isinstance(found, NotAllHere) and str(found) == "rank 1 on host0 failed: OSError: no GPU"
+
+
+def test_what_an_earlier_start_left_is_never_taken_for_this_one(port: int) -> None:
+    """The store stays when torchrun starts the ranks again: rank 1 did come, in the start before."""
+    earlier = [sign_in(port, rank, 2) for rank in range(2)]
+    assert outcomes(*(lambda one=one: come(one) for one in earlier)) == [None] * 2
+    earlier[0].group_store(5.0).set("address", "of a process that is gone")
+    again = sign_in(port, 0, 2)
+    (found,) = outcomes(lambda: come(again, 1.0))
+    assert isinstance(found, NotAllHere) and "1 of 2 ranks" in str(found)
+    third = [sign_in(port, rank, 2) for rank in (1, 0)]
+    assert outcomes(*(lambda one=one: come(one) for one in third)) == [None] * 2
+    assert not third[0].group_store(5.0).check(["address"])
+
+
+def test_a_store_that_is_lost_is_told(port: int) -> None:
+    rendezvous = sign_in(port, 1, 2)
+
+    class Lost:
+        """What torch's store does when its server has ended."""
+
+        def __getattr__(self, name: str) -> Callable[..., None]:
+            def fail(*_: object) -> None:
+                raise dist.DistNetworkError("Broken pipe\nmore")
+
+            return fail
+
+    rendezvous._store = Lost()  # type: ignore[assignment]
+    (found,) = outcomes(lambda: come(rendezvous))
+    assert isinstance(found, NotAllHere) and str(found).endswith("Broken pipe"), found
+    assert "lost the run's key-value store" in str(found)
+
+
+def test_many_ranks_and_hosts_are_named_shortly() -> None:
+    assert ranks_text(range(128)) == "ranks 0-127"
+    assert ranks_text([5, 0, 1, 9]) == "ranks 0-1, 5, 9"
+    assert hosts_text([f"n{i}" for i in range(16)]).endswith("n7 and 8 more")

@@ -1,0 +1,144 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from rlmath.evals.completions import (
+    Outcome,
+    Record,
+    Writer,
+    agree_on_settings,
+    cut_unfinished_lines,
+    read_outcomes,
+    read_settings,
+)
+from rlmath.evals.plan import GREEDY_INDEX, Plan, completion_seed
+
+
+def record(problem_id: str, sample: int = 0, mode: str = "sample", text: str = "so \\boxed{7}") -> Record:
+    return Record(problem_id, mode, sample, 11, "abcd", text, 9, "stop", True, "7", "string")
+
+
+def write(folder: Path, *records: Record, rank: int = 0) -> Path:
+    writer = Writer(folder, rank)
+    for one in records:
+        writer.add("aime24", one)
+    writer.close()
+    return folder / "generations" / "aime24" / f"rank-{rank:04d}.jsonl"
+
+
+def test_what_was_written_is_read_from_all_ranks(tmp_path: Path) -> None:
+    write(tmp_path, record("60"), record("60", 1), rank=0)
+    write(tmp_path, record("60", mode="greedy"), record("61", 3), rank=7)
+    found = read_outcomes(tmp_path, "aime24")
+    assert found.keys() == {("60", 0), ("60", 1), ("60", GREEDY_INDEX), ("61", 3)}
+    assert found["61", 3] == Outcome("abcd", 9, False, True, "7", "string")
+    assert read_outcomes(tmp_path, "aime25") == {}
+
+
+def test_hostile_text_is_one_line_of_ascii_and_comes_back(tmp_path: Path) -> None:
+    text = '\x1b[2J\r\n\u2028\ud800 \x00 {"problem_id": "61"}\n'
+    path = write(tmp_path, record("60\n\u202e", text=text))
+    (line,) = path.read_bytes().splitlines()
+    assert line.isascii() and json.loads(line)["text"] == text
+    assert read_outcomes(tmp_path, "aime24").keys() == {("60\n\u202e", 0)}
+
+
+@pytest.mark.parametrize("kept", [0, 1, 40])
+def test_a_cut_line_is_removed_and_its_file_goes_on(tmp_path: Path, kept: int) -> None:
+    """Also where the last whole line is further back than is read at once."""
+    long = record("60", 0, text="x" * 200_000)
+    path = write(tmp_path, record("59"), long)
+    whole = path.read_bytes()
+    path.write_bytes(whole[: whole.index(b"\n") + 1 + kept])
+    assert cut_unfinished_lines(tmp_path) == (kept > 0)
+    assert read_outcomes(tmp_path, "aime24").keys() == {("59", 0)}
+    write(tmp_path, long)
+    assert path.read_bytes() == whole
+    assert cut_unfinished_lines(tmp_path) == 0 and path.read_bytes() == whole
+
+
+def test_a_file_with_nothing_but_a_cut_line_becomes_empty(tmp_path: Path) -> None:
+    path = write(tmp_path, record("60", text="y" * 300_000))
+    path.write_bytes(path.read_bytes()[:250_000])
+    assert cut_unfinished_lines(tmp_path) == 1 and path.read_bytes() == b""
+    assert read_outcomes(tmp_path, "aime24") == {}
+
+
+@pytest.mark.parametrize("line", ["{}", "[1]", "nonsense", "[" * 100_000, '{"problem_id": "60"}', "\x00"])
+def test_a_broken_line_is_told(tmp_path: Path, line: str) -> None:
+    path = write(tmp_path, record("60"))
+    path.write_text(line + "\n" + path.read_text())
+    with pytest.raises(ValueError, match=r"rank-0000\.jsonl, line 1"):
+        read_outcomes(tmp_path, "aime24")
+
+
+def test_a_few_lines_wait_and_a_batch_is_written(tmp_path: Path) -> None:
+    writer = Writer(tmp_path, 0)
+    for number in range(33):
+        writer.add("aime24", record(str(number)))
+    assert len(read_outcomes(tmp_path, "aime24")) >= 32
+    writer.flush()
+    assert len(read_outcomes(tmp_path, "aime24")) == 33
+    writer.close()
+
+
+COMMON = {"about_model": "a/b", "model": "1234", "template": "auto", "max_new_tokens": 64}
+SAMPLED = {"temperature": 0.6, "top_p": 0.95, "seed": 1}
+
+
+def test_the_same_settings_agree_and_more_modes_are_no_difference(tmp_path: Path) -> None:
+    agree_on_settings(tmp_path, COMMON, None)
+    agree_on_settings(tmp_path, COMMON | {"about_model": "elsewhere"}, SAMPLED)
+    agree_on_settings(tmp_path, COMMON, None)
+    agree_on_settings(tmp_path, COMMON, SAMPLED)
+    assert read_settings(tmp_path) == COMMON | SAMPLED
+
+
+@pytest.mark.parametrize(
+    ("common", "sampled", "told"),
+    [
+        ({"model": "5678"}, {}, "model was '1234', now it is '5678'"),
+        ({"max_new_tokens": 32}, {}, "max_new_tokens was 64, now it is 32"),
+        ({}, {"temperature": 1.0}, "temperature was 0.6, now it is 1.0"),
+    ],
+)
+def test_other_settings_are_refused_by_name(tmp_path: Path, common: dict, sampled: dict, told: str) -> None:
+    agree_on_settings(tmp_path, COMMON, SAMPLED)
+    with pytest.raises(ValueError, match="Give another --output") as error:
+        agree_on_settings(tmp_path, COMMON | common, SAMPLED | sampled)
+    assert told in str(error.value)
+    assert read_settings(tmp_path) == COMMON | SAMPLED
+
+
+def test_seeds_differ_by_all_that_a_completion_is(tmp_path: Path) -> None:
+    seeds = {
+        completion_seed(seed, benchmark, problem, index)
+        for seed in (1, 2)
+        for benchmark in ("aime24", "aime25")
+        for problem in ("0", "1")
+        for index in range(8)
+    }
+    assert len(seeds) == 64
+
+
+@pytest.mark.parametrize(
+    ("values", "told"),
+    [
+        ({"samples": -1}, "--samples is -1"),
+        ({"samples": 0, "greedy": False}, "--no-greedy"),
+        ({"temperature": 0.0}, "For temperature 0 there is greedy"),
+        ({"top_p": 0.0}, "--top-p is 0"),
+        ({"max_new_tokens": 0}, "--max-new-tokens"),
+        ({"limit": 0}, "--limit"),
+        ({"template": "chatml"}, "--template"),
+        ({"benchmarks": ()}, "--benchmarks"),
+    ],
+)
+def test_impossible_plans_are_refused(tmp_path: Path, values: dict, told: str) -> None:
+    given = {"model": tmp_path, "benchmarks": ("aime24",), "data_dir": tmp_path, "output": tmp_path} | values
+    with pytest.raises(ValueError, match="evaluation") as error:
+        Plan(**given)
+    assert told in str(error.value)

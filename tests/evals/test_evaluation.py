@@ -1,0 +1,281 @@
+"""Whole evaluations with real engines, over every benchmark file, by a model that guesses."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from launch.evaluate import main, parse, plan_of, rollout_of
+from rlmath.config.schema import RolloutConfig
+from rlmath.evals.plan import Plan
+from tests.distributed.rank_pool import RankPool
+from tests.evals.guessing_model import make_guessing_model
+from tests.programs import ENVIRONMENT, REPOSITORY, run, torchrun_command
+
+DATA = REPOSITORY.parent / "shared" / "data" / "benchmarks"
+NAMES = ("aime24", "aime25", "amc23", "math_500", "gsm8k", "minerva_math", "olympiadbench", "gpqa_diamond")
+SIZES = (30, 30, 40, 500, 1317, 272, 675, 198)
+PROGRAM = "launch/evaluate.py"
+BASICS = ["--model", "m", "--benchmarks", "aime24", "--data-dir", "d", "--output", "o"]
+LIMIT, SAMPLES, NEW_TOKENS, PROMPT_TOKENS = 3, 8, 48, 700
+
+pytestmark = [
+    pytest.mark.distributed,
+    pytest.mark.skipif(not DATA.is_dir(), reason="the benchmark files are not there"),
+]
+
+
+def evaluate_in_pool(plan: Plan, max_num_seqs: int = 64, tensor_parallel: int = 1) -> Any:
+    """What a rank of the program does; its table, on rank 0."""
+    from rlmath.evals.runner import Judges, evaluate
+
+    rollout = RolloutConfig(
+        tensor_parallel=tensor_parallel, cpu_kv_cache_gib=0.1, max_num_seqs=max_num_seqs, cuda_graphs=False
+    )
+    try:
+        return evaluate(plan, rollout, Judges(1, 5.0), "cpu")
+    except ValueError as error:
+        return str(error)
+
+
+@pytest.fixture(scope="module")
+def model(arithmetic: Path) -> Path:
+    return make_guessing_model(arithmetic / "base", arithmetic / "guessing")
+
+
+def plan_for(model: Path, output: Path, **changes: Any) -> Plan:
+    same = {
+        "samples": SAMPLES,
+        "max_new_tokens": NEW_TOKENS,
+        "max_prompt_tokens": PROMPT_TOKENS,
+        "limit": LIMIT,
+    }
+    return Plan(model, NAMES, DATA, output, **same | changes)
+
+
+def options(model: Path, output: Path) -> list[str]:
+    """The same plan as arguments."""
+    where = ["--model", str(model), "--data-dir", str(DATA), "--output", str(output)]
+    what = ["--benchmarks", ",".join(NAMES), "--limit", str(LIMIT), "--samples", str(SAMPLES)]
+    lengths = ["--max-new-tokens", str(NEW_TOKENS), "--max-prompt-tokens", str(PROMPT_TOKENS)]
+    return [*where, *what, *lengths, "--cpu-kv-cache-gib", "0.1"]
+
+
+def completions(output: Path) -> list[str]:
+    """Every line of every file, without who wrote it."""
+    return sorted(
+        line for path in output.glob("generations/*/*.jsonl") for line in path.read_text().splitlines()
+    )
+
+
+def tables(output: Path) -> list[bytes]:
+    return [(output / f"results.{suffix}").read_bytes() for suffix in ("json", "csv", "md")]
+
+
+@pytest.fixture(scope="module")
+def evaluated(model: Path, ranks: RankPool) -> Path:
+    """An evaluation by one process, never stopped."""
+    output = model.parent / "one"
+    ranks.run(1, evaluate_in_pool, plan_for(model, output))
+    return output
+
+
+def test_every_benchmark_is_evaluated(evaluated: Path) -> None:
+    found = json.loads((evaluated / "results.json").read_text())["benchmarks"]
+    assert tuple(found) == NAMES
+    rows = {name: one["row"] for name, one in found.items()}
+    for row in rows.values():
+        assert row["num_questions"] == LIMIT
+        assert 0 < row["sample_length"] <= NEW_TOKENS and 0 <= row["sample_truncated"] <= 1
+        assert row["sample_pass@1"] <= row["pass@2"] <= row["pass@4"] <= row["pass@8"]
+        assert row["sample_pass@1_low"] <= row["sample_pass@1"] <= row["sample_pass@1_high"]
+    right = {name: sum(p["right"] for p in one["problems"]) for name, one in found.items()}
+    assert right["gpqa_diamond"] > 0, "24 guesses, each a letter in 4 of 14 cases"
+    assert sum(right.values()) < LIMIT * SAMPLES * len(NAMES) / 2
+    assert 0 < sum(row["too_long"] for row in rows.values()) < LIMIT * len(NAMES), "some prompts are too long"
+
+
+def test_every_completion_is_kept_with_what_it_is(evaluated: Path) -> None:
+    rows = [json.loads(line) for line in completions(evaluated)]
+    modes = [row["mode"] for row in rows]
+    assert modes.count("sample") == SAMPLES * modes.count("greedy") > 0
+    assert {row["finish_reason"] for row in rows} == {"stop", "length"}
+    assert len({row["seed"] for row in rows}) == len(rows)
+    assert all(row["tokens"] <= NEW_TOKENS and "\\boxed{" in row["text"] for row in rows)
+    right = [row for row in rows if row["correct"]]
+    assert right and all(row["extracted"] for row in right)
+    choices = (evaluated / "generations" / "gpqa_diamond").glob("*.jsonl")
+    letters = [json.loads(line) for path in choices for line in path.read_text().splitlines()]
+    assert all(row["extracted"] in "ABCD" for row in letters if row["correct"])
+
+
+@pytest.mark.full
+def test_two_engines_sample_the_same_texts(model: Path, evaluated: Path, ranks: RankPool) -> None:
+    output = model.parent / "two"
+    shown = ranks.run(2, evaluate_in_pool, plan_for(model, output), 4)
+    assert shown[0] is not None and shown[1] is None
+    assert completions(output) == completions(evaluated)
+    assert tables(output) == tables(evaluated)
+    writers = {path.name for path in output.glob("generations/*/*.jsonl")}
+    assert writers == {"rank-0000.jsonl", "rank-0001.jsonl"}
+
+
+def test_killed_half_way_and_continued_it_gives_the_same_table(
+    model: Path, evaluated: Path, ranks: RankPool
+) -> None:
+    """Killed as one process, told apart from another plan, continued on two ranks, and asked again."""
+    output = model.parent / "killed"
+    there = kill_half_way([*options(model, output), "--max-num-seqs", "2"], output)
+    assert 0 < len(there) < len(completions(evaluated)) / 2
+    with next(iter(output.glob("generations/*/*.jsonl"))).open("a") as file:
+        file.write('{"problem_id": "cut o')
+    (refused,) = ranks.run(1, evaluate_in_pool, plan_for(model, output, temperature=1.0))
+    assert "temperature was 0.6, now it is 1.0" in refused and "--output" in refused
+    ranks.run(2, evaluate_in_pool, plan_for(model, output))
+    assert completions(output) == completions(evaluated) and set(there) <= set(completions(output))
+    assert tables(output) == tables(evaluated)
+    ranks.run(1, evaluate_in_pool, plan_for(model, output))  # nothing is missing
+    assert tables(output) == tables(evaluated) and completions(output) == completions(evaluated)
+
+
+def kill_half_way(arguments: list[str], output: Path) -> list[str]:
+    """SIGKILL to the program as soon as it has written completions; the whole lines that it leaves."""
+    console = output.with_suffix(".txt")
+    with console.open("w") as file:
+        program = subprocess.Popen(
+            [sys.executable, PROGRAM, *arguments], cwd=REPOSITORY, env=ENVIRONMENT, stdout=file, stderr=file
+        )
+    try:
+        until = time.monotonic() + 400
+        while not any(path.stat().st_size for path in output.glob("generations/*/*.jsonl")):
+            assert program.poll() is None and time.monotonic() < until, console.read_text()
+            time.sleep(0.02)
+    finally:
+        os.kill(program.pid, signal.SIGKILL)
+        program.wait()
+    lines = [
+        line for path in output.glob("generations/*/*.jsonl") for line in path.read_text().splitlines(True)
+    ]
+    return [line.rstrip("\n") for line in lines if line.endswith("\n")]
+
+
+@pytest.mark.full
+def test_what_is_there_is_used_by_a_larger_plan(
+    model: Path, evaluated: Path, ranks: RankPool, tmp_path: Path
+) -> None:
+    """Greedy answers to one problem of each first, then all: nothing is sampled twice."""
+    ranks.run(1, evaluate_in_pool, plan_for(model, tmp_path, samples=0, limit=1))
+    first = completions(tmp_path)
+    assert 0 < len(first) <= len(NAMES) and set(first) < set(completions(evaluated))
+    ranks.run(1, evaluate_in_pool, plan_for(model, tmp_path))
+    assert completions(tmp_path) == completions(evaluated)
+    assert tables(tmp_path) == tables(evaluated)
+
+
+def test_prompts_that_do_not_fit_the_model_are_told(model: Path, ranks: RankPool, tmp_path: Path) -> None:
+    (too_long,) = ranks.run(1, evaluate_in_pool, plan_for(model, tmp_path, max_new_tokens=2000))
+    assert "set --max-prompt-tokens 48" in too_long
+    assert not (tmp_path / "settings.json").exists()
+
+
+def test_a_mistake_ends_with_status_2(capfd: pytest.CaptureFixture[str]) -> None:
+    assert main([*BASICS, "--samples", "-1"]) == 2
+    told = capfd.readouterr().err
+    assert "--samples is -1" in told and "Traceback" not in told
+
+
+def test_two_evaluations_are_put_side_by_side(evaluated: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--compare", str(evaluated), str(evaluated / "results.json")]) == 0
+    rows = [line for line in capsys.readouterr().out.splitlines() if "gpqa_diamond" in line]
+    assert len(rows) == 2 and all("+0.0 to +0.0" in row for row in rows)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["--model", "m"], "--benchmarks, --data-dir, --output must be given"),
+        ([*BASICS, "--samples", "0", "--no-greedy"], "asks for nothing"),
+        ([*BASICS, "--tensor-parallel", "0"], "--tensor-parallel is 0; needed: at least 1"),
+    ],
+)
+def test_impossible_arguments_are_refused(arguments: list[str], told: str) -> None:
+    given = parse(arguments)
+    with pytest.raises(ValueError, match=re.escape(told)):
+        plan_of(given), rollout_of(given)
+
+
+def test_no_cuda_graphs_unless_asked_for() -> None:
+    assert not rollout_of(parse(BASICS)).cuda_graphs
+    assert rollout_of(parse([*BASICS, "--cuda-graphs"])).cuda_graphs
+    assert plan_of(parse([*BASICS, "--benchmarks", "a,b,a"])).benchmarks == ("a", "b")
+
+
+@pytest.mark.full
+def test_a_second_start_only_prints_the_table(model: Path, evaluated: Path) -> None:
+    before = tables(evaluated)
+    again = run(PROGRAM, *options(model, evaluated))
+    assert tables(evaluated) == before
+    (header,) = [line.split("|") for line in again.stdout.splitlines() if "num_questions" in line]
+    assert [cell.strip() for cell in header[1:-1]] == [
+        "dataset",
+        "num_questions",
+        "greedy_length",
+        "sample_length",
+        "greedy_acc",
+        "sample_pass@1",
+        "pass@8",
+        "pass@16",
+    ]
+
+
+@pytest.mark.full
+def test_whole_files_on_two_ranks(model: Path, tmp_path: Path) -> None:
+    arguments = [
+        *options(model, tmp_path),
+        "--limit",
+        "100000",
+        "--samples",
+        "2",
+        "--max-prompt-tokens",
+        "1900",
+    ]
+    run(*torchrun_command(2, PROGRAM, *arguments), timeout=900.0)
+    found = json.loads((tmp_path / "results.json").read_text())["benchmarks"]
+    assert [found[name]["row"]["num_questions"] for name in NAMES] == list(SIZES)
+    letters = found["gpqa_diamond"]["row"]
+    assert letters["sample_pass@1"] == pytest.approx(0.07, abs=0.06), (
+        "one letter of 14 guesses, some not the last"
+    )
+    assert letters["not_judged"] == 0
+
+
+@pytest.mark.full
+def test_an_engine_of_two_ranks(model: Path, evaluated: Path, ranks: RankPool, tmp_path: Path) -> None:
+    """Its kernels add in another order, so only what does not depend on rounding is the same."""
+    ranks.run(2, evaluate_in_pool, plan_for(model, tmp_path), 64, 2)
+    assert len(completions(tmp_path)) == len(completions(evaluated))
+    assert {path.name for path in tmp_path.glob("generations/*/*.jsonl")} == {"rank-0000.jsonl"}
+
+
+@pytest.mark.full
+def test_the_accuracy_tool_counts_the_same_answers(model: Path, tmp_path: Path) -> None:
+    """Greedy, it is one line of JSON with the greedy accuracy of the table."""
+    run(PROGRAM, *options(model, tmp_path), "--benchmarks", "math_500", "--samples", "0", "--limit", "500")
+    row = json.loads((tmp_path / "results.json").read_text())["benchmarks"]["math_500"]["row"]
+    lengths = ["--max-prompt-tokens", str(PROMPT_TOKENS), "--max-new-tokens", str(NEW_TOKENS)]
+    where = ["--model", str(model), "--data", str(DATA / "math_500.jsonl"), "--kv-cache-gib", "0.1"]
+    shown = run("tools/measure_accuracy.py", *where, *lengths, "--temperature", "0").stdout
+    report = json.loads(shown.strip().splitlines()[-1])
+    assert report["prompts"] == report["samples"] == 500 - row["too_long"]
+    assert report["accuracy"] * report["prompts"] == pytest.approx(row["greedy_acc"] * 500)
+    assert report["mean_tokens"] == pytest.approx(row["greedy_length"])
+    assert report["truncated"] == pytest.approx(row["greedy_truncated"])

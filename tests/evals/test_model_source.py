@@ -1,0 +1,92 @@
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from rlmath.evals.benchmarks import find_benchmark, model_positions
+from rlmath.evals.model_source import resolve_model
+from tests.checkpoint.conversions import assert_same, to_megatron, weights
+from tests.tiny_models import make_model_folder
+
+
+@pytest.fixture(scope="module")
+def checkpoint(untied_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A torch_dist checkpoint of the model, with its config and tokenizer beside."""
+    return to_megatron(untied_model, tmp_path_factory.mktemp("megatron") / "model").parent
+
+
+def test_a_hugging_face_folder_is_used_as_it_is(untied_model: Path, tmp_path: Path) -> None:
+    found = resolve_model(untied_model, tmp_path)
+    assert found.folder == untied_model and list(tmp_path.iterdir()) == []
+    copy = shutil.copytree(untied_model, tmp_path / "copy")
+    assert resolve_model(copy, tmp_path).fingerprint == found.fingerprint
+    (copy / "tokenizer.json").write_text((copy / "tokenizer.json").read_text() + " ")
+    assert resolve_model(copy, tmp_path).fingerprint != found.fingerprint
+    assert model_positions(copy) == 256
+
+
+def test_a_checkpoint_is_converted_once(untied_model: Path, checkpoint: Path, tmp_path: Path) -> None:
+    found = resolve_model(checkpoint, tmp_path)
+    assert found.folder == tmp_path / "converted_model"
+    assert_same(weights(found.folder), weights(untied_model))
+    made = (found.folder / "model.safetensors").stat().st_mtime_ns
+    assert resolve_model(checkpoint, tmp_path) == found
+    assert (found.folder / "model.safetensors").stat().st_mtime_ns == made
+    other = make_model_folder(tmp_path / "other", seed=6)
+    with pytest.raises(ValueError, match="Give another --output"):
+        resolve_model(to_megatron(other, tmp_path / "other_megatron").parent, tmp_path)
+
+
+def test_a_conversion_that_was_killed_is_made_again(checkpoint: Path, tmp_path: Path) -> None:
+    found = resolve_model(checkpoint, tmp_path)
+    (tmp_path / "converted_from.json").unlink()
+    (found.folder / "model.safetensors").write_bytes(b"half")
+    assert resolve_model(checkpoint, tmp_path) == found
+    assert torch.isfinite(weights(found.folder)["model.norm.weight"]).all()
+
+
+def test_a_runs_folder_stands_for_its_newest_model(
+    untied_model: Path, checkpoint: Path, tmp_path: Path
+) -> None:
+    """A run that is done has a summary; without one, its checkpoints are newer than a model that it exported."""
+    run = tmp_path / "run"
+    shutil.copytree(untied_model, run / "hf_model")
+    assert resolve_model(run, tmp_path / "out").folder == run / "hf_model"
+    (run / "checkpoints").mkdir()
+    with pytest.raises(ValueError, match="is no checkpoint"):
+        resolve_model(run, tmp_path / "out")
+    (run / "summary.json").write_text("{}")
+    assert resolve_model(run, tmp_path / "out").folder == run / "hf_model"
+
+
+def test_what_is_no_model_is_told(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="--model: there is no folder"):
+        resolve_model(tmp_path / "nothing", tmp_path)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ValueError, match="is no checkpoint"):
+        resolve_model(tmp_path / "empty", tmp_path)
+
+
+def test_benchmarks_are_found_by_name(tmp_path: Path) -> None:
+    (tmp_path / "aime24.jsonl").write_text("{}")
+    (tmp_path / "math_500").mkdir()
+    assert find_benchmark("aime24", tmp_path) == tmp_path / "aime24.jsonl"
+    assert find_benchmark("math_500", tmp_path) == tmp_path / "math_500"
+    with pytest.raises(ValueError, match="Did you mean") as error:
+        find_benchmark("aime_24", tmp_path)
+    assert "aime24, math_500" in str(error.value)
+    for name in ("../aime24", "", "a/b", ".", "x" * 200):
+        with pytest.raises(ValueError, match="no name of a benchmark"):
+            find_benchmark(name, tmp_path)
+    with pytest.raises(ValueError, match="--data-dir"):
+        find_benchmark("aime24", tmp_path / "nowhere")
+
+
+def test_positions_that_config_does_not_say_are_unknown(tmp_path: Path) -> None:
+    for value in (None, "512", True, -1):
+        (tmp_path / "config.json").write_text(json.dumps({"max_position_embeddings": value}))
+        assert model_positions(tmp_path) is None

@@ -1,0 +1,145 @@
+from __future__ import annotations
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy import stats
+
+from rlmath.evals.pass_at_k import Vote, bootstrap_interval, majority_at_k, pass_at_k
+from rlmath.evals.results import answer_key, useful_k
+
+
+def pass_by_subsets(n: int, correct: int, k: int) -> float:
+    """The share of all subsets of k samples that have a right one."""
+    right = [i < correct for i in range(n)]
+    found = [any(subset) for subset in itertools.combinations(right, k)]
+    return sum(found) / len(found)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.data())
+def test_pass_at_k_is_the_share_of_all_subsets(data: st.DataObject) -> None:
+    n = data.draw(st.integers(1, 11))
+    k, correct = data.draw(st.integers(1, n)), data.draw(st.integers(0, n))
+    assert pass_at_k(n, correct, k) == pytest.approx(pass_by_subsets(n, correct, k), abs=1e-12)
+
+
+def test_pass_at_k_by_hand() -> None:
+    assert pass_at_k(32, 0, 8) == 0.0 and pass_at_k(32, 32, 1) == 1.0
+    assert pass_at_k(32, 8, 1) == pytest.approx(8 / 32)
+    assert pass_at_k(5, 2, 3) == pytest.approx(1 - 1 / 10)
+    assert pass_at_k(32, 25, 8) == 1.0  # only 7 are wrong
+
+
+def test_pass_at_k_neither_overflows_nor_cancels() -> None:
+    n, correct, k = 10_000, 1, 2_000
+    assert pass_at_k(n, correct, k) == pytest.approx(k / n, rel=1e-9)
+    exact = 1 - math.comb(900, 450) / math.comb(1000, 450)
+    assert pass_at_k(1000, 100, 450) == pytest.approx(exact, abs=1e-12)
+
+
+@pytest.mark.parametrize(("n", "correct", "k"), [(4, 1, 5), (4, 5, 1), (4, -1, 1), (4, 1, 0)])
+def test_impossible_counts_are_refused(n: int, correct: int, k: int) -> None:
+    with pytest.raises(ValueError, match="needed"):
+        pass_at_k(n, correct, k)
+
+
+def majority_by_subsets(votes: list[Vote], blank: int, k: int) -> float:
+    """Every subset of k samples votes; answers that are equally frequent share the win."""
+    samples: list[int | None] = [number for number, vote in enumerate(votes) for _ in range(vote.count)]
+    samples += [None] * blank
+    total, subsets = 0.0, 0
+    for subset in itertools.combinations(samples, k):
+        subsets += 1
+        counts = {answer: subset.count(answer) for answer in subset if answer is not None}
+        best = [answer for answer, count in counts.items() if count == max(counts.values())]
+        total += sum(votes[answer].right for answer in best) / len(best) if best else 0.0
+    return total / subsets
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.data())
+def test_majority_is_the_mean_over_all_subsets(data: st.DataObject) -> None:
+    votes = [
+        Vote(data.draw(st.integers(1, 4)), data.draw(st.booleans()))
+        for _ in range(data.draw(st.integers(0, 4)))
+    ]
+    blank = data.draw(st.integers(0 if votes else 1, 3))
+    k = data.draw(st.integers(1, sum(vote.count for vote in votes) + blank))
+    assert majority_at_k(votes, blank, k) == pytest.approx(majority_by_subsets(votes, blank, k), abs=1e-12)
+
+
+def test_majority_by_hand() -> None:
+    assert majority_at_k([Vote(3, False), Vote(2, True)], 0, 5) == 0.0
+    assert majority_at_k([Vote(2, False), Vote(2, True)], 0, 4) == 0.5
+    assert majority_at_k([Vote(1, True)], 31, 32) == 1.0, "one vote wins over blanks"
+    assert majority_at_k([], 4, 2) == 0.0
+    # of one sample, the majority is the sample itself
+    assert majority_at_k([Vote(3, False), Vote(2, True)], 3, 1) == pytest.approx(2 / 8)
+
+
+def test_majority_of_the_most_samples_is_a_probability() -> None:
+    value = majority_at_k([Vote(300, True), Vote(299, False), Vote(1, False)], 400, 64)
+    assert 0.5 < value < 0.6
+
+
+@pytest.mark.parametrize(("correct", "of"), [(12, 30), (3, 40), (400, 500)])
+def test_intervals_are_those_of_scipy(correct: int, of: int) -> None:
+    """Two bootstraps of 10,000 resamples differ by the noise of the resampling: some thousandths."""
+    values = [1.0] * correct + [0.0] * (of - correct)
+    low, high = bootstrap_interval(values, seed=3)
+    theirs = stats.bootstrap(
+        (np.array(values),), np.mean, n_resamples=10_000, method="percentile", rng=np.random.default_rng(4)
+    ).confidence_interval
+    step = 1 / of  # a mean of zeros and ones moves in steps
+    assert low == pytest.approx(theirs.low, abs=max(0.005, step + 1e-9))
+    assert high == pytest.approx(theirs.high, abs=max(0.005, step + 1e-9))
+
+
+def test_intervals_of_shares_are_those_of_scipy() -> None:
+    values = np.random.default_rng(0).beta(0.5, 0.7, size=60)
+    low, high = bootstrap_interval(values.tolist(), level=0.9)
+    theirs = stats.bootstrap(
+        (values,), np.mean, n_resamples=10_000, method="percentile", confidence_level=0.9, rng=1
+    ).confidence_interval
+    assert (low, high) == pytest.approx((theirs.low, theirs.high), abs=0.004)
+
+
+def test_intervals_depend_on_nothing_but_values_and_seed() -> None:
+    values = [0.0, 0.25, 1.0, 0.5, 0.75] * 20
+    assert bootstrap_interval(values, seed=7) == bootstrap_interval(values, seed=7)
+    assert bootstrap_interval(values, seed=7) != bootstrap_interval(values, seed=8)
+    assert bootstrap_interval([0.0] * 30) == (0.0, 0.0)
+    low, high = bootstrap_interval(values * 400, resamples=200)  # drawn in several parts
+    assert low < 0.5 < high and high - low < 0.01
+
+
+@pytest.mark.parametrize("arguments", [([],), ([1.0], 0, 1.0), ([1.0], 0, 0.95, 0)])
+def test_an_interval_of_nothing_is_refused(arguments: tuple) -> None:
+    with pytest.raises(ValueError, match="needed"):
+        bootstrap_interval(*arguments)
+
+
+def test_every_k_that_the_samples_allow() -> None:
+    assert useful_k(0) == () and useful_k(1) == (1,) and useful_k(32) == (1, 2, 4, 8, 16, 32)
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "same"),
+    [
+        ("1/2", "0.5", True),
+        ("\\frac12", "\\dfrac{1}{2}", True),
+        ("(B)", "B", True),
+        ("1,000", "1000", True),
+        ("\\text{Even}", "even", True),
+        ("\\sqrt{2}", "\\sqrt{3}", False),
+        ("A", "B", False),
+        ("\x00", "\x01", False),
+    ],
+)
+def test_answers_that_are_written_alike_are_one_vote(one: str, other: str, same: bool) -> None:
+    assert (answer_key(one) == answer_key(other)) is same

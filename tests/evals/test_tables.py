@@ -1,0 +1,202 @@
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+
+import pytest
+
+from rlmath.evals.benchmarks import Benchmark, Problem, check_lengths
+from rlmath.evals.compare import comparison_text, differences, read_results
+from rlmath.evals.completions import Key, Outcome
+from rlmath.evals.plan import GREEDY_INDEX, Plan
+from rlmath.evals.results import BenchmarkResult, result_of
+from rlmath.evals.tables import boxed_table, first_table, row_of, second_table, write_results
+
+SEED_TABLE = """\
++----------+---------------+---------------+---------------+------------+---------------+--------+---------+
+| dataset  | num_questions | greedy_length | sample_length | greedy_acc | sample_pass@1 | pass@8 | pass@16 |
++----------+---------------+---------------+---------------+------------+---------------+--------+---------+
+| math_500 |      500      |     6757.4    |     4139.5    |    84.4    |      92.7     |  97.3  |   97.7  |
+|  aime24  |       30      |    19328.0    |    13663.5    |    50.0    |      50.4     |  77.3  |   80.0  |
++----------+---------------+---------------+---------------+------------+---------------+--------+---------+"""
+"""As in AReaL's documents, without its last row."""
+
+
+def plan_for(folder: Path, **changes: object) -> Plan:
+    return Plan(folder, ("quiz",), folder, folder, **{"samples": 4, "max_new_tokens": 64} | changes)  # type: ignore
+
+
+def problem(name: str, tokens: int = 5) -> Problem:
+    return Problem("quiz", name, "?", tuple(range(tokens)), ("7",), "math")
+
+
+def outcome(answer: str, tokens: int = 10, truncated: bool = False, verdict: str = "string") -> Outcome:
+    return Outcome("abcd", tokens, truncated, answer == "7", answer, verdict)
+
+
+def quiz(folder: Path, **changes: object) -> BenchmarkResult:
+    """Three problems, the third with a prompt that is too long."""
+    rows = {
+        "a": [outcome("7", 2), outcome("7"), outcome("7.0"), outcome("3"), outcome("", 40, truncated=True)],
+        "b": [outcome("1", 6, truncated=True), outcome("7"), outcome("3"), outcome("3"), outcome("4")],
+    }
+    rows["a"][2] = Outcome("abcd", 10, False, True, "7.0", "number")
+    rows["b"][4] = outcome("4", verdict="timeout")
+    outcomes: dict[Key, Outcome] = {
+        (name, index): found
+        for name, row in rows.items()
+        for index, found in zip((GREEDY_INDEX, 0, 1, 2, 3), row, strict=True)
+    }
+    benchmark = Benchmark("quiz", (problem("a"), problem("b"), problem("c", tokens=99)), unusable=2)
+    return result_of(benchmark, outcomes, plan_for(folder, **changes), max_prompt_tokens=50)
+
+
+def test_a_row_by_hand(tmp_path: Path) -> None:
+    row = row_of(quiz(tmp_path))
+    assert (
+        row["num_questions"] == 3 and row["too_long"] == 1 and row["unusable"] == 2 and row["not_judged"] == 1
+    )
+    assert (
+        row["greedy_acc"] == pytest.approx(1 / 3)
+        and row["greedy_length"] == 4
+        and row["greedy_truncated"] == 0.5
+    )
+    # 2 of 4, 1 of 4 and 0 of 4 are right
+    assert row["sample_pass@1"] == pytest.approx((2 / 4 + 1 / 4 + 0) / 3)
+    assert row["pass@2"] == pytest.approx(((1 - 1 / 6) + (1 - 3 / 6) + 0) / 3)
+    assert row["pass@4"] == pytest.approx(2 / 3) and "pass@8" not in row
+    # votes of a: 7 and 7.0 are one answer, against one 3; of b: two 3s win
+    assert row["maj@4"] == pytest.approx(1 / 3)
+    assert row["sample_length"] == pytest.approx((10 + 10 + 10 + 40 + 4 * 10) / 8)
+    assert row["sample_truncated"] == pytest.approx(1 / 8)
+    assert row["sample_pass@1_low"] == 0 and row["sample_pass@1_high"] == 0.5
+    # Draws of 3 problems: none has `a` with probability 8/27, all are `a` with 1/27 > 2.5%.
+    assert row["greedy_acc_low"] == 0 and row["greedy_acc_high"] == 1.0
+
+
+def test_modes_that_were_not_asked_for_stay_empty(tmp_path: Path) -> None:
+    greedy = first_table([quiz(tmp_path, samples=0)])[1]
+    assert greedy == ["quiz", "3", "4.0", "-", "33.3", "-", "-", "-"]
+    sampled = first_table([quiz(tmp_path, greedy=False)])[1]
+    assert sampled == ["quiz", "3", "-", "13.8", "-", "25.0", "-", "-"]
+    assert second_table([quiz(tmp_path, samples=0)])[0][:4] == [
+        "dataset",
+        "greedy_acc 95%",
+        "sample_pass@1 95%",
+        "greedy_truncated",
+    ]
+
+
+def test_a_missing_completion_is_no_wrong_answer(tmp_path: Path) -> None:
+    with pytest.raises(KeyError):
+        result_of(Benchmark("quiz", (problem("z"),), 0), {}, plan_for(tmp_path), 50)
+
+
+def test_the_table_is_that_of_the_documents() -> None:
+    header = first_table([])[0]
+    rows = [
+        ["math_500", "500", "6757.4", "4139.5", "84.4", "92.7", "97.3", "97.7"],
+        ["aime24", "30", "19328.0", "13663.5", "50.0", "50.4", "77.3", "80.0"],
+    ]
+    ours = [line.split() for line in boxed_table([header, *rows]).splitlines()]
+    assert ours == [line.split() for line in SEED_TABLE.splitlines()]
+    assert {len(line) for line in boxed_table([header, *rows]).splitlines()} == {
+        len(SEED_TABLE.splitlines()[0])
+    }
+
+
+def test_files_hold_the_table_and_are_the_same_each_time(tmp_path: Path) -> None:
+    result = quiz(tmp_path)
+    for folder in (tmp_path / "one", tmp_path / "two"):
+        folder.mkdir()
+        write_results(folder, {"about_model": "m\x1b[31m", "seed": 1}, [result])
+    names = sorted(path.name for path in (tmp_path / "one").iterdir())
+    assert names == ["results.csv", "results.json", "results.md"]
+    for name in names:
+        assert (tmp_path / "one" / name).read_bytes() == (tmp_path / "two" / name).read_bytes()
+    (row,) = csv.DictReader((tmp_path / "one" / "results.csv").open())
+    assert float(row["maj@4"]) == pytest.approx(1 / 3) and row["dataset"] == "quiz"
+    found = json.loads((tmp_path / "one" / "results.json").read_text())["benchmarks"]["quiz"]
+    assert found["problems"][1] == {"problem_id": "b", "greedy": False, "right": 1, "samples": 4}
+    markdown = (tmp_path / "one" / "results.md").read_text()
+    assert "| quiz | 3 | 4.0 | 13.8 | 33.3 | 25.0 | - | - |" in markdown and "\x1b" not in markdown
+
+
+def results_folder(folder: Path, right: list[int], dataset: str = "quiz", **settings: object) -> Path:
+    """An evaluation of some problems with 4 samples each, of which so many are right."""
+    folder.mkdir()
+    problems = [
+        {"problem_id": str(i), "greedy": count > 1, "right": count, "samples": 4}
+        for i, count in enumerate(right)
+    ]
+    content = {
+        "format": 1,
+        "settings": {"seed": 1} | settings,
+        "benchmarks": {dataset: {"problems": problems}},
+    }
+    (folder / "results.json").write_text(json.dumps(content))
+    return folder
+
+
+def test_a_difference_in_pairs_is_clearer_than_two_intervals(tmp_path: Path) -> None:
+    """Every problem gains one sample of four: the difference is 25 points without any doubt."""
+    before = [0, 1, 2, 3] * 3
+    first = read_results(results_folder(tmp_path / "a", before))
+    second = read_results(results_folder(tmp_path / "b", [count + 1 for count in before], about_model="late"))
+    sampled = next(one for one in differences(first, second) if one.measure == "sample_pass@1")
+    assert sampled.difference == pytest.approx((0.25, 0.25, 0.25)) and sampled.is_clear
+    assert sampled.first[0] == pytest.approx(0.375) and sampled.second[0] == pytest.approx(0.625)
+    assert sampled.first[2] > sampled.second[1], "their own intervals overlap"
+    same = differences(first, first)[0]
+    assert same.difference == (0, 0, 0) and not same.is_clear
+
+
+def test_only_common_problems_are_compared_and_differences_are_told(tmp_path: Path) -> None:
+    first = read_results(results_folder(tmp_path / "a", [0, 1, 2], temperature=0.6, model="12"))
+    second = read_results(
+        results_folder(tmp_path / "b", [4, 1], temperature=1.0, model="34") / "results.json"
+    )
+    text = comparison_text(first, second)
+    assert "temperature is 0.6 in the first and 1.0 in the second" in text
+    assert "1 problems are in one of the two only" in text and "model is" not in text
+    sampled = next(one for one in differences(first, second) if one.measure == "sample_pass@1")
+    assert (sampled.problems, sampled.left_out) == (2, 1)
+    assert sampled.difference[0] == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "",
+        "[]",
+        "{}",
+        '{"format": 9}',
+        '{"format": 1, "settings": {}, "benchmarks": {"a": {"problems": [1]}}}',
+    ],
+)
+def test_a_broken_results_file_is_told(tmp_path: Path, content: str) -> None:
+    (tmp_path / "results.json").write_text(content)
+    with pytest.raises(ValueError, match="--compare"):
+        read_results(tmp_path)
+
+
+def test_nothing_in_common_is_told(tmp_path: Path) -> None:
+    first = read_results(results_folder(tmp_path / "a", [1]))
+    second = read_results(results_folder(tmp_path / "b", [1], dataset="other"))
+    with pytest.raises(ValueError, match="a benchmark in common"):
+        differences(first, second)
+    with pytest.raises(ValueError, match="there is no"):
+        read_results(tmp_path / "c")
+
+
+def test_lengths_that_do_not_fit_the_model_say_what_to_set() -> None:
+    problems = [problem("short", 10), problem("long", 100)]
+    assert check_lengths(problems, 164, 64, None).max_prompt_tokens == 100
+    assert check_lengths(problems, None, 64, None).max_prompt_tokens == 100
+    assert check_lengths(problems, 100, 64, 36).max_prompt_tokens == 36
+    with pytest.raises(ValueError, match=r"'long'.* has 100") as error:
+        check_lengths(problems, 150, 64, None)
+    assert "--max-new-tokens 50" in str(error.value) and "--max-prompt-tokens 86" in str(error.value)
+    with pytest.raises(ValueError, match="--max-prompt-tokens is 90"):
+        check_lengths(problems, 150, 64, 90)

@@ -1,0 +1,194 @@
+import math
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from transformers import LlamaConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from rlmath.config.model_shape import RopeScaling
+from rlmath.models.attention import (
+    BUCKET_FILL,
+    PackedAttention,
+    PackedRotaryEmbedding,
+    PackedSequences,
+    bucket_segments,
+    pack_sequences,
+    stretched_frequencies,
+)
+
+D = 6
+RAGGED = [[1], [5], [1, 1, 1], [3, 9, 4, 10, 1, 7], [12, 11, 10], [2, 0, 3]]
+
+
+def packing(lengths: list[int]) -> PackedSequences:
+    bounds = torch.tensor([0, *lengths]).cumsum(0).int()
+    positions_T = torch.tensor([p for length in lengths for p in range(length)])
+    return pack_sequences(bounds, max(lengths), positions_T, local_layers=True)
+
+
+def inputs(lengths: list[int], heads: int, groups: int) -> list[Tensor]:
+    draw = torch.Generator().manual_seed(sum(lengths))
+    shapes = [(sum(lengths), n, D) for n in (heads, groups, groups)]
+    return [torch.randn(shape, dtype=torch.float64, generator=draw).requires_grad_() for shape in shapes]
+
+
+def attend(lengths: list[int], qkv: list[Tensor]) -> Tensor:
+    return PackedAttention(config=None, layer_number=1)(*qkv, packed_seq_params=packing(lengths))
+
+
+def dense_attention(lengths: list[int], qkv: list[Tensor]) -> Tensor:
+    """softmax(Q K' / sqrt(D)) V over the whole pack, with a block-diagonal causal mask."""
+    query, key, value = qkv
+    repeats = query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
+    segment_T = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+    seen_TT = (segment_T[:, None] == segment_T[None, :]).tril()
+    scores = torch.einsum("thd,shd->hts", query, key) / math.sqrt(D)
+    weights = scores.masked_fill(~seen_TT, -math.inf).softmax(-1)
+    return torch.einsum("hts,shd->thd", weights, value).flatten(1)
+
+
+@pytest.mark.parametrize(("heads", "groups"), [(1, 1), (4, 4), (4, 2), (6, 1)])
+@pytest.mark.parametrize("lengths", RAGGED, ids=str)
+def test_values_and_gradients_equal_dense_attention(lengths: list[int], heads: int, groups: int):
+    qkv = inputs(lengths, heads, groups)
+    got, wanted = attend(lengths, qkv), dense_attention(lengths, qkv)
+    torch.testing.assert_close(got, wanted, rtol=1e-12, atol=1e-12)
+    upstream = torch.randn(wanted.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    ours, theirs = (torch.autograd.grad(out, qkv, upstream) for out in (got, wanted))
+    for gradient, expected in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(gradient, expected, rtol=1e-12, atol=1e-12)
+
+
+def test_a_segment_of_one_token_returns_its_value():
+    qkv = inputs([1, 4, 1], heads=4, groups=2)
+    out = attend([1, 4, 1], qkv).view(6, 4, D)
+    for t in (0, 5):
+        torch.testing.assert_close(out[t], qkv[2][t].repeat_interleave(2, 0))
+
+
+@pytest.mark.parametrize("poison", [math.nan, 1e6])
+def test_nothing_leaks_into_another_segment(poison: float):
+    lengths = [4, 5, 3, 4]
+    clean = inputs(lengths, heads=2, groups=2)
+    dirty = [x.detach().clone() for x in clean]
+    for x in dirty:
+        x[4:9] = poison
+    outs = [attend(lengths, [x.requires_grad_() for x in qkv]) for qkv in (clean, dirty)]
+    others = [0, 1, 2, 3, *range(9, 16)]
+    assert torch.equal(outs[0][others], outs[1][others])
+    gradients = [
+        torch.autograd.grad(out[others].sum(), qkv) for out, qkv in zip(outs, (clean, dirty), strict=True)
+    ]
+    for ours, theirs in zip(*gradients, strict=True):
+        assert torch.equal(ours[others], theirs[others])
+
+
+def test_no_token_sees_what_comes_after_it():
+    lengths = [6, 5]
+    qkv = inputs(lengths, heads=2, groups=1)
+    before = attend(lengths, qkv)
+    with torch.no_grad():
+        for x in qkv:
+            x[4:6] += 100.0
+    after = attend(lengths, qkv)
+    assert torch.equal(before[:4], after[:4]) and torch.equal(before[6:], after[6:])
+    assert not torch.equal(before[4:6], after[4:6])
+
+
+segment_lengths = st.lists(st.integers(0, 40), min_size=1, max_size=12).filter(any)
+
+
+@settings(deadline=None, max_examples=50)
+@given(segment_lengths)
+def test_buckets_hold_every_token_once_and_little_padding(lengths: list[int]):
+    buckets = packing(lengths).buckets
+    positions = torch.cat([bucket.positions_K for bucket in buckets])
+    assert sorted(positions.tolist()) == list(range(sum(lengths)))
+    for bucket in buckets:
+        assert torch.equal(bucket.gather_NM.flatten()[bucket.slots_K], bucket.positions_K)
+        longest = bucket.gather_NM.shape[1]
+        for row, filled in zip(bucket.gather_NM, _filled(bucket), strict=True):
+            assert filled >= BUCKET_FILL * longest
+            assert row.diff()[: filled - 1].eq(1).all() and row.diff()[filled - 1 :].eq(0).all()
+
+
+def _filled(bucket) -> list[int]:
+    """Tokens of each segment of a bucket."""
+    N, M = bucket.gather_NM.shape
+    return torch.bincount(bucket.slots_K // M, minlength=N).tolist()
+
+
+def test_segments_of_like_length_share_a_bucket():
+    # 12 takes 10 and 9 (at least 0.75 x 12 = 9), 8 takes 6, the empty one is left out
+    assert bucket_segments([8, 12, 0, 9, 6, 10]) == [[1, 5, 3], [0, 4]]
+
+
+def test_rotary_angles_by_hand():
+    # inverse frequencies of base 10,000 and D = 4: 1 and 10,000 ** -0.5 = 0.01
+    rotary = PackedRotaryEmbedding(
+        kv_channels=4, rotary_percent=1.0, rotary_base=10000, use_cpu_initialization=True
+    )
+    angles = rotary(torch.tensor([0, 3]))
+    assert angles.shape == (2, 1, 1, 4)
+    torch.testing.assert_close(angles[:, 0, 0], torch.tensor([[0.0, 0, 0, 0], [3.0, 0.03, 3.0, 0.03]]))
+
+
+def test_rotary_positions_restart_in_every_segment():
+    rotary = PackedRotaryEmbedding(
+        kv_channels=8, rotary_percent=1.0, rotary_base=10000, use_cpu_initialization=True
+    )
+    lengths = [3, 5, 2]
+    positions_T = rotary.get_rotary_seq_len(None, None, None, None, packing(lengths))
+    angles = rotary(positions_T, packed_seq=True)
+    longest = rotary(torch.arange(5))
+    for start, end in pairwise([0, 3, 8, 10]):
+        assert torch.equal(angles[start:end], longest[: end - start])
+
+
+def test_transformer_engine_gets_the_bounds_and_no_buckets():
+    bounds = torch.tensor([0, 2, 5], dtype=torch.int32)
+    packed = pack_sequences(bounds, 3, torch.tensor([0, 1, 0, 1, 2]), local_layers=False)
+    assert packed.qkv_format == "thd" and packed.buckets == ()
+    assert packed.cu_seqlens_q is bounds and packed.cu_seqlens_kv is bounds
+    assert packed.max_seqlen_q == packed.max_seqlen_kv == 3
+    assert packed.cu_seqlens_q_padded is None
+
+
+@pytest.mark.parametrize(
+    ("theta", "head_dim", "factor", "low", "high", "original"),
+    [
+        (500000.0, 128, 8.0, 1.0, 4.0, 8192),
+        (500000.0, 64, 32.0, 1.0, 4.0, 8192),
+        (10000.0, 32, 8.0, 1.0, 4.0, 32),
+        (10000.0, 64, 2.5, 0.5, 7.0, 100),
+    ],
+    ids=["llama-3.1", "llama-3.2", "tiny", "odd"],
+)
+def test_stretched_frequencies_are_those_of_transformers(
+    theta: float, head_dim: int, factor: float, low: float, high: float, original: int
+):
+    config = LlamaConfig(
+        hidden_size=4 * head_dim,
+        num_attention_heads=4,
+        max_position_embeddings=131072,
+        rope_parameters={
+            "rope_type": "llama3",
+            "rope_theta": theta,
+            "factor": factor,
+            "low_freq_factor": low,
+            "high_freq_factor": high,
+            "original_max_position_embeddings": original,
+        },
+    )
+    wanted, attention_factor = ROPE_INIT_FUNCTIONS["llama3"](config)
+    plain = 1.0 / theta ** (torch.arange(0, head_dim, 2).float() / head_dim)
+    got = stretched_frequencies(plain, RopeScaling(factor, low, high, original))
+    torch.testing.assert_close(got, wanted, rtol=5e-7, atol=0)
+    assert attention_factor == 1.0
+    assert got[0] == plain[0] and got[-1] == plain[-1] / factor, "the fastest stays, the slowest is stretched"
+    assert ((got < plain) & (got > plain / factor)).any(), "some are blended"

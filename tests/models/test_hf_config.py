@@ -1,0 +1,284 @@
+"""What config.json may ask for, architecture by architecture. What all have in common is in `test_preflight`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoConfig
+
+from rlmath.config.model_shape import ModelShape, RopeScaling
+from rlmath.models.hf_config import inspect_model_folder, read_model_shape
+from tests.tiny_models import LLAMA3_ROPE, make_model_folder
+
+COMMON: dict[str, Any] = {
+    "hidden_act": "silu",
+    "intermediate_size": 192,
+    "num_hidden_layers": 4,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+}
+LLAMA_3_2_1B: dict[str, Any] = COMMON | {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "attention_bias": False,
+    "head_dim": 64,
+    "hidden_size": 2048,
+    "max_position_embeddings": 131072,
+    "mlp_bias": False,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "pretraining_tp": 1,
+    "rope_scaling": {
+        "factor": 32.0,
+        "high_freq_factor": 4.0,
+        "low_freq_factor": 1.0,
+        "original_max_position_embeddings": 8192,
+        "rope_type": "llama3",
+    },
+    "rope_theta": 500000.0,
+    "tie_word_embeddings": True,
+    "vocab_size": 128256,
+}
+QWEN3_0_6B: dict[str, Any] = COMMON | {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "attention_bias": False,
+    "head_dim": 128,
+    "hidden_size": 1024,
+    "max_position_embeddings": 40960,
+    "max_window_layers": 28,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "rope_scaling": None,
+    "rope_theta": 1000000,
+    "sliding_window": None,
+    "use_sliding_window": False,
+    "vocab_size": 151936,
+}
+MISTRAL_NEMO: dict[str, Any] = COMMON | {
+    "architectures": ["MistralForCausalLM"],
+    "model_type": "mistral",
+    "head_dim": 128,
+    "hidden_size": 5120,
+    "max_position_embeddings": 131072,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "rope_theta": 1000000.0,
+    "sliding_window": None,
+    "vocab_size": 131072,
+}
+QWEN3_30B_A3B: dict[str, Any] = COMMON | {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "attention_bias": False,
+    "decoder_sparse_step": 1,
+    "head_dim": 128,
+    "hidden_size": 2048,
+    "max_position_embeddings": 40960,
+    "max_window_layers": 48,
+    "mlp_only_layers": [],
+    "moe_intermediate_size": 768,
+    "norm_topk_prob": True,
+    "num_attention_heads": 32,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "num_key_value_heads": 4,
+    "output_router_logits": False,
+    "rope_scaling": None,
+    "rope_theta": 1000000.0,
+    "router_aux_loss_coef": 0.001,
+    "sliding_window": None,
+    "use_sliding_window": False,
+    "vocab_size": 151936,
+}
+"""The fields as the Hub's releases have them, with fewer and smaller layers."""
+
+
+def shape(folder: Path, release: dict[str, Any], **changes: Any) -> ModelShape:
+    """The shape of a release; a value of ... takes the key out."""
+    values = {name: value for name, value in {**release, **changes}.items() if value is not ...}
+    (folder / "config.json").write_text(json.dumps(values))
+    return read_model_shape(folder)
+
+
+def problem(folder: Path, release: dict[str, Any], **changes: Any) -> str:
+    with pytest.raises(ValueError, match="problem") as error:
+        shape(folder, release, **changes)
+    (only,) = str(error.value).split("\n  - ")[1:]
+    return only
+
+
+def rope(**changes: Any) -> dict[str, Any]:
+    """Llama 3.2's rotary settings with changes."""
+    return {k: v for k, v in {**LLAMA_3_2_1B["rope_scaling"], **changes}.items() if v is not ...}
+
+
+def test_a_llama_has_stretched_rotary_embeddings_and_no_biases(tmp_path: Path):
+    found = shape(tmp_path, LLAMA_3_2_1B)
+    assert found.rope_scaling == RopeScaling(32.0, 1.0, 4.0, 8192)
+    assert (found.rope_theta, found.max_positions, found.tied_embeddings) == (500000.0, 131072, True)
+    assert not found.attention_bias and not found.qk_norm
+
+
+def test_a_llama_3_without_rope_scaling_is_plain(tmp_path: Path):
+    assert shape(tmp_path, LLAMA_3_2_1B, rope_scaling=None).rope_scaling is None
+
+
+def test_a_qwen3_has_norms_of_query_and_key_and_heads_of_its_own_size(tmp_path: Path):
+    found = shape(tmp_path, QWEN3_0_6B)
+    assert found.qk_norm and not found.attention_bias and found.rope_scaling is None
+    assert (found.head_dim, found.hidden_size // found.num_heads) == (128, 64)
+
+
+def test_a_mistrals_heads_need_not_add_up_to_the_hidden_size(tmp_path: Path):
+    found = shape(tmp_path, MISTRAL_NEMO)
+    assert (found.head_dim, found.hidden_size // found.num_heads) == (128, 160)
+    assert not found.qk_norm and not found.attention_bias
+    assert shape(tmp_path, MISTRAL_NEMO, head_dim=...).head_dim == 160
+
+
+@pytest.mark.parametrize(
+    "architecture",
+    ["Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "LlamaForCausalLM", "MistralForCausalLM"],
+)
+def test_a_folder_that_transformers_5_wrote_is_read_as_transformers_reads_it(
+    tmp_path: Path, architecture: str
+):
+    found, problems = inspect_model_folder(make_model_folder(tmp_path / "model", architecture=architecture))
+    config = AutoConfig.from_pretrained(tmp_path / "model")
+    assert found is not None and not problems
+    assert found.architecture == architecture
+    assert found.head_dim == getattr(config, "head_dim", 32)
+    assert found.rope_theta == config.rope_parameters["rope_theta"]
+    assert (found.rope_scaling is not None) == (config.rope_parameters["rope_type"] == "llama3")
+    if found.rope_scaling is not None:
+        assert found.rope_scaling.original_max_positions == LLAMA3_ROPE["original_max_position_embeddings"]
+
+
+@pytest.mark.parametrize("newer", [{"rope_theta": 1.0}, {"rope_type": "llama3", "factor": 2.0}])
+def test_the_older_name_of_rotary_settings_hides_the_newer_as_in_transformers(
+    tmp_path: Path, newer: dict[str, Any]
+):
+    found = shape(tmp_path, LLAMA_3_2_1B, rope_parameters=newer)
+    read = AutoConfig.from_pretrained(tmp_path).rope_parameters
+    assert found.rope_scaling is not None
+    assert (found.rope_theta, found.rope_scaling.factor) == (read["rope_theta"], read["factor"])
+
+
+def test_the_original_length_is_all_positions_where_it_is_left_out_as_in_transformers(tmp_path: Path):
+    found = shape(tmp_path, LLAMA_3_2_1B, rope_scaling=rope(original_max_position_embeddings=...))
+    read = AutoConfig.from_pretrained(tmp_path).rope_parameters["original_max_position_embeddings"]
+    assert found.rope_scaling is not None
+    assert found.rope_scaling.original_max_positions == read == 131072
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"rope_scaling": rope(factor=0)}, '"factor" is 0; needed: a number above 0'),
+        (
+            {"rope_scaling": rope(low_freq_factor=...)},
+            '"low_freq_factor" is missing; needed: a number above 0',
+        ),
+        ({"rope_scaling": rope(high_freq_factor=1.0)}, '"high_freq_factor" is 1.0; needed: more than'),
+        (
+            {"rope_scaling": rope(original_max_position_embeddings="8k")},
+            "\"original_max_position_embeddings\" is '8k'; needed: a whole number",
+        ),
+        (
+            {"original_max_position_embeddings": 4096},
+            '"original_max_position_embeddings" is 8192 for rotary embeddings and 4096 beside',
+        ),
+        ({"rope_scaling": "llama3"}, "\"rope_scaling\" asks for 'llama3'"),
+        ({"rope_scaling": rope(rope_type="yarn")}, "asks for 'yarn'; only plain rotary embeddings and"),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "asks for 'linear'; only plain"),
+        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "asks for 'dynamic'; only plain"),
+        ({"rope_scaling": {"full_attention": rope()}}, '"rope_scaling" differs from layer to layer'),
+        ({"partial_rotary_factor": 0.5}, '"partial_rotary_factor" is 0.5; supported: 1.0'),
+        ({"attention_bias": True}, '"attention_bias" is True; a LlamaForCausalLM is supported without'),
+        ({"mlp_bias": True}, '"mlp_bias" is True'),
+        ({"hidden_act": "gelu"}, '"hidden_act" is \'gelu\'; supported: "silu"'),
+        ({"sliding_window": 4096}, '"sliding_window" is 4096; only full attention is supported'),
+        ({"layer_types": ["sliding_attention"] * 4}, '"layer_types" has other kinds than "full_attention"'),
+        ({"model_type": "mistral"}, 'LlamaForCausalLM needs "llama"'),
+    ],
+)
+def test_what_a_llama_may_not_ask_for(tmp_path: Path, changes: dict[str, Any], told: str):
+    assert told in problem(tmp_path, LLAMA_3_2_1B, **changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"head_dim": ...}, '"head_dim" is missing; needed: a whole number'),
+        ({"attention_bias": True}, '"attention_bias" is True; a Qwen3ForCausalLM is supported without'),
+        (
+            {"use_sliding_window": True, "sliding_window": 4096, "max_window_layers": 2},
+            "a sliding window is in use",
+        ),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "asks for 'yarn'"),
+    ],
+)
+def test_what_a_qwen3_may_not_ask_for(tmp_path: Path, changes: dict[str, Any], told: str):
+    assert told in problem(tmp_path, QWEN3_0_6B, **changes)
+
+
+def test_a_qwen3_with_experts_tells_how_many_and_how_large_they_are(tmp_path: Path):
+    found = shape(tmp_path, QWEN3_30B_A3B)
+    assert (found.num_experts, found.experts_per_token, found.ffn_size) == (128, 8, 768)
+    assert found.norm_topk_prob and found.qk_norm
+    # transformers 5 writes the number of experts under another name, and leaves nothing unsaid
+    renamed = shape(tmp_path, QWEN3_30B_A3B, num_experts=..., num_local_experts=64, norm_topk_prob=...)
+    assert renamed.num_experts == 64 and not renamed.norm_topk_prob
+    read = AutoConfig.from_pretrained(tmp_path)
+    assert read.num_experts == 64 and not read.norm_topk_prob
+
+
+def test_a_qwen3_without_experts_has_none(tmp_path: Path):
+    found = shape(tmp_path, QWEN3_0_6B)
+    assert (found.num_experts, found.experts_per_token) == (0, 0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        (
+            {"mlp_only_layers": [0]},
+            '"mlp_only_layers" is [0]; supported are models whose layers all have experts',
+        ),
+        (
+            {"decoder_sparse_step": 2},
+            '"decoder_sparse_step" is 2; supported are models whose layers all have experts',
+        ),
+        ({"num_experts": ...}, '"num_experts" is missing; needed: a whole number from 1 to 4096'),
+        ({"num_experts_per_tok": 129}, '"num_experts_per_tok" is 129, more than the 128 experts of a layer'),
+        ({"num_experts_per_tok": 1}, '"num_experts_per_tok" is 1 and "norm_topk_prob" true'),
+        ({"moe_intermediate_size": ...}, '"moe_intermediate_size" is missing'),
+        ({"use_sliding_window": True, "sliding_window": 4096}, "a sliding window is in use"),
+    ],
+    ids=str,
+)
+def test_what_a_qwen3_with_experts_may_not_ask_for(tmp_path: Path, changes: dict[str, Any], told: str):
+    assert told in problem(tmp_path, QWEN3_30B_A3B, **changes)
+
+
+@pytest.mark.parametrize("window", [4096, 131071, 0, "4096"])
+def test_a_mistrals_window_may_not_be_smaller_than_its_positions(tmp_path: Path, window: Any):
+    told = problem(tmp_path, MISTRAL_NEMO, sliding_window=window)
+    assert f'"sliding_window" is {window!r}; only full attention is supported. Needed: null, or' in told
+    assert '"max_position_embeddings" (131072), which you may lower to the window' in told
+
+
+@pytest.mark.parametrize("window", [131072, 200000])
+def test_a_window_over_all_positions_is_none(tmp_path: Path, window: int):
+    shape(tmp_path, MISTRAL_NEMO, sliding_window=window)
+
+
+def test_a_mistral_that_says_nothing_of_a_window_has_the_one_of_transformers(tmp_path: Path):
+    assert '"sliding_window" is 4096' in problem(tmp_path, MISTRAL_NEMO, sliding_window=...)
+    assert AutoConfig.from_pretrained(tmp_path).sliding_window == 4096
+    shape(tmp_path, MISTRAL_NEMO, sliding_window=..., max_position_embeddings=4096)

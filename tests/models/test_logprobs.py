@@ -1,0 +1,323 @@
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from rlmath.models import logprobs as module
+from rlmath.models.logprobs import MinTokensMask, packed_logprobs, vocab_parallel_logprobs
+
+# Shape legend: T packed tokens, V columns (real and padded), N real columns.
+
+CLOSE = {"atol": 1e-6, "rtol": 1e-6}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def group() -> Iterator[dist.ProcessGroup]:
+    """A process group of this process alone."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+def dense(
+    logits_TV: Tensor, targets_T: Tensor, temperature: float, vocab_size: int, barred_TN: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Log-probs, entropy and the leaf that gradients arrive at, in float64 and by the textbook."""
+    leaf_TN = logits_TV.detach()[:, :vocab_size].double().requires_grad_()
+    scaled_TN = leaf_TN / temperature
+    if barred_TN is not None:
+        scaled_TN = scaled_TN.masked_fill(barred_TN, -1e30)
+    all_TN = torch.log_softmax(scaled_TN, -1)
+    return all_TN.gather(1, targets_T[:, None])[:, 0], -(all_TN.exp() * all_TN).sum(-1), leaf_TN
+
+
+def ours(logits_TV: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor, Tensor]:
+    """Log-probs, entropy and the leaf that gradients arrive at; the leaf owns its logits."""
+    leaf_TV = logits_TV.clone().requires_grad_()
+    logprobs_T, entropy_T = vocab_parallel_logprobs(leaf_TV, *args, dist.group.WORLD, **kwargs)
+    return logprobs_T, entropy_T, leaf_TV
+
+
+def loss(logprobs_T: Tensor, entropy_T: Tensor, parts: str) -> Tensor:
+    """A sum in which every row has weights of its own, negative ones among them."""
+    weights_T = torch.linspace(-1, 2, len(logprobs_T), dtype=logprobs_T.dtype)
+    return sum(
+        (value_T * weight_T).sum()
+        for name, value_T, weight_T in (
+            ("logprobs", logprobs_T, weights_T),
+            ("entropy", entropy_T, weights_T.flip(0)),
+        )
+        if name in parts
+    )
+
+
+def random_logits(T: int, V: int, spread: float = 3.0, seed: int = 0) -> tuple[Tensor, Tensor]:
+    draw = torch.Generator().manual_seed(seed)
+    return torch.randn(T, V, generator=draw) * spread, torch.randint(0, V, (T,), generator=draw)
+
+
+@pytest.fixture
+def chunk_rows(monkeypatch: pytest.MonkeyPatch):
+    """Sets how many rows of so many columns make a chunk."""
+    return lambda rows, columns: monkeypatch.setitem(module.CHUNK_BYTES, "cpu", 4 * rows * columns)
+
+
+@pytest.mark.parametrize("parts", ["logprobs", "entropy", "logprobs and entropy"])
+@pytest.mark.parametrize("temperature", [0.3, 1.0, 1.7])
+def test_values_and_gradients_equal_the_dense_formula(parts: str, temperature: float) -> None:
+    logits_TV, targets_T = random_logits(13, 301)
+    found = ours(logits_TV, targets_T, temperature, 301)
+    wanted = dense(logits_TV, targets_T, temperature, 301)
+    loss(*found[:2], parts).backward()
+    loss(*wanted[:2], parts).backward()
+    torch.testing.assert_close(found[0], wanted[0].float(), **CLOSE)
+    torch.testing.assert_close(found[1], wanted[1].float(), **CLOSE)
+    torch.testing.assert_close(found[2].grad, wanted[2].grad.float(), **CLOSE)
+
+
+@settings(deadline=None, max_examples=60)
+@given(data=st.data())
+def test_any_shape_chunk_and_temperature_agrees_with_the_dense_formula(data: st.DataObject) -> None:
+    T, N = data.draw(st.integers(1, 9)), data.draw(st.integers(1, 40))
+    padding = data.draw(st.integers(0, 3))
+    temperature = data.draw(st.floats(0.2, 3.0))
+    logits_TV, targets_T = random_logits(T, N + padding, data.draw(st.sampled_from([1e-3, 1.0, 20.0])), T + N)
+    targets_T %= N
+    logits_TV += data.draw(st.sampled_from([-300.0, 0.0, 90.0]))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(module.CHUNK_BYTES, "cpu", data.draw(st.integers(1, 4 * T * N + 8)))
+        found = ours(logits_TV, targets_T, temperature, N)
+        wanted = dense(logits_TV, targets_T, temperature, N)
+        loss(*found[:2], "logprobs and entropy").backward()
+        loss(*wanted[:2], "logprobs and entropy").backward()
+    tolerance = {"atol": 2e-6 / temperature, "rtol": 2e-6}
+    torch.testing.assert_close(found[0], wanted[0].float(), **tolerance)
+    torch.testing.assert_close(found[1], wanted[1].float(), **tolerance)
+    torch.testing.assert_close(found[2].grad[:, :N], wanted[2].grad.float(), **tolerance)
+    assert not found[2].grad[:, N:].any()
+
+
+def test_flat_rows_have_the_logarithm_of_the_vocabulary_as_entropy() -> None:
+    logprobs_T, entropy_T, leaf_TV = ours(torch.full((2, 151_936), 7.3), torch.tensor([0, 5]), 0.8, 151_665)
+    expected_T = torch.full((2,), 151_665.0).double().log()
+    torch.testing.assert_close(entropy_T, expected_T.float(), atol=0, rtol=1e-6)
+    torch.testing.assert_close(logprobs_T, -expected_T.float(), atol=0, rtol=1e-6)
+    entropy_T.sum().backward()
+    assert leaf_TV.grad.abs().max() < 1e-11
+
+
+def test_a_peaked_row_keeps_its_small_entropy_and_its_gradient() -> None:
+    logits_TV = torch.zeros(1, 1000)
+    logits_TV[0, 3] = 20.0
+    found, wanted = (f(logits_TV, torch.tensor([3]), 1.0, 1000) for f in (ours, dense))
+    assert wanted[1].item() == pytest.approx(4.3e-5, rel=0.02)
+    torch.testing.assert_close(found[1], wanted[1].float(), atol=3e-7, rtol=0)
+    torch.testing.assert_close(found[0], wanted[0].float(), atol=3e-7, rtol=0)
+    loss(*found[:2], "logprobs").backward()
+    loss(*wanted[:2], "logprobs").backward()
+    error_TV = (found[2].grad - wanted[2].grad).abs()
+    assert error_TV[0, 3] < 3e-7
+    assert error_TV.max() == error_TV[0, 3] and error_TV.sort().values[0, -2] < 1e-14
+
+
+@pytest.mark.parametrize("padding", [1e4, torch.inf, torch.nan])
+def test_padded_columns_have_no_probability_and_no_gradient_whatever_they_hold(padding: float) -> None:
+    logits_TV, targets_T = random_logits(6, 50)
+    clean = ours(logits_TV, targets_T, 0.9, 50)
+    padded = ours(torch.cat((logits_TV, torch.full((6, 5), padding)), 1), targets_T, 0.9, 50)
+    for found in (clean, padded):
+        loss(*found[:2], "logprobs and entropy").backward()
+    assert torch.equal(padded[0], clean[0]) and torch.equal(padded[1], clean[1])
+    assert torch.equal(padded[2].grad[:, :50], clean[2].grad)
+    assert not padded[2].grad[:, 50:].any()
+
+
+def test_a_shard_of_padding_alone_works() -> None:
+    logits_TV = torch.full((3, 4), torch.nan, requires_grad=True)
+    logprobs_T, entropy_T = vocab_parallel_logprobs(
+        logits_TV, torch.tensor([0, 1, 2]), 1.0, 0, dist.group.WORLD
+    )
+    (logprobs_T.sum() + entropy_T.sum()).backward()
+    assert torch.equal(logits_TV.grad, torch.zeros(3, 4))
+
+
+@pytest.mark.parametrize("rows", [1, 2, 4, 7, 100])
+def test_chunk_boundaries_change_nothing(rows: int, chunk_rows) -> None:
+    logits_TV, targets_T = random_logits(7, 33)
+    whole = ours(logits_TV, targets_T, 0.8, 30)
+    loss(*whole[:2], "logprobs and entropy").backward()
+    chunk_rows(rows, 30)
+    parts = ours(logits_TV, targets_T, 0.8, 30)
+    loss(*parts[:2], "logprobs and entropy").backward()
+    torch.testing.assert_close(parts[:2], whole[:2], **CLOSE)
+    torch.testing.assert_close(parts[2].grad, whole[2].grad, **CLOSE)
+
+
+@pytest.mark.parametrize("parts", ["logprobs", "logprobs and entropy"])
+def test_bfloat16_logits_give_float32_results_and_a_gradient_rounded_once(parts: str) -> None:
+    logits_TV, targets_T = random_logits(9, 200, spread=6.0)
+    logits_TV = logits_TV.bfloat16()
+    targets_T %= 190
+    found = ours(logits_TV, targets_T, 0.8, 190)
+    wanted = dense(logits_TV, targets_T, 0.8, 190)
+    loss(*found[:2], parts).backward()
+    loss(*wanted[:2], parts).backward()
+    assert found[0].dtype == found[1].dtype == torch.float32
+    torch.testing.assert_close(found[0], wanted[0].float(), **CLOSE)
+    torch.testing.assert_close(found[1], wanted[1].float(), **CLOSE)
+    grad_TN = found[2].grad[:, :190].double()
+    torch.testing.assert_close(grad_TN, wanted[2].grad, atol=1e-7, rtol=2**-8)
+
+
+def test_barred_tokens_have_no_probability_in_their_rows_even_where_they_tower() -> None:
+    logits_TV, targets_T = random_logits(8, 40)
+    targets_T %= 30
+    logits_TV[:, 35] = 1e4
+    barred_T = torch.arange(8) < 5
+    logits_TV[~barred_T, 35] = 1.0
+    barred_TN = torch.zeros(8, 38, dtype=torch.bool)
+    barred_TN[:5, [33, 35]] = True
+    found = ours(logits_TV, targets_T, 0.7, 38, barred_T=barred_T, barred_tokens=(33, 35, 39))
+    wanted = dense(logits_TV, targets_T, 0.7, 38, barred_TN)
+    loss(*found[:2], "logprobs and entropy").backward()
+    loss(*wanted[:2], "logprobs and entropy").backward()
+    torch.testing.assert_close(found[0], wanted[0].float(), **CLOSE)
+    torch.testing.assert_close(found[1], wanted[1].float(), **CLOSE)
+    torch.testing.assert_close(found[2].grad[:, :38], wanted[2].grad.float(), **CLOSE)
+
+
+def test_a_barred_target_is_finite_and_pulls_at_no_logit_of_its_own() -> None:
+    logits_TV, _ = random_logits(2, 10)
+    found = ours(
+        logits_TV, torch.tensor([4, 4]), 1.0, 10, barred_T=torch.tensor([True, False]), barred_tokens=(4,)
+    )
+    assert found[0][0] < -1e29 and torch.isfinite(found[0]).all()
+    (found[0].sum() + found[1].sum()).backward()
+    assert torch.isfinite(found[2].grad).all()
+    assert found[2].grad[0, 4] == 0 and found[2].grad[1, 4] > 0
+
+
+def test_everything_barred_but_one_token_leaves_certainty() -> None:
+    logits_TV, _ = random_logits(1, 5)
+    found = ours(
+        logits_TV, torch.tensor([2]), 1.0, 5, barred_T=torch.tensor([True]), barred_tokens=(0, 1, 3, 4)
+    )
+    loss(*found[:2], "logprobs and entropy").backward()
+    assert -1e-7 < found[0].item() <= 0 and 0 <= found[1].item() < 1e-7
+    assert found[2].grad.abs().max() < 1e-7
+
+
+@pytest.mark.parametrize("rows", [1, 3, 100])
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+def test_rows_without_incoming_gradient_get_exactly_zero_even_from_bad_logits(
+    bad: float, rows: int, chunk_rows
+) -> None:
+    chunk_rows(rows, 20)
+    logits_TV, targets_T = random_logits(9, 20)
+    idle_T = torch.tensor([1, 1, 1, 0, 1, 0, 0, 0, 1], dtype=torch.bool)
+    broken_TV = logits_TV.clone()
+    broken_TV[idle_T] = bad
+    results = []
+    for logits in (logits_TV, broken_TV):
+        logprobs_T, entropy_T, leaf_TV = ours(logits, targets_T, 0.8, 20)
+        (logprobs_T[~idle_T].sum() + 0.1 * entropy_T[~idle_T].sum()).backward()
+        results.append(leaf_TV.grad)
+    assert not results[1][idle_T].any()
+    assert results[1][~idle_T].any(-1).all()
+    assert torch.equal(results[0], results[1])
+
+
+def test_a_row_with_bad_logits_that_counts_has_a_bad_gradient() -> None:
+    logits_TV, targets_T = random_logits(3, 20)
+    logits_TV[1, 4] = torch.nan
+    logprobs_T, _, leaf_TV = ours(logits_TV, targets_T, 1.0, 20)
+    logprobs_T.sum().backward()
+    assert leaf_TV.grad[1].isnan().all()
+    assert torch.isfinite(leaf_TV.grad[[0, 2]]).all()
+
+
+def test_the_gradient_lies_in_the_storage_of_the_logits() -> None:
+    logits_TV, targets_T = random_logits(5, 12)
+    leaf_TV = logits_TV.clone().requires_grad_()
+    seen = []
+    activations_TV = leaf_TV * 1.0
+    activations_TV.register_hook(lambda grad: seen.append(grad.data_ptr()))
+    logprobs_T, entropy_T = vocab_parallel_logprobs(activations_TV, targets_T, 1.0, 12, dist.group.WORLD)
+    (logprobs_T.sum() + entropy_T.sum()).backward()
+    assert seen == [activations_TV.data_ptr()]
+    assert torch.equal(activations_TV, leaf_TV.grad)
+    assert torch.equal(leaf_TV, logits_TV)
+
+
+@pytest.mark.parametrize("T", [1, 5])
+def test_a_second_backward_pass_is_an_error(T: int) -> None:
+    logits_TV, targets_T = random_logits(T, 12)
+    logprobs_T, entropy_T, _ = ours(logits_TV, targets_T, 1.0, 12)
+    logprobs_T.sum().backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        entropy_T.sum().backward()
+
+
+def test_a_second_use_of_overwritten_logits_is_an_error() -> None:
+    logits_TV, targets_T = random_logits(5, 12)
+    leaf_TV = logits_TV.clone().requires_grad_()
+    first, second = (
+        vocab_parallel_logprobs(leaf_TV, targets_T, t, 12, dist.group.WORLD)[0] for t in (1.0, 2.0)
+    )
+    first.sum().backward()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        second.sum().backward()
+
+
+def test_a_gradient_of_the_gradient_is_refused() -> None:
+    logits_TV, targets_T = random_logits(3, 6)
+    logprobs_T, _, leaf_TV = ours(logits_TV, targets_T, 1.0, 6)
+    (grad_TV,) = torch.autograd.grad(logprobs_T.square().sum(), leaf_TV, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        grad_TV.sum().backward()
+
+
+def test_without_gradients_the_logits_stay_as_they_are() -> None:
+    logits_TV, targets_T = random_logits(5, 12)
+    before_TV = logits_TV.clone()
+    logprobs_T, entropy_T = vocab_parallel_logprobs(logits_TV, targets_T, 0.5, 11, dist.group.WORLD)
+    assert torch.equal(logits_TV, before_TV)
+    assert not logprobs_T.requires_grad and not entropy_T.requires_grad
+
+
+def test_packed_tokens_are_predicted_by_the_row_before_them() -> None:
+    logits_TV, token_ids_T = random_logits(10, 30)
+    completion_index_T = torch.tensor([-1, -1, 0, 1, 2, -1, 0, 1, -1, 0])
+    leaf_TV = logits_TV.clone().requires_grad_()
+    logprobs_T, entropy_T = packed_logprobs(
+        leaf_TV, token_ids_T, completion_index_T, 0.7, 28, MinTokensMask((3, 27), 2), dist.group.WORLD
+    )
+    barred_TN = torch.zeros(9, 28, dtype=torch.bool)
+    for row in (1, 2, 5, 6, 8):
+        barred_TN[row, [3, 27]] = True
+    targets_T = token_ids_T[1:]
+    wanted = dense(logits_TV[:-1], targets_T, 0.7, 28, barred_TN)
+    torch.testing.assert_close(logprobs_T[1:], wanted[0].float(), **CLOSE)
+    torch.testing.assert_close(entropy_T[1:], wanted[1].float(), **CLOSE)
+    assert logprobs_T[0] == 0 and entropy_T[0] == 0
+    loss(logprobs_T[1:], entropy_T[1:], "logprobs and entropy").backward()
+    loss(*wanted[:2], "logprobs and entropy").backward()
+    torch.testing.assert_close(leaf_TV.grad[:-1, :28], wanted[2].grad.float(), **CLOSE)
+    assert not leaf_TV.grad[-1].any()
+    assert leaf_TV.grad.data_ptr() == leaf_TV.data_ptr()
+
+
+def test_the_last_row_of_a_pack_may_hold_anything() -> None:
+    logits_TV, token_ids_T = random_logits(4, 6)
+    logits_TV[-1] = torch.nan
+    leaf_TV = logits_TV.requires_grad_()
+    logprobs_T, entropy_T = packed_logprobs(
+        leaf_TV, token_ids_T, torch.arange(4), 1.0, 6, MinTokensMask(), dist.group.WORLD
+    )
+    assert torch.isfinite(logprobs_T).all() and torch.isfinite(entropy_T).all()
+    (logprobs_T.sum() + entropy_T.sum()).backward()
+    assert torch.isfinite(leaf_TV.grad).all() and not leaf_TV.grad[-1].any()

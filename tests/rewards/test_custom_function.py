@@ -1,0 +1,120 @@
+"""Reward functions of a user's, run by real workers."""
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from rlmath.rewards.custom_function import function_problem, load_function
+from rlmath.rewards.worker_pool import VerifierPool
+
+SOURCE = """
+import time
+
+def by_length(completion, solutions, row):
+    return -abs(len(completion) - int(solutions[0])), {"level": row["level"], "id": len(row["query_id"])}
+
+def plain(completion, solutions, row):
+    return len(completion)
+
+def broken(completion, solutions, row):
+    return 1 / len(completion)
+
+def not_a_number(completion, solutions, row):
+    return float("nan")
+
+def no_reward(completion, solutions, row):
+    return None
+
+def slow(completion, solutions, row):
+    while completion == "slow":
+        time.sleep(0.01)
+    return 1.0
+
+def greedy(completion, solutions, row):
+    return float(len(bytearray(2**34)))
+
+NUMBER = 5
+"""
+ROW = {"query_id": "q17", "level": 3}
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The current folder, with my_rewards.py in it."""
+    (tmp_path / "my_rewards.py").write_text(SOURCE)
+    (tmp_path / "breaks.py").write_text("raise RuntimeError('no licence')")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_number_and_metrics_come_back(folder):
+    with VerifierPool(1, 30.0, function="my_rewards:by_length") as pool:
+        said = pool.call("four", ["6"], ROW).result(60)
+    assert (said.reward, said.metrics, said.failure) == (-2.0, (("level", 3.0), ("id", 3.0)), None)
+
+
+@pytest.mark.parametrize(
+    ("name", "completion", "message"),
+    [
+        ("broken", "", "ZeroDivisionError: division by zero"),
+        ("not_a_number", "x", "it returned nan"),
+        ("no_reward", "x", "TypeError"),
+        ("greedy", "x", "MemoryError"),
+    ],
+)
+def test_what_is_no_reward_is_a_failure(folder, name, completion, message):
+    with VerifierPool(1, 30.0, function=f"my_rewards:{name}") as pool:
+        said = pool.call(completion, ["6"], ROW).result(60)
+    assert said.failure == "error"
+    assert message in said.message
+
+
+def test_a_function_that_hangs_costs_its_limit_only(folder):
+    with VerifierPool(1, 1.0, function="my_rewards:slow") as pool:
+        assert pool.call("quick", [], ROW).result(60).reward == 1.0
+        started = time.monotonic()
+        slow, quick = pool.call("slow", [], ROW), pool.call("quick", [], ROW)
+        assert quick.result(60).reward == 1.0
+        assert slow.result(60).failure == "timeout"
+        assert time.monotonic() - started < 5.0
+
+
+@pytest.mark.parametrize(
+    ("spec", "told"),
+    [
+        ("my_rewards.plain", 'needed: "package.module:name"'),
+        ("my_reward:plain", "importing 'my_reward' failed (ModuleNotFoundError"),
+        ("my_rewards:plan", "'my_rewards' has no function 'plan'"),
+        ("my_rewards:NUMBER", "'my_rewards' has no function 'NUMBER'"),
+        ("breaks:plain", "importing 'breaks' failed (RuntimeError: no licence)"),
+    ],
+)
+def test_a_function_that_cannot_be_loaded_is_told(folder, spec, told):
+    problem = function_problem(spec)
+    assert problem is not None
+    assert problem.startswith("reward.function") and told in problem
+    with VerifierPool(1, 5.0, function=spec) as pool, pytest.raises(RuntimeError, match=r"reward\.function"):
+        pool.call("x", [], ROW).result(60)
+
+
+def test_one_that_can_be_loaded_is_not(folder):
+    assert function_problem("my_rewards:plain") is None
+
+
+def test_the_check_does_not_import_into_this_process(folder):
+    assert function_problem("breaks:plain")
+    assert "breaks" not in sys.modules
+
+
+def test_the_command_says_what_is_wrong(folder):
+    command = [sys.executable, "-m", "rlmath.rewards.custom_function", "json:dumbs"]
+    found = subprocess.run(command, capture_output=True, text=True)
+    assert found.returncode == 2
+    assert "'json' has no function 'dumbs'" in found.stderr
+
+
+def test_library_functions_can_be_named():
+    assert load_function("json:dumps") is not None

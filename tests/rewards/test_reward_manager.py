@@ -1,0 +1,88 @@
+"""From the settings to scores, as the rollout asks for them."""
+
+import pytest
+
+from rlmath.algorithms.types import Completion, Prompt
+from rlmath.config.schema import RewardConfig
+from rlmath.rewards.reward_manager import Judge, judged_text, open_judges
+from rlmath.rewards.worker_pool import VerifierPool
+
+LIMIT = 100
+
+
+def prompt(text: str = "1+1=", more: str = "{}") -> Prompt:
+    return Prompt("q1", text, (1,), ("\\boxed{2}",), "math", more)
+
+
+def completion(text: str, tokens: int = 10, reason: str = "stop") -> Completion:
+    return Completion(0, (5,) * tokens, (-1.0,) * tokens, text, reason, 0)
+
+
+@pytest.fixture(scope="module")
+def pool():
+    with open_judges(RewardConfig()) as judges:
+        yield judges
+
+
+def scores(pool: VerifierPool, reward: RewardConfig, *asked: tuple[Prompt, Completion]):
+    judge = Judge(pool, reward, LIMIT)
+    for pair in asked:
+        judge.ask(*pair)
+    return judge.scores()
+
+
+def test_scores_come_in_the_order_of_asking_and_once(pool):
+    judge = Judge(pool, RewardConfig(), LIMIT)
+    for text in ("\\boxed{\\sqrt{4}}", "\\boxed{3}", "2"):
+        judge.ask(prompt(), completion(text))
+    assert [(s.reward, s.correct, s.boxed, s.verdict) for s in judge.scores()] == [
+        (5.0, True, True, "symbolic"),
+        (-5.0, False, True, "number"),
+        (-5.0, False, False, "no_answer"),
+    ]
+    assert judge.scores() == []
+
+
+def test_schemes_and_lengths_reach_the_reward(pool):
+    settings = RewardConfig(scheme="mix", format_penalty=-0.3, overlong_buffer=20, overlong_penalty=1.0)
+    found = scores(
+        pool,
+        settings,
+        (prompt(), completion("\\boxed{2}", 90)),
+        (prompt(), completion("two", 100, "length")),
+    )
+    assert [score.reward for score in found] == [0.5, -1.3]
+    masked = RewardConfig(mask_no_eos_with_zero=True)
+    assert scores(pool, masked, (prompt(), completion("\\boxed{2}", 100, "length")))[0].reward == 0.0
+
+
+def test_thoughts_that_the_prompt_opens_do_not_count(pool):
+    opened = prompt("1+1=<think>\n")
+    found = scores(
+        pool,
+        RewardConfig(),
+        (opened, completion("it is \\boxed{2}")),
+        (opened, completion("maybe \\boxed{3}</think> \\boxed{2}")),
+        (prompt("<think></think>1+1="), completion("it is \\boxed{2}")),
+    )
+    assert [score.correct for score in found] == [False, True, True]
+    assert [score.boxed for score in found] == [False, True, True]
+    assert judged_text("<think>a</think>", "b") == "b"
+
+
+def test_a_function_of_the_users_replaces_judge_and_scheme(tmp_path, monkeypatch):
+    (tmp_path / "rewards_of_mine.py").write_text(
+        "def level(completion, solutions, row):\n    return row['level'] / len(completion), {'n': 1}\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    settings = RewardConfig(function="rewards_of_mine:level", function_failure=-2.0, output_bias=1.0)
+    with open_judges(settings) as judges:
+        good, bad = scores(
+            judges,
+            settings,
+            (prompt(more='{"level": 6}'), completion("abc")),
+            (prompt(more='{"level": 6}'), completion("")),
+        )
+    assert (good.reward, good.verdict, good.metrics, good.correct) == (1.0, "function", (("n", 1.0),), True)
+    assert (bad.reward, bad.verdict) == (-3.0, "error")
+    assert "ZeroDivisionError" in bad.extracted

@@ -1,0 +1,232 @@
+"""The pool with real workers. Equal questions are asked once, so hanging ones differ."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from rlmath.rewards.verifier import Verdict
+from rlmath.rewards.worker_pool import VerifierPool
+from tests.rewards.attacks import boxed, hanging
+
+
+def hang(number: int = 0) -> str:
+    return boxed(hanging(number))
+
+
+HANG = hang()
+HALF = ("\\boxed{\\frac{1}{2}+0}", "\\int_0^1 3x^2 dx")
+"""The second is there so that math-verify is asked."""
+
+
+def children(parent: int) -> list[int]:
+    """Process ids of the live direct children; a process that is only waiting to be reaped does not count."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdecimal():
+            try:
+                state, ppid = (entry / "stat").read_text().rpartition(")")[2].split()[:2]
+            except OSError:
+                continue
+            if int(ppid) == parent and state != "Z":
+                found.append(int(entry.name))
+    return found
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def wait_until(condition, seconds: float = 20.0) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "waited in vain"
+        time.sleep(0.02)
+
+
+@contextmanager
+def lone_pool(timeout_seconds: float) -> Iterator[tuple[VerifierPool, int]]:
+    """A pool of one worker, and its forkserver's process id."""
+    before = set(children(os.getpid()))
+    with VerifierPool(workers=1, timeout_seconds=timeout_seconds) as single:
+        (forkserver,) = set(children(os.getpid())) - before
+        yield single, forkserver
+
+
+@pytest.fixture(scope="module")
+def single():
+    with lone_pool(timeout_seconds=60.0) as pool_and_forkserver:
+        yield pool_and_forkserver
+
+
+@pytest.fixture(scope="module")
+def pool():
+    with VerifierPool(workers=2, timeout_seconds=3.0) as shared:
+        yield shared
+
+
+def test_cheap_answers_are_there_at_once(pool):
+    future = pool.submit("\\boxed{5}", ("6",), "math")
+    assert future.done()
+    assert future.result() == Verdict(False, "5", "number")
+    assert pool.submit("nothing", ("6",), "math").result() == Verdict(False, "", "no_answer")
+
+
+def test_the_rest_is_decided_by_a_worker(pool):
+    assert pool.submit("\\boxed{ 0.5 }", HALF, "math").result(60) == Verdict(True, "0.5", "symbolic")
+    assert pool.submit("\\boxed{0.6}", HALF, "math").result(60) == Verdict(False, "0.6", "symbolic")
+
+
+def test_strange_characters_reach_the_worker(pool):
+    text = "\u221a\u202e(\u0663)"
+    verdict = pool.submit(f"\\boxed{{{text}}}", HALF, "math").result(60)
+    assert (verdict.correct, verdict.extracted, verdict.verdict) == (False, text, "symbolic")
+    assert pool.submit("\\boxed{\x00\ud800}", HALF, "math").result() == Verdict(False, "\x00\ud800", "string")
+
+
+def test_a_stuck_check_times_out_and_delays_nobody_else(pool):
+    finished = []
+    stuck = pool.submit(HANG, HALF, "math")
+    stuck.add_done_callback(lambda _: finished.append("stuck"))
+    others = [pool.submit(f"\\boxed{{\\frac{{{n}}}{{{2 * n}}}}}", HALF, "math") for n in range(1, 31)]
+    for other in others:
+        other.add_done_callback(lambda _: finished.append("other"))
+    assert all(other.result(60) == Verdict(True, other.result().extracted, "symbolic") for other in others)
+    assert stuck.result(60) == Verdict(False, HANG[7:-1], "timeout")
+    assert finished.count("other") == 30
+    assert finished[-1] == "stuck"
+
+
+def test_every_worker_stuck_and_the_next_answers_are_right(pool):
+    stuck = [pool.submit(hang(n), HALF, "math") for n in range(2)]
+    after = pool.submit("\\boxed{0.5}", HALF, "math")
+    assert after.result(60).correct
+    assert [future.result(60).verdict for future in stuck] == ["timeout", "timeout"]
+
+
+def test_a_crashed_worker_costs_its_own_answer_only(single):
+    pool, forkserver = single
+    crashed = pool.submit(HANG, HALF, "math")
+    waiting = pool.submit("\\boxed{0.5}", HALF, "math")
+    wait_until(crashed.running)
+    os.kill(children(forkserver)[0], signal.SIGSEGV)
+    assert crashed.result(60) == Verdict(False, HANG[7:-1], "error")
+    assert waiting.result(60).correct
+
+
+def test_a_dead_idle_worker_is_replaced(single):
+    pool, forkserver = single
+    assert pool.submit("\\boxed{0.5}", HALF, "math").result(60).correct
+    (worker,) = children(forkserver)
+    os.kill(worker, signal.SIGKILL)
+    wait_until(lambda: children(forkserver) not in ([], [worker]))
+    assert pool.submit("\\boxed{0.5}", HALF, "math").result(60).correct
+
+
+def test_workers_have_a_memory_limit_and_no_core_files(single):
+    pool, forkserver = single
+    assert pool.submit("\\boxed{0.5}", HALF, "math").result(60).correct
+    limits = Path(f"/proc/{children(forkserver)[0]}/limits").read_text().splitlines()
+    values = {line[:26].strip(): line[26:].split()[0] for line in limits}
+    assert values["Max address space"] == str(2 * 2**30)
+    assert values["Max core file size"] == "0"
+    assert values["Max file size"] == "0"
+
+
+def test_equal_questions_are_asked_once(pool):
+    first, second = (pool.submit("\\boxed{\\frac{3}{6}}", HALF, "math") for _ in range(2))
+    assert first is second
+    assert first.result(60).correct
+    assert pool.submit("\\boxed{\\frac{3}{6}}", HALF, "math") is first
+
+
+def test_a_check_that_failed_is_asked_anew(pool):
+    assert pool.submit(hang(7), HALF, "math").result(60).verdict == "timeout"
+    again = pool.submit(hang(7), HALF, "math")
+    assert not again.done()
+    assert again.result(60).verdict == "timeout"
+
+
+def test_results_wait_no_longer_than_one_limit(pool):
+    asked = [pool.submit(hang(n), HALF, "math") for n in range(20)]
+    asked.append(pool.submit("\\boxed{\\frac{4}{8}}", HALF, "math"))
+    started = time.monotonic()
+    results = pool.results(asked)
+    assert time.monotonic() - started < 2 * pool.timeout_seconds
+    assert results[-1] is None or results[-1].correct
+    assert all(result is None or result.verdict == "timeout" for result in results[:-1])
+    assert pool.submit("\\boxed{\\frac{5}{10}}", HALF, "math").result(60).correct
+
+
+def test_stuck_workers_get_help_and_the_help_leaves():
+    with lone_pool(timeout_seconds=60.0) as (pool, forkserver):
+        stuck = pool.submit(HANG, HALF, "math")
+        wait_until(stuck.running)
+        for number in range(1, 51):
+            assert (
+                pool.submit(f"\\boxed{{\\frac{{{number}}}{{{2 * number}}}}}", HALF, "math").result(30).correct
+            )
+        assert not stuck.done()
+        assert len(children(forkserver)) == 2
+
+
+def test_closing_ends_every_process_and_cancels_what_waits():
+    with lone_pool(timeout_seconds=60.0) as (pool, forkserver):
+        futures = [pool.submit(hang(n), HALF, "math") for n in range(3)]
+        wait_until(futures[0].running)
+        family = [forkserver, *children(forkserver)]
+    with pytest.raises(RuntimeError, match="closed"):
+        futures[0].result(0)
+    assert futures[1].cancelled()
+    assert futures[2].cancelled()
+    wait_until(lambda: not any(map(is_alive, family)))
+    with pytest.raises(RuntimeError, match="closed"):
+        pool.submit("\\boxed{0.5}", HALF, "math")
+
+
+def test_workers_die_with_a_parent_that_is_killed():
+    code = (
+        "import sys; from rlmath.rewards.worker_pool import VerifierPool; pool = VerifierPool(2, 60.0)\n"
+        f"futures = [pool.submit(text, {HALF!r}, 'math') for text in {[hang(1), hang(2)]!r}]\n"
+        "while not all(f.running() for f in futures): pass\n"
+        "print('busy', flush=True); sys.stdin.read()"
+    )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen([sys.executable, "-c", code], env=environment, text=True, **pipes) as parent:
+        assert parent.stdout.readline() == "busy\n"
+        forkserver = children(parent.pid)
+        family = forkserver + children(forkserver[0])
+        assert len(family) == 3
+        parent.kill()
+    wait_until(lambda: not any(map(is_alive, family)), seconds=10.0)
+
+
+def test_a_dead_forkserver_is_loud():
+    with lone_pool(timeout_seconds=60.0) as (pool, forkserver):
+        running, waiting = (pool.submit(hang(n), HALF, "math") for n in range(2))
+        wait_until(running.running)
+        os.kill(forkserver, signal.SIGKILL)
+        for lost in (running, waiting):
+            with pytest.raises(RuntimeError, match="forkserver is dead"):
+                lost.result(60)
+        with pytest.raises(RuntimeError, match="forkserver is dead"):
+            pool.submit("\\boxed{0.5}", HALF, "math")
+        assert pool.submit("\\boxed{5}", ("5",), "math").result().correct
+
+
+def test_limits_that_cannot_be_are_refused():
+    with pytest.raises(ValueError, match=r"reward\.workers is 0"):
+        VerifierPool(workers=0, timeout_seconds=5.0)
+    for seconds in (0.0, -1.0, float("nan"), float("inf")):
+        with pytest.raises(ValueError, match=r"reward\.timeout_seconds"):
+            VerifierPool(workers=1, timeout_seconds=seconds)

@@ -1,0 +1,213 @@
+"""Engines that draw their work, played step by step without a model: every sequence gets one token per step."""
+
+from __future__ import annotations
+
+import random
+import statistics
+from collections.abc import Sequence
+from datetime import timedelta
+from itertools import chain
+
+import pytest
+import torch.distributed as dist
+
+from rlmath.distributed.mesh import Mesh
+from rlmath.rollout.sampling import AllAtOnce, Generated, Load, Request, RequestSource
+from rlmath.rollout.work_queue import WorkQueue, idle_shares
+
+ONE_ENGINE = Mesh(0, 1, 1, 1, 1)
+
+
+def make_requests(lengths_P: Sequence[int], group_size: int) -> list[list[Request]]:
+    return [
+        [
+            Request((p, g), (3,), seed=0, min_new_tokens=length, max_new_tokens=length)
+            for g in range(group_size)
+        ]
+        for p, length in enumerate(lengths_P)
+    ]
+
+
+def engine_mesh(engine: int, engines: int) -> Mesh:
+    return Mesh(engine, engines, 1, 1, 1)
+
+
+class PlayedEngine:
+    """Adds what its source gives and makes a token of each of the first `places` sequences per step."""
+
+    def __init__(self, source: RequestSource, places: int) -> None:
+        self.source = source
+        self.places = places
+        self.queue: list[list] = []
+        self.made: list[tuple[int, int]] = []
+        self.loads: list[int] = []
+        self.steps = 0
+
+    def step(self) -> bool:
+        """False once there is nothing to do."""
+        waiting = max(0, len(self.queue) - self.places)
+        self.queue += [[request, 0] for request in self.source.take(Load(len(self.queue), waiting))]
+        if not self.queue:
+            return False
+        self.steps += 1
+        self.loads.append(len(self.queue))
+        for row in self.queue[: self.places]:
+            row[1] += 1
+        for request, tokens in [row for row in self.queue if row[1] == row[0].max_new_tokens]:
+            self.made.append(request.key)
+            self.source.finished(Generated(request.key, (3,) * tokens, (0.0,) * tokens, "length"))
+        self.queue = [row for row in self.queue if row[1] < row[0].max_new_tokens]
+        return True
+
+
+def play_in_step(engines: Sequence[PlayedEngine]) -> list[int]:
+    """All engines at one pace, to the end; the steps of each."""
+    running = list(engines)
+    while running:
+        running = [engine for engine in running if engine.step()]
+    return [engine.steps for engine in engines]
+
+
+def claiming_engines(
+    lengths_P: Sequence[int], group_size: int, engines: int, places: int, store: dist.Store | None = None
+) -> list[PlayedEngine]:
+    requests_PG, store = make_requests(lengths_P, group_size), store or dist.HashStore()
+    meshes = [engine_mesh(engine, engines) for engine in range(engines)]
+    return [PlayedEngine(WorkQueue(store, requests_PG, mesh, places), places) for mesh in meshes]
+
+
+def one_in_50_is_20_times_longer(prompts: int, seed: int) -> list[int]:
+    draw = random.Random(seed)
+    long = {start + draw.randrange(50) for start in range(0, prompts, 50)}
+    return [160 if p in long else 8 for p in range(prompts)]
+
+
+@pytest.mark.parametrize("engines", [1, 2, 3, 4])
+@pytest.mark.parametrize(
+    ("prompts", "group_size", "places"),
+    [(20, 4, 8), (20, 3, 8), (20, 1, 2), (7, 5, 3), (3, 4, 256), (2, 4, 1), (1, 1, 1), (0, 4, 8)],
+)
+def test_every_sample_is_drawn_once_whatever_the_pace(
+    engines: int, prompts: int, group_size: int, places: int
+):
+    for seed in range(5):
+        draw = random.Random(seed)
+        lengths = [draw.choice((1, 2, 3, 30)) for _ in range(prompts)]
+        played = claiming_engines(lengths, group_size, engines, places)
+        running = list(played)
+        while running:
+            engine = draw.choice(running)
+            if not engine.step():
+                running.remove(engine)
+        made = [key for engine in played for key in engine.made]
+        assert sorted(made) == [(p, g) for p in range(prompts) for g in range(group_size)]
+
+
+def test_an_engine_is_full_while_there_is_work_and_holds_no_more_than_that():
+    # 12 groups of 3 samples, 5 tokens each, 8 places: the last draw may bring a rest of 2 for one place.
+    (engine,) = claiming_engines([5] * 12, 3, engines=1, places=8)
+    play_in_step([engine])
+    assert engine.steps == 25, "36 samples of 5 tokens in 8 places: four full rounds and one of 4"
+    assert all(8 <= load <= 9 for load in engine.loads[:20])
+
+
+def test_a_group_larger_than_the_engine_is_sampled_too():
+    (engine,) = claiming_engines([4], 6, engines=1, places=2)
+    play_in_step([engine])
+    assert len(engine.made) == 6 and engine.steps == 12
+
+
+def test_an_engine_that_wakes_late_finds_its_even_share():
+    early, late = claiming_engines([50] * 8, 1, engines=2, places=100)
+    for _ in range(49):
+        early.step()
+    late.step()
+    assert (early.loads[-1], late.loads[-1]) == (4, 4)
+
+
+def test_an_engine_that_has_finished_something_takes_what_another_has_not_begun():
+    early, late = claiming_engines([5] * 8, 2, engines=2, places=4)
+    while early.step():
+        pass
+    assert len(early.made) == 16 and not late.step()
+
+
+def test_nothing_is_drawn_while_sequences_wait_for_the_kv_cache():
+    work_queue = WorkQueue(dist.HashStore(), make_requests([5] * 9, 1), ONE_ENGINE, 4)
+    assert len(work_queue.take(Load(0, 0))) == 4
+    work_queue.finished(Generated((0, 0), (3,) * 5, (0.0,) * 5, "stop"))
+    assert work_queue.take(Load(3, 1)) == []
+    assert [request.key for request in work_queue.take(Load(3, 0))] == [(4, 0)]
+
+
+def test_rests_of_the_longest_scouts_come_first():
+    work_queue = WorkQueue(dist.HashStore(), make_requests([1, 1, 1, 1], 2), ONE_ENGINE, 4)
+    assert [request.key for request in work_queue.take(Load(0, 0))] == [(0, 0), (1, 0), (2, 0), (3, 0)]
+    for _ in range(5):
+        work_queue.take(Load(4, 0))
+    work_queue.finished(Generated((1, 0), (3,) * 2, (0.0,) * 2, "stop"))
+    work_queue.finished(Generated((2, 0), (3,) * 3, (0.0,) * 3, "stop"))
+    # Scouts 0 and 3 have run for 6 steps and are not done, 2 had 3 tokens, 1 had 2.
+    order = [work_queue.take(Load(3, 0))[0].key for _ in range(4)]
+    assert order == [(0, 1), (3, 1), (2, 1), (1, 1)]
+    assert work_queue.take(Load(0, 0)) == []
+
+
+def test_all_ranks_of_an_engine_are_given_the_same():
+    store, requests_PG = dist.HashStore(), make_requests([3, 9, 1, 1, 2], 3)
+    meshes = [Mesh(rank, 2, 1, 1, 2) for rank in range(2)]
+    speaker, other = (PlayedEngine(WorkQueue(store, requests_PG, mesh, 4), 4) for mesh in meshes)
+    while speaker.step():
+        assert other.step()
+    assert not other.step()
+    assert speaker.made == other.made and len(speaker.made) == 15
+
+
+def test_a_rank_that_is_not_told_says_so_after_the_stores_timeout():
+    store = dist.HashStore()
+    store.set_timeout(timedelta(seconds=0.05))
+    work_queue = WorkQueue(store, make_requests([3], 3), Mesh(3, 4, 1, 1, 2), 4)
+    with pytest.raises(RuntimeError, match="rank 3 waited 0 s to be told what engine 1 samples next"):
+        work_queue.take(Load(0, 0))
+
+
+@pytest.mark.parametrize("engine_size", [1, 2])
+def test_no_key_stays_in_the_store(engine_size: int):
+    store, requests_PG = dist.HashStore(), make_requests([3, 9, 1, 1, 2], 3)
+    meshes = [Mesh(rank, 4, 1, 1, engine_size) for rank in range(4)]
+    played = [PlayedEngine(WorkQueue(store, requests_PG, mesh, 4), 4) for mesh in meshes]
+    play_in_step(played)
+    assert store.num_keys() > 0
+    for engine in played:
+        engine.source.forget()
+    assert store.num_keys() == 0
+
+
+@pytest.mark.parametrize(("engines", "prompts"), [(2, 200), (2, 400), (4, 400), (4, 800)])
+def test_rare_long_answers_idle_at_most_half_as_long_as_with_fixed_shares(engines: int, prompts: int):
+    ours, fixed = [], []
+    for seed in range(10):
+        lengths = one_in_50_is_20_times_longer(prompts, seed)
+        ours.append(play_in_step(claiming_engines(lengths, 4, engines, places=8)))
+        requests_PG = make_requests(lengths, 4)
+        shares = [list(chain(*requests_PG[engine::engines])) for engine in range(engines)]
+        fixed.append(play_in_step([PlayedEngine(AllAtOnce(share), 8) for share in shares]))
+    # Where luck has made the fixed shares exactly even, ours may end one short answer later.
+    assert all(max(mine) <= max(theirs) + 8 for mine, theirs in zip(ours, fixed, strict=True))
+    assert sum(map(max, ours)) < 0.95 * sum(map(max, fixed))
+    idle = [statistics.mean(idle_shares(way)) for way in (ours, fixed)]
+    assert idle[0] < idle[1] / 2
+
+
+def test_idle_shares_by_hand():
+    # Two rollouts of 4 s and 1 s: the first engine idled 1 s, the second 0.5 s, the third not at all.
+    assert idle_shares([[3.0, 4.0, 4.0], [1.0, 0.5, 1.0]]) == pytest.approx([0.2, 0.1, 0.0])
+
+
+def test_a_group_stays_the_same_whoever_draws_it():
+    requests_PG = make_requests([2] * 6, 3)
+    work_queue = [
+        WorkQueue(dist.HashStore(), requests_PG, engine_mesh(e, n), 64) for e, n in ((0, 1), (0, 2))
+    ]
+    alone, shared = ({request.key: request for request in one.take(Load(0, 0))} for one in work_queue)
+    assert all(alone[key] == request for key, request in shared.items())

@@ -1,0 +1,365 @@
+"""The plan, applied to numbered tensors without any process group, and counted."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from rlmath.config.model_shape import ModelShape
+from rlmath.distributed.mesh import Mesh
+from rlmath.rollout.weight_sync.reshard_plan import Copy, SyncPlan, plan_sync, rank_rounds
+from rlmath.rollout.weight_sync.shard_layouts import engine_shapes, training_layout
+from tests.rollout.weight_sync.oracle import (
+    EXPERTS,
+    SMALL,
+    Layout,
+    engine_parameters,
+    training_parameters,
+    whole_tensors,
+)
+
+FLOAT32 = 4
+PP2, PP4 = ((0, 1), (2, 3)), ((0,), (1,), (2,), (3,))
+LAYOUTS = (
+    Layout(),
+    Layout(tensor=2),
+    Layout(tensor=4),
+    Layout(stages=PP2),
+    Layout(stages=PP4),
+    Layout(tensor=2, stages=PP2),
+    Layout(data=2),
+    Layout(data=2, tensor=2),
+    Layout(data=2, stages=PP2),
+    Layout(stages=((0,), (1, 2, 3)), first=1),
+    Layout(stages=((0, 1, 2), (3,)), last=1),
+    Layout(stages=((0, 2), (1, 3)), virtual=2),
+    Layout(context=2),
+    Layout(tensor=2, context=2, stages=PP2),
+    Layout(tensor=4, stages=PP2),
+)
+MODELS = {
+    "untied": SMALL,
+    "tied": replace(SMALL, tied_embeddings=True),
+    "qwen3": replace(SMALL, architecture="Qwen3ForCausalLM", head_dim=4, attention_bias=False, qk_norm=True),
+    "llama": replace(SMALL, architecture="LlamaForCausalLM", attention_bias=False),
+    "one rank of padding": replace(SMALL, vocab_size=30),
+    "tied, one rank of padding": replace(SMALL, vocab_size=30, tied_embeddings=True),
+}
+MATRIX = [
+    pytest.param(layout, size, id=f"{layout}-engines-of-{size}")
+    for layout in LAYOUTS
+    for size in (1, 2, 4, 8)
+    if layout.ranks % size == 0
+]
+
+
+def bytes_of(elements: int) -> int:
+    return FLOAT32 * elements
+
+
+@functools.cache
+def plan_of(
+    shape: ModelShape, layout: Layout, engine_size: int, bucket: int = 150, ranks_per_node: int | None = None
+) -> SyncPlan:
+    """`bucket` in elements."""
+    mesh = layout.mesh(engine_size)
+    return plan_sync(shape, layout.training(), mesh, FLOAT32, bytes_of(bucket), ranks_per_node)
+
+
+@functools.cache
+def held_numbers(shape: ModelShape, layout: Layout, rank: int) -> frozenset[int]:
+    parameters = training_parameters(shape, whole_tensors(shape), layout, rank)
+    return frozenset(itertools.chain(*(matrix.flatten().tolist() for matrix in parameters.values()))) - {0}
+
+
+def needed_numbers(shape: ModelShape, engine_size: int, rank: int) -> frozenset[int]:
+    parameters = engine_parameters(shape, whole_tensors(shape), engine_size, rank % engine_size)
+    return frozenset(itertools.chain(*(matrix.flatten().tolist() for matrix in parameters.values()))) - {0}
+
+
+def source_of(copy: Copy, parameters: dict[str, Tensor]) -> Tensor:
+    """What a copy carries, out of the parameters of the rank that sends it."""
+    matrix = parameters[copy.source_parameter]
+    found = matrix[
+        copy.source_row : copy.source_row + copy.rows, copy.source_col : copy.source_col + copy.cols
+    ]
+    assert found.shape == (copy.rows, copy.cols), f"{copy} reaches out of its source"
+    return found
+
+
+class Simulation:
+    """All ranks of a sync in one process, through buckets as ranks with shared memory see them."""
+
+    def __init__(self, shape: ModelShape, layout: Layout, engine_size: int, plan: SyncPlan) -> None:
+        whole, ranks = whole_tensors(shape), range(layout.ranks)
+        self.held = [training_parameters(shape, whole, layout, rank) for rank in ranks]
+        self.wanted = [engine_parameters(shape, whole, engine_size, rank % engine_size) for rank in ranks]
+        sizes = engine_shapes(shape, engine_size)
+        self.engines = [
+            {name: torch.zeros(size, dtype=torch.int64) for name, size in sizes.items()} for _ in ranks
+        ]
+        self.writes = [
+            {name: torch.zeros(size, dtype=torch.int64) for name, size in sizes.items()} for _ in ranks
+        ]
+        self.completed: list[list[str]] = [[] for _ in ranks]
+        self.rounds = [rank_rounds(plan, rank) for rank in ranks]
+        (count,) = {len(rounds) for rounds in self.rounds}
+        for number in range(count):
+            self._round(number)
+
+    def _round(self, number: int) -> None:
+        buckets = []
+        for rank, rounds in enumerate(self.rounds):
+            sent = itertools.chain(*rounds[number].sends.values())
+            parts = [source_of(copy, self.held[rank]).flatten() for copy in sent]
+            buckets.append(torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64))
+        for rank, rounds in enumerate(self.rounds):
+            round_ = rounds[number]
+            for peer, copies in round_.receives.items():
+                at = round_.offsets[peer]
+                for copy in copies:
+                    self._write(rank, copy, buckets[peer][at : at + copy.elements].view(copy.rows, copy.cols))
+                    at += copy.elements
+            for copy in round_.local:
+                self._write(rank, copy, source_of(copy, self.held[rank]))
+            for name in round_.complete:
+                assert torch.equal(self.engines[rank][name], self.wanted[rank][name]), f"{name} of {rank}"
+                self.completed[rank].append(name)
+
+    def _write(self, rank: int, copy: Copy, values: Tensor) -> None:
+        assert copy.target_parameter not in self.completed[rank], f"{copy} comes after its parameter is done"
+        for kind, content in ((self.engines, values), (self.writes, 1)):
+            matrix = kind[rank][copy.target_parameter]
+            part = matrix[copy.target_row :, copy.target_col :][: copy.rows, : copy.cols]
+            assert part.shape == (copy.rows, copy.cols), f"{copy} reaches out of its target"
+            part += content
+
+    def check(self) -> None:
+        for rank, wanted in enumerate(self.wanted):
+            assert self.engines[rank].keys() == wanted.keys()
+            for name, matrix in wanted.items():
+                assert torch.equal(self.engines[rank][name], matrix), f"{name} of rank {rank}"
+                assert torch.equal(self.writes[rank][name], (matrix != 0).long()), f"{name} of rank {rank}"
+            with_content = [name for name, matrix in wanted.items() if matrix.any()]
+            assert Counter(self.completed[rank]) == Counter(with_content)
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(("layout", "engine_size"), MATRIX)
+def test_every_engine_gets_each_element_once_and_in_its_place(
+    layout: Layout, engine_size: int, model: str
+) -> None:
+    """A parameter is told complete once, when it is, and never written after that."""
+    Simulation(MODELS[model], layout, engine_size, plan_of(MODELS[model], layout, engine_size)).check()
+
+
+@pytest.mark.parametrize("bucket", [1, 7, 10**6], ids=["less than a row", "one row", "everything"])
+@pytest.mark.parametrize("layout", [Layout(tensor=2, stages=PP2), Layout(data=2, tensor=2)], ids=str)
+def test_buckets_of_any_size_carry_the_same(layout: Layout, bucket: int) -> None:
+    for engine_size in (1, 4):
+        Simulation(SMALL, layout, engine_size, plan_of(SMALL, layout, engine_size, bucket)).check()
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(("layout", "engine_size"), MATRIX)
+def test_what_travels_is_what_the_target_lacks_and_no_more(
+    layout: Layout, engine_size: int, model: str
+) -> None:
+    shape = MODELS[model]
+    plan = plan_of(shape, layout, engine_size)
+    for rank in range(layout.ranks):
+        needed, held = needed_numbers(shape, engine_size, rank), held_numbers(shape, layout, rank)
+        assert plan.missing[rank] == len(needed - held)
+        assert plan.bytes_received(rank) == bytes_of(len(needed - held))
+        assert plan.bytes_copied(rank) == bytes_of(len(needed & held))
+        assert all(copy.source == copy.target == rank for copy in plan.local[rank])
+    assert all(copy.source != copy.target for copies in plan.rounds for copy in copies)
+    assert sum(map(plan.bytes_sent, range(layout.ranks))) == plan.lower_bound
+
+
+@pytest.mark.parametrize("bucket", [1, 40, 150, 10**6])
+@pytest.mark.parametrize(("layout", "engine_size"), MATRIX)
+def test_no_rank_sends_or_receives_more_than_a_bucket_in_a_round(
+    layout: Layout, engine_size: int, bucket: int
+) -> None:
+    """But for a single row that is longer than one."""
+    plan = plan_of(SMALL, layout, engine_size, bucket)
+    largest = 0
+    for copies in plan.rounds:
+        assert copies, "a round in which nobody sends anything"
+        for side in ("source", "target"):
+            for rank in {getattr(copy, side) for copy in copies}:
+                mine = [copy for copy in copies if getattr(copy, side) == rank]
+                total = sum(copy.elements for copy in mine)
+                assert total <= bucket or (len(mine) == 1 and mine[0].rows == 1)
+                largest = max(largest, total) if side == "source" else largest
+    assert plan.largest_bucket_bytes == bytes_of(largest)
+
+
+@pytest.mark.parametrize(("layout", "engine_size"), MATRIX)
+def test_both_ends_of_a_pair_list_the_same_copies_in_the_same_order(layout: Layout, engine_size: int) -> None:
+    plan = plan_of(SMALL, layout, engine_size)
+    by_rank = [rank_rounds(plan, rank) for rank in range(layout.ranks)]
+    for rounds in zip(*by_rank, strict=True):
+        for sender, receiver in itertools.permutations(range(layout.ranks), 2):
+            sent = rounds[sender].sends.get(receiver, ())
+            assert rounds[receiver].receives.get(sender, ()) == sent
+            if sent:
+                others = [copies for to, copies in rounds[sender].sends.items() if to < receiver]
+                before = sum(copy.elements for copies in others for copy in copies)
+                assert rounds[receiver].offsets[sender] == before
+            else:
+                assert sender not in rounds[receiver].offsets
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(("layout", "engine_size"), MATRIX)
+def test_ranks_that_hold_the_same_share_the_sending(layout: Layout, engine_size: int, model: str) -> None:
+    """To within one slice, the unit in which they take turns."""
+    plan = plan_of(MODELS[model], layout, engine_size)
+    slices = [bytes_of(copy.elements) for copies in plan.rounds for copy in copies]
+    by_content: dict[frozenset[int], list[int]] = {}
+    for rank in range(layout.ranks):
+        held = held_numbers(MODELS[model], layout, rank)
+        by_content.setdefault(held, []).append(plan.bytes_sent(rank))
+    for sent in by_content.values():
+        assert max(sent) - min(sent) <= max(slices, default=0)
+
+
+@pytest.mark.parametrize("ranks_per_node", [2, 4])
+@pytest.mark.parametrize(
+    "layout",
+    [Layout(data=2, tensor=2), Layout(data=4, tensor=2), Layout(tensor=2, stages=PP2, data=2)],
+    ids=str,
+)
+def test_what_the_own_node_holds_never_comes_from_another(layout: Layout, ranks_per_node: int) -> None:
+    shape = MODELS["untied"]
+    plan = plan_of(shape, layout, 1, ranks_per_node=ranks_per_node)
+    whole = whole_tensors(shape)
+    across = 0
+    for copy in itertools.chain(*plan.rounds):
+        tensor = whole[copy.tensor]
+        number = int(tensor[copy.row, copy.col] if tensor.dim() == 2 else tensor[copy.row])
+        node = copy.target // ranks_per_node
+        near = range(node * ranks_per_node, (node + 1) * ranks_per_node)
+        if any(number in held_numbers(shape, layout, rank) for rank in near):
+            assert copy.source in near
+        else:
+            across += 1
+    # A node has both halves of every tensor, but only one pipeline stage.
+    assert (across > 0) == (len(layout.stages) > 1)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_equal_layouts_send_nothing(tied: bool) -> None:
+    shape = replace(SMALL, vocab_size=128, tied_embeddings=tied)
+    for layout, size in ((Layout(), 1), (Layout(data=2), 1), (Layout(tensor=2), 2), (Layout(tensor=4), 4)):
+        plan = plan_of(shape, layout, size)
+        assert plan.rounds == () and plan.lower_bound == plan.largest_bucket_bytes == 0
+        (round_,) = rank_rounds(plan, layout.ranks - 1)
+        assert not round_.sends and not round_.receives
+        assert set(round_.complete) == engine_shapes(shape, size).keys()
+
+
+@pytest.mark.parametrize(("tied", "matrices"), [(False, 2), (True, 1)])
+def test_a_vocabulary_that_is_filled_up_otherwise_sends_the_rows_between_the_borders(
+    tied: bool, matrices: int
+) -> None:
+    """101 rows on two ranks: Megatron has 51 on the first, vLLM (of 128) has 64. Rows 51 to 63 travel."""
+    plan = plan_of(replace(SMALL, tied_embeddings=tied), Layout(tensor=2), 2)
+    assert plan.lower_bound == bytes_of(matrices * 13 * 5)
+    assert plan.bytes_sent(1) == plan.bytes_received(0) == plan.lower_bound
+    assert plan.bytes_sent(0) == plan.bytes_received(1) == 0
+
+
+def test_a_tied_embedding_is_nearer_where_the_last_stage_has_a_copy() -> None:
+    """Both stages have it: neither must be sent it."""
+    plan = plan_of(MODELS["tied"], Layout(stages=PP2), 1)
+    assert "model.embed_tokens.weight" not in {copy.tensor for copies in plan.rounds for copy in copies}
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    tensor=st.sampled_from([1, 2, 4]),
+    pipeline=st.sampled_from([1, 2, 4]),
+    data=st.sampled_from([1, 2, 3]),
+    engine_size=st.sampled_from([1, 2, 4, 8]),
+    vocab=st.integers(1, 200),
+    tied=st.booleans(),
+    bucket=st.integers(1, 2000),
+    ranks_per_node=st.sampled_from([None, 1, 2, 3, 8]),
+)
+def test_any_layout_fills_every_engine(
+    tensor: int,
+    pipeline: int,
+    data: int,
+    engine_size: int,
+    vocab: int,
+    tied: bool,
+    bucket: int,
+    ranks_per_node: int | None,
+) -> None:
+    stages = {1: ((0, 1, 2, 3),), 2: PP2, 4: PP4}[pipeline]
+    layout = Layout(tensor=tensor, stages=stages, data=data)
+    if layout.ranks % engine_size:
+        engine_size = 1
+    shape = replace(SMALL, vocab_size=vocab, tied_embeddings=tied)
+    plan = plan_of(shape, layout, engine_size, bucket, ranks_per_node)
+    Simulation(shape, layout, engine_size, plan).check()
+    assert sum(map(plan.bytes_sent, range(layout.ranks))) == plan.lower_bound
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    tensor=st.sampled_from([1, 2]),
+    pipeline=st.sampled_from([1, 2]),
+    data=st.sampled_from([1, 2, 4]),
+    expert=st.sampled_from([1, 2, 4]),
+    expert_tensor=st.sampled_from([1, 2]),
+    engine_size=st.sampled_from([1, 2, 4]),
+    bucket=st.integers(1, 2000),
+)
+def test_experts_on_any_ranks_fill_every_engine(
+    tensor: int, pipeline: int, data: int, expert: int, expert_tensor: int, engine_size: int, bucket: int
+) -> None:
+    assume(tensor * data % (expert * expert_tensor) == 0)
+    layout = Layout(
+        tensor=tensor,
+        stages={1: ((0, 1, 2, 3),), 2: PP2}[pipeline],
+        data=data,
+        expert=expert,
+        expert_tensor=expert_tensor,
+    )
+    if layout.ranks % engine_size:
+        engine_size = 1
+    plan = plan_of(EXPERTS, layout, engine_size, bucket)
+    Simulation(EXPERTS, layout, engine_size, plan).check()
+    assert sum(map(plan.bytes_sent, range(layout.ranks))) == plan.lower_bound
+
+
+def test_two_ranks_that_share_experts_send_each_other_theirs() -> None:
+    plan = plan_of(EXPERTS, Layout(data=2, expert=2), engine_size=1)
+    # Two of four experts in each of 4 layers: 3 matrices of 8 x 5.
+    assert [plan.bytes_received(rank) for rank in range(2)] == [bytes_of(2 * 4 * 3 * 8 * 5)] * 2
+
+
+@pytest.mark.parametrize("engine_size", [8, pytest.param(4, marks=pytest.mark.full)])
+def test_a_model_of_32_billion_parameters_is_planned_for_128_ranks(engine_size: int) -> None:
+    shape = ModelShape(
+        "Qwen2ForCausalLM", 64, 5120, 40, 8, 128, 27648, 152064, False, 32768, 1e6, 1e-6, True, "bfloat16"
+    )
+    mesh = Mesh(0, 128, 8, 4, engine_size)
+    bucket = 64 * 2**20
+    plan = plan_sync(shape, training_layout(64, mesh, None, None), mesh, 2, bucket, ranks_per_node=8)
+    assert sum(map(plan.bytes_sent, range(128))) == plan.lower_bound > 0
+    assert plan.largest_bucket_bytes <= bucket
+    done = [name for round_ in rank_rounds(plan, 127) for name in round_.complete]
+    assert Counter(done) == Counter(engine_shapes(shape, engine_size).keys())

@@ -1,0 +1,252 @@
+"""launch/train_grpo.py --dry-run: what it refuses, and with which words; what it prints."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from launch.train_grpo import main
+from rlmath.config.schema import Config, SaveConfig
+from rlmath.trainer.preflight.dry_run import kept_checkpoints
+from tests import programs
+
+CONFIGS = Path(__file__).resolve().parents[3] / "configs"
+SMALL_R1 = "areal/1.5b_n1.yaml"
+V2 = "simplerl/v2.yaml"
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """600 problems in AReaL-boba's form, the last one of 57 characters, the others of 9."""
+    file = tmp_path_factory.mktemp("data") / "boba.jsonl"
+    problems = [f"Add {n:03}+1" for n in range(599)] + [
+        "Add 1 to the number that comes before six hundred, please"
+    ]
+    lines = [
+        json.dumps({"prompt": text, "task": "math", "query_id": f"q{n}", "solutions": ["\\boxed{1}"]})
+        for n, text in enumerate(problems)
+    ]
+    file.write_text("\n".join(lines), encoding="utf-8")
+    return file
+
+
+@pytest.fixture
+def dry(rows: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """Exit status, stdout and stderr of a dry run of a recipe with those rows."""
+
+    def run(name: str, *arguments: str) -> tuple[int, str, str]:
+        common = [f"data.train_path={rows}", "data.format=boba", f"run.output_dir={tmp_path / 'run'}"]
+        status = main(["--config", str(CONFIGS / name), "--dry-run", *common, *arguments])
+        told = capsys.readouterr()
+        return status, told.out, told.err
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def bare_model(tied_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """config.json and tokenizer of a tiny model with 256 positions, without weights."""
+    folder = tmp_path_factory.mktemp("bare") / "model"
+    shutil.copytree(tied_model, folder, ignore=shutil.ignore_patterns("*.safetensors"))
+    return folder
+
+
+TINY = (
+    "data.prompts_per_step=100",
+    "data.max_prompt_tokens=32",
+    "rollout.max_new_tokens=64",
+    "policy.max_tokens_per_microbatch=256",
+    "parallel.data=2",
+    "memory.gpu=null",
+    "run.device=cpu",
+)
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "reasons"),
+    [
+        (
+            SMALL_R1,
+            ["parallel.tensor=3", "parallel.data=null", "--ranks", "24"],
+            ["parallel.tensor is 3; it must divide the model's 2 key-value heads", "Possible: 1, 2."],
+        ),
+        (
+            V2,
+            ["rollout.max_new_tokens=4744"],
+            ["256 + 4744 = 5000; the model has 4096 positions", "Lower the sum by 904"],
+        ),
+        (
+            SMALL_R1,
+            ["stages.steps=[2,2]", "stages.max_new_tokens=[1024,200000]"],
+            ["the model has 131072 positions", "200000"],
+        ),
+        (SMALL_R1, ["data.train_path=/nowhere/boba.jsonl"], ['there is no file "/nowhere/boba.jsonl"']),
+        (
+            SMALL_R1,
+            ["model.path=/nowhere/DeepSeek-R1-Distil-Qwen-1.5B"],
+            ["there is no folder", 'Did you mean "DeepSeek-R1-Distill-Qwen-1.5B"?'],
+        ),
+        (
+            SMALL_R1,
+            ["--ranks", "16"],
+            ["parallel.data is 8;", "makes 8 ranks, and this run has 16", "parallel.data=null"],
+        ),
+        (SMALL_R1, ["--ranks", "0"], ["--ranks is 0; needed: at least 1."]),
+        (
+            SMALL_R1,
+            ["data.prompts_per_step=601"],
+            ["data.prompts_per_step is 601, but only 600 prompts are left"],
+        ),
+        (SMALL_R1, ["optimizer.warmup_steps=20"], ["the run has 20 optimizer steps", "lower it"]),
+        (SMALL_R1, ["memory.gpu=A100-40GB"], ["A100-40GB has 39.40 GiB", "Lower rollout.memory_share"]),
+        (SMALL_R1, ["reward.scheme=mix", "reward.format_penalty=1"], ["reward.format_penalty is 1"]),
+        (SMALL_R1, ["rollout.group_size=1", "algorithm.advantage=grpo"], ["needs at least 2"]),
+        (SMALL_R1, ["run.output_dir=~/run"], ['run.output_dir "~/run": needed: a path, written in full']),
+        (SMALL_R1, ["data.format=bobba"], ['data.format is "bobba"', 'Did you mean "boba"?']),
+        (SMALL_R1, ["data.train_weights=[.inf]"], ["data.train_weights is [inf]; needed: above 0"]),
+        (SMALL_R1, ["data.train_path=" + "x" * 400], ["data.train_path has a name of 400 bytes"]),
+        (SMALL_R1, ["model.path=" + "x" * 400], ["model.path has a name of 400 bytes"]),
+        (SMALL_R1, ["run.sead=1"], ['unknown key "run.sead", did you mean "run.seed"?']),
+    ],
+)
+def test_what_could_not_start_is_refused_with_its_reason(
+    dry, name: str, arguments: list[str], reasons: list[str]
+):
+    status, out, err = dry(name, *arguments)
+    assert (status, out) == (2, "")
+    assert [reason for reason in reasons if reason not in err] == []
+
+
+def test_stages_that_do_not_go_together_are_the_one_problem(dry):
+    status, _, err = dry(SMALL_R1, "stages.steps=[1]", "stages.max_new_tokens=[64,128]")
+    assert status == 2 and "1 problem with this run:" in err and "Make them equally long." in err
+
+
+def test_all_problems_are_told_together(dry):
+    status, _, err = dry(
+        V2,
+        "parallel=d2t3p1",
+        "rollout.max_new_tokens=4744",
+        "data.prompts_per_step=700",
+        "run.output_dir=~/run",
+        "optimizer.lr=-1",
+    )
+    assert status == 2 and err.splitlines()[0].endswith("problems with this run:")
+    told = (
+        "parallel.tensor is 3",
+        "5000",
+        "data.prompts_per_step is 700",
+        "written in full",
+        "optimizer.lr is -1",
+    )
+    assert [reason for reason in told if reason not in err] == []
+
+
+def test_solutions_that_are_not_beside_areal_v01s_prompts_are_missed(dry, tmp_path: Path):
+    prompts = tmp_path / "prompts_for_r1_distilled.jsonl"
+    prompts.write_text('{"prompt": "Add 1+1", "query_id": "q1"}\n', encoding="utf-8")
+    status, _, err = dry("areal/v0.1_1.5b_stages.yaml", f"data.train_path={prompts}", "data.format=areal_v01")
+    assert status == 2 and "id2info.json" in err
+
+
+def test_only_config_json_is_needed_of_the_model(dry, bare_model: Path, tmp_path: Path):
+    alone = tmp_path / "alone"
+    alone.mkdir()
+    shutil.copy(bare_model / "config.json", alone)
+    status, out, err = dry(SMALL_R1, f"model.path={alone}", *TINY)
+    assert (status, err) == (0, "")
+    assert "600 rows" in out and "lengths were not checked" in out and "published shape" not in out
+    assert "a start needs more of the model:" in out and "neither model.safetensors" in out
+
+
+def test_with_a_tokenizer_prompts_are_filtered_by_their_tokens(dry, bare_model: Path, rows: Path):
+    status, out, _ = dry(SMALL_R1, f"model.path={bare_model}", *TINY)
+    assert status == 0 and "lengths were not checked" not in out
+    assert "600 read, 599 kept, 1 dropped" in out
+    assert "Steps: 25 in all, 5 an epoch (5 epochs)" in out
+
+
+def test_a_warning_where_filters_drop_much(dry, bare_model: Path):
+    tight = ("telemetry.warn_dropped=0.001",)
+    status, out, _ = dry(SMALL_R1, f"model.path={bare_model}", *TINY, *tight)
+    assert status == 0 and "telemetry.warn_dropped" in out.partition("Worth knowing:")[2]
+
+
+def test_the_plan_of_a_recipe(dry):
+    status, out, err = dry(SMALL_R1)
+    assert (status, err) == (0, "")
+    sequences, tokens = 512 * 16, 512 * 16 * (1024 + 27648)
+    for line in (
+        "Model: /storage/models/DeepSeek-R1-Distill-Qwen-1.5B, 1.78 B parameters, 28 layers, 131072 positions",
+        "Layout: 8 ranks, TP1 x PP1 x DP8, 8 engines of TP1",
+        f"Step: 512 prompts x 16 completions = {sequences:,} sequences",
+        "4 minibatches x 1 epoch over them: 4 updates a step, 20 in all at most",
+        f"at most {tokens:,} tokens a step",
+        "Steps: 5 in all, 1 an epoch (5 epochs)",
+        "on H800-80GB, may fill 73.94 GiB:",
+        "a checkpoint is 23.2 GiB, the exported model 3.3",
+        "5 checkpoints to keep, each with its exported model",
+    ):
+        assert line in out
+    phases = [line.strip().partition(":")[0] for line in out.splitlines() if " GiB (" in line]
+    assert phases == ["sync", "generate", "logprobs", "update"]
+
+
+def test_stages_have_lines_of_their_own(dry, rows: Path):
+    stages = ("stages.steps=[3,4]", "stages.max_new_tokens=[100,27648]")
+    status, out, _ = dry(SMALL_R1, *stages)
+    assert status == 0 and "Steps: 7 in all, 1 an epoch (7 epochs)" in out
+    assert "Stage 1 of 2: steps 1 to 3" in out and "Stage 2 of 2: steps 4 to 7" in out
+    assert f"at most {512 * 16 * 1124:,} tokens a step" in out
+    assert f"at most {512 * 16 * 28672:,} tokens a step" in out
+    assert "the models of 2 stages" in out
+
+
+def test_ranks_come_from_the_launcher_where_the_layout_leaves_them_open(dry, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    _, out, _ = dry(SMALL_R1, "parallel.data=null")
+    assert "Layout: 4 ranks" in out
+    _, out, _ = dry(SMALL_R1, "parallel.data=null", "--ranks", "16")
+    assert "Layout: 16 ranks" in out
+    _, out, _ = dry(SMALL_R1)
+    assert "Layout: 8 ranks" in out
+
+
+def test_the_folder_of_another_run_is_refused_and_left_as_it_is(dry, tmp_path: Path):
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "notes.txt").write_text("mine", encoding="utf-8")
+    status, _, err = dry(SMALL_R1, f"run.output_dir={other}")
+    assert status == 2 and "it is not empty (notes.txt)" in err
+    assert [path.name for path in other.iterdir()] == ["notes.txt"]
+
+
+def test_ranks_are_no_setting_of_a_start(capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit) as ended:
+        main(["--config", str(CONFIGS / SMALL_R1), "--ranks", "8"])
+    assert ended.value.code == 2 and "--ranks is for --dry-run" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("save", "kept"),
+    [
+        (SaveConfig(), 0),
+        (SaveConfig(save_freq_steps=4), 3),
+        (SaveConfig(save_freq_epochs=1), 2),
+        (SaveConfig(save_freq_steps=4, save_freq_epochs=1), 4),  # after steps 4, 6, 8 and 12
+        (SaveConfig(save_freq_steps=4, keep_models=2), 2),
+    ],
+)
+def test_checkpoints_that_are_kept(save: SaveConfig, kept: int):
+    assert kept_checkpoints(Config(save=save), total_steps=12, steps_per_epoch=6) == kept
+
+
+def test_the_program_ends_with_its_status(rows: Path, tmp_path: Path):
+    recipe = ("launch/train_grpo.py", "--config", f"configs/{SMALL_R1}", "--dry-run", "parallel.tensor=3")
+    settings = (f"data.train_path={rows}", f"run.output_dir={tmp_path / 'run'}")
+    refused = programs.run(*recipe, *settings, expect=2)
+    assert "2 key-value heads" in refused.stderr and "Traceback" not in refused.stderr
+    assert not (tmp_path / "run").exists()

@@ -1,0 +1,195 @@
+import pytest
+
+from rlmath.algorithms.dynamic_sampling import Chosen, Selection
+from rlmath.algorithms.types import Completion, Prompt, Score, ScoredGroup
+from rlmath.config.schema import AlgorithmConfig
+from rlmath.models.learner import MinibatchResult
+from rlmath.trainer.kl_in_reward import RewardKL
+from rlmath.trainer.metrics import (
+    idle_metrics,
+    mismatch_metrics,
+    pace_metrics,
+    rollout_metrics,
+    selection_metrics,
+    update_metrics,
+)
+from rlmath.trainer.policy_update import UpdateRecord
+
+RIGHT = Score(5.0, True, "2", "string", True, (("steps", 4.0),))
+WRONG = Score(-5.0, False, "3", "number", True)
+LATE = Score(-5.0, False, "", "timeout")
+BROKEN = Score(-5.0, False, "", "error")
+SILENT = Score(-5.0, False, "", "no_answer")
+
+
+def group(prompt_tokens: int, *answers: tuple[int, str, Score]) -> ScoredGroup:
+    """A group of (tokens, finish reason, score)."""
+    completions = tuple(
+        Completion(g, (9,) * tokens, (-1.0,) * tokens, "", reason, g)
+        for g, (tokens, reason, _) in enumerate(answers)
+    )
+    prompt = Prompt("q", "?", (1,) * prompt_tokens, ("2",), "math")
+    return ScoredGroup(prompt, completions, tuple(score for _, _, score in answers))
+
+
+GROUPS = [
+    group(3, (2, "stop", RIGHT), (4, "length", WRONG)),
+    group(5, (6, "length", LATE), (8, "stop", BROKEN)),
+    group(4, (10, "stop", RIGHT), (10, "stop", SILENT)),
+]
+ADVANTAGES = [[1.0, -1.0], [0.0, 0.0], [0.5, -1.5]]
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("task_reward", (2 * 5 - 4 * 5) / 6),
+        ("rollout/rewards", (2 * 5 - 4 * 5) / 6),
+        ("rollout/accuracy", 2 / 6),
+        ("rollout/response_length", 40 / 6),
+        ("rollout/policy_version", 1 / 2),
+        ("rollout/groups_with_contrast", 2 / 3),
+        ("reward/failures", 2 / 6),
+        ("reward/correct", 2 / 6),
+        ("reward/boxed", 3 / 6),
+        ("reward/truncated", 2 / 6),
+        ("reward/verdict/string", 2 / 6),
+        ("reward/verdict/timeout", 1 / 6),
+        ("reward/verdict/choice", 0.0),
+        ("reward/own/steps", 4.0),
+        ("avg_seq_len", (2 * (3 + 5 + 4) + 40) / 6),
+        ("avg_prompt_len", 24 / 6),
+        ("no_eos_ratio", 2 / 6),
+        ("n_seqs", 6.0),
+        ("n_tokens", 64.0),
+        ("n_valid_tokens", 40.0),
+    ],
+)
+def test_rollout_metrics_by_hand(name: str, value: float):
+    assert rollout_metrics(GROUPS)[name] == pytest.approx(value)
+
+
+def test_idle_shares_of_engines_are_told_one_by_one_up_to_eight():
+    # Two rollouts of 4 s and 1 s: the first engine idled 1 of 5 s, the second half a second.
+    assert idle_metrics([[3.0, 4.0], [1.0, 0.5]]) == pytest.approx(
+        {
+            "rollout/idle_share": 0.15,
+            "rollout/idle_share_max": 0.2,
+            "rollout/idle_share/engine_0": 0.2,
+            "rollout/idle_share/engine_1": 0.1,
+        }
+    )
+    assert len(idle_metrics([[1.0] * 8])) == 10
+    assert list(idle_metrics([[1.0] * 9])) == ["rollout/idle_share", "rollout/idle_share_max"]
+
+
+def minibatch(tokens: float, scale: float, norm: float, lr: float, why: str | None = None) -> MinibatchResult:
+    """A minibatch whose sums are `scale` times 1, 2, 3, ..., with twice as many tokens as its loss is divided by."""
+    names = ("loss", "ratio", "clipped", "approx_kl", "proximal_kl", "reference_kl", "entropy", "mismatch")
+    names += ("correction", "correction_cut")
+    sums = {name: scale * number for number, name in enumerate(names, start=1)}
+    sums |= {"tokens": tokens, "denominator": tokens / 2}
+    return MinibatchResult(sums, {"mismatch_max": scale}, norm, lr, why)
+
+
+RESULTS = [
+    minibatch(10.0, 1.0, norm=0.5, lr=0.1),
+    minibatch(30.0, 5.0, norm=9.0, lr=0.2, why="mean importance ratio 6 is above 5"),
+    minibatch(20.0, 6.0, norm=1.5, lr=0.3),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        # sums of 1 + 6 = 7 times the column's number, over 30 tokens: the second was discarded
+        ("actor_loss", 7 / 15),
+        ("importance_weight", 14 / 30),
+        ("actor_clip_ratio", 21 / 30),
+        ("ppo_approx_kl", 28 / 30),
+        ("train/proximal_kl", 35 / 30),
+        ("train/reference_kl", 42 / 30),
+        ("train/entropy_loss", 49 / 30),
+        ("kl_reward", -0.14),
+        ("final_reward", 2.0 - 0.14),
+        ("advantage", (2 * 1 - 4 * 1 + 10 * 0.5 - 10 * 1.5) / 40),
+        ("train/grad_norm", 1.0),
+        ("train/learning_rate", 0.3),
+        ("train/early_stopped_minibatches", 1.0),
+        ("train/minibatches", 3.0),
+    ],
+)
+def test_update_metrics_are_means_over_the_tokens_that_were_learned_from(name: str, value: float):
+    record = UpdateRecord(RESULTS, ADVANTAGES, None)
+    assert update_metrics(record, GROUPS, 2.0, AlgorithmConfig(kl_coef=0.1))[name] == pytest.approx(value)
+
+
+def test_kl_inside_of_the_reward_is_part_of_the_final_reward_of_a_completion():
+    record = UpdateRecord(RESULTS, ADVANTAGES, RewardKL(per_token=0.5, per_completion=40.0))
+    metrics = update_metrics(record, GROUPS, 2.0, AlgorithmConfig(kl_coef=0.1, kl_in="reward"))
+    assert metrics["kl_reward"] == pytest.approx(-0.05)
+    assert metrics["final_reward"] == pytest.approx((2 * 5 - 4 * 5) / 6 - 4.0)
+    assert metrics["train/reference_kl"] == 0.5
+
+
+def test_the_correction_is_told_where_there_is_one():
+    record = UpdateRecord(RESULTS, ADVANTAGES, None)
+    metrics = update_metrics(record, GROUPS, 2.0, AlgorithmConfig(importance_correction="token"))
+    assert metrics["train/importance_correction"] == pytest.approx(7 * 9 / 30)
+    assert metrics["train/importance_correction_cut"] == pytest.approx(7 * 10 / 30)
+    assert "train/importance_correction" not in update_metrics(record, GROUPS, 2.0, AlgorithmConfig())
+
+
+def test_a_step_whose_minibatches_were_all_discarded_has_no_gradient_norm():
+    metrics = update_metrics(UpdateRecord([RESULTS[1]], ADVANTAGES, None), GROUPS, 2.0, AlgorithmConfig())
+    assert metrics["train/grad_norm"] == 0.0
+    assert metrics["train/early_stopped_minibatches"] == metrics["train/minibatches"] == 1.0
+
+
+def test_a_step_without_anything_to_learn_from_has_only_its_counts():
+    metrics = update_metrics(UpdateRecord([], [], None), [], 2.0, AlgorithmConfig())
+    assert metrics == {"train/early_stopped_minibatches": 0.0, "train/minibatches": 0.0}
+    assert mismatch_metrics([], only_first=True) == {}
+
+
+def test_selection_metrics_count_groups_and_completions():
+    chosen = [Chosen((0, 1)), Chosen((), dropped="right"), Chosen((), ("short", "long"), "empty")]
+    metrics = selection_metrics(Selection(GROUPS, chosen, wanted=2))
+    assert {name: value for name, value in metrics.items() if value} == {
+        "selection/groups_sampled": 3.0,
+        "selection/groups_learned": 1.0,
+        "selection/extra_prompts": 1.0,
+        "selection/dropped/right": 1.0,
+        "selection/dropped/empty": 1.0,
+        "selection/filtered/short": 1.0,
+        "selection/filtered/long": 1.0,
+    }
+    assert {"selection/dropped/wrong", "selection/dropped/surplus", "selection/filtered/truncated"} <= set(
+        metrics
+    )
+
+
+def test_the_mismatch_over_all_minibatches_and_over_the_first():
+    assert mismatch_metrics(RESULTS, only_first=False) == {
+        "train/behaviour_logprob_diff": pytest.approx(12 * 8 / 60),
+        "train/behaviour_logprob_diff_max": 6.0,
+    }
+    assert mismatch_metrics(RESULTS, only_first=True) == {
+        "train/behaviour_logprob_diff": pytest.approx(0.8),
+        "train/behaviour_logprob_diff_max": 1.0,
+    }
+
+
+def test_phases_are_paced_by_the_tokens_they_work_on():
+    seconds = {"sync": 0.5, "rollout": 2.0, "update": 4.0, "reference": 0.0, "step": 8.0}
+    # 40 tokens were sampled, 64 with their prompts; the first group has 2 x 3 + 6 tokens, read in two epochs
+    assert pace_metrics(seconds, GROUPS, GROUPS[:1], passes=2) == {
+        "seconds/sync": 0.5,
+        "seconds/rollout": 2.0,
+        "seconds/update": 4.0,
+        "seconds/reference": 0.0,
+        "seconds/step": 8.0,
+        "tokens_per_second/rollout": 20.0,
+        "tokens_per_second/update": 6.0,
+        "tokens_per_second/step": 8.0,
+    }

@@ -1,0 +1,285 @@
+"""From which checkpoint a run goes on, and when it refuses to."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from rlmath.algorithms.types import Prompt
+from rlmath.checkpoint.directory import open_partial, publish
+from rlmath.checkpoint.run_progress import Progress, read_progress, write_progress
+from rlmath.config.help import setting_values
+from rlmath.config.load import config_as_yaml, load_config
+from rlmath.config.schema import Config
+from rlmath.trainer.resume import (
+    MAY_CHANGE,
+    Origin,
+    choose_checkpoint,
+    data_fingerprint,
+    find_recovery,
+    model_fingerprint,
+    refused_changes,
+)
+
+ORIGIN = Origin("model-1", "data-1")
+TOTAL = 20
+"""Steps of the run."""
+PROGRESS = Progress(3, 0, 24, 6, 3, "TP1", 1, ("exp_avg",), ("torch",), "model-1", "data-1", {"torch": "2"})
+
+
+def make_config(folder: Path, *overrides: str) -> Config:
+    return load_config(
+        [], [f"run.output_dir={folder}", "model.path=m", "data.train_path=t.jsonl", *overrides]
+    )
+
+
+def checkpoint(folder: Path, step: int, config: Config | None = None) -> Path:
+    partial = open_partial(folder / "checkpoints", step)
+    write_progress(partial, replace(PROGRESS, step=step))
+    (partial / "config.yaml").write_text(config_as_yaml(config or make_config(folder)))
+    (partial / "state" / ".metadata").write_text("index")
+    return publish(partial, step, False, {}).folder
+
+
+def found_steps(config: Config, origin: Origin = ORIGIN) -> list[int]:
+    recovery = find_recovery(config, origin, TOTAL)
+    return [] if recovery is None else [one.step for one, _ in recovery.candidates]
+
+
+def test_auto_takes_the_newest_and_disabled_none(tmp_path: Path) -> None:
+    checkpoint(tmp_path, 3)
+    checkpoint(tmp_path, 12)
+    assert found_steps(make_config(tmp_path)) == [12, 3]
+    assert found_steps(make_config(tmp_path, "run.recover_mode=resume")) == [12, 3]
+    assert found_steps(make_config(tmp_path, "run.recover_mode=disabled")) == []
+
+
+def test_without_a_checkpoint_auto_starts_and_resume_refuses(tmp_path: Path) -> None:
+    assert find_recovery(make_config(tmp_path), ORIGIN, TOTAL) is None
+    with pytest.raises(ValueError, match="has no checkpoint to go on from"):
+        find_recovery(make_config(tmp_path, "run.recover_mode=resume"), ORIGIN, TOTAL)
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "progress.json", "config.yaml"])
+def test_a_damaged_newest_is_passed_over_and_told(tmp_path: Path, name: str) -> None:
+    checkpoint(tmp_path, 3)
+    newest = checkpoint(tmp_path, 5)
+    (newest / name).write_text("{")
+    recovery = find_recovery(make_config(tmp_path), ORIGIN, TOTAL)
+    assert recovery is not None and [one.step for one, _ in recovery.candidates] == [3]
+    assert "step-000005 is damaged and is passed over" in recovery.notes[0]
+
+
+@pytest.mark.parametrize("mode", ["auto", "resume"])
+def test_where_all_are_damaged_nothing_starts_anew_unasked(tmp_path: Path, mode: str) -> None:
+    (checkpoint(tmp_path, 5) / "progress.json").unlink()
+    with pytest.raises(
+        ValueError, match=r"no checkpoint in .* is whole: the checkpoint .*step-000005 is damaged"
+    ):
+        find_recovery(make_config(tmp_path, f"run.recover_mode={mode}"), ORIGIN, TOTAL)
+
+
+def test_a_digit_that_changed_in_the_settings_is_damage_and_no_other_run(tmp_path: Path) -> None:
+    checkpoint(tmp_path, 3)
+    path = checkpoint(tmp_path, 5) / "config.yaml"
+    path.write_text(path.read_text().replace("group_size: 16", "group_size: 12"))
+    assert found_steps(make_config(tmp_path)) == [3]
+
+
+def test_a_run_that_became_shorter_than_what_is_done_is_refused(tmp_path: Path) -> None:
+    checkpoint(tmp_path, TOTAL)
+    assert found_steps(make_config(tmp_path)) == [TOTAL]
+    with pytest.raises(ValueError, match="20 steps are done there, the run has 19 now"):
+        find_recovery(make_config(tmp_path), ORIGIN, TOTAL - 1)
+
+
+def test_on_one_rank_the_newest_whole_one_is_chosen_and_without_any_it_ends(tmp_path: Path) -> None:
+    for step in (3, 5):
+        checkpoint(tmp_path, step)
+    config = make_config(tmp_path)
+    with process_group(tmp_path):
+        chosen = choose_checkpoint(find_recovery(config, ORIGIN, TOTAL))
+        assert chosen is not None and chosen[0].step == 5
+        recovery = find_recovery(config, ORIGIN, TOTAL)
+        flip(tmp_path / "checkpoints" / "step-000005" / "state" / ".metadata")
+        chosen = choose_checkpoint(recovery)
+        assert chosen is not None and chosen[0].step == 3
+        (tmp_path / "checkpoints" / "step-000003" / "state" / ".metadata").unlink()
+        with pytest.raises(
+            ValueError, match=r"no checkpoint is whole: .*step-000005.*step-000003 is damaged"
+        ):
+            choose_checkpoint(recovery)
+
+
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 4
+    path.write_bytes(content)
+
+
+@contextmanager
+def process_group(place: Path) -> Iterator[None]:
+    dist.init_process_group("gloo", init_method=f"file://{place}/store", rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    ("override", "told"),
+    [
+        ("data.prompts_per_step=64", "data.prompts_per_step: 128 there, 64 now"),
+        ("rollout.group_size=4", "rollout.group_size: 16 there, 4 now"),
+        ("optimizer.lr=1e-5", "optimizer.lr: 1e-06 there, 1e-05 now"),
+        ("run.seed=2", "run.seed: 1 there, 2 now"),
+        ("reward.scheme=mix", "reward.scheme: correctness there, mix now"),
+    ],
+)
+def test_what_makes_it_another_run_is_refused_by_name(tmp_path: Path, override: str, told: str) -> None:
+    checkpoint(tmp_path, 3)
+    with pytest.raises(ValueError, match=told):
+        find_recovery(make_config(tmp_path, override), ORIGIN, TOTAL)
+
+
+def test_another_model_and_other_prompts_are_refused_and_their_paths_are_not(tmp_path: Path) -> None:
+    checkpoint(tmp_path, 3)
+    moved = make_config(
+        tmp_path, "model.path=elsewhere", "data.train_path=elsewhere.jsonl", "data.more_train_paths=[x]"
+    )
+    assert found_steps(moved) == [3]
+    with pytest.raises(ValueError, match="the model that the run started from has changed"):
+        find_recovery(moved, replace(ORIGIN, model="model-2"), TOTAL)
+    with pytest.raises(ValueError, match="the prompts have changed"):
+        find_recovery(moved, replace(ORIGIN, data="data-2"), TOTAL)
+
+
+def test_layout_length_and_what_is_kept_may_change(tmp_path: Path) -> None:
+    checkpoint(tmp_path, 3)
+    other = ("parallel.tensor=2", "rollout.tensor_parallel=2", "run.total_steps=9", "save.ckpt_freq_steps=1")
+    assert found_steps(make_config(tmp_path, *other)) == [3]
+
+
+def test_every_entry_of_the_list_is_a_setting() -> None:
+    keys = list(setting_values(make_config(Path("x"))))
+    for entry in MAY_CHANGE:
+        assert any(key.startswith(entry) if entry.endswith(".") else key == entry for key in keys), entry
+
+
+def test_a_setting_whose_name_only_begins_like_one_that_may_change_is_refused() -> None:
+    then, now = (
+        make_config(Path("x")),
+        make_config(Path("x"), "reward.timeout_seconds=7", "optimizer.kind=sgd"),
+    )
+    assert refused_changes(then, now) == ["optimizer.kind: adam there, sgd now"]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"step": -1},
+        {"step": "3"},
+        {"updates": None},
+        {"optimizer_tensors": 3},
+        {"epoch": True},
+        {"optimizer_tensors": "exp_avg"},
+        {"versions": []},
+        {"layout": 5},
+    ],
+)
+def test_a_progress_of_the_wrong_kind_is_told(tmp_path: Path, change: dict[str, object]) -> None:
+    write_progress(tmp_path, PROGRESS)
+    assert read_progress(tmp_path) == PROGRESS
+    path = tmp_path / "progress.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    with pytest.raises(ValueError, match=r"progress.json cannot be read"):
+        read_progress(tmp_path)
+
+
+def test_fingerprints_tell_contents_and_not_places(tmp_path: Path) -> None:
+    for name, weights in (("a", b"1" * 100), ("b", b"1" * 100), ("c", b"1" * 99 + b"2")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text("{}")
+        (tmp_path / name / "model.safetensors").write_bytes(weights)
+    a, b, c = (model_fingerprint(tmp_path / name) for name in "abc")
+    assert a == b != c
+    prompts = [Prompt("1", "x", (1, 2), ("3",), "math"), Prompt("2", "y", (4,), ("5",), "math")]
+    assert data_fingerprint(prompts) == data_fingerprint(list(prompts))
+    assert data_fingerprint(prompts) != data_fingerprint(prompts[::-1])
+    assert data_fingerprint(prompts) != data_fingerprint([prompts[0], replace(prompts[1], solutions=("6",))])
+
+
+STAGED = ("stages.steps=[2,4,6]", "stages.max_new_tokens=[8,16,24]")
+
+
+@pytest.mark.parametrize(
+    "now",
+    [
+        ("stages.steps=[2,4,9]", "stages.max_new_tokens=[8,16,32]"),
+        ("stages.steps=[2,4,6,8]", "stages.max_new_tokens=[8,16,24,32]"),
+        ("stages.steps=[2,4]", "stages.max_new_tokens=[8,16]"),
+        (*STAGED, "stages.max_tokens_per_microbatch=[100,100,100]", "rollout.max_new_tokens=5"),
+        (*STAGED, "validation.every_steps=2"),
+    ],
+)
+def test_stages_that_have_not_begun_may_change(tmp_path: Path, now: tuple[str, ...]) -> None:
+    then = make_config(tmp_path, *STAGED)
+    for done in (3, 6):
+        assert refused_changes(then, make_config(tmp_path, *now), done) == []
+    checkpoint(tmp_path, 3, then)
+    assert found_steps(make_config(tmp_path, *now)) == [3]
+
+
+@pytest.mark.parametrize(
+    ("now", "told"),
+    [
+        (
+            ("stages.steps=[2,5,6]", "stages.max_new_tokens=[8,16,24]"),
+            "stages: stage 2, which has begun, is 4 steps of at most 16 new tokens there, 5 steps of at most 16 new "
+            "tokens now",
+        ),
+        (
+            ("stages.steps=[2,4,6]", "stages.max_new_tokens=[9,16,24]"),
+            "stages: stage 1, which has begun, is 2 steps of at most 8 new tokens there",
+        ),
+        (("stages.steps=[12]", "stages.max_new_tokens=[8]"), "stage 2, which has begun, is 4 steps"),
+        (
+            (),
+            "stage 1, which has begun, is 2 steps of at most 8 new tokens there, all steps of at most 16384",
+        ),
+    ],
+)
+def test_stages_that_have_begun_are_kept_and_named(tmp_path: Path, now: tuple[str, ...], told: str) -> None:
+    checkpoint(tmp_path, 3, make_config(tmp_path, *STAGED))
+    with pytest.raises(ValueError, match="cannot go on from") as error:
+        find_recovery(make_config(tmp_path, *now), ORIGIN, TOTAL)
+    assert told in str(error.value)
+
+
+def test_a_run_may_get_stages_when_the_first_is_what_it_was(tmp_path: Path) -> None:
+    plain = make_config(tmp_path, "rollout.max_new_tokens=8", "run.total_steps=3")
+    staged = make_config(tmp_path, "stages.steps=[3,4]", "stages.max_new_tokens=[8,16]")
+    assert refused_changes(plain, staged, 3) == []
+    assert refused_changes(staged, plain, 3) == []
+    (told,) = refused_changes(plain, staged, 4)
+    assert "stage 1, which has begun" in told
+    told = refused_changes(staged, plain, 4)
+    assert "stage 2, which has begun, is 4 steps of at most 16 new tokens there, none now" in told[-1]
+    longer = make_config(tmp_path, "stages.steps=[3,4]", "stages.max_new_tokens=[9,16]")
+    assert len(refused_changes(plain, longer, 3)) == 1
+    assert refused_changes(plain, make_config(tmp_path, "rollout.max_new_tokens=9"), 3) == [
+        "rollout.max_new_tokens: 8 there, 9 now"
+    ]
+
+
+def test_without_a_checkpoint_all_stages_are_compared(tmp_path: Path) -> None:
+    then = make_config(tmp_path, *STAGED)
+    now = make_config(tmp_path, "stages.steps=[2,4,7]", "stages.max_new_tokens=[8,16,24]")
+    (told,) = refused_changes(then, now)
+    assert told.startswith("stages: stage 3 is 6 steps of at most 24 new tokens there, 7 steps")

@@ -1,0 +1,129 @@
+"""Nodes are compared by what they say; a difference is told with its hosts."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from rlmath.distributed import versions
+from rlmath.distributed.device import CUDA_DEFAULTS
+from rlmath.distributed.network import Route, prefer, route_to
+from rlmath.distributed.ranks import Word
+from rlmath.trainer.startup import CLOCK_SECONDS, _judge, clock_warnings, differences, labelled, node_lines
+
+
+def said(facts: dict[str, str], nodes: int = 3, ranks_per_node: int = 2, **changes: dict[str, str]):
+    """What the ranks of some nodes say; `changes` are facts of single hosts."""
+    words = {}
+    for rank in range(nodes * ranks_per_node):
+        node, local_rank = divmod(rank, ranks_per_node)
+        mine = facts | changes.get(f"host{node}", {}) if local_rank == 0 else {}
+        words[rank] = Word(f"host{node}", node, facts=mine, address=f"10.0.0.{node} (eth{node})")
+    return words
+
+
+def test_equal_nodes_are_in_order_and_are_told_with_ranks_and_addresses() -> None:
+    words = said({"torch": "2.13.0"})
+    assert _judge(words).error is None
+    assert node_lines(words) == [
+        "3 nodes, 6 ranks:",
+        "  host0: ranks 0-1, 10.0.0.0 (eth0)",
+        "  host1: ranks 2-3, 10.0.0.1 (eth1)",
+        "  host2: ranks 4-5, 10.0.0.2 (eth2)",
+    ]
+    assert len(node_lines(said({}, nodes=64, ranks_per_node=8))) == 18
+    assert node_lines(said({}, nodes=1)) == []
+
+
+def test_every_difference_is_told_with_its_hosts_in_one_error() -> None:
+    facts = {"torch": "2.13.0", "rlmath's code (hash)": "aa", "run.seed": "1"}
+    words = said(facts, host1={"torch": "2.12.0"}, host2={"rlmath's code (hash)": "bb", "run.seed": "2"})
+    decision = _judge(words)
+    assert decision.is_mistake
+    assert (decision.error or "").splitlines() == [
+        "The nodes are not alike, and they must be:",
+        "  torch: 2.12.0 on host1; 2.13.0 on host0, host2",
+        "  rlmath's code (hash): bb on host2; aa on host0, host1",
+        "  run.seed: 2 on host2; 1 on host0, host1",
+    ]
+
+
+def test_what_only_some_nodes_have_is_a_difference() -> None:
+    facts = {"a": {"torch": "2", "run.seed": "3"}, "b": {"torch": "2", "transformer-engine": "2.9"}}
+    assert list(differences(facts)) == [
+        "run.seed: 3 on a; its default on b",
+        "transformer-engine: not there on a; 2.9 on b",
+    ]
+
+
+def test_long_values_and_many_nodes_are_cut() -> None:
+    nodes = {f"node{i:03d}": {"model.path": f"{'x' * 1000}{i}" if i else "y"} for i in range(128)}
+    (line,) = differences(nodes)
+    assert len(line) < 16 * 250
+
+
+def test_nodes_with_one_name_are_told_apart_by_their_numbers() -> None:
+    words = {0: Word("same", 0), 1: Word("same", 1), 2: Word("other", 2)}
+    assert list(labelled(words)) == ["same (node 0)", "same (node 1)", "other"]
+
+
+def test_a_first_node_whose_name_means_itself_is_told_unless_all_nodes_are_one_machine() -> None:
+    words = said({"torch": "2"})
+    words[0] = Word("host0", 0, facts={"torch": "2"}, address="127.0.1.1 (lo)")
+    told = _judge(words).error or ""
+    assert "127.0.1.1 (lo) on host0" in told and "GLOO_SOCKET_IFNAME" in told
+    chosen = Word("host0", 0, facts={"torch": "2"}, address="127.0.1.1 (lo), gloo over eth0")
+    assert _judge(words | {0: chosen}).error is None
+    everywhere = {
+        rank: Word(word.host, word.node, facts=word.facts, address="127.0.0.1 (lo)")
+        for rank, word in words.items()
+    }
+    assert _judge(everywhere).error is None
+
+
+def test_clocks_within_the_bound_are_no_warning() -> None:
+    assert clock_warnings([("a", 50.0), ("b", 50.0 + CLOCK_SECONDS)]) == []
+    assert clock_warnings([]) == []
+    (told,) = clock_warnings([("a", 50.0), ("b", 50.0 - 2 * CLOCK_SECONDS), ("c", 50.0)])
+    assert "differ from that of a: b by -4.0 s." in told
+
+
+def test_gloo_listens_where_others_come_in_unless_the_user_chose(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "set, so that it is taken back")
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME")
+    prefer(Route("127.0.0.1", "lo"))
+    prefer(None)
+    assert "GLOO_SOCKET_IFNAME" not in os.environ
+    prefer(Route("10.0.0.7", "ens5"))
+    assert os.environ["GLOO_SOCKET_IFNAME"] == "ens5"
+    prefer(Route("10.0.0.7", "eth0"))
+    assert os.environ["GLOO_SOCKET_IFNAME"] == "ens5"
+
+
+def test_the_way_to_a_host_is_found_without_sending_anything() -> None:
+    route = route_to("127.0.0.1")
+    assert route is not None and route.is_loopback and str(route) == "127.0.0.1 (lo)"
+    assert route_to("no-such-host.invalid") is None
+
+
+def test_the_hash_of_the_code_changes_with_any_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = tmp_path / "somecode"
+    (package / "sub").mkdir(parents=True)
+    (package / "__init__.py").write_text("")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(versions, "PACKAGES", ("somecode",))
+    hashes = [versions.code_hash()]
+    for content in ("x = 1\n", "x = 2\n"):
+        (package / "sub" / "a.py").write_text(content)
+        hashes.append(versions.code_hash())
+    (package / "sub" / "a.py").rename(package / "sub" / "b.py")
+    hashes.append(versions.code_hash())
+    assert len(set(hashes)) == 4
+
+
+def test_the_environment_that_is_set_on_gpus_is_documented() -> None:
+    page = Path(__file__).resolve().parents[2].joinpath("docs", "clusters.md").read_text()
+    for name, value in CUDA_DEFAULTS.items():
+        assert f"| `{name}` | {value} |" in page

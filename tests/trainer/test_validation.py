@@ -1,0 +1,193 @@
+"""What a validation reads and counts, and which model it keeps."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from rlmath.algorithms.types import Completion, Prompt, Score, ScoredGroup
+from rlmath.config.load import load_config
+from rlmath.config.schema import Config
+from rlmath.data.dataset import ValidationFile, load_validation
+from rlmath.data.tokenizer import load_tokenizer
+from rlmath.distributed.mesh import Mesh
+from rlmath.distributed.phase_timers import PhaseTimers
+from rlmath.trainer.build import Parts
+from rlmath.trainer.validation import Measured, Validator, file_metrics
+
+ASKED = ("validation.every_steps=3", "validation.keep_best=true", "validation.paths=[a.jsonl]")
+
+
+def settings(folder: Path, *overrides: str) -> Config:
+    needed = [f"run.output_dir={folder}", "model.path=m", "data.train_path=t", "data.max_prompt_tokens=20"]
+    return load_config([], [*needed, "rollout.max_new_tokens=30", *overrides])
+
+
+def write_rows(path: Path, *rows: dict[str, Any]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def row(number: int, prompt: str, **more: Any) -> dict[str, Any]:
+    return {"prompt": prompt, "task": "math", "query_id": f"q-{number}", "solutions": ["1"]} | more
+
+
+def test_problems_that_are_too_long_count_and_unusable_rows_are_told(
+    tmp_path: Path, tied_model: Path
+) -> None:
+    long, no_answer = row(2, "y" * 31), row(3, "z", solutions=[])
+    file = write_rows(tmp_path / "own.jsonl", row(1, "x" * 30), long, no_answer)
+    config = settings(
+        tmp_path, "validation.every_steps=1", f"validation.paths=[{file}]", "validation.max_new_tokens=20"
+    )
+    tokenizer = load_tokenizer(str(tied_model))
+    (found,) = load_validation(config, tokenizer, 101)
+    # The context has 20 + 30 tokens, of which a completion takes 20.
+    assert [prompt.prompt_id for prompt in found.prompts] == ["q-1"]
+    assert (found.name, found.too_long, found.problems, len(found.unusable)) == ("own", 1, 2, 1)
+    assert "2 problems, 1 of them too long" in found.line() and "line 3" in found.line()
+    with pytest.raises(ValueError, match="has token"):
+        load_validation(config, tokenizer, 10)
+    write_rows(file, long)
+    with pytest.raises(ValueError, match="has no problem to sample"):
+        load_validation(config, tokenizer, 101)
+    assert load_validation(settings(tmp_path), tokenizer, 101) == ()
+
+
+def group(*completions: tuple[int, bool, str]) -> ScoredGroup:
+    """Of (tokens, right, finish reason)."""
+    made = tuple(
+        Completion(g, (5,) * tokens, (0.0,) * tokens, "", reason, 0)  # type: ignore[arg-type]
+        for g, (tokens, _, reason) in enumerate(completions)
+    )
+    scores = tuple(Score(1.0, right, "", "string") for _, right, _ in completions)
+    return ScoredGroup(Prompt("q", "?", (1,), ("2",), "math"), made, scores)
+
+
+def test_accuracy_is_over_all_problems_and_lengths_over_what_was_sampled() -> None:
+    groups = [group((2, True, "stop"), (4, False, "length")), group((6, True, "stop"), (8, True, "stop"))]
+    file = ValidationFile("own", [one.prompt for one in groups], 2, ())
+    assert file_metrics(file, groups, samples=2) == {
+        "validation/own/accuracy": 3 / 8,
+        "validation/own/mean_tokens": 5.0,
+        "validation/own/truncated": 0.25,
+    }
+
+
+@pytest.fixture
+def alone(tmp_path: Path) -> Iterator[Path]:
+    """A process group of one rank, and a folder."""
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        yield tmp_path
+    finally:
+        dist.destroy_process_group()
+
+
+class Exports:
+    """Where models go; a full disk on request."""
+
+    def __init__(self) -> None:
+        self.full = False
+
+    def __call__(self, folder: Path, more: Mapping[str, bytes]) -> None:
+        if self.full:
+            raise OSError("No space left on device")
+        folder.mkdir(exist_ok=True)
+        for name, content in more.items():
+            (folder / name).write_bytes(content)
+
+
+def validator(
+    folder: Path,
+    export: Exports,
+    *overrides: str,
+    steps_done: int = 0,
+    files: Sequence[ValidationFile] = (),
+    asked_to_stop: Callable[[], str | None] = lambda: None,
+) -> Validator:
+    """One that needs no engine: nothing is sampled."""
+    given = {
+        "config": settings(folder, *ASKED, *overrides),
+        "mesh": Mesh(0, 1, 1, 1, 1),
+        "timers": PhaseTimers(),
+    }
+    others = dict.fromkeys(field.name for field in dataclasses.fields(Parts))
+    parts = Parts(**others | given)  # type: ignore[arg-type]
+    return Validator(parts, files, steps_done, 10, export, asked_to_stop)
+
+
+def best(folder: Path) -> tuple[int, float]:
+    account = json.loads((folder / "best_model" / "validation.json").read_text())
+    return account["step"], account["accuracy"]
+
+
+def measured(step: int, accuracy: float) -> Measured:
+    return Measured(step, {"validation/accuracy": accuracy})
+
+
+def test_the_best_model_is_the_first_of_the_best(alone: Path) -> None:
+    one = validator(alone, Exports())
+    found = []
+    for step, accuracy in ((0, 0.2), (3, 0.5), (6, 0.5), (9, 0.4), (10, 0.7)):
+        one.keep_if_best(measured(step, accuracy))
+        found.append(best(alone))
+    assert found == [(0, 0.2), (3, 0.5), (3, 0.5), (3, 0.5), (10, 0.7)]
+    one.keep_if_best(None)
+    assert best(alone) == (10, 0.7)
+
+
+def test_a_run_that_goes_on_remembers_the_best_and_what_it_measured(alone: Path) -> None:
+    validator(alone, Exports()).keep_if_best(measured(3, 0.5))
+    (alone / "validation.jsonl").write_text('{"step": 0, "a": 0.1}\n{"step": 3, "a": 0.5}\n')
+    again = validator(alone, Exports(), steps_done=3)
+    again.keep_if_best(measured(6, 0.4))
+    assert best(alone) == (3, 0.5)
+    assert [step for step in range(11) if again.due(step)] == [6, 9, 10]
+    other = validator(alone, Exports(), "validation.samples=2", steps_done=3)
+    other.keep_if_best(measured(6, 0.4))
+    assert best(alone) == (6, 0.4), "accuracies of other samples are not compared"
+
+
+@pytest.mark.parametrize("account", ["", "[]", '{"accuracy": "high"}', "{" * 100_000])
+def test_an_account_that_cannot_be_read_does_not_end_the_run(alone: Path, account: str) -> None:
+    (alone / "best_model").mkdir()
+    (alone / "best_model" / "validation.json").write_text(account)
+    validator(alone, Exports(), steps_done=3).keep_if_best(measured(6, 0.1))
+    assert best(alone) == (6, 0.1)
+
+
+def test_a_full_disk_costs_the_model_and_not_the_run(alone: Path, caplog: pytest.LogCaptureFixture) -> None:
+    export = Exports()
+    one = validator(alone, export)
+    one.keep_if_best(measured(0, 0.2))
+    export.full = True
+    one.keep_if_best(measured(3, 0.5))
+    assert best(alone) == (0, 0.2) and "No space left on device" in caplog.text
+    export.full = False
+    one.keep_if_best(measured(6, 0.3))
+    assert best(alone) == (6, 0.3), "the one that was lost does not count"
+
+
+def test_when_a_validation_is_due(alone: Path) -> None:
+    def due(*overrides: str) -> list[int]:
+        one = validator(alone, Exports(), *overrides)
+        return [step for step in range(11) if one.due(step)]
+
+    assert due() == [0, 3, 6, 9, 10]
+    assert due("validation.before_training=false") == [3, 6, 9, 10]
+    assert due("validation.every_steps=100") == [0, 10]
+    assert due("validation.every_steps=null", "validation.keep_best=false") == []
+
+
+def test_a_validation_is_broken_off_when_the_run_is_asked_to_stop(alone: Path) -> None:
+    file = ValidationFile("own", [Prompt("q", "?", (1,), ("2",), "math")], 0, ())
+    one = validator(alone, Exports(), files=[file], asked_to_stop=lambda: "SIGTERM")
+    assert one.measure(3) is None and one.stopped_by == "SIGTERM"
+    assert one.due(3), "the run that goes on makes it"
