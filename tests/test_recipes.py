@@ -12,7 +12,7 @@ import pyarrow.parquet
 import pytest
 
 from rlmath.checkpoint.hf.weight_map import parameter_count
-from rlmath.config.length_curriculum import longest
+from rlmath.config.length_curriculum import with_longest_lengths
 from rlmath.config.load import load_config
 from rlmath.config.schema import Config
 from rlmath.trainer.preflight.dry_run import plan_lines, plan_run
@@ -133,7 +133,7 @@ def test_a_recipe_has_the_numbers_of_its_document(name: str):
     config, told = recipe(name), RECIPES[name]
     assert told_by_layout(config.parallel) == told.gpus
     assert (config.data.prompts_per_step, config.rollout.group_size) == (told.prompts, told.group)
-    lengths = config.data.max_prompt_tokens, longest(config).rollout.max_new_tokens
+    lengths = config.data.max_prompt_tokens, with_longest_lengths(config).rollout.max_new_tokens
     assert lengths == (told.prompt_tokens, told.new_tokens)
     assert (config.optimizer.lr, config.algorithm.n_minibatches) == (told.lr, told.minibatches)
     assert Path(config.model.path).name == told.model and config.data.format == told.form

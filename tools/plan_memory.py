@@ -18,7 +18,7 @@ from typing import Any
 
 from rlmath.checkpoint.hf.weight_map import parameter_count
 from rlmath.config.help import raise_problems
-from rlmath.config.length_curriculum import longest
+from rlmath.config.length_curriculum import with_longest_lengths
 from rlmath.config.load import load_config, make_parser
 from rlmath.config.model_shape import ModelShape
 from rlmath.config.schema import Config
@@ -49,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ValueError as error:
         print(error, file=sys.stderr)
         return MISTAKE
-    plans = plan_ranks(longest(config), shape, ranks, target)
+    plans = plan_ranks(with_longest_lengths(config), shape, ranks, target)
     problems = of_longest_stage(config, lambda largest: fit_problems(largest, shape, ranks))
     if given.json:
         print(json.dumps(as_data(plans, problems, target, ranks), indent=2))

@@ -14,7 +14,7 @@ from rlmath.config.schema import Config, StagesConfig, ValidationConfig
 
 
 @dataclass(frozen=True)
-class Stage:
+class LengthStage:
     """Some steps of a run in a row."""
 
     number: int
@@ -40,27 +40,27 @@ class Stage:
         )
 
 
-def has_stages(config: Config) -> bool:
+def has_length_stages(config: Config) -> bool:
     """Whether any list of `stages` is given."""
     return bool(
         config.stages.steps or config.stages.max_new_tokens or config.stages.max_tokens_per_microbatch
     )
 
 
-def stages_of(config: Config, total_steps: int | None) -> list[Stage]:
+def length_stages(config: Config, total_steps: int | None) -> list[LengthStage]:
     """The stages in their order; one where `stages` is empty, which has `total_steps` (None: not known yet).
 
     The lists of `stages` must have no problems (`stage_checks`).
     """
     lists = config.stages
-    if not has_stages(config):
-        return [Stage(0, 0, total_steps or 0, config)]
+    if not has_length_stages(config):
+        return [LengthStage(0, 0, total_steps or 0, config)]
     budgets: Sequence[int | None] = lists.max_tokens_per_microbatch or [None] * len(lists.steps)
     stages, first = [], 0
     for number, (steps, max_new_tokens, budget) in enumerate(
         zip(lists.steps, lists.max_new_tokens, budgets, strict=True)
     ):
-        stages.append(Stage(number, first, steps, _with_lengths(config, max_new_tokens, budget)))
+        stages.append(LengthStage(number, first, steps, _with_lengths(config, max_new_tokens, budget)))
         first += steps
     return stages
 
@@ -71,11 +71,11 @@ def _with_lengths(config: Config, max_new_tokens: int, budget: int | None) -> Co
     return replace(config, stages=StagesConfig(), rollout=rollout, policy=policy)
 
 
-def stage_lines(config: Config) -> list[str]:
+def length_stage_lines(config: Config) -> list[str]:
     """What the console says of the stages at the start; nothing where there are none."""
-    if not has_stages(config):
+    if not has_length_stages(config):
         return []
-    stages = stages_of(config, None)
+    stages = length_stages(config, None)
     head = (
         f"Stages: {len(stages)}, {stages[-1].end} steps in all; epochs go on until they are done "
         "(run.total_epochs is no limit)"
@@ -83,20 +83,20 @@ def stage_lines(config: Config) -> list[str]:
     return [head, *(f"  {stage.line(len(stages))}" for stage in stages)]
 
 
-def stage_at(stages: Sequence[Stage], step: int) -> Stage:
+def length_stage_at(stages: Sequence[LengthStage], step: int) -> LengthStage:
     """The stage of a step, counted from 0; the last one of a step beyond the end."""
     return next((stage for stage in stages if step < stage.end), stages[-1])
 
 
 def planned_steps(config: Config, steps_per_epoch: int) -> int:
     """Steps of the whole run: those of its stages, or of `run.total_epochs` and `run.total_steps`."""
-    if has_stages(config):
+    if has_length_stages(config):
         return sum(config.stages.steps)
     steps = config.run.total_epochs * steps_per_epoch
     return steps if config.run.total_steps is None else min(steps, config.run.total_steps)
 
 
-def longest(config: Config) -> Config:
+def with_longest_lengths(config: Config) -> Config:
     """The settings with the largest lengths of any stage, and of validation: what engine and memory must have room for.
 
     `rollout.max_new_tokens` is the longest completion of training or validation, `policy.max_tokens_per_microbatch` the
@@ -115,10 +115,10 @@ def longest(config: Config) -> Config:
 
 def engine_length(config: Config) -> int:
     """The longest sequence, prompt and completion, that the engines of the run must hold (tokens)."""
-    return config.data.max_prompt_tokens + longest(config).rollout.max_new_tokens
+    return config.data.max_prompt_tokens + with_longest_lengths(config).rollout.max_new_tokens
 
 
-def training_alone(config: Config) -> Config:
+def without_validation(config: Config) -> Config:
     """The settings without validation."""
     return replace(config, validation=ValidationConfig())
 

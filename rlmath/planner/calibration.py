@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from rlmath.config.help import nearest_word, raise_problems
-from rlmath.config.length_curriculum import has_stages
+from rlmath.config.length_curriculum import has_length_stages
 from rlmath.config.load import load_config
 from rlmath.config.model_shape import ModelShape
 from rlmath.config.schema import Config
@@ -88,7 +88,7 @@ def read_config(folder: Path) -> Config:
             f"{folder}: there is no {CONFIG_NAME}; --calibrate needs the folder of a run, or its metrics.jsonl"
         )
     config = load_config([folder / CONFIG_NAME], [])
-    if has_stages(config):
+    if has_length_stages(config):
         raise ValueError(
             f"{folder}: a run with stages; its steps are not alike. Calibrate with one that has none."
         )

@@ -7,7 +7,7 @@ from dataclasses import asdict
 from typing import Any
 
 from rlmath.checkpoint.hf.weight_map import parameter_count
-from rlmath.config.length_curriculum import longest
+from rlmath.config.length_curriculum import with_longest_lengths
 from rlmath.planner.calibration import Measured
 from rlmath.planner.coefficients import SHARES, Coefficients
 from rlmath.planner.layouts import Comparison
@@ -40,7 +40,7 @@ def run_lines(prediction: RunPrediction, layouts: Comparison | None, shown: int)
         f"{place.cluster.describe()}",
         *([place.note] if place.note else ()),
         f"Layout: {prediction.stages[0][1].mesh.describe()}",
-        *start_up_lines(longest(place.config), place.shape, place.cluster.ranks),
+        *start_up_lines(with_longest_lengths(place.config), place.shape, place.cluster.ranks),
     ]
     for stage, plan in prediction.stages:
         if len(prediction.stages) > 1:
@@ -210,7 +210,7 @@ def run_data(
 ) -> dict[str, Any]:
     """Seconds, bytes and FLOPs."""
     place = prediction.place
-    memory = plan_ranks(longest(place.config), place.shape, place.cluster.ranks, place.target)
+    memory = plan_ranks(with_longest_lengths(place.config), place.shape, place.cluster.ranks, place.target)
     fastest = layouts.plans[:shown] if layouts is not None else ()
     return {
         "cluster": asdict(place.cluster),

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from rlmath.config.help import raise_problems
-from rlmath.config.length_curriculum import Stage, has_stages, planned_steps, stages_of
+from rlmath.config.length_curriculum import LengthStage, has_length_stages, length_stages, planned_steps
 from rlmath.config.model_shape import ModelShape
 from rlmath.config.schema import Config
 from rlmath.planner.calibration import Measured
@@ -53,7 +53,7 @@ class RunPrediction:
     """What a run would take."""
 
     place: Place
-    stages: tuple[tuple[Stage, StepPlan], ...]
+    stages: tuple[tuple[LengthStage, StepPlan], ...]
     memory_problems: tuple[str, ...]
     steps_per_epoch: int | None
     """None where nobody knows how many prompts there are."""
@@ -95,7 +95,8 @@ def predict_run(
     steps_per_epoch = _steps_per_epoch(config, shape, asked)
     total = None if steps_per_epoch is None else planned_steps(config, steps_per_epoch)
     planned = [
-        (stage, step_of(place, stage.config, asked, coefficients, runs)) for stage in stages_of(config, total)
+        (stage, step_of(place, stage.config, asked, coefficients, runs))
+        for stage in length_stages(config, total)
     ]
     problems = memory_problems(config, shape, place.cluster)
     return RunPrediction(place, tuple(planned), tuple(problems), steps_per_epoch)
@@ -144,5 +145,5 @@ def _steps_per_epoch(config: Config, shape: ModelShape, asked: Asked) -> int | N
 def expected_steps(config: Config, steps_per_epoch: int) -> str:
     """ "1,035 steps (5 epochs)", or those of the stages."""
     steps = planned_steps(config, steps_per_epoch)
-    what = "all stages" if has_stages(config) else f"{steps / steps_per_epoch:.3g} epochs"
+    what = "all stages" if has_length_stages(config) else f"{steps / steps_per_epoch:.3g} epochs"
     return f"{steps:,} steps ({what})"

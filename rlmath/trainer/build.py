@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rlmath.algorithms.types import Prompt
-from rlmath.config.length_curriculum import Stage, engine_length, stages_of, training_alone
+from rlmath.config.length_curriculum import LengthStage, engine_length, length_stages, without_validation
 from rlmath.config.model_shape import ModelShape
 from rlmath.config.schema import Config, MemoryConfig
 from rlmath.data.dataset import Inputs, most_updates
@@ -36,7 +36,7 @@ class Parts:
     """Everything the loop works with, built by `assembly`."""
 
     config: Config
-    stages: Sequence[Stage]
+    stages: Sequence[LengthStage]
     """At least one; all steps of the run are in them."""
     shape: ModelShape
     mesh: Mesh
@@ -81,7 +81,7 @@ def build_parts(
     collector = Collector(engine, mesh, inputs.tokenizer, config.rollout, config.reward, pool)
     data = (inputs.prompts, inputs.order)
     machinery = (offload, sync, switch, collector, timers)
-    stages = stages_of(config, inputs.total_steps)
+    stages = length_stages(config, inputs.total_steps)
     return Parts(config, stages, shape, mesh, *data, actor, reference, *machinery), engine
 
 
@@ -106,5 +106,5 @@ def _build_sync(
         from_rank_zero(local_world_size()),
     )
     # The first stage's: the probe's tokens are the same in all, and with any validation.
-    length = engine_length(training_alone(stages_of(config, None)[0].config))
+    length = engine_length(without_validation(length_stages(config, None)[0].config))
     return CheckedSync(sync, Probe(actor.forward_backward, engine, mesh, length), config.sync)

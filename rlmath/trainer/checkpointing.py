@@ -17,7 +17,7 @@ from rlmath.checkpoint.hf.weight_map import parameter_count
 from rlmath.checkpoint.hf.weights import write_hf_folder
 from rlmath.checkpoint.manager import CheckpointStore, Saved
 from rlmath.checkpoint.run_progress import Progress
-from rlmath.config.length_curriculum import Stage, has_stages
+from rlmath.config.length_curriculum import LengthStage, has_length_stages
 from rlmath.config.load import config_as_yaml
 from rlmath.config.model_shape import ModelShape
 from rlmath.config.schema import Config, SaveConfig
@@ -316,7 +316,7 @@ class Saver:
         )
 
 
-def keep_stage_model(saver: Saver, stages: Sequence[Stage], step: int, even_if_there: bool) -> None:
+def keep_stage_model(saver: Saver, stages: Sequence[LengthStage], step: int, even_if_there: bool) -> None:
     """Export the model where a stage ends with `step` steps done. A collective. What the disk refuses costs the model,
     and not the run.
 
@@ -324,7 +324,7 @@ def keep_stage_model(saver: Saver, stages: Sequence[Stage], step: int, even_if_t
     """
     config = saver.training.config
     ended = next((stage for stage in stages if stage.end == step), None)
-    if ended is None or not has_stages(config):
+    if ended is None or not has_length_stages(config):
         return
     folder = stage_folder(config.run.output_dir, ended.number)
     if not even_if_there and from_rank_zero(folder.is_dir()):

@@ -15,7 +15,7 @@ from itertools import chain, islice
 
 from rlmath.algorithms.dynamic_sampling import Selection, SelectionRules, select
 from rlmath.algorithms.types import ScoredGroup
-from rlmath.config.length_curriculum import Stage, has_stages, stage_at
+from rlmath.config.length_curriculum import LengthStage, has_length_stages, length_stage_at
 from rlmath.config.schema import SelectionConfig
 from rlmath.rollout.collector import RolloutSeed, training_sampling
 from rlmath.trainer.build import Parts
@@ -56,7 +56,7 @@ class Trainer:
         self._timers = parts.timers
         self._rules = selection_rules(parts.config.selection)
         self._engine_seconds: list[tuple[float, ...]] = []
-        self._stage: Stage | None = None
+        self._stage: LengthStage | None = None
         how = (parts.shape, parts.mesh, parts.actor, parts.reference, parts.offload, parts.timers)
         self._updaters = [Updater(stage.config, *how) for stage in parts.stages]
 
@@ -92,15 +92,15 @@ class Trainer:
         self._validator.keep_if_best(measured)
         return measured
 
-    def _enter_stage(self, number: int) -> Stage:
+    def _enter_stage(self, number: int) -> LengthStage:
         stages = self._parts.stages
-        stage = stage_at(stages, number)
-        if stage is not self._stage and has_stages(self._parts.config):
+        stage = length_stage_at(stages, number)
+        if stage is not self._stage and has_length_stages(self._parts.config):
             logger.info("%s", stage.line(len(stages)))
         self._stage = stage
         return stage
 
-    def _rollout(self, number: int, stage: Stage) -> tuple[int, Selection]:
+    def _rollout(self, number: int, stage: LengthStage) -> tuple[int, Selection]:
         """The epoch, and what was sampled: the step's own prompts, then what dynamic sampling asks for."""
         parts, seed = self._parts, RolloutSeed(self._parts.config.run.seed, number)
         how, title = training_sampling(stage.config.rollout), f"rollout {number + 1}"
@@ -132,9 +132,9 @@ class Trainer:
         metrics |= mismatch_metrics(record.results, only_first=not algorithm.recompute_logprobs)
         return metrics | pace_metrics(seconds, selection.sampled, learned, record.passes)
 
-    def _stage_metrics(self, stage: Stage) -> dict[str, float]:
+    def _stage_metrics(self, stage: LengthStage) -> dict[str, float]:
         """The stage, counted from 1, and its limit; nothing in a run without stages."""
-        if not has_stages(self._parts.config):
+        if not has_length_stages(self._parts.config):
             return {}
         return {
             "stage": stage.number + 1.0,

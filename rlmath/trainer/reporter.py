@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from rlmath.config.length_curriculum import has_stages
+from rlmath.config.length_curriculum import has_length_stages
 from rlmath.config.schema import Config
 from rlmath.data.dataset import Inputs
 from rlmath.data.loader import PromptOrder
@@ -170,7 +170,7 @@ def _open_signs(parts: Parts, inputs: Inputs, goes_on: bool) -> WarningSigns:
     told = None if goes_on else dropped_sign(inputs.dropped_share, config.telemetry)
     if told is not None:
         logger.warning("A warning sign, told once: %s", told)
-    key = "stages.max_new_tokens" if has_stages(config) else "rollout.max_new_tokens"
+    key = "stages.max_new_tokens" if has_length_stages(config) else "rollout.max_new_tokens"
     return WarningSigns(config.telemetry, config.algorithm.loss == "gspo", key)
 
 

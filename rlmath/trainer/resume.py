@@ -22,7 +22,7 @@ from rlmath.checkpoint.directory import (
 )
 from rlmath.checkpoint.run_progress import Progress, read_progress
 from rlmath.config.help import as_yaml_word, raise_problems, setting_values
-from rlmath.config.length_curriculum import Stage, has_stages, stages_of
+from rlmath.config.length_curriculum import LengthStage, has_length_stages, length_stages
 from rlmath.config.load import load_config
 from rlmath.config.schema import Config
 from rlmath.data.dataset import Inputs
@@ -206,7 +206,7 @@ def _other_run(
     then: Config, now: Config, progress: Progress, origin: Origin, total_steps: int
 ) -> Iterator[str]:
     if progress.step > total_steps:
-        keys = "stages.steps" if has_stages(now) else "run.total_steps, run.total_epochs"
+        keys = "stages.steps" if has_length_stages(now) else "run.total_steps, run.total_epochs"
         yield f"{keys}: {progress.step} steps are done there, the run has {total_steps} now"
     yield from _changed_settings(then, now, progress)
     if progress.model_fingerprint != origin.model:
@@ -232,7 +232,7 @@ def refused_changes(then: Config, now: Config, steps_done: int | None = None) ->
     Of stages it must keep those that have begun with `steps_done` steps (None: all).
     """
     there, here = setting_values(then), setting_values(now)
-    staged = has_stages(then) or has_stages(now)
+    staged = has_length_stages(then) or has_length_stages(now)
     changes = [
         f"{key}: {as_yaml_word(there[key])} there, {as_yaml_word(here[key])} now"
         for key in here
@@ -250,7 +250,7 @@ def _stage_changes(then: Config, now: Config, steps_done: int | None) -> Iterato
     if problems := list(stage_list_problems(now)):
         yield problems[0]
         return
-    there, here = stages_of(then, None), stages_of(now, None)
+    there, here = length_stages(then, None), length_stages(now, None)
     for number in range(max(len(there), len(here))):
         old, new = _told(there, number), _told(here, number)
         begun = steps_done is None or (number < len(there) and there[number].first_step < steps_done)
@@ -262,7 +262,7 @@ def _stage_changes(then: Config, now: Config, steps_done: int | None) -> Iterato
             )
 
 
-def _told(stages: Sequence[Stage], number: int) -> str:
+def _told(stages: Sequence[LengthStage], number: int) -> str:
     if number >= len(stages):
         return "none"
     stage = stages[number]
@@ -270,7 +270,7 @@ def _told(stages: Sequence[Stage], number: int) -> str:
     return f"{steps} of at most {stage.config.rollout.max_new_tokens} new tokens"
 
 
-def _goes_over(there: Sequence[Stage], here: Sequence[Stage], steps_done: int | None) -> bool:
+def _goes_over(there: Sequence[LengthStage], here: Sequence[LengthStage], steps_done: int | None) -> bool:
     """Whether a run without stages gets some, or one with stages none, and its first stage stays what it was so far."""
     first, same = (there[0], here[0]), (there[0].config.rollout, here[0].config.rollout)
     lengths = [stage.steps for stage in first if stage.steps]

@@ -56,7 +56,7 @@ _SCRATCH = re.compile(rf"\.{re.escape(CONFIG_NAME)}\..*\.tmp")
 
 
 def stage_folder(output_dir: str | Path, number: int) -> Path:
-    """Where a run keeps the model of a stage, which is counted from 0 as in `Stage`.
+    """Where a run keeps the model of a stage, which is counted from 0 as in `LengthStage`.
 
     >>> str(stage_folder("outputs/a", 0))
     'outputs/a/models/stage-1'

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from rlmath.checkpoint.hf.weights import read_metadata_files
-from rlmath.config.length_curriculum import stage_lines
+from rlmath.config.length_curriculum import length_stage_lines
 from rlmath.data.filter_report import write_report
 from rlmath.distributed import process
 from rlmath.distributed.device import environment_rank, environment_world_size, held_bytes, open_device
@@ -74,7 +74,7 @@ def _start_lines(prepared: Prepared, mesh: Mesh) -> list[str]:
     return [
         *config_warnings(config),
         *prepared.inputs.lines,
-        *stage_lines(config),
+        *length_stage_lines(config),
         *(file.line() for file in prepared.validation),
         f"Layout: {mesh.describe()}",
         *start_up_lines(config, prepared.shape, mesh.world_size),

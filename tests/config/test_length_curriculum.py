@@ -8,12 +8,12 @@ import pytest
 
 from rlmath.config.length_curriculum import (
     engine_length,
-    longest,
+    length_stage_at,
+    length_stages,
     planned_steps,
-    stage_at,
-    stages_of,
     validation_names,
     validation_tokens,
+    with_longest_lengths,
 )
 from rlmath.config.load import load_config
 from rlmath.config.schema import Config
@@ -35,7 +35,7 @@ def problems(*overrides: str) -> str:
 
 def test_stages_follow_each_other_with_settings_of_their_own():
     config = settings(*THREE, BUDGETS)
-    stages = stages_of(config, None)
+    stages = length_stages(config, None)
     assert [(stage.number, stage.first_step, stage.end) for stage in stages] == [
         (0, 0, 10),
         (1, 10, 30),
@@ -44,12 +44,20 @@ def test_stages_follow_each_other_with_settings_of_their_own():
     assert [stage.config.rollout.max_new_tokens for stage in stages] == [8192, 16384, 24576]
     assert [stage.config.policy.max_tokens_per_microbatch for stage in stages] == [10000, 20000, 30000]
     assert all(stage.config.data == config.data and not stage.config.stages.steps for stage in stages)
-    assert [stage_at(stages, step).number for step in (0, 9, 10, 29, 30, 34, 35)] == [0, 0, 1, 1, 2, 2, 2]
+    assert [length_stage_at(stages, step).number for step in (0, 9, 10, 29, 30, 34, 35)] == [
+        0,
+        0,
+        1,
+        1,
+        2,
+        2,
+        2,
+    ]
     assert planned_steps(config, steps_per_epoch=7) == 35
 
 
 def test_one_budget_is_that_of_all_stages():
-    stages = stages_of(settings(*THREE, "policy.max_tokens_per_microbatch=50000"), None)
+    stages = length_stages(settings(*THREE, "policy.max_tokens_per_microbatch=50000"), None)
     assert [stage.config.policy.max_tokens_per_microbatch for stage in stages] == [50000] * 3
 
 
@@ -57,17 +65,17 @@ def test_one_budget_is_that_of_all_stages():
 def test_a_run_without_stages_is_one_of_its_own_length(total: str, steps: int):
     config = settings("run.total_epochs=2", f"run.total_steps={total}")
     assert planned_steps(config, steps_per_epoch=7) == steps
-    (stage,) = stages_of(config, steps)
+    (stage,) = length_stages(config, steps)
     assert (stage.first_step, stage.end, stage.config) == (0, steps, config)
-    assert longest(config) == config
+    assert with_longest_lengths(config) == config
 
 
 def test_engine_and_memory_have_room_for_the_longest():
     shrinking = settings(
         "stages.steps=[1,1]", "stages.max_new_tokens=[400,300]", "rollout.max_new_tokens=9000"
     )
-    assert longest(shrinking).rollout.max_new_tokens == 400 and engine_length(shrinking) == 1400
-    assert longest(settings(*THREE, BUDGETS)).policy.max_tokens_per_microbatch == 30000
+    assert with_longest_lengths(shrinking).rollout.max_new_tokens == 400 and engine_length(shrinking) == 1400
+    assert with_longest_lengths(settings(*THREE, BUDGETS)).policy.max_tokens_per_microbatch == 30000
     asked = ("validation.every_steps=5", "validation.max_new_tokens=30000")
     assert engine_length(settings(*THREE, *asked)) == 31000
     assert engine_length(settings(*THREE, asked[1])) == 25576, "without every_steps nothing is validated"

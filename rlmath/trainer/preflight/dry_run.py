@@ -15,12 +15,12 @@ from pathlib import Path
 from rlmath.checkpoint.hf.weight_map import parameter_count
 from rlmath.config.help import raise_problems
 from rlmath.config.length_curriculum import (
-    Stage,
-    has_stages,
-    longest,
-    stages_of,
+    LengthStage,
+    has_length_stages,
+    length_stages,
     validates,
     validation_tokens,
+    with_longest_lengths,
 )
 from rlmath.config.model_shape import ModelShape
 from rlmath.config.schema import Config
@@ -69,8 +69,8 @@ class RunPlan:
     data: CountedData
 
     @property
-    def stages(self) -> list[Stage]:
-        return stages_of(self.config, self.data.total_steps)
+    def stages(self) -> list[LengthStage]:
+        return length_stages(self.config, self.data.total_steps)
 
 
 def plan_run(config: Config, ranks: int | None = None) -> RunPlan:
@@ -180,7 +180,7 @@ def plan_lines(plan: RunPlan) -> list[str]:
         "Data:",
         *(f"  {line}" for line in plan.data.lines),
         *_step_lines(plan),
-        *start_up_lines(longest(config), shape, plan.ranks),
+        *start_up_lines(with_longest_lengths(config), shape, plan.ranks),
         *_disk_lines(plan),
         *(["Worth knowing:", *(f"  - {warning}" for warning in warnings)] if warnings else ()),
         "No problem was found.",
@@ -204,7 +204,7 @@ def _step_lines(plan: RunPlan) -> Iterator[str]:
         yield f"  {_tokens(config)}"
     epochs_in_all = f"{data.total_steps / per_epoch:,.1f}".removesuffix(".0")
     yield f"Steps: {data.total_steps:,} in all, {per_epoch:,} an epoch ({epochs_in_all} epochs)"
-    if has_stages(config):
+    if has_length_stages(config):
         for stage in stages:
             yield f"  {stage.line(len(stages))}"
             yield f"    {_tokens(stage.config)}"

@@ -11,13 +11,13 @@ from pathlib import Path
 from rlmath.config.help import nearest_path
 from rlmath.config.length_curriculum import (
     engine_length,
-    has_stages,
-    longest,
-    stages_of,
-    training_alone,
+    has_length_stages,
+    length_stages,
     validates,
     validation_names,
     validation_tokens,
+    with_longest_lengths,
+    without_validation,
 )
 from rlmath.config.schema import Config, PolicyConfig, RolloutConfig, ValidationConfig
 
@@ -28,7 +28,7 @@ _LISTS = ("steps", "max_new_tokens", "max_tokens_per_microbatch")
 
 def stage_list_problems(config: Config) -> Iterator[str]:
     """Lists of `stages` that do not go together."""
-    if not has_stages(config):
+    if not has_length_stages(config):
         return
     counts = {name: len(getattr(config.stages, name)) for name in _LISTS}
     given = {name: count for name, count in counts.items() if count or name != "max_tokens_per_microbatch"}
@@ -49,9 +49,9 @@ def in_every_stage(config: Config, check: Check) -> list[str]:
     """
     if any(stage_list_problems(config)):
         return []
-    stages = stages_of(config, None)
+    stages = length_stages(config, None)
     found = [list(check(stage.config)) for stage in stages]
-    if not has_stages(config):
+    if not has_length_stages(config):
         return found[0]
     common = [problem for problem in found[0] if all(problem in other for other in found[1:])]
     return [_renamed(problem, _names(config)) for problem in common] + [
@@ -63,18 +63,18 @@ def in_every_stage(config: Config, check: Check) -> list[str]:
 
 
 def of_longest_stage(config: Config, check: Check) -> list[str]:
-    """The problems of the run's largest lengths (`stages.longest`)."""
+    """The problems of the run's largest lengths (`with_longest_lengths`)."""
     if any(stage_list_problems(config)):
         return []
     names = _names(config)
-    if engine_length(config) > engine_length(training_alone(config)):
+    if engine_length(config) > engine_length(without_validation(config)):
         names["rollout.max_new_tokens"] = "validation.max_new_tokens"
-    return [_renamed(problem, names) for problem in check(longest(config))]
+    return [_renamed(problem, names) for problem in check(with_longest_lengths(config))]
 
 
 def _names(config: Config) -> dict[str, str]:
     """What the keys of lengths are called that stages have of their own."""
-    names = {"rollout.max_new_tokens": "stages.max_new_tokens"} if has_stages(config) else {}
+    names = {"rollout.max_new_tokens": "stages.max_new_tokens"} if has_length_stages(config) else {}
     if config.stages.max_tokens_per_microbatch:
         names["policy.max_tokens_per_microbatch"] = "stages.max_tokens_per_microbatch"
     return names
@@ -125,7 +125,7 @@ def validation_place_problems(config: Config) -> Iterator[str]:
 def harmless_stage_settings(config: Config) -> Iterator[str]:
     """Settings of both that change nothing in this run."""
     stages, validation = config.stages, config.validation
-    if has_stages(config):
+    if has_length_stages(config):
         if config.run.total_epochs != 1:
             yield f"run.total_epochs={config.run.total_epochs} has no effect beside stages.steps."
         if config.rollout.max_new_tokens != RolloutConfig().max_new_tokens:

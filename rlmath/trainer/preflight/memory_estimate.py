@@ -21,7 +21,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from rlmath.checkpoint.hf.weight_map import TABLES, shard_shape
-from rlmath.config.length_curriculum import longest
+from rlmath.config.length_curriculum import with_longest_lengths
 from rlmath.config.model_shape import ModelShape
 from rlmath.config.schema import Config, MemoryConfig, ParallelConfig
 from rlmath.distributed.mesh import Mesh
@@ -138,7 +138,7 @@ def mesh_of(config: Config, world_size: int, rank: int) -> Mesh:
 
 def plan_rank(config: Config, shape: ModelShape, mesh: Mesh, target: Target) -> MemoryPlan:
     """The plan of one rank, for the longest of its stages."""
-    config = longest(config)
+    config = with_longest_lengths(config)
     layers = _stage_layers(config.parallel, shape, mesh)
     shares = mesh.data * mesh.context
     buffers = [(sizes, shares) for sizes in parameter_sizes(shape, mesh, layers)]
