@@ -1,6 +1,7 @@
-"""The losses of the GRPO family over packed tokens: sums, never means.
+"""The losses of the GRPO family over packed tokens: sums, never means. Pure functions.
 
-Megatron divides, once per minibatch, by a global count.
+Every token has a weight; Megatron divides the sum over all micro-batches and ranks by one global number per minibatch
+(`Normalisation` has both).
 
 | kind | loss of a token with ratio r and advantage A | source |
 |---|---|---|
@@ -29,6 +30,7 @@ from rlmath.algorithms.kl import KLKind, kl_estimate
 
 LossKind = Literal["clip", "gspo", "cispo"]
 LOSS_KINDS: tuple[str, ...] = get_args(LossKind)
+NormalisationKind = Literal["token", "sequence", "constant"]
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,39 @@ class LossSettings:
     kl_coef: float = 0.0
     kl_kind: KLKind = "k3"
     entropy_coef: float = 0.0
+
+
+@dataclass(frozen=True)
+class Normalisation:
+    """How the losses of a minibatch's tokens become one number: the sum over tokens of weight times loss, divided by
+    the sum over samples of `count`, both over all ranks and micro-batches.
+
+    | kind | loss of a minibatch | source |
+    |---|---|---|
+    | "token" | mean over all its tokens | DAPO, arXiv:2503.14476 |
+    | "sequence" | mean over samples of the mean over their tokens | GRPO, arXiv:2402.03300 |
+    | "constant" | mean over samples of (sum over their tokens / constant) | Dr. GRPO, arXiv:2503.20783 |
+
+    >>> Normalisation("sequence").weight(n_tokens=4), Normalisation("sequence").count(n_tokens=4)
+    (0.25, 1)
+    """
+
+    kind: NormalisationKind = "token"
+    constant: int = 1
+    """Tokens that "constant" divides by: the longest completion that may be."""
+
+    def weight(self, n_tokens: int) -> float:
+        """Of each of a completion's `n_tokens` tokens."""
+        if self.kind == "sequence":
+            return 1.0 / n_tokens if n_tokens else 0.0
+        return 1.0 / self.constant if self.kind == "constant" else 1.0
+
+    def count(self, n_tokens: int) -> int:
+        """What a completion of `n_tokens` tokens adds to the denominator."""
+        return n_tokens if self.kind == "token" else 1
+
+
+TOKEN_MEAN = Normalisation()
 
 
 @dataclass(frozen=True)

@@ -1,10 +1,20 @@
-"""Samples packed into bins under a token budget. Pure and deterministic.
+"""From the lengths of a step's samples to minibatches, data-parallel ranks and micro-batches. Pure and deterministic.
 
-A bin is a list of sample indices, later a micro-batch. Sums are taken in Python, in the order of the list: numpy's
-order of addition differs between processors, and all ranks must come to the same plan.
+    samples -> minibatches (optimizer steps) -> micro-batches under a token budget -> ranks with about equal work
+
+Invariants, which the tests assert:
+
+- every sample is in one micro-batch of one rank of one minibatch;
+- no micro-batch has more tokens than the budget;
+- all ranks have the same number of micro-batches in a minibatch, a multiple of what the pipeline schedule needs, and
+  as few as best-fit decreasing finds;
+- the same arguments give the same plan on every rank and every machine. Sums are therefore taken in Python, in the
+  order of the list: numpy's order of addition differs between processors.
+
+A bin is a list of sample indices, later a micro-batch.
 """
 
-# Shape legend: H samples of the heavier rank, K samples of the lighter one or nothing.
+# Shape legend: H samples of the rank with more work, K samples of the rank with less, or none.
 
 from __future__ import annotations
 
@@ -19,81 +29,7 @@ import numpy as np
 
 from rlmath.config.model_shape import ModelShape
 
-Bin = list[int]
-
-
-@dataclass(frozen=True)
-class Budget:
-    """The samples of a step by their index, and how much of them a bin may hold."""
-
-    lengths: Sequence[int]
-    """Tokens of every sample."""
-    costs: Sequence[float]
-    """Work of every sample, growing with its length."""
-    max_tokens: int
-    """Most tokens of a bin."""
-
-    def tokens(self, members: Iterable[int]) -> int:
-        return sum(self.lengths[index] for index in members)
-
-    def cost(self, members: Iterable[int]) -> float:
-        return sum((self.costs[index] for index in members), 0.0)
-
-    def longest_first(self, members: Iterable[int]) -> list[int]:
-        """Alike ones by index."""
-        return sorted(members, key=lambda index: (-self.lengths[index], index))
-
-
-def pack_tightly(budget: Budget, members: Sequence[int]) -> list[Bin]:
-    """As few bins as best-fit decreasing finds: the longest sample first, each into the fullest bin with room.
-
-    >>> pack_tightly(Budget([4, 6, 3, 7], [4.0, 6.0, 3.0, 7.0], 10), range(4))
-    [[3, 2], [1, 0]]
-    """
-    bins: list[Bin] = []
-    rooms: list[tuple[int, int]] = []  # (room, number of the bin), the fullest bin first
-    for index in budget.longest_first(members):
-        length = budget.lengths[index]
-        place = bisect.bisect_left(rooms, (length, 0))
-        if place == len(rooms):
-            room, number = budget.max_tokens, len(bins)
-            bins.append([])
-        else:
-            room, number = rooms.pop(place)
-        bins[number].append(index)
-        bisect.insort(rooms, (room - length, number))
-    return bins
-
-
-def pack_evenly(budget: Budget, members: Sequence[int], n_bins: int) -> list[Bin] | None:
-    """`n_bins` bins of about equal cost: the longest sample first, each into the cheapest bin with room.
-
-    None where a sample finds no room in any bin.
-
-    >>> pack_evenly(Budget([5, 1, 4, 2], [5.0, 1.0, 4.0, 2.0], 9), range(4), 2)
-    [[0, 1], [2, 3]]
-    """
-    bins: list[Bin] = [[] for _ in range(n_bins)]
-    rooms, costs = [budget.max_tokens] * n_bins, [0.0] * n_bins
-    open_: list[tuple[float, int]] = []  # a heap of (cost, number): bins with room for the sample at hand
-    full = [(-room, number) for number, room in enumerate(rooms)]  # a heap, those with most room first
-    for index in budget.longest_first(members):
-        length = budget.lengths[index]
-        while full and -full[0][0] >= length:
-            _, number = heapq.heappop(full)
-            heapq.heappush(open_, (costs[number], number))
-        if not open_:
-            return None
-        _, number = heapq.heappop(open_)
-        bins[number].append(index)
-        rooms[number] -= length
-        costs[number] += budget.costs[index]
-        # The next sample is not longer: a bin that has room for this one has it for all to come.
-        if rooms[number] >= length:
-            heapq.heappush(open_, (costs[number], number))
-        else:
-            heapq.heappush(full, (-rooms[number], number))
-    return bins
+# ---------------------------------------------------------------- the work of a sample
 
 
 @dataclass(frozen=True)
@@ -114,16 +50,17 @@ class Cost:
 
 
 TOKENS = Cost(1.0, 0.0)
-"""Every token costs the same: right where attention is a small part of the work."""
+"""Every token costs the same: accurate where attention is a small part of the work."""
 
 
 def training_cost(shape: ModelShape) -> Cost:
-    """FLOPs of forward and backward pass, without recomputation of activations.
+    """FLOPs of forward and backward pass, without recomputation of activations. A third of it is the forward pass.
 
-    A matrix parameter takes part in one multiplication and one addition per token of the forward pass, and in twice as
-    many of the backward pass: 6 per parameter and token. The output layer counts, the look-up of embeddings does not.
-    The two products of attention (scores, values) take 4 * n^2 * num_heads * head_dim per layer forwards, 12 with the
-    backward pass, and half of that where no token looks ahead.
+    A matrix parameter that a token passes through takes part in one multiplication and one addition of the forward
+    pass, and in twice as many of the backward pass: 6 per parameter and token. In a mixture of experts these are the
+    router's parameters and those of the `experts_per_token` experts it picks. The output layer counts, the look-up of
+    embeddings does not. The two products of attention (scores, values) take 4 * n^2 * num_heads * head_dim per layer
+    forwards, 12 with the backward pass, and half of that where no token attends to later ones.
 
     Sources: PaLM, arXiv:2204.02311, appendix B (6N + 12LHQT per token); Megatron-LM, arXiv:2104.04473, section 5.1
     (the same with gated MLP and grouped queries counted here as they are). PaLM and Megatron do not take the half of
@@ -132,24 +69,14 @@ def training_cost(shape: ModelShape) -> Cost:
     query_size, kv_size = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
     attention = shape.hidden_size * (2 * query_size + 2 * kv_size)
     mlp = 3 * shape.hidden_size * shape.ffn_size
+    if shape.num_experts:
+        mlp = shape.experts_per_token * mlp + shape.hidden_size * shape.num_experts
     output = shape.hidden_size * shape.vocab_size
     parameters = shape.num_layers * (attention + mlp) + output
     return Cost(linear=6.0 * parameters, quadratic=12.0 * shape.num_layers * query_size / 2)
 
 
-_TOLERANCE = 0.005
-"""Difference between the ranks' costs, as a part of their mean, that is left as it is."""
-
-
-_EXCHANGES_PER_RANK = 4
-
-_TRIES_PER_RANK = 16
-"""Pairs of ranks, for each rank, between which an exchange is looked for: with 64 to 512 ranks and 64 samples for each,
-twice as many would bring the dearest and the cheapest rank closer by less than 0.1% of the mean."""
-
-
-_MOST_CANDIDATES = 1024
-"""Samples of a rank that an exchange looks at; bounds time and memory (8 MiB a matrix)."""
+# ---------------------------------------------------------------- minibatches, ranks, micro-batches
 
 
 @dataclass(frozen=True)
@@ -211,31 +138,125 @@ def _plan_one(budget: Budget, members: list[int], data_size: int, count_multiple
     bins = pack_evenly(budget, members, data_size * count)
     if bins is None:
         bins = tight + [[] for _ in range(data_size * count - len(tight))]
-    ranks = deal(budget, bins, data_size)
-    even_out(budget, ranks)
+    ranks = assign_bins(budget, bins, data_size)
+    balance_ranks(budget, ranks)
     return Minibatch(tuple(tuple(tuple(sorted(bin_)) for bin_ in rank) for rank in ranks))
 
 
-def deal(budget: Budget, bins: Sequence[Bin], n_ranks: int) -> list[list[Bin]]:
-    """Deal bins to ranks in rounds, one to each: the dearest of those left, and the dearest of them to the rank with
-    the least work so far. The number of bins is a multiple of `n_ranks`.
+# ---------------------------------------------------------------- bins under a token budget
 
-    >>> deal(Budget([5, 4, 3, 1], [5.0, 4.0, 3.0, 1.0], 9), [[0], [1], [2], [3]], 2)
+Bin = list[int]
+
+
+@dataclass(frozen=True)
+class Budget:
+    """The samples of a step by their index, and how much of them a bin may hold."""
+
+    lengths: Sequence[int]
+    """Tokens of every sample."""
+    costs: Sequence[float]
+    """Work of every sample, growing with its length."""
+    max_tokens: int
+    """Most tokens of a bin."""
+
+    def tokens(self, members: Iterable[int]) -> int:
+        return sum(self.lengths[index] for index in members)
+
+    def cost(self, members: Iterable[int]) -> float:
+        return sum((self.costs[index] for index in members), 0.0)
+
+    def longest_first(self, members: Iterable[int]) -> list[int]:
+        """Samples of equal length by index."""
+        return sorted(members, key=lambda index: (-self.lengths[index], index))
+
+
+def pack_tightly(budget: Budget, members: Sequence[int]) -> list[Bin]:
+    """As few bins as best-fit decreasing finds: the longest sample first, each into the fullest bin with room.
+
+    >>> pack_tightly(Budget([4, 6, 3, 7], [4.0, 6.0, 3.0, 7.0], 10), range(4))
+    [[3, 2], [1, 0]]
+    """
+    bins: list[Bin] = []
+    rooms: list[tuple[int, int]] = []  # (room, number of the bin), the fullest bin first
+    for index in budget.longest_first(members):
+        length = budget.lengths[index]
+        place = bisect.bisect_left(rooms, (length, 0))
+        if place == len(rooms):
+            room, number = budget.max_tokens, len(bins)
+            bins.append([])
+        else:
+            room, number = rooms.pop(place)
+        bins[number].append(index)
+        bisect.insort(rooms, (room - length, number))
+    return bins
+
+
+def pack_evenly(budget: Budget, members: Sequence[int], n_bins: int) -> list[Bin] | None:
+    """`n_bins` bins of about equal cost: the longest sample first, each into the bin of least cost with room.
+
+    None where no bin has room for a sample.
+
+    >>> pack_evenly(Budget([5, 1, 4, 2], [5.0, 1.0, 4.0, 2.0], 9), range(4), 2)
+    [[0, 1], [2, 3]]
+    """
+    bins: list[Bin] = [[] for _ in range(n_bins)]
+    rooms, costs = [budget.max_tokens] * n_bins, [0.0] * n_bins
+    open_: list[tuple[float, int]] = []  # a heap of (cost, number): bins with room for the sample at hand
+    full = [(-room, number) for number, room in enumerate(rooms)]  # a heap, most room first
+    for index in budget.longest_first(members):
+        length = budget.lengths[index]
+        while full and -full[0][0] >= length:
+            _, number = heapq.heappop(full)
+            heapq.heappush(open_, (costs[number], number))
+        if not open_:
+            return None
+        _, number = heapq.heappop(open_)
+        bins[number].append(index)
+        rooms[number] -= length
+        costs[number] += budget.costs[index]
+        # The next sample is not longer: a bin that has room for this one has it for all to come.
+        if rooms[number] >= length:
+            heapq.heappush(open_, (costs[number], number))
+        else:
+            heapq.heappush(full, (-rooms[number], number))
+    return bins
+
+
+# ---------------------------------------------------------------- balancing ranks
+
+_TOLERANCE = 0.005
+"""Difference between the ranks' costs, as a part of their mean, that is left as it is."""
+
+_EXCHANGES_PER_RANK = 4
+
+_TRIES_PER_RANK = 16
+"""Pairs of ranks, for each rank, between which an exchange is looked for: with 64 to 512 ranks and 64 samples for each,
+twice as many would bring the ranks with most and least work closer by less than 0.1% of the mean."""
+
+_MOST_CANDIDATES = 1024
+"""Samples of a rank that an exchange looks at; bounds time and memory (8 MiB a matrix)."""
+
+
+def assign_bins(budget: Budget, bins: Sequence[Bin], n_ranks: int) -> list[list[Bin]]:
+    """Bins by rank, assigned in rounds of one to each: the most costly bins that are left, the most costly of them to
+    the rank with the least work so far. The number of bins is a multiple of `n_ranks`.
+
+    >>> assign_bins(Budget([5, 4, 3, 1], [5.0, 4.0, 3.0, 1.0], 9), [[0], [1], [2], [3]], 2)
     [[[0], [3]], [[1], [2]]]
     """
     ranks: list[list[Bin]] = [[] for _ in range(n_ranks)]
     work = [0.0] * n_ranks
-    dearest_first = sorted(bins, key=lambda bin_: (-budget.cost(bin_), bin_))
+    costly_first = sorted(bins, key=lambda bin_: (-budget.cost(bin_), bin_))
     for start in range(0, len(bins), n_ranks):
         lightest_first = sorted(range(n_ranks), key=lambda rank: (work[rank], rank))
-        for rank, bin_ in zip(lightest_first, dearest_first[start : start + n_ranks], strict=True):
+        for rank, bin_ in zip(lightest_first, costly_first[start : start + n_ranks], strict=True):
             ranks[rank].append(bin_)
             work[rank] += budget.cost(bin_)
     return ranks
 
 
-def even_out(budget: Budget, ranks: list[list[Bin]]) -> None:
-    """Exchange samples between the dearest rank and cheaper ones, in place, until costs are within the tolerance or
+def balance_ranks(budget: Budget, ranks: list[list[Bin]]) -> None:
+    """Exchange samples between the rank with most work and others, in place, until costs are within the tolerance or
     nothing helps; afterwards sort each rank's bins by falling cost.
     """
     lightest_first = sorted((_work(budget, rank), number) for number, rank in enumerate(ranks))
@@ -263,9 +284,9 @@ def _work(budget: Budget, rank: Sequence[Bin]) -> float:
 
 
 def _exchange(budget: Budget, heavy: list[Bin], light: list[Bin], gap: float) -> bool:
-    """Swap the two samples that bring the ranks closest together, or give one for nothing, where there is room.
+    """Swap the two samples that bring the ranks' costs closest together, or move one alone, where there is room.
 
-    False, and nothing done, if no exchange makes the gap smaller.
+    Returns False, with nothing changed, if no exchange makes the gap smaller.
     """
     given = [(bin_, index) for bin_ in heavy for index in bin_][:_MOST_CANDIDATES]
     taken = [(bin_, part) for bin_ in light for part in (None, *bin_)][:_MOST_CANDIDATES]
@@ -280,10 +301,10 @@ def _exchange(budget: Budget, heavy: list[Bin], light: list[Bin], gap: float) ->
     h, k = divmod(int(np.abs(moved_HK - gap / 2).argmin()), len(taken))
     if not 0 < moved_HK[h, k] < gap:
         return False
-    (from_bin, gift), (to_bin, back) = given[h], taken[k]
-    from_bin.remove(gift)
-    if back is not None:
-        to_bin.remove(back)
-        from_bin.append(back)
-    to_bin.append(gift)
+    (from_bin, to_light), (to_bin, to_heavy) = given[h], taken[k]
+    from_bin.remove(to_light)
+    if to_heavy is not None:
+        to_bin.remove(to_heavy)
+        from_bin.append(to_heavy)
+    to_bin.append(to_light)
     return True

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import torch
 
-from rlmath.algorithms.loss_normalization import TOKEN_MEAN, Normalisation
+from rlmath.algorithms.losses import TOKEN_MEAN, Normalisation
 from rlmath.algorithms.types import MicroBatch, Sample
 
 PAD_TOKEN = 0

@@ -60,13 +60,9 @@ def update_passes(policy: PolicyConfig, chunk_layers: int) -> Passes:
 
 
 def forward_cost(shape: ModelShape) -> Cost:
-    """FLOPs of a forward pass: a third of those of forward and backward, with all experts of a token."""
+    """FLOPs of a forward pass: a third of those of forward and backward."""
     cost = training_cost(shape)
-    linear = cost.linear / 3
-    if shape.num_experts:
-        more = (shape.experts_per_token - 1) * 3 * shape.ffn_size + shape.num_experts
-        linear += 2.0 * shape.num_layers * shape.hidden_size * more
-    return Cost(linear, cost.quadratic / 3)
+    return Cost(cost.linear / 3, cost.quadratic / 3)
 
 
 def head_flops(shape: ModelShape) -> float:

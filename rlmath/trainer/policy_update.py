@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rlmath.algorithms.advantages import advantages
-from rlmath.algorithms.loss_normalization import Normalisation
+from rlmath.algorithms.losses import Normalisation
 from rlmath.algorithms.types import MicroBatch, Sample, ScoredGroup
 from rlmath.config.model_shape import ModelShape
 from rlmath.config.schema import Config

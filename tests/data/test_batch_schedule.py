@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlmath.data.batch_schedule import Budget, Cost, Minibatch, deal, even_out, plan_minibatches
+from rlmath.data.batch_schedule import Budget, Cost, Minibatch, assign_bins, balance_ranks, plan_minibatches
 
 ATTENTION = Cost(30.0, 1.0)
 """At 30 tokens attention costs as much as everything else."""
@@ -184,27 +184,27 @@ def test_bins_are_dealt_in_rounds_the_dearest_to_the_lightest_rank():
     # Round one 9, 7, 5 to ranks 0, 1, 2; round two 4, 2, 1 to ranks 2, 1, 0.
     lengths = [9, 7, 5, 4, 2, 1]
     budget = Budget(lengths, [float(n) for n in lengths], 9)
-    assert deal(budget, [[i] for i in range(6)], 3) == [[[0], [5]], [[1], [4]], [[2], [3]]]
+    assert assign_bins(budget, [[i] for i in range(6)], 3) == [[[0], [5]], [[1], [4]], [[2], [3]]]
 
 
 def test_a_sample_that_fits_moves_to_the_lighter_rank():
     # 8 against 4: giving 2 away makes 6 each, no swap does.
     ranks = [[[0, 1]], [[2, 3]]]
-    even_out(Budget([6, 2, 3, 1], [6.0, 2.0, 3.0, 1.0], 8), ranks)
+    balance_ranks(Budget([6, 2, 3, 1], [6.0, 2.0, 3.0, 1.0], 8), ranks)
     assert ranks == [[[0]], [[2, 3, 1]]]
 
 
 def test_samples_are_swapped_where_none_can_be_given():
     # 9 against 7: a swap of 6 and 5 makes 8 each; there is no room in bins of 6 for one more.
     ranks = [[[0], [1]], [[2], [3]]]
-    even_out(Budget([6, 3, 5, 2], [6.0, 3.0, 5.0, 2.0], 6), ranks)
+    balance_ranks(Budget([6, 3, 5, 2], [6.0, 3.0, 5.0, 2.0], 6), ranks)
     assert ranks == [[[2], [1]], [[0], [3]]]
 
 
 def test_ranks_stay_as_they_are_where_the_budget_allows_no_exchange():
     # 10 against 8 with bins of 5: each bin of 3 + 1 has room for one token more, every exchange brings two or more.
     ranks = [[[0], [1]], [[2, 4], [3, 5]]]
-    even_out(Budget([5, 5, 3, 3, 1, 1], [5.0, 5.0, 3.0, 3.0, 1.0, 1.0], 5), ranks)
+    balance_ranks(Budget([5, 5, 3, 3, 1, 1], [5.0, 5.0, 3.0, 3.0, 1.0, 1.0], 5), ranks)
     assert ranks == [[[0], [1]], [[2, 4], [3, 5]]]
 
 

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlmath.algorithms.loss_normalization import Normalisation
+from rlmath.algorithms.losses import Normalisation
 from rlmath.algorithms.types import Sample
 from rlmath.data.packing import PAD_TOKEN, pack
 

@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 
 from rlmath.config.model_shape import ModelShape
@@ -48,6 +50,35 @@ def test_training_cost_of_a_published_model():
     cost = training_cost(shape())
     assert cost.linear == 6 * 1_543_569_408
     assert cost.quadratic == 28 * 1536 * 6
+
+
+QWEN3_30B_A3B = shape(
+    architecture="Qwen3MoeForCausalLM",
+    num_layers=48,
+    hidden_size=2048,
+    num_heads=32,
+    num_kv_heads=4,
+    ffn_size=768,
+    qk_norm=True,
+    num_experts=128,
+    experts_per_token=8,
+)
+
+
+def test_a_token_of_a_mixture_of_experts_passes_through_its_experts_and_the_router():
+    # Per layer: attention 2048 * (2*4096 + 2*512) = 18,874,368; 8 experts 8 * 3 * 2048*768 = 37,748,736; router
+    # 2048*128 = 262,144; together 56,885,248. 48 of them, and 2048*151936 = 311,164,928 of the output layer.
+    cost = training_cost(QWEN3_30B_A3B)
+    assert cost.linear == 6 * (48 * 56_885_248 + 311_164_928) == 6 * 3_041_656_832
+    assert cost.quadratic == 48 * 4096 * 6
+    # "A3B": about 3 billion parameters are active, the embedding (which costs no multiplication) left out.
+    assert cost.linear / 6 == pytest.approx(3.0e9, rel=0.02)
+
+
+def test_a_mixture_of_one_expert_per_token_costs_a_dense_layer_and_the_router():
+    one = replace(QWEN3_30B_A3B, experts_per_token=1)
+    dense = replace(QWEN3_30B_A3B, num_experts=0, experts_per_token=0)
+    assert training_cost(one).linear - training_cost(dense).linear == 6 * 48 * 2048 * 128
 
 
 @pytest.mark.parametrize("tied", [True, False])

@@ -11,8 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from rlmath.algorithms.loss_normalization import Normalisation, NormalisationKind
-from rlmath.algorithms.losses import LossKind, LossSettings
+from rlmath.algorithms.losses import LossKind, LossSettings, Normalisation, NormalisationKind
 from rlmath.algorithms.types import MicroBatch, Sample
 from rlmath.data.batch_schedule import plan_minibatches
 from rlmath.data.packing import pack

@@ -10,8 +10,7 @@ from rlmath.algorithms.advantages import AdvantageKind
 from rlmath.algorithms.dynamic_sampling import Contrast
 from rlmath.algorithms.importance_sampling import CorrectionLevel
 from rlmath.algorithms.kl import KLKind
-from rlmath.algorithms.loss_normalization import NormalisationKind
-from rlmath.algorithms.losses import LossKind
+from rlmath.algorithms.losses import LossKind, NormalisationKind
 from rlmath.config.load import load_config
 from rlmath.config.schema import RANGES, WORDS
 from rlmath.trainer.preflight.checks import algorithm_problems, harmless_algorithm_settings
