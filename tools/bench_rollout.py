@@ -55,7 +55,7 @@ from rlmath.distributed.device import (
 from rlmath.distributed.mesh import Mesh
 from rlmath.models.hf_config import read_model_shape
 from rlmath.rollout.engine import Engine
-from rlmath.rollout.sampling import AllAtOnce, Generated, Load, Request, RequestSource, request_seed
+from rlmath.rollout.sampling import AllAtOnce, Load, Request, RequestResult, RequestSource, request_seed
 from rlmath.rollout.weight_sync.shard_layouts import engine_shapes
 from rlmath.rollout.work_queue import WorkQueue, idle_shares
 
@@ -116,16 +116,16 @@ class Paced:
         self._next = time.perf_counter()
         self.steps = 0
 
-    def take(self, load: Load) -> Sequence[Request]:
+    def pop(self, load: Load) -> Sequence[Request]:
         """Asked before every step; nothing is waited for where no step follows."""
-        requests = self._source.take(load)
+        requests = self._source.pop(load)
         self.steps += 1
         if load.in_flight:
             time.sleep(max(0.0, self._next - time.perf_counter()))
         self._next = time.perf_counter() + self._step_seconds
         return requests
 
-    def finished(self, generated: Generated) -> None:
+    def finished(self, generated: RequestResult) -> None:
         self._source.finished(generated)
 
 

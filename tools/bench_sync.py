@@ -5,7 +5,7 @@
 Two ranks under torchrun, a random Qwen2 (50M parameters with --quick, 300M without), float32, engines of vLLM's CPU
 backend. In the same run, taking turns:
 
-- ours: `rlmath.rollout.weight_sync.weight_sync.WeightSync`;
+- ours: `rlmath.rollout.weight_sync.weight_sync.WeightTransfer`;
 - "gather and reload": every tensor is gathered whole on every rank (all-gather over tensor ranks, broadcast from its
   pipeline stage) and handed to vLLM's `reload_weights`, which keeps its part;
 - "plain copy": memory of the size of a rank's engine weights, copied once.
@@ -53,7 +53,7 @@ from rlmath.models.megatron import Recompute, build_chunks, start_megatron, stop
 from rlmath.rollout.engine import Engine
 from rlmath.rollout.weight_sync.reshard_plan import bucket_bytes
 from rlmath.rollout.weight_sync.shard_layouts import engine_shapes, training_layout
-from rlmath.rollout.weight_sync.weight_sync import WeightSync, hf_stream
+from rlmath.rollout.weight_sync.weight_sync import WeightTransfer, hf_stream
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 BUCKET_MIB = 64.0
@@ -178,7 +178,7 @@ def measure(case: Case, shape: ModelShape, engine: Engine, clock: PackingClock, 
     with laid_out(case, device) as mesh:
         chunks = build_policy(shape, mesh, device)
         layout = training_layout(shape.num_layers, mesh, None, None)
-        sync = WeightSync(
+        sync = WeightTransfer(
             chunks,
             shape,
             layout,

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from rlmath.algorithms.types import Completion, Score
 from rlmath.distributed.collectives import gathered_bytes
 from rlmath.distributed.mesh import Mesh
-from rlmath.rollout.sampling import Generated, Load, Request
+from rlmath.rollout.sampling import Load, Request, RequestResult
 from rlmath.rollout.work_queue import WorkQueue
 from tools.bench_packing import PROMPT_MEAN, draw_lengths
 
@@ -112,7 +112,7 @@ def draw_rollout(engines: int, samples: int) -> Drawn:
     work_queue = [WorkQueue(store, rows, Mesh(e, engines, 1, 1, 1), places) for e, store in enumerate(stores)]
     tokens = _play(work_queue)
     for one in work_queue:
-        one.forget()
+        one.close()
     assert inner.num_keys() == 0
     requests = [store.total for store in stores]
     return Drawn(sum(requests), sum(store.bytes for store in stores), tokens)
@@ -126,14 +126,14 @@ def _play(work_queue: Sequence[WorkQueue]) -> list[int]:
     while running:
         for engine in running:
             mine = in_flight[engine]
-            mine |= {one.key: one.max_new_tokens for one in work_queue[engine].take(Load(len(mine), 0))}
+            mine |= {one.key: one.max_new_tokens for one in work_queue[engine].pop(Load(len(mine), 0))}
             for key in list(mine):
                 step = min(TOKENS_A_STEP, mine[key])
                 tokens[engine] += step
                 mine[key] -= step
                 if mine[key] == 0:
                     del mine[key]
-                    work_queue[engine].finished(Generated(key, (), (), "stop"))
+                    work_queue[engine].finished(RequestResult(key, (), (), "stop"))
         running = [engine for engine in running if in_flight[engine]]
     return tokens
 

@@ -25,7 +25,7 @@ class Progress:
     updates: int
     """Optimizer steps done: the version of the weights, and where the learning-rate schedule stands."""
     syncs: int
-    """Weight syncs done, which `sync.checksum_every` and `sync.probe_every` count."""
+    """Weight syncs that the steps done needed: one each, none where there are no engines."""
     layout: str
     """Ranks and layout it was made with, in words."""
     world_size: int

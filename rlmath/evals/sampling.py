@@ -26,7 +26,7 @@ from rlmath.rewards.reward_manager import judged_text
 from rlmath.rewards.verifier import Verdict
 from rlmath.rewards.worker_pool import VerifierPool
 from rlmath.rollout.engine import open_standalone
-from rlmath.rollout.sampling import Generated, Request, sample
+from rlmath.rollout.sampling import Request, RequestResult, sample
 from rlmath.rollout.work_queue import WorkQueue
 
 
@@ -45,9 +45,9 @@ class Judging:
         self._tokenizer = tokenizer
         self._problems = problems
         self._hand_on = hand_on
-        self._asked: deque[tuple[Request, Generated, str, Future[Verdict]]] = deque()
+        self._asked: deque[tuple[Request, RequestResult, str, Future[Verdict]]] = deque()
 
-    def ask(self, request: Request, generated: Generated) -> None:
+    def ask(self, request: Request, generated: RequestResult) -> None:
         """Hand a completion to the judges."""
         problem = self._problems[generated.key[0]]
         text = str(self._tokenizer.decode(list(generated.token_ids), skip_special_tokens=True))
@@ -65,13 +65,13 @@ class Judging:
         while self._asked:
             self._pass(*self._asked.popleft())
 
-    def _pass(self, request: Request, generated: Generated, text: str, future: Future[Verdict]) -> None:
+    def _pass(self, request: Request, generated: RequestResult, text: str, future: Future[Verdict]) -> None:
         problem, index = self._problems[generated.key[0]], generated.key[1]
         self._hand_on(problem, _record(problem, index, request.seed, generated, text, future.result()))
 
 
 def _record(
-    problem: Problem, index: int, seed: int, generated: Generated, text: str, verdict: Verdict
+    problem: Problem, index: int, seed: int, generated: RequestResult, text: str, verdict: Verdict
 ) -> Record:
     facts: dict[str, Any] = {"mode": "sample", "sample": index}
     if index == GREEDY_INDEX:

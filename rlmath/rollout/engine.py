@@ -16,7 +16,7 @@ from rlmath.distributed.device import Device
 from rlmath.distributed.mesh import Mesh
 from rlmath.rollout.engine_sleep import EngineMemory, forget_prefixes
 from rlmath.rollout.engine_weights import EngineWeights
-from rlmath.rollout.sampling import Generated, Request, RequestSource, sample
+from rlmath.rollout.sampling import Request, RequestResult, RequestSource, sample
 
 _NAMES = itertools.count()
 
@@ -132,7 +132,7 @@ class Engine:
         forget_prefixes(self._llm)
         self.version = version
 
-    def generate(self, requests: Sequence[Request] | RequestSource) -> Iterator[Generated]:
+    def generate(self, requests: Sequence[Request] | RequestSource) -> Iterator[RequestResult]:
         """Sample all requests, those of a source as it gives them; yields each as soon as it is finished."""
         return sample(self._llm, self._settings, requests, self.on_step)
 

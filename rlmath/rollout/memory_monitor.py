@@ -9,7 +9,7 @@ from dataclasses import dataclass
 logger = logging.getLogger(__name__)
 
 WARM_UP_CYCLES = 3
-"""Cycles whose memory is no measure for later ones: allocators, kernels and libraries still settle."""
+"""Cycles that later ones are not compared with: allocators, kernels and libraries still settle."""
 
 
 class MemoryLeak(RuntimeError):
@@ -34,8 +34,8 @@ class Excess:
         )
 
 
-class MemoryWatch:
-    """Looks at one rank's memory, phase by phase, cycle by cycle."""
+class MemoryMonitor:
+    """Compares one rank's memory, phase by phase, cycle by cycle."""
 
     def __init__(self, threshold_bytes: int, stop: bool, rank: int) -> None:
         self._threshold = threshold_bytes
@@ -48,15 +48,15 @@ class MemoryWatch:
         self.held: dict[str, int] = {}
         """By phase, what was held after it in the last cycle (bytes)."""
 
-    def start_of_cycle(self, held: int, planned: Mapping[str, int]) -> None:
+    def start_cycle(self, held: int, planned: Mapping[str, int]) -> None:
         """`held` is what is held between two steps, `planned` by phase what should be held on top of it (bytes;
-        negative where training memory has left). Memory that is only taken when it is touched may stay below."""
+        negative where training memory is offloaded). Memory that is only taken when it is touched may stay below."""
         self._cycle += 1
         self._found = []
         self._expected = {phase: held + more for phase, more in planned.items()}
 
     def observe(self, phase: str, held: int, against_earlier: bool = True) -> None:
-        """What is held after a phase of this cycle."""
+        """Compare what is held after a phase of this cycle with the plan and with earlier cycles; log any excess."""
         self.held[phase] = held
         # In the first cycle a process still loads code, and maps what it keeps.
         if self._cycle > 1 and phase in self._expected:
@@ -65,7 +65,7 @@ class MemoryWatch:
             return
         earlier = self._earlier.setdefault(phase, held)
         if self._compare(phase, held, earlier, "in the same phase of earlier steps"):
-            # Told once; what comes on top is told again.
+            # Logged once; growth on top of it is logged again.
             self._earlier[phase] = held
 
     def _compare(self, phase: str, held: int, expected: int, with_what: str) -> bool:
@@ -82,14 +82,13 @@ class MemoryWatch:
         )
         return True
 
-    def end_of_cycle(self, gather: Callable[[list[str]], list[list[str]]]) -> None:
-        """MemoryLeak on all ranks where one found excess and the settings ask for that. Training has all its memory
-        then. `gather` gives what each rank holds to every rank."""
+    def end_cycle(self, gather: Callable[[list[str]], list[list[str]]]) -> None:
+        """MemoryLeak on all ranks where one found excess and `memory.stop_on_leak` is set. Call it once training has
+        all its memory again. `gather` gives every rank's lines to every rank."""
         if not self._stop:
             return
-        found = [
-            told for rank in gather([f"rank {self._rank}: {one}" for one in self._found]) for told in rank
-        ]
+        by_rank = gather([f"rank {self._rank}: {excess}" for excess in self._found])
+        found = [line for lines in by_rank for line in lines]
         if found:
             raise MemoryLeak(
                 f"{'; '.join(found)}. memory.stop_on_leak ends the run; raise memory.leak_threshold_mib "

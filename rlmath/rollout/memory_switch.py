@@ -1,6 +1,6 @@
 """The switch between the two lives of a device's memory, training and generation, and the watch over it.
 
-    with switch.generating(version):     # offload -> wake weights -> sync -> offload parameters -> wake KV cache
+    with switch.generating(version, step):     # offload -> wake weights -> sync -> offload parameters -> wake KV cache
         ...                              # generate
                                          # sleep -> restore
 
@@ -20,7 +20,7 @@ from rlmath.distributed.device import Device, device_bytes, release_cached
 from rlmath.distributed.phase_timers import PhaseTimers
 from rlmath.distributed.tensor_offload import Moved
 from rlmath.rollout.engine import Engine
-from rlmath.rollout.memory_monitor import MemoryWatch
+from rlmath.rollout.memory_monitor import MemoryMonitor
 
 logger = logging.getLogger(__name__)
 
@@ -46,16 +46,16 @@ class MemorySwitch:
         self,
         engine: Engine,
         training: TrainingMemory,
-        sync: Callable[[], None],
-        watch: MemoryWatch,
+        sync: Callable[[int], None],
+        monitor: MemoryMonitor,
         timers: PhaseTimers,
         device: Device,
     ) -> None:
-        """`sync` writes the policy's weights into the engine's; `engine` is asleep."""
+        """`sync(step)` writes the policy's weights into the engine's; `engine` is asleep."""
         self._engine = engine
         self._training = training
         self._sync = sync
-        self._watch = watch
+        self._monitor = monitor
         self._timers = timers
         self._device = device
         self.broken = False
@@ -64,18 +64,19 @@ class MemorySwitch:
         self._came_back: list[Moved] = []
 
     @contextmanager
-    def generating(self, version: int) -> Iterator[None]:
-        """Inside, the engine generates with the policy's weights of that version. A collective of all ranks."""
+    def generating(self, version: int, step: int) -> Iterator[None]:
+        """Inside, the engine generates for step `step` (from 0) with the policy's weights of that version. A collective
+        of all ranks."""
         if self.broken:
             raise RuntimeError(
                 "generation failed before; this switch is broken. Save what is needed, and stop the run"
             )
         try:
-            self._to_generation(version)
+            self._to_generation(version, step)
             yield
             release_cached(self._device)
             # No comparison with earlier steps: on CPU the KV cache takes memory as far as it was ever filled.
-            self._watch.observe("generate", device_bytes(self._device), against_earlier=False)
+            self._monitor.observe("generate", device_bytes(self._device), against_earlier=False)
             self._to_training()
         except BaseException:
             self.broken = True
@@ -85,12 +86,12 @@ class MemorySwitch:
             )
             self._recover()
             raise
-        self._watch.end_of_cycle(gather_objects)
+        self._monitor.end_cycle(gather_objects)
 
     def metrics(self) -> dict[str, float]:
         """What this rank held after each phase of the last cycle (GiB); by set that left the device, how much that was
         (GiB) and how long its way there and back took (seconds)."""
-        metrics = {f"memory/after_{phase}_gib": held / 2**30 for phase, held in self._watch.held.items()}
+        metrics = {f"memory/after_{phase}_gib": held / 2**30 for phase, held in self._monitor.held.items()}
         for moved in self._left:
             metrics[f"memory/offloaded/{moved.name}_gib"] = moved.bytes / 2**30
             metrics[f"seconds/offload/{moved.name}"] = moved.seconds
@@ -98,18 +99,18 @@ class MemorySwitch:
             metrics[f"seconds/offload/{moved.name}"] += moved.seconds
         return metrics
 
-    def _to_generation(self, version: int) -> None:
+    def _to_generation(self, version: int, step: int) -> None:
         release_cached(self._device)
         planned = planned_phases(
             self._training.freed_bytes, self._engine.weights.bytes, self._engine.memory.kv_cache_bytes
         )
-        self._watch.start_of_cycle(device_bytes(self._device), planned)
+        self._monitor.start_cycle(device_bytes(self._device), planned)
         with self._phase("offload"):
             self._left = self._training.leave("gradients", "optimizer", "reference")
         with self._phase("wake"):
             self._engine.memory.wake_weights()
         with self._phase("sync"):
-            self._sync()
+            self._sync(step)
             self._engine.set_weight_version(version)
         with self._phase("wake_kv_cache"):
             self._left += self._training.leave("parameters")
@@ -131,7 +132,7 @@ class MemorySwitch:
         with self._timers.phase(name):
             yield
             release_cached(self._device)
-        self._watch.observe(name, device_bytes(self._device))
+        self._monitor.observe(name, device_bytes(self._device))
 
     def _recover(self) -> None:
         """Best effort: each step is tried whatever became of the others, and what fails is told."""

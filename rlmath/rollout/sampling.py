@@ -1,26 +1,72 @@
-"""Requests to a vLLM engine, and what comes of them."""
+"""Requests to a vLLM engine, and their results.
+
+    prompts + SamplingSettings + RolloutSeed -> group_requests -> Request -> sample (vLLM) -> RequestResult
+
+A request's seed follows from (run seed, step, prompt id, sample index): its tokens depend neither on which engine
+samples it nor on how many engines there are.
+"""
+
+# Shape legend: P prompts, G samples per prompt.
 
 from __future__ import annotations
 
 import hashlib
 import itertools
 from array import array
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from rlmath.algorithms.types import Prompt
 from rlmath.config.schema import RolloutConfig
+
+Key = tuple[int, int]
+"""(position of the prompt in the step's batch, sample index)."""
 
 _NAMES = itertools.count()
 """Names of requests, never used twice in a process: an engine may still hold the last ones of the step before."""
 
 
 @dataclass(frozen=True)
+class SamplingSettings:
+    """How the completions of a prompt are sampled."""
+
+    samples: int
+    """G, completions of one prompt."""
+    temperature: float
+    """0 is greedy."""
+    top_p: float
+    min_new_tokens: int
+    """No end-of-sequence token before this many new tokens."""
+    max_new_tokens: int
+    """New tokens after which a completion is cut off."""
+
+
+def training_sampling(settings: RolloutConfig) -> SamplingSettings:
+    """As the settings of the rollout say."""
+    return SamplingSettings(
+        samples=settings.group_size,
+        temperature=settings.temperature,
+        top_p=settings.top_p,
+        min_new_tokens=settings.min_new_tokens,
+        max_new_tokens=settings.max_new_tokens,
+    )
+
+
+@dataclass(frozen=True)
+class RolloutSeed:
+    """What the seed of every request is made of, beside the prompt and the sample index."""
+
+    run_seed: int
+    step: int
+
+
+@dataclass(frozen=True)
 class Request:
     """One completion to sample."""
 
-    key: tuple[int, int]
-    """(position of the prompt in the step's batch, sample index)."""
+    key: Key
     token_ids: tuple[int, ...]
     """The prompt."""
     seed: int
@@ -35,13 +81,46 @@ class Request:
 
 
 @dataclass(frozen=True)
-class Generated:
-    """What came of a request."""
+class RequestResult:
+    """The completion that a request asked for."""
 
-    key: tuple[int, int]
+    key: Key
     token_ids: Sequence[int]
     logprobs: Sequence[float]
     finish_reason: str
+
+
+def request_seed(run_seed: int, step: int, prompt_id: str, sample_index: int) -> int:
+    """Seed of one completion, the same whichever engine samples it (0 to 2**63 - 1)."""
+    text = f"{run_seed}/{step}/{sample_index}/{prompt_id}"
+    return int.from_bytes(hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()[:8], "big") >> 1
+
+
+def group_requests(
+    prompts: Sequence[Prompt], sampling: SamplingSettings, seed: RolloutSeed
+) -> list[list[Request]]:
+    """The requests for G samples of each of P prompts, the same whichever engine samples them. A prompt that comes
+    again gets further samples: those behind the G of its first time."""
+    times: Counter[str] = Counter()
+    requests_PG = []
+    for p, prompt in enumerate(prompts):
+        first = times[prompt.prompt_id] * sampling.samples
+        times[prompt.prompt_id] += 1
+        requests_PG.append(
+            [
+                Request(
+                    key=(p, g),
+                    token_ids=prompt.token_ids,
+                    seed=request_seed(seed.run_seed, seed.step, prompt.prompt_id, first + g),
+                    min_new_tokens=sampling.min_new_tokens,
+                    max_new_tokens=sampling.max_new_tokens,
+                    temperature=sampling.temperature,
+                    top_p=sampling.top_p,
+                )
+                for g in range(sampling.samples)
+            ]
+        )
+    return requests_PG
 
 
 @dataclass(frozen=True)
@@ -57,11 +136,11 @@ class Load:
 class RequestSource(Protocol):
     """Gives requests while an engine samples. All ranks of an engine must be given the same."""
 
-    def take(self, load: Load) -> Sequence[Request]:
+    def pop(self, load: Load) -> Sequence[Request]:
         """Requests to add before the next engine step; sampling ends where it gives none to an engine that has none."""
 
-    def finished(self, generated: Generated) -> None:
-        """Told of every completion, before it is yielded."""
+    def finished(self, result: RequestResult) -> None:
+        """Called with every completion, before it is yielded."""
 
 
 class AllAtOnce:
@@ -70,18 +149,12 @@ class AllAtOnce:
     def __init__(self, requests: Sequence[Request]) -> None:
         self._requests = requests
 
-    def take(self, load: Load) -> Sequence[Request]:
+    def pop(self, load: Load) -> Sequence[Request]:
         requests, self._requests = self._requests, ()
         return requests
 
-    def finished(self, generated: Generated) -> None:
+    def finished(self, result: RequestResult) -> None:
         pass
-
-
-def request_seed(run_seed: int, step: int, prompt_id: str, sample_index: int) -> int:
-    """Seed of one completion, the same whichever engine samples it (0 to 2**63 - 1)."""
-    text = f"{run_seed}/{step}/{sample_index}/{prompt_id}"
-    return int.from_bytes(hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()[:8], "big") >> 1
 
 
 def sample(
@@ -89,7 +162,7 @@ def sample(
     settings: RolloutConfig,
     requests: Sequence[Request] | RequestSource,
     on_step: Callable[[], None] = lambda: None,
-) -> Iterator[Generated]:
+) -> Iterator[RequestResult]:
     """Sample all requests with a vLLM `LLM` of this process; yields each completion as soon as it is finished, and
     calls `on_step` before every step of vLLM's.
 
@@ -98,9 +171,9 @@ def sample(
     """
     engine = llm.llm_engine
     source = AllAtOnce(requests) if isinstance(requests, Sequence) else requests
-    pending: dict[str, tuple[int, int]] = {}
+    pending: dict[str, Key] = {}
     while True:
-        for request in source.take(Load(len(pending), _waiting(engine))):
+        for request in source.pop(Load(len(pending), _waiting(engine))):
             name = str(next(_NAMES))
             pending[name] = request.key
             prompt = {"prompt_token_ids": list(request.token_ids)}
@@ -110,9 +183,9 @@ def sample(
         on_step()
         for output in engine.step():
             if output.finished:
-                generated = _generated(pending.pop(output.request_id), output.outputs[0])
-                source.finished(generated)
-                yield generated
+                result = _result(pending.pop(output.request_id), output.outputs[0])
+                source.finished(result)
+                yield result
     assert not pending, f"vLLM did not return requests {sorted(pending)}"
 
 
@@ -140,10 +213,10 @@ def _parameters(settings: RolloutConfig, request: Request) -> Any:
     )
 
 
-def _generated(key: tuple[int, int], output: Any) -> Generated:
-    # A step has tens of millions of tokens, which go to every rank: 8 bytes for each with its log-prob, which vLLM
-    # computes in float32, where Python's own numbers take 70 in memory and 14 on the way.
+def _result(key: Key, output: Any) -> RequestResult:
+    # A step has tens of millions of tokens, which go to every rank: an array takes 8 bytes for each with its log-prob
+    # (float32, as vLLM computes it), Python's own numbers 70 in memory and 14 on the way.
     token_ids = array("i", output.token_ids)
     logprobs = array("f", output.logprobs.logprobs)
     assert len(logprobs) == len(token_ids), "vLLM returned another number of log-probs than tokens"
-    return Generated(key, token_ids, logprobs, output.finish_reason)
+    return RequestResult(key, token_ids, logprobs, output.finish_reason)

@@ -23,12 +23,12 @@ from rlmath.models.offload import OffloadSets, training_sets
 from rlmath.rewards.worker_pool import VerifierPool
 from rlmath.rollout.collector import Collector
 from rlmath.rollout.engine import Engine
-from rlmath.rollout.memory_monitor import MemoryWatch
+from rlmath.rollout.memory_monitor import MemoryMonitor
 from rlmath.rollout.memory_switch import MemorySwitch
 from rlmath.rollout.weight_sync.logprob_probe import Probe
 from rlmath.rollout.weight_sync.reshard_plan import bucket_bytes
 from rlmath.rollout.weight_sync.shard_layouts import engine_shapes, training_layout
-from rlmath.rollout.weight_sync.weight_sync import CheckedSync, WeightSync
+from rlmath.rollout.weight_sync.weight_sync import WeightSync, WeightTransfer
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Parts:
     actor: Actor
     reference: ForwardBackward | None
     offload: OffloadSets
-    sync: CheckedSync
+    sync: WeightSync
     switch: MemorySwitch
     collector: Collector
     timers: PhaseTimers
@@ -76,8 +76,8 @@ def build_parts(
     engine.on_step = actor.forward_backward.on_microbatch = heartbeat.progress
     sync = _build_sync(config, shape, mesh, device, actor, engine)
     offload, timers = training_sets(actor, reference, config.memory, device), PhaseTimers(heartbeat.entered)
-    watch = _memory_watch(config.memory, mesh.rank)
-    switch = MemorySwitch(engine, offload, sync, watch, timers, device)
+    monitor = _memory_monitor(config.memory, mesh.rank)
+    switch = MemorySwitch(engine, offload, sync.run, monitor, timers, device)
     collector = Collector(engine, mesh, inputs.tokenizer, config.rollout, config.reward, pool)
     data = (inputs.prompts, inputs.order)
     machinery = (offload, sync, switch, collector, timers)
@@ -85,17 +85,17 @@ def build_parts(
     return Parts(config, stages, shape, mesh, *data, actor, reference, *machinery), engine
 
 
-def _memory_watch(settings: MemoryConfig, rank: int) -> MemoryWatch:
-    return MemoryWatch(int(settings.leak_threshold_mib * 2**20), settings.stop_on_leak, rank)
+def _memory_monitor(settings: MemoryConfig, rank: int) -> MemoryMonitor:
+    return MemoryMonitor(int(settings.leak_threshold_mib * 2**20), settings.stop_on_leak, rank)
 
 
 def _build_sync(
     config: Config, shape: ModelShape, mesh: Mesh, device: Device, actor: Actor, engine: Engine
-) -> CheckedSync:
+) -> WeightSync:
     parallel = config.parallel
     layout = training_layout(shape.num_layers, mesh, parallel.first_stage_layers, parallel.last_stage_layers)
     bucket = bucket_bytes(config.sync.bucket_mib, device.kind, mesh.world_size)
-    sync = WeightSync(
+    transfer = WeightTransfer(
         actor.chunks,
         shape,
         layout,
@@ -107,4 +107,4 @@ def _build_sync(
     )
     # The first stage's: the probe's tokens are the same in all, and with any validation.
     length = engine_length(without_validation(length_stages(config, None)[0].config))
-    return CheckedSync(sync, Probe(actor.forward_backward, engine, mesh, length), config.sync)
+    return WeightSync(transfer, Probe(actor.forward_backward, engine, mesh, length), config.sync)

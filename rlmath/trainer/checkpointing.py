@@ -156,8 +156,8 @@ class Training:
     order: PromptOrder
     actor: Actor
     timers: PhaseTimers
-    syncs: Callable[[], int] = lambda: 0
-    """Weight syncs done so far, where there are engines."""
+    syncs_a_step: int = 0
+    """Weight syncs of every step: 1 where there are engines."""
 
 
 class Saver:
@@ -305,7 +305,7 @@ class Saver:
             epoch=epoch,
             position=within * training.order.prompts_per_step,
             updates=training.actor.learner.updates,
-            syncs=training.syncs(),
+            syncs=step * training.syncs_a_step,
             layout=training.mesh.training_layout,
             world_size=training.mesh.world_size,
             optimizer_tensors=(),

@@ -17,7 +17,7 @@ from rlmath.algorithms.dynamic_sampling import Selection, SelectionRules, select
 from rlmath.algorithms.types import ScoredGroup
 from rlmath.config.length_curriculum import LengthStage, has_length_stages, length_stage_at
 from rlmath.config.schema import SelectionConfig
-from rlmath.rollout.collector import RolloutSeed, training_sampling
+from rlmath.rollout.sampling import RolloutSeed, training_sampling
 from rlmath.trainer.build import Parts
 from rlmath.trainer.metrics import (
     idle_metrics,
@@ -66,12 +66,11 @@ class Trainer:
         started = time.perf_counter()
         self._timers.reset()
         parts, timed, stage = self._parts, self._timers.phase, self._enter_stage(number)
-        with parts.switch.generating(parts.actor.learner.updates):
+        with parts.switch.generating(parts.actor.learner.updates, number):
             with timed("probe"):
                 probed = parts.sync.probe_engine()
             measured = self._validator.measure(number)
             if self._validator.stopped_by is not None:
-                parts.sync.count -= 1  # the run that goes on makes this one
                 return self._validator.stopped_by
             with timed("rollout"):
                 epoch, selection = self._rollout(number, stage)
@@ -87,7 +86,7 @@ class Trainer:
         """The validation of the weights after all `steps`, where it is not done yet; it needs a switch of its own."""
         if not self._validator.due(steps):
             return None
-        with self._parts.switch.generating(self._parts.actor.learner.updates):
+        with self._parts.switch.generating(self._parts.actor.learner.updates, steps):
             measured = self._validator.measure(steps)
         self._validator.keep_if_best(measured)
         return measured

@@ -83,7 +83,7 @@ def _start_lines(prepared: Prepared, mesh: Mesh) -> list[str]:
 
 def _training(parts: Parts) -> Training:
     shared = (parts.config, parts.shape, parts.mesh, parts.order, parts.actor, parts.timers)
-    return Training(*shared, syncs=lambda: parts.sync.count)
+    return Training(*shared, syncs_a_step=1)
 
 
 def _train(
@@ -98,7 +98,6 @@ def _train(
     total_steps, training, steps_done = prepared.inputs.total_steps, saver.training, 0
     progress = go_on(training, chosen, heartbeat)
     if progress is not None:
-        parts.sync.count = progress.syncs
         saver.newest = steps_done = progress.step
     reason = saver.asked_to_stop()
     if reason is not None and steps_done < total_steps:

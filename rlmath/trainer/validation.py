@@ -25,7 +25,7 @@ from rlmath.config.length_curriculum import validates, validation_tokens
 from rlmath.config.schema import Config
 from rlmath.data.dataset import ValidationFile
 from rlmath.distributed.collectives import from_rank_zero
-from rlmath.rollout.collector import RolloutSeed, Sampling
+from rlmath.rollout.sampling import RolloutSeed, SamplingSettings
 from rlmath.trainer.build import Parts
 from rlmath.trainer.run_dir import BEST_FOLDER
 from rlmath.trainer.telemetry.metrics_writer import VALIDATION_FILE, read_metrics
@@ -117,7 +117,9 @@ class Validator:
         """As far as it came, where the run is asked to stop."""
         config, groups = self._parts.config, []
         settings = config.validation
-        how = Sampling(settings.samples, settings.temperature, settings.top_p, 0, validation_tokens(config))
+        how = SamplingSettings(
+            settings.samples, settings.temperature, settings.top_p, 0, validation_tokens(config)
+        )
         seed, title = RolloutSeed(config.run.seed, NO_STEP), f"validation {file.name}"
         for start in range(0, len(file.prompts), settings.batch_size):
             self.stopped_by = self._asked_to_stop()

@@ -57,12 +57,12 @@ class Pair:
 
 def pair(stage: Stage, engine: Any, engine_size: int, bucket_bytes: int = 40_000) -> Pair:
     """Buckets are small, so that there are many rounds."""
-    from rlmath.rollout.weight_sync.weight_sync import WeightSync
+    from rlmath.rollout.weight_sync.weight_sync import WeightTransfer
 
     mesh = replace(stage.mesh, engine_size=engine_size)
     parallel, layers = stage.config.parallel, stage.shape.num_layers
     layout = training_layout(layers, mesh, parallel.first_stage_layers, parallel.last_stage_layers)
-    sync = WeightSync(
+    sync = WeightTransfer(
         stage.actor.chunks, stage.shape, layout, mesh, stage.device, engine.weights, bucket_bytes
     )
     return Pair(stage, engine, mesh, sync)

@@ -35,12 +35,12 @@ class Checked:
     sync: Any
 
     @contextmanager
-    def awake(self) -> Iterator[None]:
+    def awake(self, step: int = 0) -> Iterator[None]:
         """The engine awake with the policy's weights, then asleep, whatever fails."""
         memory = self.both.engine.memory
         memory.wake_weights()
         try:
-            self.sync()
+            self.sync.run(step)
             self.both.engine.set_weight_version(self.both.engine.version + 1)
             memory.wake_kv_cache()
             yield
@@ -55,10 +55,10 @@ class Checked:
 
 def checked(both: Pair, settings: SyncConfig) -> Checked:
     from rlmath.rollout.weight_sync.logprob_probe import Probe
-    from rlmath.rollout.weight_sync.weight_sync import CheckedSync
+    from rlmath.rollout.weight_sync.weight_sync import WeightSync
 
     probe = Probe(both.stage.actor.forward_backward, both.engine, both.mesh, LONGEST)
-    return Checked(both, probe, CheckedSync(both.sync, probe, settings))
+    return Checked(both, probe, WeightSync(both.sync, probe, settings))
 
 
 def pairs(folder: Path, cases: list[Case], engine_size: int) -> Iterator[Pair]:
@@ -219,15 +219,15 @@ def rhythm(folder: Path, every: list[tuple[int, int]], count: int) -> list[list[
         for checksum, probe in every:
             settings = SyncConfig(checksum_every=checksum, probe_every=probe, probe_threshold=1e-5)
             one = checked(both, settings)
-            found.append([_one_sync(one) for _ in range(count)])
+            found.append([_one_sync(one, step) for step in range(count)])
     return found
 
 
-def _one_sync(one: Checked) -> tuple[str, list[str]]:
+def _one_sync(one: Checked, step: int) -> tuple[str, list[str]]:
     names: list[str] = []
 
     def sync() -> None:
-        with one.awake():
+        with one.awake(step):
             names.extend(one.sync.probe_engine())
 
     return error_of(sync), names
@@ -310,20 +310,20 @@ def cycles(folder: Path, case: Case, count: int, threshold: float) -> list[dict[
     """Everything of the policy leaves while the engine generates; every sync is checked and probed, and the policy
     learns between them."""
     from rlmath.rollout.weight_sync.logprob_probe import Probe
-    from rlmath.rollout.weight_sync.weight_sync import CheckedSync
+    from rlmath.rollout.weight_sync.weight_sync import WeightSync
 
     rig, found = Rig(folder, case, 1), []
     probe = Probe(rig.stage.actor.forward_backward, rig.engine, rig.stage.mesh, LONGEST)
     settings = SyncConfig(checksum_every=1, probe_every=1, probe_threshold=threshold)
-    sync, told = CheckedSync(rig.sync, probe, settings), []
+    sync, told = WeightSync(rig.sync, probe, settings), []
 
-    def sync_and_listen() -> None:
-        sync()
+    def sync_and_listen(step: int) -> None:
+        sync.run(step)
         told.append(torch.tensor(probe._expected))
 
     switch = rig.switch(sync_and_listen)
     for number in range(count):
-        with switch.generating(number + 1):
+        with switch.generating(number + 1, step=number):
             away = rig.sets.away
             probed = sync.probe_engine()
             left = left_behind(rig.engine)

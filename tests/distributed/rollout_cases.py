@@ -43,7 +43,8 @@ def collected(folder: Path, engine_size: int, prompt_counts: list[int]) -> dict[
     from rlmath.data.tokenizer import load_tokenizer
     from rlmath.distributed.collectives import shared_store
     from rlmath.rewards.reward_manager import open_judges
-    from rlmath.rollout.collector import Collector, RolloutSeed, training_sampling
+    from rlmath.rollout.collector import Collector
+    from rlmath.rollout.sampling import RolloutSeed, training_sampling
 
     engine, mesh = _open(folder, engine_size)
     engine.version = 3
@@ -70,7 +71,7 @@ def collected(folder: Path, engine_size: int, prompt_counts: list[int]) -> dict[
 
 def fixed_shares(folder: Path) -> dict[tuple[int, int], tuple[Any, ...]]:
     """Tokens and log-probs of this engine's fixed share of all prompts, given to it at once."""
-    from rlmath.rollout.collector import RolloutSeed, group_requests, training_sampling
+    from rlmath.rollout.sampling import RolloutSeed, group_requests, training_sampling
 
     engine, mesh = _open(folder, 1)
     requests_PG = group_requests(PROMPTS, training_sampling(ROLLOUT), RolloutSeed(1, 0))[
@@ -83,7 +84,7 @@ def fixed_shares(folder: Path) -> dict[tuple[int, int], tuple[Any, ...]]:
 
 def lengths_asked_for(folder: Path) -> list[tuple[int, int]]:
     """(tokens asked for, tokens made) of requests with bounds of their own."""
-    from rlmath.rollout.collector import RolloutSeed, group_requests, training_sampling
+    from rlmath.rollout.sampling import RolloutSeed, group_requests, training_sampling
 
     engine, _ = _open(folder, 1)
     requests = [

@@ -16,7 +16,7 @@ from rlmath.algorithms.types import Sample
 from rlmath.distributed.device import release_cached
 from rlmath.distributed.phase_timers import PhaseTimers
 from rlmath.rollout.engine_sleep import cache_storages
-from rlmath.rollout.memory_monitor import MemoryLeak, MemoryWatch
+from rlmath.rollout.memory_monitor import MemoryLeak, MemoryMonitor
 from rlmath.rollout.memory_switch import MemorySwitch
 from tests.distributed.engine_cases import _pack_all, open_engine, pair
 from tests.distributed.offload_cases import EVERYTHING, measured, parameters_of, state_of
@@ -46,15 +46,15 @@ class Rig:
 
     def switch(
         self,
-        sync: Callable[[], Any] | None = None,
+        sync: Callable[[int], Any] | None = None,
         training: Any = None,
-        watch: MemoryWatch | None = None,
+        monitor: MemoryMonitor | None = None,
     ) -> MemorySwitch:
         return MemorySwitch(
             self.engine,
             training or self.sets,
-            sync or self.sync.run,
-            watch or MemoryWatch(NO_LIMIT, stop=False, rank=0),
+            sync or (lambda step: self.sync.run()),
+            monitor or MemoryMonitor(NO_LIMIT, stop=False, rank=0),
             self.timers,
             self.stage.device,
         )
@@ -105,7 +105,7 @@ def cycles(folder: Path, case: Case, engine_size: int, count: int) -> list[dict[
     rig, found = Rig(folder, case, engine_size), []
     looks: dict[str, Any] = {}
 
-    def sync() -> None:
+    def sync(step: int) -> None:
         looks["sync"] = rig.look()
         rig.sync.run()
 
@@ -113,7 +113,7 @@ def cycles(folder: Path, case: Case, engine_size: int, count: int) -> list[dict[
     for number in range(count):
         before, here = state_of(rig.stage), rig.look()
         rig.timers.reset()
-        with switch.generating(version=number + 1):
+        with switch.generating(version=number + 1, step=number):
             looks["body"] = rig.look()
             generated = rig.generate(number)
         after = state_of(rig.stage)
@@ -162,7 +162,7 @@ class FailsOnce:
 
 
 def _sync_raises(rig: Rig) -> None:
-    def sync() -> None:
+    def sync(step: int) -> None:
         rig.sync.run()
         raise Trouble("the sync fails")
 
@@ -210,11 +210,11 @@ def _parameters_cannot_leave(rig: Rig) -> None:
 def _use(switch: MemorySwitch, body: Callable[[], Any]) -> None:
     """One cycle that fails; the error carries what the switch says afterwards."""
     try:
-        with switch.generating(1):
+        with switch.generating(1, step=0):
             body()
     except BaseException as error:
         try:
-            with switch.generating(2):
+            with switch.generating(2, step=1):
                 raise AssertionError("a broken switch generates")
         except RuntimeError as refusal:
             error.add_note(f"{switch.broken}: {refusal}")
@@ -249,7 +249,7 @@ def failures(folder: Path, case: Case, engine_size: int) -> dict[str, dict[str, 
             "exported": all(torch.equal(weights[key], exported[key]) for key in weights),
         }
         rig.learn(1)
-        with rig.switch().generating(7):
+        with rig.switch().generating(7, step=6):
             generated = rig.generate(2)
         found[name]["mismatch"] = rig.mismatch(generated)
     rig.engine.close()
@@ -275,13 +275,13 @@ def leak(folder: Path, leaked_mib: int, threshold_mib: int) -> dict[str, Any]:
     rig, kept, report = Rig(folder, Case(optimizer="adam"), 1), [], {}
 
     def cycle(switch: MemorySwitch, size: int) -> None:
-        with switch.generating(1):
+        with switch.generating(1, step=0):
             rig.generate(1)
             kept.append(torch.ones(size * MIB, dtype=torch.uint8))
         kept[:] = [tensor for tensor in kept if tensor.numel()]
 
     for stop in (False, True):
-        switch = rig.switch(watch=MemoryWatch(threshold_mib * MIB, stop, rank=0))
+        switch = rig.switch(monitor=MemoryMonitor(threshold_mib * MIB, stop, rank=0))
         with heard("rlmath.rollout.memory_monitor") as messages:
             for _ in range(5):
                 cycle(switch, 0)

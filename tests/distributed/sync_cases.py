@@ -74,7 +74,7 @@ def target(
     stage: Stage, engine_size: int, dtype: torch.dtype = torch.float32, bucket_bytes: int = 40_000
 ) -> Target:
     """Buckets are small, so that there are many rounds."""
-    from rlmath.rollout.weight_sync.weight_sync import WeightSync
+    from rlmath.rollout.weight_sync.weight_sync import WeightTransfer
 
     mesh, parallel = replace(stage.mesh, engine_size=engine_size), stage.config.parallel
     shapes = engine_shapes(stage.shape, engine_size)
@@ -83,7 +83,7 @@ def target(
         stage.shape.num_layers, mesh, parallel.first_stage_layers, parallel.last_stage_layers
     )
     weights = EngineWeights(model, shapes)
-    sync = WeightSync(stage.actor.chunks, stage.shape, layout, mesh, stage.device, weights, bucket_bytes)
+    sync = WeightTransfer(stage.actor.chunks, stage.shape, layout, mesh, stage.device, weights, bucket_bytes)
     return Target(model, sync, mesh, stage)
 
 
@@ -145,7 +145,7 @@ def _report(case: Case, one: Target, sent: Any) -> dict[str, Any]:
         "rounds": one.sync.rounds,
         "bucket": _bucket_bytes(one),
         "lower bound": one.sync.lower_bound,
-        "through": type(one.sync._exchange()).__name__,
+        "through": type(one.sync._open_transport()).__name__,
         "sent": report.bytes_sent,
         "bytes": sum(parameter.nbytes for parameter in one.parameters.values()),
         "wrong": [],
@@ -170,7 +170,7 @@ def without_shared_memory_on_one_rank(folder: Path, case: Case) -> tuple[str, li
     with no_shared_memory() if stage.mesh.rank == stage.mesh.world_size - 1 else nullcontext():
         one = target(stage, 1)
     one.sync.run(check=True)
-    return type(one.sync._exchange()).__name__, one.wrong()
+    return type(one.sync._open_transport()).__name__, one.wrong()
 
 
 def extra_bytes(folder: Path, case: Case, engine_size: int, messages: bool) -> dict[str, int]:

@@ -9,7 +9,7 @@ from rlmath.evals.completions import Record
 from rlmath.evals.plan import GREEDY_INDEX
 from rlmath.evals.sampling import Judging
 from rlmath.rewards.worker_pool import VerifierPool
-from rlmath.rollout.sampling import Generated, Request
+from rlmath.rollout.sampling import Request, RequestResult
 from tests.rewards.attacks import HANG_SOLUTIONS, HANGS
 
 
@@ -34,7 +34,7 @@ def test_hostile_completions_cost_their_time_limit_and_nothing_else(
         for index, text in zip((GREEDY_INDEX, 0, 1, 2, 3, 4), texts, strict=True):
             tokens = tuple(tokenizer(text)["input_ids"])
             request = Request((0, index), problem.token_ids, 40 + index, 0, 99)
-            judging.ask(request, Generated((0, index), tokens, (0.0,) * len(tokens), "stop"))
+            judging.ask(request, RequestResult((0, index), tokens, (0.0,) * len(tokens), "stop"))
         judging.finish()
     assert time.monotonic() - started < 60 and not marker.exists()
     records = [record for one, record in found if one is problem]

@@ -1,4 +1,4 @@
-"""What the watch over a rank's memory tells, and when it ends the run; numbers are MiB."""
+"""What the monitor over a rank's memory tells, and when it ends the run; numbers are MiB."""
 
 from __future__ import annotations
 
@@ -6,41 +6,41 @@ import logging
 
 import pytest
 
-from rlmath.rollout.memory_monitor import WARM_UP_CYCLES, MemoryLeak, MemoryWatch
+from rlmath.rollout.memory_monitor import WARM_UP_CYCLES, MemoryLeak, MemoryMonitor
 
 MIB = 2**20
 PLANNED = {"offload": -40, "generate": 100}
 
 
-def cycle(watch: MemoryWatch, between: int = 1000, **held: int) -> None:
-    watch.start_of_cycle(between * MIB, {phase: more * MIB for phase, more in PLANNED.items()})
+def cycle(monitor: MemoryMonitor, between: int = 1000, **held: int) -> None:
+    monitor.start_cycle(between * MIB, {phase: more * MIB for phase, more in PLANNED.items()})
     for phase, size in held.items():
-        watch.observe(phase, size * MIB)
-    watch.end_of_cycle(lambda mine: [mine])
+        monitor.observe(phase, size * MIB)
+    monitor.end_cycle(lambda mine: [mine])
 
 
-def warm(stop: bool = False, **held: int) -> MemoryWatch:
-    watch = MemoryWatch(10 * MIB, stop, rank=3)
+def warm(stop: bool = False, **held: int) -> MemoryMonitor:
+    monitor = MemoryMonitor(10 * MIB, stop, rank=3)
     for _ in range(WARM_UP_CYCLES):
-        cycle(watch, **held)
-    return watch
+        cycle(monitor, **held)
+    return monitor
 
 
 def test_what_is_planned_is_no_excess(caplog: pytest.LogCaptureFixture) -> None:
-    watch = warm(stop=True, offload=970, generate=1110)
+    monitor = warm(stop=True, offload=970, generate=1110)
     for _ in range(3):
-        cycle(watch, offload=970, generate=1110)
+        cycle(monitor, offload=970, generate=1110)
     assert caplog.records == []
-    assert watch.held == {"offload": 970 * MIB, "generate": 1110 * MIB}
+    assert monitor.held == {"offload": 970 * MIB, "generate": 1110 * MIB}
 
 
 def test_memory_that_was_not_given_up_is_told_with_phase_size_and_rank(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """40 MiB should have left, 29 did. In the first cycle, nothing is measured against a plan yet."""
-    watch = MemoryWatch(10 * MIB, stop=False, rank=3)
+    monitor = MemoryMonitor(10 * MIB, stop=False, rank=3)
     for _ in range(2):
-        cycle(watch, offload=971)
+        cycle(monitor, offload=971)
     (record,) = caplog.records
     assert record.levelno == logging.WARNING
     text = record.getMessage()
@@ -51,9 +51,9 @@ def test_memory_that_was_not_given_up_is_told_with_phase_size_and_rank(
 
 
 def test_the_run_ends_only_where_it_is_asked_to() -> None:
-    goes_on, ends = (MemoryWatch(10 * MIB, stop, rank=5) for stop in (False, True))
-    for watch in (goes_on, ends):
-        cycle(watch)
+    goes_on, ends = (MemoryMonitor(10 * MIB, stop, rank=5) for stop in (False, True))
+    for monitor in (goes_on, ends):
+        cycle(monitor)
     cycle(goes_on, offload=2000, generate=2000)
     with pytest.raises(MemoryLeak) as failure:
         cycle(ends, offload=2000, generate=2000)
@@ -67,41 +67,41 @@ def test_growth_is_measured_against_the_first_cycle_after_the_warm_up(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """Growth of 4 MiB a cycle is within the threshold each time, and still found when it has added up."""
-    watch = warm(generate=500)
+    monitor = warm(generate=500)
     for grown in range(4):
-        cycle(watch, generate=500 + 4 * grown)
+        cycle(monitor, generate=500 + 4 * grown)
         assert len(caplog.records) == (1 if grown == 3 else 0)
     assert "12 MiB more than in the same phase of earlier steps" in caplog.text
 
 
 def test_growth_during_the_warm_up_is_none() -> None:
-    watch = MemoryWatch(10 * MIB, stop=True, rank=0)
+    monitor = MemoryMonitor(10 * MIB, stop=True, rank=0)
     for number in range(WARM_UP_CYCLES):
-        cycle(watch, generate=500 + 50 * number)
-    cycle(watch, generate=1000)
+        cycle(monitor, generate=500 + 50 * number)
+    cycle(monitor, generate=1000)
     with pytest.raises(MemoryLeak):
-        cycle(watch, generate=1011)
+        cycle(monitor, generate=1011)
 
 
 def test_a_step_up_is_told_once_and_one_on_top_of_it_again(caplog: pytest.LogCaptureFixture) -> None:
-    watch = warm(generate=500)
+    monitor = warm(generate=500)
     for held in (500, 600, 600, 605, 700, 700):
-        cycle(watch, generate=held)
+        cycle(monitor, generate=held)
     told = [record.getMessage() for record in caplog.records]
     assert [("cycle 5" in text, "cycle 8" in text) for text in told] == [(True, False), (False, True)]
     assert "100 MiB" in told[0] and "100 MiB" in told[1]
 
 
 def test_what_an_earlier_cycle_had_too_much_does_not_end_a_later_one() -> None:
-    watch = warm(stop=True, offload=960)
+    monitor = warm(stop=True, offload=960)
     with pytest.raises(MemoryLeak):
-        cycle(watch, offload=2000)
-    cycle(watch, offload=960)
+        cycle(monitor, offload=2000)
+    cycle(monitor, offload=960)
 
 
 def test_a_phase_without_a_plan_is_compared_with_itself_alone(caplog: pytest.LogCaptureFixture) -> None:
-    watch = warm(other=50_000)
-    cycle(watch, other=50_000)
+    monitor = warm(other=50_000)
+    cycle(monitor, other=50_000)
     assert caplog.records == []
-    cycle(watch, other=50_011)
+    cycle(monitor, other=50_011)
     assert "11 MiB more than in the same phase" in caplog.text

@@ -4,8 +4,15 @@ import pytest
 
 from rlmath.algorithms.types import Prompt
 from rlmath.config.schema import RolloutConfig
-from rlmath.rollout.collector import RolloutSeed, Sampling, group_requests, training_sampling
-from rlmath.rollout.sampling import AllAtOnce, Load, request_seed
+from rlmath.rollout.sampling import (
+    AllAtOnce,
+    Load,
+    RolloutSeed,
+    SamplingSettings,
+    group_requests,
+    request_seed,
+    training_sampling,
+)
 
 PROMPTS = [Prompt(f"q-{n}", f"{n}+1=", (n, 50, 51), (str(n + 1),), "math") for n in range(7)]
 
@@ -52,7 +59,7 @@ def test_every_sample_of_every_prompt_is_a_request():
 
 
 def test_a_prompt_that_comes_again_in_a_step_gets_other_samples():
-    seed, how = RolloutSeed(run_seed=1, step=4), Sampling(3, 1.0, 1.0, 0, 9)
+    seed, how = RolloutSeed(run_seed=1, step=4), SamplingSettings(3, 1.0, 1.0, 0, 9)
     twice = group_requests([PROMPTS[0], PROMPTS[1], PROMPTS[0], PROMPTS[0]], how, seed)
     assert [request.seed for request in twice[0]] == [request_seed(1, 4, "q-0", g) for g in (0, 1, 2)]
     assert [request.seed for request in twice[2]] == [request_seed(1, 4, "q-0", g) for g in (3, 4, 5)]
@@ -61,7 +68,7 @@ def test_a_prompt_that_comes_again_in_a_step_gets_other_samples():
 
 
 def test_a_list_of_requests_is_given_once_and_whole():
-    (row,) = group_requests(PROMPTS[:1], Sampling(3, 1.0, 1.0, 0, 9), RolloutSeed(run_seed=1, step=4))
+    (row,) = group_requests(PROMPTS[:1], SamplingSettings(3, 1.0, 1.0, 0, 9), RolloutSeed(run_seed=1, step=4))
     source = AllAtOnce(row)
-    assert list(source.take(Load(in_flight=0, waiting=0))) == row
-    assert not source.take(Load(in_flight=3, waiting=0))
+    assert list(source.pop(Load(in_flight=0, waiting=0))) == row
+    assert not source.pop(Load(in_flight=3, waiting=0))

@@ -12,7 +12,7 @@ import pytest
 import torch.distributed as dist
 
 from rlmath.distributed.mesh import Mesh
-from rlmath.rollout.sampling import AllAtOnce, Generated, Load, Request, RequestSource
+from rlmath.rollout.sampling import AllAtOnce, Load, Request, RequestResult, RequestSource
 from rlmath.rollout.work_queue import WorkQueue, idle_shares
 
 ONE_ENGINE = Mesh(0, 1, 1, 1, 1)
@@ -46,7 +46,7 @@ class PlayedEngine:
     def step(self) -> bool:
         """False once there is nothing to do."""
         waiting = max(0, len(self.queue) - self.places)
-        self.queue += [[request, 0] for request in self.source.take(Load(len(self.queue), waiting))]
+        self.queue += [[request, 0] for request in self.source.pop(Load(len(self.queue), waiting))]
         if not self.queue:
             return False
         self.steps += 1
@@ -55,7 +55,7 @@ class PlayedEngine:
             row[1] += 1
         for request, tokens in [row for row in self.queue if row[1] == row[0].max_new_tokens]:
             self.made.append(request.key)
-            self.source.finished(Generated(request.key, (3,) * tokens, (0.0,) * tokens, "length"))
+            self.source.finished(RequestResult(request.key, (3,) * tokens, (0.0,) * tokens, "length"))
         self.queue = [row for row in self.queue if row[1] < row[0].max_new_tokens]
         return True
 
@@ -68,7 +68,7 @@ def play_in_step(engines: Sequence[PlayedEngine]) -> list[int]:
     return [engine.steps for engine in engines]
 
 
-def claiming_engines(
+def sharing_engines(
     lengths_P: Sequence[int], group_size: int, engines: int, places: int, store: dist.Store | None = None
 ) -> list[PlayedEngine]:
     requests_PG, store = make_requests(lengths_P, group_size), store or dist.HashStore()
@@ -93,7 +93,7 @@ def test_every_sample_is_drawn_once_whatever_the_pace(
     for seed in range(5):
         draw = random.Random(seed)
         lengths = [draw.choice((1, 2, 3, 30)) for _ in range(prompts)]
-        played = claiming_engines(lengths, group_size, engines, places)
+        played = sharing_engines(lengths, group_size, engines, places)
         running = list(played)
         while running:
             engine = draw.choice(running)
@@ -104,21 +104,21 @@ def test_every_sample_is_drawn_once_whatever_the_pace(
 
 
 def test_an_engine_is_full_while_there_is_work_and_holds_no_more_than_that():
-    # 12 groups of 3 samples, 5 tokens each, 8 places: the last draw may bring a rest of 2 for one place.
-    (engine,) = claiming_engines([5] * 12, 3, engines=1, places=8)
+    # 12 groups of 3 samples, 5 tokens each, 8 places: the last pop may bring 2 remaining samples for one place.
+    (engine,) = sharing_engines([5] * 12, 3, engines=1, places=8)
     play_in_step([engine])
     assert engine.steps == 25, "36 samples of 5 tokens in 8 places: four full rounds and one of 4"
     assert all(8 <= load <= 9 for load in engine.loads[:20])
 
 
 def test_a_group_larger_than_the_engine_is_sampled_too():
-    (engine,) = claiming_engines([4], 6, engines=1, places=2)
+    (engine,) = sharing_engines([4], 6, engines=1, places=2)
     play_in_step([engine])
     assert len(engine.made) == 6 and engine.steps == 12
 
 
 def test_an_engine_that_wakes_late_finds_its_even_share():
-    early, late = claiming_engines([50] * 8, 1, engines=2, places=100)
+    early, late = sharing_engines([50] * 8, 1, engines=2, places=100)
     for _ in range(49):
         early.step()
     late.step()
@@ -126,7 +126,7 @@ def test_an_engine_that_wakes_late_finds_its_even_share():
 
 
 def test_an_engine_that_has_finished_something_takes_what_another_has_not_begun():
-    early, late = claiming_engines([5] * 8, 2, engines=2, places=4)
+    early, late = sharing_engines([5] * 8, 2, engines=2, places=4)
     while early.step():
         pass
     assert len(early.made) == 16 and not late.step()
@@ -134,23 +134,23 @@ def test_an_engine_that_has_finished_something_takes_what_another_has_not_begun(
 
 def test_nothing_is_drawn_while_sequences_wait_for_the_kv_cache():
     work_queue = WorkQueue(dist.HashStore(), make_requests([5] * 9, 1), ONE_ENGINE, 4)
-    assert len(work_queue.take(Load(0, 0))) == 4
-    work_queue.finished(Generated((0, 0), (3,) * 5, (0.0,) * 5, "stop"))
-    assert work_queue.take(Load(3, 1)) == []
-    assert [request.key for request in work_queue.take(Load(3, 0))] == [(4, 0)]
+    assert len(work_queue.pop(Load(0, 0))) == 4
+    work_queue.finished(RequestResult((0, 0), (3,) * 5, (0.0,) * 5, "stop"))
+    assert work_queue.pop(Load(3, 1)) == []
+    assert [request.key for request in work_queue.pop(Load(3, 0))] == [(4, 0)]
 
 
-def test_rests_of_the_longest_scouts_come_first():
+def test_remaining_samples_of_the_longest_first_samples_come_first():
     work_queue = WorkQueue(dist.HashStore(), make_requests([1, 1, 1, 1], 2), ONE_ENGINE, 4)
-    assert [request.key for request in work_queue.take(Load(0, 0))] == [(0, 0), (1, 0), (2, 0), (3, 0)]
+    assert [request.key for request in work_queue.pop(Load(0, 0))] == [(0, 0), (1, 0), (2, 0), (3, 0)]
     for _ in range(5):
-        work_queue.take(Load(4, 0))
-    work_queue.finished(Generated((1, 0), (3,) * 2, (0.0,) * 2, "stop"))
-    work_queue.finished(Generated((2, 0), (3,) * 3, (0.0,) * 3, "stop"))
-    # Scouts 0 and 3 have run for 6 steps and are not done, 2 had 3 tokens, 1 had 2.
-    order = [work_queue.take(Load(3, 0))[0].key for _ in range(4)]
+        work_queue.pop(Load(4, 0))
+    work_queue.finished(RequestResult((1, 0), (3,) * 2, (0.0,) * 2, "stop"))
+    work_queue.finished(RequestResult((2, 0), (3,) * 3, (0.0,) * 3, "stop"))
+    # First samples 0 and 3 have run for 6 steps and are not done, 2 had 3 tokens, 1 had 2.
+    order = [work_queue.pop(Load(3, 0))[0].key for _ in range(4)]
     assert order == [(0, 1), (3, 1), (2, 1), (1, 1)]
-    assert work_queue.take(Load(0, 0)) == []
+    assert work_queue.pop(Load(0, 0)) == []
 
 
 def test_all_ranks_of_an_engine_are_given_the_same():
@@ -163,12 +163,12 @@ def test_all_ranks_of_an_engine_are_given_the_same():
     assert speaker.made == other.made and len(speaker.made) == 15
 
 
-def test_a_rank_that_is_not_told_says_so_after_the_stores_timeout():
+def test_a_rank_raises_where_nothing_is_published_within_the_stores_timeout():
     store = dist.HashStore()
     store.set_timeout(timedelta(seconds=0.05))
     work_queue = WorkQueue(store, make_requests([3], 3), Mesh(3, 4, 1, 1, 2), 4)
-    with pytest.raises(RuntimeError, match="rank 3 waited 0 s to be told what engine 1 samples next"):
-        work_queue.take(Load(0, 0))
+    with pytest.raises(RuntimeError, match="rank 3 waited 0 s to read what engine 1 samples next"):
+        work_queue.pop(Load(0, 0))
 
 
 @pytest.mark.parametrize("engine_size", [1, 2])
@@ -179,7 +179,7 @@ def test_no_key_stays_in_the_store(engine_size: int):
     play_in_step(played)
     assert store.num_keys() > 0
     for engine in played:
-        engine.source.forget()
+        engine.source.close()
     assert store.num_keys() == 0
 
 
@@ -188,7 +188,7 @@ def test_rare_long_answers_idle_at_most_half_as_long_as_with_fixed_shares(engine
     ours, fixed = [], []
     for seed in range(10):
         lengths = one_in_50_is_20_times_longer(prompts, seed)
-        ours.append(play_in_step(claiming_engines(lengths, 4, engines, places=8)))
+        ours.append(play_in_step(sharing_engines(lengths, 4, engines, places=8)))
         requests_PG = make_requests(lengths, 4)
         shares = [list(chain(*requests_PG[engine::engines])) for engine in range(engines)]
         fixed.append(play_in_step([PlayedEngine(AllAtOnce(share), 8) for share in shares]))
@@ -209,5 +209,5 @@ def test_a_group_stays_the_same_whoever_draws_it():
     work_queue = [
         WorkQueue(dist.HashStore(), requests_PG, engine_mesh(e, n), 64) for e, n in ((0, 1), (0, 2))
     ]
-    alone, shared = ({request.key: request for request in one.take(Load(0, 0))} for one in work_queue)
+    alone, shared = ({request.key: request for request in one.pop(Load(0, 0))} for one in work_queue)
     assert all(alone[key] == request for key, request in shared.items())

@@ -1,5 +1,6 @@
 """How buckets of weights travel between ranks: by sends and receives, or, between processes of one machine that compute
-on CPU, through memory that they share, which spares the way through the network stack."""
+on CPU, through memory that they share, without the network stack.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from rlmath.distributed.device import Device
 from rlmath.rollout.weight_sync.reshard_plan import Copy, RankRound
 
 
-class Exchange(Protocol):
+class Transport(Protocol):
     """Carries the rounds of one sync, in order; `start` may be called for the next round before `finish` of this."""
 
     def start(self, number: int) -> None:
@@ -86,8 +87,8 @@ def _segments(
 
 
 class SharedBuckets:
-    """Every rank packs into memory of its own, which the others read. With two buckets, all have read the one that is
-    written next once all have met for the one before."""
+    """Every rank packs into memory of its own, which the others read. With two buckets, a barrier per round suffices:
+    all have read a bucket before it is written again, since all have passed the barrier of the round between."""
 
     def __init__(
         self,
@@ -104,7 +105,7 @@ class SharedBuckets:
         ]
 
     def start(self, number: int) -> None:
-        """Nothing travels by itself here."""
+        """Nothing to do: the others read this rank's memory in `finish`."""
 
     def finish(self, number: int) -> dict[int, Tensor]:
         round_, turn = self._rounds[number], number % 2
@@ -117,5 +118,5 @@ class SharedBuckets:
         }
 
     def close(self) -> None:
-        # Nobody writes the next sync's first bucket while it is still read.
+        # No rank may write the next sync's first bucket while another still reads it.
         dist.barrier()

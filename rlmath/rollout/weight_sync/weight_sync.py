@@ -1,7 +1,10 @@
-"""New weights from the policy's shards into the engines, in memory, as the plan says.
+"""Where new weights reach vLLM: from the policy's shards into the engines' parameters, in memory.
 
-A rank copies what it holds itself and sends only what others lack, in buckets; nobody ever holds a whole model beside
-its shard, its engine's weights and the buckets.
+    WeightSync.run(step) -> WeightTransfer.run -> engine parameters written -> checksums -> probe of the engine
+
+`WeightTransfer` carries out a plan (`reshard_plan`) round by round: a rank copies what its own shard holds and sends
+only what other ranks lack, in buckets. No rank ever holds a whole model beside its shard, its engine's weights and the
+buckets. `WeightSync` is what the trainer has: the transfer, and the checks that are due.
 """
 
 from __future__ import annotations
@@ -29,7 +32,7 @@ from rlmath.rollout.weight_sync.checksums import SyncChecksums
 from rlmath.rollout.weight_sync.logprob_probe import Probe
 from rlmath.rollout.weight_sync.reshard_plan import Copy, RankRound, cells, plan_cell, rank_rounds
 from rlmath.rollout.weight_sync.shard_layouts import TIED_HEAD, TrainingLayout, parameter_key
-from rlmath.rollout.weight_sync.transport import Exchange, Messages, SharedBuckets, elements
+from rlmath.rollout.weight_sync.transport import Messages, SharedBuckets, Transport, elements
 
 
 def hf_stream(chunks: Sequence[torch.nn.Module], shape: ModelShape, mesh: Mesh):
@@ -56,7 +59,61 @@ class SyncReport:
 
 
 class WeightSync:
-    """Brings one engine's weights up to the policy's, again and again. Building it is a collective, and so is `run`."""
+    """Brings the engine's weights up to the policy's before every step, and checks that they arrived.
+
+    `run` writes them while the engine's KV cache sleeps; `probe_engine` follows once the engine is awake. What is due
+    every N syncs (`SyncConfig`) is due at step 0, N, 2 N, ...: it follows from the step alone, so that a resumed run
+    checks at the same steps.
+    """
+
+    def __init__(self, transfer: WeightTransfer, probe: Probe, settings: SyncConfig) -> None:
+        self._transfer = transfer
+        self._probe = probe
+        self._settings = settings
+        self._step = 0
+        self.report: SyncReport | None = None
+        """Of the last sync."""
+
+    def run(self, step: int) -> None:
+        """Sync the weights that step `step` (from 0) samples with. A collective of all ranks.
+
+        RuntimeError on all ranks where a checksum was due and differs.
+        """
+        self._step = step
+        self.report = self._transfer.run(check=self._is_due(self._settings.checksum_every))
+        if self._is_due(self._settings.probe_every):
+            self._probe.ask_policy()
+
+    def probe_engine(self) -> dict[str, float]:
+        """Metrics of the probe, where it is due. RuntimeError on all ranks where the two sides differ too much."""
+        if not self._is_due(self._settings.probe_every):
+            return {}
+        result, threshold = self._probe.ask_engine(), self._settings.probe_threshold
+        if not result.mean <= threshold:
+            raise RuntimeError(
+                f"the probe after weight sync {self._step + 1}: log-probs of engine {result.engine} and of the policy "
+                f"differ by {result.mean:.3g} nats per token (at most {result.largest:.3g}); sync.probe_threshold is "
+                f"{threshold:g}. The engine does not have the policy's weights, or computes otherwise: what it "
+                "samples is not on-policy"
+            )
+        return {"sync/probe_difference": result.mean, "sync/probe_difference_max": result.largest}
+
+    def _is_due(self, every: int) -> bool:
+        return every > 0 and self._step % every == 0
+
+    def metrics(self) -> dict[str, float]:
+        """What the last sync moved on this rank (GiB), and the seconds of it that vLLM spent packing matrices."""
+        assert self.report is not None
+        return {
+            "sync/copied_gib": self.report.bytes_copied / 2**30,
+            "sync/sent_gib": self.report.bytes_sent / 2**30,
+            "sync/received_gib": self.report.bytes_received / 2**30,
+            "seconds/sync_packing": self.report.packing_seconds,
+        }
+
+
+class WeightTransfer:
+    """Writes the policy's weights into one engine, again and again. Building it is a collective, and so is `run`."""
 
     def __init__(
         self,
@@ -88,9 +145,9 @@ class WeightSync:
         self._sources = _source_matrices(chunks, shape)
         self._new_checksums = partial(SyncChecksums, shape, layout, mesh, device)
         self._planned_rows = _planned_rows(self._rounds)
-        self._report_bytes = tuple(
-            count(mesh.rank) for count in (plan.bytes_copied, plan.bytes_sent, plan.bytes_received)
-        )
+        self._bytes_copied = plan.bytes_copied(mesh.rank)
+        self._bytes_sent = plan.bytes_sent(mesh.rank)
+        self._bytes_received = plan.bytes_received(mesh.rank)
 
     @torch.no_grad()
     def run(self, check: bool = False) -> SyncReport:
@@ -101,21 +158,27 @@ class WeightSync:
         started = time.perf_counter()
         checksums = self._new_checksums() if check else None
         self._weights.begin(self._planned_rows)
-        exchange = self._exchange()
-        exchange.start(0)
+        transport = self._open_transport()
+        transport.start(0)
         for number, round_ in enumerate(self._rounds):
             if number + 1 < len(self._rounds):
-                exchange.start(number + 1)
-            self._finish_round(exchange, number, round_, checksums)
-        exchange.close()
+                transport.start(number + 1)
+            self._finish_round(transport, number, round_, checksums)
+        transport.close()
         self._weights.end()
         if checksums is not None:
             self._compare(checksums)
         synchronize(self._device)
         seconds = time.perf_counter() - started
-        return SyncReport(seconds, self._weights.packing_seconds, *self._report_bytes)
+        return SyncReport(
+            seconds=seconds,
+            packing_seconds=self._weights.packing_seconds,
+            bytes_copied=self._bytes_copied,
+            bytes_sent=self._bytes_sent,
+            bytes_received=self._bytes_received,
+        )
 
-    def _exchange(self) -> Exchange:
+    def _open_transport(self) -> Transport:
         dtype = self._weights.dtype
         if self._memory is None:
             return Messages(self._rounds, self._pack, dtype, self._device)
@@ -130,17 +193,17 @@ class WeightSync:
             )
 
     def _finish_round(
-        self, exchange: Exchange, number: int, round_: RankRound, checksums: SyncChecksums | None
+        self, transport: Transport, number: int, round_: RankRound, checksums: SyncChecksums | None
     ) -> None:
+        """Parameters that need no other rank are completed while the others' parts travel."""
         local: dict[str, list[Copy]] = defaultdict(list)
         for copy in round_.local:
             local[copy.target_parameter].append(copy)
         awaited = {c.target_parameter for copies in round_.receives.values() for c in copies}
-        # What needs nobody else is done while the others' parts travel.
         for name in round_.complete:
             if name not in awaited:
                 self._complete(name, local[name], checksums)
-        for peer, bucket in exchange.finish(number).items():
+        for peer, bucket in transport.finish(number).items():
             _unpack(round_.receives[peer], bucket, self._weights)
         for name in round_.complete:
             if name in awaited:
@@ -204,54 +267,3 @@ def _planned_rows(rounds: Sequence[RankRound]) -> dict[str, int]:
         for copy in (*round_.local, *(c for copies in round_.receives.values() for c in copies)):
             rows[copy.target_parameter] = max(rows[copy.target_parameter], copy.target_row + copy.rows)
     return dict(rows)
-
-
-class CheckedSync:
-    """Call it to bring the engine's weights up to the policy's; then, with the engine awake, `probe_engine`.
-
-    What is due every N syncs is done at the first one, too.
-    """
-
-    def __init__(self, sync: WeightSync, probe: Probe, settings: SyncConfig) -> None:
-        self._sync = sync
-        self._probe = probe
-        self._settings = settings
-        self.count = 0
-        """Syncs so far, those of the run that this one goes on from included."""
-        self.report: SyncReport | None = None
-        """Of the last sync."""
-
-    def _due(self, every: int) -> bool:
-        return every > 0 and (self.count - 1) % every == 0
-
-    def __call__(self) -> None:
-        self.count += 1
-        self.report = self._sync.run(check=self._due(self._settings.checksum_every))
-        if self._due(self._settings.probe_every):
-            self._probe.ask_policy()
-
-    def probe_engine(self) -> dict[str, float]:
-        """Metrics of the probe, where it is due. RuntimeError on all ranks where the two sides differ too much."""
-        if not self._due(self._settings.probe_every):
-            return {}
-        result, threshold = self._probe.ask_engine(), self._settings.probe_threshold
-        if not result.mean <= threshold:
-            raise RuntimeError(
-                f"the probe after weight sync {self.count}: log-probs of engine {result.engine} and of the policy "
-                f"differ by {result.mean:.3g} nats per token (at most {result.largest:.3g}); sync.probe_threshold is "
-                f"{threshold:g}. The engine does not have the policy's weights, or computes otherwise: what it "
-                "samples is not on-policy"
-            )
-        return {"sync/probe_difference": result.mean, "sync/probe_difference_max": result.largest}
-
-    def metrics(self) -> dict[str, float]:
-        """What the last sync moved on this rank (GiB), and the seconds of it that vLLM spent packing matrices."""
-        assert self.report is not None
-        moved = {
-            "copied": self.report.bytes_copied,
-            "sent": self.report.bytes_sent,
-            "received": self.report.bytes_received,
-        }
-        return {f"sync/{name}_gib": count / 2**30 for name, count in moved.items()} | {
-            "seconds/sync_packing": self.report.packing_seconds
-        }
