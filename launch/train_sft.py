@@ -15,7 +15,7 @@ from dataclasses import replace
 
 from rlmath.config.load import load_config, split_arguments
 from rlmath.config.schema import Config
-from rlmath.data.sft_dataset import SftInputs, load_sft_inputs
+from rlmath.data.dataset import SftInputs, load_sft_inputs
 from rlmath.distributed import process
 from rlmath.distributed.device import environment_world_size
 from rlmath.distributed.rendezvous import Rendezvous

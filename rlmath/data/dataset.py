@@ -1,11 +1,15 @@
-"""What a run reads before it starts: tokenizer and prompts."""
+"""All data that a run reads before it starts: tokenizer, training prompts or sequences, validation problems.
+
+GRPO reads prompts (`load_inputs`, `load_validation`), supervised training reads sequences (`load_sft_inputs`); a dry
+run without a tokenizer counts prompts (`load_prompt_files`). They share the files and weights of `data`, the order of
+use, and the checks of the vocabulary and of the warm-up.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-
-from transformers import PreTrainedTokenizerFast
+from typing import TYPE_CHECKING
 
 from rlmath.algorithms.types import Prompt
 from rlmath.config.length_curriculum import (
@@ -17,30 +21,41 @@ from rlmath.config.length_curriculum import (
 )
 from rlmath.config.model_shape import ModelShape
 from rlmath.config.schema import Config, DataConfig
-from rlmath.data.filter_report import FilterReport, dropped_share
-from rlmath.data.loader import PromptOrder, Share, check_weights, load_prompts, shares_of, with_unique_names
-from rlmath.data.readers import PromptFile, PromptRow, read_prompts
-from rlmath.data.rows import UnusableRow
-from rlmath.data.templates import render
-from rlmath.data.tokenizer import load_tokenizer, prompt_tokens, stop_token_ids
+from rlmath.data.files import UnusableRow
+from rlmath.data.formats import read_prompts
+from rlmath.data.loader import (
+    FilterReport,
+    PromptOrder,
+    check_weights,
+    dropped_share,
+    load_prompts,
+    shares_of,
+    with_unique_names,
+)
+from rlmath.data.sft_sequences import SequenceReport, WrittenSequence, load_sequences, split_held_out
+from rlmath.data.tokenizer import load_tokenizer, prompt_tokens, render, stop_token_ids
 from rlmath.rewards.verifier import check_tasks
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
 
 
 @dataclass(frozen=True)
-class Inputs:
+class PromptFiles:
     """The prompts that are left after filtering, and the order of their use."""
 
-    tokenizer: PreTrainedTokenizerFast
     prompts: list[Prompt]
+    """Of all files, one behind the other."""
     order: PromptOrder
-    stop_token_ids: tuple[int, ...]
-    """Tokens that end a completion."""
     total_steps: int
     """Steps of the whole run."""
-    lines: tuple[str, ...]
-    """What the console should say about the data."""
-    reports: tuple[FilterReport, ...] = ()
+    reports: tuple[FilterReport, ...]
     """What became of the rows, file by file."""
+
+    @property
+    def lines(self) -> tuple[str, ...]:
+        """For the console."""
+        return (*(line for report in self.reports for line in report.lines()), self.order.line())
 
     @property
     def unusable(self) -> tuple[UnusableRow, ...]:
@@ -53,56 +68,67 @@ class Inputs:
         return dropped_share(self.reports)
 
 
+@dataclass(frozen=True)
+class Inputs(PromptFiles):
+    """What GRPO trains on."""
+
+    tokenizer: PreTrainedTokenizerFast
+    stop_token_ids: tuple[int, ...]
+    """Tokens that end a completion."""
+
+
+@dataclass(frozen=True)
+class SftInputs:
+    """What supervised training trains on: the sequences that are left after filtering."""
+
+    sequences: list[WrittenSequence]
+    held_out: list[WrittenSequence]
+    """Only evaluated on; empty where nothing is evaluated."""
+    order: PromptOrder
+    """Of `sequences`."""
+    total_steps: int
+    """Steps of the whole run."""
+    lines: tuple[str, ...]
+    """For the console."""
+    reports: tuple[SequenceReport, ...]
+    """What became of the rows, file by file."""
+
+
+# ---------------------------------------------------------------- prompts
+
+
 def load_inputs(config: Config, shape: ModelShape) -> Inputs:
     """ValueError for unreadable data, too few prompts for one step, or tokens that the model does not know."""
     tokenizer = load_tokenizer(config.model.path)
-    data = config.data
-    prompts, shares, reports = _load_files(data, tokenizer)
+    found = load_prompt_files(config, tokenizer)
+    sequences = [*(prompt.token_ids for prompt in found.prompts), (tokenizer.eos_token_id,)]
+    check_vocabulary(sequences, tokenizer, shape.vocab_size, "data.train_path")
+    stops = stop_token_ids(config.model.path, tokenizer)
+    return Inputs(found.prompts, found.order, found.total_steps, found.reports, tokenizer, stops)
+
+
+def load_prompt_files(config: Config, tokenizer: PreTrainedTokenizerFast | None) -> PromptFiles:
+    """The prompts of all training files; without a tokenizer they are only counted. Errors: as `load_inputs`."""
+    data, paths = config.data, train_paths(config.data)
+    files = [
+        load_prompts(
+            path, tokenizer, data.max_prompt_tokens, data.format, data.template, data.max_unusable_share
+        )
+        for path in paths
+    ]
+    prompts = with_unique_names([(path, found) for path, (found, _) in zip(paths, files, strict=True)])
     if config.reward.function is None:
         check_tasks(prompt.task for prompt in prompts)
-    _check_vocabulary(prompts, tokenizer, shape.vocab_size)
-    order = PromptOrder(len(prompts), data.prompts_per_step, config.run.seed, data.shuffle, shares)
-    total_steps = checked_steps(config, order)
-    stops = stop_token_ids(config.model.path, tokenizer)
-    lines = (*(line for report in reports for line in report.lines()), order.line())
-    return Inputs(tokenizer, prompts, order, stops, total_steps, lines, reports)
-
-
-def train_paths(data: DataConfig) -> list[str]:
-    """All files and folders of training prompts."""
-    return [data.train_path, *data.more_train_paths]
-
-
-def _load_files(
-    data: DataConfig, tokenizer: PreTrainedTokenizerFast
-) -> tuple[list[Prompt], tuple[Share, ...], tuple[FilterReport, ...]]:
-    """The prompts of all files one behind the other, how often each file's come, and what became of the rows."""
-    paths = train_paths(data)
-    check_weights(paths, data.train_weights)
-    how = (data.max_prompt_tokens, data.format, data.template, data.max_unusable_share)
-    files = [load_prompts(path, tokenizer, *how) for path in paths]
-    shares = shares_of([len(prompts) for prompts, _ in files], data.train_weights)
-    named = with_unique_names([(path, prompts) for path, (prompts, _) in zip(paths, files, strict=True)])
-    return named, shares, tuple(report for _, report in files)
-
-
-def checked_steps(config: Config, order: PromptOrder) -> int:
-    """Steps of the whole run; ValueError where they are too few for the settings, or the prompts are."""
+    order = order_of(config, [len(found) for found, _ in files])
     total_steps = planned_steps(config, order.steps_per_epoch)
     if config.selection.dynamic_sampling is not None:
         _check_extra_prompts(config.selection.max_extra_prompts, order)
-    _check_warmup(config, total_steps)
-    return total_steps
-
-
-def _check_vocabulary(prompts: list[Prompt], tokenizer: PreTrainedTokenizerFast, vocab_size: int) -> None:
-    largest = max(prompts, key=lambda prompt: max(prompt.token_ids))
-    found = max(*largest.token_ids, tokenizer.eos_token_id)
-    if found >= vocab_size:
-        raise ValueError(
-            f'the tokenizer gives token {found} (prompt "{largest.prompt_id}" or its eos_token), the model has '
-            f"{vocab_size} (vocab_size in config.json); use the tokenizer that belongs to the model"
-        )
+    algorithm = config.algorithm
+    counted = (
+        f"{total_steps} steps x {algorithm.n_minibatches} minibatches x {algorithm.epochs} epochs over them"
+    )
+    check_warmup(config, most_updates(config, total_steps), counted)
+    return PromptFiles(prompts, order, total_steps, tuple(report for _, report in files))
 
 
 def _check_extra_prompts(extra: int, order: PromptOrder) -> None:
@@ -114,19 +140,84 @@ def _check_extra_prompts(extra: int, order: PromptOrder) -> None:
         )
 
 
+# ---------------------------------------------------------------- sequences
+
+
+def load_sft_inputs(config: Config, shape: ModelShape) -> SftInputs:
+    """ValueError for unreadable data, too few sequences for one step, or tokens that the model does not know."""
+    tokenizer = load_tokenizer(config.model.path)
+    data, sft, paths = config.data, config.sft, train_paths(config.data)
+
+    def load(path: str) -> tuple[list[WrittenSequence], SequenceReport]:
+        return load_sequences(
+            path, tokenizer, data.template, sft.max_sequence_tokens, data.max_unusable_share
+        )
+
+    files = [load(path) for path in paths]
+    if sft.held_out_path is None:
+        split = [split_held_out(found, sft.held_out_share, config.run.seed) for found, _ in files]
+    else:
+        split = [(found, []) for found, _ in files]
+        files.append(load(sft.held_out_path))
+        split.append(([], files[-1][0]))
+    sequences = [one for train, _ in split for one in train]
+    held_out = [one for _, held in split for one in held]
+    token_ids = [ids for one in (*sequences, *held_out) for ids in (one.prompt_ids, one.completion_ids)]
+    check_vocabulary(token_ids, tokenizer, shape.vocab_size, "data.train_path")
+    order = order_of(config, [len(train) for train, _ in split[: len(paths)]])
+    total_steps = planned_steps(config, order.steps_per_epoch)
+    check_warmup(config, total_steps, "one a step")
+    reports = tuple(report for _, report in files)
+    lines = (*(report.line() for report in reports), order.line(), f"Held out: {len(held_out)} sequences.")
+    evaluated = held_out if sft.eval_every_steps is not None else []
+    return SftInputs(sequences, evaluated, order, total_steps, lines, reports)
+
+
+# ---------------------------------------------------------------- what both share
+
+
+def train_paths(data: DataConfig) -> list[str]:
+    """All files and folders of training data. ValueError where their weights do not match them."""
+    paths = [data.train_path, *data.more_train_paths]
+    check_weights(paths, data.train_weights)
+    return paths
+
+
+def order_of(config: Config, counts: Sequence[int]) -> PromptOrder:
+    """The order of use of files that have so many prompts or sequences left."""
+    data = config.data
+    shares = shares_of(counts, data.train_weights)
+    return PromptOrder(sum(counts), data.prompts_per_step, config.run.seed, data.shuffle, shares)
+
+
+def check_vocabulary(
+    sequences: Iterable[Sequence[int]], tokenizer: PreTrainedTokenizerFast, vocab_size: int, source: str
+) -> None:
+    """ValueError for a token that the model does not know. `sequences` have at least one token each."""
+    found = max(map(max, sequences))
+    if found >= vocab_size:
+        raise ValueError(
+            f"{source}: the tokenizer gives token {found} ({tokenizer.convert_ids_to_tokens(found)!r}), the model has "
+            f"{vocab_size} (vocab_size in config.json); use the tokenizer that belongs to the model"
+        )
+
+
 def most_updates(config: Config, total_steps: int) -> int:
-    """Optimizer steps of a run that discards nothing."""
+    """Optimizer steps of a GRPO run that discards nothing."""
     return total_steps * config.algorithm.n_minibatches * config.algorithm.epochs
 
 
-def _check_warmup(config: Config, total_steps: int) -> None:
-    updates = most_updates(config, total_steps)
-    if updates <= config.optimizer.warmup_steps:
+def check_warmup(config: Config, updates: int, counted: str) -> None:
+    """ValueError for a warm-up as long as the run; `counted` says where its `updates` optimizer steps come from."""
+    warmup = config.optimizer.warmup_steps
+    if updates <= warmup:
         raise ValueError(
-            f"optimizer.warmup_steps is {config.optimizer.warmup_steps}; the run has {updates} optimizer steps "
-            f"({total_steps} steps x {config.algorithm.n_minibatches} minibatches x {config.algorithm.epochs} epochs "
-            "over them) and would never reach optimizer.lr; lower it"
+            f"optimizer.warmup_steps is {warmup}; the run has {updates} optimizer steps ({counted}) and would never "
+            "reach optimizer.lr; lower it"
         )
+
+
+# ---------------------------------------------------------------- validation
 
 
 @dataclass(frozen=True)
@@ -149,18 +240,19 @@ class ValidationFile:
 
     def line(self) -> str:
         """For the console."""
-        told = f"Validation {self.name}: {self.problems} problems"
+        text = f"Validation {self.name}: {self.problems} problems"
         if self.too_long:
-            told += f", {self.too_long} of them too long for the context, which count as wrong"
+            text += f", {self.too_long} of them too long for the context, which count as wrong"
         if self.unusable:
-            told += f"; {len(self.unusable)} rows cannot be used ({self.unusable[0]})"
-        return told
+            text += f"; {len(self.unusable)} rows cannot be used ({self.unusable[0]})"
+        return text
 
 
 def load_validation(
-    config: Config, tokenizer: PreTrainedTokenizerFast, vocab_size: int
+    config: Config, tokenizer: PreTrainedTokenizerFast | None, vocab_size: int
 ) -> tuple[ValidationFile, ...]:
-    """What `validation.paths` hold; nothing where the run does not validate.
+    """What `validation.paths` hold; nothing where the run does not validate. Without a tokenizer, problems are only
+    counted.
 
     Errors: ValueError for a file that cannot be read or has no problem that can be sampled, and for tokens that the
     model does not know.
@@ -169,18 +261,26 @@ def load_validation(
         return ()
     paths = config.validation.paths
     return tuple(
-        _load(name, path, config, tokenizer, vocab_size)
+        _load_validation_file(name, path, config, tokenizer, vocab_size)
         for name, path in zip(validation_names(paths), paths, strict=True)
     )
 
 
-def _load(
-    name: str, path: str, config: Config, tokenizer: PreTrainedTokenizerFast, vocab_size: int
+def _load_validation_file(
+    name: str, path: str, config: Config, tokenizer: PreTrainedTokenizerFast | None, vocab_size: int
 ) -> ValidationFile:
-    file = read_prompts(path)
+    file, prompts = read_prompts(path), []
     room = engine_length(config) - validation_tokens(config)
     template = config.validation.template or config.data.template
-    prompts = [prompt for prompt in _prompts(file.rows, template, tokenizer) if len(prompt.token_ids) <= room]
+    for row in file.rows:
+        text, token_ids = row.prompt, []
+        if tokenizer is not None:
+            text = render(row, template, tokenizer)
+            (token_ids,) = prompt_tokens([text], tokenizer)
+        if tokenizer is None or 0 < len(token_ids) <= room:
+            prompts.append(
+                Prompt(row.query_id, text, tuple(token_ids), row.solutions, row.task, row.more_json)
+            )
     if not prompts:
         raise ValueError(
             f"validation.paths: {path} has no problem to sample: {len(file.rows)} can be read, and none of them leaves "
@@ -189,25 +289,8 @@ def _load(
         )
     if config.reward.function is None:
         check_tasks(prompt.task for prompt in prompts)
-    largest = max(max(prompt.token_ids) for prompt in prompts)
-    if largest >= vocab_size:
-        raise ValueError(
-            f"validation.paths: {path} has token {largest}, and the model only {vocab_size} (vocab_size in "
-            "config.json); use the tokenizer that belongs to the model"
-        )
-    return ValidationFile(name, prompts, len(file.rows) - len(prompts), _unusable(file))
-
-
-def _prompts(
-    rows: Sequence[PromptRow], template: str, tokenizer: PreTrainedTokenizerFast
-) -> Iterator[Prompt]:
-    """Those that have any token."""
-    for row in rows:
-        text = render(row, template, tokenizer)
-        (token_ids,) = prompt_tokens([text], tokenizer)
-        if token_ids:
-            yield Prompt(row.query_id, text, tuple(token_ids), row.solutions, row.task, row.more_json)
-
-
-def _unusable(file: PromptFile) -> tuple[str, ...]:
-    return tuple(f"{row.where}: {row.reason}" for row in file.unusable)
+    if tokenizer is not None:
+        token_ids = (prompt.token_ids for prompt in prompts)
+        check_vocabulary(token_ids, tokenizer, vocab_size, f"validation.paths: {path}")
+    unusable = tuple(f"{row.where}: {row.reason}" for row in file.unusable)
+    return ValidationFile(name, prompts, len(file.rows) - len(prompts), unusable)

@@ -1,4 +1,8 @@
-"""Small JSON files beside prompts and models."""
+"""Rows of prompt files as they lie on disk: JSON lines, parquet, Arrow, and the folders of downloaded data sets.
+
+The records of rows stand first, then the choice of a folder's files, then one reader for each kind of file. What a
+row's columns mean is in `formats`.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +11,7 @@ import json
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
@@ -14,7 +19,121 @@ import pyarrow as pa
 import pyarrow.ipc
 import pyarrow.parquet as pq
 
-from rlmath.data.rows import MAX_LINE_BYTES, RawRow, short
+MAX_LINE_BYTES = 8 * 2**20
+"""Longest line that is read (bytes), and longest text of a column; the longest row of boba_106k is far below."""
+_SPLIT = "train"
+_SUFFIXES = (".parquet", ".arrow", ".jsonl")
+_SHARD = re.compile(r"(?P<name>.+?)-(?P<number>\d{5})-of-(?P<count>\d{5})(?:-[0-9a-f]+)?\.\w+")
+"""train-00000-of-00002.parquet; with a hash behind where it was uploaded before 2024."""
+_NUMBERED = re.compile(r"\d{4,}\.\w+")
+"""0000.parquet, 0001.parquet: the shards of the split that is named by their folder."""
+_BATCH_ROWS = 256
+_MAX_BATCH_BYTES = 2**30
+"""A batch of rows that takes more memory is refused (bytes)."""
+_START_CHARS = 60
+_ONE_A_LINE = "; jq -c '.[]' writes an array's objects one per line"
+_BOM = b"\xef\xbb\xbf"
+_OTHER_KINDS = {
+    b"version https://git-lfs": "is a pointer of Git LFS, not the file itself; run git lfs pull in its folder",
+    b"\x1f\x8b": "is compressed by gzip; unpack it with gunzip",
+    b"\x28\xb5\x2f\xfd": "is compressed by zstd; unpack it with unzstd",
+    b"\xfd7zXZ": "is compressed by xz; unpack it with unxz",
+    b"PK\x03\x04": "is a zip archive; unpack it with unzip",
+    b"\xff\xfe": "is text in UTF-16; save it as UTF-8",
+    b"\xfe\xff": "is text in UTF-16; save it as UTF-8",
+}
+"""How files begin that users take for prompts, and what to say of them."""
+
+
+class RowError(ValueError):
+    """Why a row cannot be used."""
+
+
+@dataclass(frozen=True)
+class RawRow:
+    """A row as it lies in its file, before its form is known."""
+
+    where: str
+    """Such as "train.jsonl, line 17", counted from 1."""
+    number: int
+    """Counted from 1 over all files of a folder."""
+    columns: dict | None
+    """None where it cannot be read at all."""
+    reason: str = ""
+    """Why not."""
+    start: str = ""
+
+
+@dataclass(frozen=True)
+class PromptRow:
+    """One problem of a file.
+
+    >>> PromptRow("Compute 1+1.", "math", "q-1", ("\\\\boxed{2}",)).solutions
+    ('\\\\boxed{2}',)
+    """
+
+    prompt: str
+    """The problem; the text that the model continues, template included, where `whole`."""
+    task: str
+    """What kind of judge it needs: "math", or "choice" for a letter of the question's options."""
+    query_id: str
+    """Unique in the file."""
+    solutions: tuple[str, ...]
+    """At least one reference answer."""
+    more_json: str = "{}"
+    """The row's further columns, a JSON object."""
+    whole: bool = True
+    """Whether `prompt` is what the model continues, as it stands."""
+    messages: tuple[tuple[str, str], ...] = ()
+    """(role, content) of the chat that the file has, where it is no whole prompt."""
+
+
+@dataclass(frozen=True)
+class UnusableRow:
+    """A row that is left out."""
+
+    where: str
+    """Such as "train.jsonl, line 17" or "train.parquet, row 17", counted from 1."""
+    reason: str
+    start: str
+    """Its first characters."""
+
+
+@dataclass(frozen=True)
+class PromptFile:
+    """What a file or folder of prompts holds."""
+
+    form: str
+    """A word of data.format."""
+    rows: list[PromptRow]
+    unusable: list[UnusableRow]
+    repeated: int = 0
+    """Rows, left out, that say once more what an earlier one says."""
+
+    @property
+    def unusable_share(self) -> float:
+        """Of all rows (0 to 1)."""
+        return len(self.unusable) / max(1, len(self.rows) + self.repeated + len(self.unusable))
+
+
+def short(value: object, limit: int = 60) -> str:
+    """A value's type and first characters, whatever it is and however large.
+
+    >>> short(17)
+    "int '17'"
+    """
+    text = value[:limit] if isinstance(value, str) else _start_of(value, limit)
+    return f"{type(value).__name__} {text!r}"
+
+
+def _start_of(value: object, limit: int) -> str:
+    try:
+        return str(value)[:limit]
+    except (ValueError, RecursionError):  # an integer of too many digits, a list that is too deep
+        return "..."
+
+
+# ---------------------------------------------------------------- files and folders
 
 
 def read_json_object(file: Path, most_bytes: int = 2**24) -> dict:
@@ -24,7 +143,7 @@ def read_json_object(file: Path, most_bytes: int = 2**24) -> dict:
             raise ValueError(f"it has {file.stat().st_size} bytes, more than {most_bytes}")
         found = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        raise ValueError(f"{file} cannot be read: {error}; download or save it anew") from error
+        raise ValueError(f"{file} cannot be read: {error}; download or save it again") from error
     if not isinstance(found, dict):
         raise ValueError(f"{file}: got {short(found)}; needed: a JSON object")
     return found
@@ -49,18 +168,6 @@ def existing_place(path: str) -> Path:
     near = difflib.get_close_matches(place.name, names, n=1, cutoff=0.5)
     hint = f"; did you mean {str(place.parent / near[0])!r}?" if near else ""
     raise ValueError(f"{path}: no such file{hint}")
-
-
-_SPLIT = "train"
-
-_SUFFIXES = (".parquet", ".arrow", ".jsonl")
-
-_SHARD = re.compile(r"(?P<name>.+?)-(?P<number>\d{5})-of-(?P<count>\d{5})(?:-[0-9a-f]+)?\.\w+")
-"""train-00000-of-00002.parquet; with a hash behind where it was uploaded before 2024."""
-
-
-_NUMBERED = re.compile(r"\d{4,}\.\w+")
-"""0000.parquet, 0001.parquet: the shards of the split that is named by their folder."""
 
 
 def files_of_folder(folder: Path) -> list[Path]:
@@ -101,7 +208,7 @@ def _saved_files(folder: Path) -> list[Path]:
     names = [name for name in found if isinstance(name, str) and Path(name).name == name]
     if not names or len(names) != len(found):
         raise ValueError(
-            f"{folder / 'state.json'} does not name the data files (_data_files); save the data anew"
+            f"{folder / 'state.json'} does not name the data files (_data_files); save the data again"
         )
     missing = [name for name in names if not (folder / name).is_file()]
     if missing:
@@ -143,28 +250,7 @@ def _check_shards(files: list[Path]) -> None:
         )
 
 
-_BATCH_ROWS = 256
-
-_MAX_BATCH_BYTES = 2**30
-"""A batch of rows that takes more memory is refused (bytes)."""
-
-
-_START_CHARS = 60
-
-_ONE_A_LINE = "; jq -c '.[]' writes an array's objects one per line"
-
-_BOM = b"\xef\xbb\xbf"
-
-_OTHER_KINDS = {
-    b"version https://git-lfs": "is a pointer of Git LFS, not the file itself; run git lfs pull in its folder",
-    b"\x1f\x8b": "is compressed by gzip; unpack it with gunzip",
-    b"\x28\xb5\x2f\xfd": "is compressed by zstd; unpack it with unzstd",
-    b"\xfd7zXZ": "is compressed by xz; unpack it with unxz",
-    b"PK\x03\x04": "is a zip archive; unpack it with unzip",
-    b"\xff\xfe": "is text in UTF-16; save it as UTF-8",
-    b"\xfe\xff": "is text in UTF-16; save it as UTF-8",
-}
-"""How files begin that users take for prompts, and what to say of them."""
+# ---------------------------------------------------------------- rows of a file
 
 
 def raw_rows(path: str) -> Iterator[RawRow]:
@@ -256,7 +342,7 @@ def _table_rows(file: Path, batches_of: Callable[[Path], Iterator[pa.RecordBatch
     except (pa.ArrowException, UnicodeError, OSError, EOFError, MemoryError) as error:
         kind = file.suffix.lstrip(".") or "data"
         raise ValueError(
-            f"{file}: no {kind} file, or a damaged one, behind row {number}: {str(error)[:300]}; download it anew"
+            f"{file}: no {kind} file, or a damaged one, behind row {number}: {str(error)[:300]}; download it again"
         ) from error
 
 

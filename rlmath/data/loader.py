@@ -1,26 +1,266 @@
-"""Several files of prompts as one: how often each file's prompts come, and names that stay unique."""
+"""Prompts of the files of a run: which rows are kept, how files are mixed, and which prompts a step uses.
 
-# Shape legend: N prompts kept in all, K places of one epoch.
+`load_prompts` renders, tokenizes and filters the rows of one file, and reports what became of them. Several files are
+mixed by weights (`Share`). `PromptOrder` says which prompts a step uses, as a pure function of the step.
+"""
 
 # Shape legend: P prompts of one step, N prompts kept in all, K places of one epoch.
 
 from __future__ import annotations
 
 import hashlib
+import json
 import math
 import os
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from rlmath.algorithms.types import Prompt
-from rlmath.data.filter_report import EXAMPLES, DroppedPrompt, FilterReport
-from rlmath.data.readers import PromptRow, read_prompts, said
-from rlmath.data.rows import PromptFile
-from rlmath.data.templates import render
-from rlmath.data.tokenizer import prompt_tokens
+from rlmath.data.files import PromptFile, PromptRow, UnusableRow
+from rlmath.data.formats import read_prompts, said
+from rlmath.data.tokenizer import prompt_tokens, render
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+REPORT_NAME = "data_report.json"
+UNUSABLE_NAME = "unusable_rows.jsonl"
+EXAMPLES = 3
+"""Dropped prompts that are shown."""
+_START_CHARS = 60
+_CHUNK = 1000
+"""Prompts tokenized in one call."""
+
+
+# ---------------------------------------------------------------- what became of the rows
+
+
+@dataclass(frozen=True)
+class DroppedPrompt:
+    """An example of what a filter drops."""
+
+    prompt_id: str
+    tokens: int
+    reason: str
+    """Either "too long" or "empty"."""
+    start: str
+    """The first characters of its text."""
+
+
+@dataclass(frozen=True)
+class FilterReport:
+    """What became of the rows of one file. Lengths are tokens, never characters."""
+
+    read: int
+    """Rows that could be used, each once."""
+    kept: int
+    dropped_too_long: int
+    longest_dropped_tokens: int
+    """0 when nothing was dropped."""
+    max_prompt_tokens: int | None
+    """None where rows were only counted, for want of a tokenizer."""
+    dropped_empty: int = 0
+    """Prompts of which the tokenizer makes no token at all."""
+    path: str = ""
+    form: str = ""
+    """A word of data.format."""
+    repeated: int = 0
+    """Rows that an earlier one equals."""
+    unusable: tuple[UnusableRow, ...] = ()
+    examples: tuple[DroppedPrompt, ...] = ()
+
+    @property
+    def dropped(self) -> int:
+        return self.dropped_too_long + self.dropped_empty
+
+    def line(self) -> str:
+        """One line for the console: what the filter did."""
+        name = f"Prompts of {self.path}" if self.path else "Prompts"
+        if self.max_prompt_tokens is None:
+            return f"{name}: {self.read} rows, lengths not counted."
+        if not self.dropped:
+            return (
+                f"{name}: {self.read} read, all kept; none is longer than"
+                f" data.max_prompt_tokens={self.max_prompt_tokens} (lengths counted in tokens)."
+            )
+        share = 100 * self.dropped_too_long / self.read
+        empty = f" {self.dropped_empty} dropped because without any token." if self.dropped_empty else ""
+        return (
+            f"{name}: {self.read} read, {self.kept} kept, {self.dropped_too_long} dropped ({share:.1f}%)"
+            f" because longer than data.max_prompt_tokens={self.max_prompt_tokens} (lengths counted in"
+            f" tokens, not characters; the longest has {self.longest_dropped_tokens} tokens).{empty}"
+        )
+
+    def lines(self) -> tuple[str, ...]:
+        """All lines for the console."""
+        form = (f'{self.path} has the form "{self.form}".',) if self.form else ()
+        shown = tuple(
+            f"  dropped, {one.reason} ({one.tokens} tokens): {one.prompt_id!r}, which begins {one.start!r}"
+            for one in self.examples
+        )
+        return (*form, self.line(), *shown, *self._left_out_lines())
+
+    def _left_out_lines(self) -> tuple[str, ...]:
+        lines = []
+        if self.repeated:
+            lines.append(f"  {self.repeated} further rows repeat earlier ones and are left out.")
+        if self.unusable:
+            first = self.unusable[0]
+            lines.append(
+                f"  {len(self.unusable)} rows cannot be used and are left out; all are listed in {UNUSABLE_NAME}. The"
+                f" first: {first.where}: {first.reason}"
+            )
+        return tuple(lines)
+
+    def record(self) -> dict:
+        """The file's part of data_report.json."""
+        rows = self.read + self.repeated + len(self.unusable)
+        counts = {
+            "kept": self.kept,
+            "too_long": self.dropped_too_long,
+            "empty": self.dropped_empty,
+            "repeated": self.repeated,
+            "unusable": len(self.unusable),
+        }
+        return {
+            "path": self.path,
+            "format": self.form,
+            "rows": rows,
+            **counts,
+            "shares": {name: count / rows for name, count in counts.items()},
+            "max_prompt_tokens": self.max_prompt_tokens,
+            "longest_dropped_tokens": self.longest_dropped_tokens,
+            "examples_dropped": [asdict(one) for one in self.examples],
+        }
+
+
+class RowReport(Protocol):
+    """What data_report.json and unusable_rows.jsonl need of the report of a file."""
+
+    @property
+    def read(self) -> int: ...
+    @property
+    def kept(self) -> int: ...
+    @property
+    def dropped(self) -> int: ...
+    @property
+    def unusable(self) -> tuple[UnusableRow, ...]: ...
+    def record(self) -> dict: ...
+
+
+def dropped_share(reports: Sequence[RowReport]) -> float:
+    """Share of the prompts that could be used and that a filter dropped (0 to 1)."""
+    return sum(report.dropped for report in reports) / max(1, sum(report.read for report in reports))
+
+
+def write_report(folder: str | Path, reports: Sequence[RowReport]) -> None:
+    """data_report.json and unusable_rows.jsonl (empty where all rows are used) in a folder that is there."""
+    whole = {
+        "prompts": sum(report.kept for report in reports),
+        "dropped_share": dropped_share(reports),
+        "files": [report.record() for report in reports],
+    }
+    _write(Path(folder) / REPORT_NAME, [json.dumps(whole, indent=2)])
+    rows = (json.dumps(asdict(row)) for report in reports for row in report.unusable)
+    _write(Path(folder) / UNUSABLE_NAME, rows)
+
+
+def _write(file: Path, lines: Iterable[str]) -> None:
+    scratch = file.with_name(f".{file.name}.tmp")
+    with scratch.open("w", encoding="utf-8") as stream:
+        stream.writelines(f"{line}\n" for line in lines)
+    os.replace(scratch, file)
+
+
+# ---------------------------------------------------------------- prompts of a file
+
+
+def load_prompts(
+    path: str,
+    tokenizer: PreTrainedTokenizerFast | None,
+    max_prompt_tokens: int,
+    form: str = "auto",
+    template: str = "auto",
+    max_unusable_share: float = 0.01,
+) -> tuple[list[Prompt], FilterReport]:
+    """Prompts of the file or folder that have at most `max_prompt_tokens` tokens, in its order.
+
+    Tokenized with the special tokens that the tokenizer adds by itself (often a beginning of sequence, of which a
+    template's own is not doubled). Without a tokenizer, as for a dry run, rows are kept whatever their length, and
+    have no tokens. Errors: ValueError for a file that cannot be read, for more rows that cannot be used than the
+    share, and when no prompt is left.
+    """
+    if max_prompt_tokens < 1:
+        raise ValueError(f"data.max_prompt_tokens is {max_prompt_tokens}; it must be at least 1")
+    file = read_prompts(path, form)
+    _check_unusable(path, file, max_unusable_share)
+    if tokenizer is None:
+        prompts = [_prompt(row, row.prompt, ()) for row in file.rows]
+        return prompts, _report(path, file, [], None)
+    prompts = []
+    dropped: list[DroppedPrompt] = []
+    for row, text, token_ids in _tokenized(file.rows, template, tokenizer):
+        if token_ids and len(token_ids) <= max_prompt_tokens:
+            prompts.append(_prompt(row, text, token_ids))
+        else:
+            reason = "too long" if token_ids else "empty"
+            dropped.append(DroppedPrompt(row.query_id, len(token_ids), reason, row.prompt[:_START_CHARS]))
+    report = _report(path, file, dropped, max_prompt_tokens)
+    if not prompts:
+        raise ValueError(
+            f"{path}: all {report.read} prompts are longer than"
+            f" data.max_prompt_tokens={max_prompt_tokens} tokens (the longest has {report.longest_dropped_tokens})"
+            " or have no token at all; raise data.max_prompt_tokens, or give prompts that this tokenizer knows"
+        )
+    return prompts, report
+
+
+def _report(
+    path: str, file: PromptFile, dropped: list[DroppedPrompt], max_prompt_tokens: int | None
+) -> FilterReport:
+    empty = sum(one.reason == "empty" for one in dropped)
+    return FilterReport(
+        read=len(file.rows),
+        kept=len(file.rows) - len(dropped),
+        dropped_too_long=len(dropped) - empty,
+        longest_dropped_tokens=max((one.tokens for one in dropped), default=0),
+        max_prompt_tokens=max_prompt_tokens,
+        dropped_empty=empty,
+        path=path,
+        form=file.form,
+        repeated=file.repeated,
+        unusable=tuple(file.unusable),
+        examples=tuple(dropped[:EXAMPLES]),
+    )
+
+
+def _check_unusable(path: str, file: PromptFile, allowed: float) -> None:
+    if file.unusable_share > allowed:
+        raise ValueError(
+            f"{path}: {len(file.unusable)} rows, {100 * file.unusable_share:.3g}% of all, cannot be used, more than "
+            f"data.max_unusable_share={allowed:g} allows. The first: {said(file.unusable[:3])}. Mend the file, or "
+            "raise data.max_unusable_share"
+        )
+
+
+def _prompt(row: PromptRow, text: str, token_ids: Sequence[int]) -> Prompt:
+    return Prompt(row.query_id, text, tuple(token_ids), row.solutions, row.task, row.more_json)
+
+
+def _tokenized(
+    rows: list[PromptRow], template: str, tokenizer: PreTrainedTokenizerFast
+) -> Iterator[tuple[PromptRow, str, list[int]]]:
+    """(row, text, tokens) of every row."""
+    for start in range(0, len(rows), _CHUNK):
+        chunk = rows[start : start + _CHUNK]
+        texts = [render(row, template, tokenizer) for row in chunk]
+        yield from zip(chunk, texts, prompt_tokens(texts, tokenizer), strict=True)
+
+
+# ---------------------------------------------------------------- several files
 
 
 @dataclass(frozen=True)
@@ -129,94 +369,7 @@ def with_unique_names(files: Sequence[tuple[str, Sequence[Prompt]]]) -> list[Pro
     return found
 
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
-
-__all__ = ["FilterReport", "PromptOrder", "load_prompts", "permutation"]
-
-_CHUNK = 1000
-"""Prompts tokenized in one call."""
-
-
-_START_CHARS = 60
-
-
-def load_prompts(
-    path: str,
-    tokenizer: PreTrainedTokenizerFast,
-    max_prompt_tokens: int,
-    form: str = "auto",
-    template: str = "auto",
-    max_unusable_share: float = 0.01,
-) -> tuple[list[Prompt], FilterReport]:
-    """Prompts of the file or folder that have at most `max_prompt_tokens` tokens, in its order.
-
-    Tokenized with the special tokens that the tokenizer adds by itself (often a beginning of sequence, of which a
-    template's own is not doubled). Raises ValueError for a file that cannot be read, for more rows that cannot be used
-    than the share, and when no prompt is left.
-    """
-    if max_prompt_tokens < 1:
-        raise ValueError(f"data.max_prompt_tokens is {max_prompt_tokens}; it must be at least 1")
-    file = read_prompts(path, form)
-    check_unusable(path, file, max_unusable_share)
-    prompts: list[Prompt] = []
-    dropped: list[DroppedPrompt] = []
-    for row, text, token_ids in _tokenized(file.rows, template, tokenizer):
-        if token_ids and len(token_ids) <= max_prompt_tokens:
-            prompts.append(_prompt(row, text, token_ids))
-        else:
-            reason = "too long" if token_ids else "empty"
-            dropped.append(DroppedPrompt(row.query_id, len(token_ids), reason, row.prompt[:_START_CHARS]))
-    report = _report(path, file, dropped, max_prompt_tokens)
-    if not prompts:
-        raise ValueError(
-            f"{path}: all {report.read} prompts are longer than"
-            f" data.max_prompt_tokens={max_prompt_tokens} tokens (the longest has {report.longest_dropped_tokens})"
-            " or have no token at all; raise data.max_prompt_tokens, or give prompts that this tokenizer knows"
-        )
-    return prompts, report
-
-
-def _report(
-    path: str, file: PromptFile, dropped: list[DroppedPrompt], max_prompt_tokens: int
-) -> FilterReport:
-    empty = sum(one.reason == "empty" for one in dropped)
-    return FilterReport(
-        read=len(file.rows),
-        kept=len(file.rows) - len(dropped),
-        dropped_too_long=len(dropped) - empty,
-        longest_dropped_tokens=max((one.tokens for one in dropped), default=0),
-        max_prompt_tokens=max_prompt_tokens,
-        dropped_empty=empty,
-        path=path,
-        form=file.form,
-        repeated=file.repeated,
-        unusable=tuple(file.unusable),
-        examples=tuple(dropped[:EXAMPLES]),
-    )
-
-
-def check_unusable(path: str, file: PromptFile, allowed: float) -> None:
-    if file.unusable_share > allowed:
-        raise ValueError(
-            f"{path}: {len(file.unusable)} rows, {100 * file.unusable_share:.3g}% of all, cannot be used, more than "
-            f"data.max_unusable_share={allowed:g} allows. The first: {said(file.unusable[:3])}. Mend the file, or "
-            "raise data.max_unusable_share"
-        )
-
-
-def _prompt(row: PromptRow, text: str, token_ids: list[int]) -> Prompt:
-    return Prompt(row.query_id, text, tuple(token_ids), row.solutions, row.task, row.more_json)
-
-
-def _tokenized(
-    rows: list[PromptRow], template: str, tokenizer: PreTrainedTokenizerFast
-) -> Iterator[tuple[PromptRow, str, list[int]]]:
-    """(row, text, tokens) of every row."""
-    for start in range(0, len(rows), _CHUNK):
-        chunk = rows[start : start + _CHUNK]
-        texts = [render(row, template, tokenizer) for row in chunk]
-        yield from zip(chunk, texts, prompt_tokens(texts, tokenizer), strict=True)
+# ---------------------------------------------------------------- order
 
 
 class PromptOrder:
@@ -300,7 +453,7 @@ class PromptOrder:
         return (
             f"Order: {self.steps_per_epoch} steps per epoch,"
             f" {self.prompts_per_step} of {self.n_prompts} prompts{places} a step,"
-            f" {'shuffled anew every epoch' if self.shuffle else 'in the order of the file'}{left_out}."
+            f" {'shuffled in every epoch' if self.shuffle else 'in the order of the file'}{left_out}."
         )
 
 

@@ -19,13 +19,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from rlmath.algorithms.types import Sample
-from rlmath.data.files import raw_rows
-from rlmath.data.filter_report import UNUSABLE_NAME
-from rlmath.data.formats.columns import checked_text
-from rlmath.data.loader import permutation
-from rlmath.data.rows import PromptRow, RawRow, RowError, UnusableRow, short
-from rlmath.data.templates import render
-from rlmath.data.tokenizer import prompt_tokens
+from rlmath.data.files import PromptRow, RawRow, RowError, UnusableRow, raw_rows, short
+from rlmath.data.formats import checked_text
+from rlmath.data.loader import UNUSABLE_NAME, permutation
+from rlmath.data.tokenizer import prompt_tokens, render
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -85,19 +82,19 @@ class SequenceReport:
 
     def line(self) -> str:
         """One line for the console."""
-        told = [f"Sequences of {self.path}: {self.rows} read, {self.kept} kept"]
+        parts = [f"Sequences of {self.path}: {self.rows} read, {self.kept} kept"]
         if self.dropped:
-            told.append(
+            parts.append(
                 f"{self.dropped} dropped ({self._share(self.dropped)}) because longer than "
                 f"sft.max_sequence_tokens={self.limit} (the longest has {self.longest} tokens)"
             )
         if self.unusable:
             share, first = self._share(len(self.unusable)), self.unusable[0]
-            told.append(
+            parts.append(
                 f"{len(self.unusable)} left out ({share}) because unusable, all listed in {UNUSABLE_NAME}; the first: "
                 f"{first.where}: {first.reason}"
             )
-        return ", ".join(told) + "."
+        return ", ".join(parts) + "."
 
     def _share(self, count: int) -> str:
         return f"{100 * count / self.rows:.1f}%"

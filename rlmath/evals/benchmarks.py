@@ -13,9 +13,8 @@ from transformers import PreTrainedTokenizerFast
 
 from rlmath.config.help import nearest_word
 from rlmath.data.files import read_json_object
-from rlmath.data.readers import PromptRow, read_prompts
-from rlmath.data.templates import render
-from rlmath.data.tokenizer import prompt_tokens
+from rlmath.data.formats import PromptRow, read_prompts
+from rlmath.data.tokenizer import prompt_tokens, render
 from rlmath.rewards.verifier import check_tasks
 
 SUFFIXES = (".jsonl", ".json", ".parquet", "")

@@ -12,9 +12,8 @@ from pathlib import Path
 
 from rlmath.config.length_curriculum import has_length_stages
 from rlmath.config.schema import Config
-from rlmath.data.dataset import Inputs
+from rlmath.data.dataset import Inputs, SftInputs
 from rlmath.data.loader import PromptOrder
-from rlmath.data.sft_dataset import SftInputs
 from rlmath.trainer.build import Parts
 from rlmath.trainer.checkpointing import Training
 from rlmath.trainer.grpo import StepRecord

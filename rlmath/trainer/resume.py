@@ -25,8 +25,7 @@ from rlmath.config.help import as_yaml_word, raise_problems, setting_values
 from rlmath.config.length_curriculum import LengthStage, has_length_stages, length_stages
 from rlmath.config.load import load_config
 from rlmath.config.schema import Config
-from rlmath.data.dataset import Inputs
-from rlmath.data.sft_dataset import SftInputs
+from rlmath.data.dataset import Inputs, SftInputs
 from rlmath.data.sft_sequences import sequences_fingerprint
 from rlmath.distributed.collectives import from_rank_zero, gather_objects
 from rlmath.distributed.device import environment_rank, environment_world_size

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from rlmath.checkpoint.hf.weights import read_metadata_files
 from rlmath.config.length_curriculum import length_stage_lines
-from rlmath.data.filter_report import write_report
+from rlmath.data.loader import write_report
 from rlmath.distributed import process
 from rlmath.distributed.device import environment_rank, environment_world_size, held_bytes, open_device
 from rlmath.distributed.fault_tolerance.heartbeat import Heartbeat

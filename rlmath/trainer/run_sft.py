@@ -9,8 +9,8 @@ from dataclasses import replace
 import torch.distributed as dist
 
 from rlmath.checkpoint.hf.weights import read_metadata_files
-from rlmath.data.filter_report import write_report
-from rlmath.data.sft_dataset import SftInputs
+from rlmath.data.dataset import SftInputs
+from rlmath.data.loader import write_report
 from rlmath.distributed.device import (
     Device,
     environment_rank,

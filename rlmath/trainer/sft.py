@@ -14,8 +14,8 @@ from dataclasses import dataclass
 
 from rlmath.algorithms.types import MicroBatch
 from rlmath.data.batch_schedule import plan_minibatches, training_cost
+from rlmath.data.dataset import SftInputs
 from rlmath.data.packing import pack
-from rlmath.data.sft_dataset import SftInputs
 from rlmath.data.sft_sequences import WrittenSequence
 from rlmath.models.learner import SftLearner
 from rlmath.trainer.checkpointing import Training

@@ -4,9 +4,8 @@ import json
 import re
 from pathlib import Path
 
-from rlmath.data.formats import FORMS
-from rlmath.data.readers import read_prompts
-from rlmath.data.templates import FIXED
+from rlmath.data.formats import FORMS, read_prompts
+from rlmath.data.tokenizer import FIXED
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "data.md").read_text(encoding="utf-8")
 

@@ -7,9 +7,16 @@ from transformers import PreTrainedTokenizerFast
 
 from rlmath.algorithms.types import Prompt
 from rlmath.data import loader
-from rlmath.data.filter_report import DroppedPrompt, dropped_share, write_report
-from rlmath.data.loader import FilterReport, PromptOrder, load_prompts, permutation
-from rlmath.data.rows import UnusableRow
+from rlmath.data.files import UnusableRow
+from rlmath.data.loader import (
+    DroppedPrompt,
+    FilterReport,
+    PromptOrder,
+    dropped_share,
+    load_prompts,
+    permutation,
+    write_report,
+)
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from rlmath.data.readers import PromptRow, read_prompts
+from rlmath.data.formats import PromptRow, read_prompts
 from rlmath.rewards.verifier import check_tasks, verify
 
 BENCHMARKS = Path(__file__).resolve().parents[3] / "shared" / "data" / "benchmarks"

@@ -5,7 +5,7 @@ import os
 import pytest
 
 from rlmath.data import files
-from rlmath.data.readers import PromptRow, read_prompts
+from rlmath.data.formats import PromptRow, read_prompts
 
 GOOD = {"prompt": "1+1=", "task": "math", "query_id": "a", "solutions": ["\\boxed{2}", "two"]}
 B = {**GOOD, "query_id": "b"}

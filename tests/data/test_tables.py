@@ -9,7 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from rlmath.data import files
-from rlmath.data.readers import PromptRow, read_prompts
+from rlmath.data.formats import PromptRow, read_prompts
 
 QWEN = (
     "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n<|im_start|>user\n{}\nPlease reason step by step, "
@@ -154,7 +154,7 @@ def test_damaged_files_are_refused(tmp_path):
     }.items():
         broken = tmp_path / f"{name}.parquet"
         broken.write_bytes(bytes_there)
-        assert "parquet file" in refused(broken) and "download it anew" in refused(broken), name
+        assert "parquet file" in refused(broken) and "download it again" in refused(broken), name
 
 
 @pytest.mark.parametrize("kind", ["parquet", "arrow"])
@@ -295,6 +295,6 @@ def test_arrow_files_are_read_and_damaged_ones_refused(tmp_path):
     assert read_prompts(str(tmp_path / "t.arrow")).form == "dapo"
     data = (tmp_path / "t.arrow").read_bytes()
     (tmp_path / "cut.arrow").write_bytes(data[: len(data) // 2])
-    assert "download it anew" in refused(tmp_path / "cut.arrow")
+    assert "download it again" in refused(tmp_path / "cut.arrow")
     (tmp_path / "empty.arrow").write_bytes(b"")
-    assert "download it anew" in refused(tmp_path / "empty.arrow")
+    assert "download it again" in refused(tmp_path / "empty.arrow")

@@ -6,8 +6,8 @@ import pytest
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
-from rlmath.data.rows import PromptRow
-from rlmath.data.templates import has_template, render
+from rlmath.data.files import PromptRow
+from rlmath.data.tokenizer import has_template, render
 
 ROW = PromptRow("What is {1}+1?", "math", "q", ("2",), whole=False)
 R1 = (

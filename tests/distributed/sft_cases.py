@@ -43,7 +43,7 @@ def build_trainer(
     folder: Path, case: Case, sequences: list[WrittenSequence], held_out: list[WrittenSequence], steps: int
 ) -> tuple[Any, Any]:
     """(trainer, actor) on this rank."""
-    from rlmath.data.sft_dataset import SftInputs
+    from rlmath.data.dataset import SftInputs
     from rlmath.models.build import build_sft_actor
     from rlmath.models.megatron import start_megatron
     from rlmath.trainer.checkpointing import Training

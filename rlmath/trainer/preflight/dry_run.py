@@ -24,11 +24,9 @@ from rlmath.config.length_curriculum import (
 )
 from rlmath.config.model_shape import ModelShape
 from rlmath.config.schema import Config
-from rlmath.data.dataset import checked_steps, load_inputs, load_validation, most_updates, train_paths
-from rlmath.data.loader import PromptOrder, check_unusable, check_weights, shares_of
-from rlmath.data.readers import PromptFile, read_prompts
+from rlmath.data.dataset import load_inputs, load_prompt_files, load_validation, most_updates
+from rlmath.data.loader import PromptOrder
 from rlmath.models.hf_config import inspect_model_folder
-from rlmath.rewards.verifier import check_tasks
 from rlmath.trainer.checkpointing import checkpoint_bytes, export_bytes, models_of, most_models, points_of
 from rlmath.trainer.preflight.checks import (
     config_warnings,
@@ -121,46 +119,27 @@ def _memory_problems(config: Config, shape: ModelShape, ranks: int, target: Targ
 
 
 def count_data(config: Config, shape: ModelShape) -> CountedData:
-    """The prompts that the run would use; ValueError for those that it could not."""
-    if not _has_tokenizer(Path(config.model.path)):
-        return _count_rows(config)
-    inputs = load_inputs(config, shape)
-    validation = load_validation(config, inputs.tokenizer, shape.vocab_size)
-    lines = (*inputs.lines, *(file.line() for file in validation))
-    dropped = dropped_sign(inputs.dropped_share, config.telemetry)
-    return CountedData(inputs.order, inputs.total_steps, lines, () if dropped is None else (dropped,))
+    """The prompts that the run would use; ValueError for those that it could not. Without a tokenizer none is dropped
+    for its length."""
+    tokenizer = None
+    if _has_tokenizer(Path(config.model.path)):
+        found = load_inputs(config, shape)
+        tokenizer = found.tokenizer
+    else:
+        found = load_prompt_files(config, tokenizer)
+    validation = load_validation(config, tokenizer, shape.vocab_size)
+    lines = (*found.lines, *(file.line() for file in validation))
+    warning = dropped_sign(found.dropped_share, config.telemetry)
+    if tokenizer is None:
+        warning = (
+            f'lengths were not checked: "{config.model.path}" has no tokenizer here. Prompts longer than '
+            f"data.max_prompt_tokens={config.data.max_prompt_tokens} will be dropped, and steps may be fewer."
+        )
+    return CountedData(found.order, found.total_steps, lines, () if warning is None else (warning,))
 
 
 def _has_tokenizer(folder: Path) -> bool:
     return (folder / "tokenizer.json").is_file() or (folder / "vocab.json").is_file()
-
-
-def _count_rows(config: Config) -> CountedData:
-    """Without a tokenizer: rows are read, and none is dropped for its length."""
-    settings = config.data
-    paths = train_paths(settings)
-    check_weights(paths, settings.train_weights)
-    files = [read_prompts(path, settings.format) for path in paths]
-    for path, file in zip(paths, files, strict=True):
-        check_unusable(path, file, settings.max_unusable_share)
-    if config.reward.function is None:
-        check_tasks(row.task for file in files for row in file.rows)
-    shares = shares_of([len(file.rows) for file in files], settings.train_weights)
-    rows = sum(share.n_prompts for share in shares)
-    order = PromptOrder(rows, settings.prompts_per_step, config.run.seed, settings.shuffle, shares)
-    lines = [_rows_line(path, file) for path, file in zip(paths, files, strict=True)]
-    if validates(config):
-        lines += [f"Validation: {_rows_line(path, read_prompts(path))}" for path in config.validation.paths]
-    unknown = (
-        f'lengths were not checked: "{config.model.path}" has no tokenizer here. Prompts longer than '
-        f"data.max_prompt_tokens={settings.max_prompt_tokens} will be dropped, and steps may be fewer."
-    )
-    return CountedData(order, checked_steps(config, order), (*lines, order.line()), (unknown,))
-
-
-def _rows_line(path: str, file: PromptFile) -> str:
-    unusable = f", {len(file.unusable)} that cannot be used" if file.unusable else ""
-    return f'{path}: {len(file.rows)} rows of the form "{file.form}"{unusable}'
 
 
 # ---------------------------------------------------------------- the plan as text

@@ -1,0 +1,480 @@
+"""The forms in which prompts are published: how each is recognised, what its rows mean, and reading a file of them.
+
+    boba              AReaL-boba and ORZ: a whole prompt with its solutions
+    areal_v01         AReaL v0.1: a whole prompt; the solutions are in id2info.json beside
+    dapo, simplerl    verl's: a chat in `prompt`, the answer in `reward_model`
+    question_answer   plain problems with their answers, as benchmarks have them
+
+Templates, lengths in tokens and the order of prompts are the loader's business.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Callable, Collection, Iterable, Iterator
+from dataclasses import dataclass
+from decimal import Decimal
+from itertools import chain
+from pathlib import Path
+
+from rlmath.data.files import (
+    MAX_LINE_BYTES,
+    PromptFile,
+    PromptRow,
+    RawRow,
+    RowError,
+    UnusableRow,
+    raw_rows,
+    read_json_object,
+    short,
+)
+from rlmath.data.tokenizer import has_template
+from rlmath.rewards.extraction import extract_boxed
+
+Reader = Callable[[dict, int], PromptRow]
+"""(columns, number of the row) to the row; RowError where it cannot be used."""
+
+
+@dataclass(frozen=True)
+class Form:
+    """One form of prompt files."""
+
+    name: str
+    """Its word of data.format."""
+    columns: str
+    """What its rows have, for people."""
+    fits: Callable[[dict], bool]
+    """Whether a row is of this form, as far as its columns tell."""
+    reader_of: Callable[[Path], Reader]
+    """The reader for a file or folder; ValueError where a file that belongs to it is missing."""
+
+
+def text_of(columns: dict, key: str) -> str:
+    """A column that must be a text with something in it."""
+    return checked_text(columns.get(key), key)
+
+
+def checked_text(value: object, name: str) -> str:
+    if not isinstance(value, str) or not value.strip():
+        raise RowError(f"{name} must be a string that is not blank, got {short(value)}")
+    if len(value) > MAX_LINE_BYTES:
+        raise RowError(f"{name} has {len(value)} characters, more than {MAX_LINE_BYTES}")
+    if "\0" in value:
+        raise RowError(f"{name} has a NUL character at character {value.index(chr(0))}")
+    try:
+        value.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise RowError(f"{name} has half a surrogate pair at character {error.start}") from error
+    return value
+
+
+def answer_text(value: object, name: str) -> str:
+    """An answer as the judge reads it: numbers without an empty fraction.
+
+    >>> answer_text(27.0, "answer"), answer_text(0.5, "answer"), answer_text(" 3 ", "answer")
+    ('27', '0.5', '3')
+    """
+    if isinstance(value, str):
+        return checked_text(value, name).strip()
+    if isinstance(value, bool) or not isinstance(value, int | float | Decimal):
+        raise RowError(f"{name} must be a string or a number, got {short(value)}")
+    if not isinstance(value, int) and not math.isfinite(value):
+        raise RowError(f"{name} is {value}, which is no answer")
+    try:
+        number = Decimal(repr(value) if isinstance(value, float) else value)
+        text = f"{number:f}" if number != number.to_integral_value() else f"{number.to_integral_value():f}"
+    except (ArithmeticError, ValueError) as error:
+        raise RowError(f"{name} is a number of too many digits") from error
+    return "0" if text == "-0" else text
+
+
+def id_of(columns: dict, keys: Collection[str], number: int) -> str:
+    """The first of the columns that names the row; its number, from 0, where none does."""
+    for key in keys:
+        value = columns.get(key)
+        if isinstance(value, str) and value.strip():
+            return checked_text(value, key)
+        if isinstance(value, int) and not isinstance(value, bool):
+            return answer_text(value, key)
+    return str(number - 1)
+
+
+def further_columns(columns: dict, used: Collection[str]) -> str:
+    """The others as a JSON object; what JSON has no word for, such as a date, as its text."""
+    try:
+        return json.dumps({key: value for key, value in columns.items() if key not in used}, default=str)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise RowError(f"its further columns cannot be written as JSON ({str(error)[:100]})") from error
+
+
+def columns_of(value: object) -> dict:
+    """A column of columns; an empty one where it is something else."""
+    return value if isinstance(value, dict) else {}
+
+
+# ---------------------------------------------------------------- AReaL
+
+
+_BOBA_COLUMNS = ("prompt", "task", "query_id", "solutions")
+SOLUTIONS_FILE = "id2info.json"
+_MAX_SOLUTIONS_BYTES = 2**30
+"""The published file is far below."""
+
+
+def _boba_row(columns: dict, number: int) -> PromptRow:
+    missing = [key for key in _BOBA_COLUMNS if key not in columns]
+    if missing:
+        shown = ", ".join(repr(key) for key in list(columns)[:20]) or "no keys"
+        raise RowError(f"missing {', '.join(missing)}; the row has {shown}")
+    return PromptRow(
+        prompt=text_of(columns, "prompt"),
+        task=text_of(columns, "task"),
+        query_id=text_of(columns, "query_id"),
+        solutions=_listed_solutions(columns["solutions"]),
+        more_json=further_columns(columns, _BOBA_COLUMNS),
+    )
+
+
+def _listed_solutions(value: object) -> tuple[str, ...]:
+    if not isinstance(value, list) or not value:
+        raise RowError(f"solutions must be a list of at least one string, got {short(value)}")
+    return tuple(checked_text(solution, "each of solutions") for solution in value)
+
+
+def _v01_reader(place: Path) -> Reader:
+    known = _read_solutions((place if place.is_dir() else place.parent) / SOLUTIONS_FILE, place)
+
+    def read(columns: dict, number: int) -> PromptRow:
+        query_id = text_of(columns, "query_id")
+        info = known.get(query_id)
+        if not isinstance(info, dict):
+            raise RowError(f"{SOLUTIONS_FILE} has no solutions of query_id {query_id[:60]!r}")
+        return PromptRow(
+            prompt=text_of(columns, "prompt"),
+            task=text_of(columns, "task") if "task" in columns else "math",
+            query_id=query_id,
+            solutions=_listed_solutions(info.get("solutions")),
+            more_json=further_columns(columns, _BOBA_COLUMNS),
+        )
+
+    return read
+
+
+def _read_solutions(file: Path, place: Path) -> dict:
+    if not file.is_file():
+        raise ValueError(
+            f"{place}: its rows have prompts without solutions, as AReaL v0.1 has them; {file} with the solutions "
+            "is needed beside it. Download it from the same data set"
+        )
+    return read_json_object(file, _MAX_SOLUTIONS_BYTES)
+
+
+BOBA = Form(
+    "boba",
+    "prompt, task, query_id, solutions (AReaL-boba, ORZ)",
+    lambda columns: "solutions" in columns and "prompt" in columns,
+    lambda place: _boba_row,
+)
+V01 = Form(
+    "areal_v01",
+    f"prompt, query_id, with {SOLUTIONS_FILE} beside (AReaL v0.1)",
+    lambda columns: {"prompt", "query_id"} <= set(columns) and not {"answer", "reward_model"} & set(columns),
+    _v01_reader,
+)
+
+
+# ---------------------------------------------------------------- verl: DAPO-Math and SimpleRL-Zoo
+
+
+_DAPO_TEXT = re.compile(
+    r"Solve the following math problem step by step\. The last line of your response should be of the form "
+    r"Answer: \$Answer \(without quotes\) where \$Answer is the answer to the problem\.\n\n(?P<problem>.*)\n\n"
+    r'Remember to put your answer on its own line after "Answer:"\.\s*',
+    re.DOTALL,
+)
+_DAPO_SOURCE = "math_dapo"
+_MAX_MESSAGES = 100
+
+
+def _messages(value: object) -> tuple[tuple[str, str], ...]:
+    if not isinstance(value, list) or not 0 < len(value) <= _MAX_MESSAGES:
+        raise RowError(f"prompt must be a list of 1 to {_MAX_MESSAGES} messages, got {short(value)}")
+    found = []
+    for message in value:
+        if not isinstance(message, dict) or not {"role", "content"} <= set(message):
+            raise RowError(f"each message of prompt needs role and content, got {short(message)}")
+        found.append((checked_text(message["role"], "role"), checked_text(message["content"], "content")))
+    if found[-1][0] != "user":
+        raise RowError(f'the last message of prompt must be that of the "user", got that of {found[-1][0]!r}')
+    return tuple(found)
+
+
+def _chat_solutions(columns: dict) -> tuple[str, ...]:
+    extra, reward = columns_of(columns.get("extra_info")), columns_of(columns.get("reward_model"))
+    places = {
+        "reward_model.ground_truth": reward.get("ground_truth"),
+        "extra_info.answer": extra.get("answer"),
+        "gt_answer": columns.get("gt_answer"),
+        "answer": columns.get("answer"),
+    }
+    for name, value in places.items():
+        if isinstance(value, list) and value:
+            return tuple(answer_text(one, f"each of {name}") for one in value)
+        if value is not None and value != "":
+            return (answer_text(value, name),)
+    raise RowError(f"no answer in {', '.join(places)}")
+
+
+def _chat_problem(columns: dict, last: str) -> str:
+    """The problem without what the chat asks beside it, where the row has it so."""
+    wrapped = _DAPO_TEXT.fullmatch(last)
+    if wrapped and wrapped["problem"].strip():
+        return wrapped["problem"]
+    question = columns_of(columns.get("extra_info")).get("question") or columns.get("question")
+    return checked_text(question, "question") if isinstance(question, str) and question.strip() else last
+
+
+def _chat_row(columns: dict, number: int) -> PromptRow:
+    messages = _messages(columns.get("prompt"))
+    last = messages[-1][1]
+    whole = len(messages) == 1 and has_template(last)
+    extra = columns_of(columns.get("extra_info"))
+    named = {"index": extra.get("index")} | {key: columns.get(key) for key in ("query_id", "id", "idx")}
+    return PromptRow(
+        prompt=last if whole else _chat_problem(columns, last),
+        task="math",
+        query_id=id_of(named, tuple(named), number),
+        solutions=_chat_solutions(columns),
+        more_json=further_columns(columns, ("prompt",)),
+        whole=whole,
+        messages=() if whole else messages,
+    )
+
+
+def _is_chat(columns: dict) -> bool:
+    return isinstance(columns.get("prompt"), list) and bool(
+        {"reward_model", "extra_info", "gt_answer"} & set(columns)
+    )
+
+
+def _is_dapo(columns: dict) -> bool:
+    if not _is_chat(columns):
+        return False
+    source = columns.get("data_source")
+    last = columns["prompt"][-1] if columns["prompt"] else None
+    content = columns_of(last).get("content")
+    return source == _DAPO_SOURCE or (isinstance(content, str) and _DAPO_TEXT.fullmatch(content) is not None)
+
+
+SIMPLERL = Form(
+    "simplerl",
+    "prompt (a list of messages), reward_model.ground_truth, extra_info (SimpleRL-Zoo)",
+    lambda columns: _is_chat(columns) and not _is_dapo(columns),
+    lambda place: _chat_row,
+)
+DAPO = Form(
+    "dapo",
+    f'prompt (a list of messages), reward_model.ground_truth, data_source "{_DAPO_SOURCE}" (DAPO-Math)',
+    _is_dapo,
+    lambda place: _chat_row,
+)
+
+
+# ---------------------------------------------------------------- plain problems
+
+
+_PROBLEM = ("problem", "question", "prompt")
+_ANSWER = ("answer", "final_answer", "solution")
+_ID = ("query_id", "unique_id", "id", "idx")
+_WORKED = "####"
+"""What GSM8K's worked solutions have before the answer."""
+_GROUPED = re.compile(r"-?[0-9]{1,3}(?:,[0-9]{3})+(?:\.[0-9]+)?")
+_LETTER = re.compile(r"[A-J]")
+
+
+def _plain_row(columns: dict, number: int) -> PromptRow:
+    key = next((key for key in _PROBLEM if isinstance(columns.get(key), str) and columns[key].strip()), None)
+    if key is None:
+        given = next((key for key in _PROBLEM if key in columns), _PROBLEM[0])
+        raise RowError(f"{given} must be a string that is not blank, got {short(columns.get(given))}")
+    problem = text_of(columns, key)
+    context = columns.get("context")
+    if isinstance(context, str) and context.strip():
+        problem = f"{text_of(columns, 'context')}\n{problem}"
+    solutions = _plain_solutions(columns)
+    choice = isinstance(columns.get("options"), list) and all(map(_LETTER.fullmatch, solutions))
+    return PromptRow(
+        prompt=problem,
+        task="choice" if choice else "math",
+        query_id=id_of(columns, _ID, number),
+        solutions=solutions,
+        more_json=further_columns(columns, (key, "context")),
+        whole=False,
+    )
+
+
+def _plain_solutions(columns: dict) -> tuple[str, ...]:
+    """Of `answer`; else of `final_answer` (OlympiadBench); else of the box in `solution` (Minerva)."""
+    if columns.get("answer") is not None:
+        return _answers(columns["answer"], "answer")
+    if columns.get("final_answer") is not None:
+        found = _answers(columns["final_answer"], "final_answer")
+        return (", ".join(found),) if columns.get("is_multiple_answer") is True else found
+    if isinstance(columns.get("solution"), str):
+        boxed = extract_boxed(columns["solution"])
+        if boxed is None or not boxed.strip():
+            raise RowError("no answer, and no \\boxed{...} in solution")
+        return (boxed.strip(),)
+    raise RowError(f"no answer in {', '.join(_ANSWER)}")
+
+
+def _answers(value: object, name: str) -> tuple[str, ...]:
+    if isinstance(value, list):
+        if not value:
+            raise RowError(f"{name} is an empty list")
+        return tuple(_final(answer_text(one, f"each of {name}"), name) for one in value)
+    return (_final(answer_text(value, name), name),)
+
+
+def _final(text: str, name: str) -> str:
+    """Behind GSM8K's mark, without the commas of thousands, and without dollars around all of it."""
+    if _WORKED in text:
+        text = text.rpartition(_WORKED)[2].strip()
+        if not text:
+            raise RowError(f"nothing behind {_WORKED} in {name}")
+    if _GROUPED.fullmatch(text):
+        return text.replace(",", "")
+    if len(text) > 2 and text[0] == text[-1] == "$" and "$" not in text[1:-1]:
+        return text[1:-1].strip()
+    return text
+
+
+PLAIN = Form(
+    "question_answer",
+    "problem or question, and answer (or final_answer, or solution with a box)",
+    lambda columns: (
+        any(isinstance(columns.get(key), str) for key in _PROBLEM) and any(key in columns for key in _ANSWER)
+    ),
+    lambda place: _plain_row,
+)
+
+
+# ---------------------------------------------------------------- reading
+
+
+FORMS: dict[str, Form] = {form.name: form for form in (BOBA, DAPO, SIMPLERL, V01, PLAIN)}
+"""By their words of data.format, in the order in which a row is compared with them."""
+
+
+def form_of(columns: dict) -> Form | None:
+    """The form of a row, None where it has none of them.
+
+    >>> form_of({"question": "1+1?", "answer": 2}).name
+    'question_answer'
+    """
+    return next((form for form in FORMS.values() if form.fits(columns)), None)
+
+
+_LOOKED_AT = 100
+"""Rows in which the form is looked for."""
+
+
+def read_prompts(path: str, form: str = "auto") -> PromptFile:
+    """All rows of a file or folder of prompts, in its order; `form` is a word of data.format.
+
+    Rows that cannot be used are listed with their reasons, and rows that an earlier one equals are counted. ValueError
+    where the file cannot be read, has another form or none, or has no row that can be used. Holds a part of the file at
+    a time beside the rows.
+    """
+    rows = raw_rows(path)
+    first: list[RawRow] = []
+    for row in rows:
+        first.append(row)
+        if len(first) == _LOOKED_AT or (row.columns is not None and form_of(row.columns)):
+            break
+    found = _checked_form(path, form, first)
+    return _read_rows(path, found, chain(first, rows))
+
+
+def _checked_form(path: str, form: str, first: list[RawRow]) -> Form:
+    """The form that the first rows have; ValueError where it is none, or not the one that is asked for."""
+    if not first:
+        raise ValueError(f"{path}: no rows; one problem per row is needed. {_known_forms()}")
+    row = next((row for row in first if row.columns is not None), first[0])
+    if row.columns is None:
+        shown = f"{row.reason}; it begins {row.start!r}"
+    else:
+        shown = f"it has the columns {', '.join(map(repr, list(row.columns)[:20])) or 'none'}"
+    example = f"{row.where}: {shown}"
+    found = next((one for row in first if row.columns is not None and (one := form_of(row.columns))), None)
+    if form != "auto" and found is not FORMS[form] and (found is not None or row.columns is None):
+        is_what = f'is of the form "{found.name}"' if found else "has no rows of any form"
+        raise ValueError(f'{path} {is_what}, data.format says "{form}". {example}. {_known_forms()}')
+    if form != "auto":
+        return FORMS[form]
+    if found is None:
+        raise ValueError(f"{path}: rows of an unknown form. {example}. {_known_forms()}")
+    return found
+
+
+def _known_forms() -> str:
+    return "Forms there are: " + "; ".join(f'"{form.name}": {form.columns}' for form in FORMS.values())
+
+
+def _read_rows(path: str, form: Form, raw: Iterable[RawRow]) -> PromptFile:
+    read = form.reader_of(Path(path))
+    rows: list[PromptRow] = []
+    unusable: list[UnusableRow] = []
+    repeated = 0
+    first_of_id: dict[str, tuple[int, str]] = {}
+    for one in raw:
+        try:
+            row = _usable(one, read)
+            if row.query_id not in first_of_id:
+                first_of_id[row.query_id] = len(rows), one.where
+                rows.append(row)
+                continue
+            index, where = first_of_id[row.query_id]
+            if not _same(rows[index], row):
+                raise RowError(
+                    f"query_id {row.query_id[:60]!r} is already used in {where} with other contents"
+                )
+            repeated += 1
+        except RowError as error:
+            unusable.append(UnusableRow(one.where, str(error), one.start))
+    if not rows:
+        raise ValueError(
+            f'{path}: none of its {len(unusable)} rows can be used as "{form.name}" ({form.columns}). '
+            f"{said(unusable[:1])}"
+        )
+    return PromptFile(form.name, rows, unusable, repeated)
+
+
+def _usable(one: RawRow, read: Reader) -> PromptRow:
+    if one.columns is None:
+        raise RowError(one.reason)
+    try:
+        return read(one.columns, one.number)
+    except RecursionError as error:
+        raise RowError("nested too deep") from error
+
+
+def _same(one: PromptRow, other: PromptRow) -> bool:
+    return (one.prompt, one.task, one.solutions, one.messages) == (
+        other.prompt,
+        other.task,
+        other.solutions,
+        other.messages,
+    )
+
+
+def said(unusable: Iterable[UnusableRow]) -> str:
+    """What is wrong with rows, in one line."""
+    return "; ".join(_unusable_lines(unusable))
+
+
+def _unusable_lines(unusable: Iterable[UnusableRow]) -> Iterator[str]:
+    for row in unusable:
+        yield f"{row.where}: {row.reason}" + (f", it begins {row.start!r}" if row.start else "")
