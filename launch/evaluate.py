@@ -5,7 +5,7 @@ torchrun --nproc-per-node=N launch/evaluate.py ... [--tensor-parallel T]
 python launch/evaluate.py --compare A B
 
 PATH is a Hugging Face folder, a run's folder or a checkpoint. Completions are kept under --output: the same command
-goes on where it was stopped. docs/evaluation.md explains columns, files and formulas.
+resumes a stopped evaluation. docs/evaluation.md explains columns, files and formulas.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from __future__ import annotations
 import gc
 
 if __name__ == "__main__":
-    gc.disable()  # rlmath.distributed.process says why, and enables it
+    gc.disable()  # see rlmath.distributed.process, which enables it again
 
 import argparse
 import logging
@@ -41,145 +41,150 @@ from rlmath.trainer.telemetry.console import setup_logging
 
 logger = logging.getLogger(__name__)
 
-EAGER = (
+RENAMED = {"--judges": "--reward-workers", "--judge-timeout": "--reward-timeout"}
+"""Old names of options, which are still read."""
+
+CUDA_GRAPHS_HELP = (
     "capture decoding in CUDA graphs; without it vLLM runs with enforce_eager, as AReaL's and RLinf's evaluations do: "
     "they saw accuracy fall with CUDA graphs, most of all above 16k tokens"
 )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit status 0, MISTAKE for what the user must change, FAILURE for what broke."""
-    given = parse(argv)
+    """Exit status 0, MISTAKE for a user's mistake, FAILURE for any other error."""
     setup_logging(environment_rank())
+    arguments = parse(argv)
     try:
-        if given.compare:
-            print(comparison_text(*(read_results(path) for path in given.compare)))
+        if arguments.compare:
+            print(comparison_text(*(read_results(path) for path in arguments.compare)))
             return 0
-        plan, rollout = plan_of(given), rollout_of(given)
+        plan, rollout = plan_of(arguments), rollout_of(arguments)
         stop_on_signal(plan.output)
-        # Imported only now: a mistake is told before vLLM is loaded.
-        from rlmath.evals.runner import Judges, evaluate
+        # Imported after the checks: a mistake is reported before vLLM is loaded.
+        from rlmath.evals.runner import evaluate
 
         process.settle()
-        evaluate(plan, rollout, Judges(given.judges, given.judge_timeout), resolve_kind(given.device))
+        device_kind = resolve_kind(arguments.device)
+        evaluate(plan, rollout, arguments.reward_workers, arguments.reward_timeout, device_kind)
         leave_word(plan.output, FINISHED, "the tables are written")
         process.leave()
     except ValueError as error:
         tell_mistake(error)
-        leave_word(given.output, MISTAKE, str(error))
+        leave_word(arguments.output, MISTAKE, str(error))
         return MISTAKE
     except BaseException as error:
-        leave_word(given.output, FAILURE, f"{type(error).__name__}: {error}")
+        leave_word(arguments.output, FAILURE, f"{type(error).__name__}: {error}")
         end_broken()
     return 0
 
 
 def stop_on_signal(output: Path) -> None:
-    """SIGUSR1, which Slurm sends before the time limit, ends this rank where it is: what was judged is on the disk.
-    (SIGTERM is what torchrun ends the ranks with after one has failed, and says nothing of this one.)"""
+    """On SIGUSR1, which Slurm sends before the time limit, this rank exits at once: verified completions are on disk.
+    (SIGTERM is not handled: torchrun sends it to all ranks after one has failed.)"""
 
     def stop(_number: int, _frame: object) -> None:
         try:
             if environment_rank() == 0:
-                write_exit_status(output, SAVED_AND_STOPPED, "stopped by SIGUSR1: the same command goes on")
+                message = "stopped by SIGUSR1: the same command resumes"
+                write_exit_status(output, SAVED_AND_STOPPED, message)
         finally:
             os._exit(SAVED_AND_STOPPED)
 
     signal.signal(signal.SIGUSR1, stop)
 
 
-def plan_of(given: argparse.Namespace) -> Plan:
-    """What is sampled. ValueError that lists what is wrong with it."""
-    needed = {name: getattr(given, name) for name in ("model", "benchmarks", "data_dir", "output")}
-    lacking = [f"--{name.replace('_', '-')}" for name, value in needed.items() if value is None]
-    if lacking:
+def plan_of(arguments: argparse.Namespace) -> Plan:
+    """What is sampled. Raises ValueError with all problems."""
+    required = ("model", "benchmarks", "data_dir", "output")
+    missing = [f"--{name.replace('_', '-')}" for name in required if getattr(arguments, name) is None]
+    if missing:
         raise ValueError(
-            f"{', '.join(lacking)} must be given (or --compare A B alone); --help says what they are"
+            f"{', '.join(missing)} must be given (or --compare A B alone); --help describes the options"
         )
-    names = dict.fromkeys(name for name in given.benchmarks.split(",") if name)
-    same = (
-        "samples",
-        "temperature",
-        "top_p",
-        "max_new_tokens",
-        "max_prompt_tokens",
-        "template",
-        "seed",
-        "limit",
-    )
     return Plan(
-        given.model,
-        tuple(names),
-        given.data_dir,
-        given.output,
-        greedy=not given.no_greedy,
-        **{name: getattr(given, name) for name in same},
+        model=arguments.model,
+        benchmarks=tuple(dict.fromkeys(name for name in arguments.benchmarks.split(",") if name)),
+        data_dir=arguments.data_dir,
+        output=arguments.output,
+        greedy=not arguments.no_greedy,
+        samples=arguments.samples,
+        temperature=arguments.temperature,
+        top_p=arguments.top_p,
+        max_new_tokens=arguments.max_new_tokens,
+        max_prompt_tokens=arguments.max_prompt_tokens,
+        template=arguments.template,
+        seed=arguments.seed,
+        limit=arguments.limit,
     )
 
 
-def rollout_of(given: argparse.Namespace) -> RolloutConfig:
-    """How engines are built. ValueError that lists what is wrong with it."""
-    same = ("tensor_parallel", "memory_share", "cpu_kv_cache_gib", "max_num_seqs", "cuda_graphs")
-    values = {name: getattr(given, name) for name in same}
+def rollout_of(arguments: argparse.Namespace) -> RolloutConfig:
+    """The settings of the engines. Raises ValueError with all problems."""
+    names = ("tensor_parallel", "memory_share", "cpu_kv_cache_gib", "max_num_seqs", "cuda_graphs")
+    values = {name: getattr(arguments, name) for name in names}
     problems = [
-        f"--{name.replace('_', '-')} is {values[name]}; needed: {allowed}"
-        for name in same
-        if (allowed := RANGES.get(f"rollout.{name}")) is not None and not allowed.holds(values[name])
+        f"--{name.replace('_', '-')} is {value}; needed: {allowed}"
+        for name, value in values.items()
+        if (allowed := RANGES.get(f"rollout.{name}")) is not None and not allowed.holds(value)
     ]
     raise_problems("the engines", problems)
     return RolloutConfig(**values)
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """The command line."""
+    """The command line; old names of options are replaced, with a warning."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     add = parser.add_argument
-    add("--compare", nargs=2, type=Path, metavar=("A", "B"), help="two --output folders to put side by side")
-    _add_what(parser.add_argument_group("what is sampled"))
-    group = parser.add_argument_group("how it is computed")
-    add = group.add_argument
-    add("--tensor-parallel", type=int, default=1, help="ranks of one engine; divides the ranks (default 1)")
-    add("--cuda-graphs", action="store_true", help=EAGER)
-    add("--memory-share", type=float, default=0.9, help="GPU: of its memory, for the engine (default 0.9)")
-    add("--cpu-kv-cache-gib", type=float, default=0.5, help="CPU: KV cache of a rank, in GiB (default 0.5)")
-    add(
-        "--max-num-seqs", type=int, default=256, help="most sequences an engine decodes at once (default 256)"
-    )
-    add("--judges", type=int, default=2, help="processes that judge an engine's answers (default 2)")
-    add("--judge-timeout", type=float, default=5.0, help="seconds for one answer (default 5)")
-    add(
-        "--device",
-        default="auto",
-        choices=("auto", "cpu", "cuda"),
-        help="default auto: cuda where there is one",
-    )
-    return parser.parse_args(argv)
+    add("--compare", nargs=2, type=Path, metavar=("A", "B"), help="two --output folders to compare")
+    _add_sampling_options(parser.add_argument_group("what is sampled"))
+    _add_engine_options(parser.add_argument_group("how it is computed"))
+    words = []
+    for word in sys.argv[1:] if argv is None else argv:
+        old, equals, value = word.partition("=")
+        if old in RENAMED:
+            logger.warning("%s is now called %s", old, RENAMED[old])
+            word = RENAMED[old] + equals + value
+        words.append(word)
+    return parser.parse_args(words)
 
 
-def _add_what(group: argparse._ArgumentGroup) -> None:
+def _add_sampling_options(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
     add("--model", type=Path, help="Hugging Face folder, a run's folder (its newest model), or a checkpoint")
-    add("--benchmarks", help="names of files in --data-dir, with commas between, for example aime24,math_500")
+    add("--benchmarks", help="names of files in --data-dir, separated by commas, for example aime24,math_500")
     add("--data-dir", type=Path, help="folder of NAME.jsonl, .json, .parquet, or folders NAME")
-    add("--output", type=Path, help="folder for completions and tables; another one for other settings")
+    add("--output", type=Path, help="folder for completions and tables; other settings need another one")
     add("--samples", type=int, default=32, help="samples of each problem, 0 for none (default 32)")
     add("--temperature", type=float, default=0.6, help="of the samples (default 0.6)")
     add("--top-p", type=float, default=0.95, help="of the samples (default 0.95)")
     add("--max-new-tokens", type=int, default=32768, help="longest completion (default 32768)")
-    add(
-        "--max-prompt-tokens", type=int, help="longer prompts count as wrong; default: all must fit the model"
-    )
-    add("--no-greedy", action="store_true", help="leave out the completion at temperature 0")
-    add(
-        "--template",
-        default="auto",
-        choices=TEMPLATES,
-        help="as data.template, see docs/data.md (default auto)",
-    )
+    prompt_help = "longer prompts count as wrong; default: all must fit the model"
+    add("--max-prompt-tokens", type=int, help=prompt_help)
+    add("--no-greedy", action="store_true", help="no completion at temperature 0")
+    template_help = "as data.template, see docs/data.md (default auto)"
+    add("--template", default="auto", choices=TEMPLATES, help=template_help)
     add("--seed", type=int, default=1, help="of samples and intervals (default 1)")
-    add("--limit", type=int, help="only so many problems of each benchmark, for trying")
+    add("--limit", type=int, help="number of problems of each benchmark, from the first on (default: all)")
+
+
+def _add_engine_options(group: argparse._ArgumentGroup) -> None:
+    add = group.add_argument
+    add("--tensor-parallel", type=int, default=1, help="ranks of one engine; divides the ranks (default 1)")
+    add("--cuda-graphs", action="store_true", help=CUDA_GRAPHS_HELP)
+    add(
+        "--memory-share",
+        type=float,
+        default=0.9,
+        help="GPU: share of its memory for the engine (default 0.9)",
+    )
+    add("--cpu-kv-cache-gib", type=float, default=0.5, help="CPU: KV cache of a rank, in GiB (default 0.5)")
+    add("--max-num-seqs", type=int, default=256, help="most sequences decoded at once (default 256)")
+    add("--reward-workers", type=int, default=2, help="processes per engine that verify answers (default 2)")
+    add("--reward-timeout", type=float, default=5.0, help="time limit of one answer, in seconds (default 5)")
+    device_help = "default auto: cuda if there is one"
+    add("--device", default="auto", choices=("auto", "cpu", "cuda"), help=device_help)
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
     python tools/demo.py [--seed 1] [--ranks 2] [--tensor-parallel 2] [--pipeline-parallel 1] [--algorithm grpo]
 
 It runs the same programs, one after the other, that a user would: tools/make_arithmetic.py, tools/make_tiny_model.py,
-torchrun launch/train_sft.py, tools/measure_accuracy.py, torchrun launch/train_grpo.py, tools/measure_accuracy.py,
+torchrun launch/train_sft.py, launch/evaluate.py, torchrun launch/train_grpo.py, launch/evaluate.py,
 tools/plot_run.py. Everything is written under outputs/demo; what an earlier demo left is moved to outputs/demo.001,
 .002, ...
 """
@@ -57,23 +57,15 @@ def child_environment() -> dict[str, str]:
     }
 
 
-def run(title: str, command: list[str], environment: dict[str, str], capture: bool = False) -> str:
-    """Run one program; its failure ends the demo with its exit status. Returns what it printed, if captured."""
+def run(title: str, command: list[str], environment: dict[str, str]) -> None:
+    """Run one program; its failure ends the demo with its exit status."""
     print(f"\n== {title}", flush=True)
     started = time.perf_counter()
-    done = subprocess.run(
-        command,
-        cwd=REPOSITORY,
-        env=environment,
-        stdout=subprocess.PIPE if capture else None,
-        text=True,
-        check=False,
-    )
+    done = subprocess.run(command, cwd=REPOSITORY, env=environment, check=False)
     if done.returncode:
         print(f"demo: {title!r} failed with status {done.returncode}: {' '.join(command)}", file=sys.stderr)
         raise SystemExit(done.returncode)
     print(f"   {time.perf_counter() - started:.1f} s", flush=True)
-    return done.stdout or ""
 
 
 def set_aside(folder: Path) -> None:
@@ -87,14 +79,17 @@ def set_aside(folder: Path) -> None:
     print(f"The earlier demo is kept in {target}")
 
 
-def accuracy(title: str, model: Path, folder: Path, seed: int) -> float:
-    """Share of right answers on held-out prompts, sampled at temperature 1 by a fresh vLLM."""
-    command = [sys.executable, "tools/measure_accuracy.py", "--model", str(model), "--seed", str(seed)]
-    command += ["--data", str(folder / "data" / "heldout.jsonl")]
+def accuracy(title: str, model: Path, data: Path, output: Path, seed: int) -> float:
+    """Share of correct answers on held-out prompts, one sample each at temperature 1."""
+    command = [sys.executable, "launch/evaluate.py", "--model", str(model), "--seed", str(seed)]
+    command += ["--benchmarks", "heldout", "--data-dir", str(data), "--output", str(output)]
+    command += ["--samples", "1", "--no-greedy", "--temperature", "1", "--top-p", "1"]
     command += ["--max-prompt-tokens", str(MAX_PROMPT_TOKENS), "--max-new-tokens", str(MAX_NEW_TOKENS)]
-    report = json.loads(run(title, command, child_environment(), capture=True).strip().splitlines()[-1])
-    print(f"   {report['accuracy']:.1%} of {report['samples']} answers are right")
-    return report["accuracy"]
+    run(title, command, child_environment())
+    results = json.loads((output / "results.json").read_text(encoding="utf-8"))
+    row = results["benchmarks"]["heldout"]["row"]
+    print(f"   {row['sample_pass@1']:.1%} of {row['num_questions']} answers are correct")
+    return row["sample_pass@1"]
 
 
 def torchrun(ranks: int) -> list[str]:
@@ -147,9 +142,11 @@ def demo(folder: Path, seed: int, layout: Layout, algorithm: str) -> dict:
     make_model = [python, "tools/make_tiny_model.py", "--output", str(folder / "random"), "--seed", str(seed)]
     run("A tiny random model", make_model, environment)
     base = teach(folder, seed)
-    before = accuracy("Accuracy before", base, folder, seed)
+    before = accuracy("Accuracy before", base, folder / "data", folder / "eval_before", seed)
     trained = train(folder, seed, layout, algorithm)
-    after = accuracy("Accuracy after", folder / "run" / "hf_model", folder, seed)
+    after = accuracy(
+        "Accuracy after", folder / "run" / "hf_model", folder / "data", folder / "eval_after", seed
+    )
     picture = [python, "tools/plot_run.py", str(folder / "run"), "--metric", "task_reward"]
     run("The reward curve", [*picture, "--output", str(folder / "reward.svg")], environment)
     return {

@@ -1,4 +1,4 @@
-"""Benchmarks as they are sampled: found by name, templated, tokenized."""
+"""Loads benchmarks by name, applies the chat template and tokenizes them."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from transformers import PreTrainedTokenizerFast
 
 from rlmath.config.help import nearest_word
 from rlmath.data.files import read_json_object
-from rlmath.data.formats import PromptRow, read_prompts
+from rlmath.data.formats import read_prompts
 from rlmath.data.tokenizer import prompt_tokens, render
 from rlmath.rewards.verifier import check_tasks
 
 SUFFIXES = (".jsonl", ".json", ".parquet", "")
-"""What a benchmark's file is looked for with, in this order; "" is a folder of a Hugging Face data set."""
+"""Suffixes of a benchmark's file, in the order of the search; "" is a folder of a Hugging Face data set."""
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}")
 
@@ -30,14 +30,14 @@ class Problem:
     benchmark: str
     problem_id: str
     prompt: str
-    """With its template."""
+    """The text with the template applied."""
     token_ids: tuple[int, ...]
     solutions: tuple[str, ...]
     task: str
 
     @property
     def prompt_hash(self) -> str:
-        """Of everything that its completions and their judgement depend on: tokens, solutions, task."""
+        """Hash of everything that its completions and their verification depend on: tokens, solutions, task."""
         content = json.dumps([self.token_ids, self.solutions, self.task])
         return hashlib.sha256(content.encode()).hexdigest()[:16]
 
@@ -49,11 +49,11 @@ class Benchmark:
     name: str
     problems: tuple[Problem, ...]
     unusable: int
-    """Rows of the file that are no problems, and so are not in the table."""
+    """Rows of the file that are not usable problems; not in the table."""
 
 
 def find_benchmark(name: str, data_dir: Path) -> Path:
-    """The file or folder of a benchmark. ValueError where there is none."""
+    """The file or folder of a benchmark. ValueError if there is none."""
     if not _NAME.fullmatch(name):
         raise ValueError(
             f"--benchmarks: {name!r} is no name of a benchmark; needed: names such as aime24,math_500"
@@ -74,8 +74,8 @@ def find_benchmark(name: str, data_dir: Path) -> Path:
 def load_benchmark(
     name: str, path: Path, tokenizer: PreTrainedTokenizerFast, template: str, limit: int | None = None
 ) -> Benchmark:
-    """The first `limit` problems of a file, all without one. ValueError for a file that cannot be read, for one
-    without problems, and for problems that no judge knows."""
+    """The first `limit` problems of a file (None: all). ValueError for a file that cannot be read, for one without
+    problems, and for tasks that cannot be verified."""
     file = read_prompts(str(path))
     rows = file.rows[:limit]
     if not rows:
@@ -86,21 +86,16 @@ def load_benchmark(
     empty = [row.query_id for row, ids in zip(rows, tokens, strict=True) if not ids]
     if empty:
         raise ValueError(f"{path}: the model's tokenizer makes no token of the problem {empty[0][:60]!r}")
-    return Benchmark(name, tuple(_problems(name, rows, prompts, tokens)), len(file.unusable))
-
-
-def _problems(
-    name: str, rows: Sequence[PromptRow], prompts: Sequence[str], tokens: Sequence[Sequence[int]]
-) -> list[Problem]:
-    return [
+    problems = [
         Problem(name, row.query_id, prompt, tuple(ids), row.solutions, row.task)
         for row, prompt, ids in zip(rows, prompts, tokens, strict=True)
     ]
+    return Benchmark(name, tuple(problems), len(file.unusable))
 
 
 @dataclass(frozen=True)
 class Lengths:
-    """What fits the engine."""
+    """The longest sequences of the engine."""
 
     max_prompt_tokens: int
     """Longer prompts are not sampled, and count as wrong."""
@@ -110,7 +105,7 @@ class Lengths:
 def check_lengths(
     problems: Sequence[Problem], positions: int | None, max_new_tokens: int, max_prompt_tokens: int | None
 ) -> Lengths:
-    """ValueError where a prompt and its completion may be longer than the model's `positions` (None: unknown)."""
+    """ValueError if a prompt and its completion may be longer than the model's `positions` (None: unknown)."""
     longest = max(problems, key=lambda problem: len(problem.token_ids))
     prompt_tokens = len(longest.token_ids) if max_prompt_tokens is None else max_prompt_tokens
     over = 0 if positions is None else prompt_tokens + max_new_tokens - positions
@@ -134,6 +129,6 @@ def check_lengths(
 
 
 def model_positions(folder: Path) -> int | None:
-    """Longest sequence of a model (tokens) as its config.json says, None where it does not."""
+    """`max_position_embeddings` of a model's config.json (tokens), None if it has none."""
     found = read_json_object(folder / "config.json").get("max_position_embeddings")
     return found if isinstance(found, int) and not isinstance(found, bool) and found > 0 else None

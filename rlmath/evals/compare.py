@@ -1,4 +1,4 @@
-"""Two evaluations side by side, with the interval of their difference."""
+"""Compares two evaluations, with the interval of their difference."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from rlmath.evals.tables import FORMAT, RESULTS, boxed_table
 from rlmath.trainer.telemetry.console import visible
 
 _NOT_COMPARED = ("about_",)
-"""Beginnings of settings that only inform."""
+"""Prefixes of settings that are information only."""
 _OF_THE_MODEL = ("model",)
-"""Settings that are meant to differ."""
+"""Settings that are expected to differ."""
 
 
 @dataclass(frozen=True)
 class Results:
-    """What a results.json says."""
+    """The content of a results.json."""
 
     name: str
     settings: dict[str, Any]
     values: dict[str, dict[str, dict[str, float]]]
-    """By dataset and measure ("greedy_acc", "sample_pass@1"): the share of right answers by problem id."""
+    """By dataset and measure ("greedy_acc", "sample_pass@1"): the share of correct answers by problem id."""
 
 
 @dataclass(frozen=True)
 class Difference:
-    """One measure of one benchmark, for the problems that both have."""
+    """One measure of one benchmark, over the problems that both evaluations have."""
 
     dataset: str
     measure: str
@@ -45,16 +45,16 @@ class Difference:
 
     @property
     def is_clear(self) -> bool:
-        """Whether the interval of the difference leaves out 0."""
+        """Whether the interval of the difference excludes 0."""
         _, low, high = self.difference
         return low > 0 or high < 0
 
 
 def read_results(path: Path) -> Results:
-    """Of an output folder or its results.json. ValueError where that is none."""
+    """Read an output folder's results.json, or the file itself. ValueError if it is not one."""
     file = path / RESULTS if path.is_dir() else path
     if not file.is_file():
-        raise ValueError(f"--compare: there is no {file}; needed: the --output of an evaluation that is done")
+        raise ValueError(f"--compare: there is no {file}; needed: the --output of a finished evaluation")
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
         if content["format"] != FORMAT:
@@ -72,7 +72,7 @@ def _values(problems: list[Mapping[str, Any]]) -> dict[str, dict[str, float]]:
 
 
 def differences(first: Results, second: Results, seed: int = 0) -> list[Difference]:
-    """Of every benchmark and measure that both have. ValueError where they have none in common."""
+    """The differences of every benchmark and measure that both have. ValueError if they have none in common."""
     found = []
     for dataset in first.values:
         for measure, ours in first.values[dataset].items():
@@ -97,7 +97,7 @@ def _mean(values: list[float], seed: int) -> tuple[float, float, float]:
 
 
 def other_settings(first: Results, second: Results) -> list[str]:
-    """A sentence on each setting that differs, the model's own name left out."""
+    """One clause for each setting that differs, without those of the model."""
     names = dict.fromkeys([*first.settings, *second.settings])
     return [
         f"{name} is {first.settings.get(name)!r} in the first and {second.settings.get(name)!r} in the second"
@@ -108,7 +108,7 @@ def other_settings(first: Results, second: Results) -> list[str]:
 
 
 def comparison_text(first: Results, second: Results) -> str:
-    """The table of differences and what to know about it; percent, differences in percentage points."""
+    """The table of differences with notes; in percent, differences in percentage points."""
     header = ["dataset", "measure", "problems", "A", "A 95%", "B", "B 95%", "B - A", "B - A 95%", ""]
     table = [header]
     found = differences(first, second)

@@ -1,10 +1,10 @@
-"""Every completion of an evaluation on disk, so that it can be stopped and goes on.
+"""The completions of an evaluation on disk, so that it can be stopped and resumed.
 
 <output>/
-  settings.json                       what was sampled from, and how; written before the first completion
-  generations/aime24/rank-0000.jsonl  one line for each completion that engine rank 0 sampled and judged
+  settings.json                       the model and the sampling settings; written before the first completion
+  generations/aime24/rank-0000.jsonl  one line for each completion of engine 0, with the result of its verification
 
-A line is written whole or, by a process that is killed, cut off; a cut line is removed when the folder is opened again.
+A process that is killed may leave an unfinished last line; it is removed when the folder is opened again.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from rlmath.evals.plan import GREEDY_INDEX
 GENERATIONS = "generations"
 SETTINGS = "settings.json"
 BATCH = 32
-"""Completions that are written to the system at once, at most."""
+"""Most completions between two flushes."""
 BATCH_SECONDS = 2.0
-"""Longest that a judged completion waits for that."""
+"""Longest time between two flushes."""
 _TAIL_BYTES = 2**16
 
 Key = tuple[str, int]
@@ -33,7 +33,7 @@ Key = tuple[str, int]
 
 @dataclass(frozen=True)
 class Record:
-    """One completion, judged; a line of a file."""
+    """One verified completion; a line of a file."""
 
     problem_id: str
     mode: str
@@ -42,21 +42,21 @@ class Record:
     """Counted from 0; 0 for the greedy one."""
     seed: int
     prompt_hash: str
-    """Of the prompt's tokens, the solutions and the task."""
+    """`Problem.prompt_hash`."""
     text: str
     tokens: int
     finish_reason: str
-    """"stop" or "length": ended by itself, or cut off."""
+    """"stop" or "length" (truncated)."""
     correct: bool
     extracted: str
-    """The answer that was judged, "" where none was found."""
+    """The answer that was compared, "" if none was found."""
     verdict: str
-    """How it was judged: one of `rewards.verify.VERDICTS`."""
+    """One of `rewards.verifier.VERDICTS`."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What the tables need of a completion: all but its text."""
+    """The part of a record that the tables are computed from."""
 
     prompt_hash: str
     tokens: int
@@ -67,9 +67,9 @@ class Outcome:
 
 
 def read_outcomes(folder: Path, benchmark: str) -> dict[Key, Outcome]:
-    """All completions of a benchmark in an output folder. ValueError for a line that is none."""
+    """All completions of a benchmark in an output folder. ValueError for a line that is not a completion."""
     found: dict[Key, Outcome] = {}
-    for path in _files(folder, benchmark):
+    for path in sorted((folder / GENERATIONS / benchmark).glob("*.jsonl")):
         with path.open("rb") as lines:
             for number, line in enumerate(lines, start=1):
                 try:
@@ -86,24 +86,22 @@ def read_outcomes(folder: Path, benchmark: str) -> dict[Key, Outcome]:
 def _parse(line: bytes) -> tuple[Key, Outcome]:
     record = Record(**json.loads(line))
     index = GREEDY_INDEX if record.mode == "greedy" else int(record.sample)
-    truncated = record.finish_reason == "length"
-    outcome = Outcome(
-        record.prompt_hash,
-        int(record.tokens),
-        truncated,
-        bool(record.correct),
-        record.extracted,
-        record.verdict,
+    return (record.problem_id, index), Outcome(
+        prompt_hash=record.prompt_hash,
+        tokens=int(record.tokens),
+        truncated=record.finish_reason == "length",
+        correct=bool(record.correct),
+        answer=record.extracted,
+        verdict=record.verdict,
     )
-    return (record.problem_id, index), outcome
 
 
-def cut_unfinished_lines(folder: Path) -> int:
-    """Remove what a killed process wrote of a line; the number of files where there was something."""
-    return sum(_cut(path) for path in sorted((folder / GENERATIONS).glob("*/*.jsonl")))
+def remove_unfinished_lines(folder: Path) -> int:
+    """Remove unfinished last lines, which killed processes left; returns the number of files that had one."""
+    return sum(_remove_unfinished_line(path) for path in sorted((folder / GENERATIONS).glob("*/*.jsonl")))
 
 
-def _cut(path: Path) -> bool:
+def _remove_unfinished_line(path: Path) -> bool:
     """Whether the file's last line was unfinished."""
     with path.open("r+b") as file:
         size = file.seek(0, os.SEEK_END)
@@ -120,12 +118,8 @@ def _cut(path: Path) -> bool:
     return start < size
 
 
-def _files(folder: Path, benchmark: str) -> list[Path]:
-    return sorted((folder / GENERATIONS / benchmark).glob("*.jsonl"))
-
-
 class Writer:
-    """Appends the completions of one engine, a few at a time."""
+    """Appends the completions of one engine, in batches."""
 
     def __init__(self, folder: Path, rank: int) -> None:
         self._folder = folder / GENERATIONS
@@ -135,7 +129,7 @@ class Writer:
         self._written_at = time.monotonic()
 
     def add(self, benchmark: str, record: Record) -> None:
-        """The line is pure ASCII: whatever the model wrote, it can be shown on a terminal."""
+        """Append a line. It is pure ASCII, so that any model's text can be shown on a terminal."""
         if benchmark not in self._files:
             (self._folder / benchmark).mkdir(parents=True, exist_ok=True)
             self._files[benchmark] = (self._folder / benchmark / self._name).open("ab")
@@ -144,7 +138,7 @@ class Writer:
         self.tick()
 
     def tick(self) -> None:
-        """Write what has waited for long enough. Call it now and then."""
+        """Flush if a batch is full or old enough. Call it regularly."""
         late = time.monotonic() - self._written_at > BATCH_SECONDS
         if self._waiting >= BATCH or (self._waiting and late):
             self.flush()
@@ -159,11 +153,11 @@ class Writer:
             file.close()
 
 
-def agree_on_settings(folder: Path, common: Mapping[str, Any], sampled: Mapping[str, Any] | None) -> None:
-    """Write settings.json, or see that what is there says the same. ValueError that names the differences.
+def check_settings(folder: Path, common: Mapping[str, Any], sampled: Mapping[str, Any] | None) -> None:
+    """Write settings.json, or compare with the existing one. Raises ValueError with the differences.
 
-    `common` holds for every completion, `sampled` for those that are not greedy (None: none are asked for). Keys that
-    begin with "about_" only inform.
+    `common` applies to every completion, `sampled` to those that are not greedy (None: there are none). Keys that
+    begin with "about_" are not compared.
     """
     path = folder / SETTINGS
     earlier = _read_settings(path)
@@ -181,7 +175,7 @@ def agree_on_settings(folder: Path, common: Mapping[str, Any], sampled: Mapping[
 
 
 def read_settings(folder: Path) -> dict[str, Any]:
-    """What settings.json says, all keys on one level."""
+    """The content of settings.json, all keys on one level."""
     content = _read_settings(folder / SETTINGS)
     return {**(content.get("common") or {}), **(content.get("sampled") or {})}
 

@@ -1,4 +1,4 @@
-"""The model that is evaluated, as a Hugging Face folder: given as one, or converted from a checkpoint."""
+"""The evaluated model as a Hugging Face folder: given as one, or converted from a checkpoint."""
 
 from __future__ import annotations
 
@@ -22,25 +22,25 @@ from rlmath.trainer.run_dir import EXPORT_FOLDER, SUMMARY_NAME
 logger = logging.getLogger(__name__)
 
 CONVERTED = "converted_model"
-"""Where a converted checkpoint is kept under the output folder. No run has anything of that name: what a killed process
-left there is removed, even where a run's folder was given as the output."""
+"""Name of the converted checkpoint in the output folder. A run's folder has nothing of that name, so a partial one that
+a killed process left is removed, even if a run's folder was given as the output."""
 _SOURCE = "converted_from.json"
 _SHARD_BYTES = 4 * 2**30
 
 
 @dataclass(frozen=True)
 class EvaluatedModel:
-    """Where vLLM finds it, and what tells it from others."""
+    """The folder that vLLM loads, and the hash of its content."""
 
     folder: Path
     fingerprint: str
-    """The same for the same weights, tokenizer and settings, wherever they lie."""
+    """The same for the same weights, tokenizer and settings in any folder."""
 
 
 def resolve_model(path: Path, output: Path) -> EvaluatedModel:
-    """The model at `path`: a Hugging Face folder; a run's folder, which stands for its last model where the run is done
-    and for its newest checkpoint where it is not; or a checkpoint. A checkpoint is converted once, into
-    `output`/converted_model. ValueError where it is none of these."""
+    """The model at `path`: a Hugging Face folder; a run's folder, for the last model of a finished run and the newest
+    checkpoint of an unfinished one; or a checkpoint. A checkpoint is converted once, into `output`/converted_model.
+    ValueError if it is none of these."""
     if not path.is_dir():
         raise ValueError(f'--model: there is no folder "{path}".{nearest_path(path)}')
     folder = _hugging_face(path)
@@ -59,7 +59,7 @@ def _hugging_face(path: Path) -> Path | None:
 
 
 def _fingerprint(folder: Path) -> str:
-    """Of weights, config, tokenizer, and what ends a completion."""
+    """Hash of weights, config, tokenizer and generation config."""
     digest = hashlib.sha256(model_fingerprint(folder).encode())
     for name, content in read_metadata_files(folder).items():
         digest.update(f"{name}:{len(content)}".encode() + content)
@@ -83,25 +83,22 @@ def _convert(path: Path, output: Path) -> Path:
                 f"{origin['state']}. Give another --output."
             )
         return folder
-    if folder.is_dir():  # left by a process that was killed before it could say what this is
+    if folder.is_dir():  # a partial one, left by a process that was killed
         shutil.rmtree(folder)
     logger.info("Converting %s to %s", source.state, folder)
-    shape, metadata_files = (
-        read_model_shape(source.metadata_files),
-        read_metadata_files(source.metadata_files),
-    )
+    shape = read_model_shape(source.metadata_files)
+    metadata_files = read_metadata_files(source.metadata_files)
     megatron_to_hf(source.state, shape, metadata_files, folder, None, _SHARD_BYTES)
     note.write_text(json.dumps(origin, indent=2) + "\n", encoding="utf-8")
     return folder
 
 
 def _content(source: MegatronSource) -> str:
-    """A short name for a checkpoint's content: by its manifest, which has a checksum of every file, or else by names,
-    sizes and times of its files."""
+    """Hash of a checkpoint's manifest, which has a checksum of every file; without a manifest, of the names, sizes and
+    times of its files."""
     manifest = source.state.parent / MANIFEST
     if manifest.is_file():
         return hashlib.sha256(manifest.read_bytes()).hexdigest()[:16]
-    files = [
-        (file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in sorted(source.state.iterdir())
-    ]
+    stats = [(file.name, file.stat()) for file in sorted(source.state.iterdir())]
+    files = [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]
     return hashlib.sha256(json.dumps(files).encode()).hexdigest()[:16]

@@ -1,4 +1,4 @@
-"""What the numbers of a table are estimated by: pass@k, maj@k, and intervals by bootstrap."""
+"""The estimators of the tables: pass@k, maj@k, and intervals by bootstrap."""
 
 # Shape legend: R resamples, P problems.
 
@@ -12,18 +12,18 @@ from functools import lru_cache
 import numpy as np
 
 MOST_SAMPLES = 1000
-"""Samples of a problem up to which the numbers of subsets fit a float64."""
+"""Most samples of a problem for which the number of subsets fits a float64."""
 
 _CHUNK = 2**21
-"""Most problems that are drawn at a time in a bootstrap."""
+"""Most problems that a bootstrap draws at once."""
 
 
 def pass_at_k(n: int, correct: int, k: int) -> float:
-    """Probability that k of n samples, drawn without putting back, have a right one among them, when `correct` of the n
-    are right: 1 - C(n - correct, k) / C(n, k), the unbiased estimate of Chen et al. 2021 (arXiv:2107.03374, section
-    2.1). Computed as a product of k factors, so that nothing overflows.
+    """Probability that k of n samples, drawn without replacement, include a correct one, when `correct` of the n are:
+    1 - C(n - correct, k) / C(n, k), the unbiased estimate of Chen et al. 2021 (arXiv:2107.03374, section 2.1).
+    Computed as a product of k factors, so that nothing overflows.
 
-    >>> round(pass_at_k(n=4, correct=1, k=2), 10)  # 3 of the 6 pairs have it
+    >>> round(pass_at_k(n=4, correct=1, k=2), 10)  # 3 of the 6 pairs contain it
     0.5
     """
     if not (1 <= k <= n and 0 <= correct <= n):
@@ -37,17 +37,17 @@ def pass_at_k(n: int, correct: int, k: int) -> float:
 
 @dataclass(frozen=True, order=True)
 class Vote:
-    """Samples of one problem that gave the same answer."""
+    """Samples of one problem with the same answer."""
 
     count: int
     right: bool
 
 
 def majority_at_k(votes: Sequence[Vote], blank: int, k: int) -> float:
-    """Probability that the most frequent answer among k samples, drawn without putting back, is right (maj@k).
+    """Probability that the most frequent answer among k samples, drawn without replacement, is correct (maj@k).
 
-    `blank` samples have no answer: they may be drawn, and do not vote. Of answers that are equally frequent each wins
-    with the same probability; where no one votes, it is wrong. Exact, no resampling.
+    `blank` samples have no answer: they may be drawn, and do not vote. Equally frequent answers win with the same
+    probability; without any vote the majority is wrong. Exact, no resampling.
 
     >>> majority_at_k([Vote(2, True), Vote(1, False)], blank=0, k=3)
     1.0
@@ -79,11 +79,11 @@ def _expected_majority(votes: tuple[Vote, ...], blank: int, k: int) -> float:
 
 
 def _right_subsets(votes: Sequence[Vote], blank: int, k: int, top: int) -> float:
-    """Number of subsets of k samples whose most frequent answers have `top` votes each, every subset weighted with the
-    share of right ones among these answers."""
+    """Number of subsets of k samples whose most frequent answers have `top` votes each, each weighted by the share of
+    correct ones among these answers."""
     ties = k // top
     right_ties = min(ties, sum(vote.right for vote in votes))
-    # ways[s, j, c]: ways to draw s samples from the answers so far so that j have `top` votes, of which c are right.
+    # ways[s, j, c]: ways to draw s samples from the answers so far so that j have `top` votes, c of them correct.
     ways = np.zeros((k + 1, ties + 1, right_ties + 1))
     for drawn in range(min(blank, k) + 1):
         ways[drawn, 0, 0] = math.comb(blank, drawn)
@@ -103,7 +103,7 @@ def bootstrap_interval(
     values_by_problem: Sequence[float], seed: int = 0, level: float = 0.95, resamples: int = 10_000
 ) -> tuple[float, float]:
     """Interval of the mean over problems: the percentiles of the means of `resamples` draws of as many problems, with
-    putting back (Efron 1979). The same values and seed give the same interval.
+    replacement (Efron 1979). The same values and seed give the same interval.
 
     >>> bootstrap_interval([0.5, 0.5])
     (0.5, 0.5)

@@ -1,4 +1,4 @@
-"""What an evaluation is asked for, and what may not differ between two runs into the same folder."""
+"""The arguments of an evaluation that determine its completions."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from rlmath.evals.pass_at_k import MOST_SAMPLES
 from rlmath.rollout.sampling import request_seed
 
 GREEDY_INDEX = -1
-"""Stands for the greedy completion where samples are numbered from 0."""
+"""Index of the greedy completion; samples are numbered from 0."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The arguments of launch/evaluate.py that say what is sampled. Each is named there by its option."""
+    """The arguments of launch/evaluate.py that determine what is sampled, by the name of their option."""
 
     model: Path
     benchmarks: tuple[str, ...]
@@ -32,10 +32,10 @@ class Plan:
     template: str = "auto"
     seed: int = 1
     limit: int | None = None
-    """Problems of each benchmark, its first ones; None: all."""
+    """Number of problems of each benchmark, from the first on; None: all."""
 
     def __post_init__(self) -> None:
-        """ValueError that lists what is wrong."""
+        """Raises ValueError with all problems."""
         ranges = {
             "samples": (self.samples, Range(0, MOST_SAMPLES)),
             "temperature": (self.temperature, Range(0.01, 100, why="For temperature 0 there is greedy.")),
@@ -53,17 +53,17 @@ class Plan:
         if self.template not in TEMPLATES:
             problems.append(f"--template is {self.template!r}; needed: one of {', '.join(TEMPLATES)}")
         if not self.benchmarks:
-            problems.append("--benchmarks names none; needed: at least one, for example aime24,math_500")
+            problems.append("--benchmarks is empty; needed: at least one, for example aime24,math_500")
         if not self.greedy and self.samples == 0:
-            problems.append("--no-greedy with --samples 0 asks for nothing; leave one of the two out")
+            problems.append("--no-greedy with --samples 0 samples nothing; leave one of the two out")
         raise_problems("the evaluation", problems)
 
     @property
     def indices(self) -> tuple[int, ...]:
-        """Of the completions of every problem."""
+        """The indices of the completions of every problem."""
         return (*((GREEDY_INDEX,) if self.greedy else ()), *range(self.samples))
 
 
 def completion_seed(seed: int, benchmark: str, problem_id: str, index: int) -> int:
-    """Seed of one completion, the same whichever engine samples it and whatever else is evaluated."""
+    """Seed of one completion. It depends neither on the engine that samples it nor on the other completions."""
     return request_seed(seed, 0, f"{benchmark}/{problem_id}", index)

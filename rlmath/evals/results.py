@@ -1,4 +1,4 @@
-"""From the outcomes of a benchmark's completions to the numbers of its row in the table."""
+"""The numbers of a benchmark's row in the table, from the outcomes of its completions."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from rlmath.rewards.verifier import FAILURES
 
 @dataclass(frozen=True)
 class ProblemResult:
-    """What a model made of one problem."""
+    """The counts of one problem."""
 
     problem_id: str
     greedy: bool | None
-    """Whether the greedy answer is right; None: it was not asked for."""
+    """Whether the greedy answer is correct; None if there is no greedy completion."""
     right: int
-    """Samples with a right answer."""
+    """Samples with a correct answer."""
     samples: int
 
 
@@ -32,12 +32,12 @@ class GreedyResult:
     """One completion of every problem at temperature 0. Shares are from 0 to 1."""
 
     length: float | None
-    """Mean tokens of a completion; prompts that are too long have none."""
+    """Mean tokens of a completion, without prompts that are too long."""
     accuracy: float
     interval: tuple[float, float]
-    """95% of `accuracy`, by bootstrap over problems."""
+    """95% interval of `accuracy`, by bootstrap over problems."""
     truncated: float | None
-    """Share of completions that were cut off."""
+    """Share of completions that reached the length limit."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class SampledResult:
     pass_at: dict[int, float]
     """By k."""
     interval: tuple[float, float]
-    """95% of pass@1, by bootstrap over problems."""
+    """95% interval of pass@1, by bootstrap over problems."""
     maj_at: dict[int, float]
     """By k."""
     truncated: float | None
@@ -62,14 +62,14 @@ class BenchmarkResult:
     dataset: str
     num_questions: int
     greedy: GreedyResult | None
-    """None: not asked for."""
+    """None if there are no greedy completions."""
     sampled: SampledResult | None
     too_long: int
     """Questions whose prompts are too long; they count as wrong."""
     unusable: int
-    """Rows of the file that are no question, and are not in `num_questions`."""
+    """Rows of the file that are not usable questions; not in `num_questions`."""
     not_judged: int
-    """Completions that the judge came to no verdict on; they count as wrong."""
+    """Completions whose verification failed (time limit, error); they count as wrong."""
     problems: tuple[ProblemResult, ...]
 
 
@@ -84,8 +84,8 @@ def useful_k(samples: int) -> tuple[int, ...]:
 
 
 def answer_key(answer: str) -> object:
-    """The same for answers that are written alike or are equal plain numbers or letters, as the judge's first
-    comparisons see them; answers that only algebra shows to be equal have different ones.
+    """A key that is equal for answers that `rewards.answers.string_match` finds equal: the same string, plain number or
+    letter of choice. Answers that are equal only by algebra have different keys.
 
     >>> answer_key("0.50") == answer_key("\\\\frac{1}{2}"), answer_key("(C)") == answer_key("C) 12")
     (True, True)
@@ -103,14 +103,14 @@ def answer_key(answer: str) -> object:
 def result_of(
     benchmark: Benchmark, outcomes: Mapping[Key, Outcome], plan: Plan, max_prompt_tokens: int
 ) -> BenchmarkResult:
-    """The row of a benchmark. Problems with longer prompts count as wrong; KeyError where another one lacks a
+    """The row of a benchmark. Problems with longer prompts count as wrong; KeyError if another problem lacks a
     completion."""
     fitting = [p for p in benchmark.problems if len(p.token_ids) <= max_prompt_tokens]
     rows = {p.problem_id: {index: outcomes[p.problem_id, index] for index in plan.indices} for p in fitting}
     problems = tuple(_problem(p.problem_id, rows.get(p.problem_id, {}), plan) for p in benchmark.problems)
     first = [row[GREEDY_INDEX] for row in rows.values()] if plan.greedy else []
     sampled = [[row[index] for index in range(plan.samples)] for row in rows.values()]
-    judged = [*first, *(outcome for row in sampled for outcome in row)]
+    used = [*first, *(outcome for row in sampled for outcome in row)]
     return BenchmarkResult(
         dataset=benchmark.name,
         num_questions=len(problems),
@@ -118,7 +118,7 @@ def result_of(
         sampled=_sampled(problems, sampled, plan) if plan.samples else None,
         too_long=len(problems) - len(fitting),
         unusable=benchmark.unusable,
-        not_judged=sum(outcome.verdict in FAILURES for outcome in judged),
+        not_judged=sum(outcome.verdict in FAILURES for outcome in used),
         problems=problems,
     )
 
@@ -148,14 +148,14 @@ def _sampled(
 
 
 def _lengths(outcomes: Sequence[Outcome]) -> tuple[float | None, float | None]:
-    """(mean tokens, share that was cut off)"""
+    """(mean tokens, share of truncated completions)"""
     if not outcomes:
         return None, None
     return fmean(outcome.tokens for outcome in outcomes), fmean(outcome.truncated for outcome in outcomes)
 
 
 def _votes(row: Sequence[Outcome]) -> tuple[list[Vote], int]:
-    """(the answers of a problem's samples, how many samples have none)"""
+    """(votes for the answers of a problem's samples, number of samples without an answer)"""
     groups: dict[object, list[bool]] = defaultdict(list)
     for outcome in row:
         if outcome.answer:

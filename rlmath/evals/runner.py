@@ -1,9 +1,9 @@
-"""An evaluation from start to end, on all ranks.
+"""An evaluation on all ranks: `evaluate` is what launch/evaluate.py runs.
 
-    rank 0: model, problems, what is there already -> all ranks: sample and judge what is missing, line by line to disk
-    -> rank 0: read all of it from disk -> tables
+    rank 0: model, problems, completions on disk -> all ranks: sample and verify the missing ones, append them to disk
+    -> rank 0: read all completions from disk -> tables
 
-The tables come from the files alone, so a run that was stopped and continued cannot tell another story.
+The tables are computed from the files alone, so a run that was stopped and resumed writes the same ones.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ from rlmath.evals.benchmarks import (
     load_benchmark,
     model_positions,
 )
-from rlmath.evals.completions import agree_on_settings, cut_unfinished_lines, read_outcomes, read_settings
+from rlmath.evals.completions import check_settings, read_outcomes, read_settings, remove_unfinished_lines
 from rlmath.evals.model_source import EvaluatedModel, resolve_model
 from rlmath.evals.plan import Plan
 from rlmath.evals.results import BenchmarkResult, result_of
-from rlmath.evals.sampling import Engines, Missing, sample_missing
+from rlmath.evals.sampling import Missing, open_engine, sample_missing
 from rlmath.evals.tables import boxed_table, first_table, second_table, write_results
 from rlmath.rewards.worker_pool import VerifierPool
 from rlmath.trainer.run_dir import sole_user
@@ -49,21 +49,13 @@ from rlmath.trainer.startup import environment_facts, meet
 
 logger = logging.getLogger(__name__)
 
-LONGEST_WAIT_SECONDS = 24 * 3600.0
-"""For engines that still sample, and for a checkpoint that is converted. Of ranks that die the launcher tells."""
-
-
-@dataclass(frozen=True)
-class Judges:
-    """How the answers of an engine are judged."""
-
-    workers: int
-    timeout_seconds: float
+COLLECTIVE_TIMEOUT_SECONDS = 24 * 3600.0
+"""Ranks wait for engines that still sample, and for the conversion of a checkpoint; torchrun reports dead ranks."""
 
 
 @dataclass(frozen=True)
 class _Prepared:
-    """What rank 0 found out."""
+    """The model, the problems and the missing completions, as rank 0 read them."""
 
     model: EvaluatedModel
     benchmarks: tuple[Benchmark, ...]
@@ -72,11 +64,12 @@ class _Prepared:
 
 
 def evaluate(
-    plan: Plan, rollout: RolloutConfig, judges: Judges, device_kind: str
+    plan: Plan, rollout: RolloutConfig, reward_workers: int, reward_timeout: float, device_kind: str
 ) -> list[BenchmarkResult] | None:
-    """Sample what is missing and write the tables; what rank 0 has of them, None on others.
+    """Sample the missing completions and write the tables. Returns their rows on rank 0, None on the others.
 
-    All ranks call it. ValueError, on all of them, for what the user must change.
+    All ranks call it. `reward_workers` processes of each engine verify its answers, with `reward_timeout` seconds for
+    each. Raises ValueError, on all ranks, for a user's mistake.
     """
     world_size, rank = environment_world_size(), environment_rank()
     if world_size % rollout.tensor_parallel:
@@ -84,46 +77,58 @@ def evaluate(
             f"--tensor-parallel is {rollout.tensor_parallel}, which does not divide the {world_size} ranks; change one"
         )
     mesh = Mesh(rank, world_size, 1, 1, rollout.tensor_parallel)
-    _stand_alone()
+    _set_single_rank_environment()
     device = open_device(device_kind)
     with ExitStack() as stack:
         pool = None
         if mesh.is_engine_leader:
-            # The judges start before process groups and engines, whose threads they must not inherit.
-            pool = stack.enter_context(VerifierPool(judges.workers, judges.timeout_seconds))
-        init_process_group(device, LONGEST_WAIT_SECONDS, _meet())
-        stack.callback(_leave)
+            # Started before process groups and engines, so that the workers do not inherit their threads.
+            pool = stack.enter_context(VerifierPool(reward_workers, reward_timeout))
+        init_process_group(device, COLLECTIVE_TIMEOUT_SECONDS, _store_after_rendezvous())
+        stack.callback(_destroy_process_group)
         prepared = _prepare_on_rank_zero(plan, rollout, mesh, stack)
-        if not prepared.missing:
-            return _report(plan, prepared) if rank == 0 else None
-        with Engines(prepared.model.folder, rollout, prepared.lengths, mesh, device) as engine:
-            sample_missing(engine, prepared.missing, plan, prepared.lengths, prepared.model.folder, pool)
+        if prepared.missing:
+            llm = stack.enter_context(
+                open_engine(prepared.model.folder, rollout, prepared.lengths, mesh, device)
+            )
+            sample_missing(
+                llm,
+                prepared.missing,
+                plan=plan,
+                rollout=rollout,
+                lengths=prepared.lengths,
+                mesh=mesh,
+                model=prepared.model.folder,
+                pool=pool,
+            )
             dist.barrier()
-            return _report(plan, prepared) if rank == 0 else None
+        return _write_tables(plan, prepared) if rank == 0 else None
 
 
-def _meet() -> dist.Store | None:
-    """The store for the process group once all ranks are here and their nodes are alike; None for one rank alone."""
+def _store_after_rendezvous() -> dist.Store | None:
+    """The process group's store, once all ranks have arrived and their nodes agree; None for a single rank."""
     rendezvous = open_rendezvous(RunConfig.start_timeout_seconds)
     if rendezvous is None:
         return None
     meet(rendezvous, environment_facts(), RunConfig.start_timeout_seconds)
-    return rendezvous.group_store(LONGEST_WAIT_SECONDS)
+    return rendezvous.group_store(COLLECTIVE_TIMEOUT_SECONDS)
 
 
-def _stand_alone() -> None:
-    """Without torchrun, what it would say of one rank alone. Port 0 is any free one."""
+def _set_single_rank_environment() -> None:
+    """Without torchrun, set the variables that it would set for a single rank. Port 0 is any free one."""
     if "RANK" not in os.environ:
         os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
 
 
-def _leave() -> None:
-    if dist.is_initialized():  # an engine that ended has done it
+def _destroy_process_group() -> None:
+    if dist.is_initialized():  # the end of an engine destroys it too
         dist.destroy_process_group()
 
 
+# ---------------------------------------------------------------- preparation, on rank 0
 def _prepare_on_rank_zero(plan: Plan, rollout: RolloutConfig, mesh: Mesh, stack: ExitStack) -> _Prepared:
+    """`_prepare` on rank 0, sent to all; a ValueError of rank 0 is raised on all ranks."""
     prepared, mistake = None, None
     if mesh.rank == 0:
         try:
@@ -149,17 +154,17 @@ def _prepare(plan: Plan, rollout: RolloutConfig) -> _Prepared:
     lengths = check_lengths(
         problems, model_positions(model.folder), plan.max_new_tokens, plan.max_prompt_tokens
     )
-    agree_on_settings(plan.output, _common_settings(plan, rollout, model), _sampled_settings(plan))
-    cut = cut_unfinished_lines(plan.output)
-    if cut:
-        logger.info("Unfinished lines of a run that was stopped are removed from %d files", cut)
+    check_settings(plan.output, _common_settings(plan, rollout, model), _sampled_settings(plan))
+    repaired = remove_unfinished_lines(plan.output)
+    if repaired:
+        logger.info("Removed the unfinished last line of %d files, left by a run that was stopped", repaired)
     missing = [one for benchmark in benchmarks for one in _missing(benchmark, plan, lengths)]
-    _tell(benchmarks, lengths, plan, sum(len(one.indices) for one in missing))
+    _log_work(benchmarks, lengths, plan, sum(len(one.indices) for one in missing))
     return _Prepared(model, benchmarks, lengths, missing)
 
 
 def _common_settings(plan: Plan, rollout: RolloutConfig, model: EvaluatedModel) -> dict[str, object]:
-    """What every completion depends on, but for its problem."""
+    """The settings that every completion depends on."""
     return {
         "about_model": str(plan.model),
         "model": model.fingerprint,
@@ -176,60 +181,51 @@ def _sampled_settings(plan: Plan) -> dict[str, object] | None:
 
 
 def _missing(benchmark: Benchmark, plan: Plan, lengths: Lengths) -> list[Missing]:
-    """The completions that are not on disk. ValueError where those that are there are of other problems."""
-    there = read_outcomes(plan.output, benchmark.name)
+    """The completions that are not on disk. ValueError if those on disk were sampled for other problems."""
+    on_disk = read_outcomes(plan.output, benchmark.name)
     missing = []
     for problem in benchmark.problems:
-        _check_same(problem, {there[key].prompt_hash for key in _keys(problem, plan) if key in there}, plan)
-        indices = tuple(key[1] for key in _keys(problem, plan) if key not in there)
-        if indices and len(problem.token_ids) <= lengths.max_prompt_tokens:
+        keys = [(problem.problem_id, index) for index in plan.indices]
+        if {on_disk[key].prompt_hash for key in keys if key in on_disk} - {problem.prompt_hash}:
+            raise ValueError(
+                f'--output "{plan.output}" holds completions of another problem {problem.problem_id!r} of '
+                f"{problem.benchmark}: its text, template or solutions have changed. Give another --output."
+            )
+        indices = tuple(key[1] for key in keys if key not in on_disk)
+        if indices and _fits(problem, lengths):
             missing.append(Missing(problem, indices))
     return missing
 
 
-def _keys(problem: Problem, plan: Plan) -> Sequence[tuple[str, int]]:
-    return [(problem.problem_id, index) for index in plan.indices]
+def _fits(problem: Problem, lengths: Lengths) -> bool:
+    return len(problem.token_ids) <= lengths.max_prompt_tokens
 
 
-def _check_same(problem: Problem, hashes: set[str], plan: Plan) -> None:
-    if hashes - {problem.prompt_hash}:
-        raise ValueError(
-            f'--output "{plan.output}" holds completions of another problem {problem.problem_id!r} of '
-            f"{problem.benchmark}: its text, template or solutions have changed. Give another --output."
-        )
-
-
-def _tell(benchmarks: Sequence[Benchmark], lengths: Lengths, plan: Plan, missing: int) -> None:
-    """What is about to happen, and what will not."""
+def _log_work(benchmarks: Sequence[Benchmark], lengths: Lengths, plan: Plan, missing: int) -> None:
+    """Log the sizes of the benchmarks, the problems left out, and the number of completions."""
+    wanted = 0
     for benchmark in benchmarks:
-        logger.info("%s: %d problems", benchmark.name, len(benchmark.problems))
+        name, problems = benchmark.name, benchmark.problems
+        logger.info("%s: %d problems", name, len(problems))
         if benchmark.unusable:
             logger.warning(
-                "%s: %d rows of its file are no problem that can be used, and are not in the table",
-                benchmark.name,
-                benchmark.unusable,
+                "%s: %d rows of its file are unusable, and are not in the table", name, benchmark.unusable
             )
-        long = [p for p in benchmark.problems if len(p.token_ids) > lengths.max_prompt_tokens]
+        long = [len(problem.token_ids) for problem in problems if not _fits(problem, lengths)]
         if long:
             logger.warning(
-                "%s: %d of %d prompts are longer than --max-prompt-tokens %d and count as wrong (the longest has %d)",
-                benchmark.name,
-                len(long),
-                len(benchmark.problems),
-                lengths.max_prompt_tokens,
-                max(len(p.token_ids) for p in long),
+                f"{name}: {len(long)} of {len(problems)} prompts are longer than --max-prompt-tokens "
+                f"{lengths.max_prompt_tokens} and count as wrong (the longest has {max(long)})"
             )
-    wanted = len(plan.indices) * sum(
-        len(p.token_ids) <= lengths.max_prompt_tokens for benchmark in benchmarks for p in benchmark.problems
-    )
-    logger.info("%d completions are asked for, %d of them are there already", wanted, wanted - missing)
+        wanted += len(plan.indices) * (len(problems) - len(long))
+    logger.info("%d completions are requested, %d of them are on disk already", wanted, wanted - missing)
 
 
-def _report(plan: Plan, prepared: _Prepared) -> list[BenchmarkResult]:
+# ---------------------------------------------------------------- tables
+def _write_tables(plan: Plan, prepared: _Prepared) -> list[BenchmarkResult]:
+    longest = prepared.lengths.max_prompt_tokens
     results = [
-        result_of(
-            benchmark, read_outcomes(plan.output, benchmark.name), plan, prepared.lengths.max_prompt_tokens
-        )
+        result_of(benchmark, read_outcomes(plan.output, benchmark.name), plan, longest)
         for benchmark in prepared.benchmarks
     ]
     settings = read_settings(plan.output) | {"limit": plan.limit, "max_prompt_tokens": plan.max_prompt_tokens}

@@ -1,4 +1,4 @@
-"""The table of the AReaL documents, and the files beside it.
+"""The table of the AReaL documents, and the files that hold it.
 
 +---------+---------------+---------------+---------------+------------+---------------+--------+---------+
 | dataset | num_questions | greedy_length | sample_length | greedy_acc | sample_pass@1 | pass@8 | pass@16 |
@@ -33,14 +33,14 @@ COLUMNS = (
     "pass@8",
     "pass@16",
 )
-"""Of the first table, whatever was sampled; "-" stands where there are too few samples."""
+"""The columns of the first table; "-" marks those that need more samples than there are."""
 
 Row = dict[str, float | int | str | None]
 """Numbers by column; shares from 0 to 1."""
 
 
 def row_of(result: BenchmarkResult) -> Row:
-    """All numbers of a benchmark, with the names of the table's columns."""
+    """All numbers of a benchmark, by the names of the table's columns."""
     row: Row = {"dataset": result.dataset, "num_questions": result.num_questions}
     greedy, sampled = result.greedy, result.sampled
     row["greedy_length"] = greedy and greedy.length
@@ -63,7 +63,7 @@ def first_table(results: Sequence[BenchmarkResult]) -> list[list[str]]:
 
 
 def second_table(results: Sequence[BenchmarkResult]) -> list[list[str]]:
-    """Intervals, majorities, and what was cut off or left out."""
+    """Intervals, majorities, and counts of truncated or excluded completions."""
     rows = [row_of(result) for result in results]
     majorities = sorted({name for row in rows for name in row if name.startswith("maj@")}, key=_number)
     header = ["dataset", "greedy_acc 95%", "sample_pass@1 95%", *majorities]
@@ -77,7 +77,7 @@ def second_table(results: Sequence[BenchmarkResult]) -> list[list[str]]:
 
 
 def cell(name: str, value: float | int | str | None) -> str:
-    """A number as the tables show it: shares in percent, lengths in tokens, with one decimal.
+    """A number as text for the tables: shares in percent, lengths in tokens, with one decimal.
 
     >>> cell("greedy_acc", 0.5), cell("greedy_length", 19328), cell("num_questions", 30), cell("pass@16", None)
     ('50.0', '19328.0', '30', '-')
@@ -101,7 +101,7 @@ def _number(name: str) -> int:
 
 
 def boxed_table(table: Sequence[Sequence[str]]) -> str:
-    """Rows of text in a frame, every cell in the middle of its column; the first row is the header."""
+    """Rows of text in a frame, with centred cells; the first row is the header."""
     widths = [max(len(row[i]) for row in table) for i in range(len(table[0]))]
     line = "+" + "+".join("-" * (width + 2) for width in widths) + "+"
     rows = [
@@ -112,7 +112,7 @@ def boxed_table(table: Sequence[Sequence[str]]) -> str:
 
 
 def markdown_table(table: Sequence[Sequence[str]]) -> str:
-    """The same as Markdown."""
+    """Rows of text as a Markdown table; the first row is the header."""
     rows = ["| " + " | ".join(row) + " |" for row in table]
     return "\n".join([rows[0], "|" + " --- |" * len(table[0]), *rows[1:]])
 

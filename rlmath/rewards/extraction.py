@@ -1,25 +1,22 @@
-"""Where in a completion the final answer stands. One pass over the text, whatever the text."""
+"""Finds the final answer in a completion, in one pass over the text."""
 
 from __future__ import annotations
 
 import re
-from typing import Literal
-
-AnswerFrom = Literal["boxed", "phrase", "number"]
 
 _BRACES = re.compile(r"\\f?box(?:ed)?\s*\{|\\(?!\\?f?boxe?d?)[\s\S]|[{}]")
-"""A box's opening, an escaped character (which is no brace), or a brace."""
+"""The start of a box, an escaped character (never a brace), or a brace."""
 
 _TAG = re.compile(r"<(/?)answer>", re.IGNORECASE)
 _PHRASE = re.compile(r"\b(?:final\s+)?answer\s*(?:is|:|=)\s*:?\s*", re.IGNORECASE)
 _NUMBER = re.compile(r"(?<![A-Za-z0-9_.])-?[0-9][0-9,]{0,60}(?:\.[0-9]{1,60})?(?:/[0-9]{1,60})?%?")
 _PHRASE_END = re.compile(r"\.(?:\s|$)|\n|<")
 _TAIL_CHARS = 2000
-"""How far behind "the answer is" the answer may reach (characters)."""
+"""Longest answer after "the answer is" (characters)."""
 
 
 def final_part(text: str) -> str:
-    """What comes after the thoughts: all of a text without thinking tags, nothing while the thoughts go on.
+    """The text after the thinking section: all of it without thinking tags, nothing if the section is not closed.
 
     >>> final_part("<think>is it 3? no</think> It is 4.")
     ' It is 4.'
@@ -31,11 +28,12 @@ def final_part(text: str) -> str:
     return after if closed else text
 
 
-def extract_answer(text: str, answer_from: AnswerFrom = "boxed") -> str | None:
-    """The final answer, None where there is none.
+def extract_answer(text: str, answer_from: str = "boxed") -> str | None:
+    """The final answer, None if there is none.
 
-    It is what the last complete box or `<answer>` tag holds, whichever ends last. With "phrase" also what follows the
-    last "the answer is", and with "number" then the last number: for base models that do not know boxes yet.
+    "boxed": the content of the last complete box or `<answer>` tag, whichever ends last. "phrase": without these, the
+    text after the last "the answer is". "number": without that too, the last number, for base models that write no
+    boxes yet.
     """
     part = final_part(text)
     answer = _boxed_or_tagged(part)
@@ -61,7 +59,7 @@ def _boxed_or_tagged(part: str) -> str | None:
 
 
 def extract_boxed(text: str) -> str | None:
-    """What is in the last complete \\boxed{...}; of nested ones the innermost. One pass, linear in the text.
+    """The content of the last complete \\boxed{...}; of nested boxes the innermost. Linear in the text.
 
     >>> extract_boxed("\\\\boxed{1} or \\\\boxed{\\\\frac{1}{2}} or \\\\boxed{3")
     '\\\\frac{1}{2}'
@@ -73,7 +71,7 @@ def _last_box(text: str) -> tuple[str | None, int]:
     """(content of the last box, where it ends)."""
     open_boxes: list[
         int | None
-    ] = []  # one entry per open brace: where its box's content starts, None for others
+    ] = []  # per open brace: the start of its box's content, None if it opens no box
     best: tuple[int, int] | None = None
     for match in _BRACES.finditer(text):
         token = match.group()

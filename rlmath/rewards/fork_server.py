@@ -1,13 +1,12 @@
-"""The process that forks answer checkers. Started by `pool`, never imported by the trainer.
+"""The process that forks the reward workers. Started by `worker_pool`, never imported by the trainer.
 
-Why not multiprocessing's forkserver: its children import the trainer's main module again (torch, vLLM: many
-seconds for every replaced worker), and it is one per process, so that whoever starts it first decides what it
-has loaded.
+It imports math-verify (and the user's reward function) once, warms it up, and then forks a worker in milliseconds on
+request. Requests arrive over one socket: "fork", with a file descriptor for the new worker's channel, returns the
+worker's process id; "kill <id>" ends a worker. When the pool's process has ended, it exits, and the kernel kills its
+workers.
 
-A small process imports math-verify (and the user's reward function) once, warms it up, and then forks a worker in
-milliseconds whenever it is told to. It talks over one socket: "fork" comes with a file descriptor, the new worker's
-channel, and is answered with its process id; "kill <id>" ends a worker. It ends itself, and the kernel then its
-workers, when the pool's process is gone.
+multiprocessing's forkserver is not used: its children import the trainer's main module again (torch, vLLM: many
+seconds for every replaced worker), and there is one per process, so its first user decides what it has loaded.
 
     python -m rlmath.rewards.fork_server <socket> <parent's process id> <settings as JSON>
 """
@@ -30,18 +29,18 @@ from multiprocessing.connection import Connection
 
 from rlmath.distributed.process import end_with_parent
 from rlmath.rewards.custom_function import call_function, load_function
-from rlmath.rewards.verifier import Rules, deep_verdict
+from rlmath.rewards.verifier import Rules, verify_by_parser
 
 PARENT_CHECK_SECONDS = 1.0
-"""How soon an orphaned forkserver notices, should a forked copy of the parent still hold the socket open."""
+"""Interval of the check for a dead parent, needed where a forked copy of the parent keeps the socket open."""
 
 GRACE_SECONDS = 5.0
-"""How much later than the pool's limit the kernel ends a worker, should the pool not be there to do it."""
+"""Added to the pool's time limit for the kernel's own limit, which ends a worker if the pool cannot."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What the workers of one pool have in common."""
+    """Settings of all workers of one pool."""
 
     memory_bytes: int
     """Address space of one worker."""
@@ -60,7 +59,7 @@ class Settings:
 
 
 def serve(control: socket.socket, parent: int, run_worker: Callable[[int], None]) -> None:
-    """Forks and kills workers on demand until the parent is gone."""
+    """Fork and kill workers on request until the parent has ended."""
     children: set[int] = set()
     control.send(b"ready")
     while os.getppid() == parent:
@@ -81,7 +80,7 @@ def serve(control: socket.socket, parent: int, run_worker: Callable[[int], None]
             control.send(str(child).encode())
         else:
             child = int(message.removeprefix(b"kill "))
-            if child in children:  # not reaped, so the id is still its own
+            if child in children:  # not reaped, so no other process has the id
                 os.kill(child, signal.SIGKILL)
     for child in children:
         os.kill(child, signal.SIGKILL)
@@ -94,7 +93,7 @@ def _reap(children: set[int]) -> None:
 
 
 def _run_worker(channel_fd: int, settings: Settings, function: Callable | None) -> None:
-    """A worker's whole life: one JSON question in, one JSON answer out, until the pool closes the channel."""
+    """A worker's main loop: one JSON request in, one JSON result out, until the pool closes the channel."""
     end_with_parent(os.getppid())
     null = os.open(os.devnull, os.O_RDWR)
     for stream in (0, 1, 2):
@@ -104,32 +103,33 @@ def _run_worker(channel_fd: int, settings: Settings, function: Callable | None) 
     if function is None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
     try:
-        _answer_questions(Connection(channel_fd), settings, function)
+        _serve_requests(Connection(channel_fd), settings, function)
     except (EOFError, OSError):
         os._exit(0)
     finally:
         os._exit(1)
 
 
-def _answer_questions(channel: Connection, settings: Settings, function: Callable | None) -> None:
+def _serve_requests(channel: Connection, settings: Settings, function: Callable | None) -> None:
     channel.send_bytes(b"ready")
     while True:
-        question = json.loads(channel.recv_bytes())
-        _limit_this_answer(settings.timeout_seconds + GRACE_SECONDS)
-        if "row" in question:
+        request = json.loads(channel.recv_bytes())
+        _limit_request(settings.timeout_seconds + GRACE_SECONDS)
+        if "row" in request:
             assert function is not None
-            said = call_function(function, question["completion"], question["solutions"], question["row"])
-            answer = dataclasses.asdict(said)
+            result = dataclasses.asdict(
+                call_function(function, request["completion"], request["solutions"], request["row"])
+            )
         else:
-            verdict = deep_verdict(question["answer"], question["solutions"], settings.rules)
-            answer = {"correct": verdict.correct, "verdict": verdict.verdict}
+            verdict = verify_by_parser(request["answer"], request["solutions"], settings.rules)
+            result = {"correct": verdict.correct, "verdict": verdict.verdict}
         signal.setitimer(signal.ITIMER_REAL, 0)
-        channel.send_bytes(json.dumps(answer).encode())
+        channel.send_bytes(json.dumps(result).encode())
 
 
-def _limit_this_answer(seconds: float) -> None:
-    """Should the pool not end this worker in time, the kernel does: after so much time, or so much CPU time."""
-    signal.setitimer(signal.ITIMER_REAL, seconds)  # SIGALRM's default action: the end
+def _limit_request(seconds: float) -> None:
+    """Let the kernel end this worker after so much time, or so much CPU time, if the pool does not."""
+    signal.setitimer(signal.ITIMER_REAL, seconds)  # SIGALRM's default action ends the process
     used = resource.getrusage(resource.RUSAGE_SELF)
     soft = int(used.ru_utime + used.ru_stime + seconds) + 1
     resource.setrlimit(resource.RLIMIT_CPU, (soft, resource.RLIM_INFINITY))
@@ -138,7 +138,7 @@ def _limit_this_answer(seconds: float) -> None:
 def main() -> None:
     control_fd, parent, settings_json = sys.argv[1:]
     settings = Settings.from_json(settings_json)
-    # These reach the whole process group: Ctrl-C, and torchrun's call to save and stop. The pool decides when we end.
+    # Sent to the whole process group by Ctrl-C and by torchrun; only the pool ends this process.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
     # math-verify warns that its time limits are off, and logs what it cannot parse.
@@ -149,8 +149,8 @@ def main() -> None:
         except ValueError as error:
             control.send(f"failed: {error}".encode()[:2000])
             return
-        # So that no worker pays for the first parse of either judge.
-        deep_verdict("\\int_0^1 x dx", ("\\frac{1}{2}", "x^2", "\\{1,2\\}"))
+        # Warm up: the first parse of the grammar and of math-verify is slow.
+        verify_by_parser("\\int_0^1 x dx", ("\\frac{1}{2}", "x^2", "\\{1,2\\}"))
         gc.collect()
         gc.freeze()
         serve(control, int(parent), lambda channel: _run_worker(channel, settings, function))

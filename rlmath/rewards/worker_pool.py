@@ -1,10 +1,10 @@
-"""Answer checks in worker processes, each with a time and a memory limit of its own.
+"""Verifies answers and calls reward functions in worker processes, each with its own time and memory limit.
 
     VerifierPool (this process, one thread) -- socket --> forkserver -- fork --> workers
 
-A check that hangs or crashes ends its own worker only; the forkserver has a new one within milliseconds, and
-no other answer waits. Start the pool before process groups, CUDA and engines: nothing of theirs then leaks into
-the workers. Linux only.
+A check that hangs or crashes ends only its own worker; the forkserver replaces it within milliseconds, and no other
+answer waits. Start the pool before process groups, CUDA and engines, so that the workers inherit nothing of theirs.
+Linux only.
 """
 
 from __future__ import annotations
@@ -29,25 +29,33 @@ from typing import Any, Self, TypeVar
 from rlmath.rewards.custom_function import FunctionResult, worker_environment
 from rlmath.rewards.extraction import extract_answer
 from rlmath.rewards.fork_server import Settings
-from rlmath.rewards.verifier import FAILURES, STRICT, TASKS, Rules, Verdict, cheap_verdict, usable_solutions
+from rlmath.rewards.verifier import (
+    FAILURES,
+    STRICT,
+    TASKS,
+    Rules,
+    Verdict,
+    usable_solutions,
+    verify_by_string,
+)
 
 START_SECONDS = 120.0
-"""How long the forkserver or a worker may take to be ready, on a busy machine."""
+"""Time limit for the start of the forkserver or a worker, on a busy machine."""
 
 MEMORY_BYTES = 2 * 2**30
 """Address space of one worker; math-verify itself takes about a quarter GiB."""
 
 STUCK_SECONDS = 0.25
-"""A worker that is busy for longer gets help from one more, while answers wait."""
+"""While jobs are waiting, a worker that has been busy for longer is supplemented by an extra one."""
 
-MOST_HELPERS = 4
-"""Most helpers per worker."""
+MAX_EXTRA_WORKERS = 4
+"""Most extra workers, per worker of the pool."""
 
 STUCK_NICENESS = 5
-"""A stuck worker yields the processor to those that get on."""
+"""Niceness of a stuck worker, so that the others get the processor first."""
 
 CACHE_SIZE = 8192
-"""Verdicts kept, one per pair of answer and solutions."""
+"""Results kept, one per pair of answer and solutions."""
 
 logger = logging.getLogger(__name__)
 
@@ -56,11 +64,13 @@ T = TypeVar("T")
 
 @dataclass
 class _Job:
-    question: bytes
+    request: bytes
     future: Future[Any]
-    """Whoever asked waits for it."""
-    settle: Callable[[Mapping[str, Any]], Any]
-    """Makes the future's result of a worker's answer, or of {"failure": "timeout" or "error"}; both with "seconds"."""
+    as_result: Callable[[Mapping[str, Any]], Any]
+    """Converts a worker's reply, or {"failure": "timeout" or "error"}, to the future's result; both have "seconds"."""
+
+    def finish(self, reply: Mapping[str, Any], seconds: float) -> None:
+        self.future.set_result(self.as_result({**reply, "seconds": seconds}))
 
 
 @dataclass
@@ -68,19 +78,19 @@ class _Worker:
     pid: int
     channel: Connection
     deadline: float
-    """When it is given up (time.monotonic): ready by then, or the job done by then."""
+    """When it is killed if it is not ready or has not finished its job (time.monotonic)."""
     state: str = "starting"
     """"starting", "idle" or "busy"."""
     job: _Job | None = None
     since: float = 0.0
-    """When it got its job (time.monotonic)."""
+    """Start of its job (time.monotonic)."""
     stuck_at: float = 0.0
     """When it counts as stuck (time.monotonic)."""
     slowed: bool = False
 
 
 class VerifierPool:
-    """Judges completions. `submit` and `call` from any thread; futures resolve in the pool's thread.
+    """Scores completions. `submit` and `call` from any thread; futures resolve in the pool's thread.
 
     >>> with VerifierPool(workers=1, timeout_seconds=5.0) as pool:  # doctest: +SKIP
     ...     pool.submit("\\\\boxed{\\\\frac{1}{2}}", ("\\\\boxed{50\\\\%}",), "math").result().verdict
@@ -95,7 +105,7 @@ class VerifierPool:
         rules: Rules = STRICT,
         function: str | None = None,
     ) -> None:
-        """Returns at once; workers are ready a second later. Raises ValueError for impossible limits."""
+        """Returns at once; workers are ready a second later. Raises ValueError for invalid limits."""
         if workers < 1:
             raise ValueError(f"reward.workers is {workers}; it must be at least 1")
         if not 0 < timeout_seconds < 3600:
@@ -108,7 +118,7 @@ class VerifierPool:
         self._lock = threading.Lock()
         self._pending: deque[_Job] = deque()
         self._workers: list[_Worker] = []
-        self._verdicts: OrderedDict[tuple[str, tuple[str, ...]], Future[Verdict]] = OrderedDict()
+        self._cache: OrderedDict[tuple[str, tuple[str, ...]], Future[Verdict]] = OrderedDict()
         self._closing = False
         self._broken: str | None = None
         self._wake_receiver, self._wake_sender = socket.socketpair()
@@ -120,61 +130,61 @@ class VerifierPool:
         self._thread.start()
 
     def submit(self, completion: str, solutions: Sequence[str], task: str) -> Future[Verdict]:
-        """The verdict on a completion, to come. What needs no parser is decided here, and the future is done.
+        """Verify a completion. What needs no parser is decided in this call, and the future is already done.
 
         Raises RuntimeError when the pool is closed or its forkserver is dead.
         """
         assert task in TASKS, task
         started = time.perf_counter()
         answer = extract_answer(completion, self._rules.answer_from)
-        verdict = cheap_verdict(answer, solutions, self._rules)
+        verdict = verify_by_string(answer, solutions, self._rules)
         if verdict is not None:
             done: Future[Verdict] = Future()
             done.set_result(replace(verdict, seconds=time.perf_counter() - started))
             return done
         assert answer is not None
-        return self._deep(answer.strip(), usable_solutions(solutions))
+        return self._verify_by_parser(answer.strip(), usable_solutions(solutions))
 
     def call(
         self, completion: str, solutions: Sequence[str], row: Mapping[str, Any]
     ) -> Future[FunctionResult]:
-        """What the user's function says of a completion, to come."""
-        question = {"completion": completion, "solutions": list(solutions), "row": row}
+        """Call the user's function on a completion."""
+        request = {"completion": completion, "solutions": list(solutions), "row": row}
 
-        def settle(answer: Mapping[str, Any]) -> FunctionResult:
-            if "reward" not in answer:
-                return FunctionResult(0.0, failure=answer["failure"], message=answer["failure"])
-            metrics = tuple((name, value) for name, value in answer["metrics"])
-            return FunctionResult(answer["reward"], metrics, answer["failure"], answer["message"])
+        def as_result(reply: Mapping[str, Any]) -> FunctionResult:
+            if "reward" not in reply:
+                return FunctionResult(0.0, failure=reply["failure"], message=reply["failure"])
+            metrics = tuple((name, value) for name, value in reply["metrics"])
+            return FunctionResult(reply["reward"], metrics, reply["failure"], reply["message"])
 
-        return self._queue(_Job(json.dumps(question).encode(), Future(), settle))
+        return self._queue(_Job(json.dumps(request).encode(), Future(), as_result))
 
     def results(self, futures: Sequence[Future[T]]) -> list[T | None]:
-        """What the futures hold, waiting no longer than one answer's limit; None for what is not judged by then."""
+        """The results of the futures, after at most one answer's time limit; None for those not done by then."""
         _, late = wait_for(futures, self.timeout_seconds + STUCK_SECONDS)
         for future in late:
             future.cancel()
         return [None if future in late else future.result() for future in futures]
 
-    def _deep(self, answer: str, solutions: tuple[str, ...]) -> Future[Verdict]:
-        """A verdict by a worker; the same answer to the same solutions is judged once."""
+    def _verify_by_parser(self, answer: str, solutions: tuple[str, ...]) -> Future[Verdict]:
+        """Verify in a worker; the same answer to the same solutions is verified once."""
         key = (answer, solutions)
         with self._lock:
-            known = self._verdicts.get(key)
-            if known is not None and _worth_keeping(known):
-                self._verdicts.move_to_end(key)
-                return known
+            cached = self._cache.get(key)
+            if cached is not None and _is_reusable(cached):
+                self._cache.move_to_end(key)
+                return cached
 
-        def settle(said: Mapping[str, Any]) -> Verdict:
-            kind = said.get("failure") or said["verdict"]
-            return Verdict(bool(said.get("correct")), answer, kind, said["seconds"])
+        def as_result(reply: Mapping[str, Any]) -> Verdict:
+            kind = reply.get("failure") or reply["verdict"]
+            return Verdict(bool(reply.get("correct")), answer, kind, reply["seconds"])
 
-        question = json.dumps({"answer": answer, "solutions": solutions}).encode()
-        future = self._queue(_Job(question, Future(), settle))
+        request = json.dumps({"answer": answer, "solutions": solutions}).encode()
+        future = self._queue(_Job(request, Future(), as_result))
         with self._lock:
-            self._verdicts[key] = future
-            if len(self._verdicts) > CACHE_SIZE:
-                self._verdicts.popitem(last=False)
+            self._cache[key] = future
+            if len(self._cache) > CACHE_SIZE:
+                self._cache.popitem(last=False)
         return future
 
     def _queue(self, job: _Job) -> Future[Any]:
@@ -188,7 +198,7 @@ class VerifierPool:
         return job.future
 
     def close(self) -> None:
-        """Ends the workers. Checks that have not begun are cancelled, those under way raise RuntimeError."""
+        """End the workers. Jobs that have not started are cancelled, running ones raise RuntimeError."""
         with self._lock:
             self._closing = True
         self._wake()
@@ -212,56 +222,56 @@ class VerifierPool:
         try:
             self._wake_sender.send(b"w")
         except BlockingIOError:
-            pass  # enough wake-ups are waiting already
+            pass  # the socket is full of wake-ups already
         except OSError:
             assert self._closing
 
     def _run(self) -> None:
-        """The pool's thread: hand out jobs, take answers, replace who is late or dead, help where one is stuck."""
+        """The pool's thread: start workers, assign jobs, receive results, replace workers that are late or dead."""
         try:
             self._receive_ready()
             while not self._closing:
-                self._staff()
-                self._hand_out()
-                self._take_answers()
-                self._give_up_late()
-            self._end("the verifier pool was closed")
+                self._adjust_workers()
+                self._assign_jobs()
+                self._receive_results()
+                self._drop_late()
+            self._shut_down("the verifier pool was closed")
         except Exception as error:
             logger.exception("The verifier pool's forkserver failed")
-            self._end(f"the verifier pool's forkserver is dead ({error}); see its own messages above")
+            self._shut_down(f"the verifier pool's forkserver is dead ({error}); see its own messages above")
 
     def _receive_ready(self) -> None:
         message = self._receive_control()
         if message != b"ready":
             raise RuntimeError(message.decode(errors="replace").removeprefix("failed: "))
 
-    def _staff(self) -> None:
-        """As many workers as there should be, and one more for each that is stuck while answers wait."""
+    def _adjust_workers(self) -> None:
+        """Keep as many workers as configured, and one more for each stuck one while jobs are waiting."""
         now = time.monotonic()
         stuck = [worker for worker in self._workers if worker.state == "busy" and worker.stuck_at <= now]
         for worker in stuck:
             if not worker.slowed:
                 worker.slowed = True
-                _slow_down(worker.pid)
-        wanted = self._size + (min(len(stuck), MOST_HELPERS * self._size) if self._pending else 0)
+                with contextlib.suppress(ProcessLookupError):  # it may just have ended
+                    os.setpriority(os.PRIO_PROCESS, worker.pid, STUCK_NICENESS)
+        wanted = self._size + (min(len(stuck), MAX_EXTRA_WORKERS * self._size) if self._pending else 0)
         while len(self._workers) < wanted:
             self._workers.append(self._fork_worker())
         for worker in [worker for worker in self._workers if worker.state == "idle" and not self._pending]:
             if len(self._workers) - len(stuck) > self._size:
                 self._drop(worker, "error")
 
-    def _hand_out(self) -> None:
+    def _assign_jobs(self) -> None:
         for worker in [worker for worker in self._workers if worker.state == "idle"]:
             job = self._next_job()
             if job is None:
                 return
             now = time.monotonic()
-            worker.state, worker.job = "busy", job
-            worker.since = now
+            worker.state, worker.job, worker.since = "busy", job, now
             worker.deadline = now + self.timeout_seconds
             worker.stuck_at = now + min(STUCK_SECONDS, self.timeout_seconds / 2)
             try:
-                worker.channel.send_bytes(job.question)
+                worker.channel.send_bytes(job.request)
             except OSError:
                 self._drop(worker, "error")
 
@@ -273,56 +283,51 @@ class VerifierPool:
                     return job
         return None
 
-    def _take_answers(self) -> None:
+    def _receive_results(self) -> None:
         now = time.monotonic()
         times = [worker.deadline for worker in self._workers if worker.state != "idle"]
         if self._pending:
             times += [w.stuck_at for w in self._workers if w.state == "busy" and w.stuck_at > now]
-        patience = max(0.0, min(times) - now) if times else None
-        ready = wait([self._wake_receiver, *(worker.channel for worker in self._workers)], patience)
+        timeout = max(0.0, min(times) - now) if times else None
+        ready = wait([self._wake_receiver, *(worker.channel for worker in self._workers)], timeout)
         if self._wake_receiver in ready:
             self._wake_receiver.recv(4096)
         for worker in [worker for worker in self._workers if worker.channel in ready]:
-            self._take_answer(worker)
+            self._receive_result(worker)
 
-    def _take_answer(self, worker: _Worker) -> None:
+    def _receive_result(self, worker: _Worker) -> None:
         try:
             message = worker.channel.recv_bytes()
         except (EOFError, OSError):
             if worker.state == "starting":
-                raise RuntimeError(
-                    "a worker ended before it was ready; is the memory limit too small?"
-                ) from None
+                message = "a worker ended before it was ready; is the memory limit too small?"
+                raise RuntimeError(message) from None
             self._drop(worker, "error")
             return
         job, worker.job = worker.job, None
         worker.state = "idle"
         if job is None:
             return
-        answer = json.loads(message)
-        job.future.set_result(job.settle(answer | {"seconds": time.monotonic() - worker.since}))
-        if worker.slowed or answer.get("verdict") == "error":  # maybe out of memory or of stack: start afresh
+        reply = json.loads(message)
+        job.finish(reply, time.monotonic() - worker.since)
+        if worker.slowed or reply.get("verdict") == "error":  # it may be out of memory or stack: replace it
             self._drop(worker, "error")
 
-    def _give_up_late(self) -> None:
+    def _drop_late(self) -> None:
         now = time.monotonic()
-        for worker in [
-            worker for worker in self._workers if worker.state != "idle" and worker.deadline <= now
-        ]:
+        for worker in [one for one in self._workers if one.state != "idle" and one.deadline <= now]:
             if worker.state == "starting":
                 raise RuntimeError(f"a worker was not ready after {START_SECONDS:.0f} s")
-            if not worker.channel.poll():  # an answer that is there counts, however late we look
+            if not worker.channel.poll():  # a result that was sent in time counts
                 self._drop(worker, "timeout")
 
     def _drop(self, worker: _Worker, failure: str) -> None:
-        """Ends a worker and settles its job."""
+        """End a worker and finish its job as a failure."""
         self._control.send(f"kill {worker.pid}".encode())
         self._workers.remove(worker)
         worker.channel.close()
         if worker.job is not None:
-            worker.job.future.set_result(
-                worker.job.settle({"failure": failure, "seconds": time.monotonic() - worker.since})
-            )
+            worker.job.finish({"failure": failure}, time.monotonic() - worker.since)
 
     def _fork_worker(self) -> _Worker:
         ours, theirs = socket.socketpair()
@@ -337,7 +342,7 @@ class VerifierPool:
             raise EOFError(f"it ended with exit code {self._server.wait()}")
         return message
 
-    def _end(self, reason: str) -> None:
+    def _shut_down(self, reason: str) -> None:
         with self._lock:
             self._broken = None if self._closing else reason
             pending = list(self._pending)
@@ -354,20 +359,15 @@ class VerifierPool:
         self._workers.clear()
 
 
-def _worth_keeping(future: Future[Verdict]) -> bool:
-    """Whether a verdict is on its way or decided; one that failed may have met a busy machine."""
+def _is_reusable(future: Future[Verdict]) -> bool:
+    """Whether a result is pending or decided; a failure may be due to a busy machine."""
     if not future.done():
         return True
     return not future.cancelled() and not future.exception() and future.result().verdict not in FAILURES
 
 
-def _slow_down(pid: int) -> None:
-    with contextlib.suppress(ProcessLookupError):  # it may just have ended
-        os.setpriority(os.PRIO_PROCESS, pid, STUCK_NICENESS)
-
-
 def _start_forkserver(settings: Settings) -> tuple[socket.socket, subprocess.Popen]:
-    """The control socket, one message per packet, and the process behind it."""
+    """(the control socket, one message per packet; the forkserver's process)."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     ours.settimeout(START_SECONDS)
     arguments = [str(theirs.fileno()), str(os.getpid()), settings.as_json()]

@@ -18,7 +18,7 @@ from rlmath.algorithms.types import Completion, FinishReason, Prompt, Score, Sco
 from rlmath.config.schema import RewardConfig, RolloutConfig
 from rlmath.distributed.collectives import gather_objects, shared_store
 from rlmath.distributed.mesh import Mesh
-from rlmath.rewards.reward_manager import Judge
+from rlmath.rewards.reward_manager import RewardManager
 from rlmath.rewards.worker_pool import VerifierPool
 from rlmath.rollout.engine import Engine
 from rlmath.rollout.sampling import Key, RequestResult, RolloutSeed, SamplingSettings, group_requests
@@ -97,7 +97,9 @@ class Collector:
     ) -> _EngineResults | None:
         """All completions of this rank's engine, scored; None on ranks that do not lead it."""
         started = time.perf_counter()
-        judge = None if self._pool is None else Judge(self._pool, self._reward, sampling.max_new_tokens)
+        rewards = (
+            None if self._pool is None else RewardManager(self._pool, self._reward, sampling.max_new_tokens)
+        )
         completions: dict[Key, Completion] = {}
         # None shows the bar on a terminal, not in a log file.
         hide_bar = None if self._mesh.rank == 0 and self._rollout.progress_bar else True
@@ -105,15 +107,15 @@ class Collector:
         with tqdm(total=even_share, desc=title, disable=hide_bar, leave=False) as bar:
             for result in self._engine.generate(work_queue):
                 bar.update()
-                if judge is None:
+                if rewards is None:
                     continue
                 completion = self._completion(result)
                 completions[result.key] = completion
-                judge.ask(prompts[result.key[0]], completion)
+                rewards.submit(prompts[result.key[0]], completion)
         seconds = time.perf_counter() - started
-        if judge is None:
+        if rewards is None:
             return None
-        pairs = zip(completions.items(), judge.scores(), strict=True)
+        pairs = zip(completions.items(), rewards.collect(), strict=True)
         return _EngineResults({key: (completion, score) for (key, completion), score in pairs}, seconds)
 
     def _completion(self, result: RequestResult) -> Completion:

@@ -19,7 +19,7 @@ from rlmath.distributed.fault_tolerance.preemption import StopRequest
 from rlmath.distributed.fault_tolerance.stragglers import SlowRanks
 from rlmath.distributed.mesh import Mesh
 from rlmath.distributed.rendezvous import Rendezvous
-from rlmath.rewards.reward_manager import open_judges
+from rlmath.rewards.reward_manager import open_reward_workers
 from rlmath.trainer.build import Parts, build_parts
 from rlmath.trainer.checkpointing import Saver, Training, keep_stage_model
 from rlmath.trainer.grpo import Trainer
@@ -50,7 +50,7 @@ def run_training(prepared: Prepared, rendezvous: Rendezvous | None) -> int:
         pool = None
         if mesh.is_engine_leader:
             # The judges start before process groups and engines, whose threads they must not inherit.
-            pool = stack.enter_context(open_judges(config.reward))
+            pool = stack.enter_context(open_reward_workers(config.reward))
         lines = _start_lines(prepared, mesh)
         heartbeat, chosen = enter_run(stack, prepared, rendezvous, mesh, device, stop, lines)
         if mesh.rank == 0:

@@ -42,13 +42,13 @@ def collected(folder: Path, engine_size: int, prompt_counts: list[int]) -> dict[
     store. The weights have version 3."""
     from rlmath.data.tokenizer import load_tokenizer
     from rlmath.distributed.collectives import shared_store
-    from rlmath.rewards.reward_manager import open_judges
+    from rlmath.rewards.reward_manager import open_reward_workers
     from rlmath.rollout.collector import Collector
     from rlmath.rollout.sampling import RolloutSeed, training_sampling
 
     engine, mesh = _open(folder, engine_size)
     engine.version = 3
-    pool = open_judges(RewardConfig()) if mesh.is_engine_leader else None
+    pool = open_reward_workers(RewardConfig()) if mesh.is_engine_leader else None
     collector = Collector(engine, mesh, load_tokenizer(str(folder)), ROLLOUT, RewardConfig(), pool)
     store = shared_store("any")
     dist.barrier()

@@ -9,10 +9,10 @@ from rlmath.evals.completions import (
     Outcome,
     Record,
     Writer,
-    agree_on_settings,
-    cut_unfinished_lines,
+    check_settings,
     read_outcomes,
     read_settings,
+    remove_unfinished_lines,
 )
 from rlmath.evals.plan import GREEDY_INDEX, Plan, completion_seed
 
@@ -53,17 +53,17 @@ def test_a_cut_line_is_removed_and_its_file_goes_on(tmp_path: Path, kept: int) -
     path = write(tmp_path, record("59"), long)
     whole = path.read_bytes()
     path.write_bytes(whole[: whole.index(b"\n") + 1 + kept])
-    assert cut_unfinished_lines(tmp_path) == (kept > 0)
+    assert remove_unfinished_lines(tmp_path) == (kept > 0)
     assert read_outcomes(tmp_path, "aime24").keys() == {("59", 0)}
     write(tmp_path, long)
     assert path.read_bytes() == whole
-    assert cut_unfinished_lines(tmp_path) == 0 and path.read_bytes() == whole
+    assert remove_unfinished_lines(tmp_path) == 0 and path.read_bytes() == whole
 
 
 def test_a_file_with_nothing_but_a_cut_line_becomes_empty(tmp_path: Path) -> None:
     path = write(tmp_path, record("60", text="y" * 300_000))
     path.write_bytes(path.read_bytes()[:250_000])
-    assert cut_unfinished_lines(tmp_path) == 1 and path.read_bytes() == b""
+    assert remove_unfinished_lines(tmp_path) == 1 and path.read_bytes() == b""
     assert read_outcomes(tmp_path, "aime24") == {}
 
 
@@ -90,10 +90,10 @@ SAMPLED = {"temperature": 0.6, "top_p": 0.95, "seed": 1}
 
 
 def test_the_same_settings_agree_and_more_modes_are_no_difference(tmp_path: Path) -> None:
-    agree_on_settings(tmp_path, COMMON, None)
-    agree_on_settings(tmp_path, COMMON | {"about_model": "elsewhere"}, SAMPLED)
-    agree_on_settings(tmp_path, COMMON, None)
-    agree_on_settings(tmp_path, COMMON, SAMPLED)
+    check_settings(tmp_path, COMMON, None)
+    check_settings(tmp_path, COMMON | {"about_model": "elsewhere"}, SAMPLED)
+    check_settings(tmp_path, COMMON, None)
+    check_settings(tmp_path, COMMON, SAMPLED)
     assert read_settings(tmp_path) == COMMON | SAMPLED
 
 
@@ -106,9 +106,9 @@ def test_the_same_settings_agree_and_more_modes_are_no_difference(tmp_path: Path
     ],
 )
 def test_other_settings_are_refused_by_name(tmp_path: Path, common: dict, sampled: dict, told: str) -> None:
-    agree_on_settings(tmp_path, COMMON, SAMPLED)
+    check_settings(tmp_path, COMMON, SAMPLED)
     with pytest.raises(ValueError, match="Give another --output") as error:
-        agree_on_settings(tmp_path, COMMON | common, SAMPLED | sampled)
+        check_settings(tmp_path, COMMON | common, SAMPLED | sampled)
     assert told in str(error.value)
     assert read_settings(tmp_path) == COMMON | SAMPLED
 

@@ -7,7 +7,7 @@ from rlmath.data.tokenizer import load_tokenizer
 from rlmath.evals.benchmarks import Problem
 from rlmath.evals.completions import Record
 from rlmath.evals.plan import GREEDY_INDEX
-from rlmath.evals.sampling import Judging
+from rlmath.evals.sampling import Verification
 from rlmath.rewards.worker_pool import VerifierPool
 from rlmath.rollout.sampling import Request, RequestResult
 from tests.rewards.attacks import HANG_SOLUTIONS, HANGS
@@ -27,17 +27,18 @@ def test_hostile_completions_cost_their_time_limit_and_nothing_else(
     ]
     tokenizer = load_tokenizer(str(untied_model))
     problem = Problem("quiz", "q", "One?<think>\n", (1, 2), (*HANG_SOLUTIONS, "1"), "math")
-    found: list[tuple[Problem, Record]] = []
+    found: list[tuple[str, Record]] = []
     started = time.monotonic()
     with VerifierPool(1, 1.0) as pool:
-        judging = Judging(pool, tokenizer, {0: problem}, lambda *handed: found.append(handed))
+        verification = Verification(pool, tokenizer, {0: problem}, lambda *written: found.append(written))
         for index, text in zip((GREEDY_INDEX, 0, 1, 2, 3, 4), texts, strict=True):
             tokens = tuple(tokenizer(text)["input_ids"])
             request = Request((0, index), problem.token_ids, 40 + index, 0, 99)
-            judging.ask(request, RequestResult((0, index), tokens, (0.0,) * len(tokens), "stop"))
-        judging.finish()
+            verification.submit(request, RequestResult((0, index), tokens, (0.0,) * len(tokens), "stop"))
+        verification.finish()
     assert time.monotonic() - started < 60 and not marker.exists()
-    records = [record for one, record in found if one is problem]
+    assert {benchmark for benchmark, _ in found} == {"quiz"}
+    records = [record for _, record in found]
     back = [tokenizer.decode(tokenizer(text)["input_ids"], skip_special_tokens=True) for text in texts]
     assert [record.text for record in records] == back
     assert [record.correct for record in records] == [False, False, False, False, False, True]

@@ -4,7 +4,7 @@ import pytest
 
 from rlmath.algorithms.types import Completion, Prompt
 from rlmath.config.schema import RewardConfig
-from rlmath.rewards.reward_manager import Judge, judged_text, open_judges
+from rlmath.rewards.reward_manager import RewardManager, open_reward_workers, text_to_verify
 from rlmath.rewards.worker_pool import VerifierPool
 
 LIMIT = 100
@@ -20,27 +20,27 @@ def completion(text: str, tokens: int = 10, reason: str = "stop") -> Completion:
 
 @pytest.fixture(scope="module")
 def pool():
-    with open_judges(RewardConfig()) as judges:
+    with open_reward_workers(RewardConfig()) as judges:
         yield judges
 
 
 def scores(pool: VerifierPool, reward: RewardConfig, *asked: tuple[Prompt, Completion]):
-    judge = Judge(pool, reward, LIMIT)
+    manager = RewardManager(pool, reward, LIMIT)
     for pair in asked:
-        judge.ask(*pair)
-    return judge.scores()
+        manager.submit(*pair)
+    return manager.collect()
 
 
 def test_scores_come_in_the_order_of_asking_and_once(pool):
-    judge = Judge(pool, RewardConfig(), LIMIT)
+    manager = RewardManager(pool, RewardConfig(), LIMIT)
     for text in ("\\boxed{\\sqrt{4}}", "\\boxed{3}", "2"):
-        judge.ask(prompt(), completion(text))
-    assert [(s.reward, s.correct, s.boxed, s.verdict) for s in judge.scores()] == [
+        manager.submit(prompt(), completion(text))
+    assert [(s.reward, s.correct, s.boxed, s.verdict) for s in manager.collect()] == [
         (5.0, True, True, "symbolic"),
         (-5.0, False, True, "number"),
         (-5.0, False, False, "no_answer"),
     ]
-    assert judge.scores() == []
+    assert manager.collect() == []
 
 
 def test_schemes_and_lengths_reach_the_reward(pool):
@@ -67,7 +67,7 @@ def test_thoughts_that_the_prompt_opens_do_not_count(pool):
     )
     assert [score.correct for score in found] == [False, True, True]
     assert [score.boxed for score in found] == [False, True, True]
-    assert judged_text("<think>a</think>", "b") == "b"
+    assert text_to_verify("<think>a</think>", "b") == "b"
 
 
 def test_a_function_of_the_users_replaces_judge_and_scheme(tmp_path, monkeypatch):
@@ -76,7 +76,7 @@ def test_a_function_of_the_users_replaces_judge_and_scheme(tmp_path, monkeypatch
     )
     monkeypatch.chdir(tmp_path)
     settings = RewardConfig(function="rewards_of_mine:level", function_failure=-2.0, output_bias=1.0)
-    with open_judges(settings) as judges:
+    with open_reward_workers(settings) as judges:
         good, bad = scores(
             judges,
             settings,

@@ -1,9 +1,9 @@
-"""Are two answers the same? Yes, when a view of one equals the same kind of view of the other."""
+"""Compares the interpretations of two answers: they are equal if one kind of interpretation is equal in both."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fractions import Fraction
 
 from rlmath.rewards.answers.evaluate import (
@@ -14,17 +14,51 @@ from rlmath.rewards.answers.evaluate import (
     symbols,
     worth,
 )
-from rlmath.rewards.answers.interpret import Views, alone
+from rlmath.rewards.answers.real_sets import RealSet
 from rlmath.rewards.answers.syntax_tree import Call, Expr, MatrixOf, Num, Scalar, Sym
 from rlmath.rewards.answers.units import DEGREE, PERCENT, RADIAN, Unit, compatible
+
+
+@dataclass(frozen=True)
+class Interpretations:
+    """The interpretations of an answer; None for those that it does not have."""
+
+    scalar: Scalar | None = None
+    name: str | None = None
+    """What its value is assigned to: "x" in x = 5."""
+    row: tuple[Interpretations, ...] | None = None
+    """Ordered items: a point, a vector, the sides of a ratio."""
+    brackets: str = ""
+    """Of the row: "()", "[)", ..., "::" for a ratio, "matrix", or "" for a bare list."""
+    members: tuple[Interpretations, ...] | None = None
+    """Unordered items."""
+    is_set: bool = False
+    """Whether repeated members count once."""
+    real_set: RealSet | None = None
+    difference: Expr | None = None
+    """Left side minus right side of an equation or inequality."""
+    sign: str = ""
+    """Of the relation: "=", "<" or "<=" (flipped so that it points left), or "solved x" for an inequality in x."""
+    matrix: MatrixOf | None = None
+    known: str | None = None
+    family: tuple[str, str, tuple[Expr, ...]] | None = None
+    """(set of the parameter, its letter, values): the union of the values over all parameters."""
+    residue: tuple[Expr, Expr, Expr] | None = None
+    """Both sides and the modulus of a congruence."""
+    branches: tuple[tuple[Expr, str], ...] | None = None
+    """(value, condition) of a function by cases."""
+    pairs: tuple[tuple[str, Interpretations], ...] | None = None
+    """Several names with their values: x = 1, y = 2."""
+    also: tuple[Interpretations, ...] = field(default=())
+    """Further readings, such as the rounded value of `x = \\pi \\approx 3.14`."""
 
 
 @dataclass(frozen=True)
 class Comparison:
     protocol: bool
 
-    def same(self, gold: Views, answer: Views) -> bool:
-        """Whether any view of one equals the same kind of view of the other."""
+    def same(self, gold: Interpretations, answer: Interpretations) -> bool:
+        """Whether any interpretation of one equals the same kind of interpretation of the other."""
         if any(self.same(reading, answer) for reading in gold.also):
             return True
         rounded = gold.scalar is not None and isinstance(gold.scalar.expr, Num) and gold.scalar.expr.digits
@@ -42,7 +76,11 @@ class Comparison:
             self._same_scalar(gold.scalar, answer.scalar)
             or self._same_row(gold, answer)
             or self._same_members(gold, answer)
-            or (gold.reals is not None and answer.reals is not None and gold.reals.same(answer.reals))
+            or (
+                gold.real_set is not None
+                and answer.real_set is not None
+                and gold.real_set.same(answer.real_set)
+            )
             or self._same_matrix(gold.matrix, answer.matrix)
             or self._same_family(gold.family, answer.family)
             or _same_branches(gold.branches, answer.branches)
@@ -50,11 +88,11 @@ class Comparison:
             or (gold.known is not None and gold.known == answer.known)
         )
 
-    def _same_relation(self, gold: Views, answer: Views) -> bool:
+    def _same_relation(self, gold: Interpretations, answer: Interpretations) -> bool:
         if gold.sign != answer.sign or gold.difference is None or answer.difference is None:
             return False
         if gold.name is not None and gold.scalar is not None and not symbols(gold.scalar.expr):
-            return False  # x = 2 wants a value, not 2x + 3 = 7
+            return False  # x = 2 needs a value, not 2x + 3 = 7
         if symbols(gold.difference) != symbols(answer.difference):
             return False
         ratio = proportion(gold.difference, answer.difference)
@@ -99,7 +137,7 @@ class Comparison:
         hundredfold = Call("mul", (answer, Num(Fraction(100))))
         return same_number(gold, hundredfold, True) or same_number(gold, Call("percent", (answer,)), True)
 
-    def _same_row(self, gold: Views, answer: Views) -> bool:
+    def _same_row(self, gold: Interpretations, answer: Interpretations) -> bool:
         if gold.row is None or answer.row is None or len(gold.row) != len(answer.row):
             return False
         if "matrix" in (gold.brackets, answer.brackets) and gold.brackets == answer.brackets:
@@ -110,11 +148,11 @@ class Comparison:
         if differ and "matrix" not in (gold.brackets, answer.brackets):
             return False
         if not gold.brackets and not answer.brackets:
-            return False  # two bare lists have no order
+            return False  # two lists without brackets have no order
         return all(self.same(one, other) for one, other in zip(gold.row, answer.row, strict=True))
 
-    def _same_ratio(self, gold: Sequence[Views], answer: Sequence[Views]) -> bool:
-        """Whether all sides are in proportion, with zeros in the same places and not everywhere."""
+    def _same_ratio(self, gold: Sequence[Interpretations], answer: Sequence[Interpretations]) -> bool:
+        """Whether all sides are in proportion, with zeros in the same places and at least one nonzero side."""
         pairs = [(one.scalar, other.scalar) for one, other in zip(gold, answer, strict=True)]
         sides = [(one.expr, other.expr) for one, other in pairs if one is not None and other is not None]
         zero = Num(Fraction(0))
@@ -130,26 +168,26 @@ class Comparison:
             same_expression(Call("mul", (one, base)), Call("mul", (other, pivot))) for one, other in sides
         )
 
-    def _same_members(self, gold: Views, answer: Views) -> bool:
+    def _same_members(self, gold: Interpretations, answer: Interpretations) -> bool:
         if gold.members is None and answer.members is None:
             return False
-        ours = gold.members if gold.members is not None else alone(gold)
-        theirs = answer.members if answer.members is not None else alone(answer)
+        ours = gold.members if gold.members is not None else single_member(gold)
+        theirs = answer.members if answer.members is not None else single_member(answer)
         if ours is None or theirs is None:
             return False
         if gold.is_set or answer.is_set:
             return self._all_in(ours, theirs) and self._all_in(theirs, ours)
         return len(ours) == len(theirs) and self._matched(ours, theirs)
 
-    def _all_in(self, ours: Sequence[Views], theirs: Sequence[Views]) -> bool:
+    def _all_in(self, ours: Sequence[Interpretations], theirs: Sequence[Interpretations]) -> bool:
         return all(any(self._same_member(one, other) for other in theirs) for one in ours)
 
-    def _same_member(self, one: Views, other: Views) -> bool:
-        """Members are compared as they are: {1} in a set is not 1."""
+    def _same_member(self, one: Interpretations, other: Interpretations) -> bool:
+        """Members are compared as they are: {1} inside a set is not 1."""
         return (one.members is None) == (other.members is None) and self.same(one, other)
 
-    def _matched(self, ours: Sequence[Views], theirs: Sequence[Views]) -> bool:
-        """Whether each of ours has a partner of its own among theirs."""
+    def _matched(self, ours: Sequence[Interpretations], theirs: Sequence[Interpretations]) -> bool:
+        """Whether ours can be paired one to one with theirs."""
         left = list(theirs)
         for one in ours:
             found = next((index for index, other in enumerate(left) if self._same_member(one, other)), None)
@@ -173,7 +211,7 @@ class Comparison:
     def _same_family(
         self, gold: tuple[str, str, tuple[Expr, ...]] | None, answer: tuple[str, str, tuple[Expr, ...]] | None
     ) -> bool:
-        """Whether each value of one is a value of the other, its parameter shifted by a whole number or turned."""
+        """Whether the values can be paired, with the parameter shifted by an integer or negated."""
         if gold is None or answer is None or gold[0] != answer[0] or len(gold[2]) != len(answer[2]):
             return False
         letter = Sym(_PARAMETER)
@@ -200,18 +238,25 @@ class Comparison:
             del left[found]
         return True
 
-    def _same_pairs(self, gold: Sequence[tuple[str, Views]], answer: Sequence[tuple[str, Views]]) -> bool:
+    def _same_pairs(
+        self, gold: Sequence[tuple[str, Interpretations]], answer: Sequence[tuple[str, Interpretations]]
+    ) -> bool:
         return len(gold) == len(answer) and all(
             name == other and self.same(one, two)
             for (name, one), (other, two) in zip(gold, answer, strict=True)
         )
 
 
+def single_member(value: Interpretations) -> tuple[Interpretations, ...] | None:
+    """A value, point or interval as a set of one member; None for anything else."""
+    return (value,) if value.scalar is not None or (value.row is not None and value.brackets) else None
+
+
 _PARAMETER = "the parameter"
 
 
 def substituted(expr: Expr, name: str, value: Expr) -> Expr:
-    """The expression with a value in a symbol's place."""
+    """The expression with a symbol replaced by a value."""
     if isinstance(expr, Sym):
         return value if expr.name == name else expr
     if isinstance(expr, Num):
@@ -220,7 +265,7 @@ def substituted(expr: Expr, name: str, value: Expr) -> Expr:
 
 
 def same_antiderivative(gold: Expr, answer: Expr) -> bool:
-    """Whether both are functions plus a free constant C, that differ by a constant."""
+    """Whether both are functions plus a free constant C, and differ by a constant."""
     functions = [_without_constant(expr) for expr in (gold, answer)]
     if functions[0] is None or functions[1] is None or symbols(functions[0]) != symbols(functions[1]):
         return False
@@ -228,7 +273,7 @@ def same_antiderivative(gold: Expr, answer: Expr) -> bool:
 
 
 def _without_constant(expr: Expr) -> Expr | None:
-    """The function f of `f + C`; None where the constant is no summand of its own, or may be a coefficient."""
+    """The function f of `f + C`; None if the constant is not a separate term or may be a coefficient."""
     terms = _summands(expr)
     constants = [term for term in terms if term in (Sym("C"), Sym("c"))]
     others = frozenset().union(*(symbols(term) for term in terms)) - {"C", "c"}
@@ -268,7 +313,7 @@ def _same_branches(
 
 
 def _same_residue(gold: tuple[Expr, Expr, Expr] | None, answer: tuple[Expr, Expr, Expr] | None) -> bool:
-    """Whether two congruences are of one letter, to one modulus, and of numbers that differ by a multiple of it."""
+    """Whether two congruences have the same letter and modulus, and residues that differ by a multiple of it."""
     if gold is None or answer is None or gold[0] != answer[0] or not same_expression(gold[2], answer[2]):
         return False
     if same_expression(gold[1], answer[1]):
@@ -279,14 +324,14 @@ def _same_residue(gold: tuple[Expr, Expr, Expr] | None, answer: tuple[Expr, Expr
 
 
 def names_agree(one: str | None, other: str | None) -> bool:
-    """Whether values given to these names may be the same; `y` and `f(x)` are one habit."""
+    """Whether values assigned to these names may be compared; `y` and `f(x)` name the same."""
     if one is None or other is None or one == other:
         return True
     return "y" in (one, other) and any(name.endswith(")") and len(name) > 1 for name in (one, other))
 
 
 def _whole_unit(scalar: Scalar) -> Scalar:
-    """`90^\\circ` and `50\\%` as a number with a unit."""
+    """`90^\\circ` or `50\\%` as a number with a unit."""
     expr = scalar.expr
     if scalar.unit is None and isinstance(expr, Call) and expr.name in ("deg", "percent"):
         return Scalar(expr.args[0], DEGREE if expr.name == "deg" else PERCENT)
@@ -298,7 +343,7 @@ def _in_radians(angle: Scalar) -> Expr:
 
 
 def _converted(scalar: Scalar, other: Unit) -> Expr:
-    """The value in base units; as it is where only one of the two has a known unit."""
+    """The value in base units; unchanged if only one of the two has a known unit."""
     assert scalar.unit is not None
     if not (scalar.unit.dimensions and other.dimensions) or scalar.unit.factor == other.factor:
         return scalar.expr

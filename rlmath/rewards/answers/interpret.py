@@ -1,15 +1,19 @@
-"""The views of an answer: a value, a tuple, a set, a set of reals. Those of relations and lists are in `relations`."""
+"""Interprets a parsed answer: as a value, a tuple, a set, a set of reals, a relation, a family with a parameter, ...
+
+Most answers have several interpretations, `(1, 2)` is a point and an interval; `equivalence` compares them.
+"""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import replace
 from functools import lru_cache, singledispatch
 
-from rlmath.rewards.answers.evaluate import mentions, symbols, worth
+from rlmath.rewards.answers.equivalence import Comparison, Interpretations, single_member
+from rlmath.rewards.answers.evaluate import mentions, rounds_to, symbols, worth
 from rlmath.rewards.answers.normalize import NotMathematics, Unsupported
-from rlmath.rewards.answers.numbers import is_finite
+from rlmath.rewards.answers.numbers import is_finite, mpf
 from rlmath.rewards.answers.real_sets import Bound, RealSet, interval, point, whole_line
 from rlmath.rewards.answers.syntax_tree import (
     Answer,
@@ -18,8 +22,10 @@ from rlmath.rewards.answers.syntax_tree import (
     Expr,
     Group,
     Known,
+    Listing,
     MatrixOf,
     Name,
+    Num,
     Piecewise,
     Relation,
     Scalar,
@@ -34,130 +40,103 @@ MAX_ITEMS = 200
 
 PLUS_MINUS = frozenset(("pm", "mp"))
 MAX_SIGNS = 4
-"""Most plus-minus signs that are spread out."""
+"""Most plus-minus signs that are expanded."""
 
-
-@dataclass(frozen=True)
-class Views:
-    """How an answer can be seen; what it is not stays None."""
-
-    scalar: Scalar | None = None
-    name: str | None = None
-    """What its value is given to: "x" of x = 5."""
-    row: tuple[Views, ...] | None = None
-    """In order: a point, a vector, the sides of a ratio."""
-    brackets: str = ""
-    """Of the row: "()", "[)", ..., "::" for a ratio, "matrix", or "" for a bare list."""
-    members: tuple[Views, ...] | None = None
-    """Without order."""
-    is_set: bool = False
-    """Whether members that come twice count once."""
-    reals: RealSet | None = None
-    difference: Expr | None = None
-    """Left side minus right side of an equation or inequality."""
-    sign: str = ""
-    """Of the relation: "=", "<" or "<=" (turned so that it points left)."""
-    matrix: MatrixOf | None = None
-    known: str | None = None
-    family: tuple[str, str, tuple[Expr, ...]] | None = None
-    """(set of the parameter, its letter, values): all values for all parameters."""
-    residue: tuple[Expr, Expr, Expr] | None = None
-    """Both sides and the modulus of a congruence."""
-    branches: tuple[tuple[Expr, str], ...] | None = None
-    """(value, condition) of a function by cases."""
-    pairs: tuple[tuple[str, Views], ...] | None = None
-    """Several names with their values: x = 1, y = 2."""
-    also: tuple[Views, ...] = field(default=())
-    """Further readings."""
+_FLIPPED = {"<": ">", ">": "<", "<=": ">=", ">=": "<=", "=": "=", "!=": "!="}
 
 
 @lru_cache(maxsize=2048)
-def views(answer: Answer) -> Views:
-    """The views of an answer. Raises NotMathematics or Unsupported where it has none."""
-    return _views(answer)
+def interpret(answer: Answer) -> Interpretations:
+    """The interpretations of an answer. Raises NotMathematics or Unsupported if it has none."""
+    return _interpret(answer)
 
 
 @singledispatch
-def _views(answer: Answer) -> Views:
+def _interpret(answer: Answer) -> Interpretations:
     raise Unsupported(f"an answer of kind {type(answer).__name__}")
 
 
-register = _views.register
-"""Decorates the function that makes the views of one kind of answer."""
+@_interpret.register
+def _interpret_piecewise(answer: Piecewise) -> Interpretations:
+    return Interpretations(branches=answer.branches)
 
 
-@register
-def _piecewise_views(answer: Piecewise) -> Views:
-    return Views(branches=answer.branches)
-
-
-@register
-def _known_views(answer: Known) -> Views:
+@_interpret.register
+def _interpret_known(answer: Known) -> Interpretations:
     reals = {"R": whole_line(), "empty": RealSet(())}.get(answer.name)
     members = () if answer.name == "empty" else None
-    return Views(known=answer.name, reals=reals, members=members, is_set=True)
+    return Interpretations(known=answer.name, real_set=reals, members=members, is_set=True)
 
 
-@register
-def _name_views(answer: Name) -> Views:
+@_interpret.register
+def _interpret_name(answer: Name) -> Interpretations:
     if answer.expr is None:
         raise NotMathematics("a name without a value")
-    return views(Scalar(answer.expr))
+    return interpret(Scalar(answer.expr))
 
 
-@register
-def _set_views(answer: SetOf) -> Views:
+@_interpret.register
+def _interpret_set(answer: SetOf) -> Interpretations:
     if any(isinstance(item, Relation) for item in answer.items):
         raise NotMathematics("a set of relations")
-    return Views(members=flat(answer.items), is_set=True, reals=_points(answer.items))
+    return Interpretations(members=flat(answer.items), is_set=True, real_set=_points(answer.items))
 
 
-@register
-def _described_views(answer: Described) -> Views:
-    condition = views(answer.condition)
-    if condition.reals is None or condition.sign != f"solved {answer.name}":
+@_interpret.register
+def _interpret_described(answer: Described) -> Interpretations:
+    condition = interpret(answer.condition)
+    if condition.real_set is None or condition.sign != f"solved {answer.name}":
         raise NotMathematics("a set described by a condition")
-    return Views(reals=condition.reals)
+    return Interpretations(real_set=condition.real_set)
 
 
-@register
-def _operation_views(answer: SetOperation) -> Views:
-    return Views(reals=_operation(answer))
+@_interpret.register
+def _interpret_operation(operation: SetOperation) -> Interpretations:
+    sets = []
+    for part in operation.parts:
+        real_set = interpret(part).real_set
+        if real_set is None:
+            raise Unsupported("a set operation on other than sets of real numbers")
+        sets.append(real_set)
+    if operation.op == "union":
+        return Interpretations(real_set=RealSet.union(sets))
+    if operation.op == "without":
+        sets = [sets[0], *(other.complement() for other in sets[1:])]
+    return Interpretations(real_set=RealSet.intersection(sets))
 
 
-@register
-def _scalar_views(scalar: Scalar) -> Views:
+@_interpret.register
+def _interpret_scalar(scalar: Scalar) -> Interpretations:
     if mentions(scalar.expr, PLUS_MINUS):
         values = [Scalar(chosen[0], scalar.unit) for chosen in _expansions([scalar.expr])]
-        return Views(
-            members=tuple(Views(scalar=value) for value in values), is_set=True, reals=_points(values)
+        return Interpretations(
+            members=tuple(Interpretations(scalar=value) for value in values),
+            is_set=True,
+            real_set=_points(values),
         )
-    return Views(scalar=scalar)
+    return Interpretations(scalar=scalar)
 
 
 def _expansions(exprs: Sequence[Expr]) -> list[tuple[Expr, ...]]:
-    """The values of expressions with plus-minus signs: of one sign, or signs tied by a minus-plus, two; of more signs
-    all combinations."""
-    signs = sum(_count(expr, "pm") for expr in exprs)
-    tied = signs < 2 or any(mentions(expr, frozenset(("mp",))) for expr in exprs)
+    """The values of expressions with plus-minus signs: two for one sign, or for signs linked by a minus-plus; else all
+    combinations of signs."""
+    signs = sum(_count_plus_minus(expr) for expr in exprs)
+    linked = signs < 2 or any(mentions(expr, frozenset(("mp",))) for expr in exprs)
     if signs > MAX_SIGNS:
         raise NotMathematics(f"more than {MAX_SIGNS} plus-minus signs")
-    patterns = [(True,), (False,)] if tied else list(itertools.product((True, False), repeat=signs))
-    return [_chosen(exprs, itertools.cycle(pattern)) for pattern in patterns]
+    patterns = [(True,), (False,)] if linked else list(itertools.product((True, False), repeat=signs))
+    cycles = [itertools.cycle(pattern) for pattern in patterns]
+    return [tuple(_with_signs(expr, uppers) for expr in exprs) for uppers in cycles]
 
 
-def _count(expr: Expr, name: str) -> int:
+def _count_plus_minus(expr: Expr) -> int:
     if not isinstance(expr, Call):
         return 0
-    return (expr.name == name) + sum(_count(arg, name) for arg in expr.args)
-
-
-def _chosen(exprs: Sequence[Expr], uppers: Iterator[bool]) -> tuple[Expr, ...]:
-    return tuple(_with_signs(expr, uppers) for expr in exprs)
+    return (expr.name == "pm") + sum(_count_plus_minus(arg) for arg in expr.args)
 
 
 def _with_signs(expr: Expr, uppers: Iterator[bool]) -> Expr:
-    """An expression with each plus-minus sign as `uppers` says, from left to right."""
+    """An expression with each plus-minus sign replaced from left to right: the upper sign where `uppers` is true."""
     if not isinstance(expr, Call):
         return expr
     if expr.name not in PLUS_MINUS:
@@ -169,25 +148,28 @@ def _with_signs(expr: Expr, uppers: Iterator[bool]) -> Expr:
     return Call("add", (left, Call("neg", (right,)) if minus else right))
 
 
-@register
-def _group_views(group: Group) -> Views:
+@_interpret.register
+def _interpret_group(group: Group) -> Interpretations:
     brackets = group.opening + group.closing
     exprs = [item.expr for item in group.items if isinstance(item, Scalar)]
     if any(mentions(expr, PLUS_MINUS) for expr in exprs):
         if len(exprs) < len(group.items):
             raise Unsupported("signs and other things in one group")
         every = [tuple(Scalar(expr) for expr in chosen) for chosen in _expansions(exprs)]
-        return Views(
-            members=tuple(views(Group(group.opening, items, group.closing)) for items in every), is_set=True
+        return Interpretations(
+            members=tuple(interpret(Group(group.opening, items, group.closing)) for items in every),
+            is_set=True,
         )
-    items = tuple(views(item) for item in group.items)
+    items = tuple(interpret(item) for item in group.items)
     if brackets == "::":
         ratio = None
         if len(items) == 2:
             ratio = Scalar(Call("div", (_plain(group.items[0]), _plain(group.items[1]))))
-        return Views(row=items, brackets=brackets, scalar=ratio)
+        return Interpretations(row=items, brackets=brackets, scalar=ratio)
     pair = len(items) == 2
-    return Views(row=items, brackets=brackets if pair else "()", reals=_interval(group) if pair else None)
+    return Interpretations(
+        row=items, brackets=brackets if pair else "()", real_set=_interval(group) if pair else None
+    )
 
 
 def _interval(group: Group) -> RealSet | None:
@@ -214,39 +196,23 @@ def _points(items: Sequence[Answer]) -> RealSet | None:
     return RealSet.union([point(bound) for bound in bounds if bound is not None])
 
 
-def flat(items: Sequence[Answer]) -> tuple[Views, ...]:
-    """Members, plus-minus spread out."""
+def flat(items: Sequence[Answer]) -> tuple[Interpretations, ...]:
+    """The members, with plus-minus expanded."""
     if len(items) > MAX_ITEMS:
         raise NotMathematics(f"more than {MAX_ITEMS} items")
-    members: list[Views] = []
+    members: list[Interpretations] = []
     for item in items:
-        seen = views(item)
-        spread = seen.members if isinstance(item, Scalar) and seen.members is not None else (seen,)
-        members.extend(spread)
+        found = interpret(item)
+        members.extend(found.members if isinstance(item, Scalar) and found.members is not None else (found,))
     return tuple(members)
 
 
-def _operation(operation: SetOperation) -> RealSet:
-    sets = []
-    for part in operation.parts:
-        seen = views(part)
-        reals = seen.reals
-        if reals is None:
-            raise Unsupported("a set operation on other than sets of real numbers")
-        sets.append(reals)
-    if operation.op == "union":
-        return RealSet.union(sets)
-    if operation.op == "intersection":
-        return RealSet.intersection(sets)
-    return RealSet.intersection([sets[0], *(other.complement() for other in sets[1:])])
-
-
-@register
-def _matrix_views(matrix: MatrixOf) -> Views:
+@_interpret.register
+def _interpret_matrix(matrix: MatrixOf) -> Interpretations:
     row = None
     if len(matrix.rows) == 1 or len(matrix.rows[0]) == 1:
-        row = tuple(Views(scalar=Scalar(entry)) for line in matrix.rows for entry in line)
-    return Views(matrix=matrix, row=row, brackets="matrix")
+        row = tuple(Interpretations(scalar=Scalar(entry)) for line in matrix.rows for entry in line)
+    return Interpretations(matrix=matrix, row=row, brackets="matrix")
 
 
 def _plain(item: Answer) -> Expr:
@@ -265,6 +231,260 @@ def name_of(side: Answer) -> str | None:
     return None
 
 
-def alone(seen: Views) -> tuple[Views, ...] | None:
-    """A value as a set of one."""
-    return (seen,) if seen.scalar is not None or (seen.row is not None and seen.brackets) else None
+@_interpret.register
+def _interpret_relation(relation: Relation) -> Interpretations:
+    ops = set(relation.ops)
+    if ops == {"in"} and len(relation.sides) == 2:
+        inner = interpret(relation.sides[1])
+        element, container = relation.sides
+        if not _is_lone_name(element) or (_is_point(element) and isinstance(container, Group)):
+            raise NotMathematics("the element of the set is not a name")
+        return replace(inner, name=name_of(relation.sides[0]))
+    if ops == {"mod"}:
+        left, right, modulus = (_relation_side(side) for side in relation.sides)
+        if left is None or right is None or modulus is None:
+            raise NotMathematics("a congruence between other than expressions")
+        return Interpretations(residue=(left, right, modulus))
+    if ops <= {"=", "~"}:
+        return _interpret_equation(relation)
+    if ops <= {"<", "<=", ">", ">="} or ops == {"!="}:
+        return _interpret_inequality(relation)
+    raise Unsupported("a mixture of relations")
+
+
+def _interpret_equation(relation: Relation) -> Interpretations:
+    sides = list(relation.sides)
+    name = None
+    if len(sides) == 2 and _is_lone_name(sides[-1]) and not _is_lone_name(sides[0]):
+        name = name_of(sides.pop())
+    while len(sides) > 1 and _is_lone_name(sides[0]):
+        name = name or name_of(sides[0])
+        del sides[0]
+    if len(sides) == len(relation.sides) and len(sides) > 1 and (expression := _expression_name(sides[0])):
+        name = expression
+        del sides[0]
+    if len(relation.sides) > 2 and not _any_symbols(sides[-1:]):
+        sides = _numeric_sides(sides, named=name is not None)
+    value = _common_value(sides, relation.ops) if name is not None or not _any_symbols(sides) else None
+    difference = _difference(relation) if len(relation.sides) == 2 and relation.ops == ("=",) else None
+    if value is None:
+        if difference is None:
+            raise NotMathematics("sides that differ")
+        return Interpretations(difference=difference, sign="=")
+    decimal = sides[-1] if relation.ops[-1] == "~" and len(sides) > 1 and _is_decimal(sides[-1]) else None
+    also = (interpret(decimal),) if decimal is not None else ()
+    return replace(interpret(value), name=name, difference=difference, sign="=", also=also)
+
+
+def _is_point(side: Answer) -> bool:
+    return isinstance(side, Group) or (isinstance(side, Name) and side.text.startswith("("))
+
+
+def _is_decimal(side: Answer) -> bool:
+    return isinstance(side, Scalar) and isinstance(side.expr, Num) and side.expr.digits is not None
+
+
+def _expression_name(side: Answer) -> str | None:
+    """The name of a left side that is an expression: `\\sin\\theta` or `dy/dx`."""
+    expr = side.expr if isinstance(side, Scalar) else None
+    if not isinstance(expr, Call):
+        return None
+    if expr.name in ("sin", "cos", "tan") and isinstance(expr.args[0], Sym):
+        return f"{expr.name} {expr.args[0].name}"
+    if expr.name == "div" and all(isinstance(arg, Call) and arg.name == "mul" for arg in expr.args):
+        heads = [arg.args[0] for arg in expr.args if isinstance(arg, Call)]
+        if heads == [Sym("d"), Sym("d")]:
+            return "a derivative"
+    return None
+
+
+def _numeric_sides(sides: list[Answer], named: bool) -> list[Answer]:
+    """The sides of `V = \\pi r^2 h = 36` or `m+n = 7+18 = 25` that are numbers, if the sides before are a formula:
+    it has a name, or at least two numbers follow it."""
+    numbers = [side for side in sides if not _any_symbols([side])]
+    return numbers if named or len(numbers) > 1 else sides
+
+
+def _is_lone_name(side: Answer) -> bool:
+    if isinstance(side, Group):
+        return side.opening in ("(", ":") and all(_is_lone_name(item) for item in side.items)
+    return isinstance(side, Name) or (
+        isinstance(side, Scalar) and isinstance(side.expr, Sym) and side.unit is None
+    )
+
+
+def _any_symbols(sides: Sequence[Answer]) -> bool:
+    return any(
+        isinstance(side, Name) or (isinstance(side, Scalar) and bool(symbols(side.expr))) for side in sides
+    )
+
+
+def _common_value(sides: Sequence[Answer], ops: Sequence[str]) -> Answer | None:
+    """The value of all sides; None if they differ, as in `1 = 2`."""
+    comparison = Comparison(protocol=False)
+    for other, op in zip(sides[1:], ops[len(ops) - len(sides) + 1 :], strict=True):
+        one, two = interpret(sides[0]), interpret(other)
+        if op == "=" and comparison.same(one, two):
+            continue
+        if not (op == "~" and one.scalar and two.scalar and _near(one.scalar.expr, two.scalar.expr)):
+            return None
+    return sides[0] if "~" in ops else sides[-1]
+
+
+def _near(one: Expr, other: Expr) -> bool:
+    """Whether `one ~ other` rounds an expression that is not a literal number to one."""
+    if symbols(one) or symbols(other) or isinstance(one, Num):
+        return isinstance(one, Num) and isinstance(other, Num) and one.value == other.value
+    value = worth(one)
+    return value is not None and is_finite(value.value) and rounds_to(other, value.value)
+
+
+def _difference(relation: Relation) -> Expr | None:
+    exprs = []
+    for side in relation.sides:
+        expr = side.expr if isinstance(side, (Name, Scalar)) else None
+        if expr is None or (isinstance(side, Scalar) and side.unit is not None and side.otherwise is None):
+            return None
+        exprs.append(expr)
+    if any(mentions(expr, PLUS_MINUS) for expr in exprs):
+        return None
+    return Call("add", (exprs[0], Call("neg", (exprs[1],))))
+
+
+def _interpret_inequality(relation: Relation) -> Interpretations:
+    reals: list[RealSet] = []
+    names: set[str] = set()
+    for left, op, right in zip(relation.sides, relation.ops, relation.sides[1:], strict=False):
+        solved = _half_line(left, op, right)
+        if solved is None:
+            return _unsolved(relation)
+        names.add(solved[0])
+        reals.append(solved[1])
+    if len(names) != 1:
+        raise Unsupported("inequalities in several variables")
+    return Interpretations(real_set=RealSet.intersection(reals), name=None, sign=f"solved {names.pop()}")
+
+
+def _unsolved(relation: Relation) -> Interpretations:
+    if len(relation.ops) != 1:
+        raise Unsupported("a chain of inequalities in several variables")
+    op = relation.ops[0]
+    difference = _difference(relation)
+    if difference is None:
+        raise NotMathematics("an inequality between other than expressions")
+    if op in (">", ">="):
+        difference = Call("neg", (difference,))
+        op = _FLIPPED[op]
+    return Interpretations(difference=difference, sign=op)
+
+
+def _half_line(left: Answer, op: str, right: Answer) -> tuple[str, RealSet] | None:
+    """(variable, the reals that satisfy it) if one side is a variable, or its absolute value, and the other is a
+    number; None for an inequality that is not solved."""
+    if bound_of(left) is not None:
+        left, op, right = right, _FLIPPED[op], left
+    expr, bound = _relation_side(left), bound_of(right)
+    if expr is None or bound is None:
+        return None
+    if not is_finite(bound):
+        return None
+    if isinstance(expr, Sym):
+        return expr.name, _beyond(op, bound)
+    if isinstance(expr, Call) and expr.name == "abs" and isinstance(expr.args[0], Sym):
+        join = RealSet.intersection if op in ("<", "<=", "!=") else RealSet.union
+        return expr.args[0].name, join([_beyond(op, bound), _beyond(_FLIPPED[op], -bound)])
+    return None
+
+
+def _relation_side(side: Answer) -> Expr | None:
+    if isinstance(side, Name):
+        return side.expr if side.expr is not None else Sym(side.text)
+    return side.expr if isinstance(side, Scalar) and side.unit is None else None
+
+
+def _beyond(op: str, bound: Bound) -> RealSet:
+    """The reals x with `x op bound`."""
+    if op == "!=":
+        return point(bound).complement()
+    if op in ("<", "<="):
+        return interval(mpf("-inf"), False, bound, op == "<=")
+    return interval(bound, op == ">=", mpf("inf"), False)
+
+
+@_interpret.register
+def _interpret_listing(listing: Listing) -> Interpretations:
+    memberships = [item for item in listing.items if _is_membership(item)]
+    if memberships:
+        return _parametrised(listing, memberships)
+    items = flat(listing.items)
+    relations = [item for item in listing.items if isinstance(item, Relation)]
+    if len(relations) == len(listing.items):
+        if all(item.name is None and item.real_set is not None for item in items):
+            if len({item.sign for item in items}) > 1:
+                return Interpretations(members=items)
+            return Interpretations(
+                sign=items[0].sign,
+                real_set=_joined([item.real_set for item in items if item.real_set], listing.joiner),
+            )
+        if all(item.sign == "=" for item in items):
+            return _several_equations(items)
+    if listing.items and isinstance(listing.items[0], Relation) and listing.joiner != "and":
+        first = items[0]
+        if first.name is not None and first.scalar is not None and not any(item.name for item in items[1:]):
+            # x = 1, 2: the name is written once
+            return Interpretations(
+                members=(Interpretations(scalar=first.scalar), *items[1:]), name=first.name
+            )
+    return Interpretations(members=items, row=items if listing.joiner == "," else None, real_set=None)
+
+
+def _is_membership(item: Answer) -> bool:
+    """Whether an item is `letter in set of numbers`."""
+    return isinstance(item, Relation) and item.ops == ("in",) and isinstance(item.sides[1], Known)
+
+
+def _parametrised(listing: Listing, memberships: Sequence[Answer]) -> Interpretations:
+    """Answers with a parameter, `x = a + k b, k in Z`; a real parameter is ignored."""
+    rest = tuple(item for item in listing.items if item not in memberships)
+    if not rest or len(memberships) > 1:
+        raise Unsupported("several parameters")
+    inner = interpret(rest[0] if len(rest) == 1 else Listing(rest, listing.joiner))
+    (membership,) = memberships
+    assert isinstance(membership, Relation)
+    known, letter = membership.sides[1], name_of(membership.sides[0])
+    assert isinstance(known, Known)
+    if known.name == "R" or letter is None:
+        return inner
+    members = inner.members if inner.members is not None else single_member(inner)
+    if members is None or any(member.scalar is None for member in members):
+        raise Unsupported("a parameter in other than values")
+    values = tuple(member.scalar.expr for member in members if member.scalar is not None)
+    return Interpretations(name=inner.name, family=(known.name, letter, values))
+
+
+def _several_equations(items: tuple[Interpretations, ...]) -> Interpretations:
+    names = [item.name for item in items]
+    if None in names or any(item.scalar is None and item.members is None for item in items):
+        return Interpretations(members=items)
+    if sum(item.members is not None for item in items) > 1 and len(set(names)) > 1:
+        raise NotMathematics("several signs in several values")
+    bare = tuple(_without_name(item) for item in items)
+    if len(set(names)) == 1:
+        return Interpretations(members=bare, name=names[0])
+    pairs = tuple(sorted(zip((str(name) for name in names), bare, strict=True), key=lambda pair: pair[0]))
+    return Interpretations(row=tuple(value for _, value in pairs), brackets="()", pairs=pairs)
+
+
+def _without_name(item: Interpretations) -> Interpretations:
+    return Interpretations(
+        scalar=item.scalar, members=item.members, is_set=item.is_set, row=item.row, brackets=item.brackets
+    )
+
+
+def _joined(sets: Sequence[RealSet], joiner: str) -> RealSet:
+    """Several inequalities: "or" is a union, "and" an intersection; a comma is the intersection unless that is empty,
+    then the union."""
+    both = RealSet.intersection(sets)
+    if joiner == "or" or (joiner == "," and both.is_empty):
+        return RealSet.union(sets)
+    return both

@@ -7,7 +7,14 @@ from fractions import Fraction
 
 from rlmath.rewards.answers.lexer import Token
 from rlmath.rewards.answers.normalize import GREEK, NotMathematics
-from rlmath.rewards.answers.parser_base import MAX_CHAIN, Cursor, as_expr, as_number, plain_fraction, primed
+from rlmath.rewards.answers.parser_base import (
+    MAX_CHAIN,
+    ParserBase,
+    as_expr,
+    as_number,
+    plain_fraction,
+    primed,
+)
 from rlmath.rewards.answers.syntax_tree import Answer, Call, Expr, Group, MatrixOf, Num, Scalar, Sym
 from rlmath.rewards.answers.vocabulary import (
     CONSTANTS,
@@ -25,7 +32,7 @@ MAX_MARKS = 10
 """Most powers, factorials and the like behind one base."""
 
 
-class Arithmetic(Cursor, ABC):
+class Arithmetic(ParserBase, ABC):
     """Sums, products, powers and symbols; brackets and commands come from the stages above."""
 
     @abstractmethod

@@ -21,10 +21,10 @@ MAX_STEPS = 20_000
 """Most tokens that are taken, some more than once, until an answer is read."""
 
 
-class Cursor:
+class ParserBase:
     """Tokens, a position among them, and how deep the parser is."""
 
-    def __init__(self, tokens: list[Token], outer: Cursor | None = None) -> None:
+    def __init__(self, tokens: list[Token], outer: ParserBase | None = None) -> None:
         """With `outer` it reads a part of that one's tokens: depth, and what may still be read, go on."""
         self.tokens = tokens
         self.left = outer.left if outer else [MAX_STEPS]
