@@ -36,7 +36,7 @@ from rlmath.distributed.fault_tolerance.exit_codes import (
 )
 from rlmath.evals.compare import comparison_text, read_results
 from rlmath.evals.plan import Plan
-from rlmath.trainer.startup import end_broken, leave_word, tell_mistake
+from rlmath.trainer.startup import end_broken, log_mistake, record_exit
 from rlmath.trainer.telemetry.console import setup_logging
 
 logger = logging.getLogger(__name__)
@@ -66,14 +66,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         process.settle()
         device_kind = resolve_kind(arguments.device)
         evaluate(plan, rollout, arguments.reward_workers, arguments.reward_timeout, device_kind)
-        leave_word(plan.output, FINISHED, "the tables are written")
+        record_exit(plan.output, FINISHED, "the tables are written")
         process.leave()
     except ValueError as error:
-        tell_mistake(error)
-        leave_word(arguments.output, MISTAKE, str(error))
+        log_mistake(error)
+        record_exit(arguments.output, MISTAKE, str(error))
         return MISTAKE
     except BaseException as error:
-        leave_word(arguments.output, FAILURE, f"{type(error).__name__}: {error}")
+        record_exit(arguments.output, FAILURE, f"{type(error).__name__}: {error}")
         end_broken()
     return 0
 

@@ -2,6 +2,8 @@
 
 torchrun --nproc-per-node=N launch/train_grpo.py --config configs/x.yaml key.sub=value ...
 python launch/train_grpo.py --config configs/x.yaml --dry-run
+
+The step is in rlmath/trainer/grpo.py.
 """
 
 from __future__ import annotations
@@ -13,19 +15,16 @@ if __name__ == "__main__":
 
 import sys
 from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rlmath.config.load import load_config, make_parser, parse_arguments
-from rlmath.config.schema import Config
-from rlmath.data.dataset import Inputs, load_inputs, load_validation
-from rlmath.distributed import process
-from rlmath.distributed.device import environment_rank, environment_world_size
+from rlmath.distributed.device import environment_rank
 from rlmath.distributed.fault_tolerance.exit_codes import MISTAKE
-from rlmath.distributed.rendezvous import Rendezvous
-from rlmath.trainer.checkpointing import output_bytes
-from rlmath.trainer.preflight.checks import check_config
-from rlmath.trainer.resume import find_recovery, origin_of
-from rlmath.trainer.run_dir import check_output_folder
-from rlmath.trainer.startup import Prepared, start
+from rlmath.trainer.startup import prepare_grpo, start
+
+if TYPE_CHECKING:
+    from rlmath.trainer.grpo import GrpoTrainer
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -43,11 +42,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     if given.dry_run:
         return dry_run(given.config, given.overrides, given.ranks)
     if given.ranks is not None:
-        parser.error("--ranks is for --dry-run; how many ranks a run has is told to torchrun.")
-    return start(lambda: load_config(given.config, given.overrides), prepare, train)
+        parser.error("--ranks is for --dry-run; torchrun decides how many ranks a run has.")
+    return start(lambda: load_config(given.config, given.overrides), prepare_grpo, load_trainer)
 
 
-def dry_run(config_files: list, overrides: list[str], ranks: int | None) -> int:
+def dry_run(config_files: Sequence[Path], overrides: Sequence[str], ranks: int | None) -> int:
     """0 where the run could start, else MISTAKE with all problems."""
     # Imported only now: a start has no use for it.
     from rlmath.trainer.preflight.dry_run import plan_lines, plan_run
@@ -63,23 +62,11 @@ def dry_run(config_files: list, overrides: list[str], ranks: int | None) -> int:
     return status
 
 
-def prepare(config: Config) -> Prepared[Inputs]:
-    """ValueError for all that can be known to be wrong before the start."""
-    shape = check_config(config, environment_world_size())
-    inputs = load_inputs(config, shape)
-    origin = origin_of(config, inputs)
-    recovery = find_recovery(config, origin, inputs.total_steps)
-    check_output_folder(config.run.output_dir, config, output_bytes(config, shape), recovery is not None)
-    validation = load_validation(config, inputs.tokenizer, shape.vocab_size)
-    return Prepared(config, shape, inputs, origin, recovery, validation)
+def load_trainer() -> type[GrpoTrainer]:
+    # Imported only now: a mistake is reported before Megatron and vLLM are loaded.
+    from rlmath.trainer.grpo import GrpoTrainer
 
-
-def train(prepared: Prepared[Inputs], rendezvous: Rendezvous | None) -> int:
-    # Imported only now: a mistake is told before Megatron and vLLM are loaded.
-    from rlmath.trainer.run_grpo import run_training
-
-    process.settle()
-    return run_training(prepared, rendezvous)
+    return GrpoTrainer
 
 
 if __name__ == "__main__":

@@ -1,25 +1,71 @@
-"""The GRPO loop.
+"""GRPO: one step, from weights to weights, in the order in which this file reads.
 
-    weights to the engine -> (validation) -> prompts -> rollout and reward -> selection -> updates (see `update`)
+    weights to the engine -> (validation) -> prompts -> rollout and rewards -> selection -> advantages -> samples
+    -> schedule -> packing -> log-probs (old, reference) -> minibatches: loss, early stop, update -> metrics
 
-Every rank runs it; the control plane is computed alike everywhere, only tensors are sharded.
-Lengths are those of the step's stage (`stages`); all else goes on from stage to stage.
+Every rank runs it. The control plane (prompts, selection, advantages, schedule) is computed alike on all ranks; only
+tensors are sharded. Lengths are those of the step's length stage; weights, optimizer, learning-rate schedule, order of
+prompts and seeds continue from stage to stage.
+
+The formulas are in `algorithms/`, the loss of a minibatch in `models/learner.py`, the schedule in
+`data/batch_schedule.py`, the life cycle around the step in `loop.py`.
 """
+
+# Shape legend: P prompts, G completions of a prompt.
 
 from __future__ import annotations
 
 import logging
+import random
 import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import chain, islice
+from typing import ClassVar
 
+from rlmath.algorithms.advantages import advantages
 from rlmath.algorithms.dynamic_sampling import Selection, SelectionRules, select
-from rlmath.algorithms.types import ScoredGroup
-from rlmath.config.length_curriculum import LengthStage, has_length_stages, length_stage_at
-from rlmath.config.schema import SelectionConfig
+from rlmath.algorithms.losses import Normalisation
+from rlmath.algorithms.types import MicroBatch, Sample, ScoredGroup
+from rlmath.checkpoint.run_progress import Progress
+from rlmath.config.length_curriculum import (
+    LengthStage,
+    engine_length,
+    has_length_stages,
+    length_stage_at,
+    length_stages,
+    without_validation,
+)
+from rlmath.config.model_shape import ModelShape
+from rlmath.config.schema import Config, SelectionConfig
+from rlmath.data.batch_schedule import plan_minibatches, training_cost
+from rlmath.data.dataset import Inputs, most_updates
+from rlmath.data.packing import pack
+from rlmath.distributed.collectives import from_rank_zero
+from rlmath.distributed.device import Device, local_world_size
+from rlmath.distributed.mesh import Mesh
+from rlmath.distributed.phase_timers import PhaseTimers
+from rlmath.models.build import Actor, build_actor, build_reference
+from rlmath.models.forward_backward import ForwardBackward, TokenLogprobs
+from rlmath.models.learner import MinibatchResult
+from rlmath.models.offload import OffloadSets, training_sets
+from rlmath.rewards.reward_manager import open_reward_workers
+from rlmath.rewards.worker_pool import VerifierPool
+from rlmath.rollout.collector import Collector
+from rlmath.rollout.engine import Engine
+from rlmath.rollout.memory_monitor import MemoryMonitor
+from rlmath.rollout.memory_switch import MemorySwitch
 from rlmath.rollout.sampling import RolloutSeed, training_sampling
-from rlmath.trainer.build import Parts
+from rlmath.rollout.weight_sync.logprob_probe import Probe
+from rlmath.rollout.weight_sync.reshard_plan import bucket_bytes
+from rlmath.rollout.weight_sync.shard_layouts import engine_shapes, training_layout
+from rlmath.rollout.weight_sync.weight_sync import WeightSync, WeightTransfer
+from rlmath.trainer.checkpointing import Checkpointer
+from rlmath.trainer.kl_in_reward import KLPenalty, shape_by_kl
+from rlmath.trainer.loop import Interrupted, Trainer
 from rlmath.trainer.metrics import (
+    UpdateRecord,
     idle_metrics,
     mismatch_metrics,
     pace_metrics,
@@ -27,125 +73,375 @@ from rlmath.trainer.metrics import (
     selection_metrics,
     update_metrics,
 )
-from rlmath.trainer.policy_update import Updater, UpdateRecord
+from rlmath.trainer.reporter import StepRecord
+from rlmath.trainer.startup import PreparedRun
 from rlmath.trainer.validation import Measured, Validator
 
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class StepRecord:
-    """What a step leaves for telemetry."""
+class GrpoTrainer(Trainer):
+    """Samples with vLLM, scores, and updates the policy: `step` is the algorithm."""
 
-    epoch: int
-    metrics: dict[str, float]
-    groups: list[ScoredGroup]
-    """All that were sampled."""
-    advantages: list[list[float]]
-    """By group and completion; 0 for what was not learned from."""
-    measured: Measured | None
-    """The validation of the weights that the step began with, where one was due."""
+    kind: ClassVar = "grpo"
+    weight_syncs_per_step: ClassVar = 1
 
+    @staticmethod
+    def open_workers(config: Config, mesh: Mesh) -> AbstractContextManager[VerifierPool | None]:
+        """The reward workers of an engine's first rank."""
+        return open_reward_workers(config.reward) if mesh.is_engine_leader else nullcontext()
 
-class Trainer:
-    """Makes steps, one after the other."""
+    def __init__(
+        self,
+        prepared: PreparedRun[Inputs],
+        mesh: Mesh,
+        device: Device,
+        workers: VerifierPool | None,
+        on_phase: Callable[[str], None],
+        on_progress: Callable[[], None],
+    ) -> None:
+        """Builds engine, actor and reference on this rank; the engine sleeps afterwards.
 
-    def __init__(self, parts: Parts, validator: Validator) -> None:
-        self._parts = parts
-        self._validator = validator
-        self._timers = parts.timers
-        self._rules = selection_rules(parts.config.selection)
-        self._engine_seconds: list[tuple[float, ...]] = []
-        self._stage: LengthStage | None = None
-        how = (parts.shape, parts.mesh, parts.actor, parts.reference, parts.offload, parts.timers)
-        self._updaters = [Updater(stage.config, *how) for stage in parts.stages]
+        `on_progress` is called for every step of the engine and every micro-batch.
+        """
+        super().__init__(prepared, mesh, device, on_phase)
+        config, shape, inputs = prepared.config, prepared.shape, prepared.inputs
+        self.inputs = inputs
+        self.length_stages = length_stages(config, inputs.total_steps)
+        self.entered_length_stage: int | None = None
+        on_phase("build engine")
+        self.engine = Engine(
+            config.model.path,
+            config.rollout,
+            engine_length(config),
+            mesh,
+            device,
+            engine_shapes(shape, mesh.engine_size),
+        )
+        self.engine.memory.sleep()
+        on_phase("build model")
+        updates = most_updates(config, inputs.total_steps)
+        self.actor = build_actor(config, shape, mesh, device, updates, inputs.stop_token_ids)
+        self.reference = None
+        if config.algorithm.kl_coef > 0:
+            self.reference = build_reference(config, shape, mesh, device, inputs.stop_token_ids)
+        self.engine.on_step = self.actor.forward_backward.on_microbatch = on_progress
+        self.sync = build_weight_sync(config, shape, mesh, device, self.actor, self.engine)
+        self.offload = training_sets(self.actor, self.reference, config.memory, device)
+        monitor = MemoryMonitor(
+            int(config.memory.leak_threshold_mib * 2**20), config.memory.stop_on_leak, mesh.rank
+        )
+        self.switch = MemorySwitch(self.engine, self.offload, self.sync.run, monitor, self.timers, device)
+        self.collector = Collector(
+            self.engine, mesh, inputs.tokenizer, config.rollout, config.reward, workers
+        )
+        self.rules = selection_rules(config.selection)
+        self.updaters = [
+            PolicyUpdater(stage.config, shape, mesh, self.actor, self.reference, self.offload, self.timers)
+            for stage in self.length_stages
+        ]
+        self.validation_files = prepared.validation
 
-    def step(self, number: int) -> StepRecord | str:
-        """Step `number`, counted from 0 over the whole run; or what asked the run to stop while it validated: then
-        nothing of the step is made."""
+    @property
+    def layout(self) -> str:
+        return self.mesh.describe()
+
+    def begin(self, progress: Progress | None, checkpointer: Checkpointer) -> None:
+        self.validator = Validator(
+            self.config,
+            self.mesh,
+            self.collector,
+            self.timers,
+            self.validation_files,
+            steps_done=0 if progress is None else progress.step,
+            total_steps=self.total_steps,
+            export=checkpointer.export,
+            asked_to_stop=checkpointer.asked_to_stop,
+        )
+
+    def step(self, number: int) -> StepRecord | Interrupted:
+        """One step: `number` counts from 0 over the whole run."""
         started = time.perf_counter()
-        self._timers.reset()
-        parts, timed, stage = self._parts, self._timers.phase, self._enter_stage(number)
-        with parts.switch.generating(parts.actor.learner.updates, number):
-            with timed("probe"):
-                probed = parts.sync.probe_engine()
-            measured = self._validator.measure(number)
-            if self._validator.stopped_by is not None:
-                return self._validator.stopped_by
-            with timed("rollout"):
-                epoch, selection = self._rollout(number, stage)
-        self._validator.keep_if_best(measured)
-        record = self._updaters[stage.number].update(selection.learned, number)
-        seconds = self._timers.seconds() | {"step": time.perf_counter() - started}
-        metrics = self._metrics(selection, record, seconds) | self._stage_metrics(stage)
-        metrics |= parts.sync.metrics() | parts.switch.metrics() | probed
-        advantages = selection.spread(record.advantages)
-        return StepRecord(epoch, metrics, selection.sampled, advantages, measured)
+        self.timers.reset()
+        stage = self.enter_length_stage(number)
+        with self.switch.generating(self.actor.learner.updates, number):  # weights to the engine
+            with self.timers.phase("probe"):
+                probed = self.sync.probe_engine()
+            measured = self.validator.measure(number)
+            if self.validator.stopped_by is not None:
+                return Interrupted(self.validator.stopped_by)
+            with self.timers.phase("rollout"):
+                epoch, selection, engine_seconds = self.rollout(number, stage)
+        self.validator.keep_if_best(measured)
+        update = self.updaters[stage.number].update(selection.learned, number)
+        seconds = self.timers.seconds() | {"step": time.perf_counter() - started}
+        metrics = self.metrics(stage, selection, engine_seconds, update, seconds) | probed
+        return StepRecord(epoch, metrics, selection.sampled, selection.spread(update.advantages), measured)
 
-    def validate_at_end(self, steps: int) -> Measured | None:
-        """The validation of the weights after all `steps`, where it is not done yet; it needs a switch of its own."""
-        if not self._validator.due(steps):
-            return None
-        with self._parts.switch.generating(self._parts.actor.learner.updates, steps):
-            measured = self._validator.measure(steps)
-        self._validator.keep_if_best(measured)
-        return measured
-
-    def _enter_stage(self, number: int) -> LengthStage:
-        stages = self._parts.stages
-        stage = length_stage_at(stages, number)
-        if stage is not self._stage and has_length_stages(self._parts.config):
-            logger.info("%s", stage.line(len(stages)))
-        self._stage = stage
-        return stage
-
-    def _rollout(self, number: int, stage: LengthStage) -> tuple[int, Selection]:
-        """The epoch, and what was sampled: the step's own prompts, then what dynamic sampling asks for."""
-        parts, seed = self._parts, RolloutSeed(self._parts.config.run.seed, number)
-        how, title = training_sampling(stage.config.rollout), f"rollout {number + 1}"
-        epoch, own = parts.order.batch(number)
-        indices = chain(own, parts.order.extra(number))
-        self._engine_seconds.clear()
+    def rollout(self, number: int, stage: LengthStage) -> tuple[int, Selection, list[tuple[float, ...]]]:
+        """The epoch; what was sampled and scored, of the step's own prompts and then of those that dynamic sampling
+        asks for; and by rollout the seconds of every engine."""
+        sampling, seed = training_sampling(stage.config.rollout), RolloutSeed(self.config.run.seed, number)
+        epoch, own = self.order.batch(number)
+        indices = chain(own, self.order.extra(number))
+        engine_seconds: list[tuple[float, ...]] = []
 
         def sample(count: int) -> list[ScoredGroup]:
-            prompts = [parts.prompts[i] for i in islice(indices, count)]
+            prompts = [self.inputs.prompts[i] for i in islice(indices, count)]
             if not prompts:
                 return []
-            rollout = parts.collector.collect(prompts, how, seed, title)
-            self._engine_seconds.append(rollout.engine_seconds)
+            rollout = self.collector.collect(prompts, sampling, seed, f"rollout {number + 1}")
+            engine_seconds.append(rollout.engine_seconds)
             return rollout.groups
 
-        selection = select(sample, len(own), parts.config.selection.max_extra_prompts, self._rules)
-        if self._rules.drop_anything:
+        selection = select(sample, len(own), self.config.selection.max_extra_prompts, self.rules)
+        if self.rules.drop_anything:
             logger.info("step %d: %s", number + 1, selection.line())
-        return epoch, selection
+        return epoch, selection, engine_seconds
 
-    def _metrics(
-        self, selection: Selection, record: UpdateRecord, seconds: dict[str, float]
+    def metrics(
+        self,
+        stage: LengthStage,
+        selection: Selection,
+        engine_seconds: Sequence[Sequence[float]],
+        update: UpdateRecord,
+        seconds: dict[str, float],
     ) -> dict[str, float]:
-        algorithm, learned = self._parts.config.algorithm, selection.learned
-        metrics = rollout_metrics(selection.sampled) | idle_metrics(self._engine_seconds)
-        if self._rules.drop_anything:
+        """All metrics of a step, under the names that `metrics.jsonl` has."""
+        algorithm, learned = self.config.algorithm, selection.learned
+        metrics = rollout_metrics(selection.sampled) | idle_metrics(engine_seconds)
+        if self.rules.drop_anything:
             metrics |= selection_metrics(selection)
-        metrics |= update_metrics(record, learned, metrics["task_reward"], algorithm)
-        metrics |= mismatch_metrics(record.results, only_first=not algorithm.recompute_logprobs)
-        return metrics | pace_metrics(seconds, selection.sampled, learned, record.passes)
+        metrics |= update_metrics(update, learned, metrics["task_reward"], algorithm)
+        metrics |= mismatch_metrics(update.results, only_first=not algorithm.recompute_logprobs)
+        metrics |= pace_metrics(seconds, selection.sampled, learned, update.passes)
+        if has_length_stages(self.config):
+            metrics["stage"] = stage.number + 1.0
+            metrics["rollout/max_new_tokens"] = float(stage.config.rollout.max_new_tokens)
+        return metrics | self.sync.metrics() | self.switch.metrics()
 
-    def _stage_metrics(self, stage: LengthStage) -> dict[str, float]:
-        """The stage, counted from 1, and its limit; nothing in a run without stages."""
-        if not has_length_stages(self._parts.config):
-            return {}
-        return {
-            "stage": stage.number + 1.0,
-            "rollout/max_new_tokens": float(stage.config.rollout.max_new_tokens),
-        }
+    def enter_length_stage(self, number: int) -> LengthStage:
+        """The length stage of a step; logged where it is the first one of this start."""
+        stage = length_stage_at(self.length_stages, number)
+        if has_length_stages(self.config) and stage.number != self.entered_length_stage:
+            logger.info("%s", stage.line(len(self.length_stages)))
+            self.entered_length_stage = stage.number
+        return stage
+
+    def validate_at_end(self) -> Measured | None:
+        """The validation of the weights after all steps, where it is due and not done; the engine wakes for it."""
+        if not self.validator.due(self.total_steps):
+            return None
+        with self.switch.generating(self.actor.learner.updates, self.total_steps):
+            measured = self.validator.measure(self.total_steps)
+        self.validator.keep_if_best(measured)
+        return measured
+
+    def busy_seconds(self) -> float:
+        reference = 0.0 if self.reference is None else self.reference.take_seconds_alone()
+        return super().busy_seconds() + reference
+
+    def close(self) -> None:
+        self.engine.close()
+
+
+# ---------------------------------------------------------------- from scored groups to a better policy
+
+
+@dataclass(frozen=True)
+class Minibatch:
+    """One optimizer step of this data-parallel rank."""
+
+    batches: list[MicroBatch]
+    old: list[TokenLogprobs] | None
+    """Log-probs under the policy that the step began with; None: those of the engine are used."""
+    reference: list[TokenLogprobs] | None
+    """Log-probs under the reference; None: no KL in the loss."""
+
+
+class PolicyUpdater:
+    """The updating half of a step; it needs no engine. One for each length stage."""
+
+    def __init__(
+        self,
+        config: Config,
+        shape: ModelShape,
+        mesh: Mesh,
+        actor: Actor,
+        reference: ForwardBackward | None,
+        offload: OffloadSets,
+        timers: PhaseTimers,
+    ) -> None:
+        self.config = config
+        self.mesh = mesh
+        self.actor = actor
+        self.reference = reference
+        self.offload = offload
+        self.timers = timers
+        self.cost = training_cost(shape)
+        algorithm = config.algorithm
+        self.normalisation = Normalisation(algorithm.loss_normalisation, config.rollout.max_new_tokens)
+        self.penalty = None
+        if reference is not None and algorithm.kl_in == "reward":
+            self.penalty = KLPenalty(
+                algorithm.kl_coef, algorithm.kl_estimator, algorithm.advantage, algorithm.advantage_eps
+            )
+
+    @property
+    def on_policy(self) -> bool:
+        """Whether recomputed log-probs would be those of the only minibatch itself, and nothing else needs them."""
+        algorithm = self.config.algorithm
+        only_one = algorithm.n_minibatches == 1 and algorithm.epochs == 1
+        return algorithm.recompute_logprobs and only_one and self.penalty is None
+
+    def update(self, groups: Sequence[ScoredGroup], number: int) -> UpdateRecord:
+        """Learn from the groups of step `number`. Without any completion nothing happens. A collective."""
+        algorithm, timed = self.config.algorithm, self.timers.phase
+        rewards_PG = [group.rewards for group in groups]
+        tokens_PG = [[len(one.token_ids) for one in group.completions] for group in groups]
+        advantages_PG = advantages(rewards_PG, tokens_PG, algorithm.advantage, algorithm.advantage_eps)
+        if not groups:
+            return UpdateRecord([], advantages_PG, None)
+
+        with timed("pack"):
+            packed = self.pack_minibatches(make_samples(groups, advantages_PG), number)
+        batches = list(chain.from_iterable(packed))
+
+        old = reference = reward_kl = None
+        if algorithm.recompute_logprobs and not self.on_policy:
+            with timed("logprobs"):
+                old = self.actor.forward_backward.logprobs(batches)
+        if self.reference is not None:
+            with timed("reference"), self.offload.reference_here():
+                reference = self.reference.logprobs(batches)
+        if self.penalty is not None:
+            assert reference is not None
+            batches, advantages_PG, reward_kl = shape_by_kl(
+                batches,
+                old,
+                reference,
+                rewards_PG,
+                tokens_PG,
+                self.penalty,
+                self.mesh,
+                self.actor.forward_backward.device,
+            )
+            reference = None
+
+        with timed("update"):
+            minibatches = _cut([len(one) for one in packed], batches, old, reference)
+            results = self.run_minibatches(minibatches, number)
+        return UpdateRecord(results, advantages_PG, reward_kl, passes=len(results) / len(minibatches))
+
+    def pack_minibatches(self, samples: Sequence[Sample], number: int) -> list[list[MicroBatch]]:
+        """This data-parallel rank's micro-batches of every minibatch."""
+        config, mesh = self.config, self.mesh
+        schedule = plan_minibatches(
+            [sample.length for sample in samples],
+            min(config.algorithm.n_minibatches, len(samples)),
+            mesh.data,
+            config.policy.max_tokens_per_microbatch,
+            seed=step_seed(config.run.seed, number),
+            cost=self.cost,
+            count_multiple=mesh.microbatch_multiple,
+            shuffle=config.algorithm.shuffle,
+        )
+        pad_to_multiple = mesh.tensor if config.parallel.sequence else 1
+        return [
+            [
+                pack(samples, indices, pad_to_multiple, self.normalisation)
+                for indices in minibatch.microbatches_by_rank[mesh.data_rank]
+            ]
+            for minibatch in schedule
+        ]
+
+    def run_minibatches(self, minibatches: Sequence[Minibatch], number: int) -> list[MinibatchResult]:
+        """One optimizer step on each, in every epoch; a minibatch whose ratio leaves its bounds is discarded."""
+        algorithm, results = self.config.algorithm, []
+        order = list(range(len(minibatches)))
+        draw = random.Random(step_seed(self.config.run.seed, number))
+        for epoch in range(algorithm.epochs):
+            if epoch > 0 and algorithm.shuffle:
+                draw.shuffle(order)
+            for index in order:
+                minibatch = minibatches[index]
+                result = self.actor.learner.learn(
+                    minibatch.batches, minibatch.old, minibatch.reference, self.on_policy
+                )
+                results.append(result)
+                if result.discarded is None:
+                    continue
+                logger.info("step %d: minibatch %d discarded: %s", number + 1, len(results), result.discarded)
+                if algorithm.early_stop_action == "end":
+                    return results
+        return results
+
+
+def make_samples(groups: Sequence[ScoredGroup], advantages_PG: Sequence[Sequence[float]]) -> list[Sample]:
+    """All sequences to train on with their advantages, in order of prompt and completion."""
+    return [
+        Sample(group.prompt.token_ids, completion.token_ids, completion.logprobs, advantage)
+        for group, row in zip(groups, advantages_PG, strict=True)
+        for completion, advantage in zip(group.completions, row, strict=True)
+    ]
+
+
+def step_seed(run_seed: int, number: int) -> int:
+    """The seed of everything that step `number` shuffles."""
+    return run_seed * 1_000_003 + number
+
+
+def _cut(
+    counts: Sequence[int],
+    batches: Sequence[MicroBatch],
+    old: Sequence[TokenLogprobs] | None,
+    reference: Sequence[TokenLogprobs] | None,
+) -> list[Minibatch]:
+    """The step's micro-batches by minibatch, each with its log-probs; `counts` are those of the minibatches."""
+    minibatches, start = [], 0
+    for count in counts:
+        own = slice(start, start + count)
+        minibatches.append(
+            Minibatch(
+                list(batches[own]),
+                None if old is None else list(old[own]),
+                None if reference is None else list(reference[own]),
+            )
+        )
+        start += count
+    return minibatches
+
+
+# ---------------------------------------------------------------- parts
 
 
 def selection_rules(settings: SelectionConfig) -> SelectionRules:
-    """The rules that the settings name."""
+    """Which groups and completions are learned from."""
     return SelectionRules(
-        settings.dynamic_sampling,  # type: ignore[arg-type]  # one of the words, as preflight has seen
+        settings.dynamic_sampling,
         settings.min_completion_tokens,
         settings.max_completion_tokens,
         settings.drop_truncated,
+    )
+
+
+def build_weight_sync(
+    config: Config, shape: ModelShape, mesh: Mesh, device: Device, actor: Actor, engine: Engine
+) -> WeightSync:
+    """What brings the actor's weights into the engine, with its checks."""
+    parallel = config.parallel
+    transfer = WeightTransfer(
+        actor.chunks,
+        shape,
+        training_layout(shape.num_layers, mesh, parallel.first_stage_layers, parallel.last_stage_layers),
+        mesh,
+        device,
+        engine.weights,
+        bucket_bytes(config.sync.bucket_mib, device.kind, mesh.world_size),
+        from_rank_zero(local_world_size()),
+    )
+    # The first length stage's: the probe's tokens are the same in all, and with any validation.
+    first = without_validation(length_stages(config, None)[0].config)
+    return WeightSync(
+        transfer, Probe(actor.forward_backward, engine, mesh, engine_length(first)), config.sync
     )

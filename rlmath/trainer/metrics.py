@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 from rlmath.algorithms.dynamic_sampling import DROP_REASONS, FILTER_REASONS, Selection
@@ -12,10 +13,24 @@ from rlmath.config.schema import AlgorithmConfig
 from rlmath.models.learner import MinibatchResult
 from rlmath.rewards.verifier import FAILURES, VERDICTS
 from rlmath.rollout.work_queue import idle_shares
-from rlmath.trainer.policy_update import UpdateRecord
+from rlmath.trainer.kl_in_reward import RewardKL
 
 MOST_ENGINES_NAMED = 8
 """With more engines, no metric tells of each of them alone."""
+
+
+@dataclass(frozen=True)
+class UpdateRecord:
+    """What the updates of a step leave for its metrics."""
+
+    results: list[MinibatchResult]
+    """Of every minibatch, in the order of their use."""
+    advantages: list[list[float]]
+    """By group and completion; with KL in the reward the mean over the completion's tokens."""
+    reward_kl: RewardKL | None
+    """Where KL is part of the reward."""
+    passes: float = 0.0
+    """How often the samples were learned from; less than `algorithm.epochs` where early stop ended the step."""
 
 
 def rollout_metrics(groups: Sequence[ScoredGroup]) -> dict[str, float]:

@@ -1,4 +1,7 @@
-"""The figures of a run over all its starts, as rank 0 keeps them: rows of metrics, seconds of phases, tokens."""
+"""What rank 0 reports of a run: metrics.jsonl, console, samples, alerts, summary.json.
+
+Figures count over all starts of a run: rows that earlier starts wrote are read back.
+"""
 
 from __future__ import annotations
 
@@ -7,18 +10,16 @@ import logging
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
-from rlmath.config.length_curriculum import has_length_stages
+from rlmath.algorithms.types import ScoredGroup
+from rlmath.config.length_curriculum import has_length_stages, length_stages
 from rlmath.config.schema import Config
 from rlmath.data.dataset import Inputs, SftInputs
-from rlmath.data.loader import PromptOrder
-from rlmath.trainer.build import Parts
-from rlmath.trainer.checkpointing import Training
-from rlmath.trainer.grpo import StepRecord
 from rlmath.trainer.run_dir import SUMMARY_NAME
-from rlmath.trainer.sft import SftStep
 from rlmath.trainer.telemetry.alerts import WarningSigns, dropped_sign
 from rlmath.trainer.telemetry.console import Progress, step_line
 from rlmath.trainer.telemetry.metrics_writer import open_metrics, read_metrics
@@ -27,38 +28,146 @@ from rlmath.trainer.validation import Measured
 
 logger = logging.getLogger(__name__)
 
+ProgramKind = Literal["grpo", "sft"]
+SWITCH_PHASES = ("offload", "wake", "wake_kv_cache", "sleep", "restore")
+"""Phases of the memory switch (`rollout.memory_switch`); the sync is reported apart."""
+COUNTED = {"grpo": ("n_valid_tokens", "completion_tokens"), "sft": ("n_tokens", "tokens")}
+"""By kind of program: the metric that `tokens_per_second` of the summary counts, and how the summary names its sum."""
 
-class RunAccount:
-    """What `metrics.jsonl` and `summary.json` are made of."""
 
-    def __init__(self, config: Config, order: PromptOrder, total_steps: int, steps_done: int) -> None:
-        """A run that goes on has `steps_done`, of which the folder has the metrics."""
-        self.metrics = open_metrics(config, steps_done + 1)
-        self.last: dict[str, float] = {}
-        """The metrics of the last step."""
-        self._folder = Path(config.run.output_dir)
-        self._order = order
-        self._total_steps = total_steps
+@dataclass(frozen=True)
+class StepRecord:
+    """What a step leaves for the reporter."""
+
+    epoch: int
+    metrics: dict[str, float]
+    groups: Sequence[ScoredGroup] = ()
+    """GRPO: all that were sampled."""
+    advantages: Sequence[Sequence[float]] = ()
+    """GRPO: by group and completion; 0 for what was not learned from."""
+    validation: Measured | None = None
+    """GRPO: the validation of the weights that the step began with, where one was due."""
+    skipped: str | None = None
+    """SFT: why there was no update; None where there was one."""
+
+
+class Reporter:
+    """Rank 0's record of a run."""
+
+    def __init__(
+        self, config: Config, inputs: Inputs | SftInputs, kind: ProgramKind, layout: str, steps_done: int = 0
+    ) -> None:
+        """A resumed run has `steps_done`, whose metrics are in its folder."""
+        self._config = config
+        self._order = inputs.order
+        self._total_steps = inputs.total_steps
+        self._layout = layout
+        self._token_metric, self._token_sum = COUNTED[kind]
         self._steps_before = steps_done
         self._started = time.perf_counter()
         self._seconds: dict[str, list[float]] = defaultdict(list)
         self._seconds_before = self._tokens = 0.0
-
-    def earlier(self) -> Iterator[tuple[int, dict[str, float]]]:
-        """(step, metrics) of every row that earlier starts left; their seconds count as the run's."""
-        for row in read_metrics(str(self._folder)) if self._steps_before else []:
+        self._last: dict[str, float] = {}
+        self._held_out: dict[str, float] | None = {} if kind == "sft" else None
+        self._metrics = open_metrics(config, steps_done + 1)
+        self._samples = SampleWriter(config.run.output_dir, config.telemetry.sample_groups_per_step)
+        self._first_steps = {stage.first_step for stage in length_stages(config, inputs.total_steps)}
+        self._alerts = None
+        if isinstance(inputs, Inputs):
+            self._alerts = _open_alerts(config, inputs.dropped_share, resumed=steps_done > 0)
+        for row in read_metrics(config.run.output_dir) if steps_done else []:
             self._seconds_before += row.get("seconds/step", 0.0) + row.get("seconds/save", 0.0)
-            yield int(row["step"]), {name: value for name, value in row.items() if name != "step"}
+            metrics = {name: value for name, value in row.items() if name != "step"}
+            self._look_for_alerts(int(row["step"]) - 1, metrics)
+            self._count(metrics)
 
-    def count(self, metrics: Mapping[str, float], seconds: Mapping[str, float], tokens: float) -> None:
-        """A step's metrics, its seconds by phase, and the tokens that `tokens_per_second` counts."""
-        self.last = dict(metrics)
-        for phase, value in seconds.items():
+    def before_training(self, metrics: Mapping[str, float]) -> None:
+        """The evaluation of the model as it came: step 0."""
+        if metrics:
+            self._metrics.write(0, metrics)
+            text = ", ".join(f"{name} {value:.4f}" for name, value in metrics.items())
+            logger.info("Before training: %s", text)
+
+    def step(self, number: int, record: StepRecord, more: Mapping[str, float]) -> None:
+        """Step `number`, counted from 0, with metrics that the life cycle measured (`seconds/save` is of the save after
+        the step before)."""
+        if record.validation is not None:
+            self.validation(record.validation)
+        metrics = record.metrics | more
+        self._count(metrics)
+        self._metrics.write(number + 1, metrics)
+        if record.groups:
+            self._samples.write(number + 1, record.groups, record.advantages, self._metrics)
+            self._warn_of_failures(number + 1, record, metrics["reward/failures"])
+        if record.skipped is not None:
+            logger.warning(
+                "Step %d: the update was skipped: %s. Weights and optimizer stayed as they were",
+                number + 1,
+                record.skipped,
+            )
+        for text in self._look_for_alerts(number, metrics):
+            logger.warning("Step %d, a warning sign, logged once: %s", number + 1, text)
+        progress = self._progress(number, record.epoch, metrics["seconds/step"])
+        logger.info("%s", step_line(progress, metrics))
+
+    def validation(self, measured: Measured) -> None:
+        """Call it before the step that began with the weights that were measured."""
+        self._metrics.write_validation(measured.step, measured.metrics)
+
+    def write_summary(self, seconds_total: float) -> None:
+        """The summary of the whole run; `seconds_total` are those since this process started."""
+        training = self._seconds_before + time.perf_counter() - self._started
+        medians = {phase: round(statistics.median(values), 6) for phase, values in self._seconds.items()}
+        summary = {
+            "steps": self._total_steps,
+            "layout": self._layout,
+            "went_on_after_step": self._steps_before,
+            "seconds_total": round(self._seconds_before + seconds_total, 3),
+            "seconds_training": round(training, 3),
+            self._token_sum: int(self._tokens),
+            "tokens_per_second": round(self._tokens / training, 1),
+            "median_seconds": medians,
+            **({} if self._held_out is None else {"held_out": self._held_out}),
+            "last_step": self._last,
+        }
+        path = Path(self._config.run.output_dir) / SUMMARY_NAME
+        path.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+        logger.info("The summary is in %s", path)
+
+    def close(self) -> None:
+        """Close the files, of a run that ends here or stops before its end."""
+        self._metrics.close()
+
+    def _count(self, metrics: Mapping[str, float]) -> None:
+        self._last = dict(metrics)
+        for phase, value in phase_seconds(metrics).items():
             self._seconds[phase].append(value)
-        self._tokens += tokens
+        self._tokens += metrics.get(self._token_metric, 0.0)
+        if self._held_out is not None:
+            self._held_out |= {name: value for name, value in metrics.items() if name.startswith("held_out/")}
 
-    def progress(self, number: int, epoch: int, step_seconds: float) -> Progress:
-        """Where the run stands after step `number`; it and its epoch count from 0."""
+    def _look_for_alerts(self, number: int, metrics: Mapping[str, float]) -> list[str]:
+        if self._alerts is None:
+            return []
+        if number in self._first_steps:
+            self._alerts.new_stage()
+        return self._alerts.after(metrics)
+
+    def _warn_of_failures(self, step: int, record: StepRecord, share: float) -> None:
+        limit = self._config.reward.max_failure_share
+        if share <= limit:
+            return
+        path = self._samples.write_failure(step, record.groups, record.advantages)
+        logger.warning(
+            "Step %d: %.1f%% of the answers could not be judged (reward.max_failure_share is %.1f%%); they count as"
+            " wrong. One of them is in %s, in full",
+            step,
+            100 * share,
+            100 * limit,
+            path,
+        )
+
+    def _progress(self, number: int, epoch: int, step_seconds: float) -> Progress:
         steps_per_epoch = self._order.steps_per_epoch
         return Progress(
             epoch=epoch + 1,
@@ -72,163 +181,21 @@ class RunAccount:
             steps_timed=number + 1 - self._steps_before,
         )
 
-    def write_summary(
-        self, layout: str, seconds_total: float, tokens: str, more: Mapping[str, object] | None = None
-    ) -> None:
-        """`seconds_total` are those since this process started; `tokens` is how the counted tokens are named."""
-        training = self._seconds_before + time.perf_counter() - self._started
-        medians = {phase: round(statistics.median(values), 6) for phase, values in self._seconds.items()}
-        summary = {
-            "steps": self._total_steps,
-            "layout": layout,
-            "went_on_after_step": self._steps_before,
-            "seconds_total": round(self._seconds_before + seconds_total, 3),
-            "seconds_training": round(training, 3),
-            tokens: int(self._tokens),
-            "tokens_per_second": round(self._tokens / training, 1),
-            "median_seconds": medians,
-            **(more or {}),
-            "last_step": self.last,
-        }
-        path = self._folder / SUMMARY_NAME
-        path.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
-        logger.info("The summary is in %s", path)
 
-    def leave(self) -> None:
-        """Close what is open, of a run that ends here or stops before its end."""
-        self.metrics.close()
-
-
-SWITCH_PHASES = ("offload", "wake", "wake_kv_cache", "sleep", "restore")
-"""Phases of the memory switch (`rollout.memory`); the sync is told apart."""
-
-
-class Reporter:
-    """Rank 0's account of the run."""
-
-    def __init__(self, parts: Parts, inputs: Inputs, folder: Path, steps_done: int = 0) -> None:
-        """A run that goes on has `steps_done`, of which the folder has the metrics."""
-        self._parts = parts
-        self._account = RunAccount(parts.config, inputs.order, inputs.total_steps, steps_done)
-        self._samples = SampleWriter(str(folder), parts.config.telemetry.sample_groups_per_step)
-        self._signs = _open_signs(parts, inputs, goes_on=steps_done > 0)
-        for step, metrics in self._account.earlier():
-            self._look_for_signs(step - 1, metrics)
-            self._count(metrics)
-
-    def _count(self, metrics: Mapping[str, float]) -> None:
-        self._account.count(metrics, phase_seconds(metrics), metrics["n_valid_tokens"])
-
-    def step(self, number: int, record: StepRecord, memory_gib: float, save_seconds: float) -> None:
-        """Step `number`, counted from 0; `save_seconds` is how long saving after the step before it took."""
-        if record.measured is not None:
-            self.validation(record.measured)
-        metrics = record.metrics | {"memory_gib": memory_gib, "seconds/save": save_seconds}
-        self._count(metrics)
-        self._account.metrics.write(number + 1, metrics)
-        self._samples.write(number + 1, record.groups, record.advantages, self._account.metrics)
-        self._warn_of_failures(number + 1, record, metrics["reward/failures"])
-        for text in self._look_for_signs(number, metrics):
-            logger.warning("Step %d, a warning sign, told once: %s", number + 1, text)
-        progress = self._account.progress(number, record.epoch, metrics["seconds/step"])
-        logger.info("%s", step_line(progress, metrics))
-
-    def validation(self, measured: Measured) -> None:
-        """Before the step that began with the weights that were measured."""
-        self._account.metrics.write_validation(measured.step, measured.metrics)
-
-    def _look_for_signs(self, number: int, metrics: Mapping[str, float]) -> list[str]:
-        if any(number == stage.first_step for stage in self._parts.stages):
-            self._signs.new_stage()
-        return self._signs.after(metrics)
-
-    def _warn_of_failures(self, step: int, record: StepRecord, share: float) -> None:
-        if share <= self._parts.config.reward.max_failure_share:
-            return
-        path = self._samples.write_failure(step, record.groups, record.advantages)
-        logger.warning(
-            "Step %d: %.1f%% of the answers could not be judged (reward.max_failure_share is %.1f%%); they count as"
-            " wrong. One of them is in %s, in full",
-            step,
-            100 * share,
-            100 * self._parts.config.reward.max_failure_share,
-            path,
-        )
-
-    def sum_up(self, seconds_total: float) -> None:
-        """Write the summary of the whole run; `seconds_total` are those since this process started."""
-        self._account.write_summary(self._parts.mesh.describe(), seconds_total, "completion_tokens")
-
-    def leave(self) -> None:
-        """Close what is open, of a run that ends here or stops before its end."""
-        self._account.leave()
-
-
-def _open_signs(parts: Parts, inputs: Inputs, goes_on: bool) -> WarningSigns:
-    config = parts.config
-    told = None if goes_on else dropped_sign(inputs.dropped_share, config.telemetry)
-    if told is not None:
-        logger.warning("A warning sign, told once: %s", told)
+def _open_alerts(config: Config, dropped_share: float, resumed: bool) -> WarningSigns:
+    dropped = None if resumed else dropped_sign(dropped_share, config.telemetry)
+    if dropped is not None:
+        logger.warning("A warning sign, logged once: %s", dropped)
     key = "stages.max_new_tokens" if has_length_stages(config) else "rollout.max_new_tokens"
     return WarningSigns(config.telemetry, config.algorithm.loss == "gspo", key)
 
 
 def phase_seconds(metrics: Mapping[str, float]) -> dict[str, float]:
-    """The seconds of a step's phases, with those of the memory switch added up as "switch".
+    """The seconds of a step's phases; those of the memory switch, where it has been used, added up as "switch".
 
     >>> phase_seconds({"seconds/sync": 2.0, "seconds/wake": 0.5, "seconds/sleep": 0.25, "loss": 1.0})
     {'sync': 2.0, 'switch': 0.75}
     """
     found = {name.removeprefix("seconds/"): v for name, v in metrics.items() if name.startswith("seconds/")}
     switch = [found.pop(phase) for phase in SWITCH_PHASES if phase in found]
-    return found | {"switch": sum(switch)}
-
-
-class SftReporter:
-    """Rank 0's account of the run."""
-
-    def __init__(self, training: Training, inputs: SftInputs, steps_done: int) -> None:
-        """A run that goes on has `steps_done`, of which the folder has the metrics."""
-        self._layout = training.mesh.training_layout
-        self._account = RunAccount(training.config, inputs.order, inputs.total_steps, steps_done)
-        self._held_out: dict[str, float] = {}
-        for _, metrics in self._account.earlier():
-            self._count(metrics)
-
-    def before_training(self, measured: Mapping[str, float]) -> None:
-        """The evaluation of the model as it came: step 0."""
-        if measured:
-            self._account.metrics.write(0, measured)
-            told = ", ".join(f"{name} {value:.4f}" for name, value in measured.items())
-            logger.info("Before training: %s", told)
-
-    def step(self, number: int, record: SftStep, memory_gib: float, save_seconds: float) -> None:
-        """Step `number`, counted from 0; `save_seconds` is how long saving after the step before it took."""
-        metrics = record.metrics | {"memory_gib": memory_gib, "seconds/save": save_seconds}
-        self._count(metrics)
-        self._account.metrics.write(number + 1, metrics)
-        if record.skipped is not None:
-            logger.warning(
-                "Step %d: the update was skipped: %s. Weights and optimizer stayed as they were",
-                number + 1,
-                record.skipped,
-            )
-        progress = self._account.progress(number, record.epoch, metrics["seconds/step"])
-        logger.info("%s", step_line(progress, metrics))
-
-    def _count(self, metrics: Mapping[str, float]) -> None:
-        self._held_out |= {name: value for name, value in metrics.items() if name.startswith("held_out/")}
-        seconds = {
-            name.removeprefix("seconds/"): value
-            for name, value in metrics.items()
-            if name.startswith("seconds/")
-        }
-        self._account.count(metrics, seconds, metrics.get("n_tokens", 0.0))
-
-    def sum_up(self, seconds_total: float) -> None:
-        """Write the summary of the whole run; `seconds_total` are those since this process started."""
-        self._account.write_summary(self._layout, seconds_total, "tokens", {"held_out": self._held_out})
-
-    def leave(self) -> None:
-        """Close what is open, of a run that ends here or stops before its end."""
-        self._account.leave()
+    return found | ({"switch": sum(switch)} if switch else {})

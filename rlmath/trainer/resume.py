@@ -111,7 +111,7 @@ BY_CONTENT = (
 """Settings that a checkpoint compares by what they hold: they may have moved."""
 
 
-Chosen = tuple[Checkpoint, Progress]
+CheckpointToResume = tuple[Checkpoint, Progress]
 """A checkpoint, and where its run stands."""
 
 
@@ -119,7 +119,7 @@ Chosen = tuple[Checkpoint, Progress]
 class Recovery:
     """Checkpoints that a run can go on from, newest first."""
 
-    candidates: list[Chosen]
+    candidates: list[CheckpointToResume]
     notes: list[str]
     """What the console should say: checkpoints that are passed over."""
 
@@ -287,7 +287,7 @@ def _may_change(key: str) -> bool:
 
 def choose_checkpoint(
     recovery: Recovery | None, on_progress: Callable[[], None] = lambda: None
-) -> Chosen | None:
+) -> CheckpointToResume | None:
     """The newest candidate of rank 0's whose files are all as they were written. A collective: each rank reads a share
     of the files, and calls `on_progress` for every few MiB of them. ValueError on all ranks where one cannot read what
     rank 0 can, and where no candidate is whole."""

@@ -1,76 +1,89 @@
-"""The supervised loop.
+"""Supervised training: one step, in the order in which this file reads.
 
-    sequences -> schedule -> pack -> forward, loss on completions, backward -> optimizer step
+    sequences -> schedule -> packing -> forward, loss on completions, backward -> optimizer step -> metrics
 
-Every rank runs it; the control plane is computed alike everywhere, only tensors are sharded.
+Every rank runs it; the control plane is computed alike everywhere, only tensors are sharded. The life cycle around the
+step is in `loop.py`.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from typing import ClassVar
 
 from rlmath.algorithms.types import MicroBatch
 from rlmath.data.batch_schedule import plan_minibatches, training_cost
 from rlmath.data.dataset import SftInputs
 from rlmath.data.packing import pack
 from rlmath.data.sft_sequences import WrittenSequence
-from rlmath.models.learner import SftLearner
-from rlmath.trainer.checkpointing import Training
+from rlmath.distributed.device import Device
+from rlmath.distributed.mesh import Mesh
+from rlmath.models.build import build_sft_actor
+from rlmath.trainer.loop import Trainer
+from rlmath.trainer.reporter import StepRecord
+from rlmath.trainer.startup import PreparedRun
 
 
-@dataclass(frozen=True)
-class SftStep:
-    """What a step leaves for telemetry."""
+class SftTrainer(Trainer):
+    """Cross-entropy on the completions of written solutions, with an evaluation of held-out ones between steps."""
 
-    epoch: int
-    metrics: dict[str, float]
-    skipped: str | None
-    """Why there was no update; None where there was one."""
+    kind: ClassVar = "sft"
 
+    def __init__(
+        self,
+        prepared: PreparedRun[SftInputs],
+        mesh: Mesh,
+        device: Device,
+        workers: None = None,
+        on_phase: Callable[[str], None] = lambda name: None,
+        on_progress: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`on_progress` is called for every micro-batch."""
+        super().__init__(prepared, mesh, device, on_phase)
+        self.inputs = prepared.inputs
+        on_phase("build model")
+        self.actor = build_sft_actor(self.config, self.shape, mesh, device, self.total_steps)
+        self.actor.forward_backward.on_microbatch = on_progress
+        self.cost = training_cost(self.shape)
+        self.held_out = self.pack(self.inputs.held_out) if self.inputs.held_out else []
 
-class SftTrainer:
-    """Makes steps, one after the other, and evaluates between them."""
+    @property
+    def layout(self) -> str:
+        return self.mesh.training_layout
 
-    def __init__(self, training: Training, inputs: SftInputs) -> None:
-        self._training = training
-        self._inputs = inputs
-        self._learner: SftLearner = training.actor.learner
-        self._cost = training_cost(training.shape)
-        self._held_out = self._pack(inputs.held_out) if inputs.held_out else []
-
-    def step(self, number: int) -> SftStep:
-        """Step `number`, counted from 0 over the whole run, with the evaluation that is due behind it."""
+    def step(self, number: int) -> StepRecord:
+        """Step `number`, counted from 0 over the whole run, with the evaluation that is due after it."""
         started = time.perf_counter()
-        timers = self._training.timers
-        timers.reset()
-        epoch, indices = self._inputs.order.batch(number)
-        sequences = [self._inputs.sequences[index] for index in indices]
-        with timers.phase("pack"):
-            batches = self._pack(sequences)
-        with timers.phase("update"):
-            result = self._learner.learn(batches)
-        measured = self.evaluate() if self._is_due(number + 1) else {}
-        seconds = timers.seconds() | {"step": time.perf_counter() - started}
+        self.timers.reset()
+        epoch, indices = self.order.batch(number)
+        sequences = [self.inputs.sequences[index] for index in indices]
+        with self.timers.phase("pack"):
+            batches = self.pack(sequences)
+        with self.timers.phase("update"):
+            result = self.actor.learner.learn(batches)
+        evaluated = self.evaluate() if self.is_due(number + 1) else {}
+        seconds = self.timers.seconds() | {"step": time.perf_counter() - started}
         metrics = {
             "train/loss": result.sums["loss"] / result.sums["tokens"],
             "train/grad_norm": result.grad_norm,
             "train/learning_rate": result.learning_rate,
             "train/skipped_updates": float(result.discarded is not None),
         }
-        return SftStep(
-            epoch, metrics | _sizes(sequences) | _pace(seconds, sequences) | measured, result.discarded
-        )
+        metrics |= _sizes(sequences) | _pace(seconds, sequences) | evaluated
+        return StepRecord(epoch, metrics, skipped=result.discarded)
+
+    def evaluate_before_training(self) -> dict[str, float]:
+        return self.evaluate()
 
     def evaluate(self) -> dict[str, float]:
         """Loss (nats per token), perplexity and share of likeliest tokens on what is held out; nothing where there is
         nothing."""
-        if not self._held_out:
+        if not self.held_out:
             return {}
-        with self._training.timers.phase("evaluate"):
-            sums = self._learner.evaluate(self._held_out)
+        with self.timers.phase("evaluate"):
+            sums = self.actor.learner.evaluate(self.held_out)
         loss = sums["loss"] / sums["tokens"]
         return {
             "held_out/loss": loss,
@@ -78,20 +91,20 @@ class SftTrainer:
             "held_out/token_accuracy": sums["hits"] / sums["tokens"],
         }
 
-    def _is_due(self, steps_done: int) -> bool:
-        every = self._training.config.sft.eval_every_steps
-        return every is not None and (steps_done % every == 0 or steps_done == self._inputs.total_steps)
+    def is_due(self, steps_done: int) -> bool:
+        every = self.config.sft.eval_every_steps
+        return every is not None and (steps_done % every == 0 or steps_done == self.total_steps)
 
-    def _pack(self, sequences: Sequence[WrittenSequence]) -> list[MicroBatch]:
+    def pack(self, sequences: Sequence[WrittenSequence]) -> list[MicroBatch]:
         """This data-parallel rank's micro-batches."""
-        config, mesh = self._training.config, self._training.mesh
+        config, mesh = self.config, self.mesh
         (plan,) = plan_minibatches(
             [one.length for one in sequences],
             n_minibatches=1,
             data_size=mesh.data,
             max_tokens=config.policy.max_tokens_per_microbatch,
             seed=0,
-            cost=self._cost,
+            cost=self.cost,
             count_multiple=mesh.microbatch_multiple,
             shuffle=False,
         )

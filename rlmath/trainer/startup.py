@@ -1,4 +1,11 @@
-"""What a launch script knows before anything is started."""
+"""How a training program starts and ends on a rank.
+
+    settings -> checks -> inputs -> run folder -> rendezvous of all ranks -> `loop.run_training` -> exit status
+
+A user's mistake is reported before Megatron and vLLM are loaded and before any process group or engine starts: nothing
+that is imported here loads them. Every rank checks settings and files by itself; then the nodes are compared, and all
+ranks end with the same error where they differ.
+"""
 
 from __future__ import annotations
 
@@ -11,17 +18,25 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Generic, NoReturn, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar
 
 import torch.distributed as dist
 
 from rlmath.config.help import as_yaml_word, setting_values
+from rlmath.config.length_curriculum import length_stage_lines
 from rlmath.config.model_shape import ModelShape
 from rlmath.config.schema import Config, RunConfig
-from rlmath.data.dataset import ValidationFile
+from rlmath.data.dataset import (
+    Inputs,
+    SftInputs,
+    ValidationFile,
+    load_inputs,
+    load_sft_inputs,
+    load_validation,
+)
 from rlmath.distributed import process
 from rlmath.distributed.collectives import to_rank_zero
-from rlmath.distributed.device import environment_rank
+from rlmath.distributed.device import environment_rank, environment_world_size
 from rlmath.distributed.fault_tolerance.exit_codes import (
     FAILURE,
     MISTAKE,
@@ -35,54 +50,192 @@ from rlmath.distributed.process import end_with_parent
 from rlmath.distributed.ranks import Decision, Place, Word, hosts_text, my_place, ranks_text
 from rlmath.distributed.rendezvous import NotAllHere, Rendezvous, open_rendezvous
 from rlmath.distributed.versions import code_hash, library_versions
-from rlmath.trainer.resume import Origin, Recovery, find_recovery
-from rlmath.trainer.run_dir import sole_user
+from rlmath.trainer.preflight import sft as sft_preflight
+from rlmath.trainer.preflight.checks import check_config, config_warnings
+from rlmath.trainer.preflight.memory_estimate import mesh_of
+from rlmath.trainer.preflight.memory_fit import start_up_lines
+from rlmath.trainer.resume import Origin, Recovery, find_recovery, origin_of, sft_origin_of
+from rlmath.trainer.run_dir import check_output_folder, sole_user
+from rlmath.trainer.save_schedule import output_bytes
 from rlmath.trainer.telemetry.console import setup_logging
 
+if TYPE_CHECKING:
+    from rlmath.trainer.loop import Trainer
 
-class RunInputs(Protocol):
-    """What a run reads before it starts."""
+logger = logging.getLogger(__name__)
 
-    @property
-    def total_steps(self) -> int:
-        """Steps of the whole run."""
-        ...
+OTHER_RANKS_WAIT_SECONDS = 10.0
+MOST_NODES_NAMED = 16
+MOST_CHARACTERS = 200
+"""Of a value that differs, in an error."""
+CLOCK_SECONDS = 2.0
+"""Clocks of nodes that differ by more get a warning: lines of several logs cannot be put in order any more, and a
+shared disk's times mislead. Nothing that a run computes depends on them."""
 
-
-InputsT = TypeVar("InputsT", bound=RunInputs)
+InputsT = TypeVar("InputsT", Inputs, SftInputs)
 
 
 @dataclass(frozen=True)
-class Prepared(Generic[InputsT]):
-    """A run that can be started, as far as files and settings tell."""
+class PreparedRun(Generic[InputsT]):
+    """A run that can be started, as far as files and settings show."""
 
     config: Config
     shape: ModelShape
     inputs: InputsT
     origin: Origin
     recovery: Recovery | None
-    """What there is to go on from, as far as manifests tell."""
+    """What there is to resume from, as far as manifests show."""
+    lines: tuple[str, ...] = ()
+    """For the console."""
     validation: tuple[ValidationFile, ...] = ()
-    """What the run is validated on."""
 
 
-logger = logging.getLogger(__name__)
+def prepare_grpo(config: Config) -> PreparedRun[Inputs]:
+    """ValueError for all that can be known to be wrong before a GRPO run starts."""
+    world_size = environment_world_size()
+    shape = check_config(config, world_size)
+    inputs = load_inputs(config, shape)
+    origin = origin_of(config, inputs)
+    recovery = find_recovery(config, origin, inputs.total_steps)
+    check_output_folder(config.run.output_dir, config, output_bytes(config, shape), recovery is not None)
+    validation = load_validation(config, inputs.tokenizer, shape.vocab_size)
+    lines = (
+        *config_warnings(config),
+        *inputs.lines,
+        *length_stage_lines(config),
+        *(file.line() for file in validation),
+        f"Layout: {mesh_of(config, world_size, environment_rank()).describe()}",
+        *start_up_lines(config, shape, world_size),
+    )
+    return PreparedRun(config, shape, inputs, origin, recovery, lines, validation)
 
-MOST_NODES_TOLD = 16
 
-CLOCK_SECONDS = 2.0
-"""Clocks of nodes that differ by more are warned of: lines of several logs cannot be put in order any more, and a
-shared disk's times mislead. Nothing that a run computes depends on them."""
+def prepare_sft(given: Config) -> PreparedRun[SftInputs]:
+    """ValueError for all that can be known to be wrong before a supervised run starts."""
+    world_size = environment_world_size()
+    config, unused = sft_preflight.only_used(given)
+    shape = sft_preflight.check_config(config, world_size)
+    inputs = load_sft_inputs(config, shape)
+    origin = sft_origin_of(config, inputs)
+    recovery = find_recovery(config, origin, inputs.total_steps)
+    check_output_folder(config.run.output_dir, config, output_bytes(config, shape), recovery is not None)
+    lines = (
+        *sft_preflight.notes(config, unused),
+        *inputs.lines,
+        f"Layout: {mesh_of(config, world_size, environment_rank()).training_layout}",
+        sft_preflight.start_up_line(config, shape, world_size),
+    )
+    return PreparedRun(config, shape, inputs, origin, recovery, lines)
 
 
-MOST_CHARACTERS = 200
-"""Of a value that differs, in an error."""
+def start(
+    load: Callable[[], Config],
+    prepare: Callable[[Config], PreparedRun[Any]],
+    load_trainer: Callable[[], type[Trainer]],
+) -> int:
+    """Run a training program on this rank; its exit status, one of `fault_tolerance.exit_codes`.
+
+    `load` and `prepare` raise ValueError for all that can be known to be wrong before the start. `load_trainer` imports
+    the program's trainer, and Megatron with it; it is called only when all ranks have met. An error after that ends
+    this process at once.
+    """
+    setup_logging(environment_rank())
+    config, rendezvous = None, None
+    with ExitStack() as stack:
+        try:
+            rendezvous = open_rendezvous(RunConfig.start_timeout_seconds)
+            try:
+                config = load()
+                prepared = prepare(config)
+                if environment_rank() == 0:
+                    prepared = _take_folder(prepared, stack)
+            except (ValueError, OSError) as error:
+                if rendezvous is not None and rendezvous.place.several_nodes:
+                    _report_to_all_nodes(rendezvous, error, _patience(config))
+                raise
+            if rendezvous is not None:
+                meet(rendezvous, facts_of(prepared), _patience(config))
+        except (ValueError, NotAllHere) as error:
+            status = MISTAKE if isinstance(error, ValueError) else FAILURE
+            log_mistake(error)
+            stack.close()
+            if config is not None:
+                record_exit(config.run.output_dir, status, str(error))
+            return status
+        try:
+            if under_torchrun():
+                # Without torchrun a rank would wait long for its peers. Once they have met, the heartbeat watches it.
+                end_with_parent(os.getppid())
+            from rlmath.trainer.loop import run_training
+
+            trainer_class = load_trainer()
+            process.settle()
+            status = run_training(trainer_class, prepared, rendezvous)
+            process.leave()
+            return status
+        except BaseException as error:
+            if rendezvous is not None:
+                rendezvous.tell_failure(first_line(error))
+            end_broken()
+
+
+def _take_folder(prepared: PreparedRun[Any], stack: ExitStack) -> PreparedRun[Any]:
+    """For rank 0: keep other runs out of the folder, and look again at what an earlier one may just have left there."""
+    config = prepared.config
+    stack.enter_context(sole_user(config.run.output_dir))
+    clear_exit_status(config.run.output_dir)
+    recovery = find_recovery(config, prepared.origin, prepared.inputs.total_steps)
+    return replace(prepared, recovery=recovery)
+
+
+def _report_to_all_nodes(rendezvous: Rendezvous, mistake: ValueError | OSError, seconds: float) -> None:
+    try:
+        meet_with_mistake(rendezvous, mistake, seconds)
+    except NotAllHere as lost:
+        raise NotAllHere(f"{mistake}\nThe other ranks could not be reached: {lost}") from mistake
+
+
+def _patience(config: Config | None) -> float:
+    return RunConfig.start_timeout_seconds if config is None else config.run.start_timeout_seconds
+
+
+# ---------------------------------------------------------------- how a program ends
+
+
+def record_exit(output_dir: str | Path | None, status: int, message: str) -> None:
+    """Rank 0 writes the first line of a message into the folder's exit status; not into a folder that does not exist
+    (None: not known), nor into one that another program uses."""
+    if environment_rank() != 0 or output_dir is None:
+        return
+    with suppress(ValueError, OSError):
+        if Path(output_dir).is_dir():
+            with sole_user(output_dir):
+                write_exit_status(output_dir, status, message.partition("\n")[0])
+
+
+def log_mistake(error: Exception) -> None:
+    """The first rank of each node logs first: its launcher ends the others as soon as one has ended. What only another
+    rank sees is logged after a wait."""
+    if os.environ.get("LOCAL_RANK", str(environment_rank())) != "0":
+        time.sleep(OTHER_RANKS_WAIT_SECONDS)
+    logger.error("%s", error)
+
+
+def end_broken() -> NoReturn:
+    """Call it where an error is handled: log it, and end this process at once. Threads and process groups of a broken
+    program may wait for peers that wait for us."""
+    logger.exception("What rank %d on %s failed with:", environment_rank(), socket.gethostname())
+    logging.shutdown()
+    os._exit(FAILURE)
+
+
+# ---------------------------------------------------------------- all nodes must be alike
 
 
 def meet_with_mistake(rendezvous: Rendezvous, mistake: ValueError | OSError, seconds: float) -> None:
-    """Tell what only this node may see. Raises ValueError with what all ranks found."""
+    """Report what only this node may see. Raises ValueError with what all ranks found."""
     word = Word(rendezvous.place.host, rendezvous.place.node, problem=str(mistake))
-    rendezvous.roll_call("start", word, seconds, _judge)
+    rendezvous.roll_call("start", word, seconds, _compare_nodes)
 
 
 def meet(rendezvous: Rendezvous, facts: Mapping[str, str], seconds: float) -> None:
@@ -92,7 +245,7 @@ def meet(rendezvous: Rendezvous, facts: Mapping[str, str], seconds: float) -> No
     if rendezvous.place.several_nodes:
         route = route_to(os.environ["MASTER_ADDR"])
         prefer(route)
-    rendezvous.roll_call("start", _word(rendezvous.place, facts, route), seconds, _judge)
+    rendezvous.roll_call("start", _word(rendezvous.place, facts, route), seconds, _compare_nodes)
 
 
 def _word(place: Place, facts: Mapping[str, str], route: Route | None) -> Word:
@@ -104,7 +257,7 @@ def _word(place: Place, facts: Mapping[str, str], route: Route | None) -> Word:
     return Word(place.host, place.node, facts=facts, address=address)
 
 
-def facts_of(prepared: Prepared) -> dict[str, str]:
+def facts_of(prepared: PreparedRun[Any]) -> dict[str, str]:
     """What of a run must be the same on all nodes, by name."""
     origin = {
         "model.path (contents)": prepared.origin.model,
@@ -125,14 +278,16 @@ def _settings(config: Config) -> dict[str, str]:
     return {key: as_yaml_word(value) for key, value in values.items() if value != defaults[key]}
 
 
-# ---------------------------------------------------------------- what rank 0 makes of it
-def _judge(said: Mapping[int, Word]) -> Decision:
+# ---------------------------------------------------------------- what rank 0 compares
+
+
+def _compare_nodes(said: Mapping[int, Word]) -> Decision:
     nodes = {label: word for label, word in labelled(said).items() if word.facts}
     problems = list(differences({label: word.facts for label, word in nodes.items()}))
     problems += list(_lonely_loopbacks(nodes))
     if problems:
-        told = "\n".join(f"  {problem}" for problem in problems)
-        return Decision(f"The nodes are not alike, and they must be:\n{told}", is_mistake=True)
+        text = "\n".join(f"  {problem}" for problem in problems)
+        return Decision(f"The nodes are not alike, and they must be:\n{text}", is_mistake=True)
     for line in node_lines(said):
         logger.info("%s", line)
     return Decision()
@@ -164,7 +319,7 @@ def differences(facts_of_node: Mapping[str, Mapping[str, str]]) -> Iterator[str]
         if len(nodes_with) > 1:
             rarest = sorted(nodes_with.items(), key=lambda one: len(one[1]))
             parts = [f"{value[:MOST_CHARACTERS]} on {hosts_text(nodes)}" for value, nodes in rarest]
-            yield f"{name}: {'; '.join(parts[:MOST_NODES_TOLD])}"
+            yield f"{name}: {'; '.join(parts[:MOST_NODES_NAMED])}"
 
 
 def _lonely_loopbacks(nodes: Mapping[str, Word]) -> Iterator[str]:
@@ -186,10 +341,10 @@ def node_lines(said: Mapping[int, Word]) -> list[str]:
     if len(ranks_on) < 2:
         return []
     lines = [f"{len(ranks_on)} nodes, {len(said)} ranks:"]
-    for label, word in list(labelled(said).items())[:MOST_NODES_TOLD]:
+    for label, word in list(labelled(said).items())[:MOST_NODES_NAMED]:
         lines.append(f"  {label}: {ranks_text(ranks_on[word.node])}, {word.address or 'address unknown'}")
-    if len(ranks_on) > MOST_NODES_TOLD:
-        lines.append(f"  and {len(ranks_on) - MOST_NODES_TOLD} more nodes")
+    if len(ranks_on) > MOST_NODES_NAMED:
+        lines.append(f"  and {len(ranks_on) - MOST_NODES_NAMED} more nodes")
     return lines
 
 
@@ -206,7 +361,7 @@ def compare_clocks() -> None:
 
 
 def clock_warnings(clocks: Sequence[tuple[str, float]]) -> list[str]:
-    """What to tell of clocks that were read at the same moment, of (host, seconds since 1970); the first is the
+    """Warnings about clocks that were read at the same moment, of (host, seconds since 1970); the first is the
     measure.
 
     >>> clock_warnings([("a", 100.0), ("b", 100.4), ("c", 131.0)])
@@ -215,111 +370,7 @@ def clock_warnings(clocks: Sequence[tuple[str, float]]) -> list[str]:
     off = [(host, at - clocks[0][1]) for host, at in clocks if abs(at - clocks[0][1]) > CLOCK_SECONDS]
     if not off:
         return []
-    told = hosts_text([f"{host} by {seconds:+.1f} s" for host, seconds in off])
+    text = hosts_text([f"{host} by {seconds:+.1f} s" for host, seconds in off])
     return [
-        f"The clocks of nodes differ from that of {clocks[0][0]}: {told}. Let them keep time (chrony, NTP)"
+        f"The clocks of nodes differ from that of {clocks[0][0]}: {text}. Let them keep time (chrony, NTP)"
     ]
-
-
-OTHERS_WAIT_SECONDS = 10.0
-
-
-def start(
-    load: Callable[[], Config],
-    prepare: Callable[[Config], Prepared],
-    train: Callable[[Prepared, Rendezvous | None], int],
-) -> int:
-    """Load the settings, check them, take the run's folder, meet the other ranks, train: one of
-    `rlmath.distributed.fault_tolerance.exit_codes`.
-
-    `load` and `prepare` raise ValueError for all that can be known to be wrong before the start; `train` is called only
-    then, and where it fails, this process ends at once. The rendezvous is None where there is one rank.
-    """
-    setup_logging(environment_rank())
-    config, rendezvous = None, None
-    with ExitStack() as stack:
-        try:
-            rendezvous = open_rendezvous(RunConfig.start_timeout_seconds)
-            try:
-                config = load()
-                prepared = prepare(config)
-                if environment_rank() == 0:
-                    prepared = _take_folder(prepared, stack)
-            except (ValueError, OSError) as error:
-                if rendezvous is not None and rendezvous.place.several_nodes:
-                    _tell_all_nodes(rendezvous, error, _patience(config))
-                raise
-            if rendezvous is not None:
-                meet(rendezvous, facts_of(prepared), _patience(config))
-        except (ValueError, NotAllHere) as error:
-            status = MISTAKE if isinstance(error, ValueError) else FAILURE
-            tell_mistake(error)
-            stack.close()
-            if config is not None:
-                leave_word(config.run.output_dir, status, str(error))
-            return status
-        return _train(prepared, rendezvous, train)
-
-
-def _tell_all_nodes(rendezvous: Rendezvous, mistake: ValueError | OSError, seconds: float) -> None:
-    try:
-        meet_with_mistake(rendezvous, mistake, seconds)
-    except NotAllHere as lost:
-        raise NotAllHere(f"{mistake}\nThe other ranks could not be told: {lost}") from mistake
-
-
-def _patience(config: Config | None) -> float:
-    return RunConfig.start_timeout_seconds if config is None else config.run.start_timeout_seconds
-
-
-def _take_folder(prepared: Prepared, stack: ExitStack) -> Prepared:
-    """For rank 0: keep other runs out of the folder, and look again at what an earlier one may just have left there."""
-    config = prepared.config
-    stack.enter_context(sole_user(config.run.output_dir))
-    clear_exit_status(config.run.output_dir)
-    recovery = find_recovery(config, prepared.origin, prepared.inputs.total_steps)
-    return replace(prepared, recovery=recovery)
-
-
-def leave_word(output_dir: str | Path | None, status: int, message: str) -> None:
-    """Rank 0 tells whoever looks at the folder's exit status the first line of a message; not in a folder that is not
-    there (None: not known), nor in one where another program is at work."""
-    if environment_rank() != 0 or output_dir is None:
-        return
-    with suppress(ValueError, OSError):
-        if Path(output_dir).is_dir():
-            with sole_user(output_dir):
-                write_exit_status(output_dir, status, message.partition("\n")[0])
-
-
-def _train(
-    prepared: Prepared, rendezvous: Rendezvous | None, train: Callable[[Prepared, Rendezvous | None], int]
-) -> int:
-    """The run; after an error this process ends at once."""
-    if under_torchrun():
-        # Without torchrun a rank would wait long for its peers. Once they have met, the heartbeat watches over it.
-        end_with_parent(os.getppid())
-    try:
-        status = train(prepared, rendezvous)
-        process.leave()
-        return status
-    except BaseException as error:
-        if rendezvous is not None:
-            rendezvous.tell_failure(first_line(error))
-        end_broken()
-
-
-def tell_mistake(error: Exception) -> None:
-    """The first rank of each node speaks first: its launcher ends the others as soon as one has ended. What only
-    another rank sees is told after the wait."""
-    if os.environ.get("LOCAL_RANK", str(environment_rank())) != "0":
-        time.sleep(OTHERS_WAIT_SECONDS)
-    logger.error("%s", error)
-
-
-def end_broken() -> NoReturn:
-    """Call it where an error is handled: tell it, and end this process at once. Threads and process groups of a broken
-    program may wait for peers that wait for us."""
-    logger.exception("What rank %d on %s failed with:", environment_rank(), socket.gethostname())
-    logging.shutdown()
-    os._exit(FAILURE)

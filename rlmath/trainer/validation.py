@@ -25,8 +25,10 @@ from rlmath.config.length_curriculum import validates, validation_tokens
 from rlmath.config.schema import Config
 from rlmath.data.dataset import ValidationFile
 from rlmath.distributed.collectives import from_rank_zero
+from rlmath.distributed.mesh import Mesh
+from rlmath.distributed.phase_timers import PhaseTimers
+from rlmath.rollout.collector import Collector
 from rlmath.rollout.sampling import RolloutSeed, SamplingSettings
-from rlmath.trainer.build import Parts
 from rlmath.trainer.run_dir import BEST_FOLDER
 from rlmath.trainer.telemetry.metrics_writer import VALIDATION_FILE, read_metrics
 
@@ -55,29 +57,35 @@ class Validator:
 
     def __init__(
         self,
-        parts: Parts,
+        config: Config,
+        mesh: Mesh,
+        collector: Collector | None,
+        timers: PhaseTimers,
         files: Sequence[ValidationFile],
         steps_done: int,
         total_steps: int,
         export: Export,
         asked_to_stop: Callable[[], str | None],
     ) -> None:
-        """A run that goes on has `steps_done`, and finds its validations and the best model in its folder.
-        `asked_to_stop` is a collective, asked before every batch."""
-        self._parts = parts
+        """A resumed run has `steps_done`, and finds its validations and the best model in its folder. `asked_to_stop`
+        is a collective, called before every batch; without a `collector` nothing can be sampled."""
+        self._config = config
+        self._mesh = mesh
+        self._collector = collector
+        self._timers = timers
         self._files = files
         self._total_steps = total_steps
         self._export = export
         self._asked_to_stop = asked_to_stop
         self.stopped_by: str | None = None
         """What asked the run to stop while it validated, which broke that off."""
-        self._folder = Path(parts.config.run.output_dir)
-        found = _read_earlier(self._folder, parts.config) if steps_done and parts.mesh.rank == 0 else None
+        self._folder = Path(config.run.output_dir)
+        found = _read_earlier(self._folder, config) if steps_done and mesh.rank == 0 else None
         self._done, self._best = from_rank_zero(found or (set(), None))
 
     def due(self, step: int) -> bool:
         """Whether the weights with `step` steps done are to be measured, and are not yet."""
-        settings = self._parts.config.validation
+        settings = self._config.validation
         if settings.every_steps is None or step in self._done:
             return False
         if step == 0:
@@ -90,7 +98,7 @@ class Validator:
         if not self.due(step):
             return None
         started, metrics = time.perf_counter(), {}
-        with self._parts.timers.phase("validation"):
+        with self._timers.phase("validation"):
             for file in self._files:
                 groups = self._sample(file)
                 if self.stopped_by is not None:
@@ -100,7 +108,7 @@ class Validator:
                         self.stopped_by,
                     )
                     return None
-                metrics |= file_metrics(file, groups, self._parts.config.validation.samples)
+                metrics |= file_metrics(file, groups, self._config.validation.samples)
         accuracies = [metrics[f"validation/{file.name}/accuracy"] for file in self._files]
         metrics["validation/accuracy"] = sum(accuracies) / len(accuracies)
         metrics["validation/seconds"] = time.perf_counter() - started
@@ -115,9 +123,9 @@ class Validator:
 
     def _sample(self, file: ValidationFile) -> list[ScoredGroup]:
         """As far as it came, where the run is asked to stop."""
-        config, groups = self._parts.config, []
+        config, groups = self._config, []
         settings = config.validation
-        how = SamplingSettings(
+        sampling = SamplingSettings(
             settings.samples, settings.temperature, settings.top_p, 0, validation_tokens(config)
         )
         seed, title = RolloutSeed(config.run.seed, NO_STEP), f"validation {file.name}"
@@ -126,19 +134,19 @@ class Validator:
             if self.stopped_by is not None:
                 break
             batch = file.prompts[start : start + settings.batch_size]
-            groups += self._parts.collector.collect(batch, how, seed, title).groups
+            groups += self._collector.collect(batch, sampling, seed, title).groups
         return groups
 
     def keep_if_best(self, measured: Measured | None) -> None:
         """Export the model, whose weights must be those that were measured, where it is better than all before. What
         the disk refuses costs the model, and not the run."""
-        if measured is None or not self._parts.config.validation.keep_best:
+        if measured is None or not self._config.validation.keep_best:
             return
         accuracy = measured.metrics["validation/accuracy"]
         if self._best is not None and accuracy <= self._best:
             return
         failed = None
-        with self._parts.timers.phase("keep_best"):
+        with self._timers.phase("keep_best"):
             try:
                 self._export(self._folder / BEST_FOLDER, {BEST_FILE: self._account(measured)})
             except OSError as error:
@@ -149,9 +157,9 @@ class Validator:
             logger.info(
                 "Best model so far: that of step %d, in %s", measured.step, self._folder / BEST_FOLDER
             )
-        elif self._parts.mesh.rank == 0:
+        elif self._mesh.rank == 0:
             logger.warning(
-                "The best model, of step %d, was not kept: %s. The run goes on", measured.step, failed
+                "The best model, of step %d, was not kept: %s. The run continues", measured.step, failed
             )
 
     def _account(self, measured: Measured) -> bytes:
@@ -159,7 +167,7 @@ class Validator:
             "step": measured.step,
             "accuracy": measured.metrics["validation/accuracy"],
             "metrics": measured.metrics,
-            "measured_with": _measure(self._parts.config),
+            "measured_with": _measure(self._config),
         }
         return (json.dumps(account, indent=1) + "\n").encode()
 

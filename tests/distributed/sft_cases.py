@@ -15,7 +15,6 @@ from rlmath.data.loader import PromptOrder
 from rlmath.data.sft_sequences import WrittenSequence
 from rlmath.distributed.device import init_process_group, open_device
 from rlmath.distributed.mesh import Mesh
-from rlmath.distributed.phase_timers import PhaseTimers
 from tests.distributed.policy_cases import Case, settings
 from tests.tiny_models import make_samples, shape_of
 
@@ -44,20 +43,19 @@ def build_trainer(
 ) -> tuple[Any, Any]:
     """(trainer, actor) on this rank."""
     from rlmath.data.dataset import SftInputs
-    from rlmath.models.build import build_sft_actor
-    from rlmath.models.megatron import start_megatron
-    from rlmath.trainer.checkpointing import Training
+    from rlmath.trainer.resume import Origin
     from rlmath.trainer.sft import SftTrainer
+    from rlmath.trainer.startup import PreparedRun
 
     device = open_device("cpu")
     init_process_group(device, 120.0)
     sizes = (case.tensor, case.pipeline)
     mesh = Mesh(dist.get_rank(), dist.get_world_size(), *sizes, 1, virtual_pipeline=case.virtual_pipeline)
-    start_megatron(mesh, device, seed=1, timeout_seconds=120.0)
-    config, shape, order = _config(folder, case), shape_of(folder), order_of(sequences)
-    actor = build_sft_actor(config, shape, mesh, device, total_updates=steps)
-    inputs = SftInputs(sequences, held_out, order, steps, (), ())
-    return SftTrainer(Training(config, shape, mesh, order, actor, PhaseTimers()), inputs), actor
+    inputs = SftInputs(sequences, held_out, order_of(sequences), steps, (), ())
+    origin = Origin(model="", data="")
+    prepared = PreparedRun(_config(folder, case), shape_of(folder), inputs, origin, recovery=None)
+    trainer = SftTrainer(prepared, mesh, device)
+    return trainer, trainer.actor
 
 
 def curve(

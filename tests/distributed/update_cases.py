@@ -55,7 +55,7 @@ def step(
     """The updates of one step, from rank 0; with KL the reference differs from the start."""
     from rlmath.models.build import early_stop, loss_settings
     from rlmath.models.offload import training_sets
-    from rlmath.trainer.policy_update import Updater
+    from rlmath.trainer.grpo import PolicyUpdater
 
     stage = build(folder, case)
     stage.actor.learner.settings = loss_settings(algorithm)
@@ -63,7 +63,7 @@ def step(
     config = replace(stage.config, algorithm=algorithm)
     reference = _reference(stage) if algorithm.kl_coef else None
     offload = training_sets(stage.actor, reference, config.memory, stage.device)
-    updater = Updater(config, stage.shape, stage.mesh, stage.actor, reference, offload, PhaseTimers())
+    updater = PolicyUpdater(config, stage.shape, stage.mesh, stage.actor, reference, offload, PhaseTimers())
     before = whole_tensors(stage)
     record = updater.update(groups, number=0)
     after = whole_tensors(stage)

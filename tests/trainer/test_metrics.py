@@ -6,6 +6,7 @@ from rlmath.config.schema import AlgorithmConfig
 from rlmath.models.learner import MinibatchResult
 from rlmath.trainer.kl_in_reward import RewardKL
 from rlmath.trainer.metrics import (
+    UpdateRecord,
     idle_metrics,
     mismatch_metrics,
     pace_metrics,
@@ -13,7 +14,6 @@ from rlmath.trainer.metrics import (
     selection_metrics,
     update_metrics,
 )
-from rlmath.trainer.policy_update import UpdateRecord
 
 RIGHT = Score(5.0, True, "2", "string", True, (("steps", 4.0),))
 WRONG = Score(-5.0, False, "3", "number", True)

@@ -11,7 +11,14 @@ from rlmath.distributed import versions
 from rlmath.distributed.device import CUDA_DEFAULTS
 from rlmath.distributed.network import Route, prefer, route_to
 from rlmath.distributed.ranks import Word
-from rlmath.trainer.startup import CLOCK_SECONDS, _judge, clock_warnings, differences, labelled, node_lines
+from rlmath.trainer.startup import (
+    CLOCK_SECONDS,
+    _compare_nodes,
+    clock_warnings,
+    differences,
+    labelled,
+    node_lines,
+)
 
 
 def said(facts: dict[str, str], nodes: int = 3, ranks_per_node: int = 2, **changes: dict[str, str]):
@@ -26,7 +33,7 @@ def said(facts: dict[str, str], nodes: int = 3, ranks_per_node: int = 2, **chang
 
 def test_equal_nodes_are_in_order_and_are_told_with_ranks_and_addresses() -> None:
     words = said({"torch": "2.13.0"})
-    assert _judge(words).error is None
+    assert _compare_nodes(words).error is None
     assert node_lines(words) == [
         "3 nodes, 6 ranks:",
         "  host0: ranks 0-1, 10.0.0.0 (eth0)",
@@ -40,7 +47,7 @@ def test_equal_nodes_are_in_order_and_are_told_with_ranks_and_addresses() -> Non
 def test_every_difference_is_told_with_its_hosts_in_one_error() -> None:
     facts = {"torch": "2.13.0", "rlmath's code (hash)": "aa", "run.seed": "1"}
     words = said(facts, host1={"torch": "2.12.0"}, host2={"rlmath's code (hash)": "bb", "run.seed": "2"})
-    decision = _judge(words)
+    decision = _compare_nodes(words)
     assert decision.is_mistake
     assert (decision.error or "").splitlines() == [
         "The nodes are not alike, and they must be:",
@@ -72,15 +79,15 @@ def test_nodes_with_one_name_are_told_apart_by_their_numbers() -> None:
 def test_a_first_node_whose_name_means_itself_is_told_unless_all_nodes_are_one_machine() -> None:
     words = said({"torch": "2"})
     words[0] = Word("host0", 0, facts={"torch": "2"}, address="127.0.1.1 (lo)")
-    told = _judge(words).error or ""
+    told = _compare_nodes(words).error or ""
     assert "127.0.1.1 (lo) on host0" in told and "GLOO_SOCKET_IFNAME" in told
     chosen = Word("host0", 0, facts={"torch": "2"}, address="127.0.1.1 (lo), gloo over eth0")
-    assert _judge(words | {0: chosen}).error is None
+    assert _compare_nodes(words | {0: chosen}).error is None
     everywhere = {
         rank: Word(word.host, word.node, facts=word.facts, address="127.0.0.1 (lo)")
         for rank, word in words.items()
     }
-    assert _judge(everywhere).error is None
+    assert _compare_nodes(everywhere).error is None
 
 
 def test_clocks_within_the_bound_are_no_warning() -> None:

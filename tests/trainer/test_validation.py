@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -18,7 +17,6 @@ from rlmath.data.dataset import ValidationFile, load_validation
 from rlmath.data.tokenizer import load_tokenizer
 from rlmath.distributed.mesh import Mesh
 from rlmath.distributed.phase_timers import PhaseTimers
-from rlmath.trainer.build import Parts
 from rlmath.trainer.validation import Measured, Validator, file_metrics
 
 ASKED = ("validation.every_steps=3", "validation.keep_best=true", "validation.paths=[a.jsonl]")
@@ -115,14 +113,8 @@ def validator(
     asked_to_stop: Callable[[], str | None] = lambda: None,
 ) -> Validator:
     """One that needs no engine: nothing is sampled."""
-    given = {
-        "config": settings(folder, *ASKED, *overrides),
-        "mesh": Mesh(0, 1, 1, 1, 1),
-        "timers": PhaseTimers(),
-    }
-    others = dict.fromkeys(field.name for field in dataclasses.fields(Parts))
-    parts = Parts(**others | given)  # type: ignore[arg-type]
-    return Validator(parts, files, steps_done, 10, export, asked_to_stop)
+    config, mesh = settings(folder, *ASKED, *overrides), Mesh(0, 1, 1, 1, 1)
+    return Validator(config, mesh, None, PhaseTimers(), files, steps_done, 10, export, asked_to_stop)
 
 
 def best(folder: Path) -> tuple[int, float]:

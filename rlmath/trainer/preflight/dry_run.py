@@ -27,7 +27,6 @@ from rlmath.config.schema import Config
 from rlmath.data.dataset import load_inputs, load_prompt_files, load_validation, most_updates
 from rlmath.data.loader import PromptOrder
 from rlmath.models.hf_config import inspect_model_folder
-from rlmath.trainer.checkpointing import checkpoint_bytes, export_bytes, models_of, most_models, points_of
 from rlmath.trainer.preflight.checks import (
     config_warnings,
     device_problems,
@@ -40,6 +39,7 @@ from rlmath.trainer.preflight.length_curriculum import of_longest_stage, stage_l
 from rlmath.trainer.preflight.memory_estimate import Target, mesh_of
 from rlmath.trainer.preflight.memory_fit import GIB, fit_problems, planned_target, start_up_lines
 from rlmath.trainer.run_dir import folder_problems
+from rlmath.trainer.save_schedule import checkpoint_bytes, export_bytes, models_of, most_models, points_of
 from rlmath.trainer.telemetry.alerts import dropped_sign
 
 

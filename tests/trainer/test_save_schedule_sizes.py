@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from rlmath.config.schema import Config, RunConfig, SaveConfig, StagesConfig, ValidationConfig
-from rlmath.trainer.checkpointing import export_bytes, most_models, output_bytes
+from rlmath.trainer.save_schedule import export_bytes, most_models, output_bytes
 from tests.tiny_models import shape_of
 
 NO_CHECKPOINTS = SaveConfig(ckpt_freq_secs=None)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rlmath.trainer.checkpointing import FIRST_POINT, Frequency, SaveTimes
+from rlmath.trainer.save_schedule import FIRST_POINT, Frequency, SaveTimes
 
 NEVER = Frequency(None, None, None)
 

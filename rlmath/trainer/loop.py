@@ -1,0 +1,321 @@
+"""The life cycle of a training program, whatever it learns from.
+
+    process group -> heartbeat -> checkpoint to resume from -> run folder -> trainer -> steps -> model -> exit status
+
+`run_training` is called on every rank once all ranks have met (`startup.start`). A program is a `Trainer`: its models,
+its data and its step. GRPO (`grpo`) and supervised training (`sft`) are two of them.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch.distributed as dist
+
+from rlmath.checkpoint.load import load_checkpoint
+from rlmath.checkpoint.run_progress import Progress
+from rlmath.config.load import config_as_yaml
+from rlmath.config.schema import Config
+from rlmath.data.loader import write_report
+from rlmath.distributed import process
+from rlmath.distributed.collectives import gather_objects
+from rlmath.distributed.device import (
+    Device,
+    environment_rank,
+    environment_world_size,
+    held_bytes,
+    init_process_group,
+    open_device,
+)
+from rlmath.distributed.fault_tolerance.exit_codes import (
+    FAILURE,
+    FINISHED,
+    SAVED_AND_STOPPED,
+    write_exit_status,
+)
+from rlmath.distributed.fault_tolerance.heartbeat import Heartbeat
+from rlmath.distributed.fault_tolerance.preemption import StopRequest
+from rlmath.distributed.fault_tolerance.stragglers import SlowRanks
+from rlmath.distributed.fault_tolerance.torchrun import launcher_advice
+from rlmath.distributed.mesh import Mesh
+from rlmath.distributed.phase_timers import PhaseTimers
+from rlmath.distributed.process import outlive_parent
+from rlmath.distributed.ranks import Decision, Word, hosts_text
+from rlmath.distributed.rendezvous import Rendezvous
+from rlmath.distributed.versions import library_versions
+from rlmath.models.build import Actor
+from rlmath.models.megatron import start_megatron
+from rlmath.trainer.checkpointing import Checkpointer
+from rlmath.trainer.preflight.memory_estimate import mesh_of
+from rlmath.trainer.reporter import ProgramKind, Reporter, StepRecord
+from rlmath.trainer.resume import CheckpointToResume, choose_checkpoint
+from rlmath.trainer.run_dir import CONFIG_NAME, claim_run_folder
+from rlmath.trainer.startup import PreparedRun, compare_clocks
+from rlmath.trainer.validation import Measured
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Interrupted:
+    """A step that was not made: the run was asked to stop while it validated."""
+
+    reason: str
+    """One of `preemption.REASONS`."""
+
+
+class Trainer(ABC):
+    """One training program on this rank: its models, its data and its step."""
+
+    kind: ClassVar[ProgramKind]
+    weight_syncs_per_step: ClassVar[int] = 0
+    """1 where there are engines."""
+    actor: Actor
+
+    def __init__(
+        self,
+        prepared: PreparedRun[Any],
+        mesh: Mesh,
+        device: Device,
+        on_phase: Callable[[str], None] = lambda name: None,
+    ) -> None:
+        """Starts Megatron's process groups; needs the process group. A subclass builds its models, `actor` among them.
+
+        `on_phase` is called with the name of every phase that this rank enters.
+        """
+        self.config: Config = prepared.config
+        self.shape = prepared.shape
+        self.mesh = mesh
+        self.device = device
+        self.order = prepared.inputs.order
+        self.total_steps: int = prepared.inputs.total_steps
+        self.timers = PhaseTimers(on_phase)
+        start_megatron(mesh, device, self.config.run.seed, self.config.run.distributed_timeout_seconds)
+
+    @staticmethod
+    def open_workers(config: Config, mesh: Mesh) -> AbstractContextManager[Any]:
+        """Processes that this rank needs beside it; opened before process groups and engines, whose threads they must
+        not inherit. The constructor gets what the context manager gives."""
+        return nullcontext()
+
+    @property
+    @abstractmethod
+    def layout(self) -> str:
+        """For the summary: "TP2 x PP1 x DP1, ..."."""
+
+    def begin(self, progress: Progress | None, checkpointer: Checkpointer) -> None:  # noqa: B027
+        """Called once before the first step, with the weights and the optimizer restored; `progress` is where a resumed
+        run stands."""
+
+    def evaluate_before_training(self) -> dict[str, float]:
+        """Metrics of the model as it came; asked for before step 0 only."""
+        return {}
+
+    @abstractmethod
+    def step(self, number: int) -> StepRecord | Interrupted:
+        """Make step `number`, counted from 0 over the whole run."""
+
+    def validate_at_end(self) -> Measured | None:
+        """The validation of the weights after the last step, if one is due."""
+        return None
+
+    def busy_seconds(self) -> float:
+        """Seconds since the last call in which this rank's models computed without waiting for other replicas."""
+        return self.actor.forward_backward.take_seconds_alone()
+
+    def close(self) -> None:  # noqa: B027
+        """End what the constructor started, after the last step."""
+
+
+def run_training(
+    trainer_class: Callable[..., Trainer], prepared: PreparedRun[Any], rendezvous: Rendezvous | None
+) -> int:
+    """Train as prepared; the exit status of the program. Without a `rendezvous` this rank is alone.
+
+    After an error the process group is left as it is: peers may wait in it, and taking it down could wait for them.
+    The caller ends the process.
+    """
+    started, config = time.perf_counter(), prepared.config
+    mesh = mesh_of(config, environment_world_size(), environment_rank())
+    device = open_device(config.run.device)
+    stop = StopRequest(config.run.stop_grace_seconds, config.run.output_dir, mesh.rank)
+    stop.install()
+    with ExitStack() as stack:
+        workers = stack.enter_context(trainer_class.open_workers(config, mesh))
+        init_process_group(device, config.run.distributed_timeout_seconds, group_store(rendezvous, config))
+        heartbeat = Heartbeat(config.run, mesh.rank, mesh.world_size, config.run.output_dir, stop)
+        stack.enter_context(heartbeat)
+        outlive_parent()
+        stack.push(_log_error)
+        compare_clocks()
+        heartbeat.entered("check checkpoint")
+        resumed = choose_checkpoint(prepared.recovery, heartbeat.progress)
+        claim_folder(prepared, mesh, resumed)
+        trainer = trainer_class(
+            prepared,
+            mesh,
+            device,
+            on_phase=heartbeat.entered,
+            on_progress=heartbeat.progress,
+            workers=workers,
+        )
+        process.settle()
+        checkpointer = Checkpointer(trainer, prepared.origin, stop, heartbeat.progress)
+        stack.callback(checkpointer.close)
+        progress = restore(trainer, resumed, heartbeat)
+        status = _train(trainer, prepared, progress, checkpointer, heartbeat, stop, started)
+        trainer.close()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    return status
+
+
+def _train(
+    trainer: Trainer,
+    prepared: PreparedRun[Any],
+    progress: Progress | None,
+    checkpointer: Checkpointer,
+    heartbeat: Heartbeat,
+    stop: StopRequest,
+    started: float,
+) -> int:
+    """All steps that are left, then the model and the summary; the exit status."""
+    config, mesh, total_steps = trainer.config, trainer.mesh, trainer.total_steps
+    steps_done = 0 if progress is None else progress.step
+    checkpointer.newest = steps_done or None
+    reason = checkpointer.asked_to_stop()
+    if reason is not None and steps_done < total_steps:
+        return stop_early(trainer, checkpointer, steps_done, reason, stop)
+    checkpointer.export_length_stage(steps_done, even_if_there=False)
+    heartbeat.entered("first step")
+    trainer.begin(progress, checkpointer)
+    reporter = None
+    if mesh.rank == 0:
+        reporter = Reporter(config, prepared.inputs, trainer.kind, trainer.layout, steps_done)
+    if steps_done == 0:
+        before = trainer.evaluate_before_training()
+        if reporter is not None:
+            reporter.before_training(before)
+    stragglers = SlowRanks(mesh)
+    for number in range(steps_done, total_steps):
+        heartbeat.step = number + 1
+        record = trainer.step(number)
+        if isinstance(record, Interrupted):
+            checkpointer.save_to_stop(number)
+            return close(reporter, stop_early(trainer, checkpointer, number, record.reason, stop))
+        metrics = stragglers.after_step(trainer.busy_seconds(), heartbeat.slowest_answer())
+        metrics |= {"memory_gib": held_bytes(trainer.device) / 2**30, "seconds/save": checkpointer.seconds}
+        if reporter is not None:
+            reporter.step(number, record, metrics)
+        is_last = number + 1 == total_steps
+        reason = checkpointer.after_step(number + 1, is_last)
+        if reason is not None and not is_last:
+            return close(reporter, stop_early(trainer, checkpointer, number + 1, reason, stop))
+        checkpointer.export_length_stage(number + 1, even_if_there=True)
+    stop.done()  # a request to stop comes too late now
+    checkpointer.export_final_model()
+    measured = trainer.validate_at_end()
+    if reporter is not None:
+        if measured is not None:
+            reporter.validation(measured)
+        reporter.write_summary(time.perf_counter() - started)
+        write_exit_status(config.run.output_dir, FINISHED, f"all {total_steps} steps are done")
+    dist.barrier()
+    return close(reporter, FINISHED)
+
+
+# ---------------------------------------------------------------- the steps of the life cycle
+
+
+def group_store(rendezvous: Rendezvous | None, config: Config) -> dist.Store | None:
+    """The store of the process group. All ranks meet once more before: ranks that are missing are named, where a
+    process group would wait for them in silence."""
+    if rendezvous is None:
+        return None
+    run, place = config.run, rendezvous.place
+    rendezvous.roll_call(
+        "group", Word(place.host, place.node), run.start_timeout_seconds, lambda said: Decision()
+    )
+    return rendezvous.group_store(run.distributed_timeout_seconds)
+
+
+def _log_error(kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+    """In one line, at once: what is closed next may take its time, and the heartbeat does not wait for it."""
+    if kind is not None:
+        rank, host = environment_rank(), socket.gethostname()
+        logger.error("rank %d on %s failed; the run ends: %s: %s", rank, host, kind.__name__, error)
+
+
+def claim_folder(prepared: PreparedRun[Any], mesh: Mesh, resumed: CheckpointToResume | None) -> None:
+    """Make `run.output_dir` this run's, and log its settings and start-up lines. A collective. ValueError where a rank
+    does not see the folder."""
+    config = prepared.config
+    if mesh.rank == 0:
+        claim_run_folder(config.run.output_dir, config, None if resumed is None else resumed[1].step)
+        logger.info("The settings of this run:\n%s", config_as_yaml(config))
+        advice = launcher_advice(config.run.stop_grace_seconds)
+        versions = ", ".join(f"{name} {version}" for name, version in library_versions().items())
+        for line in (*filter(None, [advice]), f"Versions: {versions}", *prepared.lines):
+            logger.info("%s", line)
+        write_report(config.run.output_dir, prepared.inputs.reports)
+    dist.barrier()
+    folder = Path(config.run.output_dir)
+    host = None if (folder / CONFIG_NAME).is_file() else socket.gethostname()
+    blind = list(dict.fromkeys(one for one in gather_objects(host) if one is not None))
+    if blind:
+        raise ValueError(
+            f'what rank 0 wrote into run.output_dir "{folder}" is not seen on {hosts_text(blind)}; it must lie on a '
+            "disk that all nodes share"
+        )
+
+
+def restore(trainer: Trainer, resumed: CheckpointToResume | None, heartbeat: Heartbeat) -> Progress | None:
+    """Load weights, optimizer and schedule of the checkpoint, if there is one; where its run stands."""
+    if resumed is None:
+        return None
+    checkpoint, progress = resumed
+    heartbeat.entered("load checkpoint")
+    actor = trainer.actor
+    load_checkpoint(actor.chunks, actor.learner.optimizer, trainer.device, checkpoint, progress)
+    actor.learner.restore_schedule(progress.updates)
+    if trainer.mesh.rank == 0:
+        logger.info(
+            "Resuming from %s, made on %s: %d steps and %d updates are done",
+            checkpoint.folder,
+            progress.layout,
+            progress.step,
+            progress.updates,
+        )
+    return progress
+
+
+def stop_early(
+    trainer: Trainer, checkpointer: Checkpointer, step: int, reason: str, stop: StopRequest
+) -> int:
+    """Log that the run stops before its end; its exit status."""
+    stop.done()
+    saved = step in (0, checkpointer.newest)
+    status = SAVED_AND_STOPPED if saved else FAILURE
+    message = f"stopped by {reason} after step {step}, " + (
+        "which is saved: the same command resumes" if saved else "which could not be saved"
+    )
+    if trainer.mesh.rank == 0:
+        logger.warning("The run has %s", message)
+        write_exit_status(trainer.config.run.output_dir, status, message)
+    dist.barrier()
+    return status
+
+
+def close(reporter: Reporter | None, status: int) -> int:
+    """Close the reporter last: it may wait for a network; all is saved and reported by then, and no rank waits."""
+    if reporter is not None:
+        reporter.close()
+    return status

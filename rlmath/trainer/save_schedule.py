@@ -1,0 +1,126 @@
+"""What a run saves: when a checkpoint is due, and how much disk checkpoints and models take."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from rlmath.checkpoint.directory import CHECKPOINTS, complete_checkpoints
+from rlmath.checkpoint.hf.weight_map import parameter_count
+from rlmath.config.model_shape import ModelShape
+from rlmath.config.schema import Config, SaveConfig
+from rlmath.distributed.device import resolve_kind
+from rlmath.trainer.run_dir import BEST_FOLDER, stage_folder
+
+FIRST_POINT = 2
+"""Steps after which a run makes its first recovery point, as AReaL does."""
+
+
+@dataclass(frozen=True)
+class Frequency:
+    """Every so many epochs, steps or seconds, whichever comes; None: not by this."""
+
+    epochs: int | None
+    steps: int | None
+    secs: float | None
+
+    @property
+    def never(self) -> bool:
+        return self.epochs is None and self.steps is None and self.secs is None
+
+
+def points_of(save: SaveConfig) -> Frequency:
+    """How often the settings want a recovery point."""
+    return Frequency(save.ckpt_freq_epochs, save.ckpt_freq_steps, save.ckpt_freq_secs)
+
+
+def models_of(save: SaveConfig) -> Frequency:
+    """How often the settings want a checkpoint that stays."""
+    return Frequency(save.save_freq_epochs, save.save_freq_steps, save.save_freq_secs)
+
+
+class SaveTimes:
+    """Says after each step whether something is due. Seconds count from the start, and then from the last time.
+
+    >>> times = SaveTimes(Frequency(None, 3, None), steps_per_epoch=10, now=0.0)
+    >>> [step for step in range(1, 8) if times.due(step, now=float(step))]
+    [3, 6]
+    """
+
+    def __init__(
+        self, frequency: Frequency, steps_per_epoch: int, now: float, first: int | None = None
+    ) -> None:
+        """`first` is a step after which it is due in any case, unless it never is. `now` in seconds."""
+        self._frequency = frequency
+        self._steps_per_epoch = steps_per_epoch
+        self._first = None if frequency.never else first
+        self._last = now
+
+    def due(self, step: int, now: float) -> bool:
+        """Whether it is due with `step` steps done."""
+        every = self._frequency
+        epochs, within = divmod(step, self._steps_per_epoch)
+        is_due = (
+            step == self._first
+            or (every.epochs is not None and within == 0 and epochs % every.epochs == 0)
+            or (every.steps is not None and step % every.steps == 0)
+            or (every.secs is not None and now - self._last >= every.secs)
+        )
+        if is_due:
+            self._last = now
+        return is_due
+
+
+# ---------------------------------------------------------------- sizes
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+_TRAINED = {"cpu": torch.float32, "cuda": torch.bfloat16}
+
+
+def export_dtype(config: Config) -> torch.dtype:
+    """As `save.export_dtype`; "auto" is the format of training."""
+    return _DTYPES.get(config.save.export_dtype, _TRAINED[resolve_kind(config.run.device)])
+
+
+def export_bytes(config: Config, shape: ModelShape) -> int:
+    """Size of the model's weights on disk (bytes)."""
+    return parameter_count(shape) * export_dtype(config).itemsize
+
+
+def checkpoint_bytes(config: Config, shape: ModelShape) -> int:
+    """Size of a checkpoint on disk: parameters, Adam's two moments, and float32 copies of bfloat16 parameters
+    (bytes)."""
+    weights = _TRAINED[resolve_kind(config.run.device)].itemsize
+    state = 8 if config.optimizer.kind == "adam" else 0
+    copies = 4 if weights < 4 else 0
+    return parameter_count(shape) * (weights + state + copies)
+
+
+def output_bytes(config: Config, shape: ModelShape) -> int:
+    """Disk space that a run still needs: for the models it leaves and, where it makes any, for the checkpoints that
+    stay and the one that is being written, less those that are there (bytes)."""
+    save = config.save
+    wanted = 0
+    if not (points_of(save).never and models_of(save).never):
+        wanted = (save.keep_last + 1) * checkpoint_bytes(config, shape)
+    found, _ = complete_checkpoints(Path(config.run.output_dir) / CHECKPOINTS)
+    there = sum(entry.size for one in found for entry in one.files.values())
+    models = most_models(config) - _models_there(config)
+    return models * export_bytes(config, shape) + max(0, wanted - there)
+
+
+def most_models(config: Config) -> int:
+    """The models that a run has on disk at most, without those of kept checkpoints: the last one, those of its stages,
+    and the best one twice: the new one is written before the old one is removed."""
+    return 1 + len(config.stages.steps) + 2 * config.validation.keep_best
+
+
+def _models_there(config: Config) -> int:
+    """Those of its stages, and the best one, that an earlier start wrote."""
+    run = config.run.output_dir
+    folders = [stage_folder(run, number) for number in range(len(config.stages.steps))]
+    folders += [Path(run) / BEST_FOLDER] * config.validation.keep_best
+    return sum(folder.is_dir() for folder in folders)
