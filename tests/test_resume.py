@@ -181,12 +181,12 @@ def test_a_run_does_not_go_on_as_another_one(
         expect=2,
         path=arithmetic / "functions",
     )
-    assert told in done.stderr and "cannot go on from" in done.stderr
+    assert told in done.stderr and "cannot resume from" in done.stderr
     assert sorted(path.name for path in whole_runs["TP2"].iterdir()) == before
 
 
 def test_resume_needs_a_checkpoint(arithmetic: Path, tmp_path: Path) -> None:
     arguments = [*small_run(arithmetic, tmp_path / "new"), "parallel.tensor=1", "run.recover_mode=resume"]
     done = run(*TRAIN, *arguments, expect=2)
-    assert "has no checkpoint to go on from" in done.stderr
+    assert "has no checkpoint to resume from" in done.stderr
     assert not (tmp_path / "new").exists()

@@ -192,7 +192,7 @@ def test_a_stop_does_not_wait_for_the_end_of_a_validation(
             stderr=file,
         )
         try:
-            while "Stage 3 of 3: steps" not in console.read_text().partition("Going on from")[2]:
+            while "Stage 3 of 3: steps" not in console.read_text().partition("Resuming from")[2]:
                 assert process.poll() is None
                 time.sleep(0.01)
             process.send_signal(signal.SIGTERM)

@@ -96,7 +96,7 @@ def complete_checkpoints(root: Path) -> tuple[list[Checkpoint], list[str]]:
                 raise ValueError(f"its manifest is that of step {checkpoint.step}")
             found.append(checkpoint)
         except ValueError as error:
-            problems.append(f"the checkpoint {folder} is damaged and is passed over: {error}")
+            problems.append(f"the checkpoint {folder} is damaged and is skipped: {error}")
     return found, problems
 
 

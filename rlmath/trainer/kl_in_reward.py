@@ -61,14 +61,14 @@ def shape_by_kl(
     totals = _gather_totals(batches, to_go_by_batch, rewards, mesh, device)
     shaped = kl_shaped_advantages(rewards, tokens, totals, penalty.coef, penalty.advantage, penalty.eps)
     kl = sum(total.total for row in totals for total in row)
-    told = RewardKL(kl / sum(map(sum, tokens)), kl / sum(map(len, rewards)))
+    reward_kl = RewardKL(kl / sum(map(sum, tokens)), kl / sum(map(len, rewards)))
     if mesh.is_last_stage:  # nothing else looks at advantages
         offsets_N = torch.tensor([a for row in shaped.offsets for a in row], dtype=torch.float64)
         batches = [
             replace(batch, advantages_T=_token_advantages(batch, to_go_T, offsets_N, shaped.slope))
             for batch, to_go_T in zip(batches, to_go_by_batch, strict=True)
         ]
-    return list(batches), _mean_advantages(shaped, totals), told
+    return list(batches), _mean_advantages(shaped, totals), reward_kl
 
 
 def _gather_totals(

@@ -16,7 +16,7 @@ from rlmath.rollout.work_queue import idle_shares
 from rlmath.trainer.kl_in_reward import RewardKL
 
 MOST_ENGINES_NAMED = 8
-"""With more engines, no metric tells of each of them alone."""
+"""With more engines there is no metric for each of them."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,9 @@
-"""Short names for what a run is made of, to tell whether a resumed one is made of the same."""
+"""Whether a run resumes from a checkpoint, and from which.
+
+`find_recovery` runs on every rank before anything is started: it reads manifests and small files, and refuses a
+checkpoint of another run. With the process group there, `choose_checkpoint` reads the candidates' files, each rank a
+share of them. What a run is made of (model, data) is compared by fingerprint, not by path.
+"""
 
 from __future__ import annotations
 
@@ -95,8 +100,8 @@ MAY_CHANGE = (
     "telemetry.",
     "save.",
 )
-"""Settings, or whole sections, that a run may go on with other values of: where and how it computes, what it keeps and
-measures, how long it is. Stages only as far as they have not begun (`refused_changes`)."""
+"""Settings, or whole sections, that may differ in a resumed run: where and how it computes, what it keeps and measures,
+how long it is. Length stages only as far as they have not begun (`refused_changes`)."""
 
 
 BY_CONTENT = (
@@ -117,11 +122,11 @@ CheckpointToResume = tuple[Checkpoint, Progress]
 
 @dataclass(frozen=True)
 class Recovery:
-    """Checkpoints that a run can go on from, newest first."""
+    """Checkpoints that a run can resume from, newest first."""
 
     candidates: list[CheckpointToResume]
     notes: list[str]
-    """What the console should say: checkpoints that are passed over."""
+    """For the console: checkpoints that are skipped."""
 
 
 @dataclass(frozen=True)
@@ -143,7 +148,7 @@ def sft_origin_of(config: Config, inputs: SftInputs) -> Origin:
 
 
 def find_recovery(config: Config, origin: Origin, total_steps: int) -> Recovery | None:
-    """What the run goes on from; None for a start from the beginning. Reads manifests, sizes and small files only.
+    """What the run resumes from; None for a start from the beginning. Reads manifests, sizes and small files only.
 
     ValueError where the newest checkpoint belongs to another run (batch size, group size, data, model, ...) or is
     beyond its `total_steps`, where all are damaged, and, with run.recover_mode "resume", where there is none.
@@ -157,18 +162,18 @@ def find_recovery(config: Config, origin: Origin, total_steps: int) -> Recovery 
         try:
             progress, then = _read_small_files(checkpoint)
         except (OSError, ValueError) as error:
-            notes.append(f"the checkpoint {checkpoint.folder} is damaged and is passed over: {error}")
+            notes.append(f"the checkpoint {checkpoint.folder} is damaged and is skipped: {error}")
             continue
         problems = list(_other_run(then, config, progress, origin, total_steps))
-        raise_problems(f"the run cannot go on from {checkpoint.folder}; {_ANEW}", problems)
+        raise_problems(f"the run cannot resume from {checkpoint.folder}; {_START_OVER}", problems)
         candidates.append((checkpoint, progress))
     if candidates:
         return Recovery(candidates, notes)
     if notes:
-        raise ValueError(f"no checkpoint in {root} is whole: {'. '.join(notes)}. {_ANEW.capitalize()}.")
+        raise ValueError(f"no checkpoint in {root} is whole: {'. '.join(notes)}. {_START_OVER.capitalize()}.")
     if config.run.recover_mode == "resume":
         raise ValueError(
-            f'run.recover_mode is "resume", and {root} has no checkpoint to go on from. '
+            f'run.recover_mode is "resume", and {root} has no checkpoint to resume from. '
             'Give the run.output_dir of a run that has one, or run.recover_mode "auto".'
         )
     return None
@@ -176,7 +181,7 @@ def find_recovery(config: Config, origin: Origin, total_steps: int) -> Recovery 
 
 def changes_since_newest(config: Config) -> list[str] | None:
     """What the newest whole checkpoint in the run's folder refuses of the settings, but for what it compares by
-    contents, as `find_recovery` does; None where the run would begin anew. Reads manifests and small files only."""
+    contents, as `find_recovery` does; None where the run would start from the beginning. Reads manifests and small files only."""
     if config.run.recover_mode == "disabled":
         return None
     for checkpoint in complete_checkpoints(Path(config.run.output_dir) / CHECKPOINTS)[0]:
@@ -188,7 +193,7 @@ def changes_since_newest(config: Config) -> list[str] | None:
     return None
 
 
-_ANEW = "to start anew, give another run.output_dir or run.recover_mode=disabled"
+_START_OVER = "to start from the beginning, give another run.output_dir or run.recover_mode=disabled"
 
 
 def _read_small_files(checkpoint: Checkpoint) -> tuple[Progress, Config]:
@@ -251,9 +256,9 @@ def _stage_changes(then: Config, now: Config, steps_done: int | None) -> Iterato
         return
     there, here = length_stages(then, None), length_stages(now, None)
     for number in range(max(len(there), len(here))):
-        old, new = _told(there, number), _told(here, number)
+        old, new = _stage_text(there, number), _stage_text(here, number)
         begun = steps_done is None or (number < len(there) and there[number].first_step < steps_done)
-        if begun and old != new and not (number == 0 and _goes_over(there, here, steps_done)):
+        if begun and old != new and not (number == 0 and _adds_or_drops_stages(there, here, steps_done)):
             yield (
                 f"stages: stage {number + 1}, which has begun, is {old} there, {new} now"
                 if steps_done is not None
@@ -261,7 +266,7 @@ def _stage_changes(then: Config, now: Config, steps_done: int | None) -> Iterato
             )
 
 
-def _told(stages: Sequence[LengthStage], number: int) -> str:
+def _stage_text(stages: Sequence[LengthStage], number: int) -> str:
     if number >= len(stages):
         return "none"
     stage = stages[number]
@@ -269,7 +274,7 @@ def _told(stages: Sequence[LengthStage], number: int) -> str:
     return f"{steps} of at most {stage.config.rollout.max_new_tokens} new tokens"
 
 
-def _goes_over(there: Sequence[LengthStage], here: Sequence[LengthStage], steps_done: int | None) -> bool:
+def _adds_or_drops_stages(there: Sequence[LengthStage], here: Sequence[LengthStage], steps_done: int | None) -> bool:
     """Whether a run without stages gets some, or one with stages none, and its first stage stays what it was so far."""
     first, same = (there[0], here[0]), (there[0].config.rollout, here[0].config.rollout)
     lengths = [stage.steps for stage in first if stage.steps]
@@ -301,10 +306,10 @@ def choose_checkpoint(
         damage = _damage(checkpoint, on_progress)
         if damage is None:
             return checkpoint, progress
-        damaged.append(f"the checkpoint {checkpoint.folder} is damaged and is passed over: {damage}")
+        damaged.append(f"the checkpoint {checkpoint.folder} is damaged and is skipped: {damage}")
         logger.warning("%s", damaged[-1])
     raise ValueError(
-        f"no checkpoint is whole: {'. '.join([*recovery.notes, *damaged])}. {_ANEW.capitalize()}."
+        f"no checkpoint is whole: {'. '.join([*recovery.notes, *damaged])}. {_START_OVER.capitalize()}."
     )
 
 
@@ -324,17 +329,17 @@ def _damage(checkpoint: Checkpoint, on_progress: Callable[[], None]) -> str | No
     names = [one for _, one in found if one is not None]
     if names:
         _shared_or_raise(checkpoint, names)
-    return next((told for wrong, one in found for told in (*wrong, *([one[1]] if one else []))), None)
+    return next((text for wrong, one in found for text in (*wrong, *([one[1]] if one else []))), None)
 
 
 def _shared_or_raise(checkpoint: Checkpoint, unreadable: Sequence[tuple[str, str]]) -> None:
     """A file that rank 0 can read and another rank cannot is not damaged: it is not shared."""
-    for name, told in unreadable:
+    for name, text in unreadable:
         try:
             readable = environment_rank() == 0 and bool(file_entry(checkpoint.folder / name))
         except OSError:
             readable = False
         if from_rank_zero(readable):
             raise ValueError(
-                f"{told}, and rank 0 can. run.output_dir must lie on a disk that all nodes share and may read."
+                f"{text}, and rank 0 can. run.output_dir must lie on a disk that all nodes share and may read."
             )

@@ -1,4 +1,4 @@
-"""Accuracy on files of its own while a run goes on.
+"""Validation: accuracy on files of its own while a run trains.
 
 A validation belongs to the weights that it was sampled with: that of step N, which stands in `validation.jsonl` and
 TensorBoard at step N, is made at the beginning of step N+1, where the engines have these weights anyway; that of step 0
@@ -113,11 +113,11 @@ class Validator:
         metrics["validation/accuracy"] = sum(accuracies) / len(accuracies)
         metrics["validation/seconds"] = time.perf_counter() - started
         self._done.add(step)
-        told = ", ".join(
+        text = ", ".join(
             f"{file.name} {accuracy:.4f}" for file, accuracy in zip(self._files, accuracies, strict=True)
         )
         logger.info(
-            "Validation after step %d: accuracy %.4f (%s)", step, metrics["validation/accuracy"], told
+            "Validation after step %d: accuracy %.4f (%s)", step, metrics["validation/accuracy"], text
         )
         return Measured(step, metrics)
 
@@ -198,7 +198,7 @@ def _measure(config: Config) -> dict[str, Any]:
 
 
 def _read_earlier(folder: Path, config: Config) -> tuple[set[int], float | None]:
-    """(steps that are validated, best accuracy that there is a model of) in the folder of a run that goes on.
+    """(steps that are validated, best accuracy that there is a model of) in the folder of a resumed run.
 
     A best model that was measured otherwise is not compared with, and one whose account cannot be read neither.
     """
@@ -213,7 +213,7 @@ def _read_earlier(folder: Path, config: Config) -> tuple[set[int], float | None]
         if account["measured_with"] == _measure(config):
             best = float(account["accuracy"])
         else:
-            logger.warning("%s was measured with other settings of validation and counts no more", path)
+            logger.warning("%s was measured with other settings of validation and no longer counts", path)
     except FileNotFoundError:
         pass
     except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:

@@ -67,7 +67,7 @@ def test_a_folder_without_manifest_is_no_checkpoint(tmp_path: Path) -> None:
     (make(tmp_path, 2) / "manifest.json").unlink()
     found, problems = complete_checkpoints(tmp_path)
     assert [one.step for one in found] == [1]
-    assert "step-000002 is damaged and is passed over" in problems[0]
+    assert "step-000002 is damaged and is skipped" in problems[0]
 
 
 @pytest.mark.parametrize(

@@ -138,7 +138,7 @@ def test_a_link_that_is_cut_is_found_in_time_and_the_run_goes_on_after_it_is_men
         nodes[1].mend()
     second.kill()
     again = run_to_the_end(nodes, tmp_path / "mended", *program)
-    assert "Going on from" in again.consoles
+    assert "Resuming from" in again.consoles
     assert rows(output) == rows(undisturbed)
     model = Path("hf_model") / "model.safetensors"
     assert (output / model).read_bytes() == (undisturbed / model).read_bytes()
@@ -223,7 +223,7 @@ def test_torchrun_starts_a_run_again_that_lost_a_rank_and_it_goes_on(
     os.kill(run.programs[1].ranks()[3].pid, signal.SIGKILL)
     assert run.end_within(2 * START_SECONDS) == [0, 0], run.consoles[-8000:]
     assert "rank 3 on node1" in run.consoles and "has died" in run.consoles
-    assert "Going on from" in run.consoles
+    assert "Resuming from" in run.consoles
     assert rows(output) == rows(undisturbed)
 
 

@@ -62,7 +62,7 @@ def test_auto_takes_the_newest_and_disabled_none(tmp_path: Path) -> None:
 
 def test_without_a_checkpoint_auto_starts_and_resume_refuses(tmp_path: Path) -> None:
     assert find_recovery(make_config(tmp_path), ORIGIN, TOTAL) is None
-    with pytest.raises(ValueError, match="has no checkpoint to go on from"):
+    with pytest.raises(ValueError, match="has no checkpoint to resume from"):
         find_recovery(make_config(tmp_path, "run.recover_mode=resume"), ORIGIN, TOTAL)
 
 
@@ -73,7 +73,7 @@ def test_a_damaged_newest_is_passed_over_and_told(tmp_path: Path, name: str) -> 
     (newest / name).write_text("{")
     recovery = find_recovery(make_config(tmp_path), ORIGIN, TOTAL)
     assert recovery is not None and [one.step for one, _ in recovery.candidates] == [3]
-    assert "step-000005 is damaged and is passed over" in recovery.notes[0]
+    assert "step-000005 is damaged and is skipped" in recovery.notes[0]
 
 
 @pytest.mark.parametrize("mode", ["auto", "resume"])
@@ -257,7 +257,7 @@ def test_stages_that_have_not_begun_may_change(tmp_path: Path, now: tuple[str, .
 )
 def test_stages_that_have_begun_are_kept_and_named(tmp_path: Path, now: tuple[str, ...], told: str) -> None:
     checkpoint(tmp_path, 3, make_config(tmp_path, *STAGED))
-    with pytest.raises(ValueError, match="cannot go on from") as error:
+    with pytest.raises(ValueError, match="cannot resume from") as error:
         find_recovery(make_config(tmp_path, *now), ORIGIN, TOTAL)
     assert told in str(error.value)
 
