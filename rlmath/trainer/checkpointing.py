@@ -132,8 +132,8 @@ class Checkpointer:
             logger.info("The trained model is in %s", folder)
 
     def export_length_stage(self, step: int, even_if_there: bool) -> None:
-        """Export the model to models/stage-N where a length stage ends with `step` steps done. A collective. A full disk
-        costs the model, not the run.
+        """Export the model to models/stage-N where a length stage ends with `step` steps done. A collective. A full
+        disk costs the model, not the run.
 
         A run that resumes right after a stage exports what the end of the earlier start may have cut off.
         """

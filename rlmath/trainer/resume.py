@@ -181,7 +181,8 @@ def find_recovery(config: Config, origin: Origin, total_steps: int) -> Recovery 
 
 def changes_since_newest(config: Config) -> list[str] | None:
     """What the newest whole checkpoint in the run's folder refuses of the settings, but for what it compares by
-    contents, as `find_recovery` does; None where the run would start from the beginning. Reads manifests and small files only."""
+    contents, as `find_recovery` does; None where the run would start from the beginning. Reads manifests and small
+    files only."""
     if config.run.recover_mode == "disabled":
         return None
     for checkpoint in complete_checkpoints(Path(config.run.output_dir) / CHECKPOINTS)[0]:
@@ -274,7 +275,9 @@ def _stage_text(stages: Sequence[LengthStage], number: int) -> str:
     return f"{steps} of at most {stage.config.rollout.max_new_tokens} new tokens"
 
 
-def _adds_or_drops_stages(there: Sequence[LengthStage], here: Sequence[LengthStage], steps_done: int | None) -> bool:
+def _adds_or_drops_stages(
+    there: Sequence[LengthStage], here: Sequence[LengthStage], steps_done: int | None
+) -> bool:
     """Whether a run without stages gets some, or one with stages none, and its first stage stays what it was so far."""
     first, same = (there[0], here[0]), (there[0].config.rollout, here[0].config.rollout)
     lengths = [stage.steps for stage in first if stage.steps]
