@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+from pathlib import Path
 
 import pytest
 from omegaconf import OmegaConf
 
 from rlmath.config import schema as config_module
-from rlmath.config.help import all_settings, field_docs, section_classes
+from rlmath.config.help import all_settings, as_yaml_word, field_docs, section_classes
 from rlmath.config.schema import MISSING, RANGES, WORDS, Config
 
 PATHS = {"run.output_dir", "model.path", "data.train_path"}
@@ -69,3 +70,17 @@ def test_every_number_has_a_range_and_every_word_its_set(key: str):
 
 def test_ranges_and_words_name_settings_that_exist():
     assert {*RANGES, *WORDS} <= set(all_settings())
+
+
+def test_no_type_default_range_or_word_changes_unseen():
+    """settings.txt was written before types, ranges and words stood in one place; whoever changes a setting changes
+    its line there, too."""
+    lines = (Path(__file__).parent / "settings.txt").read_text(encoding="utf-8").splitlines()
+    assert [table_line(key) for key in all_settings()] == lines[1:]
+
+
+def table_line(key: str) -> str:
+    setting, limits = all_settings()[key], RANGES.get(key)
+    bounds = (str(limits), limits.why) if limits else ("", "")
+    words = " ".join(WORDS.get(key, ()))
+    return " | ".join((key, setting.type_name, as_yaml_word(setting.default), *bounds, words)).rstrip()
