@@ -23,8 +23,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from rlmath.config.help import raise_problems
-from rlmath.config.schema import RANGES, TEMPLATES, RolloutConfig
+from rlmath.config.help import all_settings, raise_problems
+from rlmath.config.schema import RolloutConfig
 from rlmath.distributed import process
 from rlmath.distributed.device import environment_rank, resolve_kind
 from rlmath.distributed.fault_tolerance.exit_codes import (
@@ -125,7 +125,7 @@ def rollout_of(arguments: argparse.Namespace) -> RolloutConfig:
     problems = [
         f"--{name.replace('_', '-')} is {value}; needed: {allowed}"
         for name, value in values.items()
-        if (allowed := RANGES.get(f"rollout.{name}")) is not None and not allowed.holds(value)
+        if (allowed := all_settings()[f"rollout.{name}"].range) is not None and not allowed.holds(value)
     ]
     raise_problems("the engines", problems)
     return RolloutConfig(**values)
@@ -164,7 +164,7 @@ def _add_sampling_options(group: argparse._ArgumentGroup) -> None:
     add("--max-prompt-tokens", type=int, help=prompt_help)
     add("--no-greedy", action="store_true", help="no completion at temperature 0")
     template_help = "as data.template, see docs/data.md (default auto)"
-    add("--template", default="auto", choices=TEMPLATES, help=template_help)
+    add("--template", default="auto", choices=all_settings()["data.template"].words, help=template_help)
     add("--seed", type=int, default=1, help="of samples and intervals (default 1)")
     add("--limit", type=int, help="number of problems of each benchmark, from the first on (default: all)")
 

@@ -19,7 +19,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from rlmath.config.gpus import GPU_SPEEDS
+from rlmath.config.gpus import GPUS
 from rlmath.config.load import load_config, make_parser
 from rlmath.planner.calibration import Measured, Where, as_file, fit, read_coefficients, read_run
 from rlmath.planner.coefficients import DEFAULTS, Coefficients
@@ -48,9 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def parser() -> argparse.ArgumentParser:
     made = make_parser("Plan a run: memory, seconds of a step, hours of an epoch, the fastest layout.")
     cluster = made.add_argument_group("the cluster")
-    cluster.add_argument(
-        "--gpu", choices=[*GPU_SPEEDS, CPU], help="without it that of memory.gpu, or the CPU"
-    )
+    cluster.add_argument("--gpu", choices=[*GPUS, CPU], help="without it that of memory.gpu, or the CPU")
     cluster.add_argument("--nodes", type=int, help="without it as many as the layout's ranks take")
     cluster.add_argument("--gpus-per-node", type=int, help="default: 8, or all ranks where they are fewer")
     cluster.add_argument("--network-gbps", type=float, help="Gbit/s between nodes for each GPU")
@@ -70,7 +68,7 @@ def parser() -> argparse.ArgumentParser:
     measured.add_argument("--calibrate-ranks", type=int, help="ranks of those runs, where nothing else tells")
     measured.add_argument(
         "--calibrate-gpu",
-        choices=[*GPU_SPEEDS, CPU],
+        choices=[*GPUS, CPU],
         help="where those runs were; default: their memory.gpu, or --gpu",
     )
     measured.add_argument("--calibrate-gpus-per-node", type=int, help="default: 8, or all ranks of the run")

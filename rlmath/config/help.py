@@ -1,6 +1,6 @@
-"""What the settings are: every key of the config with type, default and docstring, and the text of `--help`.
+"""The settings as the schema says them: every key with type, default, allowed values and sentence; `--help`.
 
-Also how mistakes are told: all at once, with the nearest word or path that exists.
+Also how a mistake is reported: all problems in one error, each with the nearest word or path that exists.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rlmath.config import schema as config_module
-from rlmath.config.schema import MISSING, Config
+from rlmath.config import schema
+from rlmath.config.schema import MISSING, Config, Range
 
 MAX_NAME_BYTES = 255
 """The longest name of a file or folder that Linux file systems take."""
@@ -29,33 +29,83 @@ MAX_NAME_BYTES = 255
 
 @dataclass(frozen=True)
 class Setting:
-    """One field of the config as a user sees it: ("optimizer.lr", "float", 1e-06, "Peak learning rate.")."""
+    """One field of the config as a user sees it: "optimizer.lr", float, 1e-06, "Peak learning rate.", above 0."""
 
     key: str
-    type_name: str
-    """"int", "float or null", "list of int", ..."""
+    kind: Any
+    """Its type without range and words: `int`, `float | None`, `list[int]`, `str`, ..."""
     default: Any
     doc: str
+    range: Range | None
+    """Of a number, or of every number of a list; None: not a number."""
+    words: tuple[str, ...]
+    """That a text may be; empty: any, or not a text."""
 
     @property
     def section(self) -> str:
         return self.key.partition(".")[0]
 
+    @property
+    def name(self) -> str:
+        return self.key.partition(".")[2]
+
+    @property
+    def is_text(self) -> bool:
+        return self.kind in (str, str | None)
+
+    @property
+    def type_name(self) -> str:
+        """ "int", "float or null", "list of int", ..."""
+        is_list = typing.get_origin(self.kind) is list
+        kinds = typing.get_args(self.kind) or (self.kind,)
+        names = " or ".join("null" if kind is types.NoneType else kind.__name__ for kind in kinds)
+        return f"list of {names}" if is_list else names
+
+    @property
+    def allowed(self) -> str:
+        """ "float, above 0", "one of adam, sgd", "str"."""
+        if self.words:
+            return f"one of {', '.join(self.words)}{', or null' if self.type_name != 'str' else ''}"
+        return f"{self.type_name}, {self.range}" if self.range else self.type_name
+
+    def problem(self, value: Any) -> str | None:
+        """What a value of the right type is out of, its range or words, and what is needed; None: nothing."""
+        if value is None:
+            return None
+        if self.words and value not in self.words:
+            words = ", ".join(f'"{word}"' for word in self.words)
+            return f'{self.key} is "{value}"; needed: one of {words}.{nearest_word(value, self.words)}'
+        limits, numbers = self.range, value if isinstance(value, list) else [value]
+        if limits and not all(map(limits.holds, numbers)):
+            return f"{self.key} is {value}; needed: {limits}. {limits.why}".rstrip()
+        return None
+
 
 @functools.cache
 def all_settings() -> Mapping[str, Setting]:
-    """Setting by key, in the order of config.py."""
-    docs = field_docs(inspect.getsource(config_module))
+    """Setting by key, in the order of the schema."""
+    docs = field_docs(inspect.getsource(schema))
     found = {}
     for section, section_class in section_classes().items():
-        hints = typing.get_type_hints(section_class)
-        for field in dataclasses.fields(section_class):
-            key, doc = f"{section}.{field.name}", docs.get((section_class.__name__, field.name), "")
-            default = field.default
-            if field.default_factory is not dataclasses.MISSING:
-                default = field.default_factory()
-            found[key] = Setting(key, _type_name(hints[field.name]), default, doc)
+        hints, defaults = typing.get_type_hints(section_class, include_extras=True), section_class()
+        for name, hint in hints.items():
+            inside = list(_parts(hint))
+            words = tuple(part for part in inside if isinstance(part, str))
+            kind = typing.get_type_hints(section_class)[name]
+            if words:
+                kind = str | None if types.NoneType in inside else str
+            limits = next((part for part in inside if isinstance(part, Range)), None)
+            doc = docs.get((section_class.__name__, name), "")
+            key = f"{section}.{name}"
+            found[key] = Setting(key, kind, getattr(defaults, name), doc, limits, words)
     return types.MappingProxyType(found)
+
+
+def _parts(hint: Any) -> Iterator[Any]:
+    """A type and what it is made of: the Range of an Annotated and the words of a Literal among it."""
+    yield hint
+    for part in typing.get_args(hint):
+        yield from _parts(part)
 
 
 @functools.cache
@@ -65,13 +115,19 @@ def section_classes() -> Mapping[str, Any]:
 
 
 def setting_values(config: Config) -> dict[str, Any]:
-    """{"run.output_dir": "outputs/a", "run.seed": 1, ...} in the order of config.py."""
+    """{"run.output_dir": "outputs/a", "run.seed": 1, ...} in the order of the schema."""
     values = dataclasses.asdict(config)
     return {f"{section}.{name}": value for section in values for name, value in values[section].items()}
 
 
+def schema_problems(config: Config) -> list[str]:
+    """Every number out of its range and every text that is none of its words."""
+    found = (all_settings()[key].problem(value) for key, value in setting_values(config).items())
+    return [problem for problem in found if problem]
+
+
 def text_problems(config: Config) -> Iterator[str]:
-    """Texts that no file system takes as a path, whatever they are for: asking it would end in an error of its own."""
+    """Texts that no file system takes as a path, whatever they are for: opening one would raise an OSError."""
     for key, value in setting_values(config).items():
         for text in value if isinstance(value, list) else [value]:
             if not isinstance(text, str):
@@ -87,14 +143,15 @@ def text_problems(config: Config) -> Iterator[str]:
 
 
 def help_text(width: int | None = None, keys: Collection[str] | None = None) -> str:
-    """Every key, or those of `keys`, with type, default and docstring, by section, wrapped to `width` or the
-    terminal's."""
+    """Every setting, or those of `keys`, with what it may be, its default and its sentence, by section.
+
+    Wrapped to `width` characters, or the terminal's.
+    """
     width = width or min(max(shutil.get_terminal_size().columns, 60), 120)
 
-    def wrapped(text: str, first: str, then: str) -> list[str]:
-        return textwrap.wrap(
-            text, width, initial_indent=first, subsequent_indent=then, break_on_hyphens=False
-        )
+    def wrapped(text: str, first: int, then: int) -> list[str]:
+        wrapper = textwrap.TextWrapper(width, " " * first, " " * then, break_on_hyphens=False)
+        return wrapper.wrap(text)
 
     lines = ["Settings, given in a YAML file or as key.sub=value (null: not set)"]
     section = ""
@@ -103,10 +160,12 @@ def help_text(width: int | None = None, keys: Collection[str] | None = None) -> 
             continue
         if setting.section != section:
             section = setting.section
-            doc = inspect.getdoc(section_classes()[section]) or ""
-            lines += ["", *wrapped(f"{section}: {doc}", "", "  ")]
-        lines.append(f"  {setting.key}  ({setting.type_name}, {_default_text(setting.default)})")
-        lines += wrapped(setting.doc, " " * 6, " " * 6)
+            lines += ["", *wrapped(f"{section}: {inspect.getdoc(section_classes()[section])}", 0, 2)]
+        default = (
+            "must be given" if setting.default == MISSING else f"default {as_yaml_word(setting.default)}"
+        )
+        lines += wrapped(f"{setting.key}  ({setting.allowed}; {default})", 2, 6)
+        lines += wrapped(setting.doc, 6, 6)
     return "\n".join(lines)
 
 
@@ -116,11 +175,10 @@ def field_docs(source: str) -> dict[tuple[str, str], str]:
     for node in ast.parse(source).body:
         if not isinstance(node, ast.ClassDef):
             continue
-        for field, below in zip(node.body, node.body[1:], strict=False):
-            if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name):
-                text = _text_of(below)
-                if text:
-                    docs[node.name, field.target.id] = text
+        for above, below in zip(node.body, node.body[1:], strict=False):
+            match above, below:
+                case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
+                    docs[node.name, name] = " ".join(text.split())
     return docs
 
 
@@ -151,29 +209,6 @@ def nearest_path(path: Path) -> str:
     if close:
         return f' There is "{folder / close[0]}".'
     return f' The folder "{folder}" has nothing named like "{path.name}".'
-
-
-def _text_of(node: ast.stmt) -> str:
-    """The text of a statement that is only a string, on one line; else ''."""
-    if (
-        isinstance(node, ast.Expr)
-        and isinstance(node.value, ast.Constant)
-        and isinstance(node.value.value, str)
-    ):
-        return " ".join(node.value.value.split())
-    return ""
-
-
-def _type_name(hint: Any) -> str:
-    if typing.get_origin(hint) is list:
-        return f"list of {_type_name(typing.get_args(hint)[0])}"
-    return " or ".join(
-        "null" if kind is types.NoneType else kind.__name__ for kind in typing.get_args(hint) or (hint,)
-    )
-
-
-def _default_text(default: Any) -> str:
-    return "must be given" if default == MISSING else f"default {as_yaml_word(default)}"
 
 
 def as_yaml_word(value: Any) -> str:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from rlmath.config.help import raise_problems
-from rlmath.config.schema import TEMPLATES, Range
+from rlmath.config.help import all_settings, raise_problems
+from rlmath.config.schema import Range, Template
 from rlmath.evals.pass_at_k import MOST_SAMPLES
 from rlmath.rollout.sampling import request_seed
 
@@ -29,20 +29,21 @@ class Plan:
     max_new_tokens: int = 32768
     max_prompt_tokens: int | None = None
     """Longer prompts count as wrong; None: every prompt must fit."""
-    template: str = "auto"
+    template: Template = "auto"
     seed: int = 1
     limit: int | None = None
     """Number of problems of each benchmark, from the first on; None: all."""
 
     def __post_init__(self) -> None:
         """Raises ValueError with all problems."""
+        settings = all_settings()
         ranges = {
             "samples": (self.samples, Range(0, MOST_SAMPLES)),
             "temperature": (self.temperature, Range(0.01, 100, why="For temperature 0 there is greedy.")),
-            "top-p": (self.top_p, Range(0, 1, open_low=True)),
-            "max-new-tokens": (self.max_new_tokens, Range(1)),
-            "max-prompt-tokens": (self.max_prompt_tokens, Range(1)),
-            "seed": (self.seed, Range(0, 2**31 - 1)),
+            "top-p": (self.top_p, settings["validation.top_p"].range),
+            "max-new-tokens": (self.max_new_tokens, settings["rollout.max_new_tokens"].range),
+            "max-prompt-tokens": (self.max_prompt_tokens, settings["data.max_prompt_tokens"].range),
+            "seed": (self.seed, settings["run.seed"].range),
             "limit": (self.limit, Range(1)),
         }
         problems = [
@@ -50,8 +51,9 @@ class Plan:
             for name, (value, allowed) in ranges.items()
             if value is not None and not allowed.holds(value)
         ]
-        if self.template not in TEMPLATES:
-            problems.append(f"--template is {self.template!r}; needed: one of {', '.join(TEMPLATES)}")
+        templates = settings["data.template"].words
+        if self.template not in templates:
+            problems.append(f"--template is {self.template!r}; needed: one of {', '.join(templates)}")
         if not self.benchmarks:
             problems.append("--benchmarks is empty; needed: at least one, for example aime24,math_500")
         if not self.greedy and self.samples == 0:

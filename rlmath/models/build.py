@@ -90,20 +90,20 @@ def loss_settings(algorithm: AlgorithmConfig) -> LossSettings:
     correction = None
     if algorithm.importance_correction is not None:
         correction = Correction(
-            algorithm.importance_correction,  # type: ignore[arg-type]
+            algorithm.importance_correction,
             algorithm.importance_cap,
             algorithm.importance_mask_low,
             algorithm.importance_mask_high,
         )
     high = algorithm.clip_ratio if algorithm.clip_ratio_high is None else algorithm.clip_ratio_high
     return LossSettings(
-        kind=algorithm.loss,  # type: ignore[arg-type]
+        kind=algorithm.loss,
         clip_low=algorithm.clip_ratio,
         clip_high=high,
         dual_clip=algorithm.dual_clip,
         correction=correction,
         kl_coef=algorithm.kl_coef if algorithm.kl_in == "loss" else 0.0,
-        kl_kind=algorithm.kl_estimator,  # type: ignore[arg-type]
+        kl_kind=algorithm.kl_estimator,
         entropy_coef=algorithm.entropy_coef,
     )
 

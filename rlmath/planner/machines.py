@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from rlmath.config.gpus import GPU_SPEEDS
+from rlmath.config.gpus import GPUS
 from rlmath.config.help import nearest_word
 from rlmath.config.schema import Config
 from rlmath.trainer.preflight.memory_estimate import Target
@@ -92,22 +92,22 @@ def machine_of(config: Config, target: Target, network_gbps: float | None = None
 
 
 def _gpu(name: str) -> Machine:
-    if name not in GPU_SPEEDS:
-        known = ", ".join(GPU_SPEEDS)
+    if name not in GPUS:
+        known = ", ".join(GPUS)
         told = f'of the GPU "{name}"' if name else "of a GPU that has no name"
         raise ValueError(
             f"the speed {told} is not known; name it by --gpu or memory.gpu, one of {known}."
-            f"{nearest_word(name, GPU_SPEEDS)}"
+            f"{nearest_word(name, GPUS)}"
         )
-    speed = GPU_SPEEDS[name]
+    gpu = GPUS[name]
     return Machine(
         name,
         "cuda",
-        speed.bf16_tflops * 1e12,
-        speed.memory_gb_s * 1e9,
-        speed.node_gb_s * 1e9,
-        speed.network_gbit_s * 1e9 / 8,
-        speed.host_gb_s * 1e9,
+        gpu.bf16_tflops * 1e12,
+        gpu.memory_gb_s * 1e9,
+        gpu.node_gb_s * 1e9,
+        gpu.network_gbit_s * 1e9 / 8,
+        gpu.host_gb_s * 1e9,
     )
 
 

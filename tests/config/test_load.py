@@ -9,7 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from rlmath.config.help import all_settings, help_text, nearest_path, section_classes, setting_values
+from rlmath.config.help import (
+    all_settings,
+    help_text,
+    nearest_path,
+    schema_problems,
+    section_classes,
+    setting_values,
+)
 from rlmath.config.load import config_as_yaml, load_config, make_parser, save_config, split_arguments
 from rlmath.config.schema import Config, ModelConfig, OptimizerConfig
 
@@ -250,6 +257,8 @@ def test_the_nearest_path_of_a_wrong_folder(tmp_path: Path):
         ("data.shuffle=maybe", "got 'maybe' (str), needs bool"),
         ("run.total_steps=[1]", "got [1] (list), needs int or null"),
         ("run.seed=null", '"run.seed" got null, needs int'),
+        ("data.train_weights={a: 1}", "got {'a': 1} (dict), needs list of float"),
+        ("run.output_dir=a${b", "got 'a${b' (str), needs str. Write \"\\${\" for text"),
     ],
 )
 def test_a_wrong_type_says_what_was_got_and_needed(wrong: str, told: str):
@@ -292,17 +301,50 @@ def test_all_mistakes_are_told_at_once(tmp_path: Path):
         assert part in str(error.value)
 
 
+def test_ranges_and_words_are_told_with_the_other_mistakes(tmp_path: Path):
+    """Alone they are left to the checks of a run, which list them with settings that do not go together."""
+    path = written(
+        tmp_path / "a.yaml",
+        "run:\n  sed: 1\n  total_epochs: x\noptimizer:\n  lr: -1\n  kind: adamw\nrollout:\n  group_size: 0\n",
+    )
+    overrides = [
+        "model.path=m",
+        "data.train_path=t",
+        "run.output_dir=o",
+        "rollout.group_size=2",
+        "run.seed=-1",
+    ]
+    with pytest.raises(ValueError, match=r"^5 problems with the settings") as error:
+        load_config([path], overrides)
+    for part in (
+        'a.yaml: unknown key "run.sed", did you mean "run.seed"?',
+        "a.yaml: \"run.total_epochs\" got 'x' (str), needs int",
+        "optimizer.lr is -1.0; needed: above 0",
+        'optimizer.kind is "adamw"; needed: one of "adam", "sgd". Did you mean "adam"?',
+        "run.seed is -1; needed: at least 0, at most 2147483647",
+    ):
+        assert part in str(error.value)
+    config = load_config([], [*GIVEN, "run.seed=-1", "optimizer.kind=adamw", "stages.steps=[1,0]"])
+    assert [problem.partition(" is ")[0] for problem in schema_problems(config)] == [
+        "run.seed",
+        "stages.steps",
+        "optimizer.kind",
+    ]
+
+
 # ---------------------------------------------------------------- command line
 
 
 def test_help_lists_every_setting_with_type_default_and_docstring():
     flat = " ".join(help_text(80).split())
     for key, setting in all_settings().items():
-        assert f"{key} ({setting.type_name}, " in flat
+        assert f"{key} ({setting.type_name}" in flat or f"{key} (one of {', '.join(setting.words)}" in flat
         assert setting.doc in flat
-    assert "optimizer.lr (float, default 1e-06)" in flat
-    assert "run.total_steps (int or null, default null)" in flat
-    assert "model.path (str, must be given)" in flat
+    assert "optimizer.lr (float, above 0; default 1e-06)" in flat
+    assert "run.total_steps (int or null, at least 1; default null)" in flat
+    assert "optimizer.decay (one of constant, linear, cosine; default constant)" in flat
+    assert "policy.recompute_method (one of uniform, block, or null; default null)" in flat
+    assert "model.path (str; must be given)" in flat
 
 
 def test_help_fits_the_terminal(monkeypatch: pytest.MonkeyPatch):

@@ -11,7 +11,7 @@ from omegaconf import OmegaConf
 
 from rlmath.config import schema as config_module
 from rlmath.config.help import all_settings, as_yaml_word, field_docs, section_classes
-from rlmath.config.schema import MISSING, RANGES, WORDS, Config
+from rlmath.config.schema import MISSING, Config
 
 PATHS = {"run.output_dir", "model.path", "data.train_path"}
 FREE_TEXTS = {
@@ -56,20 +56,10 @@ def test_only_the_paths_must_be_given():
 def test_every_number_has_a_range_and_every_word_its_set(key: str):
     setting = all_settings()[key]
     kind = setting.type_name.removeprefix("list of ")
-    if kind != setting.type_name:
-        assert setting.default == [] and (key in FREE_TEXTS if kind == "str" else key in RANGES)
-    elif kind.startswith(("int", "float")):
-        assert key in RANGES
-        assert setting.default is None or RANGES[key].holds(setting.default)
-    elif kind.startswith("str") and key not in FREE_TEXTS:
-        assert key in WORDS
-        assert setting.default is None or setting.default in WORDS[key]
-    else:
-        assert setting.type_name == "bool" or key in FREE_TEXTS
-
-
-def test_ranges_and_words_name_settings_that_exist():
-    assert {*RANGES, *WORDS} <= set(all_settings())
+    assert (setting.range is not None) == kind.startswith(("int", "float"))
+    assert bool(setting.words) == (kind.startswith("str") and key not in FREE_TEXTS)
+    assert setting.range or setting.words or kind == "bool" or key in FREE_TEXTS
+    assert setting.default == [] if kind != setting.type_name else setting.problem(setting.default) is None
 
 
 def test_no_type_default_range_or_word_changes_unseen():
@@ -80,7 +70,7 @@ def test_no_type_default_range_or_word_changes_unseen():
 
 
 def table_line(key: str) -> str:
-    setting, limits = all_settings()[key], RANGES.get(key)
+    setting, limits = all_settings()[key], all_settings()[key].range
     bounds = (str(limits), limits.why) if limits else ("", "")
-    words = " ".join(WORDS.get(key, ()))
-    return " | ".join((key, setting.type_name, as_yaml_word(setting.default), *bounds, words)).rstrip()
+    default, words = as_yaml_word(setting.default), " ".join(setting.words)
+    return " | ".join((key, setting.type_name, default, *bounds, words)).rstrip()

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import typing
 from pathlib import Path
 
 import pytest
 
-from rlmath.config.gpus import GPU_GIB, GPU_SPEEDS
+from rlmath.config.gpus import GPUS, GpuName
 from rlmath.planner.published import COLOCATED, TABLE, largest_error
 from tests.tiny_models import make_model_folder
 from tools.plan_run import main, published
@@ -136,8 +137,8 @@ def test_what_cannot_be_planned_is_refused(
     assert told in capsys.readouterr().err
 
 
-def test_every_gpu_has_a_speed():
-    assert GPU_SPEEDS.keys() == GPU_GIB.keys()
+def test_every_gpu_that_memory_gpu_may_name_has_its_figures():
+    assert tuple(GPUS) == typing.get_args(GpuName)
 
 
 def test_the_published_table_is_met_as_the_page_says(capsys: pytest.CaptureFixture[str]):

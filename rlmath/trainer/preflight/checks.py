@@ -8,9 +8,9 @@ from pathlib import Path
 
 import torch
 
-from rlmath.config.help import nearest_path, nearest_word, raise_problems, setting_values
+from rlmath.config.help import nearest_path, raise_problems, schema_problems
 from rlmath.config.model_shape import ModelShape
-from rlmath.config.schema import RANGES, WORDS, AlgorithmConfig, Config, PolicyConfig
+from rlmath.config.schema import AlgorithmConfig, Config, PolicyConfig
 from rlmath.distributed.device import environment_rank
 from rlmath.models.hf_config import inspect_model_folder
 from rlmath.rewards.custom_function import function_problem
@@ -218,8 +218,7 @@ def setting_problems(config: Config, world_size: int) -> list[str]:
 def value_problems(config: Config) -> list[str]:
     """What is wrong with single values, and with what optimizer and recomputation are told."""
     return [
-        *_range_problems(config),
-        *_word_problems(config),
+        *schema_problems(config),
         *_learning_problems(config),
         *_recompute_problems(config.policy),
     ]
@@ -250,24 +249,6 @@ def config_warnings(config: Config) -> list[str]:
             "memory.offload_reference has no effect with algorithm.kl_coef=0: there is no reference."
         )
     return [*notes, *harmless_algorithm_settings(config), *harmless_stage_settings(config)]
-
-
-# ---------------------------------------------------------------- single values
-def _range_problems(config: Config) -> Iterator[str]:
-    for key, value in setting_values(config).items():
-        if key not in RANGES or value is None:
-            continue
-        numbers = value if isinstance(value, list) else [value]
-        if not all(RANGES[key].holds(number) for number in numbers):
-            why = RANGES[key].why
-            yield f"{key} is {value}; needed: {RANGES[key]}.{' ' + why if why else ''}"
-
-
-def _word_problems(config: Config) -> Iterator[str]:
-    for key, value in setting_values(config).items():
-        if key in WORDS and value is not None and value not in WORDS[key]:
-            words = ", ".join(f'"{word}"' for word in WORDS[key])
-            yield f'{key} is "{value}"; needed: one of {words}.{nearest_word(value, WORDS[key])}'
 
 
 # ---------------------------------------------------------------- values together

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from rlmath.config.gpus import GPU_GIB
+from rlmath.config.gpus import GPUS
 from rlmath.config.help import raise_problems
 from rlmath.config.model_shape import ModelShape
 from rlmath.config.schema import Config
@@ -45,7 +45,7 @@ def planned_target(config: Config) -> Target:
     if memory.gpu is not None and memory.gpu_gib is not None:
         told = f'memory.gpu is "{memory.gpu}" and memory.gpu_gib is {memory.gpu_gib:g}; give one of the two.'
         raise_problems("this run", [f"{told} Set the other to null."])
-    gib = memory.gpu_gib if memory.gpu is None else GPU_GIB[memory.gpu]
+    gib = memory.gpu_gib if memory.gpu is None else GPUS[memory.gpu].gib
     named = None if gib is None else Target("cuda", memory.gpu or "the GPU", int(gib * GIB), False)
     if config.run.device == "cpu" or not torch.cuda.is_available():
         return named or Target("cpu", "CPU", None, local_layers=True)
@@ -65,7 +65,7 @@ def _smaller(named: Target, here: Target) -> Target:
     """The target that is told has the layers of this machine, where the run would be."""
     assert named.total_bytes is not None and here.total_bytes is not None
     if here.total_bytes < named.total_bytes:
-        told = named.name if named.name in GPU_GIB else f"memory.gpu_gib={named.total_bytes / GIB:g}"
+        told = named.name if named.name in GPUS else f"memory.gpu_gib={named.total_bytes / GIB:g}"
         return replace(here, name=f"{here.name} (smaller than {told})")
     name = f"{named.name} as told (the one that is there has {_gib(here.total_bytes)} GiB)"
     return replace(named, name=name, local_layers=here.local_layers)

@@ -11,8 +11,8 @@ from rlmath.algorithms.dynamic_sampling import Contrast
 from rlmath.algorithms.importance_sampling import CorrectionLevel
 from rlmath.algorithms.kl import KLKind
 from rlmath.algorithms.losses import LossKind, NormalisationKind
+from rlmath.config.help import all_settings
 from rlmath.config.load import load_config
-from rlmath.config.schema import RANGES, WORDS
 from rlmath.trainer.preflight.checks import algorithm_problems, harmless_algorithm_settings
 
 PATHS = ["run.output_dir=o", "model.path=m", "data.train_path=t"]
@@ -141,7 +141,7 @@ def test_settings_without_effect_are_named(overrides: list[str], told: str):
     ],
 )
 def test_the_words_of_the_settings_are_those_of_the_code(key: str, kinds: object):
-    assert WORDS[key] == typing.get_args(kinds)
+    assert all_settings()[key].words == typing.get_args(kinds)
 
 
 @pytest.mark.parametrize(
@@ -154,4 +154,4 @@ def test_the_words_of_the_settings_are_those_of_the_code(key: str, kinds: object
     ],
 )
 def test_bounds_lie_on_the_right_side_of_one(key: str, wrong: float):
-    assert not RANGES[f"algorithm.{key}"].holds(wrong)
+    assert all_settings()[f"algorithm.{key}"].problem(wrong)
