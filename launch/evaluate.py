@@ -63,11 +63,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         # Imported after the checks: a mistake is reported before vLLM is loaded.
         from rlmath.evals.runner import evaluate
 
-        process.settle()
+        process.freeze_live_objects()
         device_kind = resolve_kind(arguments.device)
         evaluate(plan, rollout, arguments.reward_workers, arguments.reward_timeout, device_kind)
         record_exit(plan.output, FINISHED, "the tables are written")
-        process.leave()
+        process.skip_collection_at_exit()
     except ValueError as error:
         log_mistake(error)
         record_exit(arguments.output, MISTAKE, str(error))

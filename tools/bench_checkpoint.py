@@ -35,7 +35,7 @@ import torch.distributed as dist
 
 from rlmath.checkpoint.directory import complete_checkpoints, wrong_contents
 from rlmath.checkpoint.load import load_checkpoint
-from rlmath.checkpoint.manager import CheckpointStore, Retention
+from rlmath.checkpoint.manager import CheckpointManager, Retention
 from rlmath.checkpoint.run_progress import Progress, read_progress
 from rlmath.config.model_shape import ModelShape
 from rlmath.config.schema import Config, OptimizerConfig, ParallelConfig
@@ -74,7 +74,7 @@ class Bench:
         start_megatron(self.mesh, self.device, seed=1, timeout_seconds=600.0)
         self.chunks, self.optimizer = _train_once(size, self.mesh, self.device)
         self.root = root
-        self.store = CheckpointStore(
+        self.store = CheckpointManager(
             root, self.chunks, self.optimizer, self.device, {}, Retention(keep_last=1, keep_models=None)
         )
         self.store.warm_up()

@@ -26,7 +26,7 @@ from rlmath.planner.coefficients import DEFAULTS, Coefficients
 from rlmath.planner.machines import CPU, machine_of
 from rlmath.planner.published import COLOCATED, LOG, TABLE, Predicted, Row, predict, recipe_file
 from rlmath.planner.report import calibration_lines, coefficient_lines, published_lines, run_data, run_lines
-from rlmath.planner.run import Asked, Place, compare_layouts, place_run, predict_run
+from rlmath.planner.run import Asked, ClusterPlacement, compare_layouts, place_run, predict_run
 from rlmath.trainer.preflight.known_models import required_shape
 from rlmath.trainer.preflight.memory_fit import planned_target
 from tools.plan_memory import MISTAKE, NOT_NEEDED
@@ -109,7 +109,9 @@ def plan(given: argparse.Namespace) -> int:
     return MISTAKE if prediction.memory_problems else 0
 
 
-def coefficients_of(given: argparse.Namespace, place: Place) -> tuple[Coefficients, list[Measured]]:
+def coefficients_of(
+    given: argparse.Namespace, place: ClusterPlacement
+) -> tuple[Coefficients, list[Measured]]:
     """Those of the kind of device, of a file, or fitted to runs, starting from either."""
     kind = place.target.kind
     start = DEFAULTS[kind] if given.coefficients is None else read_coefficients(given.coefficients, kind)

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from rlmath.checkpoint.hf.weight_map import Placed, placed_tensors, shard_shape
 from rlmath.config.model_shape import ModelShape
 from rlmath.data.batch_schedule import plan_minibatches, training_cost
-from rlmath.distributed.fault_tolerance.failure import Ending, Pulse
+from rlmath.distributed.fault_tolerance.failure import RankStatus, Shutdown
 from rlmath.distributed.fault_tolerance.heartbeat import watched
 from rlmath.distributed.mesh import Mesh
 from rlmath.rollout.weight_sync.reshard_plan import plan_cell, rank_rounds
@@ -108,16 +108,18 @@ def step_schedule(ranks: int, samples: int) -> Figures:
 def heartbeat(ranks: int) -> Figures:
     """What all hearts ask of the store in a beat, and what a rank asks once where a collective breaks."""
     home = f"{'0' * 36}/pid:[4026531836]"
-    pulse = Pulse(0, "node-0000.cluster", home, 4711, "123456789", "rollout", 31.5, 99, 999, 9999, False)
+    status = RankStatus(
+        0, "node-0000.cluster", home, 4711, "123456789", "rollout", 31.5, 99, 999, 9999, False
+    )
     store = CountingStore()
     for rank in range(ranks):
-        store.set(f"pulse/{rank}", replace(pulse, rank=rank).as_json())
+        store.set(f"status/{rank}", replace(status, rank=rank).as_json())
     store.requests.clear()
     store.bytes = 0
     seen = [len(watched(rank, ranks, NODE)) for rank in range(ranks)]
-    # A beat writes the own pulse, looks for the verdict, reads the watched ranks' pulses and adds to the progress.
-    requests, size = sum(3 + count for count in seen), len(pulse.as_json())
-    Ending("", 0, ranks).pulses(store)
+    # A beat writes the own status, looks for the failure, reads the watched ranks' statuses and adds to the progress.
+    requests, size = sum(3 + count for count in seen), len(status.as_json())
+    Shutdown("", 0, ranks).statuses(store)
     return {
         "heart_requests_a_beat": requests,
         "heart_bytes_a_beat": sum(size * (1 + count) for count in seen),
@@ -144,7 +146,7 @@ def checkpoint(ranks: int, shape: ModelShape = LARGE) -> Figures:
 
 
 def _on_stage(placed: Placed, layers: Sequence[int], stage: int) -> bool:
-    owner = {"first": 0, "last": PIPELINE - 1}.get(placed.rule.place)
+    owner = {"first": 0, "last": PIPELINE - 1}.get(placed.rule.owner)
     return placed.layer in layers if owner is None else owner == stage
 
 

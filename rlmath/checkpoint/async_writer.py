@@ -28,7 +28,7 @@ from torch import Tensor
 from rlmath.checkpoint.directory import FileEntry, file_entry
 from rlmath.distributed.device import local_world_size
 from rlmath.distributed.memory import available_bytes
-from rlmath.distributed.process import end_with_parent, settle
+from rlmath.distributed.process import end_with_parent, freeze_live_objects
 
 _ALIGNMENT = 64
 _NICENESS = 10
@@ -204,7 +204,7 @@ def main() -> None:
     end_with_parent(parent)
     os.nice(_NICENESS)
     torch.set_num_threads(1)
-    settle()
+    freeze_live_objects()
     connection = Connection(descriptor)
     with contextlib.suppress(EOFError, OSError):
         while True:

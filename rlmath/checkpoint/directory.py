@@ -30,7 +30,7 @@ MANIFEST = "manifest.json"
 SETTINGS = "config.yaml"
 PROGRESS = "progress.json"
 STATE = "state"
-COMPANIONS = "hf"
+METADATA_FILES = "hf"
 PARTIAL = ".partial"
 DAMAGED = ".damaged"
 NEEDED = (PROGRESS, SETTINGS, f"{STATE}/.metadata")
@@ -177,7 +177,7 @@ def open_partial(root: Path, step: int) -> Path:
     partial = partial_of(root, step)
     shutil.rmtree(partial, ignore_errors=True)
     (partial / STATE).mkdir(parents=True)
-    (partial / COMPANIONS).mkdir()
+    (partial / METADATA_FILES).mkdir()
     return partial
 
 

@@ -29,7 +29,7 @@ from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShard
 from megatron_patches import checkpointing
 from rlmath.checkpoint.async_writer import WriterProcess, Written, lacks_memory
 from rlmath.checkpoint.directory import (
-    COMPANIONS,
+    METADATA_FILES,
     SETTINGS,
     STATE,
     Checkpoint,
@@ -86,7 +86,7 @@ class _InFlight:
     """What the index says; None but on rank 0."""
 
 
-class CheckpointStore:
+class CheckpointManager:
     """Saves the actor of this rank. One save at a time."""
 
     def __init__(
@@ -173,7 +173,7 @@ class CheckpointStore:
             self._writer.close()
             self._writer = None
 
-    def settle(self) -> None:
+    def wait_for_removals(self) -> None:
         """Let superseded checkpoints be removed to the end, within limits: the run ends."""
         for thread in self._removals:
             thread.join(_LAST_REMOVALS_SECONDS)
@@ -227,7 +227,7 @@ class CheckpointStore:
                 write_progress(partial, progress)
                 (partial / SETTINGS).write_text(settings_yaml, encoding="utf-8")
                 for name, content in self._metadata_files.items():
-                    (partial / COMPANIONS / name).write_bytes(content)
+                    (partial / METADATA_FILES / name).write_bytes(content)
             except OSError as trouble:
                 error = f"{self._root} cannot be written: {trouble}"
         error = from_rank_zero(error)

@@ -2,7 +2,7 @@
 
 What a training program imports is 700,000 objects that stay. Looking for garbage among them, over and over while they
 come, takes a third of the time of importing them, half a second in every full collection later, and two seconds at the
-program's end. So the programs in `launch/` start with `gc.disable()`, and go on with `settle`.
+program's end. So the programs in `launch/` start with `gc.disable()`, and call `freeze_live_objects` later.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import os
 import signal
 
 
-def settle() -> None:
+def freeze_live_objects() -> None:
     """Call it when what is there will stay: no collection looks at it again. From here on garbage is collected, also
     where it was not before. May be called again, when more has come."""
     gc.collect()
@@ -21,7 +21,7 @@ def settle() -> None:
     gc.enable()
 
 
-def leave() -> None:
+def skip_collection_at_exit() -> None:
     """Call it last: what is there goes with the process, the interpreter need not look through it."""
     gc.freeze()
 

@@ -40,7 +40,7 @@ def hosts_text(hosts: Sequence[str]) -> str:
 
 
 @dataclass(frozen=True)
-class Place:
+class RankInfo:
     """Where a rank is."""
 
     rank: int
@@ -64,17 +64,17 @@ class Place:
         return f"rank {self.rank} on {self.host}"
 
 
-def my_place() -> Place:
+def this_rank() -> RankInfo:
     """As the launcher's environment says. Without one this is the only rank."""
     rank, world_size = environment_rank(), environment_world_size()
     per_node = local_world_size() or world_size
     node = int(os.environ.get("GROUP_RANK", rank // per_node))
     local_rank = int(os.environ.get("LOCAL_RANK", rank % per_node))
-    return Place(rank, world_size, node, local_rank, per_node, socket.gethostname(), os.getpid())
+    return RankInfo(rank, world_size, node, local_rank, per_node, socket.gethostname(), os.getpid())
 
 
 @dataclass(frozen=True)
-class Word:
+class RankReport:
     """What a rank has to say at a roll call."""
 
     host: str
@@ -88,7 +88,7 @@ class Word:
 
 
 @dataclass(frozen=True)
-class Decision:
+class RendezvousResult:
     """What rank 0 makes of a roll call."""
 
     error: str | None = None
@@ -96,7 +96,7 @@ class Decision:
     """The user can put it right: a ValueError; else something failed."""
 
 
-def problems_text(problems: Mapping[int, str], said: Mapping[int, Word]) -> str:
+def problems_text(problems: Mapping[int, str], said: Mapping[int, RankReport]) -> str:
     """What ranks found wrong, each problem once with the ranks that have it; as it stands where all have it."""
     ranks_of: dict[str, list[int]] = {}
     for rank, problem in sorted(problems.items()):

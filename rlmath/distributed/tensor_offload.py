@@ -28,8 +28,8 @@ speed."""
 
 
 @dataclass(frozen=True)
-class Moved:
-    """What one `leave` or `come_back` did."""
+class OffloadStats:
+    """What one `offload` or `onload` did."""
 
     name: str
     bytes: int
@@ -39,7 +39,7 @@ class Moved:
 
 
 @dataclass(frozen=True)
-class _Gone:
+class _HostCopy:
     """A storage that is complete on the host, from `offset` on (bytes), or given up."""
 
     storage: UntypedStorage
@@ -87,8 +87,8 @@ class StorageSet:
 
     The memory goes back to torch's allocator; `torch.cuda.empty_cache` gives it to others on the device.
 
-    After an error in `leave` or `come_back`, for example for want of memory, each storage is complete here or complete
-    on the host, and `come_back` may be called as often as needed.
+    After an error in `offload` or `onload`, for example for want of memory, each storage is complete here or complete
+    on the host, and `onload` may be called as often as needed.
     """
 
     def __init__(
@@ -100,13 +100,13 @@ class StorageSet:
         self._device = device
         self._exclude = exclude
         self._host = HostMemory(pinned=device.kind == "cuda")
-        self._gone: list[_Gone] = []
-        self._away = False
+        self._copies: list[_HostCopy] = []
+        self._offloaded = False
 
     @property
-    def away(self) -> bool:
-        """From the start of `leave`, even one that fails, to the end of a `come_back` that succeeds."""
-        return self._away
+    def offloaded(self) -> bool:
+        """From the start of `offload`, even one that fails, to the end of a `onload` that succeeds."""
+        return self._offloaded
 
     @property
     def nbytes(self) -> int:
@@ -123,31 +123,31 @@ class StorageSet:
         """Host memory that is reserved for the set now (bytes)."""
         return self._host.nbytes
 
-    def leave(self) -> Moved:
+    def offload(self) -> OffloadStats:
         """Give the storages' memory up, after their content is on the host where it is kept."""
-        assert not self._away, f"{self.name} leaves twice"
-        self._away = True
+        assert not self._offloaded, f"{self.name} leaves twice"
+        self._offloaded = True
         start = self._finish_device_work()
         leaving = self._laid_out()
         if self._keep:
             self._copy_to_host(leaving)
-        for gone in leaving:
-            self._gone.append(gone)
-            gone.storage.resize_(0)
-        return Moved(self.name, sum(gone.size for gone in leaving), time.perf_counter() - start)
+        for copy in leaving:
+            self._copies.append(copy)
+            copy.storage.resize_(0)
+        return OffloadStats(self.name, sum(copy.size for copy in leaving), time.perf_counter() - start)
 
-    def come_back(self) -> Moved:
+    def onload(self) -> OffloadStats:
         """Take the memory again and fill it with the content, or with zeros."""
-        assert self._away, f"{self.name} comes back but is not away"
+        assert self._offloaded, f"{self.name} comes back but is not away"
         start = self._finish_device_work()
-        for gone in self._gone:
-            if gone.storage.nbytes() != gone.size:
-                gone.storage.resize_(gone.size)
-            self._fill(gone)
+        for copy in self._copies:
+            if copy.storage.nbytes() != copy.size:
+                copy.storage.resize_(copy.size)
+            self._fill(copy)
         end = self._finish_device_work()
-        moved = Moved(self.name, sum(gone.size for gone in self._gone), end - start)
-        self._gone.clear()
-        self._away = False
+        moved = OffloadStats(self.name, sum(copy.size for copy in self._copies), end - start)
+        self._copies.clear()
+        self._offloaded = False
         if self._device.kind == "cpu":
             self._host.release()
         return moved
@@ -161,33 +161,33 @@ class StorageSet:
                 found[storage._cdata] = storage
         return list(found.values())
 
-    def _laid_out(self) -> list[_Gone]:
+    def _laid_out(self) -> list[_HostCopy]:
         """The storages, one behind the other in host memory."""
         laid_out, offset = [], 0
         for storage in self._storages():
-            laid_out.append(_Gone(storage, storage.nbytes(), offset))
+            laid_out.append(_HostCopy(storage, storage.nbytes(), offset))
             offset += -(-storage.nbytes() // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
         return laid_out
 
-    def _copy_to_host(self, leaving: list[_Gone]) -> None:
+    def _copy_to_host(self, leaving: list[_HostCopy]) -> None:
         if leaving:
             self._host.reserve(leaving[-1].offset + leaving[-1].size)
-        for gone in leaving:
-            for ours, hosts in self._paired(gone):
+        for copy in leaving:
+            for ours, hosts in self._paired(copy):
                 hosts.copy_(ours, non_blocking=True)
         self._finish_device_work()
 
-    def _fill(self, gone: _Gone) -> None:
+    def _fill(self, copy: _HostCopy) -> None:
         if not self._keep:
-            _bytes_of(gone.storage).zero_()
+            _bytes_of(copy.storage).zero_()
             return
-        for ours, hosts in self._paired(gone):
+        for ours, hosts in self._paired(copy):
             ours.copy_(hosts, non_blocking=True)
 
-    def _paired(self, gone: _Gone) -> Iterator[tuple[Tensor, Tensor]]:
+    def _paired(self, copy: _HostCopy) -> Iterator[tuple[Tensor, Tensor]]:
         """Pieces of a storage, each with its place on the host."""
-        content, start = _bytes_of(gone.storage), 0
-        for piece in self._host.pieces(gone.offset, gone.size):
+        content, start = _bytes_of(copy.storage), 0
+        for piece in self._host.pieces(copy.offset, copy.size):
             yield content[start : start + piece.numel()], piece
             start += piece.numel()
 

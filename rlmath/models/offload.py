@@ -18,7 +18,7 @@ from torch import Tensor
 
 from rlmath.config.schema import MemoryConfig
 from rlmath.distributed.device import Device
-from rlmath.distributed.tensor_offload import Moved, StorageSet
+from rlmath.distributed.tensor_offload import OffloadStats, StorageSet
 from rlmath.models.build import Actor
 from rlmath.models.forward_backward import ForwardBackward
 
@@ -38,9 +38,9 @@ class OffloadSets:
         return tuple(self._sets)
 
     @property
-    def away(self) -> tuple[str, ...]:
+    def offloaded(self) -> tuple[str, ...]:
         """Of those that are away now, or that failed to leave or to come back."""
-        return tuple(name for name, one in self._sets.items() if one.away)
+        return tuple(name for name, one in self._sets.items() if one.offloaded)
 
     @property
     def nbytes(self) -> dict[str, int]:
@@ -52,24 +52,24 @@ class OffloadSets:
         """What each set frees of the rank's memory when it leaves now (bytes)."""
         return {name: one.freed_bytes for name, one in self._sets.items()}
 
-    def leave(self, *names: SetName) -> list[Moved]:
-        """Let the sets leave, in this order. A reference that `reference_here` has sent away stays away."""
-        leaving = [one for one in self._of(names) if not (one.name == "reference" and one.away)]
-        return [one.leave() for one in leaving]
+    def offload(self, *names: SetName) -> list[OffloadStats]:
+        """Let the sets leave, in this order. A reference that `reference_on_device` has sent away stays away."""
+        leaving = [one for one in self._of(names) if not (one.name == "reference" and one.offloaded)]
+        return [one.offload() for one in leaving]
 
-    def come_back(self, *names: SetName) -> list[Moved]:
+    def onload(self, *names: SetName) -> list[OffloadStats]:
         """Let the sets come back, in this order."""
-        return [one.come_back() for one in self._of(names)]
+        return [one.onload() for one in self._of(names)]
 
     @contextmanager
-    def reference_here(self) -> Iterator[list[Moved]]:
+    def reference_on_device(self) -> Iterator[list[OffloadStats]]:
         """The reference is on the device inside, and away afterwards. The list has its way here and, once outside,
         its way back."""
-        moved = self.come_back("reference") if "reference" in self.away else []
+        moved = self.onload("reference") if "reference" in self.offloaded else []
         try:
             yield moved
         finally:
-            moved += self.leave("reference")
+            moved += self.offload("reference")
 
     def _of(self, names: Sequence[SetName]) -> list[StorageSet]:
         unknown = set(names) - {"gradients", "optimizer", "parameters", "reference"}

@@ -38,7 +38,7 @@ class Asked:
 
 
 @dataclass(frozen=True)
-class Place:
+class ClusterPlacement:
     """A run that has passed all checks but that of memory, and where it is to be."""
 
     config: Config
@@ -52,7 +52,7 @@ class Place:
 class RunPrediction:
     """What a run would take."""
 
-    place: Place
+    place: ClusterPlacement
     stages: tuple[tuple[LengthStage, StepPlan], ...]
     memory_problems: tuple[str, ...]
     steps_per_epoch: int | None
@@ -71,7 +71,7 @@ class RunPrediction:
         return None if per_epoch is None else planned_steps(config, per_epoch)
 
 
-def place_run(config: Config, asked: Asked) -> Place:
+def place_run(config: Config, asked: Asked) -> ClusterPlacement:
     """Model, device and cluster of a run; ValueError that lists what keeps it from having this layout there."""
     config = on_gpu(config, asked.gpu)
     raise_problems("this run", value_problems(config))
@@ -83,11 +83,11 @@ def place_run(config: Config, asked: Asked) -> Place:
         config = replace(config, parallel=replace(config.parallel, data=None))
     cluster = cluster_of(machine, ranks_or_least(config, None), asked.nodes, asked.ranks_per_node)
     raise_problems("this run", problems_of(config, shape, cluster))
-    return Place(config, shape, note, target, cluster)
+    return ClusterPlacement(config, shape, note, target, cluster)
 
 
 def predict_run(
-    place: Place, asked: Asked, coefficients: Coefficients, runs: Sequence[Measured] = ()
+    place: ClusterPlacement, asked: Asked, coefficients: Coefficients, runs: Sequence[Measured] = ()
 ) -> RunPrediction:
     """`runs` are those that the coefficients were calibrated with: completions are as long as theirs where the limit
     is the same and nothing else is said."""
@@ -103,7 +103,11 @@ def predict_run(
 
 
 def step_of(
-    place: Place, config: Config, asked: Asked, coefficients: Coefficients, runs: Sequence[Measured] = ()
+    place: ClusterPlacement,
+    config: Config,
+    asked: Asked,
+    coefficients: Coefficients,
+    runs: Sequence[Measured] = (),
 ) -> StepPlan:
     """A step with the settings of one stage."""
     batch = planned_batch(config, asked, runs)

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 from rlmath.distributed.collectives import gather_objects
 from rlmath.distributed.device import Device, device_bytes, release_cached
 from rlmath.distributed.phase_timers import PhaseTimers
-from rlmath.distributed.tensor_offload import Moved
+from rlmath.distributed.tensor_offload import OffloadStats
 from rlmath.rollout.engine import Engine
 from rlmath.rollout.memory_monitor import MemoryMonitor
 
@@ -29,14 +29,14 @@ class TrainingMemory(Protocol):
     """What of the training side can leave the device, by name (`policy.offload.OffloadSets`)."""
 
     @property
-    def away(self) -> tuple[str, ...]: ...
+    def offloaded(self) -> tuple[str, ...]: ...
 
     @property
     def freed_bytes(self) -> dict[str, int]: ...
 
-    def leave(self, *names: Any) -> list[Moved]: ...
+    def offload(self, *names: Any) -> list[OffloadStats]: ...
 
-    def come_back(self, *names: Any) -> list[Moved]: ...
+    def onload(self, *names: Any) -> list[OffloadStats]: ...
 
 
 class MemorySwitch:
@@ -60,8 +60,8 @@ class MemorySwitch:
         self._device = device
         self.broken = False
         """After a failure inside of a cycle: nothing is generated any more."""
-        self._left: list[Moved] = []
-        self._came_back: list[Moved] = []
+        self._offloaded: list[OffloadStats] = []
+        self._onloaded: list[OffloadStats] = []
 
     @contextmanager
     def generating(self, version: int, step: int) -> Iterator[None]:
@@ -92,10 +92,10 @@ class MemorySwitch:
         """What this rank held after each phase of the last cycle (GiB); by set that left the device, how much that was
         (GiB) and how long its way there and back took (seconds)."""
         metrics = {f"memory/after_{phase}_gib": held / 2**30 for phase, held in self._monitor.held.items()}
-        for moved in self._left:
+        for moved in self._offloaded:
             metrics[f"memory/offloaded/{moved.name}_gib"] = moved.bytes / 2**30
             metrics[f"seconds/offload/{moved.name}"] = moved.seconds
-        for moved in self._came_back:
+        for moved in self._onloaded:
             metrics[f"seconds/offload/{moved.name}"] += moved.seconds
         return metrics
 
@@ -106,14 +106,14 @@ class MemorySwitch:
         )
         self._monitor.start_cycle(device_bytes(self._device), planned)
         with self._phase("offload"):
-            self._left = self._training.leave("gradients", "optimizer", "reference")
+            self._offloaded = self._training.offload("gradients", "optimizer", "reference")
         with self._phase("wake"):
             self._engine.memory.wake_weights()
         with self._phase("sync"):
             self._sync(step)
             self._engine.set_weight_version(version)
         with self._phase("wake_kv_cache"):
-            self._left += self._training.leave("parameters")
+            self._offloaded += self._training.offload("parameters")
             release_cached(self._device)
             self._engine.memory.wake_kv_cache()
 
@@ -121,11 +121,11 @@ class MemorySwitch:
         with self._phase("sleep"):
             self._engine.memory.sleep()
         with self._phase("restore"):
-            self._came_back = self._training.come_back(*self._returning())
+            self._onloaded = self._training.onload(*self._to_onload())
 
-    def _returning(self) -> list[str]:
+    def _to_onload(self) -> list[str]:
         """What is away and has to be back for training; the reference comes when it computes."""
-        return [name for name in ("parameters", "optimizer", "gradients") if name in self._training.away]
+        return [name for name in ("parameters", "optimizer", "gradients") if name in self._training.offloaded]
 
     @contextmanager
     def _phase(self, name: str) -> Iterator[None]:
@@ -140,8 +140,8 @@ class MemorySwitch:
             ("put the engine to sleep", self._engine.memory.collapse)
         ]
         steps += [
-            (f"bring the {name} back", lambda name=name: self._training.come_back(name))
-            for name in self._returning()
+            (f"bring the {name} back", lambda name=name: self._training.onload(name))
+            for name in self._to_onload()
         ]
         for action, step in steps:
             try:

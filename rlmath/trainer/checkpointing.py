@@ -13,7 +13,7 @@ from torch import Tensor
 
 from rlmath.checkpoint.directory import CHECKPOINTS
 from rlmath.checkpoint.hf.weights import read_metadata_files, write_hf_folder
-from rlmath.checkpoint.manager import CheckpointStore, Retention, Saved
+from rlmath.checkpoint.manager import CheckpointManager, Retention, Saved
 from rlmath.checkpoint.run_progress import Progress
 from rlmath.config.length_curriculum import has_length_stages, length_stages
 from rlmath.config.load import config_as_yaml
@@ -43,7 +43,7 @@ class Checkpointer:
         points, models = points_of(config.save), models_of(config.save)
         self._trainer = trainer
         self._metadata_files = read_metadata_files(config.model.path)
-        self._store = CheckpointStore(
+        self._store = CheckpointManager(
             Path(config.run.output_dir) / CHECKPOINTS,
             actor.chunks,
             actor.learner.optimizer,
@@ -85,7 +85,7 @@ class Checkpointer:
             if agreed["kept"] and self._trainer.config.save.export_hf:
                 self._export_kept(step)
             if ends:
-                self._store.settle()
+                self._store.wait_for_removals()
         self.seconds = time.perf_counter() - started
         return reason
 
@@ -98,7 +98,7 @@ class Checkpointer:
                 self._start(step, kept=False)
             if self._store.busy:
                 self._finish()
-            self._store.settle()
+            self._store.wait_for_removals()
 
     def asked_to_stop(self) -> str | None:
         """What asked any rank to stop, before there is anything to save."""

@@ -312,7 +312,7 @@ class PolicyUpdater:
             with timed("logprobs"):
                 old = self.actor.forward_backward.logprobs(batches)
         if self.reference is not None:
-            with timed("reference"), self.offload.reference_here():
+            with timed("reference"), self.offload.reference_on_device():
                 reference = self.reference.logprobs(batches)
         if self.penalty is not None:
             assert reference is not None

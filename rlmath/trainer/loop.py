@@ -43,12 +43,12 @@ from rlmath.distributed.fault_tolerance.exit_codes import (
 )
 from rlmath.distributed.fault_tolerance.heartbeat import Heartbeat
 from rlmath.distributed.fault_tolerance.preemption import StopRequest
-from rlmath.distributed.fault_tolerance.stragglers import SlowRanks
+from rlmath.distributed.fault_tolerance.stragglers import StragglerDetector
 from rlmath.distributed.fault_tolerance.torchrun import launcher_advice
 from rlmath.distributed.mesh import Mesh
 from rlmath.distributed.phase_timers import PhaseTimers
 from rlmath.distributed.process import outlive_parent
-from rlmath.distributed.ranks import Decision, Word, hosts_text
+from rlmath.distributed.ranks import RankReport, RendezvousResult, hosts_text
 from rlmath.distributed.rendezvous import Rendezvous
 from rlmath.distributed.versions import library_versions
 from rlmath.models.build import Actor
@@ -156,19 +156,19 @@ def run_training(
         outlive_parent()
         stack.push(_log_error)
         compare_clocks()
-        heartbeat.entered("check checkpoint")
-        resumed = choose_checkpoint(prepared.recovery, heartbeat.progress)
+        heartbeat.enter_phase("check checkpoint")
+        resumed = choose_checkpoint(prepared.recovery, heartbeat.report_progress)
         claim_folder(prepared, mesh, resumed)
         trainer = trainer_class(
             prepared,
             mesh,
             device,
-            on_phase=heartbeat.entered,
-            on_progress=heartbeat.progress,
+            on_phase=heartbeat.enter_phase,
+            on_progress=heartbeat.report_progress,
             workers=workers,
         )
-        process.settle()
-        checkpointer = Checkpointer(trainer, prepared.origin, stop, heartbeat.progress)
+        process.freeze_live_objects()
+        checkpointer = Checkpointer(trainer, prepared.origin, stop, heartbeat.report_progress)
         stack.callback(checkpointer.close)
         progress = restore(trainer, resumed, heartbeat)
         status = _train(trainer, prepared, progress, checkpointer, heartbeat, stop, started)
@@ -195,7 +195,7 @@ def _train(
     if reason is not None and steps_done < total_steps:
         return stop_early(trainer, checkpointer, steps_done, reason, stop)
     checkpointer.export_length_stage(steps_done, even_if_there=False)
-    heartbeat.entered("first step")
+    heartbeat.enter_phase("first step")
     trainer.begin(progress, checkpointer)
     reporter = None
     if mesh.rank == 0:
@@ -204,7 +204,7 @@ def _train(
         before = trainer.evaluate_before_training()
         if reporter is not None:
             reporter.before_training(before)
-    stragglers = SlowRanks(mesh)
+    stragglers = StragglerDetector(mesh)
     for number in range(steps_done, total_steps):
         heartbeat.step = number + 1
         record = trainer.step(number)
@@ -240,9 +240,12 @@ def group_store(rendezvous: Rendezvous | None, config: Config) -> dist.Store | N
     process group would wait for them in silence."""
     if rendezvous is None:
         return None
-    run, place = config.run, rendezvous.place
-    rendezvous.roll_call(
-        "group", Word(place.host, place.node), run.start_timeout_seconds, lambda said: Decision()
+    run, place = config.run, rendezvous.rank_info
+    rendezvous.sync(
+        "group",
+        RankReport(place.host, place.node),
+        run.start_timeout_seconds,
+        lambda said: RendezvousResult(),
     )
     return rendezvous.group_store(run.distributed_timeout_seconds)
 
@@ -282,7 +285,7 @@ def restore(trainer: Trainer, resumed: CheckpointToResume | None, heartbeat: Hea
     if resumed is None:
         return None
     checkpoint, progress = resumed
-    heartbeat.entered("load checkpoint")
+    heartbeat.enter_phase("load checkpoint")
     actor = trainer.actor
     load_checkpoint(actor.chunks, actor.learner.optimizer, trainer.device, checkpoint, progress)
     actor.learner.restore_schedule(progress.updates)

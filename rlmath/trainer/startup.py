@@ -47,8 +47,8 @@ from rlmath.distributed.fault_tolerance.failure import first_line
 from rlmath.distributed.fault_tolerance.torchrun import under_torchrun
 from rlmath.distributed.network import GLOO_INTERFACE, Route, prefer, route_to
 from rlmath.distributed.process import end_with_parent
-from rlmath.distributed.ranks import Decision, Place, Word, hosts_text, my_place, ranks_text
-from rlmath.distributed.rendezvous import NotAllHere, Rendezvous, open_rendezvous
+from rlmath.distributed.ranks import RankInfo, RankReport, RendezvousResult, hosts_text, ranks_text, this_rank
+from rlmath.distributed.rendezvous import MissingRanksError, Rendezvous, open_rendezvous
 from rlmath.distributed.versions import code_hash, library_versions
 from rlmath.trainer.preflight import sft as sft_preflight
 from rlmath.trainer.preflight.checks import check_config, config_warnings
@@ -150,12 +150,12 @@ def start(
                 if environment_rank() == 0:
                     prepared = _take_folder(prepared, stack)
             except (ValueError, OSError) as error:
-                if rendezvous is not None and rendezvous.place.several_nodes:
+                if rendezvous is not None and rendezvous.rank_info.several_nodes:
                     _report_to_all_nodes(rendezvous, error, _patience(config))
                 raise
             if rendezvous is not None:
                 meet(rendezvous, facts_of(prepared), _patience(config))
-        except (ValueError, NotAllHere) as error:
+        except (ValueError, MissingRanksError) as error:
             status = MISTAKE if isinstance(error, ValueError) else FAILURE
             log_mistake(error)
             stack.close()
@@ -169,13 +169,13 @@ def start(
             from rlmath.trainer.loop import run_training
 
             trainer_class = load_trainer()
-            process.settle()
+            process.freeze_live_objects()
             status = run_training(trainer_class, prepared, rendezvous)
-            process.leave()
+            process.skip_collection_at_exit()
             return status
         except BaseException as error:
             if rendezvous is not None:
-                rendezvous.tell_failure(first_line(error))
+                rendezvous.report_failure(first_line(error))
             end_broken()
 
 
@@ -191,8 +191,8 @@ def _take_folder(prepared: PreparedRun[Any], stack: ExitStack) -> PreparedRun[An
 def _report_to_all_nodes(rendezvous: Rendezvous, mistake: ValueError | OSError, seconds: float) -> None:
     try:
         meet_with_mistake(rendezvous, mistake, seconds)
-    except NotAllHere as lost:
-        raise NotAllHere(f"{mistake}\nThe other ranks could not be reached: {lost}") from mistake
+    except MissingRanksError as lost:
+        raise MissingRanksError(f"{mistake}\nThe other ranks could not be reached: {lost}") from mistake
 
 
 def _patience(config: Config | None) -> float:
@@ -234,27 +234,27 @@ def end_broken() -> NoReturn:
 
 def meet_with_mistake(rendezvous: Rendezvous, mistake: ValueError | OSError, seconds: float) -> None:
     """Report what only this node may see. Raises ValueError with what all ranks found."""
-    word = Word(rendezvous.place.host, rendezvous.place.node, problem=str(mistake))
-    rendezvous.roll_call("start", word, seconds, _compare_nodes)
+    word = RankReport(rendezvous.rank_info.host, rendezvous.rank_info.node, problem=str(mistake))
+    rendezvous.sync("start", word, seconds, _compare_nodes)
 
 
 def meet(rendezvous: Rendezvous, facts: Mapping[str, str], seconds: float) -> None:
     """Come together before anything is started. ValueError, on all ranks, where any rank found a mistake or nodes
-    differ; NotAllHere where ranks are missing after `seconds`."""
+    differ; MissingRanksError where ranks are missing after `seconds`."""
     route = None
-    if rendezvous.place.several_nodes:
+    if rendezvous.rank_info.several_nodes:
         route = route_to(os.environ["MASTER_ADDR"])
         prefer(route)
-    rendezvous.roll_call("start", _word(rendezvous.place, facts, route), seconds, _compare_nodes)
+    rendezvous.sync("start", _word(rendezvous.rank_info, facts, route), seconds, _compare_nodes)
 
 
-def _word(place: Place, facts: Mapping[str, str], route: Route | None) -> Word:
+def _word(place: RankInfo, facts: Mapping[str, str], route: Route | None) -> RankReport:
     if not place.is_node_leader:
-        return Word(place.host, place.node)
+        return RankReport(place.host, place.node)
     address = "" if route is None else str(route)
     if route is not None and os.environ.get(GLOO_INTERFACE, route.interface) != route.interface:
         address += f", gloo over {os.environ[GLOO_INTERFACE]}"
-    return Word(place.host, place.node, facts=facts, address=address)
+    return RankReport(place.host, place.node, facts=facts, address=address)
 
 
 def facts_of(prepared: PreparedRun[Any]) -> dict[str, str]:
@@ -281,21 +281,21 @@ def _settings(config: Config) -> dict[str, str]:
 # ---------------------------------------------------------------- what rank 0 compares
 
 
-def _compare_nodes(said: Mapping[int, Word]) -> Decision:
+def _compare_nodes(said: Mapping[int, RankReport]) -> RendezvousResult:
     nodes = {label: word for label, word in labelled(said).items() if word.facts}
     problems = list(differences({label: word.facts for label, word in nodes.items()}))
     problems += list(_lonely_loopbacks(nodes))
     if problems:
         text = "\n".join(f"  {problem}" for problem in problems)
-        return Decision(f"The nodes are not alike, and they must be:\n{text}", is_mistake=True)
+        return RendezvousResult(f"The nodes are not alike, and they must be:\n{text}", is_mistake=True)
     for line in node_lines(said):
         logger.info("%s", line)
-    return Decision()
+    return RendezvousResult()
 
 
-def labelled(said: Mapping[int, Word]) -> dict[str, Word]:
+def labelled(said: Mapping[int, RankReport]) -> dict[str, RankReport]:
     """One word of each node, by its host's name; with its number where several nodes have one name."""
-    first: dict[int, Word] = {}
+    first: dict[int, RankReport] = {}
     for _, word in sorted(said.items()):
         first.setdefault(word.node, word)
     hosts = [word.host for word in first.values()]
@@ -322,7 +322,7 @@ def differences(facts_of_node: Mapping[str, Mapping[str, str]]) -> Iterator[str]
             yield f"{name}: {'; '.join(parts[:MOST_NODES_NAMED])}"
 
 
-def _lonely_loopbacks(nodes: Mapping[str, Word]) -> Iterator[str]:
+def _lonely_loopbacks(nodes: Mapping[str, RankReport]) -> Iterator[str]:
     """Nodes that think they reach the first one within themselves, while others come from outside."""
     inside = [node for node, word in nodes.items() if word.address.startswith(("127.", "::1"))]
     if inside and len(inside) < len(nodes) and any("gloo over" not in nodes[node].address for node in inside):
@@ -333,7 +333,7 @@ def _lonely_loopbacks(nodes: Mapping[str, Word]) -> Iterator[str]:
         )
 
 
-def node_lines(said: Mapping[int, Word]) -> list[str]:
+def node_lines(said: Mapping[int, RankReport]) -> list[str]:
     """Which ranks are where, by which address: a line for each of the first nodes; none where there is only one."""
     ranks_on: dict[int, list[int]] = {}
     for rank, word in sorted(said.items()):
@@ -351,7 +351,7 @@ def node_lines(said: Mapping[int, Word]) -> list[str]:
 # ---------------------------------------------------------------- clocks
 def compare_clocks() -> None:
     """Warn, on rank 0, of nodes whose clocks differ. A collective, once at the start of a run on several nodes."""
-    place = my_place()
+    place = this_rank()
     if not place.several_nodes:
         return
     dist.barrier()

@@ -111,7 +111,7 @@ def test_the_safe_reader_refuses_what_would_run(saved: Path, tmp_path: Path):
 )
 @pytest.mark.parametrize("protocol", [2, 4])
 def test_a_call_is_refused_by_its_name_and_not_made(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: _Call, told: str, protocol: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: Call, told: str, protocol: int
 ):
     monkeypatch.chdir(tmp_path)
     metadata = honest(tmp_path)

@@ -109,7 +109,7 @@ def test_the_table_names_every_tensor_of_transformers_and_no_other(architecture:
 
 
 def test_tensors_are_streamed_from_the_embedding_to_the_head():
-    places = [(placed.rule.place, placed.layer) for placed in placed_tensors(shape_of(config_of()))]
+    places = [(placed.rule.owner, placed.layer) for placed in placed_tensors(shape_of(config_of()))]
     layers = [("layer", layer) for layer in (0, 1) for _ in range(7)]
     assert places == [("first", None), *layers, ("last", None), ("last", None)]
 

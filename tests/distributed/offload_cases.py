@@ -84,9 +84,9 @@ def around_an_offload(stage: Stage, samples: list[Sample]) -> dict[str, Any]:
     stage.actor.learner.learn(batches, None, None)
 
     before, here, dirty = state_of(stage), measured(stage), gradients_not_zero(stage)
-    left = sets.leave("gradients", "optimizer", "reference", "parameters")
+    left = sets.offload("gradients", "optimizer", "reference", "parameters")
     away = measured(stage)
-    back = sets.come_back("parameters", "optimizer", "gradients")
+    back = sets.onload("parameters", "optimizer", "gradients")
     after, again = state_of(stage), measured(stage)
 
     dirty += gradients_not_zero(stage)
@@ -111,8 +111,8 @@ def around_an_offload(stage: Stage, samples: list[Sample]) -> dict[str, Any]:
 
 
 def round_trip(sets: Any) -> None:
-    sets.leave("gradients", "optimizer", "parameters")
-    sets.come_back("parameters", "optimizer", "gradients")
+    sets.offload("gradients", "optimizer", "parameters")
+    sets.onload("parameters", "optimizer", "gradients")
 
 
 def on_cpu(state: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -183,15 +183,15 @@ def reference_in_and_out(folder: Path, case: Case, samples: list[Sample], offloa
     def held() -> int:
         return storage_bytes(stage, parameters_of(reference.chunks))
 
-    report: dict[str, Any] = {"here": held(), "left": [moved.bytes for moved in sets.leave("reference")]}
+    report: dict[str, Any] = {"here": held(), "left": [moved.bytes for moved in sets.offload("reference")]}
     report["away"] = held()
     ways, got = [], []
     for _ in range(2):
-        with sets.reference_here() as moved:
+        with sets.reference_on_device() as moved:
             report["inside"] = held()
             got = [found.logprobs_T for found in reference.logprobs(batches)]
         ways.append([(one.name, one.bytes) for one in moved])
-        report["passed over"] = sets.leave("reference")
+        report["passed over"] = sets.offload("reference")
     same = all(torch.equal(one, other) for one, other in zip(got, wanted, strict=True))
     elements = sum(p.numel() for p in itertools.chain(*(c.parameters() for c in reference.chunks)))
     return report | {"outside": held(), "ways": ways, "same": same, "elements": elements}
@@ -206,10 +206,10 @@ def reference_after_an_error(folder: Path, case: Case) -> tuple[str, ...]:
     reference = build_reference(stage.config, stage.shape, stage.mesh, stage.device, (1,))
     sets = training_sets(stage.actor, reference, EVERYTHING, stage.device)
     try:
-        with sets.reference_here():
+        with sets.reference_on_device():
             raise KeyError("a failure inside")
     except KeyError:
-        return sets.away
+        return sets.offloaded
 
 
 def sets_of(folder: Path, case: Case, settings: MemoryConfig) -> tuple[tuple[str, ...], dict[str, int]]:
@@ -218,9 +218,9 @@ def sets_of(folder: Path, case: Case, settings: MemoryConfig) -> tuple[tuple[str
 
     stage = build(folder, case)
     sets = training_sets(stage.actor, None, settings, stage.device)
-    sets.leave("gradients", "optimizer", "reference", "parameters")
+    sets.offload("gradients", "optimizer", "reference", "parameters")
     held = measured(stage)
-    sets.come_back("parameters", "optimizer", "gradients")
+    sets.onload("parameters", "optimizer", "gradients")
     return sets.names, held
 
 
@@ -235,18 +235,18 @@ def give_up_on_one_parameter(folder: Path, case: Case, samples: list[Sample]) ->
     borrowed = parameters[len(parameters) // 2]
     borrowed.data = torch.from_numpy(borrowed.detach().numpy().copy())
     before, error = state_of(stage), ""
-    sets.leave("gradients", "optimizer")
+    sets.offload("gradients", "optimizer")
     try:
-        sets.leave("parameters")
+        sets.offload("parameters")
     except RuntimeError as failure:
         error = str(failure)
-    away, held = sets.away, measured(stage)["parameters"]
-    sets.come_back(*away)
+    away, held = sets.offloaded, measured(stage)["parameters"]
+    sets.onload(*away)
     after = state_of(stage)
     return {
         "error": error,
         "away": away,
         "some had left": held < sum(parameter.nbytes for parameter in parameters),
         "same": all(torch.equal(before[name], after[name]) for name in before),
-        "away at the end": sets.away,
+        "away at the end": sets.offloaded,
     }

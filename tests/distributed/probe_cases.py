@@ -324,7 +324,7 @@ def cycles(folder: Path, case: Case, count: int, threshold: float) -> list[dict[
     switch = rig.switch(sync_and_listen)
     for number in range(count):
         with switch.generating(number + 1, step=number):
-            away = rig.sets.away
+            away = rig.sets.offloaded
             probed = sync.probe_engine()
             left = left_behind(rig.engine)
             generated = rig.generate(number)

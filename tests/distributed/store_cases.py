@@ -37,11 +37,11 @@ def progress(step: int, updates: int, world_size: int) -> Any:
 
 
 def open_store(stage: Stage, root: Path, keep_last: int = 2) -> Any:
-    from rlmath.checkpoint.manager import CheckpointStore, Retention
+    from rlmath.checkpoint.manager import CheckpointManager, Retention
 
     metadata_files = {"config.json": b"{}"}
     optimizer = stage.actor.learner.optimizer
-    return CheckpointStore(
+    return CheckpointManager(
         root, stage.actor.chunks, optimizer, stage.device, metadata_files, Retention(keep_last, None)
     )
 

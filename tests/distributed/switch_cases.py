@@ -92,7 +92,7 @@ class Rig:
 
     def look(self) -> dict[str, Any]:
         return {
-            "away": self.sets.away,
+            "away": self.sets.offloaded,
             "engine": self.engine.memory.state,
             "training bytes": measured(self.stage),
             "engine bytes": self.engine_bytes(),
@@ -146,18 +146,18 @@ class FailsOnce:
         self.leave = sets.leave
 
     @property
-    def away(self) -> tuple[str, ...]:
-        return self._sets.away
+    def offloaded(self) -> tuple[str, ...]:
+        return self._sets.offloaded
 
     @property
     def freed_bytes(self) -> dict[str, int]:
         return self._sets.freed_bytes
 
-    def come_back(self, *names: str) -> Any:
+    def onload(self, *names: str) -> Any:
         if self._failed:
-            return self._sets.come_back(*names)
+            return self._sets.onload(*names)
         self._failed = True
-        self._sets.come_back(names[0])
+        self._sets.onload(names[0])
         raise Trouble("no memory to come back to")
 
 

@@ -18,14 +18,14 @@ class Ring:
 
 stays = Ring()
 Ring()
-process.settle()
+process.freeze_live_objects()
 assert gc.isenabled() and Ring.ends == 1, "what was garbage before is collected"
 assert not any(one is stays for one in gc.get_objects()), "what stays is not looked at again"
 Ring()
 gc.collect()
 assert Ring.ends == 2, "what became garbage later is collected"
 later = Ring()
-process.leave()
+process.skip_collection_at_exit()
 assert not any(one is later for one in gc.get_objects())
 print("well")
 """

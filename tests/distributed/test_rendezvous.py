@@ -10,8 +10,8 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
-from rlmath.distributed.ranks import Decision, Place, Word, hosts_text, ranks_text
-from rlmath.distributed.rendezvous import NotAllHere, Rendezvous
+from rlmath.distributed.ranks import RankInfo, RankReport, RendezvousResult, hosts_text, ranks_text
+from rlmath.distributed.rendezvous import MissingRanksError, Rendezvous
 
 RANKS_PER_NODE = 2
 SECONDS = 60.0
@@ -25,9 +25,9 @@ def port() -> Iterator[int]:
     del server
 
 
-def place_of(rank: int, world_size: int) -> Place:
+def place_of(rank: int, world_size: int) -> RankInfo:
     node, local_rank = divmod(rank, RANKS_PER_NODE)
-    return Place(rank, world_size, node, local_rank, RANKS_PER_NODE, f"host{node}", 100 + rank)
+    return RankInfo(rank, world_size, node, local_rank, RANKS_PER_NODE, f"host{node}", 100 + rank)
 
 
 def sign_in(port: int, rank: int, world_size: int = 4) -> Rendezvous:
@@ -38,12 +38,12 @@ def sign_in(port: int, rank: int, world_size: int = 4) -> Rendezvous:
 def come(
     rendezvous: Rendezvous, seconds: float = SECONDS, call: str = "start", problem: str | None = None
 ) -> None:
-    place = rendezvous.place
-    word = Word(place.host, place.node, problem)
-    rendezvous.roll_call(call, word, seconds, lambda said: Decision(judged(said), is_mistake=True))
+    place = rendezvous.rank_info
+    word = RankReport(place.host, place.node, problem)
+    rendezvous.sync(call, word, seconds, lambda said: RendezvousResult(judged(said), is_mistake=True))
 
 
-def judged(said: dict[int, Word]) -> str | None:
+def judged(said: dict[int, RankReport]) -> str | None:
     hosts = [said[rank].host for rank in sorted(said)]
     return None if hosts == ["host0", "host0", "host1", "host1"][: len(hosts)] else f"wrong: {hosts}"
 
@@ -78,7 +78,7 @@ def test_missing_ranks_are_named_with_their_hosts_on_all_ranks(port: int) -> Non
     """Rank 2 has signed in and hangs; rank 3 of the same node, and the third node, never started."""
     meetings = [sign_in(port, rank, 6) for rank in range(3)]
     found = outcomes(*(lambda one=one: come(one, 1.0) for one in meetings[:2]))
-    assert [type(error) for error in found] == [NotAllHere] * 2
+    assert [type(error) for error in found] == [MissingRanksError] * 2
     told = "2 of 6 ranks are at the start after 1 s (run.start_timeout_seconds). Missing: rank 2 on host1 (started, "
     told += (
         "not here yet), rank 3 on host1 (never started), ranks 4-5 of the node with number 2 (never started)."
@@ -90,7 +90,7 @@ def test_rank_0_that_never_comes_is_named(port: int, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr("rlmath.distributed.rendezvous.SLACK_SECONDS", 0.0)
     sign_in(port, 0)
     (found,) = outcomes(lambda: come(sign_in(port, 3), 1.0))
-    assert isinstance(found, NotAllHere)
+    assert isinstance(found, MissingRanksError)
     assert "rank 3 on host1 waited 1 s at the start for rank 0 on host0 (pid 100)" in str(found)
 
 
@@ -123,9 +123,9 @@ def test_a_rank_that_fails_between_two_calls_is_told_at_the_second(
     monkeypatch.setattr("rlmath.distributed.rendezvous.PROBLEM_SECONDS", 1.0)
     meetings = [sign_in(port, rank, 2) for rank in range(2)]
     assert outcomes(*(lambda one=one: come(one) for one in meetings)) == [None] * 2
-    meetings[1].tell_failure("OSError: no GPU")
+    meetings[1].report_failure("OSError: no GPU")
     (found,) = outcomes(lambda: come(meetings[0], call="group"))
-    assert isinstance(found, NotAllHere) and str(found) == "rank 1 on host0 failed: OSError: no GPU"
+    assert isinstance(found, MissingRanksError) and str(found) == "rank 1 on host0 failed: OSError: no GPU"
 
 
 def test_what_an_earlier_start_left_is_never_taken_for_this_one(port: int) -> None:
@@ -135,7 +135,7 @@ def test_what_an_earlier_start_left_is_never_taken_for_this_one(port: int) -> No
     earlier[0].group_store(5.0).set("address", "of a process that is gone")
     again = sign_in(port, 0, 2)
     (found,) = outcomes(lambda: come(again, 1.0))
-    assert isinstance(found, NotAllHere) and "1 of 2 ranks" in str(found)
+    assert isinstance(found, MissingRanksError) and "1 of 2 ranks" in str(found)
     third = [sign_in(port, rank, 2) for rank in (1, 0)]
     assert outcomes(*(lambda one=one: come(one) for one in third)) == [None] * 2
     assert not third[0].group_store(5.0).check(["address"])
@@ -155,7 +155,7 @@ def test_a_store_that_is_lost_is_told(port: int) -> None:
 
     rendezvous._store = Lost()  # type: ignore[assignment]
     (found,) = outcomes(lambda: come(rendezvous))
-    assert isinstance(found, NotAllHere) and str(found).endswith("Broken pipe"), found
+    assert isinstance(found, MissingRanksError) and str(found).endswith("Broken pipe"), found
     assert "lost the run's key-value store" in str(found)
 
 

@@ -33,25 +33,25 @@ def test_what_is_kept_comes_back_bit_by_bit_in_the_same_tensors() -> None:
     wanted = [tensor.clone() for tensor in tensors]
     kept = StorageSet("weights", lambda: tensors, keep=True, device=CPU)
     size = (1000 + 1 + 333) * 4 + 8 + 3 * 2
-    assert kept.nbytes == size and not kept.away
+    assert kept.nbytes == size and not kept.offloaded
 
-    left = kept.leave()
+    left = kept.offload()
     assert (left.name, left.bytes) == ("weights", size) and left.seconds > 0
-    assert kept.away and kept.nbytes == on_device(tensors) == 0
+    assert kept.offloaded and kept.nbytes == on_device(tensors) == 0
     assert kept.host_nbytes >= size
 
-    back = kept.come_back()
+    back = kept.onload()
     assert (back.name, back.bytes) == ("weights", size) and back.seconds > 0
-    assert not kept.away and kept.nbytes == on_device(tensors) == size
+    assert not kept.offloaded and kept.nbytes == on_device(tensors) == size
     assert all(torch.equal(tensor, other) for tensor, other in zip(tensors, wanted, strict=True))
 
 
 def test_what_is_given_up_comes_back_as_zeros_and_costs_no_host_memory() -> None:
     tensors = random_tensors(100, 50)
     dropped = StorageSet("gradients", lambda: tensors, keep=False, device=CPU)
-    assert dropped.leave().bytes == 600
+    assert dropped.offload().bytes == 600
     assert on_device(tensors) == dropped.host_nbytes == 0
-    assert dropped.come_back().bytes == 600
+    assert dropped.onload().bytes == 600
     assert on_device(tensors) == 600 and not any(tensor.any() for tensor in tensors)
 
 
@@ -61,8 +61,8 @@ def test_views_of_one_storage_count_once_and_stay_views() -> None:
     parameter.data = flat[10:30].view(4, 5)
     wanted = parameter.detach().clone()
     together = StorageSet("views", lambda: [parameter, flat[50:], flat], keep=True, device=CPU)
-    assert together.leave().bytes == 400
-    assert together.come_back().bytes == 400
+    assert together.offload().bytes == 400
+    assert together.onload().bytes == 400
     assert torch.equal(parameter, wanted)
     flat[10] = 5.0
     assert parameter[0, 0] == 5.0
@@ -71,27 +71,27 @@ def test_views_of_one_storage_count_once_and_stay_views() -> None:
 def test_a_storage_that_belongs_to_another_set_stays() -> None:
     ours, theirs = random_tensors(10, 20)
     mine = StorageSet("ours", lambda: [ours, theirs[3:]], True, CPU, exclude=lambda: [theirs[:2]])
-    assert mine.leave().bytes == 40
+    assert mine.offload().bytes == 40
     assert on_device([ours]) == 0 and on_device([theirs]) == 80
-    mine.come_back()
+    mine.onload()
 
 
 def test_tensors_on_another_device_stay_there() -> None:
     elsewhere = torch.empty(10, device="meta")
     (here,) = random_tensors(10)
     mixed = StorageSet("mixed", lambda: [here, elsewhere], keep=True, device=CPU)
-    assert mixed.leave().bytes == 40
-    mixed.come_back()
+    assert mixed.offload().bytes == 40
+    mixed.onload()
     assert elsewhere.untyped_storage().nbytes() == 40
 
 
 def test_tensors_made_later_leave_the_next_time() -> None:
     state: list[Tensor] = []
     growing = StorageSet("optimizer", lambda: state, keep=True, device=CPU)
-    assert growing.leave().bytes == growing.come_back().bytes == 0
+    assert growing.offload().bytes == growing.onload().bytes == 0
     state += random_tensors(10)
     wanted = state[0].clone()
-    assert growing.leave().bytes == growing.come_back().bytes == 40
+    assert growing.offload().bytes == growing.onload().bytes == 40
     assert torch.equal(state[0], wanted)
 
 
@@ -99,9 +99,9 @@ def test_a_tensor_that_is_forgotten_while_away_is_no_harm() -> None:
     state = random_tensors(10, 20)
     wanted = state[1].clone()
     changing = StorageSet("optimizer", lambda: state, keep=True, device=CPU)
-    changing.leave()
+    changing.offload()
     del state[0]
-    changing.come_back()
+    changing.onload()
     assert torch.equal(state[0], wanted) and changing.nbytes == 80
 
 
@@ -109,11 +109,11 @@ def test_leaving_twice_and_coming_back_without_leaving_are_bugs() -> None:
     tensors = random_tensors(10)
     once = StorageSet("weights", lambda: tensors, keep=True, device=CPU)
     with pytest.raises(AssertionError, match="weights comes back but is not away"):
-        once.come_back()
-    once.leave()
+        once.onload()
+    once.offload()
     with pytest.raises(AssertionError, match="weights leaves twice"):
-        once.leave()
-    once.come_back()
+        once.offload()
+    once.onload()
 
 
 def test_host_memory_grows_by_what_is_missing_and_is_given_back_whole() -> None:
@@ -141,9 +141,9 @@ def test_a_storage_larger_than_a_block_comes_back_bit_by_bit() -> None:
     tensors = random_tensors(BLOCK_BYTES // 4 - 5, BLOCK_BYTES // 4 + 3, 10)
     wanted = [tensor.clone() for tensor in tensors]
     large = StorageSet("large", lambda: tensors, keep=True, device=CPU)
-    large.leave()
+    large.offload()
     assert 0 <= large.host_nbytes - (2 * BLOCK_BYTES + 32) < 2 * ALIGNMENT_BYTES
-    large.come_back()
+    large.onload()
     assert all(torch.equal(tensor, other) for tensor, other in zip(tensors, wanted, strict=True))
     assert large.host_nbytes == 0, "ordinary memory is cheap to take again"
 
@@ -155,10 +155,10 @@ def test_a_storage_that_cannot_be_given_up_costs_no_other_one_its_content(keep: 
     wanted = [first.clone(), last.clone()]
     mixed = StorageSet("mixed", lambda: [first, stubborn, last], keep, CPU)
     with pytest.raises(RuntimeError, match="not resizable"):
-        mixed.leave()
-    assert mixed.away and on_device([first]) == 0 and torch.equal(last, wanted[1])
-    mixed.come_back()
-    assert not mixed.away and on_device([first, last]) == 600
+        mixed.offload()
+    assert mixed.offloaded and on_device([first]) == 0 and torch.equal(last, wanted[1])
+    mixed.onload()
+    assert not mixed.offloaded and on_device([first, last]) == 600
     assert torch.equal(last, wanted[1])
     assert torch.equal(first, wanted[0] if keep else torch.zeros(100))
 
@@ -166,12 +166,12 @@ def test_a_storage_that_cannot_be_given_up_costs_no_other_one_its_content(keep: 
 def test_want_of_memory_loses_nothing() -> None:
     with closing(RankPool()) as fresh:
         (report,) = fresh.run(1, run_out_of_memory)
-    for moment in ("leave", "come_back"):
+    for moment in ("offload", "onload"):
         assert "can't allocate memory" in report[f"error in {moment}"]
         assert report[f"away after {moment} failed"]
         assert report[f"whole after {moment}"]
-    assert report["bytes after leave failed"] == 4 * 64 * MIB, "nothing had left"
-    assert report["bytes after come_back failed"] == 2 * 64 * MIB, "two storages had memory again"
+    assert report["bytes after offload failed"] == 4 * 64 * MIB, "nothing was offloaded"
+    assert report["bytes after onload failed"] == 2 * 64 * MIB, "two storages had memory again"
 
 
 def run_out_of_memory() -> dict[str, object]:
@@ -187,20 +187,20 @@ def run_out_of_memory() -> dict[str, object]:
                 getattr(kept, moment)()
             except RuntimeError as error:
                 report[f"error in {moment}"] = str(error)
-        report[f"away after {moment} failed"] = kept.away
+        report[f"away after {moment} failed"] = kept.offloaded
         report[f"bytes after {moment} failed"] = kept.nbytes
 
     def restore(moment: str) -> None:
-        kept.come_back()
+        kept.onload()
         wanted = random_tensors(*[16 * MIB] * 4)
         whole = all(torch.equal(tensor, other) for tensor, other in zip(tensors, wanted, strict=True))
-        report[f"whole after {moment}"] = whole and not kept.away
+        report[f"whole after {moment}"] = whole and not kept.offloaded
 
-    fail("leave")
-    restore("leave")
-    kept.leave()
-    fail("come_back")
-    restore("come_back")
+    fail("offload")
+    restore("offload")
+    kept.offload()
+    fail("onload")
+    restore("onload")
     return report
 
 

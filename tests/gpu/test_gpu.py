@@ -88,18 +88,18 @@ def test_what_leaves_gives_gpu_memory_up_and_waits_in_pinned_memory_that_is_used
     wanted = [tensor.cpu() for tensor in tensors]
     kept = StorageSet("weights", lambda: tensors, keep=True, device=device)
     here = torch.cuda.memory_allocated()
-    left = kept.leave()
+    left = kept.offload()
     assert left.bytes == 4 * 2**25 + 2 * 1001
     away, reserved = torch.cuda.memory_allocated(), kept.host_nbytes
     assert here - away >= left.bytes
     assert reserved >= left.bytes
     for _ in range(2):
-        kept.come_back()
+        kept.onload()
         assert torch.cuda.memory_allocated() - away >= left.bytes
         assert kept.host_nbytes == reserved
         assert all(torch.equal(tensor.cpu(), other) for tensor, other in zip(tensors, wanted, strict=True))
-        kept.leave()
-    kept.come_back()
+        kept.offload()
+    kept.onload()
     host = HostMemory(pinned=True)
     host.reserve(1000)
     assert all(piece.is_pinned() for piece in host.pieces(0, 1000))

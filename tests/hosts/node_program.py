@@ -20,7 +20,7 @@ from rlmath.config.schema import RunConfig
 from rlmath.distributed.device import init_process_group, open_device
 from rlmath.distributed.fault_tolerance.heartbeat import Heartbeat
 from rlmath.distributed.fault_tolerance.preemption import StopRequest
-from rlmath.distributed.ranks import Decision, Word
+from rlmath.distributed.ranks import RankReport, RendezvousResult
 from rlmath.distributed.rendezvous import Rendezvous, open_rendezvous
 from rlmath.trainer.startup import compare_clocks, environment_facts, meet, meet_with_mistake
 from rlmath.trainer.telemetry.console import setup_logging
@@ -40,14 +40,14 @@ def gather(rendezvous: Rendezvous, behaviour: str, settings: RunConfig) -> None:
     seconds = settings.start_timeout_seconds
     if (behaviour, HOST) == ("mistake", "node1"):
         meet_with_mistake(rendezvous, ValueError("model.path: no folder /models/a"), seconds)
-    if behaviour == "hang" and rendezvous.place.rank == 3:
+    if behaviour == "hang" and rendezvous.rank_info.rank == 3:
         time.sleep(1000)
     meet(rendezvous, facts(behaviour), seconds)
-    if behaviour == "fail" and rendezvous.place.rank == 2:
-        rendezvous.tell_failure("OSError: no GPU")
+    if behaviour == "fail" and rendezvous.rank_info.rank == 2:
+        rendezvous.report_failure("OSError: no GPU")
         raise OSError("no GPU")
-    word = Word(rendezvous.place.host, rendezvous.place.node)
-    rendezvous.roll_call("group", word, seconds, lambda said: Decision())
+    word = RankReport(rendezvous.rank_info.host, rendezvous.rank_info.node)
+    rendezvous.sync("group", word, seconds, lambda said: RendezvousResult())
 
 
 def main() -> int:
@@ -80,7 +80,7 @@ def main() -> int:
 def walk(heartbeat: Heartbeat, folder: Path, rank: int, behaviour: str) -> None:
     for step in range(1, BUSY_STEPS if behaviour == "walk" else 4):
         heartbeat.step = step
-        heartbeat.entered("update")
+        heartbeat.enter_phase("update")
         dist.all_reduce(torch.ones(1000))
         if rank == 0:
             (folder / "step").write_text(str(step))

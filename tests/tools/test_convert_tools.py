@@ -55,7 +55,7 @@ def test_neither_imports_megatron_nor_transformers():
 
 
 @pytest.mark.parametrize("given", ["folder", "file"])
-def test_a_checkpoint_without_companions_needs_its_config(
+def test_a_checkpoint_without_metadata_files_needs_its_config(
     source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], given: str
 ):
     assert to_megatron(source, tmp_path / "megatron") == 0

@@ -10,7 +10,7 @@ import pytest
 from rlmath.distributed import versions
 from rlmath.distributed.device import CUDA_DEFAULTS
 from rlmath.distributed.network import Route, prefer, route_to
-from rlmath.distributed.ranks import Word
+from rlmath.distributed.ranks import RankReport
 from rlmath.trainer.startup import (
     CLOCK_SECONDS,
     _compare_nodes,
@@ -27,7 +27,7 @@ def said(facts: dict[str, str], nodes: int = 3, ranks_per_node: int = 2, **chang
     for rank in range(nodes * ranks_per_node):
         node, local_rank = divmod(rank, ranks_per_node)
         mine = facts | changes.get(f"host{node}", {}) if local_rank == 0 else {}
-        words[rank] = Word(f"host{node}", node, facts=mine, address=f"10.0.0.{node} (eth{node})")
+        words[rank] = RankReport(f"host{node}", node, facts=mine, address=f"10.0.0.{node} (eth{node})")
     return words
 
 
@@ -72,19 +72,19 @@ def test_long_values_and_many_nodes_are_cut() -> None:
 
 
 def test_nodes_with_one_name_are_told_apart_by_their_numbers() -> None:
-    words = {0: Word("same", 0), 1: Word("same", 1), 2: Word("other", 2)}
+    words = {0: RankReport("same", 0), 1: RankReport("same", 1), 2: RankReport("other", 2)}
     assert list(labelled(words)) == ["same (node 0)", "same (node 1)", "other"]
 
 
 def test_a_first_node_whose_name_means_itself_is_told_unless_all_nodes_are_one_machine() -> None:
     words = said({"torch": "2"})
-    words[0] = Word("host0", 0, facts={"torch": "2"}, address="127.0.1.1 (lo)")
+    words[0] = RankReport("host0", 0, facts={"torch": "2"}, address="127.0.1.1 (lo)")
     told = _compare_nodes(words).error or ""
     assert "127.0.1.1 (lo) on host0" in told and "GLOO_SOCKET_IFNAME" in told
-    chosen = Word("host0", 0, facts={"torch": "2"}, address="127.0.1.1 (lo), gloo over eth0")
+    chosen = RankReport("host0", 0, facts={"torch": "2"}, address="127.0.1.1 (lo), gloo over eth0")
     assert _compare_nodes(words | {0: chosen}).error is None
     everywhere = {
-        rank: Word(word.host, word.node, facts=word.facts, address="127.0.0.1 (lo)")
+        rank: RankReport(word.host, word.node, facts=word.facts, address="127.0.0.1 (lo)")
         for rank, word in words.items()
     }
     assert _compare_nodes(everywhere).error is None

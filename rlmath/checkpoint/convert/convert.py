@@ -31,14 +31,14 @@ from rlmath.checkpoint.convert.names import (
 )
 from rlmath.checkpoint.convert.sources import RELEASE, TRACKER, HFTensor, read_headers
 from rlmath.checkpoint.convert.torch_dist_io import StateReader, StateWriter
-from rlmath.checkpoint.directory import COMPANIONS
+from rlmath.checkpoint.directory import METADATA_FILES
 from rlmath.checkpoint.hf.weight_map import hf_shapes, to_canonical
 from rlmath.checkpoint.hf.weights import (
     WORDS,
     HFReader,
     SafetensorsWriter,
     read_metadata_files,
-    write_companions,
+    write_metadata_files,
 )
 from rlmath.config.model_shape import ModelShape
 from rlmath.distributed.device import most_resident_bytes
@@ -93,8 +93,8 @@ def hf_to_megatron(
         for key, layer in object_keys(shape).items():
             writer.add_object(tensor * (layer * pipeline // shape.num_layers), key)
         writer.close()
-        (folder / COMPANIONS).mkdir()
-        write_companions(folder / COMPANIONS, read_metadata_files(source), dtype)
+        (folder / METADATA_FILES).mkdir()
+        write_metadata_files(folder / METADATA_FILES, read_metadata_files(source), dtype)
         (folder / TRACKER).write_text(RELEASE, encoding="utf-8")
     return Converted(len(names), writer.bytes)
 
@@ -131,7 +131,7 @@ def megatron_to_hf(
             writer.close()
         finally:
             writer.abandon()
-        write_companions(folder, metadata_files, dtype)
+        write_metadata_files(folder, metadata_files, dtype)
     return Converted(len(names), writer.bytes)
 
 
@@ -172,7 +172,7 @@ def _hf_problems(shape: ModelShape, held: Mapping[str, HFTensor]) -> list[str]:
 def _stage(stored: Stored, shape: ModelShape, pipeline: int) -> int:
     if stored.placed.layer is not None:
         return stored.placed.layer * pipeline // shape.num_layers
-    return 0 if stored.placed.rule.place == "first" else pipeline - 1
+    return 0 if stored.placed.rule.owner == "first" else pipeline - 1
 
 
 def _store(

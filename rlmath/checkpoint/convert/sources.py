@@ -10,8 +10,8 @@ from safetensors import SafetensorError, safe_open
 
 from rlmath.checkpoint.directory import (
     CHECKPOINTS,
-    COMPANIONS,
     MANIFEST,
+    METADATA_FILES,
     STATE,
     complete_checkpoints,
     read_checkpoint,
@@ -41,14 +41,14 @@ def find_megatron(folder: Path) -> MegatronSource:
     """The checkpoint in a folder: our own, or the newest of a run of ours, or a torch_dist folder, or the one that
     Megatron-LM would load. ValueError where there is none, or where files of it are missing."""
     if (folder / INDEX).is_file():
-        return _with_companions(folder, folder, folder.parent)
+        return _with_metadata_files(folder, folder, folder.parent)
     if (folder / MANIFEST).is_file():
         damage = wrong_sizes(read_checkpoint(folder))
         if damage:
             raise ValueError(f"the checkpoint {folder} is damaged: {'; '.join(damage)}")
-        return _with_companions(folder / STATE, folder)
+        return _with_metadata_files(folder / STATE, folder)
     if (folder / TRACKER).is_file():
-        return _with_companions(_tracked(folder), folder)
+        return _with_metadata_files(_tracked(folder), folder)
     found, problems = complete_checkpoints(
         folder / CHECKPOINTS if (folder / CHECKPOINTS).is_dir() else folder
     )
@@ -57,7 +57,7 @@ def find_megatron(folder: Path) -> MegatronSource:
             f"{folder} is no checkpoint; needed: one of this program (step-...), a run's output folder, a torch_dist "
             f"folder (with {INDEX}), or a Megatron-LM folder (with {TRACKER}). {' '.join(problems)}".rstrip()
         )
-    return _with_companions(found[0].state, found[0].folder)
+    return _with_metadata_files(found[0].state, found[0].folder)
 
 
 def _tracked(folder: Path) -> Path:
@@ -73,8 +73,8 @@ def _tracked(folder: Path) -> Path:
     return state
 
 
-def _with_companions(state: Path, *places: Path) -> MegatronSource:
-    beside = (place / COMPANIONS for place in places)
+def _with_metadata_files(state: Path, *places: Path) -> MegatronSource:
+    beside = (place / METADATA_FILES for place in places)
     return MegatronSource(state, next((path for path in beside if (path / "config.json").is_file()), None))
 
 

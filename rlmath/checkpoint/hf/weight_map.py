@@ -23,7 +23,7 @@ from torch import Tensor
 from rlmath.config.model_shape import ModelShape
 
 Form = Literal["plain", "vocab", "qkv", "gate_up"]
-Place = Literal["first", "layer", "expert", "last"]
+PipelineOwner = Literal["first", "layer", "expert", "last"]
 
 
 Size = Literal["vocab", "hidden", "head", "query", "group", "heads_per_group_and_2", "two", "ffn", "experts"]
@@ -45,7 +45,7 @@ class Rule:
     """Axes of the canonical form, by the names of `_sizes`."""
     split_axis: int | None
     """Axis of the canonical form that tensor-parallel ranks share; None: every rank has all of it."""
-    place: Place
+    owner: PipelineOwner
     """The pipeline stage that owns it: the first, the last, or that of its layer. "expert": of that stage, only the
     ranks that have the expert, and `split_axis` is shared by the ranks of `Mesh.expert_tensor`."""
 
@@ -210,7 +210,7 @@ def has_qk_norm(architecture: str) -> bool:
 
 def has_experts(architecture: str) -> bool:
     """Whether the layers of an architecture have experts."""
-    return any(rule.place == "expert" for rule in TABLES[architecture])
+    return any(rule.owner == "expert" for rule in TABLES[architecture])
 
 
 @dataclass(frozen=True)
@@ -227,23 +227,23 @@ def placed_tensors(shape: ModelShape) -> Iterator[Placed]:
     """Every tensor of the model, in streaming order: the embedding, layer by layer, the head."""
     rules = TABLES[shape.architecture]
     for rule in rules:
-        if rule.place == "first":
+        if rule.owner == "first":
             yield Placed(rule, None, rule.hf)
     for layer in range(shape.num_layers):
         yield from _of_layer(rules, shape, layer)
     for rule in rules:
         tied_head = shape.tied_embeddings and rule.megatron == ("output_layer.weight",)
-        if rule.place == "last" and not tied_head:
+        if rule.owner == "last" and not tied_head:
             yield Placed(rule, None, rule.hf)
 
 
 def _of_layer(rules: Sequence[Rule], shape: ModelShape, layer: int) -> Iterator[Placed]:
     for rule in rules:
-        if rule.place == "layer":
+        if rule.owner == "layer":
             yield Placed(rule, layer, tuple(name.format(n=layer) for name in rule.hf))
     for expert in range(shape.num_experts):
         for rule in rules:
-            if rule.place == "expert":
+            if rule.owner == "expert":
                 yield Placed(rule, layer, tuple(name.format(n=layer, e=expert) for name in rule.hf), expert)
 
 

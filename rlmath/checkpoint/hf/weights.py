@@ -135,7 +135,7 @@ def _write(file: BinaryIO, content: memoryview) -> None:
         content = content[file.write(content) :]
 
 
-COMPANION_SUFFIXES = (".json", ".txt", ".model", ".jinja")
+METADATA_SUFFIXES = (".json", ".txt", ".model", ".jinja")
 """Files beside the weights that belong to a model and are copied on export: configuration and tokenizer."""
 
 
@@ -267,7 +267,7 @@ def stream_hf_tensors(
     any_parameter = next(chunks[0].parameters())
     stages = layer_stages(chunks, mesh, groups.pipeline)
     for placed in placed_tensors(shape):
-        owner = {"first": 0, "last": mesh.pipeline - 1}.get(placed.rule.place)
+        owner = {"first": 0, "last": mesh.pipeline - 1}.get(placed.rule.owner)
         owner = stages[placed.layer] if placed.layer is not None else owner
         if owner == mesh.pipeline_rank:
             full = _gather(local_parameter(chunks, placed), any_parameter, placed, shape, mesh, groups)
@@ -365,10 +365,10 @@ def _write_partial(
         files.close()
     finally:
         files.abandon()
-    write_companions(folder, metadata_files, dtype)
+    write_metadata_files(folder, metadata_files, dtype)
 
 
-def write_companions(folder: Path, metadata_files: Mapping[str, bytes], dtype: torch.dtype) -> None:
+def write_metadata_files(folder: Path, metadata_files: Mapping[str, bytes], dtype: torch.dtype) -> None:
     """Put what a model has beside its weights into a folder, and their number format into config.json."""
     for name, content in metadata_files.items():
         (folder / name).write_bytes(content)
@@ -380,7 +380,7 @@ def read_metadata_files(source: str | Path) -> dict[str, bytes]:
     return {
         file.name: file.read_bytes()
         for file in sorted(Path(source).iterdir())
-        if file.is_file() and file.suffix in COMPANION_SUFFIXES and "safetensors" not in file.name
+        if file.is_file() and file.suffix in METADATA_SUFFIXES and "safetensors" not in file.name
     }
 
 

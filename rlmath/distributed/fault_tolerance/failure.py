@@ -19,15 +19,15 @@ from rlmath.distributed.fault_tolerance.stack_dump import innermost_call, stacks
 
 
 @dataclass(frozen=True)
-class Pulse:
+class RankStatus:
     """A rank as it was at its last beat."""
 
     rank: int
     host: str
-    home: str
+    pid_namespace: str
     """Names the machine and its space of process ids: only there `pid` means this process."""
     pid: int
-    born: str
+    process_start: str
     """When the process started, by the kernel's clock; tells it from a later one with the same id."""
     phase: str
     phase_seconds: float
@@ -43,8 +43,8 @@ class Pulse:
         return json.dumps(asdict(self))
 
     @staticmethod
-    def from_json(text: str | bytes) -> Pulse:
-        return Pulse(**json.loads(text))
+    def from_json(text: str | bytes) -> RankStatus:
+        return RankStatus(**json.loads(text))
 
     def __str__(self) -> str:
         """ "rank 3 on node7 (pid 4711), step 12, in rollout for 31 s"."""
@@ -56,13 +56,13 @@ def host_name() -> str:
     return socket.gethostname()
 
 
-def home() -> str:
+def pid_namespace() -> str:
     """The same for all processes that can see each other's process ids, and for no others."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     return f"{boot}/{os.readlink('/proc/self/ns/pid')}"
 
 
-def birth_of(pid: int) -> str | None:
+def process_start(pid: int) -> str | None:
     """When the process started (clock ticks since boot); None if it is gone, or dead and not yet buried."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
@@ -73,68 +73,68 @@ def birth_of(pid: int) -> str | None:
     return None if fields[0] in "ZX" else fields[19]
 
 
-def is_gone(pulse: Pulse, my_home: str) -> bool:
+def has_died(status: RankStatus, own_namespace: str) -> bool:
     """Whether that rank's process is known to have ended; on other machines that cannot be known."""
-    return pulse.home == my_home and birth_of(pulse.pid) != pulse.born
+    return status.pid_namespace == own_namespace and process_start(status.pid) != status.process_start
 
 
 Kind = Literal["failed", "gone", "silent", "hang", "store"]
 
 
 @dataclass(frozen=True)
-class Verdict:
+class Failure:
     """The cause that ends a run."""
 
     kind: Kind
     message: str
-    author: int
+    reporter: int
     """The rank that found it."""
 
     def as_json(self) -> str:
         return json.dumps(asdict(self))
 
     @staticmethod
-    def from_json(text: str | bytes) -> Verdict:
-        return Verdict(**json.loads(text))
+    def from_json(text: str | bytes) -> Failure:
+        return Failure(**json.loads(text))
 
 
-def failed(mine: Pulse, reason: str) -> Verdict:
-    return Verdict("failed", f"{mine} failed: {reason}", mine.rank)
+def rank_failed(mine: RankStatus, reason: str) -> Failure:
+    return Failure("failed", f"{mine} failed: {reason}", mine.rank)
 
 
-def lost(mine: Pulse, reason: str, silent: Iterable[Pulse]) -> Verdict:
+def collective_failed(mine: RankStatus, reason: str, silent: Iterable[RankStatus]) -> Failure:
     """A rank's collective broke; `silent` are those that do not beat any more."""
     names = "; ".join(str(one) for one in silent)
     told = f". No sign of life any more from: {names}" if names else ""
-    return Verdict("failed", f"{mine} failed: {reason}{told}", mine.rank)
+    return Failure("failed", f"{mine} failed: {reason}{told}", mine.rank)
 
 
-def gone(other: Pulse, author: int) -> Verdict:
+def rank_died(other: RankStatus, reporter: int) -> Failure:
     why = "killed by a signal, by the kernel for want of memory (see dmesg), or by the launcher"
-    return Verdict(
-        "gone", f"{other} at its last beat, has died: its process ended without a word ({why})", author
+    return Failure(
+        "gone", f"{other} at its last beat, has died: its process ended without a word ({why})", reporter
     )
 
 
-def silent(rank: int, other: Pulse | None, seconds: float, author: int) -> Verdict:
+def rank_silent(rank: int, other: RankStatus | None, seconds: float, reporter: int) -> Failure:
     last = f"its last word: {other}" if other else "it never gave one"
     told = (
         f"rank {rank} has given no sign of life for {seconds:.0f} s (run.heartbeat_timeout_seconds); {last}"
     )
-    return Verdict("silent", told, author)
+    return Failure("silent", told, reporter)
 
 
-def hang(seconds: float, author: int) -> Verdict:
+def no_progress(seconds: float, reporter: int) -> Failure:
     told = f"no rank has made progress for {seconds:.0f} s (run.hang_timeout_seconds)"
-    return Verdict("hang", told, author)
+    return Failure("hang", told, reporter)
 
 
-def store_lost(where: str, reason: str, author: int) -> Verdict:
+def store_lost(where: str, reason: str, reporter: int) -> Failure:
     told = (
         f"the key-value store of the run at {where} is lost ({reason}); it lives in the launcher of the first node: "
         "that launcher or its node has ended, or the network to it is cut"
     )
-    return Verdict("store", told, author)
+    return Failure("store", told, reporter)
 
 
 def first_line(error: BaseException) -> str:
@@ -143,7 +143,7 @@ def first_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
-def may_be_a_peers_fault(error: BaseException) -> bool:
+def may_be_caused_by_peer(error: BaseException) -> bool:
     """Whether the error may only tell that another rank is gone: gloo and NCCL raise RuntimeError for that."""
     return type(error) is RuntimeError or isinstance(error, dist.DistError)
 
@@ -154,50 +154,50 @@ STACKS_SECONDS = 15.0
 """How long the ranks wait for each other's stacks."""
 
 
-class Ending:
+class Shutdown:
     """What a rank does when the run is over."""
 
     def __init__(self, output_dir: str, rank: int, world_size: int) -> None:
         self._output_dir, self._rank, self._world_size = output_dir, rank, world_size
 
-    def end(self, verdict: Verdict, store: dist.Store, mine: Pulse) -> NoReturn:
+    def report_and_exit(self, failure: Failure, store: dist.Store, mine: RankStatus) -> NoReturn:
         """Tell and end. From a thread: the main thread may hang for ever."""
         try:
-            if verdict.kind == "hang":
-                self._report_hang(verdict, store, mine)
-            speaks = self._rank in (0, verdict.author) or os.environ.get("LOCAL_RANK", "0") == "0"
+            if failure.kind == "hang":
+                self._report_hang(failure, store, mine)
+            speaks = self._rank in (0, failure.reporter) or os.environ.get("LOCAL_RANK", "0") == "0"
             log = logger.error if speaks else logger.info
-            log("rank %d on %s ends: %s", self._rank, mine.host, verdict.message)
-            self.record(verdict)
+            log("rank %d on %s ends: %s", self._rank, mine.host, failure.message)
+            self.write_exit_status(failure)
         except (OSError, RuntimeError) as error:
-            logger.error("%s; and while that was told: %s", verdict.message, error)
+            logger.error("%s; and while that was told: %s", failure.message, error)
         finally:
-            self.leave()
+            self.exit_now()
 
-    def record(self, verdict: Verdict) -> None:
+    def write_exit_status(self, failure: Failure) -> None:
         """Leave the exit status behind, if it is for this rank to do so. Who lost the store does not know why, and
         leaves the word of one who does."""
-        told = verdict.kind == "store" and (Path(self._output_dir) / FILE_NAME).exists()
-        if self._rank == verdict.author and not told:
-            write_exit_status(self._output_dir, FAILURE, verdict.message)
+        told = failure.kind == "store" and (Path(self._output_dir) / FILE_NAME).exists()
+        if self._rank == failure.reporter and not told:
+            write_exit_status(self._output_dir, FAILURE, failure.message)
 
-    def leave(self) -> NoReturn:
+    def exit_now(self) -> NoReturn:
         """At once: threads and process groups of a broken run may wait for peers that wait for us."""
         logging.shutdown()
         os._exit(FAILURE)
 
-    def pulses(self, store: dist.Store) -> dict[int, Pulse]:
-        """The last pulse of every rank that gave one."""
+    def statuses(self, store: dist.Store) -> dict[int, RankStatus]:
+        """The last status of every rank that gave one."""
         # All ranks may ask at once: two requests each, if all ranks have beaten.
-        keys = [f"pulse/{rank}" for rank in range(self._world_size)]
+        keys = [f"status/{rank}" for rank in range(self._world_size)]
         all_there = store.check(keys)
         there = [rank for rank, key in enumerate(keys) if all_there or store.check([key])]
         said = store.multi_get([keys[rank] for rank in there]) if there else []
-        return {rank: Pulse.from_json(text) for rank, text in zip(there, said, strict=True)}
+        return {rank: RankStatus.from_json(text) for rank, text in zip(there, said, strict=True)}
 
-    def _report_hang(self, verdict: Verdict, store: dist.Store, mine: Pulse) -> None:
+    def _report_hang(self, failure: Failure, store: dist.Store, mine: RankStatus) -> None:
         """Every rank writes its stacks; rank 0 waits for all and tells who is where."""
-        write_stacks(self._output_dir, self._rank, f"{mine}: {verdict.message}")
+        write_stacks(self._output_dir, self._rank, f"{mine}: {failure.message}")
         store.set(f"stacks/{self._rank}", innermost_call())
         told = "stacks/told"
         deadline = time.monotonic() + STACKS_SECONDS
@@ -205,16 +205,16 @@ class Ending:
         while not store.check(waits_for) and time.monotonic() < deadline:
             time.sleep(0.2)
         if self._rank == 0:
-            logger.error("%s", self._summary(store, verdict))
+            logger.error("%s", self._summary(store, failure))
             store.set(told, "yes")
 
-    def _summary(self, store: dist.Store, verdict: Verdict) -> str:
-        pulses = self.pulses(store)
-        fewest = min(one.entries for one in pulses.values())
-        all_level = all(one.entries == fewest for one in pulses.values())
-        lines = [f"The run hangs: {verdict.message}."]
+    def _summary(self, store: dist.Store, failure: Failure) -> str:
+        statuses = self.statuses(store)
+        fewest = min(one.entries for one in statuses.values())
+        all_level = all(one.entries == fewest for one in statuses.values())
+        lines = [f"The run hangs: {failure.message}."]
         for rank in range(self._world_size):
-            if rank not in pulses:
+            if rank not in statuses:
                 lines.append(f"  rank {rank}: never gave a sign of life")
                 continue
             key = f"stacks/{rank}"
@@ -223,7 +223,7 @@ class Ending:
                 if store.check([key])
                 else "no stacks: its interpreter does not answer"
             )
-            behind = "" if all_level or pulses[rank].entries > fewest else "  <- BEHIND"
-            lines.append(f"  {pulses[rank]}: {call}{behind}")
+            behind = "" if all_level or statuses[rank].entries > fewest else "  <- BEHIND"
+            lines.append(f"  {statuses[rank]}: {call}{behind}")
         folder = stacks_path(self._output_dir, 0).parent
         return "\n".join([*lines, f"The stacks of all threads are in {folder}"])

@@ -1,11 +1,11 @@
 """Every rank tells that it lives, watches its next neighbours, and ends with the others when one is lost.
 
     main thread   tells the phase it enters, its progress, its failure: plain attributes, never waits for the network
-    beat thread   once a second, over a connection of its own to torchrun's key-value store: writes this rank's pulse,
-                  reads the pulses of the next ranks in the ring and the verdict
+    beat thread   once a second, over a connection of its own to torchrun's key-value store: writes this rank's status,
+                  reads the statuses of the next ranks in the ring and the failure
     watch thread  sees to it that the beat thread gets answers, and that the launcher is there
 
-Whoever finds a cause (a rank that died, failed, fell silent; no progress anywhere) writes the verdict, first one wins;
+Whoever finds a cause (a rank that died, failed, fell silent; no progress anywhere) writes the failure, first one wins;
 all ranks read it with their next beat, tell it and end. Work per rank does not grow with the number of ranks.
 
 Silence is counted in beats of one's own, not by the clock: a run that was suspended as a whole goes on.
@@ -27,15 +27,22 @@ import torch.distributed as dist
 
 from rlmath.config.schema import RunConfig
 from rlmath.distributed.collectives import from_rank_zero
-from rlmath.distributed.fault_tolerance import failure
 from rlmath.distributed.fault_tolerance.failure import (
-    Ending,
-    Pulse,
-    Verdict,
-    birth_of,
-    home,
+    Failure,
+    RankStatus,
+    Shutdown,
+    collective_failed,
+    first_line,
+    has_died,
     host_name,
-    is_gone,
+    may_be_caused_by_peer,
+    no_progress,
+    pid_namespace,
+    process_start,
+    rank_died,
+    rank_failed,
+    rank_silent,
+    store_lost,
 )
 from rlmath.distributed.fault_tolerance.preemption import LAUNCHER_ENDED, StopRequest
 from rlmath.distributed.fault_tolerance.torchrun import under_torchrun
@@ -51,7 +58,7 @@ PEER_SECONDS = 3.0
 """How long a rank whose collective broke looks for the rank that broke it, before it takes the blame itself."""
 TELL_SECONDS = 10.0
 """How long a rank that failed waits until the others can know."""
-VERDICT = "verdict"
+FAILURE_KEY = "failure"
 
 
 def watched(rank: int, world_size: int, ranks_per_node: int) -> list[int]:
@@ -71,7 +78,7 @@ class Heartbeat:
 
     stop.install()
     with Heartbeat(config.run, rank, world_size, output_dir, stop) as heartbeat:
-        timers = PhaseTimers(heartbeat.entered)
+        timers = PhaseTimers(heartbeat.enter_phase)
         ...
         heartbeat.step = number
 
@@ -86,15 +93,19 @@ class Heartbeat:
         self._ring = watched(rank, world_size, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
         self._world_size = world_size
         self._address = (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
-        self._ending = Ending(output_dir, rank, world_size)
-        self._home, self._born, self._launcher = home(), birth_of(os.getpid()), os.getppid()
+        self._shutdown = Shutdown(output_dir, rank, world_size)
+        self._namespace, self._process_start, self._launcher = (
+            pid_namespace(),
+            process_start(os.getpid()),
+            os.getppid(),
+        )
         self._phase, self._entered_at, self._entries = "start", time.monotonic(), 0
         self._moves = 0
         self._failure: BaseException | None = None
         self._wake, self._told, self._left = threading.Event(), threading.Event(), False
         self._beats = self._sent_moves = self._total_moves = 0
         self._silence = dict.fromkeys(self._ring, 0.0)
-        self._seen: dict[int, Pulse] = {}
+        self._seen: dict[int, RankStatus] = {}
         self._still = self._unanswered = 0.0
         self._slowest_answer = 0.0
         # torchrun keeps the store over restarts, and its count of them differs between nodes.
@@ -114,7 +125,7 @@ class Heartbeat:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if error is not None:
-            self.failed(error)
+            self.report_failure(error)
             return
         self._left = True
         self._wake.set()
@@ -122,13 +133,13 @@ class Heartbeat:
 
     # ------------------------------------------------------------ what the main thread tells
 
-    def entered(self, phase: str) -> None:
+    def enter_phase(self, phase: str) -> None:
         """The main thread is in this phase from now on; that is progress."""
         self._phase, self._entered_at = phase, time.monotonic()
         self._entries += 1
         self._moves += 1
 
-    def progress(self) -> None:
+    def report_progress(self) -> None:
         """A long phase goes on: an engine step, a micro-batch. Costs nothing."""
         self._moves += 1
 
@@ -137,7 +148,7 @@ class Heartbeat:
         slowest, self._slowest_answer = self._slowest_answer, 0.0
         return slowest
 
-    def failed(self, error: BaseException) -> None:
+    def report_failure(self, error: BaseException) -> None:
         """Tell the others why this rank ends; returns when they can know, or after TELL_SECONDS.
 
         The caller ends the process then. Should it not, that is done for it TELL_SECONDS later.
@@ -147,7 +158,7 @@ class Heartbeat:
             self._wake.set()
             if not self._told.wait(TELL_SECONDS):  # the store is lost, too: at least the file shall tell
                 with contextlib.suppress(OSError):
-                    self._ending.record(failure.failed(self._pulse(), failure.first_line(error)))
+                    self._shutdown.write_exit_status(rank_failed(self._status(), first_line(error)))
 
     # ------------------------------------------------------------ the beat thread
 
@@ -158,93 +169,93 @@ class Heartbeat:
             passed, last = min(now - last, 2 * BEAT_SECONDS), now
             try:
                 if self._failure is not None:
-                    self._tell_failure(self._failure)
+                    self._report_own_failure(self._failure)
                 self._exchange(passed)
             except RuntimeError as error:  # what torch's stores raise
                 self._reconnect(error)
             except (OSError, ValueError) as error:
                 logger.warning("rank %d could not look after its neighbours: %s", self._rank, error)
             self._wake.wait(BEAT_SECONDS)
-        self._publish_leave()
+        self._publish_end()
 
     def _exchange(self, passed: float) -> None:
         """One beat; `passed` seconds after the last one."""
         asked = time.perf_counter()
-        self._store.set(f"pulse/{self._rank}", self._pulse().as_json())
-        verdict_is_there = self._store.check([VERDICT])
+        self._store.set(f"status/{self._rank}", self._status().as_json())
+        failure_is_known = self._store.check([FAILURE_KEY])
         self._slowest_answer = max(self._slowest_answer, time.perf_counter() - asked)
-        if verdict_is_there:
-            self._end(Verdict.from_json(self._store.get(VERDICT)))
+        if failure_is_known:
+            self._end(Failure.from_json(self._store.get(FAILURE_KEY)))
         for rank in self._ring:
-            self._look_at(rank, passed)
-        self._look_for_progress(passed)
+            self._check_neighbour(rank, passed)
+        self._check_progress(passed)
         self._beats += 1
         self._unanswered = 0.0
 
-    def _look_at(self, rank: int, passed: float) -> None:
+    def _check_neighbour(self, rank: int, passed: float) -> None:
         before = self._seen.get(rank)
-        if before is None and not self._store.check([f"pulse/{rank}"]):
+        if before is None and not self._store.check([f"status/{rank}"]):
             now = None
         else:
-            now = Pulse.from_json(self._store.get(f"pulse/{rank}"))
+            now = RankStatus.from_json(self._store.get(f"status/{rank}"))
             self._seen[rank] = now
         if now and now.left:
             return
-        if now and is_gone(now, self._home):
-            self._judge(failure.gone(now, self._rank))
+        if now and has_died(now, self._namespace):
+            self._report(rank_died(now, self._rank))
         beats = now is not None and (before is None or now.beats != before.beats)
         self._silence[rank] = 0.0 if beats else self._silence[rank] + passed
         if self._silence[rank] > self._settings.heartbeat_timeout_seconds:
-            self._judge(failure.silent(rank, now, self._silence[rank], self._rank))
+            self._report(rank_silent(rank, now, self._silence[rank], self._rank))
 
-    def _look_for_progress(self, passed: float) -> None:
+    def _check_progress(self, passed: float) -> None:
         moves, self._sent_moves = self._moves - self._sent_moves, self._moves
         total = self._store.add("moves", moves)
         self._still = 0.0 if total != self._total_moves else self._still + passed
         self._total_moves = total
         limit = self._settings.hang_timeout_seconds
         if limit is not None and self._still > limit:
-            self._judge(failure.hang(self._still, self._rank))
+            self._report(no_progress(self._still, self._rank))
 
-    def _judge(self, verdict: Verdict) -> None:
-        """Write the verdict, unless there is one; end by the one that stands."""
-        self._end(Verdict.from_json(self._store.compare_set(VERDICT, "", failure.as_json())))
+    def _report(self, failure: Failure) -> None:
+        """Write the failure, unless there is one; end by the one that stands."""
+        self._end(Failure.from_json(self._store.compare_set(FAILURE_KEY, "", failure.as_json())))
 
-    def _end(self, verdict: Verdict) -> None:
+    def _end(self, failure: Failure) -> None:
         if self._failure is None:
-            self._ending.end(verdict, self._store, self._pulse())
+            self._shutdown.report_and_exit(failure, self._store, self._status())
         # The main thread tells its own error itself.
-        if failure.author != self._rank or failure.kind != "failed":
+        if failure.reporter != self._rank or failure.kind != "failed":
             logger.error("rank %d on %s ends: %s", self._rank, host_name(), failure.message)
         with contextlib.suppress(OSError):
-            self._ending.record(verdict)
+            self._shutdown.write_exit_status(failure)
         self._told.set()
         time.sleep(TELL_SECONDS)
-        self._ending.leave()
+        self._shutdown.exit_now()
 
-    def _tell_failure(self, error: BaseException) -> None:
-        """Write this rank's verdict; if the error may be a dead peer's fault, name the peer or let others do it."""
-        reason = failure.first_line(error)
-        if not failure.may_be_a_peers_fault(error):
-            self._judge(failure.failed(self._pulse(), reason))
-        before = self._ending.pulses(self._store)
+    def _report_own_failure(self, error: BaseException) -> None:
+        """Write this rank's failure; if the error may be a dead peer's fault, name the peer or let others do it."""
+        reason = first_line(error)
+        if not may_be_caused_by_peer(error):
+            self._report(rank_failed(self._status(), reason))
+        before = self._shutdown.statuses(self._store)
         deadline = time.monotonic() + PEER_SECONDS
         while time.monotonic() < deadline:
             self._exchange(0.0)
             time.sleep(BEAT_SECONDS / 4)
-        after = self._ending.pulses(self._store)
+        after = self._shutdown.statuses(self._store)
         same = {rank for rank, one in after.items() if rank in before and one.beats == before[rank].beats}
         silent = [after[rank] for rank in sorted(same) if not after[rank].left]
-        self._judge(failure.lost(self._pulse(), reason, silent))
+        self._report(collective_failed(self._status(), reason, silent))
 
-    def _pulse(self) -> Pulse:
+    def _status(self) -> RankStatus:
         age = time.monotonic() - self._entered_at
-        return Pulse(
+        return RankStatus(
             self._rank,
             host_name(),
-            self._home,
+            self._namespace,
             os.getpid(),
-            self._born or "",
+            self._process_start or "",
             self._phase,
             round(age, 1),
             self._entries,
@@ -253,10 +264,10 @@ class Heartbeat:
             left=False,
         )
 
-    def _publish_leave(self) -> None:
-        last = dataclasses.replace(self._pulse(), left=True)
+    def _publish_end(self) -> None:
+        last = dataclasses.replace(self._status(), left=True)
         try:
-            self._store.set(f"pulse/{self._rank}", last.as_json())
+            self._store.set(f"status/{self._rank}", last.as_json())
         except RuntimeError as error:
             logger.debug("the store ended before this rank: %s", error)
 
@@ -274,17 +285,17 @@ class Heartbeat:
         try:
             self._store = self._connect(RECONNECT_SECONDS)
         except RuntimeError:
-            self._store_lost(failure.first_line(error))
+            self._store_lost(first_line(error))
 
     def _store_lost(self, reason: str) -> None:
         """End, unless the run is stopping anyway: saving needs no store, and the stop has a deadline of its own."""
-        self._see_launcher()
+        self._check_launcher()
         if self._left or (self._stop.requested and self._failure is None):
             return
         where = f"{self._address[0]}:{self._address[1]}"
-        self._end(failure.store_lost(where, reason, self._rank))
+        self._end(store_lost(where, reason, self._rank))
 
-    def _see_launcher(self) -> None:
+    def _check_launcher(self) -> None:
         if under_torchrun() and os.getppid() != self._launcher and not self._stop.requested:
             logger.error("torchrun (pid %d) has ended; the run saves and stops", self._launcher)
             self._stop.request(LAUNCHER_ENDED)
@@ -293,7 +304,7 @@ class Heartbeat:
         """The watch thread: the beat thread may hang in a connection whose other end is gone."""
         while not self._left and self._failure is None:
             time.sleep(BEAT_SECONDS)
-            self._see_launcher()
+            self._check_launcher()
             self._unanswered += BEAT_SECONDS
             if self._unanswered > self._settings.heartbeat_timeout_seconds + RECONNECT_SECONDS:
                 self._store_lost(f"no answer for {self._unanswered:.0f} s")

@@ -39,7 +39,7 @@ REPEAT_STEPS = 100
 """The same is told again only after so many steps."""
 
 
-class SlowRanks:
+class StragglerDetector:
     """On every rank; rank 0 tells. Making one is a collective."""
 
     def __init__(self, mesh: Mesh) -> None:

@@ -115,7 +115,7 @@ def training_blocks(shape: ModelShape, layout: TrainingLayout, at: Coordinates) 
     """What a rank holds. With tied embeddings the last stage has a copy of the embedding (`TIED_HEAD`)."""
     last = len(layout.stages) - 1
     for placed in placed_tensors(shape):
-        owner = {"first": 0, "last": last}.get(placed.rule.place)
+        owner = {"first": 0, "last": last}.get(placed.rule.owner)
         mine = placed.layer in layout.stages[at.stage] if owner is None else owner == at.stage
         if placed.expert is not None:
             if mine and placed.expert // (shape.num_experts // layout.expert) == at.expert:

@@ -207,8 +207,8 @@ def parameter_sizes(shape: ModelShape, mesh: Mesh, layers: int) -> list[list[int
         is_head = rule.megatron == ("output_layer.weight",)
         if is_head and shape.tied_embeddings and mesh.pipeline == 1:
             continue
-        if rule.place != "expert":
-            sizes[rule.place].append(math.prod(shard_shape(rule, shape, mesh.tensor)))
+        if rule.owner != "expert":
+            sizes[rule.owner].append(math.prod(shard_shape(rule, shape, mesh.tensor)))
     virtual = mesh.virtual_pipeline
     return [
         [
@@ -222,7 +222,7 @@ def parameter_sizes(shape: ModelShape, mesh: Mesh, layers: int) -> list[list[int
 
 def expert_sizes(shape: ModelShape, mesh: Mesh, layers: int) -> list[list[int]]:
     """Elements of every expert's parameters on a rank, by model chunk; Megatron keeps them in buffers of their own."""
-    rules = [rule for rule in TABLES[shape.architecture] if rule.place == "expert"]
+    rules = [rule for rule in TABLES[shape.architecture] if rule.owner == "expert"]
     one = [math.prod(shard_shape(rule, shape, mesh.expert_tensor)) for rule in rules]
     number = shape.num_experts // mesh.expert * (layers // mesh.virtual_pipeline)
     return [one * number] * mesh.virtual_pipeline if one else []

@@ -44,7 +44,7 @@ def misbehave(behaviour: str, step: int) -> None:
 
 
 def walk(heartbeat: Heartbeat, stop: StopRequest, folder: Path, behaviour: str) -> int:
-    timers = PhaseTimers(heartbeat.entered)
+    timers = PhaseTimers(heartbeat.enter_phase)
     for step in range(1, 10_000):
         heartbeat.step = step
         with timers.phase("rollout"):
@@ -58,7 +58,7 @@ def walk(heartbeat: Heartbeat, stop: StopRequest, folder: Path, behaviour: str) 
                 for _ in range(80):
                     time.sleep(0.1)
                     if RANK == 0:
-                        heartbeat.progress()
+                        heartbeat.report_progress()
         if behaviour == "long rollout" and step == 6:
             return 0
         asked = max_over_ranks({"stop": float(REASONS.index(stop.requested))}, torch.device("cpu"))

@@ -96,7 +96,7 @@ def training_parameters(
                 continue
             sharing = (place.expert_tensor_rank, layout.expert_tensor)
         mine = as_matrix(shard(placed.rule, full, *sharing), placed.rule.form)
-        stages = {"first": [0], "last": [last]}.get(placed.rule.place)
+        stages = {"first": [0], "last": [last]}.get(placed.rule.owner)
         if stages is None:
             stages = [number for number, held in enumerate(layout.stages) if placed.layer in held]
         if place.pipeline_rank in stages:
