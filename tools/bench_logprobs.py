@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rlmath.models.logprobs import MinTokensMask, packed_logprobs
+from rlmath.models.logprobs import MinTokensMask, next_logprobs, shift_to_tokens
 
 VOCABULARY = 151_936
 TEMPERATURE = 0.8
@@ -50,12 +50,16 @@ def plain(logits_TV: Tensor, token_ids_T: Tensor, gradients: str) -> Results:
 
 
 def ours(logits_TV: Tensor, token_ids_T: Tensor, gradients: str) -> Results:
-    """The same by `packed_logprobs`, which puts it at the token, not at the row before."""
+    """The same by `next_logprobs`, shifted from the row before to the token."""
     index_T = torch.arange(len(token_ids_T), device=token_ids_T.device)
-    logprobs_T, entropy_T = packed_logprobs(
-        logits_TV, token_ids_T, index_T, TEMPERATURE, logits_TV.shape[1], MinTokensMask(), dist.group.WORLD
-    )
-    return logprobs_T, entropy_T
+    vocabulary = logits_TV.shape[1]
+
+    def of_next(tokens_T: Tensor, next_index_T: Tensor) -> Results:
+        return next_logprobs(
+            logits_TV, tokens_T, next_index_T, TEMPERATURE, vocabulary, MinTokensMask(), dist.group.WORLD
+        )
+
+    return shift_to_tokens(of_next, token_ids_T, index_T)
 
 
 WAYS = {"plain": plain, "ours": ours}

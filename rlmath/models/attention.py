@@ -1,6 +1,6 @@
 """Causal attention and rotary positions over packed sequences, where Transformer Engine is not installed.
 
-Megatron's own `DotProductAttention` refuses packed sequences. Ours lays segments of like length side by side, so
+Megatron's own `DotProductAttention` refuses packed sequences. Ours pads segments of similar length to one bucket, so
 that memory stays linear in the packed length and no token attends across a segment's border.
 """
 
@@ -27,7 +27,7 @@ BUCKET_FILL = 0.75
 
 @dataclass(frozen=True)
 class Bucket:
-    """Segments of like length, as index tensors between the packed and the padded layout."""
+    """Segments of similar length, as index tensors between the packed and the padded layout."""
 
     gather_NM: Tensor
     """Packed position of each padded slot; slots behind a segment's end repeat its last token."""
@@ -39,14 +39,14 @@ class Bucket:
 
 @dataclass
 class PackedSequences(PackedSeqParams):
-    """Megatron's packed-sequence parameters, with what our attention and rotary embedding need beside them."""
+    """Megatron's packed-sequence parameters, with the fields that our attention and rotary embedding need."""
 
     position_ids_T: Tensor | None = None
     buckets: tuple[Bucket, ...] = ()
 
 
 def bucket_segments(lengths: list[int]) -> list[list[int]]:
-    """Indices of segments grouped by like length, longest first; segments of length 0 are left out.
+    """Indices of segments grouped by similar length, longest first; segments of length 0 are left out.
 
     >>> bucket_segments([10, 2, 9, 0])
     [[0, 2], [1]]
@@ -72,7 +72,7 @@ def _make_bucket(starts_N: Tensor, lengths_N: Tensor) -> Bucket:
 def pack_sequences(
     cu_seqlens_S1: Tensor, max_seqlen: int, position_ids_T: Tensor, local_layers: bool
 ) -> PackedSequences:
-    """Everything the layers need to know about the packing of one micro-batch, worked out once.
+    """Everything that the layers need to know about the packing of one micro-batch, computed once.
 
     `local_layers` is true for Megatron's local layers with our attention, false for Transformer Engine's.
     """
@@ -90,7 +90,7 @@ def pack_sequences(
     buckets = tuple(
         _make_bucket(starts_S[members], lengths_S[members]) for members in bucket_segments(lengths_S.tolist())
     )
-    # To Megatron's rotary code the pack is one segment, since our embedding is already laid out by position.
+    # For Megatron's rotary code the pack is one segment, since our embedding already follows the positions.
     whole = torch.tensor([0, position_ids_T.numel()], dtype=torch.int32, device=cu_seqlens_S1.device)
     return PackedSequences(
         **common,
@@ -104,8 +104,9 @@ def pack_sequences(
 def stretched_frequencies(frequencies_F: Tensor, scaling: RopeScaling) -> Tensor:
     """Llama 3's frequencies for longer sequences, of plain ones (F of them, radians per position).
 
-    What counts is how often a frequency turns within the original length: `high_freq_factor` times and more, it stays;
-    `low_freq_factor` times and less, it is slower by `factor`; between, the two are blended.
+    A frequency that turns `high_freq_factor` times or more within the original length is kept; one that turns
+    `low_freq_factor` times or less is divided by `factor`; between, the two are blended. Source: Llama 3's
+    `rope_type: llama3`, as transformers' `_compute_llama3_parameters` has it.
     """
     turns_F = scaling.original_max_positions * frequencies_F / (2 * math.pi)
     span = scaling.high_freq_factor - scaling.low_freq_factor
@@ -117,7 +118,7 @@ class PackedRotaryEmbedding(RotaryEmbedding):
     """Rotary angles of each packed token's own position, instead of a table that is cut up segment by segment."""
 
     def get_rotary_seq_len(self, *args: Any, **kwargs: Any) -> Any:
-        """The position ids; Megatron hands what this returns to `forward`."""
+        """The position ids; Megatron passes what this returns to `forward`."""
         return args[-1].position_ids_T
 
     def forward(self, position_ids_T: Tensor, *args: Any, **kwargs: Any) -> Tensor:

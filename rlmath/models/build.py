@@ -1,11 +1,15 @@
-"""The policy that learns: model, optimizer and schedule, built from the settings."""
+"""The models of a run, built from the settings: the actor of GRPO, that of supervised training, and the reference.
+
+transformer config -> chunks with the weights of model.path -> wrapped for training -> optimizer -> learner
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 from megatron.core.models.gpt import GPTModel
+from megatron.core.transformer.transformer_config import TransformerConfig
 
 from rlmath.algorithms.early_stop import EarlyStop
 from rlmath.algorithms.importance_sampling import Correction
@@ -44,45 +48,88 @@ def build_actor(
     total_updates: int,
     stop_token_ids: tuple[int, ...],
 ) -> Actor[GrpoLearner]:
-    """The actor of GRPO with the weights of `model.path`; `total_updates` optimizer steps end a decaying learning
+    """The policy of GRPO with the weights of `model.path`; `total_updates` optimizer steps end a decaying learning
     rate."""
-    min_tokens_mask = MinTokensMask(stop_token_ids, config.rollout.min_new_tokens)
-    how = (config.rollout.temperature, min_tokens_mask)
-    chunks, *moved = _build(config, shape, mesh, device, total_updates, *how)
-    return Actor(GrpoLearner(*moved, loss_settings(config.algorithm), early_stop(config.algorithm)), chunks)
+    megatron = actor_config(config, shape, mesh, device)
+    chunks = load_chunks(config, shape, mesh, device, megatron)
+    wrapped = wrap_for_training(chunks, megatron, config.optimizer.distributed)
+    optimizer = build_optimizer(config.optimizer, wrapped, device)
+    learner = GrpoLearner(
+        forward_backward=ForwardBackward(
+            wrapped,
+            mesh,
+            device,
+            temperature=config.rollout.temperature,
+            vocab_size=shape.vocab_size,
+            min_tokens_mask=MinTokensMask(stop_token_ids, config.rollout.min_new_tokens),
+        ),
+        optimizer=optimizer,
+        scheduler=build_scheduler(config.optimizer, optimizer, total_updates),
+        settings=loss_settings(config.algorithm),
+        bounds=early_stop(config.algorithm),
+    )
+    return Actor(learner, chunks)
 
 
 def build_sft_actor(
     config: Config, shape: ModelShape, mesh: Mesh, device: Device, total_updates: int
 ) -> Actor[SftLearner]:
-    """Likewise, for supervised training: the distribution is the model's own, at temperature 1."""
-    chunks, *moved = _build(config, shape, mesh, device, total_updates, 1.0, MinTokensMask())
-    return Actor(SftLearner(*moved), chunks)
-
-
-def _build(
-    config: Config,
-    shape: ModelShape,
-    mesh: Mesh,
-    device: Device,
-    total_updates: int,
-    temperature: float,
-    min_tokens_mask: MinTokensMask,
-) -> tuple[list[GPTModel], ForwardBackward, Any, Any]:
-    """(bare chunks, forward_backward, optimizer, schedule) of a model with the weights of `model.path`."""
-    recompute = Recompute(
-        config.policy.recompute_granularity,
-        config.policy.recompute_method,
-        config.policy.recompute_num_layers,
-    )
-    megatron = transformer_config(shape, mesh, device, config.parallel, recompute)
-    chunks = build_chunks(shape, mesh, device, megatron)
-    load_hf_weights(chunks, config.model.path, shape, mesh)
+    """Likewise, for supervised training: the distribution is the model's own, at temperature 1 and without a mask."""
+    megatron = actor_config(config, shape, mesh, device)
+    chunks = load_chunks(config, shape, mesh, device, megatron)
     wrapped = wrap_for_training(chunks, megatron, config.optimizer.distributed)
     optimizer = build_optimizer(config.optimizer, wrapped, device)
-    scheduler = build_scheduler(config.optimizer, optimizer, total_updates)
-    forward_backward = ForwardBackward(wrapped, mesh, device, temperature, shape.vocab_size, min_tokens_mask)
-    return chunks, forward_backward, optimizer, scheduler
+    learner = SftLearner(
+        forward_backward=ForwardBackward(
+            wrapped,
+            mesh,
+            device,
+            temperature=1.0,
+            vocab_size=shape.vocab_size,
+            min_tokens_mask=MinTokensMask(),
+        ),
+        optimizer=optimizer,
+        scheduler=build_scheduler(config.optimizer, optimizer, total_updates),
+    )
+    return Actor(learner, chunks)
+
+
+def build_reference(
+    config: Config, shape: ModelShape, mesh: Mesh, device: Device, stop_token_ids: tuple[int, ...]
+) -> ForwardBackward:
+    """The model to start from, sharded like the actor, without gradients. Build it only where KL is used: it holds
+    the memory of its parameters."""
+    megatron = transformer_config(shape, mesh, device, config.parallel, Recompute())
+    chunks = load_chunks(config, shape, mesh, device, megatron)
+    for chunk in chunks:
+        chunk.requires_grad_(False).eval()
+    return ForwardBackward(
+        chunks,
+        mesh,
+        device,
+        temperature=config.rollout.temperature,
+        vocab_size=shape.vocab_size,
+        min_tokens_mask=MinTokensMask(stop_token_ids, config.rollout.min_new_tokens),
+    )
+
+
+def actor_config(config: Config, shape: ModelShape, mesh: Mesh, device: Device) -> TransformerConfig:
+    """Megatron's description of the model that is trained, with what it recomputes."""
+    recompute = Recompute(
+        granularity=config.policy.recompute_granularity,
+        method=config.policy.recompute_method,
+        num_layers=config.policy.recompute_num_layers,
+    )
+    return transformer_config(shape, mesh, device, config.parallel, recompute)
+
+
+def load_chunks(
+    config: Config, shape: ModelShape, mesh: Mesh, device: Device, megatron: TransformerConfig
+) -> list[GPTModel]:
+    """This rank's model chunks with the weights of `model.path`."""
+    chunks = build_chunks(shape, mesh, device, megatron)
+    load_hf_weights(chunks, config.model.path, shape, mesh)
+    return chunks
 
 
 def loss_settings(algorithm: AlgorithmConfig) -> LossSettings:
@@ -111,19 +158,3 @@ def loss_settings(algorithm: AlgorithmConfig) -> LossSettings:
 def early_stop(algorithm: AlgorithmConfig) -> EarlyStop:
     """The bounds that the settings name."""
     return EarlyStop(algorithm.early_stop_ratio, algorithm.early_stop_ratio_low, algorithm.early_stop_kl)
-
-
-def build_reference(
-    config: Config, shape: ModelShape, mesh: Mesh, device: Device, stop_token_ids: tuple[int, ...]
-) -> ForwardBackward:
-    """The model to start from, sharded like the actor, without gradients. Build it only where KL is used: it holds
-    the memory of its parameters."""
-    megatron = transformer_config(shape, mesh, device, config.parallel, Recompute())
-    chunks = build_chunks(shape, mesh, device, megatron)
-    load_hf_weights(chunks, config.model.path, shape, mesh)
-    for chunk in chunks:
-        chunk.requires_grad_(False).eval()
-    min_tokens_mask = MinTokensMask(stop_token_ids, config.rollout.min_new_tokens)
-    return ForwardBackward(
-        chunks, mesh, device, config.rollout.temperature, shape.vocab_size, min_tokens_mask
-    )

@@ -1,11 +1,11 @@
-"""A pack shared out over context-parallel ranks, and its log-probabilities put together again.
+"""A pack split over context-parallel ranks, and its per-token values gathered again.
 
-Transformer Engine's causal attention wants every segment cut into 2 * C chunks of equal length; rank r of C computes
-chunks r and 2 * C - 1 - r, so that all have the same work. Segments are filled up to a multiple of that behind their
-end, where no real token attends to.
+Transformer Engine's causal attention needs every segment cut into 2 * C chunks of equal length; rank r of C computes
+chunks r and 2 * C - 1 - r, so that all have the same work. Segments are padded to a multiple of that behind their end,
+where no real token attends to.
 """
 
-# Shape legend: T packed tokens, S segments, F tokens of the filled-up segments, C context ranks, N tokens of each.
+# Shape legend: T packed tokens, S segments, F tokens of the padded segments, C context ranks, N tokens of each.
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ class ContextSplit:
     source_CN: Tensor
     """int64, position in the pack of every rank's tokens; T where there is padding."""
     cu_seqlens_S1: Tensor
-    """int32, cumulative lengths of the filled-up segments, over all ranks."""
+    """int32, cumulative lengths of the padded segments, over all ranks."""
     max_seqlen: int
-    """Longest segment, filled up, over all ranks."""
+    """Longest padded segment, over all ranks."""
 
     def share(self, values_T: Tensor, rank: int) -> Tensor:
         """A rank's [N] of a per-token tensor of the pack, 0 on padding."""
@@ -40,7 +40,7 @@ class ContextSplit:
 
 
 def split_pack(cu_seqlens_S1: Tensor, context: int, multiple: int = 1) -> ContextSplit:
-    """Share a pack out over `context` ranks in chunks whose length is a multiple of `multiple` (the tensor-parallel
+    """Split a pack over `context` ranks in chunks whose length is a multiple of `multiple` (the tensor-parallel
     size under sequence parallelism).
 
     >>> split_pack(torch.tensor([0, 8, 11]), context=2).source_CN
@@ -49,20 +49,20 @@ def split_pack(cu_seqlens_S1: Tensor, context: int, multiple: int = 1) -> Contex
     """
     unit = 2 * context * multiple
     lengths_S = cu_seqlens_S1.diff().long()
-    filled_S = -(-lengths_S // unit) * unit
-    bounds_S1 = torch.cat((filled_S.new_zeros(1), filled_S.cumsum(0)))
-    segment_F = torch.repeat_interleave(filled_S)
+    padded_S = -(-lengths_S // unit) * unit
+    bounds_S1 = torch.cat((padded_S.new_zeros(1), padded_S.cumsum(0)))
+    segment_F = torch.repeat_interleave(padded_S)
     offset_F = torch.arange(len(segment_F), device=segment_F.device) - bounds_S1[segment_F]
     real_F = offset_F < lengths_S[segment_F]
     source_F = torch.where(real_F, cu_seqlens_S1[segment_F] + offset_F, cu_seqlens_S1[-1])
-    chunk_F = offset_F // (filled_S // (2 * context))[segment_F]
+    chunk_F = offset_F // (padded_S // (2 * context))[segment_F]
     by_rank = torch.minimum(chunk_F, 2 * context - 1 - chunk_F).argsort(stable=True)
-    return ContextSplit(source_F[by_rank].view(context, -1), bounds_S1.int(), int(filled_S.max()))
+    return ContextSplit(source_F[by_rank].view(context, -1), bounds_S1.int(), int(padded_S.max()))
 
 
 class _GatherShares(torch.autograd.Function):
-    """All ranks' [N] as [C, N]. Every rank goes on to compute the same loss, so a rank's own row of the gradient is
-    the whole gradient of its share."""
+    """All ranks' [N] as [C, N]. Every rank computes the same loss from it, so a rank's own row of the gradient is the
+    whole gradient of its share."""
 
     @staticmethod
     def forward(ctx: Any, mine_N: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -76,23 +76,21 @@ class _GatherShares(torch.autograd.Function):
         return grad_CN[ctx.row], None
 
 
-def whole_logprobs(
-    logprobs_of_next: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]],
+def gather_and_shift(
+    of_next: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]],
     split: ContextSplit,
     token_ids_T: Tensor,
     completion_index_T: Tensor,
     group: dist.ProcessGroup,
 ) -> tuple[Tensor, Tensor]:
-    """Log-probability and entropy of each token of the pack, as `logprobs.packed_logprobs` has them, on every rank.
-
-    `logprobs_of_next(tokens_N, completion_index_N)` gives them for the tokens that this rank's logits predict. A
-    collective over the context ranks, with gradient.
-    """
+    """As `logprobs.shift_to_tokens`, of the whole pack on every context rank; `of_next(tokens_N, completion_index_N)`
+    has the values for the tokens that this rank's logits predict. A collective over the context ranks, with
+    gradient."""
     T, rank = token_ids_T.numel(), group.rank()
     next_tokens = split.share(token_ids_T.roll(-1), rank)
     next_index = split.share(completion_index_T.roll(-1), rank)
     joined = []
-    for mine_N in logprobs_of_next(next_tokens, next_index):
+    for mine_N in of_next(next_tokens, next_index):
         whole_T = split.join(_GatherShares.apply(mine_N, group), T)
         joined.append(torch.cat((whole_T.new_zeros(1), whole_T[:-1])))
     return joined[0], joined[1]

@@ -1,4 +1,11 @@
-"""Runs micro-batches through one Megatron model over all its pipeline stages, and tells their log-probabilities."""
+"""Forward and backward passes of micro-batches through one Megatron model, over all its pipeline stages.
+
+    micro-batches -> inputs of this rank (packed, split over context ranks) -> Megatron's schedule -> on_logits
+
+What is computed from the logits is the caller's: `on_logits(index, batch, logits_TV)` is called on the last pipeline
+stage, where a learner makes a loss of it and `logprobs` keeps log-probabilities. The distribution of a token is that of
+the engine: logits over temperature, without the tokens of `min_tokens_mask`.
+"""
 
 # Shape legend: T packed tokens of one micro-batch, V vocabulary shard.
 
@@ -21,8 +28,8 @@ from rlmath.algorithms.types import MicroBatch
 from rlmath.distributed.device import Device, synchronize
 from rlmath.distributed.mesh import Mesh
 from rlmath.models.attention import PackedSequences, pack_sequences
-from rlmath.models.context_parallel import ContextSplit, split_pack, whole_logprobs
-from rlmath.models.logprobs import MinTokensMask, at_tokens, next_hits, next_logprobs
+from rlmath.models.context_parallel import ContextSplit, gather_and_shift, split_pack
+from rlmath.models.logprobs import MinTokensMask, is_argmax, next_logprobs, shift_to_tokens
 from rlmath.models.megatron import uses_local_layers
 
 
@@ -56,7 +63,7 @@ class ForwardBackward:
         self.vocab_size = vocab_size
         self.min_tokens_mask = min_tokens_mask
         self.on_microbatch: Callable[[], None] = lambda: None
-        """Called for every micro-batch: a sign of life."""
+        """Called for every micro-batch: progress for the heartbeat."""
         self._seconds_alone = 0.0
         self._alone_until: float | None = None
         self._local_layers = uses_local_layers(device.kind)
@@ -64,15 +71,15 @@ class ForwardBackward:
     def run(
         self, batches: Sequence[MicroBatch], on_logits: Callable[..., Any], forward_only: bool
     ) -> list[Any]:
-        """Forward (and backward) of every micro-batch; what `on_logits(index, batch, logits)` gave, on the last
-        stage only.
+        """Forward (and backward) of every micro-batch; returns what `on_logits(index, batch, logits)` returned, on the
+        last stage only.
 
-        Forward only, `on_logits` may give anything; otherwise (loss sum, token count, metrics). All ranks need the same
-        number of micro-batches, a multiple of `Mesh.microbatch_multiple`.
+        Forward only, `on_logits` may return anything; otherwise (loss sum, token count, metrics). All ranks need the
+        same number of micro-batches, a multiple of `Mesh.microbatch_multiple`.
         """
         numbered = list(enumerate(batches))
         if not forward_only:
-            get_model_config(self.chunks[0]).finalize_model_grads_func = self._put_gradients_together
+            get_model_config(self.chunks[0]).finalize_model_grads_func = self._finalize_gradients
         self._alone_until = None
         started = time.perf_counter()
         results = get_forward_backward_func()(
@@ -89,18 +96,18 @@ class ForwardBackward:
         return results
 
     def take_seconds_alone(self) -> float:
-        """Since this was last asked, of forward and backward passes until gradients are put together: what this rank
-        and those of its own model replica needed, without waiting for other replicas."""
+        """Seconds of forward and backward passes since the last call, up to the reduction of gradients: the time of
+        this rank and of those of its own model replica, without waiting for other replicas."""
         seconds, self._seconds_alone = self._seconds_alone, 0.0
         return seconds
 
     def _now(self) -> float:
-        """The time when the device has done what it was told (seconds)."""
+        """The time when the device has finished its queued work (seconds)."""
         synchronize(self.device)
         return time.perf_counter()
 
-    def _put_gradients_together(self, *args: Any, **kwargs: Any) -> None:
-        """What Megatron calls after the last backward pass: here the ranks of all replicas wait for each other."""
+    def _finalize_gradients(self, *args: Any, **kwargs: Any) -> None:
+        """Called by Megatron after the last backward pass: here the ranks of all replicas wait for each other."""
         self._alone_until = self._now()
         finalize_model_grads(*args, **kwargs)
 
@@ -127,7 +134,7 @@ class ForwardBackward:
 
         def loss_function(output: Tensor) -> tuple[Tensor, Tensor, Any]:
             loss, count, metrics = on_logits(index, batch, output.squeeze(0))
-            # Every context rank knows the whole pack's denominator; the first one counts it.
+            # Every context rank has the whole pack's denominator; the first one counts it.
             return loss, count if self.mesh.context_rank == 0 else torch.zeros_like(count), metrics
 
         return output, loss_function
@@ -143,42 +150,55 @@ class ForwardBackward:
         split = self._split(batch)
         token_ids, positions = (split.share(x, self.mesh.context_rank) for x in (token_ids, positions))
         packing = pack_sequences(split.cu_seqlens_S1, split.max_seqlen, positions, self._local_layers)
-        # What fills a segment up counts as tokens: behind its end, it changes nothing for those before.
+        # Padding of a segment counts as tokens: behind its end, it changes nothing for those before.
         packing.cu_seqlens_q_padded = packing.cu_seqlens_kv_padded = split.cu_seqlens_S1
         return token_ids, positions, packing
 
     def _split(self, batch: MicroBatch) -> ContextSplit:
-        # Sequence parallelism shares every chunk out again.
+        # Sequence parallelism splits every chunk again.
         return split_pack(
             batch.cu_seqlens_S1.to(self.device.torch_device), self.mesh.context, multiple=self.mesh.tensor
         )
 
     def logprobs_of(self, batch: MicroBatch, logits_TV: Tensor) -> tuple[Tensor, Tensor]:
         """Log-probability of each packed token, with gradient, and entropy of its distribution (nats)."""
-        group = parallel_state.get_tensor_model_parallel_group()
-        how = (self.temperature, self.vocab_size, self.min_tokens_mask, group)
-        return self.at_tokens(batch, lambda tokens, index: next_logprobs(logits_TV, tokens, index, *how))
 
-    def hits_of(self, batch: MicroBatch, logits_TV: Tensor) -> Tensor:
-        """1.0 at each packed token that is the likeliest of all, else 0.0; without gradient."""
-        group = parallel_state.get_tensor_model_parallel_group()
-        how = (self.vocab_size, group)
-        return self.at_tokens(batch, lambda tokens, _: next_hits(logits_TV.detach(), tokens, *how))[0]
+        def of_next(tokens: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
+            return next_logprobs(
+                logits_TV,
+                next_ids_T=tokens,
+                next_index_T=index,
+                temperature=self.temperature,
+                vocab_size=self.vocab_size,
+                min_tokens_mask=self.min_tokens_mask,
+                group=parallel_state.get_tensor_model_parallel_group(),
+            )
 
-    def at_tokens(
+        return self._shift_to_tokens(batch, of_next)
+
+    def token_accuracy(self, batch: MicroBatch, logits_TV: Tensor) -> Tensor:
+        """1.0 at each packed token that is the most likely one, else 0.0; without gradient."""
+        group = parallel_state.get_tensor_model_parallel_group()
+
+        def of_next(tokens: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
+            return is_argmax(logits_TV.detach(), tokens, self.vocab_size, group)
+
+        return self._shift_to_tokens(batch, of_next)[0]
+
+    def _shift_to_tokens(
         self, batch: MicroBatch, of_next: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
     ) -> tuple[Tensor, Tensor]:
-        """`logprobs.at_tokens` of the whole pack, where context-parallel ranks share it, too."""
+        """`logprobs.shift_to_tokens` of the whole pack, which context-parallel ranks may share."""
         at = self.device.torch_device
         tokens, index = batch.token_ids_T.to(at), batch.completion_index_T.to(at)
         if self.mesh.context == 1:
-            return at_tokens(of_next, tokens, index)
+            return shift_to_tokens(of_next, tokens, index)
         group = parallel_state.get_context_parallel_group()
-        return whole_logprobs(of_next, self._split(batch), tokens, index, group)
+        return gather_and_shift(of_next, self._split(batch), tokens, index, group)
 
     @torch.no_grad()
     def logprobs(self, batches: Sequence[MicroBatch]) -> list[TokenLogprobs]:
-        """Log-probabilities of every micro-batch's tokens under the weights as they are."""
+        """Log-probabilities of every micro-batch's tokens under the present weights, without gradient."""
 
         def keep(index: int, batch: MicroBatch, logits_TV: Tensor) -> TokenLogprobs:
             return TokenLogprobs(self.logprobs_of(batch, logits_TV)[0])

@@ -1,8 +1,10 @@
-"""One optimizer step on one minibatch, or none: what all learners do, whatever their loss is."""
+"""One optimizer step on one minibatch: the losses of GRPO and of supervised training over one `Learner`.
 
-# Shape legend: V vocabulary shard, T packed tokens of one micro-batch.
+    micro-batches -> forward, loss, backward -> sums over all ranks -> discard or optimizer step -> MinibatchResult
 
-# Shape legend: T packed tokens of one micro-batch, V vocabulary shard.
+A minibatch is discarded where its loss or gradient is not finite or, in GRPO, where it leaves the bounds of
+`early_stop`: parameters, optimizer and learning-rate schedule are then bit-identical to before.
+"""
 
 # Shape legend: T packed tokens of one micro-batch, V vocabulary shard.
 
@@ -27,15 +29,14 @@ from rlmath.models.optimizer import learning_rate
 OnLogits = Callable[[int, MicroBatch, Tensor], tuple[Tensor, Tensor, dict[str, Tensor]]]
 """(index, micro-batch, logits_TV) to (loss sum, count for the denominator, metrics)."""
 
-
-Reason = Callable[[Mapping[str, float], float], str | None]
+DiscardRule = Callable[[Mapping[str, float], float], str | None]
 """(sums of the minibatch, gradient norm) to why it must be discarded, None where it need not be."""
 
 
 @dataclass(frozen=True)
 class MinibatchResult:
-    """What one minibatch did, equal on all ranks. Sums are over all loss tokens of the minibatch; "loss" is weighted
-    and belongs to "denominator", the others to "tokens"."""
+    """Metrics of one minibatch, equal on all ranks. Sums are over all loss tokens of the minibatch; "loss" is weighted
+    and is divided by "denominator", the others by "tokens"."""
 
     sums: dict[str, float]
     maxima: dict[str, float]
@@ -47,7 +48,7 @@ class MinibatchResult:
 
 
 class Learner:
-    """An forward_backward whose weights an optimizer moves. A subclass has the loss."""
+    """A model with its optimizer and learning-rate schedule. A subclass has the loss."""
 
     def __init__(self, forward_backward: ForwardBackward, optimizer: Any, scheduler: Any) -> None:
         self.forward_backward = forward_backward
@@ -57,29 +58,27 @@ class Learner:
         """Optimizer steps so far: the version of the weights."""
 
     def restore_schedule(self, updates: int) -> None:
-        """Stand where the schedule is after so many optimizer steps, whose weights and state were loaded."""
+        """Set the schedule to where it is after so many optimizer steps, whose weights and state were loaded."""
         self.scheduler.step(increment=updates - self.updates)
         self.updates = updates
 
-    def _optimize(
+    def _optimizer_step(
         self,
         batches: Sequence[MicroBatch],
         on_logits: OnLogits,
-        discard_reason: Reason,
-        summed: Sequence[str],
-        topped: Sequence[str] = (),
+        discard_rule: DiscardRule,
+        sum_names: Sequence[str],
+        max_names: Sequence[str] = (),
     ) -> MinibatchResult:
-        """One optimizer step on a minibatch, or none where `discard_reason` has one: then parameters, optimizer and
-        schedule stay bit-identical. The loss is summed over tokens and divided by the minibatch's global count, by
-        Megatron, once. `summed` and `topped` as in `_reduce`."""
+        """One optimizer step on a minibatch, or none where `discard_rule` has a reason. The loss is summed over tokens
+        and divided by the minibatch's global count, by Megatron, once. The names are those of `_reduce`."""
         self.forward_backward.zero_grad()
         self.optimizer.zero_grad()
-        sums, maxima = self._reduce(
-            self.forward_backward.run(batches, on_logits, forward_only=False), summed, topped
-        )
+        metrics = self.forward_backward.run(batches, on_logits, forward_only=False)
+        sums, maxima = self._reduce(metrics, sum_names, max_names)
         lr = learning_rate(self.optimizer)
         grad_norm = self._grad_norm()
-        reason = discard_reason(sums, grad_norm)
+        reason = discard_rule(sums, grad_norm)
         if reason is None:
             self.optimizer.step()
             self.scheduler.step(increment=1)
@@ -89,18 +88,18 @@ class Learner:
         return MinibatchResult(sums, maxima, grad_norm, lr, reason)
 
     def _reduce(
-        self, metrics: Sequence[dict[str, Tensor]], summed: Sequence[str], topped: Sequence[str] = ()
+        self, metrics: Sequence[dict[str, Tensor]], sum_names: Sequence[str], max_names: Sequence[str] = ()
     ) -> tuple[dict[str, float], dict[str, float]]:
-        """Over micro-batches and data-parallel ranks: the sums of some metrics, and the largest of others. Every rank
-        learns them. A collective."""
+        """Over micro-batches and data-parallel ranks: the sums of some metrics and the maxima of others, returned on
+        every rank. A collective."""
         counted = metrics if self.forward_backward.mesh.counts_loss else []
         at = self.forward_backward.device.torch_device
-        names = (*summed, *topped)
+        names = (*sum_names, *max_names)
         # One transfer from the device for each micro-batch, not one for each number.
         rows = [torch.stack([m[name].float() for name in names]).tolist() for m in counted]
         columns = dict(zip(names, zip(*rows, strict=True), strict=True)) if rows else {}
-        sums = {name: sum(columns.get(name, (0.0,))) for name in summed}
-        maxima = {name: max(columns.get(name, (0.0,))) for name in topped}
+        sums = {name: sum(columns.get(name, (0.0,))) for name in sum_names}
+        maxima = {name: max(columns.get(name, (0.0,))) for name in max_names}
         return sum_over_ranks(sums, at), max_over_ranks(maxima, at) if maxima else {}
 
     def _grad_norm(self) -> float:
@@ -110,15 +109,13 @@ class Learner:
 
 
 LOSS_SUMS = tuple(field.name for field in fields(TokenLoss))
-
-SUMMED = (*LOSS_SUMS, "denominator", "mismatch")
-
-TOPPED = ("mismatch_max",)
-"""What `GrpoLearner` tells of a minibatch: sums, and the largest of any token."""
+GRPO_SUMS = (*LOSS_SUMS, "denominator", "mismatch")
+GRPO_MAXIMA = ("mismatch_max",)
+"""Metrics of a minibatch of `GrpoLearner`: sums over its tokens, and the largest value of any token."""
 
 
 class GrpoLearner(Learner):
-    """The actor of GRPO and its kin."""
+    """The learner of the GRPO family: policy gradient with the advantages of the samples (`algorithms.losses`)."""
 
     def __init__(
         self,
@@ -139,13 +136,13 @@ class GrpoLearner(Learner):
         reference: Sequence[TokenLogprobs] | None,
         on_policy: bool = False,
     ) -> MinibatchResult:
-        """One optimizer step on a minibatch, or none: then parameters, optimizer and schedule stay bit-identical.
+        """One optimizer step on a minibatch, or none where it is discarded.
 
-        `old` are the proximal log-probs, None to use the engine's; with `on_policy` they are the policy's own of now,
-        which spares their pass where there is one minibatch a step. `reference` None leaves KL out of the loss.
+        `old` are the proximal log-probs, None to use the engine's; with `on_policy` they are those of the same forward
+        pass, which saves a pass where there is one minibatch a step. `reference` None leaves KL out of the loss.
         """
         on_logits = partial(self._loss, old, reference, on_policy)
-        return self._optimize(batches, on_logits, self._discard_reason, SUMMED, TOPPED)
+        return self._optimizer_step(batches, on_logits, self._discard_reason, GRPO_SUMS, GRPO_MAXIMA)
 
     def _discard_reason(self, sums: Mapping[str, float], grad_norm: float) -> str | None:
         totals = MinibatchSums(sums["ratio"], sums["proximal_kl"], sums["loss"], sums["tokens"])
@@ -189,25 +186,25 @@ class GrpoLearner(Learner):
 
 
 class SftLearner(Learner):
-    """Minimises minus the log-probability of completion tokens, their mean over all ranks and micro-batches. Prompt
-    tokens weigh nothing."""
+    """The learner of supervised fine-tuning: cross-entropy of completion tokens, its mean over all ranks and
+    micro-batches. Prompt tokens have weight 0."""
 
     def learn(self, batches: Sequence[MicroBatch]) -> MinibatchResult:
         """One optimizer step, or none where the loss or the gradient is not finite."""
-        return self._optimize(batches, self._loss, _not_finite, ("loss", "tokens"))
+        return self._optimizer_step(batches, self._loss, _not_finite, ("loss", "tokens"))
 
     @torch.no_grad()
     def evaluate(self, batches: Sequence[MicroBatch]) -> dict[str, float]:
-        """ "loss" (sum of nats), "tokens" and "hits" (tokens that are the likeliest of all) of the micro-batches of all
+        """ "loss" (sum of nats), "tokens" and "hits" (tokens that are the most likely ones) of the micro-batches of all
         data-parallel ranks. A collective."""
 
-        def told(index: int, batch: MicroBatch, logits_TV: Tensor) -> dict[str, Tensor]:
+        def token_sums(index: int, batch: MicroBatch, logits_TV: Tensor) -> dict[str, Tensor]:
             weights_T = batch.loss_weights_T.to(logits_TV.device)
-            hits_T = self.forward_backward.hits_of(batch, logits_TV)
+            hits_T = self.forward_backward.token_accuracy(batch, logits_TV)
             logprobs_T, _ = self.forward_backward.logprobs_of(batch, logits_TV)
             return self._sums(logprobs_T, weights_T) | {"hits": torch.where(weights_T > 0, hits_T, 0.0).sum()}
 
-        metrics = self.forward_backward.run(batches, told, forward_only=True)
+        metrics = self.forward_backward.run(batches, token_sums, forward_only=True)
         return self._reduce(metrics, ("loss", "tokens", "hits"))[0]
 
     def _loss(
@@ -221,7 +218,7 @@ class SftLearner(Learner):
         return sums["loss"], count, metrics
 
     def _sums(self, logprobs_T: Tensor, weights_T: Tensor) -> dict[str, Tensor]:
-        """What stands at tokens of weight 0 may be anything, and gets no gradient."""
+        """Log-probs at tokens of weight 0 may be anything, and get no gradient."""
         loss = -torch.where(weights_T > 0, logprobs_T, 0.0).sum()
         return {"loss": loss, "tokens": weights_T.sum()}
 

@@ -1,18 +1,16 @@
 """Log-probabilities and entropy from logits whose vocabulary is split over the tensor-parallel ranks.
 
-THE BACKWARD PASS WRITES THE GRADIENT OVER THE LOGITS. They are the largest tensor of a step (packed tokens times
+THE BACKWARD PASS OVERWRITES THE LOGITS WITH THEIR GRADIENT. They are the largest tensor of a step (packed tokens times
 vocabulary), so nothing of their size is allocated beside them, neither forward nor backward: after `backward()` the
-tensor that was handed in holds its own gradient. It must belong to nobody else, and a second backward pass through
-the same graph is an error.
+tensor that was passed in holds its own gradient. It must belong to nobody else, and a second backward pass through the
+same graph is an error.
 
-Either pass goes over the rows in chunks small enough to stay in the cache, reads each logit from memory once, and
-(backward) writes it once. Sums are in float32; exponents count in bits, as torch's `exp2` takes a quarter of the time
-of its `exp` on a CPU.
+Both passes go over the rows in chunks small enough to stay in the cache, read each logit from memory once, and
+(backward) write it once. As in a stable softmax, logits are shifted by the row's maximum; they are scaled to bits,
+exponents of 2, since torch's `exp2` takes a quarter of the time of its `exp` on a CPU. Sums are in float32.
 """
 
 # Shape legend: T packed tokens, R rows of a chunk, V columns of this rank's vocabulary shard.
-
-# Shape legend: T packed tokens, V columns of this rank's vocabulary shard.
 
 from __future__ import annotations
 
@@ -29,24 +27,104 @@ from torch.autograd.function import once_differentiable
 CHUNK_BYTES = {"cpu": 4 * 2**20, "cuda": 32 * 2**20}
 """Size of one float32 chunk of logits by kind of device; two are held at a time. On a CPU they should stay in a core's
 cache (16 MiB was measured to take twice the time of 4). On a GPU, kernels over fewer bytes would take longer to start
-than to run, and one chunk still fits the 50 MB cache of an H100 or H200 (reckoned, not measured)."""
+than to run, and one chunk still fits the 50 MB cache of an H100 or H200 (calculated, not measured)."""
 
-
-NOWHERE = -1e30
+MASKED_LOGIT = -1e30
 """Scaled logit (bits) of a token that cannot be sampled: finite, so that 0 times it is 0."""
-
 
 LN2 = math.log(2)
 
 
 @dataclass(frozen=True)
 class MinTokensMask:
-    """Tokens that the engine may not sample at the start of a completion: the stop tokens, under
-    `rollout.min_new_tokens`. The trainer takes them out of the distribution, too."""
+    """Tokens that the engine masks at the start of a completion: the stop tokens, under `rollout.min_new_tokens`. The
+    trainer masks them, too, so that both have the same distribution."""
 
     token_ids: tuple[int, ...] = ()
-    first: int = 0
-    """Positions of a completion, from its start, at which they are held back."""
+    min_tokens: int = 0
+    """Positions of a completion, from its start, at which they are masked."""
+
+
+def next_logprobs(
+    logits_TV: Tensor,
+    next_ids_T: Tensor,
+    next_index_T: Tensor,
+    temperature: float,
+    vocab_size: int,
+    min_tokens_mask: MinTokensMask,
+    group: dist.ProcessGroup,
+) -> tuple[Tensor, Tensor]:
+    """As `vocab_parallel_logprobs`, of the token that each row predicts, with the engine's mask; `next_index_T` are
+    these tokens' positions in their completions, below 0 in prompts."""
+    masked_T = None
+    if min_tokens_mask.min_tokens:
+        masked_T = (next_index_T >= 0) & (next_index_T < min_tokens_mask.min_tokens)
+    return vocab_parallel_logprobs(
+        logits_TV, next_ids_T, temperature, vocab_size, group, masked_T, min_tokens_mask.token_ids
+    )
+
+
+def shift_to_tokens(
+    of_next: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]],
+    token_ids_T: Tensor,
+    completion_index_T: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """Two values per token from `of_next(tokens, completion_index)`, which has them for the token that each row
+    predicts: shifted by one, so that entry t is about the token at t, which the logits at t - 1 predict. Entry 0 is 0,
+    and that of the first token of a segment has no meaning."""
+    first_T, second_T = of_next(token_ids_T.roll(-1), completion_index_T.roll(-1))
+    zero = first_T.new_zeros(1)
+    return torch.cat((zero, first_T[:-1])), torch.cat((zero, second_T[:-1]))
+
+
+def vocab_parallel_logprobs(
+    logits_TV: Tensor,
+    targets_T: Tensor,
+    temperature: float,
+    vocab_size: int,
+    group: dist.ProcessGroup,
+    masked_T: Tensor | None = None,
+    masked_tokens: tuple[int, ...] = (),
+) -> tuple[Tensor, Tensor]:
+    """Log-probability of every target and entropy of every row under softmax(logits / temperature), float32 (nats).
+
+    `logits_TV` are this rank's V consecutive columns of the padded vocabulary; columns from `vocab_size` on are
+    padding, whose probability is 0, as is that of `masked_tokens` in the rows of `masked_T`. Gradients flow through
+    both results. THE BACKWARD PASS OVERWRITES `logits_TV` WITH ITS GRADIENT: pass logits that nobody else reads, as a
+    view if need be, but not as a slice of rows, whose own backward pass would allocate a full tensor. A second
+    backward pass raises RuntimeError.
+    """
+    start, columns = _own_columns(logits_TV, vocab_size, group)
+    mine = tuple(token - start for token in masked_tokens if start <= token < start + columns)
+    shard = _Shard(temperature, start, columns, masked_T if mine else None, mine)
+    return _VocabParallelLogprobs.apply(logits_TV, targets_T, shard, group)
+
+
+def is_argmax(
+    logits_TV: Tensor, targets_T: Tensor, vocab_size: int, group: dist.ProcessGroup
+) -> tuple[Tensor, Tensor]:
+    """1.0 where no token of the vocabulary has a larger logit than the target, else 0.0; and the largest logit of the
+    row (float32). No tensor of the logits' size is made, and they are not changed. A collective."""
+    start, columns = _own_columns(logits_TV, vocab_size, group)
+    tops_2T = torch.full((2, len(targets_T)), MASKED_LOGIT, dtype=torch.float32, device=logits_TV.device)
+    if columns:
+        local_T = targets_T - start
+        mine_T = (local_T >= 0) & (local_T < columns)
+        target_T = logits_TV.gather(1, local_T.clamp(0, columns - 1)[:, None])[:, 0].float()
+        tops_2T[0] = torch.where(mine_T, target_T, MASKED_LOGIT)
+        tops_2T[1] = logits_TV[:, :columns].amax(-1).float()
+    dist.all_reduce(tops_2T, op=dist.ReduceOp.MAX, group=group)
+    return (tops_2T[0] >= tops_2T[1]).float(), tops_2T[1]
+
+
+def _own_columns(logits_TV: Tensor, vocab_size: int, group: dist.ProcessGroup) -> tuple[int, int]:
+    """(first token, real columns) of this rank's vocabulary shard."""
+    V = logits_TV.shape[-1]
+    start = V * group.rank()
+    return start, min(max(vocab_size - start, 0), V)
+
+
+# ---------------------------------------------------------------- the passes over one vocabulary shard
 
 
 @dataclass(frozen=True)
@@ -57,13 +135,13 @@ class _Shard:
     start: int
     columns: int
     """Real columns; those behind are padding."""
-    barred_T: Tensor | None
-    """Rows in which the barred columns cannot be sampled; None where there are none."""
-    barred_columns: tuple[int, ...]
+    masked_T: Tensor | None
+    """Rows in which `masked_columns` cannot be sampled; None where there are none."""
+    masked_columns: tuple[int, ...]
 
     @property
     def bits(self) -> float:
-        """What a logit is multiplied by to be an exponent of 2."""
+        """The factor from a logit to an exponent of 2."""
         return 1 / (self.temperature * LN2)
 
     def chunks(self, logits_TV: Tensor) -> list[slice]:
@@ -79,25 +157,25 @@ class _Shard:
         rows = max((chunk.stop - chunk.start for chunk in self.chunks(logits_TV)), default=0)
         return torch.empty(2, rows, self.columns, dtype=torch.float32, device=logits_TV.device).unbind()
 
-    def sink(self, logits_TV: Tensor, rows: slice, scratch_RV: Tensor) -> Tensor:
+    def neg_max(self, logits_TV: Tensor, rows: slice, scratch_RV: Tensor) -> Tensor:
         """Minus the largest scaled logit of each row among those that can be sampled (bits)."""
         raw_RV = logits_TV[rows, : self.columns]
-        if self.barred_T is not None:
+        if self.masked_T is not None:
             raw_RV = scratch_RV[: raw_RV.shape[0]].copy_(raw_RV)
-            self.bar(raw_RV, rows, NOWHERE)
+            self.mask(raw_RV, rows, MASKED_LOGIT)
         return raw_RV.amax(-1).float().mul_(-self.bits)
 
-    def sunk(self, logits_TV: Tensor, rows: slice, sink_T: Tensor, out_RV: Tensor) -> Tensor:
-        """Scaled logits plus `sink_T` (bits), in the head of `out_RV`. Being a fused multiply-add, it costs large
-        logits no digits: the rounding of `sink_T` is common to a row and cancels."""
+    def shifted_logits(self, logits_TV: Tensor, rows: slice, neg_max_T: Tensor, out_RV: Tensor) -> Tensor:
+        """Scaled logits plus `neg_max_T` (bits), written to the head of `out_RV`. A fused multiply-add costs large
+        logits no digits: the rounding of `neg_max_T` is common to a row and cancels."""
         raw_RV = logits_TV[rows, : self.columns]
-        return torch.add(sink_T[rows, None], raw_RV, alpha=self.bits, out=out_RV[: raw_RV.shape[0]])
+        return torch.add(neg_max_T[rows, None], raw_RV, alpha=self.bits, out=out_RV[: raw_RV.shape[0]])
 
-    def bar(self, values_RV: Tensor, rows: slice, value: float) -> None:
-        """Overwrite the entries of the barred tokens."""
-        if self.barred_T is not None:
-            for column in self.barred_columns:
-                values_RV[:, column].masked_fill_(self.barred_T[rows], value)
+    def mask(self, values_RV: Tensor, rows: slice, value: float) -> None:
+        """Overwrite the entries of the masked tokens."""
+        if self.masked_T is not None:
+            for column in self.masked_columns:
+                values_RV[:, column].masked_fill_(self.masked_T[rows], value)
 
 
 class _VocabParallelLogprobs(torch.autograd.Function):
@@ -109,18 +187,18 @@ class _VocabParallelLogprobs(torch.autograd.Function):
         local_T = targets_T - shard.start
         mine_T = (local_T >= 0) & (local_T < shard.columns)
         column_T1 = local_T.clamp(0, max(shard.columns - 1, 0))[:, None]
-        own_sink_T, sums_3T = _local_sums(logits_TV, shard)
-        sums_3T[2] = _sunk_targets(logits_TV, column_T1, own_sink_T, shard)
-        top_T = -own_sink_T
+        own_neg_max_T, sums_3T = _local_sums(logits_TV, shard)
+        sums_3T[2] = _shifted_targets(logits_TV, column_T1, own_neg_max_T, shard)
+        top_T = -own_neg_max_T
         dist.all_reduce(top_T, op=dist.ReduceOp.MAX, group=group)
-        sink_T = -top_T
-        _sink_further(sums_3T, sink_T - own_sink_T, mine_T)
+        neg_max_T = -top_T
+        _shift_further(sums_3T, neg_max_T - own_neg_max_T, mine_T)
         dist.all_reduce(sums_3T, group=group)
         mass_T, moment_T, target_T = sums_3T.unbind()
         log_mass_T = mass_T.log()
         entropy_T = (log_mass_T - LN2 * moment_T / mass_T).clamp_(min=0)
         logprobs_T = (LN2 * target_T - log_mass_T).clamp_(max=0)
-        ctx.save_for_backward(logits_TV, sink_T, mass_T, logprobs_T, entropy_T, mine_T, column_T1)
+        ctx.save_for_backward(logits_TV, neg_max_T, mass_T, logprobs_T, entropy_T, mine_T, column_T1)
         ctx.shard = shard
         return logprobs_T, entropy_T
 
@@ -137,7 +215,7 @@ class _VocabParallelLogprobs(torch.autograd.Function):
         """
         if grad_logprobs_T is None and grad_entropy_T is None:
             return None, None, None, None
-        logits_TV, sink_T, mass_T, logprobs_T, entropy_T, mine_T, column_T1 = ctx.saved_tensors
+        logits_TV, neg_max_T, mass_T, logprobs_T, entropy_T, mine_T, column_T1 = ctx.saved_tensors
         shard: _Shard = ctx.shard
         # Shares the version counter of the saved logits: once it is written, another backward pass is refused.
         grad_TV = logits_TV.detach()
@@ -149,45 +227,45 @@ class _VocabParallelLogprobs(torch.autograd.Function):
         idle, idle_rows = idle_T.tolist(), idle_T.nonzero()[:, 0]
         offset_T = (spread_T * (mass_T.log() - entropy_T) - pull_T) / mass_T
         slope_T = None if grad_entropy_T is None else spread_T * -LN2 / mass_T
-        _write_gradient(grad_TV, shard, idle, sink_T, offset_T, slope_T)
+        _write_gradient(grad_TV, shard, idle, neg_max_T, offset_T, slope_T)
         # 1 - p of the target has lost its digits where p is close to 1.
         target_T = -torch.expm1(logprobs_T) * pull_T - logprobs_T.exp() * (logprobs_T + entropy_T) * spread_T
         _put_targets(grad_TV, column_T1, target_T, mine_T)
-        shard.bar(grad_TV, slice(None), 0.0)
+        shard.mask(grad_TV, slice(None), 0.0)
         grad_TV[:, shard.columns :].zero_()
         grad_TV.index_fill_(0, idle_rows, 0.0)
         return grad_TV, None, None, None
 
 
 def _local_sums(logits_TV: Tensor, shard: _Shard) -> tuple[Tensor, Tensor]:
-    """Of this shard alone: `_Shard.sink` of every row and, with b the sunk logits (bits, 0 at most), in rows 0 and 1
-    of the sums: the mass, sum of 2^b, and the moment, sum of b 2^b."""
+    """Of this shard alone: `_Shard.neg_max` of every row and, with b the shifted logits (bits, 0 at most), in rows 0
+    and 1 of the sums: the mass, sum of 2^b, and the moment, sum of b 2^b."""
     T = logits_TV.shape[0]
-    sink_T = torch.full((T,), -NOWHERE, dtype=torch.float32, device=logits_TV.device)
+    neg_max_T = torch.full((T,), -MASKED_LOGIT, dtype=torch.float32, device=logits_TV.device)
     sums_3T = torch.zeros(3, T, dtype=torch.float32, device=logits_TV.device)
     scratch = shard.scratch(logits_TV)
     for rows in shard.chunks(logits_TV):
-        sink_T[rows] = shard.sink(logits_TV, rows, scratch[0])
-        bits_RV = shard.sunk(logits_TV, rows, sink_T, scratch[0])
-        shard.bar(bits_RV, rows, NOWHERE)
+        neg_max_T[rows] = shard.neg_max(logits_TV, rows, scratch[0])
+        bits_RV = shard.shifted_logits(logits_TV, rows, neg_max_T, scratch[0])
+        shard.mask(bits_RV, rows, MASKED_LOGIT)
         weight_RV = torch.exp2(bits_RV, out=scratch[1][: bits_RV.shape[0]])
         torch.sum(weight_RV, -1, out=sums_3T[0, rows])
         torch.sum(bits_RV.mul_(weight_RV), -1, out=sums_3T[1, rows])
-    return sink_T, sums_3T
+    return neg_max_T, sums_3T
 
 
-def _sunk_targets(logits_TV: Tensor, column_T1: Tensor, sink_T: Tensor, shard: _Shard) -> Tensor:
-    """The scaled logit in each row's column plus `sink_T` (bits)."""
-    bits_T = torch.add(sink_T, logits_TV.gather(1, column_T1)[:, 0], alpha=shard.bits)
-    if shard.barred_T is not None:
-        for column in shard.barred_columns:
-            bits_T.masked_fill_(shard.barred_T & (column_T1[:, 0] == column), NOWHERE)
+def _shifted_targets(logits_TV: Tensor, column_T1: Tensor, neg_max_T: Tensor, shard: _Shard) -> Tensor:
+    """The scaled logit of each row's target plus `neg_max_T` (bits)."""
+    bits_T = torch.add(neg_max_T, logits_TV.gather(1, column_T1)[:, 0], alpha=shard.bits)
+    if shard.masked_T is not None:
+        for column in shard.masked_columns:
+            bits_T.masked_fill_(shard.masked_T & (column_T1[:, 0] == column), MASKED_LOGIT)
     return bits_T
 
 
-def _sink_further(sums_3T: Tensor, by_T: Tensor, mine_T: Tensor) -> None:
-    """Mass, moment and target of a shard, in place, as if `by_T` (bits, 0 at most) had been added to its sink, and no
-    target where it is another shard's."""
+def _shift_further(sums_3T: Tensor, by_T: Tensor, mine_T: Tensor) -> None:
+    """Mass, moment and target of a shard, in place, as if `by_T` (bits, 0 at most) had been added to its `neg_max_T`;
+    the target becomes 0 where another shard holds it."""
     mass_T, moment_T, target_T = sums_3T.unbind()
     scale_T = by_T.exp2()
     moment_T.addcmul_(by_T, mass_T).mul_(scale_T)
@@ -196,15 +274,20 @@ def _sink_further(sums_3T: Tensor, by_T: Tensor, mine_T: Tensor) -> None:
 
 
 def _write_gradient(
-    grad_TV: Tensor, shard: _Shard, idle: list[bool], sink_T: Tensor, offset_T: Tensor, slope_T: Tensor | None
+    grad_TV: Tensor,
+    shard: _Shard,
+    idle: list[bool],
+    neg_max_T: Tensor,
+    offset_T: Tensor,
+    slope_T: Tensor | None,
 ) -> None:
-    """Turn logits into (slope * b + offset) * 2^b, b being the sunk logits (bits), chunk by chunk; None is a slope of
-    0. A chunk of nothing but idle rows stays as it is."""
+    """Turn logits into (slope * b + offset) * 2^b, b being the shifted logits (bits), chunk by chunk; None is a slope
+    of 0. A chunk of nothing but idle rows is left unchanged."""
     scratch = shard.scratch(grad_TV)
     for rows in shard.chunks(grad_TV):
         if all(idle[rows]):
             continue
-        bits_RV = shard.sunk(grad_TV, rows, sink_T, scratch[0])
+        bits_RV = shard.shifted_logits(grad_TV, rows, neg_max_T, scratch[0])
         out_RV = grad_TV[rows, : shard.columns]
         if slope_T is None:
             torch.mul(bits_RV.exp2_(), offset_T[rows, None], out=out_RV)
@@ -217,95 +300,3 @@ def _put_targets(grad_TV: Tensor, column_T1: Tensor, target_T: Tensor, mine_T: T
     """Overwrite one entry of each row whose target this shard holds."""
     other_T1 = grad_TV.gather(1, column_T1)
     grad_TV.scatter_(1, column_T1, torch.where(mine_T[:, None], target_T[:, None].to(other_T1), other_T1))
-
-
-def vocab_parallel_logprobs(
-    logits_TV: Tensor,
-    targets_T: Tensor,
-    temperature: float,
-    vocab_size: int,
-    group: dist.ProcessGroup,
-    barred_T: Tensor | None = None,
-    barred_tokens: tuple[int, ...] = (),
-) -> tuple[Tensor, Tensor]:
-    """Log-probability of every target and entropy of every row under softmax(logits / temperature), float32 (nats).
-
-    `logits_TV` are this rank's V consecutive columns of the padded vocabulary; columns from `vocab_size` on are
-    padding, whose probability is 0, as is that of `barred_tokens` in the rows of `barred_T`. Gradients flow through
-    both results. THE BACKWARD PASS OVERWRITES `logits_TV` WITH ITS GRADIENT: hand in logits that nobody else reads,
-    by a view if need be, but not by a slice of rows, whose own backward pass would allocate a full tensor. A second
-    backward pass raises RuntimeError.
-    """
-    V = logits_TV.shape[-1]
-    start = V * group.rank()
-    columns = min(max(vocab_size - start, 0), V)
-    mine = tuple(token - start for token in barred_tokens if start <= token < start + columns)
-    shard = _Shard(temperature, start, columns, barred_T if mine else None, mine)
-    return _VocabParallelLogprobs.apply(logits_TV, targets_T, shard, group)
-
-
-def next_logprobs(
-    logits_TV: Tensor,
-    next_ids_T: Tensor,
-    next_index_T: Tensor,
-    temperature: float,
-    vocab_size: int,
-    min_tokens_mask: MinTokensMask,
-    group: dist.ProcessGroup,
-) -> tuple[Tensor, Tensor]:
-    """As `vocab_parallel_logprobs`, of the tokens that each row predicts; `next_index_T` are their positions in their
-    completions, below 0 in prompts."""
-    barred_T = (next_index_T >= 0) & (next_index_T < min_tokens_mask.first) if min_tokens_mask.first else None
-    return vocab_parallel_logprobs(
-        logits_TV, next_ids_T, temperature, vocab_size, group, barred_T, min_tokens_mask.token_ids
-    )
-
-
-def at_tokens(
-    of_next: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]],
-    token_ids_T: Tensor,
-    completion_index_T: Tensor,
-) -> tuple[Tensor, Tensor]:
-    """What `of_next(tokens, completion_index)` tells of the tokens that each row predicts, laid at those tokens: entry
-    t is about the token at t, as the logits at t - 1 predict it. Entry 0, and what stands at the first token of a
-    segment, means nothing."""
-    first_T, second_T = of_next(token_ids_T.roll(-1), completion_index_T.roll(-1))
-    zero = first_T.new_zeros(1)
-    return torch.cat((zero, first_T[:-1])), torch.cat((zero, second_T[:-1]))
-
-
-def packed_logprobs(
-    logits_TV: Tensor,
-    token_ids_T: Tensor,
-    completion_index_T: Tensor,
-    temperature: float,
-    vocab_size: int,
-    min_tokens_mask: MinTokensMask,
-    group: dist.ProcessGroup,
-) -> tuple[Tensor, Tensor]:
-    """As `vocab_parallel_logprobs`, of the packed tokens themselves (`at_tokens`). THE BACKWARD PASS OVERWRITES
-    `logits_TV` WITH ITS GRADIENT; the last row predicts nothing, so its gradient is 0."""
-
-    def of_next(tokens_T: Tensor, index_T: Tensor) -> tuple[Tensor, Tensor]:
-        return next_logprobs(logits_TV, tokens_T, index_T, temperature, vocab_size, min_tokens_mask, group)
-
-    return at_tokens(of_next, token_ids_T, completion_index_T)
-
-
-def next_hits(
-    logits_TV: Tensor, targets_T: Tensor, vocab_size: int, group: dist.ProcessGroup
-) -> tuple[Tensor, Tensor]:
-    """1.0 where no token of the vocabulary has a larger logit than the target, else 0.0; and the largest logit of the
-    row (float32). No tensor of the logits' size is made, and they stay as they are. A collective."""
-    V = logits_TV.shape[-1]
-    start = V * group.rank()
-    columns = min(max(vocab_size - start, 0), V)
-    tops_2T = torch.full((2, len(targets_T)), NOWHERE, dtype=torch.float32, device=logits_TV.device)
-    if columns:
-        local_T = targets_T - start
-        mine_T = (local_T >= 0) & (local_T < columns)
-        target_T = logits_TV.gather(1, local_T.clamp(0, columns - 1)[:, None])[:, 0].float()
-        tops_2T[0] = torch.where(mine_T, target_T, NOWHERE)
-        tops_2T[1] = logits_TV[:, :columns].amax(-1).float()
-    dist.all_reduce(tops_2T, op=dist.ReduceOp.MAX, group=group)
-    return (tops_2T[0] >= tops_2T[1]).float(), tops_2T[1]

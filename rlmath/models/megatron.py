@@ -1,5 +1,10 @@
-"""The layers the policy is made of: Transformer Engine's where installed, else Megatron's with our own norm and
-attention."""
+"""Megatron: its process groups, the configuration of its GPT model, and the model's chunks on this rank.
+
+    start_megatron -> transformer_config -> build_chunks (layer_spec) -> wrap_for_training
+
+The layers are Transformer Engine's where it is installed, else Megatron's local ones with our norm and attention
+(`attention`). Weights come from `checkpoint.hf`.
+"""
 
 from __future__ import annotations
 
@@ -35,11 +40,8 @@ from rlmath.models.attention import PackedAttention, PackedRotaryEmbedding, stre
 
 
 class RMSNorm(torch.nn.RMSNorm):
-    """Root-mean-square norm whose weight Megatron knows to be shared under sequence parallelism.
-
-    Megatron's `WrappedTorchNorm` refuses sequence parallelism; its gradients only need to be summed over the
-    tensor-parallel ranks, which the attribute asks for.
-    """
+    """Root-mean-square norm that works under sequence parallelism, which Megatron's `WrappedTorchNorm` refuses: with
+    the attribute `sequence_parallel` on the weight, Megatron sums its gradient over the tensor-parallel ranks. """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **unused: Any) -> None:
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
@@ -123,7 +125,7 @@ def stop_megatron() -> None:
 
 
 def _virtual_size(mesh: Mesh) -> int | None:
-    """Megatron's word for one model chunk per stage is None."""
+    """Megatron's value for one model chunk per stage is None."""
     return mesh.virtual_pipeline if mesh.virtual_pipeline > 1 else None
 
 
@@ -157,7 +159,7 @@ def transformer_config(
         **_stage_layout(mesh, parallel),
         sequence_parallel=parallel.sequence and mesh.tensor > 1,
         **_expert_layout(shape, mesh, device),
-        # Packs differ in length, so every pipeline message says its shape.
+        # Packs differ in length, so every pipeline message is sent with its shape.
         variable_seq_lengths=mesh.pipeline > 1,
         calculate_per_token_loss=True,
         use_cpu_initialization=is_cpu,
@@ -174,15 +176,15 @@ def transformer_config(
 
 
 def _stage_layout(mesh: Mesh, parallel: ParallelConfig) -> dict[str, Any]:
-    """How layers are laid over stages and chunks, and how the stages talk."""
+    """How layers are split over stages and chunks, and how the stages communicate."""
     virtual = _virtual_size(mesh)
-    # Of two stages the first says it all; with chunks, Megatron would divide by the stages between first and last.
+    # Of two stages the first determines both; with chunks, Megatron would divide by the stages between first and last.
     last_is_rest = mesh.pipeline == 2 and parallel.first_stage_layers is not None
     return {
         "virtual_pipeline_model_parallel_size": virtual,
         "num_layers_in_first_pipeline_stage": parallel.first_stage_layers,
         "num_layers_in_last_pipeline_stage": None if last_is_rest else parallel.last_stage_layers,
-        # Batched, a send to the next and one to the previous stage are told apart by their order alone; between two
+        # Batched, only their order distinguishes a send to the next stage from one to the previous stage; between two
         # stages they are mixed up, and gradients are silently wrong. Overlapped, each has a message group of its own.
         "overlap_p2p_comm": virtual is not None,
         "batch_p2p_comm": virtual is None,
@@ -190,8 +192,8 @@ def _stage_layout(mesh: Mesh, parallel: ParallelConfig) -> dict[str, Any]:
 
 
 def _expert_layout(shape: ModelShape, mesh: Mesh, device: Device) -> dict[str, Any]:
-    """How tokens find their experts. No loss asks for balance: the policy's gradient alone moves the router."""
-    # Megatron asks for this dispatcher where messages differ in length, of dense models too.
+    """How tokens are routed to experts. There is no balancing loss: the policy's gradient alone trains the router."""
+    # Megatron requires this dispatcher where messages differ in length, of dense models too.
     dispatcher = {"moe_token_dispatcher_type": "alltoall"}
     if not shape.num_experts:
         return dispatcher
@@ -199,7 +201,7 @@ def _expert_layout(shape: ModelShape, mesh: Mesh, device: Device) -> dict[str, A
         "num_moe_experts": shape.num_experts,
         "moe_ffn_hidden_size": shape.ffn_size,
         "moe_router_topk": shape.experts_per_token,
-        # A softmax over the picked ones is one over all whose picked ones are scaled to sum to 1.
+        # A softmax over the picked experts is one over all, its picked weights scaled to sum to 1.
         "moe_router_pre_softmax": not shape.norm_topk_prob,
         "moe_router_load_balancing_type": "none",
         "moe_grouped_gemm": not uses_local_layers(device.kind),
@@ -209,7 +211,7 @@ def _expert_layout(shape: ModelShape, mesh: Mesh, device: Device) -> dict[str, A
 
 
 def build_chunks(shape: ModelShape, mesh: Mesh, device: Device, config: TransformerConfig) -> list[GPTModel]:
-    """This rank's model chunks in the order of their layers, on its device; the weights are still to be loaded."""
+    """This rank's model chunks in the order of their layers, on its device; their weights are undefined."""
     return [_build_chunk(shape, mesh, device, config, number) for number in range(mesh.virtual_pipeline)]
 
 
@@ -242,15 +244,15 @@ def _build_chunk(
         rotary = model.rotary_pos_emb
         rotary.inv_freq = stretched_frequencies(rotary.inv_freq, shape.rope_scaling)
     model = model.to(device.torch_device)
-    _mark_parts(model, shape)
+    _mark_tensor_parallel(model, shape)
     return model
 
 
-def _mark_parts(model: GPTModel, shape: ModelShape) -> None:
-    """Tell Megatron of which parameters tensor-parallel ranks have different parts. In the gradient's norm all of them
-    count, of the other parameters only the first rank's.
+def _mark_tensor_parallel(model: GPTModel, shape: ModelShape) -> None:
+    """Mark the parameters that tensor-parallel ranks hold different parts of: in the gradient's norm all parts count,
+    of the other parameters only the first rank's.
 
-    megatron-core 0.16 says so itself only while it initialises a model, which is left out here.
+    megatron-core 0.16 marks them itself only while it initialises a model, which is skipped here.
     """
     for placed in placed_tensors(shape):
         parameter = local_parameter([model], placed)

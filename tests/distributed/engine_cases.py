@@ -186,7 +186,7 @@ def _touch_cache(engine: Any) -> None:
 
 def vocab_padding(logits_seed: int) -> dict[str, Any]:
     """Log-probs, entropy and gradients of random logits over a vocabulary of 101 on 2 ranks, whose padded column
-    holds huge values: once of the log-probs alone, once of the entropy, too. Token 99 is barred in rows 1 to 3."""
+    holds huge values: once of the log-probs alone, once of the entropy, too. Token 99 is masked in rows 1 to 3."""
     from megatron.core import parallel_state
 
     from rlmath.distributed.device import init_process_group, open_device
@@ -199,12 +199,12 @@ def vocab_padding(logits_seed: int) -> dict[str, Any]:
     logits = torch.randn(7, 101) * 3
     logits[0, :60] += 200
     targets = torch.tensor([0, 50, 51, 100, 3, 99, 60])
-    barred = (torch.arange(7) > 0) & (torch.arange(7) < 4)
+    masked = (torch.arange(7) > 0) & (torch.arange(7) < 4)
     padded = torch.cat((logits, torch.full((7, 1), 1e4)), dim=1)
     grads = []
     for share in (0.0, 0.3):
         mine = padded.chunk(2, dim=1)[dist.get_rank()].clone().requires_grad_()
-        logprobs, entropy = vocab_parallel_logprobs(mine, targets, 0.7, 101, group, barred, (99,))
+        logprobs, entropy = vocab_parallel_logprobs(mine, targets, 0.7, 101, group, masked, (99,))
         rows = torch.arange(1.0, 8.0)
         loss = (logprobs * rows).sum()
         (loss + share * (entropy * rows.flip(0)).sum() if share else loss).backward()
@@ -212,7 +212,7 @@ def vocab_padding(logits_seed: int) -> dict[str, Any]:
     return {
         "logits": logits,
         "targets": targets,
-        "barred": barred,
+        "masked": masked,
         "logprobs": logprobs.detach(),
         "entropy": entropy.detach(),
         "grad": grads[0],

@@ -84,9 +84,9 @@ def test_sleep_gives_the_kv_cache_back_and_waking_loses_nothing(ranks: RankPool,
 def test_padded_vocabulary_has_no_probability(ranks: RankPool, share: float, name: str) -> None:
     first, second = ranks.run(2, engine_cases.vocab_padding, 3)
     logits = first["logits"].double().requires_grad_()
-    barred = torch.zeros(7, 101, dtype=torch.bool)
-    barred[first["barred"], 99] = True
-    wanted = torch.log_softmax((logits / 0.7).masked_fill(barred, -1e30), -1)
+    masked = torch.zeros(7, 101, dtype=torch.bool)
+    masked[first["masked"], 99] = True
+    wanted = torch.log_softmax((logits / 0.7).masked_fill(masked, -1e30), -1)
     chosen = wanted.gather(1, first["targets"][:, None])[:, 0]
     entropy = -(wanted.exp() * wanted).sum(-1)
     rows = torch.arange(1.0, 8.0)

@@ -8,7 +8,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from rlmath.models import logprobs as module
-from rlmath.models.logprobs import MinTokensMask, packed_logprobs, vocab_parallel_logprobs
+from rlmath.models.logprobs import (
+    MinTokensMask,
+    next_logprobs,
+    shift_to_tokens,
+    vocab_parallel_logprobs,
+)
 
 # Shape legend: T packed tokens, V columns (real and padded), N real columns.
 
@@ -24,13 +29,13 @@ def group() -> Iterator[dist.ProcessGroup]:
 
 
 def dense(
-    logits_TV: Tensor, targets_T: Tensor, temperature: float, vocab_size: int, barred_TN: Tensor | None = None
+    logits_TV: Tensor, targets_T: Tensor, temperature: float, vocab_size: int, masked_TN: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Log-probs, entropy and the leaf that gradients arrive at, in float64 and by the textbook."""
     leaf_TN = logits_TV.detach()[:, :vocab_size].double().requires_grad_()
     scaled_TN = leaf_TN / temperature
-    if barred_TN is not None:
-        scaled_TN = scaled_TN.masked_fill(barred_TN, -1e30)
+    if masked_TN is not None:
+        scaled_TN = scaled_TN.masked_fill(masked_TN, -1e30)
     all_TN = torch.log_softmax(scaled_TN, -1)
     return all_TN.gather(1, targets_T[:, None])[:, 0], -(all_TN.exp() * all_TN).sum(-1), leaf_TN
 
@@ -173,16 +178,16 @@ def test_bfloat16_logits_give_float32_results_and_a_gradient_rounded_once(parts:
     torch.testing.assert_close(grad_TN, wanted[2].grad, atol=1e-7, rtol=2**-8)
 
 
-def test_barred_tokens_have_no_probability_in_their_rows_even_where_they_tower() -> None:
+def test_masked_tokens_have_no_probability_in_their_rows_even_where_they_tower() -> None:
     logits_TV, targets_T = random_logits(8, 40)
     targets_T %= 30
     logits_TV[:, 35] = 1e4
-    barred_T = torch.arange(8) < 5
-    logits_TV[~barred_T, 35] = 1.0
-    barred_TN = torch.zeros(8, 38, dtype=torch.bool)
-    barred_TN[:5, [33, 35]] = True
-    found = ours(logits_TV, targets_T, 0.7, 38, barred_T=barred_T, barred_tokens=(33, 35, 39))
-    wanted = dense(logits_TV, targets_T, 0.7, 38, barred_TN)
+    masked_T = torch.arange(8) < 5
+    logits_TV[~masked_T, 35] = 1.0
+    masked_TN = torch.zeros(8, 38, dtype=torch.bool)
+    masked_TN[:5, [33, 35]] = True
+    found = ours(logits_TV, targets_T, 0.7, 38, masked_T=masked_T, masked_tokens=(33, 35, 39))
+    wanted = dense(logits_TV, targets_T, 0.7, 38, masked_TN)
     loss(*found[:2], "logprobs and entropy").backward()
     loss(*wanted[:2], "logprobs and entropy").backward()
     torch.testing.assert_close(found[0], wanted[0].float(), **CLOSE)
@@ -190,10 +195,10 @@ def test_barred_tokens_have_no_probability_in_their_rows_even_where_they_tower()
     torch.testing.assert_close(found[2].grad[:, :38], wanted[2].grad.float(), **CLOSE)
 
 
-def test_a_barred_target_is_finite_and_pulls_at_no_logit_of_its_own() -> None:
+def test_a_masked_target_is_finite_and_pulls_at_no_logit_of_its_own() -> None:
     logits_TV, _ = random_logits(2, 10)
     found = ours(
-        logits_TV, torch.tensor([4, 4]), 1.0, 10, barred_T=torch.tensor([True, False]), barred_tokens=(4,)
+        logits_TV, torch.tensor([4, 4]), 1.0, 10, masked_T=torch.tensor([True, False]), masked_tokens=(4,)
     )
     assert found[0][0] < -1e29 and torch.isfinite(found[0]).all()
     (found[0].sum() + found[1].sum()).backward()
@@ -201,10 +206,10 @@ def test_a_barred_target_is_finite_and_pulls_at_no_logit_of_its_own() -> None:
     assert found[2].grad[0, 4] == 0 and found[2].grad[1, 4] > 0
 
 
-def test_everything_barred_but_one_token_leaves_certainty() -> None:
+def test_everything_masked_but_one_token_leaves_certainty() -> None:
     logits_TV, _ = random_logits(1, 5)
     found = ours(
-        logits_TV, torch.tensor([2]), 1.0, 5, barred_T=torch.tensor([True]), barred_tokens=(0, 1, 3, 4)
+        logits_TV, torch.tensor([2]), 1.0, 5, masked_T=torch.tensor([True]), masked_tokens=(0, 1, 3, 4)
     )
     loss(*found[:2], "logprobs and entropy").backward()
     assert -1e-7 < found[0].item() <= 0 and 0 <= found[1].item() < 1e-7
@@ -289,18 +294,36 @@ def test_without_gradients_the_logits_stay_as_they_are() -> None:
     assert not logprobs_T.requires_grad and not entropy_T.requires_grad
 
 
+def packed_logprobs(
+    logits_TV: Tensor,
+    token_ids_T: Tensor,
+    completion_index_T: Tensor,
+    temperature: float,
+    vocab_size: int,
+    min_tokens_mask: MinTokensMask,
+) -> tuple[Tensor, Tensor]:
+    """Log-probability and entropy of the packed tokens themselves."""
+
+    def of_next(tokens_T: Tensor, index_T: Tensor) -> tuple[Tensor, Tensor]:
+        return next_logprobs(
+            logits_TV, tokens_T, index_T, temperature, vocab_size, min_tokens_mask, dist.group.WORLD
+        )
+
+    return shift_to_tokens(of_next, token_ids_T, completion_index_T)
+
+
 def test_packed_tokens_are_predicted_by_the_row_before_them() -> None:
     logits_TV, token_ids_T = random_logits(10, 30)
     completion_index_T = torch.tensor([-1, -1, 0, 1, 2, -1, 0, 1, -1, 0])
     leaf_TV = logits_TV.clone().requires_grad_()
     logprobs_T, entropy_T = packed_logprobs(
-        leaf_TV, token_ids_T, completion_index_T, 0.7, 28, MinTokensMask((3, 27), 2), dist.group.WORLD
+        leaf_TV, token_ids_T, completion_index_T, 0.7, 28, MinTokensMask((3, 27), 2)
     )
-    barred_TN = torch.zeros(9, 28, dtype=torch.bool)
+    masked_TN = torch.zeros(9, 28, dtype=torch.bool)
     for row in (1, 2, 5, 6, 8):
-        barred_TN[row, [3, 27]] = True
+        masked_TN[row, [3, 27]] = True
     targets_T = token_ids_T[1:]
-    wanted = dense(logits_TV[:-1], targets_T, 0.7, 28, barred_TN)
+    wanted = dense(logits_TV[:-1], targets_T, 0.7, 28, masked_TN)
     torch.testing.assert_close(logprobs_T[1:], wanted[0].float(), **CLOSE)
     torch.testing.assert_close(entropy_T[1:], wanted[1].float(), **CLOSE)
     assert logprobs_T[0] == 0 and entropy_T[0] == 0
@@ -315,9 +338,7 @@ def test_the_last_row_of_a_pack_may_hold_anything() -> None:
     logits_TV, token_ids_T = random_logits(4, 6)
     logits_TV[-1] = torch.nan
     leaf_TV = logits_TV.requires_grad_()
-    logprobs_T, entropy_T = packed_logprobs(
-        leaf_TV, token_ids_T, torch.arange(4), 1.0, 6, MinTokensMask(), dist.group.WORLD
-    )
+    logprobs_T, entropy_T = packed_logprobs(leaf_TV, token_ids_T, torch.arange(4), 1.0, 6, MinTokensMask())
     assert torch.isfinite(logprobs_T).all() and torch.isfinite(entropy_T).all()
     (logprobs_T.sum() + entropy_T.sum()).backward()
     assert torch.isfinite(leaf_TV.grad).all() and not leaf_TV.grad[-1].any()
