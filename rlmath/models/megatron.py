@@ -41,7 +41,7 @@ from rlmath.models.attention import PackedAttention, PackedRotaryEmbedding, stre
 
 class RMSNorm(torch.nn.RMSNorm):
     """Root-mean-square norm that works under sequence parallelism, which Megatron's `WrappedTorchNorm` refuses: with
-    the attribute `sequence_parallel` on the weight, Megatron sums its gradient over the tensor-parallel ranks. """
+    the attribute `sequence_parallel` on the weight, Megatron sums its gradient over the tensor-parallel ranks."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **unused: Any) -> None:
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)

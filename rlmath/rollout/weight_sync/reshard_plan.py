@@ -1,8 +1,18 @@
-"""Which ranks plan a weight sync together. Pure arithmetic.
+"""Which rank sends which part of the weights to which rank's engine, and in which round. Pure arithmetic.
 
-The layout repeats itself: so many ranks further on in a pipeline stage, a rank holds the same weights and is in the
-same place of its engine and of its node. One such period of every stage is a *cell*. It has everything that its engines
-need, and all cells are alike, so that a rank plans its own cell only, however many ranks there are.
+    training layout + engine layout -> overlaps of their blocks -> local copies, and copies that travel -> rounds
+
+Invariants, which the tests assert:
+
+- every element that an engine needs is written exactly once per sync;
+- a rank copies locally whatever its own shard holds; only what it lacks travels, which no plan can avoid;
+- in no round does a rank send or receive more than one bucket, unless a single row is larger;
+- the ranks that hold an element share the sending of it evenly, those of the receiver's node first;
+- all ranks derive the same plan from the settings, without a message.
+
+The layout repeats itself: so many ranks further on in a pipeline stage, a rank holds the same weights and has the same
+place in its engine and on its node. One such period of every stage is a *cell*. A cell holds everything that its
+engines need, and all cells are alike, so that a rank plans its own cell only, however many ranks there are.
 """
 
 from __future__ import annotations
@@ -26,128 +36,11 @@ from rlmath.rollout.weight_sync.shard_layouts import (
     training_blocks,
 )
 
-
-def cells(mesh: Mesh, ranks_per_node: int | None = None) -> list[tuple[int, ...]]:
-    """The ranks of every cell, in order. One cell, where periods do not fill a stage. None: all ranks are on one node.
-
-    >>> cells(Mesh(0, 8, 2, 2, 1))
-    [(0, 1, 4, 5), (2, 3, 6, 7)]
-    """
-    stage = mesh.world_size // mesh.pipeline
-    node = 1 if ranks_per_node is None or ranks_per_node >= mesh.world_size else ranks_per_node
-    period = math.lcm(mesh.tensor, mesh.expert * mesh.expert_tensor, mesh.engine_size, node)
-    if stage % period:
-        return [tuple(range(mesh.world_size))]
-    return [
-        tuple(
-            first + start + offset for first in range(0, mesh.world_size, stage) for offset in range(period)
-        )
-        for start in range(0, stage, period)
-    ]
-
-
-def cell_of(mesh: Mesh, ranks_per_node: int | None = None) -> tuple[int, ...]:
-    """The cell of the mesh's rank."""
-    return next(cell for cell in cells(mesh, ranks_per_node) if mesh.rank in cell)
-
-
-@dataclass(frozen=True)
-class Overlap:
-    """A part of what an engine needs, and the same part in the shards of all that hold it."""
-
-    target: Block
-    sources: dict[Coordinates, Block]
-
-
-Regions = Mapping[str, Mapping[tuple[int, int, int, int], Mapping[Coordinates, Block]]]
-"""By tensor and (row, column, rows, columns): who holds it, and where."""
-
-
-def by_region(held: Mapping[Coordinates, Iterable[Block]]) -> Regions:
-    """What the shards at some places hold. They either hold the same rectangle or none in common."""
-    found: dict[str, dict[tuple[int, int, int, int], dict[Coordinates, Block]]] = defaultdict(dict)
-    for place, blocks in held.items():
-        for block in blocks:
-            region = (block.row, block.col, block.rows, block.cols)
-            found[block.tensor].setdefault(region, {})[place] = block
-    return found
-
-
-def intersections(needed: Iterable[Block], held: Regions) -> list[Overlap]:
-    """What is needed, cut along the borders of the shards."""
-    overlaps = []
-    for need in needed:
-        covered = 0
-        for holders in held[need.tensor].values():
-            target = _common(need, next(iter(holders.values())))
-            if target is None:
-                continue
-            common = {place: _common(block, need) for place, block in holders.items()}
-            overlaps.append(Overlap(target, {place: block for place, block in common.items() if block}))
-            covered += target.elements
-        assert covered == need.elements, (
-            f"{covered} of {need.elements} elements of {need} are held by someone"
-        )
-    return overlaps
-
-
-def missing_elements(overlaps: Sequence[Overlap], place: Coordinates) -> int:
-    """Elements that are needed and that a rank at `place` does not hold."""
-    return sum(overlap.target.elements for overlap in overlaps if place not in overlap.sources)
-
-
-def _common(block: Block, other: Block) -> Block | None:
-    """The part of `block` that `other` has, too."""
-    row, col = max(block.row, other.row), max(block.col, other.col)
-    rows = min(block.row + block.rows, other.row + other.rows) - row
-    cols = min(block.col + block.cols, other.col + other.cols) - col
-    if rows <= 0 or cols <= 0:
-        return None
-    at_row, at_col = block.at_row + row - block.row, block.at_col + col - block.col
-    return Block(block.tensor, row, col, rows, cols, block.parameter, at_row, at_col)
-
-
-Places = tuple[Coordinates, ...]
-
-
-class Senders:
-    """Remembers how much every rank sends."""
-
-    def __init__(self, standing: Mapping[int, Coordinates], ranks_per_node: int) -> None:
-        """`standing` gives the coordinates of every rank that may send."""
-        self._ranks_per_node = ranks_per_node
-        self._at: dict[tuple[Coordinates, int | None], list[int]] = defaultdict(list)
-        for rank, place in standing.items():
-            self._at[place, rank // ranks_per_node].append(rank)
-            self._at[place, None].append(rank)
-        self._sent = dict.fromkeys(standing, 0)
-        # Heaps of (sent, rank), by places and node: what a rank sent since may be missing, as no heap knows the others.
-        self._holders: dict[tuple[Places, int | None], list[tuple[int, int]]] = {}
-
-    def choose(self, target: int, places: Places, elements: int) -> int:
-        """The rank with least to send so far of those at `places`, of the target's node where there is one; from now on
-        it sends `elements` more."""
-        heap = self._heap(places, target // self._ranks_per_node) or self._heap(places, None)
-        while (now := self._sent[heap[0][1]]) > heap[0][0]:
-            heapq.heapreplace(heap, (now, heap[0][1]))
-        source = heap[0][1]
-        self._sent[source] += elements
-        return source
-
-    def _heap(self, places: Places, node: int | None) -> list[tuple[int, int]]:
-        heap = self._holders.get((places, node))
-        if heap is None:
-            ranks = (rank for place in places for rank in self._at.get((place, node), ()))
-            heap = self._holders[places, node] = sorted((self._sent[rank], rank) for rank in ranks)
-        return heap
-
-
 SLICES_OF_A_BUCKET = 8
 """Large rectangles travel in slices of this fraction of a bucket, so that buckets get full."""
 
-
 SHARED_BUCKET_BYTES = 16 * 2**20
-"""Largest bucket between ranks that share memory (CPU), who keep two of them."""
+"""Largest bucket between ranks that share memory (CPU), which keep two of them."""
 
 
 def bucket_bytes(settings_mib: float, device_kind: str, world_size: int) -> int:
@@ -156,12 +49,16 @@ def bucket_bytes(settings_mib: float, device_kind: str, world_size: int) -> int:
     >>> bucket_bytes(64, "cpu", 2) // 2**20, bucket_bytes(64, "cuda", 2) // 2**20
     (16, 64)
     """
-    told = int(settings_mib * 2**20)
-    return min(told, SHARED_BUCKET_BYTES) if device_kind == "cpu" and world_size > 1 else told
+    size = int(settings_mib * 2**20)
+    return min(size, SHARED_BUCKET_BYTES) if device_kind == "cpu" and world_size > 1 else size
+
+
+# ---------------------------------------------------------------- the plan
 
 
 class Copy(NamedTuple):
-    """A rectangle of a Hugging Face tensor on its way from a rank's parameter into a rank's engine."""
+    """A rectangle of a Hugging Face tensor, to be copied from a rank's parameter into a parameter of a rank's
+    engine."""
 
     source: int
     target: int
@@ -185,7 +82,7 @@ class Copy(NamedTuple):
 
 @dataclass(frozen=True)
 class SyncPlan:
-    """The plan of some ranks, which need nothing from others: of a cell, or of all."""
+    """The plan of some ranks that need nothing from others: of a cell, or of all."""
 
     local: Mapping[int, tuple[Copy, ...]]
     """By rank: what it copies from its own shard."""
@@ -201,23 +98,23 @@ class SyncPlan:
         return self.element_bytes * sum(copy.elements for copy in self.local[rank])
 
     def bytes_sent(self, rank: int) -> int:
-        return self._bytes("source", rank)
+        sent = (copy.elements for copies in self.rounds for copy in copies if copy.source == rank)
+        return self.element_bytes * sum(sent)
 
     def bytes_received(self, rank: int) -> int:
-        return self._bytes("target", rank)
-
-    def _bytes(self, side: str, rank: int) -> int:
-        mine = (copy for copies in self.rounds for copy in copies if getattr(copy, side) == rank)
-        return self.element_bytes * sum(copy.elements for copy in mine)
+        received = (copy.elements for copies in self.rounds for copy in copies if copy.target == rank)
+        return self.element_bytes * sum(received)
 
     @property
     def largest_bucket_bytes(self) -> int:
         """Most that any rank sends in any round."""
-        sent = [Counter() for _ in self.rounds]
-        for count, copies in zip(sent, self.rounds, strict=True):
+        largest = 0
+        for copies in self.rounds:
+            sent: Counter[int] = Counter()
             for copy in copies:
-                count[copy.source] += copy.elements
-        return self.element_bytes * max((max(count.values()) for count in sent), default=0)
+                sent[copy.source] += copy.elements
+            largest = max(largest, max(sent.values(), default=0))
+        return self.element_bytes * largest
 
     @property
     def lower_bound(self) -> int:
@@ -239,7 +136,7 @@ def plan_sync(
     """
     first, *others = cells(mesh, ranks_per_node)
     one = plan_cell(shape, layout, replace(mesh, rank=first[0]), element_bytes, bucket_bytes, ranks_per_node)
-    return _joined([one, *(_renumbered(one, dict(zip(first, cell, strict=True))) for cell in others)])
+    return _join([one, *(_renumber(one, dict(zip(first, cell, strict=True))) for cell in others)])
 
 
 def plan_cell(
@@ -251,63 +148,39 @@ def plan_cell(
     ranks_per_node: int | None = None,
 ) -> SyncPlan:
     """The plan for the cell of `mesh.rank`. None: all ranks are on one node."""
-    standing = {rank: coordinates(replace(mesh, rank=rank)) for rank in cell_of(mesh, ranks_per_node)}
-    held = by_region({at: training_blocks(shape, layout, at) for at in sorted(set(standing.values()))})
-    found = [
+    coordinates_of = {rank: coordinates(replace(mesh, rank=rank)) for rank in cell_of(mesh, ranks_per_node)}
+    held = by_region({at: training_blocks(shape, layout, at) for at in sorted(set(coordinates_of.values()))})
+    overlaps_of_part = [
         intersections(engine_blocks(shape, mesh.engine_size, part), held) for part in range(mesh.engine_size)
     ]
-    by_rank = {rank: found[rank % mesh.engine_size] for rank in standing}
-    senders = Senders(standing, ranks_per_node or mesh.world_size)
+    needed = {rank: overlaps_of_part[rank % mesh.engine_size] for rank in coordinates_of}
+    senders = Senders(coordinates_of, ranks_per_node or mesh.world_size)
     budget = bucket_bytes // element_bytes
-    local: dict[int, list[Copy]] = {rank: [] for rank in standing}
+    local: dict[int, list[Copy]] = {rank: [] for rank in coordinates_of}
     travelling: list[Copy] = []
-    # In the model's order, and within it by rank: all engines then fill up side by side.
-    ordered = sorted((number, rank) for rank, overlaps in by_rank.items() for number in range(len(overlaps)))
+    # In the model's order, and within it by rank: all engines are then filled side by side.
+    ordered = sorted((number, rank) for rank, overlaps in needed.items() for number in range(len(overlaps)))
     for number, rank in ordered:
-        overlap = by_rank[rank][number]
-        own = overlap.sources.get(standing[rank])
+        overlap = needed[rank][number]
+        own = overlap.sources.get(coordinates_of[rank])
         if own is not None:
             local[rank].append(_copy(rank, rank, own, overlap.target))
             continue
-        places = tuple(overlap.sources)
+        holders = tuple(overlap.sources)
         for start, rows in _slices(overlap.target, budget // SLICES_OF_A_BUCKET):
-            source = senders.choose(rank, places, rows * overlap.target.cols)
-            held_there = overlap.sources[standing[source]]
+            source = senders.choose(rank, holders, rows * overlap.target.cols)
+            held_there = overlap.sources[coordinates_of[source]]
             travelling.append(_copy(source, rank, held_there, overlap.target, start, rows))
-    missing = {rank: missing_elements(by_rank[rank], place) for rank, place in standing.items()}
-    rounds = _in_rounds(travelling, standing, budget)
-    return SyncPlan({rank: tuple(mine) for rank, mine in local.items()}, rounds, missing, element_bytes)
-
-
-def _renumbered(plan: SyncPlan, ranks: Mapping[int, int]) -> SyncPlan:
-    """The plan of another cell; `ranks` gives its rank for each of this one's."""
-
-    def others(copies: Sequence[Copy]) -> tuple[Copy, ...]:
-        return tuple(copy._replace(source=ranks[copy.source], target=ranks[copy.target]) for copy in copies)
-
     return SyncPlan(
-        {ranks[rank]: others(copies) for rank, copies in plan.local.items()},
-        tuple(map(others, plan.rounds)),
-        {ranks[rank]: elements for rank, elements in plan.missing.items()},
-        plan.element_bytes,
-    )
-
-
-def _joined(plans: Sequence[SyncPlan]) -> SyncPlan:
-    """Cells that are alike, side by side in each round; by rank."""
-    return SyncPlan(
-        dict(sorted(itertools.chain(*(plan.local.items() for plan in plans)))),
-        tuple(
-            tuple(itertools.chain(*side_by_side))
-            for side_by_side in zip(*(p.rounds for p in plans), strict=True)
-        ),
-        dict(sorted(itertools.chain(*(plan.missing.items() for plan in plans)))),
-        plans[0].element_bytes,
+        local={rank: tuple(mine) for rank, mine in local.items()},
+        rounds=_in_rounds(travelling, coordinates_of, budget),
+        missing={rank: missing_elements(needed[rank], at) for rank, at in coordinates_of.items()},
+        element_bytes=element_bytes,
     )
 
 
 def _slices(block: Block, budget: int) -> Iterator[tuple[int, int]]:
-    """(first row, rows) of the block's pieces of whole rows that fit the budget (elements)."""
+    """(first row, rows) of the block's slices of whole rows that fit the budget (elements)."""
     step = max(1, budget // block.cols)
     for start in range(0, block.rows, step):
         yield start, min(step, block.rows - start)
@@ -334,6 +207,155 @@ def _copy(
     )
 
 
+# ---------------------------------------------------------------- cells: ranks that plan together
+
+
+def cells(mesh: Mesh, ranks_per_node: int | None = None) -> list[tuple[int, ...]]:
+    """The ranks of every cell, in order. One cell, where periods do not fill a stage. None: all ranks are on one node.
+
+    >>> cells(Mesh(0, 8, 2, 2, 1))
+    [(0, 1, 4, 5), (2, 3, 6, 7)]
+    """
+    stage = mesh.world_size // mesh.pipeline
+    node = 1 if ranks_per_node is None or ranks_per_node >= mesh.world_size else ranks_per_node
+    period = math.lcm(mesh.tensor, mesh.expert * mesh.expert_tensor, mesh.engine_size, node)
+    if stage % period:
+        return [tuple(range(mesh.world_size))]
+    return [
+        tuple(
+            first + start + offset for first in range(0, mesh.world_size, stage) for offset in range(period)
+        )
+        for start in range(0, stage, period)
+    ]
+
+
+def cell_of(mesh: Mesh, ranks_per_node: int | None = None) -> tuple[int, ...]:
+    """The cell of the mesh's rank."""
+    return next(cell for cell in cells(mesh, ranks_per_node) if mesh.rank in cell)
+
+
+def _renumber(plan: SyncPlan, ranks: Mapping[int, int]) -> SyncPlan:
+    """The plan of another cell; `ranks` gives its rank for each of this one's."""
+
+    def renumbered(copies: Sequence[Copy]) -> tuple[Copy, ...]:
+        return tuple(copy._replace(source=ranks[copy.source], target=ranks[copy.target]) for copy in copies)
+
+    return SyncPlan(
+        local={ranks[rank]: renumbered(copies) for rank, copies in plan.local.items()},
+        rounds=tuple(map(renumbered, plan.rounds)),
+        missing={ranks[rank]: elements for rank, elements in plan.missing.items()},
+        element_bytes=plan.element_bytes,
+    )
+
+
+def _join(plans: Sequence[SyncPlan]) -> SyncPlan:
+    """Cells that are alike, side by side in each round; by rank."""
+    rounds = zip(*(plan.rounds for plan in plans), strict=True)
+    return SyncPlan(
+        local=dict(sorted(itertools.chain(*(plan.local.items() for plan in plans)))),
+        rounds=tuple(tuple(itertools.chain(*side_by_side)) for side_by_side in rounds),
+        missing=dict(sorted(itertools.chain(*(plan.missing.items() for plan in plans)))),
+        element_bytes=plans[0].element_bytes,
+    )
+
+
+# ---------------------------------------------------------------- overlaps of what is held and what is needed
+
+
+@dataclass(frozen=True)
+class Overlap:
+    """A part of what an engine needs, and the same part in the shards of all ranks that hold it."""
+
+    target: Block
+    sources: dict[Coordinates, Block]
+
+
+Regions = Mapping[str, Mapping[tuple[int, int, int, int], Mapping[Coordinates, Block]]]
+"""By tensor and (row, column, rows, columns): who holds it, and where."""
+
+
+def by_region(held: Mapping[Coordinates, Iterable[Block]]) -> Regions:
+    """What the shards at some coordinates hold: any two hold the same rectangle, or rectangles without overlap."""
+    found: dict[str, dict[tuple[int, int, int, int], dict[Coordinates, Block]]] = defaultdict(dict)
+    for at, blocks in held.items():
+        for block in blocks:
+            region = (block.row, block.col, block.rows, block.cols)
+            found[block.tensor].setdefault(region, {})[at] = block
+    return found
+
+
+def intersections(needed: Iterable[Block], held: Regions) -> list[Overlap]:
+    """What is needed, cut along the borders of the shards."""
+    overlaps = []
+    for need in needed:
+        covered = 0
+        for holders in held[need.tensor].values():
+            target = _common(need, next(iter(holders.values())))
+            if target is None:
+                continue
+            common = {at: _common(block, need) for at, block in holders.items()}
+            overlaps.append(Overlap(target, {at: block for at, block in common.items() if block}))
+            covered += target.elements
+        assert covered == need.elements, f"{covered} of {need.elements} elements of {need} are held by a rank"
+    return overlaps
+
+
+def missing_elements(overlaps: Sequence[Overlap], at: Coordinates) -> int:
+    """Elements that are needed and that a rank at these coordinates does not hold."""
+    return sum(overlap.target.elements for overlap in overlaps if at not in overlap.sources)
+
+
+def _common(block: Block, other: Block) -> Block | None:
+    """The part of `block` that `other` has, too."""
+    row, col = max(block.row, other.row), max(block.col, other.col)
+    rows = min(block.row + block.rows, other.row + other.rows) - row
+    cols = min(block.col + block.cols, other.col + other.cols) - col
+    if rows <= 0 or cols <= 0:
+        return None
+    at_row, at_col = block.at_row + row - block.row, block.at_col + col - block.col
+    return Block(block.tensor, row, col, rows, cols, block.parameter, at_row, at_col)
+
+
+# ---------------------------------------------------------------- who sends
+
+Holders = tuple[Coordinates, ...]
+
+
+class Senders:
+    """Chooses who sends, by how much every rank sends already."""
+
+    def __init__(self, coordinates_of: Mapping[int, Coordinates], ranks_per_node: int) -> None:
+        """`coordinates_of` are those of every rank that may send."""
+        self._ranks_per_node = ranks_per_node
+        self._ranks_at: dict[tuple[Coordinates, int | None], list[int]] = defaultdict(list)
+        for rank, at in coordinates_of.items():
+            self._ranks_at[at, rank // ranks_per_node].append(rank)
+            self._ranks_at[at, None].append(rank)
+        self._sent = dict.fromkeys(coordinates_of, 0)
+        # Heaps of (sent, rank), by holders and node: an entry may be older than `_sent`, since a rank is in several.
+        self._heaps: dict[tuple[Holders, int | None], list[tuple[int, int]]] = {}
+
+    def choose(self, target: int, holders: Holders, elements: int) -> int:
+        """The rank with least to send so far of those at `holders`, of the target's node where there is one; it is
+        then counted as sending `elements` more."""
+        heap = self._heap(holders, target // self._ranks_per_node) or self._heap(holders, None)
+        while (now := self._sent[heap[0][1]]) > heap[0][0]:
+            heapq.heapreplace(heap, (now, heap[0][1]))
+        source = heap[0][1]
+        self._sent[source] += elements
+        return source
+
+    def _heap(self, holders: Holders, node: int | None) -> list[tuple[int, int]]:
+        heap = self._heaps.get((holders, node))
+        if heap is None:
+            ranks = (rank for at in holders for rank in self._ranks_at.get((at, node), ()))
+            heap = self._heaps[holders, node] = sorted((self._sent[rank], rank) for rank in ranks)
+        return heap
+
+
+# ---------------------------------------------------------------- rounds
+
+
 def _in_rounds(copies: Sequence[Copy], ranks: Iterable[int], budget: int) -> tuple[tuple[Copy, ...], ...]:
     """Every copy in the first round in which both its ends have room left of `budget` elements."""
     sent, received = _Fill(ranks, budget), _Fill(ranks, budget)
@@ -344,35 +366,38 @@ def _in_rounds(copies: Sequence[Copy], ranks: Iterable[int], budget: int) -> tup
             number = later
             later = sent.room_from(number, copy.source, copy.elements)
             later = received.room_from(later, copy.target, copy.elements)
-        sent.take(copy.source, number, copy.elements)
-        received.take(copy.target, number, copy.elements)
+        sent.add(copy.source, number, copy.elements)
+        received.add(copy.target, number, copy.elements)
         rounds.extend([] for _ in range(number + 1 - len(rounds)))
         rounds[number].append(copy)
     return tuple(map(tuple, rounds))
 
 
 class _Fill:
-    """How much every rank has in every round, for one direction."""
+    """How many elements every rank has in every round, in one direction."""
 
     def __init__(self, ranks: Iterable[int], budget: int) -> None:
         self.first = dict.fromkeys(ranks, 0)
         """By rank: the first round that is not nearly full."""
         self._budget = budget
-        self._taken: dict[int, list[int]] = {rank: [] for rank in ranks}
+        self._filled: dict[int, list[int]] = {rank: [] for rank in ranks}
 
     def room_from(self, number: int, rank: int, elements: int) -> int:
-        """The first round from `number` on that has room for so many: nothing yet, or all of them within the budget."""
-        taken = self._taken[rank]
-        while number < len(taken) and taken[number] and taken[number] + elements > self._budget:
+        """The first round from `number` on that has room for so many: empty, or all of them within the budget."""
+        filled = self._filled[rank]
+        while number < len(filled) and filled[number] and filled[number] + elements > self._budget:
             number += 1
         return number
 
-    def take(self, rank: int, number: int, elements: int) -> None:
-        taken = self._taken[rank]
-        taken.extend([0] * (number + 1 - len(taken)))
-        taken[number] += elements
-        while self.first[rank] < len(taken) and taken[self.first[rank]] > self._budget * 7 // 8:
+    def add(self, rank: int, number: int, elements: int) -> None:
+        filled = self._filled[rank]
+        filled.extend([0] * (number + 1 - len(filled)))
+        filled[number] += elements
+        while self.first[rank] < len(filled) and filled[self.first[rank]] > self._budget * 7 // 8:
             self.first[rank] += 1
+
+
+# ---------------------------------------------------------------- one rank's part
 
 
 @dataclass(frozen=True)
@@ -392,7 +417,8 @@ class RankRound:
 
 
 def rank_rounds(plan: SyncPlan, rank: int) -> list[RankRound]:
-    """One rank's part, at least one round. Local copies are spread: a parameter's go with the last of its others."""
+    """One rank's part, at least one round. A parameter's local copies go with the last of its others; parameters
+    without others are spread over the rounds."""
     rounds = plan.rounds or ((),)
     last = {c.target_parameter: n for n, copies in enumerate(rounds) for c in copies if c.target == rank}
     own = list(dict.fromkeys(copy.target_parameter for copy in plan.local[rank]))
