@@ -1,6 +1,7 @@
-"""vLLM's CPU worker, with a KV cache that can be given back and shared memory that outlives nothing.
+"""vLLM's CPU worker, with a KV cache that can be freed and shared memory that leaves no files behind.
 
-vLLM loads it by its name (`worker_cls`), in the process of the training rank.
+vLLM imports it by its name (`worker_cls`), in the process of the training rank. It is a module of its own because vLLM
+may be imported only after `engine.prepare_environment`.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ class SleepingCpuWorker(CPUWorker):
         """As vLLM's, with names of its own for the shared memory in which the ranks of an engine reduce.
 
         vLLM 0.32 derives the name from the init method, which is the same for all external launchers: engines of two
-        runs on one machine would meet in it, and what a killed run left would stop the next. Ours is removed as soon
+        runs on one machine would share it, and the file of a killed run would stop the next. Ours is removed as soon
         as all ranks have opened it; the mapping stays.
         """
         ident = os.environ[IDENT_VARIABLE]
@@ -36,7 +37,7 @@ class SleepingCpuWorker(CPUWorker):
             file.unlink(missing_ok=True)
 
     def release_kv_cache(self) -> None:
-        """Give the KV cache's memory back to the system."""
+        """Free the KV cache's memory."""
         storages = cache_storages(self)
         if self._kv_cache_bytes is None:
             self._kv_cache_bytes = [storage.nbytes() for storage in storages]
@@ -44,7 +45,7 @@ class SleepingCpuWorker(CPUWorker):
             storage.resize_(0)
 
     def restore_kv_cache(self) -> None:
-        """Take the KV cache's memory again; its contents are gone."""
+        """Allocate the KV cache's memory again; its contents are lost."""
         assert self._kv_cache_bytes is not None, "the KV cache was never released"
         for storage, size in zip(cache_storages(self), self._kv_cache_bytes, strict=True):
             storage.resize_(size)

@@ -1,4 +1,8 @@
-"""Log-probs of given tokens from a vLLM engine."""
+"""A vLLM engine inside of the training ranks: how it is built, what it samples and scores, and its parts.
+
+`Engine` is that of a run, whose weights come from the policy (`weight_sync`) and which sleeps while the policy trains
+(`engine_sleep`); `open_standalone` is one with the weights of a model folder, for evaluations.
+"""
 
 from __future__ import annotations
 
@@ -14,54 +18,35 @@ from rlmath.config.schema import RolloutConfig
 from rlmath.distributed.collectives import from_rank_zero
 from rlmath.distributed.device import Device
 from rlmath.distributed.mesh import Mesh
-from rlmath.rollout.engine_sleep import EngineMemory, forget_prefixes
+from rlmath.rollout.engine_sleep import EngineMemory, reset_prefix_cache
 from rlmath.rollout.engine_weights import EngineWeights
 from rlmath.rollout.sampling import Request, RequestResult, RequestSource, sample
 
-_NAMES = itertools.count()
-
-
-def score(llm: Any, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
-    """Log-probs of every token but the first of each sequence, given those before it, at temperature 1 (nats)."""
-    from vllm import SamplingParams
-
-    # vLLM gives the log-probs of prompts only with completions.
-    parameters = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False)
-    engine, index_of = llm.llm_engine, {}
-    for index, token_ids in enumerate(sequences):
-        name = f"score-{next(_NAMES)}"
-        index_of[name] = index
-        engine.add_request(name, {"prompt_token_ids": list(token_ids)}, parameters)
-    found: dict[int, list[float]] = {}
-    while engine.has_unfinished_requests():
-        for output in engine.step():
-            if output.finished:
-                found[index_of[output.request_id]] = _of_prompt(output)
-    return [found[index] for index in range(len(sequences))]
-
-
-def _of_prompt(output: Any) -> list[float]:
-    rows = zip(output.prompt_token_ids[1:], output.prompt_logprobs[1:], strict=True)
-    return [row[token].logprob for token, row in rows]
-
+_REQUEST_NAMES = itertools.count()
 
 CPU_CHUNKED_PREFILL = False
 """vLLM 0.32 rewinds the generator of a request whose prompt it split, which torch's on CPU does not allow."""
 
-
 IDENT_VARIABLE = "RLMATH_ENGINE_IDENT"
-"""Environment variable with a name that no other engine of this machine has; our CPU worker reads it."""
+"""Environment variable with a name that is unique to an engine on this machine; our CPU worker reads it."""
+
+CPU_WORKER = "rlmath.rollout.cpu_worker.SleepingCpuWorker"
 
 
 def prepare_environment(device_kind: str) -> None:
-    """Settings that vLLM reads from the environment; call before it is imported."""
+    """Set what vLLM reads from the environment; call it before vLLM is imported."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     if device_kind == "cpu":
-        # One thread per rank, placed by the system: binding would put all ranks on the same core.
+        # The system places the one thread of each rank: binding would put all ranks on the same core.
         os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
         os.environ.setdefault("VLLM_CPU_NUM_OF_RESERVED_CPU", "0")
+
+
+def _set_engine_ident(mesh: Mesh) -> None:
+    """A collective of all ranks: those of one engine get the same name."""
+    os.environ[IDENT_VARIABLE] = f"rlmath-{from_rank_zero(uuid.uuid4().hex)}-{mesh.engine_index}"
 
 
 def _device_arguments(settings: RolloutConfig, device: Device) -> dict[str, Any]:
@@ -71,7 +56,7 @@ def _device_arguments(settings: RolloutConfig, device: Device) -> dict[str, Any]
             "enforce_eager": True,
             "enable_chunked_prefill": CPU_CHUNKED_PREFILL,
             "kv_cache_memory_bytes": int(settings.cpu_kv_cache_gib * 2**30),
-            "worker_cls": "rlmath.rollout.cpu_worker.SleepingCpuWorker",
+            "worker_cls": CPU_WORKER,
         }
     return {
         "dtype": "bfloat16",
@@ -79,7 +64,7 @@ def _device_arguments(settings: RolloutConfig, device: Device) -> dict[str, Any]
         "enable_chunked_prefill": settings.chunked_prefill,
         "gpu_memory_utilization": settings.memory_share,
         "enable_sleep_mode": True,
-        # Other kernels keep experts in layouts of their own, which new weights cannot be written into.
+        # Other kernels keep experts in layouts of their own, into which new weights cannot be written.
         "moe_backend": "triton",
     }
 
@@ -100,9 +85,9 @@ class Engine:
         weight_shapes: Mapping[str, tuple[int, int]],
     ) -> None:
         """`max_sequence` is the longest prompt plus completion (tokens); `weight_shapes` are the rows and columns of
-        every parameter of one rank (`sync.layouts.engine_shapes`)."""
+        every parameter of one rank (`shard_layouts.engine_shapes`)."""
         prepare_environment(device.kind)
-        os.environ[IDENT_VARIABLE] = f"rlmath-{from_rank_zero(uuid.uuid4().hex)}-{mesh.engine_index}"
+        _set_engine_ident(mesh)
         from vllm import LLM
 
         self._settings = settings
@@ -123,17 +108,17 @@ class Engine:
         self.weights = EngineWeights(model, weight_shapes)
         self.memory = EngineMemory(self._llm, self.weights, device.kind)
         self.on_step: Callable[[], None] = lambda: None
-        """Called for every step of vLLM's while it samples: a sign of life."""
+        """Called before every step of vLLM's while it samples: progress for the heartbeat."""
         self.version = 0
-        """Version of the policy's weights that it has: the optimizer steps that made them."""
+        """Version of the policy's weights that it has: their number of optimizer steps."""
 
     def set_weight_version(self, version: int) -> None:
-        """Say that `weights` were written anew: what was cached for the old ones is forgotten."""
-        forget_prefixes(self._llm)
+        """Call it once `weights` are written: the prefixes cached with the old ones are dropped."""
+        reset_prefix_cache(self._llm)
         self.version = version
 
     def generate(self, requests: Sequence[Request] | RequestSource) -> Iterator[RequestResult]:
-        """Sample all requests, those of a source as it gives them; yields each as soon as it is finished."""
+        """Sample all requests, those of a source as it gives them; yields each result as soon as it is finished."""
         return sample(self._llm, self._settings, requests, self.on_step)
 
     def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
@@ -156,30 +141,28 @@ def _model_of(worker: Any) -> torch.nn.Module:
 def open_standalone(
     model_path: str, settings: RolloutConfig, max_sequence: int, device_kind: str, mesh: Mesh | None = None
 ) -> Any:
-    """A vLLM `LLM` on a Hugging Face folder, with its weights and without the trainer.
+    """A vLLM `LLM` with the weights of a Hugging Face folder, without the trainer.
 
-    Without a `mesh` it is one process's own. With one, it is the engine that this rank is part of: every rank of a
+    Without a `mesh` it belongs to one process. With one, it is the engine that this rank is part of: every rank of a
     process group calls this.
     """
     prepare_environment(device_kind)
     if mesh is not None:
-        os.environ[IDENT_VARIABLE] = f"rlmath-{from_rank_zero(uuid.uuid4().hex)}-{mesh.engine_index}"
+        _set_engine_ident(mesh)
     from vllm import LLM
 
-    arguments: dict[str, Any] = {
-        "enforce_eager": device_kind == "cpu" or not settings.cuda_graphs,
-        "dtype": "auto",
-    }
+    arguments: dict[str, Any] = {}
     if device_kind == "cpu":
         arguments |= {"dtype": "float32", "kv_cache_memory_bytes": int(settings.cpu_kv_cache_gib * 2**30)}
-        arguments["enable_chunked_prefill"] = CPU_CHUNKED_PREFILL
+        arguments |= {"enforce_eager": True, "enable_chunked_prefill": CPU_CHUNKED_PREFILL}
     else:
-        arguments["gpu_memory_utilization"] = settings.memory_share
+        arguments |= {"dtype": "auto", "gpu_memory_utilization": settings.memory_share}
+        arguments["enforce_eager"] = not settings.cuda_graphs
     if mesh is not None:
         arguments |= {"tensor_parallel_size": mesh.engine_size, "seed": mesh.engine_index}
         arguments["distributed_executor_backend"] = "external_launcher"
         if device_kind == "cpu":
-            arguments["worker_cls"] = "rlmath.rollout.cpu_worker.SleepingCpuWorker"
+            arguments["worker_cls"] = CPU_WORKER
     return LLM(
         model_path,
         max_model_len=max_sequence,
@@ -188,3 +171,30 @@ def open_standalone(
         logprobs_mode="processed_logprobs",
         **arguments,
     )
+
+
+# ---------------------------------------------------------------- log-probs of given tokens
+
+
+def score(llm: Any, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+    """Log-probs of every token but the first of each sequence, given those before it, at temperature 1 (nats)."""
+    from vllm import SamplingParams
+
+    # vLLM returns the log-probs of prompts only with completions.
+    parameters = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False)
+    engine, index_of = llm.llm_engine, {}
+    for index, token_ids in enumerate(sequences):
+        name = f"score-{next(_REQUEST_NAMES)}"
+        index_of[name] = index
+        engine.add_request(name, {"prompt_token_ids": list(token_ids)}, parameters)
+    found: dict[int, list[float]] = {}
+    while engine.has_unfinished_requests():
+        for output in engine.step():
+            if output.finished:
+                found[index_of[output.request_id]] = _of_prompt(output)
+    return [found[index] for index in range(len(sequences))]
+
+
+def _of_prompt(output: Any) -> list[float]:
+    rows = zip(output.prompt_token_ids[1:], output.prompt_logprobs[1:], strict=True)
+    return [row[token].logprob for token, row in rows]

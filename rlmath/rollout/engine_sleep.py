@@ -1,8 +1,8 @@
-"""An engine's own part of the switch: asleep, with weights, awake. On GPU it is vLLM's sleep mode, at the level that
-drops weights instead of keeping them on the host; on CPU, where vLLM has none, our worker and `EngineWeights` do it.
+"""Sleep and wake-up of one engine: "awake" -> "asleep" -> "weights" -> "awake".
 
-What remains of a sleeping engine on CPU: its process state and the buffers of vLLM's scheduler and sampler, no weights
-and no KV cache.
+On GPU it is vLLM's sleep mode, at the level that drops weights instead of keeping them on the host; on CPU, where vLLM
+has none, our worker (`cpu_worker`) and `EngineWeights` do it. A sleeping engine on CPU keeps its process state and the
+buffers of vLLM's scheduler and sampler, no weights and no KV cache.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from rlmath.rollout.engine_weights import EngineWeights
 
 
 class EngineMemory:
-    """Puts one engine to sleep and wakes it, in the one right order; anything else is an error."""
+    """Puts one engine to sleep and wakes it. RuntimeError in any other order than the module's."""
 
     def __init__(self, llm: Any, weights: EngineWeights, device_kind: str) -> None:
         self._llm = llm
@@ -27,18 +27,18 @@ class EngineMemory:
 
     @property
     def state(self) -> str:
-        """ "awake", "weights" (there is memory for weights, the KV cache has none) or "asleep"; "waking" if taking
-        memory for weights failed half-way."""
+        """ "awake", "weights" (memory for weights, none for the KV cache) or "asleep"; "waking" where allocating memory
+        for weights failed half-way."""
         return self._state
 
-    def _need(self, state: str, action: str) -> None:
+    def _require(self, state: str, action: str) -> None:
         if self._state != state:
             raise RuntimeError(f"the engine is {self._state!r}; to {action} it must be {state!r}")
 
     def sleep(self) -> None:
-        """Give up the KV cache, and the weights, which the next sync replaces anyway."""
-        self._need("awake", "sleep")
-        forget_prefixes(self._llm)
+        """Free the KV cache, and the weights, which the next sync replaces."""
+        self._require("awake", "sleep")
+        reset_prefix_cache(self._llm)
         if self._on_cpu:
             self._llm.collective_rpc("release_kv_cache")
             self._weights.release()
@@ -47,8 +47,8 @@ class EngineMemory:
         self._state = "asleep"
 
     def wake_weights(self) -> None:
-        """Take memory for the weights; their values are undefined until a sync."""
-        self._need("asleep", "wake its weights")
+        """Allocate memory for the weights; their values are undefined until a sync."""
+        self._require("asleep", "wake its weights")
         self._state = "waking"
         if self._on_cpu:
             self._weights.restore()
@@ -57,21 +57,21 @@ class EngineMemory:
         self._state = "weights"
 
     def wake_kv_cache(self) -> None:
-        """Take memory for the KV cache; the engine can generate then."""
-        self._need("weights", "wake its KV cache")
+        """Allocate memory for the KV cache; the engine can generate then."""
+        self._require("weights", "wake its KV cache")
         if self._on_cpu:
             self._llm.collective_rpc("restore_kv_cache")
         else:
             self._llm.wake_up(tags=["kv_cache"])
         self._state = "awake"
 
-    def collapse(self) -> None:
-        """Back to sleep from wherever a failure left the engine. Requests that it still has are given up.
+    def force_sleep(self) -> None:
+        """Back to sleep from any state in which a failure left the engine. Requests that it still has are aborted.
 
-        Neither of vLLM's calls minds what is asleep already, so that a KV cache that found no memory is no hindrance.
+        vLLM's calls accept what is asleep already, for example a KV cache that found no memory.
         """
         if self._state == "awake":
-            abandon_requests(self._llm)
+            abort_requests(self._llm)
             self.sleep()
         elif self._state != "asleep" and self._on_cpu:
             self._llm.collective_rpc("release_kv_cache")
@@ -84,16 +84,16 @@ class EngineMemory:
         self._state = "asleep"
 
 
-def forget_prefixes(llm: Any) -> None:
-    """Empty vLLM's prefix cache, whose entries belong to the weights they were computed with."""
+def reset_prefix_cache(llm: Any) -> None:
+    """Empty vLLM's prefix cache, whose entries are valid for the weights they were computed with."""
     if not llm.reset_prefix_cache():
         raise RuntimeError(
             "vLLM still holds blocks of its KV cache: prefixes of old weights would be used again"
         )
 
 
-def abandon_requests(llm: Any) -> None:
-    """End whatever the engine is still working on."""
+def abort_requests(llm: Any) -> None:
+    """Abort all requests that the engine still has."""
     engine = llm.llm_engine
     engine.abort_request(list(engine.output_processor.request_states), internal=True)
 

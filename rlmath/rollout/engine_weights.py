@@ -1,7 +1,10 @@
-"""The experts of a layer as vLLM keeps them: all gate and up projections in one parameter, all down projections in one.
+"""vLLM's parameters as matrices that a weight sync writes.
 
-On CPU vLLM packs both for its grouped product, behind filling up an expert's feed-forward units with zeros to a number
-that its kernel takes.
+    begin -> matrix(name), written by copies, then complete(name), for every parameter -> end
+
+On CPU vLLM keeps matrices packed for its kernels: what is written is then a scratch matrix, which `complete` hands to
+vLLM for packing. Experts of a layer are in two parameters, all gate and up projections in one and all down projections
+in the other; on CPU an expert's feed-forward units are padded with zeros to a number that the grouped kernel takes.
 """
 
 from __future__ import annotations
@@ -15,9 +18,9 @@ from torch import Tensor
 
 
 def holds_packed_experts(module: torch.nn.Module) -> bool:
-    """Whether a module of vLLM's keeps experts packed. RuntimeError where it keeps them in a way not known here.
+    """Whether a module of vLLM's keeps experts packed. RuntimeError for a layout that is not supported here.
 
-    vLLM 0.32 packs them on CPU; of its kernels for GPUs, the one of the Triton backend takes them as they are.
+    vLLM 0.32 packs them on CPU; of its kernels for GPUs, the one of the Triton backend takes them unpacked.
     """
     kernel = getattr(getattr(module, "quant_method", None), "moe_kernel", None)
     if kernel is None:
@@ -41,11 +44,11 @@ def pack_experts(module: Any, attribute: str, matrix: Tensor) -> None:
     experts = module.quant_method.moe_kernel.fused_experts
     parameter = getattr(module, attribute)
     plain = matrix.view(parameter.shape[0], -1, matrix.shape[1])
-    parameter.data.copy_(cpu_prepack_moe_weight(_filled_up(plain, attribute, parameter.shape), experts.isa))
+    parameter.data.copy_(cpu_prepack_moe_weight(_padded(plain, attribute, parameter.shape), experts.isa))
 
 
-def _filled_up(plain: Tensor, attribute: str, size: torch.Size) -> Tensor:
-    """The experts with as many feed-forward units as the packed parameter: behind gate and behind up, zeros."""
+def _padded(plain: Tensor, attribute: str, size: torch.Size) -> Tensor:
+    """The experts with as many feed-forward units as the packed parameter: zeros behind gate and behind up."""
     if plain.shape == size:
         return plain
     filled = plain.new_zeros(size)
@@ -63,9 +66,10 @@ PACKED = "cpu_linear"
 
 
 class EngineWeights:
-    """`shapes` are the rows and columns of every parameter by vLLM's name; a vector is a matrix of one column."""
+    """The parameters of one rank's model."""
 
     def __init__(self, model: torch.nn.Module, shapes: Mapping[str, tuple[int, int]]) -> None:
+        """`shapes` are the rows and columns of every parameter by vLLM's name; a vector is a matrix of one column."""
         self._shapes = dict(shapes)
         self._owners = {name: _owner(model, name) for name in shapes}
         self._users = {name: _packing_users(model, *owner) for name, owner in self._owners.items()}
@@ -143,7 +147,7 @@ class EngineWeights:
 
     @property
     def bytes(self) -> int:
-        """What the weights take when they are there, packed copies included (bytes)."""
+        """Size of the weights while they are on the device, packed copies included (bytes)."""
         return sum(size * (self._stays(name) + len(self._users[name])) for name, size in self._sizes())
 
     def _sizes(self) -> list[tuple[str, int]]:
@@ -156,7 +160,7 @@ class EngineWeights:
         return self._parameter(name).numel() > 0
 
     def release(self) -> None:
-        """Give all weights back, for engines that vLLM cannot put to sleep. Their values are gone."""
+        """Free all weights, for engines that vLLM cannot put to sleep. Their values are lost."""
         self.end()
         for name in self._shapes:
             for module in self._users[name]:
@@ -165,7 +169,7 @@ class EngineWeights:
                 self._parameter(name).untyped_storage().resize_(0)
 
     def restore(self) -> None:
-        """Take memory for what is not packed again; values are undefined until a sync."""
+        """Allocate memory for what is not packed; values are undefined until a sync."""
         for name, size in self._sizes():
             if self._stays(name):
                 self._parameter(name).untyped_storage().resize_(size)
@@ -177,8 +181,8 @@ def _owner(model: torch.nn.Module, name: str) -> tuple[torch.nn.Module, str]:
 
 
 def _packing_users(model: torch.nn.Module, owner: torch.nn.Module, attribute: str) -> list[Any]:
-    """Modules that multiply by a parameter and keep it packed. An embedding that is no head only looks rows up: vLLM
-    packs it all the same, and that copy is dropped here."""
+    """Modules that multiply by a parameter and keep it packed. An embedding that is not the output layer only looks
+    rows up: vLLM packs it, too, and that copy is dropped here."""
     if attribute != "weight":
         return []
     sharing = [

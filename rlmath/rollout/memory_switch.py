@@ -137,7 +137,7 @@ class MemorySwitch:
     def _recover(self) -> None:
         """Best effort: each step is tried whatever became of the others, and what fails is told."""
         steps: list[tuple[str, Callable[[], Any]]] = [
-            ("put the engine to sleep", self._engine.memory.collapse)
+            ("put the engine to sleep", self._engine.memory.force_sleep)
         ]
         steps += [
             (f"bring the {name} back", lambda name=name: self._training.onload(name))

@@ -45,7 +45,7 @@ class Checked:
             memory.wake_kv_cache()
             yield
         finally:
-            memory.collapse()
+            memory.force_sleep()
 
     def expected(self) -> list[list[float]]:
         """What the policy has told the probe, in the order of the sequences."""

@@ -128,13 +128,13 @@ def test_a_cache_that_is_still_in_use_is_an_error(device: str) -> None:
 
 @pytest.mark.parametrize("device", CALLS)
 @pytest.mark.parametrize("before", range(4))
-def test_a_collapse_ends_in_sleep_from_everywhere(device: str, before: int) -> None:
+def test_a_forced_sleep_ends_asleep_from_every_state(device: str, before: int) -> None:
     """Without taking memory for it: that may be what failed."""
     rig = Rig(device)
     for move in MOVES[:before]:
         getattr(rig.memory, move)()
     state, rig.llm.calls = rig.memory.state, []
-    rig.memory.collapse()
+    rig.memory.force_sleep()
     aborted_and_asleep = ["abort ['7', '8']", *CALLS[device][:2]]
     assert rig.memory.state == "asleep"
     assert rig.llm.calls == {
@@ -149,7 +149,7 @@ def test_a_collapse_ends_in_sleep_from_everywhere(device: str, before: int) -> N
 @pytest.mark.parametrize(
     ("tag", "call"), [("kv_cache", "sleep 2"), ("weights", "discard ('weights', 'kv_cache')")]
 )
-def test_a_collapse_after_a_gpu_without_memory_ends_in_sleep(tag: str, call: str) -> None:
+def test_a_forced_sleep_after_a_gpu_without_memory_ends_asleep(tag: str, call: str) -> None:
     rig = Rig("cuda")
     rig.llm.no_memory_for = [tag]
     rig.memory.sleep()
@@ -157,13 +157,13 @@ def test_a_collapse_after_a_gpu_without_memory_ends_in_sleep(tag: str, call: str
         rig.memory.wake_weights()
     with pytest.raises(MemoryError):
         (rig.memory.wake_kv_cache if tag == "kv_cache" else rig.memory.wake_weights)()
-    rig.memory.collapse()
+    rig.memory.force_sleep()
     assert rig.memory.state == "asleep" and rig.llm.calls[-1] == call
 
 
-def test_a_collapse_gives_up_what_the_engine_still_works_on() -> None:
+def test_a_forced_sleep_aborts_requests() -> None:
     rig = Rig("cpu", busy=True)
-    rig.memory.collapse()
+    rig.memory.force_sleep()
     assert rig.memory.state == "asleep" and rig.llm.running == []
 
 
