@@ -1,6 +1,8 @@
 """One step's rollout: every engine samples the work it pops from the queue, and scores completions while it samples.
 
-requests -> work queue -> engine -> completions -> reward workers -> gathered to all ranks -> groups
+    requests -> work queue -> engine -> completions -> reward workers -> gathered to all ranks -> groups
+
+Completions are scored where they were sampled, by worker processes, while the engine still generates.
 """
 
 # Shape legend: P prompts, G samples per prompt.
