@@ -1,6 +1,8 @@
 """The models of a run, built from the settings: the actor of GRPO, that of supervised training, and the reference.
 
-transformer config -> chunks with the weights of model.path -> wrapped for training -> optimizer -> learner
+    transformer config -> chunks with the weights of model.path -> wrapped for training -> optimizer -> learner
+
+Settings become values here: `loss_settings` and `early_stop` are the only readers of the algorithm's sections.
 """
 
 from __future__ import annotations
