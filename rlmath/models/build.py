@@ -2,7 +2,7 @@
 
     transformer config -> chunks with the weights of model.path -> wrapped for training -> optimizer -> learner
 
-Settings become values here: `loss_settings` and `early_stop` are the only readers of the algorithm's sections.
+`loss_settings` and `early_stop` turn the settings of the algorithm into the learner's.
 """
 
 from __future__ import annotations
