@@ -1,0 +1,88 @@
+"""No setting that only parses: each is read by code that does something with it."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import inspect
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import rlmath
+from rlmath.config.help import section_classes
+from rlmath.trainer.preflight.memory_estimate import mesh_of
+
+PACKAGE = Path(rlmath.__file__).parent
+ONLY_LOOK = ("config/schema", "config/help", "config/load", "preflight/", "planner/")
+"""Modules that declare settings, check them, or plan with them: a setting that is read nowhere else does nothing."""
+FOR_THE_CHECK_ALONE = [("memory", "gpu"), ("memory", "gpu_gib"), ("parallel", "data")]
+"""The GPU that a run must fit, and the data-parallel replicas that its ranks must make, are only compared with."""
+
+
+def sections_of(tree: ast.Module) -> dict[str, str]:
+    """Names, of variables, arguments and attributes, that a module has for sections: {"save": "save", "how": "run"}.
+
+    A section is what an argument is annotated with (`settings: RunConfig`) and what is taken out of the settings
+    (`save = config.save`, also several at once).
+    """
+    by_class = {section.__name__: name for name, section in section_classes().items()}
+    found = {name: name for name in by_class.values()}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.arg | ast.AnnAssign) and isinstance(node.annotation, ast.Name):
+            name = node.arg if isinstance(node, ast.arg) else ast.unparse(node.target)
+            found |= {name: by_class[node.annotation.id]} if node.annotation.id in by_class else {}
+    for target, value in sorted(_assignments(tree), key=lambda pair: len(pair[0])):
+        section = found.get(value.rpartition(".")[2])
+        if section is not None:
+            found[target.rpartition(".")[2]] = section
+    return found
+
+
+def _assignments(tree: ast.Module) -> Iterator[tuple[str, str]]:
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Assign):
+            continue
+        for target in node.targets:
+            pairs: Iterable[tuple[ast.expr, ast.expr]] = [(target, node.value)]
+            if isinstance(target, ast.Tuple) and isinstance(node.value, ast.Tuple):
+                pairs = zip(target.elts, node.value.elts, strict=False)
+            yield from ((ast.unparse(one), ast.unparse(value)) for one, value in pairs)
+
+
+def settings_read(source: str) -> set[tuple[str, str]]:
+    """(section, field) of every field that a module reads."""
+    tree = ast.parse(source)
+    sections = sections_of(tree)
+    return {
+        (sections[owner], node.attr)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute)
+        and (owner := ast.unparse(node.value).rpartition(".")[2]) in sections
+    }
+
+
+def test_reads_are_found_by_annotation_and_by_name() -> None:
+    source = (
+        "def f(config, settings: RunConfig):\n"
+        "    data, rules = config.data, config.selection\n"
+        "    return settings.seed, data.shuffle, rules.drop_truncated, config.save.keep_last, other.lr\n"
+    )
+    assert settings_read(source) >= {
+        ("run", "seed"),
+        ("data", "shuffle"),
+        ("selection", "drop_truncated"),
+        ("save", "keep_last"),
+    }
+    assert ("optimizer", "lr") not in settings_read(source)
+
+
+def test_every_setting_is_read_by_code_that_acts_on_it() -> None:
+    read = settings_read(inspect.getsource(mesh_of))  # checks and runs have the same one
+    for path in PACKAGE.rglob("*.py"):
+        name = path.relative_to(PACKAGE).as_posix()
+        if not any(part in name for part in ONLY_LOOK):
+            read |= settings_read(path.read_text(encoding="utf-8"))
+    declared = {
+        (name, field.name) for name, kind in section_classes().items() for field in dataclasses.fields(kind)
+    }
+    assert sorted(declared - read) == FOR_THE_CHECK_ALONE

@@ -1,0 +1,114 @@
+"""What a supervised run reads, as its settings say: order, limits, templates, what is held out."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from rlmath.config.schema import Config, DataConfig, ModelConfig, OptimizerConfig, RunConfig, SftConfig
+from rlmath.data.dataset import load_sft_inputs
+from rlmath.data.sft_sequences import split_held_out
+from tests.tiny_models import shape_of
+
+
+def write(path: Path, *rows: dict[str, str]) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def written(path: Path, count: int, sign: str = "+") -> str:
+    return write(path, *({"prompt": f"{n}{sign}1=", "completion": f"{n}"} for n in range(count)))
+
+
+@pytest.fixture
+def config(tmp_path: Path, tied_model: Path) -> Config:
+    return Config(
+        run=RunConfig(seed=77, total_epochs=5, total_steps=9),
+        model=ModelConfig(path=str(tied_model)),
+        data=DataConfig(
+            train_path=written(tmp_path / "train.jsonl", 10),
+            prompts_per_step=4,
+            shuffle=False,
+            max_prompt_tokens=1,  # counts in RL alone
+        ),
+        sft=SftConfig(max_sequence_tokens=6, held_out_share=0.2, eval_every_steps=3),
+    )
+
+
+def test_order_and_steps(config: Config, tied_model: Path) -> None:
+    found = load_sft_inputs(config, shape_of(tied_model))
+    order = found.order
+    assert (order.n_prompts, order.prompts_per_step, order.seed, order.shuffle) == (8, 4, 77, False)
+    assert order.shares == ()
+    assert found.total_steps == 9
+    short = replace(config, run=replace(config.run, total_epochs=3))
+    assert load_sft_inputs(short, shape_of(tied_model)).total_steps == 3 * (8 // 4)
+
+
+def test_the_held_out_share_is_drawn_from_the_runs_seed(config: Config, tied_model: Path) -> None:
+    shape = shape_of(tied_model)
+    none = replace(config, sft=replace(config.sft, held_out_share=0.0))
+    everything = load_sft_inputs(none, shape)
+    assert len(everything.sequences) == 10 and everything.held_out == []
+    found = load_sft_inputs(config, shape)
+    assert (found.sequences, found.held_out) == split_held_out(everything.sequences, 0.2, 77)
+    assert len(found.held_out) == 2
+    other = load_sft_inputs(replace(config, run=replace(config.run, seed=79)), shape)
+    assert other.held_out != found.held_out
+    unevaluated = replace(config, sft=replace(config.sft, eval_every_steps=None))
+    assert load_sft_inputs(unevaluated, shape).held_out == []
+    assert load_sft_inputs(unevaluated, shape).sequences == found.sequences
+
+
+def test_a_held_out_file_leaves_the_training_file_whole(
+    tmp_path: Path, config: Config, tied_model: Path
+) -> None:
+    held = written(tmp_path / "held.jsonl", 3, sign="-")
+    found = load_sft_inputs(
+        replace(config, sft=replace(config.sft, held_out_path=held)), shape_of(tied_model)
+    )
+    minus = ord("-") - 32 + 3
+    assert len(found.sequences) == 10 and len(found.held_out) == 3
+    assert all(minus in one.prompt_ids for one in found.held_out)
+    assert not any(minus in one.prompt_ids for one in found.sequences)
+
+
+def test_weights_belong_to_their_files(tmp_path: Path, config: Config, tied_model: Path) -> None:
+    more = written(tmp_path / "more.jsonl", 5, sign="-")
+    data = replace(config.data, more_train_paths=[more], train_weights=[1.0, 0.5])
+    found = load_sft_inputs(replace(config, data=data), shape_of(tied_model))
+    assert [(share.n_prompts, share.weight) for share in found.order.shares] == [(8, 1.0), (4, 0.5)]
+    assert found.order.n_places == 8 + 2
+
+
+def test_limits_and_template(tmp_path: Path, config: Config, tied_model: Path) -> None:
+    rows = [{"question": f"{n}+1", "solution": "1" * length} for n, length in enumerate((1, 2, 3, 9))]
+    path = write(tmp_path / "q.jsonl", *rows, {"question": "", "solution": "1"})
+    data = replace(config.data, train_path=path, template="raw", prompts_per_step=1, max_unusable_share=0.21)
+    sft = replace(config.sft, held_out_share=0.0, max_sequence_tokens=6)
+    shape = shape_of(tied_model)
+    found = load_sft_inputs(replace(config, data=data, sft=sft), shape)
+    # Prompts of 3 tokens, an end of one.
+    assert [one.length for one in found.sequences] == [5, 6]
+    wide = replace(sft, max_sequence_tokens=10)
+    boxed = load_sft_inputs(replace(config, data=replace(data), sft=wide), shape)
+    assert [one.length for one in boxed.sequences] == [5, 6, 7]
+    templated = replace(data, template="qwen_boxed")
+    much = replace(sft, max_sequence_tokens=300)
+    lengths = [
+        len(one.prompt_ids)
+        for one in load_sft_inputs(replace(config, data=templated, sft=much), shape).sequences
+    ]
+    assert min(lengths) > 100
+    with pytest.raises(ValueError, match="unusable"):
+        load_sft_inputs(replace(config, data=replace(data, max_unusable_share=0.19), sft=sft), shape)
+
+
+def test_a_warm_up_counts_steps(config: Config, tied_model: Path) -> None:
+    shape = shape_of(tied_model)
+    load_sft_inputs(replace(config, optimizer=OptimizerConfig(warmup_steps=8)), shape)
+    with pytest.raises(ValueError, match="warmup_steps is 9; the run has 9 optimizer steps"):
+        load_sft_inputs(replace(config, optimizer=OptimizerConfig(warmup_steps=9)), shape)

@@ -1,0 +1,185 @@
+"""How the two trainers pack their samples: budget, padding, number of micro-batches, seed, order, normalisation."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rlmath.algorithms.losses import TOKEN_MEAN, Normalisation
+from rlmath.algorithms.types import MicroBatch, Sample
+from rlmath.config.schema import (
+    AlgorithmConfig,
+    Config,
+    ParallelConfig,
+    PolicyConfig,
+    RolloutConfig,
+    RunConfig,
+    SftConfig,
+)
+from rlmath.data.batch_schedule import TOKENS, Minibatch, plan_minibatches, training_cost
+from rlmath.data.packing import pack
+from rlmath.data.sft_sequences import WrittenSequence
+from rlmath.distributed.mesh import Mesh
+from rlmath.distributed.phase_timers import PhaseTimers
+from rlmath.trainer.grpo import PolicyUpdater
+from rlmath.trainer.sft import SftTrainer
+from tests.tiny_models import make_samples, shape_of
+
+SEED, BUDGET = 11, 700
+# Some are so long that FLOPs balance them otherwise than tokens would.
+SAMPLES = make_samples(12, seed=6, longest=60) + make_samples(5, seed=7, longest=600)
+TWO_STAGES = {"world_size": 8, "tensor": 2, "pipeline": 2, "engine_size": 1, "virtual_pipeline": 2}
+"""Two data-parallel replicas; the interleaved schedule takes micro-batches in pairs."""
+ALONE = Mesh(0, 1, 1, 1, 1)
+SEQUENCES = [WrittenSequence(tuple(one.prompt_ids), tuple(one.completion_ids)) for one in SAMPLES]
+NOTHING: Any = None
+
+
+def settings(sequence: bool = True, **algorithm: Any) -> Config:
+    return Config(
+        run=RunConfig(seed=SEED),
+        parallel=ParallelConfig(tensor=2, pipeline=2, virtual_pipeline=2, sequence=sequence),
+        policy=PolicyConfig(max_tokens_per_microbatch=BUDGET),
+        rollout=RolloutConfig(max_new_tokens=603),
+        algorithm=AlgorithmConfig(n_minibatches=2, epochs=3, **algorithm),
+        sft=SftConfig(eval_every_steps=3),
+    )
+
+
+def rl_packs(folder: Path, rank: int, number: int, config: Config) -> list[list[MicroBatch]]:
+    mesh = Mesh(rank, **TWO_STAGES)
+    return updater(folder, mesh, config).pack_minibatches(SAMPLES, number)
+
+
+def updater(folder: Path, mesh: Mesh, config: Config) -> PolicyUpdater:
+    """One without models, which packing does not need."""
+    return PolicyUpdater(
+        config, shape_of(folder), mesh, actor=NOTHING, reference=None, offload=NOTHING, timers=PhaseTimers()
+    )
+
+
+def sft_trainer(folder: Path, mesh: Mesh, config: Config) -> SftTrainer:
+    """One without a model: its constructor would build that, which needs a process group."""
+    trainer = SftTrainer.__new__(SftTrainer)
+    trainer.config, trainer.mesh, trainer.total_steps = config, mesh, 7
+    trainer.cost = training_cost(shape_of(folder))
+    return trainer
+
+
+def assert_same(found: list[MicroBatch], wanted: list[MicroBatch]) -> None:
+    assert len(found) == len(wanted)
+    for one, other in zip(found, wanted, strict=True):
+        for field in fields(MicroBatch):
+            left, right = getattr(one, field.name), getattr(other, field.name)
+            same = torch.equal(left, right) if isinstance(left, torch.Tensor) else left == right
+            assert same, field.name
+
+
+def plan(folder: Path, samples: list[Sample], minibatches: int, seed: int, **how: Any) -> list[Minibatch]:
+    lengths = [one.length for one in samples]
+    given = {"cost": training_cost(shape_of(folder)), "count_multiple": 2, "shuffle": True} | how
+    return plan_minibatches(lengths, minibatches, data_size=2, max_tokens=BUDGET, seed=seed, **given)
+
+
+@pytest.mark.parametrize("number", [0, 1, 5])
+@pytest.mark.parametrize("data_rank", [0, 1])
+def test_a_step_of_rl_is_packed_as_the_settings_say(tied_model: Path, data_rank: int, number: int) -> None:
+    found = rl_packs(tied_model, 2 * data_rank, number, settings(loss_normalisation="constant"))
+    step_seed = SEED * 1_000_003 + number
+    for ours, planned in zip(found, plan(tied_model, SAMPLES, 2, step_seed), strict=True):
+        mine = planned.microbatches_by_rank[data_rank]
+        assert_same(ours, [pack(SAMPLES, indices, 2, Normalisation("constant", 603)) for indices in mine])
+
+
+def test_every_choice_of_the_packing_makes_a_difference(tied_model: Path) -> None:
+    as_it_is = plan(tied_model, SAMPLES, 2, SEED * 1_000_003)
+    for other in (
+        plan(tied_model, SAMPLES, 2, SEED * 1_000_003 + 1),
+        plan(tied_model, SAMPLES, 2, SEED * 1_000_003, cost=TOKENS),
+        plan(tied_model, SAMPLES, 2, SEED * 1_000_003, count_multiple=1),
+        plan(tied_model, SAMPLES, 2, SEED * 1_000_003, shuffle=False),
+        plan(tied_model, SAMPLES, 3, SEED * 1_000_003),
+    ):
+        assert other != as_it_is
+    supervised = plan(tied_model, SAMPLES, 1, 0, shuffle=False)
+    assert plan(tied_model, SAMPLES, 1, 0, shuffle=False, cost=TOKENS) != supervised
+    assert plan(tied_model, SAMPLES, 1, 0, shuffle=False, count_multiple=1) != supervised
+
+
+def _lengths(batches: list[MicroBatch]) -> list[tuple[int, int]]:
+    """(tokens, tokens of the samples) of those that are not empty."""
+    return [
+        (len(one.token_ids_T), sum(SAMPLES[index].length for index in one.sample_indices))
+        for one in batches
+        if one.sample_indices
+    ]
+
+
+def test_packs_are_padded_under_sequence_parallelism_alone(tied_model: Path) -> None:
+    padded, plain = settings(), settings(sequence=False)
+    of_rl = [_lengths(half) for half in rl_packs(tied_model, 0, 0, padded)]
+    for found in (*of_rl, _lengths(sft_packs(tied_model, 0, padded))):
+        assert all(tokens == length + length % 2 for tokens, length in found)
+    of_rl = [pair for half in rl_packs(tied_model, 0, 0, plain) for pair in _lengths(half)]
+    for found in (of_rl, _lengths(sft_packs(tied_model, 0, plain))):
+        assert all(tokens == length for tokens, length in found)
+        assert any(tokens % 2 for tokens, _ in found)
+
+
+def test_minibatches_in_the_order_of_prompts_are_the_same_every_step(tied_model: Path) -> None:
+    in_order = settings(shuffle=False)
+    steps = [rl_packs(tied_model, 0, number, in_order) for number in (0, 1)]
+    others = [rl_packs(tied_model, 2, number, in_order) for number in (0, 1)]
+    for first, second in zip(steps[0], steps[1], strict=True):
+        assert_same(first, second)
+    for half, wanted in enumerate((set(range(9)), set(range(9, 17)))):
+        both = (*steps[0][half], *others[0][half])
+        assert {index for one in both for index in one.sample_indices} == wanted
+
+
+def test_fewer_samples_than_minibatches_are_one_each(tied_model: Path) -> None:
+    packed = updater(tied_model, ALONE, settings(sequence=False)).pack_minibatches(SAMPLES[:1], 0)
+    assert [[one.sample_indices for one in batches] for batches in packed] == [[(0,)]]
+
+
+def sft_packs(folder: Path, rank: int, config: Config) -> list[MicroBatch]:
+    return sft_trainer(folder, Mesh(rank, **TWO_STAGES), config).pack(SEQUENCES)
+
+
+@pytest.mark.parametrize("data_rank", [0, 1])
+def test_a_supervised_step_is_one_minibatch_with_a_loss_per_token(tied_model: Path, data_rank: int) -> None:
+    written = [
+        replace(one, behaviour_logprobs=(0.0,) * len(one.completion_ids), advantage=0.0) for one in SAMPLES
+    ]
+    (planned,) = plan(tied_model, written, 1, seed=0, shuffle=False)
+    # Settings of RL have no effect here.
+    config = settings(loss_normalisation="sequence")
+    mine = planned.microbatches_by_rank[data_rank]
+    wanted = [pack(written, indices, 2, TOKEN_MEAN) for indices in mine]
+    assert_same(sft_packs(tied_model, 2 * data_rank, config), wanted)
+    assert {float(w) for one in wanted for w in one.loss_weights_T} == {0.0, 1.0}
+
+
+@pytest.mark.parametrize(("budget", "fewest"), [(530, 3), (640, 2), (1300, 1)])
+def test_micro_batches_are_as_full_as_the_budget_lets_them(
+    tied_model: Path, budget: int, fewest: int
+) -> None:
+    """All samples have 1262 tokens, the longest one 523."""
+    config = replace(settings(sequence=False), policy=PolicyConfig(max_tokens_per_microbatch=budget))
+    config = replace(config, algorithm=AlgorithmConfig(n_minibatches=1))
+    (packed,) = updater(tied_model, ALONE, config).pack_minibatches(SAMPLES, 0)
+    for batches in (packed, sft_trainer(tied_model, ALONE, config).pack(SEQUENCES)):
+        assert max(len(one.token_ids_T) for one in batches) <= budget
+        assert len(batches) == fewest
+
+
+def test_when_the_held_out_loss_is_due(tied_model: Path) -> None:
+    config = settings()
+    trainer = sft_trainer(tied_model, ALONE, config)
+    assert [step for step in range(1, 8) if trainer.is_due(step)] == [3, 6, 7]
+    never = sft_trainer(tied_model, ALONE, replace(config, sft=SftConfig(eval_every_steps=None)))
+    assert not any(never.is_due(step) for step in range(1, 8))

@@ -1,0 +1,339 @@
+"""What the settings make of the parts of a run: whole objects, from settings of which no two are alike."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rlmath.algorithms.dynamic_sampling import SelectionRules
+from rlmath.algorithms.early_stop import EarlyStop
+from rlmath.algorithms.importance_sampling import Correction
+from rlmath.algorithms.losses import LossSettings, Normalisation
+from rlmath.algorithms.types import Completion, Prompt
+from rlmath.config.length_curriculum import (
+    engine_length,
+    length_stages,
+    planned_steps,
+    validation_tokens,
+    with_longest_lengths,
+)
+from rlmath.config.schema import (
+    AlgorithmConfig,
+    Config,
+    ParallelConfig,
+    RewardConfig,
+    StagesConfig,
+)
+from rlmath.data.dataset import most_updates
+from rlmath.distributed.device import Device
+from rlmath.distributed.mesh import Mesh
+from rlmath.distributed.phase_timers import PhaseTimers
+from rlmath.models.build import early_stop, loss_settings
+from rlmath.models.megatron import Recompute, transformer_config
+from rlmath.rewards.reward_manager import RewardManager, open_reward_workers
+from rlmath.rewards.schemes import Scheme
+from rlmath.rewards.verifier import Rules
+from rlmath.rollout.engine import _device_arguments
+from rlmath.rollout.sampling import SamplingSettings, training_sampling
+from rlmath.trainer.grpo import PolicyUpdater, selection_rules
+from rlmath.trainer.kl_in_reward import KLPenalty
+from rlmath.trainer.preflight.memory_estimate import mesh_of
+from rlmath.trainer.save_schedule import Frequency, models_of, points_of
+from rlmath.trainer.validation import _measure
+from tests.distinct_settings import DISTINCT
+from tests.tiny_models import shape_of
+
+CPU = Device("cpu", torch.device("cpu"), "gloo", torch.float32)
+GPU = Device("cuda", torch.device("cuda", 0), "cpu:gloo,cuda:nccl", torch.bfloat16)
+
+
+def values(config: Config) -> Iterator[tuple[str, Any, Any]]:
+    """(key, value, default) of every setting."""
+    plain = Config()
+    for section in dataclasses.fields(Config):
+        for field in dataclasses.fields(getattr(config, section.name)):
+            both = (getattr(getattr(one, section.name), field.name) for one in (config, plain))
+            yield f"{section.name}.{field.name}", *both
+
+
+def test_no_two_settings_of_these_tests_are_alike() -> None:
+    assert [key for key, value, default in values(DISTINCT) if value == default] == []
+    numbers = [
+        number
+        for _, value, _ in values(DISTINCT)
+        for number in (value if isinstance(value, list) else [value])
+        if isinstance(number, (int, float)) and not isinstance(number, bool)
+    ]
+    assert len(numbers) > 100
+    assert [number for number, count in Counter(numbers).items() if count > 1] == []
+
+
+def test_the_loss() -> None:
+    in_loss = replace(DISTINCT.algorithm, kl_in="loss")
+    assert loss_settings(in_loss) == LossSettings(
+        kind="cispo",
+        clip_low=0.166,
+        clip_high=0.267,
+        dual_clip=3.68,
+        correction=Correction(level="sequence", cap=1.69, mask_low=0.17, mask_high=4.71),
+        kl_coef=0.0172,
+        kl_kind="k2",
+        entropy_coef=0.00173,
+    )
+
+
+def test_the_loss_without_what_is_optional() -> None:
+    plain = replace(
+        DISTINCT.algorithm, clip_ratio_high=None, dual_clip=None, importance_correction=None, entropy_coef=0.0
+    )
+    assert loss_settings(plain) == LossSettings(
+        kind="cispo",
+        clip_low=0.166,
+        clip_high=0.166,
+        dual_clip=None,
+        correction=None,
+        kl_coef=0.0,  # it is part of the reward
+        kl_kind="k2",
+        entropy_coef=0.0,
+    )
+    assert loss_settings(AlgorithmConfig()) == LossSettings()
+
+
+def test_early_stop() -> None:
+    assert early_stop(DISTINCT.algorithm) == EarlyStop(ratio_high=1.74, ratio_low=0.775, kl=0.0176)
+
+
+def test_selection() -> None:
+    assert selection_rules(DISTINCT.selection) == SelectionRules(
+        dynamic="reward", min_tokens=161, max_tokens=162, drop_truncated=True
+    )
+
+
+def test_sampling_of_training() -> None:
+    assert training_sampling(DISTINCT.rollout) == SamplingSettings(
+        samples=137, temperature=0.64, top_p=0.941, min_new_tokens=139, max_new_tokens=138
+    )
+
+
+def test_the_reward_scheme_and_the_workers() -> None:
+    nobody: Any = None
+    assert RewardManager(nobody, DISTINCT.reward, max_new_tokens=20)._scheme == Scheme(
+        name="independent",
+        format_penalty=-0.152,
+        output_scaling=1.53,
+        output_bias=0.154,
+        mask_no_eos_with_zero=True,
+        overlong_buffer=155,
+        overlong_penalty=0.156,
+    )
+    with open_reward_workers(replace(DISTINCT.reward, function=None)) as pool:
+        assert (pool._size, pool.timeout_seconds) == (2, 15.8)
+        assert pool._rules == Rules(answer_from="phrase", protocol=True)
+    with open_reward_workers(RewardConfig(workers=1)) as pool:
+        assert pool._rules == Rules(answer_from="boxed", protocol=False)
+
+
+def test_a_score_is_made_with_every_number_of_the_section() -> None:
+    reward = replace(DISTINCT.reward, function=None, overlong_buffer=8)
+    prompt = Prompt("q", "1+1=", (1,), ("\\boxed{2}",), "math")
+
+    def completion(text: str, tokens: int, reason: Any = "stop") -> Completion:
+        return Completion(0, (5,) * tokens, (0.0,) * tokens, text, reason, 0)
+
+    with open_reward_workers(reward) as pool:
+        rewards = RewardManager(pool, reward, max_new_tokens=20)
+        for one in (
+            completion("\\boxed{2}", 12),
+            completion("The answer is 2.", 12),
+            completion("\\boxed{3}", 14),
+            completion("2", 20),
+            completion("\\boxed{2}", 20, "length"),
+        ):
+            rewards.submit(prompt, one)
+        assert [score.reward for score in rewards.collect()] == pytest.approx(
+            [
+                (1.0 - 0.154) * 1.53,
+                (0.5 - 0.154) * 1.53,
+                (-0.5 - 0.154) * 1.53 - 0.156 * 2 / 8,
+                (-0.152 - 0.154) * 1.53 - 0.156,
+                0.0,
+            ]
+        )
+
+
+def test_what_a_function_that_fails_costs() -> None:
+    reward = replace(DISTINCT.reward, function="math:sqrt", overlong_buffer=8)
+    with open_reward_workers(reward) as pool:
+        rewards = RewardManager(pool, reward, max_new_tokens=20)
+        rewards.submit(
+            Prompt("q", "", (1,), ("2",), "math"), Completion(0, (5,) * 16, (0.0,) * 16, "2", "stop", 0)
+        )
+        (score,) = rewards.collect()
+    # math.sqrt takes no three arguments.
+    assert score.verdict == "error"
+    assert score.reward == pytest.approx((-0.157 - 0.154) * 1.53 - 0.156 * 4 / 8)
+
+
+def test_when_checkpoints_are_made() -> None:
+    assert points_of(DISTINCT.save) == Frequency(epochs=195, steps=196, secs=197.5)
+    assert models_of(DISTINCT.save) == Frequency(epochs=192, steps=193, secs=194.5)
+
+
+def test_the_layout() -> None:
+    assert mesh_of(DISTINCT, world_size=1000, rank=7) == Mesh(
+        rank=7,
+        world_size=1000,
+        tensor=118,
+        pipeline=119,
+        engine_size=136,
+        virtual_pipeline=120,
+        context=123,
+        expert=124,
+        expert_tensor=125,
+    )
+
+
+def test_what_megatron_is_given_of_the_layout(tied_model: Path) -> None:
+    shape = replace(shape_of(tied_model), num_layers=11)
+    parallel = ParallelConfig(tensor=2, pipeline=4, first_stage_layers=4, last_stage_layers=3, sequence=True)
+    mesh = Mesh(0, 8, 2, 4, 1)
+    recompute = Recompute("full", "block", 5)
+
+    def given(parallel: ParallelConfig, mesh: Mesh = mesh) -> dict[str, Any]:
+        found = transformer_config(shape, mesh, CPU, parallel, recompute)
+        return {name: getattr(found, name) for name in wanted}
+
+    wanted = {
+        "num_layers": 11,
+        "tensor_model_parallel_size": 2,
+        "pipeline_model_parallel_size": 4,
+        "virtual_pipeline_model_parallel_size": None,
+        "num_layers_in_first_pipeline_stage": 4,
+        "num_layers_in_last_pipeline_stage": 3,
+        "context_parallel_size": 1,
+        "sequence_parallel": True,
+        "recompute_granularity": "full",
+        "recompute_method": "block",
+        "recompute_num_layers": 5,
+        "calculate_per_token_loss": True,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        "layernorm_epsilon": shape.rms_norm_eps,
+        "variable_seq_lengths": True,
+    }
+    assert given(parallel) == wanted
+    plain = replace(parallel, sequence=False)
+    assert given(plain) == wanted | {"sequence_parallel": False}
+    two = given(replace(parallel, pipeline=2), Mesh(0, 4, 2, 2, 1))
+    assert two["num_layers_in_first_pipeline_stage"] == 4
+    assert two["num_layers_in_last_pipeline_stage"] is None, "the rest"
+
+
+def test_what_an_engine_is_given_for_the_device() -> None:
+    assert _device_arguments(DISTINCT.rollout, CPU) == {
+        "dtype": "float32",
+        "enforce_eager": True,
+        "enable_chunked_prefill": False,
+        "kv_cache_memory_bytes": 2**28,
+        "worker_cls": "rlmath.rollout.cpu_worker.SleepingCpuWorker",
+    }
+    on_gpu = _device_arguments(DISTINCT.rollout, GPU)
+    assert on_gpu == {
+        "dtype": "bfloat16",
+        "enforce_eager": True,
+        "enable_chunked_prefill": False,
+        "gpu_memory_utilization": 0.443,
+        "enable_sleep_mode": True,
+        "moe_backend": "triton",
+    }
+    graphs = _device_arguments(replace(DISTINCT.rollout, cuda_graphs=True), GPU)
+    assert graphs == on_gpu | {"enforce_eager": False}
+    split = _device_arguments(replace(DISTINCT.rollout, chunked_prefill=True), GPU)
+    assert split == on_gpu | {"enable_chunked_prefill": True}
+
+
+def test_lengths_of_stages_and_validation() -> None:
+    assert [(one.first_step, one.steps) for one in length_stages(DISTINCT, None)] == [(0, 111), (111, 112)]
+    assert [one.config for one in length_stages(DISTINCT, None)] == [
+        replace(
+            DISTINCT,
+            stages=StagesConfig(),
+            rollout=replace(DISTINCT.rollout, max_new_tokens=new),
+            policy=replace(DISTINCT.policy, max_tokens_per_microbatch=budget),
+        )
+        for new, budget in ((113, 115), (114, 116))
+    ]
+    assert validation_tokens(DISTINCT) == 182
+    assert engine_length(DISTINCT) == 110 + 182
+    most = with_longest_lengths(DISTINCT)
+    assert (most.rollout.max_new_tokens, most.policy.max_tokens_per_microbatch) == (182, 116)
+    assert planned_steps(DISTINCT, steps_per_epoch=5) == 111 + 112
+    alone = replace(DISTINCT, stages=StagesConfig())
+    assert planned_steps(alone, steps_per_epoch=5) == 103
+    assert planned_steps(alone, steps_per_epoch=1) == 102
+
+
+def test_updates_of_a_run_are_steps_times_minibatches_times_epochs() -> None:
+    assert most_updates(DISTINCT, total_steps=7) == 7 * 164 * 165
+
+
+def test_what_two_validations_must_have_in_common() -> None:
+    expected = {
+        "paths": ["data/third.jsonl", "data/fourth.jsonl"],
+        "template": "raw",
+        "samples": 179,
+        "temperature": 0.18,
+        "top_p": 0.981,
+        "max_new_tokens": 182,
+    }
+    assert _measure(DISTINCT) == expected
+    as_training = replace(DISTINCT.validation, template=None, max_new_tokens=None)
+    assert _measure(replace(DISTINCT, validation=as_training)) == expected | {
+        "template": "orz",
+        "max_new_tokens": 114,
+    }
+
+
+def updater(config: Config, folder: Path, reference: Any = None) -> PolicyUpdater:
+    """One that is only asked how it would learn."""
+    nothing: Any = None
+    return PolicyUpdater(
+        config, shape_of(folder), Mesh(0, 1, 1, 1, 1), nothing, reference, nothing, PhaseTimers()
+    )
+
+
+def test_normalisation_and_kl_penalty_of_the_updates(tied_model: Path) -> None:
+    any_reference: Any = object()
+    one = updater(DISTINCT, tied_model, any_reference)
+    assert one.normalisation == Normalisation(kind="constant", constant=138)
+    assert one.penalty == KLPenalty(coef=0.0172, kind="k2", advantage="rloo", eps=0.00163)
+    assert updater(DISTINCT, tied_model).penalty is None
+    in_loss = replace(DISTINCT, algorithm=replace(DISTINCT.algorithm, kl_in="loss"))
+    assert updater(in_loss, tied_model, any_reference).penalty is None
+
+
+@pytest.mark.parametrize(
+    ("changed", "shortcut"),
+    [
+        ({}, True),
+        ({"epochs": 2}, False),
+        ({"n_minibatches": 2}, False),
+        ({"recompute_logprobs": False}, False),
+    ],
+    ids=str,
+)
+def test_the_pass_for_log_probs_is_spared_only_where_one_minibatch_is_learned_from_once(
+    tied_model: Path, changed: dict[str, Any], shortcut: bool
+) -> None:
+    config = replace(DISTINCT, algorithm=AlgorithmConfig(**changed))
+    assert updater(config, tied_model).on_policy is shortcut
+    in_reward = AlgorithmConfig(**{"kl_in": "reward", "kl_coef": 0.1, **changed})
+    any_reference: Any = object()
+    assert not updater(replace(DISTINCT, algorithm=in_reward), tied_model, any_reference).on_policy
