@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from rlmath.config.load import load_config, split_arguments
 from rlmath.config.schema import Config
-from rlmath.trainer.preflight.sft import used_keys
+from rlmath.trainer.preflight.checks import used_keys
 from rlmath.trainer.startup import prepare_sft, start
 
 if TYPE_CHECKING:

@@ -15,8 +15,9 @@ from rlmath.checkpoint.hf.weight_map import parameter_count
 from rlmath.config.length_curriculum import with_longest_lengths
 from rlmath.config.load import load_config
 from rlmath.config.schema import Config
+from rlmath.models.hf_config import PUBLISHED, published_names, required_shape
 from rlmath.trainer.preflight.dry_run import plan_lines, plan_run
-from rlmath.trainer.preflight.known_models import PUBLISHED, published_names, required_shape, told_by_layout
+from rlmath.trainer.preflight.parallelism import ranks_of_layout
 
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"
 NOT_RECIPES = ("demo", "algorithms/")
@@ -131,7 +132,7 @@ def test_a_recipe_passes_its_dry_run(name: str, data: dict[str, Path], tmp_path:
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_recipe_has_the_numbers_of_its_document(name: str):
     config, told = recipe(name), RECIPES[name]
-    assert told_by_layout(config.parallel) == told.gpus
+    assert ranks_of_layout(config.parallel) == told.gpus
     assert (config.data.prompts_per_step, config.rollout.group_size) == (told.prompts, told.group)
     lengths = config.data.max_prompt_tokens, with_longest_lengths(config).rollout.max_new_tokens
     assert lengths == (told.prompt_tokens, told.new_tokens)

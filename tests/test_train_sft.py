@@ -19,7 +19,7 @@ from launch.train_sft import prepare
 from rlmath.config.help import help_text
 from rlmath.config.load import load_config
 from rlmath.distributed.fault_tolerance.exit_codes import read_exit_status
-from rlmath.trainer.preflight.sft import used_keys
+from rlmath.trainer.preflight.checks import used_keys
 from tests.programs import ENVIRONMENT, REPOSITORY, run, torchrun_command
 
 SFT = ("launch/train_sft.py", "--config", "configs/demo_sft.yaml")

@@ -34,9 +34,9 @@ from rlmath.rollout.weight_sync.shard_layouts import (
     training_blocks,
     training_layout,
 )
-from rlmath.trainer.preflight.known_models import ranks_or_least
 from rlmath.trainer.preflight.memory_estimate import mesh_of
 from rlmath.trainer.preflight.memory_fit import planned_target
+from rlmath.trainer.preflight.parallelism import ranks_or_least
 from tools.plan_memory import MISTAKE, NOT_NEEDED, checked_shape
 
 GIB, MIB = 2**30, 2**20

@@ -22,11 +22,12 @@ from rlmath.config.length_curriculum import with_longest_lengths
 from rlmath.config.load import load_config, make_parser
 from rlmath.config.model_shape import ModelShape
 from rlmath.config.schema import Config
+from rlmath.models.hf_config import planned_shape, required_shape
 from rlmath.trainer.preflight.checks import setting_problems, shape_problems
-from rlmath.trainer.preflight.known_models import planned_shape, ranks_or_least, required_shape
 from rlmath.trainer.preflight.length_curriculum import of_longest_stage
 from rlmath.trainer.preflight.memory_estimate import MemoryPlan, Target, plan_ranks, table_rows
 from rlmath.trainer.preflight.memory_fit import GIB, fit_problems, planned_target, usable_bytes
+from rlmath.trainer.preflight.parallelism import ranks_or_least
 
 MISTAKE = 2
 NOT_NEEDED = ("run.output_dir=unused", "data.train_path=unused")

@@ -21,13 +21,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from rlmath.config.gpus import GPUS
 from rlmath.config.load import load_config, make_parser
+from rlmath.models.hf_config import required_shape
 from rlmath.planner.calibration import Measured, Where, as_file, fit, read_coefficients, read_run
 from rlmath.planner.coefficients import DEFAULTS, Coefficients
 from rlmath.planner.machines import CPU, machine_of
 from rlmath.planner.published import COLOCATED, LOG, TABLE, Predicted, Row, predict, recipe_file
 from rlmath.planner.report import calibration_lines, coefficient_lines, published_lines, run_data, run_lines
 from rlmath.planner.run import Asked, ClusterPlacement, compare_layouts, place_run, predict_run
-from rlmath.trainer.preflight.known_models import required_shape
 from rlmath.trainer.preflight.memory_fit import planned_target
 from tools.plan_memory import MISTAKE, NOT_NEEDED
 

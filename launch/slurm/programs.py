@@ -18,10 +18,9 @@ from rlmath.config.help import nearest_path
 from rlmath.config.load import load_config
 from rlmath.config.model_shape import ModelShape
 from rlmath.config.schema import Config
-from rlmath.trainer.preflight.checks import device_problems, file_problems, run_problems
-from rlmath.trainer.preflight.known_models import planned_shape
-from rlmath.trainer.preflight.sft import only_used
-from rlmath.trainer.preflight.sft import run_problems as sft_problems
+from rlmath.models.hf_config import planned_shape
+from rlmath.trainer.preflight.checks import device_problems, file_problems, only_used, run_problems
+from rlmath.trainer.preflight.memory_estimate import Kind
 from rlmath.trainer.resume import changes_since_newest
 from rlmath.trainer.run_dir import folder_problems
 
@@ -54,7 +53,7 @@ class Program:
     """What is wrong with it."""
 
 
-def training(kind: str, config_files: Sequence[Path], overrides: Sequence[str], ranks: int) -> Program:
+def training(kind: Kind, config_files: Sequence[Path], overrides: Sequence[str], ranks: int) -> Program:
     """A run of GRPO ("grpo") or supervised training ("sft"). ValueError for settings that cannot be loaded."""
     config = load_config(list(config_files), list(overrides))
     if kind == "sft":
@@ -63,7 +62,7 @@ def training(kind: str, config_files: Sequence[Path], overrides: Sequence[str], 
     data = config.data
     reads = [*config_files, config.model.path, data.train_path, *data.more_train_paths]
     reads += [*config.validation.paths, *([config.sft.held_out_path] if config.sft.held_out_path else [])]
-    problems = _grpo_problems(config, ranks) if kind == "grpo" else _sft_problems(config, ranks)
+    problems = _problems(config, ranks, kind)
     return Program(
         f"train_{kind}.py",
         (*files, *overrides),
@@ -77,19 +76,13 @@ def training(kind: str, config_files: Sequence[Path], overrides: Sequence[str], 
     )
 
 
-def _grpo_problems(config: Config, ranks: int) -> Iterator[str]:
+def _problems(config: Config, ranks: int, kind: Kind) -> Iterator[str]:
     shape, problems = _model(config)
     yield from problems
-    yield from run_problems(config, ranks, shape)
-    yield from file_problems(config)
+    yield from run_problems(config, ranks, shape, kind)
+    yield from file_problems(config, kind)
     if config.run.device == "cpu" and shape is not None:
-        yield from device_problems(config, shape, on_gpu=False)
-
-
-def _sft_problems(config: Config, ranks: int) -> Iterator[str]:
-    shape, problems = _model(config)
-    yield from problems
-    yield from sft_problems(config, ranks, shape)
+        yield from device_problems(config, shape, on_gpu=False, kind=kind)
 
 
 def _model(config: Config) -> tuple[ModelShape | None, list[str]]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,9 @@ _MAX_EXPERTS = 4096
 _MAX_SIZE = 2**31 - 1
 
 _DTYPES = ("float32", "bfloat16", "float16")
+
+PUBLISHED = Path(__file__).resolve().parents[2] / "configs" / "models"
+"""<name of the model>.json, what gives the shape in a published config.json; only in a checkout of the repository."""
 
 
 def read_shape(folder: Path) -> tuple[ModelShape | None, list[str]]:
@@ -415,3 +419,48 @@ def _tensor_problems(folder: Path, shape: ModelShape, found: dict[str, tuple[int
     odd = [name for name in expected if name in found and found[name] != expected[name]]
     for name in odd[:3]:
         yield f'"{folder}": {name} has shape {found[name]}, config.json makes it {expected[name]}.'
+
+
+# ---------------------------------------------------------------- a model that is not there
+
+
+@dataclass(frozen=True)
+class PlannedShape:
+    """A model's shape, as far as it is known, and where it is from."""
+
+    shape: ModelShape | None
+    problems: list[str]
+    note: str
+    """What to say of a shape that is not the folder's own; else ""."""
+
+
+def planned_shape(model_path: str) -> PlannedShape:
+    """The shape of the folder's config.json, or the published one where there is no such folder. Weights and tokenizer
+    need not be there."""
+    folder = Path(model_path)
+    if os.path.exists(folder):
+        return PlannedShape(*read_shape(folder), "")
+    known = published_names()
+    if folder.name in known:
+        file = PUBLISHED / f"{folder.name}.json"
+        note = (
+            f'There is no folder "{folder}": planned with the published shape of {folder.name}, '
+            f"configs/models/{file.name}."
+        )
+        return PlannedShape(*read_shape_file(file), note)
+    names = f" Shapes are known of {', '.join(known)}.{nearest_word(folder.name, known)}" if known else ""
+    problem = f'model.path: there is no folder "{folder}".{nearest_path(folder)}{names}'
+    return PlannedShape(None, [problem], "")
+
+
+def required_shape(model_path: str) -> tuple[ModelShape, str]:
+    """The shape and its note; ValueError that lists what is wrong with the model."""
+    found = planned_shape(model_path)
+    raise_problems(f'the model "{model_path}"', found.problems)
+    assert found.shape is not None
+    return found.shape, found.note
+
+
+def published_names() -> list[str]:
+    """Models whose shape is in configs/models."""
+    return sorted(path.name.removesuffix(".json") for path in PUBLISHED.glob("*.json"))

@@ -20,15 +20,16 @@ from rlmath.config.load import load_config
 from rlmath.config.model_shape import ModelShape
 from rlmath.config.schema import Config
 from rlmath.data.files import read_json_object
+from rlmath.models.hf_config import planned_shape
 from rlmath.planner.coefficients import NAMES, Coefficients, seconds_by_coefficient, slower_by
 from rlmath.planner.layouts import problems_of
 from rlmath.planner.lengths import Batch, lengths_measured
 from rlmath.planner.machines import Cluster, cluster_of, machine_of, on_gpu
 from rlmath.planner.step import StepPlan, plan_step
 from rlmath.trainer.preflight.checks import value_problems
-from rlmath.trainer.preflight.known_models import planned_shape, told_by_layout
 from rlmath.trainer.preflight.memory_estimate import Target
 from rlmath.trainer.preflight.memory_fit import planned_target
+from rlmath.trainer.preflight.parallelism import ranks_of_layout
 from rlmath.trainer.run_dir import CONFIG_NAME, SUMMARY_NAME
 from rlmath.trainer.telemetry.metrics_writer import METRICS_FILE, read_metrics
 
@@ -120,7 +121,7 @@ def read_run(path: Path, where: Where) -> Measured:
     assert found.shape is not None
     rows = read_rows(folder)
     target = planned_target(config)
-    size = where.ranks or told_by_layout(config.parallel) or ranks_of_summary(folder)
+    size = where.ranks or ranks_of_layout(config.parallel) or ranks_of_summary(folder)
     machine = machine_of(config, target, where.network_gbps)
     cluster = cluster_of(machine, size, ranks_per_node=where.ranks_per_node)
     raise_problems(f"the run {folder} on {size} ranks", problems_of(config, found.shape, cluster))

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from rlmath.config.model_shape import ModelShape
 from rlmath.config.schema import Config
+from rlmath.models.hf_config import PUBLISHED as MODELS
 from rlmath.planner.coefficients import Coefficients, seconds_of
 from rlmath.planner.layouts import with_layout
 from rlmath.planner.lengths import Batch, Lengths, lengths_measured
@@ -21,7 +22,6 @@ from rlmath.planner.rollout import rollout_of
 from rlmath.planner.step import plan_step
 from rlmath.planner.training import Training, update_work
 from rlmath.planner.work import Work
-from rlmath.trainer.preflight.known_models import PUBLISHED as MODELS
 from rlmath.trainer.preflight.memory_estimate import Target, mesh_of
 
 RECIPES = MODELS.parent / "areal"

@@ -20,13 +20,13 @@ from rlmath.planner.lengths import Batch, Lengths
 from rlmath.planner.machines import Cluster
 from rlmath.planner.training import forward_cost
 from rlmath.planner.work import Work
-from rlmath.trainer.preflight.engine_memory import (
+from rlmath.trainer.preflight.memory_estimate import Target
+from rlmath.trainer.preflight.memory_formulas import (
     BLOCK_TOKENS,
     FLOAT32_BYTES,
     engine_bytes,
     kv_bytes_per_token,
 )
-from rlmath.trainer.preflight.memory_estimate import Target
 
 _GOLDEN = (math.sqrt(5) - 1) / 2
 LOGIT_PASSES = 4

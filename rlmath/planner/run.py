@@ -9,6 +9,7 @@ from rlmath.config.help import raise_problems
 from rlmath.config.length_curriculum import LengthStage, has_length_stages, length_stages, planned_steps
 from rlmath.config.model_shape import ModelShape
 from rlmath.config.schema import Config
+from rlmath.models.hf_config import required_shape
 from rlmath.planner.calibration import Measured
 from rlmath.planner.coefficients import Coefficients
 from rlmath.planner.layouts import Comparison, compare, memory_problems, problems_of
@@ -17,9 +18,9 @@ from rlmath.planner.machines import Cluster, cluster_of, machine_of, on_gpu
 from rlmath.planner.step import StepPlan, batch_of, plan_step
 from rlmath.trainer.preflight.checks import file_problems, value_problems
 from rlmath.trainer.preflight.dry_run import count_data
-from rlmath.trainer.preflight.known_models import ranks_or_least, required_shape
 from rlmath.trainer.preflight.memory_estimate import Target
 from rlmath.trainer.preflight.memory_fit import planned_target
+from rlmath.trainer.preflight.parallelism import ranks_or_least
 
 
 @dataclass(frozen=True)

@@ -109,7 +109,7 @@ def plan_step(
     batch: Batch,
     coefficients: Coefficients,
 ) -> StepPlan:
-    """The layout must have no problems (`layout_checks`)."""
+    """The layout must have no problems (`preflight.parallelism`)."""
     mesh, machine = mesh_of(config, cluster.ranks, 0), cluster.machine
     training = Training(config, shape, mesh, target, cluster, batch)
     rollout = rollout_of(config, shape, target, cluster, batch, cluster.ranks)

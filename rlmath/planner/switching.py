@@ -10,8 +10,8 @@ from rlmath.distributed.mesh import Mesh
 from rlmath.planner.machines import Cluster
 from rlmath.planner.work import Work
 from rlmath.rollout.weight_sync.reshard_plan import bucket_bytes
-from rlmath.trainer.preflight.engine_memory import engine_bytes
 from rlmath.trainer.preflight.memory_estimate import MemoryPlan, Target
+from rlmath.trainer.preflight.memory_formulas import engine_bytes
 
 BUCKET_MESSAGES = 2
 """Of a round: a rank sends and receives."""

@@ -14,9 +14,8 @@ from rlmath.planner.lengths import Batch
 from rlmath.planner.machines import Cluster
 from rlmath.planner.work import Work
 from rlmath.rollout.weight_sync.shard_layouts import stage_layers
-from rlmath.trainer.preflight.activation_memory import layer_elements
-from rlmath.trainer.preflight.engine_memory import FLOAT32_BYTES
 from rlmath.trainer.preflight.memory_estimate import Target, expert_sizes, parameter_sizes, stage_work
+from rlmath.trainer.preflight.memory_formulas import FLOAT32_BYTES, layer_elements
 
 FORWARD, BACKWARD = 1.0, 2.0
 """Multiplications of a pass in those of a forward pass."""

@@ -50,8 +50,7 @@ from rlmath.distributed.process import end_with_parent
 from rlmath.distributed.ranks import RankInfo, RankReport, RendezvousResult, hosts_text, ranks_text, this_rank
 from rlmath.distributed.rendezvous import MissingRanksError, Rendezvous, open_rendezvous
 from rlmath.distributed.versions import code_hash, library_versions
-from rlmath.trainer.preflight import sft as sft_preflight
-from rlmath.trainer.preflight.checks import check_config, config_warnings
+from rlmath.trainer.preflight.checks import check_config, config_warnings, only_used
 from rlmath.trainer.preflight.memory_estimate import mesh_of
 from rlmath.trainer.preflight.memory_fit import start_up_lines
 from rlmath.trainer.resume import Origin, Recovery, find_recovery, origin_of, sft_origin_of
@@ -113,17 +112,17 @@ def prepare_grpo(config: Config) -> PreparedRun[Inputs]:
 def prepare_sft(given: Config) -> PreparedRun[SftInputs]:
     """ValueError for all that can be known to be wrong before a supervised run starts."""
     world_size = environment_world_size()
-    config, unused = sft_preflight.only_used(given)
-    shape = sft_preflight.check_config(config, world_size)
+    config, unused = only_used(given)
+    shape = check_config(config, world_size, "sft")
     inputs = load_sft_inputs(config, shape)
     origin = sft_origin_of(config, inputs)
     recovery = find_recovery(config, origin, inputs.total_steps)
     check_output_folder(config.run.output_dir, config, output_bytes(config, shape), recovery is not None)
     lines = (
-        *sft_preflight.notes(config, unused),
+        *config_warnings(config, unused),
         *inputs.lines,
         f"Layout: {mesh_of(config, world_size, environment_rank()).training_layout}",
-        sft_preflight.start_up_line(config, shape, world_size),
+        *start_up_lines(config, shape, world_size, "sft"),
     )
     return PreparedRun(config, shape, inputs, origin, recovery, lines)
 

@@ -11,6 +11,7 @@ import pytest
 
 from rlmath.config.load import load_config, save_config
 from rlmath.config.schema import Config
+from rlmath.models.hf_config import required_shape
 from rlmath.planner.calibration import (
     SWITCH_PHASES,
     Where,
@@ -25,7 +26,6 @@ from rlmath.planner.coefficients import DEFAULTS, Coefficients, seconds_of, slow
 from rlmath.planner.machines import CPU_CORE, Cluster
 from rlmath.planner.step import StepPlan, batch_of, plan_step
 from rlmath.planner.work import Work
-from rlmath.trainer.preflight.known_models import required_shape
 from rlmath.trainer.preflight.memory_fit import planned_target
 from tests.tiny_models import make_model_folder
 

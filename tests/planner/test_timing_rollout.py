@@ -7,7 +7,7 @@ import pytest
 from rlmath.planner.lengths import Batch, Lengths, lengths_with_mean
 from rlmath.planner.machines import Cluster
 from rlmath.planner.rollout import decode_work, play, rollout_of, running_length, slots_of
-from rlmath.trainer.preflight.engine_memory import engine_bytes
+from rlmath.trainer.preflight.memory_formulas import engine_bytes
 from tests.planner.shapes import BATCH, CONFIG, GPU, HEAD_FLOPS, LAYER_FLOPS, MACHINE, PAIR_FLOPS, TINY
 
 KV_BYTES = 2 * 4 * 2 * 4 * 2

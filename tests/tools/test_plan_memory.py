@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from rlmath.config.schema import Config, ParallelConfig, RolloutConfig
-from rlmath.trainer.preflight.known_models import least_ranks
+from rlmath.trainer.preflight.parallelism import least_ranks
 from tools.plan_memory import main
 
 STAGED = Path(__file__).resolve().parents[2] / "configs" / "areal" / "v0.1_1.5b_stages.yaml"

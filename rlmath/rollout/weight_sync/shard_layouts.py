@@ -72,7 +72,7 @@ def coordinates(mesh: Mesh) -> Coordinates:
 def training_layout(
     layers: int, mesh: Mesh, first_stage_layers: int | None, last_stage_layers: int | None
 ) -> TrainingLayout:
-    """The layout that Megatron makes of the settings, which `layout_checks` has found valid."""
+    """The layout that Megatron makes of the settings, which `preflight.parallelism` has found valid."""
     return TrainingLayout(
         mesh.tensor,
         stage_layers(layers, mesh.pipeline, mesh.virtual_pipeline, first_stage_layers, last_stage_layers),

@@ -1,39 +1,294 @@
-"""What can be wrong with the settings of algorithm and selection before a run starts."""
+"""Everything that is wrong with a run, found before it starts: settings, files, model folder, machine and memory.
+
+`check_config` is what the launch scripts call, for GRPO ("grpo") and supervised training ("sft"); it raises one
+ValueError with all problems. The other functions each return the problems of one kind, as one text per problem: what
+was given, what is needed and what to change. `config_warnings` lists settings that change nothing in a run.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
 
-from rlmath.config.help import nearest_path, raise_problems, schema_problems
+from rlmath.config.help import (
+    all_settings,
+    nearest_path,
+    raise_problems,
+    schema_problems,
+    setting_values,
+)
+from rlmath.config.length_curriculum import validates
 from rlmath.config.model_shape import ModelShape
 from rlmath.config.schema import AlgorithmConfig, Config, PolicyConfig
 from rlmath.distributed.device import environment_rank
 from rlmath.models.hf_config import inspect_model_folder
 from rlmath.rewards.custom_function import function_problem
-from rlmath.trainer.preflight.engine_memory import FLOAT32_BYTES, longest_sequence_bytes
 from rlmath.trainer.preflight.length_curriculum import (
-    harmless_stage_settings,
     in_every_stage,
     in_validation,
+    length_stage_warnings,
     of_longest_stage,
     stage_list_problems,
-    validation_place_problems,
     validation_problems,
 )
+from rlmath.trainer.preflight.memory_estimate import Kind
 from rlmath.trainer.preflight.memory_fit import fit_problems
+from rlmath.trainer.preflight.memory_formulas import FLOAT32_BYTES, longest_sequence_bytes
 from rlmath.trainer.preflight.parallelism import (
     context_problems,
-    expert_problems,
     expert_tensor_problems,
+    layout_problems,
     rank_problems,
-    split_problems,
-    stage_problems,
 )
 from rlmath.trainer.telemetry.wandb import wandb_problems
+
+ON_RATIO = ("loss", "clip_ratio", "clip_ratio_high", "dual_clip", "early_stop_ratio_low", "early_stop_kl")
+"""Settings of `AlgorithmConfig` that only matter where the importance ratio is not 1."""
+GSPO_CLIP = 0.01
+"""Far above the bounds of GSPO's paper, 3e-4 and 4e-4: the mean of a completion hardly ever leaves it."""
+CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
+"""Head dims of vLLM 0.32's attention on CPU."""
+
+
+def check_config(config: Config, world_size: int, kind: Kind = "grpo") -> ModelShape:
+    """The shape of the model that the run starts from.
+
+    Reads, and writes nothing: every rank may call it. `world_size` is the number of ranks of the run.
+    Errors: ValueError that lists every problem of the config, the model's folder and the training files.
+    """
+    shape, model_problems = inspect_model_folder(Path(config.model.path))
+    on_gpu = config.run.device != "cpu" and torch.cuda.is_available()
+    problems = [
+        *run_problems(config, world_size, shape, kind),
+        *device_problems(config, shape, on_gpu or config.run.device == "cuda", kind),
+    ]
+    if config.run.device == "cuda" and not on_gpu:
+        problems.append(
+            'run.device is "cuda", and torch finds no CUDA device. Use run.device=cpu, or a GPU machine.'
+        )
+    problems += [
+        *file_problems(config, kind),
+        *(wandb_problems(config.telemetry) if environment_rank() == 0 else ()),
+        *model_problems,
+    ]
+    if shape is not None and not problems:
+        problems += memory_problems(config, shape, world_size, kind)
+    raise_problems("this run", problems)
+    assert shape is not None
+    return shape
+
+
+def run_problems(config: Config, world_size: int, shape: ModelShape | None, kind: Kind = "grpo") -> list[str]:
+    """What no machine could run, for a model of this shape; None: not known."""
+    problems = setting_problems(config, world_size, kind)
+    if kind == "grpo":
+        problems += in_every_stage(config, algorithm_problems) + in_every_stage(config, _reward_problems)
+    return problems + (shape_problems(config, shape, kind) if shape is not None else [])
+
+
+def setting_problems(config: Config, world_size: int, kind: Kind = "grpo") -> list[str]:
+    """Problems of layout, lengths and single values that show without the model, the files or the machine."""
+    problems = [
+        *value_problems(config),
+        *rank_problems(config.parallel, config.rollout.tensor_parallel, world_size),
+    ]
+    if kind == "sft":
+        return [*problems, *_sequence_length_problems(config)]
+    return [
+        *problems,
+        *stage_list_problems(config),
+        *in_every_stage(config, _length_problems),
+        *of_longest_stage(config, _engine_problems),
+        *validation_problems(config),
+    ]
+
+
+def shape_problems(config: Config, shape: ModelShape, kind: Kind = "grpo") -> list[str]:
+    """What the model's shape does not allow, wherever it runs."""
+    engine = config.rollout.tensor_parallel
+    problems = list(layout_problems(config.parallel, engine, config.policy, shape))
+    if kind == "sft":
+        return [*problems, *_sequence_position_problems(config, shape)]
+    return [
+        *problems,
+        *in_every_stage(config, lambda stage: _model_length_problems(stage, shape)),
+        *in_validation(config, lambda validation: _model_length_problems(validation, shape)),
+    ]
+
+
+def device_problems(config: Config, shape: ModelShape | None, on_gpu: bool, kind: Kind = "grpo") -> list[str]:
+    """What cannot run on this machine's GPU, or on a CPU."""
+    problems = [*context_problems(config.parallel, on_gpu), *expert_tensor_problems(config.parallel, on_gpu)]
+    if kind == "grpo" and shape is not None and not on_gpu:
+        problems += of_longest_stage(config, lambda largest: _engine_model_problems(largest, shape))
+    return problems
+
+
+def memory_problems(config: Config, shape: ModelShape, world_size: int, kind: Kind = "grpo") -> list[str]:
+    """What of the longest lengths does not fit the GPU. The layout must have no problems."""
+    if kind == "sft":
+        return fit_problems(config, shape, world_size, kind)
+    return of_longest_stage(config, lambda largest: fit_problems(largest, shape, world_size))
+
+
+def file_problems(config: Config, kind: Kind = "grpo") -> Iterator[str]:
+    """Files of training and validation data that are not there, or empty."""
+    data, held_out = config.data, config.sft.held_out_path
+    paths = [("data.train_path", data.train_path)]
+    paths += [("data.more_train_paths", path) for path in data.more_train_paths]
+    if kind == "sft":
+        paths += [("sft.held_out_path", held_out)] if held_out is not None else []
+    elif validates(config):
+        paths += [("validation.paths", path) for path in config.validation.paths]
+    for key, path in ((key, Path(path)) for key, path in paths):
+        if not os.path.exists(path):
+            yield f'{key}: there is no file "{path}".{nearest_path(path)}'
+        elif path.is_file() and path.stat().st_size == 0:
+            yield f'{key}: "{path}" is empty. Give a file with one row a line (forms: docs/data.md).'
+
+
+def config_warnings(config: Config, unused: Sequence[str] = ()) -> list[str]:
+    """Settings that change nothing in this run, to be printed at the start; none of them is an error. `unused` are
+    those of `only_used`."""
+    warnings = []
+    if unused:
+        warnings.append(f"Without effect in supervised training: {', '.join(unused)}.")
+    if config.parallel.sequence and config.parallel.tensor == 1:
+        warnings.append(
+            "parallel.sequence=true has no effect with parallel.tensor=1: there is no rank to split over."
+        )
+    if config.optimizer.decay == "constant" and config.optimizer.min_lr > 0:
+        warnings.append('optimizer.min_lr has no effect with optimizer.decay="constant".')
+    if config.memory.offload_reference and config.algorithm.kl_coef == 0:
+        warnings.append(
+            "memory.offload_reference has no effect with algorithm.kl_coef=0: there is no reference."
+        )
+    return [*warnings, *algorithm_warnings(config), *length_stage_warnings(config)]
+
+
+# ---------------------------------------------------------------- single values, optimizer, recomputation
+
+
+def value_problems(config: Config) -> list[str]:
+    """What is wrong with single values, and with those of optimizer and recomputation together."""
+    return [
+        *schema_problems(config),
+        *_learning_problems(config),
+        *_recompute_problems(config.policy),
+    ]
+
+
+def _learning_problems(config: Config) -> Iterator[str]:
+    optimizer = config.optimizer
+    if optimizer.min_lr > optimizer.lr:
+        yield f"optimizer.min_lr is {optimizer.min_lr}, above optimizer.lr {optimizer.lr}. Lower it."
+    if optimizer.kind == "sgd" and optimizer.distributed:
+        yield 'optimizer.distributed: Megatron shares only Adam\'s state. With kind "sgd" set it to false.'
+
+
+def _recompute_problems(policy: PolicyConfig) -> Iterator[str]:
+    """Megatron's rules: "full" needs a method and a number of layers, anything else takes neither."""
+    details = {
+        "policy.recompute_method": policy.recompute_method,
+        "policy.recompute_num_layers": policy.recompute_num_layers,
+    }
+    for key, value in details.items():
+        if policy.recompute_granularity == "full" and value is None:
+            example = "uniform" if key.endswith("method") else 1
+            yield f'{key} is null; policy.recompute_granularity="full" needs it. Set, say, {key}={example}.'
+        if policy.recompute_granularity in (None, "selective") and value is not None:
+            yield f'{key} is {value}; only policy.recompute_granularity="full" has it. Set {key}=null.'
+
+
+# ---------------------------------------------------------------- lengths, engine, rewards
+
+
+def _length_problems(config: Config) -> Iterator[str]:
+    prompt, new = config.data.max_prompt_tokens, config.rollout.max_new_tokens
+    if config.rollout.min_new_tokens > new:
+        least = config.rollout.min_new_tokens
+        yield f"rollout.min_new_tokens is {least}, above rollout.max_new_tokens {new}. Lower it."
+    if config.policy.max_tokens_per_microbatch < prompt + new:
+        yield (
+            f"policy.max_tokens_per_microbatch is {config.policy.max_tokens_per_microbatch}; the longest "
+            f"sequence (data.max_prompt_tokens + rollout.max_new_tokens) has {prompt} + {new} = "
+            f"{prompt + new} tokens and must fit. Raise it, or lower one of the two."
+        )
+
+
+def _engine_problems(config: Config) -> Iterator[str]:
+    rollout = config.rollout
+    budget = rollout.max_num_batched_tokens
+    if budget is None:
+        return
+    if budget < rollout.max_num_seqs:
+        yield (
+            f"rollout.max_num_batched_tokens is {budget}, below rollout.max_num_seqs {rollout.max_num_seqs}: "
+            "vLLM decodes one token of each sequence a step. Raise the former, or lower the latter."
+        )
+    longest = config.data.max_prompt_tokens + rollout.max_new_tokens
+    if not rollout.chunked_prefill and budget < longest:
+        yield (
+            f"rollout.max_num_batched_tokens is {budget}; without rollout.chunked_prefill vLLM needs at "
+            f"least the longest sequence, {longest} tokens. Raise it, leave it null, or "
+            "set rollout.chunked_prefill=true."
+        )
+
+
+def _model_length_problems(config: Config, shape: ModelShape) -> Iterator[str]:
+    prompt, new = config.data.max_prompt_tokens, config.rollout.max_new_tokens
+    over = prompt + new - shape.max_positions
+    if over > 0:
+        yield (
+            f"data.max_prompt_tokens + rollout.max_new_tokens is {prompt} + {new} = {prompt + new}; the "
+            f"model has {shape.max_positions} positions (max_position_embeddings). Lower the sum by {over}."
+        )
+
+
+def _engine_model_problems(config: Config, shape: ModelShape) -> Iterator[str]:
+    """What the engine needs of the model on CPU; on GPU vLLM measures the device first."""
+    if shape.head_dim not in CPU_HEAD_DIMS:
+        yield (
+            f"the model's head dim is {shape.head_dim}; vLLM's attention on CPU has only "
+            f"{', '.join(map(str, CPU_HEAD_DIMS))}. Take another model, or a GPU."
+        )
+    longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
+    budget = config.rollout.max_num_batched_tokens
+    if budget is not None and budget < longest and config.rollout.chunked_prefill:
+        yield (
+            f"rollout.max_num_batched_tokens is {budget}; on CPU vLLM does not split prompts and needs at least the "
+            f"longest sequence, {longest} tokens. Raise it, or leave it null."
+        )
+    ranks = max(1, config.rollout.tensor_parallel)
+    needed = longest_sequence_bytes(shape, ranks, FLOAT32_BYTES, longest, "cpu")
+    if config.rollout.cpu_kv_cache_gib * 2**30 < needed:
+        yield (
+            f"rollout.cpu_kv_cache_gib is {config.rollout.cpu_kv_cache_gib}; one sequence of {longest} tokens "
+            f"(data.max_prompt_tokens + rollout.max_new_tokens) needs {needed / 2**30:.3g} GiB. Raise it."
+        )
+
+
+def _reward_problems(config: Config) -> Iterator[str]:
+    reward, limit = config.reward, config.rollout.max_new_tokens
+    if reward.overlong_buffer > limit:
+        yield (
+            f"reward.overlong_buffer is {reward.overlong_buffer}, above rollout.max_new_tokens {limit}: even the "
+            "shortest answer would cost. Lower it."
+        )
+    if reward.scheme != "correctness" and reward.format_penalty >= 1:
+        yield (
+            f"reward.format_penalty is {reward.format_penalty}; a right answer in a box gets 1 in scheme "
+            f'"{reward.scheme}", and one without a box should get less. Lower it.'
+        )
+    if reward.function is not None and (problem := function_problem(reward.function)):
+        yield problem
+
+
+# ---------------------------------------------------------------- algorithm and selection
 
 
 def algorithm_problems(config: Config) -> Iterator[str]:
@@ -83,22 +338,17 @@ def _selection_problems(config: Config) -> Iterator[str]:
         )
 
 
-def harmless_algorithm_settings(config: Config) -> Iterator[str]:
+# ---------------------------------------------------------------- algorithm and selection: what has no effect
+
+
+def algorithm_warnings(config: Config) -> Iterator[str]:
     """Settings that change nothing in this run, or less than one may think."""
-    yield from _loss_notes(config.algorithm)
-    yield from _kl_notes(config.algorithm)
-    yield from _selection_notes(config)
+    yield from _loss_warnings(config.algorithm)
+    yield from _kl_warnings(config.algorithm)
+    yield from _selection_warnings(config)
 
 
-ON_RATIO = ("loss", "clip_ratio", "clip_ratio_high", "dual_clip", "early_stop_ratio_low", "early_stop_kl")
-"""Settings of `AlgorithmConfig` that only matter where the importance ratio is not 1."""
-
-
-GSPO_CLIP = 0.01
-"""Far above the bounds of GSPO's paper, 3e-4 and 4e-4: the mean of a completion hardly ever leaves it."""
-
-
-def _loss_notes(algorithm: AlgorithmConfig) -> Iterator[str]:
+def _loss_warnings(algorithm: AlgorithmConfig) -> Iterator[str]:
     changed = [name for name in ON_RATIO if getattr(algorithm, name) != getattr(AlgorithmConfig(), name)]
     if changed and algorithm.recompute_logprobs and algorithm.n_minibatches == 1 and algorithm.epochs == 1:
         yield (
@@ -121,7 +371,7 @@ def _loss_notes(algorithm: AlgorithmConfig) -> Iterator[str]:
         yield f"algorithm.importance_cap={cap:g} has no effect: importance_mask_high={mask:g} is not above it."
 
 
-def _kl_notes(algorithm: AlgorithmConfig) -> Iterator[str]:
+def _kl_warnings(algorithm: AlgorithmConfig) -> Iterator[str]:
     if algorithm.kl_coef == 0:
         if algorithm.kl_in == "reward":
             yield 'algorithm.kl_in="reward" has no effect with algorithm.kl_coef=0.'
@@ -138,7 +388,7 @@ def _kl_notes(algorithm: AlgorithmConfig) -> Iterator[str]:
         )
 
 
-def _selection_notes(config: Config) -> Iterator[str]:
+def _selection_warnings(config: Config) -> Iterator[str]:
     selection = config.selection
     if selection.dynamic_sampling is None and selection.max_extra_prompts > 0:
         yield "selection.max_extra_prompts has no effect without selection.dynamic_sampling."
@@ -155,228 +405,73 @@ def _keys(names: list[str]) -> str:
     return ", ".join(f"algorithm.{name}" for name in names)
 
 
-CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
-"""Head dims of vLLM 0.32's attention on CPU."""
+# ---------------------------------------------------------------- supervised training
 
 
-def check_config(config: Config, world_size: int) -> ModelShape:
-    """The shape of the model that the run starts from.
-
-    Reads, and writes nothing: every rank may call it. `world_size` is the number of ranks of the run.
-    Errors: ValueError that lists every problem of the config, the model's folder and the training file.
-    """
-    shape, model_problems = inspect_model_folder(Path(config.model.path))
-    problems = [
-        *run_problems(config, world_size, shape),
-        *device_problems(config, shape, _on_gpu(config)),
-        *_place_problems(config),
-        *(wandb_problems(config.telemetry) if environment_rank() == 0 else ()),
-        *model_problems,
-    ]
-    if shape is not None and not problems:
-        problems += of_longest_stage(config, lambda largest: fit_problems(largest, shape, world_size))
-    raise_problems("this run", problems)
-    assert shape is not None
-    return shape
-
-
-def run_problems(config: Config, world_size: int, shape: ModelShape | None) -> list[str]:
-    """What no machine could run, for a model of this shape; None: not known."""
-    return [
-        *setting_problems(config, world_size),
-        *in_every_stage(config, algorithm_problems),
-        *in_every_stage(config, _reward_problems),
-        *(shape_problems(config, shape) if shape is not None else ()),
-    ]
+_SFT_SETTINGS = (
+    "run.",
+    "model.",
+    "data.train_path",
+    "data.more_train_paths",
+    "data.train_weights",
+    "data.template",
+    "data.prompts_per_step",
+    "data.max_unusable_share",
+    "data.shuffle",
+    "parallel.",
+    "policy.",
+    "optimizer.",
+    "memory.gpu",
+    "memory.gpu_gib",
+    "sft.",
+    "telemetry.tensorboard",
+    "telemetry.wandb",
+    "telemetry.wandb_project",
+    "telemetry.wandb_name",
+    "save.",
+)
+"""Settings, or whole sections, that a supervised run has."""
 
 
-def device_problems(config: Config, shape: ModelShape | None, on_gpu: bool) -> list[str]:
-    """What cannot run on this machine's GPU, or on a CPU."""
-    return [
-        *context_problems(config.parallel, on_gpu),
-        *expert_tensor_problems(config.parallel, on_gpu),
-        *(_cpu_problems(config, shape) if shape is not None and not on_gpu else ()),
-    ]
+def used_keys() -> list[str]:
+    """Of all settings those that have an effect."""
+    return [key for key in all_settings() if _is_used(key)]
 
 
-def _cpu_problems(config: Config, shape: ModelShape) -> list[str]:
-    return of_longest_stage(config, lambda largest: _engine_model_problems(largest, shape))
+def _is_used(key: str) -> bool:
+    return any(key.startswith(one) if one.endswith(".") else key == one for one in _SFT_SETTINGS)
 
 
-def setting_problems(config: Config, world_size: int) -> list[str]:
-    """What can be told of layout, lengths and single values without the model, the files or the machine."""
-    return [
-        *value_problems(config),
-        *rank_problems(config.parallel, config.rollout.tensor_parallel, world_size),
-        *stage_list_problems(config),
-        *in_every_stage(config, _length_problems),
-        *of_longest_stage(config, _engine_problems),
-        *validation_problems(config),
-    ]
-
-
-def value_problems(config: Config) -> list[str]:
-    """What is wrong with single values, and with what optimizer and recomputation are told."""
-    return [
-        *schema_problems(config),
-        *_learning_problems(config),
-        *_recompute_problems(config.policy),
-    ]
-
-
-def shape_problems(config: Config, shape: ModelShape) -> list[str]:
-    """What the model's shape does not allow, wherever it runs."""
-    return [
-        *split_problems(config.parallel, config.rollout.tensor_parallel, shape),
-        *expert_problems(config.parallel, shape),
-        *stage_problems(config.parallel, config.policy, shape.num_layers),
-        *in_every_stage(config, lambda stage: _model_length_problems(stage, shape)),
-        *in_validation(config, lambda validation: _model_length_problems(validation, shape)),
-    ]
-
-
-def config_warnings(config: Config) -> list[str]:
-    """Settings that change nothing in this run, to be printed at the start; none of them is an error."""
-    notes = []
-    if config.parallel.sequence and config.parallel.tensor == 1:
-        notes.append(
-            "parallel.sequence=true has no effect with parallel.tensor=1: there is no rank to split over."
-        )
-    if config.optimizer.decay == "constant" and config.optimizer.min_lr > 0:
-        notes.append('optimizer.min_lr has no effect with optimizer.decay="constant".')
-    if config.memory.offload_reference and config.algorithm.kl_coef == 0:
-        notes.append(
-            "memory.offload_reference has no effect with algorithm.kl_coef=0: there is no reference."
-        )
-    return [*notes, *harmless_algorithm_settings(config), *harmless_stage_settings(config)]
-
-
-# ---------------------------------------------------------------- values together
-def _length_problems(config: Config) -> Iterator[str]:
-    prompt, new = config.data.max_prompt_tokens, config.rollout.max_new_tokens
-    if config.rollout.min_new_tokens > new:
-        least = config.rollout.min_new_tokens
-        yield f"rollout.min_new_tokens is {least}, above rollout.max_new_tokens {new}. Lower it."
-    if config.policy.max_tokens_per_microbatch < prompt + new:
-        yield (
-            f"policy.max_tokens_per_microbatch is {config.policy.max_tokens_per_microbatch}; the longest "
-            f"sequence (data.max_prompt_tokens + rollout.max_new_tokens) has {prompt} + {new} = "
-            f"{prompt + new} tokens and must fit. Raise it, or lower one of the two."
-        )
-
-
-def _engine_problems(config: Config) -> Iterator[str]:
-    rollout = config.rollout
-    budget = rollout.max_num_batched_tokens
-    if budget is None:
-        return
-    if budget < rollout.max_num_seqs:
-        yield (
-            f"rollout.max_num_batched_tokens is {budget}, below rollout.max_num_seqs {rollout.max_num_seqs}: "
-            "vLLM decodes one token of each sequence a step. Raise the former, or lower the latter."
-        )
-    longest = config.data.max_prompt_tokens + rollout.max_new_tokens
-    if not rollout.chunked_prefill and budget < longest:
-        yield (
-            f"rollout.max_num_batched_tokens is {budget}; without rollout.chunked_prefill vLLM needs at "
-            f"least the longest sequence, {longest} tokens. Raise it, leave it null, or "
-            "set rollout.chunked_prefill=true."
-        )
-
-
-def _learning_problems(config: Config) -> Iterator[str]:
-    optimizer = config.optimizer
-    if optimizer.min_lr > optimizer.lr:
-        yield f"optimizer.min_lr is {optimizer.min_lr}, above optimizer.lr {optimizer.lr}. Lower it."
-    if optimizer.kind == "sgd" and optimizer.distributed:
-        yield 'optimizer.distributed: Megatron shares only Adam\'s state. With kind "sgd" set it to false.'
-
-
-def _reward_problems(config: Config) -> Iterator[str]:
-    reward, limit = config.reward, config.rollout.max_new_tokens
-    if reward.overlong_buffer > limit:
-        yield (
-            f"reward.overlong_buffer is {reward.overlong_buffer}, above rollout.max_new_tokens {limit}: even the "
-            "shortest answer would cost. Lower it."
-        )
-    if reward.scheme != "correctness" and reward.format_penalty >= 1:
-        yield (
-            f"reward.format_penalty is {reward.format_penalty}; a right answer in a box gets 1 in scheme "
-            f'"{reward.scheme}", and one without a box should get less. Lower it.'
-        )
-    if reward.function is not None and (problem := function_problem(reward.function)):
-        yield problem
-
-
-def _recompute_problems(policy: PolicyConfig) -> Iterator[str]:
-    """Megatron's rules: "full" needs a method and a number of layers, anything else takes neither."""
-    details = {
-        "policy.recompute_method": policy.recompute_method,
-        "policy.recompute_num_layers": policy.recompute_num_layers,
+def only_used(config: Config) -> tuple[Config, list[str]]:
+    """The settings with the defaults of those that have no effect, and the keys that were not at them."""
+    defaults, changed = all_settings(), []
+    sections = {name: {} for name, _, _ in (key.partition(".") for key in defaults)}
+    for key, value in setting_values(config).items():
+        section, _, name = key.partition(".")
+        if not _is_used(key) and value != defaults[key].default:
+            sections[section][name] = defaults[key].default
+            changed.append(key)
+    replaced = {
+        name: dataclasses.replace(getattr(config, name), **values)
+        for name, values in sections.items()
+        if values
     }
-    for key, value in details.items():
-        if policy.recompute_granularity == "full" and value is None:
-            example = "uniform" if key.endswith("method") else 1
-            yield f'{key} is null; policy.recompute_granularity="full" needs it. Set, say, {key}={example}.'
-        if policy.recompute_granularity in (None, "selective") and value is not None:
-            yield f'{key} is {value}; only policy.recompute_granularity="full" has it. Set {key}=null.'
+    return dataclasses.replace(config, **replaced), changed
 
 
-def _place_problems(config: Config) -> Iterator[str]:
-    if config.run.device == "cuda" and not torch.cuda.is_available():
-        yield 'run.device is "cuda", and torch finds no CUDA device. Use run.device=cpu, or a GPU machine.'
-    yield from file_problems(config)
-
-
-def file_problems(config: Config) -> Iterator[str]:
-    """Files of prompts that are not there, or empty."""
-    yield from validation_place_problems(config)
-    yield from _prompt_place_problems("data.train_path", config.data.train_path)
-    for path in config.data.more_train_paths:
-        yield from _prompt_place_problems("data.more_train_paths", path)
-
-
-def _prompt_place_problems(key: str, path: str) -> Iterator[str]:
-    place = Path(path)
-    if not os.path.exists(place):
-        yield f'{key}: there is no file "{place}".{nearest_path(place)}'
-    elif place.is_file() and place.stat().st_size == 0:
-        yield f'{key}: "{place}" is empty. Give a file with one problem a line (forms: docs/data.md).'
-
-
-# ---------------------------------------------------------------- values against the model
-def _on_gpu(config: Config) -> bool:
-    return config.run.device == "cuda" or (config.run.device == "auto" and torch.cuda.is_available())
-
-
-def _model_length_problems(config: Config, shape: ModelShape) -> Iterator[str]:
-    prompt, new = config.data.max_prompt_tokens, config.rollout.max_new_tokens
-    over = prompt + new - shape.max_positions
-    if over > 0:
+def _sequence_length_problems(config: Config) -> Iterator[str]:
+    longest, budget = config.sft.max_sequence_tokens, config.policy.max_tokens_per_microbatch
+    if budget < longest:
         yield (
-            f"data.max_prompt_tokens + rollout.max_new_tokens is {prompt} + {new} = {prompt + new}; the "
-            f"model has {shape.max_positions} positions (max_position_embeddings). Lower the sum by {over}."
+            f"policy.max_tokens_per_microbatch is {budget}; a sequence of sft.max_sequence_tokens={longest} tokens "
+            "must fit. Raise the former, or lower the latter."
         )
 
 
-def _engine_model_problems(config: Config, shape: ModelShape) -> Iterator[str]:
-    """What the engine needs of the model on CPU; on GPU vLLM measures the device first."""
-    if shape.head_dim not in CPU_HEAD_DIMS:
+def _sequence_position_problems(config: Config, shape: ModelShape) -> Iterator[str]:
+    longest = config.sft.max_sequence_tokens
+    if longest > shape.max_positions:
         yield (
-            f"the model's head dim is {shape.head_dim}; vLLM's attention on CPU has only "
-            f"{', '.join(map(str, CPU_HEAD_DIMS))}. Take another model, or a GPU."
-        )
-    longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
-    budget = config.rollout.max_num_batched_tokens
-    if budget is not None and budget < longest and config.rollout.chunked_prefill:
-        yield (
-            f"rollout.max_num_batched_tokens is {budget}; on CPU vLLM does not split prompts and needs at least the "
-            f"longest sequence, {longest} tokens. Raise it, or leave it null."
-        )
-    ranks = max(1, config.rollout.tensor_parallel)
-    needed = longest_sequence_bytes(shape, ranks, FLOAT32_BYTES, longest, "cpu")
-    if config.rollout.cpu_kv_cache_gib * 2**30 < needed:
-        yield (
-            f"rollout.cpu_kv_cache_gib is {config.rollout.cpu_kv_cache_gib}; one sequence of {longest} tokens "
-            f"(data.max_prompt_tokens + rollout.max_new_tokens) needs {needed / 2**30:.3g} GiB. Raise it."
+            f"sft.max_sequence_tokens is {longest}; the model has {shape.max_positions} positions "
+            f"(max_position_embeddings). Lower it to {shape.max_positions} or less."
         )

@@ -26,18 +26,19 @@ from rlmath.config.model_shape import ModelShape
 from rlmath.config.schema import Config
 from rlmath.data.dataset import load_inputs, load_prompt_files, load_validation, most_updates
 from rlmath.data.loader import PromptOrder
-from rlmath.models.hf_config import inspect_model_folder
+from rlmath.models.hf_config import inspect_model_folder, planned_shape
 from rlmath.trainer.preflight.checks import (
     config_warnings,
     device_problems,
     file_problems,
+    memory_problems,
     run_problems,
     value_problems,
 )
-from rlmath.trainer.preflight.known_models import planned_ranks, planned_shape
-from rlmath.trainer.preflight.length_curriculum import of_longest_stage, stage_list_problems
+from rlmath.trainer.preflight.length_curriculum import stage_list_problems
 from rlmath.trainer.preflight.memory_estimate import Target, mesh_of
-from rlmath.trainer.preflight.memory_fit import GIB, fit_problems, planned_target, start_up_lines
+from rlmath.trainer.preflight.memory_fit import GIB, planned_target, start_up_lines
+from rlmath.trainer.preflight.parallelism import planned_ranks
 from rlmath.trainer.run_dir import folder_problems
 from rlmath.trainer.save_schedule import checkpoint_bytes, export_bytes, models_of, most_models, points_of
 from rlmath.trainer.telemetry.alerts import dropped_sign
@@ -90,7 +91,7 @@ def plan_run(config: Config, ranks: int | None = None) -> RunPlan:
     try:
         if shape is not None and not of_settings:
             target = planned_target(config)
-            problems += _memory_problems(config, shape, size, target)
+            problems += _device_and_memory_problems(config, shape, size, target)
     except ValueError as error:
         problems.append(str(error))
     raise_problems("this run", problems)
@@ -110,9 +111,9 @@ def _folder_problems(config: Config) -> Iterator[str]:
         yield f'run.output_dir "{config.run.output_dir}": {problem}'
 
 
-def _memory_problems(config: Config, shape: ModelShape, ranks: int, target: Target) -> list[str]:
+def _device_and_memory_problems(config: Config, shape: ModelShape, ranks: int, target: Target) -> list[str]:
     on_cpu = device_problems(config, shape, on_gpu=False) if target.kind == "cpu" else []
-    return [*on_cpu, *of_longest_stage(config, lambda largest: fit_problems(largest, shape, ranks))]
+    return [*on_cpu, *memory_problems(config, shape, ranks)]
 
 
 # ---------------------------------------------------------------- data

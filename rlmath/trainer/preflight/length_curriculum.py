@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
-from pathlib import Path
 
-from rlmath.config.help import nearest_path
 from rlmath.config.length_curriculum import (
     engine_length,
     has_length_stages,
@@ -33,8 +30,8 @@ def stage_list_problems(config: Config) -> Iterator[str]:
     counts = {name: len(getattr(config.stages, name)) for name in _LISTS}
     given = {name: count for name, count in counts.items() if count or name != "max_tokens_per_microbatch"}
     if len(set(given.values())) > 1:
-        told = ", ".join(f"stages.{name} has {count}" for name, count in given.items())
-        yield f"{told}; each needs one number for every stage. Make them equally long."
+        listed = ", ".join(f"stages.{name} has {count}" for name, count in given.items())
+        yield f"{listed}; each needs one number for every stage. Make them equally long."
     if config.run.total_steps is not None:
         yield (
             f"run.total_steps is {config.run.total_steps} beside stages.steps, which say how long the run is. "
@@ -43,7 +40,7 @@ def stage_list_problems(config: Config) -> Iterator[str]:
 
 
 def in_every_stage(config: Config, check: Check) -> list[str]:
-    """The problems of every stage, which is named; one that all stages have alike is told once.
+    """The problems of every stage, which is named; one that all stages have alike is listed once.
 
     Where the lists do not go together, there is no stage to check.
     """
@@ -111,19 +108,8 @@ def validation_problems(config: Config) -> Iterator[str]:
         yield f'validation.paths: {names[name]} files are named "{name}", and so would be their metrics. Rename one.'
 
 
-def validation_place_problems(config: Config) -> Iterator[str]:
-    """Files of `validation.paths` that are not there."""
-    if not validates(config):
-        return
-    for path in map(Path, config.validation.paths):
-        if not os.path.exists(path):
-            yield f'validation.paths: there is no file "{path}".{nearest_path(path)}'
-        elif path.is_file() and path.stat().st_size == 0:
-            yield f'validation.paths: "{path}" is empty. Give a file of problems.'
-
-
-def harmless_stage_settings(config: Config) -> Iterator[str]:
-    """Settings of both that change nothing in this run."""
+def length_stage_warnings(config: Config) -> Iterator[str]:
+    """Settings of `stages` and `validation` that change nothing in this run."""
     stages, validation = config.stages, config.validation
     if has_length_stages(config):
         if config.run.total_epochs != 1:

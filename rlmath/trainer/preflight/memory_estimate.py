@@ -11,7 +11,9 @@ engine to sleep, brings the training's parts back, and computes log-probs and up
 
 What stays beside in the first two follows `MemoryConfig`; on CPU only gradients can leave, since what is copied to the
 host stays in the same memory. Counted are tensors, those of a step that is not the first:
-Adam's state is there. What CUDA, NCCL and fragmentation take is the reserve of `memory_checks`.
+Adam's state is there. What CUDA, NCCL and fragmentation take is the reserve of `memory_fit`.
+
+Supervised training ("sft") has no engine and no reference: its one phase is the update.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from rlmath.checkpoint.hf.weight_map import TABLES, shard_shape
 from rlmath.config.length_curriculum import with_longest_lengths
@@ -27,16 +30,19 @@ from rlmath.config.schema import Config, MemoryConfig, ParallelConfig
 from rlmath.distributed.mesh import Mesh
 from rlmath.rollout.weight_sync.reshard_plan import bucket_bytes
 from rlmath.rollout.weight_sync.shard_layouts import stage_layers
-from rlmath.trainer.preflight.activation_memory import (
+from rlmath.trainer.preflight.memory_formulas import (
+    FLOAT32_BYTES,
     PassBytes,
     StageWork,
     backward_bytes,
+    engine_bytes,
     forward_bytes,
     gather_bytes,
     in_flight,
 )
-from rlmath.trainer.preflight.engine_memory import FLOAT32_BYTES, engine_bytes
 
+Kind = Literal["grpo", "sft"]
+"""Which program is planned."""
 PARTS = (
     "parameters",
     "gradients",
@@ -99,15 +105,17 @@ class MemoryPlan:
         return max(parts.get(name, 0) for parts in self.phases.values())
 
 
-def plan_ranks(config: Config, shape: ModelShape, world_size: int, target: Target) -> list[MemoryPlan]:
+def plan_ranks(
+    config: Config, shape: ModelShape, world_size: int, target: Target, kind: Kind = "grpo"
+) -> list[MemoryPlan]:
     """The plan of the first rank of every pipeline stage; all ranks of a stage hold the same.
 
-    The layout must have no problems (`layout_checks`).
+    The layout must have no problems (`parallelism`).
     """
     parallel = config.parallel
     per_stage = world_size // parallel.pipeline
     return [
-        plan_rank(config, shape, mesh_of(config, world_size, stage * per_stage), target)
+        plan_rank(config, shape, mesh_of(config, world_size, stage * per_stage), target, kind)
         for stage in range(parallel.pipeline)
     ]
 
@@ -136,8 +144,10 @@ def mesh_of(config: Config, world_size: int, rank: int) -> Mesh:
     )
 
 
-def plan_rank(config: Config, shape: ModelShape, mesh: Mesh, target: Target) -> MemoryPlan:
-    """The plan of one rank, for the longest of its stages."""
+def plan_rank(
+    config: Config, shape: ModelShape, mesh: Mesh, target: Target, kind: Kind = "grpo"
+) -> MemoryPlan:
+    """The plan of one rank, for the longest of its length stages."""
     config = with_longest_lengths(config)
     layers = _stage_layers(config.parallel, shape, mesh)
     shares = mesh.data * mesh.context
@@ -147,6 +157,9 @@ def plan_rank(config: Config, shape: ModelShape, mesh: Mesh, target: Target) -> 
     update, forward = backward_bytes(shape, work, config.policy), forward_bytes(shape, work)
     resident = _resident(config, target, buffers, gather_bytes(shape, work))
     memory = _freeing(config.memory, target)
+    if kind == "sft":
+        held = _in_order(_while_training(resident, memory) | _pass(update))
+        return MemoryPlan(mesh.rank, mesh.pipeline_rank, {"update": held})
     engine = engine_bytes(shape, config.rollout, target.kind, target.itemsize, target.total_bytes)
     weights = {"engine_weights": engine.weights}
     awake = weights | {"engine_workspace": engine.workspace, "kv_cache": max(0, engine.kv_cache)}

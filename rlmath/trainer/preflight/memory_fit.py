@@ -1,4 +1,8 @@
-"""Whether a run fits its GPU, told before anything starts, and what to change where it does not."""
+"""Whether a run fits its GPU, known before anything starts, and what to change where it does not.
+
+A phase that holds too much is reported with its three largest parts and up to three changes of settings. Changes are
+tried out: `_changes` lists what could help, and only what leads to a legal layout and a smaller phase is advised.
+"""
 
 from __future__ import annotations
 
@@ -13,18 +17,20 @@ import torch
 
 from rlmath.config.gpus import GPUS
 from rlmath.config.help import raise_problems
+from rlmath.config.length_curriculum import with_longest_lengths
 from rlmath.config.model_shape import ModelShape
-from rlmath.config.schema import Config
-from rlmath.trainer.preflight.engine_memory import EngineBytes, engine_bytes, longest_sequence_bytes
+from rlmath.config.schema import Config, StagesConfig, ValidationConfig
 from rlmath.trainer.preflight.memory_estimate import (
     GENERATION_PHASES,
     TRAINING_PHASES,
+    Kind,
     MemoryPlan,
     Target,
     largest,
     plan_ranks,
 )
-from rlmath.trainer.preflight.parallelism import split_problems
+from rlmath.trainer.preflight.memory_formulas import EngineBytes, engine_bytes, longest_sequence_bytes
+from rlmath.trainer.preflight.parallelism import layout_problems, rank_problems, split_problems
 
 GIB = 2**30
 RESERVE_GIB = 2.0
@@ -103,36 +109,42 @@ def usable_bytes(target: Target) -> int:
     return max(0, int(target.total_bytes * (1 - RESERVE_SHARE) - RESERVE_GIB * GIB))
 
 
-def fit_problems(config: Config, shape: ModelShape, world_size: int) -> list[str]:
-    """What does not fit the GPU; empty on CPU. The layout must have no problems (`layout_checks`)."""
+def fit_problems(config: Config, shape: ModelShape, world_size: int, kind: Kind = "grpo") -> list[str]:
+    """What does not fit the GPU; empty on CPU. The layout must have no problems (`parallelism`)."""
     target = planned_target(config)
     if target.total_bytes is None:
         return []
+    config = replace(with_longest_lengths(config), stages=StagesConfig(), validation=ValidationConfig())
     if usable_bytes(target) == 0:
         total = _gib(target.total_bytes)
         return [f"memory: {target.name} has {total} GiB, no more than {RESERVE}. Take a larger GPU."]
-    plans = plan_ranks(config, shape, world_size, target)
-    problems = list(_engine_problems(config, shape, world_size, target))
-    for phases in (GENERATION_PHASES, TRAINING_PHASES):
+    plans = plan_ranks(config, shape, world_size, target, kind)
+    problems = list(_engine_problems(config, shape, world_size, target)) if kind == "grpo" else []
+    for phases in (GENERATION_PHASES, TRAINING_PHASES) if kind == "grpo" else (TRAINING_PHASES,):
         plan, phase = largest(plans, phases)
         if plan.held(phase) > usable_bytes(target):
-            found = TooMuch(config, shape, world_size, target, plan, phase)
-            problems.append(_too_much(found))
+            advice = _advice(config, shape, world_size, target, plan, phase, kind)
+            problems.append(
+                f"memory: rank {plan.rank} (pipeline stage {plan.stage}) needs {figures(plan, phase, 3)} in the phase "
+                f'"{phase}"; {target.name} has {_gib(target.total_bytes)} GiB, of which a run may fill '
+                f"{_gib(usable_bytes(target))} (without {RESERVE}). {advice}"
+            )
     return problems
 
 
-def start_up_lines(config: Config, shape: ModelShape, world_size: int) -> list[str]:
+def start_up_lines(config: Config, shape: ModelShape, world_size: int, kind: Kind = "grpo") -> list[str]:
     """The plan of the rank that holds the most, a line per phase."""
     target = planned_target(config)
-    plan, _ = largest(plan_ranks(config, shape, world_size, target))
+    plan, _ = largest(plan_ranks(config, shape, world_size, target, kind))
     limit = "" if target.total_bytes is None else f", may fill {_gib(usable_bytes(target))} GiB"
     head = f"Planned memory of rank {plan.rank} (pipeline stage {plan.stage}) on {target.name}{limit}:"
     return [head, *(f"  {phase}: {figures(plan, phase)}" for phase in plan.phases)]
 
 
-def figures(plan: MemoryPlan, phase: str) -> str:
-    """ "61.2 GiB (activations 40.1, parameters 14.2)", largest first; what rounds to 0 is left out."""
-    held = sorted(plan.phases[phase].items(), key=lambda item: -item[1])
+def figures(plan: MemoryPlan, phase: str, most: int | None = None) -> str:
+    """ "61.2 GiB (activations 40.1, parameters 14.2)", at most so many parts, largest first; what rounds to 0 is left
+    out."""
+    held = sorted(plan.phases[phase].items(), key=lambda item: -item[1])[:most]
     parts = [f"{part} {_gib(size)}" for part, size in held if size >= 0.005 * GIB]
     return f"{_gib(plan.held(phase))} GiB" + (f" ({', '.join(parts)})" if parts else "")
 
@@ -145,95 +157,81 @@ def _gib(size: int) -> str:
 
 
 @dataclass(frozen=True)
-class TooMuch:
-    """A phase of a rank that holds more than its GPU lets it, in a run with these settings."""
+class Change:
+    """One piece of advice, and the run that follows it."""
 
+    text: str
     config: Config
-    shape: ModelShape
     world_size: int
-    target: Target
-    plan: MemoryPlan
-    phase: str
 
 
-def _too_much(found: TooMuch) -> str:
-    """The figures, and what makes the two largest parts smaller that different keys do; parts below a twentieth of what
-    is too much are passed over."""
-    plan, phase, target = found.plan, found.phase, found.target
-    held = sorted(plan.phases[phase].items(), key=lambda item: -item[1])
-    excess = plan.held(phase) - usable_bytes(target)
-    remedies = list(dict.fromkeys(_remedy(found, part) for part, size in held if 20 * size >= excess))
-    assert target.total_bytes is not None
-    return (
-        f'memory: rank {plan.rank} (pipeline stage {plan.stage}) needs {figures(plan, phase)} in the phase "{phase}"; '
-        f"{target.name} has {_gib(target.total_bytes)} GiB, of which a run may fill {_gib(usable_bytes(target))} "
-        f"(without {RESERVE}). " + " ".join(remedies[:2])
+def _advice(
+    config: Config,
+    shape: ModelShape,
+    world_size: int,
+    target: Target,
+    plan: MemoryPlan,
+    phase: str,
+    kind: Kind,
+) -> str:
+    """The three best changes: those without further ranks first, of these the cheapest that make the phase fit, else
+    those that free most."""
+    helpful = []
+    for change in _changes(config, shape, world_size, target, kind):
+        parallel, engine = change.config.parallel, change.config.rollout.tensor_parallel
+        if any(rank_problems(parallel, engine, change.world_size)) or any(
+            layout_problems(parallel, engine, change.config.policy, shape)
+        ):
+            continue
+        plans = plan_ranks(change.config, shape, change.world_size, target, kind)
+        held = max(other.held(phase) for other in plans if phase in other.phases)
+        if plans[min(plan.stage, len(plans) - 1)].held(phase) < plan.held(phase):
+            too_much = max(0, held - usable_bytes(target))
+            helpful.append((change.world_size > world_size, too_much, change.text))
+    best = [text for *_, text in sorted(helpful, key=lambda found: found[:2])[:3]]
+    return " ".join(best or ["Take a larger GPU: no single setting makes this phase smaller."])
+
+
+def _changes(
+    config: Config, shape: ModelShape, world_size: int, target: Target, kind: Kind
+) -> Iterator[Change]:
+    """What could make a phase smaller, cheapest first; not all of it helps, or is legal, in this run."""
+    memory, parallel, policy, rollout = config.memory, config.parallel, config.policy, config.rollout
+
+    def change(text: str, ranks: int = world_size, **sections: dict[str, Any]) -> Change:
+        changed = {name: replace(getattr(config, name), **values) for name, values in sections.items()}
+        return Change(text, replace(config, **changed), ranks)
+
+    if kind == "grpo":
+        yield _fitting_engine(config, shape, world_size, target)
+        for part in ("gradients", "optimizer", "parameters", "reference"):
+            if not getattr(memory, f"offload_{part}"):
+                yield change(f"Set memory.offload_{part}=true.", memory={f"offload_{part}": True})
+        yield change("Set rollout.cuda_graphs=false.", rollout={"cuda_graphs": False})
+        yield change("Lower sync.bucket_mib.", sync={"bucket_mib": 0.9 * config.sync.bucket_mib})
+    if config.optimizer.kind == "adam" and not config.optimizer.distributed:
+        yield change("Set optimizer.distributed=true.", optimizer={"distributed": True})
+    if policy.recompute_granularity != "full":
+        full = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+        yield change(f"Set {' '.join(f'policy.{key}={value}' for key, value in full.items())}.", policy=full)
+    length, longest = "the longest sequence, ", config.data.max_prompt_tokens + rollout.max_new_tokens
+    if kind == "sft":
+        length, longest = "sft.max_sequence_tokens=", config.sft.max_sequence_tokens
+    if (now := policy.max_tokens_per_microbatch) > longest:
+        text = f"Lower policy.max_tokens_per_microbatch (now {now}, at least {length}{longest})."
+        yield change(text, policy={"max_tokens_per_microbatch": longest})
+    if parallel.tensor > 1 and not parallel.sequence:
+        yield change("Set parallel.sequence=true.", parallel={"sequence": True})
+    if config.optimizer.distributed:
+        yield change("Start more ranks, which share the optimizer.", 2 * world_size, parallel={"data": None})
+    for name in ("tensor", "pipeline"):
+        now = getattr(parallel, name)
+        more = {name: 2 * now, "data": None}
+        yield change(f"Raise parallel.{name} (now {now}).", 2 * world_size, parallel=more)
+    now = rollout.tensor_parallel
+    yield change(
+        f"Raise rollout.tensor_parallel (now {now}).", 2 * world_size, rollout={"tensor_parallel": 2 * now}
     )
-
-
-def _remedy(found: TooMuch, part: str) -> str:
-    """What makes a part smaller in a phase: a key that costs no rank where there is one, else more ranks."""
-    config, phase = found.config, found.phase
-    memory, parallel = config.memory, config.parallel
-    generating = phase in GENERATION_PHASES
-    if part in ("activations", "logits", "working", "gather_buffer"):
-        return _pass_remedy(config, part)
-    if part in ("engine_weights", "engine_workspace", "kv_cache"):
-        return _engine_remedy(found, part)
-    if part == "sync_buffers":
-        return "Lower sync.bucket_mib."
-    offload = {
-        "gradients": ("memory.offload_gradients", memory.offload_gradients, generating),
-        "optimizer": ("memory.offload_optimizer", memory.offload_optimizer, generating),
-        "parameters": ("memory.offload_parameters", memory.offload_parameters, phase == "generate"),
-        "reference": ("memory.offload_reference", memory.offload_reference, phase != "reference"),
-    }
-    key, done, helps = offload[part]
-    if helps and not done:
-        return f"Set {key}=true."
-    split = f"raise parallel.tensor (now {parallel.tensor}) or parallel.pipeline (now {parallel.pipeline})."
-    if part == "optimizer" and config.optimizer.kind == "adam":
-        if config.optimizer.distributed:
-            return f"Start more ranks, which share the optimizer, or {split}"
-        if found.world_size > parallel.tensor * parallel.pipeline:
-            return "Set optimizer.distributed=true."
-    return split[0].upper() + split[1:]
-
-
-def _engine_remedy(found: TooMuch, part: str) -> str:
-    """While it generates, an engine fills its share, whatever its weights take: the KV cache takes the rest."""
-    rollout = found.config.rollout
-    if found.phase == "generate" and found.plan.phases["generate"].get("kv_cache"):
-        least = _least_share(found.config, found.shape, found.target)
-        if least > _most_share(found.target):
-            return _smaller_engine(found.config, found.shape, found.world_size, found.target)
-        if least < rollout.memory_share:
-            return f"Lower rollout.memory_share (now {rollout.memory_share:g}, at least {least:.2f})."
-        return (
-            f"Raise rollout.tensor_parallel (now {rollout.tensor_parallel}) and lower rollout.memory_share."
-        )
-    if part == "engine_workspace":
-        fewer = "Lower rollout.max_num_batched_tokens or rollout.max_num_seqs."
-        return fewer if found.phase == "generate" else "Set rollout.cuda_graphs=false."
-    return f"Raise rollout.tensor_parallel (now {rollout.tensor_parallel})."
-
-
-def _pass_remedy(config: Config, part: str) -> str:
-    policy, parallel = config.policy, config.parallel
-    longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
-    if part == "activations" and policy.recompute_granularity != "full":
-        return "Set policy.recompute_granularity=full policy.recompute_method=uniform policy.recompute_num_layers=1."
-    if policy.max_tokens_per_microbatch > longest:
-        return (
-            f"Lower policy.max_tokens_per_microbatch (now {policy.max_tokens_per_microbatch}, at least the longest "
-            f"sequence, {longest})."
-        )
-    if part == "activations" and parallel.tensor > 1 and not parallel.sequence:
-        return "Set parallel.sequence=true."
-    shorter = "lower rollout.max_new_tokens and policy.max_tokens_per_microbatch with it."
-    if part == "gather_buffer":
-        return shorter.capitalize()
-    return f"Raise parallel.tensor (now {parallel.tensor}), or {shorter}"
 
 
 # ---------------------------------------------------------------- an engine whose share is too small
@@ -243,23 +241,8 @@ def _engine_needs(config: Config, shape: ModelShape, target: Target) -> tuple[En
     """(an engine rank, KV cache of one longest sequence), in bytes."""
     rollout, tokens = config.rollout, config.data.max_prompt_tokens + config.rollout.max_new_tokens
     engine = engine_bytes(shape, rollout, target.kind, target.itemsize, target.total_bytes)
-    return engine, longest_sequence_bytes(
-        shape, rollout.tensor_parallel, target.itemsize, tokens, target.kind
-    )
-
-
-def _least_share(config: Config, shape: ModelShape, target: Target, **changed: Any) -> float:
-    """Smallest rollout.memory_share that is enough, in whole hundredths, where `rollout` is `changed` so."""
-    config = replace(config, rollout=replace(config.rollout, **changed))
-    engine, sequence = _engine_needs(config, shape, target)
-    assert target.total_bytes is not None
-    return math.ceil(100 * (engine.weights + engine.workspace + sequence) / target.total_bytes) / 100
-
-
-def _most_share(target: Target) -> float:
-    """Largest rollout.memory_share that the reserve leaves."""
-    assert target.total_bytes is not None
-    return usable_bytes(target) / target.total_bytes
+    ranks = rollout.tensor_parallel
+    return engine, longest_sequence_bytes(shape, ranks, target.itemsize, tokens, target.kind)
 
 
 def _engine_problems(config: Config, shape: ModelShape, world_size: int, target: Target) -> Iterator[str]:
@@ -276,32 +259,40 @@ def _engine_problems(config: Config, shape: ModelShape, world_size: int, target:
         f"rollout.memory_share is {rollout.memory_share}, {_gib(share)} GiB of the {_gib(target.total_bytes)} of "
         f"{target.name}; an engine rank needs {_gib(total)} GiB (weights {_gib(engine.weights)}, workspace "
         f"{_gib(engine.workspace)}, KV cache of one sequence of {tokens} tokens {_gib(sequence)}). "
-        + _room_for_engine(config, shape, world_size, target)
+        + _fitting_engine(config, shape, world_size, target).text
     )
 
 
-def _room_for_engine(config: Config, shape: ModelShape, world_size: int, target: Target) -> str:
-    """A larger share as far as the GPU has one, else a smaller engine."""
-    least = _least_share(config, shape, target)
-    if least > _most_share(target):
-        return _smaller_engine(config, shape, world_size, target)
-    ranks = config.rollout.tensor_parallel
-    return f"Raise it to {least:.2f} or more, or raise rollout.tensor_parallel (now {ranks})."
-
-
-def _smaller_engine(config: Config, shape: ModelShape, world_size: int, target: Target) -> str:
-    """What makes room for an engine that needs more than the GPU has: no CUDA graphs, else the fewest ranks that do."""
-    most, now = _most_share(target), config.rollout.tensor_parallel
-    share = "rollout.memory_share to {:.2f} or a little more."
-    if (least := _least_share(config, shape, target, cuda_graphs=False)) <= most:
-        return f"Set rollout.cuda_graphs=false and {share.format(least)}"
-    for ranks in range(now + 1, shape.num_heads + 1):
+def _fitting_engine(config: Config, shape: ModelShape, world_size: int, target: Target) -> Change:
+    """The smallest share that is enough, in whole hundredths: of the engine as it is, else of one without CUDA graphs,
+    else of one on the fewest ranks that are enough."""
+    assert target.total_bytes is not None
+    now, share = config.rollout.tensor_parallel, config.rollout.memory_share
+    choices = [{}, {"cuda_graphs": False}]
+    choices += [{"tensor_parallel": ranks} for ranks in range(now + 1, shape.num_heads + 1)]
+    for choice in choices:
+        ranks = choice.get("tensor_parallel", now)
         if any(split_problems(config.parallel, ranks, shape)):
             continue
-        if (least := _least_share(config, shape, target, tensor_parallel=ranks)) <= most:
+        changed = replace(config, rollout=replace(config.rollout, **choice))
+        engine, sequence = _engine_needs(changed, shape, target)
+        least = math.ceil(100 * (engine.weights + engine.workspace + sequence) / target.total_bytes) / 100
+        if least > usable_bytes(target) / target.total_bytes:
+            continue
+        text = f"Raise it to {least:.2f} or more, or raise rollout.tensor_parallel (now {now})."
+        if ranks != now:
             start = "" if world_size % ranks == 0 else f", start a multiple of {ranks} ranks"
-            return f"Set rollout.tensor_parallel={ranks} (now {now}){start}, and {share.format(least)}"
-    return (
+            text = f"Set rollout.tensor_parallel={ranks} (now {now}){start}, and "
+        elif choice:
+            text = "Set rollout.cuda_graphs=false and "
+        elif least < share:
+            text = f"Lower rollout.memory_share (now {share:g}, at least {least:.2f})."
+        if choice:
+            text += f"rollout.memory_share to {least:.2f} or a little more."
+        fitting = replace(changed, rollout=replace(changed.rollout, memory_share=least))
+        return Change(text, fitting, -(-world_size // ranks) * ranks)
+    text = (
         "Lower rollout.max_num_batched_tokens, rollout.max_num_seqs or rollout.max_new_tokens, or take a larger GPU: "
         "no rollout.tensor_parallel makes the engine fit."
     )
+    return Change(text, config, world_size)

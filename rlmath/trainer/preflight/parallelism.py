@@ -1,5 +1,5 @@
-"""What can be wrong with a layout of ranks, pipeline stages and layers before a run starts: Megatron's rules, and the
-engine's."""
+"""How many ranks a layout takes, and what can be wrong with it: Megatron's rules for ranks, pipeline stages and layers,
+and the engine's."""
 
 from __future__ import annotations
 
@@ -8,12 +8,51 @@ import math
 from collections.abc import Iterator
 
 from rlmath.config.model_shape import ModelShape
-from rlmath.config.schema import ParallelConfig, PolicyConfig
+from rlmath.config.schema import Config, ParallelConfig, PolicyConfig
+from rlmath.distributed.device import environment_world_size
 from rlmath.rollout.weight_sync.shard_layouts import engine_vocab_rows
 
 
+def planned_ranks(config: Config, given: int | None) -> int:
+    """Ranks of the run: as given, or those that `parallel.data` makes, or those that a launcher started."""
+    if given is not None:
+        return given
+    return ranks_of_layout(config.parallel) or environment_world_size()
+
+
+def ranks_of_layout(parallel: ParallelConfig) -> int | None:
+    """Ranks that `parallel.data` replicas take; None where it is left open.
+
+    >>> ranks_of_layout(ParallelConfig(data=8, tensor=4))
+    32
+    """
+    if parallel.data is None:
+        return None
+    sizes = (parallel.data, parallel.tensor, parallel.context, parallel.pipeline)
+    return math.prod(max(1, size) for size in sizes)
+
+
+def ranks_or_least(config: Config, given: int | None) -> int:
+    """Ranks of the run: as given, or those that `parallel.data` makes, or the least that the layout takes."""
+    if given is not None:
+        return given
+    return ranks_of_layout(config.parallel) or least_ranks(config)
+
+
+def least_ranks(config: Config) -> int:
+    """Ranks of one replica of the model, or of as many as make whole engines."""
+    parallel = config.parallel
+    sizes = (parallel.tensor, parallel.context, parallel.expert, parallel.expert_tensor)
+    tensor, context, expert, expert_tensor = (max(1, size) for size in sizes)
+    stage = math.lcm(tensor * context, expert * expert_tensor)
+    return math.lcm(stage * max(1, parallel.pipeline), max(1, config.rollout.tensor_parallel))
+
+
+# ---------------------------------------------------------------- problems of a layout
+
+
 def rank_problems(parallel: ParallelConfig, engine: int, world_size: int) -> Iterator[str]:
-    """What can be told without the model; `engine` is `rollout.tensor_parallel`."""
+    """What shows without the model; `engine` is `rollout.tensor_parallel`."""
     sizes = {"parallel.tensor": max(1, parallel.tensor), "parallel.pipeline": max(1, parallel.pipeline)}
     if parallel.context > 1:
         sizes["parallel.context"] = parallel.context
@@ -42,7 +81,7 @@ def rank_problems(parallel: ParallelConfig, engine: int, world_size: int) -> Ite
             f"parallel.virtual_pipeline is {parallel.virtual_pipeline}; with parallel.pipeline=1 there are no stages "
             "to take turns. Set it to 1, or raise parallel.pipeline."
         )
-    for key, layers in _told_stages(parallel).items():
+    for key, layers in _given_stages(parallel).items():
         yield (
             f"{key} is {layers}; with parallel.pipeline=1 the one stage has all layers. Set it to null, or raise "
             "parallel.pipeline."
@@ -57,6 +96,15 @@ def _expert_rank_problems(parallel: ParallelConfig, world_size: int) -> Iterator
             f"parallel.expert x parallel.expert_tensor is {parallel.expert} x {parallel.expert_tensor} = {asked}, "
             f"which does not divide the {stage} ranks of a pipeline stage. Possible: {_divisors(stage)}."
         )
+
+
+def layout_problems(
+    parallel: ParallelConfig, engine: int, policy: PolicyConfig, shape: ModelShape
+) -> Iterator[str]:
+    """What the model's shape does not allow, for training and for engines of so many ranks."""
+    yield from split_problems(parallel, engine, shape)
+    yield from expert_problems(parallel, shape)
+    yield from stage_problems(parallel, policy, shape.num_layers)
 
 
 def expert_problems(parallel: ParallelConfig, shape: ModelShape) -> Iterator[str]:
@@ -147,8 +195,8 @@ def stage_problems(parallel: ParallelConfig, policy: PolicyConfig, layers: int) 
     pipeline, virtual = max(1, parallel.pipeline), max(1, parallel.virtual_pipeline)
     if pipeline == 1:
         found = []
-    elif _told_stages(parallel):
-        found = list(_uneven_problems(_told_stages(parallel), pipeline, virtual, layers))
+    elif _given_stages(parallel):
+        found = list(_uneven_problems(_given_stages(parallel), pipeline, virtual, layers))
     else:
         found = list(_even_problems(pipeline, virtual, layers))
     yield from found or _recompute_problems(policy, chunk_sizes(parallel, layers))
@@ -160,20 +208,20 @@ def chunk_sizes(parallel: ParallelConfig, layers: int) -> list[int]:
     >>> chunk_sizes(ParallelConfig(pipeline=4, virtual_pipeline=2, first_stage_layers=2), layers=14)
     [1, 2]
     """
-    pipeline, told = max(1, parallel.pipeline), _told_stages(parallel)
+    pipeline, given = max(1, parallel.pipeline), _given_stages(parallel)
     if pipeline == 1:
         return [layers]
-    rest, others = layers - sum(told.values()), pipeline - len(told)
-    stages = {*told.values(), *([rest // others] if others else [])}
+    rest, others = layers - sum(given.values()), pipeline - len(given)
+    stages = {*given.values(), *([rest // others] if others else [])}
     return sorted(stage // max(1, parallel.virtual_pipeline) for stage in stages)
 
 
-def _told_stages(parallel: ParallelConfig) -> dict[str, int]:
-    told = {
+def _given_stages(parallel: ParallelConfig) -> dict[str, int]:
+    given = {
         "parallel.first_stage_layers": parallel.first_stage_layers,
         "parallel.last_stage_layers": parallel.last_stage_layers,
     }
-    return {key: layers for key, layers in told.items() if layers is not None}
+    return {key: layers for key, layers in given.items() if layers is not None}
 
 
 def _even_problems(pipeline: int, virtual: int, layers: int) -> Iterator[str]:
@@ -190,10 +238,10 @@ def _even_problems(pipeline: int, virtual: int, layers: int) -> Iterator[str]:
         )
 
 
-def _uneven_problems(told: dict[str, int], pipeline: int, virtual: int, layers: int) -> Iterator[str]:
-    keys, taken = " + ".join(told), sum(told.values())
-    rest, others = layers - taken, pipeline - len(told)
-    broken = {key: stage for key, stage in told.items() if stage % virtual}
+def _uneven_problems(given: dict[str, int], pipeline: int, virtual: int, layers: int) -> Iterator[str]:
+    keys, taken = " + ".join(given), sum(given.values())
+    rest, others = layers - taken, pipeline - len(given)
+    broken = {key: stage for key, stage in given.items() if stage % virtual}
     for key, stage in broken.items():
         yield (
             f"{key} is {stage}; it must be a multiple of parallel.virtual_pipeline {virtual}: all chunks of a stage "
@@ -211,7 +259,7 @@ def _uneven_problems(told: dict[str, int], pipeline: int, virtual: int, layers: 
     share = others * virtual
     if rest < share or rest % share:
         possible = [
-            sum_ for sum_ in range(len(told) * virtual, layers, virtual) if (layers - sum_) % share == 0
+            sum_ for sum_ in range(len(given) * virtual, layers, virtual) if (layers - sum_) % share == 0
         ]
         remedy = "No number does: lower parallel.pipeline or parallel.virtual_pipeline."
         if possible:

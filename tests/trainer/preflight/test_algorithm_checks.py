@@ -13,7 +13,7 @@ from rlmath.algorithms.kl import KLKind
 from rlmath.algorithms.losses import LossKind, NormalisationKind
 from rlmath.config.help import all_settings
 from rlmath.config.load import load_config
-from rlmath.trainer.preflight.checks import algorithm_problems, harmless_algorithm_settings
+from rlmath.trainer.preflight.checks import algorithm_problems, algorithm_warnings
 
 PATHS = ["run.output_dir=o", "model.path=m", "data.train_path=t"]
 
@@ -23,7 +23,7 @@ def problems(*overrides: str) -> list[str]:
 
 
 def notes(*overrides: str) -> list[str]:
-    return list(harmless_algorithm_settings(load_config([], [*PATHS, *overrides])))
+    return list(algorithm_warnings(load_config([], [*PATHS, *overrides])))
 
 
 def test_the_defaults_have_no_problem():

@@ -19,14 +19,17 @@ from rlmath.config.schema import (
     RunConfig,
 )
 from rlmath.rollout.weight_sync.reshard_plan import bucket_bytes
-from rlmath.trainer.preflight.activation_memory import StageWork, backward_bytes, in_flight, layer_elements
-from rlmath.trainer.preflight.engine_memory import (
+from rlmath.trainer.preflight.memory_estimate import Target, buffer_elements, plan_ranks
+from rlmath.trainer.preflight.memory_formulas import (
+    StageWork,
+    backward_bytes,
     engine_bytes,
+    in_flight,
     kv_bytes_per_token,
+    layer_elements,
     longest_sequence_bytes,
     weight_bytes,
 )
-from rlmath.trainer.preflight.memory_estimate import Target, buffer_elements, plan_ranks
 
 GIB = 2**30
 H100 = Target("cuda", "H100-80GB", int(79.1 * GIB), local_layers=False)

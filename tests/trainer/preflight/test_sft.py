@@ -10,17 +10,9 @@ import pytest
 from rlmath.config.help import all_settings
 from rlmath.config.load import load_config
 from rlmath.config.schema import Config, MemoryConfig, RolloutConfig
+from rlmath.trainer.preflight.checks import check_config, config_warnings, only_used, used_keys
 from rlmath.trainer.preflight.memory_estimate import Target, plan_ranks
-from rlmath.trainer.preflight.memory_fit import GIB
-from rlmath.trainer.preflight.sft import (
-    check_config,
-    fit_problems,
-    notes,
-    only_used,
-    plan_training,
-    start_up_line,
-    used_keys,
-)
+from rlmath.trainer.preflight.memory_fit import GIB, fit_problems, start_up_lines
 from tests.tiny_models import shape_of
 
 POSITIONS = 256
@@ -42,7 +34,7 @@ def place(untied_model: Path, tmp_path: Path) -> list[str]:
 
 def problems(place: list[str], *overrides: str, world_size: int = 4) -> str:
     with pytest.raises(ValueError, match="with this run") as told:
-        check_config(load_config([], [*place, *overrides]), world_size)
+        check_config(load_config([], [*place, *overrides]), world_size, "sft")
     return str(told.value)
 
 
@@ -52,8 +44,8 @@ def test_settings_without_effect_are_set_back_and_named() -> None:
     assert unused == ["rollout.group_size", "rollout.temperature"]
     assert config == replace(given, rollout=RolloutConfig())
     assert only_used(config) == (config, [])
-    assert notes(config, unused)[0].endswith("training: rollout.group_size, rollout.temperature.")
-    assert notes(config, []) == []
+    assert config_warnings(config, unused)[0].endswith("training: rollout.group_size, rollout.temperature.")
+    assert config_warnings(config, []) == []
 
 
 def test_every_setting_of_its_own_section_is_used() -> None:
@@ -64,7 +56,7 @@ def test_every_setting_of_its_own_section_is_used() -> None:
 
 
 def test_nothing_is_wrong_with_a_good_run(place: list[str], untied_model: Path) -> None:
-    shape = check_config(load_config([], [*place, "parallel.tensor=2", "parallel.pipeline=2"]), 4)
+    shape = check_config(load_config([], [*place, "parallel.tensor=2", "parallel.pipeline=2"]), 4, "sft")
     assert shape == shape_of(untied_model)
 
 
@@ -80,10 +72,10 @@ def test_nothing_is_wrong_with_a_good_run(place: list[str], untied_model: Path) 
             "a sequence of sft.max_sequence_tokens=256 tokens must fit",
         ),
         (("sft.held_out_share=1.0",), "sft.held_out_share is 1.0; needed:"),
-        (("sft.held_out_path=/nowhere/x.jsonl",), "sft.held_out_path: /nowhere/x.jsonl: no such file"),
+        (("sft.held_out_path=/nowhere/x.jsonl",), 'sft.held_out_path: there is no file "/nowhere/x.jsonl"'),
         (
             ("data.more_train_paths=[/nowhere/y.jsonl]",),
-            "data.more_train_paths: /nowhere/y.jsonl: no such file",
+            'data.more_train_paths: there is no file "/nowhere/y.jsonl"',
         ),
         (("parallel.tensor=3",), "does not divide the 4 ranks"),
         (("parallel.tensor=4",), "parallel.tensor is 4"),
@@ -113,12 +105,12 @@ def test_memory_is_that_of_training_alone(place: list[str], untied_model: Path) 
     """A GPU's plan has no engine and no reference in it; one that is too small is refused with what to change."""
     config, shape = load_config([], place), shape_of(untied_model)
     target = Target("cuda", "a GPU", 4 * GIB, local_layers=False)
-    (plan,), (whole,) = plan_training(config, shape, 1, target), plan_ranks(config, shape, 1, target)
+    (plan,), (whole,) = plan_ranks(config, shape, 1, target, "sft"), plan_ranks(config, shape, 1, target)
     assert list(plan.phases) == ["update"] and "engine_workspace" not in plan.phases["update"]
     assert plan.held("update") == whole.held("update") - whole.phases["update"].get("engine_workspace", 0)
-    assert "parameters" in plan.phases["update"] and start_up_line(config, shape, 1).startswith(
+    assert "parameters" in plan.phases["update"] and start_up_lines(config, shape, 1, "sft")[0].startswith(
         "Planned memory"
     )
-    assert fit_problems(config, shape, 1) == []
+    assert fit_problems(config, shape, 1, "sft") == []
     huge = ["sft.max_sequence_tokens=200", "policy.max_tokens_per_microbatch=9000000", "memory.gpu_gib=8"]
     assert "Lower policy.max_tokens_per_microbatch (now 9000000" in problems(place, *huge)
