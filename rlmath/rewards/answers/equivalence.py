@@ -40,7 +40,7 @@ class Interpretations:
     sign: str = ""
     """Of the relation: "=", "<" or "<=" (flipped so that it points left), or "solved x" for an inequality in x."""
     matrix: MatrixOf | None = None
-    known: str | None = None
+    named_set: str | None = None
     family: tuple[str, str, tuple[Expr, ...]] | None = None
     """(set of the parameter, its letter, values): the union of the values over all parameters."""
     residue: tuple[Expr, Expr, Expr] | None = None
@@ -85,7 +85,7 @@ class Comparison:
             or self._same_family(gold.family, answer.family)
             or _same_branches(gold.branches, answer.branches)
             or _same_residue(gold.residue, answer.residue)
-            or (gold.known is not None and gold.known == answer.known)
+            or (gold.named_set is not None and gold.named_set == answer.named_set)
         )
 
     def _same_relation(self, gold: Interpretations, answer: Interpretations) -> bool:

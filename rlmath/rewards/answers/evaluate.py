@@ -1,7 +1,7 @@
-"""What an expression is worth: exact fractions where possible, else 100 digits by mpmath.
+"""Compares expressions by value: exact fractions where possible, else 100 digits by mpmath.
 
-Two expressions are the same when they agree wherever both are defined: at one point when they are constant, at several
-fixed points when they have symbols. So no simplification is needed, and none can hang. Sizes are bounded.
+Two expressions are equal if they agree wherever both are defined: at one point if they are constant, at several fixed
+points if they have symbols. So no simplification is needed, which could hang. Sizes are bounded.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from rlmath.rewards.answers.numbers import (
 from rlmath.rewards.answers.syntax_tree import Call, Expr, Num, Sym
 
 RELATIVE_TOLERANCE = mpf(1) / 10**11
-"""How far a decimal of at least `MIN_DIGITS` significant digits may be from the exact value that it stands for."""
+"""Tolerance between a decimal of at least `MIN_DIGITS` significant digits and the exact value that it represents."""
 MIN_DIGITS = 12
 PROTOCOL_TOLERANCE = 1e-4
 """The relative tolerance of the Qwen2.5-Math evaluation."""
@@ -39,7 +39,7 @@ PROTOCOL_TOLERANCE = 1e-4
 
 @dataclass(frozen=True)
 class Worth:
-    """A value at one point, with what its rounding may be."""
+    """A value at one point, with a bound of its rounding error."""
 
     value: Value
     rounding: Any
@@ -74,33 +74,28 @@ def mentions(expr: Expr, names: frozenset[str]) -> bool:
 
 
 def _value_at(name: str, point: int, whole: bool) -> Fraction:
-    """The value of a letter at a point: of every size and both signs, and another for every letter."""
+    """The value of a letter at a point: of all sizes and both signs, different for every letter."""
     seed = zlib.crc32(name.encode())
     if whole:
         if point >= len(_WHOLE_SIZES):
             return Fraction((60, 1009)[point - len(_WHOLE_SIZES)] + seed % 97)
         sizes = _SMALL_SIZES if name[:1] in _SMALL_LETTERS else _WHOLE_SIZES
-        step = (1, 5, 7, 11)[seed // 12 % 4]  # another order for every letter
+        step = (1, 5, 7, 11)[seed // 12 % 4]  # a different order for every letter
         return Fraction(sizes[(point * step + seed // 97) % len(sizes)])
-    size = (
-        _SIZES[(point + seed) % len(_SIZES)]
-        + Fraction(seed % 89, 977)
-        + Fraction(point * (seed % 7 + 1), 211)
-    )
+    offset = Fraction(seed % 89, 977) + Fraction(point * (seed % 7 + 1), 211)
+    size = _SIZES[(point + seed) % len(_SIZES)] + offset
     if point < _POSITIVE_POINTS:
         return size
-    signs = (seed % 7 + 1) & (
-        point - _POSITIVE_POINTS
-    )  # half of the points, and not the same for all letters
+    signs = (seed % 7 + 1) & (point - _POSITIVE_POINTS)  # half of the points, different for every letter
     return -size if signs.bit_count() % 2 else size
 
 
 @lru_cache(maxsize=8192)
 def worth(expr: Expr, point: int = 0, whole: bool = False, complex_numbers: bool = False) -> Worth | None:
-    """The value at one of the fixed points, None where it is undefined. Raises NotMathematics for a constant beyond our
-    limits, or one of which so many digits cancel out that it is not known.
+    """The value at one of the fixed points, None if it is undefined. Raises NotMathematics for a constant beyond our
+    limits, or one that is unknown because too many digits cancel.
 
-    Roots and logarithms of negative numbers are defined only with `complex_numbers`, or where i is mentioned.
+    Roots and logarithms of negative numbers are defined only with `complex_numbers`, or if i occurs.
     """
     values = {name: _value_at(name, point, whole) for name in symbols(expr)}
     context = Context(values, complex_numbers or mentions(expr, _IMAGINARY))
@@ -136,7 +131,7 @@ def _agree(one: Worth, other: Worth) -> bool:
     difference = abs(x - y)
     if difference <= AGREE * max(abs(x), abs(y)):
         return True
-    # A sum that cancels out: known to be as small as its rounding only.
+    # A sum whose terms cancel: it is known to be within its rounding error only.
     return difference <= ZERO and difference <= min(one.rounding + other.rounding, ZERO)
 
 
@@ -167,7 +162,7 @@ def same_expression(one: Expr, other: Expr) -> bool:
 
 
 def _whole_only(expr: Expr) -> bool:
-    """Whether it has a negative number to the power of a symbol: (-1)^n."""
+    """Whether it contains a negative number to the power of a symbol: (-1)^n."""
     if not isinstance(expr, Call):
         return False
     if expr.name == "pow" and symbols(expr.args[1]) and not symbols(expr.args[0]):
@@ -177,13 +172,13 @@ def _whole_only(expr: Expr) -> bool:
 
 
 def is_constant(expr: Expr) -> bool:
-    """Whether an expression has the same value at all points where it is defined."""
+    """Whether an expression has the same value at all fixed points where it is defined."""
     found = [seen for point in range(_REAL_POINTS) if (seen := worth(expr, point)) is not None]
     return len(found) >= 2 and all(_agree(found[0], other) for other in found[1:])
 
 
 def proportion(one: Expr, other: Expr) -> Any:
-    """The constant real number c with one = c * other, or None where there is none (or it is zero)."""
+    """The constant real number c with one = c * other, or None if there is none (or it is zero)."""
     first = None
     met = 0
     for point in range(_REAL_POINTS):
@@ -202,13 +197,13 @@ def proportion(one: Expr, other: Expr) -> Any:
 
 
 def same_number(gold: Expr, answer: Expr, protocol: bool = False) -> bool:
-    """Whether two constants are the same.
+    """Whether two constants are equal.
 
-    A reference written as a decimal of at least `MIN_DIGITS` significant digits stands for the exact value, without a
-    finite decimal, that it was rounded from, within `RELATIVE_TOLERANCE`, and for longer and shorter decimals of at
-    least as many digits; an answer must be exact where the reference is. With `protocol`, as in the Qwen2.5-Math
-    evaluation, any two real numbers within `PROTOCOL_TOLERANCE` are equal, and so is a decimal of two or more places
-    to what rounds to it (3.14 and pi).
+    A reference written as a decimal of at least `MIN_DIGITS` significant digits also equals the exact value, if that is
+    not a finite decimal, within `RELATIVE_TOLERANCE`, and longer or shorter decimals of at least as many digits; if the
+    reference is exact, the answer must be. With `protocol`, as in the Qwen2.5-Math evaluation, any two real numbers
+    within `PROTOCOL_TOLERANCE` are equal, and a decimal of two or more places equals a number that rounds to it (3.14
+    and pi).
     """
     if same_expression(gold, answer):
         return True
@@ -224,17 +219,14 @@ def same_number(gold: Expr, answer: Expr, protocol: bool = False) -> bool:
         x, y = to_mp(a.value), to_mp(b.value)
         if abs(x - y) <= PROTOCOL_TOLERANCE * max(abs(x), abs(y)):
             return True
-        return any(
-            _places(d) >= 2 and rounds_to(d, v)
-            for d, v in ((one, b.value), (other, a.value))
-            if d is not None
-        )
+        pairs = ((one, b.value), (other, a.value))
+        return any(d is not None and _places(d) >= 2 and rounds_to(d, value) for d, value in pairs)
     if one is None:
         return False
     if other is None:
-        return _stands_for(one, b.value)
+        return _represents(one, b.value)
     short, long = sorted((one, other), key=lambda decimal: decimal.digits or 0)
-    return _places(short) < _places(long) and _stands_for(short, long.value, exact=False)
+    return _places(short) < _places(long) and _represents(short, long.value, exact=False)
 
 
 def _decimal(expr: Expr) -> Num | None:
@@ -242,14 +234,14 @@ def _decimal(expr: Expr) -> Num | None:
 
 
 def _places(decimal: Num) -> int:
-    """Digits behind the point, without zeros at the end."""
+    """Digits after the point, without trailing zeros."""
     places = 0
     while (decimal.value * 10**places).denominator != 1 and places < 2 * MAX_DIGITS:
         places += 1
     return places
 
 
-def _stands_for(decimal: Num, value: Value, exact: bool = True) -> bool:
+def _represents(decimal: Num, value: Value, exact: bool = True) -> bool:
     if exact and isinstance(value, Fraction) and _finite(value):
         return False
     number, target = to_mp(decimal.value), to_mp(value)
@@ -272,7 +264,7 @@ def _finite(value: Fraction) -> bool:
 
 
 def rounds_to(expr: Expr, value: Value) -> bool:
-    """Whether a number as it is written is what a value rounds to, at its own last place."""
+    """Whether a value rounds to a number at the last place that the number was written with."""
     if not isinstance(expr, Num) or not _finite(expr.value) or isinstance(to_mp(value), mpc):
         return False
     return abs(to_mp(expr.value) - to_real(value)) <= mpf(10) ** -_places(expr) / 2

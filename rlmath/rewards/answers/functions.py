@@ -1,4 +1,4 @@
-"""The functions that expressions are made of, and the value of an expression at a point."""
+"""The functions of expressions, and the value of an expression at a point."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from rlmath.rewards.answers.numbers import (
 from rlmath.rewards.answers.syntax_tree import Expr, Num, Sym
 
 MAX_FACTORIAL = 5000
-"""Largest number whose factorial is worked out exactly."""
+"""Largest number whose factorial is computed exactly."""
 
 
 def _sqrt(value: Value, context: Context) -> Value:
@@ -45,7 +45,7 @@ def _sqrt(value: Value, context: Context) -> Value:
 def _real_function(
     function: Callable, domain: Callable[[Any], bool] = lambda _: True
 ) -> Callable[[Value, Context], Value]:
-    """A function of mpmath, undefined for real arguments outside of its domain unless complex numbers are about."""
+    """A function of mpmath, undefined for real arguments outside its domain unless complex numbers are allowed."""
 
     def evaluate(value: Value, context: Context) -> Value:
         number = to_mp(value)
@@ -116,30 +116,20 @@ def _integers(values: list[Value]) -> list[int]:
     return [int(value) for value in values]
 
 
-def _not_at_zero(function: Callable) -> Callable:
-    """1/function, undefined where that is zero to rounding."""
+def _ratio(numerator: Callable, denominator: Callable) -> Callable:
+    """numerator/denominator, undefined where the denominator is zero up to rounding."""
 
     def evaluate(number: Any) -> Any:
-        below = function(number)
+        below = denominator(number)
         if abs(below) < ZERO:
             raise ZeroDivisionError
-        return 1 / below
+        return numerator(number) / below
 
     return evaluate
 
 
-def _tan(number: Any) -> Any:
-    below = MP.cos(number)
-    if abs(below) < ZERO:
-        raise ZeroDivisionError
-    return MP.sin(number) / below
-
-
-def _cot(number: Any) -> Any:
-    below = MP.sin(number)
-    if abs(below) < ZERO:
-        raise ZeroDivisionError
-    return MP.cos(number) / below
+def _one(_: Any) -> int:
+    return 1
 
 
 _REAL_SQRT = _real_function(MP.sqrt, lambda x: x >= 0)
@@ -150,10 +140,10 @@ _ONE_ARGUMENT: dict[str, Callable[[Value, Context], Value]] = {
     "factorial2": _double_factorial,
     "sin": _real_function(MP.sin),
     "cos": _real_function(MP.cos),
-    "tan": _real_function(_tan),
-    "cot": _real_function(_cot),
-    "sec": _real_function(_not_at_zero(MP.cos)),
-    "csc": _real_function(_not_at_zero(MP.sin)),
+    "tan": _real_function(_ratio(MP.sin, MP.cos)),
+    "cot": _real_function(_ratio(MP.cos, MP.sin)),
+    "sec": _real_function(_ratio(_one, MP.cos)),
+    "csc": _real_function(_ratio(_one, MP.sin)),
     "arcsin": _real_function(MP.asin, lambda x: abs(x) <= 1),
     "arccos": _real_function(MP.acos, lambda x: abs(x) <= 1),
     "arctan": _real_function(MP.atan),
@@ -179,7 +169,8 @@ _CONSTANTS: dict[str, Callable[[], Value]] = {
 
 
 def evaluate(expr: Expr, context: Context) -> Value:
-    """The value of an expression. Raises Undefined, or NotMathematics beyond our limits; infinity is a value alone."""
+    """The value of an expression. Infinity is a value only by itself. Raises Undefined, or NotMathematics beyond our
+    limits."""
     if isinstance(expr, Num):
         return expr.value
     if isinstance(expr, Sym):

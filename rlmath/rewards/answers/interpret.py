@@ -18,17 +18,17 @@ from rlmath.rewards.answers.real_sets import Bound, RealSet, interval, point, wh
 from rlmath.rewards.answers.syntax_tree import (
     Answer,
     Call,
-    Described,
     Expr,
     Group,
-    Known,
     Listing,
     MatrixOf,
     Name,
+    NamedSet,
     Num,
     Piecewise,
     Relation,
     Scalar,
+    SetBuilder,
     SetOf,
     SetOperation,
     Sym,
@@ -62,10 +62,10 @@ def _interpret_piecewise(answer: Piecewise) -> Interpretations:
 
 
 @_interpret.register
-def _interpret_known(answer: Known) -> Interpretations:
+def _interpret_named_set(answer: NamedSet) -> Interpretations:
     reals = {"R": whole_line(), "empty": RealSet(())}.get(answer.name)
     members = () if answer.name == "empty" else None
-    return Interpretations(known=answer.name, real_set=reals, members=members, is_set=True)
+    return Interpretations(named_set=answer.name, real_set=reals, members=members, is_set=True)
 
 
 @_interpret.register
@@ -83,7 +83,7 @@ def _interpret_set(answer: SetOf) -> Interpretations:
 
 
 @_interpret.register
-def _interpret_described(answer: Described) -> Interpretations:
+def _interpret_described(answer: SetBuilder) -> Interpretations:
     condition = interpret(answer.condition)
     if condition.real_set is None or condition.sign != f"solved {answer.name}":
         raise NotMathematics("a set described by a condition")
@@ -440,7 +440,7 @@ def _interpret_listing(listing: Listing) -> Interpretations:
 
 def _is_membership(item: Answer) -> bool:
     """Whether an item is `letter in set of numbers`."""
-    return isinstance(item, Relation) and item.ops == ("in",) and isinstance(item.sides[1], Known)
+    return isinstance(item, Relation) and item.ops == ("in",) and isinstance(item.sides[1], NamedSet)
 
 
 def _parametrised(listing: Listing, memberships: Sequence[Answer]) -> Interpretations:
@@ -451,15 +451,15 @@ def _parametrised(listing: Listing, memberships: Sequence[Answer]) -> Interpreta
     inner = interpret(rest[0] if len(rest) == 1 else Listing(rest, listing.joiner))
     (membership,) = memberships
     assert isinstance(membership, Relation)
-    known, letter = membership.sides[1], name_of(membership.sides[0])
-    assert isinstance(known, Known)
-    if known.name == "R" or letter is None:
+    named_set, letter = membership.sides[1], name_of(membership.sides[0])
+    assert isinstance(named_set, NamedSet)
+    if named_set.name == "R" or letter is None:
         return inner
     members = inner.members if inner.members is not None else single_member(inner)
     if members is None or any(member.scalar is None for member in members):
         raise Unsupported("a parameter in other than values")
     values = tuple(member.scalar.expr for member in members if member.scalar is not None)
-    return Interpretations(name=inner.name, family=(known.name, letter, values))
+    return Interpretations(name=inner.name, family=(named_set.name, letter, values))
 
 
 def _several_equations(items: tuple[Interpretations, ...]) -> Interpretations:

@@ -1,4 +1,4 @@
-"""Tokens: numbers in all their spellings, words, commands and signs."""
+"""Splits text into tokens: numbers in all spellings, words, commands and signs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rlmath.rewards.answers.normalize import MAX_DIGITS, NotMathematics
 
 @dataclass(frozen=True)
 class Token:
-    """A piece of notation.
+    """A token of mathematical text.
 
     >>> [token.text for token in tokenize("\\\\frac{1}{2}x")]
     ['\\\\frac', '{', '1', '}', '{', '2', '}', 'x']
@@ -21,23 +21,23 @@ class Token:
     """"number", "letter", "word", "command" or "sign"."""
     text: str
     space: bool = False
-    """Whether white space came before."""
+    """Whether white space precedes it."""
     prose: bool = False
-    """Whether it stood in \\text{} or the like."""
+    """Whether it is inside \\text{} or a similar command."""
     value: Fraction | None = None
-    """Of a number: its exact value."""
+    """The exact value of a number."""
     digits: int | None = None
-    """Of a number with a decimal point: its significant digits."""
+    """The number of significant digits, if written with a decimal point."""
     open_ended: bool = False
-    """Of a number: more digits follow, unsaid ("3.141...")."""
+    """Whether a number ends in dots ("3.141...")."""
 
 
 @dataclass(frozen=True)
 class Reading:
-    """How doubtful digits are read."""
+    """How ambiguous digits are parsed."""
 
     commas_group: bool = True
-    """`1,234` is one number, not a list of two."""
+    """`1,234` is one number, not a list of two numbers."""
     e_is_exponent: bool = True
     """`3e-2` is 0.03, not 3e - 2."""
 
@@ -71,9 +71,9 @@ AS_WRITTEN = Reading()
 
 
 def tokenize(text: str, reading: Reading = AS_WRITTEN) -> list[Token]:
-    """The tokens of a text that `plain_unicode` and `without_layout` have seen.
+    """The tokens of a text that `plain_unicode` and `without_layout` have normalised.
 
-    Raises NotMathematics for what is no notation at all.
+    Raises NotMathematics for characters that are not notation.
     """
     tokens: list[Token] = []
     position, space, prose_until = 0, False, -1
@@ -173,7 +173,7 @@ def _periodic(whole: str, fixed: str, period: str) -> Fraction:
 
 
 def _repeated(digits: str) -> Fraction | None:
-    """The value of "0.333" or "0.142857142857" before dots, when its end repeats at least twice (one digit: thrice)."""
+    """The value of "0.333" or "0.142857142857" before dots, if its end repeats at least twice (one digit: 3 times)."""
     whole, point, decimals = digits.partition(".")
     if not point or len(decimals) > 60:
         return None

@@ -1,6 +1,6 @@
-"""One notation for mathematics: LaTeX of many habits and Unicode become plain LaTeX without layout.
+"""Normalises mathematical text: LaTeX variants and Unicode become plain LaTeX without layout.
 
-Everything here is linear in the text, which is at most a few thousand characters long (see `verify`).
+Everything is linear in the text, which has at most a few thousand characters (see `verifier.usable_solutions`).
 """
 
 from __future__ import annotations
@@ -10,19 +10,19 @@ import unicodedata
 
 
 class NotMathematics(Exception):
-    """The text is prose, broken or beyond our limits: it equals nothing but itself."""
+    """The text is prose, malformed or beyond our limits: it equals only itself."""
 
 
 class Unsupported(Exception):
-    """Mathematics that the grammar does not read, such as an integral; math-verify may."""
+    """Mathematics that the grammar does not support, such as an integral; math-verify may."""
 
 
 class Unevaluated(Unsupported):
-    """It leaves an integral, a sum, a product or a limit to be worked out."""
+    """It contains an integral, a sum, a product or a limit that is not evaluated."""
 
 
 def word_list(text: str) -> list[str]:
-    """The words of a text: shorter to read than a list of quoted ones."""
+    """The words of a text: shorter than a list of quoted ones."""
     return text.split()
 
 
@@ -48,54 +48,16 @@ _GREEK = {
 }
 GREEK = frozenset(_GREEK)
 _UNICODE = {letter: f"\\{name} " for name, letter in _GREEK.items()} | {
-    "−": "-",
-    "–": "-",
-    "—": "-",
-    "×": "\\times ",
-    "·": "\\cdot ",
-    "⋅": "\\cdot ",
-    "∙": "\\cdot ",
-    "÷": "/",
-    "∕": "/",
-    "≤": "\\le ",
-    "⩽": "\\le ",
-    "≥": "\\ge ",
-    "⩾": "\\ge ",
-    "≠": "\\ne ",
-    "≈": "\\approx ",
-    "±": "\\pm ",
-    "∓": "\\mp ",
-    "∞": "\\infty ",
-    "∪": "\\cup ",
-    "∩": "\\cap ",
-    "∅": "\\emptyset ",
-    "∈": "\\in ",
-    "∖": "\\setminus ",
-    "°": "^\\circ ",
-    "º": "^\\circ ",
-    "ℝ": "\\mathbb{R}",
-    "ℤ": "\\mathbb{Z}",
-    "ℕ": "\\mathbb{N}",
-    "ℚ": "\\mathbb{Q}",
-    "ℂ": "\\mathbb{C}",
-    "…": "\\ldots ",
-    "′": "'",
-    "’": "'",
-    "″": "''",
-    "∶": ":",
-    "⟨": "\\langle ",
-    "⟩": "\\rangle ",
-    "⌊": "\\lfloor ",
-    "⌋": "\\rfloor ",
-    "⌈": "\\lceil ",
-    "⌉": "\\rceil ",
-    "⁄": "/",
-    "ϕ": "\\phi ",
-    "𝑖": "i",
-    "€": "\\euro ",
-    "£": "\\pound ",
-    "∨": "\\lor ",
-    "∧": "\\land ",
+    sign: f"{plain} " if "\\" in plain and plain[-1].isalpha() else plain
+    for sign, plain in zip(
+        "−–—×·⋅∙÷∕⁄≤⩽≥⩾≠≈±∓∞∪∩∅∈∖°ºℝℤℕℚℂ…′’″∶⟨⟩⌊⌋⌈⌉ϕ𝑖€£∨∧",
+        word_list(
+            "- - - \\times \\cdot \\cdot \\cdot / / / \\le \\le \\ge \\ge \\ne \\approx \\pm \\mp \\infty \\cup \\cap "
+            "\\emptyset \\in \\setminus ^\\circ ^\\circ \\mathbb{R} \\mathbb{Z} \\mathbb{N} \\mathbb{Q} \\mathbb{C} "
+            "\\ldots ' ' '' : \\langle \\rangle \\lfloor \\rfloor \\lceil \\rceil \\phi i \\euro \\pound \\lor \\land"
+        ),
+        strict=True,
+    )
 }
 _SPACING = re.compile(
     r"\\(?:displaystyle|textstyle|scriptstyle|limits|nolimits|left|right|bigl|bigr|biggl|biggr|Bigl|Bigr|Big|big"
@@ -107,19 +69,19 @@ _COLOUR = re.compile(
     r"(?![a-zA-Z])|checkmark(?![a-zA-Z])|(?:tiny|small|normalsize|large|Large|LARGE|huge|Huge)(?![a-zA-Z]))"
 )
 _ROW_END = re.compile(r"\\\\(?:\[[0-9a-z. ]{1,8}\])?")
-"""The end of a row of a matrix, maybe with a distance."""
+"""The end of a row of a matrix, with an optional distance."""
 _SPACES = re.compile(
     r"\\\\|\\(?:(?:quad|qquad|thinspace|enspace|space|hskip)(?![a-zA-Z])"
     r"|hspace\s?\{[^{}]{0,20}\}|[,;:>\s])|~"
 )
-"""Spacing; also the end of a matrix row, so that its second backslash is not read as the start of a space."""
+"""Spacing; also the end of a matrix row, so that its second backslash does not start a space."""
 _SIGN_OF = {"lbrack": "[", "rbrack": "]", "lparen": "(", "rparen": ")", "colon": ":", "vert": "|"}
 _OTHER_SIGNS = re.compile(r"\\(lbrack|rbrack|lparen|rparen|colon|vert)(?![a-zA-Z])")
 _COMMA_BEFORE_NOTHING = re.compile(r",\s*\\!\s*")
 
 
 def plain_unicode(text: str) -> str:
-    """LaTeX instead of mathematical Unicode: `√12` becomes `\\sqrt{12}`, `3½` becomes `3\\frac{1}{2}`.
+    """Replaces mathematical Unicode by LaTeX: `√12` becomes `\\sqrt{12}`, `3½` becomes `3\\frac{1}{2}`.
 
     Raises NotMathematics for control characters and halves of surrogate pairs.
     """
@@ -161,7 +123,7 @@ def _roots(text: str) -> str:
 
 
 def without_layout(text: str) -> str:
-    """Without dollar signs, spacing and size commands; escaped dollars stay, as currency."""
+    """Removes dollar signs, spacing and size commands; escaped dollars are kept as currency."""
     text = _COMMA_BEFORE_NOTHING.sub(",", text)
     text = text.replace("\\!", "").replace("\\$", "\\dollar ").replace("+/-", "\\pm ")
     text = _OTHER_SIGNS.sub(lambda match: _SIGN_OF[match.group(1)], text)

@@ -1,4 +1,4 @@
-"""Exact fractions where possible, else 100 digits by mpmath; sizes are bounded."""
+"""Arithmetic on exact fractions where possible, else with 100 digits by mpmath; sizes are bounded."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ from rlmath.rewards.answers.normalize import NotMathematics
 
 DIGITS = 50
 MORE_DIGITS = 100
-"""Every value that is not exact is worked out with both; where they disagree, it is not known."""
+"""Every value that is not exact is computed with both precisions; if they disagree, it is unknown."""
 MP = MPContext()
-"""A context of our own: whoever else uses mpmath in this process keeps his precision."""
+"""A separate context: other users of mpmath in this process keep their precision."""
 MP.dps = MORE_DIGITS
 mpf, mpc = MP.mpf, MP.mpc
 MAX_BITS = 65_536
-"""Largest number that is worked out (bits of numerator and denominator, or of the whole part): 2^65536."""
+"""Largest number that is computed (bits of numerator and denominator, or of the integer part): 2^65536."""
 AGREE = mpf(10) ** -65
-"""Values are equal within this, relative to the larger: 30 of their 100 digits may be lost on the way."""
+"""Relative tolerance of equality: 30 of the 100 digits may be lost to rounding."""
 ZERO = mpf(10) ** -30
-"""What a sum that cancels out may be off by."""
+"""Largest error of a sum whose terms cancel."""
 Value = Any
 """A Fraction, or a real or complex number of `MP`."""
 
 
 class Undefined(Exception):
-    """No real (or, with i, complex) value here: a division by zero, the root of a negative number."""
+    """There is no real (or, with i, complex) value: a division by zero, the root of a negative number."""
 
 
 @dataclass
 class Context:
-    """What an evaluation needs."""
+    """The inputs of an evaluation."""
 
     values: Mapping[str, Fraction]
     complex_numbers: bool
@@ -121,7 +121,7 @@ def check_bits(bits: Any) -> None:
 
 
 def _root(base: Fraction, exponent: Fraction, context: Context) -> Value:
-    """base ** exponent; exact where the root is rational, real for odd roots of negative numbers."""
+    """base ** exponent; exact if the root is rational, real for odd roots of negative numbers."""
     if abs(exponent.numerator) > 1000 or exponent.denominator > 1000:
         check_bits(MP.log(abs(to_mp(base)), 2) * to_mp(exponent))
     index = exponent.denominator

@@ -1,4 +1,4 @@
-"""Arithmetic: from sums down to numbers and symbols."""
+"""Parses arithmetic: sums, products, powers, numbers and symbols."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ from rlmath.rewards.answers.vocabulary import (
 )
 
 MAX_MARKS = 10
-"""Most powers, factorials and the like behind one base."""
+"""Most postfix operators (powers, factorials, ...) of one base."""
 
 
 class Arithmetic(ParserBase, ABC):
-    """Sums, products, powers and symbols; brackets and commands come from the stages above."""
+    """Sums, products, powers and symbols; the abstract methods are those of `Commands` and `_Parser`."""
 
     @abstractmethod
     def listing(self, ends: frozenset[str]) -> Answer:
-        """Items side by side, up to one of `ends`."""
+        """A list of items, up to one of `ends`."""
 
     @abstractmethod
     def item(self, ends: frozenset[str]) -> Answer:
@@ -45,42 +45,41 @@ class Arithmetic(ParserBase, ABC):
 
     @abstractmethod
     def bracket(self, token: Token) -> Answer:
-        """What an opening bracket or another sign begins."""
+        """The rest of what an opening bracket or another sign begins."""
 
     @abstractmethod
     def command(self, token: Token) -> Answer:
-        """What a LaTeX command begins."""
+        """The rest of what a LaTeX command begins."""
 
     @abstractmethod
     def function(self, name: str) -> Answer:
-        """A function with its base, power and argument; its name was read."""
+        """The rest of a function after its name: base, power and argument."""
 
     @abstractmethod
     def function_argument(self) -> Expr:
-        """What a function is applied to."""
+        """The argument of a function."""
 
     def sum(self) -> Answer:
         with self:
             first = self._signed_term()
             length = 0
             while self.peek() in ("+", "-", "\\pm", "\\mp"):
-                length = self.longer(length)
+                length = self.count_operation(length)
                 sign = self.take().text
                 right = as_expr(self.term())
                 left = as_expr(first)
-                if sign == "+":
-                    first = Scalar(Call("add", (left, right)))
-                elif sign == "-":
-                    first = Scalar(Call("add", (left, Call("neg", (right,)))))
-                else:
-                    first = Scalar(Call(sign[1:], (left, right)))
+                if sign == "-":
+                    right = Call("neg", (right,))
+                first = Scalar(Call("add" if sign in "+-" else sign[1:], (left, right)))
             return first
 
     def _signed_term(self) -> Answer:
         if self.skip("+"):
-            return self._signed_term_again()
+            with self:
+                return self._signed_term()
         if self.skip("-"):
-            inner = as_expr(self._signed_term_again())
+            with self:
+                inner = as_expr(self._signed_term())
             if isinstance(inner, Num):
                 return Scalar(Num(-inner.value, inner.digits, inner.open_ended))
             return Scalar(Call("neg", (inner,)))
@@ -89,20 +88,16 @@ class Arithmetic(ParserBase, ABC):
             return Scalar(Call(sign, (Num(Fraction(0)), as_expr(self.term()))))
         return self.term()
 
-    def _signed_term_again(self) -> Answer:
-        with self:
-            return self._signed_term()
-
     def term(self) -> Answer:
         first = self.factor()
         length = 0
-        while (longer := self._one_more_factor(first)) is not None:
-            length = self.longer(length)
-            first = longer
+        while (product := self._next_factor(first)) is not None:
+            length = self.count_operation(length)
+            first = product
         return first
 
-    def _one_more_factor(self, first: Answer) -> Answer | None:
-        """What was read, times or divided by what comes; None where the term ends."""
+    def _next_factor(self, first: Answer) -> Answer | None:
+        """`first` multiplied or divided by the next factor; None at the end of the term."""
         text = self.peek()
         if text in MULTIPLY:
             self.position += 1
@@ -120,32 +115,24 @@ class Arithmetic(ParserBase, ABC):
 
     def _operand(self) -> Expr:
         if self.skip("-"):
-            return Call("neg", (self._operand_again(),))
+            with self:
+                return Call("neg", (self._operand(),))
         self.skip("+")
         return as_expr(self.factor())
 
-    def _operand_again(self) -> Expr:
-        with self:
-            return self._operand()
-
     def _times(self, left: Answer) -> Answer:
-        """A product without a sign; a whole number before a fraction of numbers is a mixed number."""
+        """A product without a sign; an integer before a fraction of numbers is a mixed number."""
         start = self.position
         right_side = self.factor()
         expr = as_expr(left)
         if isinstance(right_side, MatrixOf):
-            return MatrixOf(
-                tuple(tuple(Call("mul", (expr, entry)) for entry in row) for row in right_side.rows)
-            )
+            rows = (tuple(Call("mul", (expr, entry)) for entry in row) for row in right_side.rows)
+            return MatrixOf(tuple(rows))
         right = as_expr(right_side)
         if isinstance(expr, Num) and expr.digits is None and expr.value.denominator == 1 and start > 0:
-            whole_token = self.tokens[start - 1]
             fraction = plain_fraction(right)
-            if (
-                fraction is not None
-                and whole_token.kind == "number"
-                and self.tokens[start].text in ("\\frac",)
-            ):
+            adjacent = self.tokens[start - 1].kind == "number" and self.tokens[start].text == "\\frac"
+            if fraction is not None and adjacent:
                 return Scalar(Num(expr.value + fraction))
         return Scalar(Call("mul", (expr, right)))
 
@@ -181,27 +168,20 @@ class Arithmetic(ParserBase, ABC):
             return not token.prose or text in ("e", "i") or text in FUNCTIONS
         if token.kind == "sign":
             return text in ("(", "{", "[") or (text == "|" and not self.in_bars)
-        return (
-            text[1:] in CONSTANTS
-            or text[1:] in GREEK
-            or text[1:] in FUNCTIONS
-            or text in FACTOR_COMMANDS
-            or text in DROPPED
-            or text in DECORATED
-            or text in UNEVALUATED
-        )
+        named = any(text[1:] in names for names in (CONSTANTS, GREEK, FUNCTIONS))
+        return named or any(text in names for names in (FACTOR_COMMANDS, DROPPED, DECORATED, UNEVALUATED))
 
     def factor(self) -> Answer:
         with self:
             base = self.base()
             length = MAX_CHAIN - MAX_MARKS
-            while (marked := self._marked(base)) is not None:
-                length = self.longer(length)
-                base = marked
+            while (postfixed := self._with_postfix(base)) is not None:
+                length = self.count_operation(length)
+                base = postfixed
             return base
 
-    def _marked(self, base: Answer) -> Answer | None:
-        """The base with the mark that follows it: a power, a degree, a factorial, a percent sign or a prime."""
+    def _with_postfix(self, base: Answer) -> Answer | None:
+        """The base with the next postfix operator: a power, a degree, a factorial, a percent sign or a prime."""
         text = self.peek()
         if (text == "^" and self._prime_follows()) or (text == "'" and _is_symbol(base)):
             self.skip("'")
@@ -218,7 +198,7 @@ class Arithmetic(ParserBase, ABC):
         return None
 
     def _prime_follows(self) -> bool:
-        """Steps over `^\\prime` or `^{\\prime}`, if that is what comes."""
+        """Steps over `^\\prime` or `^{\\prime}`, if it follows."""
         for mark in (["^", "\\prime"], ["^", "{", "\\prime", "}"]):
             if [self.peek(ahead) for ahead in range(len(mark))] == mark:
                 self.position += len(mark)
@@ -226,7 +206,7 @@ class Arithmetic(ParserBase, ABC):
         return False
 
     def _degree_follows(self) -> bool:
-        """Steps over `^\\circ` or `^{\\circ}`, if that is what comes."""
+        """Steps over `^\\circ` or `^{\\circ}`, if it follows."""
         if self.peek(1) == "\\circ":
             self.position += 2
             return True
@@ -239,14 +219,11 @@ class Arithmetic(ParserBase, ABC):
         if self.peek() == "{":
             return self._braced()
         if self.skip("-"):
-            inner = self._exponent_again()
+            with self:
+                inner = self._exponent()
             return Num(-inner.value) if isinstance(inner, Num) else Call("neg", (inner,))
         self.skip("+")
         return as_expr(self.base())
-
-    def _exponent_again(self) -> Expr:
-        with self:
-            return self._exponent()
 
     def _braced(self) -> Expr:
         self.expect("{")
@@ -255,7 +232,7 @@ class Arithmetic(ParserBase, ABC):
         return as_expr(inner)
 
     def _over(self, above: Answer) -> Answer:
-        """`a \\over b` and `n \\choose k`, whose first half was read."""
+        """`a \\over b` and `n \\choose k` after their first half."""
         name = {"\\over": "div", "\\choose": "binom"}.get(self.peek())
         if name is None:
             return above
@@ -263,7 +240,7 @@ class Arithmetic(ParserBase, ABC):
         return Scalar(Call(name, (as_expr(above), as_expr(self.sum()))))
 
     def _argument(self) -> Expr:
-        """What a command such as \\frac takes: a group, or one digit, letter or command."""
+        """The argument of a command such as \\frac: a group, or one digit, letter or command."""
         with self:
             if self.peek() == "{":
                 return self._braced()

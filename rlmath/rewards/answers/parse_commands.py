@@ -1,7 +1,8 @@
-"""Brackets, commands, environments and functions."""
+"""Parses brackets, LaTeX commands, environments and functions."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from fractions import Fraction
 
 from rlmath.rewards.answers.lexer import Token
@@ -11,29 +12,29 @@ from rlmath.rewards.answers.parser_base import as_expr, as_matrix
 from rlmath.rewards.answers.syntax_tree import (
     Answer,
     Call,
-    Described,
     Expr,
     Group,
-    Known,
     Listing,
     MatrixOf,
     Name,
+    NamedSet,
     Num,
     Piecewise,
     Relation,
     Scalar,
+    SetBuilder,
     SetOf,
     Sym,
 )
 from rlmath.rewards.answers.vocabulary import (
     ALIASES,
-    CANNOT,
     CLOSING,
     CONSTANTS,
     DECORATED,
     DROPPED,
     FUNCTIONS,
     UNEVALUATED,
+    UNSUPPORTED,
 )
 
 
@@ -107,7 +108,7 @@ class Commands(Arithmetic):
             return Scalar(self._symbol(f"{DECORATED[text]} {argument.name}"))
         if text in UNEVALUATED:
             raise Unevaluated(text)
-        if text in CANNOT:
+        if text in UNSUPPORTED:
             raise Unsupported(text)
         raise NotMathematics(f"the command {text}")
 
@@ -133,15 +134,6 @@ class Commands(Arithmetic):
         above = self._argument()
         return Scalar(Call("binom", (above, self._argument())))
 
-    def _floor(self) -> Answer:
-        return self._between("floor", "\\rfloor")
-
-    def _ceil(self) -> Answer:
-        return self._between("ceil", "\\rceil")
-
-    def _bars(self) -> Answer:
-        return self._between("abs", "\\rvert")
-
     def _between(self, name: str, closing: str) -> Answer:
         inner = as_expr(self.sum())
         self.expect(closing)
@@ -149,8 +141,8 @@ class Commands(Arithmetic):
 
     def _set(self) -> Answer:
         if self.skip("\\}"):
-            return Known("empty")
-        self.in_bars += 1  # a bar is no absolute value here, but "such that", and a colon no ratio
+            return NamedSet("empty")
+        self.in_bars += 1  # a bar or colon means "such that" here, not an absolute value or a ratio
         self.in_set += 1
         inner = self.listing(frozenset(("\\}", "\\mid", ":", "|")))
         self.in_bars -= 1
@@ -162,7 +154,7 @@ class Commands(Arithmetic):
         self.expect("\\}")
         return SetOf(inner.items if isinstance(inner, Listing) else (inner,))
 
-    def _known_set(self) -> Answer:
+    def _named_set(self) -> Answer:
         braced = self.skip("{")
         name = self.take().text
         if braced:
@@ -170,20 +162,8 @@ class Commands(Arithmetic):
         if name not in ("R", "Z", "N", "Q", "C"):
             raise Unsupported("\\mathbb")
         if self.peek() in ("^", "_"):
-            raise Unsupported("a part of a known set")
-        return Known(name)
-
-    def _reals(self) -> Answer:
-        return Known("R")
-
-    def _hbar(self) -> Answer:
-        return Scalar(self._symbol("hbar"))
-
-    def _ell(self) -> Answer:
-        return Scalar(self._symbol("l"))
-
-    def _empty(self) -> Answer:
-        return Known("empty")
+            raise Unsupported("a part of a named set")
+        return NamedSet(name)
 
     def _angle_group(self) -> Answer:
         inner = self.listing(frozenset(("\\rangle",)))
@@ -206,28 +186,25 @@ class Commands(Arithmetic):
                 pass
         rows: list[tuple[Expr, ...]] = []
         row: list[Expr] = []
-        while True:
+        token = ""
+        while token != "\\end":
             row.append(as_expr(self.sum()))
             token = self.take().text
             if token == "&":
                 continue
             if token not in ("\\\\", "\\end"):
-                raise NotMathematics("a matrix of broken rows")
+                raise NotMathematics("a matrix with malformed rows")
             rows.append(tuple(row))
             row = []
-            if token == "\\\\" and self.peek() != "\\end":
-                continue
-            if token == "\\\\":
-                self.position += 1
-            break
-        self.expect("{")
-        self.expect(kind)
+            if token == "\\\\" and self.skip("\\end"):
+                break
+        self.expect("{", kind)
         self.skip("*")
         self.expect("}")
         return as_matrix(rows)
 
     def _cases(self) -> Answer:
-        """A system of equations, or a function by cases."""
+        """A system of equations, or a piecewise function."""
         equations: list[Answer] = []
         branches: list[tuple[Expr, str]] = []
         ends = frozenset(("\\\\", "\\end", "&"))
@@ -239,8 +216,7 @@ class Commands(Arithmetic):
             else:
                 equations.append(row)
             self.skip("\\\\")
-        for text in ("\\end", "{", "cases", "}"):
-            self.expect(text)
+        self.expect("\\end", "{", "cases", "}")
         if branches and not equations:
             return Piecewise(tuple(branches))
         if equations and not branches:
@@ -248,7 +224,7 @@ class Commands(Arithmetic):
         raise Unsupported("cases of both kinds")
 
     def _condition(self) -> str:
-        """What stands behind the & of a case, without filling words."""
+        """The condition after the & of a case, without filler words."""
         words = []
         while self.peek() not in ("\\\\", "\\end"):
             token = self.take()
@@ -291,7 +267,7 @@ class Commands(Arithmetic):
         return tuple(as_expr(item) for item in items)
 
     def function_argument(self) -> Expr:
-        """What a function is applied to: a group alone, else a product up to a sign or the next function."""
+        """The argument of a function: a group, else a product up to a sign or the next function."""
         with self:
             if self.peek() in ("(", "{", "[", "|"):
                 return as_expr(self.factor())
@@ -300,47 +276,44 @@ class Commands(Arithmetic):
             result = as_expr(self.factor())
             while self._begins_factor() and not self._function_begins() and self.peek() not in ("(", "["):
                 result = Call("mul", (result, as_expr(self.factor())))
-            if self.peek() == "/" and self._only_number_follows():
+            divisor = self.token(1)
+            if self.peek() == "/" and divisor is not None and divisor.kind == "number":
                 self.position += 1
                 result = Call("div", (result, as_expr(self.factor())))
             return result
-
-    def _only_number_follows(self) -> bool:
-        token = self.token(1)
-        return token is not None and token.kind == "number"
 
     def _function_begins(self) -> bool:
         return self.peek().removeprefix("\\") in FUNCTIONS
 
 
-_HANDLERS = {
+_HANDLERS: dict[str, Callable[[Commands], Answer]] = {
     "\\frac": Commands._frac,
     "\\sqrt": Commands._sqrt,
     "\\binom": Commands._binom,
     "\\tbinom": Commands._binom,
     "\\dbinom": Commands._binom,
-    "\\lfloor": Commands._floor,
-    "\\lceil": Commands._ceil,
-    "\\lvert": Commands._bars,
+    "\\lfloor": lambda parser: parser._between("floor", "\\rfloor"),
+    "\\lceil": lambda parser: parser._between("ceil", "\\rceil"),
+    "\\lvert": lambda parser: parser._between("abs", "\\rvert"),
     "\\{": Commands._set,
-    "\\mathbb": Commands._known_set,
-    "\\R": Commands._reals,
-    "\\emptyset": Commands._empty,
-    "\\varnothing": Commands._empty,
+    "\\mathbb": Commands._named_set,
+    "\\R": lambda _: NamedSet("R"),
+    "\\emptyset": lambda _: NamedSet("empty"),
+    "\\varnothing": lambda _: NamedSet("empty"),
     "\\langle": Commands._angle_group,
     "\\begin": Commands._environment,
-    "\\hbar": Commands._hbar,
-    "\\ell": Commands._ell,
+    "\\hbar": lambda parser: Scalar(parser._symbol("hbar")),
+    "\\ell": lambda parser: Scalar(parser._symbol("l")),
 }
 
 
 def _set_builder(element: Answer, condition: Answer) -> Answer:
     """`{x | condition}` of real numbers."""
     if isinstance(element, Relation):
-        if element.ops != ("in",) or element.sides[1] != Known("R"):
+        if element.ops != ("in",) or element.sides[1] != NamedSet("R"):
             raise NotMathematics("a set of other than real numbers")
         element = element.sides[0]
     name = element.expr if isinstance(element, (Name, Scalar)) else None
     if isinstance(name, Sym) and isinstance(condition, (Relation, Listing)):
-        return Described(name.name, condition)
+        return SetBuilder(name.name, condition)
     raise NotMathematics("a set described by a condition")

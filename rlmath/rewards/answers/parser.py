@@ -1,4 +1,4 @@
-"""The grammar of answers: tokens become a tree of our own, and nothing else is ever evaluated.
+"""The grammar of answers: tokens become our own syntax tree, and only that is ever evaluated.
 
     answer     := item (("," | ";" | and | or) item)*
     item       := side (relation side)*            x = 5, 1 < x <= 2, x in [1, 2]
@@ -7,7 +7,8 @@
     term       := factor (("*" | "/" | nothing) factor)*
     factor     := base ("^" ... | "!" | "%" | degree)*
 
-Depth and length are bounded, so that parsing takes time linear in the text.
+Each rule is a method: lists to sets are here, sums to bases in `parse_arithmetic`, brackets, commands and functions in
+`parse_commands`. Depth and length are bounded, so that the time of parsing is linear in the text.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from rlmath.rewards.answers.vocabulary import CURRENCIES, FUNCTIONS, PLAIN_WORDS
 
 
 def parse_answer(text: str, reading: Reading = AS_WRITTEN) -> Answer:
-    """The tree of an answer.
+    """The syntax tree of an answer.
 
     >>> parse_answer("(1, 2]").closing
     ']'
@@ -48,7 +49,7 @@ def parse_answer(text: str, reading: Reading = AS_WRITTEN) -> Answer:
     while len(tokens) > 1 and tokens[-1].text in (".", ",", ";"):
         tokens.pop()
     if not tokens:
-        raise NotMathematics("nothing")
+        raise NotMathematics("no tokens")
     parser = _Parser(tokens)
     answer = parser.listing(frozenset())
     if parser.position < len(parser.tokens):
@@ -73,7 +74,7 @@ class _Parser(Commands):
         return items[0] if len(items) == 1 else Listing(tuple(items), joiner)
 
     def _joiner(self) -> str | None:
-        """Steps over what stands between two items: a comma, "and", "or", or a comma and one of them."""
+        """Steps over the separator of two items: a comma, "and", "or", or a comma and one of them."""
         found = None
         if self.skip(",", ";"):
             found = ","
@@ -87,7 +88,7 @@ class _Parser(Commands):
         """One item; words at its end are a unit."""
         end = self._item_end(ends)
         bare = self._with_unit(self.position, end)
-        left = len(self.tokens) - end  # counted from the end, since numbers may be split on the way
+        left = len(self.tokens) - end  # counted from the end, because parsing may split tokens
         try:
             whole = self.relation()
             if len(self.tokens) - self.position != left:
@@ -102,7 +103,7 @@ class _Parser(Commands):
         return whole
 
     def _item_end(self, ends: frozenset[str]) -> int:
-        """Where the item that begins here ends: before the next joiner outside of brackets, or the group's end."""
+        """The end of the item at this position: before the next separator outside brackets, or the group's end."""
         depth, index = 0, self.position
         while index < len(self.tokens):
             text = self.tokens[index].text
@@ -142,7 +143,7 @@ class _Parser(Commands):
         return self._composite(start, end)
 
     def _money(self, start: int, end: int) -> Scalar | None:
-        """An amount behind a currency sign, maybe with a multiplier or what it is for: `\\$1.2 million`."""
+        """An amount after a currency sign, with an optional multiplier or noun: `\\$1.2 million`."""
         currency = read_unit([self.tokens[start]])
         assert currency is not None
         inner = self._constant(start + 1, end)
@@ -151,30 +152,28 @@ class _Parser(Commands):
         amount = self._with_unit(start + 1, end)
         if amount is None:
             return None
-        said = amount.unit or Unit()
-        if said.dimensions not in ((), currency.dimensions):
+        unit = amount.unit or Unit()
+        if unit.dimensions not in ((), currency.dimensions):
             return None
-        return Scalar(amount.expr, replace(currency, nouns=said.nouns))
+        return Scalar(amount.expr, replace(currency, nouns=unit.nouns))
 
     def _composite(self, start: int, end: int) -> Scalar | None:
-        """Several amounts side by side, `1 hour 30 minutes` or `22^\\circ 30'`, in the first one's unit."""
+        """A sequence of amounts, `1 hour 30 minutes` or `22^\\circ 30'`, in the unit of the first."""
         starts = [index for index in range(start, end) if self.tokens[index].kind == "number"]
         if len(starts) < 2 or len(starts) > 4 or starts[0] != start:
             return None
         total, first, smallest = Fraction(0), None, None
         for begin, stop in zip(starts, [*starts[1:], end], strict=True):
-            number, behind = (
-                self.tokens[begin],
-                [t for t in self.tokens[begin + 1 : stop] if t.text not in (",", "and")],
-            )
-            marks = PARTS_OF_DEGREE.get("".join(token.text for token in behind))
+            number = self.tokens[begin]
+            rest = [token for token in self.tokens[begin + 1 : stop] if token.text not in (",", "and")]
+            marks = PARTS_OF_DEGREE.get("".join(token.text for token in rest))
             if marks is not None and first == DEGREE:
                 unit: Unit | None = replace(DEGREE, factor=marks)
             else:
-                unit = read_unit(behind)
+                unit = read_unit(rest)
             if unit is None or not unit.dimensions or unit.nouns or number.value is None:
                 return None
-            if any(token.kind == "sign" and token.text not in ("^", "{", "}", "'") for token in behind):
+            if any(token.kind == "sign" and token.text not in ("^", "{", "}", "'") for token in rest):
                 return None
             first = first or unit
             if unit.dimensions != first.dimensions or (smallest is not None and unit.factor >= smallest):
@@ -184,7 +183,7 @@ class _Parser(Commands):
         return Scalar(Num(total), first)
 
     def _constant(self, start: int, end: int) -> Expr | None:
-        """The tokens from start to end as an expression, None where they are none."""
+        """The tokens from start to end as an expression, None if they are not one."""
         inner = _Parser(self.tokens[start:end], self)
         try:
             with inner:
@@ -211,7 +210,7 @@ class _Parser(Commands):
         return Relation(tuple(sides), tuple(ops)) if ops else sides[0]
 
     def _congruence(self, sides: list[Answer], ops: list[str]) -> Answer:
-        """`a \\equiv b \\pmod m`; without a modulus it says that two functions are equal."""
+        """`a \\equiv b \\pmod m`; without a modulus it is an equality of two functions."""
         bracket = self.peek() == "(" and self.peek(1) in ("\\bmod", "\\mod", "mod")
         if bracket:
             self.position += 1
@@ -251,7 +250,7 @@ class _Parser(Commands):
         return Name("".join(words).replace("\\", ""), expr)
 
     def _name_tokens(self) -> list[str]:
-        """Steps over the tokens of a name; an empty list where none begins."""
+        """Steps over the tokens of a name; an empty list if there is none."""
         words = self._segment()
         if words:
             return words
@@ -275,7 +274,7 @@ class _Parser(Commands):
         return words
 
     def _in_brackets(self) -> list[str]:
-        """Steps over what stands in brackets behind a name: `(x)`, `(A \\cap B)`; an empty list where they nest."""
+        """Steps over the brackets after a name: `(x)`, `(A \\cap B)`; an empty list if they nest."""
         inside = [self.take().text]
         while (token := self.token()) is not None and token.text not in ("(", ")", "=") and len(inside) < 12:
             inside.append(self.take().text)
@@ -285,7 +284,7 @@ class _Parser(Commands):
         return [*inside, self.take().text]
 
     def _segment(self) -> list[str]:
-        """Steps over `|AB|` or `\\overline{AB}`, the length of a segment; an empty list where none comes."""
+        """Steps over `|AB|` or `\\overline{AB}`, the length of a segment; an empty list if there is none."""
         for opening, closing in ((["|"], ["|"]), (["\\overline", "{"], ["}"])):
             size = len(opening)
             texts = [self.peek(ahead) for ahead in range(size + 2)]
@@ -310,13 +309,8 @@ class _Parser(Commands):
 def _part_of_name(token: Token) -> bool:
     """Whether a token may be (part of) a name: a letter, AB, Area, or a Greek letter; `xy` is a product."""
     if token.kind == "command":
-        return token.text[1:] in GREEK - {"pi"} or token.text in (
-            "\\angle",
-            "\\triangle",
-            "\\varphi",
-            "\\max",
-            "\\min",
-        )
+        commands = ("\\angle", "\\triangle", "\\varphi", "\\max", "\\min")
+        return token.text[1:] in GREEK - {"pi"} or token.text in commands
     text = token.text
     if token.kind != "word" or text.lower() in PLAIN_WORDS or text in FUNCTIONS or text in ("e", "i", "pi"):
         return False
@@ -324,7 +318,7 @@ def _part_of_name(token: Token) -> bool:
 
 
 def _quantity(number: Expr, unit: Unit) -> Scalar:
-    """A number with its unit; a million belongs to the number."""
+    """A number with its unit, multiplied by the unit's multiplier."""
     if unit.multiplier != 1:
         number = Call("mul", (number, Num(Fraction(unit.multiplier))))
         unit = replace(unit, multiplier=1)

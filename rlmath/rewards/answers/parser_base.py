@@ -1,4 +1,4 @@
-"""Steps through tokens, and what every stage of the grammar needs."""
+"""The base of the parser: the position among the tokens, the limits of size, and conversions of parsed parts."""
 
 from __future__ import annotations
 
@@ -12,27 +12,28 @@ MAX_DEPTH = 40
 """Deepest nesting of brackets, fractions and powers."""
 
 MAX_CHAIN = 100
-"""Most terms of one sum, factors of one product and marks behind one base."""
+"""Most terms of one sum, factors of one product and postfix operators of one base."""
 
 MAX_OPERATIONS = 250
-"""Most operations of all chains together, so that no tree is too deep to be walked."""
+"""Most operations of all chains together, which bounds the depth of the syntax tree."""
 
 MAX_STEPS = 20_000
-"""Most tokens that are taken, some more than once, until an answer is read."""
+"""Most tokens that are consumed for one answer, some more than once."""
 
 
 class ParserBase:
-    """Tokens, a position among them, and how deep the parser is."""
+    """Tokens, a position among them, and the nesting depth; `with parser:` nests one level deeper."""
 
     def __init__(self, tokens: list[Token], outer: ParserBase | None = None) -> None:
-        """With `outer` it reads a part of that one's tokens: depth, and what may still be read, go on."""
+        """With `outer` it parses a part of that one's tokens, and counts against the same limits."""
         self.tokens = tokens
-        self.left = outer.left if outer else [MAX_STEPS]
-        self.operations = outer.operations if outer else [MAX_OPERATIONS]
-        self.in_set = 0
         self.position = 0
         self.depth = outer.depth if outer else 0
+        self.in_set = 0
         self.in_bars = 0
+        # Lists of one element, shared with the inner parsers.
+        self._steps_left = outer._steps_left if outer else [MAX_STEPS]
+        self._operations_left = outer._operations_left if outer else [MAX_OPERATIONS]
 
     def token(self, ahead: int = 0) -> Token | None:
         index = self.position + ahead
@@ -47,23 +48,25 @@ class ParserBase:
         if token is None:
             raise NotMathematics("it ends too early")
         self.position += 1
-        self.left[0] -= 1
-        if self.left[0] < 0:
-            raise NotMathematics(f"more than {MAX_STEPS} steps to read it")
+        self._steps_left[0] -= 1
+        if self._steps_left[0] < 0:
+            raise NotMathematics(f"more than {MAX_STEPS} steps to parse it")
         return token
 
-    def longer(self, length: int) -> int:
-        """One more operation in a chain of so many."""
-        self.operations[0] -= 1
-        if length > MAX_CHAIN or self.operations[0] < 0:
+    def count_operation(self, length: int) -> int:
+        """Counts an operation in a chain of `length` operations; returns its new length."""
+        self._operations_left[0] -= 1
+        if length > MAX_CHAIN or self._operations_left[0] < 0:
             raise NotMathematics("too many operations in one chain")
         return length + 1
 
-    def expect(self, text: str) -> None:
-        if self.take().text != text:
-            raise NotMathematics(f"{text} is missing")
+    def expect(self, *texts: str) -> None:
+        for text in texts:
+            if self.take().text != text:
+                raise NotMathematics(f"{text} is missing")
 
     def skip(self, *texts: str) -> bool:
+        """Steps over the next token if it is one of `texts`."""
         if self.peek() in texts:
             self.position += 1
             return True
@@ -80,7 +83,7 @@ class ParserBase:
 
 def as_number(token: Token) -> Num:
     if token.value is None:
-        raise NotMathematics(f"{token.text!r} is no number")
+        raise NotMathematics(f"{token.text!r} is not a number")
     return Num(token.value, token.digits, token.open_ended)
 
 
@@ -93,17 +96,13 @@ def as_expr(answer: Answer) -> Expr:
 
 
 def plain_fraction(expr: Expr) -> Fraction | None:
+    """The value of a proper fraction of two literal numbers, else None."""
     if not (isinstance(expr, Call) and expr.name == "div"):
         return None
     above, below = expr.args
-    if (
-        isinstance(above, Num)
-        and isinstance(below, Num)
-        and above.digits is None
-        and 0 < above.value < below.value
-    ):
-        return above.value / below.value
-    return None
+    if not (isinstance(above, Num) and isinstance(below, Num) and above.digits is None):
+        return None
+    return above.value / below.value if 0 < above.value < below.value else None
 
 
 def as_matrix(rows: list[tuple[Expr, ...]]) -> MatrixOf:

@@ -29,7 +29,7 @@ class Interval:
 
 @dataclass(frozen=True)
 class RealSet:
-    """Intervals in order, that neither overlap nor touch.
+    """Sorted intervals that neither overlap nor touch.
 
     >>> RealSet.union([interval(Fraction(0), True, Fraction(1), False), point(Fraction(1))]).intervals[0].high_closed
     True
@@ -66,7 +66,7 @@ class RealSet:
         return result
 
     def complement(self) -> RealSet:
-        """All other real numbers."""
+        """The real numbers outside the set."""
         result = whole_line()
         for part in self.intervals:
             below = Interval(mpf("-inf"), False, part.low, not part.low_closed)
@@ -84,7 +84,7 @@ class RealSet:
 
 
 def interval(low: Bound, low_closed: bool, high: Bound, high_closed: bool) -> RealSet:
-    """Infinite ends are open, however they were written."""
+    """An interval; infinite ends are always open."""
     one = Interval(low, low_closed and not _infinite(low), high, high_closed and not _infinite(high))
     return RealSet(() if one.is_empty else (one,))
 
@@ -98,7 +98,7 @@ def whole_line() -> RealSet:
 
 
 def compare(a: Bound, b: Bound) -> int:
-    """-1, 0 or 1; equal where they agree to 30 digits."""
+    """-1, 0 or 1; 0 within the relative tolerance `AGREE`."""
     if isinstance(a, Fraction) and isinstance(b, Fraction):
         return (a > b) - (a < b)
     x, y = _mpf(a), _mpf(b)

@@ -1,4 +1,4 @@
-"""Answers that are neither words nor expressions: clock times and numbers in another base."""
+"""Answers with their own comparison: clock times, numerals in another base, number words and "no solution"."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _ALIKE = (
     frozenset(("does not exist", "dne", "do not exist")),
     frozenset(_REALS),
 )
-"""Texts that say the same."""
+"""Sets of texts with the same meaning."""
 _NUMBER_WORDS = {
     word: number
     for number, word in enumerate(
@@ -42,22 +42,19 @@ _NUMBER_WORDS = {
 
 
 def same_special(gold: str, answer: str) -> bool | None:
-    """Whether two texts are the same time of day, numeral, number word or "no solution"; None where neither is one.
+    """Whether two texts are the same time of day, numeral, number word or "no solution"; None if neither is one.
 
-    `3:30 PM` is `15:30`; without AM or PM on one side the other's is not asked for. A numeral with a base equals only
-    the same digits in the same base: whoever asks for base 8 does not want another.
+    `3:30 PM` equals `15:30`; if one side has no AM or PM, the other's is ignored. A numeral with a base equals only
+    the same digits in the same base.
     """
     times = clock(gold), clock(answer)
     if times[0] is not None and times[1] is not None:
         return _same_time(times[0], times[1])
-    said = [text if "\\" in text else text.casefold() for text in (gold, answer)]
-    if any(said[0] in alike and said[1] in alike for alike in _ALIKE):
+    folded = {text if "\\" in text else text.casefold() for text in (gold, answer)}
+    if any(folded <= alike for alike in _ALIKE):
         return True
-    numbers = _NUMBER_WORDS.get(gold), _NUMBER_WORDS.get(answer)
-    if numbers != (None, None) and (gold.isdigit() or answer.isdigit()):
-        return str(numbers[0] if numbers[0] is not None else gold) == str(
-            numbers[1] if numbers[1] is not None else answer
-        )
+    if (gold in _NUMBER_WORDS or answer in _NUMBER_WORDS) and (gold.isdigit() or answer.isdigit()):
+        return str(_NUMBER_WORDS.get(gold, gold)) == str(_NUMBER_WORDS.get(answer, answer))
     bases = based(gold), based(answer)
     if bases[0] is not None or bases[1] is not None:
         return bases[0] == bases[1]
@@ -74,7 +71,7 @@ def _same_time(one: tuple[int, bool], other: tuple[int, bool]) -> bool:
 
 
 def clock(text: str) -> tuple[int, bool] | None:
-    """(seconds after midnight, whether AM or PM was said) of a time of day, else None."""
+    """(seconds after midnight, whether it has AM or PM) of a time of day, else None."""
     if match := _CLOCK.fullmatch(text):
         hours, minutes, seconds, half = match.groups()
     elif match := _FULL_HOUR.fullmatch(text):

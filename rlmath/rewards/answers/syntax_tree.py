@@ -1,4 +1,4 @@
-"""What a text is read as: expressions, and the answers that are made of them."""
+"""The syntax tree of an answer: expressions, and the kinds of answers that consist of them."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from rlmath.rewards.answers.units import Unit
 class Num:
     value: Fraction
     digits: int | None = None
-    """Significant digits, when it was written with a decimal point."""
+    """Significant digits, if it was written with a decimal point."""
     open_ended: bool = False
-    """Written with dots: the digits go on."""
+    """Written with dots: more digits follow."""
 
 
 @dataclass(frozen=True)
@@ -39,12 +39,12 @@ Expr = Num | Sym | Call
 
 @dataclass(frozen=True)
 class Scalar:
-    """One value, maybe with a unit."""
+    """One value, with an optional unit."""
 
     expr: Expr
     unit: Unit | None = None
     otherwise: Scalar | None = None
-    """A second reading: `5 m` is 5 metres, or 5 times m."""
+    """A second reading: `5 m` is 5 metres or the product of 5 and m."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class SetOf:
 
 @dataclass(frozen=True)
 class Listing:
-    """Items side by side, without brackets."""
+    """A list of items without brackets."""
 
     items: tuple[Answer, ...]
     joiner: str
@@ -80,11 +80,11 @@ class Relation:
 
 @dataclass(frozen=True)
 class Name:
-    """What a value is given to: `x`, `f(x)`, `m_{max}`, `(x, y)`."""
+    """What a value is assigned to: `x`, `f(x)`, `m_{max}`, `(x, y)`."""
 
     text: str
     expr: Expr | None = None
-    """As an expression, where it is one."""
+    """The name as an expression, if it is one."""
 
 
 @dataclass(frozen=True)
@@ -100,14 +100,14 @@ class MatrixOf:
 
 
 @dataclass(frozen=True)
-class Known:
+class NamedSet:
     """A set with a name: "R", "Z", "N", "Q", "C" or "empty"."""
 
     name: str
 
 
 @dataclass(frozen=True)
-class Described:
+class SetBuilder:
     """The real numbers that satisfy a condition: `{x | condition}`."""
 
     name: str
@@ -116,7 +116,7 @@ class Described:
 
 @dataclass(frozen=True)
 class Piecewise:
-    """A function by cases: (value, condition) in any order."""
+    """A piecewise function: (value, condition) in any order."""
 
     branches: tuple[tuple[Expr, str], ...]
 
@@ -130,7 +130,7 @@ Answer = (
     | Name
     | SetOperation
     | MatrixOf
-    | Known
-    | Described
+    | NamedSet
+    | SetBuilder
     | Piecewise
 )

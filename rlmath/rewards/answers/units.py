@@ -1,4 +1,4 @@
-"""Units behind a number: known ones convert into each other, other nouns are compared as words."""
+"""Units after a number: known ones are converted into each other, other nouns are compared as words."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MAX_NOUNS = 5
 
 @dataclass(frozen=True)
 class Unit:
-    """A product of base units, a factor, and words that are no unit we know.
+    """A product of base units, a factor, and words that are not known units.
 
     >>> Unit((("length", 2),), Fraction(1, 10000)).factor   # cm^2
     Fraction(1, 10000)
@@ -24,11 +24,11 @@ class Unit:
     dimensions: tuple[tuple[str, int], ...] = ()
     """(base, exponent) in alphabetical order, without zeros."""
     factor: Fraction = Fraction(1)
-    """How many of the base units it is."""
+    """The unit in base units."""
     nouns: tuple[str, ...] = ()
     """Other words, in lower case and without a plural s."""
     multiplier: int = 1
-    """Of a million or a dozen: it belongs to the number."""
+    """The value of "million" or "dozen", which belongs to the number."""
 
 
 PARTS_OF_DEGREE = {"'": Fraction(1, 60), "''": Fraction(1, 3600)}
@@ -94,11 +94,8 @@ _KNOWN: dict[str, tuple[str, int, Fraction]] = {
     **_scaled("celsius", {"celsius": 1}),
     **_scaled("fahrenheit", {"fahrenheit": 1}),
 }
-for _name, _factor in {
-    "l liter litre": Fraction(1, 1000),
-    "ml milliliter millilitre": Fraction(1, 10**6),
-}.items():
-    _KNOWN |= {name: ("length", 3, _factor) for name in _name.split()}
+for _names, _divisor in {"l liter litre": 1000, "ml milliliter millilitre": 10**6}.items():
+    _KNOWN |= {name: ("length", 3, Fraction(1, _divisor)) for name in _names.split()}
 _MULTIPLIERS = {
     "hundred": 100,
     "thousand": 1000,
@@ -113,7 +110,7 @@ _SINGLE_LETTERS = word_set("m s g h L J N V W K")
 _UNMISTAKABLE = word_set(
     "cm mm km kg mph hz kw usd ft lb lbs oz deg meter meters degrees cents dollars hours"
 )
-"""Units that may stand right behind a number: 5cm, but 2nm is a product."""
+"""Units that may follow a number without a space: 5cm, but 2nm is a product."""
 _NO_NOUNS = word_set(
     "not or and is are if no but either nor none maybe was were be equals equal then so because since "
     "where approximately about around less more greater than between only e i pi x y z sqrt sin cos tan "
@@ -132,7 +129,7 @@ _ORDINALS = frozenset(("th", "st", "nd", "rd"))
 
 
 def read_unit(tokens: Sequence[Token]) -> Unit | None:
-    """The unit that these tokens are, or None: `cm^2`, `miles per hour`, `square feet`, `^\\circ C`, `apples`."""
+    """The unit of these tokens, or None: `cm^2`, `miles per hour`, `square feet`, `^\\circ C`, `apples`."""
     dimensions: dict[str, int] = {}
     factor, nouns, sign, pending, position, multiplier = Fraction(1), [], 1, 1, 0, 1
     while position < len(tokens):
@@ -146,7 +143,7 @@ def read_unit(tokens: Sequence[Token]) -> Unit | None:
         elif lower in ("\\cdot", "*", ".", "-"):
             pass
         elif lower in _POWERS:
-            if lower.endswith("d"):  # "feet squared" comes after its unit
+            if lower.endswith("d"):  # "squared" follows its unit
                 return None
             pending = _POWERS[lower]
         elif (degree := _degree(tokens, position)) is not None:
@@ -198,7 +195,7 @@ def _is_noun(token: Token) -> bool:
 
 
 def _degree(tokens: Sequence[Token], position: int) -> tuple[str, int] | None:
-    """(base, tokens) of a degree sign, with the letter of its scale: `^\\circ C`."""
+    """(base, number of tokens) of a degree sign, with the letter of its scale: `^\\circ C`."""
     texts = [token.text for token in tokens[position : position + 7]]
     for pattern in (["^", "\\circ"], ["^", "{", "\\circ", "}"], ["degrees"], ["degree"], ["\\degree"]):
         if texts[: len(pattern)] == pattern:
@@ -211,7 +208,7 @@ def _degree(tokens: Sequence[Token], position: int) -> tuple[str, int] | None:
 
 
 def _exponent(tokens: Sequence[Token], position: int) -> tuple[int, int]:
-    """(exponent, tokens it takes) of `^2`, `^{2}`, `^{-1}` or "squared"; (1, 0) where there is none."""
+    """(exponent, number of tokens) of `^2`, `^{2}`, `^{-1}` or "squared"; (1, 0) if there is none."""
     texts = [token.text for token in tokens[position : position + 5]]
     if texts and texts[0].lower() in ("squared", "cubed"):
         return _POWERS[texts[0].lower()], 1
@@ -233,7 +230,7 @@ def _multiply(dimensions: dict[str, int], known: tuple[str, int, Fraction], time
 
 
 def compatible(one: Unit, other: Unit) -> bool:
-    """Whether values in these units can be compared: like dimensions, and no nouns that differ."""
+    """Whether values in these units can be compared: equal dimensions, and no different nouns."""
     if (
         one.dimensions != other.dimensions
         and bool(one.dimensions or one.nouns)

@@ -1,30 +1,23 @@
-"""The words, signs and commands that the grammar knows."""
+"""The words, signs and commands of the grammar."""
 
 from __future__ import annotations
 
 from rlmath.rewards.answers.normalize import word_set
 
 RELATIONS = {
-    "=": "=",
-    "<": "<",
-    ">": ">",
-    "\\lt": "<",
-    "\\gt": ">",
-    "\\le": "<=",
-    "\\leq": "<=",
-    "\\leqslant": "<=",
-    "\\leqq": "<=",
-    "\\ge": ">=",
-    "\\geq": ">=",
-    "\\geqslant": ">=",
-    "\\geqq": ">=",
-    "\\ne": "!=",
-    "\\neq": "!=",
-    "\\approx": "~",
-    "\\simeq": "~",
-    "\\doteq": "~",
-    "\\in": "in",
-    "\\equiv": "==",
+    text: operator
+    for operator, texts in {
+        "=": "=",
+        "<": "< \\lt",
+        ">": "> \\gt",
+        "<=": "\\le \\leq \\leqslant \\leqq",
+        ">=": "\\ge \\geq \\geqslant \\geqq",
+        "!=": "\\ne \\neq",
+        "~": "\\approx \\simeq \\doteq",
+        "in": "\\in",
+        "==": "\\equiv",
+    }.items()
+    for text in texts.split()
 }
 
 FUNCTIONS = word_set(
@@ -49,13 +42,8 @@ MULTIPLY = frozenset(("*", "\\times", "\\cdot", "\\ast"))
 
 DIVIDE = frozenset(("/", "\\div"))
 
-CLOSING = {
-    "(": (")", "]"),
-    "[": ("]", ")"),
-    "\\langle": ("\\rangle",),
-    "]": ("[",),
-    "\\lbrack": ("\\rbrack",),
-}
+CLOSING = {"(": (")", "]"), "[": ("]", ")"), "]": ("[",)}
+"""The closing brackets of a group, by its opening one."""
 
 PLAIN_WORDS = word_set(
     "the not and or is are no of yes for any all but if to by in at as an it so we be do on not one two "
@@ -64,20 +52,15 @@ PLAIN_WORDS = word_set(
 
 UNEVALUATED = word_set("\\int \\iint \\iiint \\oint \\sum \\prod \\lim \\limsup \\liminf")
 
-CANNOT = word_set(
+UNSUPPORTED = word_set(
     "\\sup \\inf  \\bmod \\mod \\stackrel \\overset \\underset \\substack \\to "
     "\\rightarrow \\mapsto \\cong \\sim \\propto \\perp \\parallel \\subset \\subseteq \\supset \\forall "
     "\\exists \\neg \\iff \\implies \\Rightarrow \\Leftrightarrow \\oplus \\prime \\aleph \\Re \\Im \\arg "
     "\\deg \\dim \\ker \\Pr \\notin \\mid \\triangle \\angle \\circ \\sinh"
 )
 
-SET_OPERATIONS = {
-    "\\cup": "union",
-    "\\bigcup": "union",
-    "\\cap": "intersection",
-    "\\setminus": "without",
-    "\\backslash": "without",
-}
+SET_OPERATIONS = {"\\cup": "union", "\\bigcup": "union", "\\cap": "intersection"}
+SET_OPERATIONS |= {"\\setminus": "without", "\\backslash": "without"}
 
 FACTOR_COMMANDS = word_set(
     "\\frac \\sqrt \\binom \\tbinom \\dbinom \\lfloor \\lceil \\lvert \\hbar \\ell \\begin \\varphi "
