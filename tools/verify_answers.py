@@ -1,9 +1,9 @@
-"""Judge the answers of a file, with the judge that the trainer uses.
+"""Verify the answers of a file, with the verifier that the trainer uses.
 
     python tools/verify_answers.py --input cases.jsonl --output verdicts.jsonl --workers 2
 
-Each input line is {"id", "completion", "solutions": [...]} and maybe "task"; each output line, in the order of the
-input, {"id", "correct", "extracted", "verdict", "seconds"}. Lines that are broken are told by number on stderr and
+Each input line is {"id", "completion", "solutions": [...]} with an optional "task"; each output line, in the order of
+the input, {"id", "correct", "extracted", "verdict", "seconds"}. Malformed lines are reported by number on stderr and
 skipped; the exit code is then 1.
 """
 
@@ -26,13 +26,13 @@ from rlmath.rewards.worker_pool import VerifierPool
 
 MAX_LINE_BYTES = 64 * 2**20
 TOO_LONG = b"\xff"
-"""Stands for a line that was not kept; no JSON begins so."""
+"""Replaces a line that was not kept; no JSON begins with it."""
 WAITING = 4096
-"""Most answers that are under way at a time."""
+"""Most answers that are queued at once."""
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Judges the file; 0, 1 when lines were broken, 2 when it cannot begin."""
+    """Verifies the file; returns 0, 1 if lines were malformed, 2 if it cannot start."""
     options = _parse_arguments(arguments)
     source, target = Path(options.input), Path(options.output)
     problem = _problem(source, target)
@@ -47,18 +47,18 @@ def main(arguments: list[str] | None = None) -> int:
         return 2
     unfinished = target.with_name(target.name + ".tmp")
     with pool, unfinished.open("w", encoding="ascii") as out:
-        verdicts, broken = _judge_all(source, pool, out)
+        verdicts, broken = _verify_all(source, pool, out)
     os.replace(unfinished, target)
     right = verdicts.pop("correct", 0)
     kinds = ", ".join(f"{count} {kind}" for kind, count in sorted(verdicts.items())) or "nothing"
-    print(f"{sum(verdicts.values())} judged, {right} of them right; decided by: {kinds}")
+    print(f"{sum(verdicts.values())} verified, {right} of them correct; decided by: {kinds}")
     if broken:
         print(f"verify_answers: {broken} broken lines were skipped", file=sys.stderr)
     return 1 if broken else 0
 
 
-def _judge_all(source: Path, pool: VerifierPool, out: TextIO) -> tuple[Counter[str], int]:
-    """(verdicts by kind, and "correct"; broken lines)."""
+def _verify_all(source: Path, pool: VerifierPool, out: TextIO) -> tuple[Counter[str], int]:
+    """(counts by verdict, and of "correct"; number of malformed lines)."""
     counts: Counter[str] = Counter()
     broken = 0
     waiting: deque[tuple[Any, Future[Verdict]]] = deque()
@@ -77,7 +77,7 @@ def _judge_all(source: Path, pool: VerifierPool, out: TextIO) -> tuple[Counter[s
         }
         out.write(json.dumps(row) + "\n")
 
-    with tqdm(total=source.stat().st_size, unit="B", unit_scale=True, desc="judging") as bar:
+    with tqdm(total=source.stat().st_size, unit="B", unit_scale=True, desc="verifying") as bar:
         for number, line in _lines(source):
             bar.update(len(line))
             try:
@@ -110,7 +110,7 @@ def _lines(source: Path) -> Iterator[tuple[int, bytes]]:
 
 
 def _parse_case(line: bytes) -> tuple[Any, str, list[str], str] | None:
-    """(id, completion, solutions, task); None for a blank line. ValueError says what is broken."""
+    """(id, completion, solutions, task); None for a blank line. Raises ValueError for a malformed one."""
     if line == TOO_LONG:
         raise ValueError(f"longer than {MAX_LINE_BYTES // 2**20} MiB")
     try:
@@ -131,7 +131,7 @@ def _parse_case(line: bytes) -> tuple[Any, str, list[str], str] | None:
         raise ValueError("solutions must be a list of at least one string")
     task = row.get("task", TASKS[0])
     if task not in TASKS:
-        raise ValueError(f"task {task!r} cannot be judged; known: {', '.join(TASKS)}")
+        raise ValueError(f"task {task!r} cannot be verified; supported: {', '.join(TASKS)}")
     return row["id"], row["completion"], solutions, task
 
 
@@ -147,12 +147,12 @@ def _problem(source: Path, target: Path) -> str | None:
 
 def _parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        description="Judge the answers of a file, with the judge that the trainer uses."
+        description="Verify the answers of a file, with the verifier that the trainer uses."
     )
     parser.add_argument(
         "--input", required=True, help='JSONL: {"id", "completion", "solutions": [...], "task"?}'
     )
-    parser.add_argument("--output", required=True, help="JSONL of verdicts, in the order of the input")
+    parser.add_argument("--output", required=True, help="JSONL of results, in the order of the input")
     parser.add_argument(
         "--workers", type=int, default=min(4, os.cpu_count() or 1), help="default: %(default)s"
     )
@@ -161,7 +161,7 @@ def _parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
         "--answer-from",
         choices=("boxed", "phrase", "number"),
         default="boxed",
-        help='where an answer may stand; "phrase": also after "the answer is", "number": else the last number',
+        help='where the answer is looked for; "phrase": also after "the answer is", "number": else the last number',
     )
     parser.add_argument(
         "--loose", action="store_true", help="compare numbers as the Qwen2.5-Math evaluation does"

@@ -1,4 +1,4 @@
-"""Hostile completions, judged by real workers under real limits."""
+"""Hostile completions, verified by real workers under real limits."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class MemoryWatch(threading.Thread):
 
 
 @pytest.fixture(scope="module")
-def judged(tmp_path_factory):
+def batch(tmp_path_factory):
     """(verdicts of the attacks, of the honest answers, seconds, largest address space, marker) of one batch."""
     marker = tmp_path_factory.mktemp("attacks") / "written"
     attacks = [text.replace(MARKER, str(marker)) for text in (*QUICK, *HANGS)]
@@ -65,36 +65,36 @@ def judged(tmp_path_factory):
     return attacked, honest, seconds, watch.largest_space, marker
 
 
-def test_there_are_enough_attacks(judged):
-    assert len(judged[0]) == len(QUICK) + len(HANGS) >= 40
+def test_there_are_enough_attacks(batch):
+    assert len(batch[0]) == len(QUICK) + len(HANGS) >= 40
 
 
-def test_no_attack_is_rewarded(judged):
-    assert not [verdict for verdict in judged[0] if verdict.correct]
+def test_no_attack_is_rewarded(batch):
+    assert not [verdict for verdict in batch[0] if verdict.correct]
 
 
-def test_no_attack_runs_code(judged):
-    assert not judged[4].exists()
-    assert not judged[4].parent.joinpath("written ").exists()
+def test_no_attack_runs_code(batch):
+    assert not batch[4].exists()
+    assert not batch[4].parent.joinpath("written ").exists()
 
 
-def test_what_hangs_times_out_and_the_rest_does_not(judged):
-    attacked = judged[0]
+def test_what_hangs_times_out_and_the_rest_does_not(batch):
+    attacked = batch[0]
     assert [verdict.verdict for verdict in attacked[-len(HANGS) :]] == ["timeout"] * len(HANGS)
     assert not [verdict for verdict in attacked[: -len(HANGS)] if verdict.verdict in ("timeout", "error")]
 
 
-def test_all_others_in_the_batch_come_back_right(judged):
-    assert len(judged[1]) == len(HONEST)
-    assert all(verdict.correct for verdict in judged[1])
+def test_all_others_in_the_batch_come_back_right(batch):
+    assert len(batch[1]) == len(HONEST)
+    assert all(verdict.correct for verdict in batch[1])
 
 
-def test_memory_stays_under_the_limit(judged):
-    assert 0 < judged[3] <= MEMORY_BYTES
+def test_memory_stays_under_the_limit(batch):
+    assert 0 < batch[3] <= MEMORY_BYTES
 
 
-def test_the_batch_takes_no_longer_than_its_hangs(judged):
-    assert judged[2] <= (math.ceil(len(HANGS) / WORKERS) + 1) * LIMIT_SECONDS
+def test_the_batch_takes_no_longer_than_its_hangs(batch):
+    assert batch[2] <= (math.ceil(len(HANGS) / WORKERS) + 1) * LIMIT_SECONDS
 
 
 @pytest.mark.full

@@ -1,4 +1,4 @@
-"""The labelled cases: every one is judged as its label says, and no class is judged worse than by math-verify."""
+"""The labelled cases: every one is verified as its label says, and no class worse than by math-verify."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ def read_cases(name: str) -> list[dict]:
 
 ROWS = read_cases("cases.jsonl")
 BLIND = read_cases("cases_blind.jsonl")
-"""Written by others who had seen neither code nor cases; the judge was at 97.9% of the first half and 92.1% of the
+"""Written by others who had seen neither code nor cases; the verifier was at 97.9% of the first half and 92.1% of the
 second when it first saw them."""
 
 
 def library_agrees(row: dict) -> bool:
-    """Whether math-verify alone judges a case as it is labelled."""
+    """Whether math-verify alone verifies a case as it is labelled."""
     from math_verify import parse
     from math_verify import verify as equal
 
@@ -46,13 +46,13 @@ def test_the_set_is_large_spread_and_its_ids_are_unique():
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row["id"])
-def test_the_judge_says_what_the_label_says(row):
+def test_the_verifier_agrees_with_the_label(row):
     verdict = verify(row["completion"], row["solutions"], row["task"])
     assert verdict.correct is row["correct"], (verdict, row["why"])
     assert verdict.verdict not in ("error", "timeout")
 
 
-def test_cases_written_without_sight_of_the_judge():
+def test_cases_written_without_sight_of_the_verifier():
     """What it gets wrong there are habits it does not know, never a wrong answer that it takes for right."""
     wrong = [
         row for row in BLIND if verify(row["completion"], row["solutions"]).correct is not row["correct"]

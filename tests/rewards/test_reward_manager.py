@@ -1,4 +1,4 @@
-"""From the settings to scores, as the rollout asks for them."""
+"""From the settings to scores, as the rollout requests them."""
 
 import pytest
 
@@ -20,8 +20,8 @@ def completion(text: str, tokens: int = 10, reason: str = "stop") -> Completion:
 
 @pytest.fixture(scope="module")
 def pool():
-    with open_reward_workers(RewardConfig()) as judges:
-        yield judges
+    with open_reward_workers(RewardConfig()) as workers:
+        yield workers
 
 
 def scores(pool: VerifierPool, reward: RewardConfig, *asked: tuple[Prompt, Completion]):
@@ -70,15 +70,15 @@ def test_thoughts_that_the_prompt_opens_do_not_count(pool):
     assert text_to_verify("<think>a</think>", "b") == "b"
 
 
-def test_a_function_of_the_users_replaces_judge_and_scheme(tmp_path, monkeypatch):
+def test_a_function_of_the_users_replaces_verifier_and_scheme(tmp_path, monkeypatch):
     (tmp_path / "rewards_of_mine.py").write_text(
         "def level(completion, solutions, row):\n    return row['level'] / len(completion), {'n': 1}\n"
     )
     monkeypatch.chdir(tmp_path)
     settings = RewardConfig(function="rewards_of_mine:level", function_failure=-2.0, output_bias=1.0)
-    with open_reward_workers(settings) as judges:
+    with open_reward_workers(settings) as workers:
         good, bad = scores(
-            judges,
+            workers,
             settings,
             (prompt(more='{"level": 6}'), completion("abc")),
             (prompt(more='{"level": 6}'), completion("")),

@@ -1,4 +1,4 @@
-"""The judge's two halves, its rules, and what it must never load or run. Labelled cases are in test_cases."""
+"""Both halves of the verifier, its rules, and what it must never load or run. Labelled cases are in test_cases."""
 
 import os
 import subprocess
@@ -119,7 +119,7 @@ def test_reference_answers_may_come_in_a_box(gold, answer):
     assert gold_answer(gold) == answer
 
 
-def test_rows_that_no_judge_knows_are_refused():
+def test_rows_of_an_unsupported_task_are_refused():
     check_tasks(["math", "math"])
     with pytest.raises(ValueError, match="task 'code', which cannot be verified"):
         check_tasks(["math", "code"])

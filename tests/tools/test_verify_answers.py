@@ -47,7 +47,7 @@ def test_every_line_gets_its_verdict_in_order(tmp_path):
     assert found[0]["extracted"] == "\\sqrt{4}"
     assert all(row.keys() == {"id", "correct", "extracted", "verdict", "seconds"} for row in found)
     assert found[3]["seconds"] >= 1.5 > found[0]["seconds"] > 0
-    assert "6 judged, 2 of them right" in done.stdout
+    assert "6 verified, 2 of them correct" in done.stdout
 
 
 @pytest.mark.parametrize(
@@ -61,7 +61,7 @@ def test_every_line_gets_its_verdict_in_order(tmp_path):
         ({"id": 1, "completion": 5, "solutions": ["x"]}, "completion must be a string"),
         ({"id": 1, "completion": "x", "solutions": "x"}, "solutions must be a list"),
         ({"id": 1, "completion": "x", "solutions": []}, "solutions must be a list"),
-        ({"id": 1, "completion": "x", "solutions": ["x"], "task": "code"}, "task 'code' cannot be judged"),
+        ({"id": 1, "completion": "x", "solutions": ["x"], "task": "code"}, "task 'code' cannot be verified"),
     ],
 )
 def test_parsing_tells_what_is_broken(line, told):

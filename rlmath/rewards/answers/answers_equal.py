@@ -10,7 +10,7 @@ from dataclasses import fields, is_dataclass
 from functools import lru_cache
 
 from rlmath.rewards.answers.equivalence import Comparison, names_agree, same_antiderivative
-from rlmath.rewards.answers.evaluate import symbols, worth
+from rlmath.rewards.answers.evaluate import symbols, value_of
 from rlmath.rewards.answers.interpret import interpret
 from rlmath.rewards.answers.lexer import Reading
 from rlmath.rewards.answers.normalize import (
@@ -142,7 +142,7 @@ def _is_bounded(answer: str) -> bool:
 def _check_size(answer: object) -> None:
     """Raises NotMathematics if a number in an answer is beyond our limits, or undefined, such as 1/0."""
     if isinstance(answer, (Num, Sym, Call)):
-        if worth(answer, complex_numbers=True) is None and not symbols(answer):
+        if value_of(answer, complex_numbers=True) is None and not symbols(answer):
             raise NotMathematics("it has no value")
     elif isinstance(answer, tuple):
         for part in answer:

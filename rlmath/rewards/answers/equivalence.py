@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
+from typing import TypeVar
 
 from rlmath.rewards.answers.evaluate import (
     is_constant,
@@ -12,11 +13,13 @@ from rlmath.rewards.answers.evaluate import (
     same_expression,
     same_number,
     symbols,
-    worth,
+    value_of,
 )
 from rlmath.rewards.answers.real_sets import RealSet
 from rlmath.rewards.answers.syntax_tree import Call, Expr, MatrixOf, Num, Scalar, Sym
 from rlmath.rewards.answers.units import DEGREE, PERCENT, RADIAN, Unit, compatible
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -177,7 +180,7 @@ class Comparison:
             return False
         if gold.is_set or answer.is_set:
             return self._all_in(ours, theirs) and self._all_in(theirs, ours)
-        return len(ours) == len(theirs) and self._matched(ours, theirs)
+        return _can_be_paired(ours, theirs, self._same_member)
 
     def _all_in(self, ours: Sequence[Interpretations], theirs: Sequence[Interpretations]) -> bool:
         return all(any(self._same_member(one, other) for other in theirs) for one in ours)
@@ -185,16 +188,6 @@ class Comparison:
     def _same_member(self, one: Interpretations, other: Interpretations) -> bool:
         """Members are compared as they are: {1} inside a set is not 1."""
         return (one.members is None) == (other.members is None) and self.same(one, other)
-
-    def _matched(self, ours: Sequence[Interpretations], theirs: Sequence[Interpretations]) -> bool:
-        """Whether ours can be paired one to one with theirs."""
-        left = list(theirs)
-        for one in ours:
-            found = next((index for index, other in enumerate(left) if self._same_member(one, other)), None)
-            if found is None:
-                return False
-            del left[found]
-        return True
 
     def _same_matrix(self, gold: MatrixOf | None, answer: MatrixOf | None) -> bool:
         if gold is None or answer is None or len(gold.rows) != len(answer.rows):
@@ -212,8 +205,9 @@ class Comparison:
         self, gold: tuple[str, str, tuple[Expr, ...]] | None, answer: tuple[str, str, tuple[Expr, ...]] | None
     ) -> bool:
         """Whether the values can be paired, with the parameter shifted by an integer or negated."""
-        if gold is None or answer is None or gold[0] != answer[0] or len(gold[2]) != len(answer[2]):
+        if gold is None or answer is None or gold[0] != answer[0]:
             return False
+        _, name, theirs = answer
         letter = Sym(_PARAMETER)
         ours = [substituted(expr, gold[1], letter) for expr in gold[2]]
         shifts: list[Expr] = [letter]
@@ -223,20 +217,11 @@ class Comparison:
                 for turn in (1, -1)
                 for shift in range(-3, 4)
             ]
-        left = list(answer[2])
-        for one in ours:
-            found = next(
-                (
-                    index
-                    for index, other in enumerate(left)
-                    if any(same_expression(one, substituted(other, answer[1], shifted)) for shifted in shifts)
-                ),
-                None,
-            )
-            if found is None:
-                return False
-            del left[found]
-        return True
+
+        def same(one: Expr, other: Expr) -> bool:
+            return any(same_expression(one, substituted(other, name, shifted)) for shifted in shifts)
+
+        return _can_be_paired(ours, theirs, same)
 
     def _same_pairs(
         self, gold: Sequence[tuple[str, Interpretations]], answer: Sequence[tuple[str, Interpretations]]
@@ -250,6 +235,19 @@ class Comparison:
 def single_member(value: Interpretations) -> tuple[Interpretations, ...] | None:
     """A value, point or interval as a set of one member; None for anything else."""
     return (value,) if value.scalar is not None or (value.row is not None and value.brackets) else None
+
+
+def _can_be_paired(ours: Sequence[T], theirs: Sequence[T], same: Callable[[T, T], bool]) -> bool:
+    """Whether each of ours is the same as a different one of theirs, and all are used; the first match is taken."""
+    if len(ours) != len(theirs):
+        return False
+    left = list(theirs)
+    for one in ours:
+        found = next((index for index, other in enumerate(left) if same(one, other)), None)
+        if found is None:
+            return False
+        del left[found]
+    return True
 
 
 _PARAMETER = "the parameter"
@@ -318,7 +316,7 @@ def _same_residue(gold: tuple[Expr, Expr, Expr] | None, answer: tuple[Expr, Expr
         return False
     if same_expression(gold[1], answer[1]):
         return True
-    values = [worth(expr) for expr in (gold[1], answer[1], gold[2]) if not symbols(expr)]
+    values = [value_of(expr) for expr in (gold[1], answer[1], gold[2]) if not symbols(expr)]
     numbers = [found.value for found in values if found is not None and isinstance(found.value, Fraction)]
     return len(numbers) == 3 and numbers[2] != 0 and (numbers[0] - numbers[1]) % numbers[2] == 0
 

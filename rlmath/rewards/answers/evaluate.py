@@ -38,7 +38,7 @@ PROTOCOL_TOLERANCE = 1e-4
 
 
 @dataclass(frozen=True)
-class Worth:
+class ApproximateValue:
     """A value at one point, with a bound of its rounding error."""
 
     value: Value
@@ -73,7 +73,7 @@ def mentions(expr: Expr, names: frozenset[str]) -> bool:
     return isinstance(expr, Call) and (expr.name in names or any(mentions(arg, names) for arg in expr.args))
 
 
-def _value_at(name: str, point: int, whole: bool) -> Fraction:
+def _letter_value(name: str, point: int, whole: bool) -> Fraction:
     """The value of a letter at a point: of all sizes and both signs, different for every letter."""
     seed = zlib.crc32(name.encode())
     if whole:
@@ -91,16 +91,18 @@ def _value_at(name: str, point: int, whole: bool) -> Fraction:
 
 
 @lru_cache(maxsize=8192)
-def worth(expr: Expr, point: int = 0, whole: bool = False, complex_numbers: bool = False) -> Worth | None:
+def value_of(
+    expr: Expr, point: int = 0, whole: bool = False, complex_numbers: bool = False
+) -> ApproximateValue | None:
     """The value at one of the fixed points, None if it is undefined. Raises NotMathematics for a constant beyond our
     limits, or one that is unknown because too many digits cancel.
 
     Roots and logarithms of negative numbers are defined only with `complex_numbers`, or if i occurs.
     """
-    values = {name: _value_at(name, point, whole) for name in symbols(expr)}
+    values = {name: _letter_value(name, point, whole) for name in symbols(expr)}
     context = Context(values, complex_numbers or mentions(expr, _IMAGINARY))
     try:
-        return _known_worth(expr, context)
+        return _checked_value(expr, context)
     except Undefined:
         return None
     except NotMathematics:
@@ -109,19 +111,19 @@ def worth(expr: Expr, point: int = 0, whole: bool = False, complex_numbers: bool
         raise
 
 
-def _known_worth(expr: Expr, context: Context) -> Worth:
+def _checked_value(expr: Expr, context: Context) -> ApproximateValue:
     value = evaluate(expr, context)
     if isinstance(value, Fraction) or not is_finite(value):
-        return Worth(value, mpf(0))
+        return ApproximateValue(value, mpf(0))
     with MP.workdps(DIGITS):
         rough = evaluate(expr, context)
     off = abs(to_mp(value) - to_mp(rough))
     if off > ZERO and off > abs(value) / 10**20:
         raise NotMathematics("a value lost in rounding")
-    return Worth(value, off)
+    return ApproximateValue(value, off)
 
 
-def _agree(one: Worth, other: Worth) -> bool:
+def _agree(one: ApproximateValue, other: ApproximateValue) -> bool:
     a, b = one.value, other.value
     if isinstance(a, Fraction) and isinstance(b, Fraction):
         return a == b
@@ -142,7 +144,7 @@ def same_expression(one: Expr, other: Expr) -> bool:
     both = symbols(one) | symbols(other)
     about_i = mentions(one, _IMAGINARY) or mentions(other, _IMAGINARY)
     if not both:
-        a, b = worth(one, complex_numbers=about_i), worth(other, complex_numbers=about_i)
+        a, b = value_of(one, complex_numbers=about_i), value_of(other, complex_numbers=about_i)
         return a is not None and b is not None and _agree(a, b)
     whole = any(mentions(expr, _STEPWISE) or _whole_only(expr) for expr in (one, other))
     steps_of_reals = whole and any(name[:1] in _REAL_LETTERS for name in both)
@@ -151,7 +153,7 @@ def same_expression(one: Expr, other: Expr) -> bool:
         places = [(point, False) for point in range(_REAL_POINTS)] + places[: 3 * steps_of_reals]
     met = missed = 0
     for point, at_whole in places:
-        a, b = worth(one, point, at_whole, about_i), worth(other, point, at_whole, about_i)
+        a, b = value_of(one, point, at_whole, about_i), value_of(other, point, at_whole, about_i)
         if a is None or b is None:
             missed += (a is None) != (b is None)
             continue
@@ -166,14 +168,14 @@ def _whole_only(expr: Expr) -> bool:
     if not isinstance(expr, Call):
         return False
     if expr.name == "pow" and symbols(expr.args[1]) and not symbols(expr.args[0]):
-        base = worth(expr.args[0])
+        base = value_of(expr.args[0])
         return base is not None and isinstance(base.value, Fraction) and base.value < 0
     return any(_whole_only(arg) for arg in expr.args)
 
 
 def is_constant(expr: Expr) -> bool:
     """Whether an expression has the same value at all fixed points where it is defined."""
-    found = [seen for point in range(_REAL_POINTS) if (seen := worth(expr, point)) is not None]
+    found = [seen for point in range(_REAL_POINTS) if (seen := value_of(expr, point)) is not None]
     return len(found) >= 2 and all(_agree(found[0], other) for other in found[1:])
 
 
@@ -182,7 +184,7 @@ def proportion(one: Expr, other: Expr) -> Any:
     first = None
     met = 0
     for point in range(_REAL_POINTS):
-        a, b = worth(one, point), worth(other, point)
+        a, b = value_of(one, point), value_of(other, point)
         if a is None or b is None or a.value == 0 or b.value == 0:
             continue
         if not (is_finite(a.value) and is_finite(b.value)):
@@ -207,7 +209,7 @@ def same_number(gold: Expr, answer: Expr, protocol: bool = False) -> bool:
     """
     if same_expression(gold, answer):
         return True
-    a, b = worth(gold), worth(answer)
+    a, b = value_of(gold), value_of(answer)
     if a is None or b is None:
         return False
     if isinstance(to_mp(a.value), mpc) or isinstance(to_mp(b.value), mpc):

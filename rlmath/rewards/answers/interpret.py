@@ -11,7 +11,7 @@ from dataclasses import replace
 from functools import lru_cache, singledispatch
 
 from rlmath.rewards.answers.equivalence import Comparison, Interpretations, single_member
-from rlmath.rewards.answers.evaluate import mentions, rounds_to, symbols, worth
+from rlmath.rewards.answers.evaluate import mentions, rounds_to, symbols, value_of
 from rlmath.rewards.answers.normalize import NotMathematics, Unsupported
 from rlmath.rewards.answers.numbers import is_finite, mpf
 from rlmath.rewards.answers.real_sets import Bound, RealSet, interval, point, whole_line
@@ -79,7 +79,9 @@ def _interpret_name(answer: Name) -> Interpretations:
 def _interpret_set(answer: SetOf) -> Interpretations:
     if any(isinstance(item, Relation) for item in answer.items):
         raise NotMathematics("a set of relations")
-    return Interpretations(members=flat(answer.items), is_set=True, real_set=_points(answer.items))
+    return Interpretations(
+        members=expanded_members(answer.items), is_set=True, real_set=_points(answer.items)
+    )
 
 
 @_interpret.register
@@ -185,7 +187,7 @@ def bound_of(item: Answer) -> Bound | None:
         return None
     if symbols(item.expr) or mentions(item.expr, frozenset(("i", "pm", "mp"))):
         return None
-    value = worth(item.expr)
+    value = value_of(item.expr)
     return None if value is None else value.value
 
 
@@ -196,7 +198,7 @@ def _points(items: Sequence[Answer]) -> RealSet | None:
     return RealSet.union([point(bound) for bound in bounds if bound is not None])
 
 
-def flat(items: Sequence[Answer]) -> tuple[Interpretations, ...]:
+def expanded_members(items: Sequence[Answer]) -> tuple[Interpretations, ...]:
     """The members, with plus-minus expanded."""
     if len(items) > MAX_ITEMS:
         raise NotMathematics(f"more than {MAX_ITEMS} items")
@@ -335,7 +337,7 @@ def _near(one: Expr, other: Expr) -> bool:
     """Whether `one ~ other` rounds an expression that is not a literal number to one."""
     if symbols(one) or symbols(other) or isinstance(one, Num):
         return isinstance(one, Num) and isinstance(other, Num) and one.value == other.value
-    value = worth(one)
+    value = value_of(one)
     return value is not None and is_finite(value.value) and rounds_to(other, value.value)
 
 
@@ -416,7 +418,7 @@ def _interpret_listing(listing: Listing) -> Interpretations:
     memberships = [item for item in listing.items if _is_membership(item)]
     if memberships:
         return _parametrised(listing, memberships)
-    items = flat(listing.items)
+    items = expanded_members(listing.items)
     relations = [item for item in listing.items if isinstance(item, Relation)]
     if len(relations) == len(listing.items):
         if all(item.name is None and item.real_set is not None for item in items):

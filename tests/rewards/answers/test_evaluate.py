@@ -5,7 +5,7 @@ from fractions import Fraction
 import mpmath
 import pytest
 
-from rlmath.rewards.answers.evaluate import proportion, same_expression, same_number, worth
+from rlmath.rewards.answers.evaluate import proportion, same_expression, same_number, value_of
 from rlmath.rewards.answers.normalize import NotMathematics, plain_unicode
 from rlmath.rewards.answers.parser import parse_answer
 from rlmath.rewards.answers.syntax_tree import Scalar
@@ -36,7 +36,7 @@ def expr(text: str):
     ],
 )
 def test_exact_values(text, value):
-    found = worth(expr(text))
+    found = value_of(expr(text))
     assert found is not None
     assert isinstance(found.value, Fraction)
     assert found.value == value
@@ -47,7 +47,7 @@ def test_exact_values(text, value):
     ["\\frac{1}{0}", "0^0", "\\sqrt{-4}", "\\ln 0", "\\tan 90^\\circ", "\\infty-\\infty", "\\arcsin 2"],
 )
 def test_what_has_no_value(text):
-    assert worth(expr(text)) is None
+    assert value_of(expr(text)) is None
 
 
 @pytest.mark.parametrize(
@@ -55,7 +55,7 @@ def test_what_has_no_value(text):
 )
 def test_what_is_too_large_or_lost_in_rounding_is_refused(text):
     with pytest.raises(NotMathematics):
-        worth(expr(text))
+        value_of(expr(text))
 
 
 def test_roots_of_negative_numbers_are_complex_where_i_is_about():
