@@ -1,4 +1,4 @@
-"""Completions that were written to attack the verifier: to run code, to hang it, to fill memory, or to be rewarded for nothing.
+"""Completions that attack the verifier: to run code, to hang it, to fill memory, or to be rewarded for nothing.
 
 MARKER stands for a file that a successful attack would make.
 """
