@@ -49,11 +49,18 @@ from rlmath.distributed.device import (
 )
 from rlmath.distributed.mesh import Mesh
 from rlmath.models.hf_config import read_model_shape
-from rlmath.models.megatron import Recompute, build_chunks, start_megatron, stop_megatron, transformer_config
+from rlmath.models.megatron import (
+    Recompute,
+    build_chunks,
+    hf_stream,
+    start_megatron,
+    stop_megatron,
+    transformer_config,
+)
 from rlmath.rollout.engine import Engine
 from rlmath.rollout.weight_sync.reshard_plan import bucket_bytes
 from rlmath.rollout.weight_sync.shard_layouts import engine_shapes, training_layout
-from rlmath.rollout.weight_sync.weight_sync import WeightTransfer, hf_stream
+from rlmath.rollout.weight_sync.weight_sync import WeightTransfer
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 BUCKET_MIB = 64.0

@@ -36,7 +36,7 @@ def advantages(
 ) -> list[list[float]]:
     """The advantage of every completion, by group and sample.
 
-    `tokens` are the completions' lengths: a normalisation over the batch weighs every completion by them.
+    `tokens` are the completions' lengths, the weights of completions in a normalisation over the batch.
 
     >>> advantages([[5.0, -5.0, -5.0, -5.0]], [[1, 1, 1, 1]], "rloo", eps=0.0)
     [[10.0, -3.3333333333333335, -3.3333333333333335, -3.3333333333333335]]
@@ -112,8 +112,8 @@ _OF_GROUP: dict[str, Callable[[Tensor, float], Tensor]] = {
 
 @dataclass(frozen=True)
 class KLTotals:
-    """What a KL penalty inside of the reward needs to know of one sample, whose K_t is the KL of token t and of all
-    that follow it (nats)."""
+    """Statistics of one sample for a KL penalty inside of the reward. K_t is the KL of token t and of all that follow
+    it (nats)."""
 
     total: float
     """K of the first token: the KL of the whole completion."""

@@ -1,4 +1,9 @@
-"""Which sampled completions are learned from: length filters and dynamic sampling. Pure."""
+"""Which sampled completions are learned from: length filters and dynamic sampling. Pure.
+
+    sampled groups -> length filters -> groups without contrast are dropped -> more prompts where too few are left
+
+Dynamic sampling: DAPO, arXiv:2503.14476, section 3.2.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +20,7 @@ DROP_REASONS = ("right", "wrong", "uniform", "empty", "surplus")
 FILTER_REASONS = ("short", "long", "truncated")
 
 MOST_PER_MISSING = 4
-"""Most prompts that a refill asks for at once for each group that is missing."""
+"""Most prompts that a refill samples at once for each group that is missing."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +51,7 @@ class Chosen:
 
 
 def choose(group: ScoredGroup, rules: SelectionRules) -> Chosen:
-    """Length filters first; what they leave of the group is then looked at for contrast."""
+    """Length filters first; the completions they keep are then checked for contrast."""
     reasons = [_filtered(completion, rules) for completion in group.completions]
     samples = tuple(g for g, reason in enumerate(reasons) if reason is None)
     filtered = tuple(reason for reason in reasons if reason is not None)
@@ -132,15 +137,15 @@ def select(
 ) -> Selection:
     """Sample `wanted` groups, and with dynamic sampling up to `max_extra` more until as many are kept.
 
-    `sample(n)` gives the groups of the next n prompts, fewer where there are no more. A refill asks for as many as
+    `sample(n)` gives the groups of the next n prompts, fewer where there are no more. A refill samples as many as
     should suffice by the share kept so far; groups beyond `wanted` are then "surplus", the last sampled first.
     """
     sampled = list(sample(wanted))
     chosen = [choose(group, rules) for group in sampled]
     while rules.dynamic is not None:
         kept = sum(one.dropped is None for one in chosen)
-        ask = min(_refill(wanted - kept, kept, len(chosen)), wanted + max_extra - len(sampled))
-        more = sample(ask) if ask > 0 else []
+        count = min(_refill(wanted - kept, kept, len(chosen)), wanted + max_extra - len(sampled))
+        more = sample(count) if count > 0 else []
         if not more:
             break
         sampled += more
@@ -149,7 +154,7 @@ def select(
 
 
 def _refill(missing: int, kept: int, sampled: int) -> int:
-    """Groups that should bring the missing ones at the share kept so far, at most MOST_PER_MISSING for each."""
+    """Groups to sample so that the missing ones are kept at the share kept so far, at most MOST_PER_MISSING each."""
     enough = missing * MOST_PER_MISSING
     return min(enough, -(-missing * sampled // kept)) if kept else enough
 

@@ -1,6 +1,6 @@
-"""Importance ratios of tokens and of sequences, and the weights that correct for who really sampled: pure functions.
+"""Importance ratios of tokens and of sequences, and weights that correct for the engine that sampled: pure functions.
 
-Two differences are told apart, as in AReaL's decoupled PPO (arXiv:2505.24298, after arXiv:2110.00641): the policy
+Two differences are kept apart, as in AReaL's decoupled PPO (arXiv:2505.24298, after arXiv:2110.00641): the policy
 now against the proximal policy, the policy at the start of the step, is what a loss clips; the proximal policy against
 the behaviour policy, the engine that sampled, is corrected by a weight without gradient.
 """
@@ -19,7 +19,7 @@ from torch import Tensor
 CorrectionLevel = Literal["token", "sequence"]
 
 MOST_LOG_WEIGHT = 20.0
-"""Log weights are cut to -20 .. 20, so that no weight overflows: e^20 is 5e8."""
+"""Log weights are clipped to -20 .. 20, so that no weight overflows: e^20 is 5e8."""
 
 
 @dataclass(frozen=True)

@@ -9,10 +9,9 @@ Every token has a weight; Megatron divides the sum over all micro-batches and ra
 | "gspo" | the same with the geometric mean of the completion's ratios as r | GSPO-token, arXiv:2507.18071 |
 | "cispo" | -A sg[clip(r)] log policy, sg without gradient | CISPO (MiniMax-M1), arXiv:2506.13585 |
 
-clip(r) is r cut to 1 - clip_low .. 1 + clip_high (two clips: DAPO, arXiv:2503.14476; dual clip: arXiv:1912.09729). Only
-tokens with a weight above 0 are looked at: what stands elsewhere may be anything, even NaN, and reaches neither value
-nor gradient.
-"""
+clip(r) is r clipped to 1 - clip_low .. 1 + clip_high (two bounds: DAPO, arXiv:2503.14476; dual clip: arXiv:1912.09729).
+Only tokens with a weight above 0 count: other entries may hold anything, even NaN, and reach neither value nor
+gradient. """
 
 # Shape legend: T packed tokens.
 
@@ -84,7 +83,7 @@ TOKEN_MEAN = Normalisation()
 
 @dataclass(frozen=True)
 class TokenInputs:
-    """What the loss knows of every token. Log-probs and entropies in nats."""
+    """Inputs of the loss for every token. Log-probs and entropies in nats."""
 
     logprobs_T: Float[Tensor, "T"]
     """Of the policy now, with gradient."""
@@ -172,7 +171,7 @@ def _surrogate(
     log_ratio_T: Float[Tensor, "T"],
     counted_T: Bool[Tensor, "T"],
 ) -> tuple[Float[Tensor, "T"], Bool[Tensor, "T"]]:
-    """The policy-gradient loss of every token, and where the clip was at work."""
+    """The policy-gradient loss of every token, and where it was clipped."""
     low, high = 1.0 - settings.clip_low, 1.0 + settings.clip_high
     advantages_T = torch.where(counted_T, tokens.advantages_T, 0.0)
     if settings.kind == "cispo":
@@ -182,18 +181,18 @@ def _surrogate(
     ratio_T = log_ratio_T.exp()
     if settings.kind == "gspo":
         sequence_T = sequence_log_ratio(log_ratio_T, counted_T, tokens.segments_T, tokens.n_segments)
-        # GSPO-token: the value is the sequence's, each token's gradient is weighed by its own advantage.
+        # GSPO-token: the value is the sequence's, each token's gradient is weighted by its own advantage.
         ratio_T = sequence_T.detach().exp() * (new_T - new_T.detach()).exp()
     plain_T = -advantages_T * ratio_T
     clipped_T = -advantages_T * ratio_T.clamp(low, high)
     loss_T = torch.maximum(plain_T, clipped_T)
-    at_work_T = clipped_T > plain_T
+    is_clipped_T = clipped_T > plain_T
     if settings.dual_clip is not None:
         most_T = -advantages_T * settings.dual_clip
         over_T = (advantages_T < 0) & (loss_T > most_T)
         loss_T = torch.where(over_T, most_T, loss_T)
-        at_work_T = at_work_T | over_T
-    return loss_T, at_work_T
+        is_clipped_T = is_clipped_T | over_T
+    return loss_T, is_clipped_T
 
 
 def _correction(

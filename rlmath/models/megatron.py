@@ -9,7 +9,7 @@ The layers are Transformer Engine's where it is installed, else Megatron's local
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,7 +31,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 import megatron_patches
 from rlmath.checkpoint.hf.weight_map import padded_vocab, placed_tensors
-from rlmath.checkpoint.hf.weights import local_parameter
+from rlmath.checkpoint.hf.weights import ModelGroups, local_parameter, stream_hf_tensors
 from rlmath.config.model_shape import ModelShape
 from rlmath.config.schema import ParallelConfig
 from rlmath.distributed.device import Device
@@ -273,3 +273,17 @@ def wrap_for_training(
     for chunk in wrapped:
         chunk.broadcast_params()
     return wrapped
+
+
+def hf_stream(
+    chunks: Sequence[torch.nn.Module], shape: ModelShape, mesh: Mesh
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """All weights of the model as Hugging Face tensors, one after the other (`stream_hf_tensors`), gathered over
+    Megatron's groups of this run. A collective of all ranks of a model replica."""
+    groups = ModelGroups(
+        parallel_state.get_tensor_model_parallel_group(),
+        parallel_state.get_pipeline_model_parallel_group(),
+        parallel_state.get_expert_tensor_parallel_group(),
+        parallel_state.get_expert_model_parallel_group(),
+    )
+    return stream_hf_tensors(chunks, shape, mesh, groups)

@@ -82,7 +82,7 @@ class Request:
 
 @dataclass(frozen=True)
 class RequestResult:
-    """The completion that a request asked for."""
+    """The completion of one request."""
 
     key: Key
     token_ids: Sequence[int]

@@ -20,7 +20,7 @@ from rlmath.config.load import config_as_yaml
 from rlmath.distributed.collectives import from_rank_zero, max_over_ranks
 from rlmath.distributed.fault_tolerance.preemption import REASONS, StopRequest
 from rlmath.distributed.versions import library_versions
-from rlmath.rollout.weight_sync.weight_sync import hf_stream
+from rlmath.models.megatron import hf_stream
 from rlmath.trainer.resume import Origin
 from rlmath.trainer.run_dir import EXPORT_FOLDER, MODELS_FOLDER, stage_folder
 from rlmath.trainer.save_schedule import FIRST_POINT, SaveTimes, export_dtype, models_of, points_of

@@ -50,7 +50,7 @@ def parameters(folder: Path) -> dict[str, Tensor]:
 
 
 def _export(stage: Stage, folder: Path, output: Path) -> None:
-    from rlmath.rollout.weight_sync.weight_sync import hf_stream
+    from rlmath.models.megatron import hf_stream
 
     stream = hf_stream(stage.actor.chunks, stage.shape, stage.mesh)
     write_hf_folder(stream, read_metadata_files(folder), output, torch.float32, writes=stage.mesh.rank == 0)

@@ -184,7 +184,7 @@ def logprobs(folder: Path, case: Case, samples: list[Sample]) -> dict[int, list[
 
 def whole_tensors(stage: Stage) -> dict[str, Tensor]:
     """The actor's parameters as Hugging Face tensors, whole."""
-    from rlmath.rollout.weight_sync.weight_sync import hf_stream
+    from rlmath.models.megatron import hf_stream
 
     return {name: tensor.clone() for name, tensor in hf_stream(stage.actor.chunks, stage.shape, stage.mesh)}
 

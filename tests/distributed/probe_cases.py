@@ -49,7 +49,7 @@ class Checked:
 
     def expected(self) -> list[list[float]]:
         """What the policy has told the probe, in the order of the sequences."""
-        order = [index for turn in self.probe._turns() for index in turn]
+        order = [index for members in self.probe._members() for index in members]
         return [row for _, row in sorted(zip(order, self.probe._expected, strict=True))]
 
 
@@ -165,7 +165,7 @@ def _change_the_policy(one: Checked, change: Callable[[torch.Tensor], Any]) -> C
     kept = None if parameter is None else parameter.clone()
     if parameter is not None:
         change(parameter)
-    one.probe.ask_policy()
+    one.probe.score_policy()
 
     def undo() -> None:
         if parameter is not None and kept is not None:
@@ -248,7 +248,7 @@ def texts_around_a_probe(
             with one.awake():
                 for number in range(count):
                     if number:
-                        one.probe.ask_policy()
+                        one.probe.score_policy()
                     one.sync.probe_engine()
                 left = left_behind(both.engine)
                 generated = list(both.engine.generate(_requests(0, 0) + _requests_of(starts)))

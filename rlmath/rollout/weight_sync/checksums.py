@@ -1,7 +1,8 @@
-"""Whether the engines have the policy's weights: checksums of every Hugging Face tensor, on both sides.
+"""Checks that the engines have the policy's weights: checksums of every Hugging Face tensor, on both sides.
 
-An element counts with a hash of its bits, in the engine's number format, and of its place in the tensor: a wrong value,
-a missing one, and a right one in the wrong place all show.
+The checksum of a tensor is the sum over its elements of a hash of the element's bits, in the engine's number format,
+and of its position: a wrong value, a missing one, and a right one in the wrong place all change it. Sums over the ranks
+that share a tensor give that of the whole tensor.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ MASK = 2**40 - 1
 """Checksums are compared modulo this plus one, so that sums over many ranks do not overflow."""
 
 _AT_ONCE = 2**20
-"""Elements that are worked on at a time."""
+"""Elements that are hashed at a time."""
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
@@ -48,15 +49,15 @@ def rectangle_checksum(values: Tensor, row: int, col: int, width: int) -> int:
 
 
 def _mixed(bits: Tensor, places: Tensor) -> Tensor:
-    """A hash of every element with its place, int64, in which each bit of both moves about half of all bits: multiply
-    and shift, as in splitmix64."""
+    """A hash of every element with its position, int64, in which each bit of both changes about half of all bits:
+    multiply and shift, as in splitmix64 (Steele, Lea and Flood, OOPSLA 2014)."""
     mixed = bits * 0x1F123BB5 + places * 0x61C8864680B583EB
     mixed = (mixed ^ (mixed >> 32)) * 0x2545F4914F6CDD1D
     return mixed ^ (mixed >> 29)
 
 
 class SyncChecksums:
-    """Compares one sync's two sides. Every rank makes one for the sync, feeds it, and calls `differing`."""
+    """Compares the two sides of one sync. Every rank makes one for the sync, adds both sides, and calls `differing`."""
 
     def __init__(self, shape: ModelShape, layout: TrainingLayout, mesh: Mesh, device: Device) -> None:
         self._mesh, self._device = mesh, device
@@ -85,7 +86,7 @@ class SyncChecksums:
         return rectangle_checksum(part.to(dtype), block.row, block.col, self._widths[block.tensor])
 
     def differing(self) -> list[str]:
-        """Tensors that some engine has otherwise than the policy, with the engines; the same on all ranks."""
+        """Tensors that differ between the policy and some engine, with the engines; the same on all ranks."""
         mesh = self._mesh
         table = torch.zeros(1 + mesh.engines, len(self._names), dtype=torch.int64)
         table[0] = torch.tensor(
@@ -110,7 +111,7 @@ def _widths(shape: ModelShape) -> dict[str, int]:
 
 
 def _copies(shape: ModelShape, engine_size: int) -> dict[str, int]:
-    """How often an engine has each element of a tensor: its ranks may share it out, or each have all of it."""
+    """How often an engine has each element of a tensor: its ranks may split it, or each hold all of it."""
     held: Counter[str] = Counter()
     for part in range(engine_size):
         for block in engine_blocks(shape, engine_size, part):
@@ -124,7 +125,7 @@ def _whole(shape: ModelShape) -> list[Block]:
 
 
 def _counted(shape: ModelShape, layout: TrainingLayout, mesh: Mesh) -> list[Block]:
-    """What this rank is the first one of its stage to hold."""
+    """The blocks that no earlier rank of this rank's stage holds."""
     first = mesh.pipeline_rank * (mesh.world_size // mesh.pipeline)
     before = {coordinates(replace(mesh, rank=rank)) for rank in range(first, mesh.rank)}
     if coordinates(mesh) in before:

@@ -1,4 +1,7 @@
-"""A probe of the engines: log-probs of fixed tokens from the engine and from the policy, which should agree."""
+"""A probe of the engines: log-probs of the same random tokens from the engine and from the policy, which should agree.
+
+Where checksums compare bits, the probe compares what both sides compute: a wrong layout, mask or kernel shows, too.
+"""
 
 from __future__ import annotations
 
@@ -31,12 +34,13 @@ class ProbeResult:
 
 
 class Probe:
-    """Asks both sides; the policy first, while its parameters are on the device. All ranks call both methods."""
+    """Scores the tokens on both sides: `score_policy` first, while its parameters are on the device, then
+    `compare_engine`. All ranks call both."""
 
     def __init__(self, policy: ForwardBackward, engine: Engine, mesh: Mesh, longest: int) -> None:
         """`longest`: most tokens of a sequence that the engine takes."""
         self._engine, self._mesh = engine, mesh
-        # The engine scores a prompt at temperature 1 and holds nothing back.
+        # The engine scores a prompt at temperature 1 and masks nothing.
         self._policy = ForwardBackward(
             policy.chunks, mesh, policy.device, 1.0, policy.vocab_size, MinTokensMask()
         )
@@ -47,8 +51,8 @@ class Probe:
         ]
         self._expected: list[list[float]] | None = None
 
-    def ask_policy(self) -> None:
-        """Its log-probs of every token but the first of each sequence, as the weights are now."""
+    def score_policy(self) -> None:
+        """The policy's log-probs of every token but the first of each sequence, under its present weights."""
         samples = [Sample(ids[:1], ids[1:], (0.0,) * (len(ids) - 1), 0.0) for ids in self._sequences]
         batches = self._microbatches(samples)
         mine = self._policy.logprobs(batches)
@@ -63,18 +67,18 @@ class Probe:
 
     def _microbatches(self, samples: list[Sample]) -> list[MicroBatch]:
         """All samples on every data-parallel rank, in as few micro-batches as the layout takes."""
-        return [pack(samples, turn, self._mesh.tensor) for turn in self._turns()]
+        return [pack(samples, members, self._mesh.tensor) for members in self._members()]
 
-    def _turns(self) -> list[range]:
+    def _members(self) -> list[range]:
         """Which sequences each micro-batch has."""
         count = self._mesh.microbatch_multiple
         return [range(start, SEQUENCES, count) for start in range(count)]
 
-    def ask_engine(self) -> ProbeResult:
-        """The engines' log-probs of the same tokens, compared; alike on all ranks."""
-        assert self._expected is not None, "the policy is asked first"
+    def compare_engine(self) -> ProbeResult:
+        """The engines' log-probs of the same tokens, compared with the policy's; returns the same on all ranks."""
+        assert self._expected is not None, "score_policy comes first"
         found = self._engine.score(self._sequences)
-        order = [index for turn in self._turns() for index in turn]
+        order = [index for members in self._members() for index in members]
         differences = [
             abs(a - b)
             for index, row in zip(order, self._expected, strict=True)

@@ -1,8 +1,11 @@
-"""Which parts of the model each rank holds for training, and which its engine needs: rectangles of the Hugging Face
-tensors, from the architecture's table and the two layouts alone.
+"""Which parts of the model each rank holds for training, and which parts its engine needs: rectangles of the Hugging
+Face tensors, from the architecture's table (`weight_map`) and the two layouts alone. Pure arithmetic.
+
+    training_blocks(shape, layout, coordinates): what Megatron's parameters of a rank hold
+    engine_blocks(shape, engine_size, part): what vLLM's parameters of a rank need
 
 A vector counts as a matrix of one column. With a gate projection of 8 x 4 and two tensor-parallel ranks, rank 1 holds
-rows 4 to 7 of it, at row 0 of its own fused tensor, and the rows of the up projection from row 4 on.
+rows 4 to 7 of it, at row 0 of its own fused tensor, and the same rows of the up projection from row 4 on.
 """
 
 from __future__ import annotations
@@ -17,7 +20,10 @@ from rlmath.config.model_shape import ModelShape
 from rlmath.distributed.mesh import Mesh
 
 ENGINE_VOCAB_MULTIPLE = 64
-"""vLLM fills the vocabulary up to a multiple of this before it splits it."""
+"""vLLM pads the vocabulary to a multiple of this before it splits it."""
+
+TIED_HEAD = "tied head"
+"""Key of the last stage's copy of a tied embedding."""
 
 _FUSED_NAMES = {"qkv": ("q_proj", "qkv_proj"), "gate_up": ("gate_proj", "gate_up_proj")}
 """By the form of a rule: the projection that vLLM's fused parameter is named after, and that name."""
@@ -56,7 +62,7 @@ class TrainingLayout:
 
 
 class Coordinates(NamedTuple):
-    """Where a rank stands in the training layout: ranks that agree in all hold the same weights."""
+    """Coordinates of a rank in the training layout: ranks that agree in all of them hold the same weights."""
 
     tensor: int
     stage: int
@@ -72,7 +78,7 @@ def coordinates(mesh: Mesh) -> Coordinates:
 def training_layout(
     layers: int, mesh: Mesh, first_stage_layers: int | None, last_stage_layers: int | None
 ) -> TrainingLayout:
-    """The layout that Megatron makes of the settings, which `preflight.parallelism` has found valid."""
+    """The layout that Megatron makes of the settings, which `preflight.parallelism` has checked."""
     return TrainingLayout(
         mesh.tensor,
         stage_layers(layers, mesh.pipeline, mesh.virtual_pipeline, first_stage_layers, last_stage_layers),
@@ -84,18 +90,17 @@ def training_layout(
 def stage_layers(
     layers: int, pipeline: int, virtual: int = 1, first: int | None = None, last: int | None = None
 ) -> tuple[tuple[int, ...], ...]:
-    """Layers by pipeline stage. Chunks are dealt to the stages in turn: all first chunks, then all second ones.
+    """Layers by pipeline stage. Chunks are assigned to the stages in turn: all first chunks, then all second ones.
 
     >>> stage_layers(8, pipeline=2, virtual=2)
     ((0, 1, 4, 5), (2, 3, 6, 7))
     >>> stage_layers(5, pipeline=2, first=2)
     ((0, 1), (2, 3, 4))
     """
-    told = {0: first, pipeline - 1: last}
-    known = {stage: size for stage, size in told.items() if size is not None}
-    others = pipeline - len(known)
-    rest = (layers - sum(known.values())) // others if others else 0
-    chunk_sizes = [known.get(stage, rest) // virtual for stage in range(pipeline)]
+    given = {stage: size for stage, size in {0: first, pipeline - 1: last}.items() if size is not None}
+    others = pipeline - len(given)
+    even = (layers - sum(given.values())) // others if others else 0
+    chunk_sizes = [given.get(stage, even) // virtual for stage in range(pipeline)]
     held: list[list[int]] = [[] for _ in range(pipeline)]
     layer = 0
     for _ in range(virtual):
@@ -107,7 +112,7 @@ def stage_layers(
 
 
 def parameter_key(placed: Placed) -> str:
-    """The name under which the plan knows a rank's Megatron tensor."""
+    """The name of a rank's Megatron tensor in the plan."""
     return placed.hf_names[0]
 
 
@@ -119,16 +124,13 @@ def training_blocks(shape: ModelShape, layout: TrainingLayout, at: Coordinates) 
         mine = placed.layer in layout.stages[at.stage] if owner is None else owner == at.stage
         if placed.expert is not None:
             if mine and placed.expert // (shape.num_experts // layout.expert) == at.expert:
-                sharing = (layout.expert_tensor, at.expert_tensor)
-                yield from _megatron_blocks(placed, shape, *sharing, parameter_key(placed))
+                yield from _megatron_blocks(
+                    placed, shape, layout.expert_tensor, at.expert_tensor, parameter_key(placed)
+                )
         elif mine:
             yield from _megatron_blocks(placed, shape, layout.tensor, at.tensor, parameter_key(placed))
         elif shape.tied_embeddings and placed.rule.form == "vocab" and at.stage == last:
             yield from _megatron_blocks(placed, shape, layout.tensor, at.tensor, TIED_HEAD)
-
-
-TIED_HEAD = "tied head"
-"""Key of the last stage's copy of a tied embedding."""
 
 
 def _megatron_blocks(
@@ -171,7 +173,7 @@ def _stacked(
 
 
 def _vocab_rows(placed: Placed, shape: ModelShape, share: int, part: int, parameter: str) -> Iterator[Block]:
-    """The part's rows that belong to tokens; the last parts may hold padding, or nothing else."""
+    """The part's rows that belong to tokens; the last parts may hold padding, or only padding."""
     start, stop = part * share, min((part + 1) * share, shape.vocab_size)
     if start < stop:
         yield Block(placed.hf_names[0], start, 0, stop - start, shape.hidden_size, parameter, 0, 0)
@@ -220,7 +222,7 @@ def engine_name(placed: Placed) -> str:
 def _engine_expert(
     placed: Placed, expert: int, shape: ModelShape, engine_size: int, part: int, name: str
 ) -> Iterator[Block]:
-    """The part of one expert, below those of the experts before it."""
+    """The part of one expert, below the parts of the experts before it."""
     if placed.rule.form == "gate_up":
         rows = len(placed.hf_names) * shape.ffn_size // engine_size
         yield from _stacked(placed, shape, engine_size, part, name, at_row=expert * rows)
@@ -238,7 +240,7 @@ def engine_vocab_rows(shape: ModelShape, engine_size: int) -> int:
 def _engine_qkv(
     placed: Placed, shape: ModelShape, engine_size: int, part: int, parameter: str
 ) -> Iterator[Block]:
-    """The part's queries, keys and values; with more ranks than key-value heads, some ranks have the same ones."""
+    """The part's queries, keys and values; with more ranks than key-value heads, several ranks have the same heads."""
     D, cols = shape.head_dim, _columns(placed, shape)
     copies = max(1, engine_size // shape.num_kv_heads)
     kv_heads = max(1, shape.num_kv_heads // engine_size)

@@ -17,11 +17,10 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
 from torch import Tensor
 
 from rlmath.checkpoint.hf.weight_map import placed_tensors
-from rlmath.checkpoint.hf.weights import ModelGroups, local_parameter, stream_hf_tensors
+from rlmath.checkpoint.hf.weights import local_parameter
 from rlmath.config.model_shape import ModelShape
 from rlmath.config.schema import SyncConfig
 from rlmath.distributed.device import Device, synchronize
@@ -33,17 +32,6 @@ from rlmath.rollout.weight_sync.logprob_probe import Probe
 from rlmath.rollout.weight_sync.reshard_plan import Copy, RankRound, cells, plan_cell, rank_rounds
 from rlmath.rollout.weight_sync.shard_layouts import TIED_HEAD, TrainingLayout, parameter_key
 from rlmath.rollout.weight_sync.transport import Messages, SharedBuckets, Transport, elements
-
-
-def hf_stream(chunks: Sequence[torch.nn.Module], shape: ModelShape, mesh: Mesh):
-    """`stream_hf_tensors` over Megatron's groups of this run."""
-    groups = ModelGroups(
-        parallel_state.get_tensor_model_parallel_group(),
-        parallel_state.get_pipeline_model_parallel_group(),
-        parallel_state.get_expert_tensor_parallel_group(),
-        parallel_state.get_expert_model_parallel_group(),
-    )
-    return stream_hf_tensors(chunks, shape, mesh, groups)
 
 
 @dataclass(frozen=True)
@@ -82,13 +70,13 @@ class WeightSync:
         self._step = step
         self.report = self._transfer.run(check=self._is_due(self._settings.checksum_every))
         if self._is_due(self._settings.probe_every):
-            self._probe.ask_policy()
+            self._probe.score_policy()
 
     def probe_engine(self) -> dict[str, float]:
         """Metrics of the probe, where it is due. RuntimeError on all ranks where the two sides differ too much."""
         if not self._is_due(self._settings.probe_every):
             return {}
-        result, threshold = self._probe.ask_engine(), self._settings.probe_threshold
+        result, threshold = self._probe.compare_engine(), self._settings.probe_threshold
         if not result.mean <= threshold:
             raise RuntimeError(
                 f"the probe after weight sync {self._step + 1}: log-probs of engine {result.engine} and of the policy "
