@@ -11,7 +11,8 @@ Every token has a weight; Megatron divides the sum over all micro-batches and ra
 
 clip(r) is r clipped to 1 - clip_low .. 1 + clip_high (two bounds: DAPO, arXiv:2503.14476; dual clip: arXiv:1912.09729).
 Only tokens with a weight above 0 count: other entries may hold anything, even NaN, and reach neither value nor
-gradient. """
+gradient.
+"""
 
 # Shape legend: T packed tokens.
 

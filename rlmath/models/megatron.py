@@ -278,8 +278,7 @@ def wrap_for_training(
 def hf_stream(
     chunks: Sequence[torch.nn.Module], shape: ModelShape, mesh: Mesh
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """All weights of the model as Hugging Face tensors, one after the other (`stream_hf_tensors`), gathered over
-    Megatron's groups of this run. A collective of all ranks of a model replica."""
+    """`stream_hf_tensors` over Megatron's process groups of this run. A collective."""
     groups = ModelGroups(
         parallel_state.get_tensor_model_parallel_group(),
         parallel_state.get_pipeline_model_parallel_group(),
