@@ -1,4 +1,4 @@
-"""The few collectives of the control plane: plain objects and sums of metrics. Tensors travel elsewhere."""
+"""The collectives of the control plane: pickled objects and sums of metrics. Tensors do not use these."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 
 def shared_store(name: str) -> dist.Store:
-    """The key-value store that torchrun's ranks found each other by; its keys are those of `name` alone.
+    """The key-value store of the run's process group; its keys are separate for each `name`.
 
     Waiting for a key ends after the process group's timeout with `dist.DistStoreError`.
     """

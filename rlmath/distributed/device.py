@@ -1,4 +1,4 @@
-"""The one place that knows what differs between CPU and GPU: process-group backend, number format, placement."""
+"""What differs between CPU and GPU: process-group backend, number format, placement, memory figures."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ CUDA_DEFAULTS = {
 """Environment of a rank on GPU where the user has not set it; docs/clusters.md lists them."""
 
 FULLY_CONNECTED_RANKS = 32
-"""Up to so many ranks, gloo connects every rank with every other one at the start, which tells a dead rank soonest.
-Beyond, it connects those that talk with each other: the full mesh of 512 ranks would take 520,000 requests and 1.1 GB
+"""Up to so many ranks, gloo connects every rank with every other one at the start, which detects a dead rank soonest.
+Beyond, it connects only those that communicate: the full mesh of 512 ranks would take 520,000 requests and 1.1 GB
 through the run's one store, and more for every large group."""
 
 
@@ -52,15 +52,15 @@ def resolve_kind(requested: str) -> DeviceKind:
 
 
 def open_device(requested: str) -> Device:
-    """The device of this rank; on GPU it becomes torch's current one.
+    """The device of this rank; on GPU it is made torch's current one.
 
     On CPU every rank computes with one thread: ranks are the parallelism, and spinning threads of several ranks
     on the same cores cost far more than they bring.
     """
     if resolve_kind(requested) == "cpu":
         torch.set_num_threads(1)
-        # oneDNN keeps the code that it made for the last so many shapes, 1024 of them where nobody says otherwise.
-        # Packs and batches have ever new shapes: over hundreds of steps that is 100 MB, and saves next to nothing.
+        # oneDNN caches the code that it generated for the last shapes, 1024 of them by default. The shapes of packs
+        # and batches keep changing: over hundreds of steps that is 100 MB, and saves next to nothing.
         os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "64")
         return Device("cpu", torch.device("cpu"), "gloo", torch.float32)
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
@@ -78,7 +78,7 @@ def open_device(requested: str) -> Device:
 def init_process_group(device: Device, timeout_seconds: float, store: dist.Store | None = None) -> None:
     """Join the run's process group. A collective that waits longer than the timeout ends the rank with an error.
 
-    `store` is where all ranks find each other, by `Rendezvous.group_store`; None: as the launcher's environment says.
+    `store` is where all ranks find each other, by `Rendezvous.group_store`; None: from the launcher's environment.
     """
     if environment_world_size() > FULLY_CONNECTED_RANKS:
         os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
@@ -91,17 +91,17 @@ def init_process_group(device: Device, timeout_seconds: float, store: dist.Store
 
 
 def environment_world_size() -> int:
-    """Ranks of this run as its launcher says, 1 without one."""
+    """Ranks of this run from its launcher, 1 without one."""
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def environment_rank() -> int:
-    """Rank of this process as its launcher says, 0 without one."""
+    """Rank of this process from its launcher, 0 without one."""
     return int(os.environ.get("RANK", "0"))
 
 
 def local_world_size() -> int | None:
-    """Ranks on each node as the launcher says; None where it does not."""
+    """Ranks on each node, from the launcher; None where it does not say."""
     size = os.environ.get("LOCAL_WORLD_SIZE")
     return None if size is None else int(size)
 
@@ -128,13 +128,13 @@ def held_bytes(device: Device) -> int:
 
 
 def synchronize(device: Device) -> None:
-    """Wait until the device has done what it was told; on CPU it always has."""
+    """Wait until the device has finished all work; on CPU it always has."""
     if device.kind == "cuda":
         torch.cuda.synchronize(device.torch_device)
 
 
 def device_bytes(device: Device) -> int:
-    """Memory that is taken of this rank's device, whoever took it: on GPU all that the driver counts, vLLM's pools
+    """Memory in use on this rank's device, by any program: on GPU all that the driver counts, vLLM's pools
     included; on CPU the resident memory of the process (bytes)."""
     if device.kind == "cuda":
         free, total = torch.cuda.mem_get_info(device.torch_device)
@@ -143,7 +143,7 @@ def device_bytes(device: Device) -> int:
 
 
 def release_cached(device: Device) -> None:
-    """Give back to the system what allocators only keep for later."""
+    """Return to the system what allocators have cached."""
     if device.kind == "cuda":
         torch.cuda.empty_cache()
     elif _TRIM is not None:

@@ -1,4 +1,4 @@
-"""How much of the host's memory can still be taken."""
+"""The host's memory: how much of it is available, and blocks of it that all ranks of a machine map."""
 
 from __future__ import annotations
 
@@ -16,13 +16,12 @@ _ROOT = Path("/sys/fs/cgroup")
 _VERSION_2 = ("memory.max", "memory.current", "inactive_file")
 
 _VERSION_1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-"""Files with the limit of a control group and what is taken, and the part of it that gives way: cached contents of
-files."""
+"""Files with the limit of a control group, its usage, and the part of that which can be reclaimed: cached files."""
 
 
 def available_bytes() -> int:
     """Free memory of this machine, within the limit of this process's control group (a container's, a Slurm job's):
-    who takes more than that is killed (bytes)."""
+    a process that takes more is killed (bytes)."""
     free = int(psutil.virtual_memory().available)
     return min([free, *(room for room in map(_room, *zip(*_groups(), strict=True)) if room is not None)])
 
@@ -43,11 +42,11 @@ def _groups() -> list[tuple[Path, tuple[str, str, str]]]:
 
 
 def _room(group: Path, files: tuple[str, str, str]) -> int | None:
-    """What the group may still take; None where it is not there or has no limit."""
-    limit, taken, gives_way = files
+    """What the group may still allocate; None where it does not exist or has no limit."""
+    limit, usage, reclaimable = files
     try:
         stats = dict(line.split() for line in (group / "memory.stat").read_text("utf-8").splitlines())
-        used = int((group / taken).read_text("utf-8")) - int(stats[gives_way])
+        used = int((group / usage).read_text("utf-8")) - int(stats[reclaimable])
         return int((group / limit).read_text("utf-8")) - used
     except (OSError, ValueError, KeyError):  # "max" is no number
         return None
@@ -56,7 +55,7 @@ def _room(group: Path, files: tuple[str, str, str]) -> int | None:
 def share_memory(size: int) -> list[torch.UntypedStorage] | None:
     """By rank, `size` bytes of it (each may give another number), mapped by every rank. A collective.
 
-    None, on all ranks alike, where that cannot be: ranks on several machines or in several containers, another user, no
+    None, on all ranks, where that is impossible: ranks on several machines or in several containers, another user, no
     memory left.
     """
     fd, name = -1, f"rlmath-{uuid.uuid4().hex}"

@@ -1,4 +1,4 @@
-"""Who is where: the training layout and the engines' layout over the same ranks, as plain arithmetic.
+"""The training layout and the engines' layout over the same ranks, as plain arithmetic.
 
 Ranks are laid out as Megatron does by default, tensor fastest, then context, then data, then pipeline. With 8 ranks,
 tensor 2 and pipeline 2, rank 5 is tensor rank 1 of data rank 0 in pipeline stage 1.

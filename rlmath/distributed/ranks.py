@@ -1,4 +1,4 @@
-"""Ranks and hosts in the words of messages: short, however many there are."""
+"""Ranks and hosts: where a rank is, what it reports at a rendezvous, and how messages name many of them briefly."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def hosts_text(hosts: Sequence[str]) -> str:
 
 @dataclass(frozen=True)
 class RankInfo:
-    """Where a rank is."""
+    """Where a rank runs."""
 
     rank: int
     world_size: int
@@ -65,7 +65,7 @@ class RankInfo:
 
 
 def this_rank() -> RankInfo:
-    """As the launcher's environment says. Without one this is the only rank."""
+    """From the launcher's environment. Without a launcher this is the only rank."""
     rank, world_size = environment_rank(), environment_world_size()
     per_node = local_world_size() or world_size
     node = int(os.environ.get("GROUP_RANK", rank // per_node))
@@ -75,38 +75,38 @@ def this_rank() -> RankInfo:
 
 @dataclass(frozen=True)
 class RankReport:
-    """What a rank has to say at a roll call."""
+    """What a rank sends at a rendezvous."""
 
     host: str
     node: int
     problem: str | None = None
-    """A mistake that it found; it will not go on."""
+    """A mistake that it found; it will not start."""
     facts: Mapping[str, str] = field(default_factory=dict)
-    """What must be the same on all nodes, by name; of one rank of every node."""
+    """What must be the same on all nodes, by name; sent by one rank of every node."""
     address: str = ""
-    """By which the node reaches the first one, with its interface: "10.0.0.7 (eth0)"; of one rank of every node."""
+    """The node's address towards the first one, with its interface: "10.0.0.7 (eth0)"; sent by one rank per node."""
 
 
 @dataclass(frozen=True)
 class RendezvousResult:
-    """What rank 0 makes of a roll call."""
+    """What rank 0 concludes from the reports."""
 
     error: str | None = None
     is_mistake: bool = False
-    """The user can put it right: a ValueError; else something failed."""
+    """The user can correct it (raised as ValueError); else something failed."""
 
 
-def problems_text(problems: Mapping[int, str], said: Mapping[int, RankReport]) -> str:
-    """What ranks found wrong, each problem once with the ranks that have it; as it stands where all have it."""
+def problems_text(problems: Mapping[int, str], reports: Mapping[int, RankReport]) -> str:
+    """What ranks found wrong, each problem once with the ranks that have it; unchanged where all have it."""
     ranks_of: dict[str, list[int]] = {}
     for rank, problem in sorted(problems.items()):
         ranks_of.setdefault(problem, []).append(rank)
-    if len(ranks_of) == 1 and len(problems) == len(said):
+    if len(ranks_of) == 1 and len(problems) == len(reports):
         return next(iter(ranks_of))
     parts = []
     for problem, ranks in ranks_of.items():
-        hosts = list(dict.fromkeys(said[rank].host for rank in ranks))
+        hosts = list(dict.fromkeys(reports[rank].host for rank in ranks))
         parts.append(f"on {hosts_text(hosts)} ({ranks_text(ranks)}): {problem}")
     return "\n".join(
-        [*parts, f"{len(problems)} of the {len(said)} ranks that are here found something wrong."]
+        [*parts, f"{len(problems)} of the {len(reports)} ranks that are here found something wrong."]
     )

@@ -1,29 +1,33 @@
-"""Where the ranks of a start meet before they have a process group: in the key-value store of their launcher.
+"""How the ranks of a run find each other before they have a process group: in the key-value store of their launcher,
+and over which network interface.
 
-torchrun starts ranks once all nodes have come to its rendezvous. From then on a rank may still be late, find a mistake
-that only its node has, or never come; a process group would wait for it and not say for whom.
+torchrun starts ranks once all nodes have joined its own rendezvous. From then on a rank may still be late, find a
+mistake that only its node has, or never start; a process group would wait for it without naming it.
 
-    every rank    signs in as soon as its program runs                        info/<rank>, a ticket
+    every rank    registers as soon as its program runs                       info/<rank>, a ticket
     rank 0        answers every ticket with the name of this start            start/<ticket>
-    every rank    comes to a roll call, with what it has to say               <start>/<call>/<rank>
-    rank 0        waits until all are there, or the time is up, and decides   <start>/<call>/verdict
+    every rank    calls `sync` with its report                                <start>/<name>/<rank>
+    rank 0        waits until all reports are there, or the time is up,
+                  and publishes the result                                    <start>/<name>/result
 
-torchrun keeps the store when it starts its ranks again (--max-restarts), and its TORCHELASTIC_RESTART_COUNT differs
-from node to node (pytorch/pytorch issue 108158). So the name of a start is rank 0's ticket, which no other start has,
-and what an earlier start left is never taken for an answer. Messages and bytes grow with the number of ranks, not
-faster.
+torchrun keeps the store when it restarts its ranks (--max-restarts), and its TORCHELASTIC_RESTART_COUNT differs from
+node to node (pytorch/pytorch issue 108158). So the name of a start is rank 0's ticket, which is unique, and what an
+earlier start left is never taken for an answer. Messages and bytes grow linearly with the number of ranks.
 """
 
 from __future__ import annotations
 
+import ipaddress
 import json
 import logging
 import os
+import socket
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 
+import psutil
 import torch.distributed as dist
 
 from rlmath.distributed.ranks import (
@@ -39,13 +43,13 @@ logger = logging.getLogger(__name__)
 
 POLL_SECONDS = 0.1
 PROBLEM_SECONDS = 10.0
-"""After a rank told a problem, how long the others may take to tell theirs, too."""
-FIRST_WORD_SECONDS = 30.0
-"""Rank 0 says whom it waits for after so long, and again whenever twice as long has passed."""
+"""How long rank 0 waits for further problems after the first one."""
+FIRST_LOG_SECONDS = 30.0
+"""Rank 0 logs which ranks are missing after so long, and again whenever that time has doubled."""
 READ_SECONDS = 5.0
-"""How long rank 0, after a result that ends the run, lets the others read it."""
+"""How long rank 0 waits for the others to read a result that ends the run."""
 SLACK_SECONDS = 30.0
-"""How much longer than rank 0 the others wait for what it decides."""
+"""How much longer than rank 0 the others wait for the result."""
 
 
 class MissingRanksError(RuntimeError):
@@ -53,24 +57,24 @@ class MissingRanksError(RuntimeError):
 
 
 CheckReports = Callable[[Mapping[int, RankReport]], RendezvousResult]
-"""From what all ranks reports."""
+"""Runs on rank 0 with the reports of all ranks."""
 
 
 class Rendezvous:
-    """One per rank, from the start of its program until its process group stands."""
+    """One per rank, from the start of its program until the process group exists."""
 
-    def __init__(self, place: RankInfo, store: dist.Store) -> None:
-        """Sign in. RuntimeError where the store does not answer."""
-        self.rank_info = place
+    def __init__(self, own: RankInfo, store: dist.Store) -> None:
+        """Register this rank. RuntimeError where the store does not answer."""
+        self.rank_info = own
         self._whole_store = store
         self._store = dist.PrefixStore("rlmath/rendezvous", store)
         self._ticket = self._store.add("tickets", 1)
-        self._store.set(f"info/{place.rank}", json.dumps(asdict(place)))
-        self._start = str(self._ticket) if place.rank == 0 else None
+        self._store.set(f"info/{own.rank}", json.dumps(asdict(own)))
+        self._start = str(self._ticket) if own.rank == 0 else None
         self._answered = 0
 
-    def sync(self, call: str, report: RankReport, seconds: float, check: CheckReports) -> None:
-        """Come together; every rank calls it, with the same name and a new one each time.
+    def sync(self, name: str, report: RankReport, seconds: float, check: CheckReports) -> None:
+        """Wait for all ranks; each of them calls it, with the same name, a new one each time.
 
         `check` is rank 0's; it gets the reports once all ranks are here. On all ranks ValueError where it or a rank
         found a mistake, MissingRanksError where ranks are missing after `seconds`, one has failed, or the store is
@@ -78,9 +82,9 @@ class Rendezvous:
         """
         try:
             if self.rank_info.rank == 0:
-                result = self._coordinate(call, report, seconds, check)
+                result = self._coordinate(name, report, seconds, check)
             else:
-                result = self._participate(call, report, seconds)
+                result = self._participate(name, report, seconds)
         except MissingRanksError:
             raise
         except RuntimeError as error:  # what torch's stores raise
@@ -92,7 +96,7 @@ class Rendezvous:
             raise (ValueError if result.is_mistake else MissingRanksError)(result.error)
 
     def report_failure(self, reason: str) -> None:
-        """Let the others know, between two roll calls, that this rank will not come; never raises."""
+        """Report, between two syncs, that this rank has failed; never raises."""
         if self._start is None:
             return
         try:
@@ -101,28 +105,28 @@ class Rendezvous:
             )
             self._store.add(f"{self._start}/problems", 1)
         except RuntimeError as error:
-            logger.debug("nobody could be told: %s", error)
+            logger.debug("the failure could not be reported: %s", error)
 
     def group_store(self, seconds: float) -> dist.Store:
         """The store for this start's process group, in which waiting for a key ends after `seconds`."""
-        assert self._start is not None, "after a roll call only"
+        assert self._start is not None, "call sync first"
         self._whole_store.set_timeout(timedelta(seconds=seconds))
         return dist.PrefixStore(f"rlmath/group/{self._start}", self._whole_store)
 
-    # ------------------------------------------------------------ the others
+    # ------------------------------------------------------------ other ranks
 
-    def _participate(self, call: str, report: RankReport, seconds: float) -> RendezvousResult:
+    def _participate(self, name: str, report: RankReport, seconds: float) -> RendezvousResult:
         patience = seconds + SLACK_SECONDS
         if self._start is None:
             self._start = self._wait(f"start/{self._ticket}", patience).decode()
-        self._store.set(f"{self._start}/{call}/{self.rank_info.rank}", json.dumps(asdict(report)))
+        self._store.set(f"{self._start}/{name}/{self.rank_info.rank}", json.dumps(asdict(report)))
         if report.problem is not None:
             self._store.add(f"{self._start}/problems", 1)
-        self._store.add(f"{self._start}/{call}/here", 1)
+        self._store.add(f"{self._start}/{name}/here", 1)
         # From then on rank 0 waits for others as long as this rank has waited for it.
-        self._wait(f"{self._start}/{call}/open", patience)
-        result = RendezvousResult(**json.loads(self._wait(f"{self._start}/{call}/result", patience)))
-        self._store.add(f"{self._start}/{call}/read", 1)
+        self._wait(f"{self._start}/{name}/open", patience)
+        result = RendezvousResult(**json.loads(self._wait(f"{self._start}/{name}/result", patience)))
+        self._store.add(f"{self._start}/{name}/read", 1)
         return result
 
     def _wait(self, key: str, seconds: float) -> bytes:
@@ -130,7 +134,7 @@ class Rendezvous:
             self._store.wait([key], timedelta(seconds=seconds))
         except dist.DistStoreError as error:
             head = self._known_ranks().get(0)
-            where = f"rank 0 on {head.host} (pid {head.pid})" if head else "rank 0, which never signed in"
+            where = f"rank 0 on {head.host} (pid {head.pid})" if head else "rank 0, which never registered"
             raise MissingRanksError(
                 f"{self.rank_info} waited {seconds:.0f} s at the start for {where} "
                 "(run.start_timeout_seconds); look at the log of the first node"
@@ -140,31 +144,31 @@ class Rendezvous:
     # ------------------------------------------------------------ rank 0
 
     def _coordinate(
-        self, call: str, report: RankReport, seconds: float, check: CheckReports
+        self, name: str, report: RankReport, seconds: float, check: CheckReports
     ) -> RendezvousResult:
-        self._store.set(f"{self._start}/{call}/open", "")
-        here = self._wait_for_reports(call, report.problem is not None, seconds)
-        texts = self._store.multi_get([f"{self._start}/{call}/{rank}" for rank in here]) if here else []
+        self._store.set(f"{self._start}/{name}/open", "")
+        here = self._wait_for_reports(name, report.problem is not None, seconds)
+        texts = self._store.multi_get([f"{self._start}/{name}/{rank}" for rank in here]) if here else []
         reports = {0: report} | {
             rank: RankReport(**json.loads(text)) for rank, text in zip(here, texts, strict=True)
         }
         result = self._result_of(reports, seconds, check)
-        self._store.set(f"{self._start}/{call}/result", json.dumps(asdict(result)))
+        self._store.set(f"{self._start}/{name}/result", json.dumps(asdict(result)))
         if result.error is not None:  # the store ends soon after this rank
             deadline = time.monotonic() + READ_SECONDS
             while (
-                self._store.add(f"{self._start}/{call}/read", 0) < len(here) and time.monotonic() < deadline
+                self._store.add(f"{self._start}/{name}/read", 0) < len(here) and time.monotonic() < deadline
             ):
                 time.sleep(POLL_SECONDS)
         return result
 
-    def _wait_for_reports(self, call: str, problem: bool, seconds: float) -> list[int]:
-        """The other ranks that are here: all, or as many as were there when the time was up."""
-        started, told = time.monotonic(), FIRST_WORD_SECONDS
+    def _wait_for_reports(self, name: str, problem: bool, seconds: float) -> list[int]:
+        """The other ranks whose reports are there: all, or those at the timeout."""
+        started, next_log = time.monotonic(), FIRST_LOG_SECONDS
         deadline = started + seconds
         while True:
             self._answer()
-            here = 1 + self._store.add(f"{self._start}/{call}/here", 0)
+            here = 1 + self._store.add(f"{self._start}/{name}/here", 0)
             passed = time.monotonic() - started
             if here == self.rank_info.world_size:
                 return list(range(1, here))
@@ -173,10 +177,10 @@ class Rendezvous:
             if problem:
                 deadline = min(deadline, started + passed + PROBLEM_SECONDS)
             if started + passed >= deadline:
-                return self._ranks_here(call)
-            if passed >= told:
-                told *= 2
-                logger.info("%s", self._waiting_line(self._ranks_here(call), passed, seconds))
+                return self._ranks_here(name)
+            if passed >= next_log:
+                next_log *= 2
+                logger.info("%s", self._progress_text(self._ranks_here(name), passed, seconds))
             time.sleep(POLL_SECONDS)
 
     def _answer(self) -> None:
@@ -185,14 +189,14 @@ class Rendezvous:
             self._store.set(f"start/{ticket}", self._start or "")
         self._answered = count
 
-    def _ranks_here(self, call: str) -> list[int]:
+    def _ranks_here(self, name: str) -> list[int]:
         others = range(1, self.rank_info.world_size)
-        return [rank for rank in others if self._store.check([f"{self._start}/{call}/{rank}"])]
+        return [rank for rank in others if self._store.check([f"{self._start}/{name}/{rank}"])]
 
     def _result_of(
         self, reports: Mapping[int, RankReport], seconds: float, check: CheckReports
     ) -> RendezvousResult:
-        problems = {rank: word.problem for rank, word in reports.items() if word.problem is not None}
+        problems = {rank: one.problem for rank, one in reports.items() if one.problem is not None}
         if problems:
             return RendezvousResult(problems_text(problems, reports), is_mistake=True)
         if self._store.add(f"{self._start}/problems", 0) > 0:
@@ -203,7 +207,7 @@ class Rendezvous:
             return RendezvousResult(self._missing_text(reports, seconds))
         return check(reports)
 
-    def _waiting_line(self, here: list[int], passed: float, seconds: float) -> str:
+    def _progress_text(self, here: list[int], passed: float, seconds: float) -> str:
         return (
             f"{len(here) + 1} of {self.rank_info.world_size} ranks are here after {passed:.0f} s, until "
             f"{seconds:.0f} s (run.start_timeout_seconds) the run waits for {self._missing([0, *here])}"
@@ -229,7 +233,7 @@ class Rendezvous:
         return ", ".join(named[:16]) + (f" and those of {len(named) - 16} more nodes" if named[16:] else "")
 
     def _known_ranks(self) -> dict[int, RankInfo]:
-        """Where the ranks are that signed in, in this start or an earlier one."""
+        """The ranks that have registered, in this start or an earlier one."""
         keys = {rank: f"info/{rank}" for rank in range(self.rank_info.world_size)}
         return {
             rank: RankInfo(**json.loads(self._store.get(key)))
@@ -239,9 +243,9 @@ class Rendezvous:
 
 
 def open_rendezvous(seconds: float) -> Rendezvous | None:
-    """Sign in, which may take so long; None where this rank is alone. RuntimeError where there is no store."""
-    place = this_rank()
-    if place.world_size == 1:
+    """Register within so many seconds; None where this is the only rank. MissingRanksError where there is no store."""
+    own = this_rank()
+    if own.world_size == 1:
         return None
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     launcher_has_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
@@ -249,16 +253,64 @@ def open_rendezvous(seconds: float) -> Rendezvous | None:
         store = dist.TCPStore(
             address,
             port,
-            place.world_size,
-            is_master=place.rank == 0 and not launcher_has_store,
+            own.world_size,
+            is_master=own.rank == 0 and not launcher_has_store,
             timeout=timedelta(seconds=seconds),
             wait_for_workers=False,
             multi_tenant=True,
         )
-        return Rendezvous(place, store)
+        return Rendezvous(own, store)
     except RuntimeError as error:
         raise MissingRanksError(
-            f"{place} does not reach the key-value store of the run at {address}:{port} within {seconds:.0f} s. "
+            f"{own} does not reach the key-value store of the run at {address}:{port} within {seconds:.0f} s. "
             f"Is the first node there, is {address} its address for this node, too (torchrun --local-addr), and "
             f"does no firewall close that port? {str(error).splitlines()[0]}"
         ) from error
+
+
+# ---------------------------------------------------------------- the network between nodes
+
+GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
+
+
+@dataclass(frozen=True)
+class Route:
+    """This node's end of the route to the first node."""
+
+    address: str
+    interface: str
+    """Empty where no interface has the address."""
+
+    @property
+    def is_loopback(self) -> bool:
+        return ipaddress.ip_address(self.address.partition("%")[0]).is_loopback
+
+    def __str__(self) -> str:
+        """ "10.0.0.7 (eth0)"."""
+        return f"{self.address} ({self.interface or 'no interface'})"
+
+
+def route_to(host: str) -> Route | None:
+    """The address and interface that packets to a host leave by; nothing is sent. None where there is no route, or the
+    name is unknown."""
+    try:
+        family, kind, *_, target = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(target)
+            address = probe.getsockname()[0]
+    except OSError:
+        return None
+    for interface, addresses in psutil.net_if_addrs().items():
+        if any(one.address.partition("%")[0] == address for one in addresses):
+            return Route(address, interface)
+    return Route(address, "")
+
+
+def prefer_for_gloo(route: Route | None) -> None:
+    """Make gloo listen where the other nodes can reach this one, unless the user has chosen an interface.
+
+    gloo takes the address of this host's own name. On Debian and its derivatives /etc/hosts maps that to 127.0.1.1,
+    which no other node can reach. NCCL searches for interfaces itself, and is not changed.
+    """
+    if route is not None and route.interface and not route.is_loopback:
+        os.environ.setdefault(GLOO_INTERFACE, route.interface)

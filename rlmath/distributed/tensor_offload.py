@@ -1,6 +1,6 @@
-"""Moves tensors off the device and back while every tensor stays the same object.
+"""Offloads tensors from the device and onloads them while every tensor stays the same object.
 
-A tensor is a view of a storage. Giving up the storage's memory and taking it again later keeps all views valid: the
+A tensor is a view of a storage. Freeing the storage's memory and allocating it again later keeps all views valid: the
 parameters, what an optimizer or a flat buffer holds of them, and slices of either.
 """
 
@@ -16,7 +16,7 @@ from torch import Tensor, UntypedStorage
 from rlmath.distributed.device import Device, synchronize
 
 Tensors = Callable[[], Iterable[Tensor]]
-"""Gives the tensors as they are now: an optimizer makes its state at the first step."""
+"""Returns the current tensors: an optimizer creates its state at the first step."""
 
 BLOCK_BYTES = 64 * 2**20
 """Size of one piece of host memory. torch may round pinned memory up to a power of two: in pieces of one, only what
@@ -29,18 +29,18 @@ speed."""
 
 @dataclass(frozen=True)
 class OffloadStats:
-    """What one `offload` or `onload` did."""
+    """What one `offload` or `onload` moved."""
 
     name: str
     bytes: int
-    """Given up or taken again on the device; copied where the set is kept."""
+    """Freed or allocated on the device; copied where the set is kept."""
     seconds: float
     """Wall time with the copies; the first time on GPU, pinning the host memory too."""
 
 
 @dataclass(frozen=True)
 class _HostCopy:
-    """A storage that is complete on the host, from `offset` on (bytes), or given up."""
+    """An offloaded storage: complete on the host from `offset` on (bytes), or dropped."""
 
     storage: UntypedStorage
     size: int
@@ -48,7 +48,7 @@ class _HostCopy:
 
 
 class HostMemory:
-    """Host memory that grows in blocks and is used again: pinning costs more time than copying."""
+    """Host memory that grows in blocks and is reused: pinning costs more time than copying."""
 
     def __init__(self, pinned: bool) -> None:
         self._pinned = pinned
@@ -56,7 +56,7 @@ class HostMemory:
 
     @property
     def nbytes(self) -> int:
-        """What it holds (bytes)."""
+        """Reserved now (bytes)."""
         return sum(block.numel() for block in self._blocks)
 
     def reserve(self, size: int) -> None:
@@ -74,21 +74,21 @@ class HostMemory:
                 yield piece
 
     def release(self) -> None:
-        """Give all of it back."""
+        """Free all of it."""
         self._blocks.clear()
 
 
 class StorageSet:
-    """The storages behind some tensors: here, on the device, or away.
+    """The storages behind some tensors: on the device, or offloaded.
 
-    With `keep` their content waits in host memory (pinned on GPU, where it stays reserved for the next time); without,
-    it is given up, and they come back as zeros. Storages behind the tensors of `exclude` belong to somebody else, and
-    those on another device stay where they are.
+    With `keep` their content is copied to host memory (pinned on GPU, where it stays reserved for the next time);
+    without, it is dropped, and `onload` fills them with zeros. Storages behind the tensors of `exclude` belong to other
+    sets, and those on another device are not touched.
 
-    The memory goes back to torch's allocator; `torch.cuda.empty_cache` gives it to others on the device.
+    The memory returns to torch's allocator; `torch.cuda.empty_cache` returns it to the device.
 
-    After an error in `offload` or `onload`, for example for want of memory, each storage is complete here or complete
-    on the host, and `onload` may be called as often as needed.
+    After an error in `offload` or `onload`, for example for want of memory, each storage is complete on the device or
+    complete on the host, and `onload` may be called as often as needed.
     """
 
     def __init__(
@@ -115,7 +115,7 @@ class StorageSet:
 
     @property
     def freed_bytes(self) -> int:
-        """What leaving would free (bytes): on CPU nothing where the content is kept, in the same memory."""
+        """What offloading would free (bytes): on CPU nothing where the content is kept, in the same memory."""
         return 0 if self._keep and self._device.kind == "cpu" else self.nbytes
 
     @property
@@ -124,21 +124,21 @@ class StorageSet:
         return self._host.nbytes
 
     def offload(self) -> OffloadStats:
-        """Give the storages' memory up, after their content is on the host where it is kept."""
-        assert not self._offloaded, f"{self.name} leaves twice"
+        """Copy the content to the host where it is kept, and free the storages' memory."""
+        assert not self._offloaded, f"{self.name} is offloaded already"
         self._offloaded = True
         start = self._finish_device_work()
-        leaving = self._laid_out()
+        copies = self._host_layout()
         if self._keep:
-            self._copy_to_host(leaving)
-        for copy in leaving:
+            self._copy_to_host(copies)
+        for copy in copies:
             self._copies.append(copy)
             copy.storage.resize_(0)
-        return OffloadStats(self.name, sum(copy.size for copy in leaving), time.perf_counter() - start)
+        return OffloadStats(self.name, sum(copy.size for copy in copies), time.perf_counter() - start)
 
     def onload(self) -> OffloadStats:
-        """Take the memory again and fill it with the content, or with zeros."""
-        assert self._offloaded, f"{self.name} comes back but is not away"
+        """Allocate the memory again and fill it with the content, or with zeros."""
+        assert self._offloaded, f"{self.name} is not offloaded"
         start = self._finish_device_work()
         for copy in self._copies:
             if copy.storage.nbytes() != copy.size:
@@ -161,18 +161,18 @@ class StorageSet:
                 found[storage._cdata] = storage
         return list(found.values())
 
-    def _laid_out(self) -> list[_HostCopy]:
+    def _host_layout(self) -> list[_HostCopy]:
         """The storages, one behind the other in host memory."""
-        laid_out, offset = [], 0
+        layout, offset = [], 0
         for storage in self._storages():
-            laid_out.append(_HostCopy(storage, storage.nbytes(), offset))
+            layout.append(_HostCopy(storage, storage.nbytes(), offset))
             offset += -(-storage.nbytes() // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
-        return laid_out
+        return layout
 
-    def _copy_to_host(self, leaving: list[_HostCopy]) -> None:
-        if leaving:
-            self._host.reserve(leaving[-1].offset + leaving[-1].size)
-        for copy in leaving:
+    def _copy_to_host(self, copies: list[_HostCopy]) -> None:
+        if copies:
+            self._host.reserve(copies[-1].offset + copies[-1].size)
+        for copy in copies:
             for ours, hosts in self._paired(copy):
                 hosts.copy_(ours, non_blocking=True)
         self._finish_device_work()
@@ -192,7 +192,7 @@ class StorageSet:
             start += piece.numel()
 
     def _finish_device_work(self) -> float:
-        """Wait for everything that was started on the device; the time then (seconds)."""
+        """Wait for everything that was started on the device; returns the time then (seconds)."""
         synchronize(self._device)
         return time.perf_counter()
 

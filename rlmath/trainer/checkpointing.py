@@ -19,7 +19,7 @@ from rlmath.config.length_curriculum import has_length_stages, length_stages
 from rlmath.config.load import config_as_yaml
 from rlmath.distributed.collectives import from_rank_zero, max_over_ranks
 from rlmath.distributed.fault_tolerance.preemption import REASONS, StopRequest
-from rlmath.distributed.versions import library_versions
+from rlmath.distributed.process import library_versions
 from rlmath.models.megatron import hf_stream
 from rlmath.trainer.resume import Origin
 from rlmath.trainer.run_dir import EXPORT_FOLDER, MODELS_FOLDER, stage_folder

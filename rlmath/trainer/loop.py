@@ -42,15 +42,13 @@ from rlmath.distributed.fault_tolerance.exit_codes import (
     write_exit_status,
 )
 from rlmath.distributed.fault_tolerance.heartbeat import Heartbeat
-from rlmath.distributed.fault_tolerance.preemption import StopRequest
+from rlmath.distributed.fault_tolerance.preemption import StopRequest, launcher_advice
 from rlmath.distributed.fault_tolerance.stragglers import StragglerDetector
-from rlmath.distributed.fault_tolerance.torchrun import launcher_advice
 from rlmath.distributed.mesh import Mesh
 from rlmath.distributed.phase_timers import PhaseTimers
-from rlmath.distributed.process import outlive_parent
+from rlmath.distributed.process import library_versions, outlive_parent
 from rlmath.distributed.ranks import RankReport, RendezvousResult, hosts_text
 from rlmath.distributed.rendezvous import Rendezvous
-from rlmath.distributed.versions import library_versions
 from rlmath.models.build import Actor
 from rlmath.models.megatron import start_megatron
 from rlmath.trainer.checkpointing import Checkpointer

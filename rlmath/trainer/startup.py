@@ -44,12 +44,18 @@ from rlmath.distributed.fault_tolerance.exit_codes import (
     write_exit_status,
 )
 from rlmath.distributed.fault_tolerance.failure import first_line
-from rlmath.distributed.fault_tolerance.torchrun import under_torchrun
-from rlmath.distributed.network import GLOO_INTERFACE, Route, prefer, route_to
-from rlmath.distributed.process import end_with_parent
+from rlmath.distributed.fault_tolerance.preemption import under_torchrun
+from rlmath.distributed.process import code_hash, end_with_parent, library_versions
 from rlmath.distributed.ranks import RankInfo, RankReport, RendezvousResult, hosts_text, ranks_text, this_rank
-from rlmath.distributed.rendezvous import MissingRanksError, Rendezvous, open_rendezvous
-from rlmath.distributed.versions import code_hash, library_versions
+from rlmath.distributed.rendezvous import (
+    GLOO_INTERFACE,
+    MissingRanksError,
+    Rendezvous,
+    Route,
+    open_rendezvous,
+    prefer_for_gloo,
+    route_to,
+)
 from rlmath.trainer.preflight.checks import check_config, config_warnings, only_used
 from rlmath.trainer.preflight.memory_estimate import mesh_of
 from rlmath.trainer.preflight.memory_fit import start_up_lines
@@ -243,7 +249,7 @@ def meet(rendezvous: Rendezvous, facts: Mapping[str, str], seconds: float) -> No
     route = None
     if rendezvous.rank_info.several_nodes:
         route = route_to(os.environ["MASTER_ADDR"])
-        prefer(route)
+        prefer_for_gloo(route)
     rendezvous.sync("start", _word(rendezvous.rank_info, facts, route), seconds, _compare_nodes)
 
 

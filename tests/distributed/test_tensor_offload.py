@@ -105,13 +105,13 @@ def test_a_tensor_that_is_forgotten_while_away_is_no_harm() -> None:
     assert torch.equal(state[0], wanted) and changing.nbytes == 80
 
 
-def test_leaving_twice_and_coming_back_without_leaving_are_bugs() -> None:
+def test_offloading_twice_and_onloading_before_are_bugs() -> None:
     tensors = random_tensors(10)
     once = StorageSet("weights", lambda: tensors, keep=True, device=CPU)
-    with pytest.raises(AssertionError, match="weights comes back but is not away"):
+    with pytest.raises(AssertionError, match="weights is not offloaded"):
         once.onload()
     once.offload()
-    with pytest.raises(AssertionError, match="weights leaves twice"):
+    with pytest.raises(AssertionError, match="weights is offloaded already"):
         once.offload()
     once.onload()
 

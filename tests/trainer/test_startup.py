@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from rlmath.distributed import versions
+from rlmath.distributed import process
 from rlmath.distributed.device import CUDA_DEFAULTS
-from rlmath.distributed.network import Route, prefer, route_to
 from rlmath.distributed.ranks import RankReport
+from rlmath.distributed.rendezvous import Route, prefer_for_gloo, route_to
 from rlmath.trainer.startup import (
     CLOCK_SECONDS,
     _compare_nodes,
@@ -100,12 +100,12 @@ def test_clocks_within_the_bound_are_no_warning() -> None:
 def test_gloo_listens_where_others_come_in_unless_the_user_chose(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "set, so that it is taken back")
     monkeypatch.delenv("GLOO_SOCKET_IFNAME")
-    prefer(Route("127.0.0.1", "lo"))
-    prefer(None)
+    prefer_for_gloo(Route("127.0.0.1", "lo"))
+    prefer_for_gloo(None)
     assert "GLOO_SOCKET_IFNAME" not in os.environ
-    prefer(Route("10.0.0.7", "ens5"))
+    prefer_for_gloo(Route("10.0.0.7", "ens5"))
     assert os.environ["GLOO_SOCKET_IFNAME"] == "ens5"
-    prefer(Route("10.0.0.7", "eth0"))
+    prefer_for_gloo(Route("10.0.0.7", "eth0"))
     assert os.environ["GLOO_SOCKET_IFNAME"] == "ens5"
 
 
@@ -120,13 +120,13 @@ def test_the_hash_of_the_code_changes_with_any_file(tmp_path: Path, monkeypatch:
     (package / "sub").mkdir(parents=True)
     (package / "__init__.py").write_text("")
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(versions, "PACKAGES", ("somecode",))
-    hashes = [versions.code_hash()]
+    monkeypatch.setattr(process, "PACKAGES", ("somecode",))
+    hashes = [process.code_hash()]
     for content in ("x = 1\n", "x = 2\n"):
         (package / "sub" / "a.py").write_text(content)
-        hashes.append(versions.code_hash())
+        hashes.append(process.code_hash())
     (package / "sub" / "a.py").rename(package / "sub" / "b.py")
-    hashes.append(versions.code_hash())
+    hashes.append(process.code_hash())
     assert len(set(hashes)) == 4
 
 

@@ -1,7 +1,7 @@
-"""The codes a run ends with, and a file that keeps the last one.
+"""The exit codes of a run, and the file that holds the last one.
 
-torchrun ends with 1 whatever its ranks ended with, and Slurm's srun with the highest code of all nodes, also of those
-that it killed. So a run leaves its code in `<output_dir>/exit_status.json`; `launch/exit_status.py` reads it.
+torchrun exits with 1 whatever its ranks exited with, and Slurm's srun with the highest code of all nodes, also of those
+that it killed. So a run writes its code to `<output_dir>/exit_status.json`; `launch/exit_status.py` reads it.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from pathlib import Path
 
 FINISHED = 0
 FAILURE = 1
-"""The run broke."""
+"""The run failed."""
 MISTAKE = 2
-"""The run cannot be as it was asked for."""
+"""The settings are invalid."""
 SAVED_AND_STOPPED = 75
-"""A signal asked the run to stop; it saved a checkpoint first. Start it again to go on (sysexits' EX_TEMPFAIL)."""
+"""A signal stopped the run, which saved a checkpoint first. Start it again to resume (sysexits' EX_TEMPFAIL)."""
 NOT_SAVED_IN_TIME = 76
-"""A signal asked the run to stop, and it was not done with saving `run.stop_grace_seconds` later."""
+"""A signal stopped the run, and saving was not complete `run.stop_grace_seconds` later."""
 
 MEANINGS = {
     FINISHED: "finished",
@@ -42,29 +42,26 @@ class ExitStatus:
 
 
 def write_exit_status(output_dir: str | Path, status: int, message: str) -> None:
-    """Leave the code for whoever started the run. Any rank may; the last one counts.
-
-    OSError where the folder cannot be written.
-    """
+    """Write the exit status. Any rank may; the last one counts. OSError where the folder is not writable."""
     folder = Path(output_dir)
     folder.mkdir(parents=True, exist_ok=True)
     scratch = folder / f".{FILE_NAME}.{os.getpid()}.tmp"
-    said = {**asdict(ExitStatus(status, message)), "meaning": MEANINGS[status]}
-    scratch.write_text(json.dumps(said) + "\n", encoding="utf-8")
+    values = {**asdict(ExitStatus(status, message)), "meaning": MEANINGS[status]}
+    scratch.write_text(json.dumps(values) + "\n", encoding="utf-8")
     scratch.replace(folder / FILE_NAME)
 
 
 def clear_exit_status(output_dir: str | Path) -> None:
-    """Forget how an earlier run ended: one that is killed must not seem to have ended as the one before."""
+    """Remove the status of an earlier run: a run that is killed must not show the status of the one before."""
     (Path(output_dir) / FILE_NAME).unlink(missing_ok=True)
 
 
 def read_exit_status(output_dir: str | Path) -> ExitStatus:
-    """How the last run in this folder ended; FAILURE where it left no word, or none that can be read."""
+    """How the last run in this folder ended; FAILURE where there is no status, or an unreadable one."""
     path = Path(output_dir) / FILE_NAME
     try:
-        said = json.loads(path.read_text(encoding="utf-8"))
-        found = ExitStatus(said["status"], said["message"])
+        values = json.loads(path.read_text(encoding="utf-8"))
+        found = ExitStatus(values["status"], values["message"])
     except FileNotFoundError:
         return ExitStatus(FAILURE, f"no {path}: the run was killed, or did not get as far as its settings")
     except (OSError, ValueError, KeyError, TypeError) as error:

@@ -1,4 +1,6 @@
-"""What a rank tells about itself with every beat, and whether its process is still there."""
+"""Why a run ends: what every rank publishes about itself, the failures that the ranks detect, and the shutdown after
+one. `heartbeat` exchanges these records over the run's key-value store.
+"""
 
 from __future__ import annotations
 
@@ -15,20 +17,28 @@ from typing import Literal, NoReturn
 import torch.distributed as dist
 
 from rlmath.distributed.fault_tolerance.exit_codes import FAILURE, FILE_NAME, write_exit_status
-from rlmath.distributed.fault_tolerance.stack_dump import innermost_call, stacks_path, write_stacks
+from rlmath.distributed.process import innermost_call, stacks_path, write_stacks
+
+logger = logging.getLogger(__name__)
+
+STACKS_SECONDS = 15.0
+"""How long the ranks wait for each other's stacks after a hang."""
+
+
+# ---------------------------------------------------------------- the state of a rank
 
 
 @dataclass(frozen=True)
 class RankStatus:
-    """A rank as it was at its last beat."""
+    """A rank at its last heartbeat."""
 
     rank: int
     host: str
     pid_namespace: str
-    """Names the machine and its space of process ids: only there `pid` means this process."""
+    """Identifies the machine and its space of process ids: only there `pid` means this process."""
     pid: int
     process_start: str
-    """When the process started, by the kernel's clock; tells it from a later one with the same id."""
+    """When the process started, by the kernel's clock; distinguishes it from a later one with the same id."""
     phase: str
     phase_seconds: float
     """How long it has been in that phase (seconds)."""
@@ -37,7 +47,7 @@ class RankStatus:
     step: int
     beats: int
     left: bool
-    """It has ended in order; nobody need watch it any more."""
+    """It has ended without an error; other ranks stop watching it."""
 
     def as_json(self) -> str:
         return json.dumps(asdict(self))
@@ -63,7 +73,7 @@ def pid_namespace() -> str:
 
 
 def process_start(pid: int) -> str | None:
-    """When the process started (clock ticks since boot); None if it is gone, or dead and not yet buried."""
+    """When the process started (clock ticks since boot); None if it does not exist, or is a zombie."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except (FileNotFoundError, ProcessLookupError):
@@ -78,6 +88,8 @@ def has_died(status: RankStatus, own_namespace: str) -> bool:
     return status.pid_namespace == own_namespace and process_start(status.pid) != status.process_start
 
 
+# ---------------------------------------------------------------- failures
+
 Kind = Literal["failed", "gone", "silent", "hang", "store"]
 
 
@@ -88,7 +100,7 @@ class Failure:
     kind: Kind
     message: str
     reporter: int
-    """The rank that found it."""
+    """The rank that detected it."""
 
     def as_json(self) -> str:
         return json.dumps(asdict(self))
@@ -98,115 +110,112 @@ class Failure:
         return Failure(**json.loads(text))
 
 
-def rank_failed(mine: RankStatus, reason: str) -> Failure:
-    return Failure("failed", f"{mine} failed: {reason}", mine.rank)
+def rank_failed(own: RankStatus, reason: str) -> Failure:
+    return Failure("failed", f"{own} failed: {reason}", own.rank)
 
 
-def collective_failed(mine: RankStatus, reason: str, silent: Iterable[RankStatus]) -> Failure:
-    """A rank's collective broke; `silent` are those that do not beat any more."""
+def collective_failed(own: RankStatus, reason: str, silent: Iterable[RankStatus]) -> Failure:
+    """A collective of this rank failed; `silent` are the ranks whose heartbeat has stopped."""
     names = "; ".join(str(one) for one in silent)
-    told = f". No sign of life any more from: {names}" if names else ""
-    return Failure("failed", f"{mine} failed: {reason}{told}", mine.rank)
+    more = f". No sign of life any more from: {names}" if names else ""
+    return Failure("failed", f"{own} failed: {reason}{more}", own.rank)
 
 
 def rank_died(other: RankStatus, reporter: int) -> Failure:
     why = "killed by a signal, by the kernel for want of memory (see dmesg), or by the launcher"
-    return Failure(
-        "gone", f"{other} at its last beat, has died: its process ended without a word ({why})", reporter
-    )
+    text = f"{other} at its last beat, has died: its process ended without reporting an error ({why})"
+    return Failure("gone", text, reporter)
 
 
 def rank_silent(rank: int, other: RankStatus | None, seconds: float, reporter: int) -> Failure:
-    last = f"its last word: {other}" if other else "it never gave one"
-    told = (
+    last = f"its last heartbeat: {other}" if other else "it never sent one"
+    text = (
         f"rank {rank} has given no sign of life for {seconds:.0f} s (run.heartbeat_timeout_seconds); {last}"
     )
-    return Failure("silent", told, reporter)
+    return Failure("silent", text, reporter)
 
 
 def no_progress(seconds: float, reporter: int) -> Failure:
-    told = f"no rank has made progress for {seconds:.0f} s (run.hang_timeout_seconds)"
-    return Failure("hang", told, reporter)
+    text = f"no rank has made progress for {seconds:.0f} s (run.hang_timeout_seconds)"
+    return Failure("hang", text, reporter)
 
 
 def store_lost(where: str, reason: str, reporter: int) -> Failure:
-    told = (
+    text = (
         f"the key-value store of the run at {where} is lost ({reason}); it lives in the launcher of the first node: "
         "that launcher or its node has ended, or the network to it is cut"
     )
-    return Failure("store", told, reporter)
+    return Failure("store", text, reporter)
 
 
 def first_line(error: BaseException) -> str:
-    """ "ValueError: what its text's first line says"."""
+    """ "ValueError: the first line of its text"."""
     text = str(error).strip().split("\n")[0]
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
 def may_be_caused_by_peer(error: BaseException) -> bool:
-    """Whether the error may only tell that another rank is gone: gloo and NCCL raise RuntimeError for that."""
+    """Whether the error may only mean that another rank has ended: gloo and NCCL raise RuntimeError for that."""
     return type(error) is RuntimeError or isinstance(error, dist.DistError)
 
 
-logger = logging.getLogger(__name__)
-
-STACKS_SECONDS = 15.0
-"""How long the ranks wait for each other's stacks."""
+# ---------------------------------------------------------------- the end of a rank
 
 
 class Shutdown:
-    """What a rank does when the run is over."""
+    """What a rank does when the run has failed."""
 
     def __init__(self, output_dir: str, rank: int, world_size: int) -> None:
         self._output_dir, self._rank, self._world_size = output_dir, rank, world_size
 
-    def report_and_exit(self, failure: Failure, store: dist.Store, mine: RankStatus) -> NoReturn:
-        """Tell and end. From a thread: the main thread may hang for ever."""
+    def report_and_exit(self, failure: Failure, store: dist.Store, own: RankStatus) -> NoReturn:
+        """Log the failure, write the exit status, end the process. Runs in a thread: the main thread may hang for
+        ever."""
         try:
             if failure.kind == "hang":
-                self._report_hang(failure, store, mine)
-            speaks = self._rank in (0, failure.reporter) or os.environ.get("LOCAL_RANK", "0") == "0"
-            log = logger.error if speaks else logger.info
-            log("rank %d on %s ends: %s", self._rank, mine.host, failure.message)
+                self._report_hang(failure, store, own)
+            is_error = self._rank in (0, failure.reporter) or os.environ.get("LOCAL_RANK", "0") == "0"
+            log = logger.error if is_error else logger.info
+            log("rank %d on %s ends: %s", self._rank, own.host, failure.message)
             self.write_exit_status(failure)
         except (OSError, RuntimeError) as error:
-            logger.error("%s; and while that was told: %s", failure.message, error)
+            logger.error("%s; reporting it failed: %s", failure.message, error)
         finally:
             self.exit_now()
 
     def write_exit_status(self, failure: Failure) -> None:
-        """Leave the exit status behind, if it is for this rank to do so. Who lost the store does not know why, and
-        leaves the word of one who does."""
-        told = failure.kind == "store" and (Path(self._output_dir) / FILE_NAME).exists()
-        if self._rank == failure.reporter and not told:
+        """On the rank that reported the failure. A rank that lost the store does not know why, and does not replace the
+        status that another rank has written."""
+        is_known = failure.kind == "store" and (Path(self._output_dir) / FILE_NAME).exists()
+        if self._rank == failure.reporter and not is_known:
             write_exit_status(self._output_dir, FAILURE, failure.message)
 
     def exit_now(self) -> NoReturn:
-        """At once: threads and process groups of a broken run may wait for peers that wait for us."""
+        """Without clean-up: threads and process groups of a failed run may wait for peers that wait for this rank."""
         logging.shutdown()
         os._exit(FAILURE)
 
     def statuses(self, store: dist.Store) -> dict[int, RankStatus]:
-        """The last status of every rank that gave one."""
-        # All ranks may ask at once: two requests each, if all ranks have beaten.
+        """The last status of every rank that published one."""
+        # All ranks may ask at once: two requests each, if all ranks have published.
         keys = [f"status/{rank}" for rank in range(self._world_size)]
         all_there = store.check(keys)
         there = [rank for rank, key in enumerate(keys) if all_there or store.check([key])]
-        said = store.multi_get([keys[rank] for rank in there]) if there else []
-        return {rank: RankStatus.from_json(text) for rank, text in zip(there, said, strict=True)}
+        texts = store.multi_get([keys[rank] for rank in there]) if there else []
+        return {rank: RankStatus.from_json(text) for rank, text in zip(there, texts, strict=True)}
 
-    def _report_hang(self, failure: Failure, store: dist.Store, mine: RankStatus) -> None:
-        """Every rank writes its stacks; rank 0 waits for all and tells who is where."""
-        write_stacks(self._output_dir, self._rank, f"{mine}: {failure.message}")
+    def _report_hang(self, failure: Failure, store: dist.Store, own: RankStatus) -> None:
+        """Every rank writes its stacks; rank 0 waits for all and logs where each rank is."""
+        write_stacks(self._output_dir, self._rank, f"{own}: {failure.message}")
         store.set(f"stacks/{self._rank}", innermost_call())
-        told = "stacks/told"
+        logged = "stacks/logged"
         deadline = time.monotonic() + STACKS_SECONDS
-        waits_for = [f"stacks/{rank}" for rank in range(self._world_size)] if self._rank == 0 else [told]
+        waits_for = [f"stacks/{rank}" for rank in range(self._world_size)] if self._rank == 0 else [logged]
         while not store.check(waits_for) and time.monotonic() < deadline:
             time.sleep(0.2)
         if self._rank == 0:
             logger.error("%s", self._summary(store, failure))
-            store.set(told, "yes")
+            store.set(logged, "yes")
 
     def _summary(self, store: dist.Store, failure: Failure) -> str:
         statuses = self.statuses(store)
@@ -218,11 +227,9 @@ class Shutdown:
                 lines.append(f"  rank {rank}: never gave a sign of life")
                 continue
             key = f"stacks/{rank}"
-            call = (
-                store.get(key).decode()
-                if store.check([key])
-                else "no stacks: its interpreter does not answer"
-            )
+            call = "no stacks: its interpreter does not answer"
+            if store.check([key]):
+                call = store.get(key).decode()
             behind = "" if all_level or statuses[rank].entries > fewest else "  <- BEHIND"
             lines.append(f"  {statuses[rank]}: {call}{behind}")
         folder = stacks_path(self._output_dir, 0).parent

@@ -1,14 +1,15 @@
-"""Every rank tells that it lives, watches its next neighbours, and ends with the others when one is lost.
+"""Every rank publishes that it lives, watches its next neighbours, and ends with the others when one fails.
 
-    main thread   tells the phase it enters, its progress, its failure: plain attributes, never waits for the network
+    main thread   sets the phase, its progress, its failure: plain attributes, never waits for the network
     beat thread   once a second, over a connection of its own to torchrun's key-value store: writes this rank's status,
-                  reads the statuses of the next ranks in the ring and the failure
-    watch thread  sees to it that the beat thread gets answers, and that the launcher is there
+                  reads the status of the next ranks in the ring, and the failure of the run if there is one
+    watch thread  checks that the beat thread gets answers, and that the launcher is alive
 
-Whoever finds a cause (a rank that died, failed, fell silent; no progress anywhere) writes the failure, first one wins;
-all ranks read it with their next beat, tell it and end. Work per rank does not grow with the number of ranks.
+The rank that detects a failure (a rank that died, raised or stopped beating; no progress on any rank) writes it to the
+store, where the first one stays. All ranks read it with their next beat, log it and exit. The work of a rank does not
+grow with the number of ranks.
 
-Silence is counted in beats of one's own, not by the clock: a run that was suspended as a whole goes on.
+Silence is counted in beats of the watching rank, not by the clock: a run that was suspended as a whole continues.
 """
 
 from __future__ import annotations
@@ -44,8 +45,7 @@ from rlmath.distributed.fault_tolerance.failure import (
     rank_silent,
     store_lost,
 )
-from rlmath.distributed.fault_tolerance.preemption import LAUNCHER_ENDED, StopRequest
-from rlmath.distributed.fault_tolerance.torchrun import under_torchrun
+from rlmath.distributed.fault_tolerance.preemption import LAUNCHER_ENDED, StopRequest, under_torchrun
 
 logger = logging.getLogger(__name__)
 
@@ -55,9 +55,9 @@ NEIGHBOURS = 2
 RECONNECT_SECONDS = 5.0
 """How long a lost store may take to come back."""
 PEER_SECONDS = 3.0
-"""How long a rank whose collective broke looks for the rank that broke it, before it takes the blame itself."""
-TELL_SECONDS = 10.0
-"""How long a rank that failed waits until the others can know."""
+"""How long a rank whose collective failed looks for the rank that caused it, before it reports itself."""
+REPORT_SECONDS = 10.0
+"""How long a rank that failed waits until its failure is in the store."""
 FAILURE_KEY = "failure"
 
 
@@ -82,7 +82,7 @@ class Heartbeat:
         ...
         heartbeat.step = number
 
-    An exception that leaves the block is told to the other ranks, which end with it.
+    An exception that leaves the block is reported to the other ranks, which exit too.
     """
 
     def __init__(
@@ -94,16 +94,13 @@ class Heartbeat:
         self._world_size = world_size
         self._address = (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
         self._shutdown = Shutdown(output_dir, rank, world_size)
-        self._namespace, self._process_start, self._launcher = (
-            pid_namespace(),
-            process_start(os.getpid()),
-            os.getppid(),
-        )
+        self._namespace, self._launcher = pid_namespace(), os.getppid()
+        self._process_start = process_start(os.getpid())
         self._phase, self._entered_at, self._entries = "start", time.monotonic(), 0
-        self._moves = 0
+        self._progress = 0
         self._failure: BaseException | None = None
-        self._wake, self._told, self._left = threading.Event(), threading.Event(), False
-        self._beats = self._sent_moves = self._total_moves = 0
+        self._wake, self._reported, self._left = threading.Event(), threading.Event(), False
+        self._beats = self._sent_progress = self._total_progress = 0
         self._silence = dict.fromkeys(self._ring, 0.0)
         self._seen: dict[int, RankStatus] = {}
         self._still = self._unanswered = 0.0
@@ -131,32 +128,32 @@ class Heartbeat:
         self._wake.set()
         self._threads[0].join(RECONNECT_SECONDS)
 
-    # ------------------------------------------------------------ what the main thread tells
+    # ------------------------------------------------------------ called by the main thread
 
     def enter_phase(self, phase: str) -> None:
-        """The main thread is in this phase from now on; that is progress."""
+        """The main thread is in this phase from now on; counts as progress."""
         self._phase, self._entered_at = phase, time.monotonic()
         self._entries += 1
-        self._moves += 1
+        self._progress += 1
 
     def report_progress(self) -> None:
-        """A long phase goes on: an engine step, a micro-batch. Costs nothing."""
-        self._moves += 1
+        """A long phase advances: an engine step, a micro-batch. Costs nothing."""
+        self._progress += 1
 
     def slowest_answer(self) -> float:
-        """How long the store let this rank wait at most since this was last asked (seconds)."""
+        """The longest time that the store took to answer this rank since the last call (seconds)."""
         slowest, self._slowest_answer = self._slowest_answer, 0.0
         return slowest
 
     def report_failure(self, error: BaseException) -> None:
-        """Tell the others why this rank ends; returns when they can know, or after TELL_SECONDS.
+        """Report to the other ranks why this one ends; returns when that is done, or after REPORT_SECONDS.
 
-        The caller ends the process then. Should it not, that is done for it TELL_SECONDS later.
+        The caller ends the process then. If it does not, the beat thread does REPORT_SECONDS later.
         """
         if self._failure is None:
             self._failure = error
             self._wake.set()
-            if not self._told.wait(TELL_SECONDS):  # the store is lost, too: at least the file shall tell
+            if not self._reported.wait(REPORT_SECONDS):  # the store is lost, too: write the file at least
                 with contextlib.suppress(OSError):
                     self._shutdown.write_exit_status(rank_failed(self._status(), first_line(error)))
 
@@ -174,7 +171,7 @@ class Heartbeat:
             except RuntimeError as error:  # what torch's stores raise
                 self._reconnect(error)
             except (OSError, ValueError) as error:
-                logger.warning("rank %d could not look after its neighbours: %s", self._rank, error)
+                logger.warning("rank %d could not check its neighbours: %s", self._rank, error)
             self._wake.wait(BEAT_SECONDS)
         self._publish_end()
 
@@ -209,32 +206,32 @@ class Heartbeat:
             self._report(rank_silent(rank, now, self._silence[rank], self._rank))
 
     def _check_progress(self, passed: float) -> None:
-        moves, self._sent_moves = self._moves - self._sent_moves, self._moves
-        total = self._store.add("moves", moves)
-        self._still = 0.0 if total != self._total_moves else self._still + passed
-        self._total_moves = total
+        new, self._sent_progress = self._progress - self._sent_progress, self._progress
+        total = self._store.add("progress", new)
+        self._still = 0.0 if total != self._total_progress else self._still + passed
+        self._total_progress = total
         limit = self._settings.hang_timeout_seconds
         if limit is not None and self._still > limit:
             self._report(no_progress(self._still, self._rank))
 
     def _report(self, failure: Failure) -> None:
-        """Write the failure, unless there is one; end by the one that stands."""
+        """Write the failure, unless there is one already; exit with the one that is in the store."""
         self._end(Failure.from_json(self._store.compare_set(FAILURE_KEY, "", failure.as_json())))
 
     def _end(self, failure: Failure) -> None:
         if self._failure is None:
             self._shutdown.report_and_exit(failure, self._store, self._status())
-        # The main thread tells its own error itself.
+        # The main thread logs its own error itself.
         if failure.reporter != self._rank or failure.kind != "failed":
             logger.error("rank %d on %s ends: %s", self._rank, host_name(), failure.message)
         with contextlib.suppress(OSError):
             self._shutdown.write_exit_status(failure)
-        self._told.set()
-        time.sleep(TELL_SECONDS)
+        self._reported.set()
+        time.sleep(REPORT_SECONDS)
         self._shutdown.exit_now()
 
     def _report_own_failure(self, error: BaseException) -> None:
-        """Write this rank's failure; if the error may be a dead peer's fault, name the peer or let others do it."""
+        """Write this rank's failure; if another rank may have caused it, name that one or let others do so."""
         reason = first_line(error)
         if not may_be_caused_by_peer(error):
             self._report(rank_failed(self._status(), reason))
@@ -244,23 +241,26 @@ class Heartbeat:
             self._exchange(0.0)
             time.sleep(BEAT_SECONDS / 4)
         after = self._shutdown.statuses(self._store)
-        same = {rank for rank, one in after.items() if rank in before and one.beats == before[rank].beats}
-        silent = [after[rank] for rank in sorted(same) if not after[rank].left]
+        silent = [
+            after[rank]
+            for rank in sorted(before.keys() & after.keys())
+            if after[rank].beats == before[rank].beats and not after[rank].left
+        ]
         self._report(collective_failed(self._status(), reason, silent))
 
     def _status(self) -> RankStatus:
         age = time.monotonic() - self._entered_at
         return RankStatus(
-            self._rank,
-            host_name(),
-            self._namespace,
-            os.getpid(),
-            self._process_start or "",
-            self._phase,
-            round(age, 1),
-            self._entries,
-            self.step,
-            self._beats,
+            rank=self._rank,
+            host=host_name(),
+            pid_namespace=self._namespace,
+            pid=os.getpid(),
+            process_start=self._process_start or "",
+            phase=self._phase,
+            phase_seconds=round(age, 1),
+            entries=self._entries,
+            step=self.step,
+            beats=self._beats,
             left=False,
         )
 
@@ -288,7 +288,7 @@ class Heartbeat:
             self._store_lost(first_line(error))
 
     def _store_lost(self, reason: str) -> None:
-        """End, unless the run is stopping anyway: saving needs no store, and the stop has a deadline of its own."""
+        """Exit, unless the run is stopping anyway: saving needs no store, and the stop has a deadline of its own."""
         self._check_launcher()
         if self._left or (self._stop.requested and self._failure is None):
             return

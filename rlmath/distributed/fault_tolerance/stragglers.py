@@ -1,10 +1,10 @@
-"""Which rank holds the others up, told by name.
+"""Names the ranks that slow the others down.
 
-Ranks wait for each other in every collective, so the seconds of whole phases are the same on all. What is compared are
-the seconds in which a rank computes on its own (`ForwardBackward.seconds_alone`: until the gradients of all are put
-together), and how long the run's key-value store lets it wait, which tells of its network. Work is dealt evenly by
-FLOPs, so a rank that needs longer than those of its pipeline stage is slower. Ranks of one model replica wait for
-each other within: with a slow one among them, all of them need longer.
+Ranks wait for each other in every collective, so the seconds of whole phases are the same on all. Compared are the
+seconds in which a rank computes on its own (`ForwardBackward.seconds_alone`: until the gradients of all are summed),
+and how long the run's key-value store takes to answer it, which measures its network. Work is balanced by FLOPs, so a
+rank that needs longer than those of its pipeline stage is slower. Ranks of one model replica wait for each other: with
+a slow one among them, all of them need longer.
 
 One gather of two numbers per rank and step.
 """
@@ -27,20 +27,20 @@ from rlmath.distributed.ranks import ranks_text
 logger = logging.getLogger(__name__)
 
 RECENT_STEPS = 5
-"""A rank is slow where it was so in most of so many steps: one step may be chance."""
+"""A rank is slow if it was slow in most of so many steps: one step may be chance."""
 SLOW_FACTOR = 1.5
-"""As many times what is usual among the ranks of its pipeline stage."""
+"""A slow rank takes at least so many times the usual seconds of its pipeline stage,"""
 SLOW_SECONDS = 0.5
-"""And as much longer (seconds): of short steps on shared cores that is chance, and nobody minds."""
+"""and so many seconds more: on shared cores, short steps vary by chance."""
 ANSWER_SECONDS = 0.25
-"""An answer of the store that takes longer is slow (seconds), where it is also 4 times what is usual."""
+"""An answer of the store is slow if it takes longer (seconds) and ANSWER_FACTOR times the usual."""
 ANSWER_FACTOR = 4.0
 REPEAT_STEPS = 100
-"""The same is told again only after so many steps."""
+"""The same warning is repeated only after so many steps."""
 
 
 class StragglerDetector:
-    """On every rank; rank 0 tells. Making one is a collective."""
+    """On every rank; rank 0 logs. The constructor is a collective."""
 
     def __init__(self, mesh: Mesh) -> None:
         self._mesh = mesh
@@ -48,13 +48,13 @@ class StragglerDetector:
         """By rank, on rank 0."""
         self._recent: deque[list[tuple[float, float]]] = deque(maxlen=RECENT_STEPS)
         self._steps = 0
-        self._told_at: dict[str, int] = {}
+        self._logged_at: dict[str, int] = {}
 
     def after_step(self, alone: float, answer: float) -> dict[str, float]:
-        """Metrics on rank 0, nothing elsewhere; warnings are told. A collective of all ranks after every step.
+        """Returns metrics on rank 0, {} elsewhere; logs warnings. A collective of all ranks after every step.
 
-        `alone` are the seconds that this rank computed on its own in the step, `answer` the longest that it waited for
-        the store."""
+        `alone` are the seconds that this rank computed on its own in the step, `answer` the longest wait for the
+        store."""
         if self._mesh.world_size == 1:
             return {}
         mine = torch.tensor([alone, answer], dtype=torch.float64)
@@ -67,7 +67,7 @@ class StragglerDetector:
         self._steps += 1
         self._recent.append([(float(row[0]), float(row[1])) for row in rows])
         for text in slow_texts(list(self._recent), self._hosts, self._mesh):
-            self._tell(text)
+            self._warn(text)
         seconds = [row[0] for row in self._recent[-1]]
         return {
             "seconds/alone_usual": usual(seconds),
@@ -75,15 +75,15 @@ class StragglerDetector:
             "seconds/answer_slowest": max(row[1] for row in self._recent[-1]),
         }
 
-    def _tell(self, found: tuple[str, str]) -> None:
+    def _warn(self, found: tuple[str, str]) -> None:
         who, text = found
-        if self._steps - self._told_at.get(who, -REPEAT_STEPS) >= REPEAT_STEPS:
-            self._told_at[who] = self._steps
+        if self._steps - self._logged_at.get(who, -REPEAT_STEPS) >= REPEAT_STEPS:
+            self._logged_at[who] = self._steps
             logger.warning("%s", text)
 
 
 def usual(values: Sequence[float]) -> float:
-    """The lower quartile: a slow half of two nodes does not make itself the measure.
+    """The lower quartile: with two nodes, a slow half is not the reference.
 
     >>> usual([1.0, 1.1, 2.0, 2.1]), usual([3.0, 1.0])
     (1.1, 1.0)
@@ -94,7 +94,7 @@ def usual(values: Sequence[float]) -> float:
 def slow_texts(
     steps: Sequence[Sequence[tuple[float, float]]], hosts: Sequence[str], mesh: Mesh
 ) -> list[tuple[str, str]]:
-    """(who, what to tell) of the recent steps, each by rank (seconds alone, seconds until the store answered)."""
+    """(who, warning) of the recent steps, each by rank (seconds alone, seconds until the store answered)."""
     if len(steps) < RECENT_STEPS:
         return []
     ranks = range(mesh.world_size)
@@ -134,8 +134,8 @@ def _slow_alone(seconds: Sequence[float], stage_of: Mapping[int, int]) -> set[in
     found = set()
     for stage in set(stage_of.values()):
         members = [rank for rank in stage_of if stage_of[rank] == stage]
-        measure = usual([seconds[rank] for rank in members])
-        bound = max(SLOW_FACTOR * measure, measure + SLOW_SECONDS)
+        reference = usual([seconds[rank] for rank in members])
+        bound = max(SLOW_FACTOR * reference, reference + SLOW_SECONDS)
         found |= {rank for rank in members if seconds[rank] > bound}
     return found
 
@@ -146,7 +146,7 @@ def _slow_answers(seconds: Sequence[float]) -> set[int]:
 
 
 def _often(found: Sequence[set[int]], on_average: set[int]) -> list[int]:
-    """Those of most steps, and on average."""
+    """Ranks that are slow in most steps, and on average."""
     return sorted(rank for rank in on_average if 2 * sum(rank in one for one in found) > len(found))
 
 

@@ -20,8 +20,7 @@ from rlmath.config.schema import RunConfig
 from rlmath.distributed.collectives import max_over_ranks
 from rlmath.distributed.fault_tolerance.exit_codes import FAILURE, SAVED_AND_STOPPED, write_exit_status
 from rlmath.distributed.fault_tolerance.heartbeat import Heartbeat
-from rlmath.distributed.fault_tolerance.preemption import REASONS, StopRequest
-from rlmath.distributed.fault_tolerance.torchrun import launcher_advice
+from rlmath.distributed.fault_tolerance.preemption import REASONS, StopRequest, launcher_advice
 from rlmath.distributed.phase_timers import PhaseTimers
 from rlmath.trainer.telemetry.console import setup_logging
 

@@ -45,7 +45,9 @@ def test_a_frozen_rank_is_found_silent(tmp_path: Path) -> None:
     with running(tmp_path / "run", "walk", "heartbeat_timeout_seconds=5", ranks=3) as run:
         os.kill(run.pid(2), signal.SIGSTOP)
         wait_for(lambda: "has given no sign of life" in run.console(), END_SECONDS)
-        assert told(r"rank 2 has given no sign of life for \d+ s .*; its last word: rank 2 on", run.console())
+        assert told(
+            r"rank 2 has given no sign of life for \d+ s .*; its last heartbeat: rank 2 on", run.console()
+        )
         os.kill(run.pid(2), signal.SIGCONT)
         assert run.ends_within(END_SECONDS) != 0
 
