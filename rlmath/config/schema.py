@@ -154,7 +154,7 @@ class StagesConfig:
 @dataclass(frozen=True)
 class ValidationConfig:
     """Accuracy on files of its own while training goes on, under `validation/` in `<output_dir>/validation.jsonl` and
-    TensorBoard; see docs/stages.md."""
+    TensorBoard; see docs/training.md."""
 
     every_steps: PositiveInt | None = None
     """After every so many steps, and after the last. Null: never."""
