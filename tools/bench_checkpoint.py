@@ -33,10 +33,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from rlmath.checkpoint.directory import complete_checkpoints, wrong_contents
-from rlmath.checkpoint.load import load_checkpoint
-from rlmath.checkpoint.manager import CheckpointManager, Retention
-from rlmath.checkpoint.run_progress import Progress, read_progress
+from rlmath.checkpoint.directory import Progress, complete_checkpoints, read_progress, wrong_contents
+from rlmath.checkpoint.manager import CheckpointManager, Retention, load_checkpoint
 from rlmath.config.model_shape import ModelShape
 from rlmath.config.schema import Config, OptimizerConfig, ParallelConfig
 from rlmath.distributed.collectives import gather_objects

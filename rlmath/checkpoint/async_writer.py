@@ -1,14 +1,15 @@
-"""The process that writes a rank's part of a checkpoint while the rank goes on training.
+"""The process that writes a rank's part of a checkpoint while the rank continues training.
 
 It is started as a program of its own, never forked: a rank holds process groups, engines and perhaps CUDA, which a fork
-would copy. The rank copies its tensors into shared memory that has no name in any file system, hands it over and goes
-on; the process writes, forces the bytes to disk and answers with checksums of what the files then hold.
+would copy. The rank copies its tensors into anonymous shared memory and passes that on; the process writes, syncs the
+files to disk and returns checksums of what they then hold.
 """
 
 from __future__ import annotations
 
 import contextlib
 import io
+import math
 import mmap
 import os
 import socket
@@ -61,19 +62,19 @@ class Bucket:
 
 @dataclass(frozen=True)
 class Written:
-    """What became of a job."""
+    """The result of a job."""
 
     results: list[Any]
     """torch's `WriteResult` of every item."""
     files: dict[str, FileEntry]
     """By name of the file."""
     error: str | None
-    """Why it failed; the rest is empty then."""
+    """Why it failed; then the rest is empty."""
 
 
 def lacks_memory(buckets: Sequence[Any]) -> str | None:
-    """What is wrong where this machine has no memory for its ranks' copies, if they are all like this one. Ask on all
-    ranks before any of them copies."""
+    """The error where this machine has no memory for its ranks' copies, assuming that all are as large as this one's.
+    Call it on all ranks before any of them copies."""
     size, _ = _lay_out(buckets)
     ranks = local_world_size() or 1
     if size * ranks <= available_bytes():
@@ -82,7 +83,7 @@ def lacks_memory(buckets: Sequence[Any]) -> str | None:
 
 
 class WriterProcess:
-    """The rank's side. One job at a time."""
+    """The rank's end of the connection. One job at a time."""
 
     def __init__(self) -> None:
         ours, theirs = socket.socketpair()
@@ -116,8 +117,8 @@ class WriterProcess:
         return self._process.poll() is None
 
     def submit(self, buckets: Sequence[Any]) -> None:
-        """Copy what Megatron's writer wants written, and hand it over. The tensors may change as soon as this returns.
-        OSError where the process does not take it. Ask `lacks_memory` before."""
+        """Copy what Megatron's writer wants written, and pass it on. The tensors may change as soon as this returns.
+        OSError where the process does not accept it. Call `lacks_memory` before."""
         size, jobs = _lay_out(buckets)
         memory = os.memfd_create("rlmath-checkpoint")
         try:
@@ -130,11 +131,11 @@ class WriterProcess:
             os.close(memory)
 
     def ready(self, timeout: float = 0.0) -> bool:
-        """Whether the answer is there, or will never come."""
+        """Whether the result is there, or the process has ended."""
         return self._connection.poll(timeout)
 
     def result(self, waiting: Callable[[], None]) -> Written:
-        """The answer to the last job. Waits for it, and calls `waiting` while the process gets on."""
+        """The result of the last job. Waits for it, and calls `waiting` while the process advances."""
         try:
             done = self._done()
             while not self.ready(_LOOK_SECONDS):
@@ -155,14 +156,14 @@ class WriterProcess:
             return ()
 
     def close(self) -> None:
-        """End the process; a job that it is at is broken off."""
+        """End the process; a job in progress is aborted."""
         self._connection.close()
         self._process.kill()
         self._process.wait()
 
 
 def _lay_out(buckets: Sequence[Any]) -> tuple[int, list[Bucket]]:
-    """Bytes in all, and each tensor's place."""
+    """The bytes in all, and the jobs with each tensor's offset."""
     at, jobs = 0, []
     for path, key, (objects, tensors) in buckets:
         staged = []
@@ -187,9 +188,7 @@ def _copy(buckets: Sequence[Any], jobs: Sequence[Bucket], memory: int, size: int
 
 
 def _view(mapped: mmap.mmap, staged: Staged) -> Tensor:
-    count = 1
-    for length in staged.shape:
-        count *= length
+    count = math.prod(staged.shape)
     if count == 0:
         return torch.empty(staged.shape, dtype=staged.dtype)
     return torch.frombuffer(mapped, dtype=staged.dtype, count=count, offset=staged.offset).view(staged.shape)
@@ -199,7 +198,7 @@ def _view(mapped: mmap.mmap, staged: Staged) -> Tensor:
 
 
 def main() -> None:
-    """Write one job after the other, until the rank ends."""
+    """Write job after job, until the rank ends."""
     descriptor, parent = int(sys.argv[1]), int(sys.argv[2])
     end_with_parent(parent)
     os.nice(_NICENESS)
@@ -221,7 +220,7 @@ def _write(jobs: Sequence[Bucket], memory: int, size: int) -> Written:
         os.close(memory)
         results = [result for job in jobs for result in _write_file(job, mapped)]
         return Written(results, {job.key: file_entry(Path(job.path)) for job in jobs}, None)
-    except Exception as error:  # of any kind: the rank tells it
+    except Exception as error:  # of any kind: the rank reports it
         return Written([], {}, f"{type(error).__name__}: {error}")
 
 

@@ -1,10 +1,10 @@
-"""Checkpoints on disk: what is complete, what is whole, what is superseded.
+"""Checkpoints on disk: their files, which are complete, which are whole, which are superseded.
 
 <run.output_dir>/checkpoints/
-  step-000020/            complete: it got this name by being renamed when all of it was there and checked
+  step-000020/            complete: renamed to this when all of it was written and checked
     manifest.json         size and SHA-256 of every other file; written last
-    progress.json         where the run stands (`progress.Progress`), for people and programs
-    config.yaml           the settings it was made with
+    progress.json         how far the run is (`Progress`), for people and programs
+    config.yaml           the settings of the run
     state/                Megatron's torch_dist form: model, optimizer, random states
     hf/                   config.json and tokenizer files of the model
   step-000040.partial/    being written, or left by a run that was killed; never read, removed by the next run
@@ -19,7 +19,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +44,7 @@ _READ_BYTES = 2**22
 
 @dataclass(frozen=True)
 class FileEntry:
-    """What the manifest says of one file."""
+    """A file, as the manifest lists it."""
 
     size: int
     """Bytes."""
@@ -53,13 +53,13 @@ class FileEntry:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A complete checkpoint, as its name and its manifest say; its files may have been damaged since."""
+    """A complete checkpoint, from its name and its manifest; its files may have been damaged since."""
 
     folder: Path
     step: int
-    """Steps that were done."""
+    """Steps done."""
     kept: bool
-    """One that `save.save_freq_*` asked for; the others are recovery points, which newer ones replace."""
+    """Made for `save.save_freq_*`; the others are recovery points, which newer ones replace."""
     files: dict[str, FileEntry]
     """By path relative to the folder."""
 
@@ -77,7 +77,7 @@ def folder_of(root: Path, step: int) -> Path:
 
 
 def partial_of(root: Path, step: int) -> Path:
-    """Where it is while it is written."""
+    """The folder while it is written."""
     folder = folder_of(root, step)
     return folder.with_name(folder.name + PARTIAL)
 
@@ -129,10 +129,10 @@ def read_checkpoint(folder: Path) -> Checkpoint:
 
 
 def _whole(value: Any) -> int:
-    """JSON has numbers of any size and kind."""
+    """Checks a number: JSON has them of any size and kind."""
     if type(value) is int and 0 <= value < 2**63:
         return value
-    raise ValueError(f"{value!r:.40} is no size and no step")
+    raise ValueError(f"{value!r:.40} is not a size or a step")
 
 
 def wrong_sizes(checkpoint: Checkpoint) -> list[str]:
@@ -182,8 +182,8 @@ def open_partial(root: Path, step: int) -> Path:
 
 
 def publish(partial: Path, step: int, kept: bool, known: dict[str, FileEntry]) -> Checkpoint:
-    """Write the manifest and give the folder its name. `known` are the entries that were computed where the files were
-    written; the others are read now. OSError where the disk refuses, ValueError where a file is not as it was written.
+    """Write the manifest and rename the folder to its final name. `known` are the entries that were computed where the
+    files were written; the others are read now. OSError on a disk error, ValueError where a file has changed.
     """
     files = {}
     for path in sorted(path for path in partial.rglob("*") if path.is_file()):
@@ -217,16 +217,16 @@ def _flush(path: Path) -> None:
 
 
 def set_aside(folder: Path, ending: str) -> Path:
-    """Give a folder a name that is no checkpoint's, at once: half of one must never have a complete one's name."""
+    """Rename a folder to a name that is no checkpoint's, in one step: an incomplete one never has a complete name."""
     other = folder.with_name(folder.name + ending)
     shutil.rmtree(other, ignore_errors=True)
     return folder.rename(other)
 
 
 def set_superseded_aside(root: Path, keep_last: int, keep_models: int | None) -> list[Path]:
-    """Give checkpoints that are not needed any more a name that no one reads; the caller removes them, which takes
-    its time. Not needed are recovery points beyond the newest `keep_last` checkpoints, and kept ones beyond the newest
-    `keep_models`; what is among the newest `keep_last` always stays."""
+    """Rename superseded checkpoints so that they are no longer read; the caller removes them, which takes long.
+    Superseded are recovery points beyond the newest `keep_last` checkpoints, and kept ones beyond the newest
+    `keep_models`; the newest `keep_last` always stay."""
     found, _ = complete_checkpoints(root)
     kept = [one for one in found if one.kept]
     stays = {one.folder for one in found[:keep_last]}
@@ -235,8 +235,8 @@ def set_superseded_aside(root: Path, keep_last: int, keep_models: int | None) ->
 
 
 def set_newer_aside(root: Path, step: int) -> None:
-    """Rename what is newer than a step that a run goes on from to `step-NNNNNN.damaged`: it was passed over, and must
-    not count among the newest that stay."""
+    """Rename what is newer than the step that a run resumes from to `step-NNNNNN.damaged`: it was skipped, and must not
+    count among the newest that stay."""
     for newer, folder in list(_named(root)):
         if newer > step:
             other = set_aside(folder, DAMAGED)
@@ -244,7 +244,79 @@ def set_newer_aside(root: Path, step: int) -> None:
 
 
 def remove_partial(root: Path) -> None:
-    """Remove what runs that were killed left unfinished."""
+    """Remove the incomplete checkpoints of runs that were killed."""
     for path in root.glob(f"*{PARTIAL}") if root.is_dir() else ():
         logger.info("Removing %s, which an earlier run left unfinished", path)
         shutil.rmtree(path, ignore_errors=True)
+
+
+# ---------------------------------------------------------------- progress.json
+
+
+@dataclass(frozen=True)
+class Progress:
+    """The state of a run that is not a tensor. The rest follows from it: the order of prompts, what dynamic sampling
+    draws beyond them and every request's seed depend on nothing but `run.seed` and the step."""
+
+    step: int
+    """Steps done; the next one has this number, counted from 0."""
+    epoch: int
+    """Epoch of the next step, from 0."""
+    position: int
+    """Prompts of that epoch's order that were used."""
+    updates: int
+    """Optimizer steps done: the version of the weights, and where the learning-rate schedule stands."""
+    syncs: int
+    """Weight syncs that the steps done needed: one each, none where there are no engines."""
+    layout: str
+    """Ranks and layout it was made with, in words."""
+    world_size: int
+    optimizer_tensors: tuple[str, ...]
+    """Names of the optimizer's tensors beside each parameter."""
+    random_states: tuple[str, ...]
+    """Names of the random generators whose states are there, one row for each rank."""
+    model_fingerprint: str
+    """Of the model that the run started from."""
+    data_fingerprint: str
+    """Of the prompts, in order, as they were tokenized."""
+    versions: dict[str, str]
+    """Of the libraries that matter."""
+
+
+_LISTS = ("optimizer_tensors", "random_states")
+_TEXTS = ("layout", "model_fingerprint", "data_fingerprint")
+_KINDS: dict[str, Callable[[Any], bool]] = {
+    "a whole number": lambda value: type(value) is int and 0 <= value < 2**63,
+    "a text": lambda value: isinstance(value, str),
+    "a list of texts": lambda value: isinstance(value, list) and all(isinstance(one, str) for one in value),
+    "texts by name": lambda value: (
+        isinstance(value, dict) and all(isinstance(one, str) for one in value.values())
+    ),
+}
+
+
+def _kind(name: str) -> str:
+    """Of a field of `Progress`."""
+    if name == "versions":
+        return "texts by name"
+    return "a list of texts" if name in _LISTS else "a text" if name in _TEXTS else "a whole number"
+
+
+def write_progress(folder: Path, progress: Progress) -> None:
+    (folder / PROGRESS).write_text(json.dumps(asdict(progress), indent=1) + "\n", encoding="utf-8")
+
+
+def read_progress(folder: Path) -> Progress:
+    """ValueError where the file cannot be used."""
+    path = folder / PROGRESS
+    try:
+        values: Any = json.loads(path.read_text(encoding="utf-8"))
+        known = {field.name: values[field.name] for field in fields(Progress)}
+        for name, value in known.items():
+            if not _KINDS[_kind(name)](value):
+                raise ValueError(f'"{name}" is {value!r:.80}; needed: {_kind(name)}')
+        for name in _LISTS:
+            known[name] = tuple(known[name])
+        return Progress(**known)
+    except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
+        raise ValueError(f"{path} cannot be read ({type(error).__name__}: {error})") from error

@@ -1,10 +1,12 @@
-"""Checkpoints of a run, out and in: Megatron's distributed checkpointing, written by a process of its own.
+"""Saves and loads the checkpoints of a run with Megatron's distributed checkpointing.
 
-    start   every rank copies its part aside and goes on training (seconds of standing still: that copy)
+A save is written by a process of its own (`async_writer`) while training continues:
+
+    start   every rank copies its part to shared memory and resumes training (it stands still only for that copy)
     poll    are all ranks' parts on disk?
-    finish  rank 0 writes Megatron's metadata and the manifest and gives the folder its name
+    finish  rank 0 writes Megatron's metadata and the manifest and renames the folder to its final name
 
-All of these are collectives: every rank calls them, in the same order.
+`load_checkpoint` reads one in any layout. All of these are collectives: every rank calls them, in the same order.
 """
 
 from __future__ import annotations
@@ -22,9 +24,10 @@ import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
-from megatron.core.dist_checkpointing.mapping import is_main_replica
+from megatron.core.dist_checkpointing.mapping import CheckpointingException, is_main_replica
 from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
+from torch.distributed.checkpoint import CheckpointException
 
 from megatron_patches import checkpointing
 from rlmath.checkpoint.async_writer import WriterProcess, Written, lacks_memory
@@ -33,15 +36,26 @@ from rlmath.checkpoint.directory import (
     SETTINGS,
     STATE,
     Checkpoint,
+    Progress,
     open_partial,
     partial_of,
     publish,
     set_superseded_aside,
+    write_progress,
 )
-from rlmath.checkpoint.rng_state import random_rows, random_states
-from rlmath.checkpoint.run_progress import Progress, write_progress
 from rlmath.checkpoint.safe_metadata import SafeReader, read_metadata
-from rlmath.checkpoint.sharded_state import held_by, model_pieces, optimizer_pieces
+from rlmath.checkpoint.sharded_state import (
+    MASTER,
+    OPTIMIZER_PREFIX,
+    Piece,
+    held_by,
+    make_room,
+    model_pieces,
+    optimizer_pieces,
+    random_rows,
+    random_states,
+    restore_random_states,
+)
 from rlmath.distributed.collectives import first_error, from_rank_zero, gather_objects, to_rank_zero
 from rlmath.distributed.device import Device
 
@@ -51,13 +65,14 @@ SPARE_BYTES = 64 * 2**20
 """Disk space that a checkpoint leaves free."""
 _COMMON = "common.pt"
 """What Megatron keeps beside the tensors; of ours it is empty."""
+_MASTERS = f"{OPTIMIZER_PREFIX}.{MASTER}."
 _LAST_REMOVALS_SECONDS = 30.0
 """How long the end of a run waits for superseded checkpoints to be removed."""
 
 
 @dataclass(frozen=True)
 class Retention:
-    """How many checkpoints stay; see `folders.set_superseded_aside`."""
+    """How many checkpoints stay; see `directory.set_superseded_aside`."""
 
     keep_last: int
     keep_models: int | None
@@ -65,11 +80,11 @@ class Retention:
 
 @dataclass(frozen=True)
 class Saved:
-    """A save that came to its end."""
+    """A save that has succeeded or failed."""
 
     step: int
     checkpoint: Checkpoint | None
-    """None where it failed; `error` says why, and nothing is left of it."""
+    """None where it failed; then `error` says why, and all its files are removed."""
     error: str | None
 
 
@@ -111,14 +126,14 @@ class CheckpointManager:
         self._removals: list[threading.Thread] = []
 
     def warm_up(self) -> None:
-        """Start the process that writes, so that the first save does not wait for it. Where that fails, the next save
-        tries again and says why."""
+        """Start the writer process, so that the first save does not wait for it. Where that fails, the next save tries
+        again and returns the error."""
         try:
-            self._have_writer()
+            self._running_writer()
         except OSError as error:
             logger.warning("the process that writes checkpoints does not start: %s", error)
 
-    def _have_writer(self) -> WriterProcess:
+    def _running_writer(self) -> WriterProcess:
         if self._writer is not None and not self._writer.alive:
             self.close()
         if self._writer is None:
@@ -137,9 +152,8 @@ class CheckpointManager:
         return not self._in_flight.writes or (self._writer is not None and self._writer.ready())
 
     def start(self, progress: Progress, kept: bool, settings_yaml: str) -> Saved | None:
-        """Begin a save. Returns None, or why it could not begin. `progress` needs no names of tensors: they are filled
-        in here."""
-        assert not self.busy, "the save before it is to be finished first"
+        """Start a save. Returns None, or the failed save. The names of tensors in `progress` are filled in here."""
+        assert not self.busy, "finish the save in flight first"
         state, progress = self._state(progress)
         self._in_flight = save = _InFlight(partial_of(self._root, progress.step), progress.step, kept)
         error = self._room_for(state) or self._open(progress, settings_yaml)
@@ -149,8 +163,8 @@ class CheckpointManager:
         return None if error is None else self._give_up(error)
 
     def finish(self, waiting: Callable[[], None] = lambda: None) -> Saved:
-        """Wait until all ranks' parts are on disk, and make the checkpoint complete; or remove what there is. Calls
-        `waiting` while the process that writes gets on."""
+        """Wait until all ranks' parts are on disk and complete the checkpoint, or remove its files. Calls `waiting`
+        while the writer process advances."""
         save = self._in_flight
         assert save is not None
         mine = Written([], {}, None)
@@ -168,20 +182,20 @@ class CheckpointManager:
         return Saved(save.step, outcome, None)
 
     def close(self) -> None:
-        """End the process that writes. A save in flight is broken off, and never becomes visible."""
+        """End the writer process. A save in flight is aborted, and never becomes visible."""
         if self._writer is not None:
             self._writer.close()
             self._writer = None
 
     def wait_for_removals(self) -> None:
-        """Let superseded checkpoints be removed to the end, within limits: the run ends."""
+        """Wait, within limits, until superseded checkpoints are removed. Call it at the end of the run."""
         for thread in self._removals:
             thread.join(_LAST_REMOVALS_SECONDS)
 
     # ------------------------------------------------------------ steps of a save
 
     def _state(self, progress: Progress) -> tuple[dict[str, Any], Progress]:
-        """Everything to save, and the progress with the names of it."""
+        """Everything to save, and `progress` with its names."""
         pieces, objects = model_pieces(self._chunks)
         mine = {name for held in held_by(self._optimizer) for name in held.tensors()}
         names = sorted(set().union(*gather_objects(mine)))
@@ -196,7 +210,7 @@ class CheckpointManager:
         return {str(number): part for number, part in enumerate(parts)}, filled
 
     def _room_for(self, state: Mapping[str, Any]) -> str | None:
-        """What is wrong where the disk has no room for all ranks' parts."""
+        """The error where the disk has no room for all ranks' parts."""
         mine = sum(
             part.data.nbytes
             for part in state.values()
@@ -219,7 +233,7 @@ class CheckpointManager:
         return f"the disk of {self._root} has {free / 2**30:.2f} GiB free; needed: {needed / 2**30:.2f} GiB"
 
     def _open(self, progress: Progress, settings_yaml: str) -> str | None:
-        """Rank 0 makes the folder and puts the small files there; every rank must see it."""
+        """Rank 0 creates the folder and the small files; every rank must see it."""
         error = None
         if self._rank == 0:
             try:
@@ -228,8 +242,8 @@ class CheckpointManager:
                 (partial / SETTINGS).write_text(settings_yaml, encoding="utf-8")
                 for name, content in self._metadata_files.items():
                     (partial / METADATA_FILES / name).write_bytes(content)
-            except OSError as trouble:
-                error = f"{self._root} cannot be written: {trouble}"
+            except OSError as refused:
+                error = f"{self._root} cannot be written: {refused}"
         error = from_rank_zero(error)
         assert self._in_flight is not None
         if error is None and not (self._in_flight.partial / STATE).is_dir():
@@ -237,7 +251,7 @@ class CheckpointManager:
         return first_error(error)
 
     def _plan(self, save: _InFlight, state: dict[str, Any]) -> list[Any]:
-        """Let Megatron plan who writes what; what this rank is to write."""
+        """Let Megatron plan which rank writes what; returns what this rank writes."""
         strategy = _Strategy("torch_dist", 1, thread_count=1)
         shared = FullyParallelSaveStrategyWrapper(
             strategy, parallel_state.get_data_parallel_group(with_context_parallel=True)
@@ -254,19 +268,19 @@ class CheckpointManager:
         return request.async_fn_args[1] if request.async_fn is not None else []
 
     def _submit(self, save: _InFlight, buckets: Sequence[Any]) -> str | None:
-        """Hand this rank's part over; what went wrong."""
+        """Pass this rank's part to the writer process; returns the error."""
         save.writes = bool(buckets)
         try:
             if buckets:
-                self._have_writer().submit(buckets)
-        except OSError as trouble:
-            return f"rank {self._rank}: {trouble}"
+                self._running_writer().submit(buckets)
+        except OSError as refused:
+            return f"rank {self._rank}: {refused}"
         finally:
             save.files.write_buckets = None  # Megatron's own copies
         return None
 
     def _publish(self, save: _InFlight, written: Sequence[Written]) -> Checkpoint | str:
-        """Rank 0 alone, without collectives: the others wait for the outcome, whatever the disk does."""
+        """On rank 0, without collectives: the others wait for the outcome, whatever the disk does."""
         known = {f"{STATE}/{name}": entry for one in written for name, entry in one.files.items()}
         state = save.partial / STATE
         try:
@@ -286,14 +300,14 @@ class CheckpointManager:
         return checkpoint
 
     def _remove(self, folders: Sequence[Path]) -> None:
-        """In a thread: large files take long. What a run that is killed does not get to, the next one removes."""
+        """In threads: large files take long. What a killed run does not remove, the next one does."""
         self._removals = [thread for thread in self._removals if thread.is_alive()]
         for folder in folders:
             self._removals.append(threading.Thread(target=shutil.rmtree, args=(folder, True), daemon=True))
             self._removals[-1].start()
 
     def _give_up(self, error: str) -> Saved:
-        """Break off what writers are at, and leave nothing of the save."""
+        """Abort the writers, and remove the files of the save."""
         save = self._in_flight
         assert save is not None
         self.close()
@@ -305,7 +319,7 @@ class CheckpointManager:
 
 
 class _Strategy(TorchDistSaveShardedStrategy):
-    """Megatron's, which also says what belongs to the metadata; its own way to finish would leave the other ranks
+    """Megatron's, which also keeps what belongs to the metadata; Megatron's own finalize would leave the other ranks
     waiting where the disk is full on rank 0."""
 
     planned: tuple[Any, Any]
@@ -314,3 +328,46 @@ class _Strategy(TorchDistSaveShardedStrategy):
     def _get_save_and_finalize_callbacks(self, writer: Any, save_state_dict_ret: Any, *more: Any) -> Any:
         self.planned = writer, save_state_dict_ret[1]
         return super()._get_save_and_finalize_callbacks(writer, save_state_dict_ret, *more)
+
+
+# ---------------------------------------------------------------- loading
+
+
+def load_checkpoint(
+    chunks: Sequence[Any], optimizer: Any, device: Device, checkpoint: Checkpoint, progress: Progress
+) -> None:
+    """Load parameters, optimizer and, with the same number of ranks, random states. A collective. ValueError where the
+    checkpoint does not fit the model."""
+    checkpointing.patch(SafeReader)
+    pieces, _ = model_pieces(chunks)
+    make_room(optimizer, progress.optimizer_tensors, progress.updates)
+    states: dict[str, torch.Tensor] = {}
+    if progress.world_size == dist.get_world_size():
+        states = {name: torch.empty_like(state) for name, state in random_states(device).items()}
+        states = states if set(states) == set(progress.random_states) else {}
+    wanted = [*_weights(optimizer, pieces, progress), *random_rows(states)]
+    by_number: dict[str, Any] = {str(number): one for number, one in enumerate(wanted)}
+    try:
+        dist_checkpointing.load(by_number, str(checkpoint.state), validate_access_integrity=False)
+    except (CheckpointingException, CheckpointException, KeyError) as error:
+        raise ValueError(f"the checkpoint {checkpoint.folder} does not fit the model: {error}") from error
+    if states:
+        restore_random_states(states, device)
+
+
+def _weights(optimizer: Any, pieces: Sequence[Piece], progress: Progress) -> list[ShardedTensor]:
+    """What to load of model and optimizer. Weights are read at the highest precision that was saved: a bfloat16 run has
+    float32 copies of its parameters, a float32 run has not."""
+    there = {name for held in held_by(optimizer) for name in held.tensors()}
+    stored = [name for name in progress.optimizer_tensors if name in there]
+    found = optimizer_pieces(optimizer, pieces, stored)
+    if MASTER in progress.optimizer_tensors and MASTER not in there:
+        return [*(_renamed(piece.sharded, f"{_MASTERS}{piece.sharded.key}") for piece in pieces), *found]
+    if MASTER in there and MASTER not in stored:
+        copies = optimizer_pieces(optimizer, pieces, [MASTER])
+        found += [_renamed(one, one.key.removeprefix(_MASTERS)) for one in copies]
+    return [*(piece.sharded for piece in pieces), *found]
+
+
+def _renamed(sharded: ShardedTensor, key: str) -> ShardedTensor:
+    return replace(sharded, key=key)

@@ -1,5 +1,11 @@
-"""A pickle read as data: the opcodes that make plain values are carried out, and every class that is named in it stands
-for an inert record. Nothing is imported, called or made by it.
+"""Reads the index of a torch_dist checkpoint, which is a pickle, without executing it.
+
+1. Unpickle to inert records. `find_class` allows the classes of an index and returns a `Record` for each of them;
+   nothing is imported or called. Opcodes are restricted, too: without that an index of a few bytes could allocate any
+   amount of memory (a memo slot of 4 billion, 1 TiB of promised bytes) or crash the interpreter (hashing a deeply
+   nested key). The unpickler in C cannot be restricted so, hence `pickle._Unpickler`.
+2. Check the records and build torch's classes from them: plain file names, offsets within the files, chunks within
+   their tensors, all tensors stored whole.
 """
 
 from __future__ import annotations
@@ -26,6 +32,13 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
+
+INDEX = ".metadata"
+MAX_INDEX_BYTES = 256 * 2**20
+"""A larger index is refused; one entry takes some 200 bytes."""
+_MAX_AXES = 16
+_MAX_ELEMENTS = 2**50
+_NAMES_IN_ERRORS = 5
 
 _CLASSES = {
     "torch": ("Size",),
@@ -76,18 +89,86 @@ BROKEN = (
 """What pickle raises where a file is not one, or is cut off."""
 
 
+def read_metadata(folder: Path | str) -> Metadata:
+    """The index of a torch_dist folder, checked: plain file names, offsets and lengths within the files, chunks within
+    their tensors and each of them stored. ValueError that says what is wrong with it."""
+    return read_index(Path(folder) / INDEX)
+
+
+class SafeReader(FileSystemReader):
+    """torch's reader of a checkpoint folder, with `read_metadata` in place of pickle. Reads an index once."""
+
+    def __init__(self, path: Any, *args: Any, **kwargs: Any) -> None:
+        super().__init__(path, *args, **kwargs)
+        self._read: dict[Path, Metadata] = {}
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """See `read_metadata` of this module; with `rank` the index of one rank's own, as in torch."""
+        path = Path(self._get_metadata_path(kwargs.get("rank")))
+        if path not in self._read:
+            self._read[path] = read_index(path)
+        metadata = self._read[path]
+        assert metadata.storage_meta is not None
+        metadata.storage_meta.load_id = self.load_id
+        return metadata
+
+    def reset(self, checkpoint_id: Any = None) -> None:
+        """Switch to another checkpoint, or read the same one again."""
+        super().reset(checkpoint_id)
+        self._read = {}
+
+
+def read_index(path: Path) -> Metadata:
+    """`read_metadata` of an index file of any name; the files that it names lie beside it."""
+    try:
+        size = path.stat().st_size
+        if size > MAX_INDEX_BYTES:
+            raise ValueError(f"{path} has {size} bytes; an index has {MAX_INDEX_BYTES} at most.")
+        content = path.read_bytes()
+    except OSError as error:
+        raise ValueError(
+            f"{path} cannot be read ({error.strerror}); a torch_dist checkpoint is a folder with {INDEX}."
+        ) from error
+    try:
+        with _no_collections():
+            return _Builder(read_records(content), path.parent, len(content)).metadata()
+    except Refused as error:
+        raise ValueError(f"{path} is refused: {error}") from error
+    except BROKEN as error:
+        reason = f"{type(error).__name__}: {error}"[:200]
+        raise ValueError(
+            f"{path} is damaged, or not the index of a checkpoint ({reason}). Copy it again."
+        ) from error
+
+
+@contextmanager
+def _no_collections() -> Iterator[None]:
+    """Python's collector would search a million small objects, none of them garbage, again and again: more than twice
+    the time."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
+
+
+# ---------------------------------------------------------------- 1. to records
+
+
 def read_records(content: bytes) -> Any:
     """What the pickle of an index holds: dicts, lists, strings, numbers, torch's number formats and `Record`s. Refused
-    where something else is named or done in it; one of BROKEN where it is no pickle."""
+    where it names or does anything else; one of BROKEN where it is not a pickle."""
     return _Unpickler(io.BytesIO(content)).load()
 
 
 class Refused(ValueError):
-    """The index holds something that has no place there."""
+    """The index holds something that an index does not hold."""
 
 
 class Record:
-    """What the pickle says of one object: what it would be made from, and its state."""
+    """An object of the pickle: the arguments of its constructor, and its state."""
 
     __slots__ = ("args", "state")
 
@@ -108,15 +189,15 @@ _RECORDS = {
 
 
 class _Dict(dict):
-    """In place of an OrderedDict, which is made empty and filled afterwards."""
+    """In place of an OrderedDict, which is created empty and filled afterwards."""
 
     def __new__(cls) -> _Dict:
         return super().__new__(cls)
 
 
 class _Unpickler(pickle._Unpickler):
-    """Python's unpickler written in Python, whose table of opcodes can be cut down to `_OPCODES`; that one's memory,
-    too, only grows with the file. None of these copies what was read before, so little bytes stay little objects."""
+    """Python's unpickler written in Python, restricted to `_OPCODES`. None of these copies what was read before, so
+    memory grows with the size of the file only."""
 
     def find_class(self, module: str, name: str) -> Any:
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
@@ -151,87 +232,12 @@ class _Unpickler(pickle._Unpickler):
     dispatch[pickle.SETITEMS[0]] = load_setitems
 
 
-INDEX = ".metadata"
-
-MAX_INDEX_BYTES = 256 * 2**20
-"""A larger index is refused; one entry takes some 200 bytes."""
-
-
-_MAX_AXES = 16
-
-_MAX_ELEMENTS = 2**50
-
-_TOLD = 5
-
-
-def read_metadata(folder: Path | str) -> Metadata:
-    """The index of a torch_dist folder, checked: plain file names, offsets and lengths within the files, chunks within
-    their tensors and each of them stored. ValueError that says what is wrong with it."""
-    return read_index(Path(folder) / INDEX)
-
-
-class SafeReader(FileSystemReader):
-    """torch's reader of a checkpoint folder, with `read_metadata` in place of pickle. Reads an index once."""
-
-    def __init__(self, path: Any, *args: Any, **kwargs: Any) -> None:
-        super().__init__(path, *args, **kwargs)
-        self._read: dict[Path, Metadata] = {}
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """See `read_metadata` of this module; with `rank` the index of one rank's own, as in torch."""
-        path = Path(self._get_metadata_path(kwargs.get("rank")))
-        if path not in self._read:
-            self._read[path] = read_index(path)
-        metadata = self._read[path]
-        assert metadata.storage_meta is not None
-        metadata.storage_meta.load_id = self.load_id
-        return metadata
-
-    def reset(self, checkpoint_id: Any = None) -> None:
-        """Turn to another checkpoint, or to the same one anew."""
-        super().reset(checkpoint_id)
-        self._read = {}
-
-
-def read_index(path: Path) -> Metadata:
-    """`read_metadata` of an index file of any name; the files that it names lie beside it."""
-    try:
-        size = path.stat().st_size
-        if size > MAX_INDEX_BYTES:
-            raise ValueError(f"{path} has {size} bytes; an index has {MAX_INDEX_BYTES} at most.")
-        content = path.read_bytes()
-    except OSError as error:
-        raise ValueError(
-            f"{path} cannot be read ({error.strerror}); a torch_dist checkpoint is a folder with {INDEX}."
-        ) from error
-    try:
-        with _no_collections():
-            return _Builder(read_records(content), path.parent, len(content)).metadata()
-    except Refused as error:
-        raise ValueError(f"{path} is refused: {error}") from error
-    except BROKEN as error:
-        told = f"{type(error).__name__}: {error}"[:200]
-        raise ValueError(
-            f"{path} is damaged, or not the index of a checkpoint ({told}). Copy it again."
-        ) from error
-
-
-@contextmanager
-def _no_collections() -> Iterator[None]:
-    """Among a million small objects, none of them garbage, Python's collector looks for some again and again: it would
-    more than double the time."""
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
+# ---------------------------------------------------------------- 2. to torch's classes
 
 
 class _Builder:
-    """Makes torch's classes from records. `budget` is the most entries that may come out: one for each byte that was
-    read, so that an entry which is named a thousand times does not become a thousand thousand."""
+    """Builds torch's classes from records. `budget` bounds the number of entries: one for each byte that was read, so
+    that an entry which is referenced a thousand times does not become a million."""
 
     def __init__(self, root: Any, folder: Path, budget: int) -> None:
         self._root = root
@@ -362,4 +368,4 @@ def _all_stored(tensors: dict[str, Any], storage: Iterable[MetadataIndex]) -> No
         if not whole:
             lost.append(key)
     if lost:
-        raise Refused(f"{len(lost)} tensors are not stored whole: {', '.join(lost[:_TOLD])}.")
+        raise Refused(f"{len(lost)} tensors are not stored whole: {', '.join(lost[:_NAMES_IN_ERRORS])}.")

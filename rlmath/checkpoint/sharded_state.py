@@ -1,5 +1,5 @@
-"""Which parts of which global tensors this rank holds: parameters as Megatron shards them, and the optimizer's state
-over the same tensors, so that it can be loaded in any other layout.
+"""The state of a rank as parts of global tensors: parameters as Megatron shards them, the optimizer's state over the
+same tensors, so that it can be loaded in any other layout, and the random states of the rank.
 
 The distributed optimizer gives every data-parallel rank a range of each flattened parameter. A range of a flattened
 matrix is at most three rectangles of it (the rest of a row, whole rows, the start of a row), and rectangles are what
@@ -9,14 +9,20 @@ distributed checkpoints are made of: nothing is gathered to save, and any rank c
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+import random
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy
 import torch
+import torch.distributed as dist
+from megatron.core import tensor_parallel
 from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensorFactory
 from torch import Tensor
+
+from rlmath.distributed.device import Device
 
 OPTIMIZER_PREFIX = "optimizer.state"
 MASTER = "param"
@@ -195,7 +201,7 @@ def _placed(
 
 @torch.no_grad()
 def make_room(optimizer: Any, names: Sequence[str], steps: int) -> None:
-    """Give the optimizer the state that it would have after so many steps, with zeros to load into."""
+    """Create the state that the optimizer would have after so many steps, as zeros to load into."""
     for held in held_by(optimizer):
         for name in names:
             if name != MASTER and name not in held.state:
@@ -210,3 +216,58 @@ def make_room(optimizer: Any, names: Sequence[str], steps: int) -> None:
         else:  # fused optimizers count once for a group
             for group in part.optimizer.param_groups:
                 group["step"] = steps
+
+
+# ---------------------------------------------------------------- random states
+
+_MEGATRON = "megatron."
+
+
+def random_states(device: Device) -> dict[str, Tensor]:
+    """By generator, in one dimension, on the CPU."""
+    version, words, gauss = random.getstate()
+    assert version == 3, f"Python's generator has a state of version {version}"
+    name, keys, position, has_gauss, cached = numpy.random.get_state()
+    assert name == "MT19937", name
+    states = {
+        "torch": torch.get_rng_state(),
+        "python": torch.tensor(words, dtype=torch.int64),
+        "python_gauss": _optional(gauss),
+        "numpy": torch.from_numpy(keys.astype("int64")),
+        "numpy_position": torch.tensor([position, has_gauss], dtype=torch.int64),
+        "numpy_gauss": torch.tensor([cached], dtype=torch.float64),
+    }
+    if device.kind == "cuda":
+        states["cuda"] = torch.cuda.get_rng_state(device.torch_device)
+    tracked = tensor_parallel.get_cuda_rng_tracker().get_states()
+    return states | {_MEGATRON + key: state for key, state in tracked.items()}
+
+
+def random_rows(states: Mapping[str, Tensor]) -> list[ShardedTensor]:
+    """Each rank's random states, a row of one table for each generator."""
+    place = (0, dist.get_rank(), dist.get_world_size())
+    return [
+        ShardedTensor.from_rank_offsets(f"random.{name}", state.unsqueeze(0), place)
+        for name, state in states.items()
+    ]
+
+
+def restore_random_states(states: Mapping[str, Tensor], device: Device) -> None:
+    """The inverse of `random_states`."""
+    torch.set_rng_state(states["torch"])
+    gauss = states["python_gauss"]
+    words = tuple(int(word) for word in states["python"])
+    random.setstate((3, words, None if gauss.isnan().item() else float(gauss)))
+    position, has_gauss = states["numpy_position"].tolist()
+    keys = states["numpy"].numpy().astype("uint32")
+    numpy.random.set_state(("MT19937", keys, position, has_gauss, float(states["numpy_gauss"])))
+    if device.kind == "cuda":
+        torch.cuda.set_rng_state(states["cuda"], device.torch_device)
+    tracked = {
+        key.removeprefix(_MEGATRON): state for key, state in states.items() if key.startswith(_MEGATRON)
+    }
+    tensor_parallel.get_cuda_rng_tracker().set_states(tracked)
+
+
+def _optional(value: float | None) -> Tensor:
+    return torch.tensor([float("nan") if value is None else value], dtype=torch.float64)

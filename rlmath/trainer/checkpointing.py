@@ -11,10 +11,9 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from rlmath.checkpoint.directory import CHECKPOINTS
+from rlmath.checkpoint.directory import CHECKPOINTS, Progress
 from rlmath.checkpoint.hf.weights import read_metadata_files, write_hf_folder
 from rlmath.checkpoint.manager import CheckpointManager, Retention, Saved
-from rlmath.checkpoint.run_progress import Progress
 from rlmath.config.length_curriculum import has_length_stages, length_stages
 from rlmath.config.load import config_as_yaml
 from rlmath.distributed.collectives import from_rank_zero, max_over_ranks

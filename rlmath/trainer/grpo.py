@@ -28,7 +28,7 @@ from rlmath.algorithms.advantages import advantages
 from rlmath.algorithms.dynamic_sampling import Selection, SelectionRules, select
 from rlmath.algorithms.losses import Normalisation
 from rlmath.algorithms.types import MicroBatch, Sample, ScoredGroup
-from rlmath.checkpoint.run_progress import Progress
+from rlmath.checkpoint.directory import Progress
 from rlmath.config.length_curriculum import (
     LengthStage,
     engine_length,

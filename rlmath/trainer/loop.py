@@ -20,8 +20,8 @@ from typing import Any, ClassVar
 
 import torch.distributed as dist
 
-from rlmath.checkpoint.load import load_checkpoint
-from rlmath.checkpoint.run_progress import Progress
+from rlmath.checkpoint.directory import Progress
+from rlmath.checkpoint.manager import load_checkpoint
 from rlmath.config.load import config_as_yaml
 from rlmath.config.schema import Config
 from rlmath.data.loader import write_report

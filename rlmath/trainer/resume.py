@@ -21,11 +21,12 @@ from rlmath.checkpoint.directory import (
     PROGRESS,
     SETTINGS,
     Checkpoint,
+    Progress,
     complete_checkpoints,
     file_entry,
+    read_progress,
     wrong_contents,
 )
-from rlmath.checkpoint.run_progress import Progress, read_progress
 from rlmath.config.help import as_yaml_word, raise_problems, setting_values
 from rlmath.config.length_curriculum import LengthStage, has_length_stages, length_stages
 from rlmath.config.load import load_config

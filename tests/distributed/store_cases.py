@@ -31,7 +31,7 @@ class Outcome:
 
 
 def progress(step: int, updates: int, world_size: int) -> Any:
-    from rlmath.checkpoint.run_progress import Progress
+    from rlmath.checkpoint.directory import Progress
 
     return Progress(step, 0, 8 * step, updates, step, "", world_size, (), (), "model", "data", {})
 
@@ -81,9 +81,8 @@ def save(folder: Path, case: Case, samples: list[Sample], root: Path) -> Outcome
 
 def load(folder: Path, case: Case, samples: list[Sample], root: Path) -> Outcome:
     """The newest checkpoint in this layout, and one more update."""
-    from rlmath.checkpoint.directory import complete_checkpoints
-    from rlmath.checkpoint.load import load_checkpoint
-    from rlmath.checkpoint.run_progress import read_progress
+    from rlmath.checkpoint.directory import complete_checkpoints, read_progress
+    from rlmath.checkpoint.manager import load_checkpoint
 
     stage = build(folder, case)
     found, problems = complete_checkpoints(root)

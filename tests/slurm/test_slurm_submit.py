@@ -12,8 +12,7 @@ import pytest
 
 from launch.slurm.cluster import Partition, partition_problems, seconds_of
 from launch.slurm.script import BODY
-from rlmath.checkpoint.directory import open_partial, publish
-from rlmath.checkpoint.run_progress import Progress, write_progress
+from rlmath.checkpoint.directory import Progress, open_partial, publish, write_progress
 from rlmath.config.load import load_config, save_config
 from rlmath.distributed.fault_tolerance.exit_codes import FAILURE, MEANINGS, write_exit_status
 from rlmath.trainer.preflight.checks import only_used

@@ -12,8 +12,7 @@ import pytest
 import torch.distributed as dist
 
 from rlmath.algorithms.types import Prompt
-from rlmath.checkpoint.directory import open_partial, publish
-from rlmath.checkpoint.run_progress import Progress, read_progress, write_progress
+from rlmath.checkpoint.directory import Progress, open_partial, publish, read_progress, write_progress
 from rlmath.config.help import setting_values
 from rlmath.config.load import config_as_yaml, load_config
 from rlmath.config.schema import Config

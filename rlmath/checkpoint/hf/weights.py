@@ -1,5 +1,10 @@
-"""Safetensors files written as the tensors come: each goes to disk at once, block by block, and the header is written
-last, into room that was left for it. So memory holds one block, whatever the size of the model or of a tensor."""
+"""Hugging Face weights: loaded into a sharded Megatron model, streamed from one, and written as safetensors files.
+
+Every direction passes tensor by tensor, by the rules of `weight_map`: at most one tensor is whole at a time. The writer
+goes further. It writes each tensor to disk as it comes, block by block, and the header last, into space reserved at the
+start of the file, so that its memory is one block whatever the size of the model or of a tensor (safetensors' own
+`save_file` needs all tensors of a file at once).
+"""
 
 from __future__ import annotations
 
@@ -30,121 +35,25 @@ from rlmath.checkpoint.hf.weight_map import (
 from rlmath.config.model_shape import ModelShape
 from rlmath.distributed.mesh import Mesh
 
+METADATA_SUFFIXES = (".json", ".txt", ".model", ".jinja")
+"""Files beside the weights that belong to a model and are copied on export: configuration and tokenizer."""
+SHARD_BYTES = 4 * 2**30
+"""Most bytes of one exported safetensors file."""
 HEADER_BYTES = 2**18
-"""Room for the header of one file, some 2,000 tensors; then the next file begins. Filled up with spaces, as the format
-allows."""
-
-
+"""Space reserved for the header of one file, some 2,000 tensors; then the next file begins. Padded with spaces, as the
+format allows."""
+WORDS = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+"""Names of number formats in safetensors headers."""
 _BLOCK = 2**22
 """Elements converted and written at a time."""
-
-
-WORDS = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
-
 _LENGTH = struct.Struct("<Q")
 
 
-class SafetensorsWriter:
-    """Writes the weights of one model into a folder, in files of bounded size, named as the Hub does."""
-
-    def __init__(self, folder: Path, shard_bytes: int) -> None:
-        self._folder = folder
-        self._shard_bytes = shard_bytes
-        self._files: list[list[str]] = []
-        self._open: _File | None = None
-        self.bytes = 0
-        """Of the numbers written so far."""
-
-    def add(self, name: str, tensor: Tensor, dtype: torch.dtype) -> None:
-        """Append one tensor, as `dtype`; float32, bfloat16 or float16, on any device."""
-        size = tensor.numel() * dtype.itemsize
-        if self._open is None or not self._open.has_room(name, tensor, dtype, self._shard_bytes):
-            self._close_file()
-            self._open = _File(self._folder / f"part-{len(self._files)}")
-            self._files.append([])
-        self._open.add(name, tensor, dtype)
-        self._files[-1].append(name)
-        self.bytes += size
-
-    def close(self) -> None:
-        """Complete the last file, name all, and write the index where there are several."""
-        self._close_file()
-        count = len(self._files)
-        weight_map = {}
-        for number, names in enumerate(self._files):
-            name = f"model-{number + 1:05d}-of-{count:05d}.safetensors" if count > 1 else "model.safetensors"
-            (self._folder / f"part-{number}").rename(self._folder / name)
-            weight_map |= dict.fromkeys(names, name)
-        if count > 1:
-            index = {"metadata": {"total_size": self.bytes}, "weight_map": weight_map}
-            (self._folder / "model.safetensors.index.json").write_text(
-                json.dumps(index, indent=2), encoding="utf-8"
-            )
-
-    def abandon(self) -> None:
-        """Let go of the open file, unfinished."""
-        if self._open is not None:
-            self._open.file.close()
-            self._open = None
-
-    def _close_file(self) -> None:
-        if self._open is not None:
-            self._open.close()
-            self._open = None
-
-
-class _File:
-    """One safetensors file in the making."""
-
-    def __init__(self, path: Path) -> None:
-        self.file: BinaryIO = path.open("wb", buffering=0)
-        self.file.seek(_LENGTH.size + HEADER_BYTES)
-        self._header: dict[str, object] = {"__metadata__": {"format": "pt"}}
-        self._header_bytes = len(json.dumps(self._header))
-        self._size = 0
-
-    def has_room(self, name: str, tensor: Tensor, dtype: torch.dtype, most: int) -> bool:
-        """For a tensor; one of wider numbers may not begin in the middle of them."""
-        size = tensor.numel() * dtype.itemsize
-        entry = len(json.dumps({name: self._entry(tensor, dtype, size)}))
-        fits = self._size + size <= most and self._header_bytes + entry <= HEADER_BYTES
-        return fits and self._size % dtype.itemsize == 0
-
-    def add(self, name: str, tensor: Tensor, dtype: torch.dtype) -> None:
-        entry = self._entry(tensor, dtype, tensor.numel() * dtype.itemsize)
-        for block in tensor.detach().contiguous().view(-1).split(_BLOCK):
-            _write(self.file, memoryview(block.to("cpu", dtype).view(torch.uint8).numpy()))
-        self._header[name] = entry
-        self._header_bytes += len(json.dumps({name: entry}))
-        self._size += tensor.numel() * dtype.itemsize
-
-    def _entry(self, tensor: Tensor, dtype: torch.dtype, size: int) -> dict[str, object]:
-        offsets = [self._size, self._size + size]
-        return {"dtype": WORDS[dtype], "shape": list(tensor.shape), "data_offsets": offsets}
-
-    def close(self) -> None:
-        header = json.dumps(self._header).encode().ljust(HEADER_BYTES)
-        self.file.seek(0)
-        _write(self.file, memoryview(_LENGTH.pack(len(header)) + header))
-        self.file.close()
-
-
-def _write(file: BinaryIO, content: memoryview) -> None:
-    """All of it: one call may write less."""
-    while content:
-        content = content[file.write(content) :]
-
-
-METADATA_SUFFIXES = (".json", ".txt", ".model", ".jinja")
-"""Files beside the weights that belong to a model and are copied on export: configuration and tokenizer."""
-
-
-SHARD_BYTES = 4 * 2**30
-"""Most bytes of one exported safetensors file."""
+# ---------------------------------------------------------------- reading a folder
 
 
 class HFReader:
-    """Random access to the tensors of a Hugging Face folder, one safetensors file or an index of several."""
+    """Random access to the tensors of a Hugging Face folder: one safetensors file, or an index of several."""
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
@@ -175,6 +84,39 @@ def _weight_files(folder: Path) -> dict[str, str]:
     if not index.is_file():
         raise ValueError(f"{folder} has neither model.safetensors nor model.safetensors.index.json")
     return dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
+
+
+def read_metadata_files(source: str | Path) -> dict[str, bytes]:
+    """Configuration and tokenizer files of a Hugging Face folder, by name. Small: some MB at most."""
+    return {
+        file.name: file.read_bytes()
+        for file in sorted(Path(source).iterdir())
+        if file.is_file() and file.suffix in METADATA_SUFFIXES and "safetensors" not in file.name
+    }
+
+
+# ---------------------------------------------------------------- loading a sharded model
+
+
+@torch.no_grad()
+def load_hf_weights(
+    chunks: Sequence[torch.nn.Module], folder: str | Path, shape: ModelShape, mesh: Mesh
+) -> None:
+    """Fill this rank's shard of a Megatron model from a Hugging Face folder, tensor by tensor."""
+    reader = HFReader(folder)
+    for placed in placed_tensors(shape):
+        parameter = local_parameter(chunks, placed)
+        if parameter is not None:
+            _fill(parameter, [reader.tensor(name) for name in placed.hf_names], placed, shape, mesh)
+    if shape.tied_embeddings and mesh.is_last_stage and mesh.pipeline > 1:
+        embedding = next(iter(placed_tensors(shape)))
+        _fill(chunks[-1].output_layer.weight, [reader.tensor(embedding.hf_names[0])], embedding, shape, mesh)
+
+
+def _fill(parameter: Tensor, tensors: list[Tensor], placed: Placed, shape: ModelShape, mesh: Mesh) -> None:
+    full = to_canonical(placed.rule, tensors, shape, mesh.tensor)
+    mine = shard(placed.rule, full, *sharing_ranks(placed, mesh))
+    parameter.copy_(mine.reshape(parameter.shape))
 
 
 def held_layers(chunk: torch.nn.Module) -> list[int]:
@@ -224,25 +166,7 @@ def _parameter(chunk: torch.nn.Module, name: str) -> Tensor | None:
         return None
 
 
-@torch.no_grad()
-def load_hf_weights(
-    chunks: Sequence[torch.nn.Module], folder: str | Path, shape: ModelShape, mesh: Mesh
-) -> None:
-    """Fill this rank's shard of a Megatron model from a Hugging Face folder, tensor by tensor."""
-    reader = HFReader(folder)
-    for placed in placed_tensors(shape):
-        parameter = local_parameter(chunks, placed)
-        if parameter is not None:
-            _fill(parameter, [reader.tensor(name) for name in placed.hf_names], placed, shape, mesh)
-    if shape.tied_embeddings and mesh.is_last_stage and mesh.pipeline > 1:
-        embedding = next(iter(placed_tensors(shape)))
-        _fill(chunks[-1].output_layer.weight, [reader.tensor(embedding.hf_names[0])], embedding, shape, mesh)
-
-
-def _fill(parameter: Tensor, tensors: list[Tensor], placed: Placed, shape: ModelShape, mesh: Mesh) -> None:
-    full = to_canonical(placed.rule, tensors, shape, mesh.tensor)
-    mine = shard(placed.rule, full, *sharing_ranks(placed, mesh))
-    parameter.copy_(mine.reshape(parameter.shape))
+# ---------------------------------------------------------------- streaming a sharded model
 
 
 @dataclass(frozen=True)
@@ -314,6 +238,9 @@ def layer_stages(
     return {layer: stage for stage, held in enumerate(held_by_stage) for layer in held}
 
 
+# ---------------------------------------------------------------- writing a folder
+
+
 def write_hf_folder(
     tensors: Iterator[tuple[str, Tensor]],
     metadata_files: Mapping[str, bytes],
@@ -323,9 +250,9 @@ def write_hf_folder(
 ) -> None:
     """Write a Hugging Face model: the streamed weights as safetensors beside its `metadata_files`.
 
-    All ranks consume the stream; the one with `writes` writes, into a folder aside that is renamed when complete.
-    Files hold up to SHARD_BYTES. Tensors go to disk as they come. OSError on that rank where the disk refuses; the
-    stream is consumed all the same, and nothing is left.
+    All ranks consume the stream; the one with `writes` writes, into a partial folder that is renamed when complete.
+    Files hold up to SHARD_BYTES. OSError on that rank on a disk error; the stream is still consumed, and the partial
+    folder removed.
     """
     if not writes:
         for _ in tensors:
@@ -336,14 +263,14 @@ def write_hf_folder(
         _write_partial(tensors, metadata_files, partial_folder, dtype)
         _publish(partial_folder, output)
     except OSError:
-        for _ in tensors:  # the others count on it
+        for _ in tensors:  # a collective: the others wait for it
             pass
         shutil.rmtree(partial_folder, ignore_errors=True)
         raise
 
 
 def _publish(partial_folder: Path, output: Path) -> None:
-    """Give the folder its name. What has that name goes at once: half of a model must never have a whole one's."""
+    """Rename the folder to its final name. What has that name is renamed first: an incomplete model never has it."""
     before = set_aside(output, f".before{PARTIAL}") if output.exists() else None
     partial_folder.rename(output)
     if before is not None:
@@ -369,24 +296,106 @@ def _write_partial(
 
 
 def write_metadata_files(folder: Path, metadata_files: Mapping[str, bytes], dtype: torch.dtype) -> None:
-    """Put what a model has beside its weights into a folder, and their number format into config.json."""
+    """Write a model's configuration and tokenizer files, with the number format of the weights in config.json."""
     for name, content in metadata_files.items():
         (folder / name).write_bytes(content)
     note_dtype(folder / "config.json", dtype)
 
 
-def read_metadata_files(source: str | Path) -> dict[str, bytes]:
-    """Configuration and tokenizer files of a Hugging Face folder, by name. Small: some MB at most."""
-    return {
-        file.name: file.read_bytes()
-        for file in sorted(Path(source).iterdir())
-        if file.is_file() and file.suffix in METADATA_SUFFIXES and "safetensors" not in file.name
-    }
-
-
 def note_dtype(path: Path, dtype: torch.dtype) -> None:
-    """Say in a config.json which number format the weights have."""
+    """Write the number format of the weights into a config.json."""
     config = json.loads(path.read_text(encoding="utf-8"))
     # transformers 5 reads "dtype", earlier releases "torch_dtype".
     config["dtype"] = config["torch_dtype"] = str(dtype).removeprefix("torch.")
     path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+class SafetensorsWriter:
+    """Writes the weights of one model into a folder, in files of bounded size, named as the Hub does."""
+
+    def __init__(self, folder: Path, shard_bytes: int) -> None:
+        self._folder = folder
+        self._shard_bytes = shard_bytes
+        self._files: list[list[str]] = []
+        self._open: _File | None = None
+        self.bytes = 0
+        """Of the numbers written so far."""
+
+    def add(self, name: str, tensor: Tensor, dtype: torch.dtype) -> None:
+        """Append one tensor as `dtype` (float32, bfloat16 or float16); it may be on any device."""
+        size = tensor.numel() * dtype.itemsize
+        if self._open is None or not self._open.has_room(name, tensor, dtype, self._shard_bytes):
+            self._close_file()
+            self._open = _File(self._folder / f"part-{len(self._files)}")
+            self._files.append([])
+        self._open.add(name, tensor, dtype)
+        self._files[-1].append(name)
+        self.bytes += size
+
+    def close(self) -> None:
+        """Complete the last file, give all their final names, and write the index where there are several."""
+        self._close_file()
+        count = len(self._files)
+        weight_map = {}
+        for number, names in enumerate(self._files):
+            name = f"model-{number + 1:05d}-of-{count:05d}.safetensors" if count > 1 else "model.safetensors"
+            (self._folder / f"part-{number}").rename(self._folder / name)
+            weight_map |= dict.fromkeys(names, name)
+        if count > 1:
+            index = {"metadata": {"total_size": self.bytes}, "weight_map": weight_map}
+            (self._folder / "model.safetensors.index.json").write_text(
+                json.dumps(index, indent=2), encoding="utf-8"
+            )
+
+    def abandon(self) -> None:
+        """Close an unfinished file."""
+        if self._open is not None:
+            self._open.file.close()
+            self._open = None
+
+    def _close_file(self) -> None:
+        if self._open is not None:
+            self._open.close()
+            self._open = None
+
+
+class _File:
+    """A safetensors file that is being written."""
+
+    def __init__(self, path: Path) -> None:
+        self.file: BinaryIO = path.open("wb", buffering=0)
+        self.file.seek(_LENGTH.size + HEADER_BYTES)
+        self._header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+        self._header_bytes = len(json.dumps(self._header))
+        self._size = 0
+
+    def has_room(self, name: str, tensor: Tensor, dtype: torch.dtype, most: int) -> bool:
+        """Whether a tensor fits; one of wider numbers must start at a multiple of their width."""
+        size = tensor.numel() * dtype.itemsize
+        entry = len(json.dumps({name: self._entry(tensor, dtype, size)}))
+        fits = self._size + size <= most and self._header_bytes + entry <= HEADER_BYTES
+        return fits and self._size % dtype.itemsize == 0
+
+    def add(self, name: str, tensor: Tensor, dtype: torch.dtype) -> None:
+        entry = self._entry(tensor, dtype, tensor.numel() * dtype.itemsize)
+        for block in tensor.detach().contiguous().view(-1).split(_BLOCK):
+            _write(self.file, memoryview(block.to("cpu", dtype).view(torch.uint8).numpy()))
+        self._header[name] = entry
+        self._header_bytes += len(json.dumps({name: entry}))
+        self._size += tensor.numel() * dtype.itemsize
+
+    def _entry(self, tensor: Tensor, dtype: torch.dtype, size: int) -> dict[str, object]:
+        offsets = [self._size, self._size + size]
+        return {"dtype": WORDS[dtype], "shape": list(tensor.shape), "data_offsets": offsets}
+
+    def close(self) -> None:
+        header = json.dumps(self._header).encode().ljust(HEADER_BYTES)
+        self.file.seek(0)
+        _write(self.file, memoryview(_LENGTH.pack(len(header)) + header))
+        self.file.close()
+
+
+def _write(file: BinaryIO, content: memoryview) -> None:
+    """Write all of it: one call may write less."""
+    while content:
+        content = content[file.write(content) :]
