@@ -17,8 +17,7 @@ import os
 import re
 import sys
 import tempfile
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, make_dataclass
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -48,15 +47,6 @@ _BASE = "base"
 _COMMAND_LINE = "command line"
 
 
-@dataclass(frozen=True)
-class _Given:
-    """A value that a user wrote, and where ("configs/x.yaml" or "command line")."""
-
-    key: str
-    value: Any
-    source: str
-
-
 def load_config(yaml_paths: list[Path], overrides: list[str]) -> Config:
     """Defaults, then the YAML files in their order, then the overrides; later ones win.
 
@@ -68,17 +58,12 @@ def load_config(yaml_paths: list[Path], overrides: list[str]) -> Config:
     they are left to `help.schema_problems`, so that they are listed with settings that do not go together. ValueError
     for a file that is missing, unreadable or not a mapping.
     """
-    items = [item for path in yaml_paths for item in _read_yaml(Path(path), ())]
-    items += [item for override in overrides for item in _parse_override(override)]
-    given = [item for item in items if isinstance(item, _Given)]
-    problems = [item for item in items if isinstance(item, str)]
-    tree = copy.deepcopy(_defaults())
-    problems += [problem for item in given if (problem := _set(tree, item))]
-    problems += _missing_problems(tree)
-    if problems:
-        problems += _value_problems(tree, dict.fromkeys(item.key for item in given))
-    raise_problems("the settings", problems)
-    config = _resolved(tree)
+    reader = _Reader()
+    for path in yaml_paths:
+        reader.read_file(Path(path))
+    for override in overrides:
+        reader.read_override(override)
+    config = reader.config()
     raise_problems("the settings", list(text_problems(config)))
     return config
 
@@ -158,32 +143,147 @@ def split_arguments(
     return parsed.config, parsed.overrides
 
 
-def _parse_override(text: str) -> Iterator[_Given | str]:
-    """`key.sub=value`; for a text setting the value is taken as it stands, else it is read as YAML."""
-    key, equals, word = text.partition("=")
-    setting = all_settings().get(key)
-    if key == COMPACT_SECTION and word:
-        yield from _compact(word, _COMMAND_LINE)
-    elif not equals or not key:
-        hint = f" The {_unknown(key)}" if key and setting is None else ""
-        yield f'{_COMMAND_LINE}: "{text}" is not of the form key.sub=value.{hint}'
-    elif key in section_classes():
-        yield f"{_COMMAND_LINE}: {_section_not_value(key, word)}"
-    elif setting is None:
-        yield f"{_COMMAND_LINE}: {_unknown(key)}"
-    elif not word:
-        yield f'{_COMMAND_LINE}: "{text}" has nothing after "=". Write a value ({setting.type_name}).'
-    elif setting.is_text and word[0] not in "\"'" and (word != "null" or setting.kind is str):
-        yield _Given(key, word, _COMMAND_LINE)
-    else:
+# ---------------------------------------------------------------- reading
+
+
+class _Reader:
+    """Sets what a user wrote in a tree of all settings, and collects every mistake."""
+
+    def __init__(self) -> None:
+        self._tree = copy.deepcopy(_defaults())
+        self._problems: list[str] = []
+
+    def read_file(self, path: Path, below: tuple[Path, ...] = ()) -> None:
+        """A YAML file, after the one that it starts from; `below` are the files that start from this one."""
+        if path.resolve() in below:
+            raise ValueError(
+                f'The config file "{path}" starts from itself. Take out one of the "{_BASE}:" lines.'
+            )
+        if not path.exists():
+            raise ValueError(f'There is no config file "{path}".{nearest_path(path)}')
+        if not path.is_file():
+            raise ValueError(f'The config file "{path}" is not a file. Give a YAML file.')
         try:
-            read = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={word}"]), resolve=False)
-        except (yaml.YAMLError, OmegaConfBaseException) as error:
-            reason = " ".join(str(error).split())
-            yield f'{_COMMAND_LINE}: the value in "{text}" cannot be read: {reason}'
+            tree = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
+        except (OSError, UnicodeDecodeError, yaml.YAMLError, OmegaConfBaseException) as error:
+            raise ValueError(f'The config file "{path}" cannot be read as YAML sections: {error}') from error
+        if not isinstance(tree, dict):
+            got = type(tree).__name__
+            raise ValueError(f'The config file "{path}" must hold sections such as "run:", got a {got}.')
+        base = tree.pop(_BASE, None)
+        if isinstance(base, str):
+            self.read_file(path.parent / base, (*below, path.resolve()))
+        elif base is not None:
+            self._problems.append(f'{path}: "{_BASE}" must be the name of one YAML file, got {base!r}.')
+        self._read_mapping(tree, "", str(path))
+
+    def read_override(self, text: str) -> None:
+        """`key.sub=value`; for a text setting the value is taken as it stands, else it is read as YAML."""
+        key, equals, word = text.partition("=")
+        setting, found = all_settings().get(key), self._problems.append
+        if key == COMPACT_SECTION and word:
+            self._set_layout(word, _COMMAND_LINE)
+        elif not equals or not key:
+            hint = f" The {_unknown(key)}" if key and setting is None else ""
+            found(f'{_COMMAND_LINE}: "{text}" is not of the form key.sub=value.{hint}')
+        elif key in section_classes():
+            found(f"{_COMMAND_LINE}: {_section_not_value(key, word)}")
+        elif setting is None:
+            found(f"{_COMMAND_LINE}: {_unknown(key)}")
+        elif not word:
+            found(f'{_COMMAND_LINE}: "{text}" has nothing after "=". Write a value ({setting.type_name}).')
+        elif setting.is_text and word[0] not in "\"'" and (word != "null" or setting.kind is str):
+            self._set(key, word, _COMMAND_LINE)
         else:
-            assert isinstance(read, dict)
-            yield _Given(key, read["value"], _COMMAND_LINE)
+            try:
+                read: Any = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={word}"]), resolve=False)
+                self._set(key, read["value"], _COMMAND_LINE)
+            except (yaml.YAMLError, OmegaConfBaseException) as error:
+                reason = " ".join(str(error).split())
+                found(f'{_COMMAND_LINE}: the value in "{text}" cannot be read: {reason}')
+
+    def config(self) -> Config:
+        """What was read; ValueError with all mistakes."""
+        for key, setting in all_settings().items():
+            if OmegaConf.is_missing(self._tree[setting.section], setting.name):
+                self._problems.append(
+                    f'"{key}" must be given. {setting.doc} Write {key}=... on the command line, or in a YAML file '
+                    f'"{setting.section}:" and under it "  {setting.name}: ...".'
+                )
+        written: Any = OmegaConf.to_container(self._tree, resolve=False)
+        if self._problems:
+            for setting in all_settings().values():
+                value = written[setting.section][setting.name]
+                if "${" not in str(value) and (problem := setting.problem(value)):
+                    self._problems.append(problem)
+        raise_problems("the settings", self._problems)
+        try:
+            values: Any = OmegaConf.to_container(self._tree, resolve=True)
+        except OmegaConfBaseException as error:
+            section, _, name = str(error.full_key).partition(".")
+            value = as_yaml_word(written[section][name.partition("[")[0]])
+            reason = str(error).partition("\n")[0]
+            raise ValueError(
+                f'"{section}.{name}" got "{value}", which cannot be resolved: {reason}'
+            ) from error
+        return Config(**{name: section(**values[name]) for name, section in section_classes().items()})
+
+    def _read_mapping(self, mapping: Mapping[Any, Any], above: str, source: str) -> None:
+        """The values of a nested mapping; `above` is the key that leads to it, with a dot."""
+        for name, value in mapping.items():
+            key = f"{above}{name}"
+            if "." in str(name):
+                first, _, rest = str(name).partition(".")
+                nested = f'must be nested: "{first}:" and, indented under it, "{rest}: ...".'
+                self._problems.append(f'{source}: "{name}" {nested}')
+            elif key in all_settings():
+                self._set(key, value, source)
+            elif isinstance(value, Mapping) and value:
+                self._read_mapping(value, f"{key}.", source)
+            elif key == COMPACT_SECTION and isinstance(value, str):
+                self._set_layout(value, source)
+            elif key not in section_classes():
+                self._problems.append(f"{source}: {_unknown(key)}")
+            elif value is not None and not isinstance(value, Mapping):
+                self._problems.append(f"{source}: {_section_not_value(key, value)}")
+
+    def _set_layout(self, word: str, source: str) -> None:
+        try:
+            for name, size in compact_layout(word).items():
+                self._set(f"{COMPACT_SECTION}.{name}", size, source)
+        except ValueError as error:
+            self._problems.append(f"{source}: {error}")
+
+    def _set(self, key: str, value: Any, source: str) -> None:
+        """A value, unless it does not fit its type; an interpolation is checked when it is resolved."""
+        setting = all_settings()[key]
+        if value == MISSING:
+            return
+        if setting.is_text and not isinstance(value, str | None):
+            change = "Put text that looks like something else in quotes."
+        else:
+            try:
+                OmegaConf.update(self._tree, key, value, merge=False)
+                return
+            except OmegaConfBaseException:
+                change = 'Write "\\${" for text.' if "${" in str(value) else setting.doc
+        shown = "null" if value is None else f"{value!r} ({type(value).__name__})"
+        self._problems.append(f'{source}: "{key}" got {shown}, needs {setting.type_name}. {change}')
+
+
+@functools.cache
+def _defaults() -> DictConfig:
+    """All settings with their types and defaults. A word is any text here, so that a wrong one can be listed with
+    settings that do not go together."""
+    tree = {}
+    for section in section_classes():
+        fields = [
+            (s.name, s.kind, dataclasses.field(default_factory=functools.partial(copy.copy, s.default)))
+            for s in all_settings().values()
+            if s.section == section
+        ]
+        tree[section] = OmegaConf.structured(dataclasses.make_dataclass(section, fields))
+    return OmegaConf.create(tree)
 
 
 def compact_layout(word: str) -> dict[str, int | None]:
@@ -212,66 +312,6 @@ def compact_layout(word: str) -> dict[str, int | None]:
             raise ValueError(f"{form}. The {name} size is {size:.10}.")
         sizes[name] = int(size)
     return {"data": None, "tensor": 1, "pipeline": 1, "context": 1, "expert": 1} | sizes
-
-
-def _compact(word: str, source: str) -> Iterator[_Given | str]:
-    """The settings that a layout stands for: all sizes that it can name, 1 where it does not."""
-    try:
-        for name, size in compact_layout(word).items():
-            yield _Given(f"{COMPACT_SECTION}.{name}", size, source)
-    except ValueError as error:
-        yield f"{source}: {error}"
-
-
-# ---------------------------------------------------------------- YAML files
-
-
-def _read_yaml(path: Path, below: tuple[Path, ...]) -> Iterator[_Given | str]:
-    """Values and problems of a file, after those of the one it starts from; `below` led to this file."""
-    if path.resolve() in below:
-        raise ValueError(
-            f'The config file "{path}" starts from itself. Take out one of the "{_BASE}:" lines.'
-        )
-    if not path.exists():
-        raise ValueError(f'There is no config file "{path}".{nearest_path(path)}')
-    if not path.is_file():
-        raise ValueError(f'The config file "{path}" is not a file. Give a YAML file.')
-    try:
-        tree = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
-    except (OSError, UnicodeDecodeError, yaml.YAMLError, OmegaConfBaseException) as error:
-        raise ValueError(f'The config file "{path}" cannot be read as YAML sections: {error}') from error
-    if not isinstance(tree, dict):
-        got = type(tree).__name__
-        raise ValueError(f'The config file "{path}" must hold sections such as "run:", got a {got}.')
-    base = tree.pop(_BASE, None)
-    if isinstance(base, str):
-        yield from _read_yaml(path.parent / base, (*below, path.resolve()))
-    elif base is not None:
-        yield f'{path}: "{_BASE}" must be the name of one YAML file, got {base!r}.'
-    yield from _leaves(tree, (), str(path))
-
-
-def _leaves(tree: Mapping[Any, Any], above: tuple[str, ...], source: str) -> Iterator[_Given | str]:
-    """The values of a nested mapping by dotted key; a key that does not exist becomes a problem."""
-    for name, value in tree.items():
-        parts = (*above, str(name))
-        key = ".".join(parts)
-        if "." in str(name):
-            first, _, rest = str(name).partition(".")
-            yield f'{source}: "{name}" must be nested: "{first}:" and, indented under it, "{rest}: ...".'
-        elif key in all_settings():
-            yield _Given(key, value, source)
-        elif isinstance(value, Mapping) and value:
-            yield from _leaves(value, parts, source)
-        elif key == COMPACT_SECTION and isinstance(value, str):
-            yield from _compact(value, source)
-        elif key not in section_classes():
-            yield f"{source}: {_unknown(key)}"
-        elif value is not None and not isinstance(value, Mapping):
-            yield f"{source}: {_section_not_value(key, value)}"
-
-
-# ---------------------------------------------------------------- keys that do not exist
 
 
 def _unknown(key: str) -> str:
@@ -312,70 +352,3 @@ def _nearest_key(key: str) -> str | None:
 def _section_not_value(section: str, value: Any) -> str:
     example = next(key for key, setting in all_settings().items() if setting.section == section)
     return f'"{section}" is a section, it cannot be {value!r}. Set keys in it, such as "{example}".'
-
-
-# ---------------------------------------------------------------- values
-
-
-@functools.cache
-def _defaults() -> DictConfig:
-    """All settings with their types and defaults. A word is any text here: whoever checks values reports a wrong one
-    with other settings that do not go together."""
-    tree = {}
-    for section in section_classes():
-        settings = [setting for setting in all_settings().values() if setting.section == section]
-        fields = [
-            (s.name, s.kind, field(default_factory=functools.partial(copy.copy, s.default))) for s in settings
-        ]
-        tree[section] = OmegaConf.structured(make_dataclass(section, fields))
-    return OmegaConf.create(tree)
-
-
-def _set(tree: DictConfig, item: _Given) -> str | None:
-    """Set one value; one text when it does not fit its type. An interpolation is checked when it is resolved."""
-    setting, value = all_settings()[item.key], item.value
-    if value == MISSING:
-        return None
-    if setting.is_text and not isinstance(value, str | None):
-        change = "Put text that looks like something else in quotes."
-    else:
-        try:
-            OmegaConf.update(tree, item.key, value, merge=False)
-            return None
-        except OmegaConfBaseException:
-            change = 'Write "\\${" for text.' if "${" in str(value) else setting.doc
-    shown = "null" if value is None else f"{value!r} ({type(value).__name__})"
-    return f'{item.source}: "{item.key}" got {shown}, needs {setting.type_name}. {change}'
-
-
-def _missing_problems(tree: DictConfig) -> Iterator[str]:
-    for key, setting in all_settings().items():
-        if OmegaConf.is_missing(tree[setting.section], setting.name):
-            yield (
-                f'"{key}" must be given. {setting.doc} Write {key}=... on the command line, or in a YAML file '
-                f'"{setting.section}:" and under it "  {setting.name}: ...".'
-            )
-
-
-def _value_problems(tree: DictConfig, keys: Iterable[str]) -> Iterator[str]:
-    """Values of the right type that are out of their range or none of their words."""
-    values: Any = OmegaConf.to_container(tree, resolve=False)
-    for key in keys:
-        setting = all_settings()[key]
-        value = values[setting.section][setting.name]
-        if "${" not in str(value) and (problem := setting.problem(value)):
-            yield problem
-
-
-def _resolved(tree: DictConfig) -> Config:
-    """The config with every `${...}` replaced; ValueError where one has no value, or one of a wrong type."""
-    try:
-        values: Any = OmegaConf.to_container(tree, resolve=True)
-    except OmegaConfBaseException as error:
-        section, _, name = str(error.full_key).partition(".")
-        got: Any = OmegaConf.to_container(tree[section], resolve=False)
-        reason = str(error).partition("\n")[0]
-        raise ValueError(
-            f'"{section}.{name}" got "{as_yaml_word(got[name.partition("[")[0]])}", which cannot be resolved: {reason}'
-        ) from error
-    return Config(**{name: section(**values[name]) for name, section in section_classes().items()})

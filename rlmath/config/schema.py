@@ -47,7 +47,7 @@ PositiveInt = Annotated[int, Range(1)]
 NonNegativeInt = Annotated[int, Range(0)]
 PositiveFloat = Annotated[float, Range(0, open_low=True)]
 NonNegativeFloat = Annotated[float, Range(0)]
-Finite = Annotated[float, Range(-math.inf)]
+FiniteFloat = Annotated[float, Range(-math.inf)]
 Fraction = Annotated[float, Range(0, 1)]
 PositiveFraction = Annotated[float, Range(0, 1, open_low=True)]
 FractionBelowOne = Annotated[float, Range(0, 1, open_high=True)]
@@ -74,16 +74,16 @@ class RunConfig:
     """Folder of everything the run writes, on a disk that all nodes share; what AReaL calls experiment and trial. It
     must be new, empty, or left by this very run."""
     seed: Annotated[int, Range(0, 2**31 - 1)] = 1
-    """Seed of data order, sampling and initialisation (0 to 2**31 - 1)."""
+    """Seed of data order, sampling and initialisation."""
     total_epochs: PositiveInt = 1
     """Passes over the training prompts."""
     total_steps: PositiveInt | None = None
     """Steps to train; ends the run before `total_epochs` if smaller. Null: as many as the epochs have."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """"cpu" (gloo, float32), "cuda" (nccl, bfloat16), or "auto": cuda where there is one."""
+    """"cpu" (gloo, float32), "cuda" (nccl, bfloat16), or "auto": cuda if there is one."""
     recover_mode: Literal["auto", "resume", "disabled"] = "auto"
-    """"auto": go on from the newest whole checkpoint in `output_dir`, or start where there is none; "resume": go on, or
-    end with an error; "disabled": start anew, what is there is moved to `<output_dir>/earlier`."""
+    """"auto": resume from the newest whole checkpoint in `output_dir`, or start where there is none; "resume": resume,
+    or end with an error; "disabled": start anew, what is there is moved to `<output_dir>/earlier`."""
     distributed_timeout_seconds: Seconds = 1800.0
     """How long a collective waits for its peers before the run ends with an error (seconds; Megatron's groups round it
     up to minutes, vLLM's have limits of their own)."""
@@ -91,13 +91,13 @@ class RunConfig:
     """How long the ranks wait for each other at the start before the run ends and names those that are missing
     (seconds; torchrun's own join_timeout is as long): reading data and importing libraries must be done by then."""
     stop_grace_seconds: Seconds = 300.0
-    """How long the run may take to save and stop after SIGTERM or SIGUSR1 (seconds); after that it is ended unsaved."""
+    """How long the run may take to save and stop after SIGTERM or SIGUSR1 (seconds); after that it ends unsaved."""
     heartbeat_timeout_seconds: HeartbeatSeconds = 120.0
-    """A rank that gives no sign of life for so long ends the run (seconds); one whose process is gone ends it at once,
-    where another rank of its node is there to see it."""
+    """A rank without a heartbeat for so long ends the run (seconds); one whose process is gone ends it at once, if
+    another rank runs on its node."""
     hang_timeout_seconds: HeartbeatSeconds | None = 1500.0
-    """The run ends, and tells where every rank is, when no rank has entered a phase or made other progress for so long
-    (seconds). Below `distributed_timeout_seconds`, or that ends it first, without telling. Null: never."""
+    """The run ends, and logs where every rank is, when no rank has entered a phase or made other progress for so long
+    (seconds). Below `distributed_timeout_seconds`, or that ends it first, without such a log. Null: never."""
 
 
 @dataclass(frozen=True)
@@ -133,7 +133,7 @@ class DataConfig:
     """Prompts longer than this many tokens are dropped, and counted on the console."""
     max_unusable_share: Fraction = 0.01
     """Rows without an answer, with a repeated id or that are no rows at all are left out, and listed in
-    `<output_dir>/unusable_rows.jsonl`; a larger share of them ends the run (0 to 1)."""
+    `<output_dir>/unusable_rows.jsonl`; a larger share of them ends the run."""
     shuffle: bool = True
     """A new order every epoch, drawn from `run.seed`; false keeps the file's order."""
 
@@ -144,7 +144,7 @@ class StagesConfig:
     one stage with the settings as they are."""
 
     steps: list[PositiveInt] = field(default_factory=list)
-    """Steps of each stage; `run.total_steps` stays null then, and epochs go on until all are done."""
+    """Steps of each stage; `run.total_steps` stays null then, and epochs repeat until all are done."""
     max_new_tokens: list[PositiveInt] = field(default_factory=list)
     """`rollout.max_new_tokens` of each stage, which has no effect then."""
     max_tokens_per_microbatch: list[PositiveInt] = field(default_factory=list)
@@ -153,7 +153,7 @@ class StagesConfig:
 
 @dataclass(frozen=True)
 class ValidationConfig:
-    """Accuracy on files of its own while training goes on, under `validation/` in `<output_dir>/validation.jsonl` and
+    """Accuracy on files of its own during training, under `validation/` in `<output_dir>/validation.jsonl` and
     TensorBoard; see docs/training.md."""
 
     every_steps: PositiveInt | None = None
@@ -233,9 +233,9 @@ class PolicyConfig:
     max_tokens_per_microbatch: PositiveInt = 20480
     """Token budget of one packed forward/backward (AReaL: mb_spec.max_tokens_per_mb). At least the longest sequence."""
     recompute_granularity: Literal["full", "selective"] | None = None
-    """Activation recomputation, as Megatron has it: null (none), "full" or "selective"."""
+    """Activation recomputation, as Megatron has it. Null: none."""
     recompute_method: Literal["uniform", "block"] | None = None
-    """With "full": "uniform" or "block"."""
+    """How layers are recomputed with "full"."""
     recompute_num_layers: PositiveInt | None = None
     """With "full": layers that are recomputed together ("uniform"; divides those of every pipeline stage or chunk), or
     layers of each of them that are recomputed ("block")."""
@@ -254,7 +254,7 @@ class OptimizerConfig:
     warmup_steps: NonNegativeInt = 0
     """Optimizer steps of linear warm-up."""
     decay: Literal["constant", "linear", "cosine"] = "constant"
-    """Course after the warm-up: "constant", "linear" or "cosine" down to `min_lr`."""
+    """Learning rate after the warm-up: "constant", or "linear" or "cosine" down to `min_lr`."""
     weight_decay: NonNegativeFloat = 0.0
     """Decoupled weight decay."""
     adam_beta1: FractionBelowOne = 0.9
@@ -282,13 +282,13 @@ class RolloutConfig:
     min_new_tokens: NonNegativeInt = 0
     """No end-of-sequence token before this many tokens."""
     temperature: Annotated[float, Range(0.01, why=_TEMPERATURE)] = 1.0
-    """Sampling temperature, above 0; the trainer divides its logits by the same."""
+    """Sampling temperature; the trainer divides its logits by the same."""
     top_p: Annotated[float, Range(1, 1, why=_UNTRUNCATED)] = 1.0
-    """Nucleus truncation. Only 1.0: the trainer computes the untruncated distribution."""
+    """Nucleus truncation; off, since the trainer computes the untruncated distribution."""
     top_k: Annotated[int, Range(-1, -1, why=_UNTRUNCATED)] = -1
-    """Top-k truncation. Only -1 (none), for the same reason."""
+    """Top-k truncation; off, for the same reason."""
     memory_share: PositiveFraction = 0.6
-    """GPU: share of the device's memory that an engine may take while it generates (0 to 1)."""
+    """GPU: share of the device's memory that an engine may take while it generates."""
     cpu_kv_cache_gib: PositiveFloat = 0.5
     """CPU: size of the KV cache of one rank (GiB)."""
     max_num_seqs: PositiveInt = 256
@@ -325,10 +325,10 @@ class SyncConfig:
 
 @dataclass(frozen=True)
 class MemoryConfig:
-    """What leaves the device while the engines generate, and the watch over what stays."""
+    """What is offloaded while the engines generate, and the checks of what stays."""
 
     offload_gradients: bool = True
-    """Give up the gradient buffers: they hold nothing between steps."""
+    """Free the gradient buffers: they hold nothing between steps."""
     offload_optimizer: bool = False
     """Move the optimizer's state and its float32 parameters to the host (pinned memory on GPU)."""
     offload_parameters: bool = False
@@ -353,11 +353,11 @@ class RewardConfig:
     scheme: Literal["correctness", "mix", "independent"] = "correctness"
     """"correctness": +1 or -1 (AReaL); "mix": 1, -0.5, and format_penalty without a box; "independent": 1 and -0.5
     with a box, 0.5 and format_penalty without one (SimpleRL). A reward is (that - output_bias) * output_scaling."""
-    format_penalty: Finite = -1.0
+    format_penalty: FiniteFloat = -1.0
     """Schemes "mix" and "independent": what an answer without a box gets (SimpleRL's FORMAT_PENALTY_VALUE)."""
     output_scaling: PositiveFloat | None = None
     """AReaL's reward_output_scaling. Null: 5 for "correctness", which makes +5 and -5, and 1 for the others."""
-    output_bias: Finite = 0.0
+    output_bias: FiniteFloat = 0.0
     """AReaL's reward_output_bias, subtracted before scaling."""
     mask_no_eos_with_zero: bool = False
     """A completion cut off at rollout.max_new_tokens gets 0, right or wrong (AReaL)."""
@@ -371,8 +371,8 @@ class RewardConfig:
     strict: bool = True
     """False compares numbers as loosely as the Qwen2.5-Math evaluation: within 1e-4, rounded, or a factor 100 off."""
     function: str | None = None
-    """A reward function of yours, "package.module:name", instead of the judge; see docs/rewards.md."""
-    function_failure: Finite = 0.0
+    """A reward function of yours, "package.module:name", instead of the verifier; see docs/rewards.md."""
+    function_failure: FiniteFloat = 0.0
     """What a completion gets when that function fails or takes too long (before scaling)."""
     timeout_seconds: Annotated[float, Range(0, 3600, open_low=True)] = 5.0
     """Longest check of one answer; a check that takes longer is ended and counts as wrong."""
@@ -424,7 +424,7 @@ class AlgorithmConfig:
     epochs: PositiveInt = 1
     """Passes over a step's samples (verl: ppo_epochs)."""
     shuffle: bool = True
-    """Samples are dealt to minibatches at random, and every epoch takes the minibatches in an order of its own, both
+    """Samples are assigned to minibatches at random, and every epoch takes the minibatches in an order of its own, both
     drawn from run.seed and the step. False: in the order of prompts."""
     clip_ratio: PositiveFraction = 0.2
     """The importance ratio is clipped below 1 - clip_ratio, and above 1 + clip_ratio where clip_ratio_high is null."""
@@ -446,7 +446,7 @@ class AlgorithmConfig:
     importance_mask_high: Annotated[float, Range(1, open_low=True, why=_EQUAL_RATIO)] | None = None
     """Likewise above this, before the cap (AReaL: behav_imp_weight_cap). Null: none."""
     kl_coef: NonNegativeFloat = 0.0
-    """Weight of KL(policy || reference). 0 leaves the reference out altogether."""
+    """Weight of KL(policy || reference). 0: no reference model."""
     kl_in: Literal["loss", "reward"] = "loss"
     """Where the KL counts: in the "loss" of every token, or in the "reward", before advantages (AReaL: kl_ctl)."""
     kl_estimator: Literal["k1", "k2", "k3", "abs"] = "k3"
@@ -461,12 +461,12 @@ class AlgorithmConfig:
     early_stop_kl: PositiveFloat | None = None
     """Likewise when the mean of k3, KL(proximal || policy) per token (nats), exceeds this. Null: never."""
     early_stop_action: Literal["skip", "end"] = "skip"
-    """After a discarded minibatch: "skip" goes on with the next, "end" ends the step's updates."""
+    """After a discarded minibatch: "skip" continues with the next, "end" ends the step's updates."""
 
 
 @dataclass(frozen=True)
 class TelemetryConfig:
-    """What a run tells about itself."""
+    """Where metrics and samples are written, and when the run warns."""
 
     tensorboard: bool = True
     """Write TensorBoard events under `<output_dir>/tensorboard`."""
@@ -480,22 +480,22 @@ class TelemetryConfig:
     wandb_name: str | None = None
     """Its name of the run. Null: the name of `run.output_dir`."""
     warn_truncated: Fraction = 0.05
-    """A share of truncated completions above this is warned of, once (0 to 1; 1: never). SimpleRL's report: normal is
-    less than 5%."""
+    """A share of truncated completions above this is warned of, once (1: never). SimpleRL's report: normal is less than
+    5%."""
     warn_dropped: Fraction = 0.05
-    """Likewise a share of prompts that the filters drop, at the start (0 to 1; 1: never)."""
+    """Likewise a share of prompts that the filters drop, at the start (1: never)."""
     warn_importance_weight: PositiveFloat = 0.1
     """Likewise a mean importance weight that is further from 1 than this (a large one: never)."""
     warn_flat_steps: Annotated[int, Range(2)] = 50
     """Likewise a reward that has not risen beyond its noise over so many steps (more than the run has: never)."""
     warn_entropy_share: Fraction = 0.2
     """Likewise an entropy below this share of the first steps', and fallen twice as far as the share of wrong answers
-    (0 to 1; 0: never)."""
+    (0: never)."""
 
 
 @dataclass(frozen=True)
 class SaveConfig:
-    """What a run leaves behind: checkpoints to keep, recovery points to go on from, models in Hugging Face form."""
+    """What a run leaves behind: checkpoints to keep, recovery points to resume from, models in Hugging Face form."""
 
     save_freq_epochs: PositiveInt | None = None
     """Keep a checkpoint after every so many epochs (AReaL: exp_ctrl.save_freq_epochs). Null: none."""
@@ -507,7 +507,7 @@ class SaveConfig:
     """Export the model of every kept checkpoint to `<output_dir>/models/step-NNNNNN`, too, while training waits. The
     last one is always exported, to `<output_dir>/hf_model`."""
     export_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Number format of the exported Hugging Face models: "auto" (as it was trained), "float32" or "bfloat16"."""
+    """Number format of the exported Hugging Face models; "auto": as it was trained."""
     ckpt_freq_epochs: PositiveInt | None = None
     """Make a recovery point after every so many epochs (AReaL: exp_ctrl.ckpt_freq_epochs). Null: none."""
     ckpt_freq_steps: PositiveInt | None = None
@@ -520,27 +520,27 @@ class SaveConfig:
     keep_models: PositiveInt | None = None
     """Checkpoints of `save_freq_*` that stay: the newest ones. Null: all."""
     background: bool = True
-    """Write checkpoints while training goes on; a rank's part is held a second time in the host's memory meanwhile."""
+    """Write checkpoints during training; a rank's part is held a second time in the host's memory meanwhile."""
 
 
 @dataclass(frozen=True)
 class Config:
     """All settings of launch/train_grpo.py and launch/train_sft.py."""
 
-    run: RunConfig = field(default_factory=RunConfig)
-    model: ModelConfig = field(default_factory=ModelConfig)
-    data: DataConfig = field(default_factory=DataConfig)
-    stages: StagesConfig = field(default_factory=StagesConfig)
-    parallel: ParallelConfig = field(default_factory=ParallelConfig)
-    policy: PolicyConfig = field(default_factory=PolicyConfig)
-    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
-    rollout: RolloutConfig = field(default_factory=RolloutConfig)
-    sync: SyncConfig = field(default_factory=SyncConfig)
-    memory: MemoryConfig = field(default_factory=MemoryConfig)
-    reward: RewardConfig = field(default_factory=RewardConfig)
-    selection: SelectionConfig = field(default_factory=SelectionConfig)
-    algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
-    validation: ValidationConfig = field(default_factory=ValidationConfig)
-    sft: SftConfig = field(default_factory=SftConfig)
-    telemetry: TelemetryConfig = field(default_factory=TelemetryConfig)
-    save: SaveConfig = field(default_factory=SaveConfig)
+    run: RunConfig = RunConfig()
+    model: ModelConfig = ModelConfig()
+    data: DataConfig = DataConfig()
+    stages: StagesConfig = StagesConfig()
+    parallel: ParallelConfig = ParallelConfig()
+    policy: PolicyConfig = PolicyConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    rollout: RolloutConfig = RolloutConfig()
+    sync: SyncConfig = SyncConfig()
+    memory: MemoryConfig = MemoryConfig()
+    reward: RewardConfig = RewardConfig()
+    selection: SelectionConfig = SelectionConfig()
+    algorithm: AlgorithmConfig = AlgorithmConfig()
+    validation: ValidationConfig = ValidationConfig()
+    sft: SftConfig = SftConfig()
+    telemetry: TelemetryConfig = TelemetryConfig()
+    save: SaveConfig = SaveConfig()
