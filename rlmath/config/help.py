@@ -69,7 +69,7 @@ class Setting:
         return f"{self.type_name}, {self.range}" if self.range else self.type_name
 
     def problem(self, value: Any) -> str | None:
-        """What a value of the right type is out of, its range or words, and what is needed; None: nothing."""
+        """What is wrong with a value of the right type: out of its range, or none of its words; None: nothing."""
         if value is None:
             return None
         if self.words and value not in self.words:
@@ -87,16 +87,13 @@ def all_settings() -> Mapping[str, Setting]:
     docs = field_docs(inspect.getsource(schema))
     found = {}
     for section, section_class in section_classes().items():
-        hints, defaults = typing.get_type_hints(section_class, include_extras=True), section_class()
-        for name, hint in hints.items():
+        plain, defaults = typing.get_type_hints(section_class), section_class()
+        for name, hint in typing.get_type_hints(section_class, include_extras=True).items():
             inside = list(_parts(hint))
-            words = tuple(part for part in inside if isinstance(part, str))
-            kind = typing.get_type_hints(section_class)[name]
-            if words:
-                kind = str | None if types.NoneType in inside else str
             limits = next((part for part in inside if isinstance(part, Range)), None)
-            doc = docs.get((section_class.__name__, name), "")
-            key = f"{section}.{name}"
+            words = tuple(part for part in inside if isinstance(part, str))
+            kind = plain[name] if not words else str | None if types.NoneType in inside else str
+            key, doc = f"{section}.{name}", docs.get((section_class.__name__, name), "")
             found[key] = Setting(key, kind, getattr(defaults, name), doc, limits, words)
     return types.MappingProxyType(found)
 

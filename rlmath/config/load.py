@@ -331,22 +331,21 @@ def _nearest_key(key: str) -> str | None:
     In this order: the key under sections too many, its last word in another section, the nearest whole key,
     the nearest last word in its own section, the nearest last word anywhere.
     """
-    leaf_of = {known: known.rpartition(".")[2] for known in all_settings()}
-    for known in leaf_of:
-        if key.endswith("." + known):
-            return known
-    leaf = key.rpartition(".")[2]
-    same_leaf = [known for known in leaf_of if leaf_of[known] == leaf]
-    if same_leaf:
-        return difflib.get_close_matches(key, same_leaf, 1, 0.0)[0]
+    known, leaf = list(all_settings()), key.rpartition(".")[2]
     plain = key.strip("+~-").lower().replace("-", "_")
-    for known in difflib.get_close_matches(plain, [*leaf_of, *section_classes()], 1, 0.75):
-        return known
-    own_section = key.partition(".")[0] + "."
-    for keys, least in (([k for k in leaf_of if k.startswith(own_section)], 0.5), (list(leaf_of), 0.6)):
-        for close in difflib.get_close_matches(leaf, [leaf_of[k] for k in keys], 1, least):
-            return next(k for k in keys if leaf_of[k] == close)
-    return None
+
+    def by_leaf(keys: list[str], least: float) -> list[str]:
+        leaves = {known.rpartition(".")[2]: known for known in reversed(keys)}
+        return [leaves[close] for close in difflib.get_close_matches(leaf, list(leaves), 1, least)]
+
+    found = (
+        [one for one in known if key.endswith("." + one)]
+        or difflib.get_close_matches(key, [one for one in known if one.endswith("." + leaf)], 1, 0.0)
+        or difflib.get_close_matches(plain, [*known, *section_classes()], 1, 0.75)
+        or by_leaf([one for one in known if one.startswith(key.partition(".")[0] + ".")], 0.5)
+        or by_leaf(known, 0.6)
+    )
+    return found[0] if found else None
 
 
 def _section_not_value(section: str, value: Any) -> str:
