@@ -12,15 +12,13 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 from rlmath.evals.plan import GREEDY_INDEX
 
 GENERATIONS = "generations"
-SETTINGS = "settings.json"
 BATCH = 32
 """Most completions between two flushes."""
 BATCH_SECONDS = 2.0
@@ -151,49 +149,3 @@ class Writer:
     def close(self) -> None:
         for file in self._files.values():
             file.close()
-
-
-def check_settings(folder: Path, common: Mapping[str, Any], sampled: Mapping[str, Any] | None) -> None:
-    """Write settings.json, or compare with the existing one. Raises ValueError with the differences.
-
-    `common` applies to every completion, `sampled` to those that are not greedy (None: there are none). Keys that
-    begin with "about_" are not compared.
-    """
-    path = folder / SETTINGS
-    earlier = _read_settings(path)
-    differences = list(_differences(earlier.get("common") or {}, common))
-    differences += _differences(earlier.get("sampled") or {}, sampled or {})
-    if differences:
-        raise ValueError(
-            f'--output "{folder}" holds completions of another evaluation: {"; ".join(differences)}. '
-            "Give another --output, or the same model and settings."
-        )
-    content = {"common": dict(common), "sampled": dict(sampled) if sampled else earlier.get("sampled")}
-    partial = path.with_suffix(".tmp")
-    partial.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-    partial.replace(path)
-
-
-def read_settings(folder: Path) -> dict[str, Any]:
-    """The content of settings.json, all keys on one level."""
-    content = _read_settings(folder / SETTINGS)
-    return {**(content.get("common") or {}), **(content.get("sampled") or {})}
-
-
-def _read_settings(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is no JSON ({error}); give another --output") from error
-    parts = content.values() if isinstance(content, dict) else [content]
-    if not all(part is None or isinstance(part, dict) for part in parts):
-        raise ValueError(f"{path} was not written by an evaluation; give another --output")
-    return content
-
-
-def _differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
-    for name, value in now.items():
-        if name in before and before[name] != value and not name.startswith("about_"):
-            yield f"{name} was {before[name]!r}, now it is {value!r}"

@@ -1,15 +1,20 @@
-"""The arguments of an evaluation that determine its completions."""
+"""The arguments of an evaluation that determine its completions, and settings.json, which records them: all completions
+of one output folder are sampled with the same settings."""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from rlmath.config.help import all_settings, raise_problems
 from rlmath.config.schema import Range, Template
 from rlmath.evals.pass_at_k import MOST_SAMPLES
 from rlmath.rollout.sampling import request_seed
 
+SETTINGS = "settings.json"
 GREEDY_INDEX = -1
 """Index of the greedy completion; samples are numbered from 0."""
 
@@ -69,3 +74,50 @@ class Plan:
 def completion_seed(seed: int, benchmark: str, problem_id: str, index: int) -> int:
     """Seed of one completion. It depends neither on the engine that samples it nor on the other completions."""
     return request_seed(seed, 0, f"{benchmark}/{problem_id}", index)
+
+
+# ---------------------------------------------------------------- settings.json
+def check_settings(folder: Path, common: Mapping[str, Any], sampled: Mapping[str, Any] | None) -> None:
+    """Write settings.json, or compare with the existing one. Raises ValueError with the differences.
+
+    `common` applies to every completion, `sampled` to those that are not greedy (None: there are none). Keys that
+    begin with "about_" are not compared.
+    """
+    path = folder / SETTINGS
+    earlier = _read_settings(path)
+    differences = list(_differences(earlier.get("common") or {}, common))
+    differences += _differences(earlier.get("sampled") or {}, sampled or {})
+    if differences:
+        raise ValueError(
+            f'--output "{folder}" holds completions of another evaluation: {"; ".join(differences)}. '
+            "Give another --output, or the same model and settings."
+        )
+    content = {"common": dict(common), "sampled": dict(sampled) if sampled else earlier.get("sampled")}
+    partial = path.with_suffix(".tmp")
+    partial.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    partial.replace(path)
+
+
+def read_settings(folder: Path) -> dict[str, Any]:
+    """The content of settings.json, all keys on one level."""
+    content = _read_settings(folder / SETTINGS)
+    return {**(content.get("common") or {}), **(content.get("sampled") or {})}
+
+
+def _read_settings(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is no JSON ({error}); give another --output") from error
+    parts = content.values() if isinstance(content, dict) else [content]
+    if not all(part is None or isinstance(part, dict) for part in parts):
+        raise ValueError(f"{path} was not written by an evaluation; give another --output")
+    return content
+
+
+def _differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
+    for name, value in now.items():
+        if name in before and before[name] != value and not name.startswith("about_"):
+            yield f"{name} was {before[name]!r}, now it is {value!r}"

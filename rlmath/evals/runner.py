@@ -37,9 +37,9 @@ from rlmath.evals.benchmarks import (
     load_benchmark,
     model_positions,
 )
-from rlmath.evals.completions import check_settings, read_outcomes, read_settings, remove_unfinished_lines
+from rlmath.evals.completions import read_outcomes, remove_unfinished_lines
 from rlmath.evals.model_source import EvaluatedModel, resolve_model
-from rlmath.evals.plan import Plan
+from rlmath.evals.plan import Plan, check_settings, read_settings
 from rlmath.evals.results import BenchmarkResult, result_of
 from rlmath.evals.sampling import Missing, open_engine, sample_missing
 from rlmath.evals.tables import boxed_table, first_table, second_table, write_results

@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import csv
+import io
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -65,7 +66,8 @@ def first_table(results: Sequence[BenchmarkResult]) -> list[list[str]]:
 def second_table(results: Sequence[BenchmarkResult]) -> list[list[str]]:
     """Intervals, majorities, and counts of truncated or excluded completions."""
     rows = [row_of(result) for result in results]
-    majorities = sorted({name for row in rows for name in row if name.startswith("maj@")}, key=_number)
+    sizes = sorted({int(name[4:]) for row in rows for name in row if name.startswith("maj@")})
+    majorities = [f"maj@{k}" for k in sizes]
     header = ["dataset", "greedy_acc 95%", "sample_pass@1 95%", *majorities]
     counts = ["greedy_truncated", "sample_truncated", "too_long", "unusable", "not_judged"]
     table = [[*header, *counts]]
@@ -94,10 +96,6 @@ def cell(name: str, value: float | int | str | None) -> str:
 def _interval(row: Row, name: str) -> str:
     low, high = row[f"{name}_low"], row[f"{name}_high"]
     return "-" if low is None else f"{cell(name, low)} - {cell(name, high)}"
-
-
-def _number(name: str) -> int:
-    return int(name.partition("@")[2])
 
 
 def boxed_table(table: Sequence[Sequence[str]]) -> str:
@@ -136,12 +134,11 @@ def write_results(folder: Path, settings: Mapping[str, Any], results: Sequence[B
     _write(folder / "results.md", "\n\n".join(["# Evaluation", lines, *tables]) + "\n")
     rows = [row_of(result) for result in results]
     names = list(dict.fromkeys(name for row in rows for name in row))
-    partial = folder / "results.csv.tmp"
-    with partial.open("w", encoding="utf-8", newline="") as file:
-        writer = csv.DictWriter(file, names, lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows)
-    partial.replace(folder / "results.csv")
+    text = io.StringIO()
+    writer = csv.DictWriter(text, names, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    _write(folder / "results.csv", text.getvalue())
 
 
 def _write(path: Path, text: str) -> None:

@@ -69,9 +69,8 @@ def extract_boxed(text: str) -> str | None:
 
 def _last_box(text: str) -> tuple[str | None, int]:
     """(content of the last box, where it ends)."""
-    open_boxes: list[
-        int | None
-    ] = []  # per open brace: the start of its box's content, None if it opens no box
+    # Per open brace the start of its box's content, None if it opens no box.
+    open_boxes: list[int | None] = []
     best: tuple[int, int] | None = None
     for match in _BRACES.finditer(text):
         token = match.group()
@@ -100,9 +99,7 @@ def _last_tag(part: str) -> tuple[str, int] | None:
 
 
 def _after_phrase(part: str) -> str | None:
-    last = None
-    for match in _PHRASE.finditer(part):
-        last = match
+    last = _last_match(_PHRASE, part)
     if last is None:
         return None
     tail = part[last.end() : last.end() + _TAIL_CHARS]
@@ -112,7 +109,12 @@ def _after_phrase(part: str) -> str | None:
 
 
 def _last_number(part: str) -> str | None:
+    last = _last_match(_NUMBER, part[-20 * _TAIL_CHARS :])
+    return last.group().rstrip(",") if last else None
+
+
+def _last_match(pattern: re.Pattern[str], text: str) -> re.Match[str] | None:
     last = None
-    for match in _NUMBER.finditer(part[-20 * _TAIL_CHARS :]):
-        last = match.group()
-    return last.rstrip(",") if last else None
+    for match in pattern.finditer(text):
+        last = match
+    return last

@@ -9,12 +9,10 @@ from rlmath.evals.completions import (
     Outcome,
     Record,
     Writer,
-    check_settings,
     read_outcomes,
-    read_settings,
     remove_unfinished_lines,
 )
-from rlmath.evals.plan import GREEDY_INDEX, Plan, completion_seed
+from rlmath.evals.plan import GREEDY_INDEX, Plan, check_settings, completion_seed, read_settings
 
 
 def record(problem_id: str, sample: int = 0, mode: str = "sample", text: str = "so \\boxed{7}") -> Record:

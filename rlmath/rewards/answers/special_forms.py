@@ -8,17 +8,7 @@ from rlmath.rewards.answers.normalize import word_list
 
 _CLOCK = re.compile(r"([0-9]{1,2}):([0-5][0-9])(?::([0-5][0-9]))?\s*(?:([ap])\.?\s?m\.?)?", re.IGNORECASE)
 _FULL_HOUR = re.compile(r"([0-9]{1,2})\s*([ap])\.?\s?m\.?", re.IGNORECASE)
-_BASES = {
-    name: base
-    for base, name in enumerate(
-        word_list(
-            "two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen"
-        ),
-        2,
-    )
-}
 _BASED = re.compile(r"\(?([0-9A-F]+)\)?_\{?\(?([0-9]{1,2}|[a-z]+)\)?\}?", re.IGNORECASE)
-
 
 _NO_SOLUTION = ("no solution", "no solutions", "there is no solution", "there are no solutions")
 _REALS = ("all real numbers", "all reals", "real numbers", "\\mathbb{R}", "\\mathbb R", "(-\\infty,\\infty)")
@@ -39,6 +29,7 @@ _NUMBER_WORDS = {
         )
     )
 }
+_BASES = {word: number for word, number in _NUMBER_WORDS.items() if 2 <= number <= 16}
 
 
 def same_special(gold: str, answer: str) -> bool | None:
@@ -47,7 +38,7 @@ def same_special(gold: str, answer: str) -> bool | None:
     `3:30 PM` equals `15:30`; if one side has no AM or PM, the other's is ignored. A numeral with a base equals only
     the same digits in the same base.
     """
-    times = clock(gold), clock(answer)
+    times = _clock(gold), _clock(answer)
     if times[0] is not None and times[1] is not None:
         return _same_time(times[0], times[1])
     folded = {text if "\\" in text else text.casefold() for text in (gold, answer)}
@@ -55,22 +46,20 @@ def same_special(gold: str, answer: str) -> bool | None:
         return True
     if (gold in _NUMBER_WORDS or answer in _NUMBER_WORDS) and (gold.isdigit() or answer.isdigit()):
         return str(_NUMBER_WORDS.get(gold, gold)) == str(_NUMBER_WORDS.get(answer, answer))
-    bases = based(gold), based(answer)
+    bases = _numeral(gold), _numeral(answer)
     if bases[0] is not None or bases[1] is not None:
         return bases[0] == bases[1]
     return None
 
 
 def _same_time(one: tuple[int, bool], other: tuple[int, bool]) -> bool:
-    if one[0] == other[0]:
-        return True
-    if one[1] == other[1]:
-        return False
-    bare = other if one[1] else one
-    return bare[0] < 13 * 3600 and one[0] % 43200 == other[0] % 43200
+    if one[0] == other[0] or one[1] == other[1]:
+        return one[0] == other[0]
+    without_half = other if one[1] else one
+    return without_half[0] < 13 * 3600 and one[0] % 43200 == other[0] % 43200
 
 
-def clock(text: str) -> tuple[int, bool] | None:
+def _clock(text: str) -> tuple[int, bool] | None:
     """(seconds after midnight, whether it has AM or PM) of a time of day, else None."""
     if match := _CLOCK.fullmatch(text):
         hours, minutes, seconds, half = match.groups()
@@ -86,7 +75,7 @@ def clock(text: str) -> tuple[int, bool] | None:
     return hour * 3600 + int(minutes) * 60 + int(seconds or 0), bool(half)
 
 
-def based(text: str) -> tuple[str, int] | None:
+def _numeral(text: str) -> tuple[str, int] | None:
     """(digits, base) of a numeral such as `52_8` or `1010_{two}`, else None."""
     match = _BASED.fullmatch(text.replace("\\", "").replace(" ", ""))
     if match is None or not any(character.isdigit() for character in match.group(1)):
