@@ -94,7 +94,7 @@ def load_benchmark(
 
 
 @dataclass(frozen=True)
-class Lengths:
+class LengthLimits:
     """The longest sequences of the engine."""
 
     max_prompt_tokens: int
@@ -104,13 +104,13 @@ class Lengths:
 
 def check_lengths(
     problems: Sequence[Problem], positions: int | None, max_new_tokens: int, max_prompt_tokens: int | None
-) -> Lengths:
+) -> LengthLimits:
     """ValueError if a prompt and its completion may be longer than the model's `positions` (None: unknown)."""
     longest = max(problems, key=lambda problem: len(problem.token_ids))
     prompt_tokens = len(longest.token_ids) if max_prompt_tokens is None else max_prompt_tokens
     over = 0 if positions is None else prompt_tokens + max_new_tokens - positions
     if over <= 0:
-        return Lengths(prompt_tokens, max_new_tokens)
+        return LengthLimits(prompt_tokens, max_new_tokens)
     what = (
         f"the longest prompt ({longest.benchmark}, {longest.problem_id!r}) has {prompt_tokens}"
         if max_prompt_tokens is None

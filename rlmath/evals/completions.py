@@ -30,7 +30,7 @@ Key = tuple[str, int]
 
 
 @dataclass(frozen=True)
-class Record:
+class CompletionRecord:
     """One verified completion; a line of a file."""
 
     problem_id: str
@@ -82,7 +82,7 @@ def read_outcomes(folder: Path, benchmark: str) -> dict[Key, Outcome]:
 
 
 def _parse(line: bytes) -> tuple[Key, Outcome]:
-    record = Record(**json.loads(line))
+    record = CompletionRecord(**json.loads(line))
     index = GREEDY_INDEX if record.mode == "greedy" else int(record.sample)
     return (record.problem_id, index), Outcome(
         prompt_hash=record.prompt_hash,
@@ -126,7 +126,7 @@ class Writer:
         self._waiting = 0
         self._written_at = time.monotonic()
 
-    def add(self, benchmark: str, record: Record) -> None:
+    def add(self, benchmark: str, record: CompletionRecord) -> None:
         """Append a line. It is pure ASCII, so that any model's text can be shown on a terminal."""
         if benchmark not in self._files:
             (self._folder / benchmark).mkdir(parents=True, exist_ok=True)

@@ -30,7 +30,7 @@ from rlmath.distributed.mesh import Mesh
 from rlmath.distributed.rendezvous import open_rendezvous
 from rlmath.evals.benchmarks import (
     Benchmark,
-    Lengths,
+    LengthLimits,
     Problem,
     check_lengths,
     find_benchmark,
@@ -59,7 +59,7 @@ class _Prepared:
 
     model: EvaluatedModel
     benchmarks: tuple[Benchmark, ...]
-    lengths: Lengths
+    lengths: LengthLimits
     missing: list[Missing]
 
 
@@ -180,7 +180,7 @@ def _sampled_settings(plan: Plan) -> dict[str, object] | None:
     return {"temperature": plan.temperature, "top_p": plan.top_p, "seed": plan.seed}
 
 
-def _missing(benchmark: Benchmark, plan: Plan, lengths: Lengths) -> list[Missing]:
+def _missing(benchmark: Benchmark, plan: Plan, lengths: LengthLimits) -> list[Missing]:
     """The completions that are not on disk. ValueError if those on disk were sampled for other problems."""
     on_disk = read_outcomes(plan.output, benchmark.name)
     missing = []
@@ -197,11 +197,11 @@ def _missing(benchmark: Benchmark, plan: Plan, lengths: Lengths) -> list[Missing
     return missing
 
 
-def _fits(problem: Problem, lengths: Lengths) -> bool:
+def _fits(problem: Problem, lengths: LengthLimits) -> bool:
     return len(problem.token_ids) <= lengths.max_prompt_tokens
 
 
-def _log_work(benchmarks: Sequence[Benchmark], lengths: Lengths, plan: Plan, missing: int) -> None:
+def _log_work(benchmarks: Sequence[Benchmark], lengths: LengthLimits, plan: Plan, missing: int) -> None:
     """Log the sizes of the benchmarks, the problems left out, and the number of completions."""
     wanted = 0
     for benchmark in benchmarks:

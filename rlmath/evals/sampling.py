@@ -19,8 +19,8 @@ from rlmath.data.tokenizer import load_tokenizer
 from rlmath.distributed.collectives import shared_store
 from rlmath.distributed.device import Device
 from rlmath.distributed.mesh import Mesh
-from rlmath.evals.benchmarks import Lengths, Problem
-from rlmath.evals.completions import Record, Writer
+from rlmath.evals.benchmarks import LengthLimits, Problem
+from rlmath.evals.completions import CompletionRecord, Writer
 from rlmath.evals.plan import GREEDY_INDEX, Plan, completion_seed
 from rlmath.rewards.reward_manager import text_to_verify
 from rlmath.rewards.verifier import Verdict
@@ -44,7 +44,7 @@ class Missing(NamedTuple):
 
 @contextmanager
 def open_engine(
-    model: Path, rollout: RolloutConfig, lengths: Lengths, mesh: Mesh, device: Device
+    model: Path, rollout: RolloutConfig, lengths: LengthLimits, mesh: Mesh, device: Device
 ) -> Iterator[Any]:
     """This rank's vLLM engine. On GPU the end of the process frees it."""
     longest = lengths.max_prompt_tokens + lengths.max_new_tokens
@@ -62,7 +62,7 @@ def sample_missing(
     *,
     plan: Plan,
     rollout: RolloutConfig,
-    lengths: Lengths,
+    lengths: LengthLimits,
     mesh: Mesh,
     model: Path,
     pool: VerifierPool | None,
@@ -76,7 +76,7 @@ def sample_missing(
         return
     by_key = {request.key: request for row in requests for request in row}
     problems = {number: one.problem for number, one in enumerate(missing)}
-    writer, progress = Writer(plan.output, mesh.engine_index), _Progress(len(by_key), mesh)
+    writer, progress = Writer(plan.output, mesh.engine_index), _EngineProgress(len(by_key), mesh)
     verification = Verification(pool, load_tokenizer(str(model)), problems, writer.add)
 
     def on_step() -> None:
@@ -93,7 +93,7 @@ def sample_missing(
         progress.close()
 
 
-def _requests(number: int, missing: Missing, plan: Plan, lengths: Lengths) -> list[Request]:
+def _requests(number: int, missing: Missing, plan: Plan, lengths: LengthLimits) -> list[Request]:
     problem = missing.problem
     return [
         Request(
@@ -117,7 +117,7 @@ class Verification:
         pool: VerifierPool,
         tokenizer: PreTrainedTokenizerFast,
         problems: Mapping[int, Problem],
-        write: Callable[[str, Record], None],
+        write: Callable[[str, CompletionRecord], None],
     ) -> None:
         """`problems` by the first part of the requests' keys; `write` takes the benchmark's name and the record."""
         self._pool = pool
@@ -149,7 +149,7 @@ class Verification:
         verdict = future.result()
         number, index = generated.key
         problem, greedy = self._problems[number], index == GREEDY_INDEX
-        record = Record(
+        record = CompletionRecord(
             problem_id=problem.problem_id,
             mode="greedy" if greedy else "sample",
             sample=0 if greedy else index,
@@ -165,7 +165,7 @@ class Verification:
         self._write(problem.benchmark, record)
 
 
-class _Progress:
+class _EngineProgress:
     """Progress of the first engine: a bar on a terminal, else a log line a minute."""
 
     def __init__(self, total: int, mesh: Mesh) -> None:

@@ -39,8 +39,8 @@ GRACE_SECONDS = 5.0
 
 
 @dataclass(frozen=True)
-class Settings:
-    """Settings of all workers of one pool."""
+class WorkerSettings:
+    """WorkerSettings of all workers of one pool."""
 
     memory_bytes: int
     """Address space of one worker."""
@@ -53,9 +53,9 @@ class Settings:
         return json.dumps(dataclasses.asdict(self))
 
     @staticmethod
-    def from_json(text: str) -> Settings:
+    def from_json(text: str) -> WorkerSettings:
         values = json.loads(text)
-        return Settings(**{**values, "rules": Rules(**values["rules"])})
+        return WorkerSettings(**{**values, "rules": Rules(**values["rules"])})
 
 
 def serve(control: socket.socket, parent: int, run_worker: Callable[[int], None]) -> None:
@@ -92,7 +92,7 @@ def _reap(children: set[int]) -> None:
             children.remove(child)
 
 
-def _run_worker(channel_fd: int, settings: Settings, function: Callable | None) -> None:
+def _run_worker(channel_fd: int, settings: WorkerSettings, function: Callable | None) -> None:
     """A worker's main loop: one JSON request in, one JSON result out, until the pool closes the channel."""
     end_with_parent(os.getppid())
     null = os.open(os.devnull, os.O_RDWR)
@@ -110,7 +110,7 @@ def _run_worker(channel_fd: int, settings: Settings, function: Callable | None) 
         os._exit(1)
 
 
-def _serve_requests(channel: Connection, settings: Settings, function: Callable | None) -> None:
+def _serve_requests(channel: Connection, settings: WorkerSettings, function: Callable | None) -> None:
     channel.send_bytes(b"ready")
     while True:
         request = json.loads(channel.recv_bytes())
@@ -137,7 +137,7 @@ def _limit_request(seconds: float) -> None:
 
 def main() -> None:
     control_fd, parent, settings_json = sys.argv[1:]
-    settings = Settings.from_json(settings_json)
+    settings = WorkerSettings.from_json(settings_json)
     # Sent to the whole process group by Ctrl-C and by torchrun; only the pool ends this process.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)

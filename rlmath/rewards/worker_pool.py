@@ -28,7 +28,7 @@ from typing import Any, Self, TypeVar
 
 from rlmath.rewards.custom_function import FunctionResult, worker_environment
 from rlmath.rewards.extraction import extract_answer
-from rlmath.rewards.fork_server import Settings
+from rlmath.rewards.fork_server import WorkerSettings
 from rlmath.rewards.verifier import (
     FAILURES,
     STRICT,
@@ -124,7 +124,7 @@ class VerifierPool:
         self._wake_receiver, self._wake_sender = socket.socketpair()
         self._wake_sender.setblocking(False)
         self._control, self._server = _start_forkserver(
-            Settings(memory_bytes, timeout_seconds, rules, function)
+            WorkerSettings(memory_bytes, timeout_seconds, rules, function)
         )
         self._thread = threading.Thread(target=self._run, name="verifier-pool", daemon=True)
         self._thread.start()
@@ -366,7 +366,7 @@ def _is_reusable(future: Future[Verdict]) -> bool:
     return not future.cancelled() and not future.exception() and future.result().verdict not in FAILURES
 
 
-def _start_forkserver(settings: Settings) -> tuple[socket.socket, subprocess.Popen]:
+def _start_forkserver(settings: WorkerSettings) -> tuple[socket.socket, subprocess.Popen]:
     """(the control socket, one message per packet; the forkserver's process)."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     ours.settimeout(START_SECONDS)

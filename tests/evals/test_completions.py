@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from rlmath.evals.completions import (
+    CompletionRecord,
     Outcome,
-    Record,
     Writer,
     read_outcomes,
     remove_unfinished_lines,
@@ -15,11 +15,13 @@ from rlmath.evals.completions import (
 from rlmath.evals.plan import GREEDY_INDEX, Plan, check_settings, completion_seed, read_settings
 
 
-def record(problem_id: str, sample: int = 0, mode: str = "sample", text: str = "so \\boxed{7}") -> Record:
-    return Record(problem_id, mode, sample, 11, "abcd", text, 9, "stop", True, "7", "string")
+def record(
+    problem_id: str, sample: int = 0, mode: str = "sample", text: str = "so \\boxed{7}"
+) -> CompletionRecord:
+    return CompletionRecord(problem_id, mode, sample, 11, "abcd", text, 9, "stop", True, "7", "string")
 
 
-def write(folder: Path, *records: Record, rank: int = 0) -> Path:
+def write(folder: Path, *records: CompletionRecord, rank: int = 0) -> Path:
     writer = Writer(folder, rank)
     for one in records:
         writer.add("aime24", one)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from rlmath.data.tokenizer import load_tokenizer
 from rlmath.evals.benchmarks import Problem
-from rlmath.evals.completions import Record
+from rlmath.evals.completions import CompletionRecord
 from rlmath.evals.plan import GREEDY_INDEX
 from rlmath.evals.sampling import Verification
 from rlmath.rewards.worker_pool import VerifierPool
@@ -27,7 +27,7 @@ def test_hostile_completions_cost_their_time_limit_and_nothing_else(
     ]
     tokenizer = load_tokenizer(str(untied_model))
     problem = Problem("quiz", "q", "One?<think>\n", (1, 2), (*HANG_SOLUTIONS, "1"), "math")
-    found: list[tuple[str, Record]] = []
+    found: list[tuple[str, CompletionRecord]] = []
     started = time.monotonic()
     with VerifierPool(1, 1.0) as pool:
         verification = Verification(pool, tokenizer, {0: problem}, lambda *written: found.append(written))

@@ -9,7 +9,7 @@ import re
 from dataclasses import fields, is_dataclass
 from functools import lru_cache
 
-from rlmath.rewards.answers.equivalence import Comparison, names_agree, same_antiderivative
+from rlmath.rewards.answers.equivalence import Equivalence, names_agree, same_antiderivative
 from rlmath.rewards.answers.evaluate import symbols, value_of
 from rlmath.rewards.answers.interpret import interpret
 from rlmath.rewards.answers.lexer import Reading
@@ -93,7 +93,7 @@ def equal_by_grammar(answer: str, gold: str, rules: Rules) -> bool:
 def _same_answer(gold: Answer, answer: Answer, protocol: bool) -> bool:
     """Whether two parsed answers are equal. Raises NotMathematics or Unsupported if that cannot be decided."""
     one, other = interpret(gold), interpret(answer)
-    if Comparison(protocol).same(one, other):
+    if Equivalence(protocol).same(one, other):
         return True
     if one.scalar is None or other.scalar is None or not names_agree(one.name, other.name):
         return False

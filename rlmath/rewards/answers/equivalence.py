@@ -57,7 +57,7 @@ class Interpretations:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class Equivalence:
     protocol: bool
 
     def same(self, gold: Interpretations, answer: Interpretations) -> bool:

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache, singledispatch
 
-from rlmath.rewards.answers.equivalence import Comparison, Interpretations, single_member
+from rlmath.rewards.answers.equivalence import Equivalence, Interpretations, single_member
 from rlmath.rewards.answers.evaluate import mentions, rounds_to, symbols, value_of
 from rlmath.rewards.answers.normalize import NotMathematics, Unsupported
 from rlmath.rewards.answers.numbers import is_finite, mpf
@@ -323,7 +323,7 @@ def _any_symbols(sides: Sequence[Answer]) -> bool:
 
 def _common_value(sides: Sequence[Answer], ops: Sequence[str]) -> Answer | None:
     """The value of all sides; None if they differ, as in `1 = 2`."""
-    comparison = Comparison(protocol=False)
+    comparison = Equivalence(protocol=False)
     for other, op in zip(sides[1:], ops[len(ops) - len(sides) + 1 :], strict=True):
         one, two = interpret(sides[0]), interpret(other)
         if op == "=" and comparison.same(one, two):

@@ -1,4 +1,4 @@
-"""Comparison of answers without a parser: equal strings, plain numbers, words and letters of multiple choice."""
+"""Equivalence of answers without a parser: equal strings, plain numbers, words and letters of multiple choice."""
 
 from __future__ import annotations
 
@@ -156,7 +156,7 @@ def _are_words(key: str) -> bool:
 # ---------------------------------------------------------------- multiple choice
 _LEAD = r"(?:(?:the\s+)?(?:final\s+)?(?:option|choice|answer)\s*(?:is)?\s*:?\s*)?"
 _CHOICE = re.compile(
-    rf"{_LEAD}(?:\((?P<inside>[A-Ja-j])\)|(?P<bare>[A-J])(?=$|[.):]))[.):]?(?:\s+(?P<rest>.*))?",
+    rf"{_LEAD}(?:\((?P<inside>[A-Ja-j])\)|(?P<bare>[A-J])(?=$|[.):]))[.):]?(?:\s+(?P<rest>.*))?"
 )
 _CHOICE_IN_WORDS = re.compile(rf"{_LEAD}\(?(?P<bare>[A-J])\)?\.?", re.IGNORECASE)
 _SEVERAL_LETTERS = re.compile(r"[A-J](?:(?:,\s?|\s+and\s+|,\s+and\s+)?[A-J]){1,9}")

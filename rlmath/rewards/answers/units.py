@@ -72,10 +72,7 @@ _KNOWN: dict[str, tuple[str, int, Fraction]] = {
         },
     ),
     **_scaled("month", {"month": 1, "year yr": 12}),
-    **_scaled(
-        "mass",
-        {"g gram": 1, "kg kilogram": 1000, "mg milligram": Fraction(1, 1000), "tonne": 10**6},
-    ),
+    **_scaled("mass", {"g gram": 1, "kg kilogram": 1000, "mg milligram": Fraction(1, 1000), "tonne": 10**6}),
     **_scaled("pound", {"lb pound lbs": 1, "oz ounce": Fraction(1, 16)}),
     **_scaled("dollar", {"dollar \\dollar usd buck": 1, "cent \\cent ¢": Fraction(1, 100)}),
     **_scaled("euro", {"\\euro euro": 1}),
