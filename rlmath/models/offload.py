@@ -1,7 +1,8 @@
-"""What of the policy and its reference can leave the device, and who owns which memory.
+"""Which memory of the policy and its reference can be offloaded, and which set owns it.
 
-- "gradients": the flat buffers that Megatron's data parallelism reduces. They are zero between steps, so they are given
-  up and come back as zeros.
+- "gradients": the flat buffers that Megatron's data parallelism reduces. They are zero between steps, so they are
+freed,
+  and onloaded as zeros.
 - "optimizer": the optimizer's state, and the float32 parameters it steps where the model's own are bfloat16. Where the
   model's are float32, the optimizer steps views of them, or themselves: those belong to "parameters".
 - "parameters": the policy's own; with the distributed optimizer, one flat buffer for each model chunk.
@@ -26,20 +27,20 @@ SetName = Literal["gradients", "optimizer", "parameters", "reference"]
 
 
 class OffloadSets:
-    """The sets that the settings offload, by name. What they do not offload stays on the device: its name may be
-    given everywhere, and nothing happens."""
+    """The sets that the settings offload, by name. Other names are accepted everywhere and ignored: their memory stays
+    on the device."""
 
     def __init__(self, sets: Sequence[StorageSet]) -> None:
         self._sets = {one.name: one for one in sets}
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of all sets that are offloaded."""
+        """Of all sets that the settings offload."""
         return tuple(self._sets)
 
     @property
     def offloaded(self) -> tuple[str, ...]:
-        """Of those that are away now, or that failed to leave or to come back."""
+        """Of those that are offloaded now, or whose offload or onload failed."""
         return tuple(name for name, one in self._sets.items() if one.offloaded)
 
     @property
@@ -49,27 +50,26 @@ class OffloadSets:
 
     @property
     def freed_bytes(self) -> dict[str, int]:
-        """What each set frees of the rank's memory when it leaves now (bytes)."""
+        """What an offload of each set would free of the rank's memory now (bytes)."""
         return {name: one.freed_bytes for name, one in self._sets.items()}
 
     def offload(self, *names: SetName) -> list[OffloadStats]:
-        """Let the sets leave, in this order. A reference that `reference_on_device` has sent away stays away."""
+        """Offload the sets, in this order; a reference that is offloaded already is left out."""
         leaving = [one for one in self._of(names) if not (one.name == "reference" and one.offloaded)]
         return [one.offload() for one in leaving]
 
     def onload(self, *names: SetName) -> list[OffloadStats]:
-        """Let the sets come back, in this order."""
+        """Onload the sets, in this order."""
         return [one.onload() for one in self._of(names)]
 
     @contextmanager
     def reference_on_device(self) -> Iterator[list[OffloadStats]]:
-        """The reference is on the device inside, and away afterwards. The list has its way here and, once outside,
-        its way back."""
-        moved = self.onload("reference") if "reference" in self.offloaded else []
+        """Inside, the reference is on the device; afterwards it is offloaded. The list gets the statistics of both."""
+        stats = self.onload("reference") if "reference" in self.offloaded else []
         try:
-            yield moved
+            yield stats
         finally:
-            moved += self.offload("reference")
+            stats += self.offload("reference")
 
     def _of(self, names: Sequence[SetName]) -> list[StorageSet]:
         unknown = set(names) - {"gradients", "optimizer", "parameters", "reference"}
@@ -80,7 +80,7 @@ class OffloadSets:
 def training_sets(
     actor: Actor, reference: ForwardBackward | None, settings: MemoryConfig, device: Device
 ) -> OffloadSets:
-    """The sets that the settings ask for; all are on the device still. `reference` is None where KL is not used."""
+    """The sets that the settings offload, still on the device. `reference` is None where KL is not used."""
 
     def parameters() -> list[Tensor]:
         return [parameter for chunk in actor.chunks for parameter in chunk.parameters()]
@@ -99,19 +99,19 @@ def training_sets(
 
     sets = []
     if settings.offload_gradients:
-        sets.append(StorageSet("gradients", gradients, False, device))
+        sets.append(StorageSet("gradients", gradients, keep=False, device=device))
     if settings.offload_optimizer:
-        sets.append(StorageSet("optimizer", optimizer, True, device, exclude=belongs_to_others))
+        sets.append(StorageSet("optimizer", optimizer, keep=True, device=device, exclude=belongs_to_others))
     if settings.offload_parameters:
-        sets.append(StorageSet("parameters", parameters, True, device))
+        sets.append(StorageSet("parameters", parameters, keep=True, device=device))
     if settings.offload_reference and reference is not None:
-        sets.append(StorageSet("reference", reference_parameters, True, device))
+        sets.append(StorageSet("reference", reference_parameters, keep=True, device=device))
     return OffloadSets(sets)
 
 
 def optimizer_tensors(optimizer: Any) -> list[Tensor]:
-    """What Megatron's optimizer steps, and its state so far. A chained one has several parts; a part without
-    parameters on this rank has no optimizer of torch's inside."""
+    """The parameters of Megatron's optimizer, and its state so far. A chained optimizer has several parts; a part
+    without parameters on this rank holds no torch optimizer."""
     parts = getattr(optimizer, "chained_optimizers", [optimizer])
     found: list[Tensor] = []
     for inner in (part.optimizer for part in parts if part.optimizer is not None):

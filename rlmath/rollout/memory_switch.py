@@ -1,11 +1,11 @@
-"""The switch between the two lives of a device's memory, training and generation, and the watch over it.
+"""The switch of a device's memory between training and generation.
 
-    with switch.generating(version, step):     # offload -> wake weights -> sync -> offload parameters -> wake KV cache
-        ...                              # generate
-                                         # sleep -> restore
+    with switch.generating(version, step):   # offload -> wake weights -> sync -> offload parameters -> wake KV cache
+        ...                                  # generate
+                                             # sleep -> restore
 
-Whatever fails inside, the engine is put to sleep and the training side comes back, as far as the device lets them: the
-run can save the policy and stop. After that the switch is `broken` and generates no more.
+After any failure inside, the engine is put to sleep and the training side is onloaded, as far as the device permits:
+the run can save the policy and stop. After that the switch is `broken` and refuses to generate.
 """
 
 from __future__ import annotations
@@ -13,30 +13,18 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, Protocol
+from functools import partial
+from typing import Any
 
 from rlmath.distributed.collectives import gather_objects
 from rlmath.distributed.device import Device, device_bytes, release_cached
 from rlmath.distributed.phase_timers import PhaseTimers
 from rlmath.distributed.tensor_offload import OffloadStats
+from rlmath.models.offload import OffloadSets, SetName
 from rlmath.rollout.engine import Engine
 from rlmath.rollout.memory_monitor import MemoryMonitor
 
 logger = logging.getLogger(__name__)
-
-
-class TrainingMemory(Protocol):
-    """What of the training side can leave the device, by name (`policy.offload.OffloadSets`)."""
-
-    @property
-    def offloaded(self) -> tuple[str, ...]: ...
-
-    @property
-    def freed_bytes(self) -> dict[str, int]: ...
-
-    def offload(self, *names: Any) -> list[OffloadStats]: ...
-
-    def onload(self, *names: Any) -> list[OffloadStats]: ...
 
 
 class MemorySwitch:
@@ -45,7 +33,7 @@ class MemorySwitch:
     def __init__(
         self,
         engine: Engine,
-        training: TrainingMemory,
+        training: OffloadSets,
         sync: Callable[[int], None],
         monitor: MemoryMonitor,
         timers: PhaseTimers,
@@ -59,7 +47,7 @@ class MemorySwitch:
         self._timers = timers
         self._device = device
         self.broken = False
-        """After a failure inside of a cycle: nothing is generated any more."""
+        """After a failure inside of a cycle: `generating` raises RuntimeError."""
         self._offloaded: list[OffloadStats] = []
         self._onloaded: list[OffloadStats] = []
 
@@ -75,22 +63,20 @@ class MemorySwitch:
             self._to_generation(version, step)
             yield
             release_cached(self._device)
-            # No comparison with earlier steps: on CPU the KV cache takes memory as far as it was ever filled.
+            # No comparison with earlier steps: on CPU the KV cache takes memory up to where it was ever filled.
             self._monitor.observe("generate", device_bytes(self._device), against_earlier=False)
             self._to_training()
         except BaseException:
             self.broken = True
-            # Told first: taking memory back can wait for a device that waits for a peer.
-            logger.exception(
-                "A step failed; putting the engine to sleep, and the training side back in its place"
-            )
+            # Logged first: allocating memory can wait for a device that waits for a peer.
+            logger.exception("A step failed; putting the engine to sleep and onloading the training side")
             self._recover()
             raise
         self._monitor.end_cycle(gather_objects)
 
     def metrics(self) -> dict[str, float]:
-        """What this rank held after each phase of the last cycle (GiB); by set that left the device, how much that was
-        (GiB) and how long its way there and back took (seconds)."""
+        """What this rank held after each phase of the last cycle (GiB); by offloaded set, its size (GiB) and how long
+        offload and onload took together (seconds)."""
         metrics = {f"memory/after_{phase}_gib": held / 2**30 for phase, held in self._monitor.held.items()}
         for moved in self._offloaded:
             metrics[f"memory/offloaded/{moved.name}_gib"] = moved.bytes / 2**30
@@ -123,9 +109,10 @@ class MemorySwitch:
         with self._phase("restore"):
             self._onloaded = self._training.onload(*self._to_onload())
 
-    def _to_onload(self) -> list[str]:
-        """What is away and has to be back for training; the reference comes when it computes."""
-        return [name for name in ("parameters", "optimizer", "gradients") if name in self._training.offloaded]
+    def _to_onload(self) -> list[SetName]:
+        """What is offloaded and needed for training; the reference is onloaded when it computes."""
+        names: tuple[SetName, ...] = ("parameters", "optimizer", "gradients")
+        return [name for name in names if name in self._training.offloaded]
 
     @contextmanager
     def _phase(self, name: str) -> Iterator[None]:
@@ -135,25 +122,22 @@ class MemorySwitch:
         self._monitor.observe(name, device_bytes(self._device))
 
     def _recover(self) -> None:
-        """Best effort: each step is tried whatever became of the others, and what fails is told."""
-        steps: list[tuple[str, Callable[[], Any]]] = [
-            ("put the engine to sleep", self._engine.memory.force_sleep)
-        ]
-        steps += [
-            (f"bring the {name} back", lambda name=name: self._training.onload(name))
-            for name in self._to_onload()
-        ]
-        for action, step in steps:
-            try:
-                release_cached(self._device)
-                step()
-            except Exception:
-                logger.exception("After a failure, could not %s", action)
+        """Best effort: each action is tried even where others failed, and failures are logged."""
+        self._try("put the engine to sleep", self._engine.memory.force_sleep)
+        for name in self._to_onload():
+            self._try(f"onload the {name}", partial(self._training.onload, name))
+
+    def _try(self, action: str, act: Callable[[], Any]) -> None:
+        try:
+            release_cached(self._device)
+            act()
+        except Exception:
+            logger.exception("After a failure, could not %s", action)
 
 
 def planned_phases(training: Mapping[str, int], weights: int, kv_cache: int) -> dict[str, int]:
     """What a rank holds after each phase on top of what it holds between steps (bytes), given what each part of the
-    training side frees when it leaves, the engine's weights and its KV cache.
+    training side frees when it is offloaded, the engine's weights and its KV cache.
 
     >>> planned_phases({"gradients": 40, "parameters": 20}, weights=20, kv_cache=60)["wake_kv_cache"]
     20
