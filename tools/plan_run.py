@@ -23,11 +23,11 @@ from rlmath.config.gpus import GPUS
 from rlmath.config.load import load_config, make_parser
 from rlmath.models.hf_config import required_shape
 from rlmath.planner.calibration import Measured, Where, as_file, fit, read_coefficients, read_run
-from rlmath.planner.coefficients import DEFAULTS, Coefficients
 from rlmath.planner.machines import CPU, machine_of
 from rlmath.planner.published import COLOCATED, LOG, TABLE, Predicted, Row, predict, recipe_file
 from rlmath.planner.report import calibration_lines, coefficient_lines, published_lines, run_data, run_lines
 from rlmath.planner.run import Asked, ClusterPlacement, compare_layouts, place_run, predict_run
+from rlmath.planner.work import DEFAULTS, Coefficients
 from rlmath.trainer.preflight.memory_fit import planned_target
 from tools.plan_memory import MISTAKE, NOT_NEEDED
 
@@ -65,7 +65,9 @@ def parser() -> argparse.ArgumentParser:
         default=[],
         help="metrics.jsonl of a run, with config.yaml beside it; may be given several times",
     )
-    measured.add_argument("--calibrate-ranks", type=int, help="ranks of those runs, where nothing else tells")
+    measured.add_argument(
+        "--calibrate-ranks", type=int, help="ranks of those runs, where their files do not have it"
+    )
     measured.add_argument(
         "--calibrate-gpu",
         choices=[*GPUS, CPU],
@@ -125,8 +127,8 @@ def coefficients_of(
     runs = [read_run(path, where) for path in given.calibrate]
     for run in runs:
         if run.target.kind != kind:
-            told = f'{run.source} was planned for "{run.target.kind}", this run for "{kind}"'
-            raise ValueError(f"{told}; name the devices by --calibrate-gpu and --gpu")
+            problem = f'{run.source} was planned for "{run.target.kind}", this run for "{kind}"'
+            raise ValueError(f"{problem}; name the devices by --calibrate-gpu and --gpu")
     if not runs:
         return start, runs
     found = fit(runs, start)

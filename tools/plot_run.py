@@ -24,7 +24,7 @@ LEFT, RIGHT, TOP, BOTTOM = 76, 24, 48, 60
 """Margins around the plot (SVG units)."""
 
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
-"""Okabe and Ito's palette, told apart also by the colour-blind."""
+"""Okabe and Ito's palette, which the colour-blind can distinguish."""
 
 DASHES = ("", "7 4", "2 3")
 """Lines from the eighth on differ by their dashes."""
@@ -42,7 +42,7 @@ UNITS = {
     "kl_reward": "nats",
     "train/entropy_loss": "nats per token",
 }
-"""What the metric is measured in, for the axis; names that end in "seconds" or "per_second" say it."""
+"""What the metric is measured in, for the axis; names that end in "seconds" or "per_second" contain it."""
 
 
 @dataclass(frozen=True)

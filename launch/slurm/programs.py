@@ -106,7 +106,7 @@ def _folder_problems(config: Config) -> Iterator[str]:
         changes = changes_since_newest(config)
     for change in changes or []:
         yield f'the run in "{folder}" cannot go on with other settings: {change}. Give another run.output_dir.'
-    for problem in folder_problems(folder, config, 0, goes_on=changes is not None):
+    for problem in folder_problems(folder, config, 0, resumes=changes is not None):
         yield f'run.output_dir "{folder}": {problem}'
 
 

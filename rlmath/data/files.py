@@ -42,7 +42,7 @@ _OTHER_KINDS = {
     b"\xff\xfe": "is text in UTF-16; save it as UTF-8",
     b"\xfe\xff": "is text in UTF-16; save it as UTF-8",
 }
-"""How files begin that users take for prompts, and what to say of them."""
+"""How files begin that users take for prompts, and the message for each."""
 
 
 class RowError(ValueError):
@@ -75,7 +75,7 @@ class PromptRow:
     prompt: str
     """The problem; the text that the model continues, template included, where `whole`."""
     task: str
-    """What kind of judge it needs: "math", or "choice" for a letter of the question's options."""
+    """How its answer is checked: "math", or "choice" for a letter of the question's options."""
     query_id: str
     """Unique in the file."""
     solutions: tuple[str, ...]
@@ -108,7 +108,7 @@ class PromptFile:
     rows: list[PromptRow]
     unusable: list[UnusableRow]
     repeated: int = 0
-    """Rows, left out, that say once more what an earlier one says."""
+    """Rows, left out, that repeat an earlier one."""
 
     @property
     def unusable_share(self) -> float:

@@ -46,7 +46,7 @@ class Form:
     columns: str
     """What its rows have, for people."""
     fits: Callable[[dict], bool]
-    """Whether a row is of this form, as far as its columns tell."""
+    """Whether a row is of this form, as far as its columns show."""
     reader_of: Callable[[Path], Reader]
     """The reader for a file or folder; ValueError where a file that belongs to it is missing."""
 
@@ -71,7 +71,7 @@ def checked_text(value: object, name: str) -> str:
 
 
 def answer_text(value: object, name: str) -> str:
-    """An answer as the judge reads it: numbers without an empty fraction.
+    """An answer as the verifier reads it: numbers without an empty fraction.
 
     >>> answer_text(27.0, "answer"), answer_text(0.5, "answer"), answer_text(" 3 ", "answer")
     ('27', '0.5', '3')
@@ -399,7 +399,7 @@ def read_prompts(path: str, form: str = "auto") -> PromptFile:
 
 
 def _checked_form(path: str, form: str, first: list[RawRow]) -> Form:
-    """The form that the first rows have; ValueError where it is none, or not the one that is asked for."""
+    """The form that the first rows have; ValueError where it is none, or not the one that `form` names."""
     if not first:
         raise ValueError(f"{path}: no rows; one problem per row is needed. {_known_forms()}")
     row = next((row for row in first if row.columns is not None), first[0])

@@ -1,7 +1,7 @@
 """Prompts of the files of a run: which rows are kept, how files are mixed, and which prompts a step uses.
 
 `load_prompts` renders, tokenizes and filters the rows of one file, and reports what became of them. Several files are
-mixed by weights (`Share`). `PromptOrder` says which prompts a step uses, as a pure function of the step.
+mixed by weights (`Share`). `PromptOrder` gives the prompts of a step, as a pure function of the step.
 """
 
 # Shape legend: P prompts of one step, N prompts kept in all, K places of one epoch.

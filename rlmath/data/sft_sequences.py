@@ -31,7 +31,7 @@ FORMS = "prompt and completion, question and solution, or messages whose last tu
 _CHUNK = 1000
 """Rows tokenized in one call."""
 _HELD_OUT = -1
-"""The epoch whose order says which sequences are held out: none that is trained on."""
+"""The epoch whose order decides which sequences are held out: none that is trained on."""
 
 
 @dataclass(frozen=True)

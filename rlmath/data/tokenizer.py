@@ -57,7 +57,7 @@ _ENDS = ("\nAssistant: <think>", "\nAnswer:\nLet's think step by step.", "\nAssi
 
 
 def has_template(text: str) -> bool:
-    """Whether a text is a whole prompt, as far as the templates that are known tell.
+    """Whether a text is a whole prompt, by the marks of the templates that are known.
 
     >>> has_template("Question:\\n1+1?\\nAnswer:\\nLet's think step by step.\\n"), has_template("1+1?")
     (True, False)

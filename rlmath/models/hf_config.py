@@ -1,4 +1,4 @@
-"""What a Hugging Face config.json says of a model, and everything in it that is missing, odd or not supported.
+"""The shape of a model by its Hugging Face config.json, and everything in it that is missing, odd or not supported.
 
 The file is somebody else's: nothing in it is trusted to be there, of the right type or of a sane size. Where a field is
 left out, its value is the one that transformers takes.
@@ -269,7 +269,7 @@ def _rope_problems(path: Path, values: dict[str, Any], shape: ModelShape) -> Ite
 
 
 def _bias_problems(path: Path, values: dict[str, Any], shape: ModelShape) -> Iterator[str]:
-    """A Qwen2 has biases whatever "attention_bias" says, the others only where it asks for them."""
+    """A Qwen2 has biases whatever "attention_bias" is, the others only where it asks for them."""
     keys = ("mlp_bias",) if shape.attention_bias else ("attention_bias", "mlp_bias")
     for key in keys:
         if values.get(key) not in (None, False):
@@ -431,7 +431,7 @@ class PlannedShape:
     shape: ModelShape | None
     problems: list[str]
     note: str
-    """What to say of a shape that is not the folder's own; else ""."""
+    """A line for the console about a shape that is not the folder's own; else ""."""
 
 
 def planned_shape(model_path: str) -> PlannedShape:

@@ -21,11 +21,10 @@ from rlmath.config.model_shape import ModelShape
 from rlmath.config.schema import Config
 from rlmath.data.files import read_json_object
 from rlmath.models.hf_config import planned_shape
-from rlmath.planner.coefficients import NAMES, Coefficients, seconds_by_coefficient, slower_by
-from rlmath.planner.layouts import problems_of
 from rlmath.planner.lengths import Batch, lengths_measured
 from rlmath.planner.machines import Cluster, cluster_of, machine_of, on_gpu
-from rlmath.planner.step import StepPlan, plan_step
+from rlmath.planner.step import StepPlan, plan_step, problems_of
+from rlmath.planner.work import NAMES, Coefficients, seconds_by_coefficient, slower_by
 from rlmath.trainer.preflight.checks import value_problems
 from rlmath.trainer.preflight.memory_estimate import Target
 from rlmath.trainer.preflight.memory_fit import planned_target
@@ -48,7 +47,7 @@ MOST_BYTES = 2**28
 ROUNDS = 5000
 """Of the fit."""
 MOST_CHANGE = 20.0
-"""A fit multiplies or divides no coefficient by more: what little data seem to say beyond that is noise."""
+"""A fit multiplies or divides no coefficient by more: what little data suggest beyond that is noise."""
 MOST_WHOLE_NUMBER = 2**53
 """Of a coefficient: beyond, Python's integers need not be floats."""
 LAYOUT = re.compile(
@@ -78,7 +77,7 @@ class Measured:
 
 
 def run_folder_of(path: Path) -> Path:
-    """The folder of a run, told by itself or by its metrics.jsonl."""
+    """The folder of a run, given by itself or by its metrics.jsonl."""
     return path.parent if path.name == METRICS_FILE else path
 
 
@@ -98,7 +97,7 @@ def read_config(folder: Path) -> Config:
 
 @dataclass(frozen=True)
 class Where:
-    """Where a run was measured; None: as its own files say, or as is usual."""
+    """Where a run was measured; None: as in its own files, or as is usual."""
 
     gpu: str | None = None
     ranks: int | None = None
@@ -163,14 +162,14 @@ def read_rows(folder: Path) -> list[dict[str, float]]:
 
 
 def ranks_of_summary(folder: Path) -> int:
-    """Ranks of a run that was told only how a copy of its model is sharded; ValueError where nothing tells."""
+    """Ranks of a run whose settings give only the sharding of its model; ValueError where they are not known."""
     layout = ""
     if (folder / SUMMARY_NAME).is_file():
         layout = str(read_json_object(folder / SUMMARY_NAME).get("layout", ""))[:200]
     if found := LAYOUT.fullmatch(layout):
         return math.prod(int(size or 1) for size in found.groups())
     raise ValueError(
-        f"{folder}: neither {CONFIG_NAME} (parallel.data) nor {SUMMARY_NAME} tells how many ranks the run had; "
+        f"{folder}: neither {CONFIG_NAME} (parallel.data) nor {SUMMARY_NAME} has the number of ranks of the run; "
         "give --calibrate-ranks"
     )
 
@@ -185,9 +184,10 @@ def phases_of(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """Median seconds of every phase; what is in none of them is "other"."""
     seconds = {"switch": sum(median(rows, f"seconds/{name}") for name in SWITCH_PHASES)}
     seconds |= {name: median(rows, f"seconds/{name}") for name in WORKING_PHASES}
-    told = (*SWITCH_PHASES, *WORKING_PHASES, *NOT_OF_A_STEP)
+    counted = (*SWITCH_PHASES, *WORKING_PHASES, *NOT_OF_A_STEP)
     rest = [
-        {"rest": row["seconds/step"] - sum(row.get(f"seconds/{name}", 0.0) for name in told)} for row in rows
+        {"rest": row["seconds/step"] - sum(row.get(f"seconds/{name}", 0.0) for name in counted)}
+        for row in rows
     ]
     seconds["other"] = max(0.0, median(rest, "rest"))
     return {name: value for name, value in seconds.items() if value > 0}

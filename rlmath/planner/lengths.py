@@ -71,7 +71,7 @@ def lengths_with_mean(mean: float, longest: int, spread: float = SPREAD) -> Leng
 
 def lengths_measured(mean: float, longest: int, truncated: float) -> Lengths:
     """The distribution with this mean and this share of completions cut off; with no more than `SPREAD` where nothing
-    is cut off, which tells only that the spread is small."""
+    is cut off, which shows only that the spread is small."""
     low, high = _LEAST_SPREAD, _MOST_SPREAD if truncated > 0 else SPREAD
     if lengths_with_mean(mean, longest, high).truncated <= max(truncated, 1e-4):
         return lengths_with_mean(mean, longest, high)

@@ -11,7 +11,7 @@ from rlmath.trainer.preflight.memory_estimate import Target
 
 CPU = "CPU"
 RANKS_PER_NODE = 8
-"""GPUs of a server, where nobody says."""
+"""GPUs of a server, where nothing else is given."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Machine:
 
 CPU_CORE = Machine(CPU, "cpu", 50e9, 10e9, 2e9, 1e9, 10e9)
 """A rank on a core of its own, in float32. Round figures of a server's core with AVX-512 and of messages through its
-memory: what they are worth on a given machine is for a calibration to say."""
+memory: a calibration measures what they are worth on a given machine."""
 
 
 @dataclass(frozen=True)
@@ -46,8 +46,10 @@ class Cluster:
 
     def __post_init__(self) -> None:
         if self.nodes < 1 or self.ranks_per_node < 1:
-            told = f"{self.nodes} nodes of {self.ranks_per_node} ranks"
-            raise ValueError(f"the cluster has {told}; needed: at least 1 of each (--nodes, --gpus-per-node)")
+            given = f"{self.nodes} nodes of {self.ranks_per_node} ranks"
+            raise ValueError(
+                f"the cluster has {given}; needed: at least 1 of each (--nodes, --gpus-per-node)"
+            )
 
     @property
     def ranks(self) -> int:
@@ -65,7 +67,7 @@ class Cluster:
 
 
 def on_gpu(config: Config, name: str | None) -> Config:
-    """The settings with the GPU that a plan is told, or "CPU"; None: as they say."""
+    """The settings with the GPU that a plan is for, or "CPU"; None: unchanged."""
     if name is None:
         return config
     memory = replace(config.memory, gpu=None if name == CPU else name, gpu_gib=None)
@@ -94,9 +96,9 @@ def machine_of(config: Config, target: Target, network_gbps: float | None = None
 def _gpu(name: str) -> Machine:
     if name not in GPUS:
         known = ", ".join(GPUS)
-        told = f'of the GPU "{name}"' if name else "of a GPU that has no name"
+        which = f'of the GPU "{name}"' if name else "of a GPU that has no name"
         raise ValueError(
-            f"the speed {told} is not known; name it by --gpu or memory.gpu, one of {known}."
+            f"the speed {which} is not known; name it by --gpu or memory.gpu, one of {known}."
             f"{nearest_word(name, GPUS)}"
         )
     gpu = GPUS[name]
@@ -114,7 +116,7 @@ def _gpu(name: str) -> Machine:
 def cluster_of(
     machine: Machine, ranks: int, nodes: int | None = None, ranks_per_node: int | None = None
 ) -> Cluster:
-    """The nodes that so many ranks take, or those that are told.
+    """The nodes that so many ranks take, or those that are given.
 
     Errors: ValueError where the ranks do not fill the nodes.
     """

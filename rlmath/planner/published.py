@@ -14,14 +14,12 @@ from pathlib import Path
 from rlmath.config.model_shape import ModelShape
 from rlmath.config.schema import Config
 from rlmath.models.hf_config import PUBLISHED as MODELS
-from rlmath.planner.coefficients import Coefficients, seconds_of
-from rlmath.planner.layouts import with_layout
 from rlmath.planner.lengths import Batch, Lengths, lengths_measured
 from rlmath.planner.machines import Cluster, Machine
 from rlmath.planner.rollout import rollout_of
-from rlmath.planner.step import plan_step
+from rlmath.planner.step import plan_step, with_layout
 from rlmath.planner.training import Training, update_work
-from rlmath.planner.work import Work
+from rlmath.planner.work import Coefficients, Work, seconds_of
 from rlmath.trainer.preflight.memory_estimate import Target, mesh_of
 
 RECIPES = MODELS.parent / "areal"
@@ -80,12 +78,12 @@ COLOCATED = (
     Row("7B, 24 nodes", "7b_n16.yaml", 24, 207.7, (192, 1), (192, 2, 1), disjoint=False),
 )
 """AReaL v0.3, "Synchronous AReaL" of its blog's table: 41.0 and 57.7 hours for 1,000 steps, all GPUs sample. Its
-layouts are not told; those of our recipes are taken."""
+layouts are not published; those of our recipes are taken."""
 LOG = (
     Row("7B, 16 nodes", "7b_n16.yaml", 16, 2260, (64, 1), (64, 1, 2), prompts=1024, longest=LOGGED.longest),
 )
 """The same tutorial's log, of February 2025: mean of its six steps, 2,122 to 2,406 s. Version, layout and engine are
-not told; predicted with those of the table's row."""
+not published; predicted with those of the table's row."""
 
 
 @dataclass(frozen=True)
@@ -108,7 +106,7 @@ class Predicted:
 
 
 def logged_lengths(longest: int) -> Lengths:
-    """The distribution of the log with another limit: what is cut off there goes on to here."""
+    """The distribution of the log with another limit: what is cut off there reaches up to this one."""
     mean = LOGGED.mean_sequence - LOGGED.mean_prompt
     return replace(lengths_measured(mean, LOGGED.longest, LOGGED.truncated), longest=longest)
 

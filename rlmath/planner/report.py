@@ -9,11 +9,10 @@ from typing import Any
 from rlmath.checkpoint.hf.weight_map import parameter_count
 from rlmath.config.length_curriculum import with_longest_lengths
 from rlmath.planner.calibration import Measured
-from rlmath.planner.coefficients import SHARES, Coefficients
-from rlmath.planner.layouts import Comparison
 from rlmath.planner.published import Predicted, errors_of_one_factor, largest_error
 from rlmath.planner.run import RunPrediction, expected_steps
-from rlmath.planner.step import PHASES, StepPlan
+from rlmath.planner.step import PHASES, Comparison, StepPlan
+from rlmath.planner.work import SHARES, Coefficients
 from rlmath.trainer.preflight.memory_estimate import plan_ranks
 from rlmath.trainer.preflight.memory_fit import start_up_lines
 

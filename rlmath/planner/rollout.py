@@ -142,7 +142,7 @@ def _prefill_work(config: Config, shape: ModelShape, target: Target, batch: Batc
 def _split_work(
     shape: ModelShape, size: int, itemsize: int, cluster: Cluster, tokens: float, steps: int
 ) -> Work:
-    """What the ranks of an engine tell each other: two sums of hidden states a layer."""
+    """What the ranks of an engine exchange: two sums of hidden states a layer."""
     if size == 1:
         return Work()
     sums = 2 * shape.num_layers

@@ -11,12 +11,11 @@ from rlmath.config.model_shape import ModelShape
 from rlmath.config.schema import Config
 from rlmath.models.hf_config import required_shape
 from rlmath.planner.calibration import Measured
-from rlmath.planner.coefficients import Coefficients
-from rlmath.planner.layouts import Comparison, compare, memory_problems, problems_of
 from rlmath.planner.lengths import Batch, lengths_with_mean
 from rlmath.planner.machines import Cluster, cluster_of, machine_of, on_gpu
-from rlmath.planner.step import StepPlan, batch_of, plan_step
-from rlmath.trainer.preflight.checks import file_problems, value_problems
+from rlmath.planner.step import Comparison, StepPlan, batch_of, compare, plan_step, problems_of
+from rlmath.planner.work import Coefficients
+from rlmath.trainer.preflight.checks import file_problems, memory_problems, value_problems
 from rlmath.trainer.preflight.dry_run import count_data
 from rlmath.trainer.preflight.memory_estimate import Target
 from rlmath.trainer.preflight.memory_fit import planned_target
@@ -25,7 +24,7 @@ from rlmath.trainer.preflight.parallelism import ranks_or_least
 
 @dataclass(frozen=True)
 class Asked:
-    """What a plan is told beside the settings; None: as the settings say, or typical."""
+    """What a plan needs beside the settings; None: as in the settings, or typical."""
 
     gpu: str | None = None
     nodes: int | None = None
@@ -57,7 +56,7 @@ class RunPrediction:
     stages: tuple[tuple[LengthStage, StepPlan], ...]
     memory_problems: tuple[str, ...]
     steps_per_epoch: int | None
-    """None where nobody knows how many prompts there are."""
+    """None where the number of prompts is not known."""
 
     @property
     def step_seconds(self) -> float:
@@ -99,7 +98,7 @@ def predict_run(
         (stage, step_of(place, stage.config, asked, coefficients, runs))
         for stage in length_stages(config, total)
     ]
-    problems = memory_problems(config, shape, place.cluster)
+    problems = memory_problems(config, shape, place.cluster.ranks)
     return RunPrediction(place, tuple(planned), tuple(problems), steps_per_epoch)
 
 
@@ -130,17 +129,17 @@ def planned_batch(config: Config, asked: Asked, runs: Sequence[Measured]) -> Bat
     mean = sum(batch.lengths.mean for batch in alike) / len(alike)
     prompt = sum(batch.prompt_tokens for batch in alike) / len(alike)
     spread = sum(batch.lengths.spread for batch in alike) / len(alike)
-    told = mean if asked.mean_response is None else asked.mean_response
-    found = batch_of(config, told, prompt if asked.mean_prompt is None else asked.mean_prompt)
-    return replace(found, lengths=lengths_with_mean(told, longest, spread))
+    response = mean if asked.mean_response is None else asked.mean_response
+    found = batch_of(config, response, prompt if asked.mean_prompt is None else asked.mean_prompt)
+    return replace(found, lengths=lengths_with_mean(response, longest, spread))
 
 
 def _steps_per_epoch(config: Config, shape: ModelShape, asked: Asked) -> int | None:
-    """Of the prompts that are told, or of the files where they are there."""
+    """Of the prompts that are given, or of the files where they are there."""
     if asked.prompts is not None:
         if asked.prompts < config.data.prompts_per_step:
-            told = f"--prompts is {asked.prompts}; needed: at least data.prompts_per_step"
-            raise ValueError(f"{told}, {config.data.prompts_per_step}")
+            problem = f"--prompts is {asked.prompts}; needed: at least data.prompts_per_step"
+            raise ValueError(f"{problem}, {config.data.prompts_per_step}")
         return asked.prompts // config.data.prompts_per_step
     if any(file_problems(config)):
         return None

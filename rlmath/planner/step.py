@@ -1,18 +1,22 @@
-"""A step of a run on a cluster, predicted: its work and its seconds, phase by phase."""
+"""A step of a run on a cluster, predicted: its work and its seconds, phase by phase, on one layout or on every one.
+
+A step switches from training to sampling and back, syncs weights, samples, and trains. Weights move as the plan of a
+sync says (`weight_sync.reshard_plan`); here their bytes follow from the two layouts as if the model were one even row
+of numbers, which costs nothing for a thousand ranks.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 
 from rlmath.config.model_shape import ModelShape
 from rlmath.config.schema import AlgorithmConfig, Config
 from rlmath.distributed.mesh import Mesh
-from rlmath.planner.coefficients import Coefficients, seconds_by_coefficient, seconds_of
 from rlmath.planner.lengths import Batch, lengths_with_mean
 from rlmath.planner.machines import Cluster
 from rlmath.planner.rollout import Rollout, rollout_of
-from rlmath.planner.switching import reference_switch_work, switch_work, sync_work
 from rlmath.planner.training import (
     BACKWARD,
     FORWARD,
@@ -23,17 +27,25 @@ from rlmath.planner.training import (
     update_passes,
     update_work,
 )
-from rlmath.planner.work import Work
-from rlmath.trainer.preflight.memory_estimate import Target, largest, mesh_of, plan_ranks
+from rlmath.planner.work import Coefficients, Work, seconds_by_coefficient, seconds_of
+from rlmath.rollout.weight_sync.reshard_plan import bucket_bytes
+from rlmath.trainer.preflight.checks import device_problems, memory_problems, setting_problems, shape_problems
+from rlmath.trainer.preflight.memory_estimate import MemoryPlan, Target, largest, mesh_of, plan_ranks
+from rlmath.trainer.preflight.memory_formulas import engine_bytes
 
 PHASES = ("switch", "sync", "rollout", "logprobs", "reference", "update", "other")
 """In the order of a step; the switch is both ways. They take turns on the same memory, none runs beside another."""
 TYPICAL_SHARE = 0.3
-"""Mean completion as a share of the longest, where nobody says: 0.29 to 0.31 for R1 models and 27,648 tokens."""
+"""Mean completion as a share of the longest, where not given: 0.29 to 0.31 for R1 models and 27,648 tokens."""
 TYPICAL_PROMPT = 128
-"""Mean prompt (tokens) where nobody says; AReaL's step log has 108."""
+"""Mean prompt (tokens) where not given; AReaL's step log has 108."""
 JUDGED_PER_SECOND = 3500.0
-"""Answers that one worker judges (docs/benchmarks.md, on two server cores)."""
+"""Answers that one reward worker checks (docs/benchmarks.md, on two server cores)."""
+BUCKET_MESSAGES = 2
+"""Of a round: a rank sends and receives."""
+
+
+# ---------------------------------------------------------------- the step
 
 
 @dataclass(frozen=True)
@@ -95,8 +107,8 @@ def batch_of(config: Config, mean_response: float | None = None, mean_prompt: fl
     mean = max(1.0, TYPICAL_SHARE * longest) if mean_response is None else mean_response
     prompt = float(min(TYPICAL_PROMPT, longest_prompt)) if mean_prompt is None else mean_prompt
     if not 1 <= prompt <= longest_prompt:
-        told = f"the mean prompt is {prompt:g} tokens; needed: from 1 to data.max_prompt_tokens, {longest_prompt}"
-        raise ValueError(f"{told} (--mean-prompt-tokens)")
+        problem = f"the mean prompt is {prompt:g} tokens; needed: from 1 to data.max_prompt_tokens, {longest_prompt}"
+        raise ValueError(f"{problem} (--mean-prompt-tokens)")
     group = config.rollout.group_size
     return Batch(config.data.prompts_per_step * group, group, prompt, lengths_with_mean(mean, longest))
 
@@ -176,3 +188,129 @@ def step_flops(training: Training) -> StepFlops:
         BACKWARD * one_pass * algorithm.epochs,
         recomputed * algorithm.epochs,
     )
+
+
+# ---------------------------------------------------------------- weight sync, offloading and onloading
+
+
+def sync_work(config: Config, shape: ModelShape, mesh: Mesh, target: Target, cluster: Cluster) -> Work:
+    """Every engine rank's weights: copied from the rank's own shard as far as it has them, else sent by another."""
+    weights = engine_bytes(shape, config.rollout, target.kind, target.itemsize, target.total_bytes).weights
+    received = weights * (1 - own_share(mesh))
+    rounds = math.ceil(received / bucket_bytes(config.sync.bucket_mib, target.kind, mesh.world_size))
+    replica = math.lcm(mesh.tensor * mesh.context, mesh.expert * mesh.expert_tensor)
+    inside = cluster.in_a_node(replica if mesh.pipeline == 1 else mesh.world_size)
+    return Work(
+        memory=2.0 * weights,
+        node=received if inside else 0.0,
+        network=0.0 if inside else received,
+        messages=BUCKET_MESSAGES * rounds,
+    )
+
+
+def own_share(mesh: Mesh) -> float:
+    """Share of its engine's weights that a rank holds itself, mean over the ranks.
+
+    >>> own_share(Mesh(0, 4, tensor=2, pipeline=1, engine_size=1)), own_share(Mesh(0, 4, 2, 1, engine_size=2))
+    (0.5, 1.0)
+    """
+    tensor, engine = mesh.tensor, mesh.engine_size
+    period = math.lcm(tensor, engine)
+    total = sum(_overlap(rank % tensor, tensor, rank % engine, engine) * engine for rank in range(period))
+    return total / period / mesh.pipeline / mesh.expert
+
+
+def _overlap(part: int, parts: int, other: int, others: int) -> float:
+    """Length that [part, part + 1] / parts and [other, other + 1] / others have in common."""
+    low = max(part / parts, other / others)
+    return max(0.0, min((part + 1) / parts, (other + 1) / others) - low)
+
+
+def switch_work(config: Config, plan: MemoryPlan, target: Target) -> Work:
+    """A turn to sampling and back: what is offloaded goes to the host and comes back. Gradients hold nothing then, and
+    are given up, not moved."""
+    memory = config.memory
+    offloaded = {"optimizer": memory.offload_optimizer, "parameters": memory.offload_parameters}
+    moved = sum(plan.part(name) for name, leaves in offloaded.items() if leaves)
+    return Work(switches=1) + _there_and_back(moved, target)
+
+
+def reference_switch_work(config: Config, plan: MemoryPlan, target: Target) -> Work:
+    """An offloaded reference model comes for its log-probs only, and leaves after them."""
+    return _there_and_back(plan.part("reference") if config.memory.offload_reference else 0, target)
+
+
+def _there_and_back(size: int, target: Target) -> Work:
+    """On CPU, host and device are the same memory."""
+    if target.kind == "cpu":
+        return Work(memory=2.0 * 2.0 * size)
+    return Work(host=2.0 * size)
+
+
+# ---------------------------------------------------------------- layouts
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The layouts of a run on a cluster."""
+
+    plans: tuple[StepPlan, ...]
+    """Those that are legal and fit, fastest first."""
+    without_room: int
+    """Layouts that the memory of the devices is too small for."""
+
+
+def with_layout(config: Config, tensor: int, pipeline: int, engine: int) -> Config:
+    """The settings with another layout; data-parallel ranks are what remains. Chunks and uneven stages belong to the
+    layout that the settings have, and are left out of another."""
+    same = tensor == config.parallel.tensor and pipeline == config.parallel.pipeline
+    stages = {} if same else {"virtual_pipeline": 1, "first_stage_layers": None, "last_stage_layers": None}
+    parallel = replace(config.parallel, data=None, tensor=tensor, pipeline=pipeline, **stages)
+    rollout = replace(config.rollout, tensor_parallel=engine)
+    return replace(config, parallel=parallel, rollout=rollout)
+
+
+def layouts_of(config: Config, shape: ModelShape, cluster: Cluster) -> Iterator[Config]:
+    """TP x PP x engine TP that no check refuses; tensor-parallel ranks stay within a node."""
+    inside = _divisors(cluster.ranks_per_node)
+    for tensor in inside:
+        for pipeline in _divisors(shape.num_layers):
+            for engine in inside:
+                found = with_layout(config, tensor, pipeline, engine)
+                if not problems_of(found, shape, cluster):
+                    yield found
+
+
+def problems_of(config: Config, shape: ModelShape, cluster: Cluster) -> list[str]:
+    """What keeps a run from this layout, but for memory."""
+    return [
+        *setting_problems(config, cluster.ranks),
+        *shape_problems(config, shape),
+        *(device_problems(config, shape, on_gpu=False) if cluster.machine.kind == "cpu" else ()),
+    ]
+
+
+def compare(
+    config: Config,
+    shape: ModelShape,
+    target: Target,
+    cluster: Cluster,
+    batch: Batch,
+    coefficients: Coefficients,
+) -> Comparison:
+    """`config` is that of one stage; ties go to the layout with fewer ranks to a copy of the model."""
+    plans, without_room = [], 0
+    for found in layouts_of(config, shape, cluster):
+        if memory_problems(found, shape, cluster.ranks):
+            without_room += 1
+        else:
+            plans.append(plan_step(found, shape, target, cluster, batch, coefficients))
+    return Comparison(tuple(sorted(plans, key=_by_seconds)), without_room)
+
+
+def _by_seconds(plan: StepPlan) -> tuple[float, int, int]:
+    return plan.step_seconds, plan.mesh.tensor * plan.mesh.pipeline, plan.mesh.engine_size
+
+
+def _divisors(number: int) -> list[int]:
+    return [n for n in range(1, number + 1) if number % n == 0]

@@ -1,4 +1,4 @@
-"""The work of log-probs and updates: FLOPs, the pipeline's bubble, and what ranks tell each other."""
+"""The work of log-probs and updates: FLOPs, the pipeline's bubble, and what ranks exchange."""
 
 from __future__ import annotations
 
@@ -120,8 +120,8 @@ def logprobs_work(training: Training) -> Work:
 def _stages(training: Training) -> list[tuple[Mesh, int]]:
     """The first rank of every pipeline stage, and its layers."""
     mesh, parallel = training.mesh, training.config.parallel
-    told = (parallel.first_stage_layers, parallel.last_stage_layers)
-    layers = stage_layers(training.shape.num_layers, mesh.pipeline, mesh.virtual_pipeline, *told)
+    uneven = (parallel.first_stage_layers, parallel.last_stage_layers)
+    layers = stage_layers(training.shape.num_layers, mesh.pipeline, mesh.virtual_pipeline, *uneven)
     per_stage = mesh.world_size // mesh.pipeline
     return [(replace(mesh, rank=stage * per_stage), len(held)) for stage, held in enumerate(layers)]
 

@@ -20,7 +20,7 @@ from rlmath.config.length_curriculum import has_length_stages, length_stages
 from rlmath.config.schema import Config
 from rlmath.data.dataset import Inputs, SftInputs
 from rlmath.trainer.run_dir import SUMMARY_NAME
-from rlmath.trainer.telemetry.alerts import WarningSigns, dropped_sign
+from rlmath.trainer.telemetry.alerts import Alerts, dropped_alert
 from rlmath.trainer.telemetry.console import Progress, step_line
 from rlmath.trainer.telemetry.metrics_writer import open_metrics, read_metrics
 from rlmath.trainer.telemetry.samples import SampleWriter
@@ -150,8 +150,8 @@ class Reporter:
         if self._alerts is None:
             return []
         if number in self._first_steps:
-            self._alerts.new_stage()
-        return self._alerts.after(metrics)
+            self._alerts.reset()
+        return self._alerts.check(metrics)
 
     def _warn_of_failures(self, step: int, record: StepRecord, share: float) -> None:
         limit = self._config.reward.max_failure_share
@@ -182,12 +182,12 @@ class Reporter:
         )
 
 
-def _open_alerts(config: Config, dropped_share: float, resumed: bool) -> WarningSigns:
-    dropped = None if resumed else dropped_sign(dropped_share, config.telemetry)
+def _open_alerts(config: Config, dropped_share: float, resumed: bool) -> Alerts:
+    dropped = None if resumed else dropped_alert(dropped_share, config.telemetry)
     if dropped is not None:
         logger.warning("A warning sign, logged once: %s", dropped)
     key = "stages.max_new_tokens" if has_length_stages(config) else "rollout.max_new_tokens"
-    return WarningSigns(config.telemetry, config.algorithm.loss == "gspo", key)
+    return Alerts(config.telemetry, config.algorithm.loss == "gspo", key)
 
 
 def phase_seconds(metrics: Mapping[str, float]) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""The folder that a run owns: who may take it, and what becomes of what an earlier run left there.
+"""The folder that a run owns: which run may use it, and what becomes of what an earlier run left there.
 
 A launch script orders it so, on every rank:
 
@@ -11,7 +11,7 @@ A launch script orders it so, on every rank:
     a barrier                                               every rank
 
 In the check all ranks raise the same ValueError, or none does. No barrier is needed before the claim: every
-state that the folder has while rank 0 work_queue it (not there, empty, a scratch file, an equal config.yaml, old
+state that the folder has while rank 0 claims it (not there, empty, a scratch file, an equal config.yaml, old
 files half moved) passes the check of a late rank, and config.yaml, once there, is there at every moment. The
 barrier behind the claim is for what other ranks write into the folder.
 """
@@ -65,26 +65,26 @@ def stage_folder(output_dir: str | Path, number: int) -> Path:
 
 
 def check_output_folder(
-    output_dir: str | Path, config: Config, needed_bytes: int = 0, goes_on: bool = False
+    output_dir: str | Path, config: Config, needed_bytes: int = 0, resumes: bool = False
 ) -> None:
     """ValueError that lists why this run may not have the folder. Reads only; any rank, at any time.
 
-    `needed_bytes` is the size of what the run will leave there. With `goes_on` it goes on from a checkpoint there, to
+    `needed_bytes` is the size of what the run will leave there. With `resumes` it continues from a checkpoint there, to
     which its settings have been compared.
     """
-    problems = list(folder_problems(str(output_dir), config, needed_bytes, goes_on))
+    problems = list(folder_problems(str(output_dir), config, needed_bytes, resumes))
     raise_problems(f'run.output_dir "{output_dir}"', problems)
 
 
 def claim_run_folder(output_dir: str | Path, config: Config, steps_done: int | None = None) -> Path:
     """Make the folder this run's, and write config.yaml into it. For rank 0 alone.
 
-    A run that goes on says its `steps_done`: what is there stays, but for metrics and samples of later steps. Else what
+    A resumed run gives its `steps_done`: what is there stays, but for metrics and samples of later steps. Else what
     an earlier run with an equal config left is moved to `<output_dir>/earlier/001` (002, ...), with a copy of its
     config.yaml. Errors: ValueError as `check_output_folder`, or if the folder cannot be written.
     """
-    goes_on = steps_done is not None
-    check_output_folder(output_dir, config, goes_on=goes_on)
+    resumes = steps_done is not None
+    check_output_folder(output_dir, config, resumes=resumes)
     folder = Path(output_dir)
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -94,8 +94,8 @@ def claim_run_folder(output_dir: str | Path, config: Config, steps_done: int | N
         remove_partial(folder / CHECKPOINTS)
         remove_partial(folder / MODELS_FOLDER)
         remove_partial(folder)
-        if goes_on:
-            _go_on_from(folder, steps_done)
+        if resumes:
+            _resume_in(folder, steps_done)
         else:
             _move_aside(folder)
         save_config(config, folder / CONFIG_NAME)
@@ -109,7 +109,7 @@ def claim_run_folder(output_dir: str | Path, config: Config, steps_done: int | N
 @contextlib.contextmanager
 def sole_user(output_dir: str | Path, setting: str = "run.output_dir") -> Iterator[None]:
     """Keep other runs out of the folder, which is made where it is not there; the kernel lets them in again when this
-    process ends, however it ends. ValueError where another run is at work in it; `setting` is what names the folder.
+    process ends, however it ends. ValueError where another run is working in it; `setting` is what names the folder.
     For rank 0 alone."""
     folder = Path(output_dir)
     try:
@@ -122,7 +122,7 @@ def sole_user(output_dir: str | Path, setting: str = "run.output_dir") -> Iterat
     except BlockingIOError as error:
         os.close(descriptor)
         raise ValueError(
-            f'another run is at work in {setting} "{folder}". Wait for its end, or give another folder.'
+            f'another run is working in {setting} "{folder}". Wait for its end, or give another folder.'
         ) from error
     except OSError as error:
         logger.warning("%s has no locks (%s): nothing keeps a second run out of it", folder, error)
@@ -132,8 +132,8 @@ def sole_user(output_dir: str | Path, setting: str = "run.output_dir") -> Iterat
         os.close(descriptor)
 
 
-def folder_problems(output_dir: str, config: Config, needed_bytes: int, goes_on: bool) -> Iterator[str]:
-    """Why this run may not have the folder, as `check_output_folder` tells it."""
+def folder_problems(output_dir: str, config: Config, needed_bytes: int, resumes: bool) -> Iterator[str]:
+    """Why this run may not have the folder, one text per reason."""
     if not output_dir.strip() or output_dir.startswith("~"):
         yield "needed: a path, written in full. Set run.output_dir, for example outputs/first."
         return
@@ -153,7 +153,7 @@ def folder_problems(output_dir: str, config: Config, needed_bytes: int, goes_on:
             "Make room, or give a run.output_dir on another disk."
         )
     yield from _input_problems(folder, config)
-    if nearest == folder and not goes_on:
+    if nearest == folder and not resumes:
         yield from _content_problems(folder, config)
 
 
@@ -192,7 +192,7 @@ def _content_problems(folder: Path, config: Config) -> Iterator[str]:
         )
 
 
-def _go_on_from(folder: Path, steps_done: int) -> None:
+def _resume_in(folder: Path, steps_done: int) -> None:
     set_newer_aside(folder / CHECKPOINTS, steps_done)
     rows = keep_metrics(folder, steps_done)
     if rows < steps_done:

@@ -22,10 +22,9 @@ from rlmath.planner.calibration import (
     read_coefficients,
     read_run,
 )
-from rlmath.planner.coefficients import DEFAULTS, Coefficients, seconds_of, slower_by
 from rlmath.planner.machines import CPU_CORE, Cluster
 from rlmath.planner.step import StepPlan, batch_of, plan_step
-from rlmath.planner.work import Work
+from rlmath.planner.work import DEFAULTS, Coefficients, Work, seconds_of, slower_by
 from rlmath.trainer.preflight.memory_fit import planned_target
 from tests.tiny_models import make_model_folder
 

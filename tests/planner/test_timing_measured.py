@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from rlmath.planner.calibration import Where, fit, read_run
-from rlmath.planner.coefficients import DEFAULTS
+from rlmath.planner.work import DEFAULTS
 from tests import programs
 
 pytestmark = [pytest.mark.full, pytest.mark.distributed]

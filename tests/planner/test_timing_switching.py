@@ -4,11 +4,16 @@ from dataclasses import replace
 
 import pytest
 
-from rlmath.planner.coefficients import DEFAULTS, NAMES, seconds_by_coefficient, seconds_of, slower_by
 from rlmath.planner.machines import Cluster, Machine
-from rlmath.planner.step import plan_step, recomputes_logprobs
-from rlmath.planner.switching import own_share, reference_switch_work, switch_work, sync_work
-from rlmath.planner.work import Work
+from rlmath.planner.step import (
+    own_share,
+    plan_step,
+    recomputes_logprobs,
+    reference_switch_work,
+    switch_work,
+    sync_work,
+)
+from rlmath.planner.work import DEFAULTS, NAMES, Work, seconds_by_coefficient, seconds_of, slower_by
 from rlmath.rollout.weight_sync.reshard_plan import plan_sync
 from rlmath.rollout.weight_sync.shard_layouts import training_layout
 from rlmath.trainer.preflight.memory_estimate import mesh_of, plan_ranks

@@ -286,7 +286,7 @@ def test_the_config_is_never_absent_while_a_run_is_repeated(tmp_path: Path):
 
 def test_two_runs_do_not_share_a_folder(tmp_path: Path):
     with sole_user(tmp_path / "run"):
-        with pytest.raises(ValueError, match="another run is at work in"), sole_user(tmp_path / "run"):
+        with pytest.raises(ValueError, match="another run is working in"), sole_user(tmp_path / "run"):
             pass
     with sole_user(tmp_path / "run"):
         claim_run_folder(tmp_path / "run", make_config(tmp_path / "run"))

@@ -41,7 +41,7 @@ from rlmath.trainer.preflight.memory_fit import GIB, planned_target, start_up_li
 from rlmath.trainer.preflight.parallelism import planned_ranks
 from rlmath.trainer.run_dir import folder_problems
 from rlmath.trainer.save_schedule import checkpoint_bytes, export_bytes, models_of, most_models, points_of
-from rlmath.trainer.telemetry.alerts import dropped_sign
+from rlmath.trainer.telemetry.alerts import dropped_alert
 
 
 @dataclass(frozen=True)
@@ -51,13 +51,13 @@ class CountedData:
     order: PromptOrder
     total_steps: int
     lines: tuple[str, ...]
-    """What to say of the files."""
+    """One or more for each file, for the console."""
     warnings: tuple[str, ...]
 
 
 @dataclass(frozen=True)
 class RunPlan:
-    """What a run would do, as far as files and settings tell."""
+    """What a run would do, as far as files and settings show."""
 
     config: Config
     """As given, but for `run.device`: the kind of device that is planned for."""
@@ -107,7 +107,7 @@ def _unreadable(config: Config) -> bool:
 
 
 def _folder_problems(config: Config) -> Iterator[str]:
-    for problem in folder_problems(config.run.output_dir, config, 0, goes_on=False):
+    for problem in folder_problems(config.run.output_dir, config, 0, resumes=False):
         yield f'run.output_dir "{config.run.output_dir}": {problem}'
 
 
@@ -130,7 +130,7 @@ def count_data(config: Config, shape: ModelShape) -> CountedData:
         found = load_prompt_files(config, tokenizer)
     validation = load_validation(config, tokenizer, shape.vocab_size)
     lines = (*found.lines, *(file.line() for file in validation))
-    warning = dropped_sign(found.dropped_share, config.telemetry)
+    warning = dropped_alert(found.dropped_share, config.telemetry)
     if tokenizer is None:
         warning = (
             f'lengths were not checked: "{config.model.path}" has no tokenizer here. Prompts longer than '

@@ -34,7 +34,7 @@ def stage_list_problems(config: Config) -> Iterator[str]:
         yield f"{listed}; each needs one number for every stage. Make them equally long."
     if config.run.total_steps is not None:
         yield (
-            f"run.total_steps is {config.run.total_steps} beside stages.steps, which say how long the run is. "
+            f"run.total_steps is {config.run.total_steps} beside stages.steps, which give the length of the run. "
             "Set run.total_steps=null."
         )
 

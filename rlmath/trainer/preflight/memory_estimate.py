@@ -212,7 +212,7 @@ def stage_work(config: Config, shape: ModelShape, mesh: Mesh, target: Target, la
 def parameter_sizes(shape: ModelShape, mesh: Mesh, layers: int) -> list[list[int]]:
     """Elements of every parameter of every model chunk of a rank whose stage has so many layers, but for experts.
 
-    The table of Hugging Face tensors says how each is split. Behind a pipeline, a tied model's last stage has a copy of
+    The table of Hugging Face tensors has how each is split. Behind a pipeline, a tied model's last stage has a copy of
     the embedding as its head.
     """
     sizes = {"first": [], "layer": [], "last": []}

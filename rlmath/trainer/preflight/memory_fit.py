@@ -49,8 +49,8 @@ def planned_target(config: Config) -> Target:
     """
     memory = config.memory
     if memory.gpu is not None and memory.gpu_gib is not None:
-        told = f'memory.gpu is "{memory.gpu}" and memory.gpu_gib is {memory.gpu_gib:g}; give one of the two.'
-        raise_problems("this run", [f"{told} Set the other to null."])
+        both = f'memory.gpu is "{memory.gpu}" and memory.gpu_gib is {memory.gpu_gib:g}; give one of the two.'
+        raise_problems("this run", [f"{both} Set the other to null."])
     gib = memory.gpu_gib if memory.gpu is None else GPUS[memory.gpu].gib
     named = None if gib is None else Target("cuda", memory.gpu or "the GPU", int(gib * GIB), False)
     if config.run.device == "cpu" or not torch.cuda.is_available():
@@ -63,23 +63,23 @@ def planned_target(config: Config) -> Target:
             how = "Name the GPU by memory.gpu or memory.gpu_gib."
             raise_problems("this run", [f"the GPU that is there: {error}. {how}"])
         assert named is not None
-        return replace(named, name=f"{named.name} as told (the one that is there: {error})")
+        return replace(named, name=f"{named.name} as named (the one that is there: {error})")
     return here if named is None else _smaller(named, here)
 
 
 def _smaller(named: Target, here: Target) -> Target:
-    """The target that is told has the layers of this machine, where the run would be."""
+    """The target that is named has the layers of this machine, where the run would be."""
     assert named.total_bytes is not None and here.total_bytes is not None
     if here.total_bytes < named.total_bytes:
-        told = named.name if named.name in GPUS else f"memory.gpu_gib={named.total_bytes / GIB:g}"
-        return replace(here, name=f"{here.name} (smaller than {told})")
-    name = f"{named.name} as told (the one that is there has {_gib(here.total_bytes)} GiB)"
+        setting = named.name if named.name in GPUS else f"memory.gpu_gib={named.total_bytes / GIB:g}"
+        return replace(here, name=f"{here.name} (smaller than {setting})")
+    name = f"{named.name} as named (the one that is there has {_gib(here.total_bytes)} GiB)"
     return replace(named, name=name, local_layers=here.local_layers)
 
 
 def _bytes_of_gpu_here() -> int:
     """Memory of the first GPU that this process may use, by NVML: torch would start CUDA in this process, too early for
-    settings that CUDA reads at its start, and for the judges' processes. Half a percent above what CUDA tells.
+    settings that CUDA reads at its start, and for the reward workers. Half a percent above what CUDA reports.
 
     Errors: ValueError where it cannot be read.
     """

@@ -90,10 +90,10 @@ def rank_problems(parallel: ParallelConfig, engine: int, world_size: int) -> Ite
 
 def _expert_rank_problems(parallel: ParallelConfig, world_size: int) -> Iterator[str]:
     stage, pipeline = divmod(world_size, max(1, parallel.pipeline))
-    asked = max(1, parallel.expert) * max(1, parallel.expert_tensor)
-    if not pipeline and stage % asked:
+    wanted = max(1, parallel.expert) * max(1, parallel.expert_tensor)
+    if not pipeline and stage % wanted:
         yield (
-            f"parallel.expert x parallel.expert_tensor is {parallel.expert} x {parallel.expert_tensor} = {asked}, "
+            f"parallel.expert x parallel.expert_tensor is {parallel.expert} x {parallel.expert_tensor} = {wanted}, "
             f"which does not divide the {stage} ranks of a pipeline stage. Possible: {_divisors(stage)}."
         )
 

@@ -1,6 +1,6 @@
-"""The signs by which the published runs knew too late that they were going wrong, each told once.
+"""Alerts: the signs by which published runs were known, too late, to be going wrong. Each is raised once.
 
-What is looked at are the rows of `metrics.jsonl`, so a run that goes on knows from them what was told before.
+Rules read the rows of `metrics.jsonl`, so a resumed run finds in them which alerts were raised before.
 """
 
 from __future__ import annotations
@@ -14,24 +14,24 @@ from dataclasses import dataclass
 from rlmath.config.schema import TelemetryConfig
 
 RECENT_STEPS = 5
-"""Most signs look at the mean of so many steps: one step alone may be chance."""
+"""Most rules look at the mean of so many steps: one step alone may be chance."""
 FIRST_STEPS = 5
 """What a run started from is the mean of so many steps."""
 EARLY_STOP_STEPS = 10
-"""Discarded minibatches are a sign where most of so many steps had one."""
+"""Discarded minibatches raise an alert where most of so many steps had one."""
 USUAL_CLIP_RATIO = 0.1
 """The AReaL documents: actor_clip_ratio "is usually less than 0.1"."""
 GOOD_ACCURACY = 0.95
-"""A reward that no longer rises is no sign where answers are right this often."""
+"""A reward that no longer rises raises no alert where answers are right this often."""
 ENTROPY_AND_ERRORS = 0.5
-"""Entropy falls by nature as a model learns, about as far as the share of wrong answers. It is a sign where it fell
-to less than this part of where that share fell to."""
+"""Entropy falls by nature as a model learns, about as far as the share of wrong answers. An alert is raised where it
+fell to less than this part of where that share fell to."""
 
 Row = Mapping[str, float]
 
 
 @dataclass(frozen=True)
-class Seen:
+class History:
     """What a rule may look at."""
 
     first: Sequence[Row]
@@ -43,15 +43,15 @@ class Seen:
     length_key: str
 
 
-class WarningSigns:
-    """Tells of each sign when it is first there.
+class Alerts:
+    """Raises each alert when its rule first holds.
 
-    >>> signs = WarningSigns(TelemetryConfig())
-    >>> signs.after({"step": 1, "no_eos_ratio": 0.01})
+    >>> alerts = Alerts(TelemetryConfig())
+    >>> alerts.check({"step": 1, "no_eos_ratio": 0.01})
     []
-    >>> [text.partition(".")[0] for text in signs.after({"step": 2, "no_eos_ratio": 0.45})]
+    >>> [text.partition(".")[0] for text in alerts.check({"step": 2, "no_eos_ratio": 0.45})]
     ['23% of the completions of the last 2 steps were cut off at their limit (telemetry']
-    >>> signs.after({"step": 3, "no_eos_ratio": 0.45})
+    >>> alerts.check({"step": 3, "no_eos_ratio": 0.45})
     []
     """
 
@@ -63,37 +63,41 @@ class WarningSigns:
     ) -> None:
         """`clips_whole_completions`: the loss is GSPO's, which clips many tokens by design. `length_key` is the setting
         that cuts completions off."""
-        self._how = (limits, clips_whole_completions, length_key)
-        self._told: set[str] = set()
+        self._limits = limits
+        self._clips_whole_completions = clips_whole_completions
+        self._length_key = length_key
+        self._raised: set[str] = set()
         self._first: list[Row] = []
         kept = max(limits.warn_flat_steps, RECENT_STEPS, EARLY_STOP_STEPS)
         self._last: deque[Row] = deque(maxlen=kept)
 
-    def after(self, row: Row) -> list[str]:
-        """What to tell after a step, given its metrics. Metrics that a step does not have are no sign."""
+    def check(self, row: Row) -> list[str]:
+        """The alerts that a step's metrics raise. Metrics that a step does not have raise none."""
         watched = {name: row[name] for name in WATCHED if name in row}
         if len(self._first) < FIRST_STEPS:
             self._first.append(watched)
         self._last.append(watched)
-        seen = Seen(self._first, self._last, *self._how)
-        found = {name: rule(seen) for name, rule in RULES.items() if name not in self._told}
+        history = History(
+            self._first, self._last, self._limits, self._clips_whole_completions, self._length_key
+        )
+        found = {name: rule(history) for name, rule in RULES.items() if name not in self._raised}
         texts = {name: text for name, text in found.items() if text is not None}
-        self._told |= set(texts)
+        self._raised |= set(texts)
         return list(texts.values())
 
-    def new_stage(self) -> None:
-        """From here limits and data are others: what was seen before is no measure for what comes."""
+    def reset(self) -> None:
+        """Forget the steps so far: limits and data change here."""
         self._first.clear()
         self._last.clear()
 
 
-def dropped_sign(share: float, limits: TelemetryConfig) -> str | None:
-    """What to tell at the start of a run whose filters dropped this share of the prompts (0 to 1)."""
+def dropped_alert(share: float, limits: TelemetryConfig) -> str | None:
+    """The alert at the start of a run whose filters dropped this share of the prompts (0 to 1)."""
     if not share > limits.warn_dropped:
         return None
     return (
         f"{_percent(share)} of the prompts are dropped before the run starts (telemetry.warn_dropped is "
-        f"{_percent(limits.warn_dropped)}); it learns from what is left only. The lines above say by which filter. "
+        f"{_percent(limits.warn_dropped)}); it learns from what is left only. The lines above name the filters. "
         "Raise data.max_prompt_tokens, which counts tokens, or look at the rows that could not be used."
     )
 
@@ -101,21 +105,21 @@ def dropped_sign(share: float, limits: TelemetryConfig) -> str | None:
 # ---------------------------------------------------------------- the rules
 
 
-def truncated_sign(seen: Seen) -> str | None:
+def truncated_alert(history: History) -> str | None:
     """SimpleRL's first run broke at 23% truncated completions, its report calls under 5% normal."""
-    values, limit = _recent(seen, "no_eos_ratio"), seen.limits.warn_truncated
+    values, limit = _recent(history, "no_eos_ratio"), history.limits.warn_truncated
     if not values or not statistics.mean(values) > limit:
         return None
     return (
         f"{_percent(statistics.mean(values))} of the completions of {_last(values)} were cut off at their limit "
         f"(telemetry.warn_truncated is {_percent(limit)}). A cut answer counts as wrong however good it was. Raise "
-        f"{seen.length_key}, or take reward.mask_no_eos_with_zero=true or selection.drop_truncated=true so that "
+        f"{history.length_key}, or take reward.mask_no_eos_with_zero=true or selection.drop_truncated=true so that "
         "nothing is learned from it."
     )
 
 
-def importance_sign(seen: Seen) -> str | None:
-    values, limit = _recent(seen, "importance_weight"), seen.limits.warn_importance_weight
+def importance_alert(history: History) -> str | None:
+    values, limit = _recent(history, "importance_weight"), history.limits.warn_importance_weight
     if not values or statistics.mean(abs(value - 1) for value in values) <= limit:
         return None  # a NaN is above every limit
     return (
@@ -126,9 +130,9 @@ def importance_sign(seen: Seen) -> str | None:
     )
 
 
-def clip_sign(seen: Seen) -> str | None:
-    values = _recent(seen, "actor_clip_ratio")
-    if seen.clips_whole_completions or not values or not statistics.mean(values) > USUAL_CLIP_RATIO:
+def clip_alert(history: History) -> str | None:
+    values = _recent(history, "actor_clip_ratio")
+    if history.clips_whole_completions or not values or not statistics.mean(values) > USUAL_CLIP_RATIO:
         return None
     return (
         f"{_percent(statistics.mean(values))} of the tokens were clipped over {_last(values)}; usual is less than "
@@ -137,23 +141,23 @@ def clip_sign(seen: Seen) -> str | None:
     )
 
 
-def flat_sign(seen: Seen) -> str | None:
+def flat_alert(history: History) -> str | None:
     """No rise of the mean of the later half over that of the earlier half beyond the standard error of their
     difference, as the scatter within the halves gives it."""
-    steps = seen.limits.warn_flat_steps
-    rewards = [value for value in _recent(seen, "task_reward", steps) if math.isfinite(value)]
+    steps = history.limits.warn_flat_steps
+    rewards = [value for value in _recent(history, "task_reward", steps) if math.isfinite(value)]
     if len(rewards) < steps:
         return None
     half = steps // 2
     earlier, later = rewards[:half], rewards[-half:]
-    accuracy = _recent(seen, "rollout/accuracy", half)
+    accuracy = _recent(history, "rollout/accuracy", half)
     if accuracy and statistics.mean(accuracy) >= GOOD_ACCURACY:
         return None
     before, after = statistics.mean(earlier), statistics.mean(later)
     scatter = sum(statistics.variance(part) for part in (earlier, later)) if half > 1 else 0.0
     if after - before > math.sqrt(scatter / half):
         return None
-    contrast = _recent(seen, "rollout/groups_with_contrast", half)
+    contrast = _recent(history, "rollout/groups_with_contrast", half)
     shown = f" ({_percent(statistics.mean(contrast))} of the groups did)" if contrast else ""
     return (
         f"The reward has not risen over the last {steps} steps (telemetry.warn_flat_steps): its mean went from "
@@ -163,14 +167,14 @@ def flat_sign(seen: Seen) -> str | None:
     )
 
 
-def entropy_sign(seen: Seen) -> str | None:
+def entropy_alert(history: History) -> str | None:
     """Entropy that fell below its share of the first steps', and at least twice as far as the wrong answers did."""
-    limit, name = seen.limits.warn_entropy_share, "train/entropy_loss"
-    first, last = [row[name] for row in seen.first if name in row], _recent(seen, name)
-    if len(seen.first) < FIRST_STEPS or not first or not last or not statistics.mean(first) > 0:
+    limit, name = history.limits.warn_entropy_share, "train/entropy_loss"
+    first, last = [row[name] for row in history.first if name in row], _recent(history, name)
+    if len(history.first) < FIRST_STEPS or not first or not last or not statistics.mean(first) > 0:
         return None
     share = statistics.mean(last) / statistics.mean(first)
-    errors = _errors_left(seen)
+    errors = _errors_left(history)
     if not share < limit or not share < ENTROPY_AND_ERRORS * errors:
         return None
     return (
@@ -181,17 +185,17 @@ def entropy_sign(seen: Seen) -> str | None:
     )
 
 
-def _errors_left(seen: Seen) -> float:
+def _errors_left(history: History) -> float:
     """The share of wrong answers in the last steps over that in the first; 1 where it is not known."""
     name = "rollout/accuracy"
-    first, last = [1 - row[name] for row in seen.first if name in row], _recent(seen, name)
+    first, last = [1 - row[name] for row in history.first if name in row], _recent(history, name)
     if not first or not last or statistics.mean(first) <= 0:
         return 1.0
     return (1 - statistics.mean(last)) / statistics.mean(first)
 
 
-def early_stop_sign(seen: Seen) -> str | None:
-    values = _recent(seen, "train/early_stopped_minibatches", EARLY_STOP_STEPS)
+def early_stop_alert(history: History) -> str | None:
+    values = _recent(history, "train/early_stopped_minibatches", EARLY_STOP_STEPS)
     stopped = sum(value > 0 for value in values)
     if len(values) < EARLY_STOP_STEPS or 2 * stopped <= EARLY_STOP_STEPS:
         return None
@@ -202,13 +206,13 @@ def early_stop_sign(seen: Seen) -> str | None:
     )
 
 
-RULES: dict[str, Callable[[Seen], str | None]] = {
-    "truncated": truncated_sign,
-    "importance weight": importance_sign,
-    "clipped": clip_sign,
-    "flat reward": flat_sign,
-    "entropy": entropy_sign,
-    "early stop": early_stop_sign,
+RULES: dict[str, Callable[[History], str | None]] = {
+    "truncated": truncated_alert,
+    "importance weight": importance_alert,
+    "clipped": clip_alert,
+    "flat reward": flat_alert,
+    "entropy": entropy_alert,
+    "early stop": early_stop_alert,
 }
 WATCHED = (
     "no_eos_ratio",
@@ -222,9 +226,9 @@ WATCHED = (
 )
 
 
-def _recent(seen: Seen, name: str, steps: int = RECENT_STEPS) -> list[float]:
+def _recent(history: History, name: str, steps: int = RECENT_STEPS) -> list[float]:
     """A metric of the last `steps` steps, as far as they have it."""
-    return [row[name] for row in list(seen.last)[-steps:] if name in row]
+    return [row[name] for row in list(history.last)[-steps:] if name in row]
 
 
 def _last(values: Sequence[float]) -> str:

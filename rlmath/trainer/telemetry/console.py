@@ -26,7 +26,7 @@ _KEPT = ("vllm.model_executor.model_loader.reload.inplace",)
 
 
 def setup_logging(rank: int) -> None:
-    """Time-stamped lines on stderr: everything of rank 0, warnings of the others; libraries only tell of errors.
+    """Time-stamped lines on stderr: everything of rank 0, warnings of the others; of libraries only errors.
 
     Call it before vLLM is imported: vLLM would install handlers of its own.
     To hear the libraries, set VLLM_LOGGING_LEVEL, TORCH_CPP_LOG_LEVEL or PYTHONWARNINGS.

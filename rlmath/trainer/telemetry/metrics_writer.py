@@ -30,7 +30,7 @@ class MetricsWriter:
     def __init__(
         self, output_dir: str, tensorboard: bool, first_step: int = 1, wandb: WandbLog | None = None
     ) -> None:
-        """A run that goes on says its `first_step`: TensorBoard then hides what an earlier start wrote from there."""
+        """A resumed run gives its `first_step`: TensorBoard then hides what an earlier start wrote from there."""
         folder = Path(output_dir)
         folder.mkdir(parents=True, exist_ok=True)
         self._folder = folder
@@ -119,7 +119,7 @@ def read_metrics(output_dir: str, name: str = METRICS_FILE) -> list[dict[str, fl
 
 
 def keep_metrics(output_dir: str | Path, last_step: int, name: str = METRICS_FILE) -> int:
-    """Drop the rows of steps after `last_step`, for a run that goes on from there. Returns how many rows are left."""
+    """Drop the rows of steps after `last_step`, for a run that resumes from there. Returns how many rows are left."""
     path = Path(output_dir) / name
     if not path.exists():
         return 0

@@ -25,7 +25,7 @@ def samples_file(output_dir: str, step: int, kind: str = "step") -> Path:
 
 
 def keep_samples(output_dir: str | Path, last_step: int) -> None:
-    """Remove the samples of steps after `last_step`, for a run that goes on from there."""
+    """Remove the samples of steps after `last_step`, for a run that resumes from there."""
     for path in (Path(output_dir) / SAMPLES_FOLDER).glob("*-*.jsonl"):
         number = path.stem.rpartition("-")[2]
         if number.isdecimal() and int(number) > last_step:
@@ -65,7 +65,7 @@ class SampleWriter:
     def write_failure(
         self, step: int, groups: Sequence[ScoredGroup], advantages: Sequence[Sequence[float]]
     ) -> Path:
-        """`samples/failure-000001.jsonl`: the first group with a completion that could not be judged."""
+        """`samples/failure-000001.jsonl`: the first group with a completion that could not be scored."""
         path = samples_file(self._output_dir, step, "failure")
         for group, group_advantages in zip(groups, advantages, strict=False):
             if any(score.verdict in FAILURES for score in group.scores):

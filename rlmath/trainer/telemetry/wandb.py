@@ -1,7 +1,7 @@
 """Weights & Biases as a second place for a run's numbers (`telemetry.wandb`).
 
-The run never waits for it while it makes steps: a thread of its own hands the rows on, and whatever fails there costs
-this log alone. The last word of `metrics.jsonl` is the same either way.
+The run never waits for it while it makes steps: a thread of its own passes the rows to the client, and whatever fails
+there costs this log alone; `metrics.jsonl` is the same either way.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 WANDB_FOLDER = "wandb"
 ID_FILE = "run_id.txt"
-"""In that folder: by what W&B knows the run again when it goes on."""
+"""In that folder: the id by which W&B recognises the run when it is resumed."""
 SERVICE = "wandb-core"
 """W&B's own process, which writes and sends; a child of ours."""
 MOST_WAITING = 1000
@@ -80,11 +80,11 @@ class WandbLog:
                 step, values = row
                 run.log(values, step=step)
             run.finish()
-        except Exception as error:  # of a library with a process and a network behind it: the run goes on
+        except Exception as error:  # of a library with a process and a network behind it: the run continues
             self._give_up(f"{type(error).__name__}: {error}")
             _end_service()
         finally:
-            with suppress(Exception):  # else it is done again, and told, when the interpreter ends
+            with suppress(Exception):  # else it is done again, and logged, when the interpreter ends
                 self._wandb.teardown()
 
     def _start(self) -> Any:
@@ -110,7 +110,7 @@ class WandbLog:
                 return
             self._given_up = True
         logger.warning(
-            "Weights & Biases is off from here: %s. The run goes on, all its numbers are in metrics.jsonl; what W&B "
+            "Weights & Biases is off from here: %s. The run continues, all its numbers are in metrics.jsonl; what W&B "
             "had got is in %s, and `wandb sync` can send it",
             why,
             self._folder / WANDB_FOLDER,

@@ -102,7 +102,7 @@ def test_the_gpu_that_is_there_is_the_first_visible_one(
     [
         (MemoryConfig(gpu="H100-80GB"), 40, "the GPU that is there (smaller than H100-80GB)"),
         (MemoryConfig(gpu_gib=60.0), 40, "the GPU that is there (smaller than memory.gpu_gib=60)"),
-        (MemoryConfig(gpu_gib=30.0), 30, "the GPU as told (the one that is there has 40.00 GiB)"),
+        (MemoryConfig(gpu_gib=30.0), 30, "the GPU as named (the one that is there has 40.00 GiB)"),
     ],
 )
 def test_of_the_gpu_named_and_the_one_that_is_there_the_smaller_is_planned_for(

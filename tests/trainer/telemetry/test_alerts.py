@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlmath.config.schema import TelemetryConfig
-from rlmath.trainer.telemetry.alerts import WarningSigns, dropped_sign
+from rlmath.trainer.telemetry.alerts import Alerts, dropped_alert
 
 LIMITS = TelemetryConfig()
 GOOD = {
@@ -28,8 +28,8 @@ GOOD = {
 
 def told(rows, limits=LIMITS, **more):
     """(step, text) of every sign, steps counted from 1."""
-    signs = WarningSigns(limits, **more)
-    return [(step, text) for step, row in enumerate(rows, start=1) for text in signs.after(row)]
+    alerts = Alerts(limits, **more)
+    return [(step, text) for step, row in enumerate(rows, start=1) for text in alerts.check(row)]
 
 
 def rows(name, values):
@@ -66,7 +66,7 @@ def test_limits_of_one_and_zero():
 
 @pytest.mark.parametrize(("share", "is_told"), [(0.05, False), (0.051, True), (0.83, True), (0.0, False)])
 def test_dropped_prompts(share, is_told):
-    text = dropped_sign(share, LIMITS)
+    text = dropped_alert(share, LIMITS)
     assert (text is not None) == is_told
     if text is not None:
         assert text.startswith(f"{100 * share:.3g}% of the prompts") and "data.max_prompt_tokens" in text
@@ -180,21 +180,21 @@ def test_a_run_that_goes_on_tells_what_an_unbroken_one_tells_from_there(bad, sto
     limits = flat_limits(20)
     whole = told(bad, limits)
     assert whole != []
-    signs = WarningSigns(limits)
+    alerts = Alerts(limits)
     for row in bad[:stopped_after]:
-        signs.after(row)
-    later = [(n, text) for n, row in enumerate(bad, 1) if n > stopped_after for text in signs.after(row)]
+        alerts.check(row)
+    later = [(n, text) for n, row in enumerate(bad, 1) if n > stopped_after for text in alerts.check(row)]
     assert later == [(step, text) for step, text in whole if step > stopped_after]
 
 
 def test_a_new_stage_is_measured_by_its_own_first_steps():
-    signs = WarningSigns(flat_limits(12))
+    alerts = Alerts(flat_limits(12))
     for row in rows("train/entropy_loss", [0.5] * 10):
-        assert signs.after(row) == []
-    signs.new_stage()
+        assert alerts.check(row) == []
+    alerts.reset()
     changed = [{**GOOD, "train/entropy_loss": 0.05, "task_reward": -1.0}] * 11
-    assert [signs.after(row) for row in changed] == [[]] * 11
-    assert len(signs.after(changed[0])) == 1  # twelve flat steps
+    assert [alerts.check(row) for row in changed] == [[]] * 11
+    assert len(alerts.check(changed[0])) == 1  # twelve flat steps
 
 
 def test_steps_without_minibatches_are_no_sign():
