@@ -149,9 +149,10 @@ def main() -> None:
         except ValueError as error:
             control.send(f"failed: {error}".encode()[:2000])
             return
-        # Import math-verify and warm up both parsers before the fork; the integral is for math-verify.
-        verify_by_parser("\\frac{1}{2}", ("x^2", "\\{1,2\\}", "\\int_0^1 x dx"))
-        assert "math_verify" in sys.modules
+        if function is None:
+            # Import math-verify and warm up both parsers before the fork; the integral is for math-verify.
+            verify_by_parser("\\frac{1}{2}", ("x^2", "\\{1,2\\}", "\\int_0^1 x dx"))
+            assert "math_verify" in sys.modules
         gc.collect()
         gc.freeze()
         serve(control, int(parent), lambda channel: _run_worker(channel, settings, function))

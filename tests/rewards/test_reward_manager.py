@@ -21,6 +21,9 @@ def completion(text: str, tokens: int = 10, reason: str = "stop") -> Completion:
 @pytest.fixture(scope="module")
 def pool():
     with open_reward_workers(RewardConfig()) as workers:
+        assert (
+            workers.submit("\\boxed{\\sqrt{9}}", ("3",), "math").result(60).correct
+        )  # the workers have started
         yield workers
 
 
