@@ -92,7 +92,7 @@ def test_the_microbatches_of_a_rank_come_in_order_of_falling_cost(plan: dict):
 
 @settings(deadline=None, max_examples=50)
 @given(plans())
-def test_ranks_with_room_differ_by_at_most_the_dearest_sample(plan: dict):
+def test_ranks_with_room_differ_by_at_most_the_most_costly_sample(plan: dict):
     roomy = plan | {"max_tokens": sum(plan["lengths"]), "count_multiple": 1}
     for minibatch in plan_minibatches(**roomy):
         work = rank_costs(minibatch, plan["lengths"], plan["cost"])
@@ -180,7 +180,7 @@ def test_fewer_samples_than_microbatches_that_are_asked_for_leave_empty_ones():
     assert microbatches(minibatch) == [(0,), (1,), (), ()]
 
 
-def test_bins_are_dealt_in_rounds_the_dearest_to_the_lightest_rank():
+def test_bins_are_assigned_in_rounds_the_most_costly_to_the_rank_with_least_work():
     # Round one 9, 7, 5 to ranks 0, 1, 2; round two 4, 2, 1 to ranks 2, 1, 0.
     lengths = [9, 7, 5, 4, 2, 1]
     budget = Budget(lengths, [float(n) for n in lengths], 9)

@@ -48,7 +48,7 @@ class Checked:
             memory.force_sleep()
 
     def expected(self) -> list[list[float]]:
-        """What the policy has told the probe, in the order of the sequences."""
+        """The log-probs of the policy, in the order of the sequences."""
         order = [index for members in self.probe._members() for index in members]
         return [row for _, row in sorted(zip(order, self.probe._expected, strict=True))]
 
@@ -315,11 +315,11 @@ def cycles(folder: Path, case: Case, count: int, threshold: float) -> list[dict[
     rig, found = Rig(folder, case, 1), []
     probe = Probe(rig.stage.actor.forward_backward, rig.engine, rig.stage.mesh, LONGEST)
     settings = SyncConfig(checksum_every=1, probe_every=1, probe_threshold=threshold)
-    sync, told = WeightSync(rig.sync, probe, settings), []
+    sync, expected = WeightSync(rig.sync, probe, settings), []
 
     def sync_and_listen(step: int) -> None:
         sync.run(step)
-        told.append(torch.tensor(probe._expected))
+        expected.append(torch.tensor(probe._expected))
 
     switch = rig.switch(sync_and_listen)
     for number in range(count):
@@ -334,7 +334,7 @@ def cycles(folder: Path, case: Case, count: int, threshold: float) -> list[dict[
                 "probed": probed,
                 "left": left,
                 "mismatch": rig.mismatch(generated),
-                "policy moved": float((told[-1] - told[0]).abs().mean()),
+                "policy moved": float((expected[-1] - expected[0]).abs().mean()),
             }
         )
         rig.learn(number + 1)

@@ -271,7 +271,7 @@ def heard(name: str) -> Iterator[list[str]]:
 
 
 def leak(folder: Path, leaked_mib: int, threshold_mib: int) -> dict[str, Any]:
-    """Calm cycles up to some after the warm-up, one in which memory is kept, and one that is told to stop on it."""
+    """Calm cycles up to some after the warm-up, one in which memory is kept, and one that is set to stop on it."""
     rig, kept, report = Rig(folder, Case(optimizer="adam"), 1), [], {}
 
     def cycle(switch: MemorySwitch, size: int) -> None:

@@ -1,4 +1,4 @@
-"""What the monitor over a rank's memory tells, and when it ends the run; numbers are MiB."""
+"""What the monitor of a rank's memory logs, and when it ends the run; numbers are MiB."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_what_is_planned_is_no_excess(caplog: pytest.LogCaptureFixture) -> None:
     assert monitor.held == {"offload": 970 * MIB, "generate": 1110 * MIB}
 
 
-def test_memory_that_was_not_given_up_is_told_with_phase_size_and_rank(
+def test_memory_that_was_not_freed_is_logged_with_phase_size_and_rank(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """40 MiB should have left, 29 did. In the first cycle, nothing is measured against a plan yet."""
@@ -51,10 +51,10 @@ def test_memory_that_was_not_given_up_is_told_with_phase_size_and_rank(
 
 
 def test_the_run_ends_only_where_it_is_asked_to() -> None:
-    goes_on, ends = (MemoryMonitor(10 * MIB, stop, rank=5) for stop in (False, True))
-    for monitor in (goes_on, ends):
+    continues, ends = (MemoryMonitor(10 * MIB, stop, rank=5) for stop in (False, True))
+    for monitor in (continues, ends):
         cycle(monitor)
-    cycle(goes_on, offload=2000, generate=2000)
+    cycle(continues, offload=2000, generate=2000)
     with pytest.raises(MemoryLeak) as failure:
         cycle(ends, offload=2000, generate=2000)
     text = str(failure.value)
@@ -83,13 +83,13 @@ def test_growth_during_the_warm_up_is_none() -> None:
         cycle(monitor, generate=1011)
 
 
-def test_a_step_up_is_told_once_and_one_on_top_of_it_again(caplog: pytest.LogCaptureFixture) -> None:
+def test_growth_is_logged_once_and_further_growth_again(caplog: pytest.LogCaptureFixture) -> None:
     monitor = warm(generate=500)
     for held in (500, 600, 600, 605, 700, 700):
         cycle(monitor, generate=held)
-    told = [record.getMessage() for record in caplog.records]
-    assert [("cycle 5" in text, "cycle 8" in text) for text in told] == [(True, False), (False, True)]
-    assert "100 MiB" in told[0] and "100 MiB" in told[1]
+    logged = [record.getMessage() for record in caplog.records]
+    assert [("cycle 5" in text, "cycle 8" in text) for text in logged] == [(True, False), (False, True)]
+    assert "100 MiB" in logged[0] and "100 MiB" in logged[1]
 
 
 def test_what_an_earlier_cycle_had_too_much_does_not_end_a_later_one() -> None:

@@ -157,7 +157,7 @@ class Simulation:
 def test_every_engine_gets_each_element_once_and_in_its_place(
     layout: Layout, engine_size: int, model: str
 ) -> None:
-    """A parameter is told complete once, when it is, and never written after that."""
+    """A parameter is completed once, when all of it is written, and never written after that."""
     Simulation(MODELS[model], layout, engine_size, plan_of(MODELS[model], layout, engine_size)).check()
 
 
