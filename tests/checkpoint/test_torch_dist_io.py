@@ -112,7 +112,7 @@ def test_a_part_that_is_not_the_tensor_it_should_be_is_refused(tmp_path: Path, k
         torch.save(wrong.get(kind, torch.zeros(4, dtype=torch.int32)), file)
     replace_part(tmp_path, file.getvalue())
     told = {
-        "bomb": "unfolds to 10000000",
+        "bomb": "unpacks to 10000000",
         "code": "damaged",
         "other shape": "no tensor of",
         "other numbers": "int32",

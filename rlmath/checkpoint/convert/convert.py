@@ -1,8 +1,8 @@
-"""Between a Hugging Face folder and a Megatron-Core torch_dist checkpoint, on one processor, without Megatron.
+"""Converts between a Hugging Face folder and a Megatron-Core torch_dist checkpoint, in one process, without Megatron.
 
-Tensors pass one by one: what is in memory is the tensor at hand (of the fused ones also its parts), never the model.
-Everything that can be known beforehand is checked before anything is written; the result is written aside and gets its
-name when it is whole.
+Tensors are converted one by one: memory holds the current tensor (for fused ones also its parts), never the model.
+All that can be checked is checked before anything is written; the result is written to a partial folder that is renamed
+when it is complete.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from rlmath.distributed.device import most_resident_bytes
 
 _DTYPES = {word: dtype for dtype, word in WORDS.items()}
 DTYPES = {"auto": None, "float32": torch.float32, "bfloat16": torch.bfloat16}
-"""Words of --dtype."""
+"""Values of --dtype."""
 _COMPUTED = ".rotary_emb.inv_freq"
 """Follows from config.json; older files have it."""
 
@@ -69,8 +69,8 @@ class Converted:
 def hf_to_megatron(
     source: Path, shape: ModelShape, output: Path, tensor: int, pipeline: int, dtype: torch.dtype | None
 ) -> Converted:
-    """Write the checkpoint `output`/release, Megatron-LM's note which one to load, and the model's metadata_files under
-    `output`/hf.
+    """Write the checkpoint `output`/release, Megatron-LM's file that names the one to load, and the model's metadata
+    files under `output`/hf.
 
     `tensor` and `pipeline` say over how many files the tensors are spread, and `tensor` to a multiple of what the
     vocabulary is filled up; any layout can load it. `dtype` None: as in the source. ValueError for a mistake.
@@ -209,7 +209,7 @@ def _cut(rows: Tensor, part: Part) -> Tensor:
 
 @contextmanager
 def _fresh_folder(output: Path, needed: int) -> Iterator[Path]:
-    """A folder aside that gets its name at the end; removed where something goes wrong. `needed`: bytes on disk."""
+    """A partial folder that is renamed to `output` at the end and removed on an error. `needed`: bytes on disk."""
     check_output(output)
     output.parent.mkdir(parents=True, exist_ok=True)
     free = shutil.disk_usage(output.parent).free
@@ -232,7 +232,7 @@ def _fresh_folder(output: Path, needed: int) -> Iterator[Path]:
 
 
 def check_output(output: Path) -> None:
-    """ValueError where something is there already."""
+    """ValueError where `output` exists and is not an empty folder."""
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise ValueError(f"--output {output} is there already and is not an empty folder; name a new one.")
 

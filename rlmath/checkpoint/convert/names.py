@@ -1,10 +1,11 @@
-"""Where Megatron keeps a model's tensors in a torch_dist checkpoint: whatever the layout was, one global tensor by key.
+"""Where a torch_dist checkpoint has a model's tensors: the keys and shapes of every tensor, whatever the layout was,
+and which of them a given checkpoint has.
 
 Layers are stacked: "decoder.layers.self_attention.linear_proj.weight" has an axis of layers before its own, and an
 expert's weights have one of experts after it. (Models whose layers differ have a key for each layer, with its number.)
-A canonical form of `hf_tables` becomes rows by merging its first axes:
+A canonical form of `weight_map` becomes rows by merging its first axes:
 
-    plain     [rows, ...]              as it is
+    plain     [rows, ...]              unchanged
     vocab     [vocabulary + padding, E]
     qkv       [G x (R + 2) x D, ...]
     gate_up   [2 x F, E]               all of gate, then all of up, whatever the tensor-parallel size
@@ -31,11 +32,24 @@ from rlmath.config.model_shape import ModelShape
 
 _MERGED = {"plain": 1, "vocab": 1, "qkv": 3, "gate_up": 2}
 """How many of a canonical form's first axes are rows here."""
+_NOT_THE_MODEL = ("optimizer.", "chained_", "random.", "rng_state", "opt_param_scheduler", "rerun_state")
+"""How the names begin of what a training run keeps beside the model."""
+_COMPUTED = "rotary_pos_emb.inv_freq"
+"""Follows from config.json; older checkpoints have it."""
+_NAMES_IN_ERRORS = 8
+MOST_PADDING = 2**14
+"""More rows than that beyond the vocabulary are no padding: it is filled up to a multiple of 128 times the tensor
+parallel size."""
+Region = tuple[str, tuple[int, ...], tuple[int, ...]]
+"""Key, offset and size of a rectangle in a checkpoint."""
+
+
+# ---------------------------------------------------------------- in any checkpoint
 
 
 @dataclass(frozen=True)
 class Stored:
-    """A placed tensor's place in a checkpoint."""
+    """Where a tensor of the model is stored in a checkpoint."""
 
     placed: Placed
     keys: tuple[str, ...]
@@ -179,23 +193,7 @@ def object_keys(shape: ModelShape) -> dict[str, int]:
     return found
 
 
-_NOT_THE_MODEL = ("optimizer.", "chained_", "random.", "rng_state", "opt_param_scheduler", "rerun_state")
-"""How the names begin of what a training run keeps beside the model."""
-
-
-_COMPUTED = "rotary_pos_emb.inv_freq"
-"""Follows from config.json; older checkpoints have it."""
-
-
-_TOLD = 8
-
-MOST_PADDING = 2**14
-"""More rows than that beyond the vocabulary are no padding: it is filled up to a multiple of 128 times the tensor
-parallel size."""
-
-
-Region = tuple[str, tuple[int, ...], tuple[int, ...]]
-"""Key, offset and size of a rectangle in a checkpoint."""
+# ---------------------------------------------------------------- in a given checkpoint
 
 
 @dataclass(frozen=True)
@@ -251,7 +249,7 @@ def _all_keys(stored: Stored) -> set[str]:
 
 
 def _find(reader: StateReader, stored: Stored) -> Found | str | None:
-    """Where a tensor is; what is wrong with it; or None."""
+    """Where a tensor is; an error text where its shape is wrong; None where it is missing."""
     for keys, lead, lead_shape in (
         (stored.keys, stored.lead, stored.lead_shape),
         (stored.numbered, stored.lead[1:], stored.lead_shape[1:]),
@@ -286,8 +284,8 @@ def listed(what: str, names: list[str]) -> list[str]:
     """["2 tensors are missing: a; b"], [] where there are none."""
     if not names:
         return []
-    more = f" and {len(names) - _TOLD} more" if len(names) > _TOLD else ""
-    return [f"{len(names)} {what}: {'; '.join(names[:_TOLD])}{more}"]
+    more = f" and {len(names) - _NAMES_IN_ERRORS} more" if len(names) > _NAMES_IN_ERRORS else ""
+    return [f"{len(names)} {what}: {'; '.join(names[:_NAMES_IN_ERRORS])}{more}"]
 
 
 def raise_listed(heading: str, problems: list[str]) -> None:

@@ -1,4 +1,4 @@
-"""What the converters are given: a checkpoint of ours or of Megatron's, found by any folder of it; a Hugging Face
+"""The inputs of the converters: a checkpoint of ours or of Megatron's, found by any folder of it; a Hugging Face
 folder, read by its headers."""
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from rlmath.checkpoint.hf.weights import HFReader
 from rlmath.checkpoint.safe_metadata import INDEX
 
 TRACKER = "latest_checkpointed_iteration.txt"
-"""Where Megatron-LM notes which of a folder's checkpoints to load: an iteration, or "release"."""
+"""Megatron-LM's file that names the checkpoint of a folder to load: an iteration, or "release"."""
 
 RELEASE = "release"
-"""Megatron-LM's name for a checkpoint of weights alone. From one of an iteration it would want the optimizer, too."""
+"""Megatron-LM's name for a checkpoint of weights alone. Of one with an iteration it also loads the optimizer."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class MegatronSource:
     state: Path
     """The torch_dist folder."""
     metadata_files: Path | None
-    """The folder with config.json and tokenizer that lies beside, if one does."""
+    """The folder with config.json and tokenizer beside it, if there is one."""
 
 
 def find_megatron(folder: Path) -> MegatronSource:
@@ -80,7 +80,7 @@ def _with_metadata_files(state: Path, *places: Path) -> MegatronSource:
 
 @dataclass(frozen=True)
 class HFTensor:
-    """What a safetensors header says of a tensor."""
+    """A tensor, from a safetensors header."""
 
     shape: tuple[int, ...]
     word: str

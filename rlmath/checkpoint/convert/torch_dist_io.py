@@ -1,5 +1,5 @@
-"""The files of a torch_dist checkpoint: parts of tensors, each as torch saves it, one behind the other. One part is in
-memory at a time."""
+"""Reads and writes the files of a torch_dist checkpoint: parts of tensors, each saved by torch, concatenated. One part
+is in memory at a time."""
 
 from __future__ import annotations
 
@@ -33,11 +33,10 @@ FORMAT = {
     "common_backend": "torch",
     "common_backend_version": 1,
 }
-"""What Megatron wants to find in metadata.json."""
+"""What Megatron expects in metadata.json."""
 
 COMMON = {"checkpoint_version": 3.0, "iteration": 0}
-"""What Megatron-LM wants to find in common.pt: it would reorder the rows of query, key and value for versions before
-2."""
+"""What Megatron-LM expects in common.pt: for versions before 2 it would reorder the rows of query, key and value."""
 
 _DCP_VERSION = "1.0.0"
 _OVERHEAD_BYTES = 2**16
@@ -45,7 +44,7 @@ _OVERHEAD_BYTES = 2**16
 
 
 class StateReader:
-    """The tensors of a torch_dist folder; any rectangle of them, read when it is asked for."""
+    """The tensors of a torch_dist folder; any rectangle of them is read on demand."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -85,8 +84,8 @@ class StateReader:
     def _chunks_near(
         self, key: str, offset: Sequence[int], size: Sequence[int]
     ) -> list[ChunkStorageMetadata]:
-        """The parts that a rectangle may be made of. Of a stack of layers a few, where a model with experts has many
-        thousands."""
+        """The parts that a rectangle may overlap. Of a stack of layers these are a few, where a model with experts has
+        many thousands."""
         chunks = self.tensors[key].chunks
         if not size or size[0] != 1:
             return chunks
@@ -105,12 +104,12 @@ class StateReader:
         try:
             with path.open("rb", buffering=0) as file:
                 view = _Span(file, place.offset, place.length)
-                with zipfile.ZipFile(view) as archive:  # one could be packed to unfold to any size
+                with zipfile.ZipFile(view) as archive:  # a small archive could unpack to any size
                     size = sum(member.file_size for member in archive.infolist())
                     if size <= expected + _OVERHEAD_BYTES and archive.testzip() is not None:
                         raise ValueError("its checksum differs")
                 if size > expected + _OVERHEAD_BYTES:
-                    raise ValueError(f"it unfolds to {size} bytes, {expected} are needed")
+                    raise ValueError(f"it unpacks to {size} bytes, {expected} are needed")
                 view.seek(0)
                 part = torch.load(view, map_location="cpu", weights_only=True)
             if not isinstance(part, Tensor) or part.shape != chunk.sizes:
@@ -132,7 +131,7 @@ class StateReader:
 
 
 class _Span(io.RawIOBase):
-    """A stretch of a file as a file of its own."""
+    """A range of a file as a file of its own."""
 
     def __init__(self, file: io.FileIO, start: int, length: int) -> None:
         self._file, self._start, self._length = file, start, length
@@ -208,7 +207,7 @@ class StateWriter:
             self._note(MetadataIndex(key, chunk.offsets), file, start)
 
     def add_object(self, rank: int, key: str) -> None:
-        """Write an object of Megatron's that holds nothing."""
+        """Write an empty object of Megatron's."""
         self._entries[key] = BytesStorageMetadata()
         with self._file(rank).open("ab") as file:
             start = file.tell()
@@ -216,7 +215,7 @@ class StateWriter:
             self._note(MetadataIndex(key), file, start)
 
     def close(self) -> None:
-        """Write the index and the small files beside."""
+        """Write the index and the small files beside it."""
         (self._folder / "metadata.json").write_text(json.dumps(FORMAT), encoding="utf-8")
         torch.save(COMMON, self._folder / "common.pt")
         metadata = Metadata(self._entries, None, self._places, StorageMeta(), version=_DCP_VERSION)

@@ -1,5 +1,5 @@
-"""How each architecture's Hugging Face tensors are made of Megatron's: the one table that import, export and weight
-sync read.
+"""How each architecture's Hugging Face tensors are made of Megatron's: the one table that import, export, conversion,
+weight sync and the memory estimate read.
 
 A Megatron tensor has a canonical form, one full tensor in which the tensor-parallel shards are plain chunks along one
 axis. With G key-value groups, R query heads per group, D head dim, F feed-forward size and E hidden size:
@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, cast
 
 import torch
 from torch import Tensor
@@ -24,8 +24,6 @@ from rlmath.config.model_shape import ModelShape
 
 Form = Literal["plain", "vocab", "qkv", "gate_up"]
 PipelineOwner = Literal["first", "layer", "expert", "last"]
-
-
 Size = Literal["vocab", "hidden", "head", "query", "group", "heads_per_group_and_2", "two", "ffn", "experts"]
 
 
@@ -50,139 +48,101 @@ class Rule:
     ranks that have the expert, and `split_axis` is shared by the ranks of `Mesh.expert_tensor`."""
 
 
-_MEGATRON_ATTENTION = "decoder.layers.{m}.self_attention"
-_MEGATRON_MLP = "decoder.layers.{m}.mlp"
-_LAYER = "model.layers.{n}"
-_QKV_AXES: tuple[Size, ...] = ("group", "heads_per_group_and_2", "head")
+def _of_decoder(
+    megatron: str, hf: str, form: Form, sizes: str, split_axis: int | None, owner: PipelineOwner = "layer"
+) -> Rule:
+    """A rule for the decoder's layers; names (relative to the layer) and sizes are separated by spaces."""
+    return Rule(
+        tuple(f"decoder.layers.{{m}}.{name}" for name in megatron.split()),
+        tuple(f"model.layers.{{n}}.{name}" for name in hf.split()),
+        form,
+        cast(tuple[Size, ...], tuple(sizes.split())),
+        split_axis,
+        owner,
+    )
 
-_EMBEDDING = (
-    Rule(
-        ("embedding.word_embeddings.weight",),
-        ("model.embed_tokens.weight",),
-        "vocab",
-        ("vocab", "hidden"),
-        0,
-        "first",
-    ),
+
+_EMBEDDING = Rule(
+    ("embedding.word_embeddings.weight",),
+    ("model.embed_tokens.weight",),
+    "vocab",
+    ("vocab", "hidden"),
+    0,
+    "first",
 )
 _HEAD = (
     Rule(("decoder.final_layernorm.weight",), ("model.norm.weight",), "plain", ("hidden",), None, "last"),
     Rule(("output_layer.weight",), ("lm_head.weight",), "vocab", ("vocab", "hidden"), 0, "last"),
 )
 _ATTENTION = (
-    Rule(
-        ("decoder.layers.{m}.input_layernorm.weight", f"{_MEGATRON_ATTENTION}.linear_qkv.layer_norm_weight"),
-        (f"{_LAYER}.input_layernorm.weight",),
+    _of_decoder(
+        "input_layernorm.weight self_attention.linear_qkv.layer_norm_weight",
+        "input_layernorm.weight",
         "plain",
-        ("hidden",),
+        "hidden",
         None,
-        "layer",
     ),
-    Rule(
-        (f"{_MEGATRON_ATTENTION}.linear_qkv.weight",),
-        tuple(f"{_LAYER}.self_attn.{x}_proj.weight" for x in "qkv"),
+    _of_decoder(
+        "self_attention.linear_qkv.weight",
+        "self_attn.q_proj.weight self_attn.k_proj.weight self_attn.v_proj.weight",
         "qkv",
-        (*_QKV_AXES, "hidden"),
+        "group heads_per_group_and_2 head hidden",
         0,
-        "layer",
     ),
-    Rule(
-        (f"{_MEGATRON_ATTENTION}.linear_proj.weight",),
-        (f"{_LAYER}.self_attn.o_proj.weight",),
-        "plain",
-        ("hidden", "query"),
-        1,
-        "layer",
-    ),
+    _of_decoder("self_attention.linear_proj.weight", "self_attn.o_proj.weight", "plain", "hidden query", 1),
 )
-_QKV_BIAS = (
-    Rule(
-        (f"{_MEGATRON_ATTENTION}.linear_qkv.bias",),
-        tuple(f"{_LAYER}.self_attn.{x}_proj.bias" for x in "qkv"),
-        "qkv",
-        _QKV_AXES,
-        0,
-        "layer",
-    ),
+_QKV_BIAS = _of_decoder(
+    "self_attention.linear_qkv.bias",
+    "self_attn.q_proj.bias self_attn.k_proj.bias self_attn.v_proj.bias",
+    "qkv",
+    "group heads_per_group_and_2 head",
+    0,
 )
-_QK_NORM = tuple(
-    Rule(
-        (f"{_MEGATRON_ATTENTION}.{x}_layernorm.weight",),
-        (f"{_LAYER}.self_attn.{x}_norm.weight",),
-        "plain",
-        ("head",),
-        None,
-        "layer",
-    )
-    for x in "qk"
+_QK_NORM = (
+    _of_decoder("self_attention.q_layernorm.weight", "self_attn.q_norm.weight", "plain", "head", None),
+    _of_decoder("self_attention.k_layernorm.weight", "self_attn.k_norm.weight", "plain", "head", None),
 )
-_MLP_NORM = Rule(
-    ("decoder.layers.{m}.pre_mlp_layernorm.weight", f"{_MEGATRON_MLP}.linear_fc1.layer_norm_weight"),
-    (f"{_LAYER}.post_attention_layernorm.weight",),
+_MLP_NORM = _of_decoder(
+    "pre_mlp_layernorm.weight mlp.linear_fc1.layer_norm_weight",
+    "post_attention_layernorm.weight",
     "plain",
-    ("hidden",),
+    "hidden",
     None,
-    "layer",
 )
 _GATED_MLP = (
     _MLP_NORM,
-    Rule(
-        (f"{_MEGATRON_MLP}.linear_fc1.weight",),
-        (f"{_LAYER}.mlp.gate_proj.weight", f"{_LAYER}.mlp.up_proj.weight"),
-        "gate_up",
-        ("two", "ffn", "hidden"),
-        1,
-        "layer",
+    _of_decoder(
+        "mlp.linear_fc1.weight", "mlp.gate_proj.weight mlp.up_proj.weight", "gate_up", "two ffn hidden", 1
     ),
-    Rule(
-        (f"{_MEGATRON_MLP}.linear_fc2.weight",),
-        (f"{_LAYER}.mlp.down_proj.weight",),
-        "plain",
-        ("hidden", "ffn"),
-        1,
-        "layer",
-    ),
+    _of_decoder("mlp.linear_fc2.weight", "mlp.down_proj.weight", "plain", "hidden ffn", 1),
 )
 _EXPERTS = (
     _MLP_NORM,
-    Rule(
-        (f"{_MEGATRON_MLP}.router.weight",),
-        (f"{_LAYER}.mlp.gate.weight",),
-        "plain",
-        ("experts", "hidden"),
-        None,
-        "layer",
-    ),
-    Rule(
-        (
-            f"{_MEGATRON_MLP}.experts.local_experts.{{x}}.linear_fc1.weight",
-            f"{_MEGATRON_MLP}.experts.linear_fc1.weight{{x}}",
-        ),
-        (f"{_LAYER}.mlp.experts.{{e}}.gate_proj.weight", f"{_LAYER}.mlp.experts.{{e}}.up_proj.weight"),
+    _of_decoder("mlp.router.weight", "mlp.gate.weight", "plain", "experts hidden", None),
+    _of_decoder(
+        "mlp.experts.local_experts.{x}.linear_fc1.weight mlp.experts.linear_fc1.weight{x}",
+        "mlp.experts.{e}.gate_proj.weight mlp.experts.{e}.up_proj.weight",
         "gate_up",
-        ("two", "ffn", "hidden"),
+        "two ffn hidden",
         1,
         "expert",
     ),
-    Rule(
-        (
-            f"{_MEGATRON_MLP}.experts.local_experts.{{x}}.linear_fc2.weight",
-            f"{_MEGATRON_MLP}.experts.linear_fc2.weight{{x}}",
-        ),
-        (f"{_LAYER}.mlp.experts.{{e}}.down_proj.weight",),
+    _of_decoder(
+        "mlp.experts.local_experts.{x}.linear_fc2.weight mlp.experts.linear_fc2.weight{x}",
+        "mlp.experts.{e}.down_proj.weight",
         "plain",
-        ("hidden", "ffn"),
+        "hidden ffn",
         1,
         "expert",
     ),
 )
 
-_PLAIN_DECODER = (*_EMBEDDING, *_ATTENTION, *_GATED_MLP, *_HEAD)
+_PLAIN_DECODER = (_EMBEDDING, *_ATTENTION, *_GATED_MLP, *_HEAD)
 
 TABLES: dict[str, tuple[Rule, ...]] = {
-    "Qwen2ForCausalLM": (*_EMBEDDING, *_ATTENTION, *_QKV_BIAS, *_GATED_MLP, *_HEAD),
-    "Qwen3ForCausalLM": (*_EMBEDDING, *_ATTENTION, *_QK_NORM, *_GATED_MLP, *_HEAD),
-    "Qwen3MoeForCausalLM": (*_EMBEDDING, *_ATTENTION, *_QK_NORM, *_EXPERTS, *_HEAD),
+    "Qwen2ForCausalLM": (_EMBEDDING, *_ATTENTION, _QKV_BIAS, *_GATED_MLP, *_HEAD),
+    "Qwen3ForCausalLM": (_EMBEDDING, *_ATTENTION, *_QK_NORM, *_GATED_MLP, *_HEAD),
+    "Qwen3MoeForCausalLM": (_EMBEDDING, *_ATTENTION, *_QK_NORM, *_EXPERTS, *_HEAD),
     "LlamaForCausalLM": _PLAIN_DECODER,
     "MistralForCausalLM": _PLAIN_DECODER,
 }
@@ -200,7 +160,7 @@ MODEL_TYPES = {
 
 def has_qkv_bias(architecture: str) -> bool:
     """Whether the query, key and value projections of an architecture have biases."""
-    return _QKV_BIAS[0] in TABLES[architecture]
+    return _QKV_BIAS in TABLES[architecture]
 
 
 def has_qk_norm(architecture: str) -> bool:
