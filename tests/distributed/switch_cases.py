@@ -143,7 +143,7 @@ class FailsOnce:
 
     def __init__(self, sets: Any) -> None:
         self._sets, self._failed = sets, False
-        self.leave = sets.leave
+        self.offload = sets.offload
 
     @property
     def offloaded(self) -> tuple[str, ...]:
