@@ -68,7 +68,7 @@ def test_a_file_with_nothing_but_a_cut_line_becomes_empty(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("line", ["{}", "[1]", "nonsense", "[" * 100_000, '{"problem_id": "60"}', "\x00"])
-def test_a_broken_line_is_told(tmp_path: Path, line: str) -> None:
+def test_a_broken_line_is_reported(tmp_path: Path, line: str) -> None:
     path = write(tmp_path, record("60"))
     path.write_text(line + "\n" + path.read_text())
     with pytest.raises(ValueError, match=r"rank-0000\.jsonl, line 1"):
@@ -98,18 +98,20 @@ def test_the_same_settings_agree_and_more_modes_are_no_difference(tmp_path: Path
 
 
 @pytest.mark.parametrize(
-    ("common", "sampled", "told"),
+    ("common", "sampled", "message"),
     [
         ({"model": "5678"}, {}, "model was '1234', now it is '5678'"),
         ({"max_new_tokens": 32}, {}, "max_new_tokens was 64, now it is 32"),
         ({}, {"temperature": 1.0}, "temperature was 0.6, now it is 1.0"),
     ],
 )
-def test_other_settings_are_refused_by_name(tmp_path: Path, common: dict, sampled: dict, told: str) -> None:
+def test_other_settings_are_refused_by_name(
+    tmp_path: Path, common: dict, sampled: dict, message: str
+) -> None:
     check_settings(tmp_path, COMMON, SAMPLED)
     with pytest.raises(ValueError, match="Give another --output") as error:
         check_settings(tmp_path, COMMON | common, SAMPLED | sampled)
-    assert told in str(error.value)
+    assert message in str(error.value)
     assert read_settings(tmp_path) == COMMON | SAMPLED
 
 
@@ -125,7 +127,7 @@ def test_seeds_differ_by_all_that_a_completion_is(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("values", "told"),
+    ("values", "message"),
     [
         ({"samples": -1}, "--samples is -1"),
         ({"samples": 0, "greedy": False}, "--no-greedy"),
@@ -137,8 +139,8 @@ def test_seeds_differ_by_all_that_a_completion_is(tmp_path: Path) -> None:
         ({"benchmarks": ()}, "--benchmarks"),
     ],
 )
-def test_impossible_plans_are_refused(tmp_path: Path, values: dict, told: str) -> None:
+def test_impossible_plans_are_refused(tmp_path: Path, values: dict, message: str) -> None:
     given = {"model": tmp_path, "benchmarks": ("aime24",), "data_dir": tmp_path, "output": tmp_path} | values
     with pytest.raises(ValueError, match="evaluation") as error:
         Plan(**given)
-    assert told in str(error.value)
+    assert message in str(error.value)

@@ -132,7 +132,7 @@ def test_two_engines_sample_the_same_texts(model: Path, evaluated: Path, ranks: 
 def test_killed_half_way_and_continued_it_gives_the_same_table(
     model: Path, evaluated: Path, ranks: RankPool
 ) -> None:
-    """Killed as one process, told apart from another plan, continued on two ranks, and asked again."""
+    """Killed as one process, refused with another plan, resumed on two ranks, and started once more."""
     output = model.parent / "killed"
     there = kill_half_way([*options(model, output), "--max-num-seqs", "2"], output)
     assert 0 < len(there) < len(completions(evaluated)) / 2
@@ -181,7 +181,7 @@ def test_what_is_there_is_used_by_a_larger_plan(
     assert tables(tmp_path) == tables(evaluated)
 
 
-def test_prompts_that_do_not_fit_the_model_are_told(model: Path, ranks: RankPool, tmp_path: Path) -> None:
+def test_prompts_that_do_not_fit_the_model_are_reported(model: Path, ranks: RankPool, tmp_path: Path) -> None:
     (too_long,) = ranks.run(1, evaluate_in_pool, plan_for(model, tmp_path, max_new_tokens=2000))
     assert "set --max-prompt-tokens 48" in too_long
     assert not (tmp_path / "settings.json").exists()
@@ -189,8 +189,8 @@ def test_prompts_that_do_not_fit_the_model_are_told(model: Path, ranks: RankPool
 
 def test_a_mistake_ends_with_status_2(capfd: pytest.CaptureFixture[str]) -> None:
     assert main([*BASICS, "--samples", "-1"]) == 2
-    told = capfd.readouterr().err
-    assert "--samples is -1" in told and "Traceback" not in told
+    message = capfd.readouterr().err
+    assert "--samples is -1" in message and "Traceback" not in message
 
 
 def test_two_evaluations_are_put_side_by_side(evaluated: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -200,16 +200,16 @@ def test_two_evaluations_are_put_side_by_side(evaluated: Path, capsys: pytest.Ca
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "message"),
     [
         (["--model", "m"], "--benchmarks, --data-dir, --output must be given"),
         ([*BASICS, "--samples", "0", "--no-greedy"], "samples nothing"),
         ([*BASICS, "--tensor-parallel", "0"], "--tensor-parallel is 0; needed: at least 1"),
     ],
 )
-def test_impossible_arguments_are_refused(arguments: list[str], told: str) -> None:
+def test_impossible_arguments_are_refused(arguments: list[str], message: str) -> None:
     given = parse(arguments)
-    with pytest.raises(ValueError, match=re.escape(told)):
+    with pytest.raises(ValueError, match=re.escape(message)):
         plan_of(given), rollout_of(given)
 
 

@@ -63,7 +63,7 @@ def test_a_runs_folder_stands_for_its_newest_model(
     assert resolve_model(run, tmp_path / "out").folder == run / "hf_model"
 
 
-def test_what_is_no_model_is_told(tmp_path: Path) -> None:
+def test_what_is_no_model_is_reported(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="--model: there is no folder"):
         resolve_model(tmp_path / "nothing", tmp_path)
     (tmp_path / "empty").mkdir()

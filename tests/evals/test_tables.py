@@ -152,7 +152,7 @@ def test_a_difference_in_pairs_is_clearer_than_two_intervals(tmp_path: Path) -> 
     assert same.difference == (0, 0, 0) and not same.is_clear
 
 
-def test_only_common_problems_are_compared_and_differences_are_told(tmp_path: Path) -> None:
+def test_only_common_problems_are_compared_and_differences_are_reported(tmp_path: Path) -> None:
     first = read_results(results_folder(tmp_path / "a", [0, 1, 2], temperature=0.6, model="12"))
     second = read_results(
         results_folder(tmp_path / "b", [4, 1], temperature=1.0, model="34") / "results.json"
@@ -175,13 +175,13 @@ def test_only_common_problems_are_compared_and_differences_are_told(tmp_path: Pa
         '{"format": 1, "settings": {}, "benchmarks": {"a": {"problems": [1]}}}',
     ],
 )
-def test_a_broken_results_file_is_told(tmp_path: Path, content: str) -> None:
+def test_a_broken_results_file_is_reported(tmp_path: Path, content: str) -> None:
     (tmp_path / "results.json").write_text(content)
     with pytest.raises(ValueError, match="--compare"):
         read_results(tmp_path)
 
 
-def test_nothing_in_common_is_told(tmp_path: Path) -> None:
+def test_nothing_in_common_is_reported(tmp_path: Path) -> None:
     first = read_results(results_folder(tmp_path / "a", [1]))
     second = read_results(results_folder(tmp_path / "b", [1], dataset="other"))
     with pytest.raises(ValueError, match="a benchmark in common"):
