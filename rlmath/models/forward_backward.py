@@ -64,8 +64,8 @@ class ForwardBackward:
         self.min_tokens_mask = min_tokens_mask
         self.on_microbatch: Callable[[], None] = lambda: None
         """Called for every micro-batch: progress for the heartbeat."""
-        self._seconds_alone = 0.0
-        self._alone_until: float | None = None
+        self._busy_seconds = 0.0
+        self._busy_until: float | None = None
         self._local_layers = uses_local_layers(device.kind)
 
     def run(
@@ -80,7 +80,7 @@ class ForwardBackward:
         numbered = list(enumerate(batches))
         if not forward_only:
             get_model_config(self.chunks[0]).finalize_model_grads_func = self._finalize_gradients
-        self._alone_until = None
+        self._busy_until = None
         started = time.perf_counter()
         results = get_forward_backward_func()(
             forward_step_func=partial(self._forward_step, on_logits, forward_only),
@@ -92,13 +92,13 @@ class ForwardBackward:
             forward_only=forward_only,
             collect_non_loss_data=forward_only,
         )
-        self._seconds_alone += (self._alone_until or self._now()) - started
+        self._busy_seconds += (self._busy_until or self._now()) - started
         return results
 
-    def take_seconds_alone(self) -> float:
+    def pop_busy_seconds(self) -> float:
         """Seconds of forward and backward passes since the last call, up to the reduction of gradients: the time of
         this rank and of those of its own model replica, without waiting for other replicas."""
-        seconds, self._seconds_alone = self._seconds_alone, 0.0
+        seconds, self._busy_seconds = self._busy_seconds, 0.0
         return seconds
 
     def _now(self) -> float:
@@ -108,7 +108,7 @@ class ForwardBackward:
 
     def _finalize_gradients(self, *args: Any, **kwargs: Any) -> None:
         """Called by Megatron after the last backward pass: here the ranks of all replicas wait for each other."""
-        self._alone_until = self._now()
+        self._busy_until = self._now()
         finalize_model_grads(*args, **kwargs)
 
     def zero_grad(self) -> None:

@@ -238,7 +238,7 @@ class GrpoTrainer(Trainer):
         return measured
 
     def busy_seconds(self) -> float:
-        reference = 0.0 if self.reference is None else self.reference.take_seconds_alone()
+        reference = 0.0 if self.reference is None else self.reference.pop_busy_seconds()
         return super().busy_seconds() + reference
 
     def close(self) -> None:

@@ -127,7 +127,7 @@ class Trainer(ABC):
 
     def busy_seconds(self) -> float:
         """Seconds since the last call in which this rank's models computed without waiting for other replicas."""
-        return self.actor.forward_backward.take_seconds_alone()
+        return self.actor.forward_backward.pop_busy_seconds()
 
     def close(self) -> None:  # noqa: B027
         """End what the constructor started, after the last step."""
