@@ -1,7 +1,7 @@
 """Names the ranks that slow the others down.
 
 Ranks wait for each other in every collective, so the seconds of whole phases are the same on all. Compared are the
-seconds in which a rank computes on its own (`ForwardBackward.seconds_alone`: until the gradients of all are summed),
+seconds in which a rank computes on its own (`ForwardBackward.pop_busy_seconds`: until the gradients of all are summed),
 and how long the run's key-value store takes to answer it, which measures its network. Work is balanced by FLOPs, so a
 rank that needs longer than those of its pipeline stage is slower. Ranks of one model replica wait for each other: with
 a slow one among them, all of them need longer.
