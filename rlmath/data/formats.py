@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from decimal import Decimal
 from itertools import chain
@@ -447,7 +447,7 @@ def _read_rows(path: str, form: Form, raw: Iterable[RawRow]) -> PromptFile:
     if not rows:
         raise ValueError(
             f'{path}: none of its {len(unusable)} rows can be used as "{form.name}" ({form.columns}). '
-            f"{said(unusable[:1])}"
+            f"{unusable_text(unusable[:1])}"
         )
     return PromptFile(form.name, rows, unusable, repeated)
 
@@ -470,11 +470,8 @@ def _same(one: PromptRow, other: PromptRow) -> bool:
     )
 
 
-def said(unusable: Iterable[UnusableRow]) -> str:
+def unusable_text(unusable: Iterable[UnusableRow]) -> str:
     """What is wrong with rows, in one line."""
-    return "; ".join(_unusable_lines(unusable))
-
-
-def _unusable_lines(unusable: Iterable[UnusableRow]) -> Iterator[str]:
-    for row in unusable:
-        yield f"{row.where}: {row.reason}" + (f", it begins {row.start!r}" if row.start else "")
+    return "; ".join(
+        f"{row.where}: {row.reason}" + (f", it begins {row.start!r}" if row.start else "") for row in unusable
+    )

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from rlmath.algorithms.types import Prompt
 from rlmath.data.files import PromptFile, PromptRow, UnusableRow
-from rlmath.data.formats import read_prompts, said
+from rlmath.data.formats import read_prompts, unusable_text
 from rlmath.data.tokenizer import prompt_tokens, render
 
 if TYPE_CHECKING:
@@ -241,8 +241,8 @@ def _check_unusable(path: str, file: PromptFile, allowed: float) -> None:
     if file.unusable_share > allowed:
         raise ValueError(
             f"{path}: {len(file.unusable)} rows, {100 * file.unusable_share:.3g}% of all, cannot be used, more than "
-            f"data.max_unusable_share={allowed:g} allows. The first: {said(file.unusable[:3])}. Mend the file, or "
-            "raise data.max_unusable_share"
+            f"data.max_unusable_share={allowed:g} allows. The first: {unusable_text(file.unusable[:3])}. Mend the "
+            "file, or raise data.max_unusable_share"
         )
 
 

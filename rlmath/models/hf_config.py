@@ -1,7 +1,9 @@
 """The shape of a model by its Hugging Face config.json, and everything in it that is missing, odd or not supported.
 
-The file is somebody else's: nothing in it is trusted to be there, of the right type or of a sane size. Where a field is
-left out, its value is the one that transformers takes.
+The file is somebody else's: nothing in it is trusted to be there, of the right type or of a sane size. Where a
+field may be left out, its value is the one that transformers takes. transformers' own AutoConfig is not used: it has a
+default for nearly every field (a config.json without "vocab_size" or "num_attention_heads" gets those of another
+model), takes sizes of 0 and unknown kinds of rotary scaling, and stops at the first field of a wrong type.
 """
 
 from __future__ import annotations
@@ -29,11 +31,9 @@ from rlmath.config.model_shape import ModelShape, RopeScaling
 from rlmath.data.files import read_json_object
 
 _MAX_LAYERS = 4096
-
 _MAX_EXPERTS = 4096
-
 _MAX_SIZE = 2**31 - 1
-
+_MAX_INDEX_BYTES = 64 * 2**20
 _DTYPES = ("float32", "bfloat16", "float16")
 
 PUBLISHED = Path(__file__).resolve().parents[2] / "configs" / "models"
@@ -313,7 +313,7 @@ def _qwen_has_window(values: dict[str, Any], shape: ModelShape) -> bool:
     )
 
 
-_MAX_INDEX_BYTES = 64 * 2**20
+# ---------------------------------------------------------------- the folder: config.json, weights, tokenizer
 
 
 def read_model_shape(folder: Path) -> ModelShape:

@@ -155,7 +155,7 @@ def plan_step(
 
 def recomputes_logprobs(algorithm: AlgorithmConfig) -> bool:
     """Whether a step has a pass for the policy's own log-probs: not where its one minibatch gives them itself
-    (`update.Updater`)."""
+    (`PolicyUpdater.on_policy`)."""
     only_one = algorithm.n_minibatches == algorithm.epochs == 1
     in_reward = algorithm.kl_coef > 0 and algorithm.kl_in == "reward"
     return algorithm.recompute_logprobs and (in_reward or not only_one)

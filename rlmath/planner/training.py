@@ -71,7 +71,7 @@ def head_flops(shape: ModelShape) -> float:
 
 @dataclass(frozen=True)
 class Training:
-    """Everything that a training phase is reckoned from."""
+    """Everything that the work of a training phase follows from."""
 
     config: Config
     shape: ModelShape

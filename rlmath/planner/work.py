@@ -122,7 +122,7 @@ DEFAULTS = {
         step_seconds=20e-3,
     ),
 }
-"""By kind of device. Sources, and which of them are reckoned and not measured: docs/planning.md."""
+"""By kind of device. Sources, and which of them are estimated and not measured: docs/planning.md."""
 
 
 def seconds_by_coefficient(work: Work, machine: Machine, coefficients: Coefficients) -> dict[str, float]:

@@ -1,7 +1,7 @@
 """A run without ranks: every check of a start that needs no GPU, no weights and no process group, and then the plan.
 
-Nothing is written. Of the model only config.json is needed (`planning`); where its tokenizer is missing, prompts are
-counted and their lengths are not looked at.
+Nothing is written. Of the model only config.json is needed (`hf_config.planned_shape`); where its
+tokenizer is missing, prompts are counted and their lengths are not looked at.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class RunPlan:
 def plan_run(config: Config, ranks: int | None = None) -> RunPlan:
     """The plan of a run that could start; ValueError that lists everything that keeps it from starting.
 
-    `ranks` is the number of ranks; without it `planning.planned_ranks` finds one.
+    `ranks` is the number of ranks; without it `parallelism.planned_ranks` finds one.
     """
     found, size = planned_shape(config.model.path), planned_ranks(config, ranks)
     if size < 1:

@@ -36,7 +36,7 @@ GIB = 2**30
 RESERVE_GIB = 2.0
 RESERVE_SHARE = 0.04
 """What a plan leaves free of a GPU: 2 GiB for the CUDA context, cuBLAS and NCCL's buffers, and 4% of the device for
-fragmentation. Both are reckoned, not measured."""
+fragmentation. Both are estimates, not measured."""
 RESERVE = f"the {RESERVE_GIB:g} GiB and {RESERVE_SHARE:.0%} that stay free for CUDA, NCCL and fragmentation"
 
 

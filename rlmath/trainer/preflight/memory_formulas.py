@@ -30,7 +30,7 @@ from rlmath.rollout.weight_sync.shard_layouts import engine_shapes, engine_vocab
 
 FLOAT32_BYTES = 4
 LOGPROB_SCRATCH_BYTES = {"cpu": 2 * 4 * 2**20, "cuda": 2 * 32 * 2**20}
-"""Two chunks of logits in float32 (`policy.logprobs.CHUNK_BYTES`)."""
+"""Two chunks of logits in float32 (`models.logprobs.CHUNK_BYTES`)."""
 CUDA_GRAPH_BYTES = 2**30
 """Allowed for captured CUDA graphs (a guess on the safe side, not measured)."""
 BLOCK_TOKENS = {"cpu": 128, "cuda": 16}
