@@ -1,9 +1,9 @@
-"""End with the status that a run ended with, for scripts; torchrun itself ends with 1 whatever its ranks ended with.
+"""Exit with the status of a run, for scripts; torchrun itself exits with 1 whatever its ranks exited with.
 
 torchrun ... launch/train_grpo.py ... run.output_dir=FOLDER || python launch/exit_status.py FOLDER
 
 FOLDER is run.output_dir, or --output of an evaluation. 0 finished, 1 failed, 2 mistake in the settings, 75 saved and
-stopped, 76 not saved in time. With --clear an earlier run's status is forgotten instead. Needs nothing but Python.
+stopped, 76 not saved in time. With --clear the status of an earlier run is removed instead. Needs nothing but Python.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from rlmath.distributed.fault_tolerance.exit_codes import (
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("folder", metavar="FOLDER", help="what the run writes into")
-    parser.add_argument("--clear", action="store_true", help="forget how an earlier run ended there")
+    parser.add_argument("--clear", action="store_true", help="remove the status of an earlier run")
     given = parser.parse_args()
     if given.clear:
         try:

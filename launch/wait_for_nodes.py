@@ -1,4 +1,4 @@
-"""Wait until all nodes are there, and say which are not: torchrun itself waits for them without a word.
+"""Wait until all nodes are there, and name those that are missing: torchrun itself waits for them silently.
 
 On every node, before torchrun:
 
@@ -20,8 +20,8 @@ from datetime import timedelta
 import torch.distributed as dist
 
 POLL_SECONDS = 0.2
-FIRST_WORD_SECONDS = 30.0
-LEAVE_SECONDS = 10.0
+FIRST_LOG_SECONDS = 30.0
+READ_SECONDS = 10.0
 """How long the head waits until the others have read how it ended."""
 SLACK_SECONDS = 15.0
 
@@ -62,28 +62,28 @@ def expected_names(nodes: str) -> list[str]:
 
 
 def count_nodes(port: int, wanted: int, seconds: float, names: Sequence[str]) -> str:
-    """The head's part; what is missing, or nothing."""
+    """Runs on the first node; returns which nodes are missing, "" where all are there."""
     store = dist.TCPStore("0.0.0.0", port, is_master=True, wait_for_workers=False)
     store.set("host/0", socket.gethostname())
-    started, word_at = time.monotonic(), FIRST_WORD_SECONDS
+    started, next_log = time.monotonic(), FIRST_LOG_SECONDS
     while len(here := hosts_here(store)) < wanted:
         passed = time.monotonic() - started
         if passed >= seconds:
             break
-        if passed >= word_at:
-            word_at *= 2
+        if passed >= next_log:
+            next_log *= 2
             print(f"after {passed:.0f} s {missing_text(here, wanted, names)}", file=sys.stderr, flush=True)
         time.sleep(POLL_SECONDS)
     error = missing_text(here, wanted, names) if len(here) < wanted else ""
     store.set("end", f"the nodes are not all there after {seconds:.0f} s: {error}" if error else "")
-    deadline = time.monotonic() + LEAVE_SECONDS
+    deadline = time.monotonic() + READ_SECONDS
     while store.add("left", 0) < store.add("tickets", 0) and time.monotonic() < deadline:
         time.sleep(POLL_SECONDS)
     return store.get("end").decode()
 
 
 def hosts_here(store: dist.Store) -> list[str]:
-    """By name, each once: a node that was started again is one node."""
+    """Host names, each once: a node that was restarted is one node."""
     keys = [f"host/{ticket}" for ticket in range(store.add("tickets", 0) + 1)]
     return list(dict.fromkeys(store.get(key).decode() for key in keys if store.check([key])))
 
@@ -98,12 +98,12 @@ def missing_text(here: Sequence[str], wanted: int, names: Sequence[str]) -> str:
     missing = [name for name in names if name not in here]
     if missing:
         return f"{len(here)} of {wanted} nodes are here; missing: {', '.join(missing)}"
-    told = f"{len(here)} of {wanted} nodes are here ({', '.join(here)})"
-    return f"{told}; --nodes would name the {wanted - len(here)} that are missing"
+    text = f"{len(here)} of {wanted} nodes are here ({', '.join(here)})"
+    return f"{text}; --nodes would name the {wanted - len(here)} that are missing"
 
 
 def report_to(host: str, port: int, seconds: float) -> str:
-    """Another node's part; what the head said in the end."""
+    """Runs on the other nodes; returns the first node's result."""
     wait = timedelta(seconds=seconds + SLACK_SECONDS)
     store = dist.TCPStore(host, port, is_master=False, timeout=wait, wait_for_workers=False)
     ticket = store.add("tickets", 1)

@@ -5,8 +5,8 @@ Upstream: megatron-core 0.16.1 to 0.19.2. `filesystem_async._get_write_results_q
 for the queue in which a process that writes answers the rank. `save_common` writes on rank 0 between collectives.
 `torch._get_filesystem_reader` reads a checkpoint's `.metadata` with plain pickle.
 Why: our writer answers through a connection of its own (`rlmath.checkpoint.async_writer`); a full disk must not leave
-the other ranks waiting, so `rlmath.checkpoint.manager` writes the common part where it can say so; a file from somebody
-else must not run code.
+the other ranks waiting, so `rlmath.checkpoint.manager` writes the common part where it can return the error; a
+file from an unknown source must not run code.
 Can go: when Megatron-Core takes all three as arguments.
 """
 
@@ -19,7 +19,7 @@ from typing import Any
 
 
 def patch(reader: Callable[[Any], Any]) -> None:
-    """For every device: give writers a queue within their process, and checkpoints the given kind of reader."""
+    """For every device: writers use a queue within their process, and checkpoints are read with `reader`."""
     from megatron.core.dist_checkpointing.strategies import filesystem_async
     from megatron.core.dist_checkpointing.strategies import torch as torch_strategies
 
@@ -29,7 +29,7 @@ def patch(reader: Callable[[Any], Any]) -> None:
 
 @contextlib.contextmanager
 def common_part_left_out() -> Iterator[None]:
-    """While it is open, a save does not write what is common to all ranks; the caller does."""
+    """Inside, a save does not write what is common to all ranks; the caller does."""
     from megatron.core.dist_checkpointing.strategies.common import TorchCommonSaveStrategy
 
     original = TorchCommonSaveStrategy.save_common

@@ -91,7 +91,7 @@ BROKEN = (
 
 def read_metadata(folder: Path | str) -> Metadata:
     """The index of a torch_dist folder, checked: plain file names, offsets and lengths within the files, chunks within
-    their tensors and each of them stored. ValueError that says what is wrong with it."""
+    their tensors and each of them stored. ValueError that names what is wrong."""
     return read_index(Path(folder) / INDEX)
 
 

@@ -18,7 +18,7 @@ CUDA_DEFAULTS = {
     "CUDA_DEVICE_MAX_CONNECTIONS": "1",
     # NCCL says why it fails, and nothing else (NCCL's user guide, environment variables).
     "NCCL_DEBUG": "WARN",
-    # NCCL's buffers stay out of the address space that engines give up and take again: it held more memory with it
+    # NCCL's buffers stay out of the address space that engines free and allocate again: it held more memory with it
     # (NVIDIA/nccl issue 1234) and weight syncs hung; verl and SkyRL (pull request 1629) set the same. NVLS needs it.
     "NCCL_CUMEM_ENABLE": "0",
 }

@@ -34,7 +34,7 @@ from rlmath.checkpoint.convert.torch_dist_io import StateReader, StateWriter
 from rlmath.checkpoint.directory import METADATA_FILES
 from rlmath.checkpoint.hf.weight_map import hf_shapes, to_canonical
 from rlmath.checkpoint.hf.weights import (
-    WORDS,
+    DTYPE_NAMES,
     HFReader,
     SafetensorsWriter,
     read_metadata_files,
@@ -43,7 +43,7 @@ from rlmath.checkpoint.hf.weights import (
 from rlmath.config.model_shape import ModelShape
 from rlmath.distributed.device import most_resident_bytes
 
-_DTYPES = {word: dtype for dtype, word in WORDS.items()}
+_DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 DTYPES = {"auto": None, "float32": torch.float32, "bfloat16": torch.bfloat16}
 """Values of --dtype."""
 _COMPUTED = ".rotary_emb.inv_freq"
@@ -78,7 +78,7 @@ def hf_to_megatron(
     reader, held = read_headers(source)
     problems = [*split_problems(shape, tensor, pipeline), *_hf_problems(shape, held)]
     raise_listed(f"{source} cannot be converted", problems)
-    formats = {_DTYPES[held[name].word] for name in _expected(shape)} if dtype is None else {dtype}
+    formats = {_DTYPES[held[name].dtype_name] for name in _expected(shape)} if dtype is None else {dtype}
     if len(formats) > 1:
         raise ValueError(f"{source} has several number formats; needed: one. Choose it by --dtype.")
     (dtype,) = formats
@@ -157,7 +157,9 @@ def _hf_problems(shape: ModelShape, held: Mapping[str, HFTensor]) -> list[str]:
         if name in held and held[name].shape != size
     ]
     odd = [
-        f"{name} ({held[name].word})" for name in expected if name in held and held[name].word not in _DTYPES
+        f"{name} ({held[name].dtype_name})"
+        for name in expected
+        if name in held and held[name].dtype_name not in _DTYPES
     ]
     return [
         *listed("tensors are missing", [name for name in expected if name not in held]),

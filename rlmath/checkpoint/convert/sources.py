@@ -83,7 +83,7 @@ class HFTensor:
     """A tensor, from a safetensors header."""
 
     shape: tuple[int, ...]
-    word: str
+    dtype_name: str
     """The number format, "F32" or the like."""
 
 

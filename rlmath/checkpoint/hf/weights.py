@@ -42,7 +42,7 @@ SHARD_BYTES = 4 * 2**30
 HEADER_BYTES = 2**18
 """Space reserved for the header of one file, some 2,000 tensors; then the next file begins. Padded with spaces, as the
 format allows."""
-WORDS = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+DTYPE_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 """Names of number formats in safetensors headers."""
 _BLOCK = 2**22
 """Elements converted and written at a time."""
@@ -386,7 +386,7 @@ class _File:
 
     def _entry(self, tensor: Tensor, dtype: torch.dtype, size: int) -> dict[str, object]:
         offsets = [self._size, self._size + size]
-        return {"dtype": WORDS[dtype], "shape": list(tensor.shape), "data_offsets": offsets}
+        return {"dtype": DTYPE_NAMES[dtype], "shape": list(tensor.shape), "data_offsets": offsets}
 
     def close(self) -> None:
         header = json.dumps(self._header).encode().ljust(HEADER_BYTES)

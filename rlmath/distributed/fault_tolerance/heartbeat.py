@@ -53,7 +53,7 @@ BEAT_SECONDS = 1.0
 NEIGHBOURS = 2
 """Ranks that each rank watches. One would find every loss; two find it also when a watcher's own thread is stuck."""
 RECONNECT_SECONDS = 5.0
-"""How long a lost store may take to come back."""
+"""How long a reconnection to the store may take."""
 PEER_SECONDS = 3.0
 """How long a rank whose collective failed looks for the rank that caused it, before it reports itself."""
 REPORT_SECONDS = 10.0
