@@ -2,7 +2,7 @@
 
 A field's type carries its range (`PositiveInt`, `Annotated[float, Range(...)]`) or its words (`Literal`); the string
 under it is what `--help` prints. `help` reads all of it from here, `load` reads YAML files that hold only what differs
-from the defaults. The dataclasses themselves check nothing: `help.value_problems` does.
+from the defaults. The dataclasses themselves check nothing: `help.schema_problems` does.
 """
 
 from __future__ import annotations

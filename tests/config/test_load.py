@@ -282,6 +282,10 @@ def test_a_malformed_override_is_told(wrong: str, told: str):
     assert told in problem_with([wrong])
 
 
+def test_omegaconfs_mark_for_a_missing_value_leaves_the_default():
+    assert load_config([], [*GIVEN, "run.seed=???"]).run.seed == 1
+
+
 def test_all_that_is_missing_is_listed_with_how_to_give_it():
     with pytest.raises(ValueError, match=r"problem|config file|resolved") as error:
         load_config([], ["model.path=???"])
