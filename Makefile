@@ -1,5 +1,5 @@
 # make demo    train a tiny model on two CPU cores and print how much it learned
-# make test    run the tests
+# make test    run the tests, one of every distributed behaviour; make test-matrix runs the others that CI runs
 # Both first make .venv, the environment, and reuse it as long as it is current.
 
 # The interpreter that environments are made with: the first of these that really runs and is 3.11 or 3.12
@@ -24,7 +24,7 @@ PURE = rlmath/config rlmath/algorithms rlmath/data rlmath/rewards
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo test test-full test-slurm test-megatron-next lint format clean python venv venv-next venv-lint
+.PHONY: help demo test test-matrix test-full test-slurm test-megatron-next lint format clean python venv venv-next venv-lint
 
 help: ## say what there is
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 28
@@ -32,8 +32,11 @@ help: ## say what there is
 demo: venv ## train a tiny model and print the result: SEED=1 ALGORITHM=grpo RANKS=2 TP=2 PP=1
 	.venv/bin/python tools/demo.py --seed $(SEED) --algorithm $(ALGORITHM) --ranks $(RANKS) --tensor-parallel $(TP) --pipeline-parallel $(PP) --started-at $(STARTED)
 
-test: venv ## run the tests that CI runs
-	.venv/bin/python -m pytest -m "not full and not gpu and not slurm" $(ARGS)
+test: venv ## run the tests: all without ranks, one of every distributed behaviour, a run that is resumed
+	.venv/bin/python -m pytest -m "not matrix and not full and not gpu and not slurm" $(ARGS)
+
+test-matrix: venv ## run the tests that CI runs beside: further layouts, engines and programs
+	.venv/bin/python -m pytest -m "matrix and not full and not gpu and not slurm" $(ARGS)
 
 test-full: venv ## run every test, also the long ones; gpu and slurm skip themselves where there is none
 	.venv/bin/python -m pytest $(ARGS)

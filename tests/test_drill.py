@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.programs import run
+from tests.selection import matrix
 from tools.drill_faults import QUICK, Outcome, differences, ending_problems, lost_too_much
 from tools.drill_kinds import KINDS
 
@@ -22,6 +23,7 @@ def drill(output: Path, timeout: float, *arguments: str) -> list[dict]:
 
 
 @pytest.mark.distributed
+@matrix
 def test_six_disturbances_in_a_row(tmp_path: Path) -> None:
     outcomes = drill(tmp_path / "drill", 580.0, "--quick", "--seed", "1")
     assert [one["kind"] for one in outcomes] == list(QUICK)

@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.programs import TRAIN, run, small_run, torchrun_command
+from tests.selection import matrix
 
 STEPS = 3
 METRICS = {
@@ -129,6 +130,7 @@ def test_the_saved_config_repeats_the_run(workplace: Path) -> None:
         }
 
 
+@matrix
 def test_a_mistake_is_told_before_anything_starts(workplace: Path) -> None:
     overrides = small_run(workplace, workplace / "other")
     done = run(*torchrun_command(2, *TRAIN, *overrides, "rollout.grop_size=4"), expect=1)
@@ -138,6 +140,7 @@ def test_a_mistake_is_told_before_anything_starts(workplace: Path) -> None:
     assert not (workplace / "other").exists()
 
 
+@matrix
 def test_a_reward_function_of_the_users_trains_and_its_failures_are_told(workplace: Path) -> None:
     """Half of its calls fail: the run goes on, warns, and names a file with one of them."""
     mine = workplace / "functions"

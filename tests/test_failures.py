@@ -13,6 +13,7 @@ import psutil
 import pytest
 
 from tests.programs import ENVIRONMENT, REPOSITORY, TRAIN, small_run, torchrun_command
+from tests.selection import matrix
 
 END_SECONDS = 90.0
 """By when a broken run must have ended; far above what it takes, on a busy machine, too."""
@@ -73,6 +74,7 @@ def assert_all_gone(processes: list[psutil.Process]) -> None:
     assert not alive, f"still there: {[one.cmdline() for one in alive]}"
 
 
+@matrix
 def test_a_rank_that_raises_ends_the_run_and_says_why(arithmetic: Path, tmp_path: Path) -> None:
     output = tmp_path / "raising"
     with running(arithmetic, output) as process:

@@ -12,8 +12,9 @@ import torch
 from safetensors.torch import load_file
 
 from tests.programs import TRAIN, run, small_run, torchrun_command
+from tests.selection import matrix
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, matrix]
 
 STEPS = 4
 RANKS = 2

@@ -18,8 +18,9 @@ from safetensors.torch import load_file
 
 from rlmath.distributed.fault_tolerance.exit_codes import SAVED_AND_STOPPED, read_exit_status
 from tests.programs import ENVIRONMENT, REPOSITORY, TRAIN, run, small_run, torchrun_command
+from tests.selection import matrix
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, matrix]
 
 STAGES = ("stages.steps=[2,2,1]", "stages.max_new_tokens=[8,16,24]")
 STEPS, LIMITS = 5, [8, 8, 16, 16, 24]

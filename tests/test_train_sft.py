@@ -21,6 +21,7 @@ from rlmath.config.load import load_config
 from rlmath.distributed.fault_tolerance.exit_codes import read_exit_status
 from rlmath.trainer.preflight.checks import used_keys
 from tests.programs import ENVIRONMENT, REPOSITORY, run, torchrun_command
+from tests.selection import matrix
 
 SFT = ("launch/train_sft.py", "--config", "configs/demo_sft.yaml")
 STEPS = 4
@@ -105,6 +106,7 @@ def test_the_exported_model_has_the_held_out_loss_that_was_told(arithmetic: Path
 
 
 @distributed
+@matrix
 def test_a_run_that_was_killed_goes_on_bit_by_bit(arithmetic: Path, whole: Path, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     shutil.copytree(whole, folder)

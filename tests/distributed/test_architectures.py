@@ -13,6 +13,7 @@ from tests.distributed import architectures_cases, engine_cases, oracle
 from tests.distributed.policy_cases import Case
 from tests.distributed.rank_pool import RankPool
 from tests.distributed.test_parity import assert_close
+from tests.selection import keeping, matrix
 from tests.tiny_models import LLAMA3_ROPE, make_model_folder, make_samples
 
 pytestmark = pytest.mark.distributed
@@ -62,7 +63,7 @@ def wanted(folders: dict[str, Path]) -> dict[str, tuple[list[Tensor], dict[str, 
 
 
 @pytest.mark.parity
-@pytest.mark.parametrize("case", LAYOUTS, ids=str)
+@pytest.mark.parametrize("case", keeping(LAYOUTS, Case(tensor=2, max_tokens=128)), ids=str)
 def test_a_model_answers_learns_and_leaves_as_in_transformers(
     ranks: RankPool,
     folders: dict[str, Path],
@@ -114,6 +115,7 @@ ENGINES = [
     ENGINES,
     ids=lambda x: f"{x[0].ranks}-ranks" if isinstance(x, list) else x,
 )
+@matrix
 def test_engine_logprobs_equal_the_policys_after_every_update(
     ranks: RankPool, folders: dict[str, Path], name: str, cases: list[Case], engine_size: int
 ) -> None:

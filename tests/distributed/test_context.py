@@ -12,6 +12,7 @@ from tests.distributed import context_cases
 from tests.distributed.policy_cases import Case
 from tests.distributed.rank_pool import RankPool
 from tests.distributed.test_parity import SAMPLES, check_gradients, check_logprobs, check_update
+from tests.selection import matrix
 
 pytestmark = [pytest.mark.parity, pytest.mark.distributed]
 
@@ -25,6 +26,7 @@ FULL_LAYOUTS = [
 ]
 
 
+@matrix
 def test_logprobs_equal_those_of_transformers(ranks: RankPool, untied_model: Path) -> None:
     check_logprobs(ranks, untied_model, CONTEXT, SAMPLES, context_cases)
 

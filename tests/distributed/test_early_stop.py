@@ -9,11 +9,14 @@ import pytest
 from tests.distributed import policy_cases
 from tests.distributed.policy_cases import Case
 from tests.distributed.rank_pool import RankPool
+from tests.selection import keeping
 from tests.tiny_models import make_samples
 
 pytestmark = [pytest.mark.parity, pytest.mark.distributed]
 
 SAMPLES = make_samples(16, seed=4)
+SHARED = Case(data=2, optimizer="adam", early_stop_ratio=5.0, max_tokens=64)
+STAGES = Case(tensor=2, pipeline=2, optimizer="adam", early_stop_ratio=5.0, max_tokens=64)
 
 
 @pytest.mark.parametrize(
@@ -25,14 +28,7 @@ SAMPLES = make_samples(16, seed=4)
         ("inf", "the loss is not finite"),
     ],
 )
-@pytest.mark.parametrize(
-    "case",
-    [
-        Case(data=2, optimizer="adam", early_stop_ratio=5.0, max_tokens=64),
-        Case(tensor=2, pipeline=2, optimizer="adam", early_stop_ratio=5.0, max_tokens=64),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("case", keeping([SHARED, STAGES], SHARED), ids=str)
 def test_a_discarded_minibatch_leaves_every_bit_of_the_state(
     ranks: RankPool, untied_model: Path, case: Case, poison: str, reason: str
 ) -> None:
@@ -45,6 +41,5 @@ def test_a_discarded_minibatch_leaves_every_bit_of_the_state(
 
 
 def test_every_rank_reaches_the_same_decision(ranks: RankPool, untied_model: Path) -> None:
-    case = Case(data=2, optimizer="adam", early_stop_ratio=5.0, max_tokens=64)
-    reports = ranks.run(case.ranks, policy_cases.discard, untied_model, case, SAMPLES, "nan")
+    reports = ranks.run(SHARED.ranks, policy_cases.discard, untied_model, SHARED, SAMPLES, "nan")
     assert len({report["reason"] for report in reports}) == 1

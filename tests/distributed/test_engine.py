@@ -11,6 +11,7 @@ import torch
 from tests.distributed import engine_cases
 from tests.distributed.policy_cases import Case
 from tests.distributed.rank_pool import RankPool
+from tests.selection import keeping, matrix
 
 pytestmark = pytest.mark.distributed
 
@@ -49,7 +50,7 @@ def _name(value: Any) -> str:
     return {True: "tied", False: "untied"}[value] if isinstance(value, bool) else f"engines-of-{value}"
 
 
-@pytest.mark.parametrize(("cases", "engine_size", "tied"), MATRIX, ids=_name)
+@pytest.mark.parametrize(("cases", "engine_size", "tied"), keeping(MATRIX, (TWO_RANKS, 2, False)), ids=_name)
 def test_engine_logprobs_equal_the_policys_after_every_update(
     ranks: RankPool, untied_model: Path, tied_model: Path, tied: bool, cases: list[Case], engine_size: int
 ) -> None:
@@ -61,12 +62,14 @@ def test_engine_logprobs_equal_the_policys_after_every_update(
         assert max(max(largest) for largest in measured) < 1e-5, case
 
 
+@matrix
 def test_tokens_that_were_held_back_have_the_policys_logprobs(ranks: RankPool, untied_model: Path) -> None:
     case = Case(tensor=2, min_new_tokens=12)
     found = ranks.run(2, engine_cases.mismatch_after_updates, untied_model, case, 1, 1)
     assert max(max(largest) for largest in found) < 1e-5
 
 
+@matrix
 def test_text_does_not_depend_on_the_number_of_engines(ranks: RankPool, untied_model: Path) -> None:
     alone = ranks.run(1, engine_cases.texts, untied_model, Case(), 1)[0]
     shared = ranks.run(2, engine_cases.texts, untied_model, Case(tensor=2), 1)

@@ -15,6 +15,7 @@ from tests.distributed.invariance_cases import Outcome, Variant
 from tests.distributed.policy_cases import LEARNING_RATE, Case
 from tests.distributed.rank_pool import RankPool
 from tests.distributed.test_parity import assert_close, assert_close_together
+from tests.selection import keeping
 from tests.tiny_models import make_samples
 
 pytestmark = [pytest.mark.parity, pytest.mark.distributed]
@@ -74,7 +75,7 @@ def test_the_recorded_batch_is_long_and_uneven() -> None:
     assert len(lengths) >= 64 and max(lengths) > 20 * min(lengths)
 
 
-@pytest.mark.parametrize("case", LAYOUTS, ids=str)
+@pytest.mark.parametrize("case", keeping(LAYOUTS, Case(data=2)), ids=str)
 def test_gradients_and_sgd_updates_do_not_depend_on_layout_and_split(
     ranks: RankPool, untied_model: Path, dense: dict[Variant, Outcome], case: Case
 ) -> None:

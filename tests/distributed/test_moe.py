@@ -3,7 +3,6 @@ way of its weights in and out."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,6 +17,7 @@ from tests.distributed.rank_pool import RankPool
 from tests.distributed.store_cases import Outcome
 from tests.distributed.test_architectures import assert_same_weights
 from tests.distributed.test_parity import assert_close, assert_close_together
+from tests.selection import keeping, matrix
 from tests.tiny_models import make_model_folder, make_samples
 
 pytestmark = pytest.mark.distributed
@@ -40,15 +40,6 @@ FULL_LAYOUTS = [
     Case(tensor=2, data=2, sequence=True, expert=2, max_tokens=64),
     Case(tensor=2, data=2, sequence=True, expert=4, max_tokens=64),
 ]
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[RankPool]:
-    """Processes of their own. Megatron's token dispatcher keeps the graph of its last forward pass, so the model and
-    its process groups, where no collection of garbage sees it: here their threads end with the processes."""
-    pool = RankPool()
-    yield pool
-    pool.close()
 
 
 @pytest.fixture(scope="module")
@@ -91,7 +82,9 @@ def in_files(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 @pytest.mark.parity
 @pytest.mark.parametrize(
-    "case", [*LAYOUTS, *(pytest.param(case, marks=pytest.mark.full) for case in FULL_LAYOUTS)], ids=str
+    "case",
+    [*keeping(LAYOUTS, EP2), *(pytest.param(case, marks=pytest.mark.full) for case in FULL_LAYOUTS)],
+    ids=str,
 )
 def test_experts_answer_learn_and_leave_as_in_transformers(
     ranks: RankPool,
@@ -104,6 +97,7 @@ def test_experts_answer_learn_and_leave_as_in_transformers(
 
 
 @pytest.mark.parity
+@matrix
 def test_the_weights_of_a_tokens_experts_may_be_left_unscaled(ranks: RankPool, tmp_path: Path) -> None:
     unscaled = {"norm_topk_prob": False, "num_experts_per_tok": 3}
     folder = make_model_folder(tmp_path / "m", architecture="Qwen3MoeForCausalLM", **unscaled)
@@ -148,7 +142,7 @@ def test_a_rank_without_samples_takes_part(ranks: RankPool, folder: Path, case: 
 @pytest.mark.parametrize(
     ("case", "optimizer", "clip_grad"),
     [
-        (EP2, "sgd", 0.0),
+        pytest.param(EP2, "sgd", 0.0, marks=matrix),
         (EP2, "adam", 0.25),
         *(
             pytest.param(case, optimizer, clip_grad, marks=pytest.mark.full)
@@ -199,7 +193,7 @@ def saved(ranks: RankPool, folder: Path, tmp_path_factory: pytest.TempPathFactor
     "target",
     [
         EP2,
-        Case(),
+        pytest.param(Case(), marks=matrix),
         *(
             pytest.param(case, marks=pytest.mark.full)
             for case in (
@@ -233,6 +227,7 @@ def test_a_checkpoint_with_experts_loads_on_this_and_on_other_layouts(
     ],
     ids=lambda x: "+".join(map(str, x)) if isinstance(x, list) else x,
 )
+@matrix
 def test_engine_logprobs_equal_the_policys_after_every_update(
     ranks: RankPool, folder: Path, cases: list[Case], engine_size: int
 ) -> None:

@@ -15,6 +15,7 @@ from tests.distributed import oracle, probe_cases
 from tests.distributed.policy_cases import Case
 from tests.distributed.probe_cases import HARMS
 from tests.distributed.rank_pool import RankPool
+from tests.selection import matrix
 
 pytestmark = pytest.mark.distributed
 
@@ -34,7 +35,11 @@ LAYOUTS = {
 
 @pytest.fixture(
     scope="module",
-    params=[(1, 1), (2, 1), pytest.param((2, 2), marks=pytest.mark.full)],
+    params=[
+        pytest.param((1, 1), marks=matrix),
+        (2, 1),
+        pytest.param((2, 2), marks=pytest.mark.full),
+    ],
     ids=["1-rank", "2-engines", "1-engine-of-2"],
 )
 def by_layout(
@@ -128,6 +133,7 @@ def test_checksums_and_probes_are_due_at_the_first_sync_and_every_so_many(
 
 
 @pytest.mark.parametrize(("case", "engine_size"), [(Case(), 1), (Case(tensor=2), 2)], ids=str)
+@matrix
 def test_texts_are_the_same_bits_with_and_without_a_probe_before_them(
     ranks: RankPool, untied_model: Path, case: Case, engine_size: int
 ) -> None:

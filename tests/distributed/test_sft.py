@@ -13,6 +13,7 @@ from tests.distributed import oracle, sft_cases
 from tests.distributed.policy_cases import Case
 from tests.distributed.rank_pool import RankPool
 from tests.distributed.sft_cases import BETAS, make_sequences, order_of
+from tests.selection import keeping
 
 pytestmark = [pytest.mark.parity, pytest.mark.distributed]
 
@@ -92,7 +93,9 @@ def test_the_curve_is_that_of_transformers_with_adamw(
 
 
 @pytest.mark.parametrize(
-    "case", [*LAYOUTS, *(pytest.param(one, marks=pytest.mark.full) for one in FULL_LAYOUTS)], ids=str
+    "case",
+    [*keeping(LAYOUTS, LAYOUTS[1]), *(pytest.param(one, marks=pytest.mark.full) for one in FULL_LAYOUTS)],
+    ids=str,
 )
 def test_every_layout_has_the_curve_of_a_single_rank(
     ranks: RankPool, alone: list[dict[str, float]], untied_model: Path, case: Case
@@ -116,7 +119,7 @@ def test_prompt_tokens_are_not_learned(ranks: RankPool, untied_model: Path) -> N
     assert learned[0] == len(SEQUENCES[0].prompt_ids) - 1
 
 
-@pytest.mark.parametrize("case", [ALONE, LAYOUTS[1]], ids=str)
+@pytest.mark.parametrize("case", keeping([ALONE, LAYOUTS[1]], LAYOUTS[1]), ids=str)
 def test_an_update_that_is_not_finite_is_skipped_and_counted(
     ranks: RankPool, untied_model: Path, case: Case
 ) -> None:

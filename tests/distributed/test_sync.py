@@ -13,6 +13,7 @@ from rlmath.config.schema import ParallelConfig
 from tests.distributed import checksum_cases, sync_cases
 from tests.distributed.policy_cases import Case
 from tests.distributed.rank_pool import RankPool
+from tests.selection import keeping, matrix
 
 pytestmark = pytest.mark.distributed
 
@@ -34,15 +35,13 @@ FOUR = [
 
 SHARED, SENT = False, True
 SIZES = {2: (1, 2), 4: (1, 2, 4)}
-BY_DEFAULT = {
-    (2, False, torch.float32, SHARED),
-    (2, False, torch.bfloat16, SENT),
-}
+FIRST, SECOND = (2, False, torch.float32, SHARED), (2, False, torch.bfloat16, SENT)
 
 
 def _variant(count: int, tied: bool, dtype: torch.dtype, messages: bool) -> Any:
     words = (f"{count}-ranks", "tied" if tied else "untied", str(dtype)[6:], "sent" if messages else "shared")
-    marks = () if (count, tied, dtype, messages) in BY_DEFAULT else pytest.mark.full
+    by_default = {FIRST: (), SECOND: matrix}
+    marks = by_default.get((count, tied, dtype, messages), pytest.mark.full)
     return pytest.param(count, tied, dtype, messages, marks=marks, id="-".join(words))
 
 
@@ -88,7 +87,10 @@ def test_one_rank_that_cannot_share_memory_makes_all_send_messages(
 @pytest.mark.parametrize("messages", [False, True], ids=["shared-memory", "messages"])
 @pytest.mark.parametrize(
     ("case", "engine_size"),
-    [(Case(pipeline=2), 1), (Case(tensor=2), 1), (Case(pipeline=2), 2), (Case(data=2), 1)],
+    keeping(
+        [(Case(pipeline=2), 1), (Case(tensor=2), 1), (Case(pipeline=2), 2), (Case(data=2), 1)],
+        (Case(pipeline=2), 1),
+    ),
     ids=lambda value: str(value),
 )
 def test_a_sync_takes_no_more_memory_than_its_buckets(
@@ -128,7 +130,7 @@ STAGES = {
 }
 
 
-@pytest.mark.parametrize("count", STAGES)
+@pytest.mark.parametrize("count", keeping(STAGES, 2))
 def test_layers_lie_where_megatron_puts_them(ranks: RankPool, untied_model: Path, count: int) -> None:
     shape = sync_cases.small_shape(untied_model, LAYERS)
     by_rank = ranks.run(count, sync_cases.held_and_planned, shape, STAGES[count])
@@ -142,7 +144,7 @@ QKV, NORM = "model.layers.1.self_attn.qkv_proj.weight", "model.layers.3.input_la
 EMBEDDING, DOWN = "model.embed_tokens.weight", "model.layers.0.mlp.down_proj.weight"
 
 
-@pytest.mark.parametrize("dtype", FORMATS, ids=str)
+@pytest.mark.parametrize("dtype", keeping(FORMATS, torch.bfloat16), ids=str)
 def test_damage_to_an_engines_weights_is_found_and_named(
     ranks: RankPool, untied_model: Path, dtype: torch.dtype
 ) -> None:
@@ -161,6 +163,7 @@ def test_damage_to_an_engines_weights_is_found_and_named(
         assert dict(zip(where, found, strict=True)) == where
 
 
+@matrix
 @pytest.mark.parametrize("dtype", FORMATS, ids=str)
 def test_damage_to_one_ranks_copy_of_what_all_have_is_found(
     ranks: RankPool, untied_model: Path, dtype: torch.dtype

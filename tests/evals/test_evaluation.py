@@ -20,6 +20,7 @@ from rlmath.evals.plan import Plan
 from tests.distributed.rank_pool import RankPool
 from tests.evals.guessing_model import make_guessing_model
 from tests.programs import ENVIRONMENT, REPOSITORY, run, torchrun_command
+from tests.selection import matrix
 
 DATA = REPOSITORY.parent / "shared" / "data" / "benchmarks"
 NAMES = ("aime24", "aime25", "amc23", "math_500", "gsm8k", "minerva_math", "olympiadbench", "gpqa_diamond")
@@ -129,6 +130,7 @@ def test_two_engines_sample_the_same_texts(model: Path, evaluated: Path, ranks: 
     assert writers == {"rank-0000.jsonl", "rank-0001.jsonl"}
 
 
+@matrix
 def test_killed_half_way_and_continued_it_gives_the_same_table(
     model: Path, evaluated: Path, ranks: RankPool
 ) -> None:

@@ -15,6 +15,7 @@ from rlmath.distributed.fault_tolerance.exit_codes import FAILURE, read_exit_sta
 from tests.hosts.cluster import Node, cluster, why_not
 from tests.hosts.launching import Launch, launch
 from tests.programs import small_run
+from tests.selection import matrix
 
 WHY_NOT = why_not()
 pytestmark = [
@@ -98,6 +99,7 @@ def undisturbed(nodes: list[Node], arithmetic: Path, tmp_path_factory: pytest.Te
     return output
 
 
+@matrix
 def test_two_hosts_train_together_and_say_who_they_are(undisturbed: Path) -> None:
     found = rows(undisturbed)
     assert [row["step"] for row in found] == list(range(1, STEPS + 1))
@@ -156,6 +158,7 @@ def test_nodes_that_differ_are_told_by_host_on_both_before_anything_starts(
     assert not (tmp_path / "run" / "step").exists()
 
 
+@matrix
 def test_a_rank_that_never_comes_is_named_with_its_host(nodes: list[Node], tmp_path: Path) -> None:
     settings = ("hang", "start_timeout_seconds=8")
     run = launch(nodes, tmp_path / "hang", SMALL, str(tmp_path / "run"), *settings)

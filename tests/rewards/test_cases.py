@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from rlmath.rewards.verifier import verify
+from tests.selection import matrix
 
 
 def read_cases(name: str) -> list[dict]:
@@ -61,6 +62,7 @@ def test_cases_written_without_sight_of_the_verifier():
     assert [row["id"] for row in wrong if not row["correct"]] == []
 
 
+@matrix
 def test_no_class_is_judged_worse_than_by_math_verify_alone():
     logging.disable(logging.CRITICAL)
     try:

@@ -12,6 +12,7 @@ import pytest
 
 from rlmath.distributed.fault_tolerance.exit_codes import FAILURE
 from tests.distributed.fault_tolerance.runs import running, told, wait_for
+from tests.selection import matrix
 
 END_SECONDS = 40.0
 
@@ -31,6 +32,7 @@ def test_a_killed_rank_is_named(tmp_path: Path) -> None:
         assert run.saved_steps() == [], "torchrun's SIGTERM to the others is no reason to save without a peer"
 
 
+@matrix
 def test_a_raising_rank_tells_its_reason_and_phase(tmp_path: Path) -> None:
     with running(tmp_path / "run", "raise") as run:
         assert run.ends_within(END_SECONDS) != 0
@@ -41,6 +43,7 @@ def test_a_raising_rank_tells_its_reason_and_phase(tmp_path: Path) -> None:
         assert "more of it" not in run.status().message and "LookupError" in run.status().message
 
 
+@matrix
 def test_a_frozen_rank_is_found_silent(tmp_path: Path) -> None:
     with running(tmp_path / "run", "walk", "heartbeat_timeout_seconds=5", ranks=3) as run:
         os.kill(run.pid(2), signal.SIGSTOP)
@@ -79,12 +82,14 @@ def test_a_hang_is_told_with_the_stacks_of_all_ranks(tmp_path: Path) -> None:
         assert run.status().status == FAILURE
 
 
+@matrix
 def test_a_long_phase_in_which_one_rank_makes_progress_is_no_hang(tmp_path: Path) -> None:
     with running(tmp_path / "run", "long rollout", "hang_timeout_seconds=5") as run:
         assert run.ends_within(END_SECONDS) == 0, run.console()
         assert run.step() == 6
 
 
+@matrix
 def test_a_lost_store_is_told(tmp_path: Path) -> None:
     """The launcher stands for a node that is gone: its ranks are frozen, not told to end."""
     with running(tmp_path / "run", "walk", "heartbeat_timeout_seconds=5") as run:

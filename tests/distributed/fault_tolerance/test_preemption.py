@@ -14,6 +14,7 @@ import pytest
 from rlmath.distributed.fault_tolerance.exit_codes import FILE_NAME, NOT_SAVED_IN_TIME, SAVED_AND_STOPPED
 from tests.distributed.fault_tolerance.runs import SIGNALS, Run, running
 from tests.programs import ENVIRONMENT, REPOSITORY
+from tests.selection import matrix
 
 END_SECONDS = 40.0
 
@@ -36,6 +37,7 @@ def test_sigterm_to_a_plain_torchrun_saves(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+@matrix
 def test_a_signal_to_one_rank_saves_on_all_and_a_second_one_does_no_harm(tmp_path: Path, number: int) -> None:
     with running(tmp_path / "run", "walk") as run:
         os.kill(run.pid(1), number)
@@ -43,6 +45,7 @@ def test_a_signal_to_one_rank_saves_on_all_and_a_second_one_does_no_harm(tmp_pat
         assert_saved(run)
 
 
+@matrix
 def test_sigusr1_to_a_torchrun_that_handles_it_saves(tmp_path: Path) -> None:
     with running(tmp_path / "run", "walk", options=(SIGNALS, "--shutdown-timeout=300")) as run:
         run.launcher.send_signal(signal.SIGUSR1)
@@ -51,6 +54,7 @@ def test_sigusr1_to_a_torchrun_that_handles_it_saves(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("number", [pytest.param(signal.SIGUSR1, marks=pytest.mark.full), signal.SIGKILL])
+@matrix
 def test_a_torchrun_that_ends_without_a_word_leaves_ranks_that_save(tmp_path: Path, number: int) -> None:
     with running(tmp_path / "run", "walk") as run:
         run.launcher.send_signal(number)
@@ -58,6 +62,7 @@ def test_a_torchrun_that_ends_without_a_word_leaves_ranks_that_save(tmp_path: Pa
         assert "torchrun (pid" in run.console()
 
 
+@matrix
 def test_a_save_that_takes_too_long_is_ended_and_tells_where_it_is(tmp_path: Path) -> None:
     with running(tmp_path / "run", "slow save", "stop_grace_seconds=3") as run:
         run.launcher.send_signal(signal.SIGTERM)
