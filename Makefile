@@ -33,7 +33,7 @@ demo: venv ## train a tiny model and print the result: SEED=1 ALGORITHM=grpo RAN
 	.venv/bin/python tools/demo.py --seed $(SEED) --algorithm $(ALGORITHM) --ranks $(RANKS) --tensor-parallel $(TP) --pipeline-parallel $(PP) --started-at $(STARTED)
 
 test: venv ## run the tests: all without ranks, one of every distributed behaviour, a run that is resumed
-	.venv/bin/python -m pytest -m "not matrix and not full and not gpu and not slurm" $(ARGS)
+	.venv/bin/python -m tests $(ARGS)
 
 test-matrix: venv ## run the tests that CI runs beside: further layouts, engines and programs
 	.venv/bin/python -m pytest -m "matrix and not full and not gpu and not slurm" $(ARGS)

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import gc
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from rlmath.distributed.process import settle
+
+gc.disable()  # until all tests are collected, see rlmath.distributed.process
 
 from tests import programs
 from tests.distributed.rank_pool import RankPool
@@ -23,6 +28,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     gloo's that are left over wake up a hundred times a second, which takes a quarter of two cores from other tests."""
     use_ranks = {item.path for item in items if "ranks" in getattr(item, "fixturenames", ())}
     items.sort(key=lambda item: (item.path in use_ranks, item.path.name == KEEPS_ITS_GRAPH))
+
+
+def pytest_collection_finish() -> None:
+    settle()
 
 
 @pytest.fixture(scope="session")

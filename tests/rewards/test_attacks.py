@@ -12,7 +12,7 @@ import pytest
 
 from rlmath.rewards.worker_pool import MEMORY_BYTES, VerifierPool
 from tests.rewards.attacks import HANG_SOLUTIONS, HANGS, MARKER, QUICK, SOLUTIONS
-from tests.rewards.test_worker_pool import HALF, children, hang, is_alive, wait_until
+from tests.rewards.test_worker_pool import HALF, children, hang, is_alive, wait_until, warm
 
 LIMIT_SECONDS = 2.0
 WORKERS = 2
@@ -46,7 +46,7 @@ def batch(tmp_path_factory):
     before = set(children(os.getpid()))
     with VerifierPool(WORKERS, LIMIT_SECONDS) as pool:
         (forkserver,) = set(children(os.getpid())) - before
-        assert pool.submit(*HONEST[0], "math").result(60).correct
+        warm(pool)
         watch = MemoryWatch(forkserver)
         watch.start()
         started = time.monotonic()

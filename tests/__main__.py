@@ -1,0 +1,63 @@
+"""`make test`: the tests with ranks beside those without, each in a session of pytest of its own.
+
+python -m tests [arguments of pytest]
+
+Tests with ranks wait for processes to start and for each other, and many of the others wait for time limits: one
+after the other they would leave a core idle for half of the time.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import IO
+
+from rlmath.distributed.process import end_with_parent
+
+CHOSEN = "not matrix and not full and not gpu and not slurm"
+NO_TESTS = 5
+"""pytest's status where nothing was chosen."""
+
+
+def start(marks: str, output: IO[str] | None, arguments: list[str]) -> subprocess.Popen[bytes]:
+    """A session of the chosen tests with these marks. An interrupt at the terminal reaches it through us alone: a
+    second one would break off its clearing up."""
+    ours = os.getpid()
+    return subprocess.Popen(
+        [sys.executable, "-m", "pytest", "-m", f"{marks} and {CHOSEN}", *arguments],
+        cwd=Path(__file__).parents[1],
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        stdin=subprocess.DEVNULL,
+        stdout=output,
+        stderr=subprocess.STDOUT if output else None,
+        process_group=0,
+        preexec_fn=lambda: end_with_parent(ours),
+    )
+
+
+def main(arguments: list[str]) -> int:
+    with tempfile.TemporaryFile("w+") as output:
+        sessions = [
+            start("not distributed", output, ["-o", "cache_dir=.pytest_cache/without-ranks", *arguments]),
+            start("distributed", None, arguments),
+        ]
+
+        def pass_on(number: int, _: object) -> None:
+            for session in sessions:
+                session.send_signal(signal.SIGINT)
+
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, pass_on)
+        found = [session.wait() for session in reversed(sessions)]
+        output.seek(0)
+        print("\nTests without ranks:", output.read(), sep="\n", flush=True)
+    failed = [status for status in found if status not in (0, NO_TESTS)]
+    return failed[0] if failed else min(found)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
