@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
 from pathlib import Path
+
+import psutil
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)}
@@ -17,17 +20,37 @@ def run(
 ) -> subprocess.CompletedProcess[str]:
     """Run `python command` in the repository to its end; `path` is one more folder of modules."""
     modules = str(REPOSITORY) if path is None else f"{REPOSITORY}{os.pathsep}{path}"
-    done = subprocess.run(
+    process = subprocess.Popen(
         [sys.executable, *command],
         cwd=REPOSITORY,
         env=ENVIRONMENT | {"PYTHONPATH": modules},
-        capture_output=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         text=True,
-        timeout=timeout,
-        check=False,
     )
-    assert done.returncode == expect, done.stdout + done.stderr
-    return done
+    try:
+        output, errors = process.communicate(timeout=timeout)
+    except BaseException:  # an interrupt, too
+        end_family(process)
+        raise
+    assert process.returncode == expect, output + errors
+    return subprocess.CompletedProcess(process.args, process.returncode, output, errors)
+
+
+def family(pid: int) -> list[psutil.Process]:
+    """All descendants of a process."""
+    try:
+        return psutil.Process(pid).children(recursive=True)
+    except psutil.NoSuchProcess:
+        return []
+
+
+def end_family(process: subprocess.Popen) -> None:
+    """Kill a program and all that it has started: a launcher that is killed alone leaves its ranks."""
+    for one in [*family(process.pid), process]:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            one.kill()
+    process.wait()
 
 
 def torchrun_command(ranks: int, *arguments: str) -> list[str]:

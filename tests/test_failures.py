@@ -12,7 +12,15 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.programs import ENVIRONMENT, REPOSITORY, TRAIN, small_run, torchrun_command
+from tests.programs import (
+    ENVIRONMENT,
+    REPOSITORY,
+    TRAIN,
+    end_family,
+    family,
+    small_run,
+    torchrun_command,
+)
 from tests.selection import matrix
 
 END_SECONDS = 90.0
@@ -41,9 +49,7 @@ def running(place: Path, output: Path) -> Iterator[subprocess.Popen[str]]:
             assert process.poll() is None, console_path.read_text()
             yield process
         finally:
-            for one in [*family(process.pid), process]:
-                one.kill()
-            process.wait()
+            end_family(process)
 
 
 def wait_for(condition) -> None:
@@ -51,14 +57,6 @@ def wait_for(condition) -> None:
     while not condition():
         assert time.monotonic() < deadline, f"nothing happened within {END_SECONDS} s"
         time.sleep(0.1)
-
-
-def family(pid: int) -> list[psutil.Process]:
-    """All descendants of a process."""
-    try:
-        return psutil.Process(pid).children(recursive=True)
-    except psutil.NoSuchProcess:
-        return []
 
 
 def ranks_of(pid: int) -> dict[str, psutil.Process]:

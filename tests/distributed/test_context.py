@@ -31,6 +31,7 @@ def test_logprobs_equal_those_of_transformers(ranks: RankPool, untied_model: Pat
     check_logprobs(ranks, untied_model, CONTEXT, SAMPLES, context_cases)
 
 
+@matrix
 def test_gradients_equal_those_of_transformers(ranks: RankPool, untied_model: Path, tied_model: Path) -> None:
     check_gradients(ranks, untied_model, CONTEXT, context_cases)
     check_gradients(ranks, tied_model, CONTEXT, context_cases)

@@ -16,6 +16,7 @@ import torch
 from rlmath.distributed.device import init_process_group, open_device
 from tests import programs
 from tests.distributed.rank_pool import RankPool
+from tests.selection import matrix
 
 pytestmark = pytest.mark.distributed
 
@@ -117,6 +118,7 @@ def can_be_contained() -> bool:
 
 
 @pytest.mark.skipif(not can_be_contained(), reason="needs unshare, and user namespaces")
+@matrix
 def test_ranks_in_containers_of_their_own_share_nothing() -> None:
     """Both are process 1 of their container, with the same files open: neither may take its own for the other's."""
     with socket.socket() as probe:

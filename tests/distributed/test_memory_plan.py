@@ -10,6 +10,7 @@ import pytest
 from tests.distributed.memory_plan_cases import Layout, make_model, measure_engine, measure_training
 from tests.distributed.policy_cases import Case
 from tests.distributed.rank_pool import RankPool
+from tests.selection import matrix
 
 pytestmark = pytest.mark.distributed
 
@@ -27,7 +28,7 @@ def adam(**layout: Any) -> Case:
 
 FULL = pytest.mark.full
 LAYOUTS = [
-    Layout(adam(tensor=2, sequence=True, kl_coef=0.1)),
+    pytest.param(Layout(adam(tensor=2, sequence=True, kl_coef=0.1)), marks=matrix),
     Layout(adam(pipeline=2, first_stage_layers=1), microbatches=2),
     pytest.param(Layout(adam()), marks=FULL),
     pytest.param(Layout(Case(optimizer="sgd", max_tokens=2048)), marks=FULL),
@@ -58,7 +59,9 @@ def test_training_holds_what_is_planned(ranks: RankPool, models: dict[bool, Path
         check_training(report)
 
 
-@pytest.mark.parametrize("granularity", [None, pytest.param("selective", marks=FULL)])
+@pytest.mark.parametrize(
+    "granularity", [pytest.param(None, marks=matrix), pytest.param("selective", marks=FULL)]
+)
 @pytest.mark.parametrize("tensor", [1, pytest.param(2, marks=FULL)])
 def test_norms_of_query_and_key_are_planned(
     ranks: RankPool, tmp_path: Path, untied_model: Path, tensor: int, granularity: str | None
@@ -68,7 +71,9 @@ def test_norms_of_query_and_key_are_planned(
         check_training(report)
 
 
-@pytest.mark.parametrize("case", [adam(pipeline=2), pytest.param(adam(), marks=FULL)], ids=str)
+@pytest.mark.parametrize(
+    "case", [pytest.param(adam(pipeline=2), marks=matrix), pytest.param(adam(), marks=FULL)], ids=str
+)
 def test_a_tied_embedding_is_planned_where_it_is_held(ranks: RankPool, models: dict[bool, Path], case: Case):
     for report in ranks.run(case.ranks, measure_training, models[True], Layout(case, microbatches=2)):
         check_training(report)

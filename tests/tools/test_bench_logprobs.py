@@ -4,13 +4,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.selection import keeping
 from tools import bench_logprobs
 
 TOKENS = 96
 LOGITS_BYTES = TOKENS * bench_logprobs.VOCABULARY * 4
 
 
-@pytest.mark.parametrize("gradients", bench_logprobs.GRADIENTS)
+@pytest.mark.parametrize("gradients", keeping(bench_logprobs.GRADIENTS, "both"))
 def test_ours_needs_a_small_part_of_the_plain_ways_memory(gradients: str) -> None:
     mine, theirs = (
         bench_logprobs.in_own_process(way, gradients, "cpu", TOKENS, 1) for way in ("ours", "plain")
