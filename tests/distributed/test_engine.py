@@ -23,7 +23,9 @@ TWO_RANKS = [
     Case(pipeline=2, first_stage_layers=1),
     Case(pipeline=2, virtual_pipeline=2),
 ]
+FIRST = ([Case(tensor=2), Case(pipeline=2, virtual_pipeline=2)], 2, False)
 MATRIX = [
+    FIRST,
     ([Case()], 1, False),
     (TWO_RANKS, 2, False),
     (TWO_RANKS, 1, True),
@@ -46,11 +48,11 @@ MATRIX = [
 
 def _name(value: Any) -> str:
     if isinstance(value, list):
-        return f"{value[0].ranks}-ranks"
+        return f"{value[0].ranks}-ranks-in-{len(value)}-layouts"
     return {True: "tied", False: "untied"}[value] if isinstance(value, bool) else f"engines-of-{value}"
 
 
-@pytest.mark.parametrize(("cases", "engine_size", "tied"), keeping(MATRIX, (TWO_RANKS, 2, False)), ids=_name)
+@pytest.mark.parametrize(("cases", "engine_size", "tied"), keeping(MATRIX, FIRST), ids=_name)
 def test_engine_logprobs_equal_the_policys_after_every_update(
     ranks: RankPool, untied_model: Path, tied_model: Path, tied: bool, cases: list[Case], engine_size: int
 ) -> None:

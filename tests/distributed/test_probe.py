@@ -36,19 +36,20 @@ LAYOUTS = {
 @pytest.fixture(
     scope="module",
     params=[
-        pytest.param((1, 1), marks=matrix),
-        (2, 1),
-        pytest.param((2, 2), marks=pytest.mark.full),
+        ([LAYOUTS[2][0], LAYOUTS[2][2]], 1),
+        pytest.param((LAYOUTS[1], 1), marks=matrix),
+        pytest.param((LAYOUTS[2], 1), marks=matrix),
+        pytest.param((LAYOUTS[2], 2), marks=pytest.mark.full),
     ],
-    ids=["1-rank", "2-engines", "1-engine-of-2"],
+    ids=["2-engines-2-layouts", "1-rank", "2-engines", "1-engine-of-2"],
 )
 def by_layout(
     request: pytest.FixtureRequest, ranks: RankPool, untied_model: Path
 ) -> list[tuple[dict[str, Any], ...]]:
     """What all ranks report, by layout."""
-    count, engine_size = request.param
-    arguments = (untied_model, LAYOUTS[count], engine_size, EXACT)
-    return list(zip(*ranks.run(count, probe_cases.agreement, *arguments), strict=True))
+    layouts, engine_size = request.param
+    arguments = (untied_model, layouts, engine_size, EXACT)
+    return list(zip(*ranks.run(layouts[0].ranks, probe_cases.agreement, *arguments), strict=True))
 
 
 def plain_logprobs(model: torch.nn.Module, token_ids: tuple[int, ...]) -> Tensor:

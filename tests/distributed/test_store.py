@@ -43,12 +43,29 @@ SAME = [
 ]
 
 
-@pytest.mark.parametrize("case", keeping(SAME, SAME[0], SAME[2]), ids=str)
+class Saved(dict[Case, tuple[Path, list[Outcome]]]):
+    """Checkpoint and outcomes of a layout, made when they are first asked for."""
+
+    def __init__(self, ranks: RankPool, folder: Path, place: Path) -> None:
+        self._ranks, self._folder, self._place = ranks, folder, place
+
+    def __missing__(self, case: Case) -> tuple[Path, list[Outcome]]:
+        root = self._place / str(case)
+        self[case] = root, save(self._ranks, self._folder, case, root)
+        return self[case]
+
+
+@pytest.fixture(scope="module")
+def saved_by(ranks: RankPool, untied_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Saved:
+    return Saved(ranks, untied_model, tmp_path_factory.mktemp("saved"))
+
+
+@pytest.mark.parametrize("case", keeping(SAME, SAME[0]), ids=str)
 def test_on_the_same_layout_every_bit_comes_back_and_the_next_update_is_the_same(
-    ranks: RankPool, untied_model: Path, tmp_path: Path, case: Case
+    ranks: RankPool, untied_model: Path, saved_by: Saved, case: Case
 ) -> None:
-    saved = save(ranks, untied_model, case, tmp_path)
-    loaded = load(ranks, untied_model, case, tmp_path)
+    root, saved = saved_by[case]
+    loaded = load(ranks, untied_model, case, root)
     for before, after in zip(saved, loaded, strict=True):
         assert before.state.keys() == after.state.keys() and len(before.state) > 20
         for name in before.state:
@@ -104,11 +121,9 @@ def test_a_writer_that_dies_costs_one_checkpoint(ranks: RankPool, untied_model: 
     assert [path.name for path in tmp_path.iterdir()] == ["step-000002"]
 
 
-def test_every_file_is_in_the_manifest_and_as_large_as_its_tensors(
-    ranks: RankPool, untied_model: Path, tmp_path: Path
-) -> None:
-    saved = save(ranks, untied_model, adam(Case(data=2)), tmp_path)[0]
-    (checkpoint,), _ = complete_checkpoints(tmp_path)
+def test_every_file_is_in_the_manifest_and_as_large_as_its_tensors(saved_by: Saved) -> None:
+    root, (saved, *_) = saved_by[adam(Case(data=2))]
+    (checkpoint,), _ = complete_checkpoints(root)
     on_disk = {
         p.relative_to(checkpoint.folder).as_posix() for p in checkpoint.folder.rglob("*") if p.is_file()
     }

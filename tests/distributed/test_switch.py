@@ -10,6 +10,7 @@ import pytest
 from tests.distributed import switch_cases
 from tests.distributed.policy_cases import Case
 from tests.distributed.rank_pool import RankPool
+from tests.selection import matrix
 
 pytestmark = pytest.mark.distributed
 
@@ -87,6 +88,7 @@ def test_a_failure_anywhere_leaves_the_policy_whole_and_the_engine_asleep(
             assert report["mismatch"] < 1e-5, name
 
 
+@matrix
 def test_memory_that_is_kept_is_told_with_its_size_and_ends_the_run_only_where_asked(
     ranks: RankPool, untied_model: Path
 ) -> None:

@@ -76,9 +76,15 @@ def pool():
 
 
 def warm(pool: VerifierPool) -> None:
-    """Wait until both workers have imported what they judge with; on a busy machine that alone may take a limit."""
-    both = [f"\\boxed{{\\frac{{{n}}}{{{2 * n}}}}}" for n in (101, 102)]
-    wait_until(lambda: all(f.result(60).correct for f in [pool.submit(t, HALF, "math") for t in both]), 60.0)
+    """Wait until both workers have imported what they judge with, and judged a wrong answer, the first of which takes
+    most of a second; on a busy machine that alone may take a limit."""
+    both = ("\\boxed{0.71}", "\\boxed{0.72}")
+
+    def judged() -> bool:
+        asked = [pool.submit(text, HALF, "math") for text in both]
+        return all(future.result(60).verdict == "symbolic" for future in asked)
+
+    wait_until(judged, 60.0)
 
 
 def test_cheap_answers_are_there_at_once(pool):
