@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -47,13 +48,18 @@ METRICS = {
 }
 
 
+def command(place: Path, output: Path) -> list[str]:
+    kl = ("algorithm.kl_coef=0.01", "algorithm.recompute_logprobs=true")
+    saved = ("save.ckpt_freq_steps=1", f"save.keep_last={STEPS}")
+    overrides = (*small_run(place, output), f"run.total_steps={STEPS}", *kl, *saved)
+    return torchrun_command(2, *TRAIN, *overrides)
+
+
 @pytest.fixture(scope="module")
 def workplace(arithmetic: Path) -> Path:
     """Data, a random model, and a finished run of three steps with a reference."""
     place = arithmetic
-    kl = ("algorithm.kl_coef=0.01", "algorithm.recompute_logprobs=true")
-    overrides = (*small_run(place, place / "run"), f"run.total_steps={STEPS}", *kl)
-    done = run(*torchrun_command(2, *TRAIN, *overrides))
+    done = run(*command(place, place / "run"))
     (place / "console.txt").write_text(done.stdout + done.stderr)
     return place
 
@@ -115,6 +121,32 @@ def test_the_exported_model_answers_alike_in_transformers_and_vllm(workplace: Pa
     assert json.loads(printed.strip().splitlines()[-1]) == answers
 
 
+TIMED = ("seconds/", "tokens_per_second/", "memory", "rollout/idle_share")
+
+
+def test_resumed_after_its_second_step_the_run_is_the_same_bit_for_bit(
+    workplace: Path, tmp_path: Path
+) -> None:
+    """As a run that is killed while it makes its last step: that step's checkpoint, the model and half a line are not
+    there or not whole."""
+    whole, folder = workplace / "run", tmp_path / "run"
+    shutil.copytree(whole, folder)
+    shutil.rmtree(folder / "checkpoints" / f"step-{STEPS:06d}")
+    shutil.rmtree(folder / "hf_model")
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 4, "lo')
+    done = run(*command(workplace, folder))
+    assert f"step-{STEPS - 1:06d}, made on TP2 x PP1 x DP1" in done.stderr
+    ours, theirs = (
+        [{name: x for name, x in row.items() if not name.startswith(TIMED)} for row in rows(one)]
+        for one in (folder, whole)
+    )
+    assert ours == theirs and len(ours) == STEPS
+    model, last = Path("hf_model") / "model.safetensors", Path("samples") / f"step-{STEPS:06d}.jsonl"
+    assert (folder / model).read_bytes() == (whole / model).read_bytes()
+    assert (folder / last).read_text() == (whole / last).read_text()
+
+
 @pytest.mark.full
 def test_the_saved_config_repeats_the_run(workplace: Path) -> None:
     """Bit-equal losses and rewards, and nothing of the first run lost."""
@@ -123,10 +155,9 @@ def test_the_saved_config_repeats_the_run(workplace: Path) -> None:
     again = ("--config", str(folder / "config.yaml"), "run.recover_mode=disabled")
     run(*torchrun_command(2, "launch/train_grpo.py", *again))
     assert rows(folder / "earlier" / "001") == first
-    timed = ("seconds/", "tokens_per_second/", "memory", "rollout/idle_share")
     for one, other in zip(first, rows(folder), strict=True):
-        assert {k: v for k, v in one.items() if not k.startswith(timed)} == {
-            k: v for k, v in other.items() if not k.startswith(timed)
+        assert {k: v for k, v in one.items() if not k.startswith(TIMED)} == {
+            k: v for k, v in other.items() if not k.startswith(TIMED)
         }
 
 

@@ -15,11 +15,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from launch.train_sft import prepare
 from rlmath.config.help import help_text
 from rlmath.config.load import load_config
 from rlmath.distributed.fault_tolerance.exit_codes import read_exit_status
 from rlmath.trainer.preflight.checks import used_keys
+from rlmath.trainer.startup import prepare_sft
 from tests.programs import ENVIRONMENT, REPOSITORY, run, torchrun_command
 from tests.selection import matrix
 
@@ -155,7 +155,7 @@ def test_sigterm_saves_and_ends_with_75(arithmetic: Path, whole: Path, tmp_path:
 def told(*overrides: str) -> str:
     """What the program says to these settings before it starts anything."""
     with pytest.raises(ValueError) as error:
-        prepare(load_config([REPOSITORY / SFT[2]], list(overrides)))
+        prepare_sft(load_config([REPOSITORY / SFT[2]], list(overrides)))
     return str(error.value)
 
 
