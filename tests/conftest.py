@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from rlmath.distributed.process import settle
+from rlmath.distributed.process import freeze_live_objects
 
 gc.disable()  # until all tests are collected, see rlmath.distributed.process
 
@@ -31,7 +31,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    settle()
+    freeze_live_objects()
 
 
 @pytest.fixture(scope="session")

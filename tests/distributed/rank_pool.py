@@ -19,7 +19,7 @@ from typing import Any
 import psutil
 import torch.multiprocessing as mp
 
-from rlmath.distributed.process import end_with_parent, settle
+from rlmath.distributed.process import end_with_parent, freeze_live_objects
 
 MANY_THREADS = 100
 """Of a process of the pool; each group of gloo's has three."""
@@ -54,7 +54,7 @@ def _run_task(rank: int, world_size: int, port: int, module: str, name: str, arg
         if dist.is_initialized():
             dist.destroy_process_group()
         if not gc.isenabled():
-            settle()
+            freeze_live_objects()
         _end_threads_of_old_groups()
 
 
