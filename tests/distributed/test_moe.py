@@ -192,7 +192,7 @@ def saved(ranks: RankPool, folder: Path, tmp_path_factory: pytest.TempPathFactor
 @pytest.mark.parametrize(
     "target",
     [
-        EP2,
+        pytest.param(EP2, marks=matrix),
         pytest.param(Case(), marks=matrix),
         *(
             pytest.param(case, marks=pytest.mark.full)

@@ -51,6 +51,7 @@ class Saved(dict[Case, tuple[Path, list[Outcome]]]):
 
     def __missing__(self, case: Case) -> tuple[Path, list[Outcome]]:
         root = self._place / str(case)
+        root.mkdir()
         self[case] = root, save(self._ranks, self._folder, case, root)
         return self[case]
 

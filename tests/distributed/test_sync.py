@@ -144,7 +144,8 @@ QKV, NORM = "model.layers.1.self_attn.qkv_proj.weight", "model.layers.3.input_la
 EMBEDDING, DOWN = "model.embed_tokens.weight", "model.layers.0.mlp.down_proj.weight"
 
 
-@pytest.mark.parametrize("dtype", keeping(FORMATS, torch.bfloat16), ids=str)
+@matrix
+@pytest.mark.parametrize("dtype", FORMATS, ids=str)
 def test_damage_to_an_engines_weights_is_found_and_named(
     ranks: RankPool, untied_model: Path, dtype: torch.dtype
 ) -> None:
