@@ -39,6 +39,12 @@ def start(marks: str, output: IO[str] | None, arguments: list[str]) -> subproces
     )
 
 
+def combined(statuses: list[int]) -> int:
+    """A failure where there is one; pytest's "no tests" only where no session had any."""
+    failed = [status for status in statuses if status not in (0, NO_TESTS)]
+    return failed[0] if failed else min(statuses)
+
+
 def main(arguments: list[str]) -> int:
     with tempfile.TemporaryFile("w+") as output:
         sessions = [
@@ -55,8 +61,7 @@ def main(arguments: list[str]) -> int:
         found = [session.wait() for session in reversed(sessions)]
         output.seek(0)
         print("\nTests without ranks:", output.read(), sep="\n", flush=True)
-    failed = [status for status in found if status not in (0, NO_TESTS)]
-    return failed[0] if failed else min(found)
+    return combined(found)
 
 
 if __name__ == "__main__":
