@@ -13,6 +13,8 @@ from safetensors.torch import load_file
 from tests.programs import TRAIN, run, small_run, torchrun_command
 from tests.selection import matrix
 
+pytestmark = pytest.mark.distributed
+
 STEPS = 3
 METRICS = {
     "task_reward",
