@@ -104,6 +104,7 @@ def test_the_run_leaves_summary_samples_and_events(workplace: Path) -> None:
     assert "reward" in shown
 
 
+@matrix
 def test_the_exported_model_answers_alike_in_transformers_and_vllm(workplace: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

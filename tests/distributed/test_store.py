@@ -15,7 +15,7 @@ from tests.distributed.policy_cases import Case
 from tests.distributed.rank_pool import RankPool
 from tests.distributed.store_cases import Outcome
 from tests.distributed.test_parity import assert_close_together
-from tests.selection import keeping
+from tests.selection import keeping, matrix
 from tests.tiny_models import make_samples
 
 pytestmark = pytest.mark.distributed
@@ -103,6 +103,7 @@ def test_a_checkpoint_loads_on_other_layouts_and_the_next_update_is_the_same_but
         assert_close_together(loaded.later, saved.later, 1e-6)
 
 
+@matrix
 def test_recovery_points_give_way_to_newer_ones_and_kept_models_stay(
     ranks: RankPool, untied_model: Path, tmp_path: Path
 ) -> None:
@@ -114,6 +115,7 @@ def test_recovery_points_give_way_to_newer_ones_and_kept_models_stay(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-000002", "step-000004", "step-000005"]
 
 
+@matrix
 def test_a_writer_that_dies_costs_one_checkpoint(ranks: RankPool, untied_model: Path, tmp_path: Path) -> None:
     errors = ranks.run(2, store_cases.lose_a_writer, untied_model, adam(Case(data=2)), tmp_path)
     for first, second in errors:
