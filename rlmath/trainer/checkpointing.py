@@ -36,7 +36,7 @@ class Checkpointer:
     def __init__(
         self, trainer: Trainer, origin: Origin, stop: StopRequest, on_progress: Callable[[], None]
     ) -> None:
-        """`on_progress` is called in what takes long."""
+        """`on_progress` is called during long operations."""
         config, actor = trainer.config, trainer.actor
         now, per_epoch = time.monotonic(), trainer.order.steps_per_epoch
         points, models = points_of(config.save), models_of(config.save)
@@ -65,8 +65,8 @@ class Checkpointer:
             self._store.warm_up()
 
     def after_step(self, step: int, is_last: bool) -> str | None:
-        """Save what is due with `step` steps done. What asked any rank to stop, if anything did: then all is on disk,
-        or has failed."""
+        """Save what is due with `step` steps done. Returns the reason if any rank was asked to stop: the save is then
+        on disk, or has failed."""
         started = time.perf_counter()
         with self._trainer.timers.phase("save"):
             kept = self._models.due(step, time.monotonic())
@@ -100,11 +100,11 @@ class Checkpointer:
             self._store.wait_for_removals()
 
     def asked_to_stop(self) -> str | None:
-        """What asked any rank to stop, before there is anything to save."""
+        """The reason if any rank was asked to stop, without saving. Collective: all ranks call it."""
         return REASONS[int(self._agree(False, False)["stop"])]
 
     def _agree(self, kept: bool, point: bool) -> dict[str, float]:
-        """What holds for all ranks: rank 0's clock, anybody's signal and unfinished writing."""
+        """What all ranks act on: rank 0's clock, any rank's signal, any rank's unfinished writing. Collective."""
         is_clock = self._trainer.mesh.rank == 0
         mine = {
             "stop": float(REASONS.index(self._stop.requested)),
@@ -131,8 +131,8 @@ class Checkpointer:
             logger.info("The trained model is in %s", folder)
 
     def export_length_stage(self, step: int, even_if_there: bool) -> None:
-        """Export the model to models/stage-N where a length stage ends with `step` steps done. A collective. A full
-        disk costs the model, not the run.
+        """Export the model to models/stage-N where a length stage ends with `step` steps done. A collective. If the
+        disk is full the model is not kept, and the run continues.
 
         A run that resumes right after a stage exports what the end of the earlier start may have cut off.
         """

@@ -289,7 +289,8 @@ class PolicyUpdater:
 
     @property
     def on_policy(self) -> bool:
-        """Whether recomputed log-probs would be those of the only minibatch itself, and nothing else needs them."""
+        """Whether the old log-probs are those of the update's own forward pass, so that no extra pass is needed: one
+        minibatch, one epoch, and no KL in the reward."""
         algorithm = self.config.algorithm
         only_one = algorithm.n_minibatches == 1 and algorithm.epochs == 1
         return algorithm.recompute_logprobs and only_one and self.penalty is None
@@ -329,7 +330,7 @@ class PolicyUpdater:
             reference = None
 
         with timed("update"):
-            minibatches = _cut([len(one) for one in packed], batches, old, reference)
+            minibatches = _split_by_minibatch([len(one) for one in packed], batches, old, reference)
             results = self.run_minibatches(minibatches, number)
         return UpdateRecord(results, advantages_PG, reward_kl, passes=len(results) / len(minibatches))
 
@@ -391,7 +392,7 @@ def step_seed(run_seed: int, number: int) -> int:
     return run_seed * 1_000_003 + number
 
 
-def _cut(
+def _split_by_minibatch(
     counts: Sequence[int],
     batches: Sequence[MicroBatch],
     old: Sequence[TokenLogprobs] | None,

@@ -37,7 +37,7 @@ COUNTED = {"grpo": ("n_valid_tokens", "completion_tokens"), "sft": ("n_tokens", 
 
 @dataclass(frozen=True)
 class StepRecord:
-    """What a step leaves for the reporter."""
+    """Results of a step that the reporter writes."""
 
     epoch: int
     metrics: dict[str, float]
@@ -106,7 +106,7 @@ class Reporter:
                 record.skipped,
             )
         for text in self._look_for_alerts(number, metrics):
-            logger.warning("Step %d, a warning sign, logged once: %s", number + 1, text)
+            logger.warning("Step %d, alert (logged once): %s", number + 1, text)
         progress = self._progress(number, record.epoch, metrics["seconds/step"])
         logger.info("%s", step_line(progress, metrics))
 
@@ -185,7 +185,7 @@ class Reporter:
 def _open_alerts(config: Config, dropped_share: float, resumed: bool) -> Alerts:
     dropped = None if resumed else dropped_alert(dropped_share, config.telemetry)
     if dropped is not None:
-        logger.warning("A warning sign, logged once: %s", dropped)
+        logger.warning("Alert (logged once): %s", dropped)
     key = "stages.max_new_tokens" if has_length_stages(config) else "rollout.max_new_tokens"
     return Alerts(config.telemetry, config.algorithm.loss == "gspo", key)
 

@@ -156,10 +156,10 @@ def start(
                     prepared = _take_folder(prepared, stack)
             except (ValueError, OSError) as error:
                 if rendezvous is not None and rendezvous.rank_info.several_nodes:
-                    _report_to_all_nodes(rendezvous, error, _patience(config))
+                    _report_to_all_nodes(rendezvous, error, _start_timeout(config))
                 raise
             if rendezvous is not None:
-                meet(rendezvous, facts_of(prepared), _patience(config))
+                meet(rendezvous, facts_of(prepared), _start_timeout(config))
         except (ValueError, MissingRanksError) as error:
             status = MISTAKE if isinstance(error, ValueError) else FAILURE
             log_mistake(error)
@@ -200,7 +200,7 @@ def _report_to_all_nodes(rendezvous: Rendezvous, mistake: ValueError | OSError, 
         raise MissingRanksError(f"{mistake}\nThe other ranks could not be reached: {lost}") from mistake
 
 
-def _patience(config: Config | None) -> float:
+def _start_timeout(config: Config | None) -> float:
     return RunConfig.start_timeout_seconds if config is None else config.run.start_timeout_seconds
 
 
@@ -229,7 +229,7 @@ def log_mistake(error: Exception) -> None:
 def end_broken() -> NoReturn:
     """Call it where an error is handled: log it, and end this process at once. Threads and process groups of a broken
     program may wait for peers that wait for us."""
-    logger.exception("What rank %d on %s failed with:", environment_rank(), socket.gethostname())
+    logger.exception("Rank %d on %s failed:", environment_rank(), socket.gethostname())
     logging.shutdown()
     os._exit(FAILURE)
 
@@ -239,8 +239,8 @@ def end_broken() -> NoReturn:
 
 def meet_with_mistake(rendezvous: Rendezvous, mistake: ValueError | OSError, seconds: float) -> None:
     """Report what only this node may see. Raises ValueError with what all ranks found."""
-    word = RankReport(rendezvous.rank_info.host, rendezvous.rank_info.node, problem=str(mistake))
-    rendezvous.sync("start", word, seconds, _compare_nodes)
+    report = RankReport(rendezvous.rank_info.host, rendezvous.rank_info.node, problem=str(mistake))
+    rendezvous.sync("start", report, seconds, _compare_nodes)
 
 
 def meet(rendezvous: Rendezvous, facts: Mapping[str, str], seconds: float) -> None:
@@ -250,10 +250,10 @@ def meet(rendezvous: Rendezvous, facts: Mapping[str, str], seconds: float) -> No
     if rendezvous.rank_info.several_nodes:
         route = route_to(os.environ["MASTER_ADDR"])
         prefer_for_gloo(route)
-    rendezvous.sync("start", _word(rendezvous.rank_info, facts, route), seconds, _compare_nodes)
+    rendezvous.sync("start", _rank_report(rendezvous.rank_info, facts, route), seconds, _compare_nodes)
 
 
-def _word(place: RankInfo, facts: Mapping[str, str], route: Route | None) -> RankReport:
+def _rank_report(place: RankInfo, facts: Mapping[str, str], route: Route | None) -> RankReport:
     if not place.is_node_leader:
         return RankReport(place.host, place.node)
     address = "" if route is None else str(route)
@@ -286,27 +286,27 @@ def _settings(config: Config) -> dict[str, str]:
 # ---------------------------------------------------------------- what rank 0 compares
 
 
-def _compare_nodes(said: Mapping[int, RankReport]) -> RendezvousResult:
-    nodes = {label: word for label, word in labelled(said).items() if word.facts}
-    problems = list(differences({label: word.facts for label, word in nodes.items()}))
+def _compare_nodes(reports: Mapping[int, RankReport]) -> RendezvousResult:
+    nodes = {label: report for label, report in labelled(reports).items() if report.facts}
+    problems = list(differences({label: report.facts for label, report in nodes.items()}))
     problems += list(_lonely_loopbacks(nodes))
     if problems:
         text = "\n".join(f"  {problem}" for problem in problems)
-        return RendezvousResult(f"The nodes are not alike, and they must be:\n{text}", is_mistake=True)
-    for line in node_lines(said):
+        return RendezvousResult(f"The nodes differ, and must be alike in:\n{text}", is_mistake=True)
+    for line in node_lines(reports):
         logger.info("%s", line)
     return RendezvousResult()
 
 
-def labelled(said: Mapping[int, RankReport]) -> dict[str, RankReport]:
-    """One word of each node, by its host's name; with its number where several nodes have one name."""
+def labelled(reports: Mapping[int, RankReport]) -> dict[str, RankReport]:
+    """One report of each node, by its host's name; with its number where several nodes have one name."""
     first: dict[int, RankReport] = {}
-    for _, word in sorted(said.items()):
-        first.setdefault(word.node, word)
-    hosts = [word.host for word in first.values()]
+    for _, report in sorted(reports.items()):
+        first.setdefault(report.node, report)
+    hosts = [report.host for report in first.values()]
     return {
-        word.host if hosts.count(word.host) == 1 else f"{word.host} (node {node})": word
-        for node, word in first.items()
+        report.host if hosts.count(report.host) == 1 else f"{report.host} (node {node})": report
+        for node, report in first.items()
     }
 
 
@@ -328,8 +328,8 @@ def differences(facts_of_node: Mapping[str, Mapping[str, str]]) -> Iterator[str]
 
 
 def _lonely_loopbacks(nodes: Mapping[str, RankReport]) -> Iterator[str]:
-    """Nodes that think they reach the first one within themselves, while others come from outside."""
-    inside = [node for node, word in nodes.items() if word.address.startswith(("127.", "::1"))]
+    """Nodes on which the first node's name resolves to a loopback address, while other nodes use a real one."""
+    inside = [node for node, report in nodes.items() if report.address.startswith(("127.", "::1"))]
     if inside and len(inside) < len(nodes) and any("gloo over" not in nodes[node].address for node in inside):
         yield (
             f"the name of the first node stands for {nodes[inside[0]].address} on {hosts_text(inside)}, where the "
@@ -338,16 +338,16 @@ def _lonely_loopbacks(nodes: Mapping[str, RankReport]) -> Iterator[str]:
         )
 
 
-def node_lines(said: Mapping[int, RankReport]) -> list[str]:
+def node_lines(reports: Mapping[int, RankReport]) -> list[str]:
     """Which ranks are where, by which address: a line for each of the first nodes; none where there is only one."""
     ranks_on: dict[int, list[int]] = {}
-    for rank, word in sorted(said.items()):
-        ranks_on.setdefault(word.node, []).append(rank)
+    for rank, report in sorted(reports.items()):
+        ranks_on.setdefault(report.node, []).append(rank)
     if len(ranks_on) < 2:
         return []
-    lines = [f"{len(ranks_on)} nodes, {len(said)} ranks:"]
-    for label, word in list(labelled(said).items())[:MOST_NODES_NAMED]:
-        lines.append(f"  {label}: {ranks_text(ranks_on[word.node])}, {word.address or 'address unknown'}")
+    lines = [f"{len(ranks_on)} nodes, {len(reports)} ranks:"]
+    for label, report in list(labelled(reports).items())[:MOST_NODES_NAMED]:
+        lines.append(f"  {label}: {ranks_text(ranks_on[report.node])}, {report.address or 'address unknown'}")
     if len(ranks_on) > MOST_NODES_NAMED:
         lines.append(f"  and {len(ranks_on) - MOST_NODES_NAMED} more nodes")
     return lines

@@ -122,7 +122,7 @@ class Validator:
         return Measured(step, metrics)
 
     def _sample(self, file: ValidationFile) -> list[ScoredGroup]:
-        """As far as it came, where the run is asked to stop."""
+        """The scored groups of a file; incomplete if the run is asked to stop."""
         config, groups = self._config, []
         settings = config.validation
         sampling = SamplingSettings(

@@ -50,7 +50,7 @@ def test_every_difference_is_told_with_its_hosts_in_one_error() -> None:
     decision = _compare_nodes(words)
     assert decision.is_mistake
     assert (decision.error or "").splitlines() == [
-        "The nodes are not alike, and they must be:",
+        "The nodes differ, and must be alike in:",
         "  torch: 2.12.0 on host1; 2.13.0 on host0, host2",
         "  rlmath's code (hash): bb on host2; aa on host0, host1",
         "  run.seed: 2 on host2; 1 on host0, host1",
