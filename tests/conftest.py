@@ -13,7 +13,7 @@ from rlmath.distributed.process import freeze_live_objects
 
 gc.disable()  # until all tests are collected, see rlmath.distributed.process
 
-from tests import programs
+from tests import left_over, programs
 from tests.distributed.rank_pool import RankPool
 from tests.tiny_models import make_model_folder
 
@@ -32,6 +32,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_collection_finish() -> None:
     freeze_live_objects()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """After the last fixture's end, also of a session that was interrupted, no process of the tests may be left."""
+    found = left_over.left_over(left_over.GRACE_SECONDS)
+    if not found:
+        return
+    print(f"\n{len(found)} processes that tests have started are left:")
+    for process in found:
+        print(f"  {left_over.described(process)}")
+    session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
 @pytest.fixture(scope="session")

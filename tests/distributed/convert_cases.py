@@ -44,7 +44,20 @@ def save_plainly(model: Path, folder: Path, case: Case) -> None:
         mock.patch.object(torch.cuda, "current_device", return_value="cpu"),
         mock.patch.dict(current_process()._config, daemon=False),  # type: ignore[attr-defined]
     ):
-        dist_checkpointing.save(states, str(folder))
+        try:
+            dist_checkpointing.save(states, str(folder))
+        finally:
+            _end_manager()
+
+
+def _end_manager() -> None:
+    """End the process that Megatron's `save` starts for a queue and keeps as long as this one lives: it would outlive
+    a rank that is killed."""
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+
+    queue, filesystem_async._results_queue = filesystem_async._results_queue, None
+    if queue is not None:
+        queue._manager.shutdown()
 
 
 def save_ours(model: Path, root: Path, case: Case) -> None:

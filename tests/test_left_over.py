@@ -1,0 +1,53 @@
+"""A process that a test leaves behind fails the session and is named, also one whose parent has ended."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+from tests import left_over
+from tests.programs import ENVIRONMENT, REPOSITORY
+
+LEAVES = """
+import subprocess
+from tests import left_over
+
+left_over.GRACE_SECONDS = 0.2
+
+def test_leaves_an_orphan():
+    subprocess.run(["sh", "-c", "sleep 60.{} > /dev/null 2>&1 &"], check=True)
+"""
+
+
+def sleeping(seconds: str) -> list[int]:
+    return [one.pid for one in left_over.left_over(0.0) if one.cmdline() == ["sleep", seconds]]
+
+
+def test_an_orphan_of_this_session_is_found_until_it_ends() -> None:
+    subprocess.run(["sh", "-c", "sleep 297 > /dev/null 2>&1 &"], check=True)
+    (pid,) = sleeping("297")
+    os.kill(pid, signal.SIGKILL)
+    assert "sleep 297" not in " ".join(map(left_over.described, left_over.left_over(0.5)))
+
+
+def test_a_session_that_leaves_a_process_fails_and_names_it(tmp_path: Path) -> None:
+    """The inner session has a mark of its own, so that the outer one does not see what it leaves."""
+    seconds = f"60.{os.getpid()}"
+    (tmp_path / "test_leaves.py").write_text(LEAVES.format(os.getpid()))
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "tests.conftest", "-p", "no:cacheprovider"]
+    done = subprocess.run(
+        [*command, "--rootdir", str(tmp_path), str(tmp_path / "test_leaves.py")],
+        cwd=tmp_path,
+        env=ENVIRONMENT | {"PYTHONPATH": str(REPOSITORY)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    (line,) = [line for line in done.stdout.splitlines() if line.endswith(f": sleep {seconds}")]
+    os.kill(int(line.split()[1].rstrip(",")), signal.SIGKILL)
+    assert "1 passed" in done.stdout and "1 processes that tests have started are left" in done.stdout
+    assert done.returncode == 1
