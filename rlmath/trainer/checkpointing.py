@@ -56,6 +56,7 @@ class Checkpointer:
         self._points = SaveTimes(points, per_epoch, now, FIRST_POINT)
         self._models = SaveTimes(models, per_epoch, now)
         self._last_step_too = not points.never
+        self._length_stages = length_stages(config, trainer.total_steps)
         self._folder = Path(config.run.output_dir)
         self.newest: int | None = None
         """Steps done in the newest complete checkpoint, None where there is none."""
@@ -137,8 +138,7 @@ class Checkpointer:
         A run that resumes right after a stage exports what the end of the earlier start may have cut off.
         """
         config = self._trainer.config
-        stages = length_stages(config, self._trainer.total_steps)
-        ended = next((stage for stage in stages if stage.end == step), None)
+        ended = next((stage for stage in self._length_stages if stage.end == step), None)
         if ended is None or not has_length_stages(config):
             return
         folder = stage_folder(config.run.output_dir, ended.number)

@@ -1,6 +1,6 @@
 """GRPO: one step, from weights to weights, in the order in which this file reads.
 
-    weights to the engine -> (validation) -> prompts -> rollout and rewards -> selection -> advantages -> samples
+    weights to the engine -> (probe, validation) -> prompts -> rollout and rewards -> selection -> advantages -> samples
     -> schedule -> packing -> log-probs (old, reference) -> minibatches: loss, early stop, update -> metrics
 
 Every rank runs it. The control plane (prompts, selection, advantages, schedule) is computed alike on all ranks; only
@@ -73,9 +73,9 @@ from rlmath.trainer.metrics import (
     selection_metrics,
     update_metrics,
 )
-from rlmath.trainer.reporter import StepRecord
+from rlmath.trainer.reporter import StepRecord, ValidationResult
 from rlmath.trainer.startup import PreparedRun
-from rlmath.trainer.validation import Measured, Validator
+from rlmath.trainer.validation import Validator
 
 logger = logging.getLogger(__name__)
 
@@ -85,6 +85,8 @@ class GrpoTrainer(Trainer):
 
     kind: ClassVar = "grpo"
     weight_syncs_per_step: ClassVar = 1
+    validator: Validator
+    """Made by `begin`."""
 
     @staticmethod
     def open_workers(config: Config, mesh: Mesh) -> AbstractContextManager[VerifierPool | None]:
@@ -96,15 +98,12 @@ class GrpoTrainer(Trainer):
         prepared: PreparedRun[Inputs],
         mesh: Mesh,
         device: Device,
-        workers: VerifierPool | None,
-        on_phase: Callable[[str], None],
-        on_progress: Callable[[], None],
+        workers: VerifierPool | None = None,
+        on_phase: Callable[[str], None] = lambda name: None,
+        on_progress: Callable[[], None] = lambda: None,
     ) -> None:
-        """Builds engine, actor and reference on this rank; the engine sleeps afterwards.
-
-        `on_progress` is called for every step of the engine and every micro-batch.
-        """
-        super().__init__(prepared, mesh, device, on_phase)
+        """Builds engine, actor and reference on this rank; the engine sleeps afterwards."""
+        super().__init__(prepared, mesh, device, workers, on_phase, on_progress)
         config, shape, inputs = prepared.config, prepared.shape, prepared.inputs
         self.inputs = inputs
         self.length_stages = length_stages(config, inputs.total_steps)
@@ -167,16 +166,16 @@ class GrpoTrainer(Trainer):
         with self.switch.generating(self.actor.learner.updates, number):  # weights to the engine
             with self.timers.phase("probe"):
                 probed = self.sync.probe_engine()
-            measured = self.validator.measure(number)
+            validated = self.validator.validate(number)
             if self.validator.stopped_by is not None:
                 return Interrupted(self.validator.stopped_by)
             with self.timers.phase("rollout"):
                 epoch, selection, engine_seconds = self.rollout(number, stage)
-        self.validator.keep_if_best(measured)
+        self.validator.keep_if_best(validated)
         update = self.updaters[stage.number].update(selection.learned, number)
         seconds = self.timers.seconds() | {"step": time.perf_counter() - started}
         metrics = self.metrics(stage, selection, engine_seconds, update, seconds) | probed
-        return StepRecord(epoch, metrics, selection.sampled, selection.spread(update.advantages), measured)
+        return StepRecord(epoch, metrics, selection.sampled, selection.spread(update.advantages), validated)
 
     def rollout(self, number: int, stage: LengthStage) -> tuple[int, Selection, list[tuple[float, ...]]]:
         """The epoch; what was sampled and scored, of the step's own prompts and then of those that dynamic sampling
@@ -228,14 +227,14 @@ class GrpoTrainer(Trainer):
             self.entered_length_stage = stage.number
         return stage
 
-    def validate_at_end(self) -> Measured | None:
+    def validate_at_end(self) -> ValidationResult | None:
         """The validation of the weights after all steps, where it is due and not done; the engine wakes for it."""
         if not self.validator.due(self.total_steps):
             return None
         with self.switch.generating(self.actor.learner.updates, self.total_steps):
-            measured = self.validator.measure(self.total_steps)
-        self.validator.keep_if_best(measured)
-        return measured
+            validated = self.validator.validate(self.total_steps)
+        self.validator.keep_if_best(validated)
+        return validated
 
     def busy_seconds(self) -> float:
         reference = 0.0 if self.reference is None else self.reference.pop_busy_seconds()

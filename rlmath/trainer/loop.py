@@ -52,12 +52,11 @@ from rlmath.distributed.rendezvous import Rendezvous
 from rlmath.models.build import Actor
 from rlmath.models.megatron import start_megatron
 from rlmath.trainer.checkpointing import Checkpointer
-from rlmath.trainer.preflight.memory_estimate import mesh_of
-from rlmath.trainer.reporter import ProgramKind, Reporter, StepRecord
+from rlmath.trainer.preflight.memory_estimate import Kind, mesh_of
+from rlmath.trainer.reporter import Reporter, StepRecord, ValidationResult
 from rlmath.trainer.resume import CheckpointToResume, choose_checkpoint
 from rlmath.trainer.run_dir import CONFIG_NAME, claim_run_folder
 from rlmath.trainer.startup import PreparedRun, compare_clocks
-from rlmath.trainer.validation import Measured
 
 logger = logging.getLogger(__name__)
 
@@ -73,7 +72,7 @@ class Interrupted:
 class Trainer(ABC):
     """One training program on this rank: its models, its data and its step."""
 
-    kind: ClassVar[ProgramKind]
+    kind: ClassVar[Kind]
     weight_syncs_per_step: ClassVar[int] = 0
     """1 where there are engines."""
     actor: Actor
@@ -83,11 +82,14 @@ class Trainer(ABC):
         prepared: PreparedRun[Any],
         mesh: Mesh,
         device: Device,
+        workers: Any = None,
         on_phase: Callable[[str], None] = lambda name: None,
+        on_progress: Callable[[], None] = lambda: None,
     ) -> None:
         """Starts Megatron's process groups; needs the process group. A subclass builds its models, `actor` among them.
 
-        `on_phase` is called with the name of every phase that this rank enters.
+        `workers` are those of `open_workers`. `on_phase` is called with the name of every phase that this rank enters,
+        `on_progress` for every micro-batch and every step of an engine.
         """
         self.config: Config = prepared.config
         self.shape = prepared.shape
@@ -121,7 +123,7 @@ class Trainer(ABC):
     def step(self, number: int) -> StepRecord | Interrupted:
         """Make step `number`, counted from 0 over the whole run."""
 
-    def validate_at_end(self) -> Measured | None:
+    def validate_at_end(self) -> ValidationResult | None:
         """The validation of the weights after the last step, if one is due."""
         return None
 
@@ -130,11 +132,11 @@ class Trainer(ABC):
         return self.actor.forward_backward.pop_busy_seconds()
 
     def close(self) -> None:  # noqa: B027
-        """End what the constructor started, after the last step."""
+        """End what the constructor started, when the run has ended or stops early; not called after an error."""
 
 
 def run_training(
-    trainer_class: Callable[..., Trainer], prepared: PreparedRun[Any], rendezvous: Rendezvous | None
+    trainer_class: type[Trainer], prepared: PreparedRun[Any], rendezvous: Rendezvous | None
 ) -> int:
     """Train as prepared; the exit status of the program. Without a `rendezvous` this rank is alone.
 
@@ -158,12 +160,7 @@ def run_training(
         resumed = choose_checkpoint(prepared.recovery, heartbeat.report_progress)
         claim_folder(prepared, mesh, resumed)
         trainer = trainer_class(
-            prepared,
-            mesh,
-            device,
-            on_phase=heartbeat.enter_phase,
-            on_progress=heartbeat.report_progress,
-            workers=workers,
+            prepared, mesh, device, workers, heartbeat.enter_phase, heartbeat.report_progress
         )
         process.freeze_live_objects()
         checkpointer = Checkpointer(trainer, prepared.origin, stop, heartbeat.report_progress)
@@ -220,10 +217,10 @@ def _train(
         checkpointer.export_length_stage(number + 1, even_if_there=True)
     stop.done()  # a request to stop comes too late now
     checkpointer.export_final_model()
-    measured = trainer.validate_at_end()
+    validated = trainer.validate_at_end()
     if reporter is not None:
-        if measured is not None:
-            reporter.validation(measured)
+        if validated is not None:
+            reporter.validation(validated)
         reporter.write_summary(time.perf_counter() - started)
         write_exit_status(config.run.output_dir, FINISHED, f"all {total_steps} steps are done")
     dist.barrier()

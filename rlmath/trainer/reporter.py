@@ -13,26 +13,33 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 from rlmath.algorithms.types import ScoredGroup
 from rlmath.config.length_curriculum import has_length_stages, length_stages
 from rlmath.config.schema import Config
 from rlmath.data.dataset import Inputs, SftInputs
+from rlmath.trainer.preflight.memory_estimate import Kind
 from rlmath.trainer.run_dir import SUMMARY_NAME
 from rlmath.trainer.telemetry.alerts import Alerts, dropped_alert
 from rlmath.trainer.telemetry.console import Progress, step_line
 from rlmath.trainer.telemetry.metrics_writer import open_metrics, read_metrics
 from rlmath.trainer.telemetry.samples import SampleWriter
-from rlmath.trainer.validation import Measured
 
 logger = logging.getLogger(__name__)
 
-ProgramKind = Literal["grpo", "sft"]
 SWITCH_PHASES = ("offload", "wake", "wake_kv_cache", "sleep", "restore")
 """Phases of the memory switch (`rollout.memory_switch`); the sync is reported apart."""
 COUNTED = {"grpo": ("n_valid_tokens", "completion_tokens"), "sft": ("n_tokens", "tokens")}
 """By kind of program: the metric that `tokens_per_second` of the summary counts, and how the summary names its sum."""
+
+
+@dataclass(frozen=True)
+class ValidationResult:
+    """Accuracy on the files of `validation.paths`."""
+
+    step: int
+    """Steps done by the weights that were validated."""
+    metrics: dict[str, float]
 
 
 @dataclass(frozen=True)
@@ -45,7 +52,7 @@ class StepRecord:
     """GRPO: all that were sampled."""
     advantages: Sequence[Sequence[float]] = ()
     """GRPO: by group and completion; 0 for what was not learned from."""
-    validation: Measured | None = None
+    validation: ValidationResult | None = None
     """GRPO: the validation of the weights that the step began with, where one was due."""
     skipped: str | None = None
     """SFT: why there was no update; None where there was one."""
@@ -55,7 +62,7 @@ class Reporter:
     """Rank 0's record of a run."""
 
     def __init__(
-        self, config: Config, inputs: Inputs | SftInputs, kind: ProgramKind, layout: str, steps_done: int = 0
+        self, config: Config, inputs: Inputs | SftInputs, kind: Kind, layout: str, steps_done: int = 0
     ) -> None:
         """A resumed run has `steps_done`, whose metrics are in its folder."""
         self._config = config
@@ -73,7 +80,7 @@ class Reporter:
         self._samples = SampleWriter(config.run.output_dir, config.telemetry.sample_groups_per_step)
         self._first_steps = {stage.first_step for stage in length_stages(config, inputs.total_steps)}
         self._alerts = None
-        if isinstance(inputs, Inputs):
+        if kind == "grpo":
             self._alerts = _open_alerts(config, inputs.dropped_share, resumed=steps_done > 0)
         for row in read_metrics(config.run.output_dir) if steps_done else []:
             self._seconds_before += row.get("seconds/step", 0.0) + row.get("seconds/save", 0.0)
@@ -110,7 +117,7 @@ class Reporter:
         progress = self._progress(number, record.epoch, metrics["seconds/step"])
         logger.info("%s", step_line(progress, metrics))
 
-    def validation(self, measured: Measured) -> None:
+    def validation(self, measured: ValidationResult) -> None:
         """Call it before the step that began with the weights that were measured."""
         self._metrics.write_validation(measured.step, measured.metrics)
 
@@ -142,7 +149,7 @@ class Reporter:
         self._last = dict(metrics)
         for phase, value in phase_seconds(metrics).items():
             self._seconds[phase].append(value)
-        self._tokens += metrics.get(self._token_metric, 0.0)
+        self._tokens += metrics.get(self._token_metric, 0.0)  # row 0 of supervised training has none
         if self._held_out is not None:
             self._held_out |= {name: value for name, value in metrics.items() if name.startswith("held_out/")}
 

@@ -37,6 +37,8 @@ from rlmath.distributed.collectives import from_rank_zero, gather_objects
 from rlmath.distributed.device import environment_rank, environment_world_size
 from rlmath.trainer.preflight.length_curriculum import stage_list_problems
 
+logger = logging.getLogger(__name__)
+
 _SAMPLE_BYTES = 2**20
 
 
@@ -65,8 +67,6 @@ def data_fingerprint(prompts: Sequence[Prompt], sizes: Sequence[int] = ()) -> st
         digest.update(json.dumps(list(sizes)).encode())
     return digest.hexdigest()[:16]
 
-
-logger = logging.getLogger(__name__)
 
 MAY_CHANGE = (
     "run.output_dir",

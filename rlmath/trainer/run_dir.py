@@ -1,11 +1,12 @@
 """The folder that a run owns: which run may use it, and what becomes of what an earlier run left there.
 
-A launch script orders it so, on every rank:
+`startup` and `loop` call it in this order on every rank:
 
     config = load_config(...)                               every rank: reads files
     shape = check_config(config, world_size)                every rank: reads files
     recovery = find_recovery(config, origin, steps)         every rank: reads manifests
     check_output_folder(config.run.output_dir, config)      every rank: reads the folder
+    sole_user, clear_exit_status, find_recovery again       rank 0: keeps other runs out
     init_process_group, choose_checkpoint(recovery)         every rank
     if rank == 0: claim_run_folder(config.run.output_dir, config)
     a barrier                                               every rank

@@ -40,8 +40,7 @@ class SftTrainer(Trainer):
         on_phase: Callable[[str], None] = lambda name: None,
         on_progress: Callable[[], None] = lambda: None,
     ) -> None:
-        """`on_progress` is called for every micro-batch."""
-        super().__init__(prepared, mesh, device, on_phase)
+        super().__init__(prepared, mesh, device, workers, on_phase, on_progress)
         self.inputs = prepared.inputs
         on_phase("build model")
         self.actor = build_sft_actor(self.config, self.shape, mesh, device, self.total_steps)

@@ -1,6 +1,6 @@
 """How a training program starts and ends on a rank.
 
-    settings -> checks -> inputs -> run folder -> rendezvous of all ranks -> `loop.run_training` -> exit status
+    rendezvous -> settings -> checks -> inputs -> run folder -> all nodes compared -> `loop.run_training` -> exit status
 
 A user's mistake is reported before Megatron and vLLM are loaded and before any process group or engine starts: nothing
 that is imported here loads them. Every rank checks settings and files by itself; then the nodes are compared, and all

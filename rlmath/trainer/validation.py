@@ -16,9 +16,8 @@ import json
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rlmath.algorithms.types import ScoredGroup
 from rlmath.config.length_curriculum import validates, validation_tokens
@@ -27,10 +26,13 @@ from rlmath.data.dataset import ValidationFile
 from rlmath.distributed.collectives import from_rank_zero
 from rlmath.distributed.mesh import Mesh
 from rlmath.distributed.phase_timers import PhaseTimers
-from rlmath.rollout.collector import Collector
 from rlmath.rollout.sampling import RolloutSeed, SamplingSettings
+from rlmath.trainer.reporter import ValidationResult
 from rlmath.trainer.run_dir import BEST_FOLDER
 from rlmath.trainer.telemetry.metrics_writer import VALIDATION_FILE, read_metrics
+
+if TYPE_CHECKING:
+    from rlmath.rollout.collector import Collector
 
 logger = logging.getLogger(__name__)
 
@@ -41,15 +43,6 @@ NO_STEP = -1
 
 Export = Callable[[Path, Mapping[str, bytes]], None]
 """Writes the model as it is now into a folder, with some files more; a collective. OSError on rank 0."""
-
-
-@dataclass(frozen=True)
-class Measured:
-    """A validation."""
-
-    step: int
-    """Steps done by the weights that were measured."""
-    metrics: dict[str, float]
 
 
 class Validator:
@@ -92,7 +85,7 @@ class Validator:
             return settings.before_training
         return step % settings.every_steps == 0 or step == self._total_steps
 
-    def measure(self, step: int) -> Measured | None:
+    def validate(self, step: int) -> ValidationResult | None:
         """The accuracy of the weights with `step` steps done, which the engines have, where that is due; None, too,
         where it is broken off."""
         if not self.due(step):
@@ -119,7 +112,7 @@ class Validator:
         logger.info(
             "Validation after step %d: accuracy %.4f (%s)", step, metrics["validation/accuracy"], text
         )
-        return Measured(step, metrics)
+        return ValidationResult(step, metrics)
 
     def _sample(self, file: ValidationFile) -> list[ScoredGroup]:
         """The scored groups of a file; incomplete if the run is asked to stop."""
@@ -137,7 +130,7 @@ class Validator:
             groups += self._collector.collect(batch, sampling, seed, title).groups
         return groups
 
-    def keep_if_best(self, measured: Measured | None) -> None:
+    def keep_if_best(self, measured: ValidationResult | None) -> None:
         """Export the model, whose weights must be those that were measured, where it is better than all before. What
         the disk refuses costs the model, and not the run."""
         if measured is None or not self._config.validation.keep_best:
@@ -162,7 +155,7 @@ class Validator:
                 "The best model, of step %d, was not kept: %s. The run continues", measured.step, failed
             )
 
-    def _account(self, measured: Measured) -> bytes:
+    def _account(self, measured: ValidationResult) -> bytes:
         account = {
             "step": measured.step,
             "accuracy": measured.metrics["validation/accuracy"],

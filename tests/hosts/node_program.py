@@ -36,7 +36,7 @@ def facts(behaviour: str) -> dict[str, str]:
 
 
 def gather(rendezvous: Rendezvous, behaviour: str, settings: RunConfig) -> None:
-    """Both roll calls, as `rlmath.trainer.startup` and `rlmath.trainer.run_steps` have them."""
+    """Both meetings of the ranks, as `rlmath.trainer.startup` and `rlmath.trainer.loop` have them."""
     seconds = settings.start_timeout_seconds
     if (behaviour, HOST) == ("mistake", "node1"):
         meet_with_mistake(rendezvous, ValueError("model.path: no folder /models/a"), seconds)

@@ -17,7 +17,8 @@ from rlmath.data.dataset import ValidationFile, load_validation
 from rlmath.data.tokenizer import load_tokenizer
 from rlmath.distributed.mesh import Mesh
 from rlmath.distributed.phase_timers import PhaseTimers
-from rlmath.trainer.validation import Measured, Validator, file_metrics
+from rlmath.trainer.reporter import ValidationResult
+from rlmath.trainer.validation import Validator, file_metrics
 
 ASKED = ("validation.every_steps=3", "validation.keep_best=true", "validation.paths=[a.jsonl]")
 
@@ -122,8 +123,8 @@ def best(folder: Path) -> tuple[int, float]:
     return account["step"], account["accuracy"]
 
 
-def measured(step: int, accuracy: float) -> Measured:
-    return Measured(step, {"validation/accuracy": accuracy})
+def measured(step: int, accuracy: float) -> ValidationResult:
+    return ValidationResult(step, {"validation/accuracy": accuracy})
 
 
 def test_the_best_model_is_the_first_of_the_best(alone: Path) -> None:
@@ -183,5 +184,5 @@ def test_when_a_validation_is_due(alone: Path) -> None:
 def test_a_validation_is_broken_off_when_the_run_is_asked_to_stop(alone: Path) -> None:
     file = ValidationFile("own", [Prompt("q", "?", (1,), ("2",), "math")], 0, ())
     one = validator(alone, Exports(), files=[file], asked_to_stop=lambda: "SIGTERM")
-    assert one.measure(3) is None and one.stopped_by == "SIGTERM"
+    assert one.validate(3) is None and one.stopped_by == "SIGTERM"
     assert one.due(3), "the run that goes on makes it"

@@ -63,7 +63,8 @@ class WeightSync:
         """Of the last sync."""
 
     def run(self, step: int) -> None:
-        """Sync the weights that step `step` (from 0) samples with. A collective of all ranks.
+        """Sync the weights that step `step` (from 0) samples with; with all steps done, those of the last
+        validation. A collective of all ranks.
 
         RuntimeError on all ranks where a checksum was due and differs.
         """

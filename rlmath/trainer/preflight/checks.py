@@ -8,7 +8,6 @@ was given, what is needed and what to change. `config_warnings` lists settings t
 from __future__ import annotations
 
 import dataclasses
-import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -145,7 +144,7 @@ def file_problems(config: Config, kind: Kind = "grpo") -> Iterator[str]:
     elif validates(config):
         paths += [("validation.paths", path) for path in config.validation.paths]
     for key, path in ((key, Path(path)) for key, path in paths):
-        if not os.path.exists(path):
+        if not (path.is_file() or path.is_dir()) or path == Path():
             yield f'{key}: there is no file "{path}".{nearest_path(path)}'
         elif path.is_file() and path.stat().st_size == 0:
             yield f'{key}: "{path}" is empty. Give a file with one row a line (forms: docs/data.md).'
