@@ -379,7 +379,9 @@ class _File:
     def add(self, name: str, tensor: Tensor, dtype: torch.dtype) -> None:
         entry = self._entry(tensor, dtype, tensor.numel() * dtype.itemsize)
         for block in tensor.detach().contiguous().view(-1).split(_BLOCK):
-            _write(self.file, memoryview(block.to("cpu", dtype).view(torch.uint8).numpy()))
+            # A copy: `numpy` makes a storage impossible to resize, which offloading a parameter on CPU needs.
+            host = block.to("cpu", dtype, copy=True)
+            _write(self.file, memoryview(host.view(torch.uint8).numpy()))
         self._header[name] = entry
         self._header_bytes += len(json.dumps({name: entry}))
         self._size += tensor.numel() * dtype.itemsize
