@@ -21,16 +21,21 @@ from tests.tiny_models import make_samples, shape_of
 ROLLOUT = RolloutConfig(
     group_size=3, max_new_tokens=24, temperature=0.8, cpu_kv_cache_gib=0.1, progress_bar=False
 )
+PREFIX_BLOCK = 128
+"""Tokens of a block of vLLM's KV cache on CPU: what of a prompt fills whole blocks is kept for the next one."""
 PROMPTS = {"a": (5, 6, 7), "b": (40, 41), "c": (9, 9, 9, 9, 9, 9)}
 
 
-def open_engine(folder: Path, engine_size: int, device: Any, rollout: RolloutConfig = ROLLOUT) -> Any:
-    """An engine over the ranks of the process group; asleep, as the trainer keeps it."""
+def open_engine(
+    folder: Path, engine_size: int, device: Any, rollout: RolloutConfig = ROLLOUT, longest: int = 64
+) -> Any:
+    """An engine over the ranks of the process group, for sequences of up to `longest` tokens; asleep, as the trainer
+    keeps it."""
     from rlmath.rollout.engine import Engine
 
     shape = shape_of(folder)
     mesh = Mesh(dist.get_rank(), dist.get_world_size(), 1, 1, engine_size)
-    engine = Engine(str(folder), rollout, 64, mesh, device, engine_shapes(shape, engine_size))
+    engine = Engine(str(folder), rollout, longest, mesh, device, engine_shapes(shape, engine_size))
     engine.memory.sleep()
     return engine
 
@@ -138,6 +143,56 @@ def mismatch(both: Pair, case: Case, updates: int) -> list[float]:
             assert learned.discarded is None
             assert stage.actor.learner.updates == step + 1 > both.engine.version
     return largest
+
+
+def old_prefixes(folder: Path) -> dict[str, Any]:
+    """A prompt longer than a block of the KV cache, sampled before and after updates of the policy. Prefixes of old
+    weights are dropped by `set_weight_version`, where the engine was awake all the time, and by sleep: the largest
+    difference between the engine's log-probs and the policy's after each, and after an update without either."""
+    from rlmath.rollout.sampling import Request
+
+    stage = build(folder, Case(lr=1.0))
+    longest = 2 * PREFIX_BLOCK
+    engine = open_engine(folder, 1, stage.device, longest=longest)
+    both = pair(stage, engine, 1)
+    prompt = tuple(3 + (7 * n) % 90 for n in range(longest - ROLLOUT.max_new_tokens))
+    requests = [Request((0, g), prompt, g, 0, ROLLOUT.max_new_tokens) for g in range(2)]
+    vllm = engine._llm.llm_engine
+    assert vllm.vllm_config.cache_config.enable_prefix_caching
+    report: dict[str, Any] = {"block": vllm.vllm_config.cache_config.block_size, "prompt": len(prompt)}
+
+    def difference() -> float:
+        generated = sorted(engine.generate(requests), key=lambda g: g.key)
+        samples = [Sample(prompt, g.token_ids, g.logprobs, 1.0) for g in generated]
+        batches = _pack_all(samples, stage.mesh)
+        mine = by_sample(batches, [r.logprobs_T for r in stage.actor.forward_backward.logprobs(batches)])
+        pairs = [zip(mine[i], sample.behaviour_logprobs, strict=True) for i, sample in enumerate(samples)]
+        return max(abs(a - b) for row in pairs for a, b in row)
+
+    def learn(seed: int) -> None:
+        learned = stage.actor.learner.learn(_pack_all(make_samples(8, seed=seed), stage.mesh), None, None)
+        assert learned.discarded is None
+
+    engine.memory.wake_weights()
+    both.sync.run()
+    engine.memory.wake_kv_cache()
+    report["first"] = difference()
+    report["again"] = difference()
+    learn(0)
+    both.sync.run()
+    engine.set_weight_version(stage.actor.learner.updates)
+    report["with a new version"] = difference()
+    learn(1)
+    engine.memory.sleep()
+    engine.memory.wake_weights()
+    both.sync.run()
+    engine.memory.wake_kv_cache()
+    report["slept"] = difference()
+    learn(2)
+    both.sync.run()
+    report["nothing dropped"] = difference()
+    engine.close()
+    return report
 
 
 def texts(folder: Path, case: Case, engine_size: int) -> dict[tuple[int, int], tuple[Any, ...]]:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import zlib
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
-from rlmath.algorithms.types import Prompt
+from rlmath.algorithms.types import Prompt, ScoredGroup
 from rlmath.config.schema import RewardConfig, RolloutConfig
 from rlmath.distributed.device import (
     environment_rank,
@@ -22,11 +24,14 @@ from tests.tiny_models import shape_of
 ROLLOUT = RolloutConfig(
     group_size=3, max_new_tokens=24, temperature=0.8, max_num_seqs=4, cpu_kv_cache_gib=0.1, progress_bar=False
 )
+HASHED = RewardConfig(function="tests.reward_by_hash:reward")
+SEEDS = {"first": (1, 0), "again": (1, 0), "next step": (1, 1), "other run": (2, 0)}
+"""Run seed and step of the rollouts that a hash rewards."""
 PROMPTS = [Prompt(f"q-{n}", f"{n}+1=", (n + 3, 50, 51), (str(n + 1),), "math") for n in range(9)]
 
 
 def _open(folder: Path, engine_size: int) -> tuple[Any, Mesh]:
-    """An engine of `engine_size` ranks, with vLLM's dummy weights: the same for every engine."""
+    """An engine of `engine_size` ranks, with the same random weights in every engine."""
     from rlmath.rollout.engine import Engine
     from rlmath.rollout.weight_sync.shard_layouts import engine_shapes
 
@@ -34,12 +39,25 @@ def _open(folder: Path, engine_size: int) -> tuple[Any, Mesh]:
     init_process_group(device, 120.0)
     mesh = Mesh(environment_rank(), environment_world_size(), 1, 1, engine_size)
     shapes = engine_shapes(shape_of(folder), engine_size)
-    return Engine(str(folder), ROLLOUT, 64, mesh, device, shapes), mesh
+    engine = Engine(str(folder), ROLLOUT, 64, mesh, device, shapes)
+    _write_weights(engine.weights, shapes)
+    return engine, mesh
+
+
+def _write_weights(weights: Any, shapes: dict[str, tuple[int, int]]) -> None:
+    """Random numbers drawn by a parameter's name. vLLM's own for tests are so small that every token is equally likely
+    after any prompt, and a mix-up of prompts or log-probs could not be seen."""
+    weights.begin({name: rows for name, (rows, _) in shapes.items()})
+    for name, shape in shapes.items():
+        draw = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+        weights.matrix(name).copy_(torch.randn(shape, generator=draw) * 0.1 + ("norm" in name))
+        weights.complete(name)
+    weights.end()
 
 
 def collected(folder: Path, engine_size: int, prompt_counts: list[int]) -> dict[str, Any]:
     """The groups of several rollouts by one `Collector`, each on the first so many prompts; and what it leaves in the
-    store. The weights have version 3."""
+    store. The weights have version 3. Then the rollouts of `SEEDS`, see `_hashed`."""
     from rlmath.data.tokenizer import load_tokenizer
     from rlmath.distributed.collectives import shared_store
     from rlmath.rewards.reward_manager import open_reward_workers
@@ -54,19 +72,50 @@ def collected(folder: Path, engine_size: int, prompt_counts: list[int]) -> dict[
     dist.barrier()
     keys_before = store.num_keys()
     dist.barrier()
-    how = training_sampling(ROLLOUT)
-    rollouts = [collector.collect(PROMPTS[:count], how, RolloutSeed(1, 0), "") for count in prompt_counts]
+    sampling = training_sampling(ROLLOUT)
+    rollouts = [
+        collector.collect(PROMPTS[:count], sampling, RolloutSeed(1, 0), "") for count in prompt_counts
+    ]
     dist.barrier()
     keys_after = store.num_keys()
     dist.barrier()
     if pool is not None:
         pool.close()
+    hashed, policy_logprobs = _hashed(engine, mesh, folder)
     engine.close()
     return {
+        "hashed": hashed,
+        "engine's log-probs": policy_logprobs,
         "groups": [rollout.groups for rollout in rollouts],
         "engine_seconds": [rollout.engine_seconds for rollout in rollouts],
         "new_keys": keys_after - keys_before,
     }
+
+
+def _hashed(engine: Any, mesh: Mesh, folder: Path) -> tuple[dict[str, list[ScoredGroup]], list[list[float]]]:
+    """Rollouts at temperature 1 that a hash of text and solutions rewards, by the names of `SEEDS`; and the log-probs
+    that the engine gives of the first one's completions when it only reads them, by prompt and sample."""
+    from rlmath.data.tokenizer import load_tokenizer
+    from rlmath.rewards.reward_manager import open_reward_workers
+    from rlmath.rollout.collector import Collector
+    from rlmath.rollout.sampling import RolloutSeed, training_sampling
+
+    pool = open_reward_workers(HASHED) if mesh.is_engine_leader else None
+    collector = Collector(engine, mesh, load_tokenizer(str(folder)), ROLLOUT, HASHED, pool)
+    sampling = replace(training_sampling(ROLLOUT), temperature=1.0)
+    found = {}
+    for name, (run_seed, step) in SEEDS.items():
+        found[name] = collector.collect(PROMPTS, sampling, RolloutSeed(run_seed, step), "").groups
+        dist.barrier()
+    if pool is not None:
+        pool.close()
+    read = [
+        (len(group.prompt.token_ids), [*group.prompt.token_ids, *completion.token_ids])
+        for group in found["first"]
+        for completion in group.completions
+    ]
+    scores = engine.score([token_ids for _, token_ids in read])
+    return found, [row[prompt - 1 :] for (prompt, _), row in zip(read, scores, strict=True)]
 
 
 def fixed_shares(folder: Path) -> dict[tuple[int, int], tuple[Any, ...]]:

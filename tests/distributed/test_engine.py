@@ -71,6 +71,16 @@ def test_tokens_that_were_held_back_have_the_policys_logprobs(ranks: RankPool, u
     assert max(max(largest) for largest in found) < 1e-5
 
 
+def test_no_prefix_of_old_weights_is_used_with_new_ones(ranks: RankPool, untied_model: Path) -> None:
+    """A prompt longer than a block of the KV cache is sampled again after updates. The last of them is followed by
+    nothing that empties the cache: the difference is then large, so the others would be seen, too."""
+    (report,) = ranks.run(1, engine_cases.old_prefixes, untied_model)
+    assert report["block"] == engine_cases.PREFIX_BLOCK < report["prompt"]
+    for name in ("first", "again", "with a new version", "slept"):
+        assert report[name] < 1e-5, name
+    assert report["nothing dropped"] > 1e-3
+
+
 @matrix
 def test_text_does_not_depend_on_the_number_of_engines(ranks: RankPool, untied_model: Path) -> None:
     alone = ranks.run(1, engine_cases.texts, untied_model, Case(), 1)[0]

@@ -6,18 +6,44 @@ from pathlib import Path
 
 import pytest
 
+from rlmath.data.tokenizer import load_tokenizer
 from tests.distributed import rollout_cases
 from tests.distributed.rank_pool import RankPool
-from tests.distributed.rollout_cases import PROMPTS, ROLLOUT
+from tests.distributed.rollout_cases import PROMPTS, ROLLOUT, SEEDS
+from tests.reward_by_hash import hash_of
 
 pytestmark = pytest.mark.distributed
+EOS = 1
+"""Of the tiny model's tokenizer."""
 COUNTS = [9, 1, 0, 9]
 """Prompts of the rollouts; fewer than engines, and none, as dynamic sampling may have it."""
 
 
+class Collected:
+    """What the ranks report of an engine or several, each number of them run once."""
+
+    def __init__(self, ranks: RankPool, model: Path) -> None:
+        self._ranks, self._model = ranks, model
+        self._reports: dict[tuple[int, int], list[dict]] = {}
+
+    def by(self, engines: int, engine_size: int = 1) -> list[dict]:
+        key = engines, engine_size
+        if key not in self._reports:
+            world_size = engines * engine_size
+            self._reports[key] = self._ranks.run(
+                world_size, rollout_cases.collected, self._model, engine_size, COUNTS
+            )
+        return self._reports[key]
+
+
 @pytest.fixture(scope="module")
-def alone(ranks: RankPool, untied_model: Path) -> dict:
-    return ranks.run(1, rollout_cases.collected, untied_model, 1, COUNTS)[0]
+def collected(ranks: RankPool, untied_model: Path) -> Collected:
+    return Collected(ranks, untied_model)
+
+
+@pytest.fixture(scope="module")
+def alone(collected: Collected) -> dict:
+    return collected.by(1)[0]
 
 
 def test_groups_are_whole_and_in_the_order_of_the_prompts(alone: dict) -> None:
@@ -37,12 +63,68 @@ def test_groups_are_whole_and_in_the_order_of_the_prompts(alone: dict) -> None:
     "engines", [2, pytest.param(3, marks=pytest.mark.full), pytest.param(4, marks=pytest.mark.full)]
 )
 def test_what_is_collected_does_not_depend_on_who_drew_it(
-    ranks: RankPool, untied_model: Path, alone: dict, engines: int
+    collected: Collected, alone: dict, engines: int
 ) -> None:
-    for report in ranks.run(engines, rollout_cases.collected, untied_model, 1, COUNTS):
-        assert report["groups"] == alone["groups"]
+    for report in collected.by(engines):
+        assert report["groups"] == alone["groups"] and report["hashed"] == alone["hashed"]
         assert [len(seconds) for seconds in report["engine_seconds"]] == [engines] * len(COUNTS)
         assert report["new_keys"] == 0
+
+
+@pytest.mark.parametrize(("engines", "engine_size"), [(1, 1), (2, 1), (1, 2)])
+def test_every_completion_has_its_own_reward_and_its_own_prompts_solutions(
+    collected: Collected, untied_model: Path, engines: int, engine_size: int
+) -> None:
+    """The reward is a hash of the text and of the solutions that it was scored against."""
+    tokenizer, found = load_tokenizer(str(untied_model)), collected.by(engines, engine_size)[-1]["hashed"]
+    assert found.keys() == SEEDS.keys()
+    rewards = set()
+    for groups in found.values():
+        assert [group.prompt for group in groups] == PROMPTS
+        for group, prompt in zip(groups, PROMPTS, strict=True):
+            for completion, score in zip(group.completions, group.scores, strict=True):
+                text = tokenizer.decode(list(completion.token_ids), skip_special_tokens=True)
+                assert completion.text == text
+                assert score.reward == hash_of(text, prompt.solutions)
+                assert score.metrics == (("row", hash_of(prompt.prompt_id, prompt.solutions)),)
+                assert (score.verdict, score.correct) == ("function", score.reward > 0)
+                rewards.add(score.reward)
+    assert len(rewards) > 3 * len(PROMPTS) * ROLLOUT.group_size * 0.9, "else a mix-up would not be seen"
+
+
+@pytest.mark.parametrize("engines", [1, 2])
+def test_a_completion_ends_at_its_stop_token_or_at_the_limit(collected: Collected, engines: int) -> None:
+    reasons = set()
+    for groups in collected.by(engines)[-1]["hashed"].values():
+        for completion in (one for group in groups for one in group.completions):
+            *before, last = completion.token_ids
+            assert EOS not in before
+            assert completion.finish_reason == ("stop" if last == EOS else "length")
+            assert last == EOS or len(completion.token_ids) == ROLLOUT.max_new_tokens
+            reasons.add(completion.finish_reason)
+    assert reasons == {"stop", "length"}
+
+
+def test_log_probs_are_those_of_the_tokens(alone: dict) -> None:
+    completions = [one for group in alone["hashed"]["first"] for one in group.completions]
+    for completion, read in zip(completions, alone["engine's log-probs"], strict=True):
+        assert list(completion.logprobs) == pytest.approx(read, abs=1e-4)
+        assert len(completion.logprobs) == len(completion.token_ids)
+    assert len({round(number, 3) for one in completions for number in one.logprobs}) > 100
+
+
+def test_a_seed_is_of_run_step_prompt_and_sample(alone: dict) -> None:
+    """The nine prompts are there in every rollout, and the weights are the same."""
+    tokens = {
+        name: [[tuple(one.token_ids) for one in group.completions] for group in groups]
+        for name, groups in alone["hashed"].items()
+    }
+    assert tokens["first"] == tokens["again"]
+    for row in tokens["first"]:
+        assert len(set(row)) == ROLLOUT.group_size
+    for name in ("next step", "other run"):
+        for row, other in zip(tokens["first"], tokens[name], strict=True):
+            assert set(row).isdisjoint(other), name
 
 
 def test_fixed_shares_give_the_same_text(ranks: RankPool, untied_model: Path, alone: dict) -> None:
@@ -58,10 +140,8 @@ def test_fixed_shares_give_the_same_text(ranks: RankPool, untied_model: Path, al
 @pytest.mark.parametrize(
     ("ranks_in_all", "engine_size"), [(2, 2), pytest.param(4, 2, marks=pytest.mark.full)]
 )
-def test_the_ranks_of_an_engine_draw_alike(
-    ranks: RankPool, untied_model: Path, ranks_in_all: int, engine_size: int
-) -> None:
-    reports = ranks.run(ranks_in_all, rollout_cases.collected, untied_model, engine_size, COUNTS)
+def test_the_ranks_of_an_engine_draw_alike(collected: Collected, ranks_in_all: int, engine_size: int) -> None:
+    reports = collected.by(ranks_in_all // engine_size, engine_size)
     assert all(report["groups"] == reports[0]["groups"] for report in reports)
     assert reports[0]["groups"][0] == reports[0]["groups"][3]
     assert all(report["new_keys"] == 0 for report in reports)

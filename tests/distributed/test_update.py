@@ -26,6 +26,7 @@ GROUPS = make_groups((4, 4, 3, 1, 4))
 PPO = AlgorithmConfig(
     advantage="ppo", advantage_eps=1e-5, kl_in="reward", kl_estimator="k1", kl_coef=0.5, early_stop_ratio=None
 )
+TINY_STEPS = Case(max_tokens=128, lr=1e-6)
 LAYOUTS = [Case(max_tokens=128), Case(tensor=2, pipeline=2, max_tokens=64), Case(data=2, max_tokens=64)]
 
 
@@ -118,6 +119,58 @@ def test_later_epochs_take_the_minibatches_in_another_order(ranks: RankPool, unt
     results = step(ranks, untied_model, LAYOUTS[0], fixed).record.results
     first, second = ([r.sums["tokens"] for r in results[start : start + 8]] for start in (0, 8))
     assert first == second
+
+
+def test_every_step_deals_samples_to_minibatches_anew(ranks: RankPool, untied_model: Path) -> None:
+    """The same groups in three steps of a run, and again with another seed: other minibatches, in both epochs."""
+    algorithm = AlgorithmConfig(n_minibatches=8, epochs=2, early_stop_ratio=None)
+
+    def dealt(seed: int) -> list[tuple[int, ...]]:
+        made = ranks.run(1, update_cases.steps, untied_model, TINY_STEPS, [GROUPS] * 3, algorithm, seed)[0]
+        return [tuple(int(result.sums["tokens"]) for result in one.record.results) for one in made]
+
+    one, other = dealt(1), dealt(2)
+    assert one == dealt(1)
+    first_epochs = [tokens[:8] for tokens in one + other]
+    assert len(set(first_epochs)) == len({tuple(sorted(tokens)) for tokens in first_epochs}) == 6
+    orders = {tuple(tokens[:8].index(n) for n in tokens[8:]) for tokens in one}
+    assert len(orders) == 3, "every step takes the minibatches of its second epoch in an order of its own"
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "moved"),
+    [
+        (AlgorithmConfig(clip_ratio=1e-4, early_stop_ratio=None), [False]),
+        (AlgorithmConfig(clip_ratio=1e-4, early_stop_ratio=None, epochs=3), [False, True, True]),
+        (AlgorithmConfig(clip_ratio=1e-4, early_stop_ratio=None, n_minibatches=2), [False, True]),
+        (AlgorithmConfig(clip_ratio=1e3, early_stop_ratio=None, epochs=2), [False, None]),
+    ],
+    ids=["once", "epochs", "minibatches", "wide"],
+)
+def test_the_ratio_is_to_the_policy_before_the_steps_first_update(
+    ranks: RankPool, untied_model: Path, algorithm: AlgorithmConfig, moved: list[bool | None]
+) -> None:
+    """Also where one minibatch is learned from again: only the first update has ratio 1, and narrow bounds cut the
+    others. None: it has moved, but wide bounds do not cut."""
+    results = step(ranks, untied_model, LAYOUTS[0], algorithm).record.results
+    assert len(results) == len(moved)
+    for result, has_moved in zip(results, moved, strict=True):
+        ratio, clipped = (result.sums[name] / result.sums["tokens"] for name in ("ratio", "clipped"))
+        assert (abs(ratio - 1) > 1e-4) == (has_moved is not False)
+        assert (clipped > 0.1) == (has_moved is True)
+        assert result.discarded is None
+
+
+@pytest.mark.parametrize("recompute", [True, False])
+def test_without_recomputed_log_probs_the_ratio_is_to_the_engine(
+    ranks: RankPool, untied_model: Path, recompute: bool
+) -> None:
+    """The engine's log-probs are others in these groups than the policy's: the first minibatch shows it."""
+    algorithm = AlgorithmConfig(recompute_logprobs=recompute, early_stop_ratio=None)
+    (result,) = step(ranks, untied_model, LAYOUTS[0], algorithm).record.results
+    ratio = result.sums["ratio"] / result.sums["tokens"]
+    assert ratio == 1.0 if recompute else abs(ratio - 1) > 0.01
+    assert result.sums["mismatch"] / result.sums["tokens"] > 0.01
 
 
 def test_more_minibatches_than_samples_are_one_sample_each(ranks: RankPool, untied_model: Path) -> None:

@@ -53,6 +53,17 @@ def step(
     folder: Path, case: Case, groups: list[ScoredGroup], algorithm: AlgorithmConfig
 ) -> StepOutcome | None:
     """The updates of one step, from rank 0; with KL the reference differs from the start."""
+    return steps(folder, case, [groups], algorithm)[0]
+
+
+def steps(
+    folder: Path,
+    case: Case,
+    groups_by_step: list[list[ScoredGroup]],
+    algorithm: AlgorithmConfig,
+    seed: int = 1,
+) -> list[StepOutcome | None]:
+    """Steps 0, 1, ... one after the other, each on groups of its own."""
     from rlmath.models.build import early_stop, loss_settings
     from rlmath.models.offload import training_sets
     from rlmath.trainer.grpo import PolicyUpdater
@@ -60,15 +71,17 @@ def step(
     stage = build(folder, case)
     stage.actor.learner.settings = loss_settings(algorithm)
     stage.actor.learner.bounds = early_stop(algorithm)
-    config = replace(stage.config, algorithm=algorithm)
+    config = replace(stage.config, algorithm=algorithm, run=replace(stage.config.run, seed=seed))
     reference = _reference(stage) if algorithm.kl_coef else None
     offload = training_sets(stage.actor, reference, config.memory, stage.device)
     updater = PolicyUpdater(config, stage.shape, stage.mesh, stage.actor, reference, offload, PhaseTimers())
-    before = whole_tensors(stage)
-    record = updater.update(groups, number=0)
-    after = whole_tensors(stage)
-    update = {name: after[name] - before[name] for name in after}
-    return StepOutcome(record, update) if stage.mesh.rank == 0 else None
+    made, before = [], whole_tensors(stage)
+    for number, groups in enumerate(groups_by_step):
+        record, after = updater.update(groups, number), whole_tensors(stage)
+        update = {name: after[name] - before[name] for name in after}
+        made.append(StepOutcome(record, update) if stage.mesh.rank == 0 else None)
+        before = after
+    return made
 
 
 def _reference(stage: Stage) -> Any:

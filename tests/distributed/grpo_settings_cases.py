@@ -1,0 +1,238 @@
+"""What one rank does in the test of a GRPO run from its settings: the run with a real engine, and what was asked of
+whom."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from rlmath.config.schema import (
+    AlgorithmConfig,
+    Config,
+    DataConfig,
+    MemoryConfig,
+    ModelConfig,
+    OptimizerConfig,
+    PolicyConfig,
+    RewardConfig,
+    RolloutConfig,
+    RunConfig,
+    SaveConfig,
+    SelectionConfig,
+    StagesConfig,
+    SyncConfig,
+    TelemetryConfig,
+    ValidationConfig,
+)
+from rlmath.data.dataset import load_inputs, load_validation
+from rlmath.trainer.resume import Origin
+from rlmath.trainer.startup import PreparedRun
+from tests.distributed.optimizer_cases import run_here
+from tests.tiny_models import shape_of
+
+SEED = 101
+PROMPTS, PER_STEP, GROUP = 9, 3, 4
+VALIDATED, BATCH, SAMPLES = 5, 3, 2
+STAGE_TOKENS = (24, 28)
+STEPS = (1, 2)
+"""Of the two stages."""
+MINIBATCHES, EPOCHS = 3, 2
+RATE, LEAST, WARM_UP = 0.004, 0.001, 3
+
+
+def settings(model: Path, folder: Path) -> Config:
+    """No two numbers are alike where one could be taken for the other."""
+    return Config(
+        run=RunConfig(output_dir=str(folder / "run"), seed=SEED, device="cpu"),
+        model=ModelConfig(path=str(model)),
+        data=DataConfig(
+            train_path=_rows(folder / "train.jsonl", "t", PROMPTS),
+            prompts_per_step=PER_STEP,
+            max_prompt_tokens=13,
+            shuffle=False,
+        ),
+        stages=StagesConfig(
+            steps=list(STEPS), max_new_tokens=list(STAGE_TOKENS), max_tokens_per_microbatch=[90, 130]
+        ),
+        policy=PolicyConfig(max_tokens_per_microbatch=77),
+        optimizer=OptimizerConfig(
+            kind="sgd", lr=RATE, min_lr=LEAST, warmup_steps=WARM_UP, decay="linear", distributed=False
+        ),
+        rollout=RolloutConfig(
+            group_size=GROUP,
+            max_new_tokens=17,
+            min_new_tokens=2,
+            temperature=0.8,
+            top_p=0.99,
+            top_k=60,
+            max_num_seqs=6,
+            max_num_batched_tokens=70,
+            cpu_kv_cache_gib=0.0625,
+            progress_bar=False,
+        ),
+        sync=SyncConfig(checksum_every=2, probe_every=3, probe_threshold=0.31),
+        memory=MemoryConfig(
+            offload_gradients=False,
+            offload_optimizer=False,
+            offload_parameters=True,
+            offload_reference=True,
+            leak_threshold_mib=4097.0,
+            stop_on_leak=True,
+        ),
+        reward=RewardConfig(workers=1, overlong_buffer=10, overlong_penalty=0.5),
+        selection=SelectionConfig(min_completion_tokens=1),
+        algorithm=AlgorithmConfig(
+            advantage="rloo",
+            loss_normalisation="constant",
+            n_minibatches=MINIBATCHES,
+            epochs=EPOCHS,
+            kl_coef=0.01,
+            early_stop_ratio=None,
+        ),
+        validation=ValidationConfig(
+            every_steps=2,
+            paths=[_rows(folder / "held.jsonl", "v", VALIDATED)],
+            before_training=False,
+            batch_size=BATCH,
+            samples=SAMPLES,
+            temperature=0.5,
+            top_p=0.9,
+            max_new_tokens=7,
+        ),
+        telemetry=TelemetryConfig(tensorboard=False, sample_groups_per_step=2),
+        save=SaveConfig(ckpt_freq_secs=None),
+    )
+
+
+def _rows(path: Path, name: str, count: int) -> str:
+    rows = [
+        {"prompt": f"{n}+1=", "task": "math", "query_id": f"{name}{n}", "solutions": [f"\\boxed{{{n + 1}}}"]}
+        for n in range(count)
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def whole_run(model: Path, folder: Path) -> dict[str, Any]:
+    """A run of three steps; the last one begins with a validation, and one follows it."""
+    from rlmath.trainer.grpo import GrpoTrainer
+
+    config, shape = settings(model, folder), shape_of(model)
+    inputs = load_inputs(config, shape)
+    files = load_validation(config, inputs.tokenizer, shape.vocab_size)
+    prepared = PreparedRun(config, shape, inputs, Origin("", ""), None, validation=files)
+    found: dict[str, Any] = {"records": []}
+
+    class Observed(GrpoTrainer):
+        """Reports what it is made of and what it is asked for; it trains as ever."""
+
+        def __init__(self, *given: Any, on_progress: Any, **others: Any) -> None:
+            super().__init__(*given, on_progress=on_progress, **others)
+            found["built"], found["asked"] = _built(self, on_progress), _watch(self)
+
+        def step(self, number: int) -> Any:
+            record = super().step(number)
+            found["records"].append(record)
+            return record
+
+        def close(self) -> None:
+            found["updates"] = self.actor.learner.updates
+            super().close()
+
+    found["status"] = run_here(Observed, prepared)
+    return found
+
+
+def _built(trainer: Any, on_progress: Any) -> dict[str, Any]:
+    vllm = trainer.engine._llm.llm_engine.vllm_config
+    scheduler, policy, monitor = (
+        trainer.actor.learner.scheduler,
+        trainer.actor.forward_backward,
+        trainer.switch._monitor,
+    )
+    return {
+        "steps": [(stage.first_step, stage.steps) for stage in trainer.length_stages],
+        "order": {
+            name: getattr(trainer.order, name)
+            for name in ("n_prompts", "prompts_per_step", "seed", "shuffle")
+        },
+        "updates": (scheduler.lr_warmup_steps, scheduler.lr_decay_steps),
+        "engine": {
+            "max_model_len": vllm.model_config.max_model_len,
+            "seed": vllm.model_config.seed,
+            "logprobs_mode": vllm.model_config.logprobs_mode,
+            "enforce_eager": vllm.model_config.enforce_eager,
+            "dtype": str(vllm.model_config.dtype),
+            "max_num_seqs": vllm.scheduler_config.max_num_seqs,
+            "max_num_batched_tokens": vllm.scheduler_config.max_num_batched_tokens,
+            "kv_cache_memory_bytes": vllm.cache_config.kv_cache_memory_bytes,
+            "tensor_parallel_size": vllm.parallel_config.tensor_parallel_size,
+        },
+        "temperatures": (policy.temperature, trainer.reference.temperature),
+        "min_tokens_mask": (policy.min_tokens_mask, trainer.reference.min_tokens_mask),
+        "offloaded": trainer.offload.names,
+        "monitor": (monitor._threshold, monitor._stop),
+        "reward": trainer.collector._reward,
+        "progress": (trainer.engine.on_step == on_progress, policy.on_microbatch == on_progress),
+        "probe": [len(one) for one in trainer.sync._probe._sequences],
+        "probe_temperature": trainer.sync._probe._policy.temperature,
+        "updaters": [
+            (one.normalisation, one.config.policy.max_tokens_per_microbatch) for one in trainer.updaters
+        ],
+    }
+
+
+def _watch(trainer: Any) -> dict[str, list[Any]]:
+    """Notes what engine, vLLM, sync and learner are asked for, which they do as ever."""
+    asked: dict[str, list[Any]] = {"collected": [], "vllm": [], "checks": [], "probes": [], "learned": []}
+    asked["samples"] = []
+    sync, learner, vllm = trainer.sync, trainer.actor.learner, trainer.engine._llm.llm_engine
+    collect, add, run = trainer.collector.collect, vllm.add_request, sync._transfer.run
+    ask, learn = sync._probe.score_policy, learner.learn
+
+    def collecting(prompts: Any, how: Any, seed: Any, title: str) -> Any:
+        ids = [prompt.prompt_id for prompt in prompts]
+        asked["collected"].append((ids, asdict(how), asdict(seed), title))
+        return collect(prompts, how, seed, title)
+
+    def adding(name: str, prompt: Any, params: Any) -> Any:
+        if params.prompt_logprobs is None:
+            names = ("temperature", "top_p", "top_k", "max_tokens", "min_tokens", "seed", "logprobs")
+            asked["vllm"].append(
+                (tuple(prompt["prompt_token_ids"]), {key: getattr(params, key) for key in names})
+            )
+        return add(name, prompt, params)
+
+    def running(check: bool = False) -> Any:
+        asked["checks"].append(check)
+        return run(check=check)
+
+    def asking() -> None:
+        asked["probes"].append(sync._step)
+        ask()
+
+    def learning(batches: Any, old: Any, reference: Any, on_policy: bool = False) -> Any:
+        indices = sorted(index for batch in batches for index in batch.sample_indices)
+        weights = sorted({float(w) for batch in batches for w in batch.loss_weights_T if w > 0})
+        asked["learned"].append((indices, weights, old is None, reference is None, on_policy))
+        for batch in batches:
+            asked["samples"] += [(sync._step, *row) for row in _rows_of(batch)]
+        return learn(batches, old, reference, on_policy)
+
+    trainer.collector.collect, vllm.add_request = collecting, adding
+    sync._transfer.run, sync._probe.score_policy, learner.learn = running, asking, learning
+    return asked
+
+
+def _rows_of(batch: Any) -> list[tuple[Any, ...]]:
+    """(index, tokens, advantages, log-probs of the engine) of every sample of a micro-batch; the last two of its
+    completion."""
+    rows, bounds = [], batch.cu_seqlens_S1.tolist()
+    for index, start, end in zip(batch.sample_indices, bounds, bounds[1:], strict=False):
+        learned = batch.completion_index_T[start:end] >= 0
+        columns = (batch.advantages_T[start:end][learned], batch.behaviour_logprobs_T[start:end][learned])
+        tokens = batch.token_ids_T[start:end].tolist()
+        rows.append((index, tokens, *(column.tolist() for column in columns)))
+    return rows

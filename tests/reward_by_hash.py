@@ -1,0 +1,18 @@
+"""A reward function whose number says which completion it belongs to, and which answers it was scored against."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+
+
+def hash_of(completion: str, solutions: Sequence[str]) -> float:
+    """A number from -1 to 1 that two completions, or one completion with two lists of solutions, do not share."""
+    digest = hashlib.sha256(json.dumps([completion, list(solutions)]).encode()).digest()
+    return int.from_bytes(digest[:4], "big") / 2**31 - 1
+
+
+def reward(completion: str, solutions: list[str], row: dict) -> tuple[float, dict[str, float]]:
+    """What `reward.function` names. The metric is a hash of what the row says itself."""
+    return hash_of(completion, solutions), {"row": hash_of(row["query_id"], row["solutions"])}
