@@ -2,20 +2,38 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
 from pathlib import Path
+from statistics import fmean, stdev
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from tests.programs import TRAIN, run, small_run, torchrun_command
+from tests.reward_by_hash import hash_of
 from tests.selection import matrix
 
 pytestmark = pytest.mark.distributed
 
-STEPS = 3
+STEPS, PROMPTS, PER_STEP, GROUP, LIMIT = 3, 12, 8, 4, 32
+MINIBATCHES, EPOCHS, WARMUP = 2, 2, 3
+UPDATES = MINIBATCHES * EPOCHS
+"""Optimizer steps of one step."""
+KL_COEF, LR, MIN_LR = 0.01, 2e-4, 1e-5
+RUN = (
+    f"run.total_steps={STEPS}",
+    "run.seed=3",
+    f"optimizer.warmup_steps={WARMUP}",
+    f"algorithm.kl_coef={KL_COEF}",
+    "algorithm.recompute_logprobs=true",
+    f"algorithm.epochs={EPOCHS}",
+    "algorithm.clip_ratio=1e-4",
+    "reward.function=tests.reward_by_hash:reward",
+    f"telemetry.sample_groups_per_step={PER_STEP}",
+)
 METRICS = {
     "task_reward",
     "final_reward",
@@ -51,16 +69,18 @@ METRICS = {
 
 
 def command(place: Path, output: Path) -> list[str]:
-    kl = ("algorithm.kl_coef=0.01", "algorithm.recompute_logprobs=true")
     saved = ("save.ckpt_freq_steps=1", f"save.keep_last={STEPS}")
-    overrides = (*small_run(place, output), f"run.total_steps={STEPS}", *kl, *saved)
+    overrides = (*small_run(place, output), *RUN, f"data.train_path={place}/few.jsonl", *saved)
     return torchrun_command(2, *TRAIN, *overrides)
 
 
 @pytest.fixture(scope="module")
 def workplace(arithmetic: Path) -> Path:
-    """Data, a random model, and a finished run of three steps with a reference."""
+    """Data, a random model, and a finished run of three steps with a reference. The run has 12 prompts and uses 8 of
+    them a step, so that its steps are epochs and share prompts; a hash of text and solutions rewards."""
     place = arithmetic
+    few = (place / "data" / "train.jsonl").read_text().splitlines(keepends=True)[:PROMPTS]
+    (place / "few.jsonl").write_text("".join(few))
     done = run(*command(place, place / "run"))
     (place / "console.txt").write_text(done.stdout + done.stderr)
     return place
@@ -75,11 +95,110 @@ def test_every_step_tells_its_metrics(workplace: Path) -> None:
     assert [row["step"] for row in found] == [1, 2, 3]
     for row in found:
         assert row.keys() >= METRICS
-        assert row["n_seqs"] == 32 and row["train/minibatches"] == 2
-        assert row["n_tokens"] == pytest.approx(row["avg_seq_len"] * 32)
+        assert row["n_seqs"] == PER_STEP * GROUP and row["train/minibatches"] == UPDATES
+        assert row["n_tokens"] == pytest.approx(row["avg_seq_len"] * row["n_seqs"])
         assert row["train/behaviour_logprob_diff_max"] < 1e-5
-    assert found[0]["train/reference_kl"] == pytest.approx(0, abs=1e-3)
+    assert found[0]["train/reference_kl"] == pytest.approx(0, abs=1e-2)
     assert found[-1]["train/reference_kl"] > found[0]["train/reference_kl"]
+
+
+def samples(folder: Path) -> list[list[dict]]:
+    """The groups of every step as they are kept."""
+    files = [folder / "samples" / f"step-{step:06d}.jsonl" for step in range(1, STEPS + 1)]
+    return [[json.loads(line) for line in file.read_text().splitlines()] for file in files]
+
+
+def test_the_learning_rate_warms_up_and_decays(workplace: Path) -> None:
+    """That of each step's last update, counted from 0: a quarter of it at first, all of it after three, then linear."""
+
+    def wanted(update: int) -> float:
+        if update < WARMUP:
+            return LR * (update + 1) / (WARMUP + 1)
+        return LR - (LR - MIN_LR) * (update - WARMUP) / (STEPS * UPDATES - WARMUP)
+
+    assert [wanted(update) for update in (0, 2, 3)] == pytest.approx([LR / 4, LR * 3 / 4, LR])
+    found = [row["train/learning_rate"] for row in rows(workplace / "run")]
+    assert found == pytest.approx([wanted(step * UPDATES + UPDATES - 1) for step in range(STEPS)])
+    assert found[2] < found[1] < found[0]
+
+
+def test_a_step_has_the_prompts_of_its_place_in_the_shuffled_order(workplace: Path) -> None:
+    """Each step is an epoch here: a permutation of its own, of which four prompts are left out."""
+    lines = (workplace / "few.jsonl").read_text().splitlines()
+    ids = [json.loads(line)["query_id"] for line in lines]
+    orders = []
+    for epoch, groups in enumerate(samples(workplace / "run")):
+        order = sorted(range(PROMPTS), key=lambda n: hashlib.sha256(f"3:{epoch}:{n}".encode()).digest())
+        orders.append(order[:PER_STEP])
+        assert [group["prompt_id"] for group in groups] == [ids[n] for n in order[:PER_STEP]]
+        for group in groups:
+            row = json.loads(lines[ids.index(group["prompt_id"])])
+            assert (group["prompt"], group["solutions"]) == (row["prompt"], row["solutions"])
+    assert sorted(orders[0]) != list(range(PER_STEP)) and orders[0] != orders[1] != orders[2]
+
+
+def test_every_step_samples_anew(workplace: Path) -> None:
+    """With the seeds of the step before, and weights that have hardly moved, texts would begin alike."""
+    texts = [
+        {group["prompt_id"]: [one["text"][:6] for one in group["completions"]] for group in groups}
+        for groups in samples(workplace / "run")
+    ]
+    for before, after in ((0, 1), (1, 2), (0, 2)):
+        both = texts[before].keys() & texts[after].keys()
+        assert len(both) >= 2 * PER_STEP - PROMPTS
+        same = [a == b for name in both for a, b in zip(texts[before][name], texts[after][name], strict=True)]
+        assert sum(same) <= len(same) / 4
+    for step in texts:
+        assert all(len(set(beginnings)) > 1 for beginnings in step.values())
+
+
+def test_rewards_and_advantages_belong_to_their_texts(workplace: Path) -> None:
+    for row, groups in zip(rows(workplace / "run"), samples(workplace / "run"), strict=True):
+        assert len(groups) == PER_STEP and all(len(group["completions"]) == GROUP for group in groups)
+        rewards, by_token, tokens = [], 0.0, 0
+        for group in groups:
+            own = [hash_of(one["text"], group["solutions"]) for one in group["completions"]]
+            assert [one["reward"] for one in group["completions"]] == pytest.approx(own, abs=1e-6)
+            mean, deviation = fmean(own), stdev(own)
+            wanted = [(reward - mean) / (deviation + 1e-6) for reward in own]
+            assert [one["advantage"] for one in group["completions"]] == pytest.approx(wanted, abs=1e-4)
+            rewards += own
+            lengths = [one["length"] for one in group["completions"]]
+            by_token += sum(a * n for a, n in zip(wanted, lengths, strict=True))
+            tokens += sum(lengths)
+        assert row["task_reward"] == row["rollout/rewards"] == pytest.approx(fmean(rewards), abs=1e-6)
+        assert row["advantage"] == pytest.approx(by_token / tokens, abs=1e-4)
+        assert row["rollout/accuracy"] == pytest.approx(fmean(reward > 0 for reward in rewards))
+        assert row["n_valid_tokens"] == tokens
+
+
+def test_completions_end_and_count_as_they_say(workplace: Path) -> None:
+    for row, groups in zip(rows(workplace / "run"), samples(workplace / "run"), strict=True):
+        made = [one for group in groups for one in group["completions"]]
+        assert all(one["finish_reason"] == "stop" for one in made if one["length"] < LIMIT)
+        assert max(one["length"] for one in made) == LIMIT > min(one["length"] for one in made)
+        cut = [one for one in made if one["finish_reason"] == "length"]
+        assert cut and all(one["length"] == LIMIT for one in cut)
+        assert row["no_eos_ratio"] == row["reward/truncated"] == pytest.approx(len(cut) / len(made))
+        assert row["rollout/response_length"] == pytest.approx(fmean(one["length"] for one in made))
+
+
+def test_a_step_samples_with_the_weights_of_all_updates_before_it(workplace: Path) -> None:
+    for step, (row, groups) in enumerate(
+        zip(rows(workplace / "run"), samples(workplace / "run"), strict=True)
+    ):
+        versions = {one["policy_version"] for group in groups for one in group["completions"]}
+        assert versions == {step * UPDATES} and row["rollout/policy_version"] == step * UPDATES
+
+
+def test_kl_and_clipping_are_at_work(workplace: Path) -> None:
+    """After the first minibatch the ratio is no longer 1, and the narrow bounds cut."""
+    for row in rows(workplace / "run"):
+        assert row["kl_reward"] == pytest.approx(-KL_COEF * row["train/reference_kl"])
+        assert row["final_reward"] == pytest.approx(row["task_reward"] + row["kl_reward"])
+        assert row["importance_weight"] == pytest.approx(1.0, abs=0.1) and row["importance_weight"] != 1.0
+        assert 0 < row["actor_clip_ratio"] < 1 - 1 / UPDATES
+        assert row["train/grad_norm"] > 0
 
 
 def test_the_console_tells_the_steps_and_the_settings(workplace: Path) -> None:
@@ -87,7 +206,7 @@ def test_the_console_tells_the_steps_and_the_settings(workplace: Path) -> None:
     assert "Layout: TP2 x PP1 x DP1, 2 engines of TP1" in console
     assert "prompts_per_step: 8" in console
     for step in (1, 2, 3):
-        assert f"(global step {step}) finishes." in console
+        assert f"Epoch {step}/{STEPS} step 1/1 (global step {step}) finishes." in console
     assert "Traceback" not in console
 
 

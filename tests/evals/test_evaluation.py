@@ -10,13 +10,16 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import pytest
 
 from launch.evaluate import main, parse, plan_of, rollout_of
 from rlmath.config.schema import RolloutConfig
+from rlmath.data.formats import read_prompts
 from rlmath.evals.plan import Plan
+from rlmath.rewards.verifier import verify
 from tests.distributed.rank_pool import RankPool
 from tests.evals.guessing_model import make_guessing_model
 from tests.programs import ENVIRONMENT, REPOSITORY, run, torchrun_command
@@ -117,6 +120,69 @@ def test_every_completion_is_kept_with_what_it_is(evaluated: Path) -> None:
     choices = (evaluated / "generations" / "gpqa_diamond").glob("*.jsonl")
     letters = [json.loads(line) for path in choices for line in path.read_text().splitlines()]
     assert all(row["extracted"] in "ABCD" for row in letters if row["correct"])
+
+
+def rows_by_problem(output: Path, name: str) -> dict[str, list[dict]]:
+    """The completions of a benchmark by problem, the greedy one first."""
+    found: dict[str, list[dict]] = {}
+    for path in output.glob(f"generations/{name}/*.jsonl"):
+        for line in path.read_text().splitlines():
+            row = json.loads(line)
+            found.setdefault(row["problem_id"], []).append(row)
+    return {
+        key: sorted(rows, key=lambda row: (row["mode"] != "greedy", row["sample"]))
+        for key, rows in found.items()
+    }
+
+
+def test_answers_are_scored_against_their_own_problems(evaluated: Path) -> None:
+    """Letters and whole numbers are compared here as characters; all others once more by the verifier."""
+    plain = 0
+    for name in NAMES:
+        solutions = {row.query_id: row.solutions for row in read_prompts(str(DATA / f"{name}.jsonl")).rows}
+        for problem, rows in rows_by_problem(evaluated, name).items():
+            for row in rows:
+                assert row["correct"] == verify(row["text"], solutions[problem]).correct
+                boxes = re.findall(r"\\boxed\{(\w+)\}", row["text"])
+                answer = re.search(r"\w+", solutions[problem][0].removeprefix("\\boxed"))
+                if name in ("gpqa_diamond", "aime24", "aime25") and row["text"].count("{") == len(boxes) > 0:
+                    assert answer is not None
+                    assert row["correct"] == (boxes[-1].lstrip("0") == answer[0].lstrip("0")), row
+                    plain += 1
+    assert plain > SAMPLES
+
+
+def test_the_table_counts_what_is_on_disk(evaluated: Path) -> None:
+    for name, one in json.loads((evaluated / "results.json").read_text())["benchmarks"].items():
+        row, problems = one["row"], rows_by_problem(evaluated, name)
+        assert len(problems) == LIMIT - row["too_long"]
+        made = list(problems.values())
+        assert all([r["mode"] for r in rows] == ["greedy"] + ["sample"] * SAMPLES for rows in made)
+        assert all([r["sample"] for r in rows[1:]] == list(range(SAMPLES)) for rows in made)
+        assert row["greedy_acc"] == pytest.approx(sum(rows[0]["correct"] for rows in made) / LIMIT)
+        right = {problem: sum(r["correct"] for r in rows[1:]) for problem, rows in problems.items()}
+        assert {p["problem_id"]: p["right"] for p in one["problems"] if p["problem_id"] in right} == right
+        assert row["sample_pass@1"] == pytest.approx(sum(right.values()) / (LIMIT * SAMPLES))
+        assert row[f"pass@{SAMPLES}"] == pytest.approx(sum(n > 0 for n in right.values()) / LIMIT)
+        for mode, chosen in (("greedy", slice(0, 1)), ("sample", slice(1, None))):
+            of_mode = [r for rows in made for r in rows[chosen]]
+            if not of_mode:
+                continue
+            cut = [r["finish_reason"] == "length" for r in of_mode]
+            assert row[f"{mode}_length"] == pytest.approx(fmean(r["tokens"] for r in of_mode))
+            assert row[f"{mode}_truncated"] == pytest.approx(fmean(cut))
+            assert all(r["tokens"] == NEW_TOKENS for r, was_cut in zip(of_mode, cut, strict=True) if was_cut)
+            assert all(r["finish_reason"] == "stop" for r in of_mode if r["tokens"] < NEW_TOKENS)
+
+
+def test_samples_of_a_problem_differ_and_greedy_answers_do_not(evaluated: Path) -> None:
+    """The guessing model looks at the last token alone: greedily it says the same after all prompts of a benchmark."""
+    for name in NAMES:
+        problems = list(rows_by_problem(evaluated, name).values())
+        assert all(len({row["text"] for row in rows[1:]}) > SAMPLES / 2 for rows in problems)
+        assert len({rows[0]["text"] for rows in problems}) <= 1
+        first = [rows[1]["text"] for rows in problems]
+        assert len(set(first)) == len(first)
 
 
 @pytest.mark.full
