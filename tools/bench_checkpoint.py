@@ -37,7 +37,7 @@ from rlmath.checkpoint.directory import Progress, complete_checkpoints, read_pro
 from rlmath.checkpoint.manager import CheckpointManager, Retention, load_checkpoint
 from rlmath.config.model_shape import ModelShape
 from rlmath.config.schema import Config, OptimizerConfig, ParallelConfig
-from rlmath.distributed.collectives import gather_objects
+from rlmath.distributed.collectives import all_gather_objects
 from rlmath.distributed.device import (
     Device,
     environment_rank,
@@ -90,7 +90,7 @@ class Bench:
 
     def in_background(self) -> float:
         still = self._timed(self._start)
-        while any(gather_objects(not self.store.written)):
+        while any(all_gather_objects(not self.store.written)):
             time.sleep(0.05)  # training
         return still + self._timed(self._finish)
 
@@ -130,7 +130,7 @@ class Bench:
         dist.barrier()
         started = time.perf_counter()
         work()
-        return max(gather_objects(time.perf_counter() - started))
+        return max(all_gather_objects(time.perf_counter() - started))
 
 
 def _train_once(size: str, mesh: Mesh, device: Device) -> tuple[list[Any], Any]:

@@ -38,7 +38,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from rlmath.config.model_shape import ModelShape
-from rlmath.data.batch_schedule import cut_minibatches, plan_minibatches, training_cost
+from rlmath.data.seqlen_balancing import cut_minibatches, plan_minibatches, training_cost
 
 MEAN_TOKENS = 7900.0
 PROMPT_MEAN, PROMPT_SIGMA, PROMPT_LIMIT = 106.0, 0.5, 1024

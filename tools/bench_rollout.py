@@ -45,7 +45,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from rlmath.config.schema import RolloutConfig
-from rlmath.distributed.collectives import gather_objects, shared_store
+from rlmath.distributed.collectives import all_gather_objects, shared_store
 from rlmath.distributed.device import (
     environment_rank,
     environment_world_size,
@@ -135,7 +135,7 @@ def measure(engine: Engine, source: RequestSource, case: Case) -> Figures:
     started = time.perf_counter()
     paced = Paced(source, case.step_seconds)
     count = sum(1 for _ in engine.generate(paced))
-    reports = gather_objects((count, time.perf_counter() - started, paced.steps))
+    reports = all_gather_objects((count, time.perf_counter() - started, paced.steps))
     counts, seconds, steps = zip(*reports[: case.engines], strict=True)
     assert sum(counts) == case.prompts * GROUP_SIZE, "every completion is made once"
     return Figures(max(seconds), max(steps), statistics.mean(idle_shares([seconds])))

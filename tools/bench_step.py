@@ -35,8 +35,8 @@ from rlmath.config.schema import (
     PolicyConfig,
     RolloutConfig,
 )
-from rlmath.data.batch_schedule import plan_minibatches
 from rlmath.data.packing import pack
+from rlmath.data.seqlen_balancing import plan_minibatches
 from rlmath.distributed.device import init_process_group, open_device
 from rlmath.distributed.mesh import Mesh
 from rlmath.models.hf_config import read_model_shape

@@ -39,7 +39,7 @@ from transformers import Qwen2Config
 
 from rlmath.config.model_shape import ModelShape
 from rlmath.config.schema import ParallelConfig, RolloutConfig
-from rlmath.distributed.collectives import gather_objects
+from rlmath.distributed.collectives import all_gather_objects
 from rlmath.distributed.device import (
     Device,
     environment_rank,
@@ -140,7 +140,7 @@ class Timings:
         packed, started = clock.seconds, time.perf_counter()
         work()
         total, packed = time.perf_counter() - started, clock.seconds - packed
-        reports = gather_objects((total - packed, packed))
+        reports = all_gather_objects((total - packed, packed))
         self.seconds.append(max(rest for rest, _ in reports))
         self.packing.append(max(packing for _, packing in reports))
 
@@ -204,8 +204,8 @@ def measure(case: Case, shape: ModelShape, engine: Engine, clock: PackingClock, 
             ]
             for timings, work in turns if repeat % 2 else reversed(turns):
                 timings.add(work, clock)
-        copied = max(gather_objects(plain_copy(report.bytes_copied + report.bytes_received)))
-        sent = sum(gather_objects(report.bytes_sent))
+        copied = max(all_gather_objects(plain_copy(report.bytes_copied + report.bytes_received)))
+        sent = sum(all_gather_objects(report.bytes_sent))
         if mesh.rank == 0:
             tell(case, shape, ours, theirs, copied, sent, sync.lower_bound)
 

@@ -19,7 +19,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from rlmath.config.gpus import GPUS
+from rlmath.config.gpu_specs import GPUS
 from rlmath.config.load import load_config, make_parser
 from rlmath.models.hf_config import required_shape
 from rlmath.planner.calibration import Measured, Where, as_file, fit, read_coefficients, read_run

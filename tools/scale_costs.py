@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from rlmath.checkpoint.hf.weight_map import Placed, placed_tensors, shard_shape
 from rlmath.config.model_shape import ModelShape
-from rlmath.data.batch_schedule import plan_minibatches, training_cost
+from rlmath.data.seqlen_balancing import plan_minibatches, training_cost
 from rlmath.distributed.fault_tolerance.failure import RankStatus, Shutdown
 from rlmath.distributed.fault_tolerance.heartbeat import watched
 from rlmath.distributed.mesh import Mesh

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from rlmath.distributed.collectives import gather_objects
+from rlmath.distributed.collectives import all_gather_objects
 from tools.scale_rollout import CountingStore, Figures
 
 SMALL, LARGE = 8, 2**20
@@ -50,7 +50,7 @@ def _rank(rank: int, ranks: int, port: int, repeats: int, queue: mp.SimpleQueue)
             repeats, lambda a=everyone, b=mine: dist.all_gather_single(a, b)
         )
         found[f"sum_{name}_seconds"] = _median(repeats, lambda a=mine: dist.all_reduce(a))
-    found["gather_objects_seconds"] = _median(repeats, lambda: gather_objects(None))
+    found["gather_objects_seconds"] = _median(repeats, lambda: all_gather_objects(None))
     store = dist.distributed_c10d._get_default_store()
     found["store_request_seconds"] = _median(5, lambda: _ask(store)) / REQUESTS
     if rank == 0:

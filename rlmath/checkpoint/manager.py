@@ -56,7 +56,12 @@ from rlmath.checkpoint.sharded_state import (
     random_states,
     restore_random_states,
 )
-from rlmath.distributed.collectives import first_error, from_rank_zero, gather_objects, to_rank_zero
+from rlmath.distributed.collectives import (
+    all_gather_objects,
+    broadcast_from_rank_zero,
+    first_error,
+    gather_to_rank_zero,
+)
 from rlmath.distributed.device import Device
 
 logger = logging.getLogger(__name__)
@@ -174,8 +179,8 @@ class CheckpointManager:
         error = first_error(mine.error and f"rank {self._rank}: {mine.error}")
         if error is not None:
             return self._give_up(error)
-        written = to_rank_zero(mine)
-        outcome = from_rank_zero(None if written is None else self._publish(save, written))
+        written = gather_to_rank_zero(mine)
+        outcome = broadcast_from_rank_zero(None if written is None else self._publish(save, written))
         if isinstance(outcome, str):
             return self._give_up(outcome)
         self._in_flight = None
@@ -198,7 +203,7 @@ class CheckpointManager:
         """Everything to save, and `progress` with its names."""
         pieces, objects = model_pieces(self._chunks)
         mine = {name for held in held_by(self._optimizer) for name in held.tensors()}
-        names = sorted(set().union(*gather_objects(mine)))
+        names = sorted(set().union(*all_gather_objects(mine)))
         states = random_states(self._device)
         parts = [
             *(piece.sharded for piece in pieces),
@@ -216,8 +221,8 @@ class CheckpointManager:
             for part in state.values()
             if isinstance(part, ShardedTensor) and is_main_replica(part.replica_id)
         )
-        needed = sum(gather_objects(mine)) + SPARE_BYTES
-        return from_rank_zero(self._lacks(needed) if self._rank == 0 else None)
+        needed = sum(all_gather_objects(mine)) + SPARE_BYTES
+        return broadcast_from_rank_zero(self._lacks(needed) if self._rank == 0 else None)
 
     def _lacks(self, needed: int) -> str | None:
         try:
@@ -244,7 +249,7 @@ class CheckpointManager:
                     (partial / METADATA_FILES / name).write_bytes(content)
             except OSError as refused:
                 error = f"{self._root} cannot be written: {refused}"
-        error = from_rank_zero(error)
+        error = broadcast_from_rank_zero(error)
         assert self._in_flight is not None
         if error is None and not (self._in_flight.partial / STATE).is_dir():
             error = f"rank {self._rank} does not see {self._in_flight.partial}: run.output_dir must be shared"

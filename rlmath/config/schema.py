@@ -11,7 +11,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
-from rlmath.config.gpus import GpuName
+from rlmath.config.gpu_specs import GpuName
 
 MISSING = "???"
 """OmegaConf's mark for a value that the user must give."""

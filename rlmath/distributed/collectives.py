@@ -21,7 +21,7 @@ def shared_store(name: str) -> dist.Store:
     return dist.PrefixStore(f"rlmath/{name}", distributed_c10d._get_default_store())
 
 
-def gather_objects(mine: T) -> list[T]:
+def all_gather_objects(mine: T) -> list[T]:
     """What every rank holds, in order of ranks, on every rank. Objects travel pickled between our own processes."""
     content = torch.frombuffer(bytearray(pickle.dumps(mine)), dtype=torch.uint8)
     sizes = torch.empty(dist.get_world_size(), dtype=torch.int64)
@@ -58,14 +58,14 @@ def _gather(mine: torch.Tensor, sizes: Sequence[int]) -> Sequence[torch.Tensor]:
     return parts
 
 
-def from_rank_zero(mine: T) -> T:
+def broadcast_from_rank_zero(mine: T) -> T:
     """What rank 0 holds, on every rank."""
     box = [mine]
     dist.broadcast_object_list(box, src=0)
     return box[0]
 
 
-def to_rank_zero(mine: T) -> list[T] | None:
+def gather_to_rank_zero(mine: T) -> list[T] | None:
     """What every rank holds, in order of ranks, on rank 0; None elsewhere."""
     gathered: list[T] | None = [mine] * dist.get_world_size() if dist.get_rank() == 0 else None
     dist.gather_object(mine, gathered, dst=0)
@@ -74,7 +74,7 @@ def to_rank_zero(mine: T) -> list[T] | None:
 
 def first_error(mine: str | None) -> str | None:
     """The first error of any rank, on all ranks."""
-    return next((error for error in gather_objects(mine) if error is not None), None)
+    return next((error for error in all_gather_objects(mine) if error is not None), None)
 
 
 def sum_over_ranks(values: Mapping[str, float], device: torch.device) -> dict[str, float]:

@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 import torch
 
-from rlmath.distributed.collectives import gather_objects
+from rlmath.distributed.collectives import all_gather_objects
 
 _ROOT = Path("/sys/fs/cgroup")
 
@@ -65,9 +65,9 @@ def share_memory(size: int) -> list[torch.UntypedStorage] | None:
         offer = (os.getpid(), fd, name, max(size, 1))
     except OSError:
         offer = None
-    offers = gather_objects(offer)
+    offers = all_gather_objects(offer)
     mapped = _map(offers)
-    agreed = all(gather_objects(mapped is not None))
+    agreed = all(all_gather_objects(mapped is not None))
     if fd >= 0:
         os.close(fd)
     return mapped if agreed else None

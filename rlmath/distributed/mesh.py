@@ -80,7 +80,7 @@ class Mesh:
         return self.is_last_stage and self.tensor_rank == 0 and self.context_rank == 0
 
     @property
-    def engines(self) -> int:
+    def num_engines(self) -> int:
         """Number of rollout engines."""
         return self.world_size // self.engine_size
 
@@ -98,7 +98,7 @@ class Mesh:
         """For example "TP2 x PP1 x DP1, 2 engines of TP1"; at most
         "TP2 x CP2 x PP2 x VPP2 x DP1 x EP2 x ETP2, ..."."""
         return (
-            f"{self.training_layout}, {self.engines} engine{'s' if self.engines > 1 else ''} "
+            f"{self.training_layout}, {self.num_engines} engine{'s' if self.num_engines > 1 else ''} "
             f"of TP{self.engine_size}"
         )
 

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from rlmath.config.schema import RolloutConfig, RunConfig
 from rlmath.data.tokenizer import load_tokenizer
-from rlmath.distributed.collectives import from_rank_zero
+from rlmath.distributed.collectives import broadcast_from_rank_zero
 from rlmath.distributed.device import (
     environment_rank,
     environment_world_size,
@@ -137,7 +137,7 @@ def _prepare_on_rank_zero(plan: Plan, rollout: RolloutConfig, mesh: Mesh, stack:
             prepared = _prepare(plan, rollout)
         except ValueError as error:
             mistake = str(error)
-    prepared, mistake = from_rank_zero((prepared, mistake))
+    prepared, mistake = broadcast_from_rank_zero((prepared, mistake))
     if prepared is None:
         raise ValueError(mistake)
     return prepared

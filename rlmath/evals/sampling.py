@@ -169,7 +169,7 @@ class _EngineProgress:
     """Progress of the first engine: a bar on a terminal, else a log line a minute."""
 
     def __init__(self, total: int, mesh: Mesh) -> None:
-        self._about = round(total / mesh.engines)
+        self._about = round(total / mesh.num_engines)
         self._shown = mesh.rank == 0
         self._done, self._logged_at = 0, time.monotonic()
         # None: shown on a terminal, not in a log file.

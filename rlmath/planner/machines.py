@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from rlmath.config.gpus import GPUS
+from rlmath.config.gpu_specs import GPUS
 from rlmath.config.help import nearest_word
 from rlmath.config.schema import Config
 from rlmath.trainer.preflight.memory_estimate import Target

@@ -148,7 +148,7 @@ def plan_step(
         training.microbatches,
         1 - 1 / training.idle_factor,
         tail_seconds(rollout, cluster, coefficients),
-        batch.sequences / mesh.engines / config.reward.workers / JUDGED_PER_SECOND,
+        batch.sequences / mesh.num_engines / config.reward.workers / JUDGED_PER_SECOND,
         step_flops(training),
     )
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from rlmath.checkpoint.hf.weight_map import padded_vocab
 from rlmath.config.model_shape import ModelShape
 from rlmath.config.schema import Config, PolicyConfig
-from rlmath.data.batch_schedule import Cost, training_cost
+from rlmath.data.seqlen_balancing import Cost, training_cost
 from rlmath.distributed.mesh import Mesh
 from rlmath.planner.lengths import Batch
 from rlmath.planner.machines import Cluster

@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerFast
 
 from rlmath.algorithms.types import Completion, FinishReason, Prompt, Score, ScoredGroup
 from rlmath.config.schema import RewardConfig, RolloutConfig
-from rlmath.distributed.collectives import gather_objects, shared_store
+from rlmath.distributed.collectives import all_gather_objects, shared_store
 from rlmath.distributed.mesh import Mesh
 from rlmath.rewards.reward_manager import RewardManager
 from rlmath.rewards.worker_pool import VerifierPool
@@ -78,7 +78,7 @@ class Collector:
         store = shared_store(f"rollout/{self._rollouts}")
         self._rollouts += 1
         work_queue = WorkQueue(store, requests_PG, self._mesh, self._rollout.max_num_seqs)
-        gathered = gather_objects(self._sample(prompts, work_queue, sampling, title))
+        gathered = all_gather_objects(self._sample(prompts, work_queue, sampling, title))
         work_queue.close()
         by_engine = [results for results in gathered if results is not None]
         scored: dict[Key, tuple[Completion, Score]] = {}

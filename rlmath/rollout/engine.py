@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from rlmath.config.schema import RolloutConfig
-from rlmath.distributed.collectives import from_rank_zero
+from rlmath.distributed.collectives import broadcast_from_rank_zero
 from rlmath.distributed.device import Device
 from rlmath.distributed.mesh import Mesh
 from rlmath.rollout.engine_sleep import EngineMemory, reset_prefix_cache
@@ -46,7 +46,7 @@ def prepare_environment(device_kind: str) -> None:
 
 def _set_engine_ident(mesh: Mesh) -> None:
     """A collective of all ranks: those of one engine get the same name."""
-    os.environ[IDENT_VARIABLE] = f"rlmath-{from_rank_zero(uuid.uuid4().hex)}-{mesh.engine_index}"
+    os.environ[IDENT_VARIABLE] = f"rlmath-{broadcast_from_rank_zero(uuid.uuid4().hex)}-{mesh.engine_index}"
 
 
 def _device_arguments(settings: RolloutConfig, device: Device) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-from rlmath.distributed.collectives import gather_objects
+from rlmath.distributed.collectives import all_gather_objects
 from rlmath.distributed.device import Device, device_bytes, release_cached
 from rlmath.distributed.phase_timers import PhaseTimers
 from rlmath.distributed.tensor_offload import OffloadStats
@@ -72,7 +72,7 @@ class MemorySwitch:
             logger.exception("A step failed; putting the engine to sleep and onloading the training side")
             self._recover()
             raise
-        self._monitor.end_cycle(gather_objects)
+        self._monitor.end_cycle(all_gather_objects)
 
     def metrics(self) -> dict[str, float]:
         """What this rank held after each phase of the last cycle (GiB); by offloaded set, its size (GiB) and how long

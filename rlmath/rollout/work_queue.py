@@ -128,7 +128,7 @@ class _EngineItems:
         self._store = store
         self._has_remaining_P = has_remaining_P
         self._mesh = mesh
-        self._even_share = -(-len(has_remaining_P) // mesh.engines)
+        self._even_share = -(-len(has_remaining_P) // mesh.num_engines)
         self._exhausted: set[str] = set()
         """Counters that have led past the last prompt."""
         self._started: dict[int, int] = {}

@@ -16,13 +16,19 @@ from rlmath.checkpoint.hf.weights import read_metadata_files, write_hf_folder
 from rlmath.checkpoint.manager import CheckpointManager, Retention, Saved
 from rlmath.config.length_curriculum import has_length_stages, length_stages
 from rlmath.config.load import config_as_yaml
-from rlmath.distributed.collectives import from_rank_zero, max_over_ranks
+from rlmath.distributed.collectives import broadcast_from_rank_zero, max_over_ranks
 from rlmath.distributed.fault_tolerance.preemption import REASONS, StopRequest
 from rlmath.distributed.process import library_versions
 from rlmath.models.megatron import hf_stream
 from rlmath.trainer.resume import Origin
 from rlmath.trainer.run_dir import EXPORT_FOLDER, MODELS_FOLDER, stage_folder
-from rlmath.trainer.save_schedule import FIRST_POINT, SaveTimes, export_dtype, models_of, points_of
+from rlmath.trainer.save_schedule import (
+    FIRST_POINT,
+    SaveTimes,
+    export_dtype,
+    kept_frequency,
+    recovery_frequency,
+)
 
 if TYPE_CHECKING:
     from rlmath.trainer.loop import Trainer
@@ -39,7 +45,7 @@ class Checkpointer:
         """`on_progress` is called during long operations."""
         config, actor = trainer.config, trainer.actor
         now, per_epoch = time.monotonic(), trainer.order.steps_per_epoch
-        points, models = points_of(config.save), models_of(config.save)
+        points, models = recovery_frequency(config.save), kept_frequency(config.save)
         self._trainer = trainer
         self._metadata_files = read_metadata_files(config.model.path)
         self._store = CheckpointManager(
@@ -142,7 +148,7 @@ class Checkpointer:
         if ended is None or not has_length_stages(config):
             return
         folder = stage_folder(config.run.output_dir, ended.number)
-        if not even_if_there and from_rank_zero(folder.is_dir()):
+        if not even_if_there and broadcast_from_rank_zero(folder.is_dir()):
             return
         try:
             with self._trainer.timers.phase("export"):

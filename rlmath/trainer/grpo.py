@@ -8,7 +8,7 @@ tensors are sharded. Lengths are those of the step's length stage; weights, opti
 prompts and seeds continue from stage to stage.
 
 The formulas are in `algorithms/`, the loss of a minibatch in `models/learner.py`, the schedule in
-`data/batch_schedule.py`, the life cycle around the step in `loop.py`.
+`data/seqlen_balancing.py`, the life cycle around the step in `loop.py`.
 """
 
 # Shape legend: P prompts, G completions of a prompt.
@@ -39,10 +39,10 @@ from rlmath.config.length_curriculum import (
 )
 from rlmath.config.model_shape import ModelShape
 from rlmath.config.schema import Config, SelectionConfig
-from rlmath.data.batch_schedule import plan_minibatches, training_cost
 from rlmath.data.dataset import Inputs, most_updates
 from rlmath.data.packing import pack
-from rlmath.distributed.collectives import from_rank_zero
+from rlmath.data.seqlen_balancing import plan_minibatches, training_cost
+from rlmath.distributed.collectives import broadcast_from_rank_zero
 from rlmath.distributed.device import Device, local_world_size
 from rlmath.distributed.mesh import Mesh
 from rlmath.distributed.phase_timers import PhaseTimers
@@ -62,7 +62,7 @@ from rlmath.rollout.weight_sync.reshard_plan import bucket_bytes
 from rlmath.rollout.weight_sync.shard_layouts import engine_shapes, training_layout
 from rlmath.rollout.weight_sync.weight_sync import WeightSync, WeightTransfer
 from rlmath.trainer.checkpointing import Checkpointer
-from rlmath.trainer.kl_in_reward import KLPenalty, shape_by_kl
+from rlmath.trainer.kl_in_reward import KLPenalty, apply_kl_penalty
 from rlmath.trainer.loop import Interrupted, Trainer
 from rlmath.trainer.metrics import (
     UpdateRecord,
@@ -316,7 +316,7 @@ class PolicyUpdater:
                 reference = self.reference.logprobs(batches)
         if self.penalty is not None:
             assert reference is not None
-            batches, advantages_PG, reward_kl = shape_by_kl(
+            batches, advantages_PG, reward_kl = apply_kl_penalty(
                 batches,
                 old,
                 reference,
@@ -438,7 +438,7 @@ def build_weight_sync(
         device,
         engine.weights,
         bucket_bytes(config.sync.bucket_mib, device.kind, mesh.world_size),
-        from_rank_zero(local_world_size()),
+        broadcast_from_rank_zero(local_world_size()),
     )
     # The first length stage's: the probe's tokens are the same in all, and with any validation.
     first = without_validation(length_stages(config, None)[0].config)

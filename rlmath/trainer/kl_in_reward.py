@@ -37,7 +37,7 @@ class RewardKL:
     per_completion: float
 
 
-def shape_by_kl(
+def apply_kl_penalty(
     batches: Sequence[MicroBatch],
     old: Sequence[TokenLogprobs] | None,
     reference: Sequence[TokenLogprobs],

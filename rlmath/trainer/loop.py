@@ -26,7 +26,7 @@ from rlmath.config.load import config_as_yaml
 from rlmath.config.schema import Config
 from rlmath.data.loader import write_report
 from rlmath.distributed import process
-from rlmath.distributed.collectives import gather_objects
+from rlmath.distributed.collectives import all_gather_objects
 from rlmath.distributed.device import (
     Device,
     environment_rank,
@@ -267,7 +267,7 @@ def claim_folder(prepared: PreparedRun[Any], mesh: Mesh, resumed: CheckpointToRe
     dist.barrier()
     folder = Path(config.run.output_dir)
     host = None if (folder / CONFIG_NAME).is_file() else socket.gethostname()
-    blind = list(dict.fromkeys(one for one in gather_objects(host) if one is not None))
+    blind = list(dict.fromkeys(one for one in all_gather_objects(host) if one is not None))
     if blind:
         raise ValueError(
             f'what rank 0 wrote into run.output_dir "{folder}" is not seen on {hosts_text(blind)}; it must lie on a '

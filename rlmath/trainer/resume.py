@@ -33,7 +33,7 @@ from rlmath.config.load import load_config
 from rlmath.config.schema import Config
 from rlmath.data.dataset import Inputs, SftInputs
 from rlmath.data.sft_sequences import sequences_fingerprint
-from rlmath.distributed.collectives import from_rank_zero, gather_objects
+from rlmath.distributed.collectives import all_gather_objects, broadcast_from_rank_zero
 from rlmath.distributed.device import environment_rank, environment_world_size
 from rlmath.trainer.preflight.length_curriculum import stage_list_problems
 
@@ -300,7 +300,7 @@ def choose_checkpoint(
     """The newest candidate of rank 0's whose files are all as they were written. A collective: each rank reads a share
     of the files, and calls `on_progress` for every few MiB of them. ValueError on all ranks where one cannot read what
     rank 0 can, and where no candidate is whole."""
-    recovery = from_rank_zero(recovery)
+    recovery = broadcast_from_rank_zero(recovery)
     if recovery is None:
         return None
     for note in recovery.notes:
@@ -329,7 +329,7 @@ def _damage(checkpoint: Checkpoint, on_progress: Callable[[], None]) -> str | No
                 name,
                 f"rank {rank} on {socket.gethostname()} cannot read {name} ({error.strerror})",
             )
-    found = gather_objects((mine, unreadable))
+    found = all_gather_objects((mine, unreadable))
     names = [one for _, one in found if one is not None]
     if names:
         _shared_or_raise(checkpoint, names)
@@ -343,7 +343,7 @@ def _shared_or_raise(checkpoint: Checkpoint, unreadable: Sequence[tuple[str, str
             readable = environment_rank() == 0 and bool(file_entry(checkpoint.folder / name))
         except OSError:
             readable = False
-        if from_rank_zero(readable):
+        if broadcast_from_rank_zero(readable):
             raise ValueError(
                 f"{text}, and rank 0 can. run.output_dir must lie on a disk that all nodes share and may read."
             )

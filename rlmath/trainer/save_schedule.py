@@ -31,12 +31,12 @@ class Frequency:
         return self.epochs is None and self.steps is None and self.secs is None
 
 
-def points_of(save: SaveConfig) -> Frequency:
+def recovery_frequency(save: SaveConfig) -> Frequency:
     """How often the settings want a recovery point."""
     return Frequency(save.ckpt_freq_epochs, save.ckpt_freq_steps, save.ckpt_freq_secs)
 
 
-def models_of(save: SaveConfig) -> Frequency:
+def kept_frequency(save: SaveConfig) -> Frequency:
     """How often the settings want a checkpoint that stays."""
     return Frequency(save.save_freq_epochs, save.save_freq_steps, save.save_freq_secs)
 
@@ -104,7 +104,7 @@ def output_bytes(config: Config, shape: ModelShape) -> int:
     stay and the one that is being written, less those that are there (bytes)."""
     save = config.save
     wanted = 0
-    if not (points_of(save).never and models_of(save).never):
+    if not (recovery_frequency(save).never and kept_frequency(save).never):
         wanted = (save.keep_last + 1) * checkpoint_bytes(config, shape)
     found, _ = complete_checkpoints(Path(config.run.output_dir) / CHECKPOINTS)
     there = sum(entry.size for one in found for entry in one.files.values())

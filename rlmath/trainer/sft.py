@@ -14,9 +14,9 @@ from collections.abc import Callable, Sequence
 from typing import ClassVar
 
 from rlmath.algorithms.types import MicroBatch
-from rlmath.data.batch_schedule import plan_minibatches, training_cost
 from rlmath.data.dataset import SftInputs
 from rlmath.data.packing import pack
+from rlmath.data.seqlen_balancing import plan_minibatches, training_cost
 from rlmath.data.sft_sequences import WrittenSequence
 from rlmath.distributed.device import Device
 from rlmath.distributed.mesh import Mesh

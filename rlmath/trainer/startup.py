@@ -35,7 +35,7 @@ from rlmath.data.dataset import (
     load_validation,
 )
 from rlmath.distributed import process
-from rlmath.distributed.collectives import to_rank_zero
+from rlmath.distributed.collectives import gather_to_rank_zero
 from rlmath.distributed.device import environment_rank, environment_world_size
 from rlmath.distributed.fault_tolerance.exit_codes import (
     FAILURE,
@@ -361,7 +361,7 @@ def compare_clocks() -> None:
         return
     dist.barrier()
     mine = (place.host, time.time()) if place.is_node_leader else None
-    for line in clock_warnings([one for one in to_rank_zero(mine) or [] if one is not None]):
+    for line in clock_warnings([one for one in gather_to_rank_zero(mine) or [] if one is not None]):
         logger.warning("%s", line)
 
 

@@ -23,7 +23,7 @@ from rlmath.algorithms.types import ScoredGroup
 from rlmath.config.length_curriculum import validates, validation_tokens
 from rlmath.config.schema import Config
 from rlmath.data.dataset import ValidationFile
-from rlmath.distributed.collectives import from_rank_zero
+from rlmath.distributed.collectives import broadcast_from_rank_zero
 from rlmath.distributed.mesh import Mesh
 from rlmath.distributed.phase_timers import PhaseTimers
 from rlmath.rollout.sampling import RolloutSeed, SamplingSettings
@@ -74,7 +74,7 @@ class Validator:
         """What asked the run to stop while it validated, which broke that off."""
         self._folder = Path(config.run.output_dir)
         found = _read_earlier(self._folder, config) if steps_done and mesh.rank == 0 else None
-        self._done, self._best = from_rank_zero(found or (set(), None))
+        self._done, self._best = broadcast_from_rank_zero(found or (set(), None))
 
     def due(self, step: int) -> bool:
         """Whether the weights with `step` steps done are to be measured, and are not yet."""
@@ -144,7 +144,7 @@ class Validator:
                 self._export(self._folder / BEST_FOLDER, {BEST_FILE: self._account(measured)})
             except OSError as error:
                 failed = str(error)
-            failed = from_rank_zero(failed)
+            failed = broadcast_from_rank_zero(failed)
         if failed is None:
             self._best = accuracy
             logger.info(

@@ -3,7 +3,7 @@ from dataclasses import replace
 import pytest
 
 from rlmath.config.model_shape import ModelShape
-from rlmath.data.batch_schedule import TOKENS, Cost, training_cost
+from rlmath.data.seqlen_balancing import TOKENS, Cost, training_cost
 
 
 def shape(**changes) -> ModelShape:

@@ -198,7 +198,7 @@ def old_prefixes(folder: Path) -> dict[str, Any]:
 def texts(folder: Path, case: Case, engine_size: int) -> dict[tuple[int, int], tuple[Any, ...]]:
     """Tokens and log-probs of this rank's engine, whose share depends on how many engines there are."""
     both = _open(folder, case, engine_size)
-    generated = both.generate(_requests(0, 0, both.mesh.engine_index, both.mesh.engines))
+    generated = both.generate(_requests(0, 0, both.mesh.engine_index, both.mesh.num_engines))
     both.engine.close()
     return {g.key: (g.token_ids, g.logprobs) for g in generated}
 

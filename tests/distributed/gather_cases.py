@@ -9,7 +9,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from rlmath.distributed.collectives import from_rank_zero, gather_objects, max_over_ranks, to_rank_zero
+from rlmath.distributed.collectives import (
+    all_gather_objects,
+    broadcast_from_rank_zero,
+    gather_to_rank_zero,
+    max_over_ranks,
+)
 from rlmath.distributed.device import init_process_group, open_device
 
 
@@ -18,7 +23,11 @@ def gather_of_every_kind() -> list[Any]:
     init_process_group(open_device("cpu"), 60)
     rank = dist.get_rank()
     large = array("f", [0.1 * rank] * 5000) if rank == 1 else None
-    return [gather_objects(rank), gather_objects({"rank": rank, "text": "é" * rank}), gather_objects(large)]
+    return [
+        all_gather_objects(rank),
+        all_gather_objects({"rank": rank, "text": "é" * rank}),
+        all_gather_objects(large),
+    ]
 
 
 def collectives_of_ranks_that_connect_when_needed() -> list[Any]:
@@ -40,9 +49,9 @@ def collectives_of_ranks_that_connect_when_needed() -> list[Any]:
             work.wait()
         dist.barrier()
         return [
-            gather_objects(rank),
-            from_rank_zero(rank),
-            to_rank_zero(rank),
+            all_gather_objects(rank),
+            broadcast_from_rank_zero(rank),
+            gather_to_rank_zero(rank),
             max_over_ranks({"rank": rank}, torch.device("cpu")),
             count.item(),
             arrived.item(),

@@ -184,7 +184,7 @@ def _policy_is_not_finite(one: Checked) -> Callable[[], None]:
 
 def _change_the_last_engine(one: Checked, change: Callable[[torch.Tensor], Any]) -> Callable[[], None]:
     """Its weights leave with its sleep: nothing to undo."""
-    if one.both.mesh.engine_index == one.both.mesh.engines - 1:
+    if one.both.mesh.engine_index == one.both.mesh.num_engines - 1:
         change(one.both.engine.weights.matrix(ENGINE_NORM))
     return lambda: None
 

@@ -124,7 +124,7 @@ def fixed_shares(folder: Path) -> dict[tuple[int, int], tuple[Any, ...]]:
 
     engine, mesh = _open(folder, 1)
     requests_PG = group_requests(PROMPTS, training_sampling(ROLLOUT), RolloutSeed(1, 0))[
-        mesh.engine_index :: mesh.engines
+        mesh.engine_index :: mesh.num_engines
     ]
     generated = list(engine.generate([request for row in requests_PG for request in row]))
     engine.close()

@@ -16,7 +16,7 @@ def test_the_worked_example_of_the_docstring():
     mesh = Mesh(rank=5, world_size=8, tensor=2, pipeline=2, engine_size=2)
     assert (mesh.tensor_rank, mesh.data_rank, mesh.pipeline_rank, mesh.data) == (1, 0, 1, 2)
     assert mesh.is_last_stage and not mesh.counts_loss
-    assert (mesh.engines, mesh.engine_index, mesh.is_engine_leader) == (4, 2, False)
+    assert (mesh.num_engines, mesh.engine_index, mesh.is_engine_leader) == (4, 2, False)
 
 
 @pytest.mark.parametrize("sizes", list(itertools.product((1, 2, 3), (1, 2), (1, 2, 4), (1, 2))), ids=str)
@@ -49,7 +49,7 @@ def test_engines_are_neighbouring_ranks_and_the_first_speaks(engine_size: int):
     layout = meshes(8, tensor=2, pipeline=2, engine_size=engine_size)
     assert [mesh.engine_index for mesh in layout] == [rank // engine_size for rank in range(8)]
     assert [mesh.rank for mesh in layout if mesh.is_engine_leader] == list(range(0, 8, engine_size))
-    assert {mesh.engines for mesh in layout} == {8 // engine_size}
+    assert {mesh.num_engines for mesh in layout} == {8 // engine_size}
 
 
 def test_a_mesh_describes_itself():

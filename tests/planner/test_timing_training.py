@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from rlmath.config.schema import PolicyConfig
-from rlmath.data.batch_schedule import training_cost
+from rlmath.data.seqlen_balancing import training_cost
 from rlmath.planner.training import Held, forward_cost, held_parameters, logprobs_work, update_work
 from rlmath.planner.work import Work
 from tests.planner.shapes import (

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from rlmath.config.gpus import GPUS, GpuName
+from rlmath.config.gpu_specs import GPUS, GpuName
 from rlmath.planner.published import COLOCATED, TABLE, largest_error
 from tests.tiny_models import make_model_folder
 from tools.plan_run import main, published

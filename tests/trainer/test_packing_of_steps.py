@@ -20,8 +20,8 @@ from rlmath.config.schema import (
     RunConfig,
     SftConfig,
 )
-from rlmath.data.batch_schedule import TOKENS, Minibatch, plan_minibatches, training_cost
 from rlmath.data.packing import pack
+from rlmath.data.seqlen_balancing import TOKENS, MinibatchPlan, plan_minibatches, training_cost
 from rlmath.data.sft_sequences import WrittenSequence
 from rlmath.distributed.mesh import Mesh
 from rlmath.distributed.phase_timers import PhaseTimers
@@ -79,7 +79,7 @@ def assert_same(found: list[MicroBatch], wanted: list[MicroBatch]) -> None:
             assert same, field.name
 
 
-def plan(folder: Path, samples: list[Sample], minibatches: int, seed: int, **how: Any) -> list[Minibatch]:
+def plan(folder: Path, samples: list[Sample], minibatches: int, seed: int, **how: Any) -> list[MinibatchPlan]:
     lengths = [one.length for one in samples]
     given = {"cost": training_cost(shape_of(folder)), "count_multiple": 2, "shuffle": True} | how
     return plan_minibatches(lengths, minibatches, data_size=2, max_tokens=BUDGET, seed=seed, **given)

@@ -45,7 +45,7 @@ from rlmath.rollout.sampling import SamplingSettings, training_sampling
 from rlmath.trainer.grpo import PolicyUpdater, selection_rules
 from rlmath.trainer.kl_in_reward import KLPenalty
 from rlmath.trainer.preflight.memory_estimate import mesh_of
-from rlmath.trainer.save_schedule import Frequency, models_of, points_of
+from rlmath.trainer.save_schedule import Frequency, kept_frequency, recovery_frequency
 from rlmath.trainer.validation import _measure
 from tests.distinct_settings import DISTINCT
 from tests.tiny_models import shape_of
@@ -182,8 +182,8 @@ def test_what_a_function_that_fails_costs() -> None:
 
 
 def test_when_checkpoints_are_made() -> None:
-    assert points_of(DISTINCT.save) == Frequency(epochs=195, steps=196, secs=197.5)
-    assert models_of(DISTINCT.save) == Frequency(epochs=192, steps=193, secs=194.5)
+    assert recovery_frequency(DISTINCT.save) == Frequency(epochs=195, steps=196, secs=197.5)
+    assert kept_frequency(DISTINCT.save) == Frequency(epochs=192, steps=193, secs=194.5)
 
 
 def test_the_layout() -> None:

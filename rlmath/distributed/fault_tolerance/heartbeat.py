@@ -27,7 +27,7 @@ from types import TracebackType
 import torch.distributed as dist
 
 from rlmath.config.schema import RunConfig
-from rlmath.distributed.collectives import from_rank_zero
+from rlmath.distributed.collectives import broadcast_from_rank_zero
 from rlmath.distributed.fault_tolerance.failure import (
     Failure,
     RankStatus,
@@ -106,7 +106,7 @@ class Heartbeat:
         self._still = self._unanswered = 0.0
         self._slowest_answer = 0.0
         # torchrun keeps the store over restarts, and its count of them differs between nodes.
-        self._start = from_rank_zero(uuid.uuid4().hex)
+        self._start = broadcast_from_rank_zero(uuid.uuid4().hex)
         self._store = self._connect(settings.distributed_timeout_seconds)
 
     def __enter__(self) -> Heartbeat:

@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 import torch
 import torch.distributed as dist
 
-from rlmath.distributed.collectives import to_rank_zero
+from rlmath.distributed.collectives import gather_to_rank_zero
 from rlmath.distributed.mesh import Mesh
 from rlmath.distributed.ranks import ranks_text
 
@@ -44,7 +44,7 @@ class StragglerDetector:
 
     def __init__(self, mesh: Mesh) -> None:
         self._mesh = mesh
-        self._hosts = to_rank_zero(socket.gethostname()) or []
+        self._hosts = gather_to_rank_zero(socket.gethostname()) or []
         """By rank, on rank 0."""
         self._recent: deque[list[tuple[float, float]]] = deque(maxlen=RECENT_STEPS)
         self._steps = 0

@@ -88,7 +88,7 @@ class SyncChecksums:
     def differing(self) -> list[str]:
         """Tensors that differ between the policy and some engine, with the engines; the same on all ranks."""
         mesh = self._mesh
-        table = torch.zeros(1 + mesh.engines, len(self._names), dtype=torch.int64)
+        table = torch.zeros(1 + mesh.num_engines, len(self._names), dtype=torch.int64)
         table[0] = torch.tensor(
             [self._sums["policy"][name] * self._copies[name] & MASK for name in self._names]
         )

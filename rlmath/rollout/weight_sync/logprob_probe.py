@@ -12,7 +12,7 @@ import torch
 
 from rlmath.algorithms.types import MicroBatch, Sample
 from rlmath.data.packing import pack
-from rlmath.distributed.collectives import gather_objects
+from rlmath.distributed.collectives import all_gather_objects
 from rlmath.distributed.mesh import Mesh
 from rlmath.models.forward_backward import ForwardBackward
 from rlmath.models.logprobs import MinTokensMask
@@ -63,7 +63,7 @@ class Probe:
                 for batch, result in zip(batches, mine, strict=True)
                 for row in _rows(batch, result.logprobs_T.tolist())
             ]
-        (self._expected,) = [values for values in gather_objects(found) if values is not None]
+        (self._expected,) = [values for values in all_gather_objects(found) if values is not None]
 
     def _microbatches(self, samples: list[Sample]) -> list[MicroBatch]:
         """All samples on every data-parallel rank, in as few micro-batches as the layout takes."""
@@ -86,7 +86,7 @@ class Probe:
         ]
         self._expected = None
         mine = torch.tensor(differences, dtype=torch.float64)
-        everyone = gather_objects((mine.mean().item(), mine.max().item()))
+        everyone = all_gather_objects((mine.mean().item(), mine.max().item()))
         # torch's max keeps a NaN, Python's may lose it.
         worst = int(torch.tensor([mean for mean, _ in everyone]).argmax())
         return ProbeResult(worst // self._mesh.engine_size, *everyone[worst])

@@ -40,7 +40,13 @@ from rlmath.trainer.preflight.memory_estimate import Target, mesh_of
 from rlmath.trainer.preflight.memory_fit import GIB, planned_target, start_up_lines
 from rlmath.trainer.preflight.parallelism import planned_ranks
 from rlmath.trainer.run_dir import folder_problems
-from rlmath.trainer.save_schedule import checkpoint_bytes, export_bytes, models_of, most_models, points_of
+from rlmath.trainer.save_schedule import (
+    checkpoint_bytes,
+    export_bytes,
+    kept_frequency,
+    most_models,
+    recovery_frequency,
+)
 from rlmath.trainer.telemetry.alerts import dropped_alert
 
 
@@ -217,7 +223,7 @@ def kept_checkpoints(config: Config, total_steps: int, steps_per_epoch: int) -> 
     >>> kept_checkpoints(Config(save=SaveConfig(save_freq_steps=4, save_freq_epochs=1)), 12, 6)
     4
     """
-    every = models_of(config.save)
+    every = kept_frequency(config.save)
     periods = [] if every.steps is None else [every.steps]
     if every.epochs is not None:
         periods.append(every.epochs * steps_per_epoch)
@@ -232,7 +238,7 @@ def needed_disk(plan: RunPlan) -> int:
     config, save = plan.config, plan.config.save
     checkpoint, model = checkpoint_bytes(config, plan.shape), export_bytes(config, plan.shape)
     kept = kept_checkpoints(config, plan.data.total_steps, plan.data.order.steps_per_epoch)
-    points = 0 if points_of(save).never and models_of(save).never else save.keep_last + 1
+    points = 0 if recovery_frequency(save).never and kept_frequency(save).never else save.keep_last + 1
     models = most_models(config) + (kept if save.export_hf else 0)
     return (points + kept) * checkpoint + models * model
 
@@ -246,7 +252,7 @@ def _disk_lines(plan: RunPlan) -> Iterator[str]:
     )
     what = (
         []
-        if points_of(save).never
+        if recovery_frequency(save).never
         else [f"{save.keep_last} recovery points and the one that is being written"]
     )
     if kept:

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from rlmath.config.gpus import GPUS
+from rlmath.config.gpu_specs import GPUS
 from rlmath.config.help import raise_problems
 from rlmath.config.length_curriculum import with_longest_lengths
 from rlmath.config.model_shape import ModelShape

@@ -1,7 +1,7 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlmath.data.batch_schedule import Budget, pack_evenly, pack_tightly
+from rlmath.data.seqlen_balancing import Budget, pack_evenly, pack_tightly
 
 
 def budget_of(lengths: list[int], max_tokens: int, power: int = 1) -> Budget:

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlmath.data import batch_schedule
-from rlmath.data.batch_schedule import Bin, Budget, pack_evenly, plan_minibatches
+from rlmath.data import seqlen_balancing
+from rlmath.data.seqlen_balancing import Bin, Budget, pack_evenly, plan_minibatches
 from tools.bench_packing import COST, draw_lengths
 
 
@@ -37,12 +37,12 @@ def test_even_bins_are_those_of_the_plain_rule(lengths: list[int], n_bins: int, 
 def test_exchanges_are_looked_for_between_a_bounded_number_of_pairs_for_each_rank(
     ranks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pairs, exchange = [0], batch_schedule._exchange
+    pairs, exchange = [0], seqlen_balancing._exchange
 
     def counted(*args, **named) -> bool:
         pairs[0] += 1
         return exchange(*args, **named)
 
-    monkeypatch.setattr(batch_schedule, "_exchange", counted)
+    monkeypatch.setattr(seqlen_balancing, "_exchange", counted)
     plan_minibatches(draw_lengths(28_672, 8 * ranks, seed=1), 1, ranks, 32_768, seed=1, cost=COST)
     assert 0 < pairs[0] <= 16 * ranks

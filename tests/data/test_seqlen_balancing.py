@@ -4,7 +4,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlmath.data.batch_schedule import Budget, Cost, Minibatch, assign_bins, balance_ranks, plan_minibatches
+from rlmath.data.seqlen_balancing import (
+    Budget,
+    Cost,
+    MinibatchPlan,
+    assign_bins,
+    balance_ranks,
+    plan_minibatches,
+)
 
 ATTENTION = Cost(30.0, 1.0)
 """At 30 tokens attention costs as much as everything else."""
@@ -26,15 +33,15 @@ def plans(draw) -> dict:
     }
 
 
-def microbatches(minibatch: Minibatch) -> list[tuple[int, ...]]:
+def microbatches(minibatch: MinibatchPlan) -> list[tuple[int, ...]]:
     return [microbatch for rank in minibatch.microbatches_by_rank for microbatch in rank]
 
 
-def members(minibatch: Minibatch) -> list[int]:
+def members(minibatch: MinibatchPlan) -> list[int]:
     return [index for microbatch in microbatches(minibatch) for index in microbatch]
 
 
-def rank_costs(minibatch: Minibatch, lengths: list[int], cost: Cost) -> list[float]:
+def rank_costs(minibatch: MinibatchPlan, lengths: list[int], cost: Cost) -> list[float]:
     return [
         sum(cost.of(lengths[index]) for part in rank for index in part)
         for rank in minibatch.microbatches_by_rank

@@ -80,7 +80,7 @@ def training_cost(shape: ModelShape) -> Cost:
 
 
 @dataclass(frozen=True)
-class Minibatch:
+class MinibatchPlan:
     """One optimizer step: for every data-parallel rank its micro-batches, each a tuple of sample indices."""
 
     microbatches_by_rank: tuple[tuple[tuple[int, ...], ...], ...]
@@ -95,7 +95,7 @@ def plan_minibatches(
     cost: Cost = TOKENS,
     count_multiple: int = 1,
     shuffle: bool = True,
-) -> list[Minibatch]:
+) -> list[MinibatchPlan]:
     """Cut samples into minibatches and spread each over `data_size` ranks, `max_tokens` at most in a micro-batch.
 
     `lengths` are tokens of each sample; `cost` is what is balanced. `count_multiple` is the pipeline size under an
@@ -132,7 +132,7 @@ def cut_minibatches(n_samples: int, n_minibatches: int, seed: int | None) -> lis
     return [order[start:end] for start, end in itertools.pairwise(starts)]
 
 
-def _plan_one(budget: Budget, members: list[int], data_size: int, count_multiple: int) -> Minibatch:
+def _plan_one(budget: Budget, members: list[int], data_size: int, count_multiple: int) -> MinibatchPlan:
     tight = pack_tightly(budget, members)
     count = -(-len(tight) // (data_size * count_multiple)) * count_multiple
     bins = pack_evenly(budget, members, data_size * count)
@@ -140,7 +140,7 @@ def _plan_one(budget: Budget, members: list[int], data_size: int, count_multiple
         bins = tight + [[] for _ in range(data_size * count - len(tight))]
     ranks = assign_bins(budget, bins, data_size)
     balance_ranks(budget, ranks)
-    return Minibatch(tuple(tuple(tuple(sorted(bin_)) for bin_ in rank) for rank in ranks))
+    return MinibatchPlan(tuple(tuple(tuple(sorted(bin_)) for bin_ in rank) for rank in ranks))
 
 
 # ---------------------------------------------------------------- bins under a token budget
