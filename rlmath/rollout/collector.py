@@ -105,7 +105,7 @@ class Collector:
         completions: dict[Key, Completion] = {}
         # None shows the bar on a terminal, not in a log file.
         hide_bar = None if self._mesh.rank == 0 and self._rollout.progress_bar else True
-        even_share = round(len(prompts) * sampling.samples / self._mesh.engines)
+        even_share = round(len(prompts) * sampling.samples / self._mesh.num_engines)
         with tqdm(total=even_share, desc=title, disable=hide_bar, leave=False) as bar:
             for result in self._engine.generate(work_queue):
                 bar.update()
