@@ -160,7 +160,12 @@ def run_training(
         resumed = choose_checkpoint(prepared.recovery, heartbeat.report_progress)
         claim_folder(prepared, mesh, resumed)
         trainer = trainer_class(
-            prepared, mesh, device, workers, heartbeat.enter_phase, heartbeat.report_progress
+            prepared,
+            mesh,
+            device,
+            workers=workers,
+            on_phase=heartbeat.enter_phase,
+            on_progress=heartbeat.report_progress,
         )
         process.freeze_live_objects()
         checkpointer = Checkpointer(trainer, prepared.origin, stop, heartbeat.report_progress)

@@ -203,10 +203,8 @@ def whole_run(model: Path, config: Config) -> dict[str, Any]:
     class Observed(SftTrainer):
         """A trainer that notes what is there once it is built."""
 
-        def __init__(
-            self, prepared: Any, mesh: Any, device: Any, workers: Any, on_phase: Any, on_progress: Any
-        ) -> None:
-            super().__init__(prepared, mesh, device, workers, on_phase, on_progress)
+        def __init__(self, *given: Any, on_progress: Any, **others: Any) -> None:
+            super().__init__(*given, on_progress=on_progress, **others)
             heartbeat = on_progress.__self__
             groups = (dist.group.WORLD, parallel_state.get_data_parallel_group())
             found["heartbeat"], found["grace"] = heartbeat._settings, heartbeat._stop._grace
