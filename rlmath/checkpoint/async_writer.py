@@ -32,8 +32,6 @@ from rlmath.distributed.memory import available_bytes
 from rlmath.distributed.process import end_with_parent, freeze_live_objects
 
 _ALIGNMENT = 64
-_NICENESS = 10
-_LOOK_SECONDS = 1.0
 _PROGRAM = "import gc; gc.disable(); from rlmath.checkpoint.async_writer import main; main()"
 
 
@@ -95,16 +93,9 @@ class WriterProcess:
             "CUDA_VISIBLE_DEVICES": "",
         }
         with theirs:
-            command = [
-                sys.executable,
-                "-P",  # a file of the current folder is no module
-                "-c",
-                _PROGRAM,
-                str(theirs.fileno()),
-                str(os.getpid()),
-            ]
+            # -P: a file of the current folder is no module
             self._process = subprocess.Popen(
-                command,
+                [sys.executable, "-P", "-c", _PROGRAM, str(theirs.fileno()), str(os.getpid())],
                 pass_fds=[theirs.fileno()],
                 env=environment,
                 stdin=subprocess.DEVNULL,
@@ -123,8 +114,7 @@ class WriterProcess:
         memory = os.memfd_create("rlmath-checkpoint")
         try:
             os.posix_fallocate(memory, 0, max(size, 1))
-            _copy(buckets, jobs, memory, size)
-            self._connection.send(size)
+            _copy(buckets, jobs, memory)
             reduction.send_handle(self._connection, memory, self._process.pid)
             self._connection.send(jobs)
         finally:
@@ -138,7 +128,7 @@ class WriterProcess:
         """The result of the last job. Waits for it, and calls `waiting` while the process advances."""
         try:
             done = self._done()
-            while not self.ready(_LOOK_SECONDS):
+            while not self.ready(timeout=1.0):
                 before, done = done, self._done()
                 if done != before:
                     waiting()
@@ -175,16 +165,11 @@ def _lay_out(buckets: Sequence[Any]) -> tuple[int, list[Bucket]]:
 
 
 @torch.no_grad()
-def _copy(buckets: Sequence[Any], jobs: Sequence[Bucket], memory: int, size: int) -> None:
-    if size == 0:
-        return
-    with mmap.mmap(memory, size) as mapped:
+def _copy(buckets: Sequence[Any], jobs: Sequence[Bucket], memory: int) -> None:
+    with mmap.mmap(memory, 0) as mapped:  # all of it
         for (_, _, (_, tensors)), job in zip(buckets, jobs, strict=True):
             for (_, tensor), staged in zip(tensors, job.tensors, strict=True):
-                if tensor.numel():
-                    target = _view(mapped, staged)
-                    target.copy_(tensor)
-                    del target  # a mapping cannot be closed while something looks into it
+                _view(mapped, staged).copy_(tensor)
 
 
 def _view(mapped: mmap.mmap, staged: Staged) -> Tensor:
@@ -201,22 +186,20 @@ def main() -> None:
     """Write job after job, until the rank ends."""
     descriptor, parent = int(sys.argv[1]), int(sys.argv[2])
     end_with_parent(parent)
-    os.nice(_NICENESS)
+    os.nice(10)
     torch.set_num_threads(1)
     freeze_live_objects()
     connection = Connection(descriptor)
     with contextlib.suppress(EOFError, OSError):
         while True:
-            size = connection.recv()
             memory = reduction.recv_handle(connection)
-            jobs = connection.recv()
-            connection.send(_write(jobs, memory, size))
+            connection.send(_write(connection.recv(), memory))
 
 
-def _write(jobs: Sequence[Bucket], memory: int, size: int) -> Written:
+def _write(jobs: Sequence[Bucket], memory: int) -> Written:
     try:
         # A private mapping: torch wants a buffer that it may write to.
-        mapped = mmap.mmap(memory, size, flags=mmap.MAP_PRIVATE) if size else None
+        mapped = mmap.mmap(memory, 0, flags=mmap.MAP_PRIVATE)
         os.close(memory)
         results = [result for job in jobs for result in _write_file(job, mapped)]
         return Written(results, {job.key: file_entry(Path(job.path)) for job in jobs}, None)
@@ -224,23 +207,20 @@ def _write(jobs: Sequence[Bucket], memory: int, size: int) -> Written:
         return Written([], {}, f"{type(error).__name__}: {error}")
 
 
-def _write_file(job: Bucket, mapped: mmap.mmap | None) -> list[Any]:
+def _write_file(job: Bucket, mapped: mmap.mmap) -> list[Any]:
     """The file as Megatron's own writer makes it (`FileSystemWriterAsync.write_preloaded_data`), without importing
     Megatron, which would take most of this process's start."""
     # torch's, and as unstable as the name says; Megatron calls it as well.
-    from torch.distributed.checkpoint.filesystem import (
-        SerializationFormat,
-        _StorageWriterTransforms,
-        _write_item,
-    )
+    from torch.distributed.checkpoint import filesystem
 
-    transforms, form = _StorageWriterTransforms(), SerializationFormat.TORCH_SAVE
+    transforms, form = filesystem._StorageWriterTransforms(), filesystem.SerializationFormat.TORCH_SAVE
     results = []
     with open(job.path, "wb") as stream:
         for item, data in job.objects:
-            results.append(_write_item(transforms, stream, io.BytesIO(data), item, job.key, form))
-        for one in job.tensors if mapped is not None else []:
-            results.append(_write_item(transforms, stream, _view(mapped, one), one.item, job.key, form))
+            results.append(filesystem._write_item(transforms, stream, io.BytesIO(data), item, job.key, form))
+        for one in job.tensors:
+            view = _view(mapped, one)
+            results.append(filesystem._write_item(transforms, stream, view, one.item, job.key, form))
         stream.flush()
         os.fsync(stream.fileno())
     return results
