@@ -37,9 +37,7 @@ NEEDED = (PROGRESS, SETTINGS, f"{STATE}/.metadata")
 """Files that every checkpoint has."""
 FORMAT = 1
 """Version of this layout, in every manifest."""
-
 _NAME = re.compile(r"step-(\d{6,})")
-_READ_BYTES = 2**22
 
 
 @dataclass(frozen=True)
@@ -68,18 +66,13 @@ class Checkpoint:
         return self.folder / STATE
 
 
-def folder_of(root: Path, step: int) -> Path:
-    """
-    >>> str(folder_of(Path("run/checkpoints"), 20))
-    'run/checkpoints/step-000020'
-    """
-    return root / f"step-{step:06d}"
-
-
 def partial_of(root: Path, step: int) -> Path:
-    """The folder while it is written."""
-    folder = folder_of(root, step)
-    return folder.with_name(folder.name + PARTIAL)
+    """The folder of a step's checkpoint while it is written.
+
+    >>> str(partial_of(Path("run/checkpoints"), 20))
+    'run/checkpoints/step-000020.partial'
+    """
+    return root / f"step-{step:06d}{PARTIAL}"
 
 
 def complete_checkpoints(root: Path) -> tuple[list[Checkpoint], list[str]]:
@@ -101,11 +94,10 @@ def complete_checkpoints(root: Path) -> tuple[list[Checkpoint], list[str]]:
 
 
 def _named(root: Path) -> Iterator[tuple[int, Path]]:
-    if root.is_dir():
-        for path in root.iterdir():
-            match = _NAME.fullmatch(path.name)
-            if match and path.is_dir():
-                yield int(match[1]), path
+    for path in root.iterdir() if root.is_dir() else ():
+        match = _NAME.fullmatch(path.name)
+        if match and path.is_dir():
+            yield int(match[1]), path
 
 
 def read_checkpoint(folder: Path) -> Checkpoint:
@@ -128,11 +120,15 @@ def read_checkpoint(folder: Path) -> Checkpoint:
     return checkpoint
 
 
+def _is_whole(value: Any) -> bool:
+    """JSON has numbers of any size and kind."""
+    return type(value) is int and 0 <= value < 2**63
+
+
 def _whole(value: Any) -> int:
-    """Checks a number: JSON has them of any size and kind."""
-    if type(value) is int and 0 <= value < 2**63:
-        return value
-    raise ValueError(f"{value!r:.40} is not a size or a step")
+    if not _is_whole(value):
+        raise ValueError(f"{value!r:.40} is not a size or a step")
+    return value
 
 
 def wrong_sizes(checkpoint: Checkpoint) -> list[str]:
@@ -154,18 +150,18 @@ def wrong_contents(
 ) -> list[str]:
     """A sentence for every named file whose contents are not those that were written. Reads all of them. OSError where
     one cannot be read."""
-    wrong = []
-    for name in names:
-        if file_entry(checkpoint.folder / name, on_block) != checkpoint.files[name]:
-            wrong.append(f"{name} has other contents than were written (SHA-256 differs)")
-    return wrong
+    return [
+        f"{name} has other contents than were written (SHA-256 differs)"
+        for name in names
+        if file_entry(checkpoint.folder / name, on_block) != checkpoint.files[name]
+    ]
 
 
 def file_entry(path: Path, on_block: Callable[[], None] = lambda: None) -> FileEntry:
     """Size and checksum of a file, as it is read; `on_block` is called for every few MiB."""
     digest, size = hashlib.sha256(), 0
     with path.open("rb", buffering=0) as file:
-        while block := file.read(_READ_BYTES):
+        while block := file.read(2**22):
             digest.update(block)
             on_block()
             size += len(block)
@@ -193,7 +189,7 @@ def publish(partial: Path, step: int, kept: bool, known: dict[str, FileEntry]) -
     lost = [*wrong_sizes(checkpoint), *(f"{name} is not there" for name in known if name not in files)]
     if lost:
         raise ValueError("; ".join(lost))
-    entries = {name: {"size": entry.size, "sha256": entry.sha256} for name, entry in files.items()}
+    entries = {name: asdict(entry) for name, entry in files.items()}
     values = {"format": FORMAT, "step": step, "kept": kept, "files": entries}
     (partial / MANIFEST).write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
     for path in (*partial.rglob("*"), partial):
@@ -245,7 +241,7 @@ def set_newer_aside(root: Path, step: int) -> None:
 
 def remove_partial(root: Path) -> None:
     """Remove the incomplete checkpoints of runs that were killed."""
-    for path in root.glob(f"*{PARTIAL}") if root.is_dir() else ():
+    for path in root.glob(f"*{PARTIAL}"):
         logger.info("Removing %s, which an earlier run left unfinished", path)
         shutil.rmtree(path, ignore_errors=True)
 
@@ -283,23 +279,17 @@ class Progress:
     """Of the libraries that matter."""
 
 
-_LISTS = ("optimizer_tensors", "random_states")
-_TEXTS = ("layout", "model_fingerprint", "data_fingerprint")
-_KINDS: dict[str, Callable[[Any], bool]] = {
-    "a whole number": lambda value: type(value) is int and 0 <= value < 2**63,
-    "a text": lambda value: isinstance(value, str),
-    "a list of texts": lambda value: isinstance(value, list) and all(isinstance(one, str) for one in value),
-    "texts by name": lambda value: (
-        isinstance(value, dict) and all(isinstance(one, str) for one in value.values())
-    ),
+def _are_texts(values: Iterable[Any]) -> bool:
+    return all(isinstance(one, str) for one in values)
+
+
+_KINDS: dict[Any, tuple[str, Callable[[Any], bool]]] = {
+    "int": ("a whole number", _is_whole),
+    "str": ("a text", lambda value: isinstance(value, str)),
+    "tuple[str, ...]": ("a list of texts", lambda value: isinstance(value, list) and _are_texts(value)),
+    "dict[str, str]": ("texts by name", lambda value: isinstance(value, dict) and _are_texts(value.values())),
 }
-
-
-def _kind(name: str) -> str:
-    """Of a field of `Progress`."""
-    if name == "versions":
-        return "texts by name"
-    return "a list of texts" if name in _LISTS else "a text" if name in _TEXTS else "a whole number"
+"""What a field of `Progress` must be in the file, by its annotation."""
 
 
 def write_progress(folder: Path, progress: Progress) -> None:
@@ -312,11 +302,10 @@ def read_progress(folder: Path) -> Progress:
     try:
         values: Any = json.loads(path.read_text(encoding="utf-8"))
         known = {field.name: values[field.name] for field in fields(Progress)}
-        for name, value in known.items():
-            if not _KINDS[_kind(name)](value):
-                raise ValueError(f'"{name}" is {value!r:.80}; needed: {_kind(name)}')
-        for name in _LISTS:
-            known[name] = tuple(known[name])
-        return Progress(**known)
+        for field in fields(Progress):
+            kind, fits = _KINDS[field.type]
+            if not fits(known[field.name]):
+                raise ValueError(f'"{field.name}" is {known[field.name]!r:.80}; needed: {kind}')
+        return Progress(**{name: tuple(x) if isinstance(x, list) else x for name, x in known.items()})
     except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
         raise ValueError(f"{path} cannot be read ({type(error).__name__}: {error})") from error
