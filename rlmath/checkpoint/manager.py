@@ -30,47 +30,17 @@ from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShard
 from torch.distributed.checkpoint import CheckpointException
 
 from megatron_patches import checkpointing
+from rlmath.checkpoint import directory, sharded_state
 from rlmath.checkpoint.async_writer import WriterProcess, Written, lacks_memory
-from rlmath.checkpoint.directory import (
-    METADATA_FILES,
-    SETTINGS,
-    STATE,
-    Checkpoint,
-    Progress,
-    open_partial,
-    partial_of,
-    publish,
-    set_superseded_aside,
-    write_progress,
-)
+from rlmath.checkpoint.directory import STATE, Checkpoint, Progress
 from rlmath.checkpoint.safe_metadata import SafeReader, read_metadata
-from rlmath.checkpoint.sharded_state import (
-    MASTER,
-    OPTIMIZER_PREFIX,
-    Piece,
-    held_by,
-    make_room,
-    model_pieces,
-    optimizer_pieces,
-    random_rows,
-    random_states,
-    restore_random_states,
-)
-from rlmath.distributed.collectives import (
-    all_gather_objects,
-    broadcast_from_rank_zero,
-    first_error,
-    gather_to_rank_zero,
-)
+from rlmath.checkpoint.sharded_state import MASTER, Piece, held_by, optimizer_pieces
+from rlmath.distributed import collectives
 from rlmath.distributed.device import Device
 
 logger = logging.getLogger(__name__)
 
-SPARE_BYTES = 64 * 2**20
-"""Disk space that a checkpoint leaves free."""
-_COMMON = "common.pt"
-"""What Megatron keeps beside the tensors; of ours it is empty."""
-_MASTERS = f"{OPTIMIZER_PREFIX}.{MASTER}."
+_MASTERS = f"{sharded_state.OPTIMIZER_PREFIX}.{MASTER}."
 _LAST_REMOVALS_SECONDS = 30.0
 """How long the end of a run waits for superseded checkpoints to be removed."""
 
@@ -160,11 +130,13 @@ class CheckpointManager:
         """Start a save. Returns None, or the failed save. The names of tensors in `progress` are filled in here."""
         assert not self.busy, "finish the save in flight first"
         state, progress = self._state(progress)
-        self._in_flight = save = _InFlight(partial_of(self._root, progress.step), progress.step, kept)
+        partial = directory.partial_of(self._root, progress.step)
+        self._in_flight = save = _InFlight(partial, progress.step, kept)
         error = self._room_for(state) or self._open(progress, settings_yaml)
         if error is None:
             buckets = self._plan(save, state)
-            error = first_error(lacks_memory(buckets)) or first_error(self._submit(save, buckets))
+            error = collectives.first_error(lacks_memory(buckets))
+            error = error or collectives.first_error(self._submit(save, buckets))
         return None if error is None else self._give_up(error)
 
     def finish(self, waiting: Callable[[], None] = lambda: None) -> Saved:
@@ -176,11 +148,12 @@ class CheckpointManager:
         if save.writes:
             assert self._writer is not None
             mine = self._writer.result(waiting)
-        error = first_error(mine.error and f"rank {self._rank}: {mine.error}")
+        error = collectives.first_error(mine.error and f"rank {self._rank}: {mine.error}")
         if error is not None:
             return self._give_up(error)
-        written = gather_to_rank_zero(mine)
-        outcome = broadcast_from_rank_zero(None if written is None else self._publish(save, written))
+        written = collectives.gather_to_rank_zero(mine)
+        outcome = None if written is None else self._publish(save, written)
+        outcome = collectives.broadcast_from_rank_zero(outcome)
         if isinstance(outcome, str):
             return self._give_up(outcome)
         self._in_flight = None
@@ -201,15 +174,15 @@ class CheckpointManager:
 
     def _state(self, progress: Progress) -> tuple[dict[str, Any], Progress]:
         """Everything to save, and `progress` with its names."""
-        pieces, objects = model_pieces(self._chunks)
+        pieces, objects = sharded_state.model_pieces(self._chunks)
         mine = {name for held in held_by(self._optimizer) for name in held.tensors()}
-        names = sorted(set().union(*all_gather_objects(mine)))
-        states = random_states(self._device)
+        names = sorted(set().union(*collectives.all_gather_objects(mine)))
+        states = sharded_state.random_states(self._device)
         parts = [
             *(piece.sharded for piece in pieces),
             *objects,
             *optimizer_pieces(self._optimizer, pieces, names),
-            *random_rows(states),
+            *sharded_state.random_rows(states),
         ]
         filled = replace(progress, optimizer_tensors=tuple(names), random_states=tuple(states))
         return {str(number): part for number, part in enumerate(parts)}, filled
@@ -221,15 +194,14 @@ class CheckpointManager:
             for part in state.values()
             if isinstance(part, ShardedTensor) and is_main_replica(part.replica_id)
         )
-        needed = sum(all_gather_objects(mine)) + SPARE_BYTES
-        return broadcast_from_rank_zero(self._lacks(needed) if self._rank == 0 else None)
+        needed = sum(collectives.all_gather_objects(mine)) + 64 * 2**20  # which stay free
+        return collectives.broadcast_from_rank_zero(self._lacks(needed) if self._rank == 0 else None)
 
     def _lacks(self, needed: int) -> str | None:
         try:
             self._root.mkdir(parents=True, exist_ok=True)
             if shutil.disk_usage(self._root).free < needed:
-                for thread in self._removals:  # what they free counts
-                    thread.join(_LAST_REMOVALS_SECONDS)
+                self.wait_for_removals()  # what they free counts
             free = shutil.disk_usage(self._root).free
         except OSError as error:
             return f"{self._root} cannot be used: {error}"
@@ -242,25 +214,24 @@ class CheckpointManager:
         error = None
         if self._rank == 0:
             try:
-                partial = open_partial(self._root, progress.step)
-                write_progress(partial, progress)
-                (partial / SETTINGS).write_text(settings_yaml, encoding="utf-8")
+                partial = directory.open_partial(self._root, progress.step)
+                directory.write_progress(partial, progress)
+                (partial / directory.SETTINGS).write_text(settings_yaml, encoding="utf-8")
                 for name, content in self._metadata_files.items():
-                    (partial / METADATA_FILES / name).write_bytes(content)
+                    (partial / directory.METADATA_FILES / name).write_bytes(content)
             except OSError as refused:
                 error = f"{self._root} cannot be written: {refused}"
-        error = broadcast_from_rank_zero(error)
+        error = collectives.broadcast_from_rank_zero(error)
         assert self._in_flight is not None
         if error is None and not (self._in_flight.partial / STATE).is_dir():
             error = f"rank {self._rank} does not see {self._in_flight.partial}: run.output_dir must be shared"
-        return first_error(error)
+        return collectives.first_error(error)
 
     def _plan(self, save: _InFlight, state: dict[str, Any]) -> list[Any]:
         """Let Megatron plan which rank writes what; returns what this rank writes."""
         strategy = _Strategy("torch_dist", 1, thread_count=1)
-        shared = FullyParallelSaveStrategyWrapper(
-            strategy, parallel_state.get_data_parallel_group(with_context_parallel=True)
-        )
+        group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+        shared = FullyParallelSaveStrategyWrapper(strategy, group)
         with checkpointing.common_part_left_out():
             request = dist_checkpointing.save(
                 state,
@@ -291,15 +262,14 @@ class CheckpointManager:
         try:
             save.files.finish(save.metadata, [one.results for one in written])
             save_config(CheckpointingConfig("torch_dist", 1), str(state))
-            torch.save({}, state / _COMMON)
+            torch.save({}, state / "common.pt")  # what Megatron keeps beside the tensors; of ours it is empty
             read_metadata(state)
-            checkpoint = publish(save.partial, save.step, save.kept, known)
+            checkpoint = directory.publish(save.partial, save.step, save.kept, known)
         except (OSError, RuntimeError, ValueError) as error:
             return f"{type(error).__name__}: {error}"
         try:
-            self._remove(
-                set_superseded_aside(self._root, self._retention.keep_last, self._retention.keep_models)
-            )
+            stay = self._retention
+            self._remove(directory.set_superseded_aside(self._root, stay.keep_last, stay.keep_models))
         except OSError as error:
             logger.warning("superseded checkpoints cannot be removed: %s", error)
         return checkpoint
@@ -344,20 +314,21 @@ def load_checkpoint(
     """Load parameters, optimizer and, with the same number of ranks, random states. A collective. ValueError where the
     checkpoint does not fit the model."""
     checkpointing.patch(SafeReader)
-    pieces, _ = model_pieces(chunks)
-    make_room(optimizer, progress.optimizer_tensors, progress.updates)
+    pieces, _ = sharded_state.model_pieces(chunks)
+    sharded_state.make_room(optimizer, progress.optimizer_tensors, progress.updates)
     states: dict[str, torch.Tensor] = {}
     if progress.world_size == dist.get_world_size():
-        states = {name: torch.empty_like(state) for name, state in random_states(device).items()}
-        states = states if set(states) == set(progress.random_states) else {}
-    wanted = [*_weights(optimizer, pieces, progress), *random_rows(states)]
+        mine = sharded_state.random_states(device)
+        if set(mine) == set(progress.random_states):
+            states = {name: torch.empty_like(state) for name, state in mine.items()}
+    wanted = [*_weights(optimizer, pieces, progress), *sharded_state.random_rows(states)]
     by_number: dict[str, Any] = {str(number): one for number, one in enumerate(wanted)}
     try:
         dist_checkpointing.load(by_number, str(checkpoint.state), validate_access_integrity=False)
     except (CheckpointingException, CheckpointException, KeyError) as error:
         raise ValueError(f"the checkpoint {checkpoint.folder} does not fit the model: {error}") from error
     if states:
-        restore_random_states(states, device)
+        sharded_state.restore_random_states(states, device)
 
 
 def _weights(optimizer: Any, pieces: Sequence[Piece], progress: Progress) -> list[ShardedTensor]:
@@ -367,12 +338,9 @@ def _weights(optimizer: Any, pieces: Sequence[Piece], progress: Progress) -> lis
     stored = [name for name in progress.optimizer_tensors if name in there]
     found = optimizer_pieces(optimizer, pieces, stored)
     if MASTER in progress.optimizer_tensors and MASTER not in there:
-        return [*(_renamed(piece.sharded, f"{_MASTERS}{piece.sharded.key}") for piece in pieces), *found]
+        masters = [replace(piece.sharded, key=f"{_MASTERS}{piece.sharded.key}") for piece in pieces]
+        return [*masters, *found]
     if MASTER in there and MASTER not in stored:
         copies = optimizer_pieces(optimizer, pieces, [MASTER])
-        found += [_renamed(one, one.key.removeprefix(_MASTERS)) for one in copies]
+        found += [replace(one, key=one.key.removeprefix(_MASTERS)) for one in copies]
     return [*(piece.sharded for piece in pieces), *found]
-
-
-def _renamed(sharded: ShardedTensor, key: str) -> ShardedTensor:
-    return replace(sharded, key=key)

@@ -22,46 +22,29 @@ from typing import Any, ClassVar
 
 import torch
 from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    StorageMeta,
-    TensorProperties,
-    TensorStorageMetadata,
-)
 
 INDEX = ".metadata"
 MAX_INDEX_BYTES = 256 * 2**20
 """A larger index is refused; one entry takes some 200 bytes."""
 _MAX_AXES = 16
-_MAX_ELEMENTS = 2**50
-_NAMES_IN_ERRORS = 5
 
 _CLASSES = {
-    "torch": ("Size",),
-    "torch.serialization": ("_get_layout",),
-    "torch.distributed.checkpoint.metadata": (
-        "BytesStorageMetadata",
-        "ChunkStorageMetadata",
-        "Metadata",
-        "MetadataIndex",
-        "StorageMeta",
-        "TensorProperties",
-        "TensorStorageMetadata",
-        "_MEM_FORMAT_ENCODING",
-    ),
-    "torch.distributed.checkpoint.filesystem": ("_StorageInfo", "_StoragePrefix"),
+    "torch": "Size",
+    "torch.serialization": "_get_layout",
+    "torch.distributed.checkpoint.metadata": "BytesStorageMetadata ChunkStorageMetadata Metadata MetadataIndex "
+    "StorageMeta TensorProperties TensorStorageMetadata _MEM_FORMAT_ENCODING",
+    "torch.distributed.checkpoint.filesystem": "_StorageInfo _StoragePrefix",
     # Megatron puts the plans of all ranks beside; they are not used here.
-    "torch.distributed.checkpoint.planner": ("SavePlan", "TensorWriteData", "WriteItem", "WriteItemType"),
-    "megatron.core.dist_checkpointing.strategies.torch": ("MCoreMetadata", "MCoreSavePlan"),
+    "torch.distributed.checkpoint.planner": "SavePlan TensorWriteData WriteItem WriteItemType",
+    "megatron.core.dist_checkpointing.strategies.torch": "MCoreMetadata MCoreSavePlan",
     # torch up to 2.2
-    "torch.distributed._shard.sharded_tensor.metadata": ("MEM_FORMAT_ENCODING", "TensorProperties"),
-    "pathlib": ("PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath"),
-    "pathlib._local": ("PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath"),
+    "torch.distributed._shard.sharded_tensor.metadata": "MEM_FORMAT_ENCODING TensorProperties",
+    "pathlib": "PosixPath PurePosixPath WindowsPath PureWindowsPath",
+    "pathlib._local": "PosixPath PurePosixPath WindowsPath PureWindowsPath",
 }
+"""By module, the names that an index may hold."""
 
 _OPCODES = (
     *(pickle.PROTO, pickle.FRAME, pickle.STOP, pickle.MARK, pickle.NONE, pickle.NEWTRUE, pickle.NEWFALSE),
@@ -89,7 +72,7 @@ BROKEN = (
 """What pickle raises where a file is not one, or is cut off."""
 
 
-def read_metadata(folder: Path | str) -> Metadata:
+def read_metadata(folder: Path | str) -> dcp.Metadata:
     """The index of a torch_dist folder, checked: plain file names, offsets and lengths within the files, chunks within
     their tensors and each of them stored. ValueError that names what is wrong."""
     return read_index(Path(folder) / INDEX)
@@ -100,9 +83,9 @@ class SafeReader(FileSystemReader):
 
     def __init__(self, path: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(path, *args, **kwargs)
-        self._read: dict[Path, Metadata] = {}
+        self._read: dict[Path, dcp.Metadata] = {}
 
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+    def read_metadata(self, *args: Any, **kwargs: Any) -> dcp.Metadata:
         """See `read_metadata` of this module; with `rank` the index of one rank's own, as in torch."""
         path = Path(self._get_metadata_path(kwargs.get("rank")))
         if path not in self._read:
@@ -118,7 +101,7 @@ class SafeReader(FileSystemReader):
         self._read = {}
 
 
-def read_index(path: Path) -> Metadata:
+def read_index(path: Path) -> dcp.Metadata:
     """`read_metadata` of an index file of any name; the files that it names lie beside it."""
     try:
         size = path.stat().st_size
@@ -184,7 +167,7 @@ class Record:
 _RECORDS = {
     (module, name): type(name, (Record,), {"__slots__": ()})
     for module, names in _CLASSES.items()
-    for name in names
+    for name in names.split()
 }
 
 
@@ -245,40 +228,38 @@ class _Builder:
         self._budget = budget
         self._sizes: dict[str, int] = {}
 
-    def metadata(self) -> Metadata:
+    def metadata(self) -> dcp.Metadata:
         fields = _fields(self._root, "Metadata", "MCoreMetadata")
         entries = _checked(fields.get("state_dict_metadata"), dict, "the table of tensors")
         places = _checked(fields.get("storage_data"), dict, "the table of places")
         tensors = {_checked(key, str, "a name"): self._entry(key, entry) for key, entry in entries.items()}
-        storage: dict[MetadataIndex, _StorageInfo] = {}
+        storage: dict[dcp.MetadataIndex, _StorageInfo] = {}
         for key, place in places.items():
             index = self._index(key)
             if index in storage:
                 raise Refused(f"a part of {index.fqn} is stored twice.")
             storage[index] = self._place(place)
         _all_stored(tensors, storage)
-        version = fields.get("version")
-        return Metadata(
-            tensors, None, storage, StorageMeta(), version=version if isinstance(version, str) else None
-        )
+        version = fields.get("version") if isinstance(fields.get("version"), str) else None
+        return dcp.Metadata(tensors, None, storage, dcp.StorageMeta(), version=version)
 
     def _spend(self) -> None:
         self._budget -= 1
         if self._budget < 0:
             raise Refused("it names the same entries again and again.")
 
-    def _entry(self, key: str, entry: Any) -> TensorStorageMetadata | BytesStorageMetadata:
+    def _entry(self, key: str, entry: Any) -> dcp.TensorStorageMetadata | dcp.BytesStorageMetadata:
         self._spend()
         if type(entry).__name__ == "BytesStorageMetadata":
-            return BytesStorageMetadata()
+            return dcp.BytesStorageMetadata()
         fields = _fields(entry, "TensorStorageMetadata")
         size = _size(fields.get("size"), key)
         chunks = [self._chunk(chunk, size, key) for chunk in _checked(fields.get("chunks"), list, "chunks")]
-        return TensorStorageMetadata(
-            TensorProperties(dtype=_dtype(fields.get("properties"), key)), size, chunks
+        return dcp.TensorStorageMetadata(
+            dcp.TensorProperties(dtype=_dtype(fields.get("properties"), key)), size, chunks
         )
 
-    def _chunk(self, chunk: Any, whole: torch.Size, key: str) -> ChunkStorageMetadata:
+    def _chunk(self, chunk: Any, whole: torch.Size, key: str) -> dcp.ChunkStorageMetadata:
         self._spend()
         fields = _fields(chunk, "ChunkStorageMetadata")
         offsets, sizes = _size(fields.get("offsets"), key), _size(fields.get("sizes"), key)
@@ -286,13 +267,13 @@ class _Builder:
             raise Refused(f"a part of {key} has other axes than the tensor.")
         if any(start + length > end for start, length, end in zip(offsets, sizes, whole, strict=True)):
             raise Refused(f"a part of {key} lies outside of the tensor.")
-        return ChunkStorageMetadata(offsets, sizes)
+        return dcp.ChunkStorageMetadata(offsets, sizes)
 
-    def _index(self, key: Any) -> MetadataIndex:
+    def _index(self, key: Any) -> dcp.MetadataIndex:
         self._spend()
         fields = _fields(key, "MetadataIndex")
         name, offset = _checked(fields.get("fqn"), str, "a name"), fields.get("offset")
-        return MetadataIndex(name, None if offset is None else _size(offset, name))
+        return dcp.MetadataIndex(name, None if offset is None else _size(offset, name))
 
     def _place(self, place: Any) -> _StorageInfo:
         fields = _fields(place, "_StorageInfo")
@@ -341,7 +322,7 @@ def _size(value: Any, key: str) -> torch.Size:
     if not isinstance(axes, tuple | list) or len(axes) > _MAX_AXES:
         raise Refused(f"a size of {key} is not a list of up to {_MAX_AXES} numbers.")
     numbers = [_natural(x, f"a size of {key}") for x in axes]
-    if math.prod(max(1, x) for x in numbers) > _MAX_ELEMENTS:
+    if math.prod(max(1, x) for x in numbers) > 2**50:
         raise Refused(f"{key} has more than 2^50 elements.")
     return torch.Size(numbers)
 
@@ -354,18 +335,18 @@ def _dtype(record: Any, key: str) -> torch.dtype:
     return dtype
 
 
-def _all_stored(tensors: dict[str, Any], storage: Iterable[MetadataIndex]) -> None:
+def _all_stored(tensors: dict[str, Any], storage: Iterable[dcp.MetadataIndex]) -> None:
     """Every tensor's parts have a place, begin at places of their own, and have as many elements as the tensor."""
     places = set(storage)
     lost = []
     for key, entry in tensors.items():
-        if isinstance(entry, BytesStorageMetadata):
-            whole = MetadataIndex(key) in places
+        if isinstance(entry, dcp.BytesStorageMetadata):
+            whole = dcp.MetadataIndex(key) in places
         else:
-            whole = all(MetadataIndex(key, chunk.offsets) in places for chunk in entry.chunks)
+            whole = all(dcp.MetadataIndex(key, chunk.offsets) in places for chunk in entry.chunks)
             whole &= len({chunk.offsets for chunk in entry.chunks}) == len(entry.chunks)
             whole &= sum(math.prod(chunk.sizes) for chunk in entry.chunks) == math.prod(entry.size)
         if not whole:
             lost.append(key)
     if lost:
-        raise Refused(f"{len(lost)} tensors are not stored whole: {', '.join(lost[:_NAMES_IN_ERRORS])}.")
+        raise Refused(f"{len(lost)} tensors are not stored whole: {', '.join(lost[:5])}.")

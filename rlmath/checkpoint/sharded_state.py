@@ -108,11 +108,6 @@ class Held:
     is_share: bool
     """Other data-parallel ranks hold other elements; else all hold the same."""
 
-    @property
-    def is_copy(self) -> bool:
-        same = self.stepped.untyped_storage().data_ptr() == self.parameter.untyped_storage().data_ptr()
-        return not same
-
     def tensors(self) -> dict[str, Tensor]:
         """By name, flat, one value for each element."""
         found = {
@@ -120,33 +115,33 @@ class Held:
             for name, value in self.state.items()
             if isinstance(value, Tensor) and value.numel() == self.stepped.numel() and name != "step"
         }
-        return found | ({MASTER: self.stepped.detach().view(-1)} if self.is_copy else {})
+        if self.stepped.untyped_storage().data_ptr() != self.parameter.untyped_storage().data_ptr():
+            found[MASTER] = self.stepped.detach().view(-1)
+        return found
 
 
 def held_by(optimizer: Any) -> Iterator[Held]:
     """What a Megatron optimizer holds on this rank."""
-    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
-        if part.optimizer is None:
+    for part in _stepping(optimizer):
+        groups, state = part.optimizer.param_groups, part.optimizer.state
+        if hasattr(part, "model_param_group_index_map"):
+            for parameter, (group, order) in part.model_param_group_index_map.items():
+                held = part._get_model_param_range_map(parameter)["param"]
+                stepped = groups[group]["params"][order]
+                yield Held(parameter, held.start, held.end, stepped, state[stepped], is_share=True)
             continue
-        state = part.optimizer.state
-        for parameter, start, stop, stepped, is_share in _stepped(part):
-            yield Held(parameter, start, stop, stepped, state[stepped], is_share)
+        models = [one for group in getattr(part, "float16_groups", []) for one in group]
+        mains = [one for group in getattr(part, "fp32_from_float16_groups", []) for one in group]
+        copied = {id(main): model for model, main in zip(models, mains, strict=True)}
+        for stepped in (one for group in groups for one in group["params"]):
+            parameter = copied.get(id(stepped), stepped)
+            yield Held(parameter, 0, stepped.numel(), stepped, state[stepped], is_share=False)
 
 
-def _stepped(part: Any) -> Iterator[tuple[Tensor, int, int, Tensor, bool]]:
-    if hasattr(part, "model_param_group_index_map"):
-        for parameter, (group, order) in part.model_param_group_index_map.items():
-            held = part._get_model_param_range_map(parameter)["param"]
-            yield parameter, held.start, held.end, part.optimizer.param_groups[group]["params"][order], True
-        return
-    copies = {}
-    for models, mains in zip(
-        getattr(part, "float16_groups", []), getattr(part, "fp32_from_float16_groups", []), strict=True
-    ):
-        copies |= {id(main): model for model, main in zip(models, mains, strict=True)}
-    for group in part.optimizer.param_groups:
-        for stepped in group["params"]:
-            yield copies.get(id(stepped), stepped), 0, stepped.numel(), stepped, False
+def _stepping(optimizer: Any) -> list[Any]:
+    """The optimizers of a chained one, but for those without parameters on this rank."""
+    parts = getattr(optimizer, "chained_optimizers", [optimizer])
+    return [part for part in parts if part.optimizer is not None]
 
 
 def optimizer_pieces(optimizer: Any, pieces: Sequence[Piece], names: Sequence[str]) -> list[ShardedTensor]:
@@ -207,9 +202,7 @@ def make_room(optimizer: Any, names: Sequence[str], steps: int) -> None:
             if name != MASTER and name not in held.state:
                 held.state[name] = torch.zeros_like(held.stepped)
     counts = any(name != MASTER for name in names)  # plain SGD does not
-    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
-        if part.optimizer is None or not counts:
-            continue
+    for part in _stepping(optimizer) if counts else []:
         if type(part.optimizer).__module__.startswith("torch.optim"):
             for stepped in (one for group in part.optimizer.param_groups for one in group["params"]):
                 part.optimizer.state[stepped]["step"] = torch.tensor(float(steps))
@@ -232,7 +225,7 @@ def random_states(device: Device) -> dict[str, Tensor]:
     states = {
         "torch": torch.get_rng_state(),
         "python": torch.tensor(words, dtype=torch.int64),
-        "python_gauss": _optional(gauss),
+        "python_gauss": torch.tensor([float("nan") if gauss is None else gauss], dtype=torch.float64),
         "numpy": torch.from_numpy(keys.astype("int64")),
         "numpy_position": torch.tensor([position, has_gauss], dtype=torch.int64),
         "numpy_gauss": torch.tensor([cached], dtype=torch.float64),
@@ -267,7 +260,3 @@ def restore_random_states(states: Mapping[str, Tensor], device: Device) -> None:
         key.removeprefix(_MEGATRON): state for key, state in states.items() if key.startswith(_MEGATRON)
     }
     tensor_parallel.get_cuda_rng_tracker().set_states(tracked)
-
-
-def _optional(value: float | None) -> Tensor:
-    return torch.tensor([float("nan") if value is None else value], dtype=torch.float64)

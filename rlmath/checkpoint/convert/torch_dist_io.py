@@ -14,16 +14,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    StorageMeta,
-    TensorProperties,
-    TensorStorageMetadata,
-)
 
 from rlmath.checkpoint.safe_metadata import INDEX, read_metadata
 
@@ -38,9 +30,9 @@ FORMAT = {
 COMMON = {"checkpoint_version": 3.0, "iteration": 0}
 """What Megatron-LM expects in common.pt: for versions before 2 it would reorder the rows of query, key and value."""
 
-_DCP_VERSION = "1.0.0"
 _OVERHEAD_BYTES = 2**16
 """Most of a saved part that is not its numbers: names and shapes."""
+_UNREADABLE = (OSError, EOFError, RuntimeError, ValueError, pickle.UnpicklingError, zipfile.BadZipFile)
 
 
 class StateReader:
@@ -50,12 +42,12 @@ class StateReader:
         self.folder = folder
         metadata = read_metadata(folder)
         self._places = metadata.storage_data
-        self._stacks: dict[str, dict[int, list[ChunkStorageMetadata]]] = {}
+        self._stacks: dict[str, dict[int, list[dcp.ChunkStorageMetadata]]] = {}
         """Parts by key and place on the first axis."""
-        self.tensors: dict[str, TensorStorageMetadata] = {
+        self.tensors: dict[str, dcp.TensorStorageMetadata] = {
             key: entry
             for key, entry in metadata.state_dict_metadata.items()
-            if isinstance(entry, TensorStorageMetadata)
+            if isinstance(entry, dcp.TensorStorageMetadata)
         }
 
     def read(self, key: str, offset: Sequence[int], size: Sequence[int]) -> Tensor:
@@ -83,22 +75,22 @@ class StateReader:
 
     def _chunks_near(
         self, key: str, offset: Sequence[int], size: Sequence[int]
-    ) -> list[ChunkStorageMetadata]:
+    ) -> list[dcp.ChunkStorageMetadata]:
         """The parts that a rectangle may overlap. Of a stack of layers these are a few, where a model with experts has
         many thousands."""
         chunks = self.tensors[key].chunks
         if not size or size[0] != 1:
             return chunks
         if key not in self._stacks:
-            stack: dict[int, list[ChunkStorageMetadata]] = {}
+            stack: dict[int, list[dcp.ChunkStorageMetadata]] = {}
             for chunk in chunks:
                 for number in range(chunk.offsets[0], chunk.offsets[0] + chunk.sizes[0]):
                     stack.setdefault(number, []).append(chunk)
             self._stacks[key] = stack
         return self._stacks[key].get(offset[0], [])
 
-    def _part(self, key: str, chunk: ChunkStorageMetadata) -> Tensor:
-        place = self._places[MetadataIndex(key, chunk.offsets)]
+    def _part(self, key: str, chunk: dcp.ChunkStorageMetadata) -> Tensor:
+        place = self._places[dcp.MetadataIndex(key, chunk.offsets)]
         path = self.folder / place.relative_path
         expected = math.prod(chunk.sizes) * self.tensors[key].properties.dtype.itemsize
         try:
@@ -116,17 +108,9 @@ class StateReader:
                 raise ValueError(f"it is no tensor of {tuple(chunk.sizes)}")
             if part.dtype != self.tensors[key].properties.dtype:
                 raise ValueError(f"its numbers are {part.dtype}")
-        except (
-            OSError,
-            EOFError,
-            RuntimeError,
-            ValueError,
-            pickle.UnpicklingError,
-            zipfile.BadZipFile,
-        ) as error:
-            raise ValueError(
-                f"{path} is damaged where {key} is stored ({' '.join(str(error).split())[:200]}). Copy it again."
-            ) from error
+        except _UNREADABLE as error:
+            reason = " ".join(str(error).split())[:200]
+            raise ValueError(f"{path} is damaged where {key} is stored ({reason}). Copy it again.") from error
         return part
 
 
@@ -162,7 +146,7 @@ class _Span(io.RawIOBase):
 
 
 def _common(
-    chunk: ChunkStorageMetadata, offset: Sequence[int], size: Sequence[int]
+    chunk: dcp.ChunkStorageMetadata, offset: Sequence[int], size: Sequence[int]
 ) -> list[tuple[int, int]] | None:
     """(start, stop) on every axis of what a chunk and a rectangle have in common."""
     bounds = [
@@ -186,8 +170,8 @@ class StateWriter:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._entries: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
-        self._places: dict[MetadataIndex, _StorageInfo] = {}
+        self._entries: dict[str, dcp.TensorStorageMetadata | dcp.BytesStorageMetadata] = {}
+        self._places: dict[dcp.MetadataIndex, _StorageInfo] = {}
         self.bytes = 0
         """Written so far."""
 
@@ -196,43 +180,35 @@ class StateWriter:
     ) -> None:
         """Write a part of the tensor `key`, of as many axes as the tensor, into the file of `rank`."""
         whole = torch.Size(global_shape)
-        entry = self._entries.setdefault(key, TensorStorageMetadata(_properties(part), whole, []))
-        assert isinstance(entry, TensorStorageMetadata) and entry.size == whole
+        properties = dcp.TensorProperties(dtype=part.dtype)
+        entry = self._entries.setdefault(key, dcp.TensorStorageMetadata(properties, whole, []))
+        assert isinstance(entry, dcp.TensorStorageMetadata) and entry.size == whole
         assert entry.properties.dtype == part.dtype
-        chunk = ChunkStorageMetadata(torch.Size(offset), part.shape)
+        chunk = dcp.ChunkStorageMetadata(torch.Size(offset), part.shape)
         entry.chunks.append(chunk)
-        with self._file(rank).open("ab") as file:
-            start = file.tell()
-            torch.save(_alone(part), file)
-            self._note(MetadataIndex(key, chunk.offsets), file, start)
+        self._append(rank, dcp.MetadataIndex(key, chunk.offsets), _alone(part))
 
     def add_object(self, rank: int, key: str) -> None:
         """Write an empty object of Megatron's."""
-        self._entries[key] = BytesStorageMetadata()
-        with self._file(rank).open("ab") as file:
-            start = file.tell()
-            torch.save([None], file)
-            self._note(MetadataIndex(key), file, start)
+        self._entries[key] = dcp.BytesStorageMetadata()
+        self._append(rank, dcp.MetadataIndex(key), [None])
 
     def close(self) -> None:
         """Write the index and the small files beside it."""
         (self._folder / "metadata.json").write_text(json.dumps(FORMAT), encoding="utf-8")
         torch.save(COMMON, self._folder / "common.pt")
-        metadata = Metadata(self._entries, None, self._places, StorageMeta(), version=_DCP_VERSION)
+        metadata = dcp.Metadata(self._entries, None, self._places, dcp.StorageMeta(), version="1.0.0")
         with (self._folder / INDEX).open("wb") as file:
             pickle.dump(metadata, file)
 
-    def _file(self, rank: int) -> Path:
-        return self._folder / f"__{rank}_0.distcp"
-
-    def _note(self, index: MetadataIndex, file: io.BufferedWriter, start: int) -> None:
-        length = file.tell() - start
-        self._places[index] = _StorageInfo(Path(file.name).name, start, length)
+    def _append(self, rank: int, index: dcp.MetadataIndex, value: Any) -> None:
+        path = self._folder / f"__{rank}_0.distcp"
+        with path.open("ab") as file:
+            start = file.tell()
+            torch.save(value, file)
+            length = file.tell() - start
+        self._places[index] = _StorageInfo(path.name, start, length)
         self.bytes += length
-
-
-def _properties(part: Tensor) -> TensorProperties:
-    return TensorProperties(dtype=part.dtype)
 
 
 def _alone(part: Tensor) -> Tensor:
