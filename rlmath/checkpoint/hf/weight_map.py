@@ -40,7 +40,7 @@ class Rule:
     hf: tuple[str, ...]
     form: Form
     sizes: tuple[Size, ...]
-    """Axes of the canonical form, by the names of `_sizes`."""
+    """Axes of the canonical form, by the names of `canonical_shape`."""
     split_axis: int | None
     """Axis of the canonical form that tensor-parallel ranks share; None: every rank has all of it."""
     owner: PipelineOwner
@@ -49,7 +49,7 @@ class Rule:
 
 
 def _of_decoder(
-    megatron: str, hf: str, form: Form, sizes: str, split_axis: int | None, owner: PipelineOwner = "layer"
+    megatron: str, hf: str, sizes: str, split_axis: int | None = None, form: Form = "plain"
 ) -> Rule:
     """A rule for the decoder's layers; names (relative to the layer) and sizes are separated by spaces."""
     return Rule(
@@ -58,7 +58,7 @@ def _of_decoder(
         form,
         cast(tuple[Size, ...], tuple(sizes.split())),
         split_axis,
-        owner,
+        "expert" if "{x}" in megatron else "layer",
     )
 
 
@@ -74,66 +74,56 @@ _HEAD = (
     Rule(("decoder.final_layernorm.weight",), ("model.norm.weight",), "plain", ("hidden",), None, "last"),
     Rule(("output_layer.weight",), ("lm_head.weight",), "vocab", ("vocab", "hidden"), 0, "last"),
 )
+_INPUT_NORM = _of_decoder(
+    "input_layernorm.weight self_attention.linear_qkv.layer_norm_weight", "input_layernorm.weight", "hidden"
+)
 _ATTENTION = (
-    _of_decoder(
-        "input_layernorm.weight self_attention.linear_qkv.layer_norm_weight",
-        "input_layernorm.weight",
-        "plain",
-        "hidden",
-        None,
-    ),
+    _INPUT_NORM,
     _of_decoder(
         "self_attention.linear_qkv.weight",
         "self_attn.q_proj.weight self_attn.k_proj.weight self_attn.v_proj.weight",
-        "qkv",
         "group heads_per_group_and_2 head hidden",
         0,
+        "qkv",
     ),
-    _of_decoder("self_attention.linear_proj.weight", "self_attn.o_proj.weight", "plain", "hidden query", 1),
+    _of_decoder("self_attention.linear_proj.weight", "self_attn.o_proj.weight", "hidden query", 1),
 )
 _QKV_BIAS = _of_decoder(
     "self_attention.linear_qkv.bias",
     "self_attn.q_proj.bias self_attn.k_proj.bias self_attn.v_proj.bias",
-    "qkv",
     "group heads_per_group_and_2 head",
     0,
+    "qkv",
 )
 _QK_NORM = (
-    _of_decoder("self_attention.q_layernorm.weight", "self_attn.q_norm.weight", "plain", "head", None),
-    _of_decoder("self_attention.k_layernorm.weight", "self_attn.k_norm.weight", "plain", "head", None),
+    _of_decoder("self_attention.q_layernorm.weight", "self_attn.q_norm.weight", "head"),
+    _of_decoder("self_attention.k_layernorm.weight", "self_attn.k_norm.weight", "head"),
 )
 _MLP_NORM = _of_decoder(
-    "pre_mlp_layernorm.weight mlp.linear_fc1.layer_norm_weight",
-    "post_attention_layernorm.weight",
-    "plain",
-    "hidden",
-    None,
+    "pre_mlp_layernorm.weight mlp.linear_fc1.layer_norm_weight", "post_attention_layernorm.weight", "hidden"
 )
 _GATED_MLP = (
     _MLP_NORM,
     _of_decoder(
-        "mlp.linear_fc1.weight", "mlp.gate_proj.weight mlp.up_proj.weight", "gate_up", "two ffn hidden", 1
+        "mlp.linear_fc1.weight", "mlp.gate_proj.weight mlp.up_proj.weight", "two ffn hidden", 1, "gate_up"
     ),
-    _of_decoder("mlp.linear_fc2.weight", "mlp.down_proj.weight", "plain", "hidden ffn", 1),
+    _of_decoder("mlp.linear_fc2.weight", "mlp.down_proj.weight", "hidden ffn", 1),
 )
 _EXPERTS = (
     _MLP_NORM,
-    _of_decoder("mlp.router.weight", "mlp.gate.weight", "plain", "experts hidden", None),
+    _of_decoder("mlp.router.weight", "mlp.gate.weight", "experts hidden"),
     _of_decoder(
         "mlp.experts.local_experts.{x}.linear_fc1.weight mlp.experts.linear_fc1.weight{x}",
         "mlp.experts.{e}.gate_proj.weight mlp.experts.{e}.up_proj.weight",
-        "gate_up",
         "two ffn hidden",
         1,
-        "expert",
+        "gate_up",
     ),
     _of_decoder(
         "mlp.experts.local_experts.{x}.linear_fc2.weight mlp.experts.linear_fc2.weight{x}",
         "mlp.experts.{e}.down_proj.weight",
-        "plain",
         "hidden ffn",
         1,
-        "expert",
     ),
 )
 
@@ -214,12 +204,7 @@ def padded_vocab(vocab_size: int, tensor: int) -> int:
 
 def canonical_shape(rule: Rule, shape: ModelShape, tensor: int) -> tuple[int, ...]:
     """Shape of the rule's canonical form for a tensor-parallel size."""
-    sizes = _sizes(shape, tensor)
-    return tuple(sizes[name] for name in rule.sizes)
-
-
-def _sizes(shape: ModelShape, tensor: int) -> dict[Size, int]:
-    return {
+    sizes: dict[Size, int] = {
         "vocab": padded_vocab(shape.vocab_size, tensor),
         "hidden": shape.hidden_size,
         "head": shape.head_dim,
@@ -230,6 +215,7 @@ def _sizes(shape: ModelShape, tensor: int) -> dict[Size, int]:
         "ffn": shape.ffn_size,
         "experts": shape.num_experts,
     }
+    return tuple(sizes[name] for name in rule.sizes)
 
 
 def hf_shapes(rule: Rule, shape: ModelShape) -> list[tuple[int, ...]]:

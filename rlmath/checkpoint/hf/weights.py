@@ -22,21 +22,11 @@ from safetensors import safe_open
 from torch import Tensor
 
 from rlmath.checkpoint.directory import PARTIAL, set_aside
-from rlmath.checkpoint.hf.weight_map import (
-    Placed,
-    canonical_shape,
-    from_canonical,
-    join,
-    placed_tensors,
-    shard,
-    shard_shape,
-    to_canonical,
-)
+from rlmath.checkpoint.hf import weight_map
+from rlmath.checkpoint.hf.weight_map import Placed, placed_tensors
 from rlmath.config.model_shape import ModelShape
 from rlmath.distributed.mesh import Mesh
 
-METADATA_SUFFIXES = (".json", ".txt", ".model", ".jinja")
-"""Files beside the weights that belong to a model and are copied on export: configuration and tokenizer."""
 SHARD_BYTES = 4 * 2**30
 """Most bytes of one exported safetensors file."""
 HEADER_BYTES = 2**18
@@ -57,21 +47,17 @@ class HFReader:
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
-        self._file_of = _weight_files(self.folder)
+        self.files = _weight_files(self.folder)
+        """The file of every tensor, by the tensor's name."""
 
     @property
     def names(self) -> set[str]:
         """Names of all tensors."""
-        return set(self._file_of)
-
-    @property
-    def files(self) -> dict[str, str]:
-        """The file of every tensor, by the tensor's name."""
-        return dict(self._file_of)
+        return set(self.files)
 
     def tensor(self, name: str) -> Tensor:
         """One tensor, read from disk now."""
-        with safe_open(self.folder / self._file_of[name], framework="pt") as file:
+        with safe_open(self.folder / self.files[name], framework="pt") as file:
             return file.get_tensor(name)
 
 
@@ -91,7 +77,9 @@ def read_metadata_files(source: str | Path) -> dict[str, bytes]:
     return {
         file.name: file.read_bytes()
         for file in sorted(Path(source).iterdir())
-        if file.is_file() and file.suffix in METADATA_SUFFIXES and "safetensors" not in file.name
+        if file.is_file()
+        and file.suffix in (".json", ".txt", ".model", ".jinja")
+        and "safetensors" not in file.name
     }
 
 
@@ -114,8 +102,8 @@ def load_hf_weights(
 
 
 def _fill(parameter: Tensor, tensors: list[Tensor], placed: Placed, shape: ModelShape, mesh: Mesh) -> None:
-    full = to_canonical(placed.rule, tensors, shape, mesh.tensor)
-    mine = shard(placed.rule, full, *sharing_ranks(placed, mesh))
+    full = weight_map.to_canonical(placed.rule, tensors, shape, mesh.tensor)
+    mine = weight_map.shard(placed.rule, full, *sharing_ranks(placed, mesh))
     parameter.copy_(mine.reshape(parameter.shape))
 
 
@@ -196,10 +184,10 @@ def stream_hf_tensors(
         if owner == mesh.pipeline_rank:
             full = _gather(local_parameter(chunks, placed), any_parameter, placed, shape, mesh, groups)
         else:
-            full = any_parameter.new_empty(canonical_shape(placed.rule, shape, mesh.tensor))
+            full = any_parameter.new_empty(weight_map.canonical_shape(placed.rule, shape, mesh.tensor))
         if mesh.pipeline > 1:
             dist.broadcast(full, src=pipeline_ranks[owner], group=groups.pipeline)
-        yield from zip(placed.hf_names, from_canonical(placed.rule, full, shape), strict=True)
+        yield from zip(placed.hf_names, weight_map.from_canonical(placed.rule, full, shape), strict=True)
 
 
 def _gather(
@@ -212,7 +200,7 @@ def _gather(
 ) -> Tensor:
     """A whole tensor, on all ranks of the stage that owns it; only an expert may lie on some of them."""
     _, size = sharing_ranks(placed, mesh)
-    part_shape = shard_shape(placed.rule, shape, size)
+    part_shape = weight_map.shard_shape(placed.rule, shape, size)
     mine = any_parameter.new_empty(part_shape) if parameter is None else parameter.data.reshape(part_shape)
     mine = mine.contiguous()
     if placed.expert is not None and mesh.expert > 1:
@@ -224,7 +212,7 @@ def _gather(
         return mine
     shards = [torch.empty_like(mine) for _ in range(size)]
     dist.all_gather(shards, mine, group=groups.tensor if placed.expert is None else groups.expert_tensor)
-    return join(placed.rule, shards)
+    return weight_map.join(placed.rule, shards)
 
 
 def layer_stages(
@@ -260,7 +248,16 @@ def write_hf_folder(
         return
     partial_folder = output.with_name(output.name + PARTIAL)
     try:
-        _write_partial(tensors, metadata_files, partial_folder, dtype)
+        shutil.rmtree(partial_folder, ignore_errors=True)
+        partial_folder.mkdir(parents=True)
+        files = SafetensorsWriter(partial_folder, SHARD_BYTES)
+        try:
+            for name, tensor in tensors:
+                files.add(name, tensor, dtype)
+            files.close()
+        finally:
+            files.abandon()
+        write_metadata_files(partial_folder, metadata_files, dtype)
         _publish(partial_folder, output)
     except OSError:
         for _ in tensors:  # a collective: the others wait for it
@@ -277,33 +274,11 @@ def _publish(partial_folder: Path, output: Path) -> None:
         shutil.rmtree(before, ignore_errors=True)
 
 
-def _write_partial(
-    tensors: Iterator[tuple[str, Tensor]],
-    metadata_files: Mapping[str, bytes],
-    folder: Path,
-    dtype: torch.dtype,
-) -> None:
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
-    files = SafetensorsWriter(folder, SHARD_BYTES)
-    try:
-        for name, tensor in tensors:
-            files.add(name, tensor, dtype)
-        files.close()
-    finally:
-        files.abandon()
-    write_metadata_files(folder, metadata_files, dtype)
-
-
 def write_metadata_files(folder: Path, metadata_files: Mapping[str, bytes], dtype: torch.dtype) -> None:
     """Write a model's configuration and tokenizer files, with the number format of the weights in config.json."""
     for name, content in metadata_files.items():
         (folder / name).write_bytes(content)
-    note_dtype(folder / "config.json", dtype)
-
-
-def note_dtype(path: Path, dtype: torch.dtype) -> None:
-    """Write the number format of the weights into a config.json."""
+    path = folder / "config.json"
     config = json.loads(path.read_text(encoding="utf-8"))
     # transformers 5 reads "dtype", earlier releases "torch_dtype".
     config["dtype"] = config["torch_dtype"] = str(dtype).removeprefix("torch.")
@@ -323,29 +298,27 @@ class SafetensorsWriter:
 
     def add(self, name: str, tensor: Tensor, dtype: torch.dtype) -> None:
         """Append one tensor as `dtype` (float32, bfloat16 or float16); it may be on any device."""
-        size = tensor.numel() * dtype.itemsize
         if self._open is None or not self._open.has_room(name, tensor, dtype, self._shard_bytes):
             self._close_file()
             self._open = _File(self._folder / f"part-{len(self._files)}")
             self._files.append([])
         self._open.add(name, tensor, dtype)
         self._files[-1].append(name)
-        self.bytes += size
+        self.bytes += tensor.numel() * dtype.itemsize
 
     def close(self) -> None:
         """Complete the last file, give all their final names, and write the index where there are several."""
         self._close_file()
         count = len(self._files)
-        weight_map = {}
+        file_of = {}
         for number, names in enumerate(self._files):
             name = f"model-{number + 1:05d}-of-{count:05d}.safetensors" if count > 1 else "model.safetensors"
             (self._folder / f"part-{number}").rename(self._folder / name)
-            weight_map |= dict.fromkeys(names, name)
+            file_of |= dict.fromkeys(names, name)
         if count > 1:
-            index = {"metadata": {"total_size": self.bytes}, "weight_map": weight_map}
-            (self._folder / "model.safetensors.index.json").write_text(
-                json.dumps(index, indent=2), encoding="utf-8"
-            )
+            index = {"metadata": {"total_size": self.bytes}, "weight_map": file_of}
+            path = self._folder / "model.safetensors.index.json"
+            path.write_text(json.dumps(index, indent=2), encoding="utf-8")
 
     def abandon(self) -> None:
         """Close an unfinished file."""
@@ -372,12 +345,12 @@ class _File:
     def has_room(self, name: str, tensor: Tensor, dtype: torch.dtype, most: int) -> bool:
         """Whether a tensor fits; one of wider numbers must start at a multiple of their width."""
         size = tensor.numel() * dtype.itemsize
-        entry = len(json.dumps({name: self._entry(tensor, dtype, size)}))
+        entry = len(json.dumps({name: self._entry(tensor, dtype)}))
         fits = self._size + size <= most and self._header_bytes + entry <= HEADER_BYTES
         return fits and self._size % dtype.itemsize == 0
 
     def add(self, name: str, tensor: Tensor, dtype: torch.dtype) -> None:
-        entry = self._entry(tensor, dtype, tensor.numel() * dtype.itemsize)
+        entry = self._entry(tensor, dtype)
         for block in tensor.detach().contiguous().view(-1).split(_BLOCK):
             # A copy: `numpy` makes a storage impossible to resize, which offloading a parameter on CPU needs.
             host = block.to("cpu", dtype, copy=True)
@@ -386,8 +359,8 @@ class _File:
         self._header_bytes += len(json.dumps({name: entry}))
         self._size += tensor.numel() * dtype.itemsize
 
-    def _entry(self, tensor: Tensor, dtype: torch.dtype, size: int) -> dict[str, object]:
-        offsets = [self._size, self._size + size]
+    def _entry(self, tensor: Tensor, dtype: torch.dtype) -> dict[str, object]:
+        offsets = [self._size, self._size + tensor.numel() * dtype.itemsize]
         return {"dtype": DTYPE_NAMES[dtype], "shape": list(tensor.shape), "data_offsets": offsets}
 
     def close(self) -> None:
