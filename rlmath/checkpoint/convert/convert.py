@@ -46,8 +46,6 @@ from rlmath.distributed.device import most_resident_bytes
 _DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 DTYPES = {"auto": None, "float32": torch.float32, "bfloat16": torch.bfloat16}
 """Values of --dtype."""
-_COMPUTED = ".rotary_emb.inv_freq"
-"""Follows from config.json; older files have it."""
 
 
 @dataclass(frozen=True)
@@ -78,18 +76,17 @@ def hf_to_megatron(
     reader, held = read_headers(source)
     problems = [*split_problems(shape, tensor, pipeline), *_hf_problems(shape, held)]
     raise_listed(f"{source} cannot be converted", problems)
-    formats = {_DTYPES[held[name].dtype_name] for name in _expected(shape)} if dtype is None else {dtype}
+    names = _expected(shape)
+    formats = {_DTYPES[held[name].dtype_name] for name in names} if dtype is None else {dtype}
     if len(formats) > 1:
         raise ValueError(f"{source} has several number formats; needed: one. Choose it by --dtype.")
     (dtype,) = formats
-    names = _expected(shape)
     with _fresh_folder(output, _elements(names.values()) * dtype.itemsize) as folder:
         state = folder / RELEASE
         state.mkdir()
         writer = StateWriter(state)
         for stored in stored_tensors(shape, tensor):
-            stage = _stage(stored, shape, pipeline)
-            _store(reader, stored, shape, writer, (tensor, stage), dtype)
+            _store(reader, stored, shape, writer, tensor, pipeline, dtype)
         for key, layer in object_keys(shape).items():
             writer.add_object(tensor * (layer * pipeline // shape.num_layers), key)
         writer.close()
@@ -149,8 +146,9 @@ def _expected(shape: ModelShape) -> dict[str, tuple[int, ...]]:
 
 def _hf_problems(shape: ModelShape, held: Mapping[str, HFTensor]) -> list[str]:
     expected = _expected(shape)
-    ignored = {"lm_head.weight"} if shape.tied_embeddings else set()
-    extra = [name for name in held if name not in expected and name not in ignored]
+    known = {*expected, "lm_head.weight"} if shape.tied_embeddings else set(expected)
+    # Older files have the frequencies, which follow from config.json.
+    extra = [x for x in held if x not in known and not x.endswith(".rotary_emb.inv_freq")]
     wrong = [
         f"{name} has shape {held[name].shape}, config.json makes it {size}"
         for name, size in expected.items()
@@ -163,18 +161,10 @@ def _hf_problems(shape: ModelShape, held: Mapping[str, HFTensor]) -> list[str]:
     ]
     return [
         *listed("tensors are missing", [name for name in expected if name not in held]),
-        *listed(
-            f"tensors are unknown to {shape.architecture}", [x for x in extra if not x.endswith(_COMPUTED)]
-        ),
+        *listed(f"tensors are unknown to {shape.architecture}", extra),
         *listed("tensors have another shape", wrong),
         *listed("tensors are neither float32 nor bfloat16 nor float16", odd),
     ]
-
-
-def _stage(stored: Stored, shape: ModelShape, pipeline: int) -> int:
-    if stored.placed.layer is not None:
-        return stored.placed.layer * pipeline // shape.num_layers
-    return 0 if stored.placed.rule.owner == "first" else pipeline - 1
 
 
 def _store(
@@ -182,11 +172,14 @@ def _store(
     stored: Stored,
     shape: ModelShape,
     writer: StateWriter,
-    layout: tuple[int, int],
+    tensor: int,
+    pipeline: int,
     dtype: torch.dtype,
 ) -> None:
-    """Write one tensor, each rank's part by itself. `layout`: tensor-parallel size and pipeline stage."""
-    tensor, stage = layout
+    """Write one tensor, each rank's part by itself."""
+    stage = 0 if stored.placed.rule.owner == "first" else pipeline - 1
+    if stored.placed.layer is not None:
+        stage = stored.placed.layer * pipeline // shape.num_layers
     weights = [reader.tensor(name) for name in stored.placed.hf_names]
     whole = weights[0] if len(weights) == 1 else to_canonical(stored.placed.rule, weights, shape, tensor)
     rows = whole if len(weights) == 1 else whole.reshape(stored.shape)

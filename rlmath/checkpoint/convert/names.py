@@ -34,10 +34,8 @@ _MERGED = {"plain": 1, "vocab": 1, "qkv": 3, "gate_up": 2}
 """How many of a canonical form's first axes are rows here."""
 _NOT_THE_MODEL = ("optimizer.", "chained_", "random.", "rng_state", "opt_param_scheduler", "rerun_state")
 """How the names begin of what a training run keeps beside the model."""
-_COMPUTED = "rotary_pos_emb.inv_freq"
-"""Follows from config.json; older checkpoints have it."""
 _NAMES_IN_ERRORS = 8
-MOST_PADDING = 2**14
+_MOST_PADDING = 2**14
 """More rows than that beyond the vocabulary are no padding: it is filled up to a multiple of 128 times the tensor
 parallel size."""
 Region = tuple[str, tuple[int, ...], tuple[int, ...]]
@@ -83,46 +81,32 @@ def stored_tensors(shape: ModelShape, tensor: int = 1) -> Iterator[Stored]:
     for placed in placed_tensors(shape):
         canonical = canonical_shape(placed.rule, shape, tensor)
         merged = _MERGED[placed.rule.form]
-        lead, lead_shape = _lead(placed, shape)
+        lead = tuple(number for number in (placed.layer, placed.expert) if number is not None)
         yield Stored(
             placed,
-            tuple(dict.fromkeys(_stacked_key(name) for name in placed.rule.megatron)),
-            tuple(_numbered_key(name, placed) for name in placed.rule.megatron) if lead else (),
+            tuple(dict.fromkeys(_key(name) for name in placed.rule.megatron)),
+            tuple(_key(name, placed.layer) for name in placed.rule.megatron) if lead else (),
             lead,
-            lead_shape,
+            (shape.num_layers, shape.num_experts)[: len(lead)],
             (math.prod(canonical[:merged]), *canonical[merged:]),
             canonical,
         )
 
 
-def _lead(placed: Placed, shape: ModelShape) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    if placed.layer is None:
-        return (), ()
-    if placed.expert is None:
-        return (placed.layer,), (shape.num_layers,)
-    return (placed.layer, placed.expert), (shape.num_layers, shape.num_experts)
+def _key(name: str, layer: int | None = None) -> str:
+    """Of all layers, or where a layer has its own, of that.
 
-
-def _stacked_key(name: str) -> str:
-    """
-    >>> _stacked_key("decoder.layers.{m}.mlp.linear_fc2.weight")
-    'decoder.layers.mlp.linear_fc2.weight'
-    >>> _stacked_key("decoder.layers.{m}.mlp.experts.local_experts.{x}.linear_fc2.weight")
+    >>> _key("decoder.layers.{m}.mlp.linear_fc2.weight"), _key("decoder.layers.{m}.mlp.linear_fc2.weight", 7)
+    ('decoder.layers.mlp.linear_fc2.weight', 'decoder.layers.7.mlp.linear_fc2.weight')
+    >>> _key("decoder.layers.{m}.mlp.experts.local_experts.{x}.linear_fc2.weight")
     'decoder.layers.mlp.experts.experts.linear_fc2.weight'
-    >>> _stacked_key("decoder.layers.{m}.mlp.experts.linear_fc2.weight{x}")
+    >>> _key("decoder.layers.{m}.mlp.experts.linear_fc2.weight{x}")
     'decoder.layers.mlp.experts.experts.linear_fc2.weight'
     """
-    return _experts_key(name).replace(".{m}", "")
-
-
-def _experts_key(name: str) -> str:
     if name.endswith("{x}"):
-        return name.removesuffix("{x}").replace(".experts.", ".experts.experts.")
-    return name.replace(".local_experts.{x}.", ".experts.")
-
-
-def _numbered_key(name: str, placed: Placed) -> str:
-    return _experts_key(name).format(m=placed.layer)
+        name = name.removesuffix("{x}").replace(".experts.", ".experts.experts.")
+    name = name.replace(".local_experts.{x}.", ".experts.")
+    return name.replace(".{m}", "" if layer is None else f".{layer}")
 
 
 def written_keys(stored: Stored, shape: ModelShape) -> tuple[str, ...]:
@@ -182,10 +166,8 @@ def object_keys(shape: ModelShape) -> dict[str, int]:
             modules.append("decoder.layers.self_attention.core_attention")
         elif modules != ["decoder.final_layernorm"]:
             continue
-        lead, lead_shape = (
-            ".".join(map(str, stored.lead or (0,))),
-            ".".join(map(str, stored.lead_shape or (1,))),
-        )
+        lead = ".".join(map(str, stored.lead or (0,)))
+        lead_shape = ".".join(map(str, stored.lead_shape or (1,)))
         layer = shape.num_layers - 1 if stored.placed.layer is None else stored.placed.layer
         experts = [module for module in modules if ".experts." in module]
         for module in experts or modules:
@@ -218,7 +200,8 @@ def find_all(reader: StateReader, shape: ModelShape) -> list[Found]:
     """Every tensor's place; ValueError that lists what is missing, of another shape, or unknown."""
     found, missing, wrong, known = [], [], [], set()
     for stored in stored_tensors(shape):
-        known |= _all_keys(stored)
+        for key in (*stored.keys, *stored.numbered):
+            known |= {key, *_halves(key)}
         place = _find(reader, stored)
         if isinstance(place, Found):
             found.append(place)
@@ -227,11 +210,11 @@ def find_all(reader: StateReader, shape: ModelShape) -> list[Found]:
         else:
             wrong.append(place)
     unknown = [key for key in reader.tensors if key not in known and not key.startswith(_NOT_THE_MODEL)]
+    # Older checkpoints have these frequencies, which follow from config.json.
+    unknown = [key for key in unknown if not key.endswith("rotary_pos_emb.inv_freq")]
     problems = [
         *listed("tensors are missing", missing),
-        *listed(
-            f"tensors are unknown to {shape.architecture}", [x for x in unknown if not x.endswith(_COMPUTED)]
-        ),
+        *listed(f"tensors are unknown to {shape.architecture}", unknown),
         *listed("tensors have another shape", list(dict.fromkeys(wrong))),
     ]
     raise_listed(f"{reader.folder} is not a checkpoint of the model that config.json describes", problems)
@@ -243,36 +226,22 @@ def _halves(key: str) -> tuple[str, str]:
     return f"{key}_w", f"{key}_v"
 
 
-def _all_keys(stored: Stored) -> set[str]:
-    keys = {*stored.keys, *stored.numbered}
-    return keys | {half for key in keys for half in _halves(key)}
-
-
 def _find(reader: StateReader, stored: Stored) -> Found | str | None:
     """Where a tensor is; an error text where its shape is wrong; None where it is missing."""
-    for keys, lead, lead_shape in (
-        (stored.keys, stored.lead, stored.lead_shape),
-        (stored.numbered, stored.lead[1:], stored.lead_shape[1:]),
-    ):
-        for key in reversed(keys):
-            for names in ((key,), _halves(key)):
-                if all(name in reader.tensors for name in names):
-                    return _placed_in(reader, stored, names, lead, lead_shape)
+    for key in (*reversed(stored.keys), *reversed(stored.numbered)):
+        for names in ((key,), _halves(key)):
+            if all(name in reader.tensors for name in names):
+                return _placed_in(reader, stored, names, is_stack=key in stored.keys)
     return None
 
 
-def _placed_in(
-    reader: StateReader,
-    stored: Stored,
-    names: tuple[str, ...],
-    lead: tuple[int, ...],
-    lead_shape: tuple[int, ...],
-) -> Found | str:
+def _placed_in(reader: StateReader, stored: Stored, names: tuple[str, ...], is_stack: bool) -> Found | str:
+    lead, lead_shape = (x if is_stack else x[1:] for x in (stored.lead, stored.lead_shape))
     wanted = (*lead_shape, stored.shape[0] // len(names), *stored.shape[1:])
     for name in names:
         size = tuple(reader.tensors[name].size)
         is_vocab = stored.placed.rule.form == "vocab"
-        filled_up = is_vocab and 0 <= size[0] - wanted[0] <= MOST_PADDING and size[1:] == wanted[1:]
+        filled_up = is_vocab and 0 <= size[0] - wanted[0] <= _MOST_PADDING and size[1:] == wanted[1:]
         if size != wanted and not filled_up:
             return f"{name} has shape {size}, config.json makes it {wanted}"
     offset = (*lead, *(0 for _ in stored.shape))
