@@ -15,7 +15,7 @@ import logging
 import socket
 import statistics
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -38,6 +38,9 @@ ANSWER_FACTOR = 4.0
 REPEAT_STEPS = 100
 """The same warning is repeated only after so many steps."""
 
+Bound = Callable[[float], float]
+"""The most seconds of a rank that is not slow, from the usual ones."""
+
 
 class StragglerDetector:
     """On every rank; rank 0 logs. The constructor is a collective."""
@@ -55,31 +58,26 @@ class StragglerDetector:
 
         `alone` are the seconds that this rank computed on its own in the step, `answer` the longest wait for the
         store."""
-        if self._mesh.world_size == 1:
+        world_size = self._mesh.world_size
+        if world_size == 1:
             return {}
         mine = torch.tensor([alone, answer], dtype=torch.float64)
-        rows = (
-            [torch.empty_like(mine) for _ in range(self._mesh.world_size)] if self._mesh.rank == 0 else None
-        )
+        rows = [torch.empty_like(mine) for _ in range(world_size)] if self._mesh.rank == 0 else None
         dist.gather(mine, rows)
         if rows is None:
             return {}
         self._steps += 1
         self._recent.append([(float(row[0]), float(row[1])) for row in rows])
-        for text in slow_texts(list(self._recent), self._hosts, self._mesh):
-            self._warn(text)
+        for who, text in slow_texts(list(self._recent), self._hosts, self._mesh):
+            if self._steps - self._logged_at.get(who, -REPEAT_STEPS) >= REPEAT_STEPS:
+                self._logged_at[who] = self._steps
+                logger.warning("%s", text)
         seconds = [row[0] for row in self._recent[-1]]
         return {
             "seconds/alone_usual": usual(seconds),
             "seconds/alone_slowest": max(seconds),
             "seconds/answer_slowest": max(row[1] for row in self._recent[-1]),
         }
-
-    def _warn(self, found: tuple[str, str]) -> None:
-        who, text = found
-        if self._steps - self._logged_at.get(who, -REPEAT_STEPS) >= REPEAT_STEPS:
-            self._logged_at[who] = self._steps
-            logger.warning("%s", text)
 
 
 def usual(values: Sequence[float]) -> float:
@@ -97,57 +95,43 @@ def slow_texts(
     """(who, warning) of the recent steps, each by rank (seconds alone, seconds until the store answered)."""
     if len(steps) < RECENT_STEPS:
         return []
-    ranks = range(mesh.world_size)
-    stage_of = {rank: rank // (mesh.world_size // mesh.pipeline) for rank in ranks}
+    kinds: tuple[tuple[str, int, Bound], ...] = (
+        ("alone", mesh.world_size // mesh.pipeline, lambda x: max(SLOW_FACTOR * x, x + SLOW_SECONDS)),
+        ("answer", mesh.world_size, lambda x: max(ANSWER_FACTOR * x, ANSWER_SECONDS)),
+    )
     texts = []
-    means = {rank: statistics.mean(step[rank][0] for step in steps) for rank in ranks}
-    found = [_slow_alone([row[0] for row in step], stage_of) for step in steps]
-    alone = _often(found, _slow_alone(list(means.values()), stage_of))
-    if alone:
-        texts.append((f"alone {_on(alone, hosts)}", _alone_text(alone, means, hosts)))
-    means = {rank: statistics.mean(step[rank][1] for step in steps) for rank in ranks}
-    found = [_slow_answers([row[1] for row in step]) for step in steps]
-    answers = _often(found, _slow_answers(list(means.values())))
-    if answers:
-        slowest = max(answers, key=lambda rank: means[rank])
-        texts.append(
-            (
-                f"answer {_on(answers, hosts)}",
-                f"A slow network or host: the run's key-value store answers rank {slowest} on {hosts[slowest]} after "
-                f"{means[slowest]:.2f} s, others after {usual(list(means.values())):.2f} s (over {RECENT_STEPS} "
-                f"steps). Slow: {_on(answers, hosts)}. Look at their links",
+    for column, (kind, alike, bound) in enumerate(kinds):
+        by_step = [[row[column] for row in step] for step in steps]
+        means = [statistics.mean(values) for values in zip(*by_step, strict=True)]
+        found = [_slow(values, alike, bound) for values in by_step]
+        on_average = _slow(means, alike, bound)
+        slow = sorted(rank for rank in on_average if 2 * sum(rank in one for one in found) > len(steps))
+        if not slow:
+            continue
+        slowest = max(slow, key=means.__getitem__)
+        who, seconds = f"rank {slowest} on {hosts[slowest]}", f"{means[slowest]:.2f} s"
+        others, where = f"{usual(means):.2f} s (over {RECENT_STEPS} steps)", _on(slow, hosts)
+        if kind == "alone":
+            text = (
+                f"A slow rank holds the others up: {who} computes for {seconds} a step, others for {others}. "
+                f"Slow: {where}. Look for other programs, heat and clocks there"
             )
-        )
+        else:
+            text = (
+                f"A slow network or host: the run's key-value store answers {who} after {seconds}, others after "
+                f"{others}. Slow: {where}. Look at their links"
+            )
+        texts.append((f"{kind} {where}", text))
     return texts
 
 
-def _alone_text(slow: Sequence[int], means: Mapping[int, float], hosts: Sequence[str]) -> str:
-    slowest = max(slow, key=lambda rank: means[rank])
-    return (
-        f"A slow rank holds the others up: rank {slowest} on {hosts[slowest]} computes for {means[slowest]:.2f} s a "
-        f"step, others for {usual(list(means.values())):.2f} s (over {RECENT_STEPS} steps). Slow: "
-        f"{_on(slow, hosts)}. Look for other programs, heat and clocks there"
-    )
-
-
-def _slow_alone(seconds: Sequence[float], stage_of: Mapping[int, int]) -> set[int]:
-    found = set()
-    for stage in set(stage_of.values()):
-        members = [rank for rank in stage_of if stage_of[rank] == stage]
-        reference = usual([seconds[rank] for rank in members])
-        bound = max(SLOW_FACTOR * reference, reference + SLOW_SECONDS)
-        found |= {rank for rank in members if seconds[rank] > bound}
+def _slow(seconds: Sequence[float], alike: int, bound: Bound) -> set[int]:
+    """The ranks above the bound; compared are so many consecutive ones at a time."""
+    found: set[int] = set()
+    for first in range(0, len(seconds), alike):
+        most = bound(usual(seconds[first : first + alike]))
+        found |= {rank for rank in range(first, first + alike) if seconds[rank] > most}
     return found
-
-
-def _slow_answers(seconds: Sequence[float]) -> set[int]:
-    bound = max(ANSWER_FACTOR * usual(seconds), ANSWER_SECONDS)
-    return {rank for rank, value in enumerate(seconds) if value > bound}
-
-
-def _often(found: Sequence[set[int]], on_average: set[int]) -> list[int]:
-    """Ranks that are slow in most steps, and on average."""
-    return sorted(rank for rank in on_average if 2 * sum(rank in one for one in found) > len(found))
 
 
 def _on(ranks: Sequence[int], hosts: Sequence[str]) -> str:
