@@ -12,9 +12,7 @@ import torch
 from rlmath.distributed.collectives import all_gather_objects
 
 _ROOT = Path("/sys/fs/cgroup")
-
 _VERSION_2 = ("memory.max", "memory.current", "inactive_file")
-
 _VERSION_1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
 """Files with the limit of a control group, its usage, and the part of that which can be reclaimed: cached files."""
 

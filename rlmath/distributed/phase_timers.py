@@ -25,14 +25,12 @@ class PhaseTimers:
 
     def __init__(self, on_phase: Callable[[str], None] = lambda name: None) -> None:
         self._seconds: dict[str, float] = {}
-        self._depth: dict[str, int] = {}
         self._on_phase = on_phase
         self._open: list[str] = []
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Measures its block, also when the block raises."""
-        self._depth[name] = self._depth.get(name, 0) + 1
         self._open.append(name)
         self._on_phase(name)
         start = time.perf_counter()
@@ -41,8 +39,7 @@ class PhaseTimers:
             self._on_phase(self._open[-2] if len(self._open) > 1 else f"after {name}")
         finally:
             self._open.pop()
-            self._depth[name] -= 1
-            if self._depth[name] == 0:
+            if name not in self._open:
                 self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - start
 
     def seconds(self) -> dict[str, float]:

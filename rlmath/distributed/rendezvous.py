@@ -100,9 +100,8 @@ class Rendezvous:
         if self._start is None:
             return
         try:
-            self._store.set(
-                f"{self._start}/failure/{self.rank_info.rank}", f"{self.rank_info} failed: {reason}"
-            )
+            key = f"{self._start}/failure/{self.rank_info.rank}"
+            self._store.set(key, f"{self.rank_info} failed: {reason}")
             self._store.add(f"{self._start}/problems", 1)
         except RuntimeError as error:
             logger.debug("the failure could not be reported: %s", error)
@@ -155,10 +154,8 @@ class Rendezvous:
         result = self._result_of(reports, seconds, check)
         self._store.set(f"{self._start}/{name}/result", json.dumps(asdict(result)))
         if result.error is not None:  # the store ends soon after this rank
-            deadline = time.monotonic() + READ_SECONDS
-            while (
-                self._store.add(f"{self._start}/{name}/read", 0) < len(here) and time.monotonic() < deadline
-            ):
+            deadline, readers = time.monotonic() + READ_SECONDS, f"{self._start}/{name}/read"
+            while self._store.add(readers, 0) < len(here) and time.monotonic() < deadline:
                 time.sleep(POLL_SECONDS)
         return result
 
@@ -167,27 +164,27 @@ class Rendezvous:
         started, next_log = time.monotonic(), FIRST_LOG_SECONDS
         deadline = started + seconds
         while True:
-            self._answer()
+            tickets = self._store.add("tickets", 0)
+            for ticket in range(self._answered + 1, tickets + 1):
+                self._store.set(f"start/{ticket}", self._start or "")
+            self._answered = tickets
             here = 1 + self._store.add(f"{self._start}/{name}/here", 0)
             passed = time.monotonic() - started
             if here == self.rank_info.world_size:
                 return list(range(1, here))
-            if not problem and self._store.add(f"{self._start}/problems", 0) > 0:
-                problem = True
+            problem = problem or self._store.add(f"{self._start}/problems", 0) > 0
             if problem:
                 deadline = min(deadline, started + passed + PROBLEM_SECONDS)
             if started + passed >= deadline:
                 return self._ranks_here(name)
             if passed >= next_log:
                 next_log *= 2
-                logger.info("%s", self._progress_text(self._ranks_here(name), passed, seconds))
+                arrived = [0, *self._ranks_here(name)]
+                logger.info(
+                    f"{len(arrived)} of {self.rank_info.world_size} ranks are here after {passed:.0f} s, until "
+                    f"{seconds:.0f} s (run.start_timeout_seconds) the run waits for {self._missing(arrived)}"
+                )
             time.sleep(POLL_SECONDS)
-
-    def _answer(self) -> None:
-        count = self._store.add("tickets", 0)
-        for ticket in range(self._answered + 1, count + 1):
-            self._store.set(f"start/{ticket}", self._start or "")
-        self._answered = count
 
     def _ranks_here(self, name: str) -> list[int]:
         others = range(1, self.rank_info.world_size)
@@ -204,21 +201,12 @@ class Rendezvous:
             failures = [self._store.get(key).decode() for key in keys if self._store.check([key])]
             return RendezvousResult("; ".join(failures[:4]))
         if len(reports) < self.rank_info.world_size:
-            return RendezvousResult(self._missing_text(reports, seconds))
+            return RendezvousResult(
+                f"{len(reports)} of {self.rank_info.world_size} ranks are at the start after {seconds:.0f} s "
+                f"(run.start_timeout_seconds). Missing: {self._missing(list(reports))}. Look at the logs of those "
+                "nodes; where they only need longer, raise run.start_timeout_seconds"
+            )
         return check(reports)
-
-    def _progress_text(self, here: list[int], passed: float, seconds: float) -> str:
-        return (
-            f"{len(here) + 1} of {self.rank_info.world_size} ranks are here after {passed:.0f} s, until "
-            f"{seconds:.0f} s (run.start_timeout_seconds) the run waits for {self._missing([0, *here])}"
-        )
-
-    def _missing_text(self, reports: Mapping[int, RankReport], seconds: float) -> str:
-        return (
-            f"{len(reports)} of {self.rank_info.world_size} ranks are at the start after {seconds:.0f} s "
-            f"(run.start_timeout_seconds). Missing: {self._missing(list(reports))}. Look at the logs of those nodes; "
-            "where they only need longer, raise run.start_timeout_seconds"
-        )
 
     def _missing(self, here: list[int]) -> str:
         """ "ranks 2-3 on node1 (started, not here yet), ranks 4-5 of the node with number 2 (never started)"."""
@@ -234,12 +222,9 @@ class Rendezvous:
 
     def _known_ranks(self) -> dict[int, RankInfo]:
         """The ranks that have registered, in this start or an earlier one."""
-        keys = {rank: f"info/{rank}" for rank in range(self.rank_info.world_size)}
-        return {
-            rank: RankInfo(**json.loads(self._store.get(key)))
-            for rank, key in keys.items()
-            if self._store.check([key])
-        }
+        keys = [f"info/{rank}" for rank in range(self.rank_info.world_size)]
+        infos = [RankInfo(**json.loads(self._store.get(key))) for key in keys if self._store.check([key])]
+        return {info.rank: info for info in infos}
 
 
 def open_rendezvous(seconds: float) -> Rendezvous | None:

@@ -130,7 +130,11 @@ class StorageSet:
         start = self._finish_device_work()
         copies = self._host_layout()
         if self._keep:
-            self._copy_to_host(copies)
+            self._host.reserve(copies[-1].offset + copies[-1].size if copies else 0)
+            for copy in copies:
+                for ours, hosts in self._paired(copy):
+                    hosts.copy_(ours, non_blocking=True)
+            self._finish_device_work()
         for copy in copies:
             self._copies.append(copy)
             copy.storage.resize_(0)
@@ -143,7 +147,11 @@ class StorageSet:
         for copy in self._copies:
             if copy.storage.nbytes() != copy.size:
                 copy.storage.resize_(copy.size)
-            self._fill(copy)
+            if self._keep:
+                for ours, hosts in self._paired(copy):
+                    ours.copy_(hosts, non_blocking=True)
+            else:
+                _bytes_of(copy.storage).zero_()
         end = self._finish_device_work()
         moved = OffloadStats(self.name, sum(copy.size for copy in self._copies), end - start)
         self._copies.clear()
@@ -154,12 +162,9 @@ class StorageSet:
 
     def _storages(self) -> list[UntypedStorage]:
         others = {tensor.untyped_storage()._cdata for tensor in self._exclude()}
-        found = {}
-        for tensor in self._tensors():
-            storage = tensor.untyped_storage()
-            if storage._cdata not in others and storage.device == self._device.torch_device:
-                found[storage._cdata] = storage
-        return list(found.values())
+        found = {tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in self._tensors()}
+        place = self._device.torch_device
+        return [one for key, one in found.items() if key not in others and one.device == place]
 
     def _host_layout(self) -> list[_HostCopy]:
         """The storages, one behind the other in host memory."""
@@ -168,21 +173,6 @@ class StorageSet:
             layout.append(_HostCopy(storage, storage.nbytes(), offset))
             offset += -(-storage.nbytes() // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
         return layout
-
-    def _copy_to_host(self, copies: list[_HostCopy]) -> None:
-        if copies:
-            self._host.reserve(copies[-1].offset + copies[-1].size)
-        for copy in copies:
-            for ours, hosts in self._paired(copy):
-                hosts.copy_(ours, non_blocking=True)
-        self._finish_device_work()
-
-    def _fill(self, copy: _HostCopy) -> None:
-        if not self._keep:
-            _bytes_of(copy.storage).zero_()
-            return
-        for ours, hosts in self._paired(copy):
-            ours.copy_(hosts, non_blocking=True)
 
     def _paired(self, copy: _HostCopy) -> Iterator[tuple[Tensor, Tensor]]:
         """Pieces of a storage, each with its place on the host."""
