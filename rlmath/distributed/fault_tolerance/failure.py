@@ -7,12 +7,11 @@ from __future__ import annotations
 import json
 import logging
 import os
-import socket
 import time
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, NoReturn
+from typing import Literal, NoReturn, Self
 
 import torch.distributed as dist
 
@@ -28,8 +27,19 @@ STACKS_SECONDS = 15.0
 # ---------------------------------------------------------------- the state of a rank
 
 
+class Record:
+    """A dataclass that is stored as JSON."""
+
+    def as_json(self) -> str:
+        return json.dumps(vars(self))
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> Self:
+        return cls(**json.loads(text))
+
+
 @dataclass(frozen=True)
-class RankStatus:
+class RankStatus(Record):
     """A rank at its last heartbeat."""
 
     rank: int
@@ -49,21 +59,10 @@ class RankStatus:
     left: bool
     """It has ended without an error; other ranks stop watching it."""
 
-    def as_json(self) -> str:
-        return json.dumps(asdict(self))
-
-    @staticmethod
-    def from_json(text: str | bytes) -> RankStatus:
-        return RankStatus(**json.loads(text))
-
     def __str__(self) -> str:
         """ "rank 3 on node7 (pid 4711), step 12, in rollout for 31 s"."""
         place = f"rank {self.rank} on {self.host} (pid {self.pid})"
         return f"{place}, step {self.step}, in {self.phase} for {self.phase_seconds:.0f} s"
-
-
-def host_name() -> str:
-    return socket.gethostname()
 
 
 def pid_namespace() -> str:
@@ -94,7 +93,7 @@ Kind = Literal["failed", "gone", "silent", "hang", "store"]
 
 
 @dataclass(frozen=True)
-class Failure:
+class Failure(Record):
     """The cause that ends a run."""
 
     kind: Kind
@@ -102,20 +101,9 @@ class Failure:
     reporter: int
     """The rank that detected it."""
 
-    def as_json(self) -> str:
-        return json.dumps(asdict(self))
 
-    @staticmethod
-    def from_json(text: str | bytes) -> Failure:
-        return Failure(**json.loads(text))
-
-
-def rank_failed(own: RankStatus, reason: str) -> Failure:
-    return Failure("failed", f"{own} failed: {reason}", own.rank)
-
-
-def collective_failed(own: RankStatus, reason: str, silent: Iterable[RankStatus]) -> Failure:
-    """A collective of this rank failed; `silent` are the ranks whose heartbeat has stopped."""
+def rank_failed(own: RankStatus, reason: str, silent: Iterable[RankStatus] = ()) -> Failure:
+    """`silent`: the ranks whose heartbeat has stopped, where it was a collective that failed."""
     names = "; ".join(str(one) for one in silent)
     more = f". No sign of life any more from: {names}" if names else ""
     return Failure("failed", f"{own} failed: {reason}{more}", own.rank)
@@ -129,10 +117,8 @@ def rank_died(other: RankStatus, reporter: int) -> Failure:
 
 def rank_silent(rank: int, other: RankStatus | None, seconds: float, reporter: int) -> Failure:
     last = f"its last heartbeat: {other}" if other else "it never sent one"
-    text = (
-        f"rank {rank} has given no sign of life for {seconds:.0f} s (run.heartbeat_timeout_seconds); {last}"
-    )
-    return Failure("silent", text, reporter)
+    text = f"rank {rank} has given no sign of life for {seconds:.0f} s (run.heartbeat_timeout_seconds)"
+    return Failure("silent", f"{text}; {last}", reporter)
 
 
 def no_progress(seconds: float, reporter: int) -> Failure:
@@ -226,10 +212,8 @@ class Shutdown:
             if rank not in statuses:
                 lines.append(f"  rank {rank}: never gave a sign of life")
                 continue
-            key = f"stacks/{rank}"
-            call = "no stacks: its interpreter does not answer"
-            if store.check([key]):
-                call = store.get(key).decode()
+            answers = store.check([key := f"stacks/{rank}"])
+            call = store.get(key).decode() if answers else "no stacks: its interpreter does not answer"
             behind = "" if all_level or statuses[rank].entries > fewest else "  <- BEHIND"
             lines.append(f"  {statuses[rank]}: {call}{behind}")
         folder = stacks_path(self._output_dir, 0).parent

@@ -15,36 +15,21 @@ Silence is counted in beats of the watching rank, not by the clock: a run that w
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import logging
 import os
+import socket
 import threading
 import time
 import uuid
+from dataclasses import replace
 from datetime import timedelta
-from types import TracebackType
 
 import torch.distributed as dist
 
 from rlmath.config.schema import RunConfig
 from rlmath.distributed.collectives import broadcast_from_rank_zero
-from rlmath.distributed.fault_tolerance.failure import (
-    Failure,
-    RankStatus,
-    Shutdown,
-    collective_failed,
-    first_line,
-    has_died,
-    host_name,
-    may_be_caused_by_peer,
-    no_progress,
-    pid_namespace,
-    process_start,
-    rank_died,
-    rank_failed,
-    rank_silent,
-    store_lost,
-)
+from rlmath.distributed.fault_tolerance import failure as failures
+from rlmath.distributed.fault_tolerance.failure import Failure, RankStatus, Shutdown, first_line
 from rlmath.distributed.fault_tolerance.preemption import LAUNCHER_ENDED, StopRequest, under_torchrun
 
 logger = logging.getLogger(__name__)
@@ -94,8 +79,8 @@ class Heartbeat:
         self._world_size = world_size
         self._address = (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
         self._shutdown = Shutdown(output_dir, rank, world_size)
-        self._namespace, self._launcher = pid_namespace(), os.getppid()
-        self._process_start = process_start(os.getpid())
+        self._namespace, self._launcher = failures.pid_namespace(), os.getppid()
+        self._process_start = failures.process_start(os.getpid())
         self._phase, self._entered_at, self._entries = "start", time.monotonic(), 0
         self._progress = 0
         self._failure: BaseException | None = None
@@ -118,9 +103,7 @@ class Heartbeat:
             thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is not None:
             self.report_failure(error)
             return
@@ -155,7 +138,7 @@ class Heartbeat:
             self._wake.set()
             if not self._reported.wait(REPORT_SECONDS):  # the store is lost, too: write the file at least
                 with contextlib.suppress(OSError):
-                    self._shutdown.write_exit_status(rank_failed(self._status(), first_line(error)))
+                    self._shutdown.write_exit_status(failures.rank_failed(self._status(), first_line(error)))
 
     # ------------------------------------------------------------ the beat thread
 
@@ -198,12 +181,12 @@ class Heartbeat:
             self._seen[rank] = now
         if now and now.left:
             return
-        if now and has_died(now, self._namespace):
-            self._report(rank_died(now, self._rank))
+        if now and failures.has_died(now, self._namespace):
+            self._report(failures.rank_died(now, self._rank))
         beats = now is not None and (before is None or now.beats != before.beats)
         self._silence[rank] = 0.0 if beats else self._silence[rank] + passed
         if self._silence[rank] > self._settings.heartbeat_timeout_seconds:
-            self._report(rank_silent(rank, now, self._silence[rank], self._rank))
+            self._report(failures.rank_silent(rank, now, self._silence[rank], self._rank))
 
     def _check_progress(self, passed: float) -> None:
         new, self._sent_progress = self._progress - self._sent_progress, self._progress
@@ -212,7 +195,7 @@ class Heartbeat:
         self._total_progress = total
         limit = self._settings.hang_timeout_seconds
         if limit is not None and self._still > limit:
-            self._report(no_progress(self._still, self._rank))
+            self._report(failures.no_progress(self._still, self._rank))
 
     def _report(self, failure: Failure) -> None:
         """Write the failure, unless there is one already; exit with the one that is in the store."""
@@ -223,7 +206,7 @@ class Heartbeat:
             self._shutdown.report_and_exit(failure, self._store, self._status())
         # The main thread logs its own error itself.
         if failure.reporter != self._rank or failure.kind != "failed":
-            logger.error("rank %d on %s ends: %s", self._rank, host_name(), failure.message)
+            logger.error("rank %d on %s ends: %s", self._rank, socket.gethostname(), failure.message)
         with contextlib.suppress(OSError):
             self._shutdown.write_exit_status(failure)
         self._reported.set()
@@ -233,8 +216,8 @@ class Heartbeat:
     def _report_own_failure(self, error: BaseException) -> None:
         """Write this rank's failure; if another rank may have caused it, name that one or let others do so."""
         reason = first_line(error)
-        if not may_be_caused_by_peer(error):
-            self._report(rank_failed(self._status(), reason))
+        if not failures.may_be_caused_by_peer(error):
+            self._report(failures.rank_failed(self._status(), reason))
         before = self._shutdown.statuses(self._store)
         deadline = time.monotonic() + PEER_SECONDS
         while time.monotonic() < deadline:
@@ -246,18 +229,17 @@ class Heartbeat:
             for rank in sorted(before.keys() & after.keys())
             if after[rank].beats == before[rank].beats and not after[rank].left
         ]
-        self._report(collective_failed(self._status(), reason, silent))
+        self._report(failures.rank_failed(self._status(), reason, silent))
 
     def _status(self) -> RankStatus:
-        age = time.monotonic() - self._entered_at
         return RankStatus(
             rank=self._rank,
-            host=host_name(),
+            host=socket.gethostname(),
             pid_namespace=self._namespace,
             pid=os.getpid(),
             process_start=self._process_start or "",
             phase=self._phase,
-            phase_seconds=round(age, 1),
+            phase_seconds=round(time.monotonic() - self._entered_at, 1),
             entries=self._entries,
             step=self.step,
             beats=self._beats,
@@ -265,9 +247,8 @@ class Heartbeat:
         )
 
     def _publish_end(self) -> None:
-        last = dataclasses.replace(self._status(), left=True)
         try:
-            self._store.set(f"status/{self._rank}", last.as_json())
+            self._store.set(f"status/{self._rank}", replace(self._status(), left=True).as_json())
         except RuntimeError as error:
             logger.debug("the store ended before this rank: %s", error)
 
@@ -292,8 +273,7 @@ class Heartbeat:
         self._check_launcher()
         if self._left or (self._stop.requested and self._failure is None):
             return
-        where = f"{self._address[0]}:{self._address[1]}"
-        self._end(store_lost(where, reason, self._rank))
+        self._end(failures.store_lost("{}:{}".format(*self._address), reason, self._rank))
 
     def _check_launcher(self) -> None:
         if under_torchrun() and os.getppid() != self._launcher and not self._stop.requested:

@@ -27,9 +27,6 @@ REASONS = (None, "SIGTERM", "SIGUSR1", LAUNCHER_ENDED)
 """What can request a stop; ranks agree on an index into this list."""
 
 WANTED_SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1")
-_TORCHRUN_PATIENCE_SECONDS = 30.0
-"""torchrun's default for --shutdown-timeout."""
-_TIMEOUT_FLAG = re.compile(r"--shutdown[-_]timeout(?:=|\0)(\d+)")
 
 
 class StopRequest:
@@ -137,8 +134,7 @@ def _torchrun_patience() -> float:
         command = Path(f"/proc/{os.getppid()}/cmdline").read_text(encoding="utf-8", errors="replace")
     except OSError:
         command = ""
-    flag = _TIMEOUT_FLAG.search(command)
-    if flag:
-        return float(flag.group(1))
-    names = ("PET_SHUTDOWN_TIMEOUT", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT")
-    return next((float(os.environ[name]) for name in names if name in os.environ), _TORCHRUN_PATIENCE_SECONDS)
+    if flag := re.search(r"--shutdown[-_]timeout(?:=|\0)(\d+)", command):
+        return float(flag[1])
+    older = os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "30")  # torchrun's default
+    return float(os.environ.get("PET_SHUTDOWN_TIMEOUT", older))
