@@ -34,9 +34,9 @@ Row = Mapping[str, float]
 class History:
     """What a rule may look at."""
 
-    first: Sequence[Row]
+    first: list[Row]
     """The first steps, at most FIRST_STEPS."""
-    last: Sequence[Row]
+    last: deque[Row]
     """The steps up to now, as many as the longest rule needs."""
     limits: TelemetryConfig
     clips_whole_completions: bool
@@ -63,32 +63,25 @@ class Alerts:
     ) -> None:
         """`clips_whole_completions`: the loss is GSPO's, which clips many tokens by design. `length_key` is the setting
         that cuts completions off."""
-        self._limits = limits
-        self._clips_whole_completions = clips_whole_completions
-        self._length_key = length_key
-        self._raised: set[str] = set()
-        self._first: list[Row] = []
+        self._raised: set[Callable[[History], str | None]] = set()
         kept = max(limits.warn_flat_steps, RECENT_STEPS, EARLY_STOP_STEPS)
-        self._last: deque[Row] = deque(maxlen=kept)
+        self._history = History([], deque(maxlen=kept), limits, clips_whole_completions, length_key)
 
     def check(self, row: Row) -> list[str]:
         """The alerts that a step's metrics raise. Metrics that a step does not have raise none."""
-        watched = {name: row[name] for name in WATCHED if name in row}
-        if len(self._first) < FIRST_STEPS:
-            self._first.append(watched)
-        self._last.append(watched)
-        history = History(
-            self._first, self._last, self._limits, self._clips_whole_completions, self._length_key
-        )
-        found = {name: rule(history) for name, rule in RULES.items() if name not in self._raised}
-        texts = {name: text for name, text in found.items() if text is not None}
-        self._raised |= set(texts)
+        history = self._history
+        if len(history.first) < FIRST_STEPS:
+            history.first.append(row)
+        history.last.append(row)
+        found = {rule: rule(history) for rule in RULES if rule not in self._raised}
+        texts = {rule: text for rule, text in found.items() if text is not None}
+        self._raised |= texts.keys()
         return list(texts.values())
 
     def reset(self) -> None:
         """Forget the steps so far: limits and data change here."""
-        self._first.clear()
-        self._last.clear()
+        self._history.first.clear()
+        self._history.last.clear()
 
 
 def dropped_alert(share: float, limits: TelemetryConfig) -> str | None:
@@ -206,24 +199,7 @@ def early_stop_alert(history: History) -> str | None:
     )
 
 
-RULES: dict[str, Callable[[History], str | None]] = {
-    "truncated": truncated_alert,
-    "importance weight": importance_alert,
-    "clipped": clip_alert,
-    "flat reward": flat_alert,
-    "entropy": entropy_alert,
-    "early stop": early_stop_alert,
-}
-WATCHED = (
-    "no_eos_ratio",
-    "importance_weight",
-    "actor_clip_ratio",
-    "task_reward",
-    "rollout/accuracy",
-    "rollout/groups_with_contrast",
-    "train/entropy_loss",
-    "train/early_stopped_minibatches",
-)
+RULES = (truncated_alert, importance_alert, clip_alert, flat_alert, entropy_alert, early_stop_alert)
 
 
 def _recent(history: History, name: str, steps: int = RECENT_STEPS) -> list[float]:

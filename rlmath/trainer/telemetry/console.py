@@ -83,17 +83,14 @@ def step_line(progress: Progress, metrics: Mapping[str, float]) -> str:
 Total time consumption: 5.678s. Estimated remaining time: 66.243s. task_reward: -0.2500'
     """
     step = f"step {progress.step}/{progress.steps_per_epoch} (global step {progress.global_step})"
+    shown = [f"{name}: {metrics[name]:{form}}" for name, form in STEP_LINE_METRICS.items() if name in metrics]
     return " ".join(
         [
             f"Epoch {progress.epoch}/{progress.total_epochs} {step} finishes.",
             f"#End to end# execution time: *{progress.step_seconds:.3f}*s.",
             f"Total time consumption: {progress.total_seconds:.3f}s.",
             f"Estimated remaining time: {progress.remaining_seconds:.3f}s.",
-            *(
-                f"{name}: {metrics[name]:{form}}"
-                for name, form in STEP_LINE_METRICS.items()
-                if name in metrics
-            ),
+            *shown,
         ]
     )
 
@@ -110,14 +107,12 @@ def visible(text: str) -> str:
     """
     if text.isascii() and text.isprintable():
         return text
-    return "".join(_escaped(char) if _is_unseen(char) else char for char in text)
+    return "".join(map(_visible_char, text))
 
 
-def _is_unseen(char: str) -> bool:
-    return char not in "\n\t" and unicodedata.category(char) in _UNSEEN
-
-
-def _escaped(char: str) -> str:
+def _visible_char(char: str) -> str:
+    if char in "\n\t" or unicodedata.category(char) not in _UNSEEN:
+        return char
     code = ord(char)
     return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"
 

@@ -16,9 +16,6 @@ from rlmath.trainer.telemetry.wandb import WandbLog
 METRICS_FILE = "metrics.jsonl"
 VALIDATION_FILE = "validation.jsonl"
 """Of the validations, in rows like those of the steps; the row of step 0 is that of the model before training."""
-TENSORBOARD_FOLDER = "tensorboard"
-MAIN_GROUP = "main"
-"""TensorBoard's group of the metrics without one; each would be a group of its own."""
 
 
 class MetricsWriter:
@@ -34,32 +31,35 @@ class MetricsWriter:
         folder = Path(output_dir)
         folder.mkdir(parents=True, exist_ok=True)
         self._folder = folder
-        _cut_unfinished_line(folder / METRICS_FILE)
-        self._file = (folder / METRICS_FILE).open("a", encoding="utf-8")
+        path = folder / METRICS_FILE
+        if path.exists():
+            os.truncate(path, path.read_bytes().rfind(b"\n") + 1)
+        self._file = path.open("a", encoding="utf-8")
         self._wandb = wandb
         self._events = None
         if tensorboard:
             from torch.utils.tensorboard import SummaryWriter  # here, because it takes seconds
 
             purge = first_step if first_step > 1 else None
-            self._events = SummaryWriter(str(folder / TENSORBOARD_FOLDER), purge_step=purge)
+            self._events = SummaryWriter(str(folder / "tensorboard"), purge_step=purge)
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """One step's numbers. JSON has no NaN or infinity: they become "NaN", "Infinity", "-Infinity"."""
         assert "step" not in metrics
-        values = {name: float(metrics[name]) for name in sorted(metrics)}
-        _append(self._file, step, values)
-        self._show(step, values)
+        self._write(self._file, step, metrics)
 
     def write_validation(self, step: int, metrics: Mapping[str, float]) -> None:
         """The numbers of a validation of the weights that `step` left: a row of `validation.jsonl`, and the same
         scalars. Before that of a later step is written."""
-        values = {name: float(metrics[name]) for name in sorted(metrics)}
         with (self._folder / VALIDATION_FILE).open("a", encoding="utf-8") as file:
-            _append(file, step, values)
-        self._show(step, values)
+            self._write(file, step, metrics)
 
-    def _show(self, step: int, values: Mapping[str, float]) -> None:
+    def _write(self, file: TextIO, step: int, metrics: Mapping[str, float]) -> None:
+        values = {name: float(metrics[name]) for name in sorted(metrics)}
+        row = {"step": step, **{name: json_number(value) for name, value in values.items()}}
+        file.write(json.dumps(row, allow_nan=False) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
         if self._events is not None:
             for name, value in values.items():
                 self._events.add_scalar(tensorboard_tag(name), value, step)
@@ -90,11 +90,12 @@ def open_metrics(config: Config, first_step: int = 1) -> MetricsWriter:
 
 
 def tensorboard_tag(name: str) -> str:
-    """
+    """TensorBoard's group of the metrics without one is "main"; each would be a group of its own.
+
     >>> tensorboard_tag("task_reward"), tensorboard_tag("train/entropy_loss")
     ('main/task_reward', 'train/entropy_loss')
     """
-    return name if "/" in name else f"{MAIN_GROUP}/{name}"
+    return name if "/" in name else f"main/{name}"
 
 
 def read_metrics(output_dir: str, name: str = METRICS_FILE) -> list[dict[str, float]]:
@@ -137,26 +138,8 @@ def keep_metrics(output_dir: str | Path, last_step: int, name: str = METRICS_FIL
     return len(rows)
 
 
-def _append(file: TextIO, step: int, values: Mapping[str, float]) -> None:
-    """One row, on disk when this returns."""
-    row = {"step": step, **{name: json_number(value) for name, value in values.items()}}
-    file.write(json.dumps(row, allow_nan=False) + "\n")
-    file.flush()
-    os.fsync(file.fileno())
-
-
 def json_number(value: float) -> float | str:
     """The value, or "NaN", "Infinity", "-Infinity", which `float` reads back."""
     if math.isfinite(value):
         return value
     return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
-
-
-def _cut_unfinished_line(path: Path) -> None:
-    if not path.exists():
-        return
-    content = path.read_bytes()
-    end = content.rfind(b"\n") + 1
-    if end < len(content):
-        with path.open("r+b") as file:
-            file.truncate(end)

@@ -51,13 +51,11 @@ class SampleWriter:
         `advantages` has a list per group and a number per completion. A step written before is replaced.
         The file is pure ASCII: whatever the model wrote, it can be shown on a terminal.
         """
-        assert len(advantages) >= len(groups[: self._groups_per_step])
-        rows = [
-            _row(group, group_advantages)
-            for group, group_advantages in zip(groups[: self._groups_per_step], advantages, strict=False)
-        ]
-        if not rows:
+        shown = groups[: self._groups_per_step]
+        if not shown:
             return
+        assert len(advantages) >= len(shown)
+        rows = [_row(group, own) for group, own in zip(shown, advantages, strict=False)]
         _write_rows(samples_file(self._output_dir, step), rows)
         for number, row in enumerate(rows, start=1):
             metrics_writer.write_text(f"samples/group_{number}", group_markdown(row), step)

@@ -26,8 +26,6 @@ from rlmath.config.schema import TelemetryConfig
 logger = logging.getLogger(__name__)
 
 WANDB_FOLDER = "wandb"
-ID_FILE = "run_id.txt"
-"""In that folder: the id by which W&B recognises the run when it is resumed."""
 SERVICE = "wandb-core"
 """W&B's own process, which writes and sends; a child of ours."""
 MOST_WAITING = 1000
@@ -134,12 +132,8 @@ def _quiet_settings() -> dict[str, object]:
         "finish_timeout": 0.8 * FINISH_SECONDS,
         "finish_timeout_raises": True,
         "x_transaction_log_flush_interval": FLUSH_SECONDS,
-        "stop_fn": _stop_and_save,
+        "stop_fn": lambda: os.kill(os.getpid(), signal.SIGTERM),
     }
-
-
-def _stop_and_save() -> None:
-    os.kill(os.getpid(), signal.SIGTERM)
 
 
 def _end_service() -> None:
@@ -151,8 +145,8 @@ def _end_service() -> None:
 
 
 def run_id(output_dir: str | Path) -> str:
-    """The id that the folder's run has, made and kept there when there is none."""
-    path = Path(output_dir) / WANDB_FOLDER / ID_FILE
+    """The id by which W&B recognises the folder's run when it is resumed, made and kept there when there is none."""
+    path = Path(output_dir) / WANDB_FOLDER / "run_id.txt"
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
         unfinished = path.with_suffix(".tmp")
@@ -170,32 +164,23 @@ def wandb_problems(telemetry: TelemetryConfig) -> list[str]:
     if mode not in ("offline", "online"):
         return []
     found = importlib.util.find_spec("wandb")
-    if (
-        found is None or found.origin is None
-    ):  # without an origin it is a folder "wandb" that happens to lie here
+    if found is None or found.origin is None:  # the latter: a folder "wandb" that happens to lie here
         return [
             f'telemetry.wandb is "{mode}", and the package wandb is not installed. Run `pip install rlmath[wandb]`, or '
             "set telemetry.wandb=off."
         ]
     if mode == "offline":
         return []
+    online = 'telemetry.wandb is "online", and'
     try:
         host, key = _api_key()
     except (ImportError, AttributeError) as error:
-        return [
-            f'telemetry.wandb is "online", and this wandb is another than 0.31 ({error}). Install that one.'
-        ]
-    except (
-        Exception
-    ) as error:  # its own errors, of a key that cannot be one or a settings file that cannot be read
-        return [
-            f'telemetry.wandb is "online", and its API key cannot be used: {error}. Run `wandb login` again.'
-        ]
+        return [f"{online} this wandb is another than 0.31 ({error}). Install that one."]
+    except Exception as error:  # its own: a key that cannot be one, a settings file that cannot be read
+        return [f"{online} its API key cannot be used: {error}. Run `wandb login` again."]
     if key is None:
-        return [
-            f'telemetry.wandb is "online", and there is no API key for {host}. Run `wandb login`, set WANDB_API_KEY, '
-            "or set telemetry.wandb=offline."
-        ]
+        login = "Run `wandb login`, set WANDB_API_KEY, or set telemetry.wandb=offline."
+        return [f"{online} there is no API key for {host}. {login}"]
     return []
 
 
