@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rlmath.algorithms.advantages import AdvantageKind, KLTotals, ShapedAdvantages, kl_shaped_advantages
+from rlmath.algorithms.advantages import AdvantageKind, KLTotals, kl_shaped_advantages
 from rlmath.algorithms.kl import KLKind, kl_estimate, to_go
 from rlmath.algorithms.types import MicroBatch
 from rlmath.distributed.device import Device
@@ -68,7 +68,11 @@ def apply_kl_penalty(
             replace(batch, advantages_T=_token_advantages(batch, to_go_T, offsets_N, shaped.slope))
             for batch, to_go_T in zip(batches, to_go_by_batch, strict=True)
         ]
-    return list(batches), _mean_advantages(shaped, totals), reward_kl
+    mean_advantages = [
+        [offset - shaped.slope * total.mean for offset, total in zip(*rows, strict=True)]
+        for rows in zip(shaped.offsets, totals, strict=True)
+    ]
+    return list(batches), mean_advantages, reward_kl
 
 
 def _gather_totals(
@@ -82,7 +86,12 @@ def _gather_totals(
     totals_N3 = torch.zeros(sum(map(len, rewards)), 3, dtype=torch.float64)
     if mesh.counts_loss:
         for batch, to_go_T in zip(batches, to_go_by_batch, strict=True):
-            _put_totals(totals_N3, batch, to_go_T)
+            counted_T = batch.completion_index_T >= 0
+            bounds = batch.cu_seqlens_S1.tolist()
+            for index, start, end in zip(batch.sample_indices, bounds, bounds[1:], strict=False):
+                K = to_go_T[start:end][counted_T[start:end]]
+                if len(K):
+                    totals_N3[index] = torch.stack((K[0], K.mean(), (K - K.mean()).square().sum()))
     totals_N3 = totals_N3.to(device.torch_device)
     dist.all_reduce(totals_N3)
     rest = iter(totals_N3.tolist())
@@ -97,25 +106,8 @@ def _to_go(batch: MicroBatch, old_T: Tensor | None, reference_T: Tensor, kind: K
     return to_go(torch.where(counted_T, kl_T, 0.0), batch.cu_seqlens_S1)
 
 
-def _put_totals(totals_N3: Tensor, batch: MicroBatch, to_go_T: Tensor) -> None:
-    counted_T = batch.completion_index_T >= 0
-    bounds = batch.cu_seqlens_S1.tolist()
-    for index, start, end in zip(batch.sample_indices, bounds, bounds[1:], strict=False):
-        K = to_go_T[start:end][counted_T[start:end]]
-        if len(K):
-            totals_N3[index] = torch.stack((K[0], K.mean(), (K - K.mean()).square().sum()))
-
-
 def _token_advantages(batch: MicroBatch, to_go_T: Tensor, offsets_N: Tensor, slope: float) -> Tensor:
     padding = batch.n_segments - len(batch.sample_indices)
     offsets_S = torch.cat((offsets_N[list(batch.sample_indices)], offsets_N.new_zeros(padding)))
     advantages_T = offsets_S[batch.segments_T] - slope * to_go_T
     return torch.where(batch.completion_index_T >= 0, advantages_T, 0.0).float()
-
-
-def _mean_advantages(shaped: ShapedAdvantages, totals: Sequence[Sequence[KLTotals]]) -> list[list[float]]:
-    """Over the tokens of every completion."""
-    return [
-        [offset - shaped.slope * t.mean for offset, t in zip(*rows, strict=True)]
-        for rows in zip(shaped.offsets, totals, strict=True)
-    ]

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 
 from rlmath.algorithms.dynamic_sampling import DROP_REASONS, FILTER_REASONS, Selection
 from rlmath.algorithms.types import Score, ScoredGroup
@@ -14,9 +15,6 @@ from rlmath.models.learner import MinibatchResult
 from rlmath.rewards.verifier import FAILURES, VERDICTS
 from rlmath.rollout.work_queue import idle_shares
 from rlmath.trainer.kl_in_reward import RewardKL
-
-MOST_ENGINES_NAMED = 8
-"""With more engines there is no metric for each of them."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +61,7 @@ def idle_metrics(seconds_by_rollout: Sequence[Sequence[float]]) -> dict[str, flo
     over engines, the most, and each engine's own where there are few. The argument is that of `idle_shares`."""
     shares = idle_shares(seconds_by_rollout)
     metrics = {"rollout/idle_share": sum(shares) / len(shares), "rollout/idle_share_max": max(shares)}
-    if len(shares) <= MOST_ENGINES_NAMED:
+    if len(shares) <= 8:
         metrics |= {f"rollout/idle_share/engine_{index}": share for index, share in enumerate(shares)}
     return metrics
 
@@ -123,8 +121,10 @@ def update_metrics(
     if record.reward_kl is not None:
         rewards = [reward for group in groups for reward in group.rewards]
         final_reward = sum(rewards) / len(rewards) - settings.kl_coef * record.reward_kl.per_completion
+    tokens = [len(completion.token_ids) for group in groups for completion in group.completions]
+    pairs = zip(chain.from_iterable(record.advantages), tokens, strict=True)
     metrics = {
-        "advantage": _mean_advantage(record.advantages, groups),
+        "advantage": sum(advantage * n for advantage, n in pairs) / sum(tokens),
         "actor_loss": mean("loss", of="denominator"),
         "importance_weight": mean("ratio"),
         "actor_clip_ratio": mean("clipped"),
@@ -145,16 +145,6 @@ def update_metrics(
 
 def _mean(results: Sequence[MinibatchResult], name: str, of: str = "tokens") -> float:
     return sum(result.sums[name] for result in results) / sum(result.sums[of] for result in results)
-
-
-def _mean_advantage(by_group: Sequence[Sequence[float]], groups: Sequence[ScoredGroup]) -> float:
-    """Over the tokens of all completions."""
-    pairs = [
-        (advantage, len(completion.token_ids))
-        for row, group in zip(by_group, groups, strict=True)
-        for advantage, completion in zip(row, group.completions, strict=True)
-    ]
-    return sum(advantage * n for advantage, n in pairs) / sum(n for _, n in pairs)
 
 
 def mismatch_metrics(results: Sequence[MinibatchResult], only_first: bool) -> dict[str, float]:

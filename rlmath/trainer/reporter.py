@@ -81,7 +81,11 @@ class Reporter:
         self._first_steps = {stage.first_step for stage in length_stages(config, inputs.total_steps)}
         self._alerts = None
         if kind == "grpo":
-            self._alerts = _open_alerts(config, inputs.dropped_share, resumed=steps_done > 0)
+            dropped = None if steps_done else dropped_alert(inputs.dropped_share, config.telemetry)
+            if dropped is not None:
+                logger.warning("Alert (logged once): %s", dropped)
+            key = "stages.max_new_tokens" if has_length_stages(config) else "rollout.max_new_tokens"
+            self._alerts = Alerts(config.telemetry, config.algorithm.loss == "gspo", key)
         for row in read_metrics(config.run.output_dir) if steps_done else []:
             self._seconds_before += row.get("seconds/step", 0.0) + row.get("seconds/save", 0.0)
             metrics = {name: value for name, value in row.items() if name != "step"}
@@ -105,7 +109,16 @@ class Reporter:
         self._metrics.write(number + 1, metrics)
         if record.groups:
             self._samples.write(number + 1, record.groups, record.advantages, self._metrics)
-            self._warn_of_failures(number + 1, record, metrics["reward/failures"])
+            share, limit = metrics["reward/failures"], self._config.reward.max_failure_share
+            if share > limit:
+                logger.warning(
+                    "Step %d: %.1f%% of the answers could not be judged (reward.max_failure_share is %.1f%%); they "
+                    "count as wrong. One of them is in %s, in full",
+                    number + 1,
+                    100 * share,
+                    100 * limit,
+                    self._samples.write_failure(number + 1, record.groups, record.advantages),
+                )
         if record.skipped is not None:
             logger.warning(
                 "Step %d: the update was skipped: %s. Weights and optimizer stayed as they were",
@@ -160,20 +173,6 @@ class Reporter:
             self._alerts.reset()
         return self._alerts.check(metrics)
 
-    def _warn_of_failures(self, step: int, record: StepRecord, share: float) -> None:
-        limit = self._config.reward.max_failure_share
-        if share <= limit:
-            return
-        path = self._samples.write_failure(step, record.groups, record.advantages)
-        logger.warning(
-            "Step %d: %.1f%% of the answers could not be judged (reward.max_failure_share is %.1f%%); they count as"
-            " wrong. One of them is in %s, in full",
-            step,
-            100 * share,
-            100 * limit,
-            path,
-        )
-
     def _progress(self, number: int, epoch: int, step_seconds: float) -> Progress:
         steps_per_epoch = self._order.steps_per_epoch
         return Progress(
@@ -187,14 +186,6 @@ class Reporter:
             total_seconds=time.perf_counter() - self._started,
             steps_timed=number + 1 - self._steps_before,
         )
-
-
-def _open_alerts(config: Config, dropped_share: float, resumed: bool) -> Alerts:
-    dropped = None if resumed else dropped_alert(dropped_share, config.telemetry)
-    if dropped is not None:
-        logger.warning("Alert (logged once): %s", dropped)
-    key = "stages.max_new_tokens" if has_length_stages(config) else "rollout.max_new_tokens"
-    return Alerts(config.telemetry, config.algorithm.loss == "gspo", key)
 
 
 def phase_seconds(metrics: Mapping[str, float]) -> dict[str, float]:

@@ -108,7 +108,9 @@ def output_bytes(config: Config, shape: ModelShape) -> int:
         wanted = (save.keep_last + 1) * checkpoint_bytes(config, shape)
     found, _ = complete_checkpoints(Path(config.run.output_dir) / CHECKPOINTS)
     there = sum(entry.size for one in found for entry in one.files.values())
-    models = most_models(config) - _models_there(config)
+    folders = [stage_folder(config.run.output_dir, number) for number in range(len(config.stages.steps))]
+    folders += [Path(config.run.output_dir) / BEST_FOLDER] * config.validation.keep_best
+    models = most_models(config) - sum(folder.is_dir() for folder in folders)
     return models * export_bytes(config, shape) + max(0, wanted - there)
 
 
@@ -116,11 +118,3 @@ def most_models(config: Config) -> int:
     """The models that a run has on disk at most, without those of kept checkpoints: the last one, those of its stages,
     and the best one twice: the new one is written before the old one is removed."""
     return 1 + len(config.stages.steps) + 2 * config.validation.keep_best
-
-
-def _models_there(config: Config) -> int:
-    """Those of its stages, and the best one, that an earlier start wrote."""
-    run = config.run.output_dir
-    folders = [stage_folder(run, number) for number in range(len(config.stages.steps))]
-    folders += [Path(run) / BEST_FOLDER] * config.validation.keep_best
-    return sum(folder.is_dir() for folder in folders)

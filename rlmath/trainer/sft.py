@@ -64,14 +64,20 @@ class SftTrainer(Trainer):
             result = self.actor.learner.learn(batches)
         evaluated = self.evaluate() if self.is_due(number + 1) else {}
         seconds = self.timers.seconds() | {"step": time.perf_counter() - started}
+        tokens = sum(one.length for one in sequences)
         metrics = {
             "train/loss": result.sums["loss"] / result.sums["tokens"],
             "train/grad_norm": result.grad_norm,
             "train/learning_rate": result.learning_rate,
             "train/skipped_updates": float(result.discarded is not None),
+            "n_seqs": float(len(sequences)),
+            "n_tokens": float(tokens),
+            "n_valid_tokens": float(sum(len(one.completion_ids) for one in sequences)),
+            "avg_seq_len": tokens / len(sequences),
         }
-        metrics |= _sizes(sequences) | _pace(seconds, sequences) | evaluated
-        return StepRecord(epoch, metrics, skipped=result.discarded)
+        metrics |= {f"seconds/{phase}": value for phase, value in seconds.items()}
+        metrics |= {f"tokens_per_second/{phase}": tokens / seconds[phase] for phase in ("update", "step")}
+        return StepRecord(epoch, metrics | evaluated, skipped=result.discarded)
 
     def evaluate_before_training(self) -> dict[str, float]:
         return self.evaluate()
@@ -110,23 +116,3 @@ class SftTrainer(Trainer):
         samples = [one.sample() for one in sequences]
         multiple = mesh.tensor if config.parallel.sequence else 1
         return [pack(samples, indices, multiple) for indices in plan.microbatches_by_rank[mesh.data_rank]]
-
-
-def _sizes(sequences: Sequence[WrittenSequence]) -> dict[str, float]:
-    tokens, learned = _tokens(sequences), sum(len(one.completion_ids) for one in sequences)
-    return {
-        "n_seqs": float(len(sequences)),
-        "n_tokens": float(tokens),
-        "n_valid_tokens": float(learned),
-        "avg_seq_len": tokens / len(sequences),
-    }
-
-
-def _pace(seconds: dict[str, float], sequences: Sequence[WrittenSequence]) -> dict[str, float]:
-    tokens = _tokens(sequences)
-    paces = {f"tokens_per_second/{phase}": tokens / seconds[phase] for phase in ("update", "step")}
-    return {f"seconds/{phase}": value for phase, value in seconds.items()} | paces
-
-
-def _tokens(sequences: Sequence[WrittenSequence]) -> int:
-    return sum(one.length for one in sequences)

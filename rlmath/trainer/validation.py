@@ -41,9 +41,6 @@ BEST_FILE = "validation.json"
 NO_STEP = -1
 """Stands for the step in the seeds of validations: no step of training has it."""
 
-Export = Callable[[Path, Mapping[str, bytes]], None]
-"""Writes the model as it is now into a folder, with some files more; a collective. OSError on rank 0."""
-
 
 class Validator:
     """Measures when it is due, and keeps the best model. All ranks call it alike."""
@@ -57,11 +54,12 @@ class Validator:
         files: Sequence[ValidationFile],
         steps_done: int,
         total_steps: int,
-        export: Export,
+        export: Callable[[Path, Mapping[str, bytes]], None],
         asked_to_stop: Callable[[], str | None],
     ) -> None:
         """A resumed run has `steps_done`, and finds its validations and the best model in its folder. `asked_to_stop`
-        is a collective, called before every batch; without a `collector` nothing can be sampled."""
+        is a collective, called before every batch; without a `collector` nothing can be sampled. `export`, a collective
+        too, writes the model as it is now into a folder, with some files more; OSError on rank 0."""
         self._config = config
         self._mesh = mesh
         self._collector = collector
@@ -139,9 +137,16 @@ class Validator:
         if self._best is not None and accuracy <= self._best:
             return
         failed = None
+        account = {
+            "step": measured.step,
+            "accuracy": accuracy,
+            "metrics": measured.metrics,
+            "measured_with": _measure(self._config),
+        }
+        content = (json.dumps(account, indent=1) + "\n").encode()
         with self._timers.phase("keep_best"):
             try:
-                self._export(self._folder / BEST_FOLDER, {BEST_FILE: self._account(measured)})
+                self._export(self._folder / BEST_FOLDER, {BEST_FILE: content})
             except OSError as error:
                 failed = str(error)
             failed = broadcast_from_rank_zero(failed)
@@ -154,15 +159,6 @@ class Validator:
             logger.warning(
                 "The best model, of step %d, was not kept: %s. The run continues", measured.step, failed
             )
-
-    def _account(self, measured: ValidationResult) -> bytes:
-        account = {
-            "step": measured.step,
-            "accuracy": measured.metrics["validation/accuracy"],
-            "metrics": measured.metrics,
-            "measured_with": _measure(self._config),
-        }
-        return (json.dumps(account, indent=1) + "\n").encode()
 
 
 def file_metrics(file: ValidationFile, groups: Sequence[ScoredGroup], samples: int) -> dict[str, float]:
