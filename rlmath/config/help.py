@@ -117,6 +117,11 @@ def setting_values(config: Config) -> dict[str, Any]:
     return {f"{section}.{name}": value for section in values for name, value in values[section].items()}
 
 
+def is_among(key: str, names: Iterable[str]) -> bool:
+    """Whether a key, or its whole section ("save."), is one of `names`."""
+    return any(key.startswith(name) if name.endswith(".") else key == name for name in names)
+
+
 def schema_problems(config: Config) -> list[str]:
     """Every number out of its range and every text that is none of its words."""
     found = (all_settings()[key].problem(value) for key, value in setting_values(config).items())

@@ -10,11 +10,13 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from rlmath.config.help import (
     all_settings,
+    is_among,
     nearest_path,
     raise_problems,
     schema_problems,
@@ -26,29 +28,15 @@ from rlmath.config.schema import AlgorithmConfig, Config, PolicyConfig
 from rlmath.distributed.device import environment_rank
 from rlmath.models.hf_config import inspect_model_folder
 from rlmath.rewards.custom_function import function_problem
-from rlmath.trainer.preflight.length_curriculum import (
-    in_every_stage,
-    in_validation,
-    length_stage_warnings,
-    of_longest_stage,
-    stage_list_problems,
-    validation_problems,
-)
+from rlmath.trainer.preflight import length_curriculum as curriculum
+from rlmath.trainer.preflight import parallelism
 from rlmath.trainer.preflight.memory_estimate import Kind
 from rlmath.trainer.preflight.memory_fit import fit_problems
 from rlmath.trainer.preflight.memory_formulas import FLOAT32_BYTES, longest_sequence_bytes
-from rlmath.trainer.preflight.parallelism import (
-    context_problems,
-    expert_tensor_problems,
-    layout_problems,
-    rank_problems,
-)
 from rlmath.trainer.telemetry.wandb import wandb_problems
 
 ON_RATIO = ("loss", "clip_ratio", "clip_ratio_high", "dual_clip", "early_stop_ratio_low", "early_stop_kl")
 """Settings of `AlgorithmConfig` that only matter where the importance ratio is not 1."""
-GSPO_CLIP = 0.01
-"""Far above the bounds of GSPO's paper, 3e-4 and 4e-4: the mean of a completion hardly ever leaves it."""
 CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """Head dims of vLLM 0.32's attention on CPU."""
 
@@ -85,7 +73,8 @@ def run_problems(config: Config, world_size: int, shape: ModelShape | None, kind
     """What no machine could run, for a model of this shape; None: not known."""
     problems = setting_problems(config, world_size, kind)
     if kind == "grpo":
-        problems += in_every_stage(config, algorithm_problems) + in_every_stage(config, _reward_problems)
+        for check in (algorithm_problems, _reward_problems):
+            problems += curriculum.in_every_stage(config, check)
     return problems + (shape_problems(config, shape, kind) if shape is not None else [])
 
 
@@ -93,37 +82,40 @@ def setting_problems(config: Config, world_size: int, kind: Kind = "grpo") -> li
     """Problems of layout, lengths and single values that show without the model, the files or the machine."""
     problems = [
         *value_problems(config),
-        *rank_problems(config.parallel, config.rollout.tensor_parallel, world_size),
+        *parallelism.rank_problems(config.parallel, config.rollout.tensor_parallel, world_size),
     ]
     if kind == "sft":
         return [*problems, *_sequence_length_problems(config)]
     return [
         *problems,
-        *stage_list_problems(config),
-        *in_every_stage(config, _length_problems),
-        *of_longest_stage(config, _engine_problems),
-        *validation_problems(config),
+        *curriculum.stage_list_problems(config),
+        *curriculum.in_every_stage(config, _length_problems),
+        *curriculum.of_longest_stage(config, _engine_problems),
+        *curriculum.validation_problems(config),
     ]
 
 
 def shape_problems(config: Config, shape: ModelShape, kind: Kind = "grpo") -> list[str]:
     """What the model's shape does not allow, wherever it runs."""
     engine = config.rollout.tensor_parallel
-    problems = list(layout_problems(config.parallel, engine, config.policy, shape))
+    problems = list(parallelism.layout_problems(config.parallel, engine, config.policy, shape))
     if kind == "sft":
         return [*problems, *_sequence_position_problems(config, shape)]
     return [
         *problems,
-        *in_every_stage(config, lambda stage: _model_length_problems(stage, shape)),
-        *in_validation(config, lambda validation: _model_length_problems(validation, shape)),
+        *curriculum.in_every_stage(config, lambda stage: _model_length_problems(stage, shape)),
+        *curriculum.in_validation(config, lambda validation: _model_length_problems(validation, shape)),
     ]
 
 
 def device_problems(config: Config, shape: ModelShape | None, on_gpu: bool, kind: Kind = "grpo") -> list[str]:
     """What cannot run on this machine's GPU, or on a CPU."""
-    problems = [*context_problems(config.parallel, on_gpu), *expert_tensor_problems(config.parallel, on_gpu)]
+    problems = list(parallelism.context_problems(config.parallel, on_gpu))
+    problems += parallelism.expert_tensor_problems(config.parallel, on_gpu)
     if kind == "grpo" and shape is not None and not on_gpu:
-        problems += of_longest_stage(config, lambda largest: _engine_model_problems(largest, shape))
+        problems += curriculum.of_longest_stage(
+            config, lambda largest: _engine_model_problems(largest, shape)
+        )
     return problems
 
 
@@ -131,7 +123,7 @@ def memory_problems(config: Config, shape: ModelShape, world_size: int, kind: Ki
     """What of the longest lengths does not fit the GPU. The layout must have no problems."""
     if kind == "sft":
         return fit_problems(config, shape, world_size, kind)
-    return of_longest_stage(config, lambda largest: fit_problems(largest, shape, world_size))
+    return curriculum.of_longest_stage(config, lambda largest: fit_problems(largest, shape, world_size))
 
 
 def file_problems(config: Config, kind: Kind = "grpo") -> Iterator[str]:
@@ -166,7 +158,7 @@ def config_warnings(config: Config, unused: Sequence[str] = ()) -> list[str]:
         warnings.append(
             "memory.offload_reference has no effect with algorithm.kl_coef=0: there is no reference."
         )
-    return [*warnings, *algorithm_warnings(config), *length_stage_warnings(config)]
+    return [*warnings, *algorithm_warnings(config), *curriculum.length_stage_warnings(config)]
 
 
 # ---------------------------------------------------------------- single values, optimizer, recomputation
@@ -174,11 +166,7 @@ def config_warnings(config: Config, unused: Sequence[str] = ()) -> list[str]:
 
 def value_problems(config: Config) -> list[str]:
     """What is wrong with single values, and with those of optimizer and recomputation together."""
-    return [
-        *schema_problems(config),
-        *_learning_problems(config),
-        *_recompute_problems(config.policy),
-    ]
+    return [*schema_problems(config), *_learning_problems(config), *_recompute_problems(config.policy)]
 
 
 def _learning_problems(config: Config) -> Iterator[str]:
@@ -303,21 +291,12 @@ def algorithm_problems(config: Config) -> Iterator[str]:
             f'algorithm.importance_correction is "{algorithm.importance_correction}"; it weighs recomputed log-probs '
             "against the engine's. Set algorithm.recompute_logprobs=true, or the former to null."
         )
-    yield from _count_problems(config)
-    yield from _selection_problems(config)
-
-
-def _count_problems(config: Config) -> Iterator[str]:
-    samples = config.data.prompts_per_step * config.rollout.group_size
-    minibatches = config.algorithm.n_minibatches
+    samples, minibatches = config.data.prompts_per_step * config.rollout.group_size, algorithm.n_minibatches
     if samples < minibatches:
         yield (
             f"data.prompts_per_step x rollout.group_size gives {samples} samples a step, which cannot fill "
             f"{minibatches} minibatches (algorithm.n_minibatches). Raise the former or lower the latter."
         )
-
-
-def _selection_problems(config: Config) -> Iterator[str]:
     selection, limit = config.selection, config.rollout.max_new_tokens
     if selection.dynamic_sampling is not None and config.rollout.group_size < 2:
         yield (
@@ -342,19 +321,14 @@ def _selection_problems(config: Config) -> Iterator[str]:
 
 def algorithm_warnings(config: Config) -> Iterator[str]:
     """Settings that change nothing in this run, or less than one may think."""
-    yield from _loss_warnings(config.algorithm)
-    yield from _kl_warnings(config.algorithm)
-    yield from _selection_warnings(config)
-
-
-def _loss_warnings(algorithm: AlgorithmConfig) -> Iterator[str]:
+    algorithm, selection = config.algorithm, config.selection
     changed = [name for name in ON_RATIO if getattr(algorithm, name) != getattr(AlgorithmConfig(), name)]
     if changed and algorithm.recompute_logprobs and algorithm.n_minibatches == 1 and algorithm.epochs == 1:
         yield (
             f"{_keys(changed)}: no effect, since one minibatch a step (algorithm.n_minibatches=1, epochs=1) is learned "
             "from before the policy changes, and every importance ratio is 1."
         )
-    if algorithm.loss == "gspo" and algorithm.clip_ratio > GSPO_CLIP:
+    if algorithm.loss == "gspo" and algorithm.clip_ratio > 0.01:
         yield (
             f"algorithm.clip_ratio={algorithm.clip_ratio:g} hardly ever clips the mean ratio of a completion; GSPO's "
             "paper has 3e-4, and 4e-4 for algorithm.clip_ratio_high."
@@ -368,27 +342,18 @@ def _loss_warnings(algorithm: AlgorithmConfig) -> Iterator[str]:
     cap, mask = algorithm.importance_cap, algorithm.importance_mask_high
     if cap is not None and mask is not None and cap >= mask:
         yield f"algorithm.importance_cap={cap:g} has no effect: importance_mask_high={mask:g} is not above it."
-
-
-def _kl_warnings(algorithm: AlgorithmConfig) -> Iterator[str]:
-    if algorithm.kl_coef == 0:
-        if algorithm.kl_in == "reward":
-            yield 'algorithm.kl_in="reward" has no effect with algorithm.kl_coef=0.'
-        return
-    if algorithm.kl_in == "loss" and algorithm.kl_estimator == "k1":
+    if algorithm.kl_coef == 0 and algorithm.kl_in == "reward":
+        yield 'algorithm.kl_in="reward" has no effect with algorithm.kl_coef=0.'
+    if algorithm.kl_coef != 0 and algorithm.kl_in == "loss" and algorithm.kl_estimator == "k1":
         yield (
             'algorithm.kl_estimator="k1" in the loss has an expected gradient of 0 and holds nothing back; "k2" has '
             "that of the KL."
         )
-    if algorithm.kl_in == "reward" and algorithm.advantage == "grpo":
+    if algorithm.kl_coef != 0 and algorithm.kl_in == "reward" and algorithm.advantage == "grpo":
         yield (
             'algorithm.advantage="grpo" divides by the group\'s deviation: where all rewards of a group are equal, the '
             'KL alone makes it, whatever algorithm.kl_coef is. "rloo", "dr_grpo", "ppo" and kl_in="loss" do not.'
         )
-
-
-def _selection_warnings(config: Config) -> Iterator[str]:
-    selection = config.selection
     if selection.dynamic_sampling is None and selection.max_extra_prompts > 0:
         yield "selection.max_extra_prompts has no effect without selection.dynamic_sampling."
     if selection.dynamic_sampling is not None and selection.max_extra_prompts == 0:
@@ -434,27 +399,19 @@ _SFT_SETTINGS = (
 
 def used_keys() -> list[str]:
     """Of all settings those that have an effect."""
-    return [key for key in all_settings() if _is_used(key)]
-
-
-def _is_used(key: str) -> bool:
-    return any(key.startswith(one) if one.endswith(".") else key == one for one in _SFT_SETTINGS)
+    return [key for key in all_settings() if is_among(key, _SFT_SETTINGS)]
 
 
 def only_used(config: Config) -> tuple[Config, list[str]]:
     """The settings with the defaults of those that have no effect, and the keys that were not at them."""
-    defaults, changed = all_settings(), []
-    sections = {name: {} for name, _, _ in (key.partition(".") for key in defaults)}
-    for key, value in setting_values(config).items():
-        section, _, name = key.partition(".")
-        if not _is_used(key) and value != defaults[key].default:
-            sections[section][name] = defaults[key].default
-            changed.append(key)
-    replaced = {
-        name: dataclasses.replace(getattr(config, name), **values)
-        for name, values in sections.items()
-        if values
-    }
+    defaults, values = all_settings(), setting_values(config)
+    changed = [
+        key for key in values if not is_among(key, _SFT_SETTINGS) and values[key] != defaults[key].default
+    ]
+    sections: dict[str, dict[str, Any]] = {}
+    for key in changed:
+        sections.setdefault(defaults[key].section, {})[defaults[key].name] = defaults[key].default
+    replaced = {name: dataclasses.replace(getattr(config, name), **own) for name, own in sections.items()}
     return dataclasses.replace(config, **replaced), changed
 
 

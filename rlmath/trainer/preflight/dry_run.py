@@ -13,40 +13,20 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rlmath.checkpoint.hf.weight_map import parameter_count
+from rlmath.config import length_curriculum as curriculum
 from rlmath.config.help import raise_problems
-from rlmath.config.length_curriculum import (
-    LengthStage,
-    has_length_stages,
-    length_stages,
-    validates,
-    validation_tokens,
-    with_longest_lengths,
-)
 from rlmath.config.model_shape import ModelShape
 from rlmath.config.schema import Config
 from rlmath.data.dataset import load_inputs, load_prompt_files, load_validation, most_updates
 from rlmath.data.loader import PromptOrder
 from rlmath.models.hf_config import inspect_model_folder, planned_shape
-from rlmath.trainer.preflight.checks import (
-    config_warnings,
-    device_problems,
-    file_problems,
-    memory_problems,
-    run_problems,
-    value_problems,
-)
+from rlmath.trainer import save_schedule
+from rlmath.trainer.preflight import checks
 from rlmath.trainer.preflight.length_curriculum import stage_list_problems
 from rlmath.trainer.preflight.memory_estimate import Target, mesh_of
 from rlmath.trainer.preflight.memory_fit import GIB, planned_target, start_up_lines
 from rlmath.trainer.preflight.parallelism import planned_ranks
 from rlmath.trainer.run_dir import folder_problems
-from rlmath.trainer.save_schedule import (
-    checkpoint_bytes,
-    export_bytes,
-    kept_frequency,
-    most_models,
-    recovery_frequency,
-)
 from rlmath.trainer.telemetry.alerts import dropped_alert
 
 
@@ -74,8 +54,8 @@ class RunPlan:
     data: CountedData
 
     @property
-    def stages(self) -> list[LengthStage]:
-        return length_stages(self.config, self.data.total_steps)
+    def stages(self) -> list[curriculum.LengthStage]:
+        return curriculum.length_stages(self.config, self.data.total_steps)
 
 
 def plan_run(config: Config, ranks: int | None = None) -> RunPlan:
@@ -87,39 +67,28 @@ def plan_run(config: Config, ranks: int | None = None) -> RunPlan:
     if size < 1:
         raise_problems("this run", [f"--ranks is {size}; needed: at least 1."])
     shape, target, data = found.shape, None, None
-    of_settings, of_files = run_problems(config, size, shape), list(file_problems(config))
-    problems = [*of_settings, *found.problems, *of_files, *_folder_problems(config)]
+    of_settings, of_files = checks.run_problems(config, size, shape), list(checks.file_problems(config))
+    problems = [*of_settings, *found.problems, *of_files]
+    for problem in folder_problems(config.run.output_dir, config, 0, resumes=False):
+        problems.append(f'run.output_dir "{config.run.output_dir}": {problem}')
+    of_data = [one for one in checks.value_problems(config) if one.startswith("data.")]
     try:
-        if shape is not None and not of_files and not _unreadable(config):
+        if shape is not None and not of_files and not of_data and not any(stage_list_problems(config)):
             data = count_data(config, shape)
     except ValueError as error:
         problems.append(str(error))
     try:
         if shape is not None and not of_settings:
             target = planned_target(config)
-            problems += _device_and_memory_problems(config, shape, size, target)
+            if target.kind == "cpu":
+                problems += checks.device_problems(config, shape, on_gpu=False)
+            problems += checks.memory_problems(config, shape, size)
     except ValueError as error:
         problems.append(str(error))
     raise_problems("this run", problems)
     assert shape is not None and data is not None and target is not None
     planned = replace(config, run=replace(config.run, device=target.kind))
     return RunPlan(planned, shape, found.note, size, target, data)
-
-
-def _unreadable(config: Config) -> bool:
-    """Whether settings are wrong that the data are read and counted with."""
-    of_data = any(problem.startswith("data.") for problem in value_problems(config))
-    return of_data or any(stage_list_problems(config))
-
-
-def _folder_problems(config: Config) -> Iterator[str]:
-    for problem in folder_problems(config.run.output_dir, config, 0, resumes=False):
-        yield f'run.output_dir "{config.run.output_dir}": {problem}'
-
-
-def _device_and_memory_problems(config: Config, shape: ModelShape, ranks: int, target: Target) -> list[str]:
-    on_cpu = device_problems(config, shape, on_gpu=False) if target.kind == "cpu" else []
-    return [*on_cpu, *memory_problems(config, shape, ranks)]
 
 
 # ---------------------------------------------------------------- data
@@ -129,7 +98,8 @@ def count_data(config: Config, shape: ModelShape) -> CountedData:
     """The prompts that the run would use; ValueError for those that it could not. Without a tokenizer none is dropped
     for its length."""
     tokenizer = None
-    if _has_tokenizer(Path(config.model.path)):
+    folder = Path(config.model.path)
+    if (folder / "tokenizer.json").is_file() or (folder / "vocab.json").is_file():
         found = load_inputs(config, shape)
         tokenizer = found.tokenizer
     else:
@@ -143,10 +113,6 @@ def count_data(config: Config, shape: ModelShape) -> CountedData:
             f"data.max_prompt_tokens={config.data.max_prompt_tokens} will be dropped, and steps may be fewer."
         )
     return CountedData(found.order, found.total_steps, lines, () if warning is None else (warning,))
-
-
-def _has_tokenizer(folder: Path) -> bool:
-    return (folder / "tokenizer.json").is_file() or (folder / "vocab.json").is_file()
 
 
 # ---------------------------------------------------------------- the plan as text
@@ -166,7 +132,7 @@ def plan_lines(plan: RunPlan) -> list[str]:
         "Data:",
         *(f"  {line}" for line in plan.data.lines),
         *_step_lines(plan),
-        *start_up_lines(with_longest_lengths(config), shape, plan.ranks),
+        *start_up_lines(curriculum.with_longest_lengths(config), shape, plan.ranks),
         *_disk_lines(plan),
         *(["Worth knowing:", *(f"  - {warning}" for warning in warnings)] if warnings else ()),
         "No problem was found.",
@@ -190,15 +156,15 @@ def _step_lines(plan: RunPlan) -> Iterator[str]:
         yield f"  {_tokens(config)}"
     epochs_in_all = f"{data.total_steps / per_epoch:,.1f}".removesuffix(".0")
     yield f"Steps: {data.total_steps:,} in all, {per_epoch:,} an epoch ({epochs_in_all} epochs)"
-    if has_length_stages(config):
+    if curriculum.has_length_stages(config):
         for stage in stages:
             yield f"  {stage.line(len(stages))}"
             yield f"    {_tokens(stage.config)}"
-    if validates(config):
+    if curriculum.validates(config):
         every, samples = config.validation.every_steps, config.validation.samples
         yield (
             f"Validation: every {every} steps, {samples} completion{'s' * (samples != 1)} of each problem, of at most "
-            f"{validation_tokens(config)} tokens"
+            f"{curriculum.validation_tokens(config)} tokens"
         )
 
 
@@ -223,7 +189,7 @@ def kept_checkpoints(config: Config, total_steps: int, steps_per_epoch: int) -> 
     >>> kept_checkpoints(Config(save=SaveConfig(save_freq_steps=4, save_freq_epochs=1)), 12, 6)
     4
     """
-    every = kept_frequency(config.save)
+    every = save_schedule.kept_frequency(config.save)
     periods = [] if every.steps is None else [every.steps]
     if every.epochs is not None:
         periods.append(every.epochs * steps_per_epoch)
@@ -236,10 +202,12 @@ def kept_checkpoints(config: Config, total_steps: int, steps_per_epoch: int) -> 
 def needed_disk(plan: RunPlan) -> int:
     """What the run leaves at most, with the checkpoint that is being written (bytes)."""
     config, save = plan.config, plan.config.save
-    checkpoint, model = checkpoint_bytes(config, plan.shape), export_bytes(config, plan.shape)
+    checkpoint = save_schedule.checkpoint_bytes(config, plan.shape)
+    model = save_schedule.export_bytes(config, plan.shape)
     kept = kept_checkpoints(config, plan.data.total_steps, plan.data.order.steps_per_epoch)
-    points = 0 if recovery_frequency(save).never and kept_frequency(save).never else save.keep_last + 1
-    models = most_models(config) + (kept if save.export_hf else 0)
+    never = save_schedule.recovery_frequency(save).never and save_schedule.kept_frequency(save).never
+    points = 0 if never else save.keep_last + 1
+    models = save_schedule.most_models(config) + (kept if save.export_hf else 0)
     return (points + kept) * checkpoint + models * model
 
 
@@ -247,28 +215,20 @@ def _disk_lines(plan: RunPlan) -> Iterator[str]:
     config, save = plan.config, plan.config.save
     kept = kept_checkpoints(config, plan.data.total_steps, plan.data.order.steps_per_epoch)
     yield (
-        f"Disk: a checkpoint is {_gib(checkpoint_bytes(config, plan.shape))} GiB, the exported model "
-        f"{_gib(export_bytes(config, plan.shape))}"
+        f"Disk: a checkpoint is {_gib(save_schedule.checkpoint_bytes(config, plan.shape))} GiB, the exported model "
+        f"{_gib(save_schedule.export_bytes(config, plan.shape))}"
     )
-    what = (
-        []
-        if recovery_frequency(save).never
-        else [f"{save.keep_last} recovery points and the one that is being written"]
-    )
+    what = []
+    if not save_schedule.recovery_frequency(save).never:
+        what.append(f"{save.keep_last} recovery points and the one that is being written")
     if kept:
-        what.append(
-            f"{kept} checkpoints to keep" + (", each with its exported model" if save.export_hf else "")
-        )
+        exported = ", each with its exported model" if save.export_hf else ""
+        what.append(f"{kept} checkpoints to keep{exported}")
     if config.stages.steps:
         what.append(f"the models of {len(config.stages.steps)} stages")
     if config.validation.keep_best:
         what.append("the best model, and the better one that takes its place")
     yield f"  needed at most {_gib(needed_disk(plan))} GiB: {'; '.join([*what, 'the model at the end'])}"
-
-
-def _free_bytes(output_dir: str) -> int:
-    folder = Path(output_dir).absolute()
-    return shutil.disk_usage(next(path for path in (folder, *folder.parents) if path.is_dir())).free
 
 
 def _gib(size: int) -> str:
@@ -284,12 +244,14 @@ def _warnings(plan: RunPlan) -> Iterator[str]:
     folder = Path(config.model.path)
     for problem in inspect_model_folder(folder)[1] if folder.exists() else ():
         yield f"a start needs more of the model: {problem}"
-    yield from config_warnings(config)
+    yield from checks.config_warnings(config)
     if plan.target.total_bytes is None:
         yield "the plan is for the CPU, in float32; name a GPU by memory.gpu or memory.gpu_gib."
     if config.save.save_freq_secs is not None:
         yield "save.save_freq_secs: how many checkpoints it keeps depends on the run's speed; they are not counted."
-    free, needed = _free_bytes(config.run.output_dir), needed_disk(plan)
+    output = Path(config.run.output_dir).absolute()
+    free = shutil.disk_usage(next(path for path in (output, *output.parents) if path.is_dir())).free
+    needed = needed_disk(plan)
     if free < needed:
         yield (
             f'the disk of "{config.run.output_dir}" has {_gib(free)} GiB free on this machine, and the run may leave '

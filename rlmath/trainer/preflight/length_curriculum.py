@@ -6,29 +6,19 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 
-from rlmath.config.length_curriculum import (
-    engine_length,
-    has_length_stages,
-    length_stages,
-    validates,
-    validation_names,
-    validation_tokens,
-    with_longest_lengths,
-    without_validation,
-)
+from rlmath.config import length_curriculum as curriculum
 from rlmath.config.schema import Config, PolicyConfig, RolloutConfig, ValidationConfig
 
 Check = Callable[[Config], Iterable[str]]
 
-_LISTS = ("steps", "max_new_tokens", "max_tokens_per_microbatch")
-
 
 def stage_list_problems(config: Config) -> Iterator[str]:
     """Lists of `stages` that do not go together."""
-    if not has_length_stages(config):
+    if not curriculum.has_length_stages(config):
         return
-    counts = {name: len(getattr(config.stages, name)) for name in _LISTS}
-    given = {name: count for name, count in counts.items() if count or name != "max_tokens_per_microbatch"}
+    lists = ("steps", "max_new_tokens", "max_tokens_per_microbatch")
+    counts = {name: len(getattr(config.stages, name)) for name in lists}
+    given = {name: count for name, count in counts.items() if count or name != lists[-1]}
     if len(set(given.values())) > 1:
         listed = ", ".join(f"stages.{name} has {count}" for name, count in given.items())
         yield f"{listed}; each needs one number for every stage. Make them equally long."
@@ -46,9 +36,9 @@ def in_every_stage(config: Config, check: Check) -> list[str]:
     """
     if any(stage_list_problems(config)):
         return []
-    stages = length_stages(config, None)
+    stages = curriculum.length_stages(config, None)
     found = [list(check(stage.config)) for stage in stages]
-    if not has_length_stages(config):
+    if not curriculum.has_length_stages(config):
         return found[0]
     common = [problem for problem in found[0] if all(problem in other for other in found[1:])]
     return [_renamed(problem, _names(config)) for problem in common] + [
@@ -64,14 +54,16 @@ def of_longest_stage(config: Config, check: Check) -> list[str]:
     if any(stage_list_problems(config)):
         return []
     names = _names(config)
-    if engine_length(config) > engine_length(without_validation(config)):
+    if curriculum.engine_length(config) > curriculum.engine_length(curriculum.without_validation(config)):
         names["rollout.max_new_tokens"] = "validation.max_new_tokens"
-    return [_renamed(problem, names) for problem in check(with_longest_lengths(config))]
+    return [_renamed(problem, names) for problem in check(curriculum.with_longest_lengths(config))]
 
 
 def _names(config: Config) -> dict[str, str]:
     """What the keys of lengths are called that stages have of their own."""
-    names = {"rollout.max_new_tokens": "stages.max_new_tokens"} if has_length_stages(config) else {}
+    names = {}
+    if curriculum.has_length_stages(config):
+        names["rollout.max_new_tokens"] = "stages.max_new_tokens"
     if config.stages.max_tokens_per_microbatch:
         names["policy.max_tokens_per_microbatch"] = "stages.max_tokens_per_microbatch"
     return names
@@ -79,9 +71,9 @@ def _names(config: Config) -> dict[str, str]:
 
 def in_validation(config: Config, check: Check) -> list[str]:
     """The problems that validation has with its own longest completion, which is named so."""
-    if not validates(config) or config.validation.max_new_tokens is None:
+    if not curriculum.validates(config) or config.validation.max_new_tokens is None:
         return []
-    rollout = replace(config.rollout, max_new_tokens=validation_tokens(config))
+    rollout = replace(config.rollout, max_new_tokens=curriculum.validation_tokens(config))
     found = check(replace(config, rollout=rollout))
     own = [problem for problem in found if "rollout.max_new_tokens" in problem]
     return [_renamed(problem, {"rollout.max_new_tokens": "validation.max_new_tokens"}) for problem in own]
@@ -98,12 +90,12 @@ def validation_problems(config: Config) -> Iterator[str]:
     settings = config.validation
     if settings.keep_best and settings.every_steps is None:
         yield "validation.keep_best needs accuracies to compare. Set validation.every_steps, or keep_best=false."
-    if validates(config) and not settings.paths:
+    if curriculum.validates(config) and not settings.paths:
         yield (
             f"validation.every_steps is {settings.every_steps}, and validation.paths is empty. Name files of problems, "
             "or set validation.every_steps=null."
         )
-    names = Counter(validation_names(settings.paths))
+    names = Counter(curriculum.validation_names(settings.paths))
     for name in (name for name, count in names.items() if count > 1):
         yield f'validation.paths: {names[name]} files are named "{name}", and so would be their metrics. Rename one.'
 
@@ -111,7 +103,7 @@ def validation_problems(config: Config) -> Iterator[str]:
 def length_stage_warnings(config: Config) -> Iterator[str]:
     """Settings of `stages` and `validation` that change nothing in this run."""
     stages, validation = config.stages, config.validation
-    if has_length_stages(config):
+    if curriculum.has_length_stages(config):
         if config.run.total_epochs != 1:
             yield f"run.total_epochs={config.run.total_epochs} has no effect beside stages.steps."
         if config.rollout.max_new_tokens != RolloutConfig().max_new_tokens:
@@ -121,16 +113,11 @@ def length_stage_warnings(config: Config) -> Iterator[str]:
             yield (
                 f"policy.max_tokens_per_microbatch={budget} has no effect beside stages.max_tokens_per_microbatch."
             )
-    if not validates(config):
-        usual = ValidationConfig()
-        changed = [
-            name
-            for name in vars(usual)
-            if name != "keep_best" and getattr(validation, name) != getattr(usual, name)
-        ]
+    if not curriculum.validates(config):
+        own, usual = vars(validation), vars(ValidationConfig())
+        changed = [f"validation.{name}" for name in usual if name != "keep_best" and own[name] != usual[name]]
         if changed:
-            keys = ", ".join(f"validation.{name}" for name in changed)
-            yield f"{keys}: no effect without validation.every_steps."
+            yield f"{', '.join(changed)}: no effect without validation.every_steps."
     elif validation.temperature == 0:
         if validation.samples > 1:
             yield (

@@ -20,26 +20,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Literal
 
 from rlmath.checkpoint.hf.weight_map import TABLES, shard_shape
 from rlmath.config.length_curriculum import with_longest_lengths
 from rlmath.config.model_shape import ModelShape
-from rlmath.config.schema import Config, MemoryConfig, ParallelConfig
+from rlmath.config.schema import Config, MemoryConfig
 from rlmath.distributed.mesh import Mesh
 from rlmath.rollout.weight_sync.reshard_plan import bucket_bytes
 from rlmath.rollout.weight_sync.shard_layouts import stage_layers
-from rlmath.trainer.preflight.memory_formulas import (
-    FLOAT32_BYTES,
-    PassBytes,
-    StageWork,
-    backward_bytes,
-    engine_bytes,
-    forward_bytes,
-    gather_bytes,
-    in_flight,
-)
+from rlmath.trainer.preflight import memory_formulas as formulas
 
 Kind = Literal["grpo", "sft"]
 """Which program is planned."""
@@ -149,18 +140,22 @@ def plan_rank(
 ) -> MemoryPlan:
     """The plan of one rank, for the longest of its length stages."""
     config = with_longest_lengths(config)
-    layers = _stage_layers(config.parallel, shape, mesh)
+    ends = config.parallel.first_stage_layers, config.parallel.last_stage_layers
+    stages = stage_layers(shape.num_layers, mesh.pipeline, mesh.virtual_pipeline, *ends)
+    layers = len(stages[mesh.pipeline_rank])
     shares = mesh.data * mesh.context
     buffers = [(sizes, shares) for sizes in parameter_sizes(shape, mesh, layers)]
     buffers += [(sizes, mesh.expert_data) for sizes in expert_sizes(shape, mesh, layers)]
     work = stage_work(config, shape, mesh, target, layers)
-    update, forward = backward_bytes(shape, work, config.policy), forward_bytes(shape, work)
-    resident = _resident(config, target, buffers, gather_bytes(shape, work))
-    memory = _freeing(config.memory, target)
+    update, forward = formulas.backward_bytes(shape, work, config.policy), formulas.forward_bytes(shape, work)
+    resident = _resident(config, target, buffers, formulas.gather_bytes(shape, work))
+    memory = config.memory
+    if target.kind != "cuda":  # on CPU only dropping gradients frees memory
+        memory = replace(memory, offload_optimizer=False, offload_parameters=False, offload_reference=False)
     if kind == "sft":
-        held = _in_order(_while_training(resident, memory) | _pass(update))
+        held = _in_order(_while_training(resident, memory) | asdict(update))
         return MemoryPlan(mesh.rank, mesh.pipeline_rank, {"update": held})
-    engine = engine_bytes(shape, config.rollout, target.kind, target.itemsize, target.total_bytes)
+    engine = formulas.engine_bytes(shape, config.rollout, target.kind, target.itemsize, target.total_bytes)
     weights = {"engine_weights": engine.weights}
     awake = weights | {"engine_workspace": engine.workspace, "kv_cache": max(0, engine.kv_cache)}
     asleep = {"engine_workspace": engine.asleep}
@@ -170,30 +165,21 @@ def plan_rank(
         | asleep
         | {"sync_buffers": _sync_bytes(config, mesh, target, sum(weights.values()))},
         "generate": _while_generating(resident, memory, not memory.offload_parameters) | awake,
-        "logprobs": _while_training(resident, memory) | asleep | _pass(forward),
+        "logprobs": _while_training(resident, memory) | asleep | asdict(forward),
     }
     if "reference" in resident:
-        phases["reference"] = resident | asleep | _pass(forward)
-    phases["update"] = _while_training(resident, memory) | asleep | _pass(update)
+        phases["reference"] = resident | asleep | asdict(forward)
+    phases["update"] = _while_training(resident, memory) | asleep | asdict(update)
     return MemoryPlan(mesh.rank, mesh.pipeline_rank, {name: _in_order(held) for name, held in phases.items()})
 
 
-def _stage_layers(parallel: ParallelConfig, shape: ModelShape, mesh: Mesh) -> int:
-    stages = stage_layers(
-        shape.num_layers,
-        mesh.pipeline,
-        mesh.virtual_pipeline,
-        parallel.first_stage_layers,
-        parallel.last_stage_layers,
-    )
-    return len(stages[mesh.pipeline_rank])
-
-
-def stage_work(config: Config, shape: ModelShape, mesh: Mesh, target: Target, layers: int) -> StageWork:
+def stage_work(
+    config: Config, shape: ModelShape, mesh: Mesh, target: Target, layers: int
+) -> formulas.StageWork:
     """What the stage of `mesh.rank`, with so many layers, computes for one micro-batch."""
-    return StageWork(
+    return formulas.StageWork(
         chunk_layers=layers // mesh.virtual_pipeline,
-        in_flight=in_flight(mesh.pipeline, mesh.pipeline_rank, mesh.virtual_pipeline),
+        in_flight=formulas.in_flight(mesh.pipeline, mesh.pipeline_rank, mesh.virtual_pipeline),
         has_embedding=mesh.pipeline_rank == 0,
         has_head=mesh.is_last_stage,
         pipelined=mesh.pipeline > 1,
@@ -273,26 +259,19 @@ def _resident(
     lengths = [buffer_elements(sizes, optimizer.distributed, shares) for sizes, shares in buffers]
     buffer = sum(lengths)
     moments = 2 if optimizer.kind == "adam" else 0
-    main = 0 if target.itemsize == FLOAT32_BYTES else 1
+    main = 0 if target.itemsize == formulas.FLOAT32_BYTES else 1
     states = plain
     if optimizer.distributed:
         states = sum(length // shares for length, (_, shares) in zip(lengths, buffers, strict=True))
     resident = {
         "parameters": buffer * target.itemsize,
-        "gradients": buffer * FLOAT32_BYTES,
-        "optimizer": states * (moments + main) * FLOAT32_BYTES,
+        "gradients": buffer * formulas.FLOAT32_BYTES,
+        "optimizer": states * (moments + main) * formulas.FLOAT32_BYTES,
         "gather_buffer": gather,
     }
     if config.algorithm.kl_coef > 0:
         resident["reference"] = plain * target.itemsize
     return resident
-
-
-def _freeing(memory: MemoryConfig, target: Target) -> MemoryConfig:
-    """The settings with only those offloads that free memory."""
-    if target.kind == "cuda":
-        return memory
-    return replace(memory, offload_optimizer=False, offload_parameters=False, offload_reference=False)
 
 
 def _while_generating(
@@ -320,10 +299,6 @@ def _sync_bytes(config: Config, mesh: Mesh, target: Target, weights: int) -> int
         return 0
     bucket = bucket_bytes(config.sync.bucket_mib, target.kind, mesh.world_size)
     return (4 if target.kind == "cuda" else 2) * min(bucket, weights)
-
-
-def _pass(found: PassBytes) -> dict[str, int]:
-    return {"activations": found.activations, "logits": found.logits, "working": found.working}
 
 
 def _in_order(held: Mapping[str, int]) -> dict[str, int]:

@@ -15,9 +15,7 @@ from rlmath.rollout.weight_sync.shard_layouts import engine_vocab_rows
 
 def planned_ranks(config: Config, given: int | None) -> int:
     """Ranks of the run: as given, or those that `parallel.data` makes, or those that a launcher started."""
-    if given is not None:
-        return given
-    return ranks_of_layout(config.parallel) or environment_world_size()
+    return given if given is not None else ranks_of_layout(config.parallel) or environment_world_size()
 
 
 def ranks_of_layout(parallel: ParallelConfig) -> int | None:
@@ -34,9 +32,7 @@ def ranks_of_layout(parallel: ParallelConfig) -> int | None:
 
 def ranks_or_least(config: Config, given: int | None) -> int:
     """Ranks of the run: as given, or those that `parallel.data` makes, or the least that the layout takes."""
-    if given is not None:
-        return given
-    return ranks_of_layout(config.parallel) or least_ranks(config)
+    return given if given is not None else ranks_of_layout(config.parallel) or least_ranks(config)
 
 
 def least_ranks(config: Config) -> int:
@@ -73,7 +69,13 @@ def rank_problems(parallel: ParallelConfig, engine: int, world_size: int) -> Ite
             f"rollout.tensor_parallel is {engine}, which does not divide the {world_size} ranks of this run; "
             f"possible: {_divisors(world_size)}."
         )
-    yield from _expert_rank_problems(parallel, world_size)
+    stage, pipeline = divmod(world_size, max(1, parallel.pipeline))
+    wanted = max(1, parallel.expert) * max(1, parallel.expert_tensor)
+    if not pipeline and stage % wanted:
+        yield (
+            f"parallel.expert x parallel.expert_tensor is {parallel.expert} x {parallel.expert_tensor} = {wanted}, "
+            f"which does not divide the {stage} ranks of a pipeline stage. Possible: {_divisors(stage)}."
+        )
     if parallel.pipeline > 1:
         return
     if parallel.virtual_pipeline > 1:
@@ -85,16 +87,6 @@ def rank_problems(parallel: ParallelConfig, engine: int, world_size: int) -> Ite
         yield (
             f"{key} is {layers}; with parallel.pipeline=1 the one stage has all layers. Set it to null, or raise "
             "parallel.pipeline."
-        )
-
-
-def _expert_rank_problems(parallel: ParallelConfig, world_size: int) -> Iterator[str]:
-    stage, pipeline = divmod(world_size, max(1, parallel.pipeline))
-    wanted = max(1, parallel.expert) * max(1, parallel.expert_tensor)
-    if not pipeline and stage % wanted:
-        yield (
-            f"parallel.expert x parallel.expert_tensor is {parallel.expert} x {parallel.expert_tensor} = {wanted}, "
-            f"which does not divide the {stage} ranks of a pipeline stage. Possible: {_divisors(stage)}."
         )
 
 
