@@ -20,15 +20,9 @@ from rlmath.distributed.collectives import broadcast_from_rank_zero, max_over_ra
 from rlmath.distributed.fault_tolerance.preemption import REASONS, StopRequest
 from rlmath.distributed.process import library_versions
 from rlmath.models.megatron import hf_stream
+from rlmath.trainer import save_schedule
 from rlmath.trainer.resume import Origin
 from rlmath.trainer.run_dir import EXPORT_FOLDER, MODELS_FOLDER, stage_folder
-from rlmath.trainer.save_schedule import (
-    FIRST_POINT,
-    SaveTimes,
-    export_dtype,
-    kept_frequency,
-    recovery_frequency,
-)
 
 if TYPE_CHECKING:
     from rlmath.trainer.loop import Trainer
@@ -45,7 +39,8 @@ class Checkpointer:
         """`on_progress` is called during long operations."""
         config, actor = trainer.config, trainer.actor
         now, per_epoch = time.monotonic(), trainer.order.steps_per_epoch
-        points, models = recovery_frequency(config.save), kept_frequency(config.save)
+        points = save_schedule.recovery_frequency(config.save)
+        models = save_schedule.kept_frequency(config.save)
         self._trainer = trainer
         self._metadata_files = read_metadata_files(config.model.path)
         self._store = CheckpointManager(
@@ -59,8 +54,8 @@ class Checkpointer:
         self._origin = origin
         self._stop = stop
         self._on_progress = on_progress
-        self._points = SaveTimes(points, per_epoch, now, FIRST_POINT)
-        self._models = SaveTimes(models, per_epoch, now)
+        self._points = save_schedule.SaveTimes(points, per_epoch, now, save_schedule.FIRST_POINT)
+        self._models = save_schedule.SaveTimes(models, per_epoch, now)
         self._last_step_too = not points.never
         self._length_stages = length_stages(config, trainer.total_steps)
         self._folder = Path(config.run.output_dir)
@@ -126,7 +121,7 @@ class Checkpointer:
         where the disk refuses."""
         trainer = self._trainer
         stream = self._with_progress(hf_stream(trainer.actor.chunks, trainer.shape, trainer.mesh))
-        dtype, writes = export_dtype(trainer.config), trainer.mesh.rank == 0
+        dtype, writes = save_schedule.export_dtype(trainer.config), trainer.mesh.rank == 0
         write_hf_folder(stream, {**self._metadata_files, **(more or {})}, folder, dtype, writes)
 
     def export_final_model(self) -> None:

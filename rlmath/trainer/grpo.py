@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from itertools import chain, islice
+from itertools import accumulate, chain, islice, pairwise
 from typing import ClassVar
 
 from rlmath.algorithms.advantages import advantages
@@ -29,14 +29,8 @@ from rlmath.algorithms.dynamic_sampling import Selection, SelectionRules, select
 from rlmath.algorithms.losses import Normalisation
 from rlmath.algorithms.types import MicroBatch, Sample, ScoredGroup
 from rlmath.checkpoint.directory import Progress
-from rlmath.config.length_curriculum import (
-    LengthStage,
-    engine_length,
-    has_length_stages,
-    length_stage_at,
-    length_stages,
-    without_validation,
-)
+from rlmath.config import length_curriculum as curriculum
+from rlmath.config.length_curriculum import LengthStage
 from rlmath.config.model_shape import ModelShape
 from rlmath.config.schema import Config, SelectionConfig
 from rlmath.data.dataset import Inputs, most_updates
@@ -106,13 +100,13 @@ class GrpoTrainer(Trainer):
         super().__init__(prepared, mesh, device, workers, on_phase, on_progress)
         config, shape, inputs = prepared.config, prepared.shape, prepared.inputs
         self.inputs = inputs
-        self.length_stages = length_stages(config, inputs.total_steps)
+        self.length_stages = curriculum.length_stages(config, inputs.total_steps)
         self.entered_length_stage: int | None = None
         on_phase("build engine")
         self.engine = Engine(
             config.model.path,
             config.rollout,
-            engine_length(config),
+            curriculum.engine_length(config),
             mesh,
             device,
             engine_shapes(shape, mesh.engine_size),
@@ -214,15 +208,15 @@ class GrpoTrainer(Trainer):
         metrics |= update_metrics(update, learned, metrics["task_reward"], algorithm)
         metrics |= mismatch_metrics(update.results, only_first=not algorithm.recompute_logprobs)
         metrics |= pace_metrics(seconds, selection.sampled, learned, update.passes)
-        if has_length_stages(self.config):
+        if curriculum.has_length_stages(self.config):
             metrics["stage"] = stage.number + 1.0
             metrics["rollout/max_new_tokens"] = float(stage.config.rollout.max_new_tokens)
         return metrics | self.sync.metrics() | self.switch.metrics()
 
     def enter_length_stage(self, number: int) -> LengthStage:
         """The length stage of a step; logged where it is the first one of this start."""
-        stage = length_stage_at(self.length_stages, number)
-        if has_length_stages(self.config) and stage.number != self.entered_length_stage:
+        stage = curriculum.length_stage_at(self.length_stages, number)
+        if curriculum.has_length_stages(self.config) and stage.number != self.entered_length_stage:
             logger.info("%s", stage.line(len(self.length_stages)))
             self.entered_length_stage = stage.number
         return stage
@@ -329,7 +323,10 @@ class PolicyUpdater:
             reference = None
 
         with timed("update"):
-            minibatches = _split_by_minibatch([len(one) for one in packed], batches, old, reference)
+            bounds = pairwise(accumulate(map(len, packed), initial=0))
+            minibatches = [
+                Minibatch(batches[i:j], old and old[i:j], reference and reference[i:j]) for i, j in bounds
+            ]
             results = self.run_minibatches(minibatches, number)
         return UpdateRecord(results, advantages_PG, reward_kl, passes=len(results) / len(minibatches))
 
@@ -391,27 +388,6 @@ def step_seed(run_seed: int, number: int) -> int:
     return run_seed * 1_000_003 + number
 
 
-def _split_by_minibatch(
-    counts: Sequence[int],
-    batches: Sequence[MicroBatch],
-    old: Sequence[TokenLogprobs] | None,
-    reference: Sequence[TokenLogprobs] | None,
-) -> list[Minibatch]:
-    """The step's micro-batches by minibatch, each with its log-probs; `counts` are those of the minibatches."""
-    minibatches, start = [], 0
-    for count in counts:
-        own = slice(start, start + count)
-        minibatches.append(
-            Minibatch(
-                list(batches[own]),
-                None if old is None else list(old[own]),
-                None if reference is None else list(reference[own]),
-            )
-        )
-        start += count
-    return minibatches
-
-
 # ---------------------------------------------------------------- parts
 
 
@@ -441,7 +417,7 @@ def build_weight_sync(
         broadcast_from_rank_zero(local_world_size()),
     )
     # The first length stage's: the probe's tokens are the same in all, and with any validation.
-    first = without_validation(length_stages(config, None)[0].config)
+    first = curriculum.without_validation(curriculum.length_stages(config, None)[0].config)
     return WeightSync(
-        transfer, Probe(actor.forward_backward, engine, mesh, engine_length(first)), config.sync
+        transfer, Probe(actor.forward_backward, engine, mesh, curriculum.engine_length(first)), config.sync
     )

@@ -35,12 +35,7 @@ from rlmath.distributed.device import (
     init_process_group,
     open_device,
 )
-from rlmath.distributed.fault_tolerance.exit_codes import (
-    FAILURE,
-    FINISHED,
-    SAVED_AND_STOPPED,
-    write_exit_status,
-)
+from rlmath.distributed.fault_tolerance import exit_codes
 from rlmath.distributed.fault_tolerance.heartbeat import Heartbeat
 from rlmath.distributed.fault_tolerance.preemption import StopRequest, launcher_advice
 from rlmath.distributed.fault_tolerance.stragglers import StragglerDetector
@@ -227,9 +222,10 @@ def _train(
         if validated is not None:
             reporter.validation(validated)
         reporter.write_summary(time.perf_counter() - started)
-        write_exit_status(config.run.output_dir, FINISHED, f"all {total_steps} steps are done")
+        message = f"all {total_steps} steps are done"
+        exit_codes.write_exit_status(config.run.output_dir, exit_codes.FINISHED, message)
     dist.barrier()
-    return close(reporter, FINISHED)
+    return close(reporter, exit_codes.FINISHED)
 
 
 # ---------------------------------------------------------------- the steps of the life cycle
@@ -241,12 +237,8 @@ def group_store(rendezvous: Rendezvous | None, config: Config) -> dist.Store | N
     if rendezvous is None:
         return None
     run, place = config.run, rendezvous.rank_info
-    rendezvous.sync(
-        "group",
-        RankReport(place.host, place.node),
-        run.start_timeout_seconds,
-        lambda said: RendezvousResult(),
-    )
+    report = RankReport(place.host, place.node)
+    rendezvous.sync("group", report, run.start_timeout_seconds, lambda reports: RendezvousResult())
     return rendezvous.group_store(run.distributed_timeout_seconds)
 
 
@@ -306,13 +298,13 @@ def stop_early(
     """Log that the run stops before its end; its exit status."""
     stop.done()
     saved = step in (0, checkpointer.newest)
-    status = SAVED_AND_STOPPED if saved else FAILURE
+    status = exit_codes.SAVED_AND_STOPPED if saved else exit_codes.FAILURE
     message = f"stopped by {reason} after step {step}, " + (
         "which is saved: the same command resumes" if saved else "which could not be saved"
     )
     if trainer.mesh.rank == 0:
         logger.warning("The run has %s", message)
-        write_exit_status(trainer.config.run.output_dir, status, message)
+        exit_codes.write_exit_status(trainer.config.run.output_dir, status, message)
     dist.barrier()
     return status
 
