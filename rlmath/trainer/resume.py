@@ -16,18 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rlmath.algorithms.types import Prompt
-from rlmath.checkpoint.directory import (
-    CHECKPOINTS,
-    PROGRESS,
-    SETTINGS,
-    Checkpoint,
-    Progress,
-    complete_checkpoints,
-    file_entry,
-    read_progress,
-    wrong_contents,
-)
-from rlmath.config.help import as_yaml_word, raise_problems, setting_values
+from rlmath.checkpoint import directory
+from rlmath.checkpoint.directory import Checkpoint, Progress
+from rlmath.config.help import as_yaml_word, is_among, raise_problems, setting_values
 from rlmath.config.length_curriculum import LengthStage, has_length_stages, length_stages
 from rlmath.config.load import load_config
 from rlmath.config.schema import Config
@@ -156,8 +147,8 @@ def find_recovery(config: Config, origin: Origin, total_steps: int) -> Recovery 
     """
     if config.run.recover_mode == "disabled":
         return None
-    root = Path(config.run.output_dir) / CHECKPOINTS
-    found, notes = complete_checkpoints(root)
+    root = Path(config.run.output_dir) / directory.CHECKPOINTS
+    found, notes = directory.complete_checkpoints(root)
     candidates = []
     for checkpoint in found:
         try:
@@ -186,7 +177,7 @@ def changes_since_newest(config: Config) -> list[str] | None:
     files only."""
     if config.run.recover_mode == "disabled":
         return None
-    for checkpoint in complete_checkpoints(Path(config.run.output_dir) / CHECKPOINTS)[0]:
+    for checkpoint in directory.complete_checkpoints(Path(config.run.output_dir) / directory.CHECKPOINTS)[0]:
         try:
             progress, then = _read_small_files(checkpoint)
         except (OSError, ValueError):
@@ -199,13 +190,13 @@ _START_OVER = "to start from the beginning, give another run.output_dir or run.r
 
 
 def _read_small_files(checkpoint: Checkpoint) -> tuple[Progress, Config]:
-    damage = wrong_contents(checkpoint, (PROGRESS, SETTINGS))
+    damage = directory.wrong_contents(checkpoint, (directory.PROGRESS, directory.SETTINGS))
     if damage:
         raise ValueError(damage[0])
-    progress = read_progress(checkpoint.folder)
+    progress = directory.read_progress(checkpoint.folder)
     if progress.step != checkpoint.step:
-        raise ValueError(f"{PROGRESS} is that of step {progress.step}")
-    return progress, load_config([checkpoint.folder / SETTINGS], [])
+        raise ValueError(f"{directory.PROGRESS} is that of step {progress.step}")
+    return progress, load_config([checkpoint.folder / directory.SETTINGS], [])
 
 
 def _other_run(
@@ -239,16 +230,14 @@ def refused_changes(then: Config, now: Config, steps_done: int | None = None) ->
     """
     there, here = setting_values(then), setting_values(now)
     staged = has_length_stages(then) or has_length_stages(now)
+    # Where there are stages, it is their max_new_tokens that count.
+    may_change = (*MAY_CHANGE, "rollout.max_new_tokens") if staged else MAY_CHANGE
     changes = [
         f"{key}: {as_yaml_word(there[key])} there, {as_yaml_word(here[key])} now"
         for key in here
-        if there[key] != here[key] and not _may_change(key) and not (staged and key == _LENGTH)
+        if there[key] != here[key] and not is_among(key, may_change)
     ]
     return [*changes, *(_stage_changes(then, now, steps_done) if staged else ())]
-
-
-_LENGTH = "rollout.max_new_tokens"
-"""Where there are stages, it is their `max_new_tokens` that count."""
 
 
 def _stage_changes(then: Config, now: Config, steps_done: int | None) -> Iterator[str]:
@@ -261,11 +250,8 @@ def _stage_changes(then: Config, now: Config, steps_done: int | None) -> Iterato
         old, new = _stage_text(there, number), _stage_text(here, number)
         begun = steps_done is None or (number < len(there) and there[number].first_step < steps_done)
         if begun and old != new and not (number == 0 and _adds_or_drops_stages(there, here, steps_done)):
-            yield (
-                f"stages: stage {number + 1}, which has begun, is {old} there, {new} now"
-                if steps_done is not None
-                else f"stages: stage {number + 1} is {old} there, {new} now"
-            )
+            so_far = "" if steps_done is None else ", which has begun,"
+            yield f"stages: stage {number + 1}{so_far} is {old} there, {new} now"
 
 
 def _stage_text(stages: Sequence[LengthStage], number: int) -> str:
@@ -288,10 +274,6 @@ def _adds_or_drops_stages(
         and same[0].max_new_tokens == same[1].max_new_tokens
         and all(steps >= steps_done for steps in lengths)
     )
-
-
-def _may_change(key: str) -> bool:
-    return any(key.startswith(one) if one.endswith(".") else key == one for one in MAY_CHANGE)
 
 
 def choose_checkpoint(
@@ -323,12 +305,10 @@ def _damage(checkpoint: Checkpoint, on_progress: Callable[[], None]) -> str | No
     mine, unreadable = [], None
     for name in sorted(checkpoint.files)[rank::ranks]:
         try:
-            mine += wrong_contents(checkpoint, [name], on_progress)
+            mine += directory.wrong_contents(checkpoint, [name], on_progress)
         except OSError as error:
-            unreadable = (
-                name,
-                f"rank {rank} on {socket.gethostname()} cannot read {name} ({error.strerror})",
-            )
+            text = f"rank {rank} on {socket.gethostname()} cannot read {name} ({error.strerror})"
+            unreadable = name, text
     found = all_gather_objects((mine, unreadable))
     names = [one for _, one in found if one is not None]
     if names:
@@ -340,7 +320,7 @@ def _shared_or_raise(checkpoint: Checkpoint, unreadable: Sequence[tuple[str, str
     """A file that rank 0 can read and another rank cannot is not damaged: it is not shared."""
     for name, text in unreadable:
         try:
-            readable = environment_rank() == 0 and bool(file_entry(checkpoint.folder / name))
+            readable = environment_rank() == 0 and bool(directory.file_entry(checkpoint.folder / name))
         except OSError:
             readable = False
         if broadcast_from_rank_zero(readable):

@@ -26,32 +26,19 @@ from rlmath.config.help import as_yaml_word, setting_values
 from rlmath.config.length_curriculum import length_stage_lines
 from rlmath.config.model_shape import ModelShape
 from rlmath.config.schema import Config, RunConfig
-from rlmath.data.dataset import (
-    Inputs,
-    SftInputs,
-    ValidationFile,
-    load_inputs,
-    load_sft_inputs,
-    load_validation,
-)
+from rlmath.data import dataset
 from rlmath.distributed import process
 from rlmath.distributed.collectives import gather_to_rank_zero
 from rlmath.distributed.device import environment_rank, environment_world_size
-from rlmath.distributed.fault_tolerance.exit_codes import (
-    FAILURE,
-    MISTAKE,
-    clear_exit_status,
-    write_exit_status,
-)
+from rlmath.distributed.fault_tolerance import exit_codes
 from rlmath.distributed.fault_tolerance.failure import first_line
 from rlmath.distributed.fault_tolerance.preemption import under_torchrun
 from rlmath.distributed.process import code_hash, end_with_parent, library_versions
-from rlmath.distributed.ranks import RankInfo, RankReport, RendezvousResult, hosts_text, ranks_text, this_rank
+from rlmath.distributed.ranks import RankReport, RendezvousResult, hosts_text, ranks_text, this_rank
 from rlmath.distributed.rendezvous import (
     GLOO_INTERFACE,
     MissingRanksError,
     Rendezvous,
-    Route,
     open_rendezvous,
     prefer_for_gloo,
     route_to,
@@ -77,7 +64,7 @@ CLOCK_SECONDS = 2.0
 """Clocks of nodes that differ by more get a warning: lines of several logs cannot be put in order any more, and a
 shared disk's times mislead. Nothing that a run computes depends on them."""
 
-InputsT = TypeVar("InputsT", Inputs, SftInputs)
+InputsT = TypeVar("InputsT", dataset.Inputs, dataset.SftInputs)
 
 
 @dataclass(frozen=True)
@@ -92,18 +79,18 @@ class PreparedRun(Generic[InputsT]):
     """What there is to resume from, as far as manifests show."""
     lines: tuple[str, ...] = ()
     """For the console."""
-    validation: tuple[ValidationFile, ...] = ()
+    validation: tuple[dataset.ValidationFile, ...] = ()
 
 
-def prepare_grpo(config: Config) -> PreparedRun[Inputs]:
+def prepare_grpo(config: Config) -> PreparedRun[dataset.Inputs]:
     """ValueError for all that can be known to be wrong before a GRPO run starts."""
     world_size = environment_world_size()
     shape = check_config(config, world_size)
-    inputs = load_inputs(config, shape)
+    inputs = dataset.load_inputs(config, shape)
     origin = origin_of(config, inputs)
     recovery = find_recovery(config, origin, inputs.total_steps)
     check_output_folder(config.run.output_dir, config, output_bytes(config, shape), recovery is not None)
-    validation = load_validation(config, inputs.tokenizer, shape.vocab_size)
+    validation = dataset.load_validation(config, inputs.tokenizer, shape.vocab_size)
     lines = (
         *config_warnings(config),
         *inputs.lines,
@@ -115,12 +102,12 @@ def prepare_grpo(config: Config) -> PreparedRun[Inputs]:
     return PreparedRun(config, shape, inputs, origin, recovery, lines, validation)
 
 
-def prepare_sft(given: Config) -> PreparedRun[SftInputs]:
+def prepare_sft(given: Config) -> PreparedRun[dataset.SftInputs]:
     """ValueError for all that can be known to be wrong before a supervised run starts."""
     world_size = environment_world_size()
     config, unused = only_used(given)
     shape = check_config(config, world_size, "sft")
-    inputs = load_sft_inputs(config, shape)
+    inputs = dataset.load_sft_inputs(config, shape)
     origin = sft_origin_of(config, inputs)
     recovery = find_recovery(config, origin, inputs.total_steps)
     check_output_folder(config.run.output_dir, config, output_bytes(config, shape), recovery is not None)
@@ -156,12 +143,12 @@ def start(
                     prepared = _take_folder(prepared, stack)
             except (ValueError, OSError) as error:
                 if rendezvous is not None and rendezvous.rank_info.several_nodes:
-                    _report_to_all_nodes(rendezvous, error, _start_timeout(config))
+                    meet_with_mistake(rendezvous, error, _start_timeout(config))
                 raise
             if rendezvous is not None:
                 meet(rendezvous, facts_of(prepared), _start_timeout(config))
         except (ValueError, MissingRanksError) as error:
-            status = MISTAKE if isinstance(error, ValueError) else FAILURE
+            status = exit_codes.MISTAKE if isinstance(error, ValueError) else exit_codes.FAILURE
             log_mistake(error)
             stack.close()
             if config is not None:
@@ -188,16 +175,9 @@ def _take_folder(prepared: PreparedRun[Any], stack: ExitStack) -> PreparedRun[An
     """For rank 0: keep other runs out of the folder, and look again at what an earlier one may just have left there."""
     config = prepared.config
     stack.enter_context(sole_user(config.run.output_dir))
-    clear_exit_status(config.run.output_dir)
+    exit_codes.clear_exit_status(config.run.output_dir)
     recovery = find_recovery(config, prepared.origin, prepared.inputs.total_steps)
     return replace(prepared, recovery=recovery)
-
-
-def _report_to_all_nodes(rendezvous: Rendezvous, mistake: ValueError | OSError, seconds: float) -> None:
-    try:
-        meet_with_mistake(rendezvous, mistake, seconds)
-    except MissingRanksError as lost:
-        raise MissingRanksError(f"{mistake}\nThe other ranks could not be reached: {lost}") from mistake
 
 
 def _start_timeout(config: Config | None) -> float:
@@ -215,7 +195,7 @@ def record_exit(output_dir: str | Path | None, status: int, message: str) -> Non
     with suppress(ValueError, OSError):
         if Path(output_dir).is_dir():
             with sole_user(output_dir):
-                write_exit_status(output_dir, status, message.partition("\n")[0])
+                exit_codes.write_exit_status(output_dir, status, message.partition("\n")[0])
 
 
 def log_mistake(error: Exception) -> None:
@@ -231,56 +211,53 @@ def end_broken() -> NoReturn:
     program may wait for peers that wait for us."""
     logger.exception("Rank %d on %s failed:", environment_rank(), socket.gethostname())
     logging.shutdown()
-    os._exit(FAILURE)
+    os._exit(exit_codes.FAILURE)
 
 
 # ---------------------------------------------------------------- all nodes must be alike
 
 
 def meet_with_mistake(rendezvous: Rendezvous, mistake: ValueError | OSError, seconds: float) -> None:
-    """Report what only this node may see. Raises ValueError with what all ranks found."""
+    """Report what only this node may see. Raises ValueError with what all ranks found, MissingRanksError where ranks
+    are missing after `seconds`."""
     report = RankReport(rendezvous.rank_info.host, rendezvous.rank_info.node, problem=str(mistake))
-    rendezvous.sync("start", report, seconds, _compare_nodes)
+    try:
+        rendezvous.sync("start", report, seconds, _compare_nodes)
+    except MissingRanksError as lost:
+        raise MissingRanksError(f"{mistake}\nThe other ranks could not be reached: {lost}") from mistake
 
 
 def meet(rendezvous: Rendezvous, facts: Mapping[str, str], seconds: float) -> None:
     """Come together before anything is started. ValueError, on all ranks, where any rank found a mistake or nodes
     differ; MissingRanksError where ranks are missing after `seconds`."""
-    route = None
-    if rendezvous.rank_info.several_nodes:
+    place, address = rendezvous.rank_info, ""
+    if place.several_nodes:
         route = route_to(os.environ["MASTER_ADDR"])
         prefer_for_gloo(route)
-    rendezvous.sync("start", _rank_report(rendezvous.rank_info, facts, route), seconds, _compare_nodes)
-
-
-def _rank_report(place: RankInfo, facts: Mapping[str, str], route: Route | None) -> RankReport:
-    if not place.is_node_leader:
-        return RankReport(place.host, place.node)
-    address = "" if route is None else str(route)
-    if route is not None and os.environ.get(GLOO_INTERFACE, route.interface) != route.interface:
-        address += f", gloo over {os.environ[GLOO_INTERFACE]}"
-    return RankReport(place.host, place.node, facts=facts, address=address)
+        address = "" if route is None else str(route)
+        if route is not None and os.environ.get(GLOO_INTERFACE, route.interface) != route.interface:
+            address += f", gloo over {os.environ[GLOO_INTERFACE]}"
+    report = RankReport(place.host, place.node)
+    if place.is_node_leader:
+        report = replace(report, facts=facts, address=address)
+    rendezvous.sync("start", report, seconds, _compare_nodes)
 
 
 def facts_of(prepared: PreparedRun[Any]) -> dict[str, str]:
-    """What of a run must be the same on all nodes, by name."""
+    """What of a run must be the same on all nodes, by name; of its settings those that are not at their defaults."""
     origin = {
         "model.path (contents)": prepared.origin.model,
         "training data (contents)": prepared.origin.data,
     }
-    return environment_facts() | origin | _settings(prepared.config)
+    values, defaults = setting_values(prepared.config), setting_values(Config())
+    settings = {key: as_yaml_word(value) for key, value in values.items() if value != defaults[key]}
+    return environment_facts() | origin | settings
 
 
 def environment_facts() -> dict[str, str]:
     """What of the installation must be the same on all nodes, by name."""
     python = platform.python_version()
     return {"Python": python} | library_versions() | {"rlmath's code (hash)": code_hash()}
-
-
-def _settings(config: Config) -> dict[str, str]:
-    """Those that are not at their defaults."""
-    values, defaults = setting_values(config), setting_values(Config())
-    return {key: as_yaml_word(value) for key, value in values.items() if value != defaults[key]}
 
 
 # ---------------------------------------------------------------- what rank 0 compares
