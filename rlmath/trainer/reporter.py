@@ -127,7 +127,18 @@ class Reporter:
             )
         for text in self._look_for_alerts(number, metrics):
             logger.warning("Step %d, alert (logged once): %s", number + 1, text)
-        progress = self._progress(number, record.epoch, metrics["seconds/step"])
+        steps_per_epoch = self._order.steps_per_epoch
+        progress = Progress(
+            epoch=record.epoch + 1,
+            total_epochs=-(-self._total_steps // steps_per_epoch),
+            step=number % steps_per_epoch + 1,
+            steps_per_epoch=steps_per_epoch,
+            global_step=number + 1,
+            total_steps=self._total_steps,
+            step_seconds=metrics["seconds/step"],
+            total_seconds=time.perf_counter() - self._started,
+            steps_timed=number + 1 - self._steps_before,
+        )
         logger.info("%s", step_line(progress, metrics))
 
     def validation(self, measured: ValidationResult) -> None:
@@ -172,20 +183,6 @@ class Reporter:
         if number in self._first_steps:
             self._alerts.reset()
         return self._alerts.check(metrics)
-
-    def _progress(self, number: int, epoch: int, step_seconds: float) -> Progress:
-        steps_per_epoch = self._order.steps_per_epoch
-        return Progress(
-            epoch=epoch + 1,
-            total_epochs=-(-self._total_steps // steps_per_epoch),
-            step=number % steps_per_epoch + 1,
-            steps_per_epoch=steps_per_epoch,
-            global_step=number + 1,
-            total_steps=self._total_steps,
-            step_seconds=step_seconds,
-            total_seconds=time.perf_counter() - self._started,
-            steps_timed=number + 1 - self._steps_before,
-        )
 
 
 def phase_seconds(metrics: Mapping[str, float]) -> dict[str, float]:

@@ -132,21 +132,22 @@ def start(
     this process at once.
     """
     setup_logging(environment_rank())
-    config, rendezvous = None, None
+    config, rendezvous, start_timeout = None, None, RunConfig.start_timeout_seconds
     with ExitStack() as stack:
         try:
-            rendezvous = open_rendezvous(RunConfig.start_timeout_seconds)
+            rendezvous = open_rendezvous(start_timeout)
             try:
                 config = load()
+                start_timeout = config.run.start_timeout_seconds
                 prepared = prepare(config)
                 if environment_rank() == 0:
                     prepared = _take_folder(prepared, stack)
             except (ValueError, OSError) as error:
                 if rendezvous is not None and rendezvous.rank_info.several_nodes:
-                    meet_with_mistake(rendezvous, error, _start_timeout(config))
+                    meet_with_mistake(rendezvous, error, start_timeout)
                 raise
             if rendezvous is not None:
-                meet(rendezvous, facts_of(prepared), _start_timeout(config))
+                meet(rendezvous, facts_of(prepared), start_timeout)
         except (ValueError, MissingRanksError) as error:
             status = exit_codes.MISTAKE if isinstance(error, ValueError) else exit_codes.FAILURE
             log_mistake(error)
@@ -178,10 +179,6 @@ def _take_folder(prepared: PreparedRun[Any], stack: ExitStack) -> PreparedRun[An
     exit_codes.clear_exit_status(config.run.output_dir)
     recovery = find_recovery(config, prepared.origin, prepared.inputs.total_steps)
     return replace(prepared, recovery=recovery)
-
-
-def _start_timeout(config: Config | None) -> float:
-    return RunConfig.start_timeout_seconds if config is None else config.run.start_timeout_seconds
 
 
 # ---------------------------------------------------------------- how a program ends

@@ -53,10 +53,6 @@ class RunPlan:
     target: Target
     data: CountedData
 
-    @property
-    def stages(self) -> list[curriculum.LengthStage]:
-        return curriculum.length_stages(self.config, self.data.total_steps)
-
 
 def plan_run(config: Config, ranks: int | None = None) -> RunPlan:
     """The plan of a run that could start; ValueError that lists everything that keeps it from starting.
@@ -151,7 +147,7 @@ def _step_lines(plan: RunPlan) -> Iterator[str]:
     )
     if config.selection.dynamic_sampling is not None:
         yield f"  dynamic sampling may ask for up to {config.selection.max_extra_prompts} prompts more a step"
-    stages, per_epoch = plan.stages, data.order.steps_per_epoch
+    stages, per_epoch = curriculum.length_stages(config, data.total_steps), data.order.steps_per_epoch
     if len(stages) == 1:
         yield f"  {_tokens(config)}"
     epochs_in_all = f"{data.total_steps / per_epoch:,.1f}".removesuffix(".0")

@@ -20,15 +20,8 @@ from rlmath.config.help import raise_problems
 from rlmath.config.length_curriculum import with_longest_lengths
 from rlmath.config.model_shape import ModelShape
 from rlmath.config.schema import Config, StagesConfig, ValidationConfig
-from rlmath.trainer.preflight.memory_estimate import (
-    GENERATION_PHASES,
-    TRAINING_PHASES,
-    Kind,
-    MemoryPlan,
-    Target,
-    largest,
-    plan_ranks,
-)
+from rlmath.trainer.preflight import memory_estimate
+from rlmath.trainer.preflight.memory_estimate import Kind, MemoryPlan, Target
 from rlmath.trainer.preflight.memory_formulas import EngineBytes, engine_bytes, longest_sequence_bytes
 from rlmath.trainer.preflight.parallelism import layout_problems, rank_problems, split_problems
 
@@ -118,10 +111,13 @@ def fit_problems(config: Config, shape: ModelShape, world_size: int, kind: Kind 
     if usable_bytes(target) == 0:
         total = _gib(target.total_bytes)
         return [f"memory: {target.name} has {total} GiB, no more than {RESERVE}. Take a larger GPU."]
-    plans = plan_ranks(config, shape, world_size, target, kind)
-    problems = list(_engine_problems(config, shape, world_size, target)) if kind == "grpo" else []
-    for phases in (GENERATION_PHASES, TRAINING_PHASES) if kind == "grpo" else (TRAINING_PHASES,):
-        plan, phase = largest(plans, phases)
+    plans = memory_estimate.plan_ranks(config, shape, world_size, target, kind)
+    problems, phase_groups = [], [memory_estimate.TRAINING_PHASES]
+    if kind == "grpo":
+        problems += _engine_problems(config, shape, world_size, target)
+        phase_groups.insert(0, memory_estimate.GENERATION_PHASES)
+    for phases in phase_groups:
+        plan, phase = memory_estimate.largest(plans, phases)
         if plan.held(phase) > usable_bytes(target):
             advice = _advice(config, shape, world_size, target, plan, phase, kind)
             problems.append(
@@ -135,7 +131,7 @@ def fit_problems(config: Config, shape: ModelShape, world_size: int, kind: Kind 
 def start_up_lines(config: Config, shape: ModelShape, world_size: int, kind: Kind = "grpo") -> list[str]:
     """The plan of the rank that holds the most, a line per phase."""
     target = planned_target(config)
-    plan, _ = largest(plan_ranks(config, shape, world_size, target, kind))
+    plan, _ = memory_estimate.largest(memory_estimate.plan_ranks(config, shape, world_size, target, kind))
     limit = "" if target.total_bytes is None else f", may fill {_gib(usable_bytes(target))} GiB"
     head = f"Planned memory of rank {plan.rank} (pipeline stage {plan.stage}) on {target.name}{limit}:"
     return [head, *(f"  {phase}: {figures(plan, phase)}" for phase in plan.phases)]
@@ -183,7 +179,7 @@ def _advice(
             layout_problems(parallel, engine, change.config.policy, shape)
         ):
             continue
-        plans = plan_ranks(change.config, shape, change.world_size, target, kind)
+        plans = memory_estimate.plan_ranks(change.config, shape, change.world_size, target, kind)
         held = max(other.held(phase) for other in plans if phase in other.phases)
         if plans[min(plan.stage, len(plans) - 1)].held(phase) < plan.held(phase):
             too_much = max(0, held - usable_bytes(target))

@@ -31,8 +31,6 @@ from rlmath.rollout.weight_sync.shard_layouts import engine_shapes, engine_vocab
 FLOAT32_BYTES = 4
 LOGPROB_SCRATCH_BYTES = {"cpu": 2 * 4 * 2**20, "cuda": 2 * 32 * 2**20}
 """Two chunks of logits in float32 (`models.logprobs.CHUNK_BYTES`)."""
-CUDA_GRAPH_BYTES = 2**30
-"""Allowed for captured CUDA graphs (a guess on the safe side, not measured)."""
 BLOCK_TOKENS = {"cpu": 128, "cuda": 16}
 """Tokens of one block of the KV cache."""
 
@@ -280,7 +278,8 @@ def workspace_bytes(shape: ModelShape, rollout: RolloutConfig, itemsize: int, de
 
 
 def _graph_bytes(rollout: RolloutConfig) -> int:
-    return CUDA_GRAPH_BYTES if rollout.cuda_graphs else 0
+    """Allowed for captured CUDA graphs: a guess on the safe side, not measured."""
+    return 2**30 if rollout.cuda_graphs else 0
 
 
 def default_batched_tokens(device_bytes: int) -> int:
