@@ -196,12 +196,8 @@ class Checkpointer:
     def _log_failure(self, saved: Saved) -> None:
         if self._trainer.mesh.rank == 0:
             last = "there is none yet" if self.newest is None else f"the newest is that of step {self.newest}"
-            logger.warning(
-                "The checkpoint of step %d was not saved: %s. The run continues; %s",
-                saved.step,
-                saved.error,
-                last,
-            )
+            text = "The checkpoint of step %d was not saved: %s. The run continues; %s"
+            logger.warning(text, saved.step, saved.error, last)
 
     def _progress(self, step: int) -> Progress:
         trainer = self._trainer

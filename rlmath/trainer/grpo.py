@@ -252,30 +252,24 @@ class Minibatch:
     """Log-probs under the reference; None: no KL in the loss."""
 
 
+@dataclass
 class PolicyUpdater:
     """The updating half of a step; it needs no engine. One for each length stage."""
 
-    def __init__(
-        self,
-        config: Config,
-        shape: ModelShape,
-        mesh: Mesh,
-        actor: Actor,
-        reference: ForwardBackward | None,
-        offload: OffloadSets,
-        timers: PhaseTimers,
-    ) -> None:
-        self.config = config
-        self.mesh = mesh
-        self.actor = actor
-        self.reference = reference
-        self.offload = offload
-        self.timers = timers
-        self.cost = training_cost(shape)
-        algorithm = config.algorithm
-        self.normalisation = Normalisation(algorithm.loss_normalisation, config.rollout.max_new_tokens)
+    config: Config
+    shape: ModelShape
+    mesh: Mesh
+    actor: Actor
+    reference: ForwardBackward | None
+    offload: OffloadSets
+    timers: PhaseTimers
+
+    def __post_init__(self) -> None:
+        algorithm, max_new_tokens = self.config.algorithm, self.config.rollout.max_new_tokens
+        self.cost = training_cost(self.shape)
+        self.normalisation = Normalisation(algorithm.loss_normalisation, max_new_tokens)
         self.penalty = None
-        if reference is not None and algorithm.kl_in == "reward":
+        if self.reference is not None and algorithm.kl_in == "reward":
             self.penalty = KLPenalty(
                 algorithm.kl_coef, algorithm.kl_estimator, algorithm.advantage, algorithm.advantage_eps
             )

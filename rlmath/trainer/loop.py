@@ -282,13 +282,8 @@ def restore(trainer: Trainer, resumed: CheckpointToResume | None, heartbeat: Hea
     load_checkpoint(actor.chunks, actor.learner.optimizer, trainer.device, checkpoint, progress)
     actor.learner.restore_schedule(progress.updates)
     if trainer.mesh.rank == 0:
-        logger.info(
-            "Resuming from %s, made on %s: %d steps and %d updates are done",
-            checkpoint.folder,
-            progress.layout,
-            progress.step,
-            progress.updates,
-        )
+        done = f"{progress.step} steps and {progress.updates} updates are done"
+        logger.info("Resuming from %s, made on %s: %s", checkpoint.folder, progress.layout, done)
     return progress
 
 

@@ -111,20 +111,15 @@ class Reporter:
             self._samples.write(number + 1, record.groups, record.advantages, self._metrics)
             share, limit = metrics["reward/failures"], self._config.reward.max_failure_share
             if share > limit:
-                logger.warning(
+                path = self._samples.write_failure(number + 1, record.groups, record.advantages)
+                text = (
                     "Step %d: %.1f%% of the answers could not be judged (reward.max_failure_share is %.1f%%); they "
-                    "count as wrong. One of them is in %s, in full",
-                    number + 1,
-                    100 * share,
-                    100 * limit,
-                    self._samples.write_failure(number + 1, record.groups, record.advantages),
+                    "count as wrong. One of them is in %s, in full"
                 )
+                logger.warning(text, number + 1, 100 * share, 100 * limit, path)
         if record.skipped is not None:
-            logger.warning(
-                "Step %d: the update was skipped: %s. Weights and optimizer stayed as they were",
-                number + 1,
-                record.skipped,
-            )
+            text = "Step %d: the update was skipped: %s. Weights and optimizer stayed as they were"
+            logger.warning(text, number + 1, record.skipped)
         for text in self._look_for_alerts(number, metrics):
             logger.warning("Step %d, alert (logged once): %s", number + 1, text)
         steps_per_epoch = self._order.steps_per_epoch

@@ -16,6 +16,7 @@ import json
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -42,46 +43,39 @@ NO_STEP = -1
 """Stands for the step in the seeds of validations: no step of training has it."""
 
 
+@dataclass
 class Validator:
     """Measures when it is due, and keeps the best model. All ranks call it alike."""
 
-    def __init__(
-        self,
-        config: Config,
-        mesh: Mesh,
-        collector: Collector | None,
-        timers: PhaseTimers,
-        files: Sequence[ValidationFile],
-        steps_done: int,
-        total_steps: int,
-        export: Callable[[Path, Mapping[str, bytes]], None],
-        asked_to_stop: Callable[[], str | None],
-    ) -> None:
-        """A resumed run has `steps_done`, and finds its validations and the best model in its folder. `asked_to_stop`
-        is a collective, called before every batch; without a `collector` nothing can be sampled. `export`, a collective
-        too, writes the model as it is now into a folder, with some files more; OSError on rank 0."""
-        self._config = config
-        self._mesh = mesh
-        self._collector = collector
-        self._timers = timers
-        self._files = files
-        self._total_steps = total_steps
-        self._export = export
-        self._asked_to_stop = asked_to_stop
-        self.stopped_by: str | None = None
-        """What asked the run to stop while it validated, which broke that off."""
-        self._folder = Path(config.run.output_dir)
-        found = _read_earlier(self._folder, config) if steps_done and mesh.rank == 0 else None
+    config: Config
+    mesh: Mesh
+    collector: Collector | None
+    """None where nothing is sampled."""
+    timers: PhaseTimers
+    files: Sequence[ValidationFile]
+    steps_done: int
+    """Those of a resumed run, whose folder has its validations and the best model."""
+    total_steps: int
+    export: Callable[[Path, Mapping[str, bytes]], None]
+    """Writes the model as it is now into a folder, with some files more; a collective. OSError on rank 0."""
+    asked_to_stop: Callable[[], str | None]
+    """A collective, called before every batch."""
+    stopped_by: str | None = None
+    """What asked the run to stop while it validated, which broke that off."""
+
+    def __post_init__(self) -> None:
+        self._folder = Path(self.config.run.output_dir)
+        found = _read_earlier(self._folder, self.config) if self.steps_done and self.mesh.rank == 0 else None
         self._done, self._best = broadcast_from_rank_zero(found or (set(), None))
 
     def due(self, step: int) -> bool:
         """Whether the weights with `step` steps done are to be measured, and are not yet."""
-        settings = self._config.validation
+        settings = self.config.validation
         if settings.every_steps is None or step in self._done:
             return False
         if step == 0:
             return settings.before_training
-        return step % settings.every_steps == 0 or step == self._total_steps
+        return step % settings.every_steps == 0 or step == self.total_steps
 
     def validate(self, step: int) -> ValidationResult | None:
         """The accuracy of the weights with `step` steps done, which the engines have, where that is due; None, too,
@@ -89,23 +83,20 @@ class Validator:
         if not self.due(step):
             return None
         started, metrics = time.perf_counter(), {}
-        with self._timers.phase("validation"):
-            for file in self._files:
+        with self.timers.phase("validation"):
+            for file in self.files:
                 groups = self._sample(file)
                 if self.stopped_by is not None:
-                    logger.info(
-                        "The validation after step %d is broken off by %s; the same command makes it",
-                        step,
-                        self.stopped_by,
-                    )
+                    text = "The validation after step %d is broken off by %s; the same command makes it"
+                    logger.info(text, step, self.stopped_by)
                     return None
-                metrics |= file_metrics(file, groups, self._config.validation.samples)
-        accuracies = [metrics[f"validation/{file.name}/accuracy"] for file in self._files]
+                metrics |= file_metrics(file, groups, self.config.validation.samples)
+        accuracies = [metrics[f"validation/{file.name}/accuracy"] for file in self.files]
         metrics["validation/accuracy"] = sum(accuracies) / len(accuracies)
         metrics["validation/seconds"] = time.perf_counter() - started
         self._done.add(step)
         text = ", ".join(
-            f"{file.name} {accuracy:.4f}" for file, accuracy in zip(self._files, accuracies, strict=True)
+            f"{file.name} {accuracy:.4f}" for file, accuracy in zip(self.files, accuracies, strict=True)
         )
         logger.info(
             "Validation after step %d: accuracy %.4f (%s)", step, metrics["validation/accuracy"], text
@@ -114,24 +105,24 @@ class Validator:
 
     def _sample(self, file: ValidationFile) -> list[ScoredGroup]:
         """The scored groups of a file; incomplete if the run is asked to stop."""
-        config, groups = self._config, []
+        config, groups = self.config, []
         settings = config.validation
         sampling = SamplingSettings(
             settings.samples, settings.temperature, settings.top_p, 0, validation_tokens(config)
         )
         seed, title = RolloutSeed(config.run.seed, NO_STEP), f"validation {file.name}"
         for start in range(0, len(file.prompts), settings.batch_size):
-            self.stopped_by = self._asked_to_stop()
+            self.stopped_by = self.asked_to_stop()
             if self.stopped_by is not None:
                 break
             batch = file.prompts[start : start + settings.batch_size]
-            groups += self._collector.collect(batch, sampling, seed, title).groups
+            groups += self.collector.collect(batch, sampling, seed, title).groups
         return groups
 
     def keep_if_best(self, measured: ValidationResult | None) -> None:
         """Export the model, whose weights must be those that were measured, where it is better than all before. What
         the disk refuses costs the model, and not the run."""
-        if measured is None or not self._config.validation.keep_best:
+        if measured is None or not self.config.validation.keep_best:
             return
         accuracy = measured.metrics["validation/accuracy"]
         if self._best is not None and accuracy <= self._best:
@@ -141,21 +132,20 @@ class Validator:
             "step": measured.step,
             "accuracy": accuracy,
             "metrics": measured.metrics,
-            "measured_with": _measure(self._config),
+            "measured_with": _measure(self.config),
         }
         content = (json.dumps(account, indent=1) + "\n").encode()
-        with self._timers.phase("keep_best"):
+        folder = self._folder / BEST_FOLDER
+        with self.timers.phase("keep_best"):
             try:
-                self._export(self._folder / BEST_FOLDER, {BEST_FILE: content})
+                self.export(folder, {BEST_FILE: content})
             except OSError as error:
                 failed = str(error)
             failed = broadcast_from_rank_zero(failed)
         if failed is None:
             self._best = accuracy
-            logger.info(
-                "Best model so far: that of step %d, in %s", measured.step, self._folder / BEST_FOLDER
-            )
-        elif self._mesh.rank == 0:
+            logger.info("Best model so far: that of step %d, in %s", measured.step, folder)
+        elif self.mesh.rank == 0:
             logger.warning(
                 "The best model, of step %d, was not kept: %s. The run continues", measured.step, failed
             )

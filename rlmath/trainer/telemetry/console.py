@@ -21,9 +21,6 @@ STEP_LINE_METRICS = {
 
 _QUIET = ("vllm", "transformers", "megatron", "torch", "filelock", "urllib3", "asyncio")
 
-_KEPT = ("vllm.model_executor.model_loader.reload.inplace",)
-"""Loggers of those libraries whose warnings matter: here, weights that a sync did not load."""
-
 
 def setup_logging(rank: int) -> None:
     """Time-stamped lines on stderr: everything of rank 0, warnings of the others; of libraries only errors.
@@ -43,8 +40,8 @@ def setup_logging(rank: int) -> None:
         logging.getLogger(library).setLevel(os.environ.get("VLLM_LOGGING_LEVEL", "ERROR"))
         if "PYTHONWARNINGS" not in os.environ:
             warnings.filterwarnings("ignore", module=rf"{library}(\.|$)")
-    for name in _KEPT:
-        logging.getLogger(name).setLevel(logging.WARNING)
+    # Its warnings are of weights that a sync did not load.
+    logging.getLogger("vllm.model_executor.model_loader.reload.inplace").setLevel(logging.WARNING)
 
 
 @dataclass(frozen=True)
