@@ -12,7 +12,6 @@ from fractions import Fraction
 from functools import lru_cache
 from typing import Any
 
-from rlmath.rewards.answers.functions import evaluate
 from rlmath.rewards.answers.normalize import MAX_DIGITS, NotMathematics
 from rlmath.rewards.answers.numbers import (
     AGREE,
@@ -22,6 +21,7 @@ from rlmath.rewards.answers.numbers import (
     Context,
     Undefined,
     Value,
+    evaluate,
     is_finite,
     mpc,
     mpf,

@@ -1,35 +1,85 @@
-"""Parses arithmetic: sums, products, powers, numbers and symbols."""
+"""Parses arithmetic: sums, products, powers, numbers and symbols; within limits of size and depth."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from fractions import Fraction
 
+from rlmath.rewards.answers import vocabulary
 from rlmath.rewards.answers.lexer import Token
-from rlmath.rewards.answers.normalize import GREEK, NotMathematics
-from rlmath.rewards.answers.parser_base import (
-    MAX_CHAIN,
-    ParserBase,
-    as_expr,
-    as_number,
-    plain_fraction,
-    primed,
-)
+from rlmath.rewards.answers.normalize import GREEK, NotMathematics, Unsupported
 from rlmath.rewards.answers.syntax_tree import Answer, Call, Expr, Group, MatrixOf, Num, Scalar, Sym
-from rlmath.rewards.answers.vocabulary import (
-    CONSTANTS,
-    DECORATED,
-    DIVIDE,
-    DROPPED,
-    FACTOR_COMMANDS,
-    FUNCTIONS,
-    MULTIPLY,
-    PLAIN_WORDS,
-    UNEVALUATED,
-)
 
+MAX_DEPTH = 40
+"""Deepest nesting of brackets, fractions and powers."""
+MAX_CHAIN = 100
+"""Most terms of one sum, factors of one product and postfix operators of one base."""
+MAX_OPERATIONS = 250
+"""Most operations of all chains together, which bounds the depth of the syntax tree."""
+MAX_STEPS = 20_000
+"""Most tokens that are consumed for one answer, some more than once."""
 MAX_MARKS = 10
 """Most postfix operators (powers, factorials, ...) of one base."""
+
+
+class ParserBase:
+    """Tokens, a position among them, and the nesting depth; `with parser:` nests one level deeper."""
+
+    def __init__(self, tokens: list[Token], outer: ParserBase | None = None) -> None:
+        """With `outer` it parses a part of that one's tokens, and counts against the same limits."""
+        self.tokens = tokens
+        self.position = 0
+        self.depth = outer.depth if outer else 0
+        self.in_set = 0
+        self.in_bars = 0
+        # Lists of one element, shared with the inner parsers.
+        self._steps_left = outer._steps_left if outer else [MAX_STEPS]
+        self._operations_left = outer._operations_left if outer else [MAX_OPERATIONS]
+
+    def token(self, ahead: int = 0) -> Token | None:
+        index = self.position + ahead
+        return self.tokens[index] if index < len(self.tokens) else None
+
+    def peek(self, ahead: int = 0) -> str:
+        token = self.token(ahead)
+        return token.text if token else ""
+
+    def take(self) -> Token:
+        token = self.token()
+        if token is None:
+            raise NotMathematics("it ends too early")
+        self.position += 1
+        self._steps_left[0] -= 1
+        if self._steps_left[0] < 0:
+            raise NotMathematics(f"more than {MAX_STEPS} steps to parse it")
+        return token
+
+    def count_operation(self, length: int) -> int:
+        """Counts an operation in a chain of `length` operations; returns its new length."""
+        self._operations_left[0] -= 1
+        if length > MAX_CHAIN or self._operations_left[0] < 0:
+            raise NotMathematics("too many operations in one chain")
+        return length + 1
+
+    def expect(self, *texts: str) -> None:
+        for text in texts:
+            if self.take().text != text:
+                raise NotMathematics(f"{text} is missing")
+
+    def skip(self, *texts: str) -> bool:
+        """Steps over the next token if it is one of `texts`."""
+        if self.peek() in texts:
+            self.position += 1
+            return True
+        return False
+
+    def __enter__(self) -> None:
+        self.depth += 1
+        if self.depth > MAX_DEPTH:
+            raise NotMathematics(f"nested deeper than {MAX_DEPTH}")
+
+    def __exit__(self, *_: object) -> None:
+        self.depth -= 1
 
 
 class Arithmetic(ParserBase, ABC):
@@ -99,11 +149,11 @@ class Arithmetic(ParserBase, ABC):
     def _next_factor(self, first: Answer) -> Answer | None:
         """`first` multiplied or divided by the next factor; None at the end of the term."""
         text = self.peek()
-        if text in MULTIPLY:
+        if text in vocabulary.MULTIPLY:
             self.position += 1
             name = "pow" if text == "*" and self.skip("*") else "mul"
             return Scalar(Call(name, (as_expr(first), self._operand())))
-        if text in DIVIDE:
+        if text in vocabulary.DIVIDE:
             self.position += 1
             return Scalar(Call("div", (as_expr(first), self._operand())))
         if text in (":", "to") and isinstance(first, Scalar) and not self.in_set:
@@ -165,11 +215,19 @@ class Arithmetic(ParserBase, ABC):
         if token.kind == "word":
             if text.lower() in ("and", "or", "to"):
                 return False
-            return not token.prose or text in ("e", "i") or text in FUNCTIONS
+            return not token.prose or text in ("e", "i") or text in vocabulary.FUNCTIONS
         if token.kind == "sign":
             return text in ("(", "{", "[") or (text == "|" and not self.in_bars)
-        named = any(text[1:] in names for names in (CONSTANTS, GREEK, FUNCTIONS))
-        return named or any(text in names for names in (FACTOR_COMMANDS, DROPPED, DECORATED, UNEVALUATED))
+        named = any(text[1:] in names for names in (vocabulary.CONSTANTS, GREEK, vocabulary.FUNCTIONS))
+        return named or any(
+            text in names
+            for names in (
+                vocabulary.FACTOR_COMMANDS,
+                vocabulary.DROPPED,
+                vocabulary.DECORATED,
+                vocabulary.UNEVALUATED,
+            )
+        )
 
     def factor(self) -> Answer:
         with self:
@@ -272,17 +330,17 @@ class Arithmetic(ParserBase, ABC):
             return Scalar(Call("inf"))
         if text == "sqrt":
             return Scalar(Call("sqrt", (self.function_argument(),)))
-        if text in FUNCTIONS:
+        if text in vocabulary.FUNCTIONS:
             return self.function(text)
-        if text in CONSTANTS:
-            return Scalar(Call(CONSTANTS[text]))
+        if text in vocabulary.CONSTANTS:
+            return Scalar(Call(vocabulary.CONSTANTS[text]))
         if len(text) == 1:
             return Scalar(self._symbol(text))
         if text in GREEK:
             return Scalar(self._symbol(text))
         following = self.token()
         alone = token.space or (following is not None and following.space)
-        if token.prose or len(text) > 3 or (alone and text.lower() in PLAIN_WORDS):
+        if token.prose or len(text) > 3 or (alone and text.lower() in vocabulary.PLAIN_WORDS):
             raise NotMathematics(f"the word {text!r}")
         self.position -= 1
         self._split_word(token)
@@ -308,3 +366,40 @@ class Arithmetic(ParserBase, ABC):
 
 def _is_symbol(base: Answer) -> bool:
     return isinstance(base, Scalar) and isinstance(base.expr, Sym)
+
+
+def as_number(token: Token) -> Num:
+    if token.value is None:
+        raise NotMathematics(f"{token.text!r} is not a number")
+    return Num(token.value, token.digits, token.open_ended)
+
+
+def as_expr(answer: Answer) -> Expr:
+    if isinstance(answer, Scalar) and answer.unit is None:
+        return answer.expr
+    if isinstance(answer, Scalar) and answer.otherwise is not None:
+        return answer.otherwise.expr
+    raise NotMathematics("a list, set or relation inside arithmetic")
+
+
+def plain_fraction(expr: Expr) -> Fraction | None:
+    """The value of a proper fraction of two literal numbers, else None."""
+    if not (isinstance(expr, Call) and expr.name == "div"):
+        return None
+    above, below = expr.args
+    if not (isinstance(above, Num) and isinstance(below, Num) and above.digits is None):
+        return None
+    return above.value / below.value if 0 < above.value < below.value else None
+
+
+def as_matrix(rows: list[tuple[Expr, ...]]) -> MatrixOf:
+    if not rows or len({len(row) for row in rows}) != 1:
+        raise NotMathematics("a matrix with rows of unequal length")
+    return MatrixOf(tuple(rows))
+
+
+def primed(base: Answer) -> Sym:
+    expr = as_expr(base)
+    if not isinstance(expr, Sym):
+        raise Unsupported("a derivative")
+    return Sym(expr.name + "'")

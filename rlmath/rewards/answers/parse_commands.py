@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from fractions import Fraction
 
+from rlmath.rewards.answers import vocabulary
 from rlmath.rewards.answers.lexer import Token
 from rlmath.rewards.answers.normalize import GREEK, NotMathematics, Unevaluated, Unsupported
-from rlmath.rewards.answers.parse_arithmetic import Arithmetic
-from rlmath.rewards.answers.parser_base import as_expr, as_matrix
+from rlmath.rewards.answers.parse_arithmetic import Arithmetic, as_expr, as_matrix
 from rlmath.rewards.answers.syntax_tree import (
     Answer,
     Call,
@@ -25,16 +25,6 @@ from rlmath.rewards.answers.syntax_tree import (
     SetBuilder,
     SetOf,
     Sym,
-)
-from rlmath.rewards.answers.vocabulary import (
-    ALIASES,
-    CLOSING,
-    CONSTANTS,
-    DECORATED,
-    DROPPED,
-    FUNCTIONS,
-    UNEVALUATED,
-    UNSUPPORTED,
 )
 
 
@@ -61,7 +51,7 @@ class Commands(Arithmetic):
 
     def _group(self, opening: str) -> Answer:
         bars, self.in_bars = self.in_bars, 0
-        closings = CLOSING[opening]
+        closings = vocabulary.CLOSING[opening]
         if opening == "[" and self.peek() == "[":
             return self._nested_matrix()
         inner = self.listing(frozenset(closings))
@@ -89,26 +79,26 @@ class Commands(Arithmetic):
     def command(self, token: Token) -> Answer:
         text = token.text
         name = text[1:]
-        if name in CONSTANTS:
-            return Scalar(Call(CONSTANTS[name]))
-        if name in FUNCTIONS:
+        if name in vocabulary.CONSTANTS:
+            return Scalar(Call(vocabulary.CONSTANTS[name]))
+        if name in vocabulary.FUNCTIONS:
             return self.function(name)
         if name in GREEK or text in ("\\varphi", "\\varepsilon", "\\vartheta", "\\varrho"):
             return Scalar(self._symbol(name.removeprefix("var")))
         handler = _HANDLERS.get(text)
         if handler is not None:
             return handler(self)
-        if text in DROPPED:
+        if text in vocabulary.DROPPED:
             argument = self._argument()
             return Scalar(Sym("vector i") if argument == Call("i") else argument)
-        if text in DECORATED:
+        if text in vocabulary.DECORATED:
             argument = self._argument()
             if not isinstance(argument, Sym):
                 raise Unsupported(text)
-            return Scalar(self._symbol(f"{DECORATED[text]} {argument.name}"))
-        if text in UNEVALUATED:
+            return Scalar(self._symbol(f"{vocabulary.DECORATED[text]} {argument.name}"))
+        if text in vocabulary.UNEVALUATED:
             raise Unevaluated(text)
-        if text in UNSUPPORTED:
+        if text in vocabulary.UNSUPPORTED:
             raise Unsupported(text)
         raise NotMathematics(f"the command {text}")
 
@@ -234,7 +224,7 @@ class Commands(Arithmetic):
         return "".join(words)
 
     def function(self, name: str) -> Answer:
-        name = ALIASES.get(name, name)
+        name = vocabulary.ALIASES.get(name, name)
         base: Expr | None = None
         power: Expr | None = None
         if self.skip("_"):
@@ -283,7 +273,7 @@ class Commands(Arithmetic):
             return result
 
     def _function_begins(self) -> bool:
-        return self.peek().removeprefix("\\") in FUNCTIONS
+        return self.peek().removeprefix("\\") in vocabulary.FUNCTIONS
 
 
 _HANDLERS: dict[str, Callable[[Commands], Answer]] = {

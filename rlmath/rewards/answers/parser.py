@@ -19,8 +19,8 @@ from fractions import Fraction
 from rlmath.rewards.answers.evaluate import mentions, symbols
 from rlmath.rewards.answers.lexer import AS_WRITTEN, Reading, Token, tokenize
 from rlmath.rewards.answers.normalize import GREEK, NotMathematics, Unsupported
+from rlmath.rewards.answers.parse_arithmetic import as_expr
 from rlmath.rewards.answers.parse_commands import Commands
-from rlmath.rewards.answers.parser_base import as_expr
 from rlmath.rewards.answers.syntax_tree import (
     Answer,
     Call,

@@ -9,7 +9,7 @@ from functools import cmp_to_key
 from typing import Any
 
 from rlmath.rewards.answers.normalize import NotMathematics
-from rlmath.rewards.answers.numbers import AGREE, MP, Value, mpc, mpf
+from rlmath.rewards.answers.numbers import AGREE, MP, Value, mpc, mpf, to_mp
 
 Bound = Value
 
@@ -111,7 +111,7 @@ def compare(a: Bound, b: Bound) -> int:
 def _mpf(value: Bound) -> Any:
     if isinstance(value, mpc):
         raise NotMathematics("an order among complex numbers")
-    return mpf(value.numerator) / value.denominator if isinstance(value, Fraction) else value
+    return to_mp(value)
 
 
 def _infinite(value: Bound) -> bool:
