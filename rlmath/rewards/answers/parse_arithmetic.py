@@ -22,10 +22,11 @@ MAX_MARKS = 10
 """Most postfix operators (powers, factorials, ...) of one base."""
 
 
-class ParserBase:
-    """Tokens, a position among them, and the nesting depth; `with parser:` nests one level deeper."""
+class Arithmetic(ABC):
+    """Tokens, a position among them, and the nesting depth: `with parser:` nests one level deeper. Sums, products,
+    powers and symbols; the abstract methods are those of `Commands` and `_Parser`."""
 
-    def __init__(self, tokens: list[Token], outer: ParserBase | None = None) -> None:
+    def __init__(self, tokens: list[Token], outer: Arithmetic | None = None) -> None:
         """With `outer` it parses a part of that one's tokens, and counts against the same limits."""
         self.tokens = tokens
         self.position = 0
@@ -80,10 +81,6 @@ class ParserBase:
 
     def __exit__(self, *_: object) -> None:
         self.depth -= 1
-
-
-class Arithmetic(ParserBase, ABC):
-    """Sums, products, powers and symbols; the abstract methods are those of `Commands` and `_Parser`."""
 
     @abstractmethod
     def listing(self, ends: frozenset[str]) -> Answer:
@@ -158,10 +155,7 @@ class Arithmetic(ParserBase, ABC):
             return Scalar(Call("div", (as_expr(first), self._operand())))
         if text in (":", "to") and isinstance(first, Scalar) and not self.in_set:
             return self._ratio(first)
-        mixed = self._plain_mixed(first)
-        if mixed is not None:
-            return mixed
-        return self._times(first) if self._begins_factor() else None
+        return self._plain_mixed(first) or (self._times(first) if self._begins_factor() else None)
 
     def _operand(self) -> Expr:
         if self.skip("-"):
@@ -241,10 +235,14 @@ class Arithmetic(ParserBase, ABC):
     def _with_postfix(self, base: Answer) -> Answer | None:
         """The base with the next postfix operator: a power, a degree, a factorial, a percent sign or a prime."""
         text = self.peek()
-        if (text == "^" and self._prime_follows()) or (text == "'" and _is_symbol(base)):
+        is_symbol = isinstance(base, Scalar) and isinstance(base.expr, Sym)
+        if self._skip_power("\\prime") or (text == "'" and is_symbol):
             self.skip("'")
-            return Scalar(primed(base))
-        if (text == "^" and self._degree_follows()) or self.skip("\\degree"):
+            symbol = as_expr(base)
+            if not isinstance(symbol, Sym):
+                raise Unsupported("a derivative")
+            return Scalar(Sym(symbol.name + "'"))
+        if self._skip_power("\\circ") or self.skip("\\degree"):
             return Scalar(Call("deg", (as_expr(base),)))
         if self.skip("^"):
             return Scalar(Call("pow", (as_expr(base), self._exponent())))
@@ -255,22 +253,12 @@ class Arithmetic(ParserBase, ABC):
             return Scalar(Call("percent", (as_expr(base),)))
         return None
 
-    def _prime_follows(self) -> bool:
-        """Steps over `^\\prime` or `^{\\prime}`, if it follows."""
-        for mark in (["^", "\\prime"], ["^", "{", "\\prime", "}"]):
-            if [self.peek(ahead) for ahead in range(len(mark))] == mark:
-                self.position += len(mark)
+    def _skip_power(self, mark: str) -> bool:
+        """Steps over `^mark` or `^{mark}`, if it follows."""
+        for texts in (["^", mark], ["^", "{", mark, "}"]):
+            if [self.peek(ahead) for ahead in range(len(texts))] == texts:
+                self.position += len(texts)
                 return True
-        return False
-
-    def _degree_follows(self) -> bool:
-        """Steps over `^\\circ` or `^{\\circ}`, if it follows."""
-        if self.peek(1) == "\\circ":
-            self.position += 2
-            return True
-        if self.peek(1) == "{" and self.peek(2) == "\\circ" and self.peek(3) == "}":
-            self.position += 4
-            return True
         return False
 
     def _exponent(self) -> Expr:
@@ -291,11 +279,10 @@ class Arithmetic(ParserBase, ABC):
 
     def _over(self, above: Answer) -> Answer:
         """`a \\over b` and `n \\choose k` after their first half."""
-        name = {"\\over": "div", "\\choose": "binom"}.get(self.peek())
-        if name is None:
-            return above
-        self.position += 1
-        return Scalar(Call(name, (as_expr(above), as_expr(self.sum()))))
+        for sign, name in (("\\over", "div"), ("\\choose", "binom")):
+            if self.skip(sign):
+                return Scalar(Call(name, (as_expr(above), as_expr(self.sum()))))
+        return above
 
     def _argument(self) -> Expr:
         """The argument of a command such as \\frac: a group, or one digit, letter or command."""
@@ -320,9 +307,7 @@ class Arithmetic(ParserBase, ABC):
             return Scalar(as_number(token))
         if token.kind == "word":
             return self._word(token)
-        if token.kind == "sign":
-            return self.bracket(token)
-        return self.command(token)
+        return self.bracket(token) if token.kind == "sign" else self.command(token)
 
     def _word(self, token: Token) -> Answer:
         text = token.text
@@ -334,9 +319,7 @@ class Arithmetic(ParserBase, ABC):
             return self.function(text)
         if text in vocabulary.CONSTANTS:
             return Scalar(Call(vocabulary.CONSTANTS[text]))
-        if len(text) == 1:
-            return Scalar(self._symbol(text))
-        if text in GREEK:
+        if len(text) == 1 or text in GREEK:
             return Scalar(self._symbol(text))
         following = self.token()
         alone = token.space or (following is not None and following.space)
@@ -352,20 +335,13 @@ class Arithmetic(ParserBase, ABC):
             return Sym(name)
         self.position += 1
         parts = []
-        if self.skip("{"):
-            depth = 1
-            while depth:
-                part = self.take().text
-                depth += (part == "{") - (part == "}")
-                if depth:
-                    parts.append(part)
-        else:
+        depth = int(self.skip("{"))
+        if not depth:
+            return Sym(f"{name}_{self.take().text}")
+        while depth:
             parts.append(self.take().text)
-        return Sym(f"{name}_{''.join(parts)}")
-
-
-def _is_symbol(base: Answer) -> bool:
-    return isinstance(base, Scalar) and isinstance(base.expr, Sym)
+            depth += (parts[-1] == "{") - (parts[-1] == "}")
+        return Sym(f"{name}_{''.join(parts[:-1])}")
 
 
 def as_number(token: Token) -> Num:
@@ -390,16 +366,3 @@ def plain_fraction(expr: Expr) -> Fraction | None:
     if not (isinstance(above, Num) and isinstance(below, Num) and above.digits is None):
         return None
     return above.value / below.value if 0 < above.value < below.value else None
-
-
-def as_matrix(rows: list[tuple[Expr, ...]]) -> MatrixOf:
-    if not rows or len({len(row) for row in rows}) != 1:
-        raise NotMathematics("a matrix with rows of unequal length")
-    return MatrixOf(tuple(rows))
-
-
-def primed(base: Answer) -> Sym:
-    expr = as_expr(base)
-    if not isinstance(expr, Sym):
-        raise Unsupported("a derivative")
-    return Sym(expr.name + "'")

@@ -8,7 +8,7 @@ from fractions import Fraction
 from rlmath.rewards.answers import vocabulary
 from rlmath.rewards.answers.lexer import Token
 from rlmath.rewards.answers.normalize import GREEK, NotMathematics, Unevaluated, Unsupported
-from rlmath.rewards.answers.parse_arithmetic import Arithmetic, as_expr, as_matrix
+from rlmath.rewards.answers.parse_arithmetic import Arithmetic, as_expr
 from rlmath.rewards.answers.syntax_tree import (
     Answer,
     Call,
@@ -42,9 +42,7 @@ class Commands(Arithmetic):
         if text == "{":
             inner = self._over(self.listing(frozenset(("}", "\\over", "\\choose"))))
             self.expect("}")
-            if isinstance(inner, Listing):
-                return SetOf(inner.items)
-            return inner
+            return SetOf(inner.items) if isinstance(inner, Listing) else inner
         if text in ("(", "[", "]"):
             return self._group(text)
         raise NotMathematics(f"{text!r} is not expected")
@@ -70,11 +68,10 @@ class Commands(Arithmetic):
         while self.skip("["):
             row = self.listing(frozenset("]"))
             self.expect("]")
-            items = row.items if isinstance(row, Listing) else (row,)
-            rows.append(tuple(as_expr(item) for item in items))
+            rows.append(tuple(as_expr(item) for item in _items(row)))
             self.skip(",")
         self.expect("]")
-        return as_matrix(rows)
+        return _as_matrix(rows)
 
     def command(self, token: Token) -> Answer:
         text = token.text
@@ -104,12 +101,8 @@ class Commands(Arithmetic):
 
     def _frac(self) -> Answer:
         above, below = self._argument(), self._argument()
-        if (
-            above == Sym("d")
-            and isinstance(below, Call)
-            and below.name == "mul"
-            and below.args[0] == Sym("d")
-        ):
+        is_product = isinstance(below, Call) and below.name == "mul"
+        if above == Sym("d") and is_product and below.args[0] == Sym("d"):
             raise Unevaluated("a derivative")
         return Scalar(Call("div", (above, below)))
 
@@ -119,10 +112,6 @@ class Commands(Arithmetic):
             self.expect("]")
             return Scalar(Call("root", (self._argument(), index)))
         return Scalar(Call("sqrt", (self._argument(),)))
-
-    def _binom(self) -> Answer:
-        above = self._argument()
-        return Scalar(Call("binom", (above, self._argument())))
 
     def _between(self, name: str, closing: str) -> Answer:
         inner = as_expr(self.sum())
@@ -142,7 +131,7 @@ class Commands(Arithmetic):
             self.expect("\\}")
             return _set_builder(inner, such_that)
         self.expect("\\}")
-        return SetOf(inner.items if isinstance(inner, Listing) else (inner,))
+        return SetOf(_items(inner))
 
     def _named_set(self) -> Answer:
         braced = self.skip("{")
@@ -158,7 +147,7 @@ class Commands(Arithmetic):
     def _angle_group(self) -> Answer:
         inner = self.listing(frozenset(("\\rangle",)))
         self.expect("\\rangle")
-        return Group("(", inner.items if isinstance(inner, Listing) else (inner,), ")")
+        return Group("(", _items(inner), ")")
 
     def _environment(self) -> Answer:
         self.expect("{")
@@ -191,7 +180,7 @@ class Commands(Arithmetic):
         self.expect("{", kind)
         self.skip("*")
         self.expect("}")
-        return as_matrix(rows)
+        return _as_matrix(rows)
 
     def _cases(self) -> Answer:
         """A system of equations, or a piecewise function."""
@@ -225,13 +214,8 @@ class Commands(Arithmetic):
 
     def function(self, name: str) -> Answer:
         name = vocabulary.ALIASES.get(name, name)
-        base: Expr | None = None
-        power: Expr | None = None
-        if self.skip("_"):
-            base = self._argument()
-        if self.peek() == "^" and not self._degree_follows():
-            self.position += 1
-            power = self._exponent()
+        base = self._argument() if self.skip("_") else None
+        power = self._exponent() if not self._skip_power("\\circ") and self.skip("^") else None
         if name == "det":
             raise Unevaluated("a determinant")
         if name in ("min", "max", "gcd", "lcm"):
@@ -253,8 +237,7 @@ class Commands(Arithmetic):
         inner = self.listing(frozenset((")", "\\}")))
         if not self.skip(")", "\\}"):
             raise NotMathematics("a bracket is not closed")
-        items = inner.items if isinstance(inner, Listing) else (inner,)
-        return tuple(as_expr(item) for item in items)
+        return tuple(as_expr(item) for item in _items(inner))
 
     def function_argument(self) -> Expr:
         """The argument of a function: a group, else a product up to a sign or the next function."""
@@ -264,7 +247,9 @@ class Commands(Arithmetic):
             if self.skip("-"):
                 return Call("neg", (self.function_argument(),))
             result = as_expr(self.factor())
-            while self._begins_factor() and not self._function_begins() and self.peek() not in ("(", "["):
+            while self._begins_factor() and self.peek() not in ("(", "["):
+                if self.peek().removeprefix("\\") in vocabulary.FUNCTIONS:
+                    break
                 result = Call("mul", (result, as_expr(self.factor())))
             divisor = self.token(1)
             if self.peek() == "/" and divisor is not None and divisor.kind == "number":
@@ -272,16 +257,13 @@ class Commands(Arithmetic):
                 result = Call("div", (result, as_expr(self.factor())))
             return result
 
-    def _function_begins(self) -> bool:
-        return self.peek().removeprefix("\\") in vocabulary.FUNCTIONS
-
 
 _HANDLERS: dict[str, Callable[[Commands], Answer]] = {
     "\\frac": Commands._frac,
     "\\sqrt": Commands._sqrt,
-    "\\binom": Commands._binom,
-    "\\tbinom": Commands._binom,
-    "\\dbinom": Commands._binom,
+    "\\binom": lambda parser: Scalar(Call("binom", (parser._argument(), parser._argument()))),
+    "\\tbinom": lambda parser: Scalar(Call("binom", (parser._argument(), parser._argument()))),
+    "\\dbinom": lambda parser: Scalar(Call("binom", (parser._argument(), parser._argument()))),
     "\\lfloor": lambda parser: parser._between("floor", "\\rfloor"),
     "\\lceil": lambda parser: parser._between("ceil", "\\rceil"),
     "\\lvert": lambda parser: parser._between("abs", "\\rvert"),
@@ -295,6 +277,16 @@ _HANDLERS: dict[str, Callable[[Commands], Answer]] = {
     "\\hbar": lambda parser: Scalar(parser._symbol("hbar")),
     "\\ell": lambda parser: Scalar(parser._symbol("l")),
 }
+
+
+def _as_matrix(rows: list[tuple[Expr, ...]]) -> MatrixOf:
+    if not rows or len({len(row) for row in rows}) != 1:
+        raise NotMathematics("a matrix with rows of unequal length")
+    return MatrixOf(tuple(rows))
+
+
+def _items(answer: Answer) -> tuple[Answer, ...]:
+    return answer.items if isinstance(answer, Listing) else (answer,)
 
 
 def _set_builder(element: Answer, condition: Answer) -> Answer:
