@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import lru_cache, singledispatch
+from functools import lru_cache
 
 from rlmath.rewards.answers.equivalence import Equivalence, Interpretations, single_member
 from rlmath.rewards.answers.evaluate import mentions, rounds_to, symbols, value_of
@@ -48,34 +48,38 @@ _FLIPPED = {"<": ">", ">": "<", "<=": ">=", ">=": "<=", "=": "=", "!=": "!="}
 @lru_cache(maxsize=2048)
 def interpret(answer: Answer) -> Interpretations:
     """The interpretations of an answer. Raises NotMathematics or Unsupported if it has none."""
-    return _interpret(answer)
+    match answer:
+        case Scalar():
+            return _interpret_scalar(answer)
+        case Name():
+            if answer.expr is None:
+                raise NotMathematics("a name without a value")
+            return interpret(Scalar(answer.expr))
+        case Group():
+            return _interpret_group(answer)
+        case Listing():
+            return _interpret_listing(answer)
+        case Relation():
+            return _interpret_relation(answer)
+        case SetOf():
+            return _interpret_set(answer)
+        case SetBuilder():
+            return _interpret_described(answer)
+        case SetOperation():
+            return _interpret_operation(answer)
+        case NamedSet():
+            reals = {"R": whole_line(), "empty": RealSet(())}.get(answer.name)
+            members = () if answer.name == "empty" else None
+            return Interpretations(named_set=answer.name, real_set=reals, members=members, is_set=True)
+        case MatrixOf():
+            row = None
+            if len(answer.rows) == 1 or len(answer.rows[0]) == 1:
+                row = tuple(Interpretations(scalar=Scalar(entry)) for line in answer.rows for entry in line)
+            return Interpretations(matrix=answer, row=row, brackets="matrix")
+        case Piecewise():
+            return Interpretations(branches=answer.branches)
 
 
-@singledispatch
-def _interpret(answer: Answer) -> Interpretations:
-    raise Unsupported(f"an answer of kind {type(answer).__name__}")
-
-
-@_interpret.register
-def _interpret_piecewise(answer: Piecewise) -> Interpretations:
-    return Interpretations(branches=answer.branches)
-
-
-@_interpret.register
-def _interpret_named_set(answer: NamedSet) -> Interpretations:
-    reals = {"R": whole_line(), "empty": RealSet(())}.get(answer.name)
-    members = () if answer.name == "empty" else None
-    return Interpretations(named_set=answer.name, real_set=reals, members=members, is_set=True)
-
-
-@_interpret.register
-def _interpret_name(answer: Name) -> Interpretations:
-    if answer.expr is None:
-        raise NotMathematics("a name without a value")
-    return interpret(Scalar(answer.expr))
-
-
-@_interpret.register
 def _interpret_set(answer: SetOf) -> Interpretations:
     if any(isinstance(item, Relation) for item in answer.items):
         raise NotMathematics("a set of relations")
@@ -84,7 +88,6 @@ def _interpret_set(answer: SetOf) -> Interpretations:
     )
 
 
-@_interpret.register
 def _interpret_described(answer: SetBuilder) -> Interpretations:
     condition = interpret(answer.condition)
     if condition.real_set is None or condition.sign != f"solved {answer.name}":
@@ -92,7 +95,6 @@ def _interpret_described(answer: SetBuilder) -> Interpretations:
     return Interpretations(real_set=condition.real_set)
 
 
-@_interpret.register
 def _interpret_operation(operation: SetOperation) -> Interpretations:
     sets = []
     for part in operation.parts:
@@ -107,7 +109,6 @@ def _interpret_operation(operation: SetOperation) -> Interpretations:
     return Interpretations(real_set=RealSet.intersection(sets))
 
 
-@_interpret.register
 def _interpret_scalar(scalar: Scalar) -> Interpretations:
     if mentions(scalar.expr, PLUS_MINUS):
         values = [Scalar(chosen[0], scalar.unit) for chosen in _expansions([scalar.expr])]
@@ -150,7 +151,6 @@ def _with_signs(expr: Expr, uppers: Iterator[bool]) -> Expr:
     return Call("add", (left, Call("neg", (right,)) if minus else right))
 
 
-@_interpret.register
 def _interpret_group(group: Group) -> Interpretations:
     brackets = group.opening + group.closing
     exprs = [item.expr for item in group.items if isinstance(item, Scalar)]
@@ -209,14 +209,6 @@ def expanded_members(items: Sequence[Answer]) -> tuple[Interpretations, ...]:
     return tuple(members)
 
 
-@_interpret.register
-def _interpret_matrix(matrix: MatrixOf) -> Interpretations:
-    row = None
-    if len(matrix.rows) == 1 or len(matrix.rows[0]) == 1:
-        row = tuple(Interpretations(scalar=Scalar(entry)) for line in matrix.rows for entry in line)
-    return Interpretations(matrix=matrix, row=row, brackets="matrix")
-
-
 def _plain(item: Answer) -> Expr:
     if isinstance(item, Scalar) and item.unit is None:
         return item.expr
@@ -233,15 +225,15 @@ def name_of(side: Answer) -> str | None:
     return None
 
 
-@_interpret.register
 def _interpret_relation(relation: Relation) -> Interpretations:
     ops = set(relation.ops)
     if ops == {"in"} and len(relation.sides) == 2:
-        inner = interpret(relation.sides[1])
         element, container = relation.sides
-        if not _is_lone_name(element) or (_is_point(element) and isinstance(container, Group)):
+        inner = interpret(container)
+        is_point = isinstance(element, Group) or (isinstance(element, Name) and element.text.startswith("("))
+        if not _is_lone_name(element) or (is_point and isinstance(container, Group)):
             raise NotMathematics("the element of the set is not a name")
-        return replace(inner, name=name_of(relation.sides[0]))
+        return replace(inner, name=name_of(element))
     if ops == {"mod"}:
         left, right, modulus = (_relation_side(side) for side in relation.sides)
         if left is None or right is None or modulus is None:
@@ -266,24 +258,20 @@ def _interpret_equation(relation: Relation) -> Interpretations:
         name = expression
         del sides[0]
     if len(relation.sides) > 2 and not _any_symbols(sides[-1:]):
-        sides = _numeric_sides(sides, named=name is not None)
+        # Of `V = \pi r^2 h = 36` or `m+n = 7+18 = 25` the numbers, if the sides before are a formula: it has a name,
+        # or at least two numbers follow it.
+        numbers = [side for side in sides if not _any_symbols([side])]
+        sides = numbers if name is not None or len(numbers) > 1 else sides
     value = _common_value(sides, relation.ops) if name is not None or not _any_symbols(sides) else None
     difference = _difference(relation) if len(relation.sides) == 2 and relation.ops == ("=",) else None
     if value is None:
         if difference is None:
             raise NotMathematics("sides that differ")
         return Interpretations(difference=difference, sign="=")
-    decimal = sides[-1] if relation.ops[-1] == "~" and len(sides) > 1 and _is_decimal(sides[-1]) else None
-    also = (interpret(decimal),) if decimal is not None else ()
+    last = sides[-1].expr if len(sides) > 1 and isinstance(sides[-1], Scalar) else None
+    is_decimal = isinstance(last, Num) and last.digits is not None
+    also = (interpret(sides[-1]),) if relation.ops[-1] == "~" and is_decimal else ()
     return replace(interpret(value), name=name, difference=difference, sign="=", also=also)
-
-
-def _is_point(side: Answer) -> bool:
-    return isinstance(side, Group) or (isinstance(side, Name) and side.text.startswith("("))
-
-
-def _is_decimal(side: Answer) -> bool:
-    return isinstance(side, Scalar) and isinstance(side.expr, Num) and side.expr.digits is not None
 
 
 def _expression_name(side: Answer) -> str | None:
@@ -298,13 +286,6 @@ def _expression_name(side: Answer) -> str | None:
         if heads == [Sym("d"), Sym("d")]:
             return "a derivative"
     return None
-
-
-def _numeric_sides(sides: list[Answer], named: bool) -> list[Answer]:
-    """The sides of `V = \\pi r^2 h = 36` or `m+n = 7+18 = 25` that are numbers, if the sides before are a formula:
-    it has a name, or at least two numbers follow it."""
-    numbers = [side for side in sides if not _any_symbols([side])]
-    return numbers if named or len(numbers) > 1 else sides
 
 
 def _is_lone_name(side: Answer) -> bool:
@@ -342,7 +323,7 @@ def _near(one: Expr, other: Expr) -> bool:
 
 
 def _difference(relation: Relation) -> Expr | None:
-    exprs = []
+    exprs: list[Expr] = []
     for side in relation.sides:
         expr = side.expr if isinstance(side, (Name, Scalar)) else None
         if expr is None or (isinstance(side, Scalar) and side.unit is not None and side.otherwise is None):
@@ -364,7 +345,7 @@ def _interpret_inequality(relation: Relation) -> Interpretations:
         reals.append(solved[1])
     if len(names) != 1:
         raise Unsupported("inequalities in several variables")
-    return Interpretations(real_set=RealSet.intersection(reals), name=None, sign=f"solved {names.pop()}")
+    return Interpretations(real_set=RealSet.intersection(reals), sign=f"solved {names.pop()}")
 
 
 def _unsolved(relation: Relation) -> Interpretations:
@@ -386,9 +367,7 @@ def _half_line(left: Answer, op: str, right: Answer) -> tuple[str, RealSet] | No
     if bound_of(left) is not None:
         left, op, right = right, _FLIPPED[op], left
     expr, bound = _relation_side(left), bound_of(right)
-    if expr is None or bound is None:
-        return None
-    if not is_finite(bound):
+    if expr is None or bound is None or not is_finite(bound):
         return None
     if isinstance(expr, Sym):
         return expr.name, _beyond(op, bound)
@@ -413,21 +392,21 @@ def _beyond(op: str, bound: Bound) -> RealSet:
     return interval(bound, op == ">=", mpf("inf"), False)
 
 
-@_interpret.register
 def _interpret_listing(listing: Listing) -> Interpretations:
-    memberships = [item for item in listing.items if _is_membership(item)]
-    if memberships:
+    relations = [item for item in listing.items if isinstance(item, Relation)]
+    memberships = [one for one in relations if one.ops == ("in",) and isinstance(one.sides[1], NamedSet)]
+    if memberships:  # `letter in set of numbers`
         return _parametrised(listing, memberships)
     items = expanded_members(listing.items)
-    relations = [item for item in listing.items if isinstance(item, Relation)]
     if len(relations) == len(listing.items):
         if all(item.name is None and item.real_set is not None for item in items):
             if len({item.sign for item in items}) > 1:
                 return Interpretations(members=items)
-            return Interpretations(
-                sign=items[0].sign,
-                real_set=_joined([item.real_set for item in items if item.real_set], listing.joiner),
-            )
+            sets = [item.real_set for item in items if item.real_set]
+            both = RealSet.intersection(sets)
+            # A comma is the intersection unless that is empty, then the union.
+            joined = listing.joiner == "or" or (listing.joiner == "," and both.is_empty)
+            return Interpretations(sign=items[0].sign, real_set=RealSet.union(sets) if joined else both)
         if all(item.sign == "=" for item in items):
             return _several_equations(items)
     if listing.items and isinstance(listing.items[0], Relation) and listing.joiner != "and":
@@ -437,22 +416,16 @@ def _interpret_listing(listing: Listing) -> Interpretations:
             return Interpretations(
                 members=(Interpretations(scalar=first.scalar), *items[1:]), name=first.name
             )
-    return Interpretations(members=items, row=items if listing.joiner == "," else None, real_set=None)
+    return Interpretations(members=items, row=items if listing.joiner == "," else None)
 
 
-def _is_membership(item: Answer) -> bool:
-    """Whether an item is `letter in set of numbers`."""
-    return isinstance(item, Relation) and item.ops == ("in",) and isinstance(item.sides[1], NamedSet)
-
-
-def _parametrised(listing: Listing, memberships: Sequence[Answer]) -> Interpretations:
+def _parametrised(listing: Listing, memberships: Sequence[Relation]) -> Interpretations:
     """Answers with a parameter, `x = a + k b, k in Z`; a real parameter is ignored."""
     rest = tuple(item for item in listing.items if item not in memberships)
     if not rest or len(memberships) > 1:
         raise Unsupported("several parameters")
     inner = interpret(rest[0] if len(rest) == 1 else Listing(rest, listing.joiner))
     (membership,) = memberships
-    assert isinstance(membership, Relation)
     named_set, letter = membership.sides[1], name_of(membership.sides[0])
     assert isinstance(named_set, NamedSet)
     if named_set.name == "R" or letter is None:
@@ -481,12 +454,3 @@ def _without_name(item: Interpretations) -> Interpretations:
     return Interpretations(
         scalar=item.scalar, members=item.members, is_set=item.is_set, row=item.row, brackets=item.brackets
     )
-
-
-def _joined(sets: Sequence[RealSet], joiner: str) -> RealSet:
-    """Several inequalities: "or" is a union, "and" an intersection; a comma is the intersection unless that is empty,
-    then the union."""
-    both = RealSet.intersection(sets)
-    if joiner == "or" or (joiner == "," and both.is_empty):
-        return RealSet.union(sets)
-    return both

@@ -101,8 +101,8 @@ class Commands(Arithmetic):
 
     def _frac(self) -> Answer:
         above, below = self._argument(), self._argument()
-        is_product = isinstance(below, Call) and below.name == "mul"
-        if above == Sym("d") and is_product and below.args[0] == Sym("d"):
+        first = below.args[0] if isinstance(below, Call) and below.name == "mul" else None
+        if above == first == Sym("d"):
             raise Unevaluated("a derivative")
         return Scalar(Call("div", (above, below)))
 
