@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from fractions import Fraction
-from typing import TypeVar
+from functools import reduce
+from itertools import chain
+from operator import eq
+from typing import Any
 
 from rlmath.rewards.answers.evaluate import (
     is_constant,
@@ -19,7 +22,9 @@ from rlmath.rewards.answers.real_sets import RealSet
 from rlmath.rewards.answers.syntax_tree import Call, Expr, MatrixOf, Num, Scalar, Sym
 from rlmath.rewards.answers.units import DEGREE, PERCENT, RADIAN, Unit, compatible
 
-T = TypeVar("T")
+Family = tuple[str, str, tuple[Expr, ...]]
+Residue = tuple[Expr, Expr, Expr]
+Branches = tuple[tuple[Expr, str], ...]
 
 
 @dataclass(frozen=True)
@@ -44,15 +49,15 @@ class Interpretations:
     """Of the relation: "=", "<" or "<=" (flipped so that it points left), or "solved x" for an inequality in x."""
     matrix: MatrixOf | None = None
     named_set: str | None = None
-    family: tuple[str, str, tuple[Expr, ...]] | None = None
+    family: Family | None = None
     """(set of the parameter, its letter, values): the union of the values over all parameters."""
-    residue: tuple[Expr, Expr, Expr] | None = None
+    residue: Residue | None = None
     """Both sides and the modulus of a congruence."""
-    branches: tuple[tuple[Expr, str], ...] | None = None
+    branches: Branches | None = None
     """(value, condition) of a function by cases."""
     pairs: tuple[tuple[str, Interpretations], ...] | None = None
     """Several names with their values: x = 1, y = 2."""
-    also: tuple[Interpretations, ...] = field(default=())
+    also: tuple[Interpretations, ...] = ()
     """Further readings, such as the rounded value of `x = \\pi \\approx 3.14`."""
 
 
@@ -74,22 +79,28 @@ class Equivalence:
         if gold.sign.startswith("solved") and answer.sign.startswith("solved") and gold.sign != answer.sign:
             return False
         if gold.pairs is not None and answer.pairs is not None:
-            return self._same_pairs(gold.pairs, answer.pairs)
-        return (
-            self._same_scalar(gold.scalar, answer.scalar)
-            or self._same_row(gold, answer)
-            or self._same_members(gold, answer)
-            or (
-                gold.real_set is not None
-                and answer.real_set is not None
-                and gold.real_set.same(answer.real_set)
+            return len(gold.pairs) == len(answer.pairs) and all(
+                name == other and self.same(one, two)
+                for (name, one), (other, two) in zip(gold.pairs, answer.pairs, strict=True)
             )
-            or self._same_matrix(gold.matrix, answer.matrix)
-            or self._same_family(gold.family, answer.family)
-            or _same_branches(gold.branches, answer.branches)
-            or _same_residue(gold.residue, answer.residue)
-            or (gold.named_set is not None and gold.named_set == answer.named_set)
-        )
+        if (
+            gold.scalar is not None
+            and answer.scalar is not None
+            and self._same_scalar(gold.scalar, answer.scalar)
+        ):
+            return True
+        if self._same_row(gold, answer) or self._same_members(gold, answer):
+            return True
+        others: dict[str, Callable[[Any, Any], bool]] = {
+            "real_set": RealSet.same,
+            "matrix": self._same_matrix,
+            "family": _same_family,
+            "branches": _same_branches,
+            "residue": _same_residue,
+            "named_set": eq,
+        }
+        kinds = [(getattr(gold, kind), getattr(answer, kind), same) for kind, same in others.items()]
+        return any(a is not None and b is not None and same(a, b) for a, b, same in kinds)
 
     def _same_relation(self, gold: Interpretations, answer: Interpretations) -> bool:
         if gold.sign != answer.sign or gold.difference is None or answer.difference is None:
@@ -101,9 +112,7 @@ class Equivalence:
         ratio = proportion(gold.difference, answer.difference)
         return ratio is not None and (gold.sign == "=" or ratio > 0)
 
-    def _same_scalar(self, gold: Scalar | None, answer: Scalar | None) -> bool:
-        if gold is None or answer is None:
-            return False
+    def _same_scalar(self, gold: Scalar, answer: Scalar) -> bool:
         if self._same_quantity(gold, answer):
             return True
         if gold.otherwise is not None and self._same_scalar(gold.otherwise, answer):
@@ -124,8 +133,8 @@ class Equivalence:
                 return True
             return self._same_expr(gold.expr, answer.expr)
         if (gold.unit, answer.unit) in ((DEGREE, RADIAN), (RADIAN, DEGREE)):
-            ours, theirs = _in_radians(gold), _in_radians(answer)
-            return same_expression(ours, theirs)
+            angles = [Call("deg", (a.expr,)) if a.unit == DEGREE else a.expr for a in (gold, answer)]
+            return same_expression(*angles)
         if not compatible(gold.unit, answer.unit):
             return False
         return self._same_expr(_converted(gold, answer.unit), _converted(answer, gold.unit))
@@ -160,11 +169,8 @@ class Equivalence:
         sides = [(one.expr, other.expr) for one, other in pairs if one is not None and other is not None]
         zero = Num(Fraction(0))
         empty = [(same_expression(one, zero), same_expression(other, zero)) for one, other in sides]
-        if (
-            len(sides) < len(pairs)
-            or any(one != other for one, other in empty)
-            or all(one for one, _ in empty)
-        ):
+        misplaced = any(one != other for one, other in empty)
+        if len(sides) < len(pairs) or misplaced or all(one for one, _ in empty):
             return False
         pivot, base = next(side for side, (is_zero, _) in zip(sides, empty, strict=True) if not is_zero)
         return all(
@@ -189,47 +195,11 @@ class Equivalence:
         """Members are compared as they are: {1} inside a set is not 1."""
         return (one.members is None) == (other.members is None) and self.same(one, other)
 
-    def _same_matrix(self, gold: MatrixOf | None, answer: MatrixOf | None) -> bool:
-        if gold is None or answer is None or len(gold.rows) != len(answer.rows):
+    def _same_matrix(self, gold: MatrixOf, answer: MatrixOf) -> bool:
+        if len(gold.rows) != len(answer.rows) or len(gold.rows[0]) != len(answer.rows[0]):
             return False
-        if len(gold.rows[0]) != len(answer.rows[0]):
-            return False
-        pairs = zip(gold.rows, answer.rows, strict=True)
-        return all(
-            self._same_expr(one, other)
-            for ours, theirs in pairs
-            for one, other in zip(ours, theirs, strict=True)
-        )
-
-    def _same_family(
-        self, gold: tuple[str, str, tuple[Expr, ...]] | None, answer: tuple[str, str, tuple[Expr, ...]] | None
-    ) -> bool:
-        """Whether the values can be paired, with the parameter shifted by an integer or negated."""
-        if gold is None or answer is None or gold[0] != answer[0]:
-            return False
-        _, name, theirs = answer
-        letter = Sym(_PARAMETER)
-        ours = [substituted(expr, gold[1], letter) for expr in gold[2]]
-        shifts: list[Expr] = [letter]
-        if gold[0] == "Z":
-            shifts = [
-                Call("add", (Call("mul", (Num(Fraction(turn)), letter)), Num(Fraction(shift))))
-                for turn in (1, -1)
-                for shift in range(-3, 4)
-            ]
-
-        def same(one: Expr, other: Expr) -> bool:
-            return any(same_expression(one, substituted(other, name, shifted)) for shifted in shifts)
-
-        return _can_be_paired(ours, theirs, same)
-
-    def _same_pairs(
-        self, gold: Sequence[tuple[str, Interpretations]], answer: Sequence[tuple[str, Interpretations]]
-    ) -> bool:
-        return len(gold) == len(answer) and all(
-            name == other and self.same(one, two)
-            for (name, one), (other, two) in zip(gold, answer, strict=True)
-        )
+        pairs = zip(chain(*gold.rows), chain(*answer.rows), strict=True)
+        return all(self._same_expr(one, other) for one, other in pairs)
 
 
 def single_member(value: Interpretations) -> tuple[Interpretations, ...] | None:
@@ -237,7 +207,7 @@ def single_member(value: Interpretations) -> tuple[Interpretations, ...] | None:
     return (value,) if value.scalar is not None or (value.row is not None and value.brackets) else None
 
 
-def _can_be_paired(ours: Sequence[T], theirs: Sequence[T], same: Callable[[T, T], bool]) -> bool:
+def _can_be_paired(ours: Sequence[Any], theirs: Sequence[Any], same: Callable[[Any, Any], bool]) -> bool:
     """Whether each of ours is the same as a different one of theirs, and all are used; the first match is taken."""
     if len(ours) != len(theirs):
         return False
@@ -250,7 +220,25 @@ def _can_be_paired(ours: Sequence[T], theirs: Sequence[T], same: Callable[[T, T]
     return True
 
 
-_PARAMETER = "the parameter"
+def _same_family(gold: Family, answer: Family) -> bool:
+    """Whether the values can be paired, with the parameter shifted by an integer or negated."""
+    if gold[0] != answer[0]:
+        return False
+    _, name, theirs = answer
+    letter = Sym("the parameter")
+    ours = [substituted(expr, gold[1], letter) for expr in gold[2]]
+    shifts: list[Expr] = [letter]
+    if gold[0] == "Z":
+        shifts = [
+            Call("add", (Call("mul", (Num(Fraction(turn)), letter)), Num(Fraction(shift))))
+            for turn in (1, -1)
+            for shift in range(-3, 4)
+        ]
+
+    def same(one: Expr, other: Expr) -> bool:
+        return any(same_expression(one, substituted(other, name, shifted)) for shifted in shifts)
+
+    return _can_be_paired(ours, theirs, same)
 
 
 def substituted(expr: Expr, name: str, value: Expr) -> Expr:
@@ -283,10 +271,7 @@ def _without_constant(expr: Expr) -> Expr | None:
     rest = [term for term in terms if term not in constants]
     if any({"C", "c"} & symbols(term) for term in rest):
         return None
-    total: Expr = Num(Fraction(0))
-    for term in rest:
-        total = Call("add", (total, term))
-    return total
+    return reduce(lambda total, term: Call("add", (total, term)), rest, Num(Fraction(0)))
 
 
 def _summands(expr: Expr) -> list[Expr]:
@@ -299,20 +284,16 @@ _VARIABLES = frozenset(("x", "t", "u", "y", "z", "theta", "s", "r"))
 _COEFFICIENTS = frozenset(("A", "B", "D", "b", "d"))
 
 
-def _same_branches(
-    gold: tuple[tuple[Expr, str], ...] | None, answer: tuple[tuple[Expr, str], ...] | None
-) -> bool:
-    if gold is None or answer is None or len(gold) != len(answer):
-        return False
-    return all(
+def _same_branches(gold: Branches, answer: Branches) -> bool:
+    return len(gold) == len(answer) == len({condition for _, condition in answer}) and all(
         any(condition == other and same_expression(value, one) for one, other in answer)
         for value, condition in gold
-    ) and len({condition for _, condition in answer}) == len(answer)
+    )
 
 
-def _same_residue(gold: tuple[Expr, Expr, Expr] | None, answer: tuple[Expr, Expr, Expr] | None) -> bool:
+def _same_residue(gold: Residue, answer: Residue) -> bool:
     """Whether two congruences have the same letter and modulus, and residues that differ by a multiple of it."""
-    if gold is None or answer is None or gold[0] != answer[0] or not same_expression(gold[2], answer[2]):
+    if gold[0] != answer[0] or not same_expression(gold[2], answer[2]):
         return False
     if same_expression(gold[1], answer[1]):
         return True
@@ -334,10 +315,6 @@ def _whole_unit(scalar: Scalar) -> Scalar:
     if scalar.unit is None and isinstance(expr, Call) and expr.name in ("deg", "percent"):
         return Scalar(expr.args[0], DEGREE if expr.name == "deg" else PERCENT)
     return scalar
-
-
-def _in_radians(angle: Scalar) -> Expr:
-    return Call("deg", (angle.expr,)) if angle.unit == DEGREE else angle.expr
 
 
 def _converted(scalar: Scalar, other: Unit) -> Expr:
