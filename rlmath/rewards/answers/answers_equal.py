@@ -5,6 +5,7 @@ text -> special forms -> syntax tree (`parser`) -> interpretations (`interpret`)
 
 from __future__ import annotations
 
+import itertools
 import re
 from dataclasses import fields, is_dataclass
 from functools import lru_cache
@@ -77,16 +78,15 @@ def equal_by_grammar(answer: str, gold: str, rules: Rules) -> bool:
     unparsed = [reading for reading in (golds[0], ours[0]) if isinstance(reading, Exception)]
     if unparsed:
         raise next((error for error in unparsed if isinstance(error, NotMathematics)), unparsed[0])
-    refused: Exception | None = None
-    for one in golds:
-        for other in ours:
-            try:
-                if _same_answer(one, other, rules.protocol):
-                    return True
-            except (NotMathematics, Unsupported) as error:
-                refused = refused or error
-    if refused is not None:
-        raise refused
+    refused: list[Exception] = []
+    for one, other in itertools.product(golds, ours):
+        try:
+            if _same_answer(one, other, rules.protocol):
+                return True
+        except (NotMathematics, Unsupported) as error:
+            refused.append(error)
+    if refused:
+        raise refused[0]
     return False
 
 
@@ -117,14 +117,13 @@ def _readings(text: str) -> tuple:
         ways.append(Reading(commas_group=False))
     if re.search(r"[0-9][eE][+-][0-9]", plain):
         ways.append(Reading(e_is_exponent=False))
-    trees = []
+    trees, errors = [], []
     for way in ways:
         try:
             trees.append(parse_answer(plain, way))
         except (NotMathematics, Unsupported) as error:
-            trees.append(error)
-    good = tuple(tree for tree in trees if not isinstance(tree, Exception))
-    return good or (trees[0],)
+            errors.append(error)
+    return tuple(trees or errors[:1])
 
 
 def _is_bounded(answer: str) -> bool:
@@ -159,14 +158,12 @@ def _equal_by_math_verify(answer: str, gold: str) -> bool:
     return verify(_parse_gold(gold), _parse_by_math_verify(answer), timeout_seconds=0, raise_on_error=True)
 
 
-@lru_cache(maxsize=512)
-def _parse_gold(gold: str) -> list:
-    return _parse_by_math_verify(gold)
-
-
 def _parse_by_math_verify(answer: str) -> list:
     """sympy expressions, and the normalised string."""
     from math_verify import LatexExtractionConfig, parse
 
     boxed = f"\\boxed{{{answer}}}"
     return parse(boxed, extraction_config=[LatexExtractionConfig()], parsing_timeout=0, raise_on_error=True)
+
+
+_parse_gold = lru_cache(maxsize=512)(_parse_by_math_verify)

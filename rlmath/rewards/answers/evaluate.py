@@ -181,21 +181,17 @@ def is_constant(expr: Expr) -> bool:
 
 def proportion(one: Expr, other: Expr) -> Any:
     """The constant real number c with one = c * other, or None if there is none (or it is zero)."""
-    first = None
-    met = 0
+    ratios: list[Any] = []
     for point in range(_REAL_POINTS):
         a, b = value_of(one, point), value_of(other, point)
         if a is None or b is None or a.value == 0 or b.value == 0:
             continue
         if not (is_finite(a.value) and is_finite(b.value)):
             return None
-        ratio = to_mp(a.value) / to_mp(b.value)
-        if first is None:
-            first = ratio
-        elif abs(ratio - first) > AGREE * abs(first):
+        ratios.append(to_mp(a.value) / to_mp(b.value))
+        if abs(ratios[-1] - ratios[0]) > AGREE * abs(ratios[0]):
             return None
-        met += 1
-    return to_real(first) if met >= 2 and first is not None and not isinstance(first, mpc) else None
+    return to_real(ratios[0]) if len(ratios) >= 2 and not isinstance(ratios[0], mpc) else None
 
 
 def same_number(gold: Expr, answer: Expr, protocol: bool = False) -> bool:
@@ -212,13 +208,11 @@ def same_number(gold: Expr, answer: Expr, protocol: bool = False) -> bool:
     a, b = value_of(gold), value_of(answer)
     if a is None or b is None:
         return False
-    if isinstance(to_mp(a.value), mpc) or isinstance(to_mp(b.value), mpc):
-        return False
-    if MP.isinf(to_mp(a.value)) or MP.isinf(to_mp(b.value)):
+    x, y = to_mp(a.value), to_mp(b.value)
+    if any(isinstance(value, mpc) or MP.isinf(value) for value in (x, y)):
         return False
     one, other = _decimal(gold), _decimal(answer)
     if protocol:
-        x, y = to_mp(a.value), to_mp(b.value)
         if abs(x - y) <= PROTOCOL_TOLERANCE * max(abs(x), abs(y)):
             return True
         pairs = ((one, b.value), (other, a.value))
@@ -237,10 +231,8 @@ def _decimal(expr: Expr) -> Num | None:
 
 def _places(decimal: Num) -> int:
     """Digits after the point, without trailing zeros."""
-    places = 0
-    while (decimal.value * 10**places).denominator != 1 and places < 2 * MAX_DIGITS:
-        places += 1
-    return places
+    enough = (n for n in range(2 * MAX_DIGITS) if (decimal.value * 10**n).denominator == 1)
+    return next(enough, 2 * MAX_DIGITS)
 
 
 def _represents(decimal: Num, value: Value, exact: bool = True) -> bool:
@@ -258,11 +250,7 @@ def _represents(decimal: Num, value: Value, exact: bool = True) -> bool:
 
 def _finite(value: Fraction) -> bool:
     """Whether it is a finite decimal."""
-    rest = value.denominator
-    for prime in (2, 5):
-        while rest % prime == 0:
-            rest //= prime
-    return rest == 1
+    return pow(10, value.denominator.bit_length(), value.denominator) == 0
 
 
 def rounds_to(expr: Expr, value: Value) -> bool:

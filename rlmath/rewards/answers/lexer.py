@@ -52,13 +52,7 @@ _DECIMAL_COMMA = re.compile(r"([0-9]+)\{,\}([0-9]+)")
 _DECIMAL = re.compile(r"[0-9]+\.(?![0-9.])|[0-9]*\.[0-9]+|[0-9]+")
 _EXPONENT = re.compile(r"[eE]([+-]?)([0-9]{1,6})(?![0-9])")
 _DOTS = re.compile(r"\s?(?:\.\.\.|\\l?dots(?![a-zA-Z])|\\cdots(?![a-zA-Z]))")
-_ALIASES = {
-    "\\dfrac": "\\frac",
-    "\\tfrac": "\\frac",
-    "\\cfrac": "\\frac",
-    "\\lbrace": "\\{",
-    "\\rbrace": "\\}",
-}
+_ALIASES = dict.fromkeys(("\\dfrac", "\\tfrac", "\\cfrac"), "\\frac") | {"\\lbrace": "\\{", "\\rbrace": "\\}"}
 _TEXT_COMMAND = re.compile(
     r"\\(?:text|textbf|textit|textrm|textup|textnormal|textsf|texttt|mbox|hbox|mathrm|mathsf|operatorname|emph)\*?\s?\{"
 )
@@ -94,7 +88,11 @@ def tokenize(text: str, reading: Reading = AS_WRITTEN) -> list[Token]:
                 prose_until = _closing_brace(text, opening.end()) + 1
                 space, position = True, opening.end()
                 continue
-            token, position_after = _command(text, position)
+            command = _COMMAND.match(text, position)
+            if command is None:
+                raise NotMathematics("a backslash at the end")
+            name = command.group()
+            token, position_after = Token("command", _ALIASES.get(name, name)), command.end()
         elif char.isascii() and char.isalpha():
             run = _WORD.match(text, position)
             assert run is not None
@@ -117,17 +115,13 @@ def _closing_brace(text: str, start: int) -> int:
     raise NotMathematics("an unclosed brace")
 
 
-def _command(text: str, position: int) -> tuple[Token, int]:
-    match = _COMMAND.match(text, position)
-    if match is None:
-        raise NotMathematics("a backslash at the end")
-    return Token("command", _ALIASES.get(match.group(), match.group())), match.end()
-
-
 def _number(text: str, position: int, reading: Reading) -> tuple[Token, int]:
     if match := _PERIODIC.match(text, position):
         whole, fixed, first, middle, last, bracket = match.groups(default="")
-        return _checked(_periodic(whole, fixed, bracket or first + middle + last), match)
+        value = _periodic(whole, fixed, bracket or first + middle + last)
+        if len(match.group()) > MAX_DIGITS:
+            raise NotMathematics(f"a number of more than {MAX_DIGITS} digits")
+        return Token("number", match.group(), value=value), match.end()
     grouped = _GROUPED.match(text, position)
     if grouped and "," in grouped.group() and text[position - 1 : position] in ("(", "["):
         grouped = None  # (1,234) is a point
@@ -158,12 +152,6 @@ def _number(text: str, position: int, reading: Reading) -> tuple[Token, int]:
         if significant is not None:
             return Token("number", digits, value=value, digits=significant, open_ended=True), dots.end()
     return Token("number", text[position:end], value=value, digits=significant), end
-
-
-def _checked(value: Fraction, match: re.Match[str]) -> tuple[Token, int]:
-    if match.end() - match.start() > MAX_DIGITS:
-        raise NotMathematics(f"a number of more than {MAX_DIGITS} digits")
-    return Token("number", match.group(), value=value), match.end()
 
 
 def _periodic(whole: str, fixed: str, period: str) -> Fraction:

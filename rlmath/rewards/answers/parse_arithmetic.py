@@ -146,12 +146,10 @@ class Arithmetic(ABC):
     def _next_factor(self, first: Answer) -> Answer | None:
         """`first` multiplied or divided by the next factor; None at the end of the term."""
         text = self.peek()
-        if text in vocabulary.MULTIPLY:
-            self.position += 1
+        if self.skip(*vocabulary.MULTIPLY):
             name = "pow" if text == "*" and self.skip("*") else "mul"
             return Scalar(Call(name, (as_expr(first), self._operand())))
-        if text in vocabulary.DIVIDE:
-            self.position += 1
+        if self.skip(*vocabulary.DIVIDE):
             return Scalar(Call("div", (as_expr(first), self._operand())))
         if text in (":", "to") and isinstance(first, Scalar) and not self.in_set:
             return self._ratio(first)
@@ -246,8 +244,7 @@ class Arithmetic(ABC):
             return Scalar(Call("deg", (as_expr(base),)))
         if self.skip("^"):
             return Scalar(Call("pow", (as_expr(base), self._exponent())))
-        if text == "!" and self.peek(1) != "=":
-            self.position += 1
+        if self.peek(1) != "=" and self.skip("!"):
             return Scalar(Call("factorial2" if self.skip("!") else "factorial", (as_expr(base),)))
         if self.skip("%", "\\%"):
             return Scalar(Call("percent", (as_expr(base),)))
@@ -329,7 +326,7 @@ class Arithmetic(ABC):
         self._split_word(token)
         return self.factor()
 
-    def _symbol(self, name: str) -> Expr:
+    def _symbol(self, name: str) -> Sym:
         """A symbol with its subscript."""
         if self.peek() != "_":
             return Sym(name)

@@ -31,7 +31,6 @@ from rlmath.rewards.answers.syntax_tree import (
     Relation,
     Scalar,
     SetOperation,
-    Sym,
 )
 from rlmath.rewards.answers.units import DEGREE, PARTS_OF_DEGREE, Unit, read_unit
 from rlmath.rewards.answers.vocabulary import CURRENCIES, FUNCTIONS, PLAIN_WORDS, RELATIONS, SET_OPERATIONS
@@ -104,19 +103,17 @@ class _Parser(Commands):
 
     def _item_end(self, ends: frozenset[str]) -> int:
         """The end of the item at this position: before the next separator outside brackets, or the group's end."""
-        depth, index = 0, self.position
-        while index < len(self.tokens):
+        depth = 0
+        separators = (",", ";", "\\land", "\\lor", "and", "or", *ends)
+        for index in range(self.position, len(self.tokens)):
             text = self.tokens[index].text
-            if depth == 0 and (
-                text in (",", ";", "\\land", "\\lor") or text.lower() in ("and", "or") or text in ends
-            ):
-                break
+            if depth == 0 and (text in separators or text.lower() in ("and", "or")):
+                return index
             if text in ("(", "[", "{", "\\{", "\\langle", "\\begin", "\\lfloor", "\\lceil"):
                 depth += 1
             elif text in (")", "]", "}", "\\}", "\\rangle", "\\end", "\\rfloor", "\\rceil"):
                 depth = max(0, depth - 1)
-            index += 1
-        return index
+        return len(self.tokens)
 
     def _with_unit(self, start: int, end: int) -> Scalar | None:
         """The item as a number with a unit or a currency sign, else None."""
@@ -167,10 +164,8 @@ class _Parser(Commands):
             number = self.tokens[begin]
             rest = [token for token in self.tokens[begin + 1 : stop] if token.text not in (",", "and")]
             marks = PARTS_OF_DEGREE.get("".join(token.text for token in rest))
-            if marks is not None and first == DEGREE:
-                unit: Unit | None = replace(DEGREE, factor=marks)
-            else:
-                unit = read_unit(rest)
+            is_part = marks is not None and first == DEGREE
+            unit = replace(DEGREE, factor=marks) if is_part else read_unit(rest)
             if unit is None or not unit.dimensions or unit.nouns or number.value is None:
                 return None
             if any(token.kind == "sign" and token.text not in ("^", "{", "}", "'") for token in rest):
@@ -195,8 +190,7 @@ class _Parser(Commands):
     def relation(self) -> Answer:
         sides: list[Answer] = []
         ops: list[str] = []
-        if self.peek() in ("\\approx", "\\simeq", "=", ":"):
-            self.position += 1
+        self.skip("\\approx", "\\simeq", "=", ":")
         while True:
             sides.append(self._name() or self.side())
             op = self._relation_sign()
@@ -211,12 +205,9 @@ class _Parser(Commands):
 
     def _congruence(self, sides: list[Answer], ops: list[str]) -> Answer:
         """`a \\equiv b \\pmod m`; without a modulus it is an equality of two functions."""
-        bracket = self.peek() == "(" and self.peek(1) in ("\\bmod", "\\mod", "mod")
-        if bracket:
-            self.position += 1
-        if self.peek() not in ("\\pmod", "\\bmod", "\\mod", "mod"):
+        bracket = self.peek(1) in ("\\bmod", "\\mod", "mod") and self.skip("(")
+        if not self.skip("\\pmod", "\\bmod", "\\mod", "mod"):
             return Relation(tuple(sides), tuple("=" if op == "==" else op for op in ops))
-        self.position += 1
         modulus = self._argument() if self.peek() == "{" else as_expr(self.sum())
         if bracket:
             self.expect(")")
@@ -260,10 +251,7 @@ class _Parser(Commands):
             words.append(self.take().text)
         if words and self.peek() == "_":
             self.position -= 1
-            token = self.take()
-            symbol = self._symbol(token.text)
-            assert isinstance(symbol, Sym)
-            words[-1] = symbol.name
+            words[-1] = self._symbol(self.take().text).name
         if words and [self.peek(ahead) for ahead in range(5)] == ["^", "{", "-", "1", "}"]:
             words.append("^-1")
             self.position += 5

@@ -6,10 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cmp_to_key
-from typing import Any
 
 from rlmath.rewards.answers.normalize import NotMathematics
-from rlmath.rewards.answers.numbers import AGREE, MP, Value, mpc, mpf, to_mp
+from rlmath.rewards.answers.numbers import AGREE, MP, Value, is_finite, mpc, mpf, to_mp
 
 Bound = Value
 
@@ -85,7 +84,7 @@ class RealSet:
 
 def interval(low: Bound, low_closed: bool, high: Bound, high_closed: bool) -> RealSet:
     """An interval; infinite ends are always open."""
-    one = Interval(low, low_closed and not _infinite(low), high, high_closed and not _infinite(high))
+    one = Interval(low, low_closed and is_finite(low), high, high_closed and is_finite(high))
     return RealSet(() if one.is_empty else (one,))
 
 
@@ -101,21 +100,13 @@ def compare(a: Bound, b: Bound) -> int:
     """-1, 0 or 1; 0 within the relative tolerance `AGREE`."""
     if isinstance(a, Fraction) and isinstance(b, Fraction):
         return (a > b) - (a < b)
-    x, y = _mpf(a), _mpf(b)
+    if isinstance(a, mpc) or isinstance(b, mpc):
+        raise NotMathematics("an order among complex numbers")
+    x, y = to_mp(a), to_mp(b)
     finite = not (MP.isinf(x) or MP.isinf(y))
     if x == y or (finite and abs(x - y) <= AGREE * max(abs(x), abs(y))):
         return 0
     return 1 if x > y else -1
-
-
-def _mpf(value: Bound) -> Any:
-    if isinstance(value, mpc):
-        raise NotMathematics("an order among complex numbers")
-    return to_mp(value)
-
-
-def _infinite(value: Bound) -> bool:
-    return not isinstance(value, Fraction) and bool(MP.isinf(value))
 
 
 def _touch(left: Interval, right: Interval) -> bool:

@@ -20,15 +20,11 @@ _ALIKE = (
     frozenset(_REALS),
 )
 """Sets of texts with the same meaning."""
-_NUMBER_WORDS = {
-    word: number
-    for number, word in enumerate(
-        word_list(
-            "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen "
-            "sixteen seventeen eighteen nineteen twenty"
-        )
-    )
-}
+_WORDS = word_list(
+    "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen "
+    "seventeen eighteen nineteen twenty"
+)
+_NUMBER_WORDS = {word: number for number, word in enumerate(_WORDS)}
 _BASES = {word: number for word, number in _NUMBER_WORDS.items() if 2 <= number <= 16}
 
 
@@ -38,9 +34,12 @@ def same_special(gold: str, answer: str) -> bool | None:
     `3:30 PM` equals `15:30`; if one side has no AM or PM, the other's is ignored. A numeral with a base equals only
     the same digits in the same base.
     """
-    times = _clock(gold), _clock(answer)
-    if times[0] is not None and times[1] is not None:
-        return _same_time(times[0], times[1])
+    time, other = _clock(gold), _clock(answer)
+    if time is not None and other is not None:
+        if time[0] == other[0] or time[1] == other[1]:
+            return time[0] == other[0]
+        without_half = other if time[1] else time
+        return without_half[0] < 13 * 3600 and time[0] % 43200 == other[0] % 43200
     folded = {text if "\\" in text else text.casefold() for text in (gold, answer)}
     if any(folded <= alike for alike in _ALIKE):
         return True
@@ -50,13 +49,6 @@ def same_special(gold: str, answer: str) -> bool | None:
     if bases[0] is not None or bases[1] is not None:
         return bases[0] == bases[1]
     return None
-
-
-def _same_time(one: tuple[int, bool], other: tuple[int, bool]) -> bool:
-    if one[0] == other[0] or one[1] == other[1]:
-        return one[0] == other[0]
-    without_half = other if one[1] else one
-    return without_half[0] < 13 * 3600 and one[0] % 43200 == other[0] % 43200
 
 
 def _clock(text: str) -> tuple[int, bool] | None:

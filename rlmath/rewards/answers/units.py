@@ -164,7 +164,7 @@ def read_unit(tokens: Sequence[Token]) -> Unit | None:
         elif _is_noun(tokens[position]) and sign == 1:
             nouns.append(lower.removesuffix("s") if len(lower) > 3 else lower)
         elif not (lower in _FILLERS or (lower in _ORDINALS and position == 0 and not tokens[0].space)):
-            if not (_is_noun(tokens[position])):
+            if not _is_noun(tokens[position]):
                 return None
             nouns.append("per " + lower.removesuffix("s"))
             sign = 1
@@ -197,9 +197,8 @@ def _degree(tokens: Sequence[Token], position: int) -> tuple[str, int] | None:
     for pattern in (["^", "\\circ"], ["^", "{", "\\circ", "}"], ["degrees"], ["degree"], ["\\degree"]):
         if texts[: len(pattern)] == pattern:
             after = texts[len(pattern) :]
-            scale = {"c": "celsius", "celsius": "celsius", "f": "fahrenheit", "fahrenheit": "fahrenheit"}.get(
-                after[0].lower() if after else ""
-            )
+            letter = after[0].lower() if after else ""
+            scale = next((name for name in ("celsius", "fahrenheit") if letter in (name, name[0])), None)
             return (scale, len(pattern) + 1) if scale else ("degree", len(pattern))
     return None
 
@@ -228,11 +227,7 @@ def _multiply(dimensions: dict[str, int], known: tuple[str, int, Fraction], time
 
 def compatible(one: Unit, other: Unit) -> bool:
     """Whether values in these units can be compared: equal dimensions, and no different nouns."""
-    if (
-        one.dimensions != other.dimensions
-        and bool(one.dimensions or one.nouns)
-        and bool(other.dimensions or other.nouns)
-    ):
+    if one.dimensions != other.dimensions and all(u.dimensions or u.nouns for u in (one, other)):
         return False
     nouns, others = set(one.nouns), set(other.nouns)
     return nouns <= others or others <= nouns
