@@ -12,11 +12,6 @@ from rlmath.evals.pass_at_k import bootstrap_interval
 from rlmath.evals.tables import FORMAT, RESULTS, boxed_table
 from rlmath.trainer.telemetry.console import visible
 
-_NOT_COMPARED = ("about_",)
-"""Prefixes of settings that are information only."""
-_OF_THE_MODEL = ("model",)
-"""Settings that are expected to differ."""
-
 
 @dataclass(frozen=True)
 class Results:
@@ -74,8 +69,8 @@ def _values(problems: list[Mapping[str, Any]]) -> dict[str, dict[str, float]]:
 def differences(first: Results, second: Results, seed: int = 0) -> list[Difference]:
     """The differences of every benchmark and measure that both have. ValueError if they have none in common."""
     found = []
-    for dataset in first.values:
-        for measure, ours in first.values[dataset].items():
+    for dataset, measures in first.values.items():
+        for measure, ours in measures.items():
             theirs = second.values.get(dataset, {}).get(measure, {})
             common = [problem for problem in ours if problem in theirs]
             if common:
@@ -102,20 +97,21 @@ def other_settings(first: Results, second: Results) -> list[str]:
     return [
         f"{name} is {first.settings.get(name)!r} in the first and {second.settings.get(name)!r} in the second"
         for name in names
-        if not name.startswith(_NOT_COMPARED + _OF_THE_MODEL)
-        and first.settings.get(name) != second.settings.get(name)
+        if not name.startswith(("about_", "model")) and first.settings.get(name) != second.settings.get(name)
     ]
 
 
 def comparison_text(first: Results, second: Results) -> str:
     """The table of differences with notes; in percent, differences in percentage points."""
-    header = ["dataset", "measure", "problems", "A", "A 95%", "B", "B 95%", "B - A", "B - A 95%", ""]
-    table = [header]
+    table = [["dataset", "measure", "problems", "A", "A 95%", "B", "B 95%", "B - A", "B - A 95%", ""]]
     found = differences(first, second)
     for one in found:
         numbers = [*_cells(one.first), *_cells(one.second), *_cells(one.difference, "+")]
         table.append([one.dataset, one.measure, str(one.problems), *numbers, "clear" if one.is_clear else ""])
-    notes = [f"A: {_about(first)}", f"B: {_about(second)}"]
+    named = {"A": first, "B": second}
+    notes = [
+        f"{name}: {one.name} (model {one.settings.get('about_model', '?')})" for name, one in named.items()
+    ]
     notes += [f"Settings differ: {sentence}." for sentence in other_settings(first, second)]
     notes += [
         f"{one.dataset}, {one.measure}: {one.left_out} problems are in one of the two only, and are left out."
@@ -124,13 +120,8 @@ def comparison_text(first: Results, second: Results) -> str:
     ]
     alone = sorted(first.values.keys() ^ second.values.keys())
     notes += [f"In one of the two only: {', '.join(alone)}."] if alone else []
-    return visible(
-        "\n".join([*notes, boxed_table(table), '"clear": the 95% interval of B - A leaves out 0.'])
-    )
-
-
-def _about(results: Results) -> str:
-    return f"{results.name} (model {results.settings.get('about_model', '?')})"
+    notes += [boxed_table(table), '"clear": the 95% interval of B - A leaves out 0.']
+    return visible("\n".join(notes))
 
 
 def _cells(mean: tuple[float, float, float], sign: str = "") -> list[str]:

@@ -58,14 +58,10 @@ def majority_at_k(votes: Sequence[Vote], blank: int, k: int) -> float:
     if not 1 <= k <= n <= MOST_SAMPLES or blank < 0 or any(vote.count < 1 for vote in votes):
         raise ValueError(f"maj@k of {k} from {n} samples; needed: 1 <= k <= n <= {MOST_SAMPLES}")
     if k == n:
-        return _winners_right(votes)
+        most = max((vote.count for vote in votes), default=0)
+        winners = [vote.right for vote in votes if vote.count == most]
+        return sum(winners) / len(winners) if winners else 0.0
     return _expected_majority(tuple(sorted(votes)), blank, k)
-
-
-def _winners_right(votes: Sequence[Vote]) -> float:
-    most = max((vote.count for vote in votes), default=0)
-    winners = [vote.right for vote in votes if vote.count == most]
-    return sum(winners) / len(winners) if winners else 0.0
 
 
 @lru_cache(maxsize=4096)
@@ -118,9 +114,8 @@ def bootstrap_interval(
     rows = max(1, _CHUNK // values_P.size)
     means = []
     for start in range(0, resamples, rows):
-        picked_RP = draws.integers(
-            values_P.size, size=(min(rows, resamples - start), values_P.size), dtype=np.int32
-        )
+        shape = (min(rows, resamples - start), values_P.size)
+        picked_RP = draws.integers(values_P.size, size=shape, dtype=np.int32)
         means.append(values_P[picked_RP].mean(axis=1))
     low, high = np.quantile(np.concatenate(means), [(1 - level) / 2, (1 + level) / 2])
     return float(low), float(high)

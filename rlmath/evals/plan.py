@@ -4,7 +4,7 @@ of one output folder are sampled with the same settings."""
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -85,8 +85,12 @@ def check_settings(folder: Path, common: Mapping[str, Any], sampled: Mapping[str
     """
     path = folder / SETTINGS
     earlier = _read_settings(path)
-    differences = list(_differences(earlier.get("common") or {}, common))
-    differences += _differences(earlier.get("sampled") or {}, sampled or {})
+    differences = [
+        f"{name} was {before[name]!r}, now it is {value!r}"
+        for before, now in ((earlier.get("common"), common), (earlier.get("sampled"), sampled))
+        for name, value in (now or {}).items()
+        if before and name in before and before[name] != value and not name.startswith("about_")
+    ]
     if differences:
         raise ValueError(
             f'--output "{folder}" holds completions of another evaluation: {"; ".join(differences)}. '
@@ -115,9 +119,3 @@ def _read_settings(path: Path) -> dict[str, Any]:
     if not all(part is None or isinstance(part, dict) for part in parts):
         raise ValueError(f"{path} was not written by an evaluation; give another --output")
     return content
-
-
-def _differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
-    for name, value in now.items():
-        if name in before and before[name] != value and not name.startswith("about_"):
-            yield f"{name} was {before[name]!r}, now it is {value!r}"

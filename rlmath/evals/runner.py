@@ -31,7 +31,6 @@ from rlmath.distributed.rendezvous import open_rendezvous
 from rlmath.evals.benchmarks import (
     Benchmark,
     LengthLimits,
-    Problem,
     check_lengths,
     find_benchmark,
     load_benchmark,
@@ -77,7 +76,11 @@ def evaluate(
             f"--tensor-parallel is {rollout.tensor_parallel}, which does not divide the {world_size} ranks; change one"
         )
     mesh = Mesh(rank, world_size, 1, 1, rollout.tensor_parallel)
-    _set_single_rank_environment()
+    if (
+        "RANK" not in os.environ
+    ):  # without torchrun, what it would set for a single rank; port 0 is any free one
+        os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     device = open_device(device_kind)
     with ExitStack() as stack:
         pool = None
@@ -85,21 +88,15 @@ def evaluate(
             # Started before process groups and engines, so that the workers do not inherit their threads.
             pool = stack.enter_context(VerifierPool(reward_workers, reward_timeout))
         init_process_group(device, COLLECTIVE_TIMEOUT_SECONDS, _store_after_rendezvous())
-        stack.callback(_destroy_process_group)
+        # The end of an engine destroys the group too.
+        stack.callback(lambda: dist.is_initialized() and dist.destroy_process_group())
         prepared = _prepare_on_rank_zero(plan, rollout, mesh, stack)
         if prepared.missing:
-            llm = stack.enter_context(
-                open_engine(prepared.model.folder, rollout, prepared.lengths, mesh, device)
-            )
+            model, lengths = prepared.model.folder, prepared.lengths
+            llm = stack.enter_context(open_engine(model, rollout, lengths, mesh, device))
+            missing = prepared.missing
             sample_missing(
-                llm,
-                prepared.missing,
-                plan=plan,
-                rollout=rollout,
-                lengths=prepared.lengths,
-                mesh=mesh,
-                model=prepared.model.folder,
-                pool=pool,
+                llm, missing, plan=plan, rollout=rollout, lengths=lengths, mesh=mesh, model=model, pool=pool
             )
             dist.barrier()
         return _write_tables(plan, prepared) if rank == 0 else None
@@ -112,18 +109,6 @@ def _store_after_rendezvous() -> dist.Store | None:
         return None
     meet(rendezvous, environment_facts(), RunConfig.start_timeout_seconds)
     return rendezvous.group_store(COLLECTIVE_TIMEOUT_SECONDS)
-
-
-def _set_single_rank_environment() -> None:
-    """Without torchrun, set the variables that it would set for a single rank. Port 0 is any free one."""
-    if "RANK" not in os.environ:
-        os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
-        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
-
-
-def _destroy_process_group() -> None:
-    if dist.is_initialized():  # the end of an engine destroys it too
-        dist.destroy_process_group()
 
 
 # ---------------------------------------------------------------- preparation, on rank 0
@@ -151,33 +136,23 @@ def _prepare(plan: Plan, rollout: RolloutConfig) -> _Prepared:
         load_benchmark(name, path, tokenizer, plan.template, plan.limit) for name, path in paths.items()
     )
     problems = [problem for benchmark in benchmarks for problem in benchmark.problems]
-    lengths = check_lengths(
-        problems, model_positions(model.folder), plan.max_new_tokens, plan.max_prompt_tokens
-    )
-    check_settings(plan.output, _common_settings(plan, rollout, model), _sampled_settings(plan))
-    repaired = remove_unfinished_lines(plan.output)
-    if repaired:
-        logger.info("Removed the unfinished last line of %d files, left by a run that was stopped", repaired)
-    missing = [one for benchmark in benchmarks for one in _missing(benchmark, plan, lengths)]
-    _log_work(benchmarks, lengths, plan, sum(len(one.indices) for one in missing))
-    return _Prepared(model, benchmarks, lengths, missing)
-
-
-def _common_settings(plan: Plan, rollout: RolloutConfig, model: EvaluatedModel) -> dict[str, object]:
-    """The settings that every completion depends on."""
-    return {
+    positions = model_positions(model.folder)
+    lengths = check_lengths(problems, positions, plan.max_new_tokens, plan.max_prompt_tokens)
+    common = {
         "about_model": str(plan.model),
         "model": model.fingerprint,
         "template": plan.template,
         "max_new_tokens": plan.max_new_tokens,
         "cuda_graphs": rollout.cuda_graphs,
     }
-
-
-def _sampled_settings(plan: Plan) -> dict[str, object] | None:
-    if not plan.samples:
-        return None
-    return {"temperature": plan.temperature, "top_p": plan.top_p, "seed": plan.seed}
+    sampled = {"temperature": plan.temperature, "top_p": plan.top_p, "seed": plan.seed}
+    check_settings(plan.output, common, sampled if plan.samples else None)
+    repaired = remove_unfinished_lines(plan.output)
+    if repaired:
+        logger.info("Removed the unfinished last line of %d files, left by a run that was stopped", repaired)
+    missing = [one for benchmark in benchmarks for one in _missing(benchmark, plan, lengths)]
+    _log_work(benchmarks, lengths, plan, sum(len(one.indices) for one in missing))
+    return _Prepared(model, benchmarks, lengths, missing)
 
 
 def _missing(benchmark: Benchmark, plan: Plan, lengths: LengthLimits) -> list[Missing]:
@@ -192,13 +167,9 @@ def _missing(benchmark: Benchmark, plan: Plan, lengths: LengthLimits) -> list[Mi
                 f"{problem.benchmark}: its text, template or solutions have changed. Give another --output."
             )
         indices = tuple(key[1] for key in keys if key not in on_disk)
-        if indices and _fits(problem, lengths):
+        if indices and len(problem.token_ids) <= lengths.max_prompt_tokens:
             missing.append(Missing(problem, indices))
     return missing
-
-
-def _fits(problem: Problem, lengths: LengthLimits) -> bool:
-    return len(problem.token_ids) <= lengths.max_prompt_tokens
 
 
 def _log_work(benchmarks: Sequence[Benchmark], lengths: LengthLimits, plan: Plan, missing: int) -> None:
@@ -208,10 +179,10 @@ def _log_work(benchmarks: Sequence[Benchmark], lengths: LengthLimits, plan: Plan
         name, problems = benchmark.name, benchmark.problems
         logger.info("%s: %d problems", name, len(problems))
         if benchmark.unusable:
-            logger.warning(
-                "%s: %d rows of its file are unusable, and are not in the table", name, benchmark.unusable
-            )
-        long = [len(problem.token_ids) for problem in problems if not _fits(problem, lengths)]
+            rows = benchmark.unusable
+            logger.warning("%s: %d rows of its file are unusable, and are not in the table", name, rows)
+        tokens = (len(problem.token_ids) for problem in problems)
+        long = [length for length in tokens if length > lengths.max_prompt_tokens]
         if long:
             logger.warning(
                 f"{name}: {len(long)} of {len(problems)} prompts are longer than --max-prompt-tokens "

@@ -24,16 +24,8 @@ RESULTS = "results.json"
 FORMAT = 1
 """Version of results.json."""
 
-COLUMNS = (
-    "dataset",
-    "num_questions",
-    "greedy_length",
-    "sample_length",
-    "greedy_acc",
-    "sample_pass@1",
-    "pass@8",
-    "pass@16",
-)
+COLUMNS = ("dataset", "num_questions", "greedy_length", "sample_length", "greedy_acc", "sample_pass@1")
+COLUMNS += ("pass@8", "pass@16")
 """The columns of the first table; "-" marks those that need more samples than there are."""
 
 Row = dict[str, float | int | str | None]
@@ -67,14 +59,12 @@ def second_table(results: Sequence[BenchmarkResult]) -> list[list[str]]:
     """Intervals, majorities, and counts of truncated or excluded completions."""
     rows = [row_of(result) for result in results]
     sizes = sorted({int(name[4:]) for row in rows for name in row if name.startswith("maj@")})
-    majorities = [f"maj@{k}" for k in sizes]
-    header = ["dataset", "greedy_acc 95%", "sample_pass@1 95%", *majorities]
     counts = ["greedy_truncated", "sample_truncated", "too_long", "unusable", "not_judged"]
-    table = [[*header, *counts]]
+    numbers = [*(f"maj@{k}" for k in sizes), *counts]
+    table = [["dataset", "greedy_acc 95%", "sample_pass@1 95%", *numbers]]
     for row in rows:
         intervals = [_interval(row, name) for name in ("greedy_acc", "sample_pass@1")]
-        cells = [cell(name, row.get(name)) for name in (*majorities, *counts)]
-        table.append([str(row["dataset"]), *intervals, *cells])
+        table.append([str(row["dataset"]), *intervals, *(cell(name, row.get(name)) for name in numbers)])
     return table
 
 
