@@ -30,7 +30,7 @@ _SHARD_BYTES = 4 * 2**30
 
 @dataclass(frozen=True)
 class EvaluatedModel:
-    """The folder that vLLM loads, and the hash of its content."""
+    """The folder that vLLM loads, and the hash of its weights, config, tokenizer and generation config."""
 
     folder: Path
     fingerprint: str
@@ -43,10 +43,11 @@ def resolve_model(path: Path, output: Path) -> EvaluatedModel:
     ValueError if it is none of these."""
     if not path.is_dir():
         raise ValueError(f'--model: there is no folder "{path}".{nearest_path(path)}')
-    folder = _hugging_face(path)
-    if folder is None:
-        folder = _convert(path, output)
-    return EvaluatedModel(folder, _fingerprint(folder))
+    folder = _hugging_face(path) or _convert(path, output)
+    digest = hashlib.sha256(model_fingerprint(folder).encode())
+    for name, content in read_metadata_files(folder).items():
+        digest.update(f"{name}:{len(content)}".encode() + content)
+    return EvaluatedModel(folder, digest.hexdigest()[:16])
 
 
 def _hugging_face(path: Path) -> Path | None:
@@ -56,14 +57,6 @@ def _hugging_face(path: Path) -> Path | None:
     exported = (last / "config.json").is_file()
     running = (path / CHECKPOINTS).is_dir() and not (path / SUMMARY_NAME).is_file()
     return last if exported and not running else None
-
-
-def _fingerprint(folder: Path) -> str:
-    """Hash of weights, config, tokenizer and generation config."""
-    digest = hashlib.sha256(model_fingerprint(folder).encode())
-    for name, content in read_metadata_files(folder).items():
-        digest.update(f"{name}:{len(content)}".encode() + content)
-    return digest.hexdigest()[:16]
 
 
 def _convert(path: Path, output: Path) -> Path:

@@ -88,9 +88,8 @@ def function_problem(spec: str) -> str | None:
     if checked.returncode == 0:
         return None
     last = (checked.stderr.strip().splitlines() or ["no message"])[-1]
-    return (
-        last if last.startswith("reward.function") else f"reward.function: importing {spec!r} failed ({last})"
-    )
+    is_ours = last.startswith("reward.function")
+    return last if is_ours else f"reward.function: importing {spec!r} failed ({last})"
 
 
 def worker_environment() -> dict[str, str]:

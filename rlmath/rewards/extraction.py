@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import deque
 
 _BRACES = re.compile(r"\\f?box(?:ed)?\s*\{|\\(?!\\?f?boxe?d?)[\s\S]|[{}]")
 """The start of a box, an escaped character (never a brace), or a brace."""
@@ -40,7 +41,8 @@ def extract_answer(text: str, answer_from: str = "boxed") -> str | None:
     if answer is None and answer_from in ("phrase", "number"):
         answer = _after_phrase(part)
     if answer is None and answer_from == "number":
-        answer = _last_number(part)
+        last = _last_match(_NUMBER, part[-20 * _TAIL_CHARS :])
+        answer = last.group().rstrip(",") if last else None
     return answer
 
 
@@ -108,13 +110,5 @@ def _after_phrase(part: str) -> str | None:
     return answer or None
 
 
-def _last_number(part: str) -> str | None:
-    last = _last_match(_NUMBER, part[-20 * _TAIL_CHARS :])
-    return last.group().rstrip(",") if last else None
-
-
 def _last_match(pattern: re.Pattern[str], text: str) -> re.Match[str] | None:
-    last = None
-    for match in pattern.finditer(text):
-        last = match
-    return last
+    return next(iter(deque(pattern.finditer(text), maxlen=1)), None)

@@ -40,7 +40,7 @@ GRACE_SECONDS = 5.0
 
 @dataclass(frozen=True)
 class WorkerSettings:
-    """WorkerSettings of all workers of one pool."""
+    """The settings of all workers of one pool."""
 
     memory_bytes: int
     """Address space of one worker."""
@@ -64,7 +64,7 @@ def serve(control: socket.socket, parent: int, run_worker: Callable[[int], None]
     control.send(b"ready")
     while os.getppid() == parent:
         readable, _, _ = select.select([control], [], [], PARENT_CHECK_SECONDS)
-        _reap(children)
+        children -= {child for child in children if os.waitpid(child, os.WNOHANG)[0] == child}
         if not readable:
             continue
         message, fds, _, _ = socket.recv_fds(control, 64, 1)
@@ -84,12 +84,6 @@ def serve(control: socket.socket, parent: int, run_worker: Callable[[int], None]
                 os.kill(child, signal.SIGKILL)
     for child in children:
         os.kill(child, signal.SIGKILL)
-
-
-def _reap(children: set[int]) -> None:
-    for child in tuple(children):
-        if os.waitpid(child, os.WNOHANG)[0] == child:
-            children.remove(child)
 
 
 def _run_worker(channel_fd: int, settings: WorkerSettings, function: Callable | None) -> None:
@@ -117,9 +111,8 @@ def _serve_requests(channel: Connection, settings: WorkerSettings, function: Cal
         _limit_request(settings.timeout_seconds + GRACE_SECONDS)
         if "row" in request:
             assert function is not None
-            result = dataclasses.asdict(
-                call_function(function, request["completion"], request["solutions"], request["row"])
-            )
+            found = call_function(function, request["completion"], request["solutions"], request["row"])
+            result = dataclasses.asdict(found)
         else:
             verdict = verify_by_parser(request["answer"], request["solutions"], settings.rules)
             result = {"correct": verdict.correct, "verdict": verdict.verdict}

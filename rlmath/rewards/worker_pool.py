@@ -41,19 +41,14 @@ from rlmath.rewards.verifier import (
 
 START_SECONDS = 120.0
 """Time limit for the start of the forkserver or a worker, on a busy machine."""
-
 MEMORY_BYTES = 2 * 2**30
 """Address space of one worker; math-verify itself takes about a quarter GiB."""
-
 STUCK_SECONDS = 0.25
 """While jobs are waiting, a worker that has been busy for longer is supplemented by an extra one."""
-
 MAX_EXTRA_WORKERS = 4
 """Most extra workers, per worker of the pool."""
-
 STUCK_NICENESS = 5
 """Niceness of a stuck worker, so that the others get the processor first."""
-
 CACHE_SIZE = 8192
 """Results kept, one per pair of answer and solutions."""
 
@@ -123,9 +118,8 @@ class VerifierPool:
         self._broken: str | None = None
         self._wake_receiver, self._wake_sender = socket.socketpair()
         self._wake_sender.setblocking(False)
-        self._control, self._server = _start_forkserver(
-            WorkerSettings(memory_bytes, timeout_seconds, rules, function)
-        )
+        settings = WorkerSettings(memory_bytes, timeout_seconds, rules, function)
+        self._control, self._server = _start_forkserver(settings)
         self._thread = threading.Thread(target=self._run, name="verifier-pool", daemon=True)
         self._thread.start()
 
@@ -229,7 +223,9 @@ class VerifierPool:
     def _run(self) -> None:
         """The pool's thread: start workers, assign jobs, receive results, replace workers that are late or dead."""
         try:
-            self._receive_ready()
+            message = self._receive_control()
+            if message != b"ready":
+                raise RuntimeError(message.decode(errors="replace").removeprefix("failed: "))
             while not self._closing:
                 self._adjust_workers()
                 self._assign_jobs()
@@ -239,11 +235,6 @@ class VerifierPool:
         except Exception as error:
             logger.exception("The verifier pool's forkserver failed")
             self._shut_down(f"the verifier pool's forkserver is dead ({error}); see its own messages above")
-
-    def _receive_ready(self) -> None:
-        message = self._receive_control()
-        if message != b"ready":
-            raise RuntimeError(message.decode(errors="replace").removeprefix("failed: "))
 
     def _adjust_workers(self) -> None:
         """Keep as many workers as configured, and one more for each stuck one while jobs are waiting."""

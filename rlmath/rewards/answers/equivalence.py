@@ -184,12 +184,13 @@ class Equivalence:
         theirs = answer.members if answer.members is not None else single_member(answer)
         if ours is None or theirs is None:
             return False
-        if gold.is_set or answer.is_set:
-            return self._all_in(ours, theirs) and self._all_in(theirs, ours)
-        return _can_be_paired(ours, theirs, self._same_member)
-
-    def _all_in(self, ours: Sequence[Interpretations], theirs: Sequence[Interpretations]) -> bool:
-        return all(any(self._same_member(one, other) for other in theirs) for one in ours)
+        if not (gold.is_set or answer.is_set):
+            return _can_be_paired(ours, theirs, self._same_member)
+        return all(
+            any(self._same_member(one, other) for other in others)
+            for members, others in ((ours, theirs), (theirs, ours))
+            for one in members
+        )
 
     def _same_member(self, one: Interpretations, other: Interpretations) -> bool:
         """Members are compared as they are: {1} inside a set is not 1."""

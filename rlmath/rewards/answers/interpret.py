@@ -166,12 +166,14 @@ def _interpret_group(group: Group) -> Interpretations:
     if brackets == "::":
         ratio = None
         if len(items) == 2:
-            ratio = Scalar(Call("div", (_plain(group.items[0]), _plain(group.items[1]))))
+            sides = [item.expr for item in group.items if isinstance(item, Scalar) and item.unit is None]
+            if len(sides) < 2:
+                raise NotMathematics("a ratio of other than numbers")
+            ratio = Scalar(Call("div", tuple(sides)))
         return Interpretations(row=items, brackets=brackets, scalar=ratio)
-    pair = len(items) == 2
-    return Interpretations(
-        row=items, brackets=brackets if pair else "()", real_set=_interval(group) if pair else None
-    )
+    if len(items) != 2:
+        return Interpretations(row=items, brackets="()")
+    return Interpretations(row=items, brackets=brackets, real_set=_interval(group))
 
 
 def _interval(group: Group) -> RealSet | None:
@@ -207,12 +209,6 @@ def expanded_members(items: Sequence[Answer]) -> tuple[Interpretations, ...]:
         found = interpret(item)
         members.extend(found.members if isinstance(item, Scalar) and found.members is not None else (found,))
     return tuple(members)
-
-
-def _plain(item: Answer) -> Expr:
-    if isinstance(item, Scalar) and item.unit is None:
-        return item.expr
-    raise NotMathematics("a ratio of other than numbers")
 
 
 def name_of(side: Answer) -> str | None:
@@ -443,14 +439,13 @@ def _several_equations(items: tuple[Interpretations, ...]) -> Interpretations:
         return Interpretations(members=items)
     if sum(item.members is not None for item in items) > 1 and len(set(names)) > 1:
         raise NotMathematics("several signs in several values")
-    bare = tuple(_without_name(item) for item in items)
+    bare = tuple(
+        Interpretations(
+            scalar=item.scalar, members=item.members, is_set=item.is_set, row=item.row, brackets=item.brackets
+        )
+        for item in items
+    )
     if len(set(names)) == 1:
         return Interpretations(members=bare, name=names[0])
     pairs = tuple(sorted(zip((str(name) for name in names), bare, strict=True), key=lambda pair: pair[0]))
     return Interpretations(row=tuple(value for _, value in pairs), brackets="()", pairs=pairs)
-
-
-def _without_name(item: Interpretations) -> Interpretations:
-    return Interpretations(
-        scalar=item.scalar, members=item.members, is_set=item.is_set, row=item.row, brackets=item.brackets
-    )

@@ -85,10 +85,7 @@ def plain_unicode(text: str) -> str:
 
     Raises NotMathematics for control characters and halves of surrogate pairs.
     """
-    if text.isascii():
-        out = text
-    else:
-        out = _roots("".join(_one_character(char) for char in _scripts(text)))
+    out = text if text.isascii() else _roots("".join(_one_character(char) for char in _scripts(text)))
     if any((char < " " and char not in "\t\n\r\f\v") or char == "\x7f" for char in out):
         raise NotMathematics("control characters")
     return out

@@ -259,7 +259,7 @@ _ONE_ARGUMENT: dict[str, Callable[[Value, Context], Value]] = {
     "percent": lambda value, _: divided(value, Fraction(100)),
     "deg": lambda value, _: multiplied(to_mp(value) / 180, MP.pi),
 }
-
+_TWO_ARGUMENTS = {"add": added, "mul": multiplied, "div": divided, "binom": _binomial}
 _CONSTANTS: dict[str, Callable[[], Value]] = {
     "pi": lambda: +MP.pi,
     "e": lambda: +MP.e,
@@ -292,20 +292,14 @@ def _apply(name: str, args: list[Value], context: Context) -> Value:
     if name in _ONE_ARGUMENT:
         return _ONE_ARGUMENT[name](args[0], context)
     a, b = args[0], args[-1]
-    if name == "add":
-        return added(a, b)
-    if name == "mul":
-        return multiplied(a, b)
-    if name == "div":
-        return divided(a, b)
+    if name in _TWO_ARGUMENTS:
+        return _TWO_ARGUMENTS[name](a, b)
     if name == "pow":
         return power(a, b, context)
     if name == "root":
         return power(a, divided(Fraction(1), b), context)
     if name == "logbase":
         return divided(_ONE_ARGUMENT["ln"](a, context), _ONE_ARGUMENT["ln"](b, context))
-    if name == "binom":
-        return _binomial(a, b)
     if name in ("min", "max"):
         return (min if name == "min" else max)(args, key=to_real)
     if name in ("gcd", "lcm"):

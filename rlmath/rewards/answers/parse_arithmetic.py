@@ -152,7 +152,10 @@ class Arithmetic(ABC):
         if self.skip(*vocabulary.DIVIDE):
             return Scalar(Call("div", (as_expr(first), self._operand())))
         if text in (":", "to") and isinstance(first, Scalar) and not self.in_set:
-            return self._ratio(first)
+            items: list[Answer] = [first]
+            while self.skip(":", "to"):
+                items.append(Scalar(as_expr(self.factor())))
+            return Group(":", tuple(items), ":")
         return self._plain_mixed(first) or (self._times(first) if self._begins_factor() else None)
 
     def _operand(self) -> Expr:
@@ -190,12 +193,6 @@ class Arithmetic(ABC):
             return None
         self.position += 3
         return Scalar(Num(left.expr.value + fraction))
-
-    def _ratio(self, first: Scalar) -> Answer:
-        items: list[Answer] = [first]
-        while self.skip(":", "to"):
-            items.append(Scalar(as_expr(self.factor())))
-        return Group(":", tuple(items), ":")
 
     def _begins_factor(self) -> bool:
         token = self.token()

@@ -121,16 +121,5 @@ class Piecewise:
     branches: tuple[tuple[Expr, str], ...]
 
 
-Answer = (
-    Scalar
-    | Group
-    | SetOf
-    | Listing
-    | Relation
-    | Name
-    | SetOperation
-    | MatrixOf
-    | NamedSet
-    | SetBuilder
-    | Piecewise
-)
+AnySet = SetOf | SetOperation | NamedSet | SetBuilder
+Answer = Scalar | Group | Listing | Relation | Name | MatrixOf | Piecewise | AnySet
