@@ -76,9 +76,8 @@ def evaluate(
             f"--tensor-parallel is {rollout.tensor_parallel}, which does not divide the {world_size} ranks; change one"
         )
     mesh = Mesh(rank, world_size, 1, 1, rollout.tensor_parallel)
-    if (
-        "RANK" not in os.environ
-    ):  # without torchrun, what it would set for a single rank; port 0 is any free one
+    if "RANK" not in os.environ:
+        # Without torchrun: what it would set for a single rank. Port 0 is any free one.
         os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     device = open_device(device_kind)

@@ -83,11 +83,7 @@ class Equivalence:
                 name == other and self.same(one, two)
                 for (name, one), (other, two) in zip(gold.pairs, answer.pairs, strict=True)
             )
-        if (
-            gold.scalar is not None
-            and answer.scalar is not None
-            and self._same_scalar(gold.scalar, answer.scalar)
-        ):
+        if self._same_scalar(gold.scalar, answer.scalar):
             return True
         if self._same_row(gold, answer) or self._same_members(gold, answer):
             return True
@@ -112,12 +108,14 @@ class Equivalence:
         ratio = proportion(gold.difference, answer.difference)
         return ratio is not None and (gold.sign == "=" or ratio > 0)
 
-    def _same_scalar(self, gold: Scalar, answer: Scalar) -> bool:
-        if self._same_quantity(gold, answer):
-            return True
-        if gold.otherwise is not None and self._same_scalar(gold.otherwise, answer):
-            return True
-        return answer.otherwise is not None and self._same_scalar(gold, answer.otherwise)
+    def _same_scalar(self, gold: Scalar | None, answer: Scalar | None) -> bool:
+        if gold is None or answer is None:
+            return False
+        return (
+            self._same_quantity(gold, answer)
+            or self._same_scalar(gold.otherwise, answer)
+            or self._same_scalar(gold, answer.otherwise)
+        )
 
     def _same_quantity(self, gold: Scalar, answer: Scalar) -> bool:
         gold, answer = _whole_unit(gold), _whole_unit(answer)
