@@ -6,12 +6,14 @@ row's columns mean is in `formats`.
 
 from __future__ import annotations
 
+import codecs
 import difflib
 import json
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import IO
 
@@ -32,7 +34,6 @@ _MAX_BATCH_BYTES = 2**30
 """A batch of rows that takes more memory is refused (bytes)."""
 _START_CHARS = 60
 _ONE_A_LINE = "; jq -c '.[]' writes an array's objects one per line"
-_BOM = b"\xef\xbb\xbf"
 _OTHER_KINDS = {
     b"version https://git-lfs": "is a pointer of Git LFS, not the file itself; run git lfs pull in its folder",
     b"\x1f\x8b": "is compressed by gzip; unpack it with gunzip",
@@ -122,15 +123,11 @@ def short(value: object, limit: int = 60) -> str:
     >>> short(17)
     "int '17'"
     """
-    text = value[:limit] if isinstance(value, str) else _start_of(value, limit)
-    return f"{type(value).__name__} {text!r}"
-
-
-def _start_of(value: object, limit: int) -> str:
     try:
-        return str(value)[:limit]
+        text = str(value)[:limit]
     except (ValueError, RecursionError):  # an integer of too many digits, a list that is too deep
-        return "..."
+        text = "..."
+    return f"{type(value).__name__} {text!r}"
 
 
 # ---------------------------------------------------------------- files and folders
@@ -175,21 +172,23 @@ def files_of_folder(folder: Path) -> list[Path]:
     if (folder / "state.json").is_file():
         return _saved_files(folder)
     if (folder / "dataset_dict.json").is_file():
-        return files_of_folder(_saved_split(folder))
+        splits = sorted(path.parent.name for path in folder.glob("*/state.json"))
+        if _SPLIT not in splits and len(splits) != 1:
+            raise ValueError(
+                f"{folder} has the splits {', '.join(splits) or 'none'}; give the folder of one of them"
+            )
+        return files_of_folder(folder / (_SPLIT if _SPLIT in splits else splits[0]))
     for place in (folder, folder / "data", folder / _SPLIT):
         if found := _files(place):
             return _one_split(place, found)
-    raise ValueError(
-        f"{folder}: a folder without prompts; needed: {', '.join(_SUFFIXES)} files in it or in its data/, "
-        f"as a downloaded data set has them, or what save_to_disk writes (state.json){_folders_below(folder)}"
-    )
-
-
-def _folders_below(folder: Path) -> str:
-    """Names folders that do have prompts, as data sets of several configurations have them; "" without any."""
+    # Data sets of several configurations have folders with prompts below.
     files = [*_files(folder, "*/"), *_files(folder, "*/*/")]
     names = sorted({str(file.parent.relative_to(folder)) for file in files})
-    return f". Give one of the folders in it that have some: {', '.join(names[:5])}" if names else ""
+    hint = f". Give one of the folders in it that have some: {', '.join(names[:5])}" if names else ""
+    raise ValueError(
+        f"{folder}: a folder without prompts; needed: {', '.join(_SUFFIXES)} files in it or in its data/, "
+        f"as a downloaded data set has them, or what save_to_disk writes (state.json){hint}"
+    )
 
 
 def _files(place: Path, below: str = "") -> list[Path]:
@@ -218,13 +217,6 @@ def _saved_files(folder: Path) -> list[Path]:
     return [folder / name for name in names]
 
 
-def _saved_split(folder: Path) -> Path:
-    splits = sorted(path.parent.name for path in folder.glob("*/state.json"))
-    if _SPLIT in splits or len(splits) == 1:
-        return folder / (_SPLIT if _SPLIT in splits else splits[0])
-    raise ValueError(f"{folder} has the splits {', '.join(splits) or 'none'}; give the folder of one of them")
-
-
 def _one_split(folder: Path, files: list[Path]) -> list[Path]:
     """Files of one split: "train" where there is one."""
     if all(_NUMBERED.fullmatch(file.name) for file in files):
@@ -237,17 +229,14 @@ def _one_split(folder: Path, files: list[Path]) -> list[Path]:
     chosen = train or list(by_name)
     if len(chosen) > 1:
         raise ValueError(f"{folder} has several files of prompts ({', '.join(chosen[:5])}); give one of them")
-    _check_shards(by_name[chosen[0]])
-    return by_name[chosen[0]]
-
-
-def _check_shards(files: list[Path]) -> None:
-    shards = [shard for shard in (_SHARD.fullmatch(file.name) for file in files) if shard]
-    counts = {int(shard["count"]) for shard in shards}
-    if counts and counts != {len(files)}:
+    shards = by_name[chosen[0]]
+    matches = [match for match in (_SHARD.fullmatch(file.name) for file in shards) if match]
+    counts = {int(match["count"]) for match in matches}
+    if counts and counts != {len(shards)}:
         raise ValueError(
-            f"{files[0].parent}: {len(files)} of {max(counts)} files {shards[0]['name']}-...; download all of them"
+            f"{folder}: {len(shards)} of {max(counts)} files {matches[0]['name']}-...; download all of them"
         )
+    return shards
 
 
 # ---------------------------------------------------------------- rows of a file
@@ -256,11 +245,10 @@ def _check_shards(files: list[Path]) -> None:
 def raw_rows(path: str) -> Iterator[RawRow]:
     """All rows of a file or of a data set's folder, without blank lines. ValueError for a file that cannot be read."""
     place = existing_place(path)
-    number = 0
-    for file in files_of_folder(place) if place.is_dir() else [place]:
-        for where, columns, reason, start in _rows_of_file(file):
-            number += 1
-            yield RawRow(where, number, columns, reason, start)
+    files = files_of_folder(place) if place.is_dir() else [place]
+    rows = chain.from_iterable(map(_rows_of_file, files))
+    for number, (where, columns, reason, start) in enumerate(rows, start=1):
+        yield RawRow(where, number, columns, reason, start)
 
 
 _Row = tuple[str, dict | None, str, str]
@@ -289,7 +277,7 @@ def _json_rows(file: Path) -> Iterator[_Row]:
         for number, line in enumerate(_lines(stream), start=1):
             where = f"{file}, line {number}"
             if line is not None and number == 1:
-                line = line.removeprefix(_BOM)
+                line = line.removeprefix(codecs.BOM_UTF8)
             if line is None:
                 reason = f"longer than {MAX_LINE_BYTES // 2**20} MiB; one JSON object per line is needed"
                 yield where, None, reason, ""
@@ -365,21 +353,17 @@ def _arrow_batches(file: Path) -> Iterator[pa.RecordBatch]:
             yield batch
 
 
-def _columns_of(batch: pa.RecordBatch) -> Iterable[tuple[dict | None, str]]:
-    """Row by row where the batch as a whole has a value that Python does not take, such as text that is not UTF-8."""
-    pieces = (batch.slice(start, _BATCH_ROWS) for start in range(0, batch.num_rows, _BATCH_ROWS))
-    for piece in pieces:
+def _columns_of(batch: pa.RecordBatch, at_once: int = _BATCH_ROWS) -> Iterator[tuple[dict | None, str]]:
+    """Row by row where a piece as a whole has a value that Python does not take, such as text that is not UTF-8."""
+    for start in range(0, batch.num_rows, at_once):
+        piece = batch.slice(start, at_once)
         try:
             yield from ((row, "") for row in piece.to_pylist())
-        except (pa.ArrowException, ValueError, OverflowError):
-            yield from (_one_row(piece.slice(index, 1)) for index in range(piece.num_rows))
-
-
-def _one_row(row: pa.RecordBatch) -> tuple[dict | None, str]:
-    try:
-        return row.to_pylist()[0], ""
-    except (pa.ArrowException, ValueError, OverflowError) as error:
-        return None, f"a value that cannot be read ({str(error)[:100]})"
+        except (pa.ArrowException, ValueError, OverflowError) as error:
+            if at_once == 1:
+                yield None, f"a value that cannot be read ({str(error)[:100]})"
+            else:
+                yield from _columns_of(piece, at_once=1)
 
 
 def _start(columns: dict) -> str:
