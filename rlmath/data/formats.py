@@ -17,6 +17,7 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from decimal import Decimal
 from itertools import chain
+from operator import attrgetter
 from pathlib import Path
 
 from rlmath.data.files import (
@@ -119,8 +120,6 @@ def columns_of(value: object) -> dict:
 
 _BOBA_COLUMNS = ("prompt", "task", "query_id", "solutions")
 SOLUTIONS_FILE = "id2info.json"
-_MAX_SOLUTIONS_BYTES = 2**30
-"""The published file is far below."""
 
 
 def _boba_row(columns: dict, number: int) -> PromptRow:
@@ -128,47 +127,36 @@ def _boba_row(columns: dict, number: int) -> PromptRow:
     if missing:
         shown = ", ".join(repr(key) for key in list(columns)[:20]) or "no keys"
         raise RowError(f"missing {', '.join(missing)}; the row has {shown}")
-    return PromptRow(
-        prompt=text_of(columns, "prompt"),
-        task=text_of(columns, "task"),
-        query_id=text_of(columns, "query_id"),
-        solutions=_listed_solutions(columns["solutions"]),
-        more_json=further_columns(columns, _BOBA_COLUMNS),
-    )
+    return _areal_row(columns, columns["solutions"])
 
 
-def _listed_solutions(value: object) -> tuple[str, ...]:
-    if not isinstance(value, list) or not value:
-        raise RowError(f"solutions must be a list of at least one string, got {short(value)}")
-    return tuple(checked_text(solution, "each of solutions") for solution in value)
+def _areal_row(columns: dict, solutions: object) -> PromptRow:
+    prompt = text_of(columns, "prompt")
+    task = text_of(columns, "task") if "task" in columns else "math"
+    query_id = text_of(columns, "query_id")
+    if not isinstance(solutions, list) or not solutions:
+        raise RowError(f"solutions must be a list of at least one string, got {short(solutions)}")
+    texts = tuple(checked_text(one, "each of solutions") for one in solutions)
+    return PromptRow(prompt, task, query_id, texts, further_columns(columns, _BOBA_COLUMNS))
 
 
 def _v01_reader(place: Path) -> Reader:
-    known = _read_solutions((place if place.is_dir() else place.parent) / SOLUTIONS_FILE, place)
+    file = (place if place.is_dir() else place.parent) / SOLUTIONS_FILE
+    if not file.is_file():
+        raise ValueError(
+            f"{place}: its rows have prompts without solutions, as AReaL v0.1 has them; {file} with the solutions "
+            "is needed beside it. Download it from the same data set"
+        )
+    known = read_json_object(file, most_bytes=2**30)  # the published file is far below
 
     def read(columns: dict, number: int) -> PromptRow:
         query_id = text_of(columns, "query_id")
         info = known.get(query_id)
         if not isinstance(info, dict):
             raise RowError(f"{SOLUTIONS_FILE} has no solutions of query_id {query_id[:60]!r}")
-        return PromptRow(
-            prompt=text_of(columns, "prompt"),
-            task=text_of(columns, "task") if "task" in columns else "math",
-            query_id=query_id,
-            solutions=_listed_solutions(info.get("solutions")),
-            more_json=further_columns(columns, _BOBA_COLUMNS),
-        )
+        return _areal_row(columns, info.get("solutions"))
 
     return read
-
-
-def _read_solutions(file: Path, place: Path) -> dict:
-    if not file.is_file():
-        raise ValueError(
-            f"{place}: its rows have prompts without solutions, as AReaL v0.1 has them; {file} with the solutions "
-            "is needed beside it. Download it from the same data set"
-        )
-    return read_json_object(file, _MAX_SOLUTIONS_BYTES)
 
 
 BOBA = Form(
@@ -287,11 +275,9 @@ DAPO = Form(
 
 _PROBLEM = ("problem", "question", "prompt")
 _ANSWER = ("answer", "final_answer", "solution")
-_ID = ("query_id", "unique_id", "id", "idx")
 _WORKED = "####"
 """What GSM8K's worked solutions have before the answer."""
 _GROUPED = re.compile(r"-?[0-9]{1,3}(?:,[0-9]{3})+(?:\.[0-9]+)?")
-_LETTER = re.compile(r"[A-J]")
 
 
 def _plain_row(columns: dict, number: int) -> PromptRow:
@@ -304,11 +290,11 @@ def _plain_row(columns: dict, number: int) -> PromptRow:
     if isinstance(context, str) and context.strip():
         problem = f"{text_of(columns, 'context')}\n{problem}"
     solutions = _plain_solutions(columns)
-    choice = isinstance(columns.get("options"), list) and all(map(_LETTER.fullmatch, solutions))
+    choice = isinstance(columns.get("options"), list) and all(re.fullmatch("[A-J]", one) for one in solutions)
     return PromptRow(
         prompt=problem,
         task="choice" if choice else "math",
-        query_id=id_of(columns, _ID, number),
+        query_id=id_of(columns, ("query_id", "unique_id", "id", "idx"), number),
         solutions=solutions,
         more_json=further_columns(columns, (key, "context")),
         whole=False,
@@ -379,6 +365,8 @@ def form_of(columns: dict) -> Form | None:
 
 _LOOKED_AT = 100
 """Rows in which the form is looked for."""
+_contents = attrgetter("prompt", "task", "solutions", "messages")
+"""What rows of one query_id must have in common."""
 
 
 def read_prompts(path: str, form: str = "auto") -> PromptFile:
@@ -394,14 +382,14 @@ def read_prompts(path: str, form: str = "auto") -> PromptFile:
         first.append(row)
         if len(first) == _LOOKED_AT or (row.columns is not None and form_of(row.columns)):
             break
-    found = _checked_form(path, form, first)
-    return _read_rows(path, found, chain(first, rows))
+    return _read_rows(path, _checked_form(path, form, first), chain(first, rows))
 
 
 def _checked_form(path: str, form: str, first: list[RawRow]) -> Form:
     """The form that the first rows have; ValueError where it is none, or not the one that `form` names."""
+    known = "Forms there are: " + "; ".join(f'"{one.name}": {one.columns}' for one in FORMS.values())
     if not first:
-        raise ValueError(f"{path}: no rows; one problem per row is needed. {_known_forms()}")
+        raise ValueError(f"{path}: no rows; one problem per row is needed. {known}")
     row = next((row for row in first if row.columns is not None), first[0])
     if row.columns is None:
         shown = f"{row.reason}; it begins {row.start!r}"
@@ -411,16 +399,12 @@ def _checked_form(path: str, form: str, first: list[RawRow]) -> Form:
     found = next((one for row in first if row.columns is not None and (one := form_of(row.columns))), None)
     if form != "auto" and found is not FORMS[form] and (found is not None or row.columns is None):
         is_what = f'is of the form "{found.name}"' if found else "has no rows of any form"
-        raise ValueError(f'{path} {is_what}, data.format says "{form}". {example}. {_known_forms()}')
+        raise ValueError(f'{path} {is_what}, data.format says "{form}". {example}. {known}')
     if form != "auto":
         return FORMS[form]
     if found is None:
-        raise ValueError(f"{path}: rows of an unknown form. {example}. {_known_forms()}")
+        raise ValueError(f"{path}: rows of an unknown form. {example}. {known}")
     return found
-
-
-def _known_forms() -> str:
-    return "Forms there are: " + "; ".join(f'"{form.name}": {form.columns}' for form in FORMS.values())
 
 
 def _read_rows(path: str, form: Form, raw: Iterable[RawRow]) -> PromptFile:
@@ -431,43 +415,29 @@ def _read_rows(path: str, form: Form, raw: Iterable[RawRow]) -> PromptFile:
     first_of_id: dict[str, tuple[int, str]] = {}
     for one in raw:
         try:
-            row = _usable(one, read)
+            if one.columns is None:
+                raise RowError(one.reason)
+            row = read(one.columns, one.number)
             if row.query_id not in first_of_id:
                 first_of_id[row.query_id] = len(rows), one.where
                 rows.append(row)
                 continue
             index, where = first_of_id[row.query_id]
-            if not _same(rows[index], row):
+            if _contents(rows[index]) != _contents(row):
                 raise RowError(
                     f"query_id {row.query_id[:60]!r} is already used in {where} with other contents"
                 )
             repeated += 1
         except RowError as error:
             unusable.append(UnusableRow(one.where, str(error), one.start))
+        except RecursionError:
+            unusable.append(UnusableRow(one.where, "nested too deep", one.start))
     if not rows:
         raise ValueError(
             f'{path}: none of its {len(unusable)} rows can be used as "{form.name}" ({form.columns}). '
             f"{unusable_text(unusable[:1])}"
         )
     return PromptFile(form.name, rows, unusable, repeated)
-
-
-def _usable(one: RawRow, read: Reader) -> PromptRow:
-    if one.columns is None:
-        raise RowError(one.reason)
-    try:
-        return read(one.columns, one.number)
-    except RecursionError as error:
-        raise RowError("nested too deep") from error
-
-
-def _same(one: PromptRow, other: PromptRow) -> bool:
-    return (one.prompt, one.task, one.solutions, one.messages) == (
-        other.prompt,
-        other.task,
-        other.solutions,
-        other.messages,
-    )
 
 
 def unusable_text(unusable: Iterable[UnusableRow]) -> str:
