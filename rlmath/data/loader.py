@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from rlmath.algorithms.types import Prompt
 from rlmath.data.files import PromptFile, PromptRow, UnusableRow
@@ -25,6 +25,8 @@ from rlmath.data.tokenizer import prompt_tokens, render
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
+
+    from rlmath.data.sft_sequences import SequenceReport
 
 REPORT_NAME = "data_report.json"
 UNUSABLE_NAME = "unusable_rows.jsonl"
@@ -101,10 +103,7 @@ class FilterReport:
             f"  dropped, {one.reason} ({one.tokens} tokens): {one.prompt_id!r}, which begins {one.start!r}"
             for one in self.examples
         )
-        return (*form, self.line(), *shown, *self._left_out_lines())
-
-    def _left_out_lines(self) -> tuple[str, ...]:
-        lines = []
+        lines = [*form, self.line(), *shown]
         if self.repeated:
             lines.append(f"  {self.repeated} further rows repeat earlier ones and are left out.")
         if self.unusable:
@@ -137,26 +136,12 @@ class FilterReport:
         }
 
 
-class RowReport(Protocol):
-    """What data_report.json and unusable_rows.jsonl need of the report of a file."""
-
-    @property
-    def read(self) -> int: ...
-    @property
-    def kept(self) -> int: ...
-    @property
-    def dropped(self) -> int: ...
-    @property
-    def unusable(self) -> tuple[UnusableRow, ...]: ...
-    def record(self) -> dict: ...
-
-
-def dropped_share(reports: Sequence[RowReport]) -> float:
+def dropped_share(reports: Sequence[FilterReport | SequenceReport]) -> float:
     """Share of the prompts that could be used and that a filter dropped (0 to 1)."""
     return sum(report.dropped for report in reports) / max(1, sum(report.read for report in reports))
 
 
-def write_report(folder: str | Path, reports: Sequence[RowReport]) -> None:
+def write_report(folder: str | Path, reports: Sequence[FilterReport | SequenceReport]) -> None:
     """data_report.json and unusable_rows.jsonl (empty where all rows are used) in a folder that is there."""
     whole = {
         "prompts": sum(report.kept for report in reports),
@@ -196,7 +181,12 @@ def load_prompts(
     if max_prompt_tokens < 1:
         raise ValueError(f"data.max_prompt_tokens is {max_prompt_tokens}; it must be at least 1")
     file = read_prompts(path, form)
-    _check_unusable(path, file, max_unusable_share)
+    if file.unusable_share > max_unusable_share:
+        raise ValueError(
+            f"{path}: {len(file.unusable)} rows, {100 * file.unusable_share:.3g}% of all, cannot be used, more than "
+            f"data.max_unusable_share={max_unusable_share:g} allows. The first: {unusable_text(file.unusable[:3])}. "
+            "Mend the file, or raise data.max_unusable_share"
+        )
     if tokenizer is None:
         prompts = [_prompt(row, row.prompt, ()) for row in file.rows]
         return prompts, _report(path, file, [], None)
@@ -235,15 +225,6 @@ def _report(
         unusable=tuple(file.unusable),
         examples=tuple(dropped[:EXAMPLES]),
     )
-
-
-def _check_unusable(path: str, file: PromptFile, allowed: float) -> None:
-    if file.unusable_share > allowed:
-        raise ValueError(
-            f"{path}: {len(file.unusable)} rows, {100 * file.unusable_share:.3g}% of all, cannot be used, more than "
-            f"data.max_unusable_share={allowed:g} allows. The first: {unusable_text(file.unusable[:3])}. Mend the "
-            "file, or raise data.max_unusable_share"
-        )
 
 
 def _prompt(row: PromptRow, text: str, token_ids: Sequence[int]) -> Prompt:
@@ -288,11 +269,7 @@ def shares_of(counts: Sequence[int], weights: Sequence[float]) -> tuple[Share, .
 
 def shuffled_range(n: int, name: str) -> tuple[int, ...]:
     """0 .. n-1 in the order of the SHA-256 of "name:index": whatever the libraries' versions."""
-
-    def key(index: int) -> bytes:
-        return hashlib.sha256(f"{name}:{index}".encode()).digest()
-
-    return tuple(sorted(range(n), key=key))
+    return tuple(sorted(range(n), key=lambda index: hashlib.sha256(f"{name}:{index}".encode()).digest()))
 
 
 @lru_cache(maxsize=2)
@@ -306,21 +283,15 @@ def epoch_order(shares: tuple[Share, ...], seed: int, epoch: int, shuffle: bool)
     indices: list[int] = []
     first = 0
     for number, share in enumerate(shares):
-        places = range(epoch * share.places, (epoch + 1) * share.places)
-        indices += (
-            first + index for index in _in_turn(share.n_prompts, places, f"{seed}:file{number}", shuffle)
-        )
-        first += share.n_prompts
+        n = share.n_prompts
+        start, stop = epoch * share.places, (epoch + 1) * share.places
+        for turn in range(start // n, (stop - 1) // n + 1):
+            order = shuffled_range(n, f"{seed}:file{number}:{turn}") if shuffle else range(n)
+            indices += (first + index for index in order[max(0, start - turn * n) : stop - turn * n])
+        first += n
     if not shuffle:
         return tuple(indices)
     return tuple(indices[place] for place in shuffled_range(len(indices), f"{seed}:{epoch}"))
-
-
-def _in_turn(n: int, places: range, name: str, shuffle: bool) -> Iterator[int]:
-    """The prompts at some places of a file's endless sequence."""
-    for turn in range(places.start // n, (places.stop - 1) // n + 1):
-        order = shuffled_range(n, f"{name}:{turn}") if shuffle else range(n)
-        yield from order[max(0, places.start - turn * n) : places.stop - turn * n]
 
 
 def weighted_permutation(shares: Sequence[Share], name: str) -> list[int]:
@@ -433,22 +404,14 @@ class PromptOrder:
         """All prompts that are not the step's own, in an order drawn from (seed, step): what dynamic sampling takes
         when groups are dropped. They keep their turn in the epochs' orders. Prompts of heavier files come earlier."""
         own = set(self.batch(step)[1])
-        name = f"{self.seed}:extra:{step}"
-        weighted = bool(self.shares)
-        order_N = (
-            weighted_permutation(self.shares, name) if weighted else shuffled_range(self.n_prompts, name)
-        )
-        for index in order_N:
-            if index not in own:
-                yield index
+        name, shares = f"{self.seed}:extra:{step}", self.shares
+        order_N = weighted_permutation(shares, name) if shares else shuffled_range(self.n_prompts, name)
+        yield from (index for index in order_N if index not in own)
 
     def line(self) -> str:
         """One line for the console."""
-        left_out = (
-            f"; the {self.left_out_per_epoch} that fill no whole step are left out of each epoch"
-            if self.left_out_per_epoch
-            else ""
-        )
+        count = self.left_out_per_epoch
+        left_out = f"; the {count} that fill no whole step are left out of each epoch" if count else ""
         places = f" ({self.n_places} places an epoch by data.train_weights)" if self.shares else ""
         return (
             f"Order: {self.steps_per_epoch} steps per epoch,"
