@@ -13,6 +13,7 @@ Prompt and completion are tokenized apart, so that no token is half of either, a
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -30,8 +31,6 @@ if TYPE_CHECKING:
 FORMS = "prompt and completion, question and solution, or messages whose last turn is the assistant's"
 _CHUNK = 1000
 """Rows tokenized in one call."""
-_HELD_OUT = -1
-"""The epoch whose order decides which sequences are held out: none that is trained on."""
 
 
 @dataclass(frozen=True)
@@ -122,7 +121,8 @@ def load_sequences(
     kept: list[WrittenSequence] = []
     unusable: list[UnusableRow] = []
     too_long = longest = 0
-    for chunk in _chunks(raw_rows(path)):
+    rows = raw_rows(path)
+    while chunk := list(itertools.islice(rows, _CHUNK)):
         texts = list(_texts(chunk, template, tokenizer, unusable))
         for row, one in zip(texts, _tokenized(texts, tokenizer), strict=True):
             if not one.prompt_ids:
@@ -141,7 +141,8 @@ def split_held_out(
 ) -> tuple[list[WrittenSequence], list[WrittenSequence]]:
     """(to train on, to evaluate on), each in the file's order; a share above 0 holds at least one out."""
     count = min(max(1, round(share * len(sequences))), len(sequences) - 1) if share > 0 else 0
-    held = set(permutation(len(sequences), seed, _HELD_OUT)[:count])
+    # The order of epoch -1, which is never trained on.
+    held = set(permutation(len(sequences), seed, -1)[:count])
     train = [one for index, one in enumerate(sequences) if index not in held]
     return train, [sequences[index] for index in sorted(held)]
 
@@ -166,16 +167,6 @@ class _Texts:
     completion: str
 
 
-def _chunks(rows: Iterable[RawRow]) -> Iterator[list[RawRow]]:
-    chunk: list[RawRow] = []
-    for row in rows:
-        chunk.append(row)
-        if len(chunk) == _CHUNK:
-            yield chunk
-            chunk = []
-    yield chunk
-
-
 def _texts(
     rows: Iterable[RawRow], template: str, tokenizer: PreTrainedTokenizerFast, unusable: list[UnusableRow]
 ) -> Iterator[_Texts]:
@@ -189,7 +180,13 @@ def _texts(
         except RowError as error:
             unusable.append(UnusableRow(raw.where, str(error), raw.start or str(list(raw.columns))[:60]))
             continue
-        yield _Texts(raw.where, _rendered(row, template, tokenizer), completion)
+        if row.messages and (template not in ("auto", "chat") or not tokenizer.chat_template):
+            raise ValueError(
+                f'{row.query_id}: "messages" need the tokenizer\'s chat template; data.template is "{template}", and '
+                f"the tokenizer has {'one' if tokenizer.chat_template else 'none'}. Use data.template=auto and a "
+                "tokenizer with a chat template, or give rows with prompt and completion"
+            )
+        yield _Texts(raw.where, render(row, template, tokenizer), completion)
 
 
 def _parse(columns: dict, where: str) -> tuple[PromptRow, str]:
@@ -202,9 +199,8 @@ def _parse(columns: dict, where: str) -> tuple[PromptRow, str]:
         *turns, (role, completion) = _turns(columns["messages"])
         if role != "assistant" or not turns:
             raise RowError("the last of its messages must be the assistant's, with others before it")
-        return PromptRow(
-            turns[-1][1], "math", where, (completion,), whole=False, messages=tuple(turns)
-        ), completion
+        row = PromptRow(turns[-1][1], "math", where, (completion,), whole=False, messages=tuple(turns))
+        return row, completion
     names = ", ".join(map(repr, list(columns)[:8])) or "no columns"
     raise RowError(f"has {names}; needed: {FORMS}")
 
@@ -218,16 +214,6 @@ def _turns(value: object) -> list[tuple[str, str]]:
             raise RowError(f"each of messages must have a role and a content, got {short(turn)}")
         turns.append((checked_text(turn["role"], "role"), checked_text(turn["content"], "content")))
     return turns
-
-
-def _rendered(row: PromptRow, template: str, tokenizer: PreTrainedTokenizerFast) -> str:
-    if row.messages and (template not in ("auto", "chat") or not tokenizer.chat_template):
-        raise ValueError(
-            f'{row.query_id}: "messages" need the tokenizer\'s chat template; data.template is "{template}", and the '
-            f"tokenizer has {'one' if tokenizer.chat_template else 'none'}. Use data.template=auto and a tokenizer "
-            "with a chat template, or give rows with prompt and completion"
-        )
-    return render(row, template, tokenizer)
 
 
 def _tokenized(texts: Sequence[_Texts], tokenizer: PreTrainedTokenizerFast) -> Iterator[WrittenSequence]:
