@@ -121,23 +121,18 @@ def load_prompt_files(config: Config, tokenizer: PreTrainedTokenizerFast | None)
         check_tasks(prompt.task for prompt in prompts)
     order = order_of(config, [len(found) for found, _ in files])
     total_steps = planned_steps(config, order.steps_per_epoch)
-    if config.selection.dynamic_sampling is not None:
-        _check_extra_prompts(config.selection.max_extra_prompts, order)
+    extra, spare = config.selection.max_extra_prompts, max(0, order.n_prompts - order.prompts_per_step)
+    if config.selection.dynamic_sampling is not None and extra > spare:
+        raise ValueError(
+            f"selection.max_extra_prompts is {extra}; beyond a step's {order.prompts_per_step} prompts there are only "
+            f"{spare}; lower it, or give more prompts"
+        )
     algorithm = config.algorithm
     counted = (
         f"{total_steps} steps x {algorithm.n_minibatches} minibatches x {algorithm.epochs} epochs over them"
     )
     check_warmup(config, most_updates(config, total_steps), counted)
     return PromptFiles(prompts, order, total_steps, tuple(report for _, report in files))
-
-
-def _check_extra_prompts(extra: int, order: PromptOrder) -> None:
-    spare = max(0, order.n_prompts - order.prompts_per_step)
-    if extra > spare:
-        raise ValueError(
-            f"selection.max_extra_prompts is {extra}; beyond a step's {order.prompts_per_step} prompts there are only "
-            f"{spare}; lower it, or give more prompts"
-        )
 
 
 # ---------------------------------------------------------------- sequences

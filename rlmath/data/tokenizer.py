@@ -97,9 +97,7 @@ def _chat(row: PromptRow, tokenizer: PreTrainedTokenizerFast) -> str:
     chat = [{"role": role, "content": content} for role, content in messages]
     try:
         return str(tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True))
-    except (
-        Exception
-    ) as error:  # whatever the template's own code raises, such as for a role that it does not know
+    except Exception as error:  # whatever the template's own code raises, such as for an unknown role
         raise ValueError(
             f"the tokenizer's chat template cannot take the prompt {row.query_id[:60]!r}: {error}; use another "
             "data.template"
@@ -107,10 +105,6 @@ def _chat(row: PromptRow, tokenizer: PreTrainedTokenizerFast) -> str:
 
 
 # ---------------------------------------------------------------- tokenizer
-
-
-_FILES = ("tokenizer_config.json", "tokenizer.json")
-"""Both are needed, but that vocab.json with merges.txt may stand for the second."""
 
 
 def load_tokenizer(path: str) -> PreTrainedTokenizerFast:
@@ -123,7 +117,7 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerFast:
         raise ValueError(
             f"model.path: {path!r} is not a folder; it must be the folder of a Hugging Face model"
         )
-    missing = [name for name in _FILES if not (folder / name).is_file()]
+    missing = [name for name in ("tokenizer_config.json", "tokenizer.json") if not (folder / name).is_file()]
     if (folder / "vocab.json").is_file() and (folder / "merges.txt").is_file():
         missing = [name for name in missing if name != "tokenizer.json"]
     if missing:
@@ -152,17 +146,11 @@ def prompt_tokens(texts: list[str], tokenizer: PreTrainedTokenizerFast) -> list[
     """Tokens of prompts, with the special tokens that the tokenizer adds by itself, but one beginning of sequence only:
     a template may write it, too."""
     encoded = tokenizer(texts, return_attention_mask=False, return_token_type_ids=False, verbose=False)
-    bos = tokenizer.bos_token_id
-    return [
-        _one_start(token_ids, bos if isinstance(bos, int) else None) for token_ids in encoded["input_ids"]
-    ]
-
-
-def _one_start(token_ids: list[int], bos: int | None) -> list[int]:
-    extra = 0
-    while bos is not None and token_ids[extra : extra + 2] == [bos, bos]:
-        extra += 1
-    return token_ids[extra:]
+    found, bos = encoded["input_ids"], tokenizer.bos_token_id
+    for token_ids in found:
+        while isinstance(bos, int) and token_ids[:2] == [bos, bos]:
+            del token_ids[0]
+    return found
 
 
 def stop_token_ids(path: str, tokenizer: PreTrainedTokenizerFast) -> tuple[int, ...]:
