@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 
 logger = logging.getLogger(__name__)
 
@@ -14,24 +13,6 @@ WARM_UP_CYCLES = 3
 
 class MemoryLeak(RuntimeError):
     """More memory is held than the settings allow."""
-
-
-@dataclass(frozen=True)
-class Excess:
-    """A rank holds more than it should."""
-
-    phase: str
-    held: int
-    """Bytes."""
-    over: int
-    """Bytes above what it is compared with."""
-    compared_with: str
-
-    def __str__(self) -> str:
-        return (
-            f'after "{self.phase}" this rank holds {self.held / 2**30:.3f} GiB, {self.over / 2**20:.0f} MiB more than '
-            f"{self.compared_with}"
-        )
 
 
 class MemoryMonitor:
@@ -44,7 +25,8 @@ class MemoryMonitor:
         self._cycle = 0
         self._expected: dict[str, int] = {}
         self._earlier: dict[str, int] = {}
-        self._found: list[Excess] = []
+        self._found: list[str] = []
+        """Where more was held in this cycle."""
         self.held: dict[str, int] = {}
         """By phase, what was held after it in the last cycle (bytes)."""
 
@@ -72,7 +54,9 @@ class MemoryMonitor:
         over = held - expected
         if over <= self._threshold:
             return False
-        self._found.append(Excess(phase, held, over, with_what))
+        self._found.append(
+            f'after "{phase}" this rank holds {held / 2**30:.3f} GiB, {over / 2**20:.0f} MiB more than {with_what}'
+        )
         logger.warning(
             "Memory: cycle %d, rank %d: %s (memory.leak_threshold_mib is %g)",
             self._cycle,
