@@ -16,14 +16,14 @@ from dataclasses import dataclass
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerFast
 
-from rlmath.algorithms.types import Completion, FinishReason, Prompt, Score, ScoredGroup
+from rlmath.algorithms.types import Completion, Prompt, Score, ScoredGroup
 from rlmath.config.schema import RewardConfig, RolloutConfig
 from rlmath.distributed.collectives import all_gather_objects, shared_store
 from rlmath.distributed.mesh import Mesh
 from rlmath.rewards.reward_manager import RewardManager
 from rlmath.rewards.worker_pool import VerifierPool
 from rlmath.rollout.engine import Engine
-from rlmath.rollout.sampling import Key, RequestResult, RolloutSeed, SamplingSettings, group_requests
+from rlmath.rollout.sampling import Key, RolloutSeed, SamplingSettings, group_requests
 from rlmath.rollout.work_queue import WorkQueue
 
 
@@ -37,12 +37,7 @@ class Rollout:
     """By engine: from the start to its last completion (seconds)."""
 
 
-@dataclass(frozen=True)
-class _EngineResults:
-    """What the leading rank of one engine gathers to all ranks."""
-
-    scored: dict[Key, tuple[Completion, Score]]
-    seconds: float
+_Scored = dict[Key, tuple[Completion, Score]]
 
 
 class Collector:
@@ -81,9 +76,9 @@ class Collector:
         gathered = all_gather_objects(self._sample(prompts, work_queue, sampling, title))
         work_queue.close()
         by_engine = [results for results in gathered if results is not None]
-        scored: dict[Key, tuple[Completion, Score]] = {}
-        for results in by_engine:
-            scored |= results.scored
+        scored: _Scored = {}
+        for of_engine, _ in by_engine:
+            scored |= of_engine
         groups = [
             ScoredGroup(
                 prompt,
@@ -92,12 +87,12 @@ class Collector:
             )
             for p, prompt in enumerate(prompts)
         ]
-        return Rollout(groups, tuple(results.seconds for results in by_engine))
+        return Rollout(groups, tuple(seconds for _, seconds in by_engine))
 
     def _sample(
         self, prompts: Sequence[Prompt], work_queue: WorkQueue, sampling: SamplingSettings, title: str
-    ) -> _EngineResults | None:
-        """All completions of this rank's engine, scored; None on ranks that do not lead it."""
+    ) -> tuple[_Scored, float] | None:
+        """All completions of this rank's engine, scored, and its seconds; None on ranks that do not lead it."""
         started = time.perf_counter()
         rewards = (
             None if self._pool is None else RewardManager(self._pool, self._reward, sampling.max_new_tokens)
@@ -111,23 +106,18 @@ class Collector:
                 bar.update()
                 if rewards is None:
                     continue
-                completion = self._completion(result)
+                completion = Completion(
+                    sample_index=result.key[1],
+                    token_ids=result.token_ids,
+                    logprobs=result.logprobs,
+                    text=str(self._tokenizer.decode(list(result.token_ids), skip_special_tokens=True)),
+                    finish_reason="stop" if result.finish_reason == "stop" else "length",
+                    policy_version=self._engine.version,
+                )
                 completions[result.key] = completion
                 rewards.submit(prompts[result.key[0]], completion)
         seconds = time.perf_counter() - started
         if rewards is None:
             return None
         pairs = zip(completions.items(), rewards.collect(), strict=True)
-        return _EngineResults({key: (completion, score) for (key, completion), score in pairs}, seconds)
-
-    def _completion(self, result: RequestResult) -> Completion:
-        reason: FinishReason = "stop" if result.finish_reason == "stop" else "length"
-        text = self._tokenizer.decode(list(result.token_ids), skip_special_tokens=True)
-        return Completion(
-            sample_index=result.key[1],
-            token_ids=result.token_ids,
-            logprobs=result.logprobs,
-            text=str(text),
-            finish_reason=reason,
-            policy_version=self._engine.version,
-        )
+        return {key: (completion, score) for (key, completion), score in pairs}, seconds
