@@ -79,7 +79,7 @@ class WorkQueue:
         self._finished_any = True
         prompt, sample_index = result.key
         if sample_index == self._requests_PG[prompt][0].key[1]:
-            self._items.first_sample_finished(prompt, len(result.token_ids))
+            self._items.lengths[prompt] = len(result.token_ids)
 
     def close(self) -> None:
         """Delete this rollout's keys from the store. Call it once no rank pops or reads any more."""
@@ -125,6 +125,8 @@ class _EngineItems:
     def __init__(self, store: dist.Store, has_remaining_P: Sequence[bool], mesh: Mesh) -> None:
         self.steps = 0
         """Engine steps so far: tokens that a first sample may have by now."""
+        self.lengths: dict[int, int] = {}
+        """By prompt: tokens of its finished first sample."""
         self._store = store
         self._has_remaining_P = has_remaining_P
         self._mesh = mesh
@@ -133,8 +135,6 @@ class _EngineItems:
         """Counters that have led past the last prompt."""
         self._started: dict[int, int] = {}
         """By prompt: the step at which its first sample was popped here."""
-        self._lengths: dict[int, int] = {}
-        """By prompt: tokens of its finished first sample."""
         self._untried: set[int] = set()
         """Own prompts whose remaining samples have not been tried yet."""
         self._claimed: list[int] = []
@@ -153,9 +153,6 @@ class _EngineItems:
             yield from item
         yield from self._own_remaining()
         yield from self._others_remaining()
-
-    def first_sample_finished(self, prompt: int, tokens: int) -> None:
-        self._lengths[prompt] = tokens
 
     def close(self) -> None:
         for prompt in self._claimed:
@@ -176,7 +173,8 @@ class _EngineItems:
 
     def _own_remaining(self) -> Iterator[WorkItem]:
         while self._untried:
-            prompt = min(self._untried, key=lambda p: (-self._length(p), p))
+            length = {p: self.lengths.get(p, self.steps - self._started[p]) for p in self._untried}
+            prompt = min(self._untried, key=lambda p: (-length[p], p))
             self._untried.remove(prompt)
             yield from self._claim(prompt)
 
@@ -194,9 +192,6 @@ class _EngineItems:
             return prompt
         self._exhausted.add(counter)
         return None
-
-    def _length(self, prompt: int) -> int:
-        return self._lengths.get(prompt, self.steps - self._started[prompt])
 
     def _claim(self, prompt: int) -> list[WorkItem]:
         """The remaining samples of a prompt, or nothing where another engine was faster."""
