@@ -12,8 +12,6 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-import torch
-
 from rlmath.config.schema import RolloutConfig
 from rlmath.distributed.collectives import broadcast_from_rank_zero
 from rlmath.distributed.device import Device
@@ -104,7 +102,7 @@ class Engine:
             logprobs_mode="processed_logprobs",
             **_device_arguments(settings, device),
         )
-        (model,) = self._llm.collective_rpc(_model_of)
+        (model,) = self._llm.collective_rpc(lambda worker: worker.get_model())
         self.weights = EngineWeights(model, weight_shapes)
         self.memory = EngineMemory(self._llm, self.weights, device.kind)
         self.on_step: Callable[[], None] = lambda: None
@@ -132,10 +130,6 @@ class Engine:
         """
         if self._on_cpu:
             self._llm.llm_engine.engine_core.shutdown()
-
-
-def _model_of(worker: Any) -> torch.nn.Module:
-    return worker.get_model()
 
 
 def open_standalone(
@@ -191,10 +185,6 @@ def score(llm: Any, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
     while engine.has_unfinished_requests():
         for output in engine.step():
             if output.finished:
-                found[index_of[output.request_id]] = _of_prompt(output)
+                rows = zip(output.prompt_token_ids[1:], output.prompt_logprobs[1:], strict=True)
+                found[index_of[output.request_id]] = [row[token].logprob for token, row in rows]
     return [found[index] for index in range(len(sequences))]
-
-
-def _of_prompt(output: Any) -> list[float]:
-    rows = zip(output.prompt_token_ids[1:], output.prompt_logprobs[1:], strict=True)
-    return [row[token].logprob for token, row in rows]
