@@ -21,19 +21,17 @@ class EngineMemory:
         self._llm = llm
         self._weights = weights
         self._on_cpu = device_kind == "cpu"
-        self._state = "awake"
-        self.kv_cache_bytes: int = llm.collective_rpc(_cache_bytes)[0]
-        """Size of this rank's KV cache (bytes)."""
-
-    @property
-    def state(self) -> str:
+        self.state = "awake"
         """ "awake", "weights" (memory for weights, none for the KV cache) or "asleep"; "waking" where allocating memory
         for weights failed half-way."""
-        return self._state
+        self.kv_cache_bytes: int = llm.collective_rpc(
+            lambda worker: sum(storage.nbytes() for storage in cache_storages(worker))
+        )[0]
+        """Size of this rank's KV cache (bytes)."""
 
     def _require(self, state: str, action: str) -> None:
-        if self._state != state:
-            raise RuntimeError(f"the engine is {self._state!r}; to {action} it must be {state!r}")
+        if self.state != state:
+            raise RuntimeError(f"the engine is {self.state!r}; to {action} it must be {state!r}")
 
     def sleep(self) -> None:
         """Free the KV cache, and the weights, which the next sync replaces."""
@@ -44,17 +42,17 @@ class EngineMemory:
             self._weights.release()
         else:
             self._llm.sleep(level=2)
-        self._state = "asleep"
+        self.state = "asleep"
 
     def wake_weights(self) -> None:
         """Allocate memory for the weights; their values are undefined until a sync."""
         self._require("asleep", "wake its weights")
-        self._state = "waking"
+        self.state = "waking"
         if self._on_cpu:
             self._weights.restore()
         else:
             self._llm.wake_up(tags=["weights"])
-        self._state = "weights"
+        self.state = "weights"
 
     def wake_kv_cache(self) -> None:
         """Allocate memory for the KV cache; the engine can generate then."""
@@ -63,25 +61,25 @@ class EngineMemory:
             self._llm.collective_rpc("restore_kv_cache")
         else:
             self._llm.wake_up(tags=["kv_cache"])
-        self._state = "awake"
+        self.state = "awake"
 
     def force_sleep(self) -> None:
         """Back to sleep from any state in which a failure left the engine. Requests that it still has are aborted.
 
         vLLM's calls accept what is asleep already, for example a KV cache that found no memory.
         """
-        if self._state == "awake":
+        if self.state == "awake":
             abort_requests(self._llm)
             self.sleep()
-        elif self._state != "asleep" and self._on_cpu:
+        elif self.state != "asleep" and self._on_cpu:
             self._llm.collective_rpc("release_kv_cache")
             self._weights.release()
-        elif self._state == "weights":
+        elif self.state == "weights":
             self._llm.sleep(level=2)
-        elif self._state == "waking":
+        elif self.state == "waking":
             # Sleep would first save the model's buffers, which may have no memory now.
             self._llm.collective_rpc("discard", args=(("weights", "kv_cache"),))
-        self._state = "asleep"
+        self.state = "asleep"
 
 
 def reset_prefix_cache(llm: Any) -> None:
@@ -103,7 +101,3 @@ def cache_storages(worker: Any) -> list[torch.UntypedStorage]:
     caches: list[Any] = list(worker.model_runner.kv_caches)
     tensors = [t for cache in caches for t in (cache if isinstance(cache, (list, tuple)) else [cache])]
     return list({t.untyped_storage()._cdata: t.untyped_storage() for t in tensors}.values())
-
-
-def _cache_bytes(worker: Any) -> int:
-    return sum(storage.nbytes() for storage in cache_storages(worker))
