@@ -71,7 +71,8 @@ class EngineWeights:
     def __init__(self, model: torch.nn.Module, shapes: Mapping[str, tuple[int, int]]) -> None:
         """`shapes` are the rows and columns of every parameter by vLLM's name; a vector is a matrix of one column."""
         self._shapes = dict(shapes)
-        self._owners = {name: _owner(model, name) for name in shapes}
+        places = {name: name.rpartition(".") for name in shapes}
+        self._owners = {name: (model.get_submodule(path), last) for name, (path, _, last) in places.items()}
         self._users = {name: _packing_users(model, *owner) for name, owner in self._owners.items()}
         self._scratch: dict[tuple[int, int], Tensor] = {}
         self._experts = {
@@ -173,11 +174,6 @@ class EngineWeights:
         for name, size in self._sizes():
             if self._stays(name):
                 self._parameter(name).untyped_storage().resize_(size)
-
-
-def _owner(model: torch.nn.Module, name: str) -> tuple[torch.nn.Module, str]:
-    path, _, attribute = name.rpartition(".")
-    return model.get_submodule(path), attribute
 
 
 def _packing_users(model: torch.nn.Module, owner: torch.nn.Module, attribute: str) -> list[Any]:

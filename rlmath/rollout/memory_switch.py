@@ -65,7 +65,10 @@ class MemorySwitch:
             release_cached(self._device)
             # No comparison with earlier steps: on CPU the KV cache takes memory up to where it was ever filled.
             self._monitor.observe("generate", device_bytes(self._device), against_earlier=False)
-            self._to_training()
+            with self._phase("sleep"):
+                self._engine.memory.sleep()
+            with self._phase("restore"):
+                self._onloaded = self._training.onload(*self._to_onload())
         except BaseException:
             self.broken = True
             # Logged first: allocating memory can wait for a device that waits for a peer.
@@ -102,12 +105,6 @@ class MemorySwitch:
             self._offloaded += self._training.offload("parameters")
             release_cached(self._device)
             self._engine.memory.wake_kv_cache()
-
-    def _to_training(self) -> None:
-        with self._phase("sleep"):
-            self._engine.memory.sleep()
-        with self._phase("restore"):
-            self._onloaded = self._training.onload(*self._to_onload())
 
     def _to_onload(self) -> list[SetName]:
         """What is offloaded and needed for training; the reference is onloaded when it computes."""

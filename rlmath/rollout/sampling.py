@@ -173,7 +173,9 @@ def sample(
     source = AllAtOnce(requests) if isinstance(requests, Sequence) else requests
     pending: dict[str, Key] = {}
     while True:
-        for request in source.pop(Load(len(pending), _waiting(engine))):
+        # vLLM's scheduler lives in this process (see `prepare_environment`).
+        _, waiting = engine.engine_core.engine_core.scheduler.get_request_counts()
+        for request in source.pop(Load(len(pending), waiting)):
             name = str(next(_NAMES))
             pending[name] = request.key
             prompt = {"prompt_token_ids": list(request.token_ids)}
@@ -183,16 +185,17 @@ def sample(
         on_step()
         for output in engine.step():
             if output.finished:
-                result = _result(pending.pop(output.request_id), output.outputs[0])
+                key, found = pending.pop(output.request_id), output.outputs[0]
+                # A step has tens of millions of tokens, which go to every rank: an array takes 8 bytes for each with
+                # its log-prob (float32, as vLLM computes it), Python's own numbers 70 in memory and 14 on the way.
+                token_ids, logprobs = array("i", found.token_ids), array("f", found.logprobs.logprobs)
+                assert len(logprobs) == len(token_ids), (
+                    "vLLM returned another number of log-probs than tokens"
+                )
+                result = RequestResult(key, token_ids, logprobs, found.finish_reason)
                 source.finished(result)
                 yield result
     assert not pending, f"vLLM did not return requests {sorted(pending)}"
-
-
-def _waiting(engine: Any) -> int:
-    """Sequences that vLLM's scheduler has put in its queue. It lives in this process (see `prepare_environment`)."""
-    _, waiting = engine.engine_core.engine_core.scheduler.get_request_counts()
-    return waiting
 
 
 def _parameters(settings: RolloutConfig, request: Request) -> Any:
@@ -211,12 +214,3 @@ def _parameters(settings: RolloutConfig, request: Request) -> Any:
         detokenize=False,
         output_kind=RequestOutputKind.FINAL_ONLY,
     )
-
-
-def _result(key: Key, output: Any) -> RequestResult:
-    # A step has tens of millions of tokens, which go to every rank: an array takes 8 bytes for each with its log-prob
-    # (float32, as vLLM computes it), Python's own numbers 70 in memory and 14 on the way.
-    token_ids = array("i", output.token_ids)
-    logprobs = array("f", output.logprobs.logprobs)
-    assert len(logprobs) == len(token_ids), "vLLM returned another number of log-probs than tokens"
-    return RequestResult(key, token_ids, logprobs, output.finish_reason)
