@@ -8,8 +8,9 @@ that share a tensor give that of the whole tensor.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
+from operator import attrgetter
 
 import torch
 import torch.distributed as dist
@@ -62,7 +63,8 @@ class SyncChecksums:
     def __init__(self, shape: ModelShape, layout: TrainingLayout, mesh: Mesh, device: Device) -> None:
         self._mesh, self._device = mesh, device
         part = mesh.rank % mesh.engine_size
-        self._widths = _widths(shape)
+        self._widths = {block.tensor: block.cols for block in engine_blocks(shape, 1, 0)}
+        """Columns of every Hugging Face tensor."""
         self._names = sorted(self._widths)
         self._held = _counted(shape, layout, mesh)
         self._needed: dict[str, list[Block]] = defaultdict(list)
@@ -105,40 +107,22 @@ class SyncChecksums:
         ]
 
 
-def _widths(shape: ModelShape) -> dict[str, int]:
-    """Columns of every Hugging Face tensor."""
-    return {block.tensor: block.cols for block in _whole(shape)}
-
-
 def _copies(shape: ModelShape, engine_size: int) -> dict[str, int]:
     """How often an engine has each element of a tensor: its ranks may split it, or each hold all of it."""
     held: Counter[str] = Counter()
     for part in range(engine_size):
         for block in engine_blocks(shape, engine_size, part):
             held[block.tensor] += block.elements
-    return {block.tensor: held[block.tensor] // block.elements for block in _whole(shape)}
-
-
-def _whole(shape: ModelShape) -> list[Block]:
-    """Every Hugging Face tensor in one piece."""
-    return list(engine_blocks(shape, 1, 0))
+    return {block.tensor: held[block.tensor] // block.elements for block in engine_blocks(shape, 1, 0)}
 
 
 def _counted(shape: ModelShape, layout: TrainingLayout, mesh: Mesh) -> list[Block]:
-    """The blocks that no earlier rank of this rank's stage holds."""
+    """The blocks whose rectangle no earlier rank of this rank's stage holds: every element is counted once."""
     first = mesh.pipeline_rank * (mesh.world_size // mesh.pipeline)
     before = {coordinates(replace(mesh, rank=rank)) for rank in range(first, mesh.rank)}
     if coordinates(mesh) in before:
         return []
     held = [b for b in training_blocks(shape, layout, coordinates(mesh)) if b.parameter != TIED_HEAD]
-    return _only_here(held, (training_blocks(shape, layout, at) for at in before))
-
-
-def _only_here(blocks: Sequence[Block], earlier: Iterable[Iterable[Block]]) -> list[Block]:
-    """The blocks whose rectangle no earlier rank has: every element is counted once."""
-    seen = {_rectangle(block) for others in earlier for block in others}
-    return [block for block in blocks if _rectangle(block) not in seen]
-
-
-def _rectangle(block: Block) -> tuple[str, int, int, int, int]:
-    return block.tensor, block.row, block.col, block.rows, block.cols
+    rectangle = attrgetter("tensor", "row", "col", "rows", "cols")
+    seen = {rectangle(block) for at in before for block in training_blocks(shape, layout, at)}
+    return [block for block in held if rectangle(block) not in seen]
