@@ -54,7 +54,8 @@ class Probe:
     def score_policy(self) -> None:
         """The policy's log-probs of every token but the first of each sequence, under its present weights."""
         samples = [Sample(ids[:1], ids[1:], (0.0,) * (len(ids) - 1), 0.0) for ids in self._sequences]
-        batches = self._microbatches(samples)
+        # All samples on every data-parallel rank, in as few micro-batches as the layout takes.
+        batches = [pack(samples, members, self._mesh.tensor) for members in self._members()]
         mine = self._policy.logprobs(batches)
         found = None
         if self._mesh.counts_loss and self._mesh.data_rank == 0:
@@ -64,10 +65,6 @@ class Probe:
                 for row in _rows(batch, result.logprobs_T.tolist())
             ]
         (self._expected,) = [values for values in all_gather_objects(found) if values is not None]
-
-    def _microbatches(self, samples: list[Sample]) -> list[MicroBatch]:
-        """All samples on every data-parallel rank, in as few micro-batches as the layout takes."""
-        return [pack(samples, members, self._mesh.tensor) for members in self._members()]
 
     def _members(self) -> list[range]:
         """Which sequences each micro-batch has."""

@@ -174,7 +174,10 @@ def plan_cell(
     return SyncPlan(
         local={rank: tuple(mine) for rank, mine in local.items()},
         rounds=_in_rounds(travelling, coordinates_of, budget),
-        missing={rank: missing_elements(needed[rank], at) for rank, at in coordinates_of.items()},
+        missing={
+            rank: sum(overlap.target.elements for overlap in needed[rank] if at not in overlap.sources)
+            for rank, at in coordinates_of.items()
+        },
         element_bytes=element_bytes,
     )
 
@@ -298,11 +301,6 @@ def intersections(needed: Iterable[Block], held: Regions) -> list[Overlap]:
             covered += target.elements
         assert covered == need.elements, f"{covered} of {need.elements} elements of {need} are held by a rank"
     return overlaps
-
-
-def missing_elements(overlaps: Sequence[Overlap], at: Coordinates) -> int:
-    """Elements that are needed and that a rank at these coordinates does not hold."""
-    return sum(overlap.target.elements for overlap in overlaps if at not in overlap.sources)
 
 
 def _common(block: Block, other: Block) -> Block | None:

@@ -197,8 +197,13 @@ def engine_blocks(shape: ModelShape, engine_size: int, part: int) -> Iterator[Bl
     """What rank `part` of an engine of `engine_size` ranks needs. A tied head is the embedding itself."""
     for placed in placed_tensors(shape):
         name, form = engine_name(placed), placed.rule.form
-        if placed.expert is not None:
-            yield from _engine_expert(placed, placed.expert, shape, engine_size, part, name)
+        # The part of one expert stands below the parts of the experts before it.
+        if placed.expert is not None and form == "gate_up":
+            rows = len(placed.hf_names) * shape.ffn_size // engine_size
+            yield from _stacked(placed, shape, engine_size, part, name, at_row=placed.expert * rows)
+        elif placed.expert is not None:
+            down = _plain(placed, shape, engine_size, part, name)
+            yield replace(down, at_row=placed.expert * down.rows)
         elif form == "qkv":
             yield from _engine_qkv(placed, shape, engine_size, part, name)
         elif form == "gate_up":
@@ -219,18 +224,6 @@ def engine_name(placed: Placed) -> str:
     return placed.hf_names[0].replace(old, new) if old else placed.hf_names[0]
 
 
-def _engine_expert(
-    placed: Placed, expert: int, shape: ModelShape, engine_size: int, part: int, name: str
-) -> Iterator[Block]:
-    """The part of one expert, below the parts of the experts before it."""
-    if placed.rule.form == "gate_up":
-        rows = len(placed.hf_names) * shape.ffn_size // engine_size
-        yield from _stacked(placed, shape, engine_size, part, name, at_row=expert * rows)
-    else:
-        down = _plain(placed, shape, engine_size, part, name)
-        yield replace(down, at_row=expert * down.rows)
-
-
 def engine_vocab_rows(shape: ModelShape, engine_size: int) -> int:
     """Rows of the embedding on one rank of an engine, padding included."""
     padded = -(-shape.vocab_size // ENGINE_VOCAB_MULTIPLE) * ENGINE_VOCAB_MULTIPLE
@@ -244,11 +237,7 @@ def _engine_qkv(
     D, cols = shape.head_dim, _columns(placed, shape)
     copies = max(1, engine_size // shape.num_kv_heads)
     kv_heads = max(1, shape.num_kv_heads // engine_size)
-    spans = (
-        (part, shape.num_heads // engine_size),
-        (part // copies, kv_heads),
-        (part // copies, kv_heads),
-    )
+    spans = ((part, shape.num_heads // engine_size), (part // copies, kv_heads), (part // copies, kv_heads))
     at = 0
     for name, (index, heads) in zip(placed.hf_names, spans, strict=True):
         yield Block(name, index * heads * D, 0, heads * D, cols, parameter, at, 0)

@@ -4,7 +4,7 @@ on CPU, through memory that they share, without the network stack.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
@@ -20,21 +20,16 @@ class Transport(Protocol):
 
     def start(self, number: int) -> None:
         """Send round `number` on its way."""
-        ...
 
     def finish(self, number: int) -> dict[int, Tensor]:
         """What has arrived in round `number`: by sending rank, its copies one after the other."""
-        ...
 
     def close(self) -> None:
         """Free the buffers."""
-        ...
 
 
-class Packer(Protocol):
-    def __call__(self, copies: Sequence[Copy], bucket: Tensor) -> None:
-        """Write the sources of `copies` one after the other into `bucket`."""
-        ...
+Packer = Callable[[Sequence[Copy], Tensor], None]
+"""Writes the sources of copies one after the other into a bucket."""
 
 
 def elements(copies: Sequence[Copy]) -> int:

@@ -14,6 +14,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 
 import torch
 import torch.distributed as dist
@@ -133,7 +134,13 @@ class WeightTransfer:
         """Bytes that must travel between ranks in every sync."""
         self._sources = _source_matrices(chunks, shape)
         self._new_checksums = partial(SyncChecksums, shape, layout, mesh, device)
-        self._planned_rows = _planned_rows(self._rounds)
+        planned_rows: dict[str, int] = defaultdict(int)
+        for round_ in self._rounds:
+            for copy in (*round_.local, *chain(*round_.receives.values())):
+                name = copy.target_parameter
+                planned_rows[name] = max(planned_rows[name], copy.target_row + copy.rows)
+        self._planned_rows = dict(planned_rows)
+        """By the engine's parameter: rows that some copy fills."""
         self._bytes_copied = plan.bytes_copied(mesh.rank)
         self._bytes_sent = plan.bytes_sent(mesh.rank)
         self._bytes_received = plan.bytes_received(mesh.rank)
@@ -156,11 +163,15 @@ class WeightTransfer:
         transport.close()
         self._weights.end()
         if checksums is not None:
-            self._compare(checksums)
+            checksums.add_policy(self._sources, self._weights.dtype)
+            if wrong := checksums.differing():
+                raise RuntimeError(
+                    f"after a weight sync {len(wrong)} tensors differ between the policy and the engines: "
+                    f"{'; '.join(wrong[:5])}. What is sampled from them is worthless; please report this"
+                )
         synchronize(self._device)
-        seconds = time.perf_counter() - started
         return SyncReport(
-            seconds=seconds,
+            seconds=time.perf_counter() - started,
             packing_seconds=self._weights.packing_seconds,
             bytes_copied=self._bytes_copied,
             bytes_sent=self._bytes_sent,
@@ -172,14 +183,6 @@ class WeightTransfer:
         if self._memory is None:
             return Messages(self._rounds, self._pack, dtype, self._device)
         return SharedBuckets(self._rounds, self._pack, dtype, self._memory, self._bucket_elements)
-
-    def _compare(self, checksums: SyncChecksums) -> None:
-        checksums.add_policy(self._sources, self._weights.dtype)
-        if wrong := checksums.differing():
-            raise RuntimeError(
-                f"after a weight sync {len(wrong)} tensors differ between the policy and the engines: "
-                f"{'; '.join(wrong[:5])}. What is sampled from them is worthless; please report this"
-            )
 
     def _finish_round(
         self, transport: Transport, number: int, round_: RankRound, checksums: SyncChecksums | None
@@ -247,12 +250,3 @@ def _source_matrices(chunks: Sequence[torch.nn.Module], shape: ModelShape) -> di
 
 def _as_matrix(parameter: Tensor) -> Tensor:
     return parameter.data if parameter.dim() == 2 else parameter.data[:, None]
-
-
-def _planned_rows(rounds: Sequence[RankRound]) -> dict[str, int]:
-    """By the engine's parameter: rows that some copy fills."""
-    rows: dict[str, int] = defaultdict(int)
-    for round_ in rounds:
-        for copy in (*round_.local, *(c for copies in round_.receives.values() for c in copies)):
-            rows[copy.target_parameter] = max(rows[copy.target_parameter], copy.target_row + copy.rows)
-    return dict(rows)
