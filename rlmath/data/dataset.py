@@ -12,26 +12,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from rlmath.algorithms.types import Prompt
-from rlmath.config.length_curriculum import (
-    engine_length,
-    planned_steps,
-    validates,
-    validation_names,
-    validation_tokens,
-)
+from rlmath.config import length_curriculum
 from rlmath.config.model_shape import ModelShape
 from rlmath.config.schema import Config, DataConfig
+from rlmath.data import loader
 from rlmath.data.files import UnusableRow
 from rlmath.data.formats import read_prompts
-from rlmath.data.loader import (
-    FilterReport,
-    PromptOrder,
-    check_weights,
-    dropped_share,
-    load_prompts,
-    shares_of,
-    with_unique_names,
-)
 from rlmath.data.sft_sequences import SequenceReport, WrittenSequence, load_sequences, split_held_out
 from rlmath.data.tokenizer import load_tokenizer, prompt_tokens, render, stop_token_ids
 from rlmath.rewards.verifier import check_tasks
@@ -46,10 +32,10 @@ class PromptFiles:
 
     prompts: list[Prompt]
     """Of all files, one behind the other."""
-    order: PromptOrder
+    order: loader.PromptOrder
     total_steps: int
     """Steps of the whole run."""
-    reports: tuple[FilterReport, ...]
+    reports: tuple[loader.FilterReport, ...]
     """What became of the rows, file by file."""
 
     @property
@@ -65,7 +51,7 @@ class PromptFiles:
     @property
     def dropped_share(self) -> float:
         """Share of the prompts that a filter dropped (0 to 1)."""
-        return dropped_share(self.reports)
+        return loader.dropped_share(self.reports)
 
 
 @dataclass(frozen=True)
@@ -84,7 +70,7 @@ class SftInputs:
     sequences: list[WrittenSequence]
     held_out: list[WrittenSequence]
     """Only evaluated on; empty where nothing is evaluated."""
-    order: PromptOrder
+    order: loader.PromptOrder
     """Of `sequences`."""
     total_steps: int
     """Steps of the whole run."""
@@ -111,16 +97,16 @@ def load_prompt_files(config: Config, tokenizer: PreTrainedTokenizerFast | None)
     """The prompts of all training files; without a tokenizer they are only counted. Errors: as `load_inputs`."""
     data, paths = config.data, train_paths(config.data)
     files = [
-        load_prompts(
+        loader.load_prompts(
             path, tokenizer, data.max_prompt_tokens, data.format, data.template, data.max_unusable_share
         )
         for path in paths
     ]
-    prompts = with_unique_names([(path, found) for path, (found, _) in zip(paths, files, strict=True)])
+    prompts = loader.with_unique_names([(path, found) for path, (found, _) in zip(paths, files, strict=True)])
     if config.reward.function is None:
         check_tasks(prompt.task for prompt in prompts)
     order = order_of(config, [len(found) for found, _ in files])
-    total_steps = planned_steps(config, order.steps_per_epoch)
+    total_steps = length_curriculum.planned_steps(config, order.steps_per_epoch)
     extra, spare = config.selection.max_extra_prompts, max(0, order.n_prompts - order.prompts_per_step)
     if config.selection.dynamic_sampling is not None and extra > spare:
         raise ValueError(
@@ -160,7 +146,7 @@ def load_sft_inputs(config: Config, shape: ModelShape) -> SftInputs:
     token_ids = [ids for one in (*sequences, *held_out) for ids in (one.prompt_ids, one.completion_ids)]
     check_vocabulary(token_ids, tokenizer, shape.vocab_size, "data.train_path")
     order = order_of(config, [len(train) for train, _ in split[: len(paths)]])
-    total_steps = planned_steps(config, order.steps_per_epoch)
+    total_steps = length_curriculum.planned_steps(config, order.steps_per_epoch)
     check_warmup(config, total_steps, "one a step")
     reports = tuple(report for _, report in files)
     lines = (*(report.line() for report in reports), order.line(), f"Held out: {len(held_out)} sequences.")
@@ -174,15 +160,15 @@ def load_sft_inputs(config: Config, shape: ModelShape) -> SftInputs:
 def train_paths(data: DataConfig) -> list[str]:
     """All files and folders of training data. ValueError where their weights do not match them."""
     paths = [data.train_path, *data.more_train_paths]
-    check_weights(paths, data.train_weights)
+    loader.check_weights(paths, data.train_weights)
     return paths
 
 
-def order_of(config: Config, counts: Sequence[int]) -> PromptOrder:
+def order_of(config: Config, counts: Sequence[int]) -> loader.PromptOrder:
     """The order of use of files that have so many prompts or sequences left."""
     data = config.data
-    shares = shares_of(counts, data.train_weights)
-    return PromptOrder(sum(counts), data.prompts_per_step, config.run.seed, data.shuffle, shares)
+    shares = loader.shares_of(counts, data.train_weights)
+    return loader.PromptOrder(sum(counts), data.prompts_per_step, config.run.seed, data.shuffle, shares)
 
 
 def check_vocabulary(
@@ -252,12 +238,12 @@ def load_validation(
     Errors: ValueError for a file that cannot be read or has no problem that can be sampled, and for tokens that the
     model does not know.
     """
-    if not validates(config):
+    if not length_curriculum.validates(config):
         return ()
     paths = config.validation.paths
     return tuple(
         _load_validation_file(name, path, config, tokenizer, vocab_size)
-        for name, path in zip(validation_names(paths), paths, strict=True)
+        for name, path in zip(length_curriculum.validation_names(paths), paths, strict=True)
     )
 
 
@@ -265,21 +251,21 @@ def _load_validation_file(
     name: str, path: str, config: Config, tokenizer: PreTrainedTokenizerFast | None, vocab_size: int
 ) -> ValidationFile:
     file, prompts = read_prompts(path), []
-    room = engine_length(config) - validation_tokens(config)
+    context, new_tokens = length_curriculum.engine_length(config), length_curriculum.validation_tokens(config)
     template = config.validation.template or config.data.template
     for row in file.rows:
         text, token_ids = row.prompt, []
         if tokenizer is not None:
             text = render(row, template, tokenizer)
             (token_ids,) = prompt_tokens([text], tokenizer)
-        if tokenizer is None or 0 < len(token_ids) <= room:
+        if tokenizer is None or 0 < len(token_ids) <= context - new_tokens:
             prompts.append(
                 Prompt(row.query_id, text, tuple(token_ids), row.solutions, row.task, row.more_json)
             )
     if not prompts:
         raise ValueError(
             f"validation.paths: {path} has no problem to sample: {len(file.rows)} can be read, and none of them leaves "
-            f"room for {validation_tokens(config)} new tokens in a context of {engine_length(config)}. "
+            f"room for {new_tokens} new tokens in a context of {context}. "
             "Take it out, lower validation.max_new_tokens, or raise data.max_prompt_tokens"
         )
     if config.reward.function is None:
