@@ -28,7 +28,6 @@ from torch import Tensor
 
 AdvantageKind = Literal["grpo", "dr_grpo", "rloo", "ppo", "reinforce++"]
 ADVANTAGE_KINDS: tuple[str, ...] = get_args(AdvantageKind)
-NORMALISED_OVER_BATCH = ("ppo", "reinforce++")
 
 
 def advantages(
@@ -43,7 +42,7 @@ def advantages(
     """
     of_group = _OF_GROUP[kind]
     by_group = [of_group(torch.tensor(row, dtype=torch.float64), eps) for row in rewards]
-    if kind not in NORMALISED_OVER_BATCH or not by_group:
+    if kind not in ("ppo", "reinforce++") or not by_group:
         return [row_G.tolist() for row_G in by_group]
     weights_N = torch.tensor([n for row in tokens for n in row], dtype=torch.float64)
     normalised_N = batch_normalised(torch.cat(by_group), weights_N, eps)

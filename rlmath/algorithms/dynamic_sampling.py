@@ -144,19 +144,15 @@ def select(
     chosen = [choose(group, rules) for group in sampled]
     while rules.dynamic is not None:
         kept = sum(one.dropped is None for one in chosen)
-        count = min(_refill(wanted - kept, kept, len(chosen)), wanted + max_extra - len(sampled))
+        most = (wanted - kept) * MOST_PER_MISSING
+        enough = -(-(wanted - kept) * len(chosen) // kept) if kept else most
+        count = min(enough, most, wanted + max_extra - len(sampled))
         more = sample(count) if count > 0 else []
         if not more:
             break
         sampled += more
         chosen += [choose(group, rules) for group in more]
     return Selection(sampled, _without_surplus(chosen, wanted), wanted)
-
-
-def _refill(missing: int, kept: int, sampled: int) -> int:
-    """Groups to sample so that the missing ones are kept at the share kept so far, at most MOST_PER_MISSING each."""
-    enough = missing * MOST_PER_MISSING
-    return min(enough, -(-missing * sampled // kept)) if kept else enough
 
 
 def _without_surplus(chosen: list[Chosen], wanted: int) -> list[Chosen]:

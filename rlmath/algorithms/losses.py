@@ -138,7 +138,12 @@ def token_loss(tokens: TokenInputs, settings: LossSettings) -> TokenLoss:
     entropy_T = torch.where(counted_T, tokens.entropy_T, 0.0)
     log_ratio_T = new_T - proximal_T
     surrogate_T, clipped_T = _surrogate(tokens, settings, new_T, log_ratio_T, counted_T)
-    correction = _correction(tokens, settings.correction, proximal_T, counted_T)
+    correction = Corrected(counted_T.to(proximal_T.dtype), torch.zeros_like(counted_T))
+    if settings.correction is not None:
+        log_weight_T = proximal_T - torch.where(counted_T, tokens.behaviour_logprobs_T, 0.0)
+        correction = corrected(
+            log_weight_T, counted_T, tokens.segments_T, tokens.n_segments, settings.correction
+        )
     loss_T = surrogate_T * correction.weights_T
     kl_T = torch.zeros_like(new_T)
     if tokens.reference_logprobs_T is not None:
@@ -194,15 +199,3 @@ def _surrogate(
         loss_T = torch.where(over_T, most_T, loss_T)
         is_clipped_T = is_clipped_T | over_T
     return loss_T, is_clipped_T
-
-
-def _correction(
-    tokens: TokenInputs,
-    correction: Correction | None,
-    proximal_T: Float[Tensor, "T"],
-    counted_T: Bool[Tensor, "T"],
-) -> Corrected:
-    if correction is None:
-        return Corrected(counted_T.to(proximal_T.dtype), torch.zeros_like(counted_T))
-    behaviour_T = torch.where(counted_T, tokens.behaviour_logprobs_T, 0.0)
-    return corrected(proximal_T - behaviour_T, counted_T, tokens.segments_T, tokens.n_segments, correction)
