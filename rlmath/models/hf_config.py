@@ -33,7 +33,6 @@ from rlmath.data.files import read_json_object
 _MAX_LAYERS = 4096
 _MAX_EXPERTS = 4096
 _MAX_SIZE = 2**31 - 1
-_MAX_INDEX_BYTES = 64 * 2**20
 _DTYPES = ("float32", "bfloat16", "float16")
 
 PUBLISHED = Path(__file__).resolve().parents[2] / "configs" / "models"
@@ -54,26 +53,18 @@ def read_shape_file(path: Path) -> tuple[ModelShape | None, list[str]]:
         values = read_json_object(path)
     except ValueError as error:
         return None, [str(error)]
-    architecture, problems = _architecture(path, values)
-    if architecture is None:
-        return None, problems
-    fields = _Fields(path, values)
-    shape = _shape_from(architecture, fields)
-    unsupported = list(_unsupported(path, values, shape))
-    return (None if fields.problems else shape), [*fields.problems, *unsupported]
-
-
-def _architecture(path: Path, values: dict[str, Any]) -> tuple[str | None, list[str]]:
     names = values.get("architectures")
     if not isinstance(names, list) or not names or not isinstance(names[0], str):
-        return None, [
-            f'{path}: "architectures" is {names!r}; needed: a list such as ["{next(iter(TABLES))}"].'
-        ]
-    if names[0] not in TABLES:
-        known = ", ".join(TABLES)
-        hint = nearest_word(names[0], TABLES)
-        return None, [f'{path}: the architecture "{names[0]}" is not supported; supported: {known}.{hint}']
-    return names[0], []
+        problem = f'{path}: "architectures" is {names!r}; needed: a list such as ["{next(iter(TABLES))}"].'
+        return None, [problem]
+    architecture = names[0]
+    if architecture not in TABLES:
+        known, hint = ", ".join(TABLES), nearest_word(architecture, TABLES)
+        problem = f'{path}: the architecture "{architecture}" is not supported; supported: {known}.{hint}'
+        return None, [problem]
+    fields = _Fields(path, values)
+    shape = _shape_from(architecture, fields)
+    return (None if fields.problems else shape), [*fields.problems, *_unsupported(path, values, shape)]
 
 
 def _shape_from(architecture: str, fields: _Fields) -> ModelShape:
@@ -148,10 +139,9 @@ class _Fields:
         self.note(f'"{key}" is {self._shown(key)}; needed: a whole number from 1 to {most}')
         return 1
 
-    def positive(self, key: str) -> float:
-        return self._positive(self.values.get(key), key)
-
-    def _positive(self, value: Any, key: str) -> float:
+    def positive(self, key: str, values: dict[str, Any] | None = None) -> float:
+        """Of `values`, the file's own without them."""
+        value = (self.values if values is None else values).get(key)
         if isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf:
             return float(value)
         self.note(f'"{key}" is {self._shown(key, value)}; needed: a number above 0')
@@ -167,9 +157,7 @@ class _Fields:
     def rope_theta(self) -> float:
         """Among the rotary settings (transformers 5) or beside the other fields (transformers 4)."""
         inner = _rope_settings(self.values)
-        if "rope_theta" in inner:
-            return self._positive(inner["rope_theta"], "rope_theta")
-        return self.positive("rope_theta")
+        return self.positive("rope_theta", inner if "rope_theta" in inner else None)
 
     def rope_scaling(self) -> RopeScaling | None:
         """None where rotary embeddings are plain; other kinds than llama3 are noted by `_unsupported`."""
@@ -177,7 +165,7 @@ class _Fields:
         if _rope_kind(inner) != "llama3":
             return None
         names = ("factor", "low_freq_factor", "high_freq_factor")
-        factor, low, high = (self._positive(inner.get(name), name) for name in names)
+        factor, low, high = (self.positive(name, inner) for name in names)
         if high <= low and not self.problems:
             self.note(f'"high_freq_factor" is {high}; needed: more than "low_freq_factor", {low}')
         key = "original_max_position_embeddings"
@@ -213,29 +201,26 @@ def _unsupported(path: Path, values: dict[str, Any], shape: ModelShape) -> Itera
     if values.get("hidden_act", "silu") != "silu":
         yield f'{path}: "hidden_act" is {values["hidden_act"]!r}; supported: "silu".'
     yield from _rope_problems(path, values, shape)
-    yield from _bias_problems(path, values, shape)
+    # A Qwen2 has biases whatever "attention_bias" is, the others only where it asks for them.
+    for key in ("mlp_bias",) if shape.attention_bias else ("attention_bias", "mlp_bias"):
+        if values.get(key) not in (None, False):
+            yield (
+                f'{path}: "{key}" is {values[key]!r}; a {shape.architecture} is supported without such biases only.'
+            )
     if values.get("quantization_config") is not None:
         yield (
             f'{path}: "quantization_config" says that the weights are quantized; training needs plain ones. '
             "Use the model's float32, bfloat16 or float16 release."
         )
     yield from _window_problems(path, values, shape)
-    if shape.num_experts:
-        yield from _expert_problems(path, values)
-
-
-def _expert_problems(path: Path, values: dict[str, Any]) -> Iterator[str]:
-    """Every layer must have experts. Nothing balances their load: "router_aux_loss_coef" is for pretraining."""
-    if values.get("mlp_only_layers") not in (None, []):
-        yield (
-            f'{path}: "mlp_only_layers" is {values["mlp_only_layers"]!r}; supported are models whose layers all have '
-            "experts: needed is []."
-        )
-    if values.get("decoder_sparse_step", 1) != 1:
-        yield (
-            f'{path}: "decoder_sparse_step" is {values["decoder_sparse_step"]!r}; supported are models whose layers '
-            "all have experts: needed is 1."
-        )
+    # Every layer must have experts. Nothing balances their load: "router_aux_loss_coef" is for pretraining.
+    for key, allowed in (("mlp_only_layers", (None, [])), ("decoder_sparse_step", (1,))):
+        value = values.get(key, allowed[-1])
+        if shape.num_experts and value not in allowed:
+            yield (
+                f'{path}: "{key}" is {value!r}; supported are models whose layers all have experts: needed is '
+                f"{allowed[-1]}."
+            )
 
 
 def _rope_settings(values: dict[str, Any]) -> dict[str, Any]:
@@ -268,24 +253,11 @@ def _rope_problems(path: Path, values: dict[str, Any], shape: ModelShape) -> Ite
             yield f'{path}: "partial_rotary_factor" is {partial!r}; supported: 1.0.'
 
 
-def _bias_problems(path: Path, values: dict[str, Any], shape: ModelShape) -> Iterator[str]:
-    """A Qwen2 has biases whatever "attention_bias" is, the others only where it asks for them."""
-    keys = ("mlp_bias",) if shape.attention_bias else ("attention_bias", "mlp_bias")
-    for key in keys:
-        if values.get(key) not in (None, False):
-            yield (
-                f'{path}: "{key}" is {values[key]!r}; a {shape.architecture} is supported without such biases only.'
-            )
-
-
-_WINDOW_BY_DEFAULT = {"MistralForCausalLM": 4096}
-"""What transformers takes where config.json has no "sliding_window"."""
-
-
 def _window_problems(path: Path, values: dict[str, Any], shape: ModelShape) -> Iterator[str]:
     """A Qwen has a switch for its window, and layers that it leaves out; the others have the window alone."""
     kinds = values.get("layer_types")
-    window = values.get("sliding_window", _WINDOW_BY_DEFAULT.get(shape.architecture))
+    # transformers' own default, where config.json has none.
+    window = values.get("sliding_window", 4096 if shape.architecture == "MistralForCausalLM" else None)
     if shape.architecture.startswith("Qwen"):
         if _qwen_has_window(values, shape):
             yield (
@@ -335,10 +307,8 @@ def inspect_model_folder(folder: Path) -> tuple[ModelShape | None, list[str]]:
     problems += weight_problems
     if shape is not None and not weight_problems:
         problems += _tensor_problems(folder, shape, tensors)
-    has_tokenizer = (folder / "tokenizer.json").is_file() or all(
-        (folder / name).is_file() for name in ("vocab.json", "merges.txt")
-    )
-    if not has_tokenizer:
+    has_vocabulary = (folder / "vocab.json").is_file() and (folder / "merges.txt").is_file()
+    if not has_vocabulary and not (folder / "tokenizer.json").is_file():
         problems.append(
             f'"{folder}" has no tokenizer: neither tokenizer.json nor vocab.json with merges.txt. '
             "Copy the tokenizer files of the model there."
@@ -373,17 +343,18 @@ def _weight_files(folder: Path) -> tuple[dict[Path, set[str]], list[str]]:
     if single.is_file():
         return {single: set()}, []
     if not index.is_file():
-        others = sorted(path.name for path in folder.glob("*.bin")) + sorted(
-            p.name for p in folder.glob("*.safetensors")
-        )
-        there = (
-            f" There is {', '.join(others[:3])}: save it as safetensors (transformers' save_pretrained)."
-            if others
-            else ""
-        )
-        return {}, [f'"{folder}" has neither model.safetensors nor model.safetensors.index.json.{there}']
+        problem = f'"{folder}" has neither model.safetensors nor model.safetensors.index.json.'
+        others = [
+            name
+            for kind in ("bin", "safetensors")
+            for name in sorted(p.name for p in folder.glob(f"*.{kind}"))
+        ]
+        if others:
+            there = ", ".join(others[:3])
+            problem += f" There is {there}: save it as safetensors (transformers' save_pretrained)."
+        return {}, [problem]
     try:
-        weight_map = read_json_object(index, _MAX_INDEX_BYTES).get("weight_map")
+        weight_map = read_json_object(index, most_bytes=64 * 2**20).get("weight_map")
     except ValueError as error:
         return {}, [str(error)]
     if not isinstance(weight_map, dict) or not weight_map:
