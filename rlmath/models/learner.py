@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from functools import partial
 from typing import Any
 
@@ -47,15 +47,15 @@ class MinibatchResult:
     """Why it was discarded; None when it was learned from."""
 
 
+@dataclass(eq=False)
 class Learner:
     """A model with its optimizer and learning-rate schedule. A subclass has the loss."""
 
-    def __init__(self, forward_backward: ForwardBackward, optimizer: Any, scheduler: Any) -> None:
-        self.forward_backward = forward_backward
-        self.optimizer = optimizer
-        self.scheduler = scheduler
-        self.updates = 0
-        """Optimizer steps so far: the version of the weights."""
+    forward_backward: ForwardBackward
+    optimizer: Any
+    scheduler: Any
+    updates: int = field(default=0, init=False)
+    """Optimizer steps so far: the version of the weights."""
 
     def restore_schedule(self, updates: int) -> None:
         """Set the schedule to where it is after so many optimizer steps, whose weights and state were loaded."""
@@ -77,7 +77,8 @@ class Learner:
         metrics = self.forward_backward.run(batches, on_logits, forward_only=False)
         sums, maxima = self._reduce(metrics, sum_names, max_names)
         lr = learning_rate(self.optimizer)
-        grad_norm = self._grad_norm()
+        self.optimizer.prepare_grads()
+        grad_norm = float(self.optimizer.get_grad_norm())
         reason = discard_rule(sums, grad_norm)
         if reason is None:
             self.optimizer.step()
@@ -102,32 +103,19 @@ class Learner:
         maxima = {name: max(columns.get(name, (0.0,))) for name in max_names}
         return sum_over_ranks(sums, at), max_over_ranks(maxima, at) if maxima else {}
 
-    def _grad_norm(self) -> float:
-        """Global gradient norm before clipping."""
-        self.optimizer.prepare_grads()
-        return float(self.optimizer.get_grad_norm())
 
-
-LOSS_SUMS = tuple(field.name for field in fields(TokenLoss))
+LOSS_SUMS = tuple(one.name for one in fields(TokenLoss))
 GRPO_SUMS = (*LOSS_SUMS, "denominator", "mismatch")
 GRPO_MAXIMA = ("mismatch_max",)
 """Metrics of a minibatch of `GrpoLearner`: sums over its tokens, and the largest value of any token."""
 
 
+@dataclass(eq=False)
 class GrpoLearner(Learner):
     """The learner of the GRPO family: policy gradient with the advantages of the samples (`algorithms.losses`)."""
 
-    def __init__(
-        self,
-        forward_backward: ForwardBackward,
-        optimizer: Any,
-        scheduler: Any,
-        settings: LossSettings,
-        bounds: EarlyStop,
-    ) -> None:
-        super().__init__(forward_backward, optimizer, scheduler)
-        self.settings = settings
-        self.bounds = bounds
+    settings: LossSettings
+    bounds: EarlyStop
 
     def learn(
         self,
