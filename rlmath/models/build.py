@@ -56,17 +56,11 @@ def build_actor(
     chunks = load_chunks(config, shape, mesh, device, megatron)
     wrapped = wrap_for_training(chunks, megatron, config.optimizer.distributed)
     optimizer = build_optimizer(config.optimizer, wrapped, device)
+    mask = MinTokensMask(stop_token_ids, config.rollout.min_new_tokens)
     learner = GrpoLearner(
-        forward_backward=ForwardBackward(
-            wrapped,
-            mesh,
-            device,
-            temperature=config.rollout.temperature,
-            vocab_size=shape.vocab_size,
-            min_tokens_mask=MinTokensMask(stop_token_ids, config.rollout.min_new_tokens),
-        ),
-        optimizer=optimizer,
-        scheduler=build_scheduler(config.optimizer, optimizer, total_updates),
+        ForwardBackward(wrapped, mesh, device, config.rollout.temperature, shape.vocab_size, mask),
+        optimizer,
+        build_scheduler(config.optimizer, optimizer, total_updates),
         settings=loss_settings(config.algorithm),
         bounds=early_stop(config.algorithm),
     )
@@ -81,19 +75,9 @@ def build_sft_actor(
     chunks = load_chunks(config, shape, mesh, device, megatron)
     wrapped = wrap_for_training(chunks, megatron, config.optimizer.distributed)
     optimizer = build_optimizer(config.optimizer, wrapped, device)
-    learner = SftLearner(
-        forward_backward=ForwardBackward(
-            wrapped,
-            mesh,
-            device,
-            temperature=1.0,
-            vocab_size=shape.vocab_size,
-            min_tokens_mask=MinTokensMask(),
-        ),
-        optimizer=optimizer,
-        scheduler=build_scheduler(config.optimizer, optimizer, total_updates),
-    )
-    return Actor(learner, chunks)
+    forward_backward = ForwardBackward(wrapped, mesh, device, 1.0, shape.vocab_size, MinTokensMask())
+    scheduler = build_scheduler(config.optimizer, optimizer, total_updates)
+    return Actor(SftLearner(forward_backward, optimizer, scheduler), chunks)
 
 
 def build_reference(
@@ -105,23 +89,14 @@ def build_reference(
     chunks = load_chunks(config, shape, mesh, device, megatron)
     for chunk in chunks:
         chunk.requires_grad_(False).eval()
-    return ForwardBackward(
-        chunks,
-        mesh,
-        device,
-        temperature=config.rollout.temperature,
-        vocab_size=shape.vocab_size,
-        min_tokens_mask=MinTokensMask(stop_token_ids, config.rollout.min_new_tokens),
-    )
+    mask = MinTokensMask(stop_token_ids, config.rollout.min_new_tokens)
+    return ForwardBackward(chunks, mesh, device, config.rollout.temperature, shape.vocab_size, mask)
 
 
 def actor_config(config: Config, shape: ModelShape, mesh: Mesh, device: Device) -> TransformerConfig:
     """Megatron's description of the model that is trained, with what it recomputes."""
-    recompute = Recompute(
-        granularity=config.policy.recompute_granularity,
-        method=config.policy.recompute_method,
-        num_layers=config.policy.recompute_num_layers,
-    )
+    policy = config.policy
+    recompute = Recompute(policy.recompute_granularity, policy.recompute_method, policy.recompute_num_layers)
     return transformer_config(shape, mesh, device, config.parallel, recompute)
 
 

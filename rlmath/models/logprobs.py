@@ -230,7 +230,9 @@ class _VocabParallelLogprobs(torch.autograd.Function):
         _write_gradient(grad_TV, shard, idle, neg_max_T, offset_T, slope_T)
         # 1 - p of the target has lost its digits where p is close to 1.
         target_T = -torch.expm1(logprobs_T) * pull_T - logprobs_T.exp() * (logprobs_T + entropy_T) * spread_T
-        _put_targets(grad_TV, column_T1, target_T, mine_T)
+        # One entry of each row whose target this shard holds.
+        other_T1 = grad_TV.gather(1, column_T1)
+        grad_TV.scatter_(1, column_T1, torch.where(mine_T[:, None], target_T[:, None].to(other_T1), other_T1))
         shard.mask(grad_TV, slice(None), 0.0)
         grad_TV[:, shard.columns :].zero_()
         grad_TV.index_fill_(0, idle_rows, 0.0)
@@ -294,9 +296,3 @@ def _write_gradient(
             continue
         weight_RV = torch.exp2(bits_RV, out=scratch[1][: bits_RV.shape[0]])
         torch.mul(bits_RV.mul_(slope_T[rows, None]).add_(offset_T[rows, None]), weight_RV, out=out_RV)
-
-
-def _put_targets(grad_TV: Tensor, column_T1: Tensor, target_T: Tensor, mine_T: Tensor) -> None:
-    """Overwrite one entry of each row whose target this shard holds."""
-    other_T1 = grad_TV.gather(1, column_T1)
-    grad_TV.scatter_(1, column_T1, torch.where(mine_T[:, None], target_T[:, None].to(other_T1), other_T1))

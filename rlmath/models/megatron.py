@@ -15,10 +15,7 @@ from typing import Any
 
 import torch
 from megatron.core import parallel_state, tensor_parallel
-from megatron.core.distributed import (
-    DistributedDataParallel,
-    DistributedDataParallelConfig,
-)
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.extensions.transformer_engine import HAVE_TE
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import (
@@ -244,20 +241,13 @@ def _build_chunk(
         rotary = model.rotary_pos_emb
         rotary.inv_freq = stretched_frequencies(rotary.inv_freq, shape.rope_scaling)
     model = model.to(device.torch_device)
-    _mark_tensor_parallel(model, shape)
-    return model
-
-
-def _mark_tensor_parallel(model: GPTModel, shape: ModelShape) -> None:
-    """Mark the parameters that tensor-parallel ranks hold different parts of: in the gradient's norm all parts count,
-    of the other parameters only the first rank's.
-
-    megatron-core 0.16 marks them itself only while it initialises a model, which is skipped here.
-    """
+    # Mark the parameters that tensor-parallel ranks hold different parts of: in the gradient's norm all parts count, of
+    # the others only the first rank's. megatron-core 0.16 marks them only while it initialises a model: skipped here.
     for placed in placed_tensors(shape):
         parameter = local_parameter([model], placed)
         if parameter is not None and placed.rule.split_axis is not None:
             parameter.tensor_model_parallel = True
+    return model
 
 
 def wrap_for_training(
@@ -265,9 +255,7 @@ def wrap_for_training(
 ) -> list[DistributedDataParallel]:
     """The chunks, each with one flat gradient buffer, reduced over the data-parallel ranks once per minibatch."""
     reduction = DistributedDataParallelConfig(
-        use_distributed_optimizer=distributed_optimizer,
-        overlap_grad_reduce=False,
-        grad_reduce_in_fp32=True,
+        use_distributed_optimizer=distributed_optimizer, overlap_grad_reduce=False, grad_reduce_in_fp32=True
     )
     wrapped = [DistributedDataParallel(config, reduction, chunk) for chunk in chunks]
     for chunk in wrapped:

@@ -1,8 +1,7 @@
 """Which memory of the policy and its reference can be offloaded, and which set owns it.
 
 - "gradients": the flat buffers that Megatron's data parallelism reduces. They are zero between steps, so they are
-freed,
-  and onloaded as zeros.
+  freed, and onloaded as zeros.
 - "optimizer": the optimizer's state, and the float32 parameters it steps where the model's own are bfloat16. Where the
   model's are float32, the optimizer steps views of them, or themselves: those belong to "parameters".
 - "parameters": the policy's own; with the distributed optimizer, one flat buffer for each model chunk.
@@ -82,30 +81,29 @@ def training_sets(
 ) -> OffloadSets:
     """The sets that the settings offload, still on the device. `reference` is None where KL is not used."""
 
-    def parameters() -> list[Tensor]:
-        return [parameter for chunk in actor.chunks for parameter in chunk.parameters()]
+    def parameters(model: Actor | ForwardBackward = actor) -> list[Tensor]:
+        return [parameter for chunk in model.chunks for parameter in chunk.parameters()]
 
     def gradients() -> list[Tensor]:
         return [parameter.main_grad for parameter in parameters()]
-
-    def optimizer() -> list[Tensor]:
-        return optimizer_tensors(actor.learner.optimizer)
-
-    def belongs_to_others() -> list[Tensor]:
-        return parameters() + gradients()
-
-    def reference_parameters() -> list[Tensor]:
-        return [parameter for chunk in reference.chunks for parameter in chunk.parameters()]
 
     sets = []
     if settings.offload_gradients:
         sets.append(StorageSet("gradients", gradients, keep=False, device=device))
     if settings.offload_optimizer:
-        sets.append(StorageSet("optimizer", optimizer, keep=True, device=device, exclude=belongs_to_others))
+        sets.append(
+            StorageSet(
+                "optimizer",
+                lambda: optimizer_tensors(actor.learner.optimizer),
+                keep=True,
+                device=device,
+                exclude=lambda: parameters() + gradients(),
+            )
+        )
     if settings.offload_parameters:
         sets.append(StorageSet("parameters", parameters, keep=True, device=device))
     if settings.offload_reference and reference is not None:
-        sets.append(StorageSet("reference", reference_parameters, keep=True, device=device))
+        sets.append(StorageSet("reference", lambda: parameters(reference), keep=True, device=device))
     return OffloadSets(sets)
 
 
