@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rlmath.algorithms.types import Prompt
-from rlmath.data.files import PromptFile, PromptRow, UnusableRow
+from rlmath.data.files import PromptRow, UnusableRow
 from rlmath.data.formats import read_prompts, unusable_text
 from rlmath.data.tokenizer import prompt_tokens, render
 
@@ -187,18 +187,28 @@ def load_prompts(
             f"data.max_unusable_share={max_unusable_share:g} allows. The first: {unusable_text(file.unusable[:3])}. "
             "Mend the file, or raise data.max_unusable_share"
         )
-    if tokenizer is None:
-        prompts = [_prompt(row, row.prompt, ()) for row in file.rows]
-        return prompts, _report(path, file, [], None)
-    prompts = []
+    prompts: list[Prompt] = []
     dropped: list[DroppedPrompt] = []
-    for row, text, token_ids in _tokenized(file.rows, template, tokenizer):
-        if token_ids and len(token_ids) <= max_prompt_tokens:
-            prompts.append(_prompt(row, text, token_ids))
+    for row, text, ids in _tokenized(file.rows, template, tokenizer):
+        if tokenizer is None or 0 < len(ids) <= max_prompt_tokens:
+            prompts.append(Prompt(row.query_id, text, tuple(ids), row.solutions, row.task, row.more_json))
         else:
-            reason = "too long" if token_ids else "empty"
-            dropped.append(DroppedPrompt(row.query_id, len(token_ids), reason, row.prompt[:_START_CHARS]))
-    report = _report(path, file, dropped, max_prompt_tokens)
+            reason = "too long" if ids else "empty"
+            dropped.append(DroppedPrompt(row.query_id, len(ids), reason, row.prompt[:_START_CHARS]))
+    empty = sum(one.reason == "empty" for one in dropped)
+    report = FilterReport(
+        read=len(file.rows),
+        kept=len(prompts),
+        dropped_too_long=len(dropped) - empty,
+        longest_dropped_tokens=max((one.tokens for one in dropped), default=0),
+        max_prompt_tokens=None if tokenizer is None else max_prompt_tokens,
+        dropped_empty=empty,
+        path=path,
+        form=file.form,
+        repeated=file.repeated,
+        unusable=tuple(file.unusable),
+        examples=tuple(dropped[:EXAMPLES]),
+    )
     if not prompts:
         raise ValueError(
             f"{path}: all {report.read} prompts are longer than"
@@ -208,33 +218,13 @@ def load_prompts(
     return prompts, report
 
 
-def _report(
-    path: str, file: PromptFile, dropped: list[DroppedPrompt], max_prompt_tokens: int | None
-) -> FilterReport:
-    empty = sum(one.reason == "empty" for one in dropped)
-    return FilterReport(
-        read=len(file.rows),
-        kept=len(file.rows) - len(dropped),
-        dropped_too_long=len(dropped) - empty,
-        longest_dropped_tokens=max((one.tokens for one in dropped), default=0),
-        max_prompt_tokens=max_prompt_tokens,
-        dropped_empty=empty,
-        path=path,
-        form=file.form,
-        repeated=file.repeated,
-        unusable=tuple(file.unusable),
-        examples=tuple(dropped[:EXAMPLES]),
-    )
-
-
-def _prompt(row: PromptRow, text: str, token_ids: Sequence[int]) -> Prompt:
-    return Prompt(row.query_id, text, tuple(token_ids), row.solutions, row.task, row.more_json)
-
-
 def _tokenized(
-    rows: list[PromptRow], template: str, tokenizer: PreTrainedTokenizerFast
+    rows: list[PromptRow], template: str, tokenizer: PreTrainedTokenizerFast | None
 ) -> Iterator[tuple[PromptRow, str, list[int]]]:
-    """(row, text, tokens) of every row."""
+    """(row, text, tokens) of every row; without a tokenizer as it stands, and no tokens."""
+    if tokenizer is None:
+        yield from ((row, row.prompt, []) for row in rows)
+        return
     for start in range(0, len(rows), _CHUNK):
         chunk = rows[start : start + _CHUNK]
         texts = [render(row, template, tokenizer) for row in chunk]

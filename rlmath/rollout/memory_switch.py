@@ -73,7 +73,10 @@ class MemorySwitch:
             self.broken = True
             # Logged first: allocating memory can wait for a device that waits for a peer.
             logger.exception("A step failed; putting the engine to sleep and onloading the training side")
-            self._recover()
+            # Each action is tried even where others failed, and failures are logged.
+            self._try("put the engine to sleep", self._engine.memory.force_sleep)
+            for name in self._to_onload():
+                self._try(f"onload the {name}", partial(self._training.onload, name))
             raise
         self._monitor.end_cycle(all_gather_objects)
 
@@ -117,12 +120,6 @@ class MemorySwitch:
             yield
             release_cached(self._device)
         self._monitor.observe(name, device_bytes(self._device))
-
-    def _recover(self) -> None:
-        """Best effort: each action is tried even where others failed, and failures are logged."""
-        self._try("put the engine to sleep", self._engine.memory.force_sleep)
-        for name in self._to_onload():
-            self._try(f"onload the {name}", partial(self._training.onload, name))
 
     def _try(self, action: str, act: Callable[[], Any]) -> None:
         try:

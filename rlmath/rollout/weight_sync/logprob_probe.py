@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from rlmath.algorithms.types import MicroBatch, Sample
+from rlmath.algorithms.types import Sample
 from rlmath.data.packing import pack
 from rlmath.distributed.collectives import all_gather_objects
 from rlmath.distributed.mesh import Mesh
@@ -59,11 +59,11 @@ class Probe:
         mine = self._policy.logprobs(batches)
         found = None
         if self._mesh.counts_loss and self._mesh.data_rank == 0:
-            found = [
-                row
-                for batch, result in zip(batches, mine, strict=True)
-                for row in _rows(batch, result.logprobs_T.tolist())
-            ]
+            # One row a sample: the log-probs of its completion.
+            found = []
+            for batch, result in zip(batches, mine, strict=True):
+                bounds, row_T = batch.cu_seqlens_S1.tolist(), result.logprobs_T.tolist()
+                found += [row_T[bounds[s] + 1 : bounds[s + 1]] for s in range(len(batch.sample_indices))]
         (self._expected,) = [values for values in all_gather_objects(found) if values is not None]
 
     def _members(self) -> list[range]:
@@ -87,9 +87,3 @@ class Probe:
         # torch's max keeps a NaN, Python's may lose it.
         worst = int(torch.tensor([mean for mean, _ in everyone]).argmax())
         return ProbeResult(worst // self._mesh.engine_size, *everyone[worst])
-
-
-def _rows(batch: MicroBatch, logprobs_T: list[float]) -> list[list[float]]:
-    """The log-probs of each sample's completion, one row a sample."""
-    bounds = batch.cu_seqlens_S1.tolist()
-    return [logprobs_T[bounds[s] + 1 : bounds[s + 1]] for s in range(len(batch.sample_indices))]

@@ -21,7 +21,7 @@ import heapq
 import itertools
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -167,7 +167,9 @@ def plan_cell(
             local[rank].append(_copy(rank, rank, own, overlap.target))
             continue
         holders = tuple(overlap.sources)
-        for start, rows in _slices(overlap.target, budget // SLICES_OF_A_BUCKET):
+        step = max(1, budget // SLICES_OF_A_BUCKET // overlap.target.cols)
+        for start in range(0, overlap.target.rows, step):
+            rows = min(step, overlap.target.rows - start)
             source = senders.choose(rank, holders, rows * overlap.target.cols)
             held_there = overlap.sources[coordinates_of[source]]
             travelling.append(_copy(source, rank, held_there, overlap.target, start, rows))
@@ -180,13 +182,6 @@ def plan_cell(
         },
         element_bytes=element_bytes,
     )
-
-
-def _slices(block: Block, budget: int) -> Iterator[tuple[int, int]]:
-    """(first row, rows) of the block's slices of whole rows that fit the budget (elements)."""
-    step = max(1, budget // block.cols)
-    for start in range(0, block.rows, step):
-        yield start, min(step, block.rows - start)
 
 
 def _copy(
