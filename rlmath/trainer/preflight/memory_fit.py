@@ -112,10 +112,10 @@ def fit_problems(config: Config, shape: ModelShape, world_size: int, kind: Kind 
         total = _gib(target.total_bytes)
         return [f"memory: {target.name} has {total} GiB, no more than {RESERVE}. Take a larger GPU."]
     plans = memory_estimate.plan_ranks(config, shape, world_size, target, kind)
-    problems, phase_groups = [], [memory_estimate.TRAINING_PHASES]
+    problems, phase_groups = [], (memory_estimate.TRAINING_PHASES,)
     if kind == "grpo":
         problems += _engine_problems(config, shape, world_size, target)
-        phase_groups.insert(0, memory_estimate.GENERATION_PHASES)
+        phase_groups = (memory_estimate.GENERATION_PHASES, *phase_groups)
     for phases in phase_groups:
         plan, phase = memory_estimate.largest(plans, phases)
         if plan.held(phase) > usable_bytes(target):
