@@ -89,12 +89,8 @@ class CheckpointManager:
         retention: Retention,
     ) -> None:
         checkpointing.patch(SafeReader)
-        self._root = root
-        self._chunks = chunks
-        self._optimizer = optimizer
-        self._device = device
-        self._metadata_files = metadata_files
-        self._retention = retention
+        self._root, self._metadata_files, self._retention = root, metadata_files, retention
+        self._chunks, self._optimizer, self._device = chunks, optimizer, device
         self._rank = dist.get_rank()
         self._writer: WriterProcess | None = None
         self._in_flight: _InFlight | None = None

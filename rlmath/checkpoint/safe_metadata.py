@@ -15,8 +15,7 @@ import io
 import math
 import pickle
 import struct
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -112,9 +111,10 @@ def read_index(path: Path) -> dcp.Metadata:
         raise ValueError(
             f"{path} cannot be read ({error.strerror}); a torch_dist checkpoint is a folder with {INDEX}."
         ) from error
+    was_on = gc.isenabled()
+    gc.disable()  # it would search a million small objects, none of them garbage: more than twice the time
     try:
-        with _no_collections():
-            return _Builder(read_records(content), path.parent, len(content)).metadata()
+        return _Builder(read_records(content), path.parent, len(content)).metadata()
     except Refused as error:
         raise ValueError(f"{path} is refused: {error}") from error
     except BROKEN as error:
@@ -122,16 +122,6 @@ def read_index(path: Path) -> dcp.Metadata:
         raise ValueError(
             f"{path} is damaged, or not the index of a checkpoint ({reason}). Copy it again."
         ) from error
-
-
-@contextmanager
-def _no_collections() -> Iterator[None]:
-    """Python's collector would search a million small objects, none of them garbage, again and again: more than twice
-    the time."""
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
     finally:
         if was_on:
             gc.enable()
@@ -255,9 +245,8 @@ class _Builder:
         fields = _fields(entry, "TensorStorageMetadata")
         size = _size(fields.get("size"), key)
         chunks = [self._chunk(chunk, size, key) for chunk in _checked(fields.get("chunks"), list, "chunks")]
-        return dcp.TensorStorageMetadata(
-            dcp.TensorProperties(dtype=_dtype(fields.get("properties"), key)), size, chunks
-        )
+        properties = dcp.TensorProperties(dtype=_dtype(fields.get("properties"), key))
+        return dcp.TensorStorageMetadata(properties, size, chunks)
 
     def _chunk(self, chunk: Any, whole: torch.Size, key: str) -> dcp.ChunkStorageMetadata:
         self._spend()

@@ -23,7 +23,6 @@ CUDA_DEFAULTS = {
     "NCCL_CUMEM_ENABLE": "0",
 }
 """Environment of a rank on GPU where the user has not set it; docs/clusters.md lists them."""
-
 FULLY_CONNECTED_RANKS = 32
 """Up to so many ranks, gloo connects every rank with every other one at the start, which detects a dead rank soonest.
 Beyond, it connects only those that communicate: the full mesh of 512 ranks would take 520,000 requests and 1.1 GB

@@ -97,10 +97,8 @@ class Mesh:
     def describe(self) -> str:
         """For example "TP2 x PP1 x DP1, 2 engines of TP1"; at most
         "TP2 x CP2 x PP2 x VPP2 x DP1 x EP2 x ETP2, ..."."""
-        return (
-            f"{self.training_layout}, {self.num_engines} engine{'s' if self.num_engines > 1 else ''} "
-            f"of TP{self.engine_size}"
-        )
+        engines = f"{self.num_engines} engine{'s' if self.num_engines > 1 else ''}"
+        return f"{self.training_layout}, {engines} of TP{self.engine_size}"
 
     @property
     def training_layout(self) -> str:

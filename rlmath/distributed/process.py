@@ -85,25 +85,20 @@ def innermost_call() -> str:
     return f"{code.co_name} ({Path(code.co_filename).name}:{frame.f_lineno})"
 
 
-def stacks_text() -> str:
-    """The stacks of all Python threads, the main thread's first, innermost call last."""
-    frames = sys._current_frames()
-    threads = sorted(threading.enumerate(), key=lambda thread: thread is not threading.main_thread())
-    return "\n".join(
-        f"Thread {thread.name}:\n{''.join(traceback.format_stack(frames[thread.ident]))}"
-        for thread in threads
-        if thread.ident in frames
-    )
-
-
 def stacks_path(output_dir: str | Path, rank: int) -> Path:
     """In the run's folder, where a rank that hung writes its stacks."""
     return Path(output_dir) / "stacks" / f"rank-{rank:05d}.txt"
 
 
 def write_stacks(output_dir: str | Path, rank: int, heading: str) -> Path:
-    """Write the stacks of this process under `heading`; returns the path. OSError where the folder is not writable."""
+    """Write the stacks of all Python threads under `heading`, the main thread's first, innermost call last; returns the
+    path. OSError where the folder is not writable."""
+    texts, frames = [f"{heading}\n"], sys._current_frames()
+    for thread in sorted(threading.enumerate(), key=lambda thread: thread is not threading.main_thread()):
+        if thread.ident in frames:
+            stack = "".join(traceback.format_stack(frames[thread.ident]))
+            texts.append(f"Thread {thread.name}:\n{stack}")
     path = stacks_path(output_dir, rank)
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(f"{heading}\n\n{stacks_text()}", encoding="utf-8")
+    path.write_text("\n".join(texts), encoding="utf-8")
     return path

@@ -107,6 +107,5 @@ def problems_text(problems: Mapping[int, str], reports: Mapping[int, RankReport]
     for problem, ranks in ranks_of.items():
         hosts = list(dict.fromkeys(reports[rank].host for rank in ranks))
         parts.append(f"on {hosts_text(hosts)} ({ranks_text(ranks)}): {problem}")
-    return "\n".join(
-        [*parts, f"{len(problems)} of the {len(reports)} ranks that are here found something wrong."]
-    )
+    parts.append(f"{len(problems)} of the {len(reports)} ranks that are here found something wrong.")
+    return "\n".join(parts)

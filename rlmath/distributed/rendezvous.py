@@ -233,13 +233,12 @@ def open_rendezvous(seconds: float) -> Rendezvous | None:
     if own.world_size == 1:
         return None
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    launcher_has_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     try:
         store = dist.TCPStore(
             address,
             port,
             own.world_size,
-            is_master=own.rank == 0 and not launcher_has_store,
+            is_master=own.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True",
             timeout=timedelta(seconds=seconds),
             wait_for_workers=False,
             multi_tenant=True,

@@ -17,11 +17,9 @@ from rlmath.distributed.device import Device, synchronize
 
 Tensors = Callable[[], Iterable[Tensor]]
 """Returns the current tensors: an optimizer creates its state at the first step."""
-
 BLOCK_BYTES = 64 * 2**20
 """Size of one piece of host memory. torch may round pinned memory up to a power of two: in pieces of one, only what
 remains at the end costs more than it holds."""
-
 ALIGNMENT_BYTES = 512
 """Every storage starts at a multiple of this in host memory, as it does on the device, so that copies run at full
 speed."""
@@ -94,11 +92,8 @@ class StorageSet:
     def __init__(
         self, name: str, tensors: Tensors, keep: bool, device: Device, exclude: Tensors = tuple
     ) -> None:
-        self.name = name
-        self._tensors = tensors
-        self._keep = keep
-        self._device = device
-        self._exclude = exclude
+        self.name, self._keep, self._device = name, keep, device
+        self._tensors, self._exclude = tensors, exclude
         self._host = HostMemory(pinned=device.kind == "cuda")
         self._copies: list[_HostCopy] = []
         self._offloaded = False

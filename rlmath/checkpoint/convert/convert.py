@@ -111,12 +111,11 @@ def megatron_to_hf(
     reader = StateReader(state)
     found = find_all(reader, shape)
     formats = {reader.tensors[key].properties.dtype for one in found for key, *_ in one.regions}
+    words = ", ".join(sorted(str(one).removeprefix("torch.") for one in formats))
     if not formats <= set(_DTYPES.values()):
-        raise ValueError(f"{state} has numbers in {_words(formats)}; needed: float32, bfloat16 or float16.")
+        raise ValueError(f"{state} has numbers in {words}; needed: float32, bfloat16 or float16.")
     if dtype is None and len(formats) > 1:
-        raise ValueError(
-            f"{state} has numbers in {_words(formats)}; needed: one format. Choose it by --dtype."
-        )
+        raise ValueError(f"{state} has numbers in {words}; needed: one format. Choose it by --dtype.")
     dtype = next(iter(formats)) if dtype is None else dtype
     names = _expected(shape)
     with _fresh_folder(output, _elements(names.values()) * dtype.itemsize) as folder:
@@ -234,7 +233,3 @@ def check_output(output: Path) -> None:
 
 def _elements(shapes: Iterable[tuple[int, ...]]) -> int:
     return sum(math.prod(size) for size in shapes)
-
-
-def _words(formats: Iterable[torch.dtype]) -> str:
-    return ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in formats))

@@ -21,13 +21,8 @@ import torch
 from torch import Tensor
 
 from rlmath.checkpoint.convert.torch_dist_io import StateReader
-from rlmath.checkpoint.hf.weight_map import (
-    Placed,
-    canonical_shape,
-    from_canonical,
-    has_experts,
-    placed_tensors,
-)
+from rlmath.checkpoint.hf import weight_map
+from rlmath.checkpoint.hf.weight_map import Placed, placed_tensors
 from rlmath.config.model_shape import ModelShape
 
 _MERGED = {"plain": 1, "vocab": 1, "qkv": 3, "gate_up": 2}
@@ -79,7 +74,7 @@ class Part:
 def stored_tensors(shape: ModelShape, tensor: int = 1) -> Iterator[Stored]:
     """Every tensor of a model in streaming order, the vocabulary filled up to a multiple of `tensor`."""
     for placed in placed_tensors(shape):
-        canonical = canonical_shape(placed.rule, shape, tensor)
+        canonical = weight_map.canonical_shape(placed.rule, shape, tensor)
         merged = _MERGED[placed.rule.form]
         lead = tuple(number for number in (placed.layer, placed.expert) if number is not None)
         yield Stored(
@@ -112,7 +107,11 @@ def _key(name: str, layer: int | None = None) -> str:
 def written_keys(stored: Stored, shape: ModelShape) -> tuple[str, ...]:
     """The keys under which a tensor is written. Transformer Engine's layers and Megatron's local ones ask for the same
     ones, those of Transformer Engine's parameters; but for the norm before experts, which is written under both."""
-    return stored.keys if has_experts(shape.architecture) and len(stored.keys) > 1 else stored.keys[-1:]
+    return (
+        stored.keys
+        if weight_map.has_experts(shape.architecture) and len(stored.keys) > 1
+        else stored.keys[-1:]
+    )
 
 
 def parts(stored: Stored, tensor: int) -> list[Part]:
@@ -193,7 +192,7 @@ class Found:
         rows = read[0] if len(read) == 1 else torch.cat(read)
         canonical = rows if placed.rule.form == "vocab" else rows.reshape(self.stored.canonical)
         del read, rows
-        yield from zip(placed.hf_names, from_canonical(placed.rule, canonical, shape), strict=True)
+        yield from zip(placed.hf_names, weight_map.from_canonical(placed.rule, canonical, shape), strict=True)
 
 
 def find_all(reader: StateReader, shape: ModelShape) -> list[Found]:

@@ -8,21 +8,12 @@ from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 
-from rlmath.checkpoint.directory import (
-    CHECKPOINTS,
-    MANIFEST,
-    METADATA_FILES,
-    STATE,
-    complete_checkpoints,
-    read_checkpoint,
-    wrong_sizes,
-)
+from rlmath.checkpoint import directory
 from rlmath.checkpoint.hf.weights import HFReader
 from rlmath.checkpoint.safe_metadata import INDEX
 
 TRACKER = "latest_checkpointed_iteration.txt"
 """Megatron-LM's file that names the checkpoint of a folder to load: an iteration, or "release"."""
-
 RELEASE = "release"
 """Megatron-LM's name for a checkpoint of weights alone. Of one with an iteration it also loads the optimizer."""
 
@@ -42,16 +33,15 @@ def find_megatron(folder: Path) -> MegatronSource:
     Megatron-LM would load. ValueError where there is none, or where files of it are missing."""
     if (folder / INDEX).is_file():
         return _with_metadata_files(folder, folder, folder.parent)
-    if (folder / MANIFEST).is_file():
-        damage = wrong_sizes(read_checkpoint(folder))
+    if (folder / directory.MANIFEST).is_file():
+        damage = directory.wrong_sizes(directory.read_checkpoint(folder))
         if damage:
             raise ValueError(f"the checkpoint {folder} is damaged: {'; '.join(damage)}")
-        return _with_metadata_files(folder / STATE, folder)
+        return _with_metadata_files(folder / directory.STATE, folder)
     if (folder / TRACKER).is_file():
         return _with_metadata_files(_tracked(folder), folder)
-    found, problems = complete_checkpoints(
-        folder / CHECKPOINTS if (folder / CHECKPOINTS).is_dir() else folder
-    )
+    root = folder / directory.CHECKPOINTS
+    found, problems = directory.complete_checkpoints(root if root.is_dir() else folder)
     if not found:
         raise ValueError(
             f"{folder} is no checkpoint; needed: one of this program (step-...), a run's output folder, a torch_dist "
@@ -74,7 +64,7 @@ def _tracked(folder: Path) -> Path:
 
 
 def _with_metadata_files(state: Path, *places: Path) -> MegatronSource:
-    beside = (place / METADATA_FILES for place in places)
+    beside = (place / directory.METADATA_FILES for place in places)
     return MegatronSource(state, next((path for path in beside if (path / "config.json").is_file()), None))
 
 

@@ -26,10 +26,8 @@ FORMAT = {
     "common_backend_version": 1,
 }
 """What Megatron expects in metadata.json."""
-
 COMMON = {"checkpoint_version": 3.0, "iteration": 0}
 """What Megatron-LM expects in common.pt: for versions before 2 it would reorder the rows of query, key and value."""
-
 _OVERHEAD_BYTES = 2**16
 """Most of a saved part that is not its numbers: names and shapes."""
 _UNREADABLE = (OSError, EOFError, RuntimeError, ValueError, pickle.UnpicklingError, zipfile.BadZipFile)
@@ -126,9 +124,6 @@ class _Span(io.RawIOBase):
 
     def seekable(self) -> bool:
         return True
-
-    def tell(self) -> int:
-        return self._at
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
         base = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._length}[whence]

@@ -12,6 +12,7 @@ axis. With G key-value groups, R query heads per group, D head dim, F feed-forwa
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -180,21 +181,16 @@ def placed_tensors(shape: ModelShape) -> Iterator[Placed]:
         if rule.owner == "first":
             yield Placed(rule, None, rule.hf)
     for layer in range(shape.num_layers):
-        yield from _of_layer(rules, shape, layer)
+        for rule in rules:
+            if rule.owner == "layer":
+                yield Placed(rule, layer, tuple(name.format(n=layer) for name in rule.hf))
+        for expert, rule in itertools.product(range(shape.num_experts), rules):
+            if rule.owner == "expert":
+                yield Placed(rule, layer, tuple(name.format(n=layer, e=expert) for name in rule.hf), expert)
     for rule in rules:
         tied_head = shape.tied_embeddings and rule.megatron == ("output_layer.weight",)
         if rule.owner == "last" and not tied_head:
             yield Placed(rule, None, rule.hf)
-
-
-def _of_layer(rules: Sequence[Rule], shape: ModelShape, layer: int) -> Iterator[Placed]:
-    for rule in rules:
-        if rule.owner == "layer":
-            yield Placed(rule, layer, tuple(name.format(n=layer) for name in rule.hf))
-    for expert in range(shape.num_experts):
-        for rule in rules:
-            if rule.owner == "expert":
-                yield Placed(rule, layer, tuple(name.format(n=layer, e=expert) for name in rule.hf), expert)
 
 
 def padded_vocab(vocab_size: int, tensor: int) -> int:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import struct
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,7 +35,6 @@ DTYPE_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16
 """Names of number formats in safetensors headers."""
 _BLOCK = 2**22
 """Elements converted and written at a time."""
-_LENGTH = struct.Struct("<Q")
 
 
 # ---------------------------------------------------------------- reading a folder
@@ -258,20 +256,16 @@ def write_hf_folder(
         finally:
             files.abandon()
         write_metadata_files(partial_folder, metadata_files, dtype)
-        _publish(partial_folder, output)
+        # What has the final name is renamed first: an incomplete model never has it.
+        before = set_aside(output, f".before{PARTIAL}") if output.exists() else None
+        partial_folder.rename(output)
+        if before is not None:
+            shutil.rmtree(before, ignore_errors=True)
     except OSError:
         for _ in tensors:  # a collective: the others wait for it
             pass
         shutil.rmtree(partial_folder, ignore_errors=True)
         raise
-
-
-def _publish(partial_folder: Path, output: Path) -> None:
-    """Rename the folder to its final name. What has that name is renamed first: an incomplete model never has it."""
-    before = set_aside(output, f".before{PARTIAL}") if output.exists() else None
-    partial_folder.rename(output)
-    if before is not None:
-        shutil.rmtree(before, ignore_errors=True)
 
 
 def write_metadata_files(folder: Path, metadata_files: Mapping[str, bytes], dtype: torch.dtype) -> None:
@@ -289,8 +283,7 @@ class SafetensorsWriter:
     """Writes the weights of one model into a folder, in files of bounded size, named as the Hub does."""
 
     def __init__(self, folder: Path, shard_bytes: int) -> None:
-        self._folder = folder
-        self._shard_bytes = shard_bytes
+        self._folder, self._shard_bytes = folder, shard_bytes
         self._files: list[list[str]] = []
         self._open: _File | None = None
         self.bytes = 0
@@ -337,7 +330,7 @@ class _File:
 
     def __init__(self, path: Path) -> None:
         self.file: BinaryIO = path.open("wb", buffering=0)
-        self.file.seek(_LENGTH.size + HEADER_BYTES)
+        self.file.seek(8 + HEADER_BYTES)  # the first 8 bytes are the header's length
         self._header: dict[str, object] = {"__metadata__": {"format": "pt"}}
         self._header_bytes = len(json.dumps(self._header))
         self._size = 0
@@ -366,7 +359,7 @@ class _File:
     def close(self) -> None:
         header = json.dumps(self._header).encode().ljust(HEADER_BYTES)
         self.file.seek(0)
-        _write(self.file, memoryview(_LENGTH.pack(len(header)) + header))
+        _write(self.file, memoryview(len(header).to_bytes(8, "little") + header))
         self.file.close()
 
 

@@ -156,7 +156,10 @@ class Heartbeat:
             except (OSError, ValueError) as error:
                 logger.warning("rank %d could not check its neighbours: %s", self._rank, error)
             self._wake.wait(BEAT_SECONDS)
-        self._publish_end()
+        try:
+            self._store.set(f"status/{self._rank}", replace(self._status(), left=True).as_json())
+        except RuntimeError as error:
+            logger.debug("the store ended before this rank: %s", error)
 
     def _exchange(self, passed: float) -> None:
         """One beat; `passed` seconds after the last one."""
@@ -245,12 +248,6 @@ class Heartbeat:
             beats=self._beats,
             left=False,
         )
-
-    def _publish_end(self) -> None:
-        try:
-            self._store.set(f"status/{self._rank}", replace(self._status(), left=True).as_json())
-        except RuntimeError as error:
-            logger.debug("the store ended before this rank: %s", error)
 
     # ------------------------------------------------------------ the store and the launcher
 

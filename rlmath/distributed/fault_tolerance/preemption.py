@@ -25,7 +25,6 @@ SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 LAUNCHER_ENDED = "the end of the launcher"
 REASONS = (None, "SIGTERM", "SIGUSR1", LAUNCHER_ENDED)
 """What can request a stop; ranks agree on an index into this list."""
-
 WANTED_SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1")
 
 
@@ -58,8 +57,7 @@ class StopRequest:
 
     def request(self, reason: str) -> None:
         """Request a stop as a signal does; `reason` is one of REASONS. From any thread."""
-        if self._requested is None:
-            self._requested = reason
+        self._requested = self._requested or reason
         os.write(self._waker, b"\0")
 
     def done(self) -> None:
@@ -67,8 +65,7 @@ class StopRequest:
         self._done.set()
 
     def _record(self, number: int, _frame: object) -> None:
-        if self._requested is None:
-            self._requested = signal.Signals(number).name
+        self._requested = self._requested or signal.Signals(number).name
 
     def _enforce_deadline(self) -> None:
         """The thread: waits for the first request, then for the deadline."""
