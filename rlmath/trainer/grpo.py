@@ -252,7 +252,7 @@ class Minibatch:
     """Log-probs under the reference; None: no KL in the loss."""
 
 
-@dataclass
+@dataclass(eq=False, repr=False)
 class PolicyUpdater:
     """The updating half of a step; it needs no engine. One for each length stage."""
 
@@ -319,7 +319,8 @@ class PolicyUpdater:
         with timed("update"):
             bounds = pairwise(accumulate(map(len, packed), initial=0))
             minibatches = [
-                Minibatch(batches[i:j], old and old[i:j], reference and reference[i:j]) for i, j in bounds
+                Minibatch(batches[i:j], old[i:j] if old else None, reference[i:j] if reference else None)
+                for i, j in bounds
             ]
             results = self.run_minibatches(minibatches, number)
         return UpdateRecord(results, advantages_PG, reward_kl, passes=len(results) / len(minibatches))

@@ -16,7 +16,7 @@ import json
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -43,7 +43,7 @@ NO_STEP = -1
 """Stands for the step in the seeds of validations: no step of training has it."""
 
 
-@dataclass
+@dataclass(eq=False, repr=False)
 class Validator:
     """Measures when it is due, and keeps the best model. All ranks call it alike."""
 
@@ -60,7 +60,7 @@ class Validator:
     """Writes the model as it is now into a folder, with some files more; a collective. OSError on rank 0."""
     asked_to_stop: Callable[[], str | None]
     """A collective, called before every batch."""
-    stopped_by: str | None = None
+    stopped_by: str | None = field(default=None, init=False)
     """What asked the run to stop while it validated, which broke that off."""
 
     def __post_init__(self) -> None:
