@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from rlmath.config.schema import (
     RolloutConfig,
     RunConfig,
     SaveConfig,
+    SelectionConfig,
 )
 from rlmath.data.dataset import load_inputs
 from rlmath.distributed.device import init_process_group, open_device
@@ -83,7 +84,7 @@ def config_of(folder: Path, place: Path) -> Config:
     )
 
 
-def steps(folder: Path, place: Path) -> list[Step]:
+def steps(folder: Path, place: Path, drop_truncated: bool = False) -> list[Step]:
     """All steps of a small run by one rank, without the life cycle around them."""
     from rlmath.trainer.checkpointing import Checkpointer
     from rlmath.trainer.grpo import GrpoTrainer
@@ -94,6 +95,7 @@ def steps(folder: Path, place: Path) -> list[Step]:
     ]
     (place / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     config, shape = config_of(folder, place), shape_of(folder)
+    config = replace(config, selection=SelectionConfig(drop_truncated=drop_truncated))
     prepared = PreparedRun(config, shape, load_inputs(config, shape), Origin("", ""), None)
     device, mesh, made = open_device("cpu"), Mesh(0, 1, 1, 1, 1), []
     with GrpoTrainer.open_workers(config, mesh) as workers:

@@ -118,3 +118,22 @@ def test_rewards_and_advantages_are_of_their_groups(made: list[Step]) -> None:
             mean = sum(rewards) / GROUP
             deviation = math.sqrt(sum((reward - mean) ** 2 for reward in rewards) / (GROUP - 1))
             assert row == pytest.approx([(reward - mean) / (deviation + 1e-6) for reward in rewards])
+
+
+def test_only_what_is_selected_is_learned_from(ranks: RankPool, untied_model: Path, tmp_path: Path) -> None:
+    """With selection.drop_truncated the completions that were cut off are sampled, but not learned from."""
+    (made,) = ranks.run(1, grpo_step_cases.steps, untied_model, tmp_path, True)
+    completions = [one for step in made for group in step.groups for one in group.completions]
+    ended = [one for one in completions if one.finish_reason == "stop"]
+    assert 0 < len(ended) < len(completions)
+    for step in made:
+        whole = sorted(
+            [*group.prompt.token_ids, *one.token_ids]
+            for group in step.groups
+            for one in group.completions
+            if one.finish_reason == "stop"
+        )
+        learned = [
+            row for call in step.learned[: len(step.learned) // EPOCHS] for row in call.tokens.values()
+        ]
+        assert sorted(learned) == whole
