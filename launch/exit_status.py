@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import sys
 
+from rlmath.config.terminal import escape_terminal
 from rlmath.distributed.fault_tolerance.exit_codes import (
     MEANINGS,
     MISTAKE,
@@ -20,6 +21,7 @@ from rlmath.distributed.fault_tolerance.exit_codes import (
 
 
 def main() -> int:
+    escape_terminal()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("folder", metavar="FOLDER", help="what the run writes into")
     parser.add_argument("--clear", action="store_true", help="remove the status of an earlier run")

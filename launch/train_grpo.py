@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rlmath.config.load import load_config, make_parser, parse_arguments
+from rlmath.config.terminal import escape_terminal
 from rlmath.distributed.device import environment_rank
 from rlmath.distributed.fault_tolerance.exit_codes import MISTAKE
 from rlmath.trainer.startup import prepare_grpo, start
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """One of `rlmath.distributed.fault_tolerance.exit_codes`."""
+    escape_terminal()
     parser = make_parser("Train a model with GRPO.")
     parser.add_argument(
         "--dry-run",

@@ -19,6 +19,8 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
+from rlmath.config.terminal import escape_terminal
+
 POLL_SECONDS = 0.2
 FIRST_LOG_SECONDS = 30.0
 READ_SECONDS = 10.0
@@ -27,6 +29,7 @@ SLACK_SECONDS = 15.0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    escape_terminal()
     given = parse(argv)
     host, _, port = given.endpoint.rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port) < 2**16:

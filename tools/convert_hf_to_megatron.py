@@ -23,6 +23,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rlmath.checkpoint.convert.convert import DTYPES, check_output, hf_to_megatron
+from rlmath.config.terminal import escape_terminal
 from rlmath.models.hf_config import read_model_shape
 
 FAILED, MISTAKE = 1, 2
@@ -30,6 +31,7 @@ FAILED, MISTAKE = 1, 2
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit status 0, FAILED or MISTAKE."""
+    escape_terminal()
     given = parse(argv)
     start = time.perf_counter()
     try:

@@ -23,6 +23,7 @@ from pathlib import Path
 from rlmath.checkpoint.convert.convert import DTYPES, Converted, check_output, megatron_to_hf
 from rlmath.checkpoint.convert.sources import find_megatron
 from rlmath.checkpoint.hf.weights import read_metadata_files
+from rlmath.config.terminal import escape_terminal
 from rlmath.models.hf_config import read_model_shape
 
 FAILED, MISTAKE = 1, 2
@@ -31,6 +32,7 @@ CONFIG = "config.json"
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit status 0, FAILED or MISTAKE."""
+    escape_terminal()
     given = parse(argv)
     start = time.perf_counter()
     try:

@@ -20,6 +20,8 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from rlmath.config.terminal import escape_terminal
+
 REPOSITORY = Path(__file__).resolve().parents[1]
 MAX_PROMPT_TOKENS = 32
 MAX_NEW_TOKENS = 32
@@ -165,6 +167,7 @@ def demo(folder: Path, seed: int, layout: Layout, algorithm: str) -> dict:
 
 def main() -> int:
     """Exit status 0, 2 on a mistake of the user's, or that of the stage that failed."""
+    escape_terminal()
     parser = argparse.ArgumentParser(description="Train a tiny model with GRPO on this machine's CPU.")
     parser.add_argument("--seed", type=int, default=1, help="of data, model and training (default: 1)")
     parser.add_argument("--ranks", type=int, default=2, help="processes (default: 2)")

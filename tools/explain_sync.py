@@ -25,6 +25,7 @@ from rlmath.checkpoint.hf.weight_map import parameter_count, placed_tensors
 from rlmath.config.load import load_config, make_parser
 from rlmath.config.model_shape import ModelShape
 from rlmath.config.schema import Config
+from rlmath.config.terminal import escape_terminal
 from rlmath.distributed.mesh import Mesh
 from rlmath.rollout.weight_sync.reshard_plan import Copy, SyncPlan, bucket_bytes, plan_sync
 from rlmath.rollout.weight_sync.shard_layouts import (
@@ -60,6 +61,7 @@ class Explained:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit status 0, or MISTAKE."""
+    escape_terminal()
     parser = make_parser("Explain the weight sync of a run.")
     parser.add_argument(
         "--ranks", type=int, help="ranks of the run; without it those of parallel.data, else the least"

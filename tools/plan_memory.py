@@ -22,6 +22,7 @@ from rlmath.config.length_curriculum import with_longest_lengths
 from rlmath.config.load import load_config, make_parser
 from rlmath.config.model_shape import ModelShape
 from rlmath.config.schema import Config
+from rlmath.config.terminal import escape_terminal
 from rlmath.models.hf_config import planned_shape, required_shape
 from rlmath.trainer.preflight.checks import setting_problems, shape_problems
 from rlmath.trainer.preflight.length_curriculum import of_longest_stage
@@ -36,6 +37,7 @@ NOT_NEEDED = ("run.output_dir=unused", "data.train_path=unused")
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit status 0 where the run fits, MISTAKE where not."""
+    escape_terminal()
     parser = make_parser("Plan the memory of a run.")
     parser.add_argument(
         "--ranks", type=int, help="ranks of the run; without it those of parallel.data, else the least"

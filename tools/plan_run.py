@@ -21,6 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from rlmath.config.gpu_specs import GPUS
 from rlmath.config.load import load_config, make_parser
+from rlmath.config.terminal import escape_terminal
 from rlmath.models.hf_config import required_shape
 from rlmath.planner.calibration import Measured, Where, as_file, fit, read_coefficients, read_run
 from rlmath.planner.machines import CPU, machine_of
@@ -34,6 +35,7 @@ from tools.plan_memory import MISTAKE, NOT_NEEDED
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit status 0 where the run fits, MISTAKE where not, or where there is no plan."""
+    escape_terminal()
     given = parser().parse_intermixed_args(argv)
     try:
         if given.published:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 
-from rlmath.trainer.telemetry.console import visible
+from rlmath.config.terminal import escape_terminal, visible
 from rlmath.trainer.telemetry.metrics_writer import read_metrics
 
 WIDTH, HEIGHT = 760, 420
@@ -68,6 +68,7 @@ class Axis:
 
 def main(arguments: list[str] | None = None) -> int:
     """Writes the picture; 1 and a line on stderr when a run has no such metric."""
+    escape_terminal()
     parser = argparse.ArgumentParser(
         description="Draw a metric of one or more runs over the steps, as an SVG."
     )

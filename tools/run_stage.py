@@ -23,6 +23,7 @@ from pathlib import Path, PurePosixPath
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from rlmath.config.terminal import escape_terminal
 from tools.docker_files import Instruction, context_files, read_stages
 
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -43,6 +44,7 @@ class State:
 
 
 def main() -> None:
+    escape_terminal()
     args = read_arguments()
     try:
         stages = read_stages((args.context / "Dockerfile").read_text(encoding="utf-8"))

@@ -12,7 +12,7 @@ import re
 import sys
 from pathlib import Path
 
-from rlmath.trainer.telemetry.console import visible
+from rlmath.config.terminal import escape_terminal, visible
 from rlmath.trainer.telemetry.samples import SAMPLES_FOLDER, completion_facts, samples_file
 
 _FILE_NAME = re.compile(r"step-(\d{6,})\.jsonl")
@@ -20,6 +20,7 @@ _FILE_NAME = re.compile(r"step-(\d{6,})\.jsonl")
 
 def main(arguments: list[str] | None = None) -> int:
     """Prints the groups; 1 and a line on stderr when there is nothing to show."""
+    escape_terminal()
     options = _parse_arguments(arguments)
     try:
         path = _choose_file(options.run_dir, options.step)

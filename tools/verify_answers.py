@@ -21,6 +21,7 @@ from typing import Any, TextIO
 
 from tqdm import tqdm
 
+from rlmath.config.terminal import escape_terminal
 from rlmath.rewards.verifier import TASKS, Rules, Verdict
 from rlmath.rewards.worker_pool import VerifierPool
 
@@ -33,6 +34,7 @@ WAITING = 4096
 
 def main(arguments: list[str] | None = None) -> int:
     """Verifies the file; returns 0, 1 if lines were malformed, 2 if it cannot start."""
+    escape_terminal()
     options = _parse_arguments(arguments)
     source, target = Path(options.input), Path(options.output)
     problem = _problem(source, target)

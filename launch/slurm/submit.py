@@ -22,6 +22,7 @@ from launch.slurm import cluster
 from launch.slurm.programs import Program, evaluation, training
 from launch.slurm.script import RUNTIMES, Job, job_problems, script_text
 from rlmath.config.help import raise_problems
+from rlmath.config.terminal import escape_terminal
 from rlmath.distributed.fault_tolerance.exit_codes import MISTAKE, clear_exit_status
 
 LOGS = Path("outputs") / "slurm"
@@ -29,6 +30,7 @@ LOGS = Path("outputs") / "slurm"
 
 def main(argv: Sequence[str] | None = None) -> int:
     """0, or MISTAKE where nothing was queued."""
+    escape_terminal()
     given = parse(sys.argv[1:] if argv is None else argv)
     try:
         job = job_of(given)

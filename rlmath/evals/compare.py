@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rlmath.config.terminal import visible
 from rlmath.evals.pass_at_k import bootstrap_interval
 from rlmath.evals.tables import FORMAT, RESULTS, boxed_table
-from rlmath.trainer.telemetry.console import visible
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from rlmath.config.terminal import visible
 from rlmath.evals.results import BenchmarkResult
-from rlmath.trainer.telemetry.console import visible
 
 RESULTS = "results.json"
 FORMAT = 1

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import logging
 import os
-import unicodedata
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
+
+from rlmath.config.terminal import escape_terminal, visible
 
 STEP_LINE_METRICS = {
     "task_reward": ".4f",
@@ -23,11 +24,13 @@ _QUIET = ("vllm", "transformers", "megatron", "torch", "filelock", "urllib3", "a
 
 
 def setup_logging(rank: int) -> None:
-    """Time-stamped lines on stderr: everything of rank 0, warnings of the others; of libraries only errors.
+    """Time-stamped lines on stderr: everything of rank 0, warnings of the others; of libraries only errors. No text
+    reaches the terminal with control characters (`escape_terminal`).
 
     Call it before vLLM is imported: vLLM would install handlers of its own.
     To hear the libraries, set VLLM_LOGGING_LEVEL, TORCH_CPP_LOG_LEVEL or PYTHONWARNINGS.
     """
+    escape_terminal()
     os.environ.setdefault("VLLM_CONFIGURE_LOGGING", "0")
     name = "" if rank == 0 else f" rank {rank}"
     logging.basicConfig(
@@ -90,28 +93,6 @@ Total time consumption: 5.678s. Estimated remaining time: 66.243s. task_reward: 
             *shown,
         ]
     )
-
-
-_UNSEEN = frozenset({"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"})
-"""Unicode categories that move the cursor, turn the writing direction, or show nothing."""
-
-
-def visible(text: str) -> str:
-    """Control, format and surrogate characters written as \\x1b or \\u202e; new lines and tabs stay.
-
-    >>> visible("a\\x1b[31mb")
-    'a\\\\x1b[31mb'
-    """
-    if text.isascii() and text.isprintable():
-        return text
-    return "".join(map(_visible_char, text))
-
-
-def _visible_char(char: str) -> str:
-    if char in "\n\t" or unicodedata.category(char) not in _UNSEEN:
-        return char
-    code = ord(char)
-    return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"
 
 
 def shortened(text: str, most: int) -> str:

@@ -8,8 +8,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from rlmath.config.terminal import visible
 from rlmath.rewards.verifier import FAILURES
-from rlmath.trainer.telemetry.console import code_block, shortened, visible
+from rlmath.trainer.telemetry.console import code_block, shortened
 from rlmath.trainer.telemetry.metrics_writer import MetricsWriter, json_number
 
 if TYPE_CHECKING:  # importing it imports torch, which the tool that shows samples does not need
@@ -127,6 +128,6 @@ def completion_facts(completion: dict) -> str:
     right = "right" if completion["correct"] else "wrong"
     return (
         f"reward {float(completion['reward']):+g}, advantage {float(completion['advantage']):+.3f},"
-        f" {right} ({visible(completion['verdict'])}), {completion['length']} tokens,"
+        f" {right} ({visible(completion['verdict'])}), {int(completion['length'])} tokens,"
         f" {visible(completion['finish_reason'])}"
     )

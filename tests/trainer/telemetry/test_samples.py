@@ -6,7 +6,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tensorboard.plugin_util import markdown_to_safe_html
 
 from rlmath.algorithms.types import Completion, Prompt, Score, ScoredGroup
-from rlmath.trainer.telemetry.console import code_block, shortened, visible
+from rlmath.config.terminal import visible
+from rlmath.trainer.telemetry.console import code_block, shortened
 from rlmath.trainer.telemetry.metrics_writer import MetricsWriter
 from rlmath.trainer.telemetry.samples import SampleWriter, group_markdown
 

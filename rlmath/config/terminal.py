@@ -1,0 +1,85 @@
+"""Text on a terminal: what others wrote (a model, a file, a stranger on the network) never moves its cursor.
+
+Names in a config.json, tensors in an index, answers of a model and exceptions that quote them reach the terminal by
+many ways: `print`, handlers of the libraries' loggers, argparse, Python's own tracebacks. All of them end in
+`sys.stdout` or `sys.stderr`, so that is where `escape_terminal` replaces control characters.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+import unicodedata
+from typing import TextIO
+
+_UNSEEN = frozenset({"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"})
+"""Unicode categories that move the cursor, turn the writing direction, or show nothing."""
+
+_OWN_WRITERS = re.compile(r"\r|\x1b\[34m\x1b\[1mwandb\x1b\[0m: ")
+"""How a progress bar (tqdm) and a line of W&B's begin."""
+_COLOR = re.compile(r"(\x1b\[[\d;]*m)")
+
+
+def visible(text: str) -> str:
+    """Control, format and surrogate characters written as \\x1b or \\u202e; new lines and tabs stay.
+
+    >>> visible("a\\x1b[31mb")
+    'a\\\\x1b[31mb'
+    """
+    if text.isascii() and text.replace("\n", "").replace("\t", "").isprintable():
+        return text
+    return "".join(map(_visible_char, text))
+
+
+def _visible_char(char: str) -> str:
+    if char in "\n\t" or unicodedata.category(char) not in _UNSEEN:
+        return char
+    code = ord(char)
+    return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"
+
+
+def excerpt(text: str | bytes, most: int = 200) -> str:
+    """The beginning of foreign text on one line, with every character visible: for messages that quote it.
+
+    >>> excerpt(b"no\\nstatus\\x1b[2J", 13), excerpt("a" * 9, 4)
+    ('no\\\\nstatus\\\\x1b[2J', 'aaaa... (9 in all)')
+    """
+    head = (
+        text[: most + 1].decode("utf-8", "backslashreplace") if isinstance(text, bytes) else text[: most + 1]
+    )
+    shown = visible(head[:most]).replace("\n", "\\n").replace("\t", "\\t")
+    return shown if len(text) <= most else f"{shown}... ({len(text)} in all)"
+
+
+def escape_terminal() -> None:
+    """From now on this process writes what `visible` gives of a text to its standard output and error; every program
+    calls it first. The carriage return that begins a progress bar, and the colors of W&B's own lines, stay."""
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None and not hasattr(stream, "rlmath_escapes"):
+            _escape(stream)
+
+
+def _escape(stream: TextIO) -> None:
+    # Not another stream in its place: handlers and progress bars may hold this one already.
+    write = stream.write
+
+    def write_visible(text: str) -> int:
+        write(visible_output(text))
+        return len(text)
+
+    stream.write = write_visible  # type: ignore[method-assign]
+    stream.rlmath_escapes = True  # type: ignore[attr-defined]
+
+
+def visible_output(text: str) -> str:
+    """`visible`, but for the beginnings of progress bars and the colors of W&B's lines.
+
+    >>> visible_output("\\rrollout:  50%\\r"), visible_output("\\x1b[31mred")
+    ('\\rrollout:  50%\\\\x0d', '\\\\x1b[31mred')
+    """
+    own = _OWN_WRITERS.match(text)
+    if own is None:
+        return visible(text)
+    if own[0] == "\r":
+        return "\r" + visible(text[1:])
+    return "".join(part if _COLOR.fullmatch(part) else visible(part) for part in _COLOR.split(text))
