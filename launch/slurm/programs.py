@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -102,8 +101,11 @@ def _missing(setting: str, path: str) -> Iterator[str]:
 def _folder_problems(config: Config) -> Iterator[str]:
     """What a checkpoint compares by its contents, model and data, is left to the run's start."""
     folder, changes = config.run.output_dir, None
-    with suppress(OSError):  # a folder that cannot be read is told below
+    try:
         changes = changes_since_newest(config)
+    except ValueError as error:
+        yield f'run.output_dir "{folder}": {error}'
+        return
     for change in changes or []:
         yield f'the run in "{folder}" cannot go on with other settings: {change}. Give another run.output_dir.'
     for problem in folder_problems(folder, config, 0, resumes=changes is not None):

@@ -12,12 +12,15 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
+import itertools
 import json
 import logging
 import os
 import re
 import shutil
+import stat
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -38,6 +41,12 @@ NEEDED = (PROGRESS, SETTINGS, f"{STATE}/.metadata")
 FORMAT = 1
 """Version of this layout, in every manifest."""
 _NAME = re.compile(r"step-(\d{6,})")
+_DAMAGE = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EIO, errno.EBADMSG, errno.EUCLEAN, errno.ENODATA)
+"""Errors of a file that is lost. Others (no permission, a disk that does not answer) may be gone tomorrow."""
+
+
+class OutOfReachError(ValueError):
+    """A checkpoint cannot be read now, and may be whole."""
 
 
 @dataclass(frozen=True)
@@ -75,9 +84,37 @@ def partial_of(root: Path, step: int) -> Path:
     return root / f"step-{step:06d}{PARTIAL}"
 
 
+def nearest_folder(path: Path) -> Path:
+    """The folder itself, or the nearest one above it that is there.
+
+    ValueError where that cannot be known or is no folder: a link to nothing or to itself, a file, no permission, a
+    disk that does not answer. None of these means that there is nothing of that name.
+    """
+    for nearest in (path, *path.parents):
+        try:
+            nearest.lstat()
+            break
+        except (FileNotFoundError, NotADirectoryError):
+            continue
+        except OSError as error:
+            if error.errno != errno.ELOOP:  # of a link above, which is looked at next
+                raise ValueError(f'"{nearest}" cannot be looked at ({error.strerror})') from error
+    link = f'a link to "{os.readlink(nearest)}"' if nearest.is_symlink() else ""
+    try:
+        if stat.S_ISDIR(nearest.stat().st_mode):
+            return nearest
+    except FileNotFoundError as error:
+        text = f'"{nearest}" is not a folder but {link}, where nothing is: a disk that is not mounted?'
+        raise ValueError(text) from error
+    except OSError as error:
+        what = f"{link}, which cannot be followed" if link else "there, and cannot be used"
+        raise ValueError(f'"{nearest}" is {what} ({error.strerror})') from error
+    raise ValueError(f'"{nearest}" is not a folder')
+
+
 def complete_checkpoints(root: Path) -> tuple[list[Checkpoint], list[str]]:
     """All under `root`, newest first, and a sentence on each whose manifest cannot be used. Reads manifests and sizes,
-    not contents."""
+    not contents. ValueError where `root`, or what has a checkpoint's name, cannot be looked at (`nearest_folder`)."""
     found, problems = [], []
     for step, folder in sorted(_named(root), reverse=True):
         try:
@@ -88,16 +125,31 @@ def complete_checkpoints(root: Path) -> tuple[list[Checkpoint], list[str]]:
             if checkpoint.step != step:
                 raise ValueError(f"its manifest is that of step {checkpoint.step}")
             found.append(checkpoint)
+        except OutOfReachError:
+            raise
         except ValueError as error:
             problems.append(f"the checkpoint {folder} is damaged and is skipped: {error}")
     return found, problems
 
 
 def _named(root: Path) -> Iterator[tuple[int, Path]]:
-    for path in root.iterdir() if root.is_dir() else ():
-        match = _NAME.fullmatch(path.name)
-        if match and path.is_dir():
-            yield int(match[1]), path
+    """By step. ValueError where that cannot be known: what cannot be looked at is not absent."""
+    if nearest_folder(root) != root:
+        return
+    try:
+        names = sorted(os.listdir(root))
+    except OSError as error:
+        raise ValueError(f'"{root}" cannot be read ({error.strerror})') from error
+    for name in names:
+        match = _NAME.fullmatch(name)
+        if match and nearest_folder(root / name) == root / name:
+            yield int(match[1]), root / name
+
+
+def raise_if_out_of_reach(path: Path, error: Exception) -> None:
+    """OutOfReachError where the error does not mean that the file is lost."""
+    if isinstance(error, OSError) and error.errno not in _DAMAGE:
+        raise OutOfReachError(f'"{path}" cannot be read now ({error.strerror})') from error
 
 
 def read_checkpoint(folder: Path) -> Checkpoint:
@@ -113,6 +165,7 @@ def read_checkpoint(folder: Path) -> Checkpoint:
         if absent:
             raise ValueError(f"it does not name {', '.join(absent)}")
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise_if_out_of_reach(path, error)
         raise ValueError(f"{path} cannot be read ({type(error).__name__}: {error})") from error
     outside = [name for name in files if Path(name).is_absolute() or ".." in Path(name).parts]
     if outside:
@@ -138,6 +191,7 @@ def wrong_sizes(checkpoint: Checkpoint) -> list[str]:
         try:
             size = (checkpoint.folder / name).stat().st_size
         except OSError as error:
+            raise_if_out_of_reach(checkpoint.folder / name, error)
             wrong.append(f"{name} cannot be read ({error.strerror})")
             continue
         if size != entry.size:
@@ -196,8 +250,9 @@ def publish(partial: Path, step: int, kept: bool, known: dict[str, FileEntry]) -
         if path.relative_to(partial).as_posix() not in known:
             _flush(path)
     final = partial.with_name(partial.name.removesuffix(PARTIAL))
-    if final.exists():
-        set_aside(final, DAMAGED)
+    if os.path.lexists(final):
+        other = set_aside(final, DAMAGED)
+        logger.warning("%s was there before and is %s now: this run saves the step anew", final, other.name)
     partial.rename(final)
     _flush(final.parent)
     return Checkpoint(final, step, kept, files)
@@ -213,9 +268,14 @@ def _flush(path: Path) -> None:
 
 
 def set_aside(folder: Path, ending: str) -> Path:
-    """Rename a folder to a name that is no checkpoint's, in one step: an incomplete one never has a complete name."""
+    """Rename a folder to a name that is no checkpoint's, in one step: an incomplete one never has a complete name.
+    What was set aside before under that name is replaced if it is incomplete, and stays if it is damaged."""
     other = folder.with_name(folder.name + ending)
-    shutil.rmtree(other, ignore_errors=True)
+    if ending == DAMAGED:
+        more = (folder.with_name(f"{folder.name}{ending}-{number}") for number in itertools.count(2))
+        other = next(one for one in (other, *itertools.islice(more, 999)) if not os.path.lexists(one))
+    else:
+        shutil.rmtree(other, ignore_errors=True)
     return folder.rename(other)
 
 
@@ -236,7 +296,8 @@ def set_newer_aside(root: Path, step: int) -> None:
     for newer, folder in list(_named(root)):
         if newer > step:
             other = set_aside(folder, DAMAGED)
-            logger.warning("%s is %s now; remove it when you have looked at it", folder, other.name)
+            text = "%s is newer than step %d, from which the run resumes, and is %s now; remove it when you have looked"
+            logger.warning(f"{text} at it", folder, step, other.name)
 
 
 def remove_partial(root: Path) -> None:

@@ -266,7 +266,7 @@ class CheckpointManager:
         try:
             stay = self._retention
             self._remove(directory.set_superseded_aside(self._root, stay.keep_last, stay.keep_models))
-        except OSError as error:
+        except (OSError, ValueError) as error:
             logger.warning("superseded checkpoints cannot be removed: %s", error)
         return checkpoint
 

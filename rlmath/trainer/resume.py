@@ -143,16 +143,19 @@ def find_recovery(config: Config, origin: Origin, total_steps: int) -> Recovery 
     """What the run resumes from; None for a start from the beginning. Reads manifests, sizes and small files only.
 
     ValueError where the newest checkpoint belongs to another run (batch size, group size, data, model, ...) or is
-    beyond its `total_steps`, where all are damaged, and, with run.recover_mode "resume", where there is none.
+    beyond its `total_steps`, where all are damaged, where it cannot be known what there is (a link to a disk that is
+    not mounted, no permission), and, with run.recover_mode "resume", where there is none.
     """
     if config.run.recover_mode == "disabled":
         return None
     root = Path(config.run.output_dir) / directory.CHECKPOINTS
-    found, notes = directory.complete_checkpoints(root)
+    found, notes = _complete_checkpoints(config)
     candidates = []
     for checkpoint in found:
         try:
             progress, then = _read_small_files(checkpoint)
+        except directory.OutOfReachError as error:
+            raise ValueError(_out_of_reach_text(error)) from error
         except (OSError, ValueError) as error:
             notes.append(f"the checkpoint {checkpoint.folder} is damaged and is skipped: {error}")
             continue
@@ -174,12 +177,14 @@ def find_recovery(config: Config, origin: Origin, total_steps: int) -> Recovery 
 def changes_since_newest(config: Config) -> list[str] | None:
     """What the newest whole checkpoint in the run's folder refuses of the settings, but for what it compares by
     contents, as `find_recovery` does; None where the run would start from the beginning. Reads manifests and small
-    files only."""
+    files only. ValueError where it cannot be known what there is."""
     if config.run.recover_mode == "disabled":
         return None
-    for checkpoint in directory.complete_checkpoints(Path(config.run.output_dir) / directory.CHECKPOINTS)[0]:
+    for checkpoint in _complete_checkpoints(config)[0]:
         try:
             progress, then = _read_small_files(checkpoint)
+        except directory.OutOfReachError as error:
+            raise ValueError(_out_of_reach_text(error)) from error
         except (OSError, ValueError):
             continue
         return _changed_settings(then, config, progress)
@@ -189,8 +194,26 @@ def changes_since_newest(config: Config) -> list[str] | None:
 _START_OVER = "to start from the beginning, give another run.output_dir or run.recover_mode=disabled"
 
 
+def _complete_checkpoints(config: Config) -> tuple[list[Checkpoint], list[str]]:
+    try:
+        return directory.complete_checkpoints(Path(config.run.output_dir) / directory.CHECKPOINTS)
+    except ValueError as error:
+        raise ValueError(_out_of_reach_text(error)) from error
+
+
+def _out_of_reach_text(error: ValueError) -> str:
+    return (
+        f"what the run can resume from cannot be known: {error}. Mount the disk, correct the link or the permissions, "
+        f"or move it away; {_START_OVER}."
+    )
+
+
 def _read_small_files(checkpoint: Checkpoint) -> tuple[Progress, Config]:
-    damage = directory.wrong_contents(checkpoint, (directory.PROGRESS, directory.SETTINGS))
+    try:
+        damage = directory.wrong_contents(checkpoint, (directory.PROGRESS, directory.SETTINGS))
+    except OSError as error:
+        directory.raise_if_out_of_reach(Path(error.filename or checkpoint.folder), error)
+        raise
     if damage:
         raise ValueError(damage[0])
     progress = directory.read_progress(checkpoint.folder)
@@ -302,17 +325,24 @@ def choose_checkpoint(
 def _damage(checkpoint: Checkpoint, on_progress: Callable[[], None]) -> str | None:
     """What is wrong with the files, as all ranks together find it."""
     rank, ranks = environment_rank(), environment_world_size()
-    mine, unreadable = [], None
+    mine, unreadable, out_of_reach = [], None, None
     for name in sorted(checkpoint.files)[rank::ranks]:
         try:
             mine += directory.wrong_contents(checkpoint, [name], on_progress)
         except OSError as error:
             text = f"rank {rank} on {socket.gethostname()} cannot read {name} ({error.strerror})"
             unreadable = name, text
-    found = all_gather_objects((mine, unreadable))
+            try:
+                directory.raise_if_out_of_reach(checkpoint.folder / name, error)
+            except directory.OutOfReachError as refused:
+                out_of_reach = _out_of_reach_text(refused)
+    gathered = all_gather_objects((mine, unreadable, out_of_reach))
+    found = [(wrong, one) for wrong, one, _ in gathered]
     names = [one for _, one in found if one is not None]
     if names:
         _shared_or_raise(checkpoint, names)
+    if texts := [text for *_, text in gathered if text is not None]:
+        raise ValueError(texts[0])
     return next((text for wrong, one in found for text in (*wrong, *([one[1]] if one else []))), None)
 
 

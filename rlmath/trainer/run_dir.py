@@ -28,7 +28,7 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from rlmath.checkpoint.directory import CHECKPOINTS, remove_partial, set_newer_aside
+from rlmath.checkpoint.directory import CHECKPOINTS, nearest_folder, remove_partial, set_newer_aside
 from rlmath.config.help import raise_problems
 from rlmath.config.load import load_config, save_config
 from rlmath.config.schema import Config
@@ -50,6 +50,8 @@ LOCK_NAME = ".lock"
 SUMMARY_NAME = "summary.json"
 MIN_FREE_BYTES = 2**30
 """Free disk space below which a run does not start."""
+MIN_FREE_FILES = 256
+"""The same of inodes, where the disk counts them."""
 
 _NO_OBSTACLE = (LOCK_NAME, "exit_status.json", "stacks")
 """What a start that broke early leaves."""
@@ -98,7 +100,11 @@ def claim_run_folder(output_dir: str | Path, config: Config, steps_done: int | N
         if resumes:
             _resume_in(folder, steps_done)
         else:
-            _move_aside(folder)
+            disabled = config.run.recover_mode == "disabled"
+            why = (
+                'run.recover_mode is "disabled"' if disabled else f"there is no checkpoint in {CHECKPOINTS}/"
+            )
+            _move_aside(folder, why)
         save_config(config, folder / CONFIG_NAME)
     except OSError as error:
         raise ValueError(
@@ -139,9 +145,10 @@ def folder_problems(output_dir: str, config: Config, needed_bytes: int, resumes:
         yield "needed: a path, written in full. Set run.output_dir, for example outputs/first."
         return
     folder = Path(output_dir)
-    nearest = next(path for path in (folder, *folder.parents, Path("/")) if os.path.lexists(path))
-    if not nearest.is_dir():
-        yield f'"{nearest}" is not a folder. Give another run.output_dir, or move that file away.'
+    try:
+        nearest = nearest_folder(folder)
+    except ValueError as error:
+        yield f"{error}. Mount or correct it, move it away, or give another run.output_dir."
         return
     if not os.access(nearest, os.R_OK | os.W_OK | os.X_OK):
         yield f'no permission to write into "{nearest}". Give another run.output_dir.'
@@ -152,6 +159,12 @@ def folder_problems(output_dir: str, config: Config, needed_bytes: int, resumes:
             f"the disk has {free / 2**30:.2f} GiB free; needed: at least {needed / 2**30:.2f} GiB, of which "
             f"{needed_bytes / 2**30:.2f} GiB for the trained model and its checkpoints. "
             "Make room, or give a run.output_dir on another disk."
+        )
+    disk = os.statvfs(nearest)
+    if disk.f_files and disk.f_favail < MIN_FREE_FILES:
+        yield (
+            f"the disk has room for {disk.f_favail} more files (inodes); needed: {MIN_FREE_FILES}. Remove files, or "
+            "give a run.output_dir on another disk."
         )
     yield from _input_problems(folder, config)
     if nearest == folder and not resumes:
@@ -172,6 +185,9 @@ def _input_problems(folder: Path, config: Config) -> Iterator[str]:
 def _content_problems(folder: Path, config: Config) -> Iterator[str]:
     """Whether what is in the folder was left by a run with this config."""
     config_path = folder / CONFIG_NAME
+    if config_path.is_symlink() and not config_path.exists():
+        yield f'"{config_path}" is a link to "{os.readlink(config_path)}", where nothing can be read. Correct it.'
+        return
     if not config_path.exists():
         others = (path.name for path in folder.iterdir() if path.name not in _NO_OBSTACLE)
         names = sorted(name for name in others if not _SCRATCH.fullmatch(name))
@@ -205,7 +221,7 @@ def _resume_in(folder: Path, steps_done: int) -> None:
     (folder / SUMMARY_NAME).unlink(missing_ok=True)
 
 
-def _move_aside(folder: Path) -> None:
+def _move_aside(folder: Path, why: str) -> None:
     """Move everything but config.yaml and `earlier` to the next free `earlier/NNN`, if a run left anything."""
     if not (folder / CONFIG_NAME).exists():
         return
@@ -220,5 +236,9 @@ def _move_aside(folder: Path) -> None:
     aside = earlier / f"{max(numbers, default=0) + 1:03d}"
     aside.mkdir()
     shutil.copy2(folder / CONFIG_NAME, aside / CONFIG_NAME)
+    names = ", ".join(path.name for path in left)
+    logger.warning(
+        "The run starts from the beginning (%s); what an earlier one left is in %s: %s", why, aside, names
+    )
     for path in left:
         path.rename(aside / path.name)

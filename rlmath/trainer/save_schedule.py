@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -106,7 +107,9 @@ def output_bytes(config: Config, shape: ModelShape) -> int:
     wanted = 0
     if not (recovery_frequency(save).never and kept_frequency(save).never):
         wanted = (save.keep_last + 1) * checkpoint_bytes(config, shape)
-    found, _ = complete_checkpoints(Path(config.run.output_dir) / CHECKPOINTS)
+    found = []
+    with suppress(ValueError):  # `find_recovery` raises it, unless the run is to start from the beginning
+        found, _ = complete_checkpoints(Path(config.run.output_dir) / CHECKPOINTS)
     there = sum(entry.size for one in found for entry in one.files.values())
     folders = [stage_folder(config.run.output_dir, number) for number in range(len(config.stages.steps))]
     folders += [Path(config.run.output_dir) / BEST_FOLDER] * config.validation.keep_best

@@ -175,6 +175,26 @@ def test_what_was_passed_over_does_not_count_among_the_newest(tmp_path: Path) ->
     assert {"step-000002.damaged", "step-000003.damaged"} <= {path.name for path in tmp_path.iterdir()}
 
 
+def test_a_folder_that_the_disk_refuses_to_look_at_is_not_absent(tmp_path: Path) -> None:
+    """As any other error of the disk: a stale handle, a server that does not answer."""
+    with pytest.raises(ValueError, match=r"cannot be looked at \(File name too long\)"):
+        complete_checkpoints(tmp_path / ("x" * 300) / "checkpoints")
+
+
+def test_nothing_is_set_aside_without_a_word_or_over_something_else(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    make(tmp_path, 1)
+    for _ in range(3):
+        make(tmp_path, 2)
+        set_newer_aside(tmp_path, 1)
+    make(tmp_path, 1)
+    left = {path.name for path in tmp_path.iterdir()}
+    damaged = [f"step-000002.damaged{number}" for number in ("", "-2", "-3")]
+    assert left == {"step-000001", "step-000001.damaged", *damaged} and steps(tmp_path) == [1]
+    assert all(f" is {name} now" in caplog.text for name in left - {"step-000001"})
+
+
 def test_a_manifest_can_be_checked_by_other_programs(tmp_path: Path) -> None:
     values = json.loads((make(tmp_path, 3, kept=True) / "manifest.json").read_text())
     assert (values["format"], values["step"], values["kept"]) == (1, 3, True)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import os
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -82,6 +83,75 @@ def test_where_all_are_damaged_nothing_starts_anew_unasked(tmp_path: Path, mode:
         ValueError, match=r"no checkpoint in .* is whole: the checkpoint .*step-000005 is damaged"
     ):
         find_recovery(make_config(tmp_path, f"run.recover_mode={mode}"), ORIGIN, TOTAL)
+
+
+def unmounted(path: Path) -> None:
+    path.symlink_to("/mnt/not-mounted/checkpoints")
+
+
+def loop(path: Path) -> None:
+    path.symlink_to(path.name)
+
+
+def plain_file(path: Path) -> None:
+    path.write_text("")
+
+
+@pytest.mark.parametrize("mode", ["auto", "resume"])
+@pytest.mark.parametrize("name", ["", "checkpoints", "checkpoints/step-000007"])
+@pytest.mark.parametrize(
+    ("make", "told"),
+    [
+        (
+            unmounted,
+            'a link to "/mnt/not-mounted/checkpoints", where nothing is: a disk that is not mounted?',
+        ),
+        (loop, "which cannot be followed (Too many levels of symbolic links)"),
+        (plain_file, "is not a folder"),
+    ],
+)
+def test_what_cannot_be_looked_at_is_not_absent(
+    tmp_path: Path, mode: str, name: str, make: Callable[[Path], None], told: str
+) -> None:
+    output = tmp_path / "run"
+    place = output / name
+    if name.endswith("7"):
+        checkpoint(output, 3)
+    place.parent.mkdir(parents=True, exist_ok=True)
+    make(place)
+    with pytest.raises(ValueError, match="what the run can resume from cannot be known") as error:
+        find_recovery(make_config(output, f"run.recover_mode={mode}"), ORIGIN, TOTAL)
+    assert f'"{place}" is' in str(error.value) and told in str(error.value)
+    assert "Mount the disk, correct the link" in str(error.value) and place.lstat()
+    assert find_recovery(make_config(output, "run.recover_mode=disabled"), ORIGIN, TOTAL) is None
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["", "/step-000005", *(f"/step-000005/{x}" for x in ("manifest.json", "progress.json", "config.yaml"))],
+)
+def test_without_permission_nothing_older_is_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    for step in (3, 5):
+        checkpoint(tmp_path, step)
+    path = Path(f"checkpoints{name}")
+    (tmp_path / path).chmod(0)
+    tmp_path.chmod(0o755)
+    monkeypatch.chdir(tmp_path)  # the folders above are this user's alone
+    with an_ordinary_user(), pytest.raises(ValueError, match=rf'"{path}.*\(Permission denied\)'):
+        find_recovery(make_config(Path()), ORIGIN, TOTAL)
+
+
+@contextmanager
+def an_ordinary_user() -> Iterator[None]:
+    """The permissions of nobody in particular, where root runs the tests."""
+    before = os.geteuid()
+    os.seteuid(before or 65534)
+    try:
+        yield
+    finally:
+        os.seteuid(before)
 
 
 def test_a_digit_that_changed_in_the_settings_is_damage_and_no_other_run(tmp_path: Path) -> None:

@@ -55,6 +55,26 @@ def test_an_empty_folder_is_taken(tmp_path: Path):
     assert names(tmp_path) == ["config.yaml"]
 
 
+@pytest.mark.parametrize(
+    ("mode", "why"),
+    [("auto", "there is no checkpoint in checkpoints/"), ("disabled", 'run.recover_mode is "disabled"')],
+)
+def test_what_is_moved_aside_is_logged_with_the_reason(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, mode: str, why: str
+):
+    config = make_config(tmp_path, f"run.recover_mode={mode}")
+    claim_run_folder(tmp_path, config)
+    assert "moved" not in caplog.text and "earlier" not in caplog.text
+    (tmp_path / "metrics.jsonl").write_text("left")
+    (tmp_path / "checkpoints").symlink_to("/mnt/not-mounted")
+    claim_run_folder(tmp_path, config)
+    (record,) = (record for record in caplog.records if record.levelname == "WARNING")
+    aside = tmp_path / "earlier" / "001"
+    what = f"what an earlier one left is in {aside}: checkpoints, metrics.jsonl"
+    assert record.getMessage() == f"The run starts from the beginning ({why}); {what}"
+    assert (aside / "checkpoints").is_symlink()
+
+
 def test_a_repeated_run_moves_aside_what_was_there(tmp_path: Path):
     folder, config = tmp_path / "run", make_config(tmp_path / "run")
     for text in ("first", "second", "third"):
@@ -166,7 +186,20 @@ def test_a_file_in_the_way_is_named(tmp_path: Path):
     for folder in (file, file / "run", file / "a" / "b"):
         assert f'"{file}" is not a folder' in refusal(folder)
     (tmp_path / "link").symlink_to(tmp_path / "nowhere")
-    assert "is not a folder" in refusal(tmp_path / "link" / "run")
+    for folder in (tmp_path / "link", tmp_path / "link" / "run"):
+        told = refusal(folder)
+        assert f'"{tmp_path}/link" is not a folder' in told and "a disk that is not mounted?" in told
+    (tmp_path / "loop").symlink_to("loop")
+    for folder in (tmp_path / "loop", tmp_path / "loop" / "run"):
+        assert f'"{tmp_path}/loop" is a link to "loop", which cannot be followed' in refusal(folder)
+    assert "cannot be looked at (File name too long)" in refusal(tmp_path / ("x" * 300) / "run")
+
+
+def test_a_config_that_is_a_link_to_nothing_is_named(tmp_path: Path):
+    (tmp_path / "config.yaml").symlink_to("/mnt/not-mounted/config.yaml")
+    (tmp_path / "metrics.jsonl").write_text("left")
+    assert '/config.yaml" is a link to "/mnt/not-mounted/config.yaml"' in refusal(tmp_path)
+    assert names(tmp_path) == ["config.yaml", "metrics.jsonl"]
 
 
 @pytest.mark.parametrize("folder", ["", " ", "~/runs"])
