@@ -1,17 +1,19 @@
-"""Disturb a training run again and again, start it again, and see whether it ends as if nothing had been.
+"""Disturb training runs again and again, start them again, and see whether they end as if nothing had been.
 
-    python tools/drill_faults.py --kills 30 --ranks 2 --seed 1 --output outputs/drill [--steps N] [--kinds kill sigterm]
+    python tools/drill_faults.py --kills 100 --seed 1 --output outputs/drill [--chains tp2 tp1 sft] [--kinds kill ...]
 
-A tiny random model learns arithmetic on the CPU. For every layout (`--tensor-parallel`) one run is left in peace. A
-second one, with the same settings, is disturbed, and started again by the very same command, until it has its steps.
-Then
+A tiny random model learns arithmetic on two CPU ranks. In every chain one run is disturbed, and started again by the
+very same command, until all its disturbances are done. Another one, with the same settings and as many steps, is left
+in peace. Then
 
-- its metrics, but for times, are those of the first, row by row and bit by bit;
-- every disturbance ended it with the right status, in bounded time, and lost at most a few steps;
+- the metrics of the two, but for times, are the same, row by row and bit by bit, and so are their models' tensors;
+- every disturbance ended the run with the right status, in bounded time, and lost at most a few steps, or the run went
+  on by itself;
 - no process and no half-written file or folder is left.
 
-Prints a table and one JSON line per disturbance; ends with 1 where something was not so. `--quick`: six kinds in one
-run. The kinds are in tools/drill_kinds.py. A disk that fills up needs root (a tmpfs is mounted); else file sizes are
+Prints a table, one JSON line per disturbance and the time of all; ends with 1 where something was not so. `--quick`:
+six kinds in one chain. The kinds are in tools/drill_kinds.py. One start takes some that the run survives, one that ends
+it, and some between it and the next start. A disk that fills up needs root (a tmpfs is mounted); else file sizes are
 limited.
 """
 
@@ -20,11 +22,11 @@ from __future__ import annotations
 import argparse
 import json
 import random
-import shutil
 import subprocess
 import sys
 import time
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -35,35 +37,83 @@ from rlmath.distributed.fault_tolerance.exit_codes import (
     clear_exit_status,
     read_exit_status,
 )
-from tools.drill_kinds import KINDS, mount_disk, unmount_disk
+from tools.drill_damage import own_disk
+from tools.drill_kinds import KINDS, VALIDATE_EVERY, Program
 from tools.drill_run import REPOSITORY, Attempt, metric_lines, start
 
 START_SECONDS = 300.0
 """By when a run, on a busy machine too, has made its first steps."""
 END_SECONDS = 120.0
 """By when a disturbed run has ended."""
-MOST_LOST = 4
-"""Steps that may be lost: those since the last save, one more save where the newest is damaged."""
-STEPS_PER_KILL = 5
+STEP_SECONDS = 20.0
+"""By when a step is made."""
+MOST_LOST = 6
+"""Steps that may be lost: those since the last save, one or two saves more where the newest are damaged."""
+STEPS_AFTER = 2
+"""Steps that a run makes after a disturbance that it survives."""
+ENDLESS = 100_000
+"""Steps of a run until all its disturbances are done."""
 QUICK = ("kill-save", "sigterm", "bit-flip", "kill-sync", "disk-full", "kill-rollout")
-TIMES = ("seconds/", "tokens_per_second/", "memory/", "rollout/idle_share", "sync/", "saved")
+NEEDS_DISK = ("disk-full", "no-inodes")
+TIMES = (
+    "seconds/",
+    "tokens_per_second/",
+    "memory/",
+    "rollout/idle_share",
+    "sync/",
+    "saved",
+    "validation/seconds",
+)
+
+
+@dataclass(frozen=True)
+class Chain:
+    """The settings of one chain of disturbances."""
+
+    program: Program
+    tensor: int
+    more: tuple[str, ...] = ()
+
+    @property
+    def command(self) -> list[str]:
+        name = {"grpo": "demo", "sft": "demo_sft"}[self.program]
+        return [f"launch/train_{self.program}.py", "--config", f"configs/{name}.yaml"]
+
+
+CHAINS: dict[str, Chain] = {
+    # A random model never answers; what it is cut off at is told apart from the rest, so that it learns.
+    "tp2": Chain("grpo", 2, ("reward.mask_no_eos_with_zero=true",)),
+    "tp1": Chain(
+        "grpo",
+        1,
+        (
+            "reward.function=tools.drill_kinds:reward",
+            f"validation.every_steps={VALIDATE_EVERY}",
+            "validation.paths=[{base}/data/heldout.jsonl]",
+            "validation.batch_size=8",
+        ),
+    ),
+    "sft": Chain("sft", 1, ("data.train_path={base}/data/worked.jsonl", "sft.eval_every_steps=7")),
+}
+"""By name, as `--chains` takes them; two ranks each."""
 
 
 @dataclass
 class Outcome:
     """What came of a disturbance."""
 
-    layout: str
+    chain: str
     kind: str
     step: int
     """Steps that were done."""
     done: str
     """What was done to the run."""
-    status: int
+    status: int | None
+    """None: the run went on, or was not running."""
     told: str
     """The run's own last words."""
     end_seconds: float
-    """From the disturbance to the end of the last process."""
+    """From the disturbance to the end of the last process, or to the next step of a run that goes on."""
     recovery_seconds: float = float("nan")
     """From the next start to its first new step."""
     lost_steps: int = -1
@@ -71,103 +121,226 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Drill:
-    """The settings of one chain."""
+    """One chain, and where it runs."""
 
+    name: str
     output: Path
     ranks: int
-    tensor: int
-    steps: int
     base: Path
     """Folder with `data/` and `base/`, the model."""
 
     @property
-    def layout(self) -> str:
-        return f"tp{self.tensor}-dp{self.ranks // self.tensor}"
+    def chain(self) -> Chain:
+        return CHAINS[self.name]
 
     def overrides(self) -> list[str]:
-        return [
+        common = [
             f"model.path={self.base}/base",
-            f"data.train_path={self.base}/data/train.jsonl",
-            f"run.total_steps={self.steps}",
-            f"parallel.tensor={self.tensor}",
+            "run.total_epochs=100000",
+            f"parallel.tensor={self.chain.tensor}",
             "data.prompts_per_step=8",
             "optimizer.warmup_steps=1",
+            "optimizer.decay=constant",  # so that a step does not depend on how many there will be
+            "save.ckpt_freq_steps=1",
+            "save.keep_last=3",
+            "telemetry.tensorboard=false",
+        ]
+        grpo = [
+            f"data.train_path={self.base}/data/train.jsonl",
             "rollout.group_size=4",
             "rollout.cpu_kv_cache_gib=0.1",
             "rollout.progress_bar=false",
             "algorithm.n_minibatches=2",
-            # A random model never answers; what it is cut off at is told apart from the rest, so that it learns.
-            "reward.mask_no_eos_with_zero=true",
-            "save.ckpt_freq_steps=1",
-            "telemetry.tensorboard=false",
         ]
+        own = [one.replace("{base}", str(self.base)) for one in self.chain.more]
+        return [*common, *(grpo if self.chain.program == "grpo" else ()), *own]
 
-    def start(self, folder: Path) -> Attempt:
+    def start(self, folder: Path, steps: int, settings: Sequence[str] = ()) -> Attempt:
         """As launch/slurm does it: how an earlier start ended says nothing about this one."""
         clear_exit_status(folder / "run")
-        return start(self.ranks, self.overrides(), folder / "run", self.output / f"{folder.name}.console.txt")
+        number = len(list(self.output.glob(f"{folder.name}-*.console.txt"))) + 1
+        console = self.output / f"{folder.name}-{number:03d}.console.txt"
+        overrides = [*self.overrides(), f"run.total_steps={steps}", *settings]
+        return start(self.chain.command, self.ranks, overrides, folder / "run", console)
+
+
+@dataclass
+class Start:
+    """The disturbances of one start, by name."""
+
+    running: list[str] = field(default_factory=list)
+    ending: str | None = None
+    """None: it runs to its last step."""
+    between: list[str] = field(default_factory=list)
+    """Done to the folder after its end."""
+
+
+def plan_starts(names: Sequence[str]) -> list[Start]:
+    """The starts that take these disturbances: one for each that ends it, the others shared evenly among them. The last
+    one runs to the end. ValueError where no kind ends a run that has made steps."""
+    chosen = [(name, KINDS[name]) for name in names]
+    starts = [Start(ending=name) for name, kind in chosen if not kind.goes_on and kind.place == "steps"]
+    exports = [Start(ending=name) for name, kind in chosen if kind.place == "export"]
+    hosts = [one for one in starts if KINDS[str(one.ending)].rows]
+    guests = [(name, kind) for name, kind in chosen if kind.goes_on]
+    if guests and not hosts:
+        raise ValueError(f"{guests[0][0]} needs a start that another kind ends: choose kill, too")
+    for place, (name, kind) in enumerate(guests):
+        host = hosts[place % len(hosts)]
+        (host.running if kind.place == "steps" else host.between).append(name)
+    return [*starts, *exports, Start()]
+
+
+def deal(kinds: Sequence[str], count: int, chains: Sequence[str]) -> dict[str, list[str]]:
+    """So many disturbances, the kinds in turn; each for the chain that has the fewest of those that it can happen in,
+    and of this kind."""
+    dealt: dict[str, list[str]] = {chain: [] for chain in chains}
+    for number in range(count):
+        name = kinds[number % len(kinds)]
+        able = [chain for chain in chains if possible(name, chain)]
+        chosen = min(able, key=lambda chain: (dealt[chain].count(name), len(dealt[chain])))
+        dealt[chosen].append(name)
+    return {chain: names for chain, names in dealt.items() if names}
+
+
+def possible(name: str, chain: str) -> bool:
+    if "validation" in name and not any(one.startswith("validation.") for one in CHAINS[chain].more):
+        return False
+    return CHAINS[chain].program in KINDS[name].programs
 
 
 def make_base(folder: Path) -> None:
     """Problems and a random model, by the tools that users have."""
-    data = ["tools/make_arithmetic.py", "--output", f"{folder}/data", "--train", "200", "--heldout", "20"]
+    sizes = ["--train", "200", "--heldout", "20", "--worked", "400"]
+    data = ["tools/make_arithmetic.py", "--output", f"{folder}/data", *sizes]
     model = ["tools/make_tiny_model.py", "--output", f"{folder}/base"]
     for command in (data, model):
         subprocess.run([sys.executable, *command], cwd=REPOSITORY, check=True, stdout=subprocess.DEVNULL)
 
 
-def leave_in_peace(drill: Drill) -> list[dict[str, float]]:
-    """The rows of a run that nobody disturbs."""
+def leave_in_peace(drill: Drill, steps: int) -> Path:
+    """The folder of a run of so many steps that nobody disturbs."""
     folder = drill.output / "peace"
-    attempt = drill.start(folder)
-    attempt.launcher.wait(START_SECONDS + 20 * drill.steps)
+    attempt = drill.start(folder, steps)
+    attempt.launcher.wait(START_SECONDS + STEP_SECONDS * steps)
     left = attempt.wait_gone(END_SECONDS)
     if attempt.launcher.returncode != 0 or left:
         raise RuntimeError(f"the undisturbed run failed (left: {left}):\n{attempt.console()[-3000:]}")
-    return [json.loads(line) for line in metric_lines(folder / "run")]
+    return folder / "run"
 
 
-def disturb(drill: Drill, kinds: list[str], rng: random.Random) -> tuple[list[Outcome], list[str]]:
-    """One run with all those disturbances, to its end: what came of each, and what was wrong."""
-    folder, outcomes, problems = drill.output / "disturbed", [], []
-    for name in [*kinds, None]:
-        kind = KINDS[name] if name else None
-        before = int(json.loads(([*metric_lines(folder / "run")] or ['{"step": 0}'])[-1])["step"])
-        started = time.monotonic()
-        attempt = drill.start(folder)
-        if kind is None or kind.rows is not None:
+class Disturbed:
+    """One run with all its disturbances: what came of each, and what was wrong."""
+
+    def __init__(self, drill: Drill, rng: random.Random) -> None:
+        self.drill, self.rng = drill, rng
+        self.folder = drill.output / "disturbed"
+        self.outcomes: list[Outcome] = []
+        self.problems: list[str] = []
+        self.steps = ENDLESS
+
+    def run(self, names: Sequence[str]) -> None:
+        """Disturb it to its end. Stops early where a start ends before it is disturbed."""
+        for one in plan_starts(names):
+            if self.steps == ENDLESS and (one.ending is None or KINDS[one.ending].place == "export"):
+                self.steps = self._steps_done() + STEPS_AFTER
+            if not self._one_start(one):
+                return
+
+    def _steps_done(self) -> int:
+        rows = metric_lines(self.folder / "run")
+        return max((int(json.loads(row)["step"]) for row in rows), default=0)
+
+    def _one_start(self, one: Start) -> bool:
+        settings = KINDS[one.ending].settings if one.ending else ()
+        attempt = self.drill.start(self.folder, self.steps, settings)
+        try:
+            return self._disturb(attempt, one)
+        finally:
+            attempt.wait_gone(0.0)  # nothing is there any more, unless this program fails
+
+    def _disturb(self, attempt: Attempt, one: Start) -> bool:
+        ending = KINDS[one.ending] if one.ending else None
+        before, started = self._steps_done(), time.monotonic()
+        if ending is None or (ending.rows and ending.place == "steps"):
             rows = attempt.rows_or_end(1, START_SECONDS)
-            note_recovery(outcomes, rows, before, time.monotonic() - started)
-        if kind is None:
-            attempt.launcher.wait(START_SECONDS + 20 * drill.steps)
-            problems += [f"left at the end: {one}" for one in attempt.wait_gone(END_SECONDS)]
-            return outcomes, problems + ending_problems(folder / "run")
-        if kind.rows is not None:
-            attempt.rows_or_end(kind.rows, START_SECONDS)
+            self._note_recovery(rows, before, time.monotonic() - started)
+        for name in one.running:
+            if not self._survive(attempt, name):
+                return False
+        if ending is None:
+            attempt.launcher.wait(START_SECONDS + STEP_SECONDS * self.steps)
+            self.problems += [f"left at the end: {left}" for left in attempt.wait_gone(END_SECONDS)]
+            self.problems += ending_problems(self.folder / "run")
+            return True
+        return self._end(attempt, str(one.ending), before) and self._between(attempt, one.between)
+
+    def _survive(self, attempt: Attempt, name: str) -> bool:
+        """Disturb a run that must go on."""
+        kind = KINDS[name]
+        attempt.rows_or_end(kind.rows, START_SECONDS)
+        if not attempt.ended:
+            kind.moment(attempt, self.rng)
+        if not self._still_there(attempt, name):
+            return False
+        begun = time.monotonic()
+        done = kind.deed(attempt, self.rng)
+        count = len(attempt.new_rows())
+        attempt.rows_or_end(count + 1, START_SECONDS)
+        seconds = time.monotonic() - begun
+        attempt.rows_or_end(count + STEPS_AFTER, START_SECONDS)
+        step = self._steps_done()
+        self.outcomes.append(Outcome(self.drill.name, name, step, done, None, "", seconds, seconds, 0))
+        tell(self.outcomes[-1])
+        return self._still_there(attempt, name)
+
+    def _still_there(self, attempt: Attempt, name: str) -> bool:
         if attempt.ended:
-            problems.append(f"{name}: the run ended before it was disturbed; see {attempt.console_path}")
-            return outcomes, problems
-        done, moment = kind.act(attempt, rng), time.monotonic()
+            attempt.wait_gone(END_SECONDS)
+            said = read_exit_status(self.folder / "run")
+            self.problems.append(f"{name}: the run ended, status {said.status}: {said.message}")
+        return not attempt.ended
+
+    def _end(self, attempt: Attempt, name: str, before: int) -> bool:
+        """Disturb a run that ends from it."""
+        kind, run = KINDS[name], self.folder / "run"
+        if kind.rows and kind.place == "steps":
+            attempt.rows_or_end(kind.rows, START_SECONDS)
+        if not attempt.ended:
+            kind.moment(attempt, self.rng)
+        if attempt.ended and kind.place != "export":
+            return self._still_there(attempt, name)
+        moment = time.monotonic()
+        done = kind.deed(attempt, self.rng)
         left = attempt.wait_gone(END_SECONDS)
         took = time.monotonic() - moment
         step = max([before, *(int(row["step"]) for row in attempt.new_rows())])
-        said = read_exit_status(folder / "run")
+        said = read_exit_status(run)
         if kind.spoil:
-            done = f"{done}; {kind.spoil(folder / 'run', rng)}"
-        outcomes.append(Outcome(drill.layout, name or "", step, done, said.status, said.message, took))
-        problems += [f"{name}: a process was left: {one}" for one in left]
+            done = f"{done}; {kind.spoil(attempt, self.rng)}"
+        self.outcomes.append(Outcome(self.drill.name, name, step, done, said.status, said.message, took))
+        self.problems += [f"{name}: a process was left: {one}" for one in left]
         if said.status not in kind.statuses:
-            problems.append(f"{name}: status {said.status}, needed {kind.statuses}: {said.message}")
-        tell(outcomes[-1])
-    raise AssertionError("the last attempt returns")
+            self.problems.append(f"{name}: status {said.status}, needed {kind.statuses}: {said.message}")
+        if kind.place == "export":
+            self.outcomes[-1].lost_steps = 0  # that nothing is lost is seen at the end
+        tell(self.outcomes[-1])
+        return True
 
+    def _between(self, attempt: Attempt, names: Sequence[str]) -> bool:
+        for name in names:
+            done = KINDS[name].deed(attempt, self.rng)
+            self.outcomes.append(Outcome(self.drill.name, name, self._steps_done(), done, None, "", 0.0))
+            tell(self.outcomes[-1])
+        return True
 
-def note_recovery(outcomes: list[Outcome], rows: list[dict[str, float]], before: int, seconds: float) -> None:
-    """A start's first new step ends the recoveries that were open; several, where one was disturbed while it began."""
-    for outcome in outcomes:
-        if outcome.lost_steps < 0 and rows:
-            outcome.recovery_seconds = seconds
-            outcome.lost_steps = max(0, before - (int(rows[0]["step"]) - 1))
+    def _note_recovery(self, rows: list[dict[str, float]], before: int, seconds: float) -> None:
+        """A start's first new step ends the recoveries that were open; several, where one was disturbed while it
+        began."""
+        for outcome in self.outcomes:
+            if outcome.lost_steps < 0 and rows:
+                outcome.recovery_seconds = seconds
+                outcome.lost_steps = max(0, before - (max(1, int(rows[0]["step"])) - 1))
 
 
 def ending_problems(run: Path) -> list[str]:
@@ -193,14 +366,33 @@ def lost_too_much(outcomes: list[Outcome]) -> list[str]:
     return found
 
 
+# ---------------------------------------------------------------- what the two runs must have in common
+
+
+def run_differences(peace: Path, disturbed: Path) -> list[str]:
+    """The first differences between the metrics, the validations and the models of two runs."""
+    rows = [[json.loads(line) for line in metric_lines(run)] for run in (peace, disturbed)]
+    found = differences(*rows)
+    validations = [
+        [json.loads(line) for line in metric_lines(run, "validation.jsonl")] for run in (peace, disturbed)
+    ]
+    found += [f"validation.jsonl: {one}" for one in row_differences(*validations)]
+    return found + model_differences(peace / "hf_model", disturbed / "hf_model")
+
+
 def without_times(row: dict[str, float]) -> dict[str, float]:
     return {key: value for key, value in row.items() if not key.startswith(TIMES) and "memory" not in key}
 
 
 def differences(peace: list[dict[str, float]], disturbed: list[dict[str, float]]) -> list[str]:
-    """The first numbers that are not the same, bit by bit, and steps that are missing or there twice."""
-    if not any(row["train/grad_norm"] > 0 for row in peace):
+    """As `row_differences`, of metrics; nothing can be said where nothing was learned."""
+    if not any(row.get("train/grad_norm", 0.0) > 0 for row in peace):
         return ["nothing was learned in peace: equal metrics would say nothing"]
+    return row_differences(peace, disturbed)
+
+
+def row_differences(peace: list[dict[str, float]], disturbed: list[dict[str, float]]) -> list[str]:
+    """The first numbers that are not the same, bit by bit, and steps that are missing or there twice."""
     steps = [[int(row["step"]) for row in rows] for rows in (peace, disturbed)]
     if steps[0] != steps[1]:
         return [f"the steps are {steps[1]}, in peace {steps[0]}"]
@@ -214,59 +406,93 @@ def differences(peace: list[dict[str, float]], disturbed: list[dict[str, float]]
     return found[:5]
 
 
+def model_differences(peace: Path, disturbed: Path) -> list[str]:
+    """Tensors of two Hugging Face folders that are not the same, bit by bit; one that is missing differs."""
+    import torch
+    from safetensors.torch import load_file
+
+    tensors = [
+        {name: one for path in sorted(model.glob("*.safetensors")) for name, one in load_file(path).items()}
+        for model in (peace, disturbed)
+    ]
+    if not tensors[0]:
+        return [f"{peace} has no tensors"]
+
+    def bits(model: dict[str, torch.Tensor], name: str) -> tuple[object, ...] | None:
+        one = model.get(name)
+        return (
+            None
+            if one is None
+            else (one.dtype, one.shape, one.contiguous().view(torch.uint8).numpy().tobytes())
+        )
+
+    names = sorted(tensors[0].keys() | tensors[1].keys())
+    return [
+        f"the tensor {name} differs" for name in names if bits(tensors[0], name) != bits(tensors[1], name)
+    ][:5]
+
+
+# ---------------------------------------------------------------- the program
+
+
 def tell(outcome: Outcome) -> None:
+    ended = "goes on" if outcome.status is None else f"status {outcome.status}"
     print(
-        f"{outcome.kind}, step {outcome.step}: {outcome.done}; status {outcome.status} after "
-        f"{outcome.end_seconds:.1f} s: {outcome.told}",
+        f"{outcome.chain}: {outcome.kind}, step {outcome.step}: {outcome.done}; {ended} after "
+        f"{outcome.end_seconds:.1f} s: {outcome.told[:300]}",
         flush=True,
     )
 
 
-def print_table(outcomes: list[Outcome]) -> None:
+def print_table(outcomes: list[Outcome], seconds: float) -> None:
     print(
-        f"\n{'layout':9} {'kind':14} {'step':>4} {'status':>6} {'end s':>6} {'recovery s':>10} {'steps lost':>10}"
+        f"\n{'chain':6} {'kind':18} {'step':>4} {'status':>7} {'end s':>6} {'recovery s':>10} {'steps lost':>10}"
     )
     for one in outcomes:
+        status = "goes on" if one.status is None else one.status
         print(
-            f"{one.layout:9} {one.kind:14} {one.step:4} {one.status:6} {one.end_seconds:6.1f} "
+            f"{one.chain:6} {one.kind:18} {one.step:4} {status!s:>7} {one.end_seconds:6.1f} "
             f"{one.recovery_seconds:10.1f} {one.lost_steps:10}"
         )
     for one in outcomes:
         print(json.dumps({"drill": "faults", **asdict(one)}))
+    each = seconds / max(1, len(outcomes))
+    kinds = len({one.kind for one in outcomes})
+    print(f"\n{len(outcomes)} disturbances of {kinds} kinds took {seconds:.0f} s, {each:.1f} s each")
 
 
-def run_layout(drill: Drill, kinds: list[str], rng: random.Random) -> tuple[list[Outcome], list[str]]:
-    """Both runs of a layout."""
+def run_chain(drill: Drill, names: list[str], rng: random.Random) -> tuple[list[Outcome], list[str]]:
+    """Both runs of a chain."""
     drill.output.mkdir(parents=True)
-    folder = drill.output / "disturbed"
-    mounted = "disk-full" in kinds and mount_disk(folder)
-    try:
-        peace = leave_in_peace(drill)
-        outcomes, problems = disturb(drill, kinds, rng)
-        rows = [json.loads(line) for line in metric_lines(folder / "run")]
-        problems += differences(peace, rows) + lost_too_much(outcomes)
-    finally:
-        if mounted:
-            shutil.copytree(folder, drill.output / "disturbed.kept", dirs_exist_ok=True)
-            unmount_disk(folder)
-    return outcomes, [f"{drill.layout}: {one}" for one in problems]
+    disturbed = Disturbed(drill, rng)
+    needs_disk = any(name in NEEDS_DISK for name in names)
+    with own_disk(disturbed.folder, needs_disk, drill.output / "disturbed.kept"):
+        disturbed.run(names)
+        problems = disturbed.problems
+        if len(disturbed.outcomes) == len(names):
+            peace = leave_in_peace(drill, disturbed.steps)
+            problems += run_differences(peace, disturbed.folder / "run") + lost_too_much(disturbed.outcomes)
+    return disturbed.outcomes, [f"{drill.name}: {one}" for one in problems]
 
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Disturb training runs and see whether they recover.")
     parser.add_argument("--output", type=Path, default=Path("outputs/drill"), help="a new folder")
-    parser.add_argument("--kills", type=int, default=30, help="disturbances in all")
+    parser.add_argument("--kills", type=int, help="disturbances in all; default: one of each kind")
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--tensor-parallel", type=int, nargs="+", default=[2, 1], help="a layout for each")
+    parser.add_argument("--chains", nargs="+", choices=CHAINS, default=list(CHAINS))
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument(
-        "--steps", type=int, help=f"of every run; default: {STEPS_PER_KILL} per disturbance, and 2"
+        "--kinds", nargs="+", choices=KINDS, default=list(KINDS), metavar="KIND", help=", ".join(KINDS)
     )
-    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
-    parser.add_argument("--quick", action="store_true", help="six kinds, one layout")
+    parser.add_argument("--quick", action="store_true", help="six kinds, one chain")
     arguments = parser.parse_args()
     if arguments.quick:
-        arguments.kinds, arguments.kills, arguments.tensor_parallel = list(QUICK), len(QUICK), [2]
+        arguments.kinds, arguments.kills, arguments.chains = list(QUICK), len(QUICK), ["tp2"]
+    arguments.kills = arguments.kills or len(arguments.kinds)
+    for name in arguments.kinds:
+        if not any(possible(name, chain) for chain in arguments.chains):
+            parser.error(f"--kinds {name} cannot happen in --chains {' '.join(arguments.chains)}")
     if arguments.output.exists():
         parser.error(f"--output {arguments.output} is there already; give a new folder")
     return arguments
@@ -274,21 +500,16 @@ def parse_arguments() -> argparse.Namespace:
 
 def main() -> int:
     arguments = parse_arguments()
-    output, rng = arguments.output.resolve(), random.Random(arguments.seed)
+    output, rng, started = arguments.output.resolve(), random.Random(arguments.seed), time.monotonic()
     output.mkdir(parents=True)
     make_base(output)
     outcomes: list[Outcome] = []
     problems: list[str] = []
-    layouts = arguments.tensor_parallel
-    for number, tensor in enumerate(layouts):
-        share = arguments.kills // len(layouts) + (number < arguments.kills % len(layouts))
-        first = len(outcomes)
-        kinds = [arguments.kinds[(first + k) % len(arguments.kinds)] for k in range(share)]
-        steps = arguments.steps or STEPS_PER_KILL * share + 2
-        drill = Drill(output / f"tp{tensor}", arguments.ranks, tensor, steps, output)
-        more, wrong = run_layout(drill, kinds, rng)
+    for name, kinds in deal(arguments.kinds, arguments.kills, arguments.chains).items():
+        drill = Drill(name, output / name, arguments.ranks, output)
+        more, wrong = run_chain(drill, kinds, rng)
         outcomes, problems = outcomes + more, problems + wrong
-    print_table(outcomes)
+    print_table(outcomes, time.monotonic() - started)
     for problem in problems:
         print(f"WRONG: {problem}", file=sys.stderr)
     return 1 if problems or len(outcomes) != arguments.kills else 0

@@ -1,211 +1,330 @@
-"""What a drill does to a run: each kind disturbs a running attempt, and may damage what it left behind."""
+"""What a drill does to a run: each kind is a moment, and what is done then to its processes, its disk or its files."""
 
 from __future__ import annotations
 
-import os
+import contextlib
 import random
 import resource
 import signal
-import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from typing import Literal
 
-from rlmath.checkpoint.directory import CHECKPOINTS, MANIFEST, PARTIAL, complete_checkpoints
-from rlmath.distributed.fault_tolerance.exit_codes import FAILURE, SAVED_AND_STOPPED
+import psutil
+
+from rlmath.distributed.fault_tolerance.exit_codes import (
+    FAILURE,
+    FINISHED,
+    NOT_SAVED_IN_TIME,
+    SAVED_AND_STOPPED,
+)
+from tools import drill_damage as damage
+from tools.drill_damage import SAVE_SECONDS, wait_for_save
 from tools.drill_run import Attempt, rank_name, wait_for
 
-SAVE_SECONDS = 60.0
-"""By when a run that saves after every step begins to save again."""
-DISK_SIZE = "3g"
-FILE_LIMIT_BYTES = 2**18
+Moment = Callable[[Attempt, random.Random], None]
+"""Waits for it."""
+Deed = Callable[[Attempt, random.Random], str]
+"""Does it; says what was done."""
+Program = Literal["grpo", "sft"]
 
-Act = Callable[[Attempt, random.Random], str]
+VALIDATE_EVERY = 3
+"""Steps between validations, in the chain that has some."""
+PAUSE_SECONDS = 3.0
+SILENCE_SECONDS = 15
+"""The heartbeat's limit where a rank is stopped for longer."""
+WANT_SECONDS = 20.0
+"""How long a run may go on without memory."""
 
 
 @dataclass(frozen=True)
 class Kind:
     """A disturbance."""
 
-    act: Act
-    """Does it to a run; says what was done."""
+    moment: Moment
+    deed: Deed
     statuses: tuple[int, ...] = (FAILURE,)
-    """What the run may end with."""
-    rows: int | None = 2
-    """Steps that the run makes before. None: it is disturbed while it starts."""
-    spoil: Callable[[Path, random.Random], str] | None = None
+    """What the run may end with. Empty: it must go on by itself."""
+    rows: int = 1
+    """Steps that the run makes before. 0: it is disturbed while it starts."""
+    spoil: Deed | None = None
     """What is done to the folder after the run has ended."""
+    programs: tuple[Program, ...] = ("grpo", "sft")
+    settings: tuple[str, ...] = ()
+    """Of the start that is disturbed."""
+    place: Literal["steps", "export", "folder"] = "steps"
+    """"export": while the model is written after the last step. "folder": between two starts, beside another kind."""
+
+    @property
+    def goes_on(self) -> bool:
+        return not self.statuses
 
 
-# ---------------------------------------------------------------- at a moment of a step
+def reward(completion: str, solutions: Sequence[str], row: Mapping[str, object]) -> float:
+    """A reward function that a random model gets something from, and never learns: no answer does not end contrast."""
+    return float(sum(completion.encode()) % 5)
 
 
-def step_seconds(attempt: Attempt) -> float:
+# ---------------------------------------------------------------- moments
+
+
+def at_once(attempt: Attempt, rng: random.Random) -> None:
+    pass
+
+
+def _step_seconds(attempt: Attempt) -> float:
     """Of its quickest step: the first ones compile and warm up."""
-    return min(row["seconds/step"] for row in attempt.new_rows())
+    return min(row.get("seconds/step", 1.0) for row in attempt.new_rows())
 
 
-def kill_any_time(attempt: Attempt, rng: random.Random) -> str:
-    time.sleep(rng.uniform(0.0, 2.0) * step_seconds(attempt))
-    return attempt.kill_a_rank(rng)
+def any_time(attempt: Attempt, rng: random.Random) -> None:
+    time.sleep(rng.uniform(0.0, 2.0) * _step_seconds(attempt))
 
 
-def kill_at_start(attempt: Attempt, rng: random.Random) -> str:
-    time.sleep(rng.uniform(0.5, 15.0))
-    return attempt.kill_a_rank(rng)
+def while_starting(attempt: Attempt, rng: random.Random) -> None:
+    time.sleep(rng.uniform(0.5, 12.0))
 
 
-def kill_in(phase: str) -> Act:
-    """SIGKILL while the next step is in that phase: rows say how long phases take, and when a step ends."""
-    before = {"sync": (), "rollout": ("sync",), "update": ("sync", "rollout")}[phase]
-
-    def act(attempt: Attempt, rng: random.Random) -> str:
-        count = len(attempt.new_rows())
-        row = attempt.rows_or_end(count + 1, SAVE_SECONDS)[-1]
-        start = sum(row.get(f"seconds/{name}", 0.0) for name in ("save", *before))
-        time.sleep(start + rng.random() * row.get(f"seconds/{phase}", 0.0))
-        return attempt.kill_a_rank(rng)
-
-    return act
+def while_loading(attempt: Attempt, rng: random.Random) -> None:
+    """From when the folder is this start's to its first steps."""
+    title = "The settings of this run"
+    wait_for(lambda: attempt.ended or title in attempt.console(), 300.0, "the settings on the console")
+    time.sleep(rng.uniform(0.0, 3.0))
 
 
-def _wait_for_save(attempt: Attempt) -> None:
-    folder = attempt.output / CHECKPOINTS
-    wait_for(lambda: attempt.ended or any(folder.glob(f"*{PARTIAL}")), SAVE_SECONDS, "a save")
-
-
-def kill_in_save(attempt: Attempt, rng: random.Random) -> str:
-    _wait_for_save(attempt)
+def in_save(attempt: Attempt, rng: random.Random) -> None:
+    wait_for_save(attempt, rng)
     time.sleep(rng.uniform(0.0, 0.08))
-    told = attempt.kill_a_rank(rng)
-    partial = [path.name for path in (attempt.output / CHECKPOINTS).glob(f"*{PARTIAL}")]
-    return f"{told}, leaving {', '.join(partial) or 'nothing half done'}"
 
 
-# ---------------------------------------------------------------- signals
+def in_phase(phase: str) -> Moment:
+    """While the next step is in that phase: rows say how long phases take, and when a step ends."""
+    before = {"sync": (), "validation": ("sync",), "rollout": ("sync",), "update": ("sync", "rollout")}[phase]
+
+    def moment(attempt: Attempt, rng: random.Random) -> None:
+        count, last = len(attempt.new_rows()), int(attempt.new_rows()[-1]["step"])
+        if phase == "validation":
+            count += (VALIDATE_EVERY - last - 1) % VALIDATE_EVERY
+        rows = attempt.rows_or_end(count + 1, SAVE_SECONDS)
+        start = sum(rows[-1].get(f"seconds/{name}", 0.0) for name in ("save", *before))
+        known = [row[f"seconds/{phase}"] for row in rows if row.get(f"seconds/{phase}", 0.0) > 0.0]
+        time.sleep(start + rng.random() * (known[-1] if known else 0.1))
+
+    return moment
 
 
-def to_launcher(number: signal.Signals) -> Act:
-    def act(attempt: Attempt, rng: random.Random) -> str:
-        time.sleep(rng.random() * step_seconds(attempt))
-        attempt.launcher.send_signal(number)
-        return "torchrun"
-
-    return act
+def in_export(attempt: Attempt, rng: random.Random) -> None:
+    partial = attempt.output / "hf_model.partial"
+    wait_for(lambda: attempt.ended or partial.exists(), 300.0, "the export", look_seconds=0.0005)
 
 
-def to_a_rank(number: signal.Signals) -> Act:
-    def act(attempt: Attempt, rng: random.Random) -> str:
-        time.sleep(rng.random() * step_seconds(attempt))
+# ---------------------------------------------------------------- what is done to processes
+
+
+def kill_a_rank(attempt: Attempt, rng: random.Random) -> str:
+    return attempt.kill_a_rank(rng)
+
+
+def kill_all(attempt: Attempt, rng: random.Random) -> str:
+    """As a node that is lost: every process at once."""
+    return signal_all(signal.SIGKILL)(attempt, rng)
+
+
+def signal_launcher(number: signal.Signals, times: int = 1) -> Deed:
+    def deed(attempt: Attempt, rng: random.Random) -> str:
+        for _ in range(times):
+            attempt.launcher.send_signal(number)
+            time.sleep(0.2 if times > 1 else 0.0)
+        return f"torchrun, {number.name}" + (f", {times} times" if times > 1 else "")
+
+    return deed
+
+
+def signal_a_rank(number: signal.Signals) -> Deed:
+    def deed(attempt: Attempt, rng: random.Random) -> str:
         victim = rng.choice(attempt.ranks())
         name = rank_name(victim)
         victim.send_signal(number)
-        return name
+        return f"{name}, {number.name}"
 
-    return act
-
-
-# ---------------------------------------------------------------- the disk
+    return deed
 
 
-def mount_disk(folder: Path) -> bool:
-    """Put a small disk of its own (tmpfs) under a folder; False where that is not allowed."""
-    folder.mkdir(parents=True, exist_ok=True)
-    command = ["mount", "-t", "tmpfs", "-o", f"size={DISK_SIZE}", "tmpfs", str(folder)]
-    return os.geteuid() == 0 and subprocess.run(command, capture_output=True, check=False).returncode == 0
+def signal_all(number: signal.Signals) -> Deed:
+    """As a service manager does it: every process of the run gets the signal."""
+
+    def deed(attempt: Attempt, rng: random.Random) -> str:
+        processes = attempt.processes()
+        _send(processes, number)
+        return f"{len(processes)} processes, {number.name}"
+
+    return deed
 
 
-def unmount_disk(folder: Path) -> None:
-    subprocess.run(["umount", "-l", str(folder)], check=True)
+def _send(processes: Sequence[psutil.Process], number: signal.Signals) -> None:
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.send_signal(number)
 
 
-def _resize(folder: Path, size: str) -> None:
-    subprocess.run(["mount", "-o", f"remount,size={size}", str(folder)], check=True)
+@contextlib.contextmanager
+def _stopped(processes: Sequence[psutil.Process]) -> Iterator[None]:
+    _send(processes, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        _send(processes, signal.SIGCONT)
 
 
-def fill_disk(attempt: Attempt, rng: random.Random) -> str:
-    """No byte more fits: from now on, or from the middle of a save on. Where there is no disk of the run's own, no file
-    of its processes may grow beyond FILE_LIMIT_BYTES. A run that goes on without saving is then killed."""
-    moment = rng.choice(["before a save", "in a save"])
-    if moment == "in a save":
-        _wait_for_save(attempt)
-    disk = attempt.output.parent
-    if os.path.ismount(disk):
-        there = os.statvfs(disk)
-        _resize(disk, str((there.f_blocks - there.f_bfree) * there.f_frsize + 2**16))
-        told = f"full {moment}"
-    else:
-        for process in attempt.processes():
-            process.rlimit(resource.RLIMIT_FSIZE, (FILE_LIMIT_BYTES, resource.RLIM_INFINITY))
-        told = f"files limited {moment}"
-    shown = attempt.console().count("was not saved")
-    wait_for(
-        lambda: attempt.ended or attempt.console().count("was not saved") > shown,
-        SAVE_SECONDS,
-        "a word about the full disk",
-    )
-    if attempt.ended:
-        return f"{told}, the run ended by itself"
-    return f"{told}, the run went on, killed {attempt.kill_a_rank(rng)}"
+def pause(whom: Literal["a rank", "torchrun", "all"]) -> Deed:
+    """Stopped for PAUSE_SECONDS, as a debugger or a suspended machine does it."""
+
+    def deed(attempt: Attempt, rng: random.Random) -> str:
+        chosen = {
+            "a rank": lambda: [rng.choice(attempt.ranks())],
+            "torchrun": lambda: [psutil.Process(attempt.launcher.pid)],
+            "all": attempt.processes,
+        }[whom]()
+        with _stopped(chosen):
+            time.sleep(PAUSE_SECONDS)
+        return f"{whom} stopped for {PAUSE_SECONDS:g} s"
+
+    return deed
 
 
-def free_disk(output: Path, rng: random.Random) -> str:
-    if os.path.ismount(output.parent):
-        _resize(output.parent, DISK_SIZE)
-    return "room again"
+def stop_for_too_long(attempt: Attempt, rng: random.Random) -> str:
+    """A rank stands still until the others have ended the run for it."""
+    victim = rng.choice(attempt.ranks())
+    status = attempt.output / "exit_status.json"
+    with _stopped([victim]):
+        wait_for(status.exists, SILENCE_SECONDS + 60.0, "the end of the run")
+    return f"{rank_name(victim)} stopped for more than {SILENCE_SECONDS} s"
 
 
-# ---------------------------------------------------------------- damage to the newest checkpoint
+def _those_with(attempt: Attempt, word: str) -> list[psutil.Process]:
+    found = [process for process in attempt.processes() if word in " ".join(process.cmdline())]
+    assert found, f"no process of the run has {word} in its command"
+    return found
 
 
-def _newest(output: Path) -> Path:
-    found, _ = complete_checkpoints(output / CHECKPOINTS)
-    return found[0].folder
+def kill_judges(whole_pool: bool) -> Deed:
+    """The workers that score answers, or the server that makes them, of one rank; ranks stand still meanwhile, so that
+    no answer is being scored."""
+
+    def deed(attempt: Attempt, rng: random.Random) -> str:
+        servers = [
+            one for one in _those_with(attempt, "rewards.fork_server") if one.parent() in attempt.ranks()
+        ]
+        server = rng.choice(servers)
+        with _stopped(attempt.ranks()):
+            time.sleep(0.3)
+            victims = [server] if whole_pool else server.children()
+            _send(victims, signal.SIGKILL)
+        return f"{'the server' if whole_pool else f'{len(victims)} workers'} of {rank_name(server)}"
+
+    return deed
 
 
-def _largest_file(folder: Path) -> Path:
-    return max((path for path in folder.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
+def kill_a_writer(attempt: Attempt, rng: random.Random) -> str:
+    victim = rng.choice(_those_with(attempt, "async_writer"))
+    victim.kill()
+    return f"the writer of {rank_name(victim)}"
 
 
-def truncate(output: Path, rng: random.Random) -> str:
-    path = _largest_file(_newest(output))
-    os.truncate(path, rng.randrange(path.stat().st_size))
-    return f"truncated {path.relative_to(output)}"
+def take_memory(attempt: Attempt, rng: random.Random) -> str:
+    """A rank gets no memory more; one that needs none for WANT_SECONDS is killed."""
+    victim = rng.choice(attempt.ranks())
+    name = rank_name(victim)
+    victim.rlimit(resource.RLIMIT_AS, (victim.memory_info().vms, resource.RLIM_INFINITY))
+    with contextlib.suppress(TimeoutError):
+        wait_for(lambda: attempt.ended, WANT_SECONDS, "the end")
+        return f"no memory for {name}"
+    victim.kill()
+    return f"no memory for {name}, which went on and was killed"
 
 
-def flip_a_bit(output: Path, rng: random.Random) -> str:
-    path = _largest_file(_newest(output))
-    with path.open("r+b") as file:
-        place = rng.randrange(path.stat().st_size)
-        file.seek(place)
-        (byte,) = file.read(1)
-        file.seek(place)
-        file.write(bytes([byte ^ 1 << rng.randrange(8)]))
-    return f"a bit of byte {place} of {path.relative_to(output)}"
+# ---------------------------------------------------------------- the table
+
+_STOPS = (SAVED_AND_STOPPED,)
+_GRPO: tuple[Program, ...] = ("grpo",)
+_GOES_ON = ()
 
 
-def make_unreadable(output: Path, rng: random.Random) -> str:
-    path = _newest(output) / MANIFEST
-    path.unlink()
-    path.mkdir()
-    return f"a folder in the place of {path.relative_to(output)}"
+def _between(deed: Deed) -> Kind:
+    return Kind(at_once, deed, _GOES_ON, place="folder")
+
+
+def _damaged(spoil: Deed) -> Kind:
+    return Kind(any_time, kill_a_rank, rows=4, spoil=spoil)
 
 
 KINDS: dict[str, Kind] = {
-    "kill": Kind(kill_any_time),
-    "kill-start": Kind(kill_at_start, rows=None),
-    "kill-save": Kind(kill_in_save),
-    "kill-sync": Kind(kill_in("sync")),
-    "kill-rollout": Kind(kill_in("rollout")),
-    "kill-update": Kind(kill_in("update")),
+    # the run ends, and the next start resumes
+    "kill": Kind(any_time, kill_a_rank),
+    "kill-start": Kind(while_starting, kill_a_rank, rows=0),
+    "kill-load": Kind(while_loading, kill_a_rank, rows=0),
+    "kill-save": Kind(in_save, kill_a_rank),
+    "kill-sync": Kind(in_phase("sync"), kill_a_rank, programs=_GRPO),
+    "kill-rollout": Kind(in_phase("rollout"), kill_a_rank, programs=_GRPO),
+    "kill-update": Kind(in_phase("update"), kill_a_rank),
+    "kill-validation": Kind(in_phase("validation"), kill_a_rank, programs=_GRPO),
     # Without torchrun ranks can still save, but not end a rollout in which engines share the work over its store.
-    "kill-launcher": Kind(to_launcher(signal.SIGKILL), (SAVED_AND_STOPPED, FAILURE)),
-    "sigterm": Kind(to_launcher(signal.SIGTERM), (SAVED_AND_STOPPED,)),
-    "sigusr1": Kind(to_a_rank(signal.SIGUSR1), (SAVED_AND_STOPPED,)),
-    "disk-full": Kind(fill_disk, spoil=free_disk),
-    "truncated": Kind(kill_any_time, rows=4, spoil=truncate),
-    "bit-flip": Kind(kill_any_time, rows=4, spoil=flip_a_bit),
-    "unreadable": Kind(kill_any_time, rows=4, spoil=make_unreadable),
+    "kill-launcher": Kind(any_time, signal_launcher(signal.SIGKILL), (*_STOPS, FAILURE)),
+    "kill-all": Kind(any_time, kill_all),
+    "kill-all-save": Kind(in_save, kill_all),
+    "segfault": Kind(any_time, signal_a_rank(signal.SIGSEGV)),
+    "no-memory": Kind(any_time, take_memory),
+    "stopped": Kind(
+        any_time,
+        stop_for_too_long,
+        settings=(f"run.heartbeat_timeout_seconds={SILENCE_SECONDS}",),
+    ),
+    "sigterm": Kind(any_time, signal_launcher(signal.SIGTERM), _STOPS),
+    "sigterm-start": Kind(while_starting, signal_launcher(signal.SIGTERM), (*_STOPS, FAILURE), rows=0),
+    "sigterm-save": Kind(in_save, signal_launcher(signal.SIGTERM), _STOPS),
+    "sigterm-validation": Kind(
+        in_phase("validation"), signal_launcher(signal.SIGTERM), _STOPS, programs=_GRPO
+    ),
+    "sigterm-rank": Kind(any_time, signal_a_rank(signal.SIGTERM), _STOPS),
+    "sigterm-all": Kind(any_time, signal_all(signal.SIGTERM), _STOPS),
+    "sigterm-twice": Kind(any_time, signal_launcher(signal.SIGTERM, times=2), (*_STOPS, FAILURE)),
+    "sigterm-late": Kind(
+        any_time,
+        signal_launcher(signal.SIGTERM),
+        (NOT_SAVED_IN_TIME,),
+        settings=("run.stop_grace_seconds=0.01",),
+    ),
+    "sigusr1": Kind(any_time, signal_a_rank(signal.SIGUSR1), _STOPS),
+    "sigint": Kind(any_time, signal_launcher(signal.SIGINT)),
+    "sighup": Kind(any_time, signal_launcher(signal.SIGHUP)),
+    "disk-full": Kind(at_once, damage.fill_disk, spoil=damage.free_disk),
+    "truncated": _damaged(damage.truncate),
+    "bit-flip": _damaged(damage.flip_a_bit),
+    "unreadable": _damaged(damage.make_unreadable),
+    "two-damaged": _damaged(damage.damage_two),
+    "half-copied": _damaged(damage.lose_files),
+    "emptied": _damaged(damage.empty_folder),
+    "renumbered": _damaged(damage.copy_as_later),
+    "kill-export": Kind(in_export, kill_all, (FAILURE, FINISHED), place="export"),
+    "sigterm-export": Kind(in_export, signal_launcher(signal.SIGTERM), (FINISHED,), place="export"),
+    # the run goes on by itself
+    "pause-rank": Kind(any_time, pause("a rank"), _GOES_ON),
+    "pause-launcher": Kind(any_time, pause("torchrun"), _GOES_ON),
+    "pause-all": Kind(any_time, pause("all"), _GOES_ON),
+    "kill-judges": Kind(any_time, kill_judges(whole_pool=False), _GOES_ON, programs=_GRPO),
+    "kill-judge-server": Kind(any_time, kill_judges(whole_pool=True), _GOES_ON, programs=_GRPO),
+    "kill-writer": Kind(any_time, kill_a_writer, _GOES_ON),
+    "kill-writer-save": Kind(in_save, kill_a_writer, _GOES_ON),
+    "read-only": Kind(at_once, damage.make_checkpoints_read_only, _GOES_ON),
+    "no-inodes": Kind(at_once, damage.use_up_inodes, _GOES_ON),
+    "checkpoints-gone": Kind(any_time, damage.remove_checkpoints, _GOES_ON),
+    # between two starts
+    "torn-metrics": _between(damage.tear_metrics),
+    "leftovers": _between(damage.leave_scratch),
+    "looks-finished": _between(damage.pretend_end),
+    "config-lost": _between(damage.lose_config),
+    "moved": _between(damage.move_folder),
+    "samples-gone": _between(damage.remove_samples),
 }
 """By name, as `--kinds` takes them."""

@@ -118,14 +118,14 @@ def rank_name(process: psutil.Process) -> str:
         return "a rank"
 
 
-def metric_lines(output: Path) -> list[str]:
-    """The whole lines of a run's metrics; an unfinished last one is left out."""
-    path = output / "metrics.jsonl"
+def metric_lines(output: Path, name: str = "metrics.jsonl") -> list[str]:
+    """The whole lines of a run's metrics, or of another file of them; an unfinished last one is left out."""
+    path = output / name
     return path.read_text(encoding="utf-8").split("\n")[:-1] if path.is_file() else []
 
 
-def start(ranks: int, overrides: list[str], output: Path, console: Path) -> Attempt:
-    """Start the training program under torchrun; returns at once."""
+def start(program: list[str], ranks: int, overrides: list[str], output: Path, console: Path) -> Attempt:
+    """Start a training program, with its `--config`, under torchrun; returns at once."""
     mark = uuid.uuid4().hex
     environment = os.environ | {
         _MARK: mark,
@@ -134,11 +134,10 @@ def start(ranks: int, overrides: list[str], output: Path, console: Path) -> Atte
         "PYTHONPATH": os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH", "")])),
     }
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", *STOP_OPTIONS]
-    program = ["launch/train_grpo.py", "--config", "configs/demo.yaml", f"run.output_dir={output}"]
     before = frozenset(metric_lines(output))
     with console.open("ab") as stream:
         process = subprocess.Popen(
-            [sys.executable, *launcher, *program, *overrides],
+            [sys.executable, *launcher, *program, f"run.output_dir={output}", *overrides],
             cwd=REPOSITORY,
             env=environment,
             stdin=subprocess.DEVNULL,

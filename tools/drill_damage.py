@@ -1,0 +1,277 @@
+"""What a drill does to files: the disk under a run, its newest checkpoints, and what stands in its folder.
+
+Every function takes a run and says what it did. Those of the first part work on a run that is there, the others on the
+folder of one that has ended.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import resource
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+from rlmath.checkpoint.directory import CHECKPOINTS, MANIFEST, PARTIAL, complete_checkpoints
+from rlmath.distributed.fault_tolerance.exit_codes import FINISHED, write_exit_status
+from tools.drill_run import Attempt, wait_for
+
+SAVE_SECONDS = 60.0
+"""By when a run that saves after every step begins to save again."""
+DISK_SIZE = "3g"
+MOST_FILES = "100k"
+FILE_LIMIT_BYTES = 2**18
+NOT_SAVED = "was not saved"
+"""What a run says of a checkpoint that the disk refused."""
+
+
+# ---------------------------------------------------------------- the disk
+
+
+def mount_disk(folder: Path) -> bool:
+    """Put a small disk of its own (tmpfs) under a folder; False where that is not allowed."""
+    folder.mkdir(parents=True, exist_ok=True)
+    options = f"size={DISK_SIZE},nr_inodes={MOST_FILES}"
+    return os.geteuid() == 0 and _mount("-t", "tmpfs", "-o", options, "tmpfs", str(folder))
+
+
+def unmount_disk(folder: Path) -> None:
+    subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+def _mount(*arguments: str) -> bool:
+    return subprocess.run(["mount", *arguments], capture_output=True, check=False).returncode == 0
+
+
+def _remount(folder: Path, option: str) -> None:
+    subprocess.run(["mount", "-o", f"remount,{option}", str(folder)], check=True)
+
+
+def wait_for_save(attempt: Attempt, rng: random.Random) -> None:
+    folder = attempt.output / CHECKPOINTS
+    wait_for(lambda: attempt.ended or any(folder.glob(f"*{PARTIAL}")), SAVE_SECONDS, "a save")
+
+
+def _wait_for_refusal(attempt: Attempt, shown: int) -> None:
+    wait_for(
+        lambda: attempt.ended or attempt.console().count(NOT_SAVED) > shown,
+        SAVE_SECONDS,
+        "a word about the disk",
+    )
+
+
+def fill_disk(attempt: Attempt, rng: random.Random) -> str:
+    """No byte more fits: from now on, or from the middle of a save on. Where there is no disk of the run's own, no file
+    of its processes may grow beyond FILE_LIMIT_BYTES. A run that goes on without saving is then killed."""
+    moment = rng.choice(["before a save", "in a save"])
+    if moment == "in a save":
+        wait_for_save(attempt, rng)
+    disk, shown = attempt.output.parent, attempt.console().count(NOT_SAVED)
+    if os.path.ismount(disk):
+        there = os.statvfs(disk)
+        _remount(disk, f"size={(there.f_blocks - there.f_bfree) * there.f_frsize + 2**16}")
+        told = f"full {moment}"
+    else:
+        for process in attempt.processes():
+            process.rlimit(resource.RLIMIT_FSIZE, (FILE_LIMIT_BYTES, resource.RLIM_INFINITY))
+        told = f"files limited {moment}"
+    _wait_for_refusal(attempt, shown)
+    if attempt.ended:
+        return f"{told}, the run ended by itself"
+    return f"{told}, the run went on, killed {attempt.kill_a_rank(rng)}"
+
+
+def free_disk(attempt: Attempt, rng: random.Random) -> str:
+    if os.path.ismount(attempt.output.parent):
+        _remount(attempt.output.parent, f"size={DISK_SIZE}")
+    return "room again"
+
+
+def use_up_inodes(attempt: Attempt, rng: random.Random) -> str:
+    """No new file can be made until a save has failed for it. Nothing where there is no disk of the run's own."""
+    disk, shown = attempt.output.parent, attempt.console().count(NOT_SAVED)
+    if not os.path.ismount(disk):
+        return "no disk of its own, nothing done"
+    there = os.statvfs(disk)
+    _remount(disk, f"nr_inodes={there.f_files - there.f_ffree}")
+    try:
+        _wait_for_refusal(attempt, shown)
+    finally:
+        _remount(disk, f"nr_inodes={MOST_FILES}")
+    return "no inode until a save had failed"
+
+
+def make_checkpoints_read_only(attempt: Attempt, rng: random.Random) -> str:
+    """Until a save has failed for it: a read-only mount over the folder, or its permissions."""
+    folder, shown = attempt.output / CHECKPOINTS, attempt.console().count(NOT_SAVED)
+    wait_for(folder.is_dir, SAVE_SECONDS, "the folder of checkpoints")
+    mounted = os.geteuid() == 0 and _mount("--bind", str(folder), str(folder))
+    if mounted:
+        _remount(folder, "bind,ro")
+    else:
+        folder.chmod(0o555)
+    try:
+        _wait_for_refusal(attempt, shown)
+    finally:
+        if mounted:
+            unmount_disk(folder)
+        else:
+            folder.chmod(0o755)
+    return f"{'mounted read-only' if mounted else 'no permission'} until a save had failed"
+
+
+def remove_checkpoints(attempt: Attempt, rng: random.Random) -> str:
+    """All of them, under the hands of a run."""
+    folder = attempt.output / CHECKPOINTS
+    names = [path.name for path in folder.glob("*")]
+    shutil.rmtree(folder, ignore_errors=True)
+    return f"removed {', '.join(sorted(names)) or 'nothing'}"
+
+
+# ---------------------------------------------------------------- damage to the newest checkpoints
+
+
+def _newest(output: Path, number: int = 0) -> Path:
+    found, _ = complete_checkpoints(output / CHECKPOINTS)
+    return found[number].folder
+
+
+def _largest_file(folder: Path) -> Path:
+    return max((path for path in folder.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
+
+
+def truncate(attempt: Attempt, rng: random.Random) -> str:
+    path = _largest_file(_newest(attempt.output))
+    os.truncate(path, rng.randrange(path.stat().st_size))
+    return f"truncated {path.relative_to(attempt.output)}"
+
+
+def flip_a_bit(attempt: Attempt, rng: random.Random) -> str:
+    return _flip_in(attempt.output, _largest_file(_newest(attempt.output)), rng)
+
+
+def _flip_in(output: Path, path: Path, rng: random.Random) -> str:
+    with path.open("r+b") as file:
+        place = rng.randrange(path.stat().st_size)
+        file.seek(place)
+        (byte,) = file.read(1)
+        file.seek(place)
+        file.write(bytes([byte ^ 1 << rng.randrange(8)]))
+    return f"a bit of byte {place} of {path.relative_to(output)}"
+
+
+def make_unreadable(attempt: Attempt, rng: random.Random) -> str:
+    path = _newest(attempt.output) / MANIFEST
+    path.unlink()
+    path.mkdir()
+    return f"a folder in the place of {path.relative_to(attempt.output)}"
+
+
+def damage_two(attempt: Attempt, rng: random.Random) -> str:
+    """The newest two; the one before them is whole."""
+    paths = [_largest_file(_newest(attempt.output, number)) for number in (0, 1)]
+    return "; ".join(_flip_in(attempt.output, path, rng) for path in paths)
+
+
+def lose_files(attempt: Attempt, rng: random.Random) -> str:
+    """As a copy that was broken off leaves it: without the last files and the manifest."""
+    folder = _newest(attempt.output)
+    files = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != MANIFEST)
+    lost = [folder / MANIFEST, *files[-rng.randint(1, len(files)) :]]
+    for path in lost:
+        path.unlink()
+    return f"{len(lost)} files of {folder.name} were lost, the manifest too"
+
+
+def empty_folder(attempt: Attempt, rng: random.Random) -> str:
+    folder = _newest(attempt.output)
+    shutil.rmtree(folder)
+    folder.mkdir()
+    return f"{folder.name} is empty"
+
+
+def copy_as_later(attempt: Attempt, rng: random.Random) -> str:
+    """A whole checkpoint under the name of a step that was never made."""
+    folder = _newest(attempt.output)
+    later = folder.with_name("step-090000")
+    shutil.copytree(folder, later)
+    return f"{folder.name} copied to {later.name}"
+
+
+# ---------------------------------------------------------------- what else stands in the folder
+
+
+def tear_metrics(attempt: Attempt, rng: random.Random) -> str:
+    """As a power cut leaves it: half a line more."""
+    path = attempt.output / "metrics.jsonl"
+    with path.open("ab") as file:
+        file.write(b'{"step": 90000, "task_rew')
+    return "half a line in metrics.jsonl"
+
+
+def leave_scratch(attempt: Attempt, rng: random.Random) -> str:
+    """What programs that were killed leave behind."""
+    files = (
+        f"{CHECKPOINTS}/step-090000{PARTIAL}/state/__0_0.distcp",
+        f"{CHECKPOINTS}/step-000001{PARTIAL}/manifest.json",
+        f"hf_model{PARTIAL}/model.safetensors",
+        ".config.yaml.4711.tmp",
+        ".exit_status.json.4711.tmp",
+        "metrics.tmp",
+        "samples/step-000001.tmp",
+    )
+    for name in files:
+        path = attempt.output / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(b"left")
+    return f"left {len(files)} unfinished files"
+
+
+def pretend_end(attempt: Attempt, rng: random.Random) -> str:
+    """The status and the summary of a run that has finished, and a lock that nobody holds."""
+    write_exit_status(attempt.output, FINISHED, "all 3 steps are done")
+    (attempt.output / "summary.json").write_text(json.dumps({"steps": 3}))
+    (attempt.output / ".lock").write_text("4711\n")
+    return "it looks finished"
+
+
+def lose_config(attempt: Attempt, rng: random.Random) -> str:
+    path = attempt.output / "config.yaml"
+    if rng.random() < 0.5:
+        path.unlink()
+        return "config.yaml removed"
+    path.write_bytes(path.read_bytes()[: rng.randrange(200)])
+    return "config.yaml truncated"
+
+
+def move_folder(attempt: Attempt, rng: random.Random) -> str:
+    """To another place, with a link where it was; or back again."""
+    other = attempt.output.with_name("elsewhere")
+    if attempt.output.is_symlink():
+        attempt.output.unlink()
+        other.rename(attempt.output)
+        return "moved back"
+    attempt.output.rename(other)
+    attempt.output.symlink_to(other, target_is_directory=True)
+    return "moved, a link in its place"
+
+
+def remove_samples(attempt: Attempt, rng: random.Random) -> str:
+    shutil.rmtree(attempt.output / "samples", ignore_errors=True)
+    return "samples removed"
+
+
+@contextlib.contextmanager
+def own_disk(folder: Path, wanted: bool, kept: Path) -> Iterator[None]:
+    """A disk of its own under the folder, where that is wanted and allowed; at the end its files lie in `kept`."""
+    mounted = wanted and mount_disk(folder)
+    try:
+        yield
+    finally:
+        if mounted:
+            shutil.copytree(folder, kept, dirs_exist_ok=True, symlinks=True)
+            unmount_disk(folder)
