@@ -6,10 +6,23 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from tests.programs import run
 from tests.selection import matrix
-from tools.drill_faults import QUICK, Outcome, differences, ending_problems, lost_too_much
+from tools.drill_faults import (
+    CHAINS,
+    QUICK,
+    Outcome,
+    deal,
+    differences,
+    ending_problems,
+    lost_too_much,
+    model_differences,
+    plan_starts,
+    possible,
+)
 from tools.drill_kinds import KINDS
 
 ROW = {"step": 1.0, "train/grad_norm": 0.5, "task_reward": 0.1, "seconds/step": 2.0}
@@ -32,11 +45,39 @@ def test_six_disturbances_in_a_row(tmp_path: Path) -> None:
 
 @pytest.mark.full
 @pytest.mark.distributed
-@pytest.mark.timeout(5400)
-def test_thirty_disturbances_of_every_kind_on_two_layouts(tmp_path: Path) -> None:
-    outcomes = drill(tmp_path / "drill", 5300.0, "--kills", "30", "--seed", "2")
-    assert len(outcomes) == 30 and {one["kind"] for one in outcomes} == set(KINDS)
-    assert {one["layout"] for one in outcomes} == {"tp2-dp1", "tp1-dp2"}
+@pytest.mark.timeout(9000)
+def test_a_hundred_disturbances_of_every_kind(tmp_path: Path) -> None:
+    outcomes = drill(tmp_path / "drill", 8900.0, "--kills", "100", "--seed", "2")
+    assert len(outcomes) == 100 and {one["kind"] for one in outcomes} == set(KINDS)
+    assert {one["chain"] for one in outcomes} == set(CHAINS)
+
+
+def test_every_kind_has_its_turn_in_a_chain_that_it_can_happen_in() -> None:
+    dealt = deal(list(KINDS), 100, list(CHAINS))
+    given = [name for names in dealt.values() for name in names]
+    assert sorted(given) == sorted(list(KINDS)[k % len(KINDS)] for k in range(100))
+    assert all(possible(name, chain) for chain, names in dealt.items() for name in names)
+    assert not possible("kill-rollout", "sft") and not possible("kill-validation", "tp2")
+
+
+def test_a_start_takes_what_it_survives_what_ends_it_and_what_follows() -> None:
+    names = [
+        "kill-start",
+        "kill-export",
+        "kill",
+        "moved",
+        "pause-all",
+        "sigterm",
+        "kill-writer",
+        "pause-rank",
+    ]
+    first, second, third, export, last = plan_starts(names)
+    assert (first.running, first.ending, first.between) == ([], "kill-start", [])
+    assert (second.running, second.ending, second.between) == (["pause-all", "pause-rank"], "kill", ["moved"])
+    assert (third.running, third.ending) == (["kill-writer"], "sigterm")
+    assert export.ending == "kill-export" and last.ending is None
+    with pytest.raises(ValueError, match="moved needs a start that another kind ends"):
+        plan_starts(["moved", "kill-start"])
 
 
 @pytest.mark.parametrize(
@@ -59,12 +100,24 @@ def test_a_drill_in_which_nothing_is_learned_proves_nothing() -> None:
     assert differences([idle], [idle]) == ["nothing was learned in peace: equal metrics would say nothing"]
 
 
+def test_the_drill_sees_a_tensor_that_differs_in_one_bit(tmp_path: Path) -> None:
+    one = {"a": torch.ones(3), "b": torch.tensor([float("nan"), 0.0])}
+    other = {"a": torch.ones(3), "b": torch.tensor([float("nan"), -0.0])}
+    for name, tensors in (("peace", one), ("same", one), ("other", other), ("less", {"a": torch.ones(3)})):
+        (tmp_path / name).mkdir()
+        save_file(tensors, tmp_path / name / "model.safetensors")
+    assert model_differences(tmp_path / "peace", tmp_path / "same") == []
+    assert model_differences(tmp_path / "peace", tmp_path / "other") == ["the tensor b differs"]
+    assert model_differences(tmp_path / "peace", tmp_path / "less") == ["the tensor b differs"]
+    assert len(model_differences(tmp_path / "none", tmp_path / "same")) == 1
+
+
 def test_the_drill_sees_lost_steps_and_leftovers(tmp_path: Path) -> None:
     def outcome(kind: str, lost: int) -> Outcome:
-        return Outcome("tp1-dp2", kind, 7, "", KINDS[kind].statuses[0], "", 1.0, 20.0, lost)
+        return Outcome("tp1", kind, 7, "", KINDS[kind].statuses[0], "", 1.0, 20.0, lost)
 
     assert lost_too_much([outcome("kill", 2), outcome("sigterm", 0)]) == []
-    assert len(lost_too_much([outcome("kill", 5), outcome("sigterm", 1), outcome("kill", -1)])) == 3
+    assert len(lost_too_much([outcome("kill", 7), outcome("sigterm", 1), outcome("kill", -1)])) == 3
     (tmp_path / "checkpoints" / "step-000003.partial").mkdir(parents=True)
     left, unfinished = ending_problems(tmp_path)
     assert left == "checkpoints/step-000003.partial was left" and "did not finish" in unfinished

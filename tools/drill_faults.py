@@ -185,9 +185,10 @@ def plan_starts(names: Sequence[str]) -> list[Start]:
     guests = [(name, kind) for name, kind in chosen if kind.goes_on]
     if guests and not hosts:
         raise ValueError(f"{guests[0][0]} needs a start that another kind ends: choose kill, too")
-    for place, (name, kind) in enumerate(guests):
-        host = hosts[place % len(hosts)]
-        (host.running if kind.place == "steps" else host.between).append(name)
+    for place in ("steps", "folder"):
+        for number, name in enumerate(name for name, kind in guests if kind.place == place):
+            host = hosts[number % len(hosts)]
+            (host.running if place == "steps" else host.between).append(name)
     return [*starts, *exports, Start()]
 
 
