@@ -34,7 +34,7 @@ VALIDATE_EVERY = 3
 PAUSE_SECONDS = 3.0
 SILENCE_SECONDS = 15
 """The heartbeat's limit where a rank is stopped for longer."""
-WANT_SECONDS = 20.0
+WANT_SECONDS = 6.0
 """How long a run may go on without memory."""
 
 
