@@ -56,11 +56,11 @@ def wait_for_save(attempt: Attempt, rng: random.Random) -> None:
     wait_for(lambda: attempt.ended or any(folder.glob(f"*{PARTIAL}")), SAVE_SECONDS, "a save")
 
 
-def _wait_for_refusal(attempt: Attempt, shown: int) -> None:
+def wait_for_refusal(attempt: Attempt, shown: int) -> None:
     wait_for(
         lambda: attempt.ended or attempt.console().count(NOT_SAVED) > shown,
         SAVE_SECONDS,
-        "a word about the disk",
+        "a word about a checkpoint that cannot be saved",
     )
 
 
@@ -79,7 +79,7 @@ def fill_disk(attempt: Attempt, rng: random.Random) -> str:
         for process in attempt.processes():
             process.rlimit(resource.RLIMIT_FSIZE, (FILE_LIMIT_BYTES, resource.RLIM_INFINITY))
         told = f"files limited {moment}"
-    _wait_for_refusal(attempt, shown)
+    wait_for_refusal(attempt, shown)
     if attempt.ended:
         return f"{told}, the run ended by itself"
     return f"{told}, the run went on, killed {attempt.kill_a_rank(rng)}"
@@ -99,7 +99,7 @@ def use_up_inodes(attempt: Attempt, rng: random.Random) -> str:
     there = os.statvfs(disk)
     _remount(disk, f"nr_inodes={there.f_files - there.f_ffree}")
     try:
-        _wait_for_refusal(attempt, shown)
+        wait_for_refusal(attempt, shown)
     finally:
         _remount(disk, f"nr_inodes={MOST_FILES}")
     return "no inode until a save had failed"
@@ -115,7 +115,7 @@ def make_checkpoints_read_only(attempt: Attempt, rng: random.Random) -> str:
     else:
         folder.chmod(0o555)
     try:
-        _wait_for_refusal(attempt, shown)
+        wait_for_refusal(attempt, shown)
     finally:
         if mounted:
             unmount_disk(folder)

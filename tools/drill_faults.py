@@ -317,6 +317,8 @@ class Disturbed:
         took = time.monotonic() - moment
         step = max([before, *(int(row["step"]) for row in attempt.new_rows())])
         said = read_exit_status(run)
+        if kind.place == "export":
+            self._note_recovery(attempt.new_rows(), before, float("nan"))
         if kind.spoil:
             done = f"{done}; {kind.spoil(attempt, self.rng)}"
         self.outcomes.append(Outcome(self.drill.name, name, step, done, said.status, said.message, took))

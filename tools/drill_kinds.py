@@ -13,6 +13,7 @@ from typing import Literal
 
 import psutil
 
+from rlmath.checkpoint.directory import CHECKPOINTS, complete_checkpoints
 from rlmath.distributed.fault_tolerance.exit_codes import (
     FAILURE,
     FINISHED,
@@ -20,7 +21,7 @@ from rlmath.distributed.fault_tolerance.exit_codes import (
     SAVED_AND_STOPPED,
 )
 from tools import drill_damage as damage
-from tools.drill_damage import SAVE_SECONDS, wait_for_save
+from tools.drill_damage import NOT_SAVED, SAVE_SECONDS, wait_for_refusal, wait_for_save
 from tools.drill_run import Attempt, rank_name, wait_for
 
 Moment = Callable[[Attempt, random.Random], None]
@@ -34,8 +35,6 @@ VALIDATE_EVERY = 3
 PAUSE_SECONDS = 3.0
 SILENCE_SECONDS = 15
 """The heartbeat's limit where a rank is stopped for longer."""
-WANT_SECONDS = 6.0
-"""How long a run may go on without memory."""
 
 
 @dataclass(frozen=True)
@@ -86,11 +85,25 @@ def while_starting(attempt: Attempt, rng: random.Random) -> None:
     time.sleep(rng.uniform(0.5, 12.0))
 
 
-def while_loading(attempt: Attempt, rng: random.Random) -> None:
-    """From when the folder is this start's to its first steps."""
+def _wait_for_claim(attempt: Attempt) -> None:
+    """What an earlier start has left unfinished is gone by then."""
     title = "The settings of this run"
     wait_for(lambda: attempt.ended or title in attempt.console(), 300.0, "the settings on the console")
+
+
+def while_loading(attempt: Attempt, rng: random.Random) -> None:
+    """From when the folder is this start's to its first steps."""
+    _wait_for_claim(attempt)
     time.sleep(rng.uniform(0.0, 3.0))
+
+
+def with_checkpoints(attempt: Attempt, rng: random.Random) -> None:
+    """Some time after three of them are complete: two may be damaged."""
+    folder = attempt.output / CHECKPOINTS
+    wait_for(
+        lambda: attempt.ended or len(complete_checkpoints(folder)[0]) >= 3, SAVE_SECONDS, "3 checkpoints"
+    )
+    any_time(attempt, rng)
 
 
 def in_save(attempt: Attempt, rng: random.Random) -> None:
@@ -115,6 +128,7 @@ def in_phase(phase: str) -> Moment:
 
 
 def in_export(attempt: Attempt, rng: random.Random) -> None:
+    _wait_for_claim(attempt)
     partial = attempt.output / "hf_model.partial"
     wait_for(lambda: attempt.ended or partial.exists(), 300.0, "the export", look_seconds=0.0005)
 
@@ -233,15 +247,15 @@ def kill_a_writer(attempt: Attempt, rng: random.Random) -> str:
 
 
 def take_memory(attempt: Attempt, rng: random.Random) -> str:
-    """A rank gets no memory more; one that needs none for WANT_SECONDS is killed."""
-    victim = rng.choice(attempt.ranks())
+    """A rank gets no memory more; one that goes on without saving is killed."""
+    victim, shown = rng.choice(attempt.ranks()), attempt.console().count(NOT_SAVED)
     name = rank_name(victim)
     victim.rlimit(resource.RLIMIT_AS, (victim.memory_info().vms, resource.RLIM_INFINITY))
-    with contextlib.suppress(TimeoutError):
-        wait_for(lambda: attempt.ended, WANT_SECONDS, "the end")
-        return f"no memory for {name}"
+    wait_for_refusal(attempt, shown)
+    if attempt.ended:
+        return f"no memory for {name}, the run ended by itself"
     victim.kill()
-    return f"no memory for {name}, which went on and was killed"
+    return f"no memory for {name}, the run went on, killed"
 
 
 # ---------------------------------------------------------------- the table
@@ -256,7 +270,7 @@ def _between(deed: Deed) -> Kind:
 
 
 def _damaged(spoil: Deed) -> Kind:
-    return Kind(any_time, kill_a_rank, rows=4, spoil=spoil)
+    return Kind(with_checkpoints, kill_a_rank, spoil=spoil)
 
 
 KINDS: dict[str, Kind] = {

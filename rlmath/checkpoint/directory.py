@@ -12,6 +12,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import hashlib
 import itertools
@@ -225,7 +226,7 @@ def file_entry(path: Path, on_block: Callable[[], None] = lambda: None) -> FileE
 def open_partial(root: Path, step: int) -> Path:
     """An empty folder to write the checkpoint of a step into."""
     partial = partial_of(root, step)
-    shutil.rmtree(partial, ignore_errors=True)
+    remove(partial)
     (partial / STATE).mkdir(parents=True)
     (partial / METADATA_FILES).mkdir()
     return partial
@@ -275,7 +276,7 @@ def set_aside(folder: Path, ending: str) -> Path:
         more = (folder.with_name(f"{folder.name}{ending}-{number}") for number in itertools.count(2))
         other = next(one for one in (other, *itertools.islice(more, 999)) if not os.path.lexists(one))
     else:
-        shutil.rmtree(other, ignore_errors=True)
+        remove(other)
     return folder.rename(other)
 
 
@@ -300,11 +301,21 @@ def set_newer_aside(root: Path, step: int) -> None:
             logger.warning(f"{text} at it", folder, step, other.name)
 
 
+def remove(path: Path) -> None:
+    """Remove a folder with all that is in it, a file or a link; nothing where there is none, and no error where it
+    cannot be removed: what takes its place fails then, and says why."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        with contextlib.suppress(OSError):
+            path.unlink()
+
+
 def remove_partial(root: Path) -> None:
     """Remove the incomplete checkpoints of runs that were killed."""
     for path in root.glob(f"*{PARTIAL}"):
         logger.info("Removing %s, which an earlier run left unfinished", path)
-        shutil.rmtree(path, ignore_errors=True)
+        remove(path)
 
 
 # ---------------------------------------------------------------- progress.json

@@ -274,7 +274,7 @@ class CheckpointManager:
         """In threads: large files take long. What a killed run does not remove, the next one does."""
         self._removals = [thread for thread in self._removals if thread.is_alive()]
         for folder in folders:
-            self._removals.append(threading.Thread(target=shutil.rmtree, args=(folder, True), daemon=True))
+            self._removals.append(threading.Thread(target=directory.remove, args=(folder,), daemon=True))
             self._removals[-1].start()
 
     def _give_up(self, error: str) -> Saved:
@@ -284,7 +284,7 @@ class CheckpointManager:
         self.close()
         dist.barrier()
         if self._rank == 0:
-            shutil.rmtree(save.partial, ignore_errors=True)
+            directory.remove(save.partial)
         self._in_flight = None
         return Saved(save.step, None, error)
 

@@ -62,6 +62,17 @@ def test_what_is_being_written_is_not_found_and_is_removed_by_the_next_run(tmp_p
     assert [path.name for path in tmp_path.iterdir()] == ["step-000001"]
 
 
+def test_files_and_links_with_the_names_of_unfinished_folders_are_removed(tmp_path: Path) -> None:
+    whole = make(tmp_path, 1)
+    for name in ("step-000002.partial", "hf_model.partial"):
+        (tmp_path / name).write_text("what else used this name")
+    (tmp_path / "step-000003.partial").symlink_to(whole)
+    assert open_partial(tmp_path, 2).is_dir()
+    remove_partial(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-000001"]
+    assert (whole / "manifest.json").is_file()
+
+
 def test_a_folder_without_manifest_is_no_checkpoint(tmp_path: Path) -> None:
     make(tmp_path, 1)
     (make(tmp_path, 2) / "manifest.json").unlink()

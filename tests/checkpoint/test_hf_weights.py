@@ -221,7 +221,7 @@ def test_a_death_while_the_old_model_is_removed_leaves_no_half_of_one(
             (folder / "model.safetensors").unlink()
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(weights.shutil, "rmtree", die)
+    monkeypatch.setattr(weights, "remove", die)
     with pytest.raises(KeyboardInterrupt):
         write_hf_folder(
             iter({"a": WEIGHTS["c"]}.items()), read_metadata_files(source), output, torch.float32, writes=True

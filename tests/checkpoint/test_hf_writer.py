@@ -11,7 +11,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 
 from rlmath.checkpoint.hf import weights
-from rlmath.checkpoint.hf.weights import SafetensorsWriter
+from rlmath.checkpoint.hf.weights import SafetensorsWriter, write_hf_folder
 
 
 def test_formats_shapes_and_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -65,3 +65,12 @@ def test_a_file_that_was_not_finished_is_none(tmp_path: Path):
     (left,) = tmp_path.iterdir()
     with pytest.raises(SafetensorError):
         load_file(left)
+
+
+def test_a_folder_takes_the_place_of_files_that_have_its_names(tmp_path: Path):
+    for name in ("model", "model.partial"):
+        (tmp_path / name).write_text("what else used this name")
+    tensors = iter([("a", torch.ones(2, 3))])
+    write_hf_folder(tensors, {"config.json": b"{}"}, tmp_path / "model", torch.float32, writes=True)
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+    assert (tmp_path / "model" / "model.safetensors").is_file()

@@ -9,7 +9,6 @@ start of the file, so that its memory is one block whatever the size of the mode
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +19,7 @@ import torch.distributed as dist
 from safetensors import safe_open
 from torch import Tensor
 
-from rlmath.checkpoint.directory import PARTIAL, set_aside
+from rlmath.checkpoint.directory import PARTIAL, remove, set_aside
 from rlmath.checkpoint.hf import weight_map
 from rlmath.checkpoint.hf.weight_map import Placed, placed_tensors
 from rlmath.config.model_shape import ModelShape
@@ -246,7 +245,7 @@ def write_hf_folder(
         return
     partial_folder = output.with_name(output.name + PARTIAL)
     try:
-        shutil.rmtree(partial_folder, ignore_errors=True)
+        remove(partial_folder)
         partial_folder.mkdir(parents=True)
         files = SafetensorsWriter(partial_folder, SHARD_BYTES)
         try:
@@ -260,11 +259,11 @@ def write_hf_folder(
         before = set_aside(output, f".before{PARTIAL}") if output.exists() else None
         partial_folder.rename(output)
         if before is not None:
-            shutil.rmtree(before, ignore_errors=True)
+            remove(before)
     except OSError:
         for _ in tensors:  # a collective: the others wait for it
             pass
-        shutil.rmtree(partial_folder, ignore_errors=True)
+        remove(partial_folder)
         raise
 
 
