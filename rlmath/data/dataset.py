@@ -19,7 +19,7 @@ from rlmath.data import loader
 from rlmath.data.files import UnusableRow
 from rlmath.data.formats import read_prompts
 from rlmath.data.sft_sequences import SequenceReport, WrittenSequence, load_sequences, split_held_out
-from rlmath.data.tokenizer import load_tokenizer, prompt_tokens, render, stop_token_ids
+from rlmath.data.tokenizer import load_tokenizer, prompt_tokens, render, set_marked_aside, stop_token_ids
 from rlmath.rewards.verifier import check_tasks
 
 if TYPE_CHECKING:
@@ -89,7 +89,7 @@ def load_inputs(config: Config, shape: ModelShape) -> Inputs:
     found = load_prompt_files(config, tokenizer)
     sequences = [*(prompt.token_ids for prompt in found.prompts), (tokenizer.eos_token_id,)]
     check_vocabulary(sequences, tokenizer, shape.vocab_size, "data.train_path")
-    stops = stop_token_ids(config.model.path, tokenizer)
+    stops = stop_token_ids(config.model.path, tokenizer, shape.vocab_size)
     return Inputs(found.prompts, found.order, found.total_steps, found.reports, tokenizer, stops)
 
 
@@ -253,6 +253,8 @@ def _load_validation_file(
     file, prompts = read_prompts(path), []
     context, new_tokens = length_curriculum.engine_length(config), length_curriculum.validation_tokens(config)
     template = config.validation.template or config.data.template
+    if tokenizer is not None:
+        file = set_marked_aside(file, template, tokenizer)
     for row in file.rows:
         text, token_ids = row.prompt, []
         if tokenizer is not None:

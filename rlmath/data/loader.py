@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 from rlmath.algorithms.types import Prompt
 from rlmath.data.files import PromptRow, UnusableRow
 from rlmath.data.formats import read_prompts, unusable_text
-from rlmath.data.tokenizer import prompt_tokens, render
+from rlmath.data.tokenizer import prompt_tokens, render, set_marked_aside
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -181,6 +181,8 @@ def load_prompts(
     if max_prompt_tokens < 1:
         raise ValueError(f"data.max_prompt_tokens is {max_prompt_tokens}; it must be at least 1")
     file = read_prompts(path, form)
+    if tokenizer is not None:
+        file = set_marked_aside(file, template, tokenizer)
     if file.unusable_share > max_unusable_share:
         raise ValueError(
             f"{path}: {len(file.unusable)} rows, {100 * file.unusable_share:.3g}% of all, cannot be used, more than "

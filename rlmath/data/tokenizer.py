@@ -8,14 +8,29 @@ Each template is written as its source has it:
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import os
+import resource
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from datetime import date
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NoReturn
 
-from rlmath.data.files import PromptRow, read_json_object
+from rlmath.data.files import PromptFile, PromptRow, UnusableRow, read_json_object
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
+
+CHAT_SECONDS = 10.0
+"""Longest that a chat template may take for one prompt: it is a program of the model folder's."""
+CHAT_BYTES = 2**30
+"""Most memory that it may take meanwhile (bytes)."""
+TEMPLATE_DATE = date(2024, 7, 26)
+"""What a chat template takes for today, so that a run that is resumed on another day has the same prompts. Llama 3's
+template writes this date where it is told none."""
 
 _BOXED = "\nPlease reason step by step, and put your final answer within \\boxed{}."
 
@@ -96,12 +111,69 @@ def _chat(row: PromptRow, tokenizer: PreTrainedTokenizerFast) -> str:
     messages = row.messages or (("user", row.prompt + _BOXED),)
     chat = [{"role": role, "content": content} for role, content in messages]
     try:
-        return str(tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True))
+        with _limits(CHAT_SECONDS, CHAT_BYTES):
+            text = str(
+                tokenizer.apply_chat_template(
+                    chat, tokenize=False, add_generation_prompt=True, strftime_now=TEMPLATE_DATE.strftime
+                )
+            )
     except Exception as error:  # whatever the template's own code raises, such as for an unknown role
+        reason = f"more than {CHAT_BYTES / 2**30:g} GiB" if isinstance(error, MemoryError) else error
         raise ValueError(
-            f"the tokenizer's chat template cannot take the prompt {row.query_id[:60]!r}: {error}; use another "
+            f"the tokenizer's chat template cannot take the prompt {row.query_id[:60]!r}: {reason}; use another "
             "data.template"
         ) from error
+    if "".join(messages[-1][1].split()) not in "".join(text.split()):
+        raise ValueError(
+            f"the tokenizer's chat template leaves out the problem of the prompt {row.query_id[:60]!r}: it makes "
+            f"{text[:60]!r} of it; use another data.template"
+        )
+    return text
+
+
+@contextmanager
+def _limits(seconds: float, more_bytes: int) -> Iterator[None]:
+    """TimeoutError or MemoryError in this process's main thread where the code inside takes more time, or so much more
+    address space; other threads have no limit."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def too_late(_number: int, _frame: Any) -> NoReturn:
+        raise TimeoutError(f"it takes more than {seconds:g} s")
+
+    pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    most = pages * os.sysconf("SC_PAGE_SIZE") + more_bytes
+    allowed = [limit for limit in (soft, hard) if limit != resource.RLIM_INFINITY]
+    handler = signal.signal(signal.SIGALRM, too_late)
+    try:
+        resource.setrlimit(resource.RLIMIT_AS, (min([most, *allowed]), hard))
+        signal.setitimer(signal.ITIMER_REAL, seconds)
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, handler)
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+
+
+def set_marked_aside(file: PromptFile, template: str, tokenizer: PreTrainedTokenizerFast) -> PromptFile:
+    """The file without problems that have a special token of the tokenizer's in their text, such as "<|im_end|>": in a
+    template it would end the user's turn. They are unusable. Whole prompts keep theirs."""
+    special = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
+    rows, unusable = [], list(file.unusable)
+    for row in file.rows:
+        plain = not row.whole and template != "raw" and not has_template(row.prompt)
+        texts = (row.prompt, *(content for _, content in row.messages)) if plain else ()
+        found = next((mark for mark in special if any(mark in text for text in texts)), None)
+        if found is None:
+            rows.append(row)
+        else:
+            reason = (
+                f"its problem has the tokenizer's special token {found!r}, which would end or change the turn"
+            )
+            unusable.append(UnusableRow(f"query_id {row.query_id[:60]!r}", reason, row.prompt[:60]))
+    return replace(file, rows=rows, unusable=unusable)
 
 
 # ---------------------------------------------------------------- tokenizer
@@ -153,14 +225,20 @@ def prompt_tokens(texts: list[str], tokenizer: PreTrainedTokenizerFast) -> list[
     return found
 
 
-def stop_token_ids(path: str, tokenizer: PreTrainedTokenizerFast) -> tuple[int, ...]:
+def stop_token_ids(path: str, tokenizer: PreTrainedTokenizerFast, vocab_size: int) -> tuple[int, ...]:
     """Tokens that end a completion, as vLLM finds them: the tokenizer's end of sequence, and those that
-    generation_config.json names, or config.json where there is none."""
-    named = [tokenizer.eos_token_id]
+    generation_config.json names, or config.json where there is none. ValueError for what is no token of the model."""
+    found = {int(tokenizer.eos_token_id)}
     for name in ("generation_config.json", "config.json"):
         file = Path(path) / name
         if file.is_file():
-            also = read_json_object(file).get("eos_token_id")
-            named += also if isinstance(also, list) else [also]
+            named = read_json_object(file).get("eos_token_id")
+            also = named if isinstance(named, list) else [] if named is None else [named]
+            if not all(type(token) is int and 0 <= token < vocab_size for token in also):
+                raise ValueError(
+                    f'{file}: "eos_token_id" is {repr(named)[:80]}; needed: tokens of the model, whole numbers from 0 '
+                    f"to {vocab_size - 1}, or null"
+                )
+            found.update(also)
             break
-    return tuple(sorted({token for token in named if type(token) is int}))
+    return tuple(sorted(found))

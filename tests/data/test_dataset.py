@@ -66,9 +66,9 @@ def test_stop_tokens_are_those_of_tokenizer_and_generation_config(tmp_path: Path
     folder = make_model_folder(tmp_path / "model")
     tokenizer = load_tokenizer(str(folder))
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 1, 5]}))
-    assert stop_token_ids(str(folder), tokenizer) == (1, 5, 7)
+    assert stop_token_ids(str(folder), tokenizer, 101) == (1, 5, 7)
     (folder / "generation_config.json").write_text(json.dumps({}))
-    assert stop_token_ids(str(folder), tokenizer) == (1,)
+    assert stop_token_ids(str(folder), tokenizer, 101) == (1,)
 
 
 def write_rows(path: Path, rows: list[dict]) -> str:

@@ -61,4 +61,22 @@ def test_a_broken_generation_config_is_named(tmp_path, text):
     save_tokenizer(tmp_path)
     (tmp_path / "generation_config.json").write_text(text)
     with pytest.raises(ValueError, match=r"generation_config\.json"):
-        stop_token_ids(str(tmp_path), load_tokenizer(str(tmp_path)))
+        stop_token_ids(str(tmp_path), load_tokenizer(str(tmp_path)), 101)
+
+
+@pytest.mark.parametrize(
+    "named",
+    [10**9, 101, -5, "</s>", [1, None], [[1]], {"a": 1}, 1.0, True],
+    ids=lambda value: repr(value)[:12],
+)
+def test_ends_of_sequence_that_are_no_tokens_of_the_model_are_refused(tmp_path, named):
+    save_tokenizer(tmp_path)
+    tokenizer = load_tokenizer(str(tmp_path))
+    for name in ("config.json", "generation_config.json"):
+        (tmp_path / name).write_text(json.dumps({"eos_token_id": named}))
+        with pytest.raises(
+            ValueError, match=rf'{name}: "eos_token_id" is .*; needed: .* from 0 to 100, or null'
+        ):
+            stop_token_ids(str(tmp_path), tokenizer, 101)
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [100, 0]}')
+    assert stop_token_ids(str(tmp_path), tokenizer, 101) == (0, 100)
