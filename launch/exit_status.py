@@ -3,7 +3,8 @@
 torchrun ... launch/train_grpo.py ... run.output_dir=FOLDER || python launch/exit_status.py FOLDER
 
 FOLDER is run.output_dir, or --output of an evaluation. 0 finished, 1 failed, 2 mistake in the settings, 75 saved and
-stopped, 76 not saved in time. With --clear the status of an earlier run is removed instead. Needs nothing but Python.
+stopped, 76 not saved in time, 77 diverged. With --clear the status of an earlier run is removed instead. Needs nothing
+but Python.
 """
 
 from __future__ import annotations

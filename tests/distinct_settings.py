@@ -40,6 +40,7 @@ DISTINCT = Config(
         stop_grace_seconds=106.5,
         heartbeat_timeout_seconds=107.5,
         hang_timeout_seconds=108.5,
+        max_discarded_steps=1077,
     ),
     model=ModelConfig(path="models/distinct"),
     data=DataConfig(

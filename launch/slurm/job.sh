@@ -19,7 +19,8 @@
 #   links             how many jobs a chain has; this one's number is the first argument
 #
 # It ends with the run's status: 0 finished, 1 failed, 2 mistake in the settings, 75 saved and stopped, 76 not saved in
-# time. Only after the last three (and 1) there is a point in going on, and only if the run has got on since this start.
+# time, 77 diverged. Only after 1, 75 and 76 there is a point in going on, and only if the run has got on since this
+# start.
 
 set -euo pipefail
 
@@ -131,9 +132,14 @@ obstacle() {
     fi
 }
 
+# Whether another start would end with the same status.
+is_final() {
+    [[ $1 == 0 || $1 == 2 || $1 == 77 ]]
+}
+
 go_on_or_end() {
     local status=$1 reason
-    if [[ $status == 0 || $status == 2 ]]; then
+    if is_final "$status"; then
         exit "$status"
     fi
     case $continues in
@@ -169,7 +175,7 @@ main() {
     if ((restart > 0 || link > 1)); then
         told=$(exit_status) || before=$?
         say "the start before: $told"
-        if ((link > 1)) && [[ $before == 0 || $before == 2 ]]; then
+        if ((link > 1)) && is_final "$before"; then
             say "nothing is left to do"
             exit "$before"
         fi

@@ -22,7 +22,7 @@ import os
 import re
 import shutil
 import stat
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -280,15 +280,25 @@ def set_aside(folder: Path, ending: str) -> Path:
     return folder.rename(other)
 
 
-def set_superseded_aside(root: Path, keep_last: int, keep_models: int | None) -> list[Path]:
+def set_superseded_aside(
+    root: Path, keep_last: int, keep_models: int | None, learned_step: int
+) -> list[Path]:
     """Rename superseded checkpoints so that they are no longer read; the caller removes them, which takes long.
     Superseded are recovery points beyond the newest `keep_last` checkpoints, and kept ones beyond the newest
-    `keep_models`; the newest `keep_last` always stay."""
+    `keep_models`; the newest `keep_last` always stay. Where nothing was learned since `learned_step` steps were done,
+    the policy may be broken: then the newest one from before that step, from which it learned, stays too."""
     found, _ = complete_checkpoints(root)
     kept = [one for one in found if one.kept]
     stays = {one.folder for one in found[:keep_last]}
+    if found and found[0].step > learned_step:
+        stays |= {one.folder for one in sound_checkpoints(found, learned_step)[:1]}
     stays |= {one.folder for one in (kept if keep_models is None else kept[:keep_models])}
     return [set_aside(one.folder, PARTIAL) for one in found if one.folder not in stays]
+
+
+def sound_checkpoints(found: Sequence[Checkpoint], learned_step: int) -> list[Checkpoint]:
+    """Those whose weights learned in a later step, in the same order; `learned_step` is that of `Progress`."""
+    return [one for one in found if one.step < learned_step]
 
 
 def set_newer_aside(root: Path, step: int) -> None:
@@ -349,6 +359,10 @@ class Progress:
     """Of the prompts, in order, as they were tokenized."""
     versions: dict[str, str]
     """Of the libraries that matter."""
+    discarded_steps: int = 0
+    """Steps up to this one, in a row, of which every minibatch was discarded."""
+    learned_step: int = 0
+    """Steps done when a minibatch was last learned from."""
 
 
 def _are_texts(values: Iterable[Any]) -> bool:
@@ -373,6 +387,8 @@ def read_progress(folder: Path) -> Progress:
     path = folder / PROGRESS
     try:
         values: Any = json.loads(path.read_text(encoding="utf-8"))
+        # What older versions did not write.
+        values = {"discarded_steps": 0, "learned_step": values["step"]} | values
         known = {field.name: values[field.name] for field in fields(Progress)}
         for field in fields(Progress):
             kind, fits = _KINDS[field.type]

@@ -68,6 +68,7 @@ class _InFlight:
     partial: Path
     step: int
     kept: bool
+    learned_step: int
     writes: bool = False
     """This rank has something to write."""
     files: Any = None
@@ -127,7 +128,7 @@ class CheckpointManager:
         assert not self.busy, "finish the save in flight first"
         state, progress = self._state(progress)
         partial = directory.partial_of(self._root, progress.step)
-        self._in_flight = save = _InFlight(partial, progress.step, kept)
+        self._in_flight = save = _InFlight(partial, progress.step, kept, progress.learned_step)
         error = self._room_for(state) or self._open(progress, settings_yaml)
         if error is None:
             buckets = self._plan(save, state)
@@ -265,7 +266,11 @@ class CheckpointManager:
             return f"{type(error).__name__}: {error}"
         try:
             stay = self._retention
-            self._remove(directory.set_superseded_aside(self._root, stay.keep_last, stay.keep_models))
+            self._remove(
+                directory.set_superseded_aside(
+                    self._root, stay.keep_last, stay.keep_models, save.learned_step
+                )
+            )
         except (OSError, ValueError) as error:
             logger.warning("superseded checkpoints cannot be removed: %s", error)
         return checkpoint

@@ -98,6 +98,9 @@ class RunConfig:
     hang_timeout_seconds: HeartbeatSeconds | None = 1500.0
     """The run ends, and logs where every rank is, when no rank has entered a phase or made other progress for so long
     (seconds). Below `distributed_timeout_seconds`, or that ends it first, without such a log. Null: never."""
+    max_discarded_steps: PositiveInt = 3
+    """The run ends, with exit status 77, after so many steps in a row of which every minibatch was discarded: its
+    policy has diverged."""
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from rlmath.checkpoint.directory import CHECKPOINTS, Progress
+from rlmath.checkpoint.directory import CHECKPOINTS, Progress, complete_checkpoints, sound_checkpoints
 from rlmath.checkpoint.hf.weights import read_metadata_files, write_hf_folder
 from rlmath.checkpoint.manager import CheckpointManager, Retention, Saved
 from rlmath.config.length_curriculum import has_length_stages, length_stages
@@ -21,6 +21,7 @@ from rlmath.distributed.fault_tolerance.preemption import REASONS, StopRequest
 from rlmath.distributed.process import library_versions
 from rlmath.models.megatron import hf_stream
 from rlmath.trainer import save_schedule
+from rlmath.trainer.divergence import DivergenceCheck
 from rlmath.trainer.resume import Origin
 from rlmath.trainer.run_dir import EXPORT_FOLDER, MODELS_FOLDER, stage_folder
 
@@ -34,7 +35,12 @@ class Checkpointer:
     """Saves between steps, and decides there whether the run stops. All ranks call it alike."""
 
     def __init__(
-        self, trainer: Trainer, origin: Origin, stop: StopRequest, on_progress: Callable[[], None]
+        self,
+        trainer: Trainer,
+        origin: Origin,
+        stop: StopRequest,
+        divergence: DivergenceCheck,
+        on_progress: Callable[[], None],
     ) -> None:
         """`on_progress` is called during long operations."""
         config, actor = trainer.config, trainer.actor
@@ -53,6 +59,7 @@ class Checkpointer:
         )
         self._origin = origin
         self._stop = stop
+        self._divergence = divergence
         self._on_progress = on_progress
         self._points = save_schedule.SaveTimes(points, per_epoch, now, save_schedule.FIRST_POINT)
         self._models = save_schedule.SaveTimes(models, per_epoch, now)
@@ -93,13 +100,21 @@ class Checkpointer:
     def save_to_stop(self, step: int) -> None:
         """Save what `after_step` left out, of a run that stops before the next one is made."""
         with self._trainer.timers.phase("save"):
-            if self._store.busy:
-                self._finish()
+            self.finish()
             if step not in (0, self.newest):
                 self._start(step, kept=False)
-            if self._store.busy:
-                self._finish()
+            self.finish()
             self._store.wait_for_removals()
+
+    def finish(self) -> None:
+        """Complete the save that is being written, if there is one. A collective."""
+        if self._store.busy:
+            self._finish()
+
+    def newest_sound(self) -> Path | None:
+        """The folder of the newest checkpoint whose weights learned something in a later step. Reads the disk."""
+        found, _ = complete_checkpoints(self._folder / CHECKPOINTS)
+        return next((one.folder for one in sound_checkpoints(found, self._divergence.learned_step)), None)
 
     def asked_to_stop(self) -> str | None:
         """The reason if any rank was asked to stop, without saving. Collective: all ranks call it."""
@@ -118,7 +133,8 @@ class Checkpointer:
 
     def export(self, folder: Path, more: Mapping[str, bytes] | None = None) -> None:
         """Write the model as it is now in Hugging Face form, with some files `more`. A collective. OSError on rank 0
-        where the disk refuses."""
+        where the disk refuses, DivergedError where it is not finite."""
+        self._divergence.raise_if_not_finite()
         trainer = self._trainer
         stream = self._with_progress(hf_stream(trainer.actor.chunks, trainer.shape, trainer.mesh))
         dtype, writes = save_schedule.export_dtype(trainer.config), trainer.mesh.rank == 0
@@ -177,6 +193,7 @@ class Checkpointer:
             yield named
 
     def _start(self, step: int, kept: bool) -> None:
+        self._divergence.raise_if_not_finite()
         failed = self._store.start(self._progress(step), kept, config_as_yaml(self._trainer.config))
         if failed is not None:
             self._log_failure(failed)
@@ -215,4 +232,6 @@ class Checkpointer:
             model_fingerprint=self._origin.model,
             data_fingerprint=self._origin.data,
             versions=library_versions(),
+            discarded_steps=self._divergence.discarded_steps,
+            learned_step=self._divergence.learned_step,
         )

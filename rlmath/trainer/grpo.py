@@ -169,7 +169,14 @@ class GrpoTrainer(Trainer):
         update = self.updaters[stage.number].update(selection.learned, number)
         seconds = self.timers.seconds() | {"step": time.perf_counter() - started}
         metrics = self.metrics(stage, selection, engine_seconds, update, seconds) | probed
-        return StepRecord(epoch, metrics, selection.sampled, selection.spread(update.advantages), validated)
+        return StepRecord(
+            epoch,
+            metrics,
+            selection.sampled,
+            selection.spread(update.advantages),
+            validated,
+            update.results,
+        )
 
     def rollout(self, number: int, stage: LengthStage) -> tuple[int, Selection, list[tuple[float, ...]]]:
         """The epoch; what was sampled and scored, of the step's own prompts and then of those that dynamic sampling

@@ -47,6 +47,7 @@ from rlmath.distributed.rendezvous import Rendezvous
 from rlmath.models.build import Actor
 from rlmath.models.megatron import start_megatron
 from rlmath.trainer.checkpointing import Checkpointer
+from rlmath.trainer.divergence import ADVICE, DivergedError, DivergenceCheck
 from rlmath.trainer.preflight.memory_estimate import Kind, mesh_of
 from rlmath.trainer.reporter import Reporter, StepRecord, ValidationResult
 from rlmath.trainer.resume import CheckpointToResume, choose_checkpoint
@@ -163,10 +164,19 @@ def run_training(
             on_progress=heartbeat.report_progress,
         )
         process.freeze_live_objects()
-        checkpointer = Checkpointer(trainer, prepared.origin, stop, heartbeat.report_progress)
+        divergence = DivergenceCheck(
+            trainer.actor, config.run.max_discarded_steps, None if resumed is None else resumed[1]
+        )
+        checkpointer = Checkpointer(trainer, prepared.origin, stop, divergence, heartbeat.report_progress)
         stack.callback(checkpointer.close)
         progress = restore(trainer, resumed, heartbeat)
-        status = _train(trainer, prepared, progress, checkpointer, heartbeat, stop, started)
+        reporter = open_reporter(trainer, prepared, progress)
+        try:
+            status = _train(trainer, progress, checkpointer, divergence, reporter, heartbeat, stop, started)
+        except DivergedError as error:
+            status = end_diverged(trainer, checkpointer, heartbeat.step, error, stop)
+        if reporter is not None:
+            reporter.close()  # it may wait for a network: all is saved by now, and no rank waits
         trainer.close()
     if dist.is_initialized():
         dist.destroy_process_group()
@@ -175,14 +185,16 @@ def run_training(
 
 def _train(
     trainer: Trainer,
-    prepared: PreparedRun[Any],
     progress: Progress | None,
     checkpointer: Checkpointer,
+    divergence: DivergenceCheck,
+    reporter: Reporter | None,
     heartbeat: Heartbeat,
     stop: StopRequest,
     started: float,
 ) -> int:
-    """All steps that are left, then the model and the summary; the exit status."""
+    """All steps that are left, then the model and the summary; the exit status. DivergedError, on all ranks, where the
+    policy can no longer be trained."""
     config, mesh, total_steps = trainer.config, trainer.mesh, trainer.total_steps
     steps_done = 0 if progress is None else progress.step
     checkpointer.newest = steps_done or None
@@ -192,9 +204,6 @@ def _train(
     checkpointer.export_length_stage(steps_done, even_if_there=False)
     heartbeat.enter_phase("first step")
     trainer.begin(progress, checkpointer)
-    reporter = None
-    if mesh.rank == 0:
-        reporter = Reporter(config, prepared.inputs, trainer.kind, trainer.layout, steps_done)
     if steps_done == 0:
         before = trainer.evaluate_before_training()
         if reporter is not None:
@@ -205,15 +214,16 @@ def _train(
         record = trainer.step(number)
         if isinstance(record, Interrupted):
             checkpointer.save_to_stop(number)
-            return close(reporter, stop_early(trainer, checkpointer, number, record.reason, stop))
+            return stop_early(trainer, checkpointer, number, record.reason, stop)
         metrics = stragglers.after_step(trainer.busy_seconds(), heartbeat.slowest_answer())
         metrics |= {"memory_gib": held_bytes(trainer.device) / 2**30, "seconds/save": checkpointer.seconds}
         if reporter is not None:
             reporter.step(number, record, metrics)
+        divergence.after_step(number + 1, record.results)
         is_last = number + 1 == total_steps
         reason = checkpointer.after_step(number + 1, is_last)
         if reason is not None and not is_last:
-            return close(reporter, stop_early(trainer, checkpointer, number + 1, reason, stop))
+            return stop_early(trainer, checkpointer, number + 1, reason, stop)
         checkpointer.export_length_stage(number + 1, even_if_there=True)
     stop.done()  # a request to stop comes too late now
     checkpointer.export_final_model()
@@ -225,7 +235,7 @@ def _train(
         message = f"all {total_steps} steps are done"
         exit_codes.write_exit_status(config.run.output_dir, exit_codes.FINISHED, message)
     dist.barrier()
-    return close(reporter, exit_codes.FINISHED)
+    return exit_codes.FINISHED
 
 
 # ---------------------------------------------------------------- the steps of the life cycle
@@ -272,6 +282,14 @@ def claim_folder(prepared: PreparedRun[Any], mesh: Mesh, resumed: CheckpointToRe
         )
 
 
+def open_reporter(trainer: Trainer, prepared: PreparedRun[Any], progress: Progress | None) -> Reporter | None:
+    """Rank 0's reporter; None elsewhere."""
+    if trainer.mesh.rank != 0:
+        return None
+    steps_done = 0 if progress is None else progress.step
+    return Reporter(trainer.config, prepared.inputs, trainer.kind, trainer.layout, steps_done)
+
+
 def restore(trainer: Trainer, resumed: CheckpointToResume | None, heartbeat: Heartbeat) -> Progress | None:
     """Load weights, optimizer and schedule of the checkpoint, if there is one; where its run stands."""
     if resumed is None:
@@ -304,8 +322,23 @@ def stop_early(
     return status
 
 
-def close(reporter: Reporter | None, status: int) -> int:
-    """Close the reporter last: it may wait for a network; all is saved and reported by then, and no rank waits."""
-    if reporter is not None:
-        reporter.close()
-    return status
+def end_diverged(
+    trainer: Trainer, checkpointer: Checkpointer, step: int, error: DivergedError, stop: StopRequest
+) -> int:
+    """Log that the run ends in step `step`, counted from 1, since its policy has diverged, and what is left; its exit
+    status. Nothing is saved but what is being written."""
+    stop.done()
+    checkpointer.finish()
+    if trainer.mesh.rank == 0:
+        sound = checkpointer.newest_sound()
+        left = "no checkpoint is from before that"
+        if sound is not None:
+            left = (
+                f"the newest checkpoint from before that is {sound}, of which "
+                "tools/convert_megatron_to_hf.py makes a model"
+            )
+        message = f"diverged in step {step}: {error}; {left}"
+        logger.error("The run has %s. %s", message, ADVICE)
+        exit_codes.write_exit_status(trainer.config.run.output_dir, exit_codes.DIVERGED, message)
+    dist.barrier()
+    return exit_codes.DIVERGED

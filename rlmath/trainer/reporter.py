@@ -18,6 +18,7 @@ from rlmath.algorithms.types import ScoredGroup
 from rlmath.config.length_curriculum import has_length_stages, length_stages
 from rlmath.config.schema import Config
 from rlmath.data.dataset import Inputs, SftInputs
+from rlmath.models.learner import MinibatchResult
 from rlmath.trainer.preflight.memory_estimate import Kind
 from rlmath.trainer.run_dir import SUMMARY_NAME
 from rlmath.trainer.telemetry.alerts import Alerts, dropped_alert
@@ -54,8 +55,15 @@ class StepRecord:
     """GRPO: by group and completion; 0 for what was not learned from."""
     validation: ValidationResult | None = None
     """GRPO: the validation of the weights that the step began with, where one was due."""
-    skipped: str | None = None
-    """SFT: why there was no update; None where there was one."""
+    results: Sequence[MinibatchResult] = ()
+    """Of every minibatch."""
+
+    @property
+    def skipped(self) -> str | None:
+        """Why nothing was learned of the step's minibatches; None where something was, or there were none."""
+        if not self.results or any(result.discarded is None for result in self.results):
+            return None
+        return self.results[-1].discarded
 
 
 class Reporter:
@@ -85,7 +93,12 @@ class Reporter:
             if dropped is not None:
                 logger.warning("Alert (logged once): %s", dropped)
             key = "stages.max_new_tokens" if has_length_stages(config) else "rollout.max_new_tokens"
-            self._alerts = Alerts(config.telemetry, config.algorithm.loss == "gspo", key)
+            self._alerts = Alerts(
+                config.telemetry,
+                clips_whole_completions=config.algorithm.loss == "gspo",
+                length_key=key,
+                group_relative=config.algorithm.advantage != "ppo",
+            )
         for row in read_metrics(config.run.output_dir) if steps_done else []:
             self._seconds_before += row.get("seconds/step", 0.0) + row.get("seconds/save", 0.0)
             metrics = {name: value for name, value in row.items() if name != "step"}

@@ -70,6 +70,7 @@ MAY_CHANGE = (
     "run.stop_grace_seconds",
     "run.heartbeat_timeout_seconds",
     "run.hang_timeout_seconds",
+    "run.max_discarded_steps",
     "parallel.",
     "policy.",
     "stages.",

@@ -77,7 +77,7 @@ class SftTrainer(Trainer):
         }
         metrics |= {f"seconds/{phase}": value for phase, value in seconds.items()}
         metrics |= {f"tokens_per_second/{phase}": tokens / seconds[phase] for phase in ("update", "step")}
-        return StepRecord(epoch, metrics | evaluated, skipped=result.discarded)
+        return StepRecord(epoch, metrics | evaluated, results=[result])
 
     def evaluate_before_training(self) -> dict[str, float]:
         return self.evaluate()

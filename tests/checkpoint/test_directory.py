@@ -163,16 +163,36 @@ def test_superseded_checkpoints_give_way(
 ) -> None:
     for step in range(1, 7):
         make(tmp_path, step, step in kept)
-    aside = set_superseded_aside(tmp_path, keep_last, keep_models)
+    aside = set_superseded_aside(tmp_path, keep_last, keep_models, learned_step=6)
     assert steps(tmp_path) == left
     assert len(aside) == 6 - len(left) and all(path.name.endswith(".partial") for path in aside)
+
+
+@pytest.mark.parametrize(
+    ("keep_last", "learned_step", "left"),
+    [
+        (2, 6, [6, 5]),
+        (2, 5, [6, 5, 4]),
+        (2, 3, [6, 5, 2]),
+        (1, 5, [6, 4]),
+        (1, 1, [6]),
+        (6, 3, [6, 5, 4, 3, 2, 1]),
+    ],
+)
+def test_the_newest_checkpoint_that_learned_stays_while_nothing_is_learned(
+    tmp_path: Path, keep_last: int, learned_step: int, left: list[int]
+) -> None:
+    for step in range(1, 7):
+        make(tmp_path, step)
+    set_superseded_aside(tmp_path, keep_last, None, learned_step)
+    assert steps(tmp_path) == left
 
 
 def test_a_damaged_checkpoint_does_not_count_as_one_that_stays(tmp_path: Path) -> None:
     for step in (1, 2, 3):
         folder = make(tmp_path, step)
     (folder / "progress.json").unlink()
-    set_superseded_aside(tmp_path, 1, None)
+    set_superseded_aside(tmp_path, 1, None, learned_step=3)
     assert steps(tmp_path) == [2]
 
 
@@ -181,7 +201,7 @@ def test_what_was_passed_over_does_not_count_among_the_newest(tmp_path: Path) ->
         make(tmp_path, step)
     set_newer_aside(tmp_path, 1)
     make(tmp_path, 2)
-    set_superseded_aside(tmp_path, 1, None)
+    set_superseded_aside(tmp_path, 1, None, learned_step=3)
     assert steps(tmp_path) == [2]
     assert {"step-000002.damaged", "step-000003.damaged"} <= {path.name for path in tmp_path.iterdir()}
 

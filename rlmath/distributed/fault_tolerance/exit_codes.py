@@ -20,6 +20,8 @@ SAVED_AND_STOPPED = 75
 """A signal stopped the run, which saved a checkpoint first. Start it again to resume (sysexits' EX_TEMPFAIL)."""
 NOT_SAVED_IN_TIME = 76
 """A signal stopped the run, and saving was not complete `run.stop_grace_seconds` later."""
+DIVERGED = 77
+"""The policy can no longer be trained (`trainer.divergence`): the same command would end likewise."""
 
 MEANINGS = {
     FINISHED: "finished",
@@ -27,6 +29,7 @@ MEANINGS = {
     MISTAKE: "mistake in the settings",
     SAVED_AND_STOPPED: "saved and stopped",
     NOT_SAVED_IN_TIME: "not saved in time",
+    DIVERGED: "diverged",
 }
 
 FILE_NAME = "exit_status.json"

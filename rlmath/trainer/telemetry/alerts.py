@@ -19,6 +19,8 @@ FIRST_STEPS = 5
 """What a run started from is the mean of so many steps."""
 EARLY_STOP_STEPS = 10
 """Discarded minibatches raise an alert where most of so many steps had one."""
+NO_CONTRAST_STEPS = 3
+"""So many steps in a row without two different rewards in any group raise an alert."""
 USUAL_CLIP_RATIO = 0.1
 """The AReaL documents: actor_clip_ratio "is usually less than 0.1"."""
 GOOD_ACCURACY = 0.95
@@ -41,6 +43,7 @@ class History:
     limits: TelemetryConfig
     clips_whole_completions: bool
     length_key: str
+    group_relative: bool
 
 
 class Alerts:
@@ -60,12 +63,15 @@ class Alerts:
         limits: TelemetryConfig,
         clips_whole_completions: bool = False,
         length_key: str = "rollout.max_new_tokens",
+        group_relative: bool = True,
     ) -> None:
         """`clips_whole_completions`: the loss is GSPO's, which clips many tokens by design. `length_key` is the setting
-        that cuts completions off."""
+        that cuts completions off. `group_relative`: advantages compare the completions of a group."""
         self._raised: set[Callable[[History], str | None]] = set()
         kept = max(limits.warn_flat_steps, RECENT_STEPS, EARLY_STOP_STEPS)
-        self._history = History([], deque(maxlen=kept), limits, clips_whole_completions, length_key)
+        self._history = History(
+            [], deque(maxlen=kept), limits, clips_whole_completions, length_key, group_relative
+        )
 
     def check(self, row: Row) -> list[str]:
         """The alerts that a step's metrics raise. Metrics that a step does not have raise none."""
@@ -134,6 +140,21 @@ def clip_alert(history: History) -> str | None:
     )
 
 
+def contrast_alert(history: History) -> str | None:
+    """Rewards that are alike within every group: a reward function that returns a constant, or problems that are all
+    too easy or too hard."""
+    contrast = _recent(history, "rollout/groups_with_contrast", NO_CONTRAST_STEPS)
+    if not history.group_relative or len(contrast) < NO_CONTRAST_STEPS or any(contrast):
+        return None
+    rewards = _recent(history, "task_reward", NO_CONTRAST_STEPS)
+    shown = f" (the mean reward was {statistics.mean(rewards):.4g})" if rewards else ""
+    return (
+        f"In {_last(contrast)} no group had completions with different rewards{shown}: all advantages were 0, and "
+        "nothing was learned from rewards. See what the model writes and how it is judged (tools/show_samples.py), "
+        "check reward.function if there is one, and take problems that the model sometimes solves."
+    )
+
+
 def flat_alert(history: History) -> str | None:
     """No rise of the mean of the later half over that of the earlier half beyond the standard error of their
     difference, as the scatter within the halves gives it."""
@@ -199,7 +220,15 @@ def early_stop_alert(history: History) -> str | None:
     )
 
 
-RULES = (truncated_alert, importance_alert, clip_alert, flat_alert, entropy_alert, early_stop_alert)
+RULES = (
+    truncated_alert,
+    importance_alert,
+    clip_alert,
+    contrast_alert,
+    flat_alert,
+    entropy_alert,
+    early_stop_alert,
+)
 
 
 def _recent(history: History, name: str, steps: int = RECENT_STEPS) -> list[float]:

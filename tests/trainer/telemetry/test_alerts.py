@@ -228,3 +228,13 @@ def test_rises_of_twice_the_noise_seldom_look_flat():
     runs = [[2 * step / 50 + chance.gauss(0, 1) for step in range(50)] for _ in range(200)]
     flat = sum(bool(told(rows("task_reward", run))) for run in runs)
     assert flat <= 6
+
+
+def test_rewards_that_are_all_alike_within_groups_are_told_of_after_three_steps():
+    alike = [{**GOOD, "rollout/groups_with_contrast": 0.0, "task_reward": 1.0}] * 6
+    ((step, text),) = told([*alike[:2], GOOD, *alike])
+    assert step == 6
+    assert text.startswith("In the last 3 steps no group had") and "the mean reward was 1)" in text
+    assert "reward.function" in text
+    assert told(alike, group_relative=False) == []
+    assert told(rows("rollout/groups_with_contrast", [0.01] * 20)) == []

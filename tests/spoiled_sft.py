@@ -1,0 +1,35 @@
+"""launch/train_sft.py with weights that break on rank 1 after step 3: `--spoil nan` puts a NaN into one of them,
+`--spoil scale` makes all of them so large that no loss is finite."""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+
+from launch.train_sft import load
+from rlmath.trainer.reporter import StepRecord
+from rlmath.trainer.sft import SftTrainer
+from rlmath.trainer.startup import prepare_sft, start
+
+SPOILED_STEP = 3
+
+
+class SpoiledTrainer(SftTrainer):
+    def step(self, number: int) -> StepRecord:
+        record = super().step(number)
+        if number + 1 == SPOILED_STEP and self.mesh.rank == 1:
+            parameters = [one for chunk in self.actor.chunks for one in chunk.parameters()]
+            with torch.no_grad():
+                if spoil == "nan":
+                    parameters[-1].view(-1)[0] = float("nan")
+                for parameter in parameters if spoil == "scale" else []:
+                    parameter.fill_(1e30)
+        return record
+
+
+if __name__ == "__main__":
+    at = sys.argv.index("--spoil")
+    spoil = sys.argv[at + 1]
+    del sys.argv[at : at + 2]
+    sys.exit(start(load, prepare_sft, lambda: SpoiledTrainer))

@@ -1,0 +1,88 @@
+"""A run whose policy has diverged ends, says so, and keeps the checkpoint from before."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from rlmath.checkpoint.directory import complete_checkpoints, read_progress
+from rlmath.distributed.fault_tolerance.exit_codes import DIVERGED, FINISHED, read_exit_status
+from tests.programs import TRAIN, run, small_run, torchrun_command
+from tests.selection import matrix
+from tests.spoiled_sft import SPOILED_STEP
+from tests.test_train_sft import SFT, settings
+
+pytestmark = pytest.mark.distributed
+SPOILED = ("tests/spoiled_sft.py", "--config", "configs/demo_sft.yaml", "--spoil")
+
+
+def start(place: Path, folder: Path, program: tuple[str, ...], *more: str, expect: int = 1) -> str:
+    """The console of a run of 8 steps on two data-parallel ranks."""
+    return run(
+        *torchrun_command(
+            2, *program, *settings(place, folder, "run.total_steps=8", "save.keep_last=1", *more)
+        ),
+        expect=expect,
+    ).stderr
+
+
+def saved_steps(folder: Path) -> list[int]:
+    return [one.step for one in complete_checkpoints(folder / "checkpoints")[0]]
+
+
+def metric_rows(folder: Path) -> list[dict[str, float]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_weights_that_are_not_finite_on_one_rank_are_never_saved(arithmetic: Path, tmp_path: Path) -> None:
+    """The same command, with sound weights, then resumes from the checkpoint that stayed."""
+    folder = tmp_path / "run"
+    console = start(arithmetic, folder, (*SPOILED, "nan"))
+    ended = read_exit_status(folder)
+    assert ended.status == DIVERGED
+    assert (
+        f"diverged in step {SPOILED_STEP}: there are values that are not finite in the par" in ended.message
+    )
+    assert "on rank 1" in ended.message
+    assert ended.message in console and "Lower optimizer.lr" in console
+    assert saved_steps(folder) == [SPOILED_STEP - 1]
+    assert not (folder / "hf_model").exists() and len(metric_rows(folder)) == SPOILED_STEP + 1
+    start(arithmetic, folder, SFT, "run.total_steps=4", expect=0)
+    assert read_exit_status(folder).status == FINISHED
+    assert [row["step"] for row in metric_rows(folder)] == [0, 1, 2, 3, 4]
+
+
+@matrix
+def test_a_row_of_discarded_steps_ends_the_run_and_the_next_start(arithmetic: Path, tmp_path: Path) -> None:
+    folder, more = tmp_path / "run", ("save.keep_last=2", "sft.eval_every_steps=null")
+    console = start(arithmetic, folder, (*SPOILED, "scale"), *more)
+    ended = read_exit_status(folder)
+    last, sound = SPOILED_STEP + 3, SPOILED_STEP - 1
+    assert ended.status == DIVERGED
+    assert f"diverged in step {last}: every minibatch of 3 steps in a row was discarded" in ended.message
+    assert f"step-{sound:06d}" in ended.message
+    assert console.count("the update was skipped: the loss is not finite") == 3
+    assert saved_steps(folder) == [last - 1, last - 2, sound]
+    progress = read_progress(folder / "checkpoints" / f"step-{last - 1:06d}")
+    assert (progress.discarded_steps, progress.learned_step) == (2, SPOILED_STEP)
+    again = start(arithmetic, folder, SFT, *more)
+    assert f"diverged in step {last}: every minibatch of 3 steps in a row" in again
+    assert read_exit_status(folder).status == DIVERGED and saved_steps(folder) == [last - 1, last - 2, sound]
+    assert not (folder / "hf_model").exists()
+
+
+@matrix
+def test_a_learning_rate_that_breaks_the_policy_ends_a_grpo_run(arithmetic: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    rate = ("optimizer.lr=10", "optimizer.min_lr=0", "optimizer.decay=constant", "optimizer.warmup_steps=0")
+    reward = (
+        "reward.function=tests.reward_by_hash:reward"  # of random answers: there is always something to learn
+    )
+    command = (*TRAIN, *small_run(arithmetic, folder), *rate, reward, "run.total_steps=40")
+    console = run(*torchrun_command(2, *command), expect=1).stderr
+    ended = read_exit_status(folder)
+    assert ended.status == DIVERGED and "every minibatch of 3 steps in a row was discarded" in ended.message
+    assert len(metric_rows(folder)) < 20 and not (folder / "hf_model").exists()
+    assert "Lower optimizer.lr" in console
