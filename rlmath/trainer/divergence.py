@@ -55,8 +55,9 @@ class DivergenceCheck:
             self.discarded_steps, self.learned_step = 0, step
         elif discarded:
             self.discarded_steps += 1
-        if discarded:
-            self.raise_if_not_finite()
+        if not discarded:
+            return
+        self.raise_if_not_finite()
         if self.discarded_steps >= self._max_discarded_steps:
             raise DivergedError(
                 f"every minibatch of {self.discarded_steps} steps in a row was discarded (run.max_discarded_steps is "

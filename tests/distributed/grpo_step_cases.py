@@ -87,6 +87,7 @@ def config_of(folder: Path, place: Path) -> Config:
 def steps(folder: Path, place: Path, drop_truncated: bool = False) -> list[Step]:
     """All steps of a small run by one rank, without the life cycle around them."""
     from rlmath.trainer.checkpointing import Checkpointer
+    from rlmath.trainer.divergence import DivergenceCheck
     from rlmath.trainer.grpo import GrpoTrainer
 
     rows = [
@@ -104,7 +105,8 @@ def steps(folder: Path, place: Path, drop_truncated: bool = False) -> list[Step]
             prepared, mesh, device, workers=workers, on_phase=lambda name: None, on_progress=lambda: None
         )
         stop = StopRequest(config.run.stop_grace_seconds, config.run.output_dir, 0)
-        trainer.begin(None, Checkpointer(trainer, prepared.origin, stop, lambda: None))
+        divergence = DivergenceCheck(trainer.actor, 3, None)
+        trainer.begin(None, Checkpointer(trainer, prepared.origin, stop, divergence, lambda: None))
         learned = _noted(trainer.actor.learner)
         for number in range(STEPS):
             record = trainer.step(number)

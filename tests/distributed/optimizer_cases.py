@@ -237,6 +237,7 @@ def built(folder: Path, config: Config) -> dict[str, Any]:
     from rlmath.distributed.fault_tolerance.preemption import StopRequest
     from rlmath.models.build import build_reference
     from rlmath.trainer.checkpointing import Checkpointer
+    from rlmath.trainer.divergence import DivergenceCheck
 
     device, shape = open_device("cpu"), shape_of(folder)
     init_process_group(device, 120.0)
@@ -244,7 +245,13 @@ def built(folder: Path, config: Config) -> dict[str, Any]:
     supervised = sft_trainer(folder, config, device, inputs, lambda: None)
     actor = actor_of(config, folder, device, 37)
     reference = build_reference(config, shape, ALONE, device, STOPS)
-    saver = Checkpointer(supervised, Origin("", ""), StopRequest(1.0, "", 0), lambda: None)
+    saver = Checkpointer(
+        supervised,
+        Origin("", ""),
+        StopRequest(1.0, "", 0),
+        DivergenceCheck(supervised.actor, 3, None),
+        lambda: None,
+    )
     saver.close()
     supervised, store = supervised.actor, saver._store
     learner, scheduler = actor.learner, actor.learner.scheduler
