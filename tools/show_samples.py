@@ -15,7 +15,7 @@ from pathlib import Path
 from rlmath.config.terminal import escape_terminal, visible
 from rlmath.trainer.telemetry.samples import SAMPLES_FOLDER, completion_facts, samples_file
 
-_FILE_NAME = re.compile(r"step-(\d{6,})\.jsonl")
+_FILE_NAME = re.compile(r"step-([0-9]{6,})\.jsonl")
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -65,7 +65,8 @@ def _choose_file(run_dir: str, step: str) -> Path:
         raise ValueError(
             f"{folder}: no such folder; give the folder of a run with telemetry.sample_groups_per_step > 0"
         )
-    steps = sorted(int(match[1]) for entry in folder.iterdir() if (match := _FILE_NAME.fullmatch(entry.name)))
+    names = (entry.name for entry in folder.iterdir() if entry.is_file())
+    steps = sorted(int(match[1]) for match in map(_FILE_NAME.fullmatch, names) if match)
     if not steps:
         raise ValueError(f"{folder} has no samples yet")
     wanted = steps[-1] if step == "last" else int(step)
@@ -79,11 +80,15 @@ def _choose_file(run_dir: str, step: str) -> Path:
 def _read_groups(path: Path) -> list[tuple[str, str]]:
     """(kind, text to show) of every group in the file."""
     groups = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} cannot be read: {error}") from error
+    for number, line in enumerate(lines, start=1):
         try:
             row = json.loads(line)
             groups.append((_kind(row), format_group(row, path.stem)))
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise ValueError(f"{path}, line {number}: not a row of samples ({error!r})") from error
     return groups
 

@@ -25,6 +25,8 @@ from rlmath.config.schema import MISSING, Config, Range
 
 MAX_NAME_BYTES = 255
 """The longest name of a file or folder that Linux file systems take."""
+MAX_PATH_BYTES = 3500
+"""The longest path: of Linux's 4,095 bytes, some are for what a run writes below its folder."""
 
 
 @dataclass(frozen=True)
@@ -140,6 +142,10 @@ def text_problems(config: Config) -> Iterator[str]:
                     f"{key} has a name of {longest} bytes (counted between slashes); needed: at most {MAX_NAME_BYTES}. "
                     "Shorten it."
                 )
+            elif len(text.encode("utf-8", "surrogatepass")) > MAX_PATH_BYTES:
+                yield f"{key} has {len(text)} characters; needed: at most {MAX_PATH_BYTES} bytes. Shorten it."
+            elif text != text.encode("utf-8", "ignore").decode("utf-8"):
+                yield f"{key} has bytes or characters that are not UTF-8: {text!r:.80}. Rename it."
             elif "\0" in text:
                 yield f"{key} has a NUL character, at character {text.index(chr(0))}. Remove it."
 

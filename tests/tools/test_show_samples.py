@@ -106,6 +106,42 @@ def test_a_broken_line_is_named(tmp_path, capsys):
     assert "line 1: not a row of samples" in capsys.readouterr().err
 
 
+ROW = (
+    '{"prompt_id": "a", "prompt": "p", "solutions": ["s"], "completions": [{"reward": 1, "advantage": 0, '
+    '"correct": true, "verdict": "string", "extracted": "1", "length": 5, "finish_reason": "stop", "text": "t"}]}'
+)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"[" * 100_000, "line 1: not a row of samples (RecursionError"),
+        (ROW.replace('"t"', "5").encode(), "line 1: not a row of samples (AttributeError"),
+        (ROW.replace('"a"', '["a"]').encode(), "line 1: not a row of samples (AttributeError"),
+        (ROW.encode("utf-16"), "step-000001.jsonl cannot be read: 'utf-8' codec"),
+    ],
+    ids=["too deep", "text of a number", "name of a list", "UTF-16"],
+)
+def test_a_file_that_is_none_of_samples_is_named(tmp_path, capsys, content, message):
+    (tmp_path / "samples").mkdir()
+    (tmp_path / "samples" / "step-000001.jsonl").write_bytes(content)
+    assert main([str(tmp_path)]) == 1
+    assert message in capsys.readouterr().err
+
+
+def test_only_files_are_samples(tmp_path, capsys):
+    samples = tmp_path / "samples"
+    (samples / "step-000003.jsonl").mkdir(parents=True)
+    os.mkfifo(samples / "step-000004.jsonl")
+    (samples / "step-000005.jsonl").symlink_to("/dev/zero")
+    (samples / "step-٠٠٠٠٠٦.jsonl").write_text(ROW)
+    assert main([str(tmp_path)]) == 1
+    assert "has no samples yet" in capsys.readouterr().err
+    (samples / "step-000002.jsonl").write_text(ROW)
+    assert main([str(tmp_path)]) == 0
+    assert "step-000002  a  1 of 1 right" in capsys.readouterr().out
+
+
 def test_as_a_program_into_a_closed_pipe(run_dir):
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     program = str(Path(__file__).parents[2] / "tools" / "show_samples.py")

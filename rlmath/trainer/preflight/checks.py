@@ -8,6 +8,7 @@ was given, what is needed and what to change. `config_warnings` lists settings t
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -136,9 +137,12 @@ def file_problems(config: Config, kind: Kind = "grpo") -> Iterator[str]:
     elif validates(config):
         paths += [("validation.paths", path) for path in config.validation.paths]
     for key, path in ((key, Path(path)) for key, path in paths):
-        if not (path.is_file() or path.is_dir()) or path == Path():
+        if (not os.path.exists(path) and not os.path.islink(path)) or path == Path():
             yield f'{key}: there is no file "{path}".{nearest_path(path)}'
-        elif path.is_file() and path.stat().st_size == 0:
+        elif not (os.path.isfile(path) or os.path.isdir(path)):
+            kind = "a link to nothing" if os.path.islink(path) else "a device, a pipe or a socket"
+            yield f'{key}: "{path}" is {kind}. Give a file or a folder.'
+        elif os.path.isfile(path) and path.stat().st_size == 0:
             yield f'{key}: "{path}" is empty. Give a file with one row a line (forms: docs/data.md).'
 
 

@@ -379,6 +379,13 @@ def test_a_training_file_that_is_not_there_names_the_nearest(place: Path):
 def test_training_files_that_are_missing_or_empty(place: Path):
     told = problem(place, f"data.more_train_paths=[{place}/trian.jsonl]")
     assert told.startswith("data.more_train_paths: there is no file") and "train.jsonl" in told
+    assert problem(place, "data.more_train_paths=[/dev/null]").endswith(
+        '"/dev/null" is a device, a pipe or a socket. Give a file or a folder.'
+    )
+    (place / "link.jsonl").symlink_to(place / "unmounted")
+    assert '"/link.jsonl" is a link to nothing' in problem(
+        place, f"data.more_train_paths=[{place}/link.jsonl]"
+    ).replace(str(place), "")
     (place / "train.jsonl").write_text("")
     assert "is empty" in problem(place)
 
