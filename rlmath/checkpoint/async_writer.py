@@ -26,7 +26,7 @@ import psutil
 import torch
 from torch import Tensor
 
-from rlmath.checkpoint.directory import FileEntry, file_entry
+from rlmath.checkpoint.directory import FileEntry, file_entry, write_error_text
 from rlmath.distributed.device import local_world_size
 from rlmath.distributed.memory import available_bytes
 from rlmath.distributed.process import end_with_parent, freeze_live_objects
@@ -197,14 +197,18 @@ def main() -> None:
 
 
 def _write(jobs: Sequence[Bucket], memory: int) -> Written:
+    path = Path(jobs[0].path)
     try:
         # A private mapping: torch wants a buffer that it may write to.
         mapped = mmap.mmap(memory, 0, flags=mmap.MAP_PRIVATE)
         os.close(memory)
-        results = [result for job in jobs for result in _write_file(job, mapped)]
+        results = []
+        for job in jobs:
+            path = Path(job.path)
+            results += _write_file(job, mapped)
         return Written(results, {job.key: file_entry(Path(job.path)) for job in jobs}, None)
     except Exception as error:  # of any kind: the rank reports it
-        return Written([], {}, f"{type(error).__name__}: {error}")
+        return Written([], {}, write_error_text(error, path))
 
 
 def _write_file(job: Bucket, mapped: mmap.mmap) -> list[Any]:

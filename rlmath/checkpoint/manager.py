@@ -263,7 +263,7 @@ class CheckpointManager:
             read_metadata(state)
             checkpoint = directory.publish(save.partial, save.step, save.kept, known)
         except (OSError, RuntimeError, ValueError) as error:
-            return f"{type(error).__name__}: {error}"
+            return directory.write_error_text(error, state / "common.pt")
         try:
             stay = self._retention
             self._remove(

@@ -23,8 +23,14 @@ from rlmath.trainer.preflight.memory_estimate import Kind
 from rlmath.trainer.run_dir import SUMMARY_NAME
 from rlmath.trainer.telemetry.alerts import Alerts, dropped_alert
 from rlmath.trainer.telemetry.console import Progress, step_line
-from rlmath.trainer.telemetry.metrics_writer import open_metrics, read_metrics
-from rlmath.trainer.telemetry.samples import SampleWriter
+from rlmath.trainer.telemetry.metrics_writer import (
+    METRICS_FILE,
+    Unwritten,
+    open_metrics,
+    read_metrics,
+    write_whole,
+)
+from rlmath.trainer.telemetry.samples import SampleWriter, samples_file
 
 logger = logging.getLogger(__name__)
 
@@ -84,7 +90,8 @@ class Reporter:
         self._seconds_before = self._tokens = 0.0
         self._last: dict[str, float] = {}
         self._held_out: dict[str, float] | None = {} if kind == "sft" else None
-        self._metrics = open_metrics(config, steps_done + 1)
+        self._unwritten = Unwritten()
+        self._metrics = open_metrics(config, steps_done + 1, self._unwritten)
         self._samples = SampleWriter(config.run.output_dir, config.telemetry.sample_groups_per_step)
         self._first_steps = {stage.first_step for stage in length_stages(config, inputs.total_steps)}
         self._alerts = None
@@ -99,7 +106,8 @@ class Reporter:
                 length_key=key,
                 group_relative=config.algorithm.advantage != "ppo",
             )
-        for row in read_metrics(config.run.output_dir) if steps_done else []:
+        has_rows = steps_done and (Path(config.run.output_dir) / METRICS_FILE).is_file()
+        for row in read_metrics(config.run.output_dir) if has_rows else []:
             self._seconds_before += row.get("seconds/step", 0.0) + row.get("seconds/save", 0.0)
             metrics = {name: value for name, value in row.items() if name != "step"}
             self._look_for_alerts(int(row["step"]) - 1, metrics)
@@ -121,15 +129,7 @@ class Reporter:
         self._count(metrics)
         self._metrics.write(number + 1, metrics)
         if record.groups:
-            self._samples.write(number + 1, record.groups, record.advantages, self._metrics)
-            share, limit = metrics["reward/failures"], self._config.reward.max_failure_share
-            if share > limit:
-                path = self._samples.write_failure(number + 1, record.groups, record.advantages)
-                text = (
-                    "Step %d: %.1f%% of the answers could not be judged (reward.max_failure_share is %.1f%%); they "
-                    "count as wrong. One of them is in %s, in full"
-                )
-                logger.warning(text, number + 1, 100 * share, 100 * limit, path)
+            self._write_samples(number + 1, record, metrics["reward/failures"])
         if record.skipped is not None:
             text = "Step %d: the update was skipped: %s. Weights and optimizer stayed as they were"
             logger.warning(text, number + 1, record.skipped)
@@ -149,12 +149,29 @@ class Reporter:
         )
         logger.info("%s", step_line(progress, metrics))
 
+    def _write_samples(self, step: int, record: StepRecord, failures: float) -> None:
+        """`failures`: share of the answers that could not be judged (0 to 1)."""
+        what = step, record.groups, record.advantages
+        self._unwritten.attempt("samples", lambda: self._samples.write(*what, self._metrics))
+        limit = self._config.reward.max_failure_share
+        if failures <= limit:
+            return
+        written = self._unwritten.attempt("samples of failures", lambda: self._samples.write_failure(*what))
+        path = samples_file(self._config.run.output_dir, step, "failure")
+        text = (
+            "Step %d: %.1f%% of the answers could not be judged (reward.max_failure_share is %.1f%%); they "
+            "count as wrong. %s"
+        )
+        where = f"One of them is in {path}, in full" if written else "None of them could be written to disk"
+        logger.warning(text, step, 100 * failures, 100 * limit, where)
+
     def validation(self, measured: ValidationResult) -> None:
         """Call it before the step that began with the weights that were measured."""
         self._metrics.write_validation(measured.step, measured.metrics)
 
     def write_summary(self, seconds_total: float) -> None:
         """The summary of the whole run; `seconds_total` are those since this process started."""
+        self._metrics.flush()
         training = self._seconds_before + time.perf_counter() - self._started
         medians = {phase: round(statistics.median(values), 6) for phase, values in self._seconds.items()}
         summary = {
@@ -167,15 +184,19 @@ class Reporter:
             "tokens_per_second": round(self._tokens / training, 1),
             "median_seconds": medians,
             **({} if self._held_out is None else {"held_out": self._held_out}),
+            "not_written": self._metrics.lost(),
             "last_step": self._last,
         }
-        path = Path(self._config.run.output_dir) / SUMMARY_NAME
-        path.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
-        logger.info("The summary is in %s", path)
+        path, text = Path(self._config.run.output_dir) / SUMMARY_NAME, json.dumps(summary, indent=2) + "\n"
+        if self._unwritten.attempt(SUMMARY_NAME, lambda: write_whole(path, text)):
+            logger.info("The summary is in %s", path)
 
     def close(self) -> None:
-        """Close the files, of a run that ends here or stops before its end."""
+        """Close the files, of a run that ends here or stops before its end, and log what the disk refused."""
         self._metrics.close()
+        if lost := self._metrics.lost():
+            text = ", ".join(f"{name}: {count}" for name, count in lost.items())
+            logger.warning("Not written, as the disk refused it (files, rows or values): %s", text)
 
     def _count(self, metrics: Mapping[str, float]) -> None:
         self._last = dict(metrics)

@@ -6,7 +6,7 @@
     shape = check_config(config, world_size)                every rank: reads files
     recovery = find_recovery(config, origin, steps)         every rank: reads manifests
     check_output_folder(config.run.output_dir, config)      every rank: reads the folder
-    sole_user, clear_exit_status, find_recovery again       rank 0: keeps other runs out
+    sole_user, reserve_exit_status, find_recovery again     rank 0: keeps other runs out
     init_process_group, choose_checkpoint(recovery)         every rank
     if rank == 0: claim_run_folder(config.run.output_dir, config)
     a barrier                                               every rank
@@ -32,6 +32,7 @@ from rlmath.checkpoint.directory import CHECKPOINTS, nearest_folder, remove_part
 from rlmath.config.help import raise_problems
 from rlmath.config.load import load_config, save_config
 from rlmath.config.schema import Config
+from rlmath.distributed.fault_tolerance import exit_codes
 from rlmath.trainer.resume import refused_changes
 from rlmath.trainer.telemetry.metrics_writer import VALIDATION_FILE, keep_metrics
 from rlmath.trainer.telemetry.samples import keep_samples
@@ -53,9 +54,9 @@ MIN_FREE_BYTES = 2**30
 MIN_FREE_FILES = 256
 """The same of inodes, where the disk counts them."""
 
-_NO_OBSTACLE = (LOCK_NAME, "exit_status.json", "stacks")
+_NO_OBSTACLE = (LOCK_NAME, exit_codes.FILE_NAME, exit_codes.RESERVED_NAME, "stacks")
 """What a start that broke early leaves."""
-_SCRATCH = re.compile(rf"\.{re.escape(CONFIG_NAME)}\..*\.tmp")
+_SCRATCH = re.compile(rf"\.{re.escape(CONFIG_NAME)}\..*\.tmp|{exit_codes.SCRATCH.pattern}")
 
 
 def stage_folder(output_dir: str | Path, number: int) -> Path:
@@ -225,9 +226,8 @@ def _move_aside(folder: Path, why: str) -> None:
     """Move everything but config.yaml and `earlier` to the next free `earlier/NNN`, if a run left anything."""
     if not (folder / CONFIG_NAME).exists():
         return
-    left = sorted(
-        path for path in folder.iterdir() if path.name not in (CONFIG_NAME, EARLIER_NAME, LOCK_NAME)
-    )
+    stays = (CONFIG_NAME, EARLIER_NAME, LOCK_NAME, exit_codes.RESERVED_NAME)
+    left = sorted(path for path in folder.iterdir() if path.name not in stays)
     if not left:
         return
     earlier = folder / EARLIER_NAME

@@ -176,7 +176,7 @@ def _take_folder(prepared: PreparedRun[Any], stack: ExitStack) -> PreparedRun[An
     """For rank 0: keep other runs out of the folder, and look again at what an earlier one may just have left there."""
     config = prepared.config
     stack.enter_context(sole_user(config.run.output_dir))
-    exit_codes.clear_exit_status(config.run.output_dir)
+    exit_codes.reserve_exit_status(config.run.output_dir)
     recovery = find_recovery(config, prepared.origin, prepared.inputs.total_steps)
     return replace(prepared, recovery=recovery)
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 from rlmath.checkpoint.directory import (
     complete_checkpoints,
@@ -18,7 +20,9 @@ from rlmath.checkpoint.directory import (
     set_newer_aside,
     set_superseded_aside,
     wrong_contents,
+    write_error_text,
 )
+from tests.disks import small_disk, use_up_inodes, use_up_space
 
 
 def make(root: Path, step: int, kept: bool = False) -> Path:
@@ -230,3 +234,36 @@ def test_a_manifest_can_be_checked_by_other_programs(tmp_path: Path) -> None:
     values = json.loads((make(tmp_path, 3, kept=True) / "manifest.json").read_text())
     assert (values["format"], values["step"], values["kept"]) == (1, 3, True)
     assert values["files"]["progress.json"]["size"] == 2
+
+
+def save(path: Path, as_stream: bool) -> None:
+    if not as_stream:
+        torch.save(torch.zeros(50_000), path)
+        return
+    with path.open("wb") as stream:  # as the writer process does it
+        torch.save(torch.zeros(50_000), stream)
+
+
+@pytest.mark.parametrize("use_up", [use_up_inodes, use_up_space])
+@pytest.mark.parametrize("as_stream", [True, False])
+def test_what_torch_reports_of_a_full_disk_names_the_disk(
+    tmp_path: Path, use_up: Callable[[Path], object], as_stream: bool
+) -> None:
+    with small_disk(tmp_path / "disk") as disk:
+        path = disk / "__0_0.distcp"
+        if use_up is use_up_space:
+            path.touch()
+        use_up(disk)
+        with pytest.raises((RuntimeError, OSError)) as raised:
+            save(path, as_stream)
+        text = write_error_text(raised.value, path)
+    assert text.startswith(f"{path} cannot be written: No space left on device (errno 28; the disk has 0.0")
+    assert "files (inodes) left" in text
+    assert ("0 files" in text) == (use_up is use_up_inodes) and ("0.000 GiB" in text) == (
+        use_up is use_up_space
+    )
+
+
+def test_an_error_that_is_not_the_disks_is_told_as_it_is(tmp_path: Path) -> None:
+    assert write_error_text(RuntimeError("a shape\nand more"), tmp_path / "a") == "RuntimeError: a shape"
+    assert write_error_text(ValueError("a size"), tmp_path / "none" / "a") == "ValueError: a size"

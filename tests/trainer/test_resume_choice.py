@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -26,6 +25,7 @@ from rlmath.trainer.resume import (
     model_fingerprint,
     refused_changes,
 )
+from tests.disks import an_ordinary_user
 
 ORIGIN = Origin("model-1", "data-1")
 TOTAL = 20
@@ -141,17 +141,6 @@ def test_without_permission_nothing_older_is_taken(
     monkeypatch.chdir(tmp_path)  # the folders above are this user's alone
     with an_ordinary_user(), pytest.raises(ValueError, match=rf'"{path}.*\(Permission denied\)'):
         find_recovery(make_config(Path()), ORIGIN, TOTAL)
-
-
-@contextmanager
-def an_ordinary_user() -> Iterator[None]:
-    """The permissions of nobody in particular, where root runs the tests."""
-    before = os.geteuid()
-    os.seteuid(before or 65534)
-    try:
-        yield
-    finally:
-        os.seteuid(before)
 
 
 def test_a_digit_that_changed_in_the_settings_is_damage_and_no_other_run(tmp_path: Path) -> None:

@@ -145,9 +145,21 @@ def test_a_run_may_start_anew_on_another_layout_and_with_another_length(tmp_path
 
 def test_what_a_broken_start_left_is_no_obstacle(tmp_path: Path):
     (tmp_path / "exit_status.json").write_text("{}")
+    (tmp_path / ".exit_status.json.4711.tmp").write_text("{")
+    (tmp_path / ".exit_status.json.reserved").write_text(" ")
     (tmp_path / "stacks").mkdir()
     claim_run_folder(tmp_path, make_config(tmp_path))
     assert "config.yaml" in names(tmp_path)
+
+
+def test_damaged_lines_of_metrics_do_not_keep_a_run_from_resuming(tmp_path: Path):
+    claim_run_folder(tmp_path, make_config(tmp_path))
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"st\n{"step": 3}\n')
+    (tmp_path / "validation.jsonl").write_text("\x00\n")
+    claim_run_folder(tmp_path, make_config(tmp_path), steps_done=3)
+    assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 1}\n{"step": 3}\n'
+    assert (tmp_path / "metrics.jsonl.damaged").read_text() == '{"st\n'
+    assert (tmp_path / "validation.jsonl.damaged").read_text() == "\x00\n"
 
 
 def test_a_run_that_goes_on_keeps_what_is_there_but_for_later_steps(tmp_path: Path):

@@ -6,10 +6,16 @@ that it killed. So a run writes its code to `<output_dir>/exit_status.json`; `la
 
 from __future__ import annotations
 
+import errno
 import json
+import logging
 import os
+import re
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
+
+logger = logging.getLogger(__name__)
 
 FINISHED = 0
 FAILURE = 1
@@ -33,6 +39,11 @@ MEANINGS = {
 }
 
 FILE_NAME = "exit_status.json"
+RESERVED_NAME = f".{FILE_NAME}.reserved"
+"""Holds the space for the status on a disk that is full when the run ends."""
+RESERVED_BYTES = 4096
+SCRATCH = re.compile(rf"\.{re.escape(FILE_NAME)}\.\d+\.tmp")
+"""What a rank leaves that is killed while it writes the status."""
 
 
 @dataclass(frozen=True)
@@ -45,13 +56,67 @@ class ExitStatus:
 
 
 def write_exit_status(output_dir: str | Path, status: int, message: str) -> None:
-    """Write the exit status. Any rank may; the last one counts. OSError where the folder is not writable."""
+    """Write the exit status. Any rank may; the last one counts. On a full disk it is written into the file that
+    `reserve_exit_status` made, or over an earlier status; what is refused even then is logged."""
     folder = Path(output_dir)
-    folder.mkdir(parents=True, exist_ok=True)
-    scratch = folder / f".{FILE_NAME}.{os.getpid()}.tmp"
-    values = {**asdict(ExitStatus(status, message)), "meaning": MEANINGS[status]}
-    scratch.write_text(json.dumps(values) + "\n", encoding="utf-8")
-    scratch.replace(folder / FILE_NAME)
+    scratch, target = folder / f".{FILE_NAME}.{os.getpid()}.tmp", folder / FILE_NAME
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        scratch.write_text(_as_json(status, message), encoding="ascii")
+        scratch.replace(target)
+        (folder / RESERVED_NAME).unlink(missing_ok=True)
+        return
+    except OSError as error:
+        refused = error
+        with suppress(OSError):
+            scratch.unlink()
+    with suppress(OSError):
+        (folder / RESERVED_NAME).rename(scratch)  # of several ranks one gets it
+        _overwrite(scratch, _fitting_json(status, message))
+        scratch.replace(target)
+        return
+    try:
+        _overwrite(target, _fitting_json(status, message))
+    except OSError:
+        text = "the exit status %d (%s) cannot be written: %s"
+        logger.error(text, status, message.partition("\n")[0], refused)
+
+
+def _as_json(status: int, message: str) -> str:
+    return json.dumps({**asdict(ExitStatus(status, message)), "meaning": MEANINGS[status]}) + "\n"
+
+
+def _fitting_json(status: int, message: str) -> bytes:
+    while len(content := _as_json(status, message)) > RESERVED_BYTES:
+        message = message[: len(message) * 3 // 4]
+    return content.encode("ascii")
+
+
+def _overwrite(path: Path, content: bytes) -> None:
+    """In place, so that no further block or inode is needed where the file is as large already."""
+    descriptor = os.open(path, os.O_WRONLY)
+    try:
+        if os.pwrite(descriptor, content, 0) == len(content):
+            os.ftruncate(descriptor, len(content))
+            os.fsync(descriptor)
+            return
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+    finally:
+        os.close(descriptor)
+
+
+def reserve_exit_status(output_dir: str | Path) -> None:
+    """Before a run starts: remove the status of an earlier one and what its writing left over, and reserve the space
+    for this run's. For the only user of the folder."""
+    folder = Path(output_dir)
+    clear_exit_status(folder)
+    for left in folder.iterdir():
+        if SCRATCH.fullmatch(left.name):
+            left.unlink()
+    with suppress(OSError), (folder / RESERVED_NAME).open("wb") as file:
+        file.write(b" " * RESERVED_BYTES)
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def clear_exit_status(output_dir: str | Path) -> None:

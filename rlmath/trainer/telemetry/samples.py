@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,10 +11,12 @@ from typing import TYPE_CHECKING
 from rlmath.config.terminal import visible
 from rlmath.rewards.verifier import FAILURES
 from rlmath.trainer.telemetry.console import code_block, shortened
-from rlmath.trainer.telemetry.metrics_writer import MetricsWriter, json_number
+from rlmath.trainer.telemetry.metrics_writer import MetricsWriter, json_number, write_whole
 
 if TYPE_CHECKING:  # importing it imports torch, which the tool that shows samples does not need
     from rlmath.algorithms.types import ScoredGroup
+
+logger = logging.getLogger(__name__)
 
 SAMPLES_FOLDER = "samples"
 MAX_SHOWN_CHARS = 3000
@@ -27,10 +29,15 @@ def samples_file(output_dir: str, step: int, kind: str = "step") -> Path:
 
 def keep_samples(output_dir: str | Path, last_step: int) -> None:
     """Remove the samples of steps after `last_step`, for a run that resumes from there."""
+    removed = 0
     for path in (Path(output_dir) / SAMPLES_FOLDER).glob("*-*.jsonl"):
         number = path.stem.rpartition("-")[2]
         if number.isdecimal() and int(number) > last_step:
             path.unlink()
+            removed += 1
+    if removed:
+        text = "%d files of %s/ of steps after step %d are removed; the run makes these steps again"
+        logger.info(text, removed, SAMPLES_FOLDER, last_step)
 
 
 class SampleWriter:
@@ -50,7 +57,8 @@ class SampleWriter:
         """`samples/step-000001.jsonl`, one row per group, and one TensorBoard text per group.
 
         `advantages` has a list per group and a number per completion. A step written before is replaced.
-        The file is pure ASCII: whatever the model wrote, it can be shown on a terminal.
+        The file is pure ASCII: whatever the model wrote, it can be shown on a terminal. OSError where it cannot be
+        written.
         """
         shown = groups[: self._groups_per_step]
         if not shown:
@@ -64,7 +72,8 @@ class SampleWriter:
     def write_failure(
         self, step: int, groups: Sequence[ScoredGroup], advantages: Sequence[Sequence[float]]
     ) -> Path:
-        """`samples/failure-000001.jsonl`: the first group with a completion that could not be scored."""
+        """`samples/failure-000001.jsonl`: the first group with a completion that could not be scored. OSError where it
+        cannot be written."""
         path = samples_file(self._output_dir, step, "failure")
         for group, group_advantages in zip(groups, advantages, strict=False):
             if any(score.verdict in FAILURES for score in group.scores):
@@ -74,10 +83,7 @@ class SampleWriter:
 
 
 def _write_rows(path: Path, rows: Sequence[dict]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_suffix(".tmp")
-    unfinished.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="ascii")
-    os.replace(unfinished, path)
+    write_whole(path, "".join(json.dumps(row) + "\n" for row in rows))
 
 
 def _row(group: ScoredGroup, advantages: Sequence[float]) -> dict:

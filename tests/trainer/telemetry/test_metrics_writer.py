@@ -4,7 +4,9 @@ import math
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from rlmath.trainer.telemetry.metrics_writer import MetricsWriter, read_metrics
+from rlmath.trainer.telemetry import metrics_writer
+from rlmath.trainer.telemetry.metrics_writer import MetricsWriter, keep_metrics, read_metrics
+from tests.disks import files_no_larger_than
 
 
 def lines(tmp_path):
@@ -75,3 +77,93 @@ def test_without_tensorboard_texts_are_dropped_and_no_folder_is_made(tmp_path):
     writer.write_text("tag", "text", 1)
     writer.close()
     assert not (tmp_path / "tensorboard").exists()
+
+
+# ---------------------------------------------------------------- a disk that refuses
+
+
+def test_rows_wait_for_room_and_are_written_in_order(tmp_path, caplog):
+    caplog.set_level("INFO")
+    writer = MetricsWriter(str(tmp_path), tensorboard=False)
+    writer.write(1, {"a": 0.5})
+    whole = (tmp_path / "metrics.jsonl").read_bytes()
+    with files_no_larger_than(len(whole) + 10):
+        for step in (2, 3, 4):
+            writer.write(step, {"a": 0.5})
+            writer.write_validation(step, {"long": 1.0, "name": 2.0})
+            assert (tmp_path / "metrics.jsonl").read_bytes() == whole, "no half line"
+        assert writer.lost() == {"metrics.jsonl": 3, "validation.jsonl": 3}
+        refused = [one for one in caplog.messages if one.startswith("metrics.jsonl cannot be written: ")]
+        assert len(refused) == 1 and "File too large" in refused[0]
+    writer.write(5, {"a": 0.5})
+    assert [row["step"] for row in read_metrics(str(tmp_path))] == [1, 2, 3, 4, 5]
+    assert writer.lost() == {"validation.jsonl": 3}
+    writer.close()
+    assert [row["step"] for row in read_metrics(str(tmp_path), "validation.jsonl")] == [2, 3, 4]
+    assert writer.lost() == {} and "metrics.jsonl can be written again" in caplog.messages
+
+
+def test_rows_that_are_too_many_to_wait_are_counted(tmp_path, monkeypatch):
+    monkeypatch.setattr(metrics_writer, "MOST_WAITING", 2)
+    writer = MetricsWriter(str(tmp_path), tensorboard=False)
+    with files_no_larger_than(0):
+        for step in (1, 2, 3, 4, 5):
+            writer.write(step, {"a": 0.5})
+    writer.close()
+    assert [row["step"] for row in read_metrics(str(tmp_path))] == [4, 5] and writer.lost() == {
+        "metrics.jsonl": 3
+    }
+
+
+def test_a_run_starts_where_no_file_can_be_made_and_writes_once_it_can(tmp_path):
+    folder = tmp_path / "run"
+    folder.write_text("in the way")
+    writer = MetricsWriter(str(folder), tensorboard=True)
+    writer.write(1, {"a": 0.5})
+    folder.unlink()
+    folder.mkdir()
+    writer.write(2, {"a": 0.5})
+    writer.close()
+    assert [row["step"] for row in read_metrics(str(folder))] == [1, 2]
+    assert writer.lost() == {"TensorBoard": 2}, "a new file is tried later and later"
+
+
+@pytest.mark.filterwarnings(
+    "ignore::pytest.PytestUnhandledThreadExceptionWarning"
+)  # of TensorBoard's own thread
+def test_tensorboard_that_is_refused_is_counted_and_continues_in_another_file(tmp_path):
+    writer = MetricsWriter(str(tmp_path), tensorboard=True)
+    writer.write(1, {"a": 0.1})
+    with files_no_larger_than(1):
+        for step in range(2, 10):
+            writer.write(step, {"a": 0.1 * step})
+            writer.write_text("samples/group_1", "text", step)
+    lost = writer.lost()["TensorBoard"]
+    for step in range(10, 80):
+        writer.write(step, {"a": 0.1 * step})
+    writer.close()
+    assert lost == 16 and [row["step"] for row in read_metrics(str(tmp_path))] == list(range(1, 80))
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    steps = [event.step for event in events.Scalars("main/a")]
+    assert steps[0] == 1 and steps[-1] == 79 and len(steps) == 79 - 8 - (writer.lost()["TensorBoard"] - lost)
+
+
+def test_lines_that_cannot_be_read_are_set_aside_when_a_run_resumes(tmp_path, caplog):
+    path = tmp_path / "metrics.jsonl"
+    lines = [
+        b'{"step": 1, "a": 1.0}',
+        b'{"step": 2, "a"',
+        b"\xff\x00",
+        b'{"step": 3, "a": "NaN"}',
+        b'{"step": 4}',
+    ]
+    path.write_bytes(b"\n".join([*lines, b'{"step": 5']))
+    with pytest.raises(
+        ValueError, match=r"line 2: not a line of metrics .* A resumed run sets such lines aside"
+    ):
+        read_metrics(str(tmp_path))
+    assert keep_metrics(tmp_path, 3) == 2
+    assert [row["step"] for row in read_metrics(str(tmp_path))] == [1, 3]
+    assert (tmp_path / "metrics.jsonl.damaged").read_bytes() == lines[1] + b"\n" + lines[2] + b"\n"
+    assert "2 lines cannot be read and are in metrics.jsonl.damaged now (numbers 2, 3)" in caplog.text
