@@ -231,19 +231,21 @@ def kill_judges(whole_pool: bool) -> Deed:
             one for one in _those_with(attempt, "rewards.fork_server") if one.parent() in attempt.ranks()
         ]
         server = rng.choice(servers)
+        name = rank_name(server)
         with _stopped(attempt.ranks()):
             time.sleep(0.3)
             victims = [server] if whole_pool else server.children()
             _send(victims, signal.SIGKILL)
-        return f"{'the server' if whole_pool else f'{len(victims)} workers'} of {rank_name(server)}"
+        return f"{'the server' if whole_pool else f'{len(victims)} workers'} of {name}"
 
     return deed
 
 
 def kill_a_writer(attempt: Attempt, rng: random.Random) -> str:
     victim = rng.choice(_those_with(attempt, "async_writer"))
+    name = rank_name(victim)
     victim.kill()
-    return f"the writer of {rank_name(victim)}"
+    return f"the writer of {name}"
 
 
 def take_memory(attempt: Attempt, rng: random.Random) -> str:
