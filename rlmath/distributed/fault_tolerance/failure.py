@@ -4,6 +4,7 @@ one. `heartbeat` exchanges these records over the run's key-value store.
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
@@ -135,8 +136,10 @@ def store_lost(where: str, reason: str, reporter: int) -> Failure:
 
 
 def first_line(error: BaseException) -> str:
-    """ "ValueError: the first line of its text"."""
+    """ "ValueError: the first line of its text". The kernel's word for a full disk names none: shared memory is one."""
     text = str(error).strip().split("\n")[0]
+    if isinstance(error, OSError) and error.errno == errno.ENOSPC and error.filename is None:
+        text += "; no file is named: look for a full disk with df and df -i, among them /dev/shm"
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
