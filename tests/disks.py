@@ -26,6 +26,18 @@ def small_disk(folder: Path, size: str = "4m", inodes: int = 64) -> Iterator[Pat
         subprocess.run(["umount", "-l", str(folder)], check=True)
 
 
+def remount(disk: Path, size: str, inodes: int) -> None:
+    options = f"remount,size={size},nr_inodes={inodes}"
+    subprocess.run(["mount", "-o", options, str(disk)], check=True)
+
+
+def shrink(disk: Path) -> None:
+    """Neither a byte nor an inode more fits on a `small_disk`, until it is mounted again."""
+    there = os.statvfs(disk)
+    used = (there.f_blocks - there.f_bfree) * there.f_frsize
+    remount(disk, str(used), there.f_files - there.f_ffree)
+
+
 def use_up_inodes(disk: Path) -> list[Path]:
     """Make files until there can be no more; remove them to have inodes again."""
     made = []

@@ -285,8 +285,7 @@ KINDS: dict[str, Kind] = {
     "kill-rollout": Kind(in_phase("rollout"), kill_a_rank, programs=_GRPO),
     "kill-update": Kind(in_phase("update"), kill_a_rank),
     "kill-validation": Kind(in_phase("validation"), kill_a_rank, programs=_GRPO),
-    # Without torchrun ranks can still save, but not end a rollout in which engines share the work over its store.
-    "kill-launcher": Kind(any_time, signal_launcher(signal.SIGKILL), (*_STOPS, FAILURE)),
+    "kill-launcher": Kind(any_time, signal_launcher(signal.SIGKILL), _STOPS),
     "kill-all": Kind(any_time, kill_all),
     "kill-all-save": Kind(in_save, kill_all),
     "segfault": Kind(any_time, signal_a_rank(signal.SIGSEGV)),

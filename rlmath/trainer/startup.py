@@ -159,9 +159,11 @@ def start(
             if under_torchrun():
                 # Without torchrun a rank would wait long for its peers. Once they have met, the heartbeat watches it.
                 end_with_parent(os.getppid())
-            from rlmath.trainer.loop import run_training
+            # Megatron imports W&B, which takes seconds and makes folders that stay when this process is killed.
+            with process.without_module("wandb"):
+                from rlmath.trainer.loop import run_training
 
-            trainer_class = load_trainer()
+                trainer_class = load_trainer()
             process.freeze_live_objects()
             status = run_training(trainer_class, prepared, rendezvous)
             process.skip_collection_at_exit()

@@ -19,8 +19,8 @@ from rlmath.checkpoint.directory import (
     remove_partial,
     set_newer_aside,
     set_superseded_aside,
-    wrong_contents,
     write_error_text,
+    wrong_contents,
 )
 from tests.disks import small_disk, use_up_inodes, use_up_space
 

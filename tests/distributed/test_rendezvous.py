@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 
+import psutil
 import pytest
 import torch.distributed as dist
 
@@ -138,7 +141,34 @@ def test_what_an_earlier_start_left_is_never_taken_for_this_one(port: int) -> No
     assert isinstance(found, MissingRanksError) and "1 of 2 ranks" in str(found)
     third = [sign_in(port, rank, 2) for rank in (1, 0)]
     assert outcomes(*(lambda one=one: come(one) for one in third)) == [None] * 2
-    assert not third[0].group_store(5.0).check(["address"])
+    stores = [one.group_store(5.0) for one in reversed(third)]  # rank 0 serves it
+    assert not any(store.check(["address"]) for store in stores)
+
+
+def test_the_store_of_ranks_on_one_node_outlives_the_launchers_and_is_for_this_node_only() -> None:
+    program = (
+        "import sys, torch.distributed as dist\n"
+        "store = dist.TCPStore('127.0.0.1', 0, is_master=True, wait_for_workers=False)\n"
+        "print(store.port, flush=True); sys.stdin.read()"
+    )
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen([sys.executable, "-c", program], **pipes) as launcher:
+        port = int(launcher.stdout.readline())
+        meetings = [sign_in(port, rank, 2) for rank in range(2)]
+        assert outcomes(*(lambda one=one: come(one) for one in meetings)) == [None] * 2
+        before = set(listening())
+        first, second = (one.group_store(5.0) for one in meetings)
+        assert [address.partition(":")[0] for address in set(listening()) - before] == ["127.0.0.1"]
+        launcher.kill()
+        launcher.wait()
+        assert all(outcomes(lambda one=one: come(one, 1.0, "later"))[0] is not None for one in meetings)
+    second.set("key", "there")
+    assert first.get("key") == b"there" and second.add("count", 2) == 2
+
+
+def listening() -> list[str]:
+    found = psutil.Process().net_connections("tcp")
+    return [f"{one.laddr.ip}:{one.laddr.port}" for one in found if one.status == psutil.CONN_LISTEN]
 
 
 def test_a_store_that_is_lost_is_told(port: int) -> None:

@@ -31,6 +31,7 @@ from rlmath.distributed.collectives import broadcast_from_rank_zero
 from rlmath.distributed.fault_tolerance import failure as failures
 from rlmath.distributed.fault_tolerance.failure import Failure, RankStatus, Shutdown, first_line
 from rlmath.distributed.fault_tolerance.preemption import LAUNCHER_ENDED, StopRequest, under_torchrun
+from rlmath.distributed.ranks import this_rank
 
 logger = logging.getLogger(__name__)
 
@@ -84,6 +85,7 @@ class Heartbeat:
         self._phase, self._entered_at, self._entries = "start", time.monotonic(), 0
         self._progress = 0
         self._failure: BaseException | None = None
+        self._launcher_lock = threading.Lock()
         self._wake, self._reported, self._left = threading.Event(), threading.Event(), False
         self._beats = self._sent_progress = self._total_progress = 0
         self._silence = dict.fromkeys(self._ring, 0.0)
@@ -273,8 +275,18 @@ class Heartbeat:
         self._end(failures.store_lost("{}:{}".format(*self._address), reason, self._rank))
 
     def _check_launcher(self) -> None:
-        if under_torchrun() and os.getppid() != self._launcher and not self._stop.requested:
-            logger.error("torchrun (pid %d) has ended; the run saves and stops", self._launcher)
+        """Where torchrun was killed the ranks of a single node save and stop: they need nothing of it. On several nodes
+        the first one's launcher holds the store that all need."""
+        if not under_torchrun() or os.getppid() == self._launcher:
+            return
+        with self._launcher_lock:  # two threads look
+            if self._stop.requested or self._left:
+                return
+            place = this_rank()
+            if place.several_nodes and place.node == 0:
+                self._end(failures.launcher_lost(self._launcher, place.host, self._rank))
+            if place.is_node_leader:
+                logger.error("torchrun (pid %d) on %s has ended", self._launcher, place.host)
             self._stop.request(LAUNCHER_ENDED)
 
     def _watch(self) -> None:
