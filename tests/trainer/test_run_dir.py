@@ -152,7 +152,9 @@ def test_what_a_broken_start_left_is_no_obstacle(tmp_path: Path):
     assert "config.yaml" in names(tmp_path)
 
 
-def test_damaged_lines_of_metrics_do_not_keep_a_run_from_resuming(tmp_path: Path):
+def test_damaged_lines_of_metrics_do_not_keep_a_run_from_resuming(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
     claim_run_folder(tmp_path, make_config(tmp_path))
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"st\n{"step": 3}\n')
     (tmp_path / "validation.jsonl").write_text("\x00\n")
@@ -160,6 +162,7 @@ def test_damaged_lines_of_metrics_do_not_keep_a_run_from_resuming(tmp_path: Path
     assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 1}\n{"step": 3}\n'
     assert (tmp_path / "metrics.jsonl.damaged").read_text() == '{"st\n'
     assert (tmp_path / "validation.jsonl.damaged").read_text() == "\x00\n"
+    assert "has the metrics of 2 steps only, the checkpoint is that of step 3" in caplog.text
 
 
 def test_a_run_that_goes_on_keeps_what_is_there_but_for_later_steps(tmp_path: Path):

@@ -85,6 +85,7 @@ class Heartbeat:
         self._phase, self._entered_at, self._entries = "start", time.monotonic(), 0
         self._progress = 0
         self._failure: BaseException | None = None
+        self._place = this_rank()  # engines change the environment later
         self._launcher_lock = threading.Lock()
         self._wake, self._reported, self._left = threading.Event(), threading.Event(), False
         self._beats = self._sent_progress = self._total_progress = 0
@@ -282,7 +283,7 @@ class Heartbeat:
         with self._launcher_lock:  # two threads look
             if self._stop.requested or self._left:
                 return
-            place = this_rank()
+            place = self._place
             if place.several_nodes and place.node == 0:
                 self._end(failures.launcher_lost(self._launcher, place.host, self._rank))
             if place.is_node_leader:

@@ -5,15 +5,23 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 
-from rlmath.distributed.fault_tolerance.exit_codes import FILE_NAME, NOT_SAVED_IN_TIME, SAVED_AND_STOPPED
-from tests.distributed.fault_tolerance.runs import SIGNALS, Run, running
-from tests.programs import ENVIRONMENT, REPOSITORY
+from rlmath.distributed.fault_tolerance.exit_codes import (
+    FAILURE,
+    FILE_NAME,
+    NOT_SAVED_IN_TIME,
+    SAVED_AND_STOPPED,
+    read_exit_status,
+)
+from tests.distributed.fault_tolerance.runs import SIGNALS, Run, running, wait_for
+from tests.programs import ENVIRONMENT, REPOSITORY, end_family, family
 from tests.selection import matrix
 
 END_SECONDS = 40.0
@@ -60,6 +68,35 @@ def test_a_torchrun_that_ends_without_a_word_leaves_ranks_that_save(tmp_path: Pa
         run.launcher.send_signal(number)
         assert_saved(run)
         assert "torchrun (pid" in run.console()
+
+
+@matrix
+def test_a_killed_torchrun_of_the_first_of_two_nodes_ends_the_run_and_says_that_nothing_is_saved(
+    tmp_path: Path,
+) -> None:
+    folder, console = tmp_path / "run", tmp_path / "console.txt"
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    launcher = ["-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1", f"--master-port={port}"]
+    program = ["tests/distributed/fault_tolerance/rank_program.py", str(folder), "walk"]
+    with console.open("w") as output:
+        places = {"cwd": REPOSITORY, "env": ENVIRONMENT, "stdout": output, "stderr": output}
+        nodes = [
+            subprocess.Popen([sys.executable, *launcher, f"--node-rank={node}", *program], **places)
+            for node in (0, 1)
+        ]
+    try:
+        wait_for(lambda: Run(nodes[0], folder, console).step(1) >= 2)
+        everyone = [one for node in nodes for one in family(node.pid)]
+        nodes[0].kill()
+        _, alive = psutil.wait_procs(everyone, timeout=END_SECONDS)
+        assert not alive, console.read_text()
+    finally:
+        for node in nodes:
+            end_family(node)
+    status, told = read_exit_status(folder), console.read_text()
+    assert status.status == FAILURE and "the first node, has ended" in status.message, told
+    assert "nothing is saved" in status.message and "saves after this step" not in told
 
 
 @matrix
