@@ -191,3 +191,13 @@ def test_resume_needs_a_checkpoint(arithmetic: Path, tmp_path: Path) -> None:
     done = run(*TRAIN, *arguments, expect=2)
     assert "has no checkpoint to resume from" in done.stderr
     assert not (tmp_path / "new").exists()
+
+
+def test_checkpoints_on_a_disk_that_is_not_mounted_start_nothing(arithmetic: Path, tmp_path: Path) -> None:
+    output = tmp_path / "run"
+    output.mkdir()
+    (output / "checkpoints").symlink_to(tmp_path / "not-mounted")
+    done = run(*TRAIN, *small_run(arithmetic, output), "parallel.tensor=1", expect=2)
+    assert f'"{output}/checkpoints" is not a folder but a link' in done.stderr
+    assert json.loads((output / "exit_status.json").read_text())["status"] == 2
+    assert (output / "checkpoints").is_symlink() and not (output / "earlier").exists()

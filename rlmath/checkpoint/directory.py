@@ -105,7 +105,7 @@ def nearest_folder(path: Path) -> Path:
         if stat.S_ISDIR(nearest.stat().st_mode):
             return nearest
     except FileNotFoundError as error:
-        text = f'"{nearest}" is not a folder but {link}, where nothing is: a disk that is not mounted?'
+        text = f'"{nearest}" is not a folder but {link}, where nothing is (a disk that is not mounted?)'
         raise ValueError(text) from error
     except OSError as error:
         what = f"{link}, which cannot be followed" if link else "there, and cannot be used"

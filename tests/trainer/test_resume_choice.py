@@ -104,7 +104,7 @@ def plain_file(path: Path) -> None:
     [
         (
             unmounted,
-            'a link to "/mnt/not-mounted/checkpoints", where nothing is: a disk that is not mounted?',
+            'a link to "/mnt/not-mounted/checkpoints", where nothing is (a disk that is not mounted?)',
         ),
         (loop, "which cannot be followed (Too many levels of symbolic links)"),
         (plain_file, "is not a folder"),
