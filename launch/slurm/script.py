@@ -21,6 +21,12 @@ MOST_LINKS = 100
 RUNTIMES = ("none", "pyxis", "docker")
 CONTINUES = ("no", "requeue", "chain")
 
+_TAKEN = (
+    *("--job-name", "--comment", "--nodes", "--ntasks-per-node", "--gpus-per-node", "--partition", "--time"),
+    *("--chdir", "--output", "--signal", "--requeue", "--no-requeue"),
+)
+"""Options of sbatch on which the checks, the queue's other jobs or the script rely."""
+
 _PLAIN = re.compile(r"[\w./+=:@~,-]+", flags=re.ASCII)
 """What stands in a line of Slurm's options as it is."""
 _NAME = re.compile(r"[\w.-]{1,64}", flags=re.ASCII)
@@ -119,6 +125,8 @@ def _plain_problems(job: Job) -> Iterator[str]:
     for option in job.slurm_options:
         if not option.startswith("--") or not option.isprintable():
             yield f'--sbatch is "{option}"; needed: an option of sbatch on one line, as in --sbatch=--account=math.'
+        elif option.partition("=")[0] in _TAKEN:
+            yield f'--sbatch is "{option}", which the script sets itself. Leave it out, or see --help.'
 
 
 def _time_problems(job: Job) -> Iterator[str]:

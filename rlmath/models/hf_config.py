@@ -33,6 +33,8 @@ from rlmath.data.files import read_json_object
 _MAX_LAYERS = 4096
 _MAX_EXPERTS = 4096
 _MAX_SIZE = 2**31 - 1
+SINGLE_FILE = "model.safetensors"
+"""The weights of a model that has no index; beside an index it is read, and the index is not."""
 _DTYPES = ("float32", "bfloat16", "float16")
 
 PUBLISHED = Path(__file__).resolve().parents[2] / "configs" / "models"
@@ -327,7 +329,8 @@ def _tensor_shapes(folder: Path) -> tuple[dict[str, tuple[int, ...]], list[str]]
         except (OSError, SafetensorError) as error:
             problems.append(f'"{file}" is not a whole safetensors file ({error}). Copy or download it again.')
             continue
-        shapes |= held
+        # Where there is an index, a tensor that it does not name is never read.
+        shapes |= {name: held[name] for name in held if name in promised or file.name == SINGLE_FILE}
         absent = sorted(promised - held.keys())
         if absent:
             problems.append(
@@ -339,7 +342,7 @@ def _tensor_shapes(folder: Path) -> tuple[dict[str, tuple[int, ...]], list[str]]
 
 def _weight_files(folder: Path) -> tuple[dict[Path, set[str]], list[str]]:
     """The safetensors files, each with the tensors that an index promises in it."""
-    single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+    single, index = folder / SINGLE_FILE, folder / "model.safetensors.index.json"
     if single.is_file():
         return {single: set()}, []
     if not index.is_file():
@@ -364,7 +367,7 @@ def _weight_files(folder: Path) -> tuple[dict[Path, set[str]], list[str]]:
         return {}, [
             f"{index} names files outside of its folder ({names[0]!r}, ...); needed: plain file names."
         ]
-    absent = [name for name in names if not (folder / name).is_file()]
+    absent = [name for name in names if not os.path.isfile(folder / name)]
     if absent:
         return {}, [
             f"{index} names {len(names)} files, {len(absent)} are not there: {', '.join(absent[:5])}. "

@@ -6,7 +6,7 @@
 reward; the metrics are averaged over a step and logged as `reward/own/<name>`. It runs in the workers that verify
 answers otherwise, with the same time and memory limits.
 
-    python -m rlmath.rewards.custom_function package.module:name      prints why it cannot be loaded, if so
+    python -m rlmath.rewards.custom_function package.module:name      prints whether it can be loaded
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +26,8 @@ import rlmath
 
 MAX_METRICS = 50
 CHECK_SECONDS = 300
+CAN_BE_LOADED = "reward.function can be loaded"
+"""The last line of a check; a module that ends the process while it is imported does not print it."""
 _SPEC = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 
 
@@ -47,7 +50,7 @@ def load_function(spec: str) -> Callable:
     module_name, _, name = spec.partition(":")
     try:
         module = importlib.import_module(module_name)
-    except Exception as error:  # whatever the user's module raises
+    except (Exception, SystemExit) as error:  # whatever the user's module raises, or a program's sys.exit()
         raise ValueError(
             f"reward.function: importing {module_name!r} failed ({type(error).__name__}: {error}); modules are looked"
             " for in the current folder and in PYTHONPATH"
@@ -74,20 +77,26 @@ def call_function(function: Callable, completion: str, solutions: list[str], row
 
 def function_problem(spec: str) -> str | None:
     """Why a function cannot be loaded, checked in a separate process; None if it can."""
-    try:
-        checked = subprocess.run(
-            [sys.executable, "-m", "rlmath.rewards.custom_function", spec],
-            env=worker_environment(),
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=CHECK_SECONDS,
-        )
-    except subprocess.TimeoutExpired:
-        return f"reward.function: importing {spec!r} took more than {CHECK_SECONDS} s"
+    # A file, not a pipe: what the module has started may hold the pipe open for ever.
+    with tempfile.TemporaryFile() as errors:
+        try:
+            checked = subprocess.run(
+                [sys.executable, "-m", "rlmath.rewards.custom_function", spec],
+                env=worker_environment(),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=errors,
+                timeout=CHECK_SECONDS,
+            )
+        except subprocess.TimeoutExpired:
+            return f"reward.function: importing {spec!r} took more than {CHECK_SECONDS} s"
+        errors.seek(0, os.SEEK_END)
+        errors.seek(max(0, errors.tell() - 10_000))
+        text = errors.read().decode("utf-8", "replace")
+    last = (text.strip().splitlines() or ["no message"])[-1]
     if checked.returncode == 0:
-        return None
-    last = (checked.stderr.strip().splitlines() or ["no message"])[-1]
+        ended = f"reward.function: importing {spec!r} ended the process; guard its program by __name__"
+        return None if last == CAN_BE_LOADED else ended
     is_ours = last.startswith("reward.function")
     return last if is_ours else f"reward.function: importing {spec!r} failed ({last})"
 
@@ -100,13 +109,15 @@ def worker_environment() -> dict[str, str]:
 
 
 def main() -> int:
+    """0 with CAN_BE_LOADED on stderr, or 2 with the reason there."""
     try:
         load_function(sys.argv[1])
     except ValueError as error:
-        print(error, file=sys.stderr)
+        print(error, file=sys.stderr, flush=True)
         return 2
+    print(f"\n{CAN_BE_LOADED}", file=sys.stderr, flush=True)
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    os._exit(main())  # at once: threads of the user's module may run for ever

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 import shutil
 from collections.abc import Iterator
 from dataclasses import replace
@@ -88,6 +90,35 @@ def test_an_index_that_is_none_is_told(copy: Path, source: Path, tmp_path: Path,
     (copy / "model.safetensors.index.json").write_text(index)
     with pytest.raises(ValueError):
         hf_to_megatron(copy, shape_of(source), tmp_path / "out", 1, 1, None)
+
+
+@pytest.mark.parametrize(
+    ("norm_in", "told"),
+    [
+        (None, f"1 tensors are missing: {NORM}"),
+        ("b.safetensors", f"1 tensors are not in the files that the index names: ['{NORM}']"),
+        ("pipe", "names 'pipe', which is no file there"),
+        ("x" * 300, "which is no file there"),
+    ],
+    ids=["nowhere", "another file", "a pipe", "a long name"],
+)
+def test_an_index_that_does_not_find_a_tensor_is_told(
+    copy: Path, source: Path, tmp_path: Path, norm_in: str | None, told: str
+):
+    tensors = load_file(copy / "model.safetensors")
+    (copy / "model.safetensors").unlink()
+    files = {name: "a.safetensors" if name == NORM else "b.safetensors" for name in tensors}
+    for file in ("a.safetensors", "b.safetensors"):
+        save_file({name: tensors[name] for name in tensors if files[name] == file}, copy / file)
+    os.mkfifo(copy / "pipe")
+    weight_map = files | {NORM: norm_in}
+    if norm_in is None:  # it lies in a file that is named for another tensor
+        save_file(tensors, copy / "b.safetensors")
+        del weight_map[NORM]
+    (copy / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    with pytest.raises(ValueError) as error:
+        hf_to_megatron(copy, shape_of(source), tmp_path / "out", 1, 1, None)
+    assert told in str(error.value)
 
 
 @pytest.mark.parametrize(

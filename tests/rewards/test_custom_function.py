@@ -104,6 +104,23 @@ def test_one_that_can_be_loaded_is_not(folder):
     assert function_problem("my_rewards:plain") is None
 
 
+@pytest.mark.parametrize("ending", ["sys.exit()", "sys.exit(0)", "os._exit(0)"])
+def test_a_program_that_ends_while_it_is_imported_cannot_be_loaded(folder, ending):
+    (folder / "program.py").write_text(f"import os, sys\n{SOURCE}\n{ending}")
+    problem = function_problem("program:plain")
+    assert problem is not None and problem.startswith("reward.function: importing 'program")
+
+
+def test_what_a_module_starts_does_not_hold_the_check_up(folder):
+    """A thread that is no daemon, and a process that inherits the streams."""
+    started = "import subprocess, threading, time\nthreading.Thread(target=time.sleep, args=(120,)).start()\n"
+    started += "subprocess.Popen(['sleep', '20'])\n"
+    (folder / "starts.py").write_text(started + SOURCE)
+    before = time.monotonic()
+    assert function_problem("starts:plain") is None
+    assert time.monotonic() - before < 15
+
+
 def test_the_check_does_not_import_into_this_process(folder):
     assert function_problem("breaks:plain")
     assert "breaks" not in sys.modules

@@ -139,6 +139,11 @@ def test_a_slurm_that_does_not_answer_is_told_and_a_dry_run_does_without(
         (["--chain=0"], "--chain is 0; needed: from 1 to 100"),
         (["--name=a b"], '--name is "a b"'),
         (["--sbatch=account"], '--sbatch is "account"'),
+        (["--sbatch=--comment=mine"], '--sbatch is "--comment=mine", which the script sets itself'),
+        (
+            ["--sbatch=--nodes=9"],
+            '--sbatch is "--nodes=9", which the script sets itself',
+        ),
         (["--container=image"], "a container needs an image and --runtime pyxis or docker"),
         (["--runtime=pyxis", "--container=image"], "is outside of what the container sees"),
         ([], "there is no sbatch here"),

@@ -3,6 +3,7 @@ folder, read by its headers."""
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -90,11 +91,16 @@ def read_headers(folder: Path) -> tuple[HFReader, dict[str, HFTensor]]:
     for file in files:
         if Path(file).name != file:
             raise ValueError(f"the index of {folder} names {file!r}; needed: files in the same folder.")
+        if not os.path.isfile(folder / file):  # a pipe would never be read to its end
+            raise ValueError(
+                f"the index of {folder} names {file!r}, which is no file there. Copy or download it."
+            )
         try:
             with safe_open(folder / file, framework="pt") as opened:
                 for name in opened.keys():  # noqa: SIM118
-                    part = opened.get_slice(name)
-                    held[name] = HFTensor(tuple(part.get_shape()), part.get_dtype())
+                    if reader.files.get(name) == file:
+                        part = opened.get_slice(name)
+                        held[name] = HFTensor(tuple(part.get_shape()), part.get_dtype())
         except (OSError, SafetensorError) as error:
             raise ValueError(
                 f"{folder / file} is not a whole safetensors file ({error}). Copy or download it again."

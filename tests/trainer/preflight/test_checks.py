@@ -452,6 +452,22 @@ def test_an_index_that_looks_into_the_wrong_file(place: Path):
     assert any('a.safetensors" lacks 1 tensors that the index looks for there: model.norm' in t for t in told)
 
 
+def test_an_index_that_leaves_a_tensor_out(place: Path):
+    index = split_weights(place)
+    values = json.loads(index.read_text())
+    del values["weight_map"]["model.norm.weight"]
+    index.write_text(json.dumps(values))
+    assert problem(place).endswith("tensors are not in the weights: model.norm.weight.")
+
+
+def test_an_index_with_a_name_that_no_disk_takes(place: Path):
+    index = split_weights(place)
+    values = json.loads(index.read_text())
+    values["weight_map"]["model.norm.weight"] = "x" * 5000
+    index.write_text(json.dumps(values))
+    assert "names 3 files, 1 are not there: xxx" in problem(place)
+
+
 def test_weights_that_are_cut_off(place: Path):
     path = place / "model" / "model.safetensors"
     for kept in (-10, 4, 0):
