@@ -130,7 +130,7 @@ def in_phase(phase: str) -> Moment:
 def in_export(attempt: Attempt, rng: random.Random) -> None:
     _wait_for_claim(attempt)
     partial = attempt.output / "hf_model.partial"
-    wait_for(lambda: attempt.ended or partial.exists(), 300.0, "the export", look_seconds=0.0005)
+    wait_for(lambda: attempt.ended or partial.exists(), 300.0, "the export", look_seconds=0.0)
 
 
 # ---------------------------------------------------------------- what is done to processes
