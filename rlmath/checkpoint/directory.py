@@ -157,6 +157,7 @@ def read_checkpoint(folder: Path) -> Checkpoint:
     """The checkpoint in a folder; ValueError where it has no manifest, or one that cannot be used."""
     path = folder / MANIFEST
     try:
+        _size(path)
         values: Any = json.loads(path.read_text(encoding="utf-8"))
         if values["format"] != FORMAT:
             raise ValueError(f"its format is {values['format']!r}; this program reads {FORMAT}")
@@ -172,6 +173,14 @@ def read_checkpoint(folder: Path) -> Checkpoint:
     if outside:
         raise ValueError(f"{path} names files outside of its folder ({outside[0]!r})")
     return checkpoint
+
+
+def _size(path: Path) -> int:
+    """Bytes of a file. ValueError where it is none: opening a pipe waits for ever, and a device may have no end."""
+    found = path.stat()
+    if not stat.S_ISREG(found.st_mode):
+        raise ValueError("not a regular file")
+    return found.st_size
 
 
 def _is_whole(value: Any) -> bool:
@@ -190,7 +199,10 @@ def wrong_sizes(checkpoint: Checkpoint) -> list[str]:
     wrong = []
     for name, entry in checkpoint.files.items():
         try:
-            size = (checkpoint.folder / name).stat().st_size
+            size = _size(checkpoint.folder / name)
+        except ValueError as error:
+            wrong.append(f"{name} is {error}")
+            continue
         except OSError as error:
             raise_if_out_of_reach(checkpoint.folder / name, error)
             wrong.append(f"{name} cannot be read ({error.strerror})")

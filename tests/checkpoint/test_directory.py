@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -228,6 +230,22 @@ def test_nothing_is_set_aside_without_a_word_or_over_something_else(
     damaged = [f"step-000002.damaged{number}" for number in ("", "-2", "-3")]
     assert left == {"step-000001", "step-000001.damaged", *damaged} and steps(tmp_path) == [1]
     assert all(f" is {name} now" in caplog.text for name in left - {"step-000001"})
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("name", ["manifest.json", "progress.json", "state/__0_0.distcp"])
+def test_a_pipe_in_the_place_of_a_file_is_damage_and_is_not_waited_for(tmp_path: Path, name: str) -> None:
+    make(tmp_path, 1)
+    folder = make(tmp_path, 2)
+    manifest = json.loads((folder / "manifest.json").read_text())
+    (folder / name).unlink()
+    os.mkfifo(folder / name)
+    if name != "manifest.json":  # it passes for an empty file
+        manifest["files"][name] = {"size": 0, "sha256": hashlib.sha256().hexdigest()}
+        (folder / "manifest.json").write_text(json.dumps(manifest))
+    found, problems = complete_checkpoints(tmp_path)
+    assert [one.step for one in found] == [1]
+    assert len(problems) == 1 and "not a regular file" in problems[0] and name in problems[0]
 
 
 def test_a_manifest_can_be_checked_by_other_programs(tmp_path: Path) -> None:
