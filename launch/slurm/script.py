@@ -156,6 +156,8 @@ def _container_problems(job: Job) -> Iterator[str]:
             f'--runtime is "{job.runtime}" and --container is "{job.image}"; a container needs an image and --runtime '
             "pyxis or docker, a job without one neither."
         )
+    if job.image.startswith("-") or not job.image.isprintable():
+        yield f'--container is "{job.image}"; needed: the name or file of an image.'
     if job.runtime == "none":
         return
     for path in (job.program.output, job.logs, *job.program.reads):

@@ -11,10 +11,12 @@ answers otherwise, with the same time and memory limits.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import math
 import os
 import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -79,22 +81,27 @@ def function_problem(spec: str) -> str | None:
     """Why a function cannot be loaded, checked in a separate process; None if it can."""
     # A file, not a pipe: what the module has started may hold the pipe open for ever.
     with tempfile.TemporaryFile() as errors:
+        check = subprocess.Popen(
+            [sys.executable, "-m", "rlmath.rewards.custom_function", spec],
+            env=worker_environment(),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=errors,
+            start_new_session=True,
+        )
         try:
-            checked = subprocess.run(
-                [sys.executable, "-m", "rlmath.rewards.custom_function", spec],
-                env=worker_environment(),
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=errors,
-                timeout=CHECK_SECONDS,
-            )
+            status = check.wait(CHECK_SECONDS)
         except subprocess.TimeoutExpired:
             return f"reward.function: importing {spec!r} took more than {CHECK_SECONDS} s"
+        finally:  # with what the module has started
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(check.pid, signal.SIGKILL)
+            check.wait()
         errors.seek(0, os.SEEK_END)
         errors.seek(max(0, errors.tell() - 10_000))
         text = errors.read().decode("utf-8", "replace")
     last = (text.strip().splitlines() or ["no message"])[-1]
-    if checked.returncode == 0:
+    if status == 0:
         ended = f"reward.function: importing {spec!r} ended the process; guard its program by __name__"
         return None if last == CAN_BE_LOADED else ended
     is_ours = last.startswith("reward.function")

@@ -144,6 +144,7 @@ def test_a_slurm_that_does_not_answer_is_told_and_a_dry_run_does_without(
             ["--sbatch=--nodes=9"],
             '--sbatch is "--nodes=9", which the script sets itself',
         ),
+        (["--runtime=docker", "--container=--privileged"], '--container is "--privileged"; needed: the name'),
         (["--container=image"], "a container needs an image and --runtime pyxis or docker"),
         (["--runtime=pyxis", "--container=image"], "is outside of what the container sees"),
         ([], "there is no sbatch here"),
