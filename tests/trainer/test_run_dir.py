@@ -165,6 +165,16 @@ def test_damaged_lines_of_metrics_do_not_keep_a_run_from_resuming(
     assert "has the metrics of 2 steps only, the checkpoint is that of step 3" in caplog.text
 
 
+def test_a_run_that_goes_on_removes_what_a_killed_one_left_unfinished(tmp_path: Path):
+    claim_run_folder(tmp_path, make_config(tmp_path))
+    (tmp_path / "samples").mkdir()
+    for name in ("metrics.tmp", "summary.tmp", "samples/step-000001.tmp", "samples/step-000001.jsonl"):
+        (tmp_path / name).write_text("{}")
+    claim_run_folder(tmp_path, make_config(tmp_path), steps_done=1)
+    assert names(tmp_path) == ["config.yaml", "samples"]
+    assert [path.name for path in (tmp_path / "samples").iterdir()] == ["step-000001.jsonl"]
+
+
 def test_a_run_that_goes_on_keeps_what_is_there_but_for_later_steps(tmp_path: Path):
     claim_run_folder(tmp_path, make_config(tmp_path))
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 0.1}\n{"step": 2, "loss": 0.3}\n')
