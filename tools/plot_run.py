@@ -23,6 +23,9 @@ WIDTH, HEIGHT = 760, 420
 LEFT, RIGHT, TOP, BOTTOM = 76, 24, 48, 60
 """Margins around the plot (SVG units)."""
 
+MOST = 1e300
+"""Larger values are left out, as those that are not finite: the axis could not be computed."""
+
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
 """Okabe and Ito's palette, which the colour-blind can distinguish."""
 
@@ -49,7 +52,7 @@ UNITS = {
 class Curve:
     label: str
     points: tuple[tuple[int, float], ...]
-    """(step, value) by rising step, finite values only."""
+    """(step, value) by rising step."""
 
 
 @dataclass(frozen=True)
@@ -104,7 +107,8 @@ def _labels(run_dirs: Sequence[str]) -> list[str]:
 def read_curve(run_dir: str, label: str, metric: str) -> Curve:
     """Raises ValueError when the run has no finite value of the metric; its other metrics are named."""
     rows = read_metrics(run_dir)
-    points = [(int(row["step"]), row[metric]) for row in rows if math.isfinite(row.get(metric, math.nan))]
+    found = ((int(row["step"]), row.get(metric, math.nan)) for row in rows)
+    points = [(step, value) for step, value in found if abs(value) <= MOST]
     if not points:
         known = sorted({name for row in rows for name in row} - {"step"})
         raise ValueError(

@@ -10,6 +10,7 @@ skipped; the exit code is then 1.
 from __future__ import annotations
 
 import argparse
+import codecs
 import json
 import os
 import sys
@@ -108,7 +109,7 @@ def _lines(source: Path) -> Iterator[tuple[int, bytes]]:
                 while line and not line.endswith(b"\n"):
                     line = stream.readline(MAX_LINE_BYTES)
                 line = TOO_LONG
-            yield number, line
+            yield number, line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
 
 
 def _parse_case(line: bytes) -> tuple[Any, str, list[str], str] | None:

@@ -159,9 +159,9 @@ class _Reader:
             raise ValueError(
                 f'The config file "{path}" starts from itself. Take out one of the "{_BASE}:" lines.'
             )
-        if not path.exists():
+        if not os.path.exists(path):
             raise ValueError(f'There is no config file "{path}".{nearest_path(path)}')
-        if not path.is_file():
+        if not os.path.isfile(path):
             raise ValueError(f'The config file "{path}" is not a file. Give a YAML file.')
         try:
             tree = OmegaConf.to_container(OmegaConf.load(path), resolve=False)

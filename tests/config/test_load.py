@@ -394,6 +394,21 @@ def test_a_script_may_add_options_of_its_own():
     assert (parsed.samples, parsed.overrides) == (4, ["run.seed=1"])
 
 
+def test_a_config_in_a_folder_that_may_not_be_entered_is_told(tmp_path: Path) -> None:
+    (tmp_path / "closed").mkdir(mode=0)
+    child = os.fork()
+    if child == 0:  # root may enter every folder
+        try:
+            if os.geteuid() == 0:
+                os.setuid(65534)
+            load_config([tmp_path / "closed" / "my.yaml"], [])
+        except ValueError as error:
+            os._exit(7 if "There is no config file" in str(error) else 1)
+        finally:
+            os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+
+
 def test_texts_that_are_no_path_on_any_disk_are_told_together() -> None:
     fits = ["run.output_dir=" + "o" * 255 + "/" + "é" * 127, "model.path=m", "data.train_path=t"]
     load_config([], fits)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.programs import run
 from tools.make_arithmetic import (
     Addition,
     accuracy_under_slip,
@@ -112,3 +113,9 @@ def test_an_output_that_is_a_file_is_refused(tmp_path: Path):
     (tmp_path / "taken").write_text("")
     with pytest.raises(ValueError, match="is a file; name a folder"):
         main(["--output", str(tmp_path / "taken"), "--train", "2", "--heldout", "1"])
+
+
+def test_as_a_program_a_mistake_is_one_line_and_status_2(tmp_path):
+    done = run("tools/make_arithmetic.py", "--output", str(tmp_path / "data"), "--digits", "9", expect=2)
+    assert done.stderr.startswith("make_arithmetic: digits is 9; it must be")
+    assert not (tmp_path / "data").exists()

@@ -68,7 +68,9 @@ def test_the_same_numbers_give_the_same_bytes(tmp_path):
 
 
 def test_values_that_are_not_finite_are_left_out(tmp_path):
-    picture = draw(tmp_path, write_run(tmp_path / "run", [1.0, float("nan"), float("inf"), 2.0]))
+    picture = draw(
+        tmp_path, write_run(tmp_path / "run", [1.0, float("nan"), float("inf"), 1e308, -1e308, 2.0])
+    )
     (line,) = picture.iter(f"{SVG}polyline")
     assert len(line.get("points").split()) == 2
 

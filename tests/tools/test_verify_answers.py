@@ -81,6 +81,13 @@ def test_broken_lines_are_told_by_number_and_skipped(tmp_path):
     assert "2 broken lines were skipped" in done.stderr
 
 
+def test_a_byte_order_mark_costs_no_line(tmp_path):
+    source = write(tmp_path / "cases.jsonl", GOOD[1], GOOD[2])
+    source.write_bytes(b"\xef\xbb\xbf" + source.read_bytes())
+    run(TOOL, "--input", str(source), "--output", str(tmp_path / "verdicts.jsonl"))
+    assert [row["id"] for row in rows(tmp_path / "verdicts.jsonl")] == [2, "c"]
+
+
 def test_options_reach_the_judge(tmp_path):
     cases = [{"id": 1, "completion": "The answer is 3.14", "solutions": ["\\pi"]}]
     source, target = write(tmp_path / "cases.jsonl", *cases), tmp_path / "verdicts.jsonl"
