@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rlmath.config.load import load_config, make_parser, parse_arguments
+from rlmath.config.load import load_config, make_parser, parse_arguments, without_secrets
 from rlmath.config.terminal import escape_terminal
 from rlmath.distributed.device import environment_rank
 from rlmath.distributed.fault_tolerance.exit_codes import MISTAKE
@@ -60,7 +60,7 @@ def dry_run(config_files: Sequence[Path], overrides: Sequence[str], ranks: int |
     else:
         status, stream = 0, sys.stdout
     if environment_rank() == 0:
-        print("\n".join(lines), file=stream)
+        print(without_secrets("\n".join(lines)), file=stream)
     return status
 
 

@@ -10,6 +10,7 @@ import dataclasses
 import difflib
 import functools
 import inspect
+import math
 import os
 import shutil
 import textwrap
@@ -79,8 +80,17 @@ class Setting:
             return f'{self.key} is "{value}"; needed: one of {words}.{nearest_word(value, self.words)}'
         limits, numbers = self.range, value if isinstance(value, list) else [value]
         if limits and not all(map(limits.holds, numbers)):
-            return f"{self.key} is {value}; needed: {limits}. {limits.why}".rstrip()
+            why = (
+                "It is too large for any computation."
+                if limits.high == math.inf and _is_huge(numbers)
+                else limits.why
+            )
+            return f"{self.key} is {value!s:.100}; needed: {limits}. {why}".rstrip()
         return None
+
+
+def _is_huge(numbers: Iterable[Any]) -> bool:
+    return any(isinstance(one, int) and one >= 2**63 for one in numbers)
 
 
 @functools.cache

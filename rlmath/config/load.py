@@ -2,6 +2,10 @@
 
 A YAML file holds sections with the settings that differ from the defaults, and may name another to start from
 (`base: other.yaml`); `key.sub=value` on the command line wins. The section `parallel` may be one word, d32t2p1.
+
+Text that names an environment variable (`${oc.env:NAME}`) may hold a secret: the `Config` has its value, and whatever
+is written, logged or sent has what the user wrote (`shown_values`, `config_as_yaml`, `without_secrets`). Numbers,
+switches and a setting's words are no secrets: they are written as they are, for they say what a run computed.
 """
 
 from __future__ import annotations
@@ -13,11 +17,12 @@ import dataclasses
 import difflib
 import functools
 import io
+import json
 import os
 import re
+import secrets
 import sys
-import tempfile
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -25,13 +30,16 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from rlmath.config.files import MAX_INTERPOLATIONS, MAX_YAML_BYTES, check_yaml, read_regular
 from rlmath.config.help import (
+    Setting,
     all_settings,
     as_yaml_word,
     help_text,
     nearest_path,
     raise_problems,
     section_classes,
+    setting_values,
     text_problems,
 )
 from rlmath.config.schema import MISSING, Config
@@ -47,30 +55,41 @@ _BASE = "base"
 _COMMAND_LINE = "command line"
 
 
-def load_config(yaml_paths: list[Path], overrides: list[str]) -> Config:
+def load_config(yaml_paths: list[Path], overrides: list[str], saved: bool = False) -> Config:
     """Defaults, then the YAML files in their order, then the overrides; later ones win.
 
     >>> load_config([], ["run.output_dir=o", "model.path=m", "data.train_path=t", "run.seed=7"]).run.seed
     7
 
+    With `saved`, of an earlier run's settings: text that names an environment variable which is not set now stays as it
+    is written.
+
     Errors: ValueError that lists every unknown key, value of a wrong type, malformed override and value that must be
     given and was not, and with them numbers out of their range and words that do not exist; where only such are wrong,
     they are left to `help.schema_problems`, so that they are listed with settings that do not go together. ValueError
-    for a file that is missing, unreadable or not a mapping.
+    for a file that is missing, unreadable or not a mapping, and for a variable that is not set.
     """
-    reader = _Reader()
-    for path in yaml_paths:
-        reader.read_file(Path(path))
-    for override in overrides:
-        reader.read_override(override)
-    config = reader.config()
-    raise_problems("the settings", list(text_problems(config)))
+    try:
+        reader = _Reader()
+        for path in yaml_paths:
+            reader.read_file(Path(path))
+        for override in overrides:
+            reader.read_override(override)
+        config = reader.config(saved)
+        raise_problems("the settings", list(text_problems(config)))
+    except ValueError as error:
+        hidden = without_secrets(str(error))
+        raise (error if hidden == str(error) else ValueError(hidden)) from None
     return config
 
 
 def config_as_yaml(config: Config) -> str:
-    """Every setting, as YAML that `load_config` reads back to an equal `Config`."""
-    return OmegaConf.to_yaml(OmegaConf.create(_escaped(dataclasses.asdict(config))))
+    """Every setting, as YAML that `load_config` reads back to an equal `Config` where the environment is the same."""
+    tree: dict[str, dict[str, Any]] = {}
+    for key, value in setting_values(config).items():
+        section, _, name = key.partition(".")
+        tree.setdefault(section, {})[name] = _shown(key, value, _escaped)
+    return OmegaConf.to_yaml(OmegaConf.create(tree))
 
 
 def save_config(config: Config, path: Path) -> None:
@@ -78,16 +97,15 @@ def save_config(config: Config, path: Path) -> None:
 
     On the way there is a file `.<name>.<random>.tmp` beside it. OSError where the disk takes no more.
     """
-    handle, scratch = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
+    scratch = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
     try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
+        with scratch.open("x", encoding="utf-8") as file:
             file.write(config_as_yaml(config))
             file.flush()
             os.fsync(file.fileno())
-        os.chmod(scratch, 0o644)
         os.replace(scratch, path)
     except BaseException:
-        Path(scratch).unlink(missing_ok=True)
+        scratch.unlink(missing_ok=True)
         raise
 
 
@@ -98,6 +116,96 @@ def _escaped(value: Any) -> Any:
     if isinstance(value, list):
         return [_escaped(part) for part in value]
     return re.sub(r"(\\*)\$\{", r"\1\1\\${", value) if isinstance(value, str) else value
+
+
+# ---------------------------------------------------------------- what comes from the environment
+
+
+_references: dict[tuple[str, Any], Any] = {}
+"""(key, value) to what the user wrote, of text that took a part of its value from an environment variable; of lists,
+also of their items. Like the environment itself it is this process's: it holds for every copy of a `Config`."""
+_variables: dict[str, str] = {}
+"""Values of the variables that settings took, by name."""
+_read_now: set[str] = set()
+"""Names of the variables that were read since it was last cleared."""
+
+_SHORTEST_SECRET = 5
+"""Shorter values are not looked for in messages: they would be found in ordinary words."""
+
+
+def shown_values(config: Config) -> dict[str, Any]:
+    """`help.setting_values` to be written, logged or sent: text from the environment is as the user wrote it."""
+    return {key: _shown(key, value, lambda same: same) for key, value in setting_values(config).items()}
+
+
+def shown_sections(config: Config) -> dict[str, dict[str, Any]]:
+    """Likewise by section and name."""
+    found: dict[str, dict[str, Any]] = {}
+    for key, value in shown_values(config).items():
+        section, _, name = key.partition(".")
+        found.setdefault(section, {})[name] = value
+    return found
+
+
+def is_reference(key: str, value: Any) -> bool:
+    """Whether a setting's value was taken from the environment, and is not to be shown."""
+    return _shown(key, value, lambda same: same) != value
+
+
+def without_secrets(text: str) -> str:
+    """A message or a line with the names of environment variables in place of the values that settings took."""
+    for name, value in sorted(_variables.items(), key=lambda one: -len(one[1])):
+        if _may_be_secret(value):
+            for spelling in (value, repr(value)[1:-1], json.dumps(value)[1:-1]):
+                text = text.replace(spelling, f"${{oc.env:{name}}}")
+    return text
+
+
+def _may_be_secret(value: str) -> bool:
+    if len(value) < _SHORTEST_SECRET or any(value in setting.words for setting in all_settings().values()):
+        return False
+    with contextlib.suppress(ValueError):
+        float(value)
+        return False
+    return True
+
+
+def _shown(key: str, value: Any, otherwise: Callable[[Any], Any]) -> Any:
+    """What was written of a value from the environment; of other values what `otherwise` makes of them."""
+    if isinstance(value, list):
+        whole = _references.get((key, tuple(value)))
+        return whole if whole is not None else [_shown(key, one, otherwise) for one in value]
+    written = _references.get((key, value)) if isinstance(value, str) else None
+    return otherwise(value) if written is None else written
+
+
+def _remember(setting: Setting, value: Any, written: Any) -> None:
+    if isinstance(value, list) and not isinstance(written, list):
+        if any(isinstance(one, str) for one in value):
+            _references[setting.key, tuple(value)] = written
+    elif isinstance(value, list):
+        for one, reference in zip(value, written, strict=True):
+            if isinstance(one, str) and one != reference:
+                _references[setting.key, one] = reference
+    elif isinstance(value, str) and value != written and value not in setting.words:
+        _references[setting.key, value] = written
+
+
+def _variable(name: Any, *default: Any) -> str | None:
+    """OmegaConf's resolver `oc.env`, which notes what was read."""
+    name = str(name)
+    _read_now.add(name)
+    if name in os.environ:
+        _variables[name] = os.environ[name]
+        return os.environ[name]
+    if not default:
+        raise KeyError(
+            f"the environment variable {name} is not set; set it, or write ${{oc.env:{name},DEFAULT}}"
+        )
+    return None if default[0] is None else str(default[0])
+
+
+OmegaConf.register_resolver("oc.env", _variable, replace=True)
 
 
 # ---------------------------------------------------------------- the command line
@@ -164,9 +272,13 @@ class _Reader:
         if not os.path.isfile(path):
             raise ValueError(f'The config file "{path}" is not a file. Give a YAML file.')
         try:
-            tree = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
-        except (OSError, UnicodeDecodeError, yaml.YAMLError, OmegaConfBaseException) as error:
-            raise ValueError(f'The config file "{path}" cannot be read as YAML sections: {error}') from error
+            text = read_regular(path, MAX_YAML_BYTES).decode("utf-8")
+            check_yaml(text)
+            tree = OmegaConf.to_container(OmegaConf.load(io.StringIO(text)), resolve=False)
+        except (OSError, ValueError, RecursionError, yaml.YAMLError, OmegaConfBaseException) as error:
+            raise ValueError(
+                f'The config file "{path}" cannot be read as YAML sections: {_bounded(error)}'
+            ) from error
         if not isinstance(tree, dict):
             got = type(tree).__name__
             raise ValueError(f'The config file "{path}" must hold sections such as "run:", got a {got}.')
@@ -196,13 +308,14 @@ class _Reader:
             self._set(key, word, _COMMAND_LINE)
         else:
             try:
+                check_yaml(word)
                 read: Any = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={word}"]), resolve=False)
                 self._set(key, read["value"], _COMMAND_LINE)
-            except (yaml.YAMLError, OmegaConfBaseException) as error:
-                reason = " ".join(str(error).split())
-                found(f'{_COMMAND_LINE}: the value in "{text}" cannot be read: {reason}')
+            except (ValueError, RecursionError, yaml.YAMLError, OmegaConfBaseException) as error:
+                reason = " ".join(_bounded(error).split())
+                found(f'{_COMMAND_LINE}: the value in "{_bounded(text)}" cannot be read: {reason}')
 
-    def config(self) -> Config:
+    def config(self, saved: bool) -> Config:
         """What was read; ValueError with all mistakes."""
         for key, setting in all_settings().items():
             if OmegaConf.is_missing(self._tree[setting.section], setting.name):
@@ -217,16 +330,34 @@ class _Reader:
                 if "${" not in str(value) and (problem := setting.problem(value)):
                     self._problems.append(problem)
         raise_problems("the settings", self._problems)
-        try:
-            values: Any = OmegaConf.to_container(self._tree, resolve=True)
-        except OmegaConfBaseException as error:
-            section, _, name = str(error.full_key).partition(".")
-            value = as_yaml_word(written[section][name.partition("[")[0]])
-            reason = str(error).partition("\n")[0]
-            raise ValueError(
-                f'"{section}.{name}" got "{value}", which cannot be resolved: {reason}'
-            ) from error
+        values: dict[str, dict[str, Any]] = {}
+        for setting in all_settings().values():
+            section = values.setdefault(setting.section, {})
+            section[setting.name] = self._resolved(setting, written[setting.section][setting.name], saved)
         return Config(**{name: section(**values[name]) for name, section in section_classes().items()})
+
+    def _resolved(self, setting: Setting, written: Any, saved: bool) -> Any:
+        """The value of a setting, and a note of what stands for it where it is from the environment."""
+        if "${" not in str(written):
+            return written
+        _read_now.clear()
+        try:
+            node: Any = self._tree[setting.section][setting.name]
+            value = OmegaConf.to_container(node, resolve=True) if OmegaConf.is_config(node) else node
+        except (OmegaConfBaseException, ValueError, RecursionError) as error:
+            unset = [name for name in _read_now if name not in os.environ]
+            if saved and unset and setting.is_text:
+                return written
+            reason = _bounded(error).partition("\n")[0]
+            if any(_variables.get(name, "\0") in reason for name in _read_now):
+                variables = " and ".join(sorted(_read_now))
+                reason = f"what the environment has for {variables} is not what it needs, {setting.type_name}"
+            raise ValueError(
+                f'"{setting.key}" got "{_bounded(as_yaml_word(written))}", which cannot be resolved: {reason}'
+            ) from error
+        if _read_now:
+            _remember(setting, value, written)
+        return value
 
     def _read_mapping(self, mapping: Mapping[Any, Any], above: str, source: str) -> None:
         """The values of a nested mapping; `above` is the key that leads to it, with a dot."""
@@ -259,16 +390,24 @@ class _Reader:
         setting = all_settings()[key]
         if value == MISSING:
             return
-        if setting.is_text and not isinstance(value, str | None):
+        if str(value).count("${") > MAX_INTERPOLATIONS:
+            change = f"Write no more than {MAX_INTERPOLATIONS} interpolations in a text."
+        elif setting.is_text and not isinstance(value, str | None):
             change = "Put text that looks like something else in quotes."
         else:
             try:
                 OmegaConf.update(self._tree, key, value, merge=False)
                 return
-            except OmegaConfBaseException:
+            except (OmegaConfBaseException, RecursionError, OverflowError):
                 change = 'Write "\\${" for text.' if "${" in str(value) else setting.doc
-        shown = "null" if value is None else f"{value!r} ({type(value).__name__})"
+        shown = "null" if value is None else f"{_bounded(repr(value))} ({type(value).__name__})"
         self._problems.append(f'{source}: "{key}" got {shown}, needs {setting.type_name}. {change}')
+
+
+def _bounded(what: object) -> str:
+    """Text for a message, however long it is."""
+    text = str(what)
+    return text if len(text) <= 500 else f"{text[:400]} [... {len(text) - 400} more characters]"
 
 
 @functools.cache

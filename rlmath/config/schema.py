@@ -29,7 +29,9 @@ class Range:
     """Printed with the range when a value is outside."""
 
     def holds(self, value: float) -> bool:
-        """Whether the value lies in the range; NaN and infinities never do."""
+        """Whether the value lies in the range; NaN, infinities and what has more than 63 bits never do."""
+        if isinstance(value, int) and abs(value) >= 2**63:
+            return False
         above = value > self.low if self.open_low else value >= self.low
         below = value < self.high if self.open_high else value <= self.high
         return math.isfinite(value) and above and below

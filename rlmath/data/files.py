@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import codecs
 import difflib
-import json
 import os
 import re
 from collections.abc import Callable, Iterator
@@ -20,6 +19,8 @@ from typing import IO
 import pyarrow as pa
 import pyarrow.ipc
 import pyarrow.parquet as pq
+
+from rlmath.config.files import open_regular, parse_json, read_json_object
 
 MAX_LINE_BYTES = 8 * 2**20
 """Longest line that is read (bytes), and longest text of a column; the longest row of boba_106k is far below."""
@@ -133,19 +134,6 @@ def short(value: object, limit: int = 60) -> str:
 # ---------------------------------------------------------------- files and folders
 
 
-def read_json_object(file: Path, most_bytes: int = 2**24) -> dict:
-    """ValueError for a file that cannot be read, is larger or holds something else."""
-    try:
-        if file.stat().st_size > most_bytes:
-            raise ValueError(f"it has {file.stat().st_size} bytes, more than {most_bytes}")
-        found = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise ValueError(f"{file} cannot be read: {error}; download or save it again") from error
-    if not isinstance(found, dict):
-        raise ValueError(f"{file}: got {short(found)}; needed: a JSON object")
-    return found
-
-
 def existing_place(path: str) -> Path:
     """The file or folder. ValueError naming the nearest name where it is not there."""
     if not path:
@@ -257,7 +245,7 @@ _Row = tuple[str, dict | None, str, str]
 
 def _rows_of_file(file: Path) -> Iterator[_Row]:
     try:
-        with file.open("rb") as stream:
+        with open_regular(file) as stream:
             magic = stream.read(max(map(len, _OTHER_KINDS)))
     except OSError as error:
         raise ValueError(f"{file} cannot be read: {error.strerror}") from error
@@ -273,7 +261,7 @@ def _rows_of_file(file: Path) -> Iterator[_Row]:
 
 # ---------------------------------------------------------------- JSON lines
 def _json_rows(file: Path) -> Iterator[_Row]:
-    with file.open("rb") as stream:
+    with open_regular(file) as stream:
         for number, line in enumerate(_lines(stream), start=1):
             where = f"{file}, line {number}"
             if line is not None and number == 1:
@@ -301,11 +289,11 @@ def _parse(line: bytes) -> tuple[dict | None, str, str]:
     if start == "[":
         return None, f"the beginning of a JSON array{_ONE_A_LINE}", start
     try:
-        row = json.loads(line.decode("utf-8"))
+        row = parse_json(line.decode("utf-8"))
     except UnicodeDecodeError as error:
         wrong = f"not UTF-8 (byte {error.start} is {line[error.start]:#04x}); save the file as UTF-8"
         return None, wrong, start
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         return None, f"not JSON ({error})", start
     if type(row) is not dict:
         hint = _ONE_A_LINE if type(row) is list else ""

@@ -20,6 +20,7 @@ from itertools import chain
 from operator import attrgetter
 from pathlib import Path
 
+from rlmath.config.files import read_json_object
 from rlmath.data.files import (
     MAX_LINE_BYTES,
     PromptFile,
@@ -28,7 +29,6 @@ from rlmath.data.files import (
     RowError,
     UnusableRow,
     raw_rows,
-    read_json_object,
     short,
 )
 from rlmath.data.tokenizer import has_template

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rlmath.algorithms.types import Prompt
+from rlmath.config.load import without_secrets
 from rlmath.data.files import PromptRow, UnusableRow
 from rlmath.data.formats import read_prompts, unusable_text
 from rlmath.data.tokenizer import prompt_tokens, render, set_marked_aside
@@ -156,7 +157,7 @@ def write_report(folder: str | Path, reports: Sequence[FilterReport | SequenceRe
 def _write(file: Path, lines: Iterable[str]) -> None:
     scratch = file.with_name(f".{file.name}.tmp")
     with scratch.open("w", encoding="utf-8") as stream:
-        stream.writelines(f"{line}\n" for line in lines)
+        stream.writelines(f"{without_secrets(line)}\n" for line in lines)
     os.replace(scratch, file)
 
 

@@ -19,7 +19,8 @@ from datetime import date
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from rlmath.data.files import PromptFile, PromptRow, UnusableRow, read_json_object
+from rlmath.config.files import read_json_object
+from rlmath.data.files import PromptFile, PromptRow, UnusableRow
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast

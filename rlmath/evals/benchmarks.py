@@ -11,8 +11,8 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerFast
 
+from rlmath.config.files import read_json_object
 from rlmath.config.help import nearest_word
-from rlmath.data.files import read_json_object
 from rlmath.data.formats import read_prompts
 from rlmath.data.tokenizer import prompt_tokens, render, set_marked_aside
 from rlmath.rewards.verifier import check_tasks

@@ -13,8 +13,8 @@ from rlmath.checkpoint.convert.convert import megatron_to_hf
 from rlmath.checkpoint.convert.sources import MegatronSource, find_megatron
 from rlmath.checkpoint.directory import CHECKPOINTS, MANIFEST
 from rlmath.checkpoint.hf.weights import read_metadata_files
+from rlmath.config.files import read_json_object
 from rlmath.config.help import nearest_path
-from rlmath.data.files import read_json_object
 from rlmath.models.hf_config import read_model_shape
 from rlmath.trainer.resume import model_fingerprint
 from rlmath.trainer.run_dir import EXPORT_FOLDER, SUMMARY_NAME

@@ -14,12 +14,12 @@ from typing import Any
 
 import numpy as np
 
+from rlmath.config.files import read_json_object
 from rlmath.config.help import nearest_word, raise_problems
 from rlmath.config.length_curriculum import has_length_stages
 from rlmath.config.load import load_config
 from rlmath.config.model_shape import ModelShape
 from rlmath.config.schema import Config
-from rlmath.data.files import read_json_object
 from rlmath.models.hf_config import planned_shape
 from rlmath.planner.lengths import Batch, lengths_measured
 from rlmath.planner.machines import Cluster, cluster_of, machine_of, on_gpu
@@ -87,7 +87,7 @@ def read_config(folder: Path) -> Config:
         raise ValueError(
             f"{folder}: there is no {CONFIG_NAME}; --calibrate needs the folder of a run, or its metrics.jsonl"
         )
-    config = load_config([folder / CONFIG_NAME], [])
+    config = load_config([folder / CONFIG_NAME], [], saved=True)
     if has_length_stages(config):
         raise ValueError(
             f"{folder}: a run with stages; its steps are not alike. Calibrate with one that has none."

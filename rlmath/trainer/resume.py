@@ -20,7 +20,7 @@ from rlmath.checkpoint import directory
 from rlmath.checkpoint.directory import Checkpoint, Progress
 from rlmath.config.help import as_yaml_word, is_among, raise_problems, setting_values
 from rlmath.config.length_curriculum import LengthStage, has_length_stages, length_stages
-from rlmath.config.load import load_config
+from rlmath.config.load import load_config, shown_values
 from rlmath.config.schema import Config
 from rlmath.data.dataset import Inputs, SftInputs
 from rlmath.data.sft_sequences import sequences_fingerprint
@@ -220,7 +220,7 @@ def _read_small_files(checkpoint: Checkpoint) -> tuple[Progress, Config]:
     progress = directory.read_progress(checkpoint.folder)
     if progress.step != checkpoint.step:
         raise ValueError(f"{directory.PROGRESS} is that of step {progress.step}")
-    return progress, load_config([checkpoint.folder / directory.SETTINGS], [])
+    return progress, load_config([checkpoint.folder / directory.SETTINGS], [], saved=True)
 
 
 def _other_run(
@@ -253,11 +253,12 @@ def refused_changes(then: Config, now: Config, steps_done: int | None = None) ->
     Of stages it must keep those that have begun with `steps_done` steps (None: all).
     """
     there, here = setting_values(then), setting_values(now)
+    was, is_now = shown_values(then), shown_values(now)
     staged = has_length_stages(then) or has_length_stages(now)
     # Where there are stages, it is their max_new_tokens that count.
     may_change = (*MAY_CHANGE, "rollout.max_new_tokens") if staged else MAY_CHANGE
     changes = [
-        f"{key}: {as_yaml_word(there[key])} there, {as_yaml_word(here[key])} now"
+        f"{key}: {as_yaml_word(was[key])} there, {as_yaml_word(is_now[key])} now"
         for key in here
         if there[key] != here[key] and not is_among(key, may_change)
     ]

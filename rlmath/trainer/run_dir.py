@@ -122,7 +122,7 @@ def sole_user(output_dir: str | Path, setting: str = "run.output_dir") -> Iterat
     folder = Path(output_dir)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(folder / LOCK_NAME, os.O_RDWR | os.O_CREAT)
+        descriptor = os.open(folder / LOCK_NAME, os.O_RDWR | os.O_CREAT, 0o666)
     except OSError as error:
         raise ValueError(f'{setting} "{folder}" cannot be written: {error}. Give another.') from error
     try:
@@ -198,7 +198,7 @@ def _content_problems(folder: Path, config: Config) -> Iterator[str]:
             yield f"it is not empty ({shown}) and has no {CONFIG_NAME} of a run. Give a new or empty folder."
         return
     try:
-        earlier = load_config([config_path], [])
+        earlier = load_config([config_path], [], saved=True)
     except ValueError as error:
         yield f"its {CONFIG_NAME} cannot be compared with this run's. Give another folder. {error}"
         return

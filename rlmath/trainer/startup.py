@@ -9,10 +9,12 @@ ranks end with the same error where they differ.
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import os
 import platform
 import socket
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
@@ -24,6 +26,7 @@ import torch.distributed as dist
 
 from rlmath.config.help import as_yaml_word, setting_values
 from rlmath.config.length_curriculum import length_stage_lines
+from rlmath.config.load import is_reference, without_secrets
 from rlmath.config.model_shape import ModelShape
 from rlmath.config.schema import Config, RunConfig
 from rlmath.data import dataset
@@ -138,14 +141,16 @@ def start(
             rendezvous = open_rendezvous(start_timeout)
             try:
                 config = load()
+                require_launcher()
                 start_timeout = config.run.start_timeout_seconds
                 prepared = prepare(config)
                 if environment_rank() == 0:
                     prepared = _take_folder(prepared, stack)
-            except (ValueError, OSError) as error:
+            except (ValueError, OSError) as found:
+                error = _without_secrets(found)
                 if rendezvous is not None and rendezvous.rank_info.several_nodes:
                     meet_with_mistake(rendezvous, error, start_timeout)
-                raise
+                raise error from None
             if rendezvous is not None:
                 meet(rendezvous, facts_of(prepared), start_timeout)
         except (ValueError, MissingRanksError) as error:
@@ -174,6 +179,21 @@ def start(
             end_broken()
 
 
+LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+def require_launcher() -> None:
+    """ValueError where this process was not started by torchrun, or by something that sets what torchrun sets: the
+    ranks of a run find each other by it, and what ends a broken run depends on it."""
+    missing = [name for name in LAUNCHER_VARIABLES if name not in os.environ]
+    if missing:
+        program = sys.argv[0] or "launch/train_grpo.py"
+        raise ValueError(
+            f"this program was started without torchrun: {', '.join(missing)} not set. Start it by torchrun "
+            f"--nproc-per-node=N {program} ..., with N=1 for one rank; only --help and a dry run need none."
+        )
+
+
 def _take_folder(prepared: PreparedRun[Any], stack: ExitStack) -> PreparedRun[Any]:
     """For rank 0: keep other runs out of the folder, and look again at what an earlier one may just have left there."""
     config = prepared.config
@@ -181,6 +201,12 @@ def _take_folder(prepared: PreparedRun[Any], stack: ExitStack) -> PreparedRun[An
     exit_codes.reserve_exit_status(config.run.output_dir)
     recovery = find_recovery(config, prepared.origin, prepared.inputs.total_steps)
     return replace(prepared, recovery=recovery)
+
+
+def _without_secrets(error: ValueError | OSError) -> ValueError | OSError:
+    """The error, or where it has the value of an environment variable one with the variable's name."""
+    text = without_secrets(str(error))
+    return error if text == str(error) else type(error)(text)
 
 
 # ---------------------------------------------------------------- how a program ends
@@ -194,7 +220,8 @@ def record_exit(output_dir: str | Path | None, status: int, message: str) -> Non
     with suppress(ValueError, OSError):
         if Path(output_dir).is_dir():
             with sole_user(output_dir):
-                exit_codes.write_exit_status(output_dir, status, message.partition("\n")[0])
+                first = without_secrets(message).partition("\n")[0]
+                exit_codes.write_exit_status(output_dir, status, first)
 
 
 def log_mistake(error: Exception) -> None:
@@ -249,8 +276,16 @@ def facts_of(prepared: PreparedRun[Any]) -> dict[str, str]:
         "training data (contents)": prepared.origin.data,
     }
     values, defaults = setting_values(prepared.config), setting_values(Config())
-    settings = {key: as_yaml_word(value) for key, value in values.items() if value != defaults[key]}
+    settings = {key: _fact_of(key, value) for key, value in values.items() if value != defaults[key]}
     return environment_facts() | origin | settings
+
+
+def _fact_of(key: str, value: Any) -> str:
+    """A setting to compare. Of one from the environment the nodes compare 16 bits, which tell nobody what it is."""
+    if not is_reference(key, value):
+        return as_yaml_word(value)
+    digest = hashlib.sha256(f"{key}={as_yaml_word(value)}".encode("utf-8", "surrogatepass")).hexdigest()
+    return f"a value from the environment with the check digits {digest[:4]}"
 
 
 def environment_facts() -> dict[str, str]:

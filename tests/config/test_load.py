@@ -17,7 +17,16 @@ from rlmath.config.help import (
     section_classes,
     setting_values,
 )
-from rlmath.config.load import config_as_yaml, load_config, make_parser, save_config, split_arguments
+from rlmath.config.load import (
+    config_as_yaml,
+    load_config,
+    make_parser,
+    save_config,
+    shown_sections,
+    shown_values,
+    split_arguments,
+    without_secrets,
+)
 from rlmath.config.schema import Config, ModelConfig, OptimizerConfig
 
 GIVEN = ["run.output_dir=out", "model.path=m", "data.train_path=t.jsonl"]
@@ -152,7 +161,131 @@ def test_setting_values_are_flat_and_in_order():
     assert values["model.path"] == "m" and values["run.total_steps"] is None
 
 
+# ---------------------------------------------------------------- from the environment
+
+SECRET = "s3cret/kept out"
+
+
+@pytest.fixture
+def secret(monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setenv("RLMATH_TEST_SECRET", SECRET)
+    monkeypatch.setenv("RLMATH_TEST_LIST", "[first-item, second-item]")
+    monkeypatch.setenv("RLMATH_TEST_NUMBER", "77")
+    return SECRET
+
+
+@pytest.mark.parametrize(
+    ("key", "written", "value"),
+    [
+        ("telemetry.wandb_project", "${oc.env:RLMATH_TEST_SECRET}", SECRET),
+        ("run.output_dir", "a/${oc.env:RLMATH_TEST_SECRET}/${run.seed}", f"a/{SECRET}/1"),
+        ("telemetry.wandb_name", "${oc.env:RLMATH_TEST_UNSET,fallback}", "fallback"),
+        ("telemetry.wandb_name", "${oc.decode:'${oc.env:RLMATH_TEST_SECRET}'}", SECRET),
+        ("telemetry.wandb_name", "${oc.select:data.train_path}", SECRET),
+        ("telemetry.wandb_name", "${data.train_path}", SECRET),
+        ("validation.paths", "[x, '${oc.env:RLMATH_TEST_SECRET}']", ["x", SECRET]),
+        ("validation.paths", "${oc.decode:${oc.env:RLMATH_TEST_LIST}}", ["first-item", "second-item"]),
+        ("optimizer.kind", "${oc.env:RLMATH_TEST_SECRET}", SECRET),
+    ],
+)
+def test_text_from_the_environment_is_written_as_its_reference(
+    tmp_path: Path, secret: str, key: str, written: str, value: object
+):
+    """The program has the value; a copy of the settings, too, is written with the reference."""
+    overrides = [*GIVEN, "data.train_path=${oc.env:RLMATH_TEST_SECRET}", f"{key}={written}"]
+    config = load_config([], overrides)
+    assert setting_values(config)[key] == value
+    config = dataclasses.replace(config, run=dataclasses.replace(config.run, seed=1))
+    shown = [config_as_yaml(config), str(shown_values(config)), str(shown_sections(config))]
+    assert not any(part in text for text in shown for part in (secret, "first-item"))
+    assert written.strip("[]x, '") in shown[0]
+    save_config(config, tmp_path / "config.yaml")
+    assert load_config([tmp_path / "config.yaml"], []) == config
+
+
+def test_numbers_and_words_from_the_environment_are_written_as_they_are(secret: str, monkeypatch):
+    monkeypatch.setenv("RLMATH_TEST_WORD", "sgd")
+    words = ["run.seed=${oc.env:RLMATH_TEST_NUMBER}", "optimizer.kind=${oc.env:RLMATH_TEST_WORD}"]
+    text = config_as_yaml(load_config([], [*GIVEN, *words]))
+    assert "  seed: 77\n" in text and "  kind: sgd\n" in text
+
+
+@pytest.mark.parametrize("key", ["run.seed", "optimizer.lr", "data.shuffle", "validation.paths"])
+def test_a_mistake_does_not_show_what_a_variable_has(secret: str, key: str):
+    message = problem_with([f"{key}=${{oc.env:RLMATH_TEST_SECRET}}"])
+    assert f'"{key}" got "${{oc.env:RLMATH_TEST_SECRET}}"' in message and secret not in message
+
+
+def test_messages_have_the_names_of_variables(secret: str):
+    load_config(
+        [], [*GIVEN, "data.train_path=${oc.env:RLMATH_TEST_SECRET}", "run.seed=${oc.env:RLMATH_TEST_NUMBER}"]
+    )
+    assert without_secrets(f'there is no "{secret}"; 77') == 'there is no "${oc.env:RLMATH_TEST_SECRET}"; 77'
+
+
+def test_a_variable_that_is_not_set_is_named_with_the_key():
+    message = problem_with(["run.output_dir=${oc.env:RLMATH_TEST_UNSET}/a"])
+    assert '"run.output_dir" got' in message and "variable RLMATH_TEST_UNSET is not set; set it" in message
+
+
+def test_saved_settings_are_read_without_their_variables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    written_as = "${oc.env:RLMATH_TEST_FOLDER}/t"
+    path = written(tmp_path / "a.yaml", f"data:\n  train_path: {written_as}\n")
+    with pytest.raises(ValueError, match="RLMATH_TEST_FOLDER is not set"):
+        load_config([path], GIVEN[:2])
+    assert load_config([path], GIVEN[:2], saved=True).data.train_path == written_as
+    monkeypatch.setenv("RLMATH_TEST_FOLDER", "/scratch")
+    assert load_config([path], GIVEN[:2], saved=True).data.train_path == "/scratch/t"
+
+
+@pytest.mark.parametrize(("umask", "mode"), [(0o077, 0o600), (0o027, 0o640), (0o022, 0o644), (0o002, 0o664)])
+def test_a_saved_config_follows_the_umask(tmp_path: Path, umask: int, mode: int):
+    before = os.umask(umask)
+    try:
+        save_config(load_config([], GIVEN), tmp_path / "config.yaml")
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE((tmp_path / "config.yaml").stat().st_mode) == mode
+
+
 # ---------------------------------------------------------------- mistakes
+
+
+@pytest.mark.parametrize(
+    ("value", "told"),
+    [
+        ("[" * 3000, "nested deeper than 16 levels"),
+        ("9" * 6000, "a number of 6000 digits"),
+        ("${oc.decode:" + "[" * 3000, "cannot be read"),
+        ("${run.seed}" * 100, "more than 32 interpolations"),
+        ("${" * 3000, "more than 32 interpolations"),
+        ("&a [*a]", "stands within what it names"),
+        ("1" + "0" * 390, "needs float"),
+    ],
+)
+@pytest.mark.parametrize("in_file", [False, True])
+def test_what_would_take_the_stack_or_all_memory_is_told(
+    tmp_path: Path, value: str, told: str, in_file: bool
+):
+    if in_file:
+        text = value if "$" not in value else f"'{value}'"
+        message = problem_in(tmp_path / "a.yaml", f"optimizer:\n  lr: {text}\n")
+        assert "a.yaml" in message
+    else:
+        message = problem_with([f"optimizer.lr={value}"])
+    assert (told in message or "needs float" in message) and len(message) < 2000
+
+
+def test_a_number_beyond_64_bits_is_out_of_range():
+    config = load_config([], [*GIVEN, f"run.total_steps={10**300}"])
+    (problem,) = schema_problems(config)
+    assert problem.startswith("run.total_steps is 1000") and "too large" in problem
+
+
+def test_a_fifo_in_the_place_of_a_config_file_is_told(tmp_path: Path):
+    os.mkfifo(tmp_path / "a.yaml")
+    with pytest.raises(ValueError, match=r"a\.yaml.*is not a file"):
+        load_config([tmp_path / "a.yaml"], GIVEN)
 
 
 @pytest.mark.parametrize(

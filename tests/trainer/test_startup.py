@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from rlmath.config.load import load_config
 from rlmath.distributed import process
 from rlmath.distributed.device import CUDA_DEFAULTS
 from rlmath.distributed.ranks import RankReport
@@ -14,11 +15,13 @@ from rlmath.distributed.rendezvous import Route, prefer_for_gloo, route_to
 from rlmath.trainer.startup import (
     CLOCK_SECONDS,
     _compare_nodes,
+    _fact_of,
     clock_warnings,
     differences,
     labelled,
     node_lines,
 )
+from tests.programs import run
 
 
 def said(facts: dict[str, str], nodes: int = 3, ranks_per_node: int = 2, **changes: dict[str, str]):
@@ -134,3 +137,30 @@ def test_the_environment_that_is_set_on_gpus_is_documented() -> None:
     page = Path(__file__).resolve().parents[2].joinpath("docs", "clusters.md").read_text()
     for name, value in CUDA_DEFAULTS.items():
         assert f"| `{name}` | {value} |" in page
+
+
+def test_nodes_compare_settings_from_the_environment_without_their_values(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    given = [
+        "run.output_dir=o",
+        "model.path=m",
+        "data.train_path=t",
+        "reward.function=${oc.env:RLMATH_TEST_SECRET}",
+    ]
+    said_of = {}
+    for host, secret in (("a", "first-value"), ("b", "first-value"), ("c", "other-value")):
+        monkeypatch.setenv("RLMATH_TEST_SECRET", secret)
+        value = load_config([], given).reward.function
+        said_of[host] = {"reward.function": _fact_of("reward.function", value)}
+    (line,) = differences(said_of)
+    assert "on c; " in line and "on a, b" in line and "value from the environment" in line
+    assert not any(secret in line for secret in ("first-value", "other-value"))
+
+
+@pytest.mark.parametrize("program", ["train_grpo.py", "train_sft.py"])
+def test_a_start_without_torchrun_is_told_at_once(tmp_path: Path, program: str) -> None:
+    words = (f"run.output_dir={tmp_path}/o", "model.path=m", "data.train_path=t")
+    told = run(f"launch/{program}", *words, expect=2).stderr
+    assert "started without torchrun: RANK, WORLD_SIZE" in told and f"N launch/{program}" in told
+    assert "Traceback" not in told and not (tmp_path / "o").exists()

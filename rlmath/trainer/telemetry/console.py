@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from rlmath.config.load import without_secrets
 from rlmath.config.terminal import escape_terminal, visible
 
 STEP_LINE_METRICS = {
@@ -33,18 +34,25 @@ def setup_logging(rank: int) -> None:
     escape_terminal()
     os.environ.setdefault("VLLM_CONFIGURE_LOGGING", "0")
     name = "" if rank == 0 else f" rank {rank}"
-    logging.basicConfig(
-        level=logging.INFO if rank == 0 else logging.WARNING,
-        format=f"%(asctime)s.%(msecs)03d{name} %(levelname)s: %(message)s",
-        datefmt="%Y%m%d-%H:%M:%S",
-        force=True,
+    handler = logging.StreamHandler()
+    handler.setFormatter(
+        _Lines(f"%(asctime)s.%(msecs)03d{name} %(levelname)s: %(message)s", "%Y%m%d-%H:%M:%S")
     )
+    level = logging.INFO if rank == 0 else logging.WARNING
+    logging.basicConfig(level=level, handlers=[handler], force=True)
     for library in _QUIET:
         logging.getLogger(library).setLevel(os.environ.get("VLLM_LOGGING_LEVEL", "ERROR"))
         if "PYTHONWARNINGS" not in os.environ:
             warnings.filterwarnings("ignore", module=rf"{library}(\.|$)")
     # Its warnings are of weights that a sync did not load.
     logging.getLogger("vllm.model_executor.model_loader.reload.inplace").setLevel(logging.WARNING)
+
+
+class _Lines(logging.Formatter):
+    """Of lines and tracebacks, without what settings took from the environment."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return without_secrets(super().format(record))
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,6 @@ A disk that refuses them costs no step. Rows of metrics wait in memory and are w
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import logging
 import math
@@ -16,6 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from rlmath.config.load import shown_sections
 from rlmath.config.schema import Config
 from rlmath.trainer.telemetry.wandb import WandbLog
 
@@ -263,7 +263,7 @@ def open_metrics(config: Config, first_step: int = 1, unwritten: Unwritten | Non
     telemetry, folder = config.telemetry, config.run.output_dir
     wandb = None
     if telemetry.wandb != "off":
-        wandb = WandbLog(folder, telemetry, dataclasses.asdict(config))
+        wandb = WandbLog(folder, telemetry, shown_sections(config))
     return MetricsWriter(folder, telemetry.tensorboard, first_step, wandb, unwritten)
 
 
