@@ -24,6 +24,8 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 
+from rlmath.config.files import read_regular, require_regular
+
 INDEX = ".metadata"
 MAX_INDEX_BYTES = 256 * 2**20
 """A larger index is refused; one entry takes some 200 bytes."""
@@ -103,10 +105,10 @@ class SafeReader(FileSystemReader):
 def read_index(path: Path) -> dcp.Metadata:
     """`read_metadata` of an index file of any name; the files that it names lie beside it."""
     try:
-        size = path.stat().st_size
+        size = require_regular(path)
         if size > MAX_INDEX_BYTES:
             raise ValueError(f"{path} has {size} bytes; an index has {MAX_INDEX_BYTES} at most.")
-        content = path.read_bytes()
+        content = read_regular(path, MAX_INDEX_BYTES)
     except OSError as error:
         raise ValueError(
             f"{path} cannot be read ({error.strerror}); a torch_dist checkpoint is a folder with {INDEX}."

@@ -8,14 +8,12 @@ model), takes sizes of 0 and unknown kinds of rotary scaling, and stops at the f
 
 from __future__ import annotations
 
-import math
 import os
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-from safetensors import SafetensorError, safe_open
 
 from rlmath.checkpoint.hf.weight_map import (
     MODEL_TYPES,
@@ -26,9 +24,10 @@ from rlmath.checkpoint.hf.weight_map import (
     hf_shapes,
     placed_tensors,
 )
+from rlmath.checkpoint.hf.weights import MAX_INDEX_BYTES, TensorHeader, format_problems, read_header
+from rlmath.config.files import read_json_object
 from rlmath.config.help import nearest_path, nearest_word, raise_problems
 from rlmath.config.model_shape import ModelShape, RopeScaling
-from rlmath.data.files import read_json_object
 
 _MAX_LAYERS = 4096
 _MAX_EXPERTS = 4096
@@ -144,7 +143,7 @@ class _Fields:
     def positive(self, key: str, values: dict[str, Any] | None = None) -> float:
         """Of `values`, the file's own without them."""
         value = (self.values if values is None else values).get(key)
-        if isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf:
+        if isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= sys.float_info.max:
             return float(value)
         self.note(f'"{key}" is {self._shown(key, value)}; needed: a number above 0')
         return 1.0
@@ -305,7 +304,7 @@ def inspect_model_folder(folder: Path) -> tuple[ModelShape | None, list[str]]:
     if not folder.is_dir():
         return None, [f'model.path: "{folder}" is not a folder. Give the folder that holds config.json.']
     shape, problems = read_shape(folder)
-    tensors, weight_problems = _tensor_shapes(folder)
+    tensors, weight_problems = _tensor_headers(folder)
     problems += weight_problems
     if shape is not None and not weight_problems:
         problems += _tensor_problems(folder, shape, tensors)
@@ -318,26 +317,25 @@ def inspect_model_folder(folder: Path) -> tuple[ModelShape | None, list[str]]:
     return shape, problems
 
 
-def _tensor_shapes(folder: Path) -> tuple[dict[str, tuple[int, ...]], list[str]]:
-    """Shape by name of every tensor in the folder's safetensors files, from their headers."""
+def _tensor_headers(folder: Path) -> tuple[dict[str, TensorHeader], list[str]]:
+    """Shape and number format by name of every tensor in the folder's safetensors files, from their headers."""
     files, problems = _weight_files(folder)
-    shapes: dict[str, tuple[int, ...]] = {}
+    headers: dict[str, TensorHeader] = {}
     for file, promised in files.items():
         try:
-            with safe_open(file, framework="numpy") as opened:
-                held = {name: tuple(opened.get_slice(name).get_shape()) for name in opened.keys()}  # noqa: SIM118
-        except (OSError, SafetensorError) as error:
-            problems.append(f'"{file}" is not a whole safetensors file ({error}). Copy or download it again.')
+            held = read_header(file)
+        except ValueError as error:
+            problems.append(str(error))
             continue
         # Where there is an index, a tensor that it does not name is never read.
-        shapes |= {name: held[name] for name in held if name in promised or file.name == SINGLE_FILE}
+        headers |= {name: held[name] for name in held if name in promised or file.name == SINGLE_FILE}
         absent = sorted(promised - held.keys())
         if absent:
             problems.append(
                 f'"{file}" lacks {len(absent)} tensors that the index looks for there: {", ".join(absent[:3])}. '
                 "Copy or download the folder again."
             )
-    return shapes, problems
+    return headers, problems
 
 
 def _weight_files(folder: Path) -> tuple[dict[Path, set[str]], list[str]]:
@@ -357,7 +355,7 @@ def _weight_files(folder: Path) -> tuple[dict[Path, set[str]], list[str]]:
             problem += f" There is {there}: save it as safetensors (transformers' save_pretrained)."
         return {}, [problem]
     try:
-        weight_map = read_json_object(index, most_bytes=64 * 2**20).get("weight_map")
+        weight_map = read_json_object(index, MAX_INDEX_BYTES).get("weight_map")
     except ValueError as error:
         return {}, [str(error)]
     if not isinstance(weight_map, dict) or not weight_map:
@@ -379,8 +377,9 @@ def _weight_files(folder: Path) -> tuple[dict[Path, set[str]], list[str]]:
     return promised, []
 
 
-def _tensor_problems(folder: Path, shape: ModelShape, found: dict[str, tuple[int, ...]]) -> Iterator[str]:
-    """Tensors that config.json makes one expect, and that are not there or have another shape."""
+def _tensor_problems(folder: Path, shape: ModelShape, found: dict[str, TensorHeader]) -> Iterator[str]:
+    """Tensors that config.json makes one expect, and that are not there, have another shape, or are not in
+    floating-point numbers."""
     expected = {
         name: wanted
         for placed in placed_tensors(shape)
@@ -390,9 +389,10 @@ def _tensor_problems(folder: Path, shape: ModelShape, found: dict[str, tuple[int
     if absent:
         names = ", ".join(absent[:3])
         yield f'"{folder}": {len(absent)} of {len(expected)} tensors are not in the weights: {names}.'
-    odd = [name for name in expected if name in found and found[name] != expected[name]]
+    odd = [name for name in expected if name in found and found[name].shape != expected[name]]
     for name in odd[:3]:
-        yield f'"{folder}": {name} has shape {found[name]}, config.json makes it {expected[name]}.'
+        yield f'"{folder}": {name} has shape {found[name].shape}, config.json makes it {expected[name]}.'
+    yield from format_problems(expected, found)
 
 
 # ---------------------------------------------------------------- a model that is not there

@@ -16,6 +16,8 @@ from safetensors.torch import load_file, save_file
 
 from rlmath.checkpoint.convert import convert
 from rlmath.checkpoint.convert.convert import hf_to_megatron
+from rlmath.checkpoint.hf.weights import read_metadata_files
+from rlmath.checkpoint.safe_metadata import read_metadata
 from tests.checkpoint.conversions import (
     assert_same,
     drop,
@@ -64,6 +66,77 @@ def test_a_model_that_is_not_what_config_json_says_is_refused_with_a_list(
         hf_to_megatron(copy, shape_of(source), tmp_path / "out", 1, 1, None)
     assert all(part in str(error.value) for part in told), str(error.value)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["copy"]
+
+
+def in_norm(*numbers: float) -> Any:
+    """Numbers put into one tensor."""
+    return lambda t: t.update({NORM: torch.cat([t[NORM][: -len(numbers)], torch.tensor(numbers)])})
+
+
+@pytest.mark.parametrize(
+    ("numbers", "dtype", "told"),
+    [
+        ((float("nan"), float("inf")), None, "2 of 128 numbers are NaN or infinite"),
+        ((float("-inf"),), torch.bfloat16, "1 of 128 numbers are NaN or infinite"),
+        ((torch.finfo(torch.float32).max,), torch.bfloat16, "1 of 128 numbers are too large for bfloat16"),
+    ],
+)
+def test_numbers_that_are_not_finite_are_refused_with_tensor_and_file(
+    copy: Path, source: Path, tmp_path: Path, numbers: tuple[float, ...], dtype: Any, told: str
+):
+    edit(copy, in_norm(*numbers))
+    with pytest.raises(ValueError) as error:
+        hf_to_megatron(copy, shape_of(source), tmp_path / "out", 2, 1, dtype)
+    assert f"{NORM} in {copy / 'model.safetensors'}: {told}" in str(error.value)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["copy"]
+
+
+def test_a_checkpoint_with_numbers_that_are_not_finite_is_refused(
+    copy: Path, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Such as earlier releases could save: here one that was written without the check."""
+    edit(copy, in_norm(float("nan")))
+    with monkeypatch.context() as unchecked:
+        unchecked.setattr(convert, "is_finite", lambda tensor: True)
+        state = to_megatron(copy, tmp_path / "out", 2, 1)
+    with pytest.raises(ValueError, match=f"has NaN or infinite numbers in {NORM}"):
+        to_hf(state, source, tmp_path / "hf")
+    assert not (tmp_path / "hf").exists()
+
+
+@pytest.mark.parametrize(
+    "name", ["model-00001-of-00002.safetensors", "model.safetensors.index.json", "config.json"]
+)
+def test_a_fifo_in_the_place_of_a_file_is_not_waited_for(copy: Path, source: Path, tmp_path: Path, name: str):
+    index = {"metadata": {}, "weight_map": dict.fromkeys(weights(copy), "model-00001-of-00002.safetensors")}
+    (copy / "model.safetensors").rename(copy / "model-00001-of-00002.safetensors")
+    (copy / "model.safetensors.index.json").write_text(json.dumps(index))
+    (copy / name).unlink()
+    os.mkfifo(copy / name)
+    if name == "config.json":
+        assert name not in read_metadata_files(copy)
+        return
+    with pytest.raises(ValueError, match=r"is no file there|has neither"):
+        hf_to_megatron(copy, shape_of(source), tmp_path / "out", 1, 1, None)
+
+
+def test_a_fifo_as_index_of_a_checkpoint_is_not_waited_for(copy: Path, source: Path, tmp_path: Path):
+    to_megatron(copy, tmp_path / "out", 1, 1)
+    index = tmp_path / "out" / "release" / ".metadata"
+    index.unlink()
+    os.mkfifo(index)
+    with pytest.raises(ValueError, match="is a FIFO; needed: a regular file"):
+        read_metadata(index.parent)
+
+
+@pytest.mark.parametrize(
+    "text", ['{"weight_map": ' + "[" * 5000, '{"weight_map": {"a": 1' + "0" * 6000 + "}}", '{"a": 1}']
+)
+def test_a_hostile_index_is_told_by_its_name(copy: Path, source: Path, tmp_path: Path, text: str):
+    (copy / "model.safetensors").unlink()
+    (copy / "model.safetensors.index.json").write_text(text)
+    with pytest.raises(ValueError, match=r"model\.safetensors\.index\.json"):
+        hf_to_megatron(copy, shape_of(source), tmp_path / "out", 1, 1, None)
 
 
 def test_tensors_that_older_releases_wrote_are_passed_over(tmp_path: Path):

@@ -182,6 +182,15 @@ def logprobs(folder: Path, case: Case, samples: list[Sample]) -> dict[int, list[
     return by_sample(batches, [result.logprobs_T for result in results])
 
 
+def refusal(folder: Path, case: Case) -> str:
+    """What a rank says of a model that it must not train."""
+    try:
+        build(folder, case)
+    except ValueError as error:
+        return str(error)
+    return "nothing"
+
+
 def whole_tensors(stage: Stage) -> dict[str, Tensor]:
     """The actor's parameters as Hugging Face tensors, whole."""
     from rlmath.models.megatron import hf_stream

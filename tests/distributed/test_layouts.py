@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from rlmath.checkpoint.hf.weights import HFReader
 from tests.distributed import engine_cases, policy_cases
@@ -86,6 +88,27 @@ def test_the_stream_gives_back_the_very_tensors_of_the_folder(
     streamed, reader = ranks.run(case.ranks, policy_cases.streamed, folder, case)[0], HFReader(folder)
     assert streamed.keys() == reader.names
     assert all(torch.equal(tensor, reader.tensor(name)) for name, tensor in streamed.items())
+
+
+@pytest.mark.parametrize(
+    ("name", "place", "number"),
+    [
+        ("lm_head.weight", (3, 4), float("nan")),
+        ("model.layers.3.self_attn.v_proj.bias", (0,), float("inf")),
+        ("model.layers.0.mlp.up_proj.weight", (191, 0), float("-inf")),
+    ],
+)
+def test_all_ranks_refuse_weights_that_are_not_finite_whoever_reads_them(
+    ranks: RankPool, untied_model: Path, tmp_path: Path, name: str, place: tuple[int, ...], number: float
+) -> None:
+    """Each of these tensors is on one of two pipeline stages only."""
+    folder = Path(shutil.copytree(untied_model, tmp_path / "model"))
+    tensors = load_file(folder / "model.safetensors")
+    tensors[name][place] = number
+    save_file(tensors, folder / "model.safetensors")
+    told = ranks.run(2, policy_cases.refusal, folder, Case(pipeline=2))
+    assert told[0] == told[1] and f"{name} in {folder / 'model.safetensors'}: 1 of " in told[0]
+    assert "numbers are NaN or infinite" in told[0]
 
 
 @pytest.mark.parametrize("case", [INTERLEAVED, pytest.param(FIRST_HEAVY, marks=pytest.mark.full)], ids=str)

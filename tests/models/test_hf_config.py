@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
+from rlmath.checkpoint.hf.weights import HFReader
 from rlmath.config.model_shape import ModelShape, RopeScaling
 from rlmath.models.hf_config import inspect_model_folder, read_model_shape
 from tests.tiny_models import LLAMA3_ROPE, make_model_folder
@@ -115,6 +119,44 @@ def problem(folder: Path, release: dict[str, Any], **changes: Any) -> str:
 def rope(**changes: Any) -> dict[str, Any]:
     """Llama 3.2's rotary settings with changes."""
     return {k: v for k, v in {**LLAMA_3_2_1B["rope_scaling"], **changes}.items() if v is not ...}
+
+
+@pytest.mark.parametrize("dtype", ["int32", "int8", "uint8", "bool", "float8_e4m3fn", "float64"])
+def test_numbers_that_are_no_plain_floats_are_told_from_the_headers(tmp_path: Path, dtype: str):
+    """The bytes of a tensor under another tag, too: int32 has the size of float32."""
+    folder, name = make_model_folder(tmp_path / "model"), "model.norm.weight"
+    tensors = load_file(folder / "model.safetensors")
+    kind = getattr(torch, dtype)
+    tensors[name] = tensors[name].view(kind) if dtype == "int32" else tensors[name].to(kind)
+    save_file(tensors, folder / "model.safetensors")
+    (told,) = inspect_model_folder(folder)[1]
+    assert told.startswith(f"{name} in {folder / 'model.safetensors'} has numbers in ")
+    assert "needed: float32, bfloat16 or float16" in told
+    with pytest.raises(ValueError, match="needed: float32"):
+        HFReader(folder).tensor(name)
+
+
+def test_a_fifo_in_the_place_of_weights_is_not_waited_for(tmp_path: Path):
+    folder = make_model_folder(tmp_path / "model")
+    (folder / "model.safetensors").unlink()
+    os.mkfifo(folder / "weights.safetensors")
+    index = {"weight_map": {"model.norm.weight": "weights.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert any("are not there: weights.safetensors" in one for one in inspect_model_folder(folder)[1])
+    with pytest.raises(ValueError, match="is a FIFO"):
+        HFReader(folder).tensor("model.norm.weight")
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"rope_theta": 10**350}, '"rope_theta" is 1000'),
+        ({"vocab_size": 10**300}, '"vocab_size" is 1000'),
+        ({"extra": json.loads("[" * 500 + "]" * 500)}, "nested deeper than 64"),
+    ],
+)
+def test_numbers_and_nesting_beyond_all_measure_are_told(tmp_path: Path, changes: dict[str, Any], told: str):
+    assert told in problem(tmp_path, QWEN3_0_6B, **changes)
 
 
 def test_a_llama_has_stretched_rotary_embeddings_and_no_biases(tmp_path: Path):

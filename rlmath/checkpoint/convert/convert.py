@@ -29,7 +29,7 @@ from rlmath.checkpoint.convert.names import (
     stored_tensors,
     written_keys,
 )
-from rlmath.checkpoint.convert.sources import RELEASE, TRACKER, HFTensor, read_headers
+from rlmath.checkpoint.convert.sources import RELEASE, TRACKER, read_headers
 from rlmath.checkpoint.convert.torch_dist_io import StateReader, StateWriter
 from rlmath.checkpoint.directory import METADATA_FILES
 from rlmath.checkpoint.hf.weight_map import hf_shapes, to_canonical
@@ -37,6 +37,9 @@ from rlmath.checkpoint.hf.weights import (
     DTYPE_NAMES,
     HFReader,
     SafetensorsWriter,
+    TensorHeader,
+    is_finite,
+    not_finite,
     read_metadata_files,
     write_metadata_files,
 )
@@ -123,12 +126,19 @@ def megatron_to_hf(
         try:
             for one in found:
                 for name, weight in one.tensors(reader, shape):
+                    _require_finite(name, weight, dtype, state)
                     writer.add(name, weight, dtype)
             writer.close()
         finally:
             writer.abandon()
         write_metadata_files(folder, metadata_files, dtype)
     return Converted(len(names), writer.bytes)
+
+
+def _require_finite(name: str, weight: Tensor, dtype: torch.dtype, state: Path) -> None:
+    if not is_finite(weight.to(dtype)):
+        what = "NaN or infinite numbers" if not is_finite(weight) else f"numbers too large for {dtype}"
+        raise ValueError(f"{state} has {what} in {name}. Convert an earlier checkpoint of that run.")
 
 
 # ---------------------------------------------------------------- from Hugging Face
@@ -143,7 +153,7 @@ def _expected(shape: ModelShape) -> dict[str, tuple[int, ...]]:
     }
 
 
-def _hf_problems(shape: ModelShape, held: Mapping[str, HFTensor]) -> list[str]:
+def _hf_problems(shape: ModelShape, held: Mapping[str, TensorHeader]) -> list[str]:
     expected = _expected(shape)
     known = {*expected, "lm_head.weight"} if shape.tied_embeddings else set(expected)
     # Older files have the frequencies, which follow from config.json.
@@ -154,7 +164,7 @@ def _hf_problems(shape: ModelShape, held: Mapping[str, HFTensor]) -> list[str]:
         if name in held and held[name].shape != size
     ]
     odd = [
-        f"{name} ({held[name].dtype_name})"
+        f"{name} ({held[name].dtype_name}) in {held[name].file.name}"
         for name in expected
         if name in held and held[name].dtype_name not in _DTYPES
     ]
@@ -180,6 +190,9 @@ def _store(
     if stored.placed.layer is not None:
         stage = stored.placed.layer * pipeline // shape.num_layers
     weights = [reader.tensor(name) for name in stored.placed.hf_names]
+    for name, weight in zip(stored.placed.hf_names, weights, strict=True):
+        if not is_finite(weight.to(dtype)):
+            raise_listed("the model is not converted", list(not_finite(reader, {name: weight}, dtype)))
     whole = weights[0] if len(weights) == 1 else to_canonical(stored.placed.rule, weights, shape, tensor)
     rows = whole if len(weights) == 1 else whole.reshape(stored.shape)
     ones = (1,) * len(stored.lead)

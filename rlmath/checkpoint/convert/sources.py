@@ -7,10 +7,8 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from safetensors import SafetensorError, safe_open
-
 from rlmath.checkpoint import directory
-from rlmath.checkpoint.hf.weights import HFReader
+from rlmath.checkpoint.hf.weights import HFReader, TensorHeader, read_header
 from rlmath.checkpoint.safe_metadata import INDEX
 
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -69,42 +67,19 @@ def _with_metadata_files(state: Path, *places: Path) -> MegatronSource:
     return MegatronSource(state, next((path for path in beside if (path / "config.json").is_file()), None))
 
 
-@dataclass(frozen=True)
-class HFTensor:
-    """A tensor, from a safetensors header."""
-
-    shape: tuple[int, ...]
-    dtype_name: str
-    """The number format, "F32" or the like."""
-
-
-def read_headers(folder: Path) -> tuple[HFReader, dict[str, HFTensor]]:
+def read_headers(folder: Path) -> tuple[HFReader, dict[str, TensorHeader]]:
     """The tensors of a Hugging Face folder. ValueError where a file is missing, cut off, or lies elsewhere."""
-    try:
-        reader = HFReader(folder)
-        files = sorted({str(file) for file in reader.files.values()})
-    except (OSError, SafetensorError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(
-            f"the weights of {folder} cannot be read ({type(error).__name__}: {error})."
-        ) from error
-    held: dict[str, HFTensor] = {}
-    for file in files:
+    reader = HFReader(folder)
+    held: dict[str, TensorHeader] = {}
+    for file in sorted(set(reader.files.values())):
         if Path(file).name != file:
             raise ValueError(f"the index of {folder} names {file!r}; needed: files in the same folder.")
         if not os.path.isfile(folder / file):  # a pipe would never be read to its end
             raise ValueError(
                 f"the index of {folder} names {file!r}, which is no file there. Copy or download it."
             )
-        try:
-            with safe_open(folder / file, framework="pt") as opened:
-                for name in opened.keys():  # noqa: SIM118
-                    if reader.files.get(name) == file:
-                        part = opened.get_slice(name)
-                        held[name] = HFTensor(tuple(part.get_shape()), part.get_dtype())
-        except (OSError, SafetensorError) as error:
-            raise ValueError(
-                f"{folder / file} is not a whole safetensors file ({error}). Copy or download it again."
-            ) from error
+        found = read_header(folder / file)
+        held |= {name: header for name, header in found.items() if reader.files.get(name) == file}
     lost = sorted(reader.names - held.keys())
     if lost:
         raise ValueError(
