@@ -23,7 +23,7 @@ from typing import Any, TextIO
 from tqdm import tqdm
 
 from rlmath.config.terminal import escape_terminal
-from rlmath.rewards.verifier import TASKS, Rules, Verdict
+from rlmath.rewards.verifier import MAX_SOLUTIONS, TASKS, Rules, Verdict
 from rlmath.rewards.worker_pool import VerifierPool
 
 MAX_LINE_BYTES = 64 * 2**20
@@ -132,6 +132,8 @@ def _parse_case(line: bytes) -> tuple[Any, str, list[str], str] | None:
     solutions = row["solutions"]
     if not isinstance(solutions, list) or not solutions or not all(isinstance(one, str) for one in solutions):
         raise ValueError("solutions must be a list of at least one string")
+    if len(solutions) > MAX_SOLUTIONS:
+        raise ValueError(f"it has {len(solutions)} solutions; at most {MAX_SOLUTIONS} are compared with")
     task = row.get("task", TASKS[0])
     if task not in TASKS:
         raise ValueError(f"task {task!r} cannot be verified; supported: {', '.join(TASKS)}")

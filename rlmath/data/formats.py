@@ -33,6 +33,7 @@ from rlmath.data.files import (
 )
 from rlmath.data.tokenizer import has_template
 from rlmath.rewards.extraction import extract_boxed
+from rlmath.rewards.verifier import MAX_SOLUTIONS
 
 Reader = Callable[[dict, int], PromptRow]
 """(columns, number of the row) to the row; RowError where it cannot be used."""
@@ -418,6 +419,10 @@ def _read_rows(path: str, form: Form, raw: Iterable[RawRow]) -> PromptFile:
             if one.columns is None:
                 raise RowError(one.reason)
             row = read(one.columns, one.number)
+            if len(row.solutions) > MAX_SOLUTIONS:
+                raise RowError(
+                    f"it has {len(row.solutions)} solutions; at most {MAX_SOLUTIONS} are compared with"
+                )
             if row.query_id not in first_of_id:
                 first_of_id[row.query_id] = len(rows), one.where
                 rows.append(row)

@@ -3,8 +3,8 @@
     def reward(completion: str, solutions: list[str], row: dict) -> float | tuple[float, dict[str, float]]
 
 `completion` is the model's text, `row` the prompt's row of the data file with all its columns. The number is the
-reward; the metrics are averaged over a step and logged as `reward/own/<name>`. It runs in the workers that verify
-answers otherwise, with the same time and memory limits.
+reward, at most MAX_REWARD; the metrics are averaged over a step and logged as `reward/own/<name>`. It runs in the
+workers that verify answers otherwise, with the same time and memory limits.
 
     python -m rlmath.rewards.custom_function package.module:name      prints whether it can be loaded
 """
@@ -12,6 +12,7 @@ answers otherwise, with the same time and memory limits.
 from __future__ import annotations
 
 import contextlib
+import errno
 import importlib
 import math
 import os
@@ -23,10 +24,17 @@ import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import rlmath
+from rlmath.rewards.verifier import FAILURES
 
 MAX_METRICS = 50
+"""Most metrics of one completion; further ones are left out."""
+MAX_NAME_CHARS = 100
+MAX_REWARD = 1e30
+"""Most of a reward's absolute value: its square, and a sum of many, is still a number."""
+MAX_MESSAGE_CHARS = 500
 CHECK_SECONDS = 300
 CAN_BE_LOADED = "reward.function can be loaded"
 """The last line of a check; a module that ends the process while it is imported does not print it."""
@@ -43,6 +51,8 @@ class FunctionResult:
     """"timeout" or "error" if it returned no reward; `reward` is then 0."""
     message: str = ""
     """The error message of a failure."""
+    exhausted: bool = False
+    """It failed for want of memory, processes or open files, which earlier answers may have used up."""
 
 
 def load_function(spec: str) -> Callable:
@@ -64,17 +74,54 @@ def load_function(spec: str) -> Callable:
 
 
 def call_function(function: Callable, completion: str, solutions: list[str], row: Mapping) -> FunctionResult:
-    """Call the function; a failure if it raises or returns anything but finite numbers."""
+    """Call the function; a failure if it raises or returns anything but finite numbers under names that can be
+    logged."""
     try:
         returned = function(completion, solutions, row)
         reward, metrics = returned if isinstance(returned, tuple) else (returned, {})
-        numbers = tuple((str(name), float(value)) for name, value in list(metrics.items())[:MAX_METRICS])
+        numbers = {str(name): float(value) for name, value in list(metrics.items())[:MAX_METRICS]}
         reward = float(reward)
-    except Exception as error:
-        return FunctionResult(0.0, failure="error", message=f"{type(error).__name__}: {error}"[:500])
-    if not all(math.isfinite(number) for number in (reward, *(value for _, value in numbers))):
-        return FunctionResult(0.0, failure="error", message=f"it returned {returned!r}"[:500])
-    return FunctionResult(reward, numbers)
+        problem = _problem(reward, numbers)
+    except (Exception, SystemExit) as error:
+        message = f"{type(error).__name__}: {error}"[:MAX_MESSAGE_CHARS]
+        return FunctionResult(0.0, failure="error", message=message, exhausted=_is_exhausted(error))
+    if problem is not None:
+        message = f"{problem}; it returned {returned!r}"[:MAX_MESSAGE_CHARS]
+        return FunctionResult(0.0, failure="error", message=message)
+    return FunctionResult(reward, tuple(numbers.items()))
+
+
+def checked_result(reply: Mapping[str, Any]) -> FunctionResult:
+    """A result as it came from a process in which the function ran. ValueError, TypeError or KeyError unless it is one
+    that `call_function` returns, or a failure of that process."""
+    failure, message = reply["failure"], str(reply["message"])[:MAX_MESSAGE_CHARS]
+    if failure in FAILURES:
+        return FunctionResult(0.0, failure=failure, message=message)
+    if failure is not None:
+        raise ValueError("another failure than there are")
+    pairs = [(name, value) for name, value in reply["metrics"][:MAX_METRICS]]
+    numbers = {name: float(value) for name, value in pairs if isinstance(name, str)}
+    reward = float(reply["reward"])
+    if len(numbers) < len(pairs) or _problem(reward, numbers) is not None:
+        raise ValueError("numbers or names that the function's own process lets through none of")
+    return FunctionResult(reward, tuple(numbers.items()))
+
+
+def _problem(reward: float, metrics: Mapping[str, float]) -> str | None:
+    if not abs(reward) <= MAX_REWARD:
+        return f"the reward must be a number from -{MAX_REWARD:g} to {MAX_REWARD:g}"
+    for name, value in metrics.items():
+        if not math.isfinite(value):
+            return f"the metric {name!a} must be finite"
+        # What can be printed is valid Unicode: no half of a surrogate pair, control or escape.
+        if not 0 < len(name) <= MAX_NAME_CHARS or not name.isprintable() or name != name.strip():
+            return f"the metric name {name[:MAX_NAME_CHARS]!a} must be 1 to {MAX_NAME_CHARS} printable characters"
+    return None
+
+
+def _is_exhausted(error: BaseException) -> bool:
+    wanting = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN)
+    return isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno in wanting)
 
 
 def function_problem(spec: str) -> str | None:

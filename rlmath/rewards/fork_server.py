@@ -1,9 +1,15 @@
 """The process that forks the reward workers. Started by `worker_pool`, never imported by the trainer.
 
 It imports math-verify (and the user's reward function) once, warms it up, and then forks a worker in milliseconds on
-request. Requests arrive over one socket: "fork", with a file descriptor for the new worker's channel, returns the
-worker's process id; "kill <id>" ends a worker. When the pool's process has ended, it exits, and the kernel kills its
-workers.
+request. Messages go over one socket: "fork", with a file descriptor for the new worker's channel, is answered by
+"forked <id>"; "kill <id>" ends a worker and all that descends from it, and "lost <id>" does so with one that has closed
+its channel, unless it ends by itself. Of every worker that has ended the pool is told:
+"ended <id> <exit code> <why>", where why is "itself", "asked", "memory" or "processes". When the pool's process has
+ended, it ends its workers and exits.
+
+A reward function may start processes. They are a tree below their worker, which adopts its orphans, and this process
+adopts those of workers that have ended; so what descends from here and belongs to no worker is left over, and is
+killed. The memory and number of a tree's processes are sampled.
 
 multiprocessing's forkserver is not used: its children import the trainer's main module again (torch, vLLM: many
 seconds for every replaced worker), and there is one per process, so its first user decides what it has loaded.
@@ -13,6 +19,7 @@ seconds for every replaced worker), and there is one per process, so its first u
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import gc
 import json
@@ -23,13 +30,16 @@ import select
 import signal
 import socket
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
+from functools import partial
+from typing import Any, NoReturn
 
 from rlmath.distributed.process import end_with_parent
+from rlmath.rewards import process_tree
 from rlmath.rewards.custom_function import call_function, load_function
-from rlmath.rewards.verifier import Rules, verify_by_parser
+from rlmath.rewards.verifier import Rules, verify_by_parser, verify_by_string
 
 PARENT_CHECK_SECONDS = 1.0
 """Interval of the check for a dead parent, needed where a forked copy of the parent keeps the socket open."""
@@ -38,12 +48,33 @@ GRACE_SECONDS = 5.0
 """Added to the pool's time limit for the kernel's own limit, which ends a worker if the pool cannot."""
 
 
+SAMPLE_SECONDS = 0.05
+"""Between two looks at the processes that reward functions have started."""
+MAX_SAMPLE_SECONDS = 1.0
+SAMPLE_SHARE = 0.05
+"""Most of one core that these looks take; they become rarer on a machine of many processes."""
+MAX_PROCESSES = 64
+"""Most processes of one worker, itself included."""
+SWEEP_SECONDS = 1.0
+"""Longest sweep over left-over processes before requests are looked at again."""
+SERVER_NICENESS = -15
+CHILD_NICENESS = 10
+"""Added to the niceness of this process, and of what a function forks, so that many processes cannot keep this one from
+counting and killing them."""
+DYING_SECONDS = 0.05
+"""Between a process's loss of its channel and its end, where it ends by itself."""
+CLOSE_SECONDS = 5.0
+"""Time for the last processes to end."""
+LENGTH_BYTES = 4
+"""Before every message on a worker's channel: its length, big-endian."""
+
+
 @dataclass(frozen=True)
 class WorkerSettings:
     """The settings of all workers of one pool."""
 
     memory_bytes: int
-    """Address space of one worker."""
+    """Address space of every process of a worker, and memory of all of them together."""
     timeout_seconds: float
     rules: Rules
     function: str | None
@@ -58,66 +89,211 @@ class WorkerSettings:
         return WorkerSettings(**{**values, "rules": Rules(**values["rules"])})
 
 
-def serve(control: socket.socket, parent: int, run_worker: Callable[[int], None]) -> None:
-    """Fork and kill workers on request until the parent has ended."""
-    children: set[int] = set()
-    control.send(b"ready")
-    while os.getppid() == parent:
-        readable, _, _ = select.select([control], [], [], PARENT_CHECK_SECONDS)
-        children -= {child for child in children if os.waitpid(child, os.WNOHANG)[0] == child}
-        if not readable:
-            continue
-        message, fds, _, _ = socket.recv_fds(control, 64, 1)
-        if not message:
-            break
+class ForkServer:
+    """Forks and kills workers on request until the parent has ended."""
+
+    def __init__(self, control: socket.socket, parent: int, settings: WorkerSettings) -> None:
+        self._control = control
+        self._parent = parent
+        self._settings = settings
+        self._starts_processes = settings.function is not None
+        self._workers: dict[int, str] = {}
+        """By process id: why it is being ended, "" while it is not."""
+        self._others = set(process_tree.children_by_parent().get(os.getpid(), []))
+        """What the user's module started when it was imported; ends with this process."""
+        self._niceness = os.getpriority(os.PRIO_PROCESS, 0)
+        self._sample_at = 0.0
+        self._ended_pipe = os.pipe()
+        for end in self._ended_pipe:
+            os.set_blocking(end, False)
+
+    def serve(self, run_worker: Callable[[int], NoReturn]) -> None:
+        process_tree.adopt_orphans()
+        if self._starts_processes:
+            with contextlib.suppress(
+                PermissionError
+            ):  # without the right, as in most containers, it is an equal
+                os.setpriority(os.PRIO_PROCESS, 0, self._niceness + SERVER_NICENESS)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.set_wakeup_fd(self._ended_pipe[1], warn_on_full_buffer=False)
+        poll = select.poll()
+        poll.register(self._control, select.POLLIN)
+        poll.register(self._ended_pipe[0], select.POLLIN)
+        interval = SAMPLE_SECONDS if self._starts_processes else PARENT_CHECK_SECONDS
+        self._control.send(b"ready")
+        while os.getppid() == self._parent:
+            ready = {fd for fd, _ in poll.poll(interval * 1000)}
+            if self._ended_pipe[0] in ready:
+                os.read(self._ended_pipe[0], 4096)
+            if self._control.fileno() in ready and not self._handle_request(run_worker):
+                break
+            if self._reap() and self._starts_processes:
+                self._sweep(SWEEP_SECONDS)
+            if self._starts_processes and time.monotonic() >= self._sample_at:
+                self._sample()
+        self._sweep(CLOSE_SECONDS, keep_known=False)
+
+    def _handle_request(self, run_worker: Callable[[int], NoReturn]) -> bool:
+        """Whether there was one: none when the pool has closed its end."""
+        message, fds, _, _ = socket.recv_fds(self._control, 64, 1)
         if message == b"fork":
             child = os.fork()
             if child == 0:
-                control.close()
+                signal.set_wakeup_fd(-1)
+                for fd in (*self._ended_pipe, self._control.detach()):
+                    os.close(fd)
+                os.setpriority(os.PRIO_PROCESS, 0, self._niceness)
                 run_worker(fds[0])
             os.close(fds[0])
-            children.add(child)
-            control.send(str(child).encode())
+            self._workers[child] = ""
+            self._control.send(f"forked {child}".encode())
+        elif message:
+            verb, worker = message.split()
+            end = time.monotonic() + (DYING_SECONDS if verb == b"lost" else 0.0)
+            while not self._reap(int(worker)) and time.monotonic() < end:
+                time.sleep(process_tree.SWEEP_PAUSE_SECONDS)
+            self._kill(int(worker), "asked")
+        return bool(message)
+
+    def _kill(self, worker: int, why: str, children: Mapping[int, list[int]] | None = None) -> None:
+        if worker not in self._workers:
+            return
+        self._workers[worker] = self._workers[worker] or why
+        if self._starts_processes:
+            process_tree.kill_trees([worker], children or process_tree.children_by_parent())
         else:
-            child = int(message.removeprefix(b"kill "))
-            if child in children:  # not reaped, so no other process has the id
-                os.kill(child, signal.SIGKILL)
-    for child in children:
-        os.kill(child, signal.SIGKILL)
+            os.kill(worker, signal.SIGKILL)
+
+    def _reap(self, looked_for: int = 0) -> bool:
+        """Tell the pool of the workers that have ended; whether any process has, or the one that is looked for."""
+        any_ended = False
+        with contextlib.suppress(ChildProcessError):
+            while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+                any_ended = True
+                pid, status = ended
+                why = self._workers.pop(pid, None)
+                if why is not None:
+                    code = os.waitstatus_to_exitcode(status)
+                    with contextlib.suppress(
+                        BrokenPipeError
+                    ):  # the pool is gone, which the next look finds out
+                        self._control.send(f"ended {pid} {code} {why or 'itself'}".encode())
+        return any_ended if not looked_for else looked_for not in self._workers
+
+    def _sweep(self, seconds: float, keep_known: bool = True) -> None:
+        """Kill children that are no workers, and theirs, until none is left; without `keep_known` all children."""
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            children = process_tree.children_by_parent()
+            known = {*self._workers, *self._others} if keep_known else set()
+            left = [pid for pid in children.get(os.getpid(), []) if pid not in known]
+            if not left:
+                return
+            process_tree.kill_trees(left, children)
+            time.sleep(process_tree.SWEEP_PAUSE_SECONDS)
+            self._reap()
+
+    def _sample(self) -> None:
+        """End workers whose processes are too many or hold too much memory, and whatever is left over."""
+        started = time.process_time()
+        children = process_tree.children_by_parent()
+        for worker in [pid for pid, why in self._workers.items() if not why]:
+            tree = [worker, *process_tree.descendants(worker, children)]
+            if len(tree) > MAX_PROCESSES:
+                self._kill(worker, "processes", children)
+            elif len(tree) > 1 and process_tree.memory_above(tree, self._settings.memory_bytes):
+                self._kill(worker, "memory", children)
+        self._sweep(SWEEP_SECONDS)
+        spent = time.process_time() - started
+        self._sample_at = time.monotonic() + max(
+            SAMPLE_SECONDS, min(spent / SAMPLE_SHARE, MAX_SAMPLE_SECONDS)
+        )
 
 
-def _run_worker(channel_fd: int, settings: WorkerSettings, function: Callable | None) -> None:
+def _run_worker(channel_fd: int, settings: WorkerSettings, function: Callable | None) -> NoReturn:
     """A worker's main loop: one JSON request in, one JSON result out, until the pool closes the channel."""
-    end_with_parent(os.getppid())
-    null = os.open(os.devnull, os.O_RDWR)
-    for stream in (0, 1, 2):
-        os.dup2(null, stream)
-    resource.setrlimit(resource.RLIMIT_AS, (settings.memory_bytes, settings.memory_bytes))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    if function is None:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
     try:
-        _serve_requests(Connection(channel_fd), settings, function)
+        end_with_parent(os.getppid())
+        os.setsid()  # a signal that the function sends to its own group reaches nobody else
+        process_tree.adopt_orphans()
+        _reset_signals()
+        os.set_inheritable(channel_fd, False)
+        null = os.open(os.devnull, os.O_RDWR)
+        for stream in (0, 1, 2):
+            os.dup2(null, stream)
+        resource.setrlimit(resource.RLIMIT_AS, (settings.memory_bytes, settings.memory_bytes))
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        if function is None:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
+        _serve_requests(socket.socket(fileno=channel_fd), settings, function)
     except (EOFError, OSError):
         os._exit(0)
     finally:
         os._exit(1)
 
 
-def _serve_requests(channel: Connection, settings: WorkerSettings, function: Callable | None) -> None:
-    channel.send_bytes(b"ready")
+def _reset_signals() -> None:
+    """SIGTERM and SIGUSR1, which a cluster sends to all processes of a job, stay without effect here, but not in what
+    the function starts: there they end a process as everywhere."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    for number in (signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, lambda *_: None)  # a handler of Python's is not inherited by another program
+        os.register_at_fork(after_in_child=partial(signal.signal, number, signal.SIG_DFL))
+    os.register_at_fork(after_in_child=partial(os.nice, CHILD_NICENESS))
+
+
+def _serve_requests(channel: socket.socket, settings: WorkerSettings, function: Callable | None) -> None:
+    channel.sendall(framed({"ready": True}))
     while True:
-        request = json.loads(channel.recv_bytes())
+        request = json.loads(_receive(channel, int.from_bytes(_receive(channel, LENGTH_BYTES))))
         _limit_request(settings.timeout_seconds + GRACE_SECONDS)
         if "row" in request:
             assert function is not None
-            found = call_function(function, request["completion"], request["solutions"], request["row"])
-            result = dataclasses.asdict(found)
+            result = _call(function, request)
         else:
-            verdict = verify_by_parser(request["answer"], request["solutions"], settings.rules)
-            result = {"correct": verdict.correct, "verdict": verdict.verdict}
+            result = _verify(request, settings.rules)
         signal.setitimer(signal.ITIMER_REAL, 0)
-        channel.send_bytes(json.dumps(result).encode())
+        channel.sendall(framed({"id": request["id"], **result}))
+
+
+def framed(message: Mapping[str, Any]) -> bytes:
+    """A message as it goes over a worker's channel: JSON after its length."""
+    content = json.dumps(message).encode()
+    return len(content).to_bytes(LENGTH_BYTES) + content
+
+
+def _receive(channel: socket.socket, size: int) -> bytes:
+    """EOFError when the pool has closed its end."""
+    content = bytearray()
+    while len(content) < size:
+        part = channel.recv(min(size - len(content), 2**20))
+        if not part:
+            raise EOFError("the channel is closed")
+        content += part
+    return bytes(content)
+
+
+def _verify(request: Mapping[str, Any], rules: Rules) -> dict[str, Any]:
+    answer, solutions = request["answer"], request["solutions"]
+    verdict = verify_by_string(answer, solutions, rules) if request["strings"] else None
+    verdict = verdict or verify_by_parser(answer, solutions, rules)
+    return {"correct": verdict.correct, "verdict": verdict.verdict}
+
+
+def _call(function: Callable, request: Mapping[str, Any]) -> dict[str, Any]:
+    """The function's result, and whether this worker is not fit for further answers."""
+    result = call_function(function, request["completion"], request["solutions"], request["row"])
+    return dataclasses.asdict(result) | {"left_over": _has_children()}
+
+
+def _has_children() -> bool:
+    """Whether processes that the function has started still run; those that have ended are reaped."""
+    with contextlib.suppress(ChildProcessError):
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
+        return True
+    return False
 
 
 def _limit_request(seconds: float) -> None:
@@ -148,7 +324,8 @@ def main() -> None:
             assert "math_verify" in sys.modules
         gc.collect()
         gc.freeze()
-        serve(control, int(parent), lambda channel: _run_worker(channel, settings, function))
+        server = ForkServer(control, int(parent), settings)
+        server.serve(lambda channel: _run_worker(channel, settings, function))
 
 
 if __name__ == "__main__":

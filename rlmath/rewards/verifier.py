@@ -36,6 +36,13 @@ VERDICTS = ("string", "number", "choice", "symbolic", "no_answer", "too_long", "
 FAILURES = ("timeout", "error")
 """Verdicts of answers that could not be checked."""
 
+MAX_SOLUTIONS = 1000
+"""Most solutions of one prompt."""
+FEW_SOLUTIONS = 16
+FEW_CHARS = 20_000
+"""Up to so many solutions, with so many characters together, are compared as strings in the caller's process; more of
+them in a worker, under its time limit."""
+
 
 @dataclass(frozen=True)
 class Verdict:
@@ -74,16 +81,30 @@ def verify(completion: str, solutions: Sequence[str], task: str = "math", rules:
     return verify_by_string(answer, solutions, rules) or verify_by_parser(answer or "", solutions, rules)
 
 
-def verify_by_string(answer: str | None, solutions: Sequence[str], rules: Rules = STRICT) -> Verdict | None:
-    """The result where strings, plain numbers and letters of choice decide, else None."""
+def are_few(solutions: Sequence[str]) -> bool:
+    """Whether `verify_by_string` takes no more than a millisecond or two."""
+    return len(solutions) <= FEW_SOLUTIONS and sum(map(len, solutions)) <= FEW_CHARS
+
+
+def verdict_without_solutions(answer: str | None) -> Verdict | None:
+    """The result of what is wrong whatever the solutions are, else None."""
     if answer is None or not answer.strip():
         return Verdict(False, "", "no_answer")
     extracted = answer.strip()
     if len(extracted) > MAX_ANSWER_CHARS:
         return Verdict(False, extracted[:MAX_ANSWER_CHARS], "too_long")
+    return Verdict(False, extracted, "string") if plain_answer(extracted) is None else None
+
+
+def verify_by_string(answer: str | None, solutions: Sequence[str], rules: Rules = STRICT) -> Verdict | None:
+    """The result where strings, plain numbers and letters of choice decide, else None."""
+    wrong = verdict_without_solutions(answer)
+    if wrong is not None:
+        return wrong
+    assert answer is not None
+    extracted = answer.strip()
     ours = plain_answer(extracted)
-    if ours is None:
-        return Verdict(False, extracted, "string")
+    assert ours is not None
     undecided = False
     kind = "string"
     for solution in usable_solutions(solutions):

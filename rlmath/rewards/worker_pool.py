@@ -1,18 +1,26 @@
 """Verifies answers and calls reward functions in worker processes, each with its own time and memory limit.
 
-    VerifierPool (this process, one thread) -- socket --> forkserver -- fork --> workers
+    VerifierPool (this process, one thread) -- socket --> fork server -- fork --> workers
 
-A check that hangs or crashes ends only its own worker; the forkserver replaces it within milliseconds, and no other
-answer waits. Start the pool before process groups, CUDA and engines, so that the workers inherit nothing of theirs.
-Linux only.
+A check that hangs or crashes ends only its own worker; the fork server replaces it within milliseconds, and no other
+answer waits. A fork server that ends is replaced too, and what its workers were judging is judged again. Nothing that
+a worker sends is trusted: it is plain JSON of bounded length, checked as what a stranger sends.
+
+Start the pool before process groups, CUDA and engines, so that the workers inherit nothing of theirs. Linux only.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import logging
+import math
 import os
+import secrets
+import select
+import selectors
+import signal
 import socket
 import subprocess
 import sys
@@ -22,25 +30,28 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
-from dataclasses import dataclass, replace
-from multiprocessing.connection import Connection, wait
+from dataclasses import dataclass, field, replace
 from typing import Any, Self, TypeVar
 
-from rlmath.rewards.custom_function import FunctionResult, worker_environment
+from rlmath.rewards.custom_function import FunctionResult, checked_result, worker_environment
 from rlmath.rewards.extraction import extract_answer
-from rlmath.rewards.fork_server import WorkerSettings
+from rlmath.rewards.fork_server import LENGTH_BYTES, MAX_PROCESSES, WorkerSettings, framed
+from rlmath.rewards.process_tree import kill_marked
 from rlmath.rewards.verifier import (
     FAILURES,
     STRICT,
     TASKS,
+    VERDICTS,
     Rules,
     Verdict,
+    are_few,
     usable_solutions,
+    verdict_without_solutions,
     verify_by_string,
 )
 
 START_SECONDS = 120.0
-"""Time limit for the start of the forkserver or a worker, on a busy machine."""
+"""Time limit for the start of the fork server or a worker, on a busy machine."""
 MEMORY_BYTES = 2 * 2**30
 """Address space of one worker; math-verify itself takes about a quarter GiB."""
 STUCK_SECONDS = 0.25
@@ -51,37 +62,67 @@ STUCK_NICENESS = 5
 """Niceness of a stuck worker, so that the others get the processor first."""
 CACHE_SIZE = 8192
 """Results kept, one per pair of answer and solutions."""
+MAX_REPLY_BYTES = 2**20
+"""Longest message of a worker; its own are far below."""
+MAX_SERVER_STARTS = 30
+"""Most fork servers that are started within SERVER_STARTS_SECONDS; the next one is an error."""
+SERVER_STARTS_SECONDS = 600.0
+MAX_START_FAILURES = 3
+"""Fork servers, or workers, that end one after the other before they are ready; then it is an error."""
+MAX_SERVER_DEATHS = 3
+"""An answer fails when the fork server has ended so often while that answer alone was judged."""
+MARK = "RLMATH_REWARD_POOL"
+"""Environment variable of a fork server and all that descends from it: an id of the pool."""
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
 
+class _ServerLost(Exception):
+    """The fork server has ended, hangs or sends nonsense."""
+
+
 @dataclass
 class _Job:
+    number: int
     request: bytes
     future: Future[Any]
     as_result: Callable[[Mapping[str, Any]], Any]
-    """Converts a worker's reply, or {"failure": "timeout" or "error"}, to the future's result; both have "seconds"."""
+    """Converts a worker's reply, or {"failure": "timeout" or "error"}, to the future's result; both have "seconds".
+    ValueError, TypeError or KeyError for a reply that is none."""
+    needs_fresh_worker: bool = False
+    """It failed in a worker that an earlier answer may have damaged."""
+    was_interrupted: bool = False
+    """The fork server ended while it was judged."""
+    runs_alone: bool = False
+    """That happened twice; from then on nothing else is judged beside it."""
+    server_deaths: int = 0
+    """While it alone was judged."""
 
     def finish(self, reply: Mapping[str, Any], seconds: float) -> None:
         self.future.set_result(self.as_result({**reply, "seconds": seconds}))
 
 
-@dataclass
+@dataclass(eq=False)
 class _Worker:
     pid: int
-    channel: Connection
+    channel: socket.socket
     deadline: float
     """When it is killed if it is not ready or has not finished its job (time.monotonic)."""
     state: str = "starting"
-    """"starting", "idle" or "busy"."""
+    """"starting", "idle", "busy", or "lost": its channel is closed, why is not known yet."""
     job: _Job | None = None
     since: float = 0.0
     """Start of its job (time.monotonic)."""
     stuck_at: float = 0.0
     """When it counts as stuck (time.monotonic)."""
     slowed: bool = False
+    was_ready: bool = False
+    jobs: int = 0
+    """How many it has got."""
+    received: bytearray = field(default_factory=bytearray)
+    unsent: memoryview = field(default_factory=lambda: memoryview(b""))
 
 
 class VerifierPool:
@@ -109,7 +150,10 @@ class VerifierPool:
             )
         self.timeout_seconds = timeout_seconds
         self._size = workers
-        self._rules = rules
+        self._settings = WorkerSettings(memory_bytes, timeout_seconds, rules, function)
+        # A fork server that is started later must find what the first one found.
+        self._environment = worker_environment() | {MARK: secrets.token_hex(8)}
+        self._folder = os.getcwd()
         self._lock = threading.Lock()
         self._pending: deque[_Job] = deque()
         self._workers: list[_Worker] = []
@@ -118,26 +162,37 @@ class VerifierPool:
         self._broken: str | None = None
         self._wake_receiver, self._wake_sender = socket.socketpair()
         self._wake_sender.setblocking(False)
-        settings = WorkerSettings(memory_bytes, timeout_seconds, rules, function)
-        self._control, self._server = _start_forkserver(settings)
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._wake_receiver, selectors.EVENT_READ)
+        self._numbers = itertools.count(1)
+        self._delayed_at = math.inf
+        """When answers were last delayed by what is not theirs (time.monotonic); inf while no server is ready."""
+        self._notices: deque[bytes] = deque()
+        """What the fork server has sent and nobody has looked at."""
+        self._server_starts: deque[float] = deque()
+        self._server_failures = self._worker_failures = 0
+        """How many ended one after the other before they were ready."""
+        self._start_server()
         self._thread = threading.Thread(target=self._run, name="verifier-pool", daemon=True)
         self._thread.start()
 
     def submit(self, completion: str, solutions: Sequence[str], task: str) -> Future[Verdict]:
         """Verify a completion. What needs no parser is decided in this call, and the future is already done.
 
-        Raises RuntimeError when the pool is closed or its forkserver is dead.
+        Raises RuntimeError when the pool is closed, or its fork server has ended too often.
         """
         assert task in TASKS, task
         started = time.perf_counter()
-        answer = extract_answer(completion, self._rules.answer_from)
-        verdict = verify_by_string(answer, solutions, self._rules)
+        rules = self._settings.rules
+        answer = extract_answer(completion, rules.answer_from)
+        few = are_few(solutions)
+        verdict = verify_by_string(answer, solutions, rules) if few else verdict_without_solutions(answer)
         if verdict is not None:
             done: Future[Verdict] = Future()
             done.set_result(replace(verdict, seconds=time.perf_counter() - started))
             return done
         assert answer is not None
-        return self._verify_by_parser(answer.strip(), usable_solutions(solutions))
+        return self._verify_in_worker(answer.strip(), usable_solutions(solutions), by_string=not few)
 
     def call(
         self, completion: str, solutions: Sequence[str], row: Mapping[str, Any]
@@ -145,22 +200,21 @@ class VerifierPool:
         """Call the user's function on a completion."""
         request = {"completion": completion, "solutions": list(solutions), "row": row}
 
-        def as_result(reply: Mapping[str, Any]) -> FunctionResult:
-            if "reward" not in reply:
-                return FunctionResult(0.0, failure=reply["failure"], message=reply["failure"])
-            metrics = tuple((name, value) for name, value in reply["metrics"])
-            return FunctionResult(reply["reward"], metrics, reply["failure"], reply["message"])
-
-        return self._queue(_Job(json.dumps(request).encode(), Future(), as_result))
+        return self._queue(request, checked_result)
 
     def results(self, futures: Sequence[Future[T]]) -> list[T | None]:
-        """The results of the futures, after at most one answer's time limit; None for those not done by then."""
-        _, late = wait_for(futures, self.timeout_seconds + STUCK_SECONDS)
+        """The results of the futures, after at most one answer's time limit; None for those not done by then. Time in
+        which a fork server is replaced, or answers are judged again, does not count."""
+        started = time.monotonic()
+        late = set(futures)
+        limit = self.timeout_seconds + STUCK_SECONDS
+        while late and (left := max(started, self._delayed_at) + limit - time.monotonic()) > 0:
+            _, late = wait_for(late, min(left, limit))
         for future in late:
             future.cancel()
         return [None if future in late else future.result() for future in futures]
 
-    def _verify_by_parser(self, answer: str, solutions: tuple[str, ...]) -> Future[Verdict]:
+    def _verify_in_worker(self, answer: str, solutions: tuple[str, ...], by_string: bool) -> Future[Verdict]:
         """Verify in a worker; the same answer to the same solutions is verified once."""
         key = (answer, solutions)
         with self._lock:
@@ -171,17 +225,20 @@ class VerifierPool:
 
         def as_result(reply: Mapping[str, Any]) -> Verdict:
             kind = reply.get("failure") or reply["verdict"]
+            if kind not in VERDICTS:
+                raise ValueError(f"{kind!r} is no verdict")
             return Verdict(bool(reply.get("correct")), answer, kind, reply["seconds"])
 
-        request = json.dumps({"answer": answer, "solutions": solutions}).encode()
-        future = self._queue(_Job(request, Future(), as_result))
+        future = self._queue({"answer": answer, "solutions": solutions, "strings": by_string}, as_result)
         with self._lock:
             self._cache[key] = future
             if len(self._cache) > CACHE_SIZE:
                 self._cache.popitem(last=False)
         return future
 
-    def _queue(self, job: _Job) -> Future[Any]:
+    def _queue(self, request: Mapping[str, Any], as_result: Callable[[Mapping[str, Any]], T]) -> Future[T]:
+        number = next(self._numbers)
+        job = _Job(number, framed({"id": number, **request}), Future(), as_result)
         with self._lock:
             if self._broken:
                 raise RuntimeError(self._broken)
@@ -201,8 +258,8 @@ class VerifierPool:
         try:
             self._server.wait(timeout=10)
         except subprocess.TimeoutExpired:
-            self._server.kill()
-            self._server.wait()
+            self._end_server()
+        self._selector.close()
         self._wake_sender.close()
         self._wake_receiver.close()
 
@@ -220,21 +277,30 @@ class VerifierPool:
         except OSError:
             assert self._closing
 
+    # ---------------------------------------------------------------- the pool's thread
+
     def _run(self) -> None:
-        """The pool's thread: start workers, assign jobs, receive results, replace workers that are late or dead."""
+        """Judge until the pool is closed, with one fork server after another."""
         try:
-            message = self._receive_control()
-            if message != b"ready":
-                raise RuntimeError(message.decode(errors="replace").removeprefix("failed: "))
             while not self._closing:
-                self._adjust_workers()
-                self._assign_jobs()
-                self._receive_results()
-                self._drop_late()
+                try:
+                    self._judge()
+                except _ServerLost as lost:
+                    if not self._closing:
+                        self._replace_server(str(lost))
             self._shut_down("the verifier pool was closed")
         except Exception as error:
-            logger.exception("The verifier pool's forkserver failed")
-            self._shut_down(f"the verifier pool's forkserver is dead ({error}); see its own messages above")
+            logger.exception("The verifier pool's fork server failed")
+            self._shut_down(f"the verifier pool's fork server is dead ({error}); see its own messages above")
+
+    def _judge(self) -> None:
+        """Start workers, assign jobs, receive results, replace workers that are late or dead."""
+        self._await_server()
+        while not self._closing:
+            self._adjust_workers()
+            self._assign_jobs()
+            self._receive()
+            self._drop_late()
 
     def _adjust_workers(self) -> None:
         """Keep as many workers as configured, and one more for each stuck one while jobs are waiting."""
@@ -247,90 +313,343 @@ class VerifierPool:
                     os.setpriority(os.PRIO_PROCESS, worker.pid, STUCK_NICENESS)
         wanted = self._size + (min(len(stuck), MAX_EXTRA_WORKERS * self._size) if self._pending else 0)
         while len(self._workers) < wanted:
-            self._workers.append(self._fork_worker())
+            self._fork_worker()
         for worker in [worker for worker in self._workers if worker.state == "idle" and not self._pending]:
             if len(self._workers) - len(stuck) > self._size:
-                self._drop(worker, "error")
+                self._drop(worker)
 
     def _assign_jobs(self) -> None:
         for worker in [worker for worker in self._workers if worker.state == "idle"]:
             job = self._next_job()
             if job is None:
                 return
+            if job.needs_fresh_worker and worker.jobs:
+                self._put_back(job)
+                self._drop(worker)
+                self._fork_worker()
+                continue
             now = time.monotonic()
+            if job.needs_fresh_worker or job.was_interrupted:
+                self._delayed_at = now
             worker.state, worker.job, worker.since = "busy", job, now
+            worker.jobs += 1
             worker.deadline = now + self.timeout_seconds
             worker.stuck_at = now + min(STUCK_SECONDS, self.timeout_seconds / 2)
-            try:
-                worker.channel.send_bytes(job.request)
-            except OSError:
-                self._drop(worker, "error")
+            worker.unsent = memoryview(job.request)
+            self._send(worker)
 
     def _next_job(self) -> _Job | None:
+        busy = [worker.job for worker in self._workers if worker.job is not None]
+        if any(job.runs_alone for job in busy):
+            return None
         with self._lock:
-            while self._pending:
+            while self._pending and not (busy and self._pending[0].runs_alone):
                 job = self._pending.popleft()
-                if job.future.set_running_or_notify_cancel():
+                if job.future.running() or job.future.set_running_or_notify_cancel():
                     return job
         return None
 
-    def _receive_results(self) -> None:
+    def _put_back(self, job: _Job) -> None:
+        with self._lock:
+            self._pending.appendleft(job)
+
+    def _receive(self) -> None:
+        """Wait for the fork server, workers, new jobs or the next time limit, and handle what has come."""
         now = time.monotonic()
         times = [worker.deadline for worker in self._workers if worker.state != "idle"]
         if self._pending:
             times += [w.stuck_at for w in self._workers if w.state == "busy" and w.stuck_at > now]
         timeout = max(0.0, min(times) - now) if times else None
-        ready = wait([self._wake_receiver, *(worker.channel for worker in self._workers)], timeout)
-        if self._wake_receiver in ready:
+        ready = {key.fileobj: (key.data, mask) for key, mask in self._selector.select(timeout)}
+        if ready.pop(self._wake_receiver, None):
             self._wake_receiver.recv(4096)
-        for worker in [worker for worker in self._workers if worker.channel in ready]:
-            self._receive_result(worker)
+        if ready.pop(self._control, None):
+            while (notice := self._read_control()) is not None:
+                self._notices.append(notice)
+        for worker, mask in ready.values():
+            if mask & selectors.EVENT_READ:
+                self._receive_result(worker)
+            elif worker.state == "busy":
+                self._send(worker)
+        while self._notices:
+            self._handle_notice(self._notices.popleft())
+
+    def _send(self, worker: _Worker) -> None:
+        """Send what the worker's socket takes of its request."""
+        try:
+            while worker.unsent:
+                worker.unsent = worker.unsent[worker.channel.send(worker.unsent) :]
+        except BlockingIOError:
+            self._selector.modify(worker.channel, selectors.EVENT_READ | selectors.EVENT_WRITE, worker)
+        except OSError:
+            self._lose(worker)
+        else:
+            self._selector.modify(worker.channel, selectors.EVENT_READ, worker)
 
     def _receive_result(self, worker: _Worker) -> None:
         try:
-            message = worker.channel.recv_bytes()
-        except (EOFError, OSError):
-            if worker.state == "starting":
-                message = "a worker ended before it was ready; is the memory limit too small?"
-                raise RuntimeError(message) from None
-            self._drop(worker, "error")
+            part = worker.channel.recv(2**16)
+        except BlockingIOError:
             return
-        job, worker.job = worker.job, None
-        worker.state = "idle"
-        if job is None:
+        except OSError:
+            part = b""
+        if not part:
+            self._lose(worker)
             return
-        reply = json.loads(message)
-        job.finish(reply, time.monotonic() - worker.since)
-        if worker.slowed or reply.get("verdict") == "error":  # it may be out of memory or stack: replace it
-            self._drop(worker, "error")
+        worker.received += part
+        if len(worker.received) < LENGTH_BYTES:
+            return
+        end = LENGTH_BYTES + int.from_bytes(worker.received[:LENGTH_BYTES])
+        if end > MAX_REPLY_BYTES:
+            self._fail_broken(worker)
+        elif len(worker.received) >= end:
+            message, more = bytes(worker.received[LENGTH_BYTES:end]), worker.received[end:]
+            worker.received.clear()
+            try:
+                self._handle_reply(worker, json.loads(message), is_last=bool(more))
+            except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+                self._fail_broken(worker)
+
+    def _handle_reply(self, worker: _Worker, reply: dict[str, Any], is_last: bool) -> None:
+        """A worker is replaced after its last reply: when more than a reply has come, when it may be short of memory or
+        stack, and when what the function has started still runs."""
+        if worker.state == "starting" and reply["ready"] is True:
+            worker.state, worker.was_ready = "idle", True
+            self._worker_failures = 0
+            return
+        job = worker.job
+        if job is None or reply["id"] != job.number:
+            raise ValueError("an answer that nobody asked for")
+        if reply.get("exhausted") and self._judge_again(worker):
+            self._drop(worker)
+            return
+        result = job.as_result({**reply, "seconds": time.monotonic() - worker.since})
+        worker.job, worker.state = None, "idle"
+        broke = "error" in (reply.get("verdict"), reply.get("failure"))
+        if is_last or worker.slowed or broke or reply.get("left_over"):
+            self._drop(worker)
+        job.future.set_result(result)
+
+    def _fail_broken(self, worker: _Worker) -> None:
+        """A worker has sent something else than a reply."""
+        if worker.state == "starting":
+            self._count_worker_failure("sent something else than that it is ready")
+        elif not self._judge_again(worker):
+            self._drop(worker, "error", "it wrote into the channel of its worker")
+            return
+        self._drop(worker)
+
+    def _judge_again(self, worker: _Worker) -> bool:
+        """Whether its job is judged again, in a fresh worker: where an answer before it may be to blame."""
+        job = worker.job
+        if job is None or job.needs_fresh_worker or worker.jobs < 2 or self._settings.function is None:
+            return False
+        self._repeat(worker, job)
+        return True
+
+    def _repeat(self, worker: _Worker, job: _Job) -> None:
+        worker.job = None
+        job.needs_fresh_worker = True
+        self._put_back(job)
 
     def _drop_late(self) -> None:
         now = time.monotonic()
         for worker in [one for one in self._workers if one.state != "idle" and one.deadline <= now]:
+            if worker.state == "lost":
+                raise _ServerLost(f"did not end a worker within {START_SECONDS:.0f} s")
             if worker.state == "starting":
-                raise RuntimeError(f"a worker was not ready after {START_SECONDS:.0f} s")
-            if not worker.channel.poll():  # a result that was sent in time counts
-                self._drop(worker, "timeout")
+                self._count_worker_failure(f"was not ready after {START_SECONDS:.0f} s")
+                self._drop(worker)
+            else:
+                self._receive_result(worker)  # a result that was sent in time counts
+                if worker.state == "busy":
+                    self._drop(worker, "timeout", "timeout")
 
-    def _drop(self, worker: _Worker, failure: str) -> None:
-        """End a worker and finish its job as a failure."""
-        self._control.send(f"kill {worker.pid}".encode())
-        self._workers.remove(worker)
-        worker.channel.close()
+    def _drop(self, worker: _Worker, failure: str = "error", message: str = "error") -> None:
+        """End a worker and finish its job, if it has one, as a failure."""
+        self._tell_server(f"kill {worker.pid}".encode())
+        self._forget(worker)
         if worker.job is not None:
-            worker.job.finish({"failure": failure}, time.monotonic() - worker.since)
+            worker.job.finish({"failure": failure, "message": message}, time.monotonic() - worker.since)
 
-    def _fork_worker(self) -> _Worker:
-        ours, theirs = socket.socketpair()
+    def _forget(self, worker: _Worker) -> None:
+        self._workers.remove(worker)
+        self._close_channel(worker)
+        worker.state = "dropped"
+
+    def _close_channel(self, worker: _Worker) -> None:
+        if worker.state != "lost":
+            self._selector.unregister(worker.channel)
+            worker.channel.close()
+
+    def _lose(self, worker: _Worker) -> None:
+        """Its channel is closed: what has become of it, the fork server knows."""
+        self._tell_server(f"lost {worker.pid}".encode())
+        self._close_channel(worker)
+        worker.state = "lost"
+        worker.deadline = time.monotonic() + START_SECONDS
+
+    def _handle_notice(self, notice: bytes) -> None:
+        """ "ended <id> <exit code> <why>": finish or repeat the worker's job."""
+        try:
+            _, pid, code, why = notice.decode("ascii").split()
+            worker = next((one for one in self._workers if one.pid == int(pid)), None)
+            is_killed = int(code) == -signal.SIGKILL and why == "itself"
+        except ValueError:
+            raise _ServerLost(f"sent {notice[:100]!r}") from None
+        if worker is not None and worker.state != "lost":
+            self._receive_result(worker)  # its last words
+        if worker is None or worker.state == "dropped":
+            return
+        if not worker.was_ready:
+            self._count_worker_failure(f"ended before it was ready ({code}); is the memory limit too small?")
+        self._forget(worker)
+        job = worker.job
+        if job is None or (why not in ("memory", "processes") and self._judge_again(worker)):
+            return
+        if is_killed and not job.needs_fresh_worker:  # from outside, perhaps for want of memory
+            self._repeat(worker, job)
+            return
+        message = _ENDINGS.get(why, f"its worker ended ({_ending(int(code))})")
+        job.finish({"failure": "error", "message": message}, time.monotonic() - worker.since)
+
+    def _count_worker_failure(self, what: str) -> None:
+        self._worker_failures += 1
+        if self._worker_failures >= MAX_START_FAILURES:
+            raise RuntimeError(f"{MAX_START_FAILURES} workers one after the other failed; the last {what}")
+
+    # ---------------------------------------------------------------- the fork server
+
+    def _start_server(self) -> None:
+        """One message per packet on its socket."""
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        ours.setblocking(False)
+        arguments = [str(theirs.fileno()), str(os.getpid()), self._settings.as_json()]
         with theirs:
-            socket.send_fds(self._control, [b"fork"], [theirs.fileno()])
-        pid = int(self._receive_control())
-        return _Worker(pid, Connection(ours.detach()), deadline=time.monotonic() + START_SECONDS)
+            self._server = subprocess.Popen(
+                [sys.executable, "-m", "rlmath.rewards.fork_server", *arguments],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                env=self._environment,
+                cwd=self._folder,
+                start_new_session=True,  # it outlives a signal to our group, to end what the functions have started
+            )
+        self._control = ours
+        self._selector.register(ours, selectors.EVENT_READ)
+        self._server_starts.append(time.monotonic())
 
-    def _receive_control(self) -> bytes:
-        message = self._control.recv(4096)
+    def _await_server(self) -> None:
+        message = self._await_message()
+        if message.startswith(b"failed: "):
+            raise RuntimeError(message.decode(errors="replace").removeprefix("failed: "))
+        if message != b"ready":
+            raise _ServerLost(f"sent {message[:100]!r}")
+        self._server_failures = 0
+        self._delayed_at = time.monotonic()
+
+    def _replace_server(self, why: str) -> None:
+        """Start another one, and have all judged again that was being judged. RuntimeError when that is too often."""
+        was_ready, self._delayed_at = self._delayed_at < math.inf, math.inf
+        self._selector.unregister(self._control)
+        self._control.close()
+        process = f"process {self._server.pid}, {_ending(self._end_server())}"
+        self._notices.clear()
+        again = self._abandon_jobs()
+        now = time.monotonic()
+        while self._server_starts and self._server_starts[0] < now - SERVER_STARTS_SECONDS:
+            self._server_starts.popleft()
+        self._server_failures += not was_ready
+        starts = len(self._server_starts)
+        if self._server_failures >= MAX_START_FAILURES:
+            raise RuntimeError(
+                f"it ended {self._server_failures} times before it was ready; the last, {process}, {why}"
+            )
+        if starts >= MAX_SERVER_STARTS:
+            raise RuntimeError(
+                f"it was started {starts} times within {SERVER_STARTS_SECONDS / 60:.0f} minutes; the last, {process}, "
+                f"{why}. Is the machine short of memory, or does the reward function end its parent?"
+            )
+        text = (
+            "The reward workers' fork server (%s) %s; another one is started, and %d answers are judged again"
+        )
+        logger.warning(text, process, why, again)
+        self._start_server()
+
+    def _abandon_jobs(self) -> int:
+        """Put back what was being judged; how many. One of them may have ended the server: what sees that twice is
+        judged alone from then on."""
+        workers, self._workers = self._workers, []
+        for worker in workers:
+            self._close_channel(worker)
+        jobs = [worker.job for worker in workers if worker.job is not None]
+        for job in reversed(jobs):
+            job.runs_alone, job.was_interrupted = job.was_interrupted, True
+            job.server_deaths += len(jobs) == 1
+            if job.server_deaths < MAX_SERVER_DEATHS:
+                self._put_back(job)
+            else:
+                message = f"the workers' fork server ended {job.server_deaths} times while it was judged"
+                job.finish({"failure": "error", "message": message}, 0.0)
+        return len(jobs)
+
+    def _end_server(self) -> int:
+        """Its exit code, after the end of all that descends from it."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._server.wait(timeout=1)
+        self._server.kill()
+        code = self._server.wait()
+        kill_marked(MARK, self._environment[MARK], 10.0)
+        return code
+
+    def _fork_worker(self) -> None:
+        ours, theirs = socket.socketpair()
+        ours.setblocking(False)
+        with theirs:
+            self._tell_server(b"fork", [theirs.fileno()])
+        while not (message := self._await_message()).startswith(b"forked "):
+            self._notices.append(message)
+        pid = int(message.removeprefix(b"forked "))
+        worker = _Worker(pid, ours, deadline=time.monotonic() + START_SECONDS)
+        self._selector.register(ours, selectors.EVENT_READ, worker)
+        self._workers.append(worker)
+
+    def _tell_server(self, message: bytes, fds: Sequence[int] = ()) -> None:
+        while True:
+            try:
+                if fds:
+                    socket.send_fds(self._control, [message], fds)
+                else:
+                    self._control.send(message)
+                return
+            except BlockingIOError:  # it may wait for us to read
+                self._await_control(select.POLLIN | select.POLLOUT)
+                notice = self._read_control()
+                self._notices.extend([] if notice is None else [notice])
+            except OSError as error:
+                raise _ServerLost(f"cannot be reached ({error.strerror})") from None
+
+    def _await_message(self) -> bytes:
+        while (message := self._read_control()) is None:
+            self._await_control(select.POLLIN)
+        return message
+
+    def _await_control(self, events: int) -> None:
+        poll = select.poll()
+        poll.register(self._control, events)
+        if not poll.poll(START_SECONDS * 1000):
+            raise _ServerLost(f"did not answer for {START_SECONDS:.0f} s")
+
+    def _read_control(self) -> bytes | None:
+        """The fork server's next message, None where there is none yet."""
+        try:
+            message = self._control.recv(4096)
+        except BlockingIOError:
+            return None
+        except OSError as error:
+            raise _ServerLost(f"cannot be reached ({error.strerror})") from None
         if not message:
-            raise EOFError(f"it ended with exit code {self._server.wait()}")
+            raise _ServerLost("has ended")
         return message
 
     def _shut_down(self, reason: str) -> None:
@@ -338,16 +657,36 @@ class VerifierPool:
             self._broken = None if self._closing else reason
             pending = list(self._pending)
             self._pending.clear()
+        self._delayed_at = 0.0
         for job in pending:
-            if self._closing:
+            if job.future.running():
+                job.future.set_exception(RuntimeError(reason))
+            elif self._closing:
                 job.future.cancel()
             elif job.future.set_running_or_notify_cancel():
                 job.future.set_exception(RuntimeError(reason))
         for worker in self._workers:
-            worker.channel.close()
+            self._close_channel(worker)
             if worker.job is not None:
                 worker.job.future.set_exception(RuntimeError(reason))
         self._workers.clear()
+
+
+_ENDINGS = {
+    "asked": "it closed the channel of its worker",
+    "memory": "its processes together held more memory than one answer may",
+    "processes": f"it started more than {MAX_PROCESSES} processes",
+}
+"""By what the fork server says: the message of the failure."""
+
+
+def _ending(code: int) -> str:
+    """An exit code in words.
+
+    >>> _ending(-9), _ending(1)
+    ('ended by signal 9', 'exit code 1')
+    """
+    return f"ended by signal {-code}" if code < 0 else f"exit code {code}"
 
 
 def _is_reusable(future: Future[Verdict]) -> bool:
@@ -355,19 +694,3 @@ def _is_reusable(future: Future[Verdict]) -> bool:
     if not future.done():
         return True
     return not future.cancelled() and not future.exception() and future.result().verdict not in FAILURES
-
-
-def _start_forkserver(settings: WorkerSettings) -> tuple[socket.socket, subprocess.Popen]:
-    """(the control socket, one message per packet; the forkserver's process)."""
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    ours.settimeout(START_SECONDS)
-    arguments = [str(theirs.fileno()), str(os.getpid()), settings.as_json()]
-    with theirs:
-        server = subprocess.Popen(
-            [sys.executable, "-m", "rlmath.rewards.fork_server", *arguments],
-            pass_fds=[theirs.fileno()],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            env=worker_environment(),
-        )
-    return ours, server

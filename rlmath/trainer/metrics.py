@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import logging
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from itertools import chain
 
 from rlmath.algorithms.dynamic_sampling import DROP_REASONS, FILTER_REASONS, Selection
 from rlmath.algorithms.types import Score, ScoredGroup
 from rlmath.config.schema import AlgorithmConfig
 from rlmath.models.learner import MinibatchResult
+from rlmath.rewards.custom_function import MAX_METRICS
 from rlmath.rewards.verifier import FAILURES, VERDICTS
 from rlmath.rollout.work_queue import idle_shares
 from rlmath.trainer.kl_in_reward import RewardKL
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -38,7 +43,7 @@ def rollout_metrics(groups: Sequence[ScoredGroup]) -> dict[str, float]:
     n = len(completions)
     response_tokens = sum(len(c.token_ids) for c in completions)
     prompt_tokens = sum(len(group.prompt.token_ids) * len(group.completions) for group in groups)
-    reward = sum(score.reward for score in scores) / n
+    reward = _finite_mean([score.reward for score in scores])
     mixed = sum(len(set(group.rewards)) > 1 for group in groups)
     return {
         "task_reward": reward,
@@ -82,7 +87,29 @@ def reward_metrics(scores: Sequence[Score], truncated: Sequence[bool]) -> dict[s
     for score in scores:
         for name, value in score.metrics:
             named.setdefault(name, []).append(value)
-    return metrics | {f"reward/own/{name}": sum(values) / len(values) for name, values in named.items()}
+    if len(named) > MAX_METRICS:
+        _warn_of_names()
+        named = {name: named[name] for name in list(named)[:MAX_METRICS]}
+    return metrics | {f"reward/own/{name}": _finite_mean(values) for name, values in named.items()}
+
+
+@cache
+def _warn_of_names() -> None:
+    """Logged once."""
+    text = (
+        "reward.function gives more than %d names of metrics in a step; the first %d of each step are logged"
+    )
+    logger.warning(text, MAX_METRICS, MAX_METRICS)
+
+
+def _finite_mean(values: Sequence[float]) -> float:
+    """The mean, also of finite numbers whose sum is none.
+
+    >>> _finite_mean([1.0, 2.0]), _finite_mean([1.5e308, 1.5e308])
+    (1.5, 1.5e+308)
+    """
+    mean = sum(values) / len(values)
+    return mean if math.isfinite(mean) else sum(value / len(values) for value in values)
 
 
 def selection_metrics(selection: Selection) -> dict[str, float]:
@@ -120,7 +147,7 @@ def update_metrics(
     final_reward = task_reward + kl_reward
     if record.reward_kl is not None:
         rewards = [reward for group in groups for reward in group.rewards]
-        final_reward = sum(rewards) / len(rewards) - settings.kl_coef * record.reward_kl.per_completion
+        final_reward = _finite_mean(rewards) - settings.kl_coef * record.reward_kl.per_completion
     tokens = [len(completion.token_ids) for group in groups for completion in group.completions]
     pairs = zip(chain.from_iterable(record.advantages), tokens, strict=True)
     metrics = {

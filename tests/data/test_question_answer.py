@@ -54,6 +54,7 @@ def test_answers_are_found_where_benchmarks_have_them(tmp_path, columns, solutio
         ({"answer": float("inf")}, "answer is inf, which is no answer"),
         ({"answer": "thoughts ####  "}, "nothing behind #### in answer"),
         ({"solution": "no box"}, "no answer, and no \\boxed{...} in solution"),
+        ({"answer": [str(n) for n in range(1001)]}, "it has 1001 solutions; at most 1000 are compared with"),
         ({"answer": "1", "question": 5}, "question must be a string that is not blank, got int '5'"),
     ],
 )

@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from rlmath.rewards.custom_function import function_problem, load_function
+from rlmath.rewards.custom_function import checked_result, function_problem, load_function
 from rlmath.rewards.worker_pool import VerifierPool
 
 SOURCE = """
@@ -34,6 +34,15 @@ def slow(completion, solutions, row):
     while completion == "slow":
         time.sleep(0.01)
     return 1.0
+
+def echo(completion, solutions, row):
+    return 1.0, {row["name"]: 2.0}
+
+def huge(completion, solutions, row):
+    return (float(completion), {"size": 1e308})
+
+def leaves(completion, solutions, row):
+    raise SystemExit("no licence")
 
 def greedy(completion, solutions, row):
     return float(len(bytearray(2**34)))
@@ -65,6 +74,9 @@ def test_number_and_metrics_come_back(folder):
         ("not_a_number", "x", "it returned nan"),
         ("no_reward", "x", "TypeError"),
         ("greedy", "x", "MemoryError"),
+        ("leaves", "x", "SystemExit: no licence"),
+        ("huge", "1e308", "the reward must be a number from -1e+30 to 1e+30; it returned (1e+308,"),
+        ("huge", "-inf", "the reward must be a number from -1e+30 to 1e+30"),
     ],
 )
 def test_what_is_no_reward_is_a_failure(folder, name, completion, message):
@@ -72,6 +84,49 @@ def test_what_is_no_reward_is_a_failure(folder, name, completion, message):
         said = pool.call(completion, ["6"], ROW).result(60)
     assert said.failure == "error"
     assert message in said.message
+
+
+def test_names_are_checked_as_values_are(folder):
+    asked = {
+        "\ud800": False,
+        "\x1b[2J": False,
+        "a\nb": False,
+        "": False,
+        " ": False,
+        "x" * 101: False,
+        "\u202ex": False,
+    }
+    asked |= {"x" * 100: True, "Länge in Wörtern": True, "a/b": True, "字": True}
+    with VerifierPool(1, 30.0, function="my_rewards:echo") as pool:
+        futures = {name: pool.call("x", [], {"name": name}) for name in asked}
+        said = {name: future.result(60) for name, future in futures.items()}
+    for name, is_good in asked.items():
+        assert said[name].metrics == (((name, 2.0),) if is_good else ())
+        assert is_good or "must be 1 to 100 printable characters" in said[name].message
+        assert said[name].message.isprintable()
+
+
+def test_finite_numbers_stay_what_they_are(folder):
+    with VerifierPool(1, 30.0, function="my_rewards:huge") as pool:
+        said = pool.call("-1e30", [], ROW).result(60)
+    assert (said.reward, said.metrics) == (-1e30, (("size", 1e308),))
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [
+        {},
+        {"failure": "kept", "message": "", "reward": 1.0, "metrics": []},
+        {"failure": None, "message": "", "reward": float("nan"), "metrics": []},
+        {"failure": None, "message": "", "reward": 1.0, "metrics": [["\ud800", 1.0]]},
+        {"failure": None, "message": "", "reward": 1.0, "metrics": [[1, 1.0]]},
+        {"failure": None, "message": "", "reward": 1.0, "metrics": {"a": 1.0}},
+        {"failure": None, "message": "", "reward": [1.0], "metrics": []},
+    ],
+)
+def test_a_reply_that_no_function_gives_is_none(reply):
+    with pytest.raises((ValueError, TypeError, KeyError)):
+        checked_result(reply)
 
 
 def test_a_function_that_hangs_costs_its_limit_only(folder):

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from rlmath.rewards import worker_pool
 from rlmath.rewards.verifier import Verdict
 from rlmath.rewards.worker_pool import VerifierPool
 from tests.rewards.attacks import boxed, hanging
@@ -224,17 +225,60 @@ def test_workers_die_with_a_parent_that_is_killed():
     wait_until(lambda: not any(map(is_alive, family)), seconds=10.0)
 
 
-def test_a_dead_forkserver_is_loud():
+def test_a_fork_server_that_is_killed_is_replaced(caplog):
+    before = set(children(os.getpid()))
     with lone_pool(timeout_seconds=60.0) as (pool, forkserver):
-        running, waiting = (pool.submit(hang(n), HALF, "math") for n in range(2))
+        running = pool.submit(HANG, HALF, "math")
+        waiting = pool.submit("\\boxed{0.5}", HALF, "math")
         wait_until(running.running)
+        family = [forkserver, *children(forkserver)]
         os.kill(forkserver, signal.SIGKILL)
-        for lost in (running, waiting):
-            with pytest.raises(RuntimeError, match="forkserver is dead"):
-                lost.result(60)
-        with pytest.raises(RuntimeError, match="forkserver is dead"):
+        assert waiting.result(60).correct  # beside the one that hangs again
+        wait_until(lambda: not any(map(is_alive, family)))
+        assert not running.done()
+        assert len(set(children(os.getpid())) - before) == 1
+    assert f"process {forkserver}, ended by signal 9" in caplog.text
+
+
+def test_a_worker_that_is_killed_from_outside_costs_no_answer(single):
+    pool, forkserver = single
+    running = pool.submit("\\boxed{0.75}", ("\\int_0^1 \\int_0^1 \\int_0^1 (x+y+z) dx dy dz",), "math")
+    wait_until(running.running)
+    for worker in children(forkserver):
+        os.kill(worker, signal.SIGKILL)
+    assert running.result(60).verdict == "symbolic"
+
+
+def test_fork_servers_that_end_again_and_again_are_an_error_in_words(monkeypatch):
+    monkeypatch.setattr(worker_pool, "MAX_SERVER_STARTS", 3)
+    before = set(children(os.getpid()))
+    with VerifierPool(1, 60.0) as pool:
+        for _ in range(3):
+            wait_until(lambda: len(set(children(os.getpid())) - before) == 1)
+            assert (
+                pool.submit(f"\\boxed{{{time.monotonic()}}}", HALF, "math").result(60).verdict == "symbolic"
+            )
+            os.kill(*(set(children(os.getpid())) - before), signal.SIGKILL)
+        lost = pool.submit(HANG, HALF, "math")
+        with pytest.raises(
+            RuntimeError, match=r"dead .it was started 3 times within 10 minutes; the last.*signal 9"
+        ):
+            lost.result(60)
+        with pytest.raises(RuntimeError, match="was started 3 times"):
             pool.submit("\\boxed{0.5}", HALF, "math")
         assert pool.submit("\\boxed{5}", ("5",), "math").result().correct
+
+
+def test_many_solutions_are_compared_in_a_worker_under_its_limit(pool):
+    wrong = tuple(f"\\frac{{{n}}}{{7}} + {n}" for n in range(1, 1001))
+    started = time.thread_time()
+    futures = [
+        pool.submit(f"\\boxed{{{answer}}}", (*wrong, "1/2"), "math") for answer in ("0.5", "1/2", "the half")
+    ]
+    assert time.thread_time() - started < 0.02 * len(wrong) / 1000 * len(futures)
+    assert futures[1].result(60).correct
+    huge = pool.submit("\\boxed{0.7}", tuple(f"\\sqrt{{{n}}}+x" for n in range(200_000)), "math")
+    assert huge.result(60).verdict == "timeout"
 
 
 def test_limits_that_cannot_be_are_refused():

@@ -61,6 +61,7 @@ def test_every_line_gets_its_verdict_in_order(tmp_path):
         ({"id": 1, "completion": 5, "solutions": ["x"]}, "completion must be a string"),
         ({"id": 1, "completion": "x", "solutions": "x"}, "solutions must be a list"),
         ({"id": 1, "completion": "x", "solutions": []}, "solutions must be a list"),
+        ({"id": 1, "completion": "x", "solutions": ["x"] * 1001}, "it has 1001 solutions; at most 1000"),
         ({"id": 1, "completion": "x", "solutions": ["x"], "task": "code"}, "task 'code' cannot be verified"),
     ],
 )

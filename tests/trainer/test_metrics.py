@@ -69,6 +69,27 @@ def test_rollout_metrics_by_hand(name: str, value: float):
     assert rollout_metrics(GROUPS)[name] == pytest.approx(value)
 
 
+def with_scores(*scores: Score) -> list[ScoredGroup]:
+    return [group(3, *((2, "stop", score) for score in scores))]
+
+
+def test_means_of_finite_numbers_are_finite():
+    huge = Score(1.5e308, True, "", "function", metrics=(("size", 1.7e308),))
+    metrics = rollout_metrics(with_scores(huge, huge, huge, huge))
+    assert metrics["reward/own/size"] == pytest.approx(1.7e308)
+    assert metrics["task_reward"] == metrics["rollout/rewards"] == pytest.approx(1.5e308)
+
+
+def test_names_of_a_function_are_bounded_and_told(caplog):
+    scores = [
+        Score(1.0, True, "", "function", metrics=tuple((f"of {n} {m}", 1.0) for m in range(40)))
+        for n in range(4)
+    ]
+    own = [name for name in rollout_metrics(with_scores(*scores)) if name.startswith("reward/own/")]
+    assert own == [f"reward/own/of {n} {m}" for n in range(2) for m in range(40)][:50]
+    assert "more than 50 names of metrics in a step" in caplog.text
+
+
 def test_idle_shares_of_engines_are_told_one_by_one_up_to_eight():
     # Two rollouts of 4 s and 1 s: the first engine idled 1 of 5 s, the second half a second.
     assert idle_metrics([[3.0, 4.0], [1.0, 0.5]]) == pytest.approx(

@@ -47,6 +47,13 @@ def test_a_resumed_run_goes_on_after_the_last_whole_line_and_replaces_steps(tmp_
     assert read_metrics(str(tmp_path)) == [{"step": 1.0, "a": 1.0}, {"step": 2.0, "a": 20.0}]
 
 
+def test_names_that_are_no_longer_written_can_be_read(tmp_path):
+    name = "reward/own/\ud800\x1b"
+    (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 1, name: "Infinity"}) + "\n")
+    assert keep_metrics(tmp_path, 5) == 1
+    assert read_metrics(str(tmp_path)) == [{"step": 1.0, name: math.inf}]
+
+
 def test_reading_names_what_is_wrong(tmp_path):
     with pytest.raises(ValueError, match="no such file"):
         read_metrics(str(tmp_path))

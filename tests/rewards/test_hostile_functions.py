@@ -1,0 +1,276 @@
+"""Reward functions that damage what they run in: each may spoil its own answer, no other, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from rlmath.rewards.fork_server import MAX_PROCESSES
+from rlmath.rewards.worker_pool import MAX_SERVER_DEATHS, VerifierPool
+from tests.rewards.test_worker_pool import children, is_alive, wait_until
+
+NAP = "86399.0625"
+"""Seconds that the functions' children sleep, by which they are found."""
+
+SOURCE = f"""
+import os, signal, subprocess, sys, threading, time
+
+hoard = []
+
+def reward(completion, solutions, row):
+    name, _, text = completion.partition(" ")
+    if name in globals():
+        globals()[name](text)
+    return float(len(completion)), {{"pid": os.getpid()}}
+
+def write_everywhere(content):
+    for fd in range(256):
+        try:
+            os.write(fd, content)
+        except OSError:
+            pass
+
+def garbage(text):
+    write_everywhere(b"what is this?\\n" * 100)
+
+def huge_length(text):
+    write_everywhere(b"\\x7f\\xff\\xff\\xff" + b"x" * 1000)
+
+def wrong_number(text):
+    reply = b'{{"id": 1, "reward": 9.0, "metrics": [], "failure": null, "message": ""}}'
+    write_everywhere(len(reply).to_bytes(4) + reply)
+
+def deep(text):
+    write_everywhere((200000).to_bytes(4) + b"[" * 200000)
+
+def late_garbage(text):
+    threading.Timer(0.1, garbage, [""]).start()
+
+def close_all(text):
+    os.closerange(0, 256)
+
+def leave_alarm(text):
+    signal.signal(signal.SIGUSR2, signal.SIG_DFL)
+    threading.Timer(0.1, os.kill, [os.getpid(), signal.SIGUSR2]).start()
+
+def wait(text):
+    time.sleep(float(text))
+
+def kill_parent(text):
+    os.kill(os.getppid(), 9)
+    time.sleep(60)
+
+def kill_group(text):
+    os.killpg(0, 9)
+
+def leave(text):
+    sys.exit(3)
+
+def nap():
+    return subprocess.Popen(["sleep", "{NAP}"])
+
+def eight(text):
+    for _ in range(8):
+        nap()
+
+def daemon(text):
+    if os.fork() == 0:
+        os.setsid()
+        if os.fork() == 0:
+            os.execvp("sleep", ["sleep", "{NAP}"])
+        os._exit(0)
+    os.wait()
+
+def late_subprocess(text):
+    try:
+        subprocess.run("sleep {NAP} & sleep {NAP}", shell=True, timeout=0.2)
+    except subprocess.TimeoutExpired:
+        pass
+
+def hang_with_children(text):
+    eight("")
+    time.sleep(1000)
+
+def terminate(text):
+    child = nap()
+    child.terminate()
+    assert child.wait(10) == -signal.SIGTERM
+
+def hold(text):
+    code = "import time; held = bytearray(b'x') * (700 * 2**20); time.sleep(1000)"
+    for child in [subprocess.Popen([sys.executable, "-c", code]) for _ in range(4)]:
+        child.wait()
+
+def bomb(text):
+    end = time.monotonic() + 10
+    while time.monotonic() < end:
+        try:
+            os.fork()
+        except OSError:
+            pass
+    os._exit(0)
+
+def leak(text):
+    hoard.append(bytearray(600 * 2**20))
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Iterator[Path]:
+    """The current folder, with hostile_rewards.py in it."""
+    place = tmp_path_factory.mktemp("hostile")
+    (place / "hostile_rewards.py").write_text(SOURCE)
+    before = os.getcwd()
+    os.chdir(place)
+    yield place
+    os.chdir(before)
+
+
+@pytest.fixture(scope="module")
+def pool(folder) -> Iterator[VerifierPool]:
+    """Of one worker, so that every answer follows another in it."""
+    with VerifierPool(1, 30.0, function="hostile_rewards:reward") as shared:
+        yield shared
+
+
+def ask(pool: VerifierPool, *completions: str) -> list:
+    futures = [pool.call(completion, [], {}) for completion in completions]
+    return [future.result(120) for future in futures]
+
+
+def naps() -> list[int]:
+    """The functions' children that are alive."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdecimal() and is_alive(int(entry.name)):
+            try:
+                if NAP.encode() in (entry / "cmdline").read_bytes():
+                    found.append(int(entry.name))
+            except OSError:
+                continue
+    return found
+
+
+def failures_among_others(said: list, hostile: int) -> list:
+    return [one for index, one in enumerate(said) if index != hostile and one.failure is not None]
+
+
+@pytest.mark.parametrize(
+    "name", ["garbage", "huge_length", "wrong_number", "deep", "close_all", "kill_group", "leave"]
+)
+def test_who_breaks_the_channel_breaks_its_own_answer_only(pool, name):
+    said = ask(pool, "one", "three", f"{name} now", "eleven", "fourteen")
+    assert said[2].failure == "error"
+    assert said[2].message
+    assert [one.reward for one in said[:2] + said[3:]] == [3.0, 5.0, 6.0, 8.0]
+
+
+@pytest.mark.parametrize("name", ["late_garbage", "leave_alarm"])
+def test_what_an_answer_leaves_behind_does_not_break_the_next(pool, name):
+    said = ask(pool, f"{name} now", "wait 0.5", "seven")
+    assert [one.reward for one in said] == [len(f"{name} now"), 8.0, 5.0]
+    assert not [one.message for one in said if one.failure]
+
+
+def test_memory_that_earlier_answers_hold_does_not_fail_the_next(pool):
+    said = ask(pool, *["leak now"] * 9)
+    assert [one.reward for one in said] == [8.0] * 9
+
+
+@pytest.mark.parametrize("name", ["eight", "daemon", "late_subprocess"])
+def test_processes_end_with_the_answer_that_started_them(pool, name):
+    said = ask(pool, f"{name} now", "seven")
+    assert [one.failure for one in said] == [None, None]
+    wait_until(lambda: not naps())
+
+
+def test_a_child_can_be_terminated(pool):
+    assert ask(pool, "terminate now")[0].failure is None
+
+
+def test_processes_end_with_the_time_limit_and_with_the_pool(folder):
+    with VerifierPool(1, 1.5, function="hostile_rewards:reward") as pool:
+        assert ask(pool, "hang_with_children now")[0].failure == "timeout"
+        wait_until(lambda: not naps())
+        asked = pool.call("hang_with_children now", [], {})
+        wait_until(lambda: len(naps()) == 8)
+    assert not naps()
+    assert asked.exception(10)
+
+
+def test_processes_end_with_a_trainer_that_is_killed(folder):
+    code = (
+        "import sys; from rlmath.rewards.worker_pool import VerifierPool\n"
+        "pool = VerifierPool(1, 60.0, function='hostile_rewards:reward')\n"
+        "pool.call('hang_with_children now', [], {}); sys.stdin.read()"
+    )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(folder), *sys.path])}
+    with subprocess.Popen(
+        [sys.executable, "-c", code], env=environment, stdin=subprocess.PIPE, start_new_session=True
+    ) as parent:
+        wait_until(lambda: len(naps()) == 8, 60.0)
+        os.killpg(parent.pid, signal.SIGKILL)
+    wait_until(lambda: not naps())
+
+
+def test_the_memory_limit_is_that_of_all_processes_together(pool):
+    said = ask(pool, "three", "hold now", "seven")
+    assert "together held more memory" in said[1].message
+    assert not failures_among_others(said, 1)
+
+
+def test_a_fork_bomb_ends_with_its_answer(pool):
+    before = len([entry for entry in os.listdir("/proc") if entry.isdecimal()])
+    started = time.monotonic()
+    said = ask(pool, "three", "bomb now", "seven")
+    assert f"more than {MAX_PROCESSES} processes" in said[1].message
+    assert not failures_among_others(said, 1)
+    wait_until(lambda: len([entry for entry in os.listdir("/proc") if entry.isdecimal()]) < before + 20)
+    assert time.monotonic() - started < 10  # the bomb's own end
+
+
+def test_a_fork_server_that_is_killed_in_the_middle_of_a_batch_changes_no_result(folder):
+    before = set(children(os.getpid()))
+    texts = [f"wait 0.0{n % 10}" for n in range(60)]
+    with VerifierPool(2, 30.0, function="hostile_rewards:reward") as pool:
+        futures = [pool.call(text, [], {}) for text in texts]
+        for count in (5, 20, 40):
+            futures[count].result(60)
+            (server,) = set(children(os.getpid())) - before
+            os.kill(server, signal.SIGKILL)
+        said = pool.results(futures)
+    assert [one.reward for one in said] == [float(len(text)) for text in texts]
+
+
+def test_an_answer_that_kills_the_fork_server_fails_alone(folder, caplog):
+    with VerifierPool(2, 30.0, function="hostile_rewards:reward") as pool:
+        said = ask(pool, "wait 0.3", "kill_parent now", "wait 0.2", "seven")
+    assert f"ended {MAX_SERVER_DEATHS} times" in said[1].message
+    assert [said[index].reward for index in (0, 2, 3)] == [8.0, 8.0, 5.0]
+    assert "another one is started" in caplog.text
+
+
+def test_children_of_a_killed_fork_server_end_too(folder):
+    before = set(children(os.getpid()))
+    with VerifierPool(1, 60.0, function="hostile_rewards:reward") as pool:
+        pool.call("hang_with_children now", [], {})
+        wait_until(lambda: len(naps()) == 8)
+        first = set(naps())
+        (server,) = set(children(os.getpid())) - before
+        os.kill(server, signal.SIGKILL)
+        wait_until(lambda: not first & set(naps()))
+
+
+def test_a_fork_server_that_cannot_start_is_an_error_in_words(folder):
+    (folder / "ends_at_import.py").write_text("import os\nos.kill(os.getpid(), 9)\n")
+    with VerifierPool(1, 5.0, function="ends_at_import:reward") as pool:
+        asked = pool.call("x", [], {})
+        with pytest.raises(RuntimeError, match=r"ended 3 times before it was ready; the last.*signal 9"):
+            asked.result(60)
