@@ -1,15 +1,15 @@
 """The process that forks the reward workers. Started by `worker_pool`, never imported by the trainer.
 
-It imports math-verify (and the user's reward function) once, warms it up, and then forks a worker in milliseconds on
-request. Messages go over one socket: "fork", with a file descriptor for the new worker's channel, is answered by
-"forked <id>"; "kill <id>" ends a worker and all that descends from it, and "lost <id>" does so with one that has closed
-its channel, unless it ends by itself. Of every worker that has ended the pool is told:
-"ended <id> <exit code> <why>", where why is "itself", "asked", "memory" or "processes". When the pool's process has
-ended, it ends its workers and exits.
+It imports math-verify once, warms it up, and then forks a worker in milliseconds on request. With a reward function
+it has a second process fork them, the template, in which alone the user's module is imported. Messages go over one
+socket: "fork", with a file descriptor for the new worker's channel, is answered by "forked <id>"; "kill <id>" ends a
+worker and all that descends from it, and "lost <id>" does so with one that has closed its channel, unless it ends by
+itself. Of every worker that has ended the pool is told: "ended <id> <exit code> <why>", where why is "itself",
+"asked", "memory" or "processes". When the pool's process has ended, it ends its workers and exits.
 
 A reward function may start processes. They are a tree below their worker, which adopts its orphans, and this process
-adopts those of workers that have ended; so what descends from here and belongs to no worker is left over, and is
-killed. The memory and number of a tree's processes are sampled.
+adopts those of workers that have ended; so a child that is neither worker nor template is left over, and is killed.
+The memory and number of a tree's processes are sampled.
 
 multiprocessing's forkserver is not used: its children import the trainer's main module again (torch, vLLM: many
 seconds for every replaced worker), and there is one per process, so its first user decides what it has loaded.
@@ -29,6 +29,7 @@ import resource
 import select
 import signal
 import socket
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -92,61 +93,70 @@ class WorkerSettings:
 class ForkServer:
     """Forks and kills workers on request until the parent has ended."""
 
-    def __init__(self, control: socket.socket, parent: int, settings: WorkerSettings) -> None:
+    def __init__(
+        self,
+        control: socket.socket,
+        parent: int,
+        settings: WorkerSettings,
+        run_worker: Callable[[int], NoReturn] | None = None,
+    ) -> None:
+        """Without `run_worker` another process forks the workers: the template, in which the user's module is imported.
+
+        Two processes, because one that has forked thousands waits for locks that it shares with them, and could not
+        count and kill them.
+        """
         self._control = control
         self._parent = parent
         self._settings = settings
-        self._starts_processes = settings.function is not None
+        self._run_worker = run_worker
         self._workers: dict[int, str] = {}
         """By process id: why it is being ended, "" while it is not."""
-        self._others = set(process_tree.children_by_parent().get(os.getpid(), []))
-        """What the user's module started when it was imported; ends with this process."""
-        self._niceness = os.getpriority(os.PRIO_PROCESS, 0)
+        self._template_pid, self._template = (0, None) if run_worker else _start_template(settings)
         self._sample_at = 0.0
         self._ended_pipe = os.pipe()
         for end in self._ended_pipe:
             os.set_blocking(end, False)
 
-    def serve(self, run_worker: Callable[[int], NoReturn]) -> None:
+    def serve(self) -> None:
         process_tree.adopt_orphans()
-        if self._starts_processes:
-            with contextlib.suppress(
-                PermissionError
-            ):  # without the right, as in most containers, it is an equal
-                os.setpriority(os.PRIO_PROCESS, 0, self._niceness + SERVER_NICENESS)
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.set_wakeup_fd(self._ended_pipe[1], warn_on_full_buffer=False)
         poll = select.poll()
         poll.register(self._control, select.POLLIN)
         poll.register(self._ended_pipe[0], select.POLLIN)
-        interval = SAMPLE_SECONDS if self._starts_processes else PARENT_CHECK_SECONDS
-        self._control.send(b"ready")
-        while os.getppid() == self._parent:
+        if self._template is None:
+            self._control.send(b"ready")
+        else:
+            poll.register(self._template, select.POLLIN)
+            with contextlib.suppress(
+                PermissionError
+            ):  # without the right, as in most containers, it is an equal
+                os.setpriority(os.PRIO_PROCESS, 0, os.getpriority(os.PRIO_PROCESS, 0) + SERVER_NICENESS)
+        interval = PARENT_CHECK_SECONDS if self._template is None else SAMPLE_SECONDS
+        is_asked = True
+        while is_asked and os.getppid() == self._parent:
             ready = {fd for fd, _ in poll.poll(interval * 1000)}
             if self._ended_pipe[0] in ready:
                 os.read(self._ended_pipe[0], 4096)
-            if self._control.fileno() in ready and not self._handle_request(run_worker):
+            if self._template is not None and self._template.fileno() in ready:
+                is_asked = self._handle_template(self._template)
+            if self._control.fileno() in ready and not self._handle_request():
                 break
-            if self._reap() and self._starts_processes:
+            if self._reap() and self._template is not None:
                 self._sweep(SWEEP_SECONDS)
-            if self._starts_processes and time.monotonic() >= self._sample_at:
+            if self._template is not None and time.monotonic() >= self._sample_at:
                 self._sample()
         self._sweep(CLOSE_SECONDS, keep_known=False)
 
-    def _handle_request(self, run_worker: Callable[[int], NoReturn]) -> bool:
+    def _handle_request(self) -> bool:
         """Whether there was one: none when the pool has closed its end."""
         message, fds, _, _ = socket.recv_fds(self._control, 64, 1)
         if message == b"fork":
-            child = os.fork()
-            if child == 0:
-                signal.set_wakeup_fd(-1)
-                for fd in (*self._ended_pipe, self._control.detach()):
-                    os.close(fd)
-                os.setpriority(os.PRIO_PROCESS, 0, self._niceness)
-                run_worker(fds[0])
+            if self._template is None:
+                self._fork(fds[0])
+            else:
+                socket.send_fds(self._template, [b"fork"], fds)
             os.close(fds[0])
-            self._workers[child] = ""
-            self._control.send(f"forked {child}".encode())
         elif message:
             verb, worker = message.split()
             end = time.monotonic() + (DYING_SECONDS if verb == b"lost" else 0.0)
@@ -155,11 +165,44 @@ class ForkServer:
             self._kill(int(worker), "asked")
         return bool(message)
 
+    def _fork(self, channel: int) -> None:
+        child = os.fork()
+        if child == 0:
+            assert self._run_worker is not None
+            signal.set_wakeup_fd(-1)
+            for fd in (*self._ended_pipe, self._control.detach()):
+                os.close(fd)
+            self._run_worker(channel)
+        self._add_worker(child)
+
+    def _handle_template(self, template: socket.socket) -> bool:
+        """False where it has ended, or sends what it should not."""
+        message = template.recv(4096)
+        if message.isdigit():
+            self._add_worker(int(message))
+            template.send(b"known")
+        elif message == b"ready" or message.startswith(b"failed: "):
+            self._control.send(message)
+        else:
+            what = "sent what it should not" if message else f"ended with {self._end_of_template()}"
+            self._control.send(f"lost: its process that imports reward.function {what}".encode())
+            return False
+        return True
+
+    def _end_of_template(self) -> str:
+        _, status = os.waitpid(self._template_pid, 0)
+        code = os.waitstatus_to_exitcode(status)
+        return f"signal {-code}" if code < 0 else f"exit code {code}"
+
+    def _add_worker(self, pid: int) -> None:
+        self._workers[pid] = ""
+        self._control.send(f"forked {pid}".encode())
+
     def _kill(self, worker: int, why: str, children: Mapping[int, list[int]] | None = None) -> None:
         if worker not in self._workers:
             return
         self._workers[worker] = self._workers[worker] or why
-        if self._starts_processes:
+        if self._template is not None:
             process_tree.kill_trees([worker], children or process_tree.children_by_parent())
         else:
             os.kill(worker, signal.SIGKILL)
@@ -185,7 +228,7 @@ class ForkServer:
         end = time.monotonic() + seconds
         while time.monotonic() < end:
             children = process_tree.children_by_parent()
-            known = {*self._workers, *self._others} if keep_known else set()
+            known = {*self._workers, self._template_pid} if keep_known else set()
             left = [pid for pid in children.get(os.getpid(), []) if pid not in known]
             if not left:
                 return
@@ -210,10 +253,48 @@ class ForkServer:
         )
 
 
-def _run_worker(channel_fd: int, settings: WorkerSettings, function: Callable | None) -> NoReturn:
-    """A worker's main loop: one JSON request in, one JSON result out, until the pool closes the channel."""
+def _start_template(settings: WorkerSettings) -> tuple[int, socket.socket]:
+    """(its process id, its socket)."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    arguments = [str(theirs.fileno()), str(os.getpid()), settings.as_json(), "template"]
+    with theirs:
+        command = [sys.executable, "-m", "rlmath.rewards.fork_server", *arguments]
+        process = subprocess.Popen(command, pass_fds=[theirs.fileno()])
+    return process.pid, ours
+
+
+def _serve_template(server: socket.socket, parent: int, run_worker: Callable[[int], NoReturn]) -> None:
+    """Fork workers that become children of the fork server: each by a process between, which ends once the fork server
+    knows the worker, so that it does not take it for left over."""
+    end_with_parent(parent)
+    server.send(b"ready")
+    while True:
+        message, fds, _, _ = socket.recv_fds(server, 64, 1)
+        if not message:
+            return
+        between = os.fork()
+        if between == 0:
+            between = os.getpid()
+            worker = os.fork()
+            if worker:
+                server.send(str(worker).encode())
+                server.recv(64)
+                os._exit(0)
+            server.close()
+            while os.getppid() == between:
+                time.sleep(process_tree.SWEEP_PAUSE_SECONDS)
+            run_worker(fds[0])
+        os.close(fds[0])
+        os.waitpid(between, 0)
+
+
+def _run_worker(
+    channel_fd: int, parent: int, settings: WorkerSettings, function: Callable | None
+) -> NoReturn:
+    """A worker's main loop: one JSON request in, one JSON result out, until the pool closes the channel. `parent` is
+    the fork server's process id."""
     try:
-        end_with_parent(os.getppid())
+        end_with_parent(parent)
         os.setsid()  # a signal that the function sends to its own group reaches nobody else
         process_tree.adopt_orphans()
         _reset_signals()
@@ -305,27 +386,39 @@ def _limit_request(seconds: float) -> None:
 
 
 def main() -> None:
-    control_fd, parent, settings_json = sys.argv[1:]
+    socket_fd, parent, settings_json, *role = sys.argv[1:]
     settings = WorkerSettings.from_json(settings_json)
-    # Sent to the whole process group by Ctrl-C and by torchrun; only the pool ends this process.
+    # Sent to all processes of a job by a cluster, by Ctrl-C and by torchrun; only the pool ends this process.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
     # math-verify warns that its time limits are off, and logs what it cannot parse.
     logging.disable(logging.CRITICAL)
-    with socket.socket(fileno=int(control_fd)) as control:
-        try:
-            function = load_function(settings.function) if settings.function else None
-        except ValueError as error:
-            control.send(f"failed: {error}".encode()[:2000])
-            return
-        if function is None:
+    with socket.socket(fileno=int(socket_fd)) as channel:
+        if role:
+            _be_template(channel, int(parent), settings)
+        elif settings.function is not None:
+            ForkServer(channel, int(parent), settings).serve()
+        else:
             # Import math-verify and warm up both parsers before the fork; the integral is for math-verify.
             verify_by_parser("\\frac{1}{2}", ("x^2", "\\{1,2\\}", "\\int_0^1 x dx"))
             assert "math_verify" in sys.modules
-        gc.collect()
-        gc.freeze()
-        server = ForkServer(control, int(parent), settings)
-        server.serve(lambda channel: _run_worker(channel, settings, function))
+            gc.collect()
+            gc.freeze()
+            run_worker = partial(_run_worker, parent=os.getpid(), settings=settings, function=None)
+            ForkServer(channel, int(parent), settings, run_worker).serve()
+
+
+def _be_template(server: socket.socket, parent: int, settings: WorkerSettings) -> None:
+    assert settings.function is not None
+    try:
+        function = load_function(settings.function)
+    except ValueError as error:
+        server.send(f"failed: {error}".encode()[:2000])
+        return
+    gc.collect()
+    gc.freeze()
+    run_worker = partial(_run_worker, parent=parent, settings=settings, function=function)
+    _serve_template(server, parent, run_worker)
 
 
 if __name__ == "__main__":

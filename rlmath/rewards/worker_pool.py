@@ -650,6 +650,8 @@ class VerifierPool:
             raise _ServerLost(f"cannot be reached ({error.strerror})") from None
         if not message:
             raise _ServerLost("has ended")
+        if message.startswith(b"lost: "):
+            raise _ServerLost(f"cannot go on: {message[6:].decode(errors='replace')}")
         return message
 
     def _shut_down(self, reason: str) -> None:
