@@ -15,8 +15,8 @@ from rlmath.rewards.fork_server import MAX_PROCESSES
 from rlmath.rewards.worker_pool import MAX_SERVER_DEATHS, VerifierPool
 from tests.rewards.test_worker_pool import children, is_alive, wait_until
 
-NAP = "86399.0625"
-"""Seconds that the functions' children sleep, by which they are found."""
+NAP = f"86399.{os.getpid()}1"
+"""Seconds that the functions' children sleep, by which those of this session are found."""
 
 SOURCE = f"""
 import mmap, os, signal, subprocess, sys, threading, time
