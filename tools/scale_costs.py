@@ -9,7 +9,7 @@ import contextlib
 import math
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from unittest import mock
 
 import torch.distributed as dist
@@ -20,6 +20,7 @@ from rlmath.data.seqlen_balancing import plan_minibatches, training_cost
 from rlmath.distributed.fault_tolerance.failure import RankStatus, Shutdown
 from rlmath.distributed.fault_tolerance.heartbeat import watched
 from rlmath.distributed.mesh import Mesh
+from rlmath.distributed.signed_store import SignedStore
 from rlmath.rollout.weight_sync.reshard_plan import plan_cell, rank_rounds
 from rlmath.rollout.weight_sync.shard_layouts import training_layout
 from tools.scale_rollout import SEED, CountingStore, Figures, lengths
@@ -112,14 +113,16 @@ def heartbeat(ranks: int) -> Figures:
         0, "node-0000.cluster", home, 4711, "123456789", "rollout", 31.5, 99, 999, 9999, False
     )
     store = CountingStore()
+    signed = SignedStore(store, f"rlmath/heartbeat/{'0' * 32}", b"secret")
     for rank in range(ranks):
-        store.set(f"status/{rank}", replace(status, rank=rank).as_json())
+        signed.set(f"status/{rank}", asdict(replace(status, rank=rank)))
+    size = store.bytes // ranks
     store.requests.clear()
     store.bytes = 0
     seen = [len(watched(rank, ranks, NODE)) for rank in range(ranks)]
-    # A beat writes the own status, looks for the failure, reads the watched ranks' statuses and adds to the progress.
-    requests, size = sum(3 + count for count in seen), len(status.as_json())
-    Shutdown("", 0, ranks).statuses(store)
+    # A beat writes the own status, looks for the failure, reads the watched ranks' statuses, writes and reads progress.
+    requests = sum(4 + count for count in seen)
+    Shutdown("", 0, ranks).statuses(signed)
     return {
         "heart_requests_a_beat": requests,
         "heart_bytes_a_beat": sum(size * (1 + count) for count in seen),

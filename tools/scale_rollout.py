@@ -18,6 +18,7 @@ import torch.distributed as dist
 from rlmath.algorithms.types import Completion, Score
 from rlmath.distributed.collectives import gathered_bytes
 from rlmath.distributed.mesh import Mesh
+from rlmath.distributed.signed_store import SignedStore
 from rlmath.rollout.sampling import Load, Request, RequestResult
 from rlmath.rollout.work_queue import WorkQueue
 from tools.bench_packing import PROMPT_MEAN, draw_lengths
@@ -55,6 +56,11 @@ class CountingStore(dist.Store):
         value = self._inner.get(key)
         self._count("get", key, value)
         return value
+
+    def compare_set(self, key: str, expected: bytes, desired: bytes) -> bytes:
+        found = self._inner.compare_set(key, expected, desired)  # type: ignore[arg-type]
+        self._count("compare_set", key, expected, desired, found)
+        return found
 
     def add(self, key: str, amount: int) -> int:
         self._count("add", key, b"8 bytes.")
@@ -109,7 +115,10 @@ def draw_rollout(engines: int, samples: int) -> Drawn:
     inner = dist.HashStore()
     stores = [CountingStore(inner) for _ in range(engines)]
     places = max(1, samples // engines)
-    work_queue = [WorkQueue(store, rows, Mesh(e, engines, 1, 1, 1), places) for e, store in enumerate(stores)]
+    work_queue = [
+        WorkQueue(SignedStore(store, "rollout/0", b"secret"), rows, Mesh(e, engines, 1, 1, 1), places)
+        for e, store in enumerate(stores)
+    ]
     tokens = _play(work_queue)
     for one in work_queue:
         one.close()

@@ -2,23 +2,44 @@
 
 from __future__ import annotations
 
+import hmac
 import pickle
+import secrets
 from collections.abc import Mapping, Sequence
 from typing import TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from rlmath.distributed.signed_store import SignedStore, environment_secret
+
 T = TypeVar("T")
 
 
-def shared_store(name: str) -> dist.Store:
-    """The key-value store of the run's process group; its keys are separate for each `name`.
+_run_stores: WeakKeyDictionary[dist.ProcessGroup, SignedStore] = WeakKeyDictionary()
 
-    Waiting for a key ends after the process group's timeout with `dist.DistStoreError`.
-    """
-    return dist.PrefixStore(f"rlmath/{name}", distributed_c10d._get_default_store())
+
+def run_store() -> SignedStore:
+    """This run's values in the store of its process group. The first call is a collective: the ranks share a secret."""
+    group = dist.group.WORLD
+    if group not in _run_stores:
+        secret = new_secret()
+        _run_stores[group] = SignedStore(distributed_c10d._get_default_store(), "rlmath", secret)
+    return _run_stores[group]
+
+
+def new_secret() -> bytes:
+    """A random secret of all ranks, which passes over the connections of the process group and not through the store.
+    A collective."""
+    shared = broadcast_from_rank_zero(secrets.token_bytes(32))
+    return hmac.digest(environment_secret(), shared, "sha256")
+
+
+def shared_store(name: str) -> SignedStore:
+    """The values of this run whose keys begin with `name`."""
+    return run_store().under(name)
 
 
 def all_gather_objects(mine: T) -> list[T]:

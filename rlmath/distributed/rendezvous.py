@@ -4,27 +4,31 @@ and over which network interface.
 torchrun starts ranks once all nodes have joined its own rendezvous. From then on a rank may still be late, find a
 mistake that only its node has, or never start; a process group would wait for it without naming it.
 
-    every rank    registers as soon as its program runs                       info/<rank>, a ticket
-    rank 0        answers every ticket with the name of this start            start/<ticket>
+    every rank    registers as soon as its program runs                       info/<rank>
+    rank 0        publishes the name of this start                            start
     every rank    calls `sync` with its report                                <start>/<name>/<rank>
     rank 0        waits until all reports are there, or the time is up,
                   and publishes the result                                    <start>/<name>/result
 
 torchrun keeps the store when it restarts its ranks (--max-restarts), and its TORCHELASTIC_RESTART_COUNT differs from
-node to node (pytorch/pytorch issue 108158). So the name of a start is rank 0's ticket, which is unique, and what an
-earlier start left is never taken for an answer. Messages and bytes grow linearly with the number of ranks.
+node to node (pytorch/pytorch issue 108158). So a report has a word that its rank has made up, and a rank believes only
+a result that repeats it: what an earlier start left is never taken for an answer.
+
+Strangers may write to the store (`signed_store`). What is not signed is as good as not there, and every rank repeats
+what it has written until it is answered: a value that was written over or deleted is soon there again. Messages and
+bytes grow linearly with the number of ranks.
 """
 
 from __future__ import annotations
 
 import ipaddress
-import json
 import logging
 import os
+import secrets
 import socket
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 
 import psutil
@@ -38,17 +42,21 @@ from rlmath.distributed.ranks import (
     ranks_text,
     this_rank,
 )
+from rlmath.distributed.signed_store import SignedStore, record_of, remove_start_secret, start_secret
 
 logger = logging.getLogger(__name__)
 
 LOOPBACK = "127.0.0.1"
 POLL_SECONDS = 0.1
+SLOWEST_POLL_SECONDS = 0.5
+REPEAT_SECONDS = 1.0
+"""How often a rank writes again what has not been answered."""
 PROBLEM_SECONDS = 10.0
 """How long rank 0 waits for further problems after the first one."""
 FIRST_LOG_SECONDS = 30.0
 """Rank 0 logs which ranks are missing after so long, and again whenever that time has doubled."""
 READ_SECONDS = 5.0
-"""How long rank 0 waits for the others to read a result that ends the run."""
+"""How long rank 0 waits for the others to read a result."""
 SLACK_SECONDS = 30.0
 """How much longer than rank 0 the others wait for the result."""
 
@@ -61,19 +69,50 @@ CheckReports = Callable[[Mapping[int, RankReport]], RendezvousResult]
 """Runs on rank 0 with the reports of all ranks."""
 
 
+@dataclass(frozen=True)
+class _Entry:
+    """What a rank publishes at a sync."""
+
+    word: str
+    """It is new in every start of the rank."""
+    report: dict
+
+    def checked(self) -> RankReport | None:
+        return record_of(RankReport, self.report)
+
+
+@dataclass(frozen=True)
+class _Outcome:
+    """What rank 0 publishes at a sync."""
+
+    words: list
+    """Of the ranks whose reports it has read."""
+    result: dict
+
+
+@dataclass
+class _Arrived:
+    """The ranks whose reports rank 0 has read."""
+
+    reports: dict[int, RankReport]
+    words: list[str] = field(default_factory=list)
+
+
 class Rendezvous:
     """One per rank, from the start of its program until the process group exists."""
 
-    def __init__(self, own: RankInfo, store: dist.Store) -> None:
-        """Register this rank. RuntimeError where the store does not answer."""
+    def __init__(self, own: RankInfo, store: dist.Store, secret: bytes = b"") -> None:
+        """Register this rank; all ranks have the same `secret`. RuntimeError where the store does not answer."""
         self.rank_info = own
         self._whole_store = store
-        self._store = dist.PrefixStore("rlmath/rendezvous", store)
-        self._ticket = self._store.add("tickets", 1)
-        self._store.set(f"info/{own.rank}", json.dumps(asdict(own)))
-        self._start = str(self._ticket) if own.rank == 0 else None
-        self._answered = 0
+        self._store = SignedStore(store, "rlmath/rendezvous", secret)
+        self._word = secrets.token_hex(8)
+        self._store.set(f"info/{own.rank}", asdict(own))
+        self._start: str | None = None
         self._ranks_store: dist.Store | None = None
+        if own.rank == 0:
+            self._start = secrets.token_hex(8)
+            self._store.set("start", self._start)
 
     def sync(self, name: str, report: RankReport, seconds: float, check: CheckReports) -> None:
         """Wait for all ranks; each of them calls it, with the same name, a new one each time.
@@ -94,6 +133,7 @@ class Rendezvous:
                 f"{self.rank_info} lost the run's key-value store at the start: the launcher of the first node or the "
                 f"node has ended (look at its log), or the network to it is cut. {str(error).splitlines()[0]}"
             ) from error
+        remove_start_secret()  # all have read it
         if result.error is not None:
             raise (ValueError if result.is_mistake else MissingRanksError)(result.error)
 
@@ -104,7 +144,7 @@ class Rendezvous:
         try:
             key = f"{self._start}/failure/{self.rank_info.rank}"
             self._store.set(key, f"{self.rank_info} failed: {reason}")
-            self._store.add(f"{self._start}/problems", 1)
+            self._store.set(f"{self._start}/problem", self.rank_info.rank)
         except RuntimeError as error:
             logger.debug("the failure could not be reported: %s", error)
 
@@ -142,80 +182,112 @@ class Rendezvous:
     # ------------------------------------------------------------ other ranks
 
     def _participate(self, name: str, report: RankReport, seconds: float) -> RendezvousResult:
+        entry = asdict(_Entry(self._word, asdict(report)))
         patience = seconds + SLACK_SECONDS
-        if self._start is None:
-            self._start = self._wait(f"start/{self._ticket}", patience).decode()
-        self._store.set(f"{self._start}/{name}/{self.rank_info.rank}", json.dumps(asdict(report)))
-        if report.problem is not None:
-            self._store.add(f"{self._start}/problems", 1)
-        self._store.add(f"{self._start}/{name}/here", 1)
-        # From then on rank 0 waits for others as long as this rank has waited for it.
-        self._wait(f"{self._start}/{name}/open", patience)
-        result = RendezvousResult(**json.loads(self._wait(f"{self._start}/{name}/result", patience)))
-        self._store.add(f"{self._start}/{name}/read", 1)
-        return result
+        started = time.monotonic()
+        deadline, opened, written, written_at = started + patience, None, None, 0.0
+        while (now := time.monotonic()) < deadline:
+            # Until its first result a rank cannot know whether the name is that of this start.
+            start = self._start or self._store.get("start")
+            if isinstance(start, str):
+                at = f"{start}/{name}"
+                if written != start or now - written_at >= REPEAT_SECONDS:
+                    written, written_at = start, now
+                    self._store.set(f"{at}/{self.rank_info.rank}", entry)
+                    if report.problem is not None:
+                        self._store.set(f"{start}/problem", self.rank_info.rank)
+                if opened != start and self._store.get(f"{at}/open") is not None:
+                    # From now on rank 0 waits for others as long as this rank has waited for it.
+                    opened, deadline = start, now + patience
+                if (result := self._answer(at)) is not None:
+                    self._start = start
+                    self._store.set(f"{at}/read/{self.rank_info.rank}", self._word)
+                    return result
+            time.sleep(min(SLOWEST_POLL_SECONDS, max(POLL_SECONDS / 4, (now - started) / 10)))
+        head = self._known_ranks().get(0)
+        where = f"rank 0 on {head.host} (pid {head.pid})" if head else "rank 0, which never registered"
+        raise MissingRanksError(
+            f"{self.rank_info} waited {seconds:.0f} s at the start for {where} "
+            f"(run.start_timeout_seconds); look at the log of the first node{self._foreign_text()}"
+        )
 
-    def _wait(self, key: str, seconds: float) -> bytes:
-        try:
-            self._store.wait([key], timedelta(seconds=seconds))
-        except dist.DistStoreError as error:
-            head = self._known_ranks().get(0)
-            where = f"rank 0 on {head.host} (pid {head.pid})" if head else "rank 0, which never registered"
-            raise MissingRanksError(
-                f"{self.rank_info} waited {seconds:.0f} s at the start for {where} "
-                "(run.start_timeout_seconds); look at the log of the first node"
-            ) from error
-        return self._store.get(key)
+    def _answer(self, at: str) -> RendezvousResult | None:
+        """The result, if rank 0 has read this rank's report before."""
+        outcome = record_of(_Outcome, self._store.get(f"{at}/result"))
+        if outcome is None or self._word not in outcome.words:
+            return None
+        return record_of(RendezvousResult, outcome.result)
+
+    def _foreign_text(self) -> str:
+        """For a rank that misses others: why that may be."""
+        return (
+            ". The store holds values that this rank cannot verify: RLMATH_STORE_SECRET must be the same on all nodes, "
+            "and only they may reach the store's port (docs/clusters.md, Trusted network)"
+            if self._store.found_foreign
+            else ""
+        )
 
     # ------------------------------------------------------------ rank 0
 
     def _coordinate(
         self, name: str, report: RankReport, seconds: float, check: CheckReports
     ) -> RendezvousResult:
-        self._store.set(f"{self._start}/{name}/open", "")
-        here = self._wait_for_reports(name, report.problem is not None, seconds)
-        texts = self._store.multi_get([f"{self._start}/{name}/{rank}" for rank in here]) if here else []
-        reports = {0: report} | {
-            rank: RankReport(**json.loads(text)) for rank, text in zip(here, texts, strict=True)
-        }
-        result = self._result_of(reports, seconds, check)
-        self._store.set(f"{self._start}/{name}/result", json.dumps(asdict(result)))
-        if result.error is not None:  # the store ends soon after this rank
-            deadline, readers = time.monotonic() + READ_SECONDS, f"{self._start}/{name}/read"
-            while self._store.add(readers, 0) < len(here) and time.monotonic() < deadline:
-                time.sleep(POLL_SECONDS)
-        return result
+        at = f"{self._start}/{name}"
+        arrived = self._wait_for_reports(at, report, seconds)
+        result = self._result_of(arrived.reports, seconds, check)
+        outcome = asdict(_Outcome(arrived.words, asdict(result)))
+        readers = [f"{at}/read/{rank}" for rank in arrived.reports if rank != 0]
+        deadline = time.monotonic() + READ_SECONDS
+        while True:
+            self._store.set(f"{at}/result", outcome)
+            if len(self._store.get_all(readers)) == len(readers) or time.monotonic() >= deadline:
+                return result
+            time.sleep(POLL_SECONDS / 2)
 
-    def _wait_for_reports(self, name: str, problem: bool, seconds: float) -> list[int]:
-        """The other ranks whose reports are there: all, or those at the timeout."""
-        started, next_log = time.monotonic(), FIRST_LOG_SECONDS
+    def _wait_for_reports(self, at: str, own: RankReport, seconds: float) -> _Arrived:
+        """The reports that are there: all, or those at the timeout."""
+        arrived, problem = _Arrived({0: own}), own.problem is not None
+        started, next_log, repeated_at = time.monotonic(), FIRST_LOG_SECONDS, 0.0
         deadline = started + seconds
         while True:
-            tickets = self._store.add("tickets", 0)
-            for ticket in range(self._answered + 1, tickets + 1):
-                self._store.set(f"start/{ticket}", self._start or "")
-            self._answered = tickets
-            here = 1 + self._store.add(f"{self._start}/{name}/here", 0)
-            passed = time.monotonic() - started
-            if here == self.rank_info.world_size:
-                return list(range(1, here))
-            problem = problem or self._store.add(f"{self._start}/problems", 0) > 0
+            now = time.monotonic()
+            if now - repeated_at >= REPEAT_SECONDS:
+                repeated_at = now
+                self._store.set("start", self._start)
+                self._store.set(f"{at}/open", True)
+            missing = self._still_missing(arrived)
+            if not missing or self._store.all_there([f"{at}/{rank}" for rank in missing]):
+                self._read_reports(at, arrived)
+            if len(arrived.reports) == self.rank_info.world_size:
+                return arrived
+            problem = problem or self._store.get(f"{self._start}/problem") is not None
             if problem:
-                deadline = min(deadline, started + passed + PROBLEM_SECONDS)
-            if started + passed >= deadline:
-                return self._ranks_here(name)
-            if passed >= next_log:
+                deadline = min(deadline, now + PROBLEM_SECONDS)
+            if now >= deadline:
+                self._read_reports(at, arrived)
+                return arrived
+            if now - started >= next_log:
                 next_log *= 2
-                arrived = [0, *self._ranks_here(name)]
+                self._read_reports(at, arrived)
                 logger.info(
-                    f"{len(arrived)} of {self.rank_info.world_size} ranks are here after {passed:.0f} s, until "
-                    f"{seconds:.0f} s (run.start_timeout_seconds) the run waits for {self._missing(arrived)}"
+                    f"{len(arrived.reports)} of {self.rank_info.world_size} ranks are here after "
+                    f"{now - started:.0f} s, until {seconds:.0f} s (run.start_timeout_seconds) the run waits for "
+                    f"{self._missing(list(arrived.reports))}{self._foreign_text()}"
                 )
             time.sleep(POLL_SECONDS)
 
-    def _ranks_here(self, name: str) -> list[int]:
-        others = range(1, self.rank_info.world_size)
-        return [rank for rank in others if self._store.check([f"{self._start}/{name}/{rank}"])]
+    def _still_missing(self, arrived: _Arrived) -> list[int]:
+        return [rank for rank in range(self.rank_info.world_size) if rank not in arrived.reports]
+
+    def _read_reports(self, at: str, arrived: _Arrived) -> None:
+        """Add the reports that have come."""
+        keys = {f"{at}/{rank}": rank for rank in self._still_missing(arrived)}
+        for key, value in self._store.get_all(list(keys)).items():
+            entry = record_of(_Entry, value)
+            report = None if entry is None else entry.checked()
+            if entry is not None and report is not None:
+                arrived.reports[keys[key]] = report
+                arrived.words.append(entry.word)
 
     def _result_of(
         self, reports: Mapping[int, RankReport], seconds: float, check: CheckReports
@@ -223,15 +295,16 @@ class Rendezvous:
         problems = {rank: one.problem for rank, one in reports.items() if one.problem is not None}
         if problems:
             return RendezvousResult(problems_text(problems, reports), is_mistake=True)
-        if self._store.add(f"{self._start}/problems", 0) > 0:
-            keys = [f"{self._start}/failure/{rank}" for rank in range(self.rank_info.world_size)]
-            failures = [self._store.get(key).decode() for key in keys if self._store.check([key])]
-            return RendezvousResult("; ".join(failures[:4]))
+        keys = [f"{self._start}/failure/{rank}" for rank in range(self.rank_info.world_size)]
+        if self._store.get(f"{self._start}/problem") is not None:
+            failures = [text for text in self._store.get_all(keys).values() if isinstance(text, str)]
+            if failures:
+                return RendezvousResult("; ".join(failures[:4]))
         if len(reports) < self.rank_info.world_size:
             return RendezvousResult(
                 f"{len(reports)} of {self.rank_info.world_size} ranks are at the start after {seconds:.0f} s "
                 f"(run.start_timeout_seconds). Missing: {self._missing(list(reports))}. Look at the logs of those "
-                "nodes; where they only need longer, raise run.start_timeout_seconds"
+                f"nodes; where they only need longer, raise run.start_timeout_seconds{self._foreign_text()}"
             )
         return check(reports)
 
@@ -250,8 +323,9 @@ class Rendezvous:
     def _known_ranks(self) -> dict[int, RankInfo]:
         """The ranks that have registered, in this start or an earlier one."""
         keys = [f"info/{rank}" for rank in range(self.rank_info.world_size)]
-        infos = [RankInfo(**json.loads(self._store.get(key))) for key in keys if self._store.check([key])]
-        return {info.rank: info for info in infos}
+        found = self._store.get_all(keys).items()
+        infos = [(key, info) for key, value in found if (info := record_of(RankInfo, value)) is not None]
+        return {info.rank: info for key, info in infos if key == f"info/{info.rank}"}
 
 
 def open_rendezvous(seconds: float) -> Rendezvous | None:
@@ -270,7 +344,7 @@ def open_rendezvous(seconds: float) -> Rendezvous | None:
             wait_for_workers=False,
             multi_tenant=True,
         )
-        return Rendezvous(own, store)
+        return Rendezvous(own, store, start_secret(own.several_nodes))
     except RuntimeError as error:
         raise MissingRanksError(
             f"{own} does not reach the key-value store of the run at {address}:{port} within {seconds:.0f} s. "

@@ -14,21 +14,21 @@ An engine pops as long as vLLM has a free place for a sequence, and nothing beyo
 pop. Before its first completion it pops no more than an even share of the first samples: another engine may still be
 waking up.
 
-The counters and the marks of taken items are in a store that all ranks reach. One rank of each engine pops, and
-publishes what it popped; the others read it at the same point, as all of them run vLLM's scheduler in lockstep.
+The counters and the marks of taken items are signed values in a store that all ranks reach. A stranger who deletes or
+replaces them there can only make two engines sample the same item, which gives the same completions: none is lost. One
+rank of each engine pops; the others get what it popped at the same point, as all of them run vLLM's scheduler in
+lockstep, and not through the store.
 """
 
 # Shape legend: P prompts, G samples per prompt.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
-import torch.distributed as dist
-
 from rlmath.distributed.mesh import Mesh
+from rlmath.distributed.signed_store import SignedStore
 from rlmath.rollout.sampling import Load, Request, RequestResult
 
 
@@ -39,6 +39,17 @@ class WorkItem(NamedTuple):
     is_remaining: bool
 
 
+Share = Callable[[list[WorkItem]], list[WorkItem]]
+"""Gives all ranks of an engine the items that its first rank has popped."""
+
+
+def share_in_engine(items: list[WorkItem]) -> list[WorkItem]:
+    """Over the process group of this rank's vLLM engine. A collective."""
+    from vllm.distributed.parallel_state import get_tp_group
+
+    return get_tp_group().broadcast_object(items, src=0)
+
+
 class WorkQueue:
     """The requests of one rollout as they are popped for the engine of this rank; a source for `Engine.generate`.
 
@@ -46,31 +57,36 @@ class WorkQueue:
     """
 
     def __init__(
-        self, store: dist.Store, requests_PG: Sequence[Sequence[Request]], mesh: Mesh, max_num_seqs: int
+        self,
+        store: SignedStore,
+        requests_PG: Sequence[Sequence[Request]],
+        mesh: Mesh,
+        max_num_seqs: int,
+        share: Share = share_in_engine,
     ) -> None:
-        """`max_num_seqs`: most sequences that one engine decodes at a time. A request's key starts with its P."""
-        self._store = store
+        """`max_num_seqs`: most sequences that one engine decodes at a time. A request's key starts with its P. `share`
+        is called where an engine has several ranks."""
         self._requests_PG = requests_PG
         self._mesh = mesh
         self._capacity = max_num_seqs
+        self._share = share
         self._items = _EngineItems(store, [len(row) > 1 for row in requests_PG], mesh)
-        self._pops = 0
+        self._popped_any = False
         self._finished_any = False
         self._empty = False
 
     def pop(self, load: Load) -> list[Request]:
-        """The requests to add before the engine's next step.
-
-        RuntimeError where the rank that pops for this engine publishes nothing within the store's timeout.
-        """
+        """The requests to add before the engine's next step."""
         self._items.steps += 1
-        first = self._pops == 0
+        first = not self._popped_any
         full = load.in_flight >= self._capacity or load.waiting > 0
         if self._empty or not (first or (self._finished_any and not full)):
             return []
         free = self._capacity - load.in_flight
-        items = self._pop_and_publish(free, first) if self._mesh.is_engine_leader else self._read()
-        self._pops += 1
+        items = self._pop_items(free, first) if self._mesh.is_engine_leader else []
+        if self._mesh.engine_size > 1:
+            items = self._share(items)
+        self._popped_any = True
         self._empty = not items
         return [request for item in items for request in self._requests_of(item)]
 
@@ -83,46 +99,27 @@ class WorkQueue:
 
     def close(self) -> None:
         """Delete this rollout's keys from the store. Call it once no rank pops or reads any more."""
-        if not self._mesh.is_engine_leader:
-            return
-        self._items.close()
-        if self._mesh.engine_size > 1:
-            for number in range(self._pops):
-                self._store.delete_key(self._published_key(number))
+        if self._mesh.is_engine_leader:
+            self._items.close()
 
     def _requests_of(self, item: WorkItem) -> Sequence[Request]:
         row = self._requests_PG[item.prompt]
         return row[1:] if item.is_remaining else row[:1]
 
-    def _pop_and_publish(self, free: int, first: bool) -> list[WorkItem]:
+    def _pop_items(self, free: int, first: bool) -> list[WorkItem]:
         items = []
-        for item in self._items.first_pop() if first else self._items.later_pop():
+        for item in self._items.first_pop(free) if first else self._items.later_pop():
             items.append(item)
             free -= len(self._requests_of(item))
             if free <= 0:
                 break
-        if self._mesh.engine_size > 1:
-            self._store.set(self._published_key(self._pops), json.dumps(items))
         return items
-
-    def _read(self) -> list[WorkItem]:
-        try:
-            items = json.loads(self._store.get(self._published_key(self._pops)))
-        except dist.DistStoreError as error:
-            raise RuntimeError(
-                f"rank {self._mesh.rank} waited {self._store.timeout.total_seconds():.0f} s to read what engine"
-                f" {self._mesh.engine_index} samples next; its first rank, which pops, has ended or hangs"
-            ) from error
-        return [WorkItem(*item) for item in items]
-
-    def _published_key(self, number: int) -> str:
-        return f"popped/{self._mesh.engine_index}/{number}"
 
 
 class _EngineItems:
     """Pops items for one engine, on its leading rank."""
 
-    def __init__(self, store: dist.Store, has_remaining_P: Sequence[bool], mesh: Mesh) -> None:
+    def __init__(self, store: SignedStore, has_remaining_P: Sequence[bool], mesh: Mesh) -> None:
         self.steps = 0
         """Engine steps so far: tokens that a first sample may have by now."""
         self.lengths: dict[int, int] = {}
@@ -139,37 +136,36 @@ class _EngineItems:
         """Own prompts whose remaining samples have not been tried yet."""
         self._claimed: list[int] = []
 
-    def first_pop(self) -> Iterator[WorkItem]:
-        """Items in the order in which an engine that has nothing yet pops them."""
-        for _ in range(self._even_share):
-            yield from self._first_sample()
+    def first_pop(self, free: int) -> Iterator[WorkItem]:
+        """Items in the order in which an engine that has nothing yet, and so many free places, pops them."""
+        # All engines begin at once: their share in one request, not in as many as it has prompts.
+        yield from self._first_samples(min(self._even_share, free))
         yield from self._own_remaining()
         if not self._started:
             yield from self._others_remaining()
 
     def later_pop(self) -> Iterator[WorkItem]:
         """Items in the order in which they are popped later; when they end, the queue is empty."""
-        while item := self._first_sample():
-            yield from item
+        while items := self._first_samples(1):
+            yield from items
         yield from self._own_remaining()
         yield from self._others_remaining()
 
     def close(self) -> None:
         for prompt in self._claimed:
-            self._store.delete_key(f"remaining/{prompt}")
+            self._store.delete(f"remaining/{prompt}")
         if self._mesh.engine_index == 0:
             for counter in ("first samples", "others"):
-                self._store.delete_key(counter)
+                self._store.delete(counter)
 
-    def _first_sample(self) -> list[WorkItem]:
-        """The next first sample of all engines, or nothing."""
-        prompt = self._next_prompt("first samples")
-        if prompt is None:
-            return []
-        self._started[prompt] = self.steps
-        if self._has_remaining_P[prompt]:
-            self._untried.add(prompt)
-        return [WorkItem(prompt, is_remaining=False)]
+    def _first_samples(self, count: int) -> list[WorkItem]:
+        """The next first samples of all engines, so many or those that are left."""
+        prompts = self._next_prompts("first samples", count)
+        for prompt in prompts:
+            self._started[prompt] = self.steps
+            if self._has_remaining_P[prompt]:
+                self._untried.add(prompt)
+        return [WorkItem(prompt, is_remaining=False) for prompt in prompts]
 
     def _own_remaining(self) -> Iterator[WorkItem]:
         while self._untried:
@@ -179,23 +175,24 @@ class _EngineItems:
             yield from self._claim(prompt)
 
     def _others_remaining(self) -> Iterator[WorkItem]:
-        while (prompt := self._next_prompt("others")) is not None:
-            if self._has_remaining_P[prompt] and prompt not in self._started:
-                yield from self._claim(prompt)
+        while prompts := self._next_prompts("others", 1):
+            for prompt in prompts:
+                if self._has_remaining_P[prompt] and prompt not in self._started:
+                    yield from self._claim(prompt)
 
-    def _next_prompt(self, counter: str) -> int | None:
-        """The next prompt by a counter of all engines; None when it has led past the last one."""
-        if counter in self._exhausted:
-            return None
-        prompt = self._store.add(counter, 1) - 1
-        if prompt < len(self._has_remaining_P):
-            return prompt
-        self._exhausted.add(counter)
-        return None
+    def _next_prompts(self, counter: str, count: int) -> range:
+        """The next prompts by a counter of all engines; empty when it has led past the last one."""
+        if counter in self._exhausted or count <= 0:
+            return range(0)
+        total, first = len(self._has_remaining_P), self._store.take_number(counter, count)
+        if first + count > total:
+            self._exhausted.add(counter)
+        return range(min(first, total), min(first + count, total))
 
     def _claim(self, prompt: int) -> list[WorkItem]:
         """The remaining samples of a prompt, or nothing where another engine was faster."""
-        if self._store.add(f"remaining/{prompt}", 1) > 1:
+        engine = self._mesh.engine_index
+        if self._store.set_first(f"remaining/{prompt}", engine) != engine:
             return []
         self._claimed.append(prompt)
         return [WorkItem(prompt, is_remaining=True)]

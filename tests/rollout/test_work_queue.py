@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import random
 import statistics
+from collections import deque
 from collections.abc import Sequence
-from datetime import timedelta
 from itertools import chain
 
 import pytest
 import torch.distributed as dist
 
 from rlmath.distributed.mesh import Mesh
+from rlmath.distributed.signed_store import SignedStore
 from rlmath.rollout.sampling import AllAtOnce, Load, Request, RequestResult, RequestSource
-from rlmath.rollout.work_queue import WorkQueue, idle_shares
+from rlmath.rollout.work_queue import WorkItem, WorkQueue, idle_shares
 
 ONE_ENGINE = Mesh(0, 1, 1, 1, 1)
 
@@ -68,12 +69,17 @@ def play_in_step(engines: Sequence[PlayedEngine]) -> list[int]:
     return [engine.steps for engine in engines]
 
 
+def new_store(inner: dist.Store | None = None) -> SignedStore:
+    return SignedStore(inner or dist.HashStore(), "rollout", b"secret of the run")
+
+
 def sharing_engines(
-    lengths_P: Sequence[int], group_size: int, engines: int, places: int, store: dist.Store | None = None
+    lengths_P: Sequence[int], group_size: int, engines: int, places: int, inner: dist.Store | None = None
 ) -> list[PlayedEngine]:
-    requests_PG, store = make_requests(lengths_P, group_size), store or dist.HashStore()
+    # Ranks know what they have taken, so each has a store object of its own.
+    requests_PG, inner = make_requests(lengths_P, group_size), inner or dist.HashStore()
     meshes = [engine_mesh(engine, engines) for engine in range(engines)]
-    return [PlayedEngine(WorkQueue(store, requests_PG, mesh, places), places) for mesh in meshes]
+    return [PlayedEngine(WorkQueue(new_store(inner), requests_PG, mesh, places), places) for mesh in meshes]
 
 
 def one_in_50_is_20_times_longer(prompts: int, seed: int) -> list[int]:
@@ -133,7 +139,7 @@ def test_an_engine_that_has_finished_something_takes_what_another_has_not_begun(
 
 
 def test_nothing_is_drawn_while_sequences_wait_for_the_kv_cache():
-    work_queue = WorkQueue(dist.HashStore(), make_requests([5] * 9, 1), ONE_ENGINE, 4)
+    work_queue = WorkQueue(new_store(), make_requests([5] * 9, 1), ONE_ENGINE, 4)
     assert len(work_queue.pop(Load(0, 0))) == 4
     work_queue.finished(RequestResult((0, 0), (3,) * 5, (0.0,) * 5, "stop"))
     assert work_queue.pop(Load(3, 1)) == []
@@ -141,7 +147,7 @@ def test_nothing_is_drawn_while_sequences_wait_for_the_kv_cache():
 
 
 def test_remaining_samples_of_the_longest_first_samples_come_first():
-    work_queue = WorkQueue(dist.HashStore(), make_requests([1, 1, 1, 1], 2), ONE_ENGINE, 4)
+    work_queue = WorkQueue(new_store(), make_requests([1, 1, 1, 1], 2), ONE_ENGINE, 4)
     assert [request.key for request in work_queue.pop(Load(0, 0))] == [(0, 0), (1, 0), (2, 0), (3, 0)]
     for _ in range(5):
         work_queue.pop(Load(4, 0))
@@ -153,34 +159,90 @@ def test_remaining_samples_of_the_longest_first_samples_come_first():
     assert work_queue.pop(Load(0, 0)) == []
 
 
+class Passed:
+    """Gives the second rank of an engine, which asks later, what the first one popped."""
+
+    def __init__(self) -> None:
+        self._items: deque[list[WorkItem]] = deque()
+
+    def from_first(self, items: list[WorkItem]) -> list[WorkItem]:
+        self._items.append(items)
+        return items
+
+    def to_second(self, items: list[WorkItem]) -> list[WorkItem]:
+        assert items == []
+        return self._items.popleft()
+
+
+def engine_of_two(engine: int, inner: dist.Store, requests_PG: list[list[Request]]) -> list[PlayedEngine]:
+    passed = Passed()
+    meshes = [Mesh(2 * engine + k, 4, 1, 1, 2) for k in range(2)]
+    shares = (passed.from_first, passed.to_second)
+    return [
+        PlayedEngine(WorkQueue(new_store(inner), requests_PG, mesh, 4, share), 4)
+        for mesh, share in zip(meshes, shares, strict=True)
+    ]
+
+
 def test_all_ranks_of_an_engine_are_given_the_same():
-    store, requests_PG = dist.HashStore(), make_requests([3, 9, 1, 1, 2], 3)
-    meshes = [Mesh(rank, 2, 1, 1, 2) for rank in range(2)]
-    speaker, other = (PlayedEngine(WorkQueue(store, requests_PG, mesh, 4), 4) for mesh in meshes)
-    while speaker.step():
-        assert other.step()
-    assert not other.step()
-    assert speaker.made == other.made and len(speaker.made) == 15
-
-
-def test_a_rank_raises_where_nothing_is_published_within_the_stores_timeout():
-    store = dist.HashStore()
-    store.set_timeout(timedelta(seconds=0.05))
-    work_queue = WorkQueue(store, make_requests([3], 3), Mesh(3, 4, 1, 1, 2), 4)
-    with pytest.raises(RuntimeError, match="rank 3 waited 0 s to read what engine 1 samples next"):
-        work_queue.pop(Load(0, 0))
+    first, second = engine_of_two(0, dist.HashStore(), make_requests([3, 9, 1, 1, 2], 3))
+    while first.step():
+        assert second.step()
+    assert not second.step()
+    assert first.made == second.made and len(first.made) == 15
 
 
 @pytest.mark.parametrize("engine_size", [1, 2])
 def test_no_key_stays_in_the_store(engine_size: int):
-    store, requests_PG = dist.HashStore(), make_requests([3, 9, 1, 1, 2], 3)
-    meshes = [Mesh(rank, 4, 1, 1, engine_size) for rank in range(4)]
-    played = [PlayedEngine(WorkQueue(store, requests_PG, mesh, 4), 4) for mesh in meshes]
+    inner, lengths = dist.HashStore(), [3, 9, 1, 1, 2]
+    if engine_size == 1:
+        played = sharing_engines(lengths, 3, 4, 4, inner)
+    else:
+        played = [one for e in range(2) for one in engine_of_two(e, inner, make_requests(lengths, 3))]
     play_in_step(played)
-    assert store.num_keys() > 0
+    assert inner.num_keys() > 0
     for engine in played:
         engine.source.close()
-    assert store.num_keys() == 0
+    assert inner.num_keys() == 0
+
+
+GARBAGE = ["", "1", "-7", "10000", "garbage\x1b[2J", "x" * 100_000, '{"a": 1}', "0" * 64 + "3"]
+
+
+@pytest.mark.parametrize("engines", [1, 3])
+@pytest.mark.parametrize("how", ["garbage", "deleted", "an older value", "always"])
+def test_whatever_a_stranger_writes_every_sample_is_drawn(engines: int, how: str):
+    """A stranger knows all keys, and writes after every step of any engine; with "always" before every request."""
+    for seed in range(6):
+        draw, inner = random.Random(seed), Disturbed() if how == "always" else dist.HashStore()
+        lengths = [draw.choice((1, 2, 3, 30)) for _ in range(9)]
+        running = list(played := sharing_engines(lengths, 3, engines, 4, inner))
+        older: dict[str, bytes] = {}
+        while running:
+            engine = draw.choice(running)
+            if not engine.step():
+                running.remove(engine)
+            for key in inner.list_keys() if how != "always" else ():
+                if how == "an older value":
+                    inner.set(key, older.setdefault(key, inner.get(key)))
+                elif draw.random() < 0.5:
+                    inner.delete_key(key) if how == "deleted" else inner.set(key, draw.choice(GARBAGE))
+        made = [key for engine in played for key in engine.made]
+        assert set(made) == {(p, g) for p in range(9) for g in range(3)}
+        for engine in played:
+            assert len(set(engine.made)) == len(engine.made), "no engine samples anything twice"
+
+
+class Disturbed(dist.Store):
+    """A real store in which a stranger writes over the key of every request, just before it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._inner, self._draw = dist.HashStore(), random.Random(1)
+
+    def compare_set(self, key: str, expected: bytes, desired: bytes) -> bytes:
+        self._inner.set(key, self._draw.choice(GARBAGE))
+        return self._inner.compare_set(key, expected, desired)
 
 
 @pytest.mark.parametrize(("engines", "prompts"), [(2, 200), (2, 400), (4, 400), (4, 800)])
@@ -206,8 +268,6 @@ def test_idle_shares_by_hand():
 
 def test_a_group_stays_the_same_whoever_draws_it():
     requests_PG = make_requests([2] * 6, 3)
-    work_queue = [
-        WorkQueue(dist.HashStore(), requests_PG, engine_mesh(e, n), 64) for e, n in ((0, 1), (0, 2))
-    ]
+    work_queue = [WorkQueue(new_store(), requests_PG, engine_mesh(e, n), 64) for e, n in ((0, 1), (0, 2))]
     alone, shared = ({request.key: request for request in one.pop(Load(0, 0))} for one in work_queue)
     assert all(alone[key] == request for key, request in shared.items())

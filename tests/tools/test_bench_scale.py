@@ -61,7 +61,7 @@ def test_hearts_ask_the_store_in_proportion_to_the_ranks() -> None:
     """A rank watches two others, the last one of a node three: with one node they are the same."""
     for n in RANKS:
         found = scale_costs.heartbeat(n)
-        assert 5 * n <= found["heart_requests_a_beat"] <= 5.125 * n
+        assert 6 * n <= found["heart_requests_a_beat"] <= 6.125 * n
         assert found["heart_bytes_a_beat"] < 1000 * n
         assert found["failure_requests_of_a_rank"] == 2
         assert found["failure_bytes_of_a_rank"] < 500 * n

@@ -5,20 +5,20 @@ one. `heartbeat` exchanges these records over the run's key-value store.
 from __future__ import annotations
 
 import errno
-import json
 import logging
 import os
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, NoReturn, Self
+from typing import Any, Literal, NoReturn
 
 import torch.distributed as dist
 
 from rlmath.config.load import without_secrets
 from rlmath.distributed.fault_tolerance.exit_codes import FAILURE, FILE_NAME, write_exit_status
 from rlmath.distributed.process import innermost_call, stacks_path, write_stacks
+from rlmath.distributed.signed_store import SignedStore, record_of
 
 logger = logging.getLogger(__name__)
 
@@ -29,19 +29,8 @@ STACKS_SECONDS = 15.0
 # ---------------------------------------------------------------- the state of a rank
 
 
-class Record:
-    """A dataclass that is stored as JSON."""
-
-    def as_json(self) -> str:
-        return json.dumps(vars(self))
-
-    @classmethod
-    def from_json(cls, text: str | bytes) -> Self:
-        return cls(**json.loads(text))
-
-
 @dataclass(frozen=True)
-class RankStatus(Record):
+class RankStatus:
     """A rank at its last heartbeat."""
 
     rank: int
@@ -84,6 +73,12 @@ def process_start(pid: int) -> str | None:
     return None if fields[0] in "ZX" else fields[19]
 
 
+def status_of(rank: int, value: Any) -> RankStatus | None:
+    """What that rank has published, of a value in the store; None where it is something else."""
+    status = record_of(RankStatus, value)
+    return status if status is not None and status.rank == rank else None
+
+
 def has_died(status: RankStatus, own_namespace: str) -> bool:
     """Whether that rank's process is known to have ended; on other machines that cannot be known."""
     return status.pid_namespace == own_namespace and process_start(status.pid) != status.process_start
@@ -95,7 +90,7 @@ Kind = Literal["failed", "gone", "silent", "hang", "store"]
 
 
 @dataclass(frozen=True)
-class Failure(Record):
+class Failure:
     """The cause that ends a run."""
 
     kind: Kind
@@ -167,7 +162,7 @@ class Shutdown:
     def __init__(self, output_dir: str, rank: int, world_size: int) -> None:
         self._output_dir, self._rank, self._world_size = output_dir, rank, world_size
 
-    def report_and_exit(self, failure: Failure, store: dist.Store, own: RankStatus) -> NoReturn:
+    def report_and_exit(self, failure: Failure, store: SignedStore, own: RankStatus) -> NoReturn:
         """Log the failure, write the exit status, end the process. Runs in a thread: the main thread may hang for
         ever."""
         try:
@@ -194,39 +189,36 @@ class Shutdown:
         logging.shutdown()
         os._exit(FAILURE)
 
-    def statuses(self, store: dist.Store) -> dict[int, RankStatus]:
+    def statuses(self, store: SignedStore) -> dict[int, RankStatus]:
         """The last status of every rank that published one."""
         # All ranks may ask at once: two requests each, if all ranks have published.
-        keys = [f"status/{rank}" for rank in range(self._world_size)]
-        all_there = store.check(keys)
-        there = [rank for rank, key in enumerate(keys) if all_there or store.check([key])]
-        texts = store.multi_get([keys[rank] for rank in there]) if there else []
-        return {rank: RankStatus.from_json(text) for rank, text in zip(there, texts, strict=True)}
+        keys = {f"status/{rank}": rank for rank in range(self._world_size)}
+        found = {keys[key]: status_of(keys[key], value) for key, value in store.get_all(list(keys)).items()}
+        return {rank: status for rank, status in found.items() if status is not None}
 
-    def _report_hang(self, failure: Failure, store: dist.Store, own: RankStatus) -> None:
+    def _report_hang(self, failure: Failure, store: SignedStore, own: RankStatus) -> None:
         """Every rank writes its stacks; rank 0 waits for all and logs where each rank is."""
         write_stacks(self._output_dir, self._rank, f"{own}: {failure.message}")
         store.set(f"stacks/{self._rank}", innermost_call())
         logged = "stacks/logged"
         deadline = time.monotonic() + STACKS_SECONDS
         waits_for = [f"stacks/{rank}" for rank in range(self._world_size)] if self._rank == 0 else [logged]
-        while not store.check(waits_for) and time.monotonic() < deadline:
+        while not store.all_there(waits_for) and time.monotonic() < deadline:
             time.sleep(0.2)
         if self._rank == 0:
             logger.error("%s", self._summary(store, failure))
             store.set(logged, "yes")
 
-    def _summary(self, store: dist.Store, failure: Failure) -> str:
+    def _summary(self, store: SignedStore, failure: Failure) -> str:
         statuses = self.statuses(store)
-        fewest = min(one.entries for one in statuses.values())
+        fewest = min((one.entries for one in statuses.values()), default=0)
         all_level = all(one.entries == fewest for one in statuses.values())
         lines = [f"The run hangs: {failure.message}."]
         for rank in range(self._world_size):
             if rank not in statuses:
                 lines.append(f"  rank {rank}: never gave a sign of life")
                 continue
-            answers = store.check([key := f"stacks/{rank}"])
-            call = store.get(key).decode() if answers else "no stacks: its interpreter does not answer"
+            call = store.get(f"stacks/{rank}") or "no stacks: its interpreter does not answer"
             behind = "" if all_level or statuses[rank].entries > fewest else "  <- BEHIND"
             lines.append(f"  {statuses[rank]}: {call}{behind}")
         folder = stacks_path(self._output_dir, 0).parent

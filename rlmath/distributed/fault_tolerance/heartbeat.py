@@ -9,6 +9,9 @@ The rank that detects a failure (a rank that died, raised or stopped beating; no
 store, where the first one stays. All ranks read it with their next beat, log it and exit. The work of a rank does not
 grow with the number of ranks.
 
+Whoever reaches the store's port can write there, so all values are signed (`SignedStore`). One that is not is no beat,
+no failure and no progress: it is ignored, and is not counted as silence.
+
 Silence is counted in beats of the watching rank, not by the clock: a run that was suspended as a whole continues.
 """
 
@@ -21,17 +24,18 @@ import socket
 import threading
 import time
 import uuid
-from dataclasses import replace
+from dataclasses import asdict, replace
 from datetime import timedelta
 
 import torch.distributed as dist
 
 from rlmath.config.schema import RunConfig
-from rlmath.distributed.collectives import broadcast_from_rank_zero
+from rlmath.distributed.collectives import broadcast_from_rank_zero, new_secret
 from rlmath.distributed.fault_tolerance import failure as failures
 from rlmath.distributed.fault_tolerance.failure import Failure, RankStatus, Shutdown, first_line
 from rlmath.distributed.fault_tolerance.preemption import LAUNCHER_ENDED, StopRequest, under_torchrun
 from rlmath.distributed.ranks import this_rank
+from rlmath.distributed.signed_store import SignedStore, record_of
 
 logger = logging.getLogger(__name__)
 
@@ -45,6 +49,8 @@ PEER_SECONDS = 3.0
 REPORT_SECONDS = 10.0
 """How long a rank that failed waits until its failure is in the store."""
 FAILURE_KEY = "failure"
+FOREIGN = "foreign"
+"""What is read in place of a value that no rank has written."""
 
 
 def watched(rank: int, world_size: int, ranks_per_node: int) -> list[int]:
@@ -88,13 +94,15 @@ class Heartbeat:
         self._place = this_rank()  # engines change the environment later
         self._launcher_lock = threading.Lock()
         self._wake, self._reported, self._left = threading.Event(), threading.Event(), False
-        self._beats = self._sent_progress = self._total_progress = 0
+        self._beats = self._sent_progress = 0
+        self._last_progress: list[int] | None = None
+        """The rank that was the last to make progress, and its count."""
         self._silence = dict.fromkeys(self._ring, 0.0)
         self._seen: dict[int, RankStatus] = {}
         self._still = self._unanswered = 0.0
         self._slowest_answer = 0.0
         # torchrun keeps the store over restarts, and its count of them differs between nodes.
-        self._start = broadcast_from_rank_zero(uuid.uuid4().hex)
+        self._start, self._secret = broadcast_from_rank_zero(uuid.uuid4().hex), new_secret()
         self._store = self._connect(settings.distributed_timeout_seconds)
 
     def __enter__(self) -> Heartbeat:
@@ -160,18 +168,18 @@ class Heartbeat:
                 logger.warning("rank %d could not check its neighbours: %s", self._rank, error)
             self._wake.wait(BEAT_SECONDS)
         try:
-            self._store.set(f"status/{self._rank}", replace(self._status(), left=True).as_json())
+            self._store.set(f"status/{self._rank}", asdict(replace(self._status(), left=True)))
         except RuntimeError as error:
             logger.debug("the store ended before this rank: %s", error)
 
     def _exchange(self, passed: float) -> None:
         """One beat; `passed` seconds after the last one."""
         asked = time.perf_counter()
-        self._store.set(f"status/{self._rank}", self._status().as_json())
-        failure_is_known = self._store.check([FAILURE_KEY])
+        self._store.set(f"status/{self._rank}", asdict(self._status()))
+        failure = record_of(Failure, self._store.get(FAILURE_KEY))
         self._slowest_answer = max(self._slowest_answer, time.perf_counter() - asked)
-        if failure_is_known:
-            self._end(Failure.from_json(self._store.get(FAILURE_KEY)))
+        if failure is not None:
+            self._end(failure)
         for rank in self._ring:
             self._check_neighbour(rank, passed)
         self._check_progress(passed)
@@ -179,33 +187,38 @@ class Heartbeat:
         self._unanswered = 0.0
 
     def _check_neighbour(self, rank: int, passed: float) -> None:
-        before = self._seen.get(rank)
-        if before is None and not self._store.check([f"status/{rank}"]):
-            now = None
-        else:
-            now = RankStatus.from_json(self._store.get(f"status/{rank}"))
+        before, found = self._seen.get(rank), self._store.get(f"status/{rank}", foreign=FOREIGN)
+        now = failures.status_of(rank, found)
+        if now is not None:
             self._seen[rank] = now
-        if now and now.left:
-            return
-        if now and failures.has_died(now, self._namespace):
-            self._report(failures.rank_died(now, self._rank))
-        beats = now is not None and (before is None or now.beats != before.beats)
-        self._silence[rank] = 0.0 if beats else self._silence[rank] + passed
+            if now.left:
+                return
+            if failures.has_died(now, self._namespace):
+                self._report(failures.rank_died(now, self._rank))
+        # Where its status was written over or deleted, a rank that is gone may have left without an error.
+        gone = now is None and before is not None and failures.has_died(before, self._namespace)
+        if now is not None and (before is None or now.beats != before.beats):
+            self._silence[rank] = 0.0
+        elif found != FOREIGN or gone:
+            self._silence[rank] += passed
         if self._silence[rank] > self._settings.heartbeat_timeout_seconds:
-            self._report(failures.rank_silent(rank, now, self._silence[rank], self._rank))
+            self._report(failures.rank_silent(rank, now or before, self._silence[rank], self._rank))
 
     def _check_progress(self, passed: float) -> None:
-        new, self._sent_progress = self._progress - self._sent_progress, self._progress
-        total = self._store.add("progress", new)
-        self._still = 0.0 if total != self._total_progress else self._still + passed
-        self._total_progress = total
+        if self._progress != self._sent_progress:
+            self._sent_progress = self._progress
+            self._store.set("progress", [self._rank, self._progress])
+        last = self._store.get("progress", foreign=FOREIGN)
+        if last != FOREIGN:
+            self._still = 0.0 if last != self._last_progress else self._still + passed
+            self._last_progress = last
         limit = self._settings.hang_timeout_seconds
         if limit is not None and self._still > limit:
             self._report(failures.no_progress(self._still, self._rank))
 
     def _report(self, failure: Failure) -> None:
         """Write the failure, unless there is one already; exit with the one that is in the store."""
-        self._end(Failure.from_json(self._store.compare_set(FAILURE_KEY, "", failure.as_json())))
+        self._end(record_of(Failure, self._store.set_first(FAILURE_KEY, asdict(failure))) or failure)
 
     def _end(self, failure: Failure) -> None:
         if self._failure is None:
@@ -254,11 +267,11 @@ class Heartbeat:
 
     # ------------------------------------------------------------ the store and the launcher
 
-    def _connect(self, seconds: float) -> dist.Store:
+    def _connect(self, seconds: float) -> SignedStore:
         host, port = self._address
         wait = timedelta(seconds=seconds)
         store = dist.TCPStore(host, port, is_master=False, timeout=wait, wait_for_workers=False)
-        return dist.PrefixStore(f"rlmath/heartbeat/{self._start}", store)
+        return SignedStore(store, f"rlmath/heartbeat/{self._start}", self._secret)
 
     def _reconnect(self, error: RuntimeError) -> None:
         if self._left:
