@@ -49,8 +49,6 @@ logger = logging.getLogger(__name__)
 LOOPBACK = "127.0.0.1"
 POLL_SECONDS = 0.1
 SLOWEST_POLL_SECONDS = 0.5
-REPEAT_SECONDS = 1.0
-"""How often a rank writes again what has not been answered."""
 PROBLEM_SECONDS = 10.0
 """How long rank 0 waits for further problems after the first one."""
 FIRST_LOG_SECONDS = 30.0
@@ -185,17 +183,16 @@ class Rendezvous:
         entry = asdict(_Entry(self._word, asdict(report)))
         patience = seconds + SLACK_SECONDS
         started = time.monotonic()
-        deadline, opened, written, written_at = started + patience, None, None, 0.0
+        deadline, opened = started + patience, None
         while (now := time.monotonic()) < deadline:
             # Until its first result a rank cannot know whether the name is that of this start.
             start = self._start or self._store.get("start")
             if isinstance(start, str):
                 at = f"{start}/{name}"
-                if written != start or now - written_at >= REPEAT_SECONDS:
-                    written, written_at = start, now
-                    self._store.set(f"{at}/{self.rank_info.rank}", entry)
-                    if report.problem is not None:
-                        self._store.set(f"{start}/problem", self.rank_info.rank)
+                # Again every time: a stranger may have written over it.
+                self._store.set(f"{at}/{self.rank_info.rank}", entry)
+                if report.problem is not None:
+                    self._store.set(f"{start}/problem", self.rank_info.rank)
                 if opened != start and self._store.get(f"{at}/open") is not None:
                     # From now on rank 0 waits for others as long as this rank has waited for it.
                     opened, deadline = start, now + patience
@@ -247,14 +244,12 @@ class Rendezvous:
     def _wait_for_reports(self, at: str, own: RankReport, seconds: float) -> _Arrived:
         """The reports that are there: all, or those at the timeout."""
         arrived, problem = _Arrived({0: own}), own.problem is not None
-        started, next_log, repeated_at = time.monotonic(), FIRST_LOG_SECONDS, 0.0
+        started, next_log = time.monotonic(), FIRST_LOG_SECONDS
         deadline = started + seconds
         while True:
             now = time.monotonic()
-            if now - repeated_at >= REPEAT_SECONDS:
-                repeated_at = now
-                self._store.set("start", self._start)
-                self._store.set(f"{at}/open", True)
+            self._store.set("start", self._start)
+            self._store.set(f"{at}/open", True)
             missing = self._still_missing(arrived)
             if not missing or self._store.all_there([f"{at}/{rank}" for rank in missing]):
                 self._read_reports(at, arrived)

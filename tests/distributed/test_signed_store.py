@@ -1,0 +1,175 @@
+"""What a stranger writes into the run's key-value store is ignored, said once, and never ends anything."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import stat
+import subprocess
+import sys
+import threading
+from datetime import timedelta
+from pathlib import Path
+
+import psutil
+import pytest
+import torch.distributed as dist
+
+from rlmath.distributed.ranks import RankInfo, RankReport, RendezvousResult
+from rlmath.distributed.rendezvous import Rendezvous
+from rlmath.distributed.signed_store import SignedStore, record_of, start_secret
+from tests.distributed.fault_tolerance.runs import Run, running, told, wait_for
+from tests.distributed.stranger import GARBAGE, disturb
+from tests.programs import ENVIRONMENT, REPOSITORY
+
+SECRET = b"only our ranks know it"
+
+
+@pytest.fixture
+def server() -> dist.TCPStore:
+    return dist.TCPStore(
+        "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=20)
+    )
+
+
+def signed(server: dist.TCPStore, name: str = "rlmath/rollout/0") -> SignedStore:
+    return SignedStore(server, name, SECRET)
+
+
+def test_values_come_back_and_strangers_are_ignored_with_one_warning(
+    server: dist.TCPStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    ours, other = signed(server), signed(server)
+    ours.set("a", {"step": 3, "text": "\x1b é"})
+    assert other.get("a") == {"step": 3, "text": "\x1b é"} and other.get("b") is None
+    for garbage in [*GARBAGE[1:], "\ud800".encode("utf-8", "surrogatepass"), b"\xff" * 100]:
+        server.set("rlmath/rollout/0/a", garbage)
+        assert other.get("a", foreign="foreign") == "foreign"
+        assert other.get("a", foreign="foreign") is None, "it is gone"
+    (warning,) = [one.getMessage() for one in caplog.records if one.levelno >= logging.WARNING]
+    assert "a value at rlmath/rollout/0/a that no rank of this run has written" in warning
+    assert len(warning) < 1000
+
+
+def test_a_warning_shows_control_characters_as_escapes(
+    server: dist.TCPStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    server.set("rlmath/rollout/0/a", "\x1b[2J\x07" + "x" * 5000)
+    assert signed(server).get("a") is None
+    assert r"5005 bytes: \x1b[2J\x07xxx" in caplog.text and "\x1b" not in caplog.text
+    assert len(caplog.text) < 1000
+
+
+def test_a_value_of_another_key_run_or_secret_is_foreign(server: dist.TCPStore) -> None:
+    ours = signed(server)
+    ours.set("status/0", 1)
+    copied = server.get("rlmath/rollout/0/status/0")
+    for key in ("rlmath/rollout/0/status/1", "rlmath/rollout/1/status/0"):
+        server.set(key, copied)
+    assert ours.get("status/1") is None and signed(server, "rlmath/rollout/1").get("status/0") is None
+    assert SignedStore(server, "rlmath/rollout/0", b"").get("status/0") is None
+    assert ours.get("status/0") is None, "who cannot verify it has removed it"
+
+
+def test_the_first_value_of_ours_stays(server: dist.TCPStore) -> None:
+    one, two = signed(server), signed(server)
+    server.set("rlmath/rollout/0/failure", "not a failure")
+    assert one.set_first("failure", "of rank 1") == "of rank 1"
+    assert two.set_first("failure", "of rank 2") == "of rank 1"
+
+
+def test_numbers_are_given_once_to_many_threads(server: dist.TCPStore) -> None:
+    taken: list[int] = []
+
+    def take() -> None:
+        store = signed(server)
+        for count in (3, 1, 1, 2) * 10:
+            first = store.take_number("next", count)
+            taken.extend(range(first, first + count))
+
+    threads = [threading.Thread(target=take) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(taken) == list(range(280))
+
+
+def test_records_need_their_fields_and_types() -> None:
+    good = {"host": "a", "node": 1, "problem": None, "facts": {"torch": "2"}, "address": ""}
+    assert record_of(RankReport, good) == RankReport("a", 1, None, {"torch": "2"}, "")
+    for wrong in ({"node": True}, {"node": "1"}, {"facts": {"torch": 2}}, {"facts": []}, {"more": 1}):
+        assert record_of(RankReport, good | wrong) is None
+    assert record_of(RankReport, [good]) is None and record_of(RankReport, {}) is None
+
+
+def test_the_secret_of_a_start_is_in_a_file_for_its_user_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setenv("MASTER_PORT", "4711")
+    monkeypatch.delenv("RLMATH_STORE_SECRET", raising=False)
+    first = start_secret(several_nodes=False)
+    assert len(first) == 32 and start_secret(several_nodes=False) == first
+    (file,) = tmp_path.iterdir()
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    file.chmod(0o644)
+    assert start_secret(several_nodes=False) == b"" and "others may read it" in caplog.text
+    assert start_secret(several_nodes=True) == b""
+    monkeypatch.setenv("RLMATH_STORE_SECRET", "given")
+    assert start_secret(several_nodes=False) == start_secret(several_nodes=True) == b"given"
+
+
+def test_ranks_meet_while_a_stranger_writes_over_all_their_values(server: dist.TCPStore) -> None:
+    stranger = dist.TCPStore("127.0.0.1", server.port, timeout=timedelta(seconds=20), wait_for_workers=False)
+    found: list[object] = []
+
+    def meet(rank: int) -> None:
+        store = dist.TCPStore("127.0.0.1", server.port, timeout=timedelta(seconds=20), wait_for_workers=False)
+        own = RankInfo(rank, 3, 0, rank, 3, "host", 100 + rank)
+        rendezvous = Rendezvous(own, store, SECRET)
+        for name in ("start", "group"):
+            report = RankReport("host", 0, facts={"rank": str(rank)})
+            rendezvous.sync(name, report, 60.0, lambda reports: found.append(reports) or RendezvousResult())
+        found.append(rendezvous._start)
+
+    threads = [threading.Thread(target=meet, args=(rank,)) for rank in range(3)]
+    for thread in threads:
+        thread.start()
+    while any(thread.is_alive() for thread in threads):
+        assert disturb(stranger, 0.1, pause=0.3) > 0
+    for thread in threads:
+        thread.join()
+    names = [one for one in found if isinstance(one, str)]
+    reports = [one for one in found if isinstance(one, dict)]
+    assert len(names) == 3 and len(set(names)) == 1 and len(reports) == 2
+    assert all(
+        {rank: one[rank].facts for rank in one} == {r: {"rank": str(r)} for r in range(3)} for one in reports
+    )
+
+
+def stranger_at(run: Run, seconds: float) -> subprocess.CompletedProcess[str]:
+    port = psutil.Process(run.pid(0)).environ()["MASTER_PORT"]
+    command = [sys.executable, "-m", "tests.distributed.stranger", "127.0.0.1", port, str(seconds)]
+    return subprocess.run(
+        command, cwd=REPOSITORY, env=ENVIRONMENT, capture_output=True, text=True, timeout=120
+    )
+
+
+@pytest.mark.distributed
+def test_a_stranger_does_not_end_a_run_and_a_rank_that_dies_then_is_found(tmp_path: Path) -> None:
+    settings = ("heartbeat_timeout_seconds=6", "hang_timeout_seconds=6")
+    with running(tmp_path / "run", "walk", *settings) as run:
+        before = run.step()
+        wrote = stranger_at(run, 9.0)
+        assert int(wrote.stdout) > 100, wrote.stderr
+        assert run.launcher.poll() is None, run.console()
+        wait_for(lambda: run.step() > before + 20)
+        console = run.console()
+        assert not re.search("[\x00-\x08\x0b-\x1f\x7f-\x9f]", console)
+        assert 1 <= console.count("that no rank of this run has written") <= 2, console
+        victim = run.pid(1)
+        os.kill(victim, 9)
+        assert run.ends_within(40.0) != 0
+        assert told(rf"rank 1 on \S+ \(pid {victim}\), step \d+, in \S.* has died", run.console())
