@@ -11,6 +11,7 @@ with 1 on all that are there when the time is up.
 from __future__ import annotations
 
 import argparse
+import re
 import socket
 import sys
 import time
@@ -20,7 +21,10 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from rlmath.config.terminal import escape_terminal
+from rlmath.distributed.signed_store import SignedStore, environment_secret
 
+STORE_NAME = "rlmath/nodes"
+HOST_NAME = re.compile(r"[\w.-]{1,253}", re.ASCII)
 POLL_SECONDS = 0.2
 FIRST_LOG_SECONDS = 30.0
 READ_SECONDS = 10.0
@@ -67,9 +71,9 @@ def expected_names(nodes: str) -> list[str]:
 def count_nodes(port: int, wanted: int, seconds: float, names: Sequence[str]) -> str:
     """Runs on the first node; returns which nodes are missing, "" where all are there."""
     store = dist.TCPStore("0.0.0.0", port, is_master=True, wait_for_workers=False)
-    store.set("host/0", socket.gethostname())
+    signed, own = SignedStore(store, STORE_NAME, environment_secret()), socket.gethostname()
     started, next_log = time.monotonic(), FIRST_LOG_SECONDS
-    while len(here := hosts_here(store)) < wanted:
+    while len(here := [own, *hosts_here(store, signed, own)]) < wanted:
         passed = time.monotonic() - started
         if passed >= seconds:
             break
@@ -78,17 +82,20 @@ def count_nodes(port: int, wanted: int, seconds: float, names: Sequence[str]) ->
             print(f"after {passed:.0f} s {missing_text(here, wanted, names)}", file=sys.stderr, flush=True)
         time.sleep(POLL_SECONDS)
     error = missing_text(here, wanted, names) if len(here) < wanted else ""
-    store.set("end", f"the nodes are not all there after {seconds:.0f} s: {error}" if error else "")
-    deadline = time.monotonic() + READ_SECONDS
-    while store.add("left", 0) < store.add("tickets", 0) and time.monotonic() < deadline:
+    error = f"the nodes are not all there after {seconds:.0f} s: {error}" if error else ""
+    readers, deadline = [f"left/{name}" for name in here[1:]], time.monotonic() + READ_SECONDS
+    while True:
+        signed.set("end", error)
+        if len(signed.get_all(readers)) == len(readers) or time.monotonic() >= deadline:
+            return error
         time.sleep(POLL_SECONDS)
-    return store.get("end").decode()
 
 
-def hosts_here(store: dist.Store) -> list[str]:
-    """Host names, each once: a node that was restarted is one node."""
-    keys = [f"host/{ticket}" for ticket in range(store.add("tickets", 0) + 1)]
-    return list(dict.fromkeys(store.get(key).decode() for key in keys if store.check([key])))
+def hosts_here(store: dist.Store, signed: SignedStore, own: str) -> list[str]:
+    """Names of the other hosts, each once: a node that was restarted is one node."""
+    found = [key.removeprefix(f"{STORE_NAME}/host/") for key in store.list_keys() if "/host/" in key]
+    hosts = [name for name in found if HOST_NAME.fullmatch(name) and name != own]
+    return [name for name in sorted(hosts) if signed.get(f"host/{name}") == name]
 
 
 def missing_text(here: Sequence[str], wanted: int, names: Sequence[str]) -> str:
@@ -109,11 +116,15 @@ def report_to(host: str, port: int, seconds: float) -> str:
     """Runs on the other nodes; returns the first node's result."""
     wait = timedelta(seconds=seconds + SLACK_SECONDS)
     store = dist.TCPStore(host, port, is_master=False, timeout=wait, wait_for_workers=False)
-    ticket = store.add("tickets", 1)
-    store.set(f"host/{ticket}", socket.gethostname())
-    error = store.get("end").decode()
-    store.add("left", 1)
-    return error
+    signed, own = SignedStore(store, STORE_NAME, environment_secret()), socket.gethostname()
+    deadline = time.monotonic() + seconds + SLACK_SECONDS
+    while time.monotonic() < deadline:
+        signed.set(f"host/{own}", own)  # again every time: a stranger may have written over it
+        if isinstance(error := signed.get("end"), str):
+            signed.set(f"left/{own}", own)
+            return error
+        time.sleep(POLL_SECONDS)
+    return f"{own} got no answer from {host}:{port} within {seconds + SLACK_SECONDS:.0f} s"
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:

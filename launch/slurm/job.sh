@@ -98,7 +98,7 @@ prepare_command() {
         for mount in "${mounts[@]}"; do
             docker+=(--volume="$mount:$mount")
         done
-        for variable in $(compgen -e | grep -E '^(SLURM|CUDA_VISIBLE|CUDA_DEVICE|NCCL|GLOO|UCX|OMP|WANDB|TORCH|TRITON|VLLM|HF|PYTHON)' || true); do
+        for variable in $(compgen -e | grep -E '^(SLURM|CUDA_VISIBLE|CUDA_DEVICE|NCCL|GLOO|UCX|OMP|WANDB|TORCH|TRITON|VLLM|HF|PYTHON|RLMATH_STORE)' || true); do
             docker+=(--env="$variable")
         done
         command=("${docker[@]}" --workdir="$workdir" --entrypoint= "$image" "${command[@]}")
@@ -183,6 +183,8 @@ main() {
     rm -f "$output/exit_status.json"
     far_before=$(how_far)
     export PYTHONUNBUFFERED=1 PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}"
+    # What the ranks sign their values in torch's store with; nobody else on the network knows it.
+    export RLMATH_STORE_SECRET=${RLMATH_STORE_SECRET:-$(head -c 32 /dev/urandom | base64 --wrap=0)}
 
     # Signals are for the ranks; this shell waits for them and then tells how they ended.
     trap : USR1 TERM

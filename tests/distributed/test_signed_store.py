@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import re
@@ -9,6 +10,7 @@ import stat
 import subprocess
 import sys
 import threading
+import time
 from datetime import timedelta
 from pathlib import Path
 
@@ -20,8 +22,20 @@ from rlmath.distributed.ranks import RankInfo, RankReport, RendezvousResult
 from rlmath.distributed.rendezvous import Rendezvous
 from rlmath.distributed.signed_store import SignedStore, record_of, start_secret
 from tests.distributed.fault_tolerance.runs import Run, running, told, wait_for
-from tests.distributed.stranger import GARBAGE, disturb
-from tests.programs import ENVIRONMENT, REPOSITORY
+from tests.distributed.stranger import GARBAGE, connect, disturb
+from tests.programs import (
+    ENVIRONMENT,
+    REPOSITORY,
+    TRAIN,
+    end_family,
+    family,
+    run,
+    small_run,
+    torchrun_command,
+)
+from tests.selection import matrix
+from tools.drill_faults import differences
+from tools.drill_run import metric_lines
 
 SECRET = b"only our ranks know it"
 
@@ -173,3 +187,56 @@ def test_a_stranger_does_not_end_a_run_and_a_rank_that_dies_then_is_found(tmp_pa
         os.kill(victim, 9)
         assert run.ends_within(40.0) != 0
         assert told(rf"rank 1 on \S+ \(pid {victim}\), step \d+, in \S.* has died", run.console())
+
+
+def environment_of_rank(process: psutil.Process) -> dict[str, str]:
+    try:
+        return process.environ() if "train_grpo.py" in " ".join(process.cmdline()) else {}
+    except psutil.Error:
+        return {}
+
+
+@matrix
+@pytest.mark.distributed
+def test_a_run_with_a_stranger_at_its_store_ends_with_the_metrics_of_one_without(
+    arithmetic: Path, tmp_path: Path
+) -> None:
+    """From before the ranks meet to the end, over the start, the heartbeats and every rollout."""
+
+    def command(name: str) -> list[str]:
+        overrides = (*small_run(arithmetic, tmp_path / name), "run.total_steps=6", "run.seed=3")
+        return torchrun_command(2, *TRAIN, *overrides, "reward.function=tests.reward_by_hash:reward")
+
+    run(*command("in-peace"))
+    console = (tmp_path / "console.txt").open("w+")
+    disturbed = subprocess.Popen(
+        [sys.executable, *command("disturbed")],
+        cwd=REPOSITORY,
+        env=ENVIRONMENT,
+        stdout=console,
+        stderr=console,
+    )
+    try:
+        ports: list[str] = []
+        while not ports:
+            assert disturbed.poll() is None
+            found = map(environment_of_rank, family(disturbed.pid))
+            ports = [one["MASTER_PORT"] for one in found if one.get("RANK") == "0"]
+            time.sleep(0.05)
+        wrote, store = 0, connect("127.0.0.1", int(ports[0]))
+        try:
+            while disturbed.poll() is None:
+                wrote += disturb(store, 1.0, seed=wrote, pause=0.3)
+        except RuntimeError:  # the store ends with the launcher
+            pass
+        status = disturbed.wait(60)
+    finally:
+        end_family(disturbed)
+    console.seek(0)
+    text = console.read()
+    assert status == 0 and wrote > 100, text
+    assert not re.search("[\x00-\x08\x0b-\x1f\x7f-\x9f]", text)
+    peace, rows = (
+        [json.loads(line) for line in metric_lines(tmp_path / name)] for name in ("in-peace", "disturbed")
+    )
+    assert len(peace) == 6 and differences(peace, rows) == []
