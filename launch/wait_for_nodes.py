@@ -72,8 +72,9 @@ def count_nodes(port: int, wanted: int, seconds: float, names: Sequence[str]) ->
     """Runs on the first node; returns which nodes are missing, "" where all are there."""
     store = dist.TCPStore("0.0.0.0", port, is_master=True, wait_for_workers=False)
     signed, own = SignedStore(store, STORE_NAME, environment_secret()), socket.gethostname()
-    started, next_log = time.monotonic(), FIRST_LOG_SECONDS
-    while len(here := [own, *hosts_here(store, signed, own)]) < wanted:
+    started, next_log, here = time.monotonic(), FIRST_LOG_SECONDS, [own]
+    while len(here) < wanted:
+        here += [name for name in hosts_here(store, signed) if name not in here]
         passed = time.monotonic() - started
         if passed >= seconds:
             break
@@ -91,11 +92,11 @@ def count_nodes(port: int, wanted: int, seconds: float, names: Sequence[str]) ->
         time.sleep(POLL_SECONDS)
 
 
-def hosts_here(store: dist.Store, signed: SignedStore, own: str) -> list[str]:
+def hosts_here(store: dist.Store, signed: SignedStore) -> list[str]:
     """Names of the other hosts, each once: a node that was restarted is one node."""
     found = [key.removeprefix(f"{STORE_NAME}/host/") for key in store.list_keys() if "/host/" in key]
-    hosts = [name for name in found if HOST_NAME.fullmatch(name) and name != own]
-    return [name for name in sorted(hosts) if signed.get(f"host/{name}") == name]
+    hosts = sorted(name for name in found if HOST_NAME.fullmatch(name))
+    return [name for name in hosts if signed.get(f"host/{name}") == name]
 
 
 def missing_text(here: Sequence[str], wanted: int, names: Sequence[str]) -> str:
