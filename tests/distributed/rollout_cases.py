@@ -59,7 +59,6 @@ def collected(folder: Path, engine_size: int, prompt_counts: list[int]) -> dict[
     """The groups of several rollouts by one `Collector`, each on the first so many prompts; and what it leaves in the
     store. The weights have version 3. Then the rollouts of `SEEDS`, see `_hashed`."""
     from rlmath.data.tokenizer import load_tokenizer
-    from rlmath.distributed.collectives import shared_store
     from rlmath.rewards.reward_manager import open_reward_workers
     from rlmath.rollout.collector import Collector
     from rlmath.rollout.sampling import RolloutSeed, training_sampling
@@ -68,7 +67,7 @@ def collected(folder: Path, engine_size: int, prompt_counts: list[int]) -> dict[
     engine.version = 3
     pool = open_reward_workers(RewardConfig()) if mesh.is_engine_leader else None
     collector = Collector(engine, mesh, load_tokenizer(str(folder)), ROLLOUT, RewardConfig(), pool)
-    store = shared_store("any")
+    store = dist.distributed_c10d._get_default_store()
     dist.barrier()
     keys_before = store.num_keys()
     dist.barrier()
