@@ -27,9 +27,10 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
+from typing import Any
 
 import psutil
 import torch.distributed as dist
@@ -164,7 +165,7 @@ class Rendezvous:
             with socket.create_server((LOOPBACK, 0)) as server:
                 port, listener = server.getsockname()[1], server.detach()
         else:
-            port = int(self._wait(key, seconds))
+            port = self._read_port(key, seconds)
         store = dist.TCPStore(
             LOOPBACK,
             port,
@@ -174,8 +175,27 @@ class Rendezvous:
             master_listen_fd=listener,
         )
         if is_master:
-            self._store.set(key, str(port))
+            self._publish(key, port, range(1, self.rank_info.world_size))
         return store
+
+    def _read_port(self, key: str, seconds: float) -> int:
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            port = self._store.get(key)
+            if type(port) is int and 0 < port < 2**16:
+                self._store.set(f"{key}/read/{self.rank_info.rank}", self._word)
+                return port
+            time.sleep(POLL_SECONDS / 4)
+        raise self._no_answer(seconds)
+
+    def _publish(self, key: str, value: Any, readers: Iterable[int]) -> None:
+        """Write a value until these ranks have read it, or READ_SECONDS have passed."""
+        answers, deadline = [f"{key}/read/{rank}" for rank in readers], time.monotonic() + READ_SECONDS
+        while True:
+            self._store.set(key, value)
+            if len(self._store.get_all(answers)) == len(answers) or time.monotonic() >= deadline:
+                return
+            time.sleep(POLL_SECONDS / 4)
 
     # ------------------------------------------------------------ other ranks
 
@@ -198,12 +218,15 @@ class Rendezvous:
                     opened, deadline = start, now + patience
                 if (result := self._answer(at)) is not None:
                     self._start = start
-                    self._store.set(f"{at}/read/{self.rank_info.rank}", self._word)
+                    self._store.set(f"{at}/result/read/{self.rank_info.rank}", self._word)
                     return result
             time.sleep(min(SLOWEST_POLL_SECONDS, max(POLL_SECONDS / 4, (now - started) / 10)))
+        raise self._no_answer(seconds)
+
+    def _no_answer(self, seconds: float) -> MissingRanksError:
         head = self._known_ranks().get(0)
         where = f"rank 0 on {head.host} (pid {head.pid})" if head else "rank 0, which never registered"
-        raise MissingRanksError(
+        return MissingRanksError(
             f"{self.rank_info} waited {seconds:.0f} s at the start for {where} "
             f"(run.start_timeout_seconds); look at the log of the first node{self._foreign_text()}"
         )
@@ -233,13 +256,8 @@ class Rendezvous:
         arrived = self._wait_for_reports(at, report, seconds)
         result = self._result_of(arrived.reports, seconds, check)
         outcome = asdict(_Outcome(arrived.words, asdict(result)))
-        readers = [f"{at}/read/{rank}" for rank in arrived.reports if rank != 0]
-        deadline = time.monotonic() + READ_SECONDS
-        while True:
-            self._store.set(f"{at}/result", outcome)
-            if len(self._store.get_all(readers)) == len(readers) or time.monotonic() >= deadline:
-                return result
-            time.sleep(POLL_SECONDS / 2)
+        self._publish(f"{at}/result", outcome, (rank for rank in arrived.reports if rank != 0))
+        return result
 
     def _wait_for_reports(self, at: str, own: RankReport, seconds: float) -> _Arrived:
         """The reports that are there: all, or those at the timeout."""

@@ -28,6 +28,11 @@ def port() -> Iterator[int]:
     del server
 
 
+@pytest.fixture(autouse=True)
+def ranks_that_have_ended_are_not_waited_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rlmath.distributed.rendezvous.READ_SECONDS", 0.5)
+
+
 def place_of(rank: int, world_size: int) -> RankInfo:
     node, local_rank = divmod(rank, RANKS_PER_NODE)
     return RankInfo(rank, world_size, node, local_rank, RANKS_PER_NODE, f"host{node}", 100 + rank)
