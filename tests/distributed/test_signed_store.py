@@ -164,6 +164,28 @@ def test_ranks_meet_while_a_stranger_writes_over_all_their_values(server: dist.T
     )
 
 
+def test_what_is_deleted_before_it_was_read_is_written_again(server: dist.TCPStore) -> None:
+    first, second = (
+        Rendezvous(
+            RankInfo(rank, 2, 0, rank, 2, "host", 100 + rank),
+            dist.TCPStore("127.0.0.1", server.port, timeout=timedelta(seconds=20), wait_for_workers=False),
+            SECRET,
+        )
+        for rank in (0, 1)
+    )
+    waits = threading.Thread(
+        target=second.sync, args=("start", RankReport("host", 0), 60.0, lambda _: RendezvousResult())
+    )
+    waits.start()
+    report = f"rlmath/rendezvous/{first._start}/start/1"
+    wait_for(lambda: server.check([report]))
+    for key in server.list_keys():
+        server.delete_key(key)
+    first.sync("start", RankReport("host", 0), 5.0, lambda _: RendezvousResult())
+    waits.join(10.0)
+    assert not waits.is_alive() and second._start == first._start
+
+
 def stranger_at(run: Run, seconds: float) -> subprocess.CompletedProcess[str]:
     port = psutil.Process(run.pid(0)).environ()["MASTER_PORT"]
     command = [sys.executable, "-m", "tests.distributed.stranger", "127.0.0.1", port, str(seconds)]
