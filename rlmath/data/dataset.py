@@ -16,7 +16,7 @@ from rlmath.config import length_curriculum
 from rlmath.config.model_shape import ModelShape
 from rlmath.config.schema import Config, DataConfig
 from rlmath.data import loader
-from rlmath.data.files import UnusableRow
+from rlmath.data.files import CHARACTERS_PER_TOKEN, UnusableRow
 from rlmath.data.formats import read_prompts
 from rlmath.data.sft_sequences import SequenceReport, WrittenSequence, load_sequences, split_held_out
 from rlmath.data.tokenizer import load_tokenizer, prompt_tokens, render, set_marked_aside, stop_token_ids
@@ -250,8 +250,9 @@ def load_validation(
 def _load_validation_file(
     name: str, path: str, config: Config, tokenizer: PreTrainedTokenizerFast | None, vocab_size: int
 ) -> ValidationFile:
-    file, prompts = read_prompts(path), []
+    prompts: list[Prompt] = []
     context, new_tokens = length_curriculum.engine_length(config), length_curriculum.validation_tokens(config)
+    file = read_prompts(path, most_characters=CHARACTERS_PER_TOKEN * context)
     template = config.validation.template or config.data.template
     if tokenizer is not None:
         file = set_marked_aside(file, template, tokenizer)

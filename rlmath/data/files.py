@@ -24,6 +24,11 @@ from rlmath.config.files import open_regular, parse_json, read_json_object
 
 MAX_LINE_BYTES = 8 * 2**20
 """Longest line that is read (bytes), and longest text of a column; the longest row of boba_106k is far below."""
+CHARACTERS_PER_TOKEN = 128
+"""Longest token of common vocabularies, a run of spaces. A text with more for each token that it may have is not
+tokenized: a tokenizer takes seconds and hundreds of MB for every million characters."""
+MAX_TEXT_CHARACTERS = 2**20
+"""Of a problem, where there is no limit of tokens."""
 _SPLIT = "train"
 _SUFFIXES = (".parquet", ".arrow", ".jsonl")
 _SHARD = re.compile(r"(?P<name>.+?)-(?P<number>\d{5})-of-(?P<count>\d{5})(?:-[0-9a-f]+)?\.\w+")

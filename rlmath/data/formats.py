@@ -22,7 +22,9 @@ from pathlib import Path
 
 from rlmath.config.files import read_json_object
 from rlmath.data.files import (
+    CHARACTERS_PER_TOKEN,
     MAX_LINE_BYTES,
+    MAX_TEXT_CHARACTERS,
     PromptFile,
     PromptRow,
     RawRow,
@@ -109,6 +111,16 @@ def further_columns(columns: dict, used: Collection[str]) -> str:
         return json.dumps({key: value for key, value in columns.items() if key not in used}, default=str)
     except (TypeError, ValueError, RecursionError) as error:
         raise RowError(f"its further columns cannot be written as JSON ({str(error)[:100]})") from error
+
+
+def check_length(row: PromptRow, most_characters: int) -> None:
+    """RowError for a problem, with its messages, of more characters."""
+    count = max(len(row.prompt), sum(len(content) for _, content in row.messages))
+    if count > most_characters:
+        raise RowError(
+            f"its text has {count} characters, more than {most_characters}; it is not tokenized "
+            f"({CHARACTERS_PER_TOKEN} characters for each token that it may have)"
+        )
 
 
 def columns_of(value: object) -> dict:
@@ -370,12 +382,12 @@ _contents = attrgetter("prompt", "task", "solutions", "messages")
 """What rows of one query_id must have in common."""
 
 
-def read_prompts(path: str, form: str = "auto") -> PromptFile:
+def read_prompts(path: str, form: str = "auto", most_characters: int = MAX_TEXT_CHARACTERS) -> PromptFile:
     """All rows of a file or folder of prompts, in its order; `form` is a word of data.format.
 
-    Rows that cannot be used are listed with their reasons, and rows that an earlier one equals are counted. ValueError
-    where the file cannot be read, has another form or none, or has no row that can be used. Holds a part of the file at
-    a time beside the rows.
+    Rows that cannot be used, among them problems of more than `most_characters`, are listed with their reasons, and
+    rows that an earlier one equals are counted. ValueError where the file cannot be read, has another form or none, or
+    has no row that can be used. Holds a part of the file at a time beside the rows.
     """
     rows = raw_rows(path)
     first: list[RawRow] = []
@@ -383,7 +395,7 @@ def read_prompts(path: str, form: str = "auto") -> PromptFile:
         first.append(row)
         if len(first) == _LOOKED_AT or (row.columns is not None and form_of(row.columns)):
             break
-    return _read_rows(path, _checked_form(path, form, first), chain(first, rows))
+    return _read_rows(path, _checked_form(path, form, first), chain(first, rows), most_characters)
 
 
 def _checked_form(path: str, form: str, first: list[RawRow]) -> Form:
@@ -408,7 +420,7 @@ def _checked_form(path: str, form: str, first: list[RawRow]) -> Form:
     return found
 
 
-def _read_rows(path: str, form: Form, raw: Iterable[RawRow]) -> PromptFile:
+def _read_rows(path: str, form: Form, raw: Iterable[RawRow], most_characters: int) -> PromptFile:
     read = form.reader_of(Path(path))
     rows: list[PromptRow] = []
     unusable: list[UnusableRow] = []
@@ -419,6 +431,7 @@ def _read_rows(path: str, form: Form, raw: Iterable[RawRow]) -> PromptFile:
             if one.columns is None:
                 raise RowError(one.reason)
             row = read(one.columns, one.number)
+            check_length(row, most_characters)
             if len(row.solutions) > MAX_SOLUTIONS:
                 raise RowError(
                     f"it has {len(row.solutions)} solutions; at most {MAX_SOLUTIONS} are compared with"

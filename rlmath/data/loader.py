@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 from rlmath.algorithms.types import Prompt
 from rlmath.config.load import without_secrets
-from rlmath.data.files import PromptRow, UnusableRow
+from rlmath.data.files import CHARACTERS_PER_TOKEN, PromptRow, UnusableRow
 from rlmath.data.formats import read_prompts, unusable_text
 from rlmath.data.tokenizer import prompt_tokens, render, set_marked_aside
 
@@ -181,7 +181,7 @@ def load_prompts(
     """
     if max_prompt_tokens < 1:
         raise ValueError(f"data.max_prompt_tokens is {max_prompt_tokens}; it must be at least 1")
-    file = read_prompts(path, form)
+    file = read_prompts(path, form, CHARACTERS_PER_TOKEN * max_prompt_tokens)
     if tokenizer is not None:
         file = set_marked_aside(file, template, tokenizer)
     if file.unusable_share > max_unusable_share:

@@ -16,14 +16,14 @@ import hashlib
 import itertools
 import json
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from rlmath.algorithms.types import Sample
-from rlmath.data.files import PromptRow, RawRow, RowError, UnusableRow, raw_rows, short
-from rlmath.data.formats import checked_text
+from rlmath.data.files import CHARACTERS_PER_TOKEN, PromptRow, RawRow, RowError, UnusableRow, raw_rows, short
+from rlmath.data.formats import check_length, checked_text
 from rlmath.data.loader import UNUSABLE_NAME, permutation
-from rlmath.data.tokenizer import prompt_tokens, render
+from rlmath.data.tokenizer import prompt_tokens, render, token_ids_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -123,7 +123,7 @@ def load_sequences(
     too_long = longest = 0
     rows = raw_rows(path)
     while chunk := list(itertools.islice(rows, _CHUNK)):
-        texts = list(_texts(chunk, template, tokenizer, unusable))
+        texts = list(_texts(chunk, template, tokenizer, unusable, CHARACTERS_PER_TOKEN * limit))
         for row, one in zip(texts, _tokenized(texts, tokenizer), strict=True):
             if not one.prompt_ids:
                 unusable.append(UnusableRow(row.where, "its prompt has no token", row.prompt[:60]))
@@ -168,15 +168,20 @@ class _Texts:
 
 
 def _texts(
-    rows: Iterable[RawRow], template: str, tokenizer: PreTrainedTokenizerFast, unusable: list[UnusableRow]
+    rows: Iterable[RawRow],
+    template: str,
+    tokenizer: PreTrainedTokenizerFast,
+    unusable: list[UnusableRow],
+    most_characters: int,
 ) -> Iterator[_Texts]:
-    """What can be used; the others are added to `unusable`."""
+    """What can be used; the others, among them rows of more than `most_characters`, are added to `unusable`."""
     for raw in rows:
         if raw.columns is None:
             unusable.append(UnusableRow(raw.where, raw.reason, raw.start))
             continue
         try:
             row, completion = _parse(raw.columns, raw.where)
+            check_length(replace(row, prompt=row.prompt + completion), most_characters)
         except RowError as error:
             unusable.append(UnusableRow(raw.where, str(error), raw.start or str(list(raw.columns))[:60]))
             continue
@@ -222,15 +227,9 @@ def _tokenized(texts: Sequence[_Texts], tokenizer: PreTrainedTokenizerFast) -> I
     if not texts:
         return
     prompts = prompt_tokens([one.prompt for one in texts], tokenizer)
-    encoded = tokenizer(
-        [one.completion for one in texts],
-        add_special_tokens=False,
-        return_attention_mask=False,
-        return_token_type_ids=False,
-        verbose=False,
-    )
+    completions = token_ids_of([one.completion for one in texts], tokenizer, special_tokens=False)
     end = tokenizer.eos_token_id
-    for prompt, completion in zip(prompts, encoded["input_ids"], strict=True):
+    for prompt, completion in zip(prompts, completions, strict=True):
         closed = completion if completion and completion[-1] == end else [*completion, end]
         yield WrittenSequence(tuple(prompt), tuple(closed))
 

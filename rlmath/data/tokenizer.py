@@ -25,6 +25,7 @@ from rlmath.data.files import PromptFile, PromptRow, UnusableRow
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
+_CHARACTERS_AT_ONCE = 2**21
 CHAT_SECONDS = 10.0
 """Longest that a chat template may take for one prompt: it is a program of the model folder's."""
 CHAT_BYTES = 2**30
@@ -218,11 +219,33 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerFast:
 def prompt_tokens(texts: list[str], tokenizer: PreTrainedTokenizerFast) -> list[list[int]]:
     """Tokens of prompts, with the special tokens that the tokenizer adds by itself, but one beginning of sequence only:
     a template may write it, too."""
-    encoded = tokenizer(texts, return_attention_mask=False, return_token_type_ids=False, verbose=False)
-    found, bos = encoded["input_ids"], tokenizer.bos_token_id
+    found, bos = token_ids_of(texts, tokenizer), tokenizer.bos_token_id
     for token_ids in found:
         while isinstance(bos, int) and token_ids[:2] == [bos, bos]:
             del token_ids[0]
+    return found
+
+
+def token_ids_of(
+    texts: list[str], tokenizer: PreTrainedTokenizerFast, special_tokens: bool = True
+) -> list[list[int]]:
+    """Tokens of texts, with those that the tokenizer adds by itself or without. Some million characters at a time: a
+    tokenizer holds hundreds of bytes for each."""
+    found: list[list[int]] = []
+    start = 0
+    while start < len(texts):
+        stop, size = start + 1, len(texts[start])
+        while stop < len(texts) and size + len(texts[stop]) <= _CHARACTERS_AT_ONCE:
+            size += len(texts[stop])
+            stop += 1
+        found += tokenizer(
+            texts[start:stop],
+            add_special_tokens=special_tokens,
+            return_attention_mask=False,
+            return_token_type_ids=False,
+            verbose=False,
+        )["input_ids"]
+        start = stop
     return found
 
 

@@ -1,11 +1,17 @@
 import json
+import re
 from pathlib import Path
 
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from rlmath.data.tokenizer import load_tokenizer, stop_token_ids
+from rlmath.data import tokenizer as tokenizer_module
+from rlmath.data.files import CHARACTERS_PER_TOKEN
+from rlmath.data.loader import load_prompts
+from rlmath.data.sft_sequences import load_sequences
+from rlmath.data.tokenizer import load_tokenizer, prompt_tokens, stop_token_ids
+from tests.tiny_models import make_model_folder
 
 
 def save_tokenizer(folder: Path, eos: str | None = "<eos>") -> None:
@@ -80,3 +86,47 @@ def test_ends_of_sequence_that_are_no_tokens_of_the_model_are_refused(tmp_path, 
             stop_token_ids(str(tmp_path), tokenizer, 101)
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [100, 0]}')
     assert stop_token_ids(str(tmp_path), tokenizer, 101) == (0, 100)
+
+
+@pytest.mark.parametrize("load", ["prompts", "sequences"])
+def test_a_row_that_is_far_too_long_is_never_tokenized(tmp_path: Path, load: str):
+    """Seven million characters: half a minute and gigabytes, were they tokenized."""
+    tokenizer = load_tokenizer(str(make_model_folder(tmp_path / "model")))
+    longest = 0
+
+    class Watched(type(tokenizer)):  # type: ignore[misc]
+        def __call__(self, text, *args, **kwargs):
+            nonlocal longest
+            longest = max(longest, *map(len, text))
+            return super().__call__(text, *args, **kwargs)
+
+    tokenizer.__class__ = Watched
+    limit = 16
+    texts = ["1+1=", "7" * 7_000_000, "2" * (CHARACTERS_PER_TOKEN * limit - 1)]
+    rows = [
+        {"prompt": text, "task": "math", "query_id": str(n), "solutions": ["2"]}
+        for n, text in enumerate(texts)
+    ]
+    rows = rows if load == "prompts" else [{"prompt": text, "completion": "2"} for text in texts]
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    if load == "prompts":
+        kept, report = load_prompts(str(file), tokenizer, limit, max_unusable_share=0.5)
+        assert report.dropped_too_long == 1
+    else:
+        kept, report = load_sequences(str(file), tokenizer, "raw", limit, 0.5)
+        assert report.dropped == 1
+    (unusable,) = report.unusable
+    assert unusable.where.endswith("rows.jsonl, line 2")
+    assert re.match("its text has 700000[01] characters, more than 2048", unusable.reason)
+    assert len(kept) == 1 and 0 < longest <= CHARACTERS_PER_TOKEN * limit
+
+
+def test_texts_are_tokenized_some_million_characters_at_a_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    real = load_tokenizer(str(make_model_folder(tmp_path / "model")))
+    texts = ["12", "345", "6", "7890123", ""]
+    whole = prompt_tokens(texts, real)
+    monkeypatch.setattr(tokenizer_module, "_CHARACTERS_AT_ONCE", 5)
+    assert prompt_tokens(texts, real) == whole and prompt_tokens([], real) == []
