@@ -52,6 +52,8 @@ from rlmath.rewards.verifier import (
 
 START_SECONDS = 120.0
 """Time limit for the start of the fork server or a worker, on a busy machine."""
+ANSWER_SECONDS = 20.0
+"""Time limit for the answers of a fork server that has started, which takes milliseconds."""
 MEMORY_BYTES = 2 * 2**30
 """Address space of one worker; math-verify itself takes about a quarter GiB."""
 STUCK_SECONDS = 0.25
@@ -456,7 +458,7 @@ class VerifierPool:
         now = time.monotonic()
         for worker in [one for one in self._workers if one.state != "idle" and one.deadline <= now]:
             if worker.state == "lost":
-                raise _ServerLost(f"did not end a worker within {START_SECONDS:.0f} s")
+                raise _ServerLost(f"did not end a worker within {ANSWER_SECONDS:.0f} s")
             if worker.state == "starting":
                 self._count_worker_failure(f"was not ready after {START_SECONDS:.0f} s")
                 self._drop(worker)
@@ -487,7 +489,7 @@ class VerifierPool:
         self._tell_server(f"lost {worker.pid}".encode())
         self._close_channel(worker)
         worker.state = "lost"
-        worker.deadline = time.monotonic() + START_SECONDS
+        worker.deadline = time.monotonic() + ANSWER_SECONDS
 
     def _handle_notice(self, notice: bytes) -> None:
         """ "ended <id> <exit code> <why>": finish or repeat the worker's job."""
@@ -637,8 +639,9 @@ class VerifierPool:
     def _await_control(self, events: int) -> None:
         poll = select.poll()
         poll.register(self._control, events)
-        if not poll.poll(START_SECONDS * 1000):
-            raise _ServerLost(f"did not answer for {START_SECONDS:.0f} s")
+        seconds = ANSWER_SECONDS if self._delayed_at < math.inf else START_SECONDS
+        if not poll.poll(seconds * 1000):
+            raise _ServerLost(f"did not answer for {seconds:.0f} s")
 
     def _read_control(self) -> bytes | None:
         """The fork server's next message, None where there is none yet."""
