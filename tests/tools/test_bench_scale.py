@@ -62,7 +62,7 @@ def test_hearts_ask_the_store_in_proportion_to_the_ranks() -> None:
     for n in RANKS:
         found = scale_costs.heartbeat(n)
         assert 6 * n <= found["heart_requests_a_beat"] <= 6.125 * n
-        assert found["heart_bytes_a_beat"] < 1000 * n
+        assert found["heart_bytes_a_beat"] < 1100 * n
         assert found["failure_requests_of_a_rank"] == 2
         assert found["failure_bytes_of_a_rank"] < 500 * n
 
@@ -75,11 +75,12 @@ def test_a_checkpoints_index_has_entries_of_tensors_and_of_borders_between_ranks
     "samples", [lambda n: SAME // 8, lambda n: GROWING * n // 4], ids=["same", "growing"]
 )
 def test_drawing_asks_the_store_in_proportion_to_prompts_and_engines(samples: Callable[[int], int]) -> None:
-    """Scouts, rests, a second look at every prompt, and what is cleared up: not prompts times engines."""
+    """First samples, the others, a second look at every prompt, and what is cleared up: not prompts times engines. A
+    signed counter takes two requests where another engine has taken from it meanwhile."""
     for n in RANKS:
         count = samples(n)
         drawn, prompts = scale_rollout.draw_rollout(n, count), count // GROUP
-        assert 3 * prompts + 2 * n <= drawn.requests <= 5 * prompts + 2 * n + 2
+        assert 3 * prompts + 2 * n <= drawn.requests <= 5 * prompts + 4 * n + 2
         assert sum(drawn.tokens) > 0
 
 
