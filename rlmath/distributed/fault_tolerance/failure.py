@@ -131,14 +131,6 @@ def store_lost(where: str, reason: str, reporter: int) -> Failure:
     return Failure("store", text, reporter)
 
 
-def launcher_lost(pid: int, host: str, reporter: int) -> Failure:
-    text = (
-        f"torchrun (pid {pid}) on {host}, the first node, has ended, and the run's key-value store with it: the other "
-        "nodes cannot continue, and nothing is saved. The same command resumes from the newest checkpoint"
-    )
-    return Failure("store", text, reporter)
-
-
 def first_line(error: BaseException) -> str:
     """ "ValueError: the first line of its text", without what settings took from the environment. The kernel's word for
     a full disk names none: shared memory is one."""

@@ -289,18 +289,22 @@ class Heartbeat:
         self._end(failures.store_lost("{}:{}".format(*self._address), reason, self._rank))
 
     def _check_launcher(self) -> None:
-        """Where torchrun was killed the ranks of a single node save and stop: they need nothing of it. On several nodes
-        the first one's launcher holds the store that all need."""
+        """Where torchrun was killed the ranks save and stop: on a single node they need nothing of it. Of several nodes
+        the first one's launcher holds the store, and the others end when they have missed it for some seconds."""
         if not under_torchrun() or os.getppid() == self._launcher:
             return
         with self._launcher_lock:  # two threads look
             if self._stop.requested or self._left:
                 return
             place = self._place
-            if place.several_nodes and place.node == 0:
-                self._end(failures.launcher_lost(self._launcher, place.host, self._rank))
+            holds_store = place.several_nodes and place.node == 0
+            more = (
+                ", and the run's store with it: other nodes may end before the step is saved"
+                if holds_store
+                else ""
+            )
             if place.is_node_leader:
-                logger.error("torchrun (pid %d) on %s has ended", self._launcher, place.host)
+                logger.error("torchrun (pid %d) on %s has ended%s", self._launcher, place.host, more)
             self._stop.request(LAUNCHER_ENDED)
 
     def _watch(self) -> None:
