@@ -415,6 +415,8 @@ def _be_template(server: socket.socket, parent: int, settings: WorkerSettings) -
     except ValueError as error:
         server.send(f"failed: {error}".encode()[:2000])
         return
+    # The user's module may have ignored the ends of its children: then no process could be waited for.
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     gc.collect()
     gc.freeze()
     run_worker = partial(_run_worker, parent=parent, settings=settings, function=function)

@@ -182,6 +182,17 @@ def test_what_a_module_starts_does_not_hold_the_check_up(folder):
             time.sleep(0.1)
 
 
+def test_a_module_that_ignores_the_ends_of_its_children_is_served(folder, caplog):
+    source = (
+        "import os, signal\nsignal.signal(signal.SIGCHLD, signal.SIG_IGN)\ndef dies(*_):\n    os._exit(3)\n"
+    )
+    (folder / "ignores.py").write_text(source)
+    with VerifierPool(1, 30.0, function="ignores:dies") as pool:
+        told = [pool.call("x", [], ROW).result(60).message for _ in range(4)]
+    assert told == ["its worker ended (exit code 3)"] * 4
+    assert "another one is started" not in caplog.text
+
+
 def test_the_check_does_not_import_into_this_process(folder):
     assert function_problem("breaks:plain")
     assert "breaks" not in sys.modules
