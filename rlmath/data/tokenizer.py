@@ -252,7 +252,9 @@ def token_ids_of(
 def stop_token_ids(path: str, tokenizer: PreTrainedTokenizerFast, vocab_size: int) -> tuple[int, ...]:
     """Tokens that end a completion, as vLLM finds them: the tokenizer's end of sequence, and those that
     generation_config.json names, or config.json where there is none. ValueError for what is no token of the model."""
-    found = {int(tokenizer.eos_token_id)}
+    end = tokenizer.eos_token_id
+    assert isinstance(end, int), end  # `load_tokenizer` refuses others
+    found = {end}
     for name in ("generation_config.json", "config.json"):
         file = Path(path) / name
         if file.is_file():
