@@ -112,6 +112,8 @@ class ForkServer:
         self._workers: dict[int, str] = {}
         """By process id: why it is being ended, "" while it is not."""
         self._template_pid, self._template = (0, None) if run_worker else _start_template(settings)
+        self._template_status: int | None = None
+        """As `waitpid` gives it; None while it is not known to have ended."""
         self._sample_at = 0.0
         self._ended_pipe = os.pipe()
         for end in self._ended_pipe:
@@ -155,7 +157,8 @@ class ForkServer:
             if self._template is None:
                 self._fork(fds[0])
             else:
-                socket.send_fds(self._template, [b"fork"], fds)
+                with contextlib.suppress(ConnectionError):  # it has ended, which the next look finds out
+                    socket.send_fds(self._template, [b"fork"], fds)
             os.close(fds[0])
         elif message:
             verb, worker = message.split()
@@ -177,10 +180,13 @@ class ForkServer:
 
     def _handle_template(self, template: socket.socket) -> bool:
         """False where it has ended, or sends what it should not."""
-        message = template.recv(4096)
+        message = b""
+        with contextlib.suppress(ConnectionError):
+            message = template.recv(4096)
         if message.isdigit():
             self._add_worker(int(message))
-            template.send(b"known")
+            with contextlib.suppress(ConnectionError):
+                template.send(b"known")
         elif message == b"ready" or message.startswith(b"failed: "):
             self._control.send(message)
         else:
@@ -190,8 +196,9 @@ class ForkServer:
         return True
 
     def _end_of_template(self) -> str:
-        _, status = os.waitpid(self._template_pid, 0)
-        code = os.waitstatus_to_exitcode(status)
+        if self._template_status is None:
+            self._template_status = os.waitpid(self._template_pid, 0)[1]
+        code = os.waitstatus_to_exitcode(self._template_status)
         return f"signal {-code}" if code < 0 else f"exit code {code}"
 
     def _add_worker(self, pid: int) -> None:
@@ -214,6 +221,8 @@ class ForkServer:
             while (ended := os.waitpid(-1, os.WNOHANG))[0]:
                 any_ended = True
                 pid, status = ended
+                if pid == self._template_pid:
+                    self._template_status = status
                 why = self._workers.pop(pid, None)
                 if why is not None:
                     code = os.waitstatus_to_exitcode(status)

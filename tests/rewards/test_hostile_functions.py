@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -244,6 +245,21 @@ def test_a_fork_server_that_is_killed_in_the_middle_of_a_batch_changes_no_result
             os.kill(server, signal.SIGKILL)
         said = pool.results(futures)
     assert [one.reward for one in said] == [float(len(text)) for text in texts]
+
+
+def test_every_process_below_the_fork_server_is_killed_and_no_result_changes(folder, caplog):
+    before = set(children(os.getpid()))
+    with VerifierPool(2, 30.0, function="hostile_rewards:reward") as pool:
+        assert ask(pool, "seven")[0].reward == 5.0
+        for _ in range(3):
+            futures = [pool.call(f"wait 0.0{n}", [], {}) for n in range(5)]
+            (server,) = set(children(os.getpid())) - before
+            for victim in children(server):
+                with contextlib.suppress(ProcessLookupError):  # they end with each other
+                    os.kill(victim, signal.SIGKILL)
+            assert [one.reward for one in pool.results(futures)] == [9.0] * 5
+    assert caplog.text.count("imports reward.function ended with signal 9") == 3
+    assert "Traceback" not in caplog.text
 
 
 def test_an_answer_that_kills_the_fork_server_fails_alone(folder, caplog):
