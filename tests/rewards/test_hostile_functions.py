@@ -258,7 +258,7 @@ def test_every_process_below_the_fork_server_is_killed_and_no_result_changes(fol
                 with contextlib.suppress(ProcessLookupError):  # they end with each other
                     os.kill(victim, signal.SIGKILL)
             assert [one.reward for one in pool.results(futures)] == [9.0] * 5
-    assert caplog.text.count("imports reward.function ended with signal 9") == 3
+    assert caplog.text.count("another one is started") == 3
     assert "Traceback" not in caplog.text
 
 
