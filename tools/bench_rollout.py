@@ -144,11 +144,12 @@ def measure(engine: Engine, source: RequestSource, case: Case) -> Figures:
 def source_of(way: str, case: Case, draw: int) -> RequestSource:
     """What this rank's engine is to sample; nothing where the case has fewer engines than there are ranks."""
     rank, requests_PG = environment_rank(), make_requests(case.prompts, draw)
+    store = shared_store(f"{case}/{draw}")  # a collective at its first call
     if rank >= case.engines:
         return AllAtOnce([])
     if way == "ours":
         mesh = Mesh(rank, case.engines, tensor=1, pipeline=1, engine_size=1)
-        return WorkQueue(shared_store(f"{case}/{draw}"), requests_PG, mesh, MAX_NUM_SEQS)
+        return WorkQueue(store, requests_PG, mesh, MAX_NUM_SEQS)
     return AllAtOnce([request for row in requests_PG[rank :: case.engines] for request in row])
 
 
