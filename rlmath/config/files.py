@@ -132,15 +132,23 @@ def _is_deep(value: Any) -> bool:
 
 
 def check_yaml(text: str) -> None:
-    """ValueError, with the line, for YAML that must not be built: nested deeper than MAX_YAML_DEPTH, of more than
-    MAX_YAML_VALUES values with its aliases expanded, or with a number of more than MAX_DIGITS digits. `yaml.YAMLError`
-    where it is no YAML. Reads it event by event and stops at the first such place."""
+    """Read YAML event by event, and stop at the first place that must not be built: nested deeper than MAX_YAML_DEPTH,
+    more than MAX_YAML_VALUES values with aliases expanded, a number of more than MAX_DIGITS digits, or a tag, for which
+    PyYAML raises KeyErrors and the like where the value does not fit.
+
+    Errors: ValueError with the line; `yaml.YAMLError` where it is no YAML.
+    """
     depth, values = 0, 0
     started: list[tuple[str | None, int]] = []
     size_of: dict[str, int] = {}
     key = ""
     for event in yaml.parse(text, Loader=yaml.SafeLoader):
         line = f"line {event.start_mark.line + 1}"
+        if getattr(event, "tag", None) is not None:
+            tag = event.tag.replace("tag:yaml.org,2002:", "!!")
+            raise ValueError(
+                f'{line}: it has the tag "{tag[:40]}". Write the value without a tag, text in quotes'
+            )
         if isinstance(event, yaml.AliasEvent):
             if event.anchor not in size_of:
                 raise ValueError(f"{line}: *{event.anchor[:40]} stands within what it names, or before it")

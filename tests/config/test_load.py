@@ -282,6 +282,35 @@ def test_a_number_beyond_64_bits_is_out_of_range():
     assert problem.startswith("run.total_steps is 1000") and "too large" in problem
 
 
+@pytest.mark.parametrize(
+    ("key", "value", "told"),
+    [
+        ("run.seed", "!!bool abc", 'the tag "!!bool"'),
+        ("run.seed", "!!timestamp abc", 'the tag "!!timestamp"'),
+        ("run.seed", "!!int ''", 'the tag "!!int"'),
+        ("run.seed", "!!float ''", 'the tag "!!float"'),
+        ("run.seed", "! 3", 'the tag "!"'),
+        ("data.train_weights", "!!omap [a: 1]", 'the tag "!!omap"'),
+        ("data.train_weights", "[1, !!binary '@']", 'the tag "!!binary"'),
+        ("data.train_weights", "!!set {a: 1}", 'the tag "!!set"'),
+    ],
+)
+def test_a_yaml_tag_is_refused_with_its_place(tmp_path: Path, key: str, value: str, told: str):
+    """PyYAML's constructors raise KeyError, AttributeError and IndexError for a tag that its value does not fit."""
+    section, _, name = key.partition(".")
+    message = problem_in(tmp_path / "a.yaml", f"{section}:\n  {name}: {value}\n")
+    assert f'a.yaml" cannot be read as YAML sections: line 2: it has {told}' in message
+    assert f'the value in "{key}={value}" cannot be read: line 1: it has {told}' in problem_with(
+        [f"{key}={value}"]
+    )
+
+
+def test_a_section_with_a_yaml_tag_is_refused(tmp_path: Path):
+    for word in ("!!bool abc", "!!timestamp abc"):
+        assert "line 1: it has the tag" in problem_in(tmp_path / "a.yaml", f"run: {word}\n")
+        assert '"run" is a section' in problem_with([f"run={word}"])
+
+
 def test_a_fifo_in_the_place_of_a_config_file_is_told(tmp_path: Path):
     os.mkfifo(tmp_path / "a.yaml")
     with pytest.raises(ValueError, match=r"a\.yaml.*is not a file"):
