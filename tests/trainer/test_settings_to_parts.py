@@ -135,9 +135,9 @@ def test_the_reward_scheme_and_the_workers() -> None:
     )
     with open_reward_workers(replace(DISTINCT.reward, function=None)) as pool:
         assert (pool._size, pool.timeout_seconds) == (2, 15.8)
-        assert pool._rules == Rules(answer_from="phrase", protocol=True)
+        assert pool._settings.rules == Rules(answer_from="phrase", protocol=True)
     with open_reward_workers(RewardConfig(workers=1)) as pool:
-        assert pool._rules == Rules(answer_from="boxed", protocol=False)
+        assert pool._settings.rules == Rules(answer_from="boxed", protocol=False)
 
 
 def test_a_score_is_made_with_every_number_of_the_section() -> None:
