@@ -302,7 +302,7 @@ def write_error_text(error: Exception, path: Path) -> str:
             disk = os.statvfs(path.parent)
             gib = disk.f_bavail * disk.f_frsize / 2**30
             room = f"; the disk has {gib:.3f} GiB and {disk.f_favail} files (inodes) left"
-    return f"{path} cannot be written: {cause.strerror} (errno {cause.errno}{room})" + (
+    return f"{cause.filename or path} cannot be written: {cause.strerror} (errno {cause.errno}{room})" + (
         "" if cause is error else f" [{told}]"
     )
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from rlmath.checkpoint.directory import CHECKPOINTS, Progress, complete_checkpoints, sound_checkpoints
+from rlmath.checkpoint.directory import CHECKPOINTS, Progress, complete_checkpoints, remove, sound_checkpoints
 from rlmath.checkpoint.hf.weights import read_metadata_files, write_hf_folder
 from rlmath.checkpoint.manager import CheckpointManager, Retention, Saved
 from rlmath.config.length_curriculum import has_length_stages, length_stages
@@ -112,7 +111,8 @@ class Checkpointer:
             self._finish()
 
     def newest_sound(self) -> Path | None:
-        """The folder of the newest checkpoint whose weights learned something in a later step. Reads the disk."""
+        """The folder of the newest checkpoint whose weights learned in a later step. Reads the disk; ValueError
+        where it cannot."""
         found, _ = complete_checkpoints(self._folder / CHECKPOINTS)
         return next((one.folder for one in sound_checkpoints(found, self._divergence.learned_step)), None)
 
@@ -185,7 +185,7 @@ class Checkpointer:
         keep = self._trainer.config.save.keep_models
         if keep is not None and self._trainer.mesh.rank == 0:
             for old in sorted(models.glob("step-" + "[0-9]" * 6))[:-keep]:
-                shutil.rmtree(old, ignore_errors=True)
+                remove(old)
 
     def _with_progress(self, stream: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         for named in stream:

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rlmath.checkpoint.directory import Progress
+from rlmath.checkpoint.hf.weights import all_finite
 from rlmath.checkpoint.sharded_state import held_by
 from rlmath.distributed.collectives import first_error
 from rlmath.models.build import Actor
@@ -76,20 +77,15 @@ class DivergenceCheck:
 def first_not_finite(chunks: Sequence[Any], optimizer: Any) -> str | None:
     """The first parameter, or tensor of the optimizer's state, of this rank that has a NaN or an infinity, in words;
     None where all are finite. One pass over the memory, without a copy."""
-    names, tensors = {}, {}
-    for chunk in chunks:
+    names: dict[int, str] = {}
+    tensors: list[tuple[str, Tensor]] = []
+    for number, chunk in enumerate(chunks):
         for name, parameter in chunk.named_parameters():
-            names[id(parameter)] = name
-            tensors[f"the parameter {name}"] = parameter
+            # The chunks of a virtual pipeline have the same names.
+            names[id(parameter)] = f"{name} of chunk {number}" if len(chunks) > 1 else name
+            tensors.append((f"the parameter {names[id(parameter)]}", parameter))
     for held in held_by(optimizer):
         for kind, tensor in held.tensors().items():
-            tensors[f'the optimizer\'s "{kind}" of {names[id(held.parameter)]}'] = tensor
-    tensors = {name: tensor for name, tensor in tensors.items() if tensor.numel()}
-    finite = [_is_finite(tensor) for tensor in tensors.values()]
-    found = torch.stack(finite).tolist() if finite else []
-    return next((name for name, one in zip(tensors, found, strict=True) if not one), None)
-
-
-def _is_finite(tensor: Tensor) -> Tensor:
-    """One bool. The extremes of a tensor with a NaN are NaN."""
-    return torch.stack(tensor.aminmax()).isfinite().all()
+            tensors.append((f'the optimizer\'s "{kind}" of {names[id(held.parameter)]}', tensor))
+    found = torch.stack([all_finite(tensor) for _, tensor in tensors]).tolist()
+    return next((name for (name, _), finite in zip(tensors, found, strict=True) if not finite), None)

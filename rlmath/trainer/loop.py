@@ -330,8 +330,11 @@ def end_diverged(
     stop.done()
     checkpointer.finish()
     if trainer.mesh.rank == 0:
-        sound = checkpointer.newest_sound()
         left = "no checkpoint is from before that"
+        try:
+            sound = checkpointer.newest_sound()
+        except (OSError, ValueError) as refused:
+            sound, left = None, f"the checkpoints cannot be looked at: {refused}"
         if sound is not None:
             left = (
                 f"the newest checkpoint from before that is {sound}, of which "

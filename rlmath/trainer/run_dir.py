@@ -29,12 +29,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from rlmath.checkpoint.directory import CHECKPOINTS, nearest_folder, remove_partial, set_newer_aside
+from rlmath.config.files import require_regular
 from rlmath.config.help import raise_problems
 from rlmath.config.load import load_config, save_config
 from rlmath.config.schema import Config
 from rlmath.distributed.fault_tolerance import exit_codes
 from rlmath.trainer.resume import refused_changes
-from rlmath.trainer.telemetry.metrics_writer import VALIDATION_FILE, keep_metrics
+from rlmath.trainer.telemetry.metrics_writer import METRICS_FILE, VALIDATION_FILE, keep_metrics
 from rlmath.trainer.telemetry.samples import SAMPLES_FOLDER, keep_samples
 
 logger = logging.getLogger(__name__)
@@ -54,6 +55,8 @@ MIN_FREE_BYTES = 2**30
 MIN_FREE_FILES = 256
 """The same of inodes, where the disk counts them."""
 
+_OWN_FILES = (METRICS_FILE, VALIDATION_FILE, SUMMARY_NAME, exit_codes.FILE_NAME)
+"""What a run reads again, or writes over."""
 _NO_OBSTACLE = (LOCK_NAME, exit_codes.FILE_NAME, exit_codes.RESERVED_NAME, "stacks")
 """What a start that broke early leaves."""
 _SCRATCH = re.compile(rf"\.{re.escape(CONFIG_NAME)}\..*\.tmp|{exit_codes.SCRATCH.pattern}")
@@ -168,6 +171,13 @@ def folder_problems(output_dir: str, config: Config, needed_bytes: int, resumes:
             "give a run.output_dir on another disk."
         )
     yield from _input_problems(folder, config)
+    for name in _OWN_FILES:
+        try:
+            require_regular(folder / name)
+        except ValueError as error:
+            yield f"{error}. Move it away."
+        except OSError:
+            pass  # it is not there, or the claim of the folder says what is wrong
     if nearest == folder and not resumes:
         yield from _content_problems(folder, config)
 

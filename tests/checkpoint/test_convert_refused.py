@@ -97,7 +97,7 @@ def test_a_checkpoint_with_numbers_that_are_not_finite_is_refused(
     """Such as earlier releases could save: here one that was written without the check."""
     edit(copy, in_norm(float("nan")))
     with monkeypatch.context() as unchecked:
-        unchecked.setattr(convert, "is_finite", lambda tensor: True)
+        unchecked.setattr(convert, "all_finite", lambda tensor, dtype: True)
         state = to_megatron(copy, tmp_path / "out", 2, 1)
     with pytest.raises(ValueError, match=f"has NaN or infinite numbers in {NORM}"):
         to_hf(state, source, tmp_path / "hf")

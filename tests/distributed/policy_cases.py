@@ -271,6 +271,28 @@ def discard(folder: Path, case: Case, samples: list[Sample], poison: str) -> dic
     }
 
 
+def finds_values_that_are_not_finite(folder: Path, case: Case, samples: list[Sample]) -> list[str | None]:
+    """What is found on this rank after an update, and with a NaN at the end of a parameter of each chunk, and of a
+    tensor of the optimizer's state for it, one after the other."""
+    from rlmath.checkpoint.sharded_state import held_by
+    from rlmath.trainer.divergence import first_not_finite
+
+    stage = build(folder, case)
+    chunks, optimizer = stage.actor.chunks, stage.actor.learner.optimizer
+    assert stage.actor.learner.learn(microbatches(stage, samples), None, None).discarded is None
+    states = {id(held.parameter): held.tensors()["exp_avg"] for held in held_by(optimizer)}
+    found = [first_not_finite(chunks, optimizer)]
+    for chunk in chunks:
+        parameter = next(one for one in chunk.parameters() if id(one) in states)
+        for tensor in (parameter.detach(), states[id(parameter)]):
+            last = tensor.view(-1)[-1:]
+            before = last.clone()
+            last.fill_(float("nan"))
+            found.append(first_not_finite(chunks, optimizer))
+            last.copy_(before)
+    return [*found, first_not_finite(chunks, optimizer)]
+
+
 def _poisoned(samples: list[Sample], poison: str) -> list[Sample]:
     """The samples with one that is bad, so that one micro-batch of one rank has it."""
     first, *others = samples

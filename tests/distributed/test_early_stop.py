@@ -43,3 +43,24 @@ def test_a_discarded_minibatch_leaves_every_bit_of_the_state(
 def test_every_rank_reaches_the_same_decision(ranks: RankPool, untied_model: Path) -> None:
     reports = ranks.run(SHARED.ranks, policy_cases.discard, untied_model, SHARED, SAMPLES, "nan")
     assert len({report["reason"] for report in reports}) == 1
+
+
+@pytest.mark.parametrize(
+    "case",
+    [Case(data=2, optimizer="adam", max_tokens=64), Case(pipeline=2, virtual_pipeline=2, optimizer="adam")],
+    ids=str,
+)
+def test_a_value_that_is_not_finite_is_found_in_every_chunk(
+    ranks: RankPool, untied_model: Path, case: Case
+) -> None:
+    for first, *broken, last in ranks.run(
+        case.ranks, policy_cases.finds_values_that_are_not_finite, untied_model, case, SAMPLES
+    ):
+        assert first is None and last is None and len(broken) == 2 * case.virtual_pipeline
+        for number in range(case.virtual_pipeline):
+            parameter, state = broken[2 * number : 2 * number + 2]
+            assert parameter.startswith("the parameter ") and state.startswith(
+                'the optimizer\'s "exp_avg" of '
+            )
+            if case.virtual_pipeline > 1:
+                assert f"of chunk {number}" in parameter and f"of chunk {number}" in state

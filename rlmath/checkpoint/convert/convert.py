@@ -38,7 +38,7 @@ from rlmath.checkpoint.hf.weights import (
     HFReader,
     SafetensorsWriter,
     TensorHeader,
-    is_finite,
+    all_finite,
     not_finite,
     read_metadata_files,
     write_metadata_files,
@@ -136,8 +136,8 @@ def megatron_to_hf(
 
 
 def _require_finite(name: str, weight: Tensor, dtype: torch.dtype, state: Path) -> None:
-    if not is_finite(weight.to(dtype)):
-        what = "NaN or infinite numbers" if not is_finite(weight) else f"numbers too large for {dtype}"
+    if not all_finite(weight, dtype):
+        what = "NaN or infinite numbers" if not all_finite(weight) else f"numbers too large for {dtype}"
         raise ValueError(f"{state} has {what} in {name}. Convert an earlier checkpoint of that run.")
 
 
@@ -191,7 +191,7 @@ def _store(
         stage = stored.placed.layer * pipeline // shape.num_layers
     weights = [reader.tensor(name) for name in stored.placed.hf_names]
     for name, weight in zip(stored.placed.hf_names, weights, strict=True):
-        if not is_finite(weight.to(dtype)):
+        if not all_finite(weight, dtype):
             raise_listed("the model is not converted", list(not_finite(reader, {name: weight}, dtype)))
     whole = weights[0] if len(weights) == 1 else to_canonical(stored.placed.rule, weights, shape, tensor)
     rows = whole if len(weights) == 1 else whole.reshape(stored.shape)

@@ -110,12 +110,13 @@ def format_problems(names: Iterable[str], held: Mapping[str, TensorHeader]) -> l
     ]
 
 
-def is_finite(tensor: Tensor) -> bool:
-    """Whether there is neither NaN nor infinity in it. One pass without a copy, a tenth of the time of isfinite."""
+def all_finite(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """Whether there is neither NaN nor infinity in it, also when it is rounded to `dtype`: one bool on its device. One
+    pass without a copy, a tenth of the time of isfinite; the extremes of a tensor with a NaN are NaN."""
     if tensor.numel() == 0:
-        return True
-    low, high = torch.aminmax(tensor)
-    return bool(torch.isfinite(low) & torch.isfinite(high))
+        return torch.ones((), dtype=torch.bool, device=tensor.device)
+    extremes = torch.stack(torch.aminmax(tensor))
+    return extremes.to(dtype or tensor.dtype).isfinite().all()
 
 
 def _weight_files(folder: Path) -> dict[str, str]:
@@ -188,7 +189,7 @@ def _fill(
     full = weight_map.to_canonical(placed.rule, tensors, shape, mesh.tensor)
     mine = weight_map.shard(placed.rule, full, *sharing_ranks(placed, mesh))
     parameter.copy_(mine.reshape(parameter.shape))
-    if not is_finite(parameter):
+    if not all_finite(parameter):
         yield from not_finite(reader, dict(zip(placed.hf_names, tensors, strict=True)), parameter.dtype)
 
 

@@ -149,8 +149,8 @@ def contrast_alert(history: History) -> str | None:
     rewards = _recent(history, "task_reward", NO_CONTRAST_STEPS)
     shown = f" (the mean reward was {statistics.mean(rewards):.4g})" if rewards else ""
     return (
-        f"In {_last(contrast)} no group had completions with different rewards{shown}: all advantages were 0, and "
-        "nothing was learned from rewards. See what the model writes and how it is judged (tools/show_samples.py), "
+        f"In {_last(contrast)} no group had completions with different rewards{shown}: nothing was learned "
+        "from rewards. See what the model writes and how it is judged (tools/show_samples.py), "
         "check reward.function if there is one, and take problems that the model sometimes solves."
     )
 

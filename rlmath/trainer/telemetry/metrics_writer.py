@@ -246,6 +246,7 @@ class _Events:
             self._failed()
             raise
         self._tries_apart = 0
+        self._first_step = 1  # a writer after an error must not hide what this one wrote
 
     def _failed(self) -> None:
         self._tries_apart = self._wait = min(MOST_TRIES_APART, max(1, 2 * self._tries_apart))

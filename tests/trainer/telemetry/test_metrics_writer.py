@@ -156,6 +156,27 @@ def test_tensorboard_that_is_refused_is_counted_and_continues_in_another_file(tm
     assert steps[0] == 1 and steps[-1] == 79 and len(steps) == 79 - 8 - (writer.lost()["TensorBoard"] - lost)
 
 
+@pytest.mark.filterwarnings(
+    "ignore::pytest.PytestUnhandledThreadExceptionWarning"
+)  # of TensorBoard's own thread
+def test_a_resumed_run_shows_in_tensorboard_what_it_wrote_before_an_error(tmp_path):
+    for first_step, steps in ((1, range(1, 6)), (3, range(3, 6))):
+        writer = MetricsWriter(str(tmp_path), tensorboard=True, first_step=first_step)
+        for step in steps:
+            writer.write(step, {"a": 0.1 * step})
+        if first_step == 1:
+            writer.close()
+    with files_no_larger_than(1):
+        writer.write(6, {"a": 0.6})
+    for step in range(7, 10):
+        writer.write(step, {"a": 0.1 * step})
+    writer.close()
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    shown = [event.step for event in events.Scalars("main/a")]
+    assert shown[:5] == [1, 2, 3, 4, 5] and shown[-1] == 9
+
+
 def test_lines_that_cannot_be_read_are_set_aside_when_a_run_resumes(tmp_path, caplog):
     path = tmp_path / "metrics.jsonl"
     lines = [
