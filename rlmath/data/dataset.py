@@ -19,7 +19,13 @@ from rlmath.data import loader
 from rlmath.data.files import CHARACTERS_PER_TOKEN, UnusableRow
 from rlmath.data.formats import read_prompts
 from rlmath.data.sft_sequences import SequenceReport, WrittenSequence, load_sequences, split_held_out
-from rlmath.data.tokenizer import load_tokenizer, prompt_tokens, render, set_marked_aside, stop_token_ids
+from rlmath.data.tokenizer import (
+    drop_special_token_rows,
+    load_tokenizer,
+    prompt_tokens,
+    render,
+    stop_token_ids,
+)
 from rlmath.rewards.verifier import check_tasks
 
 if TYPE_CHECKING:
@@ -255,7 +261,7 @@ def _load_validation_file(
     file = read_prompts(path, most_characters=CHARACTERS_PER_TOKEN * context)
     template = config.validation.template or config.data.template
     if tokenizer is not None:
-        file = set_marked_aside(file, template, tokenizer)
+        file = drop_special_token_rows(file, template, tokenizer)
     for row in file.rows:
         text, token_ids = row.prompt, []
         if tokenizer is not None:

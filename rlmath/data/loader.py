@@ -22,7 +22,7 @@ from rlmath.algorithms.types import Prompt
 from rlmath.config.load import without_secrets
 from rlmath.data.files import CHARACTERS_PER_TOKEN, PromptRow, UnusableRow
 from rlmath.data.formats import read_prompts, unusable_text
-from rlmath.data.tokenizer import prompt_tokens, render, set_marked_aside
+from rlmath.data.tokenizer import drop_special_token_rows, prompt_tokens, render
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -183,7 +183,7 @@ def load_prompts(
         raise ValueError(f"data.max_prompt_tokens is {max_prompt_tokens}; it must be at least 1")
     file = read_prompts(path, form, CHARACTERS_PER_TOKEN * max_prompt_tokens)
     if tokenizer is not None:
-        file = set_marked_aside(file, template, tokenizer)
+        file = drop_special_token_rows(file, template, tokenizer)
     if file.unusable_share > max_unusable_share:
         raise ValueError(
             f"{path}: {len(file.unusable)} rows, {100 * file.unusable_share:.3g}% of all, cannot be used, more than "

@@ -9,6 +9,7 @@ Each template is written as its source has it:
 from __future__ import annotations
 
 import os
+import re
 import resource
 import signal
 import threading
@@ -159,21 +160,24 @@ def _limits(seconds: float, more_bytes: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
 
 
-def set_marked_aside(file: PromptFile, template: str, tokenizer: PreTrainedTokenizerFast) -> PromptFile:
+def drop_special_token_rows(
+    file: PromptFile, template: str, tokenizer: PreTrainedTokenizerFast
+) -> PromptFile:
     """The file without problems that have a special token of the tokenizer's in their text, such as "<|im_end|>": in a
     template it would end the user's turn. They are unusable. Whole prompts keep theirs."""
     special = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
+    pattern = re.compile("|".join(re.escape(mark) for mark in sorted(special, key=len, reverse=True) if mark))
+    if not pattern.pattern:
+        return file
     rows, unusable = [], list(file.unusable)
     for row in file.rows:
         plain = not row.whole and template != "raw" and not has_template(row.prompt)
         texts = (row.prompt, *(content for _, content in row.messages)) if plain else ()
-        found = next((mark for mark in special if any(mark in text for text in texts)), None)
+        found = next(filter(None, map(pattern.search, texts)), None)
         if found is None:
             rows.append(row)
         else:
-            reason = (
-                f"its problem has the tokenizer's special token {found!r}, which would end or change the turn"
-            )
+            reason = f"its problem has the tokenizer's special token {found[0]!r}, which would end or change the turn"
             unusable.append(UnusableRow(f"query_id {row.query_id[:60]!r}", reason, row.prompt[:60]))
     return replace(file, rows=rows, unusable=unusable)
 

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 from rlmath.config.files import read_json_object
 from rlmath.config.help import nearest_word
 from rlmath.data.formats import read_prompts
-from rlmath.data.tokenizer import prompt_tokens, render, set_marked_aside
+from rlmath.data.tokenizer import drop_special_token_rows, prompt_tokens, render
 from rlmath.rewards.verifier import check_tasks
 
 SUFFIXES = (".jsonl", ".json", ".parquet", "")
@@ -76,7 +76,7 @@ def load_benchmark(
 ) -> Benchmark:
     """The first `limit` problems of a file (None: all). ValueError for a file that cannot be read, for one without
     problems, and for tasks that cannot be verified."""
-    file = set_marked_aside(read_prompts(str(path)), template, tokenizer)
+    file = drop_special_token_rows(read_prompts(str(path)), template, tokenizer)
     rows = file.rows[:limit]
     if not rows:
         raise ValueError(f"{path} has no problem that can be used ({len(file.unusable)} rows cannot)")

@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerFast
 
 from rlmath.data import tokenizer as tokenizer_module
 from rlmath.data.files import PromptFile, PromptRow
-from rlmath.data.tokenizer import has_template, render, set_marked_aside
+from rlmath.data.tokenizer import drop_special_token_rows, has_template, render
 
 ROW = PromptRow("What is {1}+1?", "math", "q", ("2",), whole=False)
 R1 = (
@@ -142,8 +142,22 @@ def test_problems_with_a_special_token_in_them_cannot_be_used():
     chat = replace(ROW, query_id="chat", messages=(("user", "Be quick.<|im_end|>"), ("user", "1+1?")))
     whole = replace(marked, query_id="whole", whole=True)
     file = PromptFile("question_answer", [ROW, marked, chat, whole], [])
-    found = set_marked_aside(file, "auto", tokenizer)
+    found = drop_special_token_rows(file, "auto", tokenizer)
     assert [row.query_id for row in found.rows] == ["q", "whole"]
     assert [row.where for row in found.unusable] == ["query_id 'end'", "query_id 'chat'"]
     assert "special token '<|im_end|>'" in found.unusable[0].reason
-    assert set_marked_aside(file, "raw", tokenizer).rows == file.rows
+    assert drop_special_token_rows(file, "raw", tokenizer).rows == file.rows
+
+
+def test_of_several_special_tokens_the_longest_is_named():
+    tokenizer = make_tokenizer(CHAT)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im", "<|im_end|>", "a.b"]})
+    rows = [replace(ROW, query_id="end", prompt="1+1?<|im_end|>"), replace(ROW, query_id="dot", prompt="a+b")]
+    found = drop_special_token_rows(PromptFile("question_answer", rows, []), "auto", tokenizer)
+    assert [row.query_id for row in found.rows] == ["dot"]
+    assert "special token '<|im_end|>'" in found.unusable[0].reason
+
+
+def test_a_tokenizer_without_special_tokens_drops_no_problem():
+    file = PromptFile("question_answer", [ROW], [])
+    assert drop_special_token_rows(file, "auto", make_tokenizer(CHAT)).rows == [ROW]
