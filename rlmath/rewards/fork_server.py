@@ -120,7 +120,16 @@ class ForkServer:
             os.set_blocking(end, False)
 
     def serve(self) -> None:
+        """Until the pool has closed its end or has ended; then all that descends from this process has ended too."""
         process_tree.adopt_orphans()
+        try:
+            self._serve_requests()
+        except ConnectionError:
+            pass  # the pool has ended with messages of ours unread, or while one was sent
+        finally:
+            self._sweep(CLOSE_SECONDS, keep_known=False)
+
+    def _serve_requests(self) -> None:
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.set_wakeup_fd(self._ended_pipe[1], warn_on_full_buffer=False)
         poll = select.poll()
@@ -148,7 +157,6 @@ class ForkServer:
                 self._sweep(SWEEP_SECONDS)
             if self._template is not None and time.monotonic() >= self._sample_at:
                 self._sample()
-        self._sweep(CLOSE_SECONDS, keep_known=False)
 
     def _handle_request(self) -> bool:
         """Whether there was one: none when the pool has closed its end."""
@@ -226,9 +234,7 @@ class ForkServer:
                 why = self._workers.pop(pid, None)
                 if why is not None:
                     code = os.waitstatus_to_exitcode(status)
-                    with contextlib.suppress(
-                        BrokenPipeError
-                    ):  # the pool is gone, which the next look finds out
+                    with contextlib.suppress(ConnectionError):  # the pool has ended: the next poll finds out
                         self._control.send(f"ended {pid} {code} {why or 'itself'}".encode())
         return any_ended if not looked_for else looked_for not in self._workers
 

@@ -258,8 +258,10 @@ class VerifierPool:
         self._thread.join()
         self._control.close()
         try:
-            self._server.wait(timeout=10)
+            has_ended_all = self._server.wait(timeout=10) == 0
         except subprocess.TimeoutExpired:
+            has_ended_all = False
+        if not has_ended_all:
             self._end_server()
         self._selector.close()
         self._wake_sender.close()

@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import signal
+import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from rlmath.rewards.fork_server import MAX_PROCESSES
-from rlmath.rewards.worker_pool import MAX_SERVER_DEATHS, VerifierPool
+from rlmath.rewards.custom_function import worker_environment
+from rlmath.rewards.fork_server import MAX_PROCESSES, WorkerSettings, framed
+from rlmath.rewards.verifier import STRICT
+from rlmath.rewards.worker_pool import MAX_SERVER_DEATHS, MEMORY_BYTES, VerifierPool
 from tests.rewards.test_worker_pool import children, is_alive, wait_until
 
-NAP = f"86399.{os.getpid()}1"
+NAP = f"599.{os.getpid()}1"
 """Seconds that the functions' children sleep, by which those of this session are found."""
 
 SOURCE = f"""
@@ -217,6 +222,51 @@ def test_processes_end_with_a_trainer_that_is_killed(folder):
         wait_until(lambda: len(naps()) == 8, 60.0)
         os.killpg(parent.pid, signal.SIGKILL)
     wait_until(lambda: not naps())
+
+
+@pytest.mark.parametrize("end", ["its messages unread", "it does not receive"])
+def test_processes_end_when_the_pool_disappears(folder, end):
+    """The first makes the fork server's next receive fail, the second its next send."""
+    settings = WorkerSettings(MEMORY_BYTES, 60.0, STRICT, "hostile_rewards:reward")
+    control, its_control = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    channel, its_channel = socket.socketpair()
+    arguments = [str(its_control.fileno()), str(os.getpid()), settings.as_json()]
+    with control, channel, its_channel, its_control:
+        server = subprocess.Popen(
+            [sys.executable, "-m", "rlmath.rewards.fork_server", *arguments],
+            pass_fds=[its_control.fileno()],
+            env=worker_environment(),
+        )
+        its_control.close()
+        assert control.recv(64) == b"ready"
+        socket.send_fds(control, [b"fork"], [its_channel.fileno()])
+        assert control.recv(64).startswith(b"forked ")
+        request = {"id": 1, "completion": "hang_with_children now", "solutions": [], "row": {}}
+        channel.sendall(framed(request))
+        wait_until(lambda: len(naps()) == 8)
+        if end == "it does not receive":
+            control.shutdown(socket.SHUT_RD)
+        socket.send_fds(control, [b"fork"], [its_channel.fileno()])
+        if end == "its messages unread":
+            wait_until(lambda: select.select([control], [], [], 0)[0])
+        control.close()
+        assert server.wait(20) == 0
+    assert not naps()
+
+
+def test_processes_end_with_a_fork_server_that_is_killed_while_the_pool_closes(folder):
+    before = set(children(os.getpid()))
+    pool = VerifierPool(1, 60.0, function="hostile_rewards:reward")
+    asked = pool.call("hang_with_children now", [], {})
+    wait_until(lambda: len(naps()) == 8)
+    (server,) = set(children(os.getpid())) - before
+    os.kill(server, signal.SIGSTOP)
+    closing = threading.Thread(target=pool.close)
+    closing.start()
+    assert asked.exception(20)  # from here on the pool asks the fork server for nothing
+    os.kill(server, signal.SIGKILL)
+    closing.join()
+    assert not naps()
 
 
 def test_the_memory_limit_is_that_of_all_processes_together(pool):
