@@ -204,9 +204,12 @@ def _take_folder(prepared: PreparedRun[Any], stack: ExitStack) -> PreparedRun[An
 
 
 def _without_secrets(error: ValueError | OSError) -> ValueError | OSError:
-    """The error, or where it has the value of an environment variable one with the variable's name."""
+    """The error, or where it has the value of an environment variable one with the variable's name. Classes such as
+    UnicodeDecodeError cannot be made of a text alone."""
     text = without_secrets(str(error))
-    return error if text == str(error) else type(error)(text)
+    if text == str(error):
+        return error
+    return ValueError(text) if isinstance(error, ValueError) else OSError(text)
 
 
 # ---------------------------------------------------------------- how a program ends
