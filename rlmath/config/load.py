@@ -5,7 +5,8 @@ A YAML file holds sections with the settings that differ from the defaults, and 
 
 Text that names an environment variable (`${oc.env:NAME}`) may hold a secret: the `Config` has its value, and whatever
 is written, logged or sent has what the user wrote (`shown_values`, `config_as_yaml`, `without_secrets`). Numbers,
-switches and a setting's words are no secrets: they are written as they are, for they say what a run computed.
+switches and a setting's words are no secrets: they are written as they are, for they say what a run computed. Nor are
+paths, which messages and logs have in full.
 """
 
 from __future__ import annotations
@@ -126,6 +127,8 @@ _references: dict[tuple[str, Any], Any] = {}
 also of their items. Like the environment itself it is this process's: it holds for every copy of a `Config`."""
 _variables: dict[str, str] = {}
 """Values of the variables that settings took, by name."""
+_secrets: dict[str, str] = {}
+"""What the user wrote, by the text that it stands for as messages and JSON spell it."""
 _read_now: set[str] = set()
 """Names of the variables that were read since it was last cleared."""
 
@@ -153,12 +156,34 @@ def is_reference(key: str, value: Any) -> bool:
 
 
 def without_secrets(text: str) -> str:
-    """A message or a line with the names of environment variables in place of the values that settings took."""
-    for name, value in sorted(_variables.items(), key=lambda one: -len(one[1])):
-        if _may_be_secret(value):
-            for spelling in (value, repr(value)[1:-1], json.dumps(value)[1:-1]):
-                text = text.replace(spelling, f"${{oc.env:{name}}}")
-    return text
+    """A message or a line with what the user wrote in place of text that settings took from the environment, where it
+    stands as whole words. Paths stay."""
+    return _secret_pattern(tuple(_secrets)).sub(lambda found: _secrets[found[0]], text) if _secrets else text
+
+
+@functools.lru_cache(1)
+def _secret_pattern(spellings: tuple[str, ...]) -> re.Pattern[str]:
+    r"""The longest first. In JSON and `repr`, the n of a line's end ("\n") stands before the first word of a line."""
+    longest_first = sorted(spellings, key=len, reverse=True)
+    before = {True: r"(?:(?<!\w)|(?<=\\[nrt]))", False: ""}
+    after = {True: r"(?!\w)", False: ""}
+    words = (f"{before[_is_word(one[0])]}{re.escape(one)}{after[_is_word(one[-1])]}" for one in longest_first)
+    return re.compile("|".join(words))
+
+
+def _is_word(character: str) -> bool:
+    return bool(re.match(r"\w", character))
+
+
+def _keep_secret(text: str, written: str) -> None:
+    """From now on, `written` is shown in place of the text."""
+    if _may_be_secret(text):
+        _secrets.update(dict.fromkeys((text, repr(text)[1:-1], json.dumps(text)[1:-1]), written))
+
+
+def _keep_variables_secret() -> None:
+    for name in _read_now & _variables.keys():
+        _keep_secret(_variables[name], f"${{oc.env:{name}}}")
 
 
 def _may_be_secret(value: str) -> bool:
@@ -189,6 +214,9 @@ def _remember(setting: Setting, value: Any, written: Any) -> None:
                 _references[setting.key, one] = reference
     elif isinstance(value, str) and value != written and value not in setting.words:
         _references[setting.key, value] = written
+        if not setting.is_path and _read_now & _variables.keys():
+            _keep_variables_secret()
+            _keep_secret(value, written)
 
 
 def _variable(name: Any, *default: Any) -> str | None:
@@ -345,6 +373,8 @@ class _Reader:
             node: Any = self._tree[setting.section][setting.name]
             value = OmegaConf.to_container(node, resolve=True) if OmegaConf.is_config(node) else node
         except (OmegaConfBaseException, ValueError, RecursionError) as error:
+            if not setting.is_path:
+                _keep_variables_secret()  # whatever they hold was not meant for this setting
             unset = [name for name in _read_now if name not in os.environ]
             if saved and unset and setting.is_text:
                 return written

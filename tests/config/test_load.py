@@ -217,10 +217,57 @@ def test_a_mistake_does_not_show_what_a_variable_has(secret: str, key: str):
 
 
 def test_messages_have_the_names_of_variables(secret: str):
-    load_config(
-        [], [*GIVEN, "data.train_path=${oc.env:RLMATH_TEST_SECRET}", "run.seed=${oc.env:RLMATH_TEST_NUMBER}"]
+    number, text = (
+        "run.seed=${oc.env:RLMATH_TEST_NUMBER}",
+        "telemetry.wandb_project=${oc.env:RLMATH_TEST_SECRET}",
     )
-    assert without_secrets(f'there is no "{secret}"; 77') == 'there is no "${oc.env:RLMATH_TEST_SECRET}"; 77'
+    load_config([], [*GIVEN, number, text])
+    name = "${oc.env:RLMATH_TEST_SECRET}"
+    for before, after in [
+        ('there is no "', '"; 77'),
+        ("", ""),
+        ("a=", ", b"),
+        ("'line\\n", "'"),
+        ("x\n", "\n"),
+    ]:
+        assert without_secrets(f"{before}{secret}{after}") == f"{before}{name}{after}"
+    assert without_secrets(repr(f"\n{secret}")) == repr(f"\n{name}")
+
+
+def test_only_whole_words_are_taken_for_a_variable(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("RLMATH_TEST_TEAM", "group-theory")
+    load_config([], [*GIVEN, "telemetry.wandb_project=${oc.env:RLMATH_TEST_TEAM}"])
+    same = "subgroup-theory and group-theory_2"
+    assert without_secrets(same) == same
+    assert without_secrets("group-theory/group-theory.") == "/".join(["${oc.env:RLMATH_TEST_TEAM}"] * 2) + "."
+
+
+def test_a_variable_within_a_word_of_a_setting_is_kept_out_with_the_word(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("RLMATH_TEST_TEAM", "algebraists")
+    written = "our${oc.env:RLMATH_TEST_TEAM}2"
+    load_config([], [*GIVEN, f"telemetry.wandb_name={written}"])
+    assert without_secrets("no project ouralgebraists2, algebraists") == (
+        f"no project {written}, ${{oc.env:RLMATH_TEST_TEAM}}"
+    )
+
+
+@pytest.mark.parametrize(
+    "key", ["run.output_dir", "model.path", "data.train_path", "sft.held_out_path", "data.shuffle"]
+)
+def test_paths_and_switches_from_the_environment_are_no_secrets(monkeypatch: pytest.MonkeyPatch, key: str):
+    value = "false" if key == "data.shuffle" else "modelfolder"
+    monkeypatch.setenv("RLMATH_TEST_OUT", value)
+    config = load_config([], [*GIVEN, f"{key}=${{oc.env:RLMATH_TEST_OUT}}"])
+    line = f"the {value} of step 3"
+    assert without_secrets(line) == line
+    assert (value in config_as_yaml(config)) == (key == "data.shuffle")
+
+
+@pytest.mark.parametrize("key", ["data.more_train_paths", "validation.paths"])
+def test_lists_of_paths_from_the_environment_are_no_secrets(monkeypatch: pytest.MonkeyPatch, key: str):
+    monkeypatch.setenv("RLMATH_TEST_OUT", "listfolder")
+    load_config([], [*GIVEN, f"{key}=['${{oc.env:RLMATH_TEST_OUT}}']"])
+    assert without_secrets("the listfolder of step 3") == "the listfolder of step 3"
 
 
 def test_a_variable_that_is_not_set_is_named_with_the_key():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from rlmath.trainer.startup import (
     CLOCK_SECONDS,
     _compare_nodes,
     _fact_of,
+    _without_secrets,
     clock_warnings,
     differences,
     labelled,
@@ -156,6 +158,29 @@ def test_nodes_compare_settings_from_the_environment_without_their_values(
     (line,) = differences(said_of)
     assert "on c; " in line and "on a, b" in line and "value from the environment" in line
     assert not any(secret in line for secret in ("first-value", "other-value"))
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        ValueError("no project private-team"),
+        json.JSONDecodeError("no project private-team", "{", 0),
+        UnicodeDecodeError("utf-8", b"x", 0, 1, "no project private-team"),
+        FileNotFoundError(2, "No such file", "private-team"),
+        UnicodeEncodeError("ascii", "private-team", 0, 1, "no project private-team"),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_an_error_of_any_kind_is_told_without_secrets(
+    monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    monkeypatch.setenv("RLMATH_TEST_TEAM", "private-team")
+    given = ["run.output_dir=o", "model.path=m", "data.train_path=t"]
+    load_config([], [*given, "telemetry.wandb_project=${oc.env:RLMATH_TEST_TEAM}"])
+    told = _without_secrets(error)
+    assert "${oc.env:RLMATH_TEST_TEAM}" in str(told) and "private-team" not in str(told)
+    assert isinstance(told, OSError) == isinstance(error, OSError)
+    assert isinstance(told, ValueError) == isinstance(error, ValueError)
 
 
 @pytest.mark.parametrize("program", ["train_grpo.py", "train_sft.py"])
