@@ -324,34 +324,52 @@ class VerifierPool:
 
     def _assign_jobs(self) -> None:
         for worker in [worker for worker in self._workers if worker.state == "idle"]:
-            job = self._next_job()
-            if job is None:
-                return
-            if job.needs_fresh_worker and worker.jobs:
-                self._put_back(job)
-                self._drop(worker)
-                self._fork_worker()
-                continue
-            now = time.monotonic()
-            if job.needs_fresh_worker or job.was_interrupted:
-                self._delayed_at = now
-            worker.state, worker.job, worker.since = "busy", job, now
-            worker.jobs += 1
-            worker.deadline = now + self.timeout_seconds
-            worker.stuck_at = now + min(STUCK_SECONDS, self.timeout_seconds / 2)
-            worker.unsent = memoryview(job.request)
-            self._send(worker)
+            job = self._next_job(is_fresh=worker.jobs == 0)
+            if job is not None:
+                self._assign(worker, job)
+        self._provide_fresh_worker()
 
-    def _next_job(self) -> _Job | None:
+    def _assign(self, worker: _Worker, job: _Job) -> None:
+        now = time.monotonic()
+        if job.needs_fresh_worker or job.was_interrupted:
+            self._delayed_at = now
+        worker.state, worker.job, worker.since = "busy", job, now
+        worker.jobs += 1
+        worker.deadline = now + self.timeout_seconds
+        worker.stuck_at = now + min(STUCK_SECONDS, self.timeout_seconds / 2)
+        worker.unsent = memoryview(job.request)
+        self._send(worker)
+
+    def _next_job(self, is_fresh: bool) -> _Job | None:
+        """The next job for a worker; those that need a fresh one stay in front where it is not."""
         busy = [worker.job for worker in self._workers if worker.job is not None]
         if any(job.runs_alone for job in busy):
             return None
+        stay: list[_Job] = []
+        found = None
         with self._lock:
-            while self._pending and not (busy and self._pending[0].runs_alone):
+            while found is None and self._pending and not (busy and self._pending[0].runs_alone):
                 job = self._pending.popleft()
-                if job.future.running() or job.future.set_running_or_notify_cancel():
-                    return job
-        return None
+                if not (job.future.running() or job.future.set_running_or_notify_cancel()):
+                    continue
+                if is_fresh or not job.needs_fresh_worker:
+                    found = job
+                    continue
+                stay.append(job)
+                if job.runs_alone:
+                    break
+            self._pending.extendleft(reversed(stay))
+        return found
+
+    def _provide_fresh_worker(self) -> None:
+        """Replace one idle worker where the next job needs a fresh one and none is there. As a rule one is: the job's
+        last worker has been replaced."""
+        with self._lock:
+            is_needed = bool(self._pending) and self._pending[0].needs_fresh_worker
+        used = next((worker for worker in self._workers if worker.state == "idle" and worker.jobs), None)
+        if is_needed and used is not None and all(worker.jobs for worker in self._workers):
+            self._drop(used)
+            self._fork_worker()
 
     def _put_back(self, job: _Job) -> None:
         with self._lock:
