@@ -15,14 +15,18 @@ from pathlib import Path
 
 import pytest
 
+from rlmath.rewards import worker_pool
 from rlmath.rewards.custom_function import worker_environment
 from rlmath.rewards.fork_server import MAX_PROCESSES, WorkerSettings, framed
 from rlmath.rewards.verifier import STRICT
 from rlmath.rewards.worker_pool import MAX_SERVER_DEATHS, MEMORY_BYTES, VerifierPool
-from tests.rewards.test_worker_pool import children, is_alive, wait_until
+from tests.rewards.test_worker_pool import children, the_server, wait_until
 
 NAP = f"599.{os.getpid()}1"
 """Seconds that the functions' children sleep, by which those of this session are found."""
+
+MARK = "RLMATH_TEST_HOSTILE"
+"""Environment variable of the pools of these tests and all that descends from them."""
 
 SOURCE = f"""
 import mmap, os, signal, subprocess, sys, threading, time
@@ -68,6 +72,14 @@ def leave_alarm(text):
 def wait(text):
     time.sleep(float(text))
 
+def wait_for(path):
+    end = time.monotonic() + 60
+    while not os.path.exists(path) and time.monotonic() < end:
+        time.sleep(0.005)
+
+def no_memory(text):
+    raise MemoryError("there is never enough")
+
 def kill_parent(text):
     os.kill(os.getppid(), 9)
     time.sleep(60)
@@ -109,15 +121,18 @@ def terminate(text):
     assert child.wait(10) == -signal.SIGTERM
 
 def hold(text):
-    code = "import time; held = bytearray(b'x') * (700 * 2**20); time.sleep(1000)"
+    code = "import time; held = bytearray(b'x') * (150 * 2**20); time.sleep(60)"
     for child in [subprocess.Popen([sys.executable, "-c", code]) for _ in range(4)]:
         child.wait()
 
 def bomb(text):
-    for _ in range(9):  # 512 processes, if nobody ends them
+    worker = os.getpid()
+    for _ in range(8):  # 256 processes, which end by themselves
         if os.fork() == 0 and text:
             os.setsid()
-    time.sleep(60)
+    time.sleep(20)
+    if os.getpid() != worker:
+        os._exit(0)
 
 def leak(text):
     hoard.append(mmap.mmap(-1, 600 * 2**20))  # not touched, which would take time
@@ -126,12 +141,14 @@ def leak(text):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Iterator[Path]:
-    """The current folder, with hostile_rewards.py in it."""
+    """The current folder, with hostile_rewards.py in it. What is started from now on carries MARK."""
     place = tmp_path_factory.mktemp("hostile")
     (place / "hostile_rewards.py").write_text(SOURCE)
     before = os.getcwd()
     os.chdir(place)
+    os.environ[MARK] = NAP
     yield place
+    del os.environ[MARK]
     os.chdir(before)
 
 
@@ -148,15 +165,18 @@ def ask(pool: VerifierPool, *completions: str) -> list:
 
 
 def naps() -> list[int]:
-    """The functions' children that are alive."""
+    """The functions' children that run."""
+    return those_with("cmdline", NAP)
+
+
+def those_with(file: str, text: str) -> list[int]:
+    """The processes whose file in /proc has this between two zero bytes; those that have ended have nothing there."""
     found = []
     for entry in Path("/proc").iterdir():
-        if entry.name.isdecimal() and is_alive(int(entry.name)):
-            try:
-                if NAP.encode() in (entry / "cmdline").read_bytes():
+        if entry.name.isdecimal():
+            with contextlib.suppress(OSError):
+                if text.encode() in (entry / file).read_bytes().split(b"\0"):
                     found.append(int(entry.name))
-            except OSError:
-                continue
     return found
 
 
@@ -186,6 +206,22 @@ def test_what_an_answer_leaves_behind_does_not_break_the_next(pool, name):
 def test_memory_that_earlier_answers_hold_does_not_fail_the_next(pool):
     said = ask(pool, *["leak now"] * 9)
     assert [one.reward for one in said] == [8.0] * 9
+
+
+def test_an_answer_for_a_fresh_worker_costs_the_other_workers_nothing(folder, tmp_path, monkeypatch):
+    monkeypatch.setattr(worker_pool, "STUCK_SECONDS", 60.0)
+
+    def workers_of(pool: VerifierPool, gate: Path) -> set[int]:
+        asked = [pool.call(f"wait_for {gate}", [], {}) for _ in range(6)]
+        wait_until(lambda: all(one.running() for one in asked))
+        gate.touch()
+        return {int(dict(one.result(60).metrics)["pid"]) for one in asked}
+
+    with VerifierPool(6, 60.0, function="hostile_rewards:reward") as pool:
+        first = workers_of(pool, tmp_path / "first")
+        assert len(first) == 6
+        assert "there is never enough" in ask(pool, "no_memory now")[0].message
+        assert len(first & workers_of(pool, tmp_path / "second")) == 5
 
 
 @pytest.mark.parametrize("name", ["eight", "daemon", "late_subprocess"])
@@ -259,7 +295,7 @@ def test_processes_end_with_a_fork_server_that_is_killed_while_the_pool_closes(f
     pool = VerifierPool(1, 60.0, function="hostile_rewards:reward")
     asked = pool.call("hang_with_children now", [], {})
     wait_until(lambda: len(naps()) == 8)
-    (server,) = set(children(os.getpid())) - before
+    server = the_server(before)
     os.kill(server, signal.SIGSTOP)
     closing = threading.Thread(target=pool.close)
     closing.start()
@@ -269,45 +305,54 @@ def test_processes_end_with_a_fork_server_that_is_killed_while_the_pool_closes(f
     assert not naps()
 
 
-def test_the_memory_limit_is_that_of_all_processes_together(pool):
-    said = ask(pool, "three", "hold now", "seven")
+def test_the_memory_limit_is_that_of_all_processes_together(folder):
+    with VerifierPool(1, 30.0, memory_bytes=400 * 2**20, function="hostile_rewards:reward") as pool:
+        said = ask(pool, "three", "hold now", "seven")
     assert "together held more memory" in said[1].message
     assert not failures_among_others(said, 1)
 
 
 @pytest.mark.parametrize("sessions", ["", "apart"])
 def test_a_fork_bomb_ends_with_its_answer(pool, sessions):
-    before = len([entry for entry in os.listdir("/proc") if entry.isdecimal()])
+    ask(pool, "three")
+    before = len(those_with("environ", f"{MARK}={NAP}"))
     said = ask(pool, "three", f"bomb {sessions}", "seven")
     assert f"more than {MAX_PROCESSES} processes" in said[1].message
     assert not failures_among_others(said, 1)
-    wait_until(lambda: len([entry for entry in os.listdir("/proc") if entry.isdecimal()]) < before + 20)
+    wait_until(lambda: len(those_with("environ", f"{MARK}={NAP}")) <= before)
 
 
-def test_a_fork_server_that_is_killed_in_the_middle_of_a_batch_changes_no_result(folder):
-    before = set(children(os.getpid()))
-    texts = [f"wait 0.0{n % 10}" for n in range(60)]
-    with VerifierPool(2, 30.0, function="hostile_rewards:reward") as pool:
+def test_a_fork_server_that_is_killed_in_the_middle_of_a_batch_changes_no_result(folder, tmp_path):
+    gates = [tmp_path / str(number) for number in range(3)]
+    texts = [f"wait_for {gate}" if n == 9 else f"wait 0.0{n % 10}" for gate in gates for n in range(20)]
+    before, killed = set(children(os.getpid())), []
+    with VerifierPool(2, 60.0, function="hostile_rewards:reward") as pool:
         futures = [pool.call(text, [], {}) for text in texts]
-        for count in (5, 20, 40):
-            futures[count].result(60)
-            (server,) = set(children(os.getpid())) - before
-            os.kill(server, signal.SIGKILL)
-        said = pool.results(futures)
+        for number, gate in enumerate(gates):
+            wait_until(futures[20 * number + 9].running, 60.0)
+            killed.append(the_server(before, *killed))
+            os.kill(killed[-1], signal.SIGKILL)
+            the_server(before, *killed)
+            gate.touch()
+        said = [future.result(60) for future in futures]
     assert [one.reward for one in said] == [float(len(text)) for text in texts]
 
 
-def test_every_process_below_the_fork_server_is_killed_and_no_result_changes(folder, caplog):
-    before = set(children(os.getpid()))
-    with VerifierPool(2, 30.0, function="hostile_rewards:reward") as pool:
+def test_every_process_below_the_fork_server_is_killed_and_no_result_changes(folder, tmp_path, caplog):
+    before, ended = set(children(os.getpid())), []
+    with VerifierPool(2, 60.0, function="hostile_rewards:reward") as pool:
         assert ask(pool, "seven")[0].reward == 5.0
-        for _ in range(3):
-            futures = [pool.call(f"wait 0.0{n}", [], {}) for n in range(5)]
-            (server,) = set(children(os.getpid())) - before
-            for victim in children(server):
+        for number in range(3):
+            gate = tmp_path / str(number)
+            futures = [pool.call(f"wait_for {gate}", [], {}) for _ in range(5)]
+            wait_until(futures[0].running)
+            ended.append(the_server(before, *ended))
+            for victim in children(ended[-1]):
                 with contextlib.suppress(ProcessLookupError):  # they end with each other
                     os.kill(victim, signal.SIGKILL)
-            assert [one.reward for one in pool.results(futures)] == [9.0] * 5
+            the_server(before, *ended)
+            gate.touch()
+            assert [future.result(60).reward for future in futures] == [len(f"wait_for {gate}")] * 5
     assert caplog.text.count("another one is started") == 3
     assert "Traceback" not in caplog.text
 
@@ -326,8 +371,7 @@ def test_children_of_a_killed_fork_server_end_too(folder):
         pool.call("hang_with_children now", [], {})
         wait_until(lambda: len(naps()) == 8)
         first = set(naps())
-        (server,) = set(children(os.getpid())) - before
-        os.kill(server, signal.SIGKILL)
+        os.kill(the_server(before), signal.SIGKILL)
         wait_until(lambda: not first & set(naps()))
 
 

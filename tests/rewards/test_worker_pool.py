@@ -54,6 +54,19 @@ def wait_until(condition, seconds: float = 20.0) -> None:
         time.sleep(0.02)
 
 
+def the_server(before: set[int], *ended: int) -> int:
+    """The fork server of the one pool that was started after `before`, once it is another than those that `ended`."""
+    found: set[int] = set()
+
+    def is_there() -> bool:
+        found.clear()
+        found.update(set(children(os.getpid())) - before - set(ended))
+        return len(found) == 1
+
+    wait_until(is_there, 60.0)
+    return found.pop()
+
+
 @contextmanager
 def lone_pool(timeout_seconds: float) -> Iterator[tuple[VerifierPool, int]]:
     """A pool of one worker, and its forkserver's process id."""
@@ -251,15 +264,13 @@ def test_a_worker_that_is_killed_from_outside_costs_no_answer(single):
 
 def test_fork_servers_that_end_again_and_again_are_an_error_in_words(monkeypatch):
     monkeypatch.setattr(worker_pool, "MAX_SERVER_STARTS", 3)
-    before = set(children(os.getpid()))
+    before, killed = set(children(os.getpid())), []
     with VerifierPool(1, 60.0) as pool:
-        for _ in range(3):
-            wait_until(lambda: len(set(children(os.getpid())) - before) == 1)
-            assert (
-                pool.submit(f"\\boxed{{{time.monotonic()}}}", HALF, "math").result(60).verdict == "symbolic"
-            )
-            os.kill(*(set(children(os.getpid())) - before), signal.SIGKILL)
-        lost = pool.submit(HANG, HALF, "math")
+        for number in range(3):
+            killed.append(the_server(before, *killed))
+            assert pool.submit(f"\\boxed{{0.6{number}}}", HALF, "math").result(60).verdict == "symbolic"
+            lost = pool.submit(hang(number), HALF, "math") if number == 2 else None
+            os.kill(killed[-1], signal.SIGKILL)
         with pytest.raises(
             RuntimeError, match=r"dead .it was started 3 times within 10 minutes; the last.*signal 9"
         ):
