@@ -15,7 +15,10 @@ from rlmath.config.help import nearest_word
 
 ANSWER_SECONDS = 60.0
 """How long a command of Slurm may take."""
-OVERRIDES = ("PARTITION", "TIMELIMIT", "SIGNAL", "REQUEUE", "NO_REQUEUE", "JOB_NAME", "COMMENT", "OPEN_MODE")
+OVERRIDES = (
+    *("PARTITION", "TIMELIMIT", "SIGNAL", "REQUEUE", "NO_REQUEUE", "JOB_NAME", "COMMENT", "OPEN_MODE"),
+    *("OUTPUT", "ERROR", "ARRAY_INX", "GPUS", "GPUS_PER_NODE", "WAIT"),
+)
 """Of the environment's SBATCH_ variables those that would win over what a script says, and was checked."""
 OUTPUT_MARK = "rlmath:"
 """A job's comment is this and the folder that it writes."""

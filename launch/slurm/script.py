@@ -21,11 +21,14 @@ MOST_LINKS = 100
 RUNTIMES = ("none", "pyxis", "docker")
 CONTINUES = ("no", "requeue", "chain")
 
-_TAKEN = (
-    *("--job-name", "--comment", "--nodes", "--ntasks-per-node", "--gpus-per-node", "--partition", "--time"),
-    *("--chdir", "--output", "--signal", "--requeue", "--no-requeue"),
+RESERVED_OPTIONS = (
+    *("--job-name", "--comment", "--chdir", "--output", "--error", "--open-mode"),
+    *("--nodes", "--ntasks", "--ntasks-per-node", "--tasks", "--tasks-per-node", "--gpus", "--gpus-per-node"),
+    *("--partition", "--time", "--signal", "--requeue", "--no-requeue"),
+    *("--array", "--wrap", "--wait", "--test-only"),
 )
-"""Options of sbatch on which the checks, the queue's other jobs or the script rely."""
+"""Options of sbatch on which the checks, the queue's other jobs or the script rely. --mem and --exclusive are not among
+them: a job may do with less than whole nodes."""
 
 _PLAIN = re.compile(r"[\w./+=:@~,-]+", flags=re.ASCII)
 """What stands in a line of Slurm's options as it is."""
@@ -123,10 +126,13 @@ def _plain_problems(job: Job) -> Iterator[str]:
         if word is not None and not _PLAIN.fullmatch(str(word)):
             yield f'{what} is "{word}"; for Slurm it may have only letters, digits and ._-+=:@,~/ in it. Give another.'
     for option in job.slurm_options:
-        if not option.startswith("--") or not option.isprintable():
-            yield f'--sbatch is "{option}"; needed: an option of sbatch on one line, as in --sbatch=--account=math.'
-        elif option.partition("=")[0] in _TAKEN:
-            yield f'--sbatch is "{option}", which the script sets itself. Leave it out, or see --help.'
+        name = option.partition("=")[0]
+        if not re.fullmatch(r"--[a-z][a-z-]+", name) or not option.isprintable() or " " in option:
+            yield f'--sbatch is "{option}"; needed: one option of sbatch without spaces, as in --sbatch=--account=math.'
+        elif any(
+            reserved.startswith(name) for reserved in RESERVED_OPTIONS
+        ):  # sbatch takes "--sig" for "--signal"
+            yield f'--sbatch is "{option}", which the script sets itself or cannot have. Leave it out, or see --help.'
 
 
 def _time_problems(job: Job) -> Iterator[str]:

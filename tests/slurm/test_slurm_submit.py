@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from launch.slurm.cluster import Partition, partition_problems, seconds_of
+from launch.slurm.cluster import Partition, _ask, partition_problems, seconds_of
 from launch.slurm.script import BODY
 from rlmath.checkpoint.directory import Progress, open_partial, publish, write_progress
 from rlmath.config.load import load_config, save_config
@@ -144,6 +144,18 @@ def test_a_slurm_that_does_not_answer_is_told_and_a_dry_run_does_without(
             ["--sbatch=--nodes=9"],
             '--sbatch is "--nodes=9", which the script sets itself',
         ),
+        (["--sbatch=--chd=/tmp"], '--sbatch is "--chd=/tmp", which the script sets itself'),
+        (["--sbatch=--sig=INT@5"], '--sbatch is "--sig=INT@5", which the script sets itself'),
+        (["--sbatch=--no-req"], '--sbatch is "--no-req", which the script sets itself'),
+        (["--sbatch=--array=1-3"], '--sbatch is "--array=1-3", which the script sets itself or cannot have'),
+        (["--sbatch=--tasks=8"], '--sbatch is "--tasks=8", which the script sets itself'),
+        (["--sbatch=--error=e"], '--sbatch is "--error=e", which the script sets itself'),
+        (
+            ["--sbatch=--open-mode=truncate"],
+            '--sbatch is "--open-mode=truncate", which the script sets itself',
+        ),
+        (["--sbatch=--nodes 9"], '--sbatch is "--nodes 9"; needed: one option of sbatch without spaces'),
+        (["--sbatch=--account=math -N9"], "needed: one option of sbatch without spaces"),
         (["--runtime=docker", "--container=--privileged"], '--container is "--privileged"; needed: the name'),
         (["--container=image"], "a container needs an image and --runtime pyxis or docker"),
         (["--runtime=pyxis", "--container=image"], "is outside of what the container sees"),
@@ -156,6 +168,31 @@ def test_mistakes_are_told_before_anything_is_queued(
     status, out, err = called(*run, *options)
     assert status == 2 and told in err and out == "", err
     assert list(alone.iterdir()) == []
+
+
+def test_the_environment_does_not_win_over_the_script(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken = ("ARRAY_INX", "OUTPUT", "ERROR", "GPUS", "GPUS_PER_NODE", "WAIT", "SIGNAL", "PARTITION")
+    for name in (*taken, "ACCOUNT"):
+        monkeypatch.setenv(f"SBATCH_{name}", "1")
+    passed_on = [line for line in _ask("env").splitlines() if line.startswith("SBATCH_")]
+    assert passed_on == ["SBATCH_ACCOUNT=1"]
+
+
+def test_other_options_of_sbatch_are_passed_on(run: list[str], alone: Path) -> None:
+    """Also those that have a reserved one's name as their beginning, and those for parts of nodes."""
+    more = (
+        "--account=math",
+        "--mem=64G",
+        "--exclusive=user",
+        "--time-min=90",
+        "--wait-all-nodes=1",
+        "--nodelist=n[1-2]",
+    )
+    status, out, err = called(*run, "--dry-run", *(f"--sbatch={option}" for option in more))
+    assert status == 0, err
+    lines = out.splitlines()
+    own = lines.index("#SBATCH --mem=0")  # what stands later wins
+    assert all(f"#SBATCH {option}" in lines[own:] for option in more)
 
 
 def test_an_evaluation_takes_its_own_options(arithmetic: Path, alone: Path) -> None:
