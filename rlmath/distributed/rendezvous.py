@@ -55,7 +55,7 @@ PROBLEM_SECONDS = 10.0
 FIRST_LOG_SECONDS = 30.0
 """Rank 0 logs which ranks are missing after so long, and again whenever that time has doubled."""
 READ_SECONDS = 5.0
-"""How long rank 0 waits for the others to read a result."""
+"""How long rank 0 waits for the others to read a result with which the run ends."""
 SLACK_SECONDS = 30.0
 """How much longer than rank 0 the others wait for the result."""
 
@@ -175,7 +175,7 @@ class Rendezvous:
             master_listen_fd=listener,
         )
         if is_master:
-            self._publish(key, port, range(1, self.rank_info.world_size))
+            self._publish(key, port, range(1, self.rank_info.world_size), seconds)
         return store
 
     def _read_port(self, key: str, seconds: float) -> int:
@@ -188,10 +188,11 @@ class Rendezvous:
             time.sleep(POLL_SECONDS / 4)
         raise self._no_answer(seconds)
 
-    def _publish(self, key: str, value: Any, readers: Iterable[int]) -> None:
-        """Write a value until these ranks have read it, or READ_SECONDS have passed."""
-        answers, deadline = [f"{key}/read/{rank}" for rank in readers], time.monotonic() + READ_SECONDS
+    def _publish(self, key: str, value: Any, readers: Iterable[int], seconds: float) -> None:
+        """Write a value until these ranks have read it, or so many seconds have passed."""
+        answers, deadline = [f"{key}/read/{rank}" for rank in readers], time.monotonic() + seconds
         while True:
+            self._store.set("start", self._start)  # without it a rank does not find the first result
             self._store.set(key, value)
             if len(self._store.get_all(answers)) == len(answers) or time.monotonic() >= deadline:
                 return
@@ -256,7 +257,9 @@ class Rendezvous:
         arrived = self._wait_for_reports(at, report, seconds)
         result = self._result_of(arrived.reports, seconds, check)
         outcome = asdict(_Outcome(arrived.words, asdict(result)))
-        self._publish(f"{at}/result", outcome, (rank for rank in arrived.reports if rank != 0))
+        # A rank that does not read that all are here would wait for it, and the others for that rank.
+        patience = seconds if result.error is None else READ_SECONDS
+        self._publish(f"{at}/result", outcome, (rank for rank in arrived.reports if rank != 0), patience)
         return result
 
     def _wait_for_reports(self, at: str, own: RankReport, seconds: float) -> _Arrived:

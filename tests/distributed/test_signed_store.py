@@ -164,7 +164,8 @@ def test_ranks_meet_while_a_stranger_writes_over_all_their_values(server: dist.T
     )
 
 
-def test_what_is_deleted_before_it_was_read_is_written_again(server: dist.TCPStore) -> None:
+@pytest.mark.parametrize("moment", ["before all are here", "before the result"])
+def test_what_is_deleted_before_it_was_read_is_written_again(server: dist.TCPStore, moment: str) -> None:
     first, second = (
         Rendezvous(
             RankInfo(rank, 2, 0, rank, 2, "host", 100 + rank),
@@ -173,15 +174,26 @@ def test_what_is_deleted_before_it_was_read_is_written_again(server: dist.TCPSto
         )
         for rank in (0, 1)
     )
+
+    def delete_all() -> None:
+        for key in server.list_keys():
+            server.delete_key(key)
+
+    def check(reports: object) -> RendezvousResult:
+        delete_all()
+        return RendezvousResult()
+
     waits = threading.Thread(
         target=second.sync, args=("start", RankReport("host", 0), 60.0, lambda _: RendezvousResult())
     )
     waits.start()
     report = f"rlmath/rendezvous/{first._start}/start/1"
     wait_for(lambda: server.check([report]))
-    for key in server.list_keys():
-        server.delete_key(key)
-    first.sync("start", RankReport("host", 0), 5.0, lambda _: RendezvousResult())
+    if moment == "before all are here":
+        delete_all()
+        first.sync("start", RankReport("host", 0), 5.0, lambda _: RendezvousResult())
+    else:
+        first.sync("start", RankReport("host", 0), 5.0, check)
     waits.join(10.0)
     assert not waits.is_alive() and second._start == first._start
 
