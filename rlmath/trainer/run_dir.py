@@ -35,8 +35,13 @@ from rlmath.config.load import load_config, save_config
 from rlmath.config.schema import Config
 from rlmath.distributed.fault_tolerance import exit_codes
 from rlmath.trainer.resume import refused_changes
-from rlmath.trainer.telemetry.metrics_writer import METRICS_FILE, VALIDATION_FILE, keep_metrics
-from rlmath.trainer.telemetry.samples import SAMPLES_FOLDER, keep_samples
+from rlmath.trainer.telemetry.metrics_writer import (
+    METRICS_FILE,
+    VALIDATION_FILE,
+    keep_metrics,
+    unfinished_file,
+)
+from rlmath.trainer.telemetry.samples import keep_samples
 
 logger = logging.getLogger(__name__)
 
@@ -222,8 +227,10 @@ def _content_problems(folder: Path, config: Config) -> Iterator[str]:
 
 def _resume_in(folder: Path, steps_done: int) -> None:
     set_newer_aside(folder / CHECKPOINTS, steps_done)
-    for unfinished in (*folder.glob("*.tmp"), *(folder / SAMPLES_FOLDER).glob("*.tmp")):
-        unfinished.unlink()  # `write_whole` was killed
+    for name in (METRICS_FILE, VALIDATION_FILE, SUMMARY_NAME):
+        unfinished = unfinished_file(folder / name)
+        if unfinished.is_file():
+            unfinished.unlink()
     rows = keep_metrics(folder, steps_done)
     if rows < steps_done:
         logger.warning(

@@ -168,11 +168,38 @@ def test_damaged_lines_of_metrics_do_not_keep_a_run_from_resuming(
 def test_a_run_that_goes_on_removes_what_a_killed_one_left_unfinished(tmp_path: Path):
     claim_run_folder(tmp_path, make_config(tmp_path))
     (tmp_path / "samples").mkdir()
-    for name in ("metrics.tmp", "summary.tmp", "samples/step-000001.tmp", "samples/step-000001.jsonl"):
+    unfinished = (
+        "metrics.tmp",
+        "validation.tmp",
+        "summary.tmp",
+        "samples/step-000001.tmp",
+        "samples/failure-000002.tmp",
+    )
+    for name in (*unfinished, "samples/step-000001.jsonl"):
         (tmp_path / name).write_text("{}")
     claim_run_folder(tmp_path, make_config(tmp_path), steps_done=1)
     assert names(tmp_path) == ["config.yaml", "samples"]
     assert [path.name for path in (tmp_path / "samples").iterdir()] == ["step-000001.jsonl"]
+
+
+def test_a_run_that_goes_on_keeps_files_and_folders_of_the_user(tmp_path: Path):
+    claim_run_folder(tmp_path, make_config(tmp_path))
+    (tmp_path / "samples").mkdir()
+    files = ("notes.tmp", ".mine.tmp", "samples/notes.tmp", "samples/mine-7.jsonl")
+    for name in files:
+        (tmp_path / name).write_text("mine")
+    folders = (
+        "work.tmp",
+        "samples/work.tmp",
+        "metrics.tmp",
+        "samples/step-000009.tmp",
+        "samples/step-000009.jsonl",
+    )
+    for name in folders:
+        (tmp_path / name).mkdir()
+    claim_run_folder(tmp_path, make_config(tmp_path), steps_done=1)
+    assert all((tmp_path / name).read_text() == "mine" for name in files)
+    assert all((tmp_path / name).is_dir() for name in folders)
 
 
 def test_a_run_that_goes_on_keeps_what_is_there_but_for_later_steps(tmp_path: Path):

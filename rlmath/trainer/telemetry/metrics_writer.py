@@ -68,7 +68,7 @@ class Unwritten:
 def write_whole(path: Path, content: str) -> None:
     """Replace a file's content (UTF-8) in one step. OSError where the disk refuses; nothing is left over then."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_suffix(".tmp")
+    unfinished = unfinished_file(path)
     try:
         with unfinished.open("w", encoding="utf-8") as file:
             file.write(content)
@@ -79,6 +79,11 @@ def write_whole(path: Path, content: str) -> None:
         with suppress(OSError):
             unfinished.unlink()
         raise
+
+
+def unfinished_file(path: Path) -> Path:
+    """What `write_whole` of a process that was killed leaves."""
+    return path.with_suffix(".tmp")
 
 
 class _RowFile:

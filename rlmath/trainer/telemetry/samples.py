@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -22,17 +23,24 @@ SAMPLES_FOLDER = "samples"
 MAX_SHOWN_CHARS = 3000
 """Most characters of one text that go to TensorBoard; the file has all of it."""
 
+_OWN_NAME = re.compile(r"(?:step|failure)-(?P<step>\d{6,})\.(?P<ending>jsonl|tmp)", re.ASCII)
+
 
 def samples_file(output_dir: str, step: int, kind: str = "step") -> Path:
     return Path(output_dir) / SAMPLES_FOLDER / f"{kind}-{step:06d}.jsonl"
 
 
 def keep_samples(output_dir: str | Path, last_step: int) -> None:
-    """Remove the samples of steps after `last_step`, for a run that resumes from there."""
+    """Remove the samples of steps after `last_step`, for a run that resumes from there, and unfinished files. Other
+    files stay."""
     removed = 0
-    for path in (Path(output_dir) / SAMPLES_FOLDER).glob("*-*.jsonl"):
-        number = path.stem.rpartition("-")[2]
-        if number.isdecimal() and int(number) > last_step:
+    for path in (Path(output_dir) / SAMPLES_FOLDER).glob("*"):
+        name = _OWN_NAME.fullmatch(path.name)
+        if name is None or not path.is_file():
+            continue
+        if name["ending"] == "tmp":
+            path.unlink()
+        elif int(name["step"]) > last_step:
             path.unlink()
             removed += 1
     if removed:
