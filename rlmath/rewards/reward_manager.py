@@ -69,7 +69,8 @@ class RewardManager:
 
     def collect(self) -> list[Score]:
         """The scores of all completions submitted since the last call, in that order. Waits at most
-        `reward.timeout_seconds` plus a quarter of a second; what is late then counts as timed out."""
+        `reward.timeout_seconds` plus a quarter of a second; what is late then counts as timed out. The wait starts
+        again whenever an answer is scored a second time or a fork server is replaced."""
         submitted, self._submitted = self._submitted, []
         results = self._pool.results([one.future for one in submitted])
         return [self._score(one, result) for one, result in zip(submitted, results, strict=True)]
