@@ -4,7 +4,7 @@ It imports math-verify once, warms it up, and then forks a worker in millisecond
 it has a second process fork them, the template, in which alone the user's module is imported. Messages go over one
 socket: "fork", with a file descriptor for the new worker's channel, is answered by "forked <id>"; "kill <id>" ends a
 worker and all that descends from it, and "lost <id>" does so with one that has closed its channel, unless it ends by
-itself. Of every worker that has ended the pool is told: "ended <id> <exit code> <why>", where why is "itself",
+itself. For every worker that has ended it sends "ended <id> <exit code> <why>", where why is "itself",
 "asked", "memory" or "processes". When the pool's process has ended, it ends its workers and exits.
 
 A reward function may start processes. They are a tree below their worker, which adopts its orphans, and this process
@@ -223,7 +223,7 @@ class ForkServer:
             os.kill(worker, signal.SIGKILL)
 
     def _reap(self, looked_for: int = 0) -> bool:
-        """Tell the pool of the workers that have ended; whether any process has, or the one that is looked for."""
+        """Report the workers that have ended to the pool; whether any process has, or the one that is looked for."""
         any_ended = False
         with contextlib.suppress(ChildProcessError):
             while (ended := os.waitpid(-1, os.WNOHANG))[0]:

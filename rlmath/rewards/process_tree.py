@@ -47,7 +47,7 @@ def descendants(pid: int, children: Mapping[int, Sequence[int]]) -> list[int]:
 
 def memory_above(pids: Iterable[int], limit: int) -> bool:
     """Whether processes hold more than `limit` bytes together. Pages that processes share are counted once, as far as
-    the kernel tells it (proportional set size)."""
+    the kernel knows it (proportional set size)."""
     pids = list(pids)
     return sum(map(_resident_bytes, pids)) > limit and sum(map(_proportional_bytes, pids)) > limit
 
@@ -118,7 +118,7 @@ def _resident_bytes(pid: int) -> int:
 
 
 def _proportional_bytes(pid: int) -> int:
-    """Resident memory, shared pages divided by the number of their users; all of it where the kernel does not tell."""
+    """Resident memory, shared pages divided by the number of their users; all of it where the kernel does not know."""
     with contextlib.suppress(OSError, ValueError):
         for line in _read(pid, "smaps_rollup").splitlines():
             if line.startswith(b"Pss:"):

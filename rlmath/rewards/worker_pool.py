@@ -3,7 +3,7 @@
     VerifierPool (this process, one thread) -- socket --> fork server -- fork --> workers
 
 A check that hangs or crashes ends only its own worker; the fork server replaces it within milliseconds, and no other
-answer waits. A fork server that ends is replaced too, and what its workers were judging is judged again. Nothing that
+answer waits. A fork server that ends is replaced too, and what its workers were scoring is scored again. Nothing that
 a worker sends is trusted: it is plain JSON of bounded length, checked as what a stranger sends.
 
 Start the pool before process groups, CUDA and engines, so that the workers inherit nothing of theirs. Linux only.
@@ -72,7 +72,7 @@ SERVER_STARTS_SECONDS = 600.0
 MAX_START_FAILURES = 3
 """Fork servers, or workers, that end one after the other before they are ready; then it is an error."""
 MAX_SERVER_DEATHS = 3
-"""An answer fails when the fork server has ended so often while that answer alone was judged."""
+"""An answer fails when the fork server has ended so often while that answer alone was scored."""
 MARK = "RLMATH_REWARD_POOL"
 """Environment variable of a fork server and all that descends from it: an id of the pool."""
 
@@ -96,11 +96,11 @@ class _Job:
     needs_fresh_worker: bool = False
     """It failed in a worker that an earlier answer may have damaged."""
     was_interrupted: bool = False
-    """The fork server ended while it was judged."""
+    """The fork server ended while it was scored."""
     runs_alone: bool = False
-    """That happened twice; from then on nothing else is judged beside it."""
+    """That happened twice; from then on nothing else is scored beside it."""
     server_deaths: int = 0
-    """While it alone was judged."""
+    """While it alone was scored."""
 
     def finish(self, reply: Mapping[str, Any], seconds: float) -> None:
         self.future.set_result(self.as_result({**reply, "seconds": seconds}))
@@ -113,7 +113,7 @@ class _Worker:
     deadline: float
     """When it is killed if it is not ready or has not finished its job (time.monotonic)."""
     state: str = "starting"
-    """"starting", "idle", "busy", or "lost": its channel is closed, why is not known yet."""
+    """"starting", "idle", "busy", or "lost": its channel is closed, and the fork server has yet to report why."""
     job: _Job | None = None
     since: float = 0.0
     """Start of its job (time.monotonic)."""
@@ -206,7 +206,7 @@ class VerifierPool:
 
     def results(self, futures: Sequence[Future[T]]) -> list[T | None]:
         """The results of the futures, after at most one answer's time limit; None for those not done by then. Time in
-        which a fork server is replaced, or answers are judged again, does not count."""
+        which a fork server is replaced, or answers are scored again, does not count."""
         started = time.monotonic()
         late = set(futures)
         limit = self.timeout_seconds + STUCK_SECONDS
@@ -284,11 +284,11 @@ class VerifierPool:
     # ---------------------------------------------------------------- the pool's thread
 
     def _run(self) -> None:
-        """Judge until the pool is closed, with one fork server after another."""
+        """Score until the pool is closed, with one fork server after another."""
         try:
             while not self._closing:
                 try:
-                    self._judge()
+                    self._score_jobs()
                 except _ServerLost as lost:
                     if not self._closing:
                         self._replace_server(str(lost))
@@ -297,7 +297,7 @@ class VerifierPool:
             logger.exception("The verifier pool's fork server failed")
             self._shut_down(f"the verifier pool's fork server is dead ({error}); see its own messages above")
 
-    def _judge(self) -> None:
+    def _score_jobs(self) -> None:
         """Start workers, assign jobs, receive results, replace workers that are late or dead."""
         self._await_server()
         while not self._closing:
@@ -442,7 +442,7 @@ class VerifierPool:
         job = worker.job
         if job is None or reply["id"] != job.number:
             raise ValueError("an answer that nobody asked for")
-        if reply.get("exhausted") and self._judge_again(worker):
+        if reply.get("exhausted") and self._score_again(worker):
             self._drop(worker)
             return
         result = job.as_result({**reply, "seconds": time.monotonic() - worker.since})
@@ -456,13 +456,13 @@ class VerifierPool:
         """A worker has sent something else than a reply."""
         if worker.state == "starting":
             self._count_worker_failure("sent something else than that it is ready")
-        elif not self._judge_again(worker):
+        elif not self._score_again(worker):
             self._drop(worker, "error", "it wrote into the channel of its worker")
             return
         self._drop(worker)
 
-    def _judge_again(self, worker: _Worker) -> bool:
-        """Whether its job is judged again, in a fresh worker: where an answer before it may be to blame."""
+    def _score_again(self, worker: _Worker) -> bool:
+        """Whether its job is scored again, in a fresh worker: where an answer before it may be to blame."""
         job = worker.job
         if job is None or job.needs_fresh_worker or worker.jobs < 2 or self._settings.function is None:
             return False
@@ -489,7 +489,7 @@ class VerifierPool:
 
     def _drop(self, worker: _Worker, failure: str = "error", message: str = "error") -> None:
         """End a worker and finish its job, if it has one, as a failure."""
-        self._tell_server(f"kill {worker.pid}".encode())
+        self._request(f"kill {worker.pid}".encode())
         self._forget(worker)
         if worker.job is not None:
             worker.job.finish({"failure": failure, "message": message}, time.monotonic() - worker.since)
@@ -505,8 +505,8 @@ class VerifierPool:
             worker.channel.close()
 
     def _lose(self, worker: _Worker) -> None:
-        """Its channel is closed: what has become of it, the fork server knows."""
-        self._tell_server(f"lost {worker.pid}".encode())
+        """Its channel is closed: the fork server reports why."""
+        self._request(f"lost {worker.pid}".encode())
         self._close_channel(worker)
         worker.state = "lost"
         worker.deadline = time.monotonic() + ANSWER_SECONDS
@@ -520,14 +520,14 @@ class VerifierPool:
         except ValueError:
             raise _ServerLost(f"sent {notice[:100]!r}") from None
         if worker is not None and worker.state != "lost":
-            self._receive_result(worker)  # its last words
+            self._receive_result(worker)  # what it sent before its end counts
         if worker is None or worker.state == "dropped":
             return
         if not worker.was_ready:
             self._count_worker_failure(f"ended before it was ready ({code}); is the memory limit too small?")
         self._forget(worker)
         job = worker.job
-        if job is None or (why not in ("memory", "processes") and self._judge_again(worker)):
+        if job is None or (why not in ("memory", "processes") and self._score_again(worker)):
             return
         if is_killed and not job.needs_fresh_worker:  # from outside, perhaps for want of memory
             self._repeat(worker, job)
@@ -571,7 +571,7 @@ class VerifierPool:
         self._delayed_at = time.monotonic()
 
     def _replace_server(self, why: str) -> None:
-        """Start another one, and have all judged again that was being judged. RuntimeError when that is too often."""
+        """Start another one, and have scored again what was being scored. RuntimeError when that is too often."""
         was_ready, self._delayed_at = self._delayed_at < math.inf, math.inf
         self._selector.unregister(self._control)
         self._control.close()
@@ -593,14 +593,14 @@ class VerifierPool:
                 f"{why}. Is the machine short of memory, or does the reward function end its parent?"
             )
         text = (
-            "The reward workers' fork server (%s) %s; another one is started, and %d answers are judged again"
+            "The reward workers' fork server (%s) %s; another one is started, and %d answers are scored again"
         )
         logger.warning(text, process, why, again)
         self._start_server()
 
     def _abandon_jobs(self) -> int:
-        """Put back what was being judged; how many. One of them may have ended the server: what sees that twice is
-        judged alone from then on."""
+        """Put back what was being scored; how many. One of them may have ended the server: what sees that twice is
+        scored alone from then on."""
         workers, self._workers = self._workers, []
         for worker in workers:
             self._close_channel(worker)
@@ -611,7 +611,7 @@ class VerifierPool:
             if job.server_deaths < MAX_SERVER_DEATHS:
                 self._put_back(job)
             else:
-                message = f"the workers' fork server ended {job.server_deaths} times while it was judged"
+                message = f"the workers' fork server ended {job.server_deaths} times while it was scored"
                 job.finish({"failure": "error", "message": message}, 0.0)
         return len(jobs)
 
@@ -628,7 +628,7 @@ class VerifierPool:
         ours, theirs = socket.socketpair()
         ours.setblocking(False)
         with theirs:
-            self._tell_server(b"fork", [theirs.fileno()])
+            self._request(b"fork", [theirs.fileno()])
         while not (message := self._await_message()).startswith(b"forked "):
             self._notices.append(message)
         pid = int(message.removeprefix(b"forked "))
@@ -636,7 +636,7 @@ class VerifierPool:
         self._selector.register(ours, selectors.EVENT_READ, worker)
         self._workers.append(worker)
 
-    def _tell_server(self, message: bytes, fds: Sequence[int] = ()) -> None:
+    def _request(self, message: bytes, fds: Sequence[int] = ()) -> None:
         while True:
             try:
                 if fds:
@@ -674,7 +674,7 @@ class VerifierPool:
         if not message:
             raise _ServerLost("has ended")
         if message.startswith(b"lost: "):
-            raise _ServerLost(f"cannot go on: {message[6:].decode(errors='replace')}")
+            raise _ServerLost(f"has ended: {message[6:].decode(errors='replace')}")
         return message
 
     def _shut_down(self, reason: str) -> None:

@@ -22,15 +22,15 @@ HONEST = [(f"\\boxed{{\\frac{{{n}}}{{{2 * n}}}}}", HALF) for n in range(1, 101)]
 class MemoryWatch(threading.Thread):
     """The largest address space and resident size of the workers, as the kernel reports them (bytes)."""
 
-    def __init__(self, forkserver: int) -> None:
+    def __init__(self, fork_server: int) -> None:
         super().__init__(daemon=True)
-        self.forkserver = forkserver
+        self.fork_server = fork_server
         self.largest_space = 0
         self.stop = threading.Event()
 
     def run(self) -> None:
         while not self.stop.wait(0.02):
-            for pid in children(self.forkserver):
+            for pid in children(self.fork_server):
                 try:
                     pages = int(Path(f"/proc/{pid}/statm").read_text().split()[0])
                 except OSError:
@@ -45,9 +45,9 @@ def batch(tmp_path_factory):
     attacks = [text.replace(MARKER, str(marker)) for text in (*QUICK, *HANGS)]
     before = set(children(os.getpid()))
     with VerifierPool(WORKERS, LIMIT_SECONDS) as pool:
-        (forkserver,) = set(children(os.getpid())) - before
+        (fork_server,) = set(children(os.getpid())) - before
         warm(pool)
-        watch = MemoryWatch(forkserver)
+        watch = MemoryWatch(fork_server)
         watch.start()
         started = time.monotonic()
         asked = [(text, SOLUTIONS) for text in attacks[: len(QUICK)]]
@@ -58,7 +58,7 @@ def batch(tmp_path_factory):
         verdicts = [(pair, future.result(300)) for pair, future in futures]
         seconds = time.monotonic() - started
         watch.stop.set()
-        family = [forkserver, *children(forkserver)]
+        family = [fork_server, *children(fork_server)]
     wait_until(lambda: not any(map(is_alive, family)))
     attacked = [verdict for pair, verdict in verdicts if pair[1] is not HALF]
     honest = [verdict for pair, verdict in verdicts if pair[1] is HALF]

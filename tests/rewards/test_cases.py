@@ -63,7 +63,7 @@ def test_cases_written_without_sight_of_the_verifier():
 
 
 @matrix
-def test_no_class_is_judged_worse_than_by_math_verify_alone():
+def test_no_class_is_verified_worse_than_by_math_verify_alone():
     logging.disable(logging.CRITICAL)
     try:
         theirs = Counter(row["class"] for row in ROWS if library_agrees(row))

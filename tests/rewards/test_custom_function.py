@@ -140,7 +140,7 @@ def test_a_function_that_hangs_costs_its_limit_only(folder):
 
 
 @pytest.mark.parametrize(
-    ("spec", "told"),
+    ("spec", "reason"),
     [
         ("my_rewards.plain", 'needed: "package.module:name"'),
         ("my_reward:plain", "importing 'my_reward' failed (ModuleNotFoundError"),
@@ -149,10 +149,10 @@ def test_a_function_that_hangs_costs_its_limit_only(folder):
         ("breaks:plain", "importing 'breaks' failed (RuntimeError: no licence)"),
     ],
 )
-def test_a_function_that_cannot_be_loaded_is_told(folder, spec, told):
+def test_a_function_that_cannot_be_loaded_is_refused_with_the_reason(folder, spec, reason):
     problem = function_problem(spec)
     assert problem is not None
-    assert problem.startswith("reward.function") and told in problem
+    assert problem.startswith("reward.function") and reason in problem
     with VerifierPool(1, 5.0, function=spec) as pool, pytest.raises(RuntimeError, match=r"reward\.function"):
         pool.call("x", [], ROW).result(60)
 
@@ -188,8 +188,8 @@ def test_a_module_that_ignores_the_ends_of_its_children_is_served(folder, caplog
     )
     (folder / "ignores.py").write_text(source)
     with VerifierPool(1, 30.0, function="ignores:dies") as pool:
-        told = [pool.call("x", [], ROW).result(60).message for _ in range(4)]
-    assert told == ["its worker ended (exit code 3)"] * 4
+        messages = [pool.call("x", [], ROW).result(60).message for _ in range(4)]
+    assert messages == ["its worker ended (exit code 3)"] * 4
     assert "another one is started" not in caplog.text
 
 

@@ -69,17 +69,17 @@ def the_server(before: set[int], *ended: int) -> int:
 
 @contextmanager
 def lone_pool(timeout_seconds: float) -> Iterator[tuple[VerifierPool, int]]:
-    """A pool of one worker, and its forkserver's process id."""
+    """A pool of one worker, and its fork server's process id."""
     before = set(children(os.getpid()))
     with VerifierPool(workers=1, timeout_seconds=timeout_seconds) as single:
-        (forkserver,) = set(children(os.getpid())) - before
-        yield single, forkserver
+        (fork_server,) = set(children(os.getpid())) - before
+        yield single, fork_server
 
 
 @pytest.fixture(scope="module")
 def single():
-    with lone_pool(timeout_seconds=60.0) as pool_and_forkserver:
-        yield pool_and_forkserver
+    with lone_pool(timeout_seconds=60.0) as pool_and_fork_server:
+        yield pool_and_fork_server
 
 
 @pytest.fixture(scope="module")
@@ -90,15 +90,15 @@ def pool():
 
 
 def warm(pool: VerifierPool) -> None:
-    """Wait until both workers have imported what they judge with, and judged a wrong answer, the first of which takes
+    """Wait until both workers have imported the verifier and verified a wrong answer, the first of which takes
     most of a second; on a busy machine that alone may take a limit."""
     both = ("\\boxed{0.71}", "\\boxed{0.72}")
 
-    def judged() -> bool:
+    def verified() -> bool:
         asked = [pool.submit(text, HALF, "math") for text in both]
         return all(future.result(60).verdict == "symbolic" for future in asked)
 
-    wait_until(judged, 60.0)
+    wait_until(verified, 60.0)
 
 
 def test_cheap_answers_are_there_at_once(pool):
@@ -141,28 +141,28 @@ def test_every_worker_stuck_and_the_next_answers_are_right(pool):
 
 
 def test_a_crashed_worker_costs_its_own_answer_only(single):
-    pool, forkserver = single
+    pool, fork_server = single
     crashed = pool.submit(HANG, HALF, "math")
     waiting = pool.submit("\\boxed{0.5}", HALF, "math")
     wait_until(crashed.running)
-    os.kill(children(forkserver)[0], signal.SIGSEGV)
+    os.kill(children(fork_server)[0], signal.SIGSEGV)
     assert crashed.result(60) == Verdict(False, HANG[7:-1], "error")
     assert waiting.result(60).correct
 
 
 def test_a_dead_idle_worker_is_replaced(single):
-    pool, forkserver = single
+    pool, fork_server = single
     assert pool.submit("\\boxed{0.5}", HALF, "math").result(60).correct
-    (worker,) = children(forkserver)
+    (worker,) = children(fork_server)
     os.kill(worker, signal.SIGKILL)
-    wait_until(lambda: children(forkserver) not in ([], [worker]))
+    wait_until(lambda: children(fork_server) not in ([], [worker]))
     assert pool.submit("\\boxed{0.5}", HALF, "math").result(60).correct
 
 
 def test_workers_have_a_memory_limit_and_no_core_files(single):
-    pool, forkserver = single
+    pool, fork_server = single
     assert pool.submit("\\boxed{0.5}", HALF, "math").result(60).correct
-    limits = Path(f"/proc/{children(forkserver)[0]}/limits").read_text().splitlines()
+    limits = Path(f"/proc/{children(fork_server)[0]}/limits").read_text().splitlines()
     values = {line[:26].strip(): line[26:].split()[0] for line in limits}
     assert values["Max address space"] == str(2 * 2**30)
     assert values["Max core file size"] == "0"
@@ -195,7 +195,7 @@ def test_results_wait_no_longer_than_one_limit(pool):
 
 
 def test_stuck_workers_get_help_and_the_help_leaves():
-    with lone_pool(timeout_seconds=60.0) as (pool, forkserver):
+    with lone_pool(timeout_seconds=60.0) as (pool, fork_server):
         stuck = pool.submit(HANG, HALF, "math")
         wait_until(stuck.running)
         for number in range(1, 51):
@@ -203,14 +203,14 @@ def test_stuck_workers_get_help_and_the_help_leaves():
                 pool.submit(f"\\boxed{{\\frac{{{number}}}{{{2 * number}}}}}", HALF, "math").result(30).correct
             )
         assert not stuck.done()
-        assert len(children(forkserver)) == 2
+        assert len(children(fork_server)) == 2
 
 
 def test_closing_ends_every_process_and_cancels_what_waits():
-    with lone_pool(timeout_seconds=60.0) as (pool, forkserver):
+    with lone_pool(timeout_seconds=60.0) as (pool, fork_server):
         futures = [pool.submit(hang(n), HALF, "math") for n in range(3)]
         wait_until(futures[0].running)
-        family = [forkserver, *children(forkserver)]
+        family = [fork_server, *children(fork_server)]
     with pytest.raises(RuntimeError, match="closed"):
         futures[0].result(0)
     assert futures[1].cancelled()
@@ -231,8 +231,8 @@ def test_workers_die_with_a_parent_that_is_killed():
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     with subprocess.Popen([sys.executable, "-c", code], env=environment, text=True, **pipes) as parent:
         assert parent.stdout.readline() == "busy\n"
-        forkserver = children(parent.pid)
-        family = forkserver + children(forkserver[0])
+        fork_server = children(parent.pid)
+        family = fork_server + children(fork_server[0])
         assert len(family) == 3
         parent.kill()
     wait_until(lambda: not any(map(is_alive, family)), seconds=10.0)
@@ -240,24 +240,24 @@ def test_workers_die_with_a_parent_that_is_killed():
 
 def test_a_fork_server_that_is_killed_is_replaced(caplog):
     before = set(children(os.getpid()))
-    with lone_pool(timeout_seconds=60.0) as (pool, forkserver):
+    with lone_pool(timeout_seconds=60.0) as (pool, fork_server):
         running = pool.submit(HANG, HALF, "math")
         waiting = pool.submit("\\boxed{0.5}", HALF, "math")
         wait_until(running.running)
-        family = [forkserver, *children(forkserver)]
-        os.kill(forkserver, signal.SIGKILL)
+        family = [fork_server, *children(fork_server)]
+        os.kill(fork_server, signal.SIGKILL)
         assert waiting.result(60).correct  # beside the one that hangs again
         wait_until(lambda: not any(map(is_alive, family)))
         assert not running.done()
         assert len(set(children(os.getpid())) - before) == 1
-    assert f"process {forkserver}, ended by signal 9" in caplog.text
+    assert f"process {fork_server}, ended by signal 9" in caplog.text
 
 
 def test_a_worker_that_is_killed_from_outside_costs_no_answer(single):
-    pool, forkserver = single
+    pool, fork_server = single
     running = pool.submit("\\boxed{0.75}", ("\\int_0^1 \\int_0^1 \\int_0^1 (x+y+z) dx dy dz",), "math")
     wait_until(running.running)
-    for worker in children(forkserver):
+    for worker in children(fork_server):
         os.kill(worker, signal.SIGKILL)
     assert running.result(60).verdict == "symbolic"
 
