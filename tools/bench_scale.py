@@ -13,7 +13,8 @@ nodes of 8; work is drawn by N engines of one rank.
 
 Prints one JSON object per figure: {"bench", "case", "metric", "value", "unit", "baseline", "ratio"}. For every metric
 comes a line with the exponent of its growth: value ~ ranks^exponent, least squares over all N; 1 is linear. Seconds are
-medians, those of plans CPU seconds; counts and bytes do not vary.
+medians, those of plans CPU seconds; counts and bytes do not vary, but for those of engines that are threads and ask the
+store at once.
 """
 
 from __future__ import annotations
@@ -93,6 +94,16 @@ def rollout(ranks: int, samples: int) -> Figures:
     }
 
 
+def contention(ranks: int) -> Figures:
+    """Requests of engines that all ask one counter for their next prompt at the same moment."""
+    numbers, requests = scale_rollout.add_at_once(ranks)
+    return {
+        "counter_requests_each": sum(requests) / ranks,
+        "counter_requests_most": max(requests),
+        "counter_duplicates": ranks - len(set(numbers)),
+    }
+
+
 def report_records() -> None:
     """Bytes of a sample's record on its way, against Python's own numbers in tuples."""
     (per_token, _), (in_tuples, _) = (scale_rollout.record_bytes(compact) for compact in (True, False))
@@ -144,6 +155,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         found = report_growth(case, lambda n, s=samples: rollout(n, s(n)))
         if case.startswith("same"):
             same = found
+    report_growth("at once, ", contention, repeats, ranks=(8, 64, 256))
     report_records()
     report_messages(20 if quick else 100, same)
 

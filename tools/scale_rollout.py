@@ -9,9 +9,11 @@ import time
 from array import array
 from collections import Counter
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache
+from threading import Barrier
 
 import torch.distributed as dist
 
@@ -145,6 +147,24 @@ def _play(work_queue: Sequence[WorkQueue]) -> list[int]:
                     work_queue[engine].finished(RequestResult(key, (), (), "stop"))
         running = [engine for engine in running if in_flight[engine]]
     return tokens
+
+
+def add_at_once(clients: int) -> tuple[list[int], list[int]]:
+    """(the numbers that so many engines get of one counter, to which all add at the same moment, and the requests of
+    each) over connections of their own to a real store; each engine is a thread."""
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    ready = Barrier(clients)
+
+    def add(store: CountingStore) -> int:
+        ready.wait()
+        return SignedStore(store, "rollout/0", b"secret").fetch_add("others")
+
+    stores = [
+        CountingStore(dist.TCPStore("127.0.0.1", server.port, wait_for_workers=False)) for _ in range(clients)
+    ]
+    with ThreadPoolExecutor(clients) as engines:
+        numbers = list(engines.map(add, stores))
+    return numbers, [store.total for store in stores]
 
 
 def records(drawn: Drawn, samples: int, ranks_per_engine: int) -> Figures:

@@ -23,9 +23,11 @@ import hmac
 import json
 import logging
 import os
+import random
 import secrets
 import stat
 import tempfile
+import time
 import types
 import typing
 from collections.abc import Mapping, Sequence
@@ -45,7 +47,10 @@ SECRET_VARIABLE = "RLMATH_STORE_SECRET"
 MOST_BYTES = 4 * 2**20
 """A longer value is not ours, and is not parsed."""
 MOST_ATTEMPTS = 200
-"""How often a value that others keep changing is tried to be replaced."""
+"""How often a value that strangers keep changing is tried to be replaced."""
+FIRST_PAUSE, LONGEST_PAUSE = 0.004, 0.25
+"""Seconds of a rank that others of this run were faster than, before it adds to a counter again: between 0 and the
+first, which is doubled every time."""
 _TAG = 16
 """Bytes of the HMAC that are kept, before the JSON."""
 _ABSENT = "\0absent"
@@ -58,9 +63,10 @@ class SignedStore:
     def __init__(self, store: dist.Store, name: str, secret: bytes = b"") -> None:
         """`name` comes before all keys; the HMAC covers it. Not for several threads at once, as torch's stores."""
         self._store, self._name, self._secret = store, name, secret
-        self._own = secrets.token_hex(4)
-        self._known: dict[str, tuple[int, bytes]] = {}
-        """By counter: the number after the last one taken here, and the value with it."""
+        self._nonce = secrets.token_hex(4)
+        self._random = random.SystemRandom()  # Python's shared generator is the run's, which checkpoints save
+        self._counters: dict[str, tuple[int, bytes]] = {}
+        """The number that was last written to each counter here, and the value with it."""
         self._foreign: set[str] = set()
         """Full keys at which a foreign value was found."""
 
@@ -113,25 +119,34 @@ class SignedStore:
                 return there
         return value
 
-    def take_number(self, key: str, count: int = 1) -> int:
-        """Take the next `count` numbers of a counter that all ranks share; returns the first, from 0.
+    def fetch_add(self, key: str, amount: int = 1) -> int:
+        """Add to a counter that all ranks share; returns what it was before, at first 0.
 
-        No rank gets a number twice. Where strangers keep changing the counter, two ranks may get the same one.
+        No two ranks get the same number, however many add at once. Only where a stranger changes the counter they may.
+        Waits where others add at the same time (FIRST_PAUSE).
         """
-        known, expected = self._known.get(key, (0, b""))
-        for _ in range(MOST_ATTEMPTS):
-            # With a word of this rank's own: what another one has written would else look like this rank's success.
-            wanted = self._signed(key, [known + count, self._own])
+        number, expected = self._counters.get(key, (0, b""))
+        slower = disturbed = 0
+        while disturbed < MOST_ATTEMPTS:
+            # With a nonce of this rank: what another one has written would else look like this rank's success.
+            wanted = self._signed(key, [number + amount, self._nonce])
             found = self._store.compare_set(self._full(key), expected, wanted)  # type: ignore[arg-type]
             if found == wanted:
                 break
             there = None if found in (b"", expected) else self._verified(key, found)
-            if isinstance(there, list):
-                known, expected = max(known, there[0]), found
-            else:  # deleted, and torch returned what was expected; or a foreign value, which is removed
-                expected = b""
-        self._known[key] = known + count, wanted
-        return known
+            if isinstance(there, list) and there[0] > number:  # another rank has added since
+                number, expected, slower = there[0], found, slower + 1
+                self._pause(slower)
+            else:  # deleted, and torch returned what was expected; an older value; or a foreign one, which is removed
+                expected, disturbed = (b"" if there is None else found), disturbed + 1
+        self._counters[key] = number + amount, wanted
+        return number
+
+    def _pause(self, slower: int) -> None:
+        """After every second time that others were faster: the attempt after a pause only reads the new value."""
+        if slower % 2 == 0:
+            longest = FIRST_PAUSE * 2.0 ** (slower // 2 - 1)
+            time.sleep(self._random.uniform(0.0, min(longest, LONGEST_PAUSE)))
 
     def delete(self, key: str) -> None:
         self._store.delete_key(self._full(key))

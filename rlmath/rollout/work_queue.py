@@ -1,18 +1,19 @@
 """Which engine samples what: engines pop their work while they sample, so that none waits for one with long answers.
 
-The samples of a prompt are two items of work. Its *first sample* comes from one counter that all engines share, in the
-order of the prompts. Its *remaining samples* are an item of their own, and come once all first samples are out: an
-engine pops those of its own prompts, longest first sample first, then those that other engines have not begun. So the
-groups with long answers are known early and start early, and what is left for the end is short enough to be spread
-evenly. (The lengths of a group from its first sample, longest first: Seer, arXiv:2511.14617.)
+The samples of a prompt are two items of work. Its *first sample* is popped in the order of the prompts: an engine has a
+part of its own, an even share as far as it has places, for which it asks nobody, as all engines begin at once; what is
+behind those parts comes from one counter that all engines share. Its *remaining samples* are an item of their own, and
+come once all first samples are out: an engine pops those of its own prompts, longest first sample first, then those
+that other engines have not begun. So the groups with long answers are known early and start early, and what is left for
+the end is short enough to be spread evenly. (The lengths of a group from its first sample, longest first: Seer,
+arXiv:2511.14617.)
 
 A second counter leads all engines together past the prompts whose remaining samples others may not have begun. Each is
 looked at once, not once by every engine: what a rollout asks of the store grows with prompts plus engines, not their
 product.
 
 An engine pops as long as vLLM has a free place for a sequence, and nothing beyond: what it holds, no other engine can
-pop. Before its first completion it pops no more than an even share of the first samples: another engine may still be
-waking up.
+pop. Before its first completion it pops the first samples of its own part only: another engine may still be waking up.
 
 The counters and the marks of taken items are signed values in a store that all ranks reach. A stranger who deletes or
 replaces them there can only make two engines sample the same item, which gives the same completions: none is lost. One
@@ -24,6 +25,7 @@ lockstep, and not through the store.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -70,7 +72,7 @@ class WorkQueue:
         self._mesh = mesh
         self._capacity = max_num_seqs
         self._share = share
-        self._items = _EngineItems(store, [len(row) > 1 for row in requests_PG], mesh)
+        self._items = _EngineItems(store, [len(row) > 1 for row in requests_PG], mesh, max_num_seqs)
         self._popped_any = False
         self._finished_any = False
         self._empty = False
@@ -108,7 +110,7 @@ class WorkQueue:
 
     def _pop_items(self, free: int, first: bool) -> list[WorkItem]:
         items = []
-        for item in self._items.first_pop(free) if first else self._items.later_pop():
+        for item in self._items.first_pop() if first else self._items.later_pop():
             items.append(item)
             free -= len(self._requests_of(item))
             if free <= 0:
@@ -119,7 +121,9 @@ class WorkQueue:
 class _EngineItems:
     """Pops items for one engine, on its leading rank."""
 
-    def __init__(self, store: SignedStore, has_remaining_P: Sequence[bool], mesh: Mesh) -> None:
+    def __init__(
+        self, store: SignedStore, has_remaining_P: Sequence[bool], mesh: Mesh, max_num_seqs: int
+    ) -> None:
         self.steps = 0
         """Engine steps so far: tokens that a first sample may have by now."""
         self.lengths: dict[int, int] = {}
@@ -127,7 +131,12 @@ class _EngineItems:
         self._store = store
         self._has_remaining_P = has_remaining_P
         self._mesh = mesh
-        self._even_share = -(-len(has_remaining_P) // mesh.num_engines)
+        prompts = len(has_remaining_P)
+        share = min(-(-prompts // mesh.num_engines), max_num_seqs)
+        self._own_first = deque(range(prompts)[mesh.engine_index * share : (mesh.engine_index + 1) * share])
+        """Prompts whose first samples are this engine's, and not popped yet."""
+        self._first_shared = min(mesh.num_engines * share, prompts)
+        """The first prompt whose first sample is no engine's own."""
         self._exhausted: set[str] = set()
         """Counters that have led past the last prompt."""
         self._started: dict[int, int] = {}
@@ -136,18 +145,18 @@ class _EngineItems:
         """Own prompts whose remaining samples have not been tried yet."""
         self._claimed: list[int] = []
 
-    def first_pop(self, free: int) -> Iterator[WorkItem]:
-        """Items in the order in which an engine that has nothing yet, and so many free places, pops them."""
-        # All engines begin at once: their share in one request, not in as many as it has prompts.
-        yield from self._first_samples(min(self._even_share, free))
+    def first_pop(self) -> Iterator[WorkItem]:
+        """Items in the order in which an engine that has nothing yet pops them."""
+        yield from self._own_first_samples()
         yield from self._own_remaining()
         if not self._started:
             yield from self._others_remaining()
 
     def later_pop(self) -> Iterator[WorkItem]:
         """Items in the order in which they are popped later; when they end, the queue is empty."""
-        while items := self._first_samples(1):
-            yield from items
+        yield from self._own_first_samples()
+        while (prompt := self._next_prompt("first samples", self._first_shared)) is not None:
+            yield self._first_sample(prompt)
         yield from self._own_remaining()
         yield from self._others_remaining()
 
@@ -158,14 +167,15 @@ class _EngineItems:
             for counter in ("first samples", "others"):
                 self._store.delete(counter)
 
-    def _first_samples(self, count: int) -> list[WorkItem]:
-        """The next first samples of all engines, so many or those that are left."""
-        prompts = self._next_prompts("first samples", count)
-        for prompt in prompts:
-            self._started[prompt] = self.steps
-            if self._has_remaining_P[prompt]:
-                self._untried.add(prompt)
-        return [WorkItem(prompt, is_remaining=False) for prompt in prompts]
+    def _own_first_samples(self) -> Iterator[WorkItem]:
+        while self._own_first:
+            yield self._first_sample(self._own_first.popleft())
+
+    def _first_sample(self, prompt: int) -> WorkItem:
+        self._started[prompt] = self.steps
+        if self._has_remaining_P[prompt]:
+            self._untried.add(prompt)
+        return WorkItem(prompt, is_remaining=False)
 
     def _own_remaining(self) -> Iterator[WorkItem]:
         while self._untried:
@@ -175,19 +185,20 @@ class _EngineItems:
             yield from self._claim(prompt)
 
     def _others_remaining(self) -> Iterator[WorkItem]:
-        while prompts := self._next_prompts("others", 1):
-            for prompt in prompts:
-                if self._has_remaining_P[prompt] and prompt not in self._started:
-                    yield from self._claim(prompt)
+        while (prompt := self._next_prompt("others")) is not None:
+            if self._has_remaining_P[prompt] and prompt not in self._started:
+                yield from self._claim(prompt)
 
-    def _next_prompts(self, counter: str, count: int) -> range:
-        """The next prompts by a counter of all engines; empty when it has led past the last one."""
-        if counter in self._exhausted or count <= 0:
-            return range(0)
-        total, first = len(self._has_remaining_P), self._store.take_number(counter, count)
-        if first + count > total:
-            self._exhausted.add(counter)
-        return range(min(first, total), min(first + count, total))
+    def _next_prompt(self, counter: str, start: int = 0) -> int | None:
+        """The next prompt by a counter of all engines, from `start` on; None when it has led past the last one."""
+        prompts = len(self._has_remaining_P)
+        if counter in self._exhausted or start >= prompts:
+            return None
+        prompt = start + self._store.fetch_add(counter)
+        if prompt < prompts:
+            return prompt
+        self._exhausted.add(counter)
+        return None
 
     def _claim(self, prompt: int) -> list[WorkItem]:
         """The remaining samples of a prompt, or nothing where another engine was faster."""

@@ -6,6 +6,7 @@ import contextlib
 import json
 import logging
 import os
+import random
 import re
 import stat
 import subprocess
@@ -19,6 +20,7 @@ import psutil
 import pytest
 import torch.distributed as dist
 
+from rlmath.distributed import signed_store
 from rlmath.distributed.ranks import RankInfo, RankReport, RendezvousResult
 from rlmath.distributed.rendezvous import Rendezvous
 from rlmath.distributed.signed_store import SignedStore, record_of, start_secret
@@ -37,6 +39,7 @@ from tests.programs import (
 from tests.selection import matrix
 from tools.drill_faults import differences
 from tools.drill_run import metric_lines
+from tools.scale_rollout import add_at_once
 
 SECRET = b"only our ranks know it"
 
@@ -100,7 +103,7 @@ def test_numbers_are_given_once_to_many_threads(server: dist.TCPStore) -> None:
     def take() -> None:
         store = signed(server)
         for count in (3, 1, 1, 2) * 10:
-            first = store.take_number("next", count)
+            first = store.fetch_add("next", count)
             taken.extend(range(first, first + count))
 
     threads = [threading.Thread(target=take) for _ in range(4)]
@@ -109,6 +112,33 @@ def test_numbers_are_given_once_to_many_threads(server: dist.TCPStore) -> None:
     for thread in threads:
         thread.join()
     assert sorted(taken) == list(range(280))
+
+
+def test_numbers_are_given_once_to_many_engines_at_once() -> None:
+    numbers, requests = add_at_once(20)
+    assert sorted(numbers) == list(range(20))
+    assert 20 <= sum(requests) < 20 * 20 / 2, "fewer than if each failed once for every one before it"
+
+
+def test_a_rank_that_others_are_always_faster_than_gets_a_number_of_its_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(signed_store, "LONGEST_PAUSE", 0.0)
+    inner = dist.HashStore()
+    others, others_numbers = SignedStore(inner, "rollout", SECRET), []
+
+    class Overtaken(dist.Store):
+        """A real store to which another rank adds just before each of the first requests."""
+
+        def compare_set(self, key: str, expected: bytes, desired: bytes) -> bytes:
+            if len(others_numbers) < 2 * signed_store.MOST_ATTEMPTS:
+                others_numbers.append(others.fetch_add("next"))
+            return inner.compare_set(key, expected, desired)
+
+    before = random.getstate()
+    number = SignedStore(Overtaken(), "rollout", SECRET).fetch_add("next")
+    assert random.getstate() == before, "the generator is the run's"
+    assert [*others_numbers, number] == list(range(2 * signed_store.MOST_ATTEMPTS + 1))
 
 
 def test_records_need_their_fields_and_types() -> None:

@@ -75,8 +75,8 @@ def test_a_checkpoints_index_has_entries_of_tensors_and_of_borders_between_ranks
     "samples", [lambda n: SAME // 8, lambda n: GROWING * n // 4], ids=["same", "growing"]
 )
 def test_drawing_asks_the_store_in_proportion_to_prompts_and_engines(samples: Callable[[int], int]) -> None:
-    """First samples, the others, a second look at every prompt, and what is cleared up: not prompts times engines. A
-    signed counter takes two requests where another engine has taken from it meanwhile."""
+    """First samples behind the engines' own parts, the marks of remaining ones, a second look at every prompt, and what
+    is cleared up: not prompts times engines. A counter takes two requests where another engine has added meanwhile."""
     for n in RANKS:
         count = samples(n)
         drawn, prompts = scale_rollout.draw_rollout(n, count), count // GROUP
