@@ -10,7 +10,8 @@ store, where the first one stays. All ranks read it with their next beat, log it
 grow with the number of ranks.
 
 Whoever reaches the store's port can write there, so all values are signed (`SignedStore`). One that is not is no beat,
-no failure and no progress: it is ignored, and is not counted as silence.
+no failure and no progress: it is ignored, and is not counted as silence. An older value of ours that is written again
+is no beat and no progress either: both are counts that only grow.
 
 Silence is counted in beats of the watching rank, not by the clock: a run that was suspended as a whole continues.
 """
@@ -95,8 +96,8 @@ class Heartbeat:
         self._launcher_lock = threading.Lock()
         self._wake, self._reported, self._left = threading.Event(), threading.Event(), False
         self._beats = self._sent_progress = 0
-        self._last_progress: list[int] | None = None
-        """The rank that was the last to make progress, and its count."""
+        self._seen_progress: dict[int, int] = {}
+        """By rank: the highest count of its progress that was read."""
         self._silence = dict.fromkeys(self._ring, 0.0)
         self._seen: dict[int, RankStatus] = {}
         self._still = self._unanswered = 0.0
@@ -187,8 +188,13 @@ class Heartbeat:
         self._unanswered = 0.0
 
     def _check_neighbour(self, rank: int, passed: float) -> None:
-        before, found = self._seen.get(rank), self._store.get(f"status/{rank}", foreign=FOREIGN)
+        before = self._seen.get(rank)
+        if before is not None and before.left:
+            return
+        found = self._store.get(f"status/{rank}", foreign=FOREIGN)
         now = failures.status_of(rank, found)
+        if now is not None and before is not None and now.beats < before.beats and not now.left:
+            now = None  # an older one, which a stranger has written again
         if now is not None:
             self._seen[rank] = now
             if now.left:
@@ -197,7 +203,7 @@ class Heartbeat:
                 self._report(failures.rank_died(now, self._rank))
         # Where its status was written over or deleted, a rank that is gone may have left without an error.
         gone = now is None and before is not None and failures.has_died(before, self._namespace)
-        if now is not None and (before is None or now.beats != before.beats):
+        if now is not None and (before is None or now.beats > before.beats):
             self._silence[rank] = 0.0
         elif found != FOREIGN or gone:
             self._silence[rank] += passed
@@ -210,8 +216,9 @@ class Heartbeat:
             self._store.set("progress", [self._rank, self._progress])
         last = self._store.get("progress", foreign=FOREIGN)
         if last != FOREIGN:
-            self._still = 0.0 if last != self._last_progress else self._still + passed
-            self._last_progress = last
+            rank, count = last or (self._rank, 0)
+            self._still = 0.0 if count > self._seen_progress.get(rank, 0) else self._still + passed
+            self._seen_progress[rank] = max(count, self._seen_progress.get(rank, 0))
         limit = self._settings.hang_timeout_seconds
         if limit is not None and self._still > limit:
             self._report(failures.no_progress(self._still, self._rank))
@@ -246,7 +253,7 @@ class Heartbeat:
         silent = [
             after[rank]
             for rank in sorted(before.keys() & after.keys())
-            if after[rank].beats == before[rank].beats and not after[rank].left
+            if after[rank].beats <= before[rank].beats and not after[rank].left
         ]
         self._report(failures.rank_failed(self._status(), reason, silent))
 

@@ -5,12 +5,18 @@ from __future__ import annotations
 import os
 import signal
 import time
+from collections.abc import Iterator
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import psutil
 import pytest
+import torch.distributed as dist
 
+from rlmath.config.schema import RunConfig
 from rlmath.distributed.fault_tolerance.exit_codes import FAILURE
+from rlmath.distributed.fault_tolerance.heartbeat import Heartbeat
+from rlmath.distributed.fault_tolerance.preemption import StopRequest
 from tests.distributed.fault_tolerance.runs import running, told, wait_for
 from tests.selection import matrix
 
@@ -98,6 +104,62 @@ def test_a_lost_store_is_told(tmp_path: Path) -> None:
         wait_for(lambda: not any(alive(run.pid(rank)) for rank in (0, 1)), END_SECONDS)
         os.kill(run.launcher.pid, signal.SIGCONT)
         assert run.ends_within(END_SECONDS) != 0
+
+
+@pytest.fixture
+def lonely(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Heartbeat, dist.TCPStore]]:
+    """Rank 0 of two, whose neighbour's values the test writes, and the store; its threads do not run."""
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(server.port))
+    settings, folder = RunConfig(output_dir=str(tmp_path)), str(tmp_path)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield Heartbeat(settings, 0, 2, folder, StopRequest(60.0, folder, 0)), server
+    finally:
+        dist.destroy_process_group()
+
+
+def test_older_values_that_are_written_again_are_no_beat_and_no_progress(
+    lonely: tuple[Heartbeat, dist.TCPStore],
+) -> None:
+    heartbeat, server = lonely
+    neighbour = replace(heartbeat._status(), rank=1)
+    recorded: dict[str, list[bytes]] = {"status/1": [], "progress": []}
+    for count in range(1, 5):
+        heartbeat._store.set("status/1", asdict(replace(neighbour, beats=count)))
+        heartbeat._store.set("progress", [1, count])
+        for key, values in recorded.items():
+            values.append(server.get(heartbeat._store._full(key)))
+        heartbeat._exchange(1.0)
+        assert heartbeat._silence[1] == heartbeat._still == 0.0
+    for turn in range(1, 7):
+        for key, values in recorded.items():
+            server.set(heartbeat._store._full(key), values[turn % 3])
+        heartbeat._exchange(1.0)
+        assert heartbeat._silence[1] == heartbeat._still == turn
+    heartbeat._store.set("status/1", asdict(replace(neighbour, beats=5)))
+    heartbeat._store.set("progress", [0, 1])
+    heartbeat._exchange(1.0)
+    assert heartbeat._silence[1] == heartbeat._still == 0.0, (
+        "a new beat, and the first progress of another rank"
+    )
+
+
+def test_a_rank_that_left_is_not_missed_when_an_older_status_is_written_again(
+    lonely: tuple[Heartbeat, dist.TCPStore],
+) -> None:
+    heartbeat, server = lonely
+    neighbour, key = replace(heartbeat._status(), rank=1, beats=7), heartbeat._store._full("status/1")
+    heartbeat._store.set("status/1", asdict(neighbour))
+    older = server.get(key)
+    heartbeat._exchange(1.0)
+    heartbeat._store.set("status/1", asdict(replace(neighbour, left=True)))
+    heartbeat._exchange(1.0)
+    server.set(key, older)
+    for _ in range(3):
+        heartbeat._exchange(1.0)
+    assert heartbeat._silence[1] == 0.0
 
 
 def alive(pid: int) -> bool:
