@@ -345,7 +345,8 @@ class Rendezvous:
 
 
 def open_rendezvous(seconds: float) -> Rendezvous | None:
-    """Register within so many seconds; None where this is the only rank. MissingRanksError where there is no store."""
+    """Register within so many seconds; None where this is the only rank. MissingRanksError where there is no store, or
+    this rank cannot have the secret of the others."""
     own = this_rank()
     if own.world_size == 1:
         return None
@@ -361,6 +362,8 @@ def open_rendezvous(seconds: float) -> Rendezvous | None:
             multi_tenant=True,
         )
         return Rendezvous(own, store, start_secret(own.several_nodes))
+    except OSError as error:
+        raise MissingRanksError(f"{own} cannot start: {error}") from error
     except RuntimeError as error:
         raise MissingRanksError(
             f"{own} does not reach the key-value store of the run at {address}:{port} within {seconds:.0f} s. "

@@ -221,15 +221,21 @@ def environment_secret() -> bytes:
 
 
 def start_secret(several_nodes: bool) -> bytes:
-    """What the ranks of a start share before they have a process group; empty where there is no safe way."""
+    """What the ranks of a start share before they have a process group; empty on several nodes without the variable.
+
+    OSError where this rank cannot have it: without it none of the ranks would believe another.
+    """
     given = environment_secret()
     if given or several_nodes:
         return given
     try:
         return _shared_file(_secret_path())
     except OSError as error:
-        logger.warning("the ranks share no secret before their process group is there: %s", error)
-        return b""
+        raise OSError(
+            f"the ranks of a node share the secret of their key-value store by a file in the temporary folder, which "
+            f"this rank cannot read or write: {error}. Free space there, or set TMPDIR to another folder, or "
+            f"{SECRET_VARIABLE} to a random text, the same for all ranks"
+        ) from error
 
 
 def remove_start_secret() -> None:
@@ -247,17 +253,23 @@ def _secret_path() -> Path:
 def _shared_file(path: Path) -> bytes:
     """What the first process of this user wrote there; nobody else can read it. Removed when one of them ends."""
     atexit.register(remove_start_secret)
+    with contextlib.suppress(FileNotFoundError):
+        return _read_own(path)
     own = path.with_name(f"{path.name}.{os.getpid()}")
     own.unlink(missing_ok=True)
-    with open(os.open(own, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-        file.write(secrets.token_bytes(32))
     try:
+        with open(os.open(own, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+            file.write(secrets.token_bytes(32))
         with contextlib.suppress(FileExistsError):
             os.link(own, path)  # whole at once, and the first one stays
-        with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW), "rb") as file:
-            found = os.fstat(file.fileno())
-            if found.st_uid != os.getuid() or stat.S_IMODE(found.st_mode) & 0o077:
-                raise PermissionError(f"it belongs to another user, or others may read it: {found}")
-            return file.read(64)
+        return _read_own(path)
     finally:
         own.unlink(missing_ok=True)
+
+
+def _read_own(path: Path) -> bytes:
+    with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW), "rb") as file:
+        found = os.fstat(file.fileno())
+        if found.st_uid != os.getuid() or stat.S_IMODE(found.st_mode) & 0o077:
+            raise PermissionError(f"it belongs to another user, or others may read it: {found}")
+        return file.read(64)

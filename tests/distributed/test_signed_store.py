@@ -22,8 +22,9 @@ import torch.distributed as dist
 
 from rlmath.distributed import signed_store
 from rlmath.distributed.ranks import RankInfo, RankReport, RendezvousResult
-from rlmath.distributed.rendezvous import Rendezvous
-from rlmath.distributed.signed_store import SignedStore, record_of, start_secret
+from rlmath.distributed.rendezvous import MissingRanksError, Rendezvous, open_rendezvous
+from rlmath.distributed.signed_store import SignedStore, record_of, remove_start_secret, start_secret
+from tests.disks import shrink, small_disk
 from tests.distributed.fault_tolerance.runs import Run, running, told, wait_for
 from tests.distributed.stranger import GARBAGE, connect, disturb
 from tests.programs import (
@@ -150,7 +151,7 @@ def test_records_need_their_fields_and_types() -> None:
 
 
 def test_the_secret_of_a_start_is_in_a_file_for_its_user_only(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     monkeypatch.setenv("MASTER_PORT", "4711")
@@ -160,10 +161,35 @@ def test_the_secret_of_a_start_is_in_a_file_for_its_user_only(
     (file,) = tmp_path.iterdir()
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
     file.chmod(0o644)
-    assert start_secret(several_nodes=False) == b"" and "others may read it" in caplog.text
+    with pytest.raises(OSError, match=r"others may read it.*TMPDIR"):
+        start_secret(several_nodes=False)
     assert start_secret(several_nodes=True) == b""
     monkeypatch.setenv("RLMATH_STORE_SECRET", "given")
     assert start_secret(several_nodes=False) == start_secret(several_nodes=True) == b"given"
+
+
+def test_the_secret_is_read_from_a_full_disk_and_a_rank_that_cannot_have_it_says_so(
+    server: dist.TCPStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = {
+        "RANK": "1",
+        "WORLD_SIZE": "2",
+        "LOCAL_WORLD_SIZE": "2",
+        "LOCAL_RANK": "1",
+        "MASTER_ADDR": "127.0.0.1",
+    }
+    for name, value in {**own, "MASTER_PORT": str(server.port)}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("RLMATH_STORE_SECRET", raising=False)
+    with small_disk(tmp_path / "disk") as disk:
+        monkeypatch.setattr("tempfile.tempdir", str(disk))
+        first = start_secret(several_nodes=False)
+        shrink(disk)
+        assert start_secret(several_nodes=False) == first and len(first) == 32
+        remove_start_secret()
+        shrink(disk)
+        with pytest.raises(MissingRanksError, match=r"rank 1 on \S+ cannot start.*No space left.*TMPDIR"):
+            open_rendezvous(20.0)
 
 
 def test_ranks_meet_while_a_stranger_writes_over_all_their_values(server: dist.TCPStore) -> None:
