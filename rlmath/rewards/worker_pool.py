@@ -17,13 +17,9 @@ import json
 import logging
 import math
 import os
-import secrets
-import select
 import selectors
 import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
 from collections import OrderedDict, deque
@@ -33,10 +29,17 @@ from concurrent.futures import wait as wait_for
 from dataclasses import dataclass, field, replace
 from typing import Any, Self, TypeVar
 
-from rlmath.rewards.custom_function import FunctionResult, checked_result, worker_environment
+from rlmath.rewards.custom_function import FunctionResult, checked_result
 from rlmath.rewards.extraction import extract_answer
 from rlmath.rewards.fork_server import LENGTH_BYTES, MAX_PROCESSES, WorkerSettings, framed
-from rlmath.rewards.process_tree import kill_marked
+from rlmath.rewards.fork_server_client import (
+    ANSWER_SECONDS,
+    MAX_START_FAILURES,
+    START_SECONDS,
+    ServerConnection,
+    ServerLost,
+    exit_text,
+)
 from rlmath.rewards.verifier import (
     FAILURES,
     STRICT,
@@ -50,10 +53,6 @@ from rlmath.rewards.verifier import (
     verify_by_string,
 )
 
-START_SECONDS = 120.0
-"""Time limit for the start of the fork server or a worker, on a busy machine."""
-ANSWER_SECONDS = 20.0
-"""Time limit for the answers of a fork server that has started, which takes milliseconds."""
 MEMORY_BYTES = 2 * 2**30
 """Address space of one worker; math-verify itself takes about a quarter GiB."""
 STUCK_SECONDS = 0.25
@@ -66,23 +65,11 @@ CACHE_SIZE = 8192
 """Results kept, one per pair of answer and solutions."""
 MAX_REPLY_BYTES = 2**20
 """Longest message of a worker; its own are far below."""
-MAX_SERVER_STARTS = 30
-"""Most fork servers that are started within SERVER_STARTS_SECONDS; the next one is an error."""
-SERVER_STARTS_SECONDS = 600.0
-MAX_START_FAILURES = 3
-"""Fork servers, or workers, that end one after the other before they are ready; then it is an error."""
 MAX_SERVER_DEATHS = 3
 """An answer fails when the fork server has ended so often while that answer alone was scored."""
-MARK = "RLMATH_REWARD_POOL"
-"""Environment variable of a fork server and all that descends from it: an id of the pool."""
-
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-
-
-class _ServerLost(Exception):
-    """The fork server has ended, hangs or sends nonsense."""
 
 
 @dataclass
@@ -153,9 +140,6 @@ class VerifierPool:
         self.timeout_seconds = timeout_seconds
         self._size = workers
         self._settings = WorkerSettings(memory_bytes, timeout_seconds, rules, function)
-        # A fork server that is started later must find what the first one found.
-        self._environment = worker_environment() | {MARK: secrets.token_hex(8)}
-        self._folder = os.getcwd()
         self._lock = threading.Lock()
         self._pending: deque[_Job] = deque()
         self._workers: list[_Worker] = []
@@ -169,12 +153,10 @@ class VerifierPool:
         self._numbers = itertools.count(1)
         self._delayed_at = math.inf
         """When answers were last delayed by what is not theirs (time.monotonic); inf while no server is ready."""
-        self._notices: deque[bytes] = deque()
-        """What the fork server has sent and nobody has looked at."""
-        self._server_starts: deque[float] = deque()
-        self._server_failures = self._worker_failures = 0
+        self._worker_failures = 0
         """How many ended one after the other before they were ready."""
-        self._start_server()
+        self._server = ServerConnection(self._settings)
+        self._selector.register(self._server, selectors.EVENT_READ)
         self._thread = threading.Thread(target=self._run, name="verifier-pool", daemon=True)
         self._thread.start()
 
@@ -256,13 +238,7 @@ class VerifierPool:
             self._closing = True
         self._wake()
         self._thread.join()
-        self._control.close()
-        try:
-            has_ended_all = self._server.wait(timeout=10) == 0
-        except subprocess.TimeoutExpired:
-            has_ended_all = False
-        if not has_ended_all:
-            self._end_server()
+        self._server.close()
         self._selector.close()
         self._wake_sender.close()
         self._wake_receiver.close()
@@ -289,7 +265,7 @@ class VerifierPool:
             while not self._closing:
                 try:
                     self._score_jobs()
-                except _ServerLost as lost:
+                except ServerLost as lost:
                     if not self._closing:
                         self._replace_server(str(lost))
             self._shut_down("the verifier pool was closed")
@@ -299,7 +275,8 @@ class VerifierPool:
 
     def _score_jobs(self) -> None:
         """Start workers, assign jobs, receive results, replace workers that are late or dead."""
-        self._await_server()
+        self._server.await_ready()
+        self._delayed_at = time.monotonic()
         while not self._closing:
             self._adjust_workers()
             self._assign_jobs()
@@ -385,16 +362,15 @@ class VerifierPool:
         ready = {key.fileobj: (key.data, mask) for key, mask in self._selector.select(timeout)}
         if ready.pop(self._wake_receiver, None):
             self._wake_receiver.recv(4096)
-        if ready.pop(self._control, None):
-            while (notice := self._read_control()) is not None:
-                self._notices.append(notice)
+        if ready.pop(self._server, None):
+            self._server.receive()
         for worker, mask in ready.values():
             if mask & selectors.EVENT_READ:
                 self._receive_result(worker)
             elif worker.state == "busy":
                 self._send(worker)
-        while self._notices:
-            self._handle_notice(self._notices.popleft())
+        while (notice := self._server.next_notice()) is not None:
+            self._handle_notice(notice)
 
     def _send(self, worker: _Worker) -> None:
         """Send what the worker's socket takes of its request."""
@@ -478,7 +454,7 @@ class VerifierPool:
         now = time.monotonic()
         for worker in [one for one in self._workers if one.state != "idle" and one.deadline <= now]:
             if worker.state == "lost":
-                raise _ServerLost(f"did not end a worker within {ANSWER_SECONDS:.0f} s")
+                raise ServerLost(f"did not end a worker within {ANSWER_SECONDS:.0f} s")
             if worker.state == "starting":
                 self._count_worker_failure(f"was not ready after {START_SECONDS:.0f} s")
                 self._drop(worker)
@@ -489,7 +465,7 @@ class VerifierPool:
 
     def _drop(self, worker: _Worker, failure: str = "error", message: str = "error") -> None:
         """End a worker and finish its job, if it has one, as a failure."""
-        self._request(f"kill {worker.pid}".encode())
+        self._server.kill(worker.pid)
         self._forget(worker)
         if worker.job is not None:
             worker.job.finish({"failure": failure, "message": message}, time.monotonic() - worker.since)
@@ -506,7 +482,7 @@ class VerifierPool:
 
     def _lose(self, worker: _Worker) -> None:
         """Its channel is closed: the fork server reports why."""
-        self._request(f"lost {worker.pid}".encode())
+        self._server.report_lost(worker.pid)
         self._close_channel(worker)
         worker.state = "lost"
         worker.deadline = time.monotonic() + ANSWER_SECONDS
@@ -518,7 +494,7 @@ class VerifierPool:
             worker = next((one for one in self._workers if one.pid == int(pid)), None)
             is_killed = int(code) == -signal.SIGKILL and why == "itself"
         except ValueError:
-            raise _ServerLost(f"sent {notice[:100]!r}") from None
+            raise ServerLost(f"sent {notice[:100]!r}") from None
         if worker is not None and worker.state != "lost":
             self._receive_result(worker)  # what it sent before its end counts
         if worker is None or worker.state == "dropped":
@@ -532,7 +508,7 @@ class VerifierPool:
         if is_killed and not job.needs_fresh_worker:  # from outside, perhaps for want of memory
             self._repeat(worker, job)
             return
-        message = _ENDINGS.get(why, f"its worker ended ({_ending(int(code))})")
+        message = _ENDINGS.get(why, f"its worker ended ({exit_text(int(code))})")
         job.finish({"failure": "error", "message": message}, time.monotonic() - worker.since)
 
     def _count_worker_failure(self, what: str) -> None:
@@ -542,61 +518,18 @@ class VerifierPool:
 
     # ---------------------------------------------------------------- the fork server
 
-    def _start_server(self) -> None:
-        """One message per packet on its socket."""
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        ours.setblocking(False)
-        arguments = [str(theirs.fileno()), str(os.getpid()), self._settings.as_json()]
-        with theirs:
-            self._server = subprocess.Popen(
-                [sys.executable, "-m", "rlmath.rewards.fork_server", *arguments],
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                env=self._environment,
-                cwd=self._folder,
-                start_new_session=True,  # it outlives a signal to our group, to end what the functions have started
-            )
-        self._control = ours
-        self._selector.register(ours, selectors.EVENT_READ)
-        self._server_starts.append(time.monotonic())
-
-    def _await_server(self) -> None:
-        message = self._await_message()
-        if message.startswith(b"failed: "):
-            raise RuntimeError(message.decode(errors="replace").removeprefix("failed: "))
-        if message != b"ready":
-            raise _ServerLost(f"sent {message[:100]!r}")
-        self._server_failures = 0
-        self._delayed_at = time.monotonic()
-
     def _replace_server(self, why: str) -> None:
         """Start another one, and have scored again what was being scored. RuntimeError when that is too often."""
-        was_ready, self._delayed_at = self._delayed_at < math.inf, math.inf
-        self._selector.unregister(self._control)
-        self._control.close()
-        process = f"process {self._server.pid}, {_ending(self._end_server())}"
-        self._notices.clear()
+        self._delayed_at = math.inf
+        self._selector.unregister(self._server)
+        process = self._server.end(why)
         again = self._abandon_jobs()
-        now = time.monotonic()
-        while self._server_starts and self._server_starts[0] < now - SERVER_STARTS_SECONDS:
-            self._server_starts.popleft()
-        self._server_failures += not was_ready
-        starts = len(self._server_starts)
-        if self._server_failures >= MAX_START_FAILURES:
-            raise RuntimeError(
-                f"it ended {self._server_failures} times before it was ready; the last, {process}, {why}"
-            )
-        if starts >= MAX_SERVER_STARTS:
-            raise RuntimeError(
-                f"it was started {starts} times within {SERVER_STARTS_SECONDS / 60:.0f} minutes; the last, {process}, "
-                f"{why}. Is the machine short of memory, or does the reward function end its parent?"
-            )
+        self._server.start()
+        self._selector.register(self._server, selectors.EVENT_READ)
         text = (
             "The reward workers' fork server (%s) %s; another one is started, and %d answers are scored again"
         )
         logger.warning(text, process, why, again)
-        self._start_server()
 
     def _abandon_jobs(self) -> int:
         """Put back what was being scored; how many. One of them may have ended the server: what sees that twice is
@@ -615,67 +548,14 @@ class VerifierPool:
                 job.finish({"failure": "error", "message": message}, 0.0)
         return len(jobs)
 
-    def _end_server(self) -> int:
-        """Its exit code, after the end of all that descends from it."""
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._server.wait(timeout=1)
-        self._server.kill()
-        code = self._server.wait()
-        kill_marked(MARK, self._environment[MARK], 10.0)
-        return code
-
     def _fork_worker(self) -> None:
         ours, theirs = socket.socketpair()
         ours.setblocking(False)
         with theirs:
-            self._request(b"fork", [theirs.fileno()])
-        while not (message := self._await_message()).startswith(b"forked "):
-            self._notices.append(message)
-        pid = int(message.removeprefix(b"forked "))
+            pid = self._server.fork(theirs.fileno())
         worker = _Worker(pid, ours, deadline=time.monotonic() + START_SECONDS)
         self._selector.register(ours, selectors.EVENT_READ, worker)
         self._workers.append(worker)
-
-    def _request(self, message: bytes, fds: Sequence[int] = ()) -> None:
-        while True:
-            try:
-                if fds:
-                    socket.send_fds(self._control, [message], fds)
-                else:
-                    self._control.send(message)
-                return
-            except BlockingIOError:  # it may wait for us to read
-                self._await_control(select.POLLIN | select.POLLOUT)
-                notice = self._read_control()
-                self._notices.extend([] if notice is None else [notice])
-            except OSError as error:
-                raise _ServerLost(f"cannot be reached ({error.strerror})") from None
-
-    def _await_message(self) -> bytes:
-        while (message := self._read_control()) is None:
-            self._await_control(select.POLLIN)
-        return message
-
-    def _await_control(self, events: int) -> None:
-        poll = select.poll()
-        poll.register(self._control, events)
-        seconds = ANSWER_SECONDS if self._delayed_at < math.inf else START_SECONDS
-        if not poll.poll(seconds * 1000):
-            raise _ServerLost(f"did not answer for {seconds:.0f} s")
-
-    def _read_control(self) -> bytes | None:
-        """The fork server's next message, None where there is none yet."""
-        try:
-            message = self._control.recv(4096)
-        except BlockingIOError:
-            return None
-        except OSError as error:
-            raise _ServerLost(f"cannot be reached ({error.strerror})") from None
-        if not message:
-            raise _ServerLost("has ended")
-        if message.startswith(b"lost: "):
-            raise _ServerLost(f"has ended: {message[6:].decode(errors='replace')}")
-        return message
 
     def _shut_down(self, reason: str) -> None:
         with self._lock:
@@ -703,15 +583,6 @@ _ENDINGS = {
     "processes": f"it started more than {MAX_PROCESSES} processes",
 }
 """By what the fork server says: the message of the failure."""
-
-
-def _ending(code: int) -> str:
-    """An exit code in words.
-
-    >>> _ending(-9), _ending(1)
-    ('ended by signal 9', 'exit code 1')
-    """
-    return f"ended by signal {-code}" if code < 0 else f"exit code {code}"
 
 
 def _is_reusable(future: Future[Verdict]) -> bool:

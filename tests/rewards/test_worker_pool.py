@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from rlmath.rewards import worker_pool
+from rlmath.rewards import fork_server_client
 from rlmath.rewards.verifier import Verdict, verify_by_string
 from rlmath.rewards.worker_pool import VerifierPool
 from tests.rewards.attacks import boxed, hanging
@@ -263,7 +263,7 @@ def test_a_worker_that_is_killed_from_outside_costs_no_answer(single):
 
 
 def test_fork_servers_that_end_again_and_again_are_an_error_in_words(monkeypatch):
-    monkeypatch.setattr(worker_pool, "MAX_SERVER_STARTS", 3)
+    monkeypatch.setattr(fork_server_client, "MAX_SERVER_STARTS", 3)
     before, killed = set(children(os.getpid())), []
     with VerifierPool(1, 60.0) as pool:
         for number in range(3):
