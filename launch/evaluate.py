@@ -36,8 +36,7 @@ from rlmath.distributed.fault_tolerance.exit_codes import (
 )
 from rlmath.evals.compare import comparison_text, read_results
 from rlmath.evals.plan import Plan
-from rlmath.trainer.startup import end_broken, log_mistake, record_exit
-from rlmath.trainer.telemetry.console import setup_logging
+from rlmath.trainer.startup import end_broken, log_mistake, record_exit, set_up_rank_logging
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +51,7 @@ CUDA_GRAPHS_HELP = (
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit status 0, MISTAKE for a user's mistake, FAILURE for any other error."""
-    setup_logging(environment_rank())
+    set_up_rank_logging()
     arguments = parse(argv)
     try:
         if arguments.compare:

@@ -53,13 +53,15 @@ def dry_run(config_files: Sequence[Path], overrides: Sequence[str], ranks: int |
     # Imported only now: a start has no use for it.
     from rlmath.trainer.preflight.dry_run import plan_lines, plan_run
 
+    rank = 0
     try:
+        rank = environment_rank()
         lines = plan_lines(plan_run(load_config(config_files, overrides), ranks))
     except ValueError as error:
         lines, status, stream = [str(error)], MISTAKE, sys.stderr
     else:
         status, stream = 0, sys.stdout
-    if environment_rank() == 0:
+    if rank == 0:
         print(without_secrets("\n".join(lines)), file=stream)
     return status
 

@@ -6,6 +6,7 @@ import contextlib
 import os
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 import psutil
@@ -16,14 +17,19 @@ TRAIN = ("launch/train_grpo.py", "--config", "configs/demo.yaml")
 
 
 def run(
-    *command: str, expect: int = 0, path: Path | None = None, timeout: float = 300.0
+    *command: str,
+    expect: int = 0,
+    path: Path | None = None,
+    timeout: float = 300.0,
+    variables: Mapping[str, str] | None = None,
 ) -> subprocess.CompletedProcess[str]:
-    """Run `python command` in the repository to its end; `path` is one more folder of modules."""
+    """Run `python command` in the repository to its end; `path` is one more folder of modules, `variables` more of the
+    environment."""
     modules = str(REPOSITORY) if path is None else f"{REPOSITORY}{os.pathsep}{path}"
     process = subprocess.Popen(
         [sys.executable, *command],
         cwd=REPOSITORY,
-        env=ENVIRONMENT | {"PYTHONPATH": modules},
+        env=ENVIRONMENT | {"PYTHONPATH": modules} | dict(variables or {}),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

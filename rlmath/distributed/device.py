@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Literal
@@ -89,20 +90,51 @@ def init_process_group(device: Device, timeout_seconds: float, store: dist.Store
     dist.init_process_group(device.backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
 
 
+LAUNCHER_NUMBERS = {
+    "RANK": 0,
+    "WORLD_SIZE": 1,
+    "LOCAL_RANK": 0,
+    "LOCAL_WORLD_SIZE": 1,
+    "GROUP_RANK": 0,
+    "MASTER_PORT": 0,
+}
+"""Variables of the launcher that hold a whole number, and the least that it may be."""
+
+
+def check_launcher_numbers() -> None:
+    """ValueError that names a variable of the launcher's that is no such number."""
+    for name in LAUNCHER_NUMBERS:
+        _launcher_number(name)
+
+
 def environment_world_size() -> int:
     """Ranks of this run from its launcher, 1 without one."""
-    return int(os.environ.get("WORLD_SIZE", "1"))
+    return _launcher_number("WORLD_SIZE") or 1
 
 
 def environment_rank() -> int:
     """Rank of this process from its launcher, 0 without one."""
-    return int(os.environ.get("RANK", "0"))
+    return _launcher_number("RANK") or 0
 
 
 def local_world_size() -> int | None:
     """Ranks on each node, from the launcher; None where it does not say."""
-    size = os.environ.get("LOCAL_WORLD_SIZE")
-    return None if size is None else int(size)
+    return _launcher_number("LOCAL_WORLD_SIZE")
+
+
+def _launcher_number(name: str) -> int | None:
+    """None: not set. ValueError for what is no number, or below the least."""
+    text, number, least = os.environ.get(name), None, LAUNCHER_NUMBERS[name]
+    if text is None:
+        return None
+    with suppress(ValueError):
+        number = int(text)
+    if number is None or number < least:
+        raise ValueError(
+            f'the environment variable {name} is "{text:.40}"; needed: a whole number from {least}. torchrun sets it; '
+            "correct what sets it here, or unset it."
+        )
+    return number
 
 
 def resident_bytes() -> int:

@@ -32,7 +32,7 @@ from rlmath.config.schema import Config, RunConfig
 from rlmath.data import dataset
 from rlmath.distributed import process
 from rlmath.distributed.collectives import gather_to_rank_zero
-from rlmath.distributed.device import environment_rank, environment_world_size
+from rlmath.distributed.device import check_launcher_numbers, environment_rank, environment_world_size
 from rlmath.distributed.fault_tolerance import exit_codes
 from rlmath.distributed.fault_tolerance.failure import first_line
 from rlmath.distributed.fault_tolerance.preemption import under_torchrun
@@ -134,7 +134,7 @@ def start(
     the program's trainer, and Megatron with it; it is called only when all ranks have met. An error after that ends
     this process at once.
     """
-    setup_logging(environment_rank())
+    set_up_rank_logging()
     config, rendezvous, start_timeout = None, None, RunConfig.start_timeout_seconds
     with ExitStack() as stack:
         try:
@@ -177,6 +177,18 @@ def start(
             if rendezvous is not None:
                 rendezvous.report_failure(first_line(error))
             end_broken()
+
+
+def set_up_rank_logging() -> None:
+    """`setup_logging` for this process's rank. Where the launcher's variables are no numbers, ends the process with
+    MISTAKE: no rank can be told from another."""
+    try:
+        check_launcher_numbers()
+    except ValueError as error:
+        setup_logging(0)
+        logger.error("%s", error)
+        sys.exit(exit_codes.MISTAKE)
+    setup_logging(environment_rank())
 
 
 LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")

@@ -10,7 +10,7 @@ import pytest
 
 from rlmath.config.load import load_config
 from rlmath.distributed import process
-from rlmath.distributed.device import CUDA_DEFAULTS
+from rlmath.distributed.device import CUDA_DEFAULTS, check_launcher_numbers
 from rlmath.distributed.ranks import RankReport
 from rlmath.distributed.rendezvous import Route, prefer_for_gloo, route_to
 from rlmath.trainer.startup import (
@@ -189,3 +189,46 @@ def test_a_start_without_torchrun_is_told_at_once(tmp_path: Path, program: str) 
     told = run(f"launch/{program}", *words, expect=2).stderr
     assert "started without torchrun: RANK, WORLD_SIZE" in told and f"N launch/{program}" in told
     assert "Traceback" not in told and not (tmp_path / "o").exists()
+
+
+@pytest.mark.parametrize(
+    ("program", "name", "value"),
+    [
+        ("train_grpo.py", "RANK", "x"),
+        ("train_grpo.py", "WORLD_SIZE", "abc"),
+        ("train_grpo.py --dry-run", "WORLD_SIZE", "0"),
+        ("train_grpo.py --dry-run", "RANK", "x"),
+        ("evaluate.py", "RANK", "-1"),
+    ],
+)
+def test_a_launcher_variable_that_is_no_number_is_named(
+    tmp_path: Path, program: str, name: str, value: str
+) -> None:
+    words = (f"run.output_dir={tmp_path}/o", "model.path=m", "data.train_path=t")
+    if program == "evaluate.py":
+        words = ("--model", "m", "--benchmarks", "b", "--data-dir", "d", "--output", f"{tmp_path}/o")
+    launcher = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    file, *options = program.split()
+    told = run(f"launch/{file}", *options, *words, expect=2, variables=launcher | {name: value}).stderr
+    assert f'the environment variable {name} is "{value}"; needed: a whole number' in told
+    assert "Traceback" not in told and not (tmp_path / "o").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "least"),
+    [
+        ("RANK", "1.5", 0),
+        ("LOCAL_RANK", "", 0),
+        ("GROUP_RANK", "one", 0),
+        ("LOCAL_WORLD_SIZE", "0", 1),
+        ("MASTER_PORT", "29500/tcp", 0),
+    ],
+)
+def test_every_number_of_the_launcher_is_checked(
+    monkeypatch: pytest.MonkeyPatch, name: str, value: str, least: int
+) -> None:
+    monkeypatch.setenv(name, value)
+    with pytest.raises(
+        ValueError, match=f'variable {name} is "{value}"; needed: a whole number from {least}'
+    ):
+        check_launcher_numbers()
