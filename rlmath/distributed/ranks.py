@@ -65,7 +65,7 @@ class RankInfo:
 
 
 def this_rank() -> RankInfo:
-    """From the launcher's environment. Without a launcher this is the only rank."""
+    """From the launcher's environment; where that sets nothing, rank 0 of 1."""
     rank, world_size = environment_rank(), environment_world_size()
     per_node = local_world_size() or world_size
     node = int(os.environ.get("GROUP_RANK", rank // per_node))

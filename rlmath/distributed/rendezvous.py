@@ -11,8 +11,8 @@ mistake that only its node has, or never start; a process group would wait for i
                   and publishes the result                                    <start>/<name>/result
 
 torchrun keeps the store when it restarts its ranks (--max-restarts), and its TORCHELASTIC_RESTART_COUNT differs from
-node to node (pytorch/pytorch issue 108158). So a report has a word that its rank has made up, and a rank believes only
-a result that repeats it: what an earlier start left is never taken for an answer.
+node to node (pytorch/pytorch issue 108158). So a report has a nonce of its rank, and a rank believes only a result that
+repeats it: what an earlier start left is never taken for an answer.
 
 Strangers may write to the store (`signed_store`). What is not signed is as good as not there, and every rank repeats
 what it has written until it is answered: a value that was written over or deleted is soon there again. Messages and
@@ -72,7 +72,7 @@ CheckReports = Callable[[Mapping[int, RankReport]], RendezvousResult]
 class _Entry:
     """What a rank publishes at a sync."""
 
-    word: str
+    nonce: str
     """It is new in every start of the rank."""
     report: dict
 
@@ -84,7 +84,7 @@ class _Entry:
 class _Outcome:
     """What rank 0 publishes at a sync."""
 
-    words: list
+    nonces: list
     """Of the ranks whose reports it has read."""
     result: dict
 
@@ -94,7 +94,7 @@ class _Arrived:
     """The ranks whose reports rank 0 has read."""
 
     reports: dict[int, RankReport]
-    words: list[str] = field(default_factory=list)
+    nonces: list[str] = field(default_factory=list)
 
 
 class Rendezvous:
@@ -105,7 +105,7 @@ class Rendezvous:
         self.rank_info = own
         self._whole_store = store
         self._store = SignedStore(store, "rlmath/rendezvous", secret)
-        self._word = secrets.token_hex(8)
+        self._nonce = secrets.token_hex(8)
         self._store.set(f"info/{own.rank}", asdict(own))
         self._start: str | None = None
         self._ranks_store: dist.Store | None = None
@@ -183,7 +183,7 @@ class Rendezvous:
         while time.monotonic() < deadline:
             port = self._store.get(key)
             if type(port) is int and 0 < port < 2**16:
-                self._store.set(f"{key}/read/{self.rank_info.rank}", self._word)
+                self._store.set(f"{key}/read/{self.rank_info.rank}", self._nonce)
                 return port
             time.sleep(POLL_SECONDS / 4)
         raise self._no_answer(seconds)
@@ -201,7 +201,7 @@ class Rendezvous:
     # ------------------------------------------------------------ other ranks
 
     def _participate(self, name: str, report: RankReport, seconds: float) -> RendezvousResult:
-        entry = asdict(_Entry(self._word, asdict(report)))
+        entry = asdict(_Entry(self._nonce, asdict(report)))
         patience = seconds + SLACK_SECONDS
         started = time.monotonic()
         deadline, opened = started + patience, None
@@ -219,7 +219,7 @@ class Rendezvous:
                     opened, deadline = start, now + patience
                 if (result := self._answer(at)) is not None:
                     self._start = start
-                    self._store.set(f"{at}/result/read/{self.rank_info.rank}", self._word)
+                    self._store.set(f"{at}/result/read/{self.rank_info.rank}", self._nonce)
                     return result
             time.sleep(min(SLOWEST_POLL_SECONDS, max(POLL_SECONDS / 4, (now - started) / 10)))
         raise self._no_answer(seconds)
@@ -235,7 +235,7 @@ class Rendezvous:
     def _answer(self, at: str) -> RendezvousResult | None:
         """The result, if rank 0 has read this rank's report before."""
         outcome = record_of(_Outcome, self._store.get(f"{at}/result"))
-        if outcome is None or self._word not in outcome.words:
+        if outcome is None or self._nonce not in outcome.nonces:
             return None
         return record_of(RendezvousResult, outcome.result)
 
@@ -256,7 +256,7 @@ class Rendezvous:
         at = f"{self._start}/{name}"
         arrived = self._wait_for_reports(at, report, seconds)
         result = self._result_of(arrived.reports, seconds, check)
-        outcome = asdict(_Outcome(arrived.words, asdict(result)))
+        outcome = asdict(_Outcome(arrived.nonces, asdict(result)))
         # A rank that does not read that all are here would wait for it, and the others for that rank.
         patience = seconds if result.error is None else READ_SECONDS
         self._publish(f"{at}/result", outcome, (rank for rank in arrived.reports if rank != 0), patience)
@@ -303,7 +303,7 @@ class Rendezvous:
             report = None if entry is None else entry.checked()
             if entry is not None and report is not None:
                 arrived.reports[keys[key]] = report
-                arrived.words.append(entry.word)
+                arrived.nonces.append(entry.nonce)
 
     def _result_of(
         self, reports: Mapping[int, RankReport], seconds: float, check: CheckReports

@@ -134,7 +134,7 @@ class Trainer(ABC):
 def run_training(
     trainer_class: type[Trainer], prepared: PreparedRun[Any], rendezvous: Rendezvous | None
 ) -> int:
-    """Train as prepared; the exit status of the program. Without a `rendezvous` this rank is alone.
+    """Train as prepared; the exit status of the program. `rendezvous` is None where there is one rank.
 
     After an error the process group is left as it is: peers may wait in it, and taking it down could wait for them.
     The caller ends the process.
