@@ -172,7 +172,8 @@ class Shutdown:
     def write_exit_status(self, failure: Failure) -> None:
         """On the rank that reported the failure. A rank that lost the store does not know why, and does not replace the
         status that another rank has written."""
-        is_known = failure.kind == "store" and (Path(self._output_dir) / FILE_NAME).exists()
+        # `Path.exists` raises where a network disk does not answer.
+        is_known = failure.kind == "store" and os.path.exists(f"{self._output_dir}/{FILE_NAME}")
         if self._rank == failure.reporter and not is_known:
             write_exit_status(self._output_dir, FAILURE, failure.message)
 

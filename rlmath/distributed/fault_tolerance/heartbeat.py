@@ -18,7 +18,6 @@ Silence is counted in beats of the watching rank, not by the clock: a run that w
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import socket
@@ -149,8 +148,7 @@ class Heartbeat:
             self._failure = error
             self._wake.set()
             if not self._reported.wait(REPORT_SECONDS):  # the store is lost, too: write the file at least
-                with contextlib.suppress(OSError):
-                    self._shutdown.write_exit_status(failures.rank_failed(self._status(), first_line(error)))
+                self._shutdown.write_exit_status(failures.rank_failed(self._status(), first_line(error)))
 
     # ------------------------------------------------------------ the beat thread
 
@@ -233,8 +231,7 @@ class Heartbeat:
         # The main thread logs its own error itself.
         if failure.reporter != self._rank or failure.kind != "failed":
             logger.error("rank %d on %s ends: %s", self._rank, socket.gethostname(), failure.message)
-        with contextlib.suppress(OSError):
-            self._shutdown.write_exit_status(failure)
+        self._shutdown.write_exit_status(failure)
         self._reported.set()
         time.sleep(REPORT_SECONDS)
         self._shutdown.exit_now()

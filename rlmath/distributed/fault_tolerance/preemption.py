@@ -84,9 +84,9 @@ class StopRequest:
             f"in {innermost_call()}"
         )
         try:
+            write_exit_status(self._output_dir, NOT_SAVED_IN_TIME, message)
             path = write_stacks(self._output_dir, self._rank, message)
             logger.error("%s; its stacks are in %s", message, path)
-            write_exit_status(self._output_dir, NOT_SAVED_IN_TIME, message)
         except OSError as error:
             logger.error("%s; its stacks cannot be written: %s", message, error)
         finally:

@@ -17,6 +17,7 @@ from rlmath.distributed.fault_tolerance.exit_codes import (
     FILE_NAME,
     NOT_SAVED_IN_TIME,
     SAVED_AND_STOPPED,
+    read_exit_status,
 )
 from tests.distributed.fault_tolerance.runs import SIGNALS, Run, running, wait_for
 from tests.programs import ENVIRONMENT, REPOSITORY, end_family, family
@@ -40,6 +41,20 @@ def test_sigterm_to_a_plain_torchrun_saves(tmp_path: Path) -> None:
         run.launcher.send_signal(signal.SIGTERM)
         assert_saved(run)
         assert "--shutdown-timeout=300" in run.console(), "it is told how torchrun should be started"
+
+
+def test_the_exit_status_is_written_where_the_stacks_cannot_be(tmp_path: Path) -> None:
+    (tmp_path / "stacks").touch()
+    program = (
+        "import os, signal, sys, time\n"
+        "from rlmath.distributed.fault_tolerance.preemption import StopRequest\n"
+        "StopRequest(0.1, sys.argv[1], 0).install()\n"
+        "os.kill(os.getpid(), signal.SIGTERM)\n"
+        "time.sleep(60)\n"
+    )
+    command = [sys.executable, "-c", program, str(tmp_path)]
+    ended = subprocess.run(command, cwd=REPOSITORY, env=ENVIRONMENT, check=False, timeout=50)
+    assert ended.returncode == read_exit_status(tmp_path).status == NOT_SAVED_IN_TIME
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
