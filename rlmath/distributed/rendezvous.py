@@ -55,7 +55,7 @@ PROBLEM_SECONDS = 10.0
 FIRST_LOG_SECONDS = 30.0
 """Rank 0 logs which ranks are missing after so long, and again whenever that time has doubled."""
 READ_SECONDS = 5.0
-"""How long rank 0 waits for the others to read a result with which the run ends."""
+"""How long rank 0 waits for the others to read a result; those that have not are given it again at the next sync."""
 SLACK_SECONDS = 30.0
 """How much longer than rank 0 the others wait for the result."""
 
@@ -109,6 +109,8 @@ class Rendezvous:
         self._store.set(f"info/{own.rank}", asdict(own))
         self._start: str | None = None
         self._ranks_store: dist.Store | None = None
+        self._unread: dict[str, tuple[Any, list[str]]] = {}
+        """Of rank 0: by key a value that it has published, and the keys of the answers of those who need it."""
         if own.rank == 0:
             self._start = secrets.token_hex(8)
             self._store.set("start", self._start)
@@ -175,7 +177,7 @@ class Rendezvous:
             master_listen_fd=listener,
         )
         if is_master:
-            self._publish(key, port, range(1, self.rank_info.world_size), seconds)
+            self._publish(key, port, range(1, self.rank_info.world_size))
         return store
 
     def _read_port(self, key: str, seconds: float) -> int:
@@ -188,15 +190,23 @@ class Rendezvous:
             time.sleep(POLL_SECONDS / 4)
         raise self._no_answer(seconds)
 
-    def _publish(self, key: str, value: Any, readers: Iterable[int], seconds: float) -> None:
-        """Write a value until these ranks have read it, or so many seconds have passed."""
-        answers, deadline = [f"{key}/read/{rank}" for rank in readers], time.monotonic() + seconds
+    def _publish(self, key: str, value: Any, readers: Iterable[int]) -> None:
+        """Write a value until these ranks have read it, or READ_SECONDS have passed."""
+        self._unread[key] = value, [f"{key}/read/{rank}" for rank in readers]
+        deadline = time.monotonic() + READ_SECONDS
         while True:
-            self._store.set("start", self._start)  # without it a rank does not find the first result
-            self._store.set(key, value)
-            if len(self._store.get_all(answers)) == len(answers) or time.monotonic() >= deadline:
+            self._repeat_unread()
+            if key not in self._unread or time.monotonic() >= deadline:
                 return
             time.sleep(POLL_SECONDS / 4)
+
+    def _repeat_unread(self) -> None:
+        """Rank 0 writes again what some rank needs and has not read."""
+        self._store.set("start", self._start)  # without it a rank does not find the first result
+        for key, (value, answers) in list(self._unread.items()):
+            self._store.set(key, value)
+            if len(self._store.get_all(answers)) == len(answers):
+                del self._unread[key]
 
     # ------------------------------------------------------------ other ranks
 
@@ -257,9 +267,7 @@ class Rendezvous:
         arrived = self._wait_for_reports(at, report, seconds)
         result = self._result_of(arrived.reports, seconds, check)
         outcome = asdict(_Outcome(arrived.nonces, asdict(result)))
-        # A rank that does not read that all are here would wait for it, and the others for that rank.
-        patience = seconds if result.error is None else READ_SECONDS
-        self._publish(f"{at}/result", outcome, (rank for rank in arrived.reports if rank != 0), patience)
+        self._publish(f"{at}/result", outcome, (rank for rank in arrived.reports if rank != 0))
         return result
 
     def _wait_for_reports(self, at: str, own: RankReport, seconds: float) -> _Arrived:
@@ -269,7 +277,7 @@ class Rendezvous:
         deadline = started + seconds
         while True:
             now = time.monotonic()
-            self._store.set("start", self._start)
+            self._repeat_unread()
             self._store.set(f"{at}/open", True)
             missing = self._still_missing(arrived)
             if not missing or self._store.all_there([f"{at}/{rank}" for rank in missing]):

@@ -254,6 +254,34 @@ def test_what_is_deleted_before_it_was_read_is_written_again(server: dist.TCPSto
     assert not waits.is_alive() and second._start == first._start
 
 
+def test_a_result_that_was_not_read_in_time_is_written_again_at_the_next_meeting(
+    server: dist.TCPStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rlmath.distributed.rendezvous.READ_SECONDS", 0.0)
+    first, second = (
+        Rendezvous(
+            RankInfo(rank, 2, 0, rank, 2, "host", 100 + rank),
+            dist.TCPStore("127.0.0.1", server.port, timeout=timedelta(seconds=20), wait_for_workers=False),
+            SECRET,
+        )
+        for rank in (0, 1)
+    )
+
+    def meet_twice(rendezvous: Rendezvous) -> None:
+        for name in ("start", "group"):
+            rendezvous.sync(name, RankReport("host", 0), 20.0, lambda _: RendezvousResult())
+            if rendezvous is first and name == "start":
+                for key in server.list_keys():
+                    server.delete_key(key)
+
+    ranks = [threading.Thread(target=meet_twice, args=(one,), daemon=True) for one in (second, first)]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join(15.0)
+    assert not any(rank.is_alive() for rank in ranks)
+
+
 def stranger_at(run: Run, seconds: float) -> subprocess.CompletedProcess[str]:
     port = psutil.Process(run.pid(0)).environ()["MASTER_PORT"]
     command = [sys.executable, "-m", "tests.distributed.stranger", "127.0.0.1", port, str(seconds)]
