@@ -69,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         process.skip_collection_at_exit()
     except ValueError as error:
         log_mistake(error)
-        record_exit(arguments.output, MISTAKE, str(error))
+        record_exit(None if output_problem(arguments) else arguments.output, MISTAKE, str(error))
         return MISTAKE
     except BaseException as error:
         record_exit(arguments.output, FAILURE, f"{type(error).__name__}: {error}")
@@ -100,6 +100,9 @@ def plan_of(arguments: argparse.Namespace) -> Plan:
         raise ValueError(
             f"{', '.join(missing)} must be given (or --compare A B alone); --help describes the options"
         )
+    problem = output_problem(arguments)
+    if problem:
+        raise ValueError(problem)
     return Plan(
         model=arguments.model,
         benchmarks=tuple(dict.fromkeys(name for name in arguments.benchmarks.split(",") if name)),
@@ -115,6 +118,17 @@ def plan_of(arguments: argparse.Namespace) -> Plan:
         seed=arguments.seed,
         limit=arguments.limit,
     )
+
+
+def output_problem(arguments: argparse.Namespace) -> str:
+    """Why nothing may be written into --output; "" if nothing is wrong with it."""
+    output = arguments.output
+    if output is None:
+        return ""
+    inputs = {"--model": arguments.model, "--data-dir": arguments.data_dir}
+    what = [option for option, path in inputs.items() if path and path.resolve() == output.resolve()]
+    what += [f"a folder with a {name}" for name in ("config.json", "config.yaml") if (output / name).exists()]
+    return f'--output "{output}" is {" and ".join(what)}. Give a folder of its own.' if what else ""
 
 
 def rollout_of(arguments: argparse.Namespace) -> RolloutConfig:

@@ -17,6 +17,8 @@ from rlmath.config.help import nearest_path
 from rlmath.config.load import load_config
 from rlmath.config.model_shape import ModelShape
 from rlmath.config.schema import Config
+from rlmath.evals.benchmarks import find_benchmark
+from rlmath.evals.plan import Plan
 from rlmath.models.hf_config import planned_shape
 from rlmath.trainer.preflight.checks import device_problems, file_problems, only_used, run_problems
 from rlmath.trainer.preflight.memory_estimate import Kind
@@ -118,6 +120,7 @@ def evaluation(arguments: Sequence[str], ranks: int) -> Program:
     plan = evaluate.plan_of(given)
     engine = evaluate.rollout_of(given).tensor_parallel
     problems = [*_missing("--model", str(plan.model)), *_missing("--data-dir", str(plan.data_dir))]
+    problems += _benchmark_problems(plan)
     if ranks % engine:
         problems.append(
             f"--tensor-parallel is {engine}, which does not divide the {ranks} ranks; change one."
@@ -138,3 +141,11 @@ def evaluation(arguments: Sequence[str], ranks: int) -> Program:
         True,
         tuple(problems),
     )
+
+
+def _benchmark_problems(plan: Plan) -> Iterator[str]:
+    for name in plan.benchmarks if plan.data_dir.is_dir() else ():
+        try:
+            find_benchmark(name, plan.data_dir)
+        except ValueError as error:
+            yield str(error)

@@ -281,6 +281,20 @@ def test_impossible_arguments_are_refused(arguments: list[str], message: str) ->
         plan_of(given), rollout_of(given)
 
 
+@pytest.mark.parametrize("file", ["config.json", "config.yaml", None])
+def test_an_output_that_is_a_model_run_or_data_folder_is_refused(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], file: str | None
+) -> None:
+    """Nothing is written there, not even the exit status."""
+    if file is not None:
+        (tmp_path / file).write_text("{}")
+    before = sorted(tmp_path.iterdir())
+    given = ["--model", str(tmp_path if file is None else "m"), "--benchmarks", "b", "--data-dir", "d"]
+    assert main([*given, "--output", f"{tmp_path}/../{tmp_path.name}"]) == 2
+    assert "Give a folder of its own" in capfd.readouterr().err
+    assert sorted(tmp_path.iterdir()) == before
+
+
 def test_no_cuda_graphs_unless_asked_for() -> None:
     assert not rollout_of(parse(BASICS)).cuda_graphs
     assert rollout_of(parse([*BASICS, "--cuda-graphs"])).cuda_graphs
