@@ -15,7 +15,7 @@ from tools.drill_faults import (
     CHAINS,
     QUICK,
     Outcome,
-    deal,
+    assign_kinds,
     differences,
     ending_problems,
     lost_too_much,
@@ -53,7 +53,7 @@ def test_a_hundred_disturbances_of_every_kind(tmp_path: Path) -> None:
 
 
 def test_every_kind_has_its_turn_in_a_chain_that_it_can_happen_in() -> None:
-    dealt = deal(list(KINDS), 100, list(CHAINS))
+    dealt = assign_kinds(list(KINDS), 100, list(CHAINS))
     given = [name for names in dealt.values() for name in names]
     assert sorted(given) == sorted(list(KINDS)[k % len(KINDS)] for k in range(100))
     assert all(possible(name, chain) for chain, names in dealt.items() for name in names)
@@ -85,8 +85,8 @@ def test_a_start_takes_what_it_survives_what_ends_it_and_what_follows() -> None:
     [
         ([{**ROW, "seconds/step": 9.0}], []),
         ([{**ROW, "task_reward": 0.1 + 1e-9}], ["step 1.0: task_reward"]),
-        ([ROW, ROW], ["the steps are [1, 1], in peace [1]"]),
-        ([], ["the steps are [], in peace [1]"]),
+        ([ROW, ROW], ["the steps are [1, 1], of the undisturbed run [1]"]),
+        ([], ["the steps are [], of the undisturbed run [1]"]),
     ],
 )
 def test_the_drill_sees_numbers_that_differ(rows: list[dict[str, float]], told: list[str]) -> None:
@@ -97,18 +97,25 @@ def test_the_drill_sees_numbers_that_differ(rows: list[dict[str, float]], told: 
 
 def test_a_drill_in_which_nothing_is_learned_proves_nothing() -> None:
     idle = {**ROW, "train/grad_norm": 0.0}
-    assert differences([idle], [idle]) == ["nothing was learned in peace: equal metrics would say nothing"]
+    assert differences([idle], [idle]) == [
+        "nothing was learned in the undisturbed run: equal metrics would say nothing"
+    ]
 
 
 def test_the_drill_sees_a_tensor_that_differs_in_one_bit(tmp_path: Path) -> None:
     one = {"a": torch.ones(3), "b": torch.tensor([float("nan"), 0.0])}
     other = {"a": torch.ones(3), "b": torch.tensor([float("nan"), -0.0])}
-    for name, tensors in (("peace", one), ("same", one), ("other", other), ("less", {"a": torch.ones(3)})):
+    for name, tensors in (
+        ("undisturbed", one),
+        ("same", one),
+        ("other", other),
+        ("less", {"a": torch.ones(3)}),
+    ):
         (tmp_path / name).mkdir()
         save_file(tensors, tmp_path / name / "model.safetensors")
-    assert model_differences(tmp_path / "peace", tmp_path / "same") == []
-    assert model_differences(tmp_path / "peace", tmp_path / "other") == ["the tensor b differs"]
-    assert model_differences(tmp_path / "peace", tmp_path / "less") == ["the tensor b differs"]
+    assert model_differences(tmp_path / "undisturbed", tmp_path / "same") == []
+    assert model_differences(tmp_path / "undisturbed", tmp_path / "other") == ["the tensor b differs"]
+    assert model_differences(tmp_path / "undisturbed", tmp_path / "less") == ["the tensor b differs"]
     assert len(model_differences(tmp_path / "none", tmp_path / "same")) == 1
 
 

@@ -66,7 +66,7 @@ def wait_for_refusal(attempt: Attempt, shown: int) -> None:
 
 def fill_disk(attempt: Attempt, rng: random.Random) -> str:
     """No byte more fits: from now on, or from the middle of a save on. Where there is no disk of the run's own, no file
-    of its processes may grow beyond FILE_LIMIT_BYTES. A run that goes on without saving is then killed."""
+    of its processes may grow beyond FILE_LIMIT_BYTES. A run that continues without saving is then killed."""
     moment = rng.choice(["before a save", "in a save"])
     if moment == "in a save":
         wait_for_save(attempt, rng)
@@ -125,7 +125,7 @@ def make_checkpoints_read_only(attempt: Attempt, rng: random.Random) -> str:
 
 
 def remove_checkpoints(attempt: Attempt, rng: random.Random) -> str:
-    """All of them, under the hands of a run."""
+    """All of them, while a run uses them."""
     folder = attempt.output / CHECKPOINTS
     names = [path.name for path in folder.glob("*")]
     shutil.rmtree(folder, ignore_errors=True)

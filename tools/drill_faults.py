@@ -4,7 +4,7 @@
 
 A tiny random model learns arithmetic on two CPU ranks. In every chain one run is disturbed, and started again by the
 very same command, until all its disturbances are done. Another one, with the same settings and as many steps, is left
-in peace. Then
+undisturbed. Then
 
 - the metrics of the two, but for times, are the same, row by row and bit by bit, and so are their models' tensors;
 - every disturbance ended the run with the right status, in bounded time, and lost at most a few steps, or the run went
@@ -113,7 +113,7 @@ class Outcome:
     told: str
     """The run's own last words."""
     end_seconds: float
-    """From the disturbance to the end of the last process, or to the next step of a run that goes on."""
+    """From the disturbance to the end of the last process, or to the next step of a run that continues."""
     recovery_seconds: float = float("nan")
     """From the next start to its first new step."""
     lost_steps: int = -1
@@ -179,10 +179,10 @@ def plan_starts(names: Sequence[str]) -> list[Start]:
     """The starts that take these disturbances: one for each that ends it, the others shared evenly among them. The last
     one runs to the end. ValueError where no kind ends a run that has made steps."""
     chosen = [(name, KINDS[name]) for name in names]
-    starts = [Start(ending=name) for name, kind in chosen if not kind.goes_on and kind.place == "steps"]
+    starts = [Start(ending=name) for name, kind in chosen if not kind.survives and kind.place == "steps"]
     exports = [Start(ending=name) for name, kind in chosen if kind.place == "export"]
     hosts = [one for one in starts if KINDS[str(one.ending)].rows]
-    guests = [(name, kind) for name, kind in chosen if kind.goes_on]
+    guests = [(name, kind) for name, kind in chosen if kind.survives]
     if guests and not hosts:
         raise ValueError(f"{guests[0][0]} needs a start that another kind ends: choose kill, too")
     for place in ("steps", "folder"):
@@ -192,7 +192,7 @@ def plan_starts(names: Sequence[str]) -> list[Start]:
     return [*starts, *exports, Start()]
 
 
-def deal(kinds: Sequence[str], count: int, chains: Sequence[str]) -> dict[str, list[str]]:
+def assign_kinds(kinds: Sequence[str], count: int, chains: Sequence[str]) -> dict[str, list[str]]:
     """So many disturbances, the kinds in turn; each for the chain that has the fewest of those that it can happen in,
     and of this kind."""
     dealt: dict[str, list[str]] = {chain: [] for chain in chains}
@@ -219,9 +219,9 @@ def make_base(folder: Path) -> None:
         subprocess.run([sys.executable, *command], cwd=REPOSITORY, check=True, stdout=subprocess.DEVNULL)
 
 
-def leave_in_peace(drill: Drill, steps: int) -> Path:
+def run_undisturbed(drill: Drill, steps: int) -> Path:
     """The folder of a run of so many steps that nobody disturbs."""
-    folder = drill.output / "peace"
+    folder = drill.output / "undisturbed"
     attempt = drill.start(folder, steps)
     attempt.launcher.wait(START_SECONDS + STEP_SECONDS * steps)
     left = attempt.wait_gone(END_SECONDS)
@@ -285,7 +285,7 @@ class Disturbed:
         if not self._still_there(attempt, name):
             return False
         begun = time.monotonic()
-        done = kind.deed(attempt, self.rng)
+        done = kind.disturb(attempt, self.rng)
         count = len(attempt.new_rows())
         attempt.rows_or_end(count + 1, START_SECONDS)
         seconds = time.monotonic() - begun
@@ -312,7 +312,7 @@ class Disturbed:
         if attempt.ended and kind.place != "export":
             return self._still_there(attempt, name)
         moment = time.monotonic()
-        done = kind.deed(attempt, self.rng)
+        done = kind.disturb(attempt, self.rng)
         left = attempt.wait_gone(END_SECONDS)
         took = time.monotonic() - moment
         step = max([before, *(int(row["step"]) for row in attempt.new_rows())])
@@ -332,7 +332,7 @@ class Disturbed:
 
     def _between(self, attempt: Attempt, names: Sequence[str]) -> bool:
         for name in names:
-            done = KINDS[name].deed(attempt, self.rng)
+            done = KINDS[name].disturb(attempt, self.rng)
             self.outcomes.append(Outcome(self.drill.name, name, self._steps_done(), done, None, "", 0.0))
             tell(self.outcomes[-1])
         return True
@@ -372,36 +372,37 @@ def lost_too_much(outcomes: list[Outcome]) -> list[str]:
 # ---------------------------------------------------------------- what the two runs must have in common
 
 
-def run_differences(peace: Path, disturbed: Path) -> list[str]:
+def run_differences(undisturbed: Path, disturbed: Path) -> list[str]:
     """The first differences between the metrics, the validations and the models of two runs."""
-    rows = [[json.loads(line) for line in metric_lines(run)] for run in (peace, disturbed)]
+    rows = [[json.loads(line) for line in metric_lines(run)] for run in (undisturbed, disturbed)]
     found = differences(*rows)
     validations = [
-        [json.loads(line) for line in metric_lines(run, "validation.jsonl")] for run in (peace, disturbed)
+        [json.loads(line) for line in metric_lines(run, "validation.jsonl")]
+        for run in (undisturbed, disturbed)
     ]
     found += [f"validation.jsonl: {one}" for one in row_differences(*validations)]
-    return found + model_differences(peace / "hf_model", disturbed / "hf_model")
+    return found + model_differences(undisturbed / "hf_model", disturbed / "hf_model")
 
 
 def without_times(row: dict[str, float]) -> dict[str, float]:
     return {key: value for key, value in row.items() if not key.startswith(TIMES) and "memory" not in key}
 
 
-def differences(peace: list[dict[str, float]], disturbed: list[dict[str, float]]) -> list[str]:
+def differences(undisturbed: list[dict[str, float]], disturbed: list[dict[str, float]]) -> list[str]:
     """As `row_differences`, of metrics; nothing can be said where nothing was learned."""
-    if not any(row.get("train/grad_norm", 0.0) > 0 for row in peace):
-        return ["nothing was learned in peace: equal metrics would say nothing"]
-    return row_differences(peace, disturbed)
+    if not any(row.get("train/grad_norm", 0.0) > 0 for row in undisturbed):
+        return ["nothing was learned in the undisturbed run: equal metrics would say nothing"]
+    return row_differences(undisturbed, disturbed)
 
 
-def row_differences(peace: list[dict[str, float]], disturbed: list[dict[str, float]]) -> list[str]:
+def row_differences(undisturbed: list[dict[str, float]], disturbed: list[dict[str, float]]) -> list[str]:
     """The first numbers that are not the same, bit by bit, and steps that are missing or there twice."""
-    steps = [[int(row["step"]) for row in rows] for rows in (peace, disturbed)]
+    steps = [[int(row["step"]) for row in rows] for rows in (undisturbed, disturbed)]
     if steps[0] != steps[1]:
-        return [f"the steps are {steps[1]}, in peace {steps[0]}"]
-    pairs = [(without_times(a), without_times(b)) for a, b in zip(peace, disturbed, strict=True)]
+        return [f"the steps are {steps[1]}, of the undisturbed run {steps[0]}"]
+    pairs = [(without_times(a), without_times(b)) for a, b in zip(undisturbed, disturbed, strict=True)]
     found = [
-        f"step {a['step']}: {key} is {b.get(key)}, in peace {a.get(key)}"
+        f"step {a['step']}: {key} is {b.get(key)}, of the undisturbed run {a.get(key)}"
         for a, b in pairs
         for key in sorted(a.keys() | b.keys())
         if a.get(key) != b.get(key)
@@ -409,17 +410,17 @@ def row_differences(peace: list[dict[str, float]], disturbed: list[dict[str, flo
     return found[:5]
 
 
-def model_differences(peace: Path, disturbed: Path) -> list[str]:
+def model_differences(undisturbed: Path, disturbed: Path) -> list[str]:
     """Tensors of two Hugging Face folders that are not the same, bit by bit; one that is missing differs."""
     import torch
     from safetensors.torch import load_file
 
     tensors = [
         {name: one for path in sorted(model.glob("*.safetensors")) for name, one in load_file(path).items()}
-        for model in (peace, disturbed)
+        for model in (undisturbed, disturbed)
     ]
     if not tensors[0]:
-        return [f"{peace} has no tensors"]
+        return [f"{undisturbed} has no tensors"]
 
     def bits(model: dict[str, torch.Tensor], name: str) -> tuple[object, ...] | None:
         one = model.get(name)
@@ -439,7 +440,7 @@ def model_differences(peace: Path, disturbed: Path) -> list[str]:
 
 
 def tell(outcome: Outcome) -> None:
-    ended = "goes on" if outcome.status is None else f"status {outcome.status}"
+    ended = "continues" if outcome.status is None else f"status {outcome.status}"
     print(
         f"{outcome.chain}: {outcome.kind}, step {outcome.step}: {outcome.done}; {ended} after "
         f"{outcome.end_seconds:.1f} s: {outcome.told[:300]}",
@@ -452,7 +453,7 @@ def print_table(outcomes: list[Outcome], seconds: float) -> None:
         f"\n{'chain':6} {'kind':18} {'step':>4} {'status':>7} {'end s':>6} {'recovery s':>10} {'steps lost':>10}"
     )
     for one in outcomes:
-        status = "goes on" if one.status is None else one.status
+        status = "continues" if one.status is None else one.status
         print(
             f"{one.chain:6} {one.kind:18} {one.step:4} {status!s:>7} {one.end_seconds:6.1f} "
             f"{one.recovery_seconds:10.1f} {one.lost_steps:10}"
@@ -473,8 +474,10 @@ def run_chain(drill: Drill, names: list[str], rng: random.Random) -> tuple[list[
         disturbed.run(names)
         problems = disturbed.problems
         if len(disturbed.outcomes) == len(names):
-            peace = leave_in_peace(drill, disturbed.steps)
-            problems += run_differences(peace, disturbed.folder / "run") + lost_too_much(disturbed.outcomes)
+            undisturbed = run_undisturbed(drill, disturbed.steps)
+            problems += run_differences(undisturbed, disturbed.folder / "run") + lost_too_much(
+                disturbed.outcomes
+            )
     return disturbed.outcomes, [f"{drill.name}: {one}" for one in problems]
 
 
@@ -508,7 +511,7 @@ def main() -> int:
     make_base(output)
     outcomes: list[Outcome] = []
     problems: list[str] = []
-    for name, kinds in deal(arguments.kinds, arguments.kills, arguments.chains).items():
+    for name, kinds in assign_kinds(arguments.kinds, arguments.kills, arguments.chains).items():
         drill = Drill(name, output / name, arguments.ranks, output)
         more, wrong = run_chain(drill, kinds, rng)
         outcomes, problems = outcomes + more, problems + wrong

@@ -26,7 +26,7 @@ from tools.drill_run import Attempt, rank_name, wait_for
 
 Moment = Callable[[Attempt, random.Random], None]
 """Waits for it."""
-Deed = Callable[[Attempt, random.Random], str]
+Disturbance = Callable[[Attempt, random.Random], str]
 """Does it; says what was done."""
 Program = Literal["grpo", "sft"]
 
@@ -42,12 +42,12 @@ class Kind:
     """A disturbance."""
 
     moment: Moment
-    deed: Deed
+    disturb: Disturbance
     statuses: tuple[int, ...] = (FAILURE,)
     """What the run may end with. Empty: it must go on by itself."""
     rows: int = 1
     """Steps that the run makes before. 0: it is disturbed while it starts."""
-    spoil: Deed | None = None
+    spoil: Disturbance | None = None
     """What is done to the folder after the run has ended."""
     programs: tuple[Program, ...] = ("grpo", "sft")
     settings: tuple[str, ...] = ()
@@ -56,7 +56,7 @@ class Kind:
     """"export": while the model is written after the last step. "folder": between two starts, beside another kind."""
 
     @property
-    def goes_on(self) -> bool:
+    def survives(self) -> bool:
         return not self.statuses
 
 
@@ -145,35 +145,35 @@ def kill_all(attempt: Attempt, rng: random.Random) -> str:
     return signal_all(signal.SIGKILL)(attempt, rng)
 
 
-def signal_launcher(number: signal.Signals, times: int = 1) -> Deed:
-    def deed(attempt: Attempt, rng: random.Random) -> str:
+def signal_launcher(number: signal.Signals, times: int = 1) -> Disturbance:
+    def disturb(attempt: Attempt, rng: random.Random) -> str:
         for _ in range(times):
             attempt.launcher.send_signal(number)
             time.sleep(0.2 if times > 1 else 0.0)
         return f"torchrun, {number.name}" + (f", {times} times" if times > 1 else "")
 
-    return deed
+    return disturb
 
 
-def signal_a_rank(number: signal.Signals) -> Deed:
-    def deed(attempt: Attempt, rng: random.Random) -> str:
+def signal_a_rank(number: signal.Signals) -> Disturbance:
+    def disturb(attempt: Attempt, rng: random.Random) -> str:
         victim = rng.choice(attempt.ranks())
         name = rank_name(victim)
         victim.send_signal(number)
         return f"{name}, {number.name}"
 
-    return deed
+    return disturb
 
 
-def signal_all(number: signal.Signals) -> Deed:
+def signal_all(number: signal.Signals) -> Disturbance:
     """As a service manager does it: every process of the run gets the signal."""
 
-    def deed(attempt: Attempt, rng: random.Random) -> str:
+    def disturb(attempt: Attempt, rng: random.Random) -> str:
         processes = attempt.processes()
         _send(processes, number)
         return f"{len(processes)} processes, {number.name}"
 
-    return deed
+    return disturb
 
 
 def _send(processes: Sequence[psutil.Process], number: signal.Signals) -> None:
@@ -191,10 +191,10 @@ def _stopped(processes: Sequence[psutil.Process]) -> Iterator[None]:
         _send(processes, signal.SIGCONT)
 
 
-def pause(whom: Literal["a rank", "torchrun", "all"]) -> Deed:
+def pause(whom: Literal["a rank", "torchrun", "all"]) -> Disturbance:
     """Stopped for PAUSE_SECONDS, as a debugger or a suspended machine does it."""
 
-    def deed(attempt: Attempt, rng: random.Random) -> str:
+    def disturb(attempt: Attempt, rng: random.Random) -> str:
         chosen = {
             "a rank": lambda: [rng.choice(attempt.ranks())],
             "torchrun": lambda: [psutil.Process(attempt.launcher.pid)],
@@ -204,7 +204,7 @@ def pause(whom: Literal["a rank", "torchrun", "all"]) -> Deed:
             time.sleep(PAUSE_SECONDS)
         return f"{whom} stopped for {PAUSE_SECONDS:g} s"
 
-    return deed
+    return disturb
 
 
 def stop_for_too_long(attempt: Attempt, rng: random.Random) -> str:
@@ -222,11 +222,11 @@ def _those_with(attempt: Attempt, word: str) -> list[psutil.Process]:
     return found
 
 
-def kill_judges(whole_pool: bool) -> Deed:
+def kill_reward_workers(whole_pool: bool) -> Disturbance:
     """The workers that score answers, or the server that makes them, of one rank; ranks stand still meanwhile, so that
     no answer is being scored."""
 
-    def deed(attempt: Attempt, rng: random.Random) -> str:
+    def disturb(attempt: Attempt, rng: random.Random) -> str:
         servers = [
             one for one in _those_with(attempt, "rewards.fork_server") if one.parent() in attempt.ranks()
         ]
@@ -238,7 +238,7 @@ def kill_judges(whole_pool: bool) -> Deed:
             _send(victims, signal.SIGKILL)
         return f"{'the server' if whole_pool else f'{len(victims)} workers'} of {name}"
 
-    return deed
+    return disturb
 
 
 def kill_a_writer(attempt: Attempt, rng: random.Random) -> str:
@@ -249,7 +249,7 @@ def kill_a_writer(attempt: Attempt, rng: random.Random) -> str:
 
 
 def take_memory(attempt: Attempt, rng: random.Random) -> str:
-    """A rank gets no memory more; one that goes on without saving is killed."""
+    """A rank gets no memory more; one that continues without saving is killed."""
     victim, shown = rng.choice(attempt.ranks()), attempt.console().count(NOT_SAVED)
     name = rank_name(victim)
     victim.rlimit(resource.RLIMIT_AS, (victim.memory_info().vms, resource.RLIM_INFINITY))
@@ -264,14 +264,14 @@ def take_memory(attempt: Attempt, rng: random.Random) -> str:
 
 _STOPS = (SAVED_AND_STOPPED,)
 _GRPO: tuple[Program, ...] = ("grpo",)
-_GOES_ON = ()
+_SURVIVES = ()
 
 
-def _between(deed: Deed) -> Kind:
-    return Kind(at_once, deed, _GOES_ON, place="folder")
+def _between(disturb: Disturbance) -> Kind:
+    return Kind(at_once, disturb, _SURVIVES, place="folder")
 
 
-def _damaged(spoil: Deed) -> Kind:
+def _damaged(spoil: Disturbance) -> Kind:
     return Kind(with_checkpoints, kill_a_rank, spoil=spoil)
 
 
@@ -323,17 +323,17 @@ KINDS: dict[str, Kind] = {
     "renumbered": _damaged(damage.copy_as_later),
     "kill-export": Kind(in_export, kill_all, (FAILURE, FINISHED), place="export"),
     "sigterm-export": Kind(in_export, signal_launcher(signal.SIGTERM), (FINISHED,), place="export"),
-    # the run goes on by itself
-    "pause-rank": Kind(any_time, pause("a rank"), _GOES_ON),
-    "pause-launcher": Kind(any_time, pause("torchrun"), _GOES_ON),
-    "pause-all": Kind(any_time, pause("all"), _GOES_ON),
-    "kill-judges": Kind(any_time, kill_judges(whole_pool=False), _GOES_ON, programs=_GRPO),
-    "kill-judge-server": Kind(any_time, kill_judges(whole_pool=True), _GOES_ON, programs=_GRPO),
-    "kill-writer": Kind(any_time, kill_a_writer, _GOES_ON),
-    "kill-writer-save": Kind(in_save, kill_a_writer, _GOES_ON),
-    "read-only": Kind(at_once, damage.make_checkpoints_read_only, _GOES_ON),
-    "no-inodes": Kind(at_once, damage.use_up_inodes, _GOES_ON),
-    "checkpoints-gone": Kind(any_time, damage.remove_checkpoints, _GOES_ON),
+    # the run continues by itself
+    "pause-rank": Kind(any_time, pause("a rank"), _SURVIVES),
+    "pause-launcher": Kind(any_time, pause("torchrun"), _SURVIVES),
+    "pause-all": Kind(any_time, pause("all"), _SURVIVES),
+    "kill-reward-workers": Kind(any_time, kill_reward_workers(whole_pool=False), _SURVIVES, programs=_GRPO),
+    "kill-fork-server": Kind(any_time, kill_reward_workers(whole_pool=True), _SURVIVES, programs=_GRPO),
+    "kill-writer": Kind(any_time, kill_a_writer, _SURVIVES),
+    "kill-writer-save": Kind(in_save, kill_a_writer, _SURVIVES),
+    "read-only": Kind(at_once, damage.make_checkpoints_read_only, _SURVIVES),
+    "no-inodes": Kind(at_once, damage.use_up_inodes, _SURVIVES),
+    "checkpoints-gone": Kind(any_time, damage.remove_checkpoints, _SURVIVES),
     # between two starts
     "torn-metrics": _between(damage.tear_metrics),
     "leftovers": _between(damage.leave_scratch),

@@ -19,7 +19,7 @@
 #   links             how many jobs a chain has; this one's number is the first argument
 #
 # It ends with the run's status: 0 finished, 1 failed, 2 mistake in the settings, 75 saved and stopped, 76 not saved in
-# time, 77 diverged. Only after 1, 75 and 76 there is a point in going on, and only if the run has got on since this
+# time, 77 diverged. Only after 1, 75 and 76 another start makes sense, and only if the run has saved more since this
 # start.
 
 set -euo pipefail

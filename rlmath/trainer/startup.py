@@ -296,7 +296,8 @@ def facts_of(prepared: PreparedRun[Any]) -> dict[str, str]:
 
 
 def _fact_of(key: str, value: Any) -> str:
-    """A setting to compare. Of one from the environment the nodes compare 16 bits, which tell nobody what it is."""
+    """A setting to compare. Of one from the environment the nodes compare 16 bits of a
+    hash, from which it cannot be found."""
     if not is_reference(key, value):
         return as_yaml_word(value)
     digest = hashlib.sha256(f"{key}={as_yaml_word(value)}".encode("utf-8", "surrogatepass")).hexdigest()

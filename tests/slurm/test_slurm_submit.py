@@ -206,7 +206,7 @@ def test_an_evaluation_takes_its_own_options(arithmetic: Path, alone: Path) -> N
     outside = called(*EVALUATION, "--dry-run", "--", *own, "--benchmarks", "heldout,../../x")
     assert outside[0] == 2 and "--benchmarks: '../../x' is no name of a benchmark" in outside[2]
     wrong = called(*EVALUATION, "--dry-run", "--", *own, "--benchmarks", "held_out")
-    assert wrong[0] == 2 and 'has no held_out.jsonl' in wrong[2] and 'Did you mean "heldout"?' in wrong[2]
+    assert wrong[0] == 2 and "has no held_out.jsonl" in wrong[2] and 'Did you mean "heldout"?' in wrong[2]
     assert "no --config and no overrides" in called(*EVALUATION, config("demo.yaml"))[2]
 
 

@@ -140,8 +140,8 @@ def file_problems(config: Config, kind: Kind = "grpo") -> Iterator[str]:
         if (not os.path.exists(path) and not os.path.islink(path)) or path == Path():
             yield f'{key}: there is no file "{path}".{nearest_path(path)}'
         elif not (os.path.isfile(path) or os.path.isdir(path)):
-            kind = "a link to nothing" if os.path.islink(path) else "a device, a pipe or a socket"
-            yield f'{key}: "{path}" is {kind}. Give a file or a folder.'
+            found = "a link to nothing" if os.path.islink(path) else "a device, a pipe or a socket"
+            yield f'{key}: "{path}" is {found}. Give a file or a folder.'
         elif os.path.isfile(path) and path.stat().st_size == 0:
             yield f'{key}: "{path}" is empty. Give a file with one row a line (forms: docs/data.md).'
 

@@ -36,7 +36,7 @@ def setup_logging(rank: int) -> None:
     name = "" if rank == 0 else f" rank {rank}"
     handler = logging.StreamHandler()
     handler.setFormatter(
-        _Lines(f"%(asctime)s.%(msecs)03d{name} %(levelname)s: %(message)s", "%Y%m%d-%H:%M:%S")
+        RedactingFormatter(f"%(asctime)s.%(msecs)03d{name} %(levelname)s: %(message)s", "%Y%m%d-%H:%M:%S")
     )
     level = logging.INFO if rank == 0 else logging.WARNING
     logging.basicConfig(level=level, handlers=[handler], force=True)
@@ -48,7 +48,7 @@ def setup_logging(rank: int) -> None:
     logging.getLogger("vllm.model_executor.model_loader.reload.inplace").setLevel(logging.WARNING)
 
 
-class _Lines(logging.Formatter):
+class RedactingFormatter(logging.Formatter):
     """Of lines and tracebacks, without what settings took from the environment."""
 
     def format(self, record: logging.LogRecord) -> str:
