@@ -212,7 +212,7 @@ def _remember(setting: Setting, value: Any, written: Any) -> None:
         for one, reference in zip(value, written, strict=True):
             if isinstance(one, str) and one != reference:
                 _references[setting.key, one] = reference
-    elif isinstance(value, str) and value != written and value not in setting.words:
+    elif isinstance(value, str) and isinstance(written, str) and value not in {written, *setting.words}:
         _references[setting.key, value] = written
         if not setting.is_path and _read_now & _variables.keys():
             _keep_variables_secret()
