@@ -96,8 +96,13 @@ def use_up_inodes(attempt: Attempt, rng: random.Random) -> str:
     disk, shown = attempt.output.parent, attempt.console().count(NOT_SAVED)
     if not os.path.ismount(disk):
         return "no disk of its own, nothing done"
-    there = os.statvfs(disk)
-    _remount(disk, f"nr_inodes={there.f_files - there.f_ffree}")
+
+    def as_many_as_there_are() -> bool:
+        there = os.statvfs(disk)
+        return _mount("-o", f"remount,nr_inodes={there.f_files - there.f_ffree}", str(disk))
+
+    # Refused where the run has just made another file.
+    wait_for(as_many_as_there_are, SAVE_SECONDS, "a moment at which no file is made")
     try:
         wait_for_refusal(attempt, shown)
     finally:

@@ -141,9 +141,9 @@ def start(
             rendezvous = open_rendezvous(start_timeout)
             try:
                 config = load()
-                require_launcher()
                 start_timeout = config.run.start_timeout_seconds
                 prepared = prepare(config)
+                require_launcher()
                 if environment_rank() == 0:
                     prepared = _take_folder(prepared, stack)
             except (ValueError, OSError) as found:

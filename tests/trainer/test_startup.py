@@ -184,11 +184,21 @@ def test_an_error_of_any_kind_is_told_without_secrets(
 
 
 @pytest.mark.parametrize("program", ["train_grpo.py", "train_sft.py"])
-def test_a_start_without_torchrun_is_told_at_once(tmp_path: Path, program: str) -> None:
-    words = (f"run.output_dir={tmp_path}/o", "model.path=m", "data.train_path=t")
-    told = run(f"launch/{program}", *words, expect=2).stderr
-    assert "started without torchrun: RANK, WORLD_SIZE" in told and f"N launch/{program}" in told
-    assert "Traceback" not in told and not (tmp_path / "o").exists()
+def test_a_start_without_torchrun_is_refused(made_arithmetic: Path, tmp_path: Path, program: str) -> None:
+    """Before anything is started or written, and after all other mistakes."""
+    base, data = made_arithmetic / "base", made_arithmetic / "data"
+    rows = data / ("worked.jsonl" if program == "train_sft.py" else "heldout.jsonl")
+    config = "configs/demo_sft.yaml" if program == "train_sft.py" else "configs/demo.yaml"
+    words = (
+        "--config",
+        config,
+        f"run.output_dir={tmp_path}/o",
+        f"model.path={base}",
+        f"data.train_path={rows}",
+    )
+    console = run(f"launch/{program}", *words, expect=2).stderr
+    assert "started without torchrun: RANK, WORLD_SIZE" in console and f"N launch/{program}" in console
+    assert "Traceback" not in console and not (tmp_path / "o").exists()
 
 
 @pytest.mark.parametrize(
