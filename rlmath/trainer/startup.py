@@ -143,11 +143,12 @@ def start(
                 config = load()
                 start_timeout = config.run.start_timeout_seconds
                 prepared = prepare(config)
-                require_launcher()
+                if (mistake := launcher_mistake()) is not None:
+                    raise ValueError(mistake)
                 if environment_rank() == 0:
                     prepared = _take_folder(prepared, stack)
             except (ValueError, OSError) as found:
-                error = _without_secrets(found)
+                error = _with_launcher_mistake(_without_secrets(found))
                 if rendezvous is not None and rendezvous.rank_info.several_nodes:
                     meet_with_mistake(rendezvous, error, start_timeout)
                 raise error from None
@@ -194,16 +195,23 @@ def set_up_rank_logging() -> None:
 LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
-def require_launcher() -> None:
-    """ValueError where this process was not started by torchrun, or by something that sets what torchrun sets: the
-    ranks of a run find each other by it, and what ends a broken run depends on it."""
+def launcher_mistake() -> str | None:
+    """What to say where this process was not started by torchrun, or by something that sets what torchrun sets: the
+    ranks of a run find each other by it, and what ends a broken run depends on it. None where it was."""
     missing = [name for name in LAUNCHER_VARIABLES if name not in os.environ]
-    if missing:
-        program = sys.argv[0] or "launch/train_grpo.py"
-        raise ValueError(
-            f"this program was started without torchrun: {', '.join(missing)} not set. Start it by torchrun "
-            f"--nproc-per-node=N {program} ..., with N=1 for one rank; only --help and a dry run need none."
-        )
+    if not missing:
+        return None
+    program = sys.argv[0] or "launch/train_grpo.py"
+    return (
+        f"this program was started without torchrun: {', '.join(missing)} not set. Start it by torchrun "
+        f"--nproc-per-node=N {program} ..., with N=1 for one rank; only --help and a dry run need none."
+    )
+
+
+def _with_launcher_mistake(error: ValueError | OSError) -> ValueError | OSError:
+    """Without torchrun there is one rank, which may be why the settings do not fit."""
+    mistake = launcher_mistake()
+    return error if mistake is None or mistake in str(error) else ValueError(f"{error}\n{mistake}")
 
 
 def _take_folder(prepared: PreparedRun[Any], stack: ExitStack) -> PreparedRun[Any]:

@@ -185,7 +185,7 @@ def test_an_error_of_any_kind_is_told_without_secrets(
 
 @pytest.mark.parametrize("program", ["train_grpo.py", "train_sft.py"])
 def test_a_start_without_torchrun_is_refused(made_arithmetic: Path, tmp_path: Path, program: str) -> None:
-    """Before anything is started or written, and after all other mistakes."""
+    """Before anything is started or written; after other mistakes, of which it may be the cause."""
     base, data = made_arithmetic / "base", made_arithmetic / "data"
     rows = data / ("worked.jsonl" if program == "train_sft.py" else "heldout.jsonl")
     config = "configs/demo_sft.yaml" if program == "train_sft.py" else "configs/demo.yaml"
@@ -196,9 +196,11 @@ def test_a_start_without_torchrun_is_refused(made_arithmetic: Path, tmp_path: Pa
         f"model.path={base}",
         f"data.train_path={rows}",
     )
-    console = run(f"launch/{program}", *words, expect=2).stderr
-    assert "started without torchrun: RANK, WORLD_SIZE" in console and f"N launch/{program}" in console
-    assert "Traceback" not in console and not (tmp_path / "o").exists()
+    for layout, mistakes in (("parallel.tensor=1", 0), ("parallel.tensor=2", 1)):
+        console = run(f"launch/{program}", *words, layout, expect=2).stderr
+        assert console.count("started without torchrun: RANK, WORLD_SIZE") == 1
+        assert f"N launch/{program}" in console and console.count("does not divide the 1 ranks") == mistakes
+        assert "Traceback" not in console and not (tmp_path / "o").exists()
 
 
 @pytest.mark.parametrize(
