@@ -489,15 +489,21 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--chains", nargs="+", choices=CHAINS, default=list(CHAINS))
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument(
-        "--kinds", nargs="+", choices=KINDS, default=list(KINDS), metavar="KIND", help=", ".join(KINDS)
+        "--kinds",
+        nargs="+",
+        choices=KINDS,
+        metavar="KIND",
+        help=f"default: all that can happen in the chains, of {', '.join(KINDS)}",
     )
     parser.add_argument("--quick", action="store_true", help="six kinds, one chain")
     arguments = parser.parse_args()
     if arguments.quick:
         arguments.kinds, arguments.kills, arguments.chains = list(QUICK), len(QUICK), ["tp2"]
+    can_happen = [name for name in KINDS if any(possible(name, chain) for chain in arguments.chains)]
+    arguments.kinds = arguments.kinds or can_happen
     arguments.kills = arguments.kills or len(arguments.kinds)
     for name in arguments.kinds:
-        if not any(possible(name, chain) for chain in arguments.chains):
+        if name not in can_happen:
             parser.error(f"--kinds {name} cannot happen in --chains {' '.join(arguments.chains)}")
     if arguments.output.exists():
         parser.error(f"--output {arguments.output} is there already; give a new folder")
