@@ -220,16 +220,21 @@ def test_ranks_meet_while_a_stranger_writes_over_all_their_values(server: dist.T
     )
 
 
-@pytest.mark.parametrize("moment", ["before all are here", "before the result"])
-def test_what_is_deleted_before_it_was_read_is_written_again(server: dist.TCPStore, moment: str) -> None:
-    first, second = (
+def two_ranks(server: dist.TCPStore) -> list[Rendezvous]:
+    """The ranks of a start on one node, each with a connection of its own."""
+    return [
         Rendezvous(
             RankInfo(rank, 2, 0, rank, 2, "host", 100 + rank),
             dist.TCPStore("127.0.0.1", server.port, timeout=timedelta(seconds=20), wait_for_workers=False),
             SECRET,
         )
         for rank in (0, 1)
-    )
+    ]
+
+
+@pytest.mark.parametrize("moment", ["before all are here", "before the result"])
+def test_what_is_deleted_before_it_was_read_is_written_again(server: dist.TCPStore, moment: str) -> None:
+    first, second = two_ranks(server)
 
     def delete_all() -> None:
         for key in server.list_keys():
@@ -258,14 +263,7 @@ def test_a_result_that_was_not_read_in_time_is_written_again_at_the_next_meeting
     server: dist.TCPStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("rlmath.distributed.rendezvous.READ_SECONDS", 0.0)
-    first, second = (
-        Rendezvous(
-            RankInfo(rank, 2, 0, rank, 2, "host", 100 + rank),
-            dist.TCPStore("127.0.0.1", server.port, timeout=timedelta(seconds=20), wait_for_workers=False),
-            SECRET,
-        )
-        for rank in (0, 1)
-    )
+    first, second = two_ranks(server)
 
     def meet_twice(rendezvous: Rendezvous) -> None:
         for name in ("start", "group"):
