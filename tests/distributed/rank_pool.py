@@ -42,7 +42,8 @@ def _serve(connection: Connection, rank: int, parent: int) -> None:
 def _run_task(rank: int, world_size: int, port: int, module: str, name: str, args: tuple[Any, ...]) -> Any:
     import torch.distributed as dist
 
-    os.environ.update(WORLD_SIZE=str(world_size), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    sizes = {"WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size)}
+    os.environ.update(sizes, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     function = getattr(importlib.import_module(module), name)
     try:
         return function(*args)
