@@ -24,7 +24,8 @@ PURE = rlmath/config rlmath/algorithms rlmath/data rlmath/rewards
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo test test-matrix test-full test-slurm test-megatron-next lint format clean python venv venv-next venv-lint
+.PHONY: configs docs launch megatron_patches requirements rlmath tests tools \
+	help demo test test-matrix test-full test-slurm test-megatron-next lint format clean python venv venv-next venv-lint
 
 help: ## say what there is
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 28
@@ -57,6 +58,10 @@ lint: venv venv-lint ## check format, rules, the pure packages' types and the Do
 format: venv-lint ## format the code and fix what can be fixed
 	.venv-lint/bin/ruff format .
 	.venv-lint/bin/ruff check --fix .
+
+# Of these names there are folders, with which make would do nothing, and end with status 0.
+configs docs launch megatron_patches requirements rlmath tests tools:
+	@echo "make $@: there is no such target; make help names those that there are" >&2; exit 2
 
 clean: ## remove environments, caches and the demo's output
 	rm -rf .venv .venv-next .venv-lint .venv*.lock .pytest_cache .ruff_cache .hypothesis *.egg-info outputs/demo

@@ -10,10 +10,10 @@ resumes a stopped evaluation. docs/evaluation.md explains columns, files and for
 
 from __future__ import annotations
 
-import gc
+from rlmath.distributed import process
 
 if __name__ == "__main__":
-    gc.disable()  # see rlmath.distributed.process, which enables it again
+    process.begin_program()  # before torch is imported
 
 import argparse
 import logging
@@ -25,7 +25,6 @@ from pathlib import Path
 
 from rlmath.config.help import all_settings, raise_problems
 from rlmath.config.schema import RolloutConfig
-from rlmath.distributed import process
 from rlmath.distributed.device import environment_rank, resolve_kind
 from rlmath.distributed.fault_tolerance.exit_codes import (
     FAILURE,
@@ -34,9 +33,19 @@ from rlmath.distributed.fault_tolerance.exit_codes import (
     SAVED_AND_STOPPED,
     write_exit_status,
 )
+from rlmath.distributed.fault_tolerance.preemption import INTERRUPT, on_signals
 from rlmath.evals.compare import comparison_text, read_results
+from rlmath.evals.model_source import remove_converted
 from rlmath.evals.plan import Plan
-from rlmath.trainer.startup import end_broken, log_mistake, record_exit, set_up_rank_logging
+from rlmath.trainer.preflight.checks import cuda_problems
+from rlmath.trainer.startup import (
+    end_broken,
+    log_mistake,
+    mistakes_end_all_ranks,
+    record_exit,
+    set_up_rank_logging,
+)
+from rlmath.trainer.telemetry.console import close_bars
 
 logger = logging.getLogger(__name__)
 
@@ -58,8 +67,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(comparison_text(*(read_results(path) for path in arguments.compare)))
             return 0
         plan, rollout = plan_of(arguments), rollout_of(arguments)
+        raise_problems("this machine", list(cuda_problems(arguments.device, "--device")))
         stop_on_signal(plan.output)
         # Imported after the checks: a mistake is reported before vLLM is loaded.
+        logger.info("Importing vLLM")
         from rlmath.evals.runner import evaluate
 
         process.freeze_live_objects()
@@ -68,28 +79,35 @@ def main(argv: Sequence[str] | None = None) -> int:
         record_exit(plan.output, FINISHED, "the tables are written")
         process.skip_collection_at_exit()
     except ValueError as error:
+        remove_converted()
         log_mistake(error)
         record_exit(None if output_problem(arguments) else arguments.output, MISTAKE, str(error))
         return MISTAKE
     except BaseException as error:
+        remove_converted()
         record_exit(arguments.output, FAILURE, f"{type(error).__name__}: {error}")
         end_broken()
     return 0
 
 
 def stop_on_signal(output: Path) -> None:
-    """On SIGUSR1, which Slurm sends before the time limit, this rank exits at once: verified completions are on disk.
-    (SIGTERM is not handled: torchrun sends it to all ranks after one has failed.)"""
+    """On Ctrl-C, and on SIGUSR1, which Slurm sends before the time limit, this rank exits at once: verified completions
+    are on disk. (SIGTERM is not handled: torchrun sends it to all ranks after one has failed.)"""
 
-    def stop(_number: int, _frame: object) -> None:
+    def stop(number: int) -> None:
         try:
             if environment_rank() == 0:
-                message = "stopped by SIGUSR1: the same command resumes"
+                reason = INTERRUPT if number == signal.SIGINT else signal.Signals(number).name
+                message = f"stopped by {reason}: the same command resumes"
                 write_exit_status(output, SAVED_AND_STOPPED, message)
+                close_bars()
+                logger.warning("The evaluation was %s", message)
+                remove_converted()
+                logging.shutdown()
         finally:
             os._exit(SAVED_AND_STOPPED)
 
-    signal.signal(signal.SIGUSR1, stop)
+    on_signals((signal.SIGINT, signal.SIGUSR1), stop)
 
 
 def plan_of(arguments: argparse.Namespace) -> Plan:
@@ -160,7 +178,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
             logger.warning("%s is now called %s", old, RENAMED[old])
             word = RENAMED[old] + equals + value
         words.append(word)
-    return parser.parse_args(words)
+    with mistakes_end_all_ranks():
+        return parser.parse_intermixed_args(words)
 
 
 def _add_sampling_options(group: argparse._ArgumentGroup) -> None:

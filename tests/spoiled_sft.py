@@ -7,10 +7,11 @@ import sys
 
 import torch
 
-from launch.train_sft import load
+from rlmath.config.load import load_config
+from rlmath.trainer.preflight.checks import used_keys
 from rlmath.trainer.reporter import StepRecord
 from rlmath.trainer.sft import SftTrainer
-from rlmath.trainer.startup import prepare_sft, start
+from rlmath.trainer.startup import prepare_sft, read_command_line, start
 
 SPOILED_STEP = 3
 
@@ -32,4 +33,5 @@ if __name__ == "__main__":
     at = sys.argv.index("--spoil")
     spoil = sys.argv[at + 1]
     del sys.argv[at : at + 2]
-    sys.exit(start(load, prepare_sft, lambda: SpoiledTrainer))
+    given = read_command_line(__doc__, None, used_keys())
+    sys.exit(start(lambda: load_config(given.config, given.overrides), prepare_sft, lambda: SpoiledTrainer))

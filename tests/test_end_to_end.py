@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import shutil
 from pathlib import Path
 from statistics import fmean, stdev
@@ -12,7 +13,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.programs import TRAIN, run, small_run, torchrun_command
+from rlmath.config.load import load_config
+from rlmath.distributed.fault_tolerance.exit_codes import MISTAKE, read_exit_status
+from rlmath.trainer.startup import prepare_grpo
+from rlmath.trainer.telemetry.metrics_writer import without_times
+from tests.programs import REPOSITORY, TRAIN, run, small_run, torchrun_command
 from tests.reward_by_hash import hash_of
 from tests.selection import matrix
 
@@ -65,6 +70,8 @@ METRICS = {
     "seconds/sync",
     "seconds/step",
     "tokens_per_second/rollout",
+    "rollout/mfu",
+    "train/mfu",
 }
 
 
@@ -98,6 +105,7 @@ def test_every_step_tells_its_metrics(workplace: Path) -> None:
         assert row["n_seqs"] == PER_STEP * GROUP and row["train/minibatches"] == UPDATES
         assert row["n_tokens"] == pytest.approx(row["avg_seq_len"] * row["n_seqs"])
         assert row["train/behaviour_logprob_diff_max"] < 1e-5
+        assert 0 < row["train/mfu"] < 1 and 0 < row["rollout/mfu"] < 1
     assert found[0]["train/reference_kl"] == pytest.approx(0, abs=1e-2)
     assert found[-1]["train/reference_kl"] > found[0]["train/reference_kl"]
 
@@ -201,13 +209,28 @@ def test_kl_and_clipping_are_at_work(workplace: Path) -> None:
         assert row["train/grad_norm"] > 0
 
 
-def test_the_console_tells_the_steps_and_the_settings(workplace: Path) -> None:
+def test_the_console_tells_the_steps_and_what_is_not_at_its_default(workplace: Path) -> None:
     console = (workplace / "console.txt").read_text()
     assert "Layout: TP2 x PP1 x DP1, 2 engines of TP1" in console
-    assert "prompts_per_step: 8" in console
+    (data,) = re.findall(r"^  data: .*$", console, re.MULTILINE)
+    assert "prompts_per_step=8" in data and "shuffle" not in data
+    assert "  sft: " not in console and "weight_decay" not in console
+    told = [line for line in console.splitlines() if re.match(r"\d\d:\d\d:\d\d step ", line)]
+    for step, line, row in zip((1, 2, 3), told, rows(workplace / "run"), strict=True):
+        assert len(line) <= 80
+        numbers = f"reward {row['task_reward']:.3f} acc {row['rollout/accuracy']:.3f}"
+        assert re.fullmatch(
+            rf"{line[:9]}step {step}/{STEPS} {re.escape(numbers)} len \S+ .*s left [\d:]+", line
+        )
+    assert told[-1].endswith(" left 0:00")
+    assert "Traceback" not in console and not re.search(r"[\r\x1b]", console)
+
+
+def test_the_log_file_has_every_setting_and_the_long_lines_of_the_steps(workplace: Path) -> None:
+    log = (workplace / "run" / "run.log").read_text()
+    assert "  prompts_per_step: 8\n" in log and "weight_decay: " in log and "INFO: Starting" in log
     for step in (1, 2, 3):
-        assert f"Epoch {step}/{STEPS} step 1/1 (global step {step}) finishes." in console
-    assert "Traceback" not in console
+        assert f"Epoch {step}/{STEPS} step 1/1 (global step {step}) finishes." in log
 
 
 def test_the_run_leaves_summary_samples_and_events(workplace: Path) -> None:
@@ -243,9 +266,6 @@ def test_the_exported_model_answers_alike_in_transformers_and_vllm(workplace: Pa
     assert json.loads(printed.strip().splitlines()[-1]) == answers
 
 
-TIMED = ("seconds/", "tokens_per_second/", "memory", "rollout/idle_share")
-
-
 def test_resumed_after_its_second_step_the_run_is_the_same_bit_for_bit(
     workplace: Path, tmp_path: Path
 ) -> None:
@@ -259,10 +279,7 @@ def test_resumed_after_its_second_step_the_run_is_the_same_bit_for_bit(
         file.write('{"step": 4, "lo')
     done = run(*command(workplace, folder))
     assert f"step-{STEPS - 1:06d}, made on TP2 x PP1 x DP1" in done.stderr
-    ours, theirs = (
-        [{name: x for name, x in row.items() if not name.startswith(TIMED)} for row in rows(one)]
-        for one in (folder, whole)
-    )
+    ours, theirs = ([without_times(row) for row in rows(one)] for one in (folder, whole))
     assert ours == theirs and len(ours) == STEPS
     model, last = Path("hf_model") / "model.safetensors", Path("samples") / f"step-{STEPS:06d}.jsonl"
     assert (folder / model).read_bytes() == (whole / model).read_bytes()
@@ -278,9 +295,7 @@ def test_the_saved_config_repeats_the_run(workplace: Path) -> None:
     run(*torchrun_command(2, "launch/train_grpo.py", *again))
     assert rows(folder / "earlier" / "001") == first
     for one, other in zip(first, rows(folder), strict=True):
-        assert {k: v for k, v in one.items() if not k.startswith(TIMED)} == {
-            k: v for k, v in other.items() if not k.startswith(TIMED)
-        }
+        assert without_times(one) == without_times(other)
 
 
 @matrix
@@ -288,6 +303,10 @@ def test_a_mistake_is_told_before_anything_starts(workplace: Path) -> None:
     overrides = small_run(workplace, workplace / "other")
     done = run(*torchrun_command(2, *TRAIN, *overrides, "rollout.grop_size=4"), expect=1)
     assert "did you mean" in done.stderr and "rollout.group_size" in done.stderr
+    report = done.stderr[done.stderr.index("train_grpo.py FAILED") :]
+    assert "<NO_OTHER_FAILURES>" in report, "the other rank exits with 0 when torchrun ends it"
+    *_, cause, _ = report.splitlines()
+    assert 'did you mean "rollout.group_size"' in cause, "the cause is the last line above torchrun's frame"
     done = run(*torchrun_command(2, *TRAIN, *overrides, "parallel.tensor=3"), expect=1)
     assert "parallel.tensor" in done.stderr
     assert not (workplace / "other").exists()
@@ -295,19 +314,23 @@ def test_a_mistake_is_told_before_anything_starts(workplace: Path) -> None:
 
 @matrix
 def test_a_reward_function_of_the_users_trains_and_its_failures_are_told(workplace: Path) -> None:
-    """Half of its calls fail: the run goes on, warns, and names a file with one of them."""
+    """Every second of its calls fails: the run goes on, warns, and names a file with one of them."""
     mine = workplace / "functions"
     mine.mkdir()
     (mine / "half_broken.py").write_text(
+        "from pathlib import Path\n"
+        "calls = Path(__file__).with_name('calls')\n"
         "def reward(completion, solutions, row):\n"
-        "    if len(completion) % 2:\n"
-        "        raise ValueError('odd')\n"
+        "    with calls.open('a') as file:\n"
+        "        file.write('x')\n"
+        "    if calls.stat().st_size % 2 == 0:\n"
+        "        raise ValueError('even')\n"
         "    return float(len(completion)), {'length': len(completion)}\n"
     )
     overrides = small_run(workplace, workplace / "own")
-    own = ("run.total_steps=1", "reward.function=half_broken:reward", "reward.function_failure=-1")
+    own = ("run.total_steps=3", "reward.function=half_broken:reward", "reward.function_failure=-1")
     done = run(*torchrun_command(2, *TRAIN, *overrides, *own), path=mine)
-    (row,) = rows(workplace / "own")
+    row, *later = rows(workplace / "own")
     assert 0 < row["reward/failures"] < 1
     assert row["reward/failures"] + row["reward/verdict/function"] == pytest.approx(1.0)
     assert row["reward/own/length"] > 0
@@ -315,9 +338,53 @@ def test_a_reward_function_of_the_users_trains_and_its_failures_are_told(workpla
         row["reward/own/length"] * row["reward/verdict/function"] - row["reward/failures"]
     )
     kept = workplace / "own" / "samples" / "failure-000001.jsonl"
-    assert "could not be judged" in done.stderr + done.stdout and str(kept) in done.stderr + done.stdout
+    told = done.stderr + done.stdout
+    assert (
+        told.count("could not be judged") == 1 and str(kept) in told and "reward.function_failure=-1" in told
+    )
+    assert all(abs(one["reward/failures"] - row["reward/failures"]) <= 0.2 for one in later), "it is no news"
+    assert (workplace / "own" / "run.log").read_text().count("could not be judged") == 3
     found = json.loads(kept.read_text())
-    assert any("ValueError: odd" in one["extracted"] for one in found["completions"])
+    assert any("ValueError: even" in one["extracted"] for one in found["completions"])
+
+
+@matrix
+def test_a_reward_function_that_fails_on_every_answer_ends_the_run_and_corrected_can_resume(
+    arithmetic: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It works for the trial call of rank 0 and for step 1."""
+    mine, folder = arithmetic / "fails", arithmetic / "no-rewards"
+    mine.mkdir()
+    source = (
+        "from pathlib import Path\n"
+        "calls = Path(__file__).with_name('calls')\n"
+        "def reward(completion, solutions, row):\n"
+        "    print('called')\n"
+        "    with calls.open('a') as file:\n"
+        "        file.write('x')\n"
+        "    return len(completion) if calls.stat().st_size <= LAST else row['no such column']\n"
+    )
+    file = mine / "steps.py"
+    file.write_text(source.replace("LAST", "1 + 32"))
+    own = ("run.total_steps=2", f"reward.function={file}:reward")
+    overrides = (*small_run(arithmetic, folder), *own)
+    console = run(*torchrun_command(2, *TRAIN, *overrides), expect=1).stderr
+    assert (
+        "ended in step 2, of which nothing was learned: reward.function failed on all of 32 completions"
+        in console
+    )
+    assert "KeyError: 'no such column'" in console and f'File "{file}", line 7, in reward' in console
+    assert "step 1 is saved, and the same command resumes from there" in console
+    assert "reward.function prints: called" in console
+    ended = read_exit_status(folder)
+    assert ended.status == MISTAKE and "KeyError: 'no such column'" in ended.message
+    assert len(rows(folder)) == 1
+    file.write_text(source.replace("LAST", "10**6"))
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    recovery = prepare_grpo(load_config([REPOSITORY / "configs" / "demo.yaml"], overrides)).recovery
+    assert recovery is not None and [found.step for found, _ in recovery.candidates] == [1]
+    (warning,) = recovery.warnings
+    assert "has changed since the checkpoint of step 1" in warning
 
 
 @pytest.mark.full

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -35,15 +37,24 @@ pytestmark = pytest.mark.distributed
 
 
 @contextmanager
-def running(place: Path, output: Path, console: Path | None = None) -> Iterator[subprocess.Popen[str]]:
-    """A run on 2 ranks that has finished its first step, with its console beside its folder."""
-    command = torchrun_command(2, *TRAIN, *small_run(place, output), "run.total_steps=5000")
+def running(
+    place: Path,
+    output: Path,
+    console: Path | None = None,
+    path: Path | None = None,
+    more: Sequence[str] = (),
+) -> Iterator[subprocess.Popen[str]]:
+    """A run on 2 ranks that has finished its first step, with its console beside its folder; torchrun leads a process
+    group. `path` is a folder of modules more, `more` are settings."""
+    command = torchrun_command(2, *TRAIN, *small_run(place, output), "run.total_steps=5000", *more)
+    modules = os.pathsep.join(map(str, filter(None, [REPOSITORY, path])))
     console_path = console or output.with_suffix(".console.txt")
     with console_path.open("w") as console:
         process = subprocess.Popen(
             [sys.executable, *command],
             cwd=REPOSITORY,
-            env=ENVIRONMENT | {"TMPDIR": str(console_path.parent)},
+            env=ENVIRONMENT | {"TMPDIR": str(console_path.parent), "PYTHONPATH": modules},
+            process_group=0,
             stdout=console,
             stderr=console,
             text=True,
@@ -77,18 +88,77 @@ def assert_all_gone(processes: list[psutil.Process]) -> None:
     assert not alive, f"still there: {[one.cmdline() for one in alive]}"
 
 
+RAISES = """
+import signal
+
+def fail(*_):
+    raise LookupError("no such prompt")
+
+signal.signal(signal.SIGUSR2, fail)
+"""
+"""A module that Python imports as it starts."""
+
+
 @matrix
 def test_a_rank_that_raises_ends_the_run_and_says_why(arithmetic: Path, tmp_path: Path) -> None:
     output = tmp_path / "raising"
-    with running(arithmetic, output) as process:
+    (tmp_path / "modules").mkdir()
+    (tmp_path / "modules" / "sitecustomize.py").write_text(RAISES)
+    with running(arithmetic, output, path=tmp_path / "modules") as process:
         everyone = family(process.pid)
         assert len(everyone) >= 4, "two ranks, and the processes that judge for them"
-        ranks_of(process.pid)["0"].send_signal(signal.SIGINT)
+        ranks_of(process.pid)["0"].send_signal(signal.SIGUSR2)
         assert process.wait(END_SECONDS) != 0
         assert_all_gone(everyone)
     console = output.with_suffix(".console.txt").read_text()
     assert "rank 0 on" in console and "failed; the run ends" in console
-    assert "KeyboardInterrupt" in console
+    assert "LookupError: no such prompt" in console
+    assert "LookupError: no such prompt" in (output / "run.log").read_text()
+
+
+def own_lines(console: str) -> list[str]:
+    """Those of the ranks: torchrun prints its own traceback when it is interrupted."""
+    return [line for line in console.splitlines() if re.match(r"\d\d:\d\d:\d\d ", line)]
+
+
+@matrix
+def test_control_c_saves_and_says_that_the_same_command_resumes(arithmetic: Path, tmp_path: Path) -> None:
+    """A terminal sends SIGINT to the group of torchrun; its ranks have groups of their own."""
+    output = tmp_path / "run"
+    with running(arithmetic, output) as process:
+        everyone = family(process.pid)
+        os.killpg(process.pid, signal.SIGINT)
+        assert process.wait(END_SECONDS) != 0
+        assert_all_gone(everyone)
+    told, status, rows = (
+        output.with_suffix(".console.txt").read_text(),
+        read_exit_status(output),
+        rows_of(output),
+    )
+    assert status.status == SAVED_AND_STOPPED, told
+    step = rows[-1]["step"]
+    assert complete_checkpoints(output / "checkpoints")[0][0].step == step
+    assert own_lines(told)[-1].endswith(f"after step {step}, which is saved: the same command resumes"), told
+    assert "KeyboardInterrupt" not in told and told.count("Traceback") == told.count("SignalException: "), (
+        told
+    )
+    assert all(len(line) <= 80 for line in own_lines(told) if " step " in line and " reward " in line)
+
+
+@pytest.mark.full
+def test_a_second_control_c_ends_the_run_at_once(arithmetic: Path, tmp_path: Path) -> None:
+    output = tmp_path / "run"
+    with running(arithmetic, output, more=("algorithm.n_minibatches=1", "rollout.group_size=512")) as process:
+        everyone = family(process.pid)
+        os.killpg(process.pid, signal.SIGINT)
+        wait_for(lambda: "Ctrl-C again ends it at once" in output.with_suffix(".console.txt").read_text())
+        os.killpg(process.pid, signal.SIGINT)
+        assert process.wait(END_SECONDS) != 0
+        assert_all_gone(everyone)
+    told = output.with_suffix(".console.txt").read_text()
+    assert read_exit_status(output).status == FAILURE, told
+    assert "ended at once by a second Ctrl-C; the same command " in own_lines(told)[-1], told
+    assert "KeyboardInterrupt" not in told
 
 
 @pytest.mark.full  # tests/guard kills ranks of a smaller program, the drill those of a run
@@ -148,4 +218,4 @@ def rows_of(output: Path) -> list[dict[str, float]]:
 
 
 def steps_in(console: Path) -> int:
-    return console.read_text().count(" finishes. ")
+    return len(re.findall(r" step +\d+/\d+ reward ", console.read_text()))

@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from rlmath.trainer.telemetry.metrics_writer import without_times
 from tests.programs import TRAIN, run, small_run, torchrun_command
 from tests.selection import matrix
 
@@ -18,7 +19,6 @@ pytestmark = [pytest.mark.distributed, matrix]
 
 STEPS = 4
 RANKS = 2
-TIMED = ("seconds/", "tokens_per_second/", "memory", "rollout/idle_share")
 LAYOUTS = {
     "TP2": ("parallel.tensor=2",),
     "DP2": ("parallel.tensor=1",),
@@ -52,7 +52,7 @@ def train(place: Path, folder: Path, *overrides: str, ranks: int = RANKS) -> str
 
 def rows(folder: Path) -> list[dict[str, float]]:
     found = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [{name: x for name, x in row.items() if not name.startswith(TIMED)} for row in found]
+    return [without_times(row) for row in found]
 
 
 def interrupted_after(step: int, whole: Path, folder: Path) -> None:

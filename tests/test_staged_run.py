@@ -17,6 +17,7 @@ import torch
 from safetensors.torch import load_file
 
 from rlmath.distributed.fault_tolerance.exit_codes import SAVED_AND_STOPPED, read_exit_status
+from rlmath.trainer.telemetry.metrics_writer import without_times
 from tests.programs import ENVIRONMENT, REPOSITORY, TRAIN, run, small_run, torchrun_command
 from tests.selection import matrix
 
@@ -38,7 +39,6 @@ def reward(completion, solutions, row):
     return -float(len(completion)), {"correct": len(completion) < 10}
 """
 """The random model is never right, but it can learn to be short."""
-TIMED = ("seconds/", "tokens_per_second/", "memory", "rollout/idle_share", "validation/seconds")
 MODELS = ("hf_model", "best_model", "models/stage-1", "models/stage-2", "models/stage-3")
 
 
@@ -59,7 +59,7 @@ def staged(place: Path) -> tuple[str, ...]:
 
 def rows(folder: Path, name: str = "metrics.jsonl") -> list[dict[str, float]]:
     found = [json.loads(line) for line in (folder / name).read_text().splitlines()]
-    return [{key: x for key, x in row.items() if not key.startswith(TIMED)} for row in found]
+    return [without_times(row) for row in found]
 
 
 @pytest.fixture(scope="module")

@@ -4,29 +4,32 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import shutil
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from launch import train_sft
 from rlmath.config.help import help_text
 from rlmath.config.load import load_config
-from rlmath.distributed.fault_tolerance.exit_codes import read_exit_status
+from rlmath.distributed.fault_tolerance.exit_codes import SAVED_AND_STOPPED, read_exit_status
 from rlmath.trainer.preflight.checks import used_keys
 from rlmath.trainer.startup import prepare_sft
-from tests.programs import ENVIRONMENT, REPOSITORY, run, torchrun_command
+from rlmath.trainer.telemetry.metrics_writer import without_times
+from tests.programs import ENVIRONMENT, REPOSITORY, end_family, run, torchrun_command
 from tests.selection import matrix
 
 SFT = ("launch/train_sft.py", "--config", "configs/demo_sft.yaml")
 STEPS = 4
 START_SECONDS = 120.0
-TIMED = ("seconds/", "tokens_per_second/", "memory")
 distributed = pytest.mark.distributed
 
 
@@ -48,7 +51,7 @@ def settings(place: Path, output: Path, *more: str) -> list[str]:
 
 def rows(folder: Path) -> list[dict[str, float]]:
     found = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [{name: x for name, x in row.items() if not name.startswith(TIMED)} for row in found]
+    return [without_times(row) for row in found]
 
 
 @pytest.fixture(scope="module")
@@ -73,7 +76,10 @@ def test_a_run_tells_its_numbers_and_leaves_a_model(arithmetic: Path, whole: Pat
     console = whole.with_suffix(".console.txt").read_text()
     assert "Without effect in supervised training: rollout.group_size, algorithm.kl_coef." in console
     assert "Layout: TP1 x PP1 x DP2\n" in console and "Held out: 20 sequences." in console
-    assert "Epoch 1/1 step 4/2497 (global step 4) finishes." in console and "train/loss: " in console
+    assert re.search(r" step 4/4 loss \d+\.\d{4} held-out \d+\.\d{4} .*s left 0:00\n", console)
+    assert not re.search(r"group_size=|kl_coef=", console), "what has no effect"
+    log = (whole / "run.log").read_text()
+    assert "Epoch 1/1 step 4/4 (global step 4) finishes." in log and "train/loss: " in log
     assert list((whole / "tensorboard").iterdir())
     summary = json.loads((whole / "summary.json").read_text())
     assert summary["steps"] == STEPS and summary["held_out"]["held_out/loss"] == found[-1]["held_out/loss"]
@@ -122,30 +128,62 @@ def test_a_run_that_was_killed_goes_on_bit_by_bit(arithmetic: Path, whole: Path,
     assert (folder / model).read_bytes() == (whole / model).read_bytes()
 
 
+def stopped(command: list[str], number: signal.Signals, moment: Callable[[str], bool], console: Path) -> str:
+    """A run that gets a signal when its console, or something else, says that the moment is there; what it told."""
+    with console.open("w") as file:
+        process = subprocess.Popen(
+            [sys.executable, *command], cwd=REPOSITORY, env=ENVIRONMENT, stdout=file, stderr=file
+        )
+    try:
+        deadline = time.monotonic() + START_SECONDS
+        while not moment(console.read_text()):
+            assert process.poll() is None and time.monotonic() < deadline, console.read_text()
+            time.sleep(0.05)
+        process.send_signal(number)
+        assert process.wait(START_SECONDS) != 0
+    finally:
+        end_family(process)
+    return console.read_text()
+
+
+@distributed
+@matrix
+def test_stopped_before_its_first_step_a_run_says_that_nothing_is_saved(
+    arithmetic: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "run"
+    command = torchrun_command(1, *SFT, *settings(arithmetic, folder, "run.total_epochs=50"))
+    console = stopped(
+        command, signal.SIGTERM, lambda text: "Settings that are not" in text, tmp_path / "console.txt"
+    )
+    status = read_exit_status(folder)
+    assert status.status == SAVED_AND_STOPPED
+    assert "stopped by SIGTERM before the end of its first step: nothing was saved" in status.message
+    assert status.message in console and "is saved" not in console
+    assert not list((folder / "checkpoints").glob("step-*"))
+
+
 @distributed
 @pytest.mark.full
-def test_sigterm_saves_and_ends_with_75(arithmetic: Path, whole: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("number", "reason"), [(signal.SIGTERM, "SIGTERM"), (signal.SIGINT, "SIGINT (Ctrl-C)")]
+)
+def test_a_signal_saves_and_ends_with_75(
+    arithmetic: Path, whole: Path, tmp_path: Path, number: signal.Signals, reason: str
+) -> None:
     """The steps until then are those of the undisturbed run on twice as many ranks."""
     folder = tmp_path / "run"
     command = torchrun_command(1, *SFT, *settings(arithmetic, folder, "run.total_epochs=50"))
-    with (tmp_path / "console.txt").open("w") as console:
-        process = subprocess.Popen(
-            [sys.executable, *command], cwd=REPOSITORY, env=ENVIRONMENT, stdout=console, stderr=console
-        )
-        try:
-            deadline = time.monotonic() + START_SECONDS
-            metrics = folder / "metrics.jsonl"
-            while not metrics.exists() or len(metrics.read_text().splitlines()) < STEPS + 1:
-                assert process.poll() is None and time.monotonic() < deadline
-                time.sleep(0.05)
-            process.send_signal(signal.SIGTERM)
-            assert process.wait(START_SECONDS) != 0
-        finally:
-            process.kill()
-            process.wait()
-    status = read_exit_status(folder)
-    assert status.status == 75 and "stopped by" in status.message
-    found = rows(folder)
+    metrics = folder / "metrics.jsonl"
+
+    def has_steps(_: str) -> bool:
+        return metrics.exists() and len(metrics.read_text().splitlines()) > STEPS
+
+    console = stopped(command, number, has_steps, tmp_path / "console.txt")
+    status, found = read_exit_status(folder), rows(folder)
+    told = f"stopped by {reason} after step {found[-1]['step']}, which is saved: the same command resumes"
+    assert (status.status, status.message) == (SAVED_AND_STOPPED, told)
+    assert f"The run was {told}\n" in console and "KeyboardInterrupt" not in console
     for ours, theirs in zip(found[:STEPS], rows(whole)[:STEPS], strict=True):
         assert ours == pytest.approx(theirs, rel=1e-4)
     saved = max(int(path.name.removeprefix("step-")) for path in (folder / "checkpoints").iterdir())
@@ -169,6 +207,53 @@ def test_mistakes_are_told_all_at_once(arithmetic: Path, tmp_path: Path) -> None
     assert not (tmp_path / "new").exists()
 
 
+def test_a_dry_run_tells_the_plan_or_all_mistakes_and_writes_nothing(
+    arithmetic: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def dry(*more: str) -> tuple[int, str, str]:
+        words = ["--config", str(REPOSITORY / SFT[2]), "--dry-run", "--ranks", "2"]
+        status = train_sft.main([*words, *settings(arithmetic, tmp_path / "new", *more)])
+        return status, *capsys.readouterr()
+
+    status, plan, problems = dry("data.prompts_per_step=64", "rollout.group_size=5")
+    assert (status, problems) == (0, "")
+    for line in (
+        "Layout: 2 ranks, TP1 x PP1 x DP2",
+        "Step: 64 sequences of at most 64 tokens, 4,096 in all, packed into micro-batches of 4096; one update",
+        "Held out: 20 sequences.",
+        "Held-out sequences: their loss every 2 steps",
+        "Steps: 624 in all, 312 an epoch (2 epochs)",
+        "Without effect in supervised training: rollout.group_size.",
+        "  update: ",
+        "No problem was found.",
+    ):
+        assert line in plan
+    assert "rollout: " not in plan and "generat" not in plan
+    wrong = ("sft.max_sequence_tokens=9999", "optimizer.lr=-1", f"sft.held_out_path={tmp_path}/none")
+    status, plan, problems = dry(*wrong)
+    assert (status, plan) == (2, "")
+    assert "the model has 512 positions" in problems and "optimizer.lr is -1" in problems
+    assert "sft.held_out_path: there is no file" in problems
+    prompts = f"data.train_path={arithmetic}/data/train.jsonl"
+    status, _, problems = dry(prompts)
+    assert status == 2 and "200 of 200 rows cannot be used" in problems
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_dry_run_without_the_models_tokenizer_says_what_it_needs(
+    arithmetic: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bare = tmp_path / "bare"
+    shutil.copytree(arithmetic / "base", bare, ignore=shutil.ignore_patterns("*token*", "vocab*"))
+    words = settings(arithmetic, tmp_path / "new", f"model.path={bare}", "parallel.tensor=1")
+    dry = ["--config", str(REPOSITORY / SFT[2]), "--dry-run", *words]
+    assert train_sft.main(dry) == 2
+    assert f'"{bare}" has no tokenizer: neither tokenizer.json nor vocab.json' in capsys.readouterr().err
+    (bare / "model.safetensors").unlink()  # a folder of a model that lies elsewhere
+    assert train_sft.main(dry) == 2
+    assert f'"{bare}" has no tokenizer here' in capsys.readouterr().err
+
+
 def test_a_file_without_completions_is_told(arithmetic: Path, tmp_path: Path) -> None:
     prompts = f"data.train_path={arithmetic}/data/train.jsonl"
     found = told(*settings(arithmetic, tmp_path / "new", prompts))
@@ -181,7 +266,7 @@ def test_a_file_without_completions_is_told(arithmetic: Path, tmp_path: Path) ->
     [
         ("data.prompts_per_step=30000", "data.prompts_per_step is 30000, but only 19980"),
         ("sft.max_sequence_tokens=5", "all 20000 sequences that can be used are longer than"),
-        ("optimizer.warmup_steps=2497", "would never reach optimizer.lr"),
+        ("optimizer.warmup_steps=4994", "would never reach optimizer.lr"),
     ],
 )
 def test_data_and_settings_that_do_not_go_together_are_told(

@@ -1,10 +1,11 @@
 """Time of one rollout and one update on this machine's CPU, against plain transformers in the same process.
 
-    python tools/bench_step.py [--quick]
+    python tools/bench_step.py [--models 0.6M 9.5M 100M] [--quick]
 
-One rank, one thread, a random Qwen2 of 0.6M parameters, samples of very different lengths. Prints one JSON object per
-figure: {"bench", "case", "metric", "value", "unit", "baseline", "ratio"}; `ratio` above 1 means ours is better. Values
-are medians.
+One rank, one thread, random Qwen2 models, samples of very different lengths. Prints one JSON object per figure:
+{"bench", "case", "metric", "value", "unit", "baseline", "ratio"}; `ratio` above 1 means ours is better. Values are
+medians. "mfu" is the model's own arithmetic (`training_cost`) over the best float32 matrix multiplication of its sizes,
+measured before; its baseline is that of transformers. The rollout is measured with the smallest model.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -36,15 +38,15 @@ from rlmath.config.schema import (
     RolloutConfig,
 )
 from rlmath.data.packing import pack
-from rlmath.data.seqlen_balancing import plan_minibatches
-from rlmath.distributed.device import init_process_group, open_device
+from rlmath.data.seqlen_balancing import plan_minibatches, training_cost
+from rlmath.distributed.device import Device, init_process_group, open_device
 from rlmath.distributed.mesh import Mesh
+from rlmath.distributed.peak_flops import peak_flops
 from rlmath.models.hf_config import read_model_shape
 from rlmath.trainer.telemetry.console import setup_logging
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 VOCABULARY = 100
-MAX_TOKENS = 8192
 PADDED_ROWS = 32
 """Samples of one padded micro-batch of the baseline."""
 
@@ -60,26 +62,57 @@ def median_seconds(work: Callable[[], None], repeats: int) -> float:
     return statistics.median(durations)
 
 
-def report(case: str, tokens: int, ours: float, theirs: float, baseline: str) -> None:
-    """One JSON line: tokens per second of ours, and how many times the baseline's that is."""
+@dataclass(frozen=True)
+class Case:
+    """A model, and the samples of one update."""
+
+    make: tuple[str, ...]
+    """Arguments of tools/make_tiny_model.py."""
+    samples: int
+    mean_tokens: int
+    most_tokens: int
+    """Of a completion."""
+    max_tokens_per_microbatch: int
+    repeats: int
+
+
+CASES = {
+    "0.6M": Case((), 512, 34, 128, 8192, 5),
+    "9.5M": Case(
+        ("--hidden", "384", "--intermediate", "1024", "--layers", "6", "--heads", "6"), 64, 109, 400, 4096, 3
+    ),
+    "100M": Case(
+        ("--hidden", "768", "--intermediate", "2304", "--layers", "14", "--heads", "12"),
+        8,
+        256,
+        1024,
+        2048,
+        1,
+    ),
+}
+
+
+def report(case: str, metric: str, unit: str, ours: float, theirs: float, baseline: str) -> None:
+    """One JSON line: ours, and how many times the baseline's that is."""
+    digits = 3 if ours < 1 else 1
     line = {
         "bench": "step",
         "case": case,
-        "metric": "tokens_per_second",
-        "value": round(tokens / ours, 1),
-        "unit": "tokens/s",
-        "baseline": f"{baseline}: {tokens / theirs:.1f} tokens/s",
-        "ratio": round(theirs / ours, 3),
+        "metric": metric,
+        "value": round(ours, digits),
+        "unit": unit,
+        "baseline": f"{baseline}: {theirs:.{digits}f} {unit}".rstrip(),
+        "ratio": round(ours / theirs, 3),
     }
     print(json.dumps(line), flush=True)
 
 
-def make_samples(count: int) -> list[Sample]:
-    """Prompts of 8 tokens and completions of 4 to 128, most of them short."""
+def make_samples(case: Case) -> list[Sample]:
+    """Prompts of 8 tokens and completions whose lengths fall off exponentially."""
     draw = random.Random(1)
     samples = []
-    for _ in range(count):
-        length = min(128, 4 + int(draw.expovariate(1 / 30)))
+    for _ in range(case.samples):
+        length = min(case.most_tokens, 4 + int(draw.expovariate(1 / (case.mean_tokens - 4))))
         completion = tuple(draw.randrange(3, VOCABULARY) for _ in range(length))
         prompt = tuple(draw.randrange(3, VOCABULARY) for _ in range(8))
         samples.append(Sample(prompt, completion, (-4.6,) * length, draw.uniform(-1, 1)))
@@ -116,30 +149,35 @@ def padded_update(model: torch.nn.Module, samples: list[Sample]) -> Callable[[],
     return update
 
 
-def bench_update(folder: Path, count: int, repeats: int) -> None:
-    """One optimizer step on `count` samples."""
+def bench_update(folder: Path, name: str, case: Case, mesh: Mesh, device: Device) -> None:
+    """One optimizer step on the case's samples."""
     from rlmath.models.build import build_actor
-    from rlmath.models.megatron import start_megatron
 
-    device, mesh = open_device("cpu"), Mesh(0, 1, 1, 1, 1)
-    start_megatron(mesh, device, seed=1, timeout_seconds=600.0)
+    shape, most = read_model_shape(folder), case.max_tokens_per_microbatch
     config = Config(
         model=ModelConfig(path=str(folder)),
-        policy=PolicyConfig(max_tokens_per_microbatch=MAX_TOKENS),
+        policy=PolicyConfig(max_tokens_per_microbatch=most),
         optimizer=OptimizerConfig(lr=1e-5),
         algorithm=AlgorithmConfig(early_stop_ratio=None),
     )
-    actor = build_actor(config, read_model_shape(folder), mesh, device, total_updates=1000, stop_token_ids=())
-    samples = make_samples(count)
+    peak = peak_flops(shape, mesh, device)
+    actor = build_actor(config, shape, mesh, device, total_updates=1000, stop_token_ids=())
+    samples = make_samples(case)
+    lengths = [sample.length for sample in samples]
 
     def ours() -> None:
-        (plan,) = plan_minibatches([s.length for s in samples], 1, 1, MAX_TOKENS, seed=1)
+        (plan,) = plan_minibatches(lengths, 1, 1, most, seed=1)
         actor.learner.learn([pack(samples, part, 1) for part in plan.microbatches_by_rank[0]], None, None)
 
     theirs = padded_update(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), samples)
-    total = sum(sample.length for sample in samples)
-    ours_seconds, theirs_seconds = median_seconds(ours, repeats), median_seconds(theirs, repeats)
-    report(f"update, {count} samples", total, ours_seconds, theirs_seconds, "transformers, padded")
+    ours_seconds, theirs_seconds = median_seconds(ours, case.repeats), median_seconds(theirs, case.repeats)
+    title, baseline = f"update, {name} parameters, {case.samples} samples", "transformers, padded"
+    tokens, work = sum(lengths), sum(map(training_cost(shape).of, lengths))
+    report(title, "tokens_per_second", "tokens/s", tokens / ours_seconds, tokens / theirs_seconds, baseline)
+    report(
+        title, "flops_per_second", "GFLOP/s", work / ours_seconds / 1e9, work / theirs_seconds / 1e9, baseline
+    )
+    report(title, "mfu", "", work / ours_seconds / peak, work / theirs_seconds / peak, baseline)
 
 
 def bench_rollout(folder: Path, count: int, new_tokens: int, repeats: int) -> None:
@@ -166,33 +204,43 @@ def bench_rollout(folder: Path, count: int, new_tokens: int, repeats: int) -> No
 
     ours_seconds = median_seconds(lambda: list(sample(llm, settings, requests)) and None, repeats)
     theirs_seconds = median_seconds(theirs, repeats)
-    report(
-        f"rollout, {count} x {new_tokens} tokens",
-        count * new_tokens,
-        ours_seconds,
-        theirs_seconds,
-        "transformers generate",
-    )
+    title, tokens = f"rollout, {count} x {new_tokens} tokens", count * new_tokens
+    pair = (tokens / ours_seconds, tokens / theirs_seconds)
+    report(title, "tokens_per_second", "tokens/s", *pair, "transformers generate")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="fewer samples and repeats, within a minute")
-    quick = parser.parse_args().quick
+    parser.add_argument("--models", nargs="+", choices=CASES, default=tuple(CASES), help="default: all")
+    given = parser.parse_args()
+    quick, names = given.quick, ("0.6M",) if given.quick else given.models
     setup_logging(0)
     torch.set_num_threads(1)
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
+    from rlmath.models.megatron import start_megatron
+
     os.environ.update(RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     with tempfile.TemporaryDirectory() as place:
-        folder = Path(place) / "model"
-        make = [sys.executable, "tools/make_tiny_model.py", "--output", str(folder)]
-        subprocess.run(make, cwd=REPOSITORY, check=True, stdout=subprocess.DEVNULL)
-        init_process_group(open_device("cpu"), 600.0)
-        bench_update(folder, 128 if quick else 512, 2 if quick else 5)
+        for name in dict.fromkeys(("0.6M", *names)):
+            make = [
+                sys.executable,
+                "tools/make_tiny_model.py",
+                "--output",
+                f"{place}/{name}",
+                *CASES[name].make,
+            ]
+            subprocess.run(make, cwd=REPOSITORY, check=True, stdout=subprocess.DEVNULL)
+        device, mesh = open_device("cpu"), Mesh(0, 1, 1, 1, 1)
+        init_process_group(device, 600.0)
+        start_megatron(mesh, device, seed=1, timeout_seconds=600.0)
+        for name in names:
+            case = replace(CASES[name], samples=128, repeats=2) if quick else CASES[name]
+            bench_update(Path(place) / name, name, case, mesh, device)
         dist.destroy_process_group()
-        bench_rollout(folder, 64 if quick else 256, 32 if quick else 128, 2 if quick else 5)
+        bench_rollout(Path(place) / "0.6M", 64 if quick else 256, 32 if quick else 128, 2 if quick else 5)
 
 
 if __name__ == "__main__":

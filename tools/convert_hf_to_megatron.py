@@ -39,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sizes = (given.tensor_parallel, given.pipeline_parallel)
         if min(sizes) < 1:
             raise ValueError(f"--tensor-parallel and --pipeline-parallel are {sizes}; needed: at least 1.")
-        shape = read_model_shape(given.hf)
+        shape = read_model_shape(given.hf, "--hf")
         converted = hf_to_megatron(given.hf, shape, given.output, *sizes, DTYPES[given.dtype])
     except ValueError as error:
         print(error, file=sys.stderr)

@@ -28,6 +28,8 @@ MAX_NEW_TOKENS = 32
 ALGORITHMS = REPOSITORY / "configs" / "algorithms"
 GOOD_ACCURACY = 0.9
 SFT_RANKS = 2
+INTERRUPTED = 130
+"""The exit status after Ctrl-C, as shells give it."""
 
 
 @dataclass(frozen=True)
@@ -60,13 +62,23 @@ def child_environment() -> dict[str, str]:
 
 
 def run(title: str, command: list[str], environment: dict[str, str]) -> None:
-    """Run one program; its failure ends the demo with its exit status."""
+    """Run one program, which writes where this one does; its failure ends the demo with its exit status. After Ctrl-C,
+    which the terminal sends to the program too, wait for its end: it may save. Then end with INTERRUPTED."""
     print(f"\n== {title}", flush=True)
     started = time.perf_counter()
-    done = subprocess.run(command, cwd=REPOSITORY, env=environment, check=False)
-    if done.returncode:
-        print(f"demo: {title!r} failed with status {done.returncode}: {' '.join(command)}", file=sys.stderr)
-        raise SystemExit(done.returncode)
+    places = {"cwd": REPOSITORY, "env": environment, "stdout": sys.stdout, "stderr": sys.stderr}
+    program, status, interrupted = subprocess.Popen(command, **places), None, False
+    while status is None:
+        try:
+            status = program.wait()
+        except KeyboardInterrupt:
+            interrupted = True
+    if interrupted:
+        print(f"demo: interrupted in {title!r}", file=sys.stderr)
+        raise SystemExit(INTERRUPTED)
+    if status:
+        print(f"demo: {title!r} failed with status {status}: {' '.join(command)}", file=sys.stderr)
+        raise SystemExit(status)
     print(f"   {time.perf_counter() - started:.1f} s", flush=True)
 
 
@@ -117,46 +129,49 @@ def teach(folder: Path, seed: int) -> Path:
     return base
 
 
-def train(folder: Path, seed: int, layout: Layout, algorithm: str) -> dict:
-    """The training run under torchrun; returns its own summary."""
-    command = [*torchrun(layout.ranks), "launch/train_grpo.py", "--config", "configs/demo.yaml"]
-    command += ["--config", str(ALGORITHMS / f"{algorithm}.yaml")]
-    command += [f"run.output_dir={folder / 'run'}", f"run.seed={seed}", f"model.path={folder / 'base'}"]
-    command += [f"data.train_path={folder / 'data' / 'train.jsonl'}"]
-    command += [f"parallel.tensor={layout.tensor}", f"parallel.pipeline={layout.pipeline}"]
-    title = f"Training ({algorithm}) on {layout.ranks} ranks, TP{layout.tensor} x PP{layout.pipeline}"
-    run(title, command, one_thread())
-    return json.loads((folder / "run" / "summary.json").read_text(encoding="utf-8"))
-
-
-def steps_to_good_accuracy(folder: Path) -> int | None:
-    """The first step that sampled at least GOOD_ACCURACY right answers, None if there is none."""
-    with (folder / "run" / "metrics.jsonl").open(encoding="utf-8") as lines:
-        rows = [json.loads(line) for line in lines]
-    return next((row["step"] for row in rows if row["rollout/accuracy"] >= GOOD_ACCURACY), None)
-
-
-def demo(folder: Path, seed: int, layout: Layout, algorithm: str) -> dict:
-    """All stages; returns the demo's summary, but for the time."""
+def make_base(folder: Path, seed: int) -> float:
+    """Data, a random model and what it becomes by supervised training, in `data`, `random` and `base`; returns the
+    accuracy of the last."""
     python, environment = sys.executable, child_environment()
     make_data = [python, "tools/make_arithmetic.py", "--output", str(folder / "data"), "--seed", str(seed)]
     run("Arithmetic problems", make_data, environment)
     make_model = [python, "tools/make_tiny_model.py", "--output", str(folder / "random"), "--seed", str(seed)]
     run("A tiny random model", make_model, environment)
     base = teach(folder, seed)
-    before = accuracy("Accuracy before", base, folder / "data", folder / "eval_before", seed)
-    trained = train(folder, seed, layout, algorithm)
-    after = accuracy(
-        "Accuracy after", folder / "run" / "hf_model", folder / "data", folder / "eval_after", seed
-    )
-    picture = [python, "tools/plot_run.py", str(folder / "run"), "--metric", "task_reward"]
-    run("The reward curve", [*picture, "--output", str(folder / "reward.svg")], environment)
+    return accuracy("Accuracy before", base, folder / "data", folder / "eval_before", seed)
+
+
+def train(folder: Path, output: Path, seed: int, layout: Layout, algorithm: str) -> dict:
+    """The training run of `folder`'s base model under torchrun, in `output`; returns its own summary."""
+    command = [*torchrun(layout.ranks), "launch/train_grpo.py", "--config", "configs/demo.yaml"]
+    command += ["--config", str(ALGORITHMS / f"{algorithm}.yaml")]
+    command += [f"run.output_dir={output}", f"run.seed={seed}", f"model.path={folder / 'base'}"]
+    command += [f"data.train_path={folder / 'data' / 'train.jsonl'}"]
+    command += [f"parallel.tensor={layout.tensor}", f"parallel.pipeline={layout.pipeline}"]
+    title = f"Training ({algorithm}) on {layout.ranks} ranks, TP{layout.tensor} x PP{layout.pipeline}"
+    run(title, command, one_thread())
+    return json.loads((output / "summary.json").read_text(encoding="utf-8"))
+
+
+def steps_to_good_accuracy(run_dir: Path) -> int | None:
+    """The first step that sampled at least GOOD_ACCURACY right answers, None if there is none."""
+    with (run_dir / "metrics.jsonl").open(encoding="utf-8") as lines:
+        rows = [json.loads(line) for line in lines]
+    return next((row["step"] for row in rows if row["rollout/accuracy"] >= GOOD_ACCURACY), None)
+
+
+def train_and_evaluate(folder: Path, output: Path, seed: int, layout: Layout, algorithm: str) -> dict:
+    """Train `folder`'s base model, evaluate it, and draw its reward; in `output`: run, eval_after, reward.svg."""
+    run_dir = output / "run"
+    trained = train(folder, run_dir, seed, layout, algorithm)
+    after = accuracy("Accuracy after", run_dir / "hf_model", folder / "data", output / "eval_after", seed)
+    picture = [sys.executable, "tools/plot_run.py", str(run_dir), "--metric", "task_reward"]
+    run("The reward curve", [*picture, "--output", str(output / "reward.svg")], child_environment())
     return {
-        "accuracy_before": before,
         "accuracy_after": after,
         "seconds_training": trained["seconds_training"],
         "steps": trained["steps"],
-        "steps_to_90_percent": steps_to_good_accuracy(folder),
+        "steps_to_90_percent": steps_to_good_accuracy(run_dir),
         "tokens_per_second": trained["tokens_per_second"],
         "layout": trained["layout"],
         "ranks": layout.ranks,
@@ -199,7 +214,8 @@ def main() -> int:
     folder = arguments.output.resolve()
     set_aside(folder)
     folder.mkdir(parents=True)
-    summary = demo(folder, arguments.seed, layout, arguments.algorithm)
+    summary = {"accuracy_before": make_base(folder, arguments.seed)}
+    summary |= train_and_evaluate(folder, folder, arguments.seed, layout, arguments.algorithm)
     summary["seconds_total"] = round(time.time() - arguments.started_at, 1)
     summary["seconds_install_excluded"] = round(time.time() - started, 1)
     (folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")

@@ -37,6 +37,7 @@ from rlmath.distributed.fault_tolerance.exit_codes import (
     clear_exit_status,
     read_exit_status,
 )
+from rlmath.trainer.telemetry.metrics_writer import without_times
 from tools.drill_damage import own_disk
 from tools.drill_kinds import KINDS, VALIDATE_EVERY, Program
 from tools.drill_run import REPOSITORY, Attempt, metric_lines, start
@@ -55,15 +56,6 @@ ENDLESS = 100_000
 """Steps of a run until all its disturbances are done."""
 QUICK = ("kill-save", "sigterm", "bit-flip", "kill-sync", "disk-full", "kill-rollout")
 NEEDS_DISK = ("disk-full", "no-inodes")
-TIMES = (
-    "seconds/",
-    "tokens_per_second/",
-    "memory/",
-    "rollout/idle_share",
-    "sync/",
-    "saved",
-    "validation/seconds",
-)
 
 
 @dataclass(frozen=True)
@@ -384,10 +376,6 @@ def run_differences(undisturbed: Path, disturbed: Path) -> list[str]:
     return found + model_differences(undisturbed / "hf_model", disturbed / "hf_model")
 
 
-def without_times(row: dict[str, float]) -> dict[str, float]:
-    return {key: value for key, value in row.items() if not key.startswith(TIMES) and "memory" not in key}
-
-
 def differences(undisturbed: list[dict[str, float]], disturbed: list[dict[str, float]]) -> list[str]:
     """As `row_differences`, of metrics; nothing can be said where nothing was learned."""
     if not any(row.get("train/grad_norm", 0.0) > 0 for row in undisturbed):
@@ -400,7 +388,10 @@ def row_differences(undisturbed: list[dict[str, float]], disturbed: list[dict[st
     steps = [[int(row["step"]) for row in rows] for rows in (undisturbed, disturbed)]
     if steps[0] != steps[1]:
         return [f"the steps are {steps[1]}, of the undisturbed run {steps[0]}"]
-    pairs = [(without_times(a), without_times(b)) for a, b in zip(undisturbed, disturbed, strict=True)]
+    pairs = [
+        (without_times(a, "sync/"), without_times(b, "sync/"))
+        for a, b in zip(undisturbed, disturbed, strict=True)
+    ]
     found = [
         f"step {a['step']}: {key} is {b.get(key)}, of the undisturbed run {a.get(key)}"
         for a, b in pairs

@@ -87,7 +87,7 @@ def while_starting(attempt: Attempt, rng: random.Random) -> None:
 
 def _wait_for_claim(attempt: Attempt) -> None:
     """What an earlier start has left unfinished is gone by then."""
-    title = "The settings of this run"
+    title = "Settings that are not at their defaults"
     wait_for(lambda: attempt.ended or title in attempt.console(), 300.0, "the settings on the console")
 
 
@@ -311,7 +311,7 @@ KINDS: dict[str, Kind] = {
         settings=("run.stop_grace_seconds=0.01",),
     ),
     "sigusr1": Kind(any_time, signal_a_rank(signal.SIGUSR1), _STOPS),
-    "sigint": Kind(any_time, signal_launcher(signal.SIGINT)),
+    "sigint": Kind(any_time, signal_launcher(signal.SIGINT), _STOPS),
     "sighup": Kind(any_time, signal_launcher(signal.SIGHUP)),
     "disk-full": Kind(at_once, damage.fill_disk, spoil=damage.free_disk),
     "truncated": _damaged(damage.truncate),

@@ -82,7 +82,7 @@ def explain(given: argparse.Namespace) -> Explained:
     """The plan of the run that the command line tells; ValueError for settings that no run could have."""
     if given.ranks_per_node is not None and given.ranks_per_node < 1:
         raise ValueError(f"--ranks-per-node is {given.ranks_per_node}; needed: at least 1.")
-    config = load_config(given.config, [*NOT_NEEDED, *given.overrides])
+    config = load_config(given.config, given.overrides, stand_ins=NOT_NEEDED)
     ranks = ranks_or_least(config, given.ranks)
     shape = checked_shape(config, ranks)
     # With run.device=cuda no GPU need be there, nor named.

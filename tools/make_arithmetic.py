@@ -157,7 +157,7 @@ def _write(path: Path, rows: list[dict[str, object]]) -> None:
 def main(argv: list[str] | None = None) -> None:
     """Reads the command line and writes the files."""
     parser = argparse.ArgumentParser(description="Writes train, heldout and worked.jsonl with additions.")
-    parser.add_argument("--output", type=Path, required=True, help="folder to write to")
+    parser.add_argument("--output", type=Path, required=True, help="new or empty folder")
     parser.add_argument("--seed", type=int, default=1, help="the same seed gives the same files (default 1)")
     parser.add_argument("--train", type=int, default=8000, help="rows of train.jsonl (default 8000)")
     parser.add_argument("--heldout", type=int, default=500, help="rows of heldout.jsonl (default 500)")
@@ -173,6 +173,10 @@ def main(argv: list[str] | None = None) -> None:
     worked = worked_rows(train, args.worked, args.accuracy, args.seed)
     if args.output.exists() and not args.output.is_dir():
         raise ValueError(f"--output {args.output} is a file; name a folder")
+    if args.output.exists() and any(args.output.iterdir()):
+        raise ValueError(
+            f"--output {args.output} is there already and is not an empty folder; name a new one"
+        )
     args.output.mkdir(parents=True, exist_ok=True)
     for name, rows in (
         ("train", [problem.row() for problem in train]),

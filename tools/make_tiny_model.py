@@ -87,7 +87,7 @@ def make_model(
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     """The command line. Raises ValueError for an output that cannot be, before any work."""
     parser = argparse.ArgumentParser(description="Makes a tiny random Qwen2 and its tokenizer.")
-    parser.add_argument("--output", type=Path, required=True, help="folder to write the model to")
+    parser.add_argument("--output", type=Path, required=True, help="new or empty folder")
     parser.add_argument("--seed", type=int, default=1, help="of the weights (default 1)")
     for name, default, what in (
         ("hidden", 128, "hidden size"),
@@ -101,6 +101,10 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     if args.output.exists() and not args.output.is_dir():
         raise ValueError(f"--output {args.output} is a file; name a folder")
+    if args.output.exists() and any(args.output.iterdir()):
+        raise ValueError(
+            f"--output {args.output} is there already and is not an empty folder; name a new one"
+        )
     return args
 
 

@@ -32,7 +32,7 @@ from rlmath.trainer.preflight.parallelism import ranks_or_least
 
 MISTAKE = 2
 NOT_NEEDED = ("run.output_dir=unused", "data.train_path=unused")
-"""Settings that must be given for a run, and that no plan reads."""
+"""Stand-ins for settings that a run needs and a plan can do without."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -45,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", action="store_true", help="print plain data, in bytes")
     given = parser.parse_intermixed_args(argv)
     try:
-        config = load_config(given.config, [*NOT_NEEDED, *given.overrides])
+        config = load_config(given.config, given.overrides, stand_ins=NOT_NEEDED)
         ranks = ranks_or_least(config, given.ranks)
         shape = checked_shape(config, ranks)
         target = planned_target(config)

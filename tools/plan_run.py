@@ -98,7 +98,7 @@ def plan(given: argparse.Namespace) -> int:
         given.mean_prompt_tokens,
         given.prompts,
     )
-    place = place_run(load_config(given.config, [*NOT_NEEDED, *given.overrides]), asked)
+    place = place_run(load_config(given.config, given.overrides, stand_ins=NOT_NEEDED), asked)
     coefficients, runs = coefficients_of(given, place)
     prediction = predict_run(place, asked, coefficients, runs)
     layouts = compare_layouts(prediction, coefficients) if given.layouts > 0 else None

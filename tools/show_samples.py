@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 
 from rlmath.config.terminal import escape_terminal, visible
+from rlmath.rewards.extraction import extract_answer, split_boxes
 from rlmath.trainer.telemetry.samples import SAMPLES_FOLDER, completion_facts, samples_file
 
 _FILE_NAME = re.compile(r"step-([0-9]{6,})\.jsonl")
@@ -108,9 +109,20 @@ def format_group(row: dict, title: str) -> str:
     ]
     for number, completion in enumerate(row["completions"], start=1):
         lines.append(f"--- {number}: {completion_facts(completion)}")
-        lines.extend(_indented(completion["extracted"] or "(none)", "answer    | "))
+        lines.extend(_answer_lines(completion))
         lines.extend(_indented(completion["text"], "          | "))
     return "\n".join(lines) + "\n"
+
+
+def _answer_lines(completion: dict) -> list[str]:
+    """The answer that was verified. A reward function of the user's is given the whole text, which follows: for it the
+    answer that the text has, if there is one."""
+    answer = completion["extracted"]
+    if completion["verdict"] == "function":
+        answer = split_boxes(extract_answer(completion["text"], "phrase") or "")[0]
+        if not answer:
+            return []
+    return _indented(answer or "(none)", "answer    | ")
 
 
 def _indented(text: str, first: str) -> list[str]:

@@ -18,7 +18,7 @@
 #   continues         no, requeue or chain
 #   links             how many jobs a chain has; this one's number is the first argument
 #
-# It ends with the run's status: 0 finished, 1 failed, 2 mistake in the settings, 75 saved and stopped, 76 not saved in
+# It ends with the run's status: 0 finished, 1 failed, 2 mistake in the settings, 75 stopped on request, 76 not saved in
 # time, 77 diverged. Only after 1, 75 and 76 another start makes sense, and only if the run has saved more since this
 # start.
 

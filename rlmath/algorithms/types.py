@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
@@ -38,6 +38,8 @@ class Prompt:
     task: str
     more_json: str = "{}"
     """The row's further columns, a JSON object; a reward function of the user's may want them."""
+    problem_key: int = field(default=0, compare=False)
+    """The same for prompts of the same problem, whatever their file, name and template; 0: not known."""
 
     @property
     def row(self) -> dict:
@@ -84,6 +86,8 @@ class Score:
     """Whether the final part of the completion has a complete box."""
     metrics: tuple[tuple[str, float], ...] = ()
     """Further numbers of the user's reward function."""
+    queue_seconds: float = field(default=0.0, compare=False)
+    """How long the completion waited for a reward worker."""
 
 
 @dataclass(frozen=True)

@@ -409,6 +409,10 @@ class Progress:
     """Steps up to this one, in a row, of which every minibatch was discarded."""
     learned_step: int = 0
     """Steps done when a minibatch was last learned from."""
+    reward_fingerprint: str = ""
+    """Of the file of `reward.function`; "" where there is none."""
+    cpu_sampler: int = 1
+    """`CPU_SAMPLER_VERSION` of its time."""
 
 
 def _are_texts(values: Iterable[Any]) -> bool:
@@ -434,7 +438,13 @@ def read_progress(folder: Path) -> Progress:
     try:
         values: Any = json.loads(path.read_text(encoding="utf-8"))
         # What older versions did not write.
-        values = {"discarded_steps": 0, "learned_step": values["step"]} | values
+        older = {
+            "discarded_steps": 0,
+            "learned_step": values["step"],
+            "reward_fingerprint": "",
+            "cpu_sampler": 1,
+        }
+        values = older | values
         known = {field.name: values[field.name] for field in fields(Progress)}
         for field in fields(Progress):
             kind, fits = _KINDS[field.type]

@@ -12,6 +12,7 @@ import functools
 import inspect
 import math
 import os
+import re
 import shutil
 import textwrap
 import types
@@ -28,6 +29,11 @@ MAX_NAME_BYTES = 255
 """The longest name of a file or folder that Linux file systems take."""
 MAX_PATH_BYTES = 3500
 """The longest path: of Linux's 4,095 bytes, some are for what a run writes below its folder."""
+
+NEAR = 0.7
+"""Likeness (difflib's ratio) from which on a word is suggested for another."""
+MOST_NAMED = 6
+"""Names of a folder, or words, that a message lists."""
 
 
 @dataclass(frozen=True)
@@ -68,6 +74,13 @@ class Setting:
         kinds = typing.get_args(self.kind) or (self.kind,)
         names = " or ".join("null" if kind is types.NoneType else kind.__name__ for kind in kinds)
         return f"list of {names}" if is_list else names
+
+    @property
+    def written(self) -> str:
+        """The type with how a value of it is written where that is not plain: "list of str, written [a, b]"."""
+        if self.type_name.startswith("list"):
+            return f"{self.type_name}, written {'[a, b]' if 'str' in self.type_name else '[1, 2]'}"
+        return self.type_name.replace("bool", "bool (true or false)")
 
     @property
     def allowed(self) -> str:
@@ -213,25 +226,50 @@ def raise_problems(of_what: str, problems: list[str]) -> None:
     raise ValueError("\n".join([f"{count} with {of_what}:", *(f"  - {problem}" for problem in problems)]))
 
 
+def near_words(word: str, words: Iterable[str]) -> list[str]:
+    """Those that are spelt much like the word, the nearest alone; or else those that begin with it and go on with a
+    sign. Upper and lower case are alike.
+
+    >>> near_words("Cosin", ["cosine", "linear"]), near_words("A100", ["A100-40GB", "A100-80GB", "L40S"])
+    (['cosine'], ['A100-40GB', 'A100-80GB'])
+    """
+    given, known = word.lower(), {one.lower(): one for one in words}
+    longer = [
+        one for low, one in known.items() if given and re.match(rf"{re.escape(given)}(?![a-z0-9])", low)
+    ]
+    if longer and given not in known:
+        return longer[:MOST_NAMED]
+    return [known[low] for low in difflib.get_close_matches(given, list(known), 1, NEAR)]
+
+
 def nearest_word(word: str, words: Iterable[str]) -> str:
     """' Did you mean "cosine"?' or, when nothing is near, ''."""
-    close = difflib.get_close_matches(word.lower(), list(words), 1, 0.5)
-    return f' Did you mean "{close[0]}"?' if close else ""
+    near = " or ".join(f'"{one}"' for one in near_words(word, words))
+    return f" Did you mean {near}?" if near else ""
 
 
 def nearest_path(path: Path) -> str:
     """What there is in place of a path that does not exist: ' There is "data/train.jsonl".' and the like."""
     if str(path).startswith("~"):
         return ' "~" is not expanded here: write the full path.'
-    folder = path.parent
+    whole, folder = path, path.parent
     while not os.path.exists(folder) and folder != folder.parent:
         path, folder = folder, folder.parent
     if not os.path.isdir(folder) or not os.access(folder, os.R_OK | os.X_OK):
         return ""
-    close = difflib.get_close_matches(path.name, sorted(os.listdir(folder)), 1, 0.5)
-    if close:
-        return f' There is "{folder / close[0]}".'
-    return f' The folder "{folder}" has nothing named like "{path.name}".'
+    there = sorted(name for name in os.listdir(folder) if not name.startswith("."))
+    near = [folder / name for name in near_words(path.name, there)]
+    complete = [one / whole.relative_to(path) for one in near]
+    if near:
+        found = [one for one in complete if os.path.exists(one)] or near
+        named = " and ".join(f'"{one}"' for one in found)
+        return f" There is {named}."
+    place = "The current folder" if folder == Path() else f'The folder "{folder}"'
+    if not there:
+        return f" {place} is empty."
+    if len(there) <= MOST_NAMED:
+        return f" {place} has only {', '.join(there)}."
+    return f' {place} has nothing named like "{path.name}".'
 
 
 def as_yaml_word(value: Any) -> str:

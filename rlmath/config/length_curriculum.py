@@ -6,6 +6,7 @@ optimizer, learning-rate schedule, order of prompts and seeds carry over from on
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -89,6 +90,18 @@ def planned_steps(config: Config, steps_per_epoch: int) -> int:
         return sum(config.stages.steps)
     steps = config.run.total_epochs * steps_per_epoch
     return steps if config.run.total_steps is None else min(steps, config.run.total_steps)
+
+
+def fewer_steps_warnings(config: Config, steps_per_epoch: int) -> tuple[str, ...]:
+    """Where `run.total_epochs` ends the run before `run.total_steps`."""
+    wanted, epochs = config.run.total_steps, config.run.total_epochs
+    steps = epochs * steps_per_epoch
+    if has_length_stages(config) or wanted is None or wanted <= steps:
+        return ()
+    return (
+        f"run.total_steps is {wanted}, and the run ends after {steps} steps: run.total_epochs is {epochs}, of "
+        f"{steps_per_epoch} steps each. For all {wanted} set run.total_epochs={math.ceil(wanted / steps_per_epoch)}.",
+    )
 
 
 def with_longest_lengths(config: Config) -> Config:

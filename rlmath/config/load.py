@@ -22,8 +22,7 @@ import json
 import os
 import re
 import secrets
-import sys
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -56,8 +55,11 @@ _BASE = "base"
 _COMMAND_LINE = "command line"
 
 
-def load_config(yaml_paths: list[Path], overrides: list[str], saved: bool = False) -> Config:
-    """Defaults, then the YAML files in their order, then the overrides; later ones win.
+def load_config(
+    yaml_paths: list[Path], overrides: list[str], saved: bool = False, stand_ins: Collection[str] = ()
+) -> Config:
+    """Defaults, then the YAML files in their order, then the overrides; later ones win. `stand_ins` are written like
+    overrides, and stand for settings that must be given where nothing gives them.
 
     >>> load_config([], ["run.output_dir=o", "model.path=m", "data.train_path=t", "run.seed=7"]).run.seed
     7
@@ -72,9 +74,11 @@ def load_config(yaml_paths: list[Path], overrides: list[str], saved: bool = Fals
     """
     try:
         reader = _Reader()
+        for stand_in in stand_ins:
+            reader.read_override(stand_in)
         for path in yaml_paths:
             reader.read_file(Path(path))
-        for override in overrides:
+        for override in _joined(overrides, reader):
             reader.read_override(override)
         config = reader.config(saved)
         raise_problems("the settings", list(text_problems(config)))
@@ -219,6 +223,10 @@ def _remember(setting: Setting, value: Any, written: Any) -> None:
             _keep_secret(value, written)
 
 
+_UNSET_PREFIX = "KeyError raised while resolving interpolation: "
+"""What OmegaConf puts before the message of `_variable`, which is in quotes then."""
+
+
 def _variable(name: Any, *default: Any) -> str | None:
     """OmegaConf's resolver `oc.env`, which notes what was read."""
     name = str(name)
@@ -241,7 +249,12 @@ OmegaConf.register_resolver("oc.env", _variable, replace=True)
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        super().error(f"{message}\nSettings are written without dashes, as key.sub=value; --help lists them.")
+        hint = "\nSettings are written without dashes, as key.sub=value; --help lists them."
+        text = message + hint * message.startswith("unrecognized arguments")
+        try:
+            super().error(text)
+        except SystemExit as ended:
+            raise ended from ValueError(message)
 
 
 def make_parser(description: str, keys: Collection[str] | None = None) -> argparse.ArgumentParser:
@@ -259,27 +272,22 @@ def make_parser(description: str, keys: Collection[str] | None = None) -> argpar
     return parser
 
 
-def parse_arguments(parser: argparse.ArgumentParser, argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """What `parser` makes of a command line (default: this process's), `config` and `overrides` among it.
-
-    `--help` and a mistake end the process; of the ranks that torchrun starts, only rank 0 prints.
-    """
-    with contextlib.ExitStack() as stack:
-        if os.environ.get("RANK", "0") != "0":
-            stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
-            stack.enter_context(contextlib.redirect_stderr(io.StringIO()))
-        return parser.parse_intermixed_args(sys.argv[1:] if argv is None else argv)
-
-
-def split_arguments(
-    description: str, argv: list[str] | None = None, keys: Collection[str] | None = None
-) -> tuple[list[Path], list[str]]:
-    """(YAML files, overrides) of a command line (see `parse_arguments`) that has nothing else."""
-    parsed = parse_arguments(make_parser(description, keys), argv)
-    return parsed.config, parsed.overrides
-
-
 # ---------------------------------------------------------------- reading
+
+
+def _joined(overrides: Sequence[str], reader: _Reader) -> Iterator[str]:
+    """The overrides but for a setting and its value that are words of their own, which is one mistake."""
+    words = list(overrides)
+    while words:
+        key, *words = words
+        value = words[1:] if words[:1] == ["="] else words
+        if key in all_settings() and value and "=" not in value[0]:
+            reader.add_problem(
+                f'{_COMMAND_LINE}: "{key}" and its value are two words; write {key}={value[0]}'
+            )
+            words = value[1:]
+        else:
+            yield key
 
 
 class _Reader:
@@ -288,6 +296,9 @@ class _Reader:
     def __init__(self) -> None:
         self._tree = copy.deepcopy(_defaults())
         self._problems: list[str] = []
+
+    def add_problem(self, problem: str) -> None:
+        self._problems.append(problem)
 
     def read_file(self, path: Path, below: tuple[Path, ...] = ()) -> None:
         """A YAML file, after the one that it starts from; `below` are the files that start from this one."""
@@ -324,8 +335,9 @@ class _Reader:
         if key == COMPACT_SECTION and word:
             self._set_layout(word, _COMMAND_LINE)
         elif not equals or not key:
-            hint = f" The {_unknown(key)}" if key and setting is None else ""
-            found(f'{_COMMAND_LINE}: "{text}" is not of the form key.sub=value.{hint}')
+            nearest = _nearest_key(key) if key and setting is None else None
+            hint = "." if nearest is None else f', did you mean "{nearest}"?'
+            found(f'{_COMMAND_LINE}: "{text}" is not of the form key.sub=value{hint}')
         elif key in section_classes():
             found(f"{_COMMAND_LINE}: {_section_not_value(key, word)}")
         elif setting is None:
@@ -378,7 +390,7 @@ class _Reader:
             unset = [name for name in _read_now if name not in os.environ]
             if saved and unset and setting.is_text:
                 return written
-            reason = _bounded(error).partition("\n")[0]
+            reason = _bounded(error).partition("\n")[0].removeprefix(_UNSET_PREFIX)
             if any(_variables.get(name, "\0") in reason for name in _read_now):
                 variables = " and ".join(sorted(_read_now))
                 reason = f"what the environment has for {variables} is not what it needs, {setting.type_name}"
@@ -431,7 +443,7 @@ class _Reader:
             except (OmegaConfBaseException, RecursionError, OverflowError):
                 change = 'Write "\\${" for text.' if "${" in str(value) else setting.doc
         shown = "null" if value is None else f"{_bounded(repr(value))} ({type(value).__name__})"
-        self._problems.append(f'{source}: "{key}" got {shown}, needs {setting.type_name}. {change}')
+        self._problems.append(f'{source}: "{key}" got {shown}, needs {setting.written}. {change}')
 
 
 def _bounded(what: object) -> str:

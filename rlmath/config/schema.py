@@ -93,7 +93,8 @@ class RunConfig:
     """How long the ranks wait for each other at the start before the run ends and names those that are missing
     (seconds; torchrun's own join_timeout is as long): reading data and importing libraries must be done by then."""
     stop_grace_seconds: Seconds = 300.0
-    """How long the run may take to save and stop after SIGTERM or SIGUSR1 (seconds); after that it ends unsaved."""
+    """How long the run may take to save and stop after Ctrl-C, SIGTERM or SIGUSR1 (seconds); after that it ends
+    unsaved."""
     heartbeat_timeout_seconds: HeartbeatSeconds = 120.0
     """A rank without a heartbeat for so long ends the run (seconds); one whose process is gone ends it at once, if
     another rank runs on its node."""
@@ -305,7 +306,7 @@ class RolloutConfig:
     cuda_graphs: bool = True
     """GPU: capture decoding in CUDA graphs; false is vLLM's enforce_eager. Without effect on CPU."""
     progress_bar: bool = True
-    """Show a progress bar of finished completions on the console."""
+    """Show how many completions are finished: a bar on a terminal, else a log line every 20 s."""
 
 
 @dataclass(frozen=True)
@@ -376,13 +377,15 @@ class RewardConfig:
     strict: bool = True
     """False compares numbers as loosely as the Qwen2.5-Math evaluation: within 1e-4, rounded, or a factor 100 off."""
     function: str | None = None
-    """A reward function of yours, "package.module:name", instead of the verifier; see docs/rewards.md."""
+    """A reward function of yours, "package.module:name" or "path/to/file.py:name", instead of the verifier; see
+    docs/rewards.md."""
     function_failure: FiniteFloat = 0.0
     """What a completion gets when that function fails or takes too long (before scaling)."""
     timeout_seconds: Annotated[float, Range(0, 3600, open_low=True)] = 5.0
-    """Longest check of one answer; a check that takes longer is ended and counts as wrong."""
-    workers: Annotated[int, Range(1, 1024)] = 1
-    """Processes per rank that check answers."""
+    """Longest check of one answer, from its start: seconds on a processor, or by the clock where a function of yours is
+    called; a check that takes longer is ended and counts as wrong."""
+    workers: Annotated[int, Range(1, 1024)] = 4
+    """Most processes per engine that check answers; there are more than one where answers wait."""
     max_failure_share: Fraction = 0.02
     """A step in which more than this share of checks failed (time, memory, crash) is warned of, with a sample."""
 

@@ -7,8 +7,10 @@ use, and the checks of the vocabulary and of the warm-up.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from rlmath.algorithms.types import Prompt
@@ -16,7 +18,8 @@ from rlmath.config import length_curriculum
 from rlmath.config.model_shape import ModelShape
 from rlmath.config.schema import Config, DataConfig
 from rlmath.data import loader
-from rlmath.data.files import CHARACTERS_PER_TOKEN, UnusableRow
+from rlmath.data.audit import DataAudit, audit_prompts, audit_sequences, prompt_lines, sequence_lines
+from rlmath.data.files import CHARACTERS_PER_TOKEN, UnusableRow, unusable_lines
 from rlmath.data.formats import read_prompts
 from rlmath.data.sft_sequences import SequenceReport, WrittenSequence, load_sequences, split_held_out
 from rlmath.data.tokenizer import (
@@ -48,6 +51,16 @@ class PromptFiles:
     def lines(self) -> tuple[str, ...]:
         """For the console."""
         return (*(line for report in self.reports for line in report.lines()), self.order.line())
+
+    @property
+    def prompts_of_files(self) -> list[tuple[str, list[Prompt]]]:
+        """By file, in their order."""
+        ends = list(itertools.accumulate(report.kept for report in self.reports))
+        starts = [0, *ends]
+        return [
+            (report.path, self.prompts[start:end])
+            for report, start, end in zip(self.reports, starts, ends, strict=False)
+        ]
 
     @property
     def unusable(self) -> tuple[UnusableRow, ...]:
@@ -84,6 +97,7 @@ class SftInputs:
     """For the console."""
     reports: tuple[SequenceReport, ...]
     """What became of the rows, file by file."""
+    audit: DataAudit = field(default_factory=DataAudit)
 
 
 # ---------------------------------------------------------------- prompts
@@ -109,9 +123,17 @@ def load_prompt_files(config: Config, tokenizer: PreTrainedTokenizerFast | None)
         for path in paths
     ]
     prompts = loader.with_unique_names([(path, found) for path, (found, _) in zip(paths, files, strict=True)])
+    reports = tuple(report for _, report in files)
     if config.reward.function is None:
         check_tasks(prompt.task for prompt in prompts)
-    order = order_of(config, [len(found) for found, _ in files])
+    with _explained(line for report in reports for line in report.lines()):
+        order, total_steps = _prompt_steps(config, [len(found) for found, _ in files])
+    return PromptFiles(prompts, order, total_steps, reports)
+
+
+def _prompt_steps(config: Config, counts: Sequence[int]) -> tuple[loader.PromptOrder, int]:
+    """The order of use, and the steps of the run. ValueError where the prompts are too few."""
+    order = order_of(config, counts)
     total_steps = length_curriculum.planned_steps(config, order.steps_per_epoch)
     extra, spare = config.selection.max_extra_prompts, max(0, order.n_prompts - order.prompts_per_step)
     if config.selection.dynamic_sampling is not None and extra > spare:
@@ -124,7 +146,7 @@ def load_prompt_files(config: Config, tokenizer: PreTrainedTokenizerFast | None)
         f"{total_steps} steps x {algorithm.n_minibatches} minibatches x {algorithm.epochs} epochs over them"
     )
     check_warmup(config, most_updates(config, total_steps), counted)
-    return PromptFiles(prompts, order, total_steps, tuple(report for _, report in files))
+    return order, total_steps
 
 
 # ---------------------------------------------------------------- sequences
@@ -151,16 +173,31 @@ def load_sft_inputs(config: Config, shape: ModelShape) -> SftInputs:
     held_out = [one for _, held in split for one in held]
     token_ids = [ids for one in (*sequences, *held_out) for ids in (one.prompt_ids, one.completion_ids)]
     check_vocabulary(token_ids, tokenizer, shape.vocab_size, "data.train_path")
-    order = order_of(config, [len(train) for train, _ in split[: len(paths)]])
-    total_steps = length_curriculum.planned_steps(config, order.steps_per_epoch)
-    check_warmup(config, total_steps, "one a step")
     reports = tuple(report for _, report in files)
-    lines = (*(report.line() for report in reports), order.line(), f"Held out: {len(held_out)} sequences.")
+    with _explained(line for report in reports for line in report.lines()):
+        order = order_of(config, [len(train) for train, _ in split[: len(paths)]])
+        total_steps = length_curriculum.planned_steps(config, order.steps_per_epoch)
+        check_warmup(config, total_steps, "one a step")
     evaluated = held_out if sft.eval_every_steps is not None else []
-    return SftInputs(sequences, evaluated, order, total_steps, lines, reports)
+    trained = [(path, train) for path, (train, _) in zip(paths, split, strict=False)]
+    shown = sequence_lines(reports[0], data.template, tokenizer)
+    audit = audit_sequences(trained, evaluated, reports, tokenizer, shown)
+    told = (line for report in reports for line in report.lines())
+    lines = (*told, order.line(), f"Held out: {len(held_out)} sequences.")
+    return SftInputs(sequences, evaluated, order, total_steps, lines, reports, audit)
 
 
 # ---------------------------------------------------------------- what both share
+
+
+@contextmanager
+def _explained(lines: Iterable[str]) -> Iterator[None]:
+    """Where too little data is left inside, the ValueError says what became of the rows, too."""
+    try:
+        yield
+    except ValueError as error:
+        told = "".join(f"\n    {line.strip()}" for line in lines)
+        raise ValueError(f"{error}. What became of the rows:{told}") from error
 
 
 def train_paths(data: DataConfig) -> list[str]:
@@ -217,22 +254,23 @@ class ValidationFile:
     """What is sampled."""
     too_long: int
     """Problems that leave no room for a whole completion; they count as wrong."""
-    unusable: tuple[str, ...]
-    """Rows that are left out, each with its reason."""
+    unusable: tuple[UnusableRow, ...]
+    """Rows that are left out."""
+    path: str = ""
 
     @property
     def problems(self) -> int:
         """All that accuracy is a share of."""
         return len(self.prompts) + self.too_long
 
-    def line(self) -> str:
+    def lines(self) -> tuple[str, ...]:
         """For the console."""
         text = f"Validation {self.name}: {self.problems} problems"
         if self.too_long:
             text += f", {self.too_long} of them too long for the context, which count as wrong"
         if self.unusable:
-            text += f"; {len(self.unusable)} rows cannot be used ({self.unusable[0]})"
-        return text
+            text += f"; {len(self.unusable)} rows cannot be used:"
+        return (text, *(f"    {line}" for line in unusable_lines(self.path, self.unusable)))
 
 
 def load_validation(
@@ -268,9 +306,7 @@ def _load_validation_file(
             text = render(row, template, tokenizer)
             (token_ids,) = prompt_tokens([text], tokenizer)
         if tokenizer is None or 0 < len(token_ids) <= context - new_tokens:
-            prompts.append(
-                Prompt(row.query_id, text, tuple(token_ids), row.solutions, row.task, row.more_json)
-            )
+            prompts.append(loader.as_prompt(row, text, token_ids))
     if not prompts:
         raise ValueError(
             f"validation.paths: {path} has no problem to sample: {len(file.rows)} can be read, and none of them leaves "
@@ -282,5 +318,23 @@ def _load_validation_file(
     if tokenizer is not None:
         token_ids = (prompt.token_ids for prompt in prompts)
         check_vocabulary(token_ids, tokenizer, vocab_size, f"validation.paths: {path}")
-    unusable = tuple(f"{row.where}: {row.reason}" for row in file.unusable)
-    return ValidationFile(name, prompts, len(file.rows) - len(prompts), unusable)
+    return ValidationFile(name, prompts, len(file.rows) - len(prompts), tuple(file.unusable), path)
+
+
+# ---------------------------------------------------------------- what is odd about the data
+
+
+def audit_inputs(
+    config: Config,
+    inputs: PromptFiles,
+    validation: Sequence[ValidationFile],
+    tokenizer: PreTrainedTokenizerFast | None,
+) -> DataAudit:
+    """A rendered prompt, and what a user should know of training and validation problems: some seconds, for one rank.
+    ValueError where no reference of the training prompts could be answered."""
+    shown: tuple[str, ...] = ()
+    if tokenizer is not None:
+        first = inputs.reports[0]
+        shown = prompt_lines(inputs.prompts[0], first.path, config.data.template, first.template, tokenizer)
+    held = [(file.name, file.prompts) for file in validation]
+    return audit_prompts(inputs.prompts_of_files, held, config.reward, tokenizer, shown)

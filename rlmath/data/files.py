@@ -7,10 +7,10 @@ row's columns mean is in `formats`.
 from __future__ import annotations
 
 import codecs
-import difflib
 import os
 import re
-from collections.abc import Callable, Iterator
+import shlex
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -21,6 +21,7 @@ import pyarrow.ipc
 import pyarrow.parquet as pq
 
 from rlmath.config.files import open_regular, parse_json, read_json_object
+from rlmath.config.help import nearest_path
 
 MAX_LINE_BYTES = 8 * 2**20
 """Longest line that is read (bytes), and longest text of a column; the longest row of boba_106k is far below."""
@@ -45,7 +46,8 @@ _OTHER_KINDS = {
     b"\x1f\x8b": "is compressed by gzip; unpack it with gunzip",
     b"\x28\xb5\x2f\xfd": "is compressed by zstd; unpack it with unzstd",
     b"\xfd7zXZ": "is compressed by xz; unpack it with unxz",
-    b"PK\x03\x04": "is a zip archive; unpack it with unzip",
+    b"PK\x03\x04": "is a zip archive; unpack it with unzip (an .xlsx: save its table as CSV, and convert that)",
+    b"\xd0\xcf\x11\xe0": "is an Excel or Word file; save its table as CSV, and convert that to JSON lines",
     b"\xff\xfe": "is text in UTF-16; save it as UTF-8",
     b"\xfe\xff": "is text in UTF-16; save it as UTF-8",
 }
@@ -123,6 +125,34 @@ class PromptFile:
         return len(self.unusable) / max(1, len(self.rows) + self.repeated + len(self.unusable))
 
 
+def grouped(reasons: Iterable[tuple[str, str]], most: int = 3) -> list[str]:
+    """(reason, example) by kinds of reason, the most frequent first: "23: a reason (the first examples)". Reasons are
+    of one kind where they differ in numbers, quotations and brackets only; the first is named.
+
+    >>> grouped([("2 tokens", "line 1"), ("blank", "line 4"), ("5 tokens", "line 7")])
+    ['2: 2 tokens (line 1, line 7)', '1: blank (line 4)']
+    """
+    kinds: dict[str, list[tuple[str, str]]] = {}
+    for reason, example in reasons:
+        kind = re.sub(r"'[^']*'|\"[^\"]*\"|\([^()]*\)|\d+", "", reason)
+        kinds.setdefault(kind, []).append((reason, example))
+    by_size = sorted(kinds.values(), key=len, reverse=True)
+    lines = []
+    for found in by_size[:most]:
+        more = ", ..." if len(found) > most else ""
+        lines.append(
+            f"{len(found)}: {found[0][0]} ({', '.join(example for _, example in found[:most])}{more})"
+        )
+    if others := sum(map(len, by_size[most:])):
+        lines.append(f"{others} for other reasons")
+    return lines
+
+
+def unusable_lines(path: str, unusable: Iterable[UnusableRow]) -> list[str]:
+    """What is wrong with a file's rows that are left out, by kinds of reason."""
+    return grouped((row.reason, row.where.removeprefix(f"{path}, ")) for row in unusable)
+
+
 def short(value: object, limit: int = 60) -> str:
     """A value's type and first characters, whatever it is and however large.
 
@@ -154,10 +184,7 @@ def existing_place(path: str) -> Path:
         raise ValueError(f"{path}: no such file, and no folder {str(place.parent)!r} either")
     if not os.access(place.parent, os.R_OK | os.X_OK):
         raise ValueError(f"{path}: the folder {str(place.parent)!r} may not be read; change its permissions")
-    names = os.listdir(place.parent)
-    near = difflib.get_close_matches(place.name, names, n=1, cutoff=0.5)
-    hint = f"; did you mean {str(place.parent / near[0])!r}?" if near else ""
-    raise ValueError(f"{path}: no such file{hint}")
+    raise ValueError(f"{path}: no such file.{nearest_path(place)}")
 
 
 def files_of_folder(folder: Path) -> list[Path]:
@@ -178,6 +205,8 @@ def files_of_folder(folder: Path) -> list[Path]:
     files = [*_files(folder, "*/"), *_files(folder, "*/*/")]
     names = sorted({str(file.parent.relative_to(folder)) for file in files})
     hint = f". Give one of the folders in it that have some: {', '.join(names[:5])}" if names else ""
+    tables = sorted(path.name for path in folder.iterdir() if path.suffix.lower() in (".csv", ".tsv"))
+    hint += f". {tables[0]} is a CSV file; give it alone to be told how it is converted" if tables else ""
     raise ValueError(
         f"{folder}: a folder without prompts; needed: {', '.join(_SUFFIXES)} files in it or in its data/, "
         f"as a downloaded data set has them, or what save_to_disk writes (state.json){hint}"
@@ -265,8 +294,32 @@ def _rows_of_file(file: Path) -> Iterator[_Row]:
 
 
 # ---------------------------------------------------------------- JSON lines
+_HEADER = re.compile(
+    r'"?[A-Za-z_][\w .-]*"?(?P<separator>[,;\t])"?[A-Za-z_][\w .-]*"?(?:(?P=separator)"?[\w .-]+"?)*'
+)
+"""The first line of a table as text: names of columns."""
+
+
+def _raise_if_csv(file: Path, stream: IO[bytes]) -> None:
+    first = stream.readline(MAX_LINE_BYTES).removeprefix(codecs.BOM_UTF8).decode("utf-8", "replace").strip()
+    stream.seek(0)
+    found = _HEADER.fullmatch(first)
+    if found is None and file.suffix.lower() not in (".csv", ".tsv"):
+        return
+    separator = found["separator"] if found else "\t" if "\t" in first else ","
+    delimiter = "" if separator == "," else f", delimiter={separator!r}"
+    target = file.with_suffix(".jsonl" if file.suffix != ".jsonl" else ".converted.jsonl")
+    raise ValueError(
+        f"{file} is a CSV file (it begins {first[:_START_CHARS]!r}); needed: JSON lines or parquet. Convert it:\n"
+        '    $ python -c "import csv, json, sys; [print(json.dumps(row)) for row in csv.DictReader(open(sys.argv[1], '
+        f"newline='', encoding='utf-8-sig'){delimiter})]\" {shlex.quote(str(file))} > {shlex.quote(str(target))}\n"
+        "  Its columns must have the names of a form (docs/data.md), such as question and answer"
+    )
+
+
 def _json_rows(file: Path) -> Iterator[_Row]:
     with open_regular(file) as stream:
+        _raise_if_csv(file, stream)
         for number, line in enumerate(_lines(stream), start=1):
             where = f"{file}, line {number}"
             if line is not None and number == 1:

@@ -32,6 +32,7 @@ from rlmath.data.files import (
     UnusableRow,
     raw_rows,
     short,
+    unusable_lines,
 )
 from rlmath.data.tokenizer import has_template
 from rlmath.rewards.extraction import extract_boxed
@@ -400,7 +401,7 @@ def read_prompts(path: str, form: str = "auto", most_characters: int = MAX_TEXT_
 
 def _checked_form(path: str, form: str, first: list[RawRow]) -> Form:
     """The form that the first rows have; ValueError where it is none, or not the one that `form` names."""
-    known = "Forms there are: " + "; ".join(f'"{one.name}": {one.columns}' for one in FORMS.values())
+    known = "Forms there are:" + "".join(f'\n    "{one.name}": {one.columns}' for one in FORMS.values())
     if not first:
         raise ValueError(f"{path}: no rows; one problem per row is needed. {known}")
     row = next((row for row in first if row.columns is not None), first[0])
@@ -451,15 +452,9 @@ def _read_rows(path: str, form: Form, raw: Iterable[RawRow], most_characters: in
         except RecursionError:
             unusable.append(UnusableRow(one.where, "nested too deep", one.start))
     if not rows:
+        reasons = "".join(f"\n    {line}" for line in unusable_lines(path, unusable))
         raise ValueError(
-            f'{path}: none of its {len(unusable)} rows can be used as "{form.name}" ({form.columns}). '
-            f"{unusable_text(unusable[:1])}"
+            f'{path}: none of its {len(unusable)} rows can be used as "{form.name}" ({form.columns}). How many, and '
+            f"why:{reasons}"
         )
     return PromptFile(form.name, rows, unusable, repeated)
-
-
-def unusable_text(unusable: Iterable[UnusableRow]) -> str:
-    """What is wrong with rows, in one line."""
-    return "; ".join(
-        f"{row.where}: {row.reason}" + (f", it begins {row.start!r}" if row.start else "") for row in unusable
-    )

@@ -20,9 +20,15 @@ from typing import TYPE_CHECKING
 
 from rlmath.algorithms.types import Prompt
 from rlmath.config.load import without_secrets
-from rlmath.data.files import CHARACTERS_PER_TOKEN, PromptRow, UnusableRow
-from rlmath.data.formats import read_prompts, unusable_text
-from rlmath.data.tokenizer import drop_special_token_rows, prompt_tokens, render
+from rlmath.data.files import CHARACTERS_PER_TOKEN, PromptRow, UnusableRow, unusable_lines
+from rlmath.data.formats import read_prompts
+from rlmath.data.tokenizer import (
+    drop_special_token_rows,
+    prompt_tokens,
+    render,
+    template_of,
+    without_template,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -74,6 +80,8 @@ class FilterReport:
     """Rows that an earlier one equals."""
     unusable: tuple[UnusableRow, ...] = ()
     examples: tuple[DroppedPrompt, ...] = ()
+    template: str = ""
+    """What is around the first prompt that is kept (`tokenizer.template_of`)."""
 
     @property
     def dropped(self) -> int:
@@ -108,11 +116,10 @@ class FilterReport:
         if self.repeated:
             lines.append(f"  {self.repeated} further rows repeat earlier ones and are left out.")
         if self.unusable:
-            first = self.unusable[0]
             lines.append(
-                f"  {len(self.unusable)} rows cannot be used and are left out; all are listed in {UNUSABLE_NAME}. The"
-                f" first: {first.where}: {first.reason}"
+                f"  {len(self.unusable)} rows cannot be used and are left out; a run lists all in {UNUSABLE_NAME}:"
             )
+            lines += [f"    {line}" for line in unusable_lines(self.path, self.unusable)]
         return tuple(lines)
 
     def record(self) -> dict:
@@ -185,16 +192,20 @@ def load_prompts(
     if tokenizer is not None:
         file = drop_special_token_rows(file, template, tokenizer)
     if file.unusable_share > max_unusable_share:
+        reasons = "".join(f"\n    {line}" for line in unusable_lines(path, file.unusable))
         raise ValueError(
             f"{path}: {len(file.unusable)} rows, {100 * file.unusable_share:.3g}% of all, cannot be used, more than "
-            f"data.max_unusable_share={max_unusable_share:g} allows. The first: {unusable_text(file.unusable[:3])}. "
-            "Mend the file, or raise data.max_unusable_share"
+            f"data.max_unusable_share={max_unusable_share:g} allows. Mend the file, or raise data.max_unusable_share. "
+            f"How many, and why:{reasons}"
         )
     prompts: list[Prompt] = []
     dropped: list[DroppedPrompt] = []
+    first_template = ""
     for row, text, ids in _tokenized(file.rows, template, tokenizer):
         if tokenizer is None or 0 < len(ids) <= max_prompt_tokens:
-            prompts.append(Prompt(row.query_id, text, tuple(ids), row.solutions, row.task, row.more_json))
+            prompts.append(as_prompt(row, text, ids))
+            if len(prompts) == 1 and tokenizer is not None:
+                first_template = template_of(row, template, tokenizer)
         else:
             reason = "too long" if ids else "empty"
             dropped.append(DroppedPrompt(row.query_id, len(ids), reason, row.prompt[:_START_CHARS]))
@@ -211,6 +222,7 @@ def load_prompts(
         repeated=file.repeated,
         unusable=tuple(file.unusable),
         examples=tuple(dropped[:EXAMPLES]),
+        template=first_template,
     )
     if not prompts:
         raise ValueError(
@@ -219,6 +231,23 @@ def load_prompts(
             " or have no token at all; raise data.max_prompt_tokens, or give prompts that this tokenizer knows"
         )
     return prompts, report
+
+
+def as_prompt(row: PromptRow, text: str, token_ids: Sequence[int]) -> Prompt:
+    """A row that is kept, rendered and tokenized."""
+    ids = tuple(token_ids)
+    return Prompt(row.query_id, text, ids, row.solutions, row.task, row.more_json, problem_key(row.prompt))
+
+
+def problem_key(problem: str) -> int:
+    """The same number for texts that differ in white space, case, dollars, a last mark or one of our templates only;
+    above 0.
+
+    >>> problem_key("What is $47 + 85$?") == problem_key("what is 47+85") != problem_key("What is 47-85?")
+    True
+    """
+    plain = "".join(without_template(problem).casefold().replace("$", "").split()).rstrip(".?:=")
+    return 1 + int.from_bytes(hashlib.blake2b(plain.encode(), digest_size=7).digest(), "big")
 
 
 def _tokenized(
@@ -361,8 +390,9 @@ class PromptOrder:
             raise ValueError(f"data.prompts_per_step is {prompts_per_step}; it must be at least 1")
         if prompts_per_step > self.n_places:
             weighted = f", which data.train_weights makes {self.n_places} an epoch" if self.shares else ""
+            left = "1 prompt is" if n_prompts == 1 else f"{n_prompts} prompts are"
             raise ValueError(
-                f"data.prompts_per_step is {prompts_per_step}, but only {n_prompts} prompts are left after"
+                f"data.prompts_per_step is {prompts_per_step}, but only {left} left after"
                 f" filtering{weighted}; lower data.prompts_per_step or give more prompts"
             )
         self.n_prompts = n_prompts

@@ -20,7 +20,16 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from rlmath.algorithms.types import Sample
-from rlmath.data.files import CHARACTERS_PER_TOKEN, PromptRow, RawRow, RowError, UnusableRow, raw_rows, short
+from rlmath.data.files import (
+    CHARACTERS_PER_TOKEN,
+    PromptRow,
+    RawRow,
+    RowError,
+    UnusableRow,
+    raw_rows,
+    short,
+    unusable_lines,
+)
 from rlmath.data.formats import check_length, checked_text
 from rlmath.data.loader import UNUSABLE_NAME, permutation
 from rlmath.data.tokenizer import prompt_tokens, render, token_ids_of
@@ -68,6 +77,10 @@ class SequenceReport:
     """Of those; 0 where there are none."""
     limit: int
     unusable: tuple[UnusableRow, ...]
+    example: tuple[str, WrittenSequence] | None = None
+    """The first that is kept: the text of its prompt, and its tokens. None where nothing is kept."""
+    characters: frozenset[str] = frozenset()
+    """Of all texts that are kept."""
 
     @property
     def read(self) -> int:
@@ -88,12 +101,15 @@ class SequenceReport:
                 f"sft.max_sequence_tokens={self.limit} (the longest has {self.longest} tokens)"
             )
         if self.unusable:
-            share, first = self._share(len(self.unusable)), self.unusable[0]
+            share = self._share(len(self.unusable))
             parts.append(
-                f"{len(self.unusable)} left out ({share}) because unusable, all listed in {UNUSABLE_NAME}; the first: "
-                f"{first.where}: {first.reason}"
+                f"{len(self.unusable)} left out ({share}) because unusable; a run lists all in {UNUSABLE_NAME}"
             )
         return ", ".join(parts) + "."
+
+    def lines(self) -> tuple[str, ...]:
+        """All lines for the console."""
+        return (self.line(), *(f"    {line}" for line in unusable_lines(self.path, self.unusable)))
 
     def _share(self, count: int) -> str:
         return f"{100 * count / self.rows:.1f}%"
@@ -119,6 +135,8 @@ def load_sequences(
     ValueError for a file that cannot be read, where too many rows are unusable, and where nothing is left.
     """
     kept: list[WrittenSequence] = []
+    example: tuple[str, WrittenSequence] | None = None
+    characters: set[str] = set()
     unusable: list[UnusableRow] = []
     too_long = longest = 0
     rows = raw_rows(path)
@@ -131,7 +149,11 @@ def load_sequences(
                 too_long, longest = too_long + 1, max(longest, one.length)
             else:
                 kept.append(one)
-    report = SequenceReport(path, len(kept), too_long, longest, limit, tuple(unusable))
+                example = example or (row.prompt, one)
+                characters.update(row.prompt, row.completion)
+    report = SequenceReport(
+        path, len(kept), too_long, longest, limit, tuple(unusable), example, frozenset(characters)
+    )
     _check(report, max_unusable_share)
     return kept, report
 
@@ -238,10 +260,10 @@ def _check(report: SequenceReport, max_unusable_share: float) -> None:
     if report.rows == 0:
         raise ValueError(f"{report.path}: no rows; needed: rows with {FORMS}")
     if len(report.unusable) > max_unusable_share * report.rows:
-        examples = "".join(f"\n  - {row.where}: {row.reason}" for row in report.unusable[:3])
+        reasons = "".join(f"\n    {line}" for line in unusable_lines(report.path, report.unusable))
         raise ValueError(
             f"{report.path}: {len(report.unusable)} of {report.rows} rows cannot be used, more than "
-            f"data.max_unusable_share={max_unusable_share:g} of them. Needed: {FORMS}. The first:{examples}"
+            f"data.max_unusable_share={max_unusable_share:g} of them. Needed: {FORMS}. How many, and why:{reasons}"
         )
     if not report.kept and report.dropped:
         raise ValueError(

@@ -13,7 +13,8 @@ import re
 import resource
 import signal
 import threading
-from collections.abc import Iterator
+import unicodedata
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import date
@@ -88,11 +89,9 @@ def render(row: PromptRow, template: str, tokenizer: PreTrainedTokenizerFast) ->
 
     ValueError where the prompt has another template already, and for "chat" where the tokenizer has none.
     """
-    if template == "raw" or (template == "auto" and row.whole):
+    given, template = template, template_of(row, template, tokenizer)
+    if template == "raw":
         return row.prompt
-    given = template
-    if template == "auto":
-        template = "chat" if tokenizer.chat_template else "qwen_boxed"
     if template in FIXED and FIXED[template].is_around(row.prompt):
         return row.prompt
     if has_template(row.prompt):
@@ -102,6 +101,23 @@ def render(row: PromptRow, template: str, tokenizer: PreTrainedTokenizerFast) ->
             f"{row.prompt[:60]!r}. Use data.template {others}"
         )
     return _chat(row, tokenizer) if template == "chat" else FIXED[template].render(row.prompt)
+
+
+def template_of(row: PromptRow, template: str, tokenizer: PreTrainedTokenizerFast) -> str:
+    """What "auto" stands for; other words of data.template are themselves. "raw": the text as it stands."""
+    if template != "auto":
+        return template
+    if row.whole:
+        return "raw"
+    return "chat" if tokenizer.chat_template else "qwen_boxed"
+
+
+def without_template(text: str) -> str:
+    """The problem of a whole prompt, where its template is one of `FIXED`."""
+    for template in FIXED.values():
+        if template.is_around(text):
+            return text.removeprefix(template.head).removesuffix(template.tail.lstrip()).strip()
+    return text
 
 
 def _chat(row: PromptRow, tokenizer: PreTrainedTokenizerFast) -> str:
@@ -185,37 +201,36 @@ def drop_special_token_rows(
 # ---------------------------------------------------------------- tokenizer
 
 
-def load_tokenizer(path: str) -> PreTrainedTokenizerFast:
-    """The fast tokenizer in folder `path`; never from the network, and never code of the folder's own.
+def load_tokenizer(path: str, option: str = "model.path") -> PreTrainedTokenizerFast:
+    """The fast tokenizer in folder `path`; never from the network, and never code of the folder's own. `option`
+    names the folder.
 
     Raises ValueError when the folder is missing, has no tokenizer, or has one that is not a fast tokenizer.
     """
     folder = Path(path)
     if not folder.is_dir():
-        raise ValueError(
-            f"model.path: {path!r} is not a folder; it must be the folder of a Hugging Face model"
-        )
+        raise ValueError(f"{option}: {path!r} is not a folder; it must be the folder of a Hugging Face model")
     missing = [name for name in ("tokenizer_config.json", "tokenizer.json") if not (folder / name).is_file()]
     if (folder / "vocab.json").is_file() and (folder / "merges.txt").is_file():
         missing = [name for name in missing if name != "tokenizer.json"]
     if missing:
         raise ValueError(
-            f"model.path: {path!r} has no {' and no '.join(missing)}; copy the tokenizer's files there"
+            f"{option}: {path!r} has no {' and no '.join(missing)}; copy the tokenizer's files there"
         )
     from transformers import AutoTokenizer  # here, because it takes seconds
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # whatever transformers and tokenizers raise on a broken file
-        raise ValueError(f"model.path: the tokenizer in {path!r} cannot be read: {error}") from error
+        raise ValueError(f"{option}: the tokenizer in {path!r} cannot be read: {error}") from error
     if not tokenizer.is_fast:
         kind = type(tokenizer).__name__
         raise ValueError(
-            f"model.path: {path!r} has a slow tokenizer ({kind}); a fast one (tokenizer.json) is needed"
+            f"{option}: {path!r} has a slow tokenizer ({kind}); a fast one (tokenizer.json) is needed"
         )
     if tokenizer.eos_token_id is None:
         raise ValueError(
-            f"model.path: the tokenizer in {path!r} has no eos_token; set it in tokenizer_config.json"
+            f"{option}: the tokenizer in {path!r} has no eos_token; set it in tokenizer_config.json"
         )
     return tokenizer
 
@@ -251,6 +266,23 @@ def token_ids_of(
         )["input_ids"]
         start = stop
     return found
+
+
+def unknown_token_ids(tokenizer: PreTrainedTokenizerFast) -> frozenset[int]:
+    """The token for what the tokenizer does not know, by each of its names; none where it has no such token."""
+    named = getattr(tokenizer.backend_tokenizer.model, "unk_token", None)
+    found = [tokenizer.unk_token_id, None if named is None else tokenizer.convert_tokens_to_ids(named)]
+    return frozenset(token for token in found if isinstance(token, int))
+
+
+def characters_without_token(characters: Iterable[str], tokenizer: PreTrainedTokenizerFast) -> frozenset[str]:
+    """Those that the tokenizer leaves out: alone, they give no token at all. Of white space only the space is looked
+    at, between letters; marks and what shows nothing are not, which many tokenizers normalise."""
+    given = set(characters)
+    looked_at = sorted(one for one in given if unicodedata.category(one)[0] not in "CMZ")
+    ids = token_ids_of([*looked_at, "a b", "ab"], tokenizer, special_tokens=False)
+    lost = {one for one, found in zip(looked_at, ids, strict=False) if not found}
+    return frozenset(lost | ({" "} & given if ids[-1] == ids[-2] else set()))
 
 
 def stop_token_ids(path: str, tokenizer: PreTrainedTokenizerFast, vocab_size: int) -> tuple[int, ...]:

@@ -24,6 +24,19 @@ def available_bytes() -> int:
     return min([free, *(room for room in map(_room, *zip(*_groups(), strict=True)) if room is not None)])
 
 
+def total_bytes() -> int:
+    """All memory of this machine, or the limit of this process's control group where that is lower (bytes)."""
+    limits = (_number(group / files[0]) for group, files in _groups())
+    return min([int(psutil.virtual_memory().total), *(limit for limit in limits if limit is not None)])
+
+
+def _number(file: Path) -> int | None:
+    try:
+        return int(file.read_text("utf-8"))
+    except (OSError, ValueError):  # "max" is no number
+        return None
+
+
 def _groups() -> list[tuple[Path, tuple[str, str, str]]]:
     """Where this process's control group may be seen: at its own path, or as the root of a container's view."""
     try:
@@ -41,12 +54,11 @@ def _groups() -> list[tuple[Path, tuple[str, str, str]]]:
 
 def _room(group: Path, files: tuple[str, str, str]) -> int | None:
     """What the group may still allocate; None where it does not exist or has no limit."""
-    limit, usage, reclaimable = files
+    limit, used = _number(group / files[0]), _number(group / files[1])
     try:
         stats = dict(line.split() for line in (group / "memory.stat").read_text("utf-8").splitlines())
-        used = int((group / usage).read_text("utf-8")) - int(stats[reclaimable])
-        return int((group / limit).read_text("utf-8")) - used
-    except (OSError, ValueError, KeyError):  # "max" is no number
+        return None if limit is None or used is None else limit - (used - int(stats[files[2]]))
+    except (OSError, ValueError, KeyError):
         return None
 
 

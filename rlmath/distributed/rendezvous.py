@@ -8,7 +8,8 @@ mistake that only its node has, or never start; a process group would wait for i
     rank 0        publishes the name of this start                            start
     every rank    calls `sync` with its report                                <start>/<name>/<rank>
     rank 0        waits until all reports are there, or the time is up,
-                  and publishes the result                                    <start>/<name>/result
+                  and publishes the result, with the port of the store
+                  that the ranks of a single node have from then on           <start>/<name>/result
 
 torchrun keeps the store when it restarts its ranks (--max-restarts), and its TORCHELASTIC_RESTART_COUNT differs from
 node to node (pytorch/pytorch issue 108158). So a report has a nonce of its rank, and a rank believes only a result that
@@ -54,7 +55,7 @@ PROBLEM_SECONDS = 10.0
 """How long rank 0 waits for further problems after the first one."""
 FIRST_LOG_SECONDS = 30.0
 """Rank 0 logs which ranks are missing after so long, and again whenever that time has doubled."""
-READ_SECONDS = 5.0
+READ_SECONDS = 15.0
 """How long rank 0 waits for the others to read a result; those that have not are given it again at the next sync."""
 SLACK_SECONDS = 30.0
 """How much longer than rank 0 the others wait for the result."""
@@ -87,6 +88,8 @@ class _Outcome:
     nonces: list
     """Of the ranks whose reports it has read."""
     result: dict
+    ranks_port: int
+    """Of the ranks' own store, on the loopback interface; 0 on several nodes, and where the result is an error."""
 
 
 @dataclass
@@ -108,7 +111,9 @@ class Rendezvous:
         self._nonce = secrets.token_hex(8)
         self._store.set(f"info/{own.rank}", asdict(own))
         self._start: str | None = None
-        self._ranks_store: dist.Store | None = None
+        self._ranks_store: dist.TCPStore | None = None
+        self._ranks_port = 0
+        """Of the ranks' own store on a single node, known after the first sync."""
         self._unread: dict[str, tuple[Any, list[str]]] = {}
         """Of rank 0: by key a value that it has published, and the keys of the answers of those who need it."""
         if own.rank == 0:
@@ -153,42 +158,32 @@ class Rendezvous:
         """The store for this start's process group, in which waiting for a key ends after `seconds`. On a single node
         it lives in rank 0, so that the ranks can finish a step and save it when the launcher has been killed."""
         assert self._start is not None, "call sync first"
-        if self.rank_info.several_nodes:
-            self._whole_store.set_timeout(timedelta(seconds=seconds))
-            return dist.PrefixStore(f"rlmath/group/{self._start}", self._whole_store)
-        if self._ranks_store is None:
-            self._ranks_store = self._open_ranks_store(seconds)
-        return dist.PrefixStore(f"rlmath/group/{self._start}", self._ranks_store)
+        if self._ranks_store is None and self._ranks_port:
+            self._ranks_store = self._connect_to_ranks_store(seconds)
+        store = self._ranks_store or self._whole_store
+        store.set_timeout(timedelta(seconds=seconds))
+        return dist.PrefixStore(f"rlmath/group/{self._start}", store)
 
-    def _open_ranks_store(self, seconds: float) -> dist.Store:
-        """Rank 0 serves it on the loopback interface alone, at a free port that the others read from the launcher's."""
-        key, is_master, listener = f"{self._start}/group port", self.rank_info.rank == 0, None
-        if is_master:
-            with socket.create_server((LOOPBACK, 0)) as server:
-                port, listener = server.getsockname()[1], server.detach()
-        else:
-            port = self._read_port(key, seconds)
-        store = dist.TCPStore(
-            LOOPBACK,
-            port,
-            is_master=is_master,
-            timeout=timedelta(seconds=seconds),
-            wait_for_workers=False,
-            master_listen_fd=listener,
+    def _connect_to_ranks_store(self, seconds: float) -> dist.TCPStore:
+        try:
+            timeout = timedelta(seconds=seconds)
+            return dist.TCPStore(LOOPBACK, self._ranks_port, timeout=timeout, wait_for_workers=False)
+        except RuntimeError as error:
+            raise MissingRanksError(
+                f"{self.rank_info} does not reach the store of rank 0 at {LOOPBACK}:{self._ranks_port} within "
+                f"{seconds:.0f} s: rank 0 has ended; look at its log. {str(error).splitlines()[0]}"
+            ) from error
+
+    def _serve_ranks_store(self) -> None:
+        """Rank 0 of a single node serves it on the loopback interface alone, at a free port."""
+        if self.rank_info.several_nodes or self._ranks_store is not None:
+            return
+        with socket.create_server((LOOPBACK, 0)) as server:
+            port, listener = server.getsockname()[1], server.detach()
+        self._ranks_store = dist.TCPStore(
+            LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=listener
         )
-        if is_master:
-            self._publish(key, port, range(1, self.rank_info.world_size))
-        return store
-
-    def _read_port(self, key: str, seconds: float) -> int:
-        deadline = time.monotonic() + seconds
-        while time.monotonic() < deadline:
-            port = self._store.get(key)
-            if type(port) is int and 0 < port < 2**16:
-                self._store.set(f"{key}/read/{self.rank_info.rank}", self._nonce)
-                return port
-            time.sleep(POLL_SECONDS / 4)
-        raise self._no_answer(seconds)
+        self._ranks_port = port
 
     def _publish(self, key: str, value: Any, readers: Iterable[int]) -> None:
         """Write a value until these ranks have read it, or READ_SECONDS have passed."""
@@ -227,7 +222,8 @@ class Rendezvous:
                 if opened != start and self._store.get(f"{at}/open") is not None:
                     # From now on rank 0 waits for others as long as this rank has waited for it.
                     opened, deadline = start, now + patience
-                if (result := self._answer(at)) is not None:
+                if (outcome := self._answer(at)) is not None:
+                    result, self._ranks_port = outcome
                     self._start = start
                     self._store.set(f"{at}/result/read/{self.rank_info.rank}", self._nonce)
                     return result
@@ -242,12 +238,15 @@ class Rendezvous:
             f"(run.start_timeout_seconds); look at the log of the first node{self._foreign_text()}"
         )
 
-    def _answer(self, at: str) -> RendezvousResult | None:
-        """The result, if rank 0 has read this rank's report before."""
+    def _answer(self, at: str) -> tuple[RendezvousResult, int] | None:
+        """The result and the port of the ranks' store, if rank 0 has read this rank's report before."""
         outcome = record_of(_Outcome, self._store.get(f"{at}/result"))
         if outcome is None or self._nonce not in outcome.nonces:
             return None
-        return record_of(RendezvousResult, outcome.result)
+        result, port = record_of(RendezvousResult, outcome.result), outcome.ranks_port
+        has_port = not self.rank_info.several_nodes and result is not None and result.error is None
+        fits = 0 < port < 2**16 if has_port else port == 0
+        return (result, port) if result is not None and fits else None
 
     def _foreign_text(self) -> str:
         """For a rank that misses others: why that may be."""
@@ -266,7 +265,14 @@ class Rendezvous:
         at = f"{self._start}/{name}"
         arrived = self._wait_for_reports(at, report, seconds)
         result = self._result_of(arrived.reports, seconds, check)
-        outcome = asdict(_Outcome(arrived.nonces, asdict(result)))
+        if result.error is None:
+            try:
+                self._serve_ranks_store()
+            except (OSError, RuntimeError) as error:
+                text = f"{self.rank_info} cannot open a store for the ranks at a port of {LOOPBACK}: {error}"
+                result = RendezvousResult(text)
+        port = self._ranks_port if result.error is None else 0
+        outcome = asdict(_Outcome(arrived.nonces, asdict(result), port))
         self._publish(f"{at}/result", outcome, (rank for rank in arrived.reports if rank != 0))
         return result
 
@@ -359,12 +365,13 @@ def open_rendezvous(seconds: float) -> Rendezvous | None:
     if own.world_size == 1:
         return None
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    opens = own.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     try:
         store = dist.TCPStore(
             address,
             port,
             own.world_size,
-            is_master=own.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True",
+            is_master=opens,
             timeout=timedelta(seconds=seconds),
             wait_for_workers=False,
             multi_tenant=True,
@@ -373,6 +380,12 @@ def open_rendezvous(seconds: float) -> Rendezvous | None:
     except OSError as error:
         raise MissingRanksError(f"{own} cannot start: {error}") from error
     except RuntimeError as error:
+        if opens:
+            raise MissingRanksError(
+                f"{own} cannot open the run's key-value store at port {port}; does another program use it? Set "
+                "MASTER_PORT to a free one, or start the run by torchrun, which finds one: "
+                f"{str(error).splitlines()[0]}"
+            ) from error
         raise MissingRanksError(
             f"{own} does not reach the key-value store of the run at {address}:{port} within {seconds:.0f} s. "
             f"Is the first node there, is {address} its address for this node, too (torchrun --local-addr), and "

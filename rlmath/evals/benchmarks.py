@@ -11,11 +11,14 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerFast
 
+from rlmath.algorithms.types import Prompt
 from rlmath.config.files import read_json_object
 from rlmath.config.help import nearest_word
+from rlmath.data.audit import audit_references
 from rlmath.data.formats import read_prompts
 from rlmath.data.tokenizer import drop_special_token_rows, prompt_tokens, render
 from rlmath.rewards.verifier import check_tasks
+from rlmath.rewards.worker_pool import VerifierPool
 
 SUFFIXES = (".jsonl", ".json", ".parquet", "")
 """Suffixes of a benchmark's file, in the order of the search; "" is a folder of a Hugging Face data set."""
@@ -91,6 +94,16 @@ def load_benchmark(
         for row, prompt, ids in zip(rows, prompts, tokens, strict=True)
     ]
     return Benchmark(name, tuple(problems), len(file.unusable))
+
+
+def reference_warnings(benchmarks: Sequence[Benchmark], pool: VerifierPool) -> tuple[str, ...]:
+    """About problems that have no reference which an answer could equal: they are wrong whatever the model says."""
+    files = []
+    for benchmark in benchmarks:
+        problems = benchmark.problems
+        prompts = [Prompt(p.problem_id, p.prompt, p.token_ids, p.solutions, p.task) for p in problems]
+        files.append((benchmark.name, prompts))
+    return audit_references(files, pool)
 
 
 @dataclass(frozen=True)

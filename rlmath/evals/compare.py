@@ -10,7 +10,7 @@ from typing import Any
 
 from rlmath.config.terminal import visible
 from rlmath.evals.pass_at_k import bootstrap_interval
-from rlmath.evals.tables import FORMAT, RESULTS, boxed_table
+from rlmath.evals.tables import FORMAT, RESULTS, boxed_tables
 
 
 @dataclass(frozen=True)
@@ -103,11 +103,12 @@ def other_settings(first: Results, second: Results) -> list[str]:
 
 def comparison_text(first: Results, second: Results) -> str:
     """The table of differences with notes; in percent, differences in percentage points."""
-    table = [["dataset", "measure", "problems", "A", "A 95%", "B", "B 95%", "B - A", "B - A 95%", ""]]
+    table = [["dataset", "measure", "A", "B", "B - A", "B - A 95%", "", "problems", "A 95%", "B 95%"]]
     found = differences(first, second)
     for one in found:
-        numbers = [*_cells(one.first), *_cells(one.second), *_cells(one.difference, "+")]
-        table.append([one.dataset, one.measure, str(one.problems), *numbers, "clear" if one.is_clear else ""])
+        (a, of_a), (b, of_b), difference = _cells(one.first), _cells(one.second), _cells(one.difference, "+")
+        row = [one.dataset, one.measure, a, b, *difference, "clear" if one.is_clear else ""]
+        table.append([*row, str(one.problems), of_a, of_b])
     named = {"A": first, "B": second}
     notes = [
         f"{name}: {one.name} (model {one.settings.get('about_model', '?')})" for name, one in named.items()
@@ -120,7 +121,7 @@ def comparison_text(first: Results, second: Results) -> str:
     ]
     alone = sorted(first.values.keys() ^ second.values.keys())
     notes += [f"In one of the two only: {', '.join(alone)}."] if alone else []
-    notes += [boxed_table(table), '"clear": the 95% interval of B - A leaves out 0.']
+    notes += [boxed_tables(table, keys=2), '"clear": the 95% interval of B - A leaves out 0.']
     return visible("\n".join(notes))
 
 

@@ -16,9 +16,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO
 
-from rlmath.evals.plan import GREEDY_INDEX
+from rlmath.evals.plan import GENERATIONS, GREEDY_INDEX
 
-GENERATIONS = "generations"
 BATCH = 32
 """Most completions between two flushes."""
 BATCH_SECONDS = 2.0

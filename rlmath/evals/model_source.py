@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import logging
@@ -14,8 +15,7 @@ from rlmath.checkpoint.convert.sources import MegatronSource, find_megatron
 from rlmath.checkpoint.directory import CHECKPOINTS, MANIFEST
 from rlmath.checkpoint.hf.weights import read_metadata_files
 from rlmath.config.files import read_json_object
-from rlmath.config.help import nearest_path
-from rlmath.models.hf_config import read_model_shape
+from rlmath.models.hf_config import check_loadable, missing_folder_problem, read_model_shape
 from rlmath.trainer.resume import model_fingerprint
 from rlmath.trainer.run_dir import EXPORT_FOLDER, SUMMARY_NAME
 
@@ -26,6 +26,8 @@ CONVERTED = "converted_model"
 a killed process left is removed, even if a run's folder was given as the output."""
 _SOURCE = "converted_from.json"
 _SHARD_BYTES = 4 * 2**30
+_converted_here: list[Path] = []
+"""Output folders into which this process has converted a checkpoint."""
 
 
 @dataclass(frozen=True)
@@ -40,10 +42,12 @@ class EvaluatedModel:
 def resolve_model(path: Path, output: Path) -> EvaluatedModel:
     """The model at `path`: a Hugging Face folder; a run's folder, for the last model of a finished run and the newest
     checkpoint of an unfinished one; or a checkpoint. A checkpoint is converted once, into `output`/converted_model.
-    ValueError if it is none of these."""
+    ValueError if it is none of these, or has weights or a tokenizer that cannot be loaded. An evaluation that does not
+    reach its end calls `remove_converted`."""
     if not path.is_dir():
-        raise ValueError(f'--model: there is no folder "{path}".{nearest_path(path)}')
+        raise ValueError(missing_folder_problem(path, "--model"))
     folder = _hugging_face(path) or _convert(path, output)
+    check_loadable(folder)
     digest = hashlib.sha256(model_fingerprint(folder).encode())
     for name, content in read_metadata_files(folder).items():
         digest.update(f"{name}:{len(content)}".encode() + content)
@@ -78,12 +82,24 @@ def _convert(path: Path, output: Path) -> Path:
         return folder
     if folder.is_dir():  # a partial one, left by a process that was killed
         shutil.rmtree(folder)
+    _converted_here.append(output)
     logger.info("Converting %s to %s", source.state, folder)
     shape = read_model_shape(source.metadata_files)
     metadata_files = read_metadata_files(source.metadata_files)
     megatron_to_hf(source.state, shape, metadata_files, folder, None, _SHARD_BYTES)
     note.write_text(json.dumps(origin, indent=2) + "\n", encoding="utf-8")
     return folder
+
+
+def remove_converted() -> None:
+    """Remove what this process has converted, or is converting in another thread; what an earlier one has stays."""
+    for output in _converted_here:
+        with contextlib.suppress(OSError):  # it is called while another error is handled
+            (output / _SOURCE).unlink()
+        for folder in (output / f"{CONVERTED}.partial", output / CONVERTED):
+            for _ in range(3):  # a file may have come meanwhile
+                shutil.rmtree(folder, ignore_errors=True)
+    _converted_here.clear()
 
 
 def _content(source: MegatronSource) -> str:

@@ -15,6 +15,7 @@ from rlmath.evals.pass_at_k import MOST_SAMPLES
 from rlmath.rollout.sampling import request_seed
 
 SETTINGS = "settings.json"
+GENERATIONS = "generations"
 GREEDY_INDEX = -1
 """Index of the greedy completion; samples are numbered from 0."""
 
@@ -81,14 +82,15 @@ def check_settings(folder: Path, common: Mapping[str, Any], sampled: Mapping[str
     """Write settings.json, or compare with the existing one. Raises ValueError with the differences.
 
     `common` applies to every completion, `sampled` to those that are not greedy (None: there are none). Keys that
-    begin with "about_" are not compared.
+    begin with "about_" are not compared: "about_model" is named beside a "model" that differs. Settings of a folder
+    without completions, left by an evaluation that failed at its start, are replaced.
     """
     path = folder / SETTINGS
-    earlier = _read_settings(path)
+    earlier = _read_settings(path) if _has_completions(folder) else {}
     differences = [
-        f"{name} was {before[name]!r}, now it is {value!r}"
-        for before, now in ((earlier.get("common"), common), (earlier.get("sampled"), sampled))
-        for name, value in (now or {}).items()
+        f"{name} was {_named(before, name)}, now it is {_named(now, name)}"
+        for before, now in ((earlier.get("common"), common), (earlier.get("sampled"), sampled or {}))
+        for name, value in now.items()
         if before and name in before and before[name] != value and not name.startswith("about_")
     ]
     if differences:
@@ -100,6 +102,15 @@ def check_settings(folder: Path, common: Mapping[str, Any], sampled: Mapping[str
     partial = path.with_suffix(".tmp")
     partial.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     partial.replace(path)
+
+
+def _has_completions(folder: Path) -> bool:
+    return any(file.stat().st_size for file in (folder / GENERATIONS).glob("*/*.jsonl"))
+
+
+def _named(settings: Mapping[str, Any], name: str) -> str:
+    about = settings.get(f"about_{name}")
+    return repr(settings[name]) if about is None else f"{about!r} ({settings[name]})"
 
 
 def read_settings(folder: Path) -> dict[str, Any]:

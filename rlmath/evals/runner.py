@@ -35,13 +35,14 @@ from rlmath.evals.benchmarks import (
     find_benchmark,
     load_benchmark,
     model_positions,
+    reference_warnings,
 )
 from rlmath.evals.completions import read_outcomes, remove_unfinished_lines
 from rlmath.evals.model_source import EvaluatedModel, resolve_model
 from rlmath.evals.plan import Plan, check_settings, read_settings
 from rlmath.evals.results import BenchmarkResult, result_of
 from rlmath.evals.sampling import Missing, open_engine, sample_missing
-from rlmath.evals.tables import boxed_table, first_table, second_table, write_results
+from rlmath.evals.tables import boxed_tables, first_table, second_table, write_results
 from rlmath.rewards.worker_pool import VerifierPool
 from rlmath.trainer.run_dir import sole_user
 from rlmath.trainer.startup import environment_facts, meet
@@ -89,7 +90,7 @@ def evaluate(
         init_process_group(device, COLLECTIVE_TIMEOUT_SECONDS, _store_after_rendezvous())
         # The end of an engine destroys the group too.
         stack.callback(lambda: dist.is_initialized() and dist.destroy_process_group())
-        prepared = _prepare_on_rank_zero(plan, rollout, mesh, stack)
+        prepared = _prepare_on_rank_zero(plan, rollout, mesh, pool, stack)
         if prepared.missing:
             model, lengths = prepared.model.folder, prepared.lengths
             llm = stack.enter_context(open_engine(model, rollout, lengths, mesh, device))
@@ -111,14 +112,17 @@ def _store_after_rendezvous() -> dist.Store | None:
 
 
 # ---------------------------------------------------------------- preparation, on rank 0
-def _prepare_on_rank_zero(plan: Plan, rollout: RolloutConfig, mesh: Mesh, stack: ExitStack) -> _Prepared:
+def _prepare_on_rank_zero(
+    plan: Plan, rollout: RolloutConfig, mesh: Mesh, pool: VerifierPool | None, stack: ExitStack
+) -> _Prepared:
     """`_prepare` on rank 0, sent to all; a ValueError of rank 0 is raised on all ranks."""
     prepared, mistake = None, None
     if mesh.rank == 0:
+        assert pool is not None  # rank 0 leads an engine
         try:
             stack.enter_context(sole_user(plan.output, "--output"))
             clear_exit_status(plan.output)
-            prepared = _prepare(plan, rollout)
+            prepared = _prepare(plan, rollout, pool)
         except ValueError as error:
             mistake = str(error)
     prepared, mistake = broadcast_from_rank_zero((prepared, mistake))
@@ -127,10 +131,10 @@ def _prepare_on_rank_zero(plan: Plan, rollout: RolloutConfig, mesh: Mesh, stack:
     return prepared
 
 
-def _prepare(plan: Plan, rollout: RolloutConfig) -> _Prepared:
+def _prepare(plan: Plan, rollout: RolloutConfig, pool: VerifierPool) -> _Prepared:
     paths = {name: find_benchmark(name, plan.data_dir) for name in plan.benchmarks}
     model = resolve_model(plan.model, plan.output)
-    tokenizer = load_tokenizer(str(model.folder))
+    tokenizer = load_tokenizer(str(model.folder), "--model")
     benchmarks = tuple(
         load_benchmark(name, path, tokenizer, plan.template, plan.limit) for name, path in paths.items()
     )
@@ -150,6 +154,8 @@ def _prepare(plan: Plan, rollout: RolloutConfig) -> _Prepared:
     if repaired:
         logger.info("Removed the unfinished last line of %d files, left by a run that was stopped", repaired)
     missing = [one for benchmark in benchmarks for one in _missing(benchmark, plan, lengths)]
+    for warning in reference_warnings(benchmarks, pool):
+        logger.warning("%s", warning)
     _log_work(benchmarks, lengths, plan, sum(len(one.indices) for one in missing))
     return _Prepared(model, benchmarks, lengths, missing)
 
@@ -200,7 +206,7 @@ def _write_tables(plan: Plan, prepared: _Prepared) -> list[BenchmarkResult]:
     ]
     settings = read_settings(plan.output) | {"limit": plan.limit, "max_prompt_tokens": plan.max_prompt_tokens}
     write_results(plan.output, settings, results)
-    print(boxed_table(first_table(results)))
-    print(boxed_table(second_table(results)), flush=True)
+    print(boxed_tables(first_table(results)))
+    print(boxed_tables(second_table(results)), flush=True)
     logger.info("results.json, results.csv and results.md are in %s", plan.output)
     return results

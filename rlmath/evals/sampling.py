@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
@@ -11,7 +10,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tqdm import tqdm
 from transformers import PreTrainedTokenizerFast
 
 from rlmath.config.schema import RolloutConfig
@@ -25,14 +23,12 @@ from rlmath.evals.plan import GREEDY_INDEX, Plan, completion_seed
 from rlmath.rewards.reward_manager import text_to_verify
 from rlmath.rewards.verifier import Verdict
 from rlmath.rewards.worker_pool import VerifierPool
+from rlmath.rollout.collector import SamplingProgress
 from rlmath.rollout.engine import open_standalone
 from rlmath.rollout.sampling import Request, RequestResult, sample
 from rlmath.rollout.work_queue import WorkQueue
 
 logger = logging.getLogger(__name__)
-
-PROGRESS_SECONDS = 60.0
-"""Interval of the log lines on the first engine's progress."""
 
 
 class Missing(NamedTuple):
@@ -69,19 +65,22 @@ def sample_missing(
 ) -> None:
     """Sample, verify and write. The engines share the work; in each engine the rank with a `pool` writes."""
     requests = [_requests(number, one, plan, lengths) for number, one in enumerate(missing)]
-    work_queue = WorkQueue(shared_store("evaluation"), requests, mesh, rollout.max_num_seqs)
+    store = shared_store("evaluation")
+    work_queue = WorkQueue(store, requests, mesh, rollout.max_num_seqs)
     if pool is None:
         for _ in sample(llm, rollout, work_queue):
             pass
         return
     by_key = {request.key: request for row in requests for request in row}
     problems = {number: one.problem for number, one in enumerate(missing)}
-    writer, progress = Writer(plan.output, mesh.engine_index), _EngineProgress(len(by_key), mesh)
+    writer = Writer(plan.output, mesh.engine_index)
+    progress = SamplingProgress(len(by_key), mesh, store, "evaluation")
     verification = Verification(pool, load_tokenizer(str(model)), problems, writer.add)
 
     def on_step() -> None:
         verification.write_done()
         writer.tick()
+        progress.tick()
 
     try:
         for generated in sample(llm, rollout, work_queue, on_step):
@@ -163,25 +162,3 @@ class Verification:
             verdict=verdict.verdict,
         )
         self._write(problem.benchmark, record)
-
-
-class _EngineProgress:
-    """Progress of the first engine: a bar on a terminal, else a log line a minute."""
-
-    def __init__(self, total: int, mesh: Mesh) -> None:
-        self._about = round(total / mesh.num_engines)
-        self._shown = mesh.rank == 0
-        self._done, self._logged_at = 0, time.monotonic()
-        # None: shown on a terminal, not in a log file.
-        hide_bar = None if self._shown else True
-        self._bar = tqdm(total=self._about, desc="evaluation", disable=hide_bar, leave=False)
-
-    def add_one(self) -> None:
-        self._done += 1
-        self._bar.update()
-        if self._shown and self._bar.disable and time.monotonic() - self._logged_at > PROGRESS_SECONDS:
-            self._logged_at = time.monotonic()
-            logger.info("The first engine has sampled %d completions, of about %d", self._done, self._about)
-
-    def close(self) -> None:
-        self._bar.close()

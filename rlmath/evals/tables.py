@@ -1,10 +1,17 @@
-"""The table of the AReaL documents, and the files that hold it.
+"""The tables of an evaluation, with the columns of the AReaL documents first, and the files that hold them.
 
-+---------+---------------+---------------+---------------+------------+---------------+--------+---------+
-| dataset | num_questions | greedy_length | sample_length | greedy_acc | sample_pass@1 | pass@8 | pass@16 |
-+---------+---------------+---------------+---------------+------------+---------------+--------+---------+
-|  aime24 |       30      |    19328.0    |    13663.5    |    50.0    |      50.4     |  77.3  |   80.0  |
-+---------+---------------+---------------+---------------+------------+---------------+--------+---------+
+On the console a table is as wide as a terminal at most; further columns follow in a box of their own:
+
++---------+---------------+---------------+---------------+------------+
+| dataset | num_questions | greedy_length | sample_length | greedy_acc |
++---------+---------------+---------------+---------------+------------+
+|  aime24 |       30      |    19328.0    |    13663.5    |    50.0    |
++---------+---------------+---------------+---------------+------------+
++---------+---------------+--------+--------+--------+---------+---------+
+| dataset | sample_pass@1 | pass@2 | pass@4 | pass@8 | pass@16 | pass@32 |
++---------+---------------+--------+--------+--------+---------+---------+
+|  aime24 |      50.4     |  61.9  |  71.4  |  77.3  |   80.0  |   80.0  |
++---------+---------------+--------+--------+--------+---------+---------+
 """
 
 from __future__ import annotations
@@ -25,8 +32,10 @@ FORMAT = 1
 """Version of results.json."""
 
 COLUMNS = ("dataset", "num_questions", "greedy_length", "sample_length", "greedy_acc", "sample_pass@1")
-COLUMNS += ("pass@8", "pass@16")
-"""The columns of the first table; "-" marks those that need more samples than there are."""
+"""The first columns of the first table; pass@k follows, for every k that the samples allow."""
+PROBLEM_COUNTS = ("too_long", "unusable", "not_judged")
+WIDTH = 80
+"""Most columns of the console that a table takes."""
 
 Row = dict[str, float | int | str | None]
 """Numbers by column; shares from 0 to 1."""
@@ -50,22 +59,28 @@ def row_of(result: BenchmarkResult) -> Row:
 
 
 def first_table(results: Sequence[BenchmarkResult]) -> list[list[str]]:
-    """The header and the rows, as text."""
+    """The header and the rows, as text; "-" marks what was not sampled."""
     rows = [row_of(result) for result in results]
-    return [list(COLUMNS), *([cell(name, row.get(name)) for name in COLUMNS] for row in rows)]
+    names = [*COLUMNS, *_by_k("pass@", rows)]
+    return [names, *([cell(name, row.get(name)) for name in names] for row in rows)]
 
 
 def second_table(results: Sequence[BenchmarkResult]) -> list[list[str]]:
-    """Intervals, majorities, and counts of truncated or excluded completions."""
+    """Intervals, majorities, shares of truncated completions, and those of PROBLEM_COUNTS that are not 0."""
     rows = [row_of(result) for result in results]
-    sizes = sorted({int(name[4:]) for row in rows for name in row if name.startswith("maj@")})
-    counts = ["greedy_truncated", "sample_truncated", "too_long", "unusable", "not_judged"]
-    numbers = [*(f"maj@{k}" for k in sizes), *counts]
+    counts = [name for name in PROBLEM_COUNTS if any(row[name] for row in rows)]
+    numbers = [*_by_k("maj@", rows), "greedy_truncated", "sample_truncated", *counts]
     table = [["dataset", "greedy_acc 95%", "sample_pass@1 95%", *numbers]]
     for row in rows:
         intervals = [_interval(row, name) for name in ("greedy_acc", "sample_pass@1")]
         table.append([str(row["dataset"]), *intervals, *(cell(name, row.get(name)) for name in numbers)])
     return table
+
+
+def _by_k(measure: str, rows: Sequence[Row]) -> list[str]:
+    """Names of the columns `measure`k, in the order of k."""
+    found = {name for row in rows for name in row if name.startswith(measure)}
+    return sorted(found, key=lambda name: int(name.removeprefix(measure)))
 
 
 def cell(name: str, value: float | int | str | None) -> str:
@@ -78,7 +93,7 @@ def cell(name: str, value: float | int | str | None) -> str:
         return "-"
     if isinstance(value, str):
         return value
-    if name in ("num_questions", "too_long", "unusable", "not_judged"):
+    if name in ("num_questions", *PROBLEM_COUNTS):
         return str(value)
     return f"{value if name.endswith('_length') else 100 * value:.1f}"
 
@@ -90,13 +105,33 @@ def _interval(row: Row, name: str) -> str:
 
 def boxed_table(table: Sequence[Sequence[str]]) -> str:
     """Rows of text in a frame, with centred cells; the first row is the header."""
-    widths = [max(len(row[i]) for row in table) for i in range(len(table[0]))]
+    widths = _widths(table)
     line = "+" + "+".join("-" * (width + 2) for width in widths) + "+"
     rows = [
         "| " + " | ".join(text.center(width) for text, width in zip(row, widths, strict=True)) + " |"
         for row in table
     ]
     return "\n".join([line, rows[0], line, *rows[1:], line])
+
+
+def boxed_tables(table: Sequence[Sequence[str]], keys: int = 1) -> str:
+    """`boxed_table` without columns of "-", in as many boxes below each other as it takes for none to be wider than
+    WIDTH, where its cells allow that. Each begins with the first `keys` columns."""
+    widths = _widths(table)
+    first = list(range(keys))
+    boxes, columns = [], first
+    for column in range(keys, len(widths)):
+        if all(row[column] == "-" for row in table[1:]):
+            continue
+        if len(columns) > keys and sum(widths[i] + 3 for i in (*columns, column)) + 1 > WIDTH:
+            boxes.append(columns)
+            columns = first
+        columns = [*columns, column]
+    return "\n".join(boxed_table([[row[i] for i in chosen] for row in table]) for chosen in (*boxes, columns))
+
+
+def _widths(table: Sequence[Sequence[str]]) -> list[int]:
+    return [max(len(row[i]) for row in table) for i in range(len(table[0]))]
 
 
 def markdown_table(table: Sequence[Sequence[str]]) -> str:

@@ -4,8 +4,8 @@ Megatron's own `DotProductAttention` refuses packed sequences. Ours pads segment
 that memory stays linear in the packed length and no token attends across a segment's border.
 """
 
-# Shape legend: T packed tokens, S segments, H heads of this rank, D head dim, N segments of one bucket,
-# M longest segment of one bucket.
+# Shape legend: T packed tokens, S segments, H heads and G key heads of this rank, D head dim, F = D/2 frequencies,
+# N segments of one bucket, M longest segment of one bucket.
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
-from rlmath.config.model_shape import RopeScaling
+from rlmath.config.model_shape import ModelShape, RopeScaling
+from rlmath.models.local_layers import rotate
 
 BUCKET_FILL = 0.75
 """A segment joins a bucket only if it fills at least this share of the bucket's longest segment."""
@@ -35,13 +36,40 @@ class Bucket:
     """The K slots of the flattened padded layout that hold a token."""
     positions_K: Tensor
     """Packed position of each of them."""
+    start: int | None
+    """Where the segments begin in the pack if they are equally long and lie one after another: both layouts are then
+    the same, and nothing is copied."""
+
+    def padded(self, x: Tensor, zero: bool = False) -> Tensor:
+        """[T, heads, D] laid out by segment: [N, heads, M, D]. With `zero` slots without a token are 0."""
+        N, M = self.gather_NM.shape
+        if self.start is not None:
+            return x[self.start : self.start + N * M].unflatten(0, (N, M)).transpose(1, 2)
+        rows = x.flatten(1)
+        if zero:
+            tokens = rows.index_select(0, self.positions_K)
+            laid_out = rows.new_zeros(N * M, rows.shape[1]).index_copy_(0, self.slots_K, tokens)
+        else:
+            laid_out = rows.index_select(0, self.gather_NM.flatten())
+        return laid_out.view(N, M, *x.shape[1:]).transpose(1, 2)
+
+    def unpad(self, x: Tensor, out: Tensor) -> None:
+        """Write the tokens of [N, heads, M, D] to their places in [T, heads, D]."""
+        by_slot = x.transpose(1, 2)
+        if self.start is not None:
+            out[self.start : self.start + self.gather_NM.numel()].view(by_slot.shape).copy_(by_slot)
+        else:
+            tokens = by_slot.flatten(2).flatten(0, 1).index_select(0, self.slots_K)
+            out.flatten(1).index_copy_(0, self.positions_K, tokens)
 
 
 @dataclass
 class PackedSequences(PackedSeqParams):
-    """Megatron's packed-sequence parameters, with the fields that our attention and rotary embedding need."""
+    """Megatron's packed-sequence parameters, with the fields that our attention needs."""
 
-    position_ids_T: Tensor | None = None
+    cos: Tensor | None = None
+    sin: Tensor | None = None
+    """Of every token's rotary angles, [T, 1, F]."""
     buckets: tuple[Bucket, ...] = ()
 
 
@@ -63,18 +91,21 @@ def bucket_segments(lengths: list[int]) -> list[list[int]]:
 
 
 def _make_bucket(starts_N: Tensor, lengths_N: Tensor) -> Bucket:
-    offsets_M = torch.arange(int(lengths_N.max()), device=starts_N.device)
+    longest = int(lengths_N.max())
+    offsets_M = torch.arange(longest, device=starts_N.device)
     filled_NM = offsets_M[None, :] < lengths_N[:, None]
     gather_NM = starts_N[:, None] + torch.minimum(offsets_M[None, :], lengths_N[:, None] - 1)
-    return Bucket(gather_NM, filled_NM.flatten().nonzero().squeeze(1), gather_NM[filled_NM])
+    in_place = bool((lengths_N == longest).all()) and bool((starts_N.diff() == longest).all())
+    slots_K = filled_NM.flatten().nonzero().squeeze(1)
+    return Bucket(gather_NM, slots_K, gather_NM[filled_NM], int(starts_N[0]) if in_place else None)
 
 
 def pack_sequences(
-    cu_seqlens_S1: Tensor, max_seqlen: int, position_ids_T: Tensor, local_layers: bool
+    cu_seqlens_S1: Tensor, max_seqlen: int, position_ids_T: Tensor, frequencies_F: Tensor | None
 ) -> PackedSequences:
     """Everything that the layers need to know about the packing of one micro-batch, computed once.
 
-    `local_layers` is true for Megatron's local layers with our attention, false for Transformer Engine's.
+    `frequencies_F` are for Megatron's local layers with our attention; None for Transformer Engine's.
     """
     common: dict[str, Any] = {
         "qkv_format": "thd",
@@ -83,22 +114,21 @@ def pack_sequences(
         "max_seqlen_q": max_seqlen,
         "max_seqlen_kv": max_seqlen,
     }
-    if not local_layers:
-        return PackedSequences(**common, position_ids_T=position_ids_T)
+    if frequencies_F is None:
+        return PackedSequences(**common)
     starts_S = cu_seqlens_S1[:-1].long()
     lengths_S = cu_seqlens_S1.diff().long()
     buckets = tuple(
         _make_bucket(starts_S[members], lengths_S[members]) for members in bucket_segments(lengths_S.tolist())
     )
-    # For Megatron's rotary code the pack is one segment, since our embedding already follows the positions.
-    whole = torch.tensor([0, position_ids_T.numel()], dtype=torch.int32, device=cu_seqlens_S1.device)
-    return PackedSequences(
-        **common,
-        cu_seqlens_q_padded=whole,
-        cu_seqlens_kv_padded=whole,
-        position_ids_T=position_ids_T,
-        buckets=buckets,
-    )
+    angles = torch.outer(position_ids_T.float(), frequencies_F)[:, None]
+    return PackedSequences(**common, cos=angles.cos(), sin=angles.sin(), buckets=buckets)
+
+
+def rotary_frequencies(shape: ModelShape) -> Tensor:
+    """F frequencies of the rotary embedding (radians per position)."""
+    plain_F = 1.0 / shape.rope_theta ** (torch.arange(0, shape.head_dim, 2).float() / shape.head_dim)
+    return plain_F if shape.rope_scaling is None else stretched_frequencies(plain_F, shape.rope_scaling)
 
 
 def stretched_frequencies(frequencies_F: Tensor, scaling: RopeScaling) -> Tensor:
@@ -114,21 +144,9 @@ def stretched_frequencies(frequencies_F: Tensor, scaling: RopeScaling) -> Tensor
     return kept_F * frequencies_F + (1 - kept_F) * frequencies_F / scaling.factor
 
 
-class PackedRotaryEmbedding(RotaryEmbedding):
-    """Rotary angles of each packed token's own position, instead of a table that is cut up segment by segment."""
-
-    def get_rotary_seq_len(self, *args: Any, **kwargs: Any) -> Any:
-        """The position ids; Megatron passes what this returns to `forward`."""
-        return args[-1].position_ids_T
-
-    def forward(self, position_ids_T: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Angles of shape [T, 1, 1, D]."""
-        angles = torch.outer(position_ids_T.float(), self.inv_freq.to(position_ids_T.device))
-        return torch.cat((angles, angles), dim=-1)[:, None, None, :]
-
-
 class PackedAttention(torch.nn.Module):
-    """Causal scaled-dot-product attention within every segment of a pack; Megatron's `core_attention`."""
+    """Rotary embedding and causal scaled-dot-product attention within every segment of a pack; Megatron's
+    `core_attention`."""
 
     def __init__(self, config: Any, layer_number: int, *args: Any, **kwargs: Any) -> None:
         super().__init__()
@@ -144,14 +162,76 @@ class PackedAttention(torch.nn.Module):
         **unused: Any,
     ) -> Tensor:
         """Attention of query [T, H, D] over key and value [T, groups, D]; returns [T, H * D]."""
-        T, H, D = query_THD.shape
-        out = query_THD.new_zeros(T, H * D)
-        for bucket in packed_seq_params.buckets:
-            q, k, v = (x[bucket.gather_NM].transpose(1, 2) for x in (query_THD, key_TGD, value_TGD))
-            repeats = H // k.shape[1]
-            if repeats > 1:
-                k, v = k.repeat_interleave(repeats, 1), v.repeat_interleave(repeats, 1)
-            context = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
-            flat = context.reshape(-1, H * D)[bucket.slots_K]
-            out = out.index_copy(0, bucket.positions_K, flat)
-        return out
+        cos, sin = packed_seq_params.cos, packed_seq_params.sin
+        query_THD, key_TGD = rotate(query_THD, cos, sin), rotate(key_TGD, cos, sin)
+        return self.attend(query_THD, key_TGD, value_TGD, packed_seq_params.buckets)
+
+    def attend(
+        self, query_THD: Tensor, key_TGD: Tensor, value_TGD: Tensor, buckets: tuple[Bucket, ...]
+    ) -> Tensor:
+        """Of queries and keys that are rotated already."""
+        attention = _BucketAttention.apply if query_THD.device.type == "cpu" else composed_attention
+        return attention(query_THD, key_TGD, value_TGD, buckets).flatten(1)
+
+
+def composed_attention(
+    query_THD: Tensor, key_TGD: Tensor, value_TGD: Tensor, buckets: tuple[Bucket, ...]
+) -> Tensor:
+    """The attention of torch's own choice over the buckets, on any device: [T, H, D]."""
+    out_THD = query_THD.new_zeros(query_THD.shape)
+    repeats = query_THD.shape[1] // key_TGD.shape[1]
+    for bucket in buckets:
+        key, value = (_repeated(bucket.padded(x), repeats) for x in (key_TGD, value_TGD))
+        out = F.scaled_dot_product_attention(bucket.padded(query_THD), key, value, is_causal=True)
+        bucket.unpad(out, out_THD)
+    return out_THD
+
+
+class _BucketAttention(torch.autograd.Function):
+    """torch's flash attention for CPU over the buckets. Slots behind a segment's end are of no consequence: no query
+    before them sees them, and what they return is dropped."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, query_THD: Tensor, key_TGD: Tensor, value_TGD: Tensor, buckets: tuple[Bucket, ...]
+    ) -> Tensor:
+        out_THD, saved = torch.empty_like(query_THD, memory_format=torch.contiguous_format), []
+        repeats = query_THD.shape[1] // key_TGD.shape[1]
+        for bucket in buckets:
+            query = bucket.padded(query_THD)
+            key, value = (_repeated(bucket.padded(x), repeats) for x in (key_TGD, value_TGD))
+            out, logsumexp = _FLASH(query, key, value, is_causal=True)
+            bucket.unpad(out, out_THD)
+            saved += [query, key, value, out, logsumexp]
+        ctx.save_for_backward(*saved)
+        ctx.buckets, ctx.key_shape = buckets, key_TGD.shape
+        return out_THD
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_THD: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+        T, G, D = ctx.key_shape
+        repeats = grad_THD.shape[1] // G
+        gradients = grad_THD.new_empty(grad_THD.shape), *grad_THD.new_empty(2, T, G, D)
+        saved = iter(ctx.saved_tensors)
+        for bucket in ctx.buckets:
+            query, key, value, out, logsumexp = (next(saved) for _ in range(5))
+            upstream = bucket.padded(grad_THD, zero=True)
+            found = _FLASH_BACKWARD(upstream, query, key, value, out, logsumexp, 0.0, True)
+            for gradient, x, shared in zip(gradients, found, (1, repeats, repeats), strict=True):
+                bucket.unpad(_summed(x, shared), gradient)
+        return *gradients, None
+
+
+_FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+_FLASH_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+
+def _repeated(x: Tensor, repeats: int) -> Tensor:
+    """[N, G, M, D] with each head as often as queries share it."""
+    return x if repeats == 1 else x.repeat_interleave(repeats, 1)
+
+
+def _summed(x: Tensor, repeats: int) -> Tensor:
+    """[N, G * repeats, M, D] summed over the heads that share a key."""
+    return x if repeats == 1 else x.unflatten(1, (-1, repeats)).sum(2)

@@ -30,7 +30,6 @@ from rlmath.distributed.mesh import Mesh
 from rlmath.models.attention import PackedSequences, pack_sequences
 from rlmath.models.context_parallel import ContextSplit, gather_and_shift, split_pack
 from rlmath.models.logprobs import MinTokensMask, is_argmax, next_logprobs, shift_to_tokens
-from rlmath.models.megatron import uses_local_layers
 
 
 @dataclass(frozen=True)
@@ -66,7 +65,8 @@ class ForwardBackward:
         """Called for every micro-batch: progress for the heartbeat."""
         self._busy_seconds = 0.0
         self._busy_until: float | None = None
-        self._local_layers = uses_local_layers(device.kind)
+        # None where the layers are Transformer Engine's.
+        self._frequencies_F = get_attr_wrapped_model(self.chunks[0], "rotary_frequencies_F")
 
     def run(
         self, batches: Sequence[MicroBatch], on_logits: Callable[..., Any], forward_only: bool
@@ -145,11 +145,11 @@ class ForwardBackward:
         token_ids, positions = batch.token_ids_T.to(at), batch.position_ids_T.to(at)
         if self.mesh.context == 1:
             cu_seqlens = batch.cu_seqlens_S1.to(at)
-            packing = pack_sequences(cu_seqlens, batch.max_seqlen, positions, self._local_layers)
+            packing = pack_sequences(cu_seqlens, batch.max_seqlen, positions, self._frequencies_F)
             return token_ids, positions, packing
         split = self._split(batch)
         token_ids, positions = (split.share(x, self.mesh.context_rank) for x in (token_ids, positions))
-        packing = pack_sequences(split.cu_seqlens_S1, split.max_seqlen, positions, self._local_layers)
+        packing = pack_sequences(split.cu_seqlens_S1, split.max_seqlen, positions, self._frequencies_F)
         # Padding of a segment counts as tokens: behind its end, it changes nothing for those before.
         packing.cu_seqlens_q_padded = packing.cu_seqlens_kv_padded = split.cu_seqlens_S1
         return token_ids, positions, packing

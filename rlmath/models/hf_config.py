@@ -9,6 +9,7 @@ model), takes sizes of 0 and unknown kinds of rotary scaling, and stops at the f
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -32,6 +33,10 @@ from rlmath.config.model_shape import ModelShape, RopeScaling
 _MAX_LAYERS = 4096
 _MAX_EXPERTS = 4096
 _MAX_SIZE = 2**31 - 1
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w-]*(?:\.[\w-]+)*/[A-Za-z0-9][\w.-]*")
+_OWN_FOLDERS = ("models", "model", "outputs", "output", "checkpoints", "weights", "runs", "data")
+"""What people call folders of their own; nobody on the hub has these names."""
+_WEIGHT_SUFFIXES = (".bin", ".pt", ".pth", ".gguf")
 SINGLE_FILE = "model.safetensors"
 """The weights of a model that has no index; beside an index it is read, and the index is not."""
 _DTYPES = ("float32", "bfloat16", "float16")
@@ -40,11 +45,15 @@ PUBLISHED = Path(__file__).resolve().parents[2] / "configs" / "models"
 """<name of the model>.json, what gives the shape in a published config.json; only in a checkout of the repository."""
 
 
-def read_shape(folder: Path) -> tuple[ModelShape | None, list[str]]:
+def read_shape(folder: Path, option: str = "model.path") -> tuple[ModelShape | None, list[str]]:
     """The shape that a folder's config.json gives, None where it gives none, and what is wrong with the file."""
     path = folder / "config.json"
     if not path.is_file():
-        return None, [f'"{folder}" has no config.json. model.path needs the folder of a Hugging Face model.']
+        text = f'"{folder}" has no config.json. {option} needs the folder of a Hugging Face model.'
+        inside = folder / "hf_model"
+        if (inside / "config.json").is_file():
+            text += f' It is the folder of a run: give "{inside}".'
+        return None, [text]
     return read_shape_file(path)
 
 
@@ -289,9 +298,12 @@ def _qwen_has_window(values: dict[str, Any], shape: ModelShape) -> bool:
 # ---------------------------------------------------------------- the folder: config.json, weights, tokenizer
 
 
-def read_model_shape(folder: Path) -> ModelShape:
-    """The shape that config.json gives; ValueError that lists what is wrong with that file."""
-    shape, problems = read_shape(folder)
+def read_model_shape(folder: Path, option: str = "model.path") -> ModelShape:
+    """The shape that config.json gives; ValueError that lists what is wrong with that file. `option` names the
+    folder."""
+    if not os.path.exists(folder):
+        raise ValueError(missing_folder_problem(folder, option))
+    shape, problems = read_shape(folder, option)
     raise_problems(f'the model "{folder}"', problems)
     assert shape is not None
     return shape
@@ -300,21 +312,60 @@ def read_model_shape(folder: Path) -> ModelShape:
 def inspect_model_folder(folder: Path) -> tuple[ModelShape | None, list[str]]:
     """The shape, None where config.json does not give one, and what is wrong with the folder."""
     if not os.path.exists(folder):
-        return None, [f'model.path: there is no folder "{folder}".{nearest_path(folder)}']
+        return None, [missing_folder_problem(folder)]
     if not folder.is_dir():
         return None, [f'model.path: "{folder}" is not a folder. Give the folder that holds config.json.']
     shape, problems = read_shape(folder)
-    tensors, weight_problems = _tensor_headers(folder)
-    problems += weight_problems
-    if shape is not None and not weight_problems:
-        problems += _tensor_problems(folder, shape, tensors)
+    return shape, [*problems, *_weight_problems(folder, shape), *_tokenizer_problems(folder)]
+
+
+def check_loadable(folder: Path) -> None:
+    """ValueError that lists what is wrong with the weights and the tokenizer of a folder with a config.json. The model
+    may be of a kind that this program does not train: then the shapes of its tensors are not known."""
+    shape, unsupported = read_shape(folder)
+    problems = _weight_problems(folder, None if unsupported else shape)
+    raise_problems(f'the model "{folder}"', [*problems, *_tokenizer_problems(folder)])
+
+
+def _weight_problems(folder: Path, shape: ModelShape | None) -> list[str]:
+    tensors, problems = _tensor_headers(folder)
+    return problems if problems or shape is None else list(_tensor_problems(folder, shape, tensors))
+
+
+def _tokenizer_problems(folder: Path) -> Iterator[str]:
     has_vocabulary = (folder / "vocab.json").is_file() and (folder / "merges.txt").is_file()
     if not has_vocabulary and not (folder / "tokenizer.json").is_file():
-        problems.append(
+        yield (
             f'"{folder}" has no tokenizer: neither tokenizer.json nor vocab.json with merges.txt. '
             "Copy the tokenizer files of the model there."
         )
-    return shape, problems
+
+
+def missing_folder_problem(folder: Path, option: str = "model.path") -> str:
+    """What to do where there is no such folder, which `option` names: for a name of the Hugging Face hub, how it is
+    downloaded."""
+    name = hub_name(folder)
+    if name is None:
+        return f'{option}: there is no folder "{folder}".{nearest_path(folder)}'
+    place = f"models/{folder.name}"
+    return (
+        f'{option}: there is no folder "{folder}". It looks like a name of the Hugging Face hub, and nothing is '
+        f'downloaded here. Run "hf download {name} --local-dir {place}", then give {option} {place}.'
+    )
+
+
+def hub_name(folder: Path) -> str | None:
+    """The name of a model on the hub that a path which does not exist must be, such as Qwen/Qwen2.5-0.5B; None where it
+    may be a folder."""
+    name = str(folder)
+    is_one = _HUB_NAME.fullmatch(name) and folder.parts[0].lower() not in _OWN_FOLDERS
+    return name if is_one and not os.path.exists(folder.parent) else None
+
+
+def has_weights(folder: Path) -> bool:
+    """Whether a folder is more than the config.json, and perhaps the tokenizer, of a model that lies elsewhere."""
+    names = os.listdir(folder) if os.access(folder, os.R_OK) else []
+    return any(name.endswith(_WEIGHT_SUFFIXES) or ".safetensors" in name for name in names)
 
 
 def _tensor_headers(folder: Path) -> tuple[dict[str, TensorHeader], list[str]]:

@@ -22,6 +22,7 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
     get_gpt_layer_with_transformer_engine_spec,
 )
+from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -33,16 +34,8 @@ from rlmath.config.model_shape import ModelShape
 from rlmath.config.schema import ParallelConfig
 from rlmath.distributed.device import Device
 from rlmath.distributed.mesh import Mesh
-from rlmath.models.attention import PackedAttention, PackedRotaryEmbedding, stretched_frequencies
-
-
-class RMSNorm(torch.nn.RMSNorm):
-    """Root-mean-square norm that works under sequence parallelism, which Megatron's `WrappedTorchNorm` refuses: with
-    the attribute `sequence_parallel` on the weight, Megatron sums its gradient over the tensor-parallel ranks."""
-
-    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **unused: Any) -> None:
-        super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
-        self.weight.sequence_parallel = config.sequence_parallel
+from rlmath.models.attention import PackedAttention, rotary_frequencies
+from rlmath.models.local_layers import RMSNorm, swiglu
 
 
 def uses_local_layers(device_kind: str) -> bool:
@@ -162,7 +155,10 @@ def transformer_config(
         use_cpu_initialization=is_cpu,
         perform_initialization=False,
         gradient_accumulation_fusion=False,
-        bias_activation_fusion=False,
+        # SwiGLU in one function: of local layers `_build_chunk` sets ours, beside Transformer Engine it is Megatron's
+        # (which has not run on a GPU yet).
+        use_te_activation_func=uses_local_layers(device.kind),
+        bias_activation_fusion=not uses_local_layers(device.kind),
         masked_softmax_fusion=False,
         bias_dropout_fusion=False,
         apply_rope_fusion=not uses_local_layers(device.kind),
@@ -224,22 +220,19 @@ def _build_chunk(
         max_sequence_length=shape.max_positions,
         pre_process=mesh.pipeline_rank == 0 and number == 0,
         post_process=mesh.is_last_stage and number == mesh.virtual_pipeline - 1,
-        position_embedding_type="rope",
+        position_embedding_type="none" if local_layers else "rope",  # our attention rotates
         rotary_base=shape.rope_theta,
         share_embeddings_and_output_weights=shape.tied_embeddings,
         parallel_output=True,
         vp_stage=vp_stage,
     )
+    model.rotary_frequencies_F = rotary_frequencies(shape).to(device.torch_device) if local_layers else None
     if local_layers:
-        model.rotary_pos_emb = PackedRotaryEmbedding(
-            kv_channels=shape.head_dim,
-            rotary_percent=1.0,
-            rotary_base=shape.rope_theta,
-            use_cpu_initialization=device.kind == "cpu",
-        )
-    if shape.rope_scaling is not None:
-        rotary = model.rotary_pos_emb
-        rotary.inv_freq = stretched_frequencies(rotary.inv_freq, shape.rope_scaling)
+        for module in model.modules():
+            if isinstance(module, MLP):
+                module.activation_func = swiglu
+    elif shape.rope_scaling is not None:
+        model.rotary_pos_emb.inv_freq = rotary_frequencies(shape)
     model = model.to(device.torch_device)
     # Mark the parameters that tensor-parallel ranks hold different parts of: in the gradient's norm all parts count, of
     # the others only the first rank's. megatron-core 0.16 marks them only while it initialises a model: skipped here.

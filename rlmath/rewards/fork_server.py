@@ -45,9 +45,12 @@ from rlmath.rewards.verifier import Rules, verify_by_parser, verify_by_string
 PARENT_CHECK_SECONDS = 1.0
 """Interval of the check for a dead parent, needed where a forked copy of the parent keeps the socket open."""
 
+WALL_FACTOR = 10
+"""A check by the verifier is ended after the time limit on its processor, and after so many times that by the clock: on
+a busy machine it gets a small share of a core. A reward function, which may wait for a network, has the limit by the
+clock."""
 GRACE_SECONDS = 5.0
-"""Added to the pool's time limit for the kernel's own limit, which ends a worker if the pool cannot."""
-
+"""Added to the pool's time limits for the kernel's own limits, which end a worker if the pool cannot."""
 
 SAMPLE_SECONDS = 0.05
 """Between two looks at the processes that reward functions have started."""
@@ -80,6 +83,11 @@ class WorkerSettings:
     rules: Rules
     function: str | None
     """The user's reward function, "package.module:name"."""
+
+    @property
+    def wall_seconds(self) -> float:
+        """The time limit of one answer by the clock."""
+        return self.timeout_seconds * (WALL_FACTOR if self.function is None else 1)
 
     def as_json(self) -> str:
         return json.dumps(dataclasses.asdict(self))
@@ -315,8 +323,12 @@ def _run_worker(
         _reset_signals()
         os.set_inheritable(channel_fd, False)
         null = os.open(os.devnull, os.O_RDWR)
-        for stream in (0, 1, 2):
-            os.dup2(null, stream)
+        os.dup2(null, 0)
+        for stream in (
+            1,
+            2,
+        ):  # what a function prints goes where the template's standard output goes: to the pool's log
+            os.dup2(null if function is None else 1, stream)
         resource.setrlimit(resource.RLIMIT_AS, (settings.memory_bytes, settings.memory_bytes))
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         if function is None:
@@ -343,7 +355,7 @@ def _serve_requests(channel: socket.socket, settings: WorkerSettings, function: 
     channel.sendall(framed({"ready": True}))
     while True:
         request = json.loads(_receive(channel, int.from_bytes(_receive(channel, LENGTH_BYTES))))
-        _limit_request(settings.timeout_seconds + GRACE_SECONDS)
+        _limit_request(settings)
         if "row" in request:
             assert function is not None
             result = _call(function, request)
@@ -380,7 +392,15 @@ def _verify(request: Mapping[str, Any], rules: Rules) -> dict[str, Any]:
 def _call(function: Callable, request: Mapping[str, Any]) -> dict[str, Any]:
     """The function's result, and whether this worker is not fit for further answers."""
     result = call_function(function, request["completion"], request["solutions"], request["row"])
+    _flush_streams()
     return dataclasses.asdict(result) | {"left_over": _has_children()}
+
+
+def _flush_streams() -> None:
+    """Print what the function has not ended a line after; it may have closed or replaced the streams."""
+    with contextlib.suppress(Exception):
+        sys.stdout.flush()
+        sys.stderr.flush()
 
 
 def _has_children() -> bool:
@@ -392,11 +412,14 @@ def _has_children() -> bool:
     return False
 
 
-def _limit_request(seconds: float) -> None:
-    """Let the kernel end this worker after so much time, or so much CPU time, if the pool does not."""
-    signal.setitimer(signal.ITIMER_REAL, seconds)  # SIGALRM's default action ends the process
+def _limit_request(settings: WorkerSettings) -> None:
+    """Let the kernel end this worker after so much time, or so much CPU time, if the pool does not. A function may use
+    all cores at once."""
+    # SIGALRM's default action ends the process.
+    signal.setitimer(signal.ITIMER_REAL, settings.wall_seconds + GRACE_SECONDS)
+    cores = 1 if settings.function is None else os.cpu_count() or 1
     used = resource.getrusage(resource.RUSAGE_SELF)
-    soft = int(used.ru_utime + used.ru_stime + seconds) + 1
+    soft = int(used.ru_utime + used.ru_stime + cores * (settings.timeout_seconds + GRACE_SECONDS)) + 1
     resource.setrlimit(resource.RLIMIT_CPU, (soft, resource.RLIM_INFINITY))
 
 
@@ -414,17 +437,26 @@ def main() -> None:
         elif settings.function is not None:
             ForkServer(channel, int(parent), settings).serve()
         else:
-            # Import math-verify and warm up both parsers before the fork; the integral is for math-verify.
-            verify_by_parser("\\frac{1}{2}", ("x^2", "\\{1,2\\}", "\\int_0^1 x dx"))
-            assert "math_verify" in sys.modules
+            _warm_up()
             gc.collect()
             gc.freeze()
             run_worker = partial(_run_worker, parent=os.getpid(), settings=settings, function=None)
             ForkServer(channel, int(parent), settings, run_worker).serve()
 
 
+def _warm_up() -> None:
+    """Load the grammar and math-verify, and use both once, before workers are forked."""
+    from rlmath.rewards.answers.answers_equal import (
+        warm_up_math_verify,
+    )  # not in a process with a reward function
+
+    verify_by_parser("\\frac{1}{2}", ("x^2", "\\{1,2\\}"))
+    warm_up_math_verify()
+
+
 def _be_template(server: socket.socket, parent: int, settings: WorkerSettings) -> None:
     assert settings.function is not None
+    sys.stdout.reconfigure(line_buffering=True, errors="backslashreplace")  # type: ignore[union-attr]
     try:
         function = load_function(settings.function)
     except ValueError as error:
@@ -432,6 +464,7 @@ def _be_template(server: socket.socket, parent: int, settings: WorkerSettings) -
         return
     # The user's module may have ignored the ends of its children: then no process could be waited for.
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    _flush_streams()
     gc.collect()
     gc.freeze()
     run_worker = partial(_run_worker, parent=parent, settings=settings, function=function)

@@ -7,16 +7,19 @@ One message per packet on a socket; the messages are in `fork_server`. Every met
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import secrets
 import select
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections import deque
 from collections.abc import Sequence
 
+from rlmath.config.terminal import excerpt
 from rlmath.rewards.custom_function import worker_environment
 from rlmath.rewards.fork_server import WorkerSettings
 from rlmath.rewards.process_tree import kill_marked
@@ -37,6 +40,15 @@ MAX_START_FAILURES = 3
 """Fork servers, or workers, that end one after the other before they are ready; then it is an error."""
 MARK = "RLMATH_REWARD_POOL"
 """Environment variable of a fork server and all that descends from it: an id of the pool."""
+MAX_PRINTED_LINES = 20
+"""Most lines of what a reward function prints that are logged within PRINTED_SECONDS."""
+PRINTED_SECONDS = 60.0
+MAX_PRINTED_CHARS = 500
+"""Of one line."""
+LOGGED_SECONDS = 5.0
+"""Time for the last lines to be logged when the pool is closed."""
+
+logger = logging.getLogger(__name__)
 
 
 class ServerLost(Exception):
@@ -59,6 +71,7 @@ class ServerConnection:
         self._failures = 0
         """How many ended one after the other before they were ready."""
         self._last_end = ""
+        self._printed: threading.Thread | None = None
         self.start()
 
     def fileno(self) -> int:
@@ -70,17 +83,28 @@ class ServerConnection:
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._socket.setblocking(False)
         arguments = [str(theirs.fileno()), str(os.getpid()), self._settings.as_json()]
+        output = subprocess.DEVNULL if self._settings.function is None else self._log_printed()
         with theirs:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "rlmath.rewards.fork_server", *arguments],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
+                stdout=output,
                 env=self._environment,
                 cwd=self._folder,
                 start_new_session=True,  # it outlives a signal to our group, to end what the functions have started
             )
         self._starts.append(time.monotonic())
+        if output != subprocess.DEVNULL:
+            os.close(output)
+
+    def _log_printed(self) -> int:
+        """The end of a pipe for the server's standard output, whose lines are logged until all processes that have it
+        are gone."""
+        ours, theirs = os.pipe()
+        self._printed = threading.Thread(target=log_printed, args=(ours,), name="reward-prints", daemon=True)
+        self._printed.start()
+        return theirs
 
     def _check_starts(self) -> None:
         now = time.monotonic()
@@ -148,6 +172,8 @@ class ServerConnection:
         self._socket.close()
         if self._end_process(CLOSE_SECONDS) != 0:  # else it has ended the others itself
             kill_marked(MARK, self._environment[MARK], MARKED_SECONDS)
+        if self._printed is not None:
+            self._printed.join(LOGGED_SECONDS)
 
     def _end_process(self, seconds: float) -> int:
         """Its exit code. It is killed where it has not ended by itself after `seconds`."""
@@ -196,6 +222,32 @@ class ServerConnection:
         if message.startswith(b"lost: "):
             raise ServerLost(f"has ended: {message[6:].decode(errors='replace')}")
         return message
+
+
+def log_printed(pipe: int) -> None:
+    """Log the lines that come from a pipe, until its other end is closed: bounded, on one line each, with control
+    characters made visible. All is read at once, so that nobody who prints waits."""
+    printed, started, rest, more = 0, time.monotonic(), b"", True
+    with open(pipe, "rb", buffering=0) as stream:
+        while more:
+            part = stream.read(2**16)
+            more = bool(part)
+            if time.monotonic() - started > PRINTED_SECONDS:
+                _tell_left_out(printed)
+                printed, started = 0, time.monotonic()
+            *lines, rest = (rest + part).split(b"\n")
+            if len(rest) > 2**16 or (rest and not more):
+                lines, rest = [*lines, rest], b""
+            for line in lines[: max(0, MAX_PRINTED_LINES - printed)]:
+                logger.info("reward.function prints: %s", excerpt(line, MAX_PRINTED_CHARS))
+            printed += len(lines)
+    _tell_left_out(printed)
+
+
+def _tell_left_out(printed: int) -> None:
+    if printed > MAX_PRINTED_LINES:
+        text = "reward.function prints: %d more lines, which are left out (at most %d lines in %.0f s are logged)"
+        logger.info(text, printed - MAX_PRINTED_LINES, MAX_PRINTED_LINES, PRINTED_SECONDS)
 
 
 def exit_text(code: int) -> str:

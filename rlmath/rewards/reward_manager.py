@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from rlmath.algorithms.types import Completion, Prompt, Score
+from rlmath.algorithms.types import Completion, Prompt, Score, ScoredGroup
 from rlmath.config.schema import RewardConfig
+from rlmath.config.terminal import visible
 from rlmath.rewards.custom_function import FunctionResult
-from rlmath.rewards.extraction import extract_answer, has_box
+from rlmath.rewards.extraction import has_box
 from rlmath.rewards.schemes import Scheme, function_score, score
-from rlmath.rewards.verifier import MAX_ANSWER_CHARS, Rules, Verdict
+from rlmath.rewards.verifier import Rules
 from rlmath.rewards.worker_pool import VerifierPool
 
 
@@ -31,13 +33,86 @@ def text_to_verify(prompt_text: str, completion_text: str) -> str:
     return "<think>" + completion_text if opens else completion_text
 
 
+CALL_NEEDED = (
+    "It is called as function(completion: str, solutions: list[str], row: dict) and must return a number, or a number "
+    "and a dict of numbers (docs/rewards.md)"
+)
+
+
+class RewardFunctionError(Exception):
+    """The reward function failed on every completion of a step. Raised on all ranks alike, before anything is learned
+    of them."""
+
+
+def try_reward_function(reward: RewardConfig, prompts: Sequence[Prompt]) -> tuple[str, ...]:
+    """Call the user's function, if there is one, on the first of the prompts, as a run would. Warnings.
+
+    ValueError where it fails on each of a few completions that are made up. One that takes longer than its limit is
+    only warned of: it may have waited for a network.
+    """
+    if reward.function is None or not prompts:
+        return ()
+    prompt = prompts[0]
+    failures: list[FunctionResult] = []
+    with open_reward_workers(replace(reward, workers=1)) as pool:
+        for completion in _made_up_completions(prompt):
+            try:
+                result = pool.call(completion, prompt.solutions, prompt.row).result()
+            except RuntimeError as error:
+                raise ValueError(f"reward.function {reward.function}: {error}") from None
+            if result.failure is None:
+                return ()
+            if result.failure == "timeout":
+                return (
+                    f"reward.function took more than reward.timeout_seconds={reward.timeout_seconds:g} on "
+                    "the first row of the training data. Such answers get reward.function_failure.",
+                )
+            failures.append(result)
+    raise ValueError(
+        f"reward.function {reward.function} fails on the first row of the training data ({prompt.prompt_id!r}), with "
+        f"each of {len(failures)} completions that were made up to try it:\n{_indented(failures[0].message)}\n"
+        f"{CALL_NEEDED}. Correct the function."
+    )
+
+
+def _made_up_completions(prompt: Prompt) -> tuple[str, ...]:
+    """What a model may write, right, in the usual forms at once; a function may well fail on one text, so there are
+    more."""
+    answer = prompt.solutions[0] if prompt.solutions else "1"
+    boxed = answer if "\\boxed" in answer else f"\\boxed{{{answer}}}"
+    text = f"<think>\nLet us see.\n</think>\n<answer>\nThe answer is {boxed}.\n</answer>\n#### {answer}"
+    return text, text + " ", answer
+
+
+def raise_if_every_call_failed(groups: Sequence[ScoredGroup]) -> None:
+    """RewardFunctionError where the user's function failed on every completion of a step. One that took too long is no
+    failure of its code."""
+    scores = [score for group in groups for score in group.scores]
+    if scores and all(score.verdict == "error" for score in scores):
+        what, _, trace = _indented(scores[0].extracted).strip().partition("\n")
+        raise RewardFunctionError(
+            f"reward.function failed on all of {len(scores)} completions: {what}\n{trace}".strip()
+        )
+
+
+def first_function_failure(groups: Sequence[ScoredGroup]) -> str | None:
+    """Message and traceback of the first failure of the user's function, indented; None where it only took too
+    long."""
+    failed = (score.extracted for group in groups for score in group.scores if score.verdict == "error")
+    return next(map(_indented, failed), None)
+
+
+def _indented(message: str) -> str:
+    return "\n".join(f"  {line}" for line in visible(message).splitlines())
+
+
 @dataclass(frozen=True)
 class _Submitted:
     completion: Completion
-    text: str
-    """From `text_to_verify`."""
     boxed: bool
     future: Future[Any]
+    was_known: bool
+    """The future was done at once: the answer waited for no worker."""
 
 
 class RewardManager:
@@ -65,24 +140,21 @@ class RewardManager:
             future: Future[Any] = self._pool.submit(text, prompt.solutions, prompt.task)
         else:
             future = self._pool.call(completion.text, prompt.solutions, prompt.row)
-        self._submitted.append(_Submitted(completion, text, has_box(text), future))
+        self._submitted.append(_Submitted(completion, has_box(text), future, future.done()))
 
-    def collect(self) -> list[Score]:
-        """The scores of all completions submitted since the last call, in that order. Waits at most
-        `reward.timeout_seconds` plus a quarter of a second; what is late then counts as timed out. The wait starts
-        again whenever an answer is scored a second time or a fork server is replaced."""
+    def collect(self, on_progress: Callable[[], None] = lambda: None) -> list[Score]:
+        """The scores of all completions submitted since the last call, in that order, when all are there: answers time
+        out one by one, each after `reward.timeout_seconds` of its own. `on_progress` is called every second."""
         submitted, self._submitted = self._submitted, []
-        results = self._pool.results([one.future for one in submitted])
+        results = self._pool.results([one.future for one in submitted], on_progress)
         return [self._score(one, result) for one, result in zip(submitted, results, strict=True)]
 
     def _score(self, submitted: _Submitted, result: Any) -> Score:
         completion, boxed = submitted.completion, submitted.boxed
         length, truncated = len(completion.token_ids), completion.finish_reason == "length"
+        if submitted.was_known:
+            result = replace(result, queue_seconds=0.0)
         if self._reward.function is not None:
-            result = result or FunctionResult(0.0, failure="timeout", message="timeout")
             worst = self._reward.function_failure
             return function_score(self._scheme, result, worst, boxed, length, self._limit, truncated)
-        if result is None:
-            answer = extract_answer(submitted.text, self._reward.answer_from) or ""
-            result = Verdict(False, answer.strip()[:MAX_ANSWER_CHARS], "timeout")
         return score(self._scheme, result, boxed, length, self._limit, truncated)

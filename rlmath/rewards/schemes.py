@@ -84,7 +84,14 @@ def overlong_share(length: int, limit: int, buffer: int) -> float:
 def score(scheme: Scheme, verdict: Verdict, boxed: bool, length: int, limit: int, truncated: bool) -> Score:
     """The score of a completion that the verifier checked."""
     reward = scheme.reward(verdict, boxed, length, limit, truncated)
-    return Score(reward, verdict.correct, verdict.extracted, verdict.verdict, boxed)
+    return Score(
+        reward,
+        verdict.correct,
+        verdict.extracted,
+        verdict.verdict,
+        boxed,
+        queue_seconds=verdict.queue_seconds,
+    )
 
 
 def function_score(
@@ -102,7 +109,8 @@ def function_score(
     """
     if result.failure in FAILURES:
         reward = scheme.function_reward(worst, length, limit, truncated)
-        return Score(reward, False, result.message, str(result.failure), boxed)
+        message, kind = result.message, str(result.failure)
+        return Score(reward, False, message, kind, boxed, queue_seconds=result.queue_seconds)
     reward = scheme.function_reward(result.reward, length, limit, truncated)
     correct = dict(result.metrics).get("correct", result.reward) > 0
-    return Score(reward, correct, "", "function", boxed, result.metrics)
+    return Score(reward, correct, "", "function", boxed, result.metrics, result.queue_seconds)

@@ -14,6 +14,7 @@ that the worker processes stay small and the trainer starts fast.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -25,7 +26,7 @@ from rlmath.rewards.answers.string_match import (
     gold_answer,
     plain_answer,
 )
-from rlmath.rewards.extraction import extract_answer
+from rlmath.rewards.extraction import BOX_SEPARATOR, extract_answer, split_boxes
 
 TASKS = ("math", "choice")
 """Supported tasks: a mathematical answer, or the letter of one of the question's options."""
@@ -44,6 +45,19 @@ FEW_CHARS = 20_000
 them in a worker, under its time limit."""
 
 
+_SEVERAL_PARTS = re.compile(
+    r"[,;]|(?<![a-zA-Z\\])(?:and|or)(?![a-zA-Z])|\\pm|(?<![a-zA-Z0-9])\(?(?:[a-h]|[1-9]|i{1,3}|iv|v)(?:\)|[.:](?=\s))|\bpart\b",
+    re.IGNORECASE,
+)
+"""What a solution of several parts has."""
+_INTERVAL = re.compile(r"[\[(][^\[\](),;]{1,100}[,;][^\[\](),;]{1,100}[\])]")
+_THOUSANDS = re.compile(r"-?[0-9]{1,3}(?:,[0-9]{3})+(?:\.[0-9]+)?")
+_TWO_NUMBERS = re.compile(
+    r"[0-9]\$?(?:, | ,|;|,? ?(?:\\text ?\{ ?)?(?:and|or|as well as)\b)[^0-9]{0,12}[0-9]"
+)
+_SEPARATOR = re.compile(r"[,;]|(?<![a-zA-Z\\])(?:and|or|as well as)(?![a-zA-Z])")
+
+
 @dataclass(frozen=True)
 class Verdict:
     """The result of checking one answer.
@@ -59,6 +73,8 @@ class Verdict:
     """How it was decided: "string", "number", "choice", "symbolic", "no_answer", "too_long", "timeout" or "error"."""
     seconds: float = field(default=0.0, compare=False, repr=False)
     """Duration of the check where a pool ran it; 0 for a result from its cache."""
+    queue_seconds: float = field(default=0.0, compare=False, repr=False)
+    """How long it waited for a worker before."""
 
 
 def check_tasks(tasks: Iterable[str]) -> None:
@@ -90,7 +106,7 @@ def verdict_without_solutions(answer: str | None) -> Verdict | None:
     """The result of what is wrong whatever the solutions are, else None."""
     if answer is None or not answer.strip():
         return Verdict(False, "", "no_answer")
-    extracted = answer.strip()
+    extracted = split_boxes(answer.strip())[0]
     if len(extracted) > MAX_ANSWER_CHARS:
         return Verdict(False, extracted[:MAX_ANSWER_CHARS], "too_long")
     return Verdict(False, extracted, "string") if plain_answer(extracted) is None else None
@@ -102,12 +118,14 @@ def verify_by_string(answer: str | None, solutions: Sequence[str], rules: Rules 
     if wrong is not None:
         return wrong
     assert answer is not None
-    extracted = answer.strip()
+    extracted, every_box = split_boxes(answer.strip())
     ours = plain_answer(extracted)
     assert ours is not None
-    undecided = False
+    undecided = bool(every_box) and any(map(_SEVERAL_PARTS.search, solutions))
     kind = "string"
     for solution in usable_solutions(solutions):
+        if _is_one_where_answer_is_two(solution, extracted):
+            continue
         gold = plain_answer(gold_answer(solution))
         decided = None if gold is None else compare_plain(ours, gold, rules)
         if decided is None:
@@ -124,16 +142,45 @@ def usable_solutions(solutions: Sequence[str]) -> tuple[str, ...]:
     return tuple(solution for solution in solutions if len(solution) <= 20 * MAX_ANSWER_CHARS)
 
 
+def _is_one_where_answer_is_two(solution: str, answer: str) -> bool:
+    """Whether the solution is an interval or a number such as 3,000, and the answer two numbers or the contents of two
+    boxes: these are no ends of an interval and no groups of digits."""
+    if not _SEPARATOR.search(answer):
+        return False
+    gold = plain_answer(gold_answer(solution))
+    if gold is None:
+        return False
+    if _THOUSANDS.fullmatch(gold.key):
+        return _TWO_NUMBERS.search(answer) is not None
+    if not _INTERVAL.fullmatch(gold.key) or not {"[", "]"} & {gold.key[0], gold.key[-1]}:
+        return False
+    ours = plain_answer(answer)
+    return ours is not None and not _HAS_BOUNDS.search(ours.key)
+
+
+_HAS_BOUNDS = re.compile(r"[\[\](<>{|≤≥]|\\(?:in|[lg]eq?|[lg]t)(?![a-z])|between|to")
+
+
 def verify_by_parser(answer: str, solutions: Sequence[str], rules: Rules = STRICT) -> Verdict:
     """The result of the grammar or of math-verify. On hostile text the latter may hang or take gigabytes: only for
     processes that can be killed."""
-    from rlmath.rewards.answers.answers_equal import answers_equal  # imports mpmath, which only workers need
+    from rlmath.rewards.answers.answers_equal import (
+        answers_equal,
+        boxes_equal,
+    )  # imports mpmath, which only workers need
 
-    extracted = answer.strip()
+    extracted, every_box = split_boxes(answer.strip())
     kind = "symbolic"
     for solution in usable_solutions(solutions):
+        gold = gold_answer(solution)
         try:
-            if answers_equal(extracted, gold_answer(solution), rules):
+            if (
+                not _is_one_where_answer_is_two(solution, extracted) and answers_equal(extracted, gold, rules)
+            ) or (
+                every_box
+                and not _is_one_where_answer_is_two(solution, every_box)
+                and boxes_equal(every_box.split(BOX_SEPARATOR), gold, rules)
+            ):
                 return Verdict(True, extracted, "symbolic")
         except Exception:  # a parser may raise anything on hostile text, MemoryError among it
             kind = "error"

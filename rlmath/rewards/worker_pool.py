@@ -2,8 +2,9 @@
 
     VerifierPool (this process, one thread) -- socket --> fork server -- fork --> workers
 
-A check that hangs or crashes ends only its own worker; the fork server replaces it within milliseconds, and no other
-answer waits. A fork server that ends is replaced too, and what its workers were scoring is scored again. Nothing that
+The time limit of an answer begins when a worker gets it: waiting is never a timeout. While answers wait there are more
+workers, up to a limit. A check that hangs or crashes ends only its own worker; the fork server replaces it within
+milliseconds. A fork server that ends is replaced too, and what its workers were scoring is scored again. Nothing that
 a worker sends is trusted: it is plain JSON of bounded length, checked as what a stranger sends.
 
 Start the pool before process groups, CUDA and engines, so that the workers inherit nothing of theirs. Linux only.
@@ -15,7 +16,6 @@ import contextlib
 import itertools
 import json
 import logging
-import math
 import os
 import selectors
 import signal
@@ -30,7 +30,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Self, TypeVar
 
 from rlmath.rewards.custom_function import FunctionResult, checked_result
-from rlmath.rewards.extraction import extract_answer
+from rlmath.rewards.extraction import extract_answer, split_boxes
 from rlmath.rewards.fork_server import LENGTH_BYTES, MAX_PROCESSES, WorkerSettings, framed
 from rlmath.rewards.fork_server_client import (
     ANSWER_SECONDS,
@@ -40,6 +40,7 @@ from rlmath.rewards.fork_server_client import (
     ServerLost,
     exit_text,
 )
+from rlmath.rewards.process_tree import cpu_seconds
 from rlmath.rewards.verifier import (
     FAILURES,
     STRICT,
@@ -56,11 +57,18 @@ from rlmath.rewards.verifier import (
 MEMORY_BYTES = 2 * 2**30
 """Address space of one worker; math-verify itself takes about a quarter GiB."""
 STUCK_SECONDS = 0.25
-"""While jobs are waiting, a worker that has been busy for longer is supplemented by an extra one."""
-MAX_EXTRA_WORKERS = 4
-"""Most extra workers, per worker of the pool."""
+"""While jobs are waiting, a worker that has verified one answer for longer (processor time) is supplemented by an
+extra one."""
+STUCK_SHARE = 0.5
+"""So is one whose reward function has used this share of its answer's time limit."""
+MIN_EXTRA_WORKERS = 4
+"""Most extra workers: as many as the pool has, or this number where it has fewer."""
 STUCK_NICENESS = 5
-"""Niceness of a stuck worker, so that the others get the processor first."""
+"""Niceness of a stuck worker that verifies, so that the others get the processor first."""
+LOOK_SECONDS = 0.02
+"""Least time between two looks at the processor time of a worker."""
+PROGRESS_SECONDS = 1.0
+"""Between two reports of progress while results are awaited."""
 CACHE_SIZE = 8192
 """Results kept, one per pair of answer and solutions."""
 MAX_REPLY_BYTES = 2**20
@@ -78,8 +86,12 @@ class _Job:
     request: bytes
     future: Future[Any]
     as_result: Callable[[Mapping[str, Any]], Any]
-    """Converts a worker's reply, or {"failure": "timeout" or "error"}, to the future's result; both have "seconds".
-    ValueError, TypeError or KeyError for a reply that is none."""
+    """Converts a worker's reply, or {"failure": "timeout" or "error"}, to the future's result; both have "seconds" and
+    "queue_seconds". ValueError, TypeError or KeyError for a reply that is none."""
+    queued_at: float
+    """time.monotonic()."""
+    queue_seconds: float | None = None
+    """How long it waited for a worker; None while it does."""
     needs_fresh_worker: bool = False
     """It failed in a worker that an earlier answer may have damaged."""
     was_interrupted: bool = False
@@ -89,8 +101,11 @@ class _Job:
     server_deaths: int = 0
     """While it alone was scored."""
 
+    def result(self, reply: Mapping[str, Any], seconds: float) -> Any:
+        return self.as_result({**reply, "seconds": seconds, "queue_seconds": self.queue_seconds or 0.0})
+
     def finish(self, reply: Mapping[str, Any], seconds: float) -> None:
-        self.future.set_result(self.as_result({**reply, "seconds": seconds}))
+        self.future.set_result(self.result(reply, seconds))
 
 
 @dataclass(eq=False)
@@ -104,9 +119,11 @@ class _Worker:
     job: _Job | None = None
     since: float = 0.0
     """Start of its job (time.monotonic)."""
+    cpu_before: float = 0.0
+    """Its processor time at the start of its job (seconds)."""
     stuck_at: float = 0.0
-    """When it counts as stuck (time.monotonic)."""
-    slowed: bool = False
+    """When to look whether it is stuck (time.monotonic)."""
+    is_stuck: bool = False
     was_ready: bool = False
     jobs: int = 0
     """How many it has got."""
@@ -130,12 +147,17 @@ class VerifierPool:
         rules: Rules = STRICT,
         function: str | None = None,
     ) -> None:
-        """Returns at once; workers are ready a second later. Raises ValueError for invalid limits."""
+        """Returns at once; the first of at most `workers` workers is ready a second later.
+
+        `timeout_seconds` is the limit of one answer from its start: of processor time where it is verified, with
+        `WALL_FACTOR` times that by the clock, and by the clock where `function` scores it. Raises ValueError for
+        invalid limits.
+        """
         if workers < 1:
             raise ValueError(f"reward.workers is {workers}; it must be at least 1")
-        if not 0 < timeout_seconds < 3600:
+        if not 0 < timeout_seconds <= 3600:
             raise ValueError(
-                f"reward.timeout_seconds is {timeout_seconds}; it must be above 0 and below 3600 seconds"
+                f"reward.timeout_seconds is {timeout_seconds}; it must be above 0 and at most 3600 seconds"
             )
         self.timeout_seconds = timeout_seconds
         self._size = workers
@@ -151,8 +173,6 @@ class VerifierPool:
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._wake_receiver, selectors.EVENT_READ)
         self._numbers = itertools.count(1)
-        self._delayed_at = math.inf
-        """When answers were last delayed by what is not theirs (time.monotonic); inf while no server is ready."""
         self._worker_failures = 0
         """How many ended one after the other before they were ready."""
         self._server = ServerConnection(self._settings)
@@ -186,17 +206,16 @@ class VerifierPool:
 
         return self._queue(request, checked_result)
 
-    def results(self, futures: Sequence[Future[T]]) -> list[T | None]:
-        """The results of the futures, after at most one answer's time limit; None for those not done by then. Time in
-        which a fork server is replaced, or answers are scored again, does not count."""
-        started = time.monotonic()
+    def results(
+        self, futures: Sequence[Future[T]], on_progress: Callable[[], None] = lambda: None
+    ) -> list[T]:
+        """The results of the futures, when all are there: every answer has a time limit of its own, so that ends.
+        `on_progress` is called every second until then."""
         late = set(futures)
-        limit = self.timeout_seconds + STUCK_SECONDS
-        while late and (left := max(started, self._delayed_at) + limit - time.monotonic()) > 0:
-            _, late = wait_for(late, min(left, limit))
-        for future in late:
-            future.cancel()
-        return [None if future in late else future.result() for future in futures]
+        while late:
+            _, late = wait_for(late, PROGRESS_SECONDS)
+            on_progress()
+        return [future.result() for future in futures]
 
     def _verify_in_worker(self, answer: str, solutions: tuple[str, ...], by_string: bool) -> Future[Verdict]:
         """Verify in a worker; the same answer to the same solutions is verified once."""
@@ -211,7 +230,10 @@ class VerifierPool:
             kind = reply.get("failure") or reply["verdict"]
             if kind not in VERDICTS:
                 raise ValueError(f"{kind!r} is no verdict")
-            return Verdict(bool(reply.get("correct")), answer, kind, reply["seconds"])
+            extracted = split_boxes(answer)[0]
+            return Verdict(
+                bool(reply.get("correct")), extracted, kind, reply["seconds"], reply["queue_seconds"]
+            )
 
         future = self._queue({"answer": answer, "solutions": solutions, "strings": by_string}, as_result)
         with self._lock:
@@ -222,7 +244,7 @@ class VerifierPool:
 
     def _queue(self, request: Mapping[str, Any], as_result: Callable[[Mapping[str, Any]], T]) -> Future[T]:
         number = next(self._numbers)
-        job = _Job(number, framed({"id": number, **request}), Future(), as_result)
+        job = _Job(number, framed({"id": number, **request}), Future(), as_result, time.monotonic())
         with self._lock:
             if self._broken:
                 raise RuntimeError(self._broken)
@@ -276,7 +298,6 @@ class VerifierPool:
     def _score_jobs(self) -> None:
         """Start workers, assign jobs, receive results, replace workers that are late or dead."""
         self._server.await_ready()
-        self._delayed_at = time.monotonic()
         while not self._closing:
             self._adjust_workers()
             self._assign_jobs()
@@ -284,20 +305,37 @@ class VerifierPool:
             self._drop_late()
 
     def _adjust_workers(self) -> None:
-        """Keep as many workers as configured, and one more for each stuck one while jobs are waiting."""
+        """Have a worker for each job, up to as many as configured, and while jobs are waiting one more for each stuck
+        one."""
         now = time.monotonic()
-        stuck = [worker for worker in self._workers if worker.state == "busy" and worker.stuck_at <= now]
-        for worker in stuck:
-            if not worker.slowed:
-                worker.slowed = True
-                with contextlib.suppress(ProcessLookupError):  # it may just have ended
-                    os.setpriority(os.PRIO_PROCESS, worker.pid, STUCK_NICENESS)
-        wanted = self._size + (min(len(stuck), MAX_EXTRA_WORKERS * self._size) if self._pending else 0)
+        stuck = [worker for worker in self._workers if worker.state == "busy" and self._is_stuck(worker, now)]
+        busy = sum(worker.job is not None for worker in self._workers)
+        wanted = min(self._size, max(1, busy + len(self._pending)))
+        if self._pending:
+            wanted += min(len(stuck), max(self._size, MIN_EXTRA_WORKERS))
         while len(self._workers) < wanted:
             self._fork_worker()
         for worker in [worker for worker in self._workers if worker.state == "idle" and not self._pending]:
             if len(self._workers) - len(stuck) > self._size:
                 self._drop(worker)
+
+    def _is_stuck(self, worker: _Worker, now: float) -> bool:
+        if worker.is_stuck or worker.stuck_at > now:
+            return worker.is_stuck
+        if self._settings.function is None:
+            left = self._stuck_seconds - _cpu_seconds_since(worker)
+            if left > 0:
+                worker.stuck_at = now + max(left, LOOK_SECONDS)
+                return False
+            with contextlib.suppress(ProcessLookupError):  # it may just have ended
+                os.setpriority(os.PRIO_PROCESS, worker.pid, STUCK_NICENESS)
+        worker.is_stuck = True
+        return True
+
+    @property
+    def _stuck_seconds(self) -> float:
+        most = STUCK_SHARE * self.timeout_seconds
+        return most if self._settings.function is not None else min(STUCK_SECONDS, most)
 
     def _assign_jobs(self) -> None:
         for worker in [worker for worker in self._workers if worker.state == "idle"]:
@@ -308,12 +346,15 @@ class VerifierPool:
 
     def _assign(self, worker: _Worker, job: _Job) -> None:
         now = time.monotonic()
-        if job.needs_fresh_worker or job.was_interrupted:
-            self._delayed_at = now
+        if job.queue_seconds is None:
+            job.queue_seconds = now - job.queued_at
         worker.state, worker.job, worker.since = "busy", job, now
         worker.jobs += 1
         worker.deadline = now + self.timeout_seconds
-        worker.stuck_at = now + min(STUCK_SECONDS, self.timeout_seconds / 2)
+        worker.stuck_at, worker.is_stuck = now + self._stuck_seconds, False
+        if self._settings.function is None:
+            worker.cpu_before = 0.0
+            worker.cpu_before = _cpu_seconds_since(worker)
         worker.unsent = memoryview(job.request)
         self._send(worker)
 
@@ -339,25 +380,29 @@ class VerifierPool:
         return found
 
     def _provide_fresh_worker(self) -> None:
-        """Replace one idle worker where the next job needs a fresh one and none is there. As a rule one is: the job's
-        last worker has been replaced."""
+        """Fork a worker where the next job needs a fresh one and none is there, in the place of an idle one where there
+        are as many as may be."""
         with self._lock:
             is_needed = bool(self._pending) and self._pending[0].needs_fresh_worker
         used = next((worker for worker in self._workers if worker.state == "idle" and worker.jobs), None)
-        if is_needed and used is not None and all(worker.jobs for worker in self._workers):
+        if not is_needed or not all(worker.jobs for worker in self._workers):
+            return
+        if len(self._workers) < self._size:
+            self._fork_worker()
+        elif used is not None:
             self._drop(used)
             self._fork_worker()
 
-    def _put_back(self, job: _Job) -> None:
+    def _put_back(self, job: _Job, is_last: bool = False) -> None:
         with self._lock:
-            self._pending.appendleft(job)
+            (self._pending.append if is_last else self._pending.appendleft)(job)
 
     def _receive(self) -> None:
         """Wait for the fork server, workers, new jobs or the next time limit, and handle what has come."""
         now = time.monotonic()
         times = [worker.deadline for worker in self._workers if worker.state != "idle"]
         if self._pending:
-            times += [w.stuck_at for w in self._workers if w.state == "busy" and w.stuck_at > now]
+            times += [w.stuck_at for w in self._workers if w.state == "busy" and not w.is_stuck]
         timeout = max(0.0, min(times) - now) if times else None
         ready = {key.fileobj: (key.data, mask) for key, mask in self._selector.select(timeout)}
         if ready.pop(self._wake_receiver, None):
@@ -421,10 +466,11 @@ class VerifierPool:
         if reply.get("exhausted") and self._score_again(worker):
             self._drop(worker)
             return
-        result = job.as_result({**reply, "seconds": time.monotonic() - worker.since})
+        result = job.result(reply, time.monotonic() - worker.since)
         worker.job, worker.state = None, "idle"
+        is_slowed = worker.is_stuck and self._settings.function is None
         broke = "error" in (reply.get("verdict"), reply.get("failure"))
-        if is_last or worker.slowed or broke or reply.get("left_over"):
+        if is_last or is_slowed or broke or reply.get("left_over"):
             self._drop(worker)
         job.future.set_result(result)
 
@@ -437,18 +483,19 @@ class VerifierPool:
             return
         self._drop(worker)
 
-    def _score_again(self, worker: _Worker) -> bool:
+    def _score_again(self, worker: _Worker, is_last: bool = False) -> bool:
         """Whether its job is scored again, in a fresh worker: where an answer before it may be to blame."""
         job = worker.job
         if job is None or job.needs_fresh_worker or worker.jobs < 2 or self._settings.function is None:
             return False
-        self._repeat(worker, job)
+        self._repeat(worker, job, is_last)
         return True
 
-    def _repeat(self, worker: _Worker, job: _Job) -> None:
+    def _repeat(self, worker: _Worker, job: _Job, is_last: bool = False) -> None:
+        """`is_last`: after all that is waiting."""
         worker.job = None
         job.needs_fresh_worker = True
-        self._put_back(job)
+        self._put_back(job, is_last)
 
     def _drop_late(self) -> None:
         now = time.monotonic()
@@ -460,8 +507,18 @@ class VerifierPool:
                 self._drop(worker)
             else:
                 self._receive_result(worker)  # a result that was sent in time counts
-                if worker.state == "busy":
+                if worker.state == "busy" and not self._extend(worker, now):
+                    self._score_again(worker, is_last=True)
                     self._drop(worker, "timeout", "timeout")
+
+    def _extend(self, worker: _Worker, now: float) -> bool:
+        """Whether a worker that verifies has not had its time on the processor yet: then it gets what is left."""
+        end = worker.since + self._settings.wall_seconds
+        left = self.timeout_seconds - _cpu_seconds_since(worker)
+        if self._settings.function is not None or now >= end or left <= 0:
+            return False
+        worker.deadline = min(end, now + max(left, LOOK_SECONDS))
+        return True
 
     def _drop(self, worker: _Worker, failure: str = "error", message: str = "error") -> None:
         """End a worker and finish its job, if it has one, as a failure."""
@@ -520,7 +577,6 @@ class VerifierPool:
 
     def _replace_server(self, why: str) -> None:
         """Start another one, and have scored again what was being scored. RuntimeError when that is too often."""
-        self._delayed_at = math.inf
         self._selector.unregister(self._server)
         process = self._server.end(why)
         again = self._abandon_jobs()
@@ -562,7 +618,6 @@ class VerifierPool:
             self._broken = None if self._closing else reason
             pending = list(self._pending)
             self._pending.clear()
-        self._delayed_at = 0.0
         for job in pending:
             if job.future.running():
                 job.future.set_exception(RuntimeError(reason))
@@ -583,6 +638,14 @@ _ENDINGS = {
     "processes": f"it started more than {MAX_PROCESSES} processes",
 }
 """By what the fork server says: the message of the failure."""
+
+
+def _cpu_seconds_since(worker: _Worker) -> float:
+    """Processor time of a worker since the start of its job; 0 where it has ended (seconds)."""
+    try:
+        return cpu_seconds(worker.pid) - worker.cpu_before
+    except OSError:
+        return 0.0
 
 
 def _is_reusable(future: Future[Verdict]) -> bool:

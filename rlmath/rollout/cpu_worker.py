@@ -1,40 +1,89 @@
-"""vLLM's CPU worker, with a KV cache that can be freed and shared memory that leaves no files behind.
+"""vLLM's CPU worker, with a KV cache that can be freed, shared memory that leaves no files behind, norms that are one
+operation, and a sampler whose noise follows from a request's seed and position.
 
 vLLM imports it by its name (`worker_cls`), in the process of the training rank. It is a module of its own because vLLM
 may be imported only after `engine.prepare_environment`.
 """
 
+# Shape legend: R requests of a step of the engine, V vocabulary.
+
 from __future__ import annotations
 
 import os
+from functools import partial
 from pathlib import Path
+from typing import Any
 
+import numpy as np
+import torch
 from vllm.distributed.parallel_state import get_tp_group
+from vllm.model_executor.layers.layernorm import RMSNorm
+from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
+from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 from vllm.v1.worker.cpu_worker import CPUWorker
 
 from rlmath.rollout.engine import IDENT_VARIABLE
 from rlmath.rollout.engine_sleep import cache_storages
 
 
-class SleepingCpuWorker(CPUWorker):
+class RlmathCPUWorker(CPUWorker):
     """Methods beyond vLLM's own are called through `collective_rpc`."""
 
     _kv_cache_bytes: list[int] | None = None
     """Of every storage, once it was released for the first time."""
 
     def init_device(self) -> None:
-        """As vLLM's, with names of its own for the shared memory in which the ranks of an engine reduce.
+        """As vLLM's, with our sampler, and with names of its own for the shared memory in which the ranks of an engine
+        reduce.
 
         vLLM 0.32 derives the name from the init method, which is the same for all external launchers: engines of two
         runs on one machine would share it, and the file of a killed run would stop the next. Ours is removed as soon
         as all ranks have opened it; the mapping stays.
         """
-        ident = os.environ[IDENT_VARIABLE]
-        self.distributed_init_method = f"env:{ident}"
+        external_launcher = self.parallel_config.distributed_executor_backend == "external_launcher"
+        if external_launcher:
+            ident = os.environ[IDENT_VARIABLE]
+            self.distributed_init_method = f"env:{ident}"
         super().init_device()
-        get_tp_group().barrier()
-        for file in Path("/dev/shm").glob(f"{ident}-*"):
-            file.unlink(missing_ok=True)
+        if external_launcher:
+            get_tp_group().barrier()
+            for file in Path("/dev/shm").glob(f"{ident}-*"):
+                file.unlink(missing_ok=True)
+        self.model_runner.sampler.topk_topp_sampler.forward = self._sample
+
+    def load_model(self, *arguments: Any, **more: Any) -> None:
+        """As vLLM's; norms are computed by its kernels. Its own choice for CPU is torch, an operation at a time."""
+        super().load_model(*arguments, **more)
+        for module in self.get_model().modules():
+            if type(module) is RMSNorm and module.has_weight and module.variance_size_override is None:
+                module._forward_method = partial(_rms_norm, module)
+
+    def _sample(
+        self,
+        logits_RV: torch.Tensor,
+        generators: dict[int, torch.Generator],
+        top_k_R: torch.Tensor | None,
+        top_p_R: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(sampled tokens [R], log-probs [R, V] of the distribution that they are from).
+
+        vLLM's own makes a draw from every request's generator, one call for each request and token.
+        """
+        logits_RV = apply_top_k_top_p(logits_RV.float(), top_k_R, top_p_R)
+        logprobs_RV = logits_RV.log_softmax(dim=-1)
+        tokens_R = torch.ops._C.fused_gumbel_argmax(logits_RV, self._noise_seeds(len(logits_RV), generators))
+        return tokens_R, logprobs_RV
+
+    def _noise_seeds(self, rows: int, generators: dict[int, torch.Generator]) -> torch.Tensor:
+        """Of every request's next token. Its own generator, never drawn from, holds a request's seed; a greedy request
+        has none."""
+        seeds_R = np.zeros(rows, np.uint64)
+        if len(generators) < rows:
+            seeds_R = torch.randint(0, 2**62, (rows,)).numpy().astype(np.uint64)
+        for row, generator in generators.items():
+            seeds_R[row] = generator.initial_seed()
+        positions_R = self.model_runner.input_batch.num_tokens_no_spec[:rows]
+        return torch.from_numpy(noise_seeds(seeds_R, positions_R))
 
     def release_kv_cache(self) -> None:
         """Free the KV cache's memory."""
@@ -49,3 +98,59 @@ class SleepingCpuWorker(CPUWorker):
         assert self._kv_cache_bytes is not None, "the KV cache was never released"
         for storage, size in zip(cache_storages(self), self._kv_cache_bytes, strict=True):
             storage.resize_(size)
+
+
+def _rms_norm(
+    norm: RMSNorm, x: torch.Tensor, residual: torch.Tensor | None = None
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """RMSNorm of x, or of x + residual with that sum; it may overwrite both."""
+    if x.dim() != 2 or not x.is_contiguous() or x.dtype != norm.weight.dtype:
+        return norm.forward_native(x, residual)
+    if residual is not None:
+        torch.ops._C.fused_add_rms_norm(x, residual, norm.weight.data, norm.variance_epsilon)
+        return x, residual
+    normed = torch.empty_like(x)
+    torch.ops._C.rms_norm(normed, x, norm.weight.data, norm.variance_epsilon)
+    return normed
+
+
+def skip_needless_allocations(llm: Any) -> None:
+    """A request that decodes one more token in a block of the KV cache that it has is not asked about again: vLLM
+    looks at every request in every step, in Python, which takes a tenth of a small model's rollout."""
+    manager = llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_manager
+    of_layers = manager.coordinator.single_type_managers
+    if len(of_layers) != 1 or type(of_layers[0]) is not FullAttentionManager:
+        return
+    blocks_by_request, block_size = of_layers[0].req_to_blocks, of_layers[0].block_size
+    allocate, no_blocks = manager.allocate_slots, manager.empty_kv_cache_blocks
+
+    def allocate_slots(
+        request: Any, num_new_tokens: int, *arguments: Any, num_lookahead_tokens: int = 0, **more: Any
+    ) -> Any:
+        if num_new_tokens == 1 and not (arguments or more or num_lookahead_tokens):
+            tokens = request.num_computed_tokens + 1
+            # vLLM makes a full block known to its prefix cache.
+            if (
+                tokens % block_size
+                and len(blocks_by_request.get(request.request_id, ())) * block_size >= tokens
+            ):
+                return no_blocks
+        return allocate(
+            request, num_new_tokens, *arguments, num_lookahead_tokens=num_lookahead_tokens, **more
+        )
+
+    manager.allocate_slots = allocate_slots
+
+
+def noise_seeds(seeds_R: np.ndarray, positions_R: np.ndarray) -> np.ndarray:
+    """Seeds of the noise for the tokens at these positions of requests with these seeds (uint64): 0 to 2**63 - 1."""
+    mixed_R = _mix(_mix(seeds_R) ^ positions_R.astype(np.uint64))
+    return (mixed_R >> np.uint64(1)).astype(np.int64)
+
+
+def _mix(values: Any) -> Any:
+    """SplitMix64's steps (Steele, Lea, Flood 2014): every bit of the result depends on all bits."""
+    values = values + np.uint64(0x9E3779B97F4A7C15)
+    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return values ^ (values >> np.uint64(31))

@@ -28,7 +28,7 @@ CPU_CHUNKED_PREFILL = False
 IDENT_VARIABLE = "RLMATH_ENGINE_IDENT"
 """Environment variable with a name that is unique to an engine on this machine; our CPU worker reads it."""
 
-CPU_WORKER = "rlmath.rollout.cpu_worker.SleepingCpuWorker"
+CPU_WORKER = "rlmath.rollout.cpu_worker.RlmathCPUWorker"
 
 
 def prepare_environment(device_kind: str) -> None:
@@ -39,6 +39,8 @@ def prepare_environment(device_kind: str) -> None:
     if device_kind == "cpu":
         # The system places the one thread of each rank: binding would put all ranks on the same core.
         os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
+        # The second needs Triton; `cpu_worker` knows the first one's batch.
+        os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"
         os.environ.setdefault("VLLM_CPU_NUM_OF_RESERVED_CPU", "0")
 
 
@@ -47,15 +49,19 @@ def _set_engine_ident(mesh: Mesh) -> None:
     os.environ[IDENT_VARIABLE] = f"rlmath-{broadcast_from_rank_zero(uuid.uuid4().hex)}-{mesh.engine_index}"
 
 
+def _cpu_arguments(settings: RolloutConfig) -> dict[str, Any]:
+    return {
+        "dtype": "float32",
+        "enforce_eager": True,
+        "enable_chunked_prefill": CPU_CHUNKED_PREFILL,
+        "kv_cache_memory_bytes": int(settings.cpu_kv_cache_gib * 2**30),
+        "worker_cls": CPU_WORKER,
+    }
+
+
 def _device_arguments(settings: RolloutConfig, device: Device) -> dict[str, Any]:
     if device.kind == "cpu":
-        return {
-            "dtype": "float32",
-            "enforce_eager": True,
-            "enable_chunked_prefill": CPU_CHUNKED_PREFILL,
-            "kv_cache_memory_bytes": int(settings.cpu_kv_cache_gib * 2**30),
-            "worker_cls": CPU_WORKER,
-        }
+        return _cpu_arguments(settings)
     return {
         "dtype": "bfloat16",
         "enforce_eager": not settings.cuda_graphs,
@@ -65,6 +71,31 @@ def _device_arguments(settings: RolloutConfig, device: Device) -> dict[str, Any]
         # Other kernels keep experts in layouts of their own, into which new weights cannot be written.
         "moe_backend": "triton",
     }
+
+
+def _open_llm(
+    model_path: str,
+    settings: RolloutConfig,
+    max_sequence: int,
+    device_kind: str,
+    arguments: Mapping[str, Any],
+) -> Any:
+    """A vLLM `LLM`; vLLM is imported here, after `prepare_environment`."""
+    from vllm import LLM
+
+    llm = LLM(
+        model_path,
+        max_model_len=max_sequence,
+        max_num_seqs=settings.max_num_seqs,
+        max_num_batched_tokens=settings.max_num_batched_tokens,
+        logprobs_mode="processed_logprobs",
+        **arguments,
+    )
+    if device_kind == "cpu":
+        from rlmath.rollout.cpu_worker import skip_needless_allocations
+
+        skip_needless_allocations(llm)
+    return llm
 
 
 class Engine:
@@ -86,22 +117,15 @@ class Engine:
         every parameter of one rank (`shard_layouts.engine_shapes`)."""
         prepare_environment(device.kind)
         _set_engine_ident(mesh)
-        from vllm import LLM
-
         self._settings = settings
         self._on_cpu = device.kind == "cpu"
-        self._llm = LLM(
-            model_path,
-            tensor_parallel_size=mesh.engine_size,
-            distributed_executor_backend="external_launcher",
-            load_format="dummy",
-            seed=mesh.engine_index,
-            max_model_len=max_sequence,
-            max_num_seqs=settings.max_num_seqs,
-            max_num_batched_tokens=settings.max_num_batched_tokens,
-            logprobs_mode="processed_logprobs",
-            **_device_arguments(settings, device),
-        )
+        arguments = _device_arguments(settings, device) | {
+            "tensor_parallel_size": mesh.engine_size,
+            "distributed_executor_backend": "external_launcher",
+            "load_format": "dummy",
+            "seed": mesh.engine_index,
+        }
+        self._llm = _open_llm(model_path, settings, max_sequence, device.kind, arguments)
         (model,) = self._llm.collective_rpc(lambda worker: worker.get_model())
         self.weights = EngineWeights(model, weight_shapes)
         self.memory = EngineMemory(self._llm, self.weights, device.kind)
@@ -143,28 +167,15 @@ def open_standalone(
     prepare_environment(device_kind)
     if mesh is not None:
         _set_engine_ident(mesh)
-    from vllm import LLM
-
-    arguments: dict[str, Any] = {}
     if device_kind == "cpu":
-        arguments |= {"dtype": "float32", "kv_cache_memory_bytes": int(settings.cpu_kv_cache_gib * 2**30)}
-        arguments |= {"enforce_eager": True, "enable_chunked_prefill": CPU_CHUNKED_PREFILL}
+        arguments = _cpu_arguments(settings)
     else:
-        arguments |= {"dtype": "auto", "gpu_memory_utilization": settings.memory_share}
+        arguments = {"dtype": "auto", "gpu_memory_utilization": settings.memory_share}
         arguments["enforce_eager"] = not settings.cuda_graphs
     if mesh is not None:
         arguments |= {"tensor_parallel_size": mesh.engine_size, "seed": mesh.engine_index}
         arguments["distributed_executor_backend"] = "external_launcher"
-        if device_kind == "cpu":
-            arguments["worker_cls"] = CPU_WORKER
-    return LLM(
-        model_path,
-        max_model_len=max_sequence,
-        max_num_seqs=settings.max_num_seqs,
-        max_num_batched_tokens=settings.max_num_batched_tokens,
-        logprobs_mode="processed_logprobs",
-        **arguments,
-    )
+    return _open_llm(model_path, settings, max_sequence, device_kind, arguments)
 
 
 # ---------------------------------------------------------------- log-probs of given tokens

@@ -24,6 +24,10 @@ from rlmath.config.schema import RolloutConfig
 Key = tuple[int, int]
 """(position of the prompt in the step's batch, sample index)."""
 
+CPU_SAMPLER_VERSION = 2
+"""On CPU, engines of another version draw other tokens from the same seeds: 1, every request's generator in turn; 2,
+noise from seed and position."""
+
 _NAMES = itertools.count()
 """Names of requests, never used twice in a process: an engine may still hold the last ones of the step before."""
 

@@ -19,6 +19,7 @@ from rlmath.distributed.collectives import broadcast_from_rank_zero, max_over_ra
 from rlmath.distributed.fault_tolerance.preemption import REASONS, StopRequest
 from rlmath.distributed.process import library_versions
 from rlmath.models.megatron import hf_stream
+from rlmath.rollout.sampling import CPU_SAMPLER_VERSION
 from rlmath.trainer import save_schedule
 from rlmath.trainer.divergence import DivergenceCheck
 from rlmath.trainer.resume import Origin
@@ -203,7 +204,7 @@ class Checkpointer:
         if saved.checkpoint is None:
             self._log_failure(saved)
             return
-        self.newest = saved.step
+        self.newest = self._stop.saved_step = saved.step
         if self._trainer.mesh.rank == 0:
             size = sum(entry.size for entry in saved.checkpoint.files.values())
             logger.info(
@@ -231,7 +232,9 @@ class Checkpointer:
             random_states=(),
             model_fingerprint=self._origin.model,
             data_fingerprint=self._origin.data,
+            reward_fingerprint=self._origin.reward,
             versions=library_versions(),
             discarded_steps=self._divergence.discarded_steps,
             learned_step=self._divergence.learned_step,
+            cpu_sampler=CPU_SAMPLER_VERSION,
         )

@@ -44,7 +44,7 @@ from rlmath.models.build import Actor, build_actor, build_reference
 from rlmath.models.forward_backward import ForwardBackward, TokenLogprobs
 from rlmath.models.learner import MinibatchResult
 from rlmath.models.offload import OffloadSets, training_sets
-from rlmath.rewards.reward_manager import open_reward_workers
+from rlmath.rewards.reward_manager import open_reward_workers, raise_if_every_call_failed
 from rlmath.rewards.worker_pool import VerifierPool
 from rlmath.rollout.collector import Collector
 from rlmath.rollout.engine import Engine
@@ -61,6 +61,7 @@ from rlmath.trainer.loop import Interrupted, Trainer
 from rlmath.trainer.metrics import (
     UpdateRecord,
     idle_metrics,
+    mfu_metrics,
     mismatch_metrics,
     pace_metrics,
     rollout_metrics,
@@ -103,6 +104,7 @@ class GrpoTrainer(Trainer):
         self.length_stages = curriculum.length_stages(config, inputs.total_steps)
         self.entered_length_stage: int | None = None
         on_phase("build engine")
+        logger.info("Starting: importing vLLM and building the engine (seconds to minutes) ...")
         self.engine = Engine(
             config.model.path,
             config.rollout,
@@ -166,6 +168,8 @@ class GrpoTrainer(Trainer):
             with self.timers.phase("rollout"):
                 epoch, selection, engine_seconds = self.rollout(number, stage)
         self.validator.keep_if_best(validated)
+        if self.config.reward.function is not None:
+            raise_if_every_call_failed(selection.sampled)
         update = self.updaters[stage.number].update(selection.learned, number)
         seconds = self.timers.seconds() | {"step": time.perf_counter() - started}
         metrics = self.metrics(stage, selection, engine_seconds, update, seconds) | probed
@@ -190,7 +194,7 @@ class GrpoTrainer(Trainer):
             prompts = [self.inputs.prompts[i] for i in islice(indices, count)]
             if not prompts:
                 return []
-            rollout = self.collector.collect(prompts, sampling, seed, f"rollout {number + 1}")
+            rollout = self.collector.collect(prompts, sampling, seed, f"step {number + 1}/{self.total_steps}")
             engine_seconds.append(rollout.engine_seconds)
             return rollout.groups
 
@@ -215,6 +219,9 @@ class GrpoTrainer(Trainer):
         metrics |= update_metrics(update, learned, metrics["task_reward"], algorithm)
         metrics |= mismatch_metrics(update.results, only_first=not algorithm.recompute_logprobs)
         metrics |= pace_metrics(seconds, selection.sampled, learned, update.passes)
+        if self.peak_flops is not None:
+            cost = self.updaters[stage.number].cost
+            metrics |= mfu_metrics(seconds, selection.sampled, learned, update.passes, cost, self.peak_flops)
         if curriculum.has_length_stages(self.config):
             metrics["stage"] = stage.number + 1.0
             metrics["rollout/max_new_tokens"] = float(stage.config.rollout.max_new_tokens)

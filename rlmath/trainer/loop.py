@@ -12,7 +12,7 @@ import logging
 import socket
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +22,8 @@ import torch.distributed as dist
 
 from rlmath.checkpoint.directory import Progress
 from rlmath.checkpoint.manager import load_checkpoint
-from rlmath.config.load import config_as_yaml
+from rlmath.config.help import all_settings, as_yaml_word
+from rlmath.config.load import config_as_yaml, shown_values
 from rlmath.config.schema import Config
 from rlmath.data.loader import write_report
 from rlmath.distributed import process
@@ -40,12 +41,14 @@ from rlmath.distributed.fault_tolerance.heartbeat import Heartbeat
 from rlmath.distributed.fault_tolerance.preemption import StopRequest, launcher_advice
 from rlmath.distributed.fault_tolerance.stragglers import StragglerDetector
 from rlmath.distributed.mesh import Mesh
+from rlmath.distributed.peak_flops import peak_flops
 from rlmath.distributed.phase_timers import PhaseTimers
 from rlmath.distributed.process import library_versions, outlive_parent
 from rlmath.distributed.ranks import RankReport, RendezvousResult, hosts_text
 from rlmath.distributed.rendezvous import Rendezvous
 from rlmath.models.build import Actor
 from rlmath.models.megatron import start_megatron
+from rlmath.rewards.reward_manager import RewardFunctionError
 from rlmath.trainer.checkpointing import Checkpointer
 from rlmath.trainer.divergence import ADVICE, DivergedError, DivergenceCheck
 from rlmath.trainer.preflight.memory_estimate import Kind, mesh_of
@@ -53,6 +56,7 @@ from rlmath.trainer.reporter import Reporter, StepRecord, ValidationResult
 from rlmath.trainer.resume import CheckpointToResume, choose_checkpoint
 from rlmath.trainer.run_dir import CONFIG_NAME, claim_run_folder
 from rlmath.trainer.startup import PreparedRun, compare_clocks
+from rlmath.trainer.telemetry.console import LOG_FILE, open_log_file
 
 logger = logging.getLogger(__name__)
 
@@ -95,6 +99,7 @@ class Trainer(ABC):
         self.total_steps: int = prepared.inputs.total_steps
         self.timers = PhaseTimers(on_phase)
         start_megatron(mesh, device, self.config.run.seed, self.config.run.distributed_timeout_seconds)
+        self.peak_flops = peak_flops(self.shape, mesh, device)
 
     @staticmethod
     def open_workers(config: Config, mesh: Mesh) -> AbstractContextManager[Any]:
@@ -154,7 +159,7 @@ def run_training(
         compare_clocks()
         heartbeat.enter_phase("check checkpoint")
         resumed = choose_checkpoint(prepared.recovery, heartbeat.report_progress)
-        claim_folder(prepared, mesh, resumed)
+        claim_folder(prepared, mesh, resumed, trainer_class.kind)
         trainer = trainer_class(
             prepared,
             mesh,
@@ -175,6 +180,8 @@ def run_training(
             status = _train(trainer, progress, checkpointer, divergence, reporter, heartbeat, stop, started)
         except DivergedError as error:
             status = end_diverged(trainer, checkpointer, heartbeat.step, error, stop)
+        except RewardFunctionError as error:
+            status = end_without_rewards(trainer, checkpointer, heartbeat.step, error, stop)
         if reporter is not None:
             reporter.close()  # it may wait for a network: all is saved by now, and no rank waits
         trainer.close()
@@ -197,7 +204,7 @@ def _train(
     policy can no longer be trained."""
     config, mesh, total_steps = trainer.config, trainer.mesh, trainer.total_steps
     steps_done = 0 if progress is None else progress.step
-    checkpointer.newest = steps_done or None
+    checkpointer.newest = stop.saved_step = steps_done or None
     reason = checkpointer.asked_to_stop()
     if reason is not None and steps_done < total_steps:
         return stop_early(trainer, checkpointer, steps_done, reason, stop)
@@ -209,6 +216,7 @@ def _train(
         if reporter is not None:
             reporter.before_training(before)
     stragglers = StragglerDetector(mesh)
+    stop.in_steps = True
     for number in range(steps_done, total_steps):
         heartbeat.step = number + 1
         record = trainer.step(number)
@@ -259,17 +267,20 @@ def _log_error(kind: type[BaseException] | None, error: BaseException | None, tr
         logger.error("rank %d on %s failed; the run ends: %s: %s", rank, host, kind.__name__, error)
 
 
-def claim_folder(prepared: PreparedRun[Any], mesh: Mesh, resumed: CheckpointToResume | None) -> None:
+def claim_folder(
+    prepared: PreparedRun[Any], mesh: Mesh, resumed: CheckpointToResume | None, kind: Kind
+) -> None:
     """Make `run.output_dir` this run's, and log its settings and start-up lines. A collective. ValueError where a rank
     does not see the folder."""
     config = prepared.config
     if mesh.rank == 0:
         claim_run_folder(config.run.output_dir, config, None if resumed is None else resumed[1].step)
-        logger.info("The settings of this run:\n%s", config_as_yaml(config))
+        log_settings(config, kind)
         advice = launcher_advice(config.run.stop_grace_seconds)
-        versions = ", ".join(f"{name} {version}" for name, version in library_versions().items())
-        for line in (*filter(None, [advice]), f"Versions: {versions}", *prepared.lines):
-            logger.info("%s", line)
+        for text in with_details((*filter(None, [advice]), *prepared.lines)):
+            logger.info("%s", text)
+        for text in prepared.warnings:
+            logger.warning("%s", text)
         write_report(config.run.output_dir, prepared.inputs.reports)
     dist.barrier()
     folder = Path(config.run.output_dir)
@@ -280,6 +291,50 @@ def claim_folder(prepared: PreparedRun[Any], mesh: Mesh, resumed: CheckpointToRe
             f'what rank 0 wrote into run.output_dir "{folder}" is not seen on {hosts_text(blind)}; it must lie on a '
             "disk that all nodes share"
         )
+
+
+def log_settings(config: Config, kind: Kind) -> None:
+    """Open the run's log file, and log all settings there; on the console those that are not at their defaults."""
+    folder = Path(config.run.output_dir)
+    try:
+        open_log_file(folder)
+    except OSError as error:
+        logger.warning("%s cannot be written: %s. The run continues without it", folder / LOG_FILE, error)
+    changed = changed_settings(config)
+    unused = changed.pop("sft", []) if kind == "grpo" else []
+    shown = "\n".join(f"  {section}: {', '.join(settings)}" for section, settings in changed.items())
+    logger.info("Settings that are not at their defaults; all are in %s:\n%s", CONFIG_NAME, shown)
+    if unused:
+        logger.warning("Without effect in a GRPO run: %s", ", ".join(f"sft.{one}" for one in unused))
+    logger.debug("The settings of this run:\n%s", config_as_yaml(config))
+    logger.debug(
+        "Versions: %s", ", ".join(f"{name} {version}" for name, version in library_versions().items())
+    )
+
+
+def with_details(lines: Iterable[str]) -> list[str]:
+    """Texts of a line and the indented ones below it, which are its details.
+
+    >>> with_details(["Memory:", "  sync: 1 GiB", "Layout: TP1"])
+    ['Memory:\\n  sync: 1 GiB', 'Layout: TP1']
+    """
+    texts: list[str] = []
+    for line in lines:
+        if texts and line.startswith(" "):
+            texts[-1] += f"\n{line}"
+        else:
+            texts.append(line)
+    return texts
+
+
+def changed_settings(config: Config) -> dict[str, list[str]]:
+    """By section the settings that are not at their defaults: {"data": ["prompts_per_step=8"], ...}."""
+    sections: dict[str, list[str]] = {}
+    for key, value in shown_values(config).items():
+        setting = all_settings()[key]
+        if value != setting.default:
+            sections.setdefault(setting.section, []).append(f"{setting.name}={as_yaml_word(value)}")
+    return sections
 
 
 def open_reporter(trainer: Trainer, prepared: PreparedRun[Any], progress: Progress | None) -> Reporter | None:
@@ -310,13 +365,17 @@ def stop_early(
 ) -> int:
     """Log that the run stops before its end; its exit status."""
     stop.done()
-    saved = step in (0, checkpointer.newest)
-    status = exit_codes.SAVED_AND_STOPPED if saved else exit_codes.FAILURE
-    message = f"stopped by {reason} after step {step}, " + (
-        "which is saved: the same command resumes" if saved else "which could not be saved"
-    )
+    status = exit_codes.SAVED_AND_STOPPED
+    if step == 0:
+        message = f"stopped by {reason} before the end of its first step: nothing was saved, "
+        message += "and the same command begins again"
+    elif step == checkpointer.newest:
+        message = f"stopped by {reason} after step {step}, which is saved: the same command resumes"
+    else:
+        status = exit_codes.FAILURE
+        message = f"stopped by {reason} after step {step}, which could not be saved"
     if trainer.mesh.rank == 0:
-        logger.warning("The run has %s", message)
+        logger.warning("The run was %s", message)
         exit_codes.write_exit_status(trainer.config.run.output_dir, status, message)
     dist.barrier()
     return status
@@ -345,3 +404,21 @@ def end_diverged(
         exit_codes.write_exit_status(trainer.config.run.output_dir, exit_codes.DIVERGED, message)
     dist.barrier()
     return exit_codes.DIVERGED
+
+
+def end_without_rewards(
+    trainer: Trainer, checkpointer: Checkpointer, step: int, error: RewardFunctionError, stop: StopRequest
+) -> int:
+    """Save the steps before `step`, counted from 1, which has no rewards to learn from, and log why the run ends; its
+    exit status."""
+    stop.done()
+    checkpointer.save_to_stop(step - 1)
+    if trainer.mesh.rank == 0:
+        saved = f"step {step - 1} is saved, and " if step > 1 and checkpointer.newest == step - 1 else ""
+        text = f"ended in step {step}, of which nothing was learned: {error}"
+        advice = f"Correct the function: {saved}the same command resumes from there"
+        logger.error("The run has %s\n%s", text, advice if saved else "Correct the function and start again")
+        first = text.partition("\n")[0]
+        exit_codes.write_exit_status(trainer.config.run.output_dir, exit_codes.MISTAKE, first)
+    dist.barrier()
+    return exit_codes.MISTAKE

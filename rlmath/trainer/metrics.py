@@ -13,6 +13,7 @@ from itertools import chain
 from rlmath.algorithms.dynamic_sampling import DROP_REASONS, FILTER_REASONS, Selection
 from rlmath.algorithms.types import Score, ScoredGroup
 from rlmath.config.schema import AlgorithmConfig
+from rlmath.data.seqlen_balancing import Cost
 from rlmath.models.learner import MinibatchResult
 from rlmath.rewards.custom_function import MAX_METRICS
 from rlmath.rewards.verifier import FAILURES, VERDICTS
@@ -72,8 +73,8 @@ def idle_metrics(seconds_by_rollout: Sequence[Sequence[float]]) -> dict[str, flo
 
 
 def reward_metrics(scores: Sequence[Score], truncated: Sequence[bool]) -> dict[str, float]:
-    """The parts of the reward: shares of completions (0 to 1), how answers were decided, and the means of what a
-    reward function of the user's reports."""
+    """The parts of the reward: shares of completions (0 to 1), how answers were decided, how long they waited for a
+    reward worker, and the means of what a reward function of the user's reports."""
     n = len(scores)
     kinds = Counter(score.verdict for score in scores)
     metrics = {
@@ -81,6 +82,8 @@ def reward_metrics(scores: Sequence[Score], truncated: Sequence[bool]) -> dict[s
         "reward/boxed": sum(score.boxed for score in scores) / n,
         "reward/truncated": sum(truncated) / n,
         "reward/failures": sum(kinds[kind] for kind in FAILURES) / n,
+        "reward/queue_wait_s": sum(score.queue_seconds for score in scores) / n,
+        "reward/queue_wait_s_max": max(score.queue_seconds for score in scores),
     }
     metrics |= {f"reward/verdict/{kind}": kinds[kind] / n for kind in VERDICTS}
     named: dict[str, list[float]] = {}
@@ -213,6 +216,37 @@ def pace_metrics(
         if seconds.get(phase, 0.0) > 0:
             metrics[f"tokens_per_second/{phase}"] = tokens / seconds[phase]
     return metrics
+
+
+def mfu_metrics(
+    seconds: Mapping[str, float],
+    sampled: Sequence[ScoredGroup],
+    learned: Sequence[ScoredGroup],
+    passes: float,
+    cost: Cost,
+    peak_flops: float,
+) -> dict[str, float]:
+    """Model FLOP utilisation of rollout and update (0 to 1): what the model's own arithmetic takes, over what all ranks
+    could compute (`peak_flops`, FLOP/s). `cost` is that of forward and backward pass (`training_cost`); padding and
+    recomputation do not count."""
+    metrics = {"rollout/mfu": _sampling_flops(sampled, cost) / (seconds["rollout"] * peak_flops)}
+    if seconds.get("update", 0.0) > 0:
+        lengths = [
+            len(group.prompt.token_ids) + len(c.token_ids) for group in learned for c in group.completions
+        ]
+        trained = passes * sum(map(cost.of, lengths))
+        metrics["train/mfu"] = trained / (seconds["update"] * peak_flops)
+    return metrics
+
+
+def _sampling_flops(groups: Sequence[ScoredGroup], cost: Cost) -> float:
+    """Of the forward passes for all completions; a prompt is read once for its group."""
+    flops = 0.0
+    for group in groups:
+        prompt = len(group.prompt.token_ids)
+        whole = sum(cost.of(prompt + len(c.token_ids)) for c in group.completions)
+        flops += (whole - (len(group.completions) - 1) * cost.of(prompt)) / 3
+    return flops
 
 
 def _tokens(groups: Sequence[ScoredGroup]) -> int:

@@ -5,6 +5,7 @@ Figures count over all starts of a run: rows that earlier starts wrote are read 
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import statistics
@@ -15,14 +16,22 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rlmath.algorithms.types import ScoredGroup
-from rlmath.config.length_curriculum import has_length_stages, length_stages
+from rlmath.config.length_curriculum import has_length_stages, length_stages, validates
 from rlmath.config.schema import Config
 from rlmath.data.dataset import Inputs, SftInputs
 from rlmath.models.learner import MinibatchResult
+from rlmath.rewards.reward_manager import first_function_failure
 from rlmath.trainer.preflight.memory_estimate import Kind
 from rlmath.trainer.run_dir import SUMMARY_NAME
-from rlmath.trainer.telemetry.alerts import Alerts, dropped_alert
-from rlmath.trainer.telemetry.console import Progress, step_line
+from rlmath.trainer.save_schedule import saves_due
+from rlmath.trainer.telemetry.alerts import Alerts, RepeatedWarning, dropped_alert
+from rlmath.trainer.telemetry.console import (
+    Progress,
+    RemainingTime,
+    count_due,
+    long_step_line,
+    step_line,
+)
 from rlmath.trainer.telemetry.metrics_writer import (
     METRICS_FILE,
     Unwritten,
@@ -36,6 +45,8 @@ logger = logging.getLogger(__name__)
 
 SWITCH_PHASES = ("offload", "wake", "wake_kv_cache", "sleep", "restore")
 """Phases of the memory switch (`rollout.memory_switch`); the sync is reported apart."""
+VALIDATION_PHASES = ("validation", "keep_best", "evaluate")
+"""Phases of validations and evaluations of what is held out, which are made in some steps only."""
 COUNTED = {"grpo": ("n_valid_tokens", "completion_tokens"), "sft": ("n_tokens", "tokens")}
 """By kind of program: the metric that `tokens_per_second` of the summary counts, and how the summary names its sum."""
 
@@ -91,9 +102,21 @@ class Reporter:
         self._last: dict[str, float] = {}
         self._held_out: dict[str, float] | None = {} if kind == "sft" else None
         self._unwritten = Unwritten()
+        every = config.sft.eval_every_steps if kind == "sft" else None
+        if kind == "grpo" and validates(config):
+            every = config.validation.every_steps
+        # The weights of a step are validated at the beginning of the next, a supervised model at its end.
+        ahead = 1 if kind == "sft" else 0
+        self._remaining = RemainingTime(
+            inputs.total_steps,
+            lambda done: count_due(done + ahead, inputs.total_steps, every),
+            functools.partial(saves_due, config.save, inputs.order.steps_per_epoch),
+        )
+        self._step_ended: float | None = None
         self._metrics = open_metrics(config, steps_done + 1, self._unwritten)
         self._samples = SampleWriter(config.run.output_dir, config.telemetry.sample_groups_per_step)
         self._first_steps = {stage.first_step for stage in length_stages(config, inputs.total_steps)}
+        self._failures = RepeatedWarning()
         self._alerts = None
         if kind == "grpo":
             dropped = None if steps_done else dropped_alert(inputs.dropped_share, config.telemetry)
@@ -109,6 +132,8 @@ class Reporter:
         has_rows = steps_done and (Path(config.run.output_dir) / METRICS_FILE).is_file()
         for row in read_metrics(config.run.output_dir) if has_rows else []:
             self._seconds_before += row.get("seconds/step", 0.0) + row.get("seconds/save", 0.0)
+            if "seconds/step" in row:  # not that of the model before training
+                self._remaining.add_earlier(row["seconds/step"], validation_seconds(row))
             metrics = {name: value for name, value in row.items() if name != "step"}
             self._look_for_alerts(int(row["step"]) - 1, metrics)
             self._count(metrics)
@@ -135,35 +160,52 @@ class Reporter:
             logger.warning(text, number + 1, record.skipped)
         for text in self._look_for_alerts(number, metrics):
             logger.warning("Step %d, alert (logged once): %s", number + 1, text)
-        steps_per_epoch = self._order.steps_per_epoch
-        progress = Progress(
-            epoch=record.epoch + 1,
-            total_epochs=-(-self._total_steps // steps_per_epoch),
-            step=number % steps_per_epoch + 1,
-            steps_per_epoch=steps_per_epoch,
+        progress = self._progress(number, record.epoch, metrics)
+        logger.info("%s", step_line(progress, metrics))
+        logger.debug("%s", long_step_line(progress, metrics))
+
+    def _progress(self, number: int, epoch: int, metrics: Mapping[str, float]) -> Progress:
+        """Where the run stands after step `number`; call it once a step."""
+        now, started = time.perf_counter(), self._step_ended
+        self._step_ended = now
+        if started is None:
+            self._remaining.add(metrics["seconds/step"], validation_seconds(metrics))
+        else:
+            self._remaining.add(now - started, validation_seconds(metrics), metrics["seconds/save"])
+        per_epoch = self._order.steps_per_epoch
+        return Progress(
+            epoch=epoch + 1,
+            total_epochs=-(-self._total_steps // per_epoch),
+            step=number % per_epoch + 1,
+            steps_per_epoch=min(per_epoch, self._total_steps - number // per_epoch * per_epoch),
             global_step=number + 1,
             total_steps=self._total_steps,
             step_seconds=metrics["seconds/step"],
-            total_seconds=time.perf_counter() - self._started,
-            steps_timed=number + 1 - self._steps_before,
+            total_seconds=now - self._started,
+            remaining_seconds=self._remaining.seconds(number + 1),
         )
-        logger.info("%s", step_line(progress, metrics))
 
     def _write_samples(self, step: int, record: StepRecord, failures: float) -> None:
-        """`failures`: share of the answers that could not be judged (0 to 1)."""
+        """`failures`: share of the answers that could not be judged (0 to 1). Too many are warned of where it is news
+        (`RepeatedWarning`); the log file has every such step."""
         what = step, record.groups, record.advantages
         self._unwritten.attempt("samples", lambda: self._samples.write(*what, self._metrics))
-        limit = self._config.reward.max_failure_share
+        limit, worst = self._config.reward.max_failure_share, self._config.reward.function_failure
         if failures <= limit:
             return
         written = self._unwritten.attempt("samples of failures", lambda: self._samples.write_failure(*what))
         path = samples_file(self._config.run.output_dir, step, "failure")
-        text = (
-            "Step %d: %.1f%% of the answers could not be judged (reward.max_failure_share is %.1f%%); they "
-            "count as wrong. %s"
-        )
         where = f"One of them is in {path}, in full" if written else "None of them could be written to disk"
-        logger.warning(text, step, 100 * failures, 100 * limit, where)
+        outcome = "they count as wrong"
+        if self._config.reward.function is not None:
+            outcome = f"reward.function failed or took too long on them, and they get reward.function_failure={worst:g}"
+            if first := first_function_failure(record.groups):
+                where += f". The first failure:\n{first}"
+        level = logging.WARNING if self._failures.is_due(step, failures) else logging.DEBUG
+        text = (
+            "Step %d: %.1f%% of the answers could not be judged (reward.max_failure_share is %.1f%%); %s. %s"
+        )
+        logger.log(level, text, step, 100 * failures, 100 * limit, outcome, where)
 
     def validation(self, measured: ValidationResult) -> None:
         """Call it before the step that began with the weights that were measured."""
@@ -212,6 +254,15 @@ class Reporter:
         if number in self._first_steps:
             self._alerts.reset()
         return self._alerts.check(metrics)
+
+
+def validation_seconds(metrics: Mapping[str, float]) -> float:
+    """What a step took for validations.
+
+    >>> validation_seconds({"seconds/step": 9.0, "seconds/validation": 4.0, "seconds/keep_best": 1.0})
+    5.0
+    """
+    return sum(metrics.get(f"seconds/{phase}", 0.0) for phase in VALIDATION_PHASES)
 
 
 def phase_seconds(metrics: Mapping[str, float]) -> dict[str, float]:

@@ -18,14 +18,16 @@ from pathlib import Path
 from rlmath.algorithms.types import Prompt
 from rlmath.checkpoint import directory
 from rlmath.checkpoint.directory import Checkpoint, Progress
-from rlmath.config.help import as_yaml_word, is_among, raise_problems, setting_values
+from rlmath.config.help import as_yaml_word, is_among, setting_values
 from rlmath.config.length_curriculum import LengthStage, has_length_stages, length_stages
 from rlmath.config.load import load_config, shown_values
 from rlmath.config.schema import Config
-from rlmath.data.dataset import Inputs, SftInputs
+from rlmath.data.dataset import PromptFiles, SftInputs
 from rlmath.data.sft_sequences import sequences_fingerprint
 from rlmath.distributed.collectives import all_gather_objects, broadcast_from_rank_zero
-from rlmath.distributed.device import environment_rank, environment_world_size
+from rlmath.distributed.device import environment_rank, environment_world_size, resolve_kind
+from rlmath.rewards.custom_function import code_fingerprint, is_same_function
+from rlmath.rollout.sampling import CPU_SAMPLER_VERSION
 from rlmath.trainer.preflight.length_curriculum import stage_list_problems
 
 logger = logging.getLogger(__name__)
@@ -120,24 +122,30 @@ class Recovery:
     candidates: list[CheckpointToResume]
     notes: list[str]
     """For the console: checkpoints that are skipped."""
+    warnings: tuple[str, ...] = ()
+    """What may have changed in a run that resumes, and has."""
 
 
 @dataclass(frozen=True)
 class Origin:
-    """What a run is made of, by fingerprint."""
+    """What a run is made of, by fingerprint; "" where it is not known, as in a dry run without weights."""
 
     model: str
     data: str
+    reward: str = ""
+    """The file of `reward.function`; it may change, with a warning."""
 
 
-def origin_of(config: Config, inputs: Inputs) -> Origin:
+def origin_of(config: Config, inputs: PromptFiles, has_weights: bool = True) -> Origin:
     sizes = [share.n_prompts for share in inputs.order.shares]
-    return Origin(model_fingerprint(config.model.path), data_fingerprint(inputs.prompts, sizes))
+    data, reward = data_fingerprint(inputs.prompts, sizes), code_fingerprint(config.reward.function)
+    return Origin(model_fingerprint(config.model.path) if has_weights else "", data, reward)
 
 
-def sft_origin_of(config: Config, inputs: SftInputs) -> Origin:
+def sft_origin_of(config: Config, inputs: SftInputs, has_weights: bool = True) -> Origin:
     """Of a supervised run; what is held out is no part of it, but decides what is left."""
-    return Origin(model_fingerprint(config.model.path), sequences_fingerprint(inputs.sequences))
+    model = model_fingerprint(config.model.path) if has_weights else ""
+    return Origin(model, sequences_fingerprint(inputs.sequences))
 
 
 def find_recovery(config: Config, origin: Origin, total_steps: int) -> Recovery | None:
@@ -161,10 +169,12 @@ def find_recovery(config: Config, origin: Origin, total_steps: int) -> Recovery 
             notes.append(f"the checkpoint {checkpoint.folder} is damaged and is skipped: {error}")
             continue
         problems = list(_other_run(then, config, progress, origin, total_steps))
-        raise_problems(f"the run cannot resume from {checkpoint.folder}; {_START_OVER}", problems)
+        if problems:
+            what = [*(f"  - {problem}" for problem in problems), f"{_START_OVER.capitalize()}."]
+            raise ValueError("\n".join([f"The run cannot resume from {checkpoint.folder}:", *what]))
         candidates.append((checkpoint, progress))
     if candidates:
-        return Recovery(candidates, notes)
+        return Recovery(candidates, notes, tuple(_changed_code(config, candidates[0], origin)))
     if notes:
         raise ValueError(f"no checkpoint in {root} is whole: {'. '.join(notes)}. {_START_OVER.capitalize()}.")
     if config.run.recover_mode == "resume":
@@ -230,25 +240,47 @@ def _other_run(
         keys = "stages.steps" if has_length_stages(now) else "run.total_steps, run.total_epochs"
         yield f"{keys}: {progress.step} steps are done there, the run has {total_steps} now"
     yield from _changed_settings(then, now, progress)
-    if progress.model_fingerprint != origin.model:
+    if origin.model not in ("", progress.model_fingerprint):
         yield (
             f"model.path: the model that the run started from has changed (fingerprint {progress.model_fingerprint} "
             f"there, {origin.model} of {now.model.path} now)"
         )
-    if progress.data_fingerprint != origin.data:
+    if origin.data not in ("", progress.data_fingerprint):
         yield (
             f"data.train_path: the prompts have changed (fingerprint {progress.data_fingerprint} there, {origin.data} "
             f"of {now.data.train_path} now)"
         )
 
 
+def _changed_code(config: Config, newest: CheckpointToResume, origin: Origin) -> Iterator[str]:
+    checkpoint, progress = newest
+    if progress.reward_fingerprint not in ("", origin.reward):
+        yield (
+            f"reward.function: the file of {config.reward.function} has changed since the checkpoint of step "
+            f"{checkpoint.step} (fingerprint {progress.reward_fingerprint} there, {origin.reward or 'none'} now). The "
+            "run continues with it as it is now: rewards before and after may not be comparable"
+        )
+    if (
+        progress.syncs
+        and progress.cpu_sampler != CPU_SAMPLER_VERSION
+        and resolve_kind(config.run.device) == "cpu"
+    ):
+        yield (
+            f"The checkpoint of step {checkpoint.step} is from a version whose engines drew other tokens from the same "
+            "seeds on CPU: the completions from here on are others than they would have been, as good as those"
+        )
+
+
 def _changed_settings(then: Config, now: Config, progress: Progress) -> list[str]:
-    changes = refused_changes(then, now, progress.step)
+    changes = refused_changes(then, now, progress.step, progress.reward_fingerprint)
     return [change for change in changes if not change.startswith(BY_CONTENT)]
 
 
-def refused_changes(then: Config, now: Config, steps_done: int | None = None) -> list[str]:
-    """["rollout.group_size: 8 there, 16 now", ...] of the settings that a run must keep.
+def refused_changes(
+    then: Config, now: Config, steps_done: int | None = None, reward_code: str = ""
+) -> list[str]:
+    """["rollout.group_size: 8 there, 16 now", ...] of the settings that a run must keep. `reward_code` is the
+    fingerprint of its reward function: another spelling of the same function is no change.
 
     Of stages it must keep those that have begun with `steps_done` steps (None: all).
     """
@@ -257,6 +289,8 @@ def refused_changes(then: Config, now: Config, steps_done: int | None = None) ->
     staged = has_length_stages(then) or has_length_stages(now)
     # Where there are stages, it is their max_new_tokens that count.
     may_change = (*MAY_CHANGE, "rollout.max_new_tokens") if staged else MAY_CHANGE
+    if is_same_function(then.reward.function, now.reward.function, reward_code):
+        may_change = (*may_change, "reward.function")
     changes = [
         f"{key}: {as_yaml_word(was[key])} there, {as_yaml_word(is_now[key])} now"
         for key in here
@@ -310,15 +344,17 @@ def choose_checkpoint(
     recovery = broadcast_from_rank_zero(recovery)
     if recovery is None:
         return None
-    for note in recovery.notes:
-        logger.warning("%s", note)
+    if environment_rank() == 0:
+        for note in (*recovery.notes, *recovery.warnings):
+            logger.warning("%s", note)
     damaged = []
     for checkpoint, progress in recovery.candidates:
         damage = _damage(checkpoint, on_progress)
         if damage is None:
             return checkpoint, progress
         damaged.append(f"the checkpoint {checkpoint.folder} is damaged and is skipped: {damage}")
-        logger.warning("%s", damaged[-1])
+        if environment_rank() == 0:
+            logger.warning("%s", damaged[-1])
     raise ValueError(
         f"no checkpoint is whole: {'. '.join([*recovery.notes, *damaged])}. {_START_OVER.capitalize()}."
     )

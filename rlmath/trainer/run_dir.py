@@ -35,6 +35,7 @@ from rlmath.config.load import load_config, save_config
 from rlmath.config.schema import Config
 from rlmath.distributed.fault_tolerance import exit_codes
 from rlmath.trainer.resume import refused_changes
+from rlmath.trainer.telemetry.console import LOG_FILE
 from rlmath.trainer.telemetry.metrics_writer import (
     METRICS_FILE,
     VALIDATION_FILE,
@@ -60,7 +61,7 @@ MIN_FREE_BYTES = 2**30
 MIN_FREE_FILES = 256
 """The same of inodes, where the disk counts them."""
 
-_OWN_FILES = (METRICS_FILE, VALIDATION_FILE, SUMMARY_NAME, exit_codes.FILE_NAME)
+_OWN_FILES = (METRICS_FILE, VALIDATION_FILE, SUMMARY_NAME, LOG_FILE, exit_codes.FILE_NAME)
 """What a run reads again, or writes over."""
 _NO_OBSTACLE = (LOCK_NAME, exit_codes.FILE_NAME, exit_codes.RESERVED_NAME, "stacks")
 """What a start that broke early leaves."""
@@ -160,7 +161,9 @@ def folder_problems(output_dir: str, config: Config, needed_bytes: int, resumes:
         yield f"{error}. Mount or correct it, move it away, or give another run.output_dir."
         return
     if not os.access(nearest, os.R_OK | os.W_OK | os.X_OK):
-        yield f'no permission to write into "{nearest}". Give another run.output_dir.'
+        read_only = os.statvfs(nearest).f_flag & os.ST_RDONLY
+        why = "its disk is read-only" if read_only else "no permission"
+        yield f'"{nearest}" cannot be written into: {why}. Give another run.output_dir.'
         return
     free, needed = shutil.disk_usage(nearest).free, MIN_FREE_BYTES + needed_bytes
     if free < needed:

@@ -77,6 +77,9 @@ class SftTrainer(Trainer):
         }
         metrics |= {f"seconds/{phase}": value for phase, value in seconds.items()}
         metrics |= {f"tokens_per_second/{phase}": tokens / seconds[phase] for phase in ("update", "step")}
+        if self.peak_flops is not None:
+            trained = sum(self.cost.of(one.length) for one in sequences)
+            metrics["train/mfu"] = trained / (seconds["update"] * self.peak_flops)
         return StepRecord(epoch, metrics | evaluated, results=[result])
 
     def evaluate_before_training(self) -> dict[str, float]:

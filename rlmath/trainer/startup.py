@@ -9,15 +9,17 @@ ranks end with the same error where they differ.
 
 from __future__ import annotations
 
+import argparse
 import hashlib
+import io
 import logging
 import os
 import platform
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar
@@ -25,17 +27,19 @@ from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar
 import torch.distributed as dist
 
 from rlmath.config.help import as_yaml_word, setting_values
-from rlmath.config.length_curriculum import length_stage_lines
-from rlmath.config.load import is_reference, without_secrets
+from rlmath.config.length_curriculum import fewer_steps_warnings, length_stage_lines
+from rlmath.config.load import is_reference, make_parser, without_secrets
 from rlmath.config.model_shape import ModelShape
 from rlmath.config.schema import Config, RunConfig
+from rlmath.config.terminal import visible
 from rlmath.data import dataset
+from rlmath.data.audit import DataAudit
 from rlmath.distributed import process
 from rlmath.distributed.collectives import gather_to_rank_zero
 from rlmath.distributed.device import check_launcher_numbers, environment_rank, environment_world_size
 from rlmath.distributed.fault_tolerance import exit_codes
-from rlmath.distributed.fault_tolerance.failure import first_line
-from rlmath.distributed.fault_tolerance.preemption import under_torchrun
+from rlmath.distributed.fault_tolerance.failure import first_line, may_be_caused_by_peer
+from rlmath.distributed.fault_tolerance.preemption import end_at_interrupt, under_torchrun
 from rlmath.distributed.process import code_hash, end_with_parent, library_versions
 from rlmath.distributed.ranks import RankReport, RendezvousResult, hosts_text, ranks_text, this_rank
 from rlmath.distributed.rendezvous import (
@@ -46,13 +50,14 @@ from rlmath.distributed.rendezvous import (
     prefer_for_gloo,
     route_to,
 )
+from rlmath.rewards.reward_manager import try_reward_function
 from rlmath.trainer.preflight.checks import check_config, config_warnings, only_used
 from rlmath.trainer.preflight.memory_estimate import mesh_of
 from rlmath.trainer.preflight.memory_fit import start_up_lines
 from rlmath.trainer.resume import Origin, Recovery, find_recovery, origin_of, sft_origin_of
 from rlmath.trainer.run_dir import check_output_folder, sole_user
 from rlmath.trainer.save_schedule import output_bytes
-from rlmath.trainer.telemetry.console import setup_logging
+from rlmath.trainer.telemetry.console import close_bars, setup_logging
 
 if TYPE_CHECKING:
     from rlmath.trainer.loop import Trainer
@@ -60,9 +65,13 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 OTHER_RANKS_WAIT_SECONDS = 10.0
+FIRST_RANK_WAIT_SECONDS = 5.0
+"""How long the first rank of a node, which has logged a mistake, waits until the others have found it, too."""
 MOST_NODES_NAMED = 16
 MOST_CHARACTERS = 200
 """Of a value that differs, in an error."""
+MOST_STATUS_CHARACTERS = 2000
+"""Of a message in the exit status: a refusal lists all problems."""
 CLOCK_SECONDS = 2.0
 """Clocks of nodes that differ by more get a warning: lines of several logs cannot be put in order any more, and a
 shared disk's times mislead. Nothing that a run computes depends on them."""
@@ -83,6 +92,49 @@ class PreparedRun(Generic[InputsT]):
     lines: tuple[str, ...] = ()
     """For the console."""
     validation: tuple[dataset.ValidationFile, ...] = ()
+    warnings: tuple[str, ...] = ()
+    """What is odd about the data, and a reward function that took too long on them; on rank 0."""
+
+
+# ---------------------------------------------------------------- the command line
+
+
+def read_command_line(
+    description: str, argv: Sequence[str] | None = None, keys: Collection[str] | None = None
+) -> argparse.Namespace:
+    """Of a training program: `config`, `overrides`, `dry_run` and `ranks`. `--help` lists all settings, or those of
+    `keys`."""
+    exit_without_launcher_numbers()
+    parser = make_parser(description, keys)
+    dry_run_help = "check the settings and print the plan; nothing is started or written"
+    parser.add_argument("--dry-run", action="store_true", help=dry_run_help)
+    ranks_help = "ranks of a dry run; without it those of parallel.data, else WORLD_SIZE or the least"
+    parser.add_argument("--ranks", type=int, help=ranks_help)
+    with mistakes_end_all_ranks():
+        given = parser.parse_intermixed_args(argv)
+        if given.ranks is not None and not given.dry_run:
+            parser.error("--ranks is for --dry-run; torchrun decides how many ranks a run has.")
+    return given
+
+
+@contextmanager
+def mistakes_end_all_ranks() -> Iterator[None]:
+    """Around the parsing of a command line: only rank 0 prints its help or its mistake, and a mistake ends the ranks as
+    in `log_mistake`."""
+    try:
+        with ExitStack() as stack:
+            if environment_rank() != 0:
+                stack.enter_context(redirect_stdout(io.StringIO()))
+                stack.enter_context(redirect_stderr(io.StringIO()))
+            yield
+    except SystemExit as ended:
+        if ended.code == exit_codes.MISTAKE:
+            message = str(ended.__cause__ or "the command line has a mistake, which is printed above")
+            _let_first_rank_end(message, show=lambda: None)
+        raise
+
+
+# ---------------------------------------------------------------- what is known before the start
 
 
 def prepare_grpo(config: Config) -> PreparedRun[dataset.Inputs]:
@@ -94,15 +146,21 @@ def prepare_grpo(config: Config) -> PreparedRun[dataset.Inputs]:
     recovery = find_recovery(config, origin, inputs.total_steps)
     check_output_folder(config.run.output_dir, config, output_bytes(config, shape), recovery is not None)
     validation = dataset.load_validation(config, inputs.tokenizer, shape.vocab_size)
+    audit, tried = DataAudit(), ()
+    if environment_rank() == 0:
+        audit = dataset.audit_inputs(config, inputs, validation, inputs.tokenizer)
+        tried = try_reward_function(config.reward, inputs.prompts)
     lines = (
         *config_warnings(config),
         *inputs.lines,
         *length_stage_lines(config),
-        *(file.line() for file in validation),
+        *(line for file in validation for line in file.lines()),
+        *audit.lines(),
         f"Layout: {mesh_of(config, world_size, environment_rank()).describe()}",
         *start_up_lines(config, shape, world_size),
     )
-    return PreparedRun(config, shape, inputs, origin, recovery, lines, validation)
+    warnings = (*tried, *audit.warnings(), *fewer_steps_warnings(config, inputs.order.steps_per_epoch))
+    return PreparedRun(config, shape, inputs, origin, recovery, lines, validation, warnings)
 
 
 def prepare_sft(given: Config) -> PreparedRun[dataset.SftInputs]:
@@ -117,10 +175,12 @@ def prepare_sft(given: Config) -> PreparedRun[dataset.SftInputs]:
     lines = (
         *config_warnings(config, unused),
         *inputs.lines,
+        *inputs.audit.lines(),
         f"Layout: {mesh_of(config, world_size, environment_rank()).training_layout}",
         *start_up_lines(config, shape, world_size, "sft"),
     )
-    return PreparedRun(config, shape, inputs, origin, recovery, lines)
+    warnings = (*inputs.audit.warnings(), *fewer_steps_warnings(config, inputs.order.steps_per_epoch))
+    return PreparedRun(config, shape, inputs, origin, recovery, lines, (), warnings)
 
 
 def start(
@@ -135,7 +195,9 @@ def start(
     this process at once.
     """
     set_up_rank_logging()
+    end_at_interrupt(environment_rank())
     config, rendezvous, start_timeout = None, None, RunConfig.start_timeout_seconds
+    logger.info("Starting: reading settings, model and data ...")
     with ExitStack() as stack:
         try:
             rendezvous = open_rendezvous(start_timeout)
@@ -165,6 +227,7 @@ def start(
             if under_torchrun():
                 # Without torchrun a rank would wait long for its peers. Once they have met, the heartbeat watches it.
                 end_with_parent(os.getppid())
+            logger.info("Starting: importing Megatron ...")
             # Megatron imports W&B, which takes seconds and makes folders that stay when this process is killed.
             with process.without_module("wandb"):
                 from rlmath.trainer.loop import run_training
@@ -181,15 +244,20 @@ def start(
 
 
 def set_up_rank_logging() -> None:
-    """`setup_logging` for this process's rank. Where the launcher's variables are no numbers, ends the process with
-    MISTAKE: no rank can be told from another."""
+    """`setup_logging` for this process's rank."""
+    exit_without_launcher_numbers()
+    setup_logging(environment_rank())
+
+
+def exit_without_launcher_numbers() -> None:
+    """Where the launcher's variables are no numbers, log it and end this process with MISTAKE: its rank is not
+    known."""
     try:
         check_launcher_numbers()
     except ValueError as error:
         setup_logging(0)
         logger.error("%s", error)
         sys.exit(exit_codes.MISTAKE)
-    setup_logging(environment_rank())
 
 
 LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -236,29 +304,46 @@ def _without_secrets(error: ValueError | OSError) -> ValueError | OSError:
 
 
 def record_exit(output_dir: str | Path | None, status: int, message: str) -> None:
-    """Rank 0 writes the first line of a message into the folder's exit status; not into a folder that does not exist
-    (None: not known), nor into one that another program uses."""
+    """Rank 0 writes a message's first line, or the list of a user's mistakes, into the folder's exit status; not into a
+    folder that does not exist (None: not known), nor into one that another program uses."""
     if environment_rank() != 0 or output_dir is None:
         return
     with suppress(ValueError, OSError):
         if Path(output_dir).is_dir():
             with sole_user(output_dir):
-                first = without_secrets(message).partition("\n")[0]
-                exit_codes.write_exit_status(output_dir, status, first)
+                text = visible(without_secrets(message))
+                if status != exit_codes.MISTAKE:
+                    text = text.partition("\n")[0]
+                cut = (
+                    text if len(text) <= MOST_STATUS_CHARACTERS else f"{text[:MOST_STATUS_CHARACTERS]} [...]"
+                )
+                exit_codes.write_exit_status(output_dir, status, cut)
 
 
 def log_mistake(error: Exception) -> None:
-    """The first rank of each node logs first: its launcher ends the others as soon as one has ended. What only another
-    rank sees is logged after a wait."""
-    if os.environ.get("LOCAL_RANK", str(environment_rank())) != "0":
-        time.sleep(OTHER_RANKS_WAIT_SECONDS)
-    logger.error("%s", error)
+    """The first rank of each node logs first, and is in torchrun's report: it ends the others as soon as one has ended.
+    What only another rank sees is logged after a wait."""
+    _let_first_rank_end(str(error), show=lambda: logger.error("%s", error))
+
+
+def _let_first_rank_end(message: str, show: Callable[[], None]) -> None:
+    is_first = os.environ.get("LOCAL_RANK", str(environment_rank())) == "0"
+    if not is_first:
+        exit_codes.wait_for_torchrun(OTHER_RANKS_WAIT_SECONDS)
+    show()
+    exit_codes.report_to_torchrun(message)
+    if is_first:
+        exit_codes.wait_for_waiting_ranks(FIRST_RANK_WAIT_SECONDS)
 
 
 def end_broken() -> NoReturn:
     """Call it where an error is handled: log it, and end this process at once. Threads and process groups of a broken
     program may wait for peers that wait for us."""
+    close_bars()
     logger.exception("Rank %d on %s failed:", environment_rank(), socket.gethostname())
+    error = sys.exc_info()[1]
+    if error is not None and not may_be_caused_by_peer(error):
+        exit_codes.report_to_torchrun(f"{first_line(error)} (its traceback is above)")
     logging.shutdown()
     os._exit(exit_codes.FAILURE)
 
@@ -297,6 +382,7 @@ def facts_of(prepared: PreparedRun[Any]) -> dict[str, str]:
     origin = {
         "model.path (contents)": prepared.origin.model,
         "training data (contents)": prepared.origin.data,
+        "reward.function (contents)": prepared.origin.reward or "none",
     }
     values, defaults = setting_values(prepared.config), setting_values(Config())
     settings = {key: _fact_of(key, value) for key, value in values.items() if value != defaults[key]}

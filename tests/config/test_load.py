@@ -12,7 +12,9 @@ import pytest
 from rlmath.config.help import (
     all_settings,
     help_text,
+    near_words,
     nearest_path,
+    nearest_word,
     schema_problems,
     section_classes,
     setting_values,
@@ -24,7 +26,6 @@ from rlmath.config.load import (
     save_config,
     shown_sections,
     shown_values,
-    split_arguments,
     without_secrets,
 )
 from rlmath.config.schema import Config, ModelConfig, OptimizerConfig
@@ -453,8 +454,26 @@ def test_a_missing_file_names_the_nearest(tmp_path: Path):
 def test_the_nearest_path_of_a_wrong_folder(tmp_path: Path):
     (tmp_path / "outputs").mkdir()
     assert nearest_path(tmp_path / "output" / "a" / "b.yaml") == f' There is "{tmp_path / "outputs"}".'
-    assert "nothing named like" in nearest_path(tmp_path / "xyz")
+    assert nearest_path(tmp_path / "xyz") == f' The folder "{tmp_path}" has only outputs.'
     assert "not expanded" in nearest_path(Path("~/x"))
+    (tmp_path / "outputs" / "b.yaml").touch()
+    assert nearest_path(tmp_path / "output" / "b.yaml") == f' There is "{tmp_path / "outputs" / "b.yaml"}".'
+    for number in range(6):
+        (tmp_path / f"folder_{number}").mkdir()
+    assert nearest_path(tmp_path / "xyz") == f' The folder "{tmp_path}" has nothing named like "xyz".'
+
+
+def test_only_what_is_spelt_much_alike_is_suggested(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    for name in ("tools", "tests", "launch", "rlmath", "docs", "configs", "README.md"):
+        (tmp_path / name).touch()
+    monkeypatch.chdir(tmp_path)
+    assert nearest_path(Path("models/none")) == ' The current folder has nothing named like "models".'
+    assert near_words("none", ["tools", "one-of-many"]) == []
+    gpus = ["A100-40GB", "A100-80GB", "L40S-48GB", "H100-80GB", "H200-141GB"]
+    assert nearest_word("a100", gpus) == ' Did you mean "A100-40GB" or "A100-80GB"?'
+    assert nearest_word("H100", gpus) == ' Did you mean "H100-80GB"?'
+    assert nearest_word("V100", gpus) == nearest_word("none", gpus) == ""
+    assert nearest_word("qwen2forcausalLM", ["Qwen2ForCausalLM"]) == ' Did you mean "Qwen2ForCausalLM"?'
 
 
 @pytest.mark.parametrize(
@@ -463,10 +482,10 @@ def test_the_nearest_path_of_a_wrong_folder(tmp_path: Path):
         ("run.seed=1.5", "got 1.5 (float), needs int"),
         ("optimizer.lr=abc", "got 'abc' (str), needs float. Peak learning rate."),
         ("optimizer.lr=true", "got True (bool), needs float"),
-        ("data.shuffle=maybe", "got 'maybe' (str), needs bool"),
+        ("data.shuffle=maybe", "got 'maybe' (str), needs bool (true or false)."),
         ("run.total_steps=[1]", "got [1] (list), needs int or null"),
         ("run.seed=null", '"run.seed" got null, needs int'),
-        ("data.train_weights={a: 1}", "got {'a': 1} (dict), needs list of float"),
+        ("data.train_weights={a: 1}", "got {'a': 1} (dict), needs list of float, written [1, 2]."),
         ("run.output_dir=a${b", "got 'a${b' (str), needs str. Write \"\\${\" for text"),
     ],
 )
@@ -474,11 +493,28 @@ def test_a_wrong_type_says_what_was_got_and_needed(wrong: str, told: str):
     assert told in problem_with([wrong])
 
 
+def test_a_setting_and_its_value_in_words_of_their_own_are_one_mistake():
+    for words in (["optimizer.lr", "1e-5"], ["optimizer.lr", "=", "1e-5"]):
+        told = problem_with(words)
+        assert "write optimizer.lr=1e-5" in told
+        assert "The sections are" not in told and "not of the form" not in told
+
+
+def test_an_unset_variable_is_told_without_the_librarys_words(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv("NOT_SET_HERE", raising=False)
+    told = problem_with(["telemetry.wandb_project=${oc.env:NOT_SET_HERE}"])
+    assert "the environment variable NOT_SET_HERE is not set" in told and "raised while" not in told
+
+
 @pytest.mark.parametrize(
     ("wrong", "told"),
     [
         ("run.seed", '"run.seed" is not of the form key.sub=value'),
-        ("temperature", 'did you mean "rollout.temperature"?'),
+        (
+            "temperature",
+            '"temperature" is not of the form key.sub=value, did you mean "rollout.temperature"?',
+        ),
+        ("launch/train_grpo.py", '"launch/train_grpo.py" is not of the form key.sub=value.'),
         ("=3", '"=3" is not of the form key.sub=value'),
         ("run.output_dir=", '"run.output_dir=" has nothing after "="'),
         ("run.total_steps=[1", 'the value in "run.total_steps=[1" cannot be read'),
@@ -568,30 +604,16 @@ def test_help_fits_the_terminal(monkeypatch: pytest.MonkeyPatch):
 
 def test_arguments_are_split_into_files_and_overrides():
     argv = ["--config", "a.yaml", "run.seed=3", "--config", "b.yaml", "rollout.top_k=-1"]
-    assert split_arguments("Train.", argv) == (
-        [Path("a.yaml"), Path("b.yaml")],
-        ["run.seed=3", "rollout.top_k=-1"],
-    )
-    assert split_arguments("Train.", []) == ([], [])
-
-
-def test_help_prints_usage_and_settings_once(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-):
-    for rank, printed in (("0", True), ("1", False)):
-        monkeypatch.setenv("RANK", rank)
-        with pytest.raises(SystemExit) as stop:
-            split_arguments("Train with GRPO.", ["--help"])
-        out = capsys.readouterr().out
-        assert stop.value.code == 0
-        assert all(
-            (part in out) == printed for part in ("Train with GRPO.", "--config FILE", "algorithm.clip_ratio")
-        )
+    parsed = make_parser("Train.").parse_intermixed_args(argv)
+    assert parsed.config == [Path("a.yaml"), Path("b.yaml")]
+    assert parsed.overrides == ["run.seed=3", "rollout.top_k=-1"]
+    parsed = make_parser("Train.").parse_intermixed_args([])
+    assert (parsed.config, parsed.overrides) == ([], [])
 
 
 def test_an_unknown_option_says_how_settings_are_written(capsys: pytest.CaptureFixture[str]):
     with pytest.raises(SystemExit) as stop:
-        split_arguments("Train.", ["--seed", "3"])
+        make_parser("Train.").parse_intermixed_args(["--seed", "3"])
     assert stop.value.code == 2
     assert "--seed" in (err := capsys.readouterr().err) and "as key.sub=value" in err
 

@@ -7,7 +7,7 @@ from transformers import PreTrainedTokenizerFast
 
 from rlmath.algorithms.types import Prompt
 from rlmath.data import loader
-from rlmath.data.files import UnusableRow
+from rlmath.data.files import UnusableRow, unusable_lines
 from rlmath.data.loader import (
     DroppedPrompt,
     FilterReport,
@@ -57,6 +57,7 @@ def test_prompts_longer_in_tokens_are_dropped_and_counted(tmp_path, tokenizer):
             DroppedPrompt("q2", 4, "too long", "one one one"),
             DroppedPrompt("q3", 5, "too long", "one two one two"),
         ),
+        template="raw",
     )
     assert dropped_share([report, replace(report, dropped_too_long=0, kept=4)]) == 0.25
 
@@ -163,7 +164,8 @@ def test_more_unusable_rows_than_the_share_end_the_run(tmp_path, tokenizer):
     prompts, report = load_prompts(path, tokenizer, 3, max_unusable_share=0.05)
     assert len(prompts) == 19 and [row.where for row in report.unusable] == [f"{path}, line 20"]
     with pytest.raises(
-        ValueError, match=r"1 rows, 5% of all, cannot be used, more than .*=0\.04.*line 20: not JSON"
+        ValueError,
+        match=r"1 rows, 5% of all, cannot be used, more than .*=0\.04[^$]*\n    1: not JSON .*line 20",
     ):
         load_prompts(path, tokenizer, 3, max_unusable_share=0.04)
 
@@ -189,5 +191,18 @@ def test_the_report_is_written_with_shares_examples_and_unusable_rows(tmp_path):
     assert (
         "'q', which begins 'one'" in told
         and "1 further rows repeat" in told
-        and "f, line 2: not JSON" in told
+        and "\n    1: not JSON (...) (line 2)" in told
     )
+
+
+def test_rows_that_cannot_be_used_are_told_by_kinds_of_reason():
+    """Reasons that differ only in what they quote are one kind; the most frequent comes first."""
+    rows = [UnusableRow("f, line 1", "not JSON (Expecting value)", "x")]
+    rows += [UnusableRow(f"f, line {n}", f"prompt must be a string, got int '{n}'", "") for n in range(2, 9)]
+    rows += [UnusableRow("f, line 9", "blank", ""), UnusableRow("f, line 10", "too deep", "")]
+    assert unusable_lines("f", rows) == [
+        "7: prompt must be a string, got int '2' (line 2, line 3, line 4, ...)",
+        "1: not JSON (Expecting value) (line 1)",
+        "1: blank (line 9)",
+        "1 for other reasons",
+    ]

@@ -1,6 +1,9 @@
 import gzip
 import json
 import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -143,16 +146,61 @@ def test_another_form_than_the_one_asked_for_is_refused(tmp_path):
 
 def test_a_file_none_of_whose_rows_can_be_used_is_refused(tmp_path):
     message = refused(write(tmp_path, {**GOOD, "solutions": []}, {**B, "prompt": 3}))
-    assert 'none of its 2 rows can be used as "boba"' in message and "line 1: solutions must be" in message
+    assert 'none of its 2 rows can be used as "boba"' in message
+    assert "\n    1: solutions must be" in message and "(line 1)" in message
 
 
 def test_the_form_is_found_behind_rows_that_cannot_be_read(tmp_path):
     assert read_prompts(write(tmp_path, b"# a comment\n", GOOD)).form == "boba"
 
 
+@pytest.mark.parametrize(
+    ("name", "text", "how"),
+    [
+        ("rows.csv", "question,answer\n1+1,2\n", "newline='', encoding='utf-8-sig'))]"),
+        ("rows.tsv", "question\tanswer\n1+1\t2\n", "encoding='utf-8-sig'), delimiter='\\t')]"),
+        ("rows.jsonl", '"question";"answer"\n1+1;2\n', "encoding='utf-8-sig'), delimiter=';')]"),
+        ("rows.csv", "What is 1+1, and why?,2\n", "encoding='utf-8-sig'))]"),
+    ],
+)
+def test_a_csv_file_is_named_as_such_and_can_be_converted_as_it_says(tmp_path: Path, name, text, how):
+    file = tmp_path / name
+    file.write_text(text)
+    told = refused(file)
+    assert told.startswith(f"{file} is a CSV file") and how in told
+    command = next(line for line in told.splitlines() if line.strip().startswith("$ python"))
+    done = subprocess.run(command.strip()[2:].replace("python", sys.executable, 1), shell=True, check=False)
+    assert done.returncode == 0
+    if "question" in text:
+        found = read_prompts(command.rpartition("> ")[2])
+        assert [(row.prompt, row.solutions) for row in found.rows] == [("1+1", ("2",))]
+
+
+def test_a_csv_file_whose_path_needs_quotes_can_be_converted_as_it_says(tmp_path: Path):
+    folder = tmp_path / 'it\'s a $HOME; "copy"'
+    folder.mkdir()
+    (folder / "rows.csv").write_text("question,answer\n1+1,2\n")
+    told = refused(folder / "rows.csv")
+    command = next(line for line in told.splitlines() if line.strip().startswith("$ python"))
+    done = subprocess.run(command.strip()[2:].replace("python", sys.executable, 1), shell=True, check=False)
+    assert done.returncode == 0
+    assert [row.prompt for row in read_prompts(str(folder / "rows.jsonl")).rows] == ["1+1"]
+
+
+def test_a_folder_with_nothing_but_csv_files_says_so(tmp_path: Path):
+    (tmp_path / "train.csv").write_text("question,answer\n1+1,2\n")
+    assert "train.csv is a CSV file" in refused(tmp_path)
+
+
+def test_json_lines_that_begin_with_text_are_no_csv_file(tmp_path: Path):
+    file = tmp_path / "rows.jsonl"
+    file.write_text('not, JSON!\n{"question": "1+1", "answer": "2"}\n')
+    assert len(read_prompts(str(file)).rows) == 1
+
+
 def test_a_missing_file_is_named_with_the_nearest_name(tmp_path):
     write(tmp_path, GOOD)
-    assert "trian.jsonl: no such file; did you mean" in refused(tmp_path / "trian.jsonl")
+    assert "trian.jsonl: no such file. There is" in refused(tmp_path / "trian.jsonl")
     assert "no such file, and no folder" in refused(tmp_path / "no" / "train.jsonl")
 
 

@@ -130,3 +130,8 @@ def test_texts_are_tokenized_some_million_characters_at_a_time(
     whole = prompt_tokens(texts, real)
     monkeypatch.setattr(tokenizer_module, "_CHARACTERS_AT_ONCE", 5)
     assert prompt_tokens(texts, real) == whole and prompt_tokens([], real) == []
+
+
+def test_a_folder_without_a_tokenizer_is_told_by_the_option_that_names_it(tmp_path: Path):
+    with pytest.raises(ValueError, match=r"--model: .* has no tokenizer_config\.json and no tokenizer\.json"):
+        load_tokenizer(str(tmp_path), "--model")

@@ -20,29 +20,31 @@ from tests.distributed.policy_cases import Case
 def gathered_attention() -> Iterator[None]:
     """Every rank gathers the filled-up pack, attends over all of it and keeps its own tokens."""
     from megatron.core import parallel_state
-    from megatron.core.models.common.embeddings import rope_utils
     from torch.distributed.nn.functional import all_reduce
 
     from rlmath.models.attention import PackedAttention
     from rlmath.models.context_parallel import split_pack
 
-    attend = PackedAttention.forward
+    attend, bounds = PackedAttention.attend, []
 
     def forward(self: Any, *qkv: Tensor, packed_seq_params: Any, **unused: Any) -> Tensor:
+        bounds[:] = [packed_seq_params.cu_seqlens_q]
+        return rotate_and_attend(self, *qkv, packed_seq_params=packed_seq_params)
+
+    def attend_gathered(self: Any, *qkv_buckets: Any) -> Tensor:
+        """Queries and keys are rotated by the angles of this rank's tokens."""
+        *qkv, buckets = qkv_buckets
         group = parallel_state.get_context_parallel_group()
-        source_CN = split_pack(packed_seq_params.cu_seqlens_q, group.size()).source_CN
+        source_CN = split_pack(bounds[0], group.size()).source_CN
         mine_N = source_CN[group.rank()]
-        whole = [x.new_zeros(source_CN.numel(), *x.shape[1:]).index_copy(0, mine_N, x) for x in qkv[:3]]
+        whole = [x.new_zeros(source_CN.numel(), *x.shape[1:]).index_copy(0, mine_N, x) for x in qkv]
         gathered = [all_reduce(x, group=group) for x in whole]
-        return attend(self, *gathered, packed_seq_params=packed_seq_params)[mine_N]
+        return attend(self, *gathered, buckets)[mine_N]
 
-    def rotate(t: Tensor, cu_seqlens: Tensor, freqs: Tensor, **kwargs: Any) -> Tensor:
-        """`freqs` are those of this rank's tokens already."""
-        return rope_utils._apply_rotary_pos_emb_bshd(t[:, None], freqs)[:, 0]
-
+    rotate_and_attend = PackedAttention.forward
     with (
         mock.patch.object(PackedAttention, "forward", forward),
-        mock.patch.object(rope_utils, "_apply_rotary_pos_emb_thd", rotate),
+        mock.patch.object(PackedAttention, "attend", attend_gathered),
     ):
         yield
 

@@ -6,8 +6,9 @@ from tests.programs import run
 
 PROGRAM = """
 import gc
-gc.disable()
 from rlmath.distributed import process
+process.begin_program()
+assert not gc.isenabled()
 
 class Ring:
     ends = 0

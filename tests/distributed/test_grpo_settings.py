@@ -74,11 +74,11 @@ def test_what_is_asked_for_in_training_and_validation(found: dict[str, Any]) -> 
     validating = {"samples": 2, "temperature": 0.5, "top_p": 0.9, "min_new_tokens": 0, "max_new_tokens": 7}
     never = {"run_seed": 101, "step": -1}
     assert found["asked"]["collected"] == [
-        (["t0", "t1", "t2"], training | {"max_new_tokens": 24}, {"run_seed": 101, "step": 0}, "rollout 1"),
-        (["t3", "t4", "t5"], training | {"max_new_tokens": 28}, {"run_seed": 101, "step": 1}, "rollout 2"),
+        (["t0", "t1", "t2"], training | {"max_new_tokens": 24}, {"run_seed": 101, "step": 0}, "step 1/3"),
+        (["t3", "t4", "t5"], training | {"max_new_tokens": 28}, {"run_seed": 101, "step": 1}, "step 2/3"),
         (["v0", "v1", "v2"], validating, never, "validation held"),
         (["v3", "v4"], validating, never, "validation held"),
-        (["t6", "t7", "t8"], training | {"max_new_tokens": 28}, {"run_seed": 101, "step": 2}, "rollout 3"),
+        (["t6", "t7", "t8"], training | {"max_new_tokens": 28}, {"run_seed": 101, "step": 2}, "step 3/3"),
         (["v0", "v1", "v2"], validating, never, "validation held"),
         (["v3", "v4"], validating, never, "validation held"),
     ]

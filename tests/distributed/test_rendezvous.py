@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import subprocess
 import sys
 import threading
@@ -14,7 +15,7 @@ import pytest
 import torch.distributed as dist
 
 from rlmath.distributed.ranks import RankInfo, RankReport, RendezvousResult, hosts_text, ranks_text
-from rlmath.distributed.rendezvous import MissingRanksError, Rendezvous
+from rlmath.distributed.rendezvous import MissingRanksError, Rendezvous, open_rendezvous
 
 RANKS_PER_NODE = 2
 SECONDS = 60.0
@@ -160,8 +161,8 @@ def test_the_store_of_ranks_on_one_node_outlives_the_launchers_and_is_for_this_n
     with subprocess.Popen([sys.executable, "-c", program], **pipes) as launcher:
         port = int(launcher.stdout.readline())
         meetings = [sign_in(port, rank, 2) for rank in range(2)]
-        assert outcomes(*(lambda one=one: come(one) for one in meetings)) == [None] * 2
         before = set(listening())
+        assert outcomes(*(lambda one=one: come(one) for one in meetings)) == [None] * 2
         first, second = (one.group_store(5.0) for one in meetings)
         assert [address.partition(":")[0] for address in set(listening()) - before] == ["127.0.0.1"]
         launcher.kill()
@@ -192,6 +193,19 @@ def test_a_store_that_is_lost_is_told(port: int) -> None:
     (found,) = outcomes(lambda: come(rendezvous))
     assert isinstance(found, MissingRanksError) and str(found).endswith("Broken pipe"), found
     assert "lost the run's key-value store" in str(found)
+
+
+def test_a_port_that_another_program_uses_is_told_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("0.0.0.0", 0)) as other:
+        port = other.getsockname()[1]
+        place = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        for name, value in place.items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
+        started = time.monotonic()
+        with pytest.raises(MissingRanksError, match=f"at port {port}; does another program use it"):
+            open_rendezvous(300.0)
+    assert time.monotonic() - started < 60
 
 
 def test_many_ranks_and_hosts_are_named_shortly() -> None:

@@ -280,6 +280,24 @@ def test_a_result_that_was_not_read_in_time_is_written_again_at_the_next_meeting
     assert not any(rank.is_alive() for rank in ranks)
 
 
+def test_a_rank_that_comes_late_to_the_ranks_store_needs_nothing_that_a_stranger_can_delete(
+    server: dist.TCPStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rlmath.distributed.rendezvous.READ_SECONDS", 0.5)
+    first, second = two_ranks(server)
+    waits = threading.Thread(
+        target=second.sync, args=("start", RankReport("host", 0), 20.0, lambda _: RendezvousResult())
+    )
+    waits.start()
+    first.sync("start", RankReport("host", 0), 20.0, lambda _: RendezvousResult())
+    waits.join(20.0)
+    served = first.group_store(5.0)
+    for key in server.list_keys():
+        server.delete_key(key)
+    second.group_store(5.0).set("key", "there")
+    assert served.get("key") == b"there"
+
+
 def stranger_at(run: Run, seconds: float) -> subprocess.CompletedProcess[str]:
     port = psutil.Process(run.pid(0)).environ()["MASTER_PORT"]
     command = [sys.executable, "-m", "tests.distributed.stranger", "127.0.0.1", port, str(seconds)]
@@ -306,6 +324,29 @@ def test_a_stranger_does_not_end_a_run_and_a_rank_that_dies_then_is_found(tmp_pa
         assert told(rf"rank 1 on \S+ \(pid {victim}\), step \d+, in \S.* has died", run.console())
 
 
+@pytest.mark.distributed
+def test_a_rank_that_dies_while_a_stranger_writes_over_its_status_is_named(tmp_path: Path) -> None:
+    with running(tmp_path / "run", "walk", "heartbeat_timeout_seconds=30") as run:
+        run.step()
+        store = connect("127.0.0.1", int(psutil.Process(run.pid(0)).environ()["MASTER_PORT"]))
+
+        def write_over() -> None:
+            with contextlib.suppress(RuntimeError):  # the store ends with the run
+                while True:
+                    for key in store.list_keys():
+                        if key.endswith("status/1"):
+                            store.set(key, "0")
+                    time.sleep(0.01)
+
+        time.sleep(3.0)  # the ranks have seen each other
+        threading.Thread(target=write_over, daemon=True).start()
+        time.sleep(1.5)
+        victim = run.pid(1)
+        os.kill(victim, 9)
+        assert run.ends_within(40.0) != 0
+        assert told(rf"rank 1 on \S+ \(pid {victim}\), step \d+, in \S.* has died", run.console())
+
+
 def environment_of_rank(process: psutil.Process) -> dict[str, str]:
     try:
         return process.environ() if "train_grpo.py" in " ".join(process.cmdline()) else {}
@@ -314,10 +355,10 @@ def environment_of_rank(process: psutil.Process) -> dict[str, str]:
 
 
 def port_of_ranks(store: dist.Store) -> int | None:
-    """Where rank 0 of a single node serves a store of its own: the stranger reads what has 16 bytes of HMAC before."""
+    """Where rank 0 of a single node serves a store of its own: the stranger reads what stands in the open."""
     for key in store.list_keys():
-        if key.endswith("/group port") and (text := store.get(key)[16:]).isdigit():
-            return int(text)
+        if key.endswith("/result") and (found := re.search(rb'"ranks_port": ?(\d+)', store.get(key))):
+            return int(found[1])
     return None
 
 

@@ -91,6 +91,7 @@ SAMPLED = {"temperature": 0.6, "top_p": 0.95, "seed": 1}
 
 def test_the_same_settings_agree_and_more_modes_are_no_difference(tmp_path: Path) -> None:
     check_settings(tmp_path, COMMON, None)
+    write(tmp_path, record("60"))
     check_settings(tmp_path, COMMON | {"about_model": "elsewhere"}, SAMPLED)
     check_settings(tmp_path, COMMON, None)
     check_settings(tmp_path, COMMON, SAMPLED)
@@ -100,7 +101,7 @@ def test_the_same_settings_agree_and_more_modes_are_no_difference(tmp_path: Path
 @pytest.mark.parametrize(
     ("common", "sampled", "message"),
     [
-        ({"model": "5678"}, {}, "model was '1234', now it is '5678'"),
+        ({"model": "5678", "about_model": "c"}, {}, "model was 'a/b' (1234), now it is 'c' (5678)"),
         ({"max_new_tokens": 32}, {}, "max_new_tokens was 64, now it is 32"),
         ({}, {"temperature": 1.0}, "temperature was 0.6, now it is 1.0"),
     ],
@@ -109,10 +110,18 @@ def test_other_settings_are_refused_by_name(
     tmp_path: Path, common: dict, sampled: dict, message: str
 ) -> None:
     check_settings(tmp_path, COMMON, SAMPLED)
+    write(tmp_path, record("60"))
     with pytest.raises(ValueError, match="Give another --output") as error:
         check_settings(tmp_path, COMMON | common, SAMPLED | sampled)
     assert message in str(error.value)
     assert read_settings(tmp_path) == COMMON | SAMPLED
+
+
+def test_settings_of_an_evaluation_that_failed_at_its_start_are_replaced(tmp_path: Path) -> None:
+    check_settings(tmp_path, COMMON, SAMPLED)
+    other = COMMON | {"model": "5678"}
+    check_settings(tmp_path, other, None)
+    assert read_settings(tmp_path) == other
 
 
 def test_seeds_differ_by_all_that_a_completion_is(tmp_path: Path) -> None:

@@ -18,11 +18,12 @@ import pytest
 from launch.evaluate import main, parse, plan_of, rollout_of
 from rlmath.config.schema import RolloutConfig
 from rlmath.data.formats import read_prompts
+from rlmath.distributed.fault_tolerance.exit_codes import SAVED_AND_STOPPED, read_exit_status
 from rlmath.evals.plan import Plan
 from rlmath.rewards.verifier import verify
 from tests.distributed.rank_pool import RankPool
 from tests.evals.guessing_model import make_guessing_model
-from tests.programs import ENVIRONMENT, REPOSITORY, run, torchrun_command
+from tests.programs import ENVIRONMENT, REPOSITORY, end_family, run, torchrun_command
 from tests.selection import matrix
 
 DATA = REPOSITORY.parent / "shared" / "data" / "benchmarks"
@@ -197,13 +198,20 @@ def test_two_engines_sample_the_same_texts(model: Path, evaluated: Path, ranks: 
 
 
 @matrix
-def test_killed_half_way_and_continued_it_gives_the_same_table(
+def test_stopped_half_way_twice_and_continued_it_gives_the_same_table(
     model: Path, evaluated: Path, ranks: RankPool
 ) -> None:
-    """Killed as one process, refused with another plan, resumed on two ranks, and started once more."""
-    output = model.parent / "killed"
-    there = kill_half_way([*options(model, output), "--max-num-seqs", "2"], output)
-    assert 0 < len(there) < len(completions(evaluated)) / 2
+    """Stopped by Ctrl-C and killed as one process, refused with another plan, resumed on two ranks, and started once
+    more."""
+    output = model.parent / "stopped"
+    command = [*options(model, output), "--max-num-seqs", "2"]
+    first, status, told = stop_half_way(command, output, signal.SIGINT)
+    assert status == read_exit_status(output).status == SAVED_AND_STOPPED, told
+    assert told.splitlines()[-1].endswith("stopped by SIGINT (Ctrl-C): the same command resumes")
+    assert "Traceback" not in told and "KeyboardInterrupt" not in told
+    there, status, _ = stop_half_way(command, output, signal.SIGKILL)
+    assert status == -signal.SIGKILL and set(first) < set(there)
+    assert 0 < len(first) < len(there) < len(completions(evaluated)) / 2
     with next(iter(output.glob("generations/*/*.jsonl"))).open("a") as file:
         file.write('{"problem_id": "cut o')
     (refused,) = ranks.run(1, evaluate_in_pool, plan_for(model, output, temperature=1.0))
@@ -215,25 +223,36 @@ def test_killed_half_way_and_continued_it_gives_the_same_table(
     assert tables(output) == tables(evaluated) and completions(output) == completions(evaluated)
 
 
-def kill_half_way(arguments: list[str], output: Path) -> list[str]:
-    """SIGKILL to the program as soon as it has written completions; the whole lines that it leaves."""
-    console = output.with_suffix(".txt")
+def stop_half_way(arguments: list[str], output: Path, number: signal.Signals) -> tuple[list[str], int, str]:
+    """A signal to the program and what it has started, as soon as it has written completions; the whole lines that are
+    there then, its exit status, and what it told."""
+    console, before = output.with_suffix(".txt"), written_bytes(output)
     with console.open("w") as file:
         program = subprocess.Popen(
-            [sys.executable, PROGRAM, *arguments], cwd=REPOSITORY, env=ENVIRONMENT, stdout=file, stderr=file
+            [sys.executable, PROGRAM, *arguments],
+            cwd=REPOSITORY,
+            env=ENVIRONMENT,
+            stdout=file,
+            stderr=file,
+            process_group=0,
         )
     try:
         until = time.monotonic() + 400
-        while not any(path.stat().st_size for path in output.glob("generations/*/*.jsonl")):
+        while written_bytes(output) == before:
             assert program.poll() is None and time.monotonic() < until, console.read_text()
             time.sleep(0.02)
+        os.killpg(program.pid, number)
+        status = program.wait(60)
     finally:
-        os.kill(program.pid, signal.SIGKILL)
-        program.wait()
+        end_family(program)
     lines = [
         line for path in output.glob("generations/*/*.jsonl") for line in path.read_text().splitlines(True)
     ]
-    return [line.rstrip("\n") for line in lines if line.endswith("\n")]
+    return [line.rstrip("\n") for line in lines if line.endswith("\n")], status, console.read_text()
+
+
+def written_bytes(output: Path) -> int:
+    return sum(path.stat().st_size for path in output.glob("generations/*/*.jsonl"))
 
 
 @pytest.mark.full
@@ -264,7 +283,9 @@ def test_a_mistake_ends_with_status_2(capfd: pytest.CaptureFixture[str]) -> None
 def test_two_evaluations_are_put_side_by_side(evaluated: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--compare", str(evaluated), str(evaluated / "results.json")]) == 0
     rows = [line for line in capsys.readouterr().out.splitlines() if "gpqa_diamond" in line]
-    assert len(rows) == 2 and all("+0.0 to +0.0" in row for row in rows)
+    gains, intervals = rows[:2], [row.split("|")[-3:-1] for row in rows[2:]]
+    assert len(gains) == len(intervals) == 2 and all("+0.0 to +0.0" in row for row in gains)
+    assert all(first.strip() == second.strip() != "" for first, second in intervals)
 
 
 @pytest.mark.parametrize(
@@ -315,16 +336,19 @@ def test_a_second_start_only_prints_the_table(model: Path, evaluated: Path) -> N
     before = tables(evaluated)
     again = run(PROGRAM, *options(model, evaluated))
     assert tables(evaluated) == before
-    (header,) = [line.split("|") for line in again.stdout.splitlines() if "num_questions" in line]
-    assert [cell.strip() for cell in header[1:-1]] == [
+    lines = again.stdout.splitlines()
+    assert all(len(line) <= 80 for line in lines if line.startswith("|"))
+    first, second = [line.split("|") for line in lines if "num_questions" in line or "pass@2" in line]
+    assert [cell.strip() for cell in (*first[1:-1], *second[2:-1])] == [
         "dataset",
         "num_questions",
         "greedy_length",
         "sample_length",
         "greedy_acc",
         "sample_pass@1",
+        "pass@2",
+        "pass@4",
         "pass@8",
-        "pass@16",
     ]
 
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -8,7 +9,7 @@ import pytest
 import torch
 
 from rlmath.evals.benchmarks import find_benchmark, model_positions
-from rlmath.evals.model_source import resolve_model
+from rlmath.evals.model_source import _converted_here, remove_converted, resolve_model
 from tests.checkpoint.conversions import assert_same, to_megatron, weights
 from tests.tiny_models import make_model_folder
 
@@ -49,6 +50,29 @@ def test_a_conversion_that_was_killed_is_made_again(checkpoint: Path, tmp_path: 
     assert torch.isfinite(weights(found.folder)["model.norm.weight"]).all()
 
 
+def test_what_an_evaluation_converted_that_did_not_end_is_removed(checkpoint: Path, tmp_path: Path) -> None:
+    """Not what an earlier one left, which reached its end."""
+    resolve_model(checkpoint, tmp_path / "a")
+    resolve_model(checkpoint, tmp_path / "b")
+    (tmp_path / "b" / "converted_model.partial").mkdir()
+    remove_converted()
+    assert list((tmp_path / "a").iterdir()) == list((tmp_path / "b").iterdir()) == []
+    resolve_model(checkpoint, tmp_path / "a")
+    _converted_here.clear()  # as in another process
+    resolve_model(checkpoint, tmp_path / "a")
+    remove_converted()
+    assert (tmp_path / "a" / "converted_model" / "config.json").is_file()
+
+
+def test_what_cannot_be_removed_raises_nothing(checkpoint: Path, tmp_path: Path) -> None:
+    """It would hide the error that ended the evaluation."""
+    resolve_model(checkpoint, tmp_path)
+    (tmp_path / "converted_from.json").unlink()
+    (tmp_path / "converted_from.json").mkdir()
+    remove_converted()
+    assert not (tmp_path / "converted_model").exists()
+
+
 def test_a_runs_folder_stands_for_its_newest_model(
     untied_model: Path, checkpoint: Path, tmp_path: Path
 ) -> None:
@@ -71,6 +95,30 @@ def test_what_is_no_model_is_reported(tmp_path: Path) -> None:
         resolve_model(tmp_path / "empty", tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("broken", "told"),
+    [
+        ("truncated", "is not a whole safetensors file"),
+        ("other shape", "config.json makes it"),
+        ("no weights", "has neither model.safetensors nor"),
+        ("no tokenizer", "has no tokenizer"),
+    ],
+)
+def test_a_model_that_cannot_be_loaded_is_refused(
+    untied_model: Path, tmp_path: Path, broken: str, told: str
+) -> None:
+    copy = Path(shutil.copytree(untied_model, tmp_path / "copy"))
+    if broken == "truncated":
+        os.truncate(copy / "model.safetensors", 5000)
+    elif broken == "other shape":
+        config = json.loads((copy / "config.json").read_text())
+        (copy / "config.json").write_text(json.dumps(config | {"intermediate_size": 200}))
+    else:
+        (copy / ("model.safetensors" if broken == "no weights" else "tokenizer.json")).unlink()
+    with pytest.raises(ValueError, match=told):
+        resolve_model(copy, tmp_path / "out")
+
+
 def test_benchmarks_are_found_by_name(tmp_path: Path) -> None:
     (tmp_path / "aime24.jsonl").write_text("{}")
     (tmp_path / "math_500").mkdir()
@@ -90,3 +138,11 @@ def test_positions_that_config_does_not_say_are_unknown(tmp_path: Path) -> None:
     for value in (None, "512", True, -1):
         (tmp_path / "config.json").write_text(json.dumps({"max_position_embeddings": value}))
         assert model_positions(tmp_path) is None
+
+
+def test_a_name_of_the_hub_is_told_how_to_be_downloaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(
+        ValueError, match=r"--local-dir models/Qwen3-0\.6B.*then give --model models/Qwen3-0\.6B"
+    ):
+        resolve_model(Path("Qwen/Qwen3-0.6B"), tmp_path / "out")

@@ -1,14 +1,23 @@
 from __future__ import annotations
 
+import logging
+import re
 import time
 from pathlib import Path
 
+import pytest
+import torch.distributed as dist
+
 from rlmath.data.tokenizer import load_tokenizer
+from rlmath.distributed.mesh import Mesh
+from rlmath.distributed.signed_store import SignedStore
 from rlmath.evals.benchmarks import Problem
 from rlmath.evals.completions import CompletionRecord
 from rlmath.evals.plan import GREEDY_INDEX
 from rlmath.evals.sampling import Verification
 from rlmath.rewards.worker_pool import VerifierPool
+from rlmath.rollout import collector
+from rlmath.rollout.collector import SamplingProgress
 from rlmath.rollout.sampling import Request, RequestResult
 from tests.rewards.attacks import HANG_SOLUTIONS, HANGS
 
@@ -50,6 +59,32 @@ def test_hostile_completions_cost_their_time_limit_and_nothing_else(
     assert [record.seed for record in records] == [39, 40, 41, 42, 43, 44]
     assert [records[i].verdict for i in (0, 1, 4)] == ["no_answer", "timeout", "no_answer"]
     assert records[0].prompt_hash == problem.prompt_hash and records[0].finish_reason == "stop"
+
+
+def test_the_log_has_how_much_all_engines_have_sampled(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(collector, "PROGRESS_SECONDS", 0.0)
+    monkeypatch.setattr(collector, "PUBLISH_SECONDS", 0.0)
+    store = SignedStore(dist.HashStore(), "evaluation")
+    first, second = (SamplingProgress(10, Mesh(rank, 2, 1, 1, 1), store, "step 7/20") for rank in (0, 1))
+    caplog.set_level(logging.INFO)
+    first.tick()
+    (line,) = caplog.messages
+    assert line.startswith("step 7/20: sampled 0 of 10 completions (0%) in 00:0") and "left" not in line
+    for _ in range(3):
+        first.add_one()
+    for _ in range(2):
+        second.add_one()
+    second.tick()
+    first.tick()
+    second.forget()
+    first.tick()
+    for line in caplog.messages[1:]:  # also when the other engine's count is deleted
+        assert re.fullmatch(
+            r"step 7/20: sampled 5 of 10 completions \(50%\) in \d\d:\d\d, about \d\d:\d\d left", line
+        )
+    assert len(caplog.messages) == 3
 
 
 def test_the_hash_of_a_problem_is_of_all_that_its_judgement_depends_on() -> None:

@@ -2,16 +2,18 @@ from __future__ import annotations
 
 import csv
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from rlmath.evals.benchmarks import Benchmark, Problem, check_lengths
+from rlmath.evals.benchmarks import Benchmark, Problem, check_lengths, reference_warnings
 from rlmath.evals.compare import comparison_text, differences, read_results
 from rlmath.evals.completions import Key, Outcome
 from rlmath.evals.plan import GREEDY_INDEX, Plan
 from rlmath.evals.results import BenchmarkResult, result_of
-from rlmath.evals.tables import boxed_table, first_table, row_of, second_table, write_results
+from rlmath.evals.tables import boxed_table, boxed_tables, first_table, row_of, second_table, write_results
+from rlmath.rewards.worker_pool import VerifierPool
 
 SEED_TABLE = """\
 +----------+---------------+---------------+---------------+------------+---------------+--------+---------+
@@ -77,9 +79,9 @@ def test_a_row_by_hand(tmp_path: Path) -> None:
 
 def test_modes_that_were_not_asked_for_stay_empty(tmp_path: Path) -> None:
     greedy = first_table([quiz(tmp_path, samples=0)])[1]
-    assert greedy == ["quiz", "3", "4.0", "-", "33.3", "-", "-", "-"]
+    assert greedy == ["quiz", "3", "4.0", "-", "33.3", "-"]
     sampled = first_table([quiz(tmp_path, greedy=False)])[1]
-    assert sampled == ["quiz", "3", "-", "13.8", "-", "25.0", "-", "-"]
+    assert sampled == ["quiz", "3", "-", "13.8", "-", "25.0", "44.4", "66.7"]
     assert second_table([quiz(tmp_path, samples=0)])[0][:4] == [
         "dataset",
         "greedy_acc 95%",
@@ -93,8 +95,42 @@ def test_a_missing_completion_is_no_wrong_answer(tmp_path: Path) -> None:
         result_of(Benchmark("quiz", (problem("z"),), 0), {}, plan_for(tmp_path), 50)
 
 
-def test_the_table_is_that_of_the_documents() -> None:
-    header = first_table([])[0]
+@pytest.mark.parametrize(("samples", "ks"), [(1, []), (4, [2, 4]), (3, [2, 3])])
+def test_pass_at_k_is_shown_for_every_power_of_two_that_there_are_samples_for(
+    tmp_path: Path, samples: int, ks: list[int]
+) -> None:
+    header, row = first_table([quiz(tmp_path, samples=samples)])
+    assert header[5:] == ["sample_pass@1", *(f"pass@{k}" for k in ks)]
+    assert "-" not in row
+
+
+def test_no_box_is_wider_than_a_terminal_of_80_columns(tmp_path: Path) -> None:
+    many = replace(quiz(tmp_path), dataset="olympiadbench")
+    sampled = replace(
+        many.sampled, pass_at={2**i: 1.0 for i in range(8)}, maj_at={2**i: 1.0 for i in range(1, 8)}
+    )
+    many = replace(many, sampled=sampled)
+    for table in (first_table([many]), second_table([many])):
+        lines = boxed_tables(table).splitlines()
+        assert max(map(len, lines)) <= 80
+        headers = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines[1::5]]
+        rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines[3::5]]
+        assert {row[0] for row in rows} == {"olympiadbench"} and {header[0] for header in headers} == {
+            "dataset"
+        }
+        assert ["dataset", *(name for header in headers for name in header[1:])] == table[0]
+        assert ["olympiadbench", *(cell for row in rows for cell in row[1:])] == table[1]
+
+
+def test_what_was_not_sampled_and_problems_that_there_are_none_of_take_no_room(tmp_path: Path) -> None:
+    found = replace(quiz(tmp_path, greedy=False), too_long=0, unusable=0, not_judged=0)
+    assert "greedy" not in boxed_tables(first_table([found])) + boxed_tables(second_table([found]))
+    assert second_table([found])[0][-1] == "sample_truncated"
+    assert second_table([replace(found, unusable=1)])[0][-1] == "unusable"
+
+
+def test_the_columns_are_those_of_the_documents() -> None:
+    header = [*first_table([])[0], "pass@8", "pass@16"]
     rows = [
         ["math_500", "500", "6757.4", "4139.5", "84.4", "92.7", "97.3", "97.7"],
         ["aime24", "30", "19328.0", "13663.5", "50.0", "50.4", "77.3", "80.0"],
@@ -120,7 +156,7 @@ def test_files_hold_the_table_and_are_the_same_each_time(tmp_path: Path) -> None
     found = json.loads((tmp_path / "one" / "results.json").read_text())["benchmarks"]["quiz"]
     assert found["problems"][1] == {"problem_id": "b", "greedy": False, "right": 1, "samples": 4}
     markdown = (tmp_path / "one" / "results.md").read_text()
-    assert "| quiz | 3 | 4.0 | 13.8 | 33.3 | 25.0 | - | - |" in markdown and "\x1b" not in markdown
+    assert "| quiz | 3 | 4.0 | 13.8 | 33.3 | 25.0 | 44.4 | 66.7 |" in markdown and "\x1b" not in markdown
 
 
 def results_folder(folder: Path, right: list[int], dataset: str = "quiz", **settings: object) -> Path:
@@ -158,6 +194,7 @@ def test_only_common_problems_are_compared_and_differences_are_reported(tmp_path
         results_folder(tmp_path / "b", [4, 1], temperature=1.0, model="34") / "results.json"
     )
     text = comparison_text(first, second)
+    assert max(len(line) for line in text.splitlines() if line.startswith(("|", "+"))) <= 80
     assert "temperature is 0.6 in the first and 1.0 in the second" in text
     assert "1 problems are in one of the two only" in text and "model is" not in text
     sampled = next(one for one in differences(first, second) if one.measure == "sample_pass@1")
@@ -188,6 +225,17 @@ def test_nothing_in_common_is_reported(tmp_path: Path) -> None:
         differences(first, second)
     with pytest.raises(ValueError, match="there is no"):
         read_results(tmp_path / "c")
+
+
+def test_references_that_no_answer_equals_are_reported() -> None:
+    good = problem("good")
+    bad = replace(good, problem_id="bad", solutions=("see solution",))
+    algebra = replace(good, problem_id="algebra", solutions=("x^2+1",))
+    with VerifierPool(1, 5.0) as pool:
+        (warning,) = reference_warnings(
+            [Benchmark("fine", (good, algebra), 0), Benchmark("quiz", (good, bad), 0)], pool
+        )
+    assert "1 of 2 quiz prompts have no usable reference" in warning and "'bad'" in warning
 
 
 def test_lengths_that_do_not_fit_the_model_say_what_to_set() -> None:

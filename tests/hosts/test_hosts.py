@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from rlmath.distributed.fault_tolerance.exit_codes import FAILURE, read_exit_status
+from rlmath.trainer.telemetry.metrics_writer import without_times
 from tests.hosts.cluster import Node, cluster, why_not
 from tests.hosts.launching import Launch, launch
 from tests.programs import small_run
@@ -28,7 +29,6 @@ START_SECONDS = 150.0
 """On a busy machine."""
 HEARTBEAT_SECONDS = 6.0
 STEPS = 30
-TIMED = ("seconds/", "tokens_per_second/", "memory", "rollout/idle_share")
 SFT = ("launch/train_sft.py", "--config", "configs/demo_sft.yaml")
 GRPO = ("launch/train_grpo.py", "--config", "configs/demo.yaml")
 SMALL = "tests/hosts/node_program.py"
@@ -60,7 +60,7 @@ def sft_settings(place: Path, output: Path, *more: str) -> list[str]:
 
 def rows(output: Path) -> list[dict[str, float]]:
     found = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
-    return [{name: x for name, x in row.items() if not name.startswith(TIMED)} for row in found]
+    return [without_times(row) for row in found]
 
 
 def steps_done(output: Path) -> int:

@@ -1,5 +1,5 @@
 import math
-from itertools import pairwise
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,12 +13,14 @@ from rlmath.config.model_shape import RopeScaling
 from rlmath.models.attention import (
     BUCKET_FILL,
     PackedAttention,
-    PackedRotaryEmbedding,
     PackedSequences,
     bucket_segments,
+    composed_attention,
     pack_sequences,
+    rotary_frequencies,
     stretched_frequencies,
 )
+from tests.rollout.weight_sync.oracle import SMALL
 
 D = 6
 RAGGED = [[1], [5], [1, 1, 1], [3, 9, 4, 10, 1, 7], [12, 11, 10], [2, 0, 3]]
@@ -27,7 +29,7 @@ RAGGED = [[1], [5], [1, 1, 1], [3, 9, 4, 10, 1, 7], [12, 11, 10], [2, 0, 3]]
 def packing(lengths: list[int]) -> PackedSequences:
     bounds = torch.tensor([0, *lengths]).cumsum(0).int()
     positions_T = torch.tensor([p for length in lengths for p in range(length)])
-    return pack_sequences(bounds, max(lengths), positions_T, local_layers=True)
+    return pack_sequences(bounds, max(lengths), positions_T, torch.tensor([1.0, 0.1, 0.01]))
 
 
 def inputs(lengths: list[int], heads: int, groups: int) -> list[Tensor]:
@@ -37,7 +39,7 @@ def inputs(lengths: list[int], heads: int, groups: int) -> list[Tensor]:
 
 
 def attend(lengths: list[int], qkv: list[Tensor]) -> Tensor:
-    return PackedAttention(config=None, layer_number=1)(*qkv, packed_seq_params=packing(lengths))
+    return PackedAttention(config=None, layer_number=1).attend(*qkv, packing(lengths).buckets)
 
 
 def dense_attention(lengths: list[int], qkv: list[Tensor]) -> Tensor:
@@ -60,6 +62,16 @@ def test_values_and_gradients_equal_dense_attention(lengths: list[int], heads: i
     torch.testing.assert_close(got, wanted, rtol=1e-12, atol=1e-12)
     upstream = torch.randn(wanted.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     ours, theirs = (torch.autograd.grad(out, qkv, upstream) for out in (got, wanted))
+    for gradient, expected in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(gradient, expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("lengths", RAGGED, ids=str)
+def test_the_attention_of_other_devices_is_the_same(lengths: list[int]):
+    qkv = inputs(lengths, heads=4, groups=2)
+    ways = [composed_attention(*qkv, packing(lengths).buckets).flatten(1), attend(lengths, qkv)]
+    torch.testing.assert_close(ways[0], ways[1], rtol=1e-12, atol=1e-12)
+    ours, theirs = (torch.autograd.grad(out.square().sum(), qkv) for out in ways)
     for gradient, expected in zip(ours, theirs, strict=True):
         torch.testing.assert_close(gradient, expected, rtol=1e-12, atol=1e-12)
 
@@ -128,35 +140,33 @@ def test_segments_of_like_length_share_a_bucket():
     assert bucket_segments([8, 12, 0, 9, 6, 10]) == [[1, 5, 3], [0, 4]]
 
 
+def test_segments_of_one_length_are_attended_to_in_place():
+    in_place, apart, ragged = ([bucket.start for bucket in packing(n).buckets] for n in EQUAL_OR_NOT)
+    assert in_place == [0]
+    assert apart == [None, 4]  # the two of 4 are apart, and the one of 2 between them is alone
+    assert ragged == [None]
+
+
+EQUAL_OR_NOT = [4, 4, 4], [4, 2, 4], [4, 3, 4]
+
+
 def test_rotary_angles_by_hand():
-    # inverse frequencies of base 10,000 and D = 4: 1 and 10,000 ** -0.5 = 0.01
-    rotary = PackedRotaryEmbedding(
-        kv_channels=4, rotary_percent=1.0, rotary_base=10000, use_cpu_initialization=True
-    )
-    angles = rotary(torch.tensor([0, 3]))
-    assert angles.shape == (2, 1, 1, 4)
-    torch.testing.assert_close(angles[:, 0, 0], torch.tensor([[0.0, 0, 0, 0], [3.0, 0.03, 3.0, 0.03]]))
-
-
-def test_rotary_positions_restart_in_every_segment():
-    rotary = PackedRotaryEmbedding(
-        kv_channels=8, rotary_percent=1.0, rotary_base=10000, use_cpu_initialization=True
-    )
-    lengths = [3, 5, 2]
-    positions_T = rotary.get_rotary_seq_len(None, None, None, None, packing(lengths))
-    angles = rotary(positions_T, packed_seq=True)
-    longest = rotary(torch.arange(5))
-    for start, end in pairwise([0, 3, 8, 10]):
-        assert torch.equal(angles[start:end], longest[: end - start])
+    # frequencies of base 10,000 and D = 4: 1 and 10,000 ** -0.5 = 0.01
+    frequencies_F = rotary_frequencies(replace(SMALL, head_dim=4, rope_theta=10000.0))
+    torch.testing.assert_close(frequencies_F, torch.tensor([1.0, 0.01]))
+    packed = pack_sequences(torch.tensor([0, 2, 3]).int(), 2, torch.tensor([0, 3, 0]), frequencies_F)
+    angles = torch.tensor([[0.0, 0.0], [3.0, 0.03], [0.0, 0.0]])
+    torch.testing.assert_close(packed.cos[:, 0], angles.cos())
+    torch.testing.assert_close(packed.sin[:, 0], angles.sin())
 
 
 def test_transformer_engine_gets_the_bounds_and_no_buckets():
     bounds = torch.tensor([0, 2, 5], dtype=torch.int32)
-    packed = pack_sequences(bounds, 3, torch.tensor([0, 1, 0, 1, 2]), local_layers=False)
+    packed = pack_sequences(bounds, 3, torch.tensor([0, 1, 0, 1, 2]), frequencies_F=None)
     assert packed.qkv_format == "thd" and packed.buckets == ()
     assert packed.cu_seqlens_q is bounds and packed.cu_seqlens_kv is bounds
     assert packed.max_seqlen_q == packed.max_seqlen_kv == 3
-    assert packed.cu_seqlens_q_padded is None
+    assert packed.cu_seqlens_q_padded is None and packed.cos is None
 
 
 @pytest.mark.parametrize(

@@ -103,7 +103,7 @@ def test_judging_is_hidden_behind_the_rollout_as_far_as_it_goes():
     many = replace(BATCH, sequences=80000)
     quick = slower_by(DEFAULTS["cuda"], {"decode_step_seconds": 1e-9, "sequence_step_seconds": 1e-9})
     plan = plan_step(CONFIG, TINY, GPU, Cluster(fast, 1, 2), many, quick)
-    assert plan.judging_seconds == pytest.approx(40000 / 3500)
+    assert plan.judging_seconds == pytest.approx(40000 / 3500 / CONFIG.reward.workers)
     assert plan.judging_exposed == pytest.approx(plan.judging_seconds - plan.seconds["rollout"])
     assert plan.step_seconds == pytest.approx(sum(plan.seconds.values()) + plan.judging_exposed)
 

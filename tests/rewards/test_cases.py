@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import logging
+import signal
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -19,20 +22,54 @@ def read_cases(name: str) -> list[dict]:
     ]
 
 
+LIBRARY_SECONDS = 5.0
 ROWS = read_cases("cases.jsonl")
 BLIND = read_cases("cases_blind.jsonl")
 """Written by others who had seen neither code nor cases; the verifier was at 97.9% of the first half and 92.1% of the
-second when it first saw them."""
+second when it first saw them; of the third part it was at 89.0%, with no wrong answer taken for right. Of the fourth
+it was at 90.0%, and at 95.7% after a revision that had not seen it. The fifth had 300 rows: 96.0%, and 96.7% after a
+revision that had not seen it, with no wrong answer taken for right; the four of them without a box, which the default
+of `reward.answer_from` refuses, are left out here. Of the sixth it was at 95.3%, with no wrong answer taken for right;
+two of its 300 rows, without a box, are left out. The seventh had 300 rows: 97.0%, and 98.7% after a revision that had
+not seen it; the eighth, with references drawn from published benchmarks, 94.3% and 94.7%; of neither was a wrong answer
+taken for right."""
+
+
+class OutOfTime(BaseException):
+    """No handler of math-verify's catches it."""
+
+
+@contextmanager
+def cpu_limit(seconds: float) -> Iterator[None]:
+    """OutOfTime inside, after so much CPU time; the timer by the clock is pytest-timeout's."""
+
+    def stop(*_: object) -> None:
+        raise OutOfTime
+
+    before = signal.signal(signal.SIGPROF, stop)
+    signal.setitimer(signal.ITIMER_PROF, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.signal(signal.SIGPROF, before)
 
 
 def library_agrees(row: dict) -> bool:
-    """Whether math-verify alone verifies a case as it is labelled."""
+    """Whether math-verify alone verifies a case as it is labelled, in the time that the verifier gives it: it searches
+    for the primes of a tower of powers for ever."""
     from math_verify import parse
     from math_verify import verify as equal
 
-    answer = parse(row["completion"], parsing_timeout=None)
     golds = [solution if "\\boxed" in solution else f"${solution}$" for solution in row["solutions"]]
-    correct = any(equal(parse(gold, parsing_timeout=None), answer, timeout_seconds=None) for gold in golds)
+    try:
+        with cpu_limit(LIBRARY_SECONDS):
+            answer = parse(row["completion"], parsing_timeout=None)
+            correct = any(
+                equal(parse(gold, parsing_timeout=None), answer, timeout_seconds=None) for gold in golds
+            )
+    except OutOfTime:
+        return False
     return correct == row["correct"]
 
 

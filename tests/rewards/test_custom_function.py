@@ -9,11 +9,17 @@ from pathlib import Path
 import psutil
 import pytest
 
-from rlmath.rewards.custom_function import checked_result, function_problem, load_function
+from rlmath.rewards.custom_function import (
+    checked_result,
+    code_fingerprint,
+    function_problem,
+    load_function,
+)
+from rlmath.rewards.fork_server_client import MAX_PRINTED_LINES
 from rlmath.rewards.worker_pool import VerifierPool
 
 SOURCE = """
-import time
+import os, sys, threading, time
 
 def by_length(completion, solutions, row):
     return -abs(len(completion) - int(solutions[0])), {"level": row["level"], "id": len(row["query_id"])}
@@ -35,6 +41,24 @@ def slow(completion, solutions, row):
         time.sleep(0.01)
     return 1.0
 
+def naps(completion, solutions, row):
+    time.sleep(0.1)
+    return float(completion), {"pid": os.getpid()}
+
+lock = threading.Lock()
+
+def keeps_the_lock(completion, solutions, row):
+    lock.acquire()
+    return 1.0
+
+loaded = []
+
+def slow_to_load(completion, solutions, row):
+    if not loaded:
+        time.sleep(0.8)
+    loaded.append(completion)
+    return float(len(loaded))
+
 def echo(completion, solutions, row):
     return 1.0, {row["name"]: 2.0}
 
@@ -46,6 +70,19 @@ def leaves(completion, solutions, row):
 
 def greedy(completion, solutions, row):
     return float(len(bytearray(2**34)))
+
+def deep(completion, solutions, row):
+    return helper(row)
+
+def helper(row):
+    return row["levle"]
+
+def talks(completion, solutions, row):
+    print("\\x1b[2Jseen", completion)
+    for number in range(int(completion)):
+        print("line", number)
+    sys.stderr.write("no end of line")
+    return 1.0
 
 NUMBER = 5
 """
@@ -84,6 +121,70 @@ def test_what_is_no_reward_is_a_failure(folder, name, completion, message):
         said = pool.call(completion, ["6"], ROW).result(60)
     assert said.failure == "error"
     assert message in said.message
+
+
+def test_a_failure_has_the_last_lines_of_its_traceback(folder):
+    with VerifierPool(1, 30.0, function="my_rewards:deep") as pool:
+        first, *trace = pool.call("x", [], ROW).result(60).message.splitlines()
+    assert first == "KeyError: 'levle'"
+    assert [line.strip() for line in trace if "File" in line] == [
+        f'File "{folder}/my_rewards.py", line {SOURCE[: SOURCE.index(text)].count(chr(10)) + 1}, in {name}'
+        for text, name in (("return helper", "deep"), ('return row["levle"]', "helper"))
+    ]
+
+
+def test_what_a_function_prints_is_logged_bounded_and_without_control_characters(folder, caplog):
+    caplog.set_level("INFO")
+    with VerifierPool(1, 30.0, function="my_rewards:talks") as pool:
+        assert pool.call("1", [], ROW).result(60).reward == 1.0
+        assert pool.call("100", [], ROW).result(60).reward == 1.0
+    told = [record.getMessage() for record in caplog.records if "prints" in record.getMessage()]
+    assert told[:3] == [
+        "reward.function prints: \\x1b[2Jseen 1",
+        "reward.function prints: line 0",
+        "reward.function prints: no end of line\\x1b[2Jseen 100",
+    ]
+    assert len(told) == MAX_PRINTED_LINES + 1
+    assert told[-1].startswith(
+        f"reward.function prints: {104 - MAX_PRINTED_LINES} more lines, which are left out"
+    )
+
+
+def test_a_function_that_prints_without_end_is_ended_by_its_limit(folder, caplog):
+    caplog.set_level("INFO")
+    (folder / "chatty.py").write_text("def reward(*_):\n    while True:\n        print('x' * 1000)\n")
+    with VerifierPool(1, 1.0, function="chatty:reward") as pool:
+        assert pool.call("x", [], ROW).result(60).failure == "timeout"
+    assert len(caplog.records) <= MAX_PRINTED_LINES + 1
+
+
+def test_a_file_can_be_named_and_finds_the_modules_beside_it(folder, tmp_path_factory, monkeypatch):
+    (folder / "mine").mkdir()
+    (folder / "mine" / "beside.py").write_text("WEIGHT = 3.0\n")
+    (folder / "mine" / "json.py").write_text(
+        "from beside import WEIGHT\ndef steps(completion, solutions, row):\n    return WEIGHT\n"
+    )
+    for spec in ("mine/json.py:steps", f"{folder}/mine/json.py:steps"):
+        assert function_problem(spec) is None
+        with VerifierPool(1, 30.0, function=spec) as pool:
+            assert pool.call("x", [], ROW).result(60).reward == 3.0
+    assert "has no function 'step'" in function_problem("mine/json.py:step")
+    assert "mine/jsn.py" in function_problem("mine/jsn.py:steps")
+
+
+def test_the_fingerprint_is_that_of_the_functions_file_and_imports_nothing(folder):
+    (folder / "package").mkdir()
+    (folder / "package" / "__init__.py").write_text("raise RuntimeError('imported')")
+    (folder / "package" / "inner.py").write_text("def f(): ...\n")
+    before = code_fingerprint("package.inner:f")
+    assert len(before) == 16 and before == code_fingerprint("package/inner.py:f")
+    assert code_fingerprint("my_rewards:plain") not in ("", before)
+    (folder / "package" / "inner.py").write_text("def f(): return 1\n")
+    assert code_fingerprint("package.inner:f") != before
+    assert [code_fingerprint(spec) for spec in (None, "no_such:f", "no.py:f", "breaks.at:f", "nonsense")] == [
+        ""
+    ] * 5
+    assert "package" not in sys.modules
 
 
 def test_names_are_checked_as_values_are(folder):
@@ -129,6 +230,38 @@ def test_a_reply_that_no_function_gives_is_none(reply):
         checked_result(reply)
 
 
+@pytest.mark.parametrize("workers", [1, 3])
+def test_slow_answers_wait_for_each_other_and_none_times_out(folder, workers):
+    """Of 0.1 s each they take several limits, on no more workers than were asked for."""
+    asked = range(30 * workers)
+    with VerifierPool(workers, 1.2, function="my_rewards:naps") as pool:
+        results = pool.results([pool.call(str(number), [], ROW) for number in asked])
+    assert [(one.reward, one.failure) for one in results] == [(float(number), None) for number in asked]
+    assert max(one.queue_seconds for one in results) > 2 * 1.2
+    assert len({dict(one.metrics)["pid"] for one in results}) == workers
+
+
+def test_a_hanging_answer_costs_no_answer_that_waits(folder):
+    asked = ["slow" if number % 6 == 3 else str(number) for number in range(24)]
+    with VerifierPool(2, 1.0, function="my_rewards:slow") as pool:
+        results = pool.results([pool.call(text, [], ROW) for text in asked])
+    assert [one.failure for one in results] == ["timeout" if text == "slow" else None for text in asked]
+
+
+def test_an_answer_that_hangs_because_of_one_before_it_is_scored_again(folder):
+    """The first one takes a lock and keeps it."""
+    with VerifierPool(1, 1.0, function="my_rewards:keeps_the_lock") as pool:
+        results = pool.results([pool.call("x", [], ROW) for _ in range(3)])
+    assert [one.reward for one in results] == [1.0] * 3
+
+
+def test_a_worker_stays_after_a_slow_answer(folder):
+    """What the function has loaded with its first answer is there for the next ones."""
+    with VerifierPool(1, 4.0, function="my_rewards:slow_to_load") as pool:
+        results = pool.results([pool.call("x", [], ROW) for _ in range(4)])
+    assert [one.reward for one in results] == [1.0, 2.0, 3.0, 4.0]
+
+
 def test_a_function_that_hangs_costs_its_limit_only(folder):
     with VerifierPool(1, 1.0, function="my_rewards:slow") as pool:
         assert pool.call("quick", [], ROW).result(60).reward == 1.0
@@ -144,7 +277,7 @@ def test_a_function_that_hangs_costs_its_limit_only(folder):
     [
         ("my_rewards.plain", 'needed: "package.module:name"'),
         ("my_reward:plain", "importing 'my_reward' failed (ModuleNotFoundError"),
-        ("my_rewards:plan", "'my_rewards' has no function 'plan'"),
+        ("my_rewards:plan", "'my_rewards' has no function 'plan'. Did you mean \"plain\""),
         ("my_rewards:NUMBER", "'my_rewards' has no function 'NUMBER'"),
         ("breaks:plain", "importing 'breaks' failed (RuntimeError: no licence)"),
     ],
@@ -155,6 +288,13 @@ def test_a_function_that_cannot_be_loaded_is_refused_with_the_reason(folder, spe
     assert problem.startswith("reward.function") and reason in problem
     with VerifierPool(1, 5.0, function=spec) as pool, pytest.raises(RuntimeError, match=r"reward\.function"):
         pool.call("x", [], ROW).result(60)
+
+
+def test_a_wrong_file_name_and_a_line_that_is_no_python_are_named(folder):
+    (folder / "wrong.py").write_text("def plain(text)\n    return 1\n")
+    problem = function_problem("my_reward.py:plain") or ""
+    assert problem == 'reward.function: there is no file "my_reward.py". There is "my_rewards.py".'
+    assert "line 1): def plain(text))" in (function_problem("wrong.py:plain") or "")
 
 
 def test_one_that_can_be_loaded_is_not(folder):

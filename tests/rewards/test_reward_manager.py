@@ -2,9 +2,17 @@
 
 import pytest
 
-from rlmath.algorithms.types import Completion, Prompt
+from rlmath.algorithms.types import Completion, Prompt, Score, ScoredGroup
 from rlmath.config.schema import RewardConfig
-from rlmath.rewards.reward_manager import RewardManager, open_reward_workers, text_to_verify
+from rlmath.rewards.reward_manager import (
+    RewardFunctionError,
+    RewardManager,
+    first_function_failure,
+    open_reward_workers,
+    raise_if_every_call_failed,
+    text_to_verify,
+    try_reward_function,
+)
 from rlmath.rewards.worker_pool import VerifierPool
 
 LIMIT = 100
@@ -89,3 +97,93 @@ def test_a_function_of_the_users_replaces_verifier_and_scheme(tmp_path, monkeypa
     assert (good.reward, good.verdict, good.metrics, good.correct) == (1.0, "function", (("n", 1.0),), True)
     assert (bad.reward, bad.verdict) == (-3.0, "error")
     assert "ZeroDivisionError" in bad.extracted
+
+
+TRIED = """
+import time
+
+def one_argument(completion):
+    return 1.0
+
+def no_such_column(completion, solutions, row):
+    return row["levle"]
+
+def nothing(completion, solutions, row):
+    "what".upper()
+
+def hangs(completion, solutions, row):
+    time.sleep(600)
+
+def odd(completion, solutions, row):
+    if len(completion) % 2:
+        raise ValueError("odd")
+    return 1.0
+
+def usual_forms(completion, solutions, row):
+    thoughts, _, answer = completion.partition("</think>")
+    inner = answer.split("<answer>")[1].split("</answer>")[0]
+    return float("\\\\boxed{2}" in inner and completion.split("####")[1].strip() == solutions[0] and row["level"] == 6)
+"""
+
+
+def try_named(tmp_path, monkeypatch, name: str) -> tuple[str, ...]:
+    (tmp_path / "tried.py").write_text(TRIED)
+    monkeypatch.chdir(tmp_path)
+    settings = RewardConfig(function=f"tried.py:{name}", timeout_seconds=2.0)
+    return try_reward_function(settings, [prompt(more='{"level": 6}')])
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("one_argument", "TypeError: one_argument() takes 1 positional argument but 3 were given"),
+        ("no_such_column", "KeyError: 'levle'\n    File \""),
+        ("nothing", "it returned None"),
+    ],
+)
+def test_a_function_that_fails_on_a_row_is_refused_with_the_reason(tmp_path, monkeypatch, name, reason):
+    with pytest.raises(
+        ValueError, match=rf"reward.function tried.py:{name} fails on the first row"
+    ) as refused:
+        try_named(tmp_path, monkeypatch, name)
+    assert reason in str(refused.value) and "'q1'" in str(refused.value)
+    assert "function(completion: str, solutions: list[str], row: dict)" in str(refused.value)
+
+
+@pytest.mark.parametrize("name", ["odd", "usual_forms"])
+def test_a_function_that_works_on_some_text_is_not(tmp_path, monkeypatch, name):
+    assert try_named(tmp_path, monkeypatch, name) == ()
+
+
+def test_a_function_that_takes_too_long_on_a_row_is_told_of(tmp_path, monkeypatch):
+    (line,) = try_named(tmp_path, monkeypatch, "hangs")
+    assert "took more than reward.timeout_seconds=2" in line
+
+
+def test_without_a_function_nothing_is_tried():
+    assert try_reward_function(RewardConfig(), [prompt()]) == ()
+
+
+def scored(*kinds: str) -> list[ScoredGroup]:
+    """A group each of one completion."""
+    said = {"error": "KeyError: 'x'\n  File \"mine.py\", line 2, in reward\x1b[2J", "timeout": "timeout"}
+    return [
+        ScoredGroup(prompt(), (completion("x"),), (Score(0.0, False, said.get(kind, ""), kind),))
+        for kind in kinds
+    ]
+
+
+def test_a_step_of_which_every_call_failed_has_no_rewards():
+    with pytest.raises(
+        RewardFunctionError, match=r"failed on all of 2 completions: KeyError: 'x'\n"
+    ) as ended:
+        raise_if_every_call_failed(scored("error", "error"))
+    assert str(ended.value).endswith("in reward\\x1b[2J")
+    for kinds in (("error", "timeout"), ("timeout", "timeout"), ("error", "function"), ()):
+        raise_if_every_call_failed(scored(*kinds))
+
+
+def test_the_first_failure_is_shown_without_control_characters():
+    shown = first_function_failure(scored("function", "timeout", "error"))
+    assert shown == "  KeyError: 'x'\n    File \"mine.py\", line 2, in reward\\x1b[2J"
+    assert first_function_failure(scored("function", "timeout")) is None

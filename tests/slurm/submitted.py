@@ -13,6 +13,7 @@ from typing import Any
 from unittest import mock
 
 from launch.slurm.submit import main
+from rlmath.trainer.telemetry.metrics_writer import without_times
 from tests.programs import REPOSITORY
 from tests.slurm.cluster import Cluster
 
@@ -20,7 +21,6 @@ START_SECONDS = 180.0
 """By when a job has made its first steps on a busy machine."""
 END_SECONDS = 240.0
 ENDED = ("COMPLETED", "FAILED", "CANCELLED", "NODE_FAIL", "TIMEOUT")
-TIMED = ("seconds/", "tokens_per_second/", "memory", "rollout/idle_share", "saved", "sync/")
 TWO_NODES = ("--nodes=2", "--gpus-per-node=0", "--ranks-per-node=1", "--time=30")
 
 
@@ -43,7 +43,7 @@ class Submitted:
         path = self.output / "metrics.jsonl"
         lines = path.read_text().splitlines(keepends=True) if path.exists() else []
         found = [json.loads(line) for line in lines if line.endswith("\n")]
-        return [{name: x for name, x in row.items() if not name.startswith(TIMED)} for row in found]
+        return [without_times(row, "sync/") for row in found]
 
     def last_step(self) -> int:
         found = self.rows()

@@ -125,8 +125,13 @@ def test_sizes_that_cannot_be_are_told(
 
 def test_what_is_no_folder_is_told(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     assert to_megatron(tmp_path / "nothing", tmp_path / "out") == convert_hf_to_megatron.MISTAKE
-    assert "config.json" in capsys.readouterr().err
+    assert "--hf: there is no folder" in capsys.readouterr().err
+    (tmp_path / "empty").mkdir()
+    assert to_megatron(tmp_path / "empty", tmp_path / "out") == convert_hf_to_megatron.MISTAKE
+    assert "has no config.json. --hf needs" in capsys.readouterr().err
     assert to_hf(tmp_path / "nothing", tmp_path / "out") == convert_megatron_to_hf.MISTAKE
+    assert "there is no folder" in capsys.readouterr().err
+    assert to_hf(tmp_path / "empty", tmp_path / "out") == convert_megatron_to_hf.MISTAKE
     assert "is no checkpoint; needed: " in capsys.readouterr().err
     assert to_hf(source, tmp_path / "out", "--shard-gib", "nan") == convert_megatron_to_hf.MISTAKE
     assert "--shard-gib" in capsys.readouterr().err

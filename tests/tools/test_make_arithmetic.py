@@ -115,6 +115,13 @@ def test_an_output_that_is_a_file_is_refused(tmp_path: Path):
         main(["--output", str(tmp_path / "taken"), "--train", "2", "--heldout", "1"])
 
 
+def test_a_folder_that_is_not_empty_is_left_as_it_is(tmp_path: Path):
+    (tmp_path / "train.jsonl").write_text("mine")
+    with pytest.raises(ValueError, match="is not an empty folder; name a new one"):
+        main(["--output", str(tmp_path), "--train", "2", "--heldout", "1"])
+    assert [path.read_text() for path in tmp_path.iterdir()] == ["mine"]
+
+
 def test_as_a_program_a_mistake_is_one_line_and_status_2(tmp_path):
     done = run("tools/make_arithmetic.py", "--output", str(tmp_path / "data"), "--digits", "9", expect=2)
     assert done.stderr.startswith("make_arithmetic: digits is 9; it must be")

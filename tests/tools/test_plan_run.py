@@ -77,6 +77,27 @@ def test_the_fastest_layout_comes_first(capsys: pytest.CaptureFixture[str]):
     assert own["step_seconds"] == pytest.approx(data["step_seconds"])
 
 
+def test_data_that_a_config_file_names_are_counted(
+    tmp_path: Path, model: str, capsys: pytest.CaptureFixture[str]
+):
+    rows = [{"prompt": f"{n}+1=", "task": "math", "query_id": str(n), "solutions": ["1"]} for n in range(35)]
+    train = tmp_path / "train.jsonl"
+    train.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    config = tmp_path / "my.yaml"
+    config.write_text(f"data:\n  train_path: {train}\n  prompts_per_step: 8\n", encoding="utf-8")
+    short = ("run.device=cpu", "data.max_prompt_tokens=16", "rollout.max_new_tokens=16")
+    assert planned(capsys, "--config", str(config), model, *short)["steps_per_epoch"] == 4
+
+
+@pytest.mark.parametrize(("wrong", "hint"), [("--gpu=H100", False), ("--run.seed=7", True)])
+def test_dashes_are_told_of_where_an_option_is_unknown(
+    capsys: pytest.CaptureFixture[str], wrong: str, hint: bool
+):
+    with pytest.raises(SystemExit):
+        main([wrong])
+    assert ("without dashes" in capsys.readouterr().err) is hint
+
+
 def test_more_nodes_are_not_slower(capsys: pytest.CaptureFixture[str]):
     def seconds(nodes: int) -> float:
         told = ("--config", str(CONFIGS / "areal/7b_n4.yaml"), "--nodes", str(nodes))

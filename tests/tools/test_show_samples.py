@@ -8,7 +8,7 @@ import pytest
 from rlmath.algorithms.types import Completion, Prompt, Score, ScoredGroup
 from rlmath.trainer.telemetry.metrics_writer import MetricsWriter
 from rlmath.trainer.telemetry.samples import SampleWriter
-from tools.show_samples import main
+from tools.show_samples import _answer_lines, main
 
 RIGHT, WRONG = Score(5.0, True, "132", "string"), Score(-5.0, False, "13\x1b[2J", "symbolic")
 
@@ -60,6 +60,20 @@ def test_the_last_step_is_shown_whole(run_dir, capsys):
         "answer    | 132",
         "          | one\\x1b]0;owned\\x07\\x0dtwo",
     ]
+
+
+def test_of_a_function_of_ones_own_the_answer_of_the_text_is_shown_if_it_has_one(tmp_path, capsys):
+    write_step(
+        tmp_path, 1, own=[Score(0.5, True, "", "function")], judged=[Score(-1.0, False, "", "no_answer")]
+    )
+    path = tmp_path / "samples" / "step-000001.jsonl"
+    own, judged = path.read_text().splitlines()
+    boxed = own.replace("two", "two \\\\boxed{7}")
+    path.write_text("\n".join([own, boxed, judged]) + "\n")
+    groups = shown(capsys, str(tmp_path)).split("=====")[1:]
+    answers = [[line for line in group.splitlines() if line.startswith("answer")] for group in groups]
+    assert answers == [[], ["answer    | 7"], ["answer    | (none)"]]
+    assert all("          | one" in group for group in groups)
 
 
 def test_nothing_the_model_wrote_reaches_the_terminal_as_control(run_dir, capsys):
@@ -152,3 +166,12 @@ def test_as_a_program_into_a_closed_pipe(run_dir):
         process.stdout.close()
         assert process.stderr.read() == b""
     assert process.returncode == 0
+
+
+def test_the_answer_of_a_completion_with_several_boxes_is_the_last_one():
+    row = {
+        "text": "The area is \\boxed{3} and the volume is \\boxed{7}.",
+        "extracted": "",
+        "verdict": "function",
+    }
+    assert _answer_lines(row) == ["answer    | 7"]

@@ -3,11 +3,13 @@ import pytest
 from rlmath.algorithms.dynamic_sampling import Chosen, Selection
 from rlmath.algorithms.types import Completion, Prompt, Score, ScoredGroup
 from rlmath.config.schema import AlgorithmConfig
+from rlmath.data.seqlen_balancing import Cost
 from rlmath.models.learner import MinibatchResult
 from rlmath.trainer.kl_in_reward import RewardKL
 from rlmath.trainer.metrics import (
     UpdateRecord,
     idle_metrics,
+    mfu_metrics,
     mismatch_metrics,
     pace_metrics,
     rollout_metrics,
@@ -17,7 +19,7 @@ from rlmath.trainer.metrics import (
 
 RIGHT = Score(5.0, True, "2", "string", True, (("steps", 4.0),))
 WRONG = Score(-5.0, False, "3", "number", True)
-LATE = Score(-5.0, False, "", "timeout")
+LATE = Score(-5.0, False, "", "timeout", queue_seconds=1.2)
 BROKEN = Score(-5.0, False, "", "error")
 SILENT = Score(-5.0, False, "", "no_answer")
 
@@ -50,6 +52,8 @@ ADVANTAGES = [[1.0, -1.0], [0.0, 0.0], [0.5, -1.5]]
         ("rollout/policy_version", 1 / 2),
         ("rollout/groups_with_contrast", 2 / 3),
         ("reward/failures", 2 / 6),
+        ("reward/queue_wait_s", 1.2 / 6),
+        ("reward/queue_wait_s_max", 1.2),
         ("reward/correct", 2 / 6),
         ("reward/boxed", 3 / 6),
         ("reward/truncated", 2 / 6),
@@ -214,3 +218,14 @@ def test_phases_are_paced_by_the_tokens_they_work_on():
         "tokens_per_second/update": 6.0,
         "tokens_per_second/step": 8.0,
     }
+
+
+def test_mfu_counts_the_models_own_arithmetic() -> None:
+    seconds, cost = {"rollout": 2.0, "update": 4.0}, Cost(linear=3.0, quadratic=1.0)
+    found = mfu_metrics(seconds, GROUPS[:1], GROUPS[:1], passes=2, cost=cost, peak_flops=1_000.0)
+    prompt, answers = len(GROUPS[0].prompt.token_ids), [len(one.token_ids) for one in GROUPS[0].completions]
+    whole = [3.0 * (prompt + n) + (prompt + n) ** 2 for n in answers]
+    read_again = (len(answers) - 1) * (3.0 * prompt + prompt**2)
+    assert found["train/mfu"] == pytest.approx(2 * sum(whole) / 4_000.0)
+    assert found["rollout/mfu"] == pytest.approx((sum(whole) - read_again) / 3 / 2_000.0)
+    assert "train/mfu" not in mfu_metrics({"rollout": 2.0}, GROUPS, [], passes=0, cost=cost, peak_flops=1.0)

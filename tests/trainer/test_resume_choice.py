@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 
 import pytest
 import torch.distributed as dist
@@ -16,6 +17,8 @@ from rlmath.checkpoint.directory import Progress, open_partial, publish, read_pr
 from rlmath.config.help import setting_values
 from rlmath.config.load import config_as_yaml, load_config
 from rlmath.config.schema import Config
+from rlmath.rewards.custom_function import code_fingerprint
+from rlmath.rollout.sampling import CPU_SAMPLER_VERSION
 from rlmath.trainer.resume import (
     MAY_CHANGE,
     Origin,
@@ -25,12 +28,27 @@ from rlmath.trainer.resume import (
     model_fingerprint,
     refused_changes,
 )
+from rlmath.trainer.run_dir import check_output_folder
 from tests.disks import an_ordinary_user
 
 ORIGIN = Origin("model-1", "data-1")
 TOTAL = 20
 """Steps of the run."""
-PROGRESS = Progress(3, 0, 24, 6, 3, "TP1", 1, ("exp_avg",), ("torch",), "model-1", "data-1", {"torch": "2"})
+PROGRESS = Progress(
+    3,
+    0,
+    24,
+    6,
+    3,
+    "TP1",
+    1,
+    ("exp_avg",),
+    ("torch",),
+    "model-1",
+    "data-1",
+    {"torch": "2"},
+    cpu_sampler=CPU_SAMPLER_VERSION,
+)
 
 
 def make_config(folder: Path, *overrides: str) -> Config:
@@ -39,9 +57,19 @@ def make_config(folder: Path, *overrides: str) -> Config:
     )
 
 
-def checkpoint(folder: Path, step: int, config: Config | None = None) -> Path:
+def checkpoint(
+    folder: Path,
+    step: int,
+    config: Config | None = None,
+    reward: str | None = None,
+    changed: Mapping[str, int | None] = MappingProxyType({}),
+) -> Path:
+    """`changed` are values of its progress; None: one that is not there."""
     partial = open_partial(folder / "checkpoints", step)
     write_progress(partial, replace(PROGRESS, step=step))
+    values = json.loads((partial / "progress.json").read_text()) | changed | {"reward_fingerprint": reward}
+    known = {name: value for name, value in values.items() if value is not None}
+    (partial / "progress.json").write_text(json.dumps(known))
     (partial / "config.yaml").write_text(config_as_yaml(config or make_config(folder)))
     (partial / "state" / ".metadata").write_text("index")
     return publish(partial, step, False, {}).folder
@@ -58,6 +86,68 @@ def test_auto_takes_the_newest_and_disabled_none(tmp_path: Path) -> None:
     assert found_steps(make_config(tmp_path)) == [12, 3]
     assert found_steps(make_config(tmp_path, "run.recover_mode=resume")) == [12, 3]
     assert found_steps(make_config(tmp_path, "run.recover_mode=disabled")) == []
+
+
+@pytest.mark.parametrize(
+    ("made_by", "told"),
+    [({}, 0), ({"cpu_sampler": 1}, 1), ({"cpu_sampler": 1, "syncs": 0}, 0), ({"cpu_sampler": None}, 1)],
+    ids=["this", "another", "another without engines", "one that did not write it"],
+)
+def test_a_checkpoint_of_another_sampler_is_told_on_cpu(
+    tmp_path: Path, made_by: dict[str, int | None], told: int
+) -> None:
+    checkpoint(tmp_path, 3, changed=made_by)
+    recovery = find_recovery(make_config(tmp_path, "run.device=cpu"), ORIGIN, TOTAL)
+    assert recovery is not None and len(recovery.warnings) == told
+    assert all("drew other tokens from the same seeds" in warning for warning in recovery.warnings)
+
+
+def test_changed_code_of_the_reward_function_is_told_and_not_refused(tmp_path: Path) -> None:
+    """A checkpoint from before there were fingerprints says nothing of it."""
+    checkpoint(tmp_path, 3)
+    config = make_config(tmp_path)
+
+    def warnings(origin: Origin) -> tuple[str, ...]:
+        recovery = find_recovery(config, origin, TOTAL)
+        assert recovery is not None
+        return recovery.warnings
+
+    assert warnings(replace(ORIGIN, reward="code-2")) == ()
+    checkpoint(tmp_path, 5, reward="code-1")
+    assert warnings(replace(ORIGIN, reward="code-1")) == ()
+    (told,) = warnings(replace(ORIGIN, reward="code-2"))
+    assert "has changed since the checkpoint of step 5 (fingerprint code-1 there, code-2 now)" in told
+
+
+def test_another_spelling_of_the_same_reward_function_is_no_change(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A relative or an absolute path, a module or its file, a copy elsewhere; not another function or other code."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text("def steps(*_):\n    return 1.0\n")
+    (tmp_path / "copy.py").write_text("def steps(*_):\n    return 1.0\n")
+    (tmp_path / "other.py").write_text("def steps(*_):\n    return 2.0\n")
+    code = code_fingerprint("mine.py:steps")
+    run = tmp_path / "run"
+
+    def found(spelling: str) -> tuple[str, ...]:
+        now = make_config(run, f"reward.function={spelling}")
+        recovery = find_recovery(now, replace(ORIGIN, reward=code_fingerprint(spelling)), TOTAL)
+        assert recovery is not None
+        check_output_folder(run, now)
+        return recovery.warnings
+
+    then = make_config(run, "reward.function=mine.py:steps")
+    checkpoint(run, 3, then, reward=code)
+    (run / "config.yaml").write_text(config_as_yaml(then))
+    for spelling in ("mine.py:steps", f"{tmp_path}/mine.py:steps", "mine:steps", "copy.py:steps"):
+        assert found(spelling) == ()
+    for other in ("other.py:steps", "mine.py:others", "math:steps"):
+        with pytest.raises(ValueError, match=f"reward.function: mine.py:steps there, {other} now"):
+            found(other)
+    (tmp_path / "mine.py").write_text("def steps(*_):\n    return 3.0\n")
+    (told,) = found(f"{tmp_path}/mine.py:steps")
+    assert "has changed since the checkpoint of step 3" in told
 
 
 def test_without_a_checkpoint_auto_starts_and_resume_refuses(tmp_path: Path) -> None:
@@ -153,8 +243,11 @@ def test_a_digit_that_changed_in_the_settings_is_damage_and_no_other_run(tmp_pat
 def test_a_run_that_became_shorter_than_what_is_done_is_refused(tmp_path: Path) -> None:
     checkpoint(tmp_path, TOTAL)
     assert found_steps(make_config(tmp_path)) == [TOTAL]
-    with pytest.raises(ValueError, match="20 steps are done there, the run has 19 now"):
+    with pytest.raises(ValueError, match="20 steps are done there, the run has 19 now") as error:
         find_recovery(make_config(tmp_path), ORIGIN, TOTAL - 1)
+    first, *problems, advice = str(error.value).splitlines()
+    assert first == f"The run cannot resume from {tmp_path}/checkpoints/step-000020:" and len(problems) == 1
+    assert advice.startswith("To start from the beginning, give another run.output_dir")
 
 
 def test_on_one_rank_the_newest_whole_one_is_chosen_and_without_any_it_ends(tmp_path: Path) -> None:
@@ -173,6 +266,18 @@ def test_on_one_rank_the_newest_whole_one_is_chosen_and_without_any_it_ends(tmp_
             ValueError, match=r"no checkpoint is whole: .*step-000005.*step-000003 is damaged"
         ):
             choose_checkpoint(recovery)
+
+
+def test_only_rank_0_warns_of_what_all_ranks_are_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    checkpoint(tmp_path, 3, reward="code-1")
+    recovery = find_recovery(make_config(tmp_path), replace(ORIGIN, reward="code-2"), TOTAL)
+    with process_group(tmp_path):
+        for rank, times in (("1", 0), ("0", 1)):
+            monkeypatch.setenv("RANK", rank)
+            choose_checkpoint(recovery)
+            assert caplog.text.count("has changed since the checkpoint of step 3") == times
 
 
 def flip(path: Path) -> None:

@@ -7,6 +7,7 @@ import shutil
 import threading
 from collections import namedtuple
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -261,7 +262,9 @@ def test_no_path_is_refused(folder: str):
 
 def test_a_folder_without_permission_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(os, "access", lambda path, mode: not (mode & os.W_OK))
-    assert f'no permission to write into "{tmp_path}"' in refusal(tmp_path / "a" / "run")
+    assert f'"{tmp_path}" cannot be written into: no permission.' in refusal(tmp_path / "a" / "run")
+    monkeypatch.setattr(os, "statvfs", lambda path: SimpleNamespace(f_flag=os.ST_RDONLY | os.ST_NOSUID))
+    assert "its disk is read-only" in refusal(tmp_path / "a" / "run")
 
 
 def test_a_full_disk_is_told_with_what_is_needed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -242,7 +242,7 @@ def test_what_an_engine_is_given_for_the_device() -> None:
         "enforce_eager": True,
         "enable_chunked_prefill": False,
         "kv_cache_memory_bytes": 2**28,
-        "worker_cls": "rlmath.rollout.cpu_worker.SleepingCpuWorker",
+        "worker_cls": "rlmath.rollout.cpu_worker.RlmathCPUWorker",
     }
     on_gpu = _device_arguments(DISTINCT.rollout, GPU)
     assert on_gpu == {

@@ -11,8 +11,10 @@ import pytest
 from rlmath.config.load import load_config
 from rlmath.distributed import process
 from rlmath.distributed.device import CUDA_DEFAULTS, check_launcher_numbers
+from rlmath.distributed.fault_tolerance.exit_codes import FAILURE, MISTAKE, read_exit_status
 from rlmath.distributed.ranks import RankReport
 from rlmath.distributed.rendezvous import Route, prefer_for_gloo, route_to
+from rlmath.trainer import startup
 from rlmath.trainer.startup import (
     CLOCK_SECONDS,
     _compare_nodes,
@@ -22,6 +24,9 @@ from rlmath.trainer.startup import (
     differences,
     labelled,
     node_lines,
+    prepare_grpo,
+    prepare_sft,
+    record_exit,
 )
 from tests.programs import run
 
@@ -183,6 +188,16 @@ def test_an_error_of_any_kind_is_told_without_secrets(
     assert isinstance(told, ValueError) == isinstance(error, ValueError)
 
 
+def test_the_exit_status_keeps_the_list_of_mistakes(tmp_path: Path) -> None:
+    """Bounded, and without what moves a terminal's cursor; of another failure the first line."""
+    record_exit(tmp_path, MISTAKE, "2 problems with this run:\n  - a\x1b[2J\n  - b")
+    assert read_exit_status(tmp_path).message == "2 problems with this run:\n  - a\\x1b[2J\n  - b"
+    record_exit(tmp_path, MISTAKE, "x" * 5000)
+    assert read_exit_status(tmp_path).message == "x" * 2000 + " [...]"
+    record_exit(tmp_path, FAILURE, "lost\nits stack")
+    assert read_exit_status(tmp_path).message == "lost"
+
+
 @pytest.mark.parametrize("program", ["train_grpo.py", "train_sft.py"])
 def test_a_start_without_torchrun_is_refused(made_arithmetic: Path, tmp_path: Path, program: str) -> None:
     """Before anything is started or written; after other mistakes, of which it may be the cause."""
@@ -207,6 +222,7 @@ def test_a_start_without_torchrun_is_refused(made_arithmetic: Path, tmp_path: Pa
     ("program", "name", "value"),
     [
         ("train_grpo.py", "RANK", "x"),
+        ("train_grpo.py --bogus", "RANK", "x"),
         ("train_grpo.py", "WORLD_SIZE", "abc"),
         ("train_grpo.py --dry-run", "WORLD_SIZE", "0"),
         ("train_grpo.py --dry-run", "RANK", "x"),
@@ -244,3 +260,75 @@ def test_every_number_of_the_launcher_is_checked(
         ValueError, match=f'variable {name} is "{value}"; needed: a whole number from {least}'
     ):
         check_launcher_numbers()
+
+
+@pytest.mark.parametrize(
+    ("words", "status", "printed"),
+    [
+        (["--help"], 0, ["Train with GRPO.", "--config FILE", "algorithm.clip_ratio"]),
+        (["--seed", "3"], 2, ["unrecognized arguments: --seed"]),
+        (["--ranks", "8"], 2, ["--ranks is for --dry-run"]),
+    ],
+)
+def test_only_rank_0_prints_help_and_a_mistake_of_the_command_line(
+    words: list[str],
+    status: int,
+    printed: list[str],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(startup, "OTHER_RANKS_WAIT_SECONDS", 0.0)
+    for rank in ("0", "1"):
+        monkeypatch.setenv("RANK", rank)
+        with pytest.raises(SystemExit) as ended:
+            startup.read_command_line("Train with GRPO.", words)
+        assert ended.value.code == status
+        console = "".join(capsys.readouterr())
+        assert console == "" if rank == "1" else all(text in console for text in printed)
+
+
+# ---------------------------------------------------------------- what a start tells of the data
+
+
+def test_a_start_shows_a_prompt_and_what_is_odd_about_the_data(
+    tied_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = [{"question": f"{n}+1=", "answer": str(n + 1)} for n in range(8)]
+    rows[2]["answer"] = "see solution"
+    file = tmp_path / "sums.jsonl"
+    file.write_text("\n".join(map(json.dumps, rows)))
+    small = (
+        "data.prompts_per_step=4",
+        "data.template=raw",
+        "data.max_prompt_tokens=64",
+        "rollout.max_new_tokens=16",
+    )
+    paths = (f"model.path={tied_model}", f"data.train_path={file}", f"run.output_dir={tmp_path / 'run'}")
+    held = ("validation.every_steps=1", f"validation.paths=[{file}]")
+    config = load_config([], [*paths, *small, *held, "run.device=cpu"])
+    prepared = prepare_grpo(config)
+    told = "\n".join((*prepared.lines, *prepared.warnings))
+    assert "A prompt as the model reads it: '0' of" in told and "\n  | 0+1=\n" in told
+    assert '8 of the 8 problems of validation "sums" are trained on, too' in told
+    assert "1 of 8 training prompts have no usable reference" in told
+    assert "1: the reference says that the answer is elsewhere ('2': 'see solution')" in told
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    other = prepare_grpo(config)
+    assert "A prompt as the model reads it" not in "\n".join(other.lines) and other.warnings == ()
+
+
+def test_a_supervised_start_shows_what_is_learned(tied_model: Path, tmp_path: Path) -> None:
+    file = tmp_path / "sft.jsonl"
+    file.write_text("\n".join(json.dumps({"prompt": f"{n}+1=", "completion": "2"}) for n in range(8)))
+    paths = (f"model.path={tied_model}", f"data.train_path={file}", f"run.output_dir={tmp_path / 'run'}")
+    small = (
+        "data.prompts_per_step=4",
+        "sft.max_sequence_tokens=64",
+        "run.device=cpu",
+        f"sft.held_out_path={file}",
+    )
+    prepared = prepare_sft(load_config([], [*paths, *small]))
+    told = "\n".join((*prepared.lines, *prepared.warnings))
+    assert "6 tokens, 0 of them unknown; the 4 of the prompt are not learned:\n  | 0+1=\n" in told
+    assert "8 of the 8 held-out sequences have a prompt that is trained on, too" in told

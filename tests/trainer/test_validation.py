@@ -50,7 +50,7 @@ def test_problems_that_are_too_long_count_and_unusable_rows_are_told(
     # The context has 20 + 30 tokens, of which a completion takes 20.
     assert [prompt.prompt_id for prompt in found.prompts] == ["q-1"]
     assert (found.name, found.too_long, found.problems, len(found.unusable)) == ("own", 1, 2, 1)
-    assert "2 problems, 1 of them too long" in found.line() and "line 3" in found.line()
+    assert "2 problems, 1 of them too long" in found.lines()[0] and "line 3" in found.lines()[1]
     with pytest.raises(
         ValueError, match=r"validation.paths: .*the tokenizer gives token \d+ .*the model has 10"
     ):

@@ -10,6 +10,7 @@ from pathlib import Path
 from rlmath.checkpoint import directory
 from rlmath.checkpoint.hf.weights import HFReader, TensorHeader, read_header
 from rlmath.checkpoint.safe_metadata import INDEX
+from rlmath.config.help import nearest_path
 
 TRACKER = "latest_checkpointed_iteration.txt"
 """Megatron-LM's file that names the checkpoint of a folder to load: an iteration, or "release"."""
@@ -30,6 +31,10 @@ class MegatronSource:
 def find_megatron(folder: Path) -> MegatronSource:
     """The checkpoint in a folder: our own, or the newest of a run of ours, or a torch_dist folder, or the one that
     Megatron-LM would load. ValueError where there is none, or where files of it are missing."""
+    if not folder.exists():
+        raise ValueError(
+            f'there is no folder "{folder}".{nearest_path(folder)} Give that of a checkpoint or a run.'
+        )
     if (folder / INDEX).is_file():
         return _with_metadata_files(folder, folder, folder.parent)
     if (folder / directory.MANIFEST).is_file():

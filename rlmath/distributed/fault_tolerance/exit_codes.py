@@ -1,4 +1,4 @@
-"""The exit codes of a run, and the file that holds the last one.
+"""The exit codes of a run, the file that holds the last one, and what torchrun prints of a rank that failed.
 
 torchrun exits with 1 whatever its ranks exited with, and Slurm's srun with the highest code of all nodes, also of those
 that it killed. So a run writes its code to `<output_dir>/exit_status.json`; `launch/exit_status.py` reads it.
@@ -11,9 +11,14 @@ import json
 import logging
 import os
 import re
+import signal
+import sys
+import time
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
+
+from rlmath.config.terminal import visible
 
 logger = logging.getLogger(__name__)
 
@@ -23,7 +28,8 @@ FAILURE = 1
 MISTAKE = 2
 """The settings are invalid."""
 SAVED_AND_STOPPED = 75
-"""A signal stopped the run, which saved a checkpoint first. Start it again to resume (sysexits' EX_TEMPFAIL)."""
+"""A signal stopped the run, which saved a checkpoint first unless it had made no step. Start it again to resume
+(sysexits' EX_TEMPFAIL)."""
 NOT_SAVED_IN_TIME = 76
 """A signal stopped the run, and saving was not complete `run.stop_grace_seconds` later."""
 DIVERGED = 77
@@ -33,7 +39,7 @@ MEANINGS = {
     FINISHED: "finished",
     FAILURE: "failed",
     MISTAKE: "mistake in the settings",
-    SAVED_AND_STOPPED: "saved and stopped",
+    SAVED_AND_STOPPED: "stopped on request",
     NOT_SAVED_IN_TIME: "not saved in time",
     DIVERGED: "diverged",
 }
@@ -45,6 +51,10 @@ RESERVED_BYTES = 4096
 SCRATCH = re.compile(rf"\.{re.escape(FILE_NAME)}\.\d+\.tmp")
 """What a rank leaves that is killed while it writes the status."""
 
+WAITS_NAME = "waits"
+"""Empty file beside a rank's error file: it waits for torchrun to end it."""
+POLL_SECONDS = 0.05
+
 
 @dataclass(frozen=True)
 class ExitStatus:
@@ -52,7 +62,7 @@ class ExitStatus:
 
     status: int
     message: str
-    """One line: after which step, or why."""
+    """After which step, or why; of a refusal also the lines that list its problems."""
 
 
 def write_exit_status(output_dir: str | Path, status: int, message: str) -> None:
@@ -131,9 +141,52 @@ def read_exit_status(output_dir: str | Path) -> ExitStatus:
         values = json.loads(path.read_text(encoding="utf-8"))
         found = ExitStatus(values["status"], values["message"])
     except FileNotFoundError:
+        if not path.parent.is_dir():
+            why = "the run has not made it, or the path is another one"
+            return ExitStatus(FAILURE, f'there is no folder "{path.parent}": {why}')
         return ExitStatus(FAILURE, f"no {path}: the run was killed, or did not get as far as its settings")
     except (OSError, ValueError, KeyError, TypeError) as error:
         return ExitStatus(FAILURE, f"{path} cannot be read: {error}")
     if found.status not in MEANINGS:
         return ExitStatus(FAILURE, f"{path} has the unknown status {found.status!r}")
     return found
+
+
+# ---------------------------------------------------------------- torchrun's report
+
+
+def report_to_torchrun(message: str) -> None:
+    """Let torchrun name the cause in its report of a failed rank, the last that it prints. Without torchrun nothing."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if not path:
+        return
+    text = visible(message)
+    details = {"py_callstack": text, "timestamp": str(int(time.time()))}
+    partial = Path(f"{path}.tmp")  # torchrun raises on half a file
+    with suppress(OSError):
+        partial.write_text(json.dumps({"message": {"message": text, "extraInfo": details}}), encoding="utf-8")
+        partial.replace(path)
+
+
+def wait_for_torchrun(seconds: float) -> None:
+    """Wait so long; if torchrun ends this rank meanwhile, exit with 0. For a rank whose error another one reports: of
+    each rank that fails, or that a signal ends, torchrun prints seven lines more."""
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(FINISHED))
+    if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        with suppress(OSError):
+            Path(path).with_name(WAITS_NAME).touch()
+    time.sleep(seconds)
+    signal.signal(signal.SIGTERM, before)
+
+
+def wait_for_waiting_ranks(seconds: float) -> None:
+    """For the first rank of a node under torchrun, before it ends with an error: until its other ranks are in
+    `wait_for_torchrun`, at most so long."""
+    path, ranks = os.environ.get("TORCHELASTIC_ERROR_FILE"), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if not path:
+        return
+    folder, deadline = Path(path).parents[1], time.monotonic() + seconds  # with a folder of each rank
+    while not all((folder / str(rank) / WAITS_NAME).exists() for rank in range(1, ranks)):
+        if time.monotonic() > deadline:
+            return
+        time.sleep(POLL_SECONDS)

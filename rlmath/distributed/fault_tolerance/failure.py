@@ -16,7 +16,12 @@ from typing import Any, Literal, NoReturn
 import torch.distributed as dist
 
 from rlmath.config.load import without_secrets
-from rlmath.distributed.fault_tolerance.exit_codes import FAILURE, FILE_NAME, write_exit_status
+from rlmath.distributed.fault_tolerance.exit_codes import (
+    FAILURE,
+    FILE_NAME,
+    report_to_torchrun,
+    write_exit_status,
+)
 from rlmath.distributed.process import innermost_call, stacks_path, write_stacks
 from rlmath.distributed.signed_store import SignedStore, record_of
 
@@ -164,6 +169,7 @@ class Shutdown:
             log = logger.error if is_error else logger.info
             log("rank %d on %s ends: %s", self._rank, own.host, failure.message)
             self.write_exit_status(failure)
+            report_to_torchrun(failure.message)
         except (OSError, RuntimeError) as error:
             logger.error("%s; reporting it failed: %s", failure.message, error)
         finally:

@@ -246,6 +246,10 @@ class Heartbeat:
         while time.monotonic() < deadline:
             self._exchange(0.0)
             time.sleep(BEAT_SECONDS / 4)
+        # Of a rank that is gone a stranger may have written over the last status.
+        for other in self._seen.values():
+            if not other.left and failures.has_died(other, self._namespace):
+                self._report(failures.rank_died(other, self._rank))
         after = self._shutdown.statuses(self._store)
         silent = [
             after[rank]

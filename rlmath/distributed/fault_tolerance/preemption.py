@@ -1,9 +1,9 @@
-"""SIGTERM and SIGUSR1 make a run save and stop.
+"""SIGINT (Ctrl-C), SIGTERM and SIGUSR1 make a run save and stop; a second Ctrl-C ends it at once.
 
-Slurm sends them before it takes a job's nodes away; torchrun forwards those that it handles (`launcher_advice`). The
-handler only records the signal; the trainer reads it once a step, so that all ranks save after the same step. The main
-thread may be inside a long call when a signal arrives; Python's wake-up descriptor wakes a thread of ours at once,
-which measures the time.
+Slurm sends SIGTERM or SIGUSR1 before it takes a job's nodes away, a terminal sends SIGINT to torchrun, and torchrun
+forwards those that it handles (`launcher_advice`) to its ranks, which are in sessions of their own. A request is only
+recorded; the trainer reads it once a step, so that all ranks save after the same step. The main thread may be inside a
+long call when a signal arrives: Python's wake-up descriptor wakes a thread of ours at once (`on_signals`).
 """
 
 from __future__ import annotations
@@ -11,19 +11,27 @@ from __future__ import annotations
 import logging
 import os
 import re
-import select
 import signal
 import threading
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import NoReturn
 
-from rlmath.distributed.fault_tolerance.exit_codes import NOT_SAVED_IN_TIME, write_exit_status
+from rlmath.distributed.fault_tolerance.exit_codes import (
+    FAILURE,
+    FILE_NAME,
+    NOT_SAVED_IN_TIME,
+    read_exit_status,
+    write_exit_status,
+)
 from rlmath.distributed.process import innermost_call, write_stacks
 
 logger = logging.getLogger(__name__)
 
-SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+INTERRUPT = "SIGINT (Ctrl-C)"
 LAUNCHER_ENDED = "the end of the launcher"
-REASONS = (None, "SIGTERM", "SIGUSR1", LAUNCHER_ENDED)
+REASONS = (None, "SIGTERM", "SIGUSR1", LAUNCHER_ENDED, INTERRUPT)
 """What can request a stop; ranks agree on an index into this list."""
 WANTED_SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1")
 
@@ -38,43 +46,54 @@ class StopRequest:
 
     def __init__(self, grace_seconds: float, output_dir: str, rank: int) -> None:
         self._grace, self._output_dir, self._rank = grace_seconds, output_dir, rank
+        self._leads_other_node = rank != 0 and os.environ.get("LOCAL_RANK") == "0"
+        """Ctrl-C may have been pressed there: it logs so, which only rank 0 does else."""
         self._requested: str | None = None
-        self._done = threading.Event()
-        self._woken, self._waker = os.pipe()
-        os.set_blocking(self._waker, False)
+        self._asked, self._done = threading.Event(), threading.Event()
+        self.in_steps = False
+        """Whether steps have begun in this process; before that there is nothing new to save."""
+        self.saved_step: int | None = None
+        """Steps done in the newest complete checkpoint, for the last line of a run that is ended at once."""
 
     def install(self) -> None:
         """Install the signal handlers; from the main thread, once. Child processes get the defaults."""
-        signal.set_wakeup_fd(self._waker, warn_on_full_buffer=False)
-        for number in SIGNALS:
-            signal.signal(number, self._record)
+        on_signals(SIGNALS, self._arrived)
         threading.Thread(target=self._enforce_deadline, name="stop-deadline", daemon=True).start()
 
     @property
     def requested(self) -> str | None:
-        """What requested the stop of this rank first: "SIGTERM", "SIGUSR1", LAUNCHER_ENDED; None for nothing."""
+        """What requested the stop of this rank first, one of REASONS; None for nothing."""
         return self._requested
 
     def request(self, reason: str) -> None:
         """Request a stop as a signal does; `reason` is one of REASONS. From any thread."""
         self._requested = self._requested or reason
-        os.write(self._waker, b"\0")
+        self._asked.set()
 
     def done(self) -> None:
         """Everything is saved, or there was nothing to save: the deadline no longer applies."""
         self._done.set()
 
-    def _record(self, number: int, _frame: object) -> None:
-        self._requested = self._requested or signal.Signals(number).name
+    def _arrived(self, number: int) -> None:
+        # torchrun sends SIGINT at the first Ctrl-C, and SIGTERM at the second.
+        if self._requested == INTERRUPT and number in (signal.SIGINT, signal.SIGTERM):
+            self._end_at_once()
+        self.request(INTERRUPT if number == signal.SIGINT else signal.Signals(number).name)
 
     def _enforce_deadline(self) -> None:
         """The thread: waits for the first request, then for the deadline."""
-        while self._requested is None:
-            select.select([self._woken], [], [])
-            for number in os.read(self._woken, 64):
-                if number in SIGNALS:
-                    self._record(number, None)
-        logger.info("%s: the run saves after this step and stops, within %g s", self._requested, self._grace)
+        self._asked.wait()
+        if self._done.is_set():
+            logger.info("%s: the run is ending already", self._requested)
+            return
+        seconds = self._grace
+        if under_torchrun() and self._requested != LAUNCHER_ENDED:
+            seconds = min(seconds, _torchrun_patience())
+        more = "; Ctrl-C again ends it at once" if self._requested == INTERRUPT else ""
+        what = "saves after this step and stops" if self.in_steps else "stops before its next step"
+        text = "%s: the run %s, within %g s%s"
+        shown = self._leads_other_node and self._requested == INTERRUPT
+        logger.log(logging.WARNING if shown else logging.INFO, text, self._requested, what, seconds, more)
         if not self._done.wait(self._grace):
             self._exit_unsaved()
 
@@ -93,8 +112,61 @@ class StopRequest:
             logging.shutdown()
             os._exit(NOT_SAVED_IN_TIME)
 
+    def _end_at_once(self) -> NoReturn:
+        status = FAILURE
+        try:
+            if os.path.exists(f"{self._output_dir}/{FILE_NAME}"):  # all is saved, and this process was ending
+                status = read_exit_status(self._output_dir).status
+            elif self._rank == 0 or self._leads_other_node:
+                again = (
+                    f"resumes after step {self.saved_step}"
+                    if self.saved_step is not None
+                    else "starts from the beginning"
+                )
+                message = f"ended at once by a second Ctrl-C; the same command {again}"
+                write_exit_status(self._output_dir, FAILURE, message)
+                logger.warning("The run was %s", message)
+                logging.shutdown()
+        finally:
+            os._exit(status)
 
-# ---------------------------------------------------------------- torchrun and signals
+
+# ---------------------------------------------------------------- signals
+
+
+def on_signals(numbers: Iterable[int], react: Callable[[int], None]) -> None:
+    """From now on `react` is called with the number of each of these signals that arrives, in a thread of ours: at
+    once, also while the main thread is inside a long call. From the main thread; replaces what was called before."""
+    woken, waker = os.pipe()
+    os.set_blocking(waker, False)
+    numbers = frozenset(numbers)
+
+    def pass_on() -> None:
+        while True:
+            for number in os.read(woken, 64):
+                if number in numbers:
+                    react(number)
+
+    threading.Thread(target=pass_on, name="signals", daemon=True).start()
+    signal.set_wakeup_fd(waker, warn_on_full_buffer=False)
+    for number in numbers:
+        signal.signal(number, lambda *_: None)
+
+
+def end_at_interrupt(rank: int) -> None:
+    """Until a `StopRequest` is installed: Ctrl-C ends this process at once, with a line of rank 0's and no traceback.
+    From the main thread."""
+
+    def end(_number: int) -> None:
+        if rank == 0:
+            logger.warning("%s before the first step: the same command starts the run again", INTERRUPT)
+            logging.shutdown()
+        os._exit(FAILURE)
+
+    on_signals([signal.SIGINT], end)
+
+
+# ---------------------------------------------------------------- torchrun
 
 
 def under_torchrun() -> bool:
@@ -111,18 +183,16 @@ def launcher_advice(grace_seconds: float) -> str | None:
         return None
     handled = os.environ.get("TORCHELASTIC_SIGNALS_TO_HANDLE", "").split(",")
     patience = _torchrun_patience()
-    wanted = []
+    wanted, why = [], []
     if "SIGUSR1" not in handled:
         wanted.append(f"--signals-to-handle={','.join(WANTED_SIGNALS)}")
+        why.append("does not pass SIGUSR1 on")
     if patience < grace_seconds:
         wanted.append(f"--shutdown-timeout={grace_seconds:.0f}")
+        why.append(f"kills the ranks {patience:g} s after a signal, Ctrl-C too")
     if not wanted:
         return None
-    return (
-        f"torchrun handles {','.join(handled)} and kills the ranks {patience:g} s after a signal; "
-        f"run.stop_grace_seconds is {grace_seconds:g}. To save and stop in order on SIGTERM and SIGUSR1, start it with "
-        f"{' '.join(wanted)}"
-    )
+    return f"torchrun {', and '.join(why)}. To save whatever a step takes, start it with {' '.join(wanted)}"
 
 
 def _torchrun_patience() -> float:

@@ -5,17 +5,48 @@ Most answers have several interpretations, `(1, 2)` is a point and an interval; 
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Sequence
 from dataclasses import replace
+from fractions import Fraction
 from functools import lru_cache
+from itertools import chain
 
-from rlmath.rewards.answers.equivalence import Equivalence, Interpretations, single_member
-from rlmath.rewards.answers.evaluate import mentions, rounds_to, symbols, value_of
+from rlmath.rewards.answers.equivalence import (
+    Equivalence,
+    Interpretations,
+    classes_of,
+    single_member,
+)
+from rlmath.rewards.answers.evaluate import mentions, symbols
 from rlmath.rewards.answers.normalize import NotMathematics, Unsupported
 from rlmath.rewards.answers.numbers import is_finite, mpf
-from rlmath.rewards.answers.real_sets import Bound, RealSet, interval, point, whole_line
+from rlmath.rewards.answers.parser import parse_answer
+from rlmath.rewards.answers.piecewise import Cases
+from rlmath.rewards.answers.real_sets import RealSet, compare, interval, point, whole_line
+from rlmath.rewards.answers.solution_sets import (
+    FLIPPED,
+    PLUS_MINUS,
+    absolute_value,
+    any_symbols,
+    bound_of,
+    difference_of,
+    expansions,
+    expression_name,
+    half_line,
+    has_shift,
+    is_lone_name,
+    line_of,
+    mention_signs,
+    name_of,
+    named_side,
+    near,
+    relation_side,
+    value_of_expression,
+    whole_numbers,
+)
 from rlmath.rewards.answers.syntax_tree import (
+    DOTS,
     Answer,
     Call,
     Expr,
@@ -33,16 +64,18 @@ from rlmath.rewards.answers.syntax_tree import (
     SetOperation,
     Sym,
 )
-from rlmath.rewards.answers.units import DEGREE, PERCENT
 
 MAX_ITEMS = 200
 """Longest list or set that is compared."""
 
-PLUS_MINUS = frozenset(("pm", "mp"))
-MAX_SIGNS = 4
-"""Most plus-minus signs that are expanded."""
-
-_FLIPPED = {"<": ">", ">": "<", "<=": ">=", ">=": "<=", "=": "=", "!=": "!="}
+_NAMED_REALS = {
+    "R": whole_line(),
+    "empty": RealSet(()),
+    "R+": interval(Fraction(0), False, mpf("inf"), False),
+    "R0": interval(Fraction(0), True, mpf("inf"), False),
+}
+_NUMBERED = re.compile(r"[a-z]+_[0-9]")
+"""A solution by its number: x_1."""
 
 
 @lru_cache(maxsize=2048)
@@ -68,16 +101,44 @@ def interpret(answer: Answer) -> Interpretations:
         case SetOperation():
             return _interpret_operation(answer)
         case NamedSet():
-            reals = {"R": whole_line(), "empty": RealSet(())}.get(answer.name)
+            reals = _NAMED_REALS.get(answer.name)
             members = () if answer.name == "empty" else None
             return Interpretations(named_set=answer.name, real_set=reals, members=members, is_set=True)
         case MatrixOf():
             row = None
             if len(answer.rows) == 1 or len(answer.rows[0]) == 1:
                 row = tuple(Interpretations(scalar=Scalar(entry)) for line in answer.rows for entry in line)
-            return Interpretations(matrix=answer, row=row, brackets="matrix")
+            return Interpretations(matrix=answer, row=row, brackets="matrix", line=answer.computed)
         case Piecewise():
-            return Interpretations(branches=answer.branches)
+            return Interpretations(
+                branches=tuple((value, "".join(condition.split())) for value, condition in answer.branches),
+                cases=_cases(answer.branches),
+            )
+
+
+def _cases(branches: Sequence[tuple[Expr, str]]) -> Cases | None:
+    """(letter, values with the real numbers for which they hold), None if a condition is no set of real numbers."""
+    letters, found, rest = set(), [], whole_line()
+    for value, condition in branches:
+        where = rest
+        if condition != "otherwise":
+            try:
+                solved = interpret(parse_answer(condition))
+            except (NotMathematics, Unsupported):
+                return None
+            value_at = bound_of(solved.scalar) if solved.scalar is not None and solved.sign == "=" else None
+            letters.add(solved.sign.removeprefix("solved ") if value_at is None else solved.name)
+            reals = solved.real_set if value_at is None else point(value_at)
+            if reals is None:
+                return None
+            where = RealSet.intersection([rest, reals])
+            again = RealSet.intersection([rest.complement(), reals])
+            if any(compare(part.low, part.high) for part in again.intervals):
+                return None  # conditions that overlap
+        rest = RealSet.intersection([rest, where.complement()])
+        found.append((value, where))
+    letter = letters.pop() if len(letters) == 1 else None
+    return (letter, tuple(found)) if letter else None
 
 
 def _interpret_set(answer: SetOf) -> Interpretations:
@@ -90,9 +151,25 @@ def _interpret_set(answer: SetOf) -> Interpretations:
 
 def _interpret_described(answer: SetBuilder) -> Interpretations:
     condition = interpret(answer.condition)
+    if condition.residue is not None:
+        return condition
     if condition.real_set is None or condition.sign != f"solved {answer.name}":
         raise NotMathematics("a set described by a condition")
+    if answer.whole:
+        return _whole_numbers(condition.real_set)
     return Interpretations(real_set=condition.real_set)
+
+
+def _whole_numbers(reals: RealSet) -> Interpretations:
+    """The whole numbers of a set: a list if it is bounded, else the set from the least one."""
+    low, high = whole_numbers(reals)
+    if low is not None and high is not None:
+        if high - low >= MAX_ITEMS:
+            raise Unsupported(f"more than {MAX_ITEMS} whole numbers")
+        numbers = [Scalar(Num(Fraction(number))) for number in range(low, high + 1)]
+        return Interpretations(members=tuple(map(interpret, numbers)), is_set=True, real_set=_points(numbers))
+    known = {(1, None): "Z+", (0, None): "Z0", (None, None): "Z"}
+    return Interpretations(named_set=known.get((low, high), f"integers from {low} to {high}"))
 
 
 def _interpret_operation(operation: SetOperation) -> Interpretations:
@@ -111,7 +188,7 @@ def _interpret_operation(operation: SetOperation) -> Interpretations:
 
 def _interpret_scalar(scalar: Scalar) -> Interpretations:
     if mentions(scalar.expr, PLUS_MINUS):
-        values = [Scalar(chosen[0], scalar.unit) for chosen in _expansions([scalar.expr])]
+        values = [Scalar(chosen[0], scalar.unit) for chosen in expansions([scalar.expr])]
         return Interpretations(
             members=tuple(Interpretations(scalar=value) for value in values),
             is_set=True,
@@ -120,44 +197,13 @@ def _interpret_scalar(scalar: Scalar) -> Interpretations:
     return Interpretations(scalar=scalar)
 
 
-def _expansions(exprs: Sequence[Expr]) -> list[tuple[Expr, ...]]:
-    """The values of expressions with plus-minus signs: two for one sign, or for signs linked by a minus-plus; else all
-    combinations of signs."""
-    signs = sum(_count_plus_minus(expr) for expr in exprs)
-    linked = signs < 2 or any(mentions(expr, frozenset(("mp",))) for expr in exprs)
-    if signs > MAX_SIGNS:
-        raise NotMathematics(f"more than {MAX_SIGNS} plus-minus signs")
-    patterns = [(True,), (False,)] if linked else list(itertools.product((True, False), repeat=signs))
-    cycles = [itertools.cycle(pattern) for pattern in patterns]
-    return [tuple(_with_signs(expr, uppers) for expr in exprs) for uppers in cycles]
-
-
-def _count_plus_minus(expr: Expr) -> int:
-    if not isinstance(expr, Call):
-        return 0
-    return (expr.name == "pm") + sum(_count_plus_minus(arg) for arg in expr.args)
-
-
-def _with_signs(expr: Expr, uppers: Iterator[bool]) -> Expr:
-    """An expression with each plus-minus sign replaced from left to right: the upper sign where `uppers` is true."""
-    if not isinstance(expr, Call):
-        return expr
-    if expr.name not in PLUS_MINUS:
-        return Call(expr.name, tuple(_with_signs(arg, uppers) for arg in expr.args))
-    left = _with_signs(expr.args[0], uppers)
-    upper = next(uppers)
-    right = _with_signs(expr.args[1], uppers)
-    minus = upper == (expr.name == "mp")
-    return Call("add", (left, Call("neg", (right,)) if minus else right))
-
-
 def _interpret_group(group: Group) -> Interpretations:
     brackets = group.opening + group.closing
     exprs = [item.expr for item in group.items if isinstance(item, Scalar)]
     if any(mentions(expr, PLUS_MINUS) for expr in exprs):
         if len(exprs) < len(group.items):
             raise Unsupported("signs and other things in one group")
-        every = [tuple(Scalar(expr) for expr in chosen) for chosen in _expansions(exprs)]
+        every = [tuple(Scalar(expr) for expr in chosen) for chosen in expansions(exprs)]
         return Interpretations(
             members=tuple(interpret(Group(group.opening, items, group.closing)) for items in every),
             is_set=True,
@@ -171,8 +217,8 @@ def _interpret_group(group: Group) -> Interpretations:
                 raise NotMathematics("a ratio of other than numbers")
             ratio = Scalar(Call("div", tuple(sides)))
         return Interpretations(row=items, brackets=brackets, scalar=ratio)
-    if len(items) != 2:
-        return Interpretations(row=items, brackets="()")
+    if len(items) != 2 or group.computed:
+        return Interpretations(row=items, brackets="()", line=group.computed)
     return Interpretations(row=items, brackets=brackets, real_set=_interval(group))
 
 
@@ -184,15 +230,6 @@ def _interval(group: Group) -> RealSet | None:
     return None if found.is_empty else found
 
 
-def bound_of(item: Answer) -> Bound | None:
-    if not isinstance(item, Scalar) or (item.unit is not None and item.unit not in (DEGREE, PERCENT)):
-        return None
-    if symbols(item.expr) or mentions(item.expr, frozenset(("i", "pm", "mp"))):
-        return None
-    value = value_of(item.expr)
-    return None if value is None else value.value
-
-
 def _points(items: Sequence[Answer]) -> RealSet | None:
     bounds = [bound_of(item) for item in items]
     if any(bound is None or not is_finite(bound) for bound in bounds):
@@ -202,23 +239,36 @@ def _points(items: Sequence[Answer]) -> RealSet | None:
 
 def expanded_members(items: Sequence[Answer]) -> tuple[Interpretations, ...]:
     """The members, with plus-minus expanded."""
+    items = _filled(items)
     if len(items) > MAX_ITEMS:
         raise NotMathematics(f"more than {MAX_ITEMS} items")
     members: list[Interpretations] = []
     for item in items:
         found = interpret(item)
-        members.extend(found.members if isinstance(item, Scalar) and found.members is not None else (found,))
+        with_signs = isinstance(item, (Scalar, Group))
+        members.extend(found.members if with_signs and found.members is not None else (found,))
     return tuple(members)
 
 
-def name_of(side: Answer) -> str | None:
-    if isinstance(side, Name):
-        return side.text
-    if isinstance(side, Scalar) and isinstance(side.expr, Sym):
-        return side.expr.name
-    if isinstance(side, Group):
-        return "".join(name_of(item) or "?" for item in side.items)
-    return None
+def _filled(items: Sequence[Answer]) -> Sequence[Answer]:
+    """The items with whole numbers in the place of dots: `1, 2, ..., 5`."""
+    if DOTS not in items:
+        return items
+    at = list(items).index(DOTS)
+    around = [
+        item.expr
+        for item in (*items[max(0, at - 2) : at], *items[at + 1 : at + 2])
+        if isinstance(item, Scalar)
+    ]
+    numbers = [expr.value for expr in around if isinstance(expr, Num) and expr.value.denominator == 1]
+    if len(numbers) < 3 or len(around) < 3 or at + 1 == len(items):
+        return items
+    step, last = numbers[1] - numbers[0], numbers[2]
+    count = (last - numbers[1]) / step - 1 if step else Fraction(-1)
+    if count.denominator != 1 or not 0 <= count <= MAX_ITEMS:
+        return items
+    between = [Scalar(Num(numbers[1] + step * turn)) for turn in range(1, int(count) + 1)]
+    return (*items[:at], *between, *items[at + 1 :])
 
 
 def _interpret_relation(relation: Relation) -> Interpretations:
@@ -227,14 +277,20 @@ def _interpret_relation(relation: Relation) -> Interpretations:
         element, container = relation.sides
         inner = interpret(container)
         is_point = isinstance(element, Group) or (isinstance(element, Name) and element.text.startswith("("))
-        if not _is_lone_name(element) or (is_point and isinstance(container, Group)):
+        if not is_lone_name(element) or (is_point and isinstance(container, Group)):
             raise NotMathematics("the element of the set is not a name")
         return replace(inner, name=name_of(element))
     if ops == {"mod"}:
-        left, right, modulus = (_relation_side(side) for side in relation.sides)
-        if left is None or right is None or modulus is None:
+        *left, right, modulus = (relation_side(side) for side in relation.sides)
+        if None in left or right is None or modulus is None:
             raise NotMathematics("a congruence between other than expressions")
-        return Interpretations(residue=(left, right, modulus))
+        values = [chosen[0] for chosen in expansions([right])] if mentions(right, PLUS_MINUS) else [right]
+        return Interpretations(
+            residue=(left[0] if left else None, tuple((value, modulus) for value in values))
+        )
+    if "==" in ops:
+        relation = Relation(relation.sides, tuple("=" if op == "==" else op for op in relation.ops))
+        ops = set(relation.ops)
     if ops <= {"=", "~"}:
         return _interpret_equation(relation)
     if ops <= {"<", "<=", ">", ">="} or ops == {"!="}:
@@ -245,57 +301,62 @@ def _interpret_relation(relation: Relation) -> Interpretations:
 def _interpret_equation(relation: Relation) -> Interpretations:
     sides = list(relation.sides)
     name = None
-    if len(sides) == 2 and _is_lone_name(sides[-1]) and not _is_lone_name(sides[0]):
+    if len(sides) == 2 and is_lone_name(sides[-1]) and not is_lone_name(sides[0]):
         name = name_of(sides.pop())
-    while len(sides) > 1 and _is_lone_name(sides[0]):
-        name = name or name_of(sides[0])
+    names = []
+    while len(sides) > 1 and is_lone_name(sides[0]):
+        names.append(name_of(sides[0]))
         del sides[0]
-    if len(sides) == len(relation.sides) and len(sides) > 1 and (expression := _expression_name(sides[0])):
+    name = name or next(iter(names), None)
+    if len(sides) == len(relation.sides) and len(sides) > 1 and (expression := expression_name(sides[0])):
         name = expression
         del sides[0]
-    if len(relation.sides) > 2 and not _any_symbols(sides[-1:]):
+    if len(relation.sides) > 2 and not any_symbols(sides[-1:]):
         # Of `V = \pi r^2 h = 36` or `m+n = 7+18 = 25` the numbers, if the sides before are a formula: it has a name,
         # or at least two numbers follow it.
-        numbers = [side for side in sides if not _any_symbols([side])]
+        numbers = [side for side in sides if not any_symbols([side])]
         sides = numbers if name is not None or len(numbers) > 1 else sides
-    value = _common_value(sides, relation.ops) if name is not None or not _any_symbols(sides) else None
-    difference = _difference(relation) if len(relation.sides) == 2 and relation.ops == ("=",) else None
+    value = _common_value(sides, relation.ops) if name is not None or not any_symbols(sides) else None
+    difference = difference_of(relation) if len(relation.sides) == 2 and relation.ops == ("=",) else None
+    with_signs = len(relation.sides) == 2 and mention_signs([relation_side(side) for side in relation.sides])
+    equations = _curves([relation]) if with_signs else None
+    if value is None and equations is not None:
+        return Interpretations(sign="=", equations=equations)
     if value is None:
-        if difference is None:
+        if (values := absolute_value(relation)) is not None:
+            letter, bound = values
+            both = Call("pm", (Num(Fraction(0)), bound))
+            return replace(interpret(Scalar(both)), name=letter, difference=difference, sign="=")
+        if difference is not None:
+            asked = tuple(map(interpret, value_of_expression(sides)))
+            return Interpretations(difference=difference, sign="=", asked=asked)
+        if (line := line_of(relation)) is None:
             raise NotMathematics("sides that differ")
-        return Interpretations(difference=difference, sign="=")
+        points = tuple(Interpretations(scalar=Scalar(expr)) for expr in line)
+        return Interpretations(row=points, brackets="()", line=True)
     last = sides[-1].expr if len(sides) > 1 and isinstance(sides[-1], Scalar) else None
     is_decimal = isinstance(last, Num) and last.digits is not None
     also = (interpret(sides[-1]),) if relation.ops[-1] == "~" and is_decimal else ()
-    return replace(interpret(value), name=name, difference=difference, sign="=", also=also)
+    found = interpret(value)
+    if len(names) > 1 and found.scalar is not None:  # x = y = 0
+        pairs = tuple((str(one), found) for one in sorted(map(str, names)))
+        found = replace(found, pairs=pairs, row=(found,) * len(pairs), brackets="()")
+    return replace(found, name=name, difference=difference, sign="=", also=also, equations=equations)
 
 
-def _expression_name(side: Answer) -> str | None:
-    """The name of a left side that is an expression: `\\sin\\theta` or `dy/dx`."""
-    expr = side.expr if isinstance(side, Scalar) else None
-    if not isinstance(expr, Call):
+def _curves(relations: Sequence[Relation]) -> tuple[Interpretations, ...] | None:
+    """The equations of several curves, with both signs of each plus-minus sign; None if all are values of names."""
+    found = []
+    for relation in relations:
+        exprs = [relation_side(side) for side in relation.sides]
+        if len(exprs) != 2 or exprs[0] is None or exprs[1] is None:
+            return None
+        both = [expr for expr in exprs if expr is not None]
+        for left, right in expansions(both) if mention_signs(both) else [both]:
+            found.append(interpret(Relation((named_side(relation.sides[0], left), Scalar(right)), ("=",))))
+    if len(found) < 2 or all(one.name and one.scalar and not symbols(one.scalar.expr) for one in found):
         return None
-    if expr.name in ("sin", "cos", "tan") and isinstance(expr.args[0], Sym):
-        return f"{expr.name} {expr.args[0].name}"
-    if expr.name == "div" and all(isinstance(arg, Call) and arg.name == "mul" for arg in expr.args):
-        heads = [arg.args[0] for arg in expr.args if isinstance(arg, Call)]
-        if heads == [Sym("d"), Sym("d")]:
-            return "a derivative"
-    return None
-
-
-def _is_lone_name(side: Answer) -> bool:
-    if isinstance(side, Group):
-        return side.opening in ("(", ":") and all(_is_lone_name(item) for item in side.items)
-    return isinstance(side, Name) or (
-        isinstance(side, Scalar) and isinstance(side.expr, Sym) and side.unit is None
-    )
-
-
-def _any_symbols(sides: Sequence[Answer]) -> bool:
-    return any(
-        isinstance(side, Name) or (isinstance(side, Scalar) and bool(symbols(side.expr))) for side in sides
-    )
+    return tuple(found) if all(one.difference is not None for one in found) else None
 
 
 def _common_value(sides: Sequence[Answer], ops: Sequence[str]) -> Answer | None:
@@ -305,95 +366,72 @@ def _common_value(sides: Sequence[Answer], ops: Sequence[str]) -> Answer | None:
         one, two = interpret(sides[0]), interpret(other)
         if op == "=" and comparison.same(one, two):
             continue
-        if not (op == "~" and one.scalar and two.scalar and _near(one.scalar.expr, two.scalar.expr)):
+        if not (op == "~" and one.scalar and two.scalar and near(one.scalar.expr, two.scalar.expr)):
             return None
     return sides[0] if "~" in ops else sides[-1]
-
-
-def _near(one: Expr, other: Expr) -> bool:
-    """Whether `one ~ other` rounds an expression that is not a literal number to one."""
-    if symbols(one) or symbols(other) or isinstance(one, Num):
-        return isinstance(one, Num) and isinstance(other, Num) and one.value == other.value
-    value = value_of(one)
-    return value is not None and is_finite(value.value) and rounds_to(other, value.value)
-
-
-def _difference(relation: Relation) -> Expr | None:
-    exprs: list[Expr] = []
-    for side in relation.sides:
-        expr = side.expr if isinstance(side, (Name, Scalar)) else None
-        if expr is None or (isinstance(side, Scalar) and side.unit is not None and side.otherwise is None):
-            return None
-        exprs.append(expr)
-    if any(mentions(expr, PLUS_MINUS) for expr in exprs):
-        return None
-    return Call("add", (exprs[0], Call("neg", (exprs[1],))))
 
 
 def _interpret_inequality(relation: Relation) -> Interpretations:
     reals: list[RealSet] = []
     names: set[str] = set()
     for left, op, right in zip(relation.sides, relation.ops, relation.sides[1:], strict=False):
-        solved = _half_line(left, op, right)
+        solved = (_unequal(left, right) if op == "!=" else None) or half_line(left, op, right)
         if solved is None:
             return _unsolved(relation)
         names.add(solved[0])
         reals.append(solved[1])
     if len(names) != 1:
         raise Unsupported("inequalities in several variables")
-    return Interpretations(real_set=RealSet.intersection(reals), sign=f"solved {names.pop()}")
+    return Interpretations(
+        real_set=RealSet.intersection(reals), sign=f"solved {names.pop()}", unsolved=has_shift(relation)
+    )
 
 
 def _unsolved(relation: Relation) -> Interpretations:
     if len(relation.ops) != 1:
         raise Unsupported("a chain of inequalities in several variables")
     op = relation.ops[0]
-    difference = _difference(relation)
+    difference = difference_of(relation)
     if difference is None:
         raise NotMathematics("an inequality between other than expressions")
     if op in (">", ">="):
         difference = Call("neg", (difference,))
-        op = _FLIPPED[op]
+        op = FLIPPED[op]
     return Interpretations(difference=difference, sign=op)
 
 
-def _half_line(left: Answer, op: str, right: Answer) -> tuple[str, RealSet] | None:
-    """(variable, the reals that satisfy it) if one side is a variable, or its absolute value, and the other is a
-    number; None for an inequality that is not solved."""
-    if bound_of(left) is not None:
-        left, op, right = right, _FLIPPED[op], left
-    expr, bound = _relation_side(left), bound_of(right)
-    if expr is None or bound is None or not is_finite(bound):
+def _unequal(left: Answer, right: Answer) -> tuple[str, RealSet] | None:
+    """(variable, all reals but some) of `x != \\pm 1`, else None."""
+    expr = right.expr if isinstance(right, Scalar) and right.unit is None else None
+    if expr is None or not mentions(expr, PLUS_MINUS):
         return None
-    if isinstance(expr, Sym):
-        return expr.name, _beyond(op, bound)
-    if isinstance(expr, Call) and expr.name == "abs" and isinstance(expr.args[0], Sym):
-        join = RealSet.intersection if op in ("<", "<=", "!=") else RealSet.union
-        return expr.args[0].name, join([_beyond(op, bound), _beyond(_FLIPPED[op], -bound)])
-    return None
-
-
-def _relation_side(side: Answer) -> Expr | None:
-    if isinstance(side, Name):
-        return side.expr if side.expr is not None else Sym(side.text)
-    return side.expr if isinstance(side, Scalar) and side.unit is None else None
-
-
-def _beyond(op: str, bound: Bound) -> RealSet:
-    """The reals x with `x op bound`."""
-    if op == "!=":
-        return point(bound).complement()
-    if op in ("<", "<="):
-        return interval(mpf("-inf"), False, bound, op == "<=")
-    return interval(bound, op == ">=", mpf("inf"), False)
+    found = [half_line(left, "!=", Scalar(chosen[0])) for chosen in expansions([expr])]
+    lines = [one for one in found if one is not None]
+    if len(lines) < len(found):
+        return None
+    return lines[0][0], RealSet.intersection([values for _, values in lines])
 
 
 def _interpret_listing(listing: Listing) -> Interpretations:
+    head = listing.items[0]
+    if (
+        isinstance(head, Relation)
+        and head.ops == ("!=",)
+        and all(isinstance(one, Scalar) for one in listing.items[1:])
+    ):
+        others = (Relation((head.sides[0], one), ("!=",)) for one in listing.items[1:])
+        return _interpret_listing(Listing((head, *others), "and"))
     relations = [item for item in listing.items if isinstance(item, Relation)]
     memberships = [one for one in relations if one.ops == ("in",) and isinstance(one.sides[1], NamedSet)]
     if memberships:  # `letter in set of numbers`
         return _parametrised(listing, memberships)
+    if (counted := _with_counted_letter(listing)) is not None:
+        return interpret(counted)
     items = expanded_members(listing.items)
+    if all(item.residue is not None for item in items):
+        return _several_residues(items, listing.joiner)
+    if listing.joiner == "or" and (union := _mixed_union(items)) is not None:
+        return union
     if len(relations) == len(listing.items):
         if all(item.name is None and item.real_set is not None for item in items):
             if len({item.sign for item in items}) > 1:
@@ -404,7 +442,7 @@ def _interpret_listing(listing: Listing) -> Interpretations:
             joined = listing.joiner == "or" or (listing.joiner == "," and both.is_empty)
             return Interpretations(sign=items[0].sign, real_set=RealSet.union(sets) if joined else both)
         if all(item.sign == "=" for item in items):
-            return _several_equations(items)
+            return replace(_several_equations(items), equations=_curves(relations))
     if listing.items and isinstance(listing.items[0], Relation) and listing.joiner != "and":
         first = items[0]
         if first.name is not None and first.scalar is not None and not any(item.name for item in items[1:]):
@@ -412,25 +450,118 @@ def _interpret_listing(listing: Listing) -> Interpretations:
             return Interpretations(
                 members=(Interpretations(scalar=first.scalar), *items[1:]), name=first.name
             )
-    return Interpretations(members=items, row=items if listing.joiner == "," else None)
+    restricted = len(items) == 2 and items[0].scalar is not None and _restricts(items[0], items[1])
+    return Interpretations(
+        also=items[:1] if restricted else (),
+        members=items,
+        row=items if listing.joiner == "," else None,
+        real_set=_listed_union(items),
+    )
+
+
+def _restricts(value: Interpretations, domain: Interpretations) -> bool:
+    """Whether the second is a domain of the first: `\\sqrt{x}, x >= 0`."""
+    letter = domain.sign.removeprefix("solved ") if domain.sign.startswith("solved ") else ""
+    return bool(letter) and value.scalar is not None and letter in symbols(value.scalar.expr)
+
+
+def _listed_union(items: Sequence[Interpretations]) -> RealSet | None:
+    """The union of intervals in a list, `(-\\\\infty, 2) or (3, \\\\infty)`; None for points and other items."""
+    sets = [item.real_set for item in items if item.real_set is not None and item.row is not None]
+    endless = any(not (is_finite(s.intervals[0].low) and is_finite(s.intervals[-1].high)) for s in sets)
+    return RealSet.union(sets) if endless and len(sets) == len(items) else None
 
 
 def _parametrised(listing: Listing, memberships: Sequence[Relation]) -> Interpretations:
     """Answers with a parameter, `x = a + k b, k in Z`; a real parameter is ignored."""
     rest = tuple(item for item in listing.items if item not in memberships)
-    if not rest or len(memberships) > 1:
+    sets = {side.sides[1] for side in memberships}
+    if not rest or len(sets) > 1:
         raise Unsupported("several parameters")
     inner = interpret(rest[0] if len(rest) == 1 else Listing(rest, listing.joiner))
-    (membership,) = memberships
-    named_set, letter = membership.sides[1], name_of(membership.sides[0])
+    named_set = memberships[0].sides[1]
+    letters = tuple(name for one in memberships if (name := name_of(one.sides[0])) is not None)
     assert isinstance(named_set, NamedSet)
-    if named_set.name == "R" or letter is None:
+    if len(letters) < len(memberships) or inner.residue is not None:
         return inner
     members = inner.members if inner.members is not None else single_member(inner)
-    if members is None or any(member.scalar is None for member in members):
+    rows = [_row_of_exprs(member) for member in members or ()]
+    if not rows or None in rows:
+        if named_set.name in ("R", "C"):
+            return inner
         raise Unsupported("a parameter in other than values")
-    values = tuple(member.scalar.expr for member in members if member.scalar is not None)
-    return Interpretations(name=inner.name, family=(named_set.name, letter, values))
+    values = tuple(row for row in rows if row is not None)
+    family = (named_set.name, letters, values)
+    if named_set.name in ("R", "C") or _is_index(letters[0], inner.name):
+        return replace(inner, family=family)
+    if len(letters) > 1:
+        raise Unsupported("several parameters that are whole numbers")
+    return Interpretations(name=inner.name, family=family, residue=classes_of(family, inner.name))
+
+
+def _with_counted_letter(listing: Listing) -> Listing | None:
+    """`2^k, k >= 0` or `2^k, k = 0, 1, 2, ...` with the set of its letter, None for anything else."""
+    *first, last = listing.items
+    ends_open = last == DOTS
+    if ends_open:
+        while first and isinstance(first[-1], Scalar):
+            first.pop()
+        last = first.pop() if first else last
+    if not first or not isinstance(last, Relation) or len(last.sides) != 2:
+        return None
+    letter, op, low = name_of(last.sides[0]), last.ops[0], last.sides[1]
+    start = low.expr if isinstance(low, Scalar) else None
+    if letter is None or start not in (Num(Fraction(0)), Num(Fraction(1))):
+        return None
+    if op not in (("=",) if ends_open else (">", ">=")):
+        return None
+    least = int(start.value) + (op == ">")
+    one = first[-1]
+    value = one.sides[-1] if isinstance(one, Relation) and one.ops == ("=",) else one
+    if least > 1 or not isinstance(value, Scalar) or letter not in symbols(value.expr):
+        return None
+    membership = Relation((Scalar(Sym(letter)), NamedSet("Z+" if least else "Z0")), ("in",))
+    return Listing((*first, membership), listing.joiner)
+
+
+def _row_of_exprs(value: Interpretations) -> tuple[Expr, ...] | None:
+    """The expressions of a value or point, None for anything else."""
+    items = (value,) if value.scalar is not None else value.row or (value,)
+    exprs = [item.scalar.expr for item in items if item.scalar is not None and item.scalar.unit is None]
+    return tuple(exprs) if len(exprs) == len(items) else None
+
+
+def _is_index(letter: str, name: str | None) -> bool:
+    """Whether a name such as `a_n` or `f(n)` has the letter as its index."""
+    return name is not None and letter in (name.partition("_")[2], name.partition("(")[2].removesuffix(")"))
+
+
+def _several_residues(items: Sequence[Interpretations], joiner: str) -> Interpretations:
+    """`n = 1 or 4 mod 5`: one residue of several classes; congruences with different moduli are a system."""
+    residues = [item.residue for item in items if item.residue is not None]
+    letters = {residue[0] for residue in residues}
+    classes = tuple(one for residue in residues for one in residue[1])
+    if len(letters) == 1 and (joiner == "or" or len({modulus for _, modulus in classes}) == 1):
+        return Interpretations(residue=(residues[0][0], classes))
+    return Interpretations(members=tuple(items))
+
+
+def _mixed_union(items: Sequence[Interpretations]) -> Interpretations | None:
+    """`x = 0 or x >= 2` as a set of reals, None for anything else."""
+    signs = {item.sign for item in items if item.sign.startswith("solved")}
+    if len(signs) != 1:
+        return None
+    letter = next(iter(signs)).removeprefix("solved ")
+    sets = []
+    for item in items:
+        found = item.real_set if item.sign.startswith("solved") else None
+        if item.sign == "=" and item.name == letter and item.scalar is not None:
+            bound = bound_of(item.scalar)
+            found = point(bound) if bound is not None and is_finite(bound) else None
+        if found is None:
+            return None
+        sets.append(found)
+    return Interpretations(real_set=RealSet.union(sets), sign=f"solved {letter}")
 
 
 def _several_equations(items: tuple[Interpretations, ...]) -> Interpretations:
@@ -446,6 +577,11 @@ def _several_equations(items: tuple[Interpretations, ...]) -> Interpretations:
         for item in items
     )
     if len(set(names)) == 1:
-        return Interpretations(members=bare, name=names[0])
+        members = chain.from_iterable(one.members or (one,) for one in bare)  # x = 0 or x = \\pm 2
+        return Interpretations(members=tuple(members), name=names[0])
     pairs = tuple(sorted(zip((str(name) for name in names), bare, strict=True), key=lambda pair: pair[0]))
-    return Interpretations(row=tuple(value for _, value in pairs), brackets="()", pairs=pairs)
+    numbered = {name.partition("_")[0] for name in names if name and _NUMBERED.fullmatch(name)}
+    members = bare if len(numbered) == 1 and all(map(_NUMBERED.fullmatch, map(str, names))) else None
+    return Interpretations(
+        row=tuple(value for _, value in pairs), brackets="()", pairs=pairs, members=members
+    )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from fractions import Fraction
 
 from rlmath.rewards.answers.normalize import MAX_DIGITS, NotMathematics
@@ -40,6 +40,8 @@ class Reading:
     """`1,234` is one number, not a list of two numbers."""
     e_is_exponent: bool = True
     """`3e-2` is 0.03, not 3e - 2."""
+    with_remark: bool = False
+    """A remark in brackets may be mathematics, as in a reference: `5 (least for x = 2)`."""
 
 
 _GROUPED = re.compile(
@@ -52,7 +54,18 @@ _DECIMAL_COMMA = re.compile(r"([0-9]+)\{,\}([0-9]+)")
 _DECIMAL = re.compile(r"[0-9]+\.(?![0-9.])|[0-9]*\.[0-9]+|[0-9]+")
 _EXPONENT = re.compile(r"[eE]([+-]?)([0-9]{1,6})(?![0-9])")
 _DOTS = re.compile(r"\s?(?:\.\.\.|\\l?dots(?![a-zA-Z])|\\cdots(?![a-zA-Z]))")
-_ALIASES = dict.fromkeys(("\\dfrac", "\\tfrac", "\\cfrac"), "\\frac") | {"\\lbrace": "\\{", "\\rbrace": "\\}"}
+_ALIASES = dict.fromkeys(("\\dfrac", "\\tfrac", "\\cfrac"), "\\frac") | {
+    "\\nicefrac": "\\frac",
+    "\\sfrac": "\\frac",
+    "\\pounds": "\\pound",
+    "\\textdollar": "\\dollar",
+    "\\texteuro": "\\euro",
+    "\\dots": "\\ldots",
+    "\\cdots": "\\ldots",
+    "\\jmath": "j",
+    "\\lbrace": "\\{",
+    "\\rbrace": "\\}",
+}
 _TEXT_COMMAND = re.compile(
     r"\\(?:text|textbf|textit|textrm|textup|textnormal|textsf|texttt|mbox|hbox|mathrm|mathsf|operatorname|emph)\*?\s?\{"
 )
@@ -92,16 +105,21 @@ def tokenize(text: str, reading: Reading = AS_WRITTEN) -> list[Token]:
             if command is None:
                 raise NotMathematics("a backslash at the end")
             name = command.group()
-            token, position_after = Token("command", _ALIASES.get(name, name)), command.end()
+            name = _ALIASES.get(name, name)
+            token, position_after = Token("word" if name == "j" else "command", name), command.end()
         elif char.isascii() and char.isalpha():
             run = _WORD.match(text, position)
             assert run is not None
             token, position_after = Token("word", run.group()), run.end()
+        elif text.startswith("...", position):
+            token, position_after = Token("command", "\\ldots"), position + 3
         elif char in _SIGNS:
             token, position_after = Token("sign", char), position + 1
         if token is None:
             raise NotMathematics(f"character {char!r}")
-        tokens.append(replace(token, space=space, prose=prose))
+        if space or prose:
+            token = Token(token.kind, token.text, space, prose, token.value, token.digits, token.open_ended)
+        tokens.append(token)
         space, position = False, position_after
     return tokens
 

@@ -50,11 +50,12 @@ GREEK = frozenset(_GREEK)
 _UNICODE = {letter: f"\\{name} " for name, letter in _GREEK.items()} | {
     sign: f"{plain} " if "\\" in plain and plain[-1].isalpha() else plain
     for sign, plain in zip(
-        "−–—×·⋅∙÷∕⁄≤⩽≥⩾≠≈±∓∞∪∩∅∈∖°ºℝℤℕℚℂ…′’″∶⟨⟩⌊⌋⌈⌉ϕ𝑖€£∨∧",
+        "−–—×·⋅∙÷∕⁄≤⩽≥⩾≠≈±∓∞∪∩∅∈∖°ºℝℤℕℚℂ…′’″∶⟨⟩⌊⌋⌈⌉ϕ𝑖€£∨∧₹¥¢µ",
         word_list(
             "- - - \\times \\cdot \\cdot \\cdot / / / \\le \\le \\ge \\ge \\ne \\approx \\pm \\mp \\infty \\cup \\cap "
             "\\emptyset \\in \\setminus ^\\circ ^\\circ \\mathbb{R} \\mathbb{Z} \\mathbb{N} \\mathbb{Q} \\mathbb{C} "
-            "\\ldots ' ' '' : \\langle \\rangle \\lfloor \\rfloor \\lceil \\rceil \\phi i \\euro \\pound \\lor \\land"
+            "\\ldots ' ' '' : \\langle \\rangle \\lfloor \\rfloor \\lceil \\rceil \\phi i \\euro \\pound \\lor \\land "
+            "\\rupee \\yen \\cent \\mu"
         ),
         strict=True,
     )
@@ -63,6 +64,10 @@ _SPACING = re.compile(
     r"\\(?:displaystyle|textstyle|scriptstyle|limits|nolimits|left|right|bigl|bigr|biggl|biggr|Bigl|Bigr|Big|big"
     r"|Bigg|bigg|middle|mathstrut|strut|rm|bf|it|hfill|noindent|boldmath)(?![a-zA-Z])"
 )
+_BETWEEN_EQUATIONS = re.compile(
+    r"(?<=[0-9a-z)])\s{0,3}\\q?quad\s{0,3}(?=[a-zA-Z](?:_[0-9a-z]|_\{[0-9a-z]{1,3}\})?\s{0,3}=)"
+)
+"""A wide space before the next equation."""
 _BRACED_COLON = re.compile(r"(?<![a-zA-Z])\{:\}")
 _COLOUR = re.compile(
     r"\\(?:color\s?\{[a-zA-Z]{1,20}\}|textcolor\s?\{[a-zA-Z]{1,20}\}|(?:underline|mathbin|mathrel|mathord|mathop)"
@@ -119,6 +124,92 @@ def _roots(text: str) -> str:
     return text
 
 
+_POWER_OF_TEN = re.compile(r"(?<=[0-9])\s?x\s?(?=10\s?(?:\^|\*\*))")
+_DOTTED_DIGIT = re.compile(r"(?<=[0-9.])\\(dot|bar|overline)\s?([0-9])(?![0-9])")
+_DIVIDED = re.compile(r"([0-9]{1,9}) ?(?:\\text\s?\{)? ?(?:R|remainder|with remainder) ?\}? ?([0-9]{1,9})")
+_OUT_OF = re.compile(r"([0-9]{1,9}) ?(?:\\text\s?\{)? ?(?:out of|in) ?\}? ?([0-9]{1,9})")
+_CHOSEN = r"\{?([0-9]{1,4}|n)\}?"
+_FROM = r"\{?([0-9]{1,4}|[kr])\}?"
+_COMBINATIONS = re.compile(
+    rf"(?:\{{\}}\s?)?[_^]\s?{_CHOSEN}\s?(?:\\(?:mathrm|text)\s?\{{\s?C\s?\}}|C)\s?_\s?{_FROM}"
+    rf"|(?<![A-Za-z\\])C\s?\(\s?{_CHOSEN}\s?,\s?{_FROM}\s?\)|(?<![A-Za-z\\])C_{_CHOSEN}\s?\^\s?{_FROM}"
+    r"|^([0-9]{1,4})C([0-9]{1,4})$"
+)
+_PERMUTATIONS = re.compile(
+    r"^(?:\{\}\s?)?[_^]\s?\{?([0-9]{1,3})\}?\s?(?:\\(?:mathrm|text)\s?\{\s?P\s?\}|P)\s?_\s?\{?([0-9]{1,3})\}?$"
+    r"|^([0-9]{1,3})P([0-9]{1,3})$"
+)
+PERMUTATION_OR_POINT = re.compile(r"P ?\( ?([0-9]{1,3}) ?, ?([0-9]{1,3}) ?\)")
+_HEXADECIMAL = re.compile(r"0[xX][0-9A-Fa-f]{1,16}|0[bB][01]{1,64}")
+_BOUND = re.compile(
+    r"(?:\\text\s?\{ ?)?(?:([a-z])\s?(?:\\text\s?\{)?(?: ?(?:is|must be)) )?(?:\\text\s?\{ ?)?"
+    r"(at least|at most|no less than|no more than|not less than|not more than|greater than or equal to"
+    r"|less than or equal to|greater than|more than|less than)\s?\}?\s?"
+    r"([-+]?[0-9][0-9,]*(?:\.[0-9]+)?(?:/[0-9]+)?|-?\\frac\s?\{[0-9]+\}\s?\{[0-9]+\})\s?\}?"
+)
+_BOUND_SIGNS = {"at least": ">=", "at most": "<=", "no less than": ">=", "no more than": "<="}
+_BOUND_SIGNS |= {"not less than": ">=", "not more than": "<=", "greater than or equal to": ">="}
+_BOUND_SIGNS |= {"less than or equal to": "<=", "greater than": ">", "more than": ">", "less than": "<"}
+_POINT_NAME = re.compile(
+    r"(?:^|(?<=[,;] )|(?<=[,;])|(?<=and ))([A-Z])\s?\((?=[-+0-9\\.][^()=]*,[^()=]*\)\s?(?:$|[,;.]|and\b|or\b))"
+)
+_WITHOUT_ZERO = re.compile(r"\\mathbb ?\{?([RC])\}? ?\^ ?(?:\*|\{\*\}|\{?\\times\}?|\\ast)")
+_MEASURE = re.compile(r"^m ?(?=\\angle)")
+"""The m of the measure of an angle."""
+_POINT_WORD = re.compile(r"^(?:the )?points? (?=\()")
+_MONEY_WORD = re.compile(
+    r"^(?:\\(?:text|mathrm)\s?\{\s?)?(US\s?\\dollar|USD|EUR|GBP|INR|Rs\.?)\s*\}?\s*(?=[0-9\\])"
+)
+_CURRENCY = {"USD": "\\dollar ", "US\\dollar": "\\dollar ", "EUR": "\\euro ", "GBP": "\\pound "}
+
+
+def other_notation(text: str) -> str:
+    """`1.5x10^3`, `0.1\\dot6`, `C(10,3)`, `A(1,2)`, `USD 5` and `2 out of 3` in the notation of the grammar."""
+    if "x" in text and "10" in text:
+        text = _POWER_OF_TEN.sub(r" \\times ", text)
+    if "\\dot" in text or "\\bar" in text or "\\overline" in text:
+        text = _DOTTED_DIGIT.sub(r"\\\1{\2}", text)
+    if "C" in text:
+        text = _COMBINATIONS.sub(_as_binomial, text)
+    if "P" in text and (match := _PERMUTATIONS.fullmatch(text)):
+        n, k = (int(group) for group in match.groups() if group is not None)
+        return f"\\binom{{{n}}}{{{k}}} \\cdot {k}!" if k <= n else text
+    if text[:1] == "0" and _HEXADECIMAL.fullmatch(text):
+        return str(int(text, 0))
+    if ("than" in text or "at " in text) and (match := _BOUND.fullmatch(text)):
+        sign, letter, bound = _BOUND_SIGNS[match[2]], match[1], match[3]
+        if letter:
+            return f"{letter} {sign} {bound}"
+        closed = "=" in sign
+        if sign[0] == ">":
+            return f"{'[' if closed else '('}{bound}, \\infty)"
+        return f"(-\\infty, {bound}{']' if closed else ')'}"
+    if "^" in text and "\\mathbb" in text:
+        text = _WITHOUT_ZERO.sub(r"\\mathbb{\1}\\setminus\\{0\\}", text)
+    if text[:1] == "m" and "\\angle" in text:
+        text = _MEASURE.sub("", text)
+    if "(" in text and "," in text:
+        text = _POINT_NAME.sub(r"\1=(", _POINT_WORD.sub("", text))
+    if text[:1].isdigit() and not text.isdigit():
+        if match := _DIVIDED.fullmatch(text):
+            return f"quotient={match[1]}, remainder={match[2]}"
+        if (match := _OUT_OF.fullmatch(text)) and int(match[2]):
+            return f"{match[1]}/{match[2]}"
+    money = _MONEY_WORD.match(text) if text[:1] in _MONEY_BEGINS else None
+    return _CURRENCY.get(money[1], "\\rupee ") + text[money.end() :] if money else text
+
+
+_MONEY_BEGINS = frozenset("\\UEGIR")
+
+
+def _as_binomial(match: re.Match[str]) -> str:
+    n, k = (group for group in match.groups() if group is not None)
+    both = n.isdigit() and k.isdigit()
+    if both and not (int(n) >= int(k) and int(n) > 2):
+        return match.group()
+    return f"\\binom{{{n}}}{{{k}}}"
+
+
 def without_layout(text: str) -> str:
     """Removes dollar signs, spacing and size commands; escaped dollars are kept as currency."""
     text = _COMMA_BEFORE_NOTHING.sub(",", text)
@@ -127,7 +218,10 @@ def without_layout(text: str) -> str:
     text = _ROW_END.sub(r"\\\\ ", text)
     for mark in ("$", "\\(", "\\)", "\\[", "\\]"):
         text = text.replace(mark, " ")
-    text = _COLOUR.sub(" ", text).strip("*")
+    if "quad" in text:
+        text = _BETWEEN_EQUATIONS.sub(", ", text)
+    text = _COLOUR.sub(" ", text).lstrip("*")
+    text = text if text.endswith("^*") else text.rstrip("*")
     text = _SPACING.sub("", text)
     text = _SPACES.sub(lambda match: match.group() if match.group() == "\\\\" else " ", text)
     return _BRACED_COLON.sub(":", text).strip().rstrip("\\").strip()

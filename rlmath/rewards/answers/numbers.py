@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import lru_cache
 from typing import Any
@@ -15,7 +15,7 @@ from typing import Any
 from mpmath import MPContext
 
 from rlmath.rewards.answers.normalize import NotMathematics
-from rlmath.rewards.answers.syntax_tree import Expr, Num, Sym
+from rlmath.rewards.answers.syntax_tree import Call, Expr, Num, Sym
 
 DIGITS = 50
 MORE_DIGITS = 100
@@ -32,6 +32,13 @@ ZERO = mpf(10) ** -30
 """Largest error of a sum whose terms cancel."""
 MAX_FACTORIAL = 5000
 """Largest number whose factorial is computed exactly."""
+MAX_TERMS = 1500
+"""Most terms of all sums together, at one point."""
+INDEX = "index "
+"""Before the letter of a sum's index."""
+FINITE = frozenset(("sum", "prod"))
+INFINITE = frozenset(("series", "infinite product"))
+REPEATED = FINITE | INFINITE
 Value = Any
 """A Fraction, or a real or complex number of `MP`."""
 
@@ -47,14 +54,17 @@ class Context:
     values: Mapping[str, Fraction]
     complex_numbers: bool
     """Whether roots and logarithms of negative numbers are defined."""
+    series_terms: int = 0
+    """How many terms of an infinite sum stand for it; 0 where it is undefined."""
+    terms_left: int = MAX_TERMS
 
 
 def to_mp(value: Value) -> Any:
-    return mpf(value.numerator) / value.denominator if isinstance(value, Fraction) else value
+    return mpf(value.numerator) / value.denominator if type(value) is Fraction else value
 
 
 def bounded(value: Value) -> Value:
-    if isinstance(value, Fraction):
+    if type(value) is Fraction:
         if value.numerator.bit_length() > MAX_BITS or value.denominator.bit_length() > MAX_BITS:
             raise NotMathematics("a number too large to be compared")
         return value
@@ -76,29 +86,29 @@ def to_real(value: Value) -> Any:
 
 
 def is_finite(value: Value) -> bool:
-    return isinstance(value, Fraction) or bool(MP.isfinite(value))
+    return type(value) is Fraction or bool(MP.isfinite(value))
 
 
 def added(a: Value, b: Value) -> Value:
-    return a + b if isinstance(a, Fraction) and isinstance(b, Fraction) else to_mp(a) + to_mp(b)
+    return a + b if type(a) is Fraction and type(b) is Fraction else to_mp(a) + to_mp(b)
 
 
 def multiplied(a: Value, b: Value) -> Value:
-    return a * b if isinstance(a, Fraction) and isinstance(b, Fraction) else to_mp(a) * to_mp(b)
+    return a * b if type(a) is Fraction and type(b) is Fraction else to_mp(a) * to_mp(b)
 
 
 def divided(a: Value, b: Value) -> Value:
     if b == 0:
         raise Undefined
-    return a / b if isinstance(a, Fraction) and isinstance(b, Fraction) else to_mp(a) / to_mp(b)
+    return a / b if type(a) is Fraction and type(b) is Fraction else to_mp(a) / to_mp(b)
 
 
 def is_whole(value: Value) -> bool:
-    return isinstance(value, Fraction) and value.denominator == 1
+    return type(value) is Fraction and value.denominator == 1
 
 
 def power(base: Value, exponent: Value, context: Context) -> Value:
-    if isinstance(base, Fraction) and isinstance(exponent, Fraction):
+    if type(base) is Fraction and type(exponent) is Fraction:
         if base == 0:
             if exponent <= 0:
                 raise Undefined
@@ -152,7 +162,7 @@ def _whole_root(number: int, index: int) -> int | None:
 
 # ---------------------------------------------------------------- functions
 def _sqrt(value: Value, context: Context) -> Value:
-    if isinstance(value, Fraction):
+    if type(value) is Fraction:
         return power(value, Fraction(1, 2), context)
     return _REAL_SQRT(value, context)
 
@@ -209,7 +219,7 @@ def _binomial(n: Value, k: Value) -> Value:
 
 
 def _floor(value: Value, up: bool) -> Value:
-    if isinstance(value, Fraction):
+    if type(value) is Fraction:
         return Fraction(-(-value // 1) if up else value // 1)
     number = to_real(value)
     if MP.isinf(number) or MP.mag(number) > 150:
@@ -275,8 +285,10 @@ def evaluate(expr: Expr, context: Context) -> Value:
         return expr.value
     if isinstance(expr, Sym):
         return context.values[expr.name]
-    if expr.name in _CONSTANTS:
+    if not expr.args and expr.name in _CONSTANTS:
         return _CONSTANTS[expr.name]()
+    if expr.name in REPEATED:
+        return _repeated(expr, context)
     args = [evaluate(arg, context) for arg in expr.args]
     if not all(is_finite(arg) for arg in args):
         if expr.name == "neg":
@@ -307,3 +319,25 @@ def _apply(name: str, args: list[Value], context: Context) -> Value:
             raise Undefined
         return Fraction((math.gcd if name == "gcd" else math.lcm)(*(int(value) for value in args)))
     raise NotMathematics(f"no value for {name}")
+
+
+def _repeated(expr: Call, context: Context) -> Value:
+    """The value of a sum or product over an index; of an infinite one that of its first terms."""
+    index, low, *high, body = expr.args
+    assert isinstance(index, Sym)
+    first = evaluate(low, context)
+    last = evaluate(high[0], context) if high else first + context.series_terms - 1
+    if not (is_whole(first) and is_whole(last)) or last < first - 1 or (not high and last < first):
+        raise Undefined
+    is_sum = expr.name in ("sum", "series")
+    total: Value = Fraction(0 if is_sum else 1)
+    inner = replace(context, values=dict(context.values))
+    for at in range(int(first), int(last) + 1):
+        inner.terms_left -= 1
+        if inner.terms_left < 0:
+            raise Undefined
+        inner.values[index.name] = Fraction(at)  # type: ignore[index]
+        term = evaluate(body, inner)
+        total = bounded(added(total, term) if is_sum else multiplied(total, term))
+    context.terms_left = inner.terms_left
+    return total

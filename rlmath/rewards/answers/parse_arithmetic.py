@@ -6,9 +6,22 @@ from abc import ABC, abstractmethod
 from fractions import Fraction
 
 from rlmath.rewards.answers import vocabulary
+from rlmath.rewards.answers.evaluate import symbols
 from rlmath.rewards.answers.lexer import Token
 from rlmath.rewards.answers.normalize import GREEK, NotMathematics, Unsupported
-from rlmath.rewards.answers.syntax_tree import Answer, Call, Expr, Group, MatrixOf, Num, Scalar, Sym
+from rlmath.rewards.answers.series import explained, operands
+from rlmath.rewards.answers.syntax_tree import (
+    Answer,
+    Call,
+    Expr,
+    Group,
+    MatrixOf,
+    NamedSet,
+    Num,
+    Scalar,
+    SetOf,
+    Sym,
+)
 
 MAX_DEPTH = 40
 """Deepest nesting of brackets, fractions and powers."""
@@ -20,6 +33,13 @@ MAX_STEPS = 20_000
 """Most tokens that are consumed for one answer, some more than once."""
 MAX_MARKS = 10
 """Most postfix operators (powers, factorials, ...) of one base."""
+
+
+AFTER_INTERVAL = frozenset(
+    ("", ",", ";", ".", "and", "or", "\\cup", "\\cap", "\\setminus", "\\backslash", "}", "\\}")
+)
+PARAMETERS = frozenset(("t", "s", "u", "r", "k", "lambda", "mu", "alpha"))
+"""Letters of the parameter of a line."""
 
 
 class Arithmetic(ABC):
@@ -42,8 +62,8 @@ class Arithmetic(ABC):
         return self.tokens[index] if index < len(self.tokens) else None
 
     def peek(self, ahead: int = 0) -> str:
-        token = self.token(ahead)
-        return token.text if token else ""
+        index = self.position + ahead
+        return self.tokens[index].text if index < len(self.tokens) else ""
 
     def take(self) -> Token:
         token = self.token()
@@ -91,6 +111,10 @@ class Arithmetic(ABC):
         """One item, up to a comma or one of `ends`."""
 
     @abstractmethod
+    def part(self, tokens: list[Token]) -> Answer:
+        """The answer that these tokens are, under the same limits."""
+
+    @abstractmethod
     def bracket(self, token: Token) -> Answer:
         """The rest of what an opening bracket or another sign begins."""
 
@@ -110,15 +134,36 @@ class Arithmetic(ABC):
         with self:
             first = self._signed_term()
             length = 0
-            while self.peek() in ("+", "-", "\\pm", "\\mp"):
+            while self.peek() in ("+", "-", "\\pm", "\\mp") and not isinstance(first, NamedSet):
                 length = self.count_operation(length)
                 sign = self.take().text
-                right = as_expr(self.term())
-                left = as_expr(first)
+                if self.peek() == "\\ldots":
+                    first = self._dotted(as_expr(first), "add")
+                    continue
+                term = self.term()
+                if isinstance(first, (Group, MatrixOf)) and isinstance(term, (Group, MatrixOf)):
+                    first = vector_sum(first, vector_times(Num(Fraction(-1)), term) if sign == "-" else term)
+                    continue
+                right, left = as_expr(term), as_expr(first)
                 if sign == "-":
                     right = Call("neg", (right,))
                 first = Scalar(Call("add" if sign in "+-" else sign[1:], (left, right)))
             return first
+
+    def _dotted(self, before: Expr, operation: str) -> Scalar:
+        """The sum or product of what is before dots, at which it is, and what is after them."""
+        self.position += 1
+        after: list[Expr] = []
+        while True:
+            sign = self.take().text if self.peek() in ("+", "-") and operation == "add" else ""
+            if operation == "mul":
+                self.skip(*vocabulary.MULTIPLY)
+            if not sign and (operation == "add" or (after and not self._begins_factor())):
+                break
+            self.count_operation(len(after))
+            expr = as_expr(self.term() if operation == "add" else self.factor())
+            after.append(Call("neg", (expr,)) if sign == "-" else expr)
+        return Scalar(explained(operands(before, operation), after, operation))
 
     def _signed_term(self) -> Answer:
         if self.skip("+"):
@@ -126,13 +171,18 @@ class Arithmetic(ABC):
                 return self._signed_term()
         if self.skip("-"):
             with self:
-                inner = as_expr(self._signed_term())
+                signed = self._signed_term()
+            if isinstance(signed, (Group, MatrixOf)):
+                return vector_times(Num(Fraction(-1)), signed)
+            inner = as_expr(signed)
             if isinstance(inner, Num):
                 return Scalar(Num(-inner.value, inner.digits, inner.open_ended))
             return Scalar(Call("neg", (inner,)))
         if self.peek() in ("\\pm", "\\mp"):
-            sign = self.take().text[1:]
-            return Scalar(Call(sign, (Num(Fraction(0)), as_expr(self.term()))))
+            sign, term = self.take().text[1:], self.term()
+            if isinstance(term, Group):
+                return SetOf((term, _negated(term)))
+            return Scalar(Call(sign, (Num(Fraction(0)), as_expr(term))))
         return self.term()
 
     def term(self) -> Answer:
@@ -146,11 +196,20 @@ class Arithmetic(ABC):
     def _next_factor(self, first: Answer) -> Answer | None:
         """`first` multiplied or divided by the next factor; None at the end of the term."""
         text = self.peek()
+        if text == "\\ldots" or (text in vocabulary.MULTIPLY and self.peek(1) == "\\ldots"):
+            self.skip(*vocabulary.MULTIPLY)
+            is_factor = self.peek(1) not in ("", ",", ";", "+", "-", "=") and isinstance(first, Scalar)
+            return self._dotted(as_expr(first), "mul") if is_factor else None
         if self.skip(*vocabulary.MULTIPLY):
             name = "pow" if text == "*" and self.skip("*") else "mul"
+            if name == "mul" and self.peek() in ("(", "\\langle", "\\begin"):
+                return self._times(first)
             return Scalar(Call(name, (as_expr(first), self._operand())))
         if self.skip(*vocabulary.DIVIDE):
             return Scalar(Call("div", (as_expr(first), self._operand())))
+        if text == "\\angle" and isinstance(first, Scalar) and isinstance(first.expr, Num):  # polar form
+            self.position += 1
+            return Scalar(Call("mul", (first.expr, direction(self._operand()))))
         if text in (":", "to") and isinstance(first, Scalar) and not self.in_set:
             items: list[Answer] = [first]
             while self.skip(":", "to"):
@@ -170,9 +229,8 @@ class Arithmetic(ABC):
         start = self.position
         right_side = self.factor()
         expr = as_expr(left)
-        if isinstance(right_side, MatrixOf):
-            rows = (tuple(Call("mul", (expr, entry)) for entry in row) for row in right_side.rows)
-            return MatrixOf(tuple(rows))
+        if isinstance(right_side, (Group, MatrixOf)):
+            return vector_times(expr, right_side)
         right = as_expr(right_side)
         if isinstance(expr, Num) and expr.digits is None and expr.value.denominator == 1 and start > 0:
             fraction = plain_fraction(right)
@@ -206,6 +264,10 @@ class Arithmetic(ABC):
                 return False
             return not token.prose or text in ("e", "i") or text in vocabulary.FUNCTIONS
         if token.kind == "sign":
+            if text == "(" and self.peek(1) in vocabulary.MODULUS:
+                return False
+            if text == "[" and self.peek(1) in AFTER_INTERVAL:  # [2, 5[
+                return False
             return text in ("(", "{", "[") or (text == "|" and not self.in_bars)
         named = any(text[1:] in names for names in (vocabulary.CONSTANTS, GREEK, vocabulary.FUNCTIONS))
         return named or any(
@@ -239,16 +301,34 @@ class Arithmetic(ABC):
             return Scalar(Sym(symbol.name + "'"))
         if self._skip_power("\\circ") or self.skip("\\degree"):
             return Scalar(Call("deg", (as_expr(base),)))
+        if isinstance(base, (Group, MatrixOf)):
+            turned = self._transposed(base)
+            if turned is not None:
+                return turned
         if self.skip("^"):
             return Scalar(Call("pow", (as_expr(base), self._exponent())))
-        if self.peek(1) != "=" and self.skip("!"):
+        of_number = isinstance(base, Scalar) and isinstance(base.expr, Num)  # 8!=40320, not x!=1
+        if (self.peek(1) != "=" or (of_number and not self._spaced())) and self.skip("!"):
             return Scalar(Call("factorial2" if self.skip("!") else "factorial", (as_expr(base),)))
         if self.skip("%", "\\%"):
             return Scalar(Call("percent", (as_expr(base),)))
         return None
 
+    def _spaced(self) -> bool:
+        token = self.token()
+        return token is not None and token.space
+
+    def _transposed(self, base: Group | MatrixOf) -> MatrixOf | None:
+        """A matrix or a row after `^T`, else None."""
+        if not (self._skip_power("T") or self._skip_power("\\top")):
+            return None
+        rows = base.rows if isinstance(base, MatrixOf) else (tuple(map(as_expr, base.items)),)
+        return MatrixOf(tuple(zip(*rows, strict=True)))
+
     def _skip_power(self, mark: str) -> bool:
         """Steps over `^mark` or `^{mark}`, if it follows."""
+        if self.peek() != "^":
+            return False
         for texts in (["^", mark], ["^", "{", mark, "}"]):
             if [self.peek(ahead) for ahead in range(len(texts))] == texts:
                 self.position += len(texts)
@@ -316,7 +396,7 @@ class Arithmetic(ABC):
         if len(text) == 1 or text in GREEK:
             return Scalar(self._symbol(text))
         following = self.token()
-        alone = token.space or (following is not None and following.space)
+        alone = (token.space or (following is not None and following.space)) and self.peek() != "^"
         if token.prose or len(text) > 3 or (alone and text.lower() in vocabulary.PLAIN_WORDS):
             raise NotMathematics(f"the word {text!r}")
         self.position -= 1
@@ -324,7 +404,10 @@ class Arithmetic(ABC):
         return self.factor()
 
     def _symbol(self, name: str) -> Sym:
-        """A symbol with its subscript."""
+        """A symbol with its subscript; `P(0)` is P_0, never a product with 0."""
+        if self.peek() == "(" and self.peek(1) == "0" and self.peek(2) == ")":
+            self.position += 3
+            return Sym(f"{name}_0")
         if self.peek() != "_":
             return Sym(name)
         self.position += 1
@@ -350,6 +433,41 @@ def as_expr(answer: Answer) -> Expr:
     if isinstance(answer, Scalar) and answer.otherwise is not None:
         return answer.otherwise.expr
     raise NotMathematics("a list, set or relation inside arithmetic")
+
+
+def _negated(point: Group) -> Group:
+    items = tuple(Scalar(Call("neg", (as_expr(item),))) for item in point.items)
+    return Group(point.opening, items, point.closing)
+
+
+def vector_times(factor: Expr, vector: Group | MatrixOf) -> Group | MatrixOf:
+    """A matrix times an expression, or a point times a number or parameter: `\\frac{1}{3}(7, 2)`, `t(1, 2)`."""
+    if isinstance(vector, MatrixOf):
+        return MatrixOf(tuple(tuple(Call("mul", (factor, entry)) for entry in row) for row in vector.rows))
+    if vector.opening + vector.closing != "()" or not symbols(factor) <= PARAMETERS:
+        raise NotMathematics("a factor of other than a point")
+    return Group("(", tuple(Scalar(Call("mul", (factor, as_expr(item)))) for item in vector.items), ")", True)
+
+
+def vector_sum(one: Group | MatrixOf, other: Group | MatrixOf) -> Group | MatrixOf:
+    """The sum of two points or two matrices of one size."""
+    if isinstance(one, MatrixOf) and isinstance(other, MatrixOf):
+        if len(one.rows) != len(other.rows) or len(one.rows[0]) != len(other.rows[0]):
+            raise NotMathematics("matrices of different sizes")
+        pairs = (zip(*rows, strict=True) for rows in zip(one.rows, other.rows, strict=True))
+        return MatrixOf(tuple(tuple(Call("add", pair) for pair in row) for row in pairs), True)
+    if not (isinstance(one, Group) and isinstance(other, Group)) or len(one.items) != len(other.items):
+        raise NotMathematics("a sum of different things")
+    if {one.opening + one.closing, other.opening + other.closing} != {"()"}:
+        raise NotMathematics("a sum of other than points")
+    terms = zip(map(as_expr, one.items), map(as_expr, other.items), strict=True)
+    return Group("(", tuple(Scalar(Call("add", pair)) for pair in terms), ")", True)
+
+
+def direction(angle: Expr) -> Expr:
+    """The complex number of modulus 1 with this angle: `cis`."""
+    imaginary = Call("mul", (Call("i"), Call("sin", (angle,))))
+    return Call("add", (Call("cos", (angle,)), imaginary))
 
 
 def plain_fraction(expr: Expr) -> Fraction | None:

@@ -74,6 +74,7 @@ def compare_plain(ours: Plain, gold: Plain, rules: Rules) -> tuple[bool, str] | 
     return None
 
 
+@lru_cache(maxsize=4096)
 def gold_answer(gold: str) -> str:
     """A reference answer without its box, if it has one."""
     boxed = extract_boxed(gold) if "box" in gold else None
@@ -91,8 +92,8 @@ def plain_answer(text: str) -> Plain | None:
     choice = None if number is not None else choice_of(key)
     letters = "".join(re.findall("[A-J]", key)) if _SEVERAL_LETTERS.fullmatch(key) else None
     if letters is None and choice is None and _are_words(key):
-        key = key.casefold().removeprefix("the ").removeprefix("an ").removeprefix("a ")
-    words = tuple(_JOINERS.split(key)) if _NAMES.fullmatch(key) else None
+        key = _LEAD_WORDS.sub("", key.casefold())
+    words = tuple(_JOINERS.split(key.casefold())) if _NAMES.fullmatch(key) else None
     return Plain(key, number, exact, choice, letters, words)
 
 
@@ -139,8 +140,9 @@ def _plain_number(key: str) -> tuple[Fraction | None, bool]:
 # ---------------------------------------------------------------- words
 _NAMES = re.compile(r"[A-Za-z]{3,30}(?:(?:, ?| and |, and )[A-Za-z]{3,30}){1,30}")
 _JOINERS = re.compile(r", and |, ?| and ")
+_LEAD_WORDS = re.compile(r"^(?:it is )?(?:the |an? )?")
 _WORDS = re.compile(r"[A-Za-z]+(?:[ -][A-Za-z]+)*")
-_SHORT_WORDS = word_set("a an the of in on to no yes not and or is at by up")
+_SHORT_WORDS = word_set("a an the of in on to no yes not and or is it at by up")
 
 
 def _are_words(key: str) -> bool:

@@ -18,6 +18,12 @@ class Num:
     open_ended: bool = False
     """Written with dots: more digits follow."""
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_hash", hash((self.value, self.digits, self.open_ended)))
+
+    def __hash__(self) -> int:  # kept: expressions are looked up often
+        return self._hash  # type: ignore[attr-defined]
+
 
 @dataclass(frozen=True)
 class Sym:
@@ -30,6 +36,12 @@ class Call:
 
     name: str
     args: tuple[Expr, ...] = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_hash", hash((self.name, self.args)))
+
+    def __hash__(self) -> int:
+        return self._hash  # type: ignore[attr-defined]
 
 
 Expr = Num | Sym | Call
@@ -47,6 +59,10 @@ class Scalar:
     """A second reading: `5 m` is 5 metres or the product of 5 and m."""
 
 
+DOTS = Scalar(Sym("\\ldots"))
+"""An item of a list that stands for others: `1, 2, ..., n`."""
+
+
 @dataclass(frozen=True)
 class Group:
     """Items in brackets, or a ratio: a point, an interval, a vector."""
@@ -54,6 +70,8 @@ class Group:
     opening: str
     items: tuple[Answer, ...]
     closing: str
+    computed: bool = False
+    """Whether it is written as a sum or multiple of points: `(1, 2) + t(3, 4)`."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +90,10 @@ class Listing:
 
 @dataclass(frozen=True)
 class Relation:
-    """`sides[0] ops[0] sides[1] ...`; ops are "=", "<", "<=", ">", ">=", "!=", "~" and "in"."""
+    """`sides[0] ops[0] sides[1] ...`; ops are "=", "<", "<=", ">", ">=", "!=", "~", "in" and "==" (an open congruence).
+
+    A congruence has the one op "mod"; its sides are [left side,] residue and modulus.
+    """
 
     sides: tuple[Answer, ...]
     ops: tuple[str, ...]
@@ -97,21 +118,23 @@ class SetOperation:
 @dataclass(frozen=True)
 class MatrixOf:
     rows: tuple[tuple[Expr, ...], ...]
+    computed: bool = False
 
 
 @dataclass(frozen=True)
 class NamedSet:
-    """A set with a name: "R", "Z", "N", "Q", "C" or "empty"."""
+    """A set with a name: "R", "Z", "N", "Q", "C", "empty", "Z+" and "R+" (positive), "Z0" and "R0" (not negative)."""
 
     name: str
 
 
 @dataclass(frozen=True)
 class SetBuilder:
-    """The real numbers that satisfy a condition: `{x | condition}`."""
+    """The real or whole numbers that satisfy a condition: `{x | condition}`."""
 
     name: str
     condition: Answer
+    whole: bool = False
 
 
 @dataclass(frozen=True)

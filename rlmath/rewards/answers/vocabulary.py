@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rlmath.rewards.answers.normalize import word_set
+from rlmath.rewards.answers.normalize import word_list, word_set
 
 RELATIONS = {
     text: operator
@@ -21,19 +21,30 @@ RELATIONS = {
 }
 FUNCTIONS = word_set(
     "sin cos tan cot sec csc arcsin arccos arctan sinh cosh tanh ln log lg exp min max gcd lcm det floor "
-    "ceil abs asin acos atan"
+    "ceil abs asin acos atan tg ctg arctg cis"
 )
 ALIASES = {"asin": "arcsin", "acos": "arccos", "atan": "arctan", "lg": "log"}
+ALIASES |= {"tg": "tan", "ctg": "cot", "arctg": "arctan"}
 CONSTANTS = {"pi": "pi", "e": "e", "i": "i", "infty": "inf", "infinity": "inf", "inf": "inf", "imath": "i"}
 DROPPED = word_set(
     "\\mathit \\mathcal \\mathbf \\boldsymbol \\vec \\overrightarrow \\mathscr \\mathfrak \\bm \\hat "
     "\\widehat"
 )
 DECORATED = {"\\dot": "dot", "\\ddot": "ddot", "\\bar": "bar", "\\overline": "bar", "\\tilde": "tilde"}
-CURRENCIES = frozenset(("\\dollar", "\\euro", "\\pound"))
+LABELS = {"max": "max", "min": "min", "maximum": "max", "minimum": "min"}
+LABELS |= {
+    name: name
+    for name in word_list(
+        "mean median mode range length width height area perimeter volume quotient remainder "
+        "vertex center radius diameter slope midpoint focus"
+    )
+}
+"""Names of quantities that stand before their values: `maximum 5`."""
+MODULUS = frozenset(("\\pmod", "\\bmod", "\\mod", "mod"))
+CURRENCIES = frozenset(("\\dollar", "\\euro", "\\pound", "\\rupee", "\\yen"))
 MULTIPLY = frozenset(("*", "\\times", "\\cdot", "\\ast"))
 DIVIDE = frozenset(("/", "\\div"))
-CLOSING = {"(": (")", "]"), "[": ("]", ")"), "]": ("[",)}
+CLOSING = {"(": (")", "]"), "[": ("]", ")", "["), "]": ("[", "]")}
 """The closing brackets of a group, by its opening one."""
 PLAIN_WORDS = word_set(
     "the not and or is are no of yes for any all but if to by in at as an it so we be do on not one two "
@@ -49,6 +60,6 @@ UNSUPPORTED = word_set(
 SET_OPERATIONS = {"\\cup": "union", "\\bigcup": "union", "\\cap": "intersection"}
 SET_OPERATIONS |= {"\\setminus": "without", "\\backslash": "without"}
 FACTOR_COMMANDS = word_set(
-    "\\frac \\sqrt \\binom \\tbinom \\dbinom \\lfloor \\lceil \\lvert \\hbar \\ell \\begin \\varphi "
+    "\\frac \\sqrt \\binom \\tbinom \\dbinom \\lfloor \\lceil \\lvert \\hbar \\ell \\begin \\langle \\varphi "
     "\\varepsilon \\vartheta"
 )

@@ -27,12 +27,13 @@ from rlmath.config.length_curriculum import validates
 from rlmath.config.model_shape import ModelShape
 from rlmath.config.schema import AlgorithmConfig, Config, PolicyConfig
 from rlmath.distributed.device import environment_rank
+from rlmath.distributed.memory import available_bytes, total_bytes
 from rlmath.models.hf_config import inspect_model_folder
 from rlmath.rewards.custom_function import function_problem
 from rlmath.trainer.preflight import length_curriculum as curriculum
 from rlmath.trainer.preflight import parallelism
 from rlmath.trainer.preflight.memory_estimate import Kind
-from rlmath.trainer.preflight.memory_fit import fit_problems
+from rlmath.trainer.preflight.memory_fit import GIB, fit_problems
 from rlmath.trainer.preflight.memory_formulas import FLOAT32_BYTES, longest_sequence_bytes
 from rlmath.trainer.telemetry.wandb import wandb_problems
 
@@ -54,11 +55,10 @@ def check_config(config: Config, world_size: int, kind: Kind = "grpo") -> ModelS
         *run_problems(config, world_size, shape, kind),
         *device_problems(config, shape, on_gpu or config.run.device == "cuda", kind),
     ]
-    if config.run.device == "cuda" and not on_gpu:
-        problems.append(
-            'run.device is "cuda", and torch finds no CUDA device. Use run.device=cpu, or a GPU machine.'
-        )
+    if kind == "grpo" and not on_gpu:
+        problems += host_memory_problems(config)
     problems += [
+        *cuda_problems(config.run.device),
         *file_problems(config, kind),
         *(wandb_problems(config.telemetry) if environment_rank() == 0 else ()),
         *model_problems,
@@ -76,6 +76,9 @@ def run_problems(config: Config, world_size: int, shape: ModelShape | None, kind
     if kind == "grpo":
         for check in (algorithm_problems, _reward_problems):
             problems += curriculum.in_every_stage(config, check)
+        # Once for all stages: an import may take long.
+        if config.reward.function is not None and (problem := function_problem(config.reward.function)):
+            problems.append(problem)
     return problems + (shape_problems(config, shape, kind) if shape is not None else [])
 
 
@@ -120,11 +123,33 @@ def device_problems(config: Config, shape: ModelShape | None, on_gpu: bool, kind
     return problems
 
 
+def cuda_problems(requested: str, option: str = "run.device") -> Iterator[str]:
+    """A device that is asked for, and is not there."""
+    if requested == "cuda" and not torch.cuda.is_available():
+        yield f'{option} is "cuda", and torch finds no CUDA device. Use {option}=cpu, or a GPU machine.'
+
+
 def memory_problems(config: Config, shape: ModelShape, world_size: int, kind: Kind = "grpo") -> list[str]:
     """What of the longest lengths does not fit the GPU. The layout must have no problems."""
     if kind == "sft":
         return fit_problems(config, shape, world_size, kind)
     return curriculum.of_longest_stage(config, lambda largest: fit_problems(largest, shape, world_size))
+
+
+def host_memory_problems(config: Config) -> Iterator[str]:
+    """A KV cache on CPU that this machine has no memory for, with those of the other ranks here that the launcher names
+    (LOCAL_WORLD_SIZE)."""
+    cache, here = config.rollout.cpu_kv_cache_gib, os.environ.get("LOCAL_WORLD_SIZE", "1")
+    ranks = int(here) if here.isdecimal() else 1
+    total, free = total_bytes() / GIB, available_bytes() / GIB
+    if cache * ranks > total or cache > free:
+        for_all = (
+            f" for each of the {ranks} ranks on this machine, {cache * ranks:g} in all" if ranks > 1 else ""
+        )
+        yield (
+            f"rollout.cpu_kv_cache_gib is {cache:g}{for_all}; this machine has {total:.1f} GiB of memory, of which "
+            f"{free:.1f} are free. Lower it."
+        )
 
 
 def file_problems(config: Config, kind: Kind = "grpo") -> Iterator[str]:
@@ -275,8 +300,6 @@ def _reward_problems(config: Config) -> Iterator[str]:
             f"reward.format_penalty is {reward.format_penalty}; a right answer in a box gets 1 in scheme "
             f'"{reward.scheme}", and one without a box should get less. Lower it.'
         )
-    if reward.function is not None and (problem := function_problem(reward.function)):
-        yield problem
 
 
 # ---------------------------------------------------------------- algorithm and selection
@@ -364,6 +387,12 @@ def algorithm_warnings(config: Config) -> Iterator[str]:
         yield (
             "selection.dynamic_sampling drops groups and, with selection.max_extra_prompts=0, samples none in their "
             "place."
+        )
+    if selection.dynamic_sampling == "accuracy" and config.reward.function is not None:
+        yield (
+            'selection.dynamic_sampling="accuracy" with reward.function: an answer counts as right where its metric '
+            '"correct" is above 0, without one where its reward is. With partial credit whole groups are right and are '
+            'dropped: return "correct", or take selection.dynamic_sampling=reward.'
         )
     if selection.drop_truncated and config.reward.mask_no_eos_with_zero:
         yield "reward.mask_no_eos_with_zero has no effect with selection.drop_truncated=true."

@@ -1,44 +1,70 @@
 """A run without ranks: every check of a start that needs no GPU, no weights and no process group, and then the plan.
 
-Nothing is written. Of the model only config.json is needed (`hf_config.planned_shape`); where its
-tokenizer is missing, prompts are counted and their lengths are not looked at.
+Nothing is written. Of a model that lies elsewhere config.json is enough (`hf_config.planned_shape`), or a published
+shape; without a tokenizer prompts are counted and their lengths are not checked. A folder with weights must be whole.
 """
 
 from __future__ import annotations
 
 import math
+import os
 import shutil
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rlmath.checkpoint.hf.weight_map import parameter_count
 from rlmath.config import length_curriculum as curriculum
 from rlmath.config.help import raise_problems
+from rlmath.config.load import load_config, without_secrets
 from rlmath.config.model_shape import ModelShape
 from rlmath.config.schema import Config
-from rlmath.data.dataset import load_inputs, load_prompt_files, load_validation, most_updates
+from rlmath.data.audit import EXAMPLES
+from rlmath.data.dataset import (
+    audit_inputs,
+    load_inputs,
+    load_prompt_files,
+    load_sft_inputs,
+    load_validation,
+    most_updates,
+)
 from rlmath.data.loader import PromptOrder
-from rlmath.models.hf_config import inspect_model_folder, planned_shape
+from rlmath.distributed.device import environment_rank
+from rlmath.distributed.fault_tolerance.exit_codes import FINISHED, MISTAKE
+from rlmath.distributed.memory import total_bytes
+from rlmath.models.hf_config import (
+    PlannedShape,
+    has_weights,
+    hub_name,
+    inspect_model_folder,
+    missing_folder_problem,
+    planned_shape,
+)
+from rlmath.rewards.reward_manager import try_reward_function
 from rlmath.trainer import save_schedule
 from rlmath.trainer.preflight import checks
 from rlmath.trainer.preflight.length_curriculum import stage_list_problems
-from rlmath.trainer.preflight.memory_estimate import Target, mesh_of
+from rlmath.trainer.preflight.memory_estimate import Kind, Target, mesh_of
 from rlmath.trainer.preflight.memory_fit import GIB, planned_target, start_up_lines
 from rlmath.trainer.preflight.parallelism import planned_ranks
+from rlmath.trainer.resume import Origin, Recovery, find_recovery, origin_of, sft_origin_of
 from rlmath.trainer.run_dir import folder_problems
 from rlmath.trainer.telemetry.alerts import dropped_alert
+from rlmath.trainer.telemetry.console import terminal_width, wrapped
 
 
 @dataclass(frozen=True)
 class CountedData:
-    """The prompts of a run, counted."""
+    """The prompts of a run, or the sequences of a supervised one, counted."""
 
     order: PromptOrder
     total_steps: int
     lines: tuple[str, ...]
     """One or more for each file, for the console."""
     warnings: tuple[str, ...]
+    origin: Origin
+    """"" for what cannot be known without weights or a tokenizer."""
 
 
 @dataclass(frozen=True)
@@ -46,69 +72,175 @@ class RunPlan:
     """What a run would do, as far as files and settings show."""
 
     config: Config
-    """As given, but for `run.device`: the kind of device that is planned for."""
+    """As given, but for `run.device`: the kind of device that is planned for. Of a supervised run what has no effect
+    there is at its default."""
     shape: ModelShape
     shape_note: str
     ranks: int
     target: Target
     data: CountedData
+    kind: Kind = "grpo"
+    unused: tuple[str, ...] = ()
+    """Settings that have no effect in a supervised run."""
+    missing: tuple[str, ...] = ()
+    """What of the model a start needs and is not here."""
+    recovery: Recovery | None = None
+    """What a start here would resume from."""
+    ranks_are_least: bool = False
+    """Neither settings nor a launcher nor the user named their number."""
+    not_here: tuple[str, ...] = ()
+    """Why a start on this machine would be refused, in a plan for another."""
 
 
-def plan_run(config: Config, ranks: int | None = None) -> RunPlan:
+def dry_run(
+    config_files: Sequence[Path], overrides: Sequence[str], ranks: int | None, kind: Kind = "grpo"
+) -> int:
+    """Print the plan of a run, or all problems; the exit status, MISTAKE where the run could not start."""
+    rank = 0
+    try:
+        rank = environment_rank()
+        lines = plan_lines(plan_run(load_config(config_files, overrides), ranks, kind))
+    except ValueError as error:
+        lines, status, stream = [str(error)], MISTAKE, sys.stderr
+    else:
+        status, stream = FINISHED, sys.stdout
+    if rank == 0:
+        text, width = without_secrets("\n".join(lines)), terminal_width(stream)
+        print(text if width is None else wrapped(text, width), file=stream)
+    return status
+
+
+def plan_run(given: Config, ranks: int | None = None, kind: Kind = "grpo") -> RunPlan:
     """The plan of a run that could start; ValueError that lists everything that keeps it from starting.
 
     `ranks` is the number of ranks; without it `parallelism.planned_ranks` finds one.
     """
+    config, unused = checks.only_used(given) if kind == "sft" else (given, [])
     found, size = planned_shape(config.model.path), planned_ranks(config, ranks)
     if size < 1:
         raise_problems("this run", [f"--ranks is {size}; needed: at least 1."])
     shape, target, data = found.shape, None, None
-    of_settings, of_files = checks.run_problems(config, size, shape), list(checks.file_problems(config))
-    problems = [*of_settings, *found.problems, *of_files]
-    for problem in folder_problems(config.run.output_dir, config, 0, resumes=False):
-        problems.append(f'run.output_dir "{config.run.output_dir}": {problem}')
-    of_data = [one for one in checks.value_problems(config) if one.startswith("data.")]
+    of_settings, of_files = (
+        checks.run_problems(config, size, shape, kind),
+        list(checks.file_problems(config, kind)),
+    )
+    of_model, missing = model_problems(config.model.path, found)
+    problems = [*of_settings, *of_model, *of_files]
+    of_data = [one for one in checks.value_problems(config) if one.startswith(("data.", "sft."))]
     try:
-        if shape is not None and not of_files and not of_data and not any(stage_list_problems(config)):
-            data = count_data(config, shape)
+        is_readable = not (of_files or of_data or any(stage_list_problems(config)))
+        if shape is not None and is_readable and (kind == "grpo" or has_tokenizer(config) or not of_model):
+            calls_function = not of_settings  # where it cannot be imported, that is found already
+            data = (
+                count_data(config, shape, calls_function)
+                if kind == "grpo"
+                else count_sequences(config, shape)
+            )
     except ValueError as error:
         problems.append(str(error))
+    recovery, refused = _recovery(config, data)
+    problems += refused
+    for problem in folder_problems(config.run.output_dir, config, 0, bool(recovery or refused)):
+        problems.append(f'run.output_dir "{config.run.output_dir}": {problem}')
     try:
         if shape is not None and not of_settings:
             target = planned_target(config)
             if target.kind == "cpu":
-                problems += checks.device_problems(config, shape, on_gpu=False)
-            problems += checks.memory_problems(config, shape, size)
+                for problem in checks.cuda_problems(config.run.device):
+                    problems.append(f"{problem} To plan for a GPU that is not here, name it by memory.gpu.")
+                problems += checks.device_problems(config, shape, on_gpu=False, kind=kind)
+                problems += checks.host_memory_problems(config) if kind == "grpo" else ()
+            problems += checks.memory_problems(config, shape, size, kind)
     except ValueError as error:
         problems.append(str(error))
     raise_problems("this run", problems)
     assert shape is not None and data is not None and target is not None
     planned = replace(config, run=replace(config.run, device=target.kind))
-    return RunPlan(planned, shape, found.note, size, target, data)
+    is_least = ranks is None and config.parallel.data is None and "WORLD_SIZE" not in os.environ
+    return RunPlan(
+        planned,
+        shape,
+        found.note,
+        size,
+        target,
+        data,
+        kind,
+        tuple(unused),
+        tuple(missing),
+        recovery,
+        is_least,
+        tuple(checks.cuda_problems(config.run.device)),
+    )
+
+
+def _recovery(config: Config, data: CountedData | None) -> tuple[Recovery | None, list[str]]:
+    """What a start here would resume from, and why it would refuse to. Without data it is not known."""
+    if data is None:
+        return None, []
+    try:
+        return find_recovery(config, data.origin, data.total_steps), []
+    except ValueError as error:
+        return None, [str(error).replace("\n", "\n  ")]
+
+
+def model_problems(model_path: str, planned: PlannedShape) -> tuple[list[str], list[str]]:
+    """What is wrong with the model's folder, and what a start needs of it that is not here. Of a folder without any
+    weights only config.json must be right: a plan can be made where the model is not."""
+    folder = Path(model_path)
+    if not os.path.exists(folder):
+        return ([missing_folder_problem(folder)] if hub_name(folder) else planned.problems), []
+    problems = inspect_model_folder(folder)[1]
+    if not folder.is_dir() or has_weights(folder):
+        return problems, []
+    return planned.problems, [problem for problem in problems if problem not in planned.problems]
 
 
 # ---------------------------------------------------------------- data
 
 
-def count_data(config: Config, shape: ModelShape) -> CountedData:
-    """The prompts that the run would use; ValueError for those that it could not. Without a tokenizer none is dropped
-    for its length."""
+def count_data(config: Config, shape: ModelShape, calls_function: bool = True) -> CountedData:
+    """The prompts that the run would use; ValueError for those that it could not, and where a reward function fails on
+    them, if it is called. Without a tokenizer none is dropped for its length."""
     tokenizer = None
-    folder = Path(config.model.path)
-    if (folder / "tokenizer.json").is_file() or (folder / "vocab.json").is_file():
+    if has_tokenizer(config):
         found = load_inputs(config, shape)
         tokenizer = found.tokenizer
     else:
         found = load_prompt_files(config, tokenizer)
     validation = load_validation(config, tokenizer, shape.vocab_size)
-    lines = (*found.lines, *(file.line() for file in validation))
+    audit = audit_inputs(config, found, validation, tokenizer)
+    tried = try_reward_function(config.reward, found.prompts) if calls_function else ()
+    lines = (*found.lines, *(line for file in validation for line in file.lines()), *audit.lines())
     warning = dropped_alert(found.dropped_share, config.telemetry)
     if tokenizer is None:
         warning = (
             f'lengths were not checked: "{config.model.path}" has no tokenizer here. Prompts longer than '
             f"data.max_prompt_tokens={config.data.max_prompt_tokens} will be dropped, and steps may be fewer."
         )
-    return CountedData(found.order, found.total_steps, lines, () if warning is None else (warning,))
+    warnings = (*tried, *audit.warnings(EXAMPLES), *(() if warning is None else (warning,)))
+    origin = origin_of(config, found, has_weights(Path(config.model.path)))
+    if tokenizer is None:
+        origin = replace(origin, data="")
+    return CountedData(found.order, found.total_steps, lines, warnings, origin)
+
+
+def count_sequences(config: Config, shape: ModelShape) -> CountedData:
+    """The sequences that a supervised run would use; ValueError for those that it could not, and without a tokenizer:
+    they are written with it."""
+    if not has_tokenizer(config):
+        raise ValueError(
+            f'"{config.model.path}" has no tokenizer here, without which the sequences of supervised training cannot '
+            "be counted. Give the model's folder, of which a dry run needs config.json and the tokenizer's files."
+        )
+    found = load_sft_inputs(config, shape)
+    lines = (*found.lines, *found.audit.lines())
+    origin = sft_origin_of(config, found, has_weights(Path(config.model.path)))
+    return CountedData(found.order, found.total_steps, lines, found.audit.warnings(EXAMPLES), origin)
+
+
+def has_tokenizer(config: Config) -> bool:
+    folder = Path(config.model.path)
+    return (folder / "tokenizer.json").is_file() or (folder / "vocab.json").is_file()
 
 
 # ---------------------------------------------------------------- the plan as text
@@ -118,20 +250,30 @@ def plan_lines(plan: RunPlan) -> list[str]:
     """For the console."""
     config, shape = plan.config, plan.shape
     mesh = mesh_of(config, plan.ranks, 0)
+    layout = mesh.describe() if plan.kind == "grpo" else mesh.training_layout
+    least = "  (the least for this layout; --ranks N plans for others)"
     warnings = list(_warnings(plan))
+    is_elsewhere = plan.missing or plan.shape_note
     return [
         "Dry run: nothing is started, nothing is written.",
         f"Model: {config.model.path}, {parameter_count(shape) / 1e9:.3g} B parameters, {shape.num_layers} layers, "
         f"{shape.max_positions} positions",
         *([f"  {plan.shape_note}"] if plan.shape_note else ()),
-        f"Layout: {plan.ranks} rank{'s' * (plan.ranks != 1)}, {mesh.describe()}",
+        f"Layout: {plan.ranks} rank{'s' * (plan.ranks != 1)}, {layout}",
+        *([least] if plan.ranks_are_least else ()),
         "Data:",
         *(f"  {line}" for line in plan.data.lines),
-        *_step_lines(plan),
-        *start_up_lines(curriculum.with_longest_lengths(config), shape, plan.ranks),
+        *(_step_lines(plan) if plan.kind == "grpo" else _sft_step_lines(plan)),
+        *start_up_lines(curriculum.with_longest_lengths(config), shape, plan.ranks, plan.kind),
         *_disk_lines(plan),
-        *(["Worth knowing:", *(f"  - {warning}" for warning in warnings)] if warnings else ()),
-        "No problem was found.",
+        *_resume_lines(plan),
+        *(
+            ["Worth knowing:", *(f"  - {warning}".replace("\n", "\n    ") for warning in warnings)]
+            if warnings
+            else ()
+        ),
+        "No problem was found."
+        + (" A start needs the whole model, which is not here." if is_elsewhere else ""),
     ]
 
 
@@ -147,11 +289,10 @@ def _step_lines(plan: RunPlan) -> Iterator[str]:
     )
     if config.selection.dynamic_sampling is not None:
         yield f"  dynamic sampling may ask for up to {config.selection.max_extra_prompts} prompts more a step"
-    stages, per_epoch = curriculum.length_stages(config, data.total_steps), data.order.steps_per_epoch
+    stages = curriculum.length_stages(config, data.total_steps)
     if len(stages) == 1:
         yield f"  {_tokens(config)}"
-    epochs_in_all = f"{data.total_steps / per_epoch:,.1f}".removesuffix(".0")
-    yield f"Steps: {data.total_steps:,} in all, {per_epoch:,} an epoch ({epochs_in_all} epochs)"
+    yield _steps(data)
     if curriculum.has_length_stages(config):
         for stage in stages:
             yield f"  {stage.line(len(stages))}"
@@ -162,6 +303,24 @@ def _step_lines(plan: RunPlan) -> Iterator[str]:
             f"Validation: every {every} steps, {samples} completion{'s' * (samples != 1)} of each problem, of at most "
             f"{curriculum.validation_tokens(config)} tokens"
         )
+
+
+def _sft_step_lines(plan: RunPlan) -> Iterator[str]:
+    config, sft = plan.config, plan.config.sft
+    sequences, longest = config.data.prompts_per_step, sft.max_sequence_tokens
+    yield (
+        f"Step: {sequences} sequences of at most {longest} tokens, {sequences * longest:,} in all, packed into "
+        f"micro-batches of {config.policy.max_tokens_per_microbatch}; one update"
+    )
+    yield _steps(plan.data)
+    if sft.eval_every_steps is not None:
+        yield f"Held-out sequences: their loss every {sft.eval_every_steps} steps"
+
+
+def _steps(data: CountedData) -> str:
+    per_epoch = data.order.steps_per_epoch
+    epochs_in_all = f"{data.total_steps / per_epoch:,.1f}".removesuffix(".0")
+    return f"Steps: {data.total_steps:,} in all, {per_epoch:,} an epoch ({epochs_in_all} epochs)"
 
 
 def _tokens(config: Config) -> str:
@@ -231,18 +390,34 @@ def _gib(size: int) -> str:
     return f"{size / GIB:,.1f}" if size >= 0.05 * GIB else f"{size / GIB:.3f}"
 
 
+def _resume_lines(plan: RunPlan) -> Iterator[str]:
+    if plan.recovery is not None:
+        checkpoint = plan.recovery.candidates[0][0]
+        yield f"Resumes: after step {checkpoint.step}, from {checkpoint.folder}, where its files are whole"
+
+
 # ---------------------------------------------------------------- what is no problem, and should be known
 
 
 def _warnings(plan: RunPlan) -> Iterator[str]:
     config = plan.config
     yield from plan.data.warnings
-    folder = Path(config.model.path)
-    for problem in inspect_model_folder(folder)[1] if folder.exists() else ():
+    yield from curriculum.fewer_steps_warnings(config, plan.data.order.steps_per_epoch)
+    if plan.recovery is not None:
+        yield from (*plan.recovery.notes, *plan.recovery.warnings)
+    for problem in plan.missing:
         yield f"a start needs more of the model: {problem}"
-    yield from checks.config_warnings(config)
+    for problem in plan.not_here:
+        yield f"a start on this machine would be refused: {problem}"
+    yield from checks.config_warnings(config, plan.unused)
     if plan.target.total_bytes is None:
         yield "the plan is for the CPU, in float32; name a GPU by memory.gpu or memory.gpu_gib."
+        caches = config.rollout.cpu_kv_cache_gib * plan.ranks
+        if plan.kind == "grpo" and caches * GIB > total_bytes():
+            yield (
+                f"the KV caches of {plan.ranks} ranks (rollout.cpu_kv_cache_gib) take {caches:g} GiB, more than this "
+                f"machine's {total_bytes() / GIB:.1f}: the ranks need several such machines, or a smaller cache."
+            )
     if config.save.save_freq_secs is not None:
         yield "save.save_freq_secs: how many checkpoints it keeps depends on the run's speed; they are not counted."
     output = Path(config.run.output_dir).absolute()

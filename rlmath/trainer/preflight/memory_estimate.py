@@ -189,6 +189,7 @@ def stage_work(
         itemsize=target.itemsize,
         device_kind=target.kind,
         local_layers=target.local_layers,
+        chunks=mesh.virtual_pipeline,
     )
 
 

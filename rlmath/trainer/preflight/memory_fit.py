@@ -16,7 +16,6 @@ from typing import Any
 import torch
 
 from rlmath.config.gpu_specs import GPUS
-from rlmath.config.help import raise_problems
 from rlmath.config.length_curriculum import with_longest_lengths
 from rlmath.config.model_shape import ModelShape
 from rlmath.config.schema import Config, StagesConfig, ValidationConfig
@@ -43,7 +42,7 @@ def planned_target(config: Config) -> Target:
     memory = config.memory
     if memory.gpu is not None and memory.gpu_gib is not None:
         both = f'memory.gpu is "{memory.gpu}" and memory.gpu_gib is {memory.gpu_gib:g}; give one of the two.'
-        raise_problems("this run", [f"{both} Set the other to null."])
+        raise ValueError(f"{both} Set the other to null.")
     gib = memory.gpu_gib if memory.gpu is None else GPUS[memory.gpu].gib
     named = None if gib is None else Target("cuda", memory.gpu or "the GPU", int(gib * GIB), False)
     if config.run.device == "cpu" or not torch.cuda.is_available():
@@ -54,8 +53,7 @@ def planned_target(config: Config) -> Target:
     except ValueError as error:
         if named is None:
             how = "Name the GPU by memory.gpu or memory.gpu_gib."
-            raise_problems("this run", [f"the GPU that is there: {error}. {how}"])
-        assert named is not None
+            raise ValueError(f"the GPU that is there: {error}. {how}") from error
         return replace(named, name=f"{named.name} as named (the one that is there: {error})")
     return here if named is None else _smaller(named, here)
 
@@ -104,7 +102,10 @@ def usable_bytes(target: Target) -> int:
 
 def fit_problems(config: Config, shape: ModelShape, world_size: int, kind: Kind = "grpo") -> list[str]:
     """What does not fit the GPU; empty on CPU. The layout must have no problems (`parallelism`)."""
-    target = planned_target(config)
+    try:
+        target = planned_target(config)
+    except ValueError as error:
+        return [str(error)]
     if target.total_bytes is None:
         return []
     config = replace(with_longest_lengths(config), stages=StagesConfig(), validation=ValidationConfig())

@@ -60,6 +60,8 @@ class StageWork:
     device_kind: str
     local_layers: bool
     """Megatron's local layers with our norm and attention; else Transformer Engine's."""
+    chunks: int = 1
+    """Model chunks of the stage."""
 
 
 @dataclass(frozen=True)
@@ -95,13 +97,13 @@ def hidden_elements(shape: ModelShape, work: StageWork) -> int:
 def layer_elements(shape: ModelShape, work: StageWork, selective: bool = False) -> int:
     """Elements of one token that a layer keeps for its backward pass, beside the layer's input.
 
-    Per norm: its input (the first norm's is the output of the layer before) and its output; our norm also keeps the
-    normalised input. Per MLP: gate and up (2), silu(gate), a copy of up (Megatron adds an offset of 0 to it), their
-    product. Per token sent to an expert also its hidden state on the way there and back.
+    Per norm: its input (the first norm's is the output of the layer before) and its output. Per MLP: gate and up (2),
+    and silu(gate) up; of a local expert, before and after it is weighted. Per token sent to an expert also its hidden
+    state on the way there and back.
     """
-    ffn = 5 * _units(shape, work) + 2 * _sent_elements(shape, work)
-    norms = (6 if work.local_layers else 4) * hidden_elements(shape, work)
-    return norms + _attention_elements(shape, work, selective) + ffn
+    weighted = 1 if work.local_layers and shape.num_experts else 0
+    ffn = (3 + weighted) * _units(shape, work) + 2 * _sent_elements(shape, work)
+    return 4 * hidden_elements(shape, work) + _attention_elements(shape, work, selective) + ffn
 
 
 def _units(shape: ModelShape, work: StageWork) -> int:
@@ -117,21 +119,23 @@ def _sent_elements(shape: ModelShape, work: StageWork) -> int:
 def _attention_elements(shape: ModelShape, work: StageWork, selective: bool) -> int:
     """Query Q, key and value K elements of a token.
 
-    Ours: query, key and value laid out by segment, the latter two repeated to Q, the output in both layouts (3 Q),
-    cosines and sines of query and key. Transformer Engine's: the projection (Q + 2 K), of which value is a part, query
-    and key turned (Q + K), the output (Q). Recomputed ("selective"), ours keeps the same.
+    Transformer Engine's: the projection (Q + 2 K), of which value is a part, query and key turned (Q + K), the output
+    (Q). Ours: query, key and value laid out by segment, the latter two repeated to Q, and the output in both layouts;
+    recomputed ("selective"), the projection and the output.
+
+    Without repetition value stays a part of the projection, where segments are equally long, and keeps it (2 Q more).
 
     Norms of query and key keep their inputs: of the query a copy (Q), of the key a part of the projection (Q + 2 K),
-    which so is there in any case, in Transformer Engine a copy (K). Ours also keep the normalised inputs (Q + K).
+    which so is there in any case, in Transformer Engine a copy (K). Their outputs stay where attention is recomputed.
     """
     query = shape.num_heads * shape.head_dim // work.tensor
     key = shape.num_kv_heads * shape.head_dim // work.tensor
-    turned = 3 * query + 3 * key
+    projection = query + 2 * key
     if not work.local_layers:
-        return turned + (query + key if shape.qk_norm else 0)
-    kept = 4 * shape.head_dim + (turned if selective else 6 * query)
+        return projection + 2 * query + key + (query + key if shape.qk_norm else 0)
+    kept = projection + query if selective else (5 + 2 * (query == key and not shape.qk_norm)) * query
     if shape.qk_norm:
-        kept += 2 * query + key + (0 if selective else query + 2 * key)
+        kept += query + (query + key if selective else projection)
     return kept
 
 
@@ -145,7 +149,7 @@ def backward_bytes(shape: ModelShape, work: StageWork, policy: PolicyConfig) -> 
     """
     size, hidden = work.tokens * work.itemsize, hidden_elements(shape, work)
     kept, deepest = (elements * size for elements in _chunk_elements(shape, work, policy))
-    final_norm = size * hidden * (2 if work.local_layers else 1) if work.has_head else 0
+    final_norm = size * hidden if work.has_head else 0
     matrix = padded_vocab(shape.vocab_size, work.tensor) // work.tensor * shape.hidden_size * work.itemsize
     logits, others = _logits_bytes(shape, work), (work.in_flight - 1) * kept
     received = hidden if work.pipelined else 0
@@ -184,10 +188,12 @@ def forward_bytes(shape: ModelShape, work: StageWork) -> PassBytes:
     logits = _logits_bytes(shape, work)
     # Sorted by expert, split, computed, put together and sorted back, what is sent is there ten times (measured).
     sent = 10 * _sent_elements(shape, work)
-    layer = size * (5 * _units(shape, work) + sent + (5 if work.pipelined else 4) * hidden)
+    # With several chunks hidden states are sent and received while others are computed.
+    in_transit = min(work.chunks, 2) if work.pipelined else 0
+    layer = size * (3 * _units(shape, work) + sent + (4 + in_transit) * hidden)
     working = layer - logits
     if work.has_head:
-        working = max(working, LOGPROB_SCRATCH_BYTES[work.device_kind] + 3 * size * hidden)
+        working = max(working, LOGPROB_SCRATCH_BYTES[work.device_kind] + size * hidden)
     return PassBytes(0, logits, max(0, working))
 
 

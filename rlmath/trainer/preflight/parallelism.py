@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import importlib.util
 import math
+import os
 from collections.abc import Iterator
 
 from rlmath.config.model_shape import ModelShape
@@ -14,8 +15,11 @@ from rlmath.rollout.weight_sync.shard_layouts import engine_vocab_rows
 
 
 def planned_ranks(config: Config, given: int | None) -> int:
-    """Ranks of the run: as given, or those that `parallel.data` makes, or those that a launcher started."""
-    return given if given is not None else ranks_of_layout(config.parallel) or environment_world_size()
+    """Ranks of the run: as given, or those that `parallel.data` makes, or those that a launcher started, or the least
+    that the layout takes."""
+    if given is None and "WORLD_SIZE" in os.environ:
+        given = ranks_of_layout(config.parallel) or environment_world_size()
+    return ranks_or_least(config, given)
 
 
 def ranks_of_layout(parallel: ParallelConfig) -> int | None:

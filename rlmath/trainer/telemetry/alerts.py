@@ -21,6 +21,16 @@ EARLY_STOP_STEPS = 10
 """Discarded minibatches raise an alert where most of so many steps had one."""
 NO_CONTRAST_STEPS = 3
 """So many steps in a row without two different rewards in any group raise an alert."""
+QUEUE_SECONDS = 1.0
+QUEUE_SHARE = 0.1
+"""Answers that wait longer for a reward worker, and longer than this share of a step, raise an alert."""
+DISCARDED_SHARE = 0.9
+"""Dynamic sampling that drops more of the groups raises an alert."""
+DISCARDED_GROUPS = 16
+"""Of at least so many groups in the last steps."""
+FAILURES_CHANGE = 0.2
+FAILURES_STEPS = 50
+"""Answers that could not be judged are warned of again where their share has changed by more, or so many steps on."""
 USUAL_CLIP_RATIO = 0.1
 """The AReaL documents: actor_clip_ratio "is usually less than 0.1"."""
 GOOD_ACCURACY = 0.95
@@ -90,6 +100,28 @@ class Alerts:
         self._history.last.clear()
 
 
+class RepeatedWarning:
+    """When to warn again of a share that is above its limit in step after step: first, when it has changed by more than
+    FAILURES_CHANGE since it was told, and after FAILURES_STEPS.
+
+    >>> warning = RepeatedWarning()
+    >>> [warning.is_due(step, share) for step, share in ((1, 0.3), (2, 0.4), (3, 0.6), (52, 0.6), (53, 0.6))]
+    [True, False, True, False, True]
+    """
+
+    def __init__(self) -> None:
+        self._told: tuple[int, float] | None = None
+
+    def is_due(self, step: int, share: float) -> bool:
+        """Whether to warn in this step; it counts as done."""
+        if self._told is not None:
+            told_in, told = self._told
+            if step < told_in + FAILURES_STEPS and abs(share - told) <= FAILURES_CHANGE:
+                return False
+        self._told = step, share
+        return True
+
+
 def dropped_alert(share: float, limits: TelemetryConfig) -> str | None:
     """The alert at the start of a run whose filters dropped this share of the prompts (0 to 1)."""
     if not share > limits.warn_dropped:
@@ -152,6 +184,43 @@ def contrast_alert(history: History) -> str | None:
         f"In {_last(contrast)} no group had completions with different rewards{shown}: nothing was learned "
         "from rewards. See what the model writes and how it is judged (tools/show_samples.py), "
         "check reward.function if there is one, and take problems that the model sometimes solves."
+    )
+
+
+def queue_alert(history: History) -> str | None:
+    """Answers that wait long for a worker: as a rule those of a slow reward function, and the step with them."""
+    waits, seconds = _recent(history, "reward/queue_wait_s_max"), _recent(history, "seconds/step")
+    if not waits or not seconds:
+        return None
+    wait, step = statistics.mean(waits), statistics.mean(seconds)
+    if wait <= max(QUEUE_SECONDS, QUEUE_SHARE * step):
+        return None
+    return (
+        f"Answers waited up to {wait:.3g} s for a reward worker (reward/queue_wait_s_max over {_last(waits)}; a step "
+        f"took {step:.3g} s). No answer is lost by it, but steps may be as much longer. Raise reward.workers, or make "
+        "reward.function faster if there is one."
+    )
+
+
+def discarded_alert(history: History) -> str | None:
+    """Almost all groups dropped by dynamic sampling: partial credit makes all answers count as right, or the problems
+    are all too easy or too hard."""
+    names = {"right": "all right", "wrong": "all wrong", "uniform": "of equal rewards"}
+    dropped = {name: sum(_recent(history, f"selection/dropped/{name}")) for name in names}
+    sampled = _recent(history, "selection/groups_sampled")
+    if sum(sampled) < DISCARDED_GROUPS or not sum(dropped.values()) > DISCARDED_SHARE * sum(sampled):
+        return None
+    why = ", ".join(f"{count:.0f} {names[name]}" for name, count in dropped.items() if count)
+    contrast = _recent(history, "rollout/groups_with_contrast")
+    advice = "Take problems that the model sometimes solves, or raise rollout.group_size."
+    if contrast and statistics.mean(contrast) > 2 * (1 - DISCARDED_SHARE) and not dropped["uniform"]:
+        advice = (
+            f"But in {_percent(statistics.mean(contrast))} of the groups rewards differ: set "
+            'selection.dynamic_sampling=reward, or let reward.function return a metric "correct".'
+        )
+    return (
+        f"Dynamic sampling discarded {sum(dropped.values()):.0f} of the {sum(sampled):.0f} groups of {_last(sampled)} "
+        f"({why}): almost all of the sampling is lost. {advice}"
     )
 
 
@@ -225,6 +294,8 @@ RULES = (
     importance_alert,
     clip_alert,
     contrast_alert,
+    queue_alert,
+    discarded_alert,
     flat_alert,
     entropy_alert,
     early_stop_alert,

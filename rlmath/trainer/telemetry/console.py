@@ -1,45 +1,82 @@
-"""What a run prints: one line a step, in the manner of the AReaL documents."""
+"""What a run prints, and its log file.
+
+The console has lines for a terminal of 80 columns, of rank 0 alone but for warnings: one for each step, with the time
+that is left. `run.log` in the run's folder has all of them with date and level, and more: every setting, and the long
+line of each step in the manner of the AReaL documents. Records of level DEBUG are for the file alone.
+"""
 
 from __future__ import annotations
 
 import logging
 import os
+import statistics
+import sys
+import textwrap
 import warnings
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
+from typing import TextIO
+
+from tqdm import tqdm
 
 from rlmath.config.load import without_secrets
 from rlmath.config.terminal import escape_terminal, visible
 
+logger = logging.getLogger(__name__)
+
+COLUMNS = 80
+"""Of the lines for steps; what is longer is wrapped on a terminal, to its width."""
+LOG_FILE = "run.log"
+RECENT_STEPS = 20
+"""Whose median gives the time that is left."""
+EARLY_LINES = 1000
+"""Lines that are kept for the log file until there is one."""
+
 STEP_LINE_METRICS = {
+    "task_reward": ("reward", ".3f"),
+    "rollout/accuracy": ("acc", ".3f"),
+    "train/loss": ("loss", ".4f"),
+    "held_out/loss": ("held-out", ".4f"),
+    "rollout/response_length": ("len", ".0f"),
+    "no_eos_ratio": ("cut", ".2f"),
+}
+"""Metrics of a step's line, where the step has them and the line has room; their names there, and formats."""
+LONG_LINE_METRICS = {
     "task_reward": ".4f",
     "train/loss": ".4f",
     "held_out/loss": ".4f",
     "avg_seq_len": ".1f",
     "no_eos_ratio": ".4f",
 }
-"""Metrics of the step line, where the step has them, and their formats."""
+"""Likewise of a step's line in the log file."""
 
 
 _QUIET = ("vllm", "transformers", "megatron", "torch", "filelock", "urllib3", "asyncio")
 
 
+# ---------------------------------------------------------------- console and log file
+
+
 def setup_logging(rank: int) -> None:
-    """Time-stamped lines on stderr: everything of rank 0, warnings of the others; of libraries only errors. No text
-    reaches the terminal with control characters (`escape_terminal`).
+    """Lines on stderr: everything of rank 0, warnings of the others; of libraries only errors. No text reaches the
+    terminal with control characters (`escape_terminal`), and a line takes a progress bar off the terminal first.
 
     Call it before vLLM is imported: vLLM would install handlers of its own.
     To hear the libraries, set VLLM_LOGGING_LEVEL, TORCH_CPP_LOG_LEVEL or PYTHONWARNINGS.
     """
     escape_terminal()
     os.environ.setdefault("VLLM_CONFIGURE_LOGGING", "0")
-    name = "" if rank == 0 else f" rank {rank}"
-    handler = logging.StreamHandler()
-    handler.setFormatter(
-        RedactingFormatter(f"%(asctime)s.%(msecs)03d{name} %(levelname)s: %(message)s", "%Y%m%d-%H:%M:%S")
-    )
-    level = logging.INFO if rank == 0 else logging.WARNING
-    logging.basicConfig(level=level, handlers=[handler], force=True)
+    console = ConsoleHandler()
+    console.setFormatter(ConsoleFormatter(rank))
+    console.setLevel(logging.INFO)
+    handlers: list[logging.Handler] = [console]
+    if rank == 0:
+        handlers.append(_EarlyLines())
+    logging.basicConfig(level=logging.INFO if rank == 0 else logging.WARNING, handlers=handlers, force=True)
+    if rank == 0:
+        logging.getLogger("rlmath").setLevel(logging.DEBUG)
     for library in _QUIET:
         logging.getLogger(library).setLevel(os.environ.get("VLLM_LOGGING_LEVEL", "ERROR"))
         if "PYTHONWARNINGS" not in os.environ:
@@ -48,11 +85,209 @@ def setup_logging(rank: int) -> None:
     logging.getLogger("vllm.model_executor.model_loader.reload.inplace").setLevel(logging.WARNING)
 
 
+def open_log_file(output_dir: str | Path) -> None:
+    """From now on this process's lines go to `run.log` in the folder, too, those before included; it is appended to.
+    There is one at a time.
+    OSError where it cannot be opened; what the disk refuses later is lost, with one warning."""
+    root = logging.getLogger()
+    file = _LogFile(Path(output_dir) / LOG_FILE, encoding="utf-8", errors="backslashreplace")
+    file.setFormatter(
+        _LogFileFormatter("%(asctime)s.%(msecs)03d %(levelname)s: %(message)s", "%Y%m%d-%H:%M:%S")
+    )
+    for handler in list(root.handlers):
+        if isinstance(handler, (_EarlyLines, _LogFile)):
+            root.removeHandler(handler)
+            handler.close()
+        if isinstance(handler, _EarlyLines):
+            for record in handler.records:
+                file.handle(record)
+    root.addHandler(file)
+
+
 class RedactingFormatter(logging.Formatter):
     """Of lines and tracebacks, without what settings took from the environment."""
 
     def format(self, record: logging.LogRecord) -> str:
         return without_secrets(super().format(record))
+
+
+class ConsoleFormatter(RedactingFormatter):
+    """ "18:43:01 WARNING: text", of ranks but the first with their number. On a terminal, lines that are too long are
+    wrapped between words, but for errors; else a message stays on its line, for programs that search it. Lines of
+    other ranks replace the bar of the first on a terminal; it draws the bar again."""
+
+    def __init__(self, rank: int) -> None:
+        name = "" if rank == 0 else f" rank {rank}"
+        super().__init__(f"%(asctime)s{name} %(levelname)s: %(message)s", "%H:%M:%S")
+        self._over_bar = rank != 0
+
+    def format(self, record: logging.LogRecord) -> str:
+        text = super().format(record)
+        if record.levelno == logging.INFO:
+            text = text.replace(" INFO: ", " ", 1)
+        width = terminal_width()
+        if width is None:
+            return text
+        text = text if record.levelno >= logging.ERROR else wrapped(text, width)
+        return over_bar(text, width) if self._over_bar else text
+
+
+class _LogFileFormatter(RedactingFormatter):
+    def format(self, record: logging.LogRecord) -> str:
+        return visible(super().format(record))
+
+
+class ConsoleHandler(logging.StreamHandler):  # type: ignore[type-arg]
+    def emit(self, record: logging.LogRecord) -> None:
+        with tqdm.external_write_mode(file=self.stream):
+            super().emit(record)
+
+    def close(self) -> None:
+        """`logging.shutdown` calls it, also before `os._exit`: removes the bars, which would stay on the terminal."""
+        close_bars()
+        super().close()
+
+
+def close_bars() -> None:
+    """Take all progress bars off the terminal, before the last line of a process: they are drawn below a line else."""
+    for bar in list(tqdm._instances):  # type: ignore[attr-defined]
+        bar.close()
+
+
+class _EarlyLines(logging.Handler):
+    """The last records, until there is a file for them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.records: deque[logging.LogRecord] = deque(maxlen=EARLY_LINES)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.records.append(record)
+
+
+class _LogFile(logging.FileHandler):
+    _refused = False
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        error = sys.exc_info()[1]
+        if not isinstance(error, OSError):
+            super().handleError(record)
+        elif not self._refused:
+            self._refused = True
+            logger.warning("%s cannot be written: %s. The run continues without it", self.baseFilename, error)
+
+
+def terminal_width(stream: TextIO | None = None) -> int | None:
+    """Columns of the terminal that a stream is, stderr where none is given; None where it is none, or its size is not
+    known."""
+    stream = sys.stderr if stream is None else stream
+    try:
+        return max(os.get_terminal_size(stream.fileno()).columns, 40) if stream.isatty() else None
+    except (OSError, ValueError):
+        return None
+
+
+def over_bar(text: str, width: int) -> str:
+    """The text in the place of a progress bar of another process that may stand on the terminal's line."""
+    first, newline, rest = text.partition("\n")
+    return f"\r{first.ljust(width - 1)}{newline}{rest}"
+
+
+def wrapped(text: str, width: int) -> str:
+    """The text with lines of at most so many columns, but for words that are longer, such as paths, and for commands,
+    whose lines begin with "$ ".
+
+    >>> print(wrapped("12:00:00 a line that is too long", 24))
+    12:00:00 a line that is
+      too long
+    """
+    lines = []
+    for line in text.split("\n"):
+        indent = " " * (len(line) - len(line.lstrip()) + 2)
+        fits = len(line) <= width or line.lstrip().startswith("$ ")
+        lines += (
+            [line]
+            if fits
+            else textwrap.wrap(
+                line, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+            )
+        )
+    return "\n".join(lines)
+
+
+# ---------------------------------------------------------------- a step's line
+
+
+class RemainingTime:
+    """The seconds that a run still takes: by the median of this start's recent steps, without the first, which warms
+    up, once there is another; and apart from them by the validations and saves that are still to be made."""
+
+    def __init__(
+        self,
+        total_steps: int,
+        validations: Callable[[int], int] = lambda steps_done: 0,
+        saves: Callable[[int, int, float], int] = lambda first, last, seconds: 0,
+    ) -> None:
+        """`validations` gives how many are still to be made with so many steps done, `saves` how many are made after
+        the steps from `first` to `last`, which take so many seconds."""
+        self._total_steps, self._validations, self._saves = total_steps, validations, saves
+        self._first: float | None = None
+        self._steps: deque[float] = deque(maxlen=RECENT_STEPS)
+        self._earlier: deque[float] = deque(maxlen=RECENT_STEPS)
+        self._validated: deque[float] = deque(maxlen=RECENT_STEPS)
+        self._steps_made = 0
+        self._seconds_made = self._save_seconds = 0.0
+
+    def add_earlier(self, step_seconds: float, validation_seconds: float) -> None:
+        """Of an earlier start of the run, without its saves; its steps count until this one has made two."""
+        self._earlier.append(step_seconds - validation_seconds)
+        self._add_validation(validation_seconds)
+
+    def add(self, step_seconds: float, validation_seconds: float, save_seconds: float = 0.0) -> None:
+        """A step of this start with all that belongs to it: the validation in it and the save before it, which are
+        given apart, too."""
+        own = step_seconds - validation_seconds - save_seconds
+        if self._first is None:
+            self._first = own
+        else:
+            self._steps.append(own)
+        self._steps_made += 1
+        self._seconds_made += step_seconds
+        self._save_seconds += save_seconds
+        self._add_validation(validation_seconds)
+
+    def _add_validation(self, seconds: float) -> None:
+        if seconds > 0.0:
+            self._validated.append(seconds)
+
+    def seconds(self, steps_done: int) -> float:
+        """Call it after a step.
+
+        >>> left = RemainingTime(10)
+        >>> left.add(20.0, 0.0), left.add(9.0, 0.0), left.add(2.0, 0.0), left.seconds(3)
+        (None, None, None, 14.0)
+        """
+        assert self._first is not None
+        # Of two steps the shorter one: the second may still warm up.
+        step = statistics.median_low(self._steps or self._earlier or [self._first])
+        left = (self._total_steps - steps_done) * step
+        if self._validated:
+            left += self._validations(steps_done) * statistics.fmean(self._validated)
+        first = steps_done - self._steps_made + 1
+        if saved := self._saves(first, steps_done - 1, self._seconds_made):
+            left += self._saves(steps_done, self._total_steps - 1, left) * self._save_seconds / saved
+        return left
+
+
+def count_due(first: int, total_steps: int, every: int | None) -> int:
+    """How many of the steps `first`, ..., `total_steps` something is due after: every so many steps, and the last.
+
+    >>> count_due(3, 10, 4), count_due(5, 8, 4), count_due(11, 10, 4), count_due(1, 10, None)
+    (3, 1, 0, 0)
+    """
+    if every is None or first > total_steps:
+        return 0
+    return total_steps // every - (first - 1) // every + (total_steps % every > 0)
 
 
 @dataclass(frozen=True)
@@ -64,34 +299,44 @@ class Progress:
     step: int
     """In its epoch."""
     steps_per_epoch: int
+    """Those that this run makes of it."""
     global_step: int
     total_steps: int
     """Of the whole run."""
     step_seconds: float
     total_seconds: float
     """Since this program started; of a resumed run, since it was resumed."""
-    steps_timed: int
-    """Steps that this program made; with `total_seconds` they give the estimate."""
-
-    @property
-    def remaining_seconds(self) -> float:
-        """Steps to go at the mean pace so far.
-
-        >>> Progress(1, 1, 2, 10, 2, 10, 3.0, 8.0, 2).remaining_seconds
-        32.0
-        """
-        return (self.total_steps - self.global_step) * self.total_seconds / self.steps_timed
+    remaining_seconds: float
+    """Until the last step and validation are made."""
 
 
-def step_line(progress: Progress, metrics: Mapping[str, float]) -> str:
-    """One line to read and to grep; `metrics` may hold more than is shown.
+def step_line(
+    progress: Progress, metrics: Mapping[str, float], columns: int = COLUMNS - len("00:00:00 ")
+) -> str:
+    """One line of at most so many columns; of `metrics` those of STEP_LINE_METRICS for which there is room.
 
-    >>> step_line(Progress(1, 2, 3, 19, 3, 38, 1.234, 5.678, 3), {"task_reward": -0.25})
+    >>> step_line(Progress(1, 2, 3, 19, 3, 38, 1.234, 5.678, 66.2), {"task_reward": -0.25, "other": 1.0})
+    'step  3/38 reward -0.250 1.23s left 1:06'
+    """
+    digits = len(str(progress.total_steps))
+    start = f"step {progress.global_step:>{digits}}/{progress.total_steps}"
+    end = f" {seconds_text(progress.step_seconds)}s left {duration(progress.remaining_seconds)}"
+    for name, (short, form) in STEP_LINE_METRICS.items():
+        part = f" {short} {metrics[name]:{form}}" if name in metrics else ""
+        if len(start) + len(part) + len(end) <= columns:
+            start += part
+    return start + end
+
+
+def long_step_line(progress: Progress, metrics: Mapping[str, float]) -> str:
+    """One line for the log file, to read and to grep.
+
+    >>> long_step_line(Progress(1, 2, 3, 19, 3, 38, 1.234, 5.678, 66.2), {"task_reward": -0.25})
     'Epoch 1/2 step 3/19 (global step 3) finishes. #End to end# execution time: *1.234*s. \
-Total time consumption: 5.678s. Estimated remaining time: 66.243s. task_reward: -0.2500'
+Total time consumption: 5.678s. Estimated remaining time: 66.200s. task_reward: -0.2500'
     """
     step = f"step {progress.step}/{progress.steps_per_epoch} (global step {progress.global_step})"
-    shown = [f"{name}: {metrics[name]:{form}}" for name, form in STEP_LINE_METRICS.items() if name in metrics]
+    shown = [f"{name}: {metrics[name]:{form}}" for name, form in LONG_LINE_METRICS.items() if name in metrics]
     return " ".join(
         [
             f"Epoch {progress.epoch}/{progress.total_epochs} {step} finishes.",
@@ -101,6 +346,24 @@ Total time consumption: 5.678s. Estimated remaining time: 66.243s. task_reward: 
             *shown,
         ]
     )
+
+
+def seconds_text(seconds: float) -> str:
+    """Three digits: "0.42", "41.7", "417"."""
+    return f"{seconds:.{2 if seconds < 9.995 else 1 if seconds < 99.95 else 0}f}"
+
+
+def duration(seconds: float) -> str:
+    """ "0:07", "1:06:40"; from a day on "2d03h".
+
+    >>> duration(7.4), duration(4000), duration(183_600)
+    ('0:07', '1:06:40', '2d03h')
+    """
+    whole = round(seconds)
+    if whole >= 86_400:
+        return f"{whole // 86_400}d{whole % 86_400 // 3600:02d}h"
+    minutes = f"{whole // 60 % 60:02d}:{whole % 60:02d}"
+    return f"{whole // 3600}:{minutes}" if whole >= 3600 else minutes.removeprefix("0")
 
 
 def shortened(text: str, most: int) -> str:

@@ -33,6 +33,26 @@ MOST_WAITING = 10_000
 """Rows of a file that may wait in memory for room on the disk; of more, the oldest are lost."""
 MOST_TRIES_APART = 64
 """Values and texts after which TensorBoard, which needs a new file each time, is tried again at the latest."""
+TIMED = (
+    "seconds/",
+    "tokens_per_second/",
+    "train/mfu",
+    "rollout/mfu",
+    "memory",
+    "rollout/idle_share",
+    "reward/queue_wait",
+    "validation/seconds",
+)
+"""How the names of metrics begin that are times and memory, or follow from them: no two runs have the same."""
+
+
+def without_times(row: Mapping[str, float], *more: str) -> dict[str, float]:
+    """A row without the metrics that no two runs have the same of, and those whose names begin with one of `more`.
+
+    >>> without_times({"step": 1, "seconds/step": 2.5, "sync/sent_gib": 0.5}, "sync/")
+    {'step': 1}
+    """
+    return {name: value for name, value in row.items() if not name.startswith((*TIMED, *more))}
 
 
 class Unwritten:

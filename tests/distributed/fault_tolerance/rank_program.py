@@ -82,6 +82,7 @@ def main() -> int:
     setup_logging(RANK)
     stop = StopRequest(settings.stop_grace_seconds, str(folder), RANK)
     stop.install()
+    stop.in_steps = True
     dist.init_process_group("gloo", timeout=timedelta(seconds=120))
     if RANK == 0:
         logging.info("advice: %s", launcher_advice(settings.stop_grace_seconds))

@@ -85,6 +85,8 @@ def test_a_hang_is_told_with_the_stacks_of_all_ranks(tmp_path: Path) -> None:
         console = run.console()
         assert told(r"rank 0 on .*, in update for \d+ s: all_reduce .*\n", console), console
         assert told(r"rank 1 on .*, in rollout for \d+ s: waits_for_ever .*<- BEHIND", console), console
+        report = console[console.index("Root Cause") :]
+        assert "no rank has made progress for" in report, "torchrun's report, its last lines, has the cause"
         assert run.status().status == FAILURE
 
 

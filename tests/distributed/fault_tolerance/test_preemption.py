@@ -1,4 +1,4 @@
-"""SIGTERM and SIGUSR1, however they come, lead to a saved checkpoint and a status that says so."""
+"""SIGINT, SIGTERM and SIGUSR1, however they come, lead to a saved checkpoint and a status that says so."""
 
 from __future__ import annotations
 
@@ -14,9 +14,11 @@ import psutil
 import pytest
 
 from rlmath.distributed.fault_tolerance.exit_codes import (
+    FAILURE,
     FILE_NAME,
     NOT_SAVED_IN_TIME,
     SAVED_AND_STOPPED,
+    ExitStatus,
     read_exit_status,
 )
 from tests.distributed.fault_tolerance.runs import SIGNALS, Run, running, wait_for
@@ -33,14 +35,68 @@ def assert_saved(run: Run) -> None:
     first, second = run.saved_steps()
     assert first == second, "both ranks save after the same step"
     assert run.status().status == SAVED_AND_STOPPED, run.console()
-    assert json.loads((run.folder / FILE_NAME).read_text())["meaning"] == "saved and stopped"
+    assert json.loads((run.folder / FILE_NAME).read_text())["meaning"] == "stopped on request"
 
 
 def test_sigterm_to_a_plain_torchrun_saves(tmp_path: Path) -> None:
     with running(tmp_path / "run", "walk") as run:
         run.launcher.send_signal(signal.SIGTERM)
         assert_saved(run)
-        assert "--shutdown-timeout=300" in run.console(), "it is told how torchrun should be started"
+        assert "--shutdown-timeout=300" in run.console(), "the options that torchrun should have"
+        assert "SIGTERM: the run saves after this step and stops, within 30 s\n" in run.console()
+
+
+@matrix
+def test_control_c_saves_and_a_second_one_ends_all_at_once(tmp_path: Path) -> None:
+    """torchrun forwards the first as SIGINT, the second as SIGTERM."""
+    with running(tmp_path / "first", "walk") as run:
+        run.launcher.send_signal(signal.SIGINT)
+        assert_saved(run)
+        assert "SIGINT (Ctrl-C): the run saves after this step and stops, within 30 s" in run.console()
+        assert "KeyboardInterrupt" not in run.console()
+    with running(tmp_path / "second", "slow save") as run:
+        everyone = family(run.launcher.pid)
+        run.launcher.send_signal(signal.SIGINT)
+        wait_for(lambda: "Ctrl-C again" in run.console())
+        run.launcher.send_signal(signal.SIGINT)
+        assert run.ends_within(END_SECONDS) != 0
+        assert run.saved_steps() == [] and run.status().status == FAILURE
+        assert run.console().count("ended at once by a second Ctrl-C") == 1
+        assert not psutil.wait_procs(everyone, timeout=5)[1]
+
+
+WAITS_IN_C = """
+import ctypes, sys
+from rlmath.distributed.fault_tolerance.preemption import end_at_interrupt
+from rlmath.trainer.telemetry.console import setup_logging
+setup_logging(int(sys.argv[1]))
+end_at_interrupt(int(sys.argv[1]))
+print("ready", flush=True)
+libc, mutex = ctypes.CDLL(None), ctypes.create_string_buffer(64)
+libc.pthread_mutex_lock(mutex)
+libc.pthread_mutex_lock(mutex)
+"""
+"""The second call never returns, not for a signal either."""
+
+
+def test_control_c_while_a_program_starts_ends_it_without_a_traceback() -> None:
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", WAITS_IN_C, str(rank)], cwd=REPOSITORY, env=ENVIRONMENT, **pipes
+        )
+        for rank in (0, 1)
+    ]
+    try:
+        for process, lines in zip(ranks, (1, 0), strict=True):
+            assert process.stdout.readline() == "ready\n"
+            process.send_signal(signal.SIGINT)
+            _, told = process.communicate(timeout=END_SECONDS)
+            assert process.returncode == FAILURE
+            assert told.count("\n") == told.count("the same command starts the run again\n") == lines
+    finally:
+        for process in ranks:
+            end_family(process)
 
 
 def test_the_exit_status_is_written_where_the_stacks_cannot_be(tmp_path: Path) -> None:
@@ -55,6 +111,70 @@ def test_the_exit_status_is_written_where_the_stacks_cannot_be(tmp_path: Path) -
     command = [sys.executable, "-c", program, str(tmp_path)]
     ended = subprocess.run(command, cwd=REPOSITORY, env=ENVIRONMENT, check=False, timeout=50)
     assert ended.returncode == read_exit_status(tmp_path).status == NOT_SAVED_IN_TIME
+
+
+def test_a_second_control_c_after_all_is_saved_keeps_the_exit_status(tmp_path: Path) -> None:
+    program = (
+        "import os, signal, sys, time\n"
+        "from rlmath.distributed.fault_tolerance.exit_codes import write_exit_status\n"
+        "from rlmath.distributed.fault_tolerance.preemption import StopRequest\n"
+        "stop = StopRequest(60.0, sys.argv[1], 0)\n"
+        "stop.install()\n"
+        "os.kill(os.getpid(), signal.SIGINT)\n"
+        "stop.done()\n"
+        f"write_exit_status(sys.argv[1], {SAVED_AND_STOPPED}, 'after step 3')\n"
+        "os.kill(os.getpid(), signal.SIGINT)\n"
+        "time.sleep(60)\n"
+    )
+    command = [sys.executable, "-c", program, str(tmp_path)]
+    ended = subprocess.run(command, cwd=REPOSITORY, env=ENVIRONMENT, check=False, timeout=50)
+    assert ended.returncode == SAVED_AND_STOPPED
+    assert read_exit_status(tmp_path) == ExitStatus(SAVED_AND_STOPPED, "after step 3")
+
+
+INTERRUPTED_TWICE = """
+import os, signal, sys, time
+from rlmath.distributed.fault_tolerance.preemption import StopRequest
+from rlmath.trainer.telemetry.console import setup_logging
+rank = int(os.environ["RANK"])
+setup_logging(rank)
+stop = StopRequest(60.0, sys.argv[1], rank)
+stop.install()
+stop.in_steps, stop.saved_step = (True, 3) if sys.argv[2:] else (False, None)
+for _ in range(2):
+    os.kill(os.getpid(), signal.SIGINT)
+    time.sleep(2.0)
+time.sleep(60)
+"""
+
+
+def test_control_c_on_another_node_is_logged_there_by_its_first_rank(tmp_path: Path) -> None:
+    for place, lines in (({"RANK": "2", "LOCAL_RANK": "0"}, 2), ({"RANK": "3", "LOCAL_RANK": "1"}, 0)):
+        command = [sys.executable, "-c", INTERRUPTED_TWICE, str(tmp_path / place["RANK"]), "in steps"]
+        variables = ENVIRONMENT | place
+        done = subprocess.run(
+            command, cwd=REPOSITORY, env=variables, capture_output=True, text=True, check=False, timeout=50
+        )
+        assert done.returncode == FAILURE and done.stderr.count("\n") == lines, done.stderr
+        if lines:
+            first, second = done.stderr.splitlines()
+            assert (
+                "rank 2 WARNING: SIGINT (Ctrl-C): the run saves after this step and stops, within 60 s"
+                in first
+            )
+            assert "rank 2 WARNING: The run was ended at once by a second Ctrl-C" in second
+            assert second.endswith("the same command resumes after step 3")
+
+
+def test_control_c_before_the_first_step_speaks_of_no_step(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", INTERRUPTED_TWICE, str(tmp_path)]
+    variables = ENVIRONMENT | {"RANK": "2", "LOCAL_RANK": "0"}
+    done = subprocess.run(
+        command, cwd=REPOSITORY, env=variables, capture_output=True, text=True, check=False, timeout=50
+    )
+    first, second = done.stderr.splitlines()
+    assert "the run stops before its next step, within 60 s" in first
+    assert second.endswith("the same command starts from the beginning")
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
@@ -136,3 +256,8 @@ def test_the_status_program_ends_as_the_run_did(tmp_path: Path, left: str | None
     command.append("--clear")
     assert subprocess.run(command, cwd=REPOSITORY, env=ENVIRONMENT, check=False).returncode == 0
     assert not (tmp_path / FILE_NAME).exists()
+    nowhere = [*command[:2], str(tmp_path / "runs")]
+    done = subprocess.run(
+        nowhere, cwd=REPOSITORY, env=ENVIRONMENT, capture_output=True, check=False, text=True
+    )
+    assert done.returncode == 1 and f'there is no folder "{tmp_path / "runs"}"' in done.stdout

@@ -114,6 +114,14 @@ def test_settings_that_do_not_fit_together(overrides: list[str], told: str):
             "importance_cap=5 has no effect: importance_mask_high=2 is not above it",
         ),
         (["algorithm.kl_in=reward", "algorithm.kl_coef=0.1"], 'algorithm.advantage="grpo" divides by'),
+        (
+            [
+                "selection.dynamic_sampling=accuracy",
+                "selection.max_extra_prompts=9",
+                "reward.function=own:reward",
+            ],
+            'return "correct", or take selection.dynamic_sampling=reward',
+        ),
         (["selection.dynamic_sampling=reward"], "samples none in their place"),
         (["algorithm.kl_in=reward"], "no effect with algorithm.kl_coef=0"),
         (["algorithm.kl_coef=0.1", "algorithm.kl_estimator=k1"], "an expected gradient of 0"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from rlmath.config.help import all_settings
 from rlmath.config.load import load_config
 from rlmath.config.model_shape import ModelShape
 from rlmath.config.schema import Range
+from rlmath.distributed.memory import total_bytes
 from rlmath.models.hf_config import read_model_shape
 from rlmath.trainer.preflight.checks import check_config, config_warnings
 
@@ -397,6 +399,14 @@ def test_a_model_folder_that_is_not_there_names_the_nearest(place: Path):
     assert "not expanded" in problem(place, "model.path=~/no/such/model")
 
 
+def test_the_model_in_the_folder_of_a_run_is_named(place: Path):
+    shutil.copytree(place / "model", place / "sft" / "hf_model")
+    assert (
+        f'It is the folder of a run: give "{place}/sft/hf_model".'
+        in problems(place, f"model.path={place}/sft")[0]
+    )
+
+
 def test_a_folder_without_the_files_of_a_model(place: Path):
     (place / "empty").mkdir()
     told = problems(place, f"model.path={place}/empty")
@@ -630,3 +640,38 @@ def test_a_kv_cache_that_cannot_hold_one_sequence(place: Path):
     told = problem(place, "rollout.cpu_kv_cache_gib=0.0014")
     assert "one sequence of 48 tokens" in told and "needs 0.00146 GiB" in told
     check(place, "rollout.cpu_kv_cache_gib=0.0015")
+
+
+def test_a_kv_cache_larger_than_the_memory_of_the_machine(place: Path, monkeypatch: pytest.MonkeyPatch):
+    total = total_bytes() / 2**30
+    told = problem(place, "rollout.cpu_kv_cache_gib=5000")
+    assert told.startswith(
+        f"rollout.cpu_kv_cache_gib is 5000; this machine has {total:.1f} GiB of memory, of which"
+    )
+    # One such cache has room, all of them together have not.
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "200")
+    told = problem(place, f"rollout.cpu_kv_cache_gib={total / 100:.3f}", world_size=200)
+    assert "for each of the 200 ranks on this machine" in told
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    check(place, f"rollout.cpu_kv_cache_gib={total / 100:.3f}")
+
+
+def test_a_reward_function_is_imported_once_for_all_stages(place: Path):
+    file = place / "mine.py"
+    file.write_text(
+        "from pathlib import Path\nwith Path(__file__).with_name('imports').open('a') as f:\n    f.write('x')\n"
+    )
+    stages = ("stages.steps=[2,3,4]", "stages.max_new_tokens=[8,12,16]")
+    (told,) = problems(place, f"reward.function={file}:reward", *stages)
+    assert "has no function 'reward'" in told
+    assert (place / "imports").read_text() == "x"
+
+
+def test_a_name_of_the_hub_is_told_how_to_be_downloaded(place: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(place)
+    told = problem(place, "model.path=Qwen/Qwen2.5-0.5B")
+    assert 'Run "hf download Qwen/Qwen2.5-0.5B --local-dir models/Qwen2.5-0.5B"' in told
+    assert told.endswith("then give model.path models/Qwen2.5-0.5B.")
+    (place / "Qwen").mkdir()  # a folder of one's own
+    for path in ("Qwen/Qwen2.5-0.5B", "models/mine", "/Qwen/Qwen2.5-0.5B", "a/b/c", "tiny"):
+        assert "hf download" not in problem(place, f"model.path={path}")

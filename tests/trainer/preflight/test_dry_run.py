@@ -3,15 +3,27 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
+from safetensors.numpy import load_file, save_file
 
 from launch.train_grpo import main
+from rlmath.checkpoint.directory import CHECKPOINTS, Progress, open_partial, publish, write_progress
+from rlmath.checkpoint.hf.weights import read_header
+from rlmath.config.load import load_config, save_config
 from rlmath.config.schema import Config, SaveConfig
+from rlmath.distributed.memory import total_bytes
+from rlmath.trainer.preflight.checks import check_config
 from rlmath.trainer.preflight.dry_run import kept_checkpoints
+from rlmath.trainer.resume import model_fingerprint
 from tests import programs
+from tests.terminal import on_terminal
 
 CONFIGS = Path(__file__).resolve().parents[3] / "configs"
 SMALL_R1 = "areal/1.5b_n1.yaml"
@@ -68,6 +80,14 @@ TINY = (
 @pytest.mark.parametrize(
     ("name", "arguments", "reasons"),
     [
+        (
+            SMALL_R1,
+            (*TINY, "reward.function=math:sqrt"),
+            [
+                "reward.function math:sqrt fails on the first row of the training data ('q0')",
+                "TypeError: math.sqrt",
+            ],
+        ),
         (
             SMALL_R1,
             ["parallel.tensor=3", "parallel.data=null", "--ranks", "24"],
@@ -162,6 +182,154 @@ def test_only_config_json_is_needed_of_the_model(dry, bare_model: Path, tmp_path
     assert "a start needs more of the model:" in out and "neither model.safetensors" in out
 
 
+def cut_weights(folder: Path) -> None:
+    file = folder / "model.safetensors"
+    os.truncate(file, file.stat().st_size - 100)
+
+
+def take_out_a_tensor(folder: Path) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    del tensors["model.layers.1.mlp.up_proj.weight"]
+    save_file(tensors, folder / "model.safetensors")
+
+
+def change_a_shape(folder: Path) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.norm.weight"] = np.zeros((7,), np.float32)
+    save_file(tensors, folder / "model.safetensors")
+
+
+def take_out_the_tokenizer(folder: Path) -> None:
+    for file in folder.glob("tokenizer*"):
+        file.unlink()
+
+
+def name_a_shard_that_is_not_there(folder: Path) -> None:
+    (folder / "model.safetensors").rename(folder / "model-00001-of-00002.safetensors")
+    names = dict.fromkeys(
+        read_header(folder / "model-00001-of-00002.safetensors"), "model-00001-of-00002.safetensors"
+    )
+    names["lm_head.weight"] = "model-00002-of-00002.safetensors"
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
+
+
+@pytest.mark.parametrize(
+    ("break_it", "reasons"),
+    [
+        (cut_weights, ['model.safetensors" is not a whole safetensors file', "Copy or download it again"]),
+        (take_out_a_tensor, ["1 of 50 tensors are not in the weights: model.layers.1.mlp.up_proj.weight"]),
+        (change_a_shape, ["model.norm.weight has shape (7,), config.json makes it (128,)"]),
+        (take_out_the_tokenizer, ["has no tokenizer: neither tokenizer.json", "Copy the tokenizer files"]),
+        (
+            name_a_shard_that_is_not_there,
+            ["1 are not there: model-00002-of-00002.safetensors", "download them"],
+        ),
+    ],
+)
+def test_a_broken_model_is_refused_as_by_a_start(
+    dry, tied_model: Path, rows: Path, tmp_path: Path, break_it, reasons: list[str]
+):
+    folder = tmp_path / "model"
+    shutil.copytree(tied_model, folder)
+    model = (f"model.path={folder}", *TINY)
+    assert dry(SMALL_R1, *model)[0] == 0
+    break_it(folder)
+    status, out, err = dry(SMALL_R1, *model)
+    assert (status, out) == (2, "") and err.startswith("1 problem with this run:")
+    assert [reason for reason in reasons if reason not in err] == [] and str(folder) in err
+    data = (f"data.train_path={rows}", f"run.output_dir={tmp_path / 'run'}")
+    with pytest.raises(ValueError) as started:
+        check_config(load_config([CONFIGS / SMALL_R1], [*data, *model]), 2)
+    assert str(started.value) == err.removesuffix("\n")
+
+
+def test_a_reward_function_that_cannot_be_imported_is_one_problem(dry, bare_model: Path):
+    status, _, err = dry(SMALL_R1, *TINY, f"model.path={bare_model}", "reward.function=no_such:reward")
+    assert status == 2 and err.startswith("1 problem with this run:") and len(err.splitlines()) == 2
+
+
+def test_a_reward_function_that_takes_too_long_is_worth_knowing(dry, bare_model: Path, tmp_path: Path):
+    (tmp_path / "hangs.py").write_text("import time\ndef reward(*_):\n    time.sleep(600)\n")
+    own = (f"reward.function={tmp_path / 'hangs.py'}:reward", "reward.timeout_seconds=0.5")
+    status, out, _ = dry(SMALL_R1, *TINY, f"model.path={bare_model}", *own)
+    assert status == 0
+    assert (
+        "  - reward.function took more than reward.timeout_seconds=0.5" in out.partition("Worth knowing:")[2]
+    )
+
+
+def test_a_gpu_that_is_named_twice_is_one_problem(dry, bare_model: Path):
+    settings = (*TINY, f"model.path={bare_model}", "run.device=auto")
+    status, _, err = dry(SMALL_R1, *settings, "memory.gpu=H100-80GB", "memory.gpu_gib=80")
+    assert status == 2 and err.splitlines() == [
+        "1 problem with this run:",
+        '  - memory.gpu is "H100-80GB" and memory.gpu_gib is 80; give one of the two. Set the other to null.',
+    ]
+
+
+def test_a_gpu_that_is_not_here(dry, bare_model: Path, monkeypatch: pytest.MonkeyPatch):
+    """Refused as by a start, or a plan for another machine where its GPU is named."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    settings = (*TINY, f"model.path={bare_model}", "run.device=cuda")
+    status, _, err = dry(SMALL_R1, *settings)
+    assert status == 2 and "torch finds no CUDA device" in err and "name it by memory.gpu" in err
+    status, out, _ = dry(SMALL_R1, *settings, "memory.gpu=H100-80GB")
+    assert status == 0 and "a start on this machine would be refused: run.device is" in out
+
+
+def test_lines_for_a_terminal_are_wrapped_between_words(dry, bare_model: Path, rows: Path, tmp_path: Path):
+    told = dry(SMALL_R1, *TINY, f"model.path={bare_model}")[1]
+    arguments = ["--config", str(CONFIGS / SMALL_R1), "--dry-run", *TINY, f"model.path={bare_model}"]
+    data = [f"data.train_path={rows}", "data.format=boba", f"run.output_dir={tmp_path / 'run'}"]
+    program = f"from launch.train_grpo import main; main({[*arguments, *data]!r})"
+    shown = on_terminal(program, 80).replace("\r\n", "\n")
+    long = [line for line in shown.splitlines() if len(line) > 80 and str(tmp_path.parent) not in line]
+    assert not long and max(map(len, told.splitlines())) > 80
+    without_seconds = [re.sub(r"\d\.\d s|[\d.]+ GiB free", "", text).split() for text in (shown, told)]
+    assert without_seconds[0] == without_seconds[1]
+
+
+def test_a_name_of_the_hub_is_no_folder(dry, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("Qwen/Qwen2.5-0.5B", "deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B"):
+        status, _, err = dry(SMALL_R1, f"model.path={name}")
+        assert status == 2 and err.startswith("1 problem with this run:")
+        assert f'"hf download {name} --local-dir models/{name.split("/")[1]}"' in err
+    status, out, _ = dry(SMALL_R1, "model.path=models/DeepSeek-R1-Distill-Qwen-1.5B")
+    assert status == 0 and out.rstrip().endswith("A start needs the whole model, which is not here.")
+
+
+def test_a_kv_cache_larger_than_the_machine_is_refused(dry, tied_model: Path):
+    cpu = (f"model.path={tied_model}", *TINY, "memory.gpu=null")
+    status, _, err = dry(SMALL_R1, *cpu, "rollout.cpu_kv_cache_gib=5000")
+    assert status == 2 and "rollout.cpu_kv_cache_gib is 5000; this machine has" in err
+    share = total_bytes() / 2**30 / 100
+    many = ("parallel.data=200", "data.prompts_per_step=200", f"rollout.cpu_kv_cache_gib={share:.3f}")
+    status, out, err = dry(SMALL_R1, *cpu, *many)
+    assert (status, err) == (0, "") and "the KV caches of 200 ranks" in out.partition("Worth knowing:")[2]
+
+
+def test_the_data_are_looked_at(dry, tied_model: Path, tmp_path: Path):
+    sums = [{"question": f"{n}+1?", "answer": str(n + 1)} for n in range(200)]
+    sums[1]["answer"] = sums[2]["answer"] = "see solution"
+    file = tmp_path / "sums.jsonl"
+    file.write_text("\n".join(map(json.dumps, sums)))
+    own = (
+        f"model.path={tied_model}",
+        *TINY,
+        "data.format=auto",
+        f"data.train_path={file}",
+        "data.template=raw",
+    )
+    held = ("validation.every_steps=2", f"validation.paths=[{file}]")
+    status, out, _ = dry(SMALL_R1, *own, *held)
+    plan, _, told = out.partition("Worth knowing:")
+    assert status == 0 and "A prompt as the model reads it: '0' of" in plan and "  | 0+1?\n" in plan
+    assert '200 of the 200 problems of validation "sums" are trained on, too' in told
+    found = "2: the reference says that the answer is elsewhere ('1': 'see solution', '2': 'see solution')\n"
+    assert told.count(found) == 2, "of training, and of validation"
+
+
 def test_with_a_tokenizer_prompts_are_filtered_by_their_tokens(dry, bare_model: Path, rows: Path):
     status, out, _ = dry(SMALL_R1, f"model.path={bare_model}", *TINY)
     assert status == 0 and "lengths were not checked" not in out
@@ -212,7 +380,26 @@ def test_ranks_come_from_the_launcher_where_the_layout_leaves_them_open(dry, mon
     _, out, _ = dry(SMALL_R1, "parallel.data=null", "--ranks", "16")
     assert "Layout: 16 ranks" in out
     _, out, _ = dry(SMALL_R1)
-    assert "Layout: 8 ranks" in out
+    assert "Layout: 8 ranks" in out and "the least" not in out
+
+
+def test_epochs_that_end_before_the_steps_are_worth_knowing(dry, bare_model: Path):
+    """599 prompts, 100 a step."""
+    words = (f"model.path={bare_model}", *TINY, "run.total_epochs=2")
+    status, out, err = dry(V2, *words, "run.total_steps=13")
+    assert status == 0, err
+    assert "run.total_steps is 13, and the run ends after 10 steps" in out and "run.total_epochs=3." in out
+    assert "the run ends after" not in dry(V2, *words, "run.total_steps=10")[1]
+
+
+def test_without_a_number_of_ranks_the_least_are_planned(
+    dry, bare_model: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    status, out, err = dry(
+        SMALL_R1, f"model.path={bare_model}", *TINY, "parallel.data=null", "parallel.tensor=2"
+    )
+    assert status == 0 and "Layout: 2 ranks" in out and "the least for this layout; --ranks N" in out, err
 
 
 def test_the_folder_of_another_run_is_refused_and_left_as_it_is(dry, tmp_path: Path):
@@ -222,6 +409,35 @@ def test_the_folder_of_another_run_is_refused_and_left_as_it_is(dry, tmp_path: P
     status, _, err = dry(SMALL_R1, f"run.output_dir={other}")
     assert status == 2 and "it is not empty (notes.txt)" in err
     assert [path.name for path in other.iterdir()] == ["notes.txt"]
+
+
+def test_what_a_start_refuses_to_resume_a_dry_run_refuses(dry, tied_model: Path, tmp_path: Path) -> None:
+    """A run that became shorter, another model, other prompts; and what is resumed is told."""
+    words = (f"model.path={tied_model}", *TINY)
+    output, status = tmp_path / "run", dry(SMALL_R1, *words)[0]
+    assert status == 0
+    config = load_config([CONFIGS / SMALL_R1], [f"run.output_dir={output}", "data.train_path=t", *words])
+
+    def checkpoint(step: int, data: str) -> None:
+        partial, model = open_partial(output / CHECKPOINTS, step), model_fingerprint(tied_model)
+        libraries, versions = ("torch",), {"torch": "2"}
+        progress = Progress(step, 0, 24, 6, 3, "TP1", 1, ("exp_avg",), libraries, model, data, versions)
+        write_progress(partial, progress)
+        save_config(config, partial / "config.yaml")
+        (partial / "state" / ".metadata").write_text("index")
+        publish(partial, step, False, {})
+
+    checkpoint(8, "another")
+    save_config(config, output / "config.yaml")
+    _, _, err = dry(SMALL_R1, *words, "run.total_steps=4")
+    assert err.startswith("1 problem with this run:") and err.count("cannot resume from") == 1
+    assert "8 steps are done there, the run has 4 now" in err and "the model that" not in err
+    there = re.search(r"the prompts have changed \(fingerprint another there, (\w+) of", err)
+    assert there is not None
+    checkpoint(9, there[1])
+    shutil.rmtree(output / CHECKPOINTS / "step-000008")
+    status, out, err = dry(SMALL_R1, *words)
+    assert status == 0 and "Resumes: after step 9" in out, err
 
 
 def test_ranks_are_no_setting_of_a_start(capsys: pytest.CaptureFixture[str]):

@@ -207,20 +207,22 @@ def test_buckets_are_smaller_where_ranks_share_memory(settings_mib: int, kind: s
 
 def test_transformer_engines_layer_agrees_with_megatrons_formula():
     """34 s b h bytes without attention scores (arXiv:2205.05198, equation 2) for a plain layer in 16 bits: 2 s b h are
-    dropout masks, which we have none of. Ours has beside: query and key turned (2 h), a gated MLP of 5 F for 2 F."""
+    dropout masks, which we have none of. Ours has beside: query and key turned (2 h), a gated MLP of 3 F for 2 F."""
     h = ONE_LAYER.hidden_size
     assert ONE_LAYER.ffn_size == 4 * h
-    common = layer_elements(ONE_LAYER, work()) - 2 * h - 3 * 4 * h
+    common = layer_elements(ONE_LAYER, work()) - 2 * h - 4 * h
     assert 2 * common == (34 - 2) * h
 
 
 def test_a_local_layer_by_hand():
-    # Norms 6 x 64, attention 6 x 64 and 4 x 16 of angles, MLP 5 x 256.
-    assert layer_elements(ONE_LAYER, work(local_layers=True)) == 384 + 384 + 64 + 1280
-    # Over two ranks only norms and angles stay whole; with sequence parallelism norms are split, too.
-    assert layer_elements(ONE_LAYER, work(local_layers=True, tensor=2)) == 384 + 192 + 64 + 640
+    # Norms 4 x 64, attention 5 x 64 and, with a key for every query, 2 x 64, MLP 3 x 256.
+    assert layer_elements(ONE_LAYER, work(local_layers=True)) == 256 + 320 + 128 + 768
+    shared = replace(ONE_LAYER, num_kv_heads=2)
+    assert layer_elements(shared, work(local_layers=True)) == 256 + 320 + 768
+    # Over two ranks only norms stay whole; with sequence parallelism they are split, too.
+    assert layer_elements(shared, work(local_layers=True, tensor=2)) == 256 + 160 + 384
     split = work(local_layers=True, tensor=2, sequence=True)
-    assert layer_elements(ONE_LAYER, split) == 192 + 192 + 64 + 640
+    assert layer_elements(shared, split) == 128 + 160 + 384
 
 
 @pytest.mark.parametrize(

@@ -128,11 +128,11 @@ def test_a_gpu_whose_memory_cannot_be_read_must_be_named(on_gpu: pytest.MonkeyPa
 
 def test_the_figures_and_the_key_of_the_largest_part_are_told():
     settings = fitting()
-    # 18,944 x 5 / 4 and more elements of 65,536 tokens in 28 layers: far above 80 GiB without recomputation.
+    # 18,944 x 3 / 4 and more elements of 65,536 tokens in 28 layers: far above 80 GiB without recomputation.
     settings = replace(settings, policy=PolicyConfig(max_tokens_per_microbatch=65536))
     (problem,) = fit_problems(settings, QWEN_7B, 8)
     assert 'phase "update"' in problem and "H100-80GB has 79.10 GiB" in problem
-    assert "(activations 1" in problem
+    assert "(activations 71.53," in problem
     assert "policy.recompute_granularity=full" in problem
 
 
@@ -283,8 +283,8 @@ def test_a_gpu_smaller_than_the_reserve_is_told_as_such(gpu_gib: float):
 
 
 def test_a_gpu_is_named_by_one_key():
-    with pytest.raises(ValueError, match=r'memory.gpu is "H100-80GB" and memory.gpu_gib is 3; give one'):
-        fit_problems(config(memory=MemoryConfig(gpu="H100-80GB", gpu_gib=3.0)), QWEN_7B, 1)
+    (problem,) = fit_problems(config(memory=MemoryConfig(gpu="H100-80GB", gpu_gib=3.0)), QWEN_7B, 1)
+    assert problem.startswith('memory.gpu is "H100-80GB" and memory.gpu_gib is 3; give one')
 
 
 def test_a_run_that_cannot_fit_is_refused_before_it_starts(untied_model: Path, tmp_path: Path):

@@ -230,6 +230,15 @@ def test_rises_of_twice_the_noise_seldom_look_flat():
     assert flat <= 6
 
 
+def test_long_waits_for_reward_workers_name_the_setting():
+    slow = {**GOOD, "reward/queue_wait_s_max": 12.5, "seconds/step": 40.0}
+    ((step, text),) = told([slow] * 3)
+    assert step == 1
+    assert "waited up to 12.5 s" in text and "Raise reward.workers" in text
+    assert told([{**slow, "reward/queue_wait_s_max": 3.9}] * 3) == []
+    assert told([{**slow, "reward/queue_wait_s_max": 0.9, "seconds/step": 2.0}] * 3) == []
+
+
 def test_rewards_that_are_all_alike_within_groups_are_told_of_after_three_steps():
     alike = [{**GOOD, "rollout/groups_with_contrast": 0.0, "task_reward": 1.0}] * 6
     ((step, text),) = told([*alike[:2], GOOD, *alike])
@@ -238,3 +247,35 @@ def test_rewards_that_are_all_alike_within_groups_are_told_of_after_three_steps(
     assert "reward.function" in text
     assert told(alike, group_relative=False) == []
     assert told(rows("rollout/groups_with_contrast", [0.01] * 20)) == []
+
+
+def dropped(
+    sampled: int, right: int, wrong: int, uniform: int = 0, contrast: float = 0.1
+) -> dict[str, float]:
+    counts = {"right": right, "wrong": wrong, "uniform": uniform, "empty": 0, "surplus": 0}
+    return {
+        **GOOD,
+        "rollout/groups_with_contrast": contrast,
+        "selection/groups_sampled": float(sampled),
+        **{f"selection/dropped/{name}": float(count) for name, count in counts.items()},
+    }
+
+
+def test_dynamic_sampling_that_discards_almost_all_groups_is_told_of_with_its_reasons():
+    partial = [dropped(96, 91, 0, contrast=0.9), dropped(96, 90, 4, contrast=0.9)]
+    ((step, text),) = told(partial)
+    assert step == 1
+    assert text.startswith("Dynamic sampling discarded 91 of the 96 groups of the last step (91 all right)")
+    assert "in 90% of the groups rewards differ: set selection.dynamic_sampling=reward" in text
+    ((_, text),) = told([dropped(96, 2, 92, contrast=0.02)])
+    assert "(2 all right, 92 all wrong)" in text and "Take problems that the model sometimes solves" in text
+    ((_, text),) = told([dropped(96, 0, 0, uniform=95, contrast=0.01)])
+    assert "95 of equal rewards" in text and "dynamic_sampling=reward" not in text
+
+
+def test_few_groups_and_usual_shares_are_not_told_of():
+    assert told([dropped(96, 40, 46)] * 20) == []  # 10% are left
+    assert told([dropped(8, 8, 0), dropped(6, 6, 0)]) == []
+    ((step, _),) = told([dropped(8, 8, 0)] * 4)
+    assert step == 2
+    assert told([GOOD] * 20) == []

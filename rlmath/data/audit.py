@@ -1,0 +1,425 @@
+"""What a user should see of the data before a run: one rendered prompt, and what is odd about the files.
+
+    prompts -> unknown tokens, problems that are validated and trained on, problems in two files, references that no
+               answer equals
+
+Nothing here ends a run, except that no training prompt has a reference that could be answered. All looks at prompts are
+bounded: texts by their number, references by seconds.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import wait
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Self
+
+from rlmath.algorithms.types import Prompt
+from rlmath.config.schema import RewardConfig
+from rlmath.config.terminal import excerpt, visible
+from rlmath.data.files import grouped
+from rlmath.data.sft_sequences import SequenceReport, WrittenSequence
+from rlmath.data.tokenizer import characters_without_token, unknown_token_ids, without_template
+from rlmath.rewards.answers.string_match import gold_answer
+from rlmath.rewards.extraction import extract_answer
+from rlmath.rewards.reward_manager import open_reward_workers
+from rlmath.rewards.verifier import FAILURES, Rules, Verdict, usable_solutions, verify_by_string
+from rlmath.rewards.worker_pool import VerifierPool
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+EXAMPLES = 3
+"""Prompts named with a finding."""
+SHOWN_CHARACTERS = 480
+"""Of a prompt's text; of a longer one its beginning and its end."""
+LINE_CHARACTERS = 76
+REFERENCE_SECONDS = 10.0
+"""For judging references by themselves; what is left then is not judged."""
+WORKER_SECONDS = 20.0
+"""For those of all files that only a worker can judge, its start included."""
+MOST_IN_WORKERS = 64
+"""References of a file, or of all training files, that are judged by one."""
+PROSE_WORDS = 12
+"""A reference with so many words is a sentence, not an answer."""
+SENTENCE = "is a sentence, not an answer"
+"""The reason that refuses no run: the same words are right, and there are tasks that ask for them."""
+
+_NO_ANSWER = re.compile(
+    r"(?:please )?(?:see|refer to) .*"
+    r"|(?:the )?(?:proof|solution|answer)(?: is)? (?:omitted|above|below|attached|not (?:given|available|provided))"
+    r"|(?:the )?proof|answers? (?:may|will|can) vary|nan|null|todo|tbd|not (?:given|available|applicable|provided)"
+    r"|n/a|q\.e\.d",
+    re.IGNORECASE | re.DOTALL,
+)
+_WORD = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{2,}")
+_WRAPPED = re.compile(r"\\(?:text|mathrm|textbf|mbox)\s?\{([^{}]*)\}")
+
+
+PromptsOfFile = tuple[str, Sequence[Prompt]]
+"""A file, or the name of a validation file, and its prompts."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Something odd: what and how much of it, what it does to the run, and what to change."""
+
+    text: str
+    examples: tuple[str, ...]
+    """The first ones, at most EXAMPLES, or of references their kinds; each cut and on one line."""
+
+
+@dataclass(frozen=True)
+class DataAudit:
+    """What was looked at, and found."""
+
+    shown: tuple[str, ...] = ()
+    """A prompt as the model reads it, or a sequence as it is learned, in lines for the console."""
+    summary: str = ""
+    findings: tuple[Finding, ...] = ()
+
+    def lines(self) -> tuple[str, ...]:
+        """For the console."""
+        return (*self.shown, self.summary) if self.summary else ()
+
+    def warnings(self, examples: int = 1) -> tuple[str, ...]:
+        """The findings, each with its first examples below it."""
+        return tuple("\n  ".join([one.text, *one.examples[:examples]]) for one in self.findings)
+
+
+# ---------------------------------------------------------------- one prompt, as the model reads it
+
+
+def prompt_lines(
+    prompt: Prompt, path: str, given: str, template: str, tokenizer: PreTrainedTokenizerFast
+) -> tuple[str, ...]:
+    """A rendered prompt for the console. `given` is data.template, `template` what it stands for."""
+    used = "as it stands in the file" if template == "raw" else f'in the template "{template}"'
+    return (
+        f"A prompt as the model reads it: {excerpt(prompt.prompt_id, 40)!r} of {path},",
+        f"  {used} (data.template={given}), {_tokens(prompt.text, prompt.token_ids, tokenizer)}:",
+        *_shown(prompt.text),
+    )
+
+
+def sequence_lines(report: SequenceReport, given: str, tokenizer: PreTrainedTokenizerFast) -> tuple[str, ...]:
+    """Likewise the first sequence of a file, with the part of it that is learned."""
+    if report.example is None:
+        return ()
+    prompt, one = report.example
+    learned = tokenizer.decode(list(one.completion_ids), clean_up_tokenization_spaces=False)
+    return (
+        f"A sequence as it is learned, of {report.path} (data.template={given}),",
+        f"  {_tokens(prompt, one.prompt_ids + one.completion_ids, tokenizer)}; the {len(one.prompt_ids)} of the prompt "
+        "are not learned:",
+        *_shown(prompt),
+        f"  the {len(one.completion_ids)} of the completion are, its end of sequence among them:",
+        *_shown(str(learned)),
+    )
+
+
+def _tokens(text: str, token_ids: Sequence[int], tokenizer: PreTrainedTokenizerFast) -> str:
+    unknown, lost = unknown_token_ids(tokenizer), characters_without_token(text, tokenizer)
+    left_out = f", no token for {_characters(lost)}" if lost else ""
+    return (
+        f"{len(token_ids)} tokens, {sum(token in unknown for token in token_ids)} of them unknown{left_out}"
+    )
+
+
+def _characters(characters: Iterable[str]) -> str:
+    return excerpt(" ".join("(space)" if one == " " else one for one in sorted(characters)), 40)
+
+
+def _shown(text: str) -> list[str]:
+    """A text with its line ends visible, cut in the middle, in lines of the console's width."""
+    shown = visible(text).replace("\n", "\\n").replace("\t", "\\t")
+    if len(shown) > SHOWN_CHARACTERS:
+        half = SHOWN_CHARACTERS // 2
+        shown = f"{shown[:half]} [... {len(shown) - 2 * half} characters ...] {shown[-half:]}"
+    width = LINE_CHARACTERS - 4
+    return [f"  | {shown[start : start + width]}" for start in range(0, len(shown), width)]
+
+
+# ---------------------------------------------------------------- GRPO: prompts and validation
+
+
+def audit_prompts(
+    training: Sequence[PromptsOfFile],
+    validation: Sequence[PromptsOfFile],
+    reward: RewardConfig,
+    tokenizer: PreTrainedTokenizerFast | None,
+    shown: tuple[str, ...] = (),
+) -> DataAudit:
+    """What is odd about prompts, by file; with a reward function of the user's, references are not judged.
+
+    ValueError where no training prompt has a reference that an answer could equal.
+    """
+    started = time.monotonic()
+    n_validated = sum(len(found) for _, found in validation)
+    prompts = [prompt for _, found in training for prompt in found]
+    findings = [*_unknown_in(prompts, tokenizer), *_overlaps(training, validation), *_in_two_files(training)]
+    compared = f"{len(prompts)} prompts and {n_validated} of validation compared"
+    if reward.function is None:
+        deadline = started + REFERENCE_SECONDS
+        checked, wrong = 0, []
+        with _Judge(reward) as judge:
+            for found in (*(held for _, held in validation), prompts):  # the small ones first
+                done, wrong = _unanswerable(found, judge, deadline)
+                checked += done
+                findings += _reference_findings(wrong, done, "training" if found is prompts else "validation")
+        _raise_if_none_is_usable(prompts, wrong)
+        total = len(prompts) + n_validated
+        part = "all" if checked == total else f"{checked} of {total}"
+        compared += f", the references of {part} judged as answers to themselves"
+    return DataAudit(shown, _summary(compared, findings, started), tuple(findings))
+
+
+def audit_references(files: Sequence[PromptsOfFile], pool: VerifierPool) -> tuple[str, ...]:
+    """Warnings about prompts that have no reference which an answer could equal, judged with the default settings."""
+    deadline, findings = time.monotonic() + REFERENCE_SECONDS, []
+    with _Judge(RewardConfig(), pool) as judge:
+        for name, prompts in files:
+            judged, wrong = _unanswerable(prompts, judge, deadline)
+            findings += _reference_findings(wrong, judged, name)
+    return DataAudit(findings=tuple(findings)).warnings(EXAMPLES)
+
+
+def _summary(compared: str, findings: Sequence[Finding], started: float) -> str:
+    found = f"{len(findings)} warning{'s' * (len(findings) != 1)}." if findings else "nothing odd."
+    return f"Data audit ({time.monotonic() - started:.1f} s): {compared}: {found}"
+
+
+def _unknown_in(prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerFast | None) -> Iterator[Finding]:
+    """Texts of which the tokenizer does not know a part."""
+    if tokenizer is None:
+        return
+    characters: set[str] = set()
+    for prompt in prompts:
+        characters.update(prompt.text)
+    lost, unknown = characters_without_token(characters, tokenizer), unknown_token_ids(tokenizer)
+    odd = [
+        prompt
+        for prompt in prompts
+        if not unknown.isdisjoint(prompt.token_ids) or (lost and not lost.isdisjoint(prompt.text))
+    ]
+    if odd:
+        left_out = f" It has no token for {_characters(lost)}." if lost else ""
+        yield Finding(
+            f"The tokenizer does not know parts of {len(odd)} of {len(prompts)} prompts, which the model cannot read."
+            f"{left_out} Use the tokenizer that belongs to the model, or other characters.",
+            _named(odd),
+        )
+
+
+def _overlaps(training: Sequence[PromptsOfFile], validation: Sequence[PromptsOfFile]) -> Iterator[Finding]:
+    for name, problems in validation:
+        keys = {prompt.problem_key for prompt in problems}
+        for path, prompts in training:
+            trained = {prompt.problem_key for prompt in prompts} & keys
+            both = [prompt for prompt in problems if prompt.problem_key in trained]
+            if both:
+                yield Finding(
+                    f'{len(both)} of the {len(problems)} problems of validation "{name}" are trained on, too, in '
+                    f"{path}: their accuracy says nothing of new problems. Take them out of one of the two files.",
+                    _named(both),
+                )
+
+
+def _in_two_files(training: Sequence[PromptsOfFile]) -> Iterator[Finding]:
+    first_in: dict[int, int] = {}
+    for number, (path, prompts) in enumerate(training):
+        again: dict[int, list[Prompt]] = {}
+        for prompt in prompts:
+            before = first_in.setdefault(prompt.problem_key, number)
+            if before != number:
+                again.setdefault(before, []).append(prompt)
+        for before, both in again.items():
+            yield Finding(
+                f"{len(both)} of the {len(prompts)} problems of {path} are in {training[before][0]}, too, and come "
+                "more often than data.train_weights says. Take them out of one of the two files.",
+                _named(both),
+            )
+
+
+def _named(prompts: Sequence[Prompt]) -> tuple[str, ...]:
+    return tuple(
+        f"{excerpt(one.prompt_id, 40)!r}: {excerpt(without_template(one.text), 60)}"
+        for one in prompts[:EXAMPLES]
+    )
+
+
+# ---------------------------------------------------------------- references
+
+
+def _reference_findings(wrong: Sequence[tuple[Prompt, str]], judged: int, kind: str) -> Iterator[Finding]:
+    if wrong:
+        yield Finding(
+            f"{len(wrong)} of {judged} {kind} prompts have no usable reference: hardly any answer of a model could be "
+            "right. Mend these rows or take them out.",
+            _by_reason(wrong),
+        )
+
+
+def _raise_if_none_is_usable(prompts: Sequence[Prompt], wrong: Sequence[tuple[Prompt, str]]) -> None:
+    if len(wrong) < len(prompts) or any(reason == SENTENCE for _, reason in wrong):
+        return
+    examples = "".join(f"\n    {line}" for line in _by_reason(wrong))
+    raise ValueError(
+        f"none of the {len(prompts)} training prompts has a reference that an answer could equal: nothing could be "
+        "learned. Give references such as 132 or \\frac{1}{2}, or set reward.function. How many, and why:"
+        f"{examples}"
+    )
+
+
+def _by_reason(wrong: Sequence[tuple[Prompt, str]]) -> tuple[str, ...]:
+    named = (f"{excerpt(one.prompt_id, 40)!r}: {excerpt(one.solutions[0], 40)!r}" for one, _ in wrong)
+    return tuple(grouped((f"the reference {why}", name) for (_, why), name in zip(wrong, named, strict=True)))
+
+
+class _Judge:
+    """Judges references as answers to themselves; what strings do not decide `pool` does, or a worker of its own."""
+
+    def __init__(self, reward: RewardConfig, pool: VerifierPool | None = None) -> None:
+        self.rules = Rules(reward.answer_from, protocol=not reward.strict)
+        self._reward = reward
+        self._stack = ExitStack()
+        self._pool = pool
+        self._deadline = time.monotonic() + WORKER_SECONDS
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def verdicts(self, prompts: Mapping[int, Prompt]) -> dict[int, Verdict]:
+        """Of prompts' first references, as far as they are there in time."""
+        if not prompts:
+            return {}
+        if self._pool is None:
+            self._deadline = time.monotonic() + WORKER_SECONDS
+            self._pool = self._stack.enter_context(open_reward_workers(replace(self._reward, workers=1)))
+        futures = {
+            number: self._pool.submit(_as_completion(prompt.solutions[0]), prompt.solutions, prompt.task)
+            for number, prompt in prompts.items()
+        }
+        wait(futures.values(), max(0.0, self._deadline - time.monotonic()))
+        verdicts = {number: future.result() for number, future in futures.items() if future.done()}
+        return {number: verdict for number, verdict in verdicts.items() if verdict.verdict not in FAILURES}
+
+
+def _unanswerable(
+    prompts: Iterable[Prompt], judge: _Judge, deadline: float
+) -> tuple[int, list[tuple[Prompt, str]]]:
+    """(prompts judged, those of them without any reference that an answer could equal, each with the reason)."""
+    found: dict[int, tuple[Prompt, str]] = {}
+    undecided: dict[int, Prompt] = {}
+    reason_of_short = functools.lru_cache(maxsize=10_000)(functools.partial(_reason, rules=judge.rules))
+    number = n_undecided = 0
+    for number, prompt in enumerate(prompts, start=1):
+        if time.monotonic() > deadline:
+            number -= 1
+            break
+        reasons = [
+            reason_of_short(solution) if len(solution) < 100 else _reason(solution, judge.rules)
+            for solution in prompt.solutions
+        ]
+        if "" in reasons:
+            continue
+        if None not in reasons:
+            found[number] = (prompt, str(reasons[0]))
+            continue
+        n_undecided += 1
+        if n_undecided <= MOST_IN_WORKERS:
+            undecided[number] = replace(prompt, solutions=(prompt.solutions[reasons.index(None)],))
+    verdicts = judge.verdicts(undecided)
+    wrong = {number: verdict for number, verdict in verdicts.items() if not verdict.correct}
+    found |= {number: (undecided[number], _reason_of(verdict)) for number, verdict in wrong.items()}
+    return number - n_undecided + len(verdicts), [found[number] for number in sorted(found)]
+
+
+def _reason(solution: str, rules: Rules) -> str | None:
+    """Why no answer equals a reference; "" where one does, None where only a worker can judge it."""
+    if not usable_solutions([solution]):
+        return f"has {len(solution):,} characters, too many to be compared"
+    gold = gold_answer(solution)
+    content = _WRAPPED.sub(r"\1", gold).strip(" $.\n\t")
+    if _NO_ANSWER.fullmatch(content):
+        return "says that the answer is elsewhere"
+    if len(_WORD.findall(content)) >= PROSE_WORDS:
+        return SENTENCE
+    # Without a tag a box of the reference's own is where the answer is looked for.
+    is_boxed = gold != solution and "<" not in solution
+    answer = gold if is_boxed else extract_answer(_as_completion(solution), rules.answer_from)
+    verdict = verify_by_string(answer, [gold], rules)
+    return None if verdict is None else _reason_of(verdict)
+
+
+def _as_completion(solution: str) -> str:
+    return f"\\boxed{{{solution}}}" if gold_answer(solution) == solution else solution
+
+
+def _reason_of(verdict: Verdict) -> str:
+    return "" if verdict.correct else f"is not accepted as its own answer ({verdict.verdict})"
+
+
+# ---------------------------------------------------------------- supervised training: sequences
+
+
+def audit_sequences(
+    training: Sequence[tuple[str, Sequence[WrittenSequence]]],
+    held_out: Sequence[WrittenSequence],
+    reports: Sequence[SequenceReport],
+    tokenizer: PreTrainedTokenizerFast,
+    shown: tuple[str, ...] = (),
+) -> DataAudit:
+    """What is odd about sequences, by file; two with the same tokens of the prompt have the same problem."""
+    started, total = time.monotonic(), sum(len(sequences) for _, sequences in training)
+    findings = []
+    lost = characters_without_token(frozenset().union(*(one.characters for one in reports)), tokenizer)
+    unknown = unknown_token_ids(tokenizer)
+    odd = [
+        one
+        for _, sequences in training
+        for one in sequences
+        if not (unknown.isdisjoint(one.prompt_ids) and unknown.isdisjoint(one.completion_ids))
+    ]
+    if odd or lost:
+        left_out = f" It has no token for {_characters(lost)}." if lost else ""
+        findings.append(
+            Finding(
+                f"The tokenizer does not know all of the texts: {len(odd)} of {total} sequences have unknown tokens."
+                f"{left_out} Use the tokenizer that belongs to the model, or other characters.",
+                _decoded(odd, tokenizer),
+            )
+        )
+    first_in: dict[tuple[int, ...], int] = {}
+    for number, (path, sequences) in enumerate(training):
+        again = [one for one in sequences if first_in.setdefault(one.prompt_ids, number) != number]
+        if again:
+            findings.append(
+                Finding(
+                    f"{len(again)} of the {len(sequences)} prompts of {path} are in an earlier file, too. Take them "
+                    "out of one of the files.",
+                    _decoded(again, tokenizer),
+                )
+            )
+    both = [one for one in held_out if one.prompt_ids in first_in]
+    if both:
+        findings.append(
+            Finding(
+                f"{len(both)} of the {len(held_out)} held-out sequences have a prompt that is trained on, too: their "
+                "loss says nothing of new problems. Give each prompt once, or an sft.held_out_path with others.",
+                _decoded(both, tokenizer),
+            )
+        )
+    compared = f"{total} sequences and {len(held_out)} held out compared"
+    return DataAudit(shown, _summary(compared, findings, started), tuple(findings))
+
+
+def _decoded(sequences: Sequence[WrittenSequence], tokenizer: PreTrainedTokenizerFast) -> tuple[str, ...]:
+    return tuple(excerpt(str(tokenizer.decode(list(one.prompt_ids))), 60) for one in sequences[:EXAMPLES])

@@ -1,0 +1,113 @@
+"""Norm, activation and rotation of Megatron's local layers, each one autograd function of few passes over memory.
+
+Composed of torch's operations they read and write a hidden state some 30 times a layer, which on a CPU takes as long as
+a third of the matrix products. These keep little for the backward pass beside their inputs, and reuse what they
+allocated.
+"""
+
+# Shape legend: T packed tokens, H hidden size, U feed-forward units of this rank, D head dim.
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+EXACT = (torch.float32, torch.float64)
+"""Number formats in which sums over a hidden state may be taken as they are."""
+
+
+class RMSNorm(torch.nn.RMSNorm):
+    """Root-mean-square norm that works under sequence parallelism, which Megatron's `WrappedTorchNorm` refuses: with
+    the attribute `sequence_parallel` on the weight, Megatron sums its gradient over the tensor-parallel ranks."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **unused: Any) -> None:
+        super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
+        self.weight.sequence_parallel = config.sequence_parallel
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The norm over the last dimension, [..., H]; of the same shape."""
+        if x.dtype not in EXACT:
+            return super().forward(x)
+        return _RMSNorm.apply(x, self.weight, self.eps)
+
+
+class _RMSNorm(torch.autograd.Function):
+    """y = w x r, with r = (mean x^2 + eps)^-1/2."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight_H: Tensor, eps: float) -> Tensor:
+        r = torch.linalg.vecdot(x, x).div_(x.shape[-1]).add_(eps).rsqrt_()[..., None]
+        ctx.save_for_backward(x, weight_H, r)
+        return (x * r).mul_(weight_H)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        """With s = sum over H of (grad w x): d x = r (grad w) - x r^3 s / H, d w = sum over T of (grad x r)."""
+        x, weight_H, r = ctx.saved_tensors
+        H = x.shape[-1]
+        product = grad * x
+        flat_TH = product.reshape(-1, H)
+        grad_weight_H = r.flatten() @ flat_TH
+        s = (flat_TH @ weight_H).view(r.shape)
+        through_r = r.pow(3).mul_(s).div_(-H)
+        grad_x = torch.mul(grad, weight_H, out=product).mul_(r)
+        return grad_x.addcmul_(x, through_r), grad_weight_H, None
+
+
+def swiglu(x: Tensor) -> Tensor:
+    """silu(gate) up of [..., 2U], the gate being the first half; [..., U]."""
+    return _SwiGLU.apply(x)
+
+
+class _SwiGLU(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        gate, up = x.chunk(2, -1)
+        return F.silu(gate).mul_(up)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        gate, up = x.chunk(2, -1)
+        grad_x = torch.empty_like(x)
+        grad_gate, grad_up = grad_x.chunk(2, -1)
+        torch.mul(grad, up, out=grad_gate)
+        torch.ops.aten.silu_backward.grad_input(grad_gate, gate, grad_input=grad_gate)
+        torch.ops.aten.silu.out(gate, out=grad_up)
+        grad_up.mul_(grad)
+        return grad_x
+
+
+def rotate(x_THD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Each pair (d, d + D/2) of every head turned by its token's angle; cosines and sines are [T, 1, D/2]."""
+    return _Rotate.apply(x_THD, cos, sin)
+
+
+class _Rotate(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_THD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        return _rotated(x_THD, cos, sin, 1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_THD: Tensor) -> tuple[Tensor, None, None]:
+        cos, sin = ctx.saved_tensors
+        return _rotated(grad_THD, cos, sin, -1), None, None
+
+
+def _rotated(x_THD: Tensor, cos: Tensor, sin: Tensor, sign: int) -> Tensor:
+    """By the angle, or by minus the angle."""
+    out = torch.empty_like(x_THD, memory_format=torch.contiguous_format)
+    (a, b), (out_a, out_b) = x_THD.chunk(2, -1), out.chunk(2, -1)
+    torch.mul(a, cos, out=out_a).addcmul_(b, sin, value=-sign)
+    torch.mul(b, cos, out=out_b).addcmul_(a, sin, value=sign)
+    return out

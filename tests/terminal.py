@@ -1,0 +1,42 @@
+"""What programs write to a terminal."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import pty
+import subprocess
+import sys
+import termios
+
+
+def on_terminal(program: str, columns: int, status: int = 0) -> str:
+    """What a Python program writes to a terminal of so many columns until it ends with a status."""
+    ours, theirs = pty.openpty()
+    size = columns.to_bytes(2, sys.byteorder)
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, (24).to_bytes(2, sys.byteorder) + size + bytes(4))
+    process = subprocess.Popen([sys.executable, "-c", program], stdout=theirs, stderr=theirs, env=os.environ)
+    os.close(theirs)
+    written = b""
+    while True:
+        try:
+            part = os.read(ours, 65536)
+        except OSError:  # the other end is closed
+            break
+        if not part:
+            break
+        written += part
+    os.close(ours)
+    assert process.wait() == status, written
+    return written.decode()
+
+
+def shown_lines(written: str) -> list[str]:
+    """What stands on the terminal's lines at the end."""
+    lines = []
+    for line in written.replace("\r\n", "\n").split("\n"):
+        shown = ""
+        for part in line.split("\r"):
+            shown = part + shown[len(part) :]
+        lines.append(shown.rstrip())
+    return lines

@@ -1,0 +1,320 @@
+"""Steps of this trainer and of TRL's GRPO on this machine's CPU, in turns: the same model, lengths and batch.
+
+    python tools/bench_peer.py [--cases P1 P2 P3 P4] [--rounds 3] [--quick]
+
+Two processes each. TRL runs in an environment of its own, which this makes from requirements/peer.txt:
+
+    python tools/install.py .venv-peer requirements/peer.txt
+
+Without it the bench says so and ends with status 0. Every side runs each of its listed settings (at most six) once, and
+the best of them `--rounds` times in all, in turns with the other side's.
+
+- P1: 0.6M parameters, 32 prompts x 8, exactly 128 new tokens, one optimizer step
+- P2: 9.5M parameters, 32 x 8, random lengths of mean 109 and at most 400, one optimizer step
+- P3: the demo's base model, 64 x 8, at most 32 new tokens, 4 optimizer steps
+- P4: 100M parameters, 4 x 8, random lengths of mean 256 and at most 1,024, one optimizer step
+
+Prints one JSON object per figure: {"bench", "case", "metric", "value", "unit", "baseline", "ratio"}; `ratio` above 1
+means ours is better. Seconds of a step are medians over all measured steps of a side's best setting; realised lengths
+are reported. A run that is not done within `--limit` seconds counts as the whole limit for its steps: "at least".
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from rlmath.config.terminal import escape_terminal
+from tools import demo
+from tools.make_tiny_model import make_tokenizer
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+RANKS = 2
+SEED = 101
+
+
+@dataclass(frozen=True)
+class Case:
+    """What both sides do."""
+
+    title: str
+    prompts: int
+    new_tokens: tuple[int, int]
+    """Of a completion: least and most."""
+    optimizer_steps: int
+    warm_up: int
+    steps: int
+    """Measured steps of a run."""
+    ours: Mapping[str, Sequence[str]]
+    """Settings by name: overrides of the config."""
+    theirs: Sequence[int]
+    """Sequences of a rank's micro-batch."""
+
+
+def layouts(*tokens: int) -> dict[str, tuple[str, ...]]:
+    """Both layouts of two ranks, with each of these micro-batches (tokens)."""
+    return {
+        f"TP{tensor} x DP{RANKS // tensor}, {most} tokens": (
+            f"parallel.tensor={tensor}",
+            f"policy.max_tokens_per_microbatch={most}",
+        )
+        for tensor in (1, RANKS)
+        for most in tokens
+    }
+
+
+GROUP = 8
+CASES = {
+    "P1": Case("0.6M, 32 x 8 x 128 tokens", 32, (128, 128), 1, 2, 4, layouts(2048, 8192), (128, 32)),
+    "P2": Case("9.5M, 32 x 8, mean 109", 32, (0, 400), 1, 1, 1, layouts(4096), (32,)),
+    "P3": Case("the demo's base, 64 x 8, 4 optimizer steps", 64, (0, 32), 4, 2, 8, layouts(8192), (64, 32)),
+    "P4": Case("100M, 4 x 8, mean 256", 4, (0, 1024), 1, 1, 1, layouts(2048), (4,)),
+}
+TINY = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4}
+SHAPES = {
+    "P1": (TINY | {"num_key_value_heads": 2}, 101),
+    "P2": (
+        {"hidden_size": 384, "intermediate_size": 1024, "num_hidden_layers": 6}
+        | {"num_attention_heads": 6, "num_key_value_heads": 2},
+        120,
+    ),
+    "P4": (
+        {"hidden_size": 768, "intermediate_size": 2304, "num_hidden_layers": 14}
+        | {"num_attention_heads": 12, "num_key_value_heads": 4},
+        260,
+    ),
+}
+"""Random models: their shape, and their number of tokens, of which one ends a completion. P3 has the demo's."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Steps of one run, after the warm-up."""
+
+    step_seconds: list[float]
+    generate_seconds: list[float]
+    completion_tokens: list[float]
+    cut_off: bool = False
+    """The run did not end within the limit."""
+
+    @property
+    def seconds(self) -> float:
+        return statistics.median(self.step_seconds)
+
+
+def make_random_model(folder: Path, shape: Mapping[str, int], vocabulary: int) -> None:
+    """A Qwen2 whose next token is nearly uniform over its vocabulary: lengths fall off geometrically."""
+    torch.manual_seed(SEED)
+    tokenizer = make_tokenizer()
+    tokenizer.model_max_length = 2048
+    ends = {
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+        "bos_token_id": None,
+    }
+    config = Qwen2Config(
+        vocab_size=vocabulary, max_position_embeddings=2048, tie_word_embeddings=False, **shape, **ends
+    )
+    model = Qwen2ForCausalLM(config).float()
+    with torch.no_grad():
+        model.lm_head.weight *= 0.1
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def prepare(place: Path, name: str) -> tuple[Path, Path]:
+    """The case's model folder and prompt file."""
+    if name in SHAPES:
+        make_random_model(place / name, *SHAPES[name])
+        if not (place / "data").exists():
+            make = [
+                sys.executable,
+                "tools/make_arithmetic.py",
+                "--output",
+                str(place / "data"),
+                "--seed",
+                str(SEED),
+            ]
+            subprocess.run(make, cwd=REPOSITORY, check=True, stdout=subprocess.DEVNULL)
+        return place / name, place / "data" / "train.jsonl"
+    demo.make_base(place / "demo", SEED)
+    return place / "demo" / "base", place / "demo" / "data" / "train.jsonl"
+
+
+def run_limited(command: list[str], environment: Mapping[str, str], log: Path, limit: float) -> str | None:
+    """What a program prints to stdout; None where it did not end within `limit` seconds."""
+    with log.open("a", encoding="utf-8") as stderr:
+        try:
+            done = subprocess.run(
+                command,
+                cwd=REPOSITORY,
+                env=dict(environment),
+                stdout=subprocess.PIPE,
+                stderr=stderr,
+                text=True,
+                timeout=limit,
+                check=True,
+            )
+        except subprocess.TimeoutExpired:
+            return None
+    return done.stdout
+
+
+def run_ours(
+    place: Path, model: Path, data: Path, case: Case, overrides: Sequence[str], limit: float
+) -> Measured:
+    """One run of launch/train_grpo.py."""
+    output = Path(tempfile.mkdtemp(dir=place, prefix="ours-"))
+    least, most = case.new_tokens
+    settings = [
+        f"run.output_dir={output}",
+        f"run.total_steps={case.warm_up + case.steps}",
+        "run.total_epochs=1000",
+        f"model.path={model}",
+        f"data.train_path={data}",
+        f"data.prompts_per_step={case.prompts}",
+        "data.max_prompt_tokens=32",
+        f"rollout.group_size={GROUP}",
+        f"rollout.min_new_tokens={least}",
+        f"rollout.max_new_tokens={most}",
+        "rollout.cpu_kv_cache_gib=1",
+        f"algorithm.n_minibatches={case.optimizer_steps}",
+        "algorithm.recompute_logprobs=false",
+        "optimizer.lr=1e-5",
+        "save.ckpt_freq_secs=null",
+        *overrides,
+    ]
+    started = time.perf_counter()
+    command = [*demo.torchrun(RANKS), "launch/train_grpo.py", *settings]
+    ended = run_limited(command, demo.one_thread(), place / "log.txt", limit)
+    lines = (output / "metrics.jsonl").read_text(encoding="utf-8").splitlines() if ended is not None else []
+    rows = [json.loads(line) for line in lines][case.warm_up :]
+    if not rows:
+        return not_done(time.perf_counter() - started)
+    return Measured(
+        [row["seconds/step"] for row in rows],
+        [row["seconds/rollout"] for row in rows],
+        [row["n_valid_tokens"] for row in rows],
+    )
+
+
+def run_theirs(
+    place: Path, python: Path, model: Path, data: Path, case: Case, micro_batch: int, limit: float
+) -> Measured:
+    """One run of tools/peer_trl.py in TRL's environment."""
+    least, most = case.new_tokens
+    command = [str(python), "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={RANKS}"]
+    command += ["tools/peer_trl.py", "--model", str(model), "--data", str(data), "--group", str(GROUP)]
+    for name, value in (
+        ("prompts", case.prompts),
+        ("min-new-tokens", least),
+        ("max-new-tokens", most),
+        ("optimizer-steps", case.optimizer_steps),
+        ("steps", case.steps),
+        ("warm-up", case.warm_up),
+        ("micro-batch", micro_batch),
+    ):
+        command += [f"--{name}", str(value)]
+    environment = demo.one_thread()
+    environment.pop("PYTHONPATH", None)  # its packages are others
+    started = time.perf_counter()
+    printed = run_limited(command, environment, place / "log.txt", limit)
+    if printed is None:
+        return not_done(time.perf_counter() - started)
+    found: dict[str, Any] = json.loads(printed.strip().splitlines()[-1])
+    return Measured(found["step_seconds"], found["generate_seconds"], found["completion_tokens"])
+
+
+def not_done(seconds: float) -> Measured:
+    return Measured([seconds], [float("nan")], [float("nan")], cut_off=True)
+
+
+def line(case: str, metric: str, unit: str, ours: float, theirs: float, ratio: float, note: str = "") -> None:
+    figure = {"bench": "peer", "case": case, "metric": metric, "value": round(ours, 3), "unit": unit}
+    print(
+        json.dumps(figure | {"baseline": f"TRL: {note}{theirs:.3f} {unit}", "ratio": round(ratio, 3)}),
+        flush=True,
+    )
+
+
+def bench(name: str, place: Path, python: Path, rounds: int, limit: float) -> None:
+    """Both sides of a case, in turns."""
+    case = CASES[name]
+    model, data = prepare(place, name)
+    ours = {key: [run_ours(place, model, data, case, case.ours[key], limit)] for key in case.ours}
+    theirs = {size: [run_theirs(place, python, model, data, case, size, limit)] for size in case.theirs}
+    best = min(ours, key=lambda key: ours[key][0].seconds)
+    best_of_theirs = min(theirs, key=lambda size: theirs[size][0].seconds)
+    for _ in range(rounds - 1):
+        ours[best].append(run_ours(place, model, data, case, case.ours[best], limit))
+        if not theirs[best_of_theirs][0].cut_off:
+            again = run_theirs(place, python, model, data, case, best_of_theirs, limit)
+            theirs[best_of_theirs].append(again)
+    title = f"{name}: {case.title}; ours {best}; TRL micro-batch {best_of_theirs}"
+    report(title, ours[best], theirs[best_of_theirs])
+
+
+def report(title: str, ours: Sequence[Measured], theirs: Sequence[Measured]) -> None:
+    def median(runs: Sequence[Measured], name: str) -> float:
+        return statistics.median(value for run in runs for value in getattr(run, name))
+
+    note = "at least " if theirs[0].cut_off else ""
+    pair = median(ours, "step_seconds"), median(theirs, "step_seconds")
+    line(title, "step_seconds", "s", *pair, pair[1] / pair[0], note)
+    if theirs[0].cut_off:
+        return
+    pair = median(ours, "generate_seconds"), median(theirs, "generate_seconds")
+    line(title, "generate_seconds", "s", *pair, pair[1] / pair[0])
+    tokens = median(ours, "completion_tokens"), median(theirs, "completion_tokens")
+    line(title, "completion_tokens_of_a_step", "tokens", *tokens, tokens[0] / tokens[1])
+    rates = [
+        statistics.median(
+            n / s for run in runs for n, s in zip(run.completion_tokens, run.step_seconds, strict=True)
+        )
+        for runs in (ours, theirs)
+    ]
+    line(title, "completion_tokens_per_second", "tokens/s", rates[0], rates[1], rates[0] / rates[1])
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Exit status 0, also where TRL's environment is not there; the status of a program that failed."""
+    escape_terminal()
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES), help="default: all")
+    parser.add_argument(
+        "--peer", type=Path, default=REPOSITORY / ".venv-peer", help="TRL's environment (.venv-peer)"
+    )
+    parser.add_argument("--rounds", type=int, default=3, help="runs of each side's best setting (default 3)")
+    parser.add_argument("--limit", type=float, default=900.0, help="seconds of one run at most (default 900)")
+    parser.add_argument("--quick", action="store_true", help="P1 only, one round")
+    given = parser.parse_args(arguments)
+    python = given.peer.absolute() / "bin" / "python"
+    if not python.exists():
+        print(
+            f"bench_peer: skipped: {python} is not there. Make it: python tools/install.py {given.peer} "
+            "requirements/peer.txt",
+            file=sys.stderr,
+        )
+        return 0
+    with tempfile.TemporaryDirectory() as place:
+        for name in ("P1",) if given.quick else given.cases:
+            bench(name, Path(place), python, 1 if given.quick else given.rounds, given.limit)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

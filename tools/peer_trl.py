@@ -1,0 +1,161 @@
+"""GRPO by TRL on CPU, for tools/bench_peer.py, which starts it under torchrun in TRL's own environment.
+
+Prints as its last line one JSON object: seconds of every measured step and of its generation, completion tokens, mean
+reward, and versions. A step is one generation and all optimizer steps on it; it lasts from the start of a generation to
+the start of the next.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import tempfile
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import datasets
+import torch
+import torch.distributed as dist
+import transformers
+import trl
+from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+from trl import GRPOConfig, GRPOTrainer
+
+
+@dataclass
+class Steps:
+    """What is measured; one entry for each generation."""
+
+    started: list[float] = field(default_factory=list)
+    generated: list[float] = field(default_factory=list)
+    """Seconds of the generation, with the reward and the log-probs that follow it."""
+    tokens: list[int] = field(default_factory=list)
+    rewards: list[float] = field(default_factory=list)
+    ended: float = 0.0
+
+    def summary(self, warm_up: int) -> dict[str, Any]:
+        ends = [*self.started[1:], self.ended]
+        seconds = [end - start for start, end in zip(self.started, ends, strict=True)]
+        return {
+            "step_seconds": seconds[warm_up:],
+            "generate_seconds": self.generated[warm_up:],
+            "completion_tokens": self.tokens[warm_up:],
+            "rewards": self.rewards[warm_up:],
+        }
+
+
+class MeasuredTrainer(GRPOTrainer):
+    """Notes when a generation starts and ends."""
+
+    steps: Steps
+
+    def _generate_and_score_completions(self, inputs: Any) -> Any:
+        self.steps.started.append(time.perf_counter())
+        result = super()._generate_and_score_completions(inputs)
+        self.steps.generated.append(time.perf_counter() - self.steps.started[-1])
+        tokens = result["completion_mask"].sum().float()
+        if dist.is_initialized():
+            dist.all_reduce(tokens)
+        self.steps.tokens.append(int(tokens))
+        return result
+
+
+class End(TrainerCallback):
+    """Notes the end of the last step."""
+
+    def __init__(self, steps: Steps) -> None:
+        self.steps = steps
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+        self.steps.ended = time.perf_counter()
+
+    def on_log(
+        self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **more: Any
+    ) -> None:
+        if logs and "reward" in logs and len(self.steps.rewards) < len(self.steps.started):
+            self.steps.rewards.append(logs["reward"])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", type=Path, required=True)
+    parser.add_argument("--data", type=Path, required=True, help="JSONL with prompt and solutions")
+    for name in (
+        "prompts",
+        "group",
+        "max-new-tokens",
+        "min-new-tokens",
+        "optimizer-steps",
+        "steps",
+        "warm-up",
+    ):
+        parser.add_argument(f"--{name}", type=int, required=True)
+    parser.add_argument("--micro-batch", type=int, required=True, help="sequences of a rank's micro-batch")
+    parser.add_argument("--learning-rate", type=float, default=1e-5)
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    tokenizer = AutoTokenizer.from_pretrained(given.model, padding_side="left")
+    model = AutoModelForCausalLM.from_pretrained(given.model, dtype=torch.float32, attn_implementation="sdpa")
+    rows = [json.loads(line) for line in given.data.read_text(encoding="utf-8").splitlines()]
+    data = datasets.Dataset.from_list(
+        [{"prompt": row["prompt"], "answer": row["solutions"][0]} for row in rows]
+    )
+
+    def reward(completions: list[str], answer: list[str], **more: Any) -> list[float]:
+        return [
+            5.0 if text.endswith(right) else -5.0 for text, right in zip(completions, answer, strict=True)
+        ]
+
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    of_rank = given.prompts * given.group // world
+    accumulated = of_rank // given.optimizer_steps // given.micro_batch
+    generation = {"min_new_tokens": given.min_new_tokens} if given.min_new_tokens else {}
+    steps = Steps()
+    with tempfile.TemporaryDirectory() as output:
+        settings = GRPOConfig(
+            output_dir=output,
+            use_cpu=True,
+            bf16=False,
+            ddp_backend="gloo" if world > 1 else None,
+            learning_rate=given.learning_rate,
+            lr_scheduler_type="constant",
+            gradient_checkpointing=False,
+            per_device_train_batch_size=given.micro_batch,
+            gradient_accumulation_steps=accumulated,
+            steps_per_generation=accumulated * given.optimizer_steps,
+            num_generations=given.group,
+            max_completion_length=given.max_new_tokens,
+            temperature=1.0,
+            beta=0.0,
+            max_steps=(given.steps + given.warm_up) * given.optimizer_steps,
+            generation_kwargs=generation or None,
+            logging_steps=given.optimizer_steps,
+            save_strategy="no",
+            report_to=[],
+            disable_tqdm=True,
+        )
+        trainer = MeasuredTrainer(
+            model=model,
+            reward_funcs=reward,
+            args=settings,
+            train_dataset=data,
+            processing_class=tokenizer,
+            callbacks=[End(steps)],
+        )
+        trainer.steps = steps
+        trainer.train()
+    if int(os.environ.get("RANK", "0")) == 0:
+        versions = {
+            "trl": trl.__version__,
+            "transformers": transformers.__version__,
+            "torch": torch.__version__,
+        }
+        print(json.dumps(steps.summary(given.warm_up) | {"versions": versions}), flush=True)
+
+
+if __name__ == "__main__":
+    main()
