@@ -133,7 +133,7 @@ def test_before_its_limit_a_run_saves_and_is_queued_again_and_cancelled_it_is_go
     slurm.ask("scontrol", "update", f"JobId={run.jobs[0]}", "TimeLimit=3")
     run.wait_for_requeue(1)
     slurm.ask("scontrol", "update", f"JobId={run.jobs[0]}", "TimeLimit=30")
-    assert "status 75 (stopped on request): stopped by SIGUSR1" in run.said()
+    assert "status 75 (stopped on request): stopped by SIGUSR1" in run.said(), run.said()
     saved = run.last_step()
     run.wait_for_step(saved + 3)
     assert [row["step"] for row in run.rows()][: saved + 4] == list(range(saved + 4))
@@ -181,7 +181,7 @@ def test_an_evaluation_that_is_stopped_goes_on(
     slurm.wait_for(lambda: len(completions(output)) > 0, START_SECONDS, run.log)
     slurm.ask("scancel", "--signal=USR1", run.jobs[0])
     run.wait_for_requeue(1)
-    assert "status 75 (stopped on request): stopped by SIGUSR1" in run.said()
+    assert "status 75 (stopped on request): stopped by SIGUSR1" in run.said(), run.said()
     before = completions(output)
     assert 0 < len(before) < 20 * 301
     assert run.wait_for_state(*ENDED) == "COMPLETED", run.said()
