@@ -12,10 +12,11 @@ import io
 import math
 import mmap
 import os
+import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing import reduction
 from multiprocessing.connection import Connection
@@ -28,6 +29,7 @@ from torch import Tensor
 
 from rlmath.checkpoint.directory import FileEntry, file_entry, write_error_text
 from rlmath.distributed.device import local_world_size
+from rlmath.distributed.fault_tolerance.preemption import SIGNALS
 from rlmath.distributed.memory import available_bytes
 from rlmath.distributed.process import end_with_parent, freeze_live_objects
 
@@ -92,14 +94,14 @@ class WriterProcess:
             "OMP_NUM_THREADS": "1",
             "CUDA_VISIBLE_DEVICES": "",
         }
-        with theirs:
+        with theirs, _blocked_stop_signals():
             # -P: a file of the current folder is no module
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-c", _PROGRAM, str(theirs.fileno()), str(os.getpid())],
                 pass_fds=[theirs.fileno()],
                 env=environment,
                 stdin=subprocess.DEVNULL,
-                start_new_session=True,  # signals to the run's process group are for the rank, which may save once more
+                start_new_session=True,
             )
         self._connection = Connection(ours.detach())
 
@@ -150,6 +152,17 @@ class WriterProcess:
         self._connection.close()
         self._process.kill()
         self._process.wait()
+
+
+@contextlib.contextmanager
+def _blocked_stop_signals() -> Iterator[None]:
+    """What is started inside never receives the signals that ask a run to save and stop: Slurm sends them to every
+    process of a job step, and the rank needs its writer to save. From its first moment, as it inherits the mask."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _lay_out(buckets: Sequence[Any]) -> tuple[int, list[Bucket]]:

@@ -107,6 +107,29 @@ def save_often(folder: Path, case: Case, root: Path, steps: list[tuple[int, bool
         store.close()
 
 
+def signal_the_writers(folder: Path, case: Case, root: Path) -> list[str | None]:
+    """What Slurm sends to all processes of a job arrives when the writers have just been started, and at work."""
+    from rlmath.distributed.fault_tolerance.preemption import SIGNALS
+
+    stage = build(folder, case)
+    store = open_store(stage, root)
+    errors = []
+    try:
+        for step in (1, 2):
+            store.warm_up()
+            writer = store._writer._process
+            for number in SIGNALS:
+                writer.send_signal(number)
+            refused = store.start(progress(step, 0, stage.mesh.world_size), False, SETTINGS)
+            for number in SIGNALS:
+                writer.send_signal(number)
+            errors.append((refused or store.finish()).error)
+            assert store._writer._process is writer
+    finally:
+        store.close()
+    return errors
+
+
 def lose_a_writer(folder: Path, case: Case, root: Path) -> list[str | None]:
     """Rank 1's writer is killed at work; the save fails everywhere, and the next one succeeds."""
     stage = build(folder, case)

@@ -116,6 +116,15 @@ def test_recovery_points_give_way_to_newer_ones_and_kept_models_stay(
 
 
 @matrix
+def test_signals_that_stop_a_run_do_not_end_its_writers(
+    ranks: RankPool, untied_model: Path, tmp_path: Path
+) -> None:
+    saved = ranks.run(2, store_cases.signal_the_writers, untied_model, adam(Case(data=2)), tmp_path)
+    assert saved == [[None, None]] * 2
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-000001", "step-000002"]
+
+
+@matrix
 def test_a_writer_that_dies_costs_one_checkpoint(ranks: RankPool, untied_model: Path, tmp_path: Path) -> None:
     errors = ranks.run(2, store_cases.lose_a_writer, untied_model, adam(Case(data=2)), tmp_path)
     for first, second in errors:
