@@ -197,16 +197,36 @@ def test_an_answer_that_waited_longer_than_its_limit_is_judged():
     assert len(progress) > 1
 
 
-def test_the_first_answer_for_math_verify_is_judged_as_fast_as_those_after_it():
-    """Each worker that is forked would load it and learn sympy's ways; that took most of a second of CPU time."""
+FIRST_ANSWER = ("\\boxed{\\frac{4}{7}}", ("\\int_0^1 x^{4} dx",))
+FIRST_ANSWER_ALONE = f"""
+import time
+from rlmath.rewards.verifier import verify
+
+before = time.process_time()
+verify(*{FIRST_ANSWER!r})
+print(time.process_time() - before)
+"""
+
+
+def first_answer_seconds() -> float:
+    """CPU time that the first worker of a pool takes for the first answer."""
     with lone_pool(timeout_seconds=60.0) as (pool, fork_server):
         wait_until(lambda: children(fork_server))
         (worker,) = children(fork_server)
         before = cpu_seconds(worker)
-        answer = pool.submit("\\boxed{\\frac{4}{7}}", ("\\int_0^1 x^{4} dx",), "math").result(60)
+        answer = pool.submit(*FIRST_ANSWER, "math").result(60)
         assert (answer.correct, answer.verdict) == (False, "symbolic")
         assert children(fork_server) == [worker]
-        assert 0.005 < cpu_seconds(worker) - before < 0.25
+        return cpu_seconds(worker) - before
+
+
+def test_the_first_answer_for_math_verify_is_judged_by_a_worker_that_is_warm():
+    """A process of its own loads math-verify and fills sympy's caches for it. That took most of a second, and
+    a worker that was forked from a warm server a tenth of it; half decides, and a busy machine has three tries."""
+    alone = subprocess.run(
+        [sys.executable, "-c", FIRST_ANSWER_ALONE], capture_output=True, text=True, check=True
+    )
+    assert any(0 < first_answer_seconds() < float(alone.stdout) / 2 for _ in range(3))
 
 
 def test_a_check_that_gets_no_processor_is_not_late():
