@@ -69,6 +69,7 @@ DISTINCT = Config(
     ),
     policy=PolicyConfig(
         max_tokens_per_microbatch=126,
+        transformer_impl="local",
         recompute_granularity="full",
         recompute_method="block",
         recompute_num_layers=127,
@@ -85,6 +86,7 @@ DISTINCT = Config(
         adam_eps=0.00134,
         clip_grad=0.535,
         distributed=False,
+        overlap_grad_reduce=True,
     ),
     rollout=RolloutConfig(
         tensor_parallel=136,

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from typing import Literal
 
 import torch
@@ -149,6 +149,18 @@ class MicroBatch:
     sample_indices: tuple[int, ...]
     """Which samples of the step's list these segments are; padding segments are not named."""
 
+    def to(self, device: torch.device) -> MicroBatch:
+        """The same with its tensors on a device; a GPU takes them from pinned memory while the host goes on."""
+        if device.type == "cpu":
+            return self
+        tensors = ((one.name, getattr(self, one.name)) for one in fields(self))
+        moved = {
+            name: value.pin_memory().to(device, non_blocking=True)
+            for name, value in tensors
+            if isinstance(value, torch.Tensor)
+        }
+        return replace(self, **moved)
+
     @property
     def n_segments(self) -> int:
         """S: samples, and a segment of padding where there is one."""
@@ -157,4 +169,6 @@ class MicroBatch:
     @property
     def segments_T(self) -> torch.Tensor:
         """int64, the segment of every token."""
-        return torch.repeat_interleave(self.cu_seqlens_S1.diff().long())
+        # With the size given, a GPU need not be waited for.
+        lengths_S, tokens = self.cu_seqlens_S1.diff().long(), len(self.token_ids_T)
+        return torch.repeat_interleave(lengths_S, output_size=tokens)

@@ -238,8 +238,12 @@ class PolicyConfig:
 
     max_tokens_per_microbatch: PositiveInt = 20480
     """Token budget of one packed forward/backward (AReaL: mb_spec.max_tokens_per_mb). At least the longest sequence."""
+    transformer_impl: Literal["transformer_engine", "local"] = "transformer_engine"
+    """GPU: Transformer Engine's layers, or Megatron's local layers with our norm and attention, which are slower and
+    need no further package. On CPU the layers are local ones."""
     recompute_granularity: Literal["full", "selective"] | None = None
-    """Activation recomputation, as Megatron has it. Null: none."""
+    """Activation recomputation, as Megatron has it: all of a layer ("full"), or its MLP, of local layers its attention
+    ("selective"). Null: none."""
     recompute_method: Literal["uniform", "block"] | None = None
     """How layers are recomputed with "full"."""
     recompute_num_layers: PositiveInt | None = None
@@ -273,6 +277,9 @@ class OptimizerConfig:
     """Largest global gradient norm (L2); 0 clips nothing."""
     distributed: bool = True
     """Share the optimizer's state over the data-parallel ranks (Megatron's distributed optimizer; only for "adam")."""
+    overlap_grad_reduce: bool | None = None
+    """Reduce gradients over the data-parallel ranks while the backward pass goes on; not for models with experts. Null:
+    on GPU, where the model has none."""
 
 
 @dataclass(frozen=True)

@@ -98,15 +98,15 @@ def first_error(mine: str | None) -> str | None:
     return next((error for error in all_gather_objects(mine) if error is not None), None)
 
 
-def sum_over_ranks(values: Mapping[str, float], device: torch.device) -> dict[str, float]:
-    """Sums by key over all ranks, in float64. Every rank must name the same keys in the same order."""
-    total = torch.tensor(list(values.values()), dtype=torch.float64, device=device)
+def sum_over_ranks(values: Mapping[str, float]) -> dict[str, float]:
+    """Sums by key over all ranks, in float64, over gloo. Every rank must name the same keys in the same order."""
+    total = torch.tensor(list(values.values()), dtype=torch.float64)
     dist.all_reduce(total)
     return dict(zip(values, total.tolist(), strict=True))
 
 
-def max_over_ranks(values: Mapping[str, float], device: torch.device) -> dict[str, float]:
-    """Largest value by key over all ranks; same keys in the same order everywhere."""
-    top = torch.tensor(list(values.values()), dtype=torch.float64, device=device)
+def max_over_ranks(values: Mapping[str, float]) -> dict[str, float]:
+    """Largest value by key over all ranks, over gloo; same keys in the same order everywhere."""
+    top = torch.tensor(list(values.values()), dtype=torch.float64)
     dist.all_reduce(top, op=dist.ReduceOp.MAX)
     return dict(zip(values, top.tolist(), strict=True))

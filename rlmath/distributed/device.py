@@ -40,6 +40,8 @@ class Device:
     """Process-group backend as `init_process_group` reads it; both have gloo for plain objects."""
     params_dtype: torch.dtype
     """Number format of parameters and activations."""
+    local_layers: bool = True
+    """Whether models have Megatron's local layers with our norm and attention; else Transformer Engine's."""
 
 
 def resolve_kind(requested: str) -> DeviceKind:
@@ -51,8 +53,8 @@ def resolve_kind(requested: str) -> DeviceKind:
     return "cuda" if requested == "cuda" else "cpu"
 
 
-def open_device(requested: str) -> Device:
-    """The device of this rank; on GPU it is made torch's current one.
+def open_device(requested: str, local_layers: bool = True) -> Device:
+    """The device of this rank; on GPU it is made torch's current one. On CPU the layers of models are always local.
 
     On CPU every rank computes with one thread: ranks are the parallelism, and spinning threads of several ranks
     on the same cores cost far more than they bring.
@@ -69,10 +71,16 @@ def open_device(requested: str) -> Device:
             f"this rank is number {local_rank} of its node, which has {torch.cuda.device_count()} GPUs; "
             "start at most one rank per GPU (torchrun --nproc-per-node)"
         )
+    set_cuda_defaults()
+    torch.cuda.set_device(local_rank)
+    at = torch.device("cuda", local_rank)
+    return Device("cuda", at, "cpu:gloo,cuda:nccl", torch.bfloat16, local_layers)
+
+
+def set_cuda_defaults() -> None:
+    """`CUDA_DEFAULTS` where the user has set nothing; call it before anything starts CUDA in this process."""
     for name, value in CUDA_DEFAULTS.items():
         os.environ.setdefault(name, value)
-    torch.cuda.set_device(local_rank)
-    return Device("cuda", torch.device("cuda", local_rank), "cpu:gloo,cuda:nccl", torch.bfloat16)
 
 
 def init_process_group(device: Device, timeout_seconds: float, store: dist.Store | None = None) -> None:
@@ -162,6 +170,13 @@ def synchronize(device: Device) -> None:
     """Wait until the device has finished all work; on CPU it always has."""
     if device.kind == "cuda":
         torch.cuda.synchronize(device.torch_device)
+
+
+def finish_computation(device: Device) -> None:
+    """Wait until the device has finished the queued computation of this thread's stream; collectives that overlap with
+    it have streams of their own."""
+    if device.kind == "cuda":
+        torch.cuda.current_stream(device.torch_device).synchronize()
 
 
 def device_bytes(device: Device) -> int:

@@ -39,7 +39,7 @@ def peak_flops(shape: ModelShape, mesh: Mesh, device: Device) -> float | None:
     }
     dist.barrier()
     fastest = max(_measured_flops(*size) for size in sorted(sizes))
-    return sum_over_ranks({"flops": fastest}, device.torch_device)["flops"]
+    return sum_over_ranks({"flops": fastest})["flops"]
 
 
 def gpu_peak(name: str) -> float | None:

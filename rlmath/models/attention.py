@@ -1,4 +1,4 @@
-"""Causal attention and rotary positions over packed sequences, where Transformer Engine is not installed.
+"""Causal attention and rotary positions over packed sequences, for Megatron's local layers.
 
 Megatron's own `DotProductAttention` refuses packed sequences. Ours pads segments of similar length to one bucket, so
 that memory stays linear in the packed length and no token attends across a segment's border.
@@ -115,6 +115,8 @@ def pack_sequences(
         "max_seqlen_kv": max_seqlen,
     }
     if frequencies_F is None:
+        # Megatron keeps the rotary tables of 32 lengths; a bound need not be tight.
+        common["max_seqlen_q"] = common["max_seqlen_kv"] = 1 << (max_seqlen - 1).bit_length()
         return PackedSequences(**common)
     starts_S = cu_seqlens_S1[:-1].long()
     lengths_S = cu_seqlens_S1.diff().long()

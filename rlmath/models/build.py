@@ -7,9 +7,11 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
+from megatron.core.distributed import DistributedDataParallel
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -24,10 +26,18 @@ from rlmath.distributed.mesh import Mesh
 from rlmath.models.forward_backward import ForwardBackward
 from rlmath.models.learner import GrpoLearner, Learner, SftLearner
 from rlmath.models.logprobs import MinTokensMask
-from rlmath.models.megatron import Recompute, build_chunks, transformer_config, wrap_for_training
+from rlmath.models.megatron import (
+    Recompute,
+    build_chunks,
+    fuses_gradient_accumulation,
+    overlaps_reduction,
+    transformer_config,
+    wrap_for_training,
+)
 from rlmath.models.optimizer import build_optimizer, build_scheduler
 
 L = TypeVar("L", bound=Learner)
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -52,10 +62,7 @@ def build_actor(
 ) -> Actor[GrpoLearner]:
     """The policy of GRPO with the weights of `model.path`; `total_updates` optimizer steps end a decaying learning
     rate."""
-    megatron = actor_config(config, shape, mesh, device)
-    chunks = load_chunks(config, shape, mesh, device, megatron)
-    wrapped = wrap_for_training(chunks, megatron, config.optimizer.distributed)
-    optimizer = build_optimizer(config.optimizer, wrapped, device)
+    chunks, wrapped, optimizer = _trained_chunks(config, shape, mesh, device)
     mask = MinTokensMask(stop_token_ids, config.rollout.min_new_tokens)
     learner = GrpoLearner(
         ForwardBackward(wrapped, mesh, device, config.rollout.temperature, shape.vocab_size, mask),
@@ -71,10 +78,7 @@ def build_sft_actor(
     config: Config, shape: ModelShape, mesh: Mesh, device: Device, total_updates: int
 ) -> Actor[SftLearner]:
     """Likewise, for supervised training: the distribution is the model's own, at temperature 1 and without a mask."""
-    megatron = actor_config(config, shape, mesh, device)
-    chunks = load_chunks(config, shape, mesh, device, megatron)
-    wrapped = wrap_for_training(chunks, megatron, config.optimizer.distributed)
-    optimizer = build_optimizer(config.optimizer, wrapped, device)
+    chunks, wrapped, optimizer = _trained_chunks(config, shape, mesh, device)
     forward_backward = ForwardBackward(wrapped, mesh, device, 1.0, shape.vocab_size, MinTokensMask())
     scheduler = build_scheduler(config.optimizer, optimizer, total_updates)
     return Actor(SftLearner(forward_backward, optimizer, scheduler), chunks)
@@ -91,6 +95,22 @@ def build_reference(
         chunk.requires_grad_(False).eval()
     mask = MinTokensMask(stop_token_ids, config.rollout.min_new_tokens)
     return ForwardBackward(chunks, mesh, device, config.rollout.temperature, shape.vocab_size, mask)
+
+
+def _trained_chunks(
+    config: Config, shape: ModelShape, mesh: Mesh, device: Device
+) -> tuple[list[GPTModel], list[DistributedDataParallel], Any]:
+    """The chunks of the model that is trained, wrapped and bare, and their optimizer."""
+    if device.kind == "cuda" and not fuses_gradient_accumulation(device):
+        logger.warning(
+            "Gradients are added up in a pass of their own: apex's kernel fused_weight_gradient_mlp_cuda is not "
+            "installed (the Dockerfile builds it)"
+        )
+    megatron = actor_config(config, shape, mesh, device)
+    chunks = load_chunks(config, shape, mesh, device, megatron)
+    overlap = overlaps_reduction(config.optimizer, shape, device)
+    wrapped = wrap_for_training(chunks, megatron, config.optimizer.distributed, overlap)
+    return chunks, wrapped, build_optimizer(config.optimizer, wrapped, device)
 
 
 def actor_config(config: Config, shape: ModelShape, mesh: Mesh, device: Device) -> TransformerConfig:

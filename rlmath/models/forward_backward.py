@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -24,8 +25,9 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.utils import get_attr_wrapped_model, get_model_config
 from torch import Tensor
 
+from megatron_patches import p2p_shapes
 from rlmath.algorithms.types import MicroBatch
-from rlmath.distributed.device import Device, synchronize
+from rlmath.distributed.device import Device, finish_computation
 from rlmath.distributed.mesh import Mesh
 from rlmath.models.attention import PackedSequences, pack_sequences
 from rlmath.models.context_parallel import ContextSplit, gather_and_shift, split_pack
@@ -82,18 +84,35 @@ class ForwardBackward:
             get_model_config(self.chunks[0]).finalize_model_grads_func = self._finalize_gradients
         self._busy_until = None
         started = time.perf_counter()
-        results = get_forward_backward_func()(
-            forward_step_func=partial(self._forward_step, on_logits, forward_only),
-            data_iterator=[iter(numbered) for _ in self.chunks],
-            model=self.chunks,
-            num_microbatches=len(batches),
-            seq_length=max(batch.token_ids_T.numel() for batch in batches),
-            micro_batch_size=1,
-            forward_only=forward_only,
-            collect_non_loss_data=forward_only,
-        )
+        with self._known_shapes(batches):
+            results = get_forward_backward_func()(
+                forward_step_func=partial(self._forward_step, on_logits, forward_only),
+                data_iterator=[iter(numbered) for _ in self.chunks],
+                model=self.chunks,
+                num_microbatches=len(batches),
+                seq_length=max(batch.token_ids_T.numel() for batch in batches),
+                micro_batch_size=1,
+                forward_only=forward_only,
+                collect_non_loss_data=forward_only,
+            )
         self._busy_seconds += (self._busy_until or self._now()) - started
         return results
+
+    def _known_shapes(self, batches: Sequence[MicroBatch]) -> AbstractContextManager[None]:
+        """Every stage has all packs, and so knows the shape of every message between stages."""
+        if self.mesh.pipeline == 1 or self.mesh.virtual_pipeline > 1:
+            return nullcontext()  # with several chunks, messages come in the order of Megatron's schedule
+        config = get_model_config(self.chunks[0])
+        shared = self.mesh.tensor if config.sequence_parallel else 1
+        shapes = []
+        for batch in batches:
+            tokens = len(batch.token_ids_T)
+            if self.mesh.context > 1:
+                tokens = split_pack(batch.cu_seqlens_S1, self.mesh.context, self.mesh.tensor).source_CN.shape[
+                    1
+                ]
+            shapes.append((tokens // shared, 1, config.hidden_size))
+        return p2p_shapes.known_shapes(shapes)
 
     def pop_busy_seconds(self) -> float:
         """Seconds of forward and backward passes since the last call, up to the reduction of gradients: the time of
@@ -102,8 +121,8 @@ class ForwardBackward:
         return seconds
 
     def _now(self) -> float:
-        """The time when the device has finished its queued work (seconds)."""
-        synchronize(self.device)
+        """The time when the device has finished its queued computation (seconds)."""
+        finish_computation(self.device)
         return time.perf_counter()
 
     def _finalize_gradients(self, *args: Any, **kwargs: Any) -> None:
@@ -124,6 +143,7 @@ class ForwardBackward:
         model: Any,
     ) -> tuple[Tensor, Callable[..., Any]]:
         index, batch = next(batches)
+        batch = batch.to(self.device.torch_device)
         self.on_microbatch()
         token_ids, positions, packing = self._inputs(batch)
         output = model(token_ids[None], positions[None], None, packed_seq_params=packing)
@@ -141,11 +161,9 @@ class ForwardBackward:
 
     def _inputs(self, batch: MicroBatch) -> tuple[Tensor, Tensor, PackedSequences]:
         """This rank's token ids and positions of a micro-batch, and how they are packed."""
-        at = self.device.torch_device
-        token_ids, positions = batch.token_ids_T.to(at), batch.position_ids_T.to(at)
+        token_ids, positions = batch.token_ids_T, batch.position_ids_T
         if self.mesh.context == 1:
-            cu_seqlens = batch.cu_seqlens_S1.to(at)
-            packing = pack_sequences(cu_seqlens, batch.max_seqlen, positions, self._frequencies_F)
+            packing = pack_sequences(batch.cu_seqlens_S1, batch.max_seqlen, positions, self._frequencies_F)
             return token_ids, positions, packing
         split = self._split(batch)
         token_ids, positions = (split.share(x, self.mesh.context_rank) for x in (token_ids, positions))
@@ -156,9 +174,7 @@ class ForwardBackward:
 
     def _split(self, batch: MicroBatch) -> ContextSplit:
         # Sequence parallelism splits every chunk again.
-        return split_pack(
-            batch.cu_seqlens_S1.to(self.device.torch_device), self.mesh.context, multiple=self.mesh.tensor
-        )
+        return split_pack(batch.cu_seqlens_S1, self.mesh.context, multiple=self.mesh.tensor)
 
     def logprobs_of(self, batch: MicroBatch, logits_TV: Tensor) -> tuple[Tensor, Tensor]:
         """Log-probability of each packed token, with gradient, and entropy of its distribution (nats)."""
@@ -189,8 +205,7 @@ class ForwardBackward:
         self, batch: MicroBatch, of_next: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
     ) -> tuple[Tensor, Tensor]:
         """`logprobs.shift_to_tokens` of the whole pack, which context-parallel ranks may share."""
-        at = self.device.torch_device
-        tokens, index = batch.token_ids_T.to(at), batch.completion_index_T.to(at)
+        tokens, index = batch.token_ids_T, batch.completion_index_T
         if self.mesh.context == 1:
             return shift_to_tokens(of_next, tokens, index)
         group = parallel_state.get_context_parallel_group()

@@ -73,7 +73,6 @@ class Learner:
         """One optimizer step on a minibatch, or none where `discard_rule` has a reason. The loss is summed over tokens
         and divided by the minibatch's global count, by Megatron, once. The names are those of `_reduce`."""
         self.forward_backward.zero_grad()
-        self.optimizer.zero_grad()
         metrics = self.forward_backward.run(batches, on_logits, forward_only=False)
         sums, maxima = self._reduce(metrics, sum_names, max_names)
         lr = learning_rate(self.optimizer)
@@ -94,14 +93,13 @@ class Learner:
         """Over micro-batches and data-parallel ranks: the sums of some metrics and the maxima of others, returned on
         every rank. A collective."""
         counted = metrics if self.forward_backward.mesh.counts_loss else []
-        at = self.forward_backward.device.torch_device
         names = (*sum_names, *max_names)
-        # One transfer from the device for each micro-batch, not one for each number.
-        rows = [torch.stack([m[name].float() for name in names]).tolist() for m in counted]
-        columns = dict(zip(names, zip(*rows, strict=True), strict=True)) if rows else {}
+        # One transfer from the device for all micro-batches.
+        rows = [torch.stack([m[name].float() for name in names]) for m in counted]
+        columns = dict(zip(names, torch.stack(rows, 1).tolist(), strict=True)) if rows else {}
         sums = {name: sum(columns.get(name, (0.0,))) for name in sum_names}
         maxima = {name: max(columns.get(name, (0.0,))) for name in max_names}
-        return sum_over_ranks(sums, at), max_over_ranks(maxima, at) if maxima else {}
+        return sum_over_ranks(sums), max_over_ranks(maxima) if maxima else {}
 
 
 LOSS_SUMS = tuple(one.name for one in fields(TokenLoss))
@@ -145,32 +143,31 @@ class GrpoLearner(Learner):
         batch: MicroBatch,
         logits_TV: Tensor,
     ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        at = self.forward_backward.device.torch_device
         logprobs_T, entropy_T = self.forward_backward.logprobs_of(batch, logits_TV)
-        behaviour_T = batch.behaviour_logprobs_T.to(at)
+        behaviour_T, weights_T = batch.behaviour_logprobs_T, batch.loss_weights_T
         recomputed_T = logprobs_T.detach() if old is None else old[index].logprobs_T
-        weights_T = batch.loss_weights_T.to(at)
         tokens = TokenInputs(
             logprobs_T=logprobs_T,
             entropy_T=entropy_T if self.settings.entropy_coef else entropy_T.detach(),
             proximal_logprobs_T=behaviour_T if old is None and not on_policy else recomputed_T,
             behaviour_logprobs_T=behaviour_T,
             reference_logprobs_T=None if reference is None else reference[index].logprobs_T,
-            advantages_T=batch.advantages_T.to(at),
+            advantages_T=batch.advantages_T,
             weights_T=weights_T,
-            segments_T=batch.segments_T.to(at),
+            segments_T=batch.segments_T,
             n_segments=batch.n_segments,
         )
         terms = token_loss(tokens, self.settings)
         mismatch_T = torch.where(weights_T > 0, (recomputed_T - behaviour_T).abs(), 0.0)
         # Copies: Megatron divides the loss in place, and metrics must not share its storage.
         metrics = {name: getattr(terms, name).detach().clone() for name in LOSS_SUMS}
+        count = logits_TV.new_full((), batch.loss_count, dtype=torch.int)
         metrics |= {
-            "denominator": torch.tensor(float(batch.loss_count), device=at),
+            "denominator": count,
             "mismatch": mismatch_T.sum(),
             "mismatch_max": mismatch_T.max(),
         }
-        return terms.loss, torch.tensor(batch.loss_count, dtype=torch.int, device=at), metrics
+        return terms.loss, count, metrics
 
 
 class SftLearner(Learner):
@@ -187,7 +184,7 @@ class SftLearner(Learner):
         data-parallel ranks. A collective."""
 
         def token_sums(index: int, batch: MicroBatch, logits_TV: Tensor) -> dict[str, Tensor]:
-            weights_T = batch.loss_weights_T.to(logits_TV.device)
+            weights_T = batch.loss_weights_T
             hits_T = self.forward_backward.token_accuracy(batch, logits_TV)
             logprobs_T, _ = self.forward_backward.logprobs_of(batch, logits_TV)
             return self._sums(logprobs_T, weights_T) | {"hits": torch.where(weights_T > 0, hits_T, 0.0).sum()}
@@ -199,10 +196,10 @@ class SftLearner(Learner):
         self, index: int, batch: MicroBatch, logits_TV: Tensor
     ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         logprobs_T, _ = self.forward_backward.logprobs_of(batch, logits_TV)
-        sums = self._sums(logprobs_T, batch.loss_weights_T.to(logits_TV.device))
+        sums = self._sums(logprobs_T, batch.loss_weights_T)
         # Copies: Megatron divides the loss in place.
         metrics = {name: value.detach().clone() for name, value in sums.items()}
-        count = torch.tensor(batch.loss_count, dtype=torch.int, device=logits_TV.device)
+        count = logits_TV.new_full((), batch.loss_count, dtype=torch.int)
         return sums["loss"], count, metrics
 
     def _sums(self, logprobs_T: Tensor, weights_T: Tensor) -> dict[str, Tensor]:

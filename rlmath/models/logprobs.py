@@ -223,11 +223,9 @@ class _VocabParallelLogprobs(torch.autograd.Function):
         pull_T = zero_T if grad_logprobs_T is None else grad_logprobs_T / shard.temperature
         spread_T = zero_T if grad_entropy_T is None else grad_entropy_T / shard.temperature
         idle_T = (pull_T == 0) & (spread_T == 0)
-        # Both wait for the device, so before the long work is queued.
-        idle, idle_rows = idle_T.tolist(), idle_T.nonzero()[:, 0]
         offset_T = (spread_T * (mass_T.log() - entropy_T) - pull_T) / mass_T
         slope_T = None if grad_entropy_T is None else spread_T * -LN2 / mass_T
-        _write_gradient(grad_TV, shard, idle, neg_max_T, offset_T, slope_T)
+        _write_gradient(grad_TV, shard, idle_T, neg_max_T, offset_T, slope_T)
         # 1 - p of the target has lost its digits where p is close to 1.
         target_T = -torch.expm1(logprobs_T) * pull_T - logprobs_T.exp() * (logprobs_T + entropy_T) * spread_T
         # One entry of each row whose target this shard holds.
@@ -235,7 +233,7 @@ class _VocabParallelLogprobs(torch.autograd.Function):
         grad_TV.scatter_(1, column_T1, torch.where(mine_T[:, None], target_T[:, None].to(other_T1), other_T1))
         shard.mask(grad_TV, slice(None), 0.0)
         grad_TV[:, shard.columns :].zero_()
-        grad_TV.index_fill_(0, idle_rows, 0.0)
+        _clear_rows(grad_TV, idle_T)
         return grad_TV, None, None, None
 
 
@@ -278,16 +276,17 @@ def _shift_further(sums_3T: Tensor, by_T: Tensor, mine_T: Tensor) -> None:
 def _write_gradient(
     grad_TV: Tensor,
     shard: _Shard,
-    idle: list[bool],
+    idle_T: Tensor,
     neg_max_T: Tensor,
     offset_T: Tensor,
     slope_T: Tensor | None,
 ) -> None:
     """Turn logits into (slope * b + offset) * 2^b, b being the shifted logits (bits), chunk by chunk; None is a slope
-    of 0. A chunk of nothing but idle rows is left unchanged."""
+    of 0. Idle rows may hold anything afterwards."""
     scratch = shard.scratch(grad_TV)
     for rows in shard.chunks(grad_TV):
-        if all(idle[rows]):
+        # Of a GPU the host would have to wait for the answer.
+        if idle_T.device.type == "cpu" and bool(idle_T[rows].all()):
             continue
         bits_RV = shard.shifted_logits(grad_TV, rows, neg_max_T, scratch[0])
         out_RV = grad_TV[rows, : shard.columns]
@@ -296,3 +295,12 @@ def _write_gradient(
             continue
         weight_RV = torch.exp2(bits_RV, out=scratch[1][: bits_RV.shape[0]])
         torch.mul(bits_RV.mul_(slope_T[rows, None]).add_(offset_T[rows, None]), weight_RV, out=out_RV)
+
+
+def _clear_rows(grad_TV: Tensor, idle_T: Tensor) -> None:
+    """Set the idle rows to 0, whatever they hold. On CPU only these are written; of a GPU the host would have to wait
+    for their number, and a pass over all rows takes a fraction of what the gradient took."""
+    if idle_T.device.type == "cpu":
+        grad_TV.index_fill_(0, idle_T.nonzero()[:, 0], 0.0)
+    else:
+        grad_TV.masked_fill_(idle_T[:, None], 0.0)

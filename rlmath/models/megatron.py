@@ -2,8 +2,8 @@
 
     start_megatron -> transformer_config -> build_chunks (layer_spec) -> wrap_for_training
 
-The layers are Transformer Engine's where it is installed, else Megatron's local ones with our norm and attention
-(`attention`). Weights come from `checkpoint.hf`.
+The layers are Transformer Engine's, or Megatron's local ones with our norm and attention (`Device.local_layers`).
+Weights come from `checkpoint.hf`.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from typing import Any
 import torch
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-from megatron.core.extensions.transformer_engine import HAVE_TE
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
     get_gpt_layer_with_transformer_engine_spec,
 )
+from megatron.core.tensor_parallel.layers import _grad_accum_fusion_available
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
@@ -31,16 +31,11 @@ import megatron_patches
 from rlmath.checkpoint.hf.weight_map import padded_vocab, placed_tensors
 from rlmath.checkpoint.hf.weights import ModelGroups, local_parameter, stream_hf_tensors
 from rlmath.config.model_shape import ModelShape
-from rlmath.config.schema import ParallelConfig
+from rlmath.config.schema import OptimizerConfig, ParallelConfig
 from rlmath.distributed.device import Device
 from rlmath.distributed.mesh import Mesh
 from rlmath.models.attention import PackedAttention, rotary_frequencies
 from rlmath.models.local_layers import RMSNorm, swiglu
-
-
-def uses_local_layers(device_kind: str) -> bool:
-    """True where the layers are Megatron's own: on CPU, and on GPUs without Transformer Engine."""
-    return device_kind == "cpu" or not HAVE_TE
 
 
 def layer_spec(
@@ -72,6 +67,14 @@ class Recompute:
     granularity: str | None = None
     method: str | None = None
     num_layers: int | None = None
+
+
+def selective_modules(shape: ModelShape, local_layers: bool) -> list[str]:
+    """What "selective" recomputes. Transformer Engine's attention keeps no scores, so that there the MLP is the most
+    memory for the least work; our attention keeps its inputs laid out by segment."""
+    if local_layers:
+        return ["core_attn"]
+    return ["moe"] if shape.num_experts else ["mlp"]
 
 
 def start_megatron(mesh: Mesh, device: Device, seed: int, timeout_seconds: float) -> None:
@@ -123,7 +126,7 @@ def transformer_config(
     shape: ModelShape, mesh: Mesh, device: Device, parallel: ParallelConfig, recompute: Recompute
 ) -> TransformerConfig:
     """Megatron's description of the model and of how it is computed."""
-    is_cpu = device.kind == "cpu"
+    is_cpu, local_layers = device.kind == "cpu", device.local_layers
     return TransformerConfig(
         num_layers=shape.num_layers,
         hidden_size=shape.hidden_size,
@@ -154,15 +157,16 @@ def transformer_config(
         calculate_per_token_loss=True,
         use_cpu_initialization=is_cpu,
         perform_initialization=False,
-        gradient_accumulation_fusion=False,
+        gradient_accumulation_fusion=fuses_gradient_accumulation(device),
         # SwiGLU in one function: of local layers `_build_chunk` sets ours, beside Transformer Engine it is Megatron's
         # (which has not run on a GPU yet).
-        use_te_activation_func=uses_local_layers(device.kind),
-        bias_activation_fusion=not uses_local_layers(device.kind),
+        use_te_activation_func=local_layers,
+        bias_activation_fusion=not local_layers,
         masked_softmax_fusion=False,
         bias_dropout_fusion=False,
-        apply_rope_fusion=not uses_local_layers(device.kind),
+        apply_rope_fusion=not local_layers,
         recompute_granularity=recompute.granularity,
+        recompute_modules=selective_modules(shape, local_layers),
         recompute_method=recompute.method,
         recompute_num_layers=recompute.num_layers,
     )
@@ -181,7 +185,15 @@ def _stage_layout(mesh: Mesh, parallel: ParallelConfig) -> dict[str, Any]:
         # stages they are mixed up, and gradients are silently wrong. Overlapped, each has a message group of its own.
         "overlap_p2p_comm": virtual is not None,
         "batch_p2p_comm": virtual is None,
+        # Megatron would wait for the whole device after every message, which torch 2.0 and older needed.
+        "batch_p2p_sync": False,
     }
+
+
+def fuses_gradient_accumulation(device: Device) -> bool:
+    """Whether gradients of weights are added to their float32 buffers by the matrix multiplication itself. Megatron's
+    output layer needs apex's kernel for it, which only an apex built with CUDA has."""
+    return device.kind == "cuda" and _grad_accum_fusion_available
 
 
 def _expert_layout(shape: ModelShape, mesh: Mesh, device: Device) -> dict[str, Any]:
@@ -197,7 +209,7 @@ def _expert_layout(shape: ModelShape, mesh: Mesh, device: Device) -> dict[str, A
         # A softmax over the picked experts is one over all, its picked weights scaled to sum to 1.
         "moe_router_pre_softmax": not shape.norm_topk_prob,
         "moe_router_load_balancing_type": "none",
-        "moe_grouped_gemm": not uses_local_layers(device.kind),
+        "moe_grouped_gemm": not device.local_layers,
         "expert_model_parallel_size": mesh.expert,
         "expert_tensor_parallel_size": mesh.expert_tensor,
     }
@@ -211,7 +223,7 @@ def build_chunks(shape: ModelShape, mesh: Mesh, device: Device, config: Transfor
 def _build_chunk(
     shape: ModelShape, mesh: Mesh, device: Device, config: TransformerConfig, number: int
 ) -> GPTModel:
-    local_layers = uses_local_layers(device.kind)
+    local_layers = device.local_layers
     vp_stage = number if mesh.virtual_pipeline > 1 else None
     model = GPTModel(
         config,
@@ -243,16 +255,31 @@ def _build_chunk(
     return model
 
 
+def overlaps_reduction(settings: OptimizerConfig, shape: ModelShape, device: Device) -> bool:
+    """Whether gradients are reduced while the backward pass goes on. Not with experts: one that no token was sent to
+    has no gradient, for which Megatron's reduction would wait."""
+    if settings.overlap_grad_reduce is None:
+        return device.kind == "cuda" and not shape.num_experts
+    return settings.overlap_grad_reduce
+
+
 def wrap_for_training(
-    chunks: Sequence[GPTModel], config: TransformerConfig, distributed_optimizer: bool
+    chunks: Sequence[GPTModel], config: TransformerConfig, distributed_optimizer: bool, overlap: bool = False
 ) -> list[DistributedDataParallel]:
-    """The chunks, each with one flat gradient buffer, reduced over the data-parallel ranks once per minibatch."""
+    """The chunks, each with one flat gradient buffer, reduced over the data-parallel ranks once per minibatch: after
+    the last backward pass, or with `overlap` bucket by bucket during it."""
     reduction = DistributedDataParallelConfig(
-        use_distributed_optimizer=distributed_optimizer, overlap_grad_reduce=False, grad_reduce_in_fp32=True
+        use_distributed_optimizer=distributed_optimizer,
+        overlap_grad_reduce=overlap,
+        grad_reduce_in_fp32=True,
     )
     wrapped = [DistributedDataParallel(config, reduction, chunk) for chunk in chunks]
     for chunk in wrapped:
         chunk.broadcast_params()
+    if overlap:
+        # Only the last micro-batch's backward pass starts reductions.
+        no_sync = [chunk.no_sync for chunk in wrapped]
+        config.no_sync_func = no_sync if len(wrapped) > 1 else no_sync[0]
     return wrapped
 
 

@@ -23,8 +23,8 @@ MINIBATCH_MESSAGES = 8
 """Collectives of an update beside those of gradients and parameters: sums of the loss and its metrics, norms."""
 ADAM_BYTES = 28
 """Read and written by Adam for a parameter: gradient, two moments and the float32 parameter, the last three twice."""
-GRADIENT_BYTES = 16
-"""Written twice with zeros, read for the norm and scaled: four times float32."""
+GRADIENT_BYTES = 12
+"""Written with zeros, read for the norm and scaled: three times float32."""
 
 
 @dataclass(frozen=True)
@@ -46,16 +46,35 @@ class Passes:
 LOGPROBS = Passes(FORWARD, FORWARD, FORWARD, exchanges=1, touches=2, runs=1)
 
 
-def update_passes(policy: PolicyConfig, chunk_layers: int) -> Passes:
-    """Forward and backward, and what is recomputed: all of a layer ("full"), its attention ("selective")."""
-    again = 0.0
+def update_passes(shape: ModelShape, policy: PolicyConfig, chunk_layers: int, local_layers: bool) -> Passes:
+    """Forward and backward, and what is recomputed: all of a layer ("full"); its MLP, of local layers its attention
+    ("selective")."""
+    linear = attention = exchanges = 0.0
     if policy.recompute_granularity == "full":
-        again = 1.0
+        share = 1.0
         if policy.recompute_method == "block":
-            again = min(1.0, (policy.recompute_num_layers or 1) / chunk_layers)
-    attention = FORWARD if policy.recompute_granularity == "selective" else again
+            share = min(1.0, (policy.recompute_num_layers or 1) / chunk_layers)
+        linear = attention = exchanges = share
+    elif policy.recompute_granularity == "selective" and local_layers:
+        attention = FORWARD
+    elif policy.recompute_granularity == "selective":
+        linear, exchanges = mlp_share(shape), 0.5  # one of a layer's two sums
     both = FORWARD + BACKWARD
-    return Passes(both + again, both + attention, both, exchanges=2 + again, touches=6 + 2 * again, runs=2)
+    return Passes(
+        both + linear,
+        both + attention,
+        both,
+        exchanges=2 + exchanges,
+        touches=6 + 2 * linear,
+        runs=2,
+    )
+
+
+def mlp_share(shape: ModelShape) -> float:
+    """Of the multiplications of a layer's matrices, those of its MLP."""
+    mlp = 3 * shape.ffn_size * max(1, shape.experts_per_token)
+    attention = 2 * (shape.num_heads + shape.num_kv_heads) * shape.head_dim
+    return mlp / (mlp + attention)
 
 
 def forward_cost(shape: ModelShape) -> Cost:
@@ -127,7 +146,8 @@ def _stages(training: Training) -> list[tuple[Mesh, int]]:
 
 
 def _stage_update(training: Training, mesh: Mesh, layers: int) -> Work:
-    passes = update_passes(training.config.policy, max(1, layers // mesh.virtual_pipeline))
+    chunk_layers, target = max(1, layers // mesh.virtual_pipeline), training.target
+    passes = update_passes(training.shape, training.config.policy, chunk_layers, target.local_layers)
     minibatches = training.config.algorithm.n_minibatches
     each = _optimizer_work(training, mesh, layers) + _gradient_work(training, mesh, layers)
     return _pass_work(training, mesh, layers, passes) + each.times(minibatches)

@@ -130,7 +130,7 @@ class Checkpointer:
             "point": float(point and is_clock),
             "writing": float(self._store.busy and not self._store.written),
         }
-        return max_over_ranks(mine, self._trainer.device.torch_device)
+        return max_over_ranks(mine)
 
     def export(self, folder: Path, more: Mapping[str, bytes] | None = None) -> None:
         """Write the model as it is now in Hugging Face form, with some files `more`. A collective. OSError on rank 0

@@ -326,7 +326,6 @@ class PolicyUpdater:
                 tokens_PG,
                 self.penalty,
                 self.mesh,
-                self.actor.forward_backward.device,
             )
             reference = None
 

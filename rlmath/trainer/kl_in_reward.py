@@ -14,7 +14,6 @@ from torch import Tensor
 from rlmath.algorithms.advantages import AdvantageKind, KLTotals, kl_shaped_advantages
 from rlmath.algorithms.kl import KLKind, kl_estimate, to_go
 from rlmath.algorithms.types import MicroBatch
-from rlmath.distributed.device import Device
 from rlmath.distributed.mesh import Mesh
 from rlmath.models.forward_backward import TokenLogprobs
 
@@ -45,7 +44,6 @@ def apply_kl_penalty(
     tokens: Sequence[Sequence[int]],
     penalty: KLPenalty,
     mesh: Mesh,
-    device: Device,
 ) -> tuple[list[MicroBatch], list[list[float]], RewardKL]:
     """This rank's micro-batches with new advantages, the mean advantage of every completion, and the KL. A collective.
 
@@ -58,7 +56,7 @@ def apply_kl_penalty(
             _to_go(batch, None if old is None else old[i].logprobs_T, reference[i].logprobs_T, penalty.kind)
             for i, batch in enumerate(batches)
         ]
-    totals = _gather_totals(batches, to_go_by_batch, rewards, mesh, device)
+    totals = _gather_totals(batches, to_go_by_batch, rewards, mesh)
     shaped = kl_shaped_advantages(rewards, tokens, totals, penalty.coef, penalty.advantage, penalty.eps)
     kl = sum(total.total for row in totals for total in row)
     reward_kl = RewardKL(kl / sum(map(sum, tokens)), kl / sum(map(len, rewards)))
@@ -80,9 +78,8 @@ def _gather_totals(
     to_go_by_batch: Sequence[Tensor],
     rewards: Sequence[Sequence[float]],
     mesh: Mesh,
-    device: Device,
 ) -> list[list[KLTotals]]:
-    """Those of all samples by group, on every rank."""
+    """Those of all samples by group, on every rank; over gloo."""
     totals_N3 = torch.zeros(sum(map(len, rewards)), 3, dtype=torch.float64)
     if mesh.counts_loss:
         for batch, to_go_T in zip(batches, to_go_by_batch, strict=True):
@@ -92,7 +89,6 @@ def _gather_totals(
                 K = to_go_T[start:end][counted_T[start:end]]
                 if len(K):
                     totals_N3[index] = torch.stack((K[0], K.mean(), (K - K.mean()).square().sum()))
-    totals_N3 = totals_N3.to(device.torch_device)
     dist.all_reduce(totals_N3)
     rest = iter(totals_N3.tolist())
     return [[KLTotals(*next(rest)) for _ in row] for row in rewards]

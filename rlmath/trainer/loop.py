@@ -52,6 +52,7 @@ from rlmath.rewards.reward_manager import RewardFunctionError
 from rlmath.trainer.checkpointing import Checkpointer
 from rlmath.trainer.divergence import ADVICE, DivergedError, DivergenceCheck
 from rlmath.trainer.preflight.memory_estimate import Kind, mesh_of
+from rlmath.trainer.preflight.memory_fit import measured_line
 from rlmath.trainer.reporter import Reporter, StepRecord, ValidationResult
 from rlmath.trainer.resume import CheckpointToResume, choose_checkpoint
 from rlmath.trainer.run_dir import CONFIG_NAME, claim_run_folder
@@ -146,7 +147,7 @@ def run_training(
     """
     started, config = time.perf_counter(), prepared.config
     mesh = mesh_of(config, environment_world_size(), environment_rank())
-    device = open_device(config.run.device)
+    device = open_device(config.run.device, config.policy.transformer_impl == "local")
     stop = StopRequest(config.run.stop_grace_seconds, config.run.output_dir, mesh.rank)
     stop.install()
     with ExitStack() as stack:
@@ -223,6 +224,8 @@ def _train(
         if isinstance(record, Interrupted):
             checkpointer.save_to_stop(number)
             return stop_early(trainer, checkpointer, number, record.reason, stop)
+        if number == steps_done and mesh.rank == 0 and trainer.device.kind == "cuda":
+            logger.info("%s", measured_line(config, trainer.shape, mesh, trainer.device, trainer.kind))
         metrics = stragglers.after_step(trainer.busy_seconds(), heartbeat.slowest_answer())
         metrics |= {"memory_gib": held_bytes(trainer.device) / 2**30, "seconds/save": checkpointer.seconds}
         if reporter is not None:

@@ -120,6 +120,15 @@ def mismatch_of_layouts(folder: Path, cases: list[Case], engine_size: int, updat
     return found
 
 
+def samples_in_one_kernel(folder: Path, device_kind: str) -> bool:
+    """Whether the engine draws the noise of all its requests at once."""
+    from rlmath.rollout import engine
+
+    device = open_device(device_kind)
+    init_process_group(device, 120.0)
+    return engine.samples_in_one_kernel(open_engine(folder, 1, device)._llm)
+
+
 def mismatch(both: Pair, case: Case, updates: int) -> list[float]:
     stage, mesh, prompts = both.stage, both.mesh, list(PROMPTS.values())
     largest = []

@@ -52,7 +52,7 @@ def collectives_of_ranks_that_connect_when_needed() -> list[Any]:
             all_gather_objects(rank),
             broadcast_from_rank_zero(rank),
             gather_to_rank_zero(rank),
-            max_over_ranks({"rank": rank}, torch.device("cpu")),
+            max_over_ranks({"rank": rank}),
             count.item(),
             arrived.item(),
         ]

@@ -48,8 +48,11 @@ class Case:
     expert: int = 1
     sequence: bool = False
     recompute: bool = False
+    selective: bool = False
+    """Recompute what `policy.recompute_granularity="selective"` does."""
     max_tokens: int = 512
     optimizer: str = "sgd"
+    overlap_grad_reduce: bool = False
     kl_coef: float = 0.0
     early_stop_ratio: float | None = None
     min_new_tokens: int = 0
@@ -57,6 +60,8 @@ class Case:
     """None: LEARNING_RATE of the optimizer."""
     clip_grad: float = 0.0
     device: str = "cpu"
+    local_layers: bool = True
+    """False: Transformer Engine's, on GPU."""
 
     @property
     def ranks(self) -> int:
@@ -67,6 +72,8 @@ class Case:
             f"{self.optimizer}",
             *(["SP"] if self.sequence else []),
             *(["RC"] if self.recompute else []),
+            *(["selective"] if self.selective else []),
+            *(["overlapped"] if self.overlap_grad_reduce else []),
             *([f"VPP{self.virtual_pipeline}"] if self.virtual_pipeline > 1 else []),
             *([f"CP{self.context}"] if self.context > 1 else []),
             *([f"EP{self.expert}"] if self.expert > 1 else []),
@@ -79,7 +86,7 @@ class Case:
 def settings(folder: Path, case: Case) -> Config:
     recompute = PolicyConfig(
         max_tokens_per_microbatch=case.max_tokens,
-        recompute_granularity="full" if case.recompute else None,
+        recompute_granularity="full" if case.recompute else "selective" if case.selective else None,
         recompute_method="uniform" if case.recompute else None,
         recompute_num_layers=1 if case.recompute else None,
     )
@@ -101,6 +108,7 @@ def settings(folder: Path, case: Case) -> Config:
             lr=LEARNING_RATE[case.optimizer] if case.lr is None else case.lr,
             clip_grad=case.clip_grad,
             distributed=case.optimizer == "adam",
+            overlap_grad_reduce=case.overlap_grad_reduce,
         ),
         algorithm=AlgorithmConfig(kl_coef=case.kl_coef, early_stop_ratio=case.early_stop_ratio),
         rollout=RolloutConfig(temperature=0.8, min_new_tokens=case.min_new_tokens),
@@ -119,7 +127,7 @@ class Stage:
 
 
 def build(folder: Path, case: Case) -> Stage:
-    device = open_device(case.device)
+    device = open_device(case.device, case.local_layers)
     init_process_group(device, 120.0)
     return lay_out(folder, case, device)
 
@@ -196,6 +204,23 @@ def whole_tensors(stage: Stage) -> dict[str, Tensor]:
     from rlmath.models.megatron import hf_stream
 
     return {name: tensor.clone() for name, tensor in hf_stream(stage.actor.chunks, stage.shape, stage.mesh)}
+
+
+def update_without_messages_of_shapes(
+    folder: Path, case: Case, samples: list[Sample]
+) -> tuple[dict[str, Tensor], Any] | None:
+    """As `update`, on ranks where Megatron may not exchange shapes."""
+    from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+
+    def refuse(*arguments: Any) -> None:
+        raise AssertionError("shapes were exchanged")
+
+    theirs = P2PCommunicator._communicate_shapes
+    P2PCommunicator._communicate_shapes = refuse
+    try:
+        return update(folder, case, samples)
+    finally:
+        P2PCommunicator._communicate_shapes = theirs
 
 
 def streamed(folder: Path, case: Case) -> dict[str, Tensor] | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
@@ -131,6 +132,37 @@ def test_one_sgd_update_equals_that_of_torch(ranks: RankPool, untied_model: Path
 
 def test_one_adam_update_equals_that_of_torch(ranks: RankPool, untied_model: Path) -> None:
     check_update(ranks, untied_model, Case(tensor=2, pipeline=2, optimizer="adam"), 1e-3)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(data=2, max_tokens=64),
+        Case(pipeline=2, data=2, max_tokens=64),
+        Case(data=2, max_tokens=64, optimizer="adam"),
+    ],
+    ids=str,
+)
+def test_an_overlapped_reduction_gives_the_same_bits(ranks: RankPool, untied_model: Path, case: Case) -> None:
+    plain, overlapped = (
+        ranks.run(case.ranks, policy_cases.update, untied_model, one, SAMPLES)[0]
+        for one in (case, replace(case, overlap_grad_reduce=True))
+    )
+    assert overlapped[1] == plain[1]
+    assert all(torch.equal(overlapped[0][name], weight) for name, weight in plain[0].items())
+
+
+@pytest.mark.parametrize(
+    "case",
+    [Case(pipeline=2, max_tokens=64), Case(tensor=2, pipeline=2, sequence=True, max_tokens=64)],
+    ids=str,
+)
+def test_stages_know_the_shapes_of_their_messages(ranks: RankPool, untied_model: Path, case: Case) -> None:
+    told, silent = (
+        ranks.run(case.ranks, one, untied_model, case, SAMPLES)[0]
+        for one in (policy_cases.update, policy_cases.update_without_messages_of_shapes)
+    )
+    assert silent[1] == told[1]
 
 
 def test_a_tied_model_is_updated_alike_on_both_of_its_stages(ranks: RankPool, tied_model: Path) -> None:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from rlmath.distributed.device import open_device
 from rlmath.distributed.tensor_offload import HostMemory, StorageSet
+from rlmath.trainer.preflight.checks import transformer_engine_problems
 from tests.distributed import engine_cases, offload_cases, oracle, policy_cases, probe_cases
 from tests.distributed.policy_cases import Case
 from tests.distributed.rank_pool import RankPool
@@ -32,14 +35,43 @@ def fresh_ranks() -> Iterator[RankPool]:
     pool.close()
 
 
-def test_logprobs_in_bfloat16_are_close_to_transformers(ranks: RankPool, untied_model: Path) -> None:
+def layers() -> list[Any]:
+    """Local layers, and Transformer Engine's where it can be imported."""
+    missing = list(transformer_engine_problems("transformer_engine"))
+    return [True, pytest.param(False, marks=pytest.mark.skipif(bool(missing), reason="; ".join(missing)))]
+
+
+@pytest.mark.parametrize("local_layers", layers())
+def test_logprobs_in_bfloat16_are_close_to_transformers(
+    ranks: RankPool, untied_model: Path, local_layers: bool
+) -> None:
     samples = make_samples(24)
-    (found,) = ranks.run(1, policy_cases.logprobs, untied_model, Case(device="cuda"), samples)
+    case = Case(device="cuda", local_layers=local_layers)
+    (found,) = ranks.run(1, policy_cases.logprobs, untied_model, case, samples)
     model = oracle.load(untied_model)
     with torch.no_grad():
         for index, sample in enumerate(samples):
             wanted = oracle.completion_logprobs(model, sample)
             torch.testing.assert_close(torch.tensor(found[index]), wanted, atol=BF16_NATS, rtol=0)
+
+
+@pytest.mark.parametrize("local_layers", layers())
+@pytest.mark.parametrize("change", [{"selective": True}, {"recompute": True}, {"overlap_grad_reduce": True}])
+def test_recomputation_and_overlap_change_no_gradient(
+    ranks: RankPool, untied_model: Path, local_layers: bool, change: dict[str, bool]
+) -> None:
+    samples = make_samples(24)
+    plain = Case(device="cuda", local_layers=local_layers, max_tokens=64)
+    (wanted,), (found,) = (
+        ranks.run(1, policy_cases.gradients, untied_model, case, samples)
+        for case in (plain, replace(plain, **change))
+    )
+    for name, gradient in wanted.items():
+        torch.testing.assert_close(found[name], gradient, rtol=0, atol=0.02 * float(gradient.abs().max()))
+
+
+def test_vllm_draws_the_noise_of_all_requests_at_once(fresh_ranks: RankPool, untied_model: Path) -> None:
+    assert fresh_ranks.run(1, engine_cases.samples_in_one_kernel, untied_model, "cuda") == [True]
 
 
 def test_the_engine_follows_the_policy_through_sleep_and_updates(ranks: RankPool, untied_model: Path) -> None:

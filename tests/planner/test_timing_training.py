@@ -11,6 +11,7 @@ from rlmath.planner.work import Work
 from tests.planner.shapes import (
     BATCH,
     CONFIG,
+    GPU,
     HEAD_FLOPS,
     LAYER_FLOPS,
     PAIR_FLOPS,
@@ -24,7 +25,13 @@ LAYERS = BATCH.tokens * 4 * LAYER_FLOPS + BATCH.squares * PAIR_FLOPS
 
 
 def recomputing(granularity: str, method: str | None = None, layers: int | None = None):
-    return replace(CONFIG, policy=PolicyConfig(33, granularity, method, layers))
+    policy = PolicyConfig(
+        max_tokens_per_microbatch=33,
+        recompute_granularity=granularity,
+        recompute_method=method,
+        recompute_num_layers=layers,
+    )
+    return replace(CONFIG, policy=policy)
 
 
 def test_flops_of_one_rank():
@@ -44,13 +51,27 @@ def test_all_experts_of_a_token_count():
 
 
 def test_recomputation_adds_the_forward_pass_of_what_is_recomputed():
-    attention = BATCH.squares * PAIR_FLOPS
+    mlp = BATCH.tokens * 4 * 2 * 3 * TINY.hidden_size * TINY.ffn_size  # 4 layers of three matrices
     for config, again in (
         (recomputing("full", "uniform", 1), LAYERS),
         (recomputing("full", "block", 1), LAYERS / 4),
-        (recomputing("selective"), attention),
+        (recomputing("selective"), mlp),
     ):
         assert update_work(training(config, 1)).flops == pytest.approx(3 * FORWARD + again)
+
+
+def test_of_local_layers_the_attention_is_recomputed():
+    local = replace(training(recomputing("selective"), 1), target=replace(GPU, local_layers=True))
+    attention = BATCH.squares * PAIR_FLOPS
+    assert update_work(local).flops == pytest.approx(3 * FORWARD + attention)
+
+
+def test_a_recomputed_mlp_is_summed_over_tensor_parallel_ranks_once_more():
+    plain, again = (
+        update_work(training(with_ranks(config, tensor=2), 2)).node
+        for config in (CONFIG, recomputing("selective"))
+    )
+    assert again == pytest.approx(plain * 2.5 / 2)
 
 
 def test_ranks_share_the_flops():

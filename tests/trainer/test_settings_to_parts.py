@@ -24,9 +24,11 @@ from rlmath.config.length_curriculum import (
     validation_tokens,
     with_longest_lengths,
 )
+from rlmath.config.model_shape import ModelShape
 from rlmath.config.schema import (
     AlgorithmConfig,
     Config,
+    OptimizerConfig,
     ParallelConfig,
     RewardConfig,
     StagesConfig,
@@ -36,7 +38,12 @@ from rlmath.distributed.device import Device
 from rlmath.distributed.mesh import Mesh
 from rlmath.distributed.phase_timers import PhaseTimers
 from rlmath.models.build import early_stop, loss_settings
-from rlmath.models.megatron import Recompute, transformer_config
+from rlmath.models.megatron import (
+    Recompute,
+    overlaps_reduction,
+    selective_modules,
+    transformer_config,
+)
 from rlmath.rewards.reward_manager import RewardManager, open_reward_workers
 from rlmath.rewards.schemes import Scheme
 from rlmath.rewards.verifier import Rules
@@ -51,7 +58,8 @@ from tests.distinct_settings import DISTINCT
 from tests.tiny_models import shape_of
 
 CPU = Device("cpu", torch.device("cpu"), "gloo", torch.float32)
-GPU = Device("cuda", torch.device("cuda", 0), "cpu:gloo,cuda:nccl", torch.bfloat16)
+SHAPE = ModelShape("Qwen2ForCausalLM", 2, 64, 2, 2, 32, 64, 10, False, 64, 1e4, 1e-6, True, "float32")
+GPU = Device("cuda", torch.device("cuda", 0), "cpu:gloo,cuda:nccl", torch.bfloat16, local_layers=False)
 
 
 def values(config: Config) -> Iterator[tuple[str, Any, Any]]:
@@ -227,6 +235,9 @@ def test_what_megatron_is_given_of_the_layout(tied_model: Path) -> None:
         "attention_dropout": 0.0,
         "layernorm_epsilon": shape.rms_norm_eps,
         "variable_seq_lengths": True,
+        "batch_p2p_sync": False,
+        "gradient_accumulation_fusion": False,
+        "recompute_modules": ["core_attn"],
     }
     assert given(parallel) == wanted
     plain = replace(parallel, sequence=False)
@@ -234,6 +245,22 @@ def test_what_megatron_is_given_of_the_layout(tied_model: Path) -> None:
     two = given(replace(parallel, pipeline=2), Mesh(0, 4, 2, 2, 1))
     assert two["num_layers_in_first_pipeline_stage"] == 4
     assert two["num_layers_in_last_pipeline_stage"] is None, "the rest"
+
+
+def test_what_selective_recomputes() -> None:
+    dense, experts = SHAPE, replace(SHAPE, num_experts=8, experts_per_token=2)
+    assert selective_modules(dense, local_layers=True) == ["core_attn"]
+    assert selective_modules(dense, local_layers=False) == ["mlp"]
+    assert selective_modules(experts, local_layers=False) == ["moe"]
+
+
+def test_when_the_reduction_of_gradients_overlaps() -> None:
+    dense, experts = SHAPE, replace(SHAPE, num_experts=8, experts_per_token=2)
+    unset = OptimizerConfig()
+    assert [overlaps_reduction(unset, dense, device) for device in (CPU, GPU)] == [False, True]
+    assert not overlaps_reduction(unset, experts, GPU)
+    for told in (True, False):
+        assert overlaps_reduction(OptimizerConfig(overlap_grad_reduce=told), dense, CPU) == told
 
 
 def test_what_an_engine_is_given_for_the_device() -> None:
@@ -252,6 +279,7 @@ def test_what_an_engine_is_given_for_the_device() -> None:
         "gpu_memory_utilization": 0.443,
         "enable_sleep_mode": True,
         "moe_backend": "triton",
+        "compilation_config": {"pass_config": {"fuse_allreduce_rms": False}},
     }
     graphs = _device_arguments(replace(DISTINCT.rollout, cuda_graphs=True), GPU)
     assert graphs == on_gpu | {"enforce_eager": False}

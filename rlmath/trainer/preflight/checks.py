@@ -8,6 +8,7 @@ was given, what is needed and what to change. `config_warnings` lists settings t
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -26,7 +27,7 @@ from rlmath.config.help import (
 from rlmath.config.length_curriculum import validates
 from rlmath.config.model_shape import ModelShape
 from rlmath.config.schema import AlgorithmConfig, Config, PolicyConfig
-from rlmath.distributed.device import environment_rank
+from rlmath.distributed.device import environment_rank, set_cuda_defaults
 from rlmath.distributed.memory import available_bytes, total_bytes
 from rlmath.models.hf_config import inspect_model_folder
 from rlmath.rewards.custom_function import function_problem
@@ -57,6 +58,8 @@ def check_config(config: Config, world_size: int, kind: Kind = "grpo") -> ModelS
     ]
     if kind == "grpo" and not on_gpu:
         problems += host_memory_problems(config)
+    if on_gpu:
+        problems += transformer_engine_problems(config.policy.transformer_impl)
     problems += [
         *cuda_problems(config.run.device),
         *file_problems(config, kind),
@@ -114,7 +117,12 @@ def shape_problems(config: Config, shape: ModelShape, kind: Kind = "grpo") -> li
 
 def device_problems(config: Config, shape: ModelShape | None, on_gpu: bool, kind: Kind = "grpo") -> list[str]:
     """What cannot run on this machine's GPU, or on a CPU."""
-    problems = list(parallelism.context_problems(config.parallel, on_gpu))
+    problems = list(parallelism.context_problems(config.parallel, config.policy, on_gpu))
+    if shape is not None and shape.num_experts and config.optimizer.overlap_grad_reduce:
+        problems.append(
+            "optimizer.overlap_grad_reduce is true, and the model has experts: one that no token was sent to has no "
+            "gradient, and the reduction would wait for it. Set it to null or false."
+        )
     problems += parallelism.expert_tensor_problems(config.parallel, on_gpu)
     if kind == "grpo" and shape is not None and not on_gpu:
         problems += curriculum.of_longest_stage(
@@ -127,6 +135,22 @@ def cuda_problems(requested: str, option: str = "run.device") -> Iterator[str]:
     """A device that is asked for, and is not there."""
     if requested == "cuda" and not torch.cuda.is_available():
         yield f'{option} is "cuda", and torch finds no CUDA device. Use {option}=cpu, or a GPU machine.'
+
+
+def transformer_engine_problems(transformer_impl: str) -> Iterator[str]:
+    """Layers that are asked for on this machine's GPU, and cannot be imported. The same import decides in Megatron."""
+    if transformer_impl != "transformer_engine":
+        return
+    set_cuda_defaults()  # should the import start CUDA
+    try:
+        importlib.import_module("transformer_engine.pytorch")
+    except (ImportError, OSError, RuntimeError) as error:
+        first = (str(error).splitlines() or [""])[0]
+        yield (
+            'policy.transformer_impl is "transformer_engine", which cannot be imported here '
+            f"({type(error).__name__}: {first:.200}). Install requirements/gpu.txt (README), or set "
+            "policy.transformer_impl=local, which is slower."
+        )
 
 
 def memory_problems(config: Config, shape: ModelShape, world_size: int, kind: Kind = "grpo") -> list[str]:

@@ -6,7 +6,6 @@ tried out: `_changes` lists what could help, and only what leads to a legal layo
 
 from __future__ import annotations
 
-import importlib.util
 import math
 import os
 from collections.abc import Iterator
@@ -19,6 +18,8 @@ from rlmath.config.gpu_specs import GPUS
 from rlmath.config.length_curriculum import with_longest_lengths
 from rlmath.config.model_shape import ModelShape
 from rlmath.config.schema import Config, StagesConfig, ValidationConfig
+from rlmath.distributed.device import Device, device_bytes
+from rlmath.distributed.mesh import Mesh
 from rlmath.trainer.preflight import memory_estimate
 from rlmath.trainer.preflight.memory_estimate import Kind, MemoryPlan, Target
 from rlmath.trainer.preflight.memory_formulas import EngineBytes, engine_bytes, longest_sequence_bytes
@@ -36,7 +37,6 @@ def planned_target(config: Config) -> Target:
     """The GPU that `memory` names, or the one that is there, or the CPU; the smaller one where a run with these
     settings would run on a GPU that is there, and another is named.
 
-    For a GPU that is not there Transformer Engine's layers are planned, as `requirements/gpu.txt` installs them.
     Errors: ValueError where the GPU is named twice, or its memory cannot be read.
     """
     memory = config.memory
@@ -44,10 +44,10 @@ def planned_target(config: Config) -> Target:
         both = f'memory.gpu is "{memory.gpu}" and memory.gpu_gib is {memory.gpu_gib:g}; give one of the two.'
         raise ValueError(f"{both} Set the other to null.")
     gib = memory.gpu_gib if memory.gpu is None else GPUS[memory.gpu].gib
-    named = None if gib is None else Target("cuda", memory.gpu or "the GPU", int(gib * GIB), False)
+    local_layers = config.policy.transformer_impl == "local"
+    named = None if gib is None else Target("cuda", memory.gpu or "the GPU", int(gib * GIB), local_layers)
     if config.run.device == "cpu" or not torch.cuda.is_available():
         return named or Target("cpu", "CPU", None, local_layers=True)
-    local_layers = importlib.util.find_spec("transformer_engine_torch") is None
     try:
         here = Target("cuda", "the GPU that is there", _bytes_of_gpu_here(), local_layers)
     except ValueError as error:
@@ -59,13 +59,12 @@ def planned_target(config: Config) -> Target:
 
 
 def _smaller(named: Target, here: Target) -> Target:
-    """The target that is named has the layers of this machine, where the run would be."""
     assert named.total_bytes is not None and here.total_bytes is not None
     if here.total_bytes < named.total_bytes:
         setting = named.name if named.name in GPUS else f"memory.gpu_gib={named.total_bytes / GIB:g}"
         return replace(here, name=f"{here.name} (smaller than {setting})")
     name = f"{named.name} as named (the one that is there has {_gib(here.total_bytes)} GiB)"
-    return replace(named, name=name, local_layers=here.local_layers)
+    return replace(named, name=name)
 
 
 def _bytes_of_gpu_here() -> int:
@@ -138,6 +137,16 @@ def start_up_lines(config: Config, shape: ModelShape, world_size: int, kind: Kin
     return [head, *(f"  {phase}: {figures(plan, phase)}" for phase in plan.phases)]
 
 
+def measured_line(config: Config, shape: ModelShape, mesh: Mesh, device: Device, kind: Kind) -> str:
+    """What the driver counts on this rank's GPU after a step, and the most that torch held, beside the plan."""
+    plan = memory_estimate.plan_rank(config, shape, mesh, planned_target(config), kind)
+    used, most = device_bytes(device), torch.cuda.max_memory_reserved(device.torch_device)
+    return (
+        f"GPU memory of rank {mesh.rank} after its first step: {_gib(used)} GiB in use by the driver's count, of "
+        f"which torch held {_gib(most)} at most; planned {_gib(plan.held(plan.worst))} at most ({plan.worst})"
+    )
+
+
 def figures(plan: MemoryPlan, phase: str, most: int | None = None) -> str:
     """ "61.2 GiB (activations 40.1, parameters 14.2)", at most so many parts, largest first; what rounds to 0 is left
     out."""
@@ -208,6 +217,9 @@ def _changes(
         yield change("Lower sync.bucket_mib.", sync={"bucket_mib": 0.9 * config.sync.bucket_mib})
     if config.optimizer.kind == "adam" and not config.optimizer.distributed:
         yield change("Set optimizer.distributed=true.", optimizer={"distributed": True})
+    if policy.recompute_granularity is None and not target.local_layers:
+        selective = {"recompute_granularity": "selective"}
+        yield change("Set policy.recompute_granularity=selective.", policy=selective)
     if policy.recompute_granularity != "full":
         full = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
         yield change(f"Set {' '.join(f'policy.{key}={value}' for key, value in full.items())}.", policy=full)

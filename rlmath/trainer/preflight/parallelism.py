@@ -3,7 +3,6 @@ and the engine's."""
 
 from __future__ import annotations
 
-import importlib.util
 import math
 import os
 from collections.abc import Iterator
@@ -145,13 +144,13 @@ def expert_tensor_problems(parallel: ParallelConfig, on_gpu: bool) -> Iterator[s
         )
 
 
-def context_problems(parallel: ParallelConfig, on_gpu: bool) -> Iterator[str]:
+def context_problems(parallel: ParallelConfig, policy: PolicyConfig, on_gpu: bool) -> Iterator[str]:
     """Only Transformer Engine's attention works over context ranks."""
-    if parallel.context <= 1 or (on_gpu and importlib.util.find_spec("transformer_engine_torch")):
+    if parallel.context <= 1 or (on_gpu and policy.transformer_impl == "transformer_engine"):
         return
-    lacking = "Transformer Engine, which is not installed" if on_gpu else "a GPU with Transformer Engine"
+    needed = "policy.transformer_impl=transformer_engine" if on_gpu else "a GPU with Transformer Engine"
     yield (
-        f"parallel.context is {parallel.context}; context parallelism needs {lacking}. Set it to 1, and fit long "
+        f"parallel.context is {parallel.context}; context parallelism needs {needed}. Set it to 1, and fit long "
         "sequences by parallel.tensor with parallel.sequence=true or by policy.recompute_granularity=full."
     )
 

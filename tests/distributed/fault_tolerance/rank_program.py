@@ -60,7 +60,7 @@ def walk(heartbeat: Heartbeat, stop: StopRequest, folder: Path, behaviour: str) 
                         heartbeat.report_progress()
         if behaviour == "long rollout" and step == 6:
             return 0
-        asked = max_over_ranks({"stop": float(REASONS.index(stop.requested))}, torch.device("cpu"))
+        asked = max_over_ranks({"stop": float(REASONS.index(stop.requested))})
         if asked["stop"]:
             with timers.phase("save"):
                 if behaviour == "slow save":

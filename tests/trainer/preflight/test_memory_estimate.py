@@ -225,11 +225,23 @@ def test_a_local_layer_by_hand():
     assert layer_elements(shared, split) == 128 + 160 + 384
 
 
+def test_a_recomputed_mlp_is_there_once():
+    """Of 4 layers with Transformer Engine's kernels: each keeps its norms' inputs and the first one's output, and its
+    attention; the layer whose turn it is in the backward pass has all."""
+    selective = PolicyConfig(recompute_granularity="selective")
+    middle = work(chunk_layers=4, has_embedding=False, has_head=False, pipelined=True)
+    whole, kept = layer_elements(ONE_LAYER, middle), layer_elements(ONE_LAYER, middle, selective=True)
+    assert whole - kept == 64 + 3 * 256  # the second norm's output; gate, up and their product
+    planned = backward_bytes(ONE_LAYER, middle, selective)
+    assert planned.activations == 10 * 2 * (4 * kept + 64)
+    plain = backward_bytes(ONE_LAYER, middle, PolicyConfig())
+    assert planned.working == plain.working + 10 * 2 * (whole - kept)
+
+
 @pytest.mark.parametrize(
     ("policy", "kept"),
     [
         (PolicyConfig(), 4),
-        (PolicyConfig(recompute_granularity="selective"), 4),
         (PolicyConfig(recompute_granularity="full", recompute_method="block", recompute_num_layers=1), 3),
         (PolicyConfig(recompute_granularity="full", recompute_method="block", recompute_num_layers=9), 0),
         (PolicyConfig(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=2), 0),

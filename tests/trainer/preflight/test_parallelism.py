@@ -119,19 +119,16 @@ def test_one_stage_has_no_chunks_and_all_layers(parallel: dict[str, int], key: s
     assert not list(rank_problems(ParallelConfig(pipeline=2, **parallel), 1, world_size=2))
 
 
-def test_context_parallel_ranks_need_transformer_engine(monkeypatch: pytest.MonkeyPatch):
-    parallel = ParallelConfig(context=2)
-    (problem,) = context_problems(parallel, on_gpu=False)
+def test_context_parallel_ranks_need_transformer_engine():
+    parallel, local = ParallelConfig(context=2), PolicyConfig(transformer_impl="local")
+    (problem,) = context_problems(parallel, PolicyConfig(), on_gpu=False)
     assert problem.startswith(
         "parallel.context is 2; context parallelism needs a GPU with Transformer Engine. Set it to 1, and fit long"
     )
-    (problem,) = context_problems(parallel, on_gpu=True)
-    assert "needs Transformer Engine, which is not installed. Set it to 1" in problem
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
-    assert not list(context_problems(parallel, on_gpu=True)) and list(
-        context_problems(parallel, on_gpu=False)
-    )
-    assert not list(context_problems(ParallelConfig(), on_gpu=False))
+    (problem,) = context_problems(parallel, local, on_gpu=True)
+    assert "needs policy.transformer_impl=transformer_engine. Set it to 1" in problem
+    assert not list(context_problems(parallel, PolicyConfig(), on_gpu=True))
+    assert not list(context_problems(ParallelConfig(), local, on_gpu=False))
 
 
 def test_context_parallel_ranks_are_part_of_a_replica():
