@@ -177,7 +177,8 @@ def step_flops(training: Training) -> StepFlops:
     layers, attention = batch.tokens * cost.linear - head, batch.squares * cost.quadratic
     one_pass = layers + head + attention
     chunk = shape.num_layers // training.mesh.pipeline // training.mesh.virtual_pipeline
-    passes, both = update_passes(config.policy, max(1, chunk)), FORWARD + BACKWARD
+    passes = update_passes(shape, config.policy, max(1, chunk), training.target.local_layers)
+    both = FORWARD + BACKWARD
     recomputed = layers * (passes.linear - both) + attention * (passes.attention - both)
     alone = recomputes_logprobs(algorithm) + (algorithm.kl_coef > 0)
     prompts = batch.sequences * batch.prompt_tokens
