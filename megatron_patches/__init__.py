@@ -18,6 +18,7 @@ def apply(device_kind: str) -> None:
         return
     from megatron_patches import (
         clip_grads,
+        linear,
         language_module,
         moe_utils,
         optimizer,
@@ -30,6 +31,7 @@ def apply(device_kind: str) -> None:
     tensor_parallel_random.patch()
     optimizer.patch()
     clip_grads.patch()
+    linear.patch()
     language_module.patch()
     moe_utils.patch()
     token_dispatcher.patch()
