@@ -1,4 +1,5 @@
-"""What Megatron-Core needs changed to run on CPU under gloo, and to write checkpoints (`checkpointing`, on GPU, too).
+"""What Megatron-Core needs changed to run on CPU under gloo; on GPU, too, to write checkpoints (`checkpointing`) and to
+send hidden states between pipeline stages (`p2p_shapes`).
 
 Covers megatron-core 0.16.1 and 0.19.2. torch itself stays untouched: vLLM lives in the same process.
 """
@@ -18,8 +19,8 @@ def apply(device_kind: str) -> None:
         return
     from megatron_patches import (
         clip_grads,
-        linear,
         language_module,
+        linear,
         moe_utils,
         optimizer,
         tensor_parallel_random,

@@ -278,8 +278,7 @@ class OptimizerConfig:
     distributed: bool = True
     """Share the optimizer's state over the data-parallel ranks (Megatron's distributed optimizer; only for "adam")."""
     overlap_grad_reduce: bool | None = None
-    """Reduce gradients over the data-parallel ranks while the backward pass goes on; not for models with experts. Null:
-    on GPU, where the model has none."""
+    """Reduce gradients over the data-parallel ranks while the backward pass goes on. Null: on GPU."""
 
 
 @dataclass(frozen=True)

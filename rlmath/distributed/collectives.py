@@ -98,15 +98,23 @@ def first_error(mine: str | None) -> str | None:
     return next((error for error in all_gather_objects(mine) if error is not None), None)
 
 
+def reduce_over_ranks(
+    sums: Mapping[str, float], maxima: Mapping[str, float]
+) -> tuple[dict[str, float], dict[str, float]]:
+    """Sums by key and largest values by key over all ranks, in float64, by one gather over gloo. Every rank must name
+    the same keys in the same order."""
+    mine = torch.tensor([*sums.values(), *maxima.values()], dtype=torch.float64)
+    by_rank = mine.new_empty(dist.get_world_size(), len(mine))
+    dist.all_gather_single(by_rank.view(-1), mine)
+    summed, largest = by_rank[:, : len(sums)].sum(0), by_rank[:, len(sums) :].amax(0)
+    return dict(zip(sums, summed.tolist(), strict=True)), dict(zip(maxima, largest.tolist(), strict=True))
+
+
 def sum_over_ranks(values: Mapping[str, float]) -> dict[str, float]:
-    """Sums by key over all ranks, in float64, over gloo. Every rank must name the same keys in the same order."""
-    total = torch.tensor(list(values.values()), dtype=torch.float64)
-    dist.all_reduce(total)
-    return dict(zip(values, total.tolist(), strict=True))
+    """`reduce_over_ranks` of sums alone."""
+    return reduce_over_ranks(values, {})[0]
 
 
 def max_over_ranks(values: Mapping[str, float]) -> dict[str, float]:
-    """Largest value by key over all ranks, over gloo; same keys in the same order everywhere."""
-    top = torch.tensor(list(values.values()), dtype=torch.float64)
-    dist.all_reduce(top, op=dist.ReduceOp.MAX)
-    return dict(zip(values, top.tolist(), strict=True))
+    """`reduce_over_ranks` of maxima alone."""
+    return reduce_over_ranks({}, values)[1]

@@ -1,8 +1,8 @@
 """Matrix products of a linear layer on CPU, by oneDNN where it is faster.
 
-torch gives float32 products to MKL, which on AMD's processors leaves half of the vector units idle: with AVX-512 oneDNN
-was measured to be 2.2 times as fast (docs/benchmarks.md), and alike on one thread from run to run. Small products stay
-with MKL: oneDNN prepares each new shape for half a millisecond.
+torch gives float32 products to MKL, which has no kernels with AVX-512 for AMD's processors; oneDNN has, and was
+measured to be 2.2 times as fast there (docs/benchmarks.md). On one thread both give the same bits from run to run.
+Small products stay with MKL: oneDNN prepares every new shape for half a millisecond.
 """
 
 # Shape legend: T tokens (any number of dimensions), K inputs, N outputs.

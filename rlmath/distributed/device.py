@@ -199,9 +199,10 @@ def release_cached(device: Device) -> None:
 
 def _keep_freed_memory() -> None:
     """Let glibc keep what is freed until `release_cached`. By default it maps every allocation above 32 MiB anew and
-    unmaps it when it is freed: the kernel then clears each page again, which took a third of large products' time."""
+    unmaps it when it is freed; the kernel then clears each page again, a third of the time of a large product. Above
+    256 MiB, such as KV caches, it still does."""
     if _OPTION is not None:
-        _OPTION(_M_MMAP_THRESHOLD, 2**30)
+        _OPTION(_M_MMAP_THRESHOLD, 2**28)
         _OPTION(_M_TRIM_THRESHOLD, 2**31 - 1)
 
 

@@ -105,7 +105,8 @@ def pack_sequences(
 ) -> PackedSequences:
     """Everything that the layers need to know about the packing of one micro-batch, computed once.
 
-    `frequencies_F` are for Megatron's local layers with our attention; None for Transformer Engine's.
+    `frequencies_F` are for Megatron's local layers with our attention; None for Transformer Engine's, which get the
+    longest segment rounded up to a power of two.
     """
     common: dict[str, Any] = {
         "qkv_format": "thd",

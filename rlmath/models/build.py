@@ -30,7 +30,6 @@ from rlmath.models.megatron import (
     Recompute,
     build_chunks,
     fuses_gradient_accumulation,
-    overlaps_reduction,
     transformer_config,
     wrap_for_training,
 )
@@ -101,14 +100,16 @@ def _trained_chunks(
     config: Config, shape: ModelShape, mesh: Mesh, device: Device
 ) -> tuple[list[GPTModel], list[DistributedDataParallel], Any]:
     """The chunks of the model that is trained, wrapped and bare, and their optimizer."""
-    if device.kind == "cuda" and not fuses_gradient_accumulation(device):
+    if mesh.rank == 0 and device.kind == "cuda" and not fuses_gradient_accumulation(device):
         logger.warning(
             "Gradients are added up in a pass of their own: apex's kernel fused_weight_gradient_mlp_cuda is not "
             "installed (the Dockerfile builds it)"
         )
     megatron = actor_config(config, shape, mesh, device)
     chunks = load_chunks(config, shape, mesh, device, megatron)
-    overlap = overlaps_reduction(config.optimizer, shape, device)
+    overlap = config.optimizer.overlap_grad_reduce
+    if overlap is None:
+        overlap = device.kind == "cuda"
     wrapped = wrap_for_training(chunks, megatron, config.optimizer.distributed, overlap)
     return chunks, wrapped, build_optimizer(config.optimizer, wrapped, device)
 

@@ -108,9 +108,7 @@ class ForwardBackward:
         for batch in batches:
             tokens = len(batch.token_ids_T)
             if self.mesh.context > 1:
-                tokens = split_pack(batch.cu_seqlens_S1, self.mesh.context, self.mesh.tensor).source_CN.shape[
-                    1
-                ]
+                tokens = self._split(batch).source_CN.shape[1]
             shapes.append((tokens // shared, 1, config.hidden_size))
         return p2p_shapes.known_shapes(shapes)
 

@@ -22,7 +22,7 @@ from torch import Tensor
 from rlmath.algorithms.early_stop import EarlyStop, MinibatchSums, discard_reason
 from rlmath.algorithms.losses import LossSettings, TokenInputs, TokenLoss, token_loss
 from rlmath.algorithms.types import MicroBatch
-from rlmath.distributed.collectives import max_over_ranks, sum_over_ranks
+from rlmath.distributed.collectives import reduce_over_ranks
 from rlmath.models.forward_backward import ForwardBackward, TokenLogprobs
 from rlmath.models.optimizer import learning_rate
 
@@ -71,8 +71,8 @@ class Learner:
         max_names: Sequence[str] = (),
     ) -> MinibatchResult:
         """One optimizer step on a minibatch, or none where `discard_rule` has a reason. The loss is summed over tokens
-        and divided by the minibatch's global count, by Megatron, once. The names are those of `_reduce`."""
-        self.forward_backward.zero_grad()
+        and divided by the minibatch's global count, by Megatron, once. The names are those of `_reduce`. Gradients are
+        zero before, and again afterwards."""
         metrics = self.forward_backward.run(batches, on_logits, forward_only=False)
         sums, maxima = self._reduce(metrics, sum_names, max_names)
         lr = learning_rate(self.optimizer)
@@ -99,7 +99,7 @@ class Learner:
         columns = dict(zip(names, torch.stack(rows, 1).tolist(), strict=True)) if rows else {}
         sums = {name: sum(columns.get(name, (0.0,))) for name in sum_names}
         maxima = {name: max(columns.get(name, (0.0,))) for name in max_names}
-        return sum_over_ranks(sums), max_over_ranks(maxima) if maxima else {}
+        return reduce_over_ranks(sums, maxima)
 
 
 LOSS_SUMS = tuple(one.name for one in fields(TokenLoss))

@@ -31,7 +31,7 @@ import megatron_patches
 from rlmath.checkpoint.hf.weight_map import padded_vocab, placed_tensors
 from rlmath.checkpoint.hf.weights import ModelGroups, local_parameter, stream_hf_tensors
 from rlmath.config.model_shape import ModelShape
-from rlmath.config.schema import OptimizerConfig, ParallelConfig
+from rlmath.config.schema import ParallelConfig
 from rlmath.distributed.device import Device
 from rlmath.distributed.mesh import Mesh
 from rlmath.models.attention import PackedAttention, rotary_frequencies
@@ -152,7 +152,7 @@ def transformer_config(
         **_stage_layout(mesh, parallel),
         sequence_parallel=parallel.sequence and mesh.tensor > 1,
         **_expert_layout(shape, mesh, device),
-        # Packs differ in length, so every pipeline message is sent with its shape.
+        # Packs differ in length. Shapes of messages are known where a stage has one chunk (`known_shapes`), else sent.
         variable_seq_lengths=mesh.pipeline > 1,
         calculate_per_token_loss=True,
         use_cpu_initialization=is_cpu,
@@ -253,14 +253,6 @@ def _build_chunk(
         if parameter is not None and placed.rule.split_axis is not None:
             parameter.tensor_model_parallel = True
     return model
-
-
-def overlaps_reduction(settings: OptimizerConfig, shape: ModelShape, device: Device) -> bool:
-    """Whether gradients are reduced while the backward pass goes on. Not with experts: one that no token was sent to
-    has no gradient, for which Megatron's reduction would wait."""
-    if settings.overlap_grad_reduce is None:
-        return device.kind == "cuda" and not shape.num_experts
-    return settings.overlap_grad_reduce
 
 
 def wrap_for_training(

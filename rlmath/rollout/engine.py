@@ -15,7 +15,7 @@ from typing import Any
 
 from rlmath.config.schema import RolloutConfig
 from rlmath.distributed.collectives import broadcast_from_rank_zero
-from rlmath.distributed.device import Device
+from rlmath.distributed.device import Device, environment_rank
 from rlmath.distributed.mesh import Mesh
 from rlmath.rollout.engine_sleep import EngineMemory, reset_prefix_cache
 from rlmath.rollout.engine_weights import EngineWeights
@@ -37,7 +37,8 @@ CPU_WORKER = "rlmath.rollout.cpu_worker.RlmathCPUWorker"
 def prepare_environment(device_kind: str) -> None:
     """Set what vLLM reads from the environment; call it before vLLM is imported."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR" if device_kind == "cpu" else "WARNING")
+    level = os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR" if device_kind == "cpu" else "WARNING")
+    logging.getLogger("vllm").setLevel(level)
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     if device_kind == "cuda":
         # FlashInfer would download or compile kernels when the engine starts.
@@ -109,10 +110,10 @@ def _open_llm(
         from rlmath.rollout.cpu_worker import skip_needless_allocations
 
         skip_needless_allocations(llm)
-    elif not samples_in_one_kernel(llm):
+    elif environment_rank() == 0 and not samples_in_one_kernel(llm):
         logger.warning(
             "vLLM takes its first model runner for this model or these settings: it samples with one kernel for each "
-            "request and token, some 2 ms more a step of 256 requests"
+            "request and token, which is slower"
         )
     return llm
 

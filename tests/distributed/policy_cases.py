@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -206,21 +207,37 @@ def whole_tensors(stage: Stage) -> dict[str, Tensor]:
     return {name: tensor.clone() for name, tensor in hf_stream(stage.actor.chunks, stage.shape, stage.mesh)}
 
 
-def update_without_messages_of_shapes(
-    folder: Path, case: Case, samples: list[Sample]
-) -> tuple[dict[str, Tensor], Any] | None:
-    """As `update`, on ranks where Megatron may not exchange shapes."""
+def updates(folder: Path, case: Case, samples: list[Sample]) -> tuple[dict[str, Tensor], list[Any]] | None:
+    """Weights after minibatches of different numbers of micro-batches, the second of which is discarded, and the
+    results, from rank 0. The third has so few tokens that experts get none."""
+    stage = build(folder, replace(case, early_stop_ratio=5.0))
+    parts = [samples[:16], _poisoned(samples, "runaway"), samples[:2], samples[4:]]
+    results = [stage.actor.learner.learn(microbatches(stage, part), None, None) for part in parts]
+    weights = whole_tensors(stage)
+    return (weights, results) if stage.mesh.rank == 0 else None
+
+
+def update_with_shapes(
+    folder: Path, case: Case, samples: list[Sample], exchanged: bool
+) -> tuple[tuple[dict[str, Tensor], Any] | None, int]:
+    """As `update`, and how often shapes were sent; `exchanged` is Megatron's own way."""
     from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
-    def refuse(*arguments: Any) -> None:
-        raise AssertionError("shapes were exchanged")
+    from megatron_patches import p2p_shapes
 
-    theirs = P2PCommunicator._communicate_shapes
-    P2PCommunicator._communicate_shapes = refuse
+    sent, theirs, ours = [], P2PCommunicator._communicate_shapes, p2p_shapes.known_shapes
+
+    def counted(*arguments: Any) -> Any:
+        sent.append(1)
+        return theirs(*arguments)
+
+    P2PCommunicator._communicate_shapes = counted
+    if exchanged:
+        p2p_shapes.known_shapes = lambda shapes: nullcontext()
     try:
-        return update(folder, case, samples)
+        return update(folder, case, samples), len(sent)
     finally:
-        P2PCommunicator._communicate_shapes = theirs
+        P2PCommunicator._communicate_shapes, p2p_shapes.known_shapes = theirs, ours
 
 
 def streamed(folder: Path, case: Case) -> dict[str, Tensor] | None:
@@ -255,6 +272,17 @@ def gradients(folder: Path, case: Case, samples: list[Sample]) -> dict[str, Tens
     learner.forward_backward.run(batches, partial(learner._loss, None, None, False), forward_only=False)
     found = whole_gradients(stage)
     return found if stage.mesh.rank == 0 else None
+
+
+def gradients_by_onednn(folder: Path, case: Case, samples: list[Sample]) -> dict[str, Tensor] | None:
+    """As `gradients`, with all products of linear layers given to oneDNN, however small."""
+    from rlmath.distributed import cpu_matmul
+
+    least, cpu_matmul.LEAST_MULTIPLICATIONS = cpu_matmul.LEAST_MULTIPLICATIONS, 0
+    try:
+        return gradients(folder, case, samples)
+    finally:
+        cpu_matmul.LEAST_MULTIPLICATIONS = least
 
 
 def update(folder: Path, case: Case, samples: list[Sample]) -> tuple[dict[str, Tensor], Any] | None:

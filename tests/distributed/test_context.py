@@ -20,6 +20,7 @@ CONTEXT = Case(context=2, max_tokens=64)
 FULL_LAYOUTS = [
     replace(CONTEXT, max_tokens=512),
     replace(CONTEXT, tensor=2, sequence=True, recompute=True),
+    replace(CONTEXT, pipeline=2),
     replace(CONTEXT, pipeline=2, virtual_pipeline=2),
     replace(CONTEXT, data=2),
     Case(context=4),

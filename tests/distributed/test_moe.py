@@ -181,6 +181,18 @@ def test_experts_shared_by_ranks_are_updated_as_those_of_one_rank(
         assert_close(moves[1], moves[0], 1e-4)
 
 
+@matrix
+@pytest.mark.parametrize("case", [EP2, Case(data=2)], ids=str)
+def test_an_overlapped_reduction_waits_for_no_idle_expert(ranks: RankPool, folder: Path, case: Case) -> None:
+    case = replace(case, max_tokens=64, optimizer="adam")
+    plain, overlapped = (
+        ranks.run(case.ranks, policy_cases.updates, folder, one, SAMPLES)[0]
+        for one in (case, replace(case, overlap_grad_reduce=True))
+    )
+    assert overlapped[1] == plain[1]
+    assert all(torch.equal(overlapped[0][name], weight) for name, weight in plain[0].items())
+
+
 @pytest.fixture(scope="module")
 def saved(ranks: RankPool, folder: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Outcome]:
     """A checkpoint made by two expert-parallel ranks, and what rank 0 had then and later."""

@@ -120,6 +120,18 @@ def test_gradients_equal_those_of_transformers(ranks: RankPool, untied_model: Pa
     check_gradients(ranks, untied_model, case)
 
 
+@pytest.mark.parametrize(
+    "case", keeping([Case(), Case(tensor=2), Case(tensor=2, sequence=True)], Case(tensor=2)), ids=str
+)
+def test_gradients_of_onednns_products_equal_those_of_transformers(
+    ranks: RankPool, untied_model: Path, case: Case
+) -> None:
+    got = ranks.run(case.ranks, policy_cases.gradients_by_onednn, untied_model, case, SAMPLES)[0]
+    model = oracle.load(untied_model)
+    oracle.loss(model, SAMPLES).backward()
+    assert_close(got, oracle.gradients(model), 1e-5)
+
+
 @pytest.mark.parametrize("case", keeping(TIED_LAYOUTS, Case(pipeline=2)), ids=str)
 def test_tied_embeddings_get_the_gradient_of_both_uses(ranks: RankPool, tied_model: Path, case: Case) -> None:
     check_gradients(ranks, tied_model, case)
@@ -136,18 +148,25 @@ def test_one_adam_update_equals_that_of_torch(ranks: RankPool, untied_model: Pat
 
 @pytest.mark.parametrize(
     "case",
-    [
-        Case(data=2, max_tokens=64),
-        Case(pipeline=2, data=2, max_tokens=64),
+    keeping(
+        [
+            Case(data=2, max_tokens=64),
+            Case(data=2, max_tokens=64, optimizer="adam"),
+            Case(pipeline=2, data=2, max_tokens=64),
+            Case(pipeline=2, virtual_pipeline=2, data=2, max_tokens=64, optimizer="adam"),
+        ],
         Case(data=2, max_tokens=64, optimizer="adam"),
-    ],
+        Case(pipeline=2, data=2, max_tokens=64),
+    ),
     ids=str,
 )
-def test_an_overlapped_reduction_gives_the_same_bits(ranks: RankPool, untied_model: Path, case: Case) -> None:
+def test_an_overlapped_reduction_gives_the_same_bits(ranks: RankPool, tied_model: Path, case: Case) -> None:
+    """From the second minibatch on: in the first one, Megatron learns which parameters have gradients."""
     plain, overlapped = (
-        ranks.run(case.ranks, policy_cases.update, untied_model, one, SAMPLES)[0]
+        ranks.run(case.ranks, policy_cases.updates, tied_model, one, SAMPLES)[0]
         for one in (case, replace(case, overlap_grad_reduce=True))
     )
+    assert [one.discarded is None for one in plain[1]] == [True, False, True, True]
     assert overlapped[1] == plain[1]
     assert all(torch.equal(overlapped[0][name], weight) for name, weight in plain[0].items())
 
@@ -158,11 +177,12 @@ def test_an_overlapped_reduction_gives_the_same_bits(ranks: RankPool, untied_mod
     ids=str,
 )
 def test_stages_know_the_shapes_of_their_messages(ranks: RankPool, untied_model: Path, case: Case) -> None:
-    told, silent = (
-        ranks.run(case.ranks, one, untied_model, case, SAMPLES)[0]
-        for one in (policy_cases.update, policy_cases.update_without_messages_of_shapes)
+    (exchanged, sent), (known, none) = (
+        ranks.run(case.ranks, policy_cases.update_with_shapes, untied_model, case, SAMPLES, way)[0]
+        for way in (True, False)
     )
-    assert silent[1] == told[1]
+    assert sent > 4 and none == 0
+    assert known[1] == exchanged[1]
 
 
 def test_a_tied_model_is_updated_alike_on_both_of_its_stages(ranks: RankPool, tied_model: Path) -> None:

@@ -35,10 +35,13 @@ def fresh_ranks() -> Iterator[RankPool]:
     pool.close()
 
 
+LOCAL = bool(list(transformer_engine_problems("transformer_engine")))
+"""Transformer Engine cannot be imported."""
+
+
 def layers() -> list[Any]:
     """Local layers, and Transformer Engine's where it can be imported."""
-    missing = list(transformer_engine_problems("transformer_engine"))
-    return [True, pytest.param(False, marks=pytest.mark.skipif(bool(missing), reason="; ".join(missing)))]
+    return [True, pytest.param(False, marks=pytest.mark.skipif(LOCAL, reason="no Transformer Engine"))]
 
 
 @pytest.mark.parametrize("local_layers", layers())
@@ -75,7 +78,7 @@ def test_vllm_draws_the_noise_of_all_requests_at_once(fresh_ranks: RankPool, unt
 
 
 def test_the_engine_follows_the_policy_through_sleep_and_updates(ranks: RankPool, untied_model: Path) -> None:
-    case = Case(device="cuda", optimizer="adam")
+    case = Case(device="cuda", local_layers=LOCAL, optimizer="adam")
     (largest,) = ranks.run(1, engine_cases.mismatch_after_updates, untied_model, case, 1, 3)
     assert len(largest) == 4 and max(largest) < BF16_NATS
 
@@ -84,7 +87,7 @@ def test_every_sync_of_a_run_that_offloads_everything_is_checked_and_probed(
     fresh_ranks: RankPool, untied_model: Path
 ) -> None:
     """The engine's CUDA graphs were captured before the first sync, and go on with what the later ones wrote."""
-    case = Case(device="cuda", optimizer="adam", lr=0.01)
+    case = Case(device="cuda", local_layers=LOCAL, optimizer="adam", lr=0.01)
     (reports,) = fresh_ranks.run(1, probe_cases.cycles, untied_model, case, 3, BF16_NATS)
     assert len(reports) == 3
     for number, report in enumerate(reports):
@@ -96,13 +99,13 @@ def test_every_sync_of_a_run_that_offloads_everything_is_checked_and_probed(
 
 
 def test_a_discarded_minibatch_leaves_every_bit_on_the_gpu(ranks: RankPool, untied_model: Path) -> None:
-    case = Case(device="cuda", optimizer="adam", early_stop_ratio=5.0, max_tokens=64)
+    case = Case(device="cuda", local_layers=LOCAL, optimizer="adam", early_stop_ratio=5.0, max_tokens=64)
     (report,) = ranks.run(1, policy_cases.discard, untied_model, case, make_samples(16, seed=4), "runaway")
     assert report["same"] and report["goes_on"]
 
 
 def test_the_policy_leaves_the_gpu_and_comes_back_bit_by_bit(ranks: RankPool, untied_model: Path) -> None:
-    case = Case(device="cuda", optimizer="adam", max_tokens=64)
+    case = Case(device="cuda", local_layers=LOCAL, optimizer="adam", max_tokens=64)
     samples = make_samples(16, seed=4)
     (report,) = ranks.run(1, offload_cases.learn_around_an_offload, untied_model, case, samples)
     assert set(report["away"].values()) == {0} and report["again"] == report["here"]

@@ -165,7 +165,7 @@ def test_transformer_engine_gets_the_bounds_and_no_buckets():
     packed = pack_sequences(bounds, 3, torch.tensor([0, 1, 0, 1, 2]), frequencies_F=None)
     assert packed.qkv_format == "thd" and packed.buckets == ()
     assert packed.cu_seqlens_q is bounds and packed.cu_seqlens_kv is bounds
-    assert packed.max_seqlen_q == packed.max_seqlen_kv == 3
+    assert packed.max_seqlen_q == packed.max_seqlen_kv == 4, "a power of two"
     assert packed.cu_seqlens_q_padded is None and packed.cos is None
 
 

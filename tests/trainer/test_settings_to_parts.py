@@ -28,7 +28,6 @@ from rlmath.config.model_shape import ModelShape
 from rlmath.config.schema import (
     AlgorithmConfig,
     Config,
-    OptimizerConfig,
     ParallelConfig,
     RewardConfig,
     StagesConfig,
@@ -38,12 +37,7 @@ from rlmath.distributed.device import Device
 from rlmath.distributed.mesh import Mesh
 from rlmath.distributed.phase_timers import PhaseTimers
 from rlmath.models.build import early_stop, loss_settings
-from rlmath.models.megatron import (
-    Recompute,
-    overlaps_reduction,
-    selective_modules,
-    transformer_config,
-)
+from rlmath.models.megatron import Recompute, selective_modules, transformer_config
 from rlmath.rewards.reward_manager import RewardManager, open_reward_workers
 from rlmath.rewards.schemes import Scheme
 from rlmath.rewards.verifier import Rules
@@ -252,15 +246,6 @@ def test_what_selective_recomputes() -> None:
     assert selective_modules(dense, local_layers=True) == ["core_attn"]
     assert selective_modules(dense, local_layers=False) == ["mlp"]
     assert selective_modules(experts, local_layers=False) == ["moe"]
-
-
-def test_when_the_reduction_of_gradients_overlaps() -> None:
-    dense, experts = SHAPE, replace(SHAPE, num_experts=8, experts_per_token=2)
-    unset = OptimizerConfig()
-    assert [overlaps_reduction(unset, dense, device) for device in (CPU, GPU)] == [False, True]
-    assert not overlaps_reduction(unset, experts, GPU)
-    for told in (True, False):
-        assert overlaps_reduction(OptimizerConfig(overlap_grad_reduce=told), dense, CPU) == told
 
 
 def test_what_an_engine_is_given_for_the_device() -> None:

@@ -118,11 +118,6 @@ def shape_problems(config: Config, shape: ModelShape, kind: Kind = "grpo") -> li
 def device_problems(config: Config, shape: ModelShape | None, on_gpu: bool, kind: Kind = "grpo") -> list[str]:
     """What cannot run on this machine's GPU, or on a CPU."""
     problems = list(parallelism.context_problems(config.parallel, config.policy, on_gpu))
-    if shape is not None and shape.num_experts and config.optimizer.overlap_grad_reduce:
-        problems.append(
-            "optimizer.overlap_grad_reduce is true, and the model has experts: one that no token was sent to has no "
-            "gradient, and the reduction would wait for it. Set it to null or false."
-        )
     problems += parallelism.expert_tensor_problems(config.parallel, on_gpu)
     if kind == "grpo" and shape is not None and not on_gpu:
         problems += curriculum.of_longest_stage(
@@ -138,18 +133,25 @@ def cuda_problems(requested: str, option: str = "run.device") -> Iterator[str]:
 
 
 def transformer_engine_problems(transformer_impl: str) -> Iterator[str]:
-    """Layers that are asked for on this machine's GPU, and cannot be imported. The same import decides in Megatron."""
+    """Layers that are asked for on this machine's GPU, and cannot be imported."""
     if transformer_impl != "transformer_engine":
         return
     set_cuda_defaults()  # should the import start CUDA
     try:
         importlib.import_module("transformer_engine.pytorch")
-    except (ImportError, OSError, RuntimeError) as error:
+    except Exception as error:  # of a package that does not fit torch or CUDA it may be anything
         first = (str(error).splitlines() or [""])[0]
+        change = (
+            "Install it as requirements/gpu.txt says, or set policy.transformer_impl=local, which is slower."
+        )
+        if not isinstance(error, ImportError):
+            # Megatron tries to import it for local layers, too, and lets such an error pass.
+            change = (
+                "Repair it (requirements/gpu.txt), or uninstall it and set policy.transformer_impl=local."
+            )
         yield (
             'policy.transformer_impl is "transformer_engine", which cannot be imported here '
-            f"({type(error).__name__}: {first:.200}). Install requirements/gpu.txt (README), or set "
-            "policy.transformer_impl=local, which is slower."
+            f"({type(error).__name__}: {first:.200}). {change}"
         )
 
 

@@ -43,6 +43,7 @@ PARTS = (
     "logits",
     "working",
     "gather_buffer",
+    "dummy_gradients",
     "engine_weights",
     "engine_workspace",
     "kv_cache",
@@ -148,7 +149,8 @@ def plan_rank(
     buffers += [(sizes, mesh.expert_data) for sizes in expert_sizes(shape, mesh, layers)]
     work = stage_work(config, shape, mesh, target, layers)
     update, forward = formulas.backward_bytes(shape, work, config.policy), formulas.forward_bytes(shape, work)
-    resident = _resident(config, target, buffers, formulas.gather_bytes(shape, work))
+    gather, dummies = formulas.gather_bytes(shape, work), _dummy_gradient_bytes(shape, mesh, target)
+    resident = _resident(config, target, buffers, gather, dummies)
     memory = config.memory
     if target.kind != "cuda":  # on CPU only dropping gradients frees memory
         memory = replace(memory, offload_optimizer=False, offload_parameters=False, offload_reference=False)
@@ -228,6 +230,21 @@ def expert_sizes(shape: ModelShape, mesh: Mesh, layers: int) -> list[list[int]]:
     return [one * number] * mesh.virtual_pipeline if one else []
 
 
+def _dummy_gradient_bytes(shape: ModelShape, mesh: Mesh, target: Target) -> int:
+    """Where gradients are added to their buffers by the multiplication itself, Transformer Engine gives autograd an
+    empty tensor instead, one for each shape of a weight, and keeps it (`get_dummy_wgrad`)."""
+    if target.kind != "cuda" or target.local_layers:
+        return 0
+    elements = 0
+    for rule in TABLES[shape.architecture]:
+        ranks = mesh.expert_tensor if rule.owner == "expert" else mesh.tensor
+        size = shard_shape(rule, shape, ranks)
+        head = rule.megatron == ("output_layer.weight",) and mesh.is_last_stage
+        if len(size) == 2 and (rule.owner in ("layer", "expert") or head):
+            elements += math.prod(size)
+    return elements * target.itemsize
+
+
 def buffer_elements(sizes: list[int], distributed: bool, shares: int) -> int:
     """Elements of Megatron's flat buffer of one model chunk.
 
@@ -248,7 +265,7 @@ def _up(number: int, multiple: int) -> int:
 
 
 def _resident(
-    config: Config, target: Target, buffers: list[tuple[list[int], int]], gather: int
+    config: Config, target: Target, buffers: list[tuple[list[int], int]], gather: int, dummies: int
 ) -> dict[str, int]:
     """Bytes of what outlives a pass, of parameters in flat buffers, each with the number of ranks that have the same.
 
@@ -269,6 +286,7 @@ def _resident(
         "gradients": buffer * formulas.FLOAT32_BYTES,
         "optimizer": states * (moments + main) * formulas.FLOAT32_BYTES,
         "gather_buffer": gather,
+        "dummy_gradients": dummies,
     }
     if config.algorithm.kl_coef > 0:
         resident["reference"] = plain * target.itemsize

@@ -96,15 +96,15 @@ def hidden_elements(shape: ModelShape, work: StageWork) -> int:
 
 def layer_elements(shape: ModelShape, work: StageWork, selective: bool = False) -> int:
     """Elements of one token that a layer keeps for its backward pass, beside the layer's input. With `selective`
-    (`models.megatron.selective_modules`) the MLP's are recomputed, its norm's output included; of local layers the
-    attention's.
+    (`models.megatron.selective_modules`) the MLP's are recomputed, of local layers the attention's.
 
     Per norm: its input (the first norm's is the output of the layer before) and its output. Per MLP: gate and up (2),
     and silu(gate) up; of a local expert, before and after it is weighted. Per token sent to an expert also its hidden
     state on the way there and back.
     """
     if selective and not work.local_layers:
-        return 3 * hidden_elements(shape, work) + _attention_elements(shape, work, False)
+        norms = 4 if shape.num_experts else 3  # the second norm is a part of a dense MLP
+        return norms * hidden_elements(shape, work) + _attention_elements(shape, work, False)
     weighted = 1 if work.local_layers and shape.num_experts else 0
     ffn = (3 + weighted) * _units(shape, work) + 2 * _sent_elements(shape, work)
     return 4 * hidden_elements(shape, work) + _attention_elements(shape, work, selective) + ffn

@@ -60,7 +60,8 @@ _QUIET = ("vllm", "transformers", "megatron", "torch", "filelock", "urllib3", "a
 
 
 def setup_logging(rank: int) -> None:
-    """Lines on stderr: everything of rank 0, warnings of the others; of libraries only errors. No text reaches the
+    """Lines on stderr: everything of rank 0, warnings of the others; of libraries only errors, of vLLM
+    on GPU warnings, too. No text reaches the
     terminal with control characters (`escape_terminal`), and a line takes a progress bar off the terminal first.
 
     Call it before vLLM is imported: vLLM would install handlers of its own.

@@ -159,7 +159,12 @@ def test_what_is_offloaded_leaves_while_the_engine_generates():
     settings = config(memory=memory, algorithm=AlgorithmConfig(kl_coef=0.1))
     (plan,) = plan_ranks(settings, QWEN_7B, 1, H100)
     assert list(plan.phases) == ["sync", "generate", "logprobs", "reference", "update"]
-    assert set(plan.phases["sync"]) == {"parameters", "engine_weights", "engine_workspace"}
+    assert set(plan.phases["sync"]) == {
+        "parameters",
+        "dummy_gradients",
+        "engine_weights",
+        "engine_workspace",
+    }
     assert set(plan.phases["generate"]) == {"engine_weights", "engine_workspace", "kv_cache"}
     assert {"parameters", "gradients", "optimizer"} < set(plan.phases["update"])
     assert [phase for phase, held in plan.phases.items() if "reference" in held] == ["reference"]
@@ -202,6 +207,14 @@ def test_buckets_are_smaller_where_ranks_share_memory(settings_mib: int, kind: s
     assert bucket_bytes(settings_mib, kind, ranks) == mib * 2**20
 
 
+def test_empty_gradients_are_kept_one_for_each_shape():
+    """Of the matrices of one layer, and of the head."""
+    (plan,) = plan_ranks(config(), QWEN_7B, 1, H100)
+    layer = 3584 * (3584 + 2 * 512) + 3584 * 3584 + 3 * 18944 * 3584
+    assert plan.phases["update"]["dummy_gradients"] == 2 * (layer + 152064 * 3584)
+    assert "dummy_gradients" not in plan_ranks(config(), QWEN_7B, 1, CPU)[0].phases["update"]
+
+
 # ---------------------------------------------------------------- passes
 
 
@@ -232,6 +245,11 @@ def test_a_recomputed_mlp_is_there_once():
     middle = work(chunk_layers=4, has_embedding=False, has_head=False, pipelined=True)
     whole, kept = layer_elements(ONE_LAYER, middle), layer_elements(ONE_LAYER, middle, selective=True)
     assert whole - kept == 64 + 3 * 256  # the second norm's output; gate, up and their product
+    experts = replace(ONE_LAYER, num_experts=8, experts_per_token=2)
+    both = (layer_elements(experts, middle, selective) for selective in (False, True))
+    assert next(both) - next(both) == 2 * (
+        3 * 256 + 2 * 64
+    )  # of two experts each, and the way there and back
     planned = backward_bytes(ONE_LAYER, middle, selective)
     assert planned.activations == 10 * 2 * (4 * kept + 64)
     plain = backward_bytes(ONE_LAYER, middle, PolicyConfig())

@@ -1,0 +1,54 @@
+"""Products of linear layers on CPU against float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from rlmath.distributed import cpu_matmul
+from rlmath.distributed.cpu_matmul import linear, uses_onednn, weight_gradient
+
+LARGE = (1024, 128, 256)
+"""T, K and N whose product is oneDNN's."""
+
+
+def tensors(T: int, K: int, N: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    torch.manual_seed(3)
+    return torch.randn(T, K), torch.randn(N, K), torch.randn(N), torch.randn(T, N)
+
+
+@pytest.mark.parametrize("sizes", [LARGE, (3, 4, 5), (1000, 160, 1), (1, 5000, 4000), (2049, 101, 99)])
+def test_products_equal_those_in_float64(sizes: tuple[int, int, int]) -> None:
+    T, K, N = sizes
+    x, weight, bias, grad = tensors(*sizes)
+    assert uses_onednn(x, N) == (T * K * N >= cpu_matmul.LEAST_MULTIPLICATIONS)
+    for found, wanted in (
+        (linear(x, weight), x.double() @ weight.double().t()),
+        (linear(x, weight, bias), x.double() @ weight.double().t() + bias.double()),
+        (linear(grad, weight.t()), grad.double() @ weight.double()),
+        (weight_gradient(grad, x), grad.double().t() @ x.double()),
+    ):
+        assert found.shape == wanted.shape and found.dtype == torch.float32
+        assert (found - wanted).norm() <= 1e-6 * wanted.norm(), "float32 has 24 bits, bfloat16 8"
+
+
+def test_more_dimensions_and_strides() -> None:
+    x, weight, _, grad = tensors(*LARGE)
+    turned, doubled = x.view(512, 2, 128).transpose(0, 1), torch.cat((grad, grad), 1)[:, ::2]
+    for found, wanted in (
+        (linear(turned, weight), turned.double() @ weight.double().t()),
+        (weight_gradient(doubled, x), doubled.double().t() @ x.double()),
+    ):
+        assert found.shape == wanted.shape and (found - wanted).norm() <= 1e-6 * wanted.norm()
+
+
+def test_the_same_product_again_has_the_same_bits() -> None:
+    x, weight, _, grad = tensors(*LARGE)
+    for _ in range(3):
+        assert torch.equal(linear(x, weight), linear(x.clone(), weight.clone()))
+        assert torch.equal(weight_gradient(grad, x), weight_gradient(grad.clone(), x.clone()))
+
+
+def test_other_number_formats_are_torchs() -> None:
+    x, weight, _, _ = (one.double() for one in tensors(*LARGE))
+    assert not uses_onednn(x, 256) and torch.equal(linear(x, weight), torch.nn.functional.linear(x, weight))
