@@ -240,7 +240,8 @@ def _dummy_gradient_bytes(shape: ModelShape, mesh: Mesh, target: Target) -> int:
         ranks = mesh.expert_tensor if rule.owner == "expert" else mesh.tensor
         size = shard_shape(rule, shape, ranks)
         head = rule.megatron == ("output_layer.weight",) and mesh.is_last_stage
-        if len(size) == 2 and (rule.owner in ("layer", "expert") or head):
+        is_matrix = len(size) >= 2 and not rule.megatron[-1].endswith("bias")
+        if is_matrix and (rule.owner in ("layer", "expert") or head):
             elements += math.prod(size)
     return elements * target.itemsize
 
