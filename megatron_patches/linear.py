@@ -54,7 +54,7 @@ class _Linear(torch.autograd.Function):
         grad_x = linear(grad, weight_NK.t())
         grad_TN = grad.reshape(-1, grad.shape[-1])
         if ctx.sequence_parallel:
-            share = torch.empty_like(x)
+            share = torch.empty(x.shape, dtype=x.dtype)
             whole = _gathered(x, ctx.group)
             waiting = layers.dist_reduce_scatter_func(share, grad_x, group=ctx.group, async_op=True)
             x, grad_x = whole, share
@@ -67,7 +67,9 @@ class _Linear(torch.autograd.Function):
         return grad_x, grad_weight_NK, grad_bias_N, None, None, None, None, None, None
 
 
-class _FrozenLinear(torch.autograd.Function):
+class _FrozenLinear(layers.LinearWithFrozenWeight):
+    """Of the reference, which has no backward pass."""
+
     @staticmethod
     def forward(
         ctx: Any,
@@ -78,17 +80,8 @@ class _FrozenLinear(torch.autograd.Function):
         group: dist.ProcessGroup,
     ) -> Tensor:
         ctx.save_for_backward(weight_NK)
-        ctx.sums_gradient, ctx.group = allreduce_dgrad, group
+        ctx.allreduce_dgrad, ctx.tp_group = allreduce_dgrad, group
         return linear(x, weight_NK, bias_N)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        (weight_NK,) = ctx.saved_tensors
-        grad_x = linear(grad, weight_NK.t())
-        if ctx.sums_gradient:
-            dist.all_reduce(grad_x, group=ctx.group)
-        return grad_x, None, None, None, None
 
 
 def _gathered(x: Tensor, group: dist.ProcessGroup) -> Tensor:

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from rlmath.checkpoint.directory import FileEntry, file_entry, write_error_text
-from rlmath.distributed.device import local_world_size
+from rlmath.distributed.device import local_world_size, release_freed_memory
 from rlmath.distributed.fault_tolerance.preemption import SIGNALS
 from rlmath.distributed.memory import available_bytes
 from rlmath.distributed.process import end_with_parent, freeze_live_objects
@@ -75,6 +75,7 @@ class Written:
 def lacks_memory(buckets: Sequence[Any]) -> str | None:
     """The error where this machine has no memory for its ranks' copies, assuming that all are as large as this one's.
     Call it on all ranks before any of them copies."""
+    release_freed_memory()
     size, _ = _lay_out(buckets)
     ranks = local_world_size() or 1
     if size * ranks <= available_bytes():

@@ -1,8 +1,9 @@
-"""Matrix products of a linear layer on CPU, by oneDNN where it is faster.
+"""Matrix products of a linear layer on CPU, by oneDNN.
 
 torch gives float32 products to MKL, which has no kernels with AVX-512 for AMD's processors; oneDNN has, and was
 measured to be 2.2 times as fast there (docs/benchmarks.md). On one thread both give the same bits from run to run.
-Small products stay with MKL: oneDNN prepares every new shape for half a millisecond.
+Small products stay with MKL: oneDNN prepares every new shape for half a millisecond. On Intel's processors the two were
+not compared.
 """
 
 # Shape legend: T tokens (any number of dimensions), K inputs, N outputs.

@@ -193,16 +193,22 @@ def release_cached(device: Device) -> None:
     """Return to the system what allocators have cached."""
     if device.kind == "cuda":
         torch.cuda.empty_cache()
-    elif _TRIM is not None:
+    else:
+        release_freed_memory()
+
+
+def release_freed_memory() -> None:
+    """Return to the system the host memory that this process has freed."""
+    if _TRIM is not None:
         _TRIM(0)
 
 
 def _keep_freed_memory() -> None:
-    """Let glibc keep what is freed until `release_cached`. By default it maps every allocation above 32 MiB anew and
-    unmaps it when it is freed; the kernel then clears each page again, a third of the time of a large product. Above
-    256 MiB, such as KV caches, it still does."""
+    """Let glibc keep up to 2 GiB of what is freed until `release_cached`. By default it maps every allocation above 32
+    MiB anew and unmaps it when it is freed; the kernel then clears each page again, a third of the time of a large
+    product. Above 256 MiB, such as KV caches, it still does; above 32 MiB with glibc before 2.35."""
     if _OPTION is not None:
-        _OPTION(_M_MMAP_THRESHOLD, 2**28)
+        _OPTION(_M_MMAP_THRESHOLD, 2**28) or _OPTION(_M_MMAP_THRESHOLD, 2**25)
         _OPTION(_M_TRIM_THRESHOLD, 2**31 - 1)
 
 

@@ -77,6 +77,7 @@ MAY_CHANGE = (
     "policy.",
     "stages.",
     "optimizer.distributed",
+    "optimizer.overlap_grad_reduce",
     "rollout.tensor_parallel",
     "rollout.memory_share",
     "rollout.cpu_kv_cache_gib",

@@ -207,14 +207,29 @@ def whole_tensors(stage: Stage) -> dict[str, Tensor]:
     return {name: tensor.clone() for name, tensor in hf_stream(stage.actor.chunks, stage.shape, stage.mesh)}
 
 
-def updates(folder: Path, case: Case, samples: list[Sample]) -> tuple[dict[str, Tensor], list[Any]] | None:
-    """Weights after minibatches of different numbers of micro-batches, the second of which is discarded, and the
-    results, from rank 0. The third has so few tokens that experts get none."""
-    stage = build(folder, replace(case, early_stop_ratio=5.0))
-    parts = [samples[:16], _poisoned(samples, "runaway"), samples[:2], samples[4:]]
+def updates(
+    folder: Path, case: Case, samples: list[Sample]
+) -> tuple[dict[str, Tensor], list[Any], int] | None:
+    """Weights after minibatches of different numbers of micro-batches, the second of which is discarded, the results,
+    and how often an expert got no token, from rank 0. Gradients are in many small buckets."""
+    from megatron.core.transformer.moe.experts import SequentialMLP
+
+    from rlmath.models import megatron
+
+    theirs, idle = megatron.DistributedDataParallelConfig, []
+    megatron.DistributedDataParallelConfig = partial(theirs, bucket_size=2000)
+    try:
+        stage = build(folder, replace(case, early_stop_ratio=5.0))
+    finally:
+        megatron.DistributedDataParallelConfig = theirs
+    for module in itertools.chain(*(chunk.modules() for chunk in stage.actor.chunks)):
+        if isinstance(module, SequentialMLP):
+            module.register_forward_pre_hook(lambda _, given: idle.append(int((given[1] == 0).sum())))
+    short = [Sample((5,), (6,), (-4.6,), 1.0), Sample((7,), (8,), (-4.6,), -1.0)]
+    parts = [samples[:16], _poisoned(samples, "runaway"), short, samples[4:]]
     results = [stage.actor.learner.learn(microbatches(stage, part), None, None) for part in parts]
     weights = whole_tensors(stage)
-    return (weights, results) if stage.mesh.rank == 0 else None
+    return (weights, results, sum(idle)) if stage.mesh.rank == 0 else None
 
 
 def update_with_shapes(
@@ -278,11 +293,19 @@ def gradients_by_onednn(folder: Path, case: Case, samples: list[Sample]) -> dict
     """As `gradients`, with all products of linear layers given to oneDNN, however small."""
     from rlmath.distributed import cpu_matmul
 
-    least, cpu_matmul.LEAST_MULTIPLICATIONS = cpu_matmul.LEAST_MULTIPLICATIONS, 0
+    least, theirs, products = cpu_matmul.LEAST_MULTIPLICATIONS, cpu_matmul.uses_onednn, []
+
+    def counted(x: Tensor, N: int) -> bool:
+        products.append(theirs(x, N))
+        return products[-1]
+
+    cpu_matmul.LEAST_MULTIPLICATIONS, cpu_matmul.uses_onednn = 0, counted
     try:
-        return gradients(folder, case, samples)
+        found = gradients(folder, case, samples)
     finally:
-        cpu_matmul.LEAST_MULTIPLICATIONS = least
+        cpu_matmul.LEAST_MULTIPLICATIONS, cpu_matmul.uses_onednn = least, theirs
+    assert products and all(products)
+    return found
 
 
 def update(folder: Path, case: Case, samples: list[Sample]) -> tuple[dict[str, Tensor], Any] | None:

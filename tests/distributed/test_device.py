@@ -65,6 +65,29 @@ def test_resident_memory_sees_what_is_taken():
     assert held_bytes(open_device("cpu")) > block.nbytes
 
 
+KEEPS = """
+import torch
+from rlmath.distributed.device import open_device, release_cached, resident_bytes
+
+device, held = open_device("cpu"), []
+for _ in range(2):
+    before = resident_bytes()
+    block = torch.ones(64 * 2**20, dtype=torch.uint8)
+    del block
+    held.append(resident_bytes() - before)
+release_cached(device)
+print(*held, resident_bytes() - before)
+"""
+
+
+def test_freed_memory_is_kept_until_it_is_released():
+    """In a process of its own, which has freed nothing yet."""
+    ran = subprocess.run([sys.executable, "-c", KEEPS], capture_output=True, text=True, check=True)
+    first, again, released = (int(word) / 2**20 for word in ran.stdout.split())
+    assert first > 48 and abs(again) < 16, "used again"
+    assert released < -48
+
+
 def test_the_most_memory_is_this_programs_own():
     """A large parent does not count; `ru_maxrss` of the child would have it."""
     held = bytearray(os.urandom(1)) * 600_000_000

@@ -326,6 +326,7 @@ def test_another_model_and_other_prompts_are_refused_and_their_paths_are_not(tmp
 def test_layout_length_and_what_is_kept_may_change(tmp_path: Path) -> None:
     checkpoint(tmp_path, 3)
     other = ("parallel.tensor=2", "rollout.tensor_parallel=2", "run.total_steps=9", "save.ckpt_freq_steps=1")
+    other += ("policy.transformer_impl=local", "optimizer.overlap_grad_reduce=true")
     assert found_steps(make_config(tmp_path, *other)) == [3]
 
 

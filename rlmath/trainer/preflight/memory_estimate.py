@@ -231,19 +231,19 @@ def expert_sizes(shape: ModelShape, mesh: Mesh, layers: int) -> list[list[int]]:
 
 
 def _dummy_gradient_bytes(shape: ModelShape, mesh: Mesh, target: Target) -> int:
-    """Where gradients are added to their buffers by the multiplication itself, Transformer Engine gives autograd an
-    empty tensor instead, one for each shape of a weight, and keeps it (`get_dummy_wgrad`)."""
+    """Where gradients are added to their buffers by the multiplication itself (with apex's kernel), Transformer Engine
+    gives autograd an empty tensor instead, one for each shape of a weight, and keeps it (`get_dummy_wgrad`)."""
     if target.kind != "cuda" or target.local_layers:
         return 0
-    elements = 0
+    matrices = set()
     for rule in TABLES[shape.architecture]:
         ranks = mesh.expert_tensor if rule.owner == "expert" else mesh.tensor
         size = shard_shape(rule, shape, ranks)
         head = rule.megatron == ("output_layer.weight",) and mesh.is_last_stage
-        is_matrix = len(size) >= 2 and not rule.megatron[-1].endswith("bias")
+        is_matrix = len(size) >= 2 and not rule.megatron[-1].endswith(("bias", "router.weight"))
         if is_matrix and (rule.owner in ("layer", "expert") or head):
-            elements += math.prod(size)
-    return elements * target.itemsize
+            matrices.add(size)
+    return sum(map(math.prod, matrices)) * target.itemsize
 
 
 def buffer_elements(sizes: list[int], distributed: bool, shares: int) -> int:

@@ -60,9 +60,9 @@ _QUIET = ("vllm", "transformers", "megatron", "torch", "filelock", "urllib3", "a
 
 
 def setup_logging(rank: int) -> None:
-    """Lines on stderr: everything of rank 0, warnings of the others; of libraries only errors, of vLLM
-    on GPU warnings, too. No text reaches the
-    terminal with control characters (`escape_terminal`), and a line takes a progress bar off the terminal first.
+    """Lines on stderr: everything of rank 0, warnings of the others; of libraries only errors, of vLLM on GPU warnings,
+    too. No text reaches the terminal with control characters (`escape_terminal`), and a line takes a progress bar off
+    the terminal first.
 
     Call it before vLLM is imported: vLLM would install handlers of its own.
     To hear the libraries, set VLLM_LOGGING_LEVEL, TORCH_CPP_LOG_LEVEL or PYTHONWARNINGS.
