@@ -9,6 +9,7 @@ may be imported only after `engine.prepare_environment`.
 
 from __future__ import annotations
 
+import ctypes
 import os
 from functools import partial
 from pathlib import Path
@@ -24,6 +25,10 @@ from vllm.v1.worker.cpu_worker import CPUWorker
 
 from rlmath.rollout.engine import IDENT_VARIABLE
 from rlmath.rollout.engine_sleep import cache_storages
+
+PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+_MADV_DONTNEED = 4
+_libc = ctypes.CDLL(None)
 
 
 class RlmathCPUWorker(CPUWorker):
@@ -94,10 +99,23 @@ class RlmathCPUWorker(CPUWorker):
             storage.resize_(0)
 
     def restore_kv_cache(self) -> None:
-        """Allocate the KV cache's memory again; its contents are lost."""
+        """Allocate the KV cache's memory again, as zeros: its kernels multiply what no token was written to by 0, and
+        what was there before may be no number."""
         assert self._kv_cache_bytes is not None, "the KV cache was never released"
         for storage, size in zip(cache_storages(self), self._kv_cache_bytes, strict=True):
             storage.resize_(size)
+            fill_with_zero_pages(storage.data_ptr(), size)
+
+
+def fill_with_zero_pages(address: int, size: int) -> None:
+    """Zero `size` bytes of private memory. Whole pages are given back to the kernel, which takes none until they are
+    touched again."""
+    first = min(-(-address // PAGE_BYTES) * PAGE_BYTES, address + size)
+    last = max((address + size) // PAGE_BYTES * PAGE_BYTES, first)
+    ctypes.memset(address, 0, first - address)
+    if last > first and _libc.madvise(ctypes.c_void_p(first), ctypes.c_size_t(last - first), _MADV_DONTNEED):
+        ctypes.memset(first, 0, last - first)
+    ctypes.memset(last, 0, address + size - last)
 
 
 def _rms_norm(

@@ -211,17 +211,10 @@ def updates(
     folder: Path, case: Case, samples: list[Sample]
 ) -> tuple[dict[str, Tensor], list[Any], int] | None:
     """Weights after minibatches of different numbers of micro-batches, the second of which is discarded, the results,
-    and how often an expert got no token, from rank 0. Gradients are in many small buckets."""
+    and how often an expert got no token, from rank 0."""
     from megatron.core.transformer.moe.experts import SequentialMLP
 
-    from rlmath.models import megatron
-
-    theirs, idle = megatron.DistributedDataParallelConfig, []
-    megatron.DistributedDataParallelConfig = partial(theirs, bucket_size=2000)
-    try:
-        stage = build(folder, replace(case, early_stop_ratio=5.0))
-    finally:
-        megatron.DistributedDataParallelConfig = theirs
+    stage, idle = build(folder, replace(case, early_stop_ratio=5.0)), []
     for module in itertools.chain(*(chunk.modules() for chunk in stage.actor.chunks)):
         if isinstance(module, SequentialMLP):
             module.register_forward_pre_hook(lambda _, given: idle.append(int((given[1] == 0).sum())))

@@ -70,9 +70,9 @@ import torch
 from rlmath.distributed.device import open_device, release_cached, resident_bytes
 
 device, held = open_device("cpu"), []
-for _ in range(2):
+for size in (64, 48):
     before = resident_bytes()
-    block = torch.ones(64 * 2**20, dtype=torch.uint8)
+    block = torch.ones(size * 2**20, dtype=torch.uint8)
     del block
     held.append(resident_bytes() - before)
 release_cached(device)

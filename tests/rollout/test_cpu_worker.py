@@ -1,0 +1,25 @@
+"""The memory of the CPU engine's KV cache."""
+
+import pytest
+import torch
+
+from rlmath.distributed.device import resident_bytes
+from rlmath.rollout.engine import prepare_environment
+
+prepare_environment("cpu")
+# vLLM reads the environment when it is imported.
+from rlmath.rollout.cpu_worker import PAGE_BYTES, fill_with_zero_pages  # noqa: E402
+
+
+@pytest.mark.parametrize("size", [0, 5, PAGE_BYTES, PAGE_BYTES + 1, 3 * PAGE_BYTES + 7, 8 * 2**20])
+@pytest.mark.parametrize("offset", [0, 3])
+def test_a_cache_that_is_restored_is_zero_and_its_neighbours_are_not(size: int, offset: int):
+    """What was there before may be no number, and 0 times it is none either."""
+    block = torch.full((16 * 2**20,), 255, dtype=torch.uint8)
+    start = -block.data_ptr() % PAGE_BYTES + PAGE_BYTES + offset
+    before = resident_bytes()
+    fill_with_zero_pages(block.data_ptr() + start, size)
+    if size > 2**20:
+        assert resident_bytes() < before - size / 2, "no memory is taken until it is used"
+    assert block[start : start + size].eq(0).all()
+    assert block[:start].eq(255).all() and block[start + size :].eq(255).all()
