@@ -73,6 +73,7 @@ class Learner:
         """One optimizer step on a minibatch, or none where `discard_rule` has a reason. The loss is summed over tokens
         and divided by the minibatch's global count, by Megatron, once. The names are those of `_reduce`."""
         self.forward_backward.zero_grad()
+        self.optimizer.zero_grad()
         metrics = self.forward_backward.run(batches, on_logits, forward_only=False)
         sums, maxima = self._reduce(metrics, sum_names, max_names)
         lr = learning_rate(self.optimizer)
@@ -83,6 +84,7 @@ class Learner:
             self.optimizer.step()
             self.scheduler.step(increment=1)
             self.updates += 1
+        self.forward_backward.zero_grad()
         self.optimizer.zero_grad()
         return MinibatchResult(sums, maxima, grad_norm, lr, reason)
 

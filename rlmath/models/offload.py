@@ -1,6 +1,6 @@
 """Which memory of the policy and its reference can be offloaded, and which set owns it.
 
-- "gradients": the flat buffers that Megatron's data parallelism reduces. Nobody needs them between steps, so they are
+- "gradients": the flat buffers that Megatron's data parallelism reduces. They are zero between steps, so they are
   freed, and onloaded as zeros.
 - "optimizer": the optimizer's state, and the float32 parameters it steps where the model's own are bfloat16. Where the
   model's are float32, the optimizer steps views of them, or themselves: those belong to "parameters".

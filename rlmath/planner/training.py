@@ -23,8 +23,8 @@ MINIBATCH_MESSAGES = 8
 """Collectives of an update beside those of gradients and parameters: sums of the loss and its metrics, norms."""
 ADAM_BYTES = 28
 """Read and written by Adam for a parameter: gradient, two moments and the float32 parameter, the last three twice."""
-GRADIENT_BYTES = 12
-"""Written with zeros, read for the norm and scaled: three times float32."""
+GRADIENT_BYTES = 16
+"""Written twice with zeros, read for the norm and scaled: four times float32."""
 
 
 @dataclass(frozen=True)
