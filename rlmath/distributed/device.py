@@ -207,12 +207,12 @@ def _keep_freed_memory() -> None:
     """Let glibc keep up to 2 GiB of what is freed until `release_cached`. By default it maps every allocation above 32
     MiB anew and unmaps it when it is freed; the kernel then clears each page again, a third of the time of a large
     product. Above 256 MiB, such as KV caches, it still does; above 32 MiB with glibc before 2.35."""
-    if _OPTION is not None:
-        _OPTION(_M_MMAP_THRESHOLD, 2**28) or _OPTION(_M_MMAP_THRESHOLD, 2**25)
-        _OPTION(_M_TRIM_THRESHOLD, 2**31 - 1)
+    if _MALLOPT is not None:
+        _MALLOPT(_M_MMAP_THRESHOLD, 2**28) or _MALLOPT(_M_MMAP_THRESHOLD, 2**25)
+        _MALLOPT(_M_TRIM_THRESHOLD, 2**31 - 1)
 
 
-_TRIM, _OPTION = (getattr(ctypes.CDLL(None), name, None) for name in ("malloc_trim", "mallopt"))
+_TRIM, _MALLOPT = (getattr(ctypes.CDLL(None), name, None) for name in ("malloc_trim", "mallopt"))
 """glibc's; other C libraries have none."""
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 """glibc's malloc.h."""
