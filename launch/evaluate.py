@@ -73,7 +73,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         logger.info("Importing vLLM")
         from rlmath.evals.runner import evaluate
 
-        process.freeze_live_objects()
         device_kind = resolve_kind(arguments.device)
         evaluate(plan, rollout, arguments.reward_workers, arguments.reward_timeout, device_kind)
         record_exit(plan.output, FINISHED, "the tables are written")

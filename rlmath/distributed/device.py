@@ -53,6 +53,16 @@ def resolve_kind(requested: str) -> DeviceKind:
     return "cuda" if requested == "cuda" else "cpu"
 
 
+def skip_compilation(kind: DeviceKind) -> None:
+    """On CPU, run what Megatron and vLLM mark for `torch.compile` as it is; call it before they are imported.
+
+    With layers of our own that is a few small functions. Compiling them takes a C++ compiler, and 2 s of a start (20 s
+    where nothing is cached), more than they ever save.
+    """
+    if kind == "cpu":
+        os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+
+
 def open_device(requested: str, local_layers: bool = True) -> Device:
     """The device of this rank; on GPU it is made torch's current one. On CPU the layers of models are always local.
 

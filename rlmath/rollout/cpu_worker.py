@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.overrides import TorchFunctionMode
 from vllm.distributed.parallel_state import get_tp_group
 from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
@@ -55,6 +56,11 @@ class RlmathCPUWorker(CPUWorker):
             for file in Path("/dev/shm").glob(f"{ident}-*"):
                 file.unlink(missing_ok=True)
         self.model_runner.sampler.topk_topp_sampler.forward = self._sample
+
+    def initialize_from_config(self, *arguments: Any, **more: Any) -> None:
+        """As vLLM's; a KV cache takes memory as it is written to, not all of it at the start."""
+        with _ZeroPages():
+            super().initialize_from_config(*arguments, **more)
 
     def load_model(self, *arguments: Any, **more: Any) -> None:
         """As vLLM's; norms are computed by its kernels. Its own choice for CPU is torch, an operation at a time."""
@@ -105,6 +111,23 @@ class RlmathCPUWorker(CPUWorker):
         for storage, size in zip(cache_storages(self), self._kv_cache_bytes, strict=True):
             storage.resize_(size)
             fill_with_zero_pages(storage.data_ptr(), size)
+
+
+class _ZeroPages(TorchFunctionMode):
+    """Inside, `torch.zeros` fills with `fill_with_zero_pages`."""
+
+    def __torch_function__(
+        self,
+        function: Any,
+        types: Any,
+        arguments: tuple[Any, ...] = (),
+        options: dict[str, Any] | None = None,
+    ) -> Any:
+        if function is not torch.zeros:
+            return function(*arguments, **(options or {}))
+        made = torch.empty(*arguments, **(options or {}))
+        fill_with_zero_pages(made.data_ptr(), made.nbytes)
+        return made
 
 
 def fill_with_zero_pages(address: int, size: int) -> None:

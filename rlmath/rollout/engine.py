@@ -14,8 +14,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from rlmath.config.schema import RolloutConfig
+from rlmath.distributed import process
 from rlmath.distributed.collectives import broadcast_from_rank_zero
-from rlmath.distributed.device import Device, environment_rank
+from rlmath.distributed.device import Device, DeviceKind, environment_rank, skip_compilation
 from rlmath.distributed.mesh import Mesh
 from rlmath.rollout.engine_sleep import EngineMemory, reset_prefix_cache
 from rlmath.rollout.engine_weights import EngineWeights
@@ -34,8 +35,9 @@ IDENT_VARIABLE = "RLMATH_ENGINE_IDENT"
 CPU_WORKER = "rlmath.rollout.cpu_worker.RlmathCPUWorker"
 
 
-def prepare_environment(device_kind: str) -> None:
+def prepare_environment(device_kind: DeviceKind) -> None:
     """Set what vLLM reads from the environment; call it before vLLM is imported."""
+    skip_compilation(device_kind)
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     level = os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR" if device_kind == "cpu" else "WARNING")
     logging.getLogger("vllm").setLevel(level)
@@ -92,12 +94,13 @@ def _open_llm(
     model_path: str,
     settings: RolloutConfig,
     max_sequence: int,
-    device_kind: str,
+    device_kind: DeviceKind,
     arguments: Mapping[str, Any],
 ) -> Any:
     """A vLLM `LLM`; vLLM is imported here, after `prepare_environment`."""
     from vllm import LLM
 
+    process.freeze_imported_objects()  # vLLM collects garbage five times while it builds an engine
     llm = LLM(
         model_path,
         max_model_len=max_sequence,
@@ -176,14 +179,22 @@ class Engine:
     def close(self) -> None:
         """End vLLM's part in this process. It takes the process's own process group with it: close it last.
 
-        On GPU the end of the process is left to do it: vLLM would free memory that its sleep has freed already.
+        On GPU the end of the process is left to do it: vLLM would free memory that its sleep has freed already. Its
+        finalizer, which would do that when the interpreter exits and the process groups are gone, is detached.
         """
+        core = self._llm.llm_engine.engine_core
         if self._on_cpu:
-            self._llm.llm_engine.engine_core.shutdown()
+            core.shutdown()
+        elif hasattr(core, "_finalizer"):
+            core._finalizer.detach()
 
 
 def open_standalone(
-    model_path: str, settings: RolloutConfig, max_sequence: int, device_kind: str, mesh: Mesh | None = None
+    model_path: str,
+    settings: RolloutConfig,
+    max_sequence: int,
+    device_kind: DeviceKind,
+    mesh: Mesh | None = None,
 ) -> Any:
     """A vLLM `LLM` with the weights of a Hugging Face folder, without the trainer.
 

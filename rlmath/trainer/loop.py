@@ -185,6 +185,7 @@ def run_training(
             status = end_without_rewards(trainer, checkpointer, heartbeat.step, error, stop)
         if reporter is not None:
             reporter.close()  # it may wait for a network: all is saved by now, and no rank waits
+        process.skip_collection_at_exit()  # vLLM collects garbage twice when it ends
         trainer.close()
     if dist.is_initialized():
         dist.destroy_process_group()
@@ -212,6 +213,8 @@ def _train(
     checkpointer.export_length_stage(steps_done, even_if_there=False)
     heartbeat.enter_phase("first step")
     trainer.begin(progress, checkpointer)
+    if mesh.rank == 0:
+        logger.info("Ready, %.1f s after this program's start", process.seconds_since_start())
     if steps_done == 0:
         before = trainer.evaluate_before_training()
         if reporter is not None:

@@ -36,7 +36,13 @@ from rlmath.data import dataset
 from rlmath.data.audit import DataAudit
 from rlmath.distributed import process
 from rlmath.distributed.collectives import gather_to_rank_zero
-from rlmath.distributed.device import check_launcher_numbers, environment_rank, environment_world_size
+from rlmath.distributed.device import (
+    check_launcher_numbers,
+    environment_rank,
+    environment_world_size,
+    resolve_kind,
+    skip_compilation,
+)
 from rlmath.distributed.fault_tolerance import exit_codes
 from rlmath.distributed.fault_tolerance.failure import first_line, may_be_caused_by_peer
 from rlmath.distributed.fault_tolerance.preemption import end_at_interrupt, under_torchrun
@@ -228,12 +234,12 @@ def start(
                 # Without torchrun a rank would wait long for its peers. Once they have met, the heartbeat watches it.
                 end_with_parent(os.getppid())
             logger.info("Starting: importing Megatron ...")
+            skip_compilation(resolve_kind(prepared.config.run.device))
             # Megatron imports W&B, which takes seconds and makes folders that stay when this process is killed.
             with process.without_module("wandb"):
                 from rlmath.trainer.loop import run_training
 
                 trainer_class = load_trainer()
-            process.freeze_live_objects()
             status = run_training(trainer_class, prepared, rendezvous)
             process.skip_collection_at_exit()
             return status
