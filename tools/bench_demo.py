@@ -98,6 +98,15 @@ def report(results: Sequence[dict]) -> None:
         line(f"{algorithm}, worst of {seeds} seeds: {worst['seed']}", "accuracy_worst", *shares(worst))
         after, before = (statistics.median(values) for values in zip(*map(shares, of_recipe), strict=True))
         line(f"{algorithm}, median of {seeds} seeds", "accuracy_median", after, before)
+        reached = [result["train_mfu"] for result in of_recipe if "train_mfu" in result]
+        if reached:
+            figure = {
+                "bench": "demo",
+                "case": algorithm,
+                "metric": "train/mfu",
+                "unit": "of the measured ceiling",
+            }
+            print(json.dumps(figure | {"value": statistics.median(reached), "baseline": None, "ratio": None}))
 
 
 def shares(result: dict) -> tuple[float, float]:

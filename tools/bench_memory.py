@@ -13,7 +13,8 @@ means ours is better (less memory). Figures of rank 0.
 - resident: after cycles' end, engine asleep, training memory back: median of the last 10 cycles, against that of 10
   cycles from the 20th on (the 5th with --quick);
 - resident_in_training: the most in any step, at the end of an update, against the sum of the two lives apart;
-- seconds: of the switch and the sync in a step (medians).
+- seconds: of the switch and the sync in a step (medians);
+- train/mfu, rollout/mfu: as the trainer logs them (medians).
 """
 
 from __future__ import annotations
@@ -171,6 +172,8 @@ def tell(metrics: list[dict[str, float]], first: int, lives: dict[str, float]) -
         seconds = statistics.median(m[f"seconds/{phase}"] for m in metrics)
         line(case, f"seconds of {phase}", seconds, "s")
     line(case, "seconds of a step", statistics.median(m["seconds/step"] for m in metrics), "s")
+    for name in ("train/mfu", "rollout/mfu"):
+        line(case, name, statistics.median(m[name] for m in metrics), "of the measured ceiling")
 
 
 def main() -> None:

@@ -108,6 +108,8 @@ class Measured:
     step_seconds: list[float]
     generate_seconds: list[float]
     completion_tokens: list[float]
+    mfu: float | None = None
+    """Of the update, as the trainer logs it (median); None for TRL."""
     cut_off: bool = False
     """The run did not end within the limit."""
 
@@ -209,6 +211,7 @@ def run_ours(
         [row["seconds/step"] for row in rows],
         [row["seconds/rollout"] for row in rows],
         [row["n_valid_tokens"] for row in rows],
+        statistics.median(row["train/mfu"] for row in rows),
     )
 
 
@@ -275,6 +278,16 @@ def report(title: str, ours: Sequence[Measured], theirs: Sequence[Measured]) -> 
     note = "at least " if theirs[0].cut_off else ""
     pair = median(ours, "step_seconds"), median(theirs, "step_seconds")
     line(title, "step_seconds", "s", *pair, pair[1] / pair[0], note)
+    reached = [run.mfu for run in ours if run.mfu is not None]
+    if reached:
+        figure = {
+            "bench": "peer",
+            "case": title,
+            "metric": "mfu of the update",
+            "unit": "of the measured ceiling",
+        }
+        value = round(statistics.median(reached), 3)
+        print(json.dumps(figure | {"value": value, "baseline": None, "ratio": None}), flush=True)
     if theirs[0].cut_off:
         return
     pair = median(ours, "generate_seconds"), median(theirs, "generate_seconds")

@@ -14,6 +14,7 @@ import argparse
 import json
 import os
 import shutil
+import statistics
 import subprocess
 import sys
 import time
@@ -160,6 +161,12 @@ def steps_to_good_accuracy(run_dir: Path) -> int | None:
     return next((row["step"] for row in rows if row["rollout/accuracy"] >= GOOD_ACCURACY), None)
 
 
+def median_of(run_dir: Path, metric: str) -> float:
+    """Of all steps of a run."""
+    with (run_dir / "metrics.jsonl").open(encoding="utf-8") as lines:
+        return statistics.median(json.loads(line)[metric] for line in lines)
+
+
 def train_and_evaluate(folder: Path, output: Path, seed: int, layout: Layout, algorithm: str) -> dict:
     """Train `folder`'s base model, evaluate it, and draw its reward; in `output`: run, eval_after, reward.svg."""
     run_dir = output / "run"
@@ -172,6 +179,7 @@ def train_and_evaluate(folder: Path, output: Path, seed: int, layout: Layout, al
         "seconds_training": trained["seconds_training"],
         "steps": trained["steps"],
         "steps_to_90_percent": steps_to_good_accuracy(run_dir),
+        "train_mfu": round(median_of(run_dir, "train/mfu"), 3),
         "tokens_per_second": trained["tokens_per_second"],
         "layout": trained["layout"],
         "ranks": layout.ranks,

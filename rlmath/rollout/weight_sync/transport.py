@@ -28,7 +28,7 @@ class Transport(Protocol):
         """Free the buffers."""
 
 
-Packer = Callable[[Sequence[Copy], Tensor], None]
+Packer = Callable[[tuple[Copy, ...], Tensor], None]
 """Writes the sources of copies one after the other into a bucket."""
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -32,7 +32,7 @@ from rlmath.rollout.weight_sync.checksums import SyncChecksums
 from rlmath.rollout.weight_sync.logprob_probe import Probe
 from rlmath.rollout.weight_sync.reshard_plan import Copy, RankRound, cells, plan_cell, rank_rounds
 from rlmath.rollout.weight_sync.shard_layouts import TIED_HEAD, TrainingLayout, parameter_key
-from rlmath.rollout.weight_sync.transport import Messages, SharedBuckets, Transport, elements
+from rlmath.rollout.weight_sync.transport import Messages, SharedBuckets, Transport
 
 
 @dataclass(frozen=True)
@@ -133,6 +133,9 @@ class WeightTransfer:
         self.lower_bound = plan.lower_bound * len(cells(mesh, ranks_per_node))
         """Bytes that must travel between ranks in every sync."""
         self._sources = _source_matrices(chunks, shape)
+        self._rank = mesh.rank
+        self._runs: dict[int, list[Run]] = {}
+        """By the identity of a tuple of the plan's copies: `runs_of` them, found once."""
         self._new_checksums = partial(SyncChecksums, shape, layout, mesh, device)
         planned_rows: dict[str, int] = defaultdict(int)
         for round_ in self._rounds:
@@ -188,51 +191,118 @@ class WeightTransfer:
         self, transport: Transport, number: int, round_: RankRound, checksums: SyncChecksums | None
     ) -> None:
         """Parameters that need no other rank are completed while the others' parts travel."""
-        local: dict[str, list[Copy]] = defaultdict(list)
-        for copy in round_.local:
-            local[copy.target_parameter].append(copy)
+        local: dict[str, list[Run]] = defaultdict(list)
+        for run in self._runs_of(round_.local):
+            local[run.first.target_parameter].append(run)
         awaited = {c.target_parameter for copies in round_.receives.values() for c in copies}
         for name in round_.complete:
             if name not in awaited:
                 self._complete(name, local[name], checksums)
         for peer, bucket in transport.finish(number).items():
-            _unpack(round_.receives[peer], bucket, self._weights)
+            self._unpack(round_.receives[peer], bucket)
         for name in round_.complete:
             if name in awaited:
                 self._complete(name, local[name], checksums)
 
-    def _complete(self, name: str, copies: Sequence[Copy], checksums: SyncChecksums | None) -> None:
-        targets = [_target(copy, self._weights) for copy in copies]
-        if targets:
-            torch._foreach_copy_(targets, [self._source(copy) for copy in copies])
+    def _complete(self, name: str, runs: Sequence[Run], checksums: SyncChecksums | None) -> None:
+        _copy_all([run.target(self._weights.matrix(name)) for run in runs], [run.source for run in runs])
         if checksums is not None:
             checksums.add_engine(name, self._weights.matrix(name))
         self._weights.complete(name)
 
-    def _source(self, copy: Copy) -> Tensor:
-        matrix = self._sources[copy.source_parameter]
-        return matrix[copy.source_row :, copy.source_col :][: copy.rows, : copy.cols]
+    def _runs_of(self, copies: tuple[Copy, ...]) -> list[Run]:
+        if id(copies) not in self._runs:  # the plan keeps its tuples
+            self._runs[id(copies)] = runs_of(copies, self._sources, self._rank)
+        return self._runs[id(copies)]
 
-    def _pack(self, copies: Sequence[Copy], bucket: Tensor) -> None:
-        parts = bucket.split([copy.elements for copy in copies])
-        torch._foreach_copy_(
-            [part.view(copy.rows, copy.cols) for part, copy in zip(parts, copies, strict=True)],
-            [self._source(copy) for copy in copies],
-        )
+    def _pack(self, copies: tuple[Copy, ...], bucket: Tensor) -> None:
+        runs = self._runs_of(copies)
+        _copy_all(_parts(bucket, runs), [run.source for run in runs])
 
-
-def _unpack(copies: Sequence[Copy], bucket: Tensor, weights: EngineWeights) -> None:
-    assert bucket.numel() == elements(copies)
-    parts = bucket.split([copy.elements for copy in copies])
-    torch._foreach_copy_(
-        [_target(copy, weights) for copy in copies],
-        [part.view(copy.rows, copy.cols) for part, copy in zip(parts, copies, strict=True)],
-    )
+    def _unpack(self, copies: tuple[Copy, ...], bucket: Tensor) -> None:
+        runs = self._runs_of(copies)
+        matrices = (self._weights.matrix(run.first.target_parameter) for run in runs)
+        targets = [run.target(matrix) for run, matrix in zip(runs, matrices, strict=True)]
+        _copy_all(targets, _parts(bucket, runs))
 
 
-def _target(copy: Copy, weights: EngineWeights) -> Tensor:
-    matrix = weights.matrix(copy.target_parameter)
-    return matrix[copy.target_row :, copy.target_col :][: copy.rows, : copy.cols]
+# ---------------------------------------------------------------- copies
+
+
+@dataclass(frozen=True)
+class Run:
+    """Copies of one tensor that are made in one operation: equal rectangles at equal distances, as the heads of a
+    layer's queries lie in Megatron's matrix."""
+
+    first: Copy
+    count: int
+    source: Tensor | None
+    """[count, rows, cols], a view of this rank's parameter; None where another rank has it."""
+    target_step: int
+    """Rows of the target from one rectangle to the next."""
+
+    @property
+    def elements(self) -> int:
+        return self.count * self.first.elements
+
+    def target(self, matrix: Tensor) -> Tensor:
+        """[count, rows, cols], a view of the engine's parameter `matrix`."""
+        first = self.first
+        return _rectangles(matrix, first.target_row, first.target_col, first, self.count, self.target_step)
+
+
+def runs_of(copies: Sequence[Copy], sources: Mapping[str, Tensor], rank: int) -> list[Run]:
+    """The copies as runs, in the same order. `sources` are the parameters of rank `rank`."""
+    found = []
+    start = 0
+    while start < len(copies):
+        first, stop = copies[start], start + 1
+        steps = None
+        while stop < len(copies) and (next_steps := _steps(copies[stop - 1], copies[stop])) is not None:
+            if steps is not None and next_steps != steps:
+                break
+            steps, stop = next_steps, stop + 1
+        source_step, target_step = steps or (0, 0)
+        source, count = None, stop - start
+        if first.source == rank:
+            matrix = sources[first.source_parameter]
+            source = _rectangles(matrix, first.source_row, first.source_col, first, count, source_step)
+        found.append(Run(first, count, source, target_step))
+        start = stop
+    return found
+
+
+def _steps(one: Copy, following: Copy) -> tuple[int, int] | None:
+    """Rows from a rectangle to the following one in source and target, where one operation can copy both."""
+    source_step, target_step = following.source_row - one.source_row, following.target_row - one.target_row
+    moved = one._replace(row=following.row, source_row=following.source_row, target_row=following.target_row)
+    # A view of rectangles that overlap, or that lie in descending order, would be another's.
+    return (source_step, target_step) if moved == following and min(source_step, target_step) > 0 else None
+
+
+def _rectangles(matrix: Tensor, row: int, col: int, of: Copy, count: int, step: int) -> Tensor:
+    corner = matrix[row:, col:]
+    width = matrix.stride(0)
+    return corner.as_strided((count, of.rows, of.cols), (step * width, width, matrix.stride(1)))
+
+
+def _parts(bucket: Tensor, runs: Sequence[Run]) -> list[Tensor]:
+    parts = bucket.split([run.elements for run in runs])
+    return [
+        part.view(run.count, run.first.rows, run.first.cols) for part, run in zip(parts, runs, strict=True)
+    ]
+
+
+def _copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    """One operation for all pairs without gaps, and one for each other pair: among them a single pair with gaps would
+    make torch copy all one by one."""
+    pairs = list(zip(targets, sources, strict=True))
+    dense = [pair for pair in pairs if all(one.is_contiguous() for one in pair)]
+    for target, source in pairs:
+        if not (target.is_contiguous() and source.is_contiguous()):
+            target.copy_(source)
+    if dense:
+        torch._foreach_copy_([target for target, _ in dense], [source for _, source in dense])
 
 
 def _source_matrices(chunks: Sequence[torch.nn.Module], shape: ModelShape) -> dict[str, Tensor]:
