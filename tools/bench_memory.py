@@ -173,7 +173,7 @@ def tell(metrics: list[dict[str, float]], first: int, lives: dict[str, float]) -
         line(case, f"seconds of {phase}", seconds, "s")
     line(case, "seconds of a step", statistics.median(m["seconds/step"] for m in metrics), "s")
     for name in ("train/mfu", "rollout/mfu"):
-        line(case, name, statistics.median(m[name] for m in metrics), "of the measured ceiling")
+        line(case, name, statistics.median(m[name] for m in metrics), "of the ceiling")
 
 
 def main() -> None:

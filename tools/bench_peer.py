@@ -16,12 +16,14 @@ the best of them `--rounds` times in all, in turns with the other side's.
 
 Prints one JSON object per figure: {"bench", "case", "metric", "value", "unit", "baseline", "ratio"}; `ratio` above 1
 means ours is better. Seconds of a step are medians over all measured steps of a side's best setting; realised lengths
-are reported. A run that is not done within `--limit` seconds counts as the whole limit for its steps: "at least".
+are reported. A run that is not done within `--limit` seconds is stopped; TRL's step then took "more than" the longest
+of its steps, the one that was stopped among them.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import statistics
 import subprocess
@@ -78,6 +80,8 @@ def layouts(*tokens: int) -> dict[str, tuple[str, ...]]:
 
 
 GROUP = 8
+STEP_BEGINS = "peer_trl: a step begins at "
+"""What tools/peer_trl.py writes to stderr, before a time (seconds since 1970). Its environment is another."""
 CASES = {
     "P1": Case("0.6M, 32 x 8 x 128 tokens", 32, (128, 128), 1, 2, 4, layouts(2048, 8192), (128, 32)),
     "P2": Case("9.5M, 32 x 8, mean 109", 32, (0, 400), 1, 1, 1, layouts(4096), (32,)),
@@ -159,21 +163,20 @@ def prepare(place: Path, name: str) -> tuple[Path, Path]:
 
 def run_limited(command: list[str], environment: Mapping[str, str], log: Path, limit: float) -> str | None:
     """What a program prints to stdout; None where it did not end within `limit` seconds."""
-    with log.open("a", encoding="utf-8") as stderr:
+    with log.open("a", encoding="utf-8") as stderr, tempfile.TemporaryFile("w+") as stdout:
+        program = subprocess.Popen(
+            command, cwd=REPOSITORY, env=dict(environment), stdout=stdout, stderr=stderr
+        )
         try:
-            done = subprocess.run(
-                command,
-                cwd=REPOSITORY,
-                env=dict(environment),
-                stdout=subprocess.PIPE,
-                stderr=stderr,
-                text=True,
-                timeout=limit,
-                check=True,
-            )
+            status = program.wait(limit)
         except subprocess.TimeoutExpired:
+            program.terminate()  # torchrun ends its ranks, after 30 s by force
+            program.wait()
             return None
-    return done.stdout
+        if status:
+            raise subprocess.CalledProcessError(status, command)
+        stdout.seek(0)
+        return stdout.read()
 
 
 def run_ours(
@@ -206,7 +209,7 @@ def run_ours(
     lines = (output / "metrics.jsonl").read_text(encoding="utf-8").splitlines() if ended is not None else []
     rows = [json.loads(line) for line in lines][case.warm_up :]
     if not rows:
-        return not_done(time.perf_counter() - started)
+        return cut_off(time.perf_counter() - started)
     return Measured(
         [row["seconds/step"] for row in rows],
         [row["seconds/rollout"] for row in rows],
@@ -234,15 +237,23 @@ def run_theirs(
         command += [f"--{name}", str(value)]
     environment = demo.one_thread()
     environment.pop("PYTHONPATH", None)  # its packages are others
-    started = time.perf_counter()
-    printed = run_limited(command, environment, place / "log.txt", limit)
+    log = place / "log.txt"
+    known = log.stat().st_size if log.exists() else 0
+    stop_at = time.time() + limit
+    printed = run_limited(command, environment, log, limit)
     if printed is None:
-        return not_done(time.perf_counter() - started)
+        with log.open(encoding="utf-8", errors="replace") as text:
+            text.seek(known)
+            begun = [float(line.split()[-1]) for line in text if line.startswith(STEP_BEGINS)]
+        return cut_off(
+            max((end - start for start, end in itertools.pairwise([*begun, stop_at])), default=0.0)
+        )
     found: dict[str, Any] = json.loads(printed.strip().splitlines()[-1])
     return Measured(found["step_seconds"], found["generate_seconds"], found["completion_tokens"])
 
 
-def not_done(seconds: float) -> Measured:
+def cut_off(seconds: float) -> Measured:
+    """Of a run that was stopped when a step had taken so long."""
     return Measured([seconds], [float("nan")], [float("nan")], cut_off=True)
 
 
@@ -275,20 +286,17 @@ def report(title: str, ours: Sequence[Measured], theirs: Sequence[Measured]) -> 
     def median(runs: Sequence[Measured], name: str) -> float:
         return statistics.median(value for run in runs for value in getattr(run, name))
 
-    note = "at least " if theirs[0].cut_off else ""
+    note = "more than " if any(run.cut_off for run in theirs) else ""
     pair = median(ours, "step_seconds"), median(theirs, "step_seconds")
+    if any(run.cut_off for run in ours):
+        title += "; OURS WAS STOPPED"
     line(title, "step_seconds", "s", *pair, pair[1] / pair[0], note)
     reached = [run.mfu for run in ours if run.mfu is not None]
     if reached:
-        figure = {
-            "bench": "peer",
-            "case": title,
-            "metric": "mfu of the update",
-            "unit": "of the measured ceiling",
-        }
-        value = round(statistics.median(reached), 3)
-        print(json.dumps(figure | {"value": value, "baseline": None, "ratio": None}), flush=True)
-    if theirs[0].cut_off:
+        figure = {"bench": "peer", "case": title, "metric": "mfu of the update"}
+        figure["value"], figure["unit"] = round(statistics.median(reached), 3), "of the ceiling"
+        print(json.dumps(figure | {"baseline": None, "ratio": None}), flush=True)
+    if any(run.cut_off for run in (*ours, *theirs)):
         return
     pair = median(ours, "generate_seconds"), median(theirs, "generate_seconds")
     line(title, "generate_seconds", "s", *pair, pair[1] / pair[0])

@@ -161,10 +161,12 @@ def steps_to_good_accuracy(run_dir: Path) -> int | None:
     return next((row["step"] for row in rows if row["rollout/accuracy"] >= GOOD_ACCURACY), None)
 
 
-def median_of(run_dir: Path, metric: str) -> float:
-    """Of all steps of a run."""
+def median_of(run_dir: Path, metric: str) -> float | None:
+    """Of all steps of a run that have it, None where none has."""
     with (run_dir / "metrics.jsonl").open(encoding="utf-8") as lines:
-        return statistics.median(json.loads(line)[metric] for line in lines)
+        rows = [json.loads(line) for line in lines]
+    found = [row[metric] for row in rows if metric in row]
+    return statistics.median(found) if found else None
 
 
 def train_and_evaluate(folder: Path, output: Path, seed: int, layout: Layout, algorithm: str) -> dict:
@@ -179,7 +181,7 @@ def train_and_evaluate(folder: Path, output: Path, seed: int, layout: Layout, al
         "seconds_training": trained["seconds_training"],
         "steps": trained["steps"],
         "steps_to_90_percent": steps_to_good_accuracy(run_dir),
-        "train_mfu": round(median_of(run_dir, "train/mfu"), 3),
+        "train_mfu": median_of(run_dir, "train/mfu"),
         "tokens_per_second": trained["tokens_per_second"],
         "layout": trained["layout"],
         "ranks": layout.ranks,

@@ -70,6 +70,7 @@ def open_device(requested: str, local_layers: bool = True) -> Device:
     on the same cores cost far more than they bring.
     """
     if resolve_kind(requested) == "cpu":
+        skip_compilation("cpu")
         torch.set_num_threads(1)
         # oneDNN caches the code that it generated for the last shapes, 1024 of them by default. The shapes of packs
         # and batches keep changing: over hundreds of steps that is 100 MB, and saves next to nothing.

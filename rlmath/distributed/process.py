@@ -70,9 +70,10 @@ def begin_program() -> None:
 
 
 def freeze_imported_objects() -> None:
-    """Exclude all objects from later collections, without looking for garbage among them: what has been imported stays.
-    The collector stays off where it was."""
-    gc.freeze()
+    """Of a program that began with `begin_program`, exclude all objects from later collections, without looking for
+    garbage among them: next to all of them are what imports made. The collector stays off."""
+    if not gc.isenabled():
+        gc.freeze()
 
 
 def freeze_live_objects() -> None:

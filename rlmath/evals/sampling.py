@@ -25,7 +25,7 @@ from rlmath.rewards.reward_manager import text_to_verify
 from rlmath.rewards.verifier import Verdict
 from rlmath.rewards.worker_pool import VerifierPool
 from rlmath.rollout.collector import SamplingProgress
-from rlmath.rollout.engine import open_standalone
+from rlmath.rollout.engine import end_engine, open_standalone
 from rlmath.rollout.sampling import Request, RequestResult, sample
 from rlmath.rollout.work_queue import WorkQueue
 
@@ -43,16 +43,14 @@ class Missing(NamedTuple):
 def open_engine(
     model: Path, rollout: RolloutConfig, lengths: LengthLimits, mesh: Mesh, device: Device
 ) -> Iterator[Any]:
-    """This rank's vLLM engine. On GPU the end of the process frees it."""
+    """This rank's vLLM engine. On GPU the end of the process frees its memory."""
     longest = lengths.max_prompt_tokens + lengths.max_new_tokens
     llm = open_standalone(str(model), rollout, longest, device.kind, mesh)
     process.freeze_live_objects()
     try:
         yield llm
     finally:
-        if device.kind == "cpu":
-            process.skip_collection_at_exit()  # vLLM collects garbage twice when it ends
-            llm.llm_engine.engine_core.shutdown()
+        end_engine(llm, device.kind)
 
 
 def sample_missing(

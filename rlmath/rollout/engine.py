@@ -100,7 +100,7 @@ def _open_llm(
     """A vLLM `LLM`; vLLM is imported here, after `prepare_environment`."""
     from vllm import LLM
 
-    process.freeze_imported_objects()  # vLLM collects garbage five times while it builds an engine
+    process.freeze_imported_objects()  # vLLM collects garbage three times while it builds an engine
     llm = LLM(
         model_path,
         max_model_len=max_sequence,
@@ -147,7 +147,7 @@ class Engine:
         prepare_environment(device.kind)
         _set_engine_ident(mesh)
         self._settings = settings
-        self._on_cpu = device.kind == "cpu"
+        self._device_kind: DeviceKind = device.kind
         arguments = _device_arguments(settings, device) | {
             "tensor_parallel_size": mesh.engine_size,
             "distributed_executor_backend": "external_launcher",
@@ -179,14 +179,22 @@ class Engine:
     def close(self) -> None:
         """End vLLM's part in this process. It takes the process's own process group with it: close it last.
 
-        On GPU the end of the process is left to do it: vLLM would free memory that its sleep has freed already. Its
-        finalizer, which would do that when the interpreter exits and the process groups are gone, is detached.
+        On GPU it keeps its memory: see `end_engine`.
         """
-        core = self._llm.llm_engine.engine_core
-        if self._on_cpu:
-            core.shutdown()
-        elif hasattr(core, "_finalizer"):
-            core._finalizer.detach()
+        end_engine(self._llm, self._device_kind)
+
+
+def end_engine(llm: Any, device_kind: DeviceKind) -> None:
+    """End a vLLM engine and the process's own process group.
+
+    On GPU the end of the process frees both: vLLM would free memory that its sleep has freed already. Its finalizer,
+    which would do so when the interpreter exits and the process groups are gone, is detached.
+    """
+    core = llm.llm_engine.engine_core
+    if device_kind == "cpu":
+        core.shutdown()
+    else:
+        core._finalizer.detach()
 
 
 def open_standalone(

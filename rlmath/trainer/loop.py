@@ -185,7 +185,6 @@ def run_training(
             status = end_without_rewards(trainer, checkpointer, heartbeat.step, error, stop)
         if reporter is not None:
             reporter.close()  # it may wait for a network: all is saved by now, and no rank waits
-        process.skip_collection_at_exit()  # vLLM collects garbage twice when it ends
         trainer.close()
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -8,7 +8,9 @@ from rlmath.rollout.engine import prepare_environment
 
 prepare_environment("cpu")
 # vLLM reads the environment when it is imported.
-from rlmath.rollout.cpu_worker import PAGE_BYTES, fill_with_zero_pages  # noqa: E402
+from vllm.v1.sample import sampler  # noqa: E402
+
+from rlmath.rollout.cpu_worker import PAGE_BYTES, _ZeroPages, fill_with_zero_pages  # noqa: E402
 
 
 @pytest.mark.parametrize("size", [0, 5, PAGE_BYTES, PAGE_BYTES + 1, 3 * PAGE_BYTES + 7, 8 * 2**20])
@@ -23,3 +25,21 @@ def test_a_cache_that_is_restored_is_zero_and_its_neighbours_are_not(size: int, 
         assert resident_bytes() < before - size / 2, "no memory is taken until it is used"
     assert block[start : start + size].eq(0).all()
     assert block[:start].eq(255).all() and block[start + size :].eq(255).all()
+
+
+def test_a_new_cache_is_zero_and_takes_no_memory_until_it_is_used():
+    block = torch.full((16 * 2**20,), 255, dtype=torch.uint8)
+    del block  # the allocator may give out its memory again
+    before = resident_bytes()
+    with _ZeroPages():
+        cache = torch.zeros(2**26, dtype=torch.int8)
+        small = torch.zeros(3, 5)
+    assert resident_bytes() < before + 2**23
+    assert not cache.any() and not small.any() and small.shape == (3, 5)
+
+
+def test_nothing_of_the_sampler_is_compiled():
+    """A compiled function would need a C++ compiler, and seconds, at the first token."""
+    count = sampler.batched_count_greater_than
+    assert not hasattr(count, "_torchdynamo_orig_callable")
+    assert count(torch.tensor([[1.0, 3.0, 2.0]]), torch.tensor([[2.0]])).tolist() == [2]

@@ -18,6 +18,7 @@ def result(algorithm: str, seed: int, before: float, after: float) -> dict:
 
 def test_the_summary_names_each_recipes_worst_seed_and_its_median(capsys):
     found = [result("grpo", 1, 0.25, 0.95), result("gspo", 1, 0.25, 0.9), result("grpo", 2, 0.5, 0.9)]
+    found[0]["train_mfu"], found[2]["train_mfu"] = 0.25, None  # no step of the second one had an update
     bench_demo.report([*found, result("gspo", 2, 0.5, 0.6), result("gspo", 3, 0.3, 0.96)])
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     for line in lines:
@@ -27,6 +28,7 @@ def test_the_summary_names_each_recipes_worst_seed_and_its_median(capsys):
         ("gspo, median of 3 seeds", 90.0, "before: 30.0", 3.0),
         ("grpo, worst of 2 seeds: 2", 90.0, "before: 50.0", 1.8),
         ("grpo, median of 2 seeds", 92.5, "before: 37.5", 2.467),
+        ("grpo", 0.25, None, None),
     ]
 
 
@@ -78,6 +80,7 @@ def test_quick_measures_one_recipe_on_one_seed_and_again_only_prints_it(tmp_path
         "grpo, seed 101",
         "grpo, worst of 1 seeds: 101",
         "grpo, median of 1 seeds",
+        "grpo",
     ]
     log = (tmp_path / "log.txt").read_text()
     assert "== Accuracy before" in log and "== Training (grpo)" in log

@@ -276,11 +276,13 @@ def _steps(one: Copy, following: Copy) -> tuple[int, int] | None:
     """Rows from a rectangle to the following one in source and target, where one operation can copy both."""
     source_step, target_step = following.source_row - one.source_row, following.target_row - one.target_row
     moved = one._replace(row=following.row, source_row=following.source_row, target_row=following.target_row)
-    # A view of rectangles that overlap, or that lie in descending order, would be another's.
-    return (source_step, target_step) if moved == following and min(source_step, target_step) > 0 else None
+    # One view has rectangles in ascending order that do not overlap.
+    apart = min(source_step, target_step) >= one.rows
+    return (source_step, target_step) if moved == following and apart else None
 
 
 def _rectangles(matrix: Tensor, row: int, col: int, of: Copy, count: int, step: int) -> Tensor:
+    assert row + (count - 1) * step + of.rows <= len(matrix) and col + of.cols <= matrix.shape[1], of
     corner = matrix[row:, col:]
     width = matrix.stride(0)
     return corner.as_strided((count, of.rows, of.cols), (step * width, width, matrix.stride(1)))
