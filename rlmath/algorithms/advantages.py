@@ -38,7 +38,7 @@ def advantages(
     `tokens` are the completions' lengths, the weights of completions in a normalisation over the batch.
 
     >>> advantages([[5.0, -5.0, -5.0, -5.0]], [[1, 1, 1, 1]], "rloo", eps=0.0)
-    [[10.0, -3.3333333333333335, -3.3333333333333335, -3.3333333333333335]]
+    [[10.0, -3.333333333333333, -3.333333333333333, -3.333333333333333]]
     """
     of_group = _OF_GROUP[kind]
     by_group = [of_group(torch.tensor(row, dtype=torch.float64), eps) for row in rewards]

@@ -10,6 +10,7 @@ prepares every new shape for half a millisecond.
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -19,23 +20,33 @@ LEAST_MULTIPLICATIONS = 2**24
 """T x K x N from which oneDNN pays."""
 
 
-def _is_faster() -> bool:
-    """Whether this processor is one on which oneDNN's products are."""
-    if not (torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")):
-        return False
-    try:
-        processor = Path("/proc/cpuinfo").read_text(encoding="utf-8")
-    except OSError:
-        return False
+def mkl_lacks_avx512(processor: str) -> bool:
+    """Whether a processor has AVX-512 that MKL does not use; `processor` is the text of /proc/cpuinfo.
+
+    >>> mkl_lacks_avx512("vendor_id : AuthenticAMD\\nflags : fma avx2 avx512f")
+    True
+    >>> mkl_lacks_avx512("vendor_id : AuthenticAMD\\nflags : fma avx2")
+    False
+    >>> mkl_lacks_avx512("vendor_id : GenuineIntel\\nflags : fma avx2 avx512f")
+    False
+    """
     return "AuthenticAMD" in processor and "avx512f" in processor
 
 
-_ONEDNN = _is_faster()
+def _onednn_is_faster() -> bool:
+    if not (torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")):
+        return False
+    with suppress(OSError):
+        return mkl_lacks_avx512(Path("/proc/cpuinfo").read_text(encoding="utf-8"))
+    return False
+
+
+ONEDNN_IS_FASTER = _onednn_is_faster()
 
 
 def uses_onednn(x: Tensor, N: int) -> bool:
     """Whether a product of x [T, K] with N outputs is oneDNN's."""
-    return _ONEDNN and x.dtype == torch.float32 and x.numel() * N >= LEAST_MULTIPLICATIONS
+    return ONEDNN_IS_FASTER and x.dtype == torch.float32 and x.numel() * N >= LEAST_MULTIPLICATIONS
 
 
 def linear(x_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None = None) -> Tensor:

@@ -134,7 +134,7 @@ class _Worker:
 class VerifierPool:
     """Scores completions. `submit` and `call` from any thread; futures resolve in the pool's thread.
 
-    >>> with VerifierPool(workers=1, timeout_seconds=5.0) as pool:  # doctest: +SKIP
+    >>> with VerifierPool(workers=1, timeout_seconds=5.0) as pool:
     ...     pool.submit("\\\\boxed{\\\\frac{1}{2}}", ("\\\\boxed{50\\\\%}",), "math").result().verdict
     'symbolic'
     """

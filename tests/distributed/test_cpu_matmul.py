@@ -12,6 +12,12 @@ LARGE = (1024, 128, 256)
 """T, K and N whose product is oneDNN's."""
 
 
+@pytest.fixture(autouse=True)
+def onednn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also on processors on which it is not faster."""
+    monkeypatch.setattr(cpu_matmul, "ONEDNN_IS_FASTER", True)
+
+
 def tensors(T: int, K: int, N: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     torch.manual_seed(3)
     return torch.randn(T, K), torch.randn(N, K), torch.randn(N), torch.randn(T, N)
@@ -29,7 +35,8 @@ def test_products_equal_those_in_float64(sizes: tuple[int, int, int]) -> None:
         (weight_gradient(grad, x), grad.double().t() @ x.double()),
     ):
         assert found.shape == wanted.shape and found.dtype == torch.float32
-        assert (found - wanted).norm() <= 1e-6 * wanted.norm(), "float32 has 24 bits, bfloat16 8"
+        # Sums of 5,000 products in the order of AVX2's 8 lanes are off by 1.1e-6.
+        assert (found - wanted).norm() <= 3e-6 * wanted.norm(), "float32 has 24 bits, bfloat16 8"
 
 
 def test_more_dimensions_and_strides() -> None:
@@ -52,3 +59,25 @@ def test_the_same_product_again_has_the_same_bits() -> None:
 def test_other_number_formats_are_torchs() -> None:
     x, weight, _, _ = (one.double() for one in tensors(*LARGE))
     assert not uses_onednn(x, 256) and torch.equal(linear(x, weight), torch.nn.functional.linear(x, weight))
+
+
+@pytest.mark.parametrize(
+    ("vendor", "flags", "faster"),
+    [
+        ("AuthenticAMD", "avx2 avx512f", True),
+        ("AuthenticAMD", "avx2", False),
+        ("GenuineIntel", "avx512f", False),
+    ],
+)
+def test_onednn_is_for_processors_whose_avx512_mkl_does_not_use(
+    vendor: str, flags: str, faster: bool
+) -> None:
+    assert cpu_matmul.mkl_lacks_avx512(f"vendor_id\t: {vendor}\nflags\t\t: fpu {flags}\n") == faster
+
+
+def test_where_it_is_not_faster_products_are_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu_matmul, "ONEDNN_IS_FASTER", False)
+    x, weight, bias, grad = tensors(*LARGE)
+    assert not uses_onednn(x, 256)
+    assert torch.equal(linear(x, weight, bias), torch.nn.functional.linear(x, weight, bias))
+    assert torch.equal(weight_gradient(grad, x), grad.t() @ x)
