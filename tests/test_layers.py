@@ -25,9 +25,17 @@ ORDER = [
     "planner",
 ]
 """The packages of rlmath/: each may import those before it."""
+BASELINE = "tools/bare_start.py"
+"""Measures the libraries alone."""
 MAY_IMPORT = {
-    "megatron": ("rlmath/models", "rlmath/checkpoint", "rlmath/rollout/weight_sync", "megatron_patches"),
-    "vllm": ("rlmath/rollout",),
+    "megatron": (
+        "rlmath/models",
+        "rlmath/checkpoint",
+        "rlmath/rollout/weight_sync",
+        "megatron_patches",
+        BASELINE,
+    ),
+    "vllm": ("rlmath/rollout", BASELINE),
 }
 PURE = ("rlmath/config", "rlmath/algorithms", "rlmath/data", "rlmath/rewards")
 """They import neither, nor torch.distributed."""

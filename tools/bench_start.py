@@ -6,8 +6,9 @@ Two ranks under torchrun each, in turns:
 
 - ours: launch/train_grpo.py with the demo's settings, one token an answer. The first token is counted when the whole
   first rollout is done: the time of the program's line "Ready" plus the seconds of all phases until then;
-- the baseline: the imports of Megatron-Core and vLLM, a process group, vLLM's engine on random weights, one token. It
-  leaves the garbage collector and torch.compile as they are, as any such program would: it is no lower bound.
+- the baseline, tools/bare_start.py: the imports of Megatron-Core and vLLM, a process group, vLLM's engine on random
+  weights, one token. It leaves the garbage collector and torch.compile as they are, as any such program would: it is
+  no lower bound.
 
 `--cold` also measures one start of each after the files of the environment were dropped from the system's file cache
 (ours first: what the baseline reads is a part of that). Ends are measured too: from the last step's line to the end of
@@ -36,53 +37,15 @@ from tools import demo
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 RANKS = 2
-KV_CACHE_BYTES = 2**28
 READY = "Ready, "
 TRAINED = "step 1/1 "
 PHASES = ("offload", "wake", "sync", "wake_kv_cache", "rollout")
 """Of a step, until its first rollout is done."""
 
 
-def bare(model: str) -> None:
-    """A rank of the baseline: prints the moments at which each part was done (seconds since 1970)."""
-    os.environ |= {
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "VLLM_LOGGING_LEVEL": "ERROR",
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "VLLM_USE_V2_MODEL_RUNNER": "0",
-        "VLLM_NO_USAGE_STATS": "1",
-    }
-    import torch
-    from megatron.core import optimizer  # noqa: F401
-    from megatron.core.distributed import DistributedDataParallel  # noqa: F401
-    from megatron.core.models.gpt import GPTModel  # noqa: F401
-
-    times = {"megatron": time.time()}
-    from vllm import LLM, SamplingParams
-
-    times["vllm"] = time.time()
-    torch.set_num_threads(1)
-    torch.distributed.init_process_group("gloo")
-    llm = LLM(
-        model,
-        max_model_len=64,
-        dtype="float32",
-        enforce_eager=True,
-        enable_chunked_prefill=False,
-        kv_cache_memory_bytes=KV_CACHE_BYTES,
-        load_format="dummy",
-        distributed_executor_backend="external_launcher",
-    )
-    times["engine"] = time.time()
-    llm.generate([{"prompt_token_ids": [3, 4]}], SamplingParams(max_tokens=1), use_tqdm=False)
-    times["token"] = time.time()
-    print(json.dumps(times), flush=True)
-    os._exit(0)
-
-
 def run_bare(model: Path) -> dict[str, float]:
     """Seconds from torchrun's start until every part of the baseline is done on the slower rank."""
-    command = [*demo.torchrun(RANKS), __file__, "--bare", str(model)]
+    command = [*demo.torchrun(RANKS), "tools/bare_start.py", str(model)]
     started = time.time()
     done = subprocess.run(
         command, cwd=REPOSITORY, env=demo.one_thread(), stdout=subprocess.PIPE, text=True, check=True
@@ -165,10 +128,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5, help="starts of each side (default 5)")
     parser.add_argument("--quick", action="store_true", help="one round")
     parser.add_argument("--cold", action="store_true", help="also with nothing in the file cache")
-    parser.add_argument("--bare", help=argparse.SUPPRESS)
     given = parser.parse_args()
-    if given.bare is not None:
-        bare(given.bare)
     with tempfile.TemporaryDirectory() as name:
         place, model = Path(name), Path(name) / "model"
         environment = demo.child_environment()
