@@ -154,18 +154,21 @@ def train(folder: Path, output: Path, seed: int, layout: Layout, algorithm: str)
     return json.loads((output / "summary.json").read_text(encoding="utf-8"))
 
 
+def metrics_of(run_dir: Path) -> list[dict]:
+    """A run's metrics, one entry for each step."""
+    with (run_dir / "metrics.jsonl").open(encoding="utf-8") as lines:
+        return [json.loads(line) for line in lines]
+
+
 def steps_to_good_accuracy(run_dir: Path) -> int | None:
     """The first step that sampled at least GOOD_ACCURACY right answers, None if there is none."""
-    with (run_dir / "metrics.jsonl").open(encoding="utf-8") as lines:
-        rows = [json.loads(line) for line in lines]
+    rows = metrics_of(run_dir)
     return next((row["step"] for row in rows if row["rollout/accuracy"] >= GOOD_ACCURACY), None)
 
 
 def median_of(run_dir: Path, metric: str) -> float | None:
     """Of all steps of a run that have it, None where none has."""
-    with (run_dir / "metrics.jsonl").open(encoding="utf-8") as lines:
-        rows = [json.loads(line) for line in lines]
-    found = [row[metric] for row in rows if metric in row]
+    found = [row[metric] for row in metrics_of(run_dir) if metric in row]
     return statistics.median(found) if found else None
 
 

@@ -221,8 +221,7 @@ class WeightTransfer:
 
     def _unpack(self, copies: tuple[Copy, ...], bucket: Tensor) -> None:
         runs = self._runs_of(copies)
-        matrices = (self._weights.matrix(run.first.target_parameter) for run in runs)
-        targets = [run.target(matrix) for run, matrix in zip(runs, matrices, strict=True)]
+        targets = [run.target(self._weights.matrix(run.first.target_parameter)) for run in runs]
         _copy_all(targets, _parts(bucket, runs))
 
 
@@ -298,13 +297,15 @@ def _parts(bucket: Tensor, runs: Sequence[Run]) -> list[Tensor]:
 def _copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
     """One operation for all pairs without gaps, and one for each other pair: among them a single pair with gaps would
     make torch copy all one by one."""
-    pairs = list(zip(targets, sources, strict=True))
-    dense = [pair for pair in pairs if all(one.is_contiguous() for one in pair)]
-    for target, source in pairs:
-        if not (target.is_contiguous() and source.is_contiguous()):
+    dense_targets, dense_sources = [], []
+    for target, source in zip(targets, sources, strict=True):
+        if target.is_contiguous() and source.is_contiguous():
+            dense_targets.append(target)
+            dense_sources.append(source)
+        else:
             target.copy_(source)
-    if dense:
-        torch._foreach_copy_([target for target, _ in dense], [source for _, source in dense])
+    if dense_targets:
+        torch._foreach_copy_(dense_targets, dense_sources)
 
 
 def _source_matrices(chunks: Sequence[torch.nn.Module], shape: ModelShape) -> dict[str, Tensor]:
