@@ -60,6 +60,8 @@ METRICS = {
     "rollout/idle_share",
     "rollout/idle_share_max",
     "rollout/idle_share/engine_1",
+    "rollout/tail_share",
+    "rollout/batch_fill",
     "train/entropy_loss",
     "train/grad_norm",
     "train/learning_rate",

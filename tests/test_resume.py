@@ -23,6 +23,14 @@ LAYOUTS = {
     "TP2": ("parallel.tensor=2",),
     "DP2": ("parallel.tensor=1",),
     "PP2xVPP2": ("parallel.tensor=1", "parallel.pipeline=2", "parallel.virtual_pipeline=2"),
+    "carry": (
+        "parallel.tensor=1",
+        "rollout.tail=carry",
+        "rollout.slice_tokens=12",
+        "algorithm.recompute_logprobs=true",
+        "algorithm.importance_correction=token",
+        "algorithm.importance_mask_high=5",
+    ),
 }
 SETTINGS = (
     f"run.total_steps={STEPS}",
@@ -88,8 +96,16 @@ def whole_runs(arithmetic: Path, tmp_path_factory: pytest.TempPathFactory) -> di
     return Runs()
 
 
-@pytest.mark.full  # test_drill has interruptions at random steps, with one layout
-@pytest.mark.parametrize(("layout", "step"), list(itertools.product(LAYOUTS, range(1, STEPS))))
+IN_CI = ("carry", 2)  # test_drill has interruptions at random steps, with one layout
+
+
+@pytest.mark.parametrize(
+    ("layout", "step"),
+    [
+        pytest.param(*case, marks=() if case == IN_CI else pytest.mark.full)
+        for case in itertools.product(LAYOUTS, range(1, STEPS))
+    ],
+)
 def test_resumed_after_a_step_the_metrics_are_those_of_an_uninterrupted_run(
     arithmetic: Path, whole_runs: dict[str, Path], tmp_path: Path, layout: str, step: int
 ) -> None:
@@ -126,6 +142,19 @@ def test_a_run_goes_on_with_another_number_of_ranks(
         assert ours[name] == pytest.approx(theirs[name], rel=1e-6), name
     for name in ("train/grad_norm", "train/reference_kl"):
         assert ours[name] == pytest.approx(theirs[name], rel=1e-4), name
+
+
+@pytest.mark.full
+def test_groups_in_flight_go_on_with_another_number_of_engines(
+    arithmetic: Path, whole_runs: dict[str, Path], tmp_path: Path
+) -> None:
+    whole, folder = whole_runs["carry"], tmp_path / "run"
+    interrupted_after(2, whole, folder)
+    train(arithmetic, folder, *LAYOUTS["carry"], ranks=1)
+    assert rows(folder)[1]["rollout/carried_tokens"] > 0
+    ours, theirs = rows(folder), rows(whole)
+    for name in ("n_valid_tokens", "rollout/groups_in_flight", "rollout/carried_tokens", "rollout/rounds"):
+        assert [row[name] for row in ours] == [row[name] for row in theirs], name
 
 
 def test_a_kept_checkpoint_is_exported_and_converts_to_the_very_same_model(

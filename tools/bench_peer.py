@@ -1,6 +1,7 @@
 """Steps of this trainer and of TRL's GRPO on this machine's CPU, in turns: the same model, lengths and batch.
 
     python tools/bench_peer.py [--cases P1 P2 P3 P4] [--rounds 3] [--quick]
+    python tools/bench_peer.py --learning 5
 
 Two processes each. TRL runs in an environment of its own, which this makes from requirements/peer.txt:
 
@@ -18,11 +19,16 @@ Prints one JSON object per figure: {"bench", "case", "metric", "value", "unit", 
 means ours is better. Seconds of a step are medians over all measured steps of a side's best setting; realised lengths
 are reported. A run that is not done within `--limit` seconds is stopped; TRL's step then took "more than" the longest
 of its steps, the one that was stopped among them.
+
+`--learning N` measures what P3 learns instead: both sides make 50 steps with N seeds, a learning rate of 1e-4 and the
+same Adam, from one base model. A figure is the accuracy of what they sample, mean over seeds and five steps; its line
+has the difference in standard errors of the seeds' means, too.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import itertools
 import json
 import statistics
@@ -31,7 +37,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -116,6 +122,8 @@ class Measured:
     """Of the update, as the trainer logs it (median); None for TRL."""
     cut_off: bool = False
     """The run did not end within the limit."""
+    accuracy: list[float] = field(default_factory=list)
+    """Share of right answers of every step, the warm-up's among them (0 to 1)."""
 
     @property
     def seconds(self) -> float:
@@ -157,7 +165,8 @@ def prepare(place: Path, name: str) -> tuple[Path, Path]:
             ]
             subprocess.run(make, cwd=REPOSITORY, check=True, stdout=subprocess.DEVNULL)
         return place / name, place / "data" / "train.jsonl"
-    demo.make_base(place / "demo", SEED)
+    with contextlib.redirect_stdout(sys.stderr):  # the figures have stdout for themselves
+        demo.make_base(place / "demo", SEED)
     return place / "demo" / "base", place / "demo" / "data" / "train.jsonl"
 
 
@@ -207,7 +216,8 @@ def run_ours(
     command = [*demo.torchrun(RANKS), "launch/train_grpo.py", *settings]
     ended = run_limited(command, demo.one_thread(), place / "log.txt", limit)
     lines = (output / "metrics.jsonl").read_text(encoding="utf-8").splitlines() if ended is not None else []
-    rows = [json.loads(line) for line in lines][case.warm_up :]
+    whole = [json.loads(line) for line in lines]
+    rows = whole[case.warm_up :]
     if not rows:
         return cut_off(time.perf_counter() - started)
     return Measured(
@@ -215,13 +225,21 @@ def run_ours(
         [row["seconds/rollout"] for row in rows],
         [row["n_valid_tokens"] for row in rows],
         statistics.median(row["train/mfu"] for row in rows),
+        accuracy=[row["rollout/accuracy"] for row in whole],
     )
 
 
 def run_theirs(
-    place: Path, python: Path, model: Path, data: Path, case: Case, micro_batch: int, limit: float
+    place: Path,
+    python: Path,
+    model: Path,
+    data: Path,
+    case: Case,
+    micro_batch: int,
+    limit: float,
+    more: Sequence[str] = (),
 ) -> Measured:
-    """One run of tools/peer_trl.py in TRL's environment."""
+    """One run of tools/peer_trl.py in TRL's environment, with `more` arguments."""
     least, most = case.new_tokens
     command = [str(python), "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={RANKS}"]
     command += ["tools/peer_trl.py", "--model", str(model), "--data", str(data), "--group", str(GROUP)]
@@ -235,6 +253,7 @@ def run_theirs(
         ("micro-batch", micro_batch),
     ):
         command += [f"--{name}", str(value)]
+    command += more
     environment = demo.one_thread()
     environment.pop("PYTHONPATH", None)  # its packages are others
     log = place / "log.txt"
@@ -249,7 +268,11 @@ def run_theirs(
             max((end - start for start, end in itertools.pairwise([*begun, stop_at])), default=0.0)
         )
     found: dict[str, Any] = json.loads(printed.strip().splitlines()[-1])
-    return Measured(found["step_seconds"], found["generate_seconds"], found["completion_tokens"])
+    # Its rewards are 5 and -5.
+    accuracy = [(reward + 5) / 10 for reward in found["rewards"]]
+    return Measured(
+        found["step_seconds"], found["generate_seconds"], found["completion_tokens"], accuracy=accuracy
+    )
 
 
 def cut_off(seconds: float) -> Measured:
@@ -311,6 +334,49 @@ def report(title: str, ours: Sequence[Measured], theirs: Sequence[Measured]) -> 
     line(title, "completion_tokens_per_second", "tokens/s", rates[0], rates[1], rates[0] / rates[1])
 
 
+LEARNING_STEPS, WINDOW = 50, 5
+"""Steps of a run that learns, and of a figure's mean."""
+LEARNING_RATE = "1e-4"
+
+
+def bench_learning(place: Path, python: Path, seeds: int, limit: float) -> None:
+    """What both sides learn of P3, from one base model."""
+    case = replace(CASES["P3"], warm_up=0, steps=LEARNING_STEPS)
+    model, data = prepare(place, "P3")
+    equal = (f"optimizer.lr={LEARNING_RATE}", "optimizer.adam_beta2=0.999", "optimizer.warmup_steps=0")
+    setting, micro_batch = next(iter(case.ours.values())), case.theirs[0]
+    ours, theirs = [], []
+    for seed in range(1, seeds + 1):
+        own = (*setting, *equal, f"run.seed={seed}")
+        ours.append(run_ours(place, model, data, case, own, limit).accuracy)
+        more = ("--learning-rate", LEARNING_RATE, "--seed", str(seed))
+        theirs.append(run_theirs(place, python, model, data, case, micro_batch, limit, more).accuracy)
+    report_learning(f"P3: {case.title}; learning rate {LEARNING_RATE}, {seeds} seeds", ours, theirs)
+
+
+def report_learning(title: str, ours: Sequence[Sequence[float]], theirs: Sequence[Sequence[float]]) -> None:
+    """One line for the steps up to 5, 10, 20, ..., of the accuracies by seed and step."""
+    for end in (WINDOW, *range(10, LEARNING_STEPS + 1, 10)):
+        means = [
+            [statistics.mean(seed[end - WINDOW : end]) for seed in side if len(seed) >= end]
+            for side in (ours, theirs)
+        ]
+        if min(map(len, means)) < 2:
+            continue
+        spread = sum(statistics.variance(side) / len(side) for side in means) ** 0.5
+        pair = statistics.mean(means[0]), statistics.mean(means[1])
+        distance = (pair[0] - pair[1]) / spread if spread else 0.0
+        note = f"difference of {distance:+.1f} standard errors; "
+        line(
+            f"{title}; steps {end - WINDOW + 1} to {end}",
+            "accuracy",
+            "",
+            *pair,
+            pair[0] / max(pair[1], 1e-9),
+            note,
+        )
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Exit status 0, also where TRL's environment is not there; the status of a program that failed."""
     escape_terminal()
@@ -322,7 +388,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=3, help="runs of each side's best setting (default 3)")
     parser.add_argument("--limit", type=float, default=900.0, help="seconds of one run at most (default 900)")
     parser.add_argument("--quick", action="store_true", help="P1 only, one round")
+    parser.add_argument(
+        "--learning", type=int, metavar="SEEDS", help="what P3 learns, instead of seconds; at least 2 seeds"
+    )
     given = parser.parse_args(arguments)
+    if given.learning is not None and given.learning < 2:
+        parser.error(f"--learning {given.learning}: needed are at least 2 seeds, whose spread is measured")
     python = given.peer.absolute() / "bin" / "python"
     if not python.exists():
         print(
@@ -332,6 +403,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
         return 0
     with tempfile.TemporaryDirectory() as place:
+        if given.learning is not None:
+            bench_learning(Path(place), python, given.learning, given.limit)
+            return 0
         for name in ("P1",) if given.quick else given.cases:
             bench(name, Path(place), python, 1 if given.quick else given.rounds, given.limit)
     return 0

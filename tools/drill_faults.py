@@ -1,6 +1,6 @@
 """Disturb training runs again and again, start them again, and see whether they end as if nothing had been.
 
-    python tools/drill_faults.py --kills 100 --seed 1 --output outputs/drill [--chains tp2 tp1 sft] [--kinds kill ...]
+    python tools/drill_faults.py --kills 100 --seed 1 --output outputs/drill [--chains tp2 carry sft] [--kinds kill ...]
 
 A tiny random model learns arithmetic on two CPU ranks. In every chain one run is disturbed, and started again by the
 very same command, until all its disturbances are done. Another one, with the same settings and as many steps, is left
@@ -83,6 +83,19 @@ CHAINS: dict[str, Chain] = {
             f"validation.every_steps={VALIDATE_EVERY}",
             "validation.paths=[{base}/data/heldout.jsonl]",
             "validation.batch_size=8",
+        ),
+    ),
+    # Completions are carried from step to step.
+    "carry": Chain(
+        "grpo",
+        1,
+        (
+            "reward.mask_no_eos_with_zero=true",
+            "rollout.tail=carry",
+            "rollout.slice_tokens=12",
+            "algorithm.recompute_logprobs=true",
+            "algorithm.importance_correction=token",
+            "algorithm.importance_mask_high=5",
         ),
     ),
     "sft": Chain("sft", 1, ("data.train_path={base}/data/worked.jsonl", "sft.eval_every_steps=7")),

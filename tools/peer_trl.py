@@ -100,6 +100,7 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=int, required=True)
     parser.add_argument("--micro-batch", type=int, required=True, help="sequences of a rank's micro-batch")
     parser.add_argument("--learning-rate", type=float, default=1e-5)
+    parser.add_argument("--seed", type=int, default=42, help="of the order of prompts and of sampling")
     given = parser.parse_args()
     torch.set_num_threads(1)
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -127,6 +128,7 @@ def main() -> None:
             bf16=False,
             ddp_backend="gloo" if world > 1 else None,
             learning_rate=given.learning_rate,
+            seed=given.seed,
             lr_scheduler_type="constant",
             gradient_checkpointing=False,
             per_device_train_batch_size=given.micro_batch,

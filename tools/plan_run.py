@@ -3,6 +3,7 @@
 python tools/plan_run.py --config configs/areal/7b_n16.yaml --mean-response-tokens 8600
 python tools/plan_run.py --config configs/my.yaml --gpu H100-80GB --nodes 4
 python tools/plan_run.py --config configs/my.yaml --calibrate outputs/short/metrics.jsonl --write-coefficients mine.json
+python tools/plan_run.py --config configs/my.yaml --search-carry
 python tools/plan_run.py --published
 
 It is a prediction; its formulas and errors are in docs/planning.md. Of the model only config.json is read, and for
@@ -21,14 +22,34 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from rlmath.config.gpu_specs import GPUS
 from rlmath.config.load import load_config, make_parser
+from rlmath.config.model_shape import ModelShape
+from rlmath.config.schema import Config
 from rlmath.config.terminal import escape_terminal
 from rlmath.models.hf_config import required_shape
 from rlmath.planner.calibration import Measured, Where, as_file, fit, read_coefficients, read_run
-from rlmath.planner.machines import CPU, machine_of
-from rlmath.planner.published import COLOCATED, LOG, TABLE, Predicted, Row, predict, recipe_file
+from rlmath.planner.machines import CPU, Machine, machine_of
+from rlmath.planner.published import (
+    COLOCATED,
+    LOG,
+    TABLE,
+    Predicted,
+    Row,
+    predict,
+    predict_tails,
+    recipe_file,
+)
 from rlmath.planner.report import calibration_lines, coefficient_lines, published_lines, run_data, run_lines
-from rlmath.planner.run import Asked, ClusterPlacement, compare_layouts, place_run, predict_run
+from rlmath.planner.run import (
+    Asked,
+    ClusterPlacement,
+    compare_layouts,
+    compare_rollout_tails,
+    place_run,
+    predict_run,
+)
+from rlmath.planner.tails import Tails
 from rlmath.planner.work import DEFAULTS, Coefficients
+from rlmath.trainer.preflight.memory_estimate import Target
 from rlmath.trainer.preflight.memory_fit import planned_target
 from tools.plan_memory import MISTAKE, NOT_NEEDED
 
@@ -39,7 +60,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     given = parser().parse_intermixed_args(argv)
     try:
         if given.published:
-            print("\n".join(published_lines(published(TABLE), published(COLOCATED), published(LOG))))
+            tables = (published(rows) for rows in (TABLE, COLOCATED, LOG))
+            print("\n".join(published_lines(*tables, tails_of(TABLE))))
             return 0
         return plan(given)
     except ValueError as error:
@@ -80,6 +102,9 @@ def parser() -> argparse.ArgumentParser:
     measured.add_argument("--coefficients", type=Path, metavar="FILE", help="calibrated before")
     measured.add_argument("--write-coefficients", type=Path, metavar="FILE", help="write the calibrated ones")
     measured.add_argument("--published", action="store_true", help="compare with published step times")
+    made.add_argument(
+        "--search-carry", action="store_true", help="predict other settings of rollout.tail=carry, too"
+    )
     made.add_argument("--layouts", type=int, default=5, help="fastest layouts to show; 0: none (default: 5)")
     made.add_argument("--json", action="store_true", help="print plain data")
     return made
@@ -101,11 +126,12 @@ def plan(given: argparse.Namespace) -> int:
     place = place_run(load_config(given.config, given.overrides, stand_ins=NOT_NEEDED), asked)
     coefficients, runs = coefficients_of(given, place)
     prediction = predict_run(place, asked, coefficients, runs)
+    tails = compare_rollout_tails(prediction, coefficients, given.search_carry)
     layouts = compare_layouts(prediction, coefficients) if given.layouts > 0 else None
     if given.json:
-        print(json.dumps(run_data(prediction, layouts, coefficients, given.layouts), indent=2))
+        print(json.dumps(run_data(prediction, tails, layouts, coefficients, given.layouts), indent=2))
     else:
-        lines = run_lines(prediction, layouts, given.layouts)
+        lines = run_lines(prediction, tails, layouts, given.layouts)
         lines += coefficient_lines(coefficients, DEFAULTS[place.target.kind])
         print("\n".join([*calibration_lines(runs, coefficients), *lines]))
     for problem in prediction.memory_problems:
@@ -149,14 +175,20 @@ def write(file: Path, text: str) -> None:
 
 def published(rows: Sequence[Row]) -> list[Predicted]:
     """Every row, predicted with the default coefficients."""
-    found = []
-    for row in rows:
-        config = load_config([recipe_file(row)], [])
-        shape, _ = required_shape(config.model.path)
-        target = planned_target(config)
-        machine = machine_of(config, target)
-        found.append(predict(row, config, shape, target, machine, DEFAULTS[target.kind]))
-    return found
+    return [predict(row, *recipe_of(row)) for row in rows]
+
+
+def tails_of(rows: Sequence[Row]) -> list[tuple[str, Tails]]:
+    """The recipe of every row with every `rollout.tail`, predicted with the default coefficients."""
+    return [(row.name, predict_tails(row, *recipe_of(row))) for row in rows]
+
+
+def recipe_of(row: Row) -> tuple[Config, ModelShape, Target, Machine, Coefficients]:
+    """What a row's prediction needs of its recipe."""
+    config = load_config([recipe_file(row)], [])
+    shape, _ = required_shape(config.model.path)
+    target = planned_target(config)
+    return config, shape, target, machine_of(config, target), DEFAULTS[target.kind]
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """The records that flow through a step, in the order in which they are made.
 
-    Prompt -> Completion -> ScoredGroup -> Sample -> MicroBatch
+    Prompt -> (PartialCompletion ->) Completion -> ScoredGroup -> Sample -> MicroBatch
 
 Every stage returns a new frozen record; no later stage fills a field in. All but `MicroBatch` are plain
 Python data, cheap to gather to every rank.
@@ -11,6 +11,7 @@ Python data, cheap to gather to every rank.
 from __future__ import annotations
 
 import json
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Literal
@@ -54,6 +55,17 @@ class Prompt:
 
 
 @dataclass(frozen=True)
+class Segment:
+    """Tokens in a row that were sampled with the same weights."""
+
+    tokens: int
+    policy_version: int
+    """Of the weights: their number of optimizer steps."""
+    step: int
+    """The step, counted from 0, that sampled them; at its beginning the engines got these weights."""
+
+
+@dataclass(frozen=True)
 class Completion:
     """One sampled answer."""
 
@@ -68,7 +80,42 @@ class Completion:
     finish_reason: FinishReason
     """"length" when it was cut off at `rollout.max_new_tokens`."""
     policy_version: int
-    """Version of the policy's weights that the engine sampled it with."""
+    """Version of the policy's weights that the engine sampled its last token with."""
+    segments: tuple[Segment, ...] = ()
+    """By which weights its tokens were sampled, in order; from an engine there is at least one."""
+
+
+@dataclass(frozen=True)
+class PartialCompletion:
+    """What is sampled so far of a completion that a step did not finish."""
+
+    token_ids: Sequence[int] = ()
+    logprobs: Sequence[float] = ()
+    """As those of `Completion`."""
+    segments: tuple[Segment, ...] = ()
+
+    def extended(
+        self, token_ids: Sequence[int], logprobs: Sequence[float], policy_version: int, step: int
+    ) -> PartialCompletion:
+        """With more tokens behind, sampled by weights of this version.
+
+        >>> once = PartialCompletion().extended((7, 8), (-0.5, -0.5), policy_version=4, step=2)
+        >>> once.extended((9,), (-0.1,), policy_version=4, step=2).segments
+        (Segment(tokens=3, policy_version=4, step=2),)
+        """
+        segment, before = Segment(len(token_ids), policy_version, step), self.segments
+        if before and replace(before[-1], tokens=0) == replace(segment, tokens=0):
+            segment, before = replace(segment, tokens=before[-1].tokens + segment.tokens), before[:-1]
+        if not self.token_ids:
+            return PartialCompletion(token_ids, logprobs, (segment,))
+        return PartialCompletion(
+            array("i", self.token_ids) + array("i", token_ids),
+            array("f", self.logprobs) + array("f", logprobs),
+            (*before, segment),
+        )
+
+
+NOTHING_SAMPLED = PartialCompletion()
 
 
 @dataclass(frozen=True)
@@ -91,6 +138,14 @@ class Score:
 
 
 @dataclass(frozen=True)
+class ScoredCompletion:
+    """A completion with its score."""
+
+    completion: Completion
+    score: Score
+
+
+@dataclass(frozen=True)
 class ScoredGroup:
     """A prompt with its G completions and their scores, in the order of `sample_index`."""
 
@@ -101,6 +156,13 @@ class ScoredGroup:
     @property
     def rewards(self) -> list[float]:
         return [score.reward for score in self.scores]
+
+
+def scored_group(prompt: Prompt, samples: Sequence[PartialCompletion | ScoredCompletion]) -> ScoredGroup:
+    """The group of samples that are all finished."""
+    done = [sample for sample in samples if isinstance(sample, ScoredCompletion)]
+    assert len(done) == len(samples), f"a completion of {prompt.prompt_id} is not finished"
+    return ScoredGroup(prompt, tuple(one.completion for one in done), tuple(one.score for one in done))
 
 
 @dataclass(frozen=True)

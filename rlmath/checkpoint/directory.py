@@ -5,6 +5,7 @@
     manifest.json         size and SHA-256 of every other file; written last
     progress.json         how far the run is (`Progress`), for people and programs
     config.yaml           the settings of the run
+    flight.safetensors    groups in flight (`flight`), where rollouts are partial
     state/                Megatron's torch_dist form: model, optimizer, random states
     hf/                   config.json and tokenizer files of the model
   step-000040.partial/    being written, or left by a run that was killed; never read, removed by the next run

@@ -123,13 +123,18 @@ class CheckpointManager:
         assert self._in_flight is not None
         return not self._in_flight.writes or (self._writer is not None and self._writer.ready())
 
-    def start(self, progress: Progress, kept: bool, settings_yaml: str) -> Saved | None:
-        """Start a save. Returns None, or the failed save. The names of tensors in `progress` are filled in here."""
+    def start(
+        self, progress: Progress, kept: bool, settings_yaml: str, files: Mapping[str, bytes] | None = None
+    ) -> Saved | None:
+        """Start a save. Returns None, or the failed save. The names of tensors in `progress` are filled in here.
+        `files` are written beside, by rank 0 and at once."""
         assert not self.busy, "finish the save in flight first"
         state, progress = self._state(progress)
         partial = directory.partial_of(self._root, progress.step)
         self._in_flight = save = _InFlight(partial, progress.step, kept, progress.learned_step)
-        error = self._room_for(state) or self._open(progress, settings_yaml)
+        files = files or {}
+        beside = sum(map(len, files.values()))
+        error = self._room_for(state, beside) or self._open(progress, settings_yaml, files)
         if error is None:
             buckets = self._plan(save, state)
             error = collectives.first_error(lacks_memory(buckets))
@@ -184,9 +189,9 @@ class CheckpointManager:
         filled = replace(progress, optimizer_tensors=tuple(names), random_states=tuple(states))
         return {str(number): part for number, part in enumerate(parts)}, filled
 
-    def _room_for(self, state: Mapping[str, Any]) -> str | None:
-        """The error where the disk has no room for all ranks' parts."""
-        mine = sum(
+    def _room_for(self, state: Mapping[str, Any], beside: int) -> str | None:
+        """The error where the disk has no room for all ranks' parts, and for what each of them has `beside` (bytes)."""
+        mine = beside + sum(
             part.data.nbytes
             for part in state.values()
             if isinstance(part, ShardedTensor) and is_main_replica(part.replica_id)
@@ -206,7 +211,7 @@ class CheckpointManager:
             return None
         return f"the disk of {self._root} has {free / 2**30:.2f} GiB free; needed: {needed / 2**30:.2f} GiB"
 
-    def _open(self, progress: Progress, settings_yaml: str) -> str | None:
+    def _open(self, progress: Progress, settings_yaml: str, files: Mapping[str, bytes]) -> str | None:
         """Rank 0 creates the folder and the small files; every rank must see it."""
         error = None
         if self._rank == 0:
@@ -216,6 +221,8 @@ class CheckpointManager:
                 (partial / directory.SETTINGS).write_text(settings_yaml, encoding="utf-8")
                 for name, content in self._metadata_files.items():
                     (partial / directory.METADATA_FILES / name).write_bytes(content)
+                for name, content in files.items():
+                    (partial / name).write_bytes(content)
             except OSError as refused:
                 error = f"{self._root} cannot be written: {refused}"
         error = collectives.broadcast_from_rank_zero(error)

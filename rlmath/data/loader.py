@@ -423,6 +423,17 @@ class PromptOrder:
         order_N = permutation(self.n_prompts, self.seed, epoch)
         return epoch, [order_N[position] for position in positions]
 
+    def drawn(self, draw: int) -> tuple[int, int, int]:
+        """(step, prompt index, how often the same prompt comes before it in that step) of a place of all steps'
+        prompts, counted from 0 over the whole run.
+
+        >>> PromptOrder(n_prompts=5, prompts_per_step=2, seed=1, shuffle=False).drawn(7)
+        (3, 3, 0)
+        """
+        step, place = divmod(draw, self.prompts_per_step)
+        indices = self.batch(step)[1]
+        return step, indices[place], indices[:place].count(indices[place])
+
     def extra(self, step: int) -> Iterator[int]:
         """All prompts that are not the step's own, in an order drawn from (seed, step): what dynamic sampling takes
         when groups are dropped. They keep their turn in the epochs' orders. Prompts of heavier files come earlier."""

@@ -5,12 +5,14 @@ that memory stays linear in the packed length and no token attends across a segm
 """
 
 # Shape legend: T packed tokens, S segments, H heads and G key heads of this rank, D head dim, F = D/2 frequencies,
-# N segments of one bucket, M longest segment of one bucket.
+# N segments of one bucket, M longest segment of one bucket, P slots of all short segments' buckets.
 
 from __future__ import annotations
 
+import itertools
 import math
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -63,6 +65,67 @@ class Bucket:
             out.flatten(1).index_copy_(0, self.positions_K, tokens)
 
 
+@dataclass(frozen=True)
+class HeadRows:
+    """[T, heads, D] and buckets one after another, each [N, heads, M, D], as rows of D numbers: which row goes where.
+    Both directions are one selection of rows, whatever the number of buckets."""
+
+    from_packed: Tensor
+    """int32 [P * heads], of every row of the buckets its row in the pack."""
+    to_packed: Tensor
+    """int32 [T * heads], of every row of the pack its row in the buckets; 0 for tokens that are in none of them."""
+    empty: Tensor
+    """int64, rows of the buckets without a token: they hold the segment's last one."""
+    heads: int
+
+    def padded(self, x: Tensor, zero: bool = False) -> Tensor:
+        """[T, heads, D] laid out by bucket: [P * heads, D]. With `zero` rows without a token are 0."""
+        laid_out = x.flatten(0, 1).index_select(0, self.from_packed)
+        return laid_out.index_fill_(0, self.empty, 0.0) if zero else laid_out
+
+    def unpadded(self, x: Tensor) -> Tensor:
+        """The tokens of [P * heads, D] at their places in [T, heads, D]; other tokens may hold anything."""
+        return x.index_select(0, self.to_packed).view(-1, self.heads, x.shape[1])
+
+
+def _head_rows(buckets: Sequence[Bucket], T: int, heads: int) -> HeadRows:
+    head_H = torch.arange(heads, device=buckets[0].gather_NM.device)
+    from_packed, first = [], 0
+    to_packed_TH = head_H.new_zeros(T, heads)
+    is_empty = head_H.new_ones(sum(bucket.gather_NM.numel() for bucket in buckets) * heads, dtype=torch.bool)
+    for bucket in buckets:
+        from_packed.append((bucket.gather_NM[:, None] * heads + head_H[:, None]).flatten())
+        M = bucket.gather_NM.shape[1]
+        segment_K, offset_K = bucket.slots_K // M, bucket.slots_K % M
+        rows_KH = first + (segment_K[:, None] * heads + head_H) * M + offset_K[:, None]
+        to_packed_TH[bucket.positions_K] = rows_KH
+        is_empty[rows_KH.flatten()] = False
+        first += bucket.gather_NM.numel() * heads
+    return HeadRows(
+        torch.cat(from_packed).int(), to_packed_TH.flatten().int(), is_empty.nonzero()[:, 0], heads
+    )
+
+
+@dataclass(frozen=True)
+class ShortSegments:
+    """The buckets of a pack's short segments, laid out one after another."""
+
+    shapes: tuple[tuple[int, int], ...]
+    """(N, M) of every bucket."""
+    query: HeadRows
+    key: HeadRows
+
+    def by_bucket(self, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+        """Tensors of [P * H, D] or [P * G, D] as views of every bucket: [N * G, R * M, D], with R query heads for each
+        key head, or [N * G, M, D]."""
+        slots, first = sum(N * M for N, M in self.shapes), 0
+        for N, M in self.shapes:
+            heads = [len(x) // slots for x in tensors]
+            rows = [x[first * n : (first + N * M) * n] for x, n in zip(tensors, heads, strict=True)]
+            yield tuple(x.view(N * self.key.heads, -1, x.shape[1]) for x in rows)
+            first += N * M
+
+
 @dataclass
 class PackedSequences(PackedSeqParams):
     """Megatron's packed-sequence parameters, with the fields that our attention needs."""
@@ -71,6 +134,24 @@ class PackedSequences(PackedSeqParams):
     sin: Tensor | None = None
     """Of every token's rotary angles, [T, 1, F]."""
     buckets: tuple[Bucket, ...] = ()
+    """Longest segments first."""
+    _by_length: dict[tuple[int, int, int], tuple[ShortSegments | None, tuple[Bucket, ...]]] = field(
+        default_factory=dict, init=False, repr=False
+    )
+
+    def by_length(self, H: int, G: int, D: int) -> tuple[ShortSegments | None, tuple[Bucket, ...]]:
+        """The short segments for heads like these, None where there are none, and the buckets of the others; computed
+        once for all layers."""
+        key = H, G, D
+        if key not in self._by_length:
+            short = [bucket for bucket in self.buckets if _is_short(bucket.gather_NM.shape[1], H, G, D)]
+            segments = None
+            if short:
+                T = int(self.cu_seqlens_q[-1])
+                shapes = tuple((len(b.gather_NM), b.gather_NM.shape[1]) for b in short)
+                segments = ShortSegments(shapes, _head_rows(short, T, H), _head_rows(short, T, G))
+            self._by_length[key] = segments, self.buckets[: len(self.buckets) - len(short)]
+        return self._by_length[key]
 
 
 def bucket_segments(lengths: list[int]) -> list[list[int]]:
@@ -167,14 +248,15 @@ class PackedAttention(torch.nn.Module):
         """Attention of query [T, H, D] over key and value [T, groups, D]; returns [T, H * D]."""
         cos, sin = packed_seq_params.cos, packed_seq_params.sin
         query_THD, key_TGD = rotate(query_THD, cos, sin), rotate(key_TGD, cos, sin)
-        return self.attend(query_THD, key_TGD, value_TGD, packed_seq_params.buckets)
+        return self.attend(query_THD, key_TGD, value_TGD, packed_seq_params)
 
     def attend(
-        self, query_THD: Tensor, key_TGD: Tensor, value_TGD: Tensor, buckets: tuple[Bucket, ...]
+        self, query_THD: Tensor, key_TGD: Tensor, value_TGD: Tensor, packing: PackedSequences
     ) -> Tensor:
         """Of queries and keys that are rotated already."""
-        attention = _BucketAttention.apply if query_THD.device.type == "cpu" else composed_attention
-        return attention(query_THD, key_TGD, value_TGD, buckets).flatten(1)
+        if query_THD.device.type == "cpu":
+            return _CPUAttention.apply(query_THD, key_TGD, value_TGD, packing).flatten(1)
+        return composed_attention(query_THD, key_TGD, value_TGD, packing.buckets).flatten(1)
 
 
 def composed_attention(
@@ -190,44 +272,50 @@ def composed_attention(
     return out_THD
 
 
-class _BucketAttention(torch.autograd.Function):
-    """torch's flash attention for CPU over the buckets. Slots behind a segment's end are of no consequence: no query
-    before them sees them, and what they return is dropped."""
+class _CPUAttention(torch.autograd.Function):
+    """Attention on CPU within the segments, short ones by products of whole matrices and the others, bucket by bucket,
+    by torch's flash kernel. Slots behind a segment's end are of no consequence: no query before them sees them, and
+    what they return is dropped."""
 
     @staticmethod
     def forward(
-        ctx: Any, query_THD: Tensor, key_TGD: Tensor, value_TGD: Tensor, buckets: tuple[Bucket, ...]
+        ctx: Any, query_THD: Tensor, key_TGD: Tensor, value_TGD: Tensor, packing: PackedSequences
     ) -> Tensor:
-        out_THD, saved = torch.empty_like(query_THD, memory_format=torch.contiguous_format), []
-        repeats = query_THD.shape[1] // key_TGD.shape[1]
-        for bucket in buckets:
-            query = bucket.padded(query_THD)
-            key, value = (_repeated(bucket.padded(x), repeats) for x in (key_TGD, value_TGD))
-            out, logsumexp = _FLASH(query, key, value, is_causal=True)
+        ctx.short, ctx.long = packing.by_length(query_THD.shape[1], *key_TGD.shape[1:])
+        if ctx.short is None:
+            out_THD, saved = torch.empty_like(query_THD, memory_format=torch.contiguous_format), []
+        else:
+            out_THD, saved = _dense(ctx.short, query_THD, key_TGD, value_TGD)
+        ctx.short_keeps = len(saved)
+        for bucket in ctx.long:
+            out, kept = _flash(*(bucket.padded(x) for x in (query_THD, key_TGD, value_TGD)))
             bucket.unpad(out, out_THD)
-            saved += [query, key, value, out, logsumexp]
+            saved += kept
         ctx.save_for_backward(*saved)
-        ctx.buckets, ctx.key_shape = buckets, key_TGD.shape
+        ctx.key_shape = key_TGD.shape
         return out_THD
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_THD: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
         T, G, D = ctx.key_shape
-        repeats = grad_THD.shape[1] // G
-        gradients = grad_THD.new_empty(grad_THD.shape), *grad_THD.new_empty(2, T, G, D)
         saved = iter(ctx.saved_tensors)
-        for bucket in ctx.buckets:
-            query, key, value, out, logsumexp = (next(saved) for _ in range(5))
-            upstream = bucket.padded(grad_THD, zero=True)
-            found = _FLASH_BACKWARD(upstream, query, key, value, out, logsumexp, 0.0, True)
-            for gradient, x, shared in zip(gradients, found, (1, repeats, repeats), strict=True):
-                bucket.unpad(_summed(x, shared), gradient)
+        if ctx.short is None:
+            gradients = grad_THD.new_empty(grad_THD.shape), *grad_THD.new_empty(2, T, G, D)
+        else:
+            gradients = _dense_backward(ctx.short, grad_THD, *itertools.islice(saved, ctx.short_keeps))
+        for bucket in ctx.long:
+            kept = itertools.islice(saved, _FLASH_KEEPS)
+            found = _flash_backward(bucket.padded(grad_THD, zero=True), G, *kept)
+            for gradient, x in zip(gradients, found, strict=True):
+                bucket.unpad(x, gradient)
         return *gradients, None
 
 
 _FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _FLASH_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+_FLASH_KEEPS = 5
+"""Tensors of a bucket that `_flash` keeps for `_flash_backward`."""
 
 
 def _repeated(x: Tensor, repeats: int) -> Tensor:
@@ -238,3 +326,75 @@ def _repeated(x: Tensor, repeats: int) -> Tensor:
 def _summed(x: Tensor, repeats: int) -> Tensor:
     """[N, G * repeats, M, D] summed over the heads that share a key."""
     return x if repeats == 1 else x.unflatten(1, (-1, repeats)).sum(2)
+
+
+def _flash(query_NHMD: Tensor, key_NGMD: Tensor, value_NGMD: Tensor) -> tuple[Tensor, list[Tensor]]:
+    """The attention [N, H, M, D], and what `_flash_backward` needs."""
+    repeats = query_NHMD.shape[1] // key_NGMD.shape[1]
+    key, value = (_repeated(x, repeats) for x in (key_NGMD, value_NGMD))
+    out, logsumexp = _FLASH(query_NHMD, key, value, is_causal=True)
+    return out, [query_NHMD, key, value, out, logsumexp]
+
+
+def _flash_backward(upstream_NHMD: Tensor, G: int, *kept: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of query [N, H, M, D], key and value [N, G, M, D]."""
+    repeats = upstream_NHMD.shape[1] // G
+    query, key, value = _FLASH_BACKWARD(upstream_NHMD, *kept, 0.0, True)
+    return query, _summed(key, repeats), _summed(value, repeats)
+
+
+# Short segments: the flash kernel takes a fixed time for each segment and head, in which a product of whole matrices
+# computes all scores of some 50 tokens. L = R * M rows of the R query heads that share a key, B = N * G.
+
+_CHUNK_BYTES = 2**20
+"""Scores that are computed at a time: they should stay in a core's cache."""
+
+
+def _is_short(M: int, H: int, G: int, D: int) -> bool:
+    """Where the probabilities, M of a query, take no more memory than the copies that the flash kernel needs: its
+    result, and keys and values repeated for every query head."""
+    return H * M <= D * (3 * H - 2 * G)
+
+
+def _dense(
+    short: ShortSegments, query_THD: Tensor, key_TGD: Tensor, value_TGD: Tensor
+) -> tuple[Tensor, list[Tensor]]:
+    """The attention [T, H, D] of tokens of short segments, and what `_dense_backward` needs."""
+    laid_out = short.query.padded(query_THD), short.key.padded(key_TGD), short.key.padded(value_TGD)
+    out, probs = torch.empty_like(laid_out[0]), []
+    for query_BLD, key_BMD, value_BMD, out_BLD in short.by_bucket(*laid_out, out):
+        B, L, D = query_BLD.shape
+        M = key_BMD.shape[1]
+        future_LM = query_BLD.new_full((M, M), -math.inf).triu(1).repeat(L // M, 1)
+        probs_BLM = query_BLD.new_empty(B, L, M)
+        for probs_, query, key, value, out_ in _chunks(probs_BLM, query_BLD, key_BMD, value_BMD, out_BLD):
+            scores = torch.baddbmm(future_LM, query, key.mT, alpha=D**-0.5)
+            torch.softmax(scores, -1, out=probs_)
+            torch.bmm(probs_, value, out=out_)
+        probs.append(probs_BLM)
+    return short.query.unpadded(out), [*laid_out, *probs]
+
+
+def _dense_backward(
+    short: ShortSegments, upstream_THD: Tensor, query: Tensor, key: Tensor, value: Tensor, *probs: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of query [T, H, D], key and value [T, G, D] at tokens of short segments."""
+    upstream = short.query.padded(upstream_THD, zero=True)
+    grads = [torch.empty_like(x) for x in (query, key, value)]
+    by_bucket = short.by_bucket(upstream, query, key, value, *grads)
+    for probs_BLM, in_bucket in zip(probs, by_bucket, strict=True):
+        for p, up, q, k, v, grad_q, grad_k, grad_v in _chunks(probs_BLM, *in_bucket):
+            torch.bmm(p.mT, up, out=grad_v)
+            grad_p = torch.bmm(up, v.mT)
+            grad_scores = torch.ops.aten._softmax_backward_data(grad_p, p, -1, p.dtype).mul_(
+                q.shape[-1] ** -0.5
+            )
+            torch.bmm(grad_scores, k, out=grad_q)
+            torch.bmm(grad_scores.mT, q, out=grad_k)
+    return short.query.unpadded(grads[0]), short.key.unpadded(grads[1]), short.key.unpadded(grads[2])
+
+
+def _chunks(probs_BLM: Tensor, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """All of them in chunks of their first dimension, in which the probabilities take about _CHUNK_BYTES."""
+    rows = max(1, _CHUNK_BYTES // probs_BLM[0].nbytes)
+    return zip(*(x.split(rows) for x in (probs_BLM, *tensors)), strict=True)

@@ -15,9 +15,10 @@ from rlmath.config.model_shape import ModelShape
 from rlmath.config.schema import Config
 from rlmath.models.hf_config import PUBLISHED as MODELS
 from rlmath.planner.lengths import Batch, Lengths, lengths_measured
-from rlmath.planner.machines import Cluster, Machine
+from rlmath.planner.machines import RANKS_PER_NODE, Cluster, Machine
 from rlmath.planner.rollout import rollout_of
 from rlmath.planner.step import plan_step, with_layout
+from rlmath.planner.tails import Tails, compare_tails
 from rlmath.planner.training import Training, update_work
 from rlmath.planner.work import Coefficients, Work, seconds_of
 from rlmath.trainer.preflight.memory_estimate import Target, mesh_of
@@ -137,6 +138,18 @@ def predict(
     rest = Work(steps=1, tokens=batch.tokens / training.parts, network=float(rollout.weights))
     parts = (rollout.work, update_work(training), rest)
     return Predicted(row, *(seconds_of(work, machine, coefficients) for work in parts))
+
+
+def predict_tails(
+    row: Row, config: Config, shape: ModelShape, target: Target, machine: Machine, coefficients: Coefficients
+) -> Tails:
+    """Every `rollout.tail` for the recipe of a row as it is: its own layout, all GPUs of the row's nodes sample."""
+    rollout = config.rollout
+    sequences = rollout.group_size * config.data.prompts_per_step
+    lengths = logged_lengths(rollout.max_new_tokens)
+    batch = Batch(sequences, rollout.group_size, LOGGED.mean_prompt, lengths)
+    cluster = Cluster(machine, row.nodes, RANKS_PER_NODE)
+    return compare_tails(config, shape, target, cluster, batch, coefficients, search=True)
 
 
 def _nodes_of(ranks: int, machine: Machine) -> Cluster:

@@ -12,6 +12,7 @@ from rlmath.planner.calibration import Measured
 from rlmath.planner.published import Predicted, errors_of_one_factor, largest_error
 from rlmath.planner.run import RunPrediction, expected_steps
 from rlmath.planner.step import PHASES, Comparison, StepPlan
+from rlmath.planner.tails import Tails, settings_of_tail
 from rlmath.planner.work import SHARES, Coefficients
 from rlmath.trainer.preflight.memory_estimate import plan_ranks
 from rlmath.trainer.preflight.memory_fit import start_up_lines
@@ -31,7 +32,7 @@ PART_NAMES = {
 """What the seconds of a coefficient are spent on."""
 
 
-def run_lines(prediction: RunPrediction, layouts: Comparison | None, shown: int) -> list[str]:
+def run_lines(prediction: RunPrediction, tails: Tails, layouts: Comparison | None, shown: int) -> list[str]:
     """The whole plan of a run for the console."""
     place = prediction.place
     lines = [
@@ -45,7 +46,7 @@ def run_lines(prediction: RunPrediction, layouts: Comparison | None, shown: int)
         if len(prediction.stages) > 1:
             lines += ["", stage.line(len(prediction.stages))]
         lines += step_lines(plan)
-    lines += ["", *epoch_lines(prediction)]
+    lines += ["", *tail_lines(tails), "", *epoch_lines(prediction)]
     return lines if layouts is None else [*lines, "", *layout_lines(prediction, layouts, shown)]
 
 
@@ -64,6 +65,12 @@ def step_lines(plan: StepPlan) -> Iterator[str]:
         f"  an engine samples {plan.rollout.slots} of {plan.rollout.requests} at a time in {plan.rollout.steps:,} "
         f"steps; {plan.microbatches} micro-batch{'es' * (plan.microbatches != 1)} a minibatch and data-parallel rank"
     )
+    if (carry := plan.rollout.carry) is not None:
+        rounds = f"{carry.rounds:.3g} round{'s' * (carry.rounds != 1)}"
+        yield f"  in {rounds}, for which it prefills {carry.read_again:,.0f} sampled tokens again"
+        yield (
+            f"  a token is learned {carry.staleness:.1f} steps after it was sampled on average, {carry.oldest} at most"
+        )
     yield "Predicted seconds:"
     for phase in PHASES:
         if phase in plan.seconds:
@@ -94,6 +101,29 @@ def _remarks(plan: StepPlan, phase: str) -> Iterator[str]:
         )
     if phase == "update" and plan.idle_share > 0:
         yield f"    {plan.idle_share:.1%} of it a pipeline stage waits for others"
+
+
+def tail_lines(tails: Tails) -> Iterator[str]:
+    """A step with every `rollout.tail`, and the fastest."""
+    yield "Predicted step by rollout.tail (age: of learned tokens, mean, in steps):"
+    yield f"{'max_staleness':>33}{'slice_tokens':>14}{'max_groups_in_flight':>22}{'age':>6}"
+    for plan in tails.plans:
+        yield f"  {_seconds(plan.step_seconds):>9} s  {_tail(plan)}"
+    for problem in tails.problems:
+        yield f"  carry: not with these settings. {problem}"
+    if tails.carry is not None and tails.carry.config.algorithm != tails.wait.config.algorithm:
+        yield "  carry: with algorithm.* as in configs/algorithms/decoupled.yaml"
+    fastest = tails.fastest
+    which = f" with max_staleness {fastest.config.rollout.max_staleness}" if fastest.rollout.carry else ""
+    yield f"Predicted fastest: {fastest.config.rollout.tail}{which}"
+
+
+def _tail(plan: StepPlan) -> str:
+    of = settings_of_tail(plan)
+    if plan.rollout.carry is None:
+        return "wait"
+    columns = f"{of['max_staleness']:>13}{of['slice_tokens']:>14,}{of['max_groups_in_flight']:>22,}"
+    return f"carry{columns}{of['staleness']:>6.1f}"
 
 
 def epoch_lines(prediction: RunPrediction) -> Iterator[str]:
@@ -152,7 +182,10 @@ def calibration_lines(runs: Sequence[Measured], coefficients: Coefficients) -> I
 
 
 def published_lines(
-    table: Sequence[Predicted], colocated: Sequence[Predicted], log: Sequence[Predicted]
+    table: Sequence[Predicted],
+    colocated: Sequence[Predicted],
+    log: Sequence[Predicted],
+    tails: Sequence[tuple[str, Tails]],
 ) -> Iterator[str]:
     """The published step times beside what is predicted for them."""
     yield "AReaL v0.2, 512 prompts, sampling and training on halves of the GPUs (seconds of a step):"
@@ -170,6 +203,23 @@ def published_lines(
     yield "AReaL, a step log of February 2025, 1,024 prompts, completions of at most 16,384 tokens:"
     for one in log:
         yield f"{one.row.name}: {one.row.seconds:,.0f} published, {one.seconds:,.0f} predicted, {one.error:+.0%}"
+    yield ""
+    yield "rlmath with our recipes of the first table, all GPUs sample, by rollout.tail:"
+    yield from _tail_rows(tails)
+
+
+def _tail_rows(tails: Sequence[tuple[str, Tails]]) -> Iterator[str]:
+    """Carrying with the default settings, and with the fastest ones."""
+    yield (
+        f"{'':<16}{'wait':>7}{'carry':>7}{'best':>7}{'max_staleness':>14}{'slice_tokens':>13}{'age':>5}{'fastest':>9}"
+    )
+    for name, one in tails:
+        assert one.carry is not None, one.problems
+        best = min((one.carry, *one.found), key=lambda plan: plan.step_seconds)
+        of = settings_of_tail(best)
+        seconds = "".join(f"{plan.step_seconds:>7,.0f}" for plan in (one.wait, one.carry, best))
+        settings = f"{of['max_staleness']:>14}{of['slice_tokens']:>13,}{of['staleness']:>5.1f}"
+        yield f"{name:<16}{seconds}{settings}{one.fastest.config.rollout.tail:>9}"
 
 
 def _rows(table: Sequence[Predicted]) -> Iterator[str]:
@@ -205,7 +255,11 @@ def _flops(number: float) -> str:
 
 
 def run_data(
-    prediction: RunPrediction, layouts: Comparison | None, coefficients: Coefficients, shown: int
+    prediction: RunPrediction,
+    tails: Tails,
+    layouts: Comparison | None,
+    coefficients: Coefficients,
+    shown: int,
 ) -> dict[str, Any]:
     """Seconds, bytes and FLOPs."""
     place = prediction.place
@@ -219,6 +273,8 @@ def run_data(
         "step_seconds": prediction.step_seconds,
         "steps_per_epoch": prediction.steps_per_epoch,
         "total_steps": prediction.total_steps,
+        "tails": [settings_of_tail(p) | {"step_seconds": p.step_seconds} for p in tails.plans],
+        "fastest_tail": settings_of_tail(tails.fastest),
         "layouts": [{"layout": p.mesh.describe(), "step_seconds": p.step_seconds} for p in fastest],
         "coefficients": asdict(coefficients),
     }

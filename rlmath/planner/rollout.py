@@ -1,5 +1,8 @@
 """The work of sampling: prefill, decoding in batches that change, and the tail of the longest completions.
 
+Here every completion is sampled to its end in the step that began it (`rollout.tail: wait`); those that are carried
+from step to step are in `partial_rollouts`.
+
 An engine decodes as many sequences at a time as `rollout.max_num_seqs` and its KV cache allow; when one is finished,
 the next takes its place. Once none waits, fewer and fewer are left, until the longest is finished: the tail. Engines
 draw their prompts, so all have about the same to do, and the one that has the longest completion of all ends last.
@@ -11,6 +14,7 @@ from __future__ import annotations
 
 import heapq
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -34,6 +38,19 @@ LOGIT_PASSES = 4
 
 
 @dataclass(frozen=True)
+class Carry:
+    """What partial rollouts do in a step, on average."""
+
+    rounds: float
+    read_again: float
+    """Sampled tokens that an engine prefills again."""
+    staleness: float
+    """Steps between the one that samples a token and the one that learns from it, mean over tokens."""
+    oldest: int
+    """The most of these."""
+
+
+@dataclass(frozen=True)
 class Rollout:
     """What the engine that ends last does."""
 
@@ -41,12 +58,15 @@ class Rollout:
     slots: int
     """Sequences that it decodes at a time."""
     requests: int
+    """Sequences that it decodes in all; with partial rollouts those of a round."""
     steps: int
     """Engine steps from the first token to the last."""
     tail_steps: int
     """Of these, those in which nothing was waiting any more."""
     weights: int
     """Bytes that a rank of the engine reads in every step, whatever its batch."""
+    carry: Carry | None
+    """None: every completion is sampled to its end."""
 
 
 def rollout_of(
@@ -59,11 +79,25 @@ def rollout_of(
     slots = slots_of(config, shape, target, batch, requests)
     steps, tail = play(batch.lengths, requests, slots, batch.sequences)
     engine = engine_bytes(shape, config.rollout, target.kind, target.itemsize, target.total_bytes)
+    work = sampling_work(config, shape, target, cluster, batch, engines, steps) + Work(tokens=batch.tokens)
+    return Rollout(work, slots, requests, steps, tail, engine.weights, carry=None)
+
+
+def sampling_work(
+    config: Config,
+    shape: ModelShape,
+    target: Target,
+    cluster: Cluster,
+    batch: Batch,
+    engines: int,
+    steps: int,
+) -> Work:
+    """One rank's part in sampling a step's completions, which `engines` share, in so many engine steps."""
     share = max(1.0, batch.sequences / engines)
     work = decode_work(config, shape, target, batch, share, steps)
     work += _prefill_work(config, shape, target, batch, share)
-    work += _split_work(shape, size, target.itemsize, cluster, work.sequence_steps, steps)
-    return Rollout(work + Work(tokens=batch.tokens), slots, requests, steps, tail, engine.weights)
+    size, tokens = config.rollout.tensor_parallel, work.sequence_steps
+    return work + split_work(shape, size, target.itemsize, cluster, tokens, steps)
 
 
 def slots_of(config: Config, shape: ModelShape, target: Target, batch: Batch, requests: int) -> int:
@@ -94,16 +128,26 @@ def play(lengths: Lengths, requests: int, slots: int, sequences: int) -> tuple[i
     lengths_R = [lengths.at((i + 0.5) / requests) for i in range(requests)]
     lengths_R[-1] = lengths.at(1 - 0.5 / max(sequences, requests))
     order = sorted(range(requests), key=lambda i: (i + 1) * _GOLDEN % 1)
+    end, last_start = list_schedule((lengths_R[i] for i in order), slots)
+    return round(end), round(end - last_start)
+
+
+def list_schedule(lengths: Iterable[float], slots: int) -> tuple[float, float]:
+    """(end, start of the last) of sequences of these lengths that begin in this order, each as soon as one of `slots`
+    places is free.
+
+    >>> list_schedule([5, 2, 4], slots=2)
+    (6, 2)
+    """
     running: list[float] = []
     last_start = 0.0
-    for i in order:
+    for length in lengths:
         if len(running) < slots:
-            heapq.heappush(running, lengths_R[i])
+            heapq.heappush(running, length)
             continue
         last_start = running[0]
-        heapq.heapreplace(running, last_start + lengths_R[i])
-    end = max(running)
-    return round(end), round(end - last_start)
+        heapq.heapreplace(running, last_start + length)
+    return max(running), last_start
 
 
 def decode_work(
@@ -139,7 +183,7 @@ def _prefill_work(config: Config, shape: ModelShape, target: Target, batch: Batc
     return Work(flops=flops / config.rollout.tensor_parallel)
 
 
-def _split_work(
+def split_work(
     shape: ModelShape, size: int, itemsize: int, cluster: Cluster, tokens: float, steps: int
 ) -> Work:
     """What the ranks of an engine exchange: two sums of hidden states a layer."""

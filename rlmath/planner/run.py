@@ -14,6 +14,7 @@ from rlmath.planner.calibration import Measured
 from rlmath.planner.lengths import Batch, lengths_with_mean
 from rlmath.planner.machines import Cluster, cluster_of, machine_of, on_gpu
 from rlmath.planner.step import Comparison, StepPlan, batch_of, compare, plan_step, problems_of
+from rlmath.planner.tails import Tails, carry_problems, compare_tails
 from rlmath.planner.work import Coefficients
 from rlmath.trainer.preflight.checks import file_problems, memory_problems, value_problems
 from rlmath.trainer.preflight.dry_run import count_data
@@ -83,6 +84,8 @@ def place_run(config: Config, asked: Asked) -> ClusterPlacement:
         config = replace(config, parallel=replace(config.parallel, data=None))
     cluster = cluster_of(machine, ranks_or_least(config, None), asked.nodes, asked.ranks_per_node)
     raise_problems("this run", problems_of(config, shape, cluster))
+    if config.rollout.tail == "carry":
+        raise_problems("this run", carry_problems(config, shape, cluster.ranks))
     return ClusterPlacement(config, shape, note, target, cluster)
 
 
@@ -118,6 +121,14 @@ def compare_layouts(prediction: RunPrediction, coefficients: Coefficients) -> Co
     """All layouts, by the step of the run's last stage, that of the longest contexts."""
     place, (stage, plan) = prediction.place, prediction.stages[-1]
     return compare(stage.config, place.shape, place.target, place.cluster, plan.batch, coefficients)
+
+
+def compare_rollout_tails(prediction: RunPrediction, coefficients: Coefficients, search: bool) -> Tails:
+    """Every `rollout.tail`, by the step of the run's last stage; see `compare_tails`."""
+    place, (stage, plan) = prediction.place, prediction.stages[-1]
+    return compare_tails(
+        stage.config, place.shape, place.target, place.cluster, plan.batch, coefficients, search
+    )
 
 
 def planned_batch(config: Config, asked: Asked, runs: Sequence[Measured]) -> Batch:

@@ -16,6 +16,7 @@ from rlmath.config.schema import AlgorithmConfig, Config
 from rlmath.distributed.mesh import Mesh
 from rlmath.planner.lengths import Batch, lengths_with_mean
 from rlmath.planner.machines import Cluster
+from rlmath.planner.partial_rollouts import partial_rollout_of
 from rlmath.planner.rollout import Rollout, rollout_of
 from rlmath.planner.training import (
     BACKWARD,
@@ -124,7 +125,8 @@ def plan_step(
     """The layout must have no problems (`preflight.parallelism`)."""
     mesh, machine = mesh_of(config, cluster.ranks, 0), cluster.machine
     training = Training(config, shape, mesh, target, cluster, batch)
-    rollout = rollout_of(config, shape, target, cluster, batch, cluster.ranks)
+    sampled = partial_rollout_of if config.rollout.tail == "carry" else rollout_of
+    rollout = sampled(config, shape, target, cluster, batch, cluster.ranks)
     memory, _ = largest(plan_ranks(config, shape, cluster.ranks, target))
     work = {
         "switch": switch_work(config, memory, target),

@@ -84,10 +84,9 @@ def _made_up_completions(prompt: Prompt) -> tuple[str, ...]:
     return text, text + " ", answer
 
 
-def raise_if_every_call_failed(groups: Sequence[ScoredGroup]) -> None:
+def raise_if_every_call_failed(scores: Sequence[Score]) -> None:
     """RewardFunctionError where the user's function failed on every completion of a step. One that took too long is no
     failure of its code."""
-    scores = [score for group in groups for score in group.scores]
     if scores and all(score.verdict == "error" for score in scores):
         what, _, trace = _indented(scores[0].extracted).strip().partition("\n")
         raise RewardFunctionError(

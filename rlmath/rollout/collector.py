@@ -2,6 +2,8 @@
 
     requests -> work queue -> engine -> completions -> reward workers -> gathered to all ranks -> groups
 
+`collect` samples whole groups; `sample` also slices of completions, which further slices continue.
+
 Completions are scored where they were sampled, by worker processes, while the engine still generates.
 """
 
@@ -11,14 +13,23 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerFast
 
-from rlmath.algorithms.types import Completion, Prompt, Score, ScoredGroup
+from rlmath.algorithms.types import (
+    NOTHING_SAMPLED,
+    Completion,
+    PartialCompletion,
+    Prompt,
+    Score,
+    ScoredCompletion,
+    ScoredGroup,
+    scored_group,
+)
 from rlmath.config.schema import RewardConfig, RolloutConfig
 from rlmath.distributed.collectives import all_gather_objects, shared_store
 from rlmath.distributed.mesh import Mesh
@@ -26,8 +37,8 @@ from rlmath.distributed.signed_store import SignedStore
 from rlmath.rewards.reward_manager import RewardManager
 from rlmath.rewards.worker_pool import VerifierPool
 from rlmath.rollout.engine import Engine
-from rlmath.rollout.sampling import Key, RolloutSeed, SamplingSettings, group_requests
-from rlmath.rollout.work_queue import WorkQueue
+from rlmath.rollout.sampling import Key, Request, RolloutSeed, SamplingSettings, group_requests
+from rlmath.rollout.work_queue import EngineUsage, WorkQueue
 
 logger = logging.getLogger(__name__)
 
@@ -43,11 +54,21 @@ class Rollout:
 
     groups: list[ScoredGroup]
     """In the order of the prompts, whoever sampled them."""
-    engine_seconds: tuple[float, ...]
-    """By engine: from the start to its last completion (seconds)."""
+    engines: list[EngineUsage]
+    """By engine."""
 
 
-_Scored = dict[Key, tuple[Completion, Score]]
+@dataclass(frozen=True)
+class Work:
+    """A completion to sample, or to continue."""
+
+    prompt: Prompt
+    request: Request
+    so_far: PartialCompletion = NOTHING_SAMPLED
+
+
+Sampled = PartialCompletion | ScoredCompletion
+"""A completion that is finished has a score."""
 
 
 class Collector:
@@ -78,63 +99,116 @@ class Collector:
         self, prompts: Sequence[Prompt], sampling: SamplingSettings, seed: RolloutSeed, title: str
     ) -> Rollout:
         """G scored completions of each of the P prompts, the same on every rank; `title` is for the console."""
-        requests_PG = group_requests(prompts, sampling, seed)
+        rows = [
+            [Work(prompt, request) for request in requests]
+            for prompt, requests in zip(prompts, group_requests(prompts, sampling, seed), strict=True)
+        ]
+        sampled, engines = self.sample(rows, sampling.max_new_tokens, seed.step, title)
+        groups = [
+            scored_group(prompt, [sampled[p, g] for g in range(sampling.samples)])
+            for p, prompt in enumerate(prompts)
+        ]
+        return Rollout(groups, engines)
+
+    def forget_prefixes(self) -> None:
+        """Let the engine compute all prompts anew: what it has cached depends on which completions it sampled, and may
+        differ in the last bits from what it computes of a prompt."""
+        self._engine.forget_prefixes()
+
+    def sample(
+        self, rows: Sequence[Sequence[Work]], max_new_tokens: int, step: int, title: str
+    ) -> tuple[dict[Key, Sampled], list[EngineUsage]]:
+        """Sample every request to its end, the same on every rank: by its key what there is then of the completion,
+        scored where it is finished, which is with a stop token or `max_new_tokens` tokens; and by engine what it did.
+
+        A request's key starts with the place of its row. `step` is the step, counted from 0, that samples.
+        """
         store = shared_store(f"rollout/{self._rollouts}")
         self._rollouts += 1
-        work_queue = WorkQueue(store, requests_PG, self._mesh, self._rollout.max_num_seqs)
-        total, shown = len(prompts) * sampling.samples, self._rollout.progress_bar
-        progress = SamplingProgress(total, self._mesh, store, title, shown)
-        gathered = all_gather_objects(self._sample(prompts, work_queue, sampling, progress))
+        requests = [[work.request for work in row] for row in rows]
+        work_queue = WorkQueue(store, requests, self._mesh, self._rollout.max_num_seqs)
+        by_key = {work.request.key: work for row in rows for work in row}
+        progress = SamplingProgress(len(by_key), self._mesh, store, title, self._rollout.progress_bar)
+        gathered = all_gather_objects(self._sample(by_key, work_queue, max_new_tokens, step, progress))
         progress.close()
         progress.forget()
         work_queue.close()
-        by_engine = [results for results in gathered if results is not None]
-        scored: _Scored = {}
-        for of_engine, _ in by_engine:
-            scored |= of_engine
-        groups = [
-            ScoredGroup(
-                prompt,
-                tuple(scored[p, g][0] for g in range(sampling.samples)),
-                tuple(scored[p, g][1] for g in range(sampling.samples)),
-            )
-            for p, prompt in enumerate(prompts)
-        ]
-        return Rollout(groups, tuple(seconds for _, seconds in by_engine))
+        of_engines = [results for results in gathered if results is not None]
+        version, sampled = self._engine.version, {}
+        for slices, _ in of_engines:
+            sampled |= {key: one.joined(by_key[key], version, step) for key, one in slices.items()}
+        return sampled, [usage for _, usage in of_engines]
 
     def _sample(
         self,
-        prompts: Sequence[Prompt],
+        by_key: Mapping[Key, Work],
         work_queue: WorkQueue,
-        sampling: SamplingSettings,
+        max_new_tokens: int,
+        step: int,
         progress: SamplingProgress,
-    ) -> tuple[_Scored, float] | None:
-        """All completions of this rank's engine, scored, and its seconds; None on ranks that do not lead it."""
+    ) -> tuple[dict[Key, _Slice], EngineUsage] | None:
+        """What this rank's engine samples, and what it does; None on ranks that do not lead it."""
         started = time.perf_counter()
-        rewards = (
-            None if self._pool is None else RewardManager(self._pool, self._reward, sampling.max_new_tokens)
-        )
-        completions: dict[Key, Completion] = {}
+        rewards = None if self._pool is None else RewardManager(self._pool, self._reward, max_new_tokens)
+        slices: dict[Key, _Slice] = {}
+        submitted: list[Key] = []
         for result in self._engine.generate(work_queue):
             progress.add_one()
             progress.tick()
             if rewards is None:
                 continue
-            completion = Completion(
-                sample_index=result.key[1],
-                token_ids=result.token_ids,
-                logprobs=result.logprobs,
-                text=str(self._tokenizer.decode(list(result.token_ids), skip_special_tokens=True)),
-                finish_reason="stop" if result.finish_reason == "stop" else "length",
-                policy_version=self._engine.version,
-            )
-            completions[result.key] = completion
-            rewards.submit(prompts[result.key[0]], completion)
-        seconds = time.perf_counter() - started
+            work = by_key[result.key]
+            before, stopped = work.so_far.token_ids, result.finish_reason == "stop"
+            finished, text = stopped or len(before) + len(result.token_ids) >= max_new_tokens, None
+            if finished:
+                text = completion_text(self._tokenizer, [*before, *result.token_ids])
+            slices[result.key] = one = _Slice(result.token_ids, result.logprobs, stopped, text)
+            if finished:
+                rewards.submit(work.prompt, one.completion(work, self._engine.version, step))
+                submitted.append(result.key)
+        usage = work_queue.usage(time.perf_counter() - started)
         if rewards is None:
             return None
-        pairs = zip(completions.items(), rewards.collect(self._engine.on_step), strict=True)
-        return {key: (completion, score) for (key, completion), score in pairs}, seconds
+        for key, score in zip(submitted, rewards.collect(self._engine.on_step), strict=True):
+            slices[key] = replace(slices[key], score=score)
+        return slices, usage
+
+
+@dataclass(frozen=True)
+class _Slice:
+    """What an engine has sampled of a completion; that is gathered, and not what all ranks have already."""
+
+    token_ids: Sequence[int]
+    logprobs: Sequence[float]
+    stopped: bool
+    text: str | None
+    """Of the whole completion, where it is finished."""
+    score: Score | None = None
+
+    def joined(self, work: Work, policy_version: int, step: int) -> Sampled:
+        """With what there was of the completion before."""
+        if self.score is not None:
+            return ScoredCompletion(self.completion(work, policy_version, step), self.score)
+        return work.so_far.extended(self.token_ids, self.logprobs, policy_version, step)
+
+    def completion(self, work: Work, policy_version: int, step: int) -> Completion:
+        """The whole completion; it must be finished."""
+        assert self.text is not None
+        whole = work.so_far.extended(self.token_ids, self.logprobs, policy_version, step)
+        return Completion(
+            sample_index=work.request.key[1],
+            token_ids=whole.token_ids,
+            logprobs=whole.logprobs,
+            text=self.text,
+            finish_reason="stop" if self.stopped else "length",
+            policy_version=policy_version,
+            segments=whole.segments,
+        )
+
+
+def completion_text(tokenizer: PreTrainedTokenizerFast, token_ids: Sequence[int]) -> str:
+    """The text of a completion, as it is judged."""
+    return str(tokenizer.decode(list(token_ids), skip_special_tokens=True))
 
 
 class SamplingProgress:

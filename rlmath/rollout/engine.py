@@ -168,6 +168,16 @@ class Engine:
         reset_prefix_cache(self._llm)
         self.version = version
 
+    def forget_prefixes(self) -> None:
+        """Drop the cached prefixes."""
+        reset_prefix_cache(self._llm)
+
+    @property
+    def continues_noise(self) -> bool:
+        """Whether the noise of a token follows from its request's seed and its position, so that a completion that is
+        sampled in slices is the same as a whole one."""
+        return self._device_kind == "cpu" or samples_in_one_kernel(self._llm)
+
     def generate(self, requests: Sequence[Request] | RequestSource) -> Iterator[RequestResult]:
         """Sample all requests, those of a source as it gives them; yields each result as soon as it is finished."""
         return sample(self._llm, self._settings, requests, self.on_step)

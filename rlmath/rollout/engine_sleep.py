@@ -94,6 +94,8 @@ def abort_requests(llm: Any) -> None:
     """Abort all requests that the engine still has."""
     engine = llm.llm_engine
     engine.abort_request(list(engine.output_processor.request_states), internal=True)
+    core = engine.engine_core
+    core.abort_requests(list(core.engine_core.scheduler.requests))  # those of `sampling.sample`
 
 
 def cache_storages(worker: Any) -> list[torch.UntypedStorage]:

@@ -4,25 +4,29 @@
 
 A request's seed follows from (run seed, step, prompt id, sample index): its tokens depend neither on which engine
 samples it nor on how many engines there are.
+
+`sample` gives requests to vLLM's engine core and takes tokens from it, without what `LLM` does around it for text and
+for other processes: of a small model's rollout that was a fifth.
 """
 
 # Shape legend: P prompts, G samples per prompt.
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import itertools
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
-from rlmath.algorithms.types import Prompt
+from rlmath.algorithms.types import PartialCompletion, Prompt
 from rlmath.config.schema import RolloutConfig
 
 Key = tuple[int, int]
-"""(position of the prompt in the step's batch, sample index)."""
+"""(row of the request in its rollout, sample index); a row has requests for the same prompt."""
 
 CPU_SAMPLER_VERSION = 2
 """On CPU, engines of another version draw other tokens from the same seeds: 1, every request's generator in turn; 2,
@@ -82,6 +86,8 @@ class Request:
     """None: as the settings say; 0 is greedy."""
     top_p: float | None = None
     """None: as the settings say."""
+    so_far: Sequence[int] = ()
+    """What is sampled of the completion already; not counted in the numbers above."""
 
 
 @dataclass(frozen=True)
@@ -108,23 +114,43 @@ def group_requests(
     times: Counter[str] = Counter()
     requests_PG = []
     for p, prompt in enumerate(prompts):
-        first = times[prompt.prompt_id] * sampling.samples
+        requests_PG.append(requests_of(prompt, p, sampling, seed, times[prompt.prompt_id]))
         times[prompt.prompt_id] += 1
-        requests_PG.append(
-            [
-                Request(
-                    key=(p, g),
-                    token_ids=prompt.token_ids,
-                    seed=request_seed(seed.run_seed, seed.step, prompt.prompt_id, first + g),
-                    min_new_tokens=sampling.min_new_tokens,
-                    max_new_tokens=sampling.max_new_tokens,
-                    temperature=sampling.temperature,
-                    top_p=sampling.top_p,
-                )
-                for g in range(sampling.samples)
-            ]
-        )
     return requests_PG
+
+
+def requests_of(
+    prompt: Prompt, row: int, sampling: SamplingSettings, seed: RolloutSeed, times: int = 0
+) -> list[Request]:
+    """The requests for G samples of a prompt that has come `times` before in its step."""
+    first = times * sampling.samples
+    return [
+        Request(
+            key=(row, g),
+            token_ids=prompt.token_ids,
+            seed=request_seed(seed.run_seed, seed.step, prompt.prompt_id, first + g),
+            min_new_tokens=sampling.min_new_tokens,
+            max_new_tokens=sampling.max_new_tokens,
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+        )
+        for g in range(sampling.samples)
+    ]
+
+
+def continued(request: Request, key: Key, so_far: PartialCompletion, slice_tokens: int) -> Request:
+    """The request for the next `slice_tokens` tokens, at most, of a completion. Their noise is that of their positions:
+    whole or in slices, the tokens are the same."""
+    done = len(so_far.token_ids)
+    most = min(slice_tokens, request.max_new_tokens - done)
+    assert most > 0, f"the completion is finished: it has {done} of {request.max_new_tokens} tokens"
+    return replace(
+        request,
+        key=key,
+        so_far=so_far.token_ids,
+        min_new_tokens=min(most, max(0, request.min_new_tokens - done)),
+        max_new_tokens=most,
+    )
 
 
 @dataclass(frozen=True)
@@ -173,38 +199,87 @@ def sample(
     The log-probs are of the distribution that was sampled from, temperature included. Of the settings those of that
     distribution count, where a request has none of its own; lengths are the requests' own.
     """
-    engine = llm.llm_engine
+    core = llm.llm_engine.engine_core
+    scheduler = core.engine_core.scheduler  # in this process (see `prepare_environment`)
     source = AllAtOnce(requests) if isinstance(requests, Sequence) else requests
-    pending: dict[str, Key] = {}
+    prepare = _Preparation(llm, settings)
+    pending: dict[str, _Pending] = {}
     while True:
-        # vLLM's scheduler lives in this process (see `prepare_environment`).
-        _, waiting = engine.engine_core.engine_core.scheduler.get_request_counts()
+        _, waiting = scheduler.get_request_counts()
         for request in source.pop(Load(len(pending), waiting)):
             name = str(next(_NAMES))
-            pending[name] = request.key
-            prompt = {"prompt_token_ids": list(request.token_ids)}
-            engine.add_request(name, prompt, _parameters(settings, request))
-        if not engine.has_unfinished_requests():
+            pending[name] = _Pending(request.key)
+            core.add_request(prepare(name, request))
+        if not scheduler.requests:
             break
         on_step()
-        for output in engine.step():
+        for output in core.get_output().outputs:
+            if (one := pending.get(output.request_id)) is None:
+                continue  # aborted
+            one.add(output)
             if output.finished:
-                key, found = pending.pop(output.request_id), output.outputs[0]
-                # A step has tens of millions of tokens, which go to every rank: an array takes 8 bytes for each with
-                # its log-prob (float32, as vLLM computes it), Python's own numbers 70 in memory and 14 on the way.
-                token_ids, logprobs = array("i", found.token_ids), array("f", found.logprobs.logprobs)
-                assert len(logprobs) == len(token_ids), (
-                    "vLLM returned another number of log-probs than tokens"
-                )
-                result = RequestResult(key, token_ids, logprobs, found.finish_reason)
+                del pending[output.request_id]
+                result = RequestResult(one.key, one.token_ids, one.logprobs, str(output.finish_reason))
                 source.finished(result)
                 yield result
     assert not pending, f"vLLM did not return requests {sorted(pending)}"
 
 
+@dataclass(frozen=True)
+class _Pending:
+    """What vLLM has sampled of a request so far.
+
+    A step has tens of millions of tokens, which go to every rank: an array takes 8 bytes for each with its log-prob
+    (float32, as vLLM computes it), Python's own numbers 70 in memory and 14 on the way.
+    """
+
+    key: Key
+    token_ids: array[int] = field(default_factory=lambda: array("i"))
+    logprobs: array[float] = field(default_factory=lambda: array("f"))
+
+    def add(self, output: Any) -> None:
+        """The tokens of one of vLLM's `EngineCoreOutput`."""
+        self.token_ids.extend(output.new_token_ids)
+        if output.new_logprobs is not None:
+            # The sampled token's comes first.
+            self.logprobs.extend(output.new_logprobs.logprobs[:, 0].tolist())
+        assert len(self.logprobs) == len(self.token_ids), (
+            "vLLM returned another number of log-probs than tokens"
+        )
+
+
+class _Preparation:
+    """Makes vLLM's requests of ours. vLLM checks and completes one for every prompt and way to sample it; the others
+    are copies of that with seeds of their own."""
+
+    def __init__(self, llm: Any, settings: RolloutConfig) -> None:
+        self._engine = llm.llm_engine
+        self._settings = settings
+        self._checked: dict[Request, Any] = {}
+
+    def __call__(self, name: str, request: Request) -> Any:
+        """An `EngineCoreRequest`. ValueError for a prompt that the model cannot take."""
+        if request.so_far:  # there is none alike
+            made = self._check(name, request)
+            made.request_id = name
+            return made
+        alike = replace(request, key=(0, 0), seed=0)
+        checked = self._checked.get(alike)
+        if checked is None:
+            checked = self._checked[alike] = self._check(name, request)
+        made = copy.copy(checked)
+        made.request_id, made.sampling_params = name, copy.copy(checked.sampling_params)
+        made.sampling_params.seed = request.seed
+        return made
+
+    def _check(self, name: str, request: Request) -> Any:
+        engine, prompt = self._engine, {"prompt_token_ids": [*request.token_ids, *request.so_far]}
+        parameters = _parameters(self._settings, request)
+        return engine.input_processor.process_inputs(name, prompt, parameters, engine.get_supported_tasks())
+
+
 def _parameters(settings: RolloutConfig, request: Request) -> Any:
     from vllm import SamplingParams
-    from vllm.sampling_params import RequestOutputKind
 
     return SamplingParams(
         temperature=settings.temperature if request.temperature is None else request.temperature,
@@ -214,7 +289,5 @@ def _parameters(settings: RolloutConfig, request: Request) -> Any:
         min_tokens=request.min_new_tokens,
         seed=request.seed,
         logprobs=0,
-        flat_logprobs=True,
         detokenize=False,
-        output_kind=RequestOutputKind.FINAL_ONLY,
     )

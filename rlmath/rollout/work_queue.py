@@ -27,6 +27,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from rlmath.distributed.mesh import Mesh
@@ -39,6 +40,20 @@ class WorkItem(NamedTuple):
 
     prompt: int
     is_remaining: bool
+
+
+@dataclass(frozen=True)
+class EngineUsage:
+    """What an engine did in a rollout."""
+
+    seconds: float
+    """From the start to its last completion."""
+    steps: int
+    """Engine steps."""
+    tail_steps: int
+    """Of these, the last ones, in which it began nothing and nothing waited."""
+    fill: float
+    """Sequences that it decoded, mean over its steps, as a share of the most that it did (0 to 1)."""
 
 
 Share = Callable[[list[WorkItem]], list[WorkItem]]
@@ -76,9 +91,19 @@ class WorkQueue:
         self._popped_any = False
         self._finished_any = False
         self._empty = False
+        self._running: list[int] = []
+        """Sequences that the engine decodes, by step."""
+        self._tail_steps = 0
 
     def pop(self, load: Load) -> list[Request]:
         """The requests to add before the engine's next step."""
+        requests = self._pop(load)
+        if load.in_flight:
+            self._running.append(load.in_flight - load.waiting)
+        self._tail_steps = 0 if requests or load.waiting else self._tail_steps + bool(load.in_flight)
+        return requests
+
+    def _pop(self, load: Load) -> list[Request]:
         self._items.steps += 1
         first = not self._popped_any
         full = load.in_flight >= self._capacity or load.waiting > 0
@@ -103,6 +128,12 @@ class WorkQueue:
         """Delete this rollout's keys from the store. Call it once no rank pops or reads any more."""
         if self._mesh.is_engine_leader:
             self._items.close()
+
+    def usage(self, seconds: float) -> EngineUsage:
+        """What the engine did in so many seconds."""
+        most = max(self._running, default=0)
+        fill = sum(self._running) / (most * len(self._running)) if most else 0.0
+        return EngineUsage(seconds, len(self._running), self._tail_steps, fill)
 
     def _requests_of(self, item: WorkItem) -> Sequence[Request]:
         row = self._requests_PG[item.prompt]
@@ -133,7 +164,9 @@ class _EngineItems:
         self._mesh = mesh
         prompts = len(has_remaining_P)
         share = min(-(-prompts // mesh.num_engines), max_num_seqs)
-        self._own_first = deque(range(prompts)[mesh.engine_index * share : (mesh.engine_index + 1) * share])
+        # In turns: rows that are alike stand one behind another.
+        mine = range(mesh.engine_index, min(mesh.num_engines * share, prompts), mesh.num_engines)
+        self._own_first = deque(mine)
         """Prompts whose first samples are this engine's, and not popped yet."""
         self._first_shared = min(mesh.num_engines * share, prompts)
         """The first prompt whose first sample is no engine's own."""

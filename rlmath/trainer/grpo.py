@@ -21,18 +21,18 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from itertools import accumulate, chain, islice, pairwise
+from itertools import accumulate, chain, pairwise
+from pathlib import Path
 from typing import ClassVar
 
 from rlmath.algorithms.advantages import advantages
-from rlmath.algorithms.dynamic_sampling import Selection, SelectionRules, select
 from rlmath.algorithms.losses import Normalisation
 from rlmath.algorithms.types import MicroBatch, Sample, ScoredGroup
 from rlmath.checkpoint.directory import Progress
 from rlmath.config import length_curriculum as curriculum
 from rlmath.config.length_curriculum import LengthStage
 from rlmath.config.model_shape import ModelShape
-from rlmath.config.schema import Config, SelectionConfig
+from rlmath.config.schema import Config
 from rlmath.data.dataset import Inputs, most_updates
 from rlmath.data.packing import pack
 from rlmath.data.seqlen_balancing import plan_minibatches, training_cost
@@ -50,7 +50,6 @@ from rlmath.rollout.collector import Collector
 from rlmath.rollout.engine import Engine
 from rlmath.rollout.memory_monitor import MemoryMonitor
 from rlmath.rollout.memory_switch import MemorySwitch
-from rlmath.rollout.sampling import RolloutSeed, training_sampling
 from rlmath.rollout.weight_sync.logprob_probe import Probe
 from rlmath.rollout.weight_sync.reshard_plan import bucket_bytes
 from rlmath.rollout.weight_sync.shard_layouts import engine_shapes, training_layout
@@ -60,7 +59,7 @@ from rlmath.trainer.kl_in_reward import KLPenalty, apply_kl_penalty
 from rlmath.trainer.loop import Interrupted, Trainer
 from rlmath.trainer.metrics import (
     UpdateRecord,
-    idle_metrics,
+    engine_metrics,
     mfu_metrics,
     mismatch_metrics,
     pace_metrics,
@@ -69,6 +68,7 @@ from rlmath.trainer.metrics import (
     update_metrics,
 )
 from rlmath.trainer.reporter import StepRecord, ValidationResult
+from rlmath.trainer.rollouts import StepRollout, selection_rules, step_rollouts
 from rlmath.trainer.startup import PreparedRun
 from rlmath.trainer.validation import Validator
 
@@ -113,6 +113,11 @@ class GrpoTrainer(Trainer):
             device,
             engine_shapes(shape, mesh.engine_size),
         )
+        if config.rollout.tail == "carry" and not self.engine.continues_noise:
+            raise ValueError(
+                'rollout.tail is "carry", and vLLM takes its first model runner (its log says why), whose noise begins '
+                "anew in every slice of a completion. Set rollout.tail=wait"
+            )
         self.engine.memory.sleep()
         on_phase("build model")
         updates = most_updates(config, inputs.total_steps)
@@ -131,6 +136,7 @@ class GrpoTrainer(Trainer):
             self.engine, mesh, inputs.tokenizer, config.rollout, config.reward, workers
         )
         self.rules = selection_rules(config.selection)
+        self.rollouts = step_rollouts(config, inputs, self.collector, shape.vocab_size, self.total_steps)
         self.updaters = [
             PolicyUpdater(stage.config, shape, mesh, self.actor, self.reference, self.offload, self.timers)
             for stage in self.length_stages
@@ -166,15 +172,19 @@ class GrpoTrainer(Trainer):
             if self.validator.stopped_by is not None:
                 return Interrupted(self.validator.stopped_by)
             with self.timers.phase("rollout"):
-                epoch, selection, engine_seconds = self.rollout(number, stage)
+                rollout = self.rollouts.step(number, stage)
+        selection = rollout.selection
+        if self.rules.drop_anything:
+            logger.info("step %d: %s", number + 1, selection.line())
         self.validator.keep_if_best(validated)
         if self.config.reward.function is not None:
-            raise_if_every_call_failed(selection.sampled)
+            raise_if_every_call_failed(rollout.scores)
+        self.rollouts.commit()
         update = self.updaters[stage.number].update(selection.learned, number)
         seconds = self.timers.seconds() | {"step": time.perf_counter() - started}
-        metrics = self.metrics(stage, selection, engine_seconds, update, seconds) | probed
+        metrics = self.metrics(stage, rollout, update, seconds) | probed
         return StepRecord(
-            epoch,
+            rollout.epoch,
             metrics,
             selection.sampled,
             selection.spread(update.advantages),
@@ -182,46 +192,26 @@ class GrpoTrainer(Trainer):
             update.results,
         )
 
-    def rollout(self, number: int, stage: LengthStage) -> tuple[int, Selection, list[tuple[float, ...]]]:
-        """The epoch; what was sampled and scored, of the step's own prompts and then of those that dynamic sampling
-        asks for; and by rollout the seconds of every engine."""
-        sampling, seed = training_sampling(stage.config.rollout), RolloutSeed(self.config.run.seed, number)
-        epoch, own = self.order.batch(number)
-        indices = chain(own, self.order.extra(number))
-        engine_seconds: list[tuple[float, ...]] = []
-
-        def sample(count: int) -> list[ScoredGroup]:
-            prompts = [self.inputs.prompts[i] for i in islice(indices, count)]
-            if not prompts:
-                return []
-            rollout = self.collector.collect(prompts, sampling, seed, f"step {number + 1}/{self.total_steps}")
-            engine_seconds.append(rollout.engine_seconds)
-            return rollout.groups
-
-        selection = select(sample, len(own), self.config.selection.max_extra_prompts, self.rules)
-        if self.rules.drop_anything:
-            logger.info("step %d: %s", number + 1, selection.line())
-        return epoch, selection, engine_seconds
-
     def metrics(
         self,
         stage: LengthStage,
-        selection: Selection,
-        engine_seconds: Sequence[Sequence[float]],
+        rollout: StepRollout,
         update: UpdateRecord,
         seconds: dict[str, float],
     ) -> dict[str, float]:
         """All metrics of a step, under the names that `metrics.jsonl` has."""
-        algorithm, learned = self.config.algorithm, selection.learned
-        metrics = rollout_metrics(selection.sampled) | idle_metrics(engine_seconds)
+        algorithm, selection = self.config.algorithm, rollout.selection
+        learned = selection.learned
+        metrics = rollout_metrics(selection.sampled) | engine_metrics(rollout.rounds) | rollout.metrics
         if self.rules.drop_anything:
             metrics |= selection_metrics(selection)
         metrics |= update_metrics(update, learned, metrics["task_reward"], algorithm)
         metrics |= mismatch_metrics(update.results, only_first=not algorithm.recompute_logprobs)
-        metrics |= pace_metrics(seconds, selection.sampled, learned, update.passes)
+        sampled = rollout.sampled_tokens, selection.sampled, learned
+        metrics |= pace_metrics(seconds, *sampled, update.passes)
         if self.peak_flops is not None:
             cost = self.updaters[stage.number].cost
-            metrics |= mfu_metrics(seconds, selection.sampled, learned, update.passes, cost, self.peak_flops)
+            metrics |= mfu_metrics(seconds, *sampled, update.passes, cost, self.peak_flops)
         if curriculum.has_length_stages(self.config):
             metrics["stage"] = stage.number + 1.0
             metrics["rollout/max_new_tokens"] = float(stage.config.rollout.max_new_tokens)
@@ -234,6 +224,12 @@ class GrpoTrainer(Trainer):
             logger.info("%s", stage.line(len(self.length_stages)))
             self.entered_length_stage = stage.number
         return stage
+
+    def checkpoint_files(self) -> dict[str, bytes]:
+        return self.rollouts.files() if self.mesh.rank == 0 else {}
+
+    def resume(self, folder: Path, steps_done: int) -> None:
+        self.rollouts.resume(folder, steps_done)
 
     def validate_at_end(self) -> ValidationResult | None:
         """The validation of the weights after all steps, where it is due and not done; the engine wakes for it."""
@@ -397,16 +393,6 @@ def step_seed(run_seed: int, number: int) -> int:
 
 
 # ---------------------------------------------------------------- parts
-
-
-def selection_rules(settings: SelectionConfig) -> SelectionRules:
-    """Which groups and completions are learned from."""
-    return SelectionRules(
-        settings.dynamic_sampling,
-        settings.min_completion_tokens,
-        settings.max_completion_tokens,
-        settings.drop_truncated,
-    )
 
 
 def build_weight_sync(

@@ -117,6 +117,13 @@ class Trainer(ABC):
         """Called once before the first step, with the weights and the optimizer restored; `progress` is where a resumed
         run stands."""
 
+    def checkpoint_files(self) -> dict[str, bytes]:
+        """What a checkpoint keeps of this run beside tensors and `Progress`, by file name; rank 0 writes it."""
+        return {}
+
+    def resume(self, folder: Path, steps_done: int) -> None:  # noqa: B027
+        """Continue with the files of `checkpoint_files` in a checkpoint's folder. ValueError where one is damaged."""
+
     def evaluate_before_training(self) -> dict[str, float]:
         """Metrics of the model as it came; asked for before step 0 only."""
         return {}
@@ -359,6 +366,7 @@ def restore(trainer: Trainer, resumed: CheckpointToResume | None, heartbeat: Hea
     actor = trainer.actor
     load_checkpoint(actor.chunks, actor.learner.optimizer, trainer.device, checkpoint, progress)
     actor.learner.restore_schedule(progress.updates)
+    trainer.resume(checkpoint.folder, progress.step)
     if trainer.mesh.rank == 0:
         done = f"{progress.step} steps and {progress.updates} updates are done"
         logger.info("Resuming from %s, made on %s: %s", checkpoint.folder, progress.layout, done)

@@ -17,7 +17,7 @@ from rlmath.data.seqlen_balancing import Cost
 from rlmath.models.learner import MinibatchResult
 from rlmath.rewards.custom_function import MAX_METRICS
 from rlmath.rewards.verifier import FAILURES, VERDICTS
-from rlmath.rollout.work_queue import idle_shares
+from rlmath.rollout.work_queue import EngineUsage, idle_shares
 from rlmath.trainer.kl_in_reward import RewardKL
 
 logger = logging.getLogger(__name__)
@@ -62,11 +62,24 @@ def rollout_metrics(groups: Sequence[ScoredGroup]) -> dict[str, float]:
     } | reward_metrics(scores, truncated=[c.finish_reason == "length" for c in completions])
 
 
-def idle_metrics(seconds_by_rollout: Sequence[Sequence[float]]) -> dict[str, float]:
-    """Share of a step's rollouts in which engines had nothing left to sample while another still did (0 to 1): the mean
-    over engines, the most, and each engine's own where there are few. The argument is that of `idle_shares`."""
-    shares = idle_shares(seconds_by_rollout)
-    metrics = {"rollout/idle_share": sum(shares) / len(shares), "rollout/idle_share_max": max(shares)}
+def engine_metrics(rounds: Sequence[Sequence[EngineUsage]]) -> dict[str, float]:
+    """What the engines did in the rollouts of a step, which each have a usage by engine; nothing where there was none.
+
+    `idle_share`: of the time, in which an engine had nothing left to sample while another still did (0 to 1): the mean
+    over engines, the most, and each engine's own where there are few. `tail_share`: of the engines' steps, in which
+    nothing was left to begin. `batch_fill`: sequences decoded at a time, of the most that the engine decoded.
+    """
+    if not rounds:
+        return {}
+    shares = idle_shares([[usage.seconds for usage in usages] for usages in rounds])
+    usages = [usage for usages in rounds for usage in usages]
+    steps = max(1, sum(usage.steps for usage in usages))
+    metrics = {
+        "rollout/idle_share": sum(shares) / len(shares),
+        "rollout/idle_share_max": max(shares),
+        "rollout/tail_share": sum(usage.tail_steps for usage in usages) / steps,
+        "rollout/batch_fill": sum(usage.fill * usage.steps for usage in usages) / steps,
+    }
     if len(shares) <= 8:
         metrics |= {f"rollout/idle_share/engine_{index}": share for index, share in enumerate(shares)}
     return metrics
@@ -194,18 +207,20 @@ def mismatch_metrics(results: Sequence[MinibatchResult], only_first: bool) -> di
 
 def pace_metrics(
     seconds: Mapping[str, float],
+    sampled_tokens: int,
     sampled: Sequence[ScoredGroup],
     learned: Sequence[ScoredGroup],
     passes: float,
 ) -> dict[str, float]:
     """Seconds of every phase, and tokens per second where a phase works on tokens.
 
-    The rollout is paced by the tokens it sampled, the step by all that its groups have, the others by all tokens that
-    they read: the update makes `passes` over what is learned from.
+    The rollout is paced by the tokens it sampled, the step by all that its groups have ("learned": by the completion
+    tokens that it learns from), the others by all tokens that they read: the update makes `passes` over what is learned
+    from.
     """
     read = _tokens(learned)
     worked = {
-        "rollout": sum(len(c.token_ids) for group in sampled for c in group.completions),
+        "rollout": sampled_tokens,
         "logprobs": read,
         "reference": read,
         "update": read * passes,
@@ -215,11 +230,15 @@ def pace_metrics(
     for phase, tokens in worked.items():
         if seconds.get(phase, 0.0) > 0:
             metrics[f"tokens_per_second/{phase}"] = tokens / seconds[phase]
+    if seconds.get("step", 0.0) > 0:
+        own = sum(len(c.token_ids) for group in learned for c in group.completions)
+        metrics["tokens_per_second/learned"] = own / seconds["step"]
     return metrics
 
 
 def mfu_metrics(
     seconds: Mapping[str, float],
+    sampled_tokens: int,
     sampled: Sequence[ScoredGroup],
     learned: Sequence[ScoredGroup],
     passes: float,
@@ -228,8 +247,10 @@ def mfu_metrics(
 ) -> dict[str, float]:
     """Model FLOP utilisation of rollout and update (0 to 1): what the model's own arithmetic takes, over what all ranks
     could compute (`peak_flops`, FLOP/s). `cost` is that of forward and backward pass (`training_cost`); padding and
-    recomputation do not count."""
-    metrics = {"rollout/mfu": _sampling_flops(sampled, cost) / (seconds["rollout"] * peak_flops)}
+    recomputation do not count. A token of the step's rollout counts as one of `sampled` on average."""
+    all_tokens = sum(len(c.token_ids) for group in sampled for c in group.completions)
+    flops = _sampling_flops(sampled, cost) * sampled_tokens / max(1, all_tokens)
+    metrics = {"rollout/mfu": flops / (seconds["rollout"] * peak_flops)}
     if seconds.get("update", 0.0) > 0:
         lengths = [
             len(group.prompt.token_ids) + len(c.token_ids) for group in learned for c in group.completions

@@ -129,6 +129,16 @@ def test_a_batch_depends_on_nothing_but_seed_and_step():
     assert PromptOrder(100, 10, seed=4, shuffle=True).batch(24) != walked[24]
 
 
+def test_draws_are_the_places_of_all_steps_one_behind_the_other():
+    order = PromptOrder(7, 3, seed=5, shuffle=True)
+    for draw in range(20):
+        step, index, before = order.drawn(draw)
+        assert step == draw // 3 and order.batch(step)[1][draw % 3] == index and before == 0
+    # The second file's prompt comes twice an epoch, and here twice in a step.
+    twice = PromptOrder(2, 3, seed=1, shuffle=False, shares=(loader.Share(1, 1.0), loader.Share(1, 2.0)))
+    assert [twice.drawn(draw) for draw in range(3)] == [(0, 0, 0), (0, 1, 0), (0, 1, 1)]
+
+
 def test_the_permutation_is_that_of_sha256():
     # sha256sum of 7:0:0 begins with f270, of 7:0:1 with 9ebb, of 7:0:2 with ad5c, of 7:0:3 with 316e
     assert permutation(4, 7, 0) == (3, 1, 2, 0)

@@ -31,15 +31,15 @@ def gathered_attention() -> Iterator[None]:
         bounds[:] = [packed_seq_params.cu_seqlens_q]
         return rotate_and_attend(self, *qkv, packed_seq_params=packed_seq_params)
 
-    def attend_gathered(self: Any, *qkv_buckets: Any) -> Tensor:
+    def attend_gathered(self: Any, *qkv_packing: Any) -> Tensor:
         """Queries and keys are rotated by the angles of this rank's tokens."""
-        *qkv, buckets = qkv_buckets
+        *qkv, packing = qkv_packing
         group = parallel_state.get_context_parallel_group()
         source_CN = split_pack(bounds[0], group.size()).source_CN
         mine_N = source_CN[group.rank()]
         whole = [x.new_zeros(source_CN.numel(), *x.shape[1:]).index_copy(0, mine_N, x) for x in qkv]
         gathered = [all_reduce(x, group=group) for x in whole]
-        return attend(self, *gathered, buckets)[mine_N]
+        return attend(self, *gathered, packing)[mine_N]
 
     rotate_and_attend = PackedAttention.forward
     with (

@@ -188,8 +188,9 @@ def _watch(trainer: Any) -> dict[str, list[Any]]:
     """Notes what engine, vLLM, sync and learner are asked for, which they do as ever."""
     asked: dict[str, list[Any]] = {"collected": [], "vllm": [], "checks": [], "probes": [], "learned": []}
     asked["samples"] = []
-    sync, learner, vllm = trainer.sync, trainer.actor.learner, trainer.engine._llm.llm_engine
-    collect, add, run = trainer.collector.collect, vllm.add_request, sync._transfer.run
+    sync, learner = trainer.sync, trainer.actor.learner
+    core = trainer.engine._llm.llm_engine.engine_core
+    collect, add, run = trainer.collector.collect, core.add_request, sync._transfer.run
     ask, learn = sync._probe.score_policy, learner.learn
 
     def collecting(prompts: Any, how: Any, seed: Any, title: str) -> Any:
@@ -197,13 +198,14 @@ def _watch(trainer: Any) -> dict[str, list[Any]]:
         asked["collected"].append((ids, asdict(how), asdict(seed), title))
         return collect(prompts, how, seed, title)
 
-    def adding(name: str, prompt: Any, params: Any) -> Any:
+    def adding(request: Any) -> Any:
+        params = request.sampling_params
         if params.prompt_logprobs is None:
             names = ("temperature", "top_p", "top_k", "max_tokens", "min_tokens", "seed", "logprobs")
             asked["vllm"].append(
-                (tuple(prompt["prompt_token_ids"]), {key: getattr(params, key) for key in names})
+                (tuple(request.prompt_token_ids), {key: getattr(params, key) for key in names})
             )
-        return add(name, prompt, params)
+        return add(request)
 
     def running(check: bool = False) -> Any:
         asked["checks"].append(check)
@@ -221,7 +223,7 @@ def _watch(trainer: Any) -> dict[str, list[Any]]:
             asked["samples"] += [(sync._step, *row) for row in _rows_of(batch)]
         return learn(batches, old, reference, on_policy)
 
-    trainer.collector.collect, vllm.add_request = collecting, adding
+    trainer.collector.collect, core.add_request = collecting, adding
     sync._transfer.run, sync._probe.score_policy, learner.learn = running, asking, learning
     return asked
 

@@ -86,7 +86,7 @@ def collected(folder: Path, engine_size: int, prompt_counts: list[int]) -> dict[
         "hashed": hashed,
         "engine's log-probs": policy_logprobs,
         "groups": [rollout.groups for rollout in rollouts],
-        "engine_seconds": [rollout.engine_seconds for rollout in rollouts],
+        "engines": [rollout.engines for rollout in rollouts],
         "new_keys": keys_after - keys_before,
     }
 

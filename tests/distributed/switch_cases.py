@@ -172,7 +172,7 @@ def _sync_raises(rig: Rig) -> None:
 def _body_raises(rig: Rig) -> None:
     def body() -> None:
         for _ in rig.engine.generate(rig.requests(1)):
-            assert rig.engine._llm.llm_engine.has_unfinished_requests()
+            assert sum(rig.engine._llm.llm_engine.engine_core.engine_core.scheduler.get_request_counts())
             raise Trouble("with requests still running")
 
     _use(rig.switch(), body)

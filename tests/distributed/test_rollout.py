@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from rlmath.algorithms.types import Segment
 from rlmath.data.tokenizer import load_tokenizer
 from tests.distributed import rollout_cases
 from tests.distributed.rank_pool import RankPool
@@ -52,6 +53,7 @@ def test_groups_are_whole_and_in_the_order_of_the_prompts(alone: dict) -> None:
         for group in groups:
             assert [c.sample_index for c in group.completions] == list(range(ROLLOUT.group_size))
             assert {c.policy_version for c in group.completions} == {3}
+            assert all(c.segments == (Segment(len(c.token_ids), 3, 0),) for c in group.completions)
             assert len(group.scores) == ROLLOUT.group_size
     first, *_, again = alone["groups"]
     assert first == again
@@ -67,7 +69,7 @@ def test_what_is_collected_does_not_depend_on_who_drew_it(
 ) -> None:
     for report in collected.by(engines):
         assert report["groups"] == alone["groups"] and report["hashed"] == alone["hashed"]
-        assert [len(seconds) for seconds in report["engine_seconds"]] == [engines] * len(COUNTS)
+        assert [len(usages) for usages in report["engines"]] == [engines] * len(COUNTS)
         assert report["new_keys"] == 0
 
 

@@ -13,6 +13,9 @@ from tests.distributed.rank_pool import RankPool
 from tests.selection import matrix
 
 pytestmark = pytest.mark.distributed
+ROUNDING = 2e-5
+"""Difference of the engine's log-probs from the policy's in float32 (nats): which sums are rounded how is the
+processor's. At most 1.2e-5 was seen (a Zen 4; below 1e-5 on others); with one wrong tensor it is 0.3 and more."""
 
 PHASES = ["offload", "wake", "sync", "wake_kv_cache", "sleep", "restore"]
 GIB = 2**30
@@ -46,7 +49,7 @@ def test_memory_changes_hands_in_order_and_nothing_is_lost(
             assert body["version"] == after["version"] == number + 1 > before["version"]
             assert body["engine bytes"] > sync["engine bytes"] > 0
             assert {**after, "version": 0} == {**before, "version": 0}
-            assert report["same"] and report["mismatch"] < 1e-5
+            assert report["same"] and report["mismatch"] < ROUNDING
             held = before["training bytes"]
             for name in ("gradients", "optimizer", "parameters"):
                 assert report["metrics"][f"memory/offloaded/{name}_gib"] == held[name] / GIB
@@ -85,7 +88,7 @@ def test_a_failure_anywhere_leaves_the_policy_whole_and_the_engine_asleep(
             assert after["engine bytes"] == 0, name
             assert after["training bytes"] == report["before"]["training bytes"], name
             assert report["same"] and report["exported"], name
-            assert report["mismatch"] < 1e-5, name
+            assert report["mismatch"] < ROUNDING, name
 
 
 @matrix

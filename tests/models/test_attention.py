@@ -10,6 +10,7 @@ from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from rlmath.config.model_shape import RopeScaling
+from rlmath.models import attention
 from rlmath.models.attention import (
     BUCKET_FILL,
     PackedAttention,
@@ -23,7 +24,8 @@ from rlmath.models.attention import (
 from tests.rollout.weight_sync.oracle import SMALL
 
 D = 6
-RAGGED = [[1], [5], [1, 1, 1], [3, 9, 4, 10, 1, 7], [12, 11, 10], [2, 0, 3]]
+RAGGED = [[1], [5], [1, 1, 1], [3, 9, 4, 10, 1, 7], [12, 11, 10], [2, 0, 3], [40, 36, 3, 20]]
+"""With 6 dimensions a head, segments of up to 6 to 16 tokens are short, by the numbers of heads."""
 
 
 def packing(lengths: list[int]) -> PackedSequences:
@@ -39,7 +41,7 @@ def inputs(lengths: list[int], heads: int, groups: int) -> list[Tensor]:
 
 
 def attend(lengths: list[int], qkv: list[Tensor]) -> Tensor:
-    return PackedAttention(config=None, layer_number=1).attend(*qkv, packing(lengths).buckets)
+    return PackedAttention(config=None, layer_number=1).attend(*qkv, packing(lengths))
 
 
 def dense_attention(lengths: list[int], qkv: list[Tensor]) -> Tensor:
@@ -74,6 +76,31 @@ def test_the_attention_of_other_devices_is_the_same(lengths: list[int]):
     ours, theirs = (torch.autograd.grad(out.square().sum(), qkv) for out in ways)
     for gradient, expected in zip(ours, theirs, strict=True):
         torch.testing.assert_close(gradient, expected, rtol=1e-12, atol=1e-12)
+
+
+def test_short_segments_in_chunks_are_the_same(monkeypatch: pytest.MonkeyPatch):
+    lengths = [3, 9, 4, 10, 1, 7]
+    qkv = inputs(lengths, heads=4, groups=2)
+    found = []
+    for size in (attention._CHUNK_BYTES, 1):
+        monkeypatch.setattr(attention, "_CHUNK_BYTES", size)
+        out = attend(lengths, qkv)
+        found.append([out, *torch.autograd.grad(out.square().sum(), qkv)])
+    for whole, in_chunks in zip(*found, strict=True):
+        torch.testing.assert_close(in_chunks, whole, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(("heads", "groups"), [(1, 1), (4, 4), (4, 2), (6, 1)])
+def test_short_segments_keep_no_more_memory_than_the_flash_kernel(heads: int, groups: int):
+    short = [M for M in range(1, 64) if attention._is_short(M, heads, groups, D)]
+    assert short == list(range(1, len(short) + 1)) and len(short) >= D
+    for M in short:
+        qkv, packed = [x.detach() for x in inputs([M] * 3, heads, groups)], packing([M] * 3)
+        segments, others = packed.by_length(heads, groups, D)
+        assert segments is not None and not others
+        dense = attention._dense(segments, *qkv)[1]
+        flash = attention._flash(*(packed.buckets[0].padded(x) for x in qkv))[1]
+        assert sum(x.numel() for x in dense) <= sum(x.numel() for x in flash)
 
 
 def test_a_segment_of_one_token_returns_its_value():
@@ -133,6 +160,31 @@ def _filled(bucket) -> list[int]:
     """Tokens of each segment of a bucket."""
     N, M = bucket.gather_NM.shape
     return torch.bincount(bucket.slots_K // M, minlength=N).tolist()
+
+
+@settings(deadline=None, max_examples=50)
+@given(segment_lengths, st.integers(1, 3))
+def test_short_segments_are_laid_out_by_segment_and_head_and_come_back(lengths: list[int], heads: int):
+    packed, T = packing(lengths), sum(lengths)
+    segments, others = packed.by_length(heads, heads, D)
+    assert packed.by_length(heads, heads, D)[0] is segments, "once for all layers"
+    shared = packed.by_length(heads, 1, D)[0]
+    assert shared is None or (shared.query.heads, shared.key.heads) == (heads, 1)
+    short = packed.buckets[len(others) :]
+    assert others == packed.buckets[: len(others)]
+    assert (segments is None) == (not short)
+    if segments is None:
+        return
+    x_THD = torch.arange(1.0, T * heads * D + 1).view(T, heads, D)
+    laid_out, zeroed = (segments.query.padded(x_THD, zero) for zero in (False, True))
+    for bucket, (mine,), (blank,) in zip(
+        short, segments.by_bucket(laid_out), segments.by_bucket(zeroed), strict=True
+    ):
+        N, M = bucket.gather_NM.shape
+        assert torch.equal(mine.view(N, heads, M, D), x_THD[bucket.gather_NM].transpose(1, 2))
+        assert torch.equal(blank.view(N, heads, M, D), bucket.padded(x_THD, zero=True))
+    here = torch.cat([bucket.positions_K for bucket in short])
+    assert torch.equal(segments.query.unpadded(laid_out)[here], x_THD[here])
 
 
 def test_segments_of_like_length_share_a_bucket():

@@ -173,14 +173,18 @@ def scored(*kinds: str) -> list[ScoredGroup]:
     ]
 
 
+def scores_of(*kinds: str) -> list[Score]:
+    return [group.scores[0] for group in scored(*kinds)]
+
+
 def test_a_step_of_which_every_call_failed_has_no_rewards():
     with pytest.raises(
         RewardFunctionError, match=r"failed on all of 2 completions: KeyError: 'x'\n"
     ) as ended:
-        raise_if_every_call_failed(scored("error", "error"))
+        raise_if_every_call_failed(scores_of("error", "error"))
     assert str(ended.value).endswith("in reward\\x1b[2J")
     for kinds in (("error", "timeout"), ("timeout", "timeout"), ("error", "function"), ()):
-        raise_if_every_call_failed(scored(*kinds))
+        raise_if_every_call_failed(scores_of(*kinds))
 
 
 def test_the_first_failure_is_shown_without_control_characters():

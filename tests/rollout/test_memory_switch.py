@@ -25,14 +25,16 @@ class RecordingLLM:
         cache = torch.zeros(3, 4)
         runner = SimpleNamespace(kv_caches=[[cache], cache[1:], torch.zeros(10)])
         self._worker = SimpleNamespace(model_runner=runner)
+        core = SimpleNamespace(scheduler=SimpleNamespace(requests={"8": None}))
         self.llm_engine = SimpleNamespace(
-            output_processor=SimpleNamespace(request_states=dict.fromkeys(self.running)),
+            output_processor=SimpleNamespace(request_states={"7": None}),
             abort_request=self._abort,
+            engine_core=SimpleNamespace(abort_requests=self._abort, engine_core=core),
         )
 
-    def _abort(self, names: list[str], internal: bool) -> None:
+    def _abort(self, names: list[str], internal: bool = False) -> None:
         self.calls.append(f"abort {names}")
-        self.running = []
+        self.running = [name for name in self.running if name not in names]
 
     def reset_prefix_cache(self) -> bool:
         self.calls.append("reset_prefix_cache")
@@ -135,7 +137,7 @@ def test_a_forced_sleep_ends_asleep_from_every_state(device: str, before: int) -
         getattr(rig.memory, move)()
     state, rig.llm.calls = rig.memory.state, []
     rig.memory.force_sleep()
-    aborted_and_asleep = ["abort ['7', '8']", *CALLS[device][:2]]
+    aborted_and_asleep = ["abort ['7']", "abort ['8']", *CALLS[device][:2]]
     assert rig.memory.state == "asleep"
     assert rig.llm.calls == {
         "awake": aborted_and_asleep,

@@ -6,6 +6,7 @@ import random
 import statistics
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import chain
 
 import pytest
@@ -14,7 +15,7 @@ import torch.distributed as dist
 from rlmath.distributed.mesh import Mesh
 from rlmath.distributed.signed_store import SignedStore
 from rlmath.rollout.sampling import AllAtOnce, Load, Request, RequestResult, RequestSource
-from rlmath.rollout.work_queue import WorkItem, WorkQueue, idle_shares
+from rlmath.rollout.work_queue import EngineUsage, WorkItem, WorkQueue, idle_shares
 
 ONE_ENGINE = Mesh(0, 1, 1, 1, 1)
 
@@ -138,14 +139,46 @@ def test_an_engine_that_has_finished_something_takes_what_another_has_not_begun(
     assert len(early.made) == 12, "all but the first samples of the late one's part"
     while late.step():
         pass
-    assert late.made == [(4, 0), (5, 0), (6, 0), (7, 0)]
+    assert late.made == [(1, 0), (3, 0), (5, 0), (7, 0)]
 
 
 def test_engines_that_begin_at_once_ask_nothing_of_the_store():
     requests_PG, store = make_requests([5] * 50, 4), Unasked()
     work_queue = [WorkQueue(new_store(store), requests_PG, engine_mesh(e, 4), 8) for e in range(4)]
     popped = [[request.key for request in one.pop(Load(0, 0))] for one in work_queue]
-    assert popped == [[(p, 0) for p in range(8 * e, 8 * e + 8)] for e in range(4)]
+    assert popped == [[(p, 0) for p in range(e, 32, 4)] for e in range(4)]
+
+
+def test_engines_begin_with_as_many_sequences_where_rows_are_uneven() -> None:
+    """Completions that are continued stand first, a row for each; then whole groups."""
+    carried, fresh = make_requests([5] * 40, 1), make_requests([5] * 20, 8)
+    rows = [
+        *carried,
+        *([replace(r, key=(p, r.key[1])) for r in row] for p, row in enumerate(fresh, start=40)),
+    ]
+    work_queue = [WorkQueue(new_store(), rows, engine_mesh(e, 2), 256) for e in range(2)]
+    assert [len(one.pop(Load(0, 0))) for one in work_queue] == [20 + 10 * 8] * 2
+
+
+def test_what_an_engine_did_by_hand() -> None:
+    work_queue = WorkQueue(new_store(), make_requests([5] * 5, 1), ONE_ENGINE, 4)
+    assert len(work_queue.pop(Load(0, 0))) == 4
+    for load in (Load(4, 0), Load(4, 2)):  # two of them are put off for want of room in the KV cache
+        assert work_queue.pop(load) == []
+    work_queue.finished(RequestResult((0, 0), (3,) * 5, (0.0,) * 5, "stop"))
+    assert len(work_queue.pop(Load(3, 0))) == 1
+    for load in (Load(4, 1), Load(4, 0), Load(2, 0), Load(1, 0)):
+        assert work_queue.pop(load) == []
+    # 4, 2, 3, 3, 4, 2 and 1 sequences in seven steps; in the last three nothing is begun and nothing waits.
+    assert work_queue.usage(1.5) == EngineUsage(1.5, steps=7, tail_steps=3, fill=19 / (4 * 7))
+
+
+def test_an_engine_that_begins_everything_at_once_is_in_its_tail_from_then_on() -> None:
+    work_queue = WorkQueue(new_store(), make_requests([5] * 4, 1), ONE_ENGINE, 4)
+    work_queue.pop(Load(0, 0))
+    for _ in range(8):
+        work_queue.pop(Load(4, 0))
+    assert work_queue.usage(1.0) == EngineUsage(1.0, steps=8, tail_steps=8, fill=1.0)
 
 
 class Unasked(dist.Store):

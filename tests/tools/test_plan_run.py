@@ -68,6 +68,74 @@ def test_the_whole_plan_as_text(capsys: pytest.CaptureFixture[str]):
         assert told in out
 
 
+CARRYING = ("--config", str(CONFIGS / "algorithms/decoupled.yaml"), "rollout.tail=carry")
+
+
+def tail_table(out: str) -> list[str]:
+    """The lines of a plan about `rollout.tail`."""
+    lines = out.splitlines()
+    (first,) = [n for n, line in enumerate(lines) if line.startswith("Predicted step by rollout.tail")]
+    return lines[first : lines.index("", first)]
+
+
+def test_the_step_with_every_rollout_tail(capsys: pytest.CaptureFixture[str]):
+    told = ["--config", str(CONFIGS / "areal/1.5b_n16.yaml"), "--layouts", "0"]
+    assert main(told) == 0
+    table = tail_table(capsys.readouterr().out)
+    assert [line.split()[:3] for line in table[2:4]] == [["244", "s", "wait"], ["174", "s", "carry"]]
+    assert table[3].split()[3:] == ["1", "13,824", "1,024", "0.5"]
+    assert table[4:] == [
+        "  carry: with algorithm.* as in configs/algorithms/decoupled.yaml",
+        "Predicted fastest: carry with max_staleness 1",
+    ]
+    assert main([*told, "--search-carry"]) == 0
+    searched = tail_table(capsys.readouterr().out)
+    assert searched[:4] == table[:4]
+    assert [line.split()[3:5] for line in searched[4:8]] == [
+        ["2", "18,432"],
+        ["3", "13,824"],
+        ["5", "9,216"],
+        ["7", "6,912"],
+    ]
+    assert searched[7].split()[:3] == ["119", "s", "carry"]
+    assert searched[-1] == "Predicted fastest: carry with max_staleness 7"
+    assert all(len(line) <= 80 for line in searched)
+
+
+@pytest.mark.parametrize(
+    ("minibatches", "name"), [(4, "step, 4 minibatches"), (1, "step, `algorithm.n_minibatches=1`")]
+)
+def test_the_page_has_the_steps_of_the_longest_tail(
+    minibatches: int, name: str, capsys: pytest.CaptureFixture[str]
+):
+    told = ("--config", str(CONFIGS / "areal/1.5b_n16.yaml"), f"algorithm.n_minibatches={minibatches}")
+    wait, *found = planned(capsys, *told, "--search-carry")["tails"]
+    page = (ROOT / "docs" / "planning.md").read_text(encoding="utf-8")
+    rows = {
+        name: [f"{one['step_seconds']:.0f}" for one in (wait, *found)],
+        "mean age of a token, steps": ["0", *(f"{one['staleness']:.1f}" for one in found)],
+        "`slice_tokens`": ["", *(f"{one['slice_tokens']:,}" for one in found)],
+        "groups in flight": ["512", *(f"{one['max_groups_in_flight']:,}" for one in found)],
+    }
+    for first, others in rows.items():
+        assert "| " + " | ".join([first, *others]).replace("|  |", "| |") + " |" in page
+
+
+def test_a_run_that_carries_has_its_own_plan(capsys: pytest.CaptureFixture[str]):
+    told = ("--config", str(CONFIGS / "areal/1.5b_n16.yaml"))
+    plan = planned(capsys, *told, *CARRYING)
+    wait, carry = plan["tails"]
+    assert plan["step_seconds"] == pytest.approx(carry["step_seconds"]) and carry == plan["fastest_tail"] | {
+        "step_seconds": carry["step_seconds"]
+    }
+    assert wait["tail"] == "wait" and wait["step_seconds"] > carry["step_seconds"]
+    assert "logprobs" in plan["stages"][0]["seconds"]
+    assert main([*told, *CARRYING, "--layouts", "0"]) == 0
+    out = capsys.readouterr().out
+    assert "  in 1 round, for which it prefills 141,696 sampled tokens again\n" in out
+    assert "  a token is learned 0.5 steps after it was sampled on average, 1 at most\n" in out
+
+
 def test_the_fastest_layout_comes_first(capsys: pytest.CaptureFixture[str]):
     assert main(["--config", str(CONFIGS / "areal/7b_n4.yaml"), "--layouts", "100", "--json"]) == 0
     data = json.loads(capsys.readouterr().out)
@@ -146,6 +214,11 @@ def test_what_does_not_fit_is_told_with_its_plan(capsys: pytest.CaptureFixture[s
         (["--nodes", "1", "--gpus-per-node", "0"], "needed: at least 1 of each"),
         (["memory.gpu=H100"], 'memory.gpu is "H100"'),
         (["--gpus-per-node", "3"], "8 ranks do not fill nodes of 3"),
+        (["rollout.tail=carry"], "algorithm.importance_mask_high=5 (or algorithm.importance_cap)"),
+        (
+            ["rollout.tail=carry", "rollout.max_staleness=0", "rollout.max_groups_in_flight=513"],
+            "rollout.max_groups_in_flight is 513",
+        ),
         (["--write-coefficients", "x.json"], "give --calibrate, too"),
         (["--coefficients", "nowhere.json"], "nowhere.json cannot be read"),
         (["--calibrate", "nowhere/metrics.jsonl"], "there is no config.yaml"),

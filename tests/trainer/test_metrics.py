@@ -5,10 +5,11 @@ from rlmath.algorithms.types import Completion, Prompt, Score, ScoredGroup
 from rlmath.config.schema import AlgorithmConfig
 from rlmath.data.seqlen_balancing import Cost
 from rlmath.models.learner import MinibatchResult
+from rlmath.rollout.work_queue import EngineUsage
 from rlmath.trainer.kl_in_reward import RewardKL
 from rlmath.trainer.metrics import (
     UpdateRecord,
-    idle_metrics,
+    engine_metrics,
     mfu_metrics,
     mismatch_metrics,
     pace_metrics,
@@ -94,9 +95,14 @@ def test_names_of_a_function_are_bounded_and_told(caplog):
     assert "more than 50 names of metrics in a step" in caplog.text
 
 
+def usage(seconds: float, steps: int = 10, tail_steps: int = 0, fill: float = 1.0) -> EngineUsage:
+    return EngineUsage(seconds, steps, tail_steps, fill)
+
+
 def test_idle_shares_of_engines_are_told_one_by_one_up_to_eight():
     # Two rollouts of 4 s and 1 s: the first engine idled 1 of 5 s, the second half a second.
-    assert idle_metrics([[3.0, 4.0], [1.0, 0.5]]) == pytest.approx(
+    found = engine_metrics([[usage(3.0), usage(4.0)], [usage(1.0), usage(0.5)]])
+    assert {name: share for name, share in found.items() if "idle" in name} == pytest.approx(
         {
             "rollout/idle_share": 0.15,
             "rollout/idle_share_max": 0.2,
@@ -104,8 +110,20 @@ def test_idle_shares_of_engines_are_told_one_by_one_up_to_eight():
             "rollout/idle_share/engine_1": 0.1,
         }
     )
-    assert len(idle_metrics([[1.0] * 8])) == 10
-    assert list(idle_metrics([[1.0] * 9])) == ["rollout/idle_share", "rollout/idle_share_max"]
+    assert len(engine_metrics([[usage(1.0)] * 8])) == 12
+    assert list(engine_metrics([[usage(1.0)] * 9])) == [
+        "rollout/idle_share",
+        "rollout/idle_share_max",
+        "rollout/tail_share",
+        "rollout/batch_fill",
+    ]
+    assert engine_metrics([]) == {}
+
+
+def test_shares_of_engine_steps_weigh_an_engine_by_its_steps() -> None:
+    found = engine_metrics([[usage(1.0, 30, 15, 0.5), usage(1.0, 10, 1, 0.9)]])
+    assert found["rollout/tail_share"] == pytest.approx(16 / 40)
+    assert found["rollout/batch_fill"] == pytest.approx((0.5 * 30 + 0.9 * 10) / 40)
 
 
 def minibatch(tokens: float, scale: float, norm: float, lr: float, why: str | None = None) -> MinibatchResult:
@@ -208,7 +226,7 @@ def test_the_mismatch_over_all_minibatches_and_over_the_first():
 def test_phases_are_paced_by_the_tokens_they_work_on():
     seconds = {"sync": 0.5, "rollout": 2.0, "update": 4.0, "reference": 0.0, "step": 8.0}
     # 40 tokens were sampled, 64 with their prompts; the first group has 2 x 3 + 6 tokens, read in two epochs
-    assert pace_metrics(seconds, GROUPS, GROUPS[:1], passes=2) == {
+    assert pace_metrics(seconds, 40, GROUPS, GROUPS[:1], passes=2) == {
         "seconds/sync": 0.5,
         "seconds/rollout": 2.0,
         "seconds/update": 4.0,
@@ -217,15 +235,22 @@ def test_phases_are_paced_by_the_tokens_they_work_on():
         "tokens_per_second/rollout": 20.0,
         "tokens_per_second/update": 6.0,
         "tokens_per_second/step": 8.0,
+        "tokens_per_second/learned": 0.75,
     }
 
 
 def test_mfu_counts_the_models_own_arithmetic() -> None:
     seconds, cost = {"rollout": 2.0, "update": 4.0}, Cost(linear=3.0, quadratic=1.0)
-    found = mfu_metrics(seconds, GROUPS[:1], GROUPS[:1], passes=2, cost=cost, peak_flops=1_000.0)
+    found = mfu_metrics(seconds, 6, GROUPS[:1], GROUPS[:1], passes=2, cost=cost, peak_flops=1_000.0)
     prompt, answers = len(GROUPS[0].prompt.token_ids), [len(one.token_ids) for one in GROUPS[0].completions]
     whole = [3.0 * (prompt + n) + (prompt + n) ** 2 for n in answers]
     read_again = (len(answers) - 1) * (3.0 * prompt + prompt**2)
     assert found["train/mfu"] == pytest.approx(2 * sum(whole) / 4_000.0)
     assert found["rollout/mfu"] == pytest.approx((sum(whole) - read_again) / 3 / 2_000.0)
-    assert "train/mfu" not in mfu_metrics({"rollout": 2.0}, GROUPS, [], passes=0, cost=cost, peak_flops=1.0)
+    assert "train/mfu" not in mfu_metrics(
+        {"rollout": 2.0}, 40, GROUPS, [], passes=0, cost=cost, peak_flops=1.0
+    )
+    # Of a step that sampled half as many tokens as the groups that it learns from have.
+    half = mfu_metrics(seconds, 3, GROUPS[:1], GROUPS[:1], passes=2, cost=cost, peak_flops=1_000.0)
+    assert half["rollout/mfu"] == pytest.approx(found["rollout/mfu"] / 2)
+    assert half["train/mfu"] == found["train/mfu"]

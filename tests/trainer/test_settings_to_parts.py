@@ -16,6 +16,7 @@ from rlmath.algorithms.dynamic_sampling import SelectionRules
 from rlmath.algorithms.early_stop import EarlyStop
 from rlmath.algorithms.importance_sampling import Correction
 from rlmath.algorithms.losses import LossSettings, Normalisation
+from rlmath.algorithms.partial_rollouts import FlightRules
 from rlmath.algorithms.types import Completion, Prompt
 from rlmath.config.length_curriculum import (
     engine_length,
@@ -30,6 +31,8 @@ from rlmath.config.schema import (
     Config,
     ParallelConfig,
     RewardConfig,
+    RolloutConfig,
+    SelectionConfig,
     StagesConfig,
 )
 from rlmath.data.dataset import most_updates
@@ -43,9 +46,10 @@ from rlmath.rewards.schemes import Scheme
 from rlmath.rewards.verifier import Rules
 from rlmath.rollout.engine import _device_arguments
 from rlmath.rollout.sampling import SamplingSettings, training_sampling
-from rlmath.trainer.grpo import PolicyUpdater, selection_rules
+from rlmath.trainer.grpo import PolicyUpdater
 from rlmath.trainer.kl_in_reward import KLPenalty
 from rlmath.trainer.preflight.memory_estimate import mesh_of
+from rlmath.trainer.rollouts import flight_rules, selection_rules, slice_tokens
 from rlmath.trainer.save_schedule import Frequency, kept_frequency, recovery_frequency
 from rlmath.trainer.validation import _measure
 from tests.distinct_settings import DISTINCT
@@ -75,6 +79,22 @@ def test_no_two_settings_of_these_tests_are_alike() -> None:
     ]
     assert len(numbers) > 100
     assert [number for number, count in Counter(numbers).items() if count > 1] == []
+
+
+def test_what_is_in_flight() -> None:
+    assert flight_rules(DISTINCT) == FlightRules(
+        groups_per_step=109,
+        max_groups=2702,
+        max_staleness=2703,
+        max_dropped=DISTINCT.selection.max_extra_prompts,
+    )
+    assert slice_tokens(DISTINCT.rollout) == 2701
+    default = replace(DISTINCT, rollout=RolloutConfig(max_new_tokens=10), selection=SelectionConfig())
+    assert flight_rules(default) == FlightRules(109, 218, 1, 0)
+    assert slice_tokens(default.rollout) == 5
+    older = replace(default, rollout=replace(default.rollout, max_staleness=3))
+    assert flight_rules(older) == FlightRules(109, 436, 3, 0)
+    assert slice_tokens(older.rollout) == 3, "a quarter, rounded up"
 
 
 def test_the_loss() -> None:

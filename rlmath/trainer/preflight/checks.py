@@ -26,7 +26,7 @@ from rlmath.config.help import (
 )
 from rlmath.config.length_curriculum import validates
 from rlmath.config.model_shape import ModelShape
-from rlmath.config.schema import AlgorithmConfig, Config, PolicyConfig
+from rlmath.config.schema import AlgorithmConfig, Config, PolicyConfig, RolloutConfig
 from rlmath.distributed.device import environment_rank, set_cuda_defaults
 from rlmath.distributed.memory import available_bytes, total_bytes
 from rlmath.models.hf_config import inspect_model_folder
@@ -77,7 +77,7 @@ def run_problems(config: Config, world_size: int, shape: ModelShape | None, kind
     """What no machine could run, for a model of this shape; None: not known."""
     problems = setting_problems(config, world_size, kind)
     if kind == "grpo":
-        for check in (algorithm_problems, _reward_problems):
+        for check in (algorithm_problems, _reward_problems, _partial_rollout_problems):
             problems += curriculum.in_every_stage(config, check)
         # Once for all stages: an import may take long.
         if config.reward.function is not None and (problem := function_problem(config.reward.function)):
@@ -213,7 +213,8 @@ def config_warnings(config: Config, unused: Sequence[str] = ()) -> list[str]:
         warnings.append(
             "memory.offload_reference has no effect with algorithm.kl_coef=0: there is no reference."
         )
-    return [*warnings, *algorithm_warnings(config), *curriculum.length_stage_warnings(config)]
+    more = (_partial_rollout_warnings, algorithm_warnings, curriculum.length_stage_warnings)
+    return [*warnings, *(text for find in more for text in find(config))]
 
 
 # ---------------------------------------------------------------- single values, optimizer, recomputation
@@ -311,6 +312,50 @@ def _engine_model_problems(config: Config, shape: ModelShape) -> Iterator[str]:
         yield (
             f"rollout.cpu_kv_cache_gib is {config.rollout.cpu_kv_cache_gib}; one sequence of {longest} tokens "
             f"(data.max_prompt_tokens + rollout.max_new_tokens) needs {needed / 2**30:.3g} GiB. Raise it."
+        )
+
+
+def _partial_rollout_problems(config: Config) -> Iterator[str]:
+    """What does not go with completions that several versions of the policy sample."""
+    rollout, algorithm, per_step = config.rollout, config.algorithm, config.data.prompts_per_step
+    if rollout.tail != "carry":
+        return
+    in_flight, oldest = rollout.max_groups_in_flight, rollout.max_staleness
+    if in_flight is not None and not per_step <= in_flight <= per_step * (oldest + 1):
+        yield (
+            f"rollout.max_groups_in_flight is {in_flight}; needed: from data.prompts_per_step, {per_step}, as a step "
+            f"learns from so many groups, to data.prompts_per_step x (rollout.max_staleness + 1) = "
+            f"{per_step} x {oldest + 1} = {per_step * (oldest + 1)}, since more could not all be learned in time. "
+            "Change it, or rollout.max_staleness."
+        )
+    if oldest == 0:
+        return
+    corrected = algorithm.importance_correction is not None
+    bounded = algorithm.importance_cap is not None or algorithm.importance_mask_high is not None
+    if not (algorithm.recompute_logprobs and corrected and bounded):
+        yield (
+            'rollout.tail is "carry": older versions of the policy sample a part of the tokens, and a clipped ratio to '
+            "these is no bound on an update's size. Needed are the ratio to the policy at the start of the step and a "
+            "bounded weight for the rest: algorithm.recompute_logprobs=true, algorithm.importance_correction=token and "
+            "algorithm.importance_mask_high=5 (or algorithm.importance_cap), as in configs/algorithms/decoupled.yaml; "
+            "or rollout.max_staleness=0."
+        )
+
+
+def _partial_rollout_warnings(config: Config) -> Iterator[str]:
+    """Settings of partial rollouts that change nothing in this run."""
+    rollout, default = config.rollout, RolloutConfig()
+    names = ("max_staleness", "slice_tokens", "max_groups_in_flight")
+    given = [f"rollout.{name}" for name in names if getattr(rollout, name) != getattr(default, name)]
+    if given and rollout.tail == "wait":
+        yield f'{", ".join(given)}: no effect with rollout.tail="wait".'
+    if rollout.tail == "carry" and rollout.max_staleness == 0:
+        yield 'rollout.tail="carry" carries nothing with rollout.max_staleness=0: a step finishes what it begins.'
+    longest = max(config.stages.max_new_tokens or [rollout.max_new_tokens])
+    if rollout.tail == "carry" and (rollout.slice_tokens or 0) >= longest:
+        yield (
+            f"rollout.slice_tokens={rollout.slice_tokens} is no less than the longest completion ({longest} tokens): a "
+            "round finishes every completion, and nothing is carried."
         )
 
 

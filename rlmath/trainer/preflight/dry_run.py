@@ -49,6 +49,7 @@ from rlmath.trainer.preflight.memory_estimate import Kind, Target, mesh_of
 from rlmath.trainer.preflight.memory_fit import GIB, planned_target, start_up_lines
 from rlmath.trainer.preflight.parallelism import planned_ranks
 from rlmath.trainer.resume import Origin, Recovery, find_recovery, origin_of, sft_origin_of
+from rlmath.trainer.rollouts import flight_rules, slice_tokens
 from rlmath.trainer.run_dir import folder_problems
 from rlmath.trainer.telemetry.alerts import dropped_alert
 from rlmath.trainer.telemetry.console import terminal_width, wrapped
@@ -290,6 +291,12 @@ def _step_lines(plan: RunPlan) -> Iterator[str]:
     if config.selection.dynamic_sampling is not None:
         yield f"  dynamic sampling may ask for up to {config.selection.max_extra_prompts} prompts more a step"
     stages = curriculum.length_stages(config, data.total_steps)
+    if config.rollout.tail == "carry":
+        slices = dict.fromkeys(f"{slice_tokens(stage.config.rollout):,}" for stage in stages)
+        yield (
+            f"  partial rollouts: slices of {', '.join(slices)} tokens, at most {flight_rules(config).max_groups:,} "
+            f"groups in flight, learned from within {config.rollout.max_staleness} steps of their first token"
+        )
     if len(stages) == 1:
         yield f"  {_tokens(config)}"
     yield _steps(data)

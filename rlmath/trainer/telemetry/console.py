@@ -41,6 +41,8 @@ STEP_LINE_METRICS = {
     "held_out/loss": ("held-out", ".4f"),
     "rollout/response_length": ("len", ".0f"),
     "no_eos_ratio": ("cut", ".2f"),
+    "rollout/staleness": ("stale", ".2f"),
+    "rollout/groups_in_flight": ("flight", ".0f"),
 }
 """Metrics of a step's line, where the step has them and the line has room; their names there, and formats."""
 LONG_LINE_METRICS = {

@@ -40,6 +40,8 @@ TIMED = (
     "rollout/mfu",
     "memory",
     "rollout/idle_share",
+    "rollout/tail_share",
+    "rollout/batch_fill",
     "reward/queue_wait",
     "validation/seconds",
 )

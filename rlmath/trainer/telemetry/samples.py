@@ -106,6 +106,7 @@ def _row(group: ScoredGroup, advantages: Sequence[float]) -> dict:
             "length": len(completion.token_ids),
             "finish_reason": completion.finish_reason,
             "policy_version": completion.policy_version,
+            "segments": [[one.tokens, one.policy_version] for one in completion.segments],
             "text": completion.text,
         }
         for completion, score, advantage in zip(group.completions, group.scores, advantages, strict=True)
@@ -133,15 +134,19 @@ def group_markdown(row: dict) -> str:
 
 
 def completion_facts(completion: dict) -> str:
-    """Reward, advantage, verdict, length and how it ended, in one line without the model's own text.
+    """Reward, advantage, verdict, length, how it ended and where other weights continued it, in one line without the
+    model's own text.
 
     >>> completion_facts({"reward": 5.0, "advantage": 0.7, "verdict": "string", "correct": True, "length": 12,
     ...                   "finish_reason": "stop"})
     'reward +5, advantage +0.700, right (string), 12 tokens, stop'
     """
+    segments = completion.get("segments") or []
+    parts = [f"{int(tokens)} of version {int(version)}" for tokens, version in segments]
+    versions = f" ({' + '.join(parts)})" if len(parts) > 1 else ""
     right = "right" if completion["correct"] else "wrong"
     return (
         f"reward {float(completion['reward']):+g}, advantage {float(completion['advantage']):+.3f},"
-        f" {right} ({visible(completion['verdict'])}), {int(completion['length'])} tokens,"
+        f" {right} ({visible(completion['verdict'])}), {int(completion['length'])} tokens{versions},"
         f" {visible(completion['finish_reason'])}"
     )

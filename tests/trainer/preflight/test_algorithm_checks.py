@@ -13,7 +13,12 @@ from rlmath.algorithms.kl import KLKind
 from rlmath.algorithms.losses import LossKind, NormalisationKind
 from rlmath.config.help import all_settings
 from rlmath.config.load import load_config
-from rlmath.trainer.preflight.checks import algorithm_problems, algorithm_warnings
+from rlmath.trainer.preflight.checks import (
+    algorithm_problems,
+    algorithm_warnings,
+    config_warnings,
+    run_problems,
+)
 
 PATHS = ["run.output_dir=o", "model.path=m", "data.train_path=t"]
 
@@ -163,3 +168,62 @@ def test_the_words_of_the_settings_are_those_of_the_code(key: str, kinds: object
 )
 def test_bounds_lie_on_the_right_side_of_one(key: str, wrong: float):
     assert all_settings()[f"algorithm.{key}"].problem(wrong)
+
+
+# ---------------------------------------------------------------- partial rollouts
+
+CARRY = ["rollout.tail=carry", "algorithm.importance_correction=token", "algorithm.importance_mask_high=5"]
+
+
+def carry_problems(*overrides: str) -> list[str]:
+    return [one for one in run_problems(load_config([], [*PATHS, *overrides]), 1, None) if "rollout." in one]
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        CARRY,
+        [*CARRY[:2], "algorithm.importance_cap=2"],
+        [*CARRY, "data.prompts_per_step=4", "rollout.max_groups_in_flight=12", "rollout.max_staleness=2"],
+        [*CARRY, "data.prompts_per_step=4", "rollout.max_groups_in_flight=4", "rollout.slice_tokens=100"],
+        ["rollout.tail=carry", "rollout.max_staleness=0"],
+        ["rollout.tail=carry", "rollout.max_staleness=0", "algorithm.recompute_logprobs=false"],
+    ],
+)
+def test_partial_rollouts_that_can_start(overrides: list[str]) -> None:
+    assert carry_problems(*overrides) == []
+
+
+@pytest.mark.parametrize(
+    ("overrides", "told"),
+    [
+        (CARRY[:1], "algorithm.importance_mask_high=5 (or algorithm.importance_cap)"),
+        (CARRY[:2], "a clipped ratio to these is no bound on an update's size"),
+        ([CARRY[0], CARRY[2]], "algorithm.importance_correction=token"),
+        ([*CARRY, "algorithm.recompute_logprobs=false"], "algorithm.recompute_logprobs=true"),
+        (
+            [*CARRY, "data.prompts_per_step=4", "rollout.max_groups_in_flight=9"],
+            "rollout.max_groups_in_flight is 9; needed: from data.prompts_per_step, 4,",
+        ),
+        (
+            [*CARRY, "data.prompts_per_step=4", "rollout.max_groups_in_flight=3"],
+            "4 x 2 = 8, since more could not all be learned in time",
+        ),
+    ],
+)
+def test_partial_rollouts_that_would_be_wrong(overrides: list[str], told: str) -> None:
+    assert any(told in problem for problem in carry_problems(*overrides))
+
+
+def test_settings_of_partial_rollouts_without_effect_are_told() -> None:
+    def told(*overrides: str) -> list[str]:
+        found = config_warnings(load_config([], [*PATHS, *overrides]))
+        return [one for one in found if "rollout." in one]
+
+    assert told() == told(*CARRY, "rollout.slice_tokens=100") == []
+    assert told("rollout.slice_tokens=100", "rollout.max_staleness=3") == [
+        'rollout.max_staleness, rollout.slice_tokens: no effect with rollout.tail="wait".'
+    ]
+    assert "carries nothing" in told(*CARRY, "rollout.max_staleness=0")[0]
+    assert "nothing is carried" in told(*CARRY, "rollout.max_new_tokens=64", "rollout.slice_tokens=64")[0]
+    assert told(*CARRY, "rollout.max_new_tokens=64", "rollout.slice_tokens=63") == []

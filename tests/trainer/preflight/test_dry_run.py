@@ -373,6 +373,20 @@ def test_stages_have_lines_of_their_own(dry, rows: Path):
     assert "the models of 2 stages" in out
 
 
+def test_partial_rollouts_are_told(dry):
+    loss = "algorithm.recompute_logprobs=true", "algorithm.importance_correction=token"
+    carry = ("rollout.tail=carry", *loss, "algorithm.importance_cap=2")
+    status, out, err = dry(SMALL_R1, *carry, "rollout.max_staleness=3")
+    assert status == 0, err
+    told = "partial rollouts: slices of 6,912 tokens, at most 2,048 groups in flight, learned from within 3 steps"
+    assert told in " ".join(out.split())
+    stages = ("stages.steps=[3,4]", "stages.max_new_tokens=[100,27648]")
+    status, out, err = dry(SMALL_R1, *carry, *stages)
+    assert status == 0, err
+    assert "slices of 50, 13,824 tokens" in " ".join(out.split())
+    assert "partial rollouts" not in dry(SMALL_R1)[1]
+
+
 def test_ranks_come_from_the_launcher_where_the_layout_leaves_them_open(dry, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("WORLD_SIZE", "4")
     _, out, _ = dry(SMALL_R1, "parallel.data=null")

@@ -5,18 +5,20 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugin_util import markdown_to_safe_html
 
-from rlmath.algorithms.types import Completion, Prompt, Score, ScoredGroup
+from rlmath.algorithms.types import Completion, Prompt, Score, ScoredGroup, Segment
 from rlmath.config.terminal import visible
 from rlmath.trainer.telemetry.console import code_block, shortened
 from rlmath.trainer.telemetry.metrics_writer import MetricsWriter
-from rlmath.trainer.telemetry.samples import SampleWriter, group_markdown
+from rlmath.trainer.telemetry.samples import SampleWriter, completion_facts, group_markdown
 
 
 def group(prompt_id: str = "q1", text: str = "so \\boxed{132}") -> ScoredGroup:
     return ScoredGroup(
         Prompt(prompt_id, "47+85=", (1, 2), ("\\boxed{132}",), "math"),
         (
-            Completion(0, (3, 4, 5), (-0.1, -0.2, -0.3), text, "stop", 7),
+            Completion(
+                0, (3, 4, 5), (-0.1, -0.2, -0.3), text, "stop", 7, (Segment(1, 6, 2), Segment(2, 7, 3))
+            ),
             Completion(1, (3,), (-0.5,), "hm", "length", 7),
         ),
         (Score(5.0, True, "132", "string", True), Score(-5.0, False, "", "no_answer")),
@@ -47,6 +49,7 @@ def test_a_row_holds_a_group_whole(tmp_path):
                 "length": 3,
                 "finish_reason": "stop",
                 "policy_version": 7,
+                "segments": [[1, 6], [2, 7]],
                 "text": "so \\boxed{132}",
             },
             {
@@ -59,10 +62,19 @@ def test_a_row_holds_a_group_whole(tmp_path):
                 "length": 1,
                 "finish_reason": "length",
                 "policy_version": 7,
+                "segments": [],
                 "text": "hm",
             },
         ],
     }
+
+
+def test_a_completion_tells_where_other_weights_continued_it(tmp_path):
+    write(tmp_path, [group()], [[1.0, -1.0]])
+    (line,) = (tmp_path / "samples" / "step-000001.jsonl").read_text().splitlines()
+    first, second = map(completion_facts, json.loads(line)["completions"])
+    assert "3 tokens (1 of version 6 + 2 of version 7), stop" in first
+    assert "1 tokens, length" in second
 
 
 def test_only_the_first_groups_of_a_step_are_kept(tmp_path):
@@ -146,7 +158,10 @@ def test_tensorboard_has_a_text_per_group(tmp_path):
     events.Reload()
     (text,) = events.Tensors("samples/group_2/text_summary")
     shown = text.tensor_proto.string_val[0].decode()
-    assert "reward +5, advantage +1.000, right (string), 3 tokens, stop" in shown
+    assert (
+        "reward +5, advantage +1.000, right (string), 3 tokens (1 of version 6 + 2 of version 7), stop"
+        in shown
+    )
     assert "\\x1b[0m" in shown
     assert "\x1b" not in shown
     assert "[... 7005 characters left out ...]" in shown

@@ -1,0 +1,182 @@
+"""Partial rollouts (`rollout.tail: carry`): which groups are in flight, and which of them a step learns from. Pure.
+
+    draws -> groups in flight -> rounds: every sequence that is not finished gets at most `slice_tokens` new tokens
+          -> complete groups leave in the order of their draws; what is not complete is carried into the next step
+
+After Kimi k1.5 (arXiv:2501.12599, section 2.6.2), with three rules of our own:
+
+1. What a step samples and learns follows from tokens, settings and this state, never from the clock: how many engines
+   there are, and which one sampled what, changes nothing.
+2. A step learns from exactly `groups_per_step` groups that selection keeps, as a step without partial rollouts does. It
+   makes rounds while fewer are complete, and none where they are there already. Every group that was drawn leaves once:
+   learned, or dropped by selection. Groups are never cut, and completions never chosen by when they were finished.
+3. A group that is learned `max_staleness` steps after its first token was sampled is as old as may be. A step makes
+   another round, too, where what it would leave behind could not all be learned in time, each step taking the oldest.
+
+Draws are counted over the whole run: draw d is place d of all steps' prompts, one step behind the other, so that a run
+with partial rollouts learns from the same prompts, with the same seeds, as one without.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+from rlmath.algorithms.dynamic_sampling import Chosen
+from rlmath.algorithms.types import (
+    NOTHING_SAMPLED,
+    Completion,
+    PartialCompletion,
+    Prompt,
+    ScoredCompletion,
+    ScoredGroup,
+    scored_group,
+)
+
+
+@dataclass(frozen=True)
+class GroupInFlight:
+    """A prompt that was drawn, and what is sampled of its completions."""
+
+    draw: int
+    """Which draw of the run it was, counted from 0."""
+    first_step: int
+    """The step, counted from 0, in which its first token was sampled."""
+    samples: tuple[PartialCompletion | ScoredCompletion, ...]
+    """By sample index: those that are finished have a score."""
+
+    @property
+    def unfinished(self) -> list[int]:
+        """Indices of the samples that are not finished."""
+        return [g for g, sample in enumerate(self.samples) if isinstance(sample, PartialCompletion)]
+
+    @property
+    def parts(self) -> list[PartialCompletion | Completion]:
+        """By sample index: what is sampled of it, without scores."""
+        return [one.completion if isinstance(one, ScoredCompletion) else one for one in self.samples]
+
+    @property
+    def is_complete(self) -> bool:
+        return all(isinstance(sample, ScoredCompletion) for sample in self.samples)
+
+    def scored(self, prompt: Prompt) -> ScoredGroup:
+        """The group as it is learned from; it must be complete."""
+        return scored_group(prompt, self.samples)
+
+
+@dataclass(frozen=True)
+class FlightRules:
+    """How many groups are in flight, and for how long."""
+
+    groups_per_step: int
+    """Groups that a step learns from."""
+    max_groups: int
+    """Most groups in flight; at most groups_per_step x (max_staleness + 1)."""
+    max_staleness: int
+    """Most steps between the one that sampled a group's first token and the one that learns from it."""
+    max_dropped: int = 0
+    """Most groups of a step that selection may drop and that others take the place of."""
+
+
+@dataclass
+class Flight:
+    """The groups in flight: the state that partial rollouts carry from step to step."""
+
+    groups: list[GroupInFlight] = field(default_factory=list)
+    """In the order of their draws."""
+    next_draw: int = 0
+
+
+@dataclass(frozen=True)
+class Leaving:
+    """What leaves the flight in a step."""
+
+    groups: list[GroupInFlight]
+    """Complete, in the order of their draws."""
+    chosen: list[Chosen]
+    """What is learned from of each."""
+    rounds: int = 0
+    """Rounds that the step made."""
+    waits: int = 0
+    """Of these, those that it made only because groups would have become too old."""
+
+    @property
+    def kept(self) -> int:
+        return sum(one.dropped is None for one in self.chosen)
+
+
+def advance(
+    flight: Flight,
+    rules: FlightRules,
+    step: int,
+    steps_left: int,
+    samples: int,
+    sample_round: Callable[[list[GroupInFlight]], list[GroupInFlight]],
+    choose: Callable[[GroupInFlight], Chosen],
+) -> Leaving:
+    """Make step `step`, counted from 0, of a run that has `steps_left` steps more, this one among them: draw groups of
+    so many `samples`, make rounds, and take out of flight what the step learns from. Where enough groups are complete
+    already, nothing is drawn and no round is made.
+
+    `sample_round` gets all groups in flight and returns them after a round; `choose` says what is learned from of a
+    complete group. The last steps finish what is in flight, so that at the end of `steps_left` steps nothing is.
+    """
+    found, rounds, waits = leaving(flight, rules, choose), 0, 0
+    while not (enough := is_enough(found, rules)) or too_old(left_behind(flight, found), rules, step):
+        for _ in range(room(flight, found, rules, steps_left)):
+            flight.groups.append(GroupInFlight(flight.next_draw, step, (NOTHING_SAMPLED,) * samples))
+            flight.next_draw += 1
+        if not any(group.unfinished for group in flight.groups):
+            break
+        flight.groups = sample_round(flight.groups)
+        rounds, waits = rounds + 1, waits + enough
+        found = leaving(flight, rules, choose)
+    flight.groups = left_behind(flight, found)
+    return replace(found, rounds=rounds, waits=waits)
+
+
+def room(flight: Flight, found: Leaving, rules: FlightRules, steps_left: int) -> int:
+    """How many groups to draw now. `found` are those that would leave the flight now, of which selection drops some:
+    others take the place of up to `max_dropped`.
+
+    >>> room(Flight(), Leaving([], []), FlightRules(4, 8, max_staleness=1), steps_left=1)
+    4
+    """
+    most = min(rules.max_groups, rules.groups_per_step * steps_left)
+    replaced = min(len(found.groups) - found.kept, rules.max_dropped)
+    return max(0, most - (len(flight.groups) - replaced))
+
+
+def leaving(flight: Flight, rules: FlightRules, choose: Callable[[GroupInFlight], Chosen]) -> Leaving:
+    """The complete groups that a step would take now, those drawn first: up to `groups_per_step` that selection keeps,
+    and with the dropped ones among them at most `max_dropped` more."""
+    taken, chosen, kept = [], [], 0
+    for group in flight.groups:
+        if kept == rules.groups_per_step or len(taken) == rules.groups_per_step + rules.max_dropped:
+            break
+        if group.is_complete:
+            taken.append(group)
+            chosen.append(choose(group))
+            kept += chosen[-1].dropped is None
+    return Leaving(taken, chosen)
+
+
+def is_enough(found: Leaving, rules: FlightRules) -> bool:
+    """Whether a step may learn from `found`: it has its groups, or has dropped as many as it may."""
+    whole = len(found.groups) == rules.groups_per_step + rules.max_dropped
+    return whole or found.kept == rules.groups_per_step
+
+
+def left_behind(flight: Flight, found: Leaving) -> list[GroupInFlight]:
+    """The groups in flight without those that leave, in the order of their draws."""
+    gone = {group.draw for group in found.groups}
+    return [group for group in flight.groups if group.draw not in gone]
+
+
+def too_old(left: Sequence[GroupInFlight], rules: FlightRules, step: int) -> bool:
+    """Whether one of the groups that step `step` leaves behind would be older than `max_staleness` when it is learned:
+    of those, each of the next steps takes the oldest `groups_per_step`."""
+    return any(
+        step + 1 + place // rules.groups_per_step - group.first_step > rules.max_staleness
+        for place, group in enumerate(left)
+    )

@@ -1,0 +1,152 @@
+"""The groups in flight of partial rollouts, as a file of a checkpoint: safetensors, with the rest as JSON beside.
+
+    tokens, logprobs   of all completions, one behind the other, in the order of groups and samples
+    header             {"next_draw", "groups": [{"draw", "first_step", "samples": [...]}]}, and of every sample
+                       {"segments"}, with {"finish_reason", "score"} where it is finished
+
+Texts are not kept: they follow from the tokens. The file is read as one that anybody may have written.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from array import array
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, fields
+from typing import Any, get_args
+
+import numpy as np
+from safetensors import SafetensorError
+from safetensors.numpy import load, save
+
+from rlmath.algorithms.partial_rollouts import Flight, GroupInFlight
+from rlmath.algorithms.types import (
+    Completion,
+    FinishReason,
+    PartialCompletion,
+    Score,
+    ScoredCompletion,
+    Segment,
+)
+
+FLIGHT = "flight.safetensors"
+
+
+def write_flight(flight: Flight) -> bytes:
+    """The file's contents."""
+    token_ids, logprobs = array("i"), array("f")
+    groups = []
+    for group in flight.groups:
+        samples: list[dict[str, Any]] = []
+        for sample, part in zip(group.samples, group.parts, strict=True):
+            token_ids.extend(part.token_ids)
+            logprobs.extend(part.logprobs)
+            row: dict[str, Any] = {"segments": [[s.tokens, s.policy_version, s.step] for s in part.segments]}
+            if isinstance(sample, ScoredCompletion):
+                row |= {"finish_reason": sample.completion.finish_reason, "score": asdict(sample.score)}
+            samples.append(row)
+        groups.append({"draw": group.draw, "first_step": group.first_step, "samples": samples})
+    header = json.dumps({"next_draw": flight.next_draw, "groups": groups}).encode()
+    return save(
+        {
+            "header": np.frombuffer(header, np.uint8),
+            "tokens": np.frombuffer(token_ids, np.int32),
+            "logprobs": np.frombuffer(logprobs, np.float32),
+        }
+    )
+
+
+def read_flight(
+    content: bytes, group_size: int, vocab_size: int, text_of: Callable[[Sequence[int]], str]
+) -> Flight:
+    """The groups in flight, of `group_size` completions of tokens below `vocab_size`; `text_of` decodes those of a
+    completion. ValueError where the file is none of ours."""
+    try:
+        tensors = load(content)
+        header = json.loads(tensors["header"].tobytes())
+        reader = _Reader(tensors["tokens"], tensors["logprobs"], vocab_size, text_of)
+        groups = [reader.group(row, group_size) for row in header["groups"]]
+        next_draw = _count(header["next_draw"])
+        draws = [group.draw for group in groups]
+        if draws != sorted(set(draws)) or any(draw >= next_draw for draw in draws):
+            raise ValueError("draws are out of order")
+        if reader.position != len(tensors["tokens"]):
+            raise ValueError("there are too many tokens")
+    except (SafetensorError, KeyError, TypeError, ValueError, OverflowError, RecursionError) as error:
+        raise ValueError(f"{FLIGHT} is damaged ({type(error).__name__}: {error})") from error
+    return Flight(groups, next_draw)
+
+
+class _Reader:
+    """Reads groups one after another, each with the next of the tokens."""
+
+    def __init__(
+        self,
+        tokens: np.ndarray,
+        logprobs: np.ndarray,
+        vocab_size: int,
+        text_of: Callable[[Sequence[int]], str],
+    ) -> None:
+        if (tokens.dtype, logprobs.dtype) != (np.int32, np.float32) or tokens.shape != logprobs.shape:
+            raise ValueError("tokens or log-probs have another form")
+        if tokens.ndim != 1 or not np.isfinite(logprobs).all():
+            raise ValueError("log-probs are not finite")
+        if len(tokens) and not 0 <= tokens.min() <= tokens.max() < vocab_size:
+            raise ValueError(f"tokens are not below {vocab_size}")
+        self._tokens, self._logprobs, self._text_of = tokens, logprobs, text_of
+        self.position = 0
+
+    def group(self, row: dict[str, Any], group_size: int) -> GroupInFlight:
+        samples = tuple(self._sample(index, one) for index, one in enumerate(row["samples"]))
+        if len(samples) != group_size:
+            raise ValueError(f"a group has {len(samples)} completions, and not {group_size}")
+        return GroupInFlight(_count(row["draw"]), _count(row["first_step"]), samples)
+
+    def _sample(self, index: int, row: dict[str, Any]) -> PartialCompletion | ScoredCompletion:
+        segments = tuple(Segment(*map(_count, segment)) for segment in row["segments"])
+        start = self.position
+        self.position = end = start + sum(segment.tokens for segment in segments)
+        if end > len(self._tokens) or any(segment.tokens == 0 for segment in segments):
+            raise ValueError("tokens are missing")
+        token_ids, logprobs = array("i"), array("f")
+        token_ids.frombytes(self._tokens[start:end].tobytes())
+        logprobs.frombytes(self._logprobs[start:end].tobytes())
+        if row.get("score") is None:
+            return PartialCompletion(token_ids, logprobs, segments)
+        if row["finish_reason"] not in get_args(FinishReason) or not segments:
+            raise ValueError(f"a completion ends by {row['finish_reason']!r}")
+        completion = Completion(
+            index,
+            token_ids,
+            logprobs,
+            self._text_of(token_ids),
+            row["finish_reason"],
+            segments[-1].policy_version,
+            segments,
+        )
+        return ScoredCompletion(completion, _score(row["score"]))
+
+
+def _score(row: dict[str, Any]) -> Score:
+    if set(row) != {field.name for field in fields(Score)}:
+        raise ValueError(f"a score has {sorted(row)}")
+    metrics = tuple((str(name), float(value)) for name, value in row["metrics"])
+    reward, queue_seconds = float(row["reward"]), float(row["queue_seconds"])
+    if not all(map(math.isfinite, (reward, queue_seconds, *(value for _, value in metrics)))):
+        raise ValueError("a score is not finite")
+    return Score(
+        reward,
+        bool(row["correct"]),
+        str(row["extracted"]),
+        str(row["verdict"]),
+        bool(row["boxed"]),
+        metrics,
+        queue_seconds,
+    )
+
+
+def _count(value: Any) -> int:
+    if type(value) is not int or value < 0:
+        raise ValueError(f"{value!r} is no count")
+    return value

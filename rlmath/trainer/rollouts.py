@@ -1,0 +1,306 @@
+"""What a step samples, and which groups it learns from: `rollout.tail`.
+
+- "wait" (`WholeRollouts`): the step's own prompts, every completion to its end.
+- "carry" (`PartialRollouts`): rounds of a slice of every completion in flight, until enough groups are complete; the
+  others are carried into the next step. The rules are in `algorithms/partial_rollouts.py`.
+
+Every rank computes the same: what the engines sampled is gathered first.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from itertools import chain, islice
+from pathlib import Path
+from typing import Protocol
+
+from rlmath.algorithms.dynamic_sampling import Chosen, Selection, SelectionRules, choose, select
+from rlmath.algorithms.partial_rollouts import Flight, FlightRules, GroupInFlight, advance
+from rlmath.algorithms.types import PartialCompletion, Prompt, Score, ScoredCompletion, ScoredGroup
+from rlmath.checkpoint.flight import FLIGHT, read_flight, write_flight
+from rlmath.config.length_curriculum import LengthStage, length_stage_at, length_stages
+from rlmath.config.schema import Config, RolloutConfig, SelectionConfig
+from rlmath.data.dataset import Inputs
+from rlmath.rollout.collector import Collector, Work, completion_text
+from rlmath.rollout.sampling import (
+    Key,
+    RolloutSeed,
+    SamplingSettings,
+    continued,
+    requests_of,
+    training_sampling,
+)
+from rlmath.rollout.work_queue import EngineUsage
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class StepRollout:
+    """What a step has to learn from."""
+
+    epoch: int
+    selection: Selection
+    rounds: list[list[EngineUsage]]
+    """What every engine did, by rollout of the step."""
+    scores: list[Score]
+    """Made in this step."""
+    sampled_tokens: int
+    """New tokens of the step; those of `selection` where every completion is sampled to its end."""
+    metrics: dict[str, float] = field(default_factory=dict)
+    """Of what is in flight."""
+
+
+class StepRollouts(Protocol):
+    """A way to sample."""
+
+    def step(self, number: int, stage: LengthStage) -> StepRollout:
+        """Sample for step `number`, counted from 0, of a length stage. A collective."""
+
+    def commit(self) -> None:
+        """Take what the last step left as the state. A step that fails before leaves the state as it was."""
+
+    def files(self) -> dict[str, bytes]:
+        """What a checkpoint keeps of the state, by file name."""
+
+    def resume(self, folder: Path, steps_done: int) -> None:
+        """Continue from a checkpoint. ValueError where its file is damaged."""
+
+
+def step_rollouts(
+    config: Config, inputs: Inputs, collector: Collector, vocab_size: int, total_steps: int
+) -> StepRollouts:
+    """As `rollout.tail` says."""
+    if config.rollout.tail == "carry":
+        return PartialRollouts(config, inputs, collector, vocab_size, total_steps)
+    return WholeRollouts(config, inputs, collector, total_steps)
+
+
+def selection_rules(settings: SelectionConfig) -> SelectionRules:
+    """Which groups and completions are learned from."""
+    return SelectionRules(
+        settings.dynamic_sampling,
+        settings.min_completion_tokens,
+        settings.max_completion_tokens,
+        settings.drop_truncated,
+    )
+
+
+class WholeRollouts:
+    """Every completion is sampled to its end in the step that began it."""
+
+    def __init__(self, config: Config, inputs: Inputs, collector: Collector, total_steps: int) -> None:
+        self._config, self._inputs, self._collector = config, inputs, collector
+        self._total_steps = total_steps
+        self._rules = selection_rules(config.selection)
+
+    def step(self, number: int, stage: LengthStage) -> StepRollout:
+        """The step's own prompts, and then those that dynamic sampling asks for."""
+        sampling, seed = training_sampling(stage.config.rollout), RolloutSeed(self._config.run.seed, number)
+        epoch, own = self._inputs.order.batch(number)
+        indices = chain(own, self._inputs.order.extra(number))
+        rounds: list[list[EngineUsage]] = []
+
+        def sample(count: int) -> list[ScoredGroup]:
+            prompts = [self._inputs.prompts[i] for i in islice(indices, count)]
+            if not prompts:
+                return []
+            title = f"step {number + 1}/{self._total_steps}"
+            rollout = self._collector.collect(prompts, sampling, seed, title)
+            rounds.append(rollout.engines)
+            return rollout.groups
+
+        selection = select(sample, len(own), self._config.selection.max_extra_prompts, self._rules)
+        tokens = sum(len(one.token_ids) for group in selection.sampled for one in group.completions)
+        scores = [score for group in selection.sampled for score in group.scores]
+        return StepRollout(epoch, selection, rounds, scores, tokens)
+
+    def commit(self) -> None:
+        pass
+
+    def files(self) -> dict[str, bytes]:
+        return {}
+
+    def resume(self, folder: Path, steps_done: int) -> None:
+        pass
+
+
+@dataclass
+class Rounds:
+    """What the rounds of a step did."""
+
+    usages: list[list[EngineUsage]] = field(default_factory=list)
+    """Of every engine, by round."""
+    scores: list[Score] = field(default_factory=list)
+    new_tokens: int = 0
+    read_again: int = 0
+    """Sampled tokens that were prefilled again."""
+
+
+class PartialRollouts:
+    """Completions that a step does not finish go on in the next one, with the weights of that step."""
+
+    def __init__(
+        self, config: Config, inputs: Inputs, collector: Collector, vocab_size: int, total_steps: int
+    ) -> None:
+        self._config, self._inputs, self._collector = config, inputs, collector
+        self._vocab_size, self._total_steps = vocab_size, total_steps
+        self._rules = selection_rules(config.selection)
+        self._limits = flight_rules(config)
+        self._flight = self._after = Flight()
+        """The state, and what the last step left."""
+        self._choices: dict[int, Chosen] = {}
+        """By draw: what is learned from of complete groups in flight."""
+
+    def step(self, number: int, stage: LengthStage) -> StepRollout:
+        """Rounds of a slice, until enough groups are complete and none must wait any longer."""
+        flight = self._after = Flight(list(self._flight.groups), self._flight.next_draw)
+        limits, rounds = self._limits, Rounds()
+
+        def sample_round(groups: list[GroupInFlight]) -> list[GroupInFlight]:
+            return self._round(groups, number, stage, rounds)
+
+        samples, steps_left = stage.config.rollout.group_size, stage.end - number
+        found = advance(flight, limits, number, steps_left, samples, sample_round, self._choose)
+        sampled = [self._scored(group) for group in found.groups]
+        selection = Selection(sampled, found.chosen, limits.groups_per_step)
+        metrics = flight_metrics(flight, selection.learned, number, limits.max_staleness)
+        metrics |= {
+            "rollout/rounds": float(found.rounds),
+            "rollout/staleness_waits": float(found.waits),
+            "rollout/prefilled_again_tokens": float(rounds.read_again),
+        }
+        if number + 1 == self._total_steps and flight.groups:
+            text = "%d groups that were drawn are not learned from: the run has fewer steps than when it drew them"
+            logger.warning(text, len(flight.groups))
+        epoch, _ = self._inputs.order.batch(number)
+        return StepRollout(epoch, selection, rounds.usages, rounds.scores, rounds.new_tokens, metrics)
+
+    def commit(self) -> None:
+        self._flight = self._after
+        in_flight = {group.draw for group in self._flight.groups}
+        self._choices = {draw: one for draw, one in self._choices.items() if draw in in_flight}
+
+    def files(self) -> dict[str, bytes]:
+        return {FLIGHT: write_flight(self._flight)}
+
+    def resume(self, folder: Path, steps_done: int) -> None:
+        tokenizer, samples = self._inputs.tokenizer, self._config.rollout.group_size
+        try:
+            content = (folder / FLIGHT).read_bytes()
+            flight = read_flight(
+                content, samples, self._vocab_size, lambda token_ids: completion_text(tokenizer, token_ids)
+            )
+        except (OSError, ValueError) as error:
+            raise ValueError(f"{folder}: the groups in flight cannot be read: {error}") from error
+        stages = length_stages(self._config, self._total_steps)
+        stage = length_stage_at(stages, steps_done - 1)
+        left = self._limits.groups_per_step * (stage.end - steps_done)
+        if stage is not stages[-1] and len(flight.groups) > left:
+            raise ValueError(
+                f"stages: stage {stage.number + 1} ends after step {stage.end}, and the checkpoint of step "
+                f"{steps_done} has {len(flight.groups)} groups in flight, of which the steps up to there learn from "
+                f"{left}; the next stage has other lengths. Let this stage end later."
+            )
+        self._flight = self._after = flight
+
+    # ------------------------------------------------------------ parts of a step
+
+    def _round(
+        self, groups: list[GroupInFlight], number: int, stage: LengthStage, rounds: Rounds
+    ) -> list[GroupInFlight]:
+        """The groups after a slice of every completion that is not finished, those begun earlier first."""
+        sampling, length = training_sampling(stage.config.rollout), slice_tokens(stage.config.rollout)
+        rows: list[list[Work]] = []
+        keys: list[dict[int, Key]] = []
+        """By group and sample index."""
+        for group in groups:
+            own = self._rows(group, sampling, length, len(rows))
+            rows += own
+            keys.append({work.request.key[1]: work.request.key for row in own for work in row})
+        title = f"step {number + 1}/{self._total_steps}"
+        if rounds.usages:
+            title += f", round {len(rounds.usages) + 1}"
+            self._collector.forget_prefixes()
+        sampled, usages = self._collector.sample(rows, sampling.max_new_tokens, number, title)
+        after = [
+            replace(
+                group,
+                samples=tuple(sampled[own[g]] if g in own else one for g, one in enumerate(group.samples)),
+            )
+            for group, own in zip(groups, keys, strict=True)
+        ]
+        rounds.usages.append(usages)
+        rounds.scores += [one.score for one in sampled.values() if isinstance(one, ScoredCompletion)]
+        rounds.new_tokens += sum(map(tokens_of, after)) - sum(map(tokens_of, groups))
+        rounds.read_again += sum(len(work.so_far.token_ids) for row in rows for work in row)
+        return after
+
+    def _rows(
+        self, group: GroupInFlight, sampling: SamplingSettings, length: int, first: int
+    ) -> list[list[Work]]:
+        """A group's requests of a round, the first row's number being `first`: one row where nothing is sampled yet,
+        as the completions share their prompt, else a row for each completion."""
+        step, index, times = self._inputs.order.drawn(group.draw)
+        prompt = self._inputs.prompts[index]
+        requests = requests_of(prompt, 0, sampling, RolloutSeed(self._config.run.seed, step), times)
+        work = []
+        begun = any(not isinstance(one, PartialCompletion) or one.token_ids for one in group.samples)
+        for g in group.unfinished:
+            so_far = group.samples[g]
+            assert isinstance(so_far, PartialCompletion)
+            row = first + len(work) if begun else first
+            work.append(Work(prompt, continued(requests[g], (row, g), so_far, length), so_far))
+        return [[one] for one in work] if begun else [work]
+
+    def _scored(self, group: GroupInFlight) -> ScoredGroup:
+        return group.scored(self._prompt(group))
+
+    def _prompt(self, group: GroupInFlight) -> Prompt:
+        return self._inputs.prompts[self._inputs.order.drawn(group.draw)[1]]
+
+    def _choose(self, group: GroupInFlight) -> Chosen:
+        if group.draw not in self._choices:
+            self._choices[group.draw] = choose(self._scored(group), self._rules)
+        return self._choices[group.draw]
+
+
+def flight_rules(config: Config) -> FlightRules:
+    """Of partial rollouts."""
+    rollout, per_step = config.rollout, config.data.prompts_per_step
+    most = per_step * (rollout.max_staleness + 1)
+    in_flight = most if rollout.max_groups_in_flight is None else rollout.max_groups_in_flight
+    dropped = config.selection.max_extra_prompts if config.selection.dynamic_sampling is not None else 0
+    return FlightRules(per_step, in_flight, rollout.max_staleness, dropped)
+
+
+def slice_tokens(rollout: RolloutConfig) -> int:
+    """Most new tokens of a completion in a round."""
+    return rollout.slice_tokens or -(-rollout.max_new_tokens // (rollout.max_staleness + 1))
+
+
+def tokens_of(group: GroupInFlight) -> int:
+    """Tokens that are sampled of it."""
+    return sum(len(part.token_ids) for part in group.parts)
+
+
+def flight_metrics(
+    flight: Flight, learned: Sequence[ScoredGroup], number: int, max_staleness: int
+) -> dict[str, float]:
+    """How old the tokens are that step `number` learns from (steps since they were sampled: mean, most, and the share
+    of each age), and what is in flight behind it."""
+    ages = dict.fromkeys(range(max_staleness + 1), 0)
+    for segment in (s for group in learned for c in group.completions for s in c.segments):
+        ages[number - segment.step] += segment.tokens
+    total = sum(ages.values())
+    metrics = {
+        "rollout/groups_in_flight": float(len(flight.groups)),
+        "rollout/carried_tokens": float(sum(map(tokens_of, flight.groups))),
+    }
+    if total:
+        metrics["rollout/staleness"] = sum(age * tokens for age, tokens in ages.items()) / total
+        metrics["rollout/staleness_max"] = float(max(age for age, tokens in ages.items() if tokens))
+        metrics |= {f"rollout/staleness/{age}": tokens / total for age, tokens in ages.items()}
+    return metrics

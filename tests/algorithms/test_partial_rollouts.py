@@ -1,0 +1,248 @@
+"""Partial rollouts: what is drawn, carried and learned from, with completions that are nothing but lengths."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rlmath.algorithms.dynamic_sampling import Chosen
+from rlmath.algorithms.partial_rollouts import (
+    Flight,
+    FlightRules,
+    GroupInFlight,
+    Leaving,
+    advance,
+    leaving,
+    room,
+    too_old,
+)
+from rlmath.algorithms.types import Completion, PartialCompletion, Score, ScoredCompletion, Segment
+from rlmath.checkpoint.flight import read_flight, write_flight
+
+RIGHT = Score(1.0, True, "", "string")
+
+
+@dataclass
+class Engines:
+    """Sample at most `slice_tokens` tokens of each completion; how long it gets is a function of draw and sample."""
+
+    length: Callable[[int, int], int]
+    slice_tokens: int
+    step: int = 0
+    rounds: list[int] = field(default_factory=list)
+    """By round: the longest slice that was sampled in it."""
+
+    def sample_round(self, groups: list[GroupInFlight]) -> list[GroupInFlight]:
+        longest = 0
+        after = []
+        for group in groups:
+            samples = []
+            for g, sample in enumerate(group.samples):
+                if isinstance(sample, ScoredCompletion):
+                    samples.append(sample)
+                    continue
+                whole, done = self.length(group.draw, g), len(sample.token_ids)
+                new = min(self.slice_tokens, whole - done)
+                longest = max(longest, new)
+                part = sample.extended((7,) * new, (-1.0,) * new, policy_version=self.step, step=self.step)
+                samples.append(part if done + new < whole else finished(g, part))
+            after.append(replace(group, samples=tuple(samples)))
+        self.rounds.append(longest)
+        return after
+
+
+def finished(g: int, part: PartialCompletion) -> ScoredCompletion:
+    return ScoredCompletion(Completion(g, part.token_ids, part.logprobs, "", "stop", 0, part.segments), RIGHT)
+
+
+def keep(group: GroupInFlight) -> Chosen:
+    return Chosen(tuple(range(len(group.samples))))
+
+
+def run(
+    engines: Engines,
+    rules: FlightRules,
+    steps: int,
+    samples: int,
+    choose: Callable[[GroupInFlight], Chosen] = keep,
+) -> tuple[list[Leaving], Flight]:
+    flight, found = Flight(), []
+    for step in range(steps):
+        engines.step = step
+        found.append(advance(flight, rules, step, steps - step, samples, engines.sample_round, choose))
+    return found, flight
+
+
+def draws(found: Leaving) -> list[int]:
+    return [group.draw for group in found.groups]
+
+
+def test_short_groups_overtake_long_ones_and_long_ones_are_carried() -> None:
+    # Draws 0 and 3 have 8 tokens, the others 2. A step learns from 2 of at most 4 groups, by slices of 4 tokens.
+    rules = FlightRules(groups_per_step=2, max_groups=4, max_staleness=1)
+    engines = Engines(lambda draw, g: 8 if draw in (0, 3) else 2, slice_tokens=4)
+    found, flight = run(engines, rules, steps=3, samples=1)
+    # Step 0 draws 0-3 and learns 1 and 2; step 1 draws 4 and 5, finishes 0 and 3, which are older; step 2 has 4 and 5.
+    assert [draws(one) for one in found] == [[1, 2], [0, 3], [4, 5]]
+    assert flight == Flight([], 6)
+    assert found[1].groups[0].samples[0].completion.segments == (Segment(4, 0, 0), Segment(4, 1, 1))
+    assert [one.rounds for one in found] == [1, 1, 0], "all groups of the last step were complete"
+
+
+def test_a_step_waits_for_groups_that_are_about_to_be_too_old() -> None:
+    # Only draw 0 is long: it has 4 of 12 tokens after step 0, which learns from draw 1.
+    rules = FlightRules(groups_per_step=1, max_groups=2, max_staleness=1)
+    engines = Engines(lambda draw, g: 12 if draw == 0 else 2, slice_tokens=4)
+    found, _ = run(engines, rules, steps=4, samples=1)
+    # Step 1 must learn from it: it has 8 tokens after the round that completes draw 2, and 12 after one more.
+    assert [draws(one) for one in found] == [[1], [0], [2], [3]]
+    assert [(one.rounds, one.waits) for one in found] == [(1, 0), (2, 1), (0, 0), (1, 0)]
+
+
+def test_with_staleness_0_every_step_learns_from_its_own_prompts() -> None:
+    rules = FlightRules(groups_per_step=3, max_groups=3, max_staleness=0)
+    draw = random.Random(1)
+    lengths = {(d, g): draw.randint(1, 30) for d in range(15) for g in range(4)}
+    found, _ = run(Engines(lambda d, g: lengths[d, g], 7), rules, steps=5, samples=4)
+    assert [draws(one) for one in found] == [[3 * n, 3 * n + 1, 3 * n + 2] for n in range(5)]
+
+
+def test_what_selection_drops_is_replaced_by_further_draws() -> None:
+    # Every third group is dropped; at most 2 of a step.
+    def choose(group: GroupInFlight) -> Chosen:
+        return Chosen((), dropped="uniform") if group.draw % 3 == 0 else keep(group)
+
+    rules = FlightRules(groups_per_step=4, max_groups=4, max_staleness=0, max_dropped=2)
+    found, flight = run(Engines(lambda d, g: 3, 3), rules, steps=3, samples=1, choose=choose)
+    assert [draws(one) for one in found] == [
+        [0, 1, 2, 3, 4, 5],
+        [6, 7, 8, 9, 10, 11],
+        [12, 13, 14, 15, 16, 17],
+    ]
+    assert [one.kept for one in found] == [4, 4, 4] and flight.groups == []
+
+
+def test_a_step_that_may_drop_no_more_learns_from_fewer() -> None:
+    rules = FlightRules(groups_per_step=2, max_groups=2, max_staleness=0, max_dropped=1)
+    found, flight = run(
+        Engines(lambda d, g: 3, 2),
+        rules,
+        steps=2,
+        samples=1,
+        choose=lambda group: Chosen((), dropped="right"),
+    )
+    assert [draws(one) for one in found] == [[0, 1, 2], [3, 4, 5]]
+    assert [one.kept for one in found] == [0, 0] and flight.groups == []
+
+
+def test_room_by_hand() -> None:
+    rules = FlightRules(groups_per_step=4, max_groups=10, max_staleness=2, max_dropped=1)
+    three = Flight([GroupInFlight(d, 0, (PartialCompletion(),)) for d in range(3)], 3)
+    assert room(three, Leaving([], []), rules, steps_left=9) == 7
+    assert room(three, Leaving([], []), rules, steps_left=2) == 5, "8 groups are left to learn from"
+    dropped = Leaving(three.groups[:2], [Chosen((), dropped="right"), Chosen((0,))])
+    assert room(three, dropped, rules, steps_left=2) == 6, "one of the three is dropped"
+    both = Leaving(three.groups[:2], [Chosen((), dropped="right")] * 2)
+    assert room(three, both, rules, steps_left=2) == 6, "two are, and one may be replaced"
+    assert room(three, Leaving([], []), rules, steps_left=0) == 0
+
+
+def test_age_by_hand() -> None:
+    rules = FlightRules(groups_per_step=2, max_groups=6, max_staleness=2)
+    old = [GroupInFlight(d, 3, (PartialCompletion(),)) for d in range(4)]
+    # Of step 3, two are learned in step 4 and two in step 5, two steps later: as old as may be.
+    assert not too_old(old, rules, step=3)
+    assert too_old([*old, GroupInFlight(4, 3, (PartialCompletion(),))], rules, step=3)
+    assert too_old(old, rules, step=4)
+
+
+def test_complete_groups_leave_in_the_order_of_their_draws() -> None:
+    done, open_ = (finished(0, PartialCompletion().extended((7,), (-1.0,), 0, 0)),), (PartialCompletion(),)
+    groups = [GroupInFlight(d, 0, samples) for d, samples in enumerate([open_, done, done, open_, done])]
+    found = leaving(Flight(groups, 5), FlightRules(2, 5, 2), keep)
+    assert draws(found) == [1, 2]
+
+
+@settings(deadline=None, max_examples=300)
+@given(
+    seed=st.integers(0, 2**20),
+    per_step=st.integers(1, 5),
+    staleness=st.integers(0, 4),
+    share=st.floats(0, 1),
+    samples=st.integers(1, 3),
+    steps=st.integers(1, 12),
+    slice_tokens=st.integers(1, 40),
+    drop_every=st.sampled_from([0, 0, 2, 3]),
+    max_dropped=st.integers(0, 8),
+)
+def test_every_group_leaves_once_whole_and_in_time(
+    seed: int,
+    per_step: int,
+    staleness: int,
+    share: float,
+    samples: int,
+    steps: int,
+    slice_tokens: int,
+    drop_every: int,
+    max_dropped: int,
+) -> None:
+    most = round(per_step * (1 + share * staleness))
+    rules = FlightRules(per_step, most, staleness, max_dropped)
+
+    def length(draw: int, g: int) -> int:
+        return min(40, 1 + int(random.Random(f"{seed}/{draw}/{g}").expovariate(0.08)))
+
+    def choose(group: GroupInFlight) -> Chosen:
+        dropped = drop_every and random.Random(f"{seed}/{group.draw}").random() < 1 / drop_every
+        return Chosen((), dropped="uniform") if dropped else keep(group)
+
+    engines = Engines(length, slice_tokens)
+    found, flight = run(engines, rules, steps, samples, choose)
+    left = sorted(d for one in found for d in draws(one))
+    assert left == list(range(len(left))) and flight == Flight([], len(left))
+    assert drop_every or len(left) == per_step * steps
+    assert max(engines.rounds) <= slice_tokens
+    for step, one in enumerate(found):
+        assert one.kept == per_step or (drop_every and len(one.groups) == per_step + max_dropped)
+        assert draws(one) == sorted(draws(one))
+        for group in one.groups:
+            assert 0 <= step - group.first_step <= staleness
+            for g, sample in enumerate(group.samples):
+                assert isinstance(sample, ScoredCompletion)
+                segments = sample.completion.segments
+                assert sum(segment.tokens for segment in segments) == length(group.draw, g)
+                own = [segment.step for segment in segments]
+                assert own == sorted(set(own)), "one for each version"
+                assert own[0] >= group.first_step and own[-1] <= step
+
+
+@pytest.mark.parametrize("parts", [1, 2, 5])
+def test_a_flight_that_is_written_down_goes_on_as_if_it_had_not_been(parts: int) -> None:
+    lengths = {(d, g): 1 + (d * 7 + g * 11) % 23 for d in range(40) for g in range(2)}
+    rules = FlightRules(4, 8, 2)
+    whole, _ = run(Engines(lambda d, g: lengths[d, g], 6), rules, steps=10, samples=2)
+    engines, flight, found = Engines(lambda d, g: lengths[d, g], 6), Flight(), []
+    for step in range(10):
+        if step % parts == 0:
+            flight = read_flight(write_flight(flight), 2, 8, lambda token_ids: "")
+        engines.step = step
+        found.append(advance(flight, rules, step, 10 - step, 2, engines.sample_round, keep))
+    assert [draws(one) for one in found] == [draws(one) for one in whole]
+
+
+def test_a_step_replaces_what_was_complete_and_is_dropped() -> None:
+    """The last step finds two complete groups, of which selection drops one: it draws another."""
+    done = finished(0, PartialCompletion().extended((7,), (-1.0,), 0, 0))
+    flight = Flight([GroupInFlight(d, 0, (done,)) for d in (4, 5)], 6)
+    engines = Engines(lambda draw, g: 3, 3)
+
+    def choose(group: GroupInFlight) -> Chosen:
+        return Chosen((), dropped="right") if group.draw == 4 else keep(group)
+
+    found = advance(flight, FlightRules(2, 4, 2, max_dropped=2), 1, 1, 1, engines.sample_round, choose)
+    assert draws(found) == [4, 5, 6] and found.kept == 2 and found.rounds == 1

@@ -1,0 +1,153 @@
+"""The groups in flight, written to a checkpoint and read back; the file may be anybody's."""
+
+from __future__ import annotations
+
+import json
+from array import array
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+from safetensors.numpy import load, save
+
+from rlmath.algorithms.partial_rollouts import Flight, GroupInFlight
+from rlmath.algorithms.types import (
+    NOTHING_SAMPLED,
+    Completion,
+    PartialCompletion,
+    Score,
+    ScoredCompletion,
+    Segment,
+)
+from rlmath.checkpoint.flight import read_flight, write_flight
+
+SEGMENTS = (Segment(2, 4, 1), Segment(1, 5, 2))
+
+
+def text_of(token_ids: Sequence[int]) -> str:
+    return " ".join(map(str, token_ids))
+
+
+def partial(*token_ids: int) -> PartialCompletion:
+    return PartialCompletion(array("i", token_ids), array("f", [-0.1] * 3), SEGMENTS)
+
+
+def finished(*token_ids: int, score: Score) -> ScoredCompletion:
+    logprobs = array("f", [-0.25, -1e-7, -30.0])
+    return ScoredCompletion(
+        Completion(1, array("i", token_ids), logprobs, text_of(token_ids), "length", 5, SEGMENTS), score
+    )
+
+
+FLIGHT = Flight(
+    [
+        GroupInFlight(
+            7,
+            1,
+            (
+                partial(3, 4, 5),
+                finished(6, 7, 99, score=Score(-0.5, False, "\ud800x", "error", True, (("n", 2.5),), 0.25)),
+            ),
+        ),
+        GroupInFlight(9, 2, (NOTHING_SAMPLED, NOTHING_SAMPLED)),
+    ],
+    next_draw=12,
+)
+
+
+def test_what_is_read_is_what_was_written() -> None:
+    found = read_flight(write_flight(FLIGHT), 2, 100, text_of)
+    assert found.next_draw == 12
+    assert [(g.draw, g.first_step) for g in found.groups] == [(7, 1), (9, 2)]
+    first, second = found.groups
+    assert first.samples == FLIGHT.groups[0].samples
+    assert [one.segments for one in second.samples] == [(), ()] and second.unfinished == [0, 1]
+    assert isinstance(first.samples[1], ScoredCompletion)
+    assert first.samples[1].score.queue_seconds == 0.25
+
+
+def test_an_empty_flight_keeps_its_place() -> None:
+    assert read_flight(write_flight(Flight([], 5)), 2, 100, text_of) == Flight([], 5)
+
+
+def damaged(**changes: object) -> bytes:
+    """The file with other entries in its header."""
+    tensors = dict(load(write_flight(FLIGHT)))
+    header = json.loads(tensors["header"].tobytes())
+    header |= {name: value for name, value in changes.items() if name not in tensors}
+    tensors["header"] = np.frombuffer(json.dumps(header).encode(), np.uint8)
+    return save(tensors | {name: value for name, value in changes.items() if name in tensors})
+
+
+ROW = {"draw": 7, "first_step": 1, "samples": [{"segments": [[5, 0, 0]]}, {"segments": [[1, 0, 0]]}]}
+
+
+def one(**changes: object) -> bytes:
+    """The file with one group, whose second completion is changed."""
+    first, second = ROW["samples"]
+    return damaged(groups=[ROW | {"samples": [first, second | changes]}])
+
+
+SCORE = {
+    "reward": 1.0,
+    "correct": True,
+    "extracted": "",
+    "verdict": "string",
+    "boxed": True,
+    "metrics": [],
+    "queue_seconds": 0.0,
+}
+TOKENS = np.array([1, 2, 3, 4, 5, 99], np.int32)
+LOGPROBS = np.full(6, -1.0, np.float32)
+
+
+def test_the_file_of_these_tests_is_a_good_one() -> None:
+    found = read_flight(one(finish_reason="stop", score=SCORE), 2, 100, text_of)
+    assert found.groups[0].unfinished == [0]
+    assert len(read_flight(damaged(tokens=TOKENS, logprobs=LOGPROBS), 2, 100, text_of).groups) == 2
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        write_flight(FLIGHT)[:-20],
+        damaged(groups=5),
+        damaged(next_draw="12"),
+        damaged(next_draw=True),
+        damaged(next_draw=8),
+        damaged(groups=[]),
+        damaged(groups=[ROW | {"draw": -1}]),
+        damaged(groups=[ROW, ROW | {"samples": []}]),
+        damaged(groups=[ROW | {"samples": ROW["samples"][:1]}]),
+        damaged(groups=[ROW | {"samples": [*ROW["samples"], {"segments": []}]}]),
+        one(segments=[[10**9, 0, 0]]),
+        one(segments=[[1, 0]]),
+        one(segments=[[1, 0, 0], [0, 0, 0]]),
+        one(finish_reason="boom", score=SCORE),
+        one(finish_reason="stop", score={}),
+        one(finish_reason="stop", score=SCORE | {"reward": float("nan")}),
+        one(finish_reason="stop", score=SCORE | {"reward": 10**400}),
+        one(finish_reason="stop", score=SCORE | {"metrics": [["n", float("inf")]]}),
+        damaged(
+            groups=[
+                ROW
+                | {
+                    "samples": [
+                        {"segments": [[6, 0, 0]]},
+                        {"segments": [], **{"finish_reason": "stop", "score": SCORE}},
+                    ]
+                }
+            ]
+        ),
+        damaged(tokens=TOKENS.astype(np.int64)),
+        damaged(tokens=TOKENS[None], logprobs=LOGPROBS[None]),
+        damaged(tokens=np.array([1, 2, 3, 4, 5, 100], np.int32)),
+        damaged(tokens=np.array([1, 2, 3, 4, 5, -1], np.int32)),
+        damaged(logprobs=np.array([-1.0] * 5 + [float("nan")], np.float32)),
+        damaged(logprobs=LOGPROBS[:5]),
+    ],
+)
+def test_any_other_file_is_refused(content: bytes) -> None:
+    with pytest.raises(ValueError, match=r"flight.safetensors is damaged \("):
+        read_flight(content, 2, 100, text_of)

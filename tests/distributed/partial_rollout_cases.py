@@ -1,0 +1,186 @@
+"""What the ranks do in the tests of partial rollouts: a real trainer samples and learns, step by step."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from rlmath.algorithms.partial_rollouts import Flight, GroupInFlight
+from rlmath.algorithms.types import PartialCompletion, ScoredGroup
+from rlmath.config.schema import (
+    AlgorithmConfig,
+    Config,
+    DataConfig,
+    ModelConfig,
+    OptimizerConfig,
+    PolicyConfig,
+    RewardConfig,
+    RolloutConfig,
+    RunConfig,
+    SaveConfig,
+)
+from rlmath.data.dataset import load_inputs
+from rlmath.distributed.device import (
+    environment_rank,
+    environment_world_size,
+    init_process_group,
+    open_device,
+)
+from rlmath.distributed.fault_tolerance.preemption import StopRequest
+from rlmath.distributed.mesh import Mesh
+from rlmath.trainer.resume import Origin
+from rlmath.trainer.startup import PreparedRun
+from tests.tiny_models import shape_of
+
+PROMPTS, PER_STEP, GROUP, LONGEST = 30, 3, 2, 96
+NO_CHANGE = 1e-30
+"""A learning rate that changes no weight."""
+CARRY = RolloutConfig(
+    tail="carry",
+    slice_tokens=12,
+    max_staleness=3,
+    max_groups_in_flight=8,
+    group_size=GROUP,
+    max_new_tokens=LONGEST,
+    temperature=1.0,
+    max_num_seqs=6,
+    cpu_kv_cache_gib=0.1,
+    progress_bar=False,
+)
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a run did."""
+
+    groups: list[list[ScoredGroup]]
+    """By step, those that it learned from."""
+    metrics: list[dict[str, float]]
+    in_flight: list[list[int]]
+    """By step, the draws that it left in flight."""
+    scored: list[tuple[list[float], list[float]]]
+    """Log-probs of new tokens, as sampled and as the engine gives them when it only reads the tokens, right after the
+    rollout that sampled them."""
+    kept_until_commit: list[bool]
+    """By step: whether a checkpoint made right after its rollout would still have held the state before it."""
+
+
+def config_of(
+    folder: Path, place: Path, steps: int, rollout: RolloutConfig, more: Mapping[str, Any]
+) -> Config:
+    config = Config(
+        run=RunConfig(
+            output_dir=str(place / "run"), total_steps=steps, total_epochs=steps, seed=7, device="cpu"
+        ),
+        model=ModelConfig(path=str(folder)),
+        data=DataConfig(train_path=_prompts(place), prompts_per_step=PER_STEP, max_prompt_tokens=8),
+        policy=PolicyConfig(max_tokens_per_microbatch=128),
+        optimizer=OptimizerConfig(kind="sgd", lr=NO_CHANGE, distributed=False),
+        rollout=rollout,
+        reward=RewardConfig(function="tests.reward_by_hash:reward"),
+        algorithm=AlgorithmConfig(
+            importance_correction="token", importance_mask_high=5.0, early_stop_ratio=None
+        ),
+        save=SaveConfig(ckpt_freq_secs=None),
+    )
+    return replace(config, **more)
+
+
+def _prompts(place: Path) -> str:
+    rows = [
+        {"prompt": f"{n}+{n}=", "solutions": [str(2 * n)], "query_id": f"q{n}", "task": "math"}
+        for n in range(PROMPTS)
+    ]
+    path = place / f"train-{environment_rank()}.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def run(folder: Path, place: Path, steps: int, rollout: RolloutConfig, more: Mapping[str, Any]) -> Run:
+    """All steps of a small run, without the life cycle around them; `more` has sections of its settings. With
+    "stop_after" the rollouts begin anew after so many steps, with what a checkpoint would hold of them, or with
+    "flight_of" so many groups of which nothing is sampled."""
+    from rlmath.trainer.checkpointing import Checkpointer
+    from rlmath.trainer.divergence import DivergenceCheck
+    from rlmath.trainer.grpo import GrpoTrainer
+    from rlmath.trainer.rollouts import PartialRollouts
+
+    stop_after, flight_of = more.get("stop_after"), more.get("flight_of")
+    sections = {name: value for name, value in more.items() if name not in ("stop_after", "flight_of")}
+    config, shape = config_of(folder, place, steps, rollout, sections), shape_of(folder)
+    prepared = PreparedRun(config, shape, load_inputs(config, shape), Origin("", ""), None)
+    world, parallel = environment_world_size(), config.parallel
+    mesh = Mesh(environment_rank(), world, parallel.tensor, 1, rollout.tensor_parallel)
+    device, found = open_device("cpu"), Run([], [], [], [], [])
+    with GrpoTrainer.open_workers(config, mesh) as workers:
+        init_process_group(device, 120.0)
+        trainer = GrpoTrainer(prepared, mesh, device, workers=workers)
+        stop = StopRequest(config.run.stop_grace_seconds, config.run.output_dir, 0)
+        divergence = DivergenceCheck(trainer.actor, 3, None)
+        trainer.begin(None, Checkpointer(trainer, prepared.origin, stop, divergence, lambda: None))
+        if config.optimizer.lr > NO_CHANGE:
+            _score_new_tokens(trainer, found)
+        for number in range(steps):
+            if number == stop_after and flight_of is not None:
+                nothing = GroupInFlight(0, 0, (PartialCompletion(),) * GROUP)
+                groups = [replace(nothing, draw=draw) for draw in range(flight_of)]
+                trainer.rollouts._flight = Flight(groups, flight_of)
+            if number == stop_after:
+                _restart_rollouts(trainer, place, number)
+            _note_state(trainer.rollouts, found)
+            record = trainer.step(number)
+            found.groups.append(list(record.groups))
+            found.metrics.append(record.metrics)
+            rollouts = trainer.rollouts
+            flight = rollouts._flight.groups if isinstance(rollouts, PartialRollouts) else []
+            found.in_flight.append([group.draw for group in flight])
+        trainer.close()
+    return found
+
+
+def _note_state(rollouts: Any, found: Run) -> None:
+    """Where the next step's rollouts become the state, see what the state was until then."""
+    before, commit = rollouts.files(), type(rollouts).commit
+
+    def noted() -> None:
+        found.kept_until_commit.append(rollouts.files() == before)
+        commit(rollouts)
+
+    rollouts.commit = noted
+
+
+def _restart_rollouts(trainer: Any, place: Path, steps_done: int) -> None:
+    """As a run that is resumed."""
+    from rlmath.trainer.rollouts import step_rollouts
+
+    files = trainer.rollouts.files()
+    folder = place / f"checkpoint-{environment_rank()}"
+    folder.mkdir()
+    for name, content in files.items():
+        (folder / name).write_bytes(content)
+    parts = trainer.config, trainer.inputs, trainer.collector, trainer.shape.vocab_size
+    trainer.rollouts = step_rollouts(*parts, trainer.total_steps)
+    trainer.resume(folder, steps_done)
+
+
+def _score_new_tokens(trainer: Any, found: Run) -> None:
+    """After every rollout the engine reads what it has sampled."""
+    collector = trainer.collector
+    sample = collector.sample
+
+    def sample_and_score(rows: Any, *more: Any) -> Any:
+        sampled, usages = sample(rows, *more)
+        for work in (work for row in rows for work in row):
+            after = sampled[work.request.key]
+            after = after if isinstance(after, PartialCompletion) else after.completion
+            start = len(work.so_far.token_ids)
+            (read,) = trainer.engine.score([[*work.prompt.token_ids, *after.token_ids]])
+            found.scored.append(
+                (list(after.logprobs[start:]), read[len(work.prompt.token_ids) - 1 + start :])
+            )
+        return sampled, usages
+
+    collector.sample = sample_and_score

@@ -1,0 +1,209 @@
+"""Partial rollouts with real engines: cut or whole, the text is the same; nothing is lost, and all is in time."""
+
+from __future__ import annotations
+
+import shutil
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from rlmath.algorithms.types import Completion
+from rlmath.config.schema import OptimizerConfig, ParallelConfig, RolloutConfig, SelectionConfig, StagesConfig
+from tests.distributed import partial_rollout_cases as cases
+from tests.distributed.partial_rollout_cases import CARRY, GROUP, LONGEST, PER_STEP, Run
+from tests.distributed.rank_pool import RankPool
+from tests.selection import matrix
+
+pytestmark = pytest.mark.distributed
+STEPS = 10
+WAIT = RolloutConfig(
+    group_size=GROUP,
+    max_new_tokens=LONGEST,
+    temperature=1.0,
+    max_num_seqs=6,
+    cpu_kv_cache_gib=0.1,
+    progress_bar=False,
+)
+LEARNS = OptimizerConfig(kind="sgd", lr=1e-2, distributed=False)
+Make = Callable[..., Run]
+
+
+@pytest.fixture(scope="module")
+def model(untied_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model to which all tokens are nearly as likely, the end among them: lengths fall off geometrically."""
+    folder = tmp_path_factory.mktemp("uniform") / "model"
+    shutil.copytree(untied_model, folder)
+    (weights,) = folder.glob("*.safetensors")
+    tensors = load_file(weights)
+    tensors["lm_head.weight"] *= 0.1
+    save_file(tensors, weights, metadata={"format": "pt"})
+    return folder
+
+
+@pytest.fixture(scope="module")
+def make(ranks: RankPool, model: Path, tmp_path_factory: pytest.TempPathFactory) -> Make:
+    """A run of `STEPS` steps on some ranks, what its first rank reports; the others must report the same."""
+
+    def made(world: int = 1, rollout: RolloutConfig = CARRY, steps: int = STEPS, **more: object) -> Run:
+        place = tmp_path_factory.mktemp("partial")
+        reports = ranks.run(world, cases.run, model, place, steps, rollout, more)
+        assert all(report.groups == reports[0].groups for report in reports)
+        return reports[0]
+
+    return made
+
+
+@pytest.fixture(scope="module")
+def whole(make: Make) -> Run:
+    """Every completion in one piece, `rollout.tail: wait`."""
+    return make(1, WAIT)
+
+
+@pytest.fixture(scope="module")
+def carried(make: Make) -> Run:
+    return make(1)
+
+
+def completions_of(run: Run) -> dict[tuple[str, int], Completion]:
+    """By prompt and sample."""
+    groups = [group for step in run.groups for group in step]
+    found = {(group.prompt.prompt_id, c.sample_index): c for group in groups for c in group.completions}
+    assert len(found) == len(groups) * GROUP, "every prompt comes once in these steps"
+    return found
+
+
+def assert_same_completions(run: Run, other: Run) -> None:
+    ours, theirs = completions_of(run), completions_of(other)
+    assert ours.keys() == theirs.keys()
+    for key, completion in ours.items():
+        assert list(completion.token_ids) == list(theirs[key].token_ids)
+        assert completion.finish_reason == theirs[key].finish_reason and completion.text == theirs[key].text
+        assert list(completion.logprobs) == pytest.approx(list(theirs[key].logprobs), abs=1e-5)
+
+
+def test_cut_or_whole_the_completions_are_the_same(whole: Run, carried: Run) -> None:
+    assert_same_completions(carried, whole)
+    cut = [c for c in completions_of(carried).values() if len(c.segments) > 1]
+    assert len(cut) > 10 and {len(c.segments) for c in cut} >= {2, 3}
+    assert {c.finish_reason for c in cut} == {"stop", "length"}
+
+
+@pytest.mark.parametrize(
+    ("world", "engine", "slice_tokens"),
+    [(2, 1, 12), pytest.param(4, 1, 12, marks=matrix), pytest.param(2, 2, 17, marks=matrix)],
+)
+def test_engines_and_cuts_change_nothing(
+    make: Make, whole: Run, carried: Run, world: int, engine: int, slice_tokens: int
+) -> None:
+    rollout = replace(CARRY, tensor_parallel=engine, slice_tokens=slice_tokens)
+    run = make(world, rollout, parallel=ParallelConfig(tensor=engine))
+    assert_same_completions(run, whole)
+    if slice_tokens == CARRY.slice_tokens:
+        assert run.groups == carried.groups and run.in_flight == carried.in_flight
+
+
+def test_every_prompt_is_learned_once_and_in_time(whole: Run, carried: Run) -> None:
+    seen = Counter(group.prompt.prompt_id for step in carried.groups for group in step)
+    assert seen == Counter(group.prompt.prompt_id for step in whole.groups for group in step)
+    assert set(seen.values()) == {1} and carried.in_flight[-1] == []
+    ages = []
+    for step, groups in enumerate(carried.groups):
+        assert len(groups) == PER_STEP
+        for segment in (s for group in groups for c in group.completions for s in c.segments):
+            ages.append(step - segment.step)
+    assert min(ages) == 0 and 1 < max(ages) <= CARRY.max_staleness
+
+
+def test_a_step_that_fails_after_its_rollout_leaves_the_state_as_it_was(carried: Run) -> None:
+    assert carried.kept_until_commit == [True] * STEPS
+
+
+def test_metrics_of_what_is_in_flight_by_hand(carried: Run) -> None:
+    for step, (metrics, groups) in enumerate(zip(carried.metrics, carried.groups, strict=True)):
+        segments = [s for group in groups for c in group.completions for s in c.segments]
+        tokens = sum(s.tokens for s in segments)
+        ages = Counter(dict.fromkeys(range(CARRY.max_staleness + 1), 0))
+        for segment in segments:
+            ages[step - segment.step] += segment.tokens
+        assert metrics["rollout/staleness"] == pytest.approx(sum(a * n for a, n in ages.items()) / tokens)
+        assert metrics["rollout/staleness_max"] == max(age for age, n in ages.items() if n)
+        assert {name: metrics[name] for name in metrics if name.startswith("rollout/staleness/")} == (
+            pytest.approx({f"rollout/staleness/{age}": n / tokens for age, n in ages.items()})
+        )
+        assert metrics["rollout/groups_in_flight"] == len(carried.in_flight[step])
+    first, *_, last = carried.metrics
+    assert first["rollout/carried_tokens"] > 0 == last["rollout/carried_tokens"]
+    sampled = sum(m["tokens_per_second/rollout"] * m["seconds/rollout"] for m in carried.metrics)
+    assert sampled == pytest.approx(sum(m["n_valid_tokens"] for m in carried.metrics), rel=1e-6)
+
+
+def test_without_staleness_a_run_is_that_of_whole_rollouts(make: Make, whole: Run) -> None:
+    run = make(1, replace(CARRY, max_staleness=0, max_groups_in_flight=None))
+    assert [[g.prompt.prompt_id for g in step] for step in run.groups] == [
+        [g.prompt.prompt_id for g in step] for step in whole.groups
+    ]
+    assert_same_completions(run, whole)
+    assert {m["rollout/staleness_max"] for m in run.metrics} == {0.0}
+
+
+def test_log_probs_are_those_of_the_weights_that_sampled(make: Make) -> None:
+    """While the policy changes: each segment's log-probs are the engine's at its time, and those of earlier segments
+    are kept, not computed again."""
+    run = make(1, steps=6, optimizer=LEARNS)
+    assert sum(len(sampled) for sampled, _ in run.scored) > 300
+    for sampled, read in run.scored:
+        assert sampled == pytest.approx(read, abs=1e-5)
+    versions = [
+        [s.policy_version for s in c.segments] for step in run.groups for g in step for c in g.completions
+    ]
+    assert all(of_one == sorted(set(of_one)) for of_one in versions) and max(map(len, versions)) > 1
+    assert all(m["train/behaviour_logprob_diff_max"] > 1e-4 for m in run.metrics[2:])
+    assert run.metrics[0]["train/behaviour_logprob_diff_max"] < 1e-5
+
+
+@matrix
+@pytest.mark.parametrize("stop_after", [1, 4])
+def test_what_a_checkpoint_holds_continues_as_if_nothing_had_happened(
+    make: Make, carried: Run, stop_after: int
+) -> None:
+    run = make(1, stop_after=stop_after)
+    assert run.groups == carried.groups and run.in_flight == carried.in_flight
+
+
+@matrix
+def test_dynamic_sampling_replaces_dropped_groups_by_further_draws(make: Make) -> None:
+    """Half of the groups have no contrast: a hash rewards, rounded to right and wrong."""
+    selection = SelectionConfig(dynamic_sampling="accuracy", max_extra_prompts=4)
+    run = make(1, steps=5, selection=selection)
+    for metrics in run.metrics:
+        kept, sampled = metrics["selection/groups_learned"], metrics["selection/groups_sampled"]
+        assert kept == PER_STEP or sampled == PER_STEP + 4
+        assert metrics["selection/dropped/surplus"] == 0
+    assert any(m["selection/extra_prompts"] > 0 for m in run.metrics) and run.in_flight[-1] == []
+    names = [group.prompt.prompt_id for step in run.groups for group in step]
+    assert len(names) == len(set(names)), "no prompt comes twice within an epoch"
+
+
+@matrix
+def test_a_stage_that_begins_with_groups_in_flight_is_refused(make: Make) -> None:
+    """As where stages are added to a run that resumes."""
+    stages = StagesConfig(steps=[4, 3], max_new_tokens=[20, LONGEST])
+    with pytest.raises(
+        Exception, match="stage 1 ends after step 4, and the checkpoint of step 3 has 6 groups"
+    ):
+        make(1, steps=7, stages=stages, stop_after=3, flight_of=PER_STEP * 2)
+
+
+@matrix
+def test_a_stage_ends_with_nothing_in_flight(make: Make) -> None:
+    stages = StagesConfig(steps=[4, 3], max_new_tokens=[20, LONGEST])
+    run = make(1, steps=7, stages=stages)
+    assert run.in_flight[3] == run.in_flight[6] == [] and run.in_flight[2] and run.in_flight[4]
+    for step, groups in enumerate(run.groups):
+        lengths = [len(c.token_ids) for group in groups for c in group.completions]
+        assert max(lengths) <= (20 if step < 4 else LONGEST)
+    assert max(len(c.token_ids) for step in run.groups[4:] for g in step for c in g.completions) > 20

@@ -1,0 +1,264 @@
+"""Sampling with partial rollouts: completions that are alike by hand, others against a run with every sample."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from rlmath.algorithms.dynamic_sampling import Chosen
+from rlmath.algorithms.partial_rollouts import Flight, FlightRules, GroupInFlight, advance
+from rlmath.algorithms.types import Completion, PartialCompletion, Score, ScoredCompletion
+from rlmath.config.schema import Config
+from rlmath.planner.lengths import Batch, Lengths, lengths_with_mean
+from rlmath.planner.machines import Cluster
+from rlmath.planner.partial_rollouts import (
+    CARRIED_TOKEN,
+    LEAST_LENGTHS,
+    OWN_CARRIED_TOKEN,
+    STEPS,
+    Carried,
+    SteadyState,
+    partial_rollout_of,
+    play_rounds,
+    play_slices,
+    read_again_work,
+    steady_state,
+)
+from rlmath.planner.rollout import Rollout, rollout_of
+from tests.planner.shapes import CONFIG, GPU, LAYER_FLOPS, MACHINE, PAIR_FLOPS, TINY
+
+ALIKE = Lengths(10.0, 1e-6, 16)
+BATCH = Batch(sequences=8, group=2, prompt_tokens=6.0, lengths=ALIKE)
+"""Four groups of two."""
+MIXED = lengths_with_mean(2400, 8000)
+"""3% are cut off."""
+MANY = Batch(sequences=1024, group=16, prompt_tokens=6.0, lengths=MIXED)
+ONE_ENGINE = Cluster(MACHINE, 1, 1)
+
+
+def carrying(slice_tokens: int, groups: int, staleness: int, prompts: int = 4) -> Config:
+    """An engine has places for 64 sequences."""
+    rollout = replace(
+        CONFIG.rollout,
+        tail="carry",
+        slice_tokens=slice_tokens,
+        max_groups_in_flight=groups,
+        max_staleness=staleness,
+        max_num_seqs=64,
+    )
+    return replace(CONFIG, rollout=rollout, data=replace(CONFIG.data, prompts_per_step=prompts))
+
+
+def carried(config: Config, batch: Batch = BATCH, cluster: Cluster = ONE_ENGINE) -> Rollout:
+    return partial_rollout_of(config, TINY, GPU, cluster, batch, cluster.ranks)
+
+
+def whole(config: Config, batch: Batch = BATCH, cluster: Cluster = ONE_ENGINE) -> Rollout:
+    return rollout_of(config, TINY, GPU, cluster, batch, cluster.ranks)
+
+
+# ---------------------------------------------------------------- by hand
+
+
+def test_without_staleness_and_in_one_slice_it_is_as_if_every_completion_were_waited_for():
+    config = carrying(slice_tokens=16, groups=4, staleness=0)
+    assert replace(carried(config), carry=None) == whole(config)
+
+
+def test_without_staleness_slices_cost_only_what_they_prefill_again():
+    """Rounds of 4, 4 and 2 tokens: eight completions have 4 before the second, and 8 before the third."""
+    config = carrying(slice_tokens=4, groups=4, staleness=0)
+    found, waited = carried(config), whole(config)
+    assert found.carry is not None and found.carry.rounds == 3 and found.carry.staleness == 0
+    assert (found.slots, found.requests, found.steps, found.tail_steps) == (8, 8, 10, 10)
+    again = read_again_work(config, TINY, GPU, ONE_ENGINE, 6.0, Carried(16, 8 * 12, 8 * (16 + 64)))
+    assert found.carry.read_again == 96
+    assert found.work.flops == pytest.approx(waited.work.flops + again.flops)
+    assert found.work.memory == pytest.approx(waited.work.memory + again.memory)
+    assert found.work.tokens == pytest.approx(waited.work.tokens + (CARRIED_TOKEN + OWN_CARRIED_TOKEN) * 96)
+
+
+def test_every_rank_joins_all_slices_and_an_engine_lays_out_its_own_requests():
+    """Of the eight completions, each of two engines has four."""
+    config = carrying(slice_tokens=4, groups=4, staleness=0)
+    engines = Cluster(MACHINE, 1, 2)
+    found, waited = carried(config, cluster=engines), whole(config, cluster=engines)
+    assert found.carry is not None and found.carry.read_again == 48
+    host = CARRIED_TOKEN * 96 + OWN_CARRIED_TOKEN * 48
+    assert found.work.tokens == pytest.approx(waited.work.tokens + host)
+
+
+def test_a_steady_state_by_hand():
+    """Completions of 10 tokens in slices of 4; of the 8 groups that are in flight, a step learns from 4.
+
+    Every other step begins with nothing in flight and 8 new groups: three rounds bring them to 4, 8 and 10 tokens, and
+    it learns from 4 of them. The next step has the other 4, complete: it draws nothing and makes no round.
+    """
+    state = steady_state(ALIKE, 2, FlightRules(4, 8, max_staleness=1), 4)
+    assert state.rounds_of_a_step == 1.5
+    assert state.carried == Carried(count=(16 + 16) / 2, tokens=16 * (4 + 8) / 2, squares=16 * (16 + 64) / 2)
+    assert [one.slices_S.tolist() for one in state.rounds[:3]] == [[4] * 16, [4] * 16, [2] * 16]
+    # Half of what is learned is of the same step, half of the step before.
+    assert state.staleness == pytest.approx(1 / 2) and state.oldest == 1
+    found = carried(carrying(slice_tokens=4, groups=8, staleness=1))
+    assert (found.slots, found.requests, found.steps, found.tail_steps) == (16, 16, 5, 5)
+
+
+def test_one_round_is_enough_for_as_many_steps_as_groups_may_wait():
+    """Every fourth step samples 16 groups whole; it and the three after it learn from 4 each."""
+    state = steady_state(ALIKE, 2, FlightRules(4, 16, max_staleness=3), 16)
+    assert len(state.rounds) == STEPS / 4 and state.rounds_of_a_step == 0.25
+    assert state.carried == Carried()
+    assert all(one.slices_S.tolist() == [10] * 32 for one in state.rounds)
+    assert state.staleness == pytest.approx((0 + 1 + 2 + 3) / 4) and state.oldest == 3
+
+
+def test_prefilling_again_takes_engine_steps_too():
+    config = carrying(slice_tokens=4, groups=8, staleness=1)
+    config = replace(config, rollout=replace(config.rollout, max_num_batched_tokens=64))
+    assert carried(config).steps == 5 + 192 / 64, "16 completions a step, 96 tokens and 16 prompts of 6"
+
+
+def test_more_sequences_than_places_take_turns_within_a_round():
+    """Two steps have three rounds of 16 slices: 4, 4 and 2 tokens each. On an engine with 6 places, of 16 requests 6
+    begin, 6 more, and the last 4; of 8 requests 6, and the last 2."""
+    rules = FlightRules(4, 8, max_staleness=1)
+    turn = (4 + 4 + 2) / 2
+    for share, slots, turns in ((1.0, 16, 1), (1.0, 8, 2), (1.0, 6, 3), (0.5, 8, 1), (0.5, 6, 2)):
+        assert play_rounds(ALIKE, 2, rules, 4, share, slots) == (turns * turn, turn)
+
+
+def test_requests_begin_when_a_place_is_free():
+    """The older half has 2 tokens to go; behind each of them another begins, with 4."""
+    slices = np.repeat([2, 4], 8)
+    assert play_slices(slices, 16, slots=8) == (2 + 4, 4)
+    assert play_slices(slices, 8, slots=4) == (2 + 4, 4), "half of them, evenly spread"
+    assert play_slices(slices, 8, slots=8) == (4, 4)
+
+
+def test_work_of_prefilling_two_completions_again():
+    """They have 3 and 5 tokens behind a prompt of 6."""
+    again = Carried(count=2, tokens=8, squares=9 + 25)
+    work = read_again_work(CONFIG, TINY, GPU, ONE_ENGINE, 6.0, again)
+    assert work.flops == pytest.approx(20 * 4 * LAYER_FLOPS + (81 + 121) * PAIR_FLOPS)
+    # Norms 4 x 8, query, key and value twice 24, three times 16 of the feed-forward network; written and read, 2 bytes.
+    assert work.memory == 20 * 4 * (32 + 48 + 48) * 2 * 2
+    two = replace(CONFIG, rollout=replace(CONFIG.rollout, tensor_parallel=2))
+    split = read_again_work(two, TINY, GPU, Cluster(MACHINE, 1, 2), 6.0, again)
+    assert split.flops == pytest.approx(work.flops / 2)
+    assert split.node == pytest.approx(20 * 8 * 2 * 2 * 4)  # hidden size, bytes, two sums in each of 4 layers
+    assert split.messages == 0, "its engine steps have them"
+
+
+# ---------------------------------------------------------------- against a run with every sample
+
+
+def run_of_every_sample(group: int, rules: FlightRules, length: int, warm_up: int) -> list[list[int]]:
+    """By round, after so many steps, the slices and, behind, the tokens before the round of all unfinished samples."""
+    number = group * max(rules.groups_per_step, -(-LEAST_LENGTHS // group))
+    quantiles = np.array([round(MIXED.at((i + 0.5) / number)) for i in range(number)])
+    random, lengths, rounds = np.random.default_rng(0), [], []
+
+    def sample_round(groups: list[GroupInFlight]) -> list[GroupInFlight]:
+        while len(lengths) < flight.next_draw:
+            lengths.extend(random.permutation(quantiles).reshape(-1, group).tolist())
+        slices, before, after = [], [], []
+        for one in groups:
+            samples = list(one.samples)
+            for g in one.unfinished:
+                done, end = len(samples[g].token_ids), lengths[one.draw][g]
+                slices.append(min(length, end - done))
+                before.append(done)
+                tokens = range(done + slices[-1])
+                samples[g] = PartialCompletion(tokens)
+                if len(tokens) == end:
+                    answer = Completion(g, tokens, (), "", "stop", 0)
+                    samples[g] = ScoredCompletion(answer, Score(0.0, False, "", ""))
+            after.append(replace(one, samples=tuple(samples)))
+        rounds.append([*slices, *before])
+        return after
+
+    flight = Flight()
+    for step in range(warm_up + STEPS):
+        if step == warm_up:
+            rounds.clear()
+        advance(flight, rules, step, 10**6, group, sample_round, lambda one: Chosen((0,)))
+    return rounds
+
+
+@pytest.mark.parametrize(("in_flight", "staleness", "length"), [(6, 1, 3000), (12, 2, 2000), (12, 3, 1500)])
+def test_one_completion_stands_for_its_group(in_flight: int, staleness: int, length: int):
+    rules = FlightRules(4, in_flight, staleness)
+    exact = run_of_every_sample(4, rules, length, warm_up=2 * (staleness + 1) + 2)
+    state = steady_state(MIXED, 4, rules, length)
+    assert len(exact) == len(state.rounds)
+    for numbers, one in zip(exact, state.rounds, strict=True):
+        slices, before = np.split(np.array(numbers), 2)
+        assert one.slices_S.tolist() == slices.tolist()
+        assert one.carried == Carried((before > 0).sum(), before.sum(), (before.astype(float) ** 2).sum())
+
+
+# ---------------------------------------------------------------- what more of a setting does
+
+
+def state_of(length: int, times: float, staleness: int, groups: int = 64) -> SteadyState:
+    """With so many times the groups of a step in flight."""
+    return steady_state(MIXED, 16, FlightRules(groups, round(times * groups), staleness), length)
+
+
+@pytest.mark.parametrize(("length", "times", "staleness"), [(2000, 1.25, 1), (2000, 3, 2), (1000, 8, 7)])
+def test_a_step_samples_as_many_tokens_as_it_learns_from(length: int, times: float, staleness: int):
+    state = state_of(length, times, staleness)
+    sampled = sum(int(one.slices_S.sum()) for one in state.rounds) / STEPS
+    assert sampled == pytest.approx(state.sequences * MIXED.mean, rel=0.01)
+    assert 0 < state.staleness < state.oldest <= staleness
+
+
+def test_a_large_step_is_as_a_small_one():
+    small, large = state_of(2000, 3, 2, groups=32), state_of(2000, 3, 2, groups=64)
+    assert small.rounds_of_a_step == pytest.approx(large.rounds_of_a_step, rel=0.02)
+    assert small.carried.tokens * 2 == pytest.approx(large.carried.tokens, rel=0.02)
+    assert state_of(2000, 3, 2, groups=512).sequences == 64 * 16
+
+
+def test_the_more_groups_in_flight_the_fewer_engine_steps():
+    """Slices of a quarter of the longest completion: with one or two times a step's groups in flight, all groups begin
+    together and are complete after four rounds, which are the work of one or two steps. With more they mix, until most
+    steps make no round at all."""
+    engines = Cluster(MACHINE, 1, 32)  # with 2,048 places, for 1,024 sequences of a step
+    steps = [
+        carried(carrying(2000, round(64 * times), 7, prompts=64), MANY, engines).steps
+        for times in (1, 2, 3, 4, 8)
+    ]
+    waited = whole(carrying(2000, 64, 0, prompts=64), MANY, engines).steps
+    assert waited == 8000 <= steps[0], "with no more than a step's groups all must be finished"
+    assert steps == sorted(steps, reverse=True)
+    assert steps[:2] == pytest.approx([4 * 2000, 4 * 2000 / 2], rel=0.002), (
+        "a few steps more to prefill again"
+    )
+    tokens_of_an_engine = MANY.sequences * MIXED.mean / 32
+    assert tokens_of_an_engine / 64 <= steps[-1] < 2000, "less than one slice, as there is less than a round"
+
+
+def test_the_longer_slices_are_the_fewer_rounds_there_are():
+    rounds = [state_of(length, 8, 7).rounds_of_a_step for length in (8000, 4000, 2000, 1000)]
+    assert rounds[0] == 1 / 8, "eight steps learn from what one has sampled"
+    assert rounds == sorted(rounds) and rounds[2] < 0.5 < rounds[3] <= 1
+
+
+def test_the_shorter_the_slices_the_more_is_prefilled_again():
+    again = [state_of(length, 2, 1).carried.tokens for length in (8000, 4000, 2000, 1000, 500)]
+    assert again[0] == 0 and again == sorted(again)
+    assert again[4] > 1.8 * again[3]
+
+
+def test_more_engines_make_no_round_shorter_than_its_slices():
+    config = carrying(2000, 256, 3, prompts=64)
+    found = [carried(config, MANY, Cluster(MACHINE, 1, n)) for n in (1, 4, 16, 64)]
+    steps = [one.steps for one in found]
+    assert steps == sorted(steps, reverse=True) and steps[-1] == pytest.approx(2000, rel=0.02)
+    for one, engines in zip(found, (1, 4, 16, 64), strict=True):
+        assert one.steps * one.slots >= MANY.sequences * MIXED.mean / engines * 0.99
+        assert one.carry is not None and one.carry.read_again * engines == pytest.approx(
+            state_of(2000, 4, 3).carried.tokens
+        )

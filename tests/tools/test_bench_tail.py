@@ -1,0 +1,242 @@
+"""The benchmark of partial rollouts: its completions, its steps without engines, its lines; and one run."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+from dataclasses import replace
+
+import pytest
+
+from rlmath.algorithms.partial_rollouts import Flight, GroupInFlight, advance
+from rlmath.algorithms.types import NOTHING_SAMPLED, ScoredCompletion
+from rlmath.rollout.sampling import AllAtOnce, Load, RequestResult
+from tests import programs
+from tools.bench_tail import (
+    DEFAULT,
+    GROUP_SIZE,
+    NEVER_ENDS,
+    PLACES,
+    STALENESS,
+    Case,
+    Figures,
+    Paced,
+    after_round,
+    cases,
+    keep,
+    length_of,
+    main,
+    make_request,
+    make_rows,
+    report_case,
+    segments_of,
+    tokens_of,
+    whole_groups,
+)
+
+CASE = Case(2, 0.02, longest=128, warm_up=6, steps=4, repeats=1, staleness=STALENESS)
+FIGURES = Figures(
+    seconds=10.0,
+    steps=5,
+    learned_tokens=4000,
+    completions=100,
+    rounds=5,
+    engine_steps=500,
+    filled=0.25,
+    tail_share=0.9,
+    tokens_in_flight=0.0,
+    prefilled_again=0,
+    staleness=0.0,
+    largest_staleness=0,
+    own_step_seconds=0.005,
+)
+
+
+def sampled(groups: list[GroupInFlight], slice_tokens: int, step: int) -> list[GroupInFlight]:
+    """A round without engines, whose tokens are positions."""
+    rows = make_rows(groups, CASE.longest, 1, slice_tokens)
+    assert [request.key[0] for row in rows for request in row] == [
+        p for p, row in enumerate(rows) for _ in row
+    ]
+    results = {}
+    for request in (request for row in rows for request in row):
+        assert request.min_new_tokens == request.max_new_tokens <= slice_tokens
+        done = len(request.so_far)
+        positions = range(done, done + request.max_new_tokens)
+        results[request.key] = RequestResult(request.key, positions, [-1.0] * len(positions), "length")
+    return after_round(groups, rows, results, CASE.longest, 1, step)
+
+
+def completions(groups: list[GroupInFlight]) -> dict[tuple[int, int], list[int]]:
+    """By draw and sample: the tokens."""
+    return {
+        (group.draw, g): list(sample.completion.token_ids)
+        for group in groups
+        for g, sample in enumerate(group.samples)
+        if isinstance(sample, ScoredCompletion)
+    }
+
+
+def test_lengths_have_their_mean_and_share_that_is_cut_off() -> None:
+    lengths = [length_of(128, 1, draw, g) for draw in range(5000) for g in range(GROUP_SIZE)]
+    assert 1 <= min(lengths) <= 6
+    assert max(lengths) == 128
+    assert statistics.mean(lengths) == pytest.approx(0.3 * 128, rel=0.02)
+    assert lengths.count(128) / len(lengths) == pytest.approx(0.03, abs=0.005)
+
+
+def test_every_repeat_has_other_completions_and_the_same_ones_again() -> None:
+    one, again, other = ([make_request(128, repeat, draw, 0) for draw in range(20)] for repeat in (1, 1, 2))
+    assert one == again
+    assert all(mine.seed != theirs.seed for mine, theirs in zip(one, other, strict=True))
+    assert [request.max_new_tokens for request in one] != [request.max_new_tokens for request in other]
+
+
+def test_a_step_that_waits_finishes_its_own_groups_in_one_round() -> None:
+    groups = sampled(whole_groups(CASE, 3), CASE.longest, 3)
+    assert [group.draw for group in groups] == list(range(48, 64))
+    assert all(group.is_complete for group in groups)
+    assert [segment.step for group in groups for segment in segments_of(group)] == [3] * 64
+
+
+@pytest.mark.parametrize("staleness", STALENESS)
+def test_both_ways_have_the_same_completions(staleness: int) -> None:
+    flight, learned = Flight(), []
+    length, rules = CASE.slice_tokens(staleness), CASE.rules(staleness)
+    for step in range(6):
+        found = advance(
+            flight,
+            rules,
+            step,
+            NEVER_ENDS,
+            GROUP_SIZE,
+            lambda groups, step=step: sampled(groups, length, step),
+            keep,
+        )
+        assert len(found.groups) == CASE.groups
+        learned += found.groups
+    carried = completions(learned)
+    assert len(carried) == 6 * CASE.groups * GROUP_SIZE
+    waited = completions(
+        [group for step in range(11) for group in sampled(whole_groups(CASE, step), 128, step)]
+    )
+    assert carried == {key: waited[key] for key in carried}
+    assert sum(map(tokens_of, learned)) == sum(map(len, carried.values()))
+    assert any(len(segments_of(group)) > GROUP_SIZE for group in learned), "some were carried"
+
+
+def test_what_has_begun_is_a_row_of_its_own_and_a_new_group_one_row() -> None:
+    new = GroupInFlight(1, 0, (NOTHING_SAMPLED,) * GROUP_SIZE)
+    lengths = [length_of(128, 1, 0, g) for g in range(GROUP_SIZE)]
+    (begun,) = sampled([replace(new, draw=0)], min(lengths), 0)
+    left = [g for g in range(GROUP_SIZE) if lengths[g] > min(lengths)]
+    rows = make_rows([begun, new], 128, 1, 16)
+    assert [[request.key for request in row] for row in rows] == [
+        *([(p, g)] for p, g in enumerate(left)),
+        [(len(left), g) for g in range(GROUP_SIZE)],
+    ]
+    whole = make_request(128, 1, 0, left[0])
+    first = rows[0][0]
+    assert list(first.so_far) == list(range(min(lengths)))
+    assert first.token_ids == whole.token_ids
+    assert first.seed == whole.seed
+    assert first.max_new_tokens == first.min_new_tokens == min(16, lengths[left[0]] - min(lengths))
+
+
+def test_a_step_that_waits_uses_all_places_and_those_before_the_count_outlast_what_is_in_flight() -> None:
+    for quick in (True, False):
+        for case in cases(quick, cores=2):
+            assert case.groups * GROUP_SIZE == case.engines * PLACES
+            assert case.warm_up >= max(case.staleness) + 2
+            assert DEFAULT in case.staleness
+    assert {case.engines for case in cases(True, cores=2)} == {2, 4}
+
+
+def test_engines_run_at_full_speed_only_where_each_has_a_core() -> None:
+    unpaced = [[case.engines for case in cases(False, cores) if not case.step_seconds] for cores in (1, 2, 8)]
+    assert unpaced == [[], [2], [2]]
+
+
+def test_every_engine_step_takes_its_time_the_last_one_too() -> None:
+    request = make_request(128, 1, 0, 0)
+    paced, started = Paced(AllAtOnce([request]), 0.02), time.perf_counter()
+    assert paced.pop(Load(0, 0)) == [request]
+    assert time.perf_counter() - started < 0.02, "no step has been made"
+    paced.pop(Load(1, 0))
+    paced.pop(Load(0, 0))
+    assert time.perf_counter() - started >= 0.04
+    assert len(paced.own_seconds) == 2
+    assert max(paced.own_seconds) < 0.02
+
+
+def test_figures_are_medians_of_carry_against_wait(capsys: pytest.CaptureFixture[str]) -> None:
+    carry = replace(
+        FIGURES,
+        seconds=5.0,
+        learned_tokens=3960,
+        rounds=10,
+        engine_steps=220,
+        filled=0.5,
+        tail_share=0.6,
+        tokens_in_flight=900.0,
+        prefilled_again=1980,
+        staleness=0.8,
+        largest_staleness=2,
+        own_step_seconds=0.004,
+    )
+    slow = replace(carry, seconds=9.9, largest_staleness=1)
+    report_case("case", 0.02, [(FIGURES, carry), (FIGURES, slow), (FIGURES, carry)])
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    for line in lines:
+        assert list(line) == ["bench", "case", "metric", "value", "unit", "baseline", "ratio"]
+        assert (line["bench"], line["case"]) == ("tail", "case")
+    assert {line["metric"]: (line["value"], line["ratio"]) for line in lines} == {
+        "learned_tokens_per_second": (792.0, 1.98),
+        "least_speedup": (1.0, 1.0),
+        "learned_tokens_per_engine_step": (18.0, 2.25),
+        "rollout_seconds": (1.0, 2.0),
+        "engine_steps": (44.0, 2.273),
+        "filled": (0.5, 2.0),
+        "tail_share": (0.6, 1.5),
+        "learned_length": (39.6, 0.99),
+        "rounds": (2.0, None),
+        "tokens_in_flight": (900.0, None),
+        "prefilled_again": (0.5, None),
+        "staleness": (0.8, None),
+        "largest_staleness": (2, None),
+        "own_step_seconds": (0.004, 5.0),
+    }
+    assert lines[0]["baseline"] == "wait: 400.0000"
+
+
+def test_without_a_pace_there_is_nothing_to_compare_a_step_with(capsys: pytest.CaptureFixture[str]) -> None:
+    report_case("case", 0.0, [(FIGURES, FIGURES)])
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert "own_step_seconds" not in {line["metric"] for line in lines}
+    assert {line["ratio"] for line in lines} == {1.0, None}
+
+
+def test_a_case_names_its_settings() -> None:
+    assert CASE.named(2) == (
+        "2 engines of 32 places, paced at 20 ms, 16 groups of 4 a step, at most 128 tokens; staleness 2, slices of 43, "
+        "48 groups in flight"
+    )
+
+
+def test_help_names_quick(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        main(["--help"])
+    assert "--quick" in capsys.readouterr().out
+
+
+@pytest.mark.distributed
+@pytest.mark.full
+def test_carrying_learns_more_tokens_of_the_same_completions() -> None:
+    printed = programs.run("tools/bench_tail.py", "--quick", timeout=600).stdout
+    rows = [json.loads(line) for line in printed.splitlines() if line.startswith("{")]
+    assert len({row["case"] for row in rows}) == 2
+    ratios = {(row["case"], row["metric"]): row["ratio"] for row in rows}
+    for case in {row["case"] for row in rows}:
+        assert ratios[case, "learned_tokens_per_engine_step"] > 1.4
+        assert ratios[case, "learned_length"] == pytest.approx(1, abs=0.05)
