@@ -8,7 +8,7 @@ longest that is allowed, 3% cut off there, each drawn independently. Length and 
 sample, so that both ways sample the same completions.
 
 - wait: a step samples its own groups to their end.
-- carry: the run's scheduler (`rlmath.algorithms.partial_rollouts.advance`): rounds of a slice of every completion in
+- carry: the run's scheduler (`rlmath.algorithms.partial_rollouts.advance_carry`): rounds of a slice of every completion in
   flight, until enough groups are complete; the others go on in the next step. Of the settings `rollout.max_staleness`
   is given, the others are as a run has them.
 
@@ -63,7 +63,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from rlmath.algorithms.dynamic_sampling import Chosen
-from rlmath.algorithms.partial_rollouts import Flight, FlightRules, GroupInFlight, advance
+from rlmath.algorithms.partial_rollouts import Flight, FlightRules, GroupInFlight, advance_carry
 from rlmath.algorithms.types import (
     NOTHING_SAMPLED,
     Completion,
@@ -409,7 +409,7 @@ class Way:
         def sample_round(groups: list[GroupInFlight]) -> list[GroupInFlight]:
             return sampler.round(groups, length, step)
 
-        return advance(self._flight, rules, step, NEVER_ENDS, GROUP_SIZE, sample_round, keep).groups
+        return advance_carry(self._flight, rules, step, NEVER_ENDS, GROUP_SIZE, sample_round, keep).groups
 
     def figures(self) -> Figures:
         """Of the steps that counted. A collective."""

@@ -1,17 +1,21 @@
-"""Partial rollouts (`rollout.tail: carry`): which groups are in flight, and which of them a step learns from. Pure.
+"""Partial rollouts (`rollout.tail`): which groups are in flight, and which of them a step learns from. Pure.
 
-    draws -> groups in flight -> rounds: every sequence that is not finished gets at most `slice_tokens` new tokens
-          -> complete groups leave in the order of their draws; what is not complete is carried into the next step
+    draws -> groups in flight -> rounds: every sequence that is sampled gets at most so many new tokens
+          -> complete groups leave in the order of their draws; the others stay in flight
 
-After Kimi k1.5 (arXiv:2501.12599, section 2.6.2), with three rules of our own:
+- "carry" (`advance_carry`): what is not complete goes on in the next step, from where it is. After Kimi k1.5
+  (arXiv:2501.12599, section 2.6.2).
+- "defer" (`advance_defer`): what is not complete is discarded. Its group waits until there are enough such groups for a
+  step, which samples them anew and whole. After RollPacker's tail batching (arXiv:2509.21009), with the same noise when
+  a group is sampled anew, where RollPacker has other noise.
+
+For both:
 
 1. What a step samples and learns follows from tokens, settings and this state, never from the clock: how many engines
    there are, and which one sampled what, changes nothing.
 2. A step learns from exactly `groups_per_step` groups that selection keeps, as a step without partial rollouts does. It
    makes rounds while fewer are complete, and none where they are there already. Every group that was drawn leaves once:
    learned, or dropped by selection. Groups are never cut, and completions never chosen by when they were finished.
-3. A group that is learned `max_staleness` steps after its first token was sampled is as old as may be. A step makes
-   another round, too, where what it would leave behind could not all be learned in time, each step taking the oldest.
 
 Draws are counted over the whole run: draw d is place d of all steps' prompts, one step behind the other, so that a run
 with partial rollouts learns from the same prompts, with the same seeds, as one without.
@@ -19,6 +23,7 @@ with partial rollouts learns from the same prompts, with the same seeds, as one 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -44,6 +49,8 @@ class GroupInFlight:
     """The step, counted from 0, in which its first token was sampled."""
     samples: tuple[PartialCompletion | ScoredCompletion, ...]
     """By sample index: those that are finished have a score."""
+    deferred: bool = False
+    """A completion of it did not fit a short round: it waits for a whole one."""
 
     @property
     def unfinished(self) -> list[int]:
@@ -59,6 +66,10 @@ class GroupInFlight:
     def is_complete(self) -> bool:
         return all(isinstance(sample, ScoredCompletion) for sample in self.samples)
 
+    def nothing_sampled(self, deferred: bool) -> GroupInFlight:
+        """The group without what is sampled of it."""
+        return replace(self, samples=(NOTHING_SAMPLED,) * len(self.samples), deferred=deferred)
+
     def scored(self, prompt: Prompt) -> ScoredGroup:
         """The group as it is learned from; it must be complete."""
         return scored_group(prompt, self.samples)
@@ -71,7 +82,7 @@ class FlightRules:
     groups_per_step: int
     """Groups that a step learns from."""
     max_groups: int
-    """Most groups in flight; at most groups_per_step x (max_staleness + 1)."""
+    """Most groups in flight; with "carry" at most groups_per_step x (max_staleness + 1)."""
     max_staleness: int
     """Most steps between the one that sampled a group's first token and the one that learns from it."""
     max_dropped: int = 0
@@ -85,6 +96,8 @@ class Flight:
     groups: list[GroupInFlight] = field(default_factory=list)
     """In the order of their draws."""
     next_draw: int = 0
+    short_share: float = 0.5
+    """"defer": share of the groups of the last short rounds that became complete (0 to 1)."""
 
 
 @dataclass(frozen=True)
@@ -105,7 +118,7 @@ class Leaving:
         return sum(one.dropped is None for one in self.chosen)
 
 
-def advance(
+def advance_carry(
     flight: Flight,
     rules: FlightRules,
     step: int,
@@ -120,12 +133,13 @@ def advance(
 
     `sample_round` gets all groups in flight and returns them after a round; `choose` says what is learned from of a
     complete group. The last steps finish what is in flight, so that at the end of `steps_left` steps nothing is.
+
+    A group that is learned `max_staleness` steps after its first token was sampled is as old as may be: rounds are made,
+    too, while what the step would leave behind could not all be learned in time, each step taking the oldest.
     """
     found, rounds, waits = leaving(flight, rules, choose), 0, 0
     while not (enough := is_enough(found, rules)) or too_old(left_behind(flight, found), rules, step):
-        for _ in range(room(flight, found, rules, steps_left)):
-            flight.groups.append(GroupInFlight(flight.next_draw, step, (NOTHING_SAMPLED,) * samples))
-            flight.next_draw += 1
+        draw(flight, room(flight, found, rules, steps_left), step, samples)
         if not any(group.unfinished for group in flight.groups):
             break
         flight.groups = sample_round(flight.groups)
@@ -133,6 +147,78 @@ def advance(
         found = leaving(flight, rules, choose)
     flight.groups = left_behind(flight, found)
     return replace(found, rounds=rounds, waits=waits)
+
+
+def advance_defer(
+    flight: Flight,
+    rules: FlightRules,
+    step: int,
+    steps_left: int,
+    samples: int,
+    sample_round: Callable[[list[GroupInFlight], bool], list[GroupInFlight]],
+    choose: Callable[[GroupInFlight], Chosen],
+) -> Leaving:
+    """As `advance_carry`, but nothing that is sampled stays in flight: a group is learned from in the step that sampled
+    all of it. `sample_round` gets groups of which nothing is sampled and whether to sample them whole, and returns them
+    after that.
+
+    - A short round samples groups that are not deferred, more than are missing, since some do not become complete. Those
+      are deferred. Complete ones beyond what the step learns from are sampled again in the next short round.
+    - A whole round, as soon as a step's groups are deferred, samples as many of these as are missing. So does a round for
+      which the run has too few draws left.
+    """
+    found, rounds = Leaving([], []), 0
+    while not is_enough(found, rules):
+        missing = rules.groups_per_step - found.kept
+        waiting = [group for group in flight.groups if not group.is_complete]
+        deferred = [group for group in waiting if group.deferred]
+        others = [group for group in waiting if not group.deferred]
+        new = room(flight, found, rules, steps_left)
+        whole = len(deferred) >= rules.groups_per_step or len(others) + new < missing
+        wanted = missing if whole else with_reserve(missing, flight.short_share)
+        chosen = [*deferred, *others][:wanted] if whole else others[:wanted]
+        chosen += draw(flight, min(new, wanted - len(chosen)), step, samples)
+        if not chosen:
+            break
+        sampled = {group.draw: group for group in sample_round(chosen, whole)}
+        if not whole:
+            complete = sum(group.is_complete for group in sampled.values()) / len(sampled)
+            flight.short_share = (flight.short_share + complete) / 2
+        flight.groups = [
+            one if one.is_complete else one.nothing_sampled(one.deferred or one.draw in sampled)
+            for one in (sampled.get(group.draw, group) for group in flight.groups)
+        ]
+        found, rounds = leaving(flight, rules, choose), rounds + 1
+    flight.groups = [group.nothing_sampled(group.deferred) for group in left_behind(flight, found)]
+    return replace(found, rounds=rounds)
+
+
+RESERVE = 1.5
+"""Standard deviations by which a short round has more groups than should suffice."""
+LEAST_SHARE = 0.25
+"""Of the groups of a short round that are expected to become complete."""
+
+
+def with_reserve(missing: int, share: float) -> int:
+    """How many groups to sample, each of which becomes complete with probability `share`, so that `missing` do.
+
+    >>> with_reserve(10, share=1.0), with_reserve(10, share=0.5), with_reserve(10, share=0.0)
+    (10, 28, 61)
+    """
+    share = max(share, LEAST_SHARE)
+    # The root of n share - RESERVE sqrt(n share (1 - share)) = missing.
+    deviation = RESERVE * math.sqrt(share * (1 - share))
+    root = (deviation + math.sqrt(deviation**2 + 4 * share * missing)) / (2 * share)
+    return math.ceil(root**2 - 1e-9)
+
+
+def draw(flight: Flight, count: int, step: int, samples: int) -> list[GroupInFlight]:
+    """The next groups, which are in flight from now on."""
+    first = flight.next_draw
+    drawn = [GroupInFlight(first + i, step, (NOTHING_SAMPLED,) * samples) for i in range(count)]
+    flight.groups += drawn
+    flight.next_draw += len(drawn)
+    return drawn
 
 
 def room(flight: Flight, found: Leaving, rules: FlightRules, steps_left: int) -> int:

@@ -1,8 +1,8 @@
 """The groups in flight of partial rollouts, as a file of a checkpoint: safetensors, with the rest as JSON beside.
 
     tokens, logprobs   of all completions, one behind the other, in the order of groups and samples
-    header             {"next_draw", "groups": [{"draw", "first_step", "samples": [...]}]}, and of every sample
-                       {"segments"}, with {"finish_reason", "score"} where it is finished
+    header             {"next_draw", "short_share", "groups": [{"draw", "first_step", "deferred", "samples": [...]}]},
+                       and of every sample {"segments"}, with {"finish_reason", "score"} where it is finished
 
 Texts are not kept: they follow from the tokens. The file is read as one that anybody may have written.
 """
@@ -22,6 +22,7 @@ from safetensors.numpy import load, save
 
 from rlmath.algorithms.partial_rollouts import Flight, GroupInFlight
 from rlmath.algorithms.types import (
+    NOTHING_SAMPLED,
     Completion,
     FinishReason,
     PartialCompletion,
@@ -46,8 +47,10 @@ def write_flight(flight: Flight) -> bytes:
             if isinstance(sample, ScoredCompletion):
                 row |= {"finish_reason": sample.completion.finish_reason, "score": asdict(sample.score)}
             samples.append(row)
-        groups.append({"draw": group.draw, "first_step": group.first_step, "samples": samples})
-    header = json.dumps({"next_draw": flight.next_draw, "groups": groups}).encode()
+        row = {"draw": group.draw, "first_step": group.first_step, "deferred": group.deferred}
+        groups.append(row | {"samples": samples})
+    numbers = {"next_draw": flight.next_draw, "short_share": flight.short_share}
+    header = json.dumps(numbers | {"groups": groups}).encode()
     return save(
         {
             "header": np.frombuffer(header, np.uint8),
@@ -67,7 +70,9 @@ def read_flight(
         header = json.loads(tensors["header"].tobytes())
         reader = _Reader(tensors["tokens"], tensors["logprobs"], vocab_size, text_of)
         groups = [reader.group(row, group_size) for row in header["groups"]]
-        next_draw = _count(header["next_draw"])
+        next_draw, short_share = _count(header["next_draw"]), float(header["short_share"])
+        if not 0 <= short_share <= 1:
+            raise ValueError(f"the share of short groups is {short_share}")
         draws = [group.draw for group in groups]
         if draws != sorted(set(draws)) or any(draw >= next_draw for draw in draws):
             raise ValueError("draws are out of order")
@@ -75,7 +80,7 @@ def read_flight(
             raise ValueError("there are too many tokens")
     except (SafetensorError, KeyError, TypeError, ValueError, OverflowError, RecursionError) as error:
         raise ValueError(f"{FLIGHT} is damaged ({type(error).__name__}: {error})") from error
-    return Flight(groups, next_draw)
+    return Flight(groups, next_draw, short_share)
 
 
 class _Reader:
@@ -101,7 +106,7 @@ class _Reader:
         samples = tuple(self._sample(index, one) for index, one in enumerate(row["samples"]))
         if len(samples) != group_size:
             raise ValueError(f"a group has {len(samples)} completions, and not {group_size}")
-        return GroupInFlight(_count(row["draw"]), _count(row["first_step"]), samples)
+        return GroupInFlight(_count(row["draw"]), _count(row["first_step"]), samples, bool(row["deferred"]))
 
     def _sample(self, index: int, row: dict[str, Any]) -> PartialCompletion | ScoredCompletion:
         segments = tuple(Segment(*map(_count, segment)) for segment in row["segments"])
@@ -109,6 +114,8 @@ class _Reader:
         self.position = end = start + sum(segment.tokens for segment in segments)
         if end > len(self._tokens) or any(segment.tokens == 0 for segment in segments):
             raise ValueError("tokens are missing")
+        if not segments and "score" not in row:
+            return NOTHING_SAMPLED
         token_ids, logprobs = array("i"), array("f")
         token_ids.frombytes(self._tokens[start:end].tobytes())
         logprobs.frombytes(self._logprobs[start:end].tobytes())

@@ -299,16 +299,18 @@ class RolloutConfig:
     """Nucleus truncation; off, since the trainer computes the untruncated distribution."""
     top_k: Annotated[int, Range(-1, -1, why=_UNTRUNCATED)] = -1
     """Top-k truncation; off, for the same reason."""
-    tail: Literal["wait", "carry"] = "wait"
-    """What a step does about its longest completions: "wait" until all are finished, or "carry" (partial rollouts): a
-    step ends when enough groups are complete, and the others go on in the next step, with the weights of that step.
-    Needs algorithm.importance_correction; see docs/algorithm.md."""
+    tail: Literal["wait", "carry", "defer"] = "wait"
+    """What a step does about its longest completions: "wait" until all are finished; "carry" (partial rollouts): a step
+    ends when enough groups are complete, and the others go on in the next step, with the weights of that step, which
+    needs algorithm.importance_correction; "defer" (tail batching): groups with a completion of more than `slice_tokens`
+    are sampled anew in steps of their own. See docs/algorithm.md."""
     max_staleness: NonNegativeInt = 1
     """"carry": most steps between the one that sampled a group's first token and the one that learns from the group. A
     step waits for groups that are about to be older. 0: as "wait"."""
     slice_tokens: PositiveInt | None = None
     """"carry": most new tokens of a completion in a round; a step has as many rounds as it takes. Null:
-    `max_new_tokens` / (`max_staleness` + 1): about one round a step."""
+    `max_new_tokens` / (`max_staleness` + 1): about one round a step. "defer": longest completion of a group that is not
+    deferred. Null: half of `max_new_tokens`."""
     max_groups_in_flight: PositiveInt | None = None
     """"carry": most groups in flight, begun and not learned from. Null: data.prompts_per_step x (`max_staleness` + 1),
     which is the most that can be."""

@@ -1,6 +1,6 @@
 """The work of sampling with partial rollouts (`rollout.tail: carry`), in the steady state of a long run.
 
-The scheduling is that of a run (`algorithms.partial_rollouts.advance`), with completions that are lengths only and at
+The scheduling is that of a run (`algorithms.partial_rollouts.advance_carry`), with completions that are lengths only and at
 most `MOST_GROUPS` groups a step: what a step does for a group does not depend on how many there are, but for chance.
 Groups in flight begin at different steps, so that the end of one round is the middle of other completions, and the
 longest completion no longer decides how long a step is; a step with enough complete groups makes no round at all. What
@@ -26,7 +26,7 @@ from functools import lru_cache
 import numpy as np
 
 from rlmath.algorithms.dynamic_sampling import Chosen
-from rlmath.algorithms.partial_rollouts import Flight, FlightRules, GroupInFlight, advance
+from rlmath.algorithms.partial_rollouts import Flight, FlightRules, GroupInFlight, advance_carry
 from rlmath.algorithms.types import Completion, PartialCompletion, Score, ScoredCompletion, Segment
 from rlmath.config.model_shape import ModelShape
 from rlmath.config.schema import Config
@@ -248,7 +248,7 @@ class _Simulation:
 
     def step(self) -> Counter[int]:
         """Make the next step: the tokens that it learns from, by their age in steps."""
-        found = advance(
+        found = advance_carry(
             self._flight, self.rules, self._step, _ENDLESS, 1, self._sample_round, lambda group: _KEPT
         )
         tokens_by_age: Counter[int] = Counter()

@@ -2,7 +2,10 @@
 
 - "wait" (`WholeRollouts`): the step's own prompts, every completion to its end.
 - "carry" (`PartialRollouts`): rounds of a slice of every completion in flight, until enough groups are complete; the
-  others are carried into the next step. The rules are in `algorithms/partial_rollouts.py`.
+  others are carried into the next step.
+- "defer" (`PartialRollouts`): groups with completions longer than a slice are sampled anew in steps of their own.
+
+The rules of the last two are in `algorithms/partial_rollouts.py`.
 
 Every rank computes the same: what the engines sampled is gathered first.
 """
@@ -10,6 +13,7 @@ Every rank computes the same: what the engines sampled is gathered first.
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain, islice
@@ -17,7 +21,14 @@ from pathlib import Path
 from typing import Protocol
 
 from rlmath.algorithms.dynamic_sampling import Chosen, Selection, SelectionRules, choose, select
-from rlmath.algorithms.partial_rollouts import Flight, FlightRules, GroupInFlight, advance
+from rlmath.algorithms.partial_rollouts import (
+    Flight,
+    FlightRules,
+    GroupInFlight,
+    Leaving,
+    advance_carry,
+    advance_defer,
+)
 from rlmath.algorithms.types import PartialCompletion, Prompt, Score, ScoredCompletion, ScoredGroup
 from rlmath.checkpoint.flight import FLIGHT, read_flight, write_flight
 from rlmath.config.length_curriculum import LengthStage, length_stage_at, length_stages
@@ -73,9 +84,9 @@ def step_rollouts(
     config: Config, inputs: Inputs, collector: Collector, vocab_size: int, total_steps: int
 ) -> StepRollouts:
     """As `rollout.tail` says."""
-    if config.rollout.tail == "carry":
-        return PartialRollouts(config, inputs, collector, vocab_size, total_steps)
-    return WholeRollouts(config, inputs, collector, total_steps)
+    if config.rollout.tail == "wait":
+        return WholeRollouts(config, inputs, collector, total_steps)
+    return PartialRollouts(config, inputs, collector, vocab_size, total_steps)
 
 
 def selection_rules(settings: SelectionConfig) -> SelectionRules:
@@ -140,7 +151,8 @@ class Rounds:
 
 
 class PartialRollouts:
-    """Completions that a step does not finish go on in the next one, with the weights of that step."""
+    """Groups that a step does not complete stay in flight: "carry" continues their completions in the next step, with
+    the weights of that step; "defer" samples them anew, together with others like them."""
 
     def __init__(
         self, config: Config, inputs: Inputs, collector: Collector, vocab_size: int, total_steps: int
@@ -156,32 +168,48 @@ class PartialRollouts:
 
     def step(self, number: int, stage: LengthStage) -> StepRollout:
         """Rounds of a slice, until enough groups are complete and none must wait any longer."""
-        flight = self._after = Flight(list(self._flight.groups), self._flight.next_draw)
-        limits, rounds = self._limits, Rounds()
-
-        def sample_round(groups: list[GroupInFlight]) -> list[GroupInFlight]:
-            return self._round(groups, number, stage, rounds)
-
-        samples, steps_left = stage.config.rollout.group_size, stage.end - number
-        found = advance(flight, limits, number, steps_left, samples, sample_round, self._choose)
+        before, rounds = self._flight, Rounds()
+        flight = self._after = replace(before, groups=list(before.groups))
+        found = self._advance(flight, number, stage, rounds)
         sampled = [self._scored(group) for group in found.groups]
-        selection = Selection(sampled, found.chosen, limits.groups_per_step)
-        metrics = flight_metrics(flight, selection.learned, number, limits.max_staleness)
-        metrics |= {
-            "rollout/rounds": float(found.rounds),
-            "rollout/staleness_waits": float(found.waits),
-            "rollout/prefilled_again_tokens": float(rounds.read_again),
-        }
+        selection = Selection(sampled, found.chosen, self._limits.groups_per_step)
+        metrics = {"rollout/groups_in_flight": float(len(flight.groups)), "rollout/rounds": float(found.rounds)}
+        if self._config.rollout.tail == "carry":
+            metrics |= carry_metrics(flight, selection.learned, number, self._limits.max_staleness)
+            metrics["rollout/staleness_waits"] = float(found.waits)
+            metrics["rollout/prefilled_again_tokens"] = float(rounds.read_again)
+        else:
+            longest = slice_tokens(stage.config.rollout)
+            metrics |= defer_metrics(flight, found.groups, rounds.new_tokens, longest)
         if number + 1 == self._total_steps and flight.groups:
             text = "%d groups that were drawn are not learned from: the run has fewer steps than when it drew them"
             logger.warning(text, len(flight.groups))
         epoch, _ = self._inputs.order.batch(number)
         return StepRollout(epoch, selection, rounds.usages, rounds.scores, rounds.new_tokens, metrics)
 
+    def _advance(self, flight: Flight, number: int, stage: LengthStage, rounds: Rounds) -> Leaving:
+        """Make the rounds of step `number`; what it learns from leaves `flight`."""
+        rollout, steps_left = stage.config.rollout, stage.end - number
+        length = slice_tokens(rollout)
+        step = number, steps_left, rollout.group_size
+        if rollout.tail == "carry":
+            return advance_carry(
+                flight,
+                self._limits,
+                *step,
+                lambda groups: self._round(groups, length, number, stage, rounds),
+                self._choose,
+            )
+
+        def sample_round(groups: list[GroupInFlight], whole: bool) -> list[GroupInFlight]:
+            return self._round(groups, rollout.max_new_tokens if whole else length, number, stage, rounds)
+
+        return advance_defer(flight, self._limits, *step, sample_round, self._choose)
+
     def commit(self) -> None:
         self._flight = self._after
-        in_flight = {group.draw for group in self._flight.groups}
-        self._choices = {draw: one for draw, one in self._choices.items() if draw in in_flight}
+        complete = {group.draw for group in self._flight.groups if group.is_complete}
+        self._choices = {draw: one for draw, one in self._choices.items() if draw in complete}
 
     def files(self) -> dict[str, bytes]:
         return {FLIGHT: write_flight(self._flight)}
@@ -209,10 +237,11 @@ class PartialRollouts:
     # ------------------------------------------------------------ parts of a step
 
     def _round(
-        self, groups: list[GroupInFlight], number: int, stage: LengthStage, rounds: Rounds
+        self, groups: list[GroupInFlight], length: int, number: int, stage: LengthStage, rounds: Rounds
     ) -> list[GroupInFlight]:
-        """The groups after a slice of every completion that is not finished, those begun earlier first."""
-        sampling, length = training_sampling(stage.config.rollout), slice_tokens(stage.config.rollout)
+        """The groups after at most `length` new tokens of every completion that is not finished, those begun earlier
+        first."""
+        sampling = training_sampling(stage.config.rollout)
         rows: list[list[Work]] = []
         keys: list[dict[int, Key]] = []
         """By group and sample index."""
@@ -270,15 +299,18 @@ class PartialRollouts:
 def flight_rules(config: Config) -> FlightRules:
     """Of partial rollouts."""
     rollout, per_step = config.rollout, config.data.prompts_per_step
+    dropped = config.selection.max_extra_prompts if config.selection.dynamic_sampling is not None else 0
+    if rollout.tail == "defer":
+        return FlightRules(per_step, sys.maxsize, 0, dropped)
     most = per_step * (rollout.max_staleness + 1)
     in_flight = most if rollout.max_groups_in_flight is None else rollout.max_groups_in_flight
-    dropped = config.selection.max_extra_prompts if config.selection.dynamic_sampling is not None else 0
     return FlightRules(per_step, in_flight, rollout.max_staleness, dropped)
 
 
 def slice_tokens(rollout: RolloutConfig) -> int:
-    """Most new tokens of a completion in a round."""
-    return rollout.slice_tokens or -(-rollout.max_new_tokens // (rollout.max_staleness + 1))
+    """Most new tokens of a completion in a round; with "defer" in a short one."""
+    rounds = 2 if rollout.tail == "defer" else rollout.max_staleness + 1
+    return rollout.slice_tokens or -(-rollout.max_new_tokens // rounds)
 
 
 def tokens_of(group: GroupInFlight) -> int:
@@ -286,21 +318,36 @@ def tokens_of(group: GroupInFlight) -> int:
     return sum(len(part.token_ids) for part in group.parts)
 
 
-def flight_metrics(
+def carry_metrics(
     flight: Flight, learned: Sequence[ScoredGroup], number: int, max_staleness: int
 ) -> dict[str, float]:
     """How old the tokens are that step `number` learns from (steps since they were sampled: mean, most, and the share
-    of each age), and what is in flight behind it."""
+    of each age), and the tokens in flight behind it."""
     ages = dict.fromkeys(range(max_staleness + 1), 0)
     for segment in (s for group in learned for c in group.completions for s in c.segments):
         ages[number - segment.step] += segment.tokens
     total = sum(ages.values())
-    metrics = {
-        "rollout/groups_in_flight": float(len(flight.groups)),
-        "rollout/carried_tokens": float(sum(map(tokens_of, flight.groups))),
-    }
+    metrics = {"rollout/carried_tokens": float(sum(map(tokens_of, flight.groups)))}
     if total:
         metrics["rollout/staleness"] = sum(age * tokens for age, tokens in ages.items()) / total
         metrics["rollout/staleness_max"] = float(max(age for age, tokens in ages.items() if tokens))
         metrics |= {f"rollout/staleness/{age}": tokens / total for age, tokens in ages.items()}
+    return metrics
+
+
+def defer_metrics(
+    flight: Flight, found: Sequence[GroupInFlight], new_tokens: int, slice_length: int
+) -> dict[str, float]:
+    """Groups that wait for a whole round, what was sampled in vain, and, of the deferred groups that a step has sampled
+    whole, the share that would have fitted a short round after all: by the change of the weights, since the noise is
+    the same."""
+    metrics = {
+        "rollout/deferred_groups": float(sum(group.deferred for group in flight.groups)),
+        "rollout/discarded_tokens": float(new_tokens - sum(map(tokens_of, found))),
+        "rollout/short_share": flight.short_share,
+    }
+    whole = [group for group in found if group.deferred]
+    if whole:
+        now_short = [all(len(part.token_ids) <= slice_length for part in group.parts) for group in whole]
+        metrics["rollout/deferred_now_short"] = sum(now_short) / len(whole)
     return metrics

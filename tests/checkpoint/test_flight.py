@@ -49,19 +49,20 @@ FLIGHT = Flight(
                 finished(6, 7, 99, score=Score(-0.5, False, "\ud800x", "error", True, (("n", 2.5),), 0.25)),
             ),
         ),
-        GroupInFlight(9, 2, (NOTHING_SAMPLED, NOTHING_SAMPLED)),
+        GroupInFlight(9, 2, (NOTHING_SAMPLED, NOTHING_SAMPLED), deferred=True),
     ],
     next_draw=12,
+    short_share=1 / 3,
 )
 
 
 def test_what_is_read_is_what_was_written() -> None:
     found = read_flight(write_flight(FLIGHT), 2, 100, text_of)
-    assert found.next_draw == 12
-    assert [(g.draw, g.first_step) for g in found.groups] == [(7, 1), (9, 2)]
+    assert (found.next_draw, found.short_share) == (12, 1 / 3)
+    assert [(g.draw, g.first_step, g.deferred) for g in found.groups] == [(7, 1, False), (9, 2, True)]
     first, second = found.groups
     assert first.samples == FLIGHT.groups[0].samples
-    assert [one.segments for one in second.samples] == [(), ()] and second.unfinished == [0, 1]
+    assert second.samples == (NOTHING_SAMPLED, NOTHING_SAMPLED) and second.unfinished == [0, 1]
     assert isinstance(first.samples[1], ScoredCompletion)
     assert first.samples[1].score.queue_seconds == 0.25
 
@@ -79,7 +80,12 @@ def damaged(**changes: object) -> bytes:
     return save(tensors | {name: value for name, value in changes.items() if name in tensors})
 
 
-ROW = {"draw": 7, "first_step": 1, "samples": [{"segments": [[5, 0, 0]]}, {"segments": [[1, 0, 0]]}]}
+ROW = {
+    "draw": 7,
+    "first_step": 1,
+    "deferred": False,
+    "samples": [{"segments": [[5, 0, 0]]}, {"segments": [[1, 0, 0]]}],
+}
 
 
 def one(**changes: object) -> bytes:
@@ -116,6 +122,9 @@ def test_the_file_of_these_tests_is_a_good_one() -> None:
         damaged(next_draw="12"),
         damaged(next_draw=True),
         damaged(next_draw=8),
+        damaged(short_share=1.5),
+        damaged(short_share=float("nan")),
+        damaged(short_share=[]),
         damaged(groups=[]),
         damaged(groups=[ROW | {"draw": -1}]),
         damaged(groups=[ROW, ROW | {"samples": []}]),

@@ -50,6 +50,7 @@ CARRY = RolloutConfig(
     cpu_kv_cache_gib=0.1,
     progress_bar=False,
 )
+DEFER = replace(CARRY, tail="defer", slice_tokens=40)
 
 
 @dataclass(frozen=True)

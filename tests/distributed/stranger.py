@@ -33,21 +33,21 @@ GARBAGE = [
 GUESSED = ["rlmath/rendezvous/start", "rlmath/rendezvous/info/0", "rlmath/rendezvous/info/99"]
 
 
-def disturb(store: dist.Store, seconds: float, seed: int = 0, pause: float = 0.4) -> int:
-    """Write or delete all keys of ours, again and again; how often."""
-    draw, until, count = random.Random(seed), time.monotonic() + seconds, 0
+def disturb(store: dist.Store, seconds: float, seed: int = 0, pause: float = 0.4) -> list[str]:
+    """Write or delete all keys of ours, again and again; the keys in order, each as often as it was."""
+    draw, until, disturbed = random.Random(seed), time.monotonic() + seconds, []
     while time.monotonic() < until:
         keys = [key for key in store.list_keys() if OURS.search(key)]
         # Where a failure of the run would be.
         keys += [re.sub(r"status/\d+$", "failure", key) for key in keys if "/status/" in key]
         for key in [*keys, *GUESSED]:
-            count += 1
+            disturbed.append(key)
             if draw.random() < 0.3:
                 store.delete_key(key)
             else:
                 store.set(key, draw.choice(GARBAGE))
         time.sleep(pause)
-    return count
+    return disturbed
 
 
 def connect(host: str, port: int) -> dist.Store:
@@ -62,7 +62,7 @@ def connect(host: str, port: int) -> dist.Store:
 def main() -> None:
     store = connect(sys.argv[1], int(sys.argv[2]))
     try:
-        print(disturb(store, float(sys.argv[3])))
+        print(len(disturb(store, float(sys.argv[3]))))
     except RuntimeError:  # the run has ended
         print("ended")
 

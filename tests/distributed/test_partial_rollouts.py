@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from rlmath.algorithms.types import Completion
 from rlmath.config.schema import OptimizerConfig, ParallelConfig, RolloutConfig, SelectionConfig, StagesConfig
 from tests.distributed import partial_rollout_cases as cases
-from tests.distributed.partial_rollout_cases import CARRY, GROUP, LONGEST, PER_STEP, Run
+from tests.distributed.partial_rollout_cases import CARRY, DEFER, GROUP, LONGEST, PER_STEP, Run
 from tests.distributed.rank_pool import RankPool
 from tests.selection import matrix
 
@@ -66,6 +66,11 @@ def whole(make: Make) -> Run:
 @pytest.fixture(scope="module")
 def carried(make: Make) -> Run:
     return make(1)
+
+
+@pytest.fixture(scope="module")
+def deferred(make: Make) -> Run:
+    return make(1, DEFER)
 
 
 def completions_of(run: Run) -> dict[tuple[str, int], Completion]:
@@ -207,3 +212,51 @@ def test_a_stage_ends_with_nothing_in_flight(make: Make) -> None:
         lengths = [len(c.token_ids) for group in groups for c in group.completions]
         assert max(lengths) <= (20 if step < 4 else LONGEST)
     assert max(len(c.token_ids) for step in run.groups[4:] for g in step for c in g.completions) > 20
+
+
+# ---------------------------------------------------------------- defer
+
+
+def test_deferred_or_not_the_completions_are_the_same(whole: Run, deferred: Run) -> None:
+    """Each of one version, that of the step that learns from it."""
+    assert_same_completions(deferred, whole)
+    for step, groups in enumerate(deferred.groups):
+        assert len(groups) == PER_STEP
+        for completion in (c for group in groups for c in group.completions):
+            assert [(s.tokens, s.step) for s in completion.segments] == [(len(completion.token_ids), step)]
+    lengths = [{len(c.token_ids) > DEFER.slice_tokens for g in step for c in g.completions} for step in deferred.groups]
+    assert {False} in lengths and any(True in one for one in lengths), "steps of short groups, and others"
+    assert deferred.in_flight[-1] == []
+
+
+def test_metrics_of_deferred_groups(deferred: Run) -> None:
+    """What is sampled is learned from or discarded; with weights that do not change, what was long is long again."""
+    for step, metrics in enumerate(deferred.metrics):
+        sampled = metrics["tokens_per_second/rollout"] * metrics["seconds/rollout"]
+        assert sampled == pytest.approx(metrics["n_valid_tokens"] + metrics["rollout/discarded_tokens"])
+        assert metrics["rollout/groups_in_flight"] == len(deferred.in_flight[step])
+        assert metrics["rollout/deferred_groups"] <= metrics["rollout/groups_in_flight"]
+        assert metrics.get("rollout/deferred_now_short", 0.0) == 0.0 and "rollout/staleness" not in metrics
+    assert any("rollout/deferred_now_short" in metrics for metrics in deferred.metrics)
+    assert any(metrics["rollout/discarded_tokens"] > 0 for metrics in deferred.metrics)
+
+
+@pytest.mark.parametrize(
+    ("world", "engine"),
+    [(2, 1), pytest.param(4, 1, marks=matrix), pytest.param(2, 2, marks=matrix)],
+)
+def test_engines_change_nothing_of_deferred_groups(
+    make: Make, deferred: Run, world: int, engine: int
+) -> None:
+    run = make(world, replace(DEFER, tensor_parallel=engine), parallel=ParallelConfig(tensor=engine))
+    assert run.in_flight == deferred.in_flight
+    assert_same_completions(run, deferred)
+    if engine == 1:
+        assert run.groups == deferred.groups
+
+
+@matrix
+@pytest.mark.parametrize("stop_after", [1, 4])
+def test_a_checkpoint_keeps_what_is_deferred(make: Make, deferred: Run, stop_after: int) -> None:
+    run = make(1, DEFER, stop_after=stop_after)
+    assert run.groups == deferred.groups and run.in_flight == deferred.in_flight

@@ -209,7 +209,7 @@ def test_ranks_meet_while_a_stranger_writes_over_all_their_values(server: dist.T
     for thread in threads:
         thread.start()
     while any(thread.is_alive() for thread in threads):
-        assert disturb(stranger, 0.1, pause=0.3) > 0
+        assert disturb(stranger, 0.1, pause=0.3)
     for thread in threads:
         thread.join()
     names = [one for one in found if isinstance(one, str)]
@@ -389,20 +389,19 @@ def test_a_run_with_a_stranger_at_its_store_ends_with_the_metrics_of_one_without
             found = map(environment_of_rank, family(disturbed.pid))
             ports = [one["MASTER_PORT"] for one in found if one.get("RANK") == "0"]
             time.sleep(0.05)
-        stores, wrote, rollout_keys = [connect("127.0.0.1", int(ports[0]))], 0, set()
+        stores, written = [connect("127.0.0.1", int(ports[0]))], []
         with contextlib.suppress(RuntimeError):  # a store ends with its process
             while disturbed.poll() is None:
                 if len(stores) == 1 and (port := port_of_ranks(stores[0])):
                     stores.append(connect("127.0.0.1", port))
                 for store in stores:
-                    wrote += disturb(store, 0.2, seed=wrote, pause=0.2)
-                rollout_keys |= {key for key in stores[-1].list_keys() if "/rollout/" in key}
+                    written += disturb(store, 0.2, seed=len(written), pause=0.05)
         status = disturbed.wait(60)
     finally:
         end_family(disturbed)
     console.seek(0)
     text = console.read()
-    assert status == 0 and wrote > 100 and rollout_keys, text
+    assert status == 0 and len(written) > 100 and any("/rollout/" in key for key in written), text
     assert not re.search("[\x00-\x08\x0b-\x1f\x7f-\x9f]", text)
     peace, rows = (
         [json.loads(line) for line in metric_lines(tmp_path / name)] for name in ("in-peace", "disturbed")

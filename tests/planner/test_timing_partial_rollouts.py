@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from rlmath.algorithms.dynamic_sampling import Chosen
-from rlmath.algorithms.partial_rollouts import Flight, FlightRules, GroupInFlight, advance
+from rlmath.algorithms.partial_rollouts import Flight, FlightRules, GroupInFlight, advance_carry
 from rlmath.algorithms.types import Completion, PartialCompletion, Score, ScoredCompletion
 from rlmath.config.schema import Config
 from rlmath.planner.lengths import Batch, Lengths, lengths_with_mean
@@ -182,7 +182,7 @@ def run_of_every_sample(group: int, rules: FlightRules, length: int, warm_up: in
     for step in range(warm_up + STEPS):
         if step == warm_up:
             rounds.clear()
-        advance(flight, rules, step, 10**6, group, sample_round, lambda one: Chosen((0,)))
+        advance_carry(flight, rules, step, 10**6, group, sample_round, lambda one: Chosen((0,)))
     return rounds
 
 

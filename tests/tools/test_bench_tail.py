@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 
-from rlmath.algorithms.partial_rollouts import Flight, GroupInFlight, advance
+from rlmath.algorithms.partial_rollouts import Flight, GroupInFlight, advance_carry
 from rlmath.algorithms.types import NOTHING_SAMPLED, ScoredCompletion
 from rlmath.rollout.sampling import AllAtOnce, Load, RequestResult
 from tests import programs
@@ -105,7 +105,7 @@ def test_both_ways_have_the_same_completions(staleness: int) -> None:
     flight, learned = Flight(), []
     length, rules = CASE.slice_tokens(staleness), CASE.rules(staleness)
     for step in range(6):
-        found = advance(
+        found = advance_carry(
             flight,
             rules,
             step,

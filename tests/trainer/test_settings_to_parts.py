@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
@@ -95,6 +96,9 @@ def test_what_is_in_flight() -> None:
     older = replace(default, rollout=replace(default.rollout, max_staleness=3))
     assert flight_rules(older) == FlightRules(109, 436, 3, 0)
     assert slice_tokens(older.rollout) == 3, "a quarter, rounded up"
+    deferring = replace(older, rollout=replace(older.rollout, tail="defer"))
+    assert flight_rules(deferring) == FlightRules(109, sys.maxsize, 0, 0)
+    assert slice_tokens(deferring.rollout) == 5, "half"
 
 
 def test_the_loss() -> None:

@@ -345,17 +345,23 @@ def _partial_rollout_problems(config: Config) -> Iterator[str]:
 def _partial_rollout_warnings(config: Config) -> Iterator[str]:
     """Settings of partial rollouts that change nothing in this run."""
     rollout, default = config.rollout, RolloutConfig()
-    names = ("max_staleness", "slice_tokens", "max_groups_in_flight")
-    given = [f"rollout.{name}" for name in names if getattr(rollout, name) != getattr(default, name)]
-    if given and rollout.tail == "wait":
-        yield f'{", ".join(given)}: no effect with rollout.tail="wait".'
+    used = {
+        "wait": (),
+        "carry": ("max_staleness", "slice_tokens", "max_groups_in_flight"),
+        "defer": ("slice_tokens",),
+    }
+    names = [name for name in used["carry"] if getattr(rollout, name) != getattr(default, name)]
+    unused = [f"rollout.{name}" for name in names if name not in used[rollout.tail]]
+    if unused:
+        yield f'{", ".join(unused)}: no effect with rollout.tail="{rollout.tail}".'
     if rollout.tail == "carry" and rollout.max_staleness == 0:
         yield 'rollout.tail="carry" carries nothing with rollout.max_staleness=0: a step finishes what it begins.'
     longest = max(config.stages.max_new_tokens or [rollout.max_new_tokens])
-    if rollout.tail == "carry" and (rollout.slice_tokens or 0) >= longest:
+    if rollout.tail != "wait" and (rollout.slice_tokens or 0) >= longest:
+        done = "carried" if rollout.tail == "carry" else "deferred"
         yield (
             f"rollout.slice_tokens={rollout.slice_tokens} is no less than the longest completion ({longest} tokens): a "
-            "round finishes every completion, and nothing is carried."
+            f"round finishes every completion, and nothing is {done}."
         )
 
 

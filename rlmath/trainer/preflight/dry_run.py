@@ -291,11 +291,17 @@ def _step_lines(plan: RunPlan) -> Iterator[str]:
     if config.selection.dynamic_sampling is not None:
         yield f"  dynamic sampling may ask for up to {config.selection.max_extra_prompts} prompts more a step"
     stages = curriculum.length_stages(config, data.total_steps)
+    slices = ", ".join(dict.fromkeys(f"{slice_tokens(stage.config.rollout):,}" for stage in stages))
     if config.rollout.tail == "carry":
-        slices = dict.fromkeys(f"{slice_tokens(stage.config.rollout):,}" for stage in stages)
         yield (
-            f"  partial rollouts: slices of {', '.join(slices)} tokens, at most {flight_rules(config).max_groups:,} "
+            f"  partial rollouts: slices of {slices} tokens, at most {flight_rules(config).max_groups:,} "
             f"groups in flight, learned from within {config.rollout.max_staleness} steps of their first token"
+        )
+    if config.rollout.tail == "defer":
+        yield (
+            f"  tail batching: groups with a completion of more than {slices} tokens are sampled anew, with the same "
+            "noise, in steps of their own. Bias: as far as the weights change in between, a deferred group is one that "
+            "older weights would have made long (rollout/deferred_now_short; docs/algorithm.md)"
         )
     if len(stages) == 1:
         yield f"  {_tokens(config)}"

@@ -43,6 +43,7 @@ STEP_LINE_METRICS = {
     "no_eos_ratio": ("cut", ".2f"),
     "rollout/staleness": ("stale", ".2f"),
     "rollout/groups_in_flight": ("flight", ".0f"),
+    "rollout/deferred_groups": ("deferred", ".0f"),
 }
 """Metrics of a step's line, where the step has them and the line has room; their names there, and formats."""
 LONG_LINE_METRICS = {

@@ -187,6 +187,7 @@ def carry_problems(*overrides: str) -> list[str]:
         [*CARRY, "data.prompts_per_step=4", "rollout.max_groups_in_flight=12", "rollout.max_staleness=2"],
         [*CARRY, "data.prompts_per_step=4", "rollout.max_groups_in_flight=4", "rollout.slice_tokens=100"],
         ["rollout.tail=carry", "rollout.max_staleness=0"],
+        ["rollout.tail=defer", "algorithm.recompute_logprobs=false"],
         ["rollout.tail=carry", "rollout.max_staleness=0", "algorithm.recompute_logprobs=false"],
     ],
 )
@@ -224,6 +225,11 @@ def test_settings_of_partial_rollouts_without_effect_are_told() -> None:
     assert told("rollout.slice_tokens=100", "rollout.max_staleness=3") == [
         'rollout.max_staleness, rollout.slice_tokens: no effect with rollout.tail="wait".'
     ]
+    assert told("rollout.tail=defer", "rollout.slice_tokens=100") == []
+    assert told("rollout.tail=defer", "rollout.max_staleness=3", "rollout.max_groups_in_flight=200") == [
+        'rollout.max_staleness, rollout.max_groups_in_flight: no effect with rollout.tail="defer".'
+    ]
+    assert "nothing is deferred" in told("rollout.tail=defer", "rollout.max_new_tokens=64", "rollout.slice_tokens=64")[0]
     assert "carries nothing" in told(*CARRY, "rollout.max_staleness=0")[0]
     assert "nothing is carried" in told(*CARRY, "rollout.max_new_tokens=64", "rollout.slice_tokens=64")[0]
     assert told(*CARRY, "rollout.max_new_tokens=64", "rollout.slice_tokens=63") == []

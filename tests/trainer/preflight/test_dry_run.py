@@ -387,6 +387,15 @@ def test_partial_rollouts_are_told(dry):
     assert "partial rollouts" not in dry(SMALL_R1)[1]
 
 
+def test_tail_batching_and_its_bias_are_told(dry):
+    status, out, err = dry(SMALL_R1, "rollout.tail=defer")
+    assert status == 0, err
+    told = " ".join(out.split())
+    assert "tail batching: groups with a completion of more than 13,824 tokens are sampled anew" in told
+    assert "Bias: as far as the weights change in between" in told
+    assert "tail batching" not in dry(SMALL_R1)[1]
+
+
 def test_ranks_come_from_the_launcher_where_the_layout_leaves_them_open(dry, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("WORLD_SIZE", "4")
     _, out, _ = dry(SMALL_R1, "parallel.data=null")
