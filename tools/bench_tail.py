@@ -1,38 +1,42 @@
-"""Partial rollouts (`rollout.tail`): tokens learned per second of rollout with "carry", against "wait".
+"""The tail of a rollout (`rollout.tail`): tokens learned per second of rollout with "carry" and "defer", against "wait".
 
     python tools/bench_tail.py [--quick]
 
 Ranks under torchrun, one engine each, 2 and 4 of them, with a random Qwen2 of 0.6M parameters. A step learns from
-groups of 4 completions. Their lengths are log-normal as the planner's (`rlmath.planner.lengths`): mean 0.3 of the
-longest that is allowed, 3% cut off there, each drawn independently. Length and seed follow from repeat, draw and
-sample, so that both ways sample the same completions.
+groups of 4 completions, 8 groups for each engine. Their lengths are log-normal as the planner's
+(`rlmath.planner.lengths`): mean 0.3 of the longest that is allowed, 3% cut off there. Length and seed follow from
+repeat, draw and sample, so that all ways sample the same completions.
 
 - wait: a step samples its own groups to their end.
-- carry: the run's scheduler (`rlmath.algorithms.partial_rollouts.advance_carry`): rounds of a slice of every completion in
-  flight, until enough groups are complete; the others go on in the next step. Of the settings `rollout.max_staleness`
-  is given, the others are as a run has them.
+- carry: rounds of a slice of every completion in flight, until enough groups are complete; the others go on in the next
+  step (`advance_carry` of `rlmath.algorithms.partial_rollouts`, the run's own scheduler).
+- defer: groups with a completion of more than a slice are sampled anew, in steps of their own (`advance_defer`).
 
-An engine has as many places as "wait" fills when a step begins, and no more for "carry", whose further sequences wait
-for a place. Both ways sample through the run's work queue and gather to all ranks what was sampled. Cached prefixes are
-dropped before every round, as a run does (when a step begins, the weights are new): what is carried is prefilled again.
-Time is that of rollouts alone; nothing is scored or trained.
+Settings that a case does not name are as a run has them. An engine has 32 places, which "wait" fills when a step
+begins, or 64. With 32 places every completion's length is drawn alone. With 64 a half of the variance of its logarithm
+is that of its prompt: "defer" gains little where each completion of a group is as likely to be long as any other. All
+ways sample through the run's work queue and gather to all ranks what was sampled. Cached prefixes are dropped before
+every round, as a run does (when a step begins, the weights are new): what is carried is prefilled again. Time is that
+of rollouts alone; nothing is scored or trained.
 
-Carry makes steps until about as much is in flight as will be, then those that count; the ways take turns, step by step.
-They learn from as many groups, in steps of the same numbers; what is in flight before and after makes some of them
-different ones.
+Carry and defer make steps until about as much is in flight as will be, then those that count; the ways take turns, step
+by step. They learn from as many groups, in steps of the same numbers; what is in flight before and after makes some of
+them different ones.
 
-Prints one JSON object per figure: {"bench", "case", "metric", "value", "unit", "baseline", "ratio"}. `value` is
-carry's, `ratio` above 1 means that carry is better, null that there is nothing to compare. Medians of the repeats:
+Prints one JSON object per figure: {"bench", "case", "metric", "value", "unit", "baseline", "ratio"}. `value` is that of
+the way that the case names, `ratio` above 1 means that it is better, null that there is nothing to compare. Medians of
+the repeats:
 
 - learned_tokens_per_second: tokens of the groups that were learned, by the seconds of those steps;
-- least_speedup: carry's tokens per second by wait's, of the repeat where that is least;
+- least_speedup: the way's tokens per second by wait's, of the repeat where that is least;
 - learned_tokens_per_engine_step: by the engine steps of the engine that makes most, summed over rounds;
 - rollout_seconds, engine_steps (of the engine that makes most), rounds: of a step, mean;
 - filled: tokens sampled, as a share of all places in all those engine steps (0 to 1);
 - tail_share: share of all engines' steps behind the last that an engine begins (0 to 1);
-- learned_length: of a completion, mean over all repeats (ratio: carry's by wait's, should be 1);
+- learned_length: of a completion, mean over all repeats (ratio: by wait's, should be 1);
 - tokens_in_flight: sampled and not learned, after a step, mean;
 - prefilled_again: sampled tokens that were prefilled again, per learned token;
+- discarded: tokens that were sampled and discarded, per learned token;
 - staleness: steps between the one that sampled a token and the one that learned it, mean over tokens;
 - largest_staleness: the same, largest of all repeats;
 - own_step_seconds ("paced"): what an engine step takes without its pause, median (ratio: the pace by that).
@@ -40,14 +44,15 @@ carry's, `ratio` above 1 means that carry is better, null that there is nothing 
 "paced" lets no engine step take less than 20 ms, by sleeping. Then the time goes by steps and not by computing, as it
 does on a GPU, where a step takes about as long for few sequences as for many. "own cores" does not pause, and is
 measured where both of two engines have a core of their own. There a step takes longer the more sequences it decodes,
-and prefilling again costs more than on a GPU. Seconds are of use on an otherwise idle machine only; engine steps are
-nearly the same on any.
+and prefilling or sampling again costs more than on a GPU. Seconds are of use on an otherwise idle machine only; engine
+steps are nearly the same on any.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import random
 import statistics
@@ -59,11 +64,18 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
+from statistics import NormalDist
 
 import torch.distributed as dist
 
 from rlmath.algorithms.dynamic_sampling import Chosen
-from rlmath.algorithms.partial_rollouts import Flight, FlightRules, GroupInFlight, advance_carry
+from rlmath.algorithms.partial_rollouts import (
+    Flight,
+    FlightRules,
+    GroupInFlight,
+    advance_carry,
+    advance_defer,
+)
 from rlmath.algorithms.types import (
     NOTHING_SAMPLED,
     Completion,
@@ -99,15 +111,18 @@ from rlmath.rollout.work_queue import EngineUsage, WorkQueue
 from rlmath.trainer.rollouts import flight_rules, slice_tokens, tokens_of
 
 REPOSITORY = Path(__file__).resolve().parents[1]
-GROUP_SIZE, PLACES = 4, 32
-"""PLACES: sequences that an engine decodes at a time (`rollout.max_num_seqs`)."""
+GROUP_SIZE, GROUPS = 4, 8
+"""Completions of a group; groups of a step for each engine."""
 MEAN_SHARE, CUT_OFF_SHARE = 0.3, 0.03
 """Mean length, as a share of the longest; share of the completions that are cut off."""
 ENGINES = (2, 4)
 STEP_SECONDS = 0.020
 """Pace of the paced cases."""
-DEFAULT = RolloutConfig().max_staleness
-STALENESS = (DEFAULT, 2, 4)
+CARRY, OLDER, DEFER = (
+    RolloutConfig(tail="carry"),
+    RolloutConfig(tail="carry", max_staleness=4),
+    RolloutConfig(tail="defer"),
+)
 PROMPT = (5, 6, 7, 8, 9, 10, 11)
 SCORE = Score(1.0, True, "", "string")
 NEVER_ENDS = 10**6
@@ -115,49 +130,27 @@ NEVER_ENDS = 10**6
 
 
 @dataclass(frozen=True)
-class Case:
-    engines: int
-    step_seconds: float
-    """An engine step takes at least so long; 0: as long as it takes."""
+class Completions:
+    """How long completions are."""
+
     longest: int
-    """Tokens of the longest completion."""
-    warm_up: int
-    """Steps before those that count."""
-    steps: int
-    repeats: int
-    staleness: tuple[int, ...]
-    """The most that is allowed, by way to carry; slices and groups in flight follow from it, as in a run."""
+    """Tokens."""
+    prompt_share: float = 0.0
+    """Of the variance of the logarithm of a length, what all completions of a group have in common (0 to 1)."""
 
-    @property
-    def groups(self) -> int:
-        """That a step learns from: as many as fill all places with their completions."""
-        return self.engines * PLACES // GROUP_SIZE
-
-    @property
-    def places(self) -> int:
-        """Of all engines."""
-        return self.engines * PLACES
-
-    def named(self, staleness: int) -> str:
-        pace = f"paced at {1000 * self.step_seconds:.0f} ms" if self.step_seconds else "own cores"
-        return (
-            f"{self.engines} engines of {PLACES} places, {pace}, {self.groups} groups of {GROUP_SIZE} a step, at most "
-            f"{self.longest} tokens; staleness {staleness}, slices of {self.slice_tokens(staleness)}, "
-            f"{self.rules(staleness).max_groups} groups in flight"
+    def length(self, repeat: int, draw: int, sample: int) -> int:
+        """Tokens of a completion, whichever way samples it."""
+        of_group, own = (
+            random.Random(f"{repeat}/{draw}/{which}").gauss(0.0, 1.0) for which in ("group", sample)
         )
+        score = math.sqrt(self.prompt_share) * of_group + math.sqrt(1 - self.prompt_share) * own
+        return round(lengths(self.longest).at(min(max(NormalDist().cdf(score), 1e-9), 1 - 1e-9)))
 
-    def slice_tokens(self, staleness: int) -> int:
-        return slice_tokens(self._config(staleness).rollout)
-
-    def rules(self, staleness: int) -> FlightRules:
-        return flight_rules(self._config(staleness))
-
-    def _config(self, staleness: int) -> Config:
-        rollout = RolloutConfig(max_new_tokens=self.longest, max_staleness=staleness)
-        return Config(data=DataConfig(prompts_per_step=self.groups), rollout=rollout)
-
-
-# ---------------------------------------------------------------- completions
+    def request(self, repeat: int, draw: int, sample: int) -> Request:
+        """For a whole completion of its exact length."""
+        tokens = self.length(repeat, draw, sample)
+        seed = request_seed(repeat, 0, str(draw), sample)
+        return Request((0, sample), (*PROMPT, draw % 90 + 3), seed, tokens, tokens)
 
 
 @cache
@@ -166,21 +159,55 @@ def lengths(longest: int) -> Lengths:
     return lengths_measured(MEAN_SHARE * longest, longest, CUT_OFF_SHARE)
 
 
-def length_of(longest: int, repeat: int, draw: int, sample: int) -> int:
-    """Tokens of a completion, whichever way samples it."""
-    share = random.Random(f"{repeat}/{draw}/{sample}").random()
-    return round(lengths(longest).at(max(share, 1e-9)))
+@dataclass(frozen=True)
+class Case:
+    engines: int
+    places: int
+    """Sequences that an engine decodes at a time (`rollout.max_num_seqs`)."""
+    step_seconds: float
+    """An engine step takes at least so long; 0: as long as it takes."""
+    completions: Completions
+    warm_up: int
+    """Steps before those that count."""
+    steps: int
+    repeats: int
+    tails: tuple[RolloutConfig, ...]
+    """The ways but "wait"."""
+
+    @property
+    def groups(self) -> int:
+        """That a step learns from."""
+        return self.engines * GROUPS
+
+    def named(self, tail: RolloutConfig) -> str:
+        pace = f"paced at {1000 * self.step_seconds:.0f} ms" if self.step_seconds else "own cores"
+        share = self.completions.prompt_share
+        alike = f", {share:.0%} of the variance of log lengths by prompt" if share else ""
+        way = f"{tail.tail}, slices of {self.slice_tokens(tail)}"
+        if tail.tail == "carry":
+            in_flight = self.rules(tail).max_groups
+            way = f"{way}, staleness {tail.max_staleness}, {in_flight} groups in flight"
+        return (
+            f"{self.engines} engines of {self.places} places, {pace}, {self.groups} groups of {GROUP_SIZE} a step, at "
+            f"most {self.completions.longest} tokens{alike}; {way}"
+        )
+
+    def slice_tokens(self, tail: RolloutConfig) -> int:
+        return slice_tokens(self._config(tail).rollout)
+
+    def rules(self, tail: RolloutConfig) -> FlightRules:
+        return flight_rules(self._config(tail))
+
+    def _config(self, tail: RolloutConfig) -> Config:
+        rollout = replace(tail, max_new_tokens=self.completions.longest)
+        return Config(data=DataConfig(prompts_per_step=self.groups), rollout=rollout)
 
 
-def make_request(longest: int, repeat: int, draw: int, sample: int) -> Request:
-    """For a whole completion of its exact length."""
-    tokens = length_of(longest, repeat, draw, sample)
-    seed = request_seed(repeat, 0, str(draw), sample)
-    return Request((0, sample), (*PROMPT, draw % 90 + 3), seed, tokens, tokens)
+# ---------------------------------------------------------------- completions
 
 
 def make_rows(
-    groups: Sequence[GroupInFlight], longest: int, repeat: int, slice_tokens: int
+    groups: Sequence[GroupInFlight], completions: Completions, repeat: int, slice_tokens: int
 ) -> list[list[Request]]:
     """The requests for the next slice of every completion that is not finished, as the trainer makes them: completions
     that have begun are rows of their own, in front as they were drawn earlier; those of a new group share a row."""
@@ -191,9 +218,8 @@ def make_rows(
             so_far = group.samples[g]
             assert isinstance(so_far, PartialCompletion)
             key = (len(rows) + (len(requests) if begun else 0), g)
-            requests.append(
-                continued(make_request(longest, repeat, group.draw, g), key, so_far, slice_tokens)
-            )
+            whole = completions.request(repeat, group.draw, g)
+            requests.append(continued(whole, key, so_far, slice_tokens))
         rows += [[request] for request in requests] if begun else [requests]
     return rows
 
@@ -202,7 +228,7 @@ def after_round(
     groups: Sequence[GroupInFlight],
     rows: Sequence[Sequence[Request]],
     results: Mapping[Key, RequestResult],
-    longest: int,
+    completions: Completions,
     repeat: int,
     step: int,
 ) -> list[GroupInFlight]:
@@ -215,7 +241,7 @@ def after_round(
             so_far, result = samples[g], results[next(keys)]
             assert isinstance(so_far, PartialCompletion)
             samples[g] = part = so_far.extended(result.token_ids, result.logprobs, step, step)
-            missing = length_of(longest, repeat, group.draw, g) - len(part.token_ids)
+            missing = completions.length(repeat, group.draw, g) - len(part.token_ids)
             assert missing >= 0, "lengths are exact"
             if not missing:
                 completion = Completion(g, part.token_ids, part.logprobs, "", "stop", step, part.segments)
@@ -271,20 +297,20 @@ class Sampler:
 
     def __init__(self, engine: Engine, case: Case, way: str, repeat: int) -> None:
         self._engine, self._case, self._repeat = engine, case, repeat
-        self._name = f"{case.engines}/{case.step_seconds}/{way}/{repeat}"
+        self._name = f"{case.engines}/{case.places}/{case.step_seconds}/{way}/{repeat}"
         self._rounds = 0
         self.counted = Counted()
 
     def round(self, groups: Sequence[GroupInFlight], slice_tokens: int, step: int) -> list[GroupInFlight]:
         """The groups after a slice of every completion that is not finished."""
         case, repeat = self._case, self._repeat
-        rows = make_rows(groups, case.longest, repeat, slice_tokens)
+        rows = make_rows(groups, case.completions, repeat, slice_tokens)
         self._engine.forget_prefixes()
         results = self._sample(rows)
         counted = self.counted
         counted.sampled_tokens += sum(len(result.token_ids) for result in results.values())
         counted.prefilled_again += sum(len(one.so_far) for row in rows for one in row)
-        return after_round(groups, rows, results, case.longest, repeat, step)
+        return after_round(groups, rows, results, case.completions, repeat, step)
 
     def _sample(self, rows: Sequence[Sequence[Request]]) -> dict[Key, RequestResult]:
         """By key, on every rank."""
@@ -294,7 +320,7 @@ class Sampler:
         queue, source = None, AllAtOnce([])
         if rank < engines:
             mesh = Mesh(rank, engines, tensor=1, pipeline=1, engine_size=1)
-            source = queue = WorkQueue(store, rows, mesh, PLACES)
+            source = queue = WorkQueue(store, rows, mesh, self._case.places)
         paced = Paced(source, self._case.step_seconds)
         results = list(self._engine.generate(paced))
         mine = None if queue is None else (results, queue.usage(0.0), paced.own_seconds)
@@ -337,6 +363,8 @@ class Figures:
     """After a step, mean."""
     prefilled_again: int
     """Sampled tokens that were prefilled again."""
+    discarded: int
+    """Sampled tokens that were discarded."""
     staleness: float
     """Steps between the one that sampled a token and the one that learned it, mean over learned tokens."""
     largest_staleness: int
@@ -370,11 +398,12 @@ def keep(group: GroupInFlight) -> Chosen:
 
 
 class Way:
-    """The steps of one repeat that wait, or that carry with this staleness."""
+    """The steps of one repeat with "wait" (None) or another `rollout.tail`."""
 
-    def __init__(self, engine: Engine, case: Case, staleness: int | None, repeat: int) -> None:
-        self._case, self._staleness = case, staleness
-        self._sampler = Sampler(engine, case, str(staleness), repeat)
+    def __init__(self, engine: Engine, case: Case, tail: RolloutConfig | None, repeat: int) -> None:
+        self._case, self._tail = case, tail
+        name = "wait" if tail is None else f"{tail.tail}{tail.max_staleness}"
+        self._sampler = Sampler(engine, case, name, repeat)
         self._flight = Flight()
         self._seconds = 0.0
         self._learned: list[GroupInFlight] = []
@@ -384,7 +413,7 @@ class Way:
 
     def warm_up(self, step: int) -> None:
         """A step that does not count. Those that wait are alike from the first one on: they make only the last."""
-        if self._staleness is not None or step == self._case.warm_up - 1:
+        if self._tail is not None or step == self._case.warm_up - 1:
             self._learn(step)
         self._sampler.counted = Counted()
 
@@ -401,19 +430,24 @@ class Way:
 
     def _learn(self, step: int) -> list[GroupInFlight]:
         """The groups that a step learns from."""
-        case, sampler = self._case, self._sampler
-        if self._staleness is None:
-            return sampler.round(whole_groups(case, step), case.longest, step)
-        rules, length = case.rules(self._staleness), case.slice_tokens(self._staleness)
+        case, sampler, tail = self._case, self._sampler, self._tail
+        longest = case.completions.longest
+        if tail is None:
+            return sampler.round(whole_groups(case, step), longest, step)
+        length = case.slice_tokens(tail)
+        flight = self._flight, case.rules(tail), step, NEVER_ENDS, GROUP_SIZE
+        if tail.tail == "carry":
+            return advance_carry(*flight, lambda groups: sampler.round(groups, length, step), keep).groups
 
-        def sample_round(groups: list[GroupInFlight]) -> list[GroupInFlight]:
-            return sampler.round(groups, length, step)
+        def sample_round(groups: list[GroupInFlight], whole: bool) -> list[GroupInFlight]:
+            return sampler.round(groups, longest if whole else length, step)
 
-        return advance_carry(self._flight, rules, step, NEVER_ENDS, GROUP_SIZE, sample_round, keep).groups
+        return advance_defer(*flight, sample_round, keep).groups
 
     def figures(self) -> Figures:
         """Of the steps that counted. A collective."""
         counted, tokens = self._sampler.counted, sum(map(tokens_of, self._learned))
+        nothing_carried = self._tail is not None and self._tail.tail == "defer"
         return Figures(
             seconds=max(all_gather_objects(self._seconds)),
             steps=self._case.steps,
@@ -421,10 +455,11 @@ class Way:
             completions=GROUP_SIZE * len(self._learned),
             rounds=counted.rounds,
             engine_steps=counted.engine_steps,
-            filled=counted.sampled_tokens / (counted.engine_steps * self._case.places),
+            filled=counted.sampled_tokens / (counted.engine_steps * self._case.engines * self._case.places),
             tail_share=counted.tail_steps / counted.all_steps,
             tokens_in_flight=statistics.mean(self._in_flight),
             prefilled_again=counted.prefilled_again,
+            discarded=counted.sampled_tokens - tokens if nothing_carried else 0,
             staleness=sum(age * count for age, count in self._ages) / tokens,
             largest_staleness=max(age for age, _ in self._ages),
             own_step_seconds=statistics.median(counted.own_seconds),
@@ -432,9 +467,9 @@ class Way:
 
 
 def compare(engine: Engine, case: Case, repeat: int) -> list[Figures]:
-    """Waiting, and every way to carry, with the same completions; a step of each in turns, so that what else the
-    machine does slows all of them down."""
-    ways = [Way(engine, case, staleness, repeat) for staleness in (None, *case.staleness)]
+    """Waiting, and every other way, with the same completions; a step of each in turns, so that what else the machine
+    does slows all of them down."""
+    ways = [Way(engine, case, tail, repeat) for tail in (None, *case.tails)]
     for step in range(case.warm_up):
         for way in ways:
             way.warm_up(step)
@@ -463,41 +498,42 @@ def report(
 
 
 def report_case(case: str, pace: float, pairs: Sequence[tuple[Figures, Figures]]) -> None:
-    """The medians of (wait, carry); `pace` is that of the engine steps (s), 0 without one."""
+    """The medians of (wait, another way); `pace` is that of the engine steps (s), 0 without one."""
 
     def medians(figure: Callable[[Figures], float]) -> tuple[float, float]:
-        wait, carry = (statistics.median(map(figure, way)) for way in zip(*pairs, strict=True))
-        return wait, carry
+        wait, other = (statistics.median(map(figure, way)) for way in zip(*pairs, strict=True))
+        return wait, other
 
     def more(metric: str, unit: str, figure: Callable[[Figures], float]) -> None:
-        wait, carry = medians(figure)
-        report(case, metric, carry, unit, f"wait: {wait:.4f}", carry / wait)
+        wait, other = medians(figure)
+        report(case, metric, other, unit, f"wait: {wait:.4f}", other / wait)
 
     def less(metric: str, unit: str, figure: Callable[[Figures], float]) -> None:
-        wait, carry = medians(figure)
-        report(case, metric, carry, unit, f"wait: {wait:.4f}", wait / carry if carry else None)
+        wait, other = medians(figure)
+        report(case, metric, other, unit, f"wait: {wait:.4f}", wait / other if other else None)
 
     def alone(metric: str, unit: str, figure: Callable[[Figures], float]) -> None:
         report(case, metric, medians(figure)[1], unit)
 
     more("learned_tokens_per_second", "tokens/s", lambda one: one.tokens_per_second)
-    least = min(carry.tokens_per_second / wait.tokens_per_second for wait, carry in pairs)
+    least = min(other.tokens_per_second / wait.tokens_per_second for wait, other in pairs)
     report(case, "least_speedup", least, "ratio", "wait", least)
     more("learned_tokens_per_engine_step", "tokens", lambda one: one.tokens_per_engine_step)
     less("rollout_seconds", "s", lambda one: one.seconds / one.steps)
     less("engine_steps", "steps", lambda one: one.engine_steps / one.steps)
     more("filled", "share", lambda one: one.filled)
     less("tail_share", "share", lambda one: one.tail_share)
-    wait, carry = (
+    wait, other = (
         sum(one.learned_tokens for one in way) / sum(one.completions for one in way)
         for way in zip(*pairs, strict=True)
     )
-    report(case, "learned_length", carry, "tokens", f"wait: {wait:.4f}", carry / wait)
+    report(case, "learned_length", other, "tokens", f"wait: {wait:.4f}", other / wait)
     alone("rounds", "rounds", lambda one: one.rounds / one.steps)
     alone("tokens_in_flight", "tokens", lambda one: one.tokens_in_flight)
     alone("prefilled_again", "tokens", lambda one: one.prefilled_again / one.learned_tokens)
+    alone("discarded", "tokens", lambda one: one.discarded / one.learned_tokens)
     alone("staleness", "steps", lambda one: one.staleness)
-    largest = max(carry.largest_staleness for _, carry in pairs)
+    largest = max(other.largest_staleness for _, other in pairs)
     report(case, "largest_staleness", largest, "steps")
     if pace:
         _, own = medians(lambda one: one.own_step_seconds)
@@ -509,9 +545,20 @@ def report_case(case: str, pace: float, pairs: Sequence[tuple[Figures, Figures]]
 
 def cases(quick: bool, cores: int) -> list[Case]:
     """Paced, and at full speed with 2 engines where each has a core; with `quick` shorter, and paced only."""
+    alone, alike = Completions(64 if quick else 96), Completions(64 if quick else 96, prompt_share=0.5)
     if quick:
-        return [Case(engines, STEP_SECONDS, 64, 3, 6, 2, (DEFAULT,)) for engines in ENGINES]
-    paced = [Case(engines, STEP_SECONDS, 128, 7, 10, 5, STALENESS) for engines in ENGINES]
+        return [
+            Case(2, 32, STEP_SECONDS, alone, 3, 6, 2, (CARRY,)),
+            Case(4, 64, STEP_SECONDS, alike, 3, 8, 2, (DEFER,)),
+        ]
+    paced = [
+        case
+        for engines in ENGINES
+        for case in (
+            Case(engines, 32, STEP_SECONDS, alone, 7, 10, 5, (CARRY, OLDER)),
+            Case(engines, 64, STEP_SECONDS, alike, 4, 16, 5, (CARRY, DEFER)),
+        )
+    ]
     return paced + [replace(case, step_seconds=0.0) for case in paced if case.engines <= min(2, cores)]
 
 
@@ -521,17 +568,17 @@ def run_rank(folder: Path, quick: bool) -> None:
     mesh = Mesh(environment_rank(), environment_world_size(), tensor=1, pipeline=1, engine_size=1)
     init_process_group(device, 600.0)
     todo = cases(quick, len(os.sched_getaffinity(0)))
-    settings = RolloutConfig(max_num_seqs=PLACES, cpu_kv_cache_gib=0.1)
-    longest = len(PROMPT) + 1 + max(case.longest for case in todo)
+    settings = RolloutConfig(max_num_seqs=max(case.places for case in todo), cpu_kv_cache_gib=0.1)
+    longest = len(PROMPT) + 1 + max(case.completions.longest for case in todo)
     shapes = engine_shapes(read_model_shape(folder), engine_size=1)
     engine = Engine(str(folder), settings, longest, mesh, device, shapes)
-    list(engine.generate([make_request(todo[0].longest, 0, draw, 0) for draw in range(PLACES)]))
+    list(engine.generate([todo[0].completions.request(0, draw, 0) for draw in range(settings.max_num_seqs)]))
     for case in todo:
         repeats = [compare(engine, case, repeat) for repeat in range(1, case.repeats + 1)]
         if mesh.rank == 0:
-            wait, *carries = zip(*repeats, strict=True)
-            for staleness, figures in zip(case.staleness, carries, strict=True):
-                report_case(case.named(staleness), case.step_seconds, list(zip(wait, figures, strict=True)))
+            wait, *others = zip(*repeats, strict=True)
+            for tail, figures in zip(case.tails, others, strict=True):
+                report_case(case.named(tail), case.step_seconds, list(zip(wait, figures, strict=True)))
     dist.barrier()
     engine.close()
 

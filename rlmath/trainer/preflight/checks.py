@@ -356,6 +356,12 @@ def _partial_rollout_warnings(config: Config) -> Iterator[str]:
         yield f'{", ".join(unused)}: no effect with rollout.tail="{rollout.tail}".'
     if rollout.tail == "carry" and rollout.max_staleness == 0:
         yield 'rollout.tail="carry" carries nothing with rollout.max_staleness=0: a step finishes what it begins.'
+    if rollout.tail == "defer" and config.algorithm.advantage in ("ppo", "reinforce++"):
+        yield (
+            f'algorithm.advantage="{config.algorithm.advantage}" compares a completion with all of its step, and with '
+            'rollout.tail="defer" a step has short groups only, or long ones: take rollout.tail="carry", or advantages '
+            'of a group ("grpo", "dr_grpo", "rloo").'
+        )
     longest = max(config.stages.max_new_tokens or [rollout.max_new_tokens])
     if rollout.tail != "wait" and (rollout.slice_tokens or 0) >= longest:
         done = "carried" if rollout.tail == "carry" else "deferred"

@@ -301,8 +301,13 @@ def _step_lines(plan: RunPlan) -> Iterator[str]:
         yield (
             f"  tail batching: groups with a completion of more than {slices} tokens are sampled anew, with the same "
             "noise, in steps of their own. Bias: as far as the weights change in between, a deferred group is one that "
-            "older weights would have made long (rollout/deferred_now_short; docs/algorithm.md)"
+            "older weights made long (rollout/deferred_now_short; docs/algorithm.md)"
         )
+        if config.algorithm.loss_normalisation == "token":
+            yield (
+                "    algorithm.loss_normalisation=token: a step of short groups has few tokens, each of which weighs more "
+                "than one of a step of long groups; sequence and constant weigh completions alike"
+            )
     if len(stages) == 1:
         yield f"  {_tokens(config)}"
     yield _steps(data)

@@ -392,7 +392,9 @@ def test_tail_batching_and_its_bias_are_told(dry):
     assert status == 0, err
     told = " ".join(out.split())
     assert "tail batching: groups with a completion of more than 13,824 tokens are sampled anew" in told
-    assert "Bias: as far as the weights change in between" in told
+    assert "Bias: as far as the weights change in between" in told and "each of which weighs more" in told
+    constant = dry(SMALL_R1, "rollout.tail=defer", "algorithm.loss_normalisation=constant")[1]
+    assert "tail batching" in constant and "weighs more" not in constant
     assert "tail batching" not in dry(SMALL_R1)[1]
 
 
