@@ -18,6 +18,7 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -117,13 +118,13 @@ def one_thread() -> dict[str, str]:
     return child_environment() | {"OMP_NUM_THREADS": "1"}
 
 
-def teach(folder: Path, seed: int) -> Path:
+def teach(folder: Path, seed: int, more: Sequence[str] = ()) -> Path:
     """Supervised training on worked solutions, with one data-parallel rank for each of two cores, whatever the layout
-    of what follows: every seed has one base model. Returns its folder."""
+    of what follows: every seed has one base model. `more` are further settings. Returns its folder."""
     ranks = min(SFT_RANKS, os.cpu_count() or 1)
     command = [*torchrun(ranks), "launch/train_sft.py", "--config", "configs/demo_sft.yaml"]
     command += [f"run.output_dir={folder / 'sft'}", f"run.seed={seed}", f"model.path={folder / 'random'}"]
-    command += [f"data.train_path={folder / 'data' / 'worked.jsonl'}"]
+    command += [f"data.train_path={folder / 'data' / 'worked.jsonl'}", *more]
     run("Supervised training: a tiny model that can add but slips", command, one_thread())
     base = folder / "base"
     shutil.copytree(folder / "sft" / "hf_model", base)

@@ -1,6 +1,6 @@
 """Disturb training runs again and again, start them again, and see whether they end as if nothing had been.
 
-    python tools/drill_faults.py --kills 100 --seed 1 --output outputs/drill [--chains tp2 carry sft] [--kinds kill ...]
+    python tools/drill_faults.py --kills 100 --seed 1 --output outputs/drill [--chains tp2 carry defer sft] [--kinds kill ...]
 
 A tiny random model learns arithmetic on two CPU ranks. In every chain one run is disturbed, and started again by the
 very same command, until all its disturbances are done. Another one, with the same settings and as many steps, is left
@@ -50,6 +50,8 @@ STEP_SECONDS = 20.0
 """By when a step is made."""
 MOST_LOST = 6
 """Steps that may be lost: those since the last save, one or two saves more where the newest are damaged."""
+STEPS_BEFORE = 4
+"""A run that is ended has made up to so many steps, where the kind asks for one."""
 STEPS_AFTER = 2
 """Steps that a run makes after a disturbance that it survives."""
 ENDLESS = 100_000
@@ -92,11 +94,16 @@ CHAINS: dict[str, Chain] = {
         (
             "reward.mask_no_eos_with_zero=true",
             "rollout.tail=carry",
+            "rollout.max_staleness=2",
             "rollout.slice_tokens=12",
             "algorithm.recompute_logprobs=true",
             "algorithm.importance_correction=token",
             "algorithm.importance_mask_high=5",
         ),
+    ),
+    # Groups with long completions are deferred.
+    "defer": Chain(
+        "grpo", 1, ("reward.mask_no_eos_with_zero=true", "rollout.tail=defer", "rollout.slice_tokens=24")
     ),
     "sft": Chain("sft", 1, ("data.train_path={base}/data/worked.jsonl", "sft.eval_every_steps=7")),
 }
@@ -311,7 +318,7 @@ class Disturbed:
         """Disturb a run that ends from it."""
         kind, run = KINDS[name], self.folder / "run"
         if kind.rows and kind.place == "steps":
-            attempt.rows_or_end(kind.rows, START_SECONDS)
+            attempt.rows_or_end(kind.rows + self.rng.randrange(STEPS_BEFORE), START_SECONDS)
         if not attempt.ended:
             kind.moment(attempt, self.rng)
         if attempt.ended and kind.place != "export":

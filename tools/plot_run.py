@@ -68,7 +68,7 @@ UNITS = {
 class Curve:
     label: str
     points: tuple[tuple[int, float], ...]
-    """(step, value) by rising step."""
+    """(step, value) by rising step, or by another whole number."""
 
 
 @dataclass(frozen=True)
@@ -186,7 +186,9 @@ def nice_ticks(low: float, high: float, most: int) -> tuple[float, ...]:
 # ---------------------------------------------------------------- what is drawn
 
 
-def draw(canvas: Canvas, curves: Sequence[Curve], y_label: str, title: str) -> None:
+def draw(
+    canvas: Canvas, curves: Sequence[Curve], y_label: str, title: str, x_label: str = "step"
+) -> None:
     """The whole picture."""
     steps = [step for curve in curves for step, _ in curve.points]
     values = [value for curve in curves for _, value in curve.points]
@@ -196,7 +198,7 @@ def draw(canvas: Canvas, curves: Sequence[Curve], y_label: str, title: str) -> N
     canvas.box(0, 0, WIDTH, HEIGHT, 8)
     canvas.text(LEFT, 29, visible(title).replace("\n", " "), size=16)
     _draw_grid(canvas, x_axis, y_axis)
-    canvas.text((LEFT + WIDTH - RIGHT) / 2, HEIGHT - 16, "step", "middle")
+    canvas.text((LEFT + WIDTH - RIGHT) / 2, HEIGHT - 16, x_label, "middle")
     canvas.text(22, (TOP + HEIGHT - BOTTOM) / 2, visible(y_label), "middle", upwards=True)
     for number, curve in enumerate(curves):
         points = [(x_axis.at(step), y_axis.at(value)) for step, value in curve.points]
