@@ -305,7 +305,7 @@ class Sampler:
         """The groups after a slice of every completion that is not finished."""
         case, repeat = self._case, self._repeat
         rows = make_rows(groups, case.completions, repeat, slice_tokens)
-        self._engine.forget_prefixes()
+        self._engine.reset_prefix_cache()
         results = self._sample(rows)
         counted = self.counted
         counted.sampled_tokens += sum(len(result.token_ids) for result in results.values())

@@ -134,11 +134,11 @@ def advance_carry(
     `sample_round` gets all groups in flight and returns them after a round; `choose` says what is learned from of a
     complete group. The last steps finish what is in flight, so that at the end of `steps_left` steps nothing is.
 
-    A group that is learned `max_staleness` steps after its first token was sampled is as old as may be: rounds are made,
+    A group that is learned `max_staleness` steps after its first token was sampled has the greatest age: rounds are made,
     too, while what the step would leave behind could not all be learned in time, each step taking the oldest.
     """
     found, rounds, waits = leaving(flight, rules, choose), 0, 0
-    while not (enough := is_enough(found, rules)) or too_old(left_behind(flight, found), rules, step):
+    while not (enough := is_enough(found, rules)) or too_old(left_behind(flight, found), rules, step, choose):
         draw(flight, room(flight, found, rules, steps_left), step, samples)
         if not any(group.unfinished for group in flight.groups):
             break
@@ -259,10 +259,20 @@ def left_behind(flight: Flight, found: Leaving) -> list[GroupInFlight]:
     return [group for group in flight.groups if group.draw not in gone]
 
 
-def too_old(left: Sequence[GroupInFlight], rules: FlightRules, step: int) -> bool:
+def too_old(
+    left: Sequence[GroupInFlight],
+    rules: FlightRules,
+    step: int,
+    choose: Callable[[GroupInFlight], Chosen],
+) -> bool:
     """Whether one of the groups that step `step` leaves behind would be older than `max_staleness` when it is learned:
-    of those, each of the next steps takes the oldest `groups_per_step`."""
-    return any(
-        step + 1 + place // rules.groups_per_step - group.first_step > rules.max_staleness
-        for place, group in enumerate(left)
-    )
+    of those, each of the next steps takes the oldest, as `leaving` does. What is not complete may all be kept."""
+    learning, taken, kept = step + 1, 0, 0
+    for group in left:
+        if kept == rules.groups_per_step or taken == rules.groups_per_step + rules.max_dropped:
+            learning, taken, kept = learning + 1, 0, 0
+        if learning - group.first_step > rules.max_staleness:
+            return True
+        taken += 1
+        kept += not (group.is_complete and choose(group).dropped is not None)
+    return False

@@ -1,7 +1,7 @@
 """The groups in flight of partial rollouts, as a file of a checkpoint: safetensors, with the rest as JSON beside.
 
     tokens, logprobs   of all completions, one behind the other, in the order of groups and samples
-    header             {"next_draw", "short_share", "groups": [{"draw", "first_step", "deferred", "samples": [...]}]},
+    header             {"version", "next_draw", "short_share", "groups": [{"draw", "first_step", "deferred", "samples": [...]}]},
                        and of every sample {"segments"}, with {"finish_reason", "score"} where it is finished
 
 Texts are not kept: they follow from the tokens. The file is read as one that anybody may have written.
@@ -32,6 +32,8 @@ from rlmath.algorithms.types import (
 )
 
 FLIGHT = "flight.safetensors"
+VERSION = 1
+"""Of the form of the file."""
 
 
 def write_flight(flight: Flight) -> bytes:
@@ -49,7 +51,7 @@ def write_flight(flight: Flight) -> bytes:
             samples.append(row)
         row = {"draw": group.draw, "first_step": group.first_step, "deferred": group.deferred}
         groups.append(row | {"samples": samples})
-    numbers = {"next_draw": flight.next_draw, "short_share": flight.short_share}
+    numbers = {"version": VERSION, "next_draw": flight.next_draw, "short_share": flight.short_share}
     header = json.dumps(numbers | {"groups": groups}).encode()
     return save(
         {
@@ -68,6 +70,8 @@ def read_flight(
     try:
         tensors = load(content)
         header = json.loads(tensors["header"].tobytes())
+        if header["version"] != VERSION:
+            raise ValueError(f"its form is version {header['version']!r}; needed: {VERSION}")
         reader = _Reader(tensors["tokens"], tensors["logprobs"], vocab_size, text_of)
         groups = [reader.group(row, group_size) for row in header["groups"]]
         next_draw, short_share = _count(header["next_draw"]), float(header["short_share"])
@@ -95,8 +99,8 @@ class _Reader:
     ) -> None:
         if (tokens.dtype, logprobs.dtype) != (np.int32, np.float32) or tokens.shape != logprobs.shape:
             raise ValueError("tokens or log-probs have another form")
-        if tokens.ndim != 1 or not np.isfinite(logprobs).all():
-            raise ValueError("log-probs are not finite")
+        if tokens.ndim != 1:
+            raise ValueError("tokens are not in one row")
         if len(tokens) and not 0 <= tokens.min() <= tokens.max() < vocab_size:
             raise ValueError(f"tokens are not below {vocab_size}")
         self._tokens, self._logprobs, self._text_of = tokens, logprobs, text_of

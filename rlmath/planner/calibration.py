@@ -7,7 +7,7 @@ from __future__ import annotations
 import math
 import re
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -124,6 +124,8 @@ def read_run(path: Path, where: Where) -> Measured:
     machine = machine_of(config, target, where.network_gbps)
     cluster = cluster_of(machine, size, ranks_per_node=where.ranks_per_node)
     raise_problems(f"the run {folder} on {size} ranks", problems_of(config, found.shape, cluster))
+    # Steps of partial rollouts are not alike: some make no round.
+    average = median if config.rollout.tail == "wait" else mean
     return Measured(
         str(folder),
         config,
@@ -131,8 +133,8 @@ def read_run(path: Path, where: Where) -> Measured:
         target,
         cluster,
         batch_of_rows(config, rows),
-        phases_of(rows),
-        median(rows, "seconds/step"),
+        phases_of(rows, average),
+        average(rows, "seconds/step"),
         len(rows),
     )
 
@@ -174,22 +176,35 @@ def ranks_of_summary(folder: Path) -> int:
     )
 
 
+Average = Callable[[Sequence[Mapping[str, float]], str], float]
+
+
 def median(rows: Sequence[Mapping[str, float]], name: str) -> float:
     """Of a metric over the rows that have it, 0 where none has; NaN and infinities do not count."""
-    values = [row[name] for row in rows if math.isfinite(row.get(name, math.nan))]
+    values = _finite(rows, name)
     return statistics.median(values) if values else 0.0
 
 
-def phases_of(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Median seconds of every phase; what is in none of them is "other"."""
-    seconds = {"switch": sum(median(rows, f"seconds/{name}") for name in SWITCH_PHASES)}
-    seconds |= {name: median(rows, f"seconds/{name}") for name in WORKING_PHASES}
+def mean(rows: Sequence[Mapping[str, float]], name: str) -> float:
+    """As `median`."""
+    values = _finite(rows, name)
+    return statistics.fmean(values) if values else 0.0
+
+
+def _finite(rows: Sequence[Mapping[str, float]], name: str) -> list[float]:
+    return [row[name] for row in rows if math.isfinite(row.get(name, math.nan))]
+
+
+def phases_of(rows: Sequence[Mapping[str, float]], average: Average = median) -> dict[str, float]:
+    """Average seconds of every phase; what is in none of them is "other"."""
+    seconds = {"switch": sum(average(rows, f"seconds/{name}") for name in SWITCH_PHASES)}
+    seconds |= {name: average(rows, f"seconds/{name}") for name in WORKING_PHASES}
     counted = (*SWITCH_PHASES, *WORKING_PHASES, *NOT_OF_A_STEP)
     rest = [
         {"rest": row["seconds/step"] - sum(row.get(f"seconds/{name}", 0.0) for name in counted)}
         for row in rows
     ]
-    seconds["other"] = max(0.0, median(rest, "rest"))
+    seconds["other"] = max(0.0, average(rest, "rest"))
     return {name: value for name, value in seconds.items() if value > 0}
 
 

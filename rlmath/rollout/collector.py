@@ -110,10 +110,10 @@ class Collector:
         ]
         return Rollout(groups, engines)
 
-    def forget_prefixes(self) -> None:
+    def reset_prefix_cache(self) -> None:
         """Let the engine compute all prompts anew: what it has cached depends on which completions it sampled, and may
         differ in the last bits from what it computes of a prompt."""
-        self._engine.forget_prefixes()
+        self._engine.reset_prefix_cache()
 
     def sample(
         self, rows: Sequence[Sequence[Work]], max_new_tokens: int, step: int, title: str
@@ -157,6 +157,8 @@ class Collector:
             progress.tick()
             if rewards is None:
                 continue
+            if result.finish_reason not in ("stop", "length"):
+                raise RuntimeError(f"vLLM ended a completion with {result.finish_reason!r}, unfinished")
             work = by_key[result.key]
             before, stopped = work.so_far.token_ids, result.finish_reason == "stop"
             finished, text = stopped or len(before) + len(result.token_ids) >= max_new_tokens, None

@@ -168,7 +168,7 @@ class Engine:
         reset_prefix_cache(self._llm)
         self.version = version
 
-    def forget_prefixes(self) -> None:
+    def reset_prefix_cache(self) -> None:
         """Drop the cached prefixes."""
         reset_prefix_cache(self._llm)
 

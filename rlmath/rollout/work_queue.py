@@ -161,15 +161,16 @@ class _EngineItems:
         """By prompt: tokens of its finished first sample."""
         self._store = store
         self._has_remaining_P = has_remaining_P
+        self._with_remaining = [p for p, more in enumerate(has_remaining_P) if more]
         self._mesh = mesh
         prompts = len(has_remaining_P)
         share = min(-(-prompts // mesh.num_engines), max_num_seqs)
-        # In turns: rows that are alike stand one behind another.
+        # Every engine takes every n-th row: rows that are alike follow one another.
         mine = range(mesh.engine_index, min(mesh.num_engines * share, prompts), mesh.num_engines)
         self._own_first = deque(mine)
         """Prompts whose first samples are this engine's, and not popped yet."""
-        self._first_shared = min(mesh.num_engines * share, prompts)
-        """The first prompt whose first sample is no engine's own."""
+        self._shared_first = range(min(mesh.num_engines * share, prompts), prompts)
+        """Prompts whose first samples are no engine's own."""
         self._exhausted: set[str] = set()
         """Counters that have led past the last prompt."""
         self._started: dict[int, int] = {}
@@ -188,7 +189,7 @@ class _EngineItems:
     def later_pop(self) -> Iterator[WorkItem]:
         """Items in the order in which they are popped later; when they end, the queue is empty."""
         yield from self._own_first_samples()
-        while (prompt := self._next_prompt("first samples", self._first_shared)) is not None:
+        while (prompt := self._next_prompt("first samples", self._shared_first)) is not None:
             yield self._first_sample(prompt)
         yield from self._own_remaining()
         yield from self._others_remaining()
@@ -218,18 +219,17 @@ class _EngineItems:
             yield from self._claim(prompt)
 
     def _others_remaining(self) -> Iterator[WorkItem]:
-        while (prompt := self._next_prompt("others")) is not None:
-            if self._has_remaining_P[prompt] and prompt not in self._started:
+        while (prompt := self._next_prompt("others", self._with_remaining)) is not None:
+            if prompt not in self._started:
                 yield from self._claim(prompt)
 
-    def _next_prompt(self, counter: str, start: int = 0) -> int | None:
-        """The next prompt by a counter of all engines, from `start` on; None when it has led past the last one."""
-        prompts = len(self._has_remaining_P)
-        if counter in self._exhausted or start >= prompts:
+    def _next_prompt(self, counter: str, prompts: Sequence[int]) -> int | None:
+        """The next of some prompts, by a counter of all engines; None when it has led past the last one."""
+        if counter in self._exhausted or not prompts:
             return None
-        prompt = start + self._store.fetch_add(counter)
-        if prompt < prompts:
-            return prompt
+        place = self._store.fetch_add(counter)
+        if place < len(prompts):
+            return prompts[place]
         self._exhausted.add(counter)
         return None
 

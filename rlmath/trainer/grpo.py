@@ -100,7 +100,7 @@ class GrpoTrainer(Trainer):
         """Builds engine, actor and reference on this rank; the engine sleeps afterwards."""
         super().__init__(prepared, mesh, device, workers, on_phase, on_progress)
         config, shape, inputs = prepared.config, prepared.shape, prepared.inputs
-        self.inputs = inputs
+        self.inputs, self.reward_fingerprint = inputs, prepared.origin.reward
         self.length_stages = curriculum.length_stages(config, inputs.total_steps)
         self.entered_length_stage: int | None = None
         on_phase("build engine")
@@ -228,8 +228,9 @@ class GrpoTrainer(Trainer):
     def checkpoint_files(self) -> dict[str, bytes]:
         return self.rollouts.files() if self.mesh.rank == 0 else {}
 
-    def resume(self, folder: Path, steps_done: int) -> None:
-        self.rollouts.resume(folder, steps_done)
+    def resume(self, folder: Path, progress: Progress) -> None:
+        changed = progress.reward_fingerprint not in ("", self.reward_fingerprint)
+        self.rollouts.resume(folder, progress.step, changed)
 
     def validate_at_end(self) -> ValidationResult | None:
         """The validation of the weights after all steps, where it is due and not done; the engine wakes for it."""

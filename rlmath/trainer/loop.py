@@ -121,7 +121,7 @@ class Trainer(ABC):
         """What a checkpoint keeps of this run beside tensors and `Progress`, by file name; rank 0 writes it."""
         return {}
 
-    def resume(self, folder: Path, steps_done: int) -> None:  # noqa: B027
+    def resume(self, folder: Path, progress: Progress) -> None:  # noqa: B027
         """Continue with the files of `checkpoint_files` in a checkpoint's folder. ValueError where one is damaged."""
 
     def evaluate_before_training(self) -> dict[str, float]:
@@ -366,7 +366,7 @@ def restore(trainer: Trainer, resumed: CheckpointToResume | None, heartbeat: Hea
     actor = trainer.actor
     load_checkpoint(actor.chunks, actor.learner.optimizer, trainer.device, checkpoint, progress)
     actor.learner.restore_schedule(progress.updates)
-    trainer.resume(checkpoint.folder, progress.step)
+    trainer.resume(checkpoint.folder, progress)
     if trainer.mesh.rank == 0:
         done = f"{progress.step} steps and {progress.updates} updates are done"
         logger.info("Resuming from %s, made on %s: %s", checkpoint.folder, progress.layout, done)

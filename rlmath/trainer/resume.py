@@ -86,6 +86,8 @@ MAY_CHANGE = (
     "rollout.chunked_prefill",
     "rollout.cuda_graphs",
     "rollout.progress_bar",
+    "rollout.slice_tokens",
+    "rollout.max_groups_in_flight",
     "sync.",
     "memory.",
     "validation.",
@@ -259,7 +261,8 @@ def _changed_code(config: Config, newest: CheckpointToResume, origin: Origin) ->
         yield (
             f"reward.function: the file of {config.reward.function} has changed since the checkpoint of step "
             f"{checkpoint.step} (fingerprint {progress.reward_fingerprint} there, {origin.reward or 'none'} now). The "
-            "run continues with it as it is now: rewards before and after may not be comparable"
+            "run continues with it as it is now: rewards before and after may not be comparable; groups in flight that "
+            "it has scored a part of are sampled anew"
         )
     if (
         progress.syncs
@@ -290,6 +293,8 @@ def refused_changes(
     staged = has_length_stages(then) or has_length_stages(now)
     # Where there are stages, it is their max_new_tokens that count.
     may_change = (*MAY_CHANGE, "rollout.max_new_tokens") if staged else MAY_CHANGE
+    if then.rollout.tail == now.rollout.tail != "carry":
+        may_change = (*may_change, "rollout.max_staleness")
     if is_same_function(then.reward.function, now.reward.function, reward_code):
         may_change = (*may_change, "reward.function")
     changes = [

@@ -28,6 +28,7 @@ from rlmath.algorithms.partial_rollouts import (
     Leaving,
     advance_carry,
     advance_defer,
+    too_old,
 )
 from rlmath.algorithms.types import PartialCompletion, Prompt, Score, ScoredCompletion, ScoredGroup
 from rlmath.checkpoint.flight import FLIGHT, read_flight, write_flight
@@ -57,7 +58,7 @@ class StepRollout:
     rounds: list[list[EngineUsage]]
     """What every engine did, by rollout of the step."""
     scores: list[Score]
-    """Made in this step."""
+    """Of all that was sampled and leaves."""
     sampled_tokens: int
     """New tokens of the step; those of `selection` where every completion is sampled to its end."""
     metrics: dict[str, float] = field(default_factory=dict)
@@ -76,8 +77,9 @@ class StepRollouts(Protocol):
     def files(self) -> dict[str, bytes]:
         """What a checkpoint keeps of the state, by file name."""
 
-    def resume(self, folder: Path, steps_done: int) -> None:
-        """Continue from a checkpoint. ValueError where its file is damaged."""
+    def resume(self, folder: Path, steps_done: int, reward_changed: bool) -> None:
+        """Continue from a checkpoint. `reward_changed`: the reward function is another one since. ValueError where the
+        checkpoint's file is damaged."""
 
 
 def step_rollouts(
@@ -134,7 +136,7 @@ class WholeRollouts:
     def files(self) -> dict[str, bytes]:
         return {}
 
-    def resume(self, folder: Path, steps_done: int) -> None:
+    def resume(self, folder: Path, steps_done: int, reward_changed: bool) -> None:
         pass
 
 
@@ -144,7 +146,6 @@ class Rounds:
 
     usages: list[list[EngineUsage]] = field(default_factory=list)
     """Of every engine, by round."""
-    scores: list[Score] = field(default_factory=list)
     new_tokens: int = 0
     read_again: int = 0
     """Sampled tokens that were prefilled again."""
@@ -185,7 +186,8 @@ class PartialRollouts:
             text = "%d groups that were drawn are not learned from: the run has fewer steps than when it drew them"
             logger.warning(text, len(flight.groups))
         epoch, _ = self._inputs.order.batch(number)
-        return StepRollout(epoch, selection, rounds.usages, rounds.scores, rounds.new_tokens, metrics)
+        scores = [score for group in sampled for score in group.scores]
+        return StepRollout(epoch, selection, rounds.usages, scores, rounds.new_tokens, metrics)
 
     def _advance(self, flight: Flight, number: int, stage: LengthStage, rounds: Rounds) -> Leaving:
         """Make the rounds of step `number`; what it learns from leaves `flight`."""
@@ -214,25 +216,49 @@ class PartialRollouts:
     def files(self) -> dict[str, bytes]:
         return {FLIGHT: write_flight(self._flight)}
 
-    def resume(self, folder: Path, steps_done: int) -> None:
-        tokenizer, samples = self._inputs.tokenizer, self._config.rollout.group_size
-        try:
-            content = (folder / FLIGHT).read_bytes()
-            flight = read_flight(
-                content, samples, self._vocab_size, lambda token_ids: completion_text(tokenizer, token_ids)
-            )
-        except (OSError, ValueError) as error:
-            raise ValueError(f"{folder}: the groups in flight cannot be read: {error}") from error
+    def resume(self, folder: Path, steps_done: int, reward_changed: bool) -> None:
         stages = length_stages(self._config, self._total_steps)
         stage = length_stage_at(stages, steps_done - 1)
+        try:
+            flight = self._read(folder, steps_done, stage.config.rollout)
+        except (OSError, ValueError) as error:
+            raise ValueError(f"{folder}: the groups in flight cannot be read: {error}") from error
+        if reward_changed:
+            flight.groups = [self._unscored(group, steps_done) for group in flight.groups]
+        wanted = sum(not group.is_complete or self._choose(group).dropped is None for group in flight.groups)
         left = self._limits.groups_per_step * (stage.end - steps_done)
-        if stage is not stages[-1] and len(flight.groups) > left:
+        if stage is not stages[-1] and wanted > left:
             raise ValueError(
                 f"stages: stage {stage.number + 1} ends after step {stage.end}, and the checkpoint of step "
-                f"{steps_done} has {len(flight.groups)} groups in flight, of which the steps up to there learn from "
+                f"{steps_done} has {wanted} groups in flight, of which the steps up to there learn from "
                 f"{left}; the next stage has other lengths. Let this stage end later."
             )
         self._flight = self._after = flight
+
+    def _read(self, folder: Path, steps_done: int, rollout: RolloutConfig) -> Flight:
+        """The groups in flight of a checkpoint that this run can continue."""
+        tokenizer = self._inputs.tokenizer
+        flight = read_flight(
+            (folder / FLIGHT).read_bytes(),
+            rollout.group_size,
+            self._vocab_size,
+            lambda token_ids: completion_text(tokenizer, token_ids),
+        )
+        for group in flight.groups:
+            steps = [group.first_step, *(segment.step for part in group.parts for segment in part.segments)]
+            if min(steps) < group.first_step or max(steps) >= steps_done:
+                raise ValueError(f"draw {group.draw} was sampled in steps {sorted(set(steps))} of {steps_done}")
+            if any(len(group.parts[g].token_ids) >= rollout.max_new_tokens for g in group.unfinished):
+                raise ValueError(f"draw {group.draw} has an unfinished completion of the greatest length")
+        if rollout.tail == "carry" and too_old(flight.groups, self._limits, steps_done - 1, self._choose):
+            raise ValueError(f"groups are older than rollout.max_staleness, {rollout.max_staleness} steps, allows")
+        return flight
+
+    def _unscored(self, group: GroupInFlight, steps_done: int) -> GroupInFlight:
+        """The group, of which nothing is sampled where another reward function has scored a part of it."""
+        if len(group.unfinished) == len(group.samples):
+            return group
+        return replace(group.nothing_sampled(group.deferred), first_step=steps_done)
 
     # ------------------------------------------------------------ parts of a step
 
@@ -252,7 +278,7 @@ class PartialRollouts:
         title = f"step {number + 1}/{self._total_steps}"
         if rounds.usages:
             title += f", round {len(rounds.usages) + 1}"
-            self._collector.forget_prefixes()
+            self._collector.reset_prefix_cache()
         sampled, usages = self._collector.sample(rows, sampling.max_new_tokens, number, title)
         after = [
             replace(
@@ -262,7 +288,6 @@ class PartialRollouts:
             for group, own in zip(groups, keys, strict=True)
         ]
         rounds.usages.append(usages)
-        rounds.scores += [one.score for one in sampled.values() if isinstance(one, ScoredCompletion)]
         rounds.new_tokens += sum(map(tokens_of, after)) - sum(map(tokens_of, groups))
         rounds.read_again += sum(len(work.so_far.token_ids) for row in rows for work in row)
         return after
@@ -272,6 +297,8 @@ class PartialRollouts:
     ) -> list[list[Work]]:
         """A group's requests of a round, the first row's number being `first`: one row where nothing is sampled yet,
         as the completions share their prompt, else a row for each completion."""
+        if group.is_complete:
+            return []
         step, index, times = self._inputs.order.drawn(group.draw)
         prompt = self._inputs.prompts[index]
         requests = requests_of(prompt, 0, sampling, RolloutSeed(self._config.run.seed, step), times)

@@ -158,9 +158,23 @@ def test_age_by_hand() -> None:
     rules = FlightRules(groups_per_step=2, max_groups=6, max_staleness=2)
     old = [GroupInFlight(d, 3, (PartialCompletion(),)) for d in range(4)]
     # Of step 3, two are learned in step 4 and two in step 5, two steps later: as old as may be.
-    assert not too_old(old, rules, step=3)
-    assert too_old([*old, GroupInFlight(4, 3, (PartialCompletion(),))], rules, step=3)
-    assert too_old(old, rules, step=4)
+    one_more = GroupInFlight(4, 3, (PartialCompletion(),))
+    assert not too_old(old, rules, 3, keep)
+    assert too_old([*old, one_more], rules, 3, keep)
+    assert too_old(old, rules, 4, keep)
+
+
+def test_a_group_that_is_known_to_be_dropped_takes_no_place_of_one_that_is_learned() -> None:
+    done = (finished(0, PartialCompletion().extended((7,), (-1.0,), 3, 3)),)
+    left = [GroupInFlight(0, 3, done), *(GroupInFlight(d, 3, (PartialCompletion(),)) for d in range(1, 5))]
+
+    def drop_first(group: GroupInFlight) -> Chosen:
+        return Chosen((), dropped="right") if group.draw == 0 else keep(group)
+
+    # With the first dropped, step 4 takes it and two more, if it may take three; step 5 the last two.
+    assert not too_old(left, FlightRules(2, 6, 2, max_dropped=1), 3, drop_first)
+    assert too_old(left, FlightRules(2, 6, 2, max_dropped=0), 3, drop_first)
+    assert too_old(left, FlightRules(2, 6, 2, max_dropped=1), 3, keep)
 
 
 def test_complete_groups_leave_in_the_order_of_their_draws() -> None:

@@ -35,7 +35,7 @@ from rlmath.trainer.resume import Origin
 from rlmath.trainer.startup import PreparedRun
 from tests.tiny_models import shape_of
 
-PROMPTS, PER_STEP, GROUP, LONGEST = 30, 3, 2, 96
+PROMPTS, PER_STEP, GROUP, LONGEST = 90, 3, 2, 96
 NO_CHANGE = 1e-30
 """A learning rate that changes no weight."""
 CARRY = RolloutConfig(

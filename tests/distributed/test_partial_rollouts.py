@@ -214,6 +214,19 @@ def test_a_stage_ends_with_nothing_in_flight(make: Make) -> None:
     assert max(len(c.token_ids) for step in run.groups[4:] for g in step for c in g.completions) > 20
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("rollout", [CARRY, DEFER], ids=["carry", "defer"])
+def test_over_thirty_steps_the_completions_are_those_of_whole_rollouts(
+    make: Make, rollout: RolloutConfig
+) -> None:
+    """With weights that do not change: so their lengths, rewards and truncations are the same, not alike."""
+    whole, run = make(2, WAIT, steps=30), make(2, rollout, steps=30)
+    assert_same_completions(run, whole)
+    assert len(completions_of(run)) == 30 * PER_STEP * GROUP and run.in_flight[-1] == []
+    for groups, in_flight in zip(run.groups, run.in_flight, strict=True):
+        assert len(groups) == PER_STEP and len(in_flight) <= 4 * PER_STEP
+
+
 # ---------------------------------------------------------------- defer
 
 

@@ -363,11 +363,10 @@ def _partial_rollout_warnings(config: Config) -> Iterator[str]:
             'of a group ("grpo", "dr_grpo", "rloo").'
         )
     longest = max(config.stages.max_new_tokens or [rollout.max_new_tokens])
-    if rollout.tail != "wait" and (rollout.slice_tokens or 0) >= longest:
-        done = "carried" if rollout.tail == "carry" else "deferred"
+    if rollout.tail == "defer" and (rollout.slice_tokens or 0) >= longest:
         yield (
-            f"rollout.slice_tokens={rollout.slice_tokens} is no less than the longest completion ({longest} tokens): a "
-            f"round finishes every completion, and nothing is {done}."
+            f"rollout.slice_tokens={rollout.slice_tokens} is no less than the longest completion ({longest} tokens): "
+            "nothing is deferred."
         )
 
 

@@ -6,6 +6,7 @@ import json
 import logging
 import re
 from collections.abc import Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -106,7 +107,10 @@ def _row(group: ScoredGroup, advantages: Sequence[float]) -> dict:
             "length": len(completion.token_ids),
             "finish_reason": completion.finish_reason,
             "policy_version": completion.policy_version,
-            "segments": [[one.tokens, one.policy_version] for one in completion.segments],
+            "segments": [
+                [sum(one.tokens for one in segments), version]
+                for version, segments in groupby(completion.segments, lambda one: one.policy_version)
+            ],
             "text": completion.text,
         }
         for completion, score, advantage in zip(group.completions, group.scores, advantages, strict=True)
