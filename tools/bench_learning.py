@@ -9,18 +9,23 @@ then trains it with every way and seed on two ranks (TP1 x DP2) of configs/demo.
 "carry" needs (configs/algorithms/decoupled.yaml), so that they differ in the tail alone. carry1, carry2 and carry4 have
 that `rollout.max_staleness`.
 
-Prints one JSON object per figure, {"bench", "case", "metric", "value", "unit", "baseline", "ratio"}; baseline is "wait",
-`ratio` above 1 means better than it:
+Prints one JSON object per figure, {"bench", "case", "metric", "value", "unit", "baseline", "ratio"}; baseline is
+"wait", which is always measured, and `ratio` above 1 means better than it. The ways take turns, seed by seed, so that a
+machine that gets busier slows all of them; figures are printed when a way's last seed is done:
 
-- accuracy: share of held-out problems answered rightly after the last step, one sample each at temperature 1, mean over
-  seeds; the case has the difference in standard errors of the seeds' means;
+- accuracy: share of held-out problems answered rightly, one sample each at temperature 1, mean over seeds, after every
+  10 steps and the last: near 1 all ways are alike, and what one learns later shows before. The case has the difference
+  to "wait" in standard errors, from the variance between seeds: of three seeds a rough guess, where they happen to
+  agree far too small;
 - length: tokens of a completion that is learned from, mean over steps and seeds (ratio: should be 1);
-- step_seconds: of a step without validation, median;
+- step_seconds: seconds of a step without validation, mean of the steps (with "carry", steps that make no round take a
+  fraction of the others, and a median would be one or the other), median of the seeds;
 - learned_tokens_per_second: tokens learned from by the seconds of all steps, median of the seeds.
 
-What the programs print is in `log.txt` of --output. Results are kept there: the same command resumes, and measures again
-what was made with other settings. `--picture` draws held-out accuracy against the seconds of training, mean over seeds.
-`--quick`: one seed, a few steps, "wait" and "carry1" alone.
+What the programs print is in `log.txt` of --output. Results are kept there: the same command resumes, and measures
+again what was made with other settings. `--picture` draws held-out accuracy against the seconds of training, mean over
+seeds. `--quick`: the first seed, 6 steps, "wait" and "carry1" alone, from a base model that learned little: it shows
+that all of this runs, and its accuracies say nothing.
 """
 
 from __future__ import annotations
@@ -31,13 +36,14 @@ import itertools
 import json
 import statistics
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from rlmath.config.terminal import escape_terminal
+from rlmath.trainer.telemetry.metrics_writer import VALIDATION_FILE, read_metrics
 from tools import demo
 from tools.bench_demo import BASE_SETTINGS, fingerprint, kept
 from tools.plot_run import Curve, canvas_for, draw
@@ -53,8 +59,11 @@ RANKS = 2
 BASE_SEED = 101
 LONG_SHARE = 0.15
 MAX_NEW_TOKENS = 96
-"""The longest solution without slips has 68."""
+"""Worked solutions have 24 tokens on average, and 62 at most."""
 VALIDATE_EVERY = 10
+"""Steps."""
+QUICK_STEPS = 6
+SFT_SETTINGS = ("sft.max_sequence_tokens=96",)
 SETTINGS = (
     "parallel.tensor=1",
     "optimizer.decay=constant",
@@ -67,52 +76,67 @@ SETTINGS = (
 
 
 @dataclass(frozen=True)
+class Base:
+    """What the base model is made of."""
+
+    name: str
+    """Of its folder."""
+    train: int
+    """Problems that GRPO draws from."""
+    heldout: int
+    """Problems of the validation."""
+    worked: int
+    """Worked solutions of the supervised training."""
+    epochs: int
+    """Passes over them."""
+
+
+FULL = Base("base", train=8000, heldout=500, worked=20000, epochs=4)
+QUICK = Base("base_quick", train=1000, heldout=64, worked=8000, epochs=1)
+
+
+@dataclass(frozen=True)
 class Learned:
     """One run, step by step."""
 
     accuracy: dict[int, float]
-    """Of the held-out problems, by the number of steps done (0 to 1)."""
+    """Of the held-out problems, by the number of steps done, the first 0 (0 to 1)."""
     seconds: list[float]
     """Of every step, without validation."""
     tokens: list[float]
     """That every step learns from."""
     lengths: list[float]
-    """Of its completions, mean."""
-
-    @property
-    def final(self) -> float:
-        return self.accuracy[max(self.accuracy)]
+    """Of its completions, mean (tokens)."""
 
 
-def make_base(folder: Path, heldout: int) -> None:
-    """Data and the base model, in `data` and `base`."""
+def make_base(folder: Path, base: Base) -> dict:
+    """Data and the base model, in `data` and `base`; returns nothing that is to be kept."""
     python, environment = sys.executable, demo.child_environment()
-    sizes = ["--seed", str(BASE_SEED), "--long-share", str(LONG_SHARE), "--heldout", str(heldout)]
-    made = [python, "tools/make_arithmetic.py", "--output", str(folder / "data"), *sizes]
+    made = [python, "tools/make_arithmetic.py", "--output", str(folder / "data"), "--seed", str(BASE_SEED)]
+    made += ["--long-share", str(LONG_SHARE), "--train", str(base.train)]
+    made += ["--heldout", str(base.heldout), "--worked", str(base.worked)]
     demo.run("Arithmetic problems", made, environment)
     model = [python, "tools/make_tiny_model.py", "--output", str(folder / "random"), "--seed", str(BASE_SEED)]
     demo.run("A tiny random model", model, environment)
-    demo.teach(folder, BASE_SEED, ("sft.max_sequence_tokens=96", "run.total_epochs=4"))
+    demo.teach(folder, BASE_SEED, (*SFT_SETTINGS, f"run.total_epochs={base.epochs}"))
+    return {}
 
 
-def train(base: Path, output: Path, way: str, seed: int, steps: int) -> Path:
-    """One run; its folder."""
+def train(base: Path, output: Path, way: str, seed: int, steps: int) -> None:
+    """One run of the base model in the folder `base`, in `output`/run."""
     command = [*demo.torchrun(RANKS), "launch/train_grpo.py", "--config", "configs/demo.yaml"]
     command += ["--config", str(demo.ALGORITHMS / "decoupled.yaml"), *SETTINGS, *WAYS[way]]
     command += [f"run.output_dir={output / 'run'}", f"run.seed={seed}", f"run.total_steps={steps}"]
     command += [f"model.path={base / 'base'}", f"data.train_path={base / 'data' / 'train.jsonl'}"]
     command += [f"validation.paths=[{base / 'data' / 'heldout.jsonl'}]"]
     demo.run(f"{way}, seed {seed}", command, demo.one_thread())
-    return output / "run"
 
 
 def read_learned(run: Path) -> Learned:
-    """What a run's files tell."""
-    rows = demo.metrics_of(run)
-    lines = (run / "validation.jsonl").read_text(encoding="utf-8").splitlines()
-    validated = {int(row["step"]): row["validation/heldout/accuracy"] for row in map(json.loads, lines)}
+    """What the files of a run's folder tell."""
+    rows, validated = read_metrics(str(run)), read_metrics(str(run), VALIDATION_FILE)
     return Learned(
-        validated,
+        {int(row["step"]): row["validation/heldout/accuracy"] for row in validated},
         [row["seconds/step"] - row.get("seconds/validation", 0.0) for row in rows],
         [row["n_valid_tokens"] for row in rows],
         [row["rollout/response_length"] for row in rows],
@@ -122,45 +146,56 @@ def read_learned(run: Path) -> Learned:
 # ---------------------------------------------------------------- figures
 
 
-def line(case: str, metric: str, value: float, unit: str, baseline: float, ratio: float) -> None:
+def line(case: str, metric: str, value: float, unit: str, baseline: float, faster: bool = False) -> None:
+    """Print one figure; `faster`: less is better. No ratio where one of the two is 0."""
+    pair = (baseline, value) if faster else (value, baseline)
     figure = {"bench": "learning", "case": case, "metric": metric, "value": round(value, 4), "unit": unit}
-    print(
-        json.dumps(figure | {"baseline": f"wait: {baseline:.4f}", "ratio": round(ratio, 3)}), flush=True
-    )
+    ratio = round(pair[0] / pair[1], 3) if all(pair) else None
+    print(json.dumps(figure | {"baseline": f"wait: {baseline:.4f}", "ratio": ratio}), flush=True)
 
 
 def report(way: str, runs: Sequence[Learned], wait: Sequence[Learned]) -> None:
-    """The figures of a way, against those of "wait"."""
+    """The figures of a way, against those of "wait" with as many steps."""
+    case = f"{way}, {len(runs)} seed{'s' if len(runs) > 1 else ''}"
+    for step in sorted(runs[0].accuracy)[1:]:
+        accuracies = [[run.accuracy[step] for run in side] for side in (runs, wait)]
+        ours, theirs = map(statistics.mean, accuracies)
+        apart = difference(*accuracies) if way != "wait" else ""
+        line(f"{case}, after {step} steps{apart}", "accuracy", ours, "", theirs)
+    of_runs, of_wait = [figures(run) for run in runs], [figures(run) for run in wait]
 
-    def medians(of: str) -> tuple[float, float]:
-        values = [[figures(run)[of] for run in side] for side in (runs, wait)]
-        return statistics.median(values[0]), statistics.median(values[1])
+    def pair(name: str, average: Callable[[Iterable[float]], float]) -> tuple[float, float]:
+        ours, theirs = (average(one[name] for one in side) for side in (of_runs, of_wait))
+        return ours, theirs
 
-    accuracy = [[run.final for run in side] for side in (runs, wait)]
-    ours, theirs = map(statistics.mean, accuracy)
-    case = f"{way}, {len(runs)} seeds"
-    if min(map(len, accuracy)) > 1:
-        spread = sum(statistics.variance(side) / len(side) for side in accuracy) ** 0.5
-        case += f", difference of {(ours - theirs) / spread if spread else 0.0:+.1f} standard errors"
-    line(case, "accuracy", ours, "", theirs, ours / theirs)
-    ours, theirs = (statistics.mean(figures(run)["length"] for run in side) for side in (runs, wait))
-    line(f"{way}, {len(runs)} seeds", "length", ours, "tokens", theirs, ours / theirs)
-    ours, theirs = medians("step_seconds")
-    line(f"{way}, {len(runs)} seeds", "step_seconds", ours, "s", theirs, theirs / ours)
-    ours, theirs = medians("tokens_per_second")
-    line(f"{way}, {len(runs)} seeds", "learned_tokens_per_second", ours, "tokens/s", theirs, ours / theirs)
+    ours, theirs = pair("length", statistics.mean)
+    line(case, "length", ours, "tokens", theirs)
+    ours, theirs = pair("step_seconds", statistics.median)
+    line(case, "step_seconds", ours, "s", theirs, faster=True)
+    ours, theirs = pair("tokens_per_second", statistics.median)
+    line(case, "learned_tokens_per_second", ours, "tokens/s", theirs)
+
+
+def difference(ours: Sequence[float], theirs: Sequence[float]) -> str:
+    """Of two means, in standard errors of it, for the case's text; nothing where a side has one value, or none vary."""
+    if min(len(ours), len(theirs)) < 2:
+        return ""
+    spread = sum(statistics.variance(side) / len(side) for side in (ours, theirs)) ** 0.5
+    distance = statistics.mean(ours) - statistics.mean(theirs)
+    return f", difference of {distance / spread:+.1f} standard errors" if spread else ""
 
 
 def figures(run: Learned) -> dict[str, float]:
+    """Of a run: tokens of a completion, seconds of a step, tokens learned from by second; without validation."""
     return {
         "length": statistics.mean(run.lengths),
-        "step_seconds": statistics.median(run.seconds),
+        "step_seconds": statistics.mean(run.seconds),
         "tokens_per_second": sum(run.tokens) / sum(run.seconds),
     }
 
 
 def curve_of(way: str, runs: Sequence[Learned]) -> Curve:
-    """Held-out accuracy in % against seconds of training, both means over the runs."""
+    """Held-out accuracy in % against seconds of training (whole ones), both means over the runs."""
     seconds = [list(itertools.accumulate(run.seconds, initial=0.0)) for run in runs]
     points = [
         (
@@ -172,14 +207,37 @@ def curve_of(way: str, runs: Sequence[Learned]) -> Curve:
     return Curve(way, tuple(points))
 
 
+def draw_picture(path: Path, found: Mapping[str, Sequence[Learned]]) -> None:
+    """A curve for every way."""
+    canvas = canvas_for(path)
+    curves = [curve_of(way, runs) for way, runs in found.items()]
+    draw(canvas, curves, "held-out accuracy (%)", "Accuracy by rollout.tail", "seconds of training")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    canvas.write(path)
+
+
+def learn(output: Path, base: Base, way: str, seed: int, steps: int) -> Learned:
+    """A run's result, made where it is not there."""
+    base_dir = output / base.name
+    base_of = fingerprint(BASE_SETTINGS, base, BASE_SEED, LONG_SHARE, SFT_SETTINGS)
+    kept(base_dir, base_of, lambda: make_base(base_dir, base))
+    folder = output / f"{way}_seed_{seed}_steps_{steps}_{base.name}"
+    files = ("configs/demo.yaml", demo.ALGORITHMS / "decoupled.yaml")
+    made_of = fingerprint(files, base_of, SETTINGS, WAYS[way], RANKS)
+    kept(folder, made_of, lambda: train(base_dir, folder, way, seed, steps) or {})
+    return read_learned(folder / "run")
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Exit status 0, or that of the stage that failed."""
+    """Exit status 0; that of a stage that failed, which ends it; `demo.INTERRUPTED` after Ctrl-C."""
     escape_terminal()
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--ways", nargs="+", choices=list(WAYS), default=list(WAYS), help="default: all")
     parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3], help="default: 1 2 3")
     parser.add_argument("--steps", type=int, default=40, help="of a run (default: 40)")
-    parser.add_argument("--quick", action="store_true", help="one seed, 6 steps, wait and carry1")
+    parser.add_argument(
+        "--quick", action="store_true", help=f"one seed, {QUICK_STEPS} steps, wait and carry1"
+    )
     parser.add_argument("--picture", type=Path, help="file to draw accuracy against seconds in, .svg or .png")
     parser.add_argument(
         "--output", type=Path, default=Path("outputs/bench_learning"), help="default: outputs/bench_learning"
@@ -187,35 +245,38 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     if given.steps < 1:
         parser.error(f"--steps {given.steps}: needed is at least 1")
-    ways, seeds, steps = ["wait", *(way for way in given.ways if way != "wait")], given.seeds, given.steps
+    if min(given.seeds) < 0:
+        parser.error(f"--seeds {min(given.seeds)}: needed is at least 0")
+    if given.picture is not None and given.picture.suffix.lower() not in (".svg", ".png"):
+        parser.error(f"--picture {given.picture}: needed is a name that ends in .svg or .png")
+    ways, seeds = list(dict.fromkeys(["wait", *given.ways])), list(dict.fromkeys(given.seeds))
+    base, steps = FULL, given.steps
     if given.quick:
-        ways, seeds, steps = ["wait", "carry1"], given.seeds[:1], 6
+        ways, seeds, base, steps = ["wait", "carry1"], seeds[:1], QUICK, QUICK_STEPS
     output = given.output.resolve()
+    if output.exists() and not output.is_dir():
+        parser.error(f"--output {given.output}: it is a file; name a folder")
     output.mkdir(parents=True, exist_ok=True)
     found: dict[str, list[Learned]] = {}
-    with (output / "log.txt").open("a", encoding="utf-8") as log:
-        for way, seed in itertools.product(ways, seeds):
-            with contextlib.redirect_stdout(log), contextlib.redirect_stderr(log):
-                found.setdefault(way, []).append(learn(output, way, seed, steps, 64 if given.quick else 500))
-            if len(found[way]) == len(seeds):
-                report(way, found[way], found["wait"])
+    for seed, way in itertools.product(seeds, ways):
+        try:
+            with (
+                (output / "log.txt").open("a", encoding="utf-8") as log,
+                contextlib.redirect_stdout(log),
+                contextlib.redirect_stderr(log),
+            ):
+                found.setdefault(way, []).append(learn(output, base, way, seed, steps))
+        except SystemExit as stage:
+            ended = f"{way}, seed {seed}: a stage ended with status {stage.code}; see {output / 'log.txt'}"
+            stopped = stage.code == demo.INTERRUPTED
+            told = "interrupted; the same command resumes" if stopped else ended
+            print(f"bench_learning: {told}", file=sys.stderr)
+            return stage.code
+        if len(found[way]) == len(seeds):
+            report(way, found[way], found["wait"])
     if given.picture is not None:
-        canvas = canvas_for(given.picture)
-        curves = [curve_of(way, runs) for way, runs in found.items()]
-        draw(canvas, curves, "held-out accuracy (%)", "Accuracy by rollout.tail", "seconds of training")
-        canvas.write(given.picture)
+        draw_picture(given.picture, found)
     return 0
-
-
-def learn(output: Path, way: str, seed: int, steps: int, heldout: int) -> Learned:
-    """A run's result, made where it is not there."""
-    base = output / f"base_{heldout}"
-    made_of = fingerprint((*BASE_SETTINGS, "tools/bench_learning.py"), heldout)
-    kept(base, made_of, lambda: make_base(base, heldout) or {})
-    run = output / f"{way}_{seed}_{steps}_{heldout}"
-    settings = ("configs/demo.yaml", demo.ALGORITHMS / "decoupled.yaml", "tools/bench_learning.py")
-    kept(run, fingerprint(settings, made_of), lambda: {"run": str(train(base, run, way, seed, steps))})
-    return read_learned(run / "run")
 
 
 if __name__ == "__main__":

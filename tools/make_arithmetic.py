@@ -67,10 +67,15 @@ class Addition:
 
 
 def make_problems(
-    seed: int, train: int, heldout: int, digits: int = 2, long_share: float = 0.0, long_digits: int = MAX_DIGITS
+    seed: int,
+    train: int,
+    heldout: int,
+    digits: int = 2,
+    long_share: float = 0.0,
+    long_digits: int = MAX_DIGITS,
 ) -> tuple[list[Addition], list[Addition]]:
-    """Training and held-out problems: distinct pairs of numbers below 10**digits, the same for the same seed. Of both, a
-    share of `long_share` has numbers of exactly `long_digits` digits instead.
+    """Training and held-out problems: distinct pairs of numbers below 10**digits, the same for the same seed. Of both,
+    a share of `long_share` has numbers of exactly `long_digits` digits instead.
 
     Raises ValueError for counts below 1, digits out of range, or more rows than distinct problems.
     """
@@ -81,21 +86,33 @@ def make_problems(
     if not 0 <= long_share < 1:
         raise ValueError(f"long-share is {long_share}; it must be at least 0 and below 1")
     if long_share and not digits < long_digits <= MAX_DIGITS:
-        raise ValueError(f"long-digits is {long_digits}; it must be above digits, {digits}, and at most {MAX_DIGITS}")
+        raise ValueError(
+            f"long-digits is {long_digits}; it must be above digits, {digits}, and at most {MAX_DIGITS}"
+        )
     numbers, draw = 10**digits, random.Random(seed)
     longs = [round(long_share * count) for count in (train, heldout)]
     short = train + heldout - sum(longs)
     if short > numbers**2:
+        of_them = f", {short} of them short" if long_share else ""
         raise ValueError(
-            f"{train} training and {heldout} held-out rows asked, but numbers of up to {digits} digits make"
+            f"{train} training and {heldout} held-out rows asked{of_them}, but numbers of up to {digits} digits make"
             f" only {numbers**2} distinct problems: ask for fewer rows or raise digits"
         )
     problems = [Addition(*divmod(pick, numbers)) for pick in draw.sample(range(numbers**2), short)]
     if not long_share:
         return problems[:train], problems[train:]
     lowest = 10 ** (long_digits - 1)
+    if sum(longs) > (9 * lowest) ** 2:
+        raise ValueError(
+            f"{train} training and {heldout} held-out rows asked, {sum(longs)} of them long, but numbers of"
+            f" exactly {long_digits} digits make only {(9 * lowest) ** 2} distinct problems: ask for fewer rows,"
+            " or a smaller long-share, or raise long-digits"
+        )
     picks = draw.sample(range((9 * lowest) ** 2), sum(longs))
-    long = [Addition(lowest + left, lowest + right) for left, right in (divmod(pick, 9 * lowest) for pick in picks)]
+    long = [
+        Addition(lowest + left, lowest + right)
+        for left, right in (divmod(pick, 9 * lowest) for pick in picks)
+    ]
     made = problems[: train - longs[0]] + long[: longs[0]], problems[train - longs[0] :] + long[longs[0] :]
     for rows in made:
         draw.shuffle(rows)

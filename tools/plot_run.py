@@ -186,9 +186,7 @@ def nice_ticks(low: float, high: float, most: int) -> tuple[float, ...]:
 # ---------------------------------------------------------------- what is drawn
 
 
-def draw(
-    canvas: Canvas, curves: Sequence[Curve], y_label: str, title: str, x_label: str = "step"
-) -> None:
+def draw(canvas: Canvas, curves: Sequence[Curve], y_label: str, title: str, x_label: str = "step") -> None:
     """The whole picture."""
     steps = [step for curve in curves for step, _ in curve.points]
     values = [value for curve in curves for _, value in curve.points]

@@ -22,7 +22,7 @@ from rlmath.config.schema import (
     RunConfig,
     SaveConfig,
 )
-from rlmath.data.dataset import load_inputs
+from rlmath.data.dataset import load_inputs, load_validation
 from rlmath.distributed.device import (
     environment_rank,
     environment_world_size,
@@ -65,6 +65,8 @@ class Run:
     scored: list[tuple[list[float], list[float]]]
     """Log-probs of new tokens, as sampled and as the engine gives them when it only reads the tokens, right after the
     rollout that sampled them."""
+    validated: list[dict[str, float]]
+    """By step, empty where there is no validation."""
     kept_until_commit: list[bool]
     """By step: whether a checkpoint made right after its rollout would still have held the state before it."""
 
@@ -102,20 +104,23 @@ def _prompts(place: Path) -> str:
 
 def run(folder: Path, place: Path, steps: int, rollout: RolloutConfig, more: Mapping[str, Any]) -> Run:
     """All steps of a small run, without the life cycle around them; `more` has sections of its settings. With
-    "stop_after" the rollouts begin anew after so many steps, with what a checkpoint would hold of them, or with
-    "flight_of" so many groups of which nothing is sampled."""
+    "stop_after" the rollouts begin anew after so many steps, with what a checkpoint would hold of them, with
+    "flight_of" so many groups of which nothing is sampled, and with "reward_changed" with another reward function."""
     from rlmath.trainer.checkpointing import Checkpointer
     from rlmath.trainer.divergence import DivergenceCheck
     from rlmath.trainer.grpo import GrpoTrainer
     from rlmath.trainer.rollouts import PartialRollouts
 
     stop_after, flight_of = more.get("stop_after"), more.get("flight_of")
-    sections = {name: value for name, value in more.items() if name not in ("stop_after", "flight_of")}
+    for_this = ("stop_after", "flight_of", "reward_changed")
+    sections = {name: value for name, value in more.items() if name not in for_this}
     config, shape = config_of(folder, place, steps, rollout, sections), shape_of(folder)
-    prepared = PreparedRun(config, shape, load_inputs(config, shape), Origin("", ""), None)
+    inputs = load_inputs(config, shape)
+    validation = load_validation(config, inputs.tokenizer, shape.vocab_size)
+    prepared = PreparedRun(config, shape, inputs, Origin("", ""), None, validation=validation)
     world, parallel = environment_world_size(), config.parallel
     mesh = Mesh(environment_rank(), world, parallel.tensor, 1, rollout.tensor_parallel)
-    device, found = open_device("cpu"), Run([], [], [], [], [])
+    device, found = open_device("cpu"), Run([], [], [], [], [], [])
     with GrpoTrainer.open_workers(config, mesh) as workers:
         init_process_group(device, 120.0)
         trainer = GrpoTrainer(prepared, mesh, device, workers=workers)
@@ -126,15 +131,16 @@ def run(folder: Path, place: Path, steps: int, rollout: RolloutConfig, more: Map
             _score_new_tokens(trainer, found)
         for number in range(steps):
             if number == stop_after and flight_of is not None:
-                nothing = GroupInFlight(0, 0, (PartialCompletion(),) * GROUP)
+                nothing = GroupInFlight(0, number - 1, (PartialCompletion(),) * GROUP)
                 groups = [replace(nothing, draw=draw) for draw in range(flight_of)]
                 trainer.rollouts._flight = Flight(groups, flight_of)
             if number == stop_after:
-                _restart_rollouts(trainer, place, number)
+                _restart_rollouts(trainer, place, number, bool(more.get("reward_changed")))
             _note_state(trainer.rollouts, found)
             record = trainer.step(number)
             found.groups.append(list(record.groups))
             found.metrics.append(record.metrics)
+            found.validated.append({} if record.validation is None else record.validation.metrics)
             rollouts = trainer.rollouts
             flight = rollouts._flight.groups if isinstance(rollouts, PartialRollouts) else []
             found.in_flight.append([group.draw for group in flight])
@@ -153,7 +159,7 @@ def _note_state(rollouts: Any, found: Run) -> None:
     rollouts.commit = noted
 
 
-def _restart_rollouts(trainer: Any, place: Path, steps_done: int) -> None:
+def _restart_rollouts(trainer: Any, place: Path, steps_done: int, reward_changed: bool) -> None:
     """As a run that is resumed."""
     from rlmath.trainer.rollouts import step_rollouts
 
@@ -164,7 +170,7 @@ def _restart_rollouts(trainer: Any, place: Path, steps_done: int) -> None:
         (folder / name).write_bytes(content)
     parts = trainer.config, trainer.inputs, trainer.collector, trainer.shape.vocab_size
     trainer.rollouts = step_rollouts(*parts, trainer.total_steps)
-    trainer.resume(folder, steps_done)
+    trainer.rollouts.resume(folder, steps_done, reward_changed)
 
 
 def _score_new_tokens(trainer: Any, found: Run) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections import Counter
 from collections.abc import Callable
@@ -12,7 +13,16 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from rlmath.algorithms.types import Completion
-from rlmath.config.schema import OptimizerConfig, ParallelConfig, RolloutConfig, SelectionConfig, StagesConfig
+from rlmath.config.schema import (
+    AlgorithmConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    RewardConfig,
+    RolloutConfig,
+    SelectionConfig,
+    StagesConfig,
+    ValidationConfig,
+)
 from tests.distributed import partial_rollout_cases as cases
 from tests.distributed.partial_rollout_cases import CARRY, DEFER, GROUP, LONGEST, PER_STEP, Run
 from tests.distributed.rank_pool import RankPool
@@ -212,6 +222,64 @@ def test_a_stage_ends_with_nothing_in_flight(make: Make) -> None:
         lengths = [len(c.token_ids) for group in groups for c in group.completions]
         assert max(lengths) <= (20 if step < 4 else LONGEST)
     assert max(len(c.token_ids) for step in run.groups[4:] for g in step for c in g.completions) > 20
+
+
+@matrix
+def test_groups_that_another_reward_function_has_scored_are_sampled_anew(
+    make: Make, whole: Run, carried: Run
+) -> None:
+    """Those with a finished completion when the run was stopped after its first step."""
+    run = make(1, stop_after=1, reward_changed=True)
+    assert_same_completions(run, whole)
+    drawn = [group.prompt.prompt_id for step in whole.groups for group in step][: CARRY.max_groups_in_flight]
+
+    def begun_again(one: Run) -> int:
+        left = [group for step in one.groups[1:] for group in step if group.prompt.prompt_id in drawn]
+        return sum(all(s.step >= 1 for c in group.completions for s in c.segments) for group in left)
+
+    assert begun_again(run) > begun_again(carried) == 0
+
+
+@pytest.fixture(scope="module")
+def with_all_settings(make: Make, tmp_path_factory: pytest.TempPathFactory) -> Callable[[RolloutConfig], Run]:
+    """A run in which all that looks at lengths, rewards and weights is on."""
+    held_out = tmp_path_factory.mktemp("held-out") / "heldout.jsonl"
+    rows = [{"prompt": f"{n}+1=", "solutions": [str(n + 1)], "query_id": f"h{n}", "task": "math"} for n in range(5)]
+    held_out.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    more = {
+        "selection": SelectionConfig(drop_truncated=True),
+        "reward": RewardConfig(function="tests.reward_by_hash:reward", overlong_buffer=40, overlong_penalty=2.0),
+        "validation": ValidationConfig(every_steps=2, paths=[str(held_out)], before_training=False, temperature=1.0),
+        # The ratio is 1: every minibatch is discarded.
+        "algorithm": AlgorithmConfig(
+            importance_correction="token", importance_mask_high=5.0, early_stop_ratio=0.5
+        ),
+    }
+    return lambda rollout: make(1, rollout, steps=6, **more)
+
+
+@matrix
+@pytest.mark.parametrize("rollout", [CARRY, DEFER], ids=["carry", "defer"])
+def test_penalties_filters_validation_and_early_stop_keep_their_meaning(
+    with_all_settings: Callable[[RolloutConfig], Run], rollout: RolloutConfig
+) -> None:
+    whole, run = with_all_settings(WAIT), with_all_settings(rollout)
+    assert_same_completions(run, whole)
+    rewards = [
+        {(g.prompt.prompt_id, c.sample_index): s.reward for step in one.groups for g in step for c, s in zip(g.completions, g.scores, strict=True)}
+        for one in (run, whole)
+    ]
+    assert rewards[0] == rewards[1] and min(rewards[0].values()) < -1, "the penalty is in some"
+    cut = sum(c.finish_reason == "length" for c in completions_of(whole).values())
+    for one in (run, whole):
+        assert sum(m["selection/filtered/truncated"] for m in one.metrics) == cut > 0
+        assert all(m["train/early_stopped_minibatches"] == m["train/minibatches"] for m in one.metrics)
+        assert {c.policy_version for c in completions_of(one).values()} == {0}
+    without_times = [
+        [{name: value for name, value in found.items() if "seconds" not in name} for found in one.validated]
+        for one in (run, whole)
+    ]
+    assert without_times[0] == without_times[1] and any(without_times[0])
 
 
 @pytest.mark.full

@@ -197,7 +197,7 @@ class Heartbeat:
             self._seen[rank] = now
             if now.left:
                 return
-            if failures.has_died(now, self._namespace):
+            if self._has_died(now):
                 self._report(failures.rank_died(now, self._rank))
         # Where its status was written over or deleted, a rank that is gone may have left without an error.
         gone = now is None and before is not None and failures.has_died(before, self._namespace)
@@ -207,6 +207,14 @@ class Heartbeat:
             self._silence[rank] += passed
         if self._silence[rank] > self._settings.heartbeat_timeout_seconds:
             self._report(failures.rank_silent(rank, now or before, self._silence[rank], self._rank))
+
+    def _has_died(self, status: RankStatus) -> bool:
+        """Whether the rank's process is gone and has not said that it leaves. It says so before it ends, and may have
+        done both since `status` was read."""
+        if not failures.has_died(status, self._namespace):
+            return False
+        now = failures.status_of(status.rank, self._store.get(f"status/{status.rank}", foreign=FOREIGN))
+        return now is None or not now.left
 
     def _check_progress(self, passed: float) -> None:
         if self._progress != self._sent_progress:
@@ -248,7 +256,7 @@ class Heartbeat:
             time.sleep(BEAT_SECONDS / 4)
         # Of a rank that is gone a stranger may have written over the last status.
         for other in self._seen.values():
-            if not other.left and failures.has_died(other, self._namespace):
+            if not other.left and self._has_died(other):
                 self._report(failures.rank_died(other, self._rank))
         after = self._shutdown.statuses(self._store)
         silent = [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, replace
@@ -162,6 +163,19 @@ def test_a_rank_that_left_is_not_missed_when_an_older_status_is_written_again(
     for _ in range(3):
         heartbeat._exchange(1.0)
     assert heartbeat._silence[1] == 0.0
+
+
+def test_a_rank_that_left_and_ended_since_its_status_was_read_has_not_died(
+    lonely: tuple[Heartbeat, dist.TCPStore],
+) -> None:
+    heartbeat, _ = lonely
+    process = subprocess.Popen(["true"])
+    read = replace(heartbeat._status(), rank=1, pid=process.pid, process_start="long ago")
+    process.wait()
+    heartbeat._store.set("status/1", asdict(read))
+    assert heartbeat._has_died(read)
+    heartbeat._store.set("status/1", asdict(replace(read, left=True)))
+    assert not heartbeat._has_died(read)
 
 
 def alive(pid: int) -> bool:
