@@ -1,4 +1,4 @@
-"""The tail of a rollout (`rollout.tail`): tokens learned per second of rollout with "carry" and "defer", against "wait".
+"""The tail of a rollout (`rollout.tail`): tokens learned per second of rollout with every way to treat it.
 
     python tools/bench_tail.py [--quick]
 

@@ -1,6 +1,6 @@
 """Disturb training runs again and again, start them again, and see whether they end as if nothing had been.
 
-    python tools/drill_faults.py --kills 100 --seed 1 --output outputs/drill [--chains tp2 carry defer sft] [--kinds kill ...]
+    python tools/drill_faults.py --kills 100 --seed 1 --output outputs/drill [--chains tp2 carry ...] [--kinds kill ...]
 
 A tiny random model learns arithmetic on two CPU ranks. In every chain one run is disturbed, and started again by the
 very same command, until all its disturbances are done. Another one, with the same settings and as many steps, is left
@@ -54,6 +54,8 @@ STEPS_BEFORE = 4
 """A run that is ended has made up to so many steps, where the kind asks for one."""
 STEPS_AFTER = 2
 """Steps that a run makes after a disturbance that it survives."""
+STEPS_UNTIL_NOTHING_IS_LEFT = 12
+"""Before its last steps a run draws no more groups than these can learn from."""
 ENDLESS = 100_000
 """Steps of a run until all its disturbances are done."""
 QUICK = ("kill-save", "sigterm", "bit-flip", "kill-sync", "disk-full", "kill-rollout")
@@ -67,6 +69,8 @@ class Chain:
     program: Program
     tensor: int
     more: tuple[str, ...] = ()
+    steps_after: int = STEPS_AFTER
+    """Steps from the last start to the run's end, of which only that start and the undisturbed run know."""
 
     @property
     def command(self) -> list[str]:
@@ -100,10 +104,14 @@ CHAINS: dict[str, Chain] = {
             "algorithm.importance_correction=token",
             "algorithm.importance_mask_high=5",
         ),
+        STEPS_UNTIL_NOTHING_IS_LEFT,
     ),
     # Groups with long completions are deferred.
     "defer": Chain(
-        "grpo", 1, ("reward.mask_no_eos_with_zero=true", "rollout.tail=defer", "rollout.slice_tokens=24")
+        "grpo",
+        1,
+        ("reward.mask_no_eos_with_zero=true", "rollout.tail=defer", "rollout.slice_tokens=24"),
+        STEPS_UNTIL_NOTHING_IS_LEFT,
     ),
     "sft": Chain("sft", 1, ("data.train_path={base}/data/worked.jsonl", "sft.eval_every_steps=7")),
 }
@@ -256,7 +264,7 @@ class Disturbed:
         """Disturb it to its end. Stops early where a start ends before it is disturbed."""
         for one in plan_starts(names):
             if self.steps == ENDLESS and (one.ending is None or KINDS[one.ending].place == "export"):
-                self.steps = self._steps_done() + STEPS_AFTER
+                self.steps = self._steps_done() + self.drill.chain.steps_after
             if not self._one_start(one):
                 return
 

@@ -134,8 +134,8 @@ def advance_carry(
     `sample_round` gets all groups in flight and returns them after a round; `choose` says what is learned from of a
     complete group. The last steps finish what is in flight, so that at the end of `steps_left` steps nothing is.
 
-    A group that is learned `max_staleness` steps after its first token was sampled has the greatest age: rounds are made,
-    too, while what the step would leave behind could not all be learned in time, each step taking the oldest.
+    Rounds are made, too, while the step would leave a group behind that could not be learned within `max_staleness`
+    steps of its first token, each of the next steps taking the oldest.
     """
     found, rounds, waits = leaving(flight, rules, choose), 0, 0
     while not (enough := is_enough(found, rules)) or too_old(left_behind(flight, found), rules, step, choose):
@@ -162,10 +162,10 @@ def advance_defer(
     all of it. `sample_round` gets groups of which nothing is sampled and whether to sample them whole, and returns them
     after that.
 
-    - A short round samples groups that are not deferred, more than are missing, since some do not become complete. Those
-      are deferred. Complete ones beyond what the step learns from are sampled again in the next short round.
-    - A whole round, as soon as a step's groups are deferred, samples as many of these as are missing. So does a round for
-      which the run has too few draws left.
+    - A short round samples groups that are not deferred, more than are missing, since some do not become complete:
+      those are deferred. Complete ones beyond what the step learns from are sampled again in the next short round.
+    - A whole round, as soon as a step's groups are deferred, samples as many of these as are missing. So does a round
+      for which the run has too few draws left.
     """
     found, rounds = Leaving([], []), 0
     while not is_enough(found, rules):

@@ -1,8 +1,9 @@
 """The groups in flight of partial rollouts, as a file of a checkpoint: safetensors, with the rest as JSON beside.
 
     tokens, logprobs   of all completions, one behind the other, in the order of groups and samples
-    header             {"version", "next_draw", "short_share", "groups": [{"draw", "first_step", "deferred", "samples": [...]}]},
-                       and of every sample {"segments"}, with {"finish_reason", "score"} where it is finished
+    header             {"version", "next_draw", "short_share", "groups": [...]}, of every group {"draw", "first_step",
+                       "deferred", "samples": [...]}, and of every sample {"segments"}, with {"finish_reason", "score"}
+                       where it is finished
 
 Texts are not kept: they follow from the tokens. The file is read as one that anybody may have written.
 """

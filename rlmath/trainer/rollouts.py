@@ -30,7 +30,7 @@ from rlmath.algorithms.partial_rollouts import (
     advance_defer,
     too_old,
 )
-from rlmath.algorithms.types import PartialCompletion, Prompt, Score, ScoredCompletion, ScoredGroup
+from rlmath.algorithms.types import PartialCompletion, Prompt, Score, ScoredGroup
 from rlmath.checkpoint.flight import FLIGHT, read_flight, write_flight
 from rlmath.config.length_curriculum import LengthStage, length_stage_at, length_stages
 from rlmath.config.schema import Config, RolloutConfig, SelectionConfig
@@ -174,7 +174,10 @@ class PartialRollouts:
         found = self._advance(flight, number, stage, rounds)
         sampled = [self._scored(group) for group in found.groups]
         selection = Selection(sampled, found.chosen, self._limits.groups_per_step)
-        metrics = {"rollout/groups_in_flight": float(len(flight.groups)), "rollout/rounds": float(found.rounds)}
+        metrics = {
+            "rollout/groups_in_flight": float(len(flight.groups)),
+            "rollout/rounds": float(found.rounds),
+        }
         if self._config.rollout.tail == "carry":
             metrics |= carry_metrics(flight, selection.learned, number, self._limits.max_staleness)
             metrics["rollout/staleness_waits"] = float(found.waits)
@@ -247,11 +250,15 @@ class PartialRollouts:
         for group in flight.groups:
             steps = [group.first_step, *(segment.step for part in group.parts for segment in part.segments)]
             if min(steps) < group.first_step or max(steps) >= steps_done:
-                raise ValueError(f"draw {group.draw} was sampled in steps {sorted(set(steps))} of {steps_done}")
+                raise ValueError(
+                    f"draw {group.draw} was sampled in steps {sorted(set(steps))} of {steps_done}"
+                )
             if any(len(group.parts[g].token_ids) >= rollout.max_new_tokens for g in group.unfinished):
                 raise ValueError(f"draw {group.draw} has an unfinished completion of the greatest length")
         if rollout.tail == "carry" and too_old(flight.groups, self._limits, steps_done - 1, self._choose):
-            raise ValueError(f"groups are older than rollout.max_staleness, {rollout.max_staleness} steps, allows")
+            raise ValueError(
+                f"groups are older than rollout.max_staleness, {rollout.max_staleness} steps, allows"
+            )
         return flight
 
     def _unscored(self, group: GroupInFlight, steps_done: int) -> GroupInFlight:

@@ -296,9 +296,7 @@ def run_deferring(
     flight, found = flight or Flight(), []
     for step in range(first, steps):
         engines.step = step
-        found.append(
-            advance_defer(flight, rules, step, steps - step, samples, engines.sample_round, choose)
-        )
+        found.append(advance_defer(flight, rules, step, steps - step, samples, engines.sample_round, choose))
     return found, flight
 
 
@@ -385,9 +383,7 @@ def test_every_deferred_group_leaves_once_and_whole(
         if step == middle:
             flight = read_flight(write_flight(flight), samples, 8, lambda token_ids: "")
         engines.step = step
-        again.append(
-            advance_defer(flight, rules, step, steps - step, samples, engines.sample_round, choose)
-        )
+        again.append(advance_defer(flight, rules, step, steps - step, samples, engines.sample_round, choose))
     assert [draws(one) for one in again] == [draws(one) for one in found]
 
 

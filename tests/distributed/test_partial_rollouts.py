@@ -244,12 +244,19 @@ def test_groups_that_another_reward_function_has_scored_are_sampled_anew(
 def with_all_settings(make: Make, tmp_path_factory: pytest.TempPathFactory) -> Callable[[RolloutConfig], Run]:
     """A run in which all that looks at lengths, rewards and weights is on."""
     held_out = tmp_path_factory.mktemp("held-out") / "heldout.jsonl"
-    rows = [{"prompt": f"{n}+1=", "solutions": [str(n + 1)], "query_id": f"h{n}", "task": "math"} for n in range(5)]
+    rows = [
+        {"prompt": f"{n}+1=", "solutions": [str(n + 1)], "query_id": f"h{n}", "task": "math"}
+        for n in range(5)
+    ]
     held_out.write_text("".join(json.dumps(row) + "\n" for row in rows))
     more = {
         "selection": SelectionConfig(drop_truncated=True),
-        "reward": RewardConfig(function="tests.reward_by_hash:reward", overlong_buffer=40, overlong_penalty=2.0),
-        "validation": ValidationConfig(every_steps=2, paths=[str(held_out)], before_training=False, temperature=1.0),
+        "reward": RewardConfig(
+            function="tests.reward_by_hash:reward", overlong_buffer=40, overlong_penalty=2.0
+        ),
+        "validation": ValidationConfig(
+            every_steps=2, paths=[str(held_out)], before_training=False, temperature=1.0
+        ),
         # The ratio is 1: every minibatch is discarded.
         "algorithm": AlgorithmConfig(
             importance_correction="token", importance_mask_high=5.0, early_stop_ratio=0.5
@@ -266,7 +273,12 @@ def test_penalties_filters_validation_and_early_stop_keep_their_meaning(
     whole, run = with_all_settings(WAIT), with_all_settings(rollout)
     assert_same_completions(run, whole)
     rewards = [
-        {(g.prompt.prompt_id, c.sample_index): s.reward for step in one.groups for g in step for c, s in zip(g.completions, g.scores, strict=True)}
+        {
+            (g.prompt.prompt_id, c.sample_index): s.reward
+            for step in one.groups
+            for g in step
+            for c, s in zip(g.completions, g.scores, strict=True)
+        }
         for one in (run, whole)
     ]
     assert rewards[0] == rewards[1] and min(rewards[0].values()) < -1, "the penalty is in some"
@@ -305,7 +317,10 @@ def test_deferred_or_not_the_completions_are_the_same(whole: Run, deferred: Run)
         assert len(groups) == PER_STEP
         for completion in (c for group in groups for c in group.completions):
             assert [(s.tokens, s.step) for s in completion.segments] == [(len(completion.token_ids), step)]
-    lengths = [{len(c.token_ids) > DEFER.slice_tokens for g in step for c in g.completions} for step in deferred.groups]
+    lengths = [
+        {len(c.token_ids) > DEFER.slice_tokens for g in step for c in g.completions}
+        for step in deferred.groups
+    ]
     assert {False} in lengths and any(True in one for one in lengths), "steps of short groups, and others"
     assert deferred.in_flight[-1] == []
 

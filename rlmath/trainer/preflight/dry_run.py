@@ -305,8 +305,8 @@ def _step_lines(plan: RunPlan) -> Iterator[str]:
         )
         if config.algorithm.loss_normalisation == "token":
             yield (
-                "    algorithm.loss_normalisation=token: a step of short groups has few tokens, each of which weighs more "
-                "than one of a step of long groups; sequence and constant weigh completions alike"
+                "    algorithm.loss_normalisation=token: a step of short groups has few tokens, each of which weighs "
+                "more than one of a step of long groups; sequence and constant weigh completions alike"
             )
     if len(stages) == 1:
         yield f"  {_tokens(config)}"

@@ -230,6 +230,11 @@ def test_settings_of_partial_rollouts_without_effect_are_told() -> None:
         'rollout.max_staleness, rollout.max_groups_in_flight: no effect with rollout.tail="defer".'
     ]
     assert "a step has short groups only" in told("rollout.tail=defer", "algorithm.advantage=reinforce++")[0]
-    assert "nothing is deferred" in told("rollout.tail=defer", "rollout.max_new_tokens=64", "rollout.slice_tokens=64")[0]
+    assert (
+        "nothing is deferred"
+        in told("rollout.tail=defer", "rollout.max_new_tokens=64", "rollout.slice_tokens=64")[0]
+    )
     assert "carries nothing" in told(*CARRY, "rollout.max_staleness=0")[0]
-    assert told(*CARRY, "rollout.max_new_tokens=64", "rollout.slice_tokens=64") == [], "a step samples for two"
+    assert told(*CARRY, "rollout.max_new_tokens=64", "rollout.slice_tokens=64") == [], (
+        "a step samples for two"
+    )

@@ -17,7 +17,13 @@ def group(prompt_id: str = "q1", text: str = "so \\boxed{132}") -> ScoredGroup:
         Prompt(prompt_id, "47+85=", (1, 2), ("\\boxed{132}",), "math"),
         (
             Completion(
-                0, (3, 4, 5), (-0.1, -0.2, -0.3), text, "stop", 7, (Segment(1, 6, 2), Segment(1, 7, 3), Segment(1, 7, 4))
+                0,
+                (3, 4, 5),
+                (-0.1, -0.2, -0.3),
+                text,
+                "stop",
+                7,
+                (Segment(1, 6, 2), Segment(1, 7, 3), Segment(1, 7, 4)),
             ),
             Completion(1, (3,), (-0.5,), "hm", "length", 7),
         ),
