@@ -3,7 +3,7 @@
 python tools/plan_run.py --config configs/areal/7b_n16.yaml --mean-response-tokens 8600
 python tools/plan_run.py --config configs/my.yaml --gpu H100-80GB --nodes 4
 python tools/plan_run.py --config configs/my.yaml --calibrate outputs/short/metrics.jsonl --write-coefficients mine.json
-python tools/plan_run.py --config configs/my.yaml --search-carry
+python tools/plan_run.py --config configs/my.yaml --search-tails
 python tools/plan_run.py --published
 
 It is a prediction; its formulas and errors are in docs/planning.md. Of the model only config.json is read, and for
@@ -103,7 +103,9 @@ def parser() -> argparse.ArgumentParser:
     measured.add_argument("--write-coefficients", type=Path, metavar="FILE", help="write the calibrated ones")
     measured.add_argument("--published", action="store_true", help="compare with published step times")
     made.add_argument(
-        "--search-carry", action="store_true", help="predict other settings of rollout.tail=carry, too"
+        "--search-tails",
+        action="store_true",
+        help="predict other settings of rollout.tail=carry and defer, too",
     )
     made.add_argument("--layouts", type=int, default=5, help="fastest layouts to show; 0: none (default: 5)")
     made.add_argument("--json", action="store_true", help="print plain data")
@@ -126,7 +128,7 @@ def plan(given: argparse.Namespace) -> int:
     place = place_run(load_config(given.config, given.overrides, stand_ins=NOT_NEEDED), asked)
     coefficients, runs = coefficients_of(given, place)
     prediction = predict_run(place, asked, coefficients, runs)
-    tails = compare_rollout_tails(prediction, coefficients, given.search_carry)
+    tails = compare_rollout_tails(prediction, coefficients, given.search_tails)
     layouts = compare_layouts(prediction, coefficients) if given.layouts > 0 else None
     if given.json:
         print(json.dumps(run_data(prediction, tails, layouts, coefficients, given.layouts), indent=2))

@@ -1,38 +1,65 @@
-"""The work of sampling with partial rollouts (`rollout.tail: carry`), in the steady state of a long run.
+"""The work of sampling with partial rollouts (`rollout.tail: carry` and `defer`), in the steady state of a long run.
 
-The scheduling is that of a run (`algorithms.partial_rollouts.advance_carry`), with completions that are lengths only and at
-most `MOST_GROUPS` groups a step: what a step does for a group does not depend on how many there are, but for chance.
-Groups in flight begin at different steps, so that the end of one round is the middle of other completions, and the
-longest completion no longer decides how long a step is; a step with enough complete groups makes no round at all. What
-it costs: in every round all that is sampled so far of the carried completions is prefilled again.
-
-Every completion is sampled whole, in the end: tokens, KV cache read and prompts of an average step are those of
-`rollout`, and so is the mean length of a running sequence, as it has each of its positions once. Different are the
-engine steps, and what is prefilled again.
-
+The scheduling is that of a run (`algorithms.partial_rollouts`), with completions that are lengths only and at most
+`MOST_GROUPS` groups a step: what a step does for a group does not depend on how many there are, but for chance.
 Selection drops nothing here, and the first and last steps of a run, which fill and empty the flight, do not count.
+
+"carry": groups in flight begin at different steps, so that the end of one round is the middle of other completions, and
+the longest completion no longer decides how long a step is; a step with enough complete groups makes no round at all.
+What it costs: in every round all that is sampled so far of the carried completions is prefilled again. Every completion
+is sampled whole, in the end: tokens, KV cache read and prompts of an average step are those of `rollout`, and so is the
+mean length of a running sequence, as it has each of its positions once. Different are the engine steps, and what is
+prefilled again.
+
+"defer": most steps end with the longest of short completions, others have the long ones together. What it costs: tokens
+that are sampled and discarded, and the prompts of the groups that are sampled anew; nothing is prefilled again. How
+many groups are short depends on how alike their completions are: `PROMPT_SHARE`.
 """
 
-# Shape legend: U groups in flight that are not complete, G completions of a group, S slices of a round,
-# R requests of one engine.
+# Shape legend: U groups of a round that are not complete, G completions of a group, S slices of a round,
+# R requests of one engine, N groups that are drawn.
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import numpy as np
 
 from rlmath.algorithms.dynamic_sampling import Chosen
-from rlmath.algorithms.partial_rollouts import Flight, FlightRules, GroupInFlight, advance_carry
-from rlmath.algorithms.types import Completion, PartialCompletion, Score, ScoredCompletion, Segment
+from rlmath.algorithms.partial_rollouts import (
+    Flight,
+    FlightRules,
+    GroupInFlight,
+    advance_carry,
+    advance_defer,
+)
+from rlmath.algorithms.types import (
+    NOTHING_SAMPLED,
+    Completion,
+    PartialCompletion,
+    Score,
+    ScoredCompletion,
+    Segment,
+)
 from rlmath.config.model_shape import ModelShape
 from rlmath.config.schema import Config
 from rlmath.planner.lengths import Batch, Lengths
 from rlmath.planner.machines import Cluster
-from rlmath.planner.rollout import Carry, Rollout, list_schedule, sampling_work, slots_of, split_work
+from rlmath.planner.rollout import (
+    Carry,
+    Defer,
+    Rollout,
+    Sampled,
+    list_schedule,
+    running_length,
+    sampled_once,
+    sampling_work,
+    slots_of,
+    split_work,
+)
 from rlmath.planner.training import LOGPROBS, forward_cost, head_flops
 from rlmath.planner.work import Work
 from rlmath.trainer.preflight.memory_estimate import Target
@@ -56,9 +83,20 @@ CARRIED_TOKEN, OWN_CARRIED_TOKEN = 0.01, 0.15
 """The host's work for a token that is carried into a round, in that for a new one (`Work.tokens`): every rank joins the
 slices of all, an engine lays out those that it samples. Measured on a server's core: 2 ns and 30 ns; `token_seconds` of
 a GPU is 0.2 µs."""
+PROMPT_SHARE = 0.7
+"""Share of the variance of the logarithm of a length that completions of one prompt have in common, for "defer". An
+assumption, not measured, and what "defer" brings hangs on it: at 0 and 16 completions a group nearly every group has a
+long one, and it is slower than "wait" (docs/planning.md). "carry" is simulated with 0."""
+DEFER_STEPS = 4 * STEPS
+"""As `STEPS`, for "defer": it is a matter of chance which steps need a second round."""
+DEFER_WARM_UP = 64
+"""Steps before these; after 53 short rounds of complete groups alone `Flight.short_share` is 1, rounded."""
+EVEN_GROUPS = 1024
+"""Groups whose completions are evenly spread over the distribution, for "defer": several times those of a round, so
+that how many of a round are short is left to chance, as in a run."""
 
 
-# ---------------------------------------------------------------- the work of a step
+# ---------------------------------------------------------------- the work of a step that carries
 
 
 def partial_rollout_of(
@@ -70,17 +108,18 @@ def partial_rollout_of(
     state = steady_state(batch.lengths, batch.group, rules, length)
     share = batch.sequences / state.sequences / engines
     most = math.ceil(share * max(len(one.slices_S) for one in state.rounds))
-    slots = slots_of(config, shape, target, batch, most)
+    sampled = sampled_once(batch)
+    slots = slots_of(config, shape, target, running_length(batch.prompt_tokens, sampled), most)
     steps, tail = play_rounds(batch.lengths, batch.group, rules, length, share, slots)
     carried = state.carried.times(share)
     steps += round(carried.prefilled(batch.prompt_tokens) / _tokens_of_an_engine_step(config, target))
     engine = engine_bytes(shape, config.rollout, target.kind, target.itemsize, target.total_bytes)
-    work = sampling_work(config, shape, target, cluster, batch, engines, steps)
+    work = sampling_work(config, shape, target, cluster, batch, sampled, engines, steps)
     work += read_again_work(config, shape, target, cluster, batch.prompt_tokens, carried)
     host = CARRIED_TOKEN * engines + OWN_CARRIED_TOKEN
     work += Work(tokens=batch.tokens + host * carried.tokens)
     carry = Carry(state.rounds_of_a_step, carried.tokens, state.staleness, state.oldest)
-    return Rollout(work, slots, most, steps, tail, engine.weights, carry)
+    return Rollout(sampled, work, slots, most, steps, tail, engine.weights, carry=carry)
 
 
 def _tokens_of_an_engine_step(config: Config, target: Target) -> int:
@@ -165,7 +204,50 @@ def read_again_work(
     return work + split_work(shape, size, target.itemsize, cluster, tokens, steps=0)
 
 
-# ---------------------------------------------------------------- the steady state
+# ---------------------------------------------------------------- the work of a step that defers
+
+
+def deferring_rollout_of(
+    config: Config,
+    shape: ModelShape,
+    target: Target,
+    cluster: Cluster,
+    batch: Batch,
+    ranks: int,
+    prompt_share: float = PROMPT_SHARE,
+) -> Rollout:
+    """Of a step on average; the engines are on the first `ranks` ranks of the cluster."""
+    engines = max(1, ranks // config.rollout.tensor_parallel)
+    state = deferring_state(
+        batch.lengths, batch.group, flight_rules(config), slice_tokens(config.rollout), prompt_share
+    )
+    share = batch.sequences / state.sequences / engines
+    places, played = [], []
+    for rounds in filter(None, (state.short, state.whole)):
+        running = running_length(batch.prompt_tokens, _sum_of(rounds))
+        most = math.ceil(share * max(len(one.slices_S) for one in rounds))
+        slots = slots_of(config, shape, target, running, most)
+        places.append((most, slots))
+        played.append(_play_deferring(rounds, share, slots))
+    steps, tail = (round(sum(numbers) / DEFER_STEPS) for numbers in zip(*played, strict=True))
+    most, slots = max(places)
+    sampled = state.sampled.times(batch.sequences / state.sequences)
+    work = sampling_work(config, shape, target, cluster, batch, sampled, engines, steps)
+    work += Work(tokens=sampled.begun * batch.prompt_tokens + sampled.tokens)
+    engine = engine_bytes(shape, config.rollout, target.kind, target.itemsize, target.total_bytes)
+    defer = Defer(state.rounds_of_a_step, state.deferred, 1 - state.learned_tokens / state.sampled.tokens)
+    return Rollout(sampled, work, slots, most, steps, tail, engine.weights, defer=defer)
+
+
+@lru_cache(maxsize=256)
+def _play_deferring(rounds: tuple[DeferringRound, ...], share: float, slots: int) -> tuple[float, float]:
+    """(engine steps, those in which nothing was waiting any more) of all these rounds, as `play_rounds`."""
+    played = [play_slices(one.slices_S, math.ceil(share * len(one.slices_S)), slots) for one in rounds]
+    steps, tail = (sum(numbers) for numbers in zip(*played, strict=True))
+    return steps, tail
+
+
+# ---------------------------------------------------------------- the steady state of carrying
 
 
 @dataclass(frozen=True, eq=False)
@@ -222,6 +304,7 @@ def _scaled(rules: FlightRules) -> FlightRules:
 
 _KEPT = Chosen((0,))
 _SCORE = Score(0.0, False, "", "")
+_WHOLE = ScoredCompletion(Completion(0, (), (), "", "stop", 0), _SCORE)
 _ENDLESS = 2**40
 """Steps that a simulated run still has."""
 
@@ -288,3 +371,120 @@ class _Simulation:
             whole = Completion(0, range(longest), (), "", "stop", 0, segments)
             sample = ScoredCompletion(whole, _SCORE)
         return GroupInFlight(group.draw, group.first_step, (sample,))
+
+
+# ---------------------------------------------------------------- the steady state of deferring
+
+
+@dataclass(frozen=True, eq=False)
+class DeferringRound:
+    """A simulated round, short or whole."""
+
+    slices_S: np.ndarray
+    """Tokens of every completion."""
+    sampled: Sampled
+
+
+@dataclass(frozen=True, eq=False)
+class DeferringState:
+    """`DEFER_STEPS` steps in a row, as `SteadyState`."""
+
+    sequences: int
+    """That a simulated step learns from."""
+    short: tuple[DeferringRound, ...]
+    whole: tuple[DeferringRound, ...]
+    learned_tokens: float
+    """Of a step."""
+    deferred: float
+    """Share of the groups that are learned from."""
+
+    @property
+    def rounds_of_a_step(self) -> float:
+        return (len(self.short) + len(self.whole)) / DEFER_STEPS
+
+    @property
+    def sampled(self) -> Sampled:
+        """In a step."""
+        return _sum_of(self.short + self.whole).times(1 / DEFER_STEPS)
+
+
+def _sum_of(rounds: tuple[DeferringRound, ...]) -> Sampled:
+    return sum((one.sampled for one in rounds), Sampled())
+
+
+@lru_cache(maxsize=64)
+def deferring_state(
+    lengths: Lengths, group: int, rules: FlightRules, length: int, prompt_share: float
+) -> DeferringState:
+    """Of groups of so many completions; those with one of more than `length` tokens are deferred. `rules` are those of
+    the real run; nothing is dropped."""
+    simulation = _DeferringSimulation(lengths, group, _scaled(rules), length, prompt_share)
+    for _ in range(DEFER_WARM_UP):
+        simulation.step()
+    simulation.rounds = {False: [], True: []}
+    learned = [one for _ in range(DEFER_STEPS) for one in simulation.step()]
+    sequences = simulation.rules.groups_per_step * group
+    tokens = sum(simulation.tokens_of(one) for one in learned)
+    deferred = sum(one.deferred for one in learned)
+    short, whole = (tuple(simulation.rounds[kind]) for kind in (False, True))
+    return DeferringState(sequences, short, whole, tokens / DEFER_STEPS, deferred / len(learned))
+
+
+def alike_lengths(
+    quantiles: np.ndarray, group: int, prompt_share: float, random: np.random.Generator
+) -> np.ndarray:
+    """`quantiles` (ascending lengths) in an order of chance, N groups of G completions: were their distribution normal,
+    the completions of a group would have `prompt_share` of the variance in common."""
+    prompts_N1 = random.standard_normal((len(quantiles) // group, 1))
+    own_NG = random.standard_normal((len(quantiles) // group, group))
+    scores_NG = math.sqrt(prompt_share) * prompts_N1 + math.sqrt(1 - prompt_share) * own_NG
+    ranks = scores_NG.ravel().argsort().argsort()
+    return quantiles[ranks].reshape(scores_NG.shape)
+
+
+class _DeferringSimulation:
+    """A run whose completions are lengths. In the flight one sample stands for its group: it is complete where all of
+    the group are."""
+
+    def __init__(
+        self, lengths: Lengths, group: int, rules: FlightRules, slice_tokens: int, prompt_share: float
+    ) -> None:
+        self.rules = rules
+        self.rounds: dict[bool, list[DeferringRound]] = {False: [], True: []}
+        """By whether they are whole."""
+        self._group, self._prompt_share = group, prompt_share
+        self._most = {False: slice_tokens, True: lengths.longest}
+        number = group * max(rules.groups_per_step, EVEN_GROUPS)
+        self._quantiles = np.array([round(lengths.at((i + 0.5) / number)) for i in range(number)])
+        self._random = np.random.default_rng(0)
+        self._lengths: list[np.ndarray] = []
+        """By draw: tokens of the G completions."""
+        self._flight = Flight()
+        self._step = 0
+
+    def step(self) -> list[GroupInFlight]:
+        """Make the next step: the groups that it learns from."""
+        found = advance_defer(
+            self._flight, self.rules, self._step, _ENDLESS, 1, self._sample_round, lambda group: _KEPT
+        )
+        self._step += 1
+        return found.groups
+
+    def tokens_of(self, group: GroupInFlight) -> int:
+        return int(self._lengths[group.draw].sum())
+
+    def _sample_round(self, groups: list[GroupInFlight], whole: bool) -> list[GroupInFlight]:
+        while len(self._lengths) < self._flight.next_draw:
+            self._lengths.extend(
+                alike_lengths(self._quantiles, self._group, self._prompt_share, self._random)
+            )
+        lengths_UG = np.stack([self._lengths[group.draw] for group in groups])
+        done_UG = lengths_UG <= self._most[whole]
+        slices_S = np.minimum(lengths_UG, self._most[whole]).ravel()
+        squares = float((slices_S.astype(float) ** 2).sum())
+        sampled = Sampled(len(slices_S), float(done_UG.sum()), float(slices_S.sum()), squares)
+        self.rounds[whole].append(DeferringRound(slices_S, sampled))
+        return [
+            replace(group, samples=(_WHOLE if done_G.all() else NOTHING_SAMPLED,))
+            for group, done_G in zip(groups, done_UG, strict=True)
+        ]

@@ -9,6 +9,7 @@ from typing import Any
 from rlmath.checkpoint.hf.weight_map import parameter_count
 from rlmath.config.length_curriculum import with_longest_lengths
 from rlmath.planner.calibration import Measured
+from rlmath.planner.partial_rollouts import PROMPT_SHARE
 from rlmath.planner.published import Predicted, errors_of_one_factor, largest_error
 from rlmath.planner.run import RunPrediction, expected_steps
 from rlmath.planner.step import PHASES, Comparison, StepPlan
@@ -66,10 +67,14 @@ def step_lines(plan: StepPlan) -> Iterator[str]:
         f"steps; {plan.microbatches} micro-batch{'es' * (plan.microbatches != 1)} a minibatch and data-parallel rank"
     )
     if (carry := plan.rollout.carry) is not None:
-        rounds = f"{carry.rounds:.3g} round{'s' * (carry.rounds != 1)}"
-        yield f"  in {rounds}, for which it prefills {carry.read_again:,.0f} sampled tokens again"
+        yield f"  in {_rounds(carry.rounds)}, for which it prefills {carry.read_again:,.0f} sampled tokens again"
         yield (
             f"  a token is learned {carry.staleness:.1f} steps after it was sampled on average, {carry.oldest} at most"
+        )
+    if (defer := plan.rollout.defer) is not None:
+        yield (
+            f"  in {_rounds(defer.rounds)}; {defer.deferred:.0%} of the groups are sampled anew, and "
+            f"{defer.discarded:.0%} of the sampled tokens are discarded"
         )
     yield "Predicted seconds:"
     for phase in PHASES:
@@ -80,6 +85,14 @@ def step_lines(plan: StepPlan) -> Iterator[str]:
         yield f"  {'judging':<10}{_seconds(plan.judging_exposed):>10}  not hidden behind the rollout"
     tokens = batch.sequences * lengths.mean / plan.step_seconds
     yield f"  {'step':<10}{_seconds(plan.step_seconds):>10}  {tokens:,.0f} sampled tokens a second"
+
+
+def _rounds(number: float) -> str:
+    """
+    >>> _rounds(1.0), _rounds(1.0573)
+    ('1 round', '1.06 rounds')
+    """
+    return f"{number:.3g} round{'s' * (number != 1)}"
 
 
 def _largest_parts(plan: StepPlan, phase: str) -> str:
@@ -113,15 +126,19 @@ def tail_lines(tails: Tails) -> Iterator[str]:
         yield f"  carry: not with these settings. {problem}"
     if tails.carry is not None and tails.carry.config.algorithm != tails.wait.config.algorithm:
         yield "  carry: with algorithm.* as in configs/algorithms/decoupled.yaml"
-    fastest = tails.fastest
-    which = f" with max_staleness {fastest.config.rollout.max_staleness}" if fastest.rollout.carry else ""
-    yield f"Predicted fastest: {fastest.config.rollout.tail}{which}"
+    yield f"  defer: assumed is that a prompt has {PROMPT_SHARE:.0%} of the variance of log-lengths"
+    of = settings_of_tail(tails.fastest)
+    named = {"wait": (), "carry": ("max_staleness",), "defer": ("slice_tokens",)}[str(of["tail"])]
+    yield " with ".join([f"Predicted fastest: {of['tail']}", *(f"{name} {of[name]:,}" for name in named)])
 
 
 def _tail(plan: StepPlan) -> str:
     of = settings_of_tail(plan)
-    if plan.rollout.carry is None:
+    if of["tail"] == "wait":
         return "wait"
+    if of["tail"] == "defer":
+        shares = f"deferred {of['deferred']:.0%}, discarded {of['discarded']:.0%}"
+        return f"defer{'':13}{of['slice_tokens']:>14,}{shares:>28}"
     columns = f"{of['max_staleness']:>13}{of['slice_tokens']:>14,}{of['max_groups_in_flight']:>22,}"
     return f"carry{columns}{of['staleness']:>6.1f}"
 
@@ -209,17 +226,19 @@ def published_lines(
 
 
 def _tail_rows(tails: Sequence[tuple[str, Tails]]) -> Iterator[str]:
-    """Carrying with the default settings, and with the fastest ones."""
+    """Carrying with the default settings, and with the fastest ones; deferring with the fastest ones."""
     yield (
-        f"{'':<16}{'wait':>7}{'carry':>7}{'best':>7}{'max_staleness':>14}{'slice_tokens':>13}{'age':>5}{'fastest':>9}"
+        f"{'':<15}{'wait':>6}{'carry':>6}{'best':>6}{'max_staleness':>14}{'slice_tokens':>13}{'age':>5}"
+        f"{'defer':>6}{'fastest':>8}"
     )
     for name, one in tails:
         assert one.carry is not None, one.problems
         best = min((one.carry, *one.found), key=lambda plan: plan.step_seconds)
         of = settings_of_tail(best)
-        seconds = "".join(f"{plan.step_seconds:>7,.0f}" for plan in (one.wait, one.carry, best))
+        seconds = "".join(f"{plan.step_seconds:>6,.0f}" for plan in (one.wait, one.carry, best))
         settings = f"{of['max_staleness']:>14}{of['slice_tokens']:>13,}{of['staleness']:>5.1f}"
-        yield f"{name:<16}{seconds}{settings}{one.fastest.config.rollout.tail:>9}"
+        defer = (one.found_defer or one.defer).step_seconds
+        yield f"{name:<15}{seconds}{settings}{defer:>6,.0f}{one.fastest.config.rollout.tail:>8}"
 
 
 def _rows(table: Sequence[Predicted]) -> Iterator[str]:

@@ -1,7 +1,7 @@
 """The work of sampling: prefill, decoding in batches that change, and the tail of the longest completions.
 
 Here every completion is sampled to its end in the step that began it (`rollout.tail: wait`); those that are carried
-from step to step are in `partial_rollouts`.
+from step to step, or discarded and sampled anew, are in `partial_rollouts`.
 
 An engine decodes as many sequences at a time as `rollout.max_num_seqs` and its KV cache allow; when one is finished,
 the next takes its place. Once none waits, fewer and fewer are left, until the longest is finished: the tail. Engines
@@ -38,6 +38,38 @@ LOGIT_PASSES = 4
 
 
 @dataclass(frozen=True)
+class Sampled:
+    """What is sampled in a step, on average."""
+
+    begun: float = 0.0
+    """Completions, each of which computes its prompt as far as its group does not share it."""
+    finished: float = 0.0
+    """Of these, those that are sampled to their end, in this step or in a later one, and judged."""
+    tokens: float = 0.0
+    squares: float = 0.0
+    """Sum of the squares of the completions' lengths."""
+
+    def __add__(self, other: Sampled) -> Sampled:
+        return Sampled(
+            self.begun + other.begun,
+            self.finished + other.finished,
+            self.tokens + other.tokens,
+            self.squares + other.squares,
+        )
+
+    def times(self, factor: float) -> Sampled:
+        return Sampled(
+            factor * self.begun, factor * self.finished, factor * self.tokens, factor * self.squares
+        )
+
+
+def sampled_once(batch: Batch) -> Sampled:
+    """Every completion of a step that is learned from, whole."""
+    count, lengths = batch.sequences, batch.lengths
+    return Sampled(count, count, count * lengths.mean, count * lengths.moment(2))
+
+
+@dataclass(frozen=True)
 class Carry:
     """What partial rollouts do in a step, on average."""
 
@@ -51,22 +83,37 @@ class Carry:
 
 
 @dataclass(frozen=True)
+class Defer:
+    """What tail batching does in a step, on average."""
+
+    rounds: float
+    deferred: float
+    """Share of the groups that are sampled anew, and whole."""
+    discarded: float
+    """Share of the sampled tokens."""
+
+
+@dataclass(frozen=True)
 class Rollout:
     """What the engine that ends last does."""
 
+    sampled: Sampled
+    """By all engines together."""
     work: Work
     slots: int
     """Sequences that it decodes at a time."""
     requests: int
-    """Sequences that it decodes in all; with partial rollouts those of a round."""
+    """Sequences that it decodes in all; with partial rollouts those of a round, the largest."""
     steps: int
     """Engine steps from the first token to the last."""
     tail_steps: int
     """Of these, those in which nothing was waiting any more."""
     weights: int
     """Bytes that a rank of the engine reads in every step, whatever its batch."""
-    carry: Carry | None
-    """None: every completion is sampled to its end."""
+    carry: Carry | None = None
+    """None: no completion is carried from step to step."""
+    defer: Defer | None = None
+    """None: no completion is discarded."""
 
 
 def rollout_of(
@@ -76,11 +123,14 @@ def rollout_of(
     size = config.rollout.tensor_parallel
     engines = max(1, ranks // size)
     requests = -(-batch.sequences // engines)
-    slots = slots_of(config, shape, target, batch, requests)
+    sampled = sampled_once(batch)
+    running = running_length(batch.prompt_tokens, sampled)
+    slots = slots_of(config, shape, target, running, requests)
     steps, tail = play(batch.lengths, requests, slots, batch.sequences)
     engine = engine_bytes(shape, config.rollout, target.kind, target.itemsize, target.total_bytes)
-    work = sampling_work(config, shape, target, cluster, batch, engines, steps) + Work(tokens=batch.tokens)
-    return Rollout(work, slots, requests, steps, tail, engine.weights, carry=None)
+    work = sampling_work(config, shape, target, cluster, batch, sampled, engines, steps)
+    work += Work(tokens=batch.tokens)
+    return Rollout(sampled, work, slots, requests, steps, tail, engine.weights)
 
 
 def sampling_work(
@@ -89,30 +139,32 @@ def sampling_work(
     target: Target,
     cluster: Cluster,
     batch: Batch,
+    sampled: Sampled,
     engines: int,
     steps: int,
 ) -> Work:
-    """One rank's part in sampling a step's completions, which `engines` share, in so many engine steps."""
-    share = max(1.0, batch.sequences / engines)
-    work = decode_work(config, shape, target, batch, share, steps)
-    work += _prefill_work(config, shape, target, batch, share)
+    """One rank's part in sampling `sampled`, which `engines` share, in so many engine steps. Of `batch` are the prompts
+    and groups."""
+    own = sampled.times(max(1 / engines, 1 / sampled.begun))
+    work = decode_work(config, shape, target, batch.prompt_tokens, own, steps)
+    work += _prefill_work(config, shape, target, batch, own.begun)
     size, tokens = config.rollout.tensor_parallel, work.sequence_steps
     return work + split_work(shape, size, target.itemsize, cluster, tokens, steps)
 
 
-def slots_of(config: Config, shape: ModelShape, target: Target, batch: Batch, requests: int) -> int:
+def slots_of(config: Config, shape: ModelShape, target: Target, running: float, requests: int) -> int:
     """Sequences that an engine decodes at a time: as many as its KV cache holds of the mean length that a running
-    sequence has, m2 / (2 m1), and its prompt. What vLLM computes again after it has put a sequence off is left out."""
+    sequence has. What vLLM computes again after it has put a sequence off is left out."""
     rollout = config.rollout
     size = engine_bytes(shape, rollout, target.kind, target.itemsize, target.total_bytes)
     room = size.kv_cache / kv_bytes_per_token(shape, rollout.tensor_parallel, target.itemsize)
-    return max(1, min(rollout.max_num_seqs, requests, int(room / running_length(batch))))
+    return max(1, min(rollout.max_num_seqs, requests, int(room / running)))
 
 
-def running_length(batch: Batch) -> float:
+def running_length(prompt: float, sampled: Sampled) -> float:
     """Mean length, prompt and what is sampled so far, of a sequence that is being decoded (tokens): a long one runs
     long, and is half done on average."""
-    return batch.prompt_tokens + batch.lengths.moment(2) / (2 * batch.lengths.mean)
+    return prompt + sampled.squares / (2 * sampled.tokens)
 
 
 @lru_cache(maxsize=256)
@@ -151,26 +203,25 @@ def list_schedule(lengths: Iterable[float], slots: int) -> tuple[float, float]:
 
 
 def decode_work(
-    config: Config, shape: ModelShape, target: Target, batch: Batch, requests: float, steps: int
+    config: Config, shape: ModelShape, target: Target, prompt: float, sampled: Sampled, steps: int
 ) -> Work:
-    """One rank's part in decoding `requests` completions in so many engine steps.
+    """One rank's part in decoding what its engine samples, behind prompts of `prompt` tokens, in so many engine steps.
 
     Every step reads the weights; every token reads the keys and values of all before it, and makes a row of logits.
     """
     rollout, ranks = config.rollout, config.rollout.tensor_parallel
     engine = engine_bytes(shape, rollout, target.kind, target.itemsize, target.total_bytes)
-    mean, squares = batch.lengths.mean, batch.lengths.moment(2)
-    read_tokens = requests * (mean * batch.prompt_tokens + squares / 2)
+    read_tokens = sampled.tokens * prompt + sampled.squares / 2
     logits = LOGIT_PASSES * FLOAT32_BYTES * shape.vocab_size / ranks
     cost = forward_cost(shape)
-    flops = requests * mean * cost.linear + 2 * cost.quadratic * read_tokens
+    flops = sampled.tokens * cost.linear + 2 * cost.quadratic * read_tokens
     return Work(
         flops=flops / ranks,
         memory=steps * engine.weights
         + read_tokens * kv_bytes_per_token(shape, ranks, target.itemsize)
-        + requests * mean * logits,
+        + sampled.tokens * logits,
         decode_steps=steps,
-        sequence_steps=requests * mean,
+        sequence_steps=sampled.tokens,
     )
 
 

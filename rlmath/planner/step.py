@@ -16,8 +16,8 @@ from rlmath.config.schema import AlgorithmConfig, Config
 from rlmath.distributed.mesh import Mesh
 from rlmath.planner.lengths import Batch, lengths_with_mean
 from rlmath.planner.machines import Cluster
-from rlmath.planner.partial_rollouts import partial_rollout_of
-from rlmath.planner.rollout import Rollout, rollout_of
+from rlmath.planner.partial_rollouts import deferring_rollout_of, partial_rollout_of
+from rlmath.planner.rollout import Rollout, Sampled, rollout_of
 from rlmath.planner.training import (
     BACKWARD,
     FORWARD,
@@ -44,6 +44,8 @@ JUDGED_PER_SECOND = 3500.0
 """Answers that one reward worker checks (docs/benchmarks.md, on two server cores)."""
 BUCKET_MESSAGES = 2
 """Of a round: a rank sends and receives."""
+ROLLOUTS = {"wait": rollout_of, "carry": partial_rollout_of, "defer": deferring_rollout_of}
+"""By `rollout.tail`."""
 
 
 # ---------------------------------------------------------------- the step
@@ -54,7 +56,7 @@ class StepFlops:
     """FLOPs of a step over all ranks, without what is idle."""
 
     sampling: float
-    """Of the tokens that are sampled, without prompts."""
+    """Of the tokens that are sampled, without prompts; with those that are discarded."""
     forward: float
     """Of the update and of log-probs."""
     backward: float
@@ -125,8 +127,7 @@ def plan_step(
     """The layout must have no problems (`preflight.parallelism`)."""
     mesh, machine = mesh_of(config, cluster.ranks, 0), cluster.machine
     training = Training(config, shape, mesh, target, cluster, batch)
-    sampled = partial_rollout_of if config.rollout.tail == "carry" else rollout_of
-    rollout = sampled(config, shape, target, cluster, batch, cluster.ranks)
+    rollout = ROLLOUTS[config.rollout.tail](config, shape, target, cluster, batch, cluster.ranks)
     memory, _ = largest(plan_ranks(config, shape, cluster.ranks, target))
     work = {
         "switch": switch_work(config, memory, target),
@@ -150,8 +151,8 @@ def plan_step(
         training.microbatches,
         1 - 1 / training.idle_factor,
         tail_seconds(rollout, cluster, coefficients),
-        batch.sequences / mesh.num_engines / config.reward.workers / JUDGED_PER_SECOND,
-        step_flops(training),
+        rollout.sampled.finished / mesh.num_engines / config.reward.workers / JUDGED_PER_SECOND,
+        step_flops(training, rollout.sampled),
     )
 
 
@@ -171,7 +172,7 @@ def tail_seconds(rollout: Rollout, cluster: Cluster, coefficients: Coefficients)
     return seconds_of(fixed, cluster.machine, coefficients)
 
 
-def step_flops(training: Training) -> StepFlops:
+def step_flops(training: Training, sampled: Sampled) -> StepFlops:
     """FLOPs of a step, of the whole cluster."""
     config, shape, batch = training.config, training.shape, training.batch
     cost, algorithm = forward_cost(shape), config.algorithm
@@ -183,10 +184,9 @@ def step_flops(training: Training) -> StepFlops:
     both = FORWARD + BACKWARD
     recomputed = layers * (passes.linear - both) + attention * (passes.attention - both)
     alone = recomputes_logprobs(algorithm) + (algorithm.kl_coef > 0)
-    prompts = batch.sequences * batch.prompt_tokens
-    sampled = batch.tokens - prompts
+    behind_prompts = sampled.squares + 2 * batch.prompt_tokens * sampled.tokens
     return StepFlops(
-        sampled * cost.linear + cost.quadratic * (batch.squares - prompts * batch.prompt_tokens),
+        sampled.tokens * cost.linear + cost.quadratic * behind_prompts,
         FORWARD * one_pass * (algorithm.epochs + alone),
         BACKWARD * one_pass * algorithm.epochs,
         recomputed * algorithm.epochs,

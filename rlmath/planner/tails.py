@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from rlmath.config.model_shape import ModelShape
@@ -16,7 +16,9 @@ from rlmath.trainer.preflight.memory_estimate import Target
 from rlmath.trainer.rollouts import flight_rules, slice_tokens
 
 STALENESS = (1, 2, 3, 5, 7)
-"""`rollout.max_staleness` that a search for settings tries."""
+"""`rollout.max_staleness` that a search for settings of "carry" tries."""
+SLICES = ((1, 4), (1, 3), (1, 2), (2, 3))
+"""`rollout.slice_tokens` that a search for settings of "defer" tries: shares of the longest completion."""
 LARGEST_WEIGHT = 5.0
 """`algorithm.importance_mask_high` of configs/algorithms/decoupled.yaml."""
 
@@ -33,14 +35,19 @@ class Tails:
     it cannot carry."""
     problems: tuple[str, ...]
     """What keeps the run from carrying."""
+    defer: StepPlan
+    """With the run's `rollout.slice_tokens`, or its default."""
+    found_defer: StepPlan | None
+    """The fastest with other slices; None where none were looked for, or none is faster."""
 
     @property
     def plans(self) -> tuple[StepPlan, ...]:
-        return (self.wait, *([self.carry] if self.carry else ()), *self.found)
+        every = (self.wait, self.carry, *self.found, self.defer, self.found_defer)
+        return tuple(plan for plan in every if plan is not None)
 
     @property
     def fastest(self) -> StepPlan:
-        return min(self.plans, key=lambda plan: plan.step_seconds)
+        return min(self.plans, key=_seconds)
 
 
 def compare_tails(
@@ -52,22 +59,30 @@ def compare_tails(
     coefficients: Coefficients,
     search: bool,
 ) -> Tails:
-    """`config` is that of one stage. `search` looks for other settings of partial rollouts."""
+    """`config` is that of one stage. `search` looks for other settings of "carry" and "defer"."""
 
     def planned(one: Config) -> StepPlan:
         return plan_step(one, shape, target, cluster, batch, coefficients)
 
+    def fastest(ways: Iterable[Config]) -> StepPlan:
+        return min(map(planned, ways), key=_seconds)
+
     wait, own = replace(config, rollout=replace(config.rollout, tail="wait")), carrying(config)
+    defer = found_defer = planned(deferring(config, config.rollout.slice_tokens))
+    if search:
+        found_defer = min(defer, fastest(with_other_slices(config)), key=_seconds)
+    slices = defer, found_defer if found_defer is not defer else None
     problems = tuple(carry_problems(own, shape, cluster.ranks))
     if problems:
-        return Tails(planned(wait), None, (), problems)
+        return Tails(planned(wait), None, (), problems, *slices)
     carry = planned(own)
-    fastest = [
-        min(map(planned, ways), key=lambda plan: plan.step_seconds)
-        for ways in (with_more_staleness(config) if search else ())
-    ]
-    others = tuple(plan for plan in fastest if settings_of_tail(plan) != settings_of_tail(carry))
-    return Tails(planned(wait), carry, others, ())
+    found = map(fastest, with_more_staleness(config) if search else ())
+    others = tuple(plan for plan in found if settings_of_tail(plan) != settings_of_tail(carry))
+    return Tails(planned(wait), carry, others, (), *slices)
+
+
+def _seconds(plan: StepPlan) -> float:
+    return plan.step_seconds
 
 
 def carry_problems(config: Config, shape: ModelShape, ranks: int) -> list[str]:
@@ -114,10 +129,29 @@ def with_more_staleness(config: Config) -> Iterator[list[Config]]:
         yield [carrying(replace(config, rollout=one)) for one in ways]
 
 
+def deferring(config: Config, length: int | None) -> Config:
+    """The same run with tail batching; None: slices of the default length."""
+    return replace(config, rollout=replace(config.rollout, tail="defer", slice_tokens=length))
+
+
+def with_other_slices(config: Config) -> Iterator[Config]:
+    """The ways to defer that are tried."""
+    for part, of in SLICES:
+        yield deferring(config, -(-config.rollout.max_new_tokens * part // of))
+
+
 def settings_of_tail(plan: StepPlan) -> dict[str, str | int | float]:
-    """The settings of `rollout` that a plan's step goes by; of partial rollouts with their defaults filled in, and how
-    old the tokens are that a step learns from (steps, mean)."""
-    rollout, carry = plan.config.rollout, plan.rollout.carry
+    """The settings of `rollout` that a plan's step goes by, with their defaults filled in. With "carry" how old the
+    tokens are that a step learns from (steps, mean); with "defer" the share of the groups that are deferred, and of the
+    sampled tokens that are discarded."""
+    rollout, carry, defer = plan.config.rollout, plan.rollout.carry, plan.rollout.defer
+    if defer is not None:
+        return {
+            "tail": "defer",
+            "slice_tokens": slice_tokens(rollout),
+            "deferred": defer.deferred,
+            "discarded": defer.discarded,
+        }
     if carry is None:
         return {"tail": "wait"}
     return {

@@ -1,30 +1,43 @@
 """Sampling with partial rollouts: completions that are alike by hand, others against a run with every sample."""
 
-from dataclasses import replace
+import math
+import sys
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
 
 from rlmath.algorithms.dynamic_sampling import Chosen
-from rlmath.algorithms.partial_rollouts import Flight, FlightRules, GroupInFlight, advance_carry
+from rlmath.algorithms.partial_rollouts import (
+    Flight,
+    FlightRules,
+    GroupInFlight,
+    advance_carry,
+    with_reserve,
+)
 from rlmath.algorithms.types import Completion, PartialCompletion, Score, ScoredCompletion
 from rlmath.config.schema import Config
 from rlmath.planner.lengths import Batch, Lengths, lengths_with_mean
 from rlmath.planner.machines import Cluster
 from rlmath.planner.partial_rollouts import (
     CARRIED_TOKEN,
+    DEFER_STEPS,
     LEAST_LENGTHS,
     OWN_CARRIED_TOKEN,
     STEPS,
     Carried,
+    DeferringState,
     SteadyState,
+    alike_lengths,
+    deferring_rollout_of,
+    deferring_state,
     partial_rollout_of,
     play_rounds,
     play_slices,
     read_again_work,
     steady_state,
 )
-from rlmath.planner.rollout import Rollout, rollout_of
+from rlmath.planner.rollout import Rollout, Sampled, rollout_of, sampled_once, sampling_work
 from tests.planner.shapes import CONFIG, GPU, LAYER_FLOPS, MACHINE, PAIR_FLOPS, TINY
 
 ALIKE = Lengths(10.0, 1e-6, 16)
@@ -262,3 +275,159 @@ def test_more_engines_make_no_round_shorter_than_its_slices():
         assert one.carry is not None and one.carry.read_again * engines == pytest.approx(
             state_of(2000, 4, 3).carried.tokens
         )
+
+
+# ---------------------------------------------------------------- defer
+
+
+@dataclass(frozen=True)
+class TwoLengths(Lengths):
+    """A share of the completions have `short` tokens, the others the longest."""
+
+    short: int = 3
+    share: float = 0.5
+
+    def at(self, share: float) -> float:
+        return self.short if share < self.share else self.longest
+
+
+FOUR = FlightRules(4, sys.maxsize, 0)
+"""Four groups a step."""
+HALF_LONG = TwoLengths(0.0, 0.0, longest=9)
+
+
+def deferring(slice_tokens: int, prompts: int = 4) -> Config:
+    rollout = replace(CONFIG.rollout, tail="defer", slice_tokens=slice_tokens, max_num_seqs=64)
+    return replace(CONFIG, rollout=rollout, data=replace(CONFIG.data, prompts_per_step=prompts))
+
+
+def deferred(config: Config, batch: Batch = BATCH, cluster: Cluster = ONE_ENGINE, **share: float) -> Rollout:
+    return deferring_rollout_of(config, TINY, GPU, cluster, batch, cluster.ranks, **share)
+
+
+def test_with_slices_of_the_longest_completion_nothing_is_deferred():
+    found, waited = deferred(deferring(16)), whole(deferring(16))
+    assert found.defer is not None
+    assert (found.defer.rounds, found.defer.deferred, found.defer.discarded) == (1, 0, 0)
+    assert (found.slots, found.requests, found.steps, found.tail_steps) == (8, 8, 10, 10)
+    assert found.sampled == Sampled(begun=8, finished=8, tokens=80, squares=800)
+    for name in ("flops", "memory", "tokens", "decode_steps", "sequence_steps"):
+        assert getattr(found.work, name) == pytest.approx(getattr(waited.work, name)), name
+
+
+def test_where_no_completion_fits_a_slice_every_group_is_sampled_twice():
+    """Ten tokens each, in slices of four: when less than four groups are deferred, a short round samples as many as if
+    a quarter of them would be complete, and all are deferred. Every step samples four of them whole."""
+    new = with_reserve(4, 0.25)
+    found = deferred(deferring(4))
+    assert found.defer is not None
+    assert found.defer.rounds == pytest.approx(1 + 4 / new, abs=1 / DEFER_STEPS)
+    assert found.steps == round(10 + 4 * 4 / new) and found.defer.deferred == 1
+    sampled = found.sampled
+    assert sampled.begun == pytest.approx(8 + 8, rel=0.02) and sampled.finished == 8
+    assert sampled.tokens == pytest.approx(8 * 10 + 8 * 4, rel=0.01)
+    assert sampled.squares == pytest.approx(8 * 100 + 8 * 16, rel=0.01)
+    assert found.defer.discarded == pytest.approx(32 / 112, rel=0.02)
+    assert found.work.tokens == pytest.approx(sampled.begun * 6 + sampled.tokens), (
+        "prompts and all that is sampled"
+    )
+    work = sampling_work(CONFIG, TINY, GPU, ONE_ENGINE, BATCH, sampled, 1, found.steps)
+    assert found.work.flops == work.flops and found.work.memory == work.memory
+    assert found.work.flops > 1.3 * whole(deferring(4)).work.flops
+
+
+def test_rounds_of_short_groups_and_of_long_ones():
+    """All completions of half of the groups have 3 tokens, the others' 9; slices of 4."""
+    state = deferring_state(HALF_LONG, 2, FOUR, 4, prompt_share=1.0)
+    for one in state.short:
+        long = int((one.slices_S == 4).sum())
+        short = len(one.slices_S) - long
+        assert sorted(one.slices_S.tolist()) == [3] * short + [4] * long
+        assert one.sampled == Sampled(short + long, short, 3 * short + 4 * long, 9 * short + 16 * long)
+    assert {len(one.slices_S) for one in state.whole} <= {2, 4, 6, 8}, "what a step is missing"
+    assert all((one.slices_S == 9).all() for one in state.whole)
+    assert state.deferred == pytest.approx(1 / 2, abs=0.03)
+    assert state.learned_tokens == pytest.approx(8 * (3 + 9) / 2, rel=0.03)
+    # What is sampled is learned, or it is of a deferred group's short round, or of a complete group beyond a step's.
+    discarded = DEFER_STEPS * (state.sampled.tokens - state.learned_tokens)
+    of_long = sum(4 * (one.slices_S == 4).sum() for one in state.short)
+    beyond = sum(3 * (one.slices_S == 3).sum() for one in state.short) - 3 * 8 * DEFER_STEPS * (
+        1 - state.deferred
+    )
+    assert discarded == pytest.approx(of_long + beyond)
+
+
+def test_engine_steps_are_those_of_short_and_of_whole_rounds():
+    """Engines with as many places as sequences; and one with 8, which a whole round fills."""
+    state = deferring_state(HALF_LONG, 2, FOUR, 4, prompt_share=1.0)
+    batch = replace(BATCH, lengths=HALF_LONG)
+    config = deferring(4)
+    found = deferred(config, batch, prompt_share=1.0)
+    steps = (4 * len(state.short) + 9 * len(state.whole)) / DEFER_STEPS
+    assert found.steps == found.tail_steps == round(steps)
+    assert found.requests == found.slots == max(len(one.slices_S) for one in state.short)
+    half = deferred(config, batch, Cluster(MACHINE, 1, 2), prompt_share=1.0)
+    assert half.requests == half.slots == math.ceil(found.requests / 2) and half.steps == found.steps
+    assert half.sampled == found.sampled and half.work.tokens == found.work.tokens, (
+        "every rank gets all tokens"
+    )
+    few = replace(config, rollout=replace(config.rollout, max_num_seqs=8))
+    most = sum(math.ceil(len(one.slices_S) / 8) * 4 for one in state.short) + 9 * len(state.whole)
+    found = deferred(few, batch, prompt_share=1.0)
+    assert found.slots == 8 and steps < found.steps <= round(most / DEFER_STEPS)
+
+
+@pytest.mark.parametrize(("prompt_share", "power"), [(0.0, 4), (1.0, 1)])
+def test_the_share_of_deferred_groups(prompt_share: float, power: int):
+    """With lengths of their own all four completions must be short; else all are where one is."""
+    state = deferring_state(MIXED, 4, FlightRules(64, sys.maxsize, 0), 4000, prompt_share)
+    short = sum(MIXED.at((i + 0.5) / 1000) <= 4000 for i in range(1000)) / 1000
+    assert state.deferred == pytest.approx(1 - short**power, abs=0.02)
+
+
+def test_completions_of_a_group_are_alike_and_all_are_spread_as_before():
+    lengths = Lengths(1e6, 1.0, sys.maxsize)
+    spread = np.array([lengths.at((i + 0.5) / 16000) for i in range(16000)])
+    for share in (0.0, 0.7, 1.0):
+        lengths_NG = alike_lengths(spread, 4, share, np.random.default_rng(0))
+        assert lengths_NG.shape == (4000, 4) and (np.sort(lengths_NG.ravel()) == spread).all()
+        logs_NG = np.log(lengths_NG)
+        within = logs_NG.var(1, ddof=1).mean()
+        assert 1 - within / logs_NG.var() == pytest.approx(share, abs=0.03)
+
+
+def deferring_of(length: int, prompt_share: float, groups: int = 64) -> DeferringState:
+    return deferring_state(MIXED, 16, FlightRules(groups, sys.maxsize, 0), length, prompt_share)
+
+
+def test_the_more_alike_the_less_is_deferred_and_discarded():
+    states = [deferring_of(4000, share) for share in (0.0, 0.5, 0.9)]
+    shares = [one.deferred for one in states]
+    assert shares == sorted(shares, reverse=True) and shares[0] > 0.9 and shares[-1] < 0.4
+    sampled = [one.sampled.tokens for one in states]
+    assert sampled == sorted(sampled, reverse=True)
+    slices = [deferring_of(length, 0.7).deferred for length in (2000, 4000, 6000, 8000)]
+    assert slices == sorted(slices, reverse=True) and slices[-1] == 0
+
+
+def test_a_step_of_deferring_learns_as_many_tokens_as_one_that_waits():
+    state = deferring_of(4000, 0.7)
+    assert state.learned_tokens == pytest.approx(state.sequences * MIXED.mean, rel=0.03)
+    assert state.sampled.tokens > 1.3 * state.learned_tokens
+    large = deferring_of(4000, 0.7, groups=512)
+    assert large.sequences == 64 * 16 and large.sampled == state.sampled
+
+
+def test_slices_of_the_longest_take_the_engine_steps_of_waiting():
+    """Where requests wait for places, but for when the longest of them begins."""
+    for engines, error in ((1, 0.08), (4, 0.08), (32, 0)):
+        cluster = Cluster(MACHINE, 1, engines)
+        found = deferred(deferring(8000, 64), MANY, cluster)
+        assert found.steps == pytest.approx(whole(deferring(8000, 64), MANY, cluster).steps, rel=error)
+        assert found.sampled.tokens == pytest.approx(sampled_once(MANY).tokens, rel=0.01)
+
+
+def test_deferring_has_fewer_engine_steps_than_waiting_where_completions_are_alike():
+    cluster = Cluster(MACHINE, 1, 32)  # with 2,048 places, for 1,024 sequences of a step
+    steps = [deferred(deferring(4000, 64), MANY, cluster, prompt_share=share).steps for share in (0, 0.7, 1)]
+    assert steps[0] > 8000 > steps[1] > steps[2] > 4000

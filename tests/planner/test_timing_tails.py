@@ -8,15 +8,19 @@ from rlmath.config.load import load_config
 from rlmath.config.schema import Config
 from rlmath.models.hf_config import required_shape
 from rlmath.planner.machines import Cluster, machine_of
+from rlmath.planner.partial_rollouts import deferring_rollout_of
 from rlmath.planner.published import RECIPES
 from rlmath.planner.step import StepPlan, batch_of, plan_step
 from rlmath.planner.tails import (
+    SLICES,
     STALENESS,
     Tails,
     carrying,
     compare_tails,
+    deferring,
     settings_of_tail,
     with_more_staleness,
+    with_other_slices,
 )
 from rlmath.planner.work import DEFAULTS
 from rlmath.trainer.preflight.memory_fit import planned_target
@@ -60,8 +64,9 @@ def test_waiting_is_predicted_as_before_there_were_partial_rollouts(
 def test_the_longest_tail_is_predicted_in_half_the_time():
     """docs/planning.md has the figures, and what would remain without any tail."""
     tails = tails_of(recipe("1.5b_n16.yaml"), 16, search=True)
-    seconds = [plan.step_seconds for plan in tails.plans]
-    assert [settings_of_tail(plan)["max_staleness"] for plan in tails.plans[1:]] == list(STALENESS)
+    carried = [carry_of(tails), *tails.found]
+    seconds = [plan.step_seconds for plan in (tails.wait, *carried)]
+    assert [settings_of_tail(plan)["max_staleness"] for plan in carried] == list(STALENESS)
     assert seconds == sorted(seconds, reverse=True), "the more staleness, the faster, up to 7"
     assert tails.fastest is tails.found[-1]
     of = settings_of_tail(tails.fastest)
@@ -171,14 +176,63 @@ def test_the_search_keeps_the_faster_length_of_slices():
     own = replace(carry.config, rollout=replace(carry.config.rollout, slice_tokens=None))
     default = tails_of(own, 16, search=True)
     assert carry_of(default).step_seconds > default.fastest.step_seconds == carry.step_seconds
-    assert len(default.plans) == 2 + len(STALENESS)
+    assert len(default.found) == len(STALENESS)
     rollout = replace(carry.config.rollout, max_groups_in_flight=4096)  # the default, said
     same = tails_of(replace(carry.config, rollout=rollout), 16, search=True)
-    assert same.fastest is same.carry and len(same.plans) == 1 + len(STALENESS)
+    assert same.fastest is same.carry and len(same.found) == len(STALENESS) - 1
 
 
 def test_settings_that_nothing_can_be_carried_with_are_told():
     tails = tails_of(recipe("1.5b_n16.yaml", "rollout.max_groups_in_flight=9000"), 16)
-    assert tails.carry is None and tails.fastest is tails.wait
+    assert tails.carry is None and tails.plans == (tails.wait, tails.defer)
     (problem,) = tails.problems
     assert "rollout.max_groups_in_flight is 9000" in problem
+
+
+# ---------------------------------------------------------------- defer
+
+
+def test_a_run_that_defers_is_planned_as_it_is():
+    """Its update, its sync and its other work are those of a run that waits; there is no pass for log-probs."""
+    config = recipe("1.5b_n16.yaml", "rollout.tail=defer", "rollout.slice_tokens=9216")
+    tails = tails_of(config, 16)
+    wait, defer = tails.wait, tails.defer
+    assert defer.config == config and defer.rollout.carry is None and defer.rollout.defer is not None
+    assert wait.seconds.keys() == defer.seconds.keys()
+    assert all(wait.seconds[name] == defer.seconds[name] for name in wait.seconds if name != "rollout")
+    assert settings_of_tail(defer) == {
+        "tail": "defer",
+        "slice_tokens": 9216,
+        "deferred": defer.rollout.defer.deferred,
+        "discarded": defer.rollout.defer.discarded,
+    }
+    # More is sampled, and finished completions that are discarded are judged.
+    assert defer.flops.sampling > 1.3 * wait.flops.sampling and defer.flops.backward == wait.flops.backward
+    assert defer.judging_seconds > 1.1 * wait.judging_seconds
+    # Wait would have the slices, too, but for what they cost.
+    assert defer.rollout.steps < wait.rollout.steps and defer.rollout.slots > wait.rollout.slots
+
+
+def test_other_slices_are_tried_and_the_fastest_is_kept_where_it_is_faster():
+    assert [one.rollout.slice_tokens for one in with_other_slices(CONFIG)] == [4, 6, 8, 11], "of 16 tokens"
+    assert len(SLICES) == 4
+    tails = tails_of(recipe("1.5b_n16.yaml"), 16, search=True)
+    assert settings_of_tail(tails.defer)["slice_tokens"] == 13824
+    best = tails.found_defer
+    assert best is not None and settings_of_tail(best)["slice_tokens"] == 9216
+    assert best.step_seconds < tails.defer.step_seconds
+    own = tails_of(best.config, 16, search=True)
+    assert own.defer == best and own.found_defer is None
+    assert tails_of(best.config, 16).found_defer is None
+
+
+def test_deferring_depends_on_how_alike_the_completions_of_a_group_are():
+    """docs/planning.md: slower than waiting at 0, and with what is assumed; faster where they are all but the same."""
+    config = recipe("1.5b_n16.yaml")
+    shape, _ = required_shape(config.model.path)
+    wait = tails_of(config, 16).wait
+    arguments = (shape, planned_target(config), wait.cluster, wait.batch, wait.cluster.ranks)
+    steps = [
+        deferring_rollout_of(deferring(config, None), *arguments, share).steps for share in (0.0, 0.7, 1.0)
+    ]
+    assert steps[0] > wait.rollout.steps > steps[1] > steps[2]

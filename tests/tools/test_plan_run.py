@@ -9,9 +9,12 @@ from pathlib import Path
 import pytest
 
 from rlmath.config.gpu_specs import GPUS, GpuName
+from rlmath.planner.partial_rollouts import deferring_rollout_of
 from rlmath.planner.published import COLOCATED, TABLE, largest_error
+from rlmath.planner.tails import deferring
+from rlmath.planner.work import seconds_of
 from tests.tiny_models import make_model_folder
-from tools.plan_run import main, published
+from tools.plan_run import main, published, recipe_of, tails_of
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = ROOT / "configs"
@@ -84,11 +87,13 @@ def test_the_step_with_every_rollout_tail(capsys: pytest.CaptureFixture[str]):
     table = tail_table(capsys.readouterr().out)
     assert [line.split()[:3] for line in table[2:4]] == [["244", "s", "wait"], ["174", "s", "carry"]]
     assert table[3].split()[3:] == ["1", "13,824", "1,024", "0.5"]
-    assert table[4:] == [
+    assert table[4].split()[:4] == ["249", "s", "defer", "13,824"]
+    assert table[5:] == [
         "  carry: with algorithm.* as in configs/algorithms/decoupled.yaml",
+        "  defer: assumed is that a prompt has 70% of the variance of log-lengths",
         "Predicted fastest: carry with max_staleness 1",
     ]
-    assert main([*told, "--search-carry"]) == 0
+    assert main([*told, "--search-tails"]) == 0
     searched = tail_table(capsys.readouterr().out)
     assert searched[:4] == table[:4]
     assert [line.split()[3:5] for line in searched[4:8]] == [
@@ -98,6 +103,8 @@ def test_the_step_with_every_rollout_tail(capsys: pytest.CaptureFixture[str]):
         ["7", "6,912"],
     ]
     assert searched[7].split()[:3] == ["119", "s", "carry"]
+    assert searched[8] == table[4]
+    assert searched[9].split() == ["249", "s", "defer", "9,216", "deferred", "71%,", "discarded", "39%"]
     assert searched[-1] == "Predicted fastest: carry with max_staleness 7"
     assert all(len(line) <= 80 for line in searched)
 
@@ -109,7 +116,8 @@ def test_the_page_has_the_steps_of_the_longest_tail(
     minibatches: int, name: str, capsys: pytest.CaptureFixture[str]
 ):
     told = ("--config", str(CONFIGS / "areal/1.5b_n16.yaml"), f"algorithm.n_minibatches={minibatches}")
-    wait, *found = planned(capsys, *told, "--search-carry")["tails"]
+    tails = planned(capsys, *told, "--search-tails")["tails"]
+    wait, *found = (one for one in tails if one["tail"] != "defer")
     page = (ROOT / "docs" / "planning.md").read_text(encoding="utf-8")
     rows = {
         name: [f"{one['step_seconds']:.0f}" for one in (wait, *found)],
@@ -124,7 +132,7 @@ def test_the_page_has_the_steps_of_the_longest_tail(
 def test_a_run_that_carries_has_its_own_plan(capsys: pytest.CaptureFixture[str]):
     told = ("--config", str(CONFIGS / "areal/1.5b_n16.yaml"))
     plan = planned(capsys, *told, *CARRYING)
-    wait, carry = plan["tails"]
+    wait, carry, _ = plan["tails"]
     assert plan["step_seconds"] == pytest.approx(carry["step_seconds"]) and carry == plan["fastest_tail"] | {
         "step_seconds": carry["step_seconds"]
     }
@@ -134,6 +142,20 @@ def test_a_run_that_carries_has_its_own_plan(capsys: pytest.CaptureFixture[str])
     out = capsys.readouterr().out
     assert "  in 1 round, for which it prefills 141,696 sampled tokens again\n" in out
     assert "  a token is learned 0.5 steps after it was sampled on average, 1 at most\n" in out
+
+
+def test_a_run_that_defers_has_its_own_plan(capsys: pytest.CaptureFixture[str]):
+    told = ("--config", str(CONFIGS / "areal/1.5b_n16.yaml"), "rollout.tail=defer")
+    plan = planned(capsys, *told)
+    wait, _, defer = plan["tails"]
+    assert plan["step_seconds"] == pytest.approx(defer["step_seconds"]) and wait["tail"] == "wait"
+    assert (defer["tail"], defer["slice_tokens"]) == ("defer", 13824)
+    assert 0.3 < defer["discarded"] < defer["deferred"] < 0.6
+    assert "logprobs" not in plan["stages"][0]["seconds"]
+    assert main([*told, "--layouts", "0"]) == 0
+    out = capsys.readouterr().out
+    told = "rounds; 49% of the groups are sampled anew, and 39% of the sampled tokens are discarded\n"
+    assert told in out
 
 
 def test_the_fastest_layout_comes_first(capsys: pytest.CaptureFixture[str]):
@@ -241,6 +263,32 @@ def test_the_published_table_is_met_as_the_page_says(capsys: pytest.CaptureFixtu
     for line in capsys.readouterr().out.splitlines():
         assert line in page
     assert abs(largest_error([row.error for row in published(TABLE)])) < 0.25
+
+
+def test_the_page_has_the_steps_of_deferring():
+    """By the share of a length's variance that is the prompt's; update, sync and switch are those of waiting."""
+    ((_, tails),) = tails_of(TABLE[2:3])
+    config, shape, target, machine, coefficients = recipe_of(TABLE[2])
+    wait = tails.wait
+    rows: dict[str, list[str]] = {
+        "groups deferred": [],
+        "sampled tokens discarded": [],
+        "step, 16 completions a prompt": [],
+    }
+    for share in (0, 0.5, 0.7, 0.8, 0.9, 1):
+        found = deferring_rollout_of(
+            deferring(config, None), shape, target, wait.cluster, wait.batch, wait.cluster.ranks, share
+        )
+        assert found.defer is not None
+        rest = wait.step_seconds - wait.seconds["rollout"]
+        step = rest + seconds_of(found.work, machine, coefficients)
+        told = (f"{found.defer.deferred:.0%}", f"{found.defer.discarded:.0%}", f"{step:.0f}")
+        for row, value in zip(rows.values(), told, strict=True):
+            row.append(value)
+    page = (ROOT / "docs" / "planning.md").read_text(encoding="utf-8")
+    for first, others in rows.items():
+        assert "| " + " | ".join([first, *others]) + " |" in page
+    assert tails.defer.step_seconds > wait.step_seconds, "with what is assumed"
 
 
 def test_published_rows_have_the_gpus_of_their_nodes():
