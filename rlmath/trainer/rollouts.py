@@ -228,6 +228,7 @@ class PartialRollouts:
             raise ValueError(f"{folder}: the groups in flight cannot be read: {error}") from error
         if reward_changed:
             flight.groups = [self._unscored(group, steps_done) for group in flight.groups]
+            self._choices.clear()
         wanted = sum(not group.is_complete or self._choose(group).dropped is None for group in flight.groups)
         left = self._limits.groups_per_step * (stage.end - steps_done)
         if stage is not stages[-1] and wanted > left:
