@@ -89,6 +89,7 @@ DISTINCT = Config(
         overlap_grad_reduce=True,
     ),
     rollout=RolloutConfig(
+        ranks=272,
         tensor_parallel=136,
         group_size=137,
         max_new_tokens=138,
@@ -100,6 +101,8 @@ DISTINCT = Config(
         slice_tokens=2701,
         max_groups_in_flight=2702,
         max_staleness=2703,
+        on_new_weights="keep",
+        max_concurrent_sequences=2704,
         memory_share=0.443,
         cpu_kv_cache_gib=0.25,
         max_num_seqs=144,

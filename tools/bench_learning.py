@@ -20,7 +20,8 @@ machine that gets busier slows all of them; figures are printed when a way's las
 - length: tokens of a completion that is learned from, mean over steps and seeds (ratio: should be 1);
 - step_seconds: seconds of a step without validation, mean of the steps (with "carry", steps that make no round take a
   fraction of the others, and a median would be one or the other), median of the seeds;
-- learned_tokens_per_second: tokens learned from by the seconds of all steps, median of the seeds.
+- learned_tokens_per_second: tokens learned from by the seconds of all steps, median of the seeds;
+- train/mfu: model FLOP utilisation of the update as the trainer logs it, median of the steps, median of the seeds.
 
 What the programs print is in `log.txt` of --output. Results are kept there: the same command resumes, and measures
 again what was made with other settings. `--picture` draws held-out accuracy against the seconds of training, mean over
@@ -107,6 +108,8 @@ class Learned:
     """That every step learns from."""
     lengths: list[float]
     """Of its completions, mean (tokens)."""
+    mfu: list[float]
+    """Of the updates, by step; a step without one has none."""
 
 
 def make_base(folder: Path, base: Base) -> dict:
@@ -140,6 +143,7 @@ def read_learned(run: Path) -> Learned:
         [row["seconds/step"] - row.get("seconds/validation", 0.0) for row in rows],
         [row["n_valid_tokens"] for row in rows],
         [row["rollout/response_length"] for row in rows],
+        [row["train/mfu"] for row in rows if "train/mfu" in row],
     )
 
 
@@ -174,6 +178,9 @@ def report(way: str, runs: Sequence[Learned], wait: Sequence[Learned]) -> None:
     line(case, "step_seconds", ours, "s", theirs, faster=True)
     ours, theirs = pair("tokens_per_second", statistics.median)
     line(case, "learned_tokens_per_second", ours, "tokens/s", theirs)
+    if all(run.mfu for run in (*runs, *wait)):
+        ours, theirs = pair("mfu", statistics.median)
+        line(case, "train/mfu", ours, "of the ceiling", theirs)
 
 
 def difference(ours: Sequence[float], theirs: Sequence[float]) -> str:
@@ -186,8 +193,10 @@ def difference(ours: Sequence[float], theirs: Sequence[float]) -> str:
 
 
 def figures(run: Learned) -> dict[str, float]:
-    """Of a run: tokens of a completion, seconds of a step, tokens learned from by second; without validation."""
-    return {
+    """Of a run: tokens of a completion, seconds of a step, tokens learned from by second; without validation. And MFU,
+    where it has one."""
+    mfu = {"mfu": statistics.median(run.mfu)} if run.mfu else {}
+    return mfu | {
         "length": statistics.mean(run.lengths),
         "step_seconds": statistics.mean(run.seconds),
         "tokens_per_second": sum(run.tokens) / sum(run.seconds),

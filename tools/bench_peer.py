@@ -17,12 +17,12 @@ the best of them `--rounds` times in all, in turns with the other side's.
 
 Prints one JSON object per figure: {"bench", "case", "metric", "value", "unit", "baseline", "ratio"}; `ratio` above 1
 means ours is better. Seconds of a step are medians over all measured steps of a side's best setting; realised lengths
-are reported. A run that is not done within `--limit` seconds is stopped; TRL's step then took "more than" the longest
-of its steps, the one that was stopped among them.
+are reported, ours also where TRL's run was stopped. A run that is not done within `--limit` seconds is stopped; TRL's
+step then took "more than" the longest of its steps, the one that was stopped among them.
 
 `--learning N` measures what P3 learns instead: both sides make 50 steps with N seeds, a learning rate of 1e-4 and the
 same Adam, from one base model. A figure is the accuracy of what they sample, mean over seeds and five steps; its line
-has the difference in standard errors of the seeds' means, too.
+has the difference in standard errors of the seeds' means, too. The MFU of our updates is the median of the seeds.
 """
 
 from __future__ import annotations
@@ -288,6 +288,12 @@ def line(case: str, metric: str, unit: str, ours: float, theirs: float, ratio: f
     )
 
 
+def line_of_ours(case: str, metric: str, value: float, unit: str) -> None:
+    """A figure that TRL has none of."""
+    figure = {"bench": "peer", "case": case, "metric": metric, "value": round(value, 3), "unit": unit}
+    print(json.dumps(figure | {"baseline": None, "ratio": None}), flush=True)
+
+
 def bench(name: str, place: Path, python: Path, rounds: int, limit: float) -> None:
     """Both sides of a case, in turns."""
     case = CASES[name]
@@ -302,10 +308,12 @@ def bench(name: str, place: Path, python: Path, rounds: int, limit: float) -> No
             again = run_theirs(place, python, model, data, case, best_of_theirs, limit)
             theirs[best_of_theirs].append(again)
     title = f"{name}: {case.title}; ours {best}; TRL micro-batch {best_of_theirs}"
-    report(title, ours[best], theirs[best_of_theirs])
+    report(title, ours[best], theirs[best_of_theirs], case.prompts * GROUP)
 
 
-def report(title: str, ours: Sequence[Measured], theirs: Sequence[Measured]) -> None:
+def report(title: str, ours: Sequence[Measured], theirs: Sequence[Measured], completions: int) -> None:
+    """The figures of a case with so many completions a step."""
+
     def median(runs: Sequence[Measured], name: str) -> float:
         return statistics.median(value for run in runs for value in getattr(run, name))
 
@@ -314,17 +322,19 @@ def report(title: str, ours: Sequence[Measured], theirs: Sequence[Measured]) -> 
     if any(run.cut_off for run in ours):
         title += "; OURS WAS STOPPED"
     line(title, "step_seconds", "s", *pair, pair[1] / pair[0], note)
-    reached = [run.mfu for run in ours if run.mfu is not None]
-    if reached:
-        figure = {"bench": "peer", "case": title, "metric": "mfu of the update"}
-        figure["value"], figure["unit"] = round(statistics.median(reached), 3), "of the ceiling"
-        print(json.dumps(figure | {"baseline": None, "ratio": None}), flush=True)
-    if any(run.cut_off for run in (*ours, *theirs)):
+    report_mfu(title, ours)
+    if any(run.cut_off for run in ours):
+        return
+    tokens = median(ours, "completion_tokens")
+    if any(run.cut_off for run in theirs):
+        line_of_ours(title, "completion_tokens_of_a_step", tokens, "tokens")
+        line_of_ours(title, "mean_length", tokens / completions, "tokens")
         return
     pair = median(ours, "generate_seconds"), median(theirs, "generate_seconds")
     line(title, "generate_seconds", "s", *pair, pair[1] / pair[0])
-    tokens = median(ours, "completion_tokens"), median(theirs, "completion_tokens")
-    line(title, "completion_tokens_of_a_step", "tokens", *tokens, tokens[0] / tokens[1])
+    pair = tokens, median(theirs, "completion_tokens")
+    line(title, "completion_tokens_of_a_step", "tokens", *pair, pair[0] / pair[1])
+    line(title, "mean_length", "tokens", *(n / completions for n in pair), pair[0] / pair[1])
     rates = [
         statistics.median(
             n / s for run in runs for n, s in zip(run.completion_tokens, run.step_seconds, strict=True)
@@ -332,6 +342,13 @@ def report(title: str, ours: Sequence[Measured], theirs: Sequence[Measured]) -> 
         for runs in (ours, theirs)
     ]
     line(title, "completion_tokens_per_second", "tokens/s", rates[0], rates[1], rates[0] / rates[1])
+
+
+def report_mfu(title: str, ours: Sequence[Measured]) -> None:
+    """The median of the runs that have one."""
+    reached = [run.mfu for run in ours if run.mfu is not None]
+    if reached:
+        line_of_ours(title, "mfu of the update", statistics.median(reached), "of the ceiling")
 
 
 LEARNING_STEPS, WINDOW = 50, 5
@@ -348,17 +365,17 @@ def bench_learning(place: Path, python: Path, seeds: int, limit: float) -> None:
     ours, theirs = [], []
     for seed in range(1, seeds + 1):
         own = (*setting, *equal, f"run.seed={seed}")
-        ours.append(run_ours(place, model, data, case, own, limit).accuracy)
+        ours.append(run_ours(place, model, data, case, own, limit))
         more = ("--learning-rate", LEARNING_RATE, "--seed", str(seed))
-        theirs.append(run_theirs(place, python, model, data, case, micro_batch, limit, more).accuracy)
+        theirs.append(run_theirs(place, python, model, data, case, micro_batch, limit, more))
     report_learning(f"P3: {case.title}; learning rate {LEARNING_RATE}, {seeds} seeds", ours, theirs)
 
 
-def report_learning(title: str, ours: Sequence[Sequence[float]], theirs: Sequence[Sequence[float]]) -> None:
-    """One line for the steps up to 5, 10, 20, ..., of the accuracies by seed and step."""
+def report_learning(title: str, ours: Sequence[Measured], theirs: Sequence[Measured]) -> None:
+    """One line for the steps up to 5, 10, 20, ..., of the accuracies of the runs, one for each seed; then our MFU."""
     for end in (WINDOW, *range(10, LEARNING_STEPS + 1, 10)):
         means = [
-            [statistics.mean(seed[end - WINDOW : end]) for seed in side if len(seed) >= end]
+            [statistics.mean(run.accuracy[end - WINDOW : end]) for run in side if len(run.accuracy) >= end]
             for side in (ours, theirs)
         ]
         if min(map(len, means)) < 2:
@@ -375,6 +392,7 @@ def report_learning(title: str, ours: Sequence[Sequence[float]], theirs: Sequenc
             pair[0] / max(pair[1], 1e-9),
             note,
         )
+    report_mfu(title, ours)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -1,7 +1,8 @@
 """Settings from YAML files and a command line to a `Config`, and back to YAML; every mistake at once.
 
 A YAML file holds sections with the settings that differ from the defaults, and may name another to start from
-(`base: other.yaml`); `key.sub=value` on the command line wins. The section `parallel` may be one word, d32t2p1.
+(`base: other.yaml`); `key.sub=value` on the command line wins. The section `parallel` may be one word, d32t2p1, or
+d12t2+d4 where engines have ranks of their own.
 
 Text that names an environment variable (`${oc.env:NAME}`) may hold a secret: the `Config` has its value, and whatever
 is written, logged or sent has what the user wrote (`shown_values`, `config_as_yaml`, `without_secrets`). Numbers,
@@ -48,6 +49,8 @@ COMPACT_SECTION = "parallel"
 """The section that a word such as d32t2p1 stands for."""
 
 _LETTERS = {"d": "data", "t": "tensor", "m": "tensor", "p": "pipeline", "c": "context", "e": "expert"}
+_GENERATION, _TRAINING = r"(sglang|vllm)[.:]", r"megatron[.:]"
+"""What AReaL writes before the parts of a layout, and here says nothing."""
 
 _BASE = "base"
 """Top-level word of a YAML file that names the file it starts from."""
@@ -422,8 +425,8 @@ class _Reader:
 
     def _set_layout(self, word: str, source: str) -> None:
         try:
-            for name, size in compact_layout(word).items():
-                self._set(f"{COMPACT_SECTION}.{name}", size, source)
+            for key, size in layout_settings(word).items():
+                self._set(key, size, source)
         except ValueError as error:
             self._problems.append(f"{source}: {error}")
 
@@ -467,6 +470,56 @@ def _defaults() -> DictConfig:
     return OmegaConf.create(tree)
 
 
+def layout_settings(word: str) -> dict[str, int | None]:
+    """Sizes by key, of a layout in one word: of `parallel`, and where there are two parts, generation first as AReaL
+    has it (d12t2+d4: 12 engines of 2 ranks each, and 4 that train), of `rollout`, too.
+
+    >>> layout_settings("sglang.d12t2p1+d4")
+    ... # doctest: +NORMALIZE_WHITESPACE
+    {'rollout.ranks': 24, 'rollout.tensor_parallel': 2, 'parallel.data': 4, 'parallel.tensor': 1,
+     'parallel.pipeline': 1, 'parallel.context': 1, 'parallel.expert': 1}
+
+    Errors: ValueError for a word that is not one, and for engines that there cannot be.
+    """
+    *generation, training = [part.strip() for part in word.split("+")]
+    got = f'"{COMPACT_SECTION}" got "{word:.40}"'
+    if len(generation) > 1:
+        raise ValueError(
+            f"{got}, with {len(generation)} plus signs; needed: one, between generation and training, as in d12t2+d4."
+        )
+    if generation and not (generation[0] and training):
+        raise ValueError(
+            f"{got}; needed: generation before the plus sign and training behind it, as in d12t2+d4."
+        )
+    if re.match(_GENERATION, training):
+        raise ValueError(
+            f"{got}; behind generation, and a plus sign, training is needed, as in sglang.d12t2+d4. Where engines live "
+            "in the training ranks, write its layout alone, as in d4."
+        )
+    sizes = compact_layout(re.sub(f"^{_TRAINING}", "", training))
+    engines = _engine_sizes(re.sub(f"^{_GENERATION}", "", generation[0]), got) if generation else {}
+    return engines | {f"{COMPACT_SECTION}.{name}": size for name, size in sizes.items()}
+
+
+def _engine_sizes(part: str, got: str) -> dict[str, int | None]:
+    """The settings of engines on ranks of their own, of the part before the plus sign."""
+    sizes = compact_layout(part)
+    engines, tensor = sizes["data"], sizes["tensor"]
+    assert tensor is not None
+    if engines is None:
+        raise ValueError(
+            f'{got}; the part before the plus sign, "{part:.40}", must have d, the number of engines. '
+            f"Write d12{part:.40} for 12."
+        )
+    for name in ("pipeline", "context", "expert"):
+        if sizes[name] != 1:
+            raise ValueError(
+                f'{got}; the part before the plus sign, "{part:.40}", has {name} {sizes[name]}: the ranks of an engine '
+                f"share matrices only. Write {name[0]}1 or leave it out, and raise t."
+            )
+    return {"rollout.ranks": engines * tensor, "rollout.tensor_parallel": tensor}
+
+
 def compact_layout(word: str) -> dict[str, int | None]:
     """Sizes by the names of `ParallelConfig`, of a layout as AReaL and its successors write it; 1 where the word does
     not name one, but for data: None, what remains.
@@ -478,7 +531,7 @@ def compact_layout(word: str) -> dict[str, int | None]:
     """
     form = (
         f'"{COMPACT_SECTION}" got "{word:.40}"; needed: a layout such as d32t2p1 (d data, t or m tensor, p pipeline, '
-        "c context, e expert)"
+        "c context, e expert), after d12t2+ where 12 engines of t2 have ranks of their own"
     )
     if not re.fullmatch(r"([a-z]\d+)+", word, re.ASCII):
         raise ValueError(f"{form}, or its keys one by one.")

@@ -203,7 +203,9 @@ class SftConfig:
 @dataclass(frozen=True)
 class ParallelConfig:
     """How the actor and the reference are sharded. A word such as d32t2p1 stands for the section: data 32, tensor 2,
-    pipeline 1; c is context, e expert parallel, and m is another letter for t (AReaL)."""
+    pipeline 1; c is context, e expert parallel, and m is another letter for t (AReaL). Before a plus sign stand engines
+    on ranks of their own, d12t2+d4 (AReaL: sglang.d12t2p1+d4t1p1): rollout.ranks is 24 then, of 12 engines of
+    rollout.tensor_parallel 2. A word without a plus sign leaves these two as they are."""
 
     data: PositiveInt | None = None
     """Data-parallel size: replicas of the model. Null: what remains of the ranks."""
@@ -283,10 +285,15 @@ class OptimizerConfig:
 
 @dataclass(frozen=True)
 class RolloutConfig:
-    """Sampling by vLLM engines that live in the training ranks."""
+    """Sampling by vLLM engines, which live in the training ranks and take turns with training there, or have ranks of
+    their own (`ranks`) and sample while training goes on."""
 
+    ranks: NonNegativeInt = 0
+    """Ranks of their own that the engines have, the last ones of the run; `parallel` lays out the others. 0: engines
+    live in the training ranks and take turns with training, on the same memory. Above 0 training is asynchronous; see
+    docs/running.md."""
     tensor_parallel: PositiveInt = 1
-    """Ranks of one engine; independent of `parallel.tensor`. Divides the world size."""
+    """Ranks of one engine; independent of `parallel.tensor`. Divides `ranks`, or the world size where that is 0."""
     group_size: PositiveInt = 16
     """Completions of one prompt (AReaL: group_size). At least 2 where advantages come from the group."""
     max_new_tokens: PositiveInt = 16384
@@ -305,8 +312,17 @@ class RolloutConfig:
     needs algorithm.importance_correction; "defer" (tail batching): groups with a completion of more than `slice_tokens`
     are sampled anew in steps of their own. See docs/algorithm.md."""
     max_staleness: NonNegativeInt = 1
-    """"carry": most steps between the one that sampled a group's first token and the one that learns from the group. A
-    step waits for groups that are about to be older. 0: as "wait"."""
+    """"carry", or engines on `ranks` of their own: most steps between the weights that sampled a group's first token
+    and the step that learns from the group (AReaL: max_head_offpolicyness). A step waits for groups that are about to
+    be older, and engines of their own begin at most (`max_staleness` + version + 1) x data.prompts_per_step groups in
+    all. 0: a step's own weights sample all of it."""
+    on_new_weights: Literal["recompute", "keep", "finish"] = "recompute"
+    """Engines on `ranks` of their own: what becomes of completions that are being sampled when new weights come:
+    "recompute" continues them with the KV cache computed again (AReaL), "keep" with the old KV cache (PipelineRL),
+    "finish" ends them first, under the old weights."""
+    max_concurrent_sequences: PositiveInt | None = None
+    """Engines on `ranks` of their own: most sequences that one engine has begun at a time (AReaL, of all engines:
+    max_concurrent_rollouts). Null: `max_num_seqs`."""
     slice_tokens: PositiveInt | None = None
     """"carry": most new tokens of a completion in a round; a step has as many rounds as it takes. Null:
     `max_new_tokens` / (`max_staleness` + 1): about one round a step. "defer": longest completion of a group that is not

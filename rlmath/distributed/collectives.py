@@ -5,7 +5,7 @@ from __future__ import annotations
 import hmac
 import pickle
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 from weakref import WeakKeyDictionary
 
@@ -30,10 +30,15 @@ def run_store() -> SignedStore:
     return _run_stores[group]
 
 
-def new_secret() -> bytes:
-    """A random secret of all ranks, which passes over the connections of the process group and not through the store.
-    A collective."""
-    shared = broadcast_from_rank_zero(secrets.token_bytes(32))
+def use_run_store(store: dist.Store, secret: bytes) -> None:
+    """Make `run_store` the same for the ranks of all process groups that have this store and secret."""
+    _run_stores[dist.group.WORLD] = SignedStore(store, "rlmath", secret)
+
+
+def new_secret(broadcast: Callable[[bytes], bytes] | None = None) -> bytes:
+    """A random secret of all ranks, which passes over the connections of the process group and not through the store;
+    `broadcast` where it has to reach further ranks. A collective."""
+    shared = (broadcast or broadcast_from_rank_zero)(secrets.token_bytes(32))
     return hmac.digest(environment_secret(), shared, "sha256")
 
 

@@ -95,10 +95,16 @@ def set_cuda_defaults() -> None:
         os.environ.setdefault(name, value)
 
 
-def init_process_group(device: Device, timeout_seconds: float, store: dist.Store | None = None) -> None:
+def init_process_group(
+    device: Device,
+    timeout_seconds: float,
+    store: dist.Store | None = None,
+    place: tuple[int, int] | None = None,
+) -> None:
     """Join the run's process group. A collective that waits longer than the timeout ends the rank with an error.
 
     `store` is where all ranks find each other, by `Rendezvous.group_store`; None: from the launcher's environment.
+    `place` is (rank, number of ranks) in a group of some of the run's ranks; None: of all.
     """
     if environment_world_size() > FULLY_CONNECTED_RANKS:
         os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
@@ -106,7 +112,7 @@ def init_process_group(device: Device, timeout_seconds: float, store: dist.Store
     if store is None:
         dist.init_process_group(device.backend, timeout=timeout)
         return
-    rank, world_size = environment_rank(), environment_world_size()
+    rank, world_size = place or (environment_rank(), environment_world_size())
     dist.init_process_group(device.backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
 
 

@@ -27,6 +27,8 @@ class Mesh:
     """Ranks of one pipeline stage that share a layer's experts; 1 where there are none."""
     expert_tensor: int = 1
     """Ranks that share the matrices of every expert."""
+    engine_ranks: int = 0
+    """Ranks of their own that the engines have, behind those of this mesh; 0: they live in these."""
 
     @property
     def data(self) -> int:
@@ -82,23 +84,26 @@ class Mesh:
     @property
     def num_engines(self) -> int:
         """Number of rollout engines."""
-        return self.world_size // self.engine_size
+        return (self.engine_ranks or self.world_size) // self.engine_size
 
     @property
     def engine_index(self) -> int:
-        """Which engine this rank is part of."""
+        """Which engine this rank is part of; not to be asked where engines have ranks of their own."""
+        assert not self.engine_ranks, "a training rank beside engines on ranks of their own is part of none"
         return self.rank // self.engine_size
 
     @property
     def is_engine_leader(self) -> bool:
-        """True on one rank of every engine: the one that scores and reports what the engine sampled."""
-        return self.rank % self.engine_size == 0
+        """True on one rank of every engine: the one that scores and reports what the engine sampled. Of a training rank
+        it is False where engines have ranks of their own."""
+        return not self.engine_ranks and self.rank % self.engine_size == 0
 
     def describe(self) -> str:
-        """For example "TP2 x PP1 x DP1, 2 engines of TP1"; at most
+        """For example "TP2 x PP1 x DP1, 2 engines of TP1", or "... on ranks of their own"; at most
         "TP2 x CP2 x PP2 x VPP2 x DP1 x EP2 x ETP2, ..."."""
         engines = f"{self.num_engines} engine{'s' if self.num_engines > 1 else ''}"
-        return f"{self.training_layout}, {engines} of TP{self.engine_size}"
+        where = " on ranks of their own" if self.engine_ranks else ""
+        return f"{self.training_layout}, {engines} of TP{self.engine_size}{where}"
 
     @property
     def training_layout(self) -> str:

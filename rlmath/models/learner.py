@@ -71,9 +71,8 @@ class Learner:
         max_names: Sequence[str] = (),
     ) -> MinibatchResult:
         """One optimizer step on a minibatch, or none where `discard_rule` has a reason. The loss is summed over tokens
-        and divided by the minibatch's global count, by Megatron, once. The names are those of `_reduce`."""
-        self.forward_backward.zero_grad()
-        self.optimizer.zero_grad()
+        and divided by the minibatch's global count, by Megatron, once. The names are those of `_reduce`. Gradients are
+        zero before, and again afterwards."""
         metrics = self.forward_backward.run(batches, on_logits, forward_only=False)
         sums, maxima = self._reduce(metrics, sum_names, max_names)
         lr = learning_rate(self.optimizer)

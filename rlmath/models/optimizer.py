@@ -18,8 +18,8 @@ def build_optimizer(
     settings: OptimizerConfig, chunks: Sequence[DistributedDataParallel], device: Device
 ) -> Any:
     """Megatron's optimizer over this rank's parameters; with `distributed` its state is shared over data-parallel
-    ranks."""
-    return get_megatron_optimizer(
+    ranks. On CPU it is torch's, which steps all tensors of a group in one call only where it is asked to."""
+    optimizer = get_megatron_optimizer(
         MegatronOptimizerConfig(
             optimizer=settings.kind,
             lr=settings.lr,
@@ -36,6 +36,10 @@ def build_optimizer(
         ),
         list(chunks),
     )
+    if device.kind == "cpu":
+        for group in optimizer.param_groups:
+            group["fused"] = True
+    return optimizer
 
 
 def build_scheduler(settings: OptimizerConfig, optimizer: Any, total_updates: int) -> OptimizerParamScheduler:

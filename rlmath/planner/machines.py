@@ -55,6 +55,15 @@ class Cluster:
     def ranks(self) -> int:
         return self.nodes * self.ranks_per_node
 
+    def first(self, ranks: int) -> Cluster:
+        """The nodes that the first so many ranks are on, the last of them perhaps in part.
+
+        >>> cluster = Cluster(CPU_CORE, nodes=4, ranks_per_node=8)
+        >>> cluster.first(6).nodes, cluster.first(6).ranks, cluster.first(12).nodes
+        (1, 6, 2)
+        """
+        return Cluster(self.machine, -(-ranks // self.ranks_per_node), min(ranks, self.ranks_per_node))
+
     def in_a_node(self, span: int) -> bool:
         """Whether every block of `span` ranks in a row, beginning at a multiple of it, lies in one node."""
         return self.nodes == 1 or self.ranks_per_node % span == 0

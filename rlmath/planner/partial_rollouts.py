@@ -112,7 +112,7 @@ def partial_rollout_of(
     slots = slots_of(config, shape, target, running_length(batch.prompt_tokens, sampled), most)
     steps, tail = play_rounds(batch.lengths, batch.group, rules, length, share, slots)
     carried = state.carried.times(share)
-    steps += round(carried.prefilled(batch.prompt_tokens) / _tokens_of_an_engine_step(config, target))
+    steps += round(carried.prefilled(batch.prompt_tokens) / tokens_of_an_engine_step(config, target))
     engine = engine_bytes(shape, config.rollout, target.kind, target.itemsize, target.total_bytes)
     work = sampling_work(config, shape, target, cluster, batch, sampled, engines, steps)
     work += read_again_work(config, shape, target, cluster, batch.prompt_tokens, carried)
@@ -122,7 +122,8 @@ def partial_rollout_of(
     return Rollout(sampled, work, slots, most, steps, tail, engine.weights, carry=carry)
 
 
-def _tokens_of_an_engine_step(config: Config, target: Target) -> int:
+def tokens_of_an_engine_step(config: Config, target: Target) -> int:
+    """The most that an engine prefills in one step."""
     return config.rollout.max_num_batched_tokens or default_batched_tokens(target.total_bytes or 0)
 
 
@@ -189,7 +190,7 @@ def read_again_work(
         has_embedding=True,
         has_head=True,
         pipelined=False,
-        tokens=_tokens_of_an_engine_step(config, target),
+        tokens=tokens_of_an_engine_step(config, target),
         tensor=size,
         sequence=False,
         itemsize=target.itemsize,

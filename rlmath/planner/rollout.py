@@ -211,18 +211,29 @@ def decode_work(
     """
     rollout, ranks = config.rollout, config.rollout.tensor_parallel
     engine = engine_bytes(shape, rollout, target.kind, target.itemsize, target.total_bytes)
-    read_tokens = sampled.tokens * prompt + sampled.squares / 2
+    read_tokens = _tokens_read(prompt, sampled)
     logits = LOGIT_PASSES * FLOAT32_BYTES * shape.vocab_size / ranks
     cost = forward_cost(shape)
     flops = sampled.tokens * cost.linear + 2 * cost.quadratic * read_tokens
     return Work(
         flops=flops / ranks,
         memory=steps * engine.weights
-        + read_tokens * kv_bytes_per_token(shape, ranks, target.itemsize)
+        + kv_read_bytes(config, shape, target, prompt, sampled)
         + sampled.tokens * logits,
         decode_steps=steps,
         sequence_steps=sampled.tokens,
     )
+
+
+def kv_read_bytes(config: Config, shape: ModelShape, target: Target, prompt: float, sampled: Sampled) -> float:
+    """Keys and values that one rank reads to decode what its engine samples."""
+    of_a_token = kv_bytes_per_token(shape, config.rollout.tensor_parallel, target.itemsize)
+    return _tokens_read(prompt, sampled) * of_a_token
+
+
+def _tokens_read(prompt: float, sampled: Sampled) -> float:
+    """Every token reads those before it."""
+    return sampled.tokens * prompt + sampled.squares / 2
 
 
 def _prefill_work(config: Config, shape: ModelShape, target: Target, batch: Batch, requests: float) -> Work:

@@ -23,8 +23,8 @@ MINIBATCH_MESSAGES = 8
 """Collectives of an update beside those of gradients and parameters: sums of the loss and its metrics, norms."""
 ADAM_BYTES = 28
 """Read and written by Adam for a parameter: gradient, two moments and the float32 parameter, the last three twice."""
-GRADIENT_BYTES = 16
-"""Written twice with zeros, read for the norm and scaled: four times float32."""
+GRADIENT_BYTES = 12
+"""Written with zeros, read for the norm and scaled: three times float32."""
 
 
 @dataclass(frozen=True)
@@ -134,6 +134,12 @@ def logprobs_work(training: Training) -> Work:
         (_pass_work(training, mesh, layers, LOGPROBS) for mesh, layers in _stages(training)),
         key=lambda work: work.flops,
     )
+
+
+def copy_work(training: Training) -> Work:
+    """A copy of the parameters of the rank that holds the most, on the device."""
+    held = [sum(one.parameters for one in held_parameters(training, *stage)) for stage in _stages(training)]
+    return Work(memory=2.0 * max(held) * training.target.itemsize)
 
 
 def _stages(training: Training) -> list[tuple[Mesh, int]]:

@@ -105,17 +105,19 @@ def _indented(message: str) -> str:
     return "\n".join(f"  {line}" for line in visible(message).splitlines())
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _Submitted:
     completion: Completion
     boxed: bool
     future: Future[Any]
     was_known: bool
     """The future was done at once: the answer waited for no worker."""
+    key: Any
 
 
 class RewardManager:
-    """Scores completions while others are still sampled: `submit` each, then `collect` all scores."""
+    """Scores completions while others are still sampled: `submit` each, then `collect` all scores, or take those that
+    are there by `take_finished`."""
 
     def __init__(self, pool: VerifierPool, reward: RewardConfig, max_new_tokens: int) -> None:
         self._pool = pool
@@ -132,14 +134,18 @@ class RewardManager:
         self._limit = max_new_tokens
         self._submitted: list[_Submitted] = []
 
-    def submit(self, prompt: Prompt, completion: Completion) -> None:
-        """Queue a completion for the workers."""
+    def __len__(self) -> int:
+        """Completions whose scores are not taken."""
+        return len(self._submitted)
+
+    def submit(self, prompt: Prompt, completion: Completion, key: Any = None) -> None:
+        """Queue a completion for the workers; `key` is what `take_finished` calls it."""
         text = text_to_verify(prompt.text, completion.text)
         if self._reward.function is None:
             future: Future[Any] = self._pool.submit(text, prompt.solutions, prompt.task)
         else:
             future = self._pool.call(completion.text, prompt.solutions, prompt.row)
-        self._submitted.append(_Submitted(completion, has_box(text), future, future.done()))
+        self._submitted.append(_Submitted(completion, has_box(text), future, future.done(), key))
 
     def collect(self, on_progress: Callable[[], None] = lambda: None) -> list[Score]:
         """The scores of all completions submitted since the last call, in that order, when all are there: answers time
@@ -147,6 +153,13 @@ class RewardManager:
         submitted, self._submitted = self._submitted, []
         results = self._pool.results([one.future for one in submitted], on_progress)
         return [self._score(one, result) for one, result in zip(submitted, results, strict=True)]
+
+    def take_finished(self, wait: bool = False) -> list[tuple[Any, Score]]:
+        """The scores that are there and were not taken, with their keys; `wait` for all."""
+        taken = [one for one in self._submitted if wait or one.future.done()]
+        self._submitted = [] if wait else [one for one in self._submitted if one not in taken]
+        results = self._pool.results([one.future for one in taken]) if taken else []
+        return [(one.key, self._score(one, result)) for one, result in zip(taken, results, strict=True)]
 
     def _score(self, submitted: _Submitted, result: Any) -> Score:
         completion, boxed = submitted.completion, submitted.boxed

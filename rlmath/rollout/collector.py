@@ -89,7 +89,7 @@ class Collector:
         )
         self._engine = engine
         self._mesh = mesh
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
         self._rollout = rollout
         self._reward = reward
         self._pool = pool
@@ -163,7 +163,7 @@ class Collector:
             before, stopped = work.so_far.token_ids, result.finish_reason == "stop"
             finished, text = stopped or len(before) + len(result.token_ids) >= max_new_tokens, None
             if finished:
-                text = completion_text(self._tokenizer, [*before, *result.token_ids])
+                text = completion_text(self.tokenizer, [*before, *result.token_ids])
             slices[result.key] = one = _Slice(result.token_ids, result.logprobs, stopped, text)
             if finished:
                 rewards.submit(work.prompt, one.completion(work, self._engine.version, step))

@@ -20,7 +20,7 @@ from rlmath.distributed.device import Device, DeviceKind, environment_rank, skip
 from rlmath.distributed.mesh import Mesh
 from rlmath.rollout.engine_sleep import EngineMemory, reset_prefix_cache
 from rlmath.rollout.engine_weights import EngineWeights
-from rlmath.rollout.sampling import Request, RequestResult, RequestSource, sample
+from rlmath.rollout.sampling import Request, RequestResult, RequestSource, RunningRequests, sample
 
 logger = logging.getLogger(__name__)
 
@@ -163,9 +163,11 @@ class Engine:
         self.version = 0
         """Version of the policy's weights that it has: their number of optimizer steps."""
 
-    def set_weight_version(self, version: int) -> None:
-        """Call it once `weights` are written: the prefixes cached with the old ones are dropped."""
-        reset_prefix_cache(self._llm)
+    def set_weight_version(self, version: int, reset_prefixes: bool = True) -> None:
+        """Call it once `weights` are written: the prefixes cached with the old ones are dropped, unless requests that
+        still run use them."""
+        if reset_prefixes:
+            reset_prefix_cache(self._llm)
         self.version = version
 
     def reset_prefix_cache(self) -> None:
@@ -181,6 +183,10 @@ class Engine:
     def generate(self, requests: Sequence[Request] | RequestSource) -> Iterator[RequestResult]:
         """Sample all requests, those of a source as it gives them; yields each result as soon as it is finished."""
         return sample(self._llm, self._settings, requests, self.on_step)
+
+    def running_requests(self) -> RunningRequests:
+        """Requests that are sampled step by step, none of them yet; nothing else may generate while there are any."""
+        return RunningRequests(self._llm, self._settings)
 
     def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
         """Log-probs of every token but the first of each sequence, given those before it, at temperature 1 (nats)."""

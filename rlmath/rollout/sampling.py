@@ -88,6 +88,8 @@ class Request:
     """None: as the settings say."""
     so_far: Sequence[int] = ()
     """What is sampled of the completion already; not counted in the numbers above."""
+    cache_salt: str | None = None
+    """Blocks of the KV cache are shared by requests with the same salt only."""
 
 
 @dataclass(frozen=True)
@@ -194,35 +196,81 @@ def sample(
     on_step: Callable[[], None] = lambda: None,
 ) -> Iterator[RequestResult]:
     """Sample all requests with a vLLM `LLM` of this process; yields each completion as soon as it is finished, and
-    calls `on_step` before every step of vLLM's.
+    calls `on_step` before every step of vLLM's."""
+    source = AllAtOnce(requests) if isinstance(requests, Sequence) else requests
+    running = RunningRequests(llm, settings)
+    while True:
+        for request in source.pop(running.load()):
+            running.add(request)
+        if not running.busy:
+            break
+        on_step()
+        for result in running.step():
+            source.finished(result)
+            yield result
+    assert not len(running), f"vLLM did not return {len(running)} requests"
+
+
+class RunningRequests:
+    """The requests that a vLLM `LLM` of this process samples.
 
     The log-probs are of the distribution that was sampled from, temperature included. Of the settings those of that
     distribution count, where a request has none of its own; lengths are the requests' own.
     """
-    core = llm.llm_engine.engine_core
-    scheduler = core.engine_core.scheduler  # in this process (see `prepare_environment`)
-    source = AllAtOnce(requests) if isinstance(requests, Sequence) else requests
-    prepare = _Preparation(llm, settings)
-    pending: dict[str, _Pending] = {}
-    while True:
-        _, waiting = scheduler.get_request_counts()
-        for request in source.pop(Load(len(pending), waiting)):
-            name = str(next(_NAMES))
-            pending[name] = _Pending(request.key)
-            core.add_request(prepare(name, request))
-        if not scheduler.requests:
-            break
-        on_step()
-        for output in core.get_output().outputs:
-            if (one := pending.get(output.request_id)) is None:
+
+    def __init__(self, llm: Any, settings: RolloutConfig) -> None:
+        self._core = llm.llm_engine.engine_core
+        self._scheduler = self._core.engine_core.scheduler  # in this process (see `prepare_environment`)
+        self._prepare = _Preparation(llm, settings)
+        self._pending: dict[str, _Pending] = {}
+        self.new_tokens = 0
+        """Sampled so far, of all requests."""
+
+    def __len__(self) -> int:
+        """Requests that are added and not finished."""
+        return len(self._pending)
+
+    @property
+    def busy(self) -> bool:
+        """Whether vLLM has anything to do."""
+        return bool(self._scheduler.requests)
+
+    def load(self) -> Load:
+        _, waiting = self._scheduler.get_request_counts()
+        return Load(len(self._pending), waiting)
+
+    def add(self, request: Request) -> None:
+        name = str(next(_NAMES))
+        self._pending[name] = _Pending(request.key)
+        self._core.add_request(self._prepare(name, request))
+
+    def step(self) -> list[RequestResult]:
+        """Make one step of vLLM's; the completions that are finished with it."""
+        finished = []
+        for output in self._core.get_output().outputs:
+            if (one := self._pending.get(output.request_id)) is None:
                 continue  # aborted
             one.add(output)
+            self.new_tokens += len(output.new_token_ids)
             if output.finished:
-                del pending[output.request_id]
-                result = RequestResult(one.key, one.token_ids, one.logprobs, str(output.finish_reason))
-                source.finished(result)
-                yield result
-    assert not pending, f"vLLM did not return requests {sorted(pending)}"
+                del self._pending[output.request_id]
+                finished.append(
+                    RequestResult(one.key, one.token_ids, one.logprobs, str(output.finish_reason))
+                )
+        return finished
+
+    def take_tokens(self) -> list[RequestResult]:
+        """What is sampled of every unfinished request since it was added or last taken. The requests go on."""
+        taken = [RequestResult(one.key, one.token_ids, one.logprobs, "") for one in self._pending.values()]
+        self._pending = {name: _Pending(one.key) for name, one in self._pending.items()}
+        return taken
+
+    def abort(self) -> list[RequestResult]:
+        """End all requests; what was sampled of them, as `take_tokens`."""
+        taken = self.take_tokens()
+        self._core.abort_requests(list(self._pending))
+        self._pending.clear()
+        return taken
 
 
 @dataclass(frozen=True)
@@ -273,7 +321,10 @@ class _Preparation:
         return made
 
     def _check(self, name: str, request: Request) -> Any:
-        engine, prompt = self._engine, {"prompt_token_ids": [*request.token_ids, *request.so_far]}
+        engine = self._engine
+        prompt: dict[str, Any] = {"prompt_token_ids": [*request.token_ids, *request.so_far]}
+        if request.cache_salt is not None:
+            prompt["cache_salt"] = request.cache_salt
         parameters = _parameters(self._settings, request)
         return engine.input_processor.process_inputs(name, prompt, parameters, engine.get_supported_tasks())
 

@@ -36,8 +36,8 @@ from rlmath.config.schema import Config
 from rlmath.data.dataset import Inputs, most_updates
 from rlmath.data.packing import pack
 from rlmath.data.seqlen_balancing import plan_minibatches, training_cost
-from rlmath.distributed.collectives import broadcast_from_rank_zero
-from rlmath.distributed.device import Device, local_world_size
+from rlmath.distributed.bridge import Bridge
+from rlmath.distributed.device import Device
 from rlmath.distributed.mesh import Mesh
 from rlmath.distributed.phase_timers import PhaseTimers
 from rlmath.models.build import Actor, build_actor, build_reference
@@ -46,15 +46,8 @@ from rlmath.models.learner import MinibatchResult
 from rlmath.models.offload import OffloadSets, training_sets
 from rlmath.rewards.reward_manager import open_reward_workers, raise_if_every_call_failed
 from rlmath.rewards.worker_pool import VerifierPool
-from rlmath.rollout.collector import Collector
-from rlmath.rollout.engine import Engine
-from rlmath.rollout.memory_monitor import MemoryMonitor
-from rlmath.rollout.memory_switch import MemorySwitch
-from rlmath.rollout.weight_sync.logprob_probe import Probe
-from rlmath.rollout.weight_sync.reshard_plan import bucket_bytes
-from rlmath.rollout.weight_sync.shard_layouts import engine_shapes, training_layout
-from rlmath.rollout.weight_sync.weight_sync import WeightSync, WeightTransfer
 from rlmath.trainer.checkpointing import Checkpointer
+from rlmath.trainer.engines import open_engines
 from rlmath.trainer.kl_in_reward import KLPenalty, apply_kl_penalty
 from rlmath.trainer.loop import Interrupted, Trainer
 from rlmath.trainer.metrics import (
@@ -68,7 +61,7 @@ from rlmath.trainer.metrics import (
     update_metrics,
 )
 from rlmath.trainer.reporter import StepRecord, ValidationResult
-from rlmath.trainer.rollouts import StepRollout, selection_rules, step_rollouts
+from rlmath.trainer.rollouts import StepRollout, selection_rules
 from rlmath.trainer.startup import PreparedRun
 from rlmath.trainer.validation import Validator
 
@@ -96,47 +89,32 @@ class GrpoTrainer(Trainer):
         workers: VerifierPool | None = None,
         on_phase: Callable[[str], None] = lambda name: None,
         on_progress: Callable[[], None] = lambda: None,
+        bridge: Bridge | None = None,
     ) -> None:
-        """Builds engine, actor and reference on this rank; the engine sleeps afterwards."""
-        super().__init__(prepared, mesh, device, workers, on_phase, on_progress)
+        """Builds engine, actor and reference on this rank; the engine sleeps afterwards. With a `bridge` the engines
+        are elsewhere."""
+        super().__init__(prepared, mesh, device, workers, on_phase, on_progress, bridge)
         config, shape, inputs = prepared.config, prepared.shape, prepared.inputs
-        self.inputs, self.reward_fingerprint = inputs, prepared.origin.reward
+        self.reward_fingerprint = prepared.origin.reward
         self.length_stages = curriculum.length_stages(config, inputs.total_steps)
         self.entered_length_stage: int | None = None
         on_phase("build engine")
-        logger.info("Starting: importing vLLM and building the engine (seconds to minutes) ...")
-        self.engine = Engine(
-            config.model.path,
-            config.rollout,
-            curriculum.engine_length(config),
-            mesh,
-            device,
-            engine_shapes(shape, mesh.engine_size),
+        if mesh.engine_ranks == 0:
+            logger.info("Starting: importing vLLM and building the engine (seconds to minutes) ...")
+        self.engines = open_engines(
+            config, shape, inputs, mesh, device, self.timers, workers, bridge, on_progress, self.total_steps
         )
-        if config.rollout.tail == "carry" and not self.engine.continues_noise:
-            raise ValueError(
-                'rollout.tail is "carry", and vLLM takes its first model runner (its log says why), whose noise begins '
-                "anew in every slice of a completion. Set rollout.tail=wait"
-            )
-        self.engine.memory.sleep()
+        self.rollouts = self.engines.rollouts
         on_phase("build model")
         updates = most_updates(config, inputs.total_steps)
         self.actor = build_actor(config, shape, mesh, device, updates, inputs.stop_token_ids)
         self.reference = None
         if config.algorithm.kl_coef > 0:
             self.reference = build_reference(config, shape, mesh, device, inputs.stop_token_ids)
-        self.engine.on_step = self.actor.forward_backward.on_microbatch = on_progress
-        self.sync = build_weight_sync(config, shape, mesh, device, self.actor, self.engine)
+        self.actor.forward_backward.on_microbatch = on_progress
         self.offload = training_sets(self.actor, self.reference, config.memory, device)
-        monitor = MemoryMonitor(
-            int(config.memory.leak_threshold_mib * 2**20), config.memory.stop_on_leak, mesh.rank
-        )
-        self.switch = MemorySwitch(self.engine, self.offload, self.sync.run, monitor, self.timers, device)
-        self.collector = Collector(
-            self.engine, mesh, inputs.tokenizer, config.rollout, config.reward, workers
-        )
+        self.engines.connect(self.actor, self.offload)
         self.rules = selection_rules(config.selection)
-        self.rollouts = step_rollouts(config, inputs, self.collector, shape.vocab_size, self.total_steps)
         self.updaters = [
             PolicyUpdater(stage.config, shape, mesh, self.actor, self.reference, self.offload, self.timers)
             for stage in self.length_stages
@@ -151,7 +129,7 @@ class GrpoTrainer(Trainer):
         self.validator = Validator(
             self.config,
             self.mesh,
-            self.collector,
+            self.engines.collector,
             self.timers,
             self.validation_files,
             steps_done=0 if progress is None else progress.step,
@@ -165,9 +143,9 @@ class GrpoTrainer(Trainer):
         started = time.perf_counter()
         self.timers.reset()
         stage = self.enter_length_stage(number)
-        with self.switch.generating(self.actor.learner.updates, number):  # weights to the engine
+        with self.engines.generating(self.actor.learner.updates, number):  # weights to the engine
             with self.timers.phase("probe"):
-                probed = self.sync.probe_engine()
+                probed = self.engines.probe()
             validated = self.validator.validate(number)
             if self.validator.stopped_by is not None:
                 return Interrupted(self.validator.stopped_by)
@@ -215,7 +193,7 @@ class GrpoTrainer(Trainer):
         if curriculum.has_length_stages(self.config):
             metrics["stage"] = stage.number + 1.0
             metrics["rollout/max_new_tokens"] = float(stage.config.rollout.max_new_tokens)
-        return metrics | self.sync.metrics() | self.switch.metrics()
+        return metrics | self.engines.metrics()
 
     def enter_length_stage(self, number: int) -> LengthStage:
         """The length stage of a step; logged where it is the first one of this start."""
@@ -236,7 +214,7 @@ class GrpoTrainer(Trainer):
         """The validation of the weights after all steps, where it is due and not done; the engine wakes for it."""
         if not self.validator.due(self.total_steps):
             return None
-        with self.switch.generating(self.actor.learner.updates, self.total_steps):
+        with self.engines.generating(self.actor.learner.updates, self.total_steps):
             validated = self.validator.validate(self.total_steps)
         self.validator.keep_if_best(validated)
         return validated
@@ -245,8 +223,8 @@ class GrpoTrainer(Trainer):
         reference = 0.0 if self.reference is None else self.reference.pop_busy_seconds()
         return super().busy_seconds() + reference
 
-    def close(self) -> None:
-        self.engine.close()
+    def close(self, status: int) -> None:
+        self.engines.close(status)
 
 
 # ---------------------------------------------------------------- from scored groups to a better policy
@@ -391,28 +369,3 @@ def make_samples(groups: Sequence[ScoredGroup], advantages_PG: Sequence[Sequence
 def step_seed(run_seed: int, number: int) -> int:
     """The seed of everything that step `number` shuffles."""
     return run_seed * 1_000_003 + number
-
-
-# ---------------------------------------------------------------- parts
-
-
-def build_weight_sync(
-    config: Config, shape: ModelShape, mesh: Mesh, device: Device, actor: Actor, engine: Engine
-) -> WeightSync:
-    """What brings the actor's weights into the engine, with its checks."""
-    parallel = config.parallel
-    transfer = WeightTransfer(
-        actor.chunks,
-        shape,
-        training_layout(shape.num_layers, mesh, parallel.first_stage_layers, parallel.last_stage_layers),
-        mesh,
-        device,
-        engine.weights,
-        bucket_bytes(config.sync.bucket_mib, device.kind, mesh.world_size),
-        broadcast_from_rank_zero(local_world_size()),
-    )
-    # The first length stage's: the probe's tokens are the same in all, and with any validation.
-    first = curriculum.without_validation(curriculum.length_stages(config, None)[0].config)
-    return WeightSync(
-        transfer, Probe(actor.forward_backward, engine, mesh, curriculum.engine_length(first)), config.sync
-    )

@@ -27,7 +27,8 @@ from rlmath.config.load import config_as_yaml, shown_values
 from rlmath.config.schema import Config
 from rlmath.data.loader import write_report
 from rlmath.distributed import process
-from rlmath.distributed.collectives import all_gather_objects
+from rlmath.distributed.bridge import Bridge, open_worlds
+from rlmath.distributed.collectives import all_gather_objects, broadcast_from_rank_zero
 from rlmath.distributed.device import (
     Device,
     environment_rank,
@@ -86,11 +87,13 @@ class Trainer(ABC):
         workers: Any = None,
         on_phase: Callable[[str], None] = lambda name: None,
         on_progress: Callable[[], None] = lambda: None,
+        bridge: Bridge | None = None,
     ) -> None:
         """Starts Megatron's process groups; needs the process group. A subclass builds its models, `actor` among them.
 
         `workers` are those of `open_workers`. `on_phase` is called with the name of every phase that this rank enters,
-        `on_progress` for every micro-batch and every step of an engine.
+        `on_progress` for every micro-batch and every step of an engine. `bridge` leads to engines on ranks of
+        their own.
         """
         self.config: Config = prepared.config
         self.shape = prepared.shape
@@ -140,8 +143,9 @@ class Trainer(ABC):
         """Seconds since the last call in which this rank's models computed without waiting for other replicas."""
         return self.actor.forward_backward.pop_busy_seconds()
 
-    def close(self) -> None:  # noqa: B027
-        """End what the constructor started, when the run has ended or stops early; not called after an error."""
+    def close(self, status: int) -> None:  # noqa: B027
+        """End what the constructor started, when the run has ended or stops early with this exit status; not called
+        after an error."""
 
 
 def run_training(
@@ -159,11 +163,7 @@ def run_training(
     stop.install()
     with ExitStack() as stack:
         workers = stack.enter_context(trainer_class.open_workers(config, mesh))
-        init_process_group(device, config.run.distributed_timeout_seconds, group_store(rendezvous, config))
-        heartbeat = Heartbeat(config.run, mesh.rank, mesh.world_size, config.run.output_dir, stop)
-        stack.enter_context(heartbeat)
-        outlive_parent()
-        stack.push(_log_error)
+        bridge, heartbeat = join_run(stack, config, device, rendezvous, stop)
         compare_clocks()
         heartbeat.enter_phase("check checkpoint")
         resumed = choose_checkpoint(prepared.recovery, heartbeat.report_progress)
@@ -175,6 +175,7 @@ def run_training(
             workers=workers,
             on_phase=heartbeat.enter_phase,
             on_progress=heartbeat.report_progress,
+            bridge=bridge,
         )
         process.freeze_live_objects()
         divergence = DivergenceCheck(
@@ -192,7 +193,7 @@ def run_training(
             status = end_without_rewards(trainer, checkpointer, heartbeat.step, error, stop)
         if reporter is not None:
             reporter.close()  # it may wait for a network: all is saved by now, and no rank waits
-        trainer.close()
+        trainer.close(status)
     if dist.is_initialized():
         dist.destroy_process_group()
     return status
@@ -259,6 +260,36 @@ def _train(
 
 
 # ---------------------------------------------------------------- the steps of the life cycle
+
+
+def join_run(
+    stack: ExitStack,
+    config: Config,
+    device: Device,
+    rendezvous: Rendezvous | None,
+    stop: StopRequest,
+) -> tuple[Bridge | None, Heartbeat]:
+    """Join the process group, or, where engines have ranks of their own, this rank's of the two; and the heartbeat of
+    all ranks, which `stack` ends. A collective of all ranks of the run."""
+    store, timeout = group_store(rendezvous, config), config.run.distributed_timeout_seconds
+    bridge = None
+    if config.rollout.ranks:
+        assert store is not None, "a run with engines on ranks of their own has several ranks"
+        bridge = open_worlds(device, timeout, store, config.rollout.ranks)
+    else:
+        init_process_group(device, timeout, store)
+    heartbeat = Heartbeat(
+        config.run,
+        environment_rank(),
+        environment_world_size(),
+        config.run.output_dir,
+        stop,
+        broadcast_from_rank_zero if bridge is None else bridge.broadcast,
+    )
+    stack.enter_context(heartbeat)
+    outlive_parent()
+    stack.push(_log_error)
+    return bridge, heartbeat
 
 
 def group_store(rendezvous: Rendezvous | None, config: Config) -> dist.Store | None:

@@ -151,14 +151,11 @@ class Rounds:
     """Sampled tokens that were prefilled again."""
 
 
-class PartialRollouts:
-    """Groups that a step does not complete stay in flight: "carry" continues their completions in the next step, with
-    the weights of that step; "defer" samples them anew, together with others like them."""
+class FlightRollouts:
+    """The state of ways to sample that leave groups in flight between steps."""
 
-    def __init__(
-        self, config: Config, inputs: Inputs, collector: Collector, vocab_size: int, total_steps: int
-    ) -> None:
-        self._config, self._inputs, self._collector = config, inputs, collector
+    def __init__(self, config: Config, inputs: Inputs, vocab_size: int, total_steps: int) -> None:
+        self._config, self._inputs = config, inputs
         self._vocab_size, self._total_steps = vocab_size, total_steps
         self._rules = selection_rules(config.selection)
         self._limits = flight_rules(config)
@@ -166,50 +163,6 @@ class PartialRollouts:
         """The state, and what the last step left."""
         self._choices: dict[int, Chosen] = {}
         """By draw: what is learned from of complete groups in flight."""
-
-    def step(self, number: int, stage: LengthStage) -> StepRollout:
-        """Rounds of a slice, until enough groups are complete and none must wait any longer."""
-        before, rounds = self._flight, Rounds()
-        flight = self._after = replace(before, groups=list(before.groups))
-        found = self._advance(flight, number, stage, rounds)
-        sampled = [self._scored(group) for group in found.groups]
-        selection = Selection(sampled, found.chosen, self._limits.groups_per_step)
-        metrics = {
-            "rollout/groups_in_flight": float(len(flight.groups)),
-            "rollout/rounds": float(found.rounds),
-        }
-        if self._config.rollout.tail == "carry":
-            metrics |= carry_metrics(flight, selection.learned, number, self._limits.max_staleness)
-            metrics["rollout/staleness_waits"] = float(found.waits)
-            metrics["rollout/prefilled_again_tokens"] = float(rounds.read_again)
-        else:
-            longest = slice_tokens(stage.config.rollout)
-            metrics |= defer_metrics(flight, found.groups, rounds.new_tokens, longest)
-        if number + 1 == self._total_steps and flight.groups:
-            text = "%d groups that were drawn are not learned from: the run has fewer steps than when it drew them"
-            logger.warning(text, len(flight.groups))
-        epoch, _ = self._inputs.order.batch(number)
-        scores = [score for group in sampled for score in group.scores]
-        return StepRollout(epoch, selection, rounds.usages, scores, rounds.new_tokens, metrics)
-
-    def _advance(self, flight: Flight, number: int, stage: LengthStage, rounds: Rounds) -> Leaving:
-        """Make the rounds of step `number`; what it learns from leaves `flight`."""
-        rollout, steps_left = stage.config.rollout, stage.end - number
-        length = slice_tokens(rollout)
-        step = number, steps_left, rollout.group_size
-        if rollout.tail == "carry":
-            return advance_carry(
-                flight,
-                self._limits,
-                *step,
-                lambda groups: self._round(groups, length, number, stage, rounds),
-                self._choose,
-            )
-
-        def sample_round(groups: list[GroupInFlight], whole: bool) -> list[GroupInFlight]:
-            return self._round(groups, rollout.max_new_tokens if whole else length, number, stage, rounds)
-
-        return advance_defer(flight, self._limits, *step, sample_round, self._choose)
 
     def commit(self) -> None:
         self._flight = self._after
@@ -256,7 +209,7 @@ class PartialRollouts:
                 )
             if any(len(group.parts[g].token_ids) >= rollout.max_new_tokens for g in group.unfinished):
                 raise ValueError(f"draw {group.draw} has an unfinished completion of the greatest length")
-        if rollout.tail == "carry" and too_old(flight.groups, self._limits, steps_done - 1, self._choose):
+        if rollout.tail != "defer" and too_old(flight.groups, self._limits, steps_done - 1, self._choose):
             raise ValueError(
                 f"groups are older than rollout.max_staleness, {rollout.max_staleness} steps, allows"
             )
@@ -267,6 +220,76 @@ class PartialRollouts:
         if len(group.unfinished) == len(group.samples):
             return group
         return replace(group.nothing_sampled(group.deferred), first_step=steps_done)
+
+    def _scored(self, group: GroupInFlight) -> ScoredGroup:
+        return group.scored(self._prompt(group))
+
+    def _prompt(self, group: GroupInFlight) -> Prompt:
+        return self._inputs.prompts[self._inputs.order.drawn(group.draw)[1]]
+
+    def _choose(self, group: GroupInFlight) -> Chosen:
+        if group.draw not in self._choices:
+            self._choices[group.draw] = choose(self._scored(group), self._rules)
+        return self._choices[group.draw]
+
+    def _warn_of_groups_left(self, flight: Flight) -> None:
+        if flight.groups:
+            text = "%d groups that were drawn are not learned from: the run has fewer steps than when it drew them"
+            logger.warning(text, len(flight.groups))
+
+
+class PartialRollouts(FlightRollouts):
+    """Groups that a step does not complete stay in flight: "carry" continues their completions in the next step, with
+    the weights of that step; "defer" samples them anew, together with others like them."""
+
+    def __init__(
+        self, config: Config, inputs: Inputs, collector: Collector, vocab_size: int, total_steps: int
+    ) -> None:
+        super().__init__(config, inputs, vocab_size, total_steps)
+        self._collector = collector
+
+    def step(self, number: int, stage: LengthStage) -> StepRollout:
+        """Rounds of a slice, until enough groups are complete and none must wait any longer."""
+        before, rounds = self._flight, Rounds()
+        flight = self._after = replace(before, groups=list(before.groups))
+        found = self._advance(flight, number, stage, rounds)
+        sampled = [self._scored(group) for group in found.groups]
+        selection = Selection(sampled, found.chosen, self._limits.groups_per_step)
+        metrics = {
+            "rollout/groups_in_flight": float(len(flight.groups)),
+            "rollout/rounds": float(found.rounds),
+        }
+        if self._config.rollout.tail == "carry":
+            metrics |= carry_metrics(flight, selection.learned, number, self._limits.max_staleness)
+            metrics["rollout/staleness_waits"] = float(found.waits)
+            metrics["rollout/prefilled_again_tokens"] = float(rounds.read_again)
+        else:
+            longest = slice_tokens(stage.config.rollout)
+            metrics |= defer_metrics(flight, found.groups, rounds.new_tokens, longest)
+        if number + 1 == self._total_steps:
+            self._warn_of_groups_left(flight)
+        epoch, _ = self._inputs.order.batch(number)
+        scores = [score for group in sampled for score in group.scores]
+        return StepRollout(epoch, selection, rounds.usages, scores, rounds.new_tokens, metrics)
+
+    def _advance(self, flight: Flight, number: int, stage: LengthStage, rounds: Rounds) -> Leaving:
+        """Make the rounds of step `number`; what it learns from leaves `flight`."""
+        rollout, steps_left = stage.config.rollout, stage.end - number
+        length = slice_tokens(rollout)
+        step = number, steps_left, rollout.group_size
+        if rollout.tail == "carry":
+            return advance_carry(
+                flight,
+                self._limits,
+                *step,
+                lambda groups: self._round(groups, length, number, stage, rounds),
+                self._choose,
+            )
+
+        def sample_round(groups: list[GroupInFlight], whole: bool) -> list[GroupInFlight]:
+            return self._round(groups, rollout.max_new_tokens if whole else length, number, stage, rounds)
+
+        return advance_defer(flight, self._limits, *step, sample_round, self._choose)
 
     # ------------------------------------------------------------ parts of a step
 
@@ -319,17 +342,6 @@ class PartialRollouts:
             work.append(Work(prompt, continued(requests[g], (row, g), so_far, length), so_far))
         return [[one] for one in work] if begun else [work]
 
-    def _scored(self, group: GroupInFlight) -> ScoredGroup:
-        return group.scored(self._prompt(group))
-
-    def _prompt(self, group: GroupInFlight) -> Prompt:
-        return self._inputs.prompts[self._inputs.order.drawn(group.draw)[1]]
-
-    def _choose(self, group: GroupInFlight) -> Chosen:
-        if group.draw not in self._choices:
-            self._choices[group.draw] = choose(self._scored(group), self._rules)
-        return self._choices[group.draw]
-
 
 def flight_rules(config: Config) -> FlightRules:
     """Of partial rollouts."""
@@ -356,18 +368,28 @@ def tokens_of(group: GroupInFlight) -> int:
 def carry_metrics(
     flight: Flight, learned: Sequence[ScoredGroup], number: int, max_staleness: int
 ) -> dict[str, float]:
-    """How old the tokens are that step `number` learns from (steps since they were sampled: mean, most, and the share
-    of each age), and the tokens in flight behind it."""
+    """`staleness_metrics`, and tokens and unfinished sequences in flight behind the step."""
+    metrics = {
+        "rollout/carried_tokens": float(sum(map(tokens_of, flight.groups))),
+        "rollout/sequences_in_flight": float(sum(len(group.unfinished) for group in flight.groups)),
+    }
+    return metrics | staleness_metrics(learned, number, max_staleness)
+
+
+def staleness_metrics(learned: Sequence[ScoredGroup], number: int, max_staleness: int) -> dict[str, float]:
+    """How old the tokens are that step `number` learns from (steps since the one whose weights sampled them: mean,
+    most, and the share of each age)."""
     ages = dict.fromkeys(range(max_staleness + 1), 0)
     for segment in (s for group in learned for c in group.completions for s in c.segments):
         ages[number - segment.step] += segment.tokens
     total = sum(ages.values())
-    metrics = {"rollout/carried_tokens": float(sum(map(tokens_of, flight.groups)))}
-    if total:
-        metrics["rollout/staleness"] = sum(age * tokens for age, tokens in ages.items()) / total
-        metrics["rollout/staleness_max"] = float(max(age for age, tokens in ages.items() if tokens))
-        metrics |= {f"rollout/staleness/{age}": tokens / total for age, tokens in ages.items()}
-    return metrics
+    if not total:
+        return {}
+    return {
+        "rollout/staleness": sum(age * tokens for age, tokens in ages.items()) / total,
+        "rollout/staleness_max": float(max(age for age, tokens in ages.items() if tokens)),
+        **{f"rollout/staleness/{age}": tokens / total for age, tokens in ages.items()},
+    }
 
 
 def defer_metrics(

@@ -39,8 +39,9 @@ class SftTrainer(Trainer):
         workers: None = None,
         on_phase: Callable[[str], None] = lambda name: None,
         on_progress: Callable[[], None] = lambda: None,
+        bridge: None = None,
     ) -> None:
-        super().__init__(prepared, mesh, device, workers, on_phase, on_progress)
+        super().__init__(prepared, mesh, device, workers, on_phase, on_progress, bridge)
         self.inputs = prepared.inputs
         on_phase("build model")
         self.actor = build_sft_actor(self.config, self.shape, mesh, device, self.total_steps)

@@ -58,8 +58,9 @@ from rlmath.distributed.rendezvous import (
 )
 from rlmath.rewards.reward_manager import try_reward_function
 from rlmath.trainer.preflight.checks import check_config, config_warnings, only_used
-from rlmath.trainer.preflight.memory_estimate import mesh_of
+from rlmath.trainer.preflight.memory_estimate import mesh_of, training_ranks
 from rlmath.trainer.preflight.memory_fit import start_up_lines
+from rlmath.trainer.preflight.parallelism import roles
 from rlmath.trainer.resume import Origin, Recovery, find_recovery, origin_of, sft_origin_of
 from rlmath.trainer.run_dir import check_output_folder, sole_user
 from rlmath.trainer.save_schedule import output_bytes
@@ -162,7 +163,8 @@ def prepare_grpo(config: Config) -> PreparedRun[dataset.Inputs]:
         *length_stage_lines(config),
         *(line for file in validation for line in file.lines()),
         *audit.lines(),
-        f"Layout: {mesh_of(config, world_size, environment_rank()).describe()}",
+        f"Layout: {mesh_of(config, world_size, 0).describe()}",
+        *([f"  {who}"] if (who := roles(config, world_size)) else ()),
         *start_up_lines(config, shape, world_size),
     )
     warnings = (*tried, *audit.warnings(), *fewer_steps_warnings(config, inputs.order.steps_per_epoch))
@@ -182,7 +184,7 @@ def prepare_sft(given: Config) -> PreparedRun[dataset.SftInputs]:
         *config_warnings(config, unused),
         *inputs.lines,
         *inputs.audit.lines(),
-        f"Layout: {mesh_of(config, world_size, environment_rank()).training_layout}",
+        f"Layout: {mesh_of(config, world_size, 0).training_layout}",
         *start_up_lines(config, shape, world_size, "sft"),
     )
     warnings = (*inputs.audit.warnings(), *fewer_steps_warnings(config, inputs.order.steps_per_epoch))
@@ -237,10 +239,14 @@ def start(
             skip_compilation(resolve_kind(prepared.config.run.device))
             # Megatron imports W&B, which takes seconds and makes folders that stay when this process is killed.
             with process.without_module("wandb"):
+                from rlmath.trainer.engine_rank import run_engine_rank
                 from rlmath.trainer.loop import run_training
 
                 trainer_class = load_trainer()
-            status = run_training(trainer_class, prepared, rendezvous)
+            if environment_rank() >= training_ranks(prepared.config, environment_world_size()):
+                status = run_engine_rank(prepared, rendezvous)
+            else:
+                status = run_training(trainer_class, prepared, rendezvous)
             process.skip_collection_at_exit()
             return status
         except BaseException as error:

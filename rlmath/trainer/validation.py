@@ -18,9 +18,9 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
-from rlmath.algorithms.types import ScoredGroup
+from rlmath.algorithms.types import Prompt, ScoredGroup
 from rlmath.config.length_curriculum import validates, validation_tokens
 from rlmath.config.schema import Config
 from rlmath.data.dataset import ValidationFile
@@ -33,7 +33,7 @@ from rlmath.trainer.run_dir import BEST_FOLDER
 from rlmath.trainer.telemetry.metrics_writer import VALIDATION_FILE, read_metrics
 
 if TYPE_CHECKING:
-    from rlmath.rollout.collector import Collector
+    from rlmath.rollout.collector import Rollout
 
 logger = logging.getLogger(__name__)
 
@@ -43,13 +43,22 @@ NO_STEP = -1
 """Stands for the step in the seeds of validations: no step of training has it."""
 
 
+class GroupCollector(Protocol):
+    """Samples and scores: `rollout.collector.Collector`, or the connection to engines on ranks of their own."""
+
+    def collect(
+        self, prompts: Sequence[Prompt], sampling: SamplingSettings, seed: RolloutSeed, title: str
+    ) -> Rollout:
+        """As `Collector.collect`."""
+
+
 @dataclass(eq=False, repr=False)
 class Validator:
     """Measures when it is due, and keeps the best model. All ranks call it alike."""
 
     config: Config
     mesh: Mesh
-    collector: Collector | None
+    collector: GroupCollector | None
     """None where nothing is sampled."""
     timers: PhaseTimers
     files: Sequence[ValidationFile]

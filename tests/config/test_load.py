@@ -411,7 +411,7 @@ def test_keys_below_a_value_are_refused():
         ),
         (
             "rollout: 3\n",
-            '"rollout" is a section, it cannot be 3. Set keys in it, such as "rollout.tensor_parallel"',
+            '"rollout" is a section, it cannot be 3. Set keys in it, such as "rollout.ranks"',
         ),
         ("run:\n  seed:\n    value: 3\n", "needs int"),
         ("run:\n  seed: [1]\n", "got [1] (list), needs int"),

@@ -1,13 +1,17 @@
+from dataclasses import fields
 from itertools import pairwise
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.overrides import TorchFunctionMode
 
 from rlmath.algorithms.losses import Normalisation
-from rlmath.algorithms.types import Sample
+from rlmath.algorithms.types import MicroBatch, Sample
 from rlmath.data.packing import PAD_TOKEN, pack
+
+TENSORS = [one.name for one in fields(MicroBatch) if one.name.endswith(("_T", "_S1"))]
 
 ONE = Sample((7, 8), (9, 10, 11), (-0.5, -0.25, -1.0), advantage=1.5)
 TWO = Sample((20,), (21, 22), (-2.0, -3.0), advantage=-0.5)
@@ -58,6 +62,30 @@ def test_number_formats():
     assert {column.dtype for column in floats} == {torch.float32}
     assert batch.completion_index_T.dtype == torch.int32
     assert batch.segments_T.dtype == torch.int64
+
+
+class Transfers(TorchFunctionMode):
+    """Inside, every pinning and every move of a tensor is noted; nothing is pinned, which takes a GPU."""
+
+    def __init__(self) -> None:
+        self.noted: list[tuple[str, bool]] = []
+
+    def __torch_function__(self, function, types, arguments=(), options=None):
+        name, options = getattr(function, "__name__", ""), options or {}
+        if name in ("pin_memory", "to"):
+            self.noted.append((name, options.get("non_blocking", False)))
+        return arguments[0] if name == "pin_memory" else function(*arguments, **options)
+
+
+def test_a_device_takes_every_tensor_from_pinned_memory_while_the_host_goes_on():
+    batch = pack([ONE, TWO], [0, 1], 1)
+    with Transfers() as transfers:
+        assert batch.to(torch.device("cpu")) is batch
+        assert transfers.noted == []
+        moved = batch.to(torch.device("meta"))
+    assert transfers.noted == [("pin_memory", False), ("to", True)] * len(TENSORS)
+    assert len(TENSORS) == 7 and {getattr(moved, name).device.type for name in TENSORS} == {"meta"}
+    assert (moved.sample_indices, moved.loss_count, moved.max_seqlen) == ((0, 1), 5, 5)
 
 
 def test_padding_is_a_segment_of_weight_zero():

@@ -14,6 +14,7 @@ from rlmath.distributed.collectives import (
     broadcast_from_rank_zero,
     gather_to_rank_zero,
     max_over_ranks,
+    reduce_over_ranks,
 )
 from rlmath.distributed.device import init_process_group, open_device
 
@@ -28,6 +29,15 @@ def gather_of_every_kind() -> list[Any]:
         all_gather_objects({"rank": rank, "text": "é" * rank}),
         all_gather_objects(large),
     ]
+
+
+def metrics_beside_tensors(device_kind: str) -> tuple[list[str], Any]:
+    """Which backend reduces tensors of the device, and of the host; and a sum and a largest value of metrics."""
+    device = open_device(device_kind)
+    init_process_group(device, 60)
+    places = (device.torch_device, torch.device("cpu"))
+    backends = [dist.group.WORLD._get_backend(place).name() for place in places]
+    return backends, reduce_over_ranks({"third": 1 / 3}, {"largest": 1e-300})
 
 
 def collectives_of_ranks_that_connect_when_needed() -> list[Any]:

@@ -87,9 +87,10 @@ def _microbatches(stage: Stage, samples: list[Sample], variant: Variant) -> list
 
 def _gradients(stage: Stage, batches: list[MicroBatch]) -> dict[str, Tensor]:
     learner = stage.actor.learner
-    learner.forward_backward.zero_grad()
     learner.forward_backward.run(batches, partial(learner._loss, None, None, False), forward_only=False)
-    return whole_gradients(stage)
+    gradients = whole_gradients(stage)
+    learner.forward_backward.zero_grad()
+    return gradients
 
 
 @contextmanager

@@ -256,7 +256,7 @@ def built(folder: Path, config: Config) -> dict[str, Any]:
     supervised, store = supervised.actor, saver._store
     learner, scheduler = actor.learner, actor.learner.scheduler
     part = getattr(learner.optimizer, "chained_optimizers", [learner.optimizer])[0]
-    group_keys = ("lr", "betas", "eps")
+    group_keys = ("lr", "betas", "eps", "fused")
     return {
         "loss": learner.settings,
         "bounds": learner.bounds,

@@ -323,14 +323,16 @@ def update(folder: Path, case: Case, samples: list[Sample]) -> tuple[dict[str, T
 
 
 def discard(folder: Path, case: Case, samples: list[Sample], poison: str) -> dict[str, Any]:
-    """Learn once, then meet a minibatch that must be discarded; whether every bit of the state stayed."""
+    """Learn once, then meet a minibatch that must be discarded; whether every bit of the state stayed, and gradients
+    are zero again."""
     stage = build(folder, case)
     learner = stage.actor.learner
     first = learner.learn(microbatches(stage, samples), None, None)
     before = policy_state(stage)
     batches = microbatches(stage, _poisoned(samples, poison))
     second = learner.learn(batches, None, None)
-    after = policy_state(stage)
+    after, parameters = policy_state(stage), [p for chunk in stage.actor.chunks for p in chunk.parameters()]
+    cleared = not any(p.main_grad.any() for p in parameters)
     third = learner.learn(microbatches(stage, samples), None, None)
     moved = policy_state(stage)
     return {
@@ -338,6 +340,7 @@ def discard(folder: Path, case: Case, samples: list[Sample], poison: str) -> dic
         "reason": second.discarded,
         "same": all(torch.equal(before[name], after[name]) for name in before),
         "names": sorted(before),
+        "cleared": cleared,
         "goes_on": third.discarded is None and any(not torch.equal(after[n], moved[n]) for n in after),
         "lr": (first.learning_rate, second.learning_rate, third.learning_rate),
     }

@@ -77,3 +77,12 @@ def test_experts_go_round_the_ranks_of_a_stage():
     assert [mesh.expert_tensor_rank for mesh in meshes] == [0, 1, 0, 1, 0, 1, 0, 1]
     assert meshes[0].expert_data == 1
     assert meshes[0].describe() == "TP2 x PP2 x DP2 x EP2 x ETP2, 8 engines of TP1"
+
+
+def test_engines_may_have_ranks_of_their_own():
+    # 4 ranks train, 6 behind them are 3 engines of 2 ranks
+    meshes = [Mesh(rank, 4, 2, 1, engine_size=2, engine_ranks=6) for rank in range(4)]
+    assert {(mesh.data, mesh.num_engines, mesh.is_engine_leader) for mesh in meshes} == {(2, 3, False)}
+    assert meshes[0].describe() == "TP2 x PP1 x DP2, 3 engines of TP2 on ranks of their own"
+    with pytest.raises(AssertionError, match="part of none"):
+        _ = meshes[0].engine_index

@@ -253,7 +253,7 @@ def test_the_settings_reach_models_optimizer_and_store(ranks: RankPool, tied_mod
         "use_distributed_optimizer": True,
     }
     for group in found["groups"]:
-        assert group == (pytest.approx(0.0128), (0.732, 0.833), 0.00134)
+        assert group == (pytest.approx(0.0128), (0.732, 0.833), 0.00134, True)
     assert found["decays"] == [0.0, 0.131]
     assert found["schedule"] == (pytest.approx(0.0128), 0.128, 0.0129, 9, 37, "linear", 0.131, 0.131)
     assert found["total_of_supervised"] == 41

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from rlmath.algorithms.types import MicroBatch
+from rlmath.data.packing import pack
 from rlmath.distributed.device import open_device
 from rlmath.distributed.tensor_offload import HostMemory, StorageSet
 from rlmath.trainer.preflight.checks import transformer_engine_problems
-from tests.distributed import engine_cases, offload_cases, oracle, policy_cases, probe_cases
+from tests.distributed import engine_cases, gather_cases, offload_cases, oracle, policy_cases, probe_cases
 from tests.distributed.policy_cases import Case
 from tests.distributed.rank_pool import RankPool
 from tests.tiny_models import make_samples
@@ -71,6 +73,34 @@ def test_recomputation_and_overlap_change_no_gradient(
     )
     for name, gradient in wanted.items():
         torch.testing.assert_close(found[name], gradient, rtol=0, atol=0.02 * float(gradient.abs().max()))
+
+
+def test_gradients_are_added_up_by_the_product_itself_where_apexs_kernel_is_there() -> None:
+    pytest.importorskip("fused_weight_gradient_mlp_cuda", exc_type=ImportError)
+    from rlmath.models.megatron import fuses_gradient_accumulation
+
+    assert fuses_gradient_accumulation(open_device("cuda"))
+
+
+def test_a_micro_batch_on_the_gpu_is_the_one_of_the_host() -> None:
+    batch = pack(make_samples(6), range(6), 4)
+    moved = batch.to(open_device("cuda").torch_device)
+    for name in (one.name for one in fields(MicroBatch)):
+        here, there = getattr(batch, name), getattr(moved, name)
+        if not isinstance(here, torch.Tensor):
+            assert there == here, name
+            continue
+        assert there.device.type == "cuda" and there.dtype == here.dtype, name
+        assert torch.equal(there.cpu(), here), name
+
+
+def test_metrics_are_reduced_by_gloo_beside_nccl(ranks: RankPool) -> None:
+    wanted = (["nccl", "gloo"], ({"third": 1 / 3}, {"largest": 1e-300}))
+    assert ranks.run(1, gather_cases.metrics_beside_tensors, "cuda") == [wanted]
+
+
+def test_flashinfer_reduces_nothing_in_an_engine(fresh_ranks: RankPool, untied_model: Path) -> None:
+    assert fresh_ranks.run(1, engine_cases.flashinfer_reduces, untied_model, "cuda") == [(False, False)]
 
 
 def test_vllm_draws_the_noise_of_all_requests_at_once(fresh_ranks: RankPool, untied_model: Path) -> None:

@@ -140,7 +140,7 @@ def test_experts_share_gradients_with_the_ranks_that_have_the_same():
     work, dense, experts = of_one_minibatch(4, nodes=1)
     assert experts.ranks == 1
     assert work.node == pytest.approx(dense.parameters * 6 * 3 / 4)
-    assert work.memory == pytest.approx(dense.parameters * (16 + 28 / 4) + experts.parameters * (16 + 28))
+    assert work.memory == pytest.approx(dense.parameters * (12 + 28 / 4) + experts.parameters * (12 + 28))
 
 
 def test_with_sequence_parallelism_stages_send_a_share_of_the_hidden_states():

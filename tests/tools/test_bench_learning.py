@@ -19,8 +19,10 @@ COLUMNS = ["bench", "case", "metric", "value", "unit", "baseline", "ratio"]
 
 
 def learned(final: float, seconds: float = 2.0, length: float = 20.0) -> Learned:
-    """A run of four steps, the last of which takes five times as long; 1000 tokens each."""
-    return Learned({0: 0.25, 4: final}, [seconds] * 3 + [5 * seconds], [1000.0] * 4, [length] * 4)
+    """A run of four steps, the last of which takes five times as long; 1000 tokens each, and an MFU of 0.8 by the
+    seconds, but for the last."""
+    slow = [seconds] * 3 + [5 * seconds]
+    return Learned({0: 0.25, 4: final}, slow, [1000.0] * 4, [length] * 4, [0.8 / seconds] * 3 + [0.01])
 
 
 def printed(capsys: pytest.CaptureFixture[str]) -> dict[str, dict]:
@@ -36,6 +38,7 @@ def write_run(folder: Path, seconds: list[float], validated: dict[int, float]) -
     writer = MetricsWriter(str(folder), tensorboard=False)
     for step, value in enumerate(seconds, start=1):
         row = {"n_valid_tokens": 1000.0 * step, "rollout/response_length": 20.0 + step}
+        row |= {"train/mfu": 0.1 * step} if step != 2 else {}  # the second makes no update
         made = {"seconds/validation": 0.5} if step - 1 in validated else {}
         writer.write(step, row | made | {"seconds/step": value + sum(made.values())})
     for step, value in validated.items():
@@ -58,6 +61,7 @@ def test_figures_are_means_and_medians_against_wait(capsys: pytest.CaptureFixtur
         "step_seconds": ("carry2, 3 seeds", 2.0, "s", "wait: 4.0000", 2.0),  # the long steps count, too
         # 4000 tokens in 8 s, and in 16 s with "wait".
         "learned_tokens_per_second": ("carry2, 3 seeds", 500.0, "tokens/s", "wait: 250.0000", 2.0),
+        "train/mfu": ("carry2, 3 seeds", 0.8, "of the ceiling", "wait: 0.4000", 2.0),
     }
     assert {metric: tuple(line[key] for key in COLUMNS if key not in ("bench", "metric")) for metric, line in
             lines.items()} == expected  # fmt: skip
@@ -65,7 +69,7 @@ def test_figures_are_means_and_medians_against_wait(capsys: pytest.CaptureFixtur
 
 def test_of_one_seed_and_of_seeds_that_do_not_differ_there_is_no_standard_error(capsys) -> None:
     report("defer", [learned(0.5)], [learned(0.8)])
-    cases = ["defer, 1 seed, after 4 steps", *["defer, 1 seed"] * 3]
+    cases = ["defer, 1 seed, after 4 steps", *["defer, 1 seed"] * 4]
     assert [line["case"] for line in printed(capsys).values()] == cases
     report("defer", [learned(0.5)] * 2, [learned(0.8)] * 2)
     assert printed(capsys)["accuracy"]["case"] == "defer, 2 seeds, after 4 steps"
@@ -80,9 +84,11 @@ def test_a_way_that_learned_less_has_a_negative_difference(capsys) -> None:
 
 
 def test_accuracies_before_the_last_are_told_too(capsys) -> None:
-    early = [Learned({0: 0.25, 10: value, 20: 0.75, 25: 1.0}, [1.0], [1.0], [1.0]) for value in (0.5, 0.25)]
+    early = [Learned({0: 0.25, 10: value, 20: 0.75, 25: 1.0}, [1.0], [1.0], [1.0], []) for value in (0.5, 0.25)]
     report("carry4", early[1:], early[:1])
-    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()][:3]
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert lines[-1]["metric"] == "learned_tokens_per_second", "without an update there is no MFU"
+    lines = lines[:3]
     assert [(line["case"], line["ratio"]) for line in lines] == [
         ("carry4, 1 seed, after 10 steps", 0.5),
         ("carry4, 1 seed, after 20 steps", 1.0),
@@ -111,6 +117,7 @@ def test_a_run_is_read_from_its_files_without_the_seconds_of_validation(tmp_path
     assert run.seconds == pytest.approx([2.0, 3.0, 4.0])
     assert run.tokens == [1000.0, 2000.0, 3000.0]
     assert run.lengths == [21.0, 22.0, 23.0]
+    assert run.mfu == pytest.approx([0.1, 0.3])
 
 
 def test_a_curve_is_the_mean_of_the_seeds_in_seconds_and_accuracy(tmp_path: Path) -> None:
@@ -205,7 +212,7 @@ def test_results_are_kept_and_those_of_other_settings_are_made_again(tmp_path, c
     arguments = ["--output", str(tmp_path), "--ways", "defer", "--seeds", "1", "2", "1", "--steps", "2"]
     assert bench_learning.main(arguments) == 0
     first = capsys.readouterr().out
-    assert len(first.splitlines()) == 8, "four figures of wait and of defer"
+    assert len(first.splitlines()) == 10, "five figures of wait and of defer"
     assert titles[:2] == ["Arithmetic problems", "A tiny random model"]
     assert titles[3:] == [f"{way}, seed {seed}" for seed in (1, 2) for way in ("wait", "defer")]
     titles.clear()
@@ -229,7 +236,7 @@ def test_quick_trains_wait_and_carry_and_again_only_prints_them(tmp_path: Path, 
     assert bench_learning.main(arguments) == 0
     first = capsys.readouterr().out
     lines = [json.loads(line) for line in first.splitlines()]
-    metrics = ("accuracy", "length", "step_seconds", "learned_tokens_per_second")
+    metrics = ("accuracy", "length", "step_seconds", "learned_tokens_per_second", "train/mfu")
     assert [(line["case"], line["metric"]) for line in lines] == [
         (f"{way}, 1 seed" + (", after 6 steps" if metric == "accuracy" else ""), metric)
         for way in ("wait", "carry1")

@@ -40,6 +40,7 @@ from rlmath.data.dataset import most_updates
 from rlmath.distributed.device import Device
 from rlmath.distributed.mesh import Mesh
 from rlmath.distributed.phase_timers import PhaseTimers
+from rlmath.models import megatron
 from rlmath.models.build import early_stop, loss_settings
 from rlmath.models.megatron import Recompute, selective_modules, transformer_config
 from rlmath.rewards.reward_manager import RewardManager, open_reward_workers
@@ -49,7 +50,7 @@ from rlmath.rollout.engine import _device_arguments
 from rlmath.rollout.sampling import SamplingSettings, training_sampling
 from rlmath.trainer.grpo import PolicyUpdater
 from rlmath.trainer.kl_in_reward import KLPenalty
-from rlmath.trainer.preflight.memory_estimate import mesh_of
+from rlmath.trainer.preflight.memory_estimate import engine_mesh_of, mesh_of
 from rlmath.trainer.rollouts import flight_rules, selection_rules, slice_tokens
 from rlmath.trainer.save_schedule import Frequency, kept_frequency, recovery_frequency
 from rlmath.trainer.validation import _measure
@@ -215,7 +216,7 @@ def test_when_checkpoints_are_made() -> None:
 def test_the_layout() -> None:
     assert mesh_of(DISTINCT, world_size=1000, rank=7) == Mesh(
         rank=7,
-        world_size=1000,
+        world_size=728,
         tensor=118,
         pipeline=119,
         engine_size=136,
@@ -223,6 +224,10 @@ def test_the_layout() -> None:
         context=123,
         expert=124,
         expert_tensor=125,
+        engine_ranks=272,
+    )
+    assert engine_mesh_of(DISTINCT, world_size=1000, rank=729) == Mesh(
+        rank=1, world_size=272, tensor=1, pipeline=1, engine_size=136
     )
 
 
@@ -270,6 +275,26 @@ def test_what_selective_recomputes() -> None:
     assert selective_modules(dense, local_layers=True) == ["core_attn"]
     assert selective_modules(dense, local_layers=False) == ["mlp"]
     assert selective_modules(experts, local_layers=False) == ["moe"]
+
+
+def test_what_is_one_function_beside_transformer_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its rotation and apex's kernel are there, as far as Megatron can tell."""
+    from megatron.core.models.common.embeddings import rope_utils
+
+    monkeypatch.setattr(rope_utils, "fused_apply_rotary_pos_emb", object())
+
+    def given(device: Device) -> tuple[bool, ...]:
+        found = transformer_config(SHAPE, Mesh(0, 1, 1, 1, 1), device, ParallelConfig(), Recompute())
+        swiglu = found.bias_activation_fusion, found.use_te_activation_func
+        return *swiglu, found.apply_rope_fusion, found.gradient_accumulation_fusion
+
+    for there in (True, False):
+        monkeypatch.setattr(megatron, "_grad_accum_fusion_available", there)
+        assert megatron.fuses_gradient_accumulation(GPU) == there
+        assert not megatron.fuses_gradient_accumulation(CPU)
+        assert given(GPU) == (True, False, True, there)
+        assert given(replace(GPU, local_layers=True)) == (False, True, False, there)
+        assert given(CPU) == (False, True, False, False)
 
 
 def test_what_an_engine_is_given_for_the_device() -> None:

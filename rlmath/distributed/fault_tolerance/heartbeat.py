@@ -24,8 +24,10 @@ import socket
 import threading
 import time
 import uuid
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from datetime import timedelta
+from typing import Any
 
 import torch.distributed as dist
 
@@ -78,8 +80,15 @@ class Heartbeat:
     """
 
     def __init__(
-        self, settings: RunConfig, rank: int, world_size: int, output_dir: str, stop: StopRequest
+        self,
+        settings: RunConfig,
+        rank: int,
+        world_size: int,
+        output_dir: str,
+        stop: StopRequest,
+        broadcast: Callable[[Any], Any] = broadcast_from_rank_zero,
     ) -> None:
+        """A collective of all ranks; `broadcast` gives what rank 0 holds to all of them."""
         self.step = 0
         self._settings, self._rank, self._stop = settings, rank, stop
         self._ring = watched(rank, world_size, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
@@ -102,7 +111,7 @@ class Heartbeat:
         self._still = self._unanswered = 0.0
         self._slowest_answer = 0.0
         # torchrun keeps the store over restarts, and its count of them differs between nodes.
-        self._start, self._secret = broadcast_from_rank_zero(uuid.uuid4().hex), new_secret()
+        self._start, self._secret = broadcast(uuid.uuid4().hex), new_secret(broadcast)
         self._store = self._connect(settings.distributed_timeout_seconds)
 
     def __enter__(self) -> Heartbeat:

@@ -6,6 +6,7 @@ Where checksums compare bits, the probe compares what both sides compute: a wron
 from __future__ import annotations
 
 import random
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -33,27 +34,27 @@ class ProbeResult:
     largest: float
 
 
-class Probe:
-    """Scores the tokens on both sides: `score_policy` first, while its parameters are on the device, then
-    `compare_engine`. All ranks call both."""
+class PolicyProbe:
+    """The policy's side: `score_policy` first, then `compare` with the engines' log-probs. All training ranks call
+    both."""
 
-    def __init__(self, policy: ForwardBackward, engine: Engine, mesh: Mesh, longest: int) -> None:
+    def __init__(self, policy: ForwardBackward, mesh: Mesh, longest: int) -> None:
         """`longest`: most tokens of a sequence that the engine takes."""
-        self._engine, self._mesh = engine, mesh
+        self._mesh = mesh
         # The engine scores a prompt at temperature 1 and masks nothing.
         self._policy = ForwardBackward(
             policy.chunks, mesh, policy.device, 1.0, policy.vocab_size, MinTokensMask()
         )
         draw = random.Random(0)
         length = max(2, min(TOKENS, longest - 1))
-        self._sequences = [
+        self.sequences = [
             tuple(draw.randrange(policy.vocab_size) for _ in range(length)) for _ in range(SEQUENCES)
         ]
         self._expected: list[list[float]] | None = None
 
     def score_policy(self) -> None:
         """The policy's log-probs of every token but the first of each sequence, under its present weights."""
-        samples = [Sample(ids[:1], ids[1:], (0.0,) * (len(ids) - 1), 0.0) for ids in self._sequences]
+        samples = [Sample(ids[:1], ids[1:], (0.0,) * (len(ids) - 1), 0.0) for ids in self.sequences]
         # All samples on every data-parallel rank, in as few micro-batches as the layout takes.
         batches = [pack(samples, members, self._mesh.tensor) for members in self._members()]
         mine = self._policy.logprobs(batches)
@@ -71,19 +72,43 @@ class Probe:
         count = self._mesh.microbatch_multiple
         return [range(start, SEQUENCES, count) for start in range(count)]
 
-    def compare_engine(self) -> ProbeResult:
-        """The engines' log-probs of the same tokens, compared with the policy's; returns the same on all ranks."""
+    def differences(self, found: Sequence[Sequence[float]]) -> torch.Tensor:
+        """Between an engine's log-probs and the policy's, by token (nats)."""
         assert self._expected is not None, "score_policy comes first"
-        found = self._engine.score(self._sequences)
         order = [index for members in self._members() for index in members]
-        differences = [
+        values = [
             abs(a - b)
             for index, row in zip(order, self._expected, strict=True)
             for a, b in zip(found[index], row, strict=True)
         ]
+        return torch.tensor(values, dtype=torch.float64)
+
+    def compare(self, found: Mapping[int, Sequence[Sequence[float]]]) -> ProbeResult:
+        """With the log-probs of engines, by engine; of the one that differs most."""
+        by_engine = {engine: self.differences(rows) for engine, rows in sorted(found.items())}
+        return worst_of([(engine, one.mean().item(), one.max().item()) for engine, one in by_engine.items()])
+
+
+class Probe(PolicyProbe):
+    """Both sides, where each training rank has a part of an engine: `score_policy` while the policy's parameters are on
+    the device, then `compare_engine`."""
+
+    def __init__(self, policy: ForwardBackward, engine: Engine, mesh: Mesh, longest: int) -> None:
+        super().__init__(policy, mesh, longest)
+        self._engine = engine
+
+    def compare_engine(self) -> ProbeResult:
+        """The engines' log-probs of the same tokens, compared with the policy's; returns the same on all ranks."""
+        mine = self.differences(self._engine.score(self.sequences))
         self._expected = None
-        mine = torch.tensor(differences, dtype=torch.float64)
         everyone = all_gather_objects((mine.mean().item(), mine.max().item()))
-        # torch's max keeps a NaN, Python's may lose it.
-        worst = int(torch.tensor([mean for mean, _ in everyone]).argmax())
-        return ProbeResult(worst // self._mesh.engine_size, *everyone[worst])
+        return worst_of(
+            [(rank // self._mesh.engine_size, mean, largest) for rank, (mean, largest) in enumerate(everyone)]
+        )
+
+
+def worst_of(found: Sequence[tuple[int, float, float]]) -> ProbeResult:
+    """Of (engine, mean, largest), the one with the largest mean."""
+    # torch's max keeps a NaN, Python's may lose it.
+    worst = int(torch.tensor([mean for _, mean, _ in found]).argmax())
+    return ProbeResult(*found[worst])

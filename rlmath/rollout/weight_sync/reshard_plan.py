@@ -85,7 +85,7 @@ class SyncPlan:
     """The plan of some ranks that need nothing from others: of a cell, or of all."""
 
     local: Mapping[int, tuple[Copy, ...]]
-    """By rank: what it copies from its own shard."""
+    """By rank that is part of an engine: what it copies from its own shard."""
     rounds: tuple[tuple[Copy, ...], ...]
     """What travels, one round after the other."""
     missing: Mapping[int, int]
@@ -148,21 +148,53 @@ def plan_cell(
     ranks_per_node: int | None = None,
 ) -> SyncPlan:
     """The plan for the cell of `mesh.rank`. None: all ranks are on one node."""
-    coordinates_of = {rank: coordinates(replace(mesh, rank=rank)) for rank in cell_of(mesh, ranks_per_node)}
+    ranks = cell_of(mesh, ranks_per_node)
+    coordinates_of = {rank: coordinates(replace(mesh, rank=rank)) for rank in ranks}
+    parts = {rank: rank % mesh.engine_size for rank in ranks}
+    senders = Senders(coordinates_of, ranks_per_node or mesh.world_size)
+    return _plan(shape, layout, mesh, coordinates_of, parts, senders, element_bytes, bucket_bytes)
+
+
+def plan_own_ranks(
+    shape: ModelShape,
+    layout: TrainingLayout,
+    mesh: Mesh,
+    engine: range,
+    element_bytes: int,
+    bucket_bytes: int,
+) -> SyncPlan:
+    """The plan for one engine on ranks of its own, `engine`, from all training ranks, those of `mesh`. Every element
+    travels once to each rank that needs it."""
+    coordinates_of = {rank: coordinates(replace(mesh, rank=rank)) for rank in range(mesh.world_size)}
+    parts = {rank: part for part, rank in enumerate(engine)}
+    senders = Senders(coordinates_of, engine.stop)  # nodes make no difference: engines have others
+    return _plan(shape, layout, mesh, coordinates_of, parts, senders, element_bytes, bucket_bytes)
+
+
+def _plan(
+    shape: ModelShape,
+    layout: TrainingLayout,
+    mesh: Mesh,
+    coordinates_of: Mapping[int, Coordinates],
+    parts: Mapping[int, int],
+    senders: Senders,
+    element_bytes: int,
+    bucket_bytes: int,
+) -> SyncPlan:
+    """The plan from the ranks with these coordinates to those that are these parts of an engine."""
     held = by_region({at: training_blocks(shape, layout, at) for at in sorted(set(coordinates_of.values()))})
     overlaps_of_part = [
         intersections(engine_blocks(shape, mesh.engine_size, part), held) for part in range(mesh.engine_size)
     ]
-    needed = {rank: overlaps_of_part[rank % mesh.engine_size] for rank in coordinates_of}
-    senders = Senders(coordinates_of, ranks_per_node or mesh.world_size)
+    needed = {rank: overlaps_of_part[part] for rank, part in parts.items()}
     budget = bucket_bytes // element_bytes
-    local: dict[int, list[Copy]] = {rank: [] for rank in coordinates_of}
+    local: dict[int, list[Copy]] = {rank: [] for rank in parts}
     travelling: list[Copy] = []
     # In the model's order, and within it by rank: all engines are then filled side by side.
     ordered = sorted((number, rank) for rank, overlaps in needed.items() for number in range(len(overlaps)))
     for number, rank in ordered:
         overlap = needed[rank][number]
-        own = overlap.sources.get(coordinates_of[rank])
+        own = overlap.sources.get(coordinates_of[rank]) if rank in coordinates_of else None
         if own is not None:
             local[rank].append(_copy(rank, rank, own, overlap.target))
             continue
@@ -175,10 +207,14 @@ def plan_cell(
             travelling.append(_copy(source, rank, held_there, overlap.target, start, rows))
     return SyncPlan(
         local={rank: tuple(mine) for rank, mine in local.items()},
-        rounds=_in_rounds(travelling, coordinates_of, budget),
+        rounds=_in_rounds(travelling, {*coordinates_of, *parts}, budget),
         missing={
-            rank: sum(overlap.target.elements for overlap in needed[rank] if at not in overlap.sources)
-            for rank, at in coordinates_of.items()
+            rank: sum(
+                overlap.target.elements
+                for overlap in needed[rank]
+                if coordinates_of.get(rank) not in overlap.sources
+            )
+            for rank in parts
         },
         element_bytes=element_bytes,
     )
@@ -414,14 +450,15 @@ def rank_rounds(plan: SyncPlan, rank: int) -> list[RankRound]:
     without others are spread over the rounds."""
     rounds = plan.rounds or ((),)
     last = {c.target_parameter: n for n, copies in enumerate(rounds) for c in copies if c.target == rank}
-    own = list(dict.fromkeys(copy.target_parameter for copy in plan.local[rank]))
+    own_copies = plan.local.get(rank, ())
+    own = list(dict.fromkeys(copy.target_parameter for copy in own_copies))
     alone = [name for name in own if name not in last]
     done = last | {name: number * len(rounds) // len(alone) for number, name in enumerate(alone)}
     complete: list[list[str]] = [[] for _ in rounds]
     for name, number in done.items():
         complete[number].append(name)
     local: list[list[Copy]] = [[] for _ in rounds]
-    for copy in plan.local[rank]:
+    for copy in own_copies:
         local[done[copy.target_parameter]].append(copy)
     return [
         _rank_round(copies, rank, tuple(local[number]), tuple(complete[number]))

@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rlmath.distributed.device import Device
 from rlmath.rollout.weight_sync.reshard_plan import Copy, RankRound
 
 
@@ -36,29 +35,46 @@ def elements(copies: Sequence[Copy]) -> int:
     return sum(copy.elements for copy in copies)
 
 
+Exchange = Callable[[Sequence[tuple[int, Tensor]], Sequence[tuple[int, Tensor]]], list[dist.Work]]
+"""Starts sends and receives, each with the rank at the other end."""
+
+
+def exchange_in_world(
+    sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]]
+) -> list[dist.Work]:
+    """Over the default process group, in one group of operations."""
+    operations = [dist.P2POp(dist.isend, tensor, rank) for rank, tensor in sends]
+    operations += [dist.P2POp(dist.irecv, tensor, rank) for rank, tensor in receives]
+    return dist.batch_isend_irecv(operations) if operations else []
+
+
 class Messages:
     """Grouped sends and receives, double-buffered: while one bucket is unpacked, the next travels."""
 
-    def __init__(self, rounds: Sequence[RankRound], pack: Packer, dtype: torch.dtype, device: Device) -> None:
-        self._rounds, self._pack = rounds, pack
+    def __init__(
+        self,
+        rounds: Sequence[RankRound],
+        pack: Packer,
+        dtype: torch.dtype,
+        at: torch.device,
+        exchange: Exchange = exchange_in_world,
+    ) -> None:
+        """Buckets are at the device `at`."""
+        self._rounds, self._pack, self._exchange = rounds, pack, exchange
         most_sent = max(sum(map(elements, r.sends.values())) for r in rounds)
         most_received = max(sum(map(elements, r.receives.values())) for r in rounds)
-        at = device.torch_device
         self._out = [torch.empty(most_sent, dtype=dtype, device=at) for _ in range(2)]
         self._in = [torch.empty(most_received, dtype=dtype, device=at) for _ in range(2)]
         self._works: dict[int, tuple[list[dist.Work], dict[int, Tensor]]] = {}
 
     def start(self, number: int) -> None:
         turn, round_ = number % 2, self._rounds[number]
-        operations, arriving = [], {}
+        sends = []
         for peer, copies, bucket in _segments(round_.sends, self._out[turn]):
             self._pack(copies, bucket)
-            operations.append(dist.P2POp(dist.isend, bucket, peer))
-        for peer, _, bucket in _segments(round_.receives, self._in[turn]):
-            arriving[peer] = bucket
-            operations.append(dist.P2POp(dist.irecv, bucket, peer))
-        works = dist.batch_isend_irecv(operations) if operations else []
-        self._works[number] = (works, arriving)
+            sends.append((peer, bucket))
+        receives = [(peer, bucket) for peer, _, bucket in _segments(round_.receives, self._in[turn])]
+        self._works[number] = (self._exchange(sends, receives), dict(receives))
 
     def finish(self, number: int) -> dict[int, Tensor]:
         works, arrived = self._works.pop(number)

@@ -29,7 +29,7 @@ from rlmath.distributed.memory import share_memory
 from rlmath.distributed.mesh import Mesh
 from rlmath.rollout.engine_weights import EngineWeights
 from rlmath.rollout.weight_sync.checksums import SyncChecksums
-from rlmath.rollout.weight_sync.logprob_probe import Probe
+from rlmath.rollout.weight_sync.logprob_probe import Probe, ProbeResult
 from rlmath.rollout.weight_sync.reshard_plan import Copy, RankRound, cells, plan_cell, rank_rounds
 from rlmath.rollout.weight_sync.shard_layouts import TIED_HEAD, TrainingLayout, parameter_key
 from rlmath.rollout.weight_sync.transport import Messages, SharedBuckets, Transport
@@ -78,15 +78,9 @@ class WeightSync:
         """Metrics of the probe, where it is due. RuntimeError on all ranks where the two sides differ too much."""
         if not self._is_due(self._settings.probe_every):
             return {}
-        result, threshold = self._probe.compare_engine(), self._settings.probe_threshold
-        if not result.mean <= threshold:
-            raise RuntimeError(
-                f"the probe after weight sync {self._step + 1}: log-probs of engine {result.engine} and of the policy "
-                f"differ by {result.mean:.3g} nats per token (at most {result.largest:.3g}); sync.probe_threshold is "
-                f"{threshold:g}. The engine does not have the policy's weights, or computes otherwise: what it "
-                "samples is not on-policy"
-            )
-        return {"sync/probe_difference": result.mean, "sync/probe_difference_max": result.largest}
+        return raise_if_probe_differs(
+            self._probe.compare_engine(), self._step, self._settings.probe_threshold
+        )
 
     def _is_due(self, every: int) -> bool:
         return every > 0 and self._step % every == 0
@@ -100,6 +94,19 @@ class WeightSync:
             "sync/received_gib": self.report.bytes_received / 2**30,
             "seconds/sync_packing": self.report.packing_seconds,
         }
+
+
+def raise_if_probe_differs(result: ProbeResult, step: int, threshold: float) -> dict[str, float]:
+    """The metrics of a probe at step `step`, counted from 0; RuntimeError where the mean difference is above the
+    threshold (nats), or NaN."""
+    if not result.mean <= threshold:
+        raise RuntimeError(
+            f"the probe after weight sync {step + 1}: log-probs of engine {result.engine} and of the policy "
+            f"differ by {result.mean:.3g} nats per token (at most {result.largest:.3g}); sync.probe_threshold is "
+            f"{threshold:g}. The engine does not have the policy's weights, or computes otherwise: what it "
+            "samples is not on-policy"
+        )
+    return {"sync/probe_difference": result.mean, "sync/probe_difference_max": result.largest}
 
 
 class WeightTransfer:
@@ -132,7 +139,7 @@ class WeightTransfer:
         """Rounds in which anything travels between any ranks."""
         self.lower_bound = plan.lower_bound * len(cells(mesh, ranks_per_node))
         """Bytes that must travel between ranks in every sync."""
-        self._sources = _source_matrices(chunks, shape)
+        self._sources = source_matrices(chunks, shape)
         self._rank = mesh.rank
         self._runs: dict[int, list[Run]] = {}
         """By the identity of a tuple of the plan's copies: `runs_of` them, found once."""
@@ -184,7 +191,7 @@ class WeightTransfer:
     def _open_transport(self) -> Transport:
         dtype = self._weights.dtype
         if self._memory is None:
-            return Messages(self._rounds, self._pack, dtype, self._device)
+            return Messages(self._rounds, self._pack, dtype, self._device.torch_device)
         return SharedBuckets(self._rounds, self._pack, dtype, self._memory, self._bucket_elements)
 
     def _finish_round(
@@ -205,7 +212,7 @@ class WeightTransfer:
                 self._complete(name, local[name], checksums)
 
     def _complete(self, name: str, runs: Sequence[Run], checksums: SyncChecksums | None) -> None:
-        _copy_all([run.target(self._weights.matrix(name)) for run in runs], [run.source for run in runs])
+        copy_all([run.target(self._weights.matrix(name)) for run in runs], [run.source for run in runs])
         if checksums is not None:
             checksums.add_engine(name, self._weights.matrix(name))
         self._weights.complete(name)
@@ -217,12 +224,12 @@ class WeightTransfer:
 
     def _pack(self, copies: tuple[Copy, ...], bucket: Tensor) -> None:
         runs = self._runs_of(copies)
-        _copy_all(_parts(bucket, runs), [run.source for run in runs])
+        copy_all(bucket_parts(bucket, runs), [run.source for run in runs])
 
     def _unpack(self, copies: tuple[Copy, ...], bucket: Tensor) -> None:
         runs = self._runs_of(copies)
         targets = [run.target(self._weights.matrix(run.first.target_parameter)) for run in runs]
-        _copy_all(targets, _parts(bucket, runs))
+        copy_all(targets, bucket_parts(bucket, runs))
 
 
 # ---------------------------------------------------------------- copies
@@ -287,14 +294,14 @@ def _rectangles(matrix: Tensor, row: int, col: int, of: Copy, count: int, step: 
     return corner.as_strided((count, of.rows, of.cols), (step * width, width, matrix.stride(1)))
 
 
-def _parts(bucket: Tensor, runs: Sequence[Run]) -> list[Tensor]:
+def bucket_parts(bucket: Tensor, runs: Sequence[Run]) -> list[Tensor]:
     parts = bucket.split([run.elements for run in runs])
     return [
         part.view(run.count, run.first.rows, run.first.cols) for part, run in zip(parts, runs, strict=True)
     ]
 
 
-def _copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+def copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
     """One operation for all pairs without gaps, and one for each other pair: among them a single pair with gaps would
     make torch copy all one by one."""
     dense_targets, dense_sources = [], []
@@ -308,7 +315,7 @@ def _copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
         torch._foreach_copy_(dense_targets, dense_sources)
 
 
-def _source_matrices(chunks: Sequence[torch.nn.Module], shape: ModelShape) -> dict[str, Tensor]:
+def source_matrices(chunks: Sequence[torch.nn.Module], shape: ModelShape) -> dict[str, Tensor]:
     """This rank's parameters as matrices, by the plan's names. They stay valid: Megatron updates them in place."""
     found = {}
     for placed in placed_tensors(shape):

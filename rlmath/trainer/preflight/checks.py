@@ -26,8 +26,8 @@ from rlmath.config.help import (
 )
 from rlmath.config.length_curriculum import validates
 from rlmath.config.model_shape import ModelShape
-from rlmath.config.schema import AlgorithmConfig, Config, PolicyConfig, RolloutConfig
-from rlmath.distributed.device import environment_rank, set_cuda_defaults
+from rlmath.config.schema import AlgorithmConfig, Config, MemoryConfig, PolicyConfig, RolloutConfig
+from rlmath.distributed.device import environment_rank, environment_world_size, set_cuda_defaults
 from rlmath.distributed.memory import available_bytes, total_bytes
 from rlmath.models.hf_config import inspect_model_folder
 from rlmath.rewards.custom_function import function_problem
@@ -77,7 +77,12 @@ def run_problems(config: Config, world_size: int, shape: ModelShape | None, kind
     """What no machine could run, for a model of this shape; None: not known."""
     problems = setting_problems(config, world_size, kind)
     if kind == "grpo":
-        for check in (algorithm_problems, _reward_problems, _partial_rollout_problems):
+        for check in (
+            algorithm_problems,
+            _reward_problems,
+            _partial_rollout_problems,
+            _asynchronous_problems,
+        ):
             problems += curriculum.in_every_stage(config, check)
         # Once for all stages: an import may take long.
         if config.reward.function is not None and (problem := function_problem(config.reward.function)):
@@ -89,7 +94,9 @@ def setting_problems(config: Config, world_size: int, kind: Kind = "grpo") -> li
     """Problems of layout, lengths and single values that show without the model, the files or the machine."""
     problems = [
         *value_problems(config),
-        *parallelism.rank_problems(config.parallel, config.rollout.tensor_parallel, world_size),
+        *parallelism.rank_problems(
+            config.parallel, config.rollout.tensor_parallel, world_size, config.rollout.ranks
+        ),
     ]
     if kind == "sft":
         return [*problems, *_sequence_length_problems(config)]
@@ -165,8 +172,9 @@ def memory_problems(config: Config, shape: ModelShape, world_size: int, kind: Ki
 def host_memory_problems(config: Config) -> Iterator[str]:
     """A KV cache on CPU that this machine has no memory for, with those of the other ranks here that the launcher names
     (LOCAL_WORLD_SIZE)."""
-    cache, here = config.rollout.cpu_kv_cache_gib, os.environ.get("LOCAL_WORLD_SIZE", "1")
-    ranks = int(here) if here.isdecimal() else 1
+    cache, ranks = config.rollout.cpu_kv_cache_gib, _caches_here(config.rollout.ranks)
+    if ranks == 0:
+        return
     total, free = total_bytes() / GIB, available_bytes() / GIB
     if cache * ranks > total or cache > free:
         for_all = (
@@ -176,6 +184,16 @@ def host_memory_problems(config: Config) -> Iterator[str]:
             f"rollout.cpu_kv_cache_gib is {cache:g}{for_all}; this machine has {total:.1f} GiB of memory, of which "
             f"{free:.1f} are free. Lower it."
         )
+
+
+def _caches_here(engine_ranks: int) -> int:
+    """Ranks on this machine that have a KV cache: all, or those of the run's last `engine_ranks` that are here."""
+    here, local_rank = (os.environ.get(name, "") for name in ("LOCAL_WORLD_SIZE", "LOCAL_RANK"))
+    ranks = int(here) if here.isdecimal() else 1
+    if engine_ranks == 0 or not local_rank.isdecimal():
+        return ranks
+    first = environment_rank() - int(local_rank)
+    return max(0, first + ranks - max(first, environment_world_size() - engine_ranks))
 
 
 def file_problems(config: Config, kind: Kind = "grpo") -> Iterator[str]:
@@ -213,7 +231,12 @@ def config_warnings(config: Config, unused: Sequence[str] = ()) -> list[str]:
         warnings.append(
             "memory.offload_reference has no effect with algorithm.kl_coef=0: there is no reference."
         )
-    more = (_partial_rollout_warnings, algorithm_warnings, curriculum.length_stage_warnings)
+    more = (
+        _partial_rollout_warnings,
+        _asynchronous_warnings,
+        algorithm_warnings,
+        curriculum.length_stage_warnings,
+    )
     return [*warnings, *(text for find in more for text in find(config))]
 
 
@@ -328,17 +351,70 @@ def _partial_rollout_problems(config: Config) -> Iterator[str]:
             f"{per_step} x {oldest + 1} = {per_step * (oldest + 1)}, since more could not all be learned in time. "
             "Change it, or rollout.max_staleness."
         )
-    if oldest == 0:
-        return
+    if oldest > 0:
+        yield from _old_token_problems(algorithm, 'rollout.tail is "carry"')
+
+
+def _old_token_problems(algorithm: AlgorithmConfig, got: str) -> Iterator[str]:
+    """What a loss needs to learn from tokens of older versions of the policy."""
     corrected = algorithm.importance_correction is not None
     bounded = algorithm.importance_cap is not None or algorithm.importance_mask_high is not None
     if not (algorithm.recompute_logprobs and corrected and bounded):
         yield (
-            'rollout.tail is "carry": older versions of the policy sample a part of the tokens, and a clipped ratio to '
+            f"{got}: older versions of the policy sample a part of the tokens, and a clipped ratio to "
             "these is no bound on an update's size. Needed are the ratio to the policy at the start of the step and a "
             "bounded weight for the rest: algorithm.recompute_logprobs=true, algorithm.importance_correction=token and "
             "algorithm.importance_mask_high=5 (or algorithm.importance_cap), as in configs/algorithms/decoupled.yaml; "
             "or rollout.max_staleness=0."
+        )
+
+
+def _asynchronous_problems(config: Config) -> Iterator[str]:
+    """What does not go with engines on ranks of their own."""
+    rollout = config.rollout
+    if rollout.ranks < 1:
+        return
+    if rollout.tail != "wait":
+        yield (
+            f'rollout.tail is "{rollout.tail}" and rollout.ranks {rollout.ranks}: engines on ranks of their own sample '
+            "on while the others train, so that no step waits for its longest completions. Set rollout.tail=wait, "
+            "or rollout.ranks=0."
+        )
+    elif rollout.max_staleness > 0:
+        got = f"rollout.ranks is {rollout.ranks} and rollout.max_staleness {rollout.max_staleness}"
+        yield from _old_token_problems(config.algorithm, got)
+    if config.sync.checksum_every > 0:
+        yield (
+            f"sync.checksum_every is {config.sync.checksum_every} and rollout.ranks {rollout.ranks}: when an engine on "
+            "ranks of its own has taken a version, the policy may be ahead of it already, and there is nothing to "
+            "compare with. Set sync.checksum_every=0; sync.probe_every compares log-probs of a version."
+        )
+
+
+def _asynchronous_warnings(config: Config) -> Iterator[str]:
+    """Settings that change nothing with engines on ranks of their own, or without."""
+    rollout, memory = config.rollout, config.memory
+    if rollout.ranks == 0:
+        names, default, without = (
+            ("on_new_weights", "max_concurrent_sequences"),
+            RolloutConfig(),
+            "rollout.ranks=0",
+        )
+        changed = [f"rollout.{name}" for name in names if getattr(rollout, name) != getattr(default, name)]
+        if changed:
+            yield f"{', '.join(changed)}: no effect with {without}."
+        return
+    names = ("offload_gradients", "offload_optimizer", "offload_parameters")
+    changed = [f"memory.{name}" for name in names if getattr(memory, name) != getattr(MemoryConfig(), name)]
+    if changed:
+        yield (
+            f"{', '.join(changed)}: no effect with rollout.ranks={rollout.ranks}, since no engine takes turns with "
+            "training on the same memory."
+        )
+    if rollout.max_staleness == 0 and rollout.on_new_weights != RolloutConfig().on_new_weights:
+        yield (
+            f'rollout.on_new_weights="{rollout.on_new_weights}" has no effect with rollout.max_staleness=0: nothing is '
+            "being sampled when new weights come."
         )
 
 
@@ -351,7 +427,8 @@ def _partial_rollout_warnings(config: Config) -> Iterator[str]:
         "defer": ("slice_tokens",),
     }
     names = [name for name in used["carry"] if getattr(rollout, name) != getattr(default, name)]
-    unused = [f"rollout.{name}" for name in names if name not in used[rollout.tail]]
+    used_here = (*used[rollout.tail], *(("max_staleness",) if rollout.ranks else ()))
+    unused = [f"rollout.{name}" for name in names if name not in used_here]
     if unused:
         yield f'{", ".join(unused)}: no effect with rollout.tail="{rollout.tail}".'
     if rollout.tail == "carry" and rollout.max_staleness == 0:

@@ -19,7 +19,7 @@ from rlmath.config import length_curriculum as curriculum
 from rlmath.config.help import raise_problems
 from rlmath.config.load import load_config, without_secrets
 from rlmath.config.model_shape import ModelShape
-from rlmath.config.schema import Config
+from rlmath.config.schema import Config, RolloutConfig
 from rlmath.data.audit import EXAMPLES
 from rlmath.data.dataset import (
     audit_inputs,
@@ -47,7 +47,7 @@ from rlmath.trainer.preflight import checks
 from rlmath.trainer.preflight.length_curriculum import stage_list_problems
 from rlmath.trainer.preflight.memory_estimate import Kind, Target, mesh_of
 from rlmath.trainer.preflight.memory_fit import GIB, planned_target, start_up_lines
-from rlmath.trainer.preflight.parallelism import planned_ranks
+from rlmath.trainer.preflight.parallelism import planned_ranks, roles
 from rlmath.trainer.resume import Origin, Recovery, find_recovery, origin_of, sft_origin_of
 from rlmath.trainer.rollouts import flight_rules, slice_tokens
 from rlmath.trainer.run_dir import folder_problems
@@ -261,6 +261,7 @@ def plan_lines(plan: RunPlan) -> list[str]:
         f"{shape.max_positions} positions",
         *([f"  {plan.shape_note}"] if plan.shape_note else ()),
         f"Layout: {plan.ranks} rank{'s' * (plan.ranks != 1)}, {layout}",
+        *([f"  {who}"] if (who := roles(config, plan.ranks)) else ()),
         *([least] if plan.ranks_are_least else ()),
         "Data:",
         *(f"  {line}" for line in plan.data.lines),
@@ -297,6 +298,8 @@ def _step_lines(plan: RunPlan) -> Iterator[str]:
             f"  partial rollouts: slices of {slices} tokens, at most {flight_rules(config).max_groups:,} "
             f"groups in flight, learned from within {config.rollout.max_staleness} steps of their first token"
         )
+    if config.rollout.ranks:
+        yield from _asynchronous_lines(config)
     if config.rollout.tail == "defer":
         yield (
             f"  tail batching: groups with a completion of more than {slices} tokens are sampled anew, with the same "
@@ -321,6 +324,37 @@ def _step_lines(plan: RunPlan) -> Iterator[str]:
             f"Validation: every {every} steps, {samples} completion{'s' * (samples != 1)} of each problem, of at most "
             f"{curriculum.validation_tokens(config)} tokens"
         )
+
+
+def _asynchronous_lines(config: Config) -> Iterator[str]:
+    rollout, prompts, staleness = config.rollout, config.data.prompts_per_step, config.rollout.max_staleness
+    begun = (staleness + 1) * prompts
+    yield (
+        f"  asynchronous: after v steps at most ({staleness} + v + 1) x {prompts} groups have been begun, those that "
+        f"selection dropped not counted: {begun:,} before the first step, {prompts:,} more after each"
+    )
+    if staleness == 0:
+        yield "    staleness 0: a step's own weights sample all of it, and engines wait while it is trained"
+    else:
+        interrupted = {
+            "recompute": "are continued with the KV cache computed again",
+            "keep": "are continued with the KV cache of the old ones",
+            "finish": "are finished under the old ones first",
+        }[rollout.on_new_weights]
+        yield (
+            f"    staleness: a step learns from groups whose first token is at most {staleness} steps old. Expect about "
+            "as much where engines are faster than training, and less where training waits for them"
+        )
+        yield f"    new weights: completions that are being sampled {interrupted}"
+    most, engines = (
+        rollout.max_concurrent_sequences or rollout.max_num_seqs,
+        rollout.ranks // rollout.tensor_parallel,
+    )
+    yield (
+        f"    sequences: at most {most:,} at a time in each of {engines} engine{'s' * (engines != 1)}, "
+        f"{most * engines:,} in all; the groups that are begun and not learned from have at most "
+        f"{begun * rollout.group_size:,}"
+    )
 
 
 def _sft_step_lines(plan: RunPlan) -> Iterator[str]:
@@ -430,12 +464,18 @@ def _warnings(plan: RunPlan) -> Iterator[str]:
     yield from checks.config_warnings(config, plan.unused)
     if plan.target.total_bytes is None:
         yield "the plan is for the CPU, in float32; name a GPU by memory.gpu or memory.gpu_gib."
-        caches = config.rollout.cpu_kv_cache_gib * plan.ranks
+        with_cache = config.rollout.ranks or plan.ranks
+        caches = config.rollout.cpu_kv_cache_gib * with_cache
         if plan.kind == "grpo" and caches * GIB > total_bytes():
             yield (
-                f"the KV caches of {plan.ranks} ranks (rollout.cpu_kv_cache_gib) take {caches:g} GiB, more than this "
+                f"the KV caches of {with_cache} ranks (rollout.cpu_kv_cache_gib) take {caches:g} GiB, more than this "
                 f"machine's {total_bytes() / GIB:.1f}: the ranks need several such machines, or a smaller cache."
             )
+    elif config.rollout.ranks and config.rollout.memory_share <= RolloutConfig().memory_share:
+        yield (
+            f"rollout.memory_share={config.rollout.memory_share:g}: nothing else is on the GPUs of engines with ranks of "
+            "their own. A larger share, such as 0.9, makes a larger KV cache."
+        )
     if config.save.save_freq_secs is not None:
         yield "save.save_freq_secs: how many checkpoints it keeps depends on the run's speed; they are not counted."
     output = Path(config.run.output_dir).absolute()

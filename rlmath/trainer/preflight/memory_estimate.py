@@ -14,13 +14,18 @@ host stays in the same memory. Counted are tensors, those of a step that is not 
 Adam's state is there. What CUDA, NCCL and fragmentation take is the reserve of `memory_fit`.
 
 Supervised training ("sft") has no engine and no reference: its one phase is the update.
+
+Where engines have ranks of their own (`rollout.ranks`), nothing takes turns. A training rank has the phases of training
+alone, and in each a copy of its parameters in the engines' number format, from which a thread sends them while training
+goes on. A rank of an engine has one phase, "generate", in which it also receives. That copy and the buckets are in the
+host's memory (`weight_sync.publish`): of a GPU's they take nothing.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Literal
 
 from rlmath.checkpoint.hf.weight_map import TABLES, shard_shape
@@ -44,6 +49,7 @@ PARTS = (
     "working",
     "gather_buffer",
     "dummy_gradients",
+    "published_weights",
     "engine_weights",
     "engine_workspace",
     "kv_cache",
@@ -78,10 +84,25 @@ class MemoryPlan:
     """What one rank holds in each phase."""
 
     rank: int
+    """Of the run."""
     stage: int
     """Pipeline stage of the rank; its ranks all hold the same."""
     phases: Mapping[str, Mapping[str, int]]
     """Bytes by part, by phase, in the order of a step; parts that are not held are left out."""
+    is_engine: bool = False
+    """Of a rank that an engine has for itself, with stage 0; all such ranks hold the same."""
+    host: Mapping[str, int] = field(default_factory=dict)
+    """Bytes by part that a rank with a GPU holds beside, in the host's memory, in all phases. What is offloaded there
+    is not counted."""
+
+    @property
+    def name(self) -> str:
+        """For messages."""
+        return (
+            f"engine rank {self.rank}"
+            if self.is_engine
+            else f"rank {self.rank} (pipeline stage {self.stage})"
+        )
 
     def held(self, phase: str) -> int:
         """Bytes of a phase at its fullest moment."""
@@ -100,16 +121,38 @@ class MemoryPlan:
 def plan_ranks(
     config: Config, shape: ModelShape, world_size: int, target: Target, kind: Kind = "grpo"
 ) -> list[MemoryPlan]:
-    """The plan of the first rank of every pipeline stage; all ranks of a stage hold the same.
+    """The plan of the first rank of every pipeline stage; all ranks of a stage hold the same. Ranks of the engines' own
+    are not among them (`plan_engine_ranks`).
 
     The layout must have no problems (`parallelism`).
     """
     parallel = config.parallel
-    per_stage = world_size // parallel.pipeline
+    per_stage = training_ranks(config, world_size) // parallel.pipeline
     return [
         plan_rank(config, shape, mesh_of(config, world_size, stage * per_stage), target, kind)
         for stage in range(parallel.pipeline)
     ]
+
+
+def plan_engine_ranks(config: Config, shape: ModelShape, world_size: int, target: Target) -> list[MemoryPlan]:
+    """The plan of the first rank of the engines' own, which stands for all of them; empty where engines live in the
+    training ranks."""
+    if config.rollout.ranks == 0:
+        return []
+    return [plan_engine_rank(config, shape, training_ranks(config, world_size), target)]
+
+
+def plan_engine_rank(config: Config, shape: ModelShape, rank: int, target: Target) -> MemoryPlan:
+    """The plan of a rank that an engine has for itself, for the longest of the run's lengths."""
+    config = with_longest_lengths(config)
+    engine = formulas.engine_bytes(shape, config.rollout, target.kind, target.itemsize, target.total_bytes)
+    held = {
+        "engine_weights": engine.weights,
+        "engine_workspace": engine.workspace,
+        "kv_cache": max(0, engine.kv_cache),
+    }
+    on_host = {"sync_buffers": _own_sync_bytes(config, target, engine.weights)}
+    return _with_host(MemoryPlan(rank, 0, {"generate": held}, is_engine=True), on_host, target)
 
 
 def largest(plans: list[MemoryPlan], phases: tuple[str, ...] | None = None) -> tuple[MemoryPlan, str]:
@@ -120,12 +163,18 @@ def largest(plans: list[MemoryPlan], phases: tuple[str, ...] | None = None) -> t
     )
 
 
+def training_ranks(config: Config, world_size: int) -> int:
+    """Ranks of a run that train: the first ones, all where the engines have none of their own."""
+    return world_size - config.rollout.ranks
+
+
 def mesh_of(config: Config, world_size: int, rank: int) -> Mesh:
-    """Where a rank of a run with these settings stands."""
-    parallel = config.parallel
+    """Where a training rank of a run with these settings stands, among all that train."""
+    parallel, trainers = config.parallel, training_ranks(config, world_size)
+    assert 0 <= rank < trainers, f"rank {rank} is none of the {trainers} that train"
     return Mesh(
         rank,
-        world_size,
+        trainers,
         parallel.tensor,
         parallel.pipeline,
         config.rollout.tensor_parallel,
@@ -133,7 +182,15 @@ def mesh_of(config: Config, world_size: int, rank: int) -> Mesh:
         parallel.context,
         parallel.expert,
         parallel.expert_tensor,
+        config.rollout.ranks,
     )
+
+
+def engine_mesh_of(config: Config, world_size: int, rank: int) -> Mesh:
+    """Where a rank of the engines' own stands, among all of these; `rank` is that of the run."""
+    rollout, trainers = config.rollout, training_ranks(config, world_size)
+    assert trainers <= rank < world_size, f"rank {rank} is none of the {rollout.ranks} of the engines"
+    return Mesh(rank - trainers, rollout.ranks, tensor=1, pipeline=1, engine_size=rollout.tensor_parallel)
 
 
 def plan_rank(
@@ -157,6 +214,17 @@ def plan_rank(
     if kind == "sft":
         held = _in_order(_while_training(resident, memory) | asdict(update))
         return MemoryPlan(mesh.rank, mesh.pipeline_rank, {"update": held})
+    if mesh.engine_ranks:
+        published = sum(sum(sizes) for sizes, _ in buffers) * target.itemsize
+        on_host = {
+            "published_weights": published,
+            "sync_buffers": _own_sync_bytes(config, target, published),
+        }
+        phases = {"logprobs": _while_training(resident, memory) | asdict(forward)}
+        if "reference" in resident:
+            phases["reference"] = resident | asdict(forward)
+        phases["update"] = _while_training(resident, memory) | asdict(update)
+        return _with_host(MemoryPlan(mesh.rank, mesh.pipeline_rank, phases), on_host, target)
     engine = formulas.engine_bytes(shape, config.rollout, target.kind, target.itemsize, target.total_bytes)
     weights = {"engine_weights": engine.weights}
     awake = weights | {"engine_workspace": engine.workspace, "kv_cache": max(0, engine.kv_cache)}
@@ -319,6 +387,20 @@ def _sync_bytes(config: Config, mesh: Mesh, target: Target, weights: int) -> int
         return 0
     bucket = bucket_bytes(config.sync.bucket_mib, target.kind, mesh.world_size)
     return (4 if target.kind == "cuda" else 2) * min(bucket, weights)
+
+
+def _with_host(plan: MemoryPlan, on_host: Mapping[str, int], target: Target) -> MemoryPlan:
+    """With parts that are in the host's memory all the time, which on CPU is the same memory."""
+    on_cpu = target.kind == "cpu"
+    phases = {name: _in_order({**held, **(on_host if on_cpu else {})}) for name, held in plan.phases.items()}
+    return replace(plan, phases=phases, host={} if on_cpu else _in_order(on_host))
+
+
+def _own_sync_bytes(config: Config, target: Target, weights: int) -> int:
+    """Of a rank that sends to engines on ranks of their own, or receives there: one bucket is filled while the other
+    travels."""
+    at_least_two_ranks = 2
+    return 2 * min(bucket_bytes(config.sync.bucket_mib, target.kind, at_least_two_ranks), weights)
 
 
 def _in_order(held: Mapping[str, int]) -> dict[str, int]:

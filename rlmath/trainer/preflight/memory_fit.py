@@ -111,7 +111,7 @@ def fit_problems(config: Config, shape: ModelShape, world_size: int, kind: Kind 
     if usable_bytes(target) == 0:
         total = _gib(target.total_bytes)
         return [f"memory: {target.name} has {total} GiB, no more than {RESERVE}. Take a larger GPU."]
-    plans = memory_estimate.plan_ranks(config, shape, world_size, target, kind)
+    plans = all_plans(config, shape, world_size, target, kind)
     problems, phase_groups = [], (memory_estimate.TRAINING_PHASES,)
     if kind == "grpo":
         problems += _engine_problems(config, shape, world_size, target)
@@ -121,20 +121,36 @@ def fit_problems(config: Config, shape: ModelShape, world_size: int, kind: Kind 
         if plan.held(phase) > usable_bytes(target):
             advice = _advice(config, shape, world_size, target, plan, phase, kind)
             problems.append(
-                f"memory: rank {plan.rank} (pipeline stage {plan.stage}) needs {figures(plan, phase, 3)} in the phase "
+                f"memory: {plan.name} needs {figures(plan, phase, 3)} in the phase "
                 f'"{phase}"; {target.name} has {_gib(target.total_bytes)} GiB, of which a run may fill '
                 f"{_gib(usable_bytes(target))} (without {RESERVE}). {advice}"
             )
     return problems
 
 
+def all_plans(
+    config: Config, shape: ModelShape, world_size: int, target: Target, kind: Kind = "grpo"
+) -> list[MemoryPlan]:
+    """A plan for every kind of rank: of each pipeline stage, and of engines with ranks of their own."""
+    engines = memory_estimate.plan_engine_ranks(config, shape, world_size, target) if kind == "grpo" else []
+    return [*memory_estimate.plan_ranks(config, shape, world_size, target, kind), *engines]
+
+
 def start_up_lines(config: Config, shape: ModelShape, world_size: int, kind: Kind = "grpo") -> list[str]:
-    """The plan of the rank that holds the most, a line per phase."""
+    """The plan of the rank that holds the most, a line per phase; where engines have ranks of their own, that of the
+    training rank that does, and of an engine's."""
     target = planned_target(config)
-    plan, _ = memory_estimate.largest(memory_estimate.plan_ranks(config, shape, world_size, target, kind))
+    plans = all_plans(config, shape, world_size, target, kind)
+    most, _ = memory_estimate.largest([plan for plan in plans if not plan.is_engine])
     limit = "" if target.total_bytes is None else f", may fill {_gib(usable_bytes(target))} GiB"
-    head = f"Planned memory of rank {plan.rank} (pipeline stage {plan.stage}) on {target.name}{limit}:"
-    return [head, *(f"  {phase}: {figures(plan, phase)}" for phase in plan.phases)]
+    lines = []
+    for plan in (most, *(plan for plan in plans if plan.is_engine)):
+        lines.append(f"Planned memory of {plan.name} on {target.name}{limit}:")
+        lines += [f"  {phase}: {figures(plan, phase)}" for phase in plan.phases]
+        if plan.host:
+            parts = ", ".join(f"{part} {_gib(size)}" for part, size in plan.host.items())
+            lines.append(f"  beside, in the host's memory: {_gib(sum(plan.host.values()))} GiB ({parts})")
+    return lines
 
 
 def measured_line(config: Config, shape: ModelShape, mesh: Mesh, device: Device, kind: Kind) -> str:
@@ -184,13 +200,14 @@ def _advice(
     those that free most."""
     helpful = []
     for change in _changes(config, shape, world_size, target, kind):
-        parallel, engine = change.config.parallel, change.config.rollout.tensor_parallel
-        if any(rank_problems(parallel, engine, change.world_size)) or any(
-            layout_problems(parallel, engine, change.config.policy, shape)
+        parallel, rollout = change.config.parallel, change.config.rollout
+        if any(rank_problems(parallel, rollout.tensor_parallel, change.world_size, rollout.ranks)) or any(
+            layout_problems(parallel, rollout.tensor_parallel, change.config.policy, shape)
         ):
             continue
-        plans = memory_estimate.plan_ranks(change.config, shape, change.world_size, target, kind)
-        held = max(other.held(phase) for other in plans if phase in other.phases)
+        plans = all_plans(change.config, shape, change.world_size, target, kind)
+        plans = [other for other in plans if other.is_engine == plan.is_engine]
+        held = max(other.held(phase) for other in plans)
         if plans[min(plan.stage, len(plans) - 1)].held(phase) < plan.held(phase):
             too_much = max(0, held - usable_bytes(target))
             helpful.append((change.world_size > world_size, too_much, change.text))
@@ -203,6 +220,8 @@ def _changes(
 ) -> Iterator[Change]:
     """What could make a phase smaller, cheapest first; not all of it helps, or is legal, in this run."""
     memory, parallel, policy, rollout = config.memory, config.parallel, config.policy, config.rollout
+    own = rollout.ranks
+    twice_trainers = 2 * (world_size - own) + own
 
     def change(text: str, ranks: int = world_size, **sections: dict[str, Any]) -> Change:
         changed = {name: replace(getattr(config, name), **values) for name, values in sections.items()}
@@ -232,15 +251,21 @@ def _changes(
     if parallel.tensor > 1 and not parallel.sequence:
         yield change("Set parallel.sequence=true.", parallel={"sequence": True})
     if config.optimizer.distributed:
-        yield change("Start more ranks, which share the optimizer.", 2 * world_size, parallel={"data": None})
+        more = " that train" if own else ""
+        text = f"Start more ranks{more}, which share the optimizer."
+        yield change(text, twice_trainers, parallel={"data": None})
     for name in ("tensor", "pipeline"):
         now = getattr(parallel, name)
         more = {name: 2 * now, "data": None}
-        yield change(f"Raise parallel.{name} (now {now}).", 2 * world_size, parallel=more)
+        yield change(f"Raise parallel.{name} (now {now}).", twice_trainers, parallel=more)
     now = rollout.tensor_parallel
-    yield change(
-        f"Raise rollout.tensor_parallel (now {now}).", 2 * world_size, rollout={"tensor_parallel": 2 * now}
-    )
+    larger = {"tensor_parallel": 2 * now}
+    if own:
+        yield change(f"Raise rollout.tensor_parallel (now {now}).", rollout=larger)
+        text = f"Raise rollout.tensor_parallel (now {now}) and rollout.ranks (now {own})."
+        yield change(text, world_size + own, rollout=larger | {"ranks": 2 * own})
+    else:
+        yield change(f"Raise rollout.tensor_parallel (now {now}).", 2 * world_size, rollout=larger)
 
 
 # ---------------------------------------------------------------- an engine whose share is too small
@@ -276,7 +301,7 @@ def _fitting_engine(config: Config, shape: ModelShape, world_size: int, target: 
     """The smallest share that is enough, in whole hundredths: of the engine as it is, else of one without CUDA graphs,
     else of one on the fewest ranks that are enough."""
     assert target.total_bytes is not None
-    now, share = config.rollout.tensor_parallel, config.rollout.memory_share
+    now, share, own = config.rollout.tensor_parallel, config.rollout.memory_share, config.rollout.ranks
     choices = [{}, {"cuda_graphs": False}]
     choices += [{"tensor_parallel": ranks} for ranks in range(now + 1, shape.num_heads + 1)]
     for choice in choices:
@@ -290,7 +315,11 @@ def _fitting_engine(config: Config, shape: ModelShape, world_size: int, target: 
             continue
         text = f"Raise it to {least:.2f} or more, or raise rollout.tensor_parallel (now {now})."
         if ranks != now:
-            start = "" if world_size % ranks == 0 else f", start a multiple of {ranks} ranks"
+            start = f", start a multiple of {ranks} ranks"
+            if own:
+                start = f", rollout.ranks to a multiple of {ranks} (now {own})"
+            if (own or world_size) % ranks == 0:
+                start = ""
             text = f"Set rollout.tensor_parallel={ranks} (now {now}){start}, and "
         elif choice:
             text = "Set rollout.cuda_graphs=false and "
@@ -298,8 +327,10 @@ def _fitting_engine(config: Config, shape: ModelShape, world_size: int, target: 
             text = f"Lower rollout.memory_share (now {share:g}, at least {least:.2f})."
         if choice:
             text += f"rollout.memory_share to {least:.2f} or a little more."
-        fitting = replace(changed, rollout=replace(changed.rollout, memory_share=least))
-        return Change(text, fitting, -(-world_size // ranks) * ranks)
+        engine_ranks = -(-(own or world_size) // ranks) * ranks
+        more = {"ranks": engine_ranks} if own else {}
+        fitting = replace(changed, rollout=replace(changed.rollout, memory_share=least, **more))
+        return Change(text, fitting, world_size - own + engine_ranks if own else engine_ranks)
     text = (
         "Lower rollout.max_num_batched_tokens, rollout.max_num_seqs or rollout.max_new_tokens, or take a larger GPU: "
         "no rollout.tensor_parallel makes the engine fit."

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from rlmath.config.model_shape import ModelShape
 from rlmath.config.schema import Config, ParallelConfig, PolicyConfig
 from rlmath.distributed.device import environment_world_size
+from rlmath.distributed.ranks import ranks_text
 from rlmath.rollout.weight_sync.shard_layouts import engine_vocab_rows
 
 
@@ -17,67 +18,80 @@ def planned_ranks(config: Config, given: int | None) -> int:
     """Ranks of the run: as given, or those that `parallel.data` makes, or those that a launcher started, or the least
     that the layout takes."""
     if given is None and "WORLD_SIZE" in os.environ:
-        given = ranks_of_layout(config.parallel) or environment_world_size()
+        given = ranks_of_layout(config.parallel, config.rollout.ranks) or environment_world_size()
     return ranks_or_least(config, given)
 
 
-def ranks_of_layout(parallel: ParallelConfig) -> int | None:
-    """Ranks that `parallel.data` replicas take; None where it is left open.
+def ranks_of_layout(parallel: ParallelConfig, engine_ranks: int = 0) -> int | None:
+    """Ranks that `parallel.data` replicas take, and those of the engines' own (`rollout.ranks`); None where
+    `parallel.data` is left open.
 
-    >>> ranks_of_layout(ParallelConfig(data=8, tensor=4))
-    32
+    >>> ranks_of_layout(ParallelConfig(data=8, tensor=4)), ranks_of_layout(ParallelConfig(data=8, tensor=4), 24)
+    (32, 56)
     """
     if parallel.data is None:
         return None
     sizes = (parallel.data, parallel.tensor, parallel.context, parallel.pipeline)
-    return math.prod(max(1, size) for size in sizes)
+    return math.prod(max(1, size) for size in sizes) + max(0, engine_ranks)
 
 
 def ranks_or_least(config: Config, given: int | None) -> int:
     """Ranks of the run: as given, or those that `parallel.data` makes, or the least that the layout takes."""
-    return given if given is not None else ranks_of_layout(config.parallel) or least_ranks(config)
+    if given is not None:
+        return given
+    return ranks_of_layout(config.parallel, config.rollout.ranks) or least_ranks(config)
 
 
 def least_ranks(config: Config) -> int:
-    """Ranks of one replica of the model, or of as many as make whole engines."""
+    """Ranks of one replica of the model, or of as many as make whole engines; with ranks of the engines' own, these
+    and one replica."""
     parallel = config.parallel
     sizes = (parallel.tensor, parallel.context, parallel.expert, parallel.expert_tensor)
     tensor, context, expert, expert_tensor = (max(1, size) for size in sizes)
     stage = math.lcm(tensor * context, expert * expert_tensor)
-    return math.lcm(stage * max(1, parallel.pipeline), max(1, config.rollout.tensor_parallel))
+    replica = stage * max(1, parallel.pipeline)
+    if config.rollout.ranks > 0:
+        return replica + config.rollout.ranks
+    return math.lcm(replica, max(1, config.rollout.tensor_parallel))
+
+
+def roles(config: Config, world_size: int) -> str:
+    """Which ranks train and which generate, where they are not the same; else "".
+
+    >>> from rlmath.config.schema import RolloutConfig
+    >>> roles(Config(rollout=RolloutConfig(ranks=2)), 3)
+    'rank 0 trains, ranks 1-2 generate'
+    """
+    engines, trainers = config.rollout.ranks, world_size - config.rollout.ranks
+    if not engines:
+        return ""
+    train, generate = ranks_text(range(trainers)), ranks_text(range(trainers, world_size))
+    return f"{train} train{'s' * (trainers == 1)}, {generate} generate{'s' * (engines == 1)}"
 
 
 # ---------------------------------------------------------------- problems of a layout
 
 
-def rank_problems(parallel: ParallelConfig, engine: int, world_size: int) -> Iterator[str]:
-    """What shows without the model; `engine` is `rollout.tensor_parallel`."""
-    sizes = {"parallel.tensor": max(1, parallel.tensor), "parallel.pipeline": max(1, parallel.pipeline)}
-    if parallel.context > 1:
-        sizes["parallel.context"] = parallel.context
-    engine, replica = max(1, engine), math.prod(sizes.values())
-    if world_size % replica:
+def rank_problems(
+    parallel: ParallelConfig, engine: int, world_size: int, engine_ranks: int = 0
+) -> Iterator[str]:
+    """What shows without the model; `engine` is `rollout.tensor_parallel`, `engine_ranks` is `rollout.ranks`, and
+    `world_size` counts all ranks of the run."""
+    engine, own = max(1, engine), max(0, engine_ranks)
+    trainers = world_size - own
+    if trainers < 1:
         yield (
-            f"{' x '.join(sizes)} is {' x '.join(map(str, sizes.values()))} = {replica}, which does not divide the "
-            f"{world_size} ranks of this run. Start a multiple of {replica}, or change them."
+            f"rollout.ranks is {own}, and the run has {world_size} rank{'s' * (world_size != 1)}: none is left to "
+            f"train. Start more than {own}, or lower rollout.ranks; 0 lets engines live in the training ranks."
         )
-    elif parallel.data is not None and parallel.data * replica != world_size:
-        wanted = parallel.data * replica
+    else:
+        yield from _training_rank_problems(parallel, trainers, own)
+    if (own or world_size) % engine:
+        which = f"rollout.ranks {own}" if own else f"the {world_size} ranks of this run"
+        change = " Or change rollout.ranks." if own else ""
         yield (
-            f"parallel.data is {parallel.data}; with {' x '.join(sizes)} = {replica} it makes {wanted} ranks, and this "
-            f"run has {world_size}. Start {wanted}, or set parallel.data=null."
-        )
-    if world_size % engine:
-        yield (
-            f"rollout.tensor_parallel is {engine}, which does not divide the {world_size} ranks of this run; "
-            f"possible: {_divisors(world_size)}."
-        )
-    stage, pipeline = divmod(world_size, max(1, parallel.pipeline))
-    wanted = max(1, parallel.expert) * max(1, parallel.expert_tensor)
-    if not pipeline and stage % wanted:
-        yield (
-            f"parallel.expert x parallel.expert_tensor is {parallel.expert} x {parallel.expert_tensor} = {wanted}, "
-            f"which does not divide the {stage} ranks of a pipeline stage. Possible: {_divisors(stage)}."
+            f"rollout.tensor_parallel is {engine}, which does not divide {which}; possible: "
+            f"{_divisors(own or world_size)}.{change}"
         )
     if parallel.pipeline > 1:
         return
@@ -90,6 +104,40 @@ def rank_problems(parallel: ParallelConfig, engine: int, world_size: int) -> Ite
         yield (
             f"{key} is {layers}; with parallel.pipeline=1 the one stage has all layers. Set it to null, or raise "
             "parallel.pipeline."
+        )
+
+
+def _training_rank_problems(parallel: ParallelConfig, trainers: int, own: int) -> Iterator[str]:
+    """Of `trainers` ranks, beside `own` of the engines."""
+    sizes = {"parallel.tensor": max(1, parallel.tensor), "parallel.pipeline": max(1, parallel.pipeline)}
+    if parallel.context > 1:
+        sizes["parallel.context"] = parallel.context
+    replica = math.prod(sizes.values())
+    who = "1 rank that trains" if trainers == 1 else f"{trainers} ranks that train"
+    are = f"{who}, beside rollout.ranks {own}" if own else f"{trainers} ranks of this run"
+    more = f" and {own} for rollout.ranks" if own else ""
+    if trainers % replica:
+        yield (
+            f"{' x '.join(sizes)} is {' x '.join(map(str, sizes.values()))} = {replica}, which does not divide the "
+            f"{are}. Start a multiple of {replica}{more}, or change them."
+        )
+    elif parallel.data is not None and parallel.data * replica != trainers:
+        wanted = parallel.data * replica
+        has = (
+            f"to train this run has {trainers}, beside rollout.ranks {own}"
+            if own
+            else f"this run has {trainers}"
+        )
+        yield (
+            f"parallel.data is {parallel.data}; with {' x '.join(sizes)} = {replica} it makes {wanted} ranks, and "
+            f"{has}. Start {wanted + own}, or set parallel.data=null."
+        )
+    stage, pipeline = divmod(trainers, max(1, parallel.pipeline))
+    wanted = max(1, parallel.expert) * max(1, parallel.expert_tensor)
+    if not pipeline and stage % wanted:
+        yield (
+            f"parallel.expert x parallel.expert_tensor is {parallel.expert} x {parallel.expert_tensor} = {wanted}, "
+            f"which does not divide the {stage} ranks of a pipeline stage. Possible: {_divisors(stage)}."
         )
 
 

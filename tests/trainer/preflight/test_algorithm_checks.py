@@ -13,12 +13,15 @@ from rlmath.algorithms.kl import KLKind
 from rlmath.algorithms.losses import LossKind, NormalisationKind
 from rlmath.config.help import all_settings
 from rlmath.config.load import load_config
+from rlmath.distributed.memory import total_bytes
 from rlmath.trainer.preflight.checks import (
     algorithm_problems,
     algorithm_warnings,
     config_warnings,
+    host_memory_problems,
     run_problems,
 )
+from rlmath.trainer.preflight.memory_fit import GIB
 
 PATHS = ["run.output_dir=o", "model.path=m", "data.train_path=t"]
 
@@ -238,3 +241,103 @@ def test_settings_of_partial_rollouts_without_effect_are_told() -> None:
     assert told(*CARRY, "rollout.max_new_tokens=64", "rollout.slice_tokens=64") == [], (
         "a step samples for two"
     )
+
+
+# ---------------------------------------------------------------- engines on ranks of their own
+
+OWN_RANKS = ["rollout.ranks=1", *CARRY[1:]]
+
+
+def own_problems(*overrides: str) -> list[str]:
+    return run_problems(load_config([], [*PATHS, *overrides]), 2, None)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        OWN_RANKS,
+        [
+            *OWN_RANKS[:2],
+            "algorithm.importance_cap=2",
+            "rollout.on_new_weights=keep",
+            "rollout.max_staleness=8",
+        ],
+        ["rollout.ranks=1", "rollout.max_staleness=0"],
+        ["rollout.ranks=1", "rollout.max_staleness=0", "rollout.on_new_weights=finish", "sync.probe_every=2"],
+    ],
+)
+def test_asynchronous_runs_that_can_start(overrides: list[str]) -> None:
+    assert own_problems(*overrides) == []
+
+
+@pytest.mark.parametrize(
+    ("overrides", "told"),
+    [
+        (
+            OWN_RANKS[:1],
+            "rollout.ranks is 1 and rollout.max_staleness 1: older versions of the policy sample a part",
+        ),
+        ([*OWN_RANKS[:1], "rollout.on_new_weights=finish"], "algorithm.importance_correction=token"),
+        (OWN_RANKS[:2], "algorithm.importance_mask_high=5 (or algorithm.importance_cap)"),
+        ([*OWN_RANKS, "algorithm.recompute_logprobs=false"], "algorithm.recompute_logprobs=true"),
+        (
+            [*OWN_RANKS, "rollout.tail=carry"],
+            'rollout.tail is "carry" and rollout.ranks 1: engines on ranks of their',
+        ),
+        ([*OWN_RANKS, "rollout.tail=defer"], "Set rollout.tail=wait, or rollout.ranks=0."),
+        (
+            [*OWN_RANKS, "sync.checksum_every=5"],
+            "Set sync.checksum_every=0; sync.probe_every compares log-probs",
+        ),
+        ([*OWN_RANKS, "parallel.tensor=2"], "does not divide the 1 rank that trains"),
+        (["rollout.ranks=2"], "none is left to train"),
+    ],
+)
+def test_asynchronous_runs_that_would_be_wrong(overrides: list[str], told: str) -> None:
+    assert any(told in problem for problem in own_problems(*overrides))
+
+
+def test_settings_without_effect_beside_or_without_ranks_of_the_engines_are_told() -> None:
+    def told(*overrides: str) -> list[str]:
+        found = config_warnings(load_config([], [*PATHS, *overrides]))
+        return [one for one in found if "rollout." in one]
+
+    assert (
+        told(*OWN_RANKS) == told(*OWN_RANKS, "rollout.max_staleness=3", "rollout.on_new_weights=keep") == []
+    )
+    assert told("rollout.on_new_weights=keep", "rollout.max_concurrent_sequences=8") == [
+        "rollout.on_new_weights, rollout.max_concurrent_sequences: no effect with rollout.ranks=0."
+    ]
+    assert told(*OWN_RANKS, "rollout.slice_tokens=100", "rollout.max_groups_in_flight=300") == [
+        'rollout.slice_tokens, rollout.max_groups_in_flight: no effect with rollout.tail="wait".'
+    ]
+    no_turns = told(*OWN_RANKS, "memory.offload_gradients=false", "memory.offload_parameters=true")
+    assert no_turns == [
+        "memory.offload_gradients, memory.offload_parameters: no effect with rollout.ranks=1, since no engine takes "
+        "turns with training on the same memory."
+    ]
+    assert told(*OWN_RANKS, "memory.offload_reference=true", "algorithm.kl_coef=0.1") == []
+    assert (
+        "nothing is being sampled"
+        in told("rollout.ranks=1", "rollout.max_staleness=0", "rollout.on_new_weights=keep")[0]
+    )
+
+
+def test_only_ranks_with_an_engine_need_a_cache_on_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    def told(rank: int, *overrides: str) -> list[str]:
+        for name, value in {"RANK": rank, "LOCAL_RANK": rank % 4}.items():
+            monkeypatch.setenv(name, str(value))
+        config = load_config([], [*PATHS, f"rollout.cpu_kv_cache_gib={cache}", *overrides])
+        return list(host_memory_problems(config))
+
+    # two nodes of four ranks; 0.3 of the memory for one cache: three fit, four do not
+    cache = 0.3 * total_bytes() / GIB
+    monkeypatch.setattr("rlmath.trainer.preflight.checks.available_bytes", total_bytes)
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert "for each of the 4 ranks" in told(0)[0] and "for each of the 4 ranks" in told(5)[0]
+    assert told(1, "rollout.ranks=3") == told(5, "rollout.ranks=3") == told(2, "rollout.ranks=4") == []
+    assert "for each of the 4 ranks" in told(6, "rollout.ranks=4")[0]
+    assert "for each of the 4 ranks" in told(4, "rollout.ranks=6")[0] and told(0, "rollout.ranks=6") == []
+    cache = 1.1 * total_bytes() / GIB
+    assert told(0, "rollout.ranks=4") == [] and "Lower it" in told(4, "rollout.ranks=1")[0]

@@ -387,6 +387,77 @@ def test_partial_rollouts_are_told(dry):
     assert "partial rollouts" not in dry(SMALL_R1)[1]
 
 
+ASYNC = (
+    "parallel=d2t2+d4",
+    "algorithm.recompute_logprobs=true",
+    "algorithm.importance_correction=token",
+    "algorithm.importance_cap=2",
+)
+
+
+def test_asynchronous_runs_are_told(dry):
+    status, out, err = dry(
+        SMALL_R1, *ASYNC, "rollout.max_staleness=2", "rollout.max_concurrent_sequences=100"
+    )
+    assert status == 0, err
+    told = " ".join(out.split())
+    assert (
+        "Layout: 8 ranks, TP1 x PP1 x DP4, 2 engines of TP2 on ranks of their own ranks 0-3 train, ranks 4-7"
+        in told
+    )
+    assert "after v steps at most (2 + v + 1) x 512 groups have been begun" in told
+    assert "1,536 before the first step, 512 more after each" in told
+    assert "whose first token is at most 2 steps old" in told
+    assert "being sampled are continued with the KV cache computed again" in told
+    assert (
+        "at most 100 at a time in each of 2 engines, 200 in all; the groups" in told and "most 24,576" in told
+    )
+    assert (
+        "Planned memory of rank 0 (pipeline stage 0)" in out and "Planned memory of engine rank 4 on" in out
+    )
+    assert "nothing else is on the GPUs of engines" in told
+    assert "nothing else is on the GPUs" not in dry(SMALL_R1, *ASYNC, "rollout.memory_share=0.9")[1]
+    told = " ".join(dry(SMALL_R1, *ASYNC, "rollout.on_new_weights=finish")[1].split())
+    assert "being sampled are finished under the old ones first" in told
+    alone = dry(SMALL_R1, *ASYNC[:1], "rollout.max_staleness=0")
+    assert (
+        alone[0] == 0
+        and "a step's own weights sample all of it" in alone[1]
+        and "new weights:" not in alone[1]
+    )
+    colocated = dry(SMALL_R1)[1]
+    assert (
+        "asynchronous" not in colocated
+        and "engine rank" not in colocated
+        and " generate" not in colocated[:900]
+    )
+
+
+def test_of_engines_with_ranks_of_their_own_only_these_have_caches(dry, bare_model: Path):
+    cache = f"rollout.cpu_kv_cache_gib={0.6 * total_bytes() / 2**30}"
+    words = (
+        f"model.path={bare_model}",
+        *TINY,
+        "run.total_epochs=2",
+        cache,
+        "parallel=d1+d3",
+        "rollout.max_staleness=0",
+    )
+    status, out, err = dry(V2, *words)
+    assert status == 0, err
+    assert "the KV caches of" not in out
+    assert "the KV caches of 2 ranks" in dry(V2, *words, "parallel=d2+d3")[1]
+
+
+def test_ranks_that_do_not_fit_both_roles_are_refused(dry):
+    status, _, err = dry(SMALL_R1, *ASYNC, "--ranks", "9")
+    assert status == 2 and "to train this run has 5, beside rollout.ranks 4. Start 8, or" in err
+    status, _, err = dry(SMALL_R1, *ASYNC, "--ranks", "4")
+    assert status == 2 and "none is left to train" in err
+    status, _, err = dry(SMALL_R1, "parallel=d2+d4+d2")
+    assert status == 2 and "2 plus signs" in err
+
+
 def test_tail_batching_and_its_bias_are_told(dry):
     status, out, err = dry(SMALL_R1, "rollout.tail=defer")
     assert status == 0, err

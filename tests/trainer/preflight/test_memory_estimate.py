@@ -19,7 +19,14 @@ from rlmath.config.schema import (
     RunConfig,
 )
 from rlmath.rollout.weight_sync.reshard_plan import bucket_bytes
-from rlmath.trainer.preflight.memory_estimate import Target, buffer_elements, plan_ranks
+from rlmath.trainer.preflight.memory_estimate import (
+    Target,
+    buffer_elements,
+    engine_mesh_of,
+    mesh_of,
+    plan_engine_ranks,
+    plan_ranks,
+)
 from rlmath.trainer.preflight.memory_formulas import (
     StageWork,
     backward_bytes,
@@ -214,6 +221,95 @@ def test_empty_gradients_are_kept_one_for_each_shape():
     layer = 3584 * (3584 + 2 * 512) + 3584 * 3584 + 3 * 18944 * 3584
     assert plan.phases["update"]["dummy_gradients"] == 2 * (layer + 152064 * 3584)
     assert "dummy_gradients" not in plan_ranks(config(), QWEN_7B, 1, CPU)[0].phases["update"]
+
+
+# ---------------------------------------------------------------- engines on ranks of their own
+
+MIB = 2**20
+
+
+def own_ranks(ranks: int, engine: int = 1, **sections: object) -> Config:
+    return config(rollout=RolloutConfig(ranks=ranks, tensor_parallel=engine), **sections)
+
+
+def test_a_training_rank_beside_engines_of_their_own_has_training_and_a_copy_of_its_parameters():
+    plain, memory = (
+        OptimizerConfig(distributed=False),
+        MemoryConfig(offload_optimizer=True, offload_parameters=True),
+    )
+    (plan,) = plan_ranks(own_ranks(2, optimizer=plain, memory=memory), QWEN_7B, 3, H100)
+    assert list(plan.phases) == ["logprobs", "update"] and plan.name == "rank 0 (pipeline stage 0)"
+    (alone,) = plan_ranks(config(optimizer=plain, rollout=RolloutConfig(cuda_graphs=False)), QWEN_7B, 1, H100)
+    # what training alone holds, nothing is offloaded; in the host's memory bfloat16 numbers and two buckets of 64 MiB
+    assert plan.phases == {phase: alone.phases[phase] for phase in plan.phases}
+    assert plan.host == {"published_weights": 2 * PARAMETERS, "sync_buffers": 128 * MIB}
+    # on CPU that is the same memory, numbers are float32, and buckets 16 MiB
+    (plan,) = plan_ranks(own_ranks(2, optimizer=plain), QWEN_7B, 3, CPU)
+    assert {held["published_weights"] for held in plan.phases.values()} == {4 * PARAMETERS}
+    assert {held["sync_buffers"] for held in plan.phases.values()} == {32 * MIB} and plan.host == {}
+
+
+def test_the_ranks_that_the_engines_leave_share_the_model_and_the_optimizer():
+    # 6 ranks, 2 of them an engine's: tensor 2 leaves 2 replicas, that share 3 x 4 bytes a parameter.
+    (plan,) = plan_ranks(own_ranks(2, 2, parallel=ParallelConfig(tensor=2)), QWEN_7B, 6, H100)
+    (same,) = plan_ranks(config(parallel=ParallelConfig(tensor=2)), QWEN_7B, 4, H100)
+    assert (plan.part("parameters"), plan.part("optimizer")) == (
+        same.part("parameters"),
+        same.part("optimizer"),
+    )
+    # two bytes of half of all parameters, and of half of the norms, which both ranks have whole
+    norms = 28 * 2 * 3584 + 3584
+    assert plan.host["published_weights"] == PARAMETERS + norms
+
+
+def test_every_stage_has_a_copy_of_its_own_layers():
+    first, last = plan_ranks(own_ranks(1, parallel=ParallelConfig(pipeline=2)), QWEN_7B, 3, H100)
+    assert (first.rank, last.rank) == (0, 1)
+    matrix = 152064 * 3584  # embedding here, head there
+    layer = (PARAMETERS - 2 * matrix - 3584) // 28
+    assert first.host["published_weights"] == 2 * (matrix + 14 * layer)
+    assert last.host["published_weights"] == 2 * (matrix + 14 * layer + 3584)
+
+
+def test_the_reference_of_a_training_rank_can_leave():
+    kl = AlgorithmConfig(kl_coef=0.1)
+    (plan,) = plan_ranks(
+        own_ranks(1, algorithm=kl, memory=MemoryConfig(offload_reference=True)), QWEN_7B, 2, H100
+    )
+    assert list(plan.phases) == ["logprobs", "reference", "update"]
+    assert ["reference" in held for held in plan.phases.values()] == [False, True, False]
+
+
+def test_a_rank_of_an_engine_alone_holds_weights_cache_and_what_it_receives():
+    settings = own_ranks(2, 2, algorithm=AlgorithmConfig(kl_coef=0.1))
+    (plan,) = plan_engine_ranks(settings, QWEN_7B, 6, H100)
+    assert (plan.rank, plan.name, list(plan.phases)) == (4, "engine rank 4", ["generate"])
+    held = plan.phases["generate"]
+    assert held["engine_weights"] == weight_bytes(QWEN_7B, 2, 2, packed_head=False)
+    assert plan.host == {"sync_buffers": 128 * MIB}
+    assert plan.held("generate") == int(0.6 * H100.total_bytes), "whatever is in it"
+    assert plan_engine_ranks(config(), QWEN_7B, 6, H100) == []
+    (plan,) = plan_engine_ranks(settings, QWEN_7B, 6, CPU)
+    assert set(plan.phases["generate"]) == {"engine_weights", "kv_cache", "sync_buffers"}
+    assert plan.part("sync_buffers") == 32 * MIB
+
+
+def test_an_engine_mesh_counts_from_the_first_rank_of_the_engines():
+    settings = own_ranks(4, 2, parallel=ParallelConfig(tensor=2))
+    meshes = [engine_mesh_of(settings, 6, rank) for rank in range(2, 6)]
+    assert [(mesh.rank, mesh.engine_index, mesh.is_engine_leader) for mesh in meshes] == [
+        (0, 0, True),
+        (1, 0, False),
+        (2, 1, True),
+        (3, 1, False),
+    ]
+    assert {(mesh.world_size, mesh.num_engines, mesh.tensor, mesh.engine_ranks) for mesh in meshes} == {
+        (4, 2, 1, 0)
+    }
+    assert [mesh_of(settings, 6, rank).tensor_rank for rank in range(2)] == [0, 1]
+    for of, wrong in ((mesh_of, 2), (engine_mesh_of, 1), (engine_mesh_of, 6)):
+        with pytest.raises(AssertionError):
+            of(settings, 6, wrong)
 
 
 # ---------------------------------------------------------------- passes

@@ -24,9 +24,16 @@ from rlmath.config.schema import (
     RolloutConfig,
     RunConfig,
 )
+from rlmath.distributed.device import Device
 from rlmath.trainer.preflight.checks import check_config
-from rlmath.trainer.preflight.memory_estimate import largest, plan_ranks
-from rlmath.trainer.preflight.memory_fit import fit_problems, planned_target, start_up_lines, usable_bytes
+from rlmath.trainer.preflight.memory_estimate import largest, mesh_of, plan_ranks
+from rlmath.trainer.preflight.memory_fit import (
+    fit_problems,
+    measured_line,
+    planned_target,
+    start_up_lines,
+    usable_bytes,
+)
 from tests.trainer.preflight.test_memory_estimate import CPU, GIB, H100, ONE_LAYER, QWEN_7B, config
 
 
@@ -134,6 +141,21 @@ def test_the_figures_and_the_key_of_the_largest_part_are_told():
     assert 'phase "update"' in problem and "H100-80GB has 79.10 GiB" in problem
     assert "(activations 71.53," in problem
     assert "policy.recompute_granularity=full" in problem
+
+
+def test_what_the_driver_counts_is_told_beside_the_plan(monkeypatch: pytest.MonkeyPatch):
+    """Of 79 GiB 9.5 are free; torch held 60.25."""
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (int(9.5 * GIB), 79 * GIB))
+    monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda device: int(60.25 * GIB))
+    device = Device("cuda", torch.device("cuda", 0), "cpu:gloo,cuda:nccl", torch.bfloat16, local_layers=False)
+    head, *phases = start_up_lines(fitting(), QWEN_7B, 8)
+    planned = {name.strip(): text.split()[0] for name, text in (line.split(": ") for line in phases)}
+    worst = max(planned, key=lambda name: float(planned[name]))
+    assert "rank 0" in head and float(planned[worst]) > 20
+    assert measured_line(fitting(), QWEN_7B, mesh_of(fitting(), 8, 0), device, "grpo") == (
+        "GPU memory of rank 0 after its first step: 69.50 GiB in use by the driver's count, of which torch held "
+        f"60.25 at most; planned {planned[worst]} at most ({worst})"
+    )
 
 
 def with_setting(settings: Config, key: str, value: object) -> Config:
@@ -313,3 +335,69 @@ def test_the_start_tells_every_phase_of_the_largest_rank():
     assert f"{plan.held(phase) / GIB:.2f} GiB" in told
     # 4% and 2 GiB of 79.1 stay free.
     assert usable_bytes(H100) == pytest.approx((79.1 * 0.96 - 2) * GIB, rel=1e-6)
+
+
+# ---------------------------------------------------------------- engines on ranks of their own
+
+
+def own_ranks(ranks: int, engine: int = 4, **rollout: object) -> Config:
+    """`fitting` with engines on ranks of their own."""
+    return replace(fitting(), rollout=RolloutConfig(ranks=ranks, tensor_parallel=engine, **rollout))  # type: ignore[arg-type]
+
+
+def test_both_kinds_of_ranks_are_told_at_the_start():
+    lines = start_up_lines(own_ranks(4), QWEN_7B, 12)
+    assert [line for line in lines if not line.startswith(" ")] == [
+        "Planned memory of rank 0 (pipeline stage 0) on H100-80GB, may fill 73.94 GiB:",
+        "Planned memory of engine rank 8 on H100-80GB, may fill 73.94 GiB:",
+    ]
+    phases = [line.split(":")[0].strip() for line in lines if line.startswith(" ")]
+    assert phases == [
+        "logprobs",
+        "update",
+        "beside, in the host's memory",
+        "generate",
+        "beside, in the host's memory",
+    ]
+    assert "kv_cache" in lines[5] and "kv_cache" not in lines[1] + lines[2]
+    # a quarter of 14.19 GiB, and two buckets
+    assert lines[3] == "  beside, in the host's memory: 3.67 GiB (published_weights 3.55, sync_buffers 0.12)"
+    assert lines[6] == "  beside, in the host's memory: 0.12 GiB (sync_buffers 0.12)"
+
+
+def test_what_fits_on_ranks_of_either_kind_is_not_refused():
+    assert fit_problems(own_ranks(4), QWEN_7B, 12) == []
+
+
+def test_an_engine_rank_that_would_take_too_much_is_named():
+    (problem,) = fit_problems(own_ranks(4, memory_share=0.97), QWEN_7B, 12)
+    assert problem.startswith("memory: engine rank 8 needs 76.73 GiB (kv_cache ")
+    assert 'in the phase "generate"' in problem and "Lower rollout.memory_share (now 0.97" in problem
+    assert "offload" not in problem and "parallel." not in problem
+
+
+def test_a_training_rank_that_holds_too_much_is_advised_of_what_helps_it_alone():
+    settings = replace(own_ranks(4), policy=PolicyConfig(max_tokens_per_microbatch=65536))
+    (problem,) = fit_problems(settings, QWEN_7B, 12)
+    assert "rank 0 (pipeline stage 0) needs" in problem and 'phase "update"' in problem
+    assert "policy.recompute_granularity=full" in problem
+    assert "rollout." not in problem and "offload" not in problem
+    # a model that tensor parallelism cannot split: twice as many ranks that train, which leaves the engine its own
+    one_head, alone = replace(QWEN_7B, num_kv_heads=1), ParallelConfig()
+    policy = replace(fitting().policy, max_tokens_per_microbatch=17408)
+    small = replace(own_ranks(1, engine=1), memory=MemoryConfig(gpu_gib=60.0), parallel=alone, policy=policy)
+    (problem,) = [one for one in fit_problems(small, one_head, 2) if 'phase "update"' in one]
+    assert "Start more ranks that train, which share the optimizer." in problem
+    assert "Raise parallel.pipeline (now 1)." in problem
+
+
+def test_the_share_of_an_engine_of_its_own_is_advised_with_its_ranks():
+    large = replace(QWEN_7B, num_layers=80, hidden_size=8192, num_heads=64, num_kv_heads=8, ffn_size=29568)
+    (problem,) = [
+        one for one in fit_problems(own_ranks(3, engine=1), large, 11) if one.startswith("rollout.")
+    ]
+    assert "Set rollout.tensor_parallel=4 (now 1), rollout.ranks to a multiple of 4 (now 3), and" in problem
+    (problem,) = [
+        one for one in fit_problems(own_ranks(4, engine=1), large, 12) if one.startswith("rollout.")
+    ]
+    assert "Set rollout.tensor_parallel=4 (now 1), and rollout.memory_share to" in problem

@@ -10,13 +10,16 @@ import pytest
 import torch
 
 from rlmath.config.model_shape import ModelShape
-from rlmath.config.schema import ParallelConfig, PolicyConfig
+from rlmath.config.schema import Config, ParallelConfig, PolicyConfig, RolloutConfig
 from rlmath.trainer.preflight.parallelism import (
     chunk_sizes,
     context_problems,
     expert_problems,
     expert_tensor_problems,
+    planned_ranks,
     rank_problems,
+    ranks_or_least,
+    roles,
     split_problems,
     stage_problems,
 )
@@ -300,3 +303,55 @@ def test_experts_need_not_divide_by_the_tensor_parallel_size_of_training_but_by_
         problem
         == "rollout.tensor_parallel is 2; it must divide the model's 49 feed-forward units. Possible: 1."
     )
+
+
+# ---------------------------------------------------------------- engines on ranks of their own
+
+
+def own_ranks(world_size: int, ranks: int, engine: int = 1, **parallel: int | None) -> list[str]:
+    return list(rank_problems(ParallelConfig(**parallel), engine, world_size, ranks))
+
+
+def test_training_is_laid_over_the_ranks_that_the_engines_leave():
+    assert own_ranks(8, 2, engine=2, tensor=3, data=2) == []
+    assert own_ranks(6, 2, pipeline=2, expert=2) == []
+    (problem,) = own_ranks(8, 2, tensor=4)
+    assert "= 4, which does not divide the 6 ranks that train, beside rollout.ranks 2." in problem
+    assert "Start a multiple of 4 and 2 for rollout.ranks, or change them." in problem
+    (problem,) = own_ranks(8, 2, tensor=2, data=4)
+    assert (
+        "it makes 8 ranks, and to train this run has 6, beside rollout.ranks 2. Start 10, or set" in problem
+    )
+    (problem,) = own_ranks(8, 2, pipeline=2, expert=2)
+    assert "does not divide the 3 ranks of a pipeline stage. Possible: 1, 3." in problem
+
+
+@pytest.mark.parametrize(("world_size", "ranks"), [(1, 1), (4, 4), (4, 5)])
+def test_engines_leave_a_rank_to_train(world_size: int, ranks: int):
+    (problem,) = own_ranks(world_size, ranks)
+    assert problem.startswith(f"rollout.ranks is {ranks}, and the run has {world_size} rank")
+    assert f"none is left to train. Start more than {ranks}, or lower rollout.ranks" in problem
+
+
+def test_engines_divide_their_own_ranks_and_not_those_of_the_run():
+    assert own_ranks(7, 6, engine=3) == []
+    (problem,) = own_ranks(8, 6, engine=4)
+    assert problem.startswith(
+        "rollout.tensor_parallel is 4, which does not divide rollout.ranks 6; possible: 1, 2, 3, 6."
+    )
+
+
+def test_the_ranks_of_a_run_are_those_of_both_kinds(monkeypatch: pytest.MonkeyPatch):
+    rollout = RolloutConfig(ranks=24, tensor_parallel=2)
+    given, least = (
+        Config(parallel=ParallelConfig(data=data, tensor=2), rollout=rollout) for data in (4, None)
+    )
+    assert (ranks_or_least(given, None), ranks_or_least(least, None), ranks_or_least(given, 40)) == (
+        32,
+        26,
+        40,
+    )
+    assert roles(given, 32) == "ranks 0-7 train, ranks 8-31 generate"
+    assert roles(Config(), 32) == ""
+    monkeypatch.setenv("WORLD_SIZE", "48")
+    assert (planned_ranks(given, None), planned_ranks(least, None)) == (32, 48)

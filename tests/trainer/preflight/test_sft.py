@@ -11,11 +11,13 @@ from rlmath.config.help import all_settings
 from rlmath.config.load import load_config
 from rlmath.config.schema import Config, MemoryConfig, RolloutConfig
 from rlmath.trainer.preflight.checks import check_config, config_warnings, only_used, used_keys
-from rlmath.trainer.preflight.memory_estimate import Target, plan_ranks
+from rlmath.trainer.preflight.memory_estimate import Target, mesh_of, plan_ranks
 from rlmath.trainer.preflight.memory_fit import GIB, fit_problems, start_up_lines
+from rlmath.trainer.preflight.parallelism import planned_ranks
 from tests.tiny_models import shape_of
 
 POSITIONS = 256
+CPU = Target("cpu", "CPU", None, local_layers=True)
 
 
 @pytest.fixture
@@ -114,3 +116,15 @@ def test_memory_is_that_of_training_alone(place: list[str], untied_model: Path) 
     assert fit_problems(config, shape, 1, "sft") == []
     huge = ["sft.max_sequence_tokens=200", "policy.max_tokens_per_microbatch=9000000", "memory.gpu_gib=8"]
     assert "Lower policy.max_tokens_per_microbatch (now 9000000" in problems(place, *huge)
+
+
+def test_all_ranks_of_a_supervised_run_train_whatever_its_engines_would_have(place: list[str]) -> None:
+    given = load_config([], [*place, "parallel=d2t2+d4"])
+    config, unused = only_used(given)
+    assert unused == ["rollout.ranks", "rollout.tensor_parallel"]
+    assert (planned_ranks(given, None), planned_ranks(config, None)) == (8, 4)
+    check_config(config, 4, "sft")
+    assert mesh_of(config, 4, 3).data == 4
+    (plan,) = plan_ranks(config, shape_of(Path(config.model.path)), 4, CPU, "sft")
+    assert list(plan.phases) == ["update"] and "published_weights" not in plan.phases["update"]
+    assert "engine rank" not in " ".join(start_up_lines(config, shape_of(Path(config.model.path)), 4, "sft"))

@@ -1,0 +1,187 @@
+"""Two worlds in one run: ranks that train, and ranks that have the engines, each with process groups of their own.
+
+    ranks 0 to T-1 of torchrun   PrefixStore("training")     Megatron's world
+    ranks T to N-1               PrefixStore("generation")   vLLM's world
+    all N ranks                  PrefixStore("bridge")       messages between the two, and weights
+
+In its own world a rank is numbered from 0: neither library sees the ranks of the other. The default process group of
+torch is that of the world; the bridge is a gloo group beside it, which no library knows.
+
+Messages are our own dataclasses, pickled between our own ranks, as the objects of `collectives` are. A thread of every
+rank with a `Mailbox` reads them; what is sent arrives in order, and sending does not wait for the receiver's main
+thread. Whether the other side lives is the heartbeat's business, which watches all N ranks.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import queue
+import threading
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rlmath.distributed.collectives import new_secret, use_run_store
+from rlmath.distributed.device import Device, environment_rank, environment_world_size, init_process_group
+
+T = TypeVar("T")
+
+PATIENCE = timedelta(days=30)
+"""Of the bridge: it waits as long as the heartbeat lets the run live."""
+MOST_UNSENT_BYTES = 256 * 2**20
+"""A rank with more on its way waits until the oldest message has been read."""
+_HEADS, _BODIES, _TENSORS = 1, 2, 3
+"""Tags."""
+
+
+class Envelope(NamedTuple):
+    """A message that has arrived."""
+
+    source: int
+    """Rank of the run."""
+    message: Any
+
+
+class Bridge:
+    """The group of all ranks of a run with two worlds. Ranks are those of the run."""
+
+    def __init__(self, store: dist.Store, rank: int, world_size: int, engine_ranks: int) -> None:
+        """A collective of all ranks. The last `engine_ranks` have the engines."""
+        self.rank, self.world_size = rank, world_size
+        self.training_ranks = world_size - engine_ranks
+        self._group = dist.ProcessGroupGloo(dist.PrefixStore("bridge", store), rank, world_size, PATIENCE)
+
+    @property
+    def trains(self) -> bool:
+        """Whether this rank is one of those that train."""
+        return self.rank < self.training_ranks
+
+    @property
+    def world(self) -> str:
+        return "training" if self.trains else "generation"
+
+    @property
+    def rank_in_world(self) -> int:
+        return self.rank if self.trains else self.rank - self.training_ranks
+
+    @property
+    def size_of_world(self) -> int:
+        return self.training_ranks if self.trains else self.world_size - self.training_ranks
+
+    def broadcast(self, mine: T) -> T:
+        """What rank 0 of the run holds, on every rank of it. A collective."""
+        content = torch.frombuffer(bytearray(pickle.dumps(mine)), dtype=torch.uint8)
+        size = torch.tensor([len(content)])
+        self._group.broadcast([size], dist.BroadcastOptions()).wait()
+        if self.rank != 0:
+            content = torch.empty(int(size), dtype=torch.uint8)
+        self._group.broadcast([content], dist.BroadcastOptions()).wait()
+        return pickle.loads(content.numpy())
+
+    def exchange(
+        self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]]
+    ) -> list[dist.Work]:
+        """Start sending tensors of the host to ranks, and receiving others; both sides in the same order."""
+        works = [self._group.send([tensor], rank, _TENSORS) for rank, tensor in sends]
+        return works + [self._group.recv([tensor], rank, _TENSORS) for rank, tensor in receives]
+
+    @contextmanager
+    def as_own_world(self) -> Iterator[None]:
+        """Inside, the launcher's variables are those of this rank's world, for a library that reads them."""
+        own = {"RANK": str(self.rank_in_world), "WORLD_SIZE": str(self.size_of_world)}
+        before = {name: os.environ[name] for name in own}
+        os.environ.update(own)
+        try:
+            yield
+        finally:
+            os.environ.update(before)
+
+
+def open_worlds(device: Device, timeout_seconds: float, store: dist.Store, engine_ranks: int) -> Bridge:
+    """Join the bridge and the process group of this rank's world, and make the run's store that of all ranks. A
+    collective of all ranks of the run."""
+    bridge = Bridge(store, environment_rank(), environment_world_size(), engine_ranks)
+    own = dist.PrefixStore(bridge.world, store)
+    init_process_group(device, timeout_seconds, own, (bridge.rank_in_world, bridge.size_of_world))
+    use_run_store(store, new_secret(bridge.broadcast))
+    return bridge
+
+
+class Mailbox:
+    """The messages of one rank to and from some others. `close` is a collective of them."""
+
+    def __init__(self, bridge: Bridge, partners: Sequence[int]) -> None:
+        """`partners`: the ranks that it exchanges messages with; each of them has this rank among its own."""
+        self._bridge, self._partners = bridge, list(partners)
+        self._arrived: queue.SimpleQueue[Envelope] = queue.SimpleQueue()
+        self._boxes: dict[type, queue.SimpleQueue[Envelope]] = {}
+        self._unsent: deque[tuple[list[dist.Work], int]] = deque()
+        self._unsent_bytes = 0
+        self._lock = threading.Lock()
+        self._reader = threading.Thread(target=self._read, name="mailbox", daemon=True)
+        self._reader.start()
+
+    def box(self, kind: type) -> queue.SimpleQueue[Envelope]:
+        """A queue of its own for all messages of a kind, for another thread. Call it before the first one may come."""
+        return self._boxes.setdefault(kind, queue.SimpleQueue())
+
+    def send(self, rank: int, message: Any) -> None:
+        """Send a message to one of the partners. From any thread."""
+        content = torch.frombuffer(bytearray(pickle.dumps(message)), dtype=torch.uint8)
+        group, head = self._bridge._group, torch.tensor([len(content)])
+        with self._lock:
+            works = [group.send([head], rank, _HEADS), group.send([content], rank, _BODIES)]
+            self._unsent.append((works, len(content)))
+            self._unsent_bytes += len(content)
+            while self._unsent_bytes > MOST_UNSENT_BYTES or len(self._unsent) > 1024:
+                self._wait_for_oldest()
+
+    def send_all(self, message: Any) -> None:
+        for rank in self._partners:
+            self.send(rank, message)
+
+    def receive(self, seconds: float = 0.0) -> list[Envelope]:
+        """All messages that have arrived, and are not in a box of their own; waits up to `seconds` for the first."""
+        found: list[Envelope] = []
+        try:
+            found.append(self._arrived.get(timeout=seconds) if seconds else self._arrived.get_nowait())
+            while True:
+                found.append(self._arrived.get_nowait())
+        except queue.Empty:
+            return found
+
+    def close(self) -> None:
+        """Wait until all that was sent has been read, and the partners have sent their last."""
+        self.send_all(None)
+        with self._lock:
+            while self._unsent:
+                self._wait_for_oldest()
+        self._reader.join()
+
+    def _wait_for_oldest(self) -> None:
+        works, size = self._unsent.popleft()
+        for work in works:
+            work.wait()
+        self._unsent_bytes -= size
+
+    def _read(self) -> None:
+        group, closed = self._bridge._group, 0
+        while closed < len(self._partners):
+            head = torch.empty(1, dtype=torch.int64)
+            work = group.recv_anysource([head], _HEADS)
+            work.wait()
+            source = work._source_rank()
+            content = torch.empty(int(head), dtype=torch.uint8)
+            group.recv([content], source, _BODIES).wait()
+            message = pickle.loads(content.numpy())
+            if message is None:
+                closed += 1
+            else:
+                self._boxes.get(type(message), self._arrived).put(Envelope(source, message))

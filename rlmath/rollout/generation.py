@@ -1,0 +1,514 @@
+"""What a rank of an engine does in an asynchronous run: it samples groups all the time, and takes new weights when they
+come.
+
+    trainers -> Admit, NewWeights, TakeSnapshot, CollectGroups, ScoreTokens, End -> engines
+    engines  -> GroupDone, WeightsTaken, Snapshot, Collected, Scored             -> trainers
+
+An engine draws a group when it has a free place and the trainers admit the draw: all engines draw from one counter, so
+that each prompt is drawn once. The completions of a group are sampled by one engine and scored beside, by its worker
+processes. A message is handled between two steps of vLLM's, in the order in which it was sent.
+
+New weights while completions are being sampled (`rollout.on_new_weights`):
+
+- "recompute": what is sampled of them stays; their KV cache is computed again with the new weights (AReaL,
+  arXiv:2505.24298). No block of the KV cache that older weights computed is used again.
+- "keep": they go on with their KV cache as it is (PipelineRL, arXiv:2509.19128). Prompts that are begun later do not
+  share its blocks.
+- "finish": they end first, and nothing is begun until then.
+
+All ranks of an engine run this loop in lockstep: the first one, its leader, has the mailbox, and gives the others what
+it has read and drawn, at points that follow from the number of steps alone.
+"""
+
+# Shape legend: G samples per prompt.
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+from rlmath.algorithms.partial_rollouts import GroupInFlight
+from rlmath.algorithms.types import (
+    NOTHING_SAMPLED,
+    Completion,
+    FinishReason,
+    PartialCompletion,
+    Prompt,
+    ScoredCompletion,
+)
+from rlmath.config.schema import RewardConfig, RolloutConfig
+from rlmath.data.dataset import Inputs
+from rlmath.distributed.bridge import Mailbox
+from rlmath.distributed.collectives import shared_store
+from rlmath.distributed.mesh import Mesh
+from rlmath.rewards.reward_manager import RewardManager
+from rlmath.rewards.worker_pool import VerifierPool
+from rlmath.rollout.collector import Collector, Rollout, completion_text
+from rlmath.rollout.engine import Engine
+from rlmath.rollout.sampling import (
+    Request,
+    RequestResult,
+    RolloutSeed,
+    SamplingSettings,
+    continued,
+    requests_of,
+)
+from rlmath.rollout.weight_sync.publish import WeightReceiver
+from rlmath.rollout.work_queue import share_in_engine
+
+logger = logging.getLogger(__name__)
+
+LEADER = 0
+"""Rank of the run that the engines report to."""
+STEPS_BETWEEN_MESSAGES = 4
+"""Steps of vLLM's after which a busy engine reads its messages."""
+IDLE_SECONDS = 0.01
+"""How long an idle engine waits for a message before it looks for other work."""
+
+
+# ---------------------------------------------------------------- messages of the trainers
+
+
+@dataclass(frozen=True)
+class Admit:
+    """Draws that may begin."""
+
+    first: int
+    """The first draw of this start that no engine has begun."""
+    draws: int
+    """All below this one."""
+    length_stage: int
+    """Whose lengths they have."""
+
+
+@dataclass(frozen=True)
+class Continue:
+    """Groups that an earlier start left in flight, which this engine goes on with. Before the first `Admit`."""
+
+    groups: list[GroupInFlight]
+    length_stage: int
+
+
+@dataclass(frozen=True)
+class NewWeights:
+    """A version is published."""
+
+    version: int
+    """Optimizer steps."""
+    step: int
+    """The step, counted from 0, that would sample with them in a synchronous run."""
+    published_at: float
+    """Seconds since 1970."""
+
+
+@dataclass(frozen=True)
+class TakeSnapshot:
+    """Report what is in flight."""
+
+
+@dataclass(frozen=True)
+class CollectGroups:
+    """Sample and score these prompts now, over all engines; what is in flight waits."""
+
+    prompts: Sequence[Prompt]
+    sampling: SamplingSettings
+    seed: RolloutSeed
+    title: str
+
+
+@dataclass(frozen=True)
+class ScoreTokens:
+    """Give the log-probs of these tokens."""
+
+    sequences: Sequence[Sequence[int]]
+
+
+@dataclass(frozen=True)
+class End:
+    """The run ends with this exit status."""
+
+    status: int
+
+
+# ---------------------------------------------------------------- messages of the engines
+
+
+@dataclass(frozen=True)
+class GroupDone:
+    """A group is sampled and scored."""
+
+    draw: int
+    samples: tuple[ScoredCompletion, ...]
+
+
+@dataclass(frozen=True)
+class WeightsTaken:
+    """An engine has a version and what it did since the one before."""
+
+    version: int
+    latency_seconds: float
+    """From the optimizer's step to the first token sampled with the version; by the clocks of two hosts."""
+    transfer_seconds: float
+    seconds: float
+    """Since it took the version before."""
+    busy_seconds: float
+    """Of these, in steps of vLLM's."""
+    new_tokens: int
+    interrupted: int
+    """Completions that were being sampled when it took the version."""
+    tokens_read_again: int
+    """Of these, tokens whose KV cache is computed again."""
+    running: float
+    """Completions that it decoded, mean over its steps."""
+    queued_scores: int
+    """Completions that wait for their score."""
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """What is in flight in an engine, by draw."""
+
+    samples: dict[int, tuple[PartialCompletion | ScoredCompletion, ...]]
+
+
+@dataclass(frozen=True)
+class Collected:
+    """What `CollectGroups` asked for; from the first engine."""
+
+    rollout: Rollout
+
+
+@dataclass(frozen=True)
+class Scored:
+    """What `ScoreTokens` asked for."""
+
+    engine: int
+    logprobs: list[list[float]]
+
+
+# ---------------------------------------------------------------- the loop
+
+
+@dataclass
+class _Group:
+    """A group that is being sampled or scored."""
+
+    prompt: Prompt
+    requests: list[Request]
+    """Of whole completions, by sample index."""
+    samples: list[PartialCompletion | Completion | ScoredCompletion]
+    """A completion that is finished waits for its score."""
+
+    @property
+    def is_sampled(self) -> bool:
+        return not any(isinstance(one, PartialCompletion) for one in self.samples)
+
+
+@dataclass
+class _Usage:
+    """What an engine does while it has a version."""
+
+    since: float = field(default_factory=time.perf_counter)
+    busy_seconds: float = 0.0
+    tokens_before: int = 0
+    """New tokens of all versions before."""
+    steps: int = 0
+    running: int = 0
+    """Summed over steps."""
+
+
+class GenerationLoop:
+    """Of one rank of an engine on ranks of its own."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        mesh: Mesh,
+        receiver: WeightReceiver,
+        collector: Collector,
+        inputs: Inputs,
+        rollout: RolloutConfig,
+        reward: RewardConfig,
+        sampling_of_stage: Sequence[SamplingSettings],
+        run_seed: int,
+        mailbox: Mailbox | None,
+        pool: VerifierPool | None,
+        on_weights: Callable[[int], None] = lambda step: None,
+    ) -> None:
+        """`mesh` is that of the engines' world; an engine's first rank has a `mailbox` and a `pool`. `on_weights` gets
+        the step, counted from 0, of every version that is taken."""
+        self._engine, self._mesh, self._receiver, self._collector = engine, mesh, receiver, collector
+        self._inputs, self._reward, self._pool = inputs, reward, pool
+        self._sampling_of_stage, self._run_seed = sampling_of_stage, run_seed
+        self._mailbox, self._on_weights = mailbox, on_weights
+        self._on_new_weights: Literal["recompute", "keep", "finish"] = rollout.on_new_weights
+        self._capacity = rollout.max_concurrent_sequences or rollout.max_num_seqs
+        self._running = engine.running_requests()
+        self._store = shared_store("generation")
+        self._sampling = sampling_of_stage[0]
+        self._rewards: RewardManager | None = None
+        self._groups: dict[int, _Group] = {}
+        """By draw; on ranks that lead no engine those that are being sampled."""
+        self._admitted = Admit(0, 0, 0)
+        self._held: int | None = None
+        """A draw that the leader has taken from the counter, and that is not admitted yet."""
+        self._all_drawn = True
+        """Nothing more is admitted; the same on all ranks of the engine."""
+        self._pending: NewWeights | None = None
+        """What is taken once all running completions are finished."""
+        self._queue: list[Any] = []
+        """Messages that wait behind that."""
+        self._taken: NewWeights | None = None
+        self._report: WeightsTaken | None = None
+        """What is reported with the first token under the version that was taken last."""
+        self._usage = _Usage()
+        self._steps = 0
+        self._status: int | None = None
+
+    def run(self) -> int:
+        """Sample until the trainers end the run; its exit status."""
+        while self._status is None:
+            if self._steps % STEPS_BETWEEN_MESSAGES == 0 or not self._running.busy:
+                self._queue += self._share(self._read_messages())
+                self._handle_messages()
+                self._begin_groups()
+            if self._running.busy:
+                self._step()
+            elif self._pending is not None:
+                self._take_weights(self._pending)
+            self._finish_scored()
+        return self._status
+
+    def _share(self, mine: list[Any]) -> list[Any]:
+        """What the leader holds, on all ranks of the engine."""
+        return share_in_engine(mine) if self._mesh.engine_size > 1 else mine
+
+    def _read_messages(self) -> list[Any]:
+        if self._mailbox is None:
+            return []
+        idle = not self._running.busy and not self._queue and self._pending is None
+        return [envelope.message for envelope in self._mailbox.receive(IDLE_SECONDS if idle else 0.0)]
+
+    def _send(self, message: Any) -> None:
+        if self._mailbox is not None:
+            self._mailbox.send(LEADER, message)
+
+    # ------------------------------------------------------------ messages
+
+    def _handle_messages(self) -> None:
+        """In their order; behind weights that wait for running completions, none."""
+        while self._queue and self._pending is None and self._status is None:
+            message = self._queue.pop(0)
+            if isinstance(message, NewWeights) and self._on_new_weights == "finish" and self._running.busy:
+                self._pending = message
+            elif isinstance(message, NewWeights):
+                self._take_weights(message)
+            elif isinstance(message, Admit):
+                self._admit(message)
+            elif isinstance(message, Continue):
+                self._enter_length_stage(message.length_stage)
+                for group in message.groups:
+                    self._begin(group.draw, group.samples)
+            elif isinstance(message, TakeSnapshot):
+                self._send_snapshot()
+            elif isinstance(message, CollectGroups):
+                self._collect(message)
+            elif isinstance(message, ScoreTokens):
+                self._score_tokens(message)
+            elif isinstance(message, End):
+                self._status = message.status
+            else:
+                raise TypeError(f"no message for an engine: {message!r:.200}")
+
+    def _admit(self, message: Admit) -> None:
+        self._admitted, self._all_drawn = message, False
+        self._enter_length_stage(message.length_stage)
+
+    def _enter_length_stage(self, number: int) -> None:
+        sampling = self._sampling_of_stage[number]
+        if self._pool is not None and (self._rewards is None or sampling != self._sampling):
+            self._finish_scored(wait=True)
+            self._rewards = RewardManager(self._pool, self._reward, sampling.max_new_tokens)
+        self._sampling = sampling
+
+    def _take_weights(self, message: NewWeights) -> None:
+        self._pending = None
+        if self._on_new_weights == "keep":
+            taken, self._report = self._running.take_tokens(), None
+        else:
+            taken = self._interrupt()
+        self._keep_tokens(taken)
+        transfer_seconds = self._receiver.take(message.version)
+        keep = self._on_new_weights == "keep" and self._running.busy
+        # With requests in vLLM its prefix cache cannot be emptied: requests of a version have a salt of their own.
+        self._engine.set_weight_version(message.version, reset_prefixes=not keep)
+        self._on_weights(message.step)
+        read_again = 0 if keep else sum(len(self._tokens_so_far(one.key)) for one in taken)
+        usage, self._usage = self._usage, _Usage(tokens_before=self._running.new_tokens)
+        self._report = WeightsTaken(
+            version=message.version,
+            latency_seconds=0.0,
+            transfer_seconds=transfer_seconds,
+            seconds=time.perf_counter() - usage.since,
+            busy_seconds=usage.busy_seconds,
+            new_tokens=self._running.new_tokens - usage.tokens_before,
+            interrupted=len(taken),
+            tokens_read_again=read_again,
+            running=usage.running / max(1, usage.steps),
+            queued_scores=0 if self._rewards is None else len(self._rewards),
+        )
+        self._taken = message
+        if not keep:
+            self._go_on(taken)
+
+    def _send_snapshot(self) -> None:
+        """Finished completions get their score first."""
+        self._keep_tokens(self._running.take_tokens())
+        self._finish_scored(wait=True)
+        samples = {draw: tuple(group.samples) for draw, group in self._groups.items()}
+        self._send(Snapshot(samples))  # type: ignore[arg-type]
+
+    def _collect(self, message: CollectGroups) -> None:
+        interrupted = self._interrupt()
+        self._keep_tokens(interrupted)
+        self._engine.reset_prefix_cache()
+        rollout = self._collector.collect(message.prompts, message.sampling, message.seed, message.title)
+        if self._mesh.engine_index == 0:
+            self._send(Collected(rollout))
+        self._engine.reset_prefix_cache()
+        self._go_on(interrupted)
+
+    def _score_tokens(self, message: ScoreTokens) -> None:
+        interrupted = self._interrupt()
+        self._keep_tokens(interrupted)
+        self._send(Scored(self._mesh.engine_index, self._engine.score(message.sequences)))
+        self._go_on(interrupted)
+
+    # ------------------------------------------------------------ groups
+
+    def _begin_groups(self) -> None:
+        """Draw as many groups as have a place. An engine leaves the others their share of what is admitted."""
+        if self._all_drawn or self._pending is not None or len(self._running) >= self._capacity:
+            return
+        draws = self._share(self._draw() if self._mailbox is not None else [])
+        self._all_drawn = not draws
+        for draw in draws:
+            self._begin(draw, (NOTHING_SAMPLED,) * self._sampling.samples)
+
+    def _draw(self) -> list[int]:
+        """Draws that this engine begins now, on its leader; none where no more is admitted."""
+        draws: list[int] = []
+        free, most = self._capacity - len(self._running), 0
+        while free > 0:
+            if self._held is None:
+                self._held = self._admitted.first + self._store.fetch_add("draws")
+            left = self._admitted.draws - self._held
+            most = most or -(-left // self._mesh.num_engines)
+            if left <= 0 or len(draws) == most:
+                break
+            draws.append(self._held)
+            self._held = None
+            free -= self._sampling.samples
+        return draws
+
+    def _begin(self, draw: int, samples: Sequence[PartialCompletion | ScoredCompletion]) -> None:
+        step, index, times = self._inputs.order.drawn(draw)
+        prompt = self._inputs.prompts[index]
+        requests = requests_of(prompt, draw, self._sampling, RolloutSeed(self._run_seed, step), times)
+        # Their sample indices count over the step's times of a prompt; here they count from 0.
+        requests = [replace(request, key=(draw, g)) for g, request in enumerate(requests)]
+        self._groups[draw] = _Group(prompt, requests, list(samples))
+        for g, sample in enumerate(samples):
+            if isinstance(sample, PartialCompletion):
+                self._add(draw, g)
+
+    def _add(self, draw: int, g: int) -> None:
+        """Give vLLM a completion, from where it is."""
+        group = self._groups[draw]
+        request, so_far = group.requests[g], group.samples[g]
+        assert isinstance(so_far, PartialCompletion)
+        if so_far.token_ids:
+            request = continued(request, request.key, so_far, request.max_new_tokens)
+        if self._on_new_weights == "keep":
+            request = replace(request, cache_salt=str(self._engine.version))
+        self._running.add(request)
+
+    def _interrupt(self) -> list[RequestResult]:
+        """End what vLLM samples; what was sampled of it. `_go_on` begins it again."""
+        return self._running.abort()
+
+    def _go_on(self, interrupted: Sequence[RequestResult]) -> None:
+        for one in interrupted:
+            self._add(*one.key)
+
+    def _keep_tokens(self, taken: Sequence[RequestResult]) -> None:
+        """New tokens of unfinished completions, sampled with the weights that the engine has."""
+        for one in taken:
+            if one.token_ids:
+                draw, g = one.key
+                self._groups[draw].samples[g] = self._extended(one)
+
+    def _extended(self, result: RequestResult) -> PartialCompletion:
+        draw, g = result.key
+        before = self._groups[draw].samples[g]
+        assert isinstance(before, PartialCompletion)
+        if not result.token_ids:
+            return before
+        step = 0 if self._taken is None else self._taken.step
+        return before.extended(result.token_ids, result.logprobs, self._engine.version, step)
+
+    def _tokens_so_far(self, key: tuple[int, int]) -> Sequence[int]:
+        sample = self._groups[key[0]].samples[key[1]]
+        assert isinstance(sample, PartialCompletion)
+        return sample.token_ids
+
+    # ------------------------------------------------------------ steps of vLLM's
+
+    def _step(self) -> None:
+        self._engine.on_step()
+        self._steps += 1
+        usage, started, running = self._usage, time.perf_counter(), len(self._running)
+        finished = self._running.step()
+        usage.busy_seconds += time.perf_counter() - started
+        usage.steps += 1
+        usage.running += running
+        self._report_weights()
+        for result in finished:
+            self._finish(result)
+
+    def _report_weights(self) -> None:
+        if self._report is not None and self._taken is not None:
+            latency = time.time() - self._taken.published_at
+            self._send(replace(self._report, latency_seconds=latency))
+            self._report = None
+
+    def _finish(self, result: RequestResult) -> None:
+        if result.finish_reason not in ("stop", "length"):
+            raise RuntimeError(f"vLLM ended a completion with {result.finish_reason!r}, unfinished")
+        draw, g = result.key
+        group, whole = self._groups[draw], self._extended(result)
+        reason: FinishReason = "stop" if result.finish_reason == "stop" else "length"
+        text = "" if self._pool is None else completion_text(self._collector.tokenizer, whole.token_ids)
+        version = whole.segments[-1].policy_version
+        completion = Completion(g, whole.token_ids, whole.logprobs, text, reason, version, whole.segments)
+        group.samples[g] = completion
+        if self._rewards is not None:
+            self._rewards.submit(group.prompt, completion, key=(draw, g))
+        elif group.is_sampled:
+            del self._groups[draw]  # its leader scores it
+
+    def _finish_scored(self, wait: bool = False) -> None:
+        """Send the groups that have all their scores."""
+        if self._rewards is None or not len(self._rewards):
+            return
+        for (draw, g), score in self._rewards.take_finished(wait):
+            group = self._groups[draw]
+            completion = group.samples[g]
+            assert isinstance(completion, Completion)
+            group.samples[g] = ScoredCompletion(completion, score)
+            if all(isinstance(one, ScoredCompletion) for one in group.samples):
+                del self._groups[draw]
+                self._send(GroupDone(draw, tuple(group.samples)))  # type: ignore[arg-type]

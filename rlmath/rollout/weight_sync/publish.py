@@ -1,0 +1,221 @@
+"""New weights for engines on ranks of their own: trainers publish a version, and every engine takes it when it can.
+
+    trainer   publish(version): copies its parameters, tells nobody, trains on
+              its thread serves one engine after the other from that copy
+    engine    take(version): draws a turn, asks all trainers, receives its parts in rounds, writes them in place
+
+Trainers serve engines in the order of their turns, which is the same on all of them: two engines that wait for each
+other's senders cannot happen. A version is published when all engines have the one before.
+
+The plan (`reshard_plan.plan_own_ranks`) is the same for every engine but for its ranks. Buckets travel over the bridge,
+through the memory of the hosts.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from rlmath.config.model_shape import ModelShape
+from rlmath.distributed.bridge import Bridge, Mailbox
+from rlmath.distributed.collectives import shared_store
+from rlmath.distributed.device import Device, synchronize
+from rlmath.distributed.mesh import Mesh
+from rlmath.rollout.engine_weights import EngineWeights
+from rlmath.rollout.weight_sync.reshard_plan import Copy, RankRound, SyncPlan, plan_own_ranks, rank_rounds
+from rlmath.rollout.weight_sync.shard_layouts import TrainingLayout
+from rlmath.rollout.weight_sync.transport import Messages
+from rlmath.rollout.weight_sync.weight_sync import Run, bucket_parts, copy_all, runs_of, source_matrices
+
+HOST = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class WeightsWanted:
+    """An engine asks a training rank for a version."""
+
+    turn: int
+    """Engines are served in the order of their turns, counted from 0 over the whole start."""
+    engine: int
+    version: int
+
+
+def plan_of_engines(
+    shape: ModelShape,
+    layout: TrainingLayout,
+    mesh: Mesh,
+    element_bytes: int,
+    bucket_bytes: int,
+) -> SyncPlan:
+    """The plan of the first engine behind the training ranks, those of `mesh`."""
+    first = range(mesh.world_size, mesh.world_size + mesh.engine_size)
+    return plan_own_ranks(shape, layout, mesh, first, element_bytes, bucket_bytes)
+
+
+class WeightPublisher:
+    """Of one training rank: holds the published version, and sends it to the engines that ask for it."""
+
+    def __init__(
+        self,
+        chunks: list[torch.nn.Module],
+        shape: ModelShape,
+        plan: SyncPlan,
+        mesh: Mesh,
+        device: Device,
+        dtype: torch.dtype,
+        bridge: Bridge,
+        mailbox: Mailbox,
+    ) -> None:
+        """`plan` is `plan_of_engines`; `dtype` is the engines' number format."""
+        self._sources = source_matrices(chunks, shape)
+        self._copies = {
+            name: torch.empty(one.shape, dtype=dtype, device=HOST, pin_memory=device.kind == "cuda")
+            for name, one in self._sources.items()
+        }
+        self._rounds, self._rank = rank_rounds(plan, mesh.rank), mesh.rank
+        self._mesh, self._device, self._dtype, self._bridge = mesh, device, dtype, bridge
+        self._bytes = plan.bytes_sent(mesh.rank) * mesh.num_engines
+        self._runs: dict[int, list[Run]] = {}
+        self._wanted = mailbox.box(WeightsWanted)
+        self._version: int | None = None
+        self._to_serve = 0
+        self._changed = threading.Condition()
+        self._error: BaseException | None = None
+        threading.Thread(target=self._serve, name="publish-weights", daemon=True).start()
+
+    @torch.no_grad()
+    def publish(self, version: int) -> float:
+        """Take a copy of the parameters as this version, once all engines have the one before; how long that took to
+        wait for (seconds). Raises what the thread raised."""
+        started = time.perf_counter()
+        with self._changed:
+            self._changed.wait_for(lambda: self._to_serve == 0 or self._error is not None)
+            if self._error is not None:
+                raise RuntimeError("sending weights to the engines failed") from self._error
+            waited = time.perf_counter() - started
+            for name, source in self._sources.items():
+                self._copies[name].copy_(source, non_blocking=True)
+            synchronize(self._device)
+            self._version, self._to_serve = version, self._mesh.num_engines
+            self._changed.notify_all()
+        return waited
+
+    @property
+    def bytes_sent(self) -> int:
+        """What this rank sends of a version to all engines (bytes)."""
+        return self._bytes
+
+    def _serve(self) -> None:
+        """The thread: engines in the order of their turns."""
+        turn, waiting = 0, dict[int, WeightsWanted]()
+        try:
+            while True:
+                while turn not in waiting:
+                    wanted = self._wanted.get().message
+                    waiting[wanted.turn] = wanted
+                wanted = waiting.pop(turn)
+                with self._changed:
+                    self._changed.wait_for(lambda version=wanted.version: self._version == version)
+                self._send(wanted.engine)
+                turn += 1
+                with self._changed:
+                    self._to_serve -= 1
+                    self._changed.notify_all()
+        except BaseException as error:  # of any kind: `publish` raises it in the main thread
+            with self._changed:
+                self._error = error
+                self._changed.notify_all()
+
+    @torch.no_grad()
+    def _send(self, engine: int) -> None:
+        shift = engine * self._mesh.engine_size
+
+        def exchange(sends: list[tuple[int, Tensor]], receives: list[tuple[int, Tensor]]) -> list:
+            return self._bridge.exchange([(rank + shift, bucket) for rank, bucket in sends], receives)
+
+        transport = Messages(self._rounds, self._pack, self._dtype, HOST, exchange)
+        run_rounds(transport, self._rounds, lambda round_, buckets: None)
+
+    def _pack(self, copies: tuple[Copy, ...], bucket: Tensor) -> None:
+        if id(copies) not in self._runs:
+            self._runs[id(copies)] = runs_of(copies, self._copies, self._rank)
+        runs = self._runs[id(copies)]
+        copy_all(bucket_parts(bucket, runs), [run.source for run in runs])
+
+
+class WeightReceiver:
+    """Of one rank of an engine: writes a published version into the engine's weights."""
+
+    def __init__(
+        self,
+        weights: EngineWeights,
+        plan: SyncPlan,
+        mesh: Mesh,
+        device: Device,
+        bridge: Bridge,
+        mailbox: Mailbox | None,
+        on_progress: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`plan` is `plan_of_engines`, `mesh` that of the engines' world; the first rank of an engine has the
+        `mailbox`. `on_progress` is called for every round."""
+        self._weights, self._mesh, self._device = weights, mesh, device
+        self._bridge, self._mailbox, self._on_progress = bridge, mailbox, on_progress
+        part = mesh.rank % mesh.engine_size
+        self._rank = bridge.training_ranks + part
+        self._rounds = rank_rounds(plan, self._rank)
+        self._runs: dict[int, list[Run]] = {}
+        self._store = shared_store("weights")
+        rows: dict[str, int] = {}
+        for copy in (
+            copy for round_ in self._rounds for copies in round_.receives.values() for copy in copies
+        ):
+            rows[copy.target_parameter] = max(rows.get(copy.target_parameter, 0), copy.target_row + copy.rows)
+        self._planned_rows = rows
+        self.bytes_received = plan.bytes_received(self._rank)
+
+    @torch.no_grad()
+    def take(self, version: int) -> float:
+        """All of the engine's weights become those of a published version; seconds. All ranks of the engine call it."""
+        started = time.perf_counter()
+        if self._mailbox is not None:
+            wanted = WeightsWanted(self._store.fetch_add("turns"), self._mesh.engine_index, version)
+            for rank in range(self._bridge.training_ranks):
+                self._mailbox.send(rank, wanted)
+        synchronize(self._device)  # what still computes with the old ones
+        self._weights.begin(self._planned_rows)
+        transport = Messages(
+            self._rounds, lambda copies, bucket: None, self._weights.dtype, HOST, self._bridge.exchange
+        )
+        run_rounds(transport, self._rounds, self._unpack)
+        self._weights.end()
+        synchronize(self._device)
+        return time.perf_counter() - started
+
+    def _unpack(self, round_: RankRound, buckets: Mapping[int, Tensor]) -> None:
+        for source, bucket in buckets.items():
+            copies = round_.receives[source]
+            if id(copies) not in self._runs:
+                self._runs[id(copies)] = runs_of(copies, {}, self._rank)
+            runs = self._runs[id(copies)]
+            targets = [run.target(self._weights.matrix(run.first.target_parameter)) for run in runs]
+            copy_all(targets, bucket_parts(bucket, runs))
+        for name in round_.complete:
+            self._weights.complete(name)
+        self._on_progress()
+
+
+def run_rounds(
+    transport: Messages, rounds: list[RankRound], on_round: Callable[[RankRound, Mapping[int, Tensor]], None]
+) -> None:
+    """Carry out all rounds; the next one is on its way while `on_round` gets the buckets of one by their senders."""
+    transport.start(0)
+    for number, round_ in enumerate(rounds):
+        if number + 1 < len(rounds):
+            transport.start(number + 1)
+        on_round(round_, transport.finish(number))
+    transport.close()

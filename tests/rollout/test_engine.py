@@ -1,0 +1,70 @@
+"""What an engine sets for the device before vLLM is imported, and how it ends, against a stand-in for vLLM. With vLLM
+itself it is tested in tests/distributed/test_engine.py."""
+
+from __future__ import annotations
+
+import logging
+import os
+import weakref
+from collections.abc import Iterator
+from types import SimpleNamespace
+
+import pytest
+
+from rlmath.distributed.device import DeviceKind
+from rlmath.rollout.engine import end_engine, prepare_environment
+
+SET = ("VLLM_ALLREDUCE_USE_FLASHINFER", "VLLM_LOGGING_LEVEL")
+
+
+@pytest.fixture
+def environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
+    """Without what is to be set; environment and log level are afterwards as before."""
+    before, level = dict(os.environ), logging.getLogger("vllm").level
+    for name in SET:
+        monkeypatch.delenv(name, raising=False)
+    yield monkeypatch
+    logging.getLogger("vllm").setLevel(level)
+    os.environ.clear()
+    os.environ.update(before)
+
+
+@pytest.mark.parametrize(
+    ("kind", "found", "level"),
+    [("cuda", ("0", "WARNING"), logging.WARNING), ("cpu", (None, "ERROR"), logging.ERROR)],
+)
+def test_on_gpu_flashinfer_reduces_nothing_and_warnings_are_seen(
+    environment: pytest.MonkeyPatch, kind: DeviceKind, found: tuple[str | None, str], level: int
+) -> None:
+    prepare_environment(kind)
+    assert tuple(os.environ.get(name) for name in SET) == found
+    assert logging.getLogger("vllm").level == level
+
+
+def test_what_the_user_has_set_stays(environment: pytest.MonkeyPatch) -> None:
+    for name, value in zip(SET, ("1", "INFO"), strict=True):
+        environment.setenv(name, value)
+    prepare_environment("cuda")
+    assert tuple(os.environ.get(name) for name in SET) == ("1", "INFO")
+    assert logging.getLogger("vllm").level == logging.INFO
+
+
+class Core:
+    """Stands for vLLM's engine core, whose finalizer shuts it down when the interpreter exits."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        self._finalizer = weakref.finalize(self, self.calls.append, "finalizer")
+
+    def shutdown(self) -> None:
+        if self._finalizer.detach() is not None:
+            self.calls.append("shutdown")
+
+
+@pytest.mark.parametrize(("kind", "calls"), [("cuda", []), ("cpu", ["shutdown"])])
+def test_on_gpu_nothing_of_an_engine_is_shut_down_not_even_at_exit(
+    kind: DeviceKind, calls: list[str]
+) -> None:
+    core = Core()
+    end_engine(SimpleNamespace(llm_engine=SimpleNamespace(engine_core=core)), kind)
+    assert core.calls == calls and not core._finalizer.alive
