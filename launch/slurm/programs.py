@@ -52,6 +52,10 @@ class Program:
     """Whether another start goes on from what this one has saved."""
     problems: tuple[str, ...]
     """What is wrong with it."""
+    engine_ranks: int = 0
+    """Ranks of their own that engines have, the last ones."""
+    engine_size: int = 1
+    """Ranks of one engine."""
 
 
 def training(kind: Kind, config_files: Sequence[Path], overrides: Sequence[str], ranks: int) -> Program:
@@ -74,6 +78,8 @@ def training(kind: Kind, config_files: Sequence[Path], overrides: Sequence[str],
         math.ceil(config.run.heartbeat_timeout_seconds) + END_SECONDS,
         config.run.recover_mode != "disabled",
         (*problems, *_folder_problems(config)),
+        config.rollout.ranks,
+        config.rollout.tensor_parallel,
     )
 
 

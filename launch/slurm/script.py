@@ -78,9 +78,33 @@ class Job:
             return None
 
     @property
+    def roles(self) -> str:
+        """Which nodes train and which generate, where they are not the same; else "". Nodes are counted from 1 in the
+        order of their names, in which torchrun numbers them."""
+        program, on_node = self.program, self.ranks_per_node
+        trainers = self.nodes * on_node - program.engine_ranks
+        if not program.engine_ranks or trainers < 1:
+            return ""
+        whole, shared = divmod(trainers, on_node)
+        parts = [_span(1, whole, "train")] if whole else []
+        if shared:
+            parts.append(f"node {whole + 1} does both ({shared} of its {on_node} ranks train)")
+        first = whole + 1 + bool(shared)
+        parts += [_span(first, self.nodes, "generate")] if first <= self.nodes else []
+        engines = range(trainers, self.nodes * on_node, program.engine_size)
+        last = program.engine_size - 1
+        if program.engine_size <= on_node and any(at // on_node != (at + last) // on_node for at in engines):
+            parts.append("some engines have ranks on two nodes")
+        return ", ".join(parts)
+
+    @property
     def seen(self) -> tuple[Path, ...]:
         """The folders that a container sees."""
         return tuple(dict.fromkeys((ROOT, self.workdir, *self.mounts)))
+
+
+def _span(first: int, last: int, does: str) -> str:
+    return f"node {first} {does}s" if first == last else f"nodes {first}-{last} {does}"
 
 
 def job_problems(job: Job) -> Iterator[str]:
@@ -182,7 +206,8 @@ def script_text(job: Job) -> str:
     options = "".join(f"#SBATCH {option}\n" for option in _slurm_options(job))
     settings = "".join(f"{name}={value}\n" for name, value in _settings(job).items())
     body = BODY.read_text(encoding="utf-8")
-    return f"#!/usr/bin/env bash\n{options}\n# shellcheck disable=SC2034\n{settings}\n{body}"
+    roles = f"# {job.roles}\n\n" if job.roles else ""
+    return f"#!/usr/bin/env bash\n{options}\n{roles}# shellcheck disable=SC2034\n{settings}\n{body}"
 
 
 def _slurm_options(job: Job) -> Iterator[str]:

@@ -170,6 +170,8 @@ def write_script(job: Job, text: str) -> Path:
 def tell(job: Job, script: Path, numbers: Sequence[str]) -> None:
     jobs = " ".join(numbers)
     print(f"Queued as job {jobs}" + (", each after the one before" if len(numbers) > 1 else ""))
+    if job.roles:
+        print(f"  ranks   {job.roles}")
     print(f"  script  {script}\n  log     {job.logs}/{numbers[0]}.out\n  nodes   {job.logs}/{numbers[0]}/")
     print(f"  output  {job.program.output}\n  cancel  scancel {jobs}")
 

@@ -121,15 +121,16 @@ class Mailbox:
         """`partners`: the ranks that it exchanges messages with; each of them has this rank among its own."""
         self._bridge, self._partners = bridge, list(partners)
         self._arrived: queue.SimpleQueue[Envelope] = queue.SimpleQueue()
-        self._boxes: dict[type, queue.SimpleQueue[Envelope]] = {}
+        self._boxes: dict[type, queue.SimpleQueue[Envelope | None]] = {}
         self._unsent: deque[tuple[list[dist.Work], int]] = deque()
         self._unsent_bytes = 0
         self._lock = threading.Lock()
         self._reader = threading.Thread(target=self._read, name="mailbox", daemon=True)
         self._reader.start()
 
-    def box(self, kind: type) -> queue.SimpleQueue[Envelope]:
-        """A queue of its own for all messages of a kind, for another thread. Call it before the first one may come."""
+    def box(self, kind: type) -> queue.SimpleQueue[Envelope | None]:
+        """A queue of its own for all messages of a kind, for another thread, which None ends. Call it before the first
+        one may come."""
         return self._boxes.setdefault(kind, queue.SimpleQueue())
 
     def send(self, rank: int, message: Any) -> None:

@@ -99,9 +99,10 @@ class EngineCosts:
         return min(self.places, (staleness + 1 - trainer / step) * self.tokens / self.longest)
 
     def steady(self, trainer: float, staleness: int) -> float:
-        """S: seconds of a step. The later it ends, the more sequences may run, and the sooner the engine is done: so
-        there is one S, and it is looked for between ends that are halved."""
-        low, high = trainer, trainer + self.seconds(self.admitted(trainer, trainer, staleness))
+        """S: seconds of a step, where an engine is as fast as that, or the trainers' where it is faster. A step that is
+        longer lets more sequences run, and is longer than the engine then needs: S is between."""
+        least = self.admitted(trainer, trainer, staleness)
+        low, high = trainer, trainer + self.seconds(least) + self.again_seconds * self.places
         while high - low > 1e-12 * high:
             middle = (low + high) / 2
             if not low < middle < high:

@@ -1,7 +1,8 @@
 """Step times that others have published, and what is predicted for them.
 
-The figures are those of AReaL's own program, which has sampling and training on disjoint halves of the GPUs, one after
-the other: so they are predicted, with the layouts of its own config files.
+The figures are those of AReaL's own program. Its version 0.2 has sampling and training on disjoint halves of the GPUs,
+one after the other: so they are predicted, with the layouts of its own config files. Version 0.3 has both at the same
+time, which is predicted with the coefficients of its synchronous figure.
 """
 
 from __future__ import annotations
@@ -17,10 +18,11 @@ from rlmath.models.hf_config import PUBLISHED as MODELS
 from rlmath.planner.lengths import Batch, Lengths, lengths_measured
 from rlmath.planner.machines import RANKS_PER_NODE, Cluster, Machine
 from rlmath.planner.rollout import rollout_of
+from rlmath.planner.splits import Splits, asynchronous, compare_splits
 from rlmath.planner.step import plan_step, with_layout
 from rlmath.planner.tails import Tails, compare_tails
 from rlmath.planner.training import Training, update_work
-from rlmath.planner.work import Coefficients, Work, seconds_of
+from rlmath.planner.work import NAMES, Coefficients, Work, seconds_of, slower_by
 from rlmath.trainer.preflight.memory_estimate import Target, mesh_of
 
 RECIPES = MODELS.parent / "areal"
@@ -60,8 +62,11 @@ class Row:
     running: int = 1024
     """Sequences of an engine at a time. SGLang runs as many as its cache holds; AReaL bounds them for 32B only."""
     prompts: int | None = None
-    """None: as the recipe has them; likewise the longest completion."""
+    """None: as the recipe has them; likewise the longest completion, and the completions of a prompt."""
     longest: int | None = None
+    group: int | None = None
+    staleness: int | None = None
+    """Most steps of an asynchronous run; sampling and training then go on at the same time."""
 
 
 TABLE = (
@@ -80,6 +85,23 @@ COLOCATED = (
 )
 """AReaL v0.3, "Synchronous AReaL" of its blog's table: 41.0 and 57.7 hours for 1,000 steps, all GPUs sample. Its
 layouts are not published; those of our recipes are taken."""
+PAPER_STEPS = 4
+"""Steps by the count of AReaL's blog in one by that of its paper (arXiv:2505.24298, table 1), which has 250 steps for
+the same hours: as many as a step has minibatches."""
+SYNCHRONOUS = (
+    *COLOCATED,
+    Row("32B, 48 nodes", "32b_n16.yaml", 48, 766.5, (384, 8), (384, 4, 4), disjoint=False, running=128, group=16),
+)
+"""`COLOCATED`, and of the paper's table 32B: 51.1 hours for 60 steps (240 by the blog's count), of programs instead of
+mathematics. The lengths of these are not published; those of the log are taken."""
+ASYNCHRONOUS = (
+    Row("1.5B, 16 nodes", "1.5b_n16.yaml", 16, 53.3, (96, 1), (32, 1, 2), staleness=8),
+    Row("7B, 24 nodes", "7b_n16.yaml", 24, 91.4, (144, 1), (48, 1, 4), staleness=8),
+    Row("32B, 48 nodes", "32b_n16.yaml", 48, 466.5, (288, 8), (96, 2, 8), running=128, group=16, staleness=4),
+)
+"""The same runs by AReaL v0.3: 14.8 and 25.4 hours for 1,000 steps (blog), 31.1 for 60 (paper). Three quarters of the
+GPUs sample; staleness 8 for mathematics, 4 for programs (paper, section 7.1). Layouts, recomputed log-probs, and
+`max_concurrent_rollouts` as many as a step has prompts: benchmark/verl_312a8cb of its repository, May 2025."""
 LOG = (
     Row("7B, 16 nodes", "7b_n16.yaml", 16, 2260, (64, 1), (64, 1, 2), prompts=1024, longest=LOGGED.longest),
 )
@@ -92,18 +114,30 @@ class Predicted:
     """A row and its prediction (seconds)."""
 
     row: Row
+    seconds: float
     rollout: float
+    """Of an asynchronous run all that engines do; and the update all that trainers do, at the same time."""
     update: float
-    rest: float
 
     @property
-    def seconds(self) -> float:
-        return self.rollout + self.update + self.rest
+    def rest(self) -> float:
+        """Of a run that is not asynchronous."""
+        return self.seconds - self.rollout - self.update
 
     @property
     def error(self) -> float:
         """Relative: 0.1 is predicted 10% too long."""
         return self.seconds / self.row.seconds - 1
+
+
+@dataclass(frozen=True)
+class Calibrated:
+    """A run of AReaL's, synchronous and asynchronous, predicted with coefficients of one synchronous figure."""
+
+    synchronous: Predicted
+    asynchronous: Predicted
+    splits: Splits
+    """Of the recipe on the same GPUs, with the same staleness."""
 
 
 def logged_lengths(longest: int) -> Lengths:
@@ -122,32 +156,59 @@ def predict(
     """`config` is that of the row's recipe."""
     trainers, tensor, pipeline = row.training
     config = with_layout(config, tensor, pipeline, row.sampling[1])
-    longest = row.longest or config.rollout.max_new_tokens
-    rollout = replace(config.rollout, max_num_seqs=row.running, max_new_tokens=longest)
-    config = replace(config, rollout=rollout)
-    group = config.rollout.group_size
+    config = replace(config, rollout=replace(config.rollout, max_num_seqs=row.running))
+    config, batch = _with_work(row, config)
+    if row.disjoint and row.staleness is None:
+        halves = _nodes_of(trainers, machine)
+        rollout = rollout_of(config, shape, target, halves, batch, row.sampling[0])
+        training = Training(config, shape, mesh_of(config, trainers, 0), target, halves, batch)
+        rest = Work(steps=1, tokens=batch.tokens / training.parts, network=float(rollout.weights))
+        parts = (rollout.work, update_work(training), rest)
+        sampling, update, other = (seconds_of(work, machine, coefficients) for work in parts)
+        return Predicted(row, sampling + update + other, sampling, update)
+    if row.staleness is not None:
+        engines, size = row.sampling
+        concurrent = math.ceil(batch.sequences * size / engines)
+        rollout = replace(config.rollout, max_concurrent_sequences=concurrent, max_staleness=row.staleness)
+        config = asynchronous(replace(config, rollout=rollout), engines)
+    plan = plan_step(config, shape, target, Cluster(machine, row.nodes, RANKS_PER_NODE), batch, coefficients)
+    if plan.overlap is not None:
+        return Predicted(row, plan.step_seconds, plan.overlap.engine_seconds, plan.overlap.trainer_seconds)
+    return Predicted(row, plan.step_seconds, plan.seconds["rollout"], plan.seconds["update"])
+
+
+def _with_work(row: Row, config: Config) -> tuple[Config, Batch]:
+    """The settings with a row's lengths and groups, and its sequences."""
+    longest, group = row.longest or config.rollout.max_new_tokens, row.group or config.rollout.group_size
+    config = replace(config, rollout=replace(config.rollout, max_new_tokens=longest, group_size=group))
     sequences = group * (row.prompts or config.data.prompts_per_step)
-    batch = Batch(sequences, group, LOGGED.mean_prompt, logged_lengths(longest))
-    if not row.disjoint:
-        plan = plan_step(config, shape, target, Cluster(machine, row.nodes, 8), batch, coefficients)
-        own = (plan.seconds["rollout"], plan.seconds["update"])
-        return Predicted(row, *own, plan.step_seconds - sum(own))
-    halves = _nodes_of(trainers, machine)
-    rollout = rollout_of(config, shape, target, halves, batch, row.sampling[0])
-    training = Training(config, shape, mesh_of(config, trainers, 0), target, halves, batch)
-    rest = Work(steps=1, tokens=batch.tokens / training.parts, network=float(rollout.weights))
-    parts = (rollout.work, update_work(training), rest)
-    return Predicted(row, *(seconds_of(work, machine, coefficients) for work in parts))
+    return config, Batch(sequences, group, LOGGED.mean_prompt, logged_lengths(longest))
+
+
+def one_factor(found: Predicted, coefficients: Coefficients) -> tuple[float, Coefficients]:
+    """(factor, coefficients) with which a prediction is what was published. One figure says nothing of the parts of a
+    step: of all coefficients that explain it those are taken that are nearest to the given ones, as `calibration.fit`
+    does, and these are all slower by the same factor."""
+    factor = found.row.seconds / found.seconds
+    return factor, slower_by(coefficients, dict.fromkeys(NAMES, factor))
+
+
+def predict_splits(
+    row: Row, config: Config, shape: ModelShape, target: Target, machine: Machine, coefficients: Coefficients
+) -> Splits:
+    """The recipe of an asynchronous row with its own layout, on the row's GPUs, with every split of these."""
+    config, batch = _with_work(row, config)
+    assert row.staleness is not None
+    config = replace(config, rollout=replace(config.rollout, max_staleness=row.staleness))
+    cluster = Cluster(machine, row.nodes, RANKS_PER_NODE)
+    return compare_splits(config, shape, target, cluster, batch, coefficients)
 
 
 def predict_tails(
     row: Row, config: Config, shape: ModelShape, target: Target, machine: Machine, coefficients: Coefficients
 ) -> Tails:
     """Every `rollout.tail` for the recipe of a row as it is: its own layout, all GPUs of the row's nodes sample."""
-    rollout = config.rollout
-    sequences = rollout.group_size * config.data.prompts_per_step
-    lengths = logged_lengths(rollout.max_new_tokens)
-    batch = Batch(sequences, rollout.group_size, LOGGED.mean_prompt, lengths)
+    config, batch = _with_work(row, config)
     cluster = Cluster(machine, row.nodes, RANKS_PER_NODE)
     return compare_tails(config, shape, target, cluster, batch, coefficients, search=True)
 

@@ -13,8 +13,9 @@ from rlmath.models.hf_config import required_shape
 from rlmath.planner.calibration import Measured
 from rlmath.planner.lengths import Batch, lengths_with_mean
 from rlmath.planner.machines import Cluster, cluster_of, machine_of, on_gpu
+from rlmath.planner.splits import Splits, asynchronous, colocated, compare_splits, engine_ranks, start_problems
 from rlmath.planner.step import Comparison, StepPlan, batch_of, compare, plan_step, problems_of
-from rlmath.planner.tails import Tails, carry_problems, compare_tails
+from rlmath.planner.tails import Tails, compare_tails
 from rlmath.planner.work import Coefficients
 from rlmath.trainer.preflight.checks import file_problems, memory_problems, value_problems
 from rlmath.trainer.preflight.dry_run import count_data
@@ -84,8 +85,8 @@ def place_run(config: Config, asked: Asked) -> ClusterPlacement:
         config = replace(config, parallel=replace(config.parallel, data=None))
     cluster = cluster_of(machine, ranks_or_least(config, None), asked.nodes, asked.ranks_per_node)
     raise_problems("this run", problems_of(config, shape, cluster))
-    if config.rollout.tail == "carry":
-        raise_problems("this run", carry_problems(config, shape, cluster.ranks))
+    if config.rollout.tail == "carry" or config.rollout.ranks > 0:
+        raise_problems("this run", start_problems(config, shape, cluster.ranks))
     return ClusterPlacement(config, shape, note, target, cluster)
 
 
@@ -123,12 +124,33 @@ def compare_layouts(prediction: RunPrediction, coefficients: Coefficients) -> Co
     return compare(stage.config, place.shape, place.target, place.cluster, plan.batch, coefficients)
 
 
-def compare_rollout_tails(prediction: RunPrediction, coefficients: Coefficients, search: bool) -> Tails:
-    """Every `rollout.tail`, by the step of the run's last stage; see `compare_tails`."""
+def compare_rollout_tails(prediction: RunPrediction, coefficients: Coefficients, search: bool) -> Tails | None:
+    """Every `rollout.tail`, and engines on ranks of their own, by the step of the run's last stage; see
+    `compare_tails`. None where a run with engines on ranks of their own could not have them in its training ranks."""
     place, (stage, plan) = prediction.place, prediction.stages[-1]
+    if stage.config.rollout.ranks > 0:
+        turns = colocated(stage.config)
+        if problems_of(turns, place.shape, place.cluster) or memory_problems(
+            turns, place.shape, place.cluster.ranks
+        ):
+            return None
     return compare_tails(
         stage.config, place.shape, place.target, place.cluster, plan.batch, coefficients, search
     )
+
+
+def compare_rank_splits(prediction: RunPrediction, coefficients: Coefficients) -> Splits:
+    """Every split of the ranks between trainers and engines, by the step of the run's last stage."""
+    place, (stage, plan) = prediction.place, prediction.stages[-1]
+    return compare_splits(stage.config, place.shape, place.target, place.cluster, plan.batch, coefficients)
+
+
+def with_ranks_of_their_own(prediction: RunPrediction, coefficients: Coefficients) -> ClusterPlacement:
+    """The run with engines on as many ranks of their own as are predicted fastest; ValueError where there are none."""
+    place, splits = prediction.place, compare_rank_splits(prediction, coefficients)
+    raise_problems("this run with engines on ranks of their own", list(splits.problems))
+    assert splits.best is not None
+    return replace(place, config=asynchronous(place.config, engine_ranks(splits.best)))
 
 
 def planned_batch(config: Config, asked: Asked, runs: Sequence[Measured]) -> Batch:

@@ -1,6 +1,7 @@
 """A step of a run on a cluster, predicted: its work and its seconds, phase by phase, on one layout or on every one.
 
-A step switches from training to sampling and back, syncs weights, samples, and trains. Weights move as the plan of a
+A step switches from training to sampling and back, syncs weights, samples, and trains; where engines have ranks of
+their own (`rollout.ranks`), they sample while the others train (`asynchronous`). Weights move as the plan of a
 sync says (`weight_sync.reshard_plan`); here their bytes follow from the two layouts as if the model were one even row
 of numbers, which costs nothing for a thousand ranks.
 """
@@ -14,6 +15,7 @@ from dataclasses import dataclass, replace
 from rlmath.config.model_shape import ModelShape
 from rlmath.config.schema import AlgorithmConfig, Config
 from rlmath.distributed.mesh import Mesh
+from rlmath.planner.asynchronous import Overlap, engine_side, floor_of
 from rlmath.planner.lengths import Batch, lengths_with_mean
 from rlmath.planner.machines import Cluster
 from rlmath.planner.partial_rollouts import deferring_rollout_of, partial_rollout_of
@@ -22,6 +24,7 @@ from rlmath.planner.training import (
     BACKWARD,
     FORWARD,
     Training,
+    copy_work,
     forward_cost,
     head_flops,
     logprobs_work,
@@ -34,8 +37,15 @@ from rlmath.trainer.preflight.checks import device_problems, memory_problems, se
 from rlmath.trainer.preflight.memory_estimate import MemoryPlan, Target, largest, mesh_of, plan_ranks
 from rlmath.trainer.preflight.memory_formulas import engine_bytes
 
-PHASES = ("switch", "sync", "rollout", "logprobs", "reference", "update", "other")
-"""In the order of a step; the switch is both ways. They take turns on the same memory, none runs beside another."""
+TRAINER_PHASES = ("records", "logprobs", "reference", "update", "publish", "other")
+ENGINE_PHASES = ("rollout", "again", "transfer")
+"""Of a step whose engines have ranks of their own: the two sides work at the same time."""
+PHASES = (
+    *("switch", "sync", "rollout", "again", "transfer"),
+    *("records", "logprobs", "reference", "update", "publish", "other"),
+)
+"""In the order of a step; the switch is both ways. Where engines have no ranks of their own, phases take turns on the
+same memory, none runs beside another."""
 TYPICAL_SHARE = 0.3
 """Mean completion as a share of the longest, where not given: 0.29 to 0.31 for R1 models and 27,648 tokens."""
 TYPICAL_PROMPT = 128
@@ -85,6 +95,8 @@ class StepPlan:
     judging_seconds: float
     """Of the workers of an engine, while it samples."""
     flops: StepFlops
+    overlap: Overlap | None = None
+    """Of a run whose engines have ranks of their own; None: the phases take turns."""
 
     @property
     def seconds(self) -> dict[str, float]:
@@ -93,12 +105,14 @@ class StepPlan:
 
     @property
     def step_seconds(self) -> float:
-        return sum(self.seconds.values()) + self.judging_exposed
+        both = sum(self.seconds.values()) if self.overlap is None else self.overlap.seconds
+        return both + self.judging_exposed
 
     @property
     def judging_exposed(self) -> float:
-        """What of judging is not hidden behind the rollout."""
-        return max(0.0, self.judging_seconds - self.seconds["rollout"])
+        """What of judging is not hidden behind the rollout, or behind the step where engines never wait."""
+        overlaps = self.overlap is not None and not self.overlap.take_turns
+        return max(0.0, self.judging_seconds - (self.overlap.seconds if overlaps else self.seconds["rollout"]))
 
 
 def batch_of(config: Config, mean_response: float | None = None, mean_prompt: float | None = None) -> Batch:
@@ -125,6 +139,8 @@ def plan_step(
     coefficients: Coefficients,
 ) -> StepPlan:
     """The layout must have no problems (`preflight.parallelism`)."""
+    if config.rollout.ranks > 0:
+        return _plan_asynchronous(config, shape, target, cluster, batch, coefficients)
     mesh, machine = mesh_of(config, cluster.ranks, 0), cluster.machine
     training = Training(config, shape, mesh, target, cluster, batch)
     rollout = ROLLOUTS[config.rollout.tail](config, shape, target, cluster, batch, cluster.ranks)
@@ -153,6 +169,56 @@ def plan_step(
         tail_seconds(rollout, cluster, coefficients),
         rollout.sampled.finished / mesh.num_engines / config.reward.workers / JUDGED_PER_SECOND,
         step_flops(training, rollout.sampled),
+    )
+
+
+def _plan_asynchronous(
+    config: Config, shape: ModelShape, target: Target, cluster: Cluster, batch: Batch, coefficients: Coefficients
+) -> StepPlan:
+    """Trainers are the first ranks. Nothing is switched or offloaded for engines. Every trainer gets what is sampled
+    ("records"), and copies its part of the new weights, which is sent from there ("publish")."""
+    trainers, machine = cluster.ranks - config.rollout.ranks, cluster.machine
+    mesh = mesh_of(config, cluster.ranks, 0)
+    training = Training(config, shape, mesh, target, cluster.first(trainers), batch)
+    work = {"records": Work(tokens=batch.tokens)}
+    if recomputes_logprobs(config.algorithm):
+        work["logprobs"] = logprobs_work(training)
+    if config.algorithm.kl_coef > 0:
+        memory, _ = largest(plan_ranks(config, shape, cluster.ranks, target))
+        work["reference"] = logprobs_work(training) + reference_switch_work(config, memory, target)
+    work |= {
+        "update": update_work(training),
+        "publish": copy_work(training),
+        "other": Work(steps=1, tokens=batch.tokens / training.parts),
+    }
+    seconds = {phase: seconds_of(done, machine, coefficients) for phase, done in work.items()}
+    trainer_seconds = sum(seconds.values())
+    engines = engine_side(config, shape, target, cluster, batch, coefficients, trainer_seconds)
+    work |= engines.work
+    overlap = Overlap(
+        trainers,
+        config.rollout.ranks,
+        trainer_seconds,
+        sum(seconds_of(done, machine, coefficients) for done in engines.work.values()),
+        config.rollout.max_staleness == 0,
+        engines.running,
+        engines.places,
+        floor_of(config, shape, target, cluster, batch, coefficients, seconds["update"]),
+    )
+    return StepPlan(
+        config,
+        mesh,
+        cluster,
+        batch,
+        work,
+        {phase: seconds_by_coefficient(done, machine, coefficients) for phase, done in work.items()},
+        engines.rollout,
+        training.microbatches,
+        1 - 1 / training.idle_factor,
+        tail_seconds(engines.rollout, cluster, coefficients),
+        engines.rollout.sampled.finished / mesh.num_engines / config.reward.workers / JUDGED_PER_SECOND,
+        step_flops(training, engines.rollout.sampled),
+        overlap,
     )
 
 

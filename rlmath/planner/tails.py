@@ -1,4 +1,5 @@
-"""What a step may do about its longest completions (`rollout.tail`), predicted side by side, and which is fastest."""
+"""What a step may do about its longest completions, predicted side by side, and which is fastest: every `rollout.tail`,
+and engines on ranks of their own (`rollout.ranks`), which wait for none."""
 
 from __future__ import annotations
 
@@ -6,12 +7,12 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from rlmath.config.model_shape import ModelShape
-from rlmath.config.schema import AlgorithmConfig, Config
+from rlmath.config.schema import Config
 from rlmath.planner.lengths import Batch
 from rlmath.planner.machines import Cluster
+from rlmath.planner.splits import colocated, compare_splits, corrected, engine_ranks, start_problems
 from rlmath.planner.step import StepPlan, plan_step
 from rlmath.planner.work import Coefficients
-from rlmath.trainer.preflight.checks import run_problems
 from rlmath.trainer.preflight.memory_estimate import Target
 from rlmath.trainer.rollouts import flight_rules, slice_tokens
 
@@ -19,13 +20,14 @@ STALENESS = (1, 2, 3, 5, 7)
 """`rollout.max_staleness` that a search for settings of "carry" tries."""
 SLICES = ((1, 4), (1, 3), (1, 2), (2, 3))
 """`rollout.slice_tokens` that a search for settings of "defer" tries: shares of the longest completion."""
-LARGEST_WEIGHT = 5.0
-"""`algorithm.importance_mask_high` of configs/algorithms/decoupled.yaml."""
+ASYNCHRONOUS_STALENESS = (1, 2, 4, 8)
+"""`rollout.max_staleness` that a search for settings of engines on ranks of their own tries, as AReaL's ablation
+(arXiv:2505.24298, table 2)."""
 
 
 @dataclass(frozen=True)
 class Tails:
-    """The step of a run with each `rollout.tail`."""
+    """The step of a run with each `rollout.tail`, and with engines on ranks of their own."""
 
     wait: StepPlan
     carry: StepPlan | None
@@ -39,10 +41,17 @@ class Tails:
     """With the run's `rollout.slice_tokens`, or its default."""
     found_defer: StepPlan | None
     """The fastest with other slices; None where none were looked for, or none is faster."""
+    asynchronous: StepPlan | None
+    """With the run's `rollout.ranks`, or the split of the ranks that is predicted fastest; None: there is no split."""
+    found_asynchronous: tuple[StepPlan, ...]
+    """With other staleness, each with its fastest split, least first; empty where none were looked for."""
+    asynchronous_problems: tuple[str, ...]
+    """What keeps the run from every split of its ranks."""
 
     @property
     def plans(self) -> tuple[StepPlan, ...]:
-        every = (self.wait, self.carry, *self.found, self.defer, self.found_defer)
+        own = (self.wait, self.carry, *self.found, self.defer, self.found_defer)
+        every = (*own, self.asynchronous, *self.found_asynchronous)
         return tuple(plan for plan in every if plan is not None)
 
     @property
@@ -59,7 +68,9 @@ def compare_tails(
     coefficients: Coefficients,
     search: bool,
 ) -> Tails:
-    """`config` is that of one stage. `search` looks for other settings of "carry" and "defer"."""
+    """`config` is that of one stage. `search` looks for other settings of "carry" and "defer", and for other staleness
+    and splits of engines on ranks of their own."""
+    own, config = config, colocated(config)
 
     def planned(one: Config) -> StepPlan:
         return plan_step(one, shape, target, cluster, batch, coefficients)
@@ -67,28 +78,46 @@ def compare_tails(
     def fastest(ways: Iterable[Config]) -> StepPlan:
         return min(map(planned, ways), key=_seconds)
 
-    wait, own = replace(config, rollout=replace(config.rollout, tail="wait")), carrying(config)
+    wait, carried = replace(config, rollout=replace(config.rollout, tail="wait")), carrying(config)
     defer = found_defer = planned(deferring(config, config.rollout.slice_tokens))
     if search:
         found_defer = min(defer, fastest(with_other_slices(config)), key=_seconds)
     slices = defer, found_defer if found_defer is not defer else None
-    problems = tuple(carry_problems(own, shape, cluster.ranks))
+    others = _asynchronous(own, shape, target, cluster, batch, coefficients, search)
+    problems = tuple(start_problems(carried, shape, cluster.ranks))
     if problems:
-        return Tails(planned(wait), None, (), problems, *slices)
-    carry = planned(own)
+        return Tails(planned(wait), None, (), problems, *slices, *others)
+    carry = planned(carried)
     found = map(fastest, with_more_staleness(config) if search else ())
-    others = tuple(plan for plan in found if settings_of_tail(plan) != settings_of_tail(carry))
-    return Tails(planned(wait), carry, others, (), *slices)
+    more = tuple(plan for plan in found if settings_of_tail(plan) != settings_of_tail(carry))
+    return Tails(planned(wait), carry, more, (), *slices, *others)
+
+
+def _asynchronous(
+    config: Config,
+    shape: ModelShape,
+    target: Target,
+    cluster: Cluster,
+    batch: Batch,
+    coefficients: Coefficients,
+    search: bool,
+) -> tuple[StepPlan | None, tuple[StepPlan, ...], tuple[str, ...]]:
+    """The last three of `Tails`."""
+    splits = compare_splits(config, shape, target, cluster, batch, coefficients)
+    own = splits.best
+    if config.rollout.ranks > 0:
+        own = plan_step(config, shape, target, cluster, batch, coefficients)
+    found = []
+    for staleness in ASYNCHRONOUS_STALENESS if search and own is not None else ():
+        one = replace(config, rollout=replace(config.rollout, max_staleness=staleness))
+        best = compare_splits(one, shape, target, cluster, batch, coefficients).best
+        if best is not None and settings_of_tail(best) != settings_of_tail(own):
+            found.append(best)
+    return own, tuple(found), splits.problems if own is None else ()
 
 
 def _seconds(plan: StepPlan) -> float:
     return plan.step_seconds
-
-
-def carry_problems(config: Config, shape: ModelShape, ranks: int) -> list[str]:
-    """What keeps a run from carrying completions into the next step, or from starting at all. A reward function of the
-    user's is not looked for."""
-    return run_problems(replace(config, reward=replace(config.reward, function=None)), ranks, shape)
 
 
 def carrying(config: Config) -> Config:
@@ -96,18 +125,6 @@ def carrying(config: Config) -> Config:
     rollout = replace(config.rollout, tail="carry")
     algorithm = corrected(config.algorithm) if rollout.max_staleness > 0 else config.algorithm
     return replace(config, rollout=rollout, algorithm=algorithm)
-
-
-def corrected(algorithm: AlgorithmConfig) -> AlgorithmConfig:
-    """With a bounded weight for tokens that older weights have sampled, where it has none: as
-    configs/algorithms/decoupled.yaml."""
-    bounded = algorithm.importance_cap is not None or algorithm.importance_mask_high is not None
-    return replace(
-        algorithm,
-        recompute_logprobs=True,
-        importance_correction=algorithm.importance_correction or "token",
-        importance_mask_high=algorithm.importance_mask_high if bounded else LARGEST_WEIGHT,
-    )
 
 
 def with_more_staleness(config: Config) -> Iterator[list[Config]]:
@@ -141,10 +158,18 @@ def with_other_slices(config: Config) -> Iterator[Config]:
 
 
 def settings_of_tail(plan: StepPlan) -> dict[str, str | int | float]:
-    """The settings of `rollout` that a plan's step goes by, with their defaults filled in. With "carry" how old the
+    """The settings of `rollout` that a plan's step goes by, with their defaults filled in; engines on ranks of their own
+    have the tail "asynchronous". With "carry" how old the
     tokens are that a step learns from (steps, mean); with "defer" the share of the groups that are deferred, and of the
     sampled tokens that are discarded."""
     rollout, carry, defer = plan.config.rollout, plan.rollout.carry, plan.rollout.defer
+    if plan.overlap is not None:
+        return {
+            "tail": "asynchronous",
+            "ranks": engine_ranks(plan),
+            "max_staleness": rollout.max_staleness,
+            "on_new_weights": rollout.on_new_weights,
+        }
     if defer is not None:
         return {
             "tail": "defer",

@@ -236,14 +236,12 @@ class GenerationLoop:
         run_seed: int,
         mailbox: Mailbox | None,
         pool: VerifierPool | None,
-        on_weights: Callable[[int], None] = lambda step: None,
     ) -> None:
-        """`mesh` is that of the engines' world; an engine's first rank has a `mailbox` and a `pool`. `on_weights` gets
-        the step, counted from 0, of every version that is taken."""
+        """`mesh` is that of the engines' world; an engine's first rank has a `mailbox` and a `pool`."""
         self._engine, self._mesh, self._receiver, self._collector = engine, mesh, receiver, collector
         self._inputs, self._reward, self._pool = inputs, reward, pool
         self._sampling_of_stage, self._run_seed = sampling_of_stage, run_seed
-        self._mailbox, self._on_weights = mailbox, on_weights
+        self._mailbox = mailbox
         self._on_new_weights: Literal["recompute", "keep", "finish"] = rollout.on_new_weights
         self._capacity = rollout.max_concurrent_sequences or rollout.max_num_seqs
         self._running = engine.running_requests()
@@ -268,8 +266,10 @@ class GenerationLoop:
         self._steps = 0
         self._status: int | None = None
 
-    def run(self) -> int:
-        """Sample until the trainers end the run; its exit status."""
+    def run(self, on_weights: Callable[[int], None] = lambda step: None) -> int:
+        """Sample until the trainers end the run; its exit status. `on_weights` gets the step, counted from 0, of every
+        version that is taken."""
+        self._on_weights = on_weights
         while self._status is None:
             if self._steps % STEPS_BETWEEN_MESSAGES == 0 or not self._running.busy:
                 self._queue += self._share(self._read_messages())

@@ -245,9 +245,7 @@ def engine_report_metrics(reports: Sequence[WeightsTaken]) -> dict[str, float]:
     seconds = sum(one.seconds for one in reports)
     return {
         "rollout/engine_busy_share": sum(one.busy_seconds for one in reports) / seconds if seconds else 0.0,
-        "rollout/engine_tokens_per_second": sum(
-            one.new_tokens / one.seconds for one in reports if one.seconds
-        ),
+        "tokens_per_second/rollout": sum(one.new_tokens / one.seconds for one in reports if one.seconds),
         "rollout/sequences_running": sum(one.running for one in reports) / n,
         "rollout/interrupted_sequences": float(sum(one.interrupted for one in reports)),
         "rollout/prefilled_again_tokens": float(sum(one.tokens_read_again for one in reports)),

@@ -48,6 +48,8 @@ class Engines(ABC):
 
     collector: GroupCollector
     rollouts: StepRollouts
+    phase: str
+    """What a step's time for rollouts is called: "rollout", or "wait_for_groups" where it only waits."""
 
     @abstractmethod
     def connect(self, actor: Actor, offload: OffloadSets) -> None:
@@ -93,6 +95,8 @@ def open_engines(
 
 class ColocatedEngines(Engines):
     """One engine in `mesh.engine_size` training ranks each; it sleeps while they train."""
+
+    phase = "rollout"
 
     def __init__(
         self,
@@ -169,6 +173,8 @@ class ColocatedEngines(Engines):
 class SeparateEngines(Engines):
     """Engines on ranks of their own, which go on while the training ranks train."""
 
+    phase = "wait_for_groups"
+
     def __init__(
         self,
         config: Config,
@@ -238,6 +244,7 @@ class SeparateEngines(Engines):
     def close(self, status: int) -> None:
         self._connection.send(End(status))
         self._mailbox.close()
+        self._publisher.close()
 
 
 # ---------------------------------------------------------------- what both sides derive from the settings

@@ -95,7 +95,7 @@ class GrpoTrainer(Trainer):
         are elsewhere."""
         super().__init__(prepared, mesh, device, workers, on_phase, on_progress, bridge)
         config, shape, inputs = prepared.config, prepared.shape, prepared.inputs
-        self.reward_fingerprint = prepared.origin.reward
+        self.inputs, self.reward_fingerprint = inputs, prepared.origin.reward
         self.length_stages = curriculum.length_stages(config, inputs.total_steps)
         self.entered_length_stage: int | None = None
         on_phase("build engine")
@@ -149,7 +149,7 @@ class GrpoTrainer(Trainer):
             validated = self.validator.validate(number)
             if self.validator.stopped_by is not None:
                 return Interrupted(self.validator.stopped_by)
-            with self.timers.phase("rollout"):
+            with self.timers.phase(self.engines.phase):
                 rollout = self.rollouts.step(number, stage)
         selection = rollout.selection
         if self.rules.drop_anything:

@@ -248,9 +248,11 @@ def mfu_metrics(
     """Model FLOP utilisation of rollout and update (0 to 1): what the model's own arithmetic takes, over what all ranks
     could compute (`peak_flops`, FLOP/s). `cost` is that of forward and backward pass (`training_cost`); padding and
     recomputation do not count. A token of the step's rollout counts as one of `sampled` on average."""
-    all_tokens = sum(len(c.token_ids) for group in sampled for c in group.completions)
-    flops = _sampling_flops(sampled, cost) * sampled_tokens / max(1, all_tokens)
-    metrics = {"rollout/mfu": flops / (seconds["rollout"] * peak_flops)}
+    metrics = {}
+    if seconds.get("rollout", 0.0) > 0:
+        all_tokens = sum(len(c.token_ids) for group in sampled for c in group.completions)
+        flops = _sampling_flops(sampled, cost) * sampled_tokens / max(1, all_tokens)
+        metrics["rollout/mfu"] = flops / (seconds["rollout"] * peak_flops)
     if seconds.get("update", 0.0) > 0:
         lengths = [
             len(group.prompt.token_ids) + len(c.token_ids) for group in learned for c in group.completions

@@ -146,11 +146,11 @@ def whole_run(model: Path, folder: Path) -> dict[str, Any]:
 
 
 def _built(trainer: Any, on_progress: Any) -> dict[str, Any]:
-    vllm = trainer.engine._llm.llm_engine.vllm_config
+    vllm = trainer.engines.engine._llm.llm_engine.vllm_config
     scheduler, policy, monitor = (
         trainer.actor.learner.scheduler,
         trainer.actor.forward_backward,
-        trainer.switch._monitor,
+        trainer.engines.switch._monitor,
     )
     return {
         "steps": [(stage.first_step, stage.steps) for stage in trainer.length_stages],
@@ -174,10 +174,10 @@ def _built(trainer: Any, on_progress: Any) -> dict[str, Any]:
         "min_tokens_mask": (policy.min_tokens_mask, trainer.reference.min_tokens_mask),
         "offloaded": trainer.offload.names,
         "monitor": (monitor._threshold, monitor._stop),
-        "reward": trainer.collector._reward,
-        "progress": (trainer.engine.on_step == on_progress, policy.on_microbatch == on_progress),
-        "probe": [len(one) for one in trainer.sync._probe._sequences],
-        "probe_temperature": trainer.sync._probe._policy.temperature,
+        "reward": trainer.engines.collector._reward,
+        "progress": (trainer.engines.engine.on_step == on_progress, policy.on_microbatch == on_progress),
+        "probe": [len(one) for one in trainer.engines.sync._probe.sequences],
+        "probe_temperature": trainer.engines.sync._probe._policy.temperature,
         "updaters": [
             (one.normalisation, one.config.policy.max_tokens_per_microbatch) for one in trainer.updaters
         ],
@@ -188,9 +188,9 @@ def _watch(trainer: Any) -> dict[str, list[Any]]:
     """Notes what engine, vLLM, sync and learner are asked for, which they do as ever."""
     asked: dict[str, list[Any]] = {"collected": [], "vllm": [], "checks": [], "probes": [], "learned": []}
     asked["samples"] = []
-    sync, learner = trainer.sync, trainer.actor.learner
-    core = trainer.engine._llm.llm_engine.engine_core
-    collect, add, run = trainer.collector.collect, core.add_request, sync._transfer.run
+    sync, learner = trainer.engines.sync, trainer.actor.learner
+    core = trainer.engines.engine._llm.llm_engine.engine_core
+    collect, add, run = trainer.engines.collector.collect, core.add_request, sync._transfer.run
     ask, learn = sync._probe.score_policy, learner.learn
 
     def collecting(prompts: Any, how: Any, seed: Any, title: str) -> Any:
@@ -223,7 +223,7 @@ def _watch(trainer: Any) -> dict[str, list[Any]]:
             asked["samples"] += [(sync._step, *row) for row in _rows_of(batch)]
         return learn(batches, old, reference, on_policy)
 
-    trainer.collector.collect, core.add_request = collecting, adding
+    trainer.engines.collector.collect, core.add_request = collecting, adding
     sync._transfer.run, sync._probe.score_policy, learner.learn = running, asking, learning
     return asked
 

@@ -112,7 +112,7 @@ def steps(folder: Path, place: Path, drop_truncated: bool = False) -> list[Step]
             record = trainer.step(number)
             made.append(Step(record.groups, record.advantages, record.metrics, list(learned), record.epoch))
             learned.clear()
-        trainer.close()
+        trainer.close(0)
     return made
 
 

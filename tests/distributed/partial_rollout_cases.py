@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+
+from safetensors.torch import load_file, save_file
 
 from rlmath.algorithms.partial_rollouts import Flight, GroupInFlight
 from rlmath.algorithms.types import PartialCompletion, ScoredGroup
@@ -69,6 +72,16 @@ class Run:
     """By step, empty where there is no validation."""
     kept_until_commit: list[bool]
     """By step: whether a checkpoint made right after its rollout would still have held the state before it."""
+
+
+def uniform_model(source: Path, folder: Path) -> Path:
+    """A model to which all tokens are nearly as likely, the end among them: lengths fall off geometrically."""
+    shutil.copytree(source, folder)
+    (weights,) = folder.glob("*.safetensors")
+    tensors = load_file(weights)
+    tensors["lm_head.weight"] *= 0.1
+    save_file(tensors, weights, metadata={"format": "pt"})
+    return folder
 
 
 def config_of(
@@ -144,7 +157,7 @@ def run(folder: Path, place: Path, steps: int, rollout: RolloutConfig, more: Map
             rollouts = trainer.rollouts
             flight = rollouts._flight.groups if isinstance(rollouts, PartialRollouts) else []
             found.in_flight.append([group.draw for group in flight])
-        trainer.close()
+        trainer.close(0)
     return found
 
 
@@ -168,14 +181,14 @@ def _restart_rollouts(trainer: Any, place: Path, steps_done: int, reward_changed
     folder.mkdir()
     for name, content in files.items():
         (folder / name).write_bytes(content)
-    parts = trainer.config, trainer.inputs, trainer.collector, trainer.shape.vocab_size
+    parts = trainer.config, trainer.inputs, trainer.engines.collector, trainer.shape.vocab_size
     trainer.rollouts = step_rollouts(*parts, trainer.total_steps)
     trainer.rollouts.resume(folder, steps_done, reward_changed)
 
 
 def _score_new_tokens(trainer: Any, found: Run) -> None:
     """After every rollout the engine reads what it has sampled."""
-    collector = trainer.collector
+    collector = trainer.engines.collector
     sample = collector.sample
 
     def sample_and_score(rows: Any, *more: Any) -> Any:
@@ -184,7 +197,7 @@ def _score_new_tokens(trainer: Any, found: Run) -> None:
             after = sampled[work.request.key]
             after = after if isinstance(after, PartialCompletion) else after.completion
             start = len(work.so_far.token_ids)
-            (read,) = trainer.engine.score([[*work.prompt.token_ids, *after.token_ids]])
+            (read,) = trainer.engines.engine.score([[*work.prompt.token_ids, *after.token_ids]])
             found.scored.append(
                 (list(after.logprobs[start:]), read[len(work.prompt.token_ids) - 1 + start :])
             )

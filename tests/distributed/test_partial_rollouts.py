@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from safetensors.torch import load_file, save_file
 
 from rlmath.algorithms.types import Completion
 from rlmath.config.schema import (
@@ -44,14 +42,7 @@ Make = Callable[..., Run]
 
 @pytest.fixture(scope="module")
 def model(untied_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model to which all tokens are nearly as likely, the end among them: lengths fall off geometrically."""
-    folder = tmp_path_factory.mktemp("uniform") / "model"
-    shutil.copytree(untied_model, folder)
-    (weights,) = folder.glob("*.safetensors")
-    tensors = load_file(weights)
-    tensors["lm_head.weight"] *= 0.1
-    save_file(tensors, weights, metadata={"format": "pt"})
-    return folder
+    return cases.uniform_model(untied_model, tmp_path_factory.mktemp("uniform") / "model")
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from launch.slurm.cluster import Partition, _ask, partition_problems, seconds_of
-from launch.slurm.script import BODY
+from launch.slurm.programs import training
+from launch.slurm.script import BODY, Job
 from rlmath.checkpoint.directory import Progress, open_partial, publish, write_progress
 from rlmath.config.load import load_config, save_config
 from rlmath.distributed.fault_tolerance.exit_codes import FAILURE, MEANINGS, write_exit_status
@@ -244,6 +245,44 @@ def test_the_signal_leaves_the_run_its_grace(run: list[str], alone: Path) -> Non
     _, out, err = called(*run, "--dry-run", "run.stop_grace_seconds=1200")
     assert "#SBATCH --signal=USR1@1260\n" in out and "grace_seconds=1200\n" in out, err
     assert "#SBATCH --no-requeue\n" in out
+
+
+@pytest.mark.parametrize(
+    ("nodes", "word", "told"),
+    [
+        (3, "d8+d16", "nodes 1-2 train, node 3 generates"),
+        (3, "d16+d8", "node 1 trains, nodes 2-3 generate"),
+        (3, "d6t2+d12", "node 1 trains, node 2 does both (4 of its 8 ranks train), node 3 generates"),
+        (1, "d2t2+d4", "node 1 does both (4 of its 8 ranks train)"),
+        (2, "d2t4+d8", "node 1 trains, node 2 generates"),
+        (2, "d3t4+d4", "node 1 does both (4 of its 8 ranks train), node 2 generates"),
+        (2, "d5t2+d6", "node 1 does both (6 of its 8 ranks train), node 2 generates"),
+        (3, "d5t4+d4t1", "node 1 does both (4 of its 8 ranks train), nodes 2-3 generate"),
+        (
+            2,
+            "d2t5+d6",
+            "node 1 does both (6 of its 8 ranks train), node 2 generates, some engines have ranks on two nodes",
+        ),
+        (2, "d16", ""),
+    ],
+)
+def test_which_nodes_train_and_which_generate_is_told(
+    nodes: int, word: str, told: str, tmp_path: Path
+) -> None:
+    settings = ["run.output_dir=o", "model.path=m", "data.train_path=t", f"parallel={word}"]
+    program = training("grpo", [], settings, 8 * nodes)
+    assert Job(program, "name", nodes, 8, 8, tmp_path, tmp_path, "python").roles == told
+
+
+def test_the_roles_of_nodes_stand_in_the_script(run: list[str], alone: Path) -> None:
+    own = ["parallel=d1+d1", "rollout.max_staleness=0"]
+    status, out, err = called(*run, "--dry-run", *own)
+    assert status == 0, err
+    assert "\n# node 1 trains, node 2 generates\n" in out
+    assert "# node" not in called(*run, "--dry-run")[1].partition("# shellcheck")[0]
+    assert "none is left to train" in called(*run, "--dry-run", "rollout.ranks=2")[2]
+    sft = called(*run, "--dry-run", "--program=sft", "sft.max_sequence_tokens=64", *own)
+    assert "parallel.data is 1" in sft[2] and "this run has 2" in sft[2]
 
 
 def test_slurms_times_are_read() -> None:

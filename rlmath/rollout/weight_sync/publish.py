@@ -105,6 +105,10 @@ class WeightPublisher:
             self._changed.notify_all()
         return waited
 
+    def close(self) -> None:
+        """End the thread. Call it when no engine asks any more."""
+        self._wanted.put(None)
+
     @property
     def bytes_sent(self) -> int:
         """What this rank sends of a version to all engines (bytes)."""
@@ -116,8 +120,10 @@ class WeightPublisher:
         try:
             while True:
                 while turn not in waiting:
-                    wanted = self._wanted.get().message
-                    waiting[wanted.turn] = wanted
+                    wanted = self._wanted.get()
+                    if wanted is None:
+                        return
+                    waiting[wanted.message.turn] = wanted.message
                 wanted = waiting.pop(turn)
                 with self._changed:
                     self._changed.wait_for(lambda version=wanted.version: self._version == version)

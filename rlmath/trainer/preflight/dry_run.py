@@ -19,7 +19,7 @@ from rlmath.config import length_curriculum as curriculum
 from rlmath.config.help import raise_problems
 from rlmath.config.load import load_config, without_secrets
 from rlmath.config.model_shape import ModelShape
-from rlmath.config.schema import Config, RolloutConfig
+from rlmath.config.schema import Config
 from rlmath.data.audit import EXAMPLES
 from rlmath.data.dataset import (
     audit_inputs,
@@ -53,6 +53,9 @@ from rlmath.trainer.rollouts import flight_rules, slice_tokens
 from rlmath.trainer.run_dir import folder_problems
 from rlmath.trainer.telemetry.alerts import dropped_alert
 from rlmath.trainer.telemetry.console import terminal_width, wrapped
+
+LARGE_SHARE = 0.85
+"""Share of a GPU's memory below which an engine that has it for itself leaves much of it empty."""
 
 
 @dataclass(frozen=True)
@@ -342,8 +345,8 @@ def _asynchronous_lines(config: Config) -> Iterator[str]:
             "finish": "are finished under the old ones first",
         }[rollout.on_new_weights]
         yield (
-            f"    staleness: a step learns from groups whose first token is at most {staleness} steps old. Expect about "
-            "as much where engines are faster than training, and less where training waits for them"
+            f"    staleness: a step learns from groups whose first token is at most {staleness} steps old. Expect "
+            "about as much where engines are faster than training, and less where training waits for them"
         )
         yield f"    new weights: completions that are being sampled {interrupted}"
     most, engines = (
@@ -471,10 +474,10 @@ def _warnings(plan: RunPlan) -> Iterator[str]:
                 f"the KV caches of {with_cache} ranks (rollout.cpu_kv_cache_gib) take {caches:g} GiB, more than this "
                 f"machine's {total_bytes() / GIB:.1f}: the ranks need several such machines, or a smaller cache."
             )
-    elif config.rollout.ranks and config.rollout.memory_share <= RolloutConfig().memory_share:
+    elif config.rollout.ranks and config.rollout.memory_share < LARGE_SHARE:
         yield (
-            f"rollout.memory_share={config.rollout.memory_share:g}: nothing else is on the GPUs of engines with ranks of "
-            "their own. A larger share, such as 0.9, makes a larger KV cache."
+            f"rollout.memory_share={config.rollout.memory_share:g}: nothing else is on the GPUs of engines with ranks "
+            "of their own. A larger share, such as 0.9, makes a larger KV cache."
         )
     if config.save.save_freq_secs is not None:
         yield "save.save_freq_secs: how many checkpoints it keeps depends on the run's speed; they are not counted."

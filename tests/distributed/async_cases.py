@@ -1,0 +1,175 @@
+"""What the ranks do in the tests of asynchronous training: some train, the others have engines of their own."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from rlmath.algorithms.types import Sample, ScoredGroup
+from rlmath.config.schema import Config, OptimizerConfig, ParallelConfig, RolloutConfig, SyncConfig
+from rlmath.data.dataset import load_inputs, load_validation
+from rlmath.data.packing import pack
+from rlmath.distributed.bridge import open_worlds
+from rlmath.distributed.device import (
+    environment_rank,
+    environment_world_size,
+    init_process_group,
+    open_device,
+)
+from rlmath.distributed.fault_tolerance.preemption import StopRequest
+from rlmath.trainer.preflight.memory_estimate import engine_mesh_of, mesh_of
+from rlmath.trainer.resume import Origin
+from rlmath.trainer.startup import PreparedRun
+from tests.distributed import partial_rollout_cases as partial
+from tests.tiny_models import shape_of
+
+LEARNS = OptimizerConfig(kind="sgd", lr=0.05, distributed=False)
+ASYNC = RolloutConfig(
+    ranks=1,
+    max_staleness=2,
+    group_size=partial.GROUP,
+    max_new_tokens=partial.LONGEST,
+    max_num_seqs=6,
+    cpu_kv_cache_gib=0.1,
+    progress_bar=False,
+)
+
+
+@dataclass
+class Run:
+    """What the trainers did; None on the other ranks."""
+
+    groups: list[list[ScoredGroup]] = field(default_factory=list)
+    """By step, those that it learned from."""
+    metrics: list[dict[str, float]] = field(default_factory=list)
+    in_flight: list[list[int]] = field(default_factory=list)
+    """By step, the draws that it left in flight."""
+    validated: list[dict[str, float]] = field(default_factory=list)
+    left: list[int] = field(default_factory=list)
+    """By step: unfinished completions with tokens in what a checkpoint would hold."""
+    scored: list[tuple[list[float], list[float]]] = field(default_factory=list)
+    """By segment of a completion: its log-probs as sampled, and those of the policy of its version on all before."""
+
+
+def run(folder: Path, place: Path, steps: int, rollout: RolloutConfig, more: Mapping[str, Any]) -> Run | None:
+    """All steps of a small run. With `rollout.ranks` 0 the same without ranks of the engines' own. "score" in `more`:
+    compute the log-probs of all segments with the weights of their versions; "snapshots": take one after every step."""
+    sections = {name: value for name, value in more.items() if name not in ("score", "snapshots")}
+    config = partial.config_of(folder, place, steps, rollout, {"optimizer": LEARNS} | sections)
+    shape = shape_of(folder)
+    inputs = load_inputs(config, shape)
+    validation = load_validation(config, inputs.tokenizer, shape.vocab_size)
+    prepared = PreparedRun(config, shape, inputs, Origin("", ""), None, validation=validation)
+    world, rank, device = environment_world_size(), environment_rank(), open_device("cpu")
+    if rank >= world - rollout.ranks:
+        _sample(prepared, world, rank, device)
+        return None
+    return _train(prepared, world, rank, device, steps, more)
+
+
+def _store() -> dist.Store:
+    return dist.TCPStore(
+        os.environ["MASTER_ADDR"],
+        int(os.environ["MASTER_PORT"]),
+        is_master=environment_rank() == 0,
+        wait_for_workers=False,
+    )
+
+
+def _sample(prepared: PreparedRun[Any], world: int, rank: int, device: Any) -> None:
+    from rlmath.trainer.engine_rank import EngineRank, open_scorers
+
+    config = prepared.config
+    mesh = engine_mesh_of(config, world, rank)
+    with open_scorers(config, mesh) as workers:
+        bridge = open_worlds(device, 120.0, _store(), config.rollout.ranks)
+        one = EngineRank(prepared, mesh, device, bridge, workers, lambda: None)
+        assert one.run() == 7
+        one.close()
+
+
+def _train(
+    prepared: PreparedRun[Any], world: int, rank: int, device: Any, steps: int, more: Mapping[str, Any]
+) -> Run:
+    from rlmath.trainer.checkpointing import Checkpointer
+    from rlmath.trainer.divergence import DivergenceCheck
+    from rlmath.trainer.grpo import GrpoTrainer
+
+    config: Config = prepared.config
+    mesh, found, bridge, store = mesh_of(config, world, rank), Run(), None, _store()
+    with GrpoTrainer.open_workers(config, mesh) as workers:
+        if config.rollout.ranks:
+            bridge = open_worlds(device, 120.0, store, config.rollout.ranks)
+        else:
+            init_process_group(device, 120.0, store)
+        trainer = GrpoTrainer(prepared, mesh, device, workers=workers, bridge=bridge)
+        stop = StopRequest(config.run.stop_grace_seconds, config.run.output_dir, 0)
+        divergence = DivergenceCheck(trainer.actor, 3, None)
+        trainer.begin(None, Checkpointer(trainer, prepared.origin, stop, divergence, lambda: None))
+        weights = {}
+        for number in range(steps):
+            weights[trainer.actor.learner.updates] = _copy_of(trainer)
+            record = trainer.step(number)
+            found.groups.append(list(record.groups))
+            found.metrics.append(record.metrics)
+            found.validated.append({} if record.validation is None else record.validation.metrics)
+            flight = getattr(trainer.rollouts, "_flight", None)
+            found.in_flight.append([] if flight is None else [group.draw for group in flight.groups])
+            if more.get("snapshots") and rank == 0:
+                found.left.append(_unfinished_in(trainer.rollouts.files(), prepared))
+        trainer.close(7)
+        if more.get("score"):
+            found.scored = _score_segments(trainer, found.groups, weights)
+    return found
+
+
+def _copy_of(trainer: Any) -> list[dict[str, torch.Tensor]]:
+    return [
+        {name: tensor.detach().clone() for name, tensor in chunk.named_parameters()}
+        for chunk in trainer.actor.chunks
+    ]
+
+
+def _unfinished_in(files: dict[str, bytes], prepared: PreparedRun[Any]) -> int:
+    from rlmath.checkpoint.flight import FLIGHT, read_flight
+
+    config, shape = prepared.config, prepared.shape
+    flight = read_flight(files[FLIGHT], config.rollout.group_size, shape.vocab_size, lambda tokens: "")
+    return sum(bool(group.parts[g].token_ids) for group in flight.groups for g in group.unfinished)
+
+
+@torch.no_grad()
+def _score_segments(
+    trainer: Any, groups: list[list[ScoredGroup]], weights: dict[int, list[dict[str, torch.Tensor]]]
+) -> list[tuple[list[float], list[float]]]:
+    """On one rank: every segment by the policy of its version, which reads the whole sequence."""
+    found = []
+    for group in (group for step in groups for group in step):
+        for one in group.completions:
+            start, sample = 0, Sample(group.prompt.token_ids, one.token_ids, one.logprobs, 0.0)
+            batch = pack([sample], [0], 1)
+            for segment in one.segments:
+                for chunk, saved in zip(trainer.actor.chunks, weights[segment.policy_version], strict=True):
+                    for name, tensor in chunk.named_parameters():
+                        tensor.copy_(saved[name])
+                (result,) = trainer.actor.forward_backward.logprobs([batch])
+                row = result.logprobs_T.tolist()[len(group.prompt.token_ids) :]
+                end = start + segment.tokens
+                found.append((list(one.logprobs[start:end]), row[start:end]))
+                start = end
+    return found
+
+
+def layout_of(**sizes: int) -> dict[str, Any]:
+    """Sections of a run with this training layout, whose probe looks at every step."""
+    return {"parallel": ParallelConfig(**sizes), "sync": SyncConfig(probe_every=1)}
+
+
+def with_engines(**changes: Any) -> RolloutConfig:
+    return replace(ASYNC, **changes)
