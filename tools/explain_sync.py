@@ -3,6 +3,8 @@ why something travels.
 
 python tools/explain_sync.py --config configs/my.yaml parallel.tensor=2 rollout.tensor_parallel=1 run.device=cuda
 
+With engines on ranks of their own (rollout.ranks) it is the plan of the first engine; the others get the same.
+
 It prints the plan that the run itself follows: a GPU's with run.device=cuda or where memory.gpu or memory.gpu_gib names
 one, the CPU's where there is no GPU. Of the model only config.json is read; no rank is started and no GPU is needed. It
 exits with 2 where the settings have no plan.
@@ -27,7 +29,7 @@ from rlmath.config.model_shape import ModelShape
 from rlmath.config.schema import Config
 from rlmath.config.terminal import escape_terminal
 from rlmath.distributed.mesh import Mesh
-from rlmath.rollout.weight_sync.reshard_plan import Copy, SyncPlan, bucket_bytes, plan_sync
+from rlmath.rollout.weight_sync.reshard_plan import Copy, SyncPlan, bucket_bytes, plan_own_ranks, plan_sync
 from rlmath.rollout.weight_sync.shard_layouts import (
     ENGINE_VOCAB_MULTIPLE,
     Coordinates,
@@ -52,11 +54,27 @@ class Explained:
     config: Config
     shape: ModelShape
     mesh: Mesh
+    """Of the training ranks."""
     layout: TrainingLayout
     plan: SyncPlan
     device: str
     bucket_bytes: int
     ranks_per_node: int | None
+
+    @property
+    def ranks(self) -> range:
+        """Those of the plan: all that train, and where engines have ranks of their own, those of the first engine."""
+        return range(self.mesh.world_size + (self.mesh.engine_size if self.mesh.engine_ranks else 0))
+
+    def stage(self, rank: int) -> int | None:
+        """Pipeline stage; None for a rank that does not train."""
+        return replace(self.mesh, rank=rank).pipeline_rank if rank < self.mesh.world_size else None
+
+    def engine(self, rank: int) -> int | None:
+        """Engine that a rank is part of; None for none."""
+        if not self.mesh.engine_ranks:
+            return rank // self.mesh.engine_size
+        return 0 if rank >= self.mesh.world_size else None
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -90,7 +108,11 @@ def explain(given: argparse.Namespace) -> Explained:
     parallel, mesh = config.parallel, mesh_of(config, ranks, rank=0)
     layout = training_layout(shape.num_layers, mesh, parallel.first_stage_layers, parallel.last_stage_layers)
     bucket, node = bucket_bytes(config.sync.bucket_mib, device, ranks), given.ranks_per_node
-    plan = plan_sync(shape, layout, mesh, FORMATS[device][1], bucket, node)
+    if mesh.engine_ranks:
+        engine = range(mesh.world_size, mesh.world_size + mesh.engine_size)
+        plan = plan_own_ranks(shape, layout, mesh, engine, FORMATS[device][1], bucket)
+    else:
+        plan = plan_sync(shape, layout, mesh, FORMATS[device][1], bucket, node)
     return Explained(config, shape, mesh, layout, plan, device, bucket, node)
 
 
@@ -110,8 +132,9 @@ class Moved:
 
 def count(explained: Explained) -> Moved:
     """One walk over the plan: it may have hundreds of thousands of copies."""
-    plan, mesh, node = explained.plan, explained.mesh, explained.ranks_per_node or explained.mesh.world_size
-    copied = [sum(copy.elements for copy in copies) for copies in plan.local.values()]
+    plan, ranks = explained.plan, explained.ranks
+    node = explained.ranks_per_node or len(ranks)
+    copied = [sum(copy.elements for copy in plan.local.get(rank, ())) for rank in ranks]
     sent, received, reasons, between = Counter(), Counter(), Counter(), 0
     reason_of = _Reasons(explained)
     for copies in plan.rounds:
@@ -120,7 +143,7 @@ def count(explained: Explained) -> Moved:
             received[copy.target] += copy.elements
             reasons[reason_of(copy)] += copy.elements
             between += copy.elements if copy.source // node != copy.target // node else 0
-    size, ranks = plan.element_bytes, range(mesh.world_size)
+    size = plan.element_bytes
     return Moved(
         [size * elements for elements in copied],
         [size * sent[rank] for rank in ranks],
@@ -131,6 +154,7 @@ def count(explained: Explained) -> Moved:
 
 
 REASONS = {
+    "own": "engines have ranks of their own",
     "stages": "other pipeline stages train these layers, and every engine needs all of them",
     "experts": "training shares the experts of a layer over {expert}, and every engine needs all of them",
     "split": "training splits tensors over {tensor}, engines over {engine}: other ranks of the stage hold the rest",
@@ -166,6 +190,8 @@ class _Reasons:
         ]
 
     def __call__(self, copy: Copy) -> str:
+        if self._mesh.engine_ranks:
+            return "own"
         if copy.tensor not in self._of_stage[self._stage_of[copy.target]]:
             return "stages"
         if copy.tensor in self._experts:
@@ -183,15 +209,15 @@ def as_data(explained: Explained) -> dict[str, Any]:
     by_rank = [
         {
             "rank": rank,
-            "stage": replace(mesh, rank=rank).pipeline_rank,
-            "tensor_rank": rank % mesh.tensor,
-            "engine": rank // mesh.engine_size,
-            "engine_part": rank % mesh.engine_size,
+            "stage": explained.stage(rank),
+            "tensor_rank": None if explained.stage(rank) is None else rank % mesh.tensor,
+            "engine": explained.engine(rank),
+            "engine_part": None if explained.engine(rank) is None else _part(explained, rank),
             "copied": moved.copied[rank],
             "sent": moved.sent[rank],
             "received": moved.received[rank],
         }
-        for rank in range(mesh.world_size)
+        for rank in explained.ranks
     ]
     return {
         "device": explained.device,
@@ -210,6 +236,11 @@ def as_data(explained: Explained) -> dict[str, Any]:
     }
 
 
+def _part(explained: Explained, rank: int) -> int:
+    mesh = explained.mesh
+    return (rank - mesh.world_size if mesh.engine_ranks else rank) % mesh.engine_size
+
+
 def as_text(explained: Explained) -> str:
     """The layouts in words, a table of ranks, the totals, and the reasons."""
     moved = count(explained)
@@ -223,7 +254,7 @@ def _layouts(explained: Explained) -> list[str]:
     )
     return [
         f"{explained.config.model.path}: {parameter_count(explained.shape) / 1e9:.3g} B parameters on "
-        f"{_ranks(mesh.world_size)}, {mesh.describe()}",
+        f"{_ranks(mesh.world_size + mesh.engine_ranks)}, {mesh.describe()}",
         f"Training splits every tensor over {_ranks(mesh.tensor)}; layers by pipeline stage: {stages}.",
         f"Each engine has the whole model, split over {_ranks(mesh.engine_size)}, in {number_format}.",
     ]
@@ -250,9 +281,13 @@ def _spans(numbers: Sequence[int]) -> str:
 def _table(explained: Explained, moved: Moved) -> list[str]:
     lines = [f"{'rank':>5}{'stage':>7}{'engine':>8}{'copied':>10}{'sent':>10}{'received':>10}   (GiB)"]
     for rank, sizes in enumerate(zip(moved.copied, moved.sent, moved.received, strict=True)):
-        stage = replace(explained.mesh, rank=rank).pipeline_rank
+        places = ["-" if at is None else at for at in (explained.stage(rank), explained.engine(rank))]
         cells = "".join(f"{size / GIB:>10.3f}" for size in sizes)
-        lines.append(f"{rank:>5}{stage:>7}{rank // explained.mesh.engine_size:>8}{cells}")
+        lines.append(f"{rank:>5}{places[0]:>7}{places[1]:>8}{cells}")
+    if explained.mesh.engine_ranks:
+        lines.append(
+            f"For the first of {explained.mesh.num_engines} engines; each of the others gets the same."
+        )
     return lines
 
 

@@ -26,9 +26,9 @@ from rlmath.config.terminal import escape_terminal
 from rlmath.models.hf_config import planned_shape, required_shape
 from rlmath.trainer.preflight.checks import setting_problems, shape_problems
 from rlmath.trainer.preflight.length_curriculum import of_longest_stage
-from rlmath.trainer.preflight.memory_estimate import MemoryPlan, Target, plan_ranks, table_rows
-from rlmath.trainer.preflight.memory_fit import GIB, fit_problems, planned_target, usable_bytes
-from rlmath.trainer.preflight.parallelism import ranks_or_least
+from rlmath.trainer.preflight.memory_estimate import MemoryPlan, Target, mesh_of, table_rows
+from rlmath.trainer.preflight.memory_fit import GIB, all_plans, fit_problems, planned_target, usable_bytes
+from rlmath.trainer.preflight.parallelism import ranks_or_least, roles
 
 MISTAKE = 2
 NOT_NEEDED = ("run.output_dir=unused", "data.train_path=unused")
@@ -52,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ValueError as error:
         print(error, file=sys.stderr)
         return MISTAKE
-    plans = plan_ranks(with_longest_lengths(config), shape, ranks, target)
+    plans = all_plans(with_longest_lengths(config), shape, ranks, target)
     problems = of_longest_stage(config, lambda largest: fit_problems(largest, shape, ranks))
     if given.json:
         print(json.dumps(as_data(plans, problems, target, ranks), indent=2))
@@ -83,7 +83,9 @@ def as_data(plans: list[MemoryPlan], problems: list[str], target: Target, ranks:
             {
                 "rank": plan.rank,
                 "stage": plan.stage,
+                "is_engine": plan.is_engine,
                 "phases": {name: dict(held) for name, held in plan.phases.items()},
+                "host": dict(plan.host),
                 "held": {phase: plan.held(phase) for phase in plan.phases},
                 "worst": plan.worst,
             }
@@ -96,14 +98,16 @@ def as_data(plans: list[MemoryPlan], problems: list[str], target: Target, ranks:
 def heading(config: Config, shape: ModelShape, ranks: int, target: Target) -> str:
     """Model, layout and device."""
     parallel = config.parallel
-    replica = parallel.tensor * parallel.pipeline * parallel.context
-    layout = f"TP{parallel.tensor} x CP{parallel.context} x PP{parallel.pipeline} x DP{ranks // replica}"
+    data = mesh_of(config, ranks, 0).data
+    layout = f"TP{parallel.tensor} x CP{parallel.context} x PP{parallel.pipeline} x DP{data}"
     if shape.num_experts:
         layout += f" x EP{parallel.expert} x ETP{parallel.expert_tensor}"
     lines = [
         f"{config.model.path}: {parameter_count(shape) / 1e9:.3g} B parameters on {ranks} rank{'s' * (ranks != 1)}, "
         f"{layout}, engines of TP{config.rollout.tensor_parallel}"
     ]
+    if who := roles(config, ranks):
+        lines[0] += f" on ranks of their own: {who}"
     if note := planned_shape(config.model.path).note:
         lines.append(note)
     if target.total_bytes is None:
@@ -115,17 +119,19 @@ def heading(config: Config, shape: ModelShape, ranks: int, target: Target) -> st
 
 
 def table(plan: MemoryPlan) -> str:
-    """Parts by phases (GiB), and their sums; a plan stands for all ranks of its pipeline stage."""
+    """Parts by phases (GiB), and their sums; a plan stands for all ranks of its pipeline stage, or of engines."""
     phases = list(plan.phases)
     rows = [(part, [sizes[phase] for phase in phases]) for part, sizes in table_rows(plan)]
     rows.append(("held", [plan.held(phase) for phase in phases]))
     width = max(len(name) for name, _ in rows)
+    whose = "engines" if plan.is_engine else f"pipeline stage {plan.stage}"
     lines = [
         "",
-        f"Ranks of pipeline stage {plan.stage}, from rank {plan.rank} on (GiB)",
+        f"Ranks of {whose}, from rank {plan.rank} on (GiB)",
         " " * width + "".join(f"{phase:>11}" for phase in phases),
     ]
     lines += [f"{name:<{width}}" + "".join(_cell(size) for size in sizes) for name, sizes in rows]
+    lines += [f"{part} in the host's memory {size / GIB:.3f}" for part, size in plan.host.items()]
     return "\n".join(lines)
 
 

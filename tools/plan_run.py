@@ -4,6 +4,7 @@ python tools/plan_run.py --config configs/areal/7b_n16.yaml --mean-response-toke
 python tools/plan_run.py --config configs/my.yaml --gpu H100-80GB --nodes 4
 python tools/plan_run.py --config configs/my.yaml --calibrate outputs/short/metrics.jsonl --write-coefficients mine.json
 python tools/plan_run.py --config configs/my.yaml --search-tails
+python tools/plan_run.py --config configs/my.yaml --asynchronous rollout.max_staleness=4
 python tools/plan_run.py --published
 
 It is a prediction; its formulas and errors are in docs/planning.md. Of the model only config.json is read, and for
@@ -29,12 +30,17 @@ from rlmath.models.hf_config import required_shape
 from rlmath.planner.calibration import Measured, Where, as_file, fit, read_coefficients, read_run
 from rlmath.planner.machines import CPU, Machine, machine_of
 from rlmath.planner.published import (
+    ASYNCHRONOUS,
     COLOCATED,
     LOG,
+    SYNCHRONOUS,
     TABLE,
+    Calibrated,
     Predicted,
     Row,
+    one_factor,
     predict,
+    predict_splits,
     predict_tails,
     recipe_file,
 )
@@ -43,9 +49,11 @@ from rlmath.planner.run import (
     Asked,
     ClusterPlacement,
     compare_layouts,
+    compare_rank_splits,
     compare_rollout_tails,
     place_run,
     predict_run,
+    with_ranks_of_their_own,
 )
 from rlmath.planner.tails import Tails
 from rlmath.planner.work import DEFAULTS, Coefficients
@@ -61,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if given.published:
             tables = (published(rows) for rows in (TABLE, COLOCATED, LOG))
-            print("\n".join(published_lines(*tables, tails_of(TABLE))))
+            print("\n".join(published_lines(*tables, calibrated(), tails_of(TABLE))))
             return 0
         return plan(given)
     except ValueError as error:
@@ -105,7 +113,12 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument(
         "--search-tails",
         action="store_true",
-        help="predict other settings of rollout.tail=carry and defer, too",
+        help="predict other settings of rollout.tail=carry and defer, and of engines on ranks of their own, too",
+    )
+    made.add_argument(
+        "--asynchronous",
+        action="store_true",
+        help="give engines ranks of their own, as many as are predicted fastest, where rollout.ranks is 0",
     )
     made.add_argument("--layouts", type=int, default=5, help="fastest layouts to show; 0: none (default: 5)")
     made.add_argument("--json", action="store_true", help="print plain data")
@@ -128,12 +141,18 @@ def plan(given: argparse.Namespace) -> int:
     place = place_run(load_config(given.config, given.overrides, stand_ins=NOT_NEEDED), asked)
     coefficients, runs = coefficients_of(given, place)
     prediction = predict_run(place, asked, coefficients, runs)
+    if given.asynchronous and place.config.rollout.ranks == 0:
+        place = with_ranks_of_their_own(prediction, coefficients)
+        prediction = predict_run(place, asked, coefficients, runs)
+    beside = place.config.rollout.ranks > 0
+    splits = compare_rank_splits(prediction, coefficients) if beside else None
     tails = compare_rollout_tails(prediction, coefficients, given.search_tails)
     layouts = compare_layouts(prediction, coefficients) if given.layouts > 0 else None
     if given.json:
-        print(json.dumps(run_data(prediction, tails, layouts, coefficients, given.layouts), indent=2))
+        data = run_data(prediction, tails, splits, layouts, coefficients, given.layouts)
+        print(json.dumps(data, indent=2))
     else:
-        lines = run_lines(prediction, tails, layouts, given.layouts)
+        lines = run_lines(prediction, tails, splits, layouts, given.layouts)
         lines += coefficient_lines(coefficients, DEFAULTS[place.target.kind])
         print("\n".join([*calibration_lines(runs, coefficients), *lines]))
     for problem in prediction.memory_problems:
@@ -178,6 +197,18 @@ def write(file: Path, text: str) -> None:
 def published(rows: Sequence[Row]) -> list[Predicted]:
     """Every row, predicted with the default coefficients."""
     return [predict(row, *recipe_of(row)) for row in rows]
+
+
+def calibrated() -> list[Calibrated]:
+    """AReaL's asynchronous figures, predicted with coefficients of its first synchronous one."""
+    found = []
+    factor = None
+    for together, beside in zip(SYNCHRONOUS, ASYNCHRONOUS, strict=True):
+        *recipe, defaults = recipe_of(together)
+        factor = factor or one_factor(predict(together, *recipe, defaults), defaults)
+        synchronous, asynchronous = (predict(row, *recipe, factor) for row in (together, beside))
+        found.append(Calibrated(synchronous, asynchronous, predict_splits(beside, *recipe, factor)))
+    return found
 
 
 def tails_of(rows: Sequence[Row]) -> list[tuple[str, Tails]]:

@@ -15,18 +15,18 @@ samples nothing. `rollout.on_new_weights` "recompute" prefills the b sequences a
 again(b). With "keep" that is nothing.
 
 **How many sequences run.** An engine has places for C: `rollout.max_num_seqs`, `rollout.max_concurrent_sequences`, its
-KV cache. Admission may give it fewer. The groups that a step admits begin with the weights of version v; they are
-learned in step v + max_staleness at the latest. From the moment of the version to the start of that training, which
-itself ends with a new version, pass (max_staleness + 1) S - T seconds, and by then the longest completion must be
-finished. In S seconds an engine samples A tokens, so each of b sequences gets A / b. Hence, for max_staleness >= 1,
+KV cache. Admission may give it fewer. The groups that a step admits begin with the weights of version v, and are learned
+in step v + max_staleness at the latest. From the version to the start of that training, which itself ends with a new
+version, pass (max_staleness + 1) S - T seconds, and by then the last of these completions must be finished. A rollout of
+them alone takes R engine steps with C places: as many as the longest has tokens, or more where not all have a place.
+An engine samples A tokens in S seconds, so each of b sequences gets A / b. Hence, for max_staleness >= 1,
 
-    b = min(C, (max_staleness + 1 - T / S) x A / longest),      S = max(T, E(b))
+    b = min(C, (max_staleness + 1 - T / S) x A / R),      S = max(T, E(b))
 
 which one S solves. With max_staleness 0 no group may begin while trainers work on the step before: rollout and update
-take turns, S = T + E with all of a step's sequences at once, and E ends with the longest of them. "finish" ends all
-sequences before an engine takes new weights: E is that of a rollout that waits for its longest completion, once a step,
-but the trainers work beside it. More may be begun between two versions where max_staleness is above 1, which makes
-fewer such tails; that is left out.
+take turns, S = T + E, and the engine steps of E are R. "finish" ends all sequences before an engine takes new weights:
+those of E are R, too, once a step, but the trainers work beside it. Where max_staleness is above 1 more groups may begin
+between two versions, which makes fewer such tails; that is left out.
 """
 
 from __future__ import annotations
@@ -67,8 +67,8 @@ class EngineCosts:
 
     tokens: float
     """A: sampled for a step."""
-    longest: int
-    """Tokens of the longest completion."""
+    rollout_steps: int
+    """R: engine steps in which a step's completions are sampled alone, from the first token to the last."""
     places: int
     """C: most sequences at a time."""
     step_seconds: float
@@ -96,7 +96,7 @@ class EngineCosts:
         >>> EngineCosts(1200, 600, 8, 1.0, 90.0, 4.0, 2.0).admitted(500.0, 250.0, staleness=1)
         3.0
         """
-        return min(self.places, (staleness + 1 - trainer / step) * self.tokens / self.longest)
+        return min(self.places, (staleness + 1 - trainer / step) * self.tokens / self.rollout_steps)
 
     def steady(self, trainer: float, staleness: int) -> float:
         """S: seconds of a step, where an engine is as fast as that, or the trainers' where it is faster. A step that is
@@ -179,18 +179,18 @@ def engine_side(
     tokens += Work(tokens=batch.tokens / engines)
     one_step = Work(memory=weights, decode_steps=1)
     one_step += split_work(shape, rollout.tensor_parallel, target.itemsize, cluster, 0.0, 1)
+    slots = min(places, requests)
+    alone, tail = play(batch.lengths, requests, slots, batch.sequences)
     if rollout.max_staleness == 0 or rollout.on_new_weights == "finish":
-        slots = min(places, requests)
-        steps, tail = play(batch.lengths, requests, slots, batch.sequences)
-        work = {"rollout": tokens + one_step.times(steps), "transfer": transfer}
-        rolled = Rollout(sampled, work["rollout"], slots, requests, steps, tail, weights)
-        return EngineSide(rolled, work, own.tokens / steps, places)
+        work = {"rollout": tokens + one_step.times(alone), "transfer": transfer}
+        rolled = Rollout(sampled, work["rollout"], slots, requests, alone, tail, weights)
+        return EngineSide(rolled, work, own.tokens / alone, places)
     again = Work()
     if rollout.on_new_weights == "recompute":
         again = _again_work(config, shape, target, cluster, batch, one_step)
     found = (one_step, tokens, transfer, again)
     seconds = (seconds_of(work, cluster.machine, coefficients) for work in found)
-    costs = EngineCosts(own.tokens, batch.lengths.longest, places, *seconds)
+    costs = EngineCosts(own.tokens, alone, places, *seconds)
     step = costs.steady(trainer_seconds, rollout.max_staleness)
     running = costs.admitted(step, trainer_seconds, rollout.max_staleness)
     steps = own.tokens / running

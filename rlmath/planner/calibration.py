@@ -82,7 +82,8 @@ def run_folder_of(path: Path) -> Path:
 
 
 def read_config(folder: Path) -> Config:
-    """The settings of a run that was measured; ValueError where they cannot be read, or are those of stages."""
+    """The settings of a run that was measured; ValueError where they cannot be read, are those of stages, or where
+    engines had ranks of their own: what overlaps says little of what each part takes."""
     if not (folder / CONFIG_NAME).is_file():
         raise ValueError(
             f"{folder}: there is no {CONFIG_NAME}; --calibrate needs the folder of a run, or its metrics.jsonl"
@@ -91,6 +92,11 @@ def read_config(folder: Path) -> Config:
     if has_length_stages(config):
         raise ValueError(
             f"{folder}: a run with stages; its steps are not alike. Calibrate with one that has none."
+        )
+    if config.rollout.ranks > 0:
+        raise ValueError(
+            f"{folder}: rollout.ranks is {config.rollout.ranks}; trainers and engines worked at the same time. "
+            "Calibrate with a run that has rollout.ranks=0."
         )
     return config
 

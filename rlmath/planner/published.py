@@ -90,7 +90,17 @@ PAPER_STEPS = 4
 the same hours: as many as a step has minibatches."""
 SYNCHRONOUS = (
     *COLOCATED,
-    Row("32B, 48 nodes", "32b_n16.yaml", 48, 766.5, (384, 8), (384, 4, 4), disjoint=False, running=128, group=16),
+    Row(
+        "32B, 48 nodes",
+        "32b_n16.yaml",
+        48,
+        766.5,
+        (384, 8),
+        (384, 4, 4),
+        disjoint=False,
+        running=128,
+        group=16,
+    ),
 )
 """`COLOCATED`, and of the paper's table 32B: 51.1 hours for 60 steps (240 by the blog's count), of programs instead of
 mathematics. The lengths of these are not published; those of the log are taken."""
@@ -185,12 +195,11 @@ def _with_work(row: Row, config: Config) -> tuple[Config, Batch]:
     return config, Batch(sequences, group, LOGGED.mean_prompt, logged_lengths(longest))
 
 
-def one_factor(found: Predicted, coefficients: Coefficients) -> tuple[float, Coefficients]:
-    """(factor, coefficients) with which a prediction is what was published. One figure says nothing of the parts of a
+def one_factor(found: Predicted, coefficients: Coefficients) -> Coefficients:
+    """Those with which a prediction is what was published. One figure says nothing of the parts of a
     step: of all coefficients that explain it those are taken that are nearest to the given ones, as `calibration.fit`
     does, and these are all slower by the same factor."""
-    factor = found.row.seconds / found.seconds
-    return factor, slower_by(coefficients, dict.fromkeys(NAMES, factor))
+    return slower_by(coefficients, dict.fromkeys(NAMES, found.row.seconds / found.seconds))
 
 
 def predict_splits(

@@ -8,12 +8,14 @@ from typing import Any
 
 from rlmath.checkpoint.hf.weight_map import parameter_count
 from rlmath.config.length_curriculum import with_longest_lengths
+from rlmath.planner.asynchronous import Overlap
 from rlmath.planner.calibration import Measured
 from rlmath.planner.partial_rollouts import PROMPT_SHARE
-from rlmath.planner.published import Predicted, errors_of_one_factor, largest_error
+from rlmath.planner.published import PAPER_STEPS, Calibrated, Predicted, errors_of_one_factor, largest_error
 from rlmath.planner.run import RunPrediction, expected_steps
+from rlmath.planner.splits import Splits, engine_ranks
 from rlmath.planner.step import PHASES, Comparison, StepPlan
-from rlmath.planner.tails import Tails, settings_of_tail
+from rlmath.planner.tails import ASYNCHRONOUS_STALENESS, Tails, settings_of_tail
 from rlmath.planner.work import SHARES, Coefficients
 from rlmath.trainer.preflight.memory_estimate import plan_ranks
 from rlmath.trainer.preflight.memory_fit import start_up_lines
@@ -33,8 +35,14 @@ PART_NAMES = {
 """What the seconds of a coefficient are spent on."""
 
 
-def run_lines(prediction: RunPrediction, tails: Tails, layouts: Comparison | None, shown: int) -> list[str]:
-    """The whole plan of a run for the console."""
+def run_lines(
+    prediction: RunPrediction,
+    tails: Tails | None,
+    splits: Splits | None,
+    layouts: Comparison | None,
+    shown: int,
+) -> list[str]:
+    """The whole plan of a run for the console. `splits` are there where its engines have ranks of their own."""
     place = prediction.place
     lines = [
         f"{place.config.model.path}: {parameter_count(place.shape) / 1e9:.3g} B parameters on "
@@ -47,7 +55,14 @@ def run_lines(prediction: RunPrediction, tails: Tails, layouts: Comparison | Non
         if len(prediction.stages) > 1:
             lines += ["", stage.line(len(prediction.stages))]
         lines += step_lines(plan)
-    lines += ["", *tail_lines(tails), "", *epoch_lines(prediction)]
+    if splits is not None:
+        lines += ["", *split_lines(splits, prediction.stages[-1][1])]
+    lines += [
+        "",
+        *(tail_lines(tails) if tails is not None else no_tail_lines()),
+        "",
+        *epoch_lines(prediction),
+    ]
     return lines if layouts is None else [*lines, "", *layout_lines(prediction, layouts, shown)]
 
 
@@ -62,10 +77,7 @@ def step_lines(plan: StepPlan) -> Iterator[str]:
         f"  {_flops(flops.sampling)} to sample, {_flops(flops.forward)} forwards, {_flops(flops.backward)} backwards, "
         f"{_flops(flops.recomputed)} recomputed"
     )
-    yield (
-        f"  an engine samples {plan.rollout.slots} of {plan.rollout.requests} at a time in {plan.rollout.steps:,} "
-        f"steps; {plan.microbatches} micro-batch{'es' * (plan.microbatches != 1)} a minibatch and data-parallel rank"
-    )
+    yield f"  {_sampling(plan)}; {_micro_batches(plan)}"
     if (carry := plan.rollout.carry) is not None:
         yield f"  in {_rounds(carry.rounds)}, for which it prefills {carry.read_again:,.0f} sampled tokens again"
         yield (
@@ -76,15 +88,47 @@ def step_lines(plan: StepPlan) -> Iterator[str]:
             f"  in {_rounds(defer.rounds)}; {defer.deferred:.0%} of the groups are sampled anew, and "
             f"{defer.discarded:.0%} of the sampled tokens are discarded"
         )
-    yield "Predicted seconds:"
+    yield (
+        "Predicted seconds:" if plan.overlap is None else "Predicted seconds, of both sides at the same time:"
+    )
     for phase in PHASES:
         if phase in plan.seconds:
             yield f"  {phase:<10}{_seconds(plan.seconds[phase]):>10}  {_largest_parts(plan, phase)}"
             yield from _remarks(plan, phase)
+    if plan.overlap is not None:
+        yield from _side_lines(plan.overlap)
     if plan.judging_exposed > 0:
         yield f"  {'judging':<10}{_seconds(plan.judging_exposed):>10}  not hidden behind the rollout"
     tokens = batch.sequences * lengths.mean / plan.step_seconds
     yield f"  {'step':<10}{_seconds(plan.step_seconds):>10}  {tokens:,.0f} sampled tokens a second"
+    if plan.overlap is not None:
+        read, update = map(_seconds, plan.overlap.floor_parts)
+        yield (
+            f"  {'floor':<10}{_seconds(plan.overlap.floor):>10}  reading keys and values {read}, update {update}, each "
+            f"spread over all {plan.cluster.ranks} ranks"
+        )
+
+
+def _sampling(plan: StepPlan) -> str:
+    rollout, overlap = plan.rollout, plan.overlap
+    if overlap is None:
+        return f"an engine samples {rollout.slots} of {rollout.requests} at a time in {rollout.steps:,} steps"
+    return (
+        f"an engine samples {rollout.requests} for a step, {overlap.running:,.0f} at a time on average (room for "
+        f"{overlap.places}), in {rollout.steps:,} engine steps"
+    )
+
+
+def _micro_batches(plan: StepPlan) -> str:
+    count = plan.microbatches
+    return f"{count} micro-batch{'es' * (count != 1)} a minibatch and data-parallel rank"
+
+
+def _side_lines(overlap: Overlap) -> Iterator[str]:
+    """What trainers and engines take each, and whether one waits for the other."""
+    waits = ", in turns" if overlap.take_turns else ""
+    yield f"  {'trainers':<10}{_seconds(overlap.trainer_seconds):>10}  on {overlap.trainers} ranks{waits}"
+    yield f"  {'engines':<10}{_seconds(overlap.engine_seconds):>10}  on {overlap.engine_ranks} ranks{waits}"
 
 
 def _rounds(number: float) -> str:
@@ -106,7 +150,7 @@ def _largest_parts(plan: StepPlan, phase: str) -> str:
 
 
 def _remarks(plan: StepPlan, phase: str) -> Iterator[str]:
-    if phase == "rollout":
+    if phase == "rollout" and plan.overlap is None:
         hidden = min(plan.judging_seconds, plan.seconds["rollout"])
         yield (
             f"    {_seconds(plan.tail_seconds)} of it for the tail, when no request waits any more; behind it "
@@ -116,20 +160,55 @@ def _remarks(plan: StepPlan, phase: str) -> Iterator[str]:
         yield f"    {plan.idle_share:.1%} of it a pipeline stage waits for others"
 
 
+def split_lines(splits: Splits, own: StepPlan) -> Iterator[str]:
+    """The fastest split of the ranks, and a few others."""
+    more = f", {splits.without_room} more do not fit the memory" if splits.without_room else ""
+    yield f"Splits of the ranks ({len(splits.plans)} are legal and fit{more}), predicted:"
+    yield f"{'rollout.ranks':>15}{'trainers':>12}{'engines':>12}{'step':>12}{'running':>10}"
+    for plan in splits.shown(own):
+        assert plan.overlap is not None
+        overlap = plan.overlap
+        sides = f"{_seconds(overlap.trainer_seconds):>10} s{_seconds(overlap.engine_seconds):>10} s"
+        marks = [("fastest", plan is splits.best), ("as configured", engine_ranks(plan) == engine_ranks(own))]
+        said = ", ".join(text for text, there in marks if there)
+        yield (
+            f"{engine_ranks(plan):>15}{sides}{_seconds(plan.step_seconds):>10} s{overlap.running:>10,.0f}"
+            f"{'  ' * bool(said)}{said}"
+        )
+
+
 def tail_lines(tails: Tails) -> Iterator[str]:
-    """A step with every `rollout.tail`, and the fastest."""
+    """A step with every `rollout.tail`, with engines on ranks of their own, and the fastest."""
     yield "Predicted step by rollout.tail (age: of learned tokens, mean, in steps):"
     yield f"{'max_staleness':>33}{'slice_tokens':>14}{'max_groups_in_flight':>22}{'age':>6}"
     for plan in tails.plans:
         yield f"  {_seconds(plan.step_seconds):>9} s  {_tail(plan)}"
-    for problem in tails.problems:
-        yield f"  carry: not with these settings. {problem}"
-    if tails.carry is not None and tails.carry.config.algorithm != tails.wait.config.algorithm:
-        yield "  carry: with algorithm.* as in configs/algorithms/decoupled.yaml"
+    for name, problems in (("carry", tails.problems), ("asynchronous", tails.asynchronous_problems)):
+        for problem in problems:
+            yield f"  {name}: not with these settings. {problem}"
+    found = (("carry", tails.carry), ("asynchronous", tails.asynchronous))
+    own = tails.wait.config.algorithm
+    changed = [name for name, plan in found if plan is not None and plan.config.algorithm != own]
+    if changed:
+        yield f"  {', '.join(changed)}: with algorithm.* as in configs/algorithms/decoupled.yaml"
     yield f"  defer: assumed is that a prompt has {PROMPT_SHARE:.0%} of the variance of log-lengths"
     of = settings_of_tail(tails.fastest)
-    named = {"wait": (), "carry": ("max_staleness",), "defer": ("slice_tokens",)}[str(of["tail"])]
-    yield " with ".join([f"Predicted fastest: {of['tail']}", *(f"{name} {of[name]:,}" for name in named)])
+    named = {
+        "wait": (),
+        "carry": ("max_staleness",),
+        "defer": ("slice_tokens",),
+        "asynchronous": ("ranks", "max_staleness"),
+    }[str(of["tail"])]
+    yield " with ".join(
+        [
+            f"Predicted fastest: {of['tail']}",
+            *([", ".join(f"{name} {of[name]:,}" for name in named)] if named else []),
+        ]
+    )
+
+
+def no_tail_lines() -> Iterator[str]:
+    yield "rollout.tail is not compared: engines in the training ranks could not have this layout, or would not fit."
 
 
 def _tail(plan: StepPlan) -> str:
@@ -139,6 +218,9 @@ def _tail(plan: StepPlan) -> str:
     if of["tail"] == "defer":
         shares = f"deferred {of['deferred']:.0%}, discarded {of['discarded']:.0%}"
         return f"defer{'':13}{of['slice_tokens']:>14,}{shares:>28}"
+    if of["tail"] == "asynchronous":
+        ranks = f"ranks {of['ranks']}, {of['on_new_weights']}"
+        return f"asynchronous{of['max_staleness']:>6}{ranks:>42}"
     columns = f"{of['max_staleness']:>13}{of['slice_tokens']:>14,}{of['max_groups_in_flight']:>22,}"
     return f"carry{columns}{of['staleness']:>6.1f}"
 
@@ -202,6 +284,7 @@ def published_lines(
     table: Sequence[Predicted],
     colocated: Sequence[Predicted],
     log: Sequence[Predicted],
+    calibrated: Sequence[Calibrated],
     tails: Sequence[tuple[str, Tails]],
 ) -> Iterator[str]:
     """The published step times beside what is predicted for them."""
@@ -221,15 +304,48 @@ def published_lines(
     for one in log:
         yield f"{one.row.name}: {one.row.seconds:,.0f} published, {one.seconds:,.0f} predicted, {one.error:+.0%}"
     yield ""
+    yield from _calibrated_lines(calibrated)
+    yield ""
     yield "rlmath with our recipes of the first table, all GPUs sample, by rollout.tail:"
     yield from _tail_rows(tails)
+    yield ""
+    yield "rlmath with the same recipes, engines on ranks of their own, by rollout.max_staleness:"
+    yield from _asynchronous_rows(tails)
+
+
+def _calibrated_lines(calibrated: Sequence[Calibrated]) -> Iterator[str]:
+    """Asynchronous figures beside what is predicted with the coefficients of the first synchronous one."""
+    first = calibrated[0].synchronous
+    yield (
+        f"AReaL v0.3, asynchronous, all coefficients calibrated by one factor on the {first.row.seconds:.0f} s of "
+        f"{first.row.name}, synchronous:"
+    )
+    columns = f"{'published':>10}{'predicted':>10}{'error':>7}"
+    yield f"{'':<16}{'synchronous':>27}{'asynchronous':>27}"
+    yield f"{'':<16}{columns}{columns}   engines, trainers; rlmath (ranks)"
+    for one in calibrated:
+        sides = f"{one.asynchronous.rollout:,.0f}, {one.asynchronous.update:,.0f}"
+        best = one.splits.best
+        ours = "none" if best is None else f"{best.step_seconds:,.0f} ({engine_ranks(best)})"
+        figures = "".join(
+            f"{found.row.seconds:>10,.0f}{found.seconds:>10,.0f}{found.error:>+7.0%}"
+            for found in (one.synchronous, one.asynchronous)
+        )
+        yield f"{one.synchronous.row.name:<16}{figures}   {sides}; {ours}"
+    errors = [error for one in calibrated[1:] for error in (one.synchronous.error, one.asynchronous.error)]
+    errors.append(calibrated[0].asynchronous.error)
+    yield (
+        f"Largest error: {largest_error(errors):+.0%}. AReaL's paper counts a quarter of the blog's steps for the same "
+        f"hours: with these,"
+    )
+    yield f"published and predicted seconds are {PAPER_STEPS} times as long, and the errors the same."
 
 
 def _tail_rows(tails: Sequence[tuple[str, Tails]]) -> Iterator[str]:
     """Carrying with the default settings, and with the fastest ones; deferring with the fastest ones."""
     yield (
         f"{'':<15}{'wait':>6}{'carry':>6}{'best':>6}{'max_staleness':>14}{'slice_tokens':>13}{'age':>5}"
-        f"{'defer':>6}{'fastest':>8}"
+        f"{'defer':>6}{'async':>6}{'fastest':>14}"
     )
     for name, one in tails:
         assert one.carry is not None, one.problems
@@ -238,7 +354,34 @@ def _tail_rows(tails: Sequence[tuple[str, Tails]]) -> Iterator[str]:
         seconds = "".join(f"{plan.step_seconds:>6,.0f}" for plan in (one.wait, one.carry, best))
         settings = f"{of['max_staleness']:>14}{of['slice_tokens']:>13,}{of['staleness']:>5.1f}"
         defer = (one.found_defer or one.defer).step_seconds
-        yield f"{name:<15}{seconds}{settings}{defer:>6,.0f}{one.fastest.config.rollout.tail:>8}"
+        beside = min(_asynchronous_plans(one), key=lambda plan: plan.step_seconds, default=None)
+        seconds_beside = "none" if beside is None else f"{beside.step_seconds:,.0f}"
+        fastest = settings_of_tail(one.fastest)["tail"]
+        yield f"{name:<15}{seconds}{settings}{defer:>6,.0f}{seconds_beside:>6}{fastest:>14}"
+
+
+def _asynchronous_plans(tails: Tails) -> list[StepPlan]:
+    """Least staleness first."""
+    return [plan for plan in tails.plans if plan.overlap is not None]
+
+
+def _asynchronous_rows(tails: Sequence[tuple[str, Tails]]) -> Iterator[str]:
+    """The fastest split for each staleness, and the ranks of its engines."""
+    yield f"{'':<15}" + "".join(f"{n:>12}" for n in ASYNCHRONOUS_STALENESS) + f"{'floor':>8}{'of ranks':>10}"
+    for name, one in tails:
+        plans = _asynchronous_plans(one)
+        figures = {plan.config.rollout.max_staleness: plan for plan in plans}
+        cells = (
+            f"{figures[n].step_seconds:,.0f} ({engine_ranks(figures[n])})" if n in figures else "none"
+            for n in ASYNCHRONOUS_STALENESS
+        )
+        floors = [plan.overlap.floor for plan in plans if plan.overlap is not None]
+        floor = f"{min(floors):,.0f}" if floors else ""
+        yield (
+            f"{name:<15}"
+            + "".join(f"{cell:>12}" for cell in cells)
+            + f"{floor:>8}{one.wait.cluster.ranks:>10}"
+        )
 
 
 def _rows(table: Sequence[Predicted]) -> Iterator[str]:
@@ -275,7 +418,8 @@ def _flops(number: float) -> str:
 
 def run_data(
     prediction: RunPrediction,
-    tails: Tails,
+    tails: Tails | None,
+    splits: Splits | None,
     layouts: Comparison | None,
     coefficients: Coefficients,
     shown: int,
@@ -292,11 +436,16 @@ def run_data(
         "step_seconds": prediction.step_seconds,
         "steps_per_epoch": prediction.steps_per_epoch,
         "total_steps": prediction.total_steps,
-        "tails": [settings_of_tail(p) | {"step_seconds": p.step_seconds} for p in tails.plans],
-        "fastest_tail": settings_of_tail(tails.fastest),
+        "tails": [_tail_data(plan) for plan in tails.plans] if tails is not None else [],
+        "fastest_tail": settings_of_tail(tails.fastest) if tails is not None else None,
+        "splits": [_tail_data(plan) for plan in splits.plans] if splits is not None else [],
         "layouts": [{"layout": p.mesh.describe(), "step_seconds": p.step_seconds} for p in fastest],
         "coefficients": asdict(coefficients),
     }
+
+
+def _tail_data(plan: StepPlan) -> dict[str, Any]:
+    return settings_of_tail(plan) | {"step_seconds": plan.step_seconds}
 
 
 def step_data(plan: StepPlan) -> dict[str, Any]:
@@ -312,5 +461,6 @@ def step_data(plan: StepPlan) -> dict[str, Any]:
         "pipeline_idle_share": plan.idle_share,
         "microbatches": plan.microbatches,
         "flops": asdict(plan.flops),
+        "overlap": None if plan.overlap is None else asdict(plan.overlap) | {"floor": plan.overlap.floor},
         "work": {phase: asdict(work) for phase, work in plan.work.items()},
     }

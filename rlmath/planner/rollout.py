@@ -225,7 +225,9 @@ def decode_work(
     )
 
 
-def kv_read_bytes(config: Config, shape: ModelShape, target: Target, prompt: float, sampled: Sampled) -> float:
+def kv_read_bytes(
+    config: Config, shape: ModelShape, target: Target, prompt: float, sampled: Sampled
+) -> float:
     """Keys and values that one rank reads to decode what its engine samples."""
     of_a_token = kv_bytes_per_token(shape, config.rollout.tensor_parallel, target.itemsize)
     return _tokens_read(prompt, sampled) * of_a_token

@@ -13,7 +13,14 @@ from rlmath.models.hf_config import required_shape
 from rlmath.planner.calibration import Measured
 from rlmath.planner.lengths import Batch, lengths_with_mean
 from rlmath.planner.machines import Cluster, cluster_of, machine_of, on_gpu
-from rlmath.planner.splits import Splits, asynchronous, colocated, compare_splits, engine_ranks, start_problems
+from rlmath.planner.splits import (
+    Splits,
+    asynchronous,
+    colocated,
+    compare_splits,
+    engine_ranks,
+    start_problems,
+)
 from rlmath.planner.step import Comparison, StepPlan, batch_of, compare, plan_step, problems_of
 from rlmath.planner.tails import Tails, compare_tails
 from rlmath.planner.work import Coefficients
@@ -124,7 +131,9 @@ def compare_layouts(prediction: RunPrediction, coefficients: Coefficients) -> Co
     return compare(stage.config, place.shape, place.target, place.cluster, plan.batch, coefficients)
 
 
-def compare_rollout_tails(prediction: RunPrediction, coefficients: Coefficients, search: bool) -> Tails | None:
+def compare_rollout_tails(
+    prediction: RunPrediction, coefficients: Coefficients, search: bool
+) -> Tails | None:
     """Every `rollout.tail`, and engines on ranks of their own, by the step of the run's last stage; see
     `compare_tails`. None where a run with engines on ranks of their own could not have them in its training ranks."""
     place, (stage, plan) = prediction.place, prediction.stages[-1]

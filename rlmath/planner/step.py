@@ -112,7 +112,9 @@ class StepPlan:
     def judging_exposed(self) -> float:
         """What of judging is not hidden behind the rollout, or behind the step where engines never wait."""
         overlaps = self.overlap is not None and not self.overlap.take_turns
-        return max(0.0, self.judging_seconds - (self.overlap.seconds if overlaps else self.seconds["rollout"]))
+        return max(
+            0.0, self.judging_seconds - (self.overlap.seconds if overlaps else self.seconds["rollout"])
+        )
 
 
 def batch_of(config: Config, mean_response: float | None = None, mean_prompt: float | None = None) -> Batch:
@@ -173,7 +175,12 @@ def plan_step(
 
 
 def _plan_asynchronous(
-    config: Config, shape: ModelShape, target: Target, cluster: Cluster, batch: Batch, coefficients: Coefficients
+    config: Config,
+    shape: ModelShape,
+    target: Target,
+    cluster: Cluster,
+    batch: Batch,
+    coefficients: Coefficients,
 ) -> StepPlan:
     """Trainers are the first ranks. Nothing is switched or offloaded for engines. Every trainer gets what is sampled
     ("records"), and copies its part of the new weights, which is sent from there ("publish")."""

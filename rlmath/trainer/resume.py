@@ -88,6 +88,7 @@ MAY_CHANGE = (
     "rollout.progress_bar",
     "rollout.slice_tokens",
     "rollout.max_groups_in_flight",
+    "rollout.max_concurrent_sequences",
     "sync.",
     "memory.",
     "validation.",
@@ -293,8 +294,13 @@ def refused_changes(
     staged = has_length_stages(then) or has_length_stages(now)
     # Where there are stages, it is their max_new_tokens that count.
     may_change = (*MAY_CHANGE, "rollout.max_new_tokens") if staged else MAY_CHANGE
-    if then.rollout.tail == now.rollout.tail != "carry":
-        may_change = (*may_change, "rollout.max_staleness")
+    own_ranks = then.rollout.ranks > 0, now.rollout.ranks > 0
+    if all(own_ranks):
+        may_change = (*may_change, "rollout.ranks")  # but not to or from 0: what is in flight is another
+    elif not any(own_ranks):
+        may_change = (*may_change, "rollout.on_new_weights")
+        if then.rollout.tail == now.rollout.tail != "carry":
+            may_change = (*may_change, "rollout.max_staleness")
     if is_same_function(then.reward.function, now.reward.function, reward_code):
         may_change = (*may_change, "reward.function")
     changes = [

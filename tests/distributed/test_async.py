@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from rlmath.config.schema import SelectionConfig, StagesConfig, ValidationConfig
 from tests.distributed import partial_rollout_cases as cases
 from tests.distributed.async_cases import layout_of, run, with_engines
-from tests.distributed.partial_rollout_cases import PER_STEP
+from tests.distributed.partial_rollout_cases import LONGEST, PER_STEP
 from tests.distributed.rank_pool import RankPool
 from tests.selection import matrix
 
@@ -71,3 +73,70 @@ def test_with_staleness_0_a_run_is_the_synchronous_one_bit_by_bit(
     for ours, theirs in zip(apart.metrics, together.metrics, strict=True):
         assert {name: ours[name] for name in compared} == {name: theirs[name] for name in compared}
     assert together.metrics[0]["train/grad_norm"] > 0
+
+
+@pytest.mark.parametrize("on_new_weights", ["recompute", "keep"])
+def test_interrupted_completions_go_on_with_the_new_weights(
+    ranks: RankPool, model: Path, tmp_path: Path, on_new_weights: str
+) -> None:
+    rollout = with_engines(on_new_weights=on_new_weights)
+    (found,) = train(ranks, 2, model, tmp_path, 8, rollout, score=True)
+    completions = [c for step in found.groups for group in step for c in group.completions]
+    assert sum(segment.tokens for c in completions for segment in c.segments) == sum(
+        len(c.token_ids) for c in completions
+    )
+    later = [index for c in completions for index, _ in enumerate(c.segments)]
+    assert sum(index > 0 for index in later) >= 3, "hardly any completion was interrupted"
+    largest: dict[bool, float] = {False: 0.0, True: 0.0}
+    for index, (sampled, scored) in zip(later, found.scored, strict=True):
+        difference = max(abs(a - b) for a, b in zip(sampled, scored, strict=True))
+        largest[index > 0] = max(largest[index > 0], difference)
+    assert largest[False] <= 1e-5
+    if on_new_weights == "recompute":
+        assert largest[True] <= 1e-5  # the new weights have read the whole prefix
+    else:
+        assert largest[True] > 1e-4  # the prefix is as the old ones read it
+
+
+def test_finish_interrupts_nothing(ranks: RankPool, model: Path, tmp_path: Path) -> None:
+    (found,) = train(ranks, 2, model, tmp_path, 6, with_engines(on_new_weights="finish"))
+    assert all(len(c.segments) == 1 for step in found.groups for group in step for c in group.completions)
+    assert sum(metrics.get("rollout/interrupted_sequences", 0) for metrics in found.metrics) == 0
+
+
+def test_dropped_groups_are_replaced_and_a_snapshot_has_what_the_engines_sample(
+    ranks: RankPool, model: Path, tmp_path: Path
+) -> None:
+    """Half of the groups have no contrast: a hash rewards, rounded to right and wrong."""
+    selection = SelectionConfig(dynamic_sampling="accuracy", max_extra_prompts=4)
+    (found,) = train(ranks, 2, model, tmp_path, 8, with_engines(), selection=selection, snapshots=True)
+    for metrics in found.metrics:
+        kept, sampled = metrics["selection/groups_learned"], metrics["selection/groups_sampled"]
+        assert kept == PER_STEP or sampled == PER_STEP + 4
+    assert sum(metrics["selection/extra_prompts"] for metrics in found.metrics) > 0
+    assert set(Counter(prompts_of(found)).values()) == {1}
+    assert max(found.left[:-1]) > 0 and found.left[-1] == 0
+
+
+def test_validation_and_length_stages_keep_their_meaning(
+    ranks: RankPool, model: Path, tmp_path: Path
+) -> None:
+    stages = StagesConfig(steps=[3, 3], max_new_tokens=[24, LONGEST])
+    held_out = tmp_path / "held_out.jsonl"
+    rows = [
+        {"prompt": f"{n}+1=", "solutions": [str(n + 1)], "query_id": f"h{n}", "task": "math"}
+        for n in range(6)
+    ]
+    held_out.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    validation = ValidationConfig(every_steps=2, paths=[str(held_out)], max_new_tokens=8)
+    rollout = with_engines()
+    (apart,) = train(ranks, 2, model, tmp_path, 6, rollout, stages=stages, validation=validation)
+    lengths = [[len(c.token_ids) for group in step for c in group.completions] for step in apart.groups]
+    assert max(map(max, lengths[:3])) == 24 < max(map(max, lengths[3:]))
+    assert apart.in_flight[2] == [] != apart.in_flight[1]
+    assert [bool(one) for one in apart.validated] == [True, False, True, False, True, False]
+    (together,) = train(ranks, 1, model, tmp_path, 1, with_engines(ranks=0), validation=validation)
+    ours, theirs = apart.validated[0], together.validated[0]
+    assert {k: v for k, v in ours.items() if "seconds" not in k} == {
+        k: v for k, v in theirs.items() if "seconds" not in k
+    }

@@ -168,3 +168,28 @@ def test_it_runs_as_a_program_with_a_config_file(model: str, tmp_path: Path) -> 
     config.write_text("parallel:\n  pipeline: 2\nrun:\n  device: cuda\n", encoding="utf-8")
     done = programs.run("tools/explain_sync.py", "--config", str(config), model)
     assert f"{2 * WHOLE / GIB:.3f} GiB travel in" in done.stdout
+
+
+def test_to_engines_on_ranks_of_their_own_everything_travels_once_to_every_rank(
+    model: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Two engines of two ranks, and two stages that train: the plan of the first engine."""
+    own = ("parallel.pipeline=2", "rollout.ranks=4", "rollout.tensor_parallel=2")
+    found = data_of(capsys, model, *own)
+    assert found["layout"] == "TP1 x PP2 x DP1, 2 engines of TP2 on ranks of their own"
+    ranks = found["ranks"]
+    assert [(rank["stage"], rank["engine"], rank["engine_part"]) for rank in ranks] == [
+        (0, None, None),
+        (1, None, None),
+        (None, 0, 0),
+        (None, 0, 1),
+    ]
+    # norms go to both ranks of the engine: 6 x 2 of layers and the last
+    twice = 13 * 512
+    assert found["copied"] == 0 and found["sent"] == found["lower_bound"] == 2 * (WHOLE + twice)
+    assert [rank["received"] for rank in ranks][:2] == [rank["sent"] for rank in ranks][2:] == [0, 0]
+    assert found["reasons"] == {"own": found["sent"]}
+    assert main([model, *own, "run.device=cuda"]) == 0
+    text = capsys.readouterr().out
+    assert "on 6 ranks, TP1 x PP2" in text and "because engines have ranks of their own" in text
+    assert "For the first of 2 engines; each of the others gets the same." in text

@@ -101,3 +101,25 @@ def test_a_gpu_named_twice_is_refused(model: str, capsys: pytest.CaptureFixture[
 def test_the_least_ranks_make_whole_replicas_and_whole_engines():
     config = Config(parallel=ParallelConfig(tensor=2, pipeline=3), rollout=RolloutConfig(tensor_parallel=4))
     assert least_ranks(config) == 12
+
+
+def test_engines_on_ranks_of_their_own_have_a_table(model: str, capsys: pytest.CaptureFixture[str]):
+    own = (model, *FITS, "rollout.ranks=4", "rollout.tensor_parallel=2", "rollout.max_staleness=0")
+    assert main([*own, "--ranks", "12"]) == 0
+    out = capsys.readouterr().out
+    assert (
+        "on 12 ranks, TP4 x CP1 x PP1 x DP2, engines of TP2 on ranks of their own: ranks 0-7 train, ranks 8-11"
+        in out
+    )
+    assert (
+        "Ranks of pipeline stage 0, from rank 0 on (GiB)" in out
+        and "Ranks of engines, from rank 8 on (GiB)" in out
+    )
+    rows = [line.split()[0] for line in out.splitlines() if line]
+    assert (rows.count("kv_cache"), rows.count("held"), rows.count("published_weights")) == (1, 2, 1)
+    assert main([*own, "--json"]) == 0
+    data = json.loads(capsys.readouterr().out)
+    assert data["ranks"] == 8 and [plan["is_engine"] for plan in data["plans"]] == [False, True]
+    assert data["plans"][0]["host"]["published_weights"] > 2**31 and data["plans"][1]["rank"] == 4
+    assert main([*own, "rollout.memory_share=0.97"]) == 2
+    assert "memory: engine rank 4 needs" in capsys.readouterr().err

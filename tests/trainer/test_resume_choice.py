@@ -447,3 +447,20 @@ def test_without_a_checkpoint_all_stages_are_compared(tmp_path: Path) -> None:
     now = make_config(tmp_path, "stages.steps=[2,4,7]", "stages.max_new_tokens=[8,16,24]")
     (told,) = refused_changes(then, now)
     assert told.startswith("stages: stage 3 is 6 steps of at most 24 new tokens there, 7 steps")
+
+
+def test_the_split_of_ranks_may_change_but_not_whether_engines_have_their_own(tmp_path: Path) -> None:
+    colocated, own = make_config(tmp_path), make_config(tmp_path, "rollout.ranks=2")
+    more = make_config(
+        tmp_path, "rollout.ranks=4", "rollout.max_concurrent_sequences=8", "rollout.tensor_parallel=2"
+    )
+    assert refused_changes(own, more) == []
+    assert refused_changes(colocated, own) == ["rollout.ranks: 0 there, 2 now"]
+    assert refused_changes(own, colocated) == ["rollout.ranks: 2 there, 0 now"]
+    older = make_config(tmp_path, "rollout.ranks=2", "rollout.max_staleness=3", "rollout.on_new_weights=keep")
+    assert refused_changes(own, older) == [
+        "rollout.max_staleness: 1 there, 3 now",
+        "rollout.on_new_weights: recompute there, keep now",
+    ]
+    unused = make_config(tmp_path, "rollout.max_staleness=3", "rollout.on_new_weights=keep")
+    assert refused_changes(colocated, unused) == []

@@ -1,0 +1,94 @@
+"""Asynchronous runs as a user starts them: what dies is named, what is stopped is saved, and no prompt is lost."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from rlmath.checkpoint.flight import FLIGHT
+from rlmath.distributed.fault_tolerance.exit_codes import SAVED_AND_STOPPED, read_exit_status
+from tests.programs import ENVIRONMENT, REPOSITORY, TRAIN, end_family, family, small_run, torchrun_command
+from tests.selection import matrix
+from tests.test_failures import END_SECONDS, assert_all_gone, ranks_of, rows_of, wait_for
+
+pytestmark = [pytest.mark.distributed, matrix]
+
+STEPS, PER_STEP = 14, 8
+SETTINGS = (
+    f"run.total_steps={STEPS}",
+    "run.total_epochs=1",
+    f"data.prompts_per_step={PER_STEP}",
+    f"telemetry.sample_groups_per_step={PER_STEP}",
+    "save.ckpt_freq_steps=1",
+    "parallel.tensor=1",
+    "rollout.max_staleness=3",
+    "rollout.max_new_tokens=96",
+    "rollout.max_num_seqs=12",
+    "policy.max_tokens_per_microbatch=2048",
+    "algorithm.recompute_logprobs=true",
+    "algorithm.importance_correction=token",
+    "algorithm.importance_mask_high=5",
+)
+
+
+@contextmanager
+def running(place: Path, output: Path, engines: int, until: int) -> Iterator[subprocess.Popen[str]]:
+    """The run, with one rank that trains, once it has made `until` steps."""
+    settings = [*small_run(place, output), *SETTINGS, f"rollout.ranks={engines}"]
+    console_path = output.with_suffix(f".{engines}.{until}.txt")
+    with console_path.open("w") as console:
+        process = subprocess.Popen(
+            [sys.executable, *torchrun_command(1 + engines, *TRAIN, *settings)],
+            cwd=REPOSITORY,
+            env=ENVIRONMENT | {"TMPDIR": str(output.parent)},
+            stdout=console,
+            stderr=console,
+            text=True,
+        )
+        try:
+            metrics = output / "metrics.jsonl"
+            wait_for(
+                lambda: (metrics.is_file() and metrics.read_text().count("\n") >= until)
+                or process.poll() is not None
+            )
+            assert process.poll() is None or until == STEPS, console_path.read_text()
+            yield process
+        finally:
+            end_family(process)
+
+
+def told(output: Path, engines: int, until: int) -> str:
+    return output.with_suffix(f".{engines}.{until}.txt").read_text()
+
+
+def test_a_killed_engine_is_named_and_every_prompt_is_learned_once_by_whichever_engines(
+    arithmetic: Path, tmp_path: Path
+) -> None:
+    output = tmp_path / "run"
+    with running(arithmetic, output, 1, 4) as process:
+        everyone = family(process.pid)
+        ranks_of(process.pid)["1"].kill()
+        assert process.wait(END_SECONDS) != 0
+        assert_all_gone(everyone)
+    assert "rank 1" in told(output, 1, 4) and read_exit_status(output).status != 0
+    with running(arithmetic, output, 2, 7) as process:
+        process.terminate()
+        assert process.wait(END_SECONDS) != 0
+    assert read_exit_status(output).status == SAVED_AND_STOPPED, told(output, 2, 7)
+    checkpoint = max((output / "checkpoints").iterdir())
+    assert (checkpoint / FLIGHT).stat().st_size > 4000, "nothing was in flight"
+    with running(arithmetic, output, 1, STEPS) as process:
+        assert process.wait(END_SECONDS) == 0, told(output, 1, STEPS)
+    assert f"Resuming from {checkpoint}" in told(output, 1, STEPS)
+    assert [row["step"] for row in rows_of(output)] == list(range(1, STEPS + 1))
+    lines = [line for file in (output / "samples").iterdir() for line in file.read_text().splitlines()]
+    learned = [json.loads(line)["prompt_id"] for line in lines]
+    assert len(learned) == len(set(learned)) == STEPS * PER_STEP
+    assert max(row["rollout/staleness_max"] for row in rows_of(output)) <= 3
+    assert sum(row.get("rollout/interrupted_sequences", 0) for row in rows_of(output)) > 0
