@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import shutil
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,6 +17,10 @@ gc.disable()  # until all tests are collected, see rlmath.distributed.process
 from tests import left_over, programs
 from tests.distributed.rank_pool import RankPool
 from tests.tiny_models import make_model_folder
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    # As a shell starts what it puts into the background; programs that tests interrupt would inherit it.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 KEEPS_ITS_GRAPH = "test_moe.py"
 """Megatron's token dispatcher keeps the graph of its last forward pass, so the model and its process groups, where no

@@ -141,12 +141,12 @@ def plan(given: argparse.Namespace) -> int:
     place = place_run(load_config(given.config, given.overrides, stand_ins=NOT_NEEDED), asked)
     coefficients, runs = coefficients_of(given, place)
     prediction = predict_run(place, asked, coefficients, runs)
+    tails = compare_rollout_tails(prediction, coefficients, given.search_tails)
     if given.asynchronous and place.config.rollout.ranks == 0:
         place = with_ranks_of_their_own(prediction, coefficients)
         prediction = predict_run(place, asked, coefficients, runs)
     beside = place.config.rollout.ranks > 0
     splits = compare_rank_splits(prediction, coefficients) if beside else None
-    tails = compare_rollout_tails(prediction, coefficients, given.search_tails)
     layouts = compare_layouts(prediction, coefficients) if given.layouts > 0 else None
     if given.json:
         data = run_data(prediction, tails, splits, layouts, coefficients, given.layouts)
@@ -200,14 +200,15 @@ def published(rows: Sequence[Row]) -> list[Predicted]:
 
 
 def calibrated() -> list[Calibrated]:
-    """AReaL's asynchronous figures, predicted with coefficients of its first synchronous one."""
+    """AReaL's synchronous and asynchronous figures, predicted with coefficients of the first synchronous one."""
+    *recipe, defaults = recipe_of(SYNCHRONOUS[0])
+    coefficients = one_factor(predict(SYNCHRONOUS[0], *recipe, defaults), defaults)
     found = []
-    factor = None
-    for together, beside in zip(SYNCHRONOUS, ASYNCHRONOUS, strict=True):
-        *recipe, defaults = recipe_of(together)
-        factor = factor or one_factor(predict(together, *recipe, defaults), defaults)
-        synchronous, asynchronous = (predict(row, *recipe, factor) for row in (together, beside))
-        found.append(Calibrated(synchronous, asynchronous, predict_splits(beside, *recipe, factor)))
+    for row in (row for pair in zip(SYNCHRONOUS, ASYNCHRONOUS, strict=True) for row in pair):
+        *recipe, defaults = recipe_of(row)
+        splits = None if row.staleness is None else predict_splits(row, *recipe, coefficients)
+        by_default = predict(row, *recipe, defaults).seconds
+        found.append(Calibrated(predict(row, *recipe, coefficients), by_default, splits))
     return found
 
 

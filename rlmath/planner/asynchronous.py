@@ -4,29 +4,31 @@ Trainers and engines have ranks of their own, and work at the same time. A step 
 
     S = max(T, E)        T seconds of the trainers, E of an engine
 
-Trainers do log-probs, reference, update, and a copy of the new weights into buckets. An engine samples A tokens for
+Trainers do log-probs, reference, update, and a copy of the new weights to the host. An engine samples A tokens for
 every step, b sequences at a time on average, and takes each new version of the weights once:
 
     E(b) = (A / b) x step + tokens + transfer + again(b)
 
 Step is an engine step whatever its batch (weights, messages, the engine's own time), tokens the work of the A tokens
-whatever their batch (keys and values, logits, FLOPs, the host), transfer the time in which it takes the new weights and
-samples nothing. `rollout.on_new_weights` "recompute" prefills the b sequences again, which are half done on average:
-again(b). With "keep" that is nothing.
+whatever their batch (keys and values, logits, FLOPs, the host), transfer the time from its call for new weights, in
+which it samples nothing. With `rollout.on_new_weights` "recompute" the b sequences, which are half done on average, are
+prefilled again: again(b). With "keep" that is nothing.
 
 **How many sequences run.** An engine has places for C: `rollout.max_num_seqs`, `rollout.max_concurrent_sequences`, its
-KV cache. Admission may give it fewer. The groups that a step admits begin with the weights of version v, and are learned
-in step v + max_staleness at the latest. From the version to the start of that training, which itself ends with a new
-version, pass (max_staleness + 1) S - T seconds, and by then the last of these completions must be finished. A rollout of
-them alone takes R engine steps with C places: as many as the longest has tokens, or more where not all have a place.
-An engine samples A tokens in S seconds, so each of b sequences gets A / b. Hence, for max_staleness >= 1,
+KV cache. Admission may give it fewer. The groups that a step admits begin with the weights of version v, and are
+learned in step v + max_staleness at the latest. From the version to the start of that training, which itself ends with
+a new version, pass (max_staleness + 1) S - T seconds, and by then the last of these completions must be finished. A
+rollout of them alone takes R engine steps with C places: as many as the longest has tokens, or more where not all have
+a place. An engine samples A tokens in S seconds, so each of b sequences gets A / b. Hence, for max_staleness >= 1,
 
     b = min(C, (max_staleness + 1 - T / S) x A / R),      S = max(T, E(b))
 
 which one S solves. With max_staleness 0 no group may begin while trainers work on the step before: rollout and update
-take turns, S = T + E, and the engine steps of E are R. "finish" ends all sequences before an engine takes new weights:
-those of E are R, too, once a step, but the trainers work beside it. Where max_staleness is above 1 more groups may begin
-between two versions, which makes fewer such tails; that is left out.
+take turns, S = T + E, and the engine steps of E are R. With "finish" they are R, too, since every engine ends all
+sequences before it takes a version, and takes every version; but trainers work beside it.
+
+Left out: chance, a publication that waits for the engines that have not taken the version before, groups that selection
+drops. In a simulation of every sequence, with the rules of a run, S is from 5% less to 8% more (tests/planner).
 """
 
 from __future__ import annotations
@@ -223,19 +225,21 @@ def _again_work(
 
 
 def transfer_work(config: Config, target: Target, cluster: Cluster, weights: int) -> Work:
-    """New weights from the trainers to the engines, of which a rank holds `weights` bytes: every byte is sent once to
-    every rank that needs it, from the copies in the trainers' buckets, and written in its place. The side with fewer
-    ranks has the most to move."""
-    engines, trainers = config.rollout.ranks, cluster.ranks - config.rollout.ranks
-    moved = weights * max(1.0, engines / trainers)
+    """New weights for an engine, of which a rank holds `weights` bytes; it samples nothing from its call until they are
+    there. All trainers serve one engine after the other (`weight_sync.publish`), and an engine that all others are
+    ahead of waits for as many turns: half of them on average. Weights travel through the memory of the hosts."""
+    size = config.rollout.tensor_parallel
+    engines, trainers = config.rollout.ranks // size, cluster.ranks - config.rollout.ranks
+    moved = weights * max(1.0, size / trainers)
     buckets = math.ceil(moved / bucket_bytes(config.sync.bucket_mib, target.kind, cluster.ranks))
-    inside = cluster.nodes == 1
-    return Work(
-        memory=2.0 * weights,
-        node=moved if inside else 0.0,
-        network=0.0 if inside else moved,
-        messages=BUCKET_MESSAGES * buckets,
-    )
+    turn = Work(messages=BUCKET_MESSAGES * buckets)
+    if target.kind == "cpu":
+        turn += Work(node=moved, memory=2.0 * weights)
+    elif cluster.nodes == 1:
+        turn += Work(host=moved + weights)
+    else:
+        turn += Work(network=moved, host=weights)
+    return turn.times((engines + 1) / 2)
 
 
 def floor_of(

@@ -142,12 +142,13 @@ class Predicted:
 
 @dataclass(frozen=True)
 class Calibrated:
-    """A run of AReaL's, synchronous and asynchronous, predicted with coefficients of one synchronous figure."""
+    """A row, predicted with coefficients that one synchronous figure gave."""
 
-    synchronous: Predicted
-    asynchronous: Predicted
-    splits: Splits
-    """Of the recipe on the same GPUs, with the same staleness."""
+    found: Predicted
+    default_seconds: float
+    """With the coefficients that these were before."""
+    splits: Splits | None
+    """Of an asynchronous row: those of the recipe on the same GPUs, with the same staleness, calibrated, too."""
 
 
 def logged_lengths(longest: int) -> Lengths:

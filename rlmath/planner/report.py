@@ -150,6 +150,8 @@ def _largest_parts(plan: StepPlan, phase: str) -> str:
 
 
 def _remarks(plan: StepPlan, phase: str) -> Iterator[str]:
+    if phase == "rollout" and plan.overlap is not None and plan.tail_seconds > 0:
+        yield f"    {_seconds(plan.tail_seconds)} of it for the tail, when no request waits any more"
     if phase == "rollout" and plan.overlap is None:
         hidden = min(plan.judging_seconds, plan.seconds["rollout"])
         yield (
@@ -315,30 +317,29 @@ def published_lines(
 
 def _calibrated_lines(calibrated: Sequence[Calibrated]) -> Iterator[str]:
     """Asynchronous figures beside what is predicted with the coefficients of the first synchronous one."""
-    first = calibrated[0].synchronous
+    first = calibrated[0].found
     yield (
-        f"AReaL v0.3, asynchronous, all coefficients calibrated by one factor on the {first.row.seconds:.0f} s of "
-        f"{first.row.name}, synchronous:"
+        f"AReaL v0.3, all coefficients calibrated by one factor on the {first.row.seconds:.0f} s of {first.row.name}, "
+        "synchronous:"
     )
-    columns = f"{'published':>10}{'predicted':>10}{'error':>7}"
-    yield f"{'':<16}{'synchronous':>27}{'asynchronous':>27}"
-    yield f"{'':<16}{columns}{columns}   engines, trainers; rlmath (ranks)"
+    head = (
+        f"{'published':>10}{'calibrated':>11}{'error':>7}{'default':>9}{'x4':>6}   {'engines, trainers':<17}"
+    )
+    yield f"{'':<30}{head}{'rlmath':>10}"
     for one in calibrated:
-        sides = f"{one.asynchronous.rollout:,.0f}, {one.asynchronous.update:,.0f}"
-        best = one.splits.best
-        ours = "none" if best is None else f"{best.step_seconds:,.0f} ({engine_ranks(best)})"
-        figures = "".join(
-            f"{found.row.seconds:>10,.0f}{found.seconds:>10,.0f}{found.error:>+7.0%}"
-            for found in (one.synchronous, one.asynchronous)
-        )
-        yield f"{one.synchronous.row.name:<16}{figures}   {sides}; {ours}"
-    errors = [error for one in calibrated[1:] for error in (one.synchronous.error, one.asynchronous.error)]
-    errors.append(calibrated[0].asynchronous.error)
+        row, best = one.found.row, None if one.splits is None else one.splits.best
+        name = f"{row.name}, {'a' * (row.staleness is not None)}synchronous"
+        by_paper = one.default_seconds / PAPER_STEPS / row.seconds - 1
+        sides = "" if row.staleness is None else f"{one.found.rollout:,.0f}, {one.found.update:,.0f}"
+        ours = "" if best is None else f"{best.step_seconds:,.0f} ({engine_ranks(best)})"
+        yield (
+            f"{name:<30}{row.seconds:>10,.0f}{one.found.seconds:>11,.0f}{one.found.error:>+7.0%}"
+            f"{one.default_seconds:>9,.0f}{by_paper:>+6.0%}   {sides:<17}{ours:>10}"
+        ).rstrip()
     yield (
-        f"Largest error: {largest_error(errors):+.0%}. AReaL's paper counts a quarter of the blog's steps for the same "
-        f"hours: with these,"
+        f"Largest error: {largest_error([one.found.error for one in calibrated]):+.0%} calibrated. x4: error of the "
+        f"default if a step is {PAPER_STEPS} of these, as AReaL's paper counts."
     )
-    yield f"published and predicted seconds are {PAPER_STEPS} times as long, and the errors the same."
 
 
 def _tail_rows(tails: Sequence[tuple[str, Tails]]) -> Iterator[str]:

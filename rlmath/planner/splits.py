@@ -59,8 +59,8 @@ def compare_splits(
     batch: Batch,
     coefficients: Coefficients,
 ) -> Splits:
-    """`config` is that of one stage, asynchronous or not: with the layout of a copy of the model, the size of an engine,
-    staleness and memory that it has, and with what `asynchronous` adds."""
+    """`config` is that of one stage, asynchronous or not. A split has its layout of a copy of the model, its size of an
+    engine, its staleness and its shares of memory, and what `asynchronous` adds."""
     plans, without_room = [], 0
     legal, problems = splits_of(config, shape, cluster)
     if legal:

@@ -24,10 +24,10 @@ from rlmath.planner.training import (
     BACKWARD,
     FORWARD,
     Training,
-    copy_work,
     forward_cost,
     head_flops,
     logprobs_work,
+    publish_work,
     update_passes,
     update_work,
 )
@@ -105,16 +105,17 @@ class StepPlan:
 
     @property
     def step_seconds(self) -> float:
-        both = sum(self.seconds.values()) if self.overlap is None else self.overlap.seconds
+        overlap = self.overlap
+        both = sum(self.seconds.values()) if overlap is None else overlap.seconds
         return both + self.judging_exposed
 
     @property
     def judging_exposed(self) -> float:
         """What of judging is not hidden behind the rollout, or behind the step where engines never wait."""
-        overlaps = self.overlap is not None and not self.overlap.take_turns
-        return max(
-            0.0, self.judging_seconds - (self.overlap.seconds if overlaps else self.seconds["rollout"])
-        )
+        overlap, beside = self.overlap, self.seconds["rollout"]
+        if overlap is not None and not overlap.take_turns:
+            beside = overlap.seconds
+        return max(0.0, self.judging_seconds - beside)
 
 
 def batch_of(config: Config, mean_response: float | None = None, mean_prompt: float | None = None) -> Batch:
@@ -183,7 +184,7 @@ def _plan_asynchronous(
     coefficients: Coefficients,
 ) -> StepPlan:
     """Trainers are the first ranks. Nothing is switched or offloaded for engines. Every trainer gets what is sampled
-    ("records"), and copies its part of the new weights, which is sent from there ("publish")."""
+    ("records"), and copies its parameters to the host, from where they are sent ("publish")."""
     trainers, machine = cluster.ranks - config.rollout.ranks, cluster.machine
     mesh = mesh_of(config, cluster.ranks, 0)
     training = Training(config, shape, mesh, target, cluster.first(trainers), batch)
@@ -195,7 +196,7 @@ def _plan_asynchronous(
         work["reference"] = logprobs_work(training) + reference_switch_work(config, memory, target)
     work |= {
         "update": update_work(training),
-        "publish": copy_work(training),
+        "publish": publish_work(training),
         "other": Work(steps=1, tokens=batch.tokens / training.parts),
     }
     seconds = {phase: seconds_of(done, machine, coefficients) for phase, done in work.items()}

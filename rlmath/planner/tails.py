@@ -107,13 +107,15 @@ def _asynchronous(
     own = splits.best
     if config.rollout.ranks > 0:
         own = plan_step(config, shape, target, cluster, batch, coefficients)
+    if own is None:
+        return None, (), splits.problems
     found = []
-    for staleness in ASYNCHRONOUS_STALENESS if search and own is not None else ():
+    for staleness in ASYNCHRONOUS_STALENESS if search else ():
         one = replace(config, rollout=replace(config.rollout, max_staleness=staleness))
         best = compare_splits(one, shape, target, cluster, batch, coefficients).best
         if best is not None and settings_of_tail(best) != settings_of_tail(own):
             found.append(best)
-    return own, tuple(found), splits.problems if own is None else ()
+    return own, tuple(found), ()
 
 
 def _seconds(plan: StepPlan) -> float:
@@ -158,10 +160,9 @@ def with_other_slices(config: Config) -> Iterator[Config]:
 
 
 def settings_of_tail(plan: StepPlan) -> dict[str, str | int | float]:
-    """The settings of `rollout` that a plan's step goes by, with their defaults filled in; engines on ranks of their own
-    have the tail "asynchronous". With "carry" how old the
-    tokens are that a step learns from (steps, mean); with "defer" the share of the groups that are deferred, and of the
-    sampled tokens that are discarded."""
+    """The settings of `rollout` that a plan's step goes by, with their defaults filled in; "asynchronous" stands for
+    engines on ranks of their own. With "carry" how old the tokens are that a step learns from (steps, mean); with
+    "defer" the share of the groups that are deferred, and of the sampled tokens that are discarded."""
     rollout, carry, defer = plan.config.rollout, plan.rollout.carry, plan.rollout.defer
     if plan.overlap is not None:
         return {

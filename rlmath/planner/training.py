@@ -136,10 +136,11 @@ def logprobs_work(training: Training) -> Work:
     )
 
 
-def copy_work(training: Training) -> Work:
-    """A copy of the parameters of the rank that holds the most, on the device."""
+def publish_work(training: Training) -> Work:
+    """A copy of the parameters of the rank that holds the most, in the host's memory."""
     held = [sum(one.parameters for one in held_parameters(training, *stage)) for stage in _stages(training)]
-    return Work(memory=2.0 * max(held) * training.target.itemsize)
+    size = max(held) * training.target.itemsize
+    return Work(memory=2.0 * size) if training.target.kind == "cpu" else Work(host=float(size))
 
 
 def _stages(training: Training) -> list[tuple[Mesh, int]]:

@@ -133,10 +133,10 @@ def flashinfer_reduces(folder: Path, device_kind: str) -> tuple[bool, bool]:
     """Whether FlashInfer reduces over the engine's ranks: alone, and in one kernel with a norm."""
     device = open_device(device_kind)
     init_process_group(device, 120.0)
-    vllm = open_engine(folder, 1, device)._llm.llm_engine.vllm_config
+    config = open_engine(folder, 1, device)._llm.llm_engine.vllm_config.compilation_config
     from vllm import envs  # after `prepare_environment`
 
-    return bool(envs.VLLM_ALLREDUCE_USE_FLASHINFER), bool(vllm.compilation_config.pass_config.fuse_allreduce_rms)
+    return bool(envs.VLLM_ALLREDUCE_USE_FLASHINFER), bool(config.pass_config.fuse_allreduce_rms)
 
 
 def mismatch(both: Pair, case: Case, updates: int) -> list[float]:

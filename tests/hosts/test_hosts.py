@@ -276,3 +276,26 @@ def test_two_hosts_learn_with_engines_and_go_on_after_a_cut(
     run.programs[1].kill()
     run_to_the_end(nodes, tmp_path / "c", *program, seconds=2 * START_SECONDS)
     assert rows(output) == rows(whole) and len(rows(whole)) == 4
+
+
+@full
+@pytest.mark.timeout(900)
+def test_engines_have_a_host_of_their_own(nodes: list[Node], arithmetic: Path, tmp_path: Path) -> None:
+    """The first host trains, the second samples: weights, prompts, scores and log-probs cross the network."""
+    output = tmp_path / "run"
+    settings = (
+        "parallel.tensor=1",
+        "rollout.ranks=2",
+        "rollout.max_staleness=1",
+        "algorithm.recompute_logprobs=true",
+        "algorithm.importance_correction=token",
+        "algorithm.importance_mask_high=5",
+        "sync.probe_every=1",
+        "run.total_steps=5",
+    )
+    program = (*GRPO, *small_run(arithmetic, output), *settings)
+    run_to_the_end(nodes, tmp_path / "console", *program, seconds=2 * START_SECONDS)
+    found = rows(output)
+    assert [row["step"] for row in found] == [1, 2, 3, 4, 5]
+    assert all(row["sync/probe_difference_max"] <= 1e-5 for row in found)
+    assert all(row["sync/sent_gib"] > 0 for row in found)

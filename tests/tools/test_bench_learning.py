@@ -84,7 +84,9 @@ def test_a_way_that_learned_less_has_a_negative_difference(capsys) -> None:
 
 
 def test_accuracies_before_the_last_are_told_too(capsys) -> None:
-    early = [Learned({0: 0.25, 10: value, 20: 0.75, 25: 1.0}, [1.0], [1.0], [1.0], []) for value in (0.5, 0.25)]
+    early = [
+        Learned({0: 0.25, 10: value, 20: 0.75, 25: 1.0}, [1.0], [1.0], [1.0], []) for value in (0.5, 0.25)
+    ]
     report("carry4", early[1:], early[:1])
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert lines[-1]["metric"] == "learned_tokens_per_second", "without an update there is no MFU"

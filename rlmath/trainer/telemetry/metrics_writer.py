@@ -42,6 +42,12 @@ TIMED = (
     "rollout/idle_share",
     "rollout/tail_share",
     "rollout/batch_fill",
+    "rollout/trainer_busy_share",
+    "rollout/engine_busy_share",
+    "rollout/sequences_running",
+    "rollout/scores_waiting",
+    "sync/latency_s",
+    "sync/transfer_s",
     "reward/queue_wait",
     "validation/seconds",
 )

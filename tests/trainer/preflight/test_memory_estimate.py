@@ -263,7 +263,7 @@ def test_the_ranks_that_the_engines_leave_share_the_model_and_the_optimizer():
 
 
 def test_every_stage_has_a_copy_of_its_own_layers():
-    first, last = plan_ranks(own_ranks(1, parallel=ParallelConfig(pipeline=2)), QWEN_7B, 3, H100)
+    first, last = plan_ranks(own_ranks(2, parallel=ParallelConfig(pipeline=2)), QWEN_7B, 4, H100)
     assert (first.rank, last.rank) == (0, 1)
     matrix = 152064 * 3584  # embedding here, head there
     layer = (PARAMETERS - 2 * matrix - 3584) // 28
