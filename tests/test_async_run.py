@@ -54,8 +54,10 @@ def running(place: Path, output: Path, engines: int, until: int) -> Iterator[sub
         try:
             metrics = output / "metrics.jsonl"
             wait_for(
-                lambda: (metrics.is_file() and metrics.read_text().count("\n") >= until)
-                or process.poll() is not None
+                lambda: (
+                    (metrics.is_file() and metrics.read_text().count("\n") >= until)
+                    or process.poll() is not None
+                )
             )
             assert process.poll() is None or until == STEPS, console_path.read_text()
             yield process

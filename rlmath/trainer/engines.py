@@ -9,10 +9,12 @@ or on ranks of their own (`rollout.ranks`).
 
 from __future__ import annotations
 
+import logging
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from typing import ClassVar
 
 import torch
 
@@ -40,7 +42,10 @@ from rlmath.rollout.weight_sync.shard_layouts import TrainingLayout, engine_shap
 from rlmath.rollout.weight_sync.weight_sync import WeightSync, WeightTransfer, raise_if_probe_differs
 from rlmath.trainer.async_rollouts import AsynchronousRollouts, EngineConnection
 from rlmath.trainer.rollouts import StepRollouts, step_rollouts
+from rlmath.trainer.startup import PreparedRun
 from rlmath.trainer.validation import GroupCollector
+
+logger = logging.getLogger(__name__)
 
 
 class Engines(ABC):
@@ -48,8 +53,14 @@ class Engines(ABC):
 
     collector: GroupCollector
     rollouts: StepRollouts
-    phase: str
+    phase: ClassVar[str]
     """What a step's time for rollouts is called: "rollout", or "wait_for_groups" where it only waits."""
+
+    def __init__(
+        self, prepared: PreparedRun[Inputs], mesh: Mesh, device: Device, timers: PhaseTimers
+    ) -> None:
+        self._config, self._shape, self._mesh, self._device = prepared.config, prepared.shape, mesh, device
+        self._timers = timers
 
     @abstractmethod
     def connect(self, actor: Actor, offload: OffloadSets) -> None:
@@ -74,23 +85,18 @@ class Engines(ABC):
 
 
 def open_engines(
-    config: Config,
-    shape: ModelShape,
-    inputs: Inputs,
+    prepared: PreparedRun[Inputs],
     mesh: Mesh,
     device: Device,
     timers: PhaseTimers,
     workers: VerifierPool | None,
     bridge: Bridge | None,
     on_progress: Callable[[], None],
-    total_steps: int,
 ) -> Engines:
-    """As `rollout.ranks` says; `bridge` leads to engines on ranks of their own."""
+    """As `rollout.ranks` says; `bridge` leads to engines on ranks of their own, else `workers` score completions."""
     if bridge is None:
-        return ColocatedEngines(
-            config, shape, inputs, mesh, device, timers, workers, on_progress, total_steps
-        )
-    return SeparateEngines(config, shape, inputs, mesh, device, timers, bridge, on_progress, total_steps)
+        return ColocatedEngines(prepared, mesh, device, timers, workers, on_progress)
+    return SeparateEngines(prepared, mesh, device, timers, bridge, on_progress)
 
 
 class ColocatedEngines(Engines):
@@ -100,24 +106,17 @@ class ColocatedEngines(Engines):
 
     def __init__(
         self,
-        config: Config,
-        shape: ModelShape,
-        inputs: Inputs,
+        prepared: PreparedRun[Inputs],
         mesh: Mesh,
         device: Device,
         timers: PhaseTimers,
         workers: VerifierPool | None,
         on_progress: Callable[[], None],
-        total_steps: int,
     ) -> None:
         """Builds the engine; it sleeps afterwards."""
-        self._config, self._shape, self._mesh, self._device, self._timers = (
-            config,
-            shape,
-            mesh,
-            device,
-            timers,
-        )
+        super().__init__(prepared, mesh, device, timers)
+        config, shape, inputs = prepared.config, prepared.shape, prepared.inputs
+        logger.info("Starting: importing vLLM and building the engine (seconds to minutes) ...")
         self.engine = Engine(
             config.model.path,
             config.rollout,
@@ -136,7 +135,7 @@ class ColocatedEngines(Engines):
         self.collector = Collector(
             self.engine, mesh, inputs.tokenizer, config.rollout, config.reward, workers
         )
-        self.rollouts = step_rollouts(config, inputs, self.collector, shape.vocab_size, total_steps)
+        self.rollouts = step_rollouts(config, inputs, self.collector, shape.vocab_size, inputs.total_steps)
 
     def connect(self, actor: Actor, offload: OffloadSets) -> None:
         config, mesh, device = self._config, self._mesh, self._device
@@ -177,29 +176,23 @@ class SeparateEngines(Engines):
 
     def __init__(
         self,
-        config: Config,
-        shape: ModelShape,
-        inputs: Inputs,
+        prepared: PreparedRun[Inputs],
         mesh: Mesh,
         device: Device,
         timers: PhaseTimers,
         bridge: Bridge,
         on_progress: Callable[[], None],
-        total_steps: int,
     ) -> None:
-        self._config, self._shape, self._mesh, self._device, self._timers = (
-            config,
-            shape,
-            mesh,
-            device,
-            timers,
-        )
+        super().__init__(prepared, mesh, device, timers)
+        config, inputs = prepared.config, prepared.inputs
         self._bridge = bridge
         leaders = range(bridge.training_ranks, bridge.world_size, mesh.engine_size)
         self._mailbox = Mailbox(bridge, leaders)
         self._connection = EngineConnection(mesh, self._mailbox, on_progress)
         self.collector = self._connection
-        self.rollouts = AsynchronousRollouts(config, inputs, self._connection, shape.vocab_size, total_steps)
+        self.rollouts = AsynchronousRollouts(
+            config, inputs, self._connection, prepared.shape.vocab_size, inputs.total_steps
+        )
         self._step = 0
         self._waited = 0.0
 

@@ -99,11 +99,7 @@ class GrpoTrainer(Trainer):
         self.length_stages = curriculum.length_stages(config, inputs.total_steps)
         self.entered_length_stage: int | None = None
         on_phase("build engine")
-        if mesh.engine_ranks == 0:
-            logger.info("Starting: importing vLLM and building the engine (seconds to minutes) ...")
-        self.engines = open_engines(
-            config, shape, inputs, mesh, device, self.timers, workers, bridge, on_progress, self.total_steps
-        )
+        self.engines = open_engines(prepared, mesh, device, self.timers, workers, bridge, on_progress)
         self.rollouts = self.engines.rollouts
         on_phase("build model")
         updates = most_updates(config, inputs.total_steps)

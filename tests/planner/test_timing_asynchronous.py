@@ -1,7 +1,8 @@
-"""Engines on ranks of their own: by hand, against a run of every sequence with the rules of a real one, and at limits."""
+"""Engines on ranks of their own: by hand, against a run of every sequence with a real one's rules, and at limits."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -12,7 +13,6 @@ from rlmath.algorithms.dynamic_sampling import Chosen
 from rlmath.algorithms.partial_rollouts import (
     Flight,
     FlightRules,
-    GroupInFlight,
     draw,
     is_enough,
     leaving,
@@ -63,8 +63,8 @@ def test_a_step_of_an_engine_by_hand():
 
 
 def test_admission_lets_the_longest_completion_end_in_time():
-    """Trainers work half of a step. Between the version that begins a completion and the training that must have it are
-    1.5 steps, in which it gets 600 tokens: 400 in a step, as each of three sequences of an engine that samples 1,200."""
+    """Trainers work half of a step. From the version that begins a completion to the training that must have it are 1.5
+    steps, in which it gets 600 tokens: 400 in a step, as each of three sequences of an engine that samples 1,200."""
     assert COSTS.admitted(500, trainer=250, staleness=1) == 1.5 * 1200 / 600 == 3
     assert COSTS.steady(250, staleness=1) == pytest.approx(500)
 
@@ -97,7 +97,7 @@ MIXED = lengths_with_mean(90, 300)
 
 
 class _Run:
-    """An asynchronous run whose completions are lengths, engine step by engine step, with one engine.
+    """An asynchronous run whose completions are lengths, with one engine.
 
     Admission, and which groups a step takes, are those of `trainer.async_rollouts`. A version is published when the
     engine has taken the one before.
@@ -108,11 +108,11 @@ class _Run:
         self.rules = FlightRules(GROUPS, GROUPS * (staleness + 1), staleness)
         self.now, self.published = 0.0, list[float]()
         self._random, self._shuffled = np.random.default_rng(0), list[int]()
-        self._left: list[list[int]] = []
-        """Running, each as [tokens that are missing, draw]."""
-        self._waiting: list[list[int]] = []
+        self._left: list[tuple[int, int]] = []
+        """Running, each as (tokens that are missing, draw)."""
+        self._waiting: list[tuple[int, int]] = []
         self._unfinished: dict[int, int] = {}
-        self._new_weights = self._finishing = False
+        self._new_weights = False
 
     def seconds(self) -> float:
         """Of a step, on average."""
@@ -121,7 +121,7 @@ class _Run:
             self._wait(flight, step)
             end = self.now + self.trainer
             while self.now < end or self._new_weights:
-                self._engine_step(until=end)
+                self._engine_steps(until=end)
             self.published.append(self.now)
             self._new_weights = True
         return (self.published[-1] - self.published[WARM_UP]) / (STEPS - 1 - WARM_UP)
@@ -132,12 +132,12 @@ class _Run:
             found = leaving(flight, self.rules, lambda group: Chosen((0,)))
             for group in draw(flight, room(flight, found, self.rules, 10**6), step, 1):
                 self._unfinished[group.draw] = GROUP
-                self._waiting += [[length, group.draw] for length in self._lengths()]
+                self._waiting += [(length, group.draw) for length in self._lengths()]
             behind = left_behind(flight, found)
             if is_enough(found, self.rules) and not too_old(behind, self.rules, step, lambda g: Chosen((0,))):
                 flight.groups = behind
                 return
-            self._engine_step()
+            self._engine_steps()
 
     def _mark_complete(self, flight: Flight) -> None:
         whole = ScoredCompletion(Completion(0, (), (), "", "stop", 0), Score(0.0, False, "", ""))
@@ -154,8 +154,8 @@ class _Run:
         found, self._shuffled = self._shuffled[:GROUP], self._shuffled[GROUP:]
         return found
 
-    def _engine_step(self, until: float = float("inf")) -> None:
-        """One step of the engine; where nothing runs, the time is `until`."""
+    def _engine_steps(self, until: float = float("inf")) -> None:
+        """Steps of the engine until a sequence ends, or the time is `until`."""
         if self._new_weights and not (self._left and self.on_new_weights == "finish"):
             self._new_weights = False
             self.now += self.costs.transfer_seconds
@@ -169,12 +169,15 @@ class _Run:
             assert until < float("inf"), "neither side has anything to do"
             self.now = max(self.now, until)
             return
-        per_token = self.costs.token_seconds / self.costs.tokens
-        self.now += self.costs.step_seconds + per_token * len(self._left)
-        for one in self._left:
-            one[0] -= 1
-            self._unfinished[one[1]] -= one[0] == 0
-        self._left = [one for one in self._left if one[0]]
+        of_one = self.costs.step_seconds + self.costs.token_seconds / self.costs.tokens * len(self._left)
+        steps = min(length for length, _ in self._left)
+        if until < float("inf"):
+            steps = min(steps, max(1, math.ceil((until - self.now) / of_one)))
+        self.now += steps * of_one
+        self._left = [(length - steps, group) for length, group in self._left]
+        for length, group in self._left:
+            self._unfinished[group] -= length == 0
+        self._left = [one for one in self._left if one[0] > 0]
 
 
 def engine_costs(places: int, token_share: float) -> EngineCosts:
@@ -194,7 +197,7 @@ def cases() -> Iterator[tuple[int, int, float]]:
 
 
 @pytest.mark.parametrize("on_new_weights", ["recompute", "keep"])
-@pytest.mark.parametrize(("places", "staleness", "share"), cases())
+@pytest.mark.parametrize(("places", "staleness", "share"), list(cases()))
 def test_the_formula_is_met_by_a_run_of_every_sequence(
     places: int, staleness: int, share: float, on_new_weights: str
 ):

@@ -462,5 +462,6 @@ def test_the_split_of_ranks_may_change_but_not_whether_engines_have_their_own(tm
         "rollout.max_staleness: 1 there, 3 now",
         "rollout.on_new_weights: recompute there, keep now",
     ]
+    assert len(refused_changes(colocated, older)) == len(refused_changes(older, colocated)) == 3
     unused = make_config(tmp_path, "rollout.max_staleness=3", "rollout.on_new_weights=keep")
     assert refused_changes(colocated, unused) == []
