@@ -137,9 +137,9 @@ def whole_run(model: Path, folder: Path) -> dict[str, Any]:
             found["records"].append(record)
             return record
 
-        def close(self) -> None:
+        def close(self, status: int) -> None:
             found["updates"] = self.actor.learner.updates
-            super().close()
+            super().close(status)
 
     found["status"] = run_here(Observed, prepared)
     return found

@@ -219,11 +219,10 @@ def test_finishing_is_met_by_a_run_of_every_sequence(staleness: int, share: floa
 
 
 def test_without_staleness_a_run_of_every_sequence_takes_turns():
+    """By chance no completion of a step may be the longest that there is."""
     costs = engine_costs(72, token_share=0.01)
-    found = _Run(costs, 100.0, 0, "recompute").seconds()
-    assert 100 + costs.rollout_steps + costs.token_seconds + costs.transfer_seconds == pytest.approx(
-        found, rel=0.01
-    )
+    turns = 100 + costs.rollout_steps + costs.token_seconds + costs.transfer_seconds
+    assert 0.98 * turns < _Run(costs, 100.0, 0, "recompute").seconds() < 1.001 * turns
 
 
 # ---------------------------------------------------------------- the work of a tiny model, by hand
@@ -245,17 +244,19 @@ def weights() -> int:
 
 
 def test_trainers_do_what_so_many_ranks_do_and_get_what_is_sampled():
-    found = tiny_plan(tiny())
-    two = training(CONFIG, 2)
+    alike = replace(BATCH, lengths=Lengths(10.0, 1e-6, 16))
+    found, two = tiny_plan(tiny(), batch=alike), training(CONFIG, 2, batch=alike)
     assert set(found.work) == {"records", "update", "publish", "other", *ENGINE_PHASES}
-    assert found.work["records"] == Work(tokens=8 * 16)
+    assert found.work["records"].tokens == pytest.approx(8 * 16)
     assert found.work["update"] == update_work(two) and found.mesh.data == 2
-    assert found.work["other"] == Work(steps=1, tokens=8 * 16 / 2)
+    assert found.work["other"] == Work(steps=1, tokens=found.work["records"].tokens / 2)
     (held,) = held_parameters(two, two.mesh, 4)
     assert publish_work(two) == found.work["publish"] == Work(host=2 * held.parameters)
     recomputing = replace(CONFIG.algorithm, recompute_logprobs=True, n_minibatches=2)
     more = replace(tiny(), algorithm=recomputing)
-    assert tiny_plan(more).work["logprobs"] == logprobs_work(training(more, 4))
+    assert tiny_plan(more).work["logprobs"] == logprobs_work(
+        training(replace(CONFIG, algorithm=recomputing), 2)
+    )
 
 
 def test_a_copy_on_cpu_is_read_and_written():
@@ -301,9 +302,8 @@ def test_completions_of_ten_tokens_by_hand():
     transfer = seconds_of(found.work["transfer"], MACHINE, ONE)
     assert overlap.engine_seconds == pytest.approx(seconds_of(work, MACHINE, ONE) + transfer)
     assert found.step_seconds == max(overlap.trainer_seconds, overlap.engine_seconds)
-    assert found.step_seconds == pytest.approx(
-        sum(found.seconds[name] for name in ("records", "update", "publish", "other"))
-    )
+    of_trainers = ("records", "update", "publish", "other")
+    assert overlap.trainer_seconds == sum(found.seconds[name] for name in of_trainers)
 
 
 def test_a_running_completion_of_ten_tokens_is_half_done():
@@ -337,8 +337,11 @@ def test_places_are_those_of_settings_and_cache():
     running = running_length(6.0, sampled)
     assert places_of(tiny(), TINY, GPU, BATCH) == 4, "rollout.max_num_seqs"
     assert places_of(tiny(max_concurrent_sequences=3), TINY, GPU, BATCH) == 3
-    many = tiny(max_num_seqs=10**9, memory_share=1e-3)
-    assert 4 < places_of(many, TINY, GPU, BATCH) == slots_of(many, TINY, GPU, running, 10**9) < 10**9
+    cpu = Target("cpu", "CPU", None, local_layers=True)
+    many = tiny(max_num_seqs=10**9)
+    cache = engine_bytes(TINY, many.rollout, "cpu", 4, None).kv_cache
+    assert places_of(many, TINY, cpu, BATCH) == slots_of(many, TINY, cpu, running, 10**9)
+    assert places_of(many, TINY, cpu, BATCH) == int(cache / (2 * 4 * 8 * 4) / running)
 
 
 def test_judging_is_hidden_behind_the_whole_step():
