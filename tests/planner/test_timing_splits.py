@@ -86,7 +86,7 @@ def test_a_split_has_what_learning_from_older_tokens_needs():
 
 
 def test_splits_without_room_are_counted():
-    """Of 7B every rank has a whole copy here, and a share of the optimizer's 91 GB: few trainers have no room for it."""
+    """A rank of 7B has a whole copy and its share of the optimizer's 91 GB: few trainers have no room for it."""
     found = splits_of(recipe("7b_n4.yaml", "parallel=t1"), 4)
     assert found.without_room > 0 and len(found.plans) + found.without_room == 31
     trainers = [plan.mesh.world_size for plan in found.plans]
