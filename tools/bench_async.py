@@ -217,6 +217,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
     parser.add_argument("--repeats", type=int, default=3)
     given = parser.parse_args(arguments)
+    if given.repeats < 1:
+        parser.error(f"--repeats {given.repeats}: needed is at least 1")
     if (cores := len(os.sched_getaffinity(0))) < 2:
         parser.error(f"two ranks need a core each; this process may use {cores}.")
     steps, repeats = (WARM_UP + 6, 1) if given.quick else (WARM_UP + 16, given.repeats)

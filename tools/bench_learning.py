@@ -1,13 +1,16 @@
-"""What every way to treat the tail of a rollout (`rollout.tail`) learns, on a task with long and short answers.
+"""What every way to treat the tail of a rollout (`rollout.tail`), and asynchronous training, learn, on a task with long
+and short answers.
 
-    python tools/bench_learning.py [--ways wait carry1 carry2 carry4 defer] [--seeds 1 2 3] [--steps 40] [--quick]
+    python tools/bench_learning.py [--ways carry1 carry2 carry4 defer] [--seeds 1 2 3] [--steps 40] [--quick]
                                    [--picture tail_learning.svg]
+    python tools/bench_learning.py --ways async0 async1 async4 async8 async1_clip async4_clip async8_clip
 
 Additions of numbers of up to two digits, and 15% of numbers of six (tools/make_arithmetic.py), whose worked solutions
 are almost three times as long. One base model learns them by supervised training, with slips (tools/demo.py); GRPO
-then trains it with every way and seed on two ranks (TP1 x DP2) of configs/demo.yaml, all with the decoupled loss that
-"carry" needs (configs/algorithms/decoupled.yaml), so that they differ in the tail alone. carry1, carry2 and carry4 have
-that `rollout.max_staleness`.
+then trains it with every way and seed on two ranks of configs/demo.yaml (TP1 x DP2; "async": one trains, one has the
+engine), all with the decoupled loss (configs/algorithms/decoupled.yaml), so that they differ in the way alone. carry1,
+carry2, carry4 and async0 to async8 have that `rollout.max_staleness`; "_clip": without the decoupled loss, the ratio is
+to the log-probs of the version that sampled (AReaL's ablation, arXiv:2505.24298).
 
 Prints one JSON object per figure, {"bench", "case", "metric", "value", "unit", "baseline", "ratio"}; baseline is
 "wait", which is always measured, and `ratio` above 1 means better than it. The ways take turns, seed by seed, so that a
@@ -49,13 +52,34 @@ from tools import demo
 from tools.bench_demo import BASE_SETTINGS, fingerprint, kept
 from tools.plot_run import Curve, canvas_for, draw
 
+CLIP = (
+    "algorithm.recompute_logprobs=false",
+    "algorithm.importance_correction=null",
+    "algorithm.importance_mask_high=null",
+)
+
+
+def asynchronous(staleness: int) -> tuple[str, ...]:
+    """Settings of a run with an engine on a rank of its own."""
+    return "rollout.ranks=1", f"rollout.max_staleness={staleness}"
+
+
 WAYS: Mapping[str, tuple[str, ...]] = {
     "wait": (),
     "carry1": ("rollout.tail=carry", "rollout.max_staleness=1"),
     "carry2": ("rollout.tail=carry", "rollout.max_staleness=2"),
     "carry4": ("rollout.tail=carry", "rollout.max_staleness=4"),
     "defer": ("rollout.tail=defer",),
+    "async0": asynchronous(0),
+    "async1": asynchronous(1),
+    "async4": asynchronous(4),
+    "async8": asynchronous(8),
+    "async1_clip": (*asynchronous(1), *CLIP),
+    "async4_clip": (*asynchronous(4), *CLIP),
+    "async8_clip": (*asynchronous(8), *CLIP),
 }
+TAILS = ("wait", "carry1", "carry2", "carry4", "defer")
+"""The ways that are measured unless others are named."""
 RANKS = 2
 BASE_SEED = 101
 LONG_SHARE = 0.15
@@ -241,7 +265,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Exit status 0; that of a stage that failed, which ends it; `demo.INTERRUPTED` after Ctrl-C."""
     escape_terminal()
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--ways", nargs="+", choices=list(WAYS), default=list(WAYS), help="default: all")
+    parser.add_argument(
+        "--ways", nargs="+", choices=list(WAYS), default=list(TAILS), help="default: those of rollout.tail"
+    )
     parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3], help="default: 1 2 3")
     parser.add_argument("--steps", type=int, default=40, help="of a run (default: 40)")
     parser.add_argument(

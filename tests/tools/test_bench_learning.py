@@ -7,10 +7,12 @@ import re
 import shutil
 import sys
 import xml.etree.ElementTree as ET
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from rlmath.config.load import load_config
 from rlmath.trainer.telemetry.metrics_writer import MetricsWriter
 from tools import bench_learning, demo
 from tools.bench_learning import WAYS, Learned, curve_of, draw_picture, read_learned, report
@@ -152,13 +154,21 @@ def test_the_picture_has_a_curve_for_every_way_over_seconds(tmp_path: Path) -> N
     assert path.read_bytes() == first
 
 
-def test_ways_differ_in_the_tail_alone() -> None:
-    settings = [setting for way in WAYS.values() for setting in way]
-    assert {setting.partition("=")[0] for setting in settings} == {"rollout.tail", "rollout.max_staleness"}
-    for way, of_way in WAYS.items():
-        (tail, staleness) = re.fullmatch(r"([a-z]+)(\d?)", way).groups()
-        expected = [] if tail == "wait" else [f"rollout.tail={tail}"]
-        assert list(of_way) == expected + [f"rollout.max_staleness={number}" for number in staleness]
+@pytest.mark.parametrize("way", list(WAYS))
+def test_a_way_differs_in_what_it_is_named_after_alone(way: str) -> None:
+    kind, staleness, clip = re.fullmatch(r"([a-z]+)(\d?)(_clip)?", way).groups()
+    files = [Path("configs/demo.yaml"), demo.ALGORITHMS / "decoupled.yaml"]
+    paths = ["model.path=model", "data.train_path=train.jsonl", "run.output_dir=output"]
+    config, wait = (load_config(files, [*paths, *WAYS[name]]) for name in (way, "wait"))
+    assert config.rollout.max_staleness == int(staleness or wait.rollout.max_staleness)
+    assert config.rollout.tail == (kind if kind in ("carry", "defer") else "wait")
+    assert config.rollout.ranks == (kind == "async")
+    named = {name: getattr(wait.rollout, name) for name in ("tail", "max_staleness", "ranks")}
+    assert replace(config.rollout, **named) == wait.rollout
+    assert (config.algorithm.recompute_logprobs, config.algorithm.importance_correction) == (
+        (False, None) if clip else (True, "token")
+    )
+    assert replace(config, rollout=wait.rollout, algorithm=wait.algorithm) == wait
 
 
 @pytest.mark.parametrize(

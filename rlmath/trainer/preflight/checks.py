@@ -234,6 +234,7 @@ def config_warnings(config: Config, unused: Sequence[str] = ()) -> list[str]:
     more = (
         _partial_rollout_warnings,
         _asynchronous_warnings,
+        _old_token_warnings,
         algorithm_warnings,
         curriculum.length_stage_warnings,
     )
@@ -356,16 +357,28 @@ def _partial_rollout_problems(config: Config) -> Iterator[str]:
 
 
 def _old_token_problems(algorithm: AlgorithmConfig, got: str) -> Iterator[str]:
-    """What a loss needs to learn from tokens of older versions of the policy."""
+    """What a loss needs to learn from tokens of older versions of the policy, where its ratio is not to these."""
     corrected = algorithm.importance_correction is not None
     bounded = algorithm.importance_cap is not None or algorithm.importance_mask_high is not None
-    if not (algorithm.recompute_logprobs and corrected and bounded):
+    if algorithm.recompute_logprobs and not (corrected and bounded):
         yield (
-            f"{got}: older versions of the policy sample a part of the tokens, and a clipped ratio to "
-            "these is no bound on an update's size. Needed are the ratio to the policy at the start of the step and a "
-            "bounded weight for the rest: algorithm.recompute_logprobs=true, algorithm.importance_correction=token and "
+            f"{got}: older versions of the policy sample a part of the tokens, and the ratio to recomputed log-probs "
+            "leaves that uncorrected. Needed is a bounded weight per token: algorithm.importance_correction=token and "
             "algorithm.importance_mask_high=5 (or algorithm.importance_cap), as in configs/algorithms/decoupled.yaml; "
-            "or rollout.max_staleness=0."
+            "or rollout.max_staleness=0; or algorithm.recompute_logprobs=false, where the clip bounds the ratio to the "
+            "older versions (AReaL without use_decoupled_loss)."
+        )
+
+
+def _old_token_warnings(config: Config) -> Iterator[str]:
+    """The loss of a run that learns from tokens of older versions."""
+    rollout, algorithm = config.rollout, config.algorithm
+    old = rollout.max_staleness > 0 and (rollout.tail == "carry" or rollout.ranks > 0)
+    if old and not algorithm.recompute_logprobs:
+        yield (
+            f"algorithm.recompute_logprobs=false with rollout.max_staleness={rollout.max_staleness}: the loss clips "
+            "the ratio to the versions that sampled the tokens, and tokens that the policy has moved away from since "
+            "give no gradient. configs/algorithms/decoupled.yaml has the loss that is made for old tokens."
         )
 
 

@@ -192,6 +192,7 @@ def carry_problems(*overrides: str) -> list[str]:
         ["rollout.tail=carry", "rollout.max_staleness=0"],
         ["rollout.tail=defer", "algorithm.recompute_logprobs=false"],
         ["rollout.tail=carry", "rollout.max_staleness=0", "algorithm.recompute_logprobs=false"],
+        ["rollout.tail=carry", "rollout.max_staleness=2", "algorithm.recompute_logprobs=false"],
     ],
 )
 def test_partial_rollouts_that_can_start(overrides: list[str]) -> None:
@@ -202,9 +203,8 @@ def test_partial_rollouts_that_can_start(overrides: list[str]) -> None:
     ("overrides", "told"),
     [
         (CARRY[:1], "algorithm.importance_mask_high=5 (or algorithm.importance_cap)"),
-        (CARRY[:2], "a clipped ratio to these is no bound on an update's size"),
+        (CARRY[:2], "the ratio to recomputed log-probs leaves that uncorrected"),
         ([CARRY[0], CARRY[2]], "algorithm.importance_correction=token"),
-        ([*CARRY, "algorithm.recompute_logprobs=false"], "algorithm.recompute_logprobs=true"),
         (
             [*CARRY, "data.prompts_per_step=4", "rollout.max_groups_in_flight=9"],
             "rollout.max_groups_in_flight is 9; needed: from data.prompts_per_step, 4,",
@@ -238,6 +238,8 @@ def test_settings_of_partial_rollouts_without_effect_are_told() -> None:
         in told("rollout.tail=defer", "rollout.max_new_tokens=64", "rollout.slice_tokens=64")[0]
     )
     assert "carries nothing" in told(*CARRY, "rollout.max_staleness=0")[0]
+    clipped = told("rollout.tail=carry", "rollout.max_staleness=2", "algorithm.recompute_logprobs=false")
+    assert "the loss clips the ratio to the versions that sampled the tokens" in clipped[0]
     assert told(*CARRY, "rollout.max_new_tokens=64", "rollout.slice_tokens=64") == [], (
         "a step samples for two"
     )
@@ -263,6 +265,7 @@ def own_problems(*overrides: str) -> list[str]:
             "rollout.max_staleness=8",
         ],
         ["rollout.ranks=1", "rollout.max_staleness=0"],
+        ["rollout.ranks=1", "rollout.max_staleness=4", "algorithm.recompute_logprobs=false"],
         ["rollout.ranks=1", "rollout.max_staleness=0", "rollout.on_new_weights=finish", "sync.probe_every=2"],
     ],
 )
@@ -279,7 +282,6 @@ def test_asynchronous_runs_that_can_start(overrides: list[str]) -> None:
         ),
         ([*OWN_RANKS[:1], "rollout.on_new_weights=finish"], "algorithm.importance_correction=token"),
         (OWN_RANKS[:2], "algorithm.importance_mask_high=5 (or algorithm.importance_cap)"),
-        ([*OWN_RANKS, "algorithm.recompute_logprobs=false"], "algorithm.recompute_logprobs=true"),
         (
             [*OWN_RANKS, "rollout.tail=carry"],
             'rollout.tail is "carry" and rollout.ranks 1: engines on ranks of their',
