@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from rlmath.checkpoint.flight import FLIGHT
-from rlmath.distributed.fault_tolerance.exit_codes import SAVED_AND_STOPPED, read_exit_status
+from rlmath.distributed.fault_tolerance.exit_codes import FILE_NAME, SAVED_AND_STOPPED, read_exit_status
 from tests.programs import ENVIRONMENT, REPOSITORY, TRAIN, end_family, family, small_run, torchrun_command
 from tests.selection import matrix
 from tests.test_failures import END_SECONDS, assert_all_gone, ranks_of, rows_of, wait_for
@@ -38,9 +38,11 @@ SETTINGS = (
 
 
 @contextmanager
-def running(place: Path, output: Path, engines: int, until: int) -> Iterator[subprocess.Popen[str]]:
-    """The run, with one rank that trains, once it has made `until` steps."""
-    settings = [*small_run(place, output), *SETTINGS, f"rollout.ranks={engines}"]
+def running(
+    place: Path, output: Path, engines: int, until: int, *more: str
+) -> Iterator[subprocess.Popen[str]]:
+    """The run, with one rank that trains, once it has made `until` steps; `more` are settings."""
+    settings = [*small_run(place, output), *SETTINGS, f"rollout.ranks={engines}", *more]
     console_path = output.with_suffix(f".{engines}.{until}.txt")
     with console_path.open("w") as console:
         process = subprocess.Popen(
@@ -69,6 +71,14 @@ def told(output: Path, engines: int, until: int) -> str:
     return output.with_suffix(f".{engines}.{until}.txt").read_text()
 
 
+def assert_learned_once(output: Path) -> None:
+    """Of the whole run: no step is missing, and no prompt came twice."""
+    assert [row["step"] for row in rows_of(output)] == list(range(1, STEPS + 1))
+    lines = [line for file in (output / "samples").iterdir() for line in file.read_text().splitlines()]
+    learned = [json.loads(line)["prompt_id"] for line in lines]
+    assert len(learned) == len(set(learned)) == STEPS * PER_STEP
+
+
 def test_a_killed_engine_is_named_and_every_prompt_is_learned_once_by_whichever_engines(
     arithmetic: Path, tmp_path: Path
 ) -> None:
@@ -88,9 +98,30 @@ def test_a_killed_engine_is_named_and_every_prompt_is_learned_once_by_whichever_
     with running(arithmetic, output, 1, STEPS) as process:
         assert process.wait(END_SECONDS) == 0, told(output, 1, STEPS)
     assert f"Resuming from {checkpoint}" in told(output, 1, STEPS)
-    assert [row["step"] for row in rows_of(output)] == list(range(1, STEPS + 1))
-    lines = [line for file in (output / "samples").iterdir() for line in file.read_text().splitlines()]
-    learned = [json.loads(line)["prompt_id"] for line in lines]
-    assert len(learned) == len(set(learned)) == STEPS * PER_STEP
+    assert_learned_once(output)
     assert max(row["rollout/staleness_max"] for row in rows_of(output)) <= 3
     assert sum(row.get("rollout/interrupted_sequences", 0) for row in rows_of(output)) > 0
+
+
+@pytest.mark.full
+def test_a_stalled_engine_and_a_killed_trainer_are_named_and_the_run_resumes(
+    arithmetic: Path, tmp_path: Path
+) -> None:
+    output, soon = tmp_path / "run", "run.heartbeat_timeout_seconds=15"
+    with running(arithmetic, output, 2, 3, soon) as process:
+        everyone, stalled = family(process.pid), ranks_of(process.pid)["2"]
+        stalled.suspend()
+        wait_for((output / FILE_NAME).exists)
+        stalled.resume()
+        assert process.wait(END_SECONDS) != 0
+        assert_all_gone(everyone)
+    assert "rank 2" in read_exit_status(output).message
+    with running(arithmetic, output, 2, 6) as process:
+        everyone = family(process.pid)
+        ranks_of(process.pid)["0"].kill()
+        assert process.wait(END_SECONDS) != 0
+        assert_all_gone(everyone)
+    assert "rank 0" in told(output, 2, 6)
+    with running(arithmetic, output, 2, STEPS) as process:
+        assert process.wait(END_SECONDS) == 0, told(output, 2, STEPS)
+    assert_learned_once(output)
