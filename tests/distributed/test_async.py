@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 
 from rlmath.config.schema import SelectionConfig, StagesConfig, ValidationConfig
 from tests.distributed import partial_rollout_cases as cases
-from tests.distributed.async_cases import layout_of, run, with_engines
+from tests.distributed.async_cases import LEARNS, layout_of, run, with_engines
 from tests.distributed.partial_rollout_cases import LONGEST, PER_STEP
 from tests.distributed.rank_pool import RankPool
 from tests.selection import matrix
@@ -30,6 +31,17 @@ def train(
     """The runs of the ranks that train, which are alike but for their samples' times."""
     found = pool.run(count, run, folder, place, steps, rollout, more)
     return [one for one in found if one is not None]
+
+
+def completions_by_prompt(found: Any) -> dict[str, list[tuple[list[int], float]]]:
+    """Tokens and rewards, by sample index."""
+    return {
+        group.prompt.prompt_id: [
+            (list(c.token_ids), reward) for c, reward in zip(group.completions, group.rewards, strict=True)
+        ]
+        for step in found.groups
+        for group in step
+    }
 
 
 def prompts_of(found: Any) -> list[str]:
@@ -96,6 +108,23 @@ def test_interrupted_completions_go_on_with_the_new_weights(
         assert largest[True] <= 1e-5  # the new weights have read the whole prefix
     else:
         assert largest[True] > 1e-4  # the prefix is as the old ones read it
+
+
+@pytest.mark.parametrize(("count", "engines", "on_new_weights"), [(2, 1, "recompute"), (3, 2, "keep")])
+def test_without_learning_every_prompt_gets_the_completions_of_the_synchronous_run(
+    ranks: RankPool, model: Path, tmp_path: Path, count: int, engines: int, on_new_weights: str
+) -> None:
+    """Whichever engine draws a prompt, and wherever new weights, which are the old ones, interrupt a completion."""
+    steps, still = 6, {"optimizer": replace(LEARNS, lr=0.0)}
+    rollout = with_engines(ranks=engines, on_new_weights=on_new_weights)
+    (apart,) = train(ranks, count, model, tmp_path, steps, rollout, **still)
+    (together,) = train(ranks, 1, model, tmp_path, steps, with_engines(ranks=0), **still)
+    ours, theirs = (completions_by_prompt(found) for found in (apart, together))
+    assert len(ours) == steps * PER_STEP and ours == theirs
+    interrupted = [
+        c for step in apart.groups for group in step for c in group.completions if len(c.segments) > 1
+    ]
+    assert interrupted, "no completion was interrupted"
 
 
 def test_finish_interrupts_nothing(ranks: RankPool, model: Path, tmp_path: Path) -> None:
