@@ -227,14 +227,21 @@ class AsynchronousRollouts(FlightRollouts):
                 break
             if not any(group.unfinished for group in flight.groups):
                 break
-            arrived = {one.draw: one.samples for one in self._connection.groups()}
-            flight.groups = [
-                replace(one, samples=arrived.get(one.draw, one.samples)) for one in flight.groups
-            ]
+            self._keep(flight, self._connection.groups())
             waits += enough
             found = leaving(flight, rules, self._choose)
         flight.groups = left_behind(flight, found)
         return replace(found, waits=waits)
+
+    def _keep(self, flight: Flight, arrived: Sequence[GroupDone]) -> None:
+        """Groups that engines have done. RuntimeError for one that none of them should have sampled."""
+        done = {one.draw: one.samples for one in arrived}
+        expected = {group.draw for group in flight.groups if not group.is_complete}
+        if len(done) < len(arrived) or not done.keys() <= expected:
+            raise RuntimeError(
+                f"engines sampled draws {sorted(done.keys() - expected) or sorted(done)} twice"
+            )
+        flight.groups = [replace(one, samples=done.get(one.draw, one.samples)) for one in flight.groups]
 
 
 def engine_report_metrics(reports: Sequence[WeightsTaken]) -> dict[str, float]:
