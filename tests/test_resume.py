@@ -19,6 +19,8 @@ pytestmark = [pytest.mark.distributed, matrix]
 
 STEPS = 4
 RANKS = 2
+LONG_TAIL = ("rollout.group_size=2", "rollout.max_new_tokens=96", "rollout.slice_tokens=12")
+"""Most completions need several slices, and in every round some of the small groups become complete."""
 LAYOUTS = {
     "TP2": ("parallel.tensor=2",),
     "DP2": ("parallel.tensor=1",),
@@ -26,12 +28,15 @@ LAYOUTS = {
     "carry": (
         "parallel.tensor=1",
         "rollout.tail=carry",
-        "rollout.slice_tokens=12",
+        *LONG_TAIL,
         "algorithm.recompute_logprobs=true",
         "algorithm.importance_correction=token",
         "algorithm.importance_mask_high=5",
     ),
+    "defer": ("parallel.tensor=1", "rollout.tail=defer", *LONG_TAIL),
 }
+IN_FLIGHT = {"carry": "rollout/sequences_in_flight", "defer": "rollout/deferred_groups"}
+"""By layout: the metric of what a step leaves unfinished."""
 SETTINGS = (
     f"run.total_steps={STEPS}",
     "save.ckpt_freq_steps=1",
@@ -44,6 +49,7 @@ SETTINGS = (
     "selection.dynamic_sampling=reward",
     "selection.max_extra_prompts=4",
     "reward.function=short_is_good:reward",
+    "telemetry.sample_groups_per_step=100",
 )
 """The random model is never right, but it can learn to be short."""
 
@@ -61,6 +67,12 @@ def train(place: Path, folder: Path, *overrides: str, ranks: int = RANKS) -> str
 def rows(folder: Path) -> list[dict[str, float]]:
     found = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return [without_times(row) for row in found]
+
+
+def learned_prompts(folder: Path) -> list[list[str]]:
+    """By step, the prompts of the groups that it took, in their order."""
+    files = sorted((folder / "samples").glob("step-*.jsonl"))
+    return [[json.loads(line)["prompt_id"] for line in file.read_text().splitlines()] for file in files]
 
 
 def interrupted_after(step: int, whole: Path, folder: Path) -> None:
@@ -97,6 +109,7 @@ def whole_runs(arithmetic: Path, tmp_path_factory: pytest.TempPathFactory) -> di
 
 
 IN_CI = ("carry", 2)  # test_drill has interruptions at random steps, with one layout
+NOTHING_DEFERRED = ("defer", 3)  # its steps 2 and 3 learn from what step 1 has deferred
 
 
 @pytest.mark.parametrize(
@@ -104,6 +117,7 @@ IN_CI = ("carry", 2)  # test_drill has interruptions at random steps, with one l
     [
         pytest.param(*case, marks=() if case == IN_CI else pytest.mark.full)
         for case in itertools.product(LAYOUTS, range(1, STEPS))
+        if case != NOTHING_DEFERRED
     ],
 )
 def test_resumed_after_a_step_the_metrics_are_those_of_an_uninterrupted_run(
@@ -115,6 +129,8 @@ def test_resumed_after_a_step_the_metrics_are_those_of_an_uninterrupted_run(
     assert f"step-{step:06d}, made on" in console
     assert rows(folder) == rows(whole) and len(rows(whole)) == STEPS
     assert all(row["train/grad_norm"] > 0 for row in rows(whole))
+    if layout in IN_FLIGHT:
+        assert rows(whole)[step - 1][IN_FLIGHT[layout]] > 0, "nothing was in flight when it was killed"
     for name in ("model.safetensors", "config.json"):
         assert (folder / "hf_model" / name).read_bytes() == (whole / "hf_model" / name).read_bytes()
     assert sorted(p.name for p in (folder / "samples").iterdir()) == sorted(
@@ -145,16 +161,24 @@ def test_a_run_goes_on_with_another_number_of_ranks(
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("tail", IN_FLIGHT)
 def test_groups_in_flight_go_on_with_another_number_of_engines(
-    arithmetic: Path, whole_runs: dict[str, Path], tmp_path: Path
+    arithmetic: Path, whole_runs: dict[str, Path], tmp_path: Path, tail: str
 ) -> None:
-    whole, folder = whole_runs["carry"], tmp_path / "run"
-    interrupted_after(2, whole, folder)
-    train(arithmetic, folder, *LAYOUTS["carry"], ranks=1)
-    assert rows(folder)[1]["rollout/carried_tokens"] > 0
-    ours, theirs = rows(folder), rows(whole)
-    for name in ("n_valid_tokens", "rollout/groups_in_flight", "rollout/carried_tokens", "rollout/rounds"):
-        assert [row[name] for row in ours] == [row[name] for row in theirs], name
+    """Two ranks make step 1, one rank the others; then the run is taken back to step 2, and two ranks make the rest:
+    every step has the prompts of the undisturbed run, so that none is lost, and none comes twice."""
+    whole, one, two = whole_runs[tail], tmp_path / "one", tmp_path / "two"
+    interrupted_after(1, whole, one)
+    train(arithmetic, one, *LAYOUTS[tail], ranks=1)
+    interrupted_after(2, one, two)
+    train(arithmetic, two, *LAYOUTS[tail])
+    assert all(row[IN_FLIGHT[tail]] > 0 for row in rows(whole)[:2])
+    drawn = [prompt for step in learned_prompts(whole) for prompt in step]
+    assert len(drawn) >= STEPS * 8 and len(set(drawn)) == len(drawn)
+    for folder in (one, two):
+        assert learned_prompts(folder) == learned_prompts(whole)
+        for name in ("n_valid_tokens", "rollout/groups_in_flight", IN_FLIGHT[tail], "rollout/rounds"):
+            assert [row[name] for row in rows(folder)] == [row[name] for row in rows(whole)], name
 
 
 def test_a_kept_checkpoint_is_exported_and_converts_to_the_very_same_model(

@@ -7,6 +7,7 @@ very same command, until all its disturbances are done. Another one, with the sa
 undisturbed. Then
 
 - the metrics of the two, but for times, are the same, row by row and bit by bit, and so are their models' tensors;
+- where completions are carried or groups deferred, most steps of the undisturbed run have left some in flight;
 - every disturbance ended the run with the right status, in bounded time, and lost at most a few steps, or the run went
   on by itself;
 - no process and no half-written file or folder is left.
@@ -71,12 +72,18 @@ class Chain:
     more: tuple[str, ...] = ()
     steps_after: int = STEPS_AFTER
     """Steps from the last start to the run's end, of which only that start and the undisturbed run know."""
+    in_flight: str | None = None
+    """The metric of what a step leaves unfinished: where it is 0, a disturbance tries nothing that "wait" has not."""
 
     @property
     def command(self) -> list[str]:
         name = {"grpo": "demo", "sft": "demo_sft"}[self.program]
         return [f"launch/train_{self.program}.py", "--config", f"configs/{name}.yaml"]
 
+
+LONG_TAIL = ("rollout.group_size=2", "rollout.max_new_tokens=96", "rollout.slice_tokens=12")
+"""Settings with which most steps leave something in flight: completions of several slices, in small groups, of which
+some are complete after each round."""
 
 CHAINS: dict[str, Chain] = {
     # A random model never answers; what it is cut off at is told apart from the rest, so that it learns.
@@ -99,19 +106,21 @@ CHAINS: dict[str, Chain] = {
             "reward.mask_no_eos_with_zero=true",
             "rollout.tail=carry",
             "rollout.max_staleness=2",
-            "rollout.slice_tokens=12",
+            *LONG_TAIL,
             "algorithm.recompute_logprobs=true",
             "algorithm.importance_correction=token",
             "algorithm.importance_mask_high=5",
         ),
         STEPS_UNTIL_NOTHING_IS_LEFT,
+        "rollout/sequences_in_flight",
     ),
     # Groups with long completions are deferred.
     "defer": Chain(
         "grpo",
         1,
-        ("reward.mask_no_eos_with_zero=true", "rollout.tail=defer", "rollout.slice_tokens=24"),
+        ("reward.mask_no_eos_with_zero=true", "rollout.tail=defer", *LONG_TAIL),
         STEPS_UNTIL_NOTHING_IS_LEFT,
+        "rollout/deferred_groups",
     ),
     "sft": Chain("sft", 1, ("data.train_path={base}/data/worked.jsonl", "sft.eval_every_steps=7")),
 }
@@ -429,6 +438,20 @@ def row_differences(undisturbed: list[dict[str, float]], disturbed: list[dict[st
     return found[:5]
 
 
+def in_flight_problems(metric: str, undisturbed: list[dict[str, float]]) -> list[str]:
+    """What is wrong where a run leaves nothing in flight, by this metric, after half of its steps or more. Its last
+    step does not count: it always leaves nothing."""
+    steps = undisturbed[:-1]
+    left = sum(row.get(metric, 0.0) > 0 for row in steps)
+    if 2 * left > len(steps):
+        return []
+    return [
+        f"{metric} is above 0 after {left} of the undisturbed run's first {len(steps)} steps, and more than half are "
+        "needed: too few disturbances meet anything in flight. In LONG_TAIL raise rollout.max_new_tokens, or lower "
+        "rollout.slice_tokens or rollout.group_size"
+    ]
+
+
 def model_differences(undisturbed: Path, disturbed: Path) -> list[str]:
     """Tensors of two Hugging Face folders that are not the same, bit by bit; one that is missing differs."""
     import torch
@@ -494,6 +517,9 @@ def run_chain(drill: Drill, names: list[str], rng: random.Random) -> tuple[list[
         problems = disturbed.problems
         if len(disturbed.outcomes) == len(names):
             undisturbed = run_undisturbed(drill, disturbed.steps)
+            if drill.chain.in_flight is not None:
+                rows = [json.loads(line) for line in metric_lines(undisturbed)]
+                problems += in_flight_problems(drill.chain.in_flight, rows)
             problems += run_differences(undisturbed, disturbed.folder / "run") + lost_too_much(
                 disturbed.outcomes
             )

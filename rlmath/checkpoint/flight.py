@@ -15,10 +15,11 @@ import math
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, fields
+from pathlib import Path
 from typing import Any, get_args
 
 import numpy as np
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.numpy import load, save
 
 from rlmath.algorithms.partial_rollouts import Flight, GroupInFlight
@@ -35,6 +36,8 @@ from rlmath.algorithms.types import (
 FLIGHT = "flight.safetensors"
 VERSION = 1
 """Of the form of the file."""
+TOKEN_BYTES = 8
+"""Of a sampled token, in the file and in memory: its number (int32) and its log-prob (float32)."""
 
 
 def write_flight(flight: Flight) -> bytes:
@@ -86,6 +89,39 @@ def read_flight(
     except (SafetensorError, KeyError, TypeError, ValueError, OverflowError, RecursionError) as error:
         raise ValueError(f"{FLIGHT} is damaged ({type(error).__name__}: {error})") from error
     return Flight(groups, next_draw, short_share)
+
+
+def read_flight_lengths(file: Path) -> list[GroupInFlight]:
+    """The groups of such a file by its header alone: completions are as long as they are and have their scores, but
+    their tokens are 0, 1, 2, ..., without log-probs and text. ValueError where the header is none of ours, OSError
+    where the file cannot be read. Nothing else of the file is read or checked."""
+    try:
+        with safe_open(file, "numpy") as tensors:
+            header = json.loads(tensors.get_tensor("header").tobytes())
+        return [
+            GroupInFlight(
+                _count(row["draw"]),
+                _count(row["first_step"]),
+                tuple(_without_tokens(index, one) for index, one in enumerate(row["samples"])),
+                bool(row["deferred"]),
+            )
+            for row in header["groups"]
+        ]
+    except (SafetensorError, KeyError, TypeError, ValueError, OverflowError, RecursionError) as error:
+        raise ValueError(f"{FLIGHT} is damaged ({type(error).__name__}: {error})") from error
+
+
+def _without_tokens(index: int, row: dict[str, Any]) -> PartialCompletion | ScoredCompletion:
+    segments = tuple(Segment(*map(_count, segment)) for segment in row["segments"])
+    token_ids = range(sum(segment.tokens for segment in segments))
+    if row.get("score") is None:
+        return PartialCompletion(token_ids, (), segments)
+    if not segments:
+        raise ValueError("a finished completion has no tokens")
+    completion = Completion(
+        index, token_ids, (), "", row["finish_reason"], segments[-1].policy_version, segments
+    )
+    return ScoredCompletion(completion, _score(row["score"]))
 
 
 class _Reader:

@@ -25,6 +25,7 @@ from __future__ import annotations
 import ipaddress
 import logging
 import os
+import random
 import secrets
 import socket
 import time
@@ -109,6 +110,7 @@ class Rendezvous:
         self._whole_store = store
         self._store = SignedStore(store, "rlmath/rendezvous", secret)
         self._nonce = secrets.token_hex(8)
+        self._random = random.Random()  # of its own: the run's own draws must not change
         self._store.set(f"info/{own.rank}", asdict(own))
         self._start: str | None = None
         self._ranks_store: dist.TCPStore | None = None
@@ -185,6 +187,11 @@ class Rendezvous:
         )
         self._ranks_port = port
 
+    def _pause(self, seconds: float) -> None:
+        """Sleep for so long on average: a stranger that writes at even intervals must not always be the last one before
+        a rank reads."""
+        time.sleep(self._random.uniform(0.5, 1.5) * seconds)
+
     def _publish(self, key: str, value: Any, readers: Iterable[int]) -> None:
         """Write a value until these ranks have read it, or READ_SECONDS have passed."""
         self._unread[key] = value, [f"{key}/read/{rank}" for rank in readers]
@@ -193,7 +200,7 @@ class Rendezvous:
             self._repeat_unread()
             if key not in self._unread or time.monotonic() >= deadline:
                 return
-            time.sleep(POLL_SECONDS / 4)
+            self._pause(POLL_SECONDS / 4)
 
     def _repeat_unread(self) -> None:
         """Rank 0 writes again what some rank needs and has not read."""
@@ -209,11 +216,13 @@ class Rendezvous:
         entry = asdict(_Entry(self._nonce, asdict(report)))
         patience = seconds + SLACK_SECONDS
         started = time.monotonic()
-        deadline, opened = started + patience, None
+        deadline, opened, start = started + patience, None, self._start
         while (now := time.monotonic()) < deadline:
             # Until its first result a rank cannot know whether the name is that of this start.
-            start = self._start or self._store.get("start")
-            if isinstance(start, str):
+            # The last name that was read counts until there is another: a stranger may remove it before every look.
+            found = self._start or self._store.get("start")
+            start = found if isinstance(found, str) else start
+            if start is not None:
                 at = f"{start}/{name}"
                 # Again every time: a stranger may have written over it.
                 self._store.set(f"{at}/{self.rank_info.rank}", entry)
@@ -227,7 +236,7 @@ class Rendezvous:
                     self._start = start
                     self._store.set(f"{at}/result/read/{self.rank_info.rank}", self._nonce)
                     return result
-            time.sleep(min(SLOWEST_POLL_SECONDS, max(POLL_SECONDS / 4, (now - started) / 10)))
+            self._pause(min(SLOWEST_POLL_SECONDS, max(POLL_SECONDS / 4, (now - started) / 10)))
         raise self._no_answer(seconds)
 
     def _no_answer(self, seconds: float) -> MissingRanksError:
@@ -304,7 +313,7 @@ class Rendezvous:
                     f"{now - started:.0f} s, until {seconds:.0f} s (run.start_timeout_seconds) the run waits for "
                     f"{self._missing(list(arrived.reports))}{self._foreign_text()}"
                 )
-            time.sleep(POLL_SECONDS)
+            self._pause(POLL_SECONDS)
 
     def _still_missing(self, arrived: _Arrived) -> list[int]:
         return [rank for rank in range(self.rank_info.world_size) if rank not in arrived.reports]

@@ -104,8 +104,8 @@ def step_lines(plan: StepPlan) -> Iterator[str]:
     if plan.overlap is not None:
         read, update = map(_seconds, plan.overlap.floor_parts)
         yield (
-            f"  {'floor':<10}{_seconds(plan.overlap.floor):>10}  reading keys and values {read}, update {update}, each "
-            f"spread over all {plan.cluster.ranks} ranks"
+            f"  {'floor':<10}{_seconds(plan.overlap.floor):>10}  keys and values {read}, update {update}, on all "
+            f"{plan.cluster.ranks} ranks"
         )
 
 
@@ -164,17 +164,18 @@ def _remarks(plan: StepPlan, phase: str) -> Iterator[str]:
 
 def split_lines(splits: Splits, own: StepPlan) -> Iterator[str]:
     """The fastest split of the ranks, and a few others."""
-    more = f", {splits.without_room} more do not fit the memory" if splits.without_room else ""
-    yield f"Splits of the ranks ({len(splits.plans)} are legal and fit{more}), predicted:"
-    yield f"{'rollout.ranks':>15}{'trainers':>12}{'engines':>12}{'step':>12}{'running':>10}"
+    yield f"Legal splits of the ranks: {len(splits.plans)} fit, {splits.without_room} do not. Predicted:"
+    yield f"{'rollout.ranks':>14}{'trainers':>11}{'engines':>11}{'step':>11}{'running':>9}"
     for plan in splits.shown(own):
         assert plan.overlap is not None
         overlap = plan.overlap
-        sides = f"{_seconds(overlap.trainer_seconds):>10} s{_seconds(overlap.engine_seconds):>10} s"
-        marks = [("fastest", plan is splits.best), ("as configured", engine_ranks(plan) == engine_ranks(own))]
-        said = ", ".join(text for text, there in marks if there)
+        sides = f"{_seconds(overlap.trainer_seconds):>9} s{_seconds(overlap.engine_seconds):>9} s"
+        marks = {"fastest": splits.best, "as configured": own}
+        said = ", ".join(
+            text for text, one in marks.items() if one is not None and engine_ranks(one) == engine_ranks(plan)
+        )
         yield (
-            f"{engine_ranks(plan):>15}{sides}{_seconds(plan.step_seconds):>10} s{overlap.running:>10,.0f}"
+            f"{engine_ranks(plan):>14}{sides}{_seconds(plan.step_seconds):>9} s{overlap.running:>9,.0f}"
             f"{'  ' * bool(said)}{said}"
         )
 
@@ -244,10 +245,7 @@ def epoch_lines(prediction: RunPrediction) -> Iterator[str]:
 def layout_lines(prediction: RunPrediction, layouts: Comparison, shown: int) -> Iterator[str]:
     """The fastest layouts, and where the run's own stands."""
     own = prediction.stages[-1][1]
-    yield (
-        f"Layouts: {len(layouts.plans)} are legal and fit, {layouts.without_room} more are legal and do not fit. "
-        "Fastest by prediction:"
-    )
+    yield (f"Legal layouts: {len(layouts.plans)} fit, {layouts.without_room} do not. Fastest by prediction:")
     for plan in layouts.plans[:shown]:
         mark = "  (as configured)" if plan.mesh == own.mesh else ""
         yield f"  {_seconds(plan.step_seconds):>9} s  {plan.mesh.describe()}{mark}"
@@ -308,7 +306,7 @@ def published_lines(
     yield ""
     yield from _calibrated_lines(calibrated)
     yield ""
-    yield "rlmath with our recipes of the first table, all GPUs sample, by rollout.tail:"
+    yield "rlmath with our recipes of the first table, by rollout.tail; async: as in the next table:"
     yield from _tail_rows(tails)
     yield ""
     yield "rlmath with the same recipes, engines on ranks of their own, by rollout.max_staleness:"
@@ -322,10 +320,8 @@ def _calibrated_lines(calibrated: Sequence[Calibrated]) -> Iterator[str]:
         f"AReaL v0.3, all coefficients calibrated by one factor on the {first.row.seconds:.0f} s of {first.row.name}, "
         "synchronous:"
     )
-    head = (
-        f"{'published':>10}{'calibrated':>11}{'error':>7}{'default':>9}{'x4':>6}   {'engines, trainers':<17}"
-    )
-    yield f"{'':<30}{head}{'rlmath':>10}"
+    head = f"{'published':>9}{'calibrated':>11}{'error':>7}{'default':>8}{'x4':>6}{'engines, trainers':>19}"
+    yield f"{'':<29}{head}{'rlmath':>10}"
     for one in calibrated:
         row, best = one.found.row, None if one.splits is None else one.splits.best
         name = f"{row.name}, {'a' * (row.staleness is not None)}synchronous"
@@ -333,8 +329,8 @@ def _calibrated_lines(calibrated: Sequence[Calibrated]) -> Iterator[str]:
         sides = "" if row.staleness is None else f"{one.found.rollout:,.0f}, {one.found.update:,.0f}"
         ours = "" if best is None else f"{best.step_seconds:,.0f} ({engine_ranks(best)})"
         yield (
-            f"{name:<30}{row.seconds:>10,.0f}{one.found.seconds:>11,.0f}{one.found.error:>+7.0%}"
-            f"{one.default_seconds:>9,.0f}{by_paper:>+6.0%}   {sides:<17}{ours:>10}"
+            f"{name:<29}{row.seconds:>9,.0f}{one.found.seconds:>11,.0f}{one.found.error:>+7.0%}"
+            f"{one.default_seconds:>8,.0f}{by_paper:>+6.0%}{sides:>19}{ours:>10}"
         ).rstrip()
     yield (
         f"Largest error: {largest_error([one.found.error for one in calibrated]):+.0%} calibrated. x4: error of the "

@@ -71,7 +71,10 @@ def compare_splits(
         else:
             plans.append(plan_step(found, shape, target, cluster, batch, coefficients))
     if without_room and not plans:
-        problems = [f"no split of the {cluster.ranks} ranks fits the memory of the devices"]
+        problems = [
+            f"no split of the {cluster.ranks} ranks fits the memory of the devices. Give a copy of the model more "
+            "ranks (parallel.tensor, parallel.pipeline) or an engine (rollout.tensor_parallel), or start more ranks."
+        ]
     return Splits(tuple(plans), without_room, tuple(problems))
 
 
@@ -85,19 +88,19 @@ def splits_of(config: Config, shape: ModelShape, cluster: Cluster) -> tuple[list
     if legal:
         return legal, []
     if not every:
-        few = f"{cluster.ranks} ranks have no room for an engine of {engine} (rollout.tensor_parallel) and a trainer"
-        return [], [few]
+        return [], [
+            f"the run has {cluster.ranks} rank{'s' * (cluster.ranks != 1)}; needed: more than the {engine} of an "
+            "engine (rollout.tensor_parallel), or none is left to train. Start more, or lower rollout.tensor_parallel."
+        ]
     return [], problems[len(every) // 2]
 
 
 def asynchronous(config: Config, ranks: int) -> Config:
     """The same run with engines on so many ranks of their own, and with what these need of the settings."""
-    rollout = replace(config.rollout, ranks=ranks, tail="wait")
-    algorithm = corrected(config.algorithm) if rollout.max_staleness > 0 else config.algorithm
     return replace(
         config,
-        rollout=rollout,
-        algorithm=algorithm,
+        rollout=replace(config.rollout, ranks=ranks, tail="wait"),
+        algorithm=for_old_tokens(config),
         parallel=replace(config.parallel, data=None),
         sync=replace(config.sync, checksum_every=0),
     )
@@ -107,6 +110,16 @@ def colocated(config: Config) -> Config:
     """The same run with engines in the training ranks."""
     parallel = config.parallel if config.rollout.ranks == 0 else replace(config.parallel, data=None)
     return replace(config, parallel=parallel, rollout=replace(config.rollout, ranks=0))
+
+
+def for_old_tokens(config: Config) -> AlgorithmConfig:
+    """What a run needs of the algorithm to learn from tokens of weights up to `rollout.max_staleness` steps old. A run
+    that does so without recomputed log-probs (AReaL without use_decoupled_loss) stays as it is."""
+    rollout, algorithm = config.rollout, config.algorithm
+    does_so = rollout.ranks > 0 or rollout.tail == "carry"
+    if rollout.max_staleness == 0 or (does_so and not algorithm.recompute_logprobs):
+        return algorithm
+    return corrected(algorithm)
 
 
 def corrected(algorithm: AlgorithmConfig) -> AlgorithmConfig:

@@ -10,7 +10,7 @@ from rlmath.config.model_shape import ModelShape
 from rlmath.config.schema import Config
 from rlmath.planner.lengths import Batch
 from rlmath.planner.machines import Cluster
-from rlmath.planner.splits import colocated, compare_splits, corrected, engine_ranks, start_problems
+from rlmath.planner.splits import colocated, compare_splits, engine_ranks, for_old_tokens, start_problems
 from rlmath.planner.step import StepPlan, plan_step
 from rlmath.planner.work import Coefficients
 from rlmath.trainer.preflight.memory_estimate import Target
@@ -78,7 +78,7 @@ def compare_tails(
     def fastest(ways: Iterable[Config]) -> StepPlan:
         return min(map(planned, ways), key=_seconds)
 
-    wait, carried = replace(config, rollout=replace(config.rollout, tail="wait")), carrying(config)
+    wait, carried = replace(config, rollout=replace(config.rollout, tail="wait")), colocated(carrying(own))
     defer = found_defer = planned(deferring(config, config.rollout.slice_tokens))
     if search:
         found_defer = min(defer, fastest(with_other_slices(config)), key=_seconds)
@@ -88,7 +88,8 @@ def compare_tails(
     if problems:
         return Tails(planned(wait), None, (), problems, *slices, *others)
     carry = planned(carried)
-    found = map(fastest, with_more_staleness(config) if search else ())
+    ways = with_more_staleness(own) if search else ()
+    found = (fastest(map(colocated, some)) for some in ways)
     more = tuple(plan for plan in found if settings_of_tail(plan) != settings_of_tail(carry))
     return Tails(planned(wait), carry, more, (), *slices, *others)
 
@@ -125,8 +126,7 @@ def _seconds(plan: StepPlan) -> float:
 def carrying(config: Config) -> Config:
     """The same run with partial rollouts, and with what these need of the algorithm."""
     rollout = replace(config.rollout, tail="carry")
-    algorithm = corrected(config.algorithm) if rollout.max_staleness > 0 else config.algorithm
-    return replace(config, rollout=rollout, algorithm=algorithm)
+    return replace(config, rollout=rollout, algorithm=for_old_tokens(config))
 
 
 def with_more_staleness(config: Config) -> Iterator[list[Config]]:

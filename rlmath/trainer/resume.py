@@ -18,6 +18,7 @@ from pathlib import Path
 from rlmath.algorithms.types import Prompt
 from rlmath.checkpoint import directory
 from rlmath.checkpoint.directory import Checkpoint, Progress
+from rlmath.checkpoint.flight import FLIGHT
 from rlmath.config.help import as_yaml_word, is_among, setting_values
 from rlmath.config.length_curriculum import LengthStage, has_length_stages, length_stages
 from rlmath.config.load import load_config, shown_values
@@ -156,8 +157,9 @@ def find_recovery(config: Config, origin: Origin, total_steps: int) -> Recovery 
     """What the run resumes from; None for a start from the beginning. Reads manifests, sizes and small files only.
 
     ValueError where the newest checkpoint belongs to another run (batch size, group size, data, model, ...) or is
-    beyond its `total_steps`, where all are damaged, where it cannot be known what there is (a link to a disk that is
-    not mounted, no permission), and, with run.recover_mode "resume", where there is none.
+    beyond its `total_steps`, where its length stage is too short for the groups in flight, where all are damaged, where
+    it cannot be known what there is (a link to a disk that is not mounted, no permission), and, with run.recover_mode
+    "resume", where there is none.
     """
     if config.run.recover_mode == "disabled":
         return None
@@ -173,6 +175,7 @@ def find_recovery(config: Config, origin: Origin, total_steps: int) -> Recovery 
             notes.append(f"the checkpoint {checkpoint.folder} is damaged and is skipped: {error}")
             continue
         problems = list(_other_run(then, config, progress, origin, total_steps))
+        problems = problems or _in_flight_problems(config, total_steps, checkpoint, progress, origin)
         if problems:
             what = [*(f"  - {problem}" for problem in problems), f"{_START_OVER.capitalize()}."]
             raise ValueError("\n".join([f"The run cannot resume from {checkpoint.folder}:", *what]))
@@ -254,6 +257,18 @@ def _other_run(
             f"data.train_path: the prompts have changed (fingerprint {progress.data_fingerprint} there, {origin.data} "
             f"of {now.data.train_path} now)"
         )
+
+
+def _in_flight_problems(
+    config: Config, total_steps: int, checkpoint: Checkpoint, progress: Progress, origin: Origin
+) -> list[str]:
+    """Groups in flight that the rest of their length stage is too short for."""
+    if not has_length_stages(config) or FLIGHT not in checkpoint.files:
+        return []
+    from rlmath.trainer.rollouts import resume_problems  # it imports transformers
+
+    changed = progress.reward_fingerprint not in ("", origin.reward)
+    return list(resume_problems(config, total_steps, checkpoint.folder, progress.step, changed))
 
 
 def _changed_code(config: Config, newest: CheckpointToResume, origin: Origin) -> Iterator[str]:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain, islice
 from pathlib import Path
@@ -31,8 +31,15 @@ from rlmath.algorithms.partial_rollouts import (
     too_old,
 )
 from rlmath.algorithms.types import PartialCompletion, Prompt, Score, ScoredGroup
-from rlmath.checkpoint.flight import FLIGHT, read_flight, write_flight
-from rlmath.config.length_curriculum import LengthStage, length_stage_at, length_stages
+from rlmath.checkpoint.flight import FLIGHT, TOKEN_BYTES, read_flight, read_flight_lengths, write_flight
+from rlmath.config.length_curriculum import (
+    LengthStage,
+    has_length_stages,
+    length_stage_at,
+    length_stages,
+    with_longest_lengths,
+    without_validation,
+)
 from rlmath.config.schema import Config, RolloutConfig, SelectionConfig
 from rlmath.data.dataset import Inputs
 from rlmath.rollout.collector import Collector, Work, completion_text
@@ -45,6 +52,7 @@ from rlmath.rollout.sampling import (
     training_sampling,
 )
 from rlmath.rollout.work_queue import EngineUsage
+from rlmath.trainer.preflight.length_curriculum import in_flight_problem
 
 logger = logging.getLogger(__name__)
 
@@ -180,16 +188,11 @@ class FlightRollouts:
         except (OSError, ValueError) as error:
             raise ValueError(f"{folder}: the groups in flight cannot be read: {error}") from error
         if reward_changed:
-            flight.groups = [self._unscored(group, steps_done) for group in flight.groups]
+            flight.groups = [unscored(group, steps_done) for group in flight.groups]
             self._choices.clear()
         wanted = sum(not group.is_complete or self._choose(group).dropped is None for group in flight.groups)
-        left = self._limits.groups_per_step * (stage.end - steps_done)
-        if stage is not stages[-1] and wanted > left:
-            raise ValueError(
-                f"stages: stage {stage.number + 1} ends after step {stage.end}, and the checkpoint of step "
-                f"{steps_done} has {wanted} groups in flight, of which the steps up to there learn from "
-                f"{left}; the next stage has other lengths. Let this stage end later."
-            )
+        if problem := in_flight_problem(self._config, self._total_steps, steps_done, wanted):
+            raise ValueError(problem)
         self._flight = self._after = flight
 
     def _read(self, folder: Path, steps_done: int, rollout: RolloutConfig) -> Flight:
@@ -214,12 +217,6 @@ class FlightRollouts:
                 f"groups are older than rollout.max_staleness, {rollout.max_staleness} steps, allows"
             )
         return flight
-
-    def _unscored(self, group: GroupInFlight, steps_done: int) -> GroupInFlight:
-        """The group, of which nothing is sampled where another reward function has scored a part of it."""
-        if len(group.unfinished) == len(group.samples):
-            return group
-        return replace(group.nothing_sampled(group.deferred), first_step=steps_done)
 
     def _scored(self, group: GroupInFlight) -> ScoredGroup:
         return group.scored(self._prompt(group))
@@ -343,6 +340,34 @@ class PartialRollouts(FlightRollouts):
         return [[one] for one in work] if begun else [work]
 
 
+def resume_problems(
+    config: Config, total_steps: int, folder: Path, steps_done: int, reward_changed: bool
+) -> Iterator[str]:
+    """What `FlightRollouts.resume` will refuse of a checkpoint's groups in flight, as far as lengths and scores show,
+    before anything is started. A file that is damaged is no problem here, as its checkpoint is skipped."""
+    if not (has_length_stages(config) and (folder / FLIGHT).is_file()):
+        return
+    try:
+        groups = read_flight_lengths(folder / FLIGHT)
+    except (OSError, ValueError):
+        return
+    if reward_changed:
+        groups = [unscored(group, steps_done) for group in groups]
+    rules, prompt = selection_rules(config.selection), Prompt("", "", (), (), "")
+    wanted = sum(
+        not group.is_complete or choose(group.scored(prompt), rules).dropped is None for group in groups
+    )
+    if problem := in_flight_problem(config, total_steps, steps_done, wanted):
+        yield problem
+
+
+def unscored(group: GroupInFlight, steps_done: int) -> GroupInFlight:
+    """The group, of which nothing is sampled where another reward function has scored a part of it."""
+    if len(group.unfinished) == len(group.samples):
+        return group
+    return replace(group.nothing_sampled(group.deferred), first_step=steps_done)
+
+
 def flight_rules(config: Config) -> FlightRules:
     """Of partial rollouts."""
     rollout, per_step = config.rollout, config.data.prompts_per_step
@@ -352,6 +377,28 @@ def flight_rules(config: Config) -> FlightRules:
     most = per_step * (rollout.max_staleness + 1)
     in_flight = most if rollout.max_groups_in_flight is None else rollout.max_groups_in_flight
     return FlightRules(per_step, in_flight, rollout.max_staleness, dropped)
+
+
+@dataclass(frozen=True)
+class FlightSize:
+    """What the groups in flight take at most: if every completion were as long as any may be (bytes)."""
+
+    during_step: int
+    """In the memory of every rank, which has them all."""
+    after_step: int
+    """In the memory of every rank between two steps, and in a checkpoint."""
+
+
+def flight_size(config: Config) -> FlightSize:
+    """Of "carry": `rollout.max_groups_in_flight` x `rollout.group_size` x the greatest number of new tokens x 8 bytes,
+    and of what a step leaves data.prompts_per_step groups fewer. The others leave no token in flight."""
+    if config.rollout.tail != "carry":
+        return FlightSize(0, 0)
+    training = with_longest_lengths(without_validation(config)).rollout
+    group, rules = training.group_size * training.max_new_tokens * TOKEN_BYTES, flight_rules(config)
+    return FlightSize(
+        (rules.max_groups + rules.max_dropped) * group, (rules.max_groups - rules.groups_per_step) * group
+    )
 
 
 def slice_tokens(rollout: RolloutConfig) -> int:

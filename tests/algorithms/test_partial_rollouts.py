@@ -319,6 +319,34 @@ def test_long_groups_are_sampled_anew_in_a_step_of_their_own() -> None:
     ], "every token is of the step that learns from it"
 
 
+def test_what_is_learned_from_was_short_in_every_short_round_or_is_sampled_whole() -> None:
+    """While the weights change, and with them what is long: docs/algorithm.md derives the estimator from this."""
+    rules, flight, steps, seen = FlightRules(4, 10**6, 0), Flight(), 40, {"anew": 0, "surplus": 0}
+    engines = DeferringEngines(
+        lambda draw, g: random.Random(f"{draw}/{engines.step // 2}").choice([3, 3, 3, 9]), slice_tokens=4
+    )
+    was_short: dict[int, list[bool]] = {}
+    """By draw: whether it fitted, of all its short rounds."""
+
+    def sample_round(groups: list[GroupInFlight], whole: bool) -> list[GroupInFlight]:
+        sampled = engines.sample_round(groups, whole)
+        for group in sampled if not whole else []:
+            was_short.setdefault(group.draw, []).append(group.is_complete)
+        return sampled
+
+    for step in range(steps):
+        engines.step, before = step, len(engines.rounds)
+        found = advance_defer(flight, rules, step, steps - step, 1, sample_round, keep)
+        sampled = {draw: whole for whole, round_ in engines.rounds[before:] for draw in round_}
+        for group in found.groups:
+            fitted = was_short.get(group.draw, [])
+            assert group.deferred == (fitted[-1:] == [False]) and False not in fitted[:-1]
+            assert sampled[group.draw] or len(group.parts[0].token_ids) <= 4
+            seen["anew"] += group.deferred and len(group.parts[0].token_ids) <= 4
+            seen["surplus"] += len(fitted) > 1
+    assert seen["anew"] > 3 and seen["surplus"] > 3, "else the rule says little"
+
+
 def test_where_no_group_is_short_every_step_samples_whole() -> None:
     engines = DeferringEngines(lambda draw, g: 9, slice_tokens=4)
     found, flight = run_deferring(engines, FlightRules(2, 10**6, 0), steps=6)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from array import array
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -19,7 +20,7 @@ from rlmath.algorithms.types import (
     ScoredCompletion,
     Segment,
 )
-from rlmath.checkpoint.flight import read_flight, write_flight
+from rlmath.checkpoint.flight import TOKEN_BYTES, read_flight, read_flight_lengths, write_flight
 
 SEGMENTS = (Segment(2, 4, 1), Segment(1, 5, 2))
 
@@ -54,6 +55,33 @@ FLIGHT = Flight(
     next_draw=12,
     short_share=1 / 3,
 )
+
+
+def test_lengths_and_scores_are_read_from_the_header_alone(tmp_path: Path) -> None:
+    file = tmp_path / "flight.safetensors"
+    file.write_bytes(write_flight(FLIGHT))
+    found, wanted = read_flight_lengths(file), FLIGHT.groups
+    assert [(one.draw, one.first_step, one.deferred) for one in found] == [(7, 1, False), (9, 2, True)]
+    assert [len(part.token_ids) for one in found for part in one.parts] == [3, 3, 0, 0]
+    assert [one.unfinished for one in found] == [one.unfinished for one in wanted] == [[0], [0, 1]]
+    ours, theirs = found[0].samples[1], wanted[0].samples[1]
+    assert isinstance(ours, ScoredCompletion) and isinstance(theirs, ScoredCompletion)
+    assert ours.score == theirs.score and ours.completion.finish_reason == "length"
+    whole, segments = write_flight(FLIGHT), b"[[2, 4, 1], [1, 5, 2]]"
+    nothing = whole.replace(segments, b"[]".ljust(len(segments)))
+    for content in (b"", b"nothing", whole.replace(b'"draw"', b'"drow"'), nothing):
+        file.write_bytes(content)
+        with pytest.raises(ValueError, match=r"flight\.safetensors is damaged"):
+            read_flight_lengths(file)
+
+
+def test_a_token_in_flight_takes_eight_bytes() -> None:
+    more = [
+        GroupInFlight(d, 0, (PartialCompletion([5] * 1000, [-1.0] * 1000, (Segment(1000, 0, 0),)),) * 2)
+        for d in (0, 1)
+    ]
+    one, two = (len(write_flight(Flight(more[:count], 2))) for count in (1, 2))
+    assert 0 < two - one - 2 * 1000 * TOKEN_BYTES < 2 * 200, "beside the header's 200 bytes a completion"
 
 
 def test_what_is_read_is_what_was_written() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from rlmath.algorithms.types import MicroBatch, Sample
+from rlmath.algorithms.types import MicroBatch, PartialCompletion, Sample
 from rlmath.config.schema import RolloutConfig
 from rlmath.data.packing import pack
 from rlmath.distributed.device import init_process_group, open_device, release_cached, resident_bytes
@@ -118,6 +118,59 @@ def mismatch_of_layouts(folder: Path, cases: list[Case], engine_size: int, updat
         stop_megatron()
     engine.close()
     return found
+
+
+Sampled = dict[tuple[int, int], tuple[list[int], list[float]]]
+"""Tokens and log-probs of completions, by the keys of their requests."""
+
+
+def whole_and_in_slices(engine: Any, requests: list[Any], slice_tokens: int) -> tuple[Sampled, Sampled]:
+    """The completions of an engine that is awake: in one piece, and in slices, each of which the engine prefills with
+    what is sampled so far, without cached blocks of the one before."""
+    from rlmath.rollout.sampling import continued
+
+    whole = {one.key: (list(one.token_ids), list(one.logprobs)) for one in engine.generate(requests)}
+    parts, left = {one.key: PartialCompletion() for one in requests}, list(requests)
+    while left:
+        engine.reset_prefix_cache()
+        slices = [continued(one, one.key, parts[one.key], slice_tokens) for one in left]
+        found = {one.key: one for one in engine.generate(slices)}
+        for key, one in found.items():
+            parts[key] = parts[key].extended(one.token_ids, one.logprobs, 0, 0)
+        left = [
+            one
+            for one in left
+            if found[one.key].finish_reason != "stop" and len(parts[one.key].token_ids) < one.max_new_tokens
+        ]
+    return whole, {key: (list(part.token_ids), list(part.logprobs)) for key, part in parts.items()}
+
+
+def greedy_in_slices(folder: Path, device_kind: str, slice_tokens: int) -> dict[str, Any]:
+    """Greedy completions, whole and in slices. Of those that differ, in "ties", by how much the log-probs of the two
+    tokens differ where the first does (nats), as the engine reads them behind the same tokens."""
+    from rlmath.rollout.sampling import Request
+
+    stage = build(folder, Case(device=device_kind))
+    engine = open_engine(folder, 1, stage.device)
+    both = pair(stage, engine, 1)
+    engine.memory.wake_weights()
+    both.sync.run()
+    engine.memory.wake_kv_cache()
+    prompts = [(n + 3, 50, 51) for n in range(24)]
+    requests = [
+        Request((p, 0), prompt, 0, 0, ROLLOUT.max_new_tokens, 0.0) for p, prompt in enumerate(prompts)
+    ]
+    whole, slices = whole_and_in_slices(engine, requests, slice_tokens)
+    ties = {}
+    for key, (tokens, _) in whole.items():
+        others = slices[key][0]
+        first = next((n for n, (a, b) in enumerate(zip(tokens, others, strict=False)) if a != b), None)
+        if first is not None:
+            behind = [*prompts[key[0]], *tokens[:first]]
+            a, b = engine.score([[*behind, tokens[first]], [*behind, others[first]]])
+            ties[key] = abs(a[-1] - b[-1])
+    engine.close()
+    return {"whole": whole, "slices": slices, "ties": ties}
 
 
 def samples_in_one_kernel(folder: Path, device_kind: str) -> bool:

@@ -76,10 +76,15 @@ class Run:
 
 def uniform_model(source: Path, folder: Path) -> Path:
     """A model to which all tokens are nearly as likely, the end among them: lengths fall off geometrically."""
+    return with_scaled_logits(source, folder, 0.1)
+
+
+def with_scaled_logits(source: Path, folder: Path, factor: float) -> Path:
+    """The model with logits that are so many times as large."""
     shutil.copytree(source, folder)
     (weights,) = folder.glob("*.safetensors")
     tensors = load_file(weights)
-    tensors["lm_head.weight"] *= 0.1
+    tensors["lm_head.weight"] *= factor
     save_file(tensors, weights, metadata={"format": "pt"})
     return folder
 

@@ -94,7 +94,7 @@ def agreement(folder: Path, cases: list[Case], engine_size: int, threshold: floa
             metrics = one.sync.probe_engine()
         found.append(
             {
-                "sequences": one.probe._sequences,
+                "sequences": one.probe.sequences,
                 "expected": expected,
                 "metrics": metrics,
                 "moved": one.sync.metrics(),
@@ -244,7 +244,7 @@ def texts_around_a_probe(
     for both in pairs(folder, [case], engine_size):
         for count in probes:
             one = checked(both, SyncConfig(probe_every=1 if count else 0, probe_threshold=1e-5))
-            starts = [sequence[: LONGEST - ROLLOUT.max_new_tokens] for sequence in one.probe._sequences]
+            starts = [sequence[: LONGEST - ROLLOUT.max_new_tokens] for sequence in one.probe.sequences]
             with one.awake():
                 for number in range(count):
                     if number:

@@ -19,6 +19,7 @@ from rlmath.distributed.device import (
     open_device,
 )
 from rlmath.distributed.mesh import Mesh
+from tests.distributed.engine_cases import Sampled, whole_and_in_slices
 from tests.tiny_models import shape_of
 
 ROLLOUT = RolloutConfig(
@@ -27,6 +28,8 @@ ROLLOUT = RolloutConfig(
 HASHED = RewardConfig(function="tests.reward_by_hash:reward")
 SEEDS = {"first": (1, 0), "again": (1, 0), "next step": (1, 1), "other run": (2, 0)}
 """Run seed and step of the rollouts that a hash rewards."""
+SLICE = 5
+"""Tokens of a slice of a completion."""
 PROMPTS = [Prompt(f"q-{n}", f"{n}+1=", (n + 3, 50, 51), (str(n + 1),), "math") for n in range(9)]
 
 
@@ -57,7 +60,8 @@ def _write_weights(weights: Any, shapes: dict[str, tuple[int, int]]) -> None:
 
 def collected(folder: Path, engine_size: int, prompt_counts: list[int]) -> dict[str, Any]:
     """The groups of several rollouts by one `Collector`, each on the first so many prompts; and what it leaves in the
-    store. The weights have version 3. Then the rollouts of `SEEDS`, see `_hashed`."""
+    store. The weights have version 3. Then the rollouts of `SEEDS`, see `_hashed`, and by temperature completions that
+    are cut, see `_in_slices`."""
     from rlmath.data.tokenizer import load_tokenizer
     from rlmath.rewards.reward_manager import open_reward_workers
     from rlmath.rollout.collector import Collector
@@ -81,9 +85,11 @@ def collected(folder: Path, engine_size: int, prompt_counts: list[int]) -> dict[
     if pool is not None:
         pool.close()
     hashed, policy_logprobs = _hashed(engine, mesh, folder)
+    slices = {temperature: _in_slices(engine, temperature) for temperature in (0.0, 1.0)}
     engine.close()
     return {
         "hashed": hashed,
+        "slices": slices,
         "engine's log-probs": policy_logprobs,
         "groups": [rollout.groups for rollout in rollouts],
         "engines": [rollout.engines for rollout in rollouts],
@@ -115,6 +121,15 @@ def _hashed(engine: Any, mesh: Mesh, folder: Path) -> tuple[dict[str, list[Score
     ]
     scores = engine.score([token_ids for _, token_ids in read])
     return found, [row[prompt - 1 :] for (prompt, _), row in zip(read, scores, strict=True)]
+
+
+def _in_slices(engine: Any, temperature: float) -> tuple[Sampled, Sampled]:
+    """A completion of each prompt, whole and in slices."""
+    from rlmath.rollout.sampling import RolloutSeed, group_requests, training_sampling
+
+    sampling = replace(training_sampling(ROLLOUT), samples=1, temperature=temperature)
+    requests = [row[0] for row in group_requests(PROMPTS, sampling, RolloutSeed(1, 0))]
+    return whole_and_in_slices(engine, requests, SLICE)
 
 
 def fixed_shares(folder: Path) -> dict[tuple[int, int], tuple[Any, ...]]:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from rlmath.algorithms.types import Completion
+from rlmath.algorithms.types import Completion, ScoredGroup
 from rlmath.config.schema import (
     AlgorithmConfig,
     OptimizerConfig,
@@ -80,6 +80,11 @@ def completions_of(run: Run) -> dict[tuple[str, int], Completion]:
     found = {(group.prompt.prompt_id, c.sample_index): c for group in groups for c in group.completions}
     assert len(found) == len(groups) * GROUP, "every prompt comes once in these steps"
     return found
+
+
+def learned_from(groups: list[ScoredGroup]) -> list[ScoredGroup]:
+    """Those with a right and a wrong completion."""
+    return [group for group in groups if len({score.correct for score in group.scores}) == 2]
 
 
 def assert_same_completions(run: Run, other: Run) -> None:
@@ -181,10 +186,13 @@ def test_what_a_checkpoint_holds_continues_as_if_nothing_had_happened(
 
 
 @matrix
-def test_dynamic_sampling_replaces_dropped_groups_by_further_draws(make: Make) -> None:
+@pytest.mark.parametrize("rollout", [CARRY, DEFER], ids=["carry", "defer"])
+def test_dynamic_sampling_replaces_dropped_groups_by_further_draws(
+    make: Make, rollout: RolloutConfig
+) -> None:
     """Half of the groups have no contrast: a hash rewards, rounded to right and wrong."""
     selection = SelectionConfig(dynamic_sampling="accuracy", max_extra_prompts=4)
-    run = make(1, steps=5, selection=selection)
+    run = make(1, rollout, steps=5, selection=selection)
     for metrics in run.metrics:
         kept, sampled = metrics["selection/groups_learned"], metrics["selection/groups_sampled"]
         assert kept == PER_STEP or sampled == PER_STEP + 4
@@ -192,6 +200,15 @@ def test_dynamic_sampling_replaces_dropped_groups_by_further_draws(make: Make) -
     assert any(m["selection/extra_prompts"] > 0 for m in run.metrics) and run.in_flight[-1] == []
     names = [group.prompt.prompt_id for step in run.groups for group in step]
     assert len(names) == len(set(names)), "no prompt comes twice within an epoch"
+    for step, metrics in enumerate(run.metrics):
+        assert metrics["selection/groups_learned"] == len(learned_from(run.groups[step]))
+        assert metrics["selection/groups_sampled"] == len(run.groups[step])
+    if rollout is DEFER:
+        assert any(metrics["rollout/deferred_groups"] > 0 for metrics in run.metrics)
+        versions = [
+            {s.step for g in groups for c in g.completions for s in c.segments} for groups in run.groups
+        ]
+        assert versions == [{step} for step in range(5)], "dropped or not, nothing older is in a step"
 
 
 @matrix
@@ -205,10 +222,12 @@ def test_a_stage_that_begins_with_groups_in_flight_is_refused(make: Make) -> Non
 
 
 @matrix
-def test_a_stage_ends_with_nothing_in_flight(make: Make) -> None:
+@pytest.mark.parametrize("rollout", [CARRY, replace(DEFER, slice_tokens=12)], ids=["carry", "defer"])
+def test_a_stage_ends_with_nothing_in_flight(make: Make, rollout: RolloutConfig) -> None:
     stages = StagesConfig(steps=[4, 3], max_new_tokens=[20, LONGEST])
-    run = make(1, steps=7, stages=stages)
-    assert run.in_flight[3] == run.in_flight[6] == [] and run.in_flight[2] and run.in_flight[4]
+    run = make(1, rollout, steps=7, stages=stages)
+    assert run.in_flight[3] == run.in_flight[6] == [] and any(run.in_flight[:3]) and any(run.in_flight[4:])
+    completions_of(run)  # every prompt comes once
     for step, groups in enumerate(run.groups):
         lengths = [len(c.token_ids) for group in groups for c in group.completions]
         assert max(lengths) <= (20 if step < 4 else LONGEST)
@@ -283,6 +302,33 @@ def test_penalties_filters_validation_and_early_stop_keep_their_meaning(
         for one in (run, whole)
     ]
     assert without_times[0] == without_times[1] and any(without_times[0])
+
+
+@matrix
+def test_staleness_counts_steps_and_versions_count_the_minibatches_learned_from(
+    make: Make, carried: Run
+) -> None:
+    """Of two minibatches a step, the early stop discards the second, as the first has changed the policy; or both."""
+    both = replace(
+        AlgorithmConfig(), importance_correction="token", importance_mask_high=5.0, n_minibatches=2
+    )
+    second = replace(both, early_stop_ratio=None, early_stop_kl=1e-9)
+    half = make(1, steps=6, optimizer=LEARNS, algorithm=second)
+    assert {m["train/early_stopped_minibatches"] for m in half.metrics} == {1.0}
+    ages = set()
+    for step, groups in enumerate(half.groups):
+        for segment in (s for group in groups for c in group.completions for s in c.segments):
+            assert segment.policy_version == segment.step, "a step is one update"
+            ages.add(step - segment.step)
+    assert 1 < max(ages) <= CARRY.max_staleness
+    none = make(1, optimizer=LEARNS, algorithm=replace(both, early_stop_ratio=0.5))
+    assert {m["train/early_stopped_minibatches"] for m in none.metrics} == {2.0}
+    assert {s.policy_version for c in completions_of(none).values() for s in c.segments} == {0}
+    assert none.in_flight == carried.in_flight
+    for ours, theirs in zip(none.metrics, carried.metrics, strict=True):
+        names = [name for name in theirs if name.startswith("rollout/staleness")]
+        assert len(names) >= 4 and {n: ours[n] for n in names} == {n: theirs[n] for n in names}
+    assert_same_completions(none, carried)
 
 
 @pytest.mark.full

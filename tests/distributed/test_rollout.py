@@ -10,7 +10,7 @@ from rlmath.algorithms.types import Segment
 from rlmath.data.tokenizer import load_tokenizer
 from tests.distributed import rollout_cases
 from tests.distributed.rank_pool import RankPool
-from tests.distributed.rollout_cases import PROMPTS, ROLLOUT, SEEDS
+from tests.distributed.rollout_cases import PROMPTS, ROLLOUT, SEEDS, SLICE
 from tests.reward_by_hash import hash_of
 
 pytestmark = pytest.mark.distributed
@@ -105,6 +105,21 @@ def test_a_completion_ends_at_its_stop_token_or_at_the_limit(collected: Collecte
             assert last == EOS or len(completion.token_ids) == ROLLOUT.max_new_tokens
             reasons.add(completion.finish_reason)
     assert reasons == {"stop", "length"}
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("engine_size", [1, 2], ids=["TP1", "TP2"])
+def test_a_completion_in_slices_is_the_whole_one(
+    collected: Collected, engine_size: int, temperature: float
+) -> None:
+    for report in collected.by(1, engine_size):
+        whole, slices = report["slices"][temperature]
+        assert len(whole) == len(PROMPTS) and whole.keys() == slices.keys()
+        for key, (tokens, logprobs) in whole.items():
+            assert slices[key][0] == tokens
+            assert slices[key][1] == pytest.approx(logprobs, abs=1e-5)
+        assert sum(len(tokens) > 2 * SLICE for tokens, _ in whole.values()) > len(PROMPTS) / 3
+        assert len({tuple(tokens) for tokens, _ in whole.values()}) > len(PROMPTS) / 2
 
 
 def test_log_probs_are_those_of_the_tokens(alone: dict) -> None:

@@ -15,7 +15,15 @@ from rlmath.data.packing import pack
 from rlmath.distributed.device import open_device
 from rlmath.distributed.tensor_offload import HostMemory, StorageSet
 from rlmath.trainer.preflight.checks import transformer_engine_problems
-from tests.distributed import engine_cases, gather_cases, offload_cases, oracle, policy_cases, probe_cases
+from tests.distributed import (
+    engine_cases,
+    gather_cases,
+    offload_cases,
+    oracle,
+    partial_rollout_cases,
+    policy_cases,
+    probe_cases,
+)
 from tests.distributed.policy_cases import Case
 from tests.distributed.rank_pool import RankPool
 from tests.tiny_models import make_samples
@@ -105,6 +113,24 @@ def test_flashinfer_reduces_nothing_in_an_engine(fresh_ranks: RankPool, untied_m
 
 def test_vllm_draws_the_noise_of_all_requests_at_once(fresh_ranks: RankPool, untied_model: Path) -> None:
     assert fresh_ranks.run(1, engine_cases.samples_in_one_kernel, untied_model, "cuda") == [True]
+
+
+def test_a_greedy_completion_in_slices_is_the_whole_one(
+    fresh_ranks: RankPool, untied_model: Path, tmp_path: Path
+) -> None:
+    """What a slice continues is prefilled, and was decoded before: in bfloat16 the two differ in the last bits, and
+    two tokens that are about as likely may change places. With larger logits few are."""
+    scale = 4
+    model = partial_rollout_cases.with_scaled_logits(untied_model, tmp_path / "model", scale)
+    (report,) = fresh_ranks.run(1, engine_cases.greedy_in_slices, model, "cuda", 5)
+    whole, slices, ties = (report[name] for name in ("whole", "slices", "ties"))
+    assert whole.keys() == slices.keys() and sum(len(tokens) > 10 for tokens, _ in whole.values()) > 12
+    assert all(difference < scale * BF16_NATS for difference in ties.values()), ties
+    same = [key for key in whole if key not in ties]
+    assert len(same) > len(whole) / 4
+    for key in same:
+        assert slices[key][0] == whole[key][0]
+        assert slices[key][1] == pytest.approx(whole[key][1], abs=scale * BF16_NATS)
 
 
 def test_the_engine_follows_the_policy_through_sleep_and_updates(ranks: RankPool, untied_model: Path) -> None:

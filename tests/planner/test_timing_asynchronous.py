@@ -259,6 +259,14 @@ def test_trainers_do_what_so_many_ranks_do_and_get_what_is_sampled():
     )
 
 
+def test_trainers_on_a_part_of_the_first_node_share_gradients_inside_it():
+    """Of two nodes of 4, three ranks of the first train, or five, the last of them on the second."""
+    cluster = Cluster(MACHINE, 2, 4)
+    inside, across = (tiny_plan(tiny(ranks), cluster).work["update"] for ranks in (5, 3))
+    assert inside == update_work(training(CONFIG, 3)) and inside.network == 0 < inside.node
+    assert across.network > 0
+
+
 def test_a_copy_on_cpu_is_read_and_written():
     cpu = replace(training(CONFIG, 2), target=Target("cpu", "CPU", None, local_layers=True))
     (held,) = held_parameters(cpu, cpu.mesh, 4)
@@ -304,6 +312,18 @@ def test_completions_of_ten_tokens_by_hand():
     assert found.step_seconds == max(overlap.trainer_seconds, overlap.engine_seconds)
     of_trainers = ("records", "update", "publish", "other")
     assert overlap.trainer_seconds == sum(found.seconds[name] for name in of_trainers)
+
+
+@pytest.mark.parametrize("on_new_weights", ["recompute", "keep"])
+def test_as_many_run_as_the_step_itself_admits(on_new_weights: str):
+    """With 16 places for 4 completions a step: (2 - t / S) x 40 / 10 at a time, of S that follows from so many."""
+    alike = replace(BATCH, lengths=Lengths(10.0, 1e-6, 16))
+    found = tiny_plan(tiny(max_staleness=1, max_num_seqs=16, on_new_weights=on_new_weights), batch=alike)
+    overlap = found.overlap
+    assert overlap is not None and overlap.places == 16
+    assert found.step_seconds == overlap.engine_seconds > 1.01 * overlap.trainer_seconds
+    assert 4 < overlap.running < 8
+    assert overlap.running == pytest.approx((2 - overlap.trainer_seconds / found.step_seconds) * 4, rel=1e-4)
 
 
 def test_a_running_completion_of_ten_tokens_is_half_done():

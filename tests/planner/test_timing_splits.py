@@ -80,6 +80,9 @@ def test_a_split_has_what_learning_from_older_tokens_needs():
     assert found.algorithm == corrected(CONFIG.algorithm)
     fresh = replace(CONFIG, rollout=replace(CONFIG.rollout, max_staleness=0))
     assert asynchronous(fresh, 2).algorithm == CONFIG.algorithm
+    clipped = replace(found, algorithm=replace(CONFIG.algorithm, recompute_logprobs=False))
+    assert asynchronous(clipped, 1).algorithm == clipped.algorithm, "a run of its own kind keeps its loss"
+    assert asynchronous(colocated(clipped), 1).algorithm == found.algorithm
     compared = replace(CONFIG, sync=replace(CONFIG.sync, checksum_every=5))
     assert asynchronous(compared, 2).sync.checksum_every == 0
     assert colocated(found).rollout.ranks == 0 and colocated(CONFIG) == CONFIG
@@ -98,11 +101,15 @@ def test_what_no_split_can_have_is_told():
     assert told.plans == () and told.best is None and "ranks that train" in told.problems[0]
     none = compare_splits(recipe("1.5b_n1.yaml"), *_of_one_rank(recipe("1.5b_n1.yaml")))
     assert none.problems == (
-        "1 ranks have no room for an engine of 1 (rollout.tensor_parallel) and a trainer",
+        "the run has 1 rank; needed: more than the 1 of an engine (rollout.tensor_parallel), or none is left to train. "
+        "Start more, or lower rollout.tensor_parallel.",
     )
     large = splits_of(recipe("32b_n16.yaml", "parallel=t1", "parallel.sequence=false"), 16)
     assert large.plans == () and large.without_room == 15
-    assert large.problems == ("no split of the 128 ranks fits the memory of the devices",)
+    (memory,) = large.problems
+    assert memory.startswith(
+        "no split of the 128 ranks fits the memory of the devices. Give a copy of the model more"
+    )
     untold = splits_of(recipe("1.5b_n1.yaml", "algorithm.advantage=remax"), 1)
     assert untold.plans == () and untold.problems
 
@@ -136,6 +143,26 @@ def test_a_run_that_has_a_split_keeps_it_and_is_compared_with_all_ranks_doing_bo
     wait = compare_tails(colocated(config), *arguments(config, 16), search=False).wait
     assert tails.wait.step_seconds == wait.step_seconds and tails.wait.mesh.world_size == 128
     assert tails.found_asynchronous == ()
+
+
+def test_a_run_that_learns_from_older_tokens_without_recomputed_log_probs_is_compared_as_it_is():
+    """No way of it has the pass for log-probs; of one that learns from none, those ways have it that need it."""
+    clipped = recipe("1.5b_n16.yaml", "rollout.max_staleness=4")
+    own = replace(
+        clipped, rollout=replace(clipped.rollout, ranks=93), parallel=replace(clipped.parallel, data=None)
+    )
+    for config, passes in ((own, False), (clipped, True)):
+        tails = compare_tails(config, *arguments(config, 16), search=True)
+        assert tails.carry is not None and tails.asynchronous is not None
+        beside = (tails.carry, tails.asynchronous, *tails.found, *tails.found_asynchronous)
+        assert {"logprobs" in plan.seconds for plan in beside} == {passes}
+        assert all(
+            plan.config.rollout.ranks == 0 for plan in (tails.wait, tails.carry, tails.defer, *tails.found)
+        )
+    fastest = splits_of(own, 16).best
+    split = splits_of(own, 16).plans[92]
+    assert plan_step(own, *arguments(own, 16)).step_seconds == split.step_seconds
+    assert fastest is not None and fastest.step_seconds <= split.step_seconds
 
 
 # ---------------------------------------------------------------- published figures

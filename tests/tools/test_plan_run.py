@@ -88,8 +88,9 @@ def test_the_step_with_every_rollout_tail(capsys: pytest.CaptureFixture[str]):
     assert [line.split()[:3] for line in table[2:4]] == [["244", "s", "wait"], ["174", "s", "carry"]]
     assert table[3].split()[3:] == ["1", "13,824", "1,024", "0.5"]
     assert table[4].split()[:4] == ["249", "s", "defer", "13,824"]
-    assert table[5:] == [
-        "  carry: with algorithm.* as in configs/algorithms/decoupled.yaml",
+    assert table[5].split() == ["192", "s", "asynchronous", "1", "ranks", "89,", "recompute"]
+    assert table[6:] == [
+        "  carry, asynchronous: with algorithm.* as in configs/algorithms/decoupled.yaml",
         "  defer: assumed is that a prompt has 70% of the variance of log-lengths",
         "Predicted fastest: carry with max_staleness 1",
     ]
@@ -105,7 +106,13 @@ def test_the_step_with_every_rollout_tail(capsys: pytest.CaptureFixture[str]):
     assert searched[7].split()[:3] == ["119", "s", "carry"]
     assert searched[8] == table[4]
     assert searched[9].split() == ["249", "s", "defer", "9,216", "deferred", "71%,", "discarded", "39%"]
-    assert searched[-1] == "Predicted fastest: carry with max_staleness 7"
+    assert searched[10] == table[5]
+    assert [line.split()[:4] + line.split()[5:6] for line in searched[11:14]] == [
+        ["153", "s", "asynchronous", "2", "96,"],
+        ["124", "s", "asynchronous", "4", "96,"],
+        ["113", "s", "asynchronous", "8", "93,"],
+    ]
+    assert searched[-1] == "Predicted fastest: asynchronous with ranks 93, max_staleness 8"
     assert all(len(line) <= 80 for line in searched)
 
 
@@ -117,7 +124,7 @@ def test_the_page_has_the_steps_of_the_longest_tail(
 ):
     told = ("--config", str(CONFIGS / "areal/1.5b_n16.yaml"), f"algorithm.n_minibatches={minibatches}")
     tails = planned(capsys, *told, "--search-tails")["tails"]
-    wait, *found = (one for one in tails if one["tail"] != "defer")
+    wait, *found = (one for one in tails if one["tail"] in ("wait", "carry"))
     page = (ROOT / "docs" / "planning.md").read_text(encoding="utf-8")
     rows = {
         name: [f"{one['step_seconds']:.0f}" for one in (wait, *found)],
@@ -132,11 +139,12 @@ def test_the_page_has_the_steps_of_the_longest_tail(
 def test_a_run_that_carries_has_its_own_plan(capsys: pytest.CaptureFixture[str]):
     told = ("--config", str(CONFIGS / "areal/1.5b_n16.yaml"))
     plan = planned(capsys, *told, *CARRYING)
-    wait, carry, _ = plan["tails"]
+    wait, carry, _, asynchronous = plan["tails"]
     assert plan["step_seconds"] == pytest.approx(carry["step_seconds"]) and carry == plan["fastest_tail"] | {
         "step_seconds": carry["step_seconds"]
     }
     assert wait["tail"] == "wait" and wait["step_seconds"] > carry["step_seconds"]
+    assert asynchronous["tail"] == "asynchronous" and asynchronous["step_seconds"] > carry["step_seconds"]
     assert "logprobs" in plan["stages"][0]["seconds"]
     assert main([*told, *CARRYING, "--layouts", "0"]) == 0
     out = capsys.readouterr().out
@@ -147,7 +155,7 @@ def test_a_run_that_carries_has_its_own_plan(capsys: pytest.CaptureFixture[str])
 def test_a_run_that_defers_has_its_own_plan(capsys: pytest.CaptureFixture[str]):
     told = ("--config", str(CONFIGS / "areal/1.5b_n16.yaml"), "rollout.tail=defer")
     plan = planned(capsys, *told)
-    wait, _, defer = plan["tails"]
+    wait, _, defer, _ = plan["tails"]
     assert plan["step_seconds"] == pytest.approx(defer["step_seconds"]) and wait["tail"] == "wait"
     assert (defer["tail"], defer["slice_tokens"]) == ("defer", 13824)
     assert 0.3 < defer["discarded"] < defer["deferred"] < 0.6
@@ -156,6 +164,79 @@ def test_a_run_that_defers_has_its_own_plan(capsys: pytest.CaptureFixture[str]):
     out = capsys.readouterr().out
     told = "rounds; 49% of the groups are sampled anew, and 39% of the sampled tokens are discarded\n"
     assert told in out
+
+
+ASYNCHRONOUS = ("--config", str(CONFIGS / "areal/1.5b_n16.yaml"), "rollout.max_staleness=8")
+
+
+def test_engines_on_as_many_ranks_as_are_predicted_fastest(capsys: pytest.CaptureFixture[str]):
+    """The plan is that of a run whose settings say so, with `rollout.ranks` or with the layout word."""
+    plan = planned(capsys, *ASYNCHRONOUS, "--asynchronous")
+    (stage,) = plan["stages"]
+    overlap = stage["overlap"]
+    assert (overlap["engine_ranks"], overlap["trainers"], overlap["take_turns"]) == (93, 35, False)
+    assert plan["step_seconds"] == max(overlap["engine_seconds"], overlap["trainer_seconds"])
+    assert overlap["floor"] == sum(overlap["floor_parts"]) < plan["step_seconds"]
+    assert len(plan["splits"]) == 127 and plan["step_seconds"] == min(
+        one["step_seconds"] for one in plan["splits"]
+    )
+    (found,) = (one for one in plan["splits"] if one["step_seconds"] == plan["step_seconds"])
+    assert found["ranks"] == 93 and plan["fastest_tail"]["tail"] == "asynchronous"
+    decoupled = ("--config", str(CONFIGS / "algorithms/decoupled.yaml"))
+    for said in (
+        ("rollout.ranks=93", "--nodes", "16"),
+        ("parallel=d93+d35",),
+        ("parallel=sglang.d93t1p1+d35p1",),
+    ):
+        own = planned(capsys, *ASYNCHRONOUS, *decoupled, *said)
+        assert own["stages"] == plan["stages"] and own["splits"] == plan["splits"]
+    turns = planned(capsys, *ASYNCHRONOUS)
+    assert turns["splits"] == [] and turns["stages"][0]["overlap"] is None
+
+
+def test_the_page_has_the_plan_of_engines_on_ranks_of_their_own(capsys: pytest.CaptureFixture[str]):
+    assert main([*ASYNCHRONOUS, "--asynchronous", "--layouts", "0"]) == 0
+    out = capsys.readouterr().out
+    assert "TP1 x PP1 x DP35, 93 engines of TP1 on ranks of their own" in out
+    first = out.index("Predicted seconds, of both sides at the same time:")
+    told = out[first : out.index("\n\nPredicted step by rollout.tail")]
+    floor, splits = (
+        "floor           64.5  keys and values 43.4, update 21.2, on all 128 ranks",
+        told.splitlines()[-7:],
+    )
+    assert floor in told and [line.split()[0] for line in splits[1:]] == ["32", "64", "80", "93", "96", "112"]
+    assert splits[4].endswith("  fastest, as configured") and "fastest" not in "".join(
+        splits[:4] + splits[5:]
+    )
+    assert told in (ROOT / "docs" / "planning.md").read_text(encoding="utf-8")
+    assert all(len(line) <= 80 for line in told[told.index("  trainers") :].splitlines())
+
+
+@pytest.mark.parametrize("on_new_weights", ["recompute", "keep"])
+@pytest.mark.parametrize(("minibatches", "name"), [(4, "4 minibatches"), (1, "`algorithm.n_minibatches=1`")])
+def test_the_page_has_the_steps_of_engines_on_ranks_of_their_own(
+    on_new_weights: str, minibatches: int, name: str, capsys: pytest.CaptureFixture[str]
+):
+    told = (f"rollout.on_new_weights={on_new_weights}", f"algorithm.n_minibatches={minibatches}")
+    tails = planned(capsys, "--config", str(CONFIGS / "areal/1.5b_n16.yaml"), "--search-tails", *told)[
+        "tails"
+    ]
+    found = [one for one in tails if one["tail"] == "asynchronous"]
+    assert [one["max_staleness"] for one in found] == [1, 2, 4, 8]
+    row = [f'"{on_new_weights}", {name}', *(f"{one['step_seconds']:.0f} ({one['ranks']})" for one in found)]
+    assert "| " + " | ".join(row) + " |" in (ROOT / "docs" / "planning.md").read_text(encoding="utf-8")
+    assert (found[-1]["step_seconds"] <= 105) is (on_new_weights == "keep")
+
+
+def test_a_run_whose_engines_could_not_live_in_its_training_ranks_has_no_tails(
+    capsys: pytest.CaptureFixture[str],
+):
+    """3 ranks that train, with engines of 2 beside them: all 7 together are no whole number of engines."""
+    own = ("parallel=d2t2+d3", "rollout.max_staleness=0", "rollout.tensor_parallel=2")
+    assert main(["--config", str(CONFIGS / "areal/1.5b_n1.yaml"), *own, "--layouts", "0"]) == 0
+    assert "rollout.tail is not compared: engines in the training ranks" in capsys.readouterr().out
+    plan = planned(capsys, "--config", str(CONFIGS / "areal/1.5b_n1.yaml"), *own)
+    assert plan["tails"] == [] and plan["fastest_tail"] is None and plan["stages"][0]["overlap"]["take_turns"]
 
 
 def test_the_fastest_layout_comes_first(capsys: pytest.CaptureFixture[str]):
@@ -236,10 +317,34 @@ def test_what_does_not_fit_is_told_with_its_plan(capsys: pytest.CaptureFixture[s
         (["--nodes", "1", "--gpus-per-node", "0"], "needed: at least 1 of each"),
         (["memory.gpu=H100"], 'memory.gpu is "H100"'),
         (["--gpus-per-node", "3"], "8 ranks do not fill nodes of 3"),
-        (["rollout.tail=carry"], "algorithm.importance_mask_high=5 (or algorithm.importance_cap)"),
+        (
+            ["rollout.tail=carry", "algorithm.recompute_logprobs=true"],
+            "algorithm.importance_mask_high=5 (or algorithm.importance_cap)",
+        ),
         (
             ["rollout.tail=carry", "rollout.max_staleness=0", "rollout.max_groups_in_flight=513"],
             "rollout.max_groups_in_flight is 513",
+        ),
+        (
+            ["rollout.ranks=8", "--nodes", "1"],
+            "rollout.ranks is 8, and the run has 8 ranks: none is left to train",
+        ),
+        (["parallel=d4+", "--nodes", "1"], "generation before the plus sign and training behind it"),
+        (
+            ["parallel=d4+d4", "algorithm.recompute_logprobs=true"],
+            "algorithm.importance_mask_high=5 (or algorithm.importance_cap)",
+        ),
+        (
+            ["--asynchronous", "--nodes", "1", "--gpus-per-node", "1"],
+            "the run has 1 rank; needed: more than the 1 of",
+        ),
+        (
+            ["--asynchronous", "parallel=t2", "--nodes", "1", "--gpus-per-node", "2"],
+            "parallel.tensor x parallel.pipeline is 2 x 1 = 2, which does not divide the 1 rank that trains",
+        ),
+        (
+            ["--asynchronous", "--gpu", "L40S-48GB", "rollout.memory_share=0.05"],
+            "no split of the 8 ranks fits",
         ),
         (["--write-coefficients", "x.json"], "give --calibrate, too"),
         (["--coefficients", "nowhere.json"], "nowhere.json cannot be read"),
@@ -260,8 +365,8 @@ def test_every_gpu_that_memory_gpu_may_name_has_its_figures():
 def test_the_published_table_is_met_as_the_page_says(capsys: pytest.CaptureFixture[str]):
     assert main(["--published"]) == 0
     page = (ROOT / "docs" / "planning.md").read_text(encoding="utf-8")
-    for line in capsys.readouterr().out.splitlines():
-        assert line in page
+    out = capsys.readouterr().out
+    assert f"```\n{out}```\n" in page
     assert abs(largest_error([row.error for row in published(TABLE)])) < 0.25
 
 

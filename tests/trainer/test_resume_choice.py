@@ -12,8 +12,17 @@ from types import MappingProxyType
 import pytest
 import torch.distributed as dist
 
-from rlmath.algorithms.types import Prompt
+from rlmath.algorithms.partial_rollouts import Flight, GroupInFlight
+from rlmath.algorithms.types import (
+    Completion,
+    PartialCompletion,
+    Prompt,
+    Score,
+    ScoredCompletion,
+    Segment,
+)
 from rlmath.checkpoint.directory import Progress, open_partial, publish, read_progress, write_progress
+from rlmath.checkpoint.flight import FLIGHT, write_flight
 from rlmath.config.help import setting_values
 from rlmath.config.load import config_as_yaml, load_config
 from rlmath.config.schema import Config
@@ -31,6 +40,11 @@ from rlmath.trainer.resume import (
 from rlmath.trainer.run_dir import check_output_folder
 from tests.disks import an_ordinary_user
 
+DECOUPLED = (
+    "rollout.tail=carry",
+    "algorithm.importance_correction=token",
+    "algorithm.importance_mask_high=5",
+)
 ORIGIN = Origin("model-1", "data-1")
 TOTAL = 20
 """Steps of the run."""
@@ -440,6 +454,54 @@ def test_a_run_may_get_stages_when_the_first_is_what_it_was(tmp_path: Path) -> N
     assert refused_changes(plain, make_config(tmp_path, "rollout.max_new_tokens=9"), 3) == [
         "rollout.max_new_tokens: 8 there, 9 now"
     ]
+
+
+def with_flight(folder: Path, config: Config, groups: list[GroupInFlight], reward: str) -> None:
+    """A checkpoint of step 3 with these groups in flight."""
+    partial = open_partial(folder / "checkpoints", 3)
+    write_progress(partial, replace(PROGRESS, step=3, reward_fingerprint=reward))
+    (partial / "config.yaml").write_text(config_as_yaml(config))
+    (partial / "state" / ".metadata").write_text("index")
+    (partial / FLIGHT).write_bytes(write_flight(Flight(groups, next_draw=20)))
+    publish(partial, 3, False, {})
+
+
+def test_a_stage_that_is_too_short_for_the_groups_in_flight_is_refused_before_the_start(
+    tmp_path: Path,
+) -> None:
+    """Five groups: three are not finished, one is complete, and one is complete and dropped, as both are right. Steps
+    learn from two."""
+    settings = ("data.prompts_per_step=2", "rollout.group_size=2", "rollout.max_new_tokens=8", *DECOUPLED)
+    dynamic = (*settings, "selection.dynamic_sampling=accuracy")
+    open_ = PartialCompletion((5, 6), (-1.0, -1.0), (Segment(2, 1, 2),))
+
+    def done(right: bool) -> ScoredCompletion:
+        completion = Completion(0, (5,), (-1.0,), "", "stop", 1, (Segment(1, 1, 2),))
+        return ScoredCompletion(completion, Score(float(right), right, "", "string"))
+
+    samples = [(open_, open_), (done(True), open_), (open_, open_)]
+    samples += [(done(True), done(False)), (done(True), done(True))]
+    groups = [GroupInFlight(draw, 1, both) for draw, both in enumerate(samples)]
+    with_flight(tmp_path / "dynamic", make_config(tmp_path / "dynamic", *dynamic), groups, "code-1")
+    with_flight(tmp_path / "all", make_config(tmp_path / "all", *settings), groups, "code-1")
+
+    def steps(name: str, given: tuple[str, ...], ends: str, reward: str = "code-1") -> list[int]:
+        lengths = "[8,16]" if "," in ends else "[8]"
+        stages = f"stages.steps=[{ends}]", f"stages.max_new_tokens={lengths}"
+        config = make_config(tmp_path / name, *given, *stages)
+        return found_steps(config, replace(ORIGIN, reward=reward))
+
+    assert steps("dynamic", dynamic, "5,4") == [3], "four groups, two steps"
+    with pytest.raises(
+        ValueError, match=r"has 4 groups in flight, which need 2 steps of .*=2 groups; the st"
+    ):
+        steps("dynamic", dynamic, "4,4")
+    assert steps("all", settings, "6,4") == [3]
+    for name, given in (("all", settings), ("dynamic", dynamic)):
+        # Where the reward function has changed nothing is complete that has a score.
+        with pytest.raises(ValueError, match=r"stage 1 ends after step 5, .* 5 groups .* after step 6 or la"):
+            steps(name, given, "5,4", reward="code-1" if name == "all" else "code-2")
+    assert steps("all", settings, "4") == [3], "the last stage may leave some, with a warning"
 
 
 def test_without_a_checkpoint_all_stages_are_compared(tmp_path: Path) -> None:

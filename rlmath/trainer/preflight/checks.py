@@ -432,7 +432,7 @@ def _asynchronous_warnings(config: Config) -> Iterator[str]:
 
 
 def _partial_rollout_warnings(config: Config) -> Iterator[str]:
-    """Settings of partial rollouts that change nothing in this run."""
+    """Settings of partial rollouts that change nothing in this run, or that fit the rest badly."""
     rollout, default = config.rollout, RolloutConfig()
     used = {
         "wait": (),
@@ -446,12 +446,22 @@ def _partial_rollout_warnings(config: Config) -> Iterator[str]:
         yield f'{", ".join(unused)}: no effect with rollout.tail="{rollout.tail}".'
     if rollout.tail == "carry" and rollout.max_staleness == 0:
         yield 'rollout.tail="carry" carries nothing with rollout.max_staleness=0: a step finishes what it begins.'
-    if rollout.tail == "defer" and config.algorithm.advantage in ("ppo", "reinforce++"):
-        yield (
-            f'algorithm.advantage="{config.algorithm.advantage}" compares a completion with all of its step, and with '
-            'rollout.tail="defer" a step has short groups only, or long ones: take rollout.tail="carry", or advantages '
-            'of a group ("grpo", "dr_grpo", "rloo").'
+    if config.algorithm.advantage in ("ppo", "reinforce++"):
+        compares = (
+            f'algorithm.advantage="{config.algorithm.advantage}" compares a completion with all of its step'
         )
+        if rollout.tail == "defer":
+            yield (
+                f'{compares}, and with rollout.tail="defer" a step has short groups only, or long ones: take '
+                'rollout.tail="carry" with rollout.max_staleness=1, or advantages of a group ("grpo", "dr_grpo", '
+                '"rloo").'
+            )
+        if rollout.tail == "carry" and rollout.max_staleness > 1:
+            yield (
+                f"{compares}, and with rollout.max_staleness={rollout.max_staleness} some steps have more of the short "
+                "groups and others more of the long ones: take rollout.max_staleness=1, or advantages of a group "
+                '("grpo", "dr_grpo", "rloo").'
+            )
     longest = max(config.stages.max_new_tokens or [rollout.max_new_tokens])
     if rollout.tail == "defer" and (rollout.slice_tokens or 0) >= longest:
         yield (

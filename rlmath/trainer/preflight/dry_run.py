@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from rlmath.checkpoint.flight import TOKEN_BYTES
 from rlmath.checkpoint.hf.weight_map import parameter_count
 from rlmath.config import length_curriculum as curriculum
 from rlmath.config.help import raise_problems
@@ -49,7 +50,7 @@ from rlmath.trainer.preflight.memory_estimate import Kind, Target, mesh_of
 from rlmath.trainer.preflight.memory_fit import GIB, planned_target, start_up_lines
 from rlmath.trainer.preflight.parallelism import planned_ranks, roles
 from rlmath.trainer.resume import Origin, Recovery, find_recovery, origin_of, sft_origin_of
-from rlmath.trainer.rollouts import flight_rules, slice_tokens
+from rlmath.trainer.rollouts import flight_rules, flight_size, slice_tokens
 from rlmath.trainer.run_dir import folder_problems
 from rlmath.trainer.telemetry.alerts import dropped_alert
 from rlmath.trainer.telemetry.console import terminal_width, wrapped
@@ -301,6 +302,18 @@ def _step_lines(plan: RunPlan) -> Iterator[str]:
             f"  partial rollouts: slices of {slices} tokens, at most {flight_rules(config).max_groups:,} "
             f"groups in flight, learned from within {config.rollout.max_staleness} steps of their first token"
         )
+        size = flight_size(config)
+        yield (
+            f"    they take at most {_gib(size.during_step)} GiB of host memory on every rank, and "
+            f"{_gib(size.after_step)} between steps: {TOKEN_BYTES} bytes a token, if every completion were as long as "
+            "any may be"
+        )
+        if config.rollout.max_staleness > 0 and config.algorithm.loss_normalisation == "token":
+            yield (
+                "    algorithm.loss_normalisation=token: the first steps, and with rollout.max_staleness above 1 some "
+                "later ones, learn from shorter completions than the others, and each of their tokens weighs more; "
+                "sequence and constant weigh completions alike"
+            )
     if config.rollout.ranks:
         yield from _asynchronous_lines(config)
     if config.rollout.tail == "defer":
@@ -412,7 +425,7 @@ def kept_checkpoints(config: Config, total_steps: int, steps_per_epoch: int) -> 
 def needed_disk(plan: RunPlan) -> int:
     """What the run leaves at most, with the checkpoint that is being written (bytes)."""
     config, save = plan.config, plan.config.save
-    checkpoint = save_schedule.checkpoint_bytes(config, plan.shape)
+    checkpoint = save_schedule.checkpoint_bytes(config, plan.shape) + flight_size(config).after_step
     model = save_schedule.export_bytes(config, plan.shape)
     kept = kept_checkpoints(config, plan.data.total_steps, plan.data.order.steps_per_epoch)
     never = save_schedule.recovery_frequency(save).never and save_schedule.kept_frequency(save).never
@@ -428,6 +441,8 @@ def _disk_lines(plan: RunPlan) -> Iterator[str]:
         f"Disk: a checkpoint is {_gib(save_schedule.checkpoint_bytes(config, plan.shape))} GiB, the exported model "
         f"{_gib(save_schedule.export_bytes(config, plan.shape))}"
     )
+    if in_flight := flight_size(config).after_step:
+        yield f"  with the groups in flight a checkpoint has at most {_gib(in_flight)} GiB more"
     what = []
     if not save_schedule.recovery_frequency(save).never:
         what.append(f"{save.keep_last} recovery points and the one that is being written")

@@ -100,6 +100,22 @@ def validation_problems(config: Config) -> Iterator[str]:
         yield f'validation.paths: {names[name]} files are named "{name}", and so would be their metrics. Rename one.'
 
 
+def in_flight_problem(config: Config, total_steps: int, steps_done: int, wanted: int) -> str | None:
+    """What is wrong where a run resumes with more groups in flight than the rest of their stage learns from: the next
+    stage has other lengths. `wanted` are those that selection does not drop; those of the last stage may be left."""
+    stages = curriculum.length_stages(config, total_steps)
+    stage, per_step = curriculum.length_stage_at(stages, steps_done - 1), config.data.prompts_per_step
+    left, needed = stage.end - steps_done, -(-wanted // per_step)
+    if stage is stages[-1] or wanted <= per_step * left:
+        return None
+    return (
+        f"stages: stage {stage.number + 1} ends after step {stage.end}, and the checkpoint of step {steps_done} has "
+        f"{wanted} groups in flight, which need {needed} steps of data.prompts_per_step={per_step} "
+        f"groups; the stage has {left} left, and the next one has other lengths. Let it end after step "
+        f"{steps_done + needed} or later."
+    )
+
+
 def length_stage_warnings(config: Config) -> Iterator[str]:
     """Settings of `stages` and `validation` that change nothing in this run."""
     stages, validation = config.stages, config.validation

@@ -54,6 +54,14 @@ LONG_LINE_METRICS = {
     "held_out/loss": ".4f",
     "avg_seq_len": ".1f",
     "no_eos_ratio": ".4f",
+    "tokens_per_second/learned": ".1f",
+    "rollout/tail_share": ".3f",
+    "rollout/idle_share": ".3f",
+    "rollout/staleness": ".3f",
+    "rollout/carried_tokens": ".0f",
+    "rollout/prefilled_again_tokens": ".0f",
+    "rollout/deferred_groups": ".0f",
+    "rollout/discarded_tokens": ".0f",
 }
 """Likewise of a step's line in the log file."""
 

@@ -233,6 +233,12 @@ def test_settings_of_partial_rollouts_without_effect_are_told() -> None:
         'rollout.max_staleness, rollout.max_groups_in_flight: no effect with rollout.tail="defer".'
     ]
     assert "a step has short groups only" in told("rollout.tail=defer", "algorithm.advantage=reinforce++")[0]
+    assert "with rollout.max_staleness=1" in told("rollout.tail=defer", "algorithm.advantage=ppo")[0]
+    for advantage in ("ppo", "reinforce++"):
+        uneven = told(*CARRY, f"algorithm.advantage={advantage}", "rollout.max_staleness=2")
+        assert len(uneven) == 1 and "rollout.max_staleness=2 some steps have more of the short" in uneven[0]
+        assert told(*CARRY, f"algorithm.advantage={advantage}") == []
+    assert told(*CARRY, "rollout.max_staleness=2") == []
     assert (
         "nothing is deferred"
         in told("rollout.tail=defer", "rollout.max_new_tokens=64", "rollout.slice_tokens=64")[0]

@@ -380,11 +380,34 @@ def test_partial_rollouts_are_told(dry):
     assert status == 0, err
     told = "partial rollouts: slices of 6,912 tokens, at most 2,048 groups in flight, learned from within 3 steps"
     assert told in " ".join(out.split())
+    # 2,048 groups x 16 completions x 27,648 tokens x 8 bytes: 6.75 GiB; 512 groups fewer between steps.
+    size = "at most 6.8 GiB of host memory on every rank, and 5.1 between steps: 8 bytes a token"
+    assert size in " ".join(out.split())
+    assert "with the groups in flight a checkpoint has at most 5.1 GiB more" in out
+    assert "each of their tokens weighs more" in " ".join(out.split())
+    for calm in ("algorithm.loss_normalisation=constant", "rollout.max_staleness=0"):
+        assert "each of their tokens" not in " ".join(dry(SMALL_R1, *carry, calm)[1].split())
     stages = ("stages.steps=[3,4]", "stages.max_new_tokens=[100,27648]")
     status, out, err = dry(SMALL_R1, *carry, *stages)
     assert status == 0, err
     assert "slices of 50, 13,824 tokens" in " ".join(out.split())
-    assert "partial rollouts" not in dry(SMALL_R1)[1]
+    assert "at most 3.4 GiB of host memory on every rank, and 1.7 between steps" in " ".join(out.split())
+    more = dry(SMALL_R1, *carry, "selection.dynamic_sampling=reward", "selection.max_extra_prompts=64")[1]
+    assert "at most 3.6 GiB of host memory on every rank, and 1.7 between steps" in " ".join(more.split())
+    assert "partial rollouts" not in dry(SMALL_R1)[1] and "groups in flight" not in dry(SMALL_R1)[1]
+
+
+def test_groups_in_flight_count_for_the_disk(dry):
+    """Three checkpoints at most, each with 512 groups x 16 completions x 27,648 tokens x 8 bytes: 1.6875 GiB."""
+    loss = ("algorithm.recompute_logprobs=true", "algorithm.importance_correction=token")
+    both = (*loss, "algorithm.importance_cap=2", "save.save_freq_epochs=null", "save.save_freq_steps=null")
+
+    def needed(*overrides: str) -> float:
+        out = dry(SMALL_R1, *both, "save.keep_last=2", *overrides)[1]
+        return float(re.findall(r"needed at most ([\d.,]+) GiB", out)[0].replace(",", ""))
+
+    assert needed("rollout.tail=carry") - needed() == pytest.approx(3 * 1.6875, abs=0.11)
+    assert needed("rollout.tail=defer") == needed()
 
 
 ASYNC = (

@@ -54,6 +54,23 @@ def test_the_line_in_the_file_has_the_fields_of_the_areal_documents():
     )
 
 
+def test_the_line_in_the_file_tells_what_is_carried_sampled_again_and_idle():
+    metrics = {
+        "rollout/discarded_tokens": 5.0,
+        "rollout/prefilled_again_tokens": 1200.0,
+        "rollout/carried_tokens": 1_234_567.0,
+        "rollout/staleness": 0.5,
+        "rollout/idle_share": 0.0625,
+        "rollout/tail_share": 0.25,
+        "tokens_per_second/learned": 2916.04,
+    }
+    assert long_step_line(THIRD_OF_38, metrics).endswith(
+        "70.000s. tokens_per_second/learned: 2916.0 rollout/tail_share: 0.250 rollout/idle_share: 0.062 "
+        "rollout/staleness: 0.500 rollout/carried_tokens: 1234567 rollout/prefilled_again_tokens: 1200 "
+        "rollout/discarded_tokens: 5"
+    )
+
+
 def test_a_metric_that_is_not_a_number_is_said_and_a_missing_one_left_out():
     assert long_step_line(THIRD_OF_38, {"task_reward": math.nan}).endswith("s. task_reward: nan")
     assert step_line(THIRD_OF_38, {"task_reward": math.nan}) == "step  3/38 reward nan 1.23s left 1:10"
