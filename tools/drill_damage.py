@@ -72,8 +72,14 @@ def fill_disk(attempt: Attempt, rng: random.Random) -> str:
         wait_for_save(attempt, rng)
     disk, shown = attempt.output.parent, attempt.console().count(NOT_SAVED)
     if os.path.ismount(disk):
-        there = os.statvfs(disk)
-        _remount(disk, f"size={(there.f_blocks - there.f_bfree) * there.f_frsize + 2**16}")
+
+        def as_large_as_used() -> bool:
+            there = os.statvfs(disk)
+            used = (there.f_blocks - there.f_bfree) * there.f_frsize
+            return _mount("-o", f"remount,size={used + 2**16}", str(disk))
+
+        # Refused where the run has just written more.
+        wait_for(as_large_as_used, SAVE_SECONDS, "a moment at which nothing is written")
         told = f"full {moment}"
     else:
         for process in attempt.processes():

@@ -369,13 +369,14 @@ def unscored(group: GroupInFlight, steps_done: int) -> GroupInFlight:
 
 
 def flight_rules(config: Config) -> FlightRules:
-    """Of partial rollouts."""
+    """Of partial rollouts, and of engines on ranks of their own, which have no other bound than `max_staleness`."""
     rollout, per_step = config.rollout, config.data.prompts_per_step
     dropped = config.selection.max_extra_prompts if config.selection.dynamic_sampling is not None else 0
     if rollout.tail == "defer":
         return FlightRules(per_step, sys.maxsize, 0, dropped)
     most = per_step * (rollout.max_staleness + 1)
-    in_flight = most if rollout.max_groups_in_flight is None else rollout.max_groups_in_flight
+    given = rollout.max_groups_in_flight if rollout.ranks == 0 else None
+    in_flight = most if given is None else given
     return FlightRules(per_step, in_flight, rollout.max_staleness, dropped)
 
 
@@ -390,9 +391,10 @@ class FlightSize:
 
 
 def flight_size(config: Config) -> FlightSize:
-    """Of "carry": `rollout.max_groups_in_flight` x `rollout.group_size` x the greatest number of new tokens x 8 bytes,
-    and of what a step leaves data.prompts_per_step groups fewer. The others leave no token in flight."""
-    if config.rollout.tail != "carry":
+    """Of "carry", and of engines on ranks of their own: groups in flight x `rollout.group_size` x the greatest number of
+    new tokens x 8 bytes, and of what a step leaves data.prompts_per_step groups fewer. The others leave no token in
+    flight."""
+    if config.rollout.tail != "carry" and config.rollout.ranks == 0:
         return FlightSize(0, 0)
     training = with_longest_lengths(without_validation(config)).rollout
     group, rules = training.group_size * training.max_new_tokens * TOKEN_BYTES, flight_rules(config)

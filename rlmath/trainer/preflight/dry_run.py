@@ -302,12 +302,7 @@ def _step_lines(plan: RunPlan) -> Iterator[str]:
             f"  partial rollouts: slices of {slices} tokens, at most {flight_rules(config).max_groups:,} "
             f"groups in flight, learned from within {config.rollout.max_staleness} steps of their first token"
         )
-        size = flight_size(config)
-        yield (
-            f"    they take at most {_gib(size.during_step)} GiB of host memory on every rank, and "
-            f"{_gib(size.after_step)} between steps: {TOKEN_BYTES} bytes a token, if every completion were as long as "
-            "any may be"
-        )
+        yield _flight_size_line(config)
         if config.rollout.max_staleness > 0 and config.algorithm.loss_normalisation == "token":
             yield (
                 "    algorithm.loss_normalisation=token: the first steps, and with rollout.max_staleness above 1 some "
@@ -316,6 +311,7 @@ def _step_lines(plan: RunPlan) -> Iterator[str]:
             )
     if config.rollout.ranks:
         yield from _asynchronous_lines(config)
+        yield _flight_size_line(config)
     if config.rollout.tail == "defer":
         yield (
             f"  tail batching: groups with a completion of more than {slices} tokens are sampled anew, with the same "
@@ -340,6 +336,15 @@ def _step_lines(plan: RunPlan) -> Iterator[str]:
             f"Validation: every {every} steps, {samples} completion{'s' * (samples != 1)} of each problem, of at most "
             f"{curriculum.validation_tokens(config)} tokens"
         )
+
+
+def _flight_size_line(config: Config) -> str:
+    size = flight_size(config)
+    return (
+        f"    groups in flight take at most {_gib(size.during_step)} GiB of host memory on every rank that trains, and "
+        f"{_gib(size.after_step)} between steps: {TOKEN_BYTES} bytes a token, if every completion were as long as any "
+        "may be"
+    )
 
 
 def _asynchronous_lines(config: Config) -> Iterator[str]:
