@@ -21,8 +21,8 @@ from rlmath.trainer.preflight.checks import (
     host_memory_problems,
     run_problems,
 )
-from rlmath.trainer.rollouts import flight_rules
 from rlmath.trainer.preflight.memory_fit import GIB
+from rlmath.trainer.rollouts import flight_rules
 
 PATHS = ["run.output_dir=o", "model.path=m", "data.train_path=t"]
 

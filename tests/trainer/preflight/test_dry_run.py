@@ -391,9 +391,13 @@ def test_partial_rollouts_are_told(dry):
     status, out, err = dry(SMALL_R1, *carry, *stages)
     assert status == 0, err
     assert "slices of 50, 13,824 tokens" in " ".join(out.split())
-    assert "at most 3.4 GiB of host memory on every rank that trains, and 1.7 between steps" in " ".join(out.split())
+    assert "at most 3.4 GiB of host memory on every rank that trains, and 1.7 between steps" in " ".join(
+        out.split()
+    )
     more = dry(SMALL_R1, *carry, "selection.dynamic_sampling=reward", "selection.max_extra_prompts=64")[1]
-    assert "at most 3.6 GiB of host memory on every rank that trains, and 1.7 between steps" in " ".join(more.split())
+    assert "at most 3.6 GiB of host memory on every rank that trains, and 1.7 between steps" in " ".join(
+        more.split()
+    )
     assert "partial rollouts" not in dry(SMALL_R1)[1] and "groups in flight" not in dry(SMALL_R1)[1]
 
 
