@@ -391,8 +391,8 @@ class FlightSize:
 
 
 def flight_size(config: Config) -> FlightSize:
-    """Of "carry", and of engines on ranks of their own: groups in flight x `rollout.group_size` x the greatest number of
-    new tokens x 8 bytes, and of what a step leaves data.prompts_per_step groups fewer. The others leave no token in
+    """Of "carry", and of engines on ranks of their own: groups in flight x `rollout.group_size` x the greatest number
+    of new tokens x 8 bytes, and of what a step leaves data.prompts_per_step groups fewer. The others leave no token in
     flight."""
     if config.rollout.tail != "carry" and config.rollout.ranks == 0:
         return FlightSize(0, 0)
