@@ -84,7 +84,10 @@ def test_no_two_settings_of_these_tests_are_alike() -> None:
 
 
 def test_what_is_in_flight() -> None:
-    assert flight_rules(DISTINCT) == FlightRules(
+    own_ranks = flight_rules(DISTINCT)
+    assert own_ranks.max_groups == 109 * 2704, "what max_staleness allows"
+    colocated = replace(DISTINCT, rollout=replace(DISTINCT.rollout, ranks=0))
+    assert flight_rules(colocated) == FlightRules(
         groups_per_step=109,
         max_groups=2702,
         max_staleness=2703,
