@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -59,8 +60,9 @@ class Run:
 
 def run(folder: Path, place: Path, steps: int, rollout: RolloutConfig, more: Mapping[str, Any]) -> Run | None:
     """All steps of a small run. With `rollout.ranks` 0 the same without ranks of the engines' own. "score" in `more`:
-    compute the log-probs of all segments with the weights of their versions; "snapshots": take one after every step."""
-    sections = {name: value for name, value in more.items() if name not in ("score", "snapshots")}
+    compute the log-probs of all segments with the weights of their versions; "snapshots": take one after every step;
+    "late": engines ask for new weights so many seconds later."""
+    sections = {name: value for name, value in more.items() if name not in ("score", "snapshots", "late")}
     config = partial.config_of(folder, place, steps, rollout, {"optimizer": LEARNS} | sections)
     shape = shape_of(folder)
     inputs = load_inputs(config, shape)
@@ -68,7 +70,7 @@ def run(folder: Path, place: Path, steps: int, rollout: RolloutConfig, more: Map
     prepared = PreparedRun(config, shape, inputs, Origin("", ""), None, validation=validation)
     world, rank, device = environment_world_size(), environment_rank(), open_device("cpu")
     if rank >= world - rollout.ranks:
-        _sample(prepared, world, rank, device)
+        _sample(prepared, world, rank, device, more.get("late", 0.0))
         return None
     return _train(prepared, world, rank, device, steps, more)
 
@@ -82,14 +84,23 @@ def _store() -> dist.Store:
     )
 
 
-def _sample(prepared: PreparedRun[Any], world: int, rank: int, device: Any) -> None:
+def _sample(prepared: PreparedRun[Any], world: int, rank: int, device: Any, late: float) -> None:
+    from rlmath.rollout.weight_sync.publish import WeightReceiver
     from rlmath.trainer.engine_rank import EngineRank, open_scorers
+
+    class Late(WeightReceiver):
+        """Asks for a version later."""
+
+        def take(self, version: int) -> float:
+            time.sleep(late)
+            return super().take(version)
 
     config = prepared.config
     mesh = engine_mesh_of(config, world, rank)
     with open_scorers(config, mesh) as workers:
         bridge = open_worlds(device, 120.0, _store(), config.rollout.ranks)
         one = EngineRank(prepared, mesh, device, bridge, workers, lambda: None)
+        one._loop._receiver.__class__ = Late
         assert one.run() == 7
         one.close()
 

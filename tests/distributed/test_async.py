@@ -127,6 +127,15 @@ def test_without_learning_every_prompt_gets_the_completions_of_the_synchronous_r
     assert interrupted, "no completion was interrupted"
 
 
+def test_an_engine_that_asks_late_gets_the_version_and_not_what_has_been_learned_since(
+    ranks: RankPool, model: Path, tmp_path: Path
+) -> None:
+    (found,) = train(ranks, 2, model, tmp_path, 8, with_engines(), score=True, late=0.3)
+    assert max(metrics["rollout/staleness_max"] for metrics in found.metrics) >= 1, "the trainer waited"
+    for sampled, scored in found.scored:
+        assert max(abs(a - b) for a, b in zip(sampled, scored, strict=True)) <= 1e-5
+
+
 def test_finish_interrupts_nothing(ranks: RankPool, model: Path, tmp_path: Path) -> None:
     (found,) = train(ranks, 2, model, tmp_path, 6, with_engines(on_new_weights="finish"))
     assert all(len(c.segments) == 1 for step in found.groups for group in step for c in group.completions)
