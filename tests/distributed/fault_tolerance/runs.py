@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import subprocess
 import sys
@@ -54,10 +55,14 @@ class Run:
         return status
 
     def family(self) -> list[psutil.Process]:
-        try:
+        """What the launcher has started, and the ranks also where it was killed and is not their parent any more."""
+        with contextlib.suppress(psutil.NoSuchProcess):
             return psutil.Process(self.launcher.pid).children(recursive=True)
-        except psutil.NoSuchProcess:
-            return []
+        ranks = []
+        for path in self.folder.glob("pid-*"):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                ranks.append(psutil.Process(int(path.read_text())))
+        return ranks
 
 
 @contextmanager
