@@ -138,7 +138,8 @@ def run_rank(case: Case, arguments: Sequence[str]) -> int:
         started = time.perf_counter()
         found = step(self)
         time.sleep(max(0.0, case.step_seconds - (time.perf_counter() - started)))
-        return found
+        # What ends at its case's length is complete, and not a slice.
+        return [replace(one, finish_reason="stop") for one in found]
 
     sampling.requests_of = generation.requests_of = requests_of_length
     sampling.RunningRequests.step = paced
