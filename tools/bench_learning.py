@@ -244,7 +244,7 @@ def draw_picture(path: Path, found: Mapping[str, Sequence[Learned]]) -> None:
     """A curve for every way."""
     canvas = canvas_for(path)
     curves = [curve_of(way, runs) for way, runs in found.items()]
-    draw(canvas, curves, "held-out accuracy (%)", "Accuracy by rollout.tail", "seconds of training")
+    draw(canvas, curves, "held-out accuracy (%)", "Accuracy by way", "seconds of training")
     path.parent.mkdir(parents=True, exist_ok=True)
     canvas.write(path)
 
