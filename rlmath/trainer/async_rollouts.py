@@ -56,7 +56,7 @@ from rlmath.trainer.rollouts import FlightRollouts, StepRollout, staleness_metri
 logger = logging.getLogger(__name__)
 
 WAIT_SECONDS = 0.2
-"""How long rank 0 waits for messages before it reports to the heartbeat that it waits."""
+"""How long rank 0 waits in one look for messages."""
 
 Samples = tuple[PartialCompletion | ScoredCompletion, ...]
 

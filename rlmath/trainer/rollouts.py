@@ -204,9 +204,11 @@ class FlightRollouts:
             self._vocab_size,
             lambda token_ids: completion_text(tokenizer, token_ids),
         )
+        # Engines on ranks of their own may have begun to sample with the weights of the checkpoint already.
+        latest = steps_done if rollout.ranks > 0 else steps_done - 1
         for group in flight.groups:
             steps = [group.first_step, *(segment.step for part in group.parts for segment in part.segments)]
-            if min(steps) < group.first_step or max(steps) >= steps_done:
+            if min(steps) < group.first_step or max(steps) > latest:
                 raise ValueError(
                     f"draw {group.draw} was sampled in steps {sorted(set(steps))} of {steps_done}"
                 )
