@@ -58,6 +58,9 @@ logger = logging.getLogger(__name__)
 WAIT_SECONDS = 0.2
 """How long rank 0 waits in one look for messages."""
 
+SHARE_SECONDS = 60.0
+"""After so long rank 0 tells the other ranks that it still waits: their collective ends at a timeout."""
+
 Samples = tuple[PartialCompletion | ScoredCompletion, ...]
 
 
@@ -87,11 +90,13 @@ class EngineConnection:
 
     def groups(self) -> list[GroupDone]:
         """The groups that are done and were not returned yet; waits for at least one. A collective."""
-        if self._mesh.rank == 0:
-            while not self._done:
+        while True:
+            until = time.monotonic() + SHARE_SECONDS
+            while self._mesh.rank == 0 and not self._done and time.monotonic() < until:
                 self._read(WAIT_SECONDS)
-        found, self._done = broadcast_from_rank_zero(self._done), []
-        return found
+            found, self._done = broadcast_from_rank_zero(self._done), []
+            if found:
+                return found
 
     def reports(self) -> list[WeightsTaken]:
         """What the engines reported and was not returned yet; on rank 0, elsewhere nothing."""
@@ -112,16 +117,23 @@ class EngineConnection:
     ) -> Rollout:
         """As `Collector.collect`, by the engines, with the weights that were published last. A collective."""
         self.send(CollectGroups(prompts, sampling, seed, title))
-        mine = self._answers(Collected, 1)[0].rollout if self._mesh.rank == 0 else None
-        rollout = broadcast_from_rank_zero(mine)
-        assert rollout is not None
-        return rollout
+        return self._shared_answers(Collected, 1)[0].rollout
 
     def score(self, sequences: Sequence[Sequence[int]]) -> dict[int, list[list[float]]]:
         """By engine: log-probs of every token but the first of each sequence (nats). A collective."""
         self.send(ScoreTokens(sequences))
-        mine = self._answers(Scored, len(self._leaders)) if self._mesh.rank == 0 else []
-        return {one.engine: one.logprobs for one in broadcast_from_rank_zero(mine)}
+        return {one.engine: one.logprobs for one in self._shared_answers(Scored, len(self._leaders))}
+
+    def _shared_answers(self, kind: type, count: int) -> list:
+        """Messages of a kind that rank 0 waits for, on all ranks. A collective."""
+        answers: list = []
+        while True:
+            until = time.monotonic() + SHARE_SECONDS
+            while self._mesh.rank == 0 and len(answers) < count and time.monotonic() < until:
+                answers += self._read(WAIT_SECONDS, kind)
+            found = broadcast_from_rank_zero(answers)
+            if len(found) >= count:
+                return found
 
     def _answers(self, kind: type, count: int) -> list:
         """Messages of a kind; what else comes meanwhile is kept."""
