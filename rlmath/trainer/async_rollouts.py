@@ -14,6 +14,7 @@ Rank 0 has the connection to the engines; every rank computes the same from what
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -125,20 +126,19 @@ class EngineConnection:
         return {one.engine: one.logprobs for one in self._shared_answers(Scored, len(self._leaders))}
 
     def _shared_answers(self, kind: type, count: int) -> list:
-        """Messages of a kind that rank 0 waits for, on all ranks. A collective."""
-        answers: list = []
-        while True:
-            until = time.monotonic() + SHARE_SECONDS
-            while self._mesh.rank == 0 and len(answers) < count and time.monotonic() < until:
-                answers += self._read(WAIT_SECONDS, kind)
-            found = broadcast_from_rank_zero(answers)
-            if len(found) >= count:
-                return found
-
-    def _answers(self, kind: type, count: int) -> list:
-        """Messages of a kind; what else comes meanwhile is kept."""
+        """`_answers` of rank 0, on all ranks. A collective."""
         answers: list = []
         while len(answers) < count:
+            if self._mesh.rank == 0:
+                answers += self._answers(kind, count - len(answers), SHARE_SECONDS)
+            answers = broadcast_from_rank_zero(answers)
+        return answers
+
+    def _answers(self, kind: type, count: int, seconds: float = math.inf) -> list:
+        """Messages of a kind, fewer where they do not come within `seconds`; what else comes meanwhile is kept."""
+        answers: list = []
+        until = time.monotonic() + seconds
+        while len(answers) < count and time.monotonic() < until:
             answers += self._read(WAIT_SECONDS, kind)
         return answers
 

@@ -265,10 +265,11 @@ def _in_flight_problems(
     """Groups in flight that the rest of their length stage is too short for."""
     if not has_length_stages(config) or FLIGHT not in checkpoint.files:
         return []
-    from rlmath.trainer.rollouts import resume_problems  # it imports transformers
+    from rlmath.trainer.rollouts import resume_problem  # it imports transformers
 
     changed = progress.reward_fingerprint not in ("", origin.reward)
-    return list(resume_problems(config, total_steps, checkpoint.folder, progress.step, changed))
+    problem = resume_problem(config, total_steps, checkpoint.folder, progress.step, changed)
+    return [] if problem is None else [problem]
 
 
 def _changed_code(config: Config, newest: CheckpointToResume, origin: Origin) -> Iterator[str]:

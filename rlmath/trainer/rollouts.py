@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain, islice
 from pathlib import Path
@@ -34,7 +34,6 @@ from rlmath.algorithms.types import PartialCompletion, Prompt, Score, ScoredGrou
 from rlmath.checkpoint.flight import FLIGHT, TOKEN_BYTES, read_flight, read_flight_lengths, write_flight
 from rlmath.config.length_curriculum import (
     LengthStage,
-    has_length_stages,
     length_stage_at,
     length_stages,
     with_longest_lengths,
@@ -342,25 +341,22 @@ class PartialRollouts(FlightRollouts):
         return [[one] for one in work] if begun else [work]
 
 
-def resume_problems(
+def resume_problem(
     config: Config, total_steps: int, folder: Path, steps_done: int, reward_changed: bool
-) -> Iterator[str]:
+) -> str | None:
     """What `FlightRollouts.resume` will refuse of a checkpoint's groups in flight, as far as lengths and scores show,
     before anything is started. A file that is damaged is no problem here, as its checkpoint is skipped."""
-    if not (has_length_stages(config) and (folder / FLIGHT).is_file()):
-        return
     try:
         groups = read_flight_lengths(folder / FLIGHT)
     except (OSError, ValueError):
-        return
+        return None
     if reward_changed:
         groups = [unscored(group, steps_done) for group in groups]
     rules, prompt = selection_rules(config.selection), Prompt("", "", (), (), "")
     wanted = sum(
         not group.is_complete or choose(group.scored(prompt), rules).dropped is None for group in groups
     )
-    if problem := in_flight_problem(config, total_steps, steps_done, wanted):
-        yield problem
+    return in_flight_problem(config, total_steps, steps_done, wanted)
 
 
 def unscored(group: GroupInFlight, steps_done: int) -> GroupInFlight:

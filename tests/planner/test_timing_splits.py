@@ -6,39 +6,24 @@ from dataclasses import replace
 
 import pytest
 
-from rlmath.config.load import load_config
 from rlmath.config.schema import Config
-from rlmath.models.hf_config import required_shape
-from rlmath.planner.machines import Cluster, machine_of
+from rlmath.planner.machines import Cluster
 from rlmath.planner.published import (
     ASYNCHRONOUS,
     COLOCATED,
-    RECIPES,
     SYNCHRONOUS,
     one_factor,
     predict,
 )
 from rlmath.planner.splits import Splits, asynchronous, colocated, compare_splits, corrected, engine_ranks
-from rlmath.planner.step import batch_of, plan_step
+from rlmath.planner.step import plan_step
 from rlmath.planner.tails import ASYNCHRONOUS_STALENESS, compare_tails, settings_of_tail
-from rlmath.planner.work import DEFAULTS
-from rlmath.trainer.preflight.memory_fit import planned_target
-from tests.planner.shapes import CONFIG
+from tests.planner.shapes import CONFIG, on_nodes, recipe
 from tools.plan_run import recipe_of
 
 
-def recipe(name: str, *overrides: str) -> Config:
-    return load_config([RECIPES / name], list(overrides))
-
-
-def arguments(config: Config, nodes: int) -> tuple:
-    shape, _ = required_shape(config.model.path)
-    target = planned_target(config)
-    return shape, target, Cluster(machine_of(config, target), nodes, 8), batch_of(config), DEFAULTS["cuda"]
-
-
 def splits_of(config: Config, nodes: int) -> Splits:
-    return compare_splits(config, *arguments(config, nodes))
+    return compare_splits(config, *on_nodes(config, nodes))
 
 
 def test_every_split_of_whole_engines_and_whole_copies_of_the_model_is_tried():
@@ -61,7 +46,7 @@ def test_the_fastest_split_is_the_one_where_neither_side_waits_long():
     assert overlap.trainer_seconds == pytest.approx(overlap.engine_seconds, rel=0.03)
     assert 80 < engine_ranks(best) < 100
     one = asynchronous(recipe("1.5b_n16.yaml", "rollout.max_staleness=8"), engine_ranks(best))
-    assert best.config == one and plan_step(one, *arguments(one, 16)).step_seconds == best.step_seconds
+    assert best.config == one and plan_step(one, *on_nodes(one, 16)).step_seconds == best.step_seconds
 
 
 def test_a_table_has_a_few_splits():
@@ -115,7 +100,7 @@ def test_what_no_split_can_have_is_told():
 
 
 def _of_one_rank(config: Config) -> tuple:
-    shape, target, cluster, *others = arguments(config, 1)
+    shape, target, cluster, *others = on_nodes(config, 1)
     return shape, target, Cluster(cluster.machine, 1, 1), *others
 
 
@@ -124,7 +109,7 @@ def _of_one_rank(config: Config) -> tuple:
 
 def test_engines_on_ranks_of_their_own_stand_beside_every_tail():
     config = recipe("1.5b_n16.yaml")
-    tails = compare_tails(config, *arguments(config, 16), search=True)
+    tails = compare_tails(config, *on_nodes(config, 16), search=True)
     beside = [tails.asynchronous, *tails.found_asynchronous]
     assert tails.asynchronous is not None and tails.asynchronous_problems == ()
     best = splits_of(config, 16).best
@@ -138,9 +123,9 @@ def test_engines_on_ranks_of_their_own_stand_beside_every_tail():
 
 def test_a_run_that_has_a_split_keeps_it_and_is_compared_with_all_ranks_doing_both():
     config = asynchronous(recipe("1.5b_n16.yaml", "rollout.max_staleness=4"), 64)
-    tails = compare_tails(config, *arguments(config, 16), search=False)
+    tails = compare_tails(config, *on_nodes(config, 16), search=False)
     assert tails.asynchronous is not None and tails.asynchronous.config == config
-    wait = compare_tails(colocated(config), *arguments(config, 16), search=False).wait
+    wait = compare_tails(colocated(config), *on_nodes(config, 16), search=False).wait
     assert tails.wait.step_seconds == wait.step_seconds and tails.wait.mesh.world_size == 128
     assert tails.found_asynchronous == ()
 
@@ -152,7 +137,7 @@ def test_a_run_that_learns_from_older_tokens_without_recomputed_log_probs_is_com
         clipped, rollout=replace(clipped.rollout, ranks=93), parallel=replace(clipped.parallel, data=None)
     )
     for config, passes in ((own, False), (clipped, True)):
-        tails = compare_tails(config, *arguments(config, 16), search=True)
+        tails = compare_tails(config, *on_nodes(config, 16), search=True)
         assert tails.carry is not None and tails.asynchronous is not None
         beside = (tails.carry, tails.asynchronous, *tails.found, *tails.found_asynchronous)
         assert {"logprobs" in plan.seconds for plan in beside} == {passes}
@@ -161,7 +146,7 @@ def test_a_run_that_learns_from_older_tokens_without_recomputed_log_probs_is_com
         )
     fastest = splits_of(own, 16).best
     split = splits_of(own, 16).plans[92]
-    assert plan_step(own, *arguments(own, 16)).step_seconds == split.step_seconds
+    assert plan_step(own, *on_nodes(own, 16)).step_seconds == split.step_seconds
     assert fastest is not None and fastest.step_seconds <= split.step_seconds
 
 

@@ -7,10 +7,9 @@ import pytest
 from rlmath.config.load import load_config
 from rlmath.config.schema import Config
 from rlmath.models.hf_config import required_shape
-from rlmath.planner.machines import Cluster, machine_of
 from rlmath.planner.partial_rollouts import deferring_rollout_of
 from rlmath.planner.published import RECIPES
-from rlmath.planner.step import StepPlan, batch_of, plan_step
+from rlmath.planner.step import StepPlan, plan_step
 from rlmath.planner.tails import (
     SLICES,
     STALENESS,
@@ -26,18 +25,11 @@ from rlmath.planner.work import DEFAULTS
 from rlmath.trainer.preflight.memory_estimate import plan_ranks
 from rlmath.trainer.preflight.memory_fit import planned_target
 from rlmath.trainer.rollouts import slice_tokens
-from tests.planner.shapes import CONFIG
-
-
-def recipe(name: str, *overrides: str) -> Config:
-    return load_config([RECIPES / name], list(overrides))
+from tests.planner.shapes import CONFIG, on_nodes, recipe
 
 
 def tails_of(config: Config, nodes: int, search: bool = False) -> Tails:
-    shape, _ = required_shape(config.model.path)
-    target = planned_target(config)
-    cluster = Cluster(machine_of(config, target), nodes, 8)
-    return compare_tails(config, shape, target, cluster, batch_of(config), DEFAULTS["cuda"], search)
+    return compare_tails(config, *on_nodes(config, nodes), search)
 
 
 def carry_of(tails: Tails) -> StepPlan:
