@@ -10,6 +10,7 @@ mistake that only its node has, or never start; a process group would wait for i
     rank 0        waits until all reports are there, or the time is up,
                   and publishes the result, with the port of the store
                   that the ranks of a single node have from then on           <start>/<name>/result
+    rank 0        notes that all have read it                                 <start>/<name>/result/read
 
 torchrun keeps the store when it restarts its ranks (--max-restarts), and its TORCHELASTIC_RESTART_COUNT differs from
 node to node (pytorch/pytorch issue 108158). So a report has a nonce of its rank, and a rank believes only a result that
@@ -235,9 +236,21 @@ class Rendezvous:
                     result, self._ranks_port = outcome
                     self._start = start
                     self._store.set(f"{at}/result/read/{self.rank_info.rank}", self._nonce)
+                    if result.error is not None:
+                        self._wait_until_all_have_read(f"{at}/result/read")
                     return result
             self._pause(min(SLOWEST_POLL_SECONDS, max(POLL_SECONDS / 4, (now - started) / 10)))
         raise self._no_answer(seconds)
+
+    def _wait_until_all_have_read(self, key: str) -> None:
+        """A rank that ends with an error makes its launcher end the node's other ranks, and on the first node the
+        store: ranks of other nodes must have read the error before."""
+        deadline = time.monotonic() + READ_SECONDS
+        try:
+            while self._store.get(key) is None and time.monotonic() < deadline:
+                self._pause(POLL_SECONDS)
+        except RuntimeError:  # what torch's stores raise: rank 0 has ended
+            pass
 
     def _no_answer(self, seconds: float) -> MissingRanksError:
         head = self._known_ranks().get(0)
@@ -283,6 +296,7 @@ class Rendezvous:
         port = self._ranks_port if result.error is None else 0
         outcome = asdict(_Outcome(arrived.nonces, asdict(result), port))
         self._publish(f"{at}/result", outcome, (rank for rank in arrived.reports if rank != 0))
+        self._store.set(f"{at}/result/read", True)
         return result
 
     def _wait_for_reports(self, at: str, own: RankReport, seconds: float) -> _Arrived:

@@ -208,6 +208,32 @@ def test_a_port_that_another_program_uses_is_told_at_once(monkeypatch: pytest.Mo
     assert time.monotonic() - started < 60
 
 
+def test_no_rank_ends_with_an_error_before_the_others_have_read_it(
+    port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first rank to end makes its launcher end the store; rank 3 is slow to look."""
+    monkeypatch.setattr("rlmath.distributed.rendezvous.READ_SECONDS", 20.0)
+    meetings = [sign_in(port, rank) for rank in range(4)]
+    ended: dict[int, float] = {}
+
+    def attend(rank: int) -> None:
+        try:
+            come(meetings[rank], problem="no folder" if rank == 1 else None)
+        finally:
+            ended[rank] = time.monotonic()
+
+    answer = meetings[3]._answer
+    slow_until = time.monotonic() + 3
+
+    def slow(at: str) -> object:
+        return answer(at) if time.monotonic() > slow_until else None
+
+    monkeypatch.setattr(meetings[3], "_answer", slow)
+    found = outcomes(*(lambda rank=rank: attend(rank) for rank in range(4)))
+    assert all(isinstance(error, ValueError) for error in found), found
+    assert min(ended.values()) > slow_until
+
+
 def test_many_ranks_and_hosts_are_named_shortly() -> None:
     assert ranks_text(range(128)) == "ranks 0-127"
     assert ranks_text([5, 0, 1, 9]) == "ranks 0-1, 5, 9"
