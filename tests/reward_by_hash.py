@@ -16,3 +16,8 @@ def hash_of(completion: str, solutions: Sequence[str]) -> float:
 def reward(completion: str, solutions: list[str], row: dict) -> tuple[float, dict[str, float]]:
     """What `reward.function` names. The metric is a hash of what the row says itself."""
     return hash_of(completion, solutions), {"row": hash_of(row["query_id"], row["solutions"])}
+
+
+def wrong(completion: str, solutions: list[str], row: dict) -> float:
+    """Every answer is."""
+    return 0.0

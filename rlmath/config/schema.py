@@ -321,8 +321,8 @@ class RolloutConfig:
     "recompute" continues them with the KV cache computed again (AReaL), "keep" with the old KV cache (PipelineRL),
     "finish" ends them first, under the old weights."""
     max_concurrent_sequences: PositiveInt | None = None
-    """Engines on `ranks` of their own: most sequences that one engine has begun at a time (AReaL, of all engines:
-    max_concurrent_rollouts). Null: `max_num_seqs`."""
+    """Engines on `ranks` of their own: most sequences that one engine has begun at a time, in whole groups (AReaL, of
+    all engines: max_concurrent_rollouts). Null: as many as fill `max_num_seqs`."""
     slice_tokens: PositiveInt | None = None
     """"carry": most new tokens of a completion in a round; a step has as many rounds as it takes. Null:
     `max_new_tokens` / (`max_staleness` + 1): about one round a step. "defer": longest completion of a group that is not

@@ -18,10 +18,12 @@ import os
 import pickle
 import queue
 import threading
+import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -29,12 +31,18 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rlmath.distributed.collectives import new_secret, use_run_store
-from rlmath.distributed.device import Device, environment_rank, environment_world_size, init_process_group
+from rlmath.distributed.device import (
+    Device,
+    environment_rank,
+    environment_world_size,
+    init_process_group,
+    let_gloo_connect_lazily,
+)
 
 T = TypeVar("T")
 
 PATIENCE = timedelta(days=30)
-"""Of the bridge: it waits as long as the heartbeat lets the run live."""
+"""For messages and weights, which wait as long as the heartbeat lets the run live."""
 MOST_UNSENT_BYTES = 256 * 2**20
 """A rank with more on its way waits until the oldest message has been read."""
 _HEADS, _BODIES, _TENSORS = 1, 2, 3
@@ -47,16 +55,23 @@ class Envelope(NamedTuple):
     source: int
     """Rank of the run."""
     message: Any
+    arrived_at: float
+    """By the monotonic clock of the rank that received it (seconds)."""
 
 
 class Bridge:
     """The group of all ranks of a run with two worlds. Ranks are those of the run."""
 
-    def __init__(self, store: dist.Store, rank: int, world_size: int, engine_ranks: int) -> None:
-        """A collective of all ranks. The last `engine_ranks` have the engines."""
+    def __init__(
+        self, store: dist.Store, rank: int, world_size: int, engine_ranks: int, timeout_seconds: float
+    ) -> None:
+        """A collective of all ranks, which ends after `timeout_seconds`, as `broadcast` does. The last `engine_ranks`
+        have the engines."""
         self.rank, self.world_size = rank, world_size
         self.training_ranks = world_size - engine_ranks
-        self._group = dist.ProcessGroupGloo(dist.PrefixStore("bridge", store), rank, world_size, PATIENCE)
+        let_gloo_connect_lazily()
+        timeout = timedelta(seconds=timeout_seconds)
+        self._group = dist.ProcessGroupGloo(dist.PrefixStore("bridge", store), rank, world_size, timeout)
 
     @property
     def trains(self) -> bool:
@@ -87,10 +102,12 @@ class Bridge:
 
     def exchange(
         self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]]
-    ) -> list[dist.Work]:
-        """Start sending tensors of the host to ranks, and receiving others; both sides in the same order."""
+    ) -> list[Callable[[], object]]:
+        """Start sending tensors of the host to ranks, and receiving others; both sides in the same order. Each of what
+        is returned waits for one of them."""
         works = [self._group.send([tensor], rank, _TENSORS) for rank, tensor in sends]
-        return works + [self._group.recv([tensor], rank, _TENSORS) for rank, tensor in receives]
+        works += [self._group.recv([tensor], rank, _TENSORS) for rank, tensor in receives]
+        return [partial(work.wait, PATIENCE) for work in works]
 
     @contextmanager
     def as_own_world(self) -> Iterator[None]:
@@ -107,7 +124,7 @@ class Bridge:
 def open_worlds(device: Device, timeout_seconds: float, store: dist.Store, engine_ranks: int) -> Bridge:
     """Join the bridge and the process group of this rank's world, and make the run's store that of all ranks. A
     collective of all ranks of the run."""
-    bridge = Bridge(store, environment_rank(), environment_world_size(), engine_ranks)
+    bridge = Bridge(store, environment_rank(), environment_world_size(), engine_ranks, timeout_seconds)
     own = dist.PrefixStore(bridge.world, store)
     init_process_group(device, timeout_seconds, own, (bridge.rank_in_world, bridge.size_of_world))
     use_run_store(store, new_secret(bridge.broadcast))
@@ -115,7 +132,8 @@ def open_worlds(device: Device, timeout_seconds: float, store: dist.Store, engin
 
 
 class Mailbox:
-    """The messages of one rank to and from some others. `close` is a collective of them."""
+    """The messages of one rank to and from some others. `close` is a collective of them. Where one of them is lost, all
+    methods raise RuntimeError."""
 
     def __init__(self, bridge: Bridge, partners: Sequence[int]) -> None:
         """`partners`: the ranks that it exchanges messages with; each of them has this rank among its own."""
@@ -125,16 +143,18 @@ class Mailbox:
         self._unsent: deque[tuple[list[dist.Work], int]] = deque()
         self._unsent_bytes = 0
         self._lock = threading.Lock()
+        self._error: BaseException | None = None
         self._reader = threading.Thread(target=self._read, name="mailbox", daemon=True)
         self._reader.start()
 
     def box(self, kind: type) -> queue.SimpleQueue[Envelope | None]:
-        """A queue of its own for all messages of a kind, for another thread, which None ends. Call it before the first
-        one may come."""
+        """A queue of its own for all messages of a kind, for another thread; None where a partner is lost. Call it before
+        the first one may come."""
         return self._boxes.setdefault(kind, queue.SimpleQueue())
 
     def send(self, rank: int, message: Any) -> None:
         """Send a message to one of the partners. From any thread."""
+        self.raise_if_lost()
         content = torch.frombuffer(bytearray(pickle.dumps(message)), dtype=torch.uint8)
         group, head = self._bridge._group, torch.tensor([len(content)])
         with self._lock:
@@ -150,12 +170,14 @@ class Mailbox:
 
     def receive(self, seconds: float = 0.0) -> list[Envelope]:
         """All messages that have arrived, and are not in a box of their own; waits up to `seconds` for the first."""
+        self.raise_if_lost()
         found: list[Envelope] = []
         try:
             found.append(self._arrived.get(timeout=seconds) if seconds else self._arrived.get_nowait())
             while True:
                 found.append(self._arrived.get_nowait())
         except queue.Empty:
+            self.raise_if_lost()
             return found
 
     def close(self) -> None:
@@ -165,24 +187,38 @@ class Mailbox:
             while self._unsent:
                 self._wait_for_oldest()
         self._reader.join()
+        self.raise_if_lost()
+
+    def raise_if_lost(self) -> None:
+        """RuntimeError where a partner is lost."""
+        if self._error is not None:
+            raise RuntimeError(f"rank {self._bridge.rank} lost the ranks {self._partners} of the other world: {self._error}")
 
     def _wait_for_oldest(self) -> None:
         works, size = self._unsent.popleft()
         for work in works:
-            work.wait()
+            work.wait(PATIENCE)
         self._unsent_bytes -= size
 
     def _read(self) -> None:
+        try:
+            self._read_until_all_have_closed()
+        except BaseException as error:  # of any kind: the callers' threads raise it
+            self._error = error
+            for box in self._boxes.values():
+                box.put(None)
+
+    def _read_until_all_have_closed(self) -> None:
         group, closed = self._bridge._group, 0
         while closed < len(self._partners):
             head = torch.empty(1, dtype=torch.int64)
             work = group.recv_anysource([head], _HEADS)
-            work.wait()
+            work.wait(PATIENCE)
             source = work._source_rank()
             content = torch.empty(int(head), dtype=torch.uint8)
-            group.recv([content], source, _BODIES).wait()
+            group.recv([content], source, _BODIES).wait(PATIENCE)
             message = pickle.loads(content.numpy())
             if message is None:
                 closed += 1
             else:
-                self._boxes.get(type(message), self._arrived).put(Envelope(source, message))
+                self._boxes.get(type(message), self._arrived).put(Envelope(source, message, time.monotonic()))

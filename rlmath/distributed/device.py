@@ -95,6 +95,12 @@ def set_cuda_defaults() -> None:
         os.environ.setdefault(name, value)
 
 
+def let_gloo_connect_lazily() -> None:
+    """In a run of many ranks gloo's groups connect two ranks when they first communicate; before any group is made."""
+    if environment_world_size() > FULLY_CONNECTED_RANKS:
+        os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
+
+
 def init_process_group(
     device: Device,
     timeout_seconds: float,
@@ -106,8 +112,7 @@ def init_process_group(
     `store` is where all ranks find each other, by `Rendezvous.group_store`; None: from the launcher's environment.
     `place` is (rank, number of ranks) in a group of some of the run's ranks; None: of all.
     """
-    if environment_world_size() > FULLY_CONNECTED_RANKS:
-        os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
+    let_gloo_connect_lazily()
     timeout = timedelta(seconds=timeout_seconds)
     if store is None:
         dist.init_process_group(device.backend, timeout=timeout)

@@ -41,7 +41,7 @@ from rlmath.config.model_shape import ModelShape
 from rlmath.config.schema import Config
 from rlmath.planner.lengths import Batch
 from rlmath.planner.machines import Cluster
-from rlmath.planner.partial_rollouts import Carried, read_again_work, tokens_of_an_engine_step
+from rlmath.planner.partial_rollouts import Carried, prefill_again_work, tokens_of_an_engine_step
 from rlmath.planner.rollout import (
     Rollout,
     kv_read_bytes,
@@ -221,7 +221,7 @@ def _again_work(
     tokens, squares = lengths.moment(2) / (2 * lengths.mean), lengths.moment(3) / (3 * lengths.mean)
     carried = Carried(1.0, tokens, squares)
     steps = carried.prefilled(batch.prompt_tokens) / tokens_of_an_engine_step(config, target)
-    work = read_again_work(config, shape, target, cluster, batch.prompt_tokens, carried)
+    work = prefill_again_work(config, shape, target, cluster, batch.prompt_tokens, carried)
     return work + one_step.times(steps)
 
 

@@ -115,7 +115,7 @@ def partial_rollout_of(
     steps += round(carried.prefilled(batch.prompt_tokens) / tokens_of_an_engine_step(config, target))
     engine = engine_bytes(shape, config.rollout, target.kind, target.itemsize, target.total_bytes)
     work = sampling_work(config, shape, target, cluster, batch, sampled, engines, steps)
-    work += read_again_work(config, shape, target, cluster, batch.prompt_tokens, carried)
+    work += prefill_again_work(config, shape, target, cluster, batch.prompt_tokens, carried)
     host = CARRIED_TOKEN * engines + OWN_CARRIED_TOKEN
     work += Work(tokens=batch.tokens + host * carried.tokens)
     carry = Carry(state.rounds_of_a_step, carried.tokens, state.staleness, state.oldest)
@@ -175,7 +175,7 @@ class Carried:
         return self.tokens + self.count * prompt
 
 
-def read_again_work(
+def prefill_again_work(
     config: Config, shape: ModelShape, target: Target, cluster: Cluster, prompt: float, carried: Carried
 ) -> Work:
     """One rank's part in prefilling the carried completions of its engine: a forward pass as that of log-probs, but

@@ -79,7 +79,7 @@ def step_lines(plan: StepPlan) -> Iterator[str]:
     )
     yield f"  {_sampling(plan)}; {_micro_batches(plan)}"
     if (carry := plan.rollout.carry) is not None:
-        yield f"  in {_rounds(carry.rounds)}, for which it prefills {carry.read_again:,.0f} sampled tokens again"
+        yield f"  in {_rounds(carry.rounds)}, for which it prefills {carry.prefilled_again:,.0f} sampled tokens again"
         yield (
             f"  a token is learned {carry.staleness:.1f} steps after it was sampled on average, {carry.oldest} at most"
         )

@@ -74,7 +74,7 @@ class Carry:
     """What partial rollouts do in a step, on average."""
 
     rounds: float
-    read_again: float
+    prefilled_again: float
     """Sampled tokens that an engine prefills again."""
     staleness: float
     """Steps between the one that samples a token and the one that learns from it, mean over tokens."""

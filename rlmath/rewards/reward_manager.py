@@ -156,8 +156,11 @@ class RewardManager:
 
     def take_finished(self, wait: bool = False) -> list[tuple[Any, Score]]:
         """The scores that are there and were not taken, with their keys; `wait` for all."""
-        taken = [one for one in self._submitted if wait or one.future.done()]
-        self._submitted = [] if wait else [one for one in self._submitted if one not in taken]
+        taken: list[_Submitted] = []
+        left: list[_Submitted] = []
+        for one in self._submitted:
+            (taken if wait or one.future.done() else left).append(one)
+        self._submitted = left
         results = self._pool.results([one.future for one in taken]) if taken else []
         return [(one.key, self._score(one, result)) for one, result in zip(taken, results, strict=True)]
 

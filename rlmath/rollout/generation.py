@@ -6,7 +6,8 @@ come.
 
 An engine draws a group when it has a free place and the trainers admit the draw: all engines draw from one counter, so
 that each prompt is drawn once. The completions of a group are sampled by one engine and scored beside, by its worker
-processes. A message is handled between two steps of vLLM's, in the order in which it was sent.
+processes. A message is handled between two steps of vLLM's, in the order in which it was sent; `TakeSnapshot` and `End`
+do not wait behind weights that wait for running completions.
 
 New weights while completions are being sampled (`rollout.on_new_weights`):
 
@@ -100,8 +101,8 @@ class NewWeights:
     """Optimizer steps."""
     step: int
     """The step, counted from 0, that would sample with them in a synchronous run."""
-    published_at: float
-    """Seconds since 1970."""
+    learned_at: float
+    """When the step that made them was done: by rank 0's monotonic clock (seconds)."""
 
 
 @dataclass(frozen=True)
@@ -146,20 +147,20 @@ class GroupDone:
 
 @dataclass(frozen=True)
 class WeightsTaken:
-    """An engine has a version and what it did since the one before."""
+    """An engine has sampled its first token with new weights; and what it did since its report before."""
 
     version: int
-    latency_seconds: float
-    """From the optimizer's step to the first token sampled with the version; by the clocks of two hosts."""
+    learned_at: float
+    """As in `NewWeights`."""
     transfer_seconds: float
     seconds: float
-    """Since it took the version before."""
+    """Since it took those of the report before."""
     busy_seconds: float
     """Of these, in steps of vLLM's."""
     new_tokens: int
     interrupted: int
     """Completions that were being sampled when it took the version."""
-    tokens_read_again: int
+    prefilled_again_tokens: int
     """Of these, tokens whose KV cache is computed again."""
     running: float
     """Completions that it decoded, mean over its steps."""
@@ -244,12 +245,16 @@ class GenerationLoop:
         self._mailbox = mailbox
         self._on_new_weights: Literal["recompute", "keep", "finish"] = rollout.on_new_weights
         self._capacity = rollout.max_concurrent_sequences or rollout.max_num_seqs
+        # Without a limit of the user's, the last group may be begun in part: vLLM queues the others.
+        self._free_for_a_group = rollout.group_size if rollout.max_concurrent_sequences else 1
         self._running = engine.running_requests()
         self._store = shared_store("generation")
         self._sampling = sampling_of_stage[0]
         self._rewards: RewardManager | None = None
         self._groups: dict[int, _Group] = {}
         """By draw; on ranks that lead no engine those that are being sampled."""
+        self._unfinished: list[GroupInFlight] = []
+        """Of an earlier start; begun before any other."""
         self._admitted = Admit(0, 0, 0)
         self._held: int | None = None
         """A draw that the leader has taken from the counter, and that is not admitted yet."""
@@ -299,10 +304,13 @@ class GenerationLoop:
     # ------------------------------------------------------------ messages
 
     def _handle_messages(self) -> None:
-        """In their order; behind weights that wait for running completions, none."""
-        while self._queue and self._pending is None and self._status is None:
+        """In their order; behind weights that wait for running completions, only those that change nothing there."""
+        waiting: list[Any] = []
+        while self._queue and self._status is None:
             message = self._queue.pop(0)
-            if isinstance(message, NewWeights) and self._on_new_weights == "finish" and self._running.busy:
+            if self._pending is not None and not isinstance(message, TakeSnapshot | End):
+                waiting.append(message)
+            elif isinstance(message, NewWeights) and self._on_new_weights == "finish" and self._running.busy:
                 self._pending = message
             elif isinstance(message, NewWeights):
                 self._take_weights(message)
@@ -310,8 +318,7 @@ class GenerationLoop:
                 self._admit(message)
             elif isinstance(message, Continue):
                 self._enter_length_stage(message.length_stage)
-                for group in message.groups:
-                    self._begin(group.draw, group.samples)
+                self._unfinished += message.groups
             elif isinstance(message, TakeSnapshot):
                 self._send_snapshot()
             elif isinstance(message, CollectGroups):
@@ -322,6 +329,7 @@ class GenerationLoop:
                 self._status = message.status
             else:
                 raise TypeError(f"no message for an engine: {message!r:.200}")
+        self._queue = waiting
 
     def _admit(self, message: Admit) -> None:
         self._admitted, self._all_drawn = message, False
@@ -336,33 +344,47 @@ class GenerationLoop:
 
     def _take_weights(self, message: NewWeights) -> None:
         self._pending = None
-        if self._on_new_weights == "keep":
-            taken, self._report = self._running.take_tokens(), None
-        else:
-            taken = self._interrupt()
+        taken = self._running.take_tokens() if self._on_new_weights == "keep" else self._interrupt()
         self._keep_tokens(taken)
-        transfer_seconds = self._receiver.take(message.version)
+        transfer_seconds = self._receiver.take()
         keep = self._on_new_weights == "keep" and self._running.busy
         # With requests in vLLM its prefix cache cannot be emptied: requests of a version have a salt of their own.
         self._engine.set_weight_version(message.version, reset_prefixes=not keep)
         self._on_weights(message.step)
-        read_again = 0 if keep else sum(len(self._tokens_so_far(one.key)) for one in taken)
-        usage, self._usage = self._usage, _Usage(tokens_before=self._running.new_tokens)
-        self._report = WeightsTaken(
-            version=message.version,
-            latency_seconds=0.0,
-            transfer_seconds=transfer_seconds,
-            seconds=time.perf_counter() - usage.since,
-            busy_seconds=usage.busy_seconds,
-            new_tokens=self._running.new_tokens - usage.tokens_before,
-            interrupted=len(taken),
-            tokens_read_again=read_again,
-            running=usage.running / max(1, usage.steps),
-            queued_scores=0 if self._rewards is None else len(self._rewards),
-        )
+        self._report = self._new_report(message, transfer_seconds, taken, prefills_again=not keep)
         self._taken = message
         if not keep:
             self._go_on(taken)
+
+    def _new_report(
+        self, message: NewWeights, transfer_seconds: float, taken: list[RequestResult], prefills_again: bool
+    ) -> WeightsTaken:
+        """What goes to the trainers with the first token. Where the one before has not gone, nothing was sampled since,
+        and its figures count on."""
+        usage, self._usage = self._usage, _Usage(tokens_before=self._running.new_tokens)
+        seconds = time.perf_counter() - usage.since
+        if (unsent := self._report) is not None:
+            seconds += unsent.seconds
+            return replace(
+                unsent,
+                version=message.version,
+                learned_at=message.learned_at,
+                transfer_seconds=transfer_seconds,
+                seconds=seconds,
+            )
+        again = sum(len(self._tokens_so_far(one.key)) for one in taken) if prefills_again else 0
+        return WeightsTaken(
+            version=message.version,
+            learned_at=message.learned_at,
+            transfer_seconds=transfer_seconds,
+            seconds=seconds,
+            busy_seconds=usage.busy_seconds,
+            new_tokens=self._running.new_tokens - usage.tokens_before,
+            interrupted=len(taken),
+            prefilled_again_tokens=again,
+            running=usage.running / max(1, usage.steps),
+            queued_scores=0 if self._rewards is None else len(self._rewards),
+        )
 
     def _send_snapshot(self) -> None:
         """Finished completions get their score first."""
@@ -390,19 +412,29 @@ class GenerationLoop:
     # ------------------------------------------------------------ groups
 
     def _begin_groups(self) -> None:
-        """Draw as many groups as have a place. An engine leaves the others their share of what is admitted."""
-        if self._all_drawn or self._pending is not None or len(self._running) >= self._capacity:
+        """Begin as many groups as have a place; first those of an earlier start, then draws. An engine leaves the others
+        their share of what is admitted."""
+        if self._pending is not None:
+            return
+        while self._unfinished and self._free() >= self._free_for_a_group:
+            group = self._unfinished.pop(0)
+            self._begin(group.draw, group.samples)
+        if self._all_drawn or self._free() < self._free_for_a_group:
             return
         draws = self._share(self._draw() if self._mailbox is not None else [])
         self._all_drawn = not draws
         for draw in draws:
             self._begin(draw, (NOTHING_SAMPLED,) * self._sampling.samples)
 
+    def _free(self) -> int:
+        """Places for sequences."""
+        return self._capacity - len(self._running)
+
     def _draw(self) -> list[int]:
         """Draws that this engine begins now, on its leader; none where no more is admitted."""
         draws: list[int] = []
-        free, most = self._capacity - len(self._running), 0
-        while free > 0:
+        free, most = self._free(), 0
+        while free >= self._free_for_a_group:
             if self._held is None:
                 self._held = self._admitted.first + self._store.fetch_add("draws")
             left = self._admitted.draws - self._held
@@ -480,9 +512,8 @@ class GenerationLoop:
             self._finish(result)
 
     def _report_weights(self) -> None:
-        if self._report is not None and self._taken is not None:
-            latency = time.time() - self._taken.published_at
-            self._send(replace(self._report, latency_seconds=latency))
+        if self._report is not None:
+            self._send(self._report)
             self._report = None
 
     def _finish(self, result: RequestResult) -> None:

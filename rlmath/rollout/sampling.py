@@ -297,13 +297,13 @@ class _Pending:
 
 
 class _Preparation:
-    """Makes vLLM's requests of ours. vLLM checks and completes one for every prompt and way to sample it; the others
-    are copies of that with seeds of their own."""
+    """Makes vLLM's requests of ours. vLLM checks and completes one of those that follow each other and are alike, the
+    samples of a prompt; the others are copies of it with seeds of their own."""
 
     def __init__(self, llm: Any, settings: RolloutConfig) -> None:
         self._engine = llm.llm_engine
         self._settings = settings
-        self._checked: dict[Request, Any] = {}
+        self._last: tuple[Request, Any] | None = None
 
     def __call__(self, name: str, request: Request) -> Any:
         """An `EngineCoreRequest`. ValueError for a prompt that the model cannot take."""
@@ -312,9 +312,9 @@ class _Preparation:
             made.request_id = name
             return made
         alike = replace(request, key=(0, 0), seed=0)
-        checked = self._checked.get(alike)
-        if checked is None:
-            checked = self._checked[alike] = self._check(name, request)
+        if self._last is None or self._last[0] != alike:
+            self._last = alike, self._check(name, request)
+        checked = self._last[1]
         made = copy.copy(checked)
         made.request_id, made.sampling_params = name, copy.copy(checked.sampling_params)
         made.sampling_params.seed = request.seed

@@ -17,7 +17,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from rlmath.algorithms.dynamic_sampling import Selection
 from rlmath.algorithms.partial_rollouts import (
@@ -62,6 +62,16 @@ WAIT_SECONDS = 0.2
 SHARE_SECONDS = 60.0
 """After so long rank 0 tells the other ranks that it still waits: their collective ends at a timeout."""
 
+
+@dataclass(frozen=True)
+class EngineReport:
+    """What an engine did until it took new weights."""
+
+    taken: WeightsTaken
+    latency_seconds: float
+    """From the end of the step that made the weights to an engine's first token with them, as rank 0 sees it."""
+
+
 Samples = tuple[PartialCompletion | ScoredCompletion, ...]
 
 
@@ -73,7 +83,7 @@ class EngineConnection:
         self._mesh, self._mailbox, self._on_progress = mesh, mailbox, on_progress
         self._leaders = range(mesh.world_size, mesh.world_size + mesh.engine_ranks, mesh.engine_size)
         self._done: list[GroupDone] = []
-        self._reports: list[WeightsTaken] = []
+        self._reports: list[EngineReport] = []
 
     def send(self, message: object) -> None:
         """To all engines."""
@@ -99,7 +109,7 @@ class EngineConnection:
             if found:
                 return found
 
-    def reports(self) -> list[WeightsTaken]:
+    def reports(self) -> list[EngineReport]:
         """What the engines reported and was not returned yet; on rank 0, elsewhere nothing."""
         self._read(0.0)
         found, self._reports = self._reports, []
@@ -147,14 +157,14 @@ class EngineConnection:
         wanted: list = []
         if self._mailbox is None or self._mesh.rank != 0:
             return wanted
-        for _, message in self._mailbox.receive(seconds):
+        for _, message, arrived_at in self._mailbox.receive(seconds):
             self._on_progress()  # of engines: that this rank waits is no progress
             if kind is not None and isinstance(message, kind):
                 wanted.append(message)
             elif isinstance(message, GroupDone):
                 self._done.append(message)
             elif isinstance(message, WeightsTaken):
-                self._reports.append(message)
+                self._reports.append(EngineReport(message, arrived_at - message.learned_at))
             else:
                 raise TypeError(f"no message for the trainers: {message!r:.200}")
         return wanted
@@ -200,7 +210,7 @@ class AsynchronousRollouts(FlightRollouts):
             "rollout/trainer_busy_share": 1.0 - min(1.0, waited / seconds) if seconds else 1.0,
         }
         metrics |= staleness_metrics(selection.learned, number, self._limits.max_staleness)
-        metrics |= engine_report_metrics(reports)
+        metrics |= engine_report_metrics(reports, len(self._connection.leaders))
         epoch, _ = self._inputs.order.batch(number)
         scores = [score for group in sampled for score in group.scores]
         return StepRollout(epoch, selection, [], scores, sum(map(tokens_of, found.groups)), metrics)
@@ -256,20 +266,22 @@ class AsynchronousRollouts(FlightRollouts):
         flight.groups = [replace(one, samples=done.get(one.draw, one.samples)) for one in flight.groups]
 
 
-def engine_report_metrics(reports: Sequence[WeightsTaken]) -> dict[str, float]:
-    """What the engines did between two versions, of all engines together: tokens per second, means of the rest."""
+def engine_report_metrics(reports: Sequence[EngineReport], engines: int) -> dict[str, float]:
+    """What the engines did between two versions: tokens per second of all together, sums of what is counted, means of
+    the rest. The reports need not be one of each engine."""
     if not reports:
         return {}
-    n = len(reports)
-    seconds = sum(one.seconds for one in reports)
+    n, taken, latency = len(reports), [one.taken for one in reports], [one.latency_seconds for one in reports]
+    seconds = sum(one.seconds for one in taken)
+    per_second = engines / seconds if seconds else 0.0
     return {
-        "rollout/engine_busy_share": sum(one.busy_seconds for one in reports) / seconds if seconds else 0.0,
-        "tokens_per_second/rollout": sum(one.new_tokens / one.seconds for one in reports if one.seconds),
-        "rollout/sequences_running": sum(one.running for one in reports) / n,
-        "rollout/interrupted_sequences": float(sum(one.interrupted for one in reports)),
-        "rollout/prefilled_again_tokens": float(sum(one.tokens_read_again for one in reports)),
-        "rollout/scores_waiting": sum(one.queued_scores for one in reports) / n,
-        "sync/latency_s": sum(one.latency_seconds for one in reports) / n,
-        "sync/latency_s_max": max(one.latency_seconds for one in reports),
-        "sync/transfer_s": sum(one.transfer_seconds for one in reports) / n,
+        "rollout/engine_busy_share": sum(one.busy_seconds for one in taken) / seconds if seconds else 0.0,
+        "tokens_per_second/rollout": sum(one.new_tokens for one in taken) * per_second,
+        "rollout/sequences_running": sum(one.running for one in taken) / n,
+        "rollout/interrupted_sequences": float(sum(one.interrupted for one in taken)),
+        "rollout/prefilled_again_tokens": float(sum(one.prefilled_again_tokens for one in taken)),
+        "rollout/scores_waiting": sum(one.queued_scores for one in taken) / n,
+        "sync/latency_s": sum(latency) / n,
+        "sync/latency_s_max": max(latency),
+        "sync/transfer_s": sum(one.transfer_seconds for one in taken) / n,
     }

@@ -213,10 +213,10 @@ class SeparateEngines(Engines):
     @contextmanager
     def generating(self, version: int, step: int) -> Iterator[None]:
         """The engines take the weights when they can; the trainers do not wait for that, but for the version before."""
-        self._step, published_at = step, time.time()
+        self._step, learned_at = step, time.monotonic()
         with self._timers.phase("sync"):
-            self._waited = self._publisher.publish(version)
-        self._connection.send(NewWeights(version, step, published_at))
+            self._waited = self._publisher.publish()
+        self._connection.send(NewWeights(version, step, learned_at))
         yield
 
     def probe(self) -> dict[str, float]:

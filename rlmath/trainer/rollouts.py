@@ -154,7 +154,7 @@ class Rounds:
     usages: list[list[EngineUsage]] = field(default_factory=list)
     """Of every engine, by round."""
     new_tokens: int = 0
-    read_again: int = 0
+    prefilled_again: int = 0
     """Sampled tokens that were prefilled again."""
 
 
@@ -260,7 +260,7 @@ class PartialRollouts(FlightRollouts):
         if self._config.rollout.tail == "carry":
             metrics |= carry_metrics(flight, selection.learned, number, self._limits.max_staleness)
             metrics["rollout/staleness_waits"] = float(found.waits)
-            metrics["rollout/prefilled_again_tokens"] = float(rounds.read_again)
+            metrics["rollout/prefilled_again_tokens"] = float(rounds.prefilled_again)
         else:
             longest = slice_tokens(stage.config.rollout)
             metrics |= defer_metrics(flight, found.groups, rounds.new_tokens, longest)
@@ -318,7 +318,7 @@ class PartialRollouts(FlightRollouts):
         ]
         rounds.usages.append(usages)
         rounds.new_tokens += sum(map(tokens_of, after)) - sum(map(tokens_of, groups))
-        rounds.read_again += sum(len(work.so_far.token_ids) for row in rows for work in row)
+        rounds.prefilled_again += sum(len(work.so_far.token_ids) for row in rows for work in row)
         return after
 
     def _rows(

@@ -24,6 +24,7 @@ from rlmath.distributed.device import (
     open_device,
 )
 from rlmath.distributed.fault_tolerance.preemption import StopRequest
+from rlmath.rollout.generation import NewWeights
 from rlmath.trainer.preflight.memory_estimate import engine_mesh_of, mesh_of
 from rlmath.trainer.resume import Origin
 from rlmath.trainer.startup import PreparedRun
@@ -60,9 +61,11 @@ class Run:
 
 def run(folder: Path, place: Path, steps: int, rollout: RolloutConfig, more: Mapping[str, Any]) -> Run | None:
     """All steps of a small run. With `rollout.ranks` 0 the same without ranks of the engines' own. "score" in `more`:
-    compute the log-probs of all segments with the weights of their versions; "snapshots": take one after every step;
-    "late": engines ask for new weights so many seconds later."""
-    sections = {name: value for name, value in more.items() if name not in ("score", "snapshots", "late")}
+    compute the log-probs of all segments with the weights of their versions; "snapshots": take one after every step,
+    or, if it is "new weights", right after these are published; "late": engines ask for new weights so many seconds
+    later, "late_trainers": training ranks but the first publish them so many seconds later."""
+    for_this = ("score", "snapshots", "late", "late_trainers")
+    sections = {name: value for name, value in more.items() if name not in for_this}
     config = partial.config_of(folder, place, steps, rollout, {"optimizer": LEARNS} | sections)
     shape = shape_of(folder)
     inputs = load_inputs(config, shape)
@@ -91,9 +94,9 @@ def _sample(prepared: PreparedRun[Any], world: int, rank: int, device: Any, late
     class Late(WeightReceiver):
         """Asks for a version later."""
 
-        def take(self, version: int) -> float:
+        def take(self) -> float:
             time.sleep(late)
-            return super().take(version)
+            return super().take()
 
     config = prepared.config
     mesh = engine_mesh_of(config, world, rank)
@@ -123,6 +126,10 @@ def _train(
         stop = StopRequest(config.run.stop_grace_seconds, config.run.output_dir, 0)
         divergence = DivergenceCheck(trainer.actor, 3, None)
         trainer.begin(None, Checkpointer(trainer, prepared.origin, stop, divergence, lambda: None))
+        if rank > 0 and more.get("late_trainers"):
+            _publish_late(trainer.engines._publisher, more["late_trainers"])
+        if rank == 0 and more.get("snapshots") == "new weights":
+            _take_snapshots_at_new_weights(trainer, prepared, found)
         weights = {}
         for number in range(steps):
             weights[trainer.actor.learner.updates] = _copy_of(trainer)
@@ -132,12 +139,34 @@ def _train(
             found.validated.append({} if record.validation is None else record.validation.metrics)
             flight = getattr(trainer.rollouts, "_flight", None)
             found.in_flight.append([] if flight is None else [group.draw for group in flight.groups])
-            if more.get("snapshots") and rank == 0:
+            if more.get("snapshots") is True and rank == 0:
                 found.left.append(_unfinished_in(trainer.rollouts.files(), prepared))
         trainer.close(7)
         if more.get("score"):
             found.scored = _score_segments(trainer, found.groups, weights)
     return found
+
+
+def _publish_late(publisher: Any, seconds: float) -> None:
+    publish = publisher.publish
+
+    def later() -> float:
+        time.sleep(seconds)
+        return publish()
+
+    publisher.publish = later
+
+
+def _take_snapshots_at_new_weights(trainer: Any, prepared: PreparedRun[Any], found: Run) -> None:
+    """Before the engines can have taken them."""
+    send = trainer.engines._connection.send
+
+    def send_and_look(message: Any) -> None:
+        send(message)
+        if isinstance(message, NewWeights) and trainer.rollouts._begun:
+            found.left.append(_unfinished_in(trainer.rollouts.files(), prepared))
+
+    trainer.engines._connection.send = send_and_look
 
 
 def _copy_of(trainer: Any) -> list[dict[str, torch.Tensor]]:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from rlmath.config.schema import SelectionConfig, StagesConfig, ValidationConfig
+from rlmath.config.schema import RewardConfig, SelectionConfig, StagesConfig, ValidationConfig
 from tests.distributed import partial_rollout_cases as cases
 from tests.distributed.async_cases import LEARNS, layout_of, run, with_engines
 from tests.distributed.partial_rollout_cases import LONGEST, PER_STEP
@@ -136,8 +136,31 @@ def test_an_engine_that_asks_late_gets_the_version_and_not_what_has_been_learned
         assert max(abs(a - b) for a, b in zip(sampled, scored, strict=True)) <= 1e-5
 
 
-def test_finish_interrupts_nothing(ranks: RankPool, model: Path, tmp_path: Path) -> None:
-    (found,) = train(ranks, 2, model, tmp_path, 6, with_engines(on_new_weights="finish"))
+def test_weights_that_learned_nothing_are_published_like_others(
+    ranks: RankPool, model: Path, tmp_path: Path
+) -> None:
+    """Their version is that of the step before, which one of two training ranks still has."""
+    selection = SelectionConfig(dynamic_sampling="accuracy", max_extra_prompts=0)
+    nothing = {"selection": selection, "reward": RewardConfig(function="tests.reward_by_hash:wrong")}
+    found = train(ranks, 3, model, tmp_path, 6, with_engines(), late_trainers=0.3, **nothing)
+    assert [metrics["selection/groups_learned"] for metrics in found[0].metrics] == [0] * 6
+
+
+def test_no_engine_begins_more_sequences_than_it_is_told(
+    ranks: RankPool, model: Path, tmp_path: Path
+) -> None:
+    """Groups of two: where one of two places is free, nothing begins."""
+    (found,) = train(ranks, 2, model, tmp_path, 4, with_engines(max_concurrent_sequences=2))
+    running = [metrics["rollout/sequences_running"] for metrics in found.metrics[1:]]
+    assert 1 < max(running) <= 2
+
+
+def test_finish_interrupts_nothing_and_a_save_does_not_wait_for_running_completions(
+    ranks: RankPool, model: Path, tmp_path: Path
+) -> None:
+    rollout = with_engines(on_new_weights="finish")
+    (found,) = train(ranks, 2, model, tmp_path, 6, rollout, snapshots="new weights")
+    assert max(found.left) > 0
     assert all(len(c.segments) == 1 for step in found.groups for group in step for c in group.completions)
     assert sum(metrics.get("rollout/interrupted_sequences", 0) for metrics in found.metrics) == 0
 

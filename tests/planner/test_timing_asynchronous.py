@@ -27,7 +27,7 @@ from rlmath.models.hf_config import required_shape
 from rlmath.planner.asynchronous import EngineCosts, Overlap, places_of, transfer_work
 from rlmath.planner.lengths import Batch, Lengths, lengths_with_mean
 from rlmath.planner.machines import Cluster, machine_of
-from rlmath.planner.partial_rollouts import Carried, read_again_work, tokens_of_an_engine_step
+from rlmath.planner.partial_rollouts import Carried, prefill_again_work, tokens_of_an_engine_step
 from rlmath.planner.published import RECIPES
 from rlmath.planner.rollout import play, rollout_of, running_length, sampled_once, sampling_work, slots_of
 from rlmath.planner.splits import asynchronous
@@ -333,7 +333,7 @@ def test_a_running_completion_of_ten_tokens_is_half_done():
     found = tiny_plan(config, batch=alike)
     assert found.overlap is not None
     carried = Carried(1, 5.0, 100 / 3)
-    again = read_again_work(config, TINY, GPU, TWO_NODES, 6.0, carried)
+    again = prefill_again_work(config, TINY, GPU, TWO_NODES, 6.0, carried)
     steps = 11 / tokens_of_an_engine_step(config, GPU)
     again += Work(memory=weights(), decode_steps=1).times(steps)
     expected, got = again.times(found.overlap.running), found.work["again"]

@@ -34,7 +34,7 @@ from rlmath.planner.partial_rollouts import (
     partial_rollout_of,
     play_rounds,
     play_slices,
-    read_again_work,
+    prefill_again_work,
     steady_state,
 )
 from rlmath.planner.rollout import Rollout, Sampled, rollout_of, sampled_once, sampling_work
@@ -84,8 +84,8 @@ def test_without_staleness_slices_cost_only_what_they_prefill_again():
     found, waited = carried(config), whole(config)
     assert found.carry is not None and found.carry.rounds == 3 and found.carry.staleness == 0
     assert (found.slots, found.requests, found.steps, found.tail_steps) == (8, 8, 10, 10)
-    again = read_again_work(config, TINY, GPU, ONE_ENGINE, 6.0, Carried(16, 8 * 12, 8 * (16 + 64)))
-    assert found.carry.read_again == 96
+    again = prefill_again_work(config, TINY, GPU, ONE_ENGINE, 6.0, Carried(16, 8 * 12, 8 * (16 + 64)))
+    assert found.carry.prefilled_again == 96
     assert found.work.flops == pytest.approx(waited.work.flops + again.flops)
     assert found.work.memory == pytest.approx(waited.work.memory + again.memory)
     assert found.work.tokens == pytest.approx(waited.work.tokens + (CARRIED_TOKEN + OWN_CARRIED_TOKEN) * 96)
@@ -96,7 +96,7 @@ def test_every_rank_joins_all_slices_and_an_engine_lays_out_its_own_requests():
     config = carrying(slice_tokens=4, groups=4, staleness=0)
     engines = Cluster(MACHINE, 1, 2)
     found, waited = carried(config, cluster=engines), whole(config, cluster=engines)
-    assert found.carry is not None and found.carry.read_again == 48
+    assert found.carry is not None and found.carry.prefilled_again == 48
     host = CARRIED_TOKEN * 96 + OWN_CARRIED_TOKEN * 48
     assert found.work.tokens == pytest.approx(waited.work.tokens + host)
 
@@ -152,12 +152,12 @@ def test_requests_begin_when_a_place_is_free():
 def test_work_of_prefilling_two_completions_again():
     """They have 3 and 5 tokens behind a prompt of 6."""
     again = Carried(count=2, tokens=8, squares=9 + 25)
-    work = read_again_work(CONFIG, TINY, GPU, ONE_ENGINE, 6.0, again)
+    work = prefill_again_work(CONFIG, TINY, GPU, ONE_ENGINE, 6.0, again)
     assert work.flops == pytest.approx(20 * 4 * LAYER_FLOPS + (81 + 121) * PAIR_FLOPS)
     # Norms 4 x 8, query, key and value twice 24, three times 16 of the feed-forward network; written and read, 2 bytes.
     assert work.memory == 20 * 4 * (32 + 48 + 48) * 2 * 2
     two = replace(CONFIG, rollout=replace(CONFIG.rollout, tensor_parallel=2))
-    split = read_again_work(two, TINY, GPU, Cluster(MACHINE, 1, 2), 6.0, again)
+    split = prefill_again_work(two, TINY, GPU, Cluster(MACHINE, 1, 2), 6.0, again)
     assert split.flops == pytest.approx(work.flops / 2)
     assert split.node == pytest.approx(20 * 8 * 2 * 2 * 4)  # hidden size, bytes, two sums in each of 4 layers
     assert split.messages == 0, "its engine steps have them"
@@ -272,7 +272,7 @@ def test_more_engines_make_no_round_shorter_than_its_slices():
     assert steps == sorted(steps, reverse=True) and steps[-1] == pytest.approx(2000, rel=0.02)
     for one, engines in zip(found, (1, 4, 16, 64), strict=True):
         assert one.steps * one.slots >= MANY.sequences * MIXED.mean / engines * 0.99
-        assert one.carry is not None and one.carry.read_again * engines == pytest.approx(
+        assert one.carry is not None and one.carry.prefilled_again * engines == pytest.approx(
             state_of(2000, 4, 3).carried.tokens
         )
 

@@ -128,7 +128,7 @@ def test_one_node_waits_faster_than_it_carries():
     assert 0 < wait.seconds["rollout"] - carry.seconds["rollout"] < carry.seconds["logprobs"]
     short = carry_of(tails_of(recipe("1.5b_n1.yaml", "rollout.max_staleness=7"), 1))
     assert short.rollout.carry is not None and carry.rollout.carry is not None
-    assert short.rollout.carry.read_again > 6 * carry.rollout.carry.read_again
+    assert short.rollout.carry.prefilled_again > 6 * carry.rollout.carry.prefilled_again
     assert short.step_seconds > 1.05 * carry.step_seconds, "it prefills more again"
 
 

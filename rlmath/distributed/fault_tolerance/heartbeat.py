@@ -2,7 +2,8 @@
 
     main thread   sets the phase, its progress, its failure: plain attributes, never waits for the network
     beat thread   once a second, over a connection of its own to torchrun's key-value store: writes this rank's status,
-                  reads the status of the next ranks in the ring, and the failure of the run if there is one
+                  reads the status of the next ranks in the ring, and the failure of the run if there is one; passes a
+                  request to stop on to rank 0
     watch thread  checks that the beat thread gets answers, and that the launcher is alive
 
 The rank that detects a failure (a rank that died, raised or stopped beating; no progress on any rank) writes it to the
@@ -35,7 +36,7 @@ from rlmath.config.schema import RunConfig
 from rlmath.distributed.collectives import broadcast_from_rank_zero, new_secret
 from rlmath.distributed.fault_tolerance import failure as failures
 from rlmath.distributed.fault_tolerance.failure import Failure, RankStatus, Shutdown, first_line
-from rlmath.distributed.fault_tolerance.preemption import LAUNCHER_ENDED, StopRequest, under_torchrun
+from rlmath.distributed.fault_tolerance.preemption import LAUNCHER_ENDED, REASONS, StopRequest, under_torchrun
 from rlmath.distributed.ranks import this_rank
 from rlmath.distributed.signed_store import SignedStore, record_of
 
@@ -51,6 +52,7 @@ PEER_SECONDS = 3.0
 REPORT_SECONDS = 10.0
 """How long a rank that failed waits until its failure is in the store."""
 FAILURE_KEY = "failure"
+STOP_KEY, DONE_KEY = "stop", "done"
 FOREIGN = "foreign"
 """What is read in place of a value that no rank has written."""
 
@@ -188,11 +190,26 @@ class Heartbeat:
         self._slowest_answer = max(self._slowest_answer, time.perf_counter() - asked)
         if failure is not None:
             self._end(failure)
+        self._share_stop()
         for rank in self._ring:
             self._check_neighbour(rank, passed)
         self._check_progress(passed)
         self._beats += 1
         self._unanswered = 0.0
+
+    def _share_stop(self) -> None:
+        """A request to stop that any rank got is rank 0's, too: ranks that have only engines are not asked after a step.
+        They learn from rank 0 that all is saved."""
+        stop = self._stop
+        if self._rank == 0:
+            if stop.requested is None and (reason := self._store.get(STOP_KEY)) in REASONS[1:]:
+                stop.request(reason)
+            if stop.is_done:
+                self._store.set(DONE_KEY, True)
+        elif stop.requested is not None and not stop.is_done:
+            self._store.set(STOP_KEY, stop.requested)
+            if self._store.get(DONE_KEY) is True:
+                stop.done()
 
     def _check_neighbour(self, rank: int, passed: float) -> None:
         before = self._seen.get(rank)

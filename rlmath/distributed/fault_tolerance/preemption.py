@@ -49,6 +49,8 @@ class StopRequest:
         self._leads_other_node = rank != 0 and os.environ.get("LOCAL_RANK") == "0"
         """Ctrl-C may have been pressed there: it logs so, which only rank 0 does else."""
         self._requested: str | None = None
+        self._interrupted = False
+        """Whether Ctrl-C was pressed, and this process had no request before."""
         self._asked, self._done = threading.Event(), threading.Event()
         self.in_steps = False
         """Whether steps have begun in this process; before that there is nothing new to save."""
@@ -74,10 +76,16 @@ class StopRequest:
         """Everything is saved, or there was nothing to save: the deadline no longer applies."""
         self._done.set()
 
+    @property
+    def is_done(self) -> bool:
+        return self._done.is_set()
+
     def _arrived(self, number: int) -> None:
         # torchrun sends SIGINT at the first Ctrl-C, and SIGTERM at the second.
-        if self._requested == INTERRUPT and number in (signal.SIGINT, signal.SIGTERM):
+        if self._interrupted and number in (signal.SIGINT, signal.SIGTERM):
             self._end_at_once()
+        # Another rank's request may have come before this rank's own signal: that is no second Ctrl-C.
+        self._interrupted = number == signal.SIGINT and self._requested in (None, INTERRUPT)
         self.request(INTERRUPT if number == signal.SIGINT else signal.Signals(number).name)
 
     def _enforce_deadline(self) -> None:

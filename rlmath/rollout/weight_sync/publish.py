@@ -1,11 +1,13 @@
 """New weights for engines on ranks of their own: trainers publish a version, and every engine takes it when it can.
 
-    trainer   publish(version): copies its parameters, tells nobody, trains on
+    trainer   publish(): copies its parameters, tells nobody, trains on
               its thread serves one engine after the other from that copy
-    engine    take(version): draws a turn, asks all trainers, receives its parts in rounds, writes them in place
+    engine    take(): draws a turn, asks all trainers, receives its parts in rounds, writes them in place
 
 Trainers serve engines in the order of their turns, which is the same on all of them: two engines that wait for each
-other's senders cannot happen. A version is published when all engines have the one before.
+other's senders cannot happen. Weights are published when all engines have those before, and every engine takes all that
+are published, so that both sides count them alike. (Versions would not do: where a step learned nothing, the next one
+publishes the same.)
 
 The plan (`reshard_plan.plan_own_ranks`) is the same for every engine but for its ranks. Buckets travel over the bridge,
 through the memory of the hosts.
@@ -37,12 +39,13 @@ HOST = torch.device("cpu")
 
 @dataclass(frozen=True)
 class WeightsWanted:
-    """An engine asks a training rank for a version."""
+    """An engine asks a training rank for the weights that were published last."""
 
     turn: int
     """Engines are served in the order of their turns, counted from 0 over the whole start."""
     engine: int
-    version: int
+    publication: int
+    """Counted from 1 over the whole start."""
 
 
 def plan_of_engines(
@@ -58,7 +61,7 @@ def plan_of_engines(
 
 
 class WeightPublisher:
-    """Of one training rank: holds the published version, and sends it to the engines that ask for it."""
+    """Of one training rank: holds the published weights, and sends them to the engines that ask for them."""
 
     def __init__(
         self,
@@ -81,17 +84,17 @@ class WeightPublisher:
         self._mesh, self._device, self._dtype, self._bridge = mesh, device, dtype, bridge
         self._bytes = plan.bytes_sent(mesh.rank) * mesh.num_engines
         self._runs: dict[int, list[Run]] = {}
-        self._wanted = mailbox.box(WeightsWanted)
-        self._version: int | None = None
+        self._mailbox, self._wanted = mailbox, mailbox.box(WeightsWanted)
+        self._published = 0
         self._to_serve = 0
         self._changed = threading.Condition()
         self._error: BaseException | None = None
         threading.Thread(target=self._serve, name="publish-weights", daemon=True).start()
 
     @torch.no_grad()
-    def publish(self, version: int) -> float:
-        """Take a copy of the parameters as this version, once all engines have the one before; how long that took to
-        wait for (seconds). Raises what the thread raised."""
+    def publish(self) -> float:
+        """Take a copy of the parameters, once all engines have the one before; how long that took to wait for (seconds).
+        RuntimeError where the thread has failed."""
         started = time.perf_counter()
         with self._changed:
             self._changed.wait_for(lambda: self._to_serve == 0 or self._error is not None)
@@ -101,7 +104,8 @@ class WeightPublisher:
             for name, source in self._sources.items():
                 self._copies[name].copy_(source, non_blocking=True)
             synchronize(self._device)
-            self._version, self._to_serve = version, self._mesh.num_engines
+            self._published += 1
+            self._to_serve = self._mesh.num_engines
             self._changed.notify_all()
         return waited
 
@@ -111,7 +115,7 @@ class WeightPublisher:
 
     @property
     def bytes_sent(self) -> int:
-        """What this rank sends of a version to all engines (bytes)."""
+        """What this rank sends at a publication to all engines (bytes)."""
         return self._bytes
 
     def _serve(self) -> None:
@@ -122,11 +126,12 @@ class WeightPublisher:
                 while turn not in waiting:
                     wanted = self._wanted.get()
                     if wanted is None:
+                        self._mailbox.raise_if_lost()
                         return
                     waiting[wanted.message.turn] = wanted.message
                 wanted = waiting.pop(turn)
                 with self._changed:
-                    self._changed.wait_for(lambda version=wanted.version: self._version == version)
+                    self._changed.wait_for(lambda number=wanted.publication: self._published == number)
                 self._send(wanted.engine)
                 turn += 1
                 with self._changed:
@@ -155,7 +160,7 @@ class WeightPublisher:
 
 
 class WeightReceiver:
-    """Of one rank of an engine: writes a published version into the engine's weights."""
+    """Of one rank of an engine: writes published weights into the engine's."""
 
     def __init__(
         self,
@@ -182,14 +187,16 @@ class WeightReceiver:
         ):
             rows[copy.target_parameter] = max(rows.get(copy.target_parameter, 0), copy.target_row + copy.rows)
         self._planned_rows = rows
+        self._taken = 0
         self.bytes_received = plan.bytes_received(self._rank)
 
     @torch.no_grad()
-    def take(self, version: int) -> float:
-        """All of the engine's weights become those of a published version; seconds. All ranks of the engine call it."""
+    def take(self) -> float:
+        """All of the engine's weights become those of the next publication; seconds. All ranks of the engine call it."""
         started = time.perf_counter()
+        self._taken += 1
         if self._mailbox is not None:
-            wanted = WeightsWanted(self._store.fetch_add("turns"), self._mesh.engine_index, version)
+            wanted = WeightsWanted(self._store.fetch_add("turns"), self._mesh.engine_index, self._taken)
             for rank in range(self._bridge.training_ranks):
                 self._mailbox.send(rank, wanted)
         synchronize(self._device)  # what still computes with the old ones

@@ -35,17 +35,19 @@ def elements(copies: Sequence[Copy]) -> int:
     return sum(copy.elements for copy in copies)
 
 
-Exchange = Callable[[Sequence[tuple[int, Tensor]], Sequence[tuple[int, Tensor]]], list[dist.Work]]
+Waits = list[Callable[[], object]]
+"""Each waits for one operation."""
+Exchange = Callable[[Sequence[tuple[int, Tensor]], Sequence[tuple[int, Tensor]]], Waits]
 """Starts sends and receives, each with the rank at the other end."""
 
 
 def exchange_in_world(
     sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]]
-) -> list[dist.Work]:
+) -> Waits:
     """Over the default process group, in one group of operations."""
     operations = [dist.P2POp(dist.isend, tensor, rank) for rank, tensor in sends]
     operations += [dist.P2POp(dist.irecv, tensor, rank) for rank, tensor in receives]
-    return dist.batch_isend_irecv(operations) if operations else []
+    return [work.wait for work in dist.batch_isend_irecv(operations)] if operations else []
 
 
 class Messages:
@@ -65,7 +67,7 @@ class Messages:
         most_received = max(sum(map(elements, r.receives.values())) for r in rounds)
         self._out = [torch.empty(most_sent, dtype=dtype, device=at) for _ in range(2)]
         self._in = [torch.empty(most_received, dtype=dtype, device=at) for _ in range(2)]
-        self._works: dict[int, tuple[list[dist.Work], dict[int, Tensor]]] = {}
+        self._under_way: dict[int, tuple[Waits, dict[int, Tensor]]] = {}
 
     def start(self, number: int) -> None:
         turn, round_ = number % 2, self._rounds[number]
@@ -74,12 +76,12 @@ class Messages:
             self._pack(copies, bucket)
             sends.append((peer, bucket))
         receives = [(peer, bucket) for peer, _, bucket in _segments(round_.receives, self._in[turn])]
-        self._works[number] = (self._exchange(sends, receives), dict(receives))
+        self._under_way[number] = (self._exchange(sends, receives), dict(receives))
 
     def finish(self, number: int) -> dict[int, Tensor]:
-        works, arrived = self._works.pop(number)
-        for work in works:
-            work.wait()
+        waits, arrived = self._under_way.pop(number)
+        for wait in waits:
+            wait()
         return arrived
 
     def close(self) -> None:

@@ -396,6 +396,11 @@ def _asynchronous_problems(config: Config) -> Iterator[str]:
     elif rollout.max_staleness > 0:
         got = f"rollout.ranks is {rollout.ranks} and rollout.max_staleness {rollout.max_staleness}"
         yield from _old_token_problems(config.algorithm, got)
+    if rollout.max_concurrent_sequences is not None and rollout.max_concurrent_sequences < rollout.group_size:
+        yield (
+            f"rollout.max_concurrent_sequences is {rollout.max_concurrent_sequences} and rollout.group_size "
+            f"{rollout.group_size}: an engine begins whole groups. Set it to {rollout.group_size} or more."
+        )
     if config.sync.checksum_every > 0:
         yield (
             f"sync.checksum_every is {config.sync.checksum_every} and rollout.ranks {rollout.ranks}: when an engine on "

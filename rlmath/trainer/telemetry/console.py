@@ -42,8 +42,8 @@ STEP_LINE_METRICS = {
     "rollout/response_length": ("len", ".0f"),
     "no_eos_ratio": ("cut", ".2f"),
     "rollout/staleness": ("stale", ".2f"),
-    "rollout/trainer_busy_share": ("busy", ".2f"),
-    "rollout/engine_busy_share": ("engines", ".2f"),
+    "rollout/trainer_busy_share": ("trainers busy", ".2f"),
+    "rollout/engine_busy_share": ("engines busy", ".2f"),
     "rollout/groups_in_flight": ("flight", ".0f"),
     "rollout/deferred_groups": ("deferred", ".0f"),
 }

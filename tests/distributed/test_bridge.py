@@ -1,0 +1,48 @@
+"""Messages between ranks that train and ranks of engines: where one is lost, the others do not wait for it."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+
+import pytest
+
+from tests.programs import ENVIRONMENT, REPOSITORY
+
+RANKS, SECONDS = 4, 90
+SENT = str([(rank, number) for rank in (2, 3) for number in range(3)])
+
+
+def printed_by_ranks(dies: bool, **environment: str) -> list[str]:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    module = "tests.distributed.bridge_program"
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-m", module, str(rank), str(port), str(int(dies))],
+            cwd=REPOSITORY,
+            env=ENVIRONMENT | environment,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(RANKS)
+    ]
+    try:
+        return [rank.communicate(timeout=SECONDS)[0] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+
+
+@pytest.mark.parametrize("lazily", [{}, {"TORCH_GLOO_LAZY_INIT": "1"}], ids=["connected", "lazily"])
+def test_messages_come_in_order_however_long_they_take(lazily: dict[str, str]) -> None:
+    """Lazily: as in a run of many ranks."""
+    trainers, engines = [f"received {SENT}\n"] * 2, ["received []\n"] * 2
+    assert printed_by_ranks(dies=False, **lazily) == trainers + engines
+
+
+def test_a_rank_that_dies_is_an_error_of_those_that_wait_for_its_messages() -> None:
+    printed = printed_by_ranks(dies=True)
+    assert all(f"rank {rank} lost" in printed[rank] for rank in (0, 1)), printed
