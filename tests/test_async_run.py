@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -90,9 +91,10 @@ def test_a_killed_engine_is_named_and_every_prompt_is_learned_once_by_whichever_
         assert_all_gone(everyone)
     assert "rank 1" in told(output, 1, 4) and read_exit_status(output).status != 0
     with running(arithmetic, output, 2, 7) as process:
-        process.terminate()
+        ranks_of(process.pid)["2"].terminate()  # as where only the engines' node is taken away
         assert process.wait(END_SECONDS) != 0
     assert read_exit_status(output).status == SAVED_AND_STOPPED, told(output, 2, 7)
+    assert "SIGTERM: the run saves after this step and stops" in told(output, 2, 7)
     checkpoint = max((output / "checkpoints").iterdir())
     assert (checkpoint / FLIGHT).stat().st_size > 4000, "nothing was in flight"
     with running(arithmetic, output, 1, STEPS) as process:
@@ -101,6 +103,29 @@ def test_a_killed_engine_is_named_and_every_prompt_is_learned_once_by_whichever_
     assert_learned_once(output)
     assert max(row["rollout/staleness_max"] for row in rows_of(output)) <= 3
     assert sum(row.get("rollout/interrupted_sequences", 0) for row in rows_of(output)) > 0
+
+
+def test_what_is_saved_while_validation_runs_is_resumed(arithmetic: Path, tmp_path: Path) -> None:
+    """The engines have sampled with the weights that the run would go on with."""
+    output = tmp_path / "run"
+    validated = (
+        "save.ckpt_freq_steps=100",
+        f"validation.paths=[{arithmetic}/data/train.jsonl]",
+        "validation.every_steps=4",
+        "validation.before_training=false",
+        "validation.batch_size=1",
+        "validation.max_new_tokens=96",
+    )
+    with running(arithmetic, output, 1, 4, *validated) as process:
+        time.sleep(2)  # some batches
+        ranks_of(process.pid)["1"].terminate()
+        assert process.wait(END_SECONDS) != 0
+    assert read_exit_status(output).status == SAVED_AND_STOPPED, told(output, 1, 4)
+    assert "The validation after step 4 is broken off by SIGTERM" in told(output, 1, 4)
+    assert max((output / "checkpoints").iterdir()).name.endswith("4")
+    with running(arithmetic, output, 1, STEPS) as process:
+        assert process.wait(END_SECONDS) == 0, told(output, 1, STEPS)
+    assert_learned_once(output)
 
 
 @pytest.mark.full

@@ -148,8 +148,9 @@ class Mailbox:
         self._reader.start()
 
     def box(self, kind: type) -> queue.SimpleQueue[Envelope | None]:
-        """A queue of its own for all messages of a kind, for another thread; None where a partner is lost. Call it before
-        the first one may come."""
+        """A queue of its own for all messages of a kind, for another thread; None comes where a partner is lost. Call
+        it before the first one may come."""
+        self.raise_if_lost()
         return self._boxes.setdefault(kind, queue.SimpleQueue())
 
     def send(self, rank: int, message: Any) -> None:
@@ -192,7 +193,9 @@ class Mailbox:
     def raise_if_lost(self) -> None:
         """RuntimeError where a partner is lost."""
         if self._error is not None:
-            raise RuntimeError(f"rank {self._bridge.rank} lost the ranks {self._partners} of the other world: {self._error}")
+            raise RuntimeError(
+                f"rank {self._bridge.rank} lost the ranks {self._partners} of the other world: {self._error}"
+            )
 
     def _wait_for_oldest(self) -> None:
         works, size = self._unsent.popleft()

@@ -412,8 +412,8 @@ class GenerationLoop:
     # ------------------------------------------------------------ groups
 
     def _begin_groups(self) -> None:
-        """Begin as many groups as have a place; first those of an earlier start, then draws. An engine leaves the others
-        their share of what is admitted."""
+        """Begin as many groups as have a place; first those of an earlier start, then draws. An engine leaves the
+        others their share of what is admitted."""
         if self._pending is not None:
             return
         while self._unfinished and self._free() >= self._free_for_a_group:

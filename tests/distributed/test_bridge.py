@@ -10,6 +10,8 @@ import pytest
 
 from tests.programs import ENVIRONMENT, REPOSITORY
 
+pytestmark = pytest.mark.distributed
+
 RANKS, SECONDS = 4, 90
 SENT = str([(rank, number) for rank in (2, 3) for number in range(3)])
 

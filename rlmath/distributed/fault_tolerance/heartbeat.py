@@ -198,8 +198,8 @@ class Heartbeat:
         self._unanswered = 0.0
 
     def _share_stop(self) -> None:
-        """A request to stop that any rank got is rank 0's, too: ranks that have only engines are not asked after a step.
-        They learn from rank 0 that all is saved."""
+        """A request to stop that any rank got is rank 0's, too: ranks that have only engines are not asked after a
+        step. They learn from rank 0 that all is saved."""
         stop = self._stop
         if self._rank == 0:
             if stop.requested is None and (reason := self._store.get(STOP_KEY)) in REASONS[1:]:

@@ -93,8 +93,8 @@ class WeightPublisher:
 
     @torch.no_grad()
     def publish(self) -> float:
-        """Take a copy of the parameters, once all engines have the one before; how long that took to wait for (seconds).
-        RuntimeError where the thread has failed."""
+        """Take a copy of the parameters, once all engines have the one before; how long that took to wait for
+        (seconds). RuntimeError where the thread has failed."""
         started = time.perf_counter()
         with self._changed:
             self._changed.wait_for(lambda: self._to_serve == 0 or self._error is not None)
@@ -192,7 +192,8 @@ class WeightReceiver:
 
     @torch.no_grad()
     def take(self) -> float:
-        """All of the engine's weights become those of the next publication; seconds. All ranks of the engine call it."""
+        """All of the engine's weights become those of the next publication; how long that took (seconds). All ranks of
+        the engine call it."""
         started = time.perf_counter()
         self._taken += 1
         if self._mailbox is not None:

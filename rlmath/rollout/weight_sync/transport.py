@@ -41,9 +41,7 @@ Exchange = Callable[[Sequence[tuple[int, Tensor]], Sequence[tuple[int, Tensor]]]
 """Starts sends and receives, each with the rank at the other end."""
 
 
-def exchange_in_world(
-    sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]]
-) -> Waits:
+def exchange_in_world(sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]]) -> Waits:
     """Over the default process group, in one group of operations."""
     operations = [dist.P2POp(dist.isend, tensor, rank) for rank, tensor in sends]
     operations += [dist.P2POp(dist.irecv, tensor, rank) for rank, tensor in receives]

@@ -300,6 +300,10 @@ def test_asynchronous_runs_that_can_start(overrides: list[str]) -> None:
         ),
         ([*OWN_RANKS, "parallel.tensor=2"], "does not divide the 1 rank that trains"),
         (["rollout.ranks=2"], "none is left to train"),
+        (
+            [*OWN_RANKS, "rollout.max_concurrent_sequences=7", "rollout.group_size=8"],
+            "an engine begins whole groups. Set it to 8 or more.",
+        ),
     ],
 )
 def test_asynchronous_runs_that_would_be_wrong(overrides: list[str], told: str) -> None:
