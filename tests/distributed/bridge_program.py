@@ -1,6 +1,7 @@
 """One rank of a run with two worlds, two ranks each: bridge_program.py RANK PORT DIES
 
-Ranks 2 and 3 send messages to 0 and 1. With DIES 1 rank 3 ends in the middle, and the others print what they raise.
+Ranks 2 and 3 send messages to 0 and 1; rank 3 closes its mailbox long after rank 2 has ended. With DIES 1 it ends in the
+middle, and the others print what they raise.
 """
 
 from __future__ import annotations
@@ -29,12 +30,13 @@ try:
     time.sleep(2 * TIMEOUT_SECONDS)  # messages may be as far apart as the heartbeat lets them
     while bridge.trains and len(found) < 2 * MESSAGES:
         found += [one.message for one in mailbox.receive(1.0)]
+    if rank == 3:
+        time.sleep(TIMEOUT_SECONDS)
     mailbox.close()
     print("received", sorted(found), flush=True)
 except RuntimeError as error:
     print("raised", error, flush=True)
     os._exit(1)
-store.add("ended", 1)
-while rank == 0 and store.add("ended", 0) < 4:  # it has the store
-    time.sleep(0.05)
+if rank == 0:
+    time.sleep(TIMEOUT_SECONDS)  # it has the store
 os._exit(0)
