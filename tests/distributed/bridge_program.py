@@ -1,7 +1,7 @@
 """One rank of a run with two worlds, two ranks each: bridge_program.py RANK PORT DIES
 
-Ranks 2 and 3 send messages to 0 and 1; rank 3 closes its mailbox long after rank 2 has ended. With DIES 1 it ends in the
-middle, and the others print what they raise.
+Ranks 2 and 3 send messages to 0 and 1; rank 3 closes its mailbox long after rank 2 has ended. With DIES 1 it ends in
+the middle, and the others print what they raise.
 """
 
 from __future__ import annotations
