@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,6 +13,7 @@ import pytest
 
 from rlmath.checkpoint.flight import FLIGHT
 from rlmath.distributed.fault_tolerance.exit_codes import FILE_NAME, SAVED_AND_STOPPED, read_exit_status
+from rlmath.trainer.telemetry.console import LOG_FILE
 from tests.programs import ENVIRONMENT, REPOSITORY, TRAIN, end_family, family, small_run, torchrun_command
 from tests.selection import matrix
 from tests.test_failures import END_SECONDS, assert_all_gone, ranks_of, rows_of, wait_for
@@ -117,7 +117,7 @@ def test_what_is_saved_while_validation_runs_is_resumed(arithmetic: Path, tmp_pa
         "validation.max_new_tokens=96",
     )
     with running(arithmetic, output, 1, 4, *validated) as process:
-        time.sleep(2)  # some batches
+        wait_for(lambda: "The validation after step 4 begins" in (output / LOG_FILE).read_text())
         ranks_of(process.pid)["1"].terminate()
         assert process.wait(END_SECONDS) != 0
     assert read_exit_status(output).status == SAVED_AND_STOPPED, told(output, 1, 4)

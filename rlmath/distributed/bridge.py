@@ -38,6 +38,7 @@ from rlmath.distributed.device import (
     init_process_group,
     let_gloo_connect_lazily,
 )
+from rlmath.distributed.fault_tolerance.failure import may_be_caused_by_peer
 
 T = TypeVar("T")
 
@@ -57,6 +58,10 @@ class Envelope(NamedTuple):
     message: Any
     arrived_at: float
     """By the monotonic clock of the rank that received it (seconds)."""
+
+
+class UnreadableMessageError(Exception):
+    """What has arrived is no message of ours."""
 
 
 class Bridge:
@@ -132,8 +137,11 @@ def open_worlds(device: Device, timeout_seconds: float, store: dist.Store, engin
 
 
 class Mailbox:
-    """The messages of one rank to and from some others. `close` is a collective of them. Where one of them is lost, all
-    methods raise RuntimeError."""
+    """The messages of one rank to and from some others. `close` is a collective of them.
+
+    Where a message breaks off all methods raise RuntimeError, and UnreadableMessageError where one cannot be read. A
+    partner that ends between two messages is not noticed here: the heartbeat finds it.
+    """
 
     def __init__(self, bridge: Bridge, partners: Sequence[int]) -> None:
         """`partners`: the ranks that it exchanges messages with; each of them has this rank among its own."""
@@ -142,16 +150,17 @@ class Mailbox:
         self._boxes: dict[type, queue.SimpleQueue[Envelope | None]] = {}
         self._unsent: deque[tuple[list[dist.Work], int]] = deque()
         self._unsent_bytes = 0
-        self._lock = threading.Lock()
+        self._lock, self._box_lock = threading.Lock(), threading.Lock()
         self._error: BaseException | None = None
         self._reader = threading.Thread(target=self._read, name="mailbox", daemon=True)
         self._reader.start()
 
     def box(self, kind: type) -> queue.SimpleQueue[Envelope | None]:
-        """A queue of its own for all messages of a kind, for another thread; None comes where a partner is lost. Call
+        """A queue of its own for all messages of a kind, for another thread; None comes where no more can be read. Call
         it before the first one may come."""
-        self.raise_if_lost()
-        return self._boxes.setdefault(kind, queue.SimpleQueue())
+        with self._box_lock:
+            self.raise_if_lost()
+            return self._boxes.setdefault(kind, queue.SimpleQueue())
 
     def send(self, rank: int, message: Any) -> None:
         """Send a message to one of the partners. From any thread."""
@@ -191,11 +200,14 @@ class Mailbox:
         self.raise_if_lost()
 
     def raise_if_lost(self) -> None:
-        """RuntimeError where a partner is lost."""
-        if self._error is not None:
-            raise RuntimeError(
-                f"rank {self._bridge.rank} lost the ranks {self._partners} of the other world: {self._error}"
-            )
+        """What ended the reading of messages, if something has."""
+        error, rank = self._error, self._bridge.rank
+        if error is None:
+            return
+        if may_be_caused_by_peer(error):
+            text = f"rank {rank} lost one of the ranks {self._partners} of the other world: {error}"
+            raise RuntimeError(text) from error
+        raise UnreadableMessageError(f"rank {rank} could not read a message: {error!r}") from error
 
     def _wait_for_oldest(self) -> None:
         works, size = self._unsent.popleft()
@@ -207,9 +219,10 @@ class Mailbox:
         try:
             self._read_until_all_have_closed()
         except BaseException as error:  # of any kind: the callers' threads raise it
-            self._error = error
-            for box in self._boxes.values():
-                box.put(None)
+            with self._box_lock:
+                self._error = error
+                for box in self._boxes.values():
+                    box.put(None)
 
     def _read_until_all_have_closed(self) -> None:
         group, closed = self._bridge._group, 0

@@ -275,17 +275,18 @@ class GenerationLoop:
         """Sample until the trainers end the run; its exit status. `on_weights` gets the step, counted from 0, of every
         version that is taken."""
         self._on_weights = on_weights
-        while self._status is None:
+        while True:
             if self._steps % STEPS_BETWEEN_MESSAGES == 0 or not self._running.busy:
                 self._queue += self._share(self._read_messages())
                 self._handle_messages()
+                if self._status is not None:
+                    return self._status
                 self._begin_groups()
             if self._running.busy:
                 self._step()
             elif self._pending is not None:
                 self._take_weights(self._pending)
             self._finish_scored()
-        return self._status
 
     def _share(self, mine: list[Any]) -> list[Any]:
         """What the leader holds, on all ranks of the engine."""

@@ -430,8 +430,8 @@ def end_diverged(
 ) -> int:
     """Log that the run ends in step `step`, counted from 1, since its policy has diverged, and what is left; its exit
     status. Nothing is saved but what is being written."""
-    stop.done()
     checkpointer.finish()
+    stop.done()
     if trainer.mesh.rank == 0:
         left = "no checkpoint is from before that"
         try:
@@ -455,8 +455,8 @@ def end_without_rewards(
 ) -> int:
     """Save the steps before `step`, counted from 1, which has no rewards to learn from, and log why the run ends; its
     exit status."""
-    stop.done()
     checkpointer.save_to_stop(step - 1)
+    stop.done()
     if trainer.mesh.rank == 0:
         saved = f"step {step - 1} is saved, and " if step > 1 and checkpointer.newest == step - 1 else ""
         text = f"ended in step {step}, of which nothing was learned: {error}"

@@ -92,6 +92,7 @@ class Validator:
         if not self.due(step):
             return None
         started, metrics = time.perf_counter(), {}
+        logger.debug("The validation after step %d begins", step)
         with self.timers.phase("validation"):
             for file in self.files:
                 groups = self._sample(file)

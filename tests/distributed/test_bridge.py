@@ -16,14 +16,14 @@ RANKS, SECONDS = 4, 90
 SENT = str([(rank, number) for rank in (2, 3) for number in range(3)])
 
 
-def printed_by_ranks(dies: bool, **environment: str) -> list[str]:
+def printed_by_ranks(behaviour: str, **environment: str) -> list[str]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     module = "tests.distributed.bridge_program"
     ranks = [
         subprocess.Popen(
-            [sys.executable, "-m", module, str(rank), str(port), str(int(dies))],
+            [sys.executable, "-m", module, str(rank), str(port), behaviour],
             cwd=REPOSITORY,
             env=ENVIRONMENT | environment,
             stdout=subprocess.PIPE,
@@ -42,9 +42,12 @@ def printed_by_ranks(dies: bool, **environment: str) -> list[str]:
 def test_messages_come_in_order_however_long_they_take(lazily: dict[str, str]) -> None:
     """Lazily: as in a run of many ranks."""
     trainers, engines = [f"received {SENT}\n"] * 2, ["received []\n"] * 2
-    assert printed_by_ranks(dies=False, **lazily) == trainers + engines
+    assert printed_by_ranks("closes", **lazily) == trainers + engines
 
 
-def test_a_rank_that_dies_is_an_error_of_those_that_wait_for_its_messages() -> None:
-    printed = printed_by_ranks(dies=True)
-    assert all(printed[rank].startswith("raised") for rank in (0, 1)), printed
+@pytest.mark.parametrize(
+    ("behaviour", "error"), [("breaks off", "RuntimeError"), ("unreadable", "UnreadableMessageError")]
+)
+def test_what_is_no_whole_message_is_an_error_of_every_method(behaviour: str, error: str) -> None:
+    expected = f"receive {error}; send {error}; close {error}; "
+    assert printed_by_ranks(behaviour)[:2] == [expected] * 2

@@ -178,6 +178,8 @@ class Heartbeat:
                 logger.warning("rank %d could not check its neighbours: %s", self._rank, error)
             self._wake.wait(BEAT_SECONDS)
         try:
+            if self._rank == 0 and self._stop.is_done:
+                self._store.set(DONE_KEY, True)  # it may have ended since the last beat
             self._store.set(f"status/{self._rank}", asdict(replace(self._status(), left=True)))
         except RuntimeError as error:
             logger.debug("the store ended before this rank: %s", error)

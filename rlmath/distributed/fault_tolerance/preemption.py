@@ -50,7 +50,7 @@ class StopRequest:
         """Ctrl-C may have been pressed there: it logs so, which only rank 0 does else."""
         self._requested: str | None = None
         self._interrupted = False
-        """Whether Ctrl-C was pressed, and this process had no request before."""
+        """Whether Ctrl-C reached this process while nothing else had requested a stop."""
         self._asked, self._done = threading.Event(), threading.Event()
         self.in_steps = False
         """Whether steps have begun in this process; before that there is nothing new to save."""
@@ -85,7 +85,8 @@ class StopRequest:
         if self._interrupted and number in (signal.SIGINT, signal.SIGTERM):
             self._end_at_once()
         # Another rank's request may have come before this rank's own signal: that is no second Ctrl-C.
-        self._interrupted = number == signal.SIGINT and self._requested in (None, INTERRUPT)
+        if number == signal.SIGINT and self._requested in (None, INTERRUPT):
+            self._interrupted = True
         self.request(INTERRUPT if number == signal.SIGINT else signal.Signals(number).name)
 
     def _enforce_deadline(self) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 
 from rlmath.distributed.fault_tolerance.exit_codes import ExitStatus, read_exit_status
-from tests.programs import ENVIRONMENT, REPOSITORY
+from tests.programs import ENVIRONMENT, REPOSITORY, family
 
 START_SECONDS = 90.0
 SIGNALS = "--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
@@ -55,14 +55,13 @@ class Run:
         return status
 
     def family(self) -> list[psutil.Process]:
-        """What the launcher has started, and the ranks also where it was killed and is not their parent any more."""
-        with contextlib.suppress(psutil.NoSuchProcess):
-            return psutil.Process(self.launcher.pid).children(recursive=True)
-        ranks = []
+        """What the launcher has started, and the ranks: one that was killed is not their parent any more, also while it
+        is still listed."""
+        found = set(family(self.launcher.pid))
         for path in self.folder.glob("pid-*"):
             with contextlib.suppress(psutil.NoSuchProcess):
-                ranks.append(psutil.Process(int(path.read_text())))
-        return ranks
+                found.add(psutil.Process(int(path.read_text())))
+        return list(found)
 
 
 @contextmanager

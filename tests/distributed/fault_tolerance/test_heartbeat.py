@@ -178,5 +178,25 @@ def test_a_rank_that_left_and_ended_since_its_status_was_read_has_not_died(
     assert not heartbeat._has_died(read)
 
 
+def test_a_request_of_another_rank_reaches_rank_zero_which_tells_at_its_end_that_all_is_saved(
+    lonely: tuple[Heartbeat, dist.TCPStore], tmp_path: Path
+) -> None:
+    sent: list[object] = []
+    stops = [StopRequest(60.0, str(tmp_path), rank) for rank in (0, 1)]
+    first, second = (
+        Heartbeat(lonely[0]._settings, rank, 2, str(tmp_path), stops[rank], broadcast)
+        for rank, broadcast in enumerate((lambda mine: sent.append(mine) or mine, lambda mine: sent.pop(0)))
+    )
+    stops[1].request("SIGTERM")
+    for heartbeat in (second, first, second):
+        heartbeat._exchange(1.0)
+    assert stops[0].requested == "SIGTERM" and not stops[1].is_done
+    with first:
+        wait_for(lambda: first._beats == 2)
+        stops[0].done()  # and ends before its next beat
+    second._exchange(1.0)
+    assert stops[1].is_done
+
+
 def alive(pid: int) -> bool:
     return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE

@@ -132,6 +132,39 @@ def test_a_second_control_c_after_all_is_saved_keeps_the_exit_status(tmp_path: P
     assert read_exit_status(tmp_path) == ExitStatus(SAVED_AND_STOPPED, "after step 3")
 
 
+ARRIVALS = """
+import signal, sys
+from rlmath.distributed.fault_tolerance.preemption import INTERRUPT, StopRequest
+stop = StopRequest(60.0, sys.argv[1], 0)
+for arrival in sys.argv[2:]:
+    if arrival == "another rank's":
+        stop.request(INTERRUPT)
+    else:
+        stop._arrived(signal.Signals[arrival])
+print("saves", flush=True)
+"""
+
+
+@pytest.mark.parametrize(
+    ("arrivals", "saves"),
+    [
+        (("SIGINT", "SIGUSR1"), True),
+        (("SIGUSR1", "SIGINT", "SIGTERM"), True),
+        (("another rank's", "SIGINT"), True),
+        (("another rank's", "SIGINT", "SIGTERM"), False),
+        (("SIGINT", "SIGUSR1", "SIGINT"), False),
+    ],
+)
+def test_only_a_second_control_c_of_this_process_ends_it_at_once(
+    tmp_path: Path, arrivals: tuple[str, ...], saves: bool
+) -> None:
+    command = [sys.executable, "-c", ARRIVALS, str(tmp_path), *arrivals]
+    ended = subprocess.run(
+        command, cwd=REPOSITORY, env=ENVIRONMENT, capture_output=True, text=True, timeout=50
+    )
+    assert (ended.returncode, ended.stdout) == ((0, "saves\n") if saves else (FAILURE, ""))
+
+
 INTERRUPTED_TWICE = """
 import os, signal, sys, time
 from rlmath.distributed.fault_tolerance.preemption import StopRequest
