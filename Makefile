@@ -25,7 +25,7 @@ PURE = rlmath/config rlmath/algorithms rlmath/data rlmath/rewards
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .PHONY: configs docs launch megatron_patches requirements rlmath tests tools \
-	help demo test test-matrix test-full test-slurm test-megatron-next lint format clean python venv venv-next venv-lint
+	help demo test test-matrix test-full test-slurm test-megatron-next test-gpu-lock lint format clean python venv venv-next venv-lint
 
 help: ## say what there is
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 28
@@ -49,11 +49,15 @@ test-slurm: venv ## run the tests on a Slurm of their own, which root on Debian 
 test-megatron-next: venv-next ## run the parity tests against the Megatron-Core of the GPU lock
 	.venv-next/bin/python -m pytest -m parity $(ARGS)
 
+test-gpu-lock: venv ## read the GPU lock's wheels (330 MB, once): have they what the GPU path uses?
+	.venv/bin/python tools/gpu_lock.py
+
 lint: venv venv-lint ## check format, rules, the pure packages' types and the Dockerfile
 	.venv-lint/bin/ruff format --check .
 	.venv-lint/bin/ruff check .
 	.venv-lint/bin/basedpyright --pythonpath .venv/bin/python $(wildcard $(PURE))
 	.venv-lint/bin/hadolint Dockerfile
+	.venv/bin/python tools/gpu_lock.py --only-names
 
 format: venv-lint ## format the code and fix what can be fixed
 	.venv-lint/bin/ruff format .
@@ -64,7 +68,7 @@ configs docs launch megatron_patches requirements rlmath tests tools:
 	@echo "make $@: there is no such target; make help names those that there are" >&2; exit 2
 
 clean: ## remove environments, caches and the demo's output
-	rm -rf .venv .venv-next .venv-lint .venv*.lock .pytest_cache .ruff_cache .hypothesis *.egg-info outputs/demo
+	rm -rf .venv .venv-next .venv-lint .venv*.lock .pytest_cache .ruff_cache .hypothesis .gpu-lock *.egg-info outputs/demo
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The environments. tools/install.py does nothing where one is current.

@@ -40,8 +40,11 @@ class _Linear(torch.autograd.Function):
         grad_output_buffer: list[Tensor] | None,
         wgrad_deferral_limit: int | None,
         group: dist.ProcessGroup,
+        *weight_shards: int,
     ) -> Tensor:
-        assert not gradient_accumulation_fusion and grad_output_buffer is None
+        """`weight_shards`: 1, which 0.19 adds, where a weight is whole."""
+        assert not gradient_accumulation_fusion and grad_output_buffer is None and set(weight_shards) <= {1}
+        ctx.more = (None,) * len(weight_shards)
         ctx.save_for_backward(x, weight_NK)
         ctx.has_bias, ctx.group = bias_N is not None, group
         ctx.sums_gradient, ctx.sequence_parallel = allreduce_dgrad, sequence_parallel
@@ -64,7 +67,7 @@ class _Linear(torch.autograd.Function):
         grad_bias_N = grad_TN.sum(0) if ctx.has_bias else None
         if ctx.sequence_parallel or ctx.sums_gradient:
             waiting.wait()
-        return grad_x, grad_weight_NK, grad_bias_N, None, None, None, None, None, None
+        return grad_x, grad_weight_NK, grad_bias_N, None, None, None, None, None, None, *ctx.more
 
 
 class _FrozenLinear(layers.LinearWithFrozenWeight):

@@ -1,8 +1,8 @@
 """Shapes of messages between pipeline stages, from the packs instead of messages of their own.
 
 Patches `P2PCommunicator._communicate_shapes` (megatron-core 0.16 and 0.19), which sends the shape of every tensor ahead
-of it and waits for the whole device twice. With one model chunk a stage, tensors of both directions arrive in the order
-of the micro-batches, so that a count is enough. It can go once Megatron takes shapes by micro-batch.
+of it and waits for the whole device twice. Tensors of each direction arrive in the order of Megatron's schedule, so
+that a count is enough. It can go once Megatron takes shapes by micro-batch.
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ Shape = tuple[int, ...]
 
 
 @contextmanager
-def known_shapes(shapes: Sequence[Shape]) -> Iterator[None]:
-    """While it is open, Megatron's schedule without interleaving sends no shapes; `shapes` are those of the hidden
-    states of every micro-batch, and of their gradients."""
-    forward, backward = iter(shapes), iter(shapes)
+def known_shapes(hidden_states: Sequence[Shape], gradients: Sequence[Shape]) -> Iterator[None]:
+    """While it is open, Megatron's schedules send no shapes; given are those of the hidden states that this stage
+    receives from the one before, and of the gradients from the one behind, each in their order. RuntimeError at its end
+    where others have come."""
+    forward, backward = iter(hidden_states), iter(gradients)
 
     def shapes_to_receive(
         communicator: P2PCommunicator,
@@ -35,5 +36,9 @@ def known_shapes(shapes: Sequence[Shape]) -> Iterator[None]:
     P2PCommunicator._communicate_shapes = shapes_to_receive
     try:
         yield
+        if (left := sum(1 for one in (forward, backward) for _ in one)) > 0:
+            raise RuntimeError(
+                f"{left} hidden states or gradients between stages were expected and did not come"
+            )
     finally:
         P2PCommunicator._communicate_shapes = theirs

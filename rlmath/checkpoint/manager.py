@@ -25,6 +25,7 @@ from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
 from megatron.core.dist_checkpointing.mapping import CheckpointingException, is_main_replica
+from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
 from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 from torch.distributed.checkpoint import CheckpointException
@@ -232,18 +233,13 @@ class CheckpointManager:
         return collectives.first_error(error)
 
     def _plan(self, save: _InFlight, state: dict[str, Any]) -> list[Any]:
-        """Let Megatron plan which rank writes what; returns what this rank writes."""
+        """Let Megatron plan which rank writes what; returns what this rank writes. Not by its `save`, which writes on
+        rank 0 between collectives: a full disk must not leave the other ranks waiting."""
         strategy = _Strategy("torch_dist", 1, thread_count=1)
         group = parallel_state.get_data_parallel_group(with_context_parallel=True)
         shared = FullyParallelSaveStrategyWrapper(strategy, group)
-        with checkpointing.common_part_left_out():
-            request = dist_checkpointing.save(
-                state,
-                str(save.partial / STATE),
-                shared,
-                validate_access_integrity=False,  # the sharing does it
-                async_sharded_save=True,
-            )
+        sharded, _ = save_preprocess(state, validate_access_integrity=False)  # the sharing does it
+        request = checkpointing.start_save(shared, sharded, str(save.partial / STATE))
         save.files, save.metadata = strategy.planned
         return request.async_fn_args[1] if request.async_fn is not None else []
 

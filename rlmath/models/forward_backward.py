@@ -22,6 +22,7 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.distributed import finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.pipeline_parallel.schedules import get_schedule_table
 from megatron.core.utils import get_attr_wrapped_model, get_model_config
 from torch import Tensor
 
@@ -84,7 +85,7 @@ class ForwardBackward:
             get_model_config(self.chunks[0]).finalize_model_grads_func = self._finalize_gradients
         self._busy_until = None
         started = time.perf_counter()
-        with self._known_shapes(batches):
+        with self._known_shapes(batches, forward_only):
             results = get_forward_backward_func()(
                 forward_step_func=partial(self._forward_step, on_logits, forward_only),
                 data_iterator=[iter(numbered) for _ in self.chunks],
@@ -98,19 +99,29 @@ class ForwardBackward:
         self._busy_seconds += (self._busy_until or self._now()) - started
         return results
 
-    def _known_shapes(self, batches: Sequence[MicroBatch]) -> AbstractContextManager[None]:
+    def _known_shapes(
+        self, batches: Sequence[MicroBatch], forward_only: bool
+    ) -> AbstractContextManager[None]:
         """Every stage has all packs, and so knows the shape of every message between stages."""
-        if self.mesh.pipeline == 1 or self.mesh.virtual_pipeline > 1:
-            return nullcontext()  # with several chunks, messages come in the order of Megatron's schedule
+        mesh = self.mesh
+        if mesh.pipeline == 1:
+            return nullcontext()
         config = get_model_config(self.chunks[0])
-        shared = self.mesh.tensor if config.sequence_parallel else 1
+        shared = mesh.tensor if config.sequence_parallel else 1
         shapes = []
         for batch in batches:
             tokens = len(batch.token_ids_T)
-            if self.mesh.context > 1:
+            if mesh.context > 1:
                 tokens = self._split(batch).source_CN.shape[1]
             shapes.append((tokens // shared, 1, config.hidden_size))
-        return p2p_shapes.known_shapes(shapes)
+        # Which micro-batches pass through which of this stage's chunks, in their order.
+        chunks, group = mesh.virtual_pipeline, config.microbatch_group_size_per_vp_stage or mesh.pipeline
+        passes = get_schedule_table(len(batches), chunks, group)
+        begins = 0 if mesh.pipeline_rank == 0 else None
+        ends = chunks - 1 if mesh.is_last_stage else None
+        hidden_states = [shapes[number] for number, chunk in passes if chunk != begins]
+        gradients = [shapes[number] for number, chunk in passes if chunk != ends and not forward_only]
+        return p2p_shapes.known_shapes(hidden_states, gradients)
 
     def pop_busy_seconds(self) -> float:
         """Seconds of forward and backward passes since the last call, up to the reduction of gradients: the time of

@@ -152,7 +152,7 @@ def transformer_config(
         **_stage_layout(mesh, parallel),
         sequence_parallel=parallel.sequence and mesh.tensor > 1,
         **_expert_layout(shape, mesh, device),
-        # Packs differ in length. Shapes of messages are known where a stage has one chunk (`known_shapes`), else sent.
+        # Packs differ in length; `ForwardBackward` knows the shapes of all messages, so that none is sent.
         variable_seq_lengths=mesh.pipeline > 1,
         calculate_per_token_loss=True,
         use_cpu_initialization=is_cpu,

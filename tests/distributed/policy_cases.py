@@ -241,7 +241,7 @@ def update_with_shapes(
 
     P2PCommunicator._communicate_shapes = counted
     if exchanged:
-        p2p_shapes.known_shapes = lambda shapes: nullcontext()
+        p2p_shapes.known_shapes = lambda *shapes: nullcontext()
     try:
         return update(folder, case, samples), len(sent)
     finally:

@@ -173,7 +173,11 @@ def test_an_overlapped_reduction_gives_the_same_bits(ranks: RankPool, tied_model
 
 @pytest.mark.parametrize(
     "case",
-    [Case(pipeline=2, max_tokens=64), Case(tensor=2, pipeline=2, sequence=True, max_tokens=64)],
+    [
+        Case(pipeline=2, max_tokens=64),
+        Case(tensor=2, pipeline=2, sequence=True, max_tokens=64),
+        Case(pipeline=2, virtual_pipeline=2, max_tokens=64),
+    ],
     ids=str,
 )
 def test_stages_know_the_shapes_of_their_messages(ranks: RankPool, untied_model: Path, case: Case) -> None:

@@ -18,7 +18,7 @@ from tests.distributed.test_parity import assert_close_together
 from tests.selection import keeping, matrix
 from tests.tiny_models import make_samples
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.parity, pytest.mark.distributed]
 
 SAMPLES = make_samples(12, seed=4, longest=40)
 

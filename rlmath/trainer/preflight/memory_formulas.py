@@ -159,7 +159,9 @@ def backward_bytes(shape: ModelShape, work: StageWork, policy: PolicyConfig) -> 
     received = hidden if work.pipelined else 0
     moments = [others + deepest + size * (2 * _units(shape, work) + hidden + received)]
     if work.has_head:
-        own = max(LOGPROB_SCRATCH_BYTES[work.device_kind], matrix + size * shape.hidden_size)
+        # Beside Transformer Engine it is added to its buffer by the product itself (`_dummy_gradient_bytes`).
+        head_gradient = matrix if work.local_layers else 0
+        own = max(LOGPROB_SCRATCH_BYTES[work.device_kind], head_gradient + size * shape.hidden_size)
         moments.append(others + kept + final_norm + logits + own + 2 * size * received)
     if work.has_embedding:
         moments.append(others + matrix + size * hidden)
@@ -203,8 +205,11 @@ def forward_bytes(shape: ModelShape, work: StageWork) -> PassBytes:
 
 
 def gather_bytes(shape: ModelShape, work: StageWork) -> int:
-    """Megatron's buffer for hidden states gathered over tensor-parallel ranks; with sequence parallelism, for good."""
-    return work.tokens * shape.hidden_size * work.itemsize if work.sequence else 0
+    """Megatron's buffer for hidden states gathered over tensor-parallel ranks; with sequence parallelism, for good.
+    Transformer Engine's layers have none; the head is Megatron's own."""
+    if not work.sequence or not (work.local_layers or work.has_head):
+        return 0
+    return work.tokens * shape.hidden_size * work.itemsize
 
 
 def _logits_bytes(shape: ModelShape, work: StageWork) -> int:

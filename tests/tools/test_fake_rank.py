@@ -1,0 +1,74 @@
+"""A rank of a GPU run on fake tensors holds what the plan says, whatever the layout."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from tests.programs import ENVIRONMENT, REPOSITORY, run
+from tests.selection import matrix
+
+PASS_TOLERANCE = 0.02
+"""Of what a phase holds in all, between the plan and the count."""
+
+
+def counted(config: str, ranks: int, rank: int, *settings: str) -> dict[tuple[str, str], tuple[int, int]]:
+    """(planned, counted) bytes by phase and part."""
+    command = ["tools/fake_rank.py", "--config", config, "--ranks", str(ranks), "--rank", str(rank), "--json"]
+    rows = [json.loads(line) for line in run(*command, *settings).stdout.splitlines() if line.startswith("{")]
+    return {(row["phase"], row["part"]): (row["planned"], row["counted"]) for row in rows}
+
+
+@matrix
+@pytest.mark.parametrize(
+    ("config", "ranks", "rank", "settings"),
+    [
+        pytest.param("configs/areal/32b_n16.yaml", 128, 96, (), id="32B, last of four stages"),
+        pytest.param(
+            "configs/areal/7b_n4.yaml",
+            512,
+            256,
+            (
+                "parallel.data=null",
+                "parallel.tensor=2",
+                "parallel.pipeline=2",
+                "parallel.virtual_pipeline=2",
+                "parallel.sequence=true",
+                "policy.recompute_granularity=selective",
+                "policy.recompute_method=null",
+                "policy.recompute_num_layers=null",
+            ),
+            id="7B, last of two stages with two chunks each",
+        ),
+    ],
+)
+def test_a_rank_holds_what_the_plan_says(
+    config: str, ranks: int, rank: int, settings: tuple[str, ...]
+) -> None:
+    found = counted(config, ranks, rank, *settings)
+    for part in ("parameters", "gradients", "optimizer", "dummy_gradients", "gather_buffer"):
+        planned, measured = found["update", part]
+        assert measured == pytest.approx(planned, rel=1e-3), part
+    for phase in ("logprobs", "update"):
+        planned, measured = found[phase, "all"]
+        assert measured == pytest.approx(planned, rel=PASS_TOLERANCE), phase
+
+
+def test_a_rank_that_a_run_has_not_is_refused() -> None:
+    command = [
+        sys.executable,
+        "tools/fake_rank.py",
+        "--config",
+        "configs/areal/7b_n4.yaml",
+        "--ranks",
+        "32",
+        "--rank",
+        "40",
+    ]
+    done = subprocess.run(
+        command, cwd=REPOSITORY, env=ENVIRONMENT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 2 and "--rank is 40; needed: 0 to 31" in done.stderr

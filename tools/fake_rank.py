@@ -1,0 +1,285 @@
+"""What a rank of a GPU run holds, counted without one: the real Megatron-Core on fake tensors, beside the memory plan.
+
+python tools/fake_rank.py --config configs/areal/32b_n16.yaml --ranks 128 --rank 96 [--json]
+
+The rank's actor and reference are built in one process, whatever the number of ranks, and it computes log-probs, those
+of the reference, and a minibatch through the pipeline's schedule with its optimizer step. Every line has a phase, a
+part of it, what the plan says and what was counted (GiB). Transformer Engine's layers are stand-ins
+(tools/fake_cuda.py); with policy.transformer_impl=local all layers are real. Of the model only config.json is read.
+
+It exits with 1 where a phase differs from the plan by more than --tolerance, and with 2 for a mistake in the settings.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import sys
+from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+os.environ["TORCHDYNAMO_DISABLE"] = "1"
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+
+from rlmath.algorithms.types import MicroBatch, Sample
+from rlmath.config.length_curriculum import with_longest_lengths
+from rlmath.config.load import load_config, make_parser
+from rlmath.config.model_shape import ModelShape
+from rlmath.config.schema import Config
+from rlmath.config.terminal import escape_terminal
+from rlmath.data.packing import pack
+from rlmath.distributed.device import Device
+from rlmath.distributed.mesh import Mesh
+from rlmath.trainer.preflight.memory_estimate import MemoryPlan, Target, mesh_of, plan_rank, training_ranks
+from rlmath.trainer.preflight.parallelism import ranks_or_least
+from tools import fake_cuda
+from tools.plan_memory import MISTAKE, NOT_NEEDED, checked_shape
+
+GIB = 2**30
+DIFFERS = 1
+GPU_BYTES = 80 * GIB
+"""Of a GPU that nothing is refused for."""
+PARTS_OF_A_PASS = ("activations", "logits", "working")
+ENGINE_PARTS = ("engine_weights", "engine_workspace", "kv_cache", "sync_buffers")
+
+
+@dataclass(frozen=True)
+class Row:
+    """A part of a phase (bytes)."""
+
+    phase: str
+    part: str
+    planned: int
+    counted: int
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit status 0 where the plan holds."""
+    escape_terminal()
+    parser = make_parser("Count what a rank of a GPU run holds, on fake tensors.")
+    parser.add_argument(
+        "--ranks", type=int, help="ranks of the run; without it those of parallel.data, else the least"
+    )
+    parser.add_argument("--rank", type=int, default=0, help="the rank that is counted (default 0)")
+    parser.add_argument("--tolerance", type=float, default=0.02, help="of a phase's sum (default 0.02)")
+    parser.add_argument("--json", action="store_true", help="one JSON object for each line, in bytes")
+    given = parser.parse_intermixed_args(argv)
+    try:
+        config = load_config(given.config, given.overrides, stand_ins=NOT_NEEDED)
+        ranks = ranks_or_least(config, given.ranks)
+        shape = checked_shape(config, ranks)
+        trainers = training_ranks(config, ranks)
+        if not 0 <= given.rank < trainers:
+            raise ValueError(f"--rank is {given.rank}; needed: 0 to {trainers - 1}, a rank that trains")
+        config = with_longest_lengths(config)
+        mesh = mesh_of(config, ranks, given.rank)
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return MISTAKE
+    plan = plan_rank(
+        config, shape, mesh, Target("cuda", "GPU", GPU_BYTES, config.policy.transformer_impl == "local")
+    )
+    rows = compare(plan, count(config, shape, mesh))
+    for row in rows:
+        print(json.dumps(asdict(row)) if given.json else line(row))
+    sums = [row for row in rows if row.part == "all"]
+    return (
+        DIFFERS if any(abs(row.counted - row.planned) > given.tolerance * row.planned for row in sums) else 0
+    )
+
+
+def line(row: Row) -> str:
+    """Of a terminal."""
+    difference = (row.counted - row.planned) / row.planned if row.planned else 0.0
+    return f"{row.phase:<10} {row.part:<16} {row.planned / GIB:>9.3f} {row.counted / GIB:>9.3f} {difference:>+8.1%}"
+
+
+def compare(plan: MemoryPlan, counted: dict[str, dict[str, int]]) -> list[Row]:
+    """By phase: parts that stay, what the pass takes beside, and all."""
+    rows = []
+    for phase, parts in counted.items():
+        planned = {part: size for part, size in plan.phases[phase].items() if part not in ENGINE_PARTS}
+        planned["pass"] = sum(planned.pop(part, 0) for part in PARTS_OF_A_PASS)
+        rows += [Row(phase, part, planned.get(part, 0), size) for part, size in parts.items()]
+        rows.append(Row(phase, "all", sum(planned.values()), sum(parts.values())))
+    return rows
+
+
+# ---------------------------------------------------------------- counting
+
+
+def count(config: Config, shape: ModelShape, mesh: Mesh) -> dict[str, dict[str, int]]:
+    """By phase and part what the rank holds (bytes)."""
+    fake_cuda.join_fake_group(mesh.rank, mesh.world_size)
+    device = Device(
+        "cuda", torch.device("cpu"), "fake", torch.bfloat16, config.policy.transformer_impl == "local"
+    )
+    batches = full_batches(config, mesh)
+    patch_gpu_path(device)
+    if device.local_layers:
+        lay_out_really(shape)
+    from rlmath.models.build import build_actor, build_reference
+    from rlmath.models.megatron import start_megatron
+
+    memory = fake_cuda.FakeBytes()
+    with FakeTensorMode(allow_non_fake_inputs=True), memory:
+        start_megatron(mesh, device, 1, 1800)
+        actor = build_actor(config, shape, mesh, device, 10, (0,))
+        reference = None
+        if config.algorithm.kl_coef > 0:
+            reference = build_reference(config, shape, mesh, device, (0,))
+        learn = actor.learner.learn
+        learn(batches, None, None, True)  # Adam's state is there afterwards
+        gc.collect()
+        everything = resident(actor, reference)
+        parts = dict(everything)
+        if config.memory.offload_reference:
+            parts.pop("reference", None)
+        found = {}
+        with memory.most_beside() as most:
+            old = actor.forward_backward.logprobs(batches)
+        found["logprobs"] = parts | {"pass": most[0]}
+        of_reference = None
+        if reference is not None:
+            with memory.most_beside() as most:
+                of_reference = reference.logprobs(batches)
+            found["reference"] = everything | {"pass": most[0]}
+        with memory.most_beside() as most:
+            learn(batches, old, of_reference)
+        found["update"] = parts | {"pass": most[0]}
+    return found
+
+
+def resident(actor: Any, reference: Any) -> dict[str, int]:
+    """Bytes by part of what outlives a pass."""
+    from megatron.core.parallel_state import get_global_memory_buffer
+
+    from rlmath.models.offload import optimizer_tensors
+
+    parameters = [one for chunk in actor.chunks for one in chunk.parameters()]
+    gradients = [one.main_grad for one in parameters]
+    theirs = storages(parameters) | storages(gradients)
+    of_optimizer = {
+        key: size
+        for key, size in storages(optimizer_tensors(actor.learner.optimizer)).items()
+        if key not in theirs
+    }
+    parts = {
+        "parameters": sum(storages(parameters).values()),
+        "gradients": sum(storages(gradients).values()),
+        "optimizer": sum(of_optimizer.values()),
+    }
+    parts["gather_buffer"] = sum(storages(get_global_memory_buffer().buffer.values()).values())
+    parts["dummy_gradients"] = sum(storages(fake_cuda.dummy_gradients.values()).values())
+    if reference is not None:
+        held = storages(one for chunk in reference.chunks for one in chunk.parameters())
+        parts["reference"] = sum(held.values())
+    return parts
+
+
+def storages(tensors: Iterable[Tensor]) -> dict[int, int]:
+    """Bytes by storage."""
+    return {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}
+
+
+def full_batches(config: Config, mesh: Mesh) -> list[MicroBatch]:
+    """As many micro-batches as a stage may have in flight, each with all the tokens that the settings allow: four
+    segments of like length."""
+    tokens, segments = config.policy.max_tokens_per_microbatch, 4
+    length = tokens // segments
+    prompt = min(config.data.max_prompt_tokens, length // 2)
+    completion = length - prompt
+    sample = Sample((1,) * prompt, (2,) * completion, (-0.5,) * completion, 1.0)
+    multiple = mesh.tensor if config.parallel.sequence else 1
+    number = 2 * mesh.pipeline * mesh.virtual_pipeline
+    return [pack([sample] * segments, range(segments), multiple)] * number
+
+
+def patch_gpu_path(device: Device) -> None:
+    """Replace what CUDA, weights on disk and Transformer Engine would be needed for."""
+    import megatron.core.pipeline_parallel.p2p_communication as p2p
+    from megatron.core.distributed import param_and_grad_buffer
+    from megatron.core.fusions import fused_bias_swiglu
+    from megatron.core.models.common.embeddings import rope_utils
+    from megatron.core.tensor_parallel import layers
+    from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
+
+    import megatron_patches
+    from megatron_patches import linear
+    from rlmath.models import build, forward_backward, logprobs, megatron
+
+    fake_cuda.answer_for_values()
+    linear.patch = lambda: None
+    megatron_patches.apply("cpu")
+    param_and_grad_buffer._coalescing_manager = fake_cuda.coalesced
+    build.load_hf_weights = lambda *given: None
+    CudaRNGStatesTracker.fork = lambda tracker, *given: nullcontext()
+    megatron.GPTModel.to = lambda model, *given: model
+    logprobs.CHUNK_BYTES["cpu"] = logprobs.CHUNK_BYTES["cuda"]
+    forward_backward.finish_computation = lambda device: None
+    p2p._batched_p2p_ops = lambda **given: []
+    if device.local_layers:
+        return
+    layers.fused_weight_gradient_mlp_cuda, layers.HAVE_TE = fake_cuda.fused_kernels(), True
+    # Compiled on a GPU: nothing between their inputs and what they return.
+    fused_bias_swiglu.swiglu = lambda gate_up: torch.empty_like(gate_up.chunk(2, -1)[0])
+    fused_bias_swiglu.swiglu_back = lambda grad, gate_up: torch.empty_like(gate_up)
+    layers.get_dummy_wgrad = fake_cuda.dummy_gradient
+    layers._grad_accum_fusion_available = megatron._grad_accum_fusion_available = True
+    megatron.layer_spec = te_like_layers
+    configure = megatron.TransformerConfig
+    megatron.TransformerConfig = lambda **given: configure(**(given | {"apply_rope_fusion": False}))
+    rope_utils._apply_rotary_pos_emb_thd = fake_cuda.rotated
+
+
+def lay_out_really(shape: ModelShape) -> None:
+    """Where the segments of a pack lie depends on values: it is computed with real tensors."""
+    from rlmath.models import attention, forward_backward
+
+    frequencies = attention.rotary_frequencies(shape)
+    by_length = attention.PackedSequences.by_length
+
+    def pack_sequences(bounds: Tensor, longest: int, positions: Tensor, _: Tensor) -> attention.PackedSequences:
+        with unset_fake_temporarily():
+            return attention.pack_sequences(bounds, longest, positions, frequencies)
+
+    def by_real_length(packed: attention.PackedSequences, *heads: int) -> Any:
+        with unset_fake_temporarily():
+            return by_length(packed, *heads)
+
+    forward_backward.pack_sequences = pack_sequences
+    attention.PackedSequences.by_length = by_real_length
+
+
+def te_like_layers(config: Any, local_layers: bool, chunk: int | None) -> Any:
+    """As `models.megatron.layer_spec`, of the stand-ins."""
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.transformer.identity_op import IdentityOp
+    from megatron.core.transformer.transformer_block import (
+        TransformerBlockSubmodules,
+        get_num_layers_to_build,
+    )
+
+    layer = get_gpt_layer_local_spec(normalization="RMSNorm")
+    parts = layer.submodules
+    parts.input_layernorm = parts.pre_mlp_layernorm = IdentityOp
+    attention = parts.self_attention.submodules
+    attention.linear_qkv, attention.linear_proj = fake_cuda.NormLinear, fake_cuda.RowLinear
+    attention.core_attention = fake_cuda.Attention
+    mlp = parts.mlp.keywords["submodules"] if hasattr(parts.mlp, "keywords") else parts.mlp.submodules
+    mlp.linear_fc1, mlp.linear_fc2 = fake_cuda.NormLinear, fake_cuda.RowLinear
+    return TransformerBlockSubmodules(
+        layer_specs=[layer] * get_num_layers_to_build(config, vp_stage=chunk), layer_norm=fake_cuda.Norm
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

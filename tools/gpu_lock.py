@@ -1,0 +1,429 @@
+"""What our GPU path uses of vLLM, Megatron-Core and Transformer Engine, and whether the GPU lock's versions have it.
+
+python tools/gpu_lock.py                  # compare tests/gpu/uses.txt with the packages of requirements/gpu.txt
+python tools/gpu_lock.py --write          # write it anew, after the lock or our code changed; read the difference
+python tools/gpu_lock.py --only-names     # whether every use in our code is listed; needs no package
+
+The packages are read and never imported, so that neither CUDA nor Python 3.12 is needed: the lock's wheels, without
+what they depend on, are taken into --folder, where they stay (330 MB). `make test-gpu-lock` runs the first.
+
+Found in our code: names that are imported, attributes of imported modules and classes, and attributes of the objects in
+OBJECTS, which stand for what no annotation says. Listed with each: the signature of a function or class, defaults
+included; of other names that they are there. A renamed argument or another default is a difference.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import difflib
+import re
+import subprocess
+import sys
+import zipfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from rlmath.config.terminal import escape_terminal
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+LIST = REPOSITORY / "tests" / "gpu" / "uses.txt"
+LOCK = REPOSITORY / "requirements" / "gpu.txt"
+PACKAGES = {"vllm": "vllm", "megatron": "megatron-core", "transformer_engine": "transformer-engine"}
+"""By the name that is imported, the package of the lock that has it."""
+OUR_CODE = ("rlmath", "megatron_patches", "tests/gpu")
+CPU_ONLY = ("rlmath/rollout/cpu_worker.py",)
+"""Modules that only a CPU's engine imports."""
+DIFFERS = 1
+MISSING = "  IS NOT THERE"
+
+LLM = "vllm.LLM"
+ENGINE = "vllm.v1.engine.llm_engine.LLMEngine"
+CLIENT = "vllm.v1.engine.core_client.InprocClient"
+CORE = "vllm.v1.engine.core.EngineCore"
+SCHEDULER = "vllm.v1.core.sched.scheduler.Scheduler"
+WORKER = "vllm.v1.worker.gpu_worker.Worker"
+OBJECTS = {
+    "rlmath/rollout/engine.py": {
+        "llm": LLM,
+        "self._llm": LLM,
+        "engine": ENGINE,
+        "llm.llm_engine": ENGINE,
+        "llm.llm_engine.vllm_config": "vllm.config.VllmConfig",
+        "core": CLIENT,
+        "worker": WORKER,
+        "output": "vllm.outputs.RequestOutput",
+        "row[token]": "vllm.logprobs.Logprob",
+    },
+    "rlmath/rollout/engine_sleep.py": {
+        "llm": LLM,
+        "self._llm": LLM,
+        "engine": ENGINE,
+        "engine.output_processor": "vllm.v1.engine.output_processor.OutputProcessor",
+        "core": CLIENT,
+        "core.engine_core": CORE,
+        "core.engine_core.scheduler": SCHEDULER,
+        "worker": WORKER,
+        "worker.model_runner": "vllm.v1.worker.gpu.model_runner.GPUModelRunner",
+    },
+    "rlmath/rollout/sampling.py": {
+        "llm": LLM,
+        "self._engine": ENGINE,
+        "engine": ENGINE,
+        "llm.llm_engine": ENGINE,
+        "engine.input_processor": "vllm.v1.engine.input_processor.InputProcessor",
+        "self._core": CLIENT,
+        "self._core.engine_core": CORE,
+        "self._core.get_output()": "vllm.v1.engine.EngineCoreOutputs",
+        "self._scheduler": SCHEDULER,
+        "output": "vllm.v1.engine.EngineCoreOutput",
+        "output.new_logprobs": "vllm.v1.outputs.LogprobsLists",
+        "made": "vllm.v1.engine.EngineCoreRequest",
+        "checked": "vllm.v1.engine.EngineCoreRequest",
+        "made.sampling_params": "vllm.SamplingParams",
+    },
+}
+"""By our file, expressions in it, and the class of what they are on a GPU."""
+
+
+ENGINE_ARGUMENTS = "vllm.engine.arg_utils.EngineArgs"
+GIVES_ENGINE_ARGUMENTS = ("_device_arguments", "_gpu_arguments", "_open_llm", "__init__", "open_standalone")
+"""Functions of rlmath/rollout/engine.py whose dictionaries and keywords are arguments of vLLM's engine."""
+ENVIRONMENT = "vllm.envs"
+"""Has the variables that vLLM reads."""
+
+
+@dataclass(frozen=True, order=True)
+class Use:
+    """A name of a package, and our file that uses it."""
+
+    name: str
+    """`package.module.name`, or `package.module.Class.attribute`."""
+    where: str
+
+
+# ---------------------------------------------------------------- our code
+
+
+def uses_of_repository(root: Path = REPOSITORY) -> list[Use]:
+    """All uses, in order."""
+    found: set[Use] = set()
+    for folder in OUR_CODE:
+        for path in sorted((root / folder).rglob("*.py")):
+            where = str(path.relative_to(root))
+            if where not in CPU_ONLY:
+                found |= {Use(name, where) for name in names_used(path.read_text("utf-8"), where)}
+    return sorted(found)
+
+
+def names_used(source: str, where: str) -> set[str]:
+    """Names of the packages that a module of ours uses."""
+    tree = ast.parse(source)
+    imported, objects = _imported(tree), OBJECTS.get(where, {})
+    names = set(imported.values())
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Attribute):
+            continue
+        owner = ast.unparse(node.value)
+        if owner in imported:
+            names.add(f"{imported[owner]}.{node.attr}")
+        elif owner in objects:
+            names.add(f"{objects[owner]}.{node.attr}")
+    words = {
+        node.value
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    }
+    names |= {f"{ENVIRONMENT}.{word}" for word in words if re.fullmatch("VLLM_[A-Z0-9_]+", word)}
+    if where == "rlmath/rollout/engine.py":
+        names |= {f"{ENGINE_ARGUMENTS}.{name}" for name in _engine_arguments(tree)}
+    return names
+
+
+def _engine_arguments(tree: ast.Module) -> set[str]:
+    """Keys of dictionaries, but for those inside of others, and keywords of `LLM`."""
+    found = set()
+    for function in ast.walk(tree):
+        if not isinstance(function, ast.FunctionDef) or function.name not in GIVES_ENGINE_ARGUMENTS:
+            continue
+        nodes = list(ast.walk(function))
+        inner = {id(value) for node in nodes if isinstance(node, ast.Dict) for value in node.values}
+        for node in nodes:
+            if isinstance(node, ast.Dict) and id(node) not in inner:
+                found |= {key.value for key in node.keys if isinstance(key, ast.Constant)}
+            elif isinstance(node, ast.Subscript) and ast.unparse(node.value) == "arguments":
+                found.add(ast.literal_eval(node.slice))
+            elif isinstance(node, ast.Call) and ast.unparse(node.func) == "LLM":
+                found |= {keyword.arg for keyword in node.keywords if keyword.arg is not None}
+    return found
+
+
+def _imported(tree: ast.Module) -> dict[str, str]:
+    """By the name in a module of ours, that in the package."""
+    names = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] in PACKAGES:
+            names |= {one.asname or one.name: f"{node.module}.{one.name}" for one in node.names}
+        elif isinstance(node, ast.Import):
+            names |= {
+                one.asname or one.name: one.name for one in node.names if one.name.split(".")[0] in PACKAGES
+            }
+    return names
+
+
+# ---------------------------------------------------------------- the packages
+
+
+class Sources:
+    """The Python files of some packages, by path from the folder that is imported from."""
+
+    def __init__(self, files: Mapping[str, bytes]) -> None:
+        self._files = files
+        self.tree = cache(self._parse)
+
+    def _parse(self, module: str) -> ast.Module | None:
+        path = module.replace(".", "/")
+        content = self._files.get(f"{path}.py", self._files.get(f"{path}/__init__.py"))
+        return None if content is None else ast.parse(content)
+
+    def find(self, name: str) -> ast.AST | None:
+        """What `package.module.name` or `package.module.Class.attribute` is: a module, function, class or assignment;
+        None where it is not there."""
+        if (module := self.tree(name)) is not None:
+            return module
+        place, _, last = name.rpartition(".")
+        if not place:
+            return None
+        owner = self.find(place)
+        if isinstance(owner, ast.Module):
+            return self._in_module(place, last)
+        if isinstance(owner, ast.ClassDef):
+            return self._in_class(place, owner, last)
+        return None
+
+    def home(self, name: str) -> str:
+        """The module that defines what a module's name stands for, behind imports."""
+        place, _, last = name.rpartition(".")
+        tree = self.tree(place) if place else None
+        if tree is None:
+            return place
+        node = _bound(tree, last)
+        if isinstance(node, ast.ImportFrom):
+            return self.home(_target(node, last, place, self))
+        return place
+
+    def _in_module(self, module: str, name: str) -> ast.AST | None:
+        tree = self.tree(module)
+        assert tree is not None
+        node = _bound(tree, name)
+        if isinstance(node, ast.ImportFrom):
+            return self.find(_target(node, name, module, self))
+        return node
+
+    def _in_class(self, place: str, owner: ast.ClassDef, name: str) -> ast.AST | None:
+        for node in ast.walk(owner):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name == name:
+                return node
+            if isinstance(node, ast.Assign | ast.AnnAssign) and {name, f"self.{name}"} & set(_targets(node)):
+                return node
+        return next(
+            (node for base in self.bases(place, owner) if (node := self.find(f"{base}.{name}")) is not None),
+            None,
+        )
+
+    def bases(self, place: str, owner: ast.ClassDef) -> Iterator[str]:
+        """Names of the base classes that are in the packages."""
+        module = self.home(place)
+        for base in owner.bases:
+            name = f"{module}.{ast.unparse(base).partition('[')[0]}"
+            if isinstance(self.find(name), ast.ClassDef):
+                yield name
+
+    def signature(self, name: str) -> list[str] | None:
+        """A line for each argument of a function, or of what makes an object of a class; the line of another name, None
+        where it is not there."""
+        node = self.find(name)
+        if node is None:
+            return None
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            return _arguments(node.args)
+        if isinstance(node, ast.ClassDef):
+            return self._fields(name, node)
+        return [] if isinstance(node, ast.Module) else [ast.unparse(node).partition("\n")[0][:100]]
+
+    def _fields(self, name: str, node: ast.ClassDef) -> list[str]:
+        """The arguments of `__init__`, or the fields of a data class, those of its bases first."""
+        made = next(
+            (one for one in node.body if isinstance(one, ast.FunctionDef) and one.name == "__init__"), None
+        )
+        if made is not None:
+            return _arguments(made.args)
+        lines = [line for base in self.bases(name, node) for line in self._fields(base, self.find(base))]
+        is_data = node.decorator_list or node.keywords  # a data class, or one of msgspec's
+        own = [one for one in node.body if isinstance(one, ast.AnnAssign)] if is_data else []
+        return lines + [ast.unparse(one) for one in own]
+
+
+def _bound(tree: ast.Module, name: str) -> ast.AST | None:
+    """The node that binds a name in a module, also under a condition; the last one that is not an import counts."""
+    found = None
+    for node in _statements(tree.body):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) and node.name == name:
+            return node
+        if isinstance(node, ast.Assign | ast.AnnAssign) and name in _targets(node):
+            found = found or node
+        elif isinstance(node, ast.ImportFrom) and any(name == (one.asname or one.name) for one in node.names):
+            found = node
+    return found
+
+
+def _targets(node: ast.Assign | ast.AnnAssign) -> list[str]:
+    """What is assigned to, as it is written."""
+    return [ast.unparse(one) for one in (node.targets if isinstance(node, ast.Assign) else [node.target])]
+
+
+def _statements(body: Sequence[ast.stmt]) -> Iterator[ast.stmt]:
+    for node in body:
+        yield node
+        for part in ("body", "orelse", "finalbody"):
+            if isinstance(node, ast.If | ast.Try | ast.With):
+                yield from _statements(getattr(node, part, []))
+        for handler in getattr(node, "handlers", []):
+            yield from _statements(handler.body)
+
+
+def _target(node: ast.ImportFrom, name: str, module: str, sources: Sources) -> str:
+    """The full name behind an import in `module`."""
+    (real,) = (one.name for one in node.names if name == (one.asname or one.name))
+    if node.level == 0:
+        return f"{node.module}.{real}"
+    parts = module.split(".")
+    is_package = f"{module.replace('.', '/')}/__init__.py" in sources._files
+    parts = parts[: len(parts) - node.level + is_package]
+    return ".".join([*parts, *filter(None, [node.module]), real])
+
+
+def _arguments(arguments: ast.arguments) -> list[str]:
+    positional = [*arguments.posonlyargs, *arguments.args]
+    defaults = [None] * (len(positional) - len(arguments.defaults)) + list(arguments.defaults)
+    lines = [_argument(one, default) for one, default in zip(positional, defaults, strict=True)]
+    if arguments.vararg:
+        lines.append(f"*{arguments.vararg.arg}")
+    lines += [
+        _argument(one, default)
+        for one, default in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)
+    ]
+    if arguments.kwarg:
+        lines.append(f"**{arguments.kwarg.arg}")
+    return [line for line in lines if line not in ("self", "cls")]
+
+
+def _argument(one: ast.arg, default: ast.expr | None) -> str:
+    return one.arg if default is None else f"{one.arg} = {ast.unparse(default)}"
+
+
+# ---------------------------------------------------------------- the list
+
+
+def listed(uses: Sequence[Use], sources: Sources) -> str:
+    """The text of the list: a name and who uses it, then a line for each of its arguments."""
+    lines = []
+    for name in names_of(uses):
+        signature = sources.signature(name)
+        lines.append(line_of(name, uses) + (MISSING if signature is None else ""))
+        lines += [f"    {line}" for line in signature or []]
+    return "\n".join(lines) + "\n"
+
+
+def names_of(uses: Sequence[Use]) -> list[str]:
+    """Each once, in order."""
+    return sorted({use.name for use in uses})
+
+
+def line_of(name: str, uses: Sequence[Use]) -> str:
+    """The name, and our files that use it."""
+    return f"{name}  ({', '.join(use.where for use in uses if use.name == name)})"
+
+
+def names_listed(text: str) -> list[str]:
+    """The lines of the list without what the packages say: names and who uses them."""
+    return [line for line in text.splitlines() if not line.startswith("    ")]
+
+
+def lock_versions(text: str) -> dict[str, str]:
+    """Versions by package."""
+    pins = [
+        line.split("#")[0].strip().split("==") for line in text.splitlines() if "==" in line.split("#")[0]
+    ]
+    return {name: version for name, version in pins}
+
+
+def fetch(folder: Path) -> dict[str, bytes]:
+    """The Python files of the locked packages, whose wheels are taken into the folder once."""
+    versions, files = lock_versions(LOCK.read_text("utf-8")), {}
+    for package in PACKAGES.values():
+        pattern = f"{package.replace('-', '_')}-{versions[package]}-*.whl"
+        if not list(folder.glob(pattern)):
+            take(f"{package}=={versions[package]}", folder)
+        files |= python_files(next(folder.glob(pattern)))
+    return files
+
+
+def take(pin: str, folder: Path) -> None:
+    """Take a wheel of the package index for the lock's Python, without what it depends on."""
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary", ":all:"]
+    command += ["--python-version", "3.12", "--dest", str(folder)]
+    for kind in ("2_28", "2_24", "2_17"):
+        command += ["--platform", f"manylinux_{kind}_x86_64"]
+    subprocess.run([*command, pin], check=True)
+
+
+def python_files(wheel: Path) -> dict[str, bytes]:
+    """By path."""
+    with zipfile.ZipFile(wheel) as archive:
+        return {name: archive.read(name) for name in archive.namelist() if name.endswith(".py")}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Exit status 0 where nothing differs."""
+    escape_terminal()
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument(
+        "--folder", type=Path, default=REPOSITORY / ".gpu-lock", help="of the archives (.gpu-lock)"
+    )
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--write", action="store_true", help="write the list anew")
+    what.add_argument("--only-names", action="store_true", help="only whether all uses are listed")
+    given = parser.parse_args(arguments)
+    uses = uses_of_repository()
+    before = LIST.read_text("utf-8") if LIST.exists() else ""
+    if given.only_names:
+        return report(
+            names_listed(before), [line_of(name, uses) for name in names_of(uses)], "what our code uses"
+        )
+    given.folder.mkdir(parents=True, exist_ok=True)
+    text = listed(uses, Sources(fetch(given.folder)))
+    if given.write:
+        LIST.write_text(text, "utf-8")
+    missing = [line for line in text.splitlines() if line.endswith(MISSING)]
+    print("\n".join(missing), file=sys.stderr, end="\n" if missing else "")
+    return report(before.splitlines(), text.splitlines(), "the packages of the lock") or DIFFERS * bool(
+        missing
+    )
+
+
+def report(old: Sequence[str], new: Sequence[str], whose: str) -> int:
+    """Print how the list differs."""
+    lines = list(difflib.unified_diff(old, new, str(LIST.relative_to(REPOSITORY)), whose, lineterm="", n=2))
+    print("\n".join(lines[:200]), end="\n" if lines else "")
+    if not lines:
+        print(f"Nothing differs between {LIST.relative_to(REPOSITORY)} and {whose}")
+    return DIFFERS if lines else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
