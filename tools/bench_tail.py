@@ -1,6 +1,6 @@
 """The tail of a rollout (`rollout.tail`): tokens learned per second of rollout with every way to treat it.
 
-    python tools/bench_tail.py [--quick]
+    python tools/bench_tail.py [--ways carry defer] [--quick]
 
 Ranks under torchrun, one engine each, 2 and 4 of them, with a random Qwen2 of 0.6M parameters. A step learns from
 groups of 4 completions, 8 groups for each engine. Their lengths are log-normal as the planner's
@@ -543,6 +543,19 @@ def report_case(case: str, pace: float, pairs: Sequence[tuple[Figures, Figures]]
 # ---------------------------------------------------------------- program
 
 
+WAYS = ("carry", "defer")
+"""What is measured against "wait" unless others are named."""
+
+
+def cases_of(ways: Sequence[str], quick: bool) -> list[Case]:
+    """The cases with these ways, and in them no others."""
+    found = [
+        replace(case, tails=tuple(tail for tail in case.tails if tail.tail in ways))
+        for case in cases(quick, len(os.sched_getaffinity(0)))
+    ]
+    return [case for case in found if case.tails]
+
+
 def cases(quick: bool, cores: int) -> list[Case]:
     """Paced, and at full speed with 2 engines where each has a core; with `quick` shorter, and paced only."""
     alone, alike = Completions(64 if quick else 96), Completions(64 if quick else 96, prompt_share=0.5)
@@ -556,18 +569,17 @@ def cases(quick: bool, cores: int) -> list[Case]:
         for engines in ENGINES
         for case in (
             Case(engines, 32, STEP_SECONDS, alone, 7, 10, 5, (CARRY, OLDER)),
-            Case(engines, 64, STEP_SECONDS, alike, 4, 16, 5, (CARRY, DEFER)),
+            Case(engines, 64, STEP_SECONDS, alike, 4, 32, 5, (CARRY, DEFER)),
         )
     ]
     return paced + [replace(case, step_seconds=0.0) for case in paced if case.engines <= min(2, cores)]
 
 
-def run_rank(folder: Path, quick: bool) -> None:
+def run_rank(folder: Path, todo: Sequence[Case]) -> None:
     """What every rank under torchrun does; each has an engine of its own."""
     device = open_device("cpu")
     mesh = Mesh(environment_rank(), environment_world_size(), tensor=1, pipeline=1, engine_size=1)
     init_process_group(device, 600.0)
-    todo = cases(quick, len(os.sched_getaffinity(0)))
     settings = RolloutConfig(max_num_seqs=max(case.places for case in todo), cpu_kv_cache_gib=0.1)
     longest = len(PROMPT) + 1 + max(case.completions.longest for case in todo)
     shapes = engine_shapes(read_model_shape(folder), engine_size=1)
@@ -588,10 +600,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--quick", action="store_true", help="shorter completions, fewer steps, within two minutes"
     )
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS), help="default: all")
     parser.add_argument("--model", type=Path, help=argparse.SUPPRESS)  # set for the ranks, by this program
     options = parser.parse_args(arguments)
     if options.model is not None:
-        run_rank(options.model, options.quick)
+        run_rank(options.model, cases_of(options.ways, options.quick))
         return
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     with tempfile.TemporaryDirectory() as place:
@@ -599,7 +612,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         make = [sys.executable, "tools/make_tiny_model.py", "--output", str(folder)]
         subprocess.run(make, cwd=REPOSITORY, check=True, stdout=subprocess.DEVNULL)
         launcher = ("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={max(ENGINES)}")
-        program = (str(Path(__file__).resolve()), "--model", str(folder))
+        program = (str(Path(__file__).resolve()), "--model", str(folder), "--ways", *options.ways)
         command = [sys.executable, *launcher, *program, *(["--quick"] if options.quick else [])]
         subprocess.run(command, cwd=REPOSITORY, env=environment, check=True)
 

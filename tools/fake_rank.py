@@ -247,7 +247,9 @@ def lay_out_really(shape: ModelShape) -> None:
     frequencies = attention.rotary_frequencies(shape)
     by_length = attention.PackedSequences.by_length
 
-    def pack_sequences(bounds: Tensor, longest: int, positions: Tensor, _: Tensor) -> attention.PackedSequences:
+    def pack_sequences(
+        bounds: Tensor, longest: int, positions: Tensor, _: Tensor
+    ) -> attention.PackedSequences:
         with unset_fake_temporarily():
             return attention.pack_sequences(bounds, longest, positions, frequencies)
 

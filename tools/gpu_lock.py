@@ -269,7 +269,8 @@ class Sources:
 
 
 def _bound(tree: ast.Module, name: str) -> ast.AST | None:
-    """The node that binds a name in a module, also under a condition; the last one that is not an import counts."""
+    """The node that binds a name in a module, also under a condition: a function or class before an import, that before
+    an assignment."""
     found = None
     for node in _statements(tree.body):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) and node.name == name:
@@ -311,8 +312,8 @@ def _arguments(arguments: ast.arguments) -> list[str]:
     positional = [*arguments.posonlyargs, *arguments.args]
     defaults = [None] * (len(positional) - len(arguments.defaults)) + list(arguments.defaults)
     lines = [_argument(one, default) for one, default in zip(positional, defaults, strict=True)]
-    if arguments.vararg:
-        lines.append(f"*{arguments.vararg.arg}")
+    if arguments.vararg or arguments.kwonlyargs:
+        lines.append(f"*{arguments.vararg.arg if arguments.vararg else ''}")
     lines += [
         _argument(one, default)
         for one, default in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)

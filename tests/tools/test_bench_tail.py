@@ -21,12 +21,14 @@ from tools.bench_tail import (
     GROUP_SIZE,
     NEVER_ENDS,
     OLDER,
+    WAYS,
     Case,
     Completions,
     Figures,
     Paced,
     after_round,
     cases,
+    cases_of,
     keep,
     main,
     make_rows,
@@ -259,3 +261,8 @@ def test_carrying_and_deferring_learn_more_tokens_of_the_same_completions() -> N
         least = 1.4 if "carry" in case else 1.2
         assert ratios[case, "learned_tokens_per_engine_step"] > least
         assert ratios[case, "learned_length"] == pytest.approx(1, abs=0.05)
+
+
+def test_ways_that_are_not_named_are_left_out() -> None:
+    for way in WAYS:
+        assert {tail.tail for case in cases_of([way], quick=False) for tail in case.tails} == {way}

@@ -61,6 +61,7 @@ USES = [
 ]
 EXPECTED = """vllm.LLM  (a.py)
     model
+    *
     seed = 0
     **kwargs
 vllm.LLM.llm_engine  (a.py)
