@@ -27,6 +27,8 @@ ORDER = [
 """The packages of rlmath/: each may import those before it."""
 BASELINE = "tools/bare_start.py"
 """Measures the libraries alone."""
+FAKE_RANK = "tools/fake_rank.py"
+"""Replaces what of Megatron needs a GPU."""
 MAY_IMPORT = {
     "megatron": (
         "rlmath/models",
@@ -34,6 +36,7 @@ MAY_IMPORT = {
         "rlmath/rollout/weight_sync",
         "megatron_patches",
         BASELINE,
+        FAKE_RANK,
     ),
     "vllm": ("rlmath/rollout", BASELINE),
 }
