@@ -20,7 +20,7 @@ Shape = tuple[int, ...]
 def known_shapes(hidden_states: Sequence[Shape], gradients: Sequence[Shape]) -> Iterator[None]:
     """While it is open, Megatron's schedules send no shapes; given are those of the hidden states that this stage
     receives from the one before, and of the gradients from the one behind, each in their order. RuntimeError at its end
-    where others have come."""
+    where some of them have not come."""
     forward, backward = iter(hidden_states), iter(gradients)
 
     def shapes_to_receive(

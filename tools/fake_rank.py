@@ -16,9 +16,9 @@ import gc
 import json
 import os
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,20 +33,18 @@ from rlmath.algorithms.types import MicroBatch, Sample
 from rlmath.config.length_curriculum import with_longest_lengths
 from rlmath.config.load import load_config, make_parser
 from rlmath.config.model_shape import ModelShape
-from rlmath.config.schema import Config
+from rlmath.config.schema import Config, MemoryConfig
 from rlmath.config.terminal import escape_terminal
 from rlmath.data.packing import pack
 from rlmath.distributed.device import Device
 from rlmath.distributed.mesh import Mesh
 from rlmath.trainer.preflight.memory_estimate import MemoryPlan, Target, mesh_of, plan_rank, training_ranks
+from rlmath.trainer.preflight.memory_fit import GIB
 from rlmath.trainer.preflight.parallelism import ranks_or_least
 from tools import fake_cuda
 from tools.plan_memory import MISTAKE, NOT_NEEDED, checked_shape
 
-GIB = 2**30
 DIFFERS = 1
-GPU_BYTES = 80 * GIB
-"""Of a GPU that nothing is refused for."""
 PARTS_OF_A_PASS = ("activations", "logits", "working")
 ENGINE_PARTS = ("engine_weights", "engine_workspace", "kv_cache", "sync_buffers")
 
@@ -84,10 +82,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ValueError as error:
         print(error, file=sys.stderr)
         return MISTAKE
-    plan = plan_rank(
-        config, shape, mesh, Target("cuda", "GPU", GPU_BYTES, config.policy.transformer_impl == "local")
-    )
-    rows = compare(plan, count(config, shape, mesh))
+    target = Target("cuda", "GPU", None, config.policy.transformer_impl == "local")
+    rows = compare(plan_rank(config, shape, mesh, target), count(config, shape, mesh, target.local_layers))
     for row in rows:
         print(json.dumps(asdict(row)) if given.json else line(row))
     sums = [row for row in rows if row.part == "all"]
@@ -116,12 +112,10 @@ def compare(plan: MemoryPlan, counted: dict[str, dict[str, int]]) -> list[Row]:
 # ---------------------------------------------------------------- counting
 
 
-def count(config: Config, shape: ModelShape, mesh: Mesh) -> dict[str, dict[str, int]]:
+def count(config: Config, shape: ModelShape, mesh: Mesh, local_layers: bool) -> dict[str, dict[str, int]]:
     """By phase and part what the rank holds (bytes)."""
     fake_cuda.join_fake_group(mesh.rank, mesh.world_size)
-    device = Device(
-        "cuda", torch.device("cpu"), "fake", torch.bfloat16, config.policy.transformer_impl == "local"
-    )
+    device = Device("cuda", torch.device("cpu"), "fake", torch.bfloat16, local_layers)
     batches = full_batches(config, mesh)
     patch_gpu_path(device)
     if device.local_layers:
@@ -139,7 +133,7 @@ def count(config: Config, shape: ModelShape, mesh: Mesh) -> dict[str, dict[str, 
         learn = actor.learner.learn
         learn(batches, None, None, True)  # Adam's state is there afterwards
         gc.collect()
-        everything = resident(actor, reference)
+        everything = resident(actor, reference, device)
         parts = dict(everything)
         if config.memory.offload_reference:
             parts.pop("reference", None)
@@ -158,36 +152,20 @@ def count(config: Config, shape: ModelShape, mesh: Mesh) -> dict[str, dict[str, 
     return found
 
 
-def resident(actor: Any, reference: Any) -> dict[str, int]:
-    """Bytes by part of what outlives a pass."""
+def resident(actor: Any, reference: Any, device: Device) -> dict[str, int]:
+    """Bytes by part of what outlives a pass: the sets that a run may offload, and what stays in any case."""
     from megatron.core.parallel_state import get_global_memory_buffer
 
-    from rlmath.models.offload import optimizer_tensors
+    from rlmath.models.offload import training_sets
 
-    parameters = [one for chunk in actor.chunks for one in chunk.parameters()]
-    gradients = [one.main_grad for one in parameters]
-    theirs = storages(parameters) | storages(gradients)
-    of_optimizer = {
-        key: size
-        for key, size in storages(optimizer_tensors(actor.learner.optimizer)).items()
-        if key not in theirs
+    everything = MemoryConfig(
+        offload_gradients=True, offload_optimizer=True, offload_parameters=True, offload_reference=True
+    )
+    of_fake_storages = replace(device, torch_device=torch.device("meta"))
+    return training_sets(actor, reference, everything, of_fake_storages).nbytes | {
+        "gather_buffer": sum(one.nbytes for one in get_global_memory_buffer().buffer.values()),
+        "dummy_gradients": sum(one.nbytes for one in fake_cuda.dummy_gradients.values()),
     }
-    parts = {
-        "parameters": sum(storages(parameters).values()),
-        "gradients": sum(storages(gradients).values()),
-        "optimizer": sum(of_optimizer.values()),
-    }
-    parts["gather_buffer"] = sum(storages(get_global_memory_buffer().buffer.values()).values())
-    parts["dummy_gradients"] = sum(storages(fake_cuda.dummy_gradients.values()).values())
-    if reference is not None:
-        held = storages(one for chunk in reference.chunks for one in chunk.parameters())
-        parts["reference"] = sum(held.values())
-    return parts
-
-
-def storages(tensors: Iterable[Tensor]) -> dict[int, int]:
-    """Bytes by storage."""
-    return {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}
 
 
 def full_batches(config: Config, mesh: Mesh) -> list[MicroBatch]:

@@ -178,8 +178,7 @@ class Heartbeat:
                 logger.warning("rank %d could not check its neighbours: %s", self._rank, error)
             self._wake.wait(BEAT_SECONDS)
         try:
-            if self._rank == 0 and self._stop.is_done:
-                self._store.set(DONE_KEY, True)  # it may have ended since the last beat
+            self._tell_done()  # since the last beat it may be so
             self._store.set(f"status/{self._rank}", asdict(replace(self._status(), left=True)))
         except RuntimeError as error:
             logger.debug("the store ended before this rank: %s", error)
@@ -206,12 +205,16 @@ class Heartbeat:
         if self._rank == 0:
             if stop.requested is None and (reason := self._store.get(STOP_KEY)) in REASONS[1:]:
                 stop.request(reason)
-            if stop.is_done:
-                self._store.set(DONE_KEY, True)
+            self._tell_done()
         elif stop.requested is not None and not stop.is_done:
             self._store.set(STOP_KEY, stop.requested)
             if self._store.get(DONE_KEY) is True:
                 stop.done()
+
+    def _tell_done(self) -> None:
+        """Rank 0 tells the others when all is saved."""
+        if self._rank == 0 and self._stop.is_done:
+            self._store.set(DONE_KEY, True)
 
     def _check_neighbour(self, rank: int, passed: float) -> None:
         before = self._seen.get(rank)
