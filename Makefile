@@ -25,7 +25,7 @@ PURE = rlmath/config rlmath/algorithms rlmath/data rlmath/rewards
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .PHONY: configs docs launch megatron_patches requirements rlmath tests tools \
-	help demo test test-matrix test-full test-slurm test-megatron-next test-gpu-lock lint format clean python venv venv-next venv-lint
+	help demo test test-matrix test-full test-slurm test-megatron-next test-gpu-lock gpu-check lint format clean python venv venv-next venv-lint
 
 help: ## say what there is
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 28
@@ -51,6 +51,10 @@ test-megatron-next: venv-next ## run the parity tests against the Megatron-Core 
 
 test-gpu-lock: venv ## read the GPU lock's wheels (330 MB, once): have they what the GPU path uses?
 	.venv/bin/python tools/gpu_lock.py
+
+gpu-check: ## check everything that needs a GPU, with python3's packages, else .venv's: ARGS="--quick"
+	@python=python3; "$$python" -c "import torch" 2>/dev/null || [ ! -x .venv/bin/python ] || python=.venv/bin/python; \
+	exec "$$python" tools/gpu_check.py $(ARGS)
 
 lint: venv venv-lint ## check format, rules, the pure packages' types and the Dockerfile
 	.venv-lint/bin/ruff format --check .

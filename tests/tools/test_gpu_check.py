@@ -1,0 +1,118 @@
+"""The GPU check tells what ran, what did not and why; a stage that fails or hangs does not end it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.programs import run
+from tests.selection import matrix
+from tools import gpu_check
+from tools.gpu_check import STAGES, Found, Stage
+
+BY_NAME = {stage.name: stage for stage in STAGES}
+EVERYTHING = Found(dict.fromkeys(gpu_check.PACKAGES, "1.0"), {}, (), None)
+
+
+def stage_of(stage: Stage, found: Found, folder: Path, seconds_left: float = 600.0) -> gpu_check.Outcome:
+    return gpu_check.check(stage, found, True, seconds_left, folder, os.environ)
+
+
+def test_without_a_gpu_it_says_so_and_names_what_is_missing(tmp_path: Path) -> None:
+    chosen = ("--stages", "machine", "transformer_engine", "demo")
+    done = run("tools/gpu_check.py", "--quick", "--output", str(tmp_path), *chosen)
+    assert "GPUs: none; what the CPU can run is run" in done.stdout
+    assert all(len(line) < 80 for line in done.stdout.splitlines()[:10])
+    report = json.loads((tmp_path / "gpu_check.json").read_text())
+    machine, transformer_engine, demo = report["stages"]
+    assert machine["status"] == "ran" and machine["figures"][0]["value"] > 1
+    assert (transformer_engine["status"], transformer_engine["reason"]) == ("not run", "needs a GPU")
+    assert demo["status"] == "not run" and demo["figures"] == []
+    table = (tmp_path / "gpu_check.md").read_text()
+    assert "| demo | the demo on one rank (not run: needs a GPU) |  |  |  |" in table
+
+
+@matrix
+def test_what_the_cpu_can_run_is_as_expected(tmp_path: Path) -> None:
+    chosen = ("--stages", "policy", "step", "engine")
+    run("tools/gpu_check.py", "--quick", "--output", str(tmp_path), *chosen)
+    report = json.loads((tmp_path / "gpu_check.json").read_text())
+    for stage in report["stages"]:
+        assert stage["status"] == "ran", stage["reason"]
+    checked = [figure for stage in report["stages"] for figure in stage["figures"] if figure["expected"]]
+    assert len(checked) == 7 and all(figure["holds"] for figure in checked)
+
+
+def test_a_stage_that_hangs_is_stopped_with_all_that_it_started(tmp_path: Path) -> None:
+    outcome = stage_of(replace(BY_NAME["policy"], quick_seconds=2.0), EVERYTHING, tmp_path)
+    assert (outcome.status, outcome.reason) == ("stopped", "after its limit of 2 s")
+    assert not outcome.is_good
+    deadline = time.monotonic() + 10
+    while left := processes_of(tmp_path):
+        assert time.monotonic() < deadline, left
+        time.sleep(0.1)
+
+
+def processes_of(folder: Path) -> list[str]:
+    """Command lines that name the folder."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            words = entry.read_bytes().replace(b"\0", b" ").decode(errors="replace")
+        except OSError:
+            continue
+        if str(folder) in words and "gpu_stages" in words:
+            found.append(words)
+    return found
+
+
+def test_a_stage_that_fails_keeps_its_figures_and_its_last_words(tmp_path: Path) -> None:
+    (tmp_path / "model-tiny").mkdir()
+    (tmp_path / "model-tiny" / "config.json").write_text("{}")
+    outcome = stage_of(BY_NAME["step"], EVERYTHING, tmp_path)
+    assert outcome.status == "failed" and not outcome.is_good
+    assert "exit status 1: " in outcome.reason and "config.json" in outcome.reason
+
+
+@pytest.mark.parametrize(
+    ("found", "left", "reason"),
+    [
+        (replace(EVERYTHING, packages=EVERYTHING.packages | {"vllm": None}), 600.0, "needs vllm"),
+        (EVERYTHING, 3.0, "the 600 s of --quick are over"),
+    ],
+)
+def test_a_stage_that_cannot_run_says_why(found: Found, left: float, reason: str, tmp_path: Path) -> None:
+    outcome = stage_of(BY_NAME["engine"], found, tmp_path, left)
+    assert (outcome.status, outcome.reason) == ("not run", reason)
+    assert outcome.is_good
+
+
+def test_a_figure_that_is_not_as_expected_is_a_failure_of_its_stage(tmp_path: Path) -> None:
+    figure = {"what": "x", "value": 2, "unit": "s", "expected": "1 at most", "holds": False}
+    outcome = gpu_check.Outcome("step", "a step", "ran", figures=[figure])
+    assert not outcome.is_good
+    lines = gpu_check.table(EVERYTHING, [outcome])
+    assert lines[-2:] == [
+        "| step | a step (ran, 0 s) |  |  | **no** |",
+        "|  | x | 2 s | 1 at most | **no** |",
+    ]
+
+
+def test_it_runs_where_nothing_is_installed(tmp_path: Path) -> None:
+    """A new environment, as before the first installation."""
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(tmp_path / "new")], check=True)
+    command = [str(tmp_path / "new" / "bin" / "python"), "tools/gpu_check.py", "--output", str(tmp_path)]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=120, check=False, cwd=gpu_check.REPOSITORY
+    )
+    assert done.returncode == 0, done.stderr
+    report = json.loads((tmp_path / "gpu_check.json").read_text())
+    assert report["packages"]["torch"] is None
+    assert {stage["status"] for stage in report["stages"]} == {"not run"}

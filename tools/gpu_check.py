@@ -1,0 +1,403 @@
+"""Check everything that needs a GPU, in stages that each report and never stop the next.
+
+    python tools/gpu_check.py [--quick] [--output outputs/gpu_check] [--stages machine step ...] [--wheels FOLDER]
+
+It finds out what is installed: a stage whose packages are missing is named in the table, the others run, each in a
+process of its own with a time limit. --quick takes at most ten minutes. Without a GPU it says so, runs what the CPU
+can, and the table shows what is missing. --wheels: packages for a machine without a network, installed into the
+output folder before the first stage.
+
+OUTPUT then has gpu_check.json, gpu_check.md with the same as a table, and a log of every stage. It exits with 0 where
+every stage that could run did and all figures are as expected, else with 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from rlmath.config.terminal import escape_terminal
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+QUICK_SECONDS = 600.0
+"""Of all stages together."""
+PACKAGES = {
+    "torch": "torch",
+    "megatron-core": "megatron.core",
+    "vllm": "vllm",
+    "transformer-engine": "transformer_engine",
+    "apex": "fused_weight_gradient_mlp_cuda",
+    "transformers": "transformers",
+    "pytest": "pytest",
+}
+"""What stages need, by the names of distributions, and the module that each is imported as. Of apex the kernel that
+adds up gradients, the one thing that it is compiled for."""
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A function of tools/gpu_stages.py."""
+
+    name: str
+    what: str
+    needs: tuple[str, ...]
+    seconds: float
+    """Time limit; with --quick `quick_seconds`."""
+    quick_seconds: float
+    on_cpu: bool = True
+    """Whether the CPU can run it."""
+    wants: tuple[str, ...] = ()
+    """Packages that it uses where they are there."""
+
+
+STAGES = (
+    Stage("machine", "GPU, memory, matrix units", ("torch",), 120, 60),
+    Stage(
+        "policy",
+        "local layers in bfloat16 against float32 on CPU",
+        ("torch", "megatron-core", "transformers"),
+        300,
+        120,
+        wants=("apex",),
+    ),
+    Stage(
+        "transformer_engine",
+        "Transformer Engine's layers against float32 on CPU",
+        ("torch", "megatron-core", "transformers", "transformer-engine"),
+        300,
+        120,
+        on_cpu=False,
+        wants=("apex",),
+    ),
+    Stage("logprobs", "log-probs over 151,936 tokens of vocabulary", ("torch",), 400, 120),
+    Stage(
+        "step",
+        "an optimizer step, its memory beside the plan",
+        ("torch", "megatron-core", "transformers"),
+        600,
+        120,
+        wants=("transformer-engine", "apex"),
+    ),
+    Stage(
+        "packed",
+        "sequences of 16,384 and 32,768 tokens, recomputation",
+        ("torch", "megatron-core", "transformers"),
+        900,
+        180,
+        wants=("transformer-engine", "apex"),
+    ),
+    Stage(
+        "engine",
+        "rollout, weight sync in place, sleep and wake",
+        ("torch", "megatron-core", "transformers", "vllm"),
+        900,
+        240,
+        wants=("transformer-engine",),
+    ),
+    Stage(
+        "tests",
+        "tests/gpu",
+        ("torch", "megatron-core", "transformers", "pytest"),
+        1800,
+        240,
+        on_cpu=False,
+        wants=("vllm", "transformer-engine", "apex"),
+    ),
+    Stage(
+        "demo",
+        "the demo on one rank",
+        ("torch", "megatron-core", "transformers", "vllm"),
+        900,
+        300,
+        on_cpu=False,
+    ),
+)
+
+
+@dataclass
+class Outcome:
+    """What became of a stage."""
+
+    stage: str
+    what: str
+    status: str
+    """"ran", "failed", "stopped" at its time limit, or "not run"."""
+    reason: str = ""
+    seconds: float = 0.0
+    without: list[str] = field(default_factory=list)
+    """Packages that the stage would have used."""
+    figures: list[dict[str, Any]] = field(default_factory=list)
+
+    @property
+    def is_good(self) -> bool:
+        unexpected = any(figure["holds"] is False for figure in self.figures)
+        return self.status == "not run" or (self.status == "ran" and not unexpected)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit status."""
+    escape_terminal()
+    given = parse_args(argv)
+    output = given.output.resolve()
+    output.mkdir(parents=True, exist_ok=True)
+    environment = dict(os.environ)
+    paths = [str(REPOSITORY)]
+    if given.wheels is not None:
+        paths.append(install(given.wheels, output / "packages"))
+    environment["PYTHONPATH"] = os.pathsep.join([*paths, *filter(None, [environment.get("PYTHONPATH")])])
+    found = look(environment)
+    tell_machine(found)
+    started = time.monotonic()
+    outcomes = []
+    for stage in STAGES:
+        if given.stages and stage.name not in given.stages:
+            continue
+        left = QUICK_SECONDS - (time.monotonic() - started) if given.quick else float("inf")
+        outcomes.append(check(stage, found, given.quick, left, output, environment))
+        write(output, found, outcomes, given.quick)
+    print(f"\n{output / 'gpu_check.md'} has the table, {output / 'gpu_check.json'} the same as JSON.")
+    bad = [one.stage for one in outcomes if not one.is_good]
+    if bad:
+        print(f"Not as expected: {', '.join(bad)}. Their logs are in {output}.")
+    return 1 if bad else 0
+
+
+def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="smaller models, at most ten minutes")
+    parser.add_argument(
+        "--output",
+        type=Path,
+        default=REPOSITORY / "outputs" / "gpu_check",
+        help="folder (default outputs/gpu_check)",
+    )
+    parser.add_argument("--stages", nargs="+", choices=[one.name for one in STAGES], help="default: all")
+    parser.add_argument("--wheels", type=Path, help="folder of wheels to install first, without a network")
+    given = parser.parse_args(argv)
+    if given.wheels is not None and not list(given.wheels.glob("*.whl")):
+        parser.error(f"--wheels {given.wheels} has no *.whl; name the folder that holds the wheels")
+    if given.output.exists() and not given.output.is_dir():
+        parser.error(f"--output {given.output} is a file; name a folder")
+    return given
+
+
+def install(wheels: Path, packages: Path) -> str:
+    """The wheels unpacked into a folder, which hides what the environment has of the same name."""
+    command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps", "--upgrade"]
+    command += ["--target", str(packages), *map(str, sorted(wheels.glob("*.whl")))]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise SystemExit(f"the wheels in {wheels} cannot be installed:\n{done.stderr[-2000:]}")
+    return str(packages)
+
+
+# ---------------------------------------------------------------- what is there
+
+LOOK = """
+import importlib, importlib.metadata, json, sys
+found = {}
+for name, module in json.loads(sys.argv[1]).items():
+    try:
+        imported = importlib.import_module(module)
+    except Exception as error:
+        found[name] = [None, f"{type(error).__name__}: {error}".splitlines()[0][:200]]
+    else:
+        try:
+            found[name] = [importlib.metadata.version(name), ""]
+        except importlib.metadata.PackageNotFoundError:
+            found[name] = [str(getattr(imported, "__version__", "installed")), ""]
+gpus, cuda = [], None
+if found["torch"][0] is not None:
+    import torch
+
+    cuda = torch.version.cuda
+    if torch.cuda.is_available():
+        gpus = [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())]
+print(json.dumps({"packages": found, "gpus": gpus, "cuda": cuda}))
+"""
+
+
+@dataclass(frozen=True)
+class Found:
+    """Of the machine and the environment."""
+
+    packages: Mapping[str, str | None]
+    """Versions; None: it cannot be imported."""
+    reasons: Mapping[str, str]
+    """Why not."""
+    gpus: Sequence[str]
+    cuda: str | None
+
+    @property
+    def device(self) -> str:
+        return "cuda" if self.gpus else "cpu"
+
+
+def look(environment: Mapping[str, str]) -> Found:
+    """Imports everything, in another process: a broken package may end it."""
+    found: dict[str, Any] = {"packages": {}, "gpus": [], "cuda": None}
+    command = [sys.executable, "-c", LOOK, json.dumps(PACKAGES)]
+    with suppress(subprocess.TimeoutExpired):
+        done = subprocess.run(
+            command, env=environment, capture_output=True, text=True, timeout=300, check=False
+        )
+        if done.returncode == 0:
+            found = json.loads(done.stdout.splitlines()[-1])
+        else:
+            sys.stderr.write(done.stderr[-2000:])
+    packages = {name: found["packages"].get(name, [None, "not looked at"]) for name in PACKAGES}
+    versions = {name: version for name, (version, _) in packages.items()}
+    reasons = {name: reason for name, (_, reason) in packages.items() if reason}
+    return Found(versions, reasons, found["gpus"], found["cuda"])
+
+
+def tell_machine(found: Found) -> None:
+    print(f"Python {platform.python_version()}, CUDA of torch: {found.cuda or 'none'}")
+    print("GPUs: " + (", ".join(found.gpus) or "none; what the CPU can run is run"))
+    for name, version in found.packages.items():
+        print(f"  {name:<20} {version or 'missing: ' + found.reasons.get(name, '')}"[:79])
+    print(flush=True)
+
+
+# ---------------------------------------------------------------- a stage
+
+
+def check(
+    stage: Stage, found: Found, quick: bool, left: float, output: Path, environment: Mapping[str, str]
+) -> Outcome:
+    """Run a stage, or say why not."""
+    missing = [name for name in stage.needs if found.packages[name] is None]
+    without = [name for name in stage.wants if found.packages[name] is None]
+    outcome = Outcome(stage.name, stage.what, "not run", without=without)
+    if found.device == "cpu" and not stage.on_cpu:
+        outcome.reason = "needs a GPU"
+    elif missing:
+        outcome.reason = f"needs {', '.join(missing)}"
+    elif left < 15:
+        outcome.reason = f"the {QUICK_SECONDS:.0f} s of --quick are over"
+    else:
+        limit = min(stage.quick_seconds if quick else stage.seconds, left)
+        run(outcome, found.device, quick, limit, output, environment)
+    tell_outcome(outcome)
+    return outcome
+
+
+def run(
+    outcome: Outcome, device: str, quick: bool, limit: float, output: Path, environment: Mapping[str, str]
+) -> None:
+    """The stage in its own process; at its limit, and after it, all that it started is killed."""
+    print(f"{outcome.stage}: {outcome.what} ...", flush=True)
+    log = output / f"{outcome.stage}.log"
+    command = [sys.executable, str(REPOSITORY / "tools" / "gpu_stages.py"), outcome.stage]
+    command += ["--device", device, "--folder", str(output), *(["--quick"] if quick else [])]
+    started = time.monotonic()
+    figures = output / f"{outcome.stage}.jsonl"
+    with open(log, "wb") as errors, open(figures, "wb") as lines:
+        running = subprocess.Popen(
+            command, cwd=REPOSITORY, env=environment, stdout=lines, stderr=errors, start_new_session=True
+        )
+        try:
+            status = running.wait(limit)
+            outcome.status = "ran" if status == 0 else "failed"
+            outcome.reason = "" if status == 0 else f"{ended_with(status)}: {last_line(log)}"
+        except subprocess.TimeoutExpired:
+            outcome.status, outcome.reason = "stopped", f"after its limit of {limit:.0f} s"
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(running.pid, signal.SIGKILL)
+            running.wait()
+    outcome.seconds = round(time.monotonic() - started, 1)
+    outcome.figures = read_figures(figures)
+
+
+def ended_with(status: int) -> str:
+    return f"exit status {status}" if status > 0 else f"ended by {signal.Signals(-status).name}"
+
+
+def last_line(log: Path) -> str:
+    lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
+    return next((line.strip()[:200] for line in reversed(lines) if line.strip()), "without a message")
+
+
+def read_figures(path: Path) -> list[dict[str, Any]]:
+    """Lines that are figures; libraries may print others."""
+    figures = []
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        with suppress(ValueError):
+            row = json.loads(line)
+            if isinstance(row, dict) and {"what", "value", "unit", "expected", "holds"} <= row.keys():
+                figures.append(row)
+    return figures
+
+
+def tell_outcome(outcome: Outcome) -> None:
+    told = f"{outcome.stage}: {outcome.status}"
+    told += f" in {outcome.seconds:.0f} s" if outcome.status != "not run" else ""
+    print(told + (f", {outcome.reason}" if outcome.reason else ""))
+    for figure in outcome.figures:
+        mark = "  !" if figure["holds"] is False else "   "
+        expected = f"  ({figure['expected']})" if figure["expected"] else ""
+        print(f"{mark} {figure['what']}: {figure['value']} {figure['unit']}{expected}")
+    sys.stdout.flush()
+
+
+# ---------------------------------------------------------------- the files
+
+
+def write(output: Path, found: Found, outcomes: Sequence[Outcome], quick: bool) -> None:
+    """After every stage, so that what ran is there whatever comes next."""
+    everything = {
+        "python": platform.python_version(),
+        "quick": quick,
+        **asdict(found),
+        "stages": [asdict(one) for one in outcomes],
+    }
+    (output / "gpu_check.json").write_text(json.dumps(everything, indent=1) + "\n", encoding="utf-8")
+    (output / "gpu_check.md").write_text("\n".join(table(found, outcomes)) + "\n", encoding="utf-8")
+
+
+def table(found: Found, outcomes: Sequence[Outcome]) -> list[str]:
+    """In Markdown; what did not run has blanks."""
+    versions = ", ".join(f"{name} {version}" for name, version in found.packages.items() if version)
+    missing = ", ".join(name for name, version in found.packages.items() if version is None)
+    lines = [
+        "# GPU check",
+        "",
+        f"GPUs: {', '.join(found.gpus) or 'none'}. CUDA of torch: {found.cuda or 'none'}. Installed: {versions}. "
+        f"Missing: {missing or 'nothing'}.",
+        "",
+        "| stage | figure | value | expected | as expected |",
+        "|---|---|---|---|---|",
+    ]
+    marks = {True: "yes", False: "**no**", None: ""}
+    for one in outcomes:
+        status = one.status if one.status == "not run" else f"{one.status}, {one.seconds:.0f} s"
+        without = f"; without {', '.join(one.without)}" if one.without else ""
+        reason = f": {one.reason}" if one.reason else ""
+        good = "" if one.status == "not run" else marks[one.is_good]
+        lines.append(row(one.stage, f"{one.what} ({status}{reason}{without})", "", "", good))
+        for figure in one.figures:
+            value = f"{figure['value']} {figure['unit']}".strip()
+            lines.append(row("", figure["what"], value, figure["expected"], marks[figure["holds"]]))
+    return lines
+
+
+def row(*cells: str) -> str:
+    return "| " + " | ".join(str(cell).replace("|", "\\|").replace("\n", " ") for cell in cells) + " |"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
