@@ -30,6 +30,11 @@ def total_bytes() -> int:
     return min([int(psutil.virtual_memory().total), *(limit for limit in limits if limit is not None)])
 
 
+def available_share() -> float:
+    """`available_bytes` of `total_bytes` (0 to 1)."""
+    return available_bytes() / max(1, total_bytes())
+
+
 def _number(file: Path) -> int | None:
     try:
         return int(file.read_text("utf-8"))

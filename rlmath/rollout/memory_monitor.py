@@ -18,8 +18,10 @@ class MemoryLeak(RuntimeError):
 class MemoryMonitor:
     """Compares one rank's memory, phase by phase, cycle by cycle."""
 
-    def __init__(self, threshold_bytes: int, stop: bool, rank: int) -> None:
+    def __init__(self, threshold_bytes: int, stop: bool, rank: int, every: int = 1) -> None:
+        """`every`: one of so many cycles is compared."""
         self._threshold = threshold_bytes
+        self._every = every
         self._stop = stop
         self._rank = rank
         self._cycle = 0
@@ -30,16 +32,27 @@ class MemoryMonitor:
         self.held: dict[str, int] = {}
         """By phase, what was held after it in the last cycle (bytes)."""
 
-    def start_cycle(self, held: int, planned: Mapping[str, int]) -> None:
-        """`held` is what is held between two steps, `planned` by phase what should be held on top of it (bytes;
-        negative where training memory is offloaded). Memory that is only taken when it is touched may stay below."""
+    def start_cycle(self) -> None:
+        """Call it first."""
         self._cycle += 1
         self._found = []
+
+    @property
+    def compares(self) -> bool:
+        """Whether this cycle is compared: allocators should have released what they cached when it observes."""
+        return self._cycle % self._every == 0
+
+    def expect(self, held: int, planned: Mapping[str, int]) -> None:
+        """`held` is what is held between two steps, `planned` by phase what should be held on top of it (bytes;
+        negative where training memory is offloaded). Memory that is only taken when it is touched may stay below."""
         self._expected = {phase: held + more for phase, more in planned.items()}
 
     def observe(self, phase: str, held: int, against_earlier: bool = True) -> None:
-        """Compare what is held after a phase of this cycle with the plan and with earlier cycles; log any excess."""
+        """What is held after a phase of this cycle. It is compared with the plan and with earlier cycles; any excess is
+        logged."""
         self.held[phase] = held
+        if not self.compares:
+            return
         # In the first cycle a process still loads code, and maps what it keeps.
         if self._cycle > 1 and phase in self._expected:
             self._compare(phase, held, self._expected[phase], "planned")

@@ -18,6 +18,7 @@ from typing import Any
 
 from rlmath.distributed.collectives import all_gather_objects
 from rlmath.distributed.device import Device, device_bytes, release_cached
+from rlmath.distributed.memory import available_share
 from rlmath.distributed.phase_timers import PhaseTimers
 from rlmath.distributed.tensor_offload import OffloadStats
 from rlmath.models.offload import OffloadSets, SetName
@@ -25,6 +26,11 @@ from rlmath.rollout.engine import Engine
 from rlmath.rollout.memory_monitor import MemoryMonitor
 
 logger = logging.getLogger(__name__)
+
+CPU_COMPARES_EVERY = 16
+"""Cycles on CPU of which one releases what is cached, to be compared."""
+SCARCE_SHARE = 0.25
+"""With less of the host's memory left, every cycle does."""
 
 
 class MemorySwitch:
@@ -48,6 +54,7 @@ class MemorySwitch:
         self._device = device
         self.broken = False
         """After a failure inside of a cycle: `generating` raises RuntimeError."""
+        self._releases = True
         self._offloaded: list[OffloadStats] = []
         self._onloaded: list[OffloadStats] = []
 
@@ -62,7 +69,7 @@ class MemorySwitch:
         try:
             self._to_generation(version, step)
             yield
-            release_cached(self._device)
+            self._release()
             # No comparison with earlier steps: on CPU the KV cache takes memory up to where it was ever filled.
             self._monitor.observe("generate", device_bytes(self._device), against_earlier=False)
             with self._phase("sleep"):
@@ -92,11 +99,15 @@ class MemorySwitch:
         return metrics
 
     def _to_generation(self, version: int, step: int) -> None:
-        release_cached(self._device)
+        self._monitor.start_cycle()
+        self._releases = (
+            self._device.kind == "cuda" or self._monitor.compares or available_share() < SCARCE_SHARE
+        )
+        self._release()
         planned = planned_phases(
             self._training.freed_bytes, self._engine.weights.bytes, self._engine.memory.kv_cache_bytes
         )
-        self._monitor.start_cycle(device_bytes(self._device), planned)
+        self._monitor.expect(device_bytes(self._device), planned)
         with self._phase("offload"):
             self._offloaded = self._training.offload("gradients", "optimizer", "reference")
         with self._phase("wake"):
@@ -106,7 +117,7 @@ class MemorySwitch:
             self._engine.set_weight_version(version)
         with self._phase("wake_kv_cache"):
             self._offloaded += self._training.offload("parameters")
-            release_cached(self._device)
+            self._release()
             self._engine.memory.wake_kv_cache()
 
     def _to_onload(self) -> list[SetName]:
@@ -118,8 +129,14 @@ class MemorySwitch:
     def _phase(self, name: str) -> Iterator[None]:
         with self._timers.phase(name):
             yield
-            release_cached(self._device)
+            self._release()
         self._monitor.observe(name, device_bytes(self._device))
+
+    def _release(self) -> None:
+        """Return to the system what allocators have cached, in the cycles that `_to_generation` chose: on CPU the next
+        phases would use it again, and the kernel takes a tenth of an update and more to clear what it gives."""
+        if self._releases:
+            release_cached(self._device)
 
     def _try(self, action: str, act: Callable[[], Any]) -> None:
         try:

@@ -34,7 +34,7 @@ from rlmath.rollout.collector import Collector
 from rlmath.rollout.engine import Engine
 from rlmath.rollout.generation import End, NewWeights
 from rlmath.rollout.memory_monitor import MemoryMonitor
-from rlmath.rollout.memory_switch import MemorySwitch
+from rlmath.rollout.memory_switch import CPU_COMPARES_EVERY, MemorySwitch
 from rlmath.rollout.weight_sync.logprob_probe import PolicyProbe, Probe
 from rlmath.rollout.weight_sync.publish import WeightPublisher, plan_of_engines
 from rlmath.rollout.weight_sync.reshard_plan import SyncPlan, bucket_bytes
@@ -152,7 +152,10 @@ class ColocatedEngines(Engines):
         probe = Probe(actor.forward_backward, self.engine, mesh, probe_length(config))
         self.sync = WeightSync(transfer, probe, config.sync)
         monitor = MemoryMonitor(
-            int(config.memory.leak_threshold_mib * 2**20), config.memory.stop_on_leak, mesh.rank
+            int(config.memory.leak_threshold_mib * 2**20),
+            config.memory.stop_on_leak,
+            mesh.rank,
+            CPU_COMPARES_EVERY if device.kind == "cpu" else 1,
         )
         self.switch = MemorySwitch(self.engine, offload, self.sync.run, monitor, self._timers, device)
 
