@@ -3,15 +3,15 @@
     python tools/bench_memory.py [--quick]
 
 Real programs: data and a random model made by the tools, then launch/train_grpo.py under torchrun on CPU, 2 ranks with
-an engine each, for 200 cycles of sync, generate, sleep and update (30 with --quick). Every rank's memory is measured by
-the program itself, after every phase. For comparison, two processes that each lead one of the lives: one that trains
+an engine each, for 200 cycles of sync, generate, sleep and update (64 with --quick). Every rank's memory is measured by
+the program itself, after every phase; figures are from the cycles in which it releases what it has freed, one of 16. For comparison, two processes that each lead one of the lives: one that trains
 without an engine, and one whose engine has generated and then dropped weights and KV cache.
 
 Prints one JSON object per figure: {"bench", "case", "metric", "value", "unit", "baseline", "ratio"}; `ratio` above 1
 means ours is better (less memory). Figures of rank 0.
 
-- resident: after cycles' end, engine asleep, training memory back: median of the last 10 cycles, against that of 10
-  cycles from the 20th on (the 5th with --quick);
+- resident: after cycles' end, engine asleep, training memory back: median of the last 3 of these cycles, against that of
+  3 from the second on (one each with --quick);
 - resident_in_training: the most in any step, at the end of an update, against the sum of the two lives apart;
 - seconds: of the switch and the sync in a step (medians);
 - train/mfu, rollout/mfu: as the trainer logs them (medians).
@@ -30,7 +30,6 @@ import tempfile
 from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parents[1]
-WINDOW = 10
 SWITCH = ("offload", "wake", "sync", "wake_kv_cache", "sleep", "restore")
 SETTINGS = (
     "data.prompts_per_step=16",
@@ -159,12 +158,17 @@ def line(
     print(json.dumps(fields), flush=True)
 
 
-def tell(metrics: list[dict[str, float]], first: int, lives: dict[str, float]) -> None:
+def tell(metrics: list[dict[str, float]], window: int, lives: dict[str, float]) -> None:
+    """`window`: the cycles of a median of memory."""
+    from rlmath.rollout.memory_switch import CPU_COMPARES_EVERY
+
     case = f"{len(metrics)} cycles, 2 ranks, 0.6M parameters"
-    held = [m["memory/after_restore_gib"] for m in metrics]
-    early, late = statistics.median(held[first - 1 :][:WINDOW]), statistics.median(held[-WINDOW:])
-    line(case, "resident", late, "GiB", f"cycles from {first} on", early / late)
-    most, apart = max(m["memory_gib"] for m in metrics), sum(lives.values())
+    compared = metrics[CPU_COMPARES_EVERY - 1 :: CPU_COMPARES_EVERY]
+    held = [m["memory/after_restore_gib"] for m in compared]
+    early, late = statistics.median(held[1:][:window]), statistics.median(held[-window:])
+    line(case, "resident", late, "GiB", f"from cycle {2 * CPU_COMPARES_EVERY} on", early / late)
+    most, apart = max(m["memory_gib"] for m in compared), sum(lives.values())
+    line(case, "resident with what is kept for reuse", max(m["memory_gib"] for m in metrics), "GiB")
     for life, gib in lives.items():
         line(case, f"resident of {life} alone", gib, "GiB")
     line(case, "resident_in_training", most, "GiB", "the two lives apart", apart / most)
@@ -180,7 +184,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--quick", action="store_true", help="30 cycles")
+    parser.add_argument("--quick", action="store_true", help="64 cycles")
     parser.add_argument("--alone", choices=("training", "generation"), help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -191,12 +195,12 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         make_inputs(folder, environment)
-        metrics = train(folder, 30 if args.quick else 200, environment)
+        metrics = train(folder, 64 if args.quick else 200, environment)
         lives = {}
         for life in ("training", "generation"):
             printed = run([__file__, "--alone", life, "--folder", name], environment)
             lives[life] = json.loads(printed.splitlines()[-1])["resident"] / 2**30
-    tell(metrics, 5 if args.quick else 20, lives)
+    tell(metrics, 1 if args.quick else 3, lives)
 
 
 if __name__ == "__main__":

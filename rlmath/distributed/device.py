@@ -72,9 +72,10 @@ def open_device(requested: str, local_layers: bool = True) -> Device:
     if resolve_kind(requested) == "cpu":
         skip_compilation("cpu")
         torch.set_num_threads(1)
-        # oneDNN caches the code that it generated for the last shapes, 1024 of them by default. The shapes of packs
-        # and batches keep changing: over hundreds of steps that is 100 MB, and saves next to nothing.
+        # oneDNN and torch's layer above it each cache the code generated for the last shapes, 1024 of them by default.
+        # The shapes of packs and batches keep changing: over a hundred steps that is 250 MB, and saves next to nothing.
         os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "64")
+        os.environ.setdefault("LRU_CACHE_CAPACITY", "64")
         _keep_freed_memory()
         return Device("cpu", torch.device("cpu"), "gloo", torch.float32)
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))

@@ -30,9 +30,11 @@ def total_bytes() -> int:
     return min([int(psutil.virtual_memory().total), *(limit for limit in limits if limit is not None)])
 
 
-def available_share() -> float:
-    """`available_bytes` of `total_bytes` (0 to 1)."""
-    return available_bytes() / max(1, total_bytes())
+def is_scarce(wanted: int) -> bool:
+    """Whether less than a quarter of the host's memory is available, or less than twice what its ranks want: `wanted`
+    bytes each."""
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return available_bytes() < max(total_bytes() // 4, 2 * ranks * wanted)
 
 
 def _number(file: Path) -> int | None:

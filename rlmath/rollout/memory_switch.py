@@ -18,7 +18,7 @@ from typing import Any
 
 from rlmath.distributed.collectives import all_gather_objects
 from rlmath.distributed.device import Device, device_bytes, release_cached
-from rlmath.distributed.memory import available_share
+from rlmath.distributed.memory import is_scarce
 from rlmath.distributed.phase_timers import PhaseTimers
 from rlmath.distributed.tensor_offload import OffloadStats
 from rlmath.models.offload import OffloadSets, SetName
@@ -28,9 +28,8 @@ from rlmath.rollout.memory_monitor import MemoryMonitor
 logger = logging.getLogger(__name__)
 
 CPU_COMPARES_EVERY = 16
-"""Cycles on CPU of which one releases what is cached, to be compared."""
-SCARCE_SHARE = 0.25
-"""With less of the host's memory left, every cycle does."""
+"""Cycles on CPU of which one releases what is cached, to be compared; where the host's memory is scarce, all release
+it."""
 
 
 class MemorySwitch:
@@ -100,13 +99,12 @@ class MemorySwitch:
 
     def _to_generation(self, version: int, step: int) -> None:
         self._monitor.start_cycle()
+        weights, kv_cache = self._engine.weights.bytes, self._engine.memory.kv_cache_bytes
         self._releases = (
-            self._device.kind == "cuda" or self._monitor.compares or available_share() < SCARCE_SHARE
+            self._device.kind == "cuda" or self._monitor.compares or is_scarce(weights + kv_cache)
         )
         self._release()
-        planned = planned_phases(
-            self._training.freed_bytes, self._engine.weights.bytes, self._engine.memory.kv_cache_bytes
-        )
+        planned = planned_phases(self._training.freed_bytes, weights, kv_cache)
         self._monitor.expect(device_bytes(self._device), planned)
         with self._phase("offload"):
             self._offloaded = self._training.offload("gradients", "optimizer", "reference")

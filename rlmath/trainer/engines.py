@@ -155,7 +155,7 @@ class ColocatedEngines(Engines):
             int(config.memory.leak_threshold_mib * 2**20),
             config.memory.stop_on_leak,
             mesh.rank,
-            CPU_COMPARES_EVERY if device.kind == "cpu" else 1,
+            CPU_COMPARES_EVERY if device.kind == "cpu" and not config.memory.stop_on_leak else 1,
         )
         self.switch = MemorySwitch(self.engine, offload, self.sync.run, monitor, self._timers, device)
 
