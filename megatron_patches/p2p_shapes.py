@@ -19,9 +19,14 @@ Shape = tuple[int, ...]
 @contextmanager
 def known_shapes(hidden_states: Sequence[Shape], gradients: Sequence[Shape]) -> Iterator[None]:
     """While it is open, Megatron's schedules send no shapes; given are those of the hidden states that this stage
-    receives from the one before, and of the gradients from the one behind, each in their order. RuntimeError at its end
-    where some of them have not come."""
+    receives from the one before, and of the gradients from the one behind, each in their order. RuntimeError where
+    more of them come, and at its end where fewer have."""
     forward, backward = iter(hidden_states), iter(gradients)
+
+    def next_of(expected: Iterator[Shape]) -> Shape:
+        for shape in expected:
+            return shape
+        raise RuntimeError("another hidden state or gradient between stages would come than expected")
 
     def shapes_to_receive(
         communicator: P2PCommunicator,
@@ -30,7 +35,7 @@ def known_shapes(hidden_states: Sequence[Shape], gradients: Sequence[Shape]) -> 
         recv_prev: bool,
         recv_next: bool,
     ) -> tuple[Shape | None, Shape | None]:
-        return next(forward) if recv_prev else None, next(backward) if recv_next else None
+        return next_of(forward) if recv_prev else None, next_of(backward) if recv_next else None
 
     theirs = P2PCommunicator._communicate_shapes
     P2PCommunicator._communicate_shapes = shapes_to_receive

@@ -119,9 +119,12 @@ def one_thread() -> dict[str, str]:
 
 
 def teach(folder: Path, seed: int, more: Sequence[str] = ()) -> Path:
-    """Supervised training on worked solutions, with one data-parallel rank for each of two cores, whatever the layout
-    of what follows: every seed has one base model. `more` are further settings. Returns its folder."""
-    ranks = min(SFT_RANKS, os.cpu_count() or 1)
+    """Supervised training on worked solutions, with one data-parallel rank for each of two cores (or one on a machine
+    with one GPU), whatever the layout of what follows: every seed has one base model. `more` are further settings.
+    Returns its folder."""
+    import torch
+
+    ranks = min(SFT_RANKS, os.cpu_count() or 1, torch.cuda.device_count() or SFT_RANKS)
     command = [*torchrun(ranks), "launch/train_sft.py", "--config", "configs/demo_sft.yaml"]
     command += [f"run.output_dir={folder / 'sft'}", f"run.seed={seed}", f"model.path={folder / 'random'}"]
     command += [f"data.train_path={folder / 'data' / 'worked.jsonl'}", *more]

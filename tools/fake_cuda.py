@@ -7,7 +7,7 @@ Transformer Engine cannot be imported without CUDA. Its modules are replaced by 
 pass what its modules save, as its sources say (transformer-engine 2.20.2, transformer_engine/pytorch):
 
     TELayerNormColumnParallelLinear   module/layernorm_linear.py:526: its input, the norm's weight, what the norm
-                                      returns before it is gathered, 1/rms, the weight
+                                      returns before it is gathered (again in the backward pass), 1/rms, the weight
     TERowParallelLinear               module/linear.py:1853: its input and the weight
     TEDotProductAttention             attention/dot_product_attention/backends.py:2271: query, key, value, what it
                                       returns, and the softmax's statistics
@@ -29,6 +29,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed._tools.fake_collectives  # registers what collectives do to fake tensors
+from megatron.core.parallel_state import get_tensor_model_parallel_group
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import Function
@@ -145,34 +146,121 @@ class FakeBytes(TorchDispatchMode):
         found.append(self.peak - before)
 
 
+# ---------------------------------------------------------------- what ranks send
+
+
+_OPERATIONS = {
+    torch.ops.c10d.allreduce_.default: "all_reduce",
+    torch.ops.c10d._allgather_base_.default: "all_gather",
+    torch.ops.c10d.allgather_.default: "all_gather",
+    torch.ops.c10d._reduce_scatter_base_.default: "reduce_scatter",
+    torch.ops.c10d.reduce_scatter_.default: "reduce_scatter",
+    torch.ops.c10d.alltoall_base_.default: "all_to_all",
+    torch.ops.c10d.alltoall_.default: "all_to_all",
+    torch.ops.c10d.broadcast_.default: "broadcast",
+}
+
+
+class Sent(TorchDispatchMode):
+    """Collectives while it is on, and messages between stages that are told: how many and how many bytes this rank
+    sends, by (group, operation)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.groups: dict[str, str] = {}
+        """What a group is for, by its name; collectives of others are those of "other"."""
+        self.found: dict[tuple[str, str], list[int]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _OPERATIONS:
+            self._meet(_OPERATIONS[func], args)
+        return func(*args, **(kwargs or {}))
+
+    def _meet(self, operation: str, args: Any) -> None:
+        group = next(dist.ProcessGroup.unbox(one) for one in args if isinstance(one, torch.ScriptObject))
+        sizes = [sum(one.nbytes for one in tree_iter(arg) if isinstance(one, Tensor)) for arg in args]
+        whole = max(sizes)  # what is gathered, or not yet scattered
+        share = whole * (group.size() - 1) // group.size()
+        self.tell(
+            self.groups.get(group.group_name, "other"),
+            operation,
+            {"all_reduce": 2 * share, "broadcast": whole}.get(operation, share),
+        )
+
+    def tell(self, group: str, operation: str, size: int) -> None:
+        known = self.found.setdefault((group, operation), [0, 0])
+        known[0] += 1
+        known[1] += size
+
+    def between_stages(self, **given: Any) -> dict[str, Any]:
+        """For Megatron's messages of a pipeline that are not sent together."""
+        operations = {
+            "send_next": "send hidden states",
+            "recv_prev": "receive hidden states",
+            "send_prev": "send gradients",
+            "recv_next": "receive gradients",
+        }
+        there = {name: given[f"tensor_{name}"] for name in operations}
+        for name, tensor in there.items():
+            if tensor is not None:
+                self.tell("pipeline", operations[name], tensor.nbytes)
+        return {name: _Done() for name, tensor in there.items() if tensor is not None}
+
+    def between_stages_together(self, **given: Any) -> list[Any]:
+        """For those that are."""
+        return list(self.between_stages(**given).values())
+
+    def pop(self) -> dict[tuple[str, str], list[int]]:
+        """What was found since the last call."""
+        found, self.found = self.found, {}
+        return found
+
+
 # ---------------------------------------------------------------- stand-ins for Transformer Engine
 
 
 class _NormLinear(Function):
-    """Norm and product; `gathered` ranks share the tokens of the input."""
+    """Norm and product; with `sequence` the ranks of the group share the tokens of the input."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, scale: Tensor, weight: Tensor, bias: Tensor | None, gathered: int
+        ctx: Any, x: Tensor, scale: Tensor, weight: Tensor, bias: Tensor | None, group: Any, sequence: bool
     ) -> Tensor:
         normed, rms = torch.empty_like(x), x.new_empty(x.shape[:-1], dtype=torch.float32)
         ctx.save_for_backward(x, scale, weight, normed, rms)
-        ctx.bias, ctx.gathered = bias, gathered
-        return _all_tokens(normed, gathered) @ weight.t()
+        ctx.bias, ctx.group, ctx.sequence = bias, group, sequence
+        return _gathered(normed, group, sequence) @ weight.t()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         x, scale, weight, normed, _ = ctx.saved_tensors
-        everything = _all_tokens(normed, ctx.gathered)
-        grad_normed = grad @ weight
+        everything = _gathered(normed, ctx.group, ctx.sequence)
+        grad_normed = _summed(grad @ weight, ctx.group, ctx.sequence)
         grad_weight = _weight_gradient(weight)
         del everything, grad_normed
         grad_bias = None if ctx.bias is None else torch.empty_like(ctx.bias)
-        return torch.empty_like(x), torch.empty_like(scale), grad_weight, grad_bias, None
+        return torch.empty_like(x), torch.empty_like(scale), grad_weight, grad_bias, None, None
 
 
-def _all_tokens(x: Tensor, ranks: int) -> Tensor:
-    return x if ranks == 1 else x.new_empty((x.shape[0] * ranks, *x.shape[1:]))
+def _gathered(x: Tensor, group: Any, sequence: bool) -> Tensor:
+    """All tokens."""
+    if not sequence:
+        return x
+    whole = x.new_empty((x.shape[0] * group.size(), *x.shape[1:]))
+    dist.all_gather_into_tensor(whole, x.contiguous(), group=group)
+    return whole
+
+
+def _summed(x: Tensor, group: Any, sequence: bool) -> Tensor:
+    """Over the group's ranks; with `sequence` this rank's tokens of it."""
+    if group.size() == 1:
+        return x
+    if not sequence:
+        dist.all_reduce(x, group=group)
+        return x
+    share = x.new_empty((x.shape[0] // group.size(), *x.shape[1:]))
+    dist.reduce_scatter_tensor(share, x.contiguous(), group=group)
+    return share
 
 
 dummy_gradients: dict[tuple[int, ...], Tensor] = {}
@@ -210,25 +298,27 @@ class NormLinear(torch.nn.Module):
         self.layer_norm_weight.sequence_parallel = config.sequence_parallel
         self.weight = _parameter(config, outputs // tensor, inputs)
         self.bias = _parameter(config, outputs // tensor) if bias else None
-        self.gathered = tensor if config.sequence_parallel else 1
+        self.sequence = config.sequence_parallel
 
     def forward(self, x: Tensor) -> tuple[Tensor, None]:
-        return _NormLinear.apply(x, self.layer_norm_weight, self.weight, self.bias, self.gathered), None
+        group = get_tensor_model_parallel_group()
+        return _NormLinear.apply(
+            x, self.layer_norm_weight, self.weight, self.bias, group, self.sequence
+        ), None
 
 
 class _RowLinear(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, scattered: int) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, group: Any, sequence: bool) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.scattered = scattered
-        out = x @ weight.t()
-        return out if scattered == 1 else out.new_empty((out.shape[0] // scattered, *out.shape[1:]))
+        ctx.group, ctx.sequence = group, sequence
+        return _summed(x @ weight.t(), group, sequence)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         _, weight = ctx.saved_tensors
-        everything = _all_tokens(grad, ctx.scattered)
-        return everything @ weight, _weight_gradient(weight), None
+        everything = _gathered(grad, ctx.group, ctx.sequence)
+        return everything @ weight, _weight_gradient(weight), None, None
 
 
 class RowLinear(torch.nn.Module):
@@ -238,10 +328,10 @@ class RowLinear(torch.nn.Module):
         super().__init__()
         tensor = config.tensor_model_parallel_size
         self.weight = _parameter(config, outputs, inputs // tensor)
-        self.scattered = tensor if config.sequence_parallel else 1
+        self.sequence = config.sequence_parallel
 
     def forward(self, x: Tensor) -> tuple[Tensor, None]:
-        return _RowLinear.apply(x, self.weight, self.scattered), None
+        return _RowLinear.apply(x, self.weight, get_tensor_model_parallel_group(), self.sequence), None
 
 
 class _Norm(Function):

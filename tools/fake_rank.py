@@ -4,10 +4,13 @@ python tools/fake_rank.py --config configs/areal/32b_n16.yaml --ranks 128 --rank
 
 The rank's actor and reference are built in one process, whatever the number of ranks, and it computes log-probs, those
 of the reference, and a minibatch through the pipeline's schedule with its optimizer step. Every line has a phase, a
-part of it, what the plan says and what was counted (GiB). Transformer Engine's layers are stand-ins
-(tools/fake_cuda.py); with policy.transformer_impl=local all layers are real. Of the model only config.json is read.
+part of it, what the plan says and what was counted (GiB): first memory, then what is sent, by the group of ranks that
+exchange it, beside what tools/plan_run.py counts for the same minibatch, and by operation with how many there were.
+Transformer Engine's layers are stand-ins (tools/fake_cuda.py); with policy.transformer_impl=local all layers are real.
+Of the model only config.json is read.
 
-It exits with 1 where a phase differs from the plan by more than --tolerance, and with 2 for a mistake in the settings.
+It exits with 1 where a phase differs from the plan by more than --tolerance, in memory or in what all groups send, and
+with 2 for a mistake in the settings.
 """
 
 from __future__ import annotations
@@ -26,6 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 os.environ["TORCHDYNAMO_DISABLE"] = "1"
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 
@@ -38,6 +42,10 @@ from rlmath.config.terminal import escape_terminal
 from rlmath.data.packing import pack
 from rlmath.distributed.device import Device
 from rlmath.distributed.mesh import Mesh
+from rlmath.planner.lengths import Batch, Lengths
+from rlmath.planner.machines import CPU_CORE, Cluster
+from rlmath.planner.training import LOGPROBS, Training, gradient_exchanges, pass_exchanges, update_passes
+from rlmath.rollout.weight_sync.shard_layouts import stage_layers
 from rlmath.trainer.preflight.memory_estimate import MemoryPlan, Target, mesh_of, plan_rank, training_ranks
 from rlmath.trainer.preflight.memory_fit import GIB
 from rlmath.trainer.preflight.parallelism import ranks_or_least
@@ -46,6 +54,7 @@ from tools.plan_memory import MISTAKE, NOT_NEEDED, checked_shape
 
 DIFFERS = 1
 PARTS_OF_A_PASS = ("activations", "logits", "working")
+ALL_SENT = "sent: all"
 ENGINE_PARTS = ("engine_weights", "engine_workspace", "kv_cache", "sync_buffers")
 
 
@@ -55,8 +64,10 @@ class Row:
 
     phase: str
     part: str
-    planned: int
+    planned: float | None
     counted: int
+    messages: int | None = None
+    """How many there were, of an operation that ranks exchange something by; it has no plan of its own."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -83,19 +94,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(error, file=sys.stderr)
         return MISTAKE
     target = Target("cuda", "GPU", None, config.policy.transformer_impl == "local")
-    rows = compare(plan_rank(config, shape, mesh, target), count(config, shape, mesh, target.local_layers))
+    held, sent = count(config, shape, mesh, target.local_layers)
+    rows = compare(plan_rank(config, shape, mesh, target), held)
+    rows += compare_sent(planned_to_send(config, shape, mesh, target), sent)
     for row in rows:
         print(json.dumps(asdict(row)) if given.json else line(row))
-    sums = [row for row in rows if row.part == "all"]
-    return (
-        DIFFERS if any(abs(row.counted - row.planned) > given.tolerance * row.planned for row in sums) else 0
-    )
+    sums = [(row.planned, row.counted) for row in rows if row.part in ("all", ALL_SENT)]
+    return DIFFERS if any(abs(counted - planned) > given.tolerance * planned for planned, counted in sums) else 0
 
 
 def line(row: Row) -> str:
     """Of a terminal."""
-    difference = (row.counted - row.planned) / row.planned if row.planned else 0.0
-    return f"{row.phase:<10} {row.part:<16} {row.planned / GIB:>9.3f} {row.counted / GIB:>9.3f} {difference:>+8.1%}"
+    planned = f"{row.planned / GIB:>9.3f}" if row.planned is not None else f"{row.messages:>8}x"
+    difference = f"{(row.counted - row.planned) / row.planned:>+8.1%}" if row.planned else ""
+    return f"{row.phase:<9} {row.part:<34} {planned} {row.counted / GIB:>9.3f} {difference}".rstrip()
 
 
 def compare(plan: MemoryPlan, counted: dict[str, dict[str, int]]) -> list[Row]:
@@ -109,23 +121,74 @@ def compare(plan: MemoryPlan, counted: dict[str, dict[str, int]]) -> list[Row]:
     return rows
 
 
+def planned_to_send(
+    config: Config, shape: ModelShape, mesh: Mesh, target: Target
+) -> dict[str, dict[str, float]]:
+    """By phase and group what the planner has for `full_batches` as one minibatch (bytes)."""
+    config = replace(config, algorithm=replace(config.algorithm, n_minibatches=1, epochs=1))
+    tokens = config.policy.max_tokens_per_microbatch * number_of_batches(mesh)
+    batch = Batch(mesh.data, 1, float(tokens), Lengths(1e-9, 0.1, 1))
+    one_node = Cluster(CPU_CORE, 1, mesh.world_size)  # whatever the links
+    training = Training(config, shape, mesh, target, one_node, batch)
+    uneven = (config.parallel.first_stage_layers, config.parallel.last_stage_layers)
+    stages = stage_layers(shape.num_layers, mesh.pipeline, mesh.virtual_pipeline, *uneven)
+    layers = len(stages[mesh.pipeline_rank])
+    update = update_passes(shape, config.policy, max(1, layers // mesh.virtual_pipeline), target.local_layers)
+    found = {
+        "logprobs": pass_exchanges(training, mesh, layers, LOGPROBS),
+        "update": pass_exchanges(training, mesh, layers, update)
+        | gradient_exchanges(training, mesh, layers),
+    }
+    return {phase: {name: work.node for name, work in by_group.items()} for phase, by_group in found.items()}
+
+
+def compare_sent(
+    planned: dict[str, dict[str, float]], counted: dict[str, dict[tuple[str, str], list[int]]]
+) -> list[Row]:
+    """By phase: groups, all of them, and every operation. A stage sends hidden states while it receives the next: the
+    larger of both counts."""
+    rows = []
+    for phase, plan in planned.items():
+        found = counted[phase]
+        sums: dict[str, int] = {}
+        for (group, operation), (_, size) in found.items():
+            if not operation.startswith(("send", "receive")):
+                sums[group] = sums.get(group, 0) + size
+        for what in ("hidden states", "gradients"):
+            sizes = [found.get(("pipeline", f"{way} {what}"), (0, 0))[1] for way in ("send", "receive")]
+            sums["pipeline"] = sums.get("pipeline", 0) + max(sizes)
+        names = [*plan, *(name for name in sums if name not in plan)]
+        rows += [Row(phase, f"sent: {name}", plan.get(name, 0.0), sums.get(name, 0)) for name in names]
+        rows.append(Row(phase, ALL_SENT, sum(plan.values()), sum(sums.values())))
+        rows += [
+            Row(phase, f"{group}: {operation}", None, size, number)
+            for (group, operation), (number, size) in found.items()
+        ]
+    return rows
+
+
 # ---------------------------------------------------------------- counting
 
 
-def count(config: Config, shape: ModelShape, mesh: Mesh, local_layers: bool) -> dict[str, dict[str, int]]:
-    """By phase and part what the rank holds (bytes)."""
+def count(
+    config: Config, shape: ModelShape, mesh: Mesh, local_layers: bool
+) -> tuple[dict[str, dict[str, int]], dict[str, dict[tuple[str, str], list[int]]]]:
+    """What the rank holds by phase and part (bytes), and what it sends by phase, group and operation: (number,
+    bytes)."""
     fake_cuda.join_fake_group(mesh.rank, mesh.world_size)
     device = Device("cuda", torch.device("cpu"), "fake", torch.bfloat16, local_layers)
     batches = full_batches(config, mesh)
-    patch_gpu_path(device)
+    sent = fake_cuda.Sent()
+    patch_gpu_path(device, sent)
     if device.local_layers:
         lay_out_really(shape)
     from rlmath.models.build import build_actor, build_reference
     from rlmath.models.megatron import start_megatron
 
     memory = fake_cuda.FakeBytes()
-    with FakeTensorMode(allow_non_fake_inputs=True), memory:
+    with FakeTensorMode(allow_non_fake_inputs=True), memory, sent:
         start_megatron(mesh, device, 1, 1800)
+        sent.groups = group_names()
         actor = build_actor(config, shape, mesh, device, 10, (0,))
         reference = None
         if config.algorithm.kl_coef > 0:
@@ -137,19 +200,38 @@ def count(config: Config, shape: ModelShape, mesh: Mesh, local_layers: bool) -> 
         parts = dict(everything)
         if config.memory.offload_reference:
             parts.pop("reference", None)
-        found = {}
+        found, exchanged = {}, {}
+        sent.pop()
         with memory.most_beside() as most:
             old = actor.forward_backward.logprobs(batches)
-        found["logprobs"] = parts | {"pass": most[0]}
+        found["logprobs"], exchanged["logprobs"] = parts | {"pass": most[0]}, sent.pop()
         of_reference = None
         if reference is not None:
             with memory.most_beside() as most:
                 of_reference = reference.logprobs(batches)
             found["reference"] = everything | {"pass": most[0]}
+            sent.pop()
         with memory.most_beside() as most:
             learn(batches, old, of_reference)
-        found["update"] = parts | {"pass": most[0]}
-    return found
+        found["update"], exchanged["update"] = parts | {"pass": most[0]}, sent.pop()
+    return found, exchanged
+
+
+def group_names() -> dict[str, str]:
+    """What Megatron's groups are for, by their names. Groups of one rank send nothing."""
+    from megatron.core import parallel_state as groups
+
+    found = {
+        "tensor": groups.get_tensor_model_parallel_group(),
+        "pipeline": groups.get_pipeline_model_parallel_group(),
+        "context": groups.get_context_parallel_group(),
+        "expert_tensor": groups.get_expert_tensor_parallel_group(),
+        "expert": groups.get_expert_model_parallel_group(),
+        "embedding": groups.get_embedding_group(False),
+        "expert_data": groups.get_expert_data_parallel_group(),
+        "data": groups.get_data_parallel_group(with_context_parallel=True),
+    }
+    return {group.group_name: name for name, group in found.items() if isinstance(group, dist.ProcessGroup)}
 
 
 def resident(actor: Any, reference: Any, device: Device) -> dict[str, int]:
@@ -177,11 +259,14 @@ def full_batches(config: Config, mesh: Mesh) -> list[MicroBatch]:
     completion = length - prompt
     sample = Sample((1,) * prompt, (2,) * completion, (-0.5,) * completion, 1.0)
     multiple = mesh.tensor if config.parallel.sequence else 1
-    number = 2 * mesh.pipeline * mesh.virtual_pipeline
-    return [pack([sample] * segments, range(segments), multiple)] * number
+    return [pack([sample] * segments, range(segments), multiple)] * number_of_batches(mesh)
 
 
-def patch_gpu_path(device: Device) -> None:
+def number_of_batches(mesh: Mesh) -> int:
+    return 2 * mesh.pipeline * mesh.virtual_pipeline
+
+
+def patch_gpu_path(device: Device, sent: fake_cuda.Sent) -> None:
     """Replace what CUDA, weights on disk and Transformer Engine would be needed for."""
     import megatron.core.pipeline_parallel.p2p_communication as p2p
     from megatron.core.distributed import param_and_grad_buffer
@@ -203,7 +288,7 @@ def patch_gpu_path(device: Device) -> None:
     megatron.GPTModel.to = lambda model, *given: model
     logprobs.CHUNK_BYTES["cpu"] = logprobs.CHUNK_BYTES["cuda"]
     forward_backward.finish_computation = lambda device: None
-    p2p._batched_p2p_ops = lambda **given: []
+    p2p._batched_p2p_ops, p2p._p2p_ops = sent.between_stages_together, sent.between_stages
     if device.local_layers:
         return
     layers.fused_weight_gradient_mlp_cuda, layers.HAVE_TE = fake_cuda.fused_kernels(), True

@@ -3,12 +3,13 @@
     python tools/gpu_check.py [--quick] [--output outputs/gpu_check] [--stages machine step ...] [--wheels FOLDER]
 
 It finds out what is installed: a stage whose packages are missing is named in the table, the others run, each in a
-process of its own with a time limit. --quick takes at most ten minutes. Without a GPU it says so, runs what the CPU
-can, and the table shows what is missing. --wheels: packages for a machine without a network, installed into the
-output folder before the first stage.
+process of its own with a time limit. --quick takes at most ten minutes; stages that found no time are named. Without a
+GPU it says so, runs what the CPU can, and the table shows what is missing. --wheels: packages for a machine without a
+network, installed into the output folder before the first stage.
 
 OUTPUT then has gpu_check.json, gpu_check.md with the same as a table, and a log of every stage. It exits with 0 where
-every stage that could run did and all figures are as expected, else with 1.
+every stage that could run did, all figures are as expected and no package is installed that cannot be imported, else
+with 1.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -30,10 +32,13 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from rlmath.config.terminal import escape_terminal
+from rlmath.rewards import process_tree
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 QUICK_SECONDS = 600.0
-"""Of all stages together."""
+"""Of everything together."""
+IMPORT_SECONDS = 120.0
+"""Time limit of a package's import."""
 PACKAGES = {
     "torch": "torch",
     "megatron-core": "megatron.core",
@@ -55,7 +60,7 @@ class Stage:
     what: str
     needs: tuple[str, ...]
     seconds: float
-    """Time limit; with --quick `quick_seconds`."""
+    """Time limit; with --quick `quick_seconds`, and it does not begin with less than half of them left."""
     quick_seconds: float
     on_cpu: bool = True
     """Whether the CPU can run it."""
@@ -119,7 +124,7 @@ STAGES = (
     Stage(
         "demo",
         "the demo on one rank",
-        ("torch", "megatron-core", "transformers", "vllm"),
+        ("torch", "megatron-core", "transformers", "vllm", "transformer-engine"),
         900,
         300,
         on_cpu=False,
@@ -134,7 +139,7 @@ class Outcome:
     stage: str
     what: str
     status: str
-    """"ran", "failed", "stopped" at its time limit, or "not run"."""
+    """"ran", "failed", "stopped" at its time limit, "no time", or "not run" for what is missing."""
     reason: str = ""
     seconds: float = 0.0
     without: list[str] = field(default_factory=list)
@@ -149,8 +154,11 @@ class Outcome:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit status."""
+    started = time.monotonic()
     escape_terminal()
     given = parse_args(argv)
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda number, _: sys.exit(128 + number))  # so that `run` kills its stage
     output = given.output.resolve()
     output.mkdir(parents=True, exist_ok=True)
     environment = dict(os.environ)
@@ -160,7 +168,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     environment["PYTHONPATH"] = os.pathsep.join([*paths, *filter(None, [environment.get("PYTHONPATH")])])
     found = look(environment)
     tell_machine(found)
-    started = time.monotonic()
     outcomes = []
     for stage in STAGES:
         if given.stages and stage.name not in given.stages:
@@ -172,7 +179,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     bad = [one.stage for one in outcomes if not one.is_good]
     if bad:
         print(f"Not as expected: {', '.join(bad)}. Their logs are in {output}.")
-    return 1 if bad else 0
+    if found.broken:
+        print(f"Installed, but cannot be imported: {', '.join(found.broken)}.")
+    return 1 if bad or found.broken else 0
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -208,25 +217,18 @@ def install(wheels: Path, packages: Path) -> str:
 
 LOOK = """
 import importlib, importlib.metadata, json, sys
-found = {}
-for name, module in json.loads(sys.argv[1]).items():
-    try:
-        imported = importlib.import_module(module)
-    except Exception as error:
-        found[name] = [None, f"{type(error).__name__}: {error}".splitlines()[0][:200]]
-    else:
-        try:
-            found[name] = [importlib.metadata.version(name), ""]
-        except importlib.metadata.PackageNotFoundError:
-            found[name] = [str(getattr(imported, "__version__", "installed")), ""]
-gpus, cuda = [], None
-if found["torch"][0] is not None:
-    import torch
-
-    cuda = torch.version.cuda
-    if torch.cuda.is_available():
-        gpus = [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())]
-print(json.dumps({"packages": found, "gpus": gpus, "cuda": cuda}))
+name, module = sys.argv[1:]
+try:
+    version = importlib.metadata.version(name)
+except importlib.metadata.PackageNotFoundError:
+    version = None
+print(json.dumps({"version": version}), flush=True)
+found = importlib.import_module(module)
+told = {"version": version or str(getattr(found, "__version__", "installed")), "imported": True}
+if name == "torch":
+    gpus = range(found.cuda.device_count() if found.cuda.is_available() else 0)
+    told |= {"cuda": found.version.cuda, "gpus": [found.cuda.get_device_name(gpu) for gpu in gpus]}
+print(json.dumps(told), flush=True)
 """
 
 
@@ -240,6 +242,8 @@ class Found:
     """Why not."""
     gpus: Sequence[str]
     cuda: str | None
+    broken: Sequence[str] = ()
+    """Packages that are installed and cannot be imported."""
 
     @property
     def device(self) -> str:
@@ -247,21 +251,36 @@ class Found:
 
 
 def look(environment: Mapping[str, str]) -> Found:
-    """Imports everything, in another process: a broken package may end it."""
-    found: dict[str, Any] = {"packages": {}, "gpus": [], "cuda": None}
-    command = [sys.executable, "-c", LOOK, json.dumps(PACKAGES)]
-    with suppress(subprocess.TimeoutExpired):
+    """Import every package in a process of its own, which a broken one may end."""
+    with ThreadPoolExecutor(max_workers=4) as pool:
+        told = dict(zip(PACKAGES, pool.map(lambda name: look_at(name, environment), PACKAGES), strict=True))
+    return Found(
+        packages={name: one["version"] if "imported" in one else None for name, one in told.items()},
+        reasons={name: one["reason"] for name, one in told.items() if "imported" not in one},
+        gpus=told["torch"].get("gpus", []),
+        cuda=told["torch"].get("cuda"),
+        broken=[name for name, one in told.items() if "imported" not in one and one.get("version")],
+    )
+
+
+def look_at(name: str, environment: Mapping[str, str]) -> dict[str, Any]:
+    """The last line of LOOK, and the "reason" why it did not get to its end."""
+    command = [sys.executable, "-c", LOOK, name, PACKAGES[name]]
+    try:
         done = subprocess.run(
-            command, env=environment, capture_output=True, text=True, timeout=300, check=False
+            command, env=environment, capture_output=True, text=True, timeout=IMPORT_SECONDS, check=False
         )
-        if done.returncode == 0:
-            found = json.loads(done.stdout.splitlines()[-1])
-        else:
-            sys.stderr.write(done.stderr[-2000:])
-    packages = {name: found["packages"].get(name, [None, "not looked at"]) for name in PACKAGES}
-    versions = {name: version for name, (version, _) in packages.items()}
-    reasons = {name: reason for name, (_, reason) in packages.items() if reason}
-    return Found(versions, reasons, found["gpus"], found["cuda"])
+    except subprocess.TimeoutExpired:
+        return {"version": "unknown", "reason": f"not imported after {IMPORT_SECONDS:.0f} s"}
+    told: dict[str, Any] = {}
+    for line in done.stdout.splitlines():
+        with suppress(ValueError):
+            row = json.loads(line)
+            told = row if isinstance(row, dict) and "version" in row else told
+    if "imported" in told:
+        return told
+    lines = [line.strip() for line in done.stderr.splitlines() if line.strip()] or ["without a message"]
+    return told | {"reason": lines[-1][:200] if done.returncode > 0 else ended_with(done.returncode)}
 
 
 def tell_machine(found: Found) -> None:
@@ -286,8 +305,8 @@ def check(
         outcome.reason = "needs a GPU"
     elif missing:
         outcome.reason = f"needs {', '.join(missing)}"
-    elif left < 15:
-        outcome.reason = f"the {QUICK_SECONDS:.0f} s of --quick are over"
+    elif left < stage.quick_seconds / 2:
+        outcome.status, outcome.reason = "no time", f"{max(left, 0):.0f} s of --quick are left"
     else:
         limit = min(stage.quick_seconds if quick else stage.seconds, left)
         run(outcome, found.device, quick, limit, output, environment)
@@ -305,6 +324,8 @@ def run(
     command += ["--device", device, "--folder", str(output), *(["--quick"] if quick else [])]
     started = time.monotonic()
     figures = output / f"{outcome.stage}.jsonl"
+    process_tree.adopt_orphans()
+    others = set(children())
     with open(log, "wb") as errors, open(figures, "wb") as lines:
         running = subprocess.Popen(
             command, cwd=REPOSITORY, env=environment, stdout=lines, stderr=errors, start_new_session=True
@@ -316,11 +337,24 @@ def run(
         except subprocess.TimeoutExpired:
             outcome.status, outcome.reason = "stopped", f"after its limit of {limit:.0f} s"
         finally:
-            with suppress(ProcessLookupError):
-                os.killpg(running.pid, signal.SIGKILL)
+            kill_all_but(others)
             running.wait()
     outcome.seconds = round(time.monotonic() - started, 1)
     outcome.figures = read_figures(figures)
+
+
+def children() -> list[int]:
+    return process_tree.children_by_parent().get(os.getpid(), [])
+
+
+def kill_all_but(others: set[int]) -> None:
+    """Kill the children of this process, but for `others`, and theirs, which become its own: ranks have sessions of
+    their own."""
+    while left := [pid for pid in children() if pid not in others]:
+        process_tree.kill_trees(left, process_tree.children_by_parent())
+        for pid in left:
+            with suppress(ChildProcessError):
+                os.waitpid(pid, 0)
 
 
 def ended_with(status: int) -> str:
@@ -345,7 +379,7 @@ def read_figures(path: Path) -> list[dict[str, Any]]:
 
 def tell_outcome(outcome: Outcome) -> None:
     told = f"{outcome.stage}: {outcome.status}"
-    told += f" in {outcome.seconds:.0f} s" if outcome.status != "not run" else ""
+    told += f" in {outcome.seconds:.0f} s" if outcome.seconds else ""
     print(told + (f", {outcome.reason}" if outcome.reason else ""))
     for figure in outcome.figures:
         mark = "  !" if figure["holds"] is False else "   "
@@ -377,14 +411,16 @@ def table(found: Found, outcomes: Sequence[Outcome]) -> list[str]:
         "# GPU check",
         "",
         f"GPUs: {', '.join(found.gpus) or 'none'}. CUDA of torch: {found.cuda or 'none'}. Installed: {versions}. "
-        f"Missing: {missing or 'nothing'}.",
+        f"Missing: {missing or 'nothing'}. "
+        f"Installed, but cannot be imported: {', '.join(found.broken) or 'nothing'}.",
         "",
         "| stage | figure | value | expected | as expected |",
         "|---|---|---|---|---|",
     ]
     marks = {True: "yes", False: "**no**", None: ""}
     for one in outcomes:
-        status = one.status if one.status == "not run" else f"{one.status}, {one.seconds:.0f} s"
+        has_begun = one.status not in ("not run", "no time")
+        status = f"{one.status}, {one.seconds:.0f} s" if has_begun else one.status
         without = f"; without {', '.join(one.without)}" if one.without else ""
         reason = f": {one.reason}" if one.reason else ""
         good = "" if one.status == "not run" else marks[one.is_good]

@@ -11,6 +11,7 @@ that the CPU can run take a tiny model, in bfloat16 where the GPU would.
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
 import socket
@@ -355,7 +356,7 @@ def step(given: argparse.Namespace) -> None:
     """An optimizer step of a model of 0.5B to 1.5B random weights: speed, and memory beside the plan."""
     for size in sizes(given):
         tokens, length = (512, 128) if size == "tiny" else (16_384, 2048)
-        train(given, size, tokens, length, None)
+        train_in_own_process(given, size, tokens, length, None)
 
 
 def packed(given: argparse.Namespace) -> None:
@@ -363,39 +364,28 @@ def packed(given: argparse.Namespace) -> None:
     size = sizes(given)[-1]
     for tokens in (1024, 2048) if size == "tiny" else (16_384, 32_768):
         for recompute in (None, "selective", "full"):
-            with failures_told(
-                f"{size}, one sequence of {tokens:,} tokens, {recompute or 'nothing'} recomputed"
-            ):
-                in_a_process_of_its_own(given, size, tokens, recompute)
+            train_in_own_process(given, size, tokens, tokens, recompute)
 
 
-@contextmanager
-def failures_told(what: str) -> Iterator[None]:
-    """What did not run, for want of memory for example, is a line; the next case runs."""
-    try:
-        yield
-    except subprocess.CalledProcessError as error:
-        tell(what, f"ended with {error.returncode}", expected="0", holds=False)
-
-
-def in_a_process_of_its_own(given: argparse.Namespace, size: str, tokens: int, recompute: str | None) -> None:
-    command = [
-        sys.executable,
-        __file__,
-        "train_case",
-        "--device",
-        given.device,
-        "--folder",
-        str(given.folder),
-    ]
-    case = {"size": size, "tokens": tokens, "recompute": recompute}
+def train_in_own_process(
+    given: argparse.Namespace, size: str, tokens: int, length: int, recompute: str | None
+) -> None:
+    """`train`; what did not run, for want of memory for example, is a line, and the next case runs."""
+    case = {"size": size, "tokens": tokens, "length": length, "recompute": recompute}
+    command = [sys.executable, __file__, "train_case", "--device", given.device]
+    command += ["--folder", str(given.folder), "--case", json.dumps(case)]
     sys.stdout.flush()
-    subprocess.run([*command, "--case", json.dumps(case)], check=True)
+    status = subprocess.run(command, check=False).returncode
+    if status:
+        tell(f"{case_title(**case)}: exit status", str(status), expected="0", holds=False)
+
+
+def case_title(size: str, tokens: int, length: int, recompute: str | None) -> str:
+    return f"{size}, sequences of {length:,} in {tokens:,} tokens, {recompute or 'nothing'} recomputed"
 
 
 def train_case(given: argparse.Namespace) -> None:
-    case = json.loads(given.case)
-    train(given, case["size"], case["tokens"], case["tokens"], case["recompute"])
+    train(given, **json.loads(given.case))
 
 
 def sizes(given: argparse.Namespace) -> list[str]:
@@ -407,16 +397,20 @@ def sizes(given: argparse.Namespace) -> list[str]:
 def train(given: argparse.Namespace, size: str, tokens: int, length: int, recompute: str | None) -> None:
     """Two micro-batches of `tokens`, of sequences of `length`; the median of three steps after the first."""
     local = given.device == "cpu" or not has_transformer_engine()
+    title = f"{case_title(size, tokens, length, recompute)}, {'local' if local else 'TE'} layers"
     model = random_model(given.folder, size)
+    shape = read_model_shape(model)
     with one_rank(given.device, local) as device:
         from rlmath.models.build import build_actor
-        from rlmath.models.megatron import fuses_gradient_accumulation
 
-        shape, config = read_model_shape(model), settings(model, device, tokens, recompute)
+        config = settings(model, device, tokens, recompute)
+        plan = plan_rank(config, shape, WORLD, Target(device.kind, "GPU", None, local))
+        if device.kind == "cuda" and training_bytes(plan) > 0.95 * torch.cuda.mem_get_info()[1]:
+            tell(f"{title}: planned, more than the GPU has", training_bytes(plan) / GIB, "GiB")
+            return
         actor = build_actor(config, shape, WORLD, device, 10, (1,))
         if device.kind == "cuda":
-            fused = str(fuses_gradient_accumulation(device))
-            tell("apex's kernel adds gradients up", fused, expected="True", holds=fused == "True")
+            tell_fusion(device)
         samples = make_samples(2 * tokens // length, length, shape.vocab_size)
         half = len(samples) // 2
         batches = [pack(samples, range(half), 1), pack(samples, range(half, 2 * half), 1)]
@@ -429,8 +423,6 @@ def train(given: argparse.Namespace, size: str, tokens: int, length: int, recomp
         if device.kind == "cuda":
             torch.cuda.reset_peak_memory_stats()
         seconds = seconds_of(learn, 3)
-        layers = "local" if local else "TE"
-        title = f"{size}, {layers} layers, sequences of {length:,}, {recompute or 'nothing'} recomputed"
         tell(f"{title}: update", 2 * tokens / seconds, "tokens/s")
         work = sum(training_cost(shape).of(sample.length) for sample in samples)
         ceiling = (
@@ -441,14 +433,28 @@ def train(given: argparse.Namespace, size: str, tokens: int, length: int, recomp
         assert ceiling is not None
         tell(f"{title}: MFU over the measured product", work / seconds / ceiling, "share")
         if device.kind == "cuda":
-            target = Target("cuda", "GPU", None, local)
-            tell_memory(title, plan_rank(config, shape, WORLD, target), device)
+            tell_memory(title, plan, device)
+
+
+def tell_fusion(device: Device) -> None:
+    """Whether apex's kernel adds gradients up; only where it is installed it should."""
+    from rlmath.models.megatron import fuses_gradient_accumulation
+
+    installed = importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None
+    fused = fuses_gradient_accumulation(device)
+    expected = "True" if installed else "apex is not installed"
+    tell("apex's kernel adds gradients up", str(fused), expected=expected, holds=fused if installed else None)
+
+
+def training_bytes(plan: MemoryPlan) -> int:
+    """What the plan has for an update, without the engine's parts."""
+    parts = {"engine_weights", "engine_workspace", "kv_cache", "sync_buffers"}
+    return sum(size for part, size in plan.phases["update"].items() if part not in parts)
 
 
 def tell_memory(title: str, plan: MemoryPlan, device: Device) -> None:
     """The update of the plan beside torch's peak, and all that the driver counts."""
-    parts = {"engine_weights", "engine_workspace", "kv_cache", "sync_buffers"}
-    planned = sum(size for part, size in plan.phases["update"].items() if part not in parts)
+    planned = training_bytes(plan)
     peak = torch.cuda.max_memory_allocated()
     holds = peak <= planned * (1 + PLAN_SHARE)
     tell(f"{title}: torch's peak", peak / GIB, "GiB", f"{planned / GIB:.2f} planned", holds)
@@ -546,7 +552,8 @@ def tests(given: argparse.Namespace) -> None:
 
 def demo(given: argparse.Namespace) -> None:
     """`make demo`'s program on one rank."""
-    run_program([sys.executable, "tools/demo.py", "--ranks", "1", "--tensor-parallel", "1"])
+    command = [sys.executable, "tools/demo.py", "--ranks", "1", "--tensor-parallel", "1"]
+    run_program([*command, "--output", str(given.folder / "demo")])
 
 
 def run_program(command: Sequence[str]) -> None:

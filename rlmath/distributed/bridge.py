@@ -61,7 +61,7 @@ class Envelope(NamedTuple):
 
 
 class UnreadableMessageError(Exception):
-    """What has arrived is no message of ours."""
+    """What has arrived cannot be read."""
 
 
 class Bridge:

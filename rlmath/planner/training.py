@@ -36,7 +36,7 @@ class Passes:
     attention: float
     head: float
     exchanges: float
-    """Forward passes' worth of sums over tensor-parallel ranks."""
+    """Passes' worth of what the ranks of a micro-batch exchange in a layer's forward pass."""
     touches: float
     """Times that a layer's activations are read or written."""
     runs: int
@@ -156,7 +156,7 @@ def _stage_update(training: Training, mesh: Mesh, layers: int) -> Work:
     chunk_layers, target = max(1, layers // mesh.virtual_pipeline), training.target
     passes = update_passes(training.shape, training.config.policy, chunk_layers, target.local_layers)
     minibatches = training.config.algorithm.n_minibatches
-    each = _optimizer_work(training, mesh, layers) + _gradient_work(training, mesh, layers)
+    each = sum(gradient_exchanges(training, mesh, layers).values(), _optimizer_work(training, mesh, layers))
     return _pass_work(training, mesh, layers, passes) + each.times(minibatches)
 
 
@@ -179,32 +179,46 @@ def _pass_work(training: Training, mesh: Mesh, layers: int, passes: Passes) -> W
         memory=tokens * touched * training.target.itemsize * training.idle_factor,
         microbatches=runs * mesh.virtual_pipeline * training.idle_factor,
     )
-    return work + _exchange_work(training, mesh, layers, passes, runs)
+    return sum(pass_exchanges(training, mesh, layers, passes).values(), work)
 
 
-def _exchange_work(training: Training, mesh: Mesh, layers: int, passes: Passes, runs: int) -> Work:
-    """Between the ranks of a micro-batch: two sums of hidden states a layer over tensor-parallel ranks (or, with
-    sequence parallelism, gathering and scattering, as many bytes), every token to its experts and back, and hidden
-    states to the next stage."""
-    shape, cluster = training.shape, training.cluster
+def pass_exchanges(training: Training, mesh: Mesh, layers: int, passes: Passes) -> dict[str, Work]:
+    """Between the ranks of a micro-batch, in a pass of all sequences of a step: sums of hidden states over
+    tensor-parallel ranks, every token to its experts and back, and hidden states to the next stage."""
+    shape, cluster, sequence = training.shape, training.cluster, training.config.parallel.sequence
     state = training.batch.tokens / training.parts * shape.hidden_size * training.target.itemsize
-    work = Work()
+    count = training.microbatches * training.config.algorithm.n_minibatches
+    found = {}
     if mesh.tensor > 1:
-        sums = 2 * layers * passes.exchanges
-        sent = state * sums * 2 * (mesh.tensor - 1) / mesh.tensor
-        work += _sent(sent, runs / passes.runs * sums, cluster.in_a_node(mesh.tensor))
+        # A sum is two exchanges of all hidden states: scattered sums, which are gathered. With sequence parallelism
+        # they are messages of their own, with a layer's work between them.
+        exchanges = layers * 4 * passes.exchanges + _exchanges_at_the_ends(mesh, sequence, passes)
+        if sequence and passes.runs > 1:
+            exchanges += layers * 2  # the input of two products is gathered again for their weights' gradients
+        sent = state * exchanges * (mesh.tensor - 1) / mesh.tensor
+        messages = count * exchanges / (1 if sequence else 2)
+        found["tensor"] = _sent(sent, messages, cluster.in_a_node(mesh.tensor))
     if mesh.expert > 1:
         ways = 2 * layers * passes.exchanges
-        part = (mesh.expert - 1) / mesh.expert / (mesh.tensor if training.config.parallel.sequence else 1)
+        part = (mesh.expert - 1) / mesh.expert / (mesh.tensor if sequence else 1)
         inside = cluster.in_a_node(mesh.expert * mesh.expert_tensor)
-        work += _sent(state * shape.experts_per_token * ways * part, runs / passes.runs * ways, inside)
+        found["expert"] = _sent(state * shape.experts_per_token * ways * part, count * ways, inside)
     if mesh.pipeline > 1:
-        inside = cluster.nodes == 1
-        part = 1 / mesh.tensor if training.config.parallel.sequence else 1.0
-        work += _sent(
-            state * part * passes.runs * mesh.virtual_pipeline, runs * mesh.virtual_pipeline, inside
-        )
-    return work
+        part = 1 / mesh.tensor if sequence else 1.0
+        ways = passes.runs * mesh.virtual_pipeline
+        found["pipeline"] = _sent(state * part * ways, count * passes.runs * ways, cluster.nodes == 1)
+    return found
+
+
+def _exchanges_at_the_ends(mesh: Mesh, sequence: bool, passes: Passes) -> int:
+    """Of all hidden states, over tensor-parallel ranks, for the embedding and for the output layer."""
+    backward = passes.runs > 1
+    found = 0
+    if mesh.pipeline_rank == 0:
+        found += 1 + backward if sequence else 2
+    if mesh.is_last_stage:
+        found += 1 + 2 * backward if sequence else 2 * backward
+    return found
 
 
 def _sent(size: float, messages: float, inside: bool) -> Work:
@@ -241,21 +255,27 @@ def _optimizer_work(training: Training, mesh: Mesh, layers: int) -> Work:
     return work
 
 
-def _gradient_work(training: Training, mesh: Mesh, layers: int) -> Work:
-    """One minibatch's gradients in float32: scattered, and the new parameters gathered; or summed on all ranks. What
-    goes to other nodes is shared by the network cards of the ranks of a node that are in the same group."""
+def gradient_exchanges(training: Training, mesh: Mesh, layers: int) -> dict[str, Work]:
+    """One minibatch's gradients in float32: scattered, and the new parameters gathered; or summed on all ranks; and
+    those of an embedding that is the output layer, too, between the first and the last stage. What goes to other nodes is shared by the network cards of the ranks of a node that are in the same group."""
     ways = FLOAT32_BYTES + training.target.itemsize
     if not training.config.optimizer.distributed:
         ways = 2 * FLOAT32_BYTES
     messages = 2 * mesh.virtual_pipeline
-    work = Work()
-    for held in held_parameters(training, mesh, layers):
+    found = {}
+    for name, held in zip(("data", "expert_data"), held_parameters(training, mesh, layers), strict=False):
         if held.ranks == 1:
             continue
         sent = held.parameters * ways * (held.ranks - 1) / held.ranks
         if training.cluster.in_a_node(held.stride * held.ranks):
-            work += _sent(sent, messages, inside=True)
+            found[name] = _sent(sent, messages, inside=True)
         else:
             beside = max(1, min(held.ranks, training.cluster.ranks_per_node // held.stride))
-            work += Work(node=sent if beside > 1 else 0.0, network=sent / beside, messages=messages)
-    return work
+            node = sent if beside > 1 else 0.0
+            found[name] = Work(node=node, network=sent / beside, messages=messages)
+    if training.shape.tied_embeddings and mesh.pipeline > 1 and (mesh.is_last_stage or mesh.pipeline_rank == 0):
+        # The first and the last stage hold the same matrix.
+        rows = padded_vocab(training.shape.vocab_size, mesh.tensor) // mesh.tensor
+        sent = rows * training.shape.hidden_size * FLOAT32_BYTES
+        found["embedding"] = _sent(sent, 1, training.cluster.nodes == 1)
+    return found

@@ -46,14 +46,15 @@ def fastest_in_training_ranks(tails: Tails) -> StepPlan:
     ("name", "nodes", "step", "rollout", "tail"),
     [
         ("1.5b_n16.yaml", 16, 244.06082832835642, 220.43299452382183, 153.287643462632),
-        ("32b_n16.yaml", 16, 3019.661645321669, 2157.01563981055, 299.9697808710414),
+        ("32b_n16.yaml", 16, 3052.8223480800693, 2157.01563981055, 299.9697808710414),
     ],
 )
 def test_waiting_is_predicted_as_before_there_were_partial_rollouts(
     name: str, nodes: int, step: float, rollout: float, tail: float
 ):
-    """But for one thing: gradients were cleared twice for a minibatch then, and are cleared once (`Learner`), which
-    saves writing them a time."""
+    """But for two things: gradients were cleared twice for a minibatch then, and are cleared once (`Learner`), which
+    saves writing them a time; and with sequence parallelism tensor-parallel ranks exchange more than was planned then, as
+    tools/fake_rank.py counts (32B: 33.2 s of 3,053)."""
     config = recipe(name)
     wait = tails_of(config, nodes).wait
     shape, _ = required_shape(config.model.path)

@@ -6,7 +6,14 @@ import pytest
 
 from rlmath.config.schema import PolicyConfig
 from rlmath.data.seqlen_balancing import training_cost
-from rlmath.planner.training import Held, forward_cost, held_parameters, logprobs_work, update_work
+from rlmath.planner.training import (
+    Held,
+    forward_cost,
+    gradient_exchanges,
+    held_parameters,
+    logprobs_work,
+    update_work,
+)
 from rlmath.planner.work import Work
 from tests.planner.shapes import (
     BATCH,
@@ -71,7 +78,8 @@ def test_a_recomputed_mlp_is_summed_over_tensor_parallel_ranks_once_more():
         update_work(training(with_ranks(config, tensor=2), 2)).node
         for config in (CONFIG, recomputing("selective"))
     )
-    assert again == pytest.approx(plain * 2.5 / 2)
+    ends = 4 / (4 * 4 * 2)  # of the embedding and of the output layer, which are computed once
+    assert again == pytest.approx(plain * (2.5 / 2 + ends) / (1 + ends))
 
 
 def test_ranks_share_the_flops():
@@ -101,8 +109,9 @@ def test_minibatches_cost_pipelines_more():
 def test_tensor_parallel_ranks_sum_hidden_states_twice_a_layer():
     work = update_work(training(with_ranks(CONFIG, tensor=2), 2))
     state = BATCH.tokens * 8 * 2
-    # 4 layers x 2 sums, forwards and backwards; each rank sends 2 (t - 1) / t of a sum.
-    assert work.node == pytest.approx(state * 4 * 2 * 2 * 1.0) and work.network == 0
+    # 4 layers x 2 sums, forwards and backwards; one of the embedding, one behind the output layer's gradient; each rank
+    # sends 2 (t - 1) / t of a sum.
+    assert work.node == pytest.approx(state * (4 * 2 * 2 + 2) * 1.0) and work.network == 0
 
 
 def test_data_parallel_ranks_scatter_gradients_and_gather_parameters():
@@ -148,7 +157,19 @@ def test_with_sequence_parallelism_stages_send_a_share_of_the_hidden_states():
     sequence = replace(piped, parallel=replace(piped.parallel, sequence=True))
     whole, share = (update_work(training(config, 4)) for config in (piped, sequence))
     state = BATCH.tokens * 8 * 2
-    assert whole.node - share.node == pytest.approx(2 * state / 2)
+    # Of the last stage, which has 2 of 4 layers: 2 x state to and from the next one, or half of it. Sums in halves, of
+    # which a rank sends (t - 1) / t: 4 a layer, backwards 2 more, since the input is gathered again; for the output
+    # layer 2 and 3.
+    gathered_again = (2 * 2 + 1) * state / 2
+    assert whole.node - share.node == pytest.approx(2 * state / 2 - gathered_again)
+
+
+def test_the_first_and_the_last_stage_sum_the_gradient_of_a_matrix_that_both_have():
+    tied = replace(TINY, tied_embeddings=True)
+    for config, more in ((with_ranks(CONFIG, pipeline=2), 32 * 8 * 4), (CONFIG, 0)):
+        plain = training(config, 2)
+        found = gradient_exchanges(replace(plain, shape=tied), plain.mesh, 2)
+        assert sum(work.node for name, work in found.items() if name == "embedding") == more
 
 
 def test_epochs_repeat_the_update():

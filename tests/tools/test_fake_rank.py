@@ -13,8 +13,10 @@ TOLERANCE = 0.02
 """Of what a phase holds in all, between the plan and the count."""
 
 
-def counted(config: str, ranks: int, rank: int, *settings: str) -> dict[tuple[str, str], tuple[int, int]]:
-    """(planned, counted) bytes by phase and part."""
+def counted(
+    config: str, ranks: int, rank: int, *settings: str
+) -> dict[tuple[str, str], tuple[float | None, int]]:
+    """(planned, counted) bytes by phase and part, or by group or operation of what is sent."""
     command = ["tools/fake_rank.py", "--config", config, "--ranks", str(ranks), "--rank", str(rank), "--json"]
     rows = [json.loads(line) for line in run(*command, *settings).stdout.splitlines() if line.startswith("{")]
     return {(row["phase"], row["part"]): (row["planned"], row["counted"]) for row in rows}
@@ -53,6 +55,14 @@ def test_a_rank_holds_what_the_plan_says(
     for phase in ("logprobs", "update"):
         planned, measured = found[phase, "all"]
         assert measured == pytest.approx(planned, rel=TOLERANCE), phase
+        for group in ("tensor", "pipeline"):
+            planned, measured = found[phase, f"sent: {group}"]
+            assert planned > 0 and measured == pytest.approx(planned, rel=1e-3), (phase, group)
+    planned, measured = found["update", "sent: data"]
+    assert measured == pytest.approx(planned, rel=1e-3)
+    # Float32 gradients are scattered, bfloat16 parameters gathered.
+    scattered, gathered = (found["update", f"data: {way}"][1] for way in ("reduce_scatter", "all_gather"))
+    assert scattered == pytest.approx(2 * gathered)
 
 
 def test_a_rank_that_a_run_has_not_is_refused() -> None:

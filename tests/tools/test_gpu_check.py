@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from rlmath.rewards import process_tree
 from tests.programs import run
 from tests.selection import matrix
 from tools import gpu_check
@@ -55,20 +56,20 @@ def test_a_stage_that_hangs_is_stopped_with_all_that_it_started(tmp_path: Path) 
     assert (outcome.status, outcome.reason) == ("stopped", "after its limit of 2 s")
     assert not outcome.is_good
     deadline = time.monotonic() + 10
-    while left := processes_of(tmp_path):
+    while left := [words for words in processes_with(str(tmp_path)) if "gpu_stages" in words]:
         assert time.monotonic() < deadline, left
         time.sleep(0.1)
 
 
-def processes_of(folder: Path) -> list[str]:
-    """Command lines that name the folder."""
+def processes_with(text: str) -> list[str]:
+    """Command lines that contain it."""
     found = []
     for entry in Path("/proc").glob("[0-9]*/cmdline"):
         try:
             words = entry.read_bytes().replace(b"\0", b" ").decode(errors="replace")
         except OSError:
             continue
-        if str(folder) in words and "gpu_stages" in words:
+        if text in words:
             found.append(words)
     return found
 
@@ -76,22 +77,61 @@ def processes_of(folder: Path) -> list[str]:
 def test_a_stage_that_fails_keeps_its_figures_and_its_last_words(tmp_path: Path) -> None:
     (tmp_path / "model-tiny").mkdir()
     (tmp_path / "model-tiny" / "config.json").write_text("{}")
-    outcome = stage_of(BY_NAME["step"], EVERYTHING, tmp_path)
+    outcome = stage_of(BY_NAME["engine"], EVERYTHING, tmp_path)
     assert outcome.status == "failed" and not outcome.is_good
     assert "exit status 1: " in outcome.reason and "config.json" in outcome.reason
 
 
-@pytest.mark.parametrize(
-    ("found", "left", "reason"),
-    [
-        (replace(EVERYTHING, packages=EVERYTHING.packages | {"vllm": None}), 600.0, "needs vllm"),
-        (EVERYTHING, 3.0, "the 600 s of --quick are over"),
-    ],
-)
-def test_a_stage_that_cannot_run_says_why(found: Found, left: float, reason: str, tmp_path: Path) -> None:
-    outcome = stage_of(BY_NAME["engine"], found, tmp_path, left)
-    assert (outcome.status, outcome.reason) == ("not run", reason)
+def test_a_stage_that_cannot_run_says_why(tmp_path: Path) -> None:
+    found = replace(EVERYTHING, packages=EVERYTHING.packages | {"vllm": None})
+    outcome = stage_of(BY_NAME["engine"], found, tmp_path)
+    assert (outcome.status, outcome.reason) == ("not run", "needs vllm")
     assert outcome.is_good
+
+
+def test_a_stage_that_finds_no_time_is_no_success(tmp_path: Path) -> None:
+    outcome = stage_of(BY_NAME["engine"], EVERYTHING, tmp_path, seconds_left=100.0)
+    assert (outcome.status, outcome.reason) == ("no time", "100 s of --quick are left")
+    assert not outcome.is_good
+
+
+def test_ranks_in_sessions_of_their_own_are_killed_with_their_stage(tmp_path: Path) -> None:
+    """torchrun gives them some; neither is a child of the caller's killed."""
+    other = subprocess.Popen(["sleep", "60"])
+    program = "import subprocess, sys, time; "
+    program += "subprocess.Popen(['sleep', sys.argv[1]], start_new_session=True); time.sleep(60)"
+    mark = f"6{os.getpid()}"
+    process_tree.adopt_orphans()
+    started = subprocess.Popen([sys.executable, "-c", program, mark], start_new_session=True)
+    try:
+        deadline = time.monotonic() + 20
+        while not processes_with(f"sleep {mark}"):
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        gpu_check.kill_all_but({pid for pid in gpu_check.children() if pid != started.pid})
+        assert not processes_with(f"sleep {mark}") and other.poll() is None
+    finally:
+        for process in (other, started):
+            process.kill()
+            process.wait()
+
+
+def test_a_package_that_breaks_at_its_import_hides_no_other(tmp_path: Path) -> None:
+    """It is no missing one: the check fails."""
+    for name, text in {
+        "vllm": "import os, signal; os.kill(os.getpid(), signal.SIGSEGV)",
+        "pytest": "raise OSError('libcuda.so.1: cannot open')",
+    }.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").write_text(text)
+        metadata = tmp_path / f"{name}-1.0.dist-info"
+        metadata.mkdir()
+        (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+    found = gpu_check.look(os.environ | {"PYTHONPATH": str(tmp_path)})
+    assert found.packages["vllm"] is None and found.packages["torch"] is not None
+    assert found.broken == ["vllm", "pytest"]
+    assert found.reasons["vllm"] == "ended by SIGSEGV"
+    assert found.reasons["pytest"] == "OSError: libcuda.so.1: cannot open"
 
 
 def test_a_figure_that_is_not_as_expected_is_a_failure_of_its_stage(tmp_path: Path) -> None:
