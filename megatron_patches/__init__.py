@@ -1,5 +1,5 @@
-"""What Megatron-Core needs changed to run on CPU under gloo; on GPU, too, to write checkpoints (`checkpointing`) and to
-send hidden states between pipeline stages (`p2p_shapes`).
+"""What Megatron-Core needs changed to run on CPU under gloo; on GPU, too, to write checkpoints (`checkpointing`), to
+send hidden states between pipeline stages (`p2p_shapes`) and to end the graphs of experts (`token_dispatcher`).
 
 Covers megatron-core 0.16.1 and 0.19.2. torch itself stays untouched: vLLM lives in the same process.
 """
@@ -10,11 +10,15 @@ _applied = False
 
 
 def apply(device_kind: str) -> None:
-    """Patch the loaded Megatron modules for "cpu"; does nothing for "cuda". Safe to call more than once.
+    """Patch the loaded Megatron modules for "cpu"; for "cuda" only where experts are sent tokens. Safe to call more than
+    once.
 
     Call it after the Megatron modules that are used were imported, and before anything of them is called.
     """
     global _applied
+    from megatron_patches import token_dispatcher
+
+    token_dispatcher.drop_graphs()
     if device_kind != "cpu" or _applied:
         return
     from megatron_patches import (
@@ -24,7 +28,6 @@ def apply(device_kind: str) -> None:
         moe_utils,
         optimizer,
         tensor_parallel_random,
-        token_dispatcher,
         torch_names,
     )
 

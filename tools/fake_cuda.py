@@ -12,6 +12,7 @@ pass what its modules save, as its sources say (transformer-engine 2.20.2, trans
     TEDotProductAttention             attention/dot_product_attention/backends.py:2271: query, key, value, what it
                                       returns, and the softmax's statistics
     TENorm                            its input and weight, 1/rms
+    TE...ParallelGroupedLinear        module/grouped_linear.py: its input and the weights
     fused rotation                    attention/rope.py:152: nothing of a token's
 
 So a count checks what the plan makes of that reading, and everything else against the real Megatron.
@@ -332,6 +333,46 @@ class RowLinear(torch.nn.Module):
 
     def forward(self, x: Tensor) -> tuple[Tensor, None]:
         return _RowLinear.apply(x, self.weight, get_tensor_model_parallel_group(), self.sequence), None
+
+
+class _GroupedLinear(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, *weights: Tensor) -> Tensor:
+        ctx.save_for_backward(x, *weights)
+        return x.new_empty((x.shape[0], weights[0].shape[0]))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        x, *weights = ctx.saved_tensors
+        return torch.empty_like(x), *(_weight_gradient(weight) for weight in weights)
+
+
+class _GroupedLinearModule(torch.nn.Module):
+    """The experts of a rank, a weight each."""
+
+    def __init__(self, experts: int, inputs: int, outputs: int, config: Any) -> None:
+        super().__init__()
+        for number in range(experts):
+            weight = _parameter(config, outputs, inputs)
+            weight.allreduce = config.expert_model_parallel_size == 1  # False: Megatron's mark of an expert's
+            setattr(self, f"weight{number}", weight)
+
+    def forward(self, x: Tensor, tokens_per_expert: Any) -> tuple[Tensor, None]:
+        return _GroupedLinear.apply(x, *self.parameters()), None
+
+
+class ColumnGroupedLinear(_GroupedLinearModule):
+    """For TEColumnParallelGroupedLinear."""
+
+    def __init__(self, experts: int, inputs: int, outputs: int, *, config: Any, **unused: Any) -> None:
+        super().__init__(experts, inputs, outputs // config.expert_tensor_parallel_size, config)
+
+
+class RowGroupedLinear(_GroupedLinearModule):
+    """For TERowParallelGroupedLinear."""
+
+    def __init__(self, experts: int, inputs: int, outputs: int, *, config: Any, **unused: Any) -> None:
+        super().__init__(experts, inputs // config.expert_tensor_parallel_size, outputs, config)
 
 
 class _Norm(Function):

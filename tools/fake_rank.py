@@ -22,6 +22,7 @@ import sys
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -179,7 +180,7 @@ def count(
     device = Device("cuda", torch.device("cpu"), "fake", torch.bfloat16, local_layers)
     batches = full_batches(config, mesh)
     sent = fake_cuda.Sent()
-    patch_gpu_path(device, sent)
+    patch_gpu_path(shape, device, sent)
     if device.local_layers:
         lay_out_really(shape)
     from rlmath.models.build import build_actor, build_reference
@@ -266,7 +267,7 @@ def number_of_batches(mesh: Mesh) -> int:
     return 2 * mesh.pipeline * mesh.virtual_pipeline
 
 
-def patch_gpu_path(device: Device, sent: fake_cuda.Sent) -> None:
+def patch_gpu_path(shape: ModelShape, device: Device, sent: fake_cuda.Sent) -> None:
     """Replace what CUDA, weights on disk and Transformer Engine would be needed for."""
     import megatron.core.pipeline_parallel.p2p_communication as p2p
     from megatron.core.distributed import param_and_grad_buffer
@@ -295,11 +296,19 @@ def patch_gpu_path(device: Device, sent: fake_cuda.Sent) -> None:
     # Compiled on a GPU: nothing between their inputs and what they return.
     fused_bias_swiglu.swiglu = lambda gate_up: torch.empty_like(gate_up.chunk(2, -1)[0])
     fused_bias_swiglu.swiglu_back = lambda grad, gate_up: torch.empty_like(gate_up)
+    fused_bias_swiglu.weighted_swiglu = lambda gate_up, weights: torch.empty_like(gate_up.chunk(2, -1)[0])
+    fused_bias_swiglu.weighted_swiglu_back = lambda grad, gate_up, weights: (
+        torch.empty_like(gate_up),
+        torch.empty_like(weights),
+    )
     layers.get_dummy_wgrad = fake_cuda.dummy_gradient
     layers._grad_accum_fusion_available = megatron._grad_accum_fusion_available = True
     megatron.layer_spec = te_like_layers
     configure = megatron.TransformerConfig
-    megatron.TransformerConfig = lambda **given: configure(**(given | {"apply_rope_fusion": False}))
+    more = {"apply_rope_fusion": False}
+    if shape.num_experts:  # all get equally many tokens: their number does not depend on values
+        more |= {"moe_pad_expert_input_to_capacity": True, "moe_expert_capacity_factor": 1.0}
+    megatron.TransformerConfig = lambda **given: configure(**(given | more))
     rope_utils._apply_rotary_pos_emb_thd = fake_cuda.rotated
 
 
@@ -328,19 +337,28 @@ def te_like_layers(config: Any, local_layers: bool, chunk: int | None) -> Any:
     """As `models.megatron.layer_spec`, of the stand-ins."""
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.transformer.identity_op import IdentityOp
+    from megatron.core.transformer.moe.experts import GroupedMLPSubmodules, TEGroupedMLP
+    from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
     from megatron.core.transformer.transformer_block import (
         TransformerBlockSubmodules,
         get_num_layers_to_build,
     )
 
-    layer = get_gpt_layer_local_spec(normalization="RMSNorm")
+    layer = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization="RMSNorm")
     parts = layer.submodules
     parts.input_layernorm = parts.pre_mlp_layernorm = IdentityOp
     attention = parts.self_attention.submodules
     attention.linear_qkv, attention.linear_proj = fake_cuda.NormLinear, fake_cuda.RowLinear
     attention.core_attention = fake_cuda.Attention
-    mlp = parts.mlp.keywords["submodules"] if hasattr(parts.mlp, "keywords") else parts.mlp.submodules
-    mlp.linear_fc1, mlp.linear_fc2 = fake_cuda.NormLinear, fake_cuda.RowLinear
+    if config.qk_layernorm:
+        attention.q_layernorm = attention.k_layernorm = fake_cuda.Norm
+    if config.num_moe_experts:
+        linear = GroupedMLPSubmodules(fake_cuda.ColumnGroupedLinear, fake_cuda.RowGroupedLinear)
+        experts = MoESubmodules(experts=partial(TEGroupedMLP, submodules=linear))
+        parts.mlp, parts.pre_mlp_layernorm = partial(MoELayer, submodules=experts), fake_cuda.Norm
+    else:
+        mlp = parts.mlp.keywords["submodules"] if hasattr(parts.mlp, "keywords") else parts.mlp.submodules
+        mlp.linear_fc1, mlp.linear_fc2 = fake_cuda.NormLinear, fake_cuda.RowLinear
     return TransformerBlockSubmodules(
         layer_specs=[layer] * get_num_layers_to_build(config, vp_stage=chunk), layer_norm=fake_cuda.Norm
     )

@@ -36,35 +36,39 @@ class Passes:
     attention: float
     head: float
     exchanges: float
-    """Passes' worth of what the ranks of a micro-batch exchange in a layer's forward pass."""
+    """Forward passes' worth of sums over tensor-parallel ranks."""
+    routes: float
+    """Forward passes' worth of tokens sent to experts and back."""
     touches: float
     """Times that a layer's activations are read or written."""
     runs: int
     """Passes of a micro-batch: forward, and backward."""
 
 
-LOGPROBS = Passes(FORWARD, FORWARD, FORWARD, exchanges=1, touches=2, runs=1)
+LOGPROBS = Passes(FORWARD, FORWARD, FORWARD, exchanges=1, routes=1, touches=2, runs=1)
 
 
 def update_passes(shape: ModelShape, policy: PolicyConfig, chunk_layers: int, local_layers: bool) -> Passes:
     """Forward and backward, and what is recomputed: all of a layer ("full"); its MLP, of local layers its attention
     ("selective")."""
-    linear = attention = exchanges = 0.0
+    linear = attention = exchanges = routes = 0.0
     if policy.recompute_granularity == "full":
         share = 1.0
         if policy.recompute_method == "block":
             share = min(1.0, (policy.recompute_num_layers or 1) / chunk_layers)
-        linear = attention = exchanges = share
+        linear = attention = exchanges = routes = share
     elif policy.recompute_granularity == "selective" and local_layers:
         attention = FORWARD
     elif policy.recompute_granularity == "selective":
-        linear, exchanges = mlp_share(shape), 0.5  # one of a layer's two sums
+        linear = mlp_share(shape)
+        exchanges, routes = (0.0, 1.0) if shape.num_experts else (0.5, 0.0)  # one of a layer's two sums
     both = FORWARD + BACKWARD
     return Passes(
         both + linear,
         both + attention,
         both,
         exchanges=2 + exchanges,
+        routes=2 + routes,
         touches=6 + 2 * linear,
         runs=2,
     )
@@ -192,17 +196,23 @@ def pass_exchanges(training: Training, mesh: Mesh, layers: int, passes: Passes) 
     if mesh.tensor > 1:
         # A sum is two exchanges of all hidden states: scattered sums, which are gathered. With sequence parallelism
         # they are messages of their own, with a layer's work between them.
-        exchanges = layers * 4 * passes.exchanges + _exchanges_at_the_ends(mesh, sequence, passes)
+        halves = 1 if shape.num_experts else 2  # experts get their tokens from `expert`
+        exchanges = layers * halves * 2 * passes.exchanges + _exchanges_at_the_ends(mesh, sequence, passes)
         if sequence and passes.runs > 1:
-            exchanges += layers * 2  # the input of two products is gathered again for their weights' gradients
+            exchanges += layers * halves  # the input of a product is gathered again for its weights' gradient
         sent = state * exchanges * (mesh.tensor - 1) / mesh.tensor
         messages = count * exchanges / (1 if sequence else 2)
         found["tensor"] = _sent(sent, messages, cluster.in_a_node(mesh.tensor))
     if mesh.expert > 1:
-        ways = 2 * layers * passes.exchanges
+        ways = 2 * layers * passes.routes
         part = (mesh.expert - 1) / mesh.expert / (mesh.tensor if sequence else 1)
         inside = cluster.in_a_node(mesh.expert * mesh.expert_tensor)
         found["expert"] = _sent(state * shape.experts_per_token * ways * part, count * ways, inside)
+    if mesh.expert_tensor > 1:
+        ways = 2 * layers * passes.routes
+        part = (mesh.expert_tensor - 1) / (mesh.tensor if sequence else 1)
+        inside = cluster.in_a_node(mesh.expert_tensor)
+        found["expert_tensor"] = _sent(state * shape.experts_per_token * ways * part, count * ways, inside)
     if mesh.pipeline > 1:
         part = 1 / mesh.tensor if sequence else 1.0
         ways = passes.runs * mesh.virtual_pipeline
@@ -259,6 +269,8 @@ def gradient_exchanges(training: Training, mesh: Mesh, layers: int) -> dict[str,
     """One minibatch's gradients in float32: scattered, and the new parameters gathered; or summed on all ranks; and
     those of an embedding that is the output layer, too, between the first and the last stage. What goes to other nodes is shared by the network cards of the ranks of a node that are in the same group."""
     ways = FLOAT32_BYTES + training.target.itemsize
+    if training.shape.num_experts:
+        ways += training.target.itemsize  # Megatron's two optimizers gather the parameters of both, each
     if not training.config.optimizer.distributed:
         ways = 2 * FLOAT32_BYTES
     messages = 2 * mesh.virtual_pipeline

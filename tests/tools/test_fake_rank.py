@@ -43,6 +43,23 @@ def counted(
             ),
             id="7B, last of two stages with two chunks each",
         ),
+        pytest.param(
+            "configs/areal/7b_n4.yaml",
+            64,
+            32,
+            (
+                "model.path=/models/Qwen3-30B-A3B",
+                "parallel.data=null",
+                "parallel.tensor=2",
+                "parallel.expert=8",
+                "parallel.pipeline=2",
+                "parallel.sequence=true",
+                "data.max_prompt_tokens=512",
+                "rollout.max_new_tokens=4096",
+                "policy.max_tokens_per_microbatch=15360",
+            ),
+            id="experts, last of two stages",
+        ),
     ],
 )
 def test_a_rank_holds_what_the_plan_says(
@@ -55,14 +72,11 @@ def test_a_rank_holds_what_the_plan_says(
     for phase in ("logprobs", "update"):
         planned, measured = found[phase, "all"]
         assert measured == pytest.approx(planned, rel=TOLERANCE), phase
-        for group in ("tensor", "pipeline"):
-            planned, measured = found[phase, f"sent: {group}"]
-            assert planned > 0 and measured == pytest.approx(planned, rel=1e-3), (phase, group)
-    planned, measured = found["update", "sent: data"]
-    assert measured == pytest.approx(planned, rel=1e-3)
-    # Float32 gradients are scattered, bfloat16 parameters gathered.
-    scattered, gathered = (found["update", f"data: {way}"][1] for way in ("reduce_scatter", "all_gather"))
-    assert scattered == pytest.approx(2 * gathered)
+    groups = [key for key in found if key[1].startswith("sent: ") and key[1] not in ("sent: other", "sent: all")]
+    assert len(groups) == (8 if any("expert" in one for one in settings) else 5)
+    for key in groups:
+        planned, measured = found[key]
+        assert planned > 0 and measured == pytest.approx(planned, rel=2e-3), key
 
 
 def test_a_rank_that_a_run_has_not_is_refused() -> None:

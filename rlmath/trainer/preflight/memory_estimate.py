@@ -260,6 +260,7 @@ def stage_work(
         device_kind=target.kind,
         local_layers=target.local_layers,
         chunks=mesh.virtual_pipeline,
+        expert_tensor=mesh.expert_tensor,
     )
 
 

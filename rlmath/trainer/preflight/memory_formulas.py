@@ -62,6 +62,8 @@ class StageWork:
     """Megatron's local layers with our norm and attention; else Transformer Engine's."""
     chunks: int = 1
     """Model chunks of the stage."""
+    expert_tensor: int = 1
+    """Ranks that share an expert's matrices, and its tokens."""
 
 
 @dataclass(frozen=True)
@@ -100,13 +102,14 @@ def layer_elements(shape: ModelShape, work: StageWork, selective: bool = False) 
 
     Per norm: its input (the first norm's is the output of the layer before) and its output. Per MLP: gate and up (2),
     and silu(gate) up; of a local expert, before and after it is weighted. Per token sent to an expert also its hidden
-    state on the way there and back.
+    state as the expert gets it, of a local expert also what comes back.
     """
     if selective and not work.local_layers:
         norms = 4 if shape.num_experts else 3  # the second norm is a part of a dense MLP
         return norms * hidden_elements(shape, work) + _attention_elements(shape, work, False)
     weighted = 1 if work.local_layers and shape.num_experts else 0
-    ffn = (3 + weighted) * _units(shape, work) + 2 * _sent_elements(shape, work)
+    sent = _sent_elements(shape, work) * (2 if work.local_layers else work.expert_tensor)
+    ffn = (3 + weighted) * _units(shape, work) + sent
     return 4 * hidden_elements(shape, work) + _attention_elements(shape, work, selective) + ffn
 
 
@@ -116,7 +119,7 @@ def _units(shape: ModelShape, work: StageWork) -> int:
 
 
 def _sent_elements(shape: ModelShape, work: StageWork) -> int:
-    """Elements of one token's hidden state, once for each of its experts."""
+    """Elements of one token's hidden state, once for each of its experts; none without experts."""
     return shape.experts_per_token * hidden_elements(shape, work)
 
 
@@ -148,7 +151,7 @@ def backward_bytes(shape: ModelShape, work: StageWork, policy: PolicyConfig) -> 
 
     Three moments are looked at, the other micro-batches in flight being there in each: the logits' (with the chunks of
     the log-probs or the head's gradient), a layer's backward pass (with what it recomputes, and the gradients of gate
-    and up), and the gradient of the embedding, when its micro-batch's activations are gone. Behind other stages, hidden
+    and up, or what experts return), and the gradient of the embedding, when its micro-batch's activations are gone. Behind other stages, hidden
     states that travel are held beside: two while the logits are there, one in a layer.
     """
     size, hidden = work.tokens * work.itemsize, hidden_elements(shape, work)
@@ -157,7 +160,10 @@ def backward_bytes(shape: ModelShape, work: StageWork, policy: PolicyConfig) -> 
     matrix = padded_vocab(shape.vocab_size, work.tensor) // work.tensor * shape.hidden_size * work.itemsize
     logits, others = _logits_bytes(shape, work), (work.in_flight - 1) * kept
     received = hidden if work.pipelined else 0
-    moments = [others + deepest + size * (2 * _units(shape, work) + hidden + received)]
+    beside = 2 * _units(shape, work)
+    if not work.local_layers:  # what an expert returns: put together, sorted, and on its way there and back
+        beside = max(beside, (2 * work.expert_tensor + 2) * _sent_elements(shape, work))
+    moments = [others + deepest + size * (beside + hidden + received)]
     if work.has_head:
         # Beside Transformer Engine it is added to its buffer by the product itself (`_dummy_gradient_bytes`).
         head_gradient = matrix if work.local_layers else 0
@@ -193,8 +199,9 @@ def forward_bytes(shape: ModelShape, work: StageWork) -> PassBytes:
     """A pass without gradients at its fullest moment: in a layer's MLP, or at the logits."""
     size, hidden = work.tokens * work.itemsize, hidden_elements(shape, work)
     logits = _logits_bytes(shape, work)
-    # Sorted by expert, split, computed, put together and sorted back, what is sent is there ten times (measured).
-    sent = 10 * _sent_elements(shape, work)
+    # What is sent: before and after a step of its way. Of local layers, which split it by expert and put it together
+    # again, ten times (measured).
+    sent = (10 if work.local_layers else 3) * _sent_elements(shape, work)
     # With several chunks hidden states are sent and received while others are computed.
     in_transit = min(work.chunks, 2) if work.pipelined else 0
     layer = size * (3 * _units(shape, work) + sent + (4 + in_transit) * hidden)
