@@ -225,3 +225,69 @@ def held_and_planned(shape: ModelShape, layouts: list[ParallelConfig]) -> list[t
 
 def small_shape(folder: Path, layers: int) -> ModelShape:
     return replace(shape_of(folder), num_layers=layers)
+
+
+def into_vllms_own_model(folder: Path, case: Case) -> dict[str, Any]:
+    """Two syncs, with an update between them, into vLLM's model class in bfloat16 as a GPU has it: its parameters are
+    what its layers multiply by, nothing is packed. One engine of all ranks."""
+    from safetensors.torch import load_file
+
+    from rlmath.rollout.weight_sync.weight_sync import WeightTransfer
+
+    stage = build(folder, case)
+    mesh = replace(stage.mesh, engine_size=stage.mesh.world_size)
+    with _vllm_model(folder, mesh.engine_size) as model:
+        model.load_weights(load_file(folder / "model.safetensors").items())
+        of_checkpoint = {name: parameter.data.clone() for name, parameter in model.named_parameters()}
+        before = {name: (id(parameter), parameter.data_ptr()) for name, parameter in model.named_parameters()}
+        for parameter in model.parameters():
+            parameter.data.fill_(torch.nan)
+        layout = training_layout(stage.shape.num_layers, mesh, None, None)
+        weights = EngineWeights(model, engine_shapes(stage.shape, mesh.engine_size))
+        sync = WeightTransfer(stage.actor.chunks, stage.shape, layout, mesh, stage.device, weights, 40_000)
+        synced = Target(model, sync, mesh, stage)
+        sync.run(check=True)
+        unlike = [name for name, data in synced.parameters.items() if not torch.equal(data, of_checkpoint[name])]
+        learn(stage, 0)
+        sync.run(check=True)
+        after = {name: (id(parameter), parameter.data_ptr()) for name, parameter in model.named_parameters()}
+        return {
+            "parameters": len(before),
+            "unlike the checkpoint": unlike,
+            "wrong": synced.wrong(),
+            "elsewhere": [name for name in before if before[name] != after[name]],
+        }
+
+
+@contextmanager
+def _vllm_model(folder: Path, ranks: int) -> Iterator[torch.nn.Module]:
+    """vLLM's model of a checkpoint in bfloat16, without its weights, on one engine of so many ranks."""
+    from rlmath.rollout.engine import prepare_environment
+
+    prepare_environment("cpu")
+    os.environ["VLLM_DIST_IDENT"] = f"test-{os.environ['MASTER_PORT']}"
+    from vllm.config import set_current_vllm_config
+    from vllm.distributed import parallel_state
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.model_executor.model_loader.utils import initialize_model
+
+    config = EngineArgs(
+        model=str(folder),
+        dtype="bfloat16",
+        tensor_parallel_size=ranks,
+        distributed_executor_backend="external_launcher",
+        enforce_eager=True,
+    ).create_engine_config()
+    before = torch.get_default_dtype()
+    with set_current_vllm_config(config):
+        rank = int(os.environ["RANK"])
+        parallel_state.init_distributed_environment(ranks, rank, "env://", rank, backend="gloo")
+        parallel_state.ensure_model_parallel_initialized(ranks, 1, backend="gloo")
+        torch.set_default_dtype(torch.bfloat16)
+        try:
+            model = initialize_model(config)
+        finally:
+            torch.set_default_dtype(before)
+        yield model
+    parallel_state.destroy_model_parallel()
+    parallel_state.destroy_distributed_environment()

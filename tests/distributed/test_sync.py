@@ -77,6 +77,16 @@ def test_a_policy_in_bfloat16_travels_as_it_is(ranks: RankPool, untied_model: Pa
     assert ranks.run(2, sync_cases.transfer_from_bfloat16, untied_model, case, 1) == [[], []]
 
 
+@pytest.mark.parametrize("case", keeping([Case(pipeline=2), Case(tensor=2)], Case(pipeline=2)), ids=str)
+def test_vllms_own_model_gets_what_it_would_load_into_the_memory_that_it_has(
+    ranks: RankPool, untied_model: Path, case: Case
+) -> None:
+    """CUDA graphs read parameters where they were when they were captured."""
+    for found in ranks.run(2, sync_cases.into_vllms_own_model, untied_model, case):
+        assert found.pop("parameters") > 10
+        assert found == {"unlike the checkpoint": [], "wrong": [], "elsewhere": []}
+
+
 def test_one_rank_that_cannot_share_memory_makes_all_send_messages(
     ranks: RankPool, untied_model: Path
 ) -> None:
