@@ -10,8 +10,8 @@ _applied = False
 
 
 def apply(device_kind: str) -> None:
-    """Patch the loaded Megatron modules for "cpu"; for "cuda" only where experts are sent tokens. Safe to call more than
-    once.
+    """Patch the loaded Megatron modules for "cpu"; for "cuda" only what sends tokens to experts. Safe to call more
+    than once.
 
     Call it after the Megatron modules that are used were imported, and before anything of them is called.
     """

@@ -27,8 +27,8 @@ ORDER = [
 """The packages of rlmath/: each may import those before it."""
 BASELINE = "tools/bare_start.py"
 """Measures the libraries alone."""
-FAKE_RANK = "tools/fake_rank.py"
-"""Replaces what of Megatron needs a GPU."""
+FAKE_RANK = ("tools/fake_rank.py", "tools/fake_cuda.py")
+"""They replace what of Megatron needs a GPU."""
 MAY_IMPORT = {
     "megatron": (
         "rlmath/models",
@@ -36,7 +36,7 @@ MAY_IMPORT = {
         "rlmath/rollout/weight_sync",
         "megatron_patches",
         BASELINE,
-        FAKE_RANK,
+        *FAKE_RANK,
     ),
     "vllm": ("rlmath/rollout", BASELINE),
 }

@@ -62,9 +62,11 @@ PARAMETERS = {
     R1_32B: 32_763_876_352,
     "Qwen2.5-7B": 7_615_616_512,
     MATH: 1_543_714_304,
+    "Qwen3-30B-A3B": 30_532_122_624,
 }
 """Worked out by hand: vocabulary x hidden for the embedding, once more for a head of its own; for a layer the two
-square and two narrow matrices of attention with three biases, three of the feed-forward network, and two norms."""
+square and two narrow matrices of attention with three biases, three of the feed-forward network, and two norms. With
+experts attention has no biases and two norms of its own, a layer a router and three matrices for each expert."""
 
 
 def recipe(name: str, *overrides: str) -> Config:

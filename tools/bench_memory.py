@@ -4,14 +4,16 @@
 
 Real programs: data and a random model made by the tools, then launch/train_grpo.py under torchrun on CPU, 2 ranks with
 an engine each, for 200 cycles of sync, generate, sleep and update (64 with --quick). Every rank's memory is measured by
-the program itself, after every phase; figures are from the cycles in which it releases what it has freed, one of 16. For comparison, two processes that each lead one of the lives: one that trains
-without an engine, and one whose engine has generated and then dropped weights and KV cache.
+the program itself, after every phase; figures are from the cycles in which it releases what it has freed, one of 16.
+For comparison, two processes that each lead one of the lives: one that trains without an engine, and one whose engine
+has generated and then dropped weights and KV cache.
 
 Prints one JSON object per figure: {"bench", "case", "metric", "value", "unit", "baseline", "ratio"}; `ratio` above 1
 means ours is better (less memory). Figures of rank 0.
 
-- resident: after cycles' end, engine asleep, training memory back: median of the last 3 of these cycles, against that of
-  3 from the second on (one each with --quick);
+- resident: after cycles' end, engine asleep, training memory back: median of the last 3 of these cycles, against that
+  of 3 from the second on (one each with --quick);
+- resident with what is kept for reuse: the most in any cycle;
 - resident_in_training: the most in any step, at the end of an update, against the sum of the two lives apart;
 - seconds: of the switch and the sync in a step (medians);
 - train/mfu, rollout/mfu: as the trainer logs them (medians).

@@ -101,7 +101,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     for row in rows:
         print(json.dumps(asdict(row)) if given.json else line(row))
     sums = [(row.planned, row.counted) for row in rows if row.part in ("all", ALL_SENT)]
-    return DIFFERS if any(abs(counted - planned) > given.tolerance * planned for planned, counted in sums) else 0
+    return (
+        DIFFERS if any(abs(counted - planned) > given.tolerance * planned for planned, counted in sums) else 0
+    )
 
 
 def line(row: Row) -> str:
@@ -137,8 +139,7 @@ def planned_to_send(
     update = update_passes(shape, config.policy, max(1, layers // mesh.virtual_pipeline), target.local_layers)
     found = {
         "logprobs": pass_exchanges(training, mesh, layers, LOGPROBS),
-        "update": pass_exchanges(training, mesh, layers, update)
-        | gradient_exchanges(training, mesh, layers),
+        "update": pass_exchanges(training, mesh, layers, update) | gradient_exchanges(training, mesh, layers),
     }
     return {phase: {name: work.node for name, work in by_group.items()} for phase, by_group in found.items()}
 

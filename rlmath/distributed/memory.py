@@ -31,10 +31,9 @@ def total_bytes() -> int:
 
 
 def is_scarce(wanted: int) -> bool:
-    """Whether less than a quarter of the host's memory is available, or less than twice what its ranks want: `wanted`
-    bytes each."""
-    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    return available_bytes() < max(total_bytes() // 4, 2 * ranks * wanted)
+    """Whether less than a quarter of the host's memory is available, or less than twice what all of its ranks want
+    (bytes)."""
+    return available_bytes() < max(total_bytes() // 4, 2 * wanted)
 
 
 def _number(file: Path) -> int | None:

@@ -267,7 +267,8 @@ def _optimizer_work(training: Training, mesh: Mesh, layers: int) -> Work:
 
 def gradient_exchanges(training: Training, mesh: Mesh, layers: int) -> dict[str, Work]:
     """One minibatch's gradients in float32: scattered, and the new parameters gathered; or summed on all ranks; and
-    those of an embedding that is the output layer, too, between the first and the last stage. What goes to other nodes is shared by the network cards of the ranks of a node that are in the same group."""
+    those of an embedding that is the output layer, too, between the first and the last stage. What goes to other nodes
+    is shared by the network cards of the ranks of a node that are in the same group."""
     ways = FLOAT32_BYTES + training.target.itemsize
     if training.shape.num_experts:
         ways += training.target.itemsize  # Megatron's two optimizers gather the parameters of both, each
@@ -285,7 +286,11 @@ def gradient_exchanges(training: Training, mesh: Mesh, layers: int) -> dict[str,
             beside = max(1, min(held.ranks, training.cluster.ranks_per_node // held.stride))
             node = sent if beside > 1 else 0.0
             found[name] = Work(node=node, network=sent / beside, messages=messages)
-    if training.shape.tied_embeddings and mesh.pipeline > 1 and (mesh.is_last_stage or mesh.pipeline_rank == 0):
+    if (
+        training.shape.tied_embeddings
+        and mesh.pipeline > 1
+        and (mesh.is_last_stage or mesh.pipeline_rank == 0)
+    ):
         # The first and the last stage hold the same matrix.
         rows = padded_vocab(training.shape.vocab_size, mesh.tensor) // mesh.tensor
         sent = rows * training.shape.hidden_size * FLOAT32_BYTES

@@ -17,7 +17,7 @@ from functools import partial
 from typing import Any
 
 from rlmath.distributed.collectives import all_gather_objects
-from rlmath.distributed.device import Device, device_bytes, release_cached
+from rlmath.distributed.device import Device, device_bytes, local_world_size, release_cached
 from rlmath.distributed.memory import is_scarce
 from rlmath.distributed.phase_timers import PhaseTimers
 from rlmath.distributed.tensor_offload import OffloadStats
@@ -100,9 +100,8 @@ class MemorySwitch:
     def _to_generation(self, version: int, step: int) -> None:
         self._monitor.start_cycle()
         weights, kv_cache = self._engine.weights.bytes, self._engine.memory.kv_cache_bytes
-        self._releases = (
-            self._device.kind == "cuda" or self._monitor.compares or is_scarce(weights + kv_cache)
-        )
+        wanted = (weights + kv_cache) * (local_world_size() or 1)
+        self._releases = self._device.kind == "cuda" or self._monitor.compares or is_scarce(wanted)
         self._release()
         planned = planned_phases(self._training.freed_bytes, weights, kv_cache)
         self._monitor.expect(device_bytes(self._device), planned)

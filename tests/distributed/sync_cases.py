@@ -247,7 +247,9 @@ def into_vllms_own_model(folder: Path, case: Case) -> dict[str, Any]:
         sync = WeightTransfer(stage.actor.chunks, stage.shape, layout, mesh, stage.device, weights, 40_000)
         synced = Target(model, sync, mesh, stage)
         sync.run(check=True)
-        unlike = [name for name, data in synced.parameters.items() if not torch.equal(data, of_checkpoint[name])]
+        unlike = [
+            name for name, data in synced.parameters.items() if not torch.equal(data, of_checkpoint[name])
+        ]
         learn(stage, 0)
         sync.run(check=True)
         after = {name: (id(parameter), parameter.data_ptr()) for name, parameter in model.named_parameters()}

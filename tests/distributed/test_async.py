@@ -149,7 +149,7 @@ def test_weights_that_learned_nothing_are_published_like_others(
 def test_no_engine_begins_more_sequences_than_it_is_told(
     ranks: RankPool, model: Path, tmp_path: Path
 ) -> None:
-    """Groups of two: where one of two places is free, nothing begins. A step in which no engine reports has no figure."""
+    """Groups of two: where one of two places is free, nothing begins. Where no engine reports there is no figure."""
     (found,) = train(ranks, 2, model, tmp_path, 4, with_engines(max_concurrent_sequences=2))
     name = "rollout/sequences_running"
     running = [metrics[name] for metrics in found.metrics[1:] if name in metrics]

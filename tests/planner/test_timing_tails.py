@@ -53,8 +53,8 @@ def test_waiting_is_predicted_as_before_there_were_partial_rollouts(
     name: str, nodes: int, step: float, rollout: float, tail: float
 ):
     """But for two things: gradients were cleared twice for a minibatch then, and are cleared once (`Learner`), which
-    saves writing them a time; and with sequence parallelism tensor-parallel ranks exchange more than was planned then, as
-    tools/fake_rank.py counts (32B: 33.2 s of 3,053)."""
+    saves writing them a time; and with sequence parallelism tensor-parallel ranks exchange more than was planned then,
+    as tools/fake_rank.py counts (32B: 33.2 s of 3,053)."""
     config = recipe(name)
     wait = tails_of(config, nodes).wait
     shape, _ = required_shape(config.model.path)

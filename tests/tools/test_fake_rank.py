@@ -72,7 +72,9 @@ def test_a_rank_holds_what_the_plan_says(
     for phase in ("logprobs", "update"):
         planned, measured = found[phase, "all"]
         assert measured == pytest.approx(planned, rel=TOLERANCE), phase
-    groups = [key for key in found if key[1].startswith("sent: ") and key[1] not in ("sent: other", "sent: all")]
+    groups = [
+        key for key in found if key[1].startswith("sent: ") and key[1] not in ("sent: other", "sent: all")
+    ]
     assert len(groups) == (8 if any("expert" in one for one in settings) else 5)
     for key in groups:
         planned, measured = found[key]

@@ -10,8 +10,6 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-import pytest
-
 from rlmath.rewards import process_tree
 from tests.programs import run
 from tests.selection import matrix

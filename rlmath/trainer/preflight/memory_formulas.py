@@ -151,8 +151,8 @@ def backward_bytes(shape: ModelShape, work: StageWork, policy: PolicyConfig) -> 
 
     Three moments are looked at, the other micro-batches in flight being there in each: the logits' (with the chunks of
     the log-probs or the head's gradient), a layer's backward pass (with what it recomputes, and the gradients of gate
-    and up, or what experts return), and the gradient of the embedding, when its micro-batch's activations are gone. Behind other stages, hidden
-    states that travel are held beside: two while the logits are there, one in a layer.
+    and up, or what experts return), and the gradient of the embedding, when its micro-batch's activations are gone.
+    Behind other stages, hidden states that travel are held beside: two while the logits are there, one in a layer.
     """
     size, hidden = work.tokens * work.itemsize, hidden_elements(shape, work)
     kept, deepest = (elements * size for elements in _chunk_elements(shape, work, policy))
