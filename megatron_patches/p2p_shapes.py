@@ -26,7 +26,7 @@ def known_shapes(hidden_states: Sequence[Shape], gradients: Sequence[Shape]) -> 
     def next_of(expected: Iterator[Shape]) -> Shape:
         for shape in expected:
             return shape
-        raise RuntimeError("another hidden state or gradient between stages would come than expected")
+        raise RuntimeError("more hidden states or gradients arrived from other stages than expected")
 
     def shapes_to_receive(
         communicator: P2PCommunicator,

@@ -3,11 +3,12 @@
 python tools/fake_rank.py --config configs/areal/32b_n16.yaml --ranks 128 --rank 96 [--json]
 
 The rank's actor and reference are built in one process, whatever the number of ranks, and it computes log-probs, those
-of the reference, and a minibatch through the pipeline's schedule with its optimizer step. Every line has a phase, a
-part of it, what the plan says and what was counted (GiB): first memory, then what is sent, by the group of ranks that
-exchange it, beside what tools/plan_run.py counts for the same minibatch, and by operation with how many there were.
-Transformer Engine's layers are stand-ins (tools/fake_cuda.py); with policy.transformer_impl=local all layers are real.
-Of the model only config.json is read.
+of the reference, and a minibatch through the pipeline's schedule with its optimizer step; offloads what the settings
+say ("generate"); and plans a weight sync into engines that live in the same ranks. Every line has a phase, a part of
+it, what the plan says and what was counted (GiB): first memory, then what is sent, by the group of ranks that exchange
+it, beside what tools/plan_run.py counts for the same minibatch, and by operation with how many there were. Transformer
+Engine's layers are stand-ins (tools/fake_cuda.py); with policy.transformer_impl=local all layers are real. Of the
+model only config.json is read.
 
 It exits with 1 where a phase differs from the plan by more than --tolerance, in memory or in what all groups send, and
 with 2 for a mistake in the settings.
@@ -44,9 +45,12 @@ from rlmath.data.packing import pack
 from rlmath.distributed.device import Device
 from rlmath.distributed.mesh import Mesh
 from rlmath.planner.lengths import Batch, Lengths
-from rlmath.planner.machines import CPU_CORE, Cluster
+from rlmath.planner.machines import CPU_CORE, RANKS_PER_NODE, Cluster
+from rlmath.planner.step import sync_work
 from rlmath.planner.training import LOGPROBS, Training, gradient_exchanges, pass_exchanges, update_passes
-from rlmath.rollout.weight_sync.shard_layouts import stage_layers
+from rlmath.rollout.weight_sync.reshard_plan import bucket_bytes, cell_of, plan_cell, rank_rounds
+from rlmath.rollout.weight_sync.shard_layouts import stage_layers, training_layout
+from rlmath.rollout.weight_sync.transport import elements
 from rlmath.trainer.preflight.memory_estimate import MemoryPlan, Target, mesh_of, plan_rank, training_ranks
 from rlmath.trainer.preflight.memory_fit import GIB
 from rlmath.trainer.preflight.parallelism import ranks_or_least
@@ -96,8 +100,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return MISTAKE
     target = Target("cuda", "GPU", None, config.policy.transformer_impl == "local")
     held, sent = count(config, shape, mesh, target.local_layers)
-    rows = compare(plan_rank(config, shape, mesh, target), held)
-    rows += compare_sent(planned_to_send(config, shape, mesh, target), sent)
+    plan = plan_rank(config, shape, mesh, target)
+    rows = compare(plan, held) + compare_sent(planned_to_send(config, shape, mesh, target), sent)
+    if not config.rollout.ranks:
+        rows += compare_sync(config, shape, mesh, target, plan)
     for row in rows:
         print(json.dumps(asdict(row)) if given.json else line(row))
     sums = [(row.planned, row.counted) for row in rows if row.part in ("all", ALL_SENT)]
@@ -169,6 +175,30 @@ def compare_sent(
     return rows
 
 
+def compare_sync(
+    config: Config, shape: ModelShape, mesh: Mesh, target: Target, plan: MemoryPlan
+) -> list[Row]:
+    """A weight sync: the rank's buckets, of which the plan has the most that any rank may need; and what ranks receive
+    from others, the mean over those that exchange with this one."""
+    parallel = config.parallel
+    uneven = (parallel.first_stage_layers, parallel.last_stage_layers)
+    layout = training_layout(shape.num_layers, mesh, *uneven)
+    bucket = bucket_bytes(config.sync.bucket_mib, target.kind, mesh.world_size)
+    ranks_per_node = min(mesh.world_size, RANKS_PER_NODE)
+    sync = plan_cell(shape, layout, mesh, target.itemsize, bucket, ranks_per_node)
+    ranks, rounds = cell_of(mesh, ranks_per_node), rank_rounds(sync, mesh.rank)
+    most = [
+        max(sum(map(elements, way.values())) for way in ways)
+        for ways in ([one.sends for one in rounds], [one.receives for one in rounds])
+    ]
+    one_node = Cluster(CPU_CORE, 1, mesh.world_size)
+    received = sync_work(config, shape, mesh, target, one_node).node
+    return [
+        Row("sync", "buckets", plan.phases["sync"].get("sync_buffers", 0), 2 * sum(most) * target.itemsize),
+        Row("sync", "received, mean", received, sum(map(sync.bytes_received, ranks)) // len(ranks)),
+    ]
+
+
 # ---------------------------------------------------------------- counting
 
 
@@ -186,6 +216,7 @@ def count(
         lay_out_really(shape)
     from rlmath.models.build import build_actor, build_reference
     from rlmath.models.megatron import start_megatron
+    from rlmath.models.offload import training_sets
 
     memory = fake_cuda.FakeBytes()
     with FakeTensorMode(allow_non_fake_inputs=True), memory, sent:
@@ -216,6 +247,9 @@ def count(
         with memory.most_beside() as most:
             learn(batches, old, of_reference)
         found["update"], exchanged["update"] = parts | {"pass": most[0]}, sent.pop()
+        sets = training_sets(actor, reference, config.memory, of_fake_storages(device))
+        sets.offload("gradients", "optimizer", "parameters", "reference")
+        found["generate"] = resident(actor, reference, device)
     return found, exchanged
 
 
@@ -245,11 +279,15 @@ def resident(actor: Any, reference: Any, device: Device) -> dict[str, int]:
     everything = MemoryConfig(
         offload_gradients=True, offload_optimizer=True, offload_parameters=True, offload_reference=True
     )
-    of_fake_storages = replace(device, torch_device=torch.device("meta"))
-    return training_sets(actor, reference, everything, of_fake_storages).nbytes | {
+    return training_sets(actor, reference, everything, of_fake_storages(device)).nbytes | {
         "gather_buffer": sum(one.nbytes for one in get_global_memory_buffer().buffer.values()),
         "dummy_gradients": sum(one.nbytes for one in fake_cuda.dummy_gradients.values()),
     }
+
+
+def of_fake_storages(device: Device) -> Device:
+    """For sets of storages. There is no driver that could pin the host's memory."""
+    return replace(device, kind="cpu", torch_device=torch.device("meta"))
 
 
 def full_batches(config: Config, mesh: Mesh) -> list[MicroBatch]:

@@ -39,6 +39,8 @@ QUICK_SECONDS = 600.0
 """Of everything together."""
 IMPORT_SECONDS = 120.0
 """Time limit of a package's import."""
+END_SECONDS = 30.0
+"""Of what is killed."""
 PACKAGES = {
     "torch": "torch",
     "megatron-core": "megatron.core",
@@ -223,6 +225,10 @@ try:
 except importlib.metadata.PackageNotFoundError:
     version = None
 print(json.dumps({"version": version}), flush=True)
+try:
+    import torch  # brings the libraries that compiled extensions of it need
+except Exception:
+    pass
 found = importlib.import_module(module)
 told = {"version": version or str(getattr(found, "__version__", "installed")), "imported": True}
 if name == "torch":
@@ -280,7 +286,11 @@ def look_at(name: str, environment: Mapping[str, str]) -> dict[str, Any]:
     if "imported" in told:
         return told
     lines = [line.strip() for line in done.stderr.splitlines() if line.strip()] or ["without a message"]
-    return told | {"reason": lines[-1][:200] if done.returncode > 0 else ended_with(done.returncode)}
+    return (
+        {"version": None}
+        | told
+        | {"reason": lines[-1][:200] if done.returncode > 0 else ended_with(done.returncode)}
+    )
 
 
 def tell_machine(found: Found) -> None:
@@ -338,7 +348,7 @@ def run(
             outcome.status, outcome.reason = "stopped", f"after its limit of {limit:.0f} s"
         finally:
             kill_all_but(others)
-            running.wait()
+            running.poll()
     outcome.seconds = round(time.monotonic() - started, 1)
     outcome.figures = read_figures(figures)
 
@@ -349,16 +359,21 @@ def children() -> list[int]:
 
 def kill_all_but(others: set[int]) -> None:
     """Kill the children of this process, but for `others`, and theirs, which become its own: ranks have sessions of
-    their own."""
+    their own. What the kernel does not end, in a driver for example, is left after END_SECONDS."""
+    deadline = time.monotonic() + END_SECONDS
     while left := [pid for pid in children() if pid not in others]:
+        if time.monotonic() > deadline:
+            print(f"These processes do not end: {', '.join(map(str, left))}", flush=True)
+            return
         process_tree.kill_trees(left, process_tree.children_by_parent())
         for pid in left:
             with suppress(ChildProcessError):
-                os.waitpid(pid, 0)
+                os.waitpid(pid, os.WNOHANG)
+        time.sleep(process_tree.SWEEP_PAUSE_SECONDS)
 
 
 def ended_with(status: int) -> str:
-    return f"exit status {status}" if status > 0 else f"ended by {signal.Signals(-status).name}"
+    return f"exit status {status}" if status >= 0 else f"ended by {signal.Signals(-status).name}"
 
 
 def last_line(log: Path) -> str:

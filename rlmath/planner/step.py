@@ -34,7 +34,15 @@ from rlmath.planner.training import (
 from rlmath.planner.work import Coefficients, Work, seconds_by_coefficient, seconds_of
 from rlmath.rollout.weight_sync.reshard_plan import bucket_bytes
 from rlmath.trainer.preflight.checks import device_problems, memory_problems, setting_problems, shape_problems
-from rlmath.trainer.preflight.memory_estimate import MemoryPlan, Target, largest, mesh_of, plan_ranks
+from rlmath.trainer.preflight.memory_estimate import (
+    MemoryPlan,
+    Target,
+    expert_sizes,
+    largest,
+    mesh_of,
+    parameter_sizes,
+    plan_ranks,
+)
 from rlmath.trainer.preflight.memory_formulas import engine_bytes
 
 TRAINER_PHASES = ("records", "logprobs", "reference", "update", "publish", "other")
@@ -273,7 +281,10 @@ def step_flops(training: Training, sampled: Sampled) -> StepFlops:
 def sync_work(config: Config, shape: ModelShape, mesh: Mesh, target: Target, cluster: Cluster) -> Work:
     """Every engine rank's weights: copied from the rank's own shard as far as it has them, else sent by another."""
     weights = engine_bytes(shape, config.rollout, target.kind, target.itemsize, target.total_bytes).weights
-    received = weights * (1 - own_share(mesh))
+    experts = expert_share(shape)
+    own = (1 - experts) * own_share(mesh, mesh.tensor)
+    own += experts * own_share(mesh, mesh.expert_tensor) / mesh.expert
+    received = weights * (1 - own)
     rounds = math.ceil(received / bucket_bytes(config.sync.bucket_mib, target.kind, mesh.world_size))
     replica = math.lcm(mesh.tensor * mesh.context, mesh.expert * mesh.expert_tensor)
     inside = cluster.in_a_node(replica if mesh.pipeline == 1 else mesh.world_size)
@@ -285,16 +296,23 @@ def sync_work(config: Config, shape: ModelShape, mesh: Mesh, target: Target, clu
     )
 
 
-def own_share(mesh: Mesh) -> float:
-    """Share of its engine's weights that a rank holds itself, mean over the ranks.
+def own_share(mesh: Mesh, tensor: int) -> float:
+    """Share of its engine's weights that a rank holds itself, mean over the ranks; of those that `tensor` ranks share.
 
-    >>> own_share(Mesh(0, 4, tensor=2, pipeline=1, engine_size=1)), own_share(Mesh(0, 4, 2, 1, engine_size=2))
+    >>> own_share(Mesh(0, 4, 2, pipeline=1, engine_size=1), 2), own_share(Mesh(0, 4, 2, 1, engine_size=2), 2)
     (0.5, 1.0)
     """
-    tensor, engine = mesh.tensor, mesh.engine_size
+    engine = mesh.engine_size
     period = math.lcm(tensor, engine)
     total = sum(_overlap(rank % tensor, tensor, rank % engine, engine) * engine for rank in range(period))
-    return total / period / mesh.pipeline / mesh.expert
+    return total / period / mesh.pipeline
+
+
+def expert_share(shape: ModelShape) -> float:
+    """Of a model's parameters, those of its experts (0 to 1)."""
+    whole = Mesh(0, 1, 1, 1, 1)
+    experts = sum(map(sum, expert_sizes(shape, whole, shape.num_layers)))
+    return experts / (experts + sum(map(sum, parameter_sizes(shape, whole, shape.num_layers))))
 
 
 def _overlap(part: int, parts: int, other: int, others: int) -> float:

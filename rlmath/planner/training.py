@@ -216,7 +216,7 @@ def pass_exchanges(training: Training, mesh: Mesh, layers: int, passes: Passes) 
     if mesh.pipeline > 1:
         part = 1 / mesh.tensor if sequence else 1.0
         ways = passes.runs * mesh.virtual_pipeline
-        found["pipeline"] = _sent(state * part * ways, count * passes.runs * ways, cluster.nodes == 1)
+        found["pipeline"] = _sent(state * part * ways, count * ways, cluster.nodes == 1)
     return found
 
 
@@ -269,12 +269,11 @@ def gradient_exchanges(training: Training, mesh: Mesh, layers: int) -> dict[str,
     """One minibatch's gradients in float32: scattered, and the new parameters gathered; or summed on all ranks; and
     those of an embedding that is the output layer, too, between the first and the last stage. What goes to other nodes
     is shared by the network cards of the ranks of a node that are in the same group."""
-    ways = FLOAT32_BYTES + training.target.itemsize
-    if training.shape.num_experts:
-        ways += training.target.itemsize  # Megatron's two optimizers gather the parameters of both, each
+    # Megatron's two optimizers of a model with experts gather the parameters of both, each.
+    gathers = 2 if training.shape.num_experts else 1
+    ways, messages = FLOAT32_BYTES + gathers * training.target.itemsize, (1 + gathers) * mesh.virtual_pipeline
     if not training.config.optimizer.distributed:
-        ways = 2 * FLOAT32_BYTES
-    messages = 2 * mesh.virtual_pipeline
+        ways, messages = 2 * FLOAT32_BYTES, 2 * mesh.virtual_pipeline
     found = {}
     for name, held in zip(("data", "expert_data"), held_parameters(training, mesh, layers), strict=False):
         if held.ranks == 1:

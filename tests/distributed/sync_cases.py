@@ -290,6 +290,8 @@ def _vllm_model(folder: Path, ranks: int) -> Iterator[torch.nn.Module]:
             model = initialize_model(config)
         finally:
             torch.set_default_dtype(before)
-        yield model
-    parallel_state.destroy_model_parallel()
-    parallel_state.destroy_distributed_environment()
+        try:
+            yield model
+        finally:
+            parallel_state.destroy_model_parallel()
+            parallel_state.destroy_distributed_environment()

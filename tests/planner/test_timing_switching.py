@@ -50,8 +50,8 @@ def test_bytes_received_are_those_of_the_exact_plan(tensor: int, pipeline: int, 
 
 def test_every_rank_has_a_part_of_what_its_engine_needs():
     mesh = mesh_of(with_ranks(CONFIG, tensor=4), 8, 0)
-    assert own_share(mesh) == pytest.approx(1 / 4)
-    assert own_share(replace(mesh, engine_size=8)) == pytest.approx(1 / 4)
+    assert own_share(mesh, mesh.tensor) == pytest.approx(1 / 4)
+    assert own_share(replace(mesh, engine_size=8), mesh.tensor) == pytest.approx(1 / 4)
 
 
 def test_stages_of_other_nodes_send_over_the_network():

@@ -7,11 +7,13 @@ import pytest
 from rlmath.config.schema import PolicyConfig
 from rlmath.data.seqlen_balancing import training_cost
 from rlmath.planner.training import (
+    LOGPROBS,
     Held,
     forward_cost,
     gradient_exchanges,
     held_parameters,
     logprobs_work,
+    pass_exchanges,
     update_work,
 )
 from rlmath.planner.work import Work
@@ -162,6 +164,8 @@ def test_with_sequence_parallelism_stages_send_a_share_of_the_hidden_states():
     # which a rank sends (t - 1) / t: 4 a layer, backwards 2 more, since the input is gathered again; for the output
     # layer 2 and 3.
     gathered_again = (2 * 2 + 1) * state / 2
+    found = pass_exchanges(training(piped, 4), replace(training(piped, 4).mesh, rank=2), 2, LOGPROBS)
+    assert found["pipeline"].messages == training(piped, 4).microbatches
     assert whole.node - share.node == pytest.approx(2 * state / 2 - gathered_again)
 
 

@@ -115,8 +115,9 @@ def test_ranks_in_sessions_of_their_own_are_killed_with_their_stage(tmp_path: Pa
 
 
 def test_a_package_that_breaks_at_its_import_hides_no_other(tmp_path: Path) -> None:
-    """It is no missing one: the check fails."""
+    """It is no missing one: the check fails. One that needs torch's libraries, as apex's kernel does, finds them."""
     for name, text in {
+        "fused_weight_gradient_mlp_cuda": "import sys; assert 'torch' in sys.modules",
         "vllm": "import os, signal; os.kill(os.getpid(), signal.SIGSEGV)",
         "pytest": "raise OSError('libcuda.so.1: cannot open')",
     }.items():
@@ -127,6 +128,7 @@ def test_a_package_that_breaks_at_its_import_hides_no_other(tmp_path: Path) -> N
         (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
     found = gpu_check.look(os.environ | {"PYTHONPATH": str(tmp_path)})
     assert found.packages["vllm"] is None and found.packages["torch"] is not None
+    assert found.packages["apex"] == "installed"
     assert found.broken == ["vllm", "pytest"]
     assert found.reasons["vllm"] == "ended by SIGSEGV"
     assert found.reasons["pytest"] == "OSError: libcuda.so.1: cannot open"

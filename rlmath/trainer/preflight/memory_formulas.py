@@ -108,7 +108,7 @@ def layer_elements(shape: ModelShape, work: StageWork, selective: bool = False) 
         norms = 4 if shape.num_experts else 3  # the second norm is a part of a dense MLP
         return norms * hidden_elements(shape, work) + _attention_elements(shape, work, False)
     weighted = 1 if work.local_layers and shape.num_experts else 0
-    sent = _sent_elements(shape, work) * (2 if work.local_layers else work.expert_tensor)
+    sent = _sent_elements(shape, work) * work.expert_tensor * (2 if work.local_layers else 1)
     ffn = (3 + weighted) * _units(shape, work) + sent
     return 4 * hidden_elements(shape, work) + _attention_elements(shape, work, selective) + ffn
 
@@ -199,9 +199,11 @@ def forward_bytes(shape: ModelShape, work: StageWork) -> PassBytes:
     """A pass without gradients at its fullest moment: in a layer's MLP, or at the logits."""
     size, hidden = work.tokens * work.itemsize, hidden_elements(shape, work)
     logits = _logits_bytes(shape, work)
-    # What is sent: before and after a step of its way. Of local layers, which split it by expert and put it together
-    # again, ten times (measured).
-    sent = (10 if work.local_layers else 3) * _sent_elements(shape, work)
+    # What is sent and comes back, before and after it is sorted, and with several ranks an expert also gathered (counted
+    # by tools/fake_rank.py). Of local layers, which split it by expert and put it together again, ten times (measured).
+    ranks = work.expert_tensor
+    copies = 10 * ranks if work.local_layers else 4 if ranks == 1 else 2 + 3 * ranks
+    sent = copies * _sent_elements(shape, work)
     # With several chunks hidden states are sent and received while others are computed.
     in_transit = min(work.chunks, 2) if work.pipelined else 0
     layer = size * (3 * _units(shape, work) + sent + (4 + in_transit) * hidden)

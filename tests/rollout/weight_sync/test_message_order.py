@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from rlmath.distributed.mesh import Mesh
-from rlmath.rollout.weight_sync.reshard_plan import cell_of, plan_cell, rank_rounds
+from rlmath.rollout.weight_sync.reshard_plan import plan_cell, rank_rounds
 from rlmath.rollout.weight_sync.shard_layouts import training_layout
 from rlmath.rollout.weight_sync.transport import Messages
 from tests.rollout.weight_sync.oracle import EXPERTS, SMALL
@@ -53,7 +53,7 @@ def told(name: str) -> dict[int, list[Group]]:
     shape = EXPERTS if mesh.expert > 1 else SMALL
     layout = training_layout(shape.num_layers, mesh, None, None)
     found = {}
-    for rank in cell_of(mesh, None):
+    for rank in range(mesh.world_size):
         plan = plan_cell(shape, layout, replace(mesh, rank=rank), 2, BUCKET)
         rounds, recorder = rank_rounds(plan, rank), Recorder()
         transport = Messages(rounds, lambda *_: None, torch.bfloat16, torch.device("meta"), recorder)
