@@ -14,7 +14,8 @@ means ours is better (less memory). Figures of rank 0.
 - resident: after cycles' end, engine asleep, training memory back: median of the last 3 of these cycles, against that
   of 3 from the second on (one each with --quick);
 - resident with what is kept for reuse: the most in any cycle;
-- resident_in_training: the most in one of these cycles, at the end of an update, against the sum of the two lives apart;
+- resident_in_training: the most in one of these cycles, at the end of an update, against the sum of the two lives
+  apart;
 - seconds: of the switch and the sync in a step (medians);
 - train/mfu, rollout/mfu: as the trainer logs them (medians).
 """

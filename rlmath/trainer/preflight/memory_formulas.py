@@ -199,8 +199,9 @@ def forward_bytes(shape: ModelShape, work: StageWork) -> PassBytes:
     """A pass without gradients at its fullest moment: in a layer's MLP, or at the logits."""
     size, hidden = work.tokens * work.itemsize, hidden_elements(shape, work)
     logits = _logits_bytes(shape, work)
-    # What is sent and comes back, before and after it is sorted, and with several ranks an expert also gathered (counted
-    # by tools/fake_rank.py). Of local layers, which split it by expert and put it together again, ten times (measured).
+    # What is sent and comes back, before and after it is sorted, and with several ranks an expert also gathered
+    # (counted by tools/fake_rank.py). Of local layers, which split it by expert and put it together, ten times
+    # (measured).
     ranks = work.expert_tensor
     copies = 10 * ranks if work.local_layers else 4 if ranks == 1 else 2 + 3 * ranks
     sent = copies * _sent_elements(shape, work)
