@@ -247,9 +247,10 @@ def count(
         with memory.most_beside() as most:
             learn(batches, old, of_reference)
         found["update"], exchanged["update"] = parts | {"pass": most[0]}, sent.pop()
-        sets = training_sets(actor, reference, config.memory, of_fake_storages(device))
-        sets.offload("gradients", "optimizer", "parameters", "reference")
-        found["generate"] = resident(actor, reference, device)
+        if not config.rollout.ranks:
+            sets = training_sets(actor, reference, config.memory, of_fake_storages(device))
+            sets.offload("gradients", "optimizer", "parameters", "reference")
+            found["generate"] = resident(actor, reference, device)
     return found, exchanged
 
 
