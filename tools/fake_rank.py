@@ -377,8 +377,6 @@ def te_like_layers(config: Any, local_layers: bool, chunk: int | None) -> Any:
     """As `models.megatron.layer_spec`, of the stand-ins."""
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.transformer.identity_op import IdentityOp
-    from megatron.core.transformer.moe.experts import GroupedMLPSubmodules, TEGroupedMLP
-    from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
     from megatron.core.transformer.transformer_block import (
         TransformerBlockSubmodules,
         get_num_layers_to_build,
@@ -393,15 +391,27 @@ def te_like_layers(config: Any, local_layers: bool, chunk: int | None) -> Any:
     if config.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = fake_cuda.Norm
     if config.num_moe_experts:
-        linear = GroupedMLPSubmodules(fake_cuda.ColumnGroupedLinear, fake_cuda.RowGroupedLinear)
-        experts = MoESubmodules(experts=partial(TEGroupedMLP, submodules=linear))
-        parts.mlp, parts.pre_mlp_layernorm = partial(MoELayer, submodules=experts), fake_cuda.Norm
+        parts.mlp, parts.pre_mlp_layernorm = te_like_experts(), fake_cuda.Norm
     else:
         mlp = parts.mlp.keywords["submodules"] if hasattr(parts.mlp, "keywords") else parts.mlp.submodules
         mlp.linear_fc1, mlp.linear_fc2 = fake_cuda.NormLinear, fake_cuda.RowLinear
     return TransformerBlockSubmodules(
         layer_specs=[layer] * get_num_layers_to_build(config, vp_stage=chunk), layer_norm=fake_cuda.Norm
     )
+
+
+def te_like_experts() -> Any:
+    """Megatron's layer of experts with stand-ins for its products, as 0.19 has it, or 0.16."""
+    from megatron.core.transformer.mlp import MLPSubmodules
+    from megatron.core.transformer.moe import experts, moe_layer
+    from megatron.core.transformer.spec_utils import ModuleSpec
+
+    linear = {"linear_fc1": fake_cuda.ColumnGroupedLinear, "linear_fc2": fake_cuda.RowGroupedLinear}
+    if hasattr(experts, "GroupedMLPSubmodules"):
+        inside = partial(experts.TEGroupedMLP, submodules=experts.GroupedMLPSubmodules(**linear))
+        return partial(moe_layer.MoELayer, submodules=moe_layer.MoESubmodules(experts=inside))
+    inside = ModuleSpec(experts.TEGroupedMLP, submodules=MLPSubmodules(**linear))
+    return ModuleSpec(moe_layer.MoELayer, submodules=moe_layer.MoESubmodules(experts=inside))
 
 
 if __name__ == "__main__":
