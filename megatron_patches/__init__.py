@@ -6,7 +6,8 @@ Covers megatron-core 0.16.1 and 0.19.2. torch itself stays untouched: vLLM lives
 
 from __future__ import annotations
 
-_applied = False
+_applied: set[str] = set()
+"""Kinds of devices."""
 
 
 def apply(device_kind: str) -> None:
@@ -15,11 +16,14 @@ def apply(device_kind: str) -> None:
 
     Call it after the Megatron modules that are used were imported, and before anything of them is called.
     """
-    global _applied
+    if device_kind in _applied:
+        return
     from megatron_patches import token_dispatcher
 
-    token_dispatcher.drop_graphs()
-    if device_kind != "cpu" or _applied:
+    if not _applied:
+        token_dispatcher.drop_graphs()
+    _applied.add(device_kind)
+    if device_kind != "cpu":
         return
     from megatron_patches import (
         clip_grads,
@@ -39,4 +43,3 @@ def apply(device_kind: str) -> None:
     language_module.patch()
     moe_utils.patch()
     token_dispatcher.patch()
-    _applied = True

@@ -26,19 +26,16 @@ def _as_lists(self: Any, point: str, tokens_per_expert: torch.Tensor | None = No
 
 
 def drop_graphs() -> None:
-    """Let the graph of a pass end with it, on every device. Safe to call more than once."""
+    """Let the graph of a pass end with it, on every device."""
     from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 
     combine = MoEAlltoAllTokenDispatcher.combine_postprocess
-    if getattr(combine, "drops_graph", False):
-        return
 
     def combine_postprocess(self: Any, *given: Any, **named: Any) -> Any:
         combined = combine(self, *given, **named)
         self.probs = None
         return combined
 
-    combine_postprocess.drops_graph = True
     MoEAlltoAllTokenDispatcher.combine_postprocess = combine_postprocess
 
 

@@ -47,11 +47,25 @@ from rlmath.distributed.mesh import Mesh
 from rlmath.planner.lengths import Batch, Lengths
 from rlmath.planner.machines import CPU_CORE, RANKS_PER_NODE, Cluster
 from rlmath.planner.step import sync_work
-from rlmath.planner.training import LOGPROBS, Training, gradient_exchanges, pass_exchanges, update_passes
+from rlmath.planner.training import (
+    LOGPROBS,
+    Training,
+    gradient_exchanges,
+    pass_exchanges,
+    stages,
+    update_passes,
+)
 from rlmath.rollout.weight_sync.reshard_plan import bucket_bytes, cell_of, plan_cell, rank_rounds
-from rlmath.rollout.weight_sync.shard_layouts import stage_layers, training_layout
+from rlmath.rollout.weight_sync.shard_layouts import training_layout
 from rlmath.rollout.weight_sync.transport import elements
-from rlmath.trainer.preflight.memory_estimate import MemoryPlan, Target, mesh_of, plan_rank, training_ranks
+from rlmath.trainer.preflight.memory_estimate import (
+    ENGINE_PARTS,
+    MemoryPlan,
+    Target,
+    mesh_of,
+    plan_rank,
+    training_ranks,
+)
 from rlmath.trainer.preflight.memory_fit import GIB
 from rlmath.trainer.preflight.parallelism import ranks_or_least
 from tools import fake_cuda
@@ -60,7 +74,6 @@ from tools.plan_memory import MISTAKE, NOT_NEEDED, checked_shape
 DIFFERS = 1
 PARTS_OF_A_PASS = ("activations", "logits", "working")
 ALL_SENT = "sent: all"
-ENGINE_PARTS = ("engine_weights", "engine_workspace", "kv_cache", "sync_buffers")
 
 
 @dataclass(frozen=True)
@@ -139,9 +152,7 @@ def planned_to_send(
     batch = Batch(mesh.data, 1, float(tokens), Lengths(1e-9, 0.1, 1))
     one_node = Cluster(CPU_CORE, 1, mesh.world_size)  # whatever the links
     training = Training(config, shape, mesh, target, one_node, batch)
-    uneven = (config.parallel.first_stage_layers, config.parallel.last_stage_layers)
-    stages = stage_layers(shape.num_layers, mesh.pipeline, mesh.virtual_pipeline, *uneven)
-    layers = len(stages[mesh.pipeline_rank])
+    _, layers = stages(training)[mesh.pipeline_rank]
     update = update_passes(shape, config.policy, max(1, layers // mesh.virtual_pipeline), target.local_layers)
     found = {
         "logprobs": pass_exchanges(training, mesh, layers, LOGPROBS),

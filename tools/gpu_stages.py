@@ -55,7 +55,7 @@ from rlmath.distributed.device import (
 from rlmath.distributed.mesh import Mesh
 from rlmath.distributed.peak_flops import gpu_peak, peak_flops
 from rlmath.models.hf_config import read_model_shape
-from rlmath.trainer.preflight.memory_estimate import MemoryPlan, Target, plan_rank
+from rlmath.trainer.preflight.memory_estimate import ENGINE_PARTS, MemoryPlan, Target, plan_rank
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 GIB = 2**30
@@ -448,8 +448,7 @@ def tell_fusion(device: Device) -> None:
 
 def training_bytes(plan: MemoryPlan) -> int:
     """What the plan has for an update, without the engine's parts."""
-    parts = {"engine_weights", "engine_workspace", "kv_cache", "sync_buffers"}
-    return sum(size for part, size in plan.phases["update"].items() if part not in parts)
+    return sum(size for part, size in plan.phases["update"].items() if part not in ENGINE_PARTS)
 
 
 def tell_memory(title: str, plan: MemoryPlan, device: Device) -> None:

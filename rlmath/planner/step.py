@@ -310,6 +310,8 @@ def own_share(mesh: Mesh, tensor: int) -> float:
 
 def expert_share(shape: ModelShape) -> float:
     """Of a model's parameters, those of its experts (0 to 1)."""
+    if not shape.num_experts:
+        return 0.0
     whole = Mesh(0, 1, 1, 1, 1)
     experts = sum(map(sum, expert_sizes(shape, whole, shape.num_layers)))
     return experts / (experts + sum(map(sum, parameter_sizes(shape, whole, shape.num_layers))))

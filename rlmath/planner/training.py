@@ -127,27 +127,27 @@ class Training:
 def update_work(training: Training) -> Work:
     """All updates of a step, on the rank that has the most to do."""
     algorithm = training.config.algorithm
-    stages = [_stage_update(training, mesh, layers) for mesh, layers in _stages(training)]
-    most = max(stages, key=lambda work: work.flops)
+    updates = [_stage_update(training, mesh, layers) for mesh, layers in stages(training)]
+    most = max(updates, key=lambda work: work.flops)
     return most.times(algorithm.epochs)
 
 
 def logprobs_work(training: Training) -> Work:
     """Log-probs of all sequences of a step: one forward pass."""
     return max(
-        (_pass_work(training, mesh, layers, LOGPROBS) for mesh, layers in _stages(training)),
+        (_pass_work(training, mesh, layers, LOGPROBS) for mesh, layers in stages(training)),
         key=lambda work: work.flops,
     )
 
 
 def publish_work(training: Training) -> Work:
     """A copy of the parameters of the rank that holds the most, in the host's memory."""
-    held = [sum(one.parameters for one in held_parameters(training, *stage)) for stage in _stages(training)]
+    held = [sum(one.parameters for one in held_parameters(training, *stage)) for stage in stages(training)]
     size = max(held) * training.target.itemsize
     return Work(memory=2.0 * size) if training.target.kind == "cpu" else Work(host=float(size))
 
 
-def _stages(training: Training) -> list[tuple[Mesh, int]]:
+def stages(training: Training) -> list[tuple[Mesh, int]]:
     """The first rank of every pipeline stage, and its layers."""
     mesh, parallel = training.mesh, training.config.parallel
     uneven = (parallel.first_stage_layers, parallel.last_stage_layers)

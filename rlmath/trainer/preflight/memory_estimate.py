@@ -56,6 +56,8 @@ PARTS = (
     "sync_buffers",
 )
 """Every part a plan may name; "working" is what a pass needs beside activations and logits."""
+ENGINE_PARTS = ("engine_weights", "engine_workspace", "kv_cache", "sync_buffers")
+"""Those that training does without."""
 GENERATION_PHASES = ("sync", "generate")
 TRAINING_PHASES = ("logprobs", "reference", "update")
 
