@@ -378,6 +378,8 @@ class MemoryConfig:
     """Move the policy's parameters to the host once the engines have them."""
     offload_reference: bool = False
     """Move the reference model to the host whenever it is not computing, in training, too."""
+    offload_teacher: bool = False
+    """Likewise the teacher (`teacher.path`); with teacher.loss="full" its output layer comes back for the update."""
     gpu: GpuName | None = None
     """GPU whose memory the run must fit, for example "H100-80GB". Null: the one that is there; on CPU nothing is
     refused."""
@@ -510,6 +512,23 @@ class AlgorithmConfig:
 
 
 @dataclass(frozen=True)
+class TeacherConfig:
+    """On-policy distillation: a larger model scores what the policy samples (GKD, arXiv:2306.13649; MiniLLM,
+    arXiv:2306.08543); see docs/algorithm.md."""
+
+    path: str | None = None
+    """Folder of the teacher, a Hugging Face model with the same tokenizer, of any supported shape that `parallel` can lay
+    out, too. Null: none."""
+    loss: Literal["advantage", "full"] = "advantage"
+    """"advantage": `coef` x (teacher's log-prob - policy's) is added to every sampled token's advantage; "full": `coef` x
+    KL(policy || teacher) over the whole vocabulary, at every token, is part of the loss, with gradient."""
+    coef: PositiveFloat = 1.0
+    """Weight of the teacher's part."""
+    with_rewards: bool = False
+    """Learn from rewards, too. False: rewards are only measured, and the teacher's part alone is learned from."""
+
+
+@dataclass(frozen=True)
 class TelemetryConfig:
     """Where metrics and samples are written, and when the run warns."""
 
@@ -585,6 +604,7 @@ class Config:
     reward: RewardConfig = RewardConfig()
     selection: SelectionConfig = SelectionConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
+    teacher: TeacherConfig = TeacherConfig()
     validation: ValidationConfig = ValidationConfig()
     sft: SftConfig = SftConfig()
     telemetry: TelemetryConfig = TelemetryConfig()

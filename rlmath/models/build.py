@@ -1,4 +1,5 @@
-"""The models of a run, built from the settings: the actor of GRPO, that of supervised training, and the reference.
+"""The models of a run, built from the settings: the actor of GRPO, that of supervised training, the reference and the
+teacher.
 
     transformer config -> chunks with the weights of model.path -> wrapped for training -> optimizer -> learner
 
@@ -8,7 +9,7 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
 
 from megatron.core.distributed import DistributedDataParallel
@@ -20,7 +21,7 @@ from rlmath.algorithms.importance_sampling import Correction
 from rlmath.algorithms.losses import LossSettings
 from rlmath.checkpoint.hf.weights import load_hf_weights
 from rlmath.config.model_shape import ModelShape
-from rlmath.config.schema import AlgorithmConfig, Config
+from rlmath.config.schema import AlgorithmConfig, Config, TeacherConfig
 from rlmath.distributed.device import Device
 from rlmath.distributed.mesh import Mesh
 from rlmath.models.forward_backward import ForwardBackward
@@ -34,9 +35,11 @@ from rlmath.models.megatron import (
     wrap_for_training,
 )
 from rlmath.models.optimizer import build_optimizer, build_scheduler
+from rlmath.models.teacher import Teacher
 
 L = TypeVar("L", bound=Learner)
 logger = logging.getLogger(__name__)
+NO_TEACHER = TeacherConfig()
 
 
 @dataclass(frozen=True)
@@ -67,7 +70,7 @@ def build_actor(
         ForwardBackward(wrapped, mesh, device, config.rollout.temperature, shape.vocab_size, mask),
         optimizer,
         build_scheduler(config.optimizer, optimizer, total_updates),
-        settings=loss_settings(config.algorithm),
+        settings=loss_settings(config.algorithm, config.teacher),
         bounds=early_stop(config.algorithm),
     )
     return Actor(learner, chunks)
@@ -88,12 +91,38 @@ def build_reference(
 ) -> ForwardBackward:
     """The model to start from, sharded like the actor, without gradients. Build it only where KL is used: it holds
     the memory of its parameters."""
-    megatron = transformer_config(shape, mesh, device, config.parallel, Recompute())
-    chunks = load_chunks(config, shape, mesh, device, megatron)
-    for chunk in chunks:
-        chunk.requires_grad_(False).eval()
+    chunks = _frozen_chunks(config, config.model.path, shape, mesh, device, "model.path")
     mask = MinTokensMask(stop_token_ids, config.rollout.min_new_tokens)
     return ForwardBackward(chunks, mesh, device, config.rollout.temperature, shape.vocab_size, mask)
+
+
+def build_teacher(
+    config: Config,
+    shape: ModelShape,
+    teacher_shape: ModelShape,
+    mesh: Mesh,
+    device: Device,
+    stop_token_ids: tuple[int, ...],
+) -> Teacher:
+    """The model of `teacher.path`, sharded like the actor, whose shape is `shape`, without gradients. Its distribution is
+    that of the tokens which both know, at the same temperature and with the same mask."""
+    assert config.teacher.path is not None
+    same_rows = replace(teacher_shape, vocab_size=shape.vocab_size)
+    chunks = _frozen_chunks(config, config.teacher.path, same_rows, mesh, device, "teacher.path")
+    mask = MinTokensMask(stop_token_ids, config.rollout.min_new_tokens)
+    common = min(shape.vocab_size, teacher_shape.vocab_size)
+    return Teacher(ForwardBackward(chunks, mesh, device, config.rollout.temperature, common, mask))
+
+
+def _frozen_chunks(
+    config: Config, path: str, shape: ModelShape, mesh: Mesh, device: Device, option: str
+) -> list[GPTModel]:
+    """This rank's chunks of a model that is only read, with the weights of `path`, which the setting `option` names."""
+    megatron = transformer_config(shape, mesh, device, config.parallel, Recompute())
+    chunks = load_chunks(path, shape, mesh, device, megatron, option)
+    for chunk in chunks:
+        chunk.requires_grad_(False).eval()
+    return chunks
 
 
 def _trained_chunks(
@@ -106,7 +135,7 @@ def _trained_chunks(
             "installed (the Dockerfile builds it)"
         )
     megatron = actor_config(config, shape, mesh, device)
-    chunks = load_chunks(config, shape, mesh, device, megatron)
+    chunks = load_chunks(config.model.path, shape, mesh, device, megatron)
     overlap = config.optimizer.overlap_grad_reduce
     if overlap is None:
         overlap = device.kind == "cuda"
@@ -122,15 +151,20 @@ def actor_config(config: Config, shape: ModelShape, mesh: Mesh, device: Device) 
 
 
 def load_chunks(
-    config: Config, shape: ModelShape, mesh: Mesh, device: Device, megatron: TransformerConfig
+    path: str,
+    shape: ModelShape,
+    mesh: Mesh,
+    device: Device,
+    megatron: TransformerConfig,
+    option: str = "model.path",
 ) -> list[GPTModel]:
-    """This rank's model chunks with the weights of `model.path`."""
+    """This rank's model chunks with the weights in the folder `path`, which the setting `option` names."""
     chunks = build_chunks(shape, mesh, device, megatron)
-    load_hf_weights(chunks, config.model.path, shape, mesh)
+    load_hf_weights(chunks, path, shape, mesh, option)
     return chunks
 
 
-def loss_settings(algorithm: AlgorithmConfig) -> LossSettings:
+def loss_settings(algorithm: AlgorithmConfig, teacher: TeacherConfig = NO_TEACHER) -> LossSettings:
     """The loss that the settings name; their words were checked before."""
     correction = None
     if algorithm.importance_correction is not None:
@@ -150,6 +184,7 @@ def loss_settings(algorithm: AlgorithmConfig) -> LossSettings:
         kl_coef=algorithm.kl_coef if algorithm.kl_in == "loss" else 0.0,
         kl_kind=algorithm.kl_estimator,
         entropy_coef=algorithm.entropy_coef,
+        teacher_coef=teacher.coef if teacher.path is not None and teacher.loss == "full" else 0.0,
     )
 
 

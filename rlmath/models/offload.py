@@ -1,4 +1,4 @@
-"""Which memory of the policy and its reference can be offloaded, and which set owns it.
+"""Which memory of the policy, its reference and its teacher can be offloaded, and which set owns it.
 
 - "gradients": the flat buffers that Megatron's data parallelism reduces. They are zero between steps, so they are
   freed, and onloaded as zeros.
@@ -6,13 +6,14 @@
   model's are float32, the optimizer steps views of them, or themselves: those belong to "parameters".
 - "parameters": the policy's own; with the distributed optimizer, one flat buffer for each model chunk.
 - "reference": the reference model's.
+- "teacher": the teacher's, and "teacher_head" its output layer, where the update needs that alone.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any, Literal
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, Literal, get_args
 
 from torch import Tensor
 
@@ -21,8 +22,11 @@ from rlmath.distributed.device import Device
 from rlmath.distributed.tensor_offload import OffloadStats, StorageSet
 from rlmath.models.build import Actor
 from rlmath.models.forward_backward import ForwardBackward
+from rlmath.models.teacher import Teacher
 
-SetName = Literal["gradients", "optimizer", "parameters", "reference"]
+SetName = Literal["gradients", "optimizer", "parameters", "reference", "teacher", "teacher_head"]
+FROZEN: tuple[SetName, ...] = ("reference", "teacher", "teacher_head")
+"""Sets of models that are only read: they are on the device while they compute."""
 
 
 class OffloadSets:
@@ -53,35 +57,46 @@ class OffloadSets:
         return {name: one.freed_bytes for name, one in self._sets.items()}
 
     def offload(self, *names: SetName) -> list[OffloadStats]:
-        """Offload the sets, in this order; a reference that is offloaded already is left out."""
-        leaving = [one for one in self._of(names) if not (one.name == "reference" and one.offloaded)]
+        """Offload the sets, in this order; a frozen model's that is offloaded already is left out."""
+        leaving = [one for one in self._of(names) if not (one.name in FROZEN and one.offloaded)]
         return [one.offload() for one in leaving]
 
     def onload(self, *names: SetName) -> list[OffloadStats]:
         """Onload the sets, in this order."""
         return [one.onload() for one in self._of(names)]
 
+    def reference_on_device(self) -> AbstractContextManager[list[OffloadStats]]:
+        """`on_device` of the reference."""
+        return self.on_device("reference")
+
     @contextmanager
-    def reference_on_device(self) -> Iterator[list[OffloadStats]]:
-        """Inside, the reference is on the device; afterwards it is offloaded. The list gets the statistics of both."""
-        stats = self.onload("reference") if "reference" in self.offloaded else []
+    def on_device(self, *names: SetName) -> Iterator[list[OffloadStats]]:
+        """Inside, these sets of `FROZEN` are on the device; afterwards they are offloaded. The list gets the statistics
+        of both."""
+        stats = self.onload(*(name for name in names if name in self.offloaded))
         try:
             yield stats
         finally:
-            stats += self.offload("reference")
+            stats += self.offload(*names)
 
     def _of(self, names: Sequence[SetName]) -> list[StorageSet]:
-        unknown = set(names) - {"gradients", "optimizer", "parameters", "reference"}
+        unknown = set(names) - set(get_args(SetName))
         assert not unknown, f"no such sets: {unknown}"
         return [self._sets[name] for name in names if name in self._sets]
 
 
 def training_sets(
-    actor: Actor, reference: ForwardBackward | None, settings: MemoryConfig, device: Device
+    actor: Actor,
+    reference: ForwardBackward | None,
+    settings: MemoryConfig,
+    device: Device,
+    teacher: Teacher | None = None,
+    teacher_in_update: bool = False,
 ) -> OffloadSets:
-    """The sets that the settings offload, still on the device. `reference` is None where KL is not used."""
+    """The sets that the settings offload, still on the device. `reference` is None where KL is not used;
+    `teacher_in_update` tells whether the update needs the teacher's output layer."""
 
-    def parameters(model: Actor | ForwardBackward = actor) -> list[Tensor]:
+    def parameters(model: Actor | ForwardBackward | Teacher = actor) -> list[Tensor]:
         return [parameter for chunk in model.chunks for parameter in chunk.parameters()]
 
     def gradients() -> list[Tensor]:
@@ -104,6 +119,13 @@ def training_sets(
         sets.append(StorageSet("parameters", parameters, keep=True, device=device))
     if settings.offload_reference and reference is not None:
         sets.append(StorageSet("reference", lambda: parameters(reference), keep=True, device=device))
+    if settings.offload_teacher and teacher is not None:
+        head = teacher.head_parameters if teacher_in_update else tuple
+        sets.append(
+            StorageSet("teacher", lambda: parameters(teacher), keep=True, device=device, exclude=head)
+        )
+        if teacher_in_update:
+            sets.append(StorageSet("teacher_head", head, keep=True, device=device))
     return OffloadSets(sets)
 
 

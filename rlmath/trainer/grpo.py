@@ -1,7 +1,7 @@
 """GRPO: one step, from weights to weights, in the order in which this file reads.
 
     weights to the engine -> (probe, validation) -> prompts -> rollout and rewards -> selection -> advantages -> samples
-    -> schedule -> packing -> log-probs (old, reference) -> minibatches: loss, early stop, update -> metrics
+    -> schedule -> packing -> log-probs (old, reference, teacher) -> minibatches: loss, early stop, update -> metrics
 
 Every rank runs it. The control plane (prompts, selection, advantages, schedule) is computed alike on all ranks; only
 tensors are sharded. Lengths are those of the step's length stage; weights, optimizer, learning-rate schedule, order of
@@ -40,10 +40,12 @@ from rlmath.distributed.bridge import Bridge
 from rlmath.distributed.device import Device
 from rlmath.distributed.mesh import Mesh
 from rlmath.distributed.phase_timers import PhaseTimers
-from rlmath.models.build import Actor, build_actor, build_reference
+from rlmath.models.build import Actor, build_actor, build_reference, build_teacher
 from rlmath.models.forward_backward import ForwardBackward, TokenLogprobs
 from rlmath.models.learner import MinibatchResult
+from rlmath.models.hf_config import teacher_shape_of
 from rlmath.models.offload import OffloadSets, training_sets
+from rlmath.models.teacher import Teacher, TeacherStates
 from rlmath.rewards.reward_manager import open_reward_workers, raise_if_every_call_failed
 from rlmath.rewards.worker_pool import VerifierPool
 from rlmath.trainer.checkpointing import Checkpointer
@@ -58,11 +60,13 @@ from rlmath.trainer.metrics import (
     pace_metrics,
     rollout_metrics,
     selection_metrics,
+    teacher_metrics,
     update_metrics,
 )
 from rlmath.trainer.reporter import StepRecord, ValidationResult
 from rlmath.trainer.rollouts import StepRollout, selection_rules
 from rlmath.trainer.startup import PreparedRun
+from rlmath.trainer.teacher_advantages import TeacherAdvantages, add_teacher_advantages
 from rlmath.trainer.validation import Validator
 
 logger = logging.getLogger(__name__)
@@ -107,12 +111,28 @@ class GrpoTrainer(Trainer):
         self.reference = None
         if config.algorithm.kl_coef > 0:
             self.reference = build_reference(config, shape, mesh, device, inputs.stop_token_ids)
+        self.teacher = None
+        if (teacher_shape := teacher_shape_of(config)) is not None:
+            self.teacher = build_teacher(config, shape, teacher_shape, mesh, device, inputs.stop_token_ids)
+            self.teacher.forward_backward.on_microbatch = on_progress
         self.actor.forward_backward.on_microbatch = on_progress
-        self.offload = training_sets(self.actor, self.reference, config.memory, device)
+        in_update = config.teacher.loss == "full"
+        self.offload = training_sets(
+            self.actor, self.reference, config.memory, device, self.teacher, in_update
+        )
         self.engines.connect(self.actor, self.offload)
         self.rules = selection_rules(config.selection)
         self.updaters = [
-            PolicyUpdater(stage.config, shape, mesh, self.actor, self.reference, self.offload, self.timers)
+            PolicyUpdater(
+                stage.config,
+                shape,
+                mesh,
+                self.actor,
+                self.reference,
+                self.offload,
+                self.timers,
+                self.teacher,
+            )
             for stage in self.length_stages
         ]
         self.validation_files = prepared.validation
@@ -180,6 +200,8 @@ class GrpoTrainer(Trainer):
         if self.rules.drop_anything:
             metrics |= selection_metrics(selection)
         metrics |= update_metrics(update, learned, metrics["task_reward"], algorithm)
+        if self.teacher is not None:
+            metrics |= teacher_metrics(update)
         metrics |= mismatch_metrics(update.results, only_first=not algorithm.recompute_logprobs)
         sampled = rollout.sampled_tokens, selection.sampled, learned
         metrics |= pace_metrics(seconds, *sampled, update.passes)
@@ -216,8 +238,8 @@ class GrpoTrainer(Trainer):
         return validated
 
     def busy_seconds(self) -> float:
-        reference = 0.0 if self.reference is None else self.reference.pop_busy_seconds()
-        return super().busy_seconds() + reference
+        frozen = [self.reference, None if self.teacher is None else self.teacher.forward_backward]
+        return super().busy_seconds() + sum(one.pop_busy_seconds() for one in frozen if one is not None)
 
     def close(self, status: int) -> None:
         self.engines.close(status)
@@ -235,6 +257,8 @@ class Minibatch:
     """Log-probs under the policy that the step began with; None: those of the engine are used."""
     reference: list[TokenLogprobs] | None
     """Log-probs under the reference; None: no KL in the loss."""
+    teacher: TeacherStates | None
+    """What gives the teacher's whole distributions; None: they are not in the loss."""
 
 
 @dataclass(eq=False, repr=False)
@@ -248,6 +272,7 @@ class PolicyUpdater:
     reference: ForwardBackward | None
     offload: OffloadSets
     timers: PhaseTimers
+    teacher: Teacher | None = None
 
     def __post_init__(self) -> None:
         algorithm, max_new_tokens = self.config.algorithm, self.config.rollout.max_new_tokens
@@ -262,17 +287,31 @@ class PolicyUpdater:
     @property
     def on_policy(self) -> bool:
         """Whether the old log-probs are those of the update's own forward pass, so that no extra pass is needed: one
-        minibatch, one epoch, and no KL in the reward."""
+        minibatch, one epoch, and neither KL in the reward nor a teacher in the advantages."""
         algorithm = self.config.algorithm
         only_one = algorithm.n_minibatches == 1 and algorithm.epochs == 1
-        return algorithm.recompute_logprobs and only_one and self.penalty is None
+        in_advantages = self.penalty is not None or self.teaches("advantage")
+        return algorithm.recompute_logprobs and only_one and not in_advantages
+
+    def teaches(self, loss: str) -> bool:
+        """Whether there is a teacher whose part has this place, a word of `TeacherConfig.loss`."""
+        return self.teacher is not None and self.config.teacher.loss == loss
+
+    def reward_advantages(
+        self, rewards_PG: Sequence[Sequence[float]], tokens_PG: Sequence[Sequence[int]]
+    ) -> list[list[float]]:
+        """Those of the rewards, by group and completion; 0 where the teacher alone is learned from."""
+        if self.teacher is not None and not self.config.teacher.with_rewards:
+            return [[0.0] * len(row) for row in rewards_PG]
+        algorithm = self.config.algorithm
+        return advantages(rewards_PG, tokens_PG, algorithm.advantage, algorithm.advantage_eps)
 
     def update(self, groups: Sequence[ScoredGroup], number: int) -> UpdateRecord:
         """Learn from the groups of step `number`. Without any completion nothing happens. A collective."""
         algorithm, timed = self.config.algorithm, self.timers.phase
         rewards_PG = [group.rewards for group in groups]
         tokens_PG = [[len(one.token_ids) for one in group.completions] for group in groups]
-        advantages_PG = advantages(rewards_PG, tokens_PG, algorithm.advantage, algorithm.advantage_eps)
+        advantages_PG = self.reward_advantages(rewards_PG, tokens_PG)
         if not groups:
             return UpdateRecord([], advantages_PG, None)
 
@@ -299,15 +338,57 @@ class PolicyUpdater:
                 self.mesh,
             )
             reference = None
+        states = teacher_kl = None
+        if self.teaches("full"):
+            states = self.teacher_states(batches)
+        elif self.teaches("advantage"):
+            taught = self.teacher_advantages(batches, old, advantages_PG, tokens_PG)
+            batches, advantages_PG = taught.batches, taught.mean_advantages
+            teacher_kl = taught.kl_per_token
 
-        with timed("update"):
+        with timed("update"), self.offload.on_device("teacher_head"):
             bounds = pairwise(accumulate(map(len, packed), initial=0))
             minibatches = [
-                Minibatch(batches[i:j], old[i:j] if old else None, reference[i:j] if reference else None)
+                Minibatch(
+                    batches[i:j],
+                    old[i:j] if old else None,
+                    reference[i:j] if reference else None,
+                    states[i:j] if states else None,
+                )
                 for i, j in bounds
             ]
             results = self.run_minibatches(minibatches, number)
-        return UpdateRecord(results, advantages_PG, reward_kl, passes=len(results) / len(minibatches))
+        passes = len(results) / len(minibatches)
+        return UpdateRecord(results, advantages_PG, reward_kl, passes, teacher_kl)
+
+    def teacher_states(self, batches: Sequence[MicroBatch]) -> TeacherStates:
+        """For the loss on the whole vocabulary. A collective."""
+        assert self.teacher is not None
+        with self.timers.phase("teacher"), self.offload.on_device("teacher", "teacher_head"):
+            return self.teacher.states(batches)
+
+    def teacher_advantages(
+        self,
+        batches: Sequence[MicroBatch],
+        old: Sequence[TokenLogprobs] | None,
+        advantages_PG: Sequence[Sequence[float]],
+        tokens_PG: Sequence[Sequence[int]],
+    ) -> TeacherAdvantages:
+        """The micro-batches with the teacher's part in their advantages; `old` are the recomputed log-probs, None to
+        compare the engine's. A collective."""
+        assert self.teacher is not None
+        common, policy = self.teacher.vocab_size, old
+        with self.timers.phase("teacher"):
+            if (
+                common < self.shape.vocab_size
+            ):  # both distributions are compared over the tokens that both know
+                policy = self.actor.forward_backward.logprobs(batches, common)
+            with self.offload.on_device("teacher", "teacher_head"):
+                scored = self.teacher.logprobs(batches)
+        coef = self.config.teacher.coef
+        return add_teacher_advantages(
+            batches, policy, scored, advantages_PG, tokens_PG, coef, common, self.mesh
+        )
 
     def pack_minibatches(self, samples: Sequence[Sample], number: int) -> list[list[MicroBatch]]:
         """This data-parallel rank's micro-batches of every minibatch."""
@@ -342,7 +423,11 @@ class PolicyUpdater:
             for index in order:
                 minibatch = minibatches[index]
                 result = self.actor.learner.learn(
-                    minibatch.batches, minibatch.old, minibatch.reference, self.on_policy
+                    minibatch.batches,
+                    minibatch.old,
+                    minibatch.reference,
+                    self.on_policy,
+                    minibatch.teacher,
                 )
                 results.append(result)
                 if result.discarded is None:

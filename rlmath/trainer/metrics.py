@@ -35,6 +35,9 @@ class UpdateRecord:
     """Where KL is part of the reward."""
     passes: float = 0.0
     """How often the samples were learned from; less than `algorithm.epochs` where early stop ended the step."""
+    teacher_kl: float | None = None
+    """KL(policy || teacher) per token (nats), estimated from the sampled ones, where the teacher is in the
+    advantages."""
 
 
 def rollout_metrics(groups: Sequence[ScoredGroup]) -> dict[str, float]:
@@ -186,6 +189,15 @@ def update_metrics(
     return metrics | counts
 
 
+def teacher_metrics(record: UpdateRecord) -> dict[str, float]:
+    """KL(policy || teacher) per token (nats): over the whole vocabulary of the minibatches that were learned from, or
+    estimated from the tokens that were sampled, where it is in the advantages."""
+    if record.teacher_kl is not None:
+        return {"train/teacher_kl": record.teacher_kl}
+    kept = [result for result in record.results if result.discarded is None] or record.results
+    return {"train/teacher_kl": _mean(kept, "teacher_kl")} if kept else {}
+
+
 def _mean(results: Sequence[MinibatchResult], name: str, of: str = "tokens") -> float:
     return sum(result.sums[name] for result in results) / sum(result.sums[of] for result in results)
 
@@ -223,6 +235,7 @@ def pace_metrics(
         "rollout": sampled_tokens,
         "logprobs": read,
         "reference": read,
+        "teacher": read,
         "update": read * passes,
         "step": _tokens(sampled),
     }

@@ -148,9 +148,14 @@ def read_metadata_files(source: str | Path) -> dict[str, bytes]:
 
 @torch.no_grad()
 def load_hf_weights(
-    chunks: Sequence[torch.nn.Module], folder: str | Path, shape: ModelShape, mesh: Mesh
+    chunks: Sequence[torch.nn.Module],
+    folder: str | Path,
+    shape: ModelShape,
+    mesh: Mesh,
+    option: str = "model.path",
 ) -> None:
-    """Fill this rank's shard of a Megatron model from a Hugging Face folder, tensor by tensor.
+    """Fill this rank's shard of a Megatron model from a Hugging Face folder, which the setting `option` names, tensor by
+    tensor. Of an embedding with more rows than `shape` has the first are taken; missing ones are 0.
 
     A collective. ValueError, on all ranks alike, where any of them finds a tensor that cannot be read or has a number
     that is not finite, in the file or in the model's own format.
@@ -164,7 +169,7 @@ def load_hf_weights(
     if found:
         more = f"; and {len(found) - _MOST_SHOWN} tensors more" if len(found) > _MOST_SHOWN else ""
         raise ValueError(
-            f"the weights in model.path cannot be used: {'; '.join(list(found)[:_MOST_SHOWN])}{more}. "
+            f"the weights in {option} cannot be used: {'; '.join(list(found)[:_MOST_SHOWN])}{more}. "
             "Copy or download the model again, or give another."
         )
 

@@ -36,6 +36,14 @@ from rlmath.trainer.preflight import parallelism
 from rlmath.trainer.preflight.memory_estimate import Kind
 from rlmath.trainer.preflight.memory_fit import GIB, fit_problems
 from rlmath.trainer.preflight.memory_formulas import FLOAT32_BYTES, longest_sequence_bytes
+from rlmath.trainer.preflight.teacher import (
+    teacher_folder_problems,
+    teacher_layout_problems,
+    teacher_length_problems,
+    teacher_setting_problems,
+    teacher_warnings,
+    teaches_alone,
+)
 from rlmath.trainer.telemetry.wandb import wandb_problems
 
 ON_RATIO = ("loss", "clip_ratio", "clip_ratio_high", "dual_clip", "early_stop_ratio_low", "early_stop_kl")
@@ -65,6 +73,7 @@ def check_config(config: Config, world_size: int, kind: Kind = "grpo") -> ModelS
         *file_problems(config, kind),
         *(wandb_problems(config.telemetry) if environment_rank() == 0 else ()),
         *model_problems,
+        *(teacher_folder_problems(config) if kind == "grpo" else ()),
     ]
     if shape is not None and not problems:
         problems += memory_problems(config, shape, world_size, kind)
@@ -79,6 +88,7 @@ def run_problems(config: Config, world_size: int, shape: ModelShape | None, kind
     if kind == "grpo":
         for check in (
             algorithm_problems,
+            teacher_setting_problems,
             _reward_problems,
             _partial_rollout_problems,
             _asynchronous_problems,
@@ -117,6 +127,8 @@ def shape_problems(config: Config, shape: ModelShape, kind: Kind = "grpo") -> li
         return [*problems, *_sequence_position_problems(config, shape)]
     return [
         *problems,
+        *teacher_layout_problems(config),
+        *curriculum.in_every_stage(config, teacher_length_problems),
         *curriculum.in_every_stage(config, lambda stage: _model_length_problems(stage, shape)),
         *curriculum.in_validation(config, lambda validation: _model_length_problems(validation, shape)),
     ]
@@ -236,6 +248,7 @@ def config_warnings(config: Config, unused: Sequence[str] = ()) -> list[str]:
         _asynchronous_warnings,
         _old_token_warnings,
         algorithm_warnings,
+        teacher_warnings,
         curriculum.length_stage_warnings,
     )
     return [*warnings, *(text for find in more for text in find(config))]
@@ -495,7 +508,7 @@ def _reward_problems(config: Config) -> Iterator[str]:
 def algorithm_problems(config: Config) -> Iterator[str]:
     """What was got, what is needed and what to change, one text per problem."""
     algorithm = config.algorithm
-    if config.rollout.group_size < 2 and algorithm.advantage != "ppo":
+    if config.rollout.group_size < 2 and algorithm.advantage != "ppo" and not teaches_alone(config):
         yield (
             f'rollout.group_size is {config.rollout.group_size}; algorithm.advantage="{algorithm.advantage}" compares '
             'the completions of a group and needs at least 2. Raise it, or set algorithm.advantage="ppo".'
