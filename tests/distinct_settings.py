@@ -23,6 +23,7 @@ from rlmath.config.schema import (
     SftConfig,
     StagesConfig,
     SyncConfig,
+    TeacherConfig,
     TelemetryConfig,
     ValidationConfig,
 )
@@ -117,6 +118,7 @@ DISTINCT = Config(
         offload_optimizer=True,
         offload_parameters=True,
         offload_reference=True,
+        offload_teacher=True,
         gpu="H100-80GB",
         gpu_gib=150.5,
         leak_threshold_mib=151.0,
@@ -185,6 +187,7 @@ DISTINCT = Config(
     sft=SftConfig(
         max_sequence_tokens=183, held_out_path="data/held.jsonl", held_out_share=0.184, eval_every_steps=185
     ),
+    teacher=TeacherConfig(path="/models/teacher", loss="full", coef=0.2710, with_rewards=True),
     telemetry=TelemetryConfig(
         tensorboard=False,
         sample_groups_per_step=186,

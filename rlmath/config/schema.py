@@ -517,11 +517,11 @@ class TeacherConfig:
     arXiv:2306.08543); see docs/algorithm.md."""
 
     path: str | None = None
-    """Folder of the teacher, a Hugging Face model with the same tokenizer, of any supported shape that `parallel` can lay
-    out, too. Null: none."""
+    """Folder of the teacher, a Hugging Face model with the same tokenizer, of any supported shape that `parallel` can
+    lay out, too. Null: none."""
     loss: Literal["advantage", "full"] = "advantage"
-    """"advantage": `coef` x (teacher's log-prob - policy's) is added to every sampled token's advantage; "full": `coef` x
-    KL(policy || teacher) over the whole vocabulary, at every token, is part of the loss, with gradient."""
+    """"advantage": `coef` x (teacher's log-prob - policy's) is added to every sampled token's advantage; "full": `coef`
+    x KL(policy || teacher) over the whole vocabulary, at every token, is part of the loss, with gradient."""
     coef: PositiveFloat = 1.0
     """Weight of the teacher's part."""
     with_rewards: bool = False

@@ -104,8 +104,8 @@ def build_teacher(
     device: Device,
     stop_token_ids: tuple[int, ...],
 ) -> Teacher:
-    """The model of `teacher.path`, sharded like the actor, whose shape is `shape`, without gradients. Its distribution is
-    that of the tokens which both know, at the same temperature and with the same mask."""
+    """The model of `teacher.path`, sharded like the actor, whose shape is `shape`, without gradients. Its distribution
+    is that of the tokens which both know, at the same temperature and with the same mask."""
     assert config.teacher.path is not None
     same_rows = replace(teacher_shape, vocab_size=shape.vocab_size)
     chunks = _frozen_chunks(config, config.teacher.path, same_rows, mesh, device, "teacher.path")

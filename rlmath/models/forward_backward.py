@@ -192,8 +192,8 @@ class ForwardBackward:
         teacher: TeacherRows | None = None,
         vocab_size: int | None = None,
     ) -> tuple[Tensor, ...]:
-        """Log-probability of each packed token, with gradient, and entropy of its distribution (nats); where there is a
-        teacher, third KL(this distribution || the teacher's), with gradient. The distribution is over the model's
+        """Log-probability of each packed token, with gradient, and entropy of its distribution (nats); where there is
+        a teacher, third KL(this distribution || the teacher's), with gradient. The distribution is over the model's
         vocabulary, or its first `vocab_size` tokens."""
 
         def of_next(tokens: Tensor, index: Tensor) -> tuple[Tensor, ...]:
@@ -243,7 +243,8 @@ class ForwardBackward:
     @torch.no_grad()
     def hidden_states(self, batches: Sequence[MicroBatch]) -> list[Tensor]:
         """What the output layer would get, for every micro-batch, in the host's memory: [N, 1, hidden], N being this
-        rank's tokens, under sequence parallelism its part of them; empty off the last pipeline stage. Of bare chunks."""
+        rank's tokens, under sequence parallelism its part of them; empty off the last pipeline stage. Of bare chunks
+        only."""
 
         def keep(index: int, batch: MicroBatch, hidden: Tensor) -> Tensor:
             return hidden.to("cpu")

@@ -10,17 +10,17 @@ Both passes go over the rows in chunks small enough to stay in the cache, read e
 (backward) write it once. As in a stable softmax, logits are shifted by the row's maximum; they are scaled to bits,
 exponents of 2, since torch's `exp2` takes a quarter of the time of its `exp` on a CPU. Sums are in float32.
 
-The teacher's logits are never whole: in both passes they are computed from its last hidden states for a block of rows
-at a time (`TeacherRows`).
+The teacher's logits are never whole: in both passes they are computed from its last hidden states for a block of
+rows at a time (`TeacherRows`).
 """
 
-# Shape legend: T packed tokens, R rows of a chunk or block, V columns of this rank's vocabulary shard, H hidden units of
-# the teacher.
+# Shape legend: T packed tokens, R rows of a chunk or block, V columns of this rank's vocabulary shard, H hidden units
+# of the teacher.
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -35,11 +35,9 @@ cache (16 MiB was measured to take twice the time of 4). On a GPU, kernels over 
 than to run, and one chunk still fits the 50 MB cache of an H100 or H200 (calculated, not measured)."""
 
 TEACHER_BLOCK_BYTES = {"cpu": 16 * 2**20, "cuda": 128 * 2**20}
-"""Size of one float32 block of a teacher's logits by kind of device; `TEACHER_BLOCKS` are held at a time. On a GPU some
-200 rows of a whole vocabulary: the output layer is read from memory once for each block, and with fewer rows its product
-would wait for that (calculated, not measured)."""
-TEACHER_BLOCKS = 3
-"""Both models' logits, and their probabilities or what the teacher's were made of."""
+"""Size of one float32 block of a teacher's logits by kind of device; three are held at a time. On a GPU some 200 rows
+of a whole vocabulary: the output layer is read from memory once for each block, and with fewer rows its product would
+wait for that (calculated, not measured)."""
 
 MASKED_LOGIT = -1e30
 """Scaled logit (bits) of a token that cannot be sampled: finite, so that 0 times it is 0."""
@@ -96,8 +94,8 @@ def shift_to_tokens(
     completion_index_T: Tensor,
 ) -> tuple[Tensor, ...]:
     """Values per token from `of_next(tokens, completion_index)`, which has them for the token that each row predicts:
-    shifted by one, so that entry t is about the token at t, which the logits at t - 1 predict. Entry 0 is 0, and that of
-    the first token of a segment has no meaning."""
+    shifted by one, so that entry t is about the token at t, which the logits at t - 1 predict. Entry 0 is 0, and that
+    of the first token of a segment has no meaning."""
     of_rows = of_next(token_ids_T.roll(-1), completion_index_T.roll(-1))
     return tuple(torch.cat((values_T.new_zeros(1), values_T[:-1])) for values_T in of_rows)
 
@@ -318,8 +316,8 @@ def _overwrite_with_gradient(
     """Turn logits into their gradient.
 
     With p the probabilities and H the entropy: d logprob / d logit_j = ([j is the target] - p_j) / temperature,
-    d H / d logit_j = -p_j (log p_j + H) / temperature. A row whose incoming gradients are all 0 gets exactly 0, whatever
-    its logits hold.
+    d H / d logit_j = -p_j (log p_j + H) / temperature. A row whose incoming gradients are all 0 gets exactly 0,
+    whatever its logits hold.
     """
     logprobs_T, entropy_T, mass_T = sums.logprobs_T, sums.entropy_T, sums.mass_T
     zero_T = torch.zeros_like(mass_T)
@@ -439,8 +437,8 @@ class _VocabParallelTeacherKL(torch.autograd.Function):
     def backward(
         ctx: Any, grad_logprobs_T: Tensor | None, grad_entropy_T: Tensor | None, grad_kl_T: Tensor | None
     ) -> tuple[Tensor | None, None, None, None, None, None]:
-        """The gradient, in the storage of the logits, block by block: that of the KL is made from a block's logits, and
-        added to the block when the rest of its gradient stands there."""
+        """The gradient, in the storage of the logits, block by block: that of the KL is made from a block's logits,
+        and added to the block when the rest of its gradient stands there."""
         logits_TV, hidden_TH, head_VH, neg_max_2T, mass_2T, kl_T, *saved = ctx.saved_tensors
         sums, shard, both, grad_TV = _RowSums(*saved), ctx.shard, ctx.both, logits_TV.detach()
         teacher = TeacherRows(hidden_TH, head_VH, ctx.vocab_size)
@@ -465,8 +463,8 @@ class _VocabParallelTeacherKL(torch.autograd.Function):
 def _teacher_kl(
     logits_TV: Tensor, both: _Shard, group: dist.ProcessGroup, teacher: TeacherRows
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Of the student (row 0) and the teacher (row 1): minus the largest scaled logit (bits), and the mass; and the KL of
-    every row, which is sum of p (b - c) - log mass + log mass of the teacher, b and c being the shifted logits. A
+    """Of the student (row 0) and the teacher (row 1): minus the largest scaled logit (bits), and the mass; and the KL
+    of every row, which is sum of p (b - c) - log mass + log mass of the teacher, b and c being the shifted logits. A
     collective."""
     T, device = logits_TV.shape[0], logits_TV.device
     own_neg_max_2T = torch.full((2, T), -MASKED_LOGIT, dtype=torch.float32, device=device)

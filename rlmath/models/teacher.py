@@ -1,11 +1,11 @@
 """The teacher: a frozen model that scores what the policy sampled.
 
-It has the policy's tokenizer and layout, and may have any other shape. Its embedding and output layer are given as many
-rows as the policy's, so that a tensor-parallel rank has the same tokens of both: rows that only the teacher's files have
-are left out, and rows that they do not have are 0 and masked (`Teacher.vocab_size`).
+It has the policy's tokenizer and layout, and may have any other shape. Its embedding and output layer are given as
+many rows as the policy's, so that a tensor-parallel rank has the same tokens of both: rows that only the teacher's
+files have are left out, and rows that they do not have are 0 and masked (`Teacher.vocab_size`).
 
-For a loss on the whole vocabulary the teacher's logits are never kept. Its last hidden states are, in the host's memory,
-and its output layer is applied to them inside the loss, a block of rows at a time (`logprobs.TeacherRows`).
+For a loss on the whole vocabulary the teacher's logits are never kept. Its last hidden states are, in the host's
+memory, and its output layer is applied to them inside the loss, a block of rows at a time (`logprobs.TeacherRows`).
 """
 
 # Shape legend: T packed tokens of one micro-batch, V vocabulary shard, H hidden units.

@@ -42,8 +42,8 @@ from rlmath.distributed.mesh import Mesh
 from rlmath.distributed.phase_timers import PhaseTimers
 from rlmath.models.build import Actor, build_actor, build_reference, build_teacher
 from rlmath.models.forward_backward import ForwardBackward, TokenLogprobs
-from rlmath.models.learner import MinibatchResult
 from rlmath.models.hf_config import teacher_shape_of
+from rlmath.models.learner import MinibatchResult
 from rlmath.models.offload import OffloadSets, training_sets
 from rlmath.models.teacher import Teacher, TeacherStates
 from rlmath.rewards.reward_manager import open_reward_workers, raise_if_every_call_failed

@@ -1,7 +1,8 @@
 """The teacher inside of the advantages: on-policy distillation by the reverse KL of every sampled token.
 
-To the advantage of token t comes coef x (log teacher_t - log q_t), q being the policy that the step began with. Its mean
-over what q samples is -coef x KL(q || teacher) of this token; what the token changes for later tokens is not in it.
+To the advantage of token t comes coef x (log teacher_t - log q_t), q being the policy that the step began with. Its
+mean over what q samples is -coef x KL(q || teacher) of this token; what the token changes for later tokens is not in
+it.
 """
 
 # Shape legend: T packed tokens of one micro-batch, N samples of the step.

@@ -8,7 +8,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from rlmath.algorithms.types import MicroBatch, Sample, ScoredGroup

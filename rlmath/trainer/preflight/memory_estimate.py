@@ -7,13 +7,17 @@ engine to sleep, brings the training's parts back, and computes log-probs and up
     generate   engine weights, workspace and KV cache; parameters unless they are offloaded
     logprobs   parameters, gradients, optimizer; one forward pass
     reference  the same with the reference's pass
+    teacher    the same with the teacher's
     update     the same with the activations of a backward pass
 
 What stays beside in the first two follows `MemoryConfig`; on CPU only gradients can leave, since what is copied to the
 host stays in the same memory. Counted are tensors, those of a step that is not the first:
 Adam's state is there. What CUDA, NCCL and fragmentation take is the reserve of `memory_fit`.
 
-Supervised training ("sft") has no engine and no reference: its one phase is the update.
+Supervised training ("sft") has no engine, no reference and no teacher: its one phase is the update.
+
+With teacher.loss="full" the teacher's last hidden states of all micro-batches are in the host's memory until the update
+is over. They are not counted: how many there are is known when the completions are.
 
 Where engines have ranks of their own (`rollout.ranks`), nothing takes turns. A training rank has the phases of training
 alone, and in each a copy of its parameters in the engines' number format, from which a thread sends them while training
@@ -33,6 +37,7 @@ from rlmath.config.length_curriculum import with_longest_lengths
 from rlmath.config.model_shape import ModelShape
 from rlmath.config.schema import Config, MemoryConfig
 from rlmath.distributed.mesh import Mesh
+from rlmath.models.hf_config import teacher_shape_of
 from rlmath.rollout.weight_sync.reshard_plan import bucket_bytes
 from rlmath.rollout.weight_sync.shard_layouts import stage_layers
 from rlmath.trainer.preflight import memory_formulas as formulas
@@ -44,6 +49,8 @@ PARTS = (
     "gradients",
     "optimizer",
     "reference",
+    "teacher",
+    "teacher_head",
     "activations",
     "logits",
     "working",
@@ -55,11 +62,12 @@ PARTS = (
     "kv_cache",
     "sync_buffers",
 )
-"""Every part a plan may name; "working" is what a pass needs beside activations and logits."""
+"""Every part a plan may name; "working" is what a pass needs beside activations and logits, "teacher_head" the output
+layer of a teacher where the update needs it."""
 ENGINE_PARTS = ("engine_weights", "engine_workspace", "kv_cache", "sync_buffers")
 """Those that training does without."""
 GENERATION_PHASES = ("sync", "generate")
-TRAINING_PHASES = ("logprobs", "reference", "update")
+TRAINING_PHASES = ("logprobs", "reference", "teacher", "update")
 
 
 @dataclass(frozen=True)
@@ -207,12 +215,25 @@ def plan_rank(
     buffers = [(sizes, shares) for sizes in parameter_sizes(shape, mesh, layers)]
     buffers += [(sizes, mesh.expert_data) for sizes in expert_sizes(shape, mesh, layers)]
     work = stage_work(config, shape, mesh, target, layers)
-    update, forward = formulas.backward_bytes(shape, work, config.policy), formulas.forward_bytes(shape, work)
+    teacher = plan_teacher(config, shape, mesh, target) if kind == "grpo" else None
+    in_loss = 0 if teacher is None else teacher.in_loss
+    update = formulas.backward_bytes(shape, work, config.policy, in_loss)
+    forward = formulas.forward_bytes(shape, work)
     gather, dummies = formulas.gather_bytes(shape, work), _dummy_gradient_bytes(shape, mesh, target)
+    if teacher is not None:
+        gather = max(gather, teacher.gather)
     resident = _resident(config, target, buffers, gather, dummies)
+    if teacher is not None:
+        resident |= teacher.resident
     memory = config.memory
     if target.kind != "cuda":  # on CPU only dropping gradients frees memory
-        memory = replace(memory, offload_optimizer=False, offload_parameters=False, offload_reference=False)
+        memory = replace(
+            memory,
+            offload_optimizer=False,
+            offload_parameters=False,
+            offload_reference=False,
+            offload_teacher=False,
+        )
     if kind == "sft":
         held = _in_order(_while_training(resident, memory) | asdict(update))
         return MemoryPlan(mesh.rank, mesh.pipeline_rank, {"update": held})
@@ -224,8 +245,11 @@ def plan_rank(
         }
         phases = {"logprobs": _while_training(resident, memory) | asdict(forward)}
         if "reference" in resident:
-            phases["reference"] = resident | asdict(forward)
-        phases["update"] = _while_training(resident, memory) | asdict(update)
+            phases["reference"] = _while_training(resident, memory, "reference") | asdict(forward)
+        if teacher is not None:
+            with_teacher = _while_training(resident, memory, "teacher", "teacher_head")
+            phases["teacher"] = with_teacher | asdict(teacher.forward)
+        phases["update"] = _while_training(resident, memory, "teacher_head") | asdict(update)
         return _with_host(MemoryPlan(mesh.rank, mesh.pipeline_rank, phases), on_host, target)
     engine = formulas.engine_bytes(shape, config.rollout, target.kind, target.itemsize, target.total_bytes)
     weights = {"engine_weights": engine.weights}
@@ -240,9 +264,48 @@ def plan_rank(
         "logprobs": _while_training(resident, memory) | asleep | asdict(forward),
     }
     if "reference" in resident:
-        phases["reference"] = resident | asleep | asdict(forward)
-    phases["update"] = _while_training(resident, memory) | asleep | asdict(update)
+        phases["reference"] = _while_training(resident, memory, "reference") | asleep | asdict(forward)
+    if teacher is not None:
+        with_teacher = _while_training(resident, memory, "teacher", "teacher_head")
+        phases["teacher"] = with_teacher | asleep | asdict(teacher.forward)
+    phases["update"] = _while_training(resident, memory, "teacher_head") | asleep | asdict(update)
     return MemoryPlan(mesh.rank, mesh.pipeline_rank, {name: _in_order(held) for name, held in phases.items()})
+
+
+@dataclass(frozen=True)
+class TeacherBytes:
+    """What one rank holds of a teacher, and for it."""
+
+    resident: dict[str, int]
+    """Its parameters, by part."""
+    forward: formulas.PassBytes
+    """Its pass over a micro-batch."""
+    in_loss: int
+    """Beside the policy's logits in the update: hidden states and blocks of logits."""
+    gather: int
+    """As `formulas.gather_bytes`."""
+
+
+def plan_teacher(config: Config, shape: ModelShape, mesh: Mesh, target: Target) -> TeacherBytes | None:
+    """Of a rank's teacher, which has the layout of a policy of this shape, and as many rows in its embedding; None
+    without a teacher."""
+    own = teacher_shape_of(config)
+    if own is None:
+        return None
+    own, full = replace(own, vocab_size=shape.vocab_size), config.teacher.loss == "full"
+    ends = config.parallel.first_stage_layers, config.parallel.last_stage_layers
+    stages = stage_layers(own.num_layers, mesh.pipeline, mesh.virtual_pipeline, *ends)
+    layers = len(stages[mesh.pipeline_rank])
+    sizes = [*parameter_sizes(own, mesh, layers), *expert_sizes(own, mesh, layers)]
+    head = formulas.head_bytes(own, mesh.tensor, target.itemsize) if full and mesh.is_last_stage else 0
+    resident = {"teacher": sum(map(sum, sizes)) * target.itemsize - head, "teacher_head": head}
+    work = stage_work(config, own, mesh, target, layers)
+    in_loss = formulas.teacher_loss_bytes(own, work) if full else 0
+    # For hidden states alone the pass ends before the output layer.
+    pass_work = replace(work, has_head=work.has_head and not full)
+    return TeacherBytes(
+        resident, formulas.forward_bytes(own, pass_work), in_loss, formulas.gather_bytes(own, pass_work)
+    )
 
 
 def stage_work(
@@ -372,15 +435,20 @@ def _while_generating(
         "parameters": not with_parameters,
         "gradients": memory.offload_gradients,
         "optimizer": memory.offload_optimizer,
-        "reference": memory.offload_reference,
     }
-    return {part: size for part, size in resident.items() if not gone.get(part, False)}
-
-
-def _while_training(resident: Mapping[str, int], memory: MemoryConfig) -> dict[str, int]:
     return {
-        part: size for part, size in resident.items() if part != "reference" or not memory.offload_reference
+        part: size for part, size in _while_training(resident, memory).items() if not gone.get(part, False)
     }
+
+
+def _while_training(resident: Mapping[str, int], memory: MemoryConfig, *computing: str) -> dict[str, int]:
+    """Without the parts of frozen models that are offloaded, but for those that compute."""
+    gone = {
+        "reference": memory.offload_reference,
+        "teacher": memory.offload_teacher,
+        "teacher_head": memory.offload_teacher,
+    }
+    return {part: size for part, size in resident.items() if part in computing or not gone.get(part, False)}
 
 
 def _sync_bytes(config: Config, mesh: Mesh, target: Target, weights: int) -> int:

@@ -1,7 +1,7 @@
 """What is wrong with a run's teacher, found before it starts: its folder, its layout, its lengths and its tokenizer.
 
-`parallel` lays the teacher out as it does the policy, so that both must allow the layout. Tokens are compared one by one:
-a teacher with another tokenizer would score other texts than the policy wrote.
+`parallel` lays the teacher out as it does the policy, so that both must allow the layout. Tokens are compared one by
+one: a teacher with another tokenizer would score other texts than the policy wrote.
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ def teacher_setting_problems(config: Config) -> Iterator[str]:
     algorithm = config.algorithm
     if teaches_alone(config) and algorithm.kl_coef > 0 and algorithm.kl_in == "reward":
         yield (
-            'algorithm.kl_in is "reward" and teacher.with_rewards false: no reward is learned from that the KL could be '
-            "taken off. Set algorithm.kl_in=loss, or teacher.with_rewards=true."
+            'algorithm.kl_in is "reward" and teacher.with_rewards false: no reward is learned from that the KL could '
+            "be taken off. Set algorithm.kl_in=loss, or teacher.with_rewards=true."
         )
 
 
@@ -103,13 +103,14 @@ def check_teacher_tokenizer(config: Config, tokenizer: PreTrainedTokenizerFast) 
     difference = tokenizer_difference(tokenizer, theirs)
     if difference is not None:
         raise ValueError(
-            f'teacher.path "{path}" has another tokenizer than model.path "{config.model.path}": {difference}. A teacher '
-            "scores the policy's tokens by their ids. Take a teacher of the same family, whose tokenizer is the same."
+            f'teacher.path "{path}" has another tokenizer than model.path "{config.model.path}": {difference}. A '
+            "teacher scores the policy's tokens by their ids. Take a teacher of the same family, whose tokenizer is "
+            "the same."
         )
     if tokenizer.eos_token != theirs.eos_token:
         return (
-            f"the policy ends with {tokenizer.eos_token!r} and the teacher with {theirs.eos_token!r}: the teacher gives "
-            "the policy's end a low probability, and may teach it not to end.",
+            f"the policy ends with {tokenizer.eos_token!r} and the teacher with {theirs.eos_token!r}: the teacher "
+            "gives the policy's end a low probability, and may teach it not to end.",
         )
     return ()
 
