@@ -414,6 +414,14 @@ class Progress:
     """Of the file of `reward.function`; "" where there is none."""
     cpu_sampler: int = 1
     """`CPU_SAMPLER_VERSION` of its time."""
+    models: tuple[str, ...] = ()
+    """Names of the models that it has beside the policy."""
+    critic_updates: int = 0
+    """Optimizer steps of the critic."""
+
+    def has_model(self, name: str) -> bool:
+        """Whether the checkpoint has the weights of a model; "" is the policy."""
+        return name == "" or name in self.models
 
 
 def _are_texts(values: Iterable[Any]) -> bool:
@@ -444,6 +452,8 @@ def read_progress(folder: Path) -> Progress:
             "learned_step": values["step"],
             "reward_fingerprint": "",
             "cpu_sampler": 1,
+            "models": [],
+            "critic_updates": 0,
         }
         values = older | values
         known = {field.name: values[field.name] for field in fields(Progress)}

@@ -22,6 +22,7 @@ import torch.distributed as dist
 
 from rlmath.checkpoint.directory import Progress
 from rlmath.checkpoint.manager import load_checkpoint
+from rlmath.checkpoint.sharded_state import POLICY, SavedModel
 from rlmath.config.help import all_settings, as_yaml_word
 from rlmath.config.load import config_as_yaml, shown_values
 from rlmath.config.schema import Config
@@ -119,6 +120,20 @@ class Trainer(ABC):
     def begin(self, progress: Progress | None, checkpointer: Checkpointer) -> None:  # noqa: B027
         """Called once before the first step, with the weights and the optimizer restored; `progress` is where a resumed
         run stands."""
+
+    @property
+    def models(self) -> list[SavedModel]:
+        """The models whose weights a checkpoint may have: each is loaded from it where the checkpoint has it."""
+        return [SavedModel(POLICY, self.actor.chunks, self.actor.learner.optimizer)]
+
+    def saved_models(self) -> list[SavedModel]:
+        """Those of `models` that a checkpoint of now must have."""
+        return self.models
+
+    @property
+    def critic_updates(self) -> int:
+        """Optimizer steps of the critic, 0 without one."""
+        return 0
 
     def checkpoint_files(self) -> dict[str, bytes]:
         """What a checkpoint keeps of this run beside tensors and `Progress`, by file name; rank 0 writes it."""
@@ -395,7 +410,7 @@ def restore(trainer: Trainer, resumed: CheckpointToResume | None, heartbeat: Hea
     checkpoint, progress = resumed
     heartbeat.enter_phase("load checkpoint")
     actor = trainer.actor
-    load_checkpoint(actor.chunks, actor.learner.optimizer, trainer.device, checkpoint, progress)
+    load_checkpoint(trainer.models, trainer.device, checkpoint, progress)
     actor.learner.restore_schedule(progress.updates)
     trainer.resume(checkpoint.folder, progress)
     if trainer.mesh.rank == 0:
