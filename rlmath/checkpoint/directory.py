@@ -6,6 +6,7 @@
     progress.json         how far the run is (`Progress`), for people and programs
     config.yaml           the settings of the run
     flight.safetensors    groups in flight (`flight`), where rollouts are partial
+    critic_config.json    config.json of the critic, where there is one
     state/                Megatron's torch_dist form: model, optimizer, random states
     hf/                   config.json and tokenizer files of the model
   step-000040.partial/    being written, or left by a run that was killed; never read, removed by the next run
@@ -36,6 +37,10 @@ SETTINGS = "config.yaml"
 PROGRESS = "progress.json"
 STATE = "state"
 METADATA_FILES = "hf"
+CRITIC = "critic"
+"""Name of the critic among a checkpoint's models."""
+CRITIC_CONFIG = "critic_config.json"
+"""The critic's config.json, beside the state."""
 PARTIAL = ".partial"
 DAMAGED = ".damaged"
 NEEDED = (PROGRESS, SETTINGS, f"{STATE}/.metadata")

@@ -336,10 +336,12 @@ def load_checkpoint(
     wanted = []
     for model in (one for one in models if progress.has_model(one.name)):
         pieces, _ = model_pieces(model)
+        updates = progress.updates if model.name == POLICY else progress.critic_updates
+        # An optimizer that has made no step has no state.
+        names = [name for name in progress.optimizer_tensors if updates or name == MASTER]
         if model.optimizer is not None:
-            updates = progress.updates if model.name == POLICY else progress.critic_updates
-            sharded_state.make_room(model.optimizer, progress.optimizer_tensors, updates)
-        wanted += _weights(model.optimizer, pieces, progress)
+            sharded_state.make_room(model.optimizer, names, updates)
+        wanted += _weights(model.optimizer, pieces, names)
     states: dict[str, torch.Tensor] = {}
     if progress.world_size == dist.get_world_size():
         mine = sharded_state.random_states(device)
@@ -355,16 +357,17 @@ def load_checkpoint(
         sharded_state.restore_random_states(states, device)
 
 
-def _weights(optimizer: Any | None, pieces: Sequence[Piece], progress: Progress) -> list[ShardedTensor]:
-    """What to load of a model and its optimizer. Weights are read at the highest precision that was saved: a bfloat16
-    run has float32 copies of its parameters, a float32 run has not, and there is none of what is float32 in any run."""
+def _weights(optimizer: Any | None, pieces: Sequence[Piece], saved: Sequence[str]) -> list[ShardedTensor]:
+    """What to load of a model and its optimizer, whose tensors `saved` the checkpoint has. Weights are read at the highest
+    precision that was saved: a bfloat16 run has float32 copies of its parameters, a float32 run has not, and there is
+    none of what is float32 in any run."""
     plain = [piece.sharded for piece in pieces]
     if optimizer is None:
         return plain
     there = {name for held in held_by(optimizer) for name in held.tensors()}
-    stored = [name for name in progress.optimizer_tensors if name in there]
+    stored = [name for name in saved if name in there]
     found = optimizer_pieces(optimizer, pieces, stored)
-    if MASTER in progress.optimizer_tensors and MASTER not in there:
+    if MASTER in saved and MASTER not in there:
         masters = [
             piece.sharded
             if getattr(piece.parameter, ALWAYS_FLOAT32, False)

@@ -6,13 +6,15 @@
   model's are float32, the optimizer steps views of them, or themselves: those belong to "parameters".
 - "parameters": the policy's own; with the distributed optimizer, one flat buffer for each model chunk.
 - "reference": the reference model's.
+- "critic": the critic's parameters and optimizer, and "critic_gradients" its flat buffers.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal
+from functools import partial
+from typing import Any, Literal, get_args
 
 from torch import Tensor
 
@@ -20,9 +22,12 @@ from rlmath.config.schema import MemoryConfig
 from rlmath.distributed.device import Device
 from rlmath.distributed.tensor_offload import OffloadStats, StorageSet
 from rlmath.models.build import Actor
+from rlmath.models.critic import Critic
 from rlmath.models.forward_backward import ForwardBackward
 
-SetName = Literal["gradients", "optimizer", "parameters", "reference"]
+SetName = Literal["gradients", "optimizer", "parameters", "reference", "critic", "critic_gradients"]
+RESTING: tuple[SetName, ...] = ("reference", "critic", "critic_gradients")
+"""Sets that are on the device only while their model computes."""
 
 
 class OffloadSets:
@@ -53,8 +58,8 @@ class OffloadSets:
         return {name: one.freed_bytes for name, one in self._sets.items()}
 
     def offload(self, *names: SetName) -> list[OffloadStats]:
-        """Offload the sets, in this order; a reference that is offloaded already is left out."""
-        leaving = [one for one in self._of(names) if not (one.name == "reference" and one.offloaded)]
+        """Offload the sets, in this order; one of RESTING that is offloaded already is left out."""
+        leaving = [one for one in self._of(names) if not (one.name in RESTING and one.offloaded)]
         return [one.offload() for one in leaving]
 
     def onload(self, *names: SetName) -> list[OffloadStats]:
@@ -62,30 +67,36 @@ class OffloadSets:
         return [one.onload() for one in self._of(names)]
 
     @contextmanager
-    def reference_on_device(self) -> Iterator[list[OffloadStats]]:
-        """Inside, the reference is on the device; afterwards it is offloaded. The list gets the statistics of both."""
-        stats = self.onload("reference") if "reference" in self.offloaded else []
+    def on_device(self, *names: SetName) -> Iterator[list[OffloadStats]]:
+        """Inside, these sets of RESTING are on the device; afterwards they are offloaded. Gives the statistics of
+        both."""
+        stats = self.onload(*(name for name in names if name in self.offloaded))
         try:
             yield stats
         finally:
-            stats += self.offload("reference")
+            stats += self.offload(*names)
 
     def _of(self, names: Sequence[SetName]) -> list[StorageSet]:
-        unknown = set(names) - {"gradients", "optimizer", "parameters", "reference"}
+        unknown = set(names) - set(get_args(SetName))
         assert not unknown, f"no such sets: {unknown}"
         return [self._sets[name] for name in names if name in self._sets]
 
 
 def training_sets(
-    actor: Actor, reference: ForwardBackward | None, settings: MemoryConfig, device: Device
+    actor: Actor,
+    reference: ForwardBackward | None,
+    settings: MemoryConfig,
+    device: Device,
+    critic: Critic | None = None,
 ) -> OffloadSets:
-    """The sets that the settings offload, still on the device. `reference` is None where KL is not used."""
+    """The sets that the settings offload, still on the device. `reference` is None where KL is not used, `critic` where
+    there is none."""
 
-    def parameters(model: Actor | ForwardBackward = actor) -> list[Tensor]:
+    def parameters(model: Actor | ForwardBackward | Critic = actor) -> list[Tensor]:
         return [parameter for chunk in model.chunks for parameter in chunk.parameters()]
 
-    def gradients() -> list[Tensor]:
-        return [parameter.main_grad for parameter in parameters()]
+    def gradients(model: Actor | Critic = actor) -> list[Tensor]:
+        return [parameter.main_grad for parameter in parameters(model)]
 
     sets = []
     if settings.offload_gradients:
@@ -104,6 +115,15 @@ def training_sets(
         sets.append(StorageSet("parameters", parameters, keep=True, device=device))
     if settings.offload_reference and reference is not None:
         sets.append(StorageSet("reference", lambda: parameters(reference), keep=True, device=device))
+    if critic is not None and settings.offload_critic:
+
+        def critic_tensors() -> list[Tensor]:
+            return [*parameters(critic), *optimizer_tensors(critic.learner.optimizer)]
+
+        own = partial(gradients, critic)
+        sets.append(StorageSet("critic", critic_tensors, keep=True, device=device, exclude=own))
+    if critic is not None and (settings.offload_critic or settings.offload_gradients):
+        sets.append(StorageSet("critic_gradients", partial(gradients, critic), keep=False, device=device))
     return OffloadSets(sets)
 
 

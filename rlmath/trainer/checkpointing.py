@@ -195,7 +195,8 @@ class Checkpointer:
     def _start(self, step: int, kept: bool) -> None:
         self._divergence.raise_if_not_finite()
         settings, files = config_as_yaml(self._trainer.config), self._trainer.checkpoint_files()
-        failed = self._store.start(self._progress(step), kept, settings, files)
+        with self._trainer.models_on_device():
+            failed = self._store.start(self._progress(step), kept, settings, files)
         if failed is not None:
             self._log_failure(failed)
 

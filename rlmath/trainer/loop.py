@@ -130,6 +130,10 @@ class Trainer(ABC):
         """Those of `models` that a checkpoint of now must have."""
         return self.models
 
+    def models_on_device(self) -> AbstractContextManager[Any]:
+        """Inside, all of `models` are on the device: what may be offloaded between steps, too."""
+        return nullcontext()
+
     @property
     def critic_updates(self) -> int:
         """Optimizer steps of the critic, 0 without one."""
@@ -194,7 +198,7 @@ def run_training(
         )
         process.freeze_live_objects()
         divergence = DivergenceCheck(
-            trainer.actor, config.run.max_discarded_steps, None if resumed is None else resumed[1]
+            trainer, config.run.max_discarded_steps, None if resumed is None else resumed[1]
         )
         checkpointer = Checkpointer(trainer, prepared.origin, stop, divergence, heartbeat.report_progress)
         stack.callback(checkpointer.close)
@@ -410,7 +414,8 @@ def restore(trainer: Trainer, resumed: CheckpointToResume | None, heartbeat: Hea
     checkpoint, progress = resumed
     heartbeat.enter_phase("load checkpoint")
     actor = trainer.actor
-    load_checkpoint(trainer.models, trainer.device, checkpoint, progress)
+    with trainer.models_on_device():
+        load_checkpoint(trainer.models, trainer.device, checkpoint, progress)
     actor.learner.restore_schedule(progress.updates)
     trainer.resume(checkpoint.folder, progress)
     if trainer.mesh.rank == 0:

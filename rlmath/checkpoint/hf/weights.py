@@ -148,9 +148,14 @@ def read_metadata_files(source: str | Path) -> dict[str, bytes]:
 
 @torch.no_grad()
 def load_hf_weights(
-    chunks: Sequence[torch.nn.Module], folder: str | Path, shape: ModelShape, mesh: Mesh
+    chunks: Sequence[torch.nn.Module],
+    folder: str | Path,
+    shape: ModelShape,
+    mesh: Mesh,
+    option: str = "model.path",
 ) -> None:
-    """Fill this rank's shard of a Megatron model from a Hugging Face folder, tensor by tensor.
+    """Fill this rank's shard of a Megatron model from a Hugging Face folder, tensor by tensor. A value head that the
+    folder does not have stays as it is. `option` is the setting that names the folder.
 
     A collective. ValueError, on all ranks alike, where any of them finds a tensor that cannot be read or has a number
     that is not finite, in the file or in the model's own format.
@@ -164,7 +169,7 @@ def load_hf_weights(
     if found:
         more = f"; and {len(found) - _MOST_SHOWN} tensors more" if len(found) > _MOST_SHOWN else ""
         raise ValueError(
-            f"the weights in model.path cannot be used: {'; '.join(list(found)[:_MOST_SHOWN])}{more}. "
+            f"the weights in {option} cannot be used: {'; '.join(list(found)[:_MOST_SHOWN])}{more}. "
             "Copy or download the model again, or give another."
         )
 
@@ -174,7 +179,8 @@ def _fill_all(
 ) -> None:
     for placed in placed_tensors(shape):
         parameter = local_parameter(chunks, placed)
-        if parameter is not None:
+        is_new_head = weight_map.is_value_head(placed.rule) and not reader.names.issuperset(placed.hf_names)
+        if parameter is not None and not is_new_head:
             problems += _fill(parameter, reader, placed, shape, mesh)
     if shape.tied_embeddings and mesh.is_last_stage and mesh.pipeline > 1:
         embedding = next(iter(placed_tensors(shape)))
