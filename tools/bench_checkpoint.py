@@ -35,6 +35,7 @@ import torch.distributed as dist
 
 from rlmath.checkpoint.directory import Progress, complete_checkpoints, read_progress, wrong_contents
 from rlmath.checkpoint.manager import CheckpointManager, Retention, load_checkpoint
+from rlmath.checkpoint.sharded_state import POLICY, SavedModel
 from rlmath.config.model_shape import ModelShape
 from rlmath.config.schema import Config, OptimizerConfig, ParallelConfig
 from rlmath.distributed.collectives import all_gather_objects
@@ -71,9 +72,10 @@ class Bench:
         self.mesh = Mesh(environment_rank(), environment_world_size(), RANKS, 1, engine_size=1)
         start_megatron(self.mesh, self.device, seed=1, timeout_seconds=600.0)
         self.chunks, self.optimizer = _train_once(size, self.mesh, self.device)
+        self.models = [SavedModel(POLICY, self.chunks, self.optimizer)]
         self.root = root
         self.store = CheckpointManager(
-            root, self.chunks, self.optimizer, self.device, {}, Retention(keep_last=1, keep_models=None)
+            root, lambda: self.models, self.device, {}, Retention(keep_last=1, keep_models=None)
         )
         self.store.warm_up()
         self.step = 0
@@ -117,9 +119,7 @@ class Bench:
     def loading(self) -> float:
         (checkpoint,), _ = complete_checkpoints(self.root)
         progress = read_progress(checkpoint.folder)
-        return self._timed(
-            lambda: load_checkpoint(self.chunks, self.optimizer, self.device, checkpoint, progress)
-        )
+        return self._timed(lambda: load_checkpoint(self.models, self.device, checkpoint, progress))
 
     def size_gib(self) -> float:
         (checkpoint,), _ = complete_checkpoints(self.root)

@@ -6,6 +6,7 @@
     progress.json         how far the run is (`Progress`), for people and programs
     config.yaml           the settings of the run
     flight.safetensors    groups in flight (`flight`), where rollouts are partial
+    critic_config.json    config.json of the critic, where there is one
     state/                Megatron's torch_dist form: model, optimizer, random states
     hf/                   config.json and tokenizer files of the model
   step-000040.partial/    being written, or left by a run that was killed; never read, removed by the next run
@@ -36,6 +37,10 @@ SETTINGS = "config.yaml"
 PROGRESS = "progress.json"
 STATE = "state"
 METADATA_FILES = "hf"
+CRITIC = "critic"
+"""Name of the critic among a checkpoint's models."""
+CRITIC_CONFIG = "critic_config.json"
+"""The critic's config.json, beside the state."""
 PARTIAL = ".partial"
 DAMAGED = ".damaged"
 NEEDED = (PROGRESS, SETTINGS, f"{STATE}/.metadata")
@@ -414,6 +419,14 @@ class Progress:
     """Of the file of `reward.function`; "" where there is none."""
     cpu_sampler: int = 1
     """`CPU_SAMPLER_VERSION` of its time."""
+    models: tuple[str, ...] = ()
+    """Names of the models that it has beside the policy."""
+    critic_updates: int = 0
+    """Optimizer steps of the critic."""
+
+    def has_model(self, name: str) -> bool:
+        """Whether the checkpoint has the weights of a model; "" is the policy."""
+        return name == "" or name in self.models
 
 
 def _are_texts(values: Iterable[Any]) -> bool:
@@ -444,6 +457,8 @@ def read_progress(folder: Path) -> Progress:
             "learned_step": values["step"],
             "reward_fingerprint": "",
             "cpu_sampler": 1,
+            "models": [],
+            "critic_updates": 0,
         }
         values = older | values
         known = {field.name: values[field.name] for field in fields(Progress)}

@@ -35,7 +35,16 @@ from rlmath.checkpoint import directory, sharded_state
 from rlmath.checkpoint.async_writer import WriterProcess, Written, lacks_memory
 from rlmath.checkpoint.directory import STATE, Checkpoint, Progress
 from rlmath.checkpoint.safe_metadata import SafeReader, read_metadata
-from rlmath.checkpoint.sharded_state import MASTER, Piece, held_by, optimizer_pieces
+from rlmath.checkpoint.sharded_state import (
+    ALWAYS_FLOAT32,
+    MASTER,
+    POLICY,
+    Piece,
+    SavedModel,
+    held_by,
+    model_pieces,
+    optimizer_pieces,
+)
 from rlmath.distributed import collectives
 from rlmath.distributed.device import Device
 
@@ -79,20 +88,20 @@ class _InFlight:
 
 
 class CheckpointManager:
-    """Saves the actor of this rank. One save at a time."""
+    """Saves the models of this rank. One save at a time."""
 
     def __init__(
         self,
         root: Path,
-        chunks: Sequence[Any],
-        optimizer: Any,
+        models: Callable[[], Sequence[SavedModel]],
         device: Device,
         metadata_files: Mapping[str, bytes],
         retention: Retention,
     ) -> None:
+        """`models` gives what a save holds, the policy among it."""
         checkpointing.patch(SafeReader)
         self._root, self._metadata_files, self._retention = root, metadata_files, retention
-        self._chunks, self._optimizer, self._device = chunks, optimizer, device
+        self._models, self._device = models, device
         self._rank = dist.get_rank()
         self._writer: WriterProcess | None = None
         self._in_flight: _InFlight | None = None
@@ -177,17 +186,23 @@ class CheckpointManager:
 
     def _state(self, progress: Progress) -> tuple[dict[str, Any], Progress]:
         """Everything to save, and `progress` with its names."""
-        pieces, objects = sharded_state.model_pieces(self._chunks)
-        mine = {name for held in held_by(self._optimizer) for name in held.tensors()}
+        models = self._models()
+        optimizers = [model.optimizer for model in models if model.optimizer is not None]
+        mine = {name for one in optimizers for held in held_by(one) for name in held.tensors()}
         names = sorted(set().union(*collectives.all_gather_objects(mine)))
-        states = sharded_state.random_states(self._device)
-        parts = [
-            *(piece.sharded for piece in pieces),
-            *objects,
-            *optimizer_pieces(self._optimizer, pieces, names),
-            *sharded_state.random_rows(states),
-        ]
-        filled = replace(progress, optimizer_tensors=tuple(names), random_states=tuple(states))
+        states, parts = sharded_state.random_states(self._device), []
+        for model in models:
+            pieces, objects = model_pieces(model)
+            parts += [*(piece.sharded for piece in pieces), *objects]
+            if model.optimizer is not None:
+                parts += optimizer_pieces(model.optimizer, pieces, names)
+        parts += sharded_state.random_rows(states)
+        filled = replace(
+            progress,
+            optimizer_tensors=tuple(names),
+            random_states=tuple(states),
+            models=tuple(model.name for model in models if model.name != POLICY),
+        )
         return {str(number): part for number, part in enumerate(parts)}, filled
 
     def _room_for(self, state: Mapping[str, Any], beside: int) -> str | None:
@@ -313,19 +328,26 @@ class _Strategy(TorchDistSaveShardedStrategy):
 
 
 def load_checkpoint(
-    chunks: Sequence[Any], optimizer: Any, device: Device, checkpoint: Checkpoint, progress: Progress
+    models: Sequence[SavedModel], device: Device, checkpoint: Checkpoint, progress: Progress
 ) -> None:
-    """Load parameters, optimizer and, with the same number of ranks, random states. A collective. ValueError where the
-    checkpoint does not fit the model."""
+    """Load the parameters and optimizers of those models that the checkpoint has (`Progress.has_model`) and, with the
+    same number of ranks, random states. A collective. ValueError where the checkpoint does not fit a model."""
     checkpointing.patch(SafeReader)
-    pieces, _ = sharded_state.model_pieces(chunks)
-    sharded_state.make_room(optimizer, progress.optimizer_tensors, progress.updates)
+    wanted = []
+    for model in (one for one in models if progress.has_model(one.name)):
+        pieces, _ = model_pieces(model)
+        updates = progress.updates if model.name == POLICY else progress.critic_updates
+        # An optimizer that has made no step has no state.
+        names = [name for name in progress.optimizer_tensors if updates or name == MASTER]
+        if model.optimizer is not None:
+            sharded_state.make_room(model.optimizer, names, updates)
+        wanted += _weights(model.optimizer, pieces, names)
     states: dict[str, torch.Tensor] = {}
     if progress.world_size == dist.get_world_size():
         mine = sharded_state.random_states(device)
         if set(mine) == set(progress.random_states):
             states = {name: torch.empty_like(state) for name, state in mine.items()}
-    wanted = [*_weights(optimizer, pieces, progress), *sharded_state.random_rows(states)]
+    wanted += sharded_state.random_rows(states)
     by_number: dict[str, Any] = {str(number): one for number, one in enumerate(wanted)}
     try:
         dist_checkpointing.load(by_number, str(checkpoint.state), validate_access_integrity=False)
@@ -335,16 +357,25 @@ def load_checkpoint(
         sharded_state.restore_random_states(states, device)
 
 
-def _weights(optimizer: Any, pieces: Sequence[Piece], progress: Progress) -> list[ShardedTensor]:
-    """What to load of model and optimizer. Weights are read at the highest precision that was saved: a bfloat16 run has
-    float32 copies of its parameters, a float32 run has not."""
+def _weights(optimizer: Any | None, pieces: Sequence[Piece], saved: Sequence[str]) -> list[ShardedTensor]:
+    """What to load of a model and its optimizer, whose tensors `saved` the checkpoint has. Weights are read at the highest
+    precision that was saved: a bfloat16 run has float32 copies of its parameters, a float32 run has not, and there is
+    none of what is float32 in any run."""
+    plain = [piece.sharded for piece in pieces]
+    if optimizer is None:
+        return plain
     there = {name for held in held_by(optimizer) for name in held.tensors()}
-    stored = [name for name in progress.optimizer_tensors if name in there]
+    stored = [name for name in saved if name in there]
     found = optimizer_pieces(optimizer, pieces, stored)
-    if MASTER in progress.optimizer_tensors and MASTER not in there:
-        masters = [replace(piece.sharded, key=f"{_MASTERS}{piece.sharded.key}") for piece in pieces]
+    if MASTER in saved and MASTER not in there:
+        masters = [
+            piece.sharded
+            if getattr(piece.parameter, ALWAYS_FLOAT32, False)
+            else replace(piece.sharded, key=f"{_MASTERS}{piece.sharded.key}")
+            for piece in pieces
+        ]
         return [*masters, *found]
     if MASTER in there and MASTER not in stored:
         copies = optimizer_pieces(optimizer, pieces, [MASTER])
         found += [replace(one, key=one.key.removeprefix(_MASTERS)) for one in copies]
-    return [*(piece.sharded for piece in pieces), *found]
+    return [*plain, *found]

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy
@@ -25,6 +25,10 @@ from torch import Tensor
 from rlmath.distributed.device import Device
 
 OPTIMIZER_PREFIX = "optimizer.state"
+ALWAYS_FLOAT32 = "always_float32"
+"""Attribute of a parameter that is float32 beside a bfloat16 model: the optimizer keeps no copy of it."""
+POLICY = ""
+"""The name of the model whose keys begin with nothing."""
 MASTER = "param"
 """Name of the float32 parameters that an optimizer keeps beside a bfloat16 model."""
 
@@ -48,17 +52,33 @@ class Piece:
         return self.start + math.prod(self.shape)
 
 
-def model_pieces(chunks: Sequence[Any]) -> tuple[list[Piece], list[ShardedObject]]:
+@dataclass(frozen=True)
+class SavedModel:
+    """A model that checkpoints hold, beside others."""
+
+    name: str
+    """POLICY, or the word that every key of its tensors begins with: "critic" makes "critic.decoder.layers...."."""
+    chunks: Sequence[Any]
+    """This rank's, bare."""
+    optimizer: Any | None
+    """None of a model that is not trained."""
+
+    @property
+    def prefix(self) -> str:
+        return f"{self.name}." if self.name else ""
+
+
+def model_pieces(model: SavedModel) -> tuple[list[Piece], list[ShardedObject]]:
     """This rank's pieces of the model, and the objects beside them (Transformer Engine's extra states)."""
     pieces, objects = [], []
-    for chunk in chunks:
+    for chunk in model.chunks:
         for value in chunk.sharded_state_dict().values():
             if isinstance(value, ShardedObject):
-                objects.append(value)
+                objects.append(replace(value, key=model.prefix + value.key))
                 continue
             parts = value.build() if isinstance(value, ShardedTensorFactory) else [value]
             parts = list(parts.values()) if isinstance(parts, dict) else parts
-            pieces += [_piece(value.data, part) for part in parts]
+            pieces += [_piece(value.data, replace(part, key=model.prefix + part.key)) for part in parts]
     return pieces, objects
 
 

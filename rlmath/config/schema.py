@@ -376,6 +376,8 @@ class MemoryConfig:
     """Move the optimizer's state and its float32 parameters to the host (pinned memory on GPU)."""
     offload_parameters: bool = False
     """Move the policy's parameters to the host once the engines have them."""
+    offload_critic: bool = False
+    """Move the critic and its optimizer to the host whenever it is not computing, in training, too."""
     offload_reference: bool = False
     """Move the reference model to the host whenever it is not computing, in training, too."""
     offload_teacher: bool = False
@@ -453,10 +455,11 @@ class AlgorithmConfig:
     """Advantages, loss and early stop; the formulas are in docs/algorithm.md. The defaults are GRPO (arXiv:2402.03300)
     with a token-level loss."""
 
-    advantage: Literal["grpo", "dr_grpo", "rloo", "ppo", "reinforce++"] = "grpo"
+    advantage: Literal["grpo", "dr_grpo", "rloo", "ppo", "reinforce++", "gae"] = "grpo"
     """"grpo": distance from the group's mean, in its deviations; "dr_grpo": distance alone; "rloo": distance from the
     mean of the others; "ppo": the reward itself, normalised over the batch's tokens (AReaL's PPO without a critic);
-    "reinforce++": distance from the group's mean, normalised over the batch's tokens."""
+    "reinforce++": distance from the group's mean, normalised over the batch's tokens; "gae": of every token, by the
+    values of a critic (the section `critic`), normalised likewise: PPO."""
     advantage_eps: NonNegativeFloat = 1e-6
     """Added to every deviation that an advantage is divided by."""
     loss: Literal["clip", "gspo", "cispo"] = "clip"
@@ -509,6 +512,38 @@ class AlgorithmConfig:
     """Likewise when the mean of k3, KL(proximal || policy) per token (nats), exceeds this. Null: never."""
     early_stop_action: Literal["skip", "end"] = "skip"
     """After a discarded minibatch: "skip" continues with the next, "end" ends the step's updates."""
+
+
+@dataclass(frozen=True)
+class CriticConfig:
+    """The value model of algorithm.advantage=gae: laid out like the policy, with an optimizer of its own, which takes
+    everything but the learning rate from `optimizer`. See docs/algorithm.md."""
+
+    path: str | None = None
+    """Folder of the Hugging Face model that the critic starts from, with a value head (...ForTokenClassification) or
+    without. Null: model.path."""
+    lr: PositiveFloat = 1e-5
+    """Peak learning rate."""
+    warmup_steps: NonNegativeInt = 0
+    """Optimizer steps of linear warm-up."""
+    pretrain_steps: NonNegativeInt = 0
+    """First steps of the run in which the critic alone learns (VAPO's value pretraining)."""
+    clip: PositiveFloat | None = 0.2
+    """Values count as no further than this from those of the step's start (reward; verl: cliprange_value). Null: no
+    clip."""
+    gamma: PositiveFraction = 1.0
+    """Discount of a token."""
+    policy_lambda: Fraction = 1.0
+    """Lambda of the policy's advantages: 1 takes rewards alone, 0 one token and the next value. Without effect where
+    policy_length_alpha is given."""
+    policy_length_alpha: PositiveFloat | None = None
+    """Lambda of the policy's advantages by a completion's length: 1 - 1 / (this x its tokens); VAPO: 0.05. Null:
+    policy_lambda."""
+    value_lambda: Fraction = 1.0
+    """Lambda of the returns that the critic learns."""
+    bootstrap_truncated: bool = False
+    """A completion cut off at rollout.max_new_tokens goes on with the critic's value there. False: it ends with its
+    reward."""
 
 
 @dataclass(frozen=True)
@@ -604,6 +639,7 @@ class Config:
     reward: RewardConfig = RewardConfig()
     selection: SelectionConfig = SelectionConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
+    critic: CriticConfig = CriticConfig()
     teacher: TeacherConfig = TeacherConfig()
     validation: ValidationConfig = ValidationConfig()
     sft: SftConfig = SftConfig()

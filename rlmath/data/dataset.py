@@ -227,7 +227,13 @@ def check_vocabulary(
 
 
 def most_updates(config: Config, total_steps: int) -> int:
-    """Optimizer steps of a GRPO run that discards nothing."""
+    """Optimizer steps of the policy in a GRPO run that discards nothing."""
+    pretrained = config.critic.pretrain_steps if config.algorithm.advantage == "gae" else 0
+    return (total_steps - pretrained) * config.algorithm.n_minibatches * config.algorithm.epochs
+
+
+def most_critic_updates(config: Config, total_steps: int) -> int:
+    """Likewise of its critic."""
     return total_steps * config.algorithm.n_minibatches * config.algorithm.epochs
 
 

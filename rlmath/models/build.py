@@ -1,5 +1,5 @@
 """The models of a run, built from the settings: the actor of GRPO, that of supervised training, the reference and the
-teacher.
+critic and the teacher.
 
     transformer config -> chunks with the weights of model.path -> wrapped for training -> optimizer -> learner
 
@@ -21,9 +21,10 @@ from rlmath.algorithms.importance_sampling import Correction
 from rlmath.algorithms.losses import LossSettings
 from rlmath.checkpoint.hf.weights import load_hf_weights
 from rlmath.config.model_shape import ModelShape
-from rlmath.config.schema import AlgorithmConfig, Config, TeacherConfig
+from rlmath.config.schema import AlgorithmConfig, Config, OptimizerConfig, TeacherConfig
 from rlmath.distributed.device import Device
 from rlmath.distributed.mesh import Mesh
+from rlmath.models.critic import Critic, CriticLearner
 from rlmath.models.forward_backward import ForwardBackward
 from rlmath.models.learner import GrpoLearner, Learner, SftLearner
 from rlmath.models.logprobs import MinTokensMask
@@ -64,7 +65,7 @@ def build_actor(
 ) -> Actor[GrpoLearner]:
     """The policy of GRPO with the weights of `model.path`; `total_updates` optimizer steps end a decaying learning
     rate."""
-    chunks, wrapped, optimizer = _trained_chunks(config, shape, mesh, device)
+    chunks, wrapped, optimizer = _trained_chunks(config, shape, mesh, device, config.optimizer)
     mask = MinTokensMask(stop_token_ids, config.rollout.min_new_tokens)
     learner = GrpoLearner(
         ForwardBackward(wrapped, mesh, device, config.rollout.temperature, shape.vocab_size, mask),
@@ -80,7 +81,7 @@ def build_sft_actor(
     config: Config, shape: ModelShape, mesh: Mesh, device: Device, total_updates: int
 ) -> Actor[SftLearner]:
     """Likewise, for supervised training: the distribution is the model's own, at temperature 1 and without a mask."""
-    chunks, wrapped, optimizer = _trained_chunks(config, shape, mesh, device)
+    chunks, wrapped, optimizer = _trained_chunks(config, shape, mesh, device, config.optimizer)
     forward_backward = ForwardBackward(wrapped, mesh, device, 1.0, shape.vocab_size, MinTokensMask())
     scheduler = build_scheduler(config.optimizer, optimizer, total_updates)
     return Actor(SftLearner(forward_backward, optimizer, scheduler), chunks)
@@ -94,6 +95,31 @@ def build_reference(
     chunks = _frozen_chunks(config, config.model.path, shape, mesh, device, "model.path")
     mask = MinTokensMask(stop_token_ids, config.rollout.min_new_tokens)
     return ForwardBackward(chunks, mesh, device, config.rollout.temperature, shape.vocab_size, mask)
+
+
+def build_critic(config: Config, shape: ModelShape, mesh: Mesh, device: Device, total_updates: int) -> Critic:
+    """The critic of `algorithm.advantage` "gae", laid out like the policy, with the weights of `critic.path`; `shape`
+    is that of `hf_config.critic_shape`."""
+    settings = critic_optimizer(config)
+    chunks, wrapped, optimizer = _trained_chunks(config, shape, mesh, device, settings, "critic.path")
+    learner = CriticLearner(
+        ForwardBackward(wrapped, mesh, device, 1.0, shape.vocab_size, MinTokensMask()),
+        optimizer,
+        build_scheduler(settings, optimizer, total_updates),
+        clip=config.critic.clip,
+    )
+    return Critic(learner, chunks)
+
+
+def critic_optimizer(config: Config) -> OptimizerConfig:
+    """The policy's, with the critic's learning rate and warm-up; `min_lr` in the same proportion."""
+    optimizer, critic = config.optimizer, config.critic
+    return replace(
+        optimizer,
+        lr=critic.lr,
+        min_lr=optimizer.min_lr / optimizer.lr * critic.lr,
+        warmup_steps=critic.warmup_steps,
+    )
 
 
 def build_teacher(
@@ -126,21 +152,28 @@ def _frozen_chunks(
 
 
 def _trained_chunks(
-    config: Config, shape: ModelShape, mesh: Mesh, device: Device
+    config: Config,
+    shape: ModelShape,
+    mesh: Mesh,
+    device: Device,
+    optimizer: OptimizerConfig,
+    option: str = "model.path",
 ) -> tuple[list[GPTModel], list[DistributedDataParallel], Any]:
-    """The chunks of the model that is trained, wrapped and bare, and their optimizer."""
+    """The chunks of a model that is trained, wrapped and bare, and their optimizer; `option` is the setting that names
+    the folder of its weights."""
+    path = config.critic.path if option == "critic.path" and config.critic.path else config.model.path
     if mesh.rank == 0 and device.kind == "cuda" and not fuses_gradient_accumulation(device):
         logger.warning(
             "Gradients are added up in a pass of their own: apex's kernel fused_weight_gradient_mlp_cuda is not "
             "installed (the Dockerfile builds it)"
         )
     megatron = actor_config(config, shape, mesh, device)
-    chunks = load_chunks(config.model.path, shape, mesh, device, megatron)
-    overlap = config.optimizer.overlap_grad_reduce
+    chunks = load_chunks(path, shape, mesh, device, megatron, option)
+    overlap = optimizer.overlap_grad_reduce
     if overlap is None:
         overlap = device.kind == "cuda"
-    wrapped = wrap_for_training(chunks, megatron, config.optimizer.distributed, overlap)
-    return chunks, wrapped, build_optimizer(config.optimizer, wrapped, device)
+    wrapped = wrap_for_training(chunks, megatron, optimizer.distributed, overlap)
+    return chunks, wrapped, build_optimizer(optimizer, wrapped, device)
 
 
 def actor_config(config: Config, shape: ModelShape, mesh: Mesh, device: Device) -> TransformerConfig:

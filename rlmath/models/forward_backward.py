@@ -210,6 +210,14 @@ class ForwardBackward:
 
         return self._shift_to_tokens(batch, of_next)
 
+    def values_of(self, batch: MicroBatch, output_T1: Tensor) -> Tensor:
+        """Value of what precedes each packed token, of a model with a value head; float32, with gradient."""
+
+        def of_next(tokens: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
+            return output_T1[:, 0].float(), output_T1[:, 0].detach()
+
+        return self._shift_to_tokens(batch, of_next)[0]
+
     def token_accuracy(self, batch: MicroBatch, logits_TV: Tensor) -> Tensor:
         """1.0 at each packed token that is the most likely one, else 0.0; without gradient."""
         group = parallel_state.get_tensor_model_parallel_group()

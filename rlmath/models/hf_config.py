@@ -8,22 +8,26 @@ model), takes sizes of 0 and unknown kinds of rotary scaling, and stops at the f
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import sys
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from rlmath.checkpoint.hf.weight_map import (
-    MODEL_TYPES,
     TABLES,
+    VALUE_TABLES,
     has_experts,
     has_qk_norm,
     has_qkv_bias,
+    has_value_head,
     hf_shapes,
+    model_type,
     placed_tensors,
+    value_architecture,
 )
 from rlmath.checkpoint.hf.weights import MAX_INDEX_BYTES, TensorHeader, format_problems, read_header
 from rlmath.config.files import read_json_object
@@ -46,8 +50,11 @@ PUBLISHED = Path(__file__).resolve().parents[2] / "configs" / "models"
 """<name of the model>.json, what gives the shape in a published config.json; only in a checkout of the repository."""
 
 
-def read_shape(folder: Path, option: str = "model.path") -> tuple[ModelShape | None, list[str]]:
-    """The shape that a folder's config.json gives, None where it gives none, and what is wrong with the file."""
+def read_shape(
+    folder: Path, option: str = "model.path", known: Collection[str] = tuple(TABLES)
+) -> tuple[ModelShape | None, list[str]]:
+    """The shape that a folder's config.json gives, None where it gives none, and what is wrong with the file; `known`
+    are the architectures that may be."""
     path = folder / "config.json"
     if not path.is_file():
         text = f'"{folder}" has no config.json. {option} needs the folder of a Hugging Face model.'
@@ -55,10 +62,12 @@ def read_shape(folder: Path, option: str = "model.path") -> tuple[ModelShape | N
         if (inside / "config.json").is_file():
             text += f' It is the folder of a run: give "{inside}".'
         return None, [text]
-    return read_shape_file(path)
+    return read_shape_file(path, known)
 
 
-def read_shape_file(path: Path) -> tuple[ModelShape | None, list[str]]:
+def read_shape_file(
+    path: Path, known: Collection[str] = tuple(TABLES)
+) -> tuple[ModelShape | None, list[str]]:
     """Likewise for the file itself, whatever its name."""
     try:
         values = read_json_object(path)
@@ -69,9 +78,9 @@ def read_shape_file(path: Path) -> tuple[ModelShape | None, list[str]]:
         problem = f'{path}: "architectures" is {names!r}; needed: a list such as ["{next(iter(TABLES))}"].'
         return None, [problem]
     architecture = names[0]
-    if architecture not in TABLES:
-        known, hint = ", ".join(TABLES), nearest_word(architecture, TABLES)
-        problem = f'{path}: the architecture "{architecture}" is not supported; supported: {known}.{hint}'
+    if architecture not in known:
+        listed, hint = ", ".join(known), nearest_word(architecture, known)
+        problem = f'{path}: the architecture "{architecture}" is not supported; supported: {listed}.{hint}'
         return None, [problem]
     fields = _Fields(path, values)
     shape = _shape_from(architecture, fields)
@@ -105,7 +114,7 @@ def _shape_from(architecture: str, fields: _Fields) -> ModelShape:
         head_dim=head_dim,
         ffn_size=fields.whole("moe_intermediate_size" if has_experts(architecture) else "intermediate_size"),
         vocab_size=fields.whole("vocab_size"),
-        tied_embeddings=fields.flag("tie_word_embeddings"),
+        tied_embeddings=fields.flag("tie_word_embeddings") and not has_value_head(architecture),
         max_positions=fields.whole("max_position_embeddings"),
         rope_theta=fields.rope_theta(),
         rms_norm_eps=fields.positive("rms_norm_eps"),
@@ -204,7 +213,7 @@ class _Fields:
 
 def _unsupported(path: Path, values: dict[str, Any], shape: ModelShape) -> Iterator[str]:
     """What config.json asks for and this program does not compute."""
-    wanted = MODEL_TYPES[shape.architecture]
+    wanted = model_type(shape.architecture)
     if values.get("model_type") != wanted:
         yield f'{path}: "model_type" is {values.get("model_type")!r}; {shape.architecture} needs "{wanted}".'
     if values.get("auto_map") is not None:
@@ -318,6 +327,54 @@ def inspect_model_folder(folder: Path, option: str = "model.path") -> tuple[Mode
         return None, [f'{option}: "{folder}" is not a folder. Give the folder that holds config.json.']
     shape, problems = read_shape(folder, option)
     return shape, [*problems, *_weight_problems(folder, shape), *_tokenizer_problems(folder)]
+
+
+def critic_shape(start: ModelShape, policy: ModelShape) -> ModelShape:
+    """The shape of the critic that starts from a model of shape `start`: a value head in place of the output layer, and
+    a row of the embedding for every token that the policy has; rows that `start` lacks are zeros."""
+    return replace(
+        start,
+        architecture=value_architecture(start.architecture),
+        tied_embeddings=False,
+        vocab_size=max(start.vocab_size, policy.vocab_size),
+    )
+
+
+def critic_shape_of(config: Config, policy: ModelShape) -> ModelShape | None:
+    """The shape of a run's critic, None where it has none. ValueError where its config.json cannot be used."""
+    if config.algorithm.advantage != "gae":
+        return None
+    if config.critic.path is None:
+        return critic_shape(policy, policy)
+    folder = Path(config.critic.path)
+    start, problems = read_shape(folder, "critic.path", (*TABLES, *VALUE_TABLES))
+    raise_problems(f'the model "{folder}"', problems)
+    assert start is not None
+    return critic_shape(start, policy)
+
+
+def critic_config_file(folder: Path, shape: ModelShape) -> bytes:
+    """The config.json of a critic of this shape that started from the model in a folder."""
+    values = read_json_object(folder / "config.json") | {
+        "architectures": [shape.architecture],
+        "tie_word_embeddings": False,
+        "vocab_size": shape.vocab_size,
+        "id2label": {"0": "value"},
+        "label2id": {"value": 0},
+    }
+    return (json.dumps(values, indent=2) + "\n").encode()
+
+
+def inspect_critic_folder(folder: Path, policy: ModelShape) -> tuple[ModelShape | None, list[str]]:
+    """`critic_shape` of the model in a folder, with or without a value head, and what is wrong with the folder."""
+    option = "critic.path"
+    if not os.path.exists(folder):
+        return None, [missing_folder_problem(folder, option)]
+    if not folder.is_dir():
+        return None, [f'{option}: "{folder}" is not a folder. Give the folder that holds config.json.']
+    start, problems = read_shape(folder, option, (*TABLES, *VALUE_TABLES))
+    problems = [*problems, *_weight_problems(folder, start)]
+    return (None if start is None else critic_shape(start, policy)), problems
 
 
 def check_loadable(folder: Path) -> None:

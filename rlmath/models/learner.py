@@ -1,4 +1,5 @@
-"""One optimizer step on one minibatch: the losses of GRPO and of supervised training over one `Learner`.
+"""One optimizer step on one minibatch: the losses of GRPO and of supervised training over one `Learner`. (That of the
+critic is in `critic`.)
 
     micro-batches -> forward, loss, backward -> sums over all ranks -> discard or optimizer step -> MinibatchResult
 
@@ -182,7 +183,7 @@ class SftLearner(Learner):
 
     def learn(self, batches: Sequence[MicroBatch]) -> MinibatchResult:
         """One optimizer step, or none where the loss or the gradient is not finite."""
-        return self._optimizer_step(batches, self._loss, _not_finite, ("loss", "tokens"))
+        return self._optimizer_step(batches, self._loss, not_finite, ("loss", "tokens"))
 
     @torch.no_grad()
     def evaluate(self, batches: Sequence[MicroBatch]) -> dict[str, float]:
@@ -214,7 +215,8 @@ class SftLearner(Learner):
         return {"loss": loss, "tokens": weights_T.sum()}
 
 
-def _not_finite(sums: Mapping[str, float], grad_norm: float) -> str | None:
+def not_finite(sums: Mapping[str, float], grad_norm: float) -> str | None:
+    """A `DiscardRule`: the loss or the gradient is not finite."""
     if not math.isfinite(sums["loss"]):
         return f"the loss is not finite ({sums['loss']})"
     if not math.isfinite(grad_norm):

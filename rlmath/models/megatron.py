@@ -28,6 +28,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 import megatron_patches
+from rlmath.checkpoint.hf import weight_map
 from rlmath.checkpoint.hf.weight_map import padded_vocab, placed_tensors
 from rlmath.checkpoint.hf.weights import ModelGroups, local_parameter, stream_hf_tensors
 from rlmath.config.model_shape import ModelShape
@@ -35,6 +36,7 @@ from rlmath.config.schema import ParallelConfig
 from rlmath.distributed.device import Device
 from rlmath.distributed.mesh import Mesh
 from rlmath.models.attention import PackedAttention, rotary_frequencies
+from rlmath.models.critic import ValueHead
 from rlmath.models.local_layers import RMSNorm, swiglu
 
 
@@ -238,6 +240,8 @@ def _build_chunk(
         parallel_output=True,
         vp_stage=vp_stage,
     )
+    if weight_map.has_value_head(shape.architecture) and model.post_process:
+        model.output_layer = ValueHead(shape.hidden_size, config.sequence_parallel)
     model.rotary_frequencies_F = rotary_frequencies(shape).to(device.torch_device) if local_layers else None
     if local_layers:
         for module in model.modules():

@@ -6,13 +6,15 @@
   model's are float32, the optimizer steps views of them, or themselves: those belong to "parameters".
 - "parameters": the policy's own; with the distributed optimizer, one flat buffer for each model chunk.
 - "reference": the reference model's.
+- "critic": the critic's parameters and optimizer, and "critic_gradients" its flat buffers.
 - "teacher": the teacher's, and "teacher_head" its output layer, where the update needs that alone.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
+from functools import partial
 from typing import Any, Literal, get_args
 
 from torch import Tensor
@@ -21,12 +23,22 @@ from rlmath.config.schema import MemoryConfig
 from rlmath.distributed.device import Device
 from rlmath.distributed.tensor_offload import OffloadStats, StorageSet
 from rlmath.models.build import Actor
+from rlmath.models.critic import Critic
 from rlmath.models.forward_backward import ForwardBackward
 from rlmath.models.teacher import Teacher
 
-SetName = Literal["gradients", "optimizer", "parameters", "reference", "teacher", "teacher_head"]
-FROZEN: tuple[SetName, ...] = ("reference", "teacher", "teacher_head")
-"""Sets of models that are only read: they are on the device while they compute."""
+SetName = Literal[
+    "gradients",
+    "optimizer",
+    "parameters",
+    "reference",
+    "critic",
+    "critic_gradients",
+    "teacher",
+    "teacher_head",
+]
+RESTING: tuple[SetName, ...] = ("reference", "critic", "critic_gradients", "teacher", "teacher_head")
+"""Sets that are on the device only while their model computes."""
 
 
 class OffloadSets:
@@ -57,22 +69,18 @@ class OffloadSets:
         return {name: one.freed_bytes for name, one in self._sets.items()}
 
     def offload(self, *names: SetName) -> list[OffloadStats]:
-        """Offload the sets, in this order; a frozen model's that is offloaded already is left out."""
-        leaving = [one for one in self._of(names) if not (one.name in FROZEN and one.offloaded)]
+        """Offload the sets, in this order; one of RESTING that is offloaded already is left out."""
+        leaving = [one for one in self._of(names) if not (one.name in RESTING and one.offloaded)]
         return [one.offload() for one in leaving]
 
     def onload(self, *names: SetName) -> list[OffloadStats]:
         """Onload the sets, in this order."""
         return [one.onload() for one in self._of(names)]
 
-    def reference_on_device(self) -> AbstractContextManager[list[OffloadStats]]:
-        """`on_device` of the reference."""
-        return self.on_device("reference")
-
     @contextmanager
     def on_device(self, *names: SetName) -> Iterator[list[OffloadStats]]:
-        """Inside, these sets of `FROZEN` are on the device; afterwards they are offloaded. The list gets the statistics
-        of both."""
+        """Inside, these sets of RESTING are on the device; afterwards they are offloaded. Gives the statistics of
+        both."""
         stats = self.onload(*(name for name in names if name in self.offloaded))
         try:
             yield stats
@@ -90,17 +98,18 @@ def training_sets(
     reference: ForwardBackward | None,
     settings: MemoryConfig,
     device: Device,
+    critic: Critic | None = None,
     teacher: Teacher | None = None,
     teacher_in_update: bool = False,
 ) -> OffloadSets:
-    """The sets that the settings offload, still on the device. `reference` is None where KL is not used;
-    `teacher_in_update` tells whether the update needs the teacher's output layer."""
+    """The sets that the settings offload, still on the device. `reference` is None where KL is not used, `critic` and
+    `teacher` where there is none; `teacher_in_update` tells whether the update needs the teacher's output layer."""
 
-    def parameters(model: Actor | ForwardBackward | Teacher = actor) -> list[Tensor]:
+    def parameters(model: Actor | ForwardBackward | Critic | Teacher = actor) -> list[Tensor]:
         return [parameter for chunk in model.chunks for parameter in chunk.parameters()]
 
-    def gradients() -> list[Tensor]:
-        return [parameter.main_grad for parameter in parameters()]
+    def gradients(model: Actor | Critic = actor) -> list[Tensor]:
+        return [parameter.main_grad for parameter in parameters(model)]
 
     sets = []
     if settings.offload_gradients:
@@ -119,6 +128,15 @@ def training_sets(
         sets.append(StorageSet("parameters", parameters, keep=True, device=device))
     if settings.offload_reference and reference is not None:
         sets.append(StorageSet("reference", lambda: parameters(reference), keep=True, device=device))
+    if critic is not None and settings.offload_critic:
+
+        def critic_tensors() -> list[Tensor]:
+            return [*parameters(critic), *optimizer_tensors(critic.learner.optimizer)]
+
+        own = partial(gradients, critic)
+        sets.append(StorageSet("critic", critic_tensors, keep=True, device=device, exclude=own))
+    if critic is not None and (settings.offload_critic or settings.offload_gradients):
+        sets.append(StorageSet("critic_gradients", partial(gradients, critic), keep=False, device=device))
     if settings.offload_teacher and teacher is not None:
         head = teacher.head_parameters if teacher_in_update else tuple
         sets.append(

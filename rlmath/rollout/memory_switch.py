@@ -21,7 +21,7 @@ from rlmath.distributed.device import Device, device_bytes, local_world_size, re
 from rlmath.distributed.memory import is_scarce
 from rlmath.distributed.phase_timers import PhaseTimers
 from rlmath.distributed.tensor_offload import OffloadStats
-from rlmath.models.offload import FROZEN, OffloadSets, SetName
+from rlmath.models.offload import RESTING, OffloadSets, SetName
 from rlmath.rollout.engine import Engine
 from rlmath.rollout.memory_monitor import MemoryMonitor
 
@@ -106,7 +106,7 @@ class MemorySwitch:
         planned = planned_phases(self._training.freed_bytes, weights, kv_cache)
         self._monitor.expect(device_bytes(self._device), planned)
         with self._phase("offload"):
-            self._offloaded = self._training.offload("gradients", "optimizer", *FROZEN)
+            self._offloaded = self._training.offload("gradients", "optimizer", *RESTING)
         with self._phase("wake"):
             self._engine.memory.wake_weights()
         with self._phase("sync"):
@@ -118,7 +118,7 @@ class MemorySwitch:
             self._engine.memory.wake_kv_cache()
 
     def _to_onload(self) -> list[SetName]:
-        """What is offloaded and needed for training; frozen models are onloaded when they compute."""
+        """What is offloaded and needed for training; those of RESTING are onloaded when they compute."""
         names: tuple[SetName, ...] = ("parameters", "optimizer", "gradients")
         return [name for name in names if name in self._training.offloaded]
 

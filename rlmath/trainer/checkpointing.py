@@ -43,7 +43,7 @@ class Checkpointer:
         on_progress: Callable[[], None],
     ) -> None:
         """`on_progress` is called during long operations."""
-        config, actor = trainer.config, trainer.actor
+        config = trainer.config
         now, per_epoch = time.monotonic(), trainer.order.steps_per_epoch
         points = save_schedule.recovery_frequency(config.save)
         models = save_schedule.kept_frequency(config.save)
@@ -51,8 +51,7 @@ class Checkpointer:
         self._metadata_files = read_metadata_files(config.model.path)
         self._store = CheckpointManager(
             Path(config.run.output_dir) / CHECKPOINTS,
-            actor.chunks,
-            actor.learner.optimizer,
+            trainer.saved_models,
             trainer.device,
             self._metadata_files,
             Retention(config.save.keep_last, config.save.keep_models),
@@ -196,7 +195,8 @@ class Checkpointer:
     def _start(self, step: int, kept: bool) -> None:
         self._divergence.raise_if_not_finite()
         settings, files = config_as_yaml(self._trainer.config), self._trainer.checkpoint_files()
-        failed = self._store.start(self._progress(step), kept, settings, files)
+        with self._trainer.models_on_device():
+            failed = self._store.start(self._progress(step), kept, settings, files)
         if failed is not None:
             self._log_failure(failed)
 
@@ -237,5 +237,6 @@ class Checkpointer:
             versions=library_versions(),
             discarded_steps=self._divergence.discarded_steps,
             learned_step=self._divergence.learned_step,
+            critic_updates=trainer.critic_updates,
             cpu_sampler=CPU_SAMPLER_VERSION,
         )

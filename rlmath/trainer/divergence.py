@@ -13,7 +13,7 @@ among the newest that stay, but the newest one after which something was learned
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -21,10 +21,12 @@ from torch import Tensor
 
 from rlmath.checkpoint.directory import Progress
 from rlmath.checkpoint.hf.weights import all_finite
-from rlmath.checkpoint.sharded_state import held_by
+from rlmath.checkpoint.sharded_state import SavedModel, held_by
 from rlmath.distributed.collectives import first_error
-from rlmath.models.build import Actor
 from rlmath.models.learner import MinibatchResult
+
+if TYPE_CHECKING:
+    from rlmath.trainer.loop import Trainer
 
 ADVICE = (
     "Lower optimizer.lr, raise optimizer.warmup_steps, or lower optimizer.clip_grad, algorithm.n_minibatches or "
@@ -39,9 +41,9 @@ class DivergedError(Exception):
 class DivergenceCheck:
     """Looks for the signs. All ranks call it alike."""
 
-    def __init__(self, actor: Actor, max_discarded_steps: int, progress: Progress | None) -> None:
+    def __init__(self, trainer: Trainer, max_discarded_steps: int, progress: Progress | None) -> None:
         """`progress` is where a resumed run stands."""
-        self._actor = actor
+        self._trainer = trainer
         self._max_discarded_steps = max_discarded_steps
         self.discarded_steps = 0 if progress is None else progress.discarded_steps
         """Steps up to now in which all minibatches were discarded; steps without any minibatch do not count."""
@@ -67,10 +69,16 @@ class DivergenceCheck:
 
     def raise_if_not_finite(self) -> None:
         """DivergedError, on all ranks, where any rank's parameters or optimizer state are not finite. A collective."""
-        mine = first_not_finite(self._actor.chunks, self._actor.learner.optimizer)
+        with self._trainer.models_on_device():
+            mine = next(filter(None, map(self._not_finite, self._trainer.saved_models())), None)
         found = first_error(mine and f"{mine} on rank {dist.get_rank()}")
         if found is not None:
             raise DivergedError(f"there are values that are not finite in {found}")
+
+    @staticmethod
+    def _not_finite(model: SavedModel) -> str | None:
+        found = first_not_finite(model.chunks, model.optimizer)
+        return f"{found} of the {model.name}" if found and model.name else found
 
 
 @torch.no_grad()
@@ -84,7 +92,7 @@ def first_not_finite(chunks: Sequence[Any], optimizer: Any) -> str | None:
             # The chunks of a virtual pipeline have the same names.
             names[id(parameter)] = f"{name} of chunk {number}" if len(chunks) > 1 else name
             tensors.append((f"the parameter {names[id(parameter)]}", parameter))
-    for held in held_by(optimizer):
+    for held in held_by(optimizer) if optimizer is not None else ():
         for kind, tensor in held.tensors().items():
             tensors.append((f'the optimizer\'s "{kind}" of {names[id(held.parameter)]}', tensor))
     found = torch.stack([all_finite(tensor) for _, tensor in tensors]).tolist()

@@ -1,7 +1,8 @@
 """GRPO: one step, from weights to weights, in the order in which this file reads.
 
     weights to the engine -> (probe, validation) -> prompts -> rollout and rewards -> selection -> advantages -> samples
-    -> schedule -> packing -> log-probs (old, reference, teacher) -> minibatches: loss, early stop, update -> metrics
+    -> schedule -> packing -> log-probs (old, reference) -> critic -> teacher -> minibatches: loss, early stop, update
+    -> metrics
 
 Every rank runs it. The control plane (prompts, selection, advantages, schedule) is computed alike on all ranks; only
 tensors are sharded. Lengths are those of the step's length stage; weights, optimizer, learning-rate schedule, order of
@@ -23,32 +24,35 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import accumulate, chain, pairwise
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from rlmath.algorithms.advantages import advantages
 from rlmath.algorithms.losses import Normalisation
 from rlmath.algorithms.types import MicroBatch, Sample, ScoredGroup
-from rlmath.checkpoint.directory import Progress
+from rlmath.checkpoint.directory import CRITIC, CRITIC_CONFIG, Progress
+from rlmath.checkpoint.sharded_state import SavedModel
 from rlmath.config import length_curriculum as curriculum
 from rlmath.config.length_curriculum import LengthStage
 from rlmath.config.model_shape import ModelShape
 from rlmath.config.schema import Config
-from rlmath.data.dataset import Inputs, most_updates
+from rlmath.data.dataset import Inputs, most_critic_updates, most_updates
 from rlmath.data.packing import pack
 from rlmath.data.seqlen_balancing import plan_minibatches, training_cost
 from rlmath.distributed.bridge import Bridge
 from rlmath.distributed.device import Device
 from rlmath.distributed.mesh import Mesh
 from rlmath.distributed.phase_timers import PhaseTimers
-from rlmath.models.build import Actor, build_actor, build_reference, build_teacher
+from rlmath.models.build import Actor, build_actor, build_critic, build_reference, build_teacher
+from rlmath.models.critic import Critic
 from rlmath.models.forward_backward import ForwardBackward, TokenLogprobs
-from rlmath.models.hf_config import teacher_shape_of
+from rlmath.models.hf_config import critic_config_file, critic_shape_of, teacher_shape_of
 from rlmath.models.learner import MinibatchResult
 from rlmath.models.offload import OffloadSets, training_sets
 from rlmath.models.teacher import Teacher, TeacherStates
 from rlmath.rewards.reward_manager import open_reward_workers, raise_if_every_call_failed
 from rlmath.rewards.worker_pool import VerifierPool
 from rlmath.trainer.checkpointing import Checkpointer
+from rlmath.trainer.critic import CriticUpdater, Estimates
 from rlmath.trainer.engines import open_engines
 from rlmath.trainer.kl_in_reward import KLPenalty, apply_kl_penalty
 from rlmath.trainer.loop import Interrupted, Trainer
@@ -111,6 +115,12 @@ class GrpoTrainer(Trainer):
         self.reference = None
         if config.algorithm.kl_coef > 0:
             self.reference = build_reference(config, shape, mesh, device, inputs.stop_token_ids)
+        self.critic = None
+        self.critic_shape = critic_shape_of(config, shape)
+        if self.critic_shape is not None:
+            updates = most_critic_updates(config, inputs.total_steps)
+            self.critic = build_critic(config, self.critic_shape, mesh, device, updates)
+            self.critic.forward_backward.on_microbatch = on_progress
         self.teacher = None
         if (teacher_shape := teacher_shape_of(config)) is not None:
             self.teacher = build_teacher(config, shape, teacher_shape, mesh, device, inputs.stop_token_ids)
@@ -118,7 +128,7 @@ class GrpoTrainer(Trainer):
         self.actor.forward_backward.on_microbatch = on_progress
         in_update = config.teacher.loss == "full"
         self.offload = training_sets(
-            self.actor, self.reference, config.memory, device, self.teacher, in_update
+            self.actor, self.reference, config.memory, device, self.critic, self.teacher, in_update
         )
         self.engines.connect(self.actor, self.offload)
         self.rules = selection_rules(config.selection)
@@ -131,6 +141,7 @@ class GrpoTrainer(Trainer):
                 self.reference,
                 self.offload,
                 self.timers,
+                self.critic,
                 self.teacher,
             )
             for stage in self.length_stages
@@ -200,6 +211,7 @@ class GrpoTrainer(Trainer):
         if self.rules.drop_anything:
             metrics |= selection_metrics(selection)
         metrics |= update_metrics(update, learned, metrics["task_reward"], algorithm)
+        metrics |= update.critic
         if self.teacher is not None:
             metrics |= teacher_metrics(update)
         metrics |= mismatch_metrics(update.results, only_first=not algorithm.recompute_logprobs)
@@ -221,10 +233,33 @@ class GrpoTrainer(Trainer):
             self.entered_length_stage = stage.number
         return stage
 
+    @property
+    def models(self) -> list[SavedModel]:
+        if self.critic is None:
+            return super().models
+        return [*super().models, SavedModel(CRITIC, self.critic.chunks, self.critic.learner.optimizer)]
+
+    def models_on_device(self) -> AbstractContextManager[Any]:
+        return self.offload.on_device("critic")
+
+    @property
+    def critic_updates(self) -> int:
+        return 0 if self.critic is None else self.critic.learner.updates
+
     def checkpoint_files(self) -> dict[str, bytes]:
-        return self.rollouts.files() if self.mesh.rank == 0 else {}
+        if self.mesh.rank != 0:
+            return {}
+        files = self.rollouts.files()
+        if self.critic_shape is not None:
+            folder = Path(self.config.critic.path or self.config.model.path)
+            files[CRITIC_CONFIG] = critic_config_file(folder, self.critic_shape)
+        return files
 
     def resume(self, folder: Path, progress: Progress) -> None:
+        if self.critic is not None and progress.has_model(CRITIC):
+            self.critic.learner.restore_schedule(progress.critic_updates)
+        elif self.critic is not None and self.mesh.rank == 0:
+            logger.warning("%s has no critic: it begins with the weights it starts from", folder)
         changed = progress.reward_fingerprint not in ("", self.reward_fingerprint)
         self.rollouts.resume(folder, progress.step, changed)
 
@@ -238,8 +273,9 @@ class GrpoTrainer(Trainer):
         return validated
 
     def busy_seconds(self) -> float:
-        frozen = [self.reference, None if self.teacher is None else self.teacher.forward_backward]
-        return super().busy_seconds() + sum(one.pop_busy_seconds() for one in frozen if one is not None)
+        others = [self.reference]
+        others += [None if one is None else one.forward_backward for one in (self.critic, self.teacher)]
+        return super().busy_seconds() + sum(one.pop_busy_seconds() for one in others if one is not None)
 
     def close(self, status: int) -> None:
         self.engines.close(status)
@@ -272,6 +308,7 @@ class PolicyUpdater:
     reference: ForwardBackward | None
     offload: OffloadSets
     timers: PhaseTimers
+    critic: Critic | None = None
     teacher: Teacher | None = None
 
     def __post_init__(self) -> None:
@@ -280,8 +317,12 @@ class PolicyUpdater:
         self.normalisation = Normalisation(algorithm.loss_normalisation, max_new_tokens)
         self.penalty = None
         if self.reference is not None and algorithm.kl_in == "reward":
-            self.penalty = KLPenalty(
-                algorithm.kl_coef, algorithm.kl_estimator, algorithm.advantage, algorithm.advantage_eps
+            kind = "ppo" if algorithm.advantage == "gae" else algorithm.advantage
+            self.penalty = KLPenalty(algorithm.kl_coef, algorithm.kl_estimator, kind, algorithm.advantage_eps)
+        self.critic_updater = None
+        if self.critic is not None:
+            self.critic_updater = CriticUpdater(
+                self.critic, self.config.critic, algorithm.advantage_eps, self.penalty, self.mesh
             )
 
     @property
@@ -296,15 +337,6 @@ class PolicyUpdater:
     def teaches(self, loss: str) -> bool:
         """Whether there is a teacher whose part has this place, a word of `TeacherConfig.loss`."""
         return self.teacher is not None and self.config.teacher.loss == loss
-
-    def reward_advantages(
-        self, rewards_PG: Sequence[Sequence[float]], tokens_PG: Sequence[Sequence[int]]
-    ) -> list[list[float]]:
-        """Those of the rewards, by group and completion; 0 where the teacher alone is learned from."""
-        if self.teacher is not None and not self.config.teacher.with_rewards:
-            return [[0.0] * len(row) for row in rewards_PG]
-        algorithm = self.config.algorithm
-        return advantages(rewards_PG, tokens_PG, algorithm.advantage, algorithm.advantage_eps)
 
     def update(self, groups: Sequence[ScoredGroup], number: int) -> UpdateRecord:
         """Learn from the groups of step `number`. Without any completion nothing happens. A collective."""
@@ -324,9 +356,17 @@ class PolicyUpdater:
             with timed("logprobs"):
                 old = self.actor.forward_backward.logprobs(batches)
         if self.reference is not None:
-            with timed("reference"), self.offload.reference_on_device():
+            with timed("reference"), self.offload.on_device("reference"):
                 reference = self.reference.logprobs(batches)
-        if self.penalty is not None:
+        orders = minibatch_orders(len(packed), self.config, number)
+        learned_by_critic: dict[str, float] = {}
+        if self.critic_updater is not None:
+            estimates, learned_by_critic = self.update_critic(
+                batches, packed, groups, old, reference, orders, number
+            )
+            batches, advantages_PG = estimates.batches, estimates.advantages
+            reward_kl = estimates.reward_kl
+        elif self.penalty is not None:
             assert reference is not None
             batches, advantages_PG, reward_kl = apply_kl_penalty(
                 batches,
@@ -337,7 +377,11 @@ class PolicyUpdater:
                 self.penalty,
                 self.mesh,
             )
+        if self.penalty is not None:
             reference = None
+        if number < self.config.critic.pretrain_steps and self.critic is not None:
+            return UpdateRecord([], advantages_PG, reward_kl, critic=learned_by_critic)
+
         states = teacher_kl = None
         if self.teaches("full"):
             states = self.teacher_states(batches)
@@ -347,7 +391,6 @@ class PolicyUpdater:
             teacher_kl = taught.kl_per_token
 
         with timed("update"), self.offload.on_device("teacher_head"):
-            bounds = pairwise(accumulate(map(len, packed), initial=0))
             minibatches = [
                 Minibatch(
                     batches[i:j],
@@ -355,11 +398,39 @@ class PolicyUpdater:
                     reference[i:j] if reference else None,
                     states[i:j] if states else None,
                 )
-                for i, j in bounds
+                for i, j in bounds_of(packed)
             ]
-            results = self.run_minibatches(minibatches, number)
+            results = self.run_minibatches(minibatches, orders, number)
         passes = len(results) / len(minibatches)
-        return UpdateRecord(results, advantages_PG, reward_kl, passes, teacher_kl)
+        return UpdateRecord(results, advantages_PG, reward_kl, passes, learned_by_critic, teacher_kl)
+
+    def reward_advantages(
+        self, rewards_PG: Sequence[Sequence[float]], tokens_PG: Sequence[Sequence[int]]
+    ) -> list[list[float]]:
+        """By group and completion; 0 where the critic will give them, or the teacher alone is learned from."""
+        algorithm, teacher = self.config.algorithm, self.config.teacher
+        if algorithm.advantage == "gae" or (self.teacher is not None and not teacher.with_rewards):
+            return [[0.0] * len(row) for row in rewards_PG]
+        return advantages(rewards_PG, tokens_PG, algorithm.advantage, algorithm.advantage_eps)
+
+    def update_critic(
+        self,
+        batches: Sequence[MicroBatch],
+        packed: Sequence[Sequence[MicroBatch]],
+        groups: Sequence[ScoredGroup],
+        old: Sequence[TokenLogprobs] | None,
+        reference: Sequence[TokenLogprobs] | None,
+        orders: Sequence[Sequence[int]],
+        number: int,
+    ) -> tuple[Estimates, dict[str, float]]:
+        """Advantages by the critic as it is, and its own updates afterwards. A collective."""
+        assert self.critic_updater is not None
+        with self.timers.phase("critic"), self.offload.on_device("critic", "critic_gradients"):
+            estimates = self.critic_updater.estimate(batches, groups, old, reference)
+            minibatches = [estimates.batches[i:j] for i, j in bounds_of(packed)]
+            targets = [estimates.targets[i:j] for i, j in bounds_of(packed)]
+            metrics = self.critic_updater.learn(minibatches, targets, orders, number)
+        return estimates, estimates.metrics | metrics
 
     def teacher_states(self, batches: Sequence[MicroBatch]) -> TeacherStates:
         """For the loss on the whole vocabulary. A collective."""
@@ -379,9 +450,8 @@ class PolicyUpdater:
         assert self.teacher is not None
         common, policy = self.teacher.vocab_size, old
         with self.timers.phase("teacher"):
-            if (
-                common < self.shape.vocab_size
-            ):  # both distributions are compared over the tokens that both know
+            # Both distributions are compared over the tokens that both know.
+            if common < self.shape.vocab_size:
                 policy = self.actor.forward_backward.logprobs(batches, common)
             with self.offload.on_device("teacher", "teacher_head"):
                 scored = self.teacher.logprobs(batches)
@@ -412,14 +482,12 @@ class PolicyUpdater:
             for minibatch in schedule
         ]
 
-    def run_minibatches(self, minibatches: Sequence[Minibatch], number: int) -> list[MinibatchResult]:
+    def run_minibatches(
+        self, minibatches: Sequence[Minibatch], orders: Sequence[Sequence[int]], number: int
+    ) -> list[MinibatchResult]:
         """One optimizer step on each, in every epoch; a minibatch whose ratio leaves its bounds is discarded."""
         algorithm, results = self.config.algorithm, []
-        order = list(range(len(minibatches)))
-        draw = random.Random(step_seed(self.config.run.seed, number))
-        for epoch in range(algorithm.epochs):
-            if epoch > 0 and algorithm.shuffle:
-                draw.shuffle(order)
+        for order in orders:
             for index in order:
                 minibatch = minibatches[index]
                 result = self.actor.learner.learn(
@@ -445,6 +513,22 @@ def make_samples(groups: Sequence[ScoredGroup], advantages_PG: Sequence[Sequence
         for group, row in zip(groups, advantages_PG, strict=True)
         for completion, advantage in zip(group.completions, row, strict=True)
     ]
+
+
+def minibatch_orders(count: int, config: Config, number: int) -> list[list[int]]:
+    """The order of a step's minibatches in every epoch."""
+    order, draw = list(range(count)), random.Random(step_seed(config.run.seed, number))
+    orders = []
+    for epoch in range(config.algorithm.epochs):
+        if epoch > 0 and config.algorithm.shuffle:
+            draw.shuffle(order)
+        orders.append(list(order))
+    return orders
+
+
+def bounds_of(packed: Sequence[Sequence[MicroBatch]]) -> list[tuple[int, int]]:
+    """Where each minibatch's micro-batches begin and end in the list of all."""
+    return list(pairwise(accumulate(map(len, packed), initial=0)))
 
 
 def step_seed(run_seed: int, number: int) -> int:

@@ -22,6 +22,7 @@ import torch.distributed as dist
 
 from rlmath.checkpoint.directory import Progress
 from rlmath.checkpoint.manager import load_checkpoint
+from rlmath.checkpoint.sharded_state import POLICY, SavedModel
 from rlmath.config.help import all_settings, as_yaml_word
 from rlmath.config.load import config_as_yaml, shown_values
 from rlmath.config.schema import Config
@@ -120,6 +121,24 @@ class Trainer(ABC):
         """Called once before the first step, with the weights and the optimizer restored; `progress` is where a resumed
         run stands."""
 
+    @property
+    def models(self) -> list[SavedModel]:
+        """The models whose weights a checkpoint may have: each is loaded from it where the checkpoint has it."""
+        return [SavedModel(POLICY, self.actor.chunks, self.actor.learner.optimizer)]
+
+    def saved_models(self) -> list[SavedModel]:
+        """Those of `models` that a checkpoint of now must have."""
+        return self.models
+
+    def models_on_device(self) -> AbstractContextManager[Any]:
+        """Inside, all of `models` are on the device: what may be offloaded between steps, too."""
+        return nullcontext()
+
+    @property
+    def critic_updates(self) -> int:
+        """Optimizer steps of the critic, 0 without one."""
+        return 0
+
     def checkpoint_files(self) -> dict[str, bytes]:
         """What a checkpoint keeps of this run beside tensors and `Progress`, by file name; rank 0 writes it."""
         return {}
@@ -179,7 +198,7 @@ def run_training(
         )
         process.freeze_live_objects()
         divergence = DivergenceCheck(
-            trainer.actor, config.run.max_discarded_steps, None if resumed is None else resumed[1]
+            trainer, config.run.max_discarded_steps, None if resumed is None else resumed[1]
         )
         checkpointer = Checkpointer(trainer, prepared.origin, stop, divergence, heartbeat.report_progress)
         stack.callback(checkpointer.close)
@@ -395,7 +414,8 @@ def restore(trainer: Trainer, resumed: CheckpointToResume | None, heartbeat: Hea
     checkpoint, progress = resumed
     heartbeat.enter_phase("load checkpoint")
     actor = trainer.actor
-    load_checkpoint(actor.chunks, actor.learner.optimizer, trainer.device, checkpoint, progress)
+    with trainer.models_on_device():
+        load_checkpoint(trainer.models, trainer.device, checkpoint, progress)
     actor.learner.restore_schedule(progress.updates)
     trainer.resume(checkpoint.folder, progress)
     if trainer.mesh.rank == 0:

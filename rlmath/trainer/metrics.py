@@ -6,7 +6,7 @@ import logging
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache, partial
 from itertools import chain
 
@@ -35,6 +35,8 @@ class UpdateRecord:
     """Where KL is part of the reward."""
     passes: float = 0.0
     """How often the samples were learned from; less than `algorithm.epochs` where early stop ended the step."""
+    critic: dict[str, float] = field(default_factory=dict)
+    """Metrics of the critic."""
     teacher_kl: float | None = None
     """KL(policy || teacher) per token (nats), estimated from the sampled ones, where the teacher is in the
     advantages."""
@@ -235,6 +237,7 @@ def pace_metrics(
         "rollout": sampled_tokens,
         "logprobs": read,
         "reference": read,
+        "critic": read * 2,
         "teacher": read,
         "update": read * passes,
         "step": _tokens(sampled),

@@ -124,7 +124,7 @@ def _train(
             init_process_group(device, 120.0, store)
         trainer = GrpoTrainer(prepared, mesh, device, workers=workers, bridge=bridge)
         stop = StopRequest(config.run.stop_grace_seconds, config.run.output_dir, 0)
-        divergence = DivergenceCheck(trainer.actor, 3, None)
+        divergence = DivergenceCheck(trainer, 3, None)
         trainer.begin(None, Checkpointer(trainer, prepared.origin, stop, divergence, lambda: None))
         if rank > 0 and more.get("late_trainers"):
             _publish_late(trainer.engines._publisher, more["late_trainers"])

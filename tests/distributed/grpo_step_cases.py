@@ -105,7 +105,7 @@ def steps(folder: Path, place: Path, drop_truncated: bool = False) -> list[Step]
             prepared, mesh, device, workers=workers, on_phase=lambda name: None, on_progress=lambda: None
         )
         stop = StopRequest(config.run.stop_grace_seconds, config.run.output_dir, 0)
-        divergence = DivergenceCheck(trainer.actor, 3, None)
+        divergence = DivergenceCheck(trainer, 3, None)
         trainer.begin(None, Checkpointer(trainer, prepared.origin, stop, divergence, lambda: None))
         learned = _noted(trainer.actor.learner)
         for number in range(STEPS):

@@ -187,7 +187,7 @@ def reference_in_and_out(folder: Path, case: Case, samples: list[Sample], offloa
     report["away"] = held()
     ways, got = [], []
     for _ in range(2):
-        with sets.reference_on_device() as moved:
+        with sets.on_device("reference") as moved:
             report["inside"] = held()
             got = [found.logprobs_T for found in reference.logprobs(batches)]
         ways.append([(one.name, one.bytes) for one in moved])
@@ -206,7 +206,7 @@ def reference_after_an_error(folder: Path, case: Case) -> tuple[str, ...]:
     reference = build_reference(stage.config, stage.shape, stage.mesh, stage.device, (1,))
     sets = training_sets(stage.actor, reference, EVERYTHING, stage.device)
     try:
-        with sets.reference_on_device():
+        with sets.on_device("reference"):
             raise KeyError("a failure inside")
     except KeyError:
         return sets.offloaded

@@ -143,7 +143,7 @@ def run(folder: Path, place: Path, steps: int, rollout: RolloutConfig, more: Map
         init_process_group(device, 120.0)
         trainer = GrpoTrainer(prepared, mesh, device, workers=workers)
         stop = StopRequest(config.run.stop_grace_seconds, config.run.output_dir, 0)
-        divergence = DivergenceCheck(trainer.actor, 3, None)
+        divergence = DivergenceCheck(trainer, 3, None)
         trainer.begin(None, Checkpointer(trainer, prepared.origin, stop, divergence, lambda: None))
         if config.optimizer.lr > NO_CHANGE:
             _score_new_tokens(trainer, found)

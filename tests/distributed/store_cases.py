@@ -40,10 +40,15 @@ def open_store(stage: Stage, root: Path, keep_last: int = 2) -> Any:
     from rlmath.checkpoint.manager import CheckpointManager, Retention
 
     metadata_files = {"config.json": b"{}"}
-    optimizer = stage.actor.learner.optimizer
     return CheckpointManager(
-        root, stage.actor.chunks, optimizer, stage.device, metadata_files, Retention(keep_last, None)
+        root, lambda: [policy_of(stage)], stage.device, metadata_files, Retention(keep_last, None)
     )
+
+
+def policy_of(stage: Stage) -> Any:
+    from rlmath.checkpoint.sharded_state import POLICY, SavedModel
+
+    return SavedModel(POLICY, stage.actor.chunks, stage.actor.learner.optimizer)
 
 
 def learn(stage: Stage, samples: list[Sample]) -> None:
@@ -88,7 +93,7 @@ def load(folder: Path, case: Case, samples: list[Sample], root: Path) -> Outcome
     found, problems = complete_checkpoints(root)
     assert not problems, problems
     progress = read_progress(found[0].folder)
-    load_checkpoint(stage.actor.chunks, stage.actor.learner.optimizer, stage.device, found[0], progress)
+    load_checkpoint([policy_of(stage)], stage.device, found[0], progress)
     stage.actor.learner.restore_schedule(progress.updates)
     numbers, state, weights = draws(), policy_state(stage), whole_tensors(stage)
     learn(stage, samples)

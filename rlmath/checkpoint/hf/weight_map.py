@@ -25,7 +25,9 @@ from rlmath.config.model_shape import ModelShape
 
 Form = Literal["plain", "vocab", "qkv", "gate_up"]
 PipelineOwner = Literal["first", "layer", "expert", "last"]
-Size = Literal["vocab", "hidden", "head", "query", "group", "heads_per_group_and_2", "two", "ffn", "experts"]
+Size = Literal[
+    "vocab", "hidden", "head", "query", "group", "heads_per_group_and_2", "two", "one", "ffn", "experts"
+]
 
 
 @dataclass(frozen=True)
@@ -75,6 +77,12 @@ _HEAD = (
     Rule(("decoder.final_layernorm.weight",), ("model.norm.weight",), "plain", ("hidden",), None, "last"),
     Rule(("output_layer.weight",), ("lm_head.weight",), "vocab", ("vocab", "hidden"), 0, "last"),
 )
+_VALUE_HEAD = (
+    _HEAD[0],
+    Rule(("output_layer.weight",), ("score.weight",), "plain", ("one", "hidden"), None, "last"),
+    Rule(("output_layer.bias",), ("score.bias",), "plain", ("one",), None, "last"),
+)
+"""In place of `_HEAD`: one number for each token, as transformers' ...ForTokenClassification with one label has it."""
 _INPUT_NORM = _of_decoder(
     "input_layernorm.weight self_attention.linear_qkv.layer_norm_weight", "input_layernorm.weight", "hidden"
 )
@@ -139,6 +147,14 @@ TABLES: dict[str, tuple[Rule, ...]] = {
 }
 """Rules by the architecture that config.json names, in the order in which tensors are streamed."""
 
+_CAUSAL, _VALUE = "ForCausalLM", "ForTokenClassification"
+
+VALUE_TABLES: dict[str, tuple[Rule, ...]] = {
+    name.replace(_CAUSAL, _VALUE): (*(rule for rule in rules if rule not in _HEAD), *_VALUE_HEAD)
+    for name, rules in TABLES.items()
+}
+"""The same models with a value head: critics."""
+
 MODEL_TYPES = {
     "Qwen2ForCausalLM": "qwen2",
     "Qwen3ForCausalLM": "qwen3",
@@ -149,19 +165,47 @@ MODEL_TYPES = {
 """The `model_type` of config.json that goes with each architecture."""
 
 
+def rules_of(architecture: str) -> tuple[Rule, ...]:
+    """Of a policy or a critic."""
+    return TABLES[architecture] if architecture in TABLES else VALUE_TABLES[architecture]
+
+
+def value_architecture(architecture: str) -> str:
+    """
+    >>> value_architecture("Qwen2ForCausalLM")
+    'Qwen2ForTokenClassification'
+    """
+    return architecture.replace(_CAUSAL, _VALUE)
+
+
+def model_type(architecture: str) -> str:
+    """The `model_type` of a policy's or a critic's config.json."""
+    return MODEL_TYPES[architecture.replace(_VALUE, _CAUSAL)]
+
+
+def is_value_head(rule: Rule) -> bool:
+    """Whether a rule is that of a value head's weight or bias."""
+    return rule in _VALUE_HEAD[1:]
+
+
+def has_value_head(architecture: str) -> bool:
+    """Whether an architecture gives one number for each token, and no logits."""
+    return architecture in VALUE_TABLES
+
+
 def has_qkv_bias(architecture: str) -> bool:
     """Whether the query, key and value projections of an architecture have biases."""
-    return _QKV_BIAS in TABLES[architecture]
+    return _QKV_BIAS in rules_of(architecture)
 
 
 def has_qk_norm(architecture: str) -> bool:
     """Whether an architecture normalises every head's query and key."""
-    return _QK_NORM[0] in TABLES[architecture]
+    return _QK_NORM[0] in rules_of(architecture)
 
 
 def has_experts(architecture: str) -> bool:
     """Whether the layers of an architecture have experts."""
-    return any(rule.owner == "expert" for rule in TABLES[architecture])
+    return any(rule.owner == "expert" for rule in rules_of(architecture))
 
 
 @dataclass(frozen=True)
@@ -176,7 +220,7 @@ class Placed:
 
 def placed_tensors(shape: ModelShape) -> Iterator[Placed]:
     """Every tensor of the model, in streaming order: the embedding, layer by layer, the head."""
-    rules = TABLES[shape.architecture]
+    rules = rules_of(shape.architecture)
     for rule in rules:
         if rule.owner == "first":
             yield Placed(rule, None, rule.hf)
@@ -208,6 +252,7 @@ def canonical_shape(rule: Rule, shape: ModelShape, tensor: int) -> tuple[int, ..
         "group": shape.num_kv_heads,
         "heads_per_group_and_2": shape.num_heads // shape.num_kv_heads + 2,
         "two": 2,
+        "one": 1,
         "ffn": shape.ffn_size,
         "experts": shape.num_experts,
     }

@@ -155,7 +155,8 @@ def load_hf_weights(
     option: str = "model.path",
 ) -> None:
     """Fill this rank's shard of a Megatron model from a Hugging Face folder, which the setting `option` names, tensor
-    by tensor. Of an embedding with more rows than `shape` has the first are taken; missing ones are 0.
+    by tensor. A value head that the folder does not have stays as it is. Of an embedding with more rows than `shape`
+    has the first are taken; missing ones are 0.
 
     A collective. ValueError, on all ranks alike, where any of them finds a tensor that cannot be read or has a number
     that is not finite, in the file or in the model's own format.
@@ -179,7 +180,8 @@ def _fill_all(
 ) -> None:
     for placed in placed_tensors(shape):
         parameter = local_parameter(chunks, placed)
-        if parameter is not None:
+        is_new_head = weight_map.is_value_head(placed.rule) and not reader.names.issuperset(placed.hf_names)
+        if parameter is not None and not is_new_head:
             problems += _fill(parameter, reader, placed, shape, mesh)
     if shape.tied_embeddings and mesh.is_last_stage and mesh.pipeline > 1:
         embedding = next(iter(placed_tensors(shape)))

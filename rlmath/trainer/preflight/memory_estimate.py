@@ -32,7 +32,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Literal
 
-from rlmath.checkpoint.hf.weight_map import TABLES, shard_shape
+from rlmath.checkpoint.hf.weight_map import rules_of, shard_shape
 from rlmath.config.length_curriculum import with_longest_lengths
 from rlmath.config.model_shape import ModelShape
 from rlmath.config.schema import Config, MemoryConfig
@@ -339,7 +339,7 @@ def parameter_sizes(shape: ModelShape, mesh: Mesh, layers: int) -> list[list[int
     the embedding as its head.
     """
     sizes = {"first": [], "layer": [], "last": []}
-    for rule in TABLES[shape.architecture]:
+    for rule in rules_of(shape.architecture):
         is_head = rule.megatron == ("output_layer.weight",)
         if is_head and shape.tied_embeddings and mesh.pipeline == 1:
             continue
@@ -358,7 +358,7 @@ def parameter_sizes(shape: ModelShape, mesh: Mesh, layers: int) -> list[list[int
 
 def expert_sizes(shape: ModelShape, mesh: Mesh, layers: int) -> list[list[int]]:
     """Elements of every expert's parameters on a rank, by model chunk; Megatron keeps them in buffers of their own."""
-    rules = [rule for rule in TABLES[shape.architecture] if rule.owner == "expert"]
+    rules = [rule for rule in rules_of(shape.architecture) if rule.owner == "expert"]
     one = [math.prod(shard_shape(rule, shape, mesh.expert_tensor)) for rule in rules]
     number = shape.num_experts // mesh.expert * (layers // mesh.virtual_pipeline)
     return [one * number] * mesh.virtual_pipeline if one else []
@@ -370,7 +370,7 @@ def _dummy_gradient_bytes(shape: ModelShape, mesh: Mesh, target: Target) -> int:
     if target.kind != "cuda" or target.local_layers:
         return 0
     matrices = set()
-    for rule in TABLES[shape.architecture]:
+    for rule in rules_of(shape.architecture):
         ranks = mesh.expert_tensor if rule.owner == "expert" else mesh.tensor
         size = shard_shape(rule, shape, ranks)
         head = rule.megatron == ("output_layer.weight",) and mesh.is_last_stage

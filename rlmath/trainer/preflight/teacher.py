@@ -69,6 +69,12 @@ def teacher_setting_problems(config: Config) -> Iterator[str]:
             "be taken off. Set algorithm.kl_in=loss, or teacher.with_rewards=true."
         )
 
+    if teaches_alone(config) and algorithm.advantage == "gae":
+        yield (
+            'algorithm.advantage is "gae" and teacher.with_rewards false: no reward is learned from, and the critic would '
+            "be trained for nothing. Set another algorithm.advantage, or teacher.with_rewards=true."
+        )
+
 
 def teacher_warnings(config: Config) -> Iterator[str]:
     """Settings that change nothing with this teacher, or without one."""

@@ -1,0 +1,246 @@
+"""The critic's part of a step: values of the step's tokens, advantages and returns by GAE, and the critic's updates.
+
+    values -> rewards of tokens (KL, the completion's reward at its last token) -> advantages, returns -> minibatches
+
+Values are those of the critic at the step's start, for all tokens, whichever weights of the policy sampled them. The
+policy's advantages are normalised over all tokens of the step.
+"""
+
+# Shape legend: T packed tokens of one micro-batch, N completion tokens of it, S samples of it, P samples of the step.
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rlmath.algorithms.gae import explained_variance, gae, length_adaptive_lambda
+from rlmath.algorithms.kl import kl_estimate
+from rlmath.algorithms.types import MicroBatch, ScoredGroup
+from rlmath.config.schema import CriticConfig
+from rlmath.distributed.mesh import Mesh
+from rlmath.models.critic import Critic, TokenValues, ValueTargets
+from rlmath.models.forward_backward import TokenLogprobs
+from rlmath.models.learner import MinibatchResult
+from rlmath.trainer.kl_in_reward import KLPenalty, RewardKL
+
+logger = logging.getLogger(__name__)
+
+SUMS = (
+    "count",
+    "returns",
+    "squared_returns",
+    "errors",
+    "squared_errors",
+    "values",
+    "advantages",
+    "squared_advantages",
+    "kl",
+)
+
+
+@dataclass(frozen=True)
+class Estimates:
+    """What the critic makes of a step's samples."""
+
+    batches: list[MicroBatch]
+    """This rank's, with advantages."""
+    targets: list[ValueTargets]
+    advantages: list[list[float]]
+    """By group and completion, the mean over its tokens."""
+    reward_kl: RewardKL | None
+    metrics: dict[str, float]
+
+
+@dataclass(frozen=True)
+class CriticUpdater:
+    """All training ranks call its methods alike."""
+
+    critic: Critic
+    settings: CriticConfig
+    eps: float
+    """Added to the deviation that advantages are divided by."""
+    penalty: KLPenalty | None
+    """KL inside of the reward."""
+    mesh: Mesh
+
+    def estimate(
+        self,
+        batches: Sequence[MicroBatch],
+        groups: Sequence[ScoredGroup],
+        old: Sequence[TokenLogprobs] | None,
+        reference: Sequence[TokenLogprobs] | None,
+    ) -> Estimates:
+        """Advantages and returns of the step's samples, those of `groups` in order. `old` are the log-probs of
+        the policy at the step's start, None to use the engine's. A collective."""
+        scored = [pair for group in groups for pair in zip(group.completions, group.rewards, strict=True)]
+        rewards_P = torch.tensor([reward for _, reward in scored], dtype=torch.float64)
+        truncated_P = torch.tensor([one.finish_reason == "length" for one, _ in scored])
+        values = self.critic.learner.values(batches)
+        rows: list[_Row] = []
+        if self.mesh.is_last_stage:
+            for i, batch in enumerate(batches):
+                kl_T = None
+                if self.penalty is not None:
+                    assert reference is not None
+                    kl_T = self._kl(batch, None if old is None else old[i], reference[i], self.penalty)
+                rows.append(self._row(batch, values[i], rewards_P, truncated_P, kl_T))
+        sums, means_P = self._totals(batches, rows, len(scored))
+        count = max(1.0, sums["count"])
+        mean = sums["advantages"] / count
+        deviation = max(0.0, sums["squared_advantages"] / count - mean**2) ** 0.5
+        scale = 1.0 / (deviation + self.eps) if deviation + self.eps > 0 else 0.0
+        none = torch.empty(0)
+        targets = [ValueTargets(none, none)] * len(batches)
+        learned = list(batches)
+        if self.mesh.is_last_stage:  # nothing else looks at advantages and returns
+            targets = [row.targets(batch) for batch, row in zip(batches, rows, strict=True)]
+            learned = [
+                replace(batch, advantages_T=row.spread(batch, (row.advantages_N - mean) * scale))
+                for batch, row in zip(batches, rows, strict=True)
+            ]
+        found = iter(((means_P - mean) * scale).tolist())
+        advantages = [[next(found) for _ in group.completions] for group in groups]
+        reward_kl = None
+        if self.penalty is not None:
+            reward_kl = RewardKL(sums["kl"] / count, sums["kl"] / max(1, len(scored)))
+        metrics = {
+            "critic/explained_variance": explained_variance(*(sums[name] for name in SUMS[:5])),
+            "critic/value": sums["values"] / count,
+            "critic/return": sums["returns"] / count,
+        }
+        return Estimates(learned, targets, advantages, reward_kl, metrics)
+
+    def learn(
+        self,
+        minibatches: Sequence[Sequence[MicroBatch]],
+        targets: Sequence[Sequence[ValueTargets]],
+        orders: Sequence[Sequence[int]],
+        step: int,
+    ) -> dict[str, float]:
+        """One optimizer step on each minibatch in the order of every epoch; the metrics. A collective."""
+        results = []
+        for index in (index for order in orders for index in order):
+            result = self.critic.learner.learn(minibatches[index], targets[index])
+            results.append(result)
+            if result.discarded is not None:
+                logger.warning(
+                    "step %d: minibatch %d of the critic discarded: %s",
+                    step + 1,
+                    len(results),
+                    result.discarded,
+                )
+        return critic_metrics(results)
+
+    def _kl(
+        self, batch: MicroBatch, old: TokenLogprobs | None, reference: TokenLogprobs, penalty: KLPenalty
+    ) -> Tensor:
+        sampled_T = batch.behaviour_logprobs_T if old is None else old.logprobs_T.cpu()
+        return kl_estimate(penalty.kind, sampled_T.double(), reference.logprobs_T.cpu().double())
+
+    def _row(
+        self,
+        batch: MicroBatch,
+        values: TokenValues,
+        rewards_P: Tensor,
+        truncated_P: Tensor,
+        kl_T: Tensor | None,
+    ) -> _Row:
+        """Advantages and returns of one micro-batch, before advantages are normalised."""
+        settings = self.settings
+        counted_T = batch.completion_index_T >= 0
+        samples = torch.tensor(batch.sample_indices, dtype=torch.long)
+        lengths_S = torch.bincount(batch.segments_T[counted_T], minlength=batch.n_segments)[: len(samples)]
+        has_tokens_S = lengths_S > 0
+        samples_S, tokens_S = samples[has_tokens_S], lengths_S[has_tokens_S]
+        values_N = values.values_T.cpu().double()[counted_T]
+        kl_N = torch.zeros_like(values_N) if kl_T is None else kl_T[counted_T]
+        rewards_N = torch.zeros_like(values_N)
+        if self.penalty is not None:
+            rewards_N -= self.penalty.coef * kl_N
+        rewards_N[tokens_S.cumsum(0) - 1] += rewards_P[samples_S]
+        ends_S = values.ends_S.cpu().double()[: len(samples)][has_tokens_S]
+        continued_S = truncated_P[samples_S] & settings.bootstrap_truncated
+        ends_S = torch.where(continued_S, ends_S, 0.0)
+
+        def advantages(lambda_S: Tensor) -> Tensor:
+            return gae(rewards_N, values_N, ends_S, tokens_S, settings.gamma, lambda_S)
+
+        fixed_S = torch.full((len(tokens_S),), settings.policy_lambda, dtype=torch.float64)
+        alpha = settings.policy_length_alpha
+        policy_N = advantages(fixed_S if alpha is None else length_adaptive_lambda(tokens_S, alpha))
+        returns_N = advantages(torch.full_like(fixed_S, settings.value_lambda)) + values_N
+        return _Row(samples_S, tokens_S, values_N, policy_N, returns_N, kl_N)
+
+    def _totals(
+        self, batches: Sequence[MicroBatch], rows: Sequence[_Row], samples: int
+    ) -> tuple[dict[str, float], Tensor]:
+        """Sums over all tokens of the step, and the mean advantage of every sample, on all ranks; over gloo."""
+        totals = torch.zeros(len(SUMS) + samples, dtype=torch.float64)
+        if self.mesh.counts_loss:
+            for row in rows:
+                totals[: len(SUMS)] += row.sums()
+                per_sample = row.advantages_N.split(row.tokens_S.tolist())
+                for index, mine_N in zip(row.samples_S.tolist(), per_sample, strict=True):
+                    totals[len(SUMS) + index] = mine_N.mean()
+        dist.all_reduce(totals)
+        return dict(zip(SUMS, totals[: len(SUMS)].tolist(), strict=True)), totals[len(SUMS) :]
+
+
+@dataclass(frozen=True)
+class _Row:
+    """One micro-batch's completion tokens, sample after sample; float64, on the CPU."""
+
+    samples_S: Tensor
+    """Numbers in the step of the samples that have tokens."""
+    tokens_S: Tensor
+    values_N: Tensor
+    advantages_N: Tensor
+    returns_N: Tensor
+    kl_N: Tensor
+
+    def sums(self) -> Tensor:
+        """In the order of SUMS."""
+        errors_N = self.returns_N - self.values_N
+        columns = (
+            torch.ones_like(errors_N),
+            self.returns_N,
+            self.returns_N.square(),
+            errors_N,
+            errors_N.square(),
+            self.values_N,
+            self.advantages_N,
+            self.advantages_N.square(),
+            self.kl_N,
+        )
+        return torch.stack(columns).sum(1)
+
+    def spread(self, batch: MicroBatch, values_N: Tensor) -> Tensor:
+        """Values of completion tokens laid out over the pack, float32; 0 elsewhere."""
+        packed_T = torch.zeros(len(batch.token_ids_T), dtype=torch.float32)
+        packed_T[batch.completion_index_T >= 0] = values_N.float()
+        return packed_T
+
+    def targets(self, batch: MicroBatch) -> ValueTargets:
+        return ValueTargets(self.spread(batch, self.values_N), self.spread(batch, self.returns_N))
+
+
+def critic_metrics(results: Sequence[MinibatchResult]) -> dict[str, float]:
+    """Of the minibatches that were learned from, means over tokens; of all where every one was discarded."""
+    kept = [result for result in results if result.discarded is None]
+
+    def mean(name: str, of: str) -> float:
+        counted = kept or results
+        return sum(one.sums[name] for one in counted) / max(1.0, sum(one.sums[of] for one in counted))
+
+    return {
+        "critic/loss": mean("loss", "denominator"),
+        "critic/clip_share": mean("clipped", "tokens"),
+        "critic/grad_norm": sum(result.grad_norm for result in kept) / len(kept) if kept else 0.0,
+        "critic/learning_rate": results[-1].learning_rate,
+        "critic/discarded_minibatches": float(len(results) - len(kept)),
+    }

@@ -1,0 +1,209 @@
+"""The critic on every layout against transformers: values, advantages, and the updates of both models."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from rlmath.algorithms.kl import kl_estimate
+from rlmath.algorithms.types import Completion, Sample, ScoredGroup
+from rlmath.config.schema import AlgorithmConfig, CriticConfig
+from rlmath.trainer.grpo import make_samples
+from tests.distributed import critic_cases, oracle
+from tests.distributed.policy_cases import LEARNING_RATE, Case
+from tests.distributed.rank_pool import RankPool
+from tests.distributed.test_parity import assert_close
+from tests.distributed.update_cases import REFERENCE_FACTOR, make_groups
+from tests.selection import keeping
+from tests.tiny_models import make_model_folder
+
+pytestmark = [pytest.mark.parity, pytest.mark.distributed]
+
+LAYOUTS = [
+    Case(max_tokens=128),
+    Case(tensor=2, max_tokens=64),
+    Case(tensor=2, sequence=True, max_tokens=64),
+    Case(pipeline=2, max_tokens=64),
+    Case(data=2, max_tokens=64),
+    Case(tensor=2, pipeline=2, max_tokens=64),
+    Case(pipeline=2, virtual_pipeline=2, max_tokens=64),
+]
+ALGORITHM = AlgorithmConfig(
+    advantage="gae", advantage_eps=1e-5, kl_in="reward", kl_estimator="k1", kl_coef=0.5, early_stop_ratio=None
+)
+GAMMA, VALUE_LAMBDA, ALPHA, CLIP = 0.99, 0.97, 0.2, 0.3
+
+
+def with_cut_off_completions(groups: list[ScoredGroup]) -> list[ScoredGroup]:
+    """The first completion of every group was cut off."""
+
+    def cut(one: Completion) -> Completion:
+        return Completion(one.sample_index, one.token_ids, one.logprobs, one.text, "length", 0)
+
+    return [
+        ScoredGroup(group.prompt, (cut(group.completions[0]), *group.completions[1:]), group.scores)
+        for group in groups
+    ]
+
+
+GROUPS = with_cut_off_completions(make_groups((4, 4, 3, 1, 4)))
+
+
+@pytest.fixture(scope="module")
+def value_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random critic of another shape than the policy, with a value head, and with fewer rows of the embedding."""
+    import transformers
+
+    torch.manual_seed(9)
+    folder = tmp_path_factory.mktemp("critic") / "value"
+    plain = make_model_folder(folder.with_name("plain"), hidden_size=64, intermediate_size=96)
+    model = transformers.AutoModelForTokenClassification.from_pretrained(
+        plain, num_labels=1, dtype=torch.float32, attn_implementation="eager"
+    )
+    with torch.no_grad():
+        model.score.weight.normal_(0.0, 0.3)
+        model.score.bias.fill_(0.2)
+    model.save_pretrained(folder)
+    return folder
+
+
+def settings(value_model: Path, **changes: Any) -> CriticConfig:
+    given: dict[str, Any] = {
+        "path": str(value_model),
+        "lr": LEARNING_RATE["sgd"],
+        "gamma": GAMMA,
+        "value_lambda": VALUE_LAMBDA,
+        "policy_length_alpha": ALPHA,
+        "clip": CLIP,
+        "bootstrap_truncated": True,
+    }
+    return CriticConfig(**given | changes)
+
+
+def value_oracle(folder: Path) -> torch.nn.Module:
+    import transformers
+
+    return transformers.AutoModelForTokenClassification.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+def values_of(model: torch.nn.Module, sample: Sample) -> Tensor:
+    """Values of what precedes each completion token, and one after the last."""
+    ids = torch.tensor([*sample.prompt_ids, *sample.completion_ids])
+    return model(ids[None]).logits[0, len(sample.prompt_ids) - 1 :, 0]
+
+
+def slow_gae(rewards: list[float], values: list[float], end: float, gamma: float, lam: float) -> list[float]:
+    """Token by token, as the papers write it."""
+    advantages, behind, after = [0.0] * len(rewards), 0.0, end
+    for t in reversed(range(len(rewards))):
+        behind = rewards[t] + gamma * after - values[t] + gamma * lam * behind
+        advantages[t], after = behind, values[t]
+    return advantages
+
+
+def dense_step(
+    policy_folder: Path, critic_folder: Path
+) -> tuple[list[list[float]], dict[str, Tensor], dict[str, Tensor], float]:
+    """Advantages, the updates of policy and critic by SGD, and the critic's loss, in plain torch."""
+    samples = make_samples(GROUPS, [[0.0] * len(group.completions) for group in GROUPS])
+    completions = [one for group in GROUPS for one in group.completions]
+    rewards = [reward for group in GROUPS for reward in group.rewards]
+    policy, reference, critic = (
+        oracle.load(policy_folder),
+        oracle.load(policy_folder),
+        value_oracle(critic_folder),
+    )
+    with torch.no_grad():
+        for parameter in reference.parameters():
+            parameter.mul_(REFERENCE_FACTOR)
+    logprobs = [oracle.completion_logprobs(policy, sample) for sample in samples]
+    values = [values_of(critic, sample) for sample in samples]
+    advantages, returns = [], []
+    for i, sample in enumerate(samples):
+        with torch.no_grad():
+            log_ref = oracle.completion_logprobs(reference, sample)
+        kl = kl_estimate("k1", logprobs[i].detach().double(), log_ref.double())
+        own = (-ALGORITHM.kl_coef * kl).tolist()
+        own[-1] += rewards[i]
+        *before, end = values[i].detach().double().tolist()
+        end = end if completions[i].finish_reason == "length" else 0.0
+        lam = max(0.0, 1 - 1 / (ALPHA * len(own)))
+        advantages.append(slow_gae(own, before, end, GAMMA, lam))
+        gains = slow_gae(own, before, end, GAMMA, VALUE_LAMBDA)
+        returns.append([gain + value for gain, value in zip(gains, before, strict=True)])
+    every = torch.tensor(list(itertools.chain.from_iterable(advantages)), dtype=torch.float64)
+    scale = 1 / (every.std(correction=0) + ALGORITHM.advantage_eps)
+    advantages = [[float((a - every.mean()) * scale) for a in row] for row in advantages]
+    tokens = len(every)
+    total = sum(
+        -(torch.tensor(row) * (p - p.detach()).exp()).sum()
+        for row, p in zip(advantages, logprobs, strict=True)
+    )
+    (total / tokens).backward()
+    loss = sum(
+        0.5 * ((v[:-1] - torch.tensor(row)) ** 2).sum() for v, row in zip(values, returns, strict=True)
+    )
+    (loss / tokens).backward()
+    policy_update = {n: -LEARNING_RATE["sgd"] * g for n, g in oracle.gradients(policy).items()}
+    critic_update = {n: -LEARNING_RATE["sgd"] * g for n, g in oracle.gradients(critic).items()}
+    return advantages, policy_update, critic_update, float(loss.detach() / tokens)
+
+
+@pytest.mark.parametrize("case", keeping(LAYOUTS, LAYOUTS[2], LAYOUTS[3]), ids=str)
+def test_a_step_of_policy_and_critic_is_that_of_transformers(
+    ranks: RankPool, untied_model: Path, value_model: Path, case: Case
+) -> None:
+    torch.set_num_threads(1)
+    critic = settings(value_model)
+    ours = ranks.run(case.ranks, critic_cases.step, untied_model, case, GROUPS, critic, ALGORITHM)[0]
+    advantages, policy_update, critic_update, loss = dense_step(untied_model, value_model)
+    found = [advantage for row in ours.record.advantages for advantage in row]
+    assert found == pytest.approx([sum(row) / len(row) for row in advantages], abs=1e-4)
+    assert_close(ours.policy_update, policy_update, 1e-5)
+    assert_close(ours.critic_update, critic_update, 1e-5)
+    assert ours.record.critic["critic/loss"] == pytest.approx(loss, rel=1e-5)
+    assert ours.record.critic["critic/clip_share"] == 0.0
+    assert ours.record.reward_kl.per_token != 0
+
+
+@pytest.mark.parametrize("case", keeping([LAYOUTS[0], LAYOUTS[5]], LAYOUTS[0]), ids=str)
+def test_without_a_value_head_the_critic_begins_with_values_of_zero(
+    ranks: RankPool, untied_model: Path, case: Case
+) -> None:
+    samples = make_samples(GROUPS, [[0.0] * len(group.completions) for group in GROUPS])
+    critic = settings(untied_model, path=None)
+    found: dict[int, list[float]] = {}
+    for part in ranks.run(case.ranks, critic_cases.values, untied_model, case, samples, critic):
+        found |= part
+    assert [len(found[i]) for i in range(len(samples))] == [len(one.completion_ids) for one in samples]
+    assert {value for row in found.values() for value in row} == {0.0}
+
+
+@pytest.mark.parametrize(
+    ("saved", "loaded"),
+    keeping(
+        [
+            (Case(optimizer="adam", data=2), Case(optimizer="adam", data=2)),
+            (Case(optimizer="adam", tensor=2, pipeline=2), Case(optimizer="adam", data=2)),
+        ],
+        (Case(optimizer="adam", data=2), Case(optimizer="adam", data=2)),
+    ),
+    ids=str,
+)
+def test_a_checkpoint_has_the_critic_and_its_optimizer(
+    ranks: RankPool, untied_model: Path, value_model: Path, tmp_path: Path, saved: Case, loaded: Case
+) -> None:
+    """Loaded on the same layout, the next update is bit-equal; on another one it is the same to rounding."""
+    samples = make_samples(GROUPS, [[0.0] * len(group.completions) for group in GROUPS])
+    critic = settings(value_model, lr=0.01, warmup_steps=2)
+    given = samples, critic, tmp_path / "checkpoints"
+    wanted = ranks.run(saved.ranks, critic_cases.save, untied_model, saved, *given)[0]
+    found = ranks.run(loaded.ranks, critic_cases.load, untied_model, loaded, *given)[0]
+    if saved == loaded:
+        assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+    assert_close(found, wanted, 1e-4)
