@@ -7,6 +7,7 @@ engine to sleep, brings the training's parts back, and computes log-probs and up
     generate   engine weights, workspace and KV cache; parameters unless they are offloaded
     logprobs   parameters, gradients, optimizer; one forward pass
     reference  the same with the reference's pass
+    critic     the same with the critic, its gradients, its optimizer and the activations of its backward pass
     update     the same with the activations of a backward pass
 
 What stays beside in the first two follows `MemoryConfig`; on CPU only gradients can leave, since what is copied to the
@@ -33,6 +34,7 @@ from rlmath.config.length_curriculum import with_longest_lengths
 from rlmath.config.model_shape import ModelShape
 from rlmath.config.schema import Config, MemoryConfig
 from rlmath.distributed.mesh import Mesh
+from rlmath.models.hf_config import critic_shape_of
 from rlmath.rollout.weight_sync.reshard_plan import bucket_bytes
 from rlmath.rollout.weight_sync.shard_layouts import stage_layers
 from rlmath.trainer.preflight import memory_formulas as formulas
@@ -44,6 +46,9 @@ PARTS = (
     "gradients",
     "optimizer",
     "reference",
+    "critic_parameters",
+    "critic_gradients",
+    "critic_optimizer",
     "activations",
     "logits",
     "working",
@@ -59,7 +64,7 @@ PARTS = (
 ENGINE_PARTS = ("engine_weights", "engine_workspace", "kv_cache", "sync_buffers")
 """Those that training does without."""
 GENERATION_PHASES = ("sync", "generate")
-TRAINING_PHASES = ("logprobs", "reference", "update")
+TRAINING_PHASES = ("logprobs", "reference", "critic", "update")
 
 
 @dataclass(frozen=True)
@@ -203,16 +208,25 @@ def plan_rank(
     ends = config.parallel.first_stage_layers, config.parallel.last_stage_layers
     stages = stage_layers(shape.num_layers, mesh.pipeline, mesh.virtual_pipeline, *ends)
     layers = len(stages[mesh.pipeline_rank])
-    shares = mesh.data * mesh.context
-    buffers = [(sizes, shares) for sizes in parameter_sizes(shape, mesh, layers)]
-    buffers += [(sizes, mesh.expert_data) for sizes in expert_sizes(shape, mesh, layers)]
+    buffers = _buffers(shape, mesh, layers)
     work = stage_work(config, shape, mesh, target, layers)
     update, forward = formulas.backward_bytes(shape, work, config.policy), formulas.forward_bytes(shape, work)
     gather, dummies = formulas.gather_bytes(shape, work), _dummy_gradient_bytes(shape, mesh, target)
     resident = _resident(config, target, buffers, gather, dummies)
+    critic = _Critic({}, formulas.PassBytes(0, 0, 0))
+    if kind == "grpo" and (critic_shape := critic_shape_of(config, shape)) is not None:
+        critic = _plan_critic(config, critic_shape, mesh, target)
+    resident |= critic.resident
     memory = config.memory
     if target.kind != "cuda":  # on CPU only dropping gradients frees memory
-        memory = replace(memory, offload_optimizer=False, offload_parameters=False, offload_reference=False)
+        memory = replace(
+            memory,
+            offload_optimizer=False,
+            offload_parameters=False,
+            offload_reference=False,
+            offload_critic=False,
+            offload_gradients=memory.offload_gradients or (memory.offload_critic and mesh.engine_ranks == 0),
+        )
     if kind == "sft":
         held = _in_order(_while_training(resident, memory) | asdict(update))
         return MemoryPlan(mesh.rank, mesh.pipeline_rank, {"update": held})
@@ -224,7 +238,9 @@ def plan_rank(
         }
         phases = {"logprobs": _while_training(resident, memory) | asdict(forward)}
         if "reference" in resident:
-            phases["reference"] = resident | asdict(forward)
+            phases["reference"] = _while_training(resident, memory, "reference") | asdict(forward)
+        if critic.resident:
+            phases["critic"] = _while_training(resident, memory, "critic") | asdict(critic.update)
         phases["update"] = _while_training(resident, memory) | asdict(update)
         return _with_host(MemoryPlan(mesh.rank, mesh.pipeline_rank, phases), on_host, target)
     engine = formulas.engine_bytes(shape, config.rollout, target.kind, target.itemsize, target.total_bytes)
@@ -240,9 +256,40 @@ def plan_rank(
         "logprobs": _while_training(resident, memory) | asleep | asdict(forward),
     }
     if "reference" in resident:
-        phases["reference"] = resident | asleep | asdict(forward)
+        phases["reference"] = _while_training(resident, memory, "reference") | asleep | asdict(forward)
+    if critic.resident:
+        phases["critic"] = _while_training(resident, memory, "critic") | asleep | asdict(critic.update)
     phases["update"] = _while_training(resident, memory) | asleep | asdict(update)
     return MemoryPlan(mesh.rank, mesh.pipeline_rank, {name: _in_order(held) for name, held in phases.items()})
+
+
+@dataclass(frozen=True)
+class _Critic:
+    """What a critic adds to a rank's plan."""
+
+    resident: dict[str, int]
+    """Empty without a critic."""
+    update: formulas.PassBytes
+
+
+def _plan_critic(config: Config, shape: ModelShape, mesh: Mesh, target: Target) -> _Critic:
+    ends = config.parallel.first_stage_layers, config.parallel.last_stage_layers
+    stages = stage_layers(shape.num_layers, mesh.pipeline, mesh.virtual_pipeline, *ends)
+    layers = len(stages[mesh.pipeline_rank])
+    held = _resident(config, target, _buffers(shape, mesh, layers), 0, 0)
+    names = ("parameters", "gradients", "optimizer")
+    work = stage_work(config, shape, mesh, target, layers)
+    return _Critic(
+        {f"critic_{name}": held[name] for name in names},
+        formulas.backward_bytes(shape, work, config.policy),
+    )
+
+
+def _buffers(shape: ModelShape, mesh: Mesh, layers: int) -> list[tuple[list[int], int]]:
+    """Sizes of the parameters in each of Megatron's flat buffers of a rank (elements), and the ranks that share it."""
+    shares = mesh.data * mesh.context
+    buffers = [(sizes, shares) for sizes in parameter_sizes(shape, mesh, layers)]
+    return buffers + [(sizes, mesh.expert_data) for sizes in expert_sizes(shape, mesh, layers)]
 
 
 def stage_work(
@@ -372,14 +419,24 @@ def _while_generating(
         "parameters": not with_parameters,
         "gradients": memory.offload_gradients,
         "optimizer": memory.offload_optimizer,
-        "reference": memory.offload_reference,
     }
-    return {part: size for part, size in resident.items() if not gone.get(part, False)}
-
-
-def _while_training(resident: Mapping[str, int], memory: MemoryConfig) -> dict[str, int]:
     return {
-        part: size for part, size in resident.items() if part != "reference" or not memory.offload_reference
+        part: size for part, size in _while_training(resident, memory).items() if not gone.get(part, False)
+    }
+
+
+def _while_training(resident: Mapping[str, int], memory: MemoryConfig, model: str = "") -> dict[str, int]:
+    """While the policy computes, or the `model` "reference" or "critic"."""
+    gone = {
+        "reference": memory.offload_reference,
+        "critic_parameters": memory.offload_critic,
+        "critic_gradients": memory.offload_critic or memory.offload_gradients,
+        "critic_optimizer": memory.offload_critic,
+    }
+    return {
+        part: size
+        for part, size in resident.items()
+        if not gone.get(part, False) or (model and part.startswith(model))
     }
 
 
