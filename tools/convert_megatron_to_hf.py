@@ -1,11 +1,14 @@
 """Convert a checkpoint to a Hugging Face model: safetensors, config.json, tokenizer.
 
-python tools/convert_megatron_to_hf.py --checkpoint DIR --output DIR [--config HF_DIR]
+python tools/convert_megatron_to_hf.py --checkpoint DIR --output DIR [--config HF_DIR] [--critic]
 
 --checkpoint is one of this program's (step-000020, or the output folder of a run: then its newest), or a torch_dist
 checkpoint of Megatron-Core: the folder with .metadata, or Megatron-LM's with latest_checkpointed_iteration.txt. The
 layout that saved it does not matter. Optimizer state is not read. The index of a checkpoint is a pickle; it is read
 without running anything in it.
+
+--critic converts the critic of a checkpoint of this program instead: a model for transformers'
+AutoModelForTokenClassification with one label, the value of what precedes the next token.
 
 Which model it is, config.json says: that beside the checkpoint (hf/), or the one that --config names. No GPU, no
 torchrun; memory for the largest tensor, not for the model. It exits with 2 for
@@ -21,10 +24,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rlmath.checkpoint.convert.convert import DTYPES, Converted, check_output, megatron_to_hf
-from rlmath.checkpoint.convert.sources import find_megatron
+from rlmath.checkpoint.convert.sources import MegatronSource, find_megatron
+from rlmath.checkpoint.directory import CRITIC, CRITIC_CONFIG
 from rlmath.checkpoint.hf.weights import read_metadata_files
+from rlmath.config.model_shape import ModelShape
 from rlmath.config.terminal import escape_terminal
-from rlmath.models.hf_config import read_model_shape
+from rlmath.models.hf_config import read_critic_shape, read_model_shape
 
 FAILED, MISTAKE = 1, 2
 CONFIG = "config.json"
@@ -69,9 +74,23 @@ def convert(given: argparse.Namespace) -> Converted:
             f"{source.state} has no config.json beside it (hf/{CONFIG}), so its model is unknown; "
             "name the folder of the Hugging Face model by --config."
         )
-    shape = read_model_shape(folder)
-    shard_bytes = int(given.shard_gib * 2**30)
-    return megatron_to_hf(source.state, shape, metadata_files, given.output, DTYPES[given.dtype], shard_bytes)
+    dtype, shard_bytes = DTYPES[given.dtype], int(given.shard_gib * 2**30)
+    if given.critic:
+        shape, metadata_files = critic_of(source, metadata_files)
+        return megatron_to_hf(source.state, shape, metadata_files, given.output, dtype, shard_bytes, CRITIC)
+    return megatron_to_hf(
+        source.state, read_model_shape(folder), metadata_files, given.output, dtype, shard_bytes
+    )
+
+
+def critic_of(
+    source: MegatronSource, metadata_files: dict[str, bytes]
+) -> tuple[ModelShape, dict[str, bytes]]:
+    """The shape of a checkpoint's critic, and its metadata files: its own config.json and the policy's tokenizer."""
+    path = source.state.parent / CRITIC_CONFIG
+    if not path.is_file():
+        raise ValueError(f"{source.state.parent} has no critic (no {CRITIC_CONFIG}). Leave --critic out.")
+    return read_critic_shape(path), metadata_files | {CONFIG: path.read_bytes()}
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -86,6 +105,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--config", type=Path, help="folder of the Hugging Face model, or its config.json alone"
     )
+    parser.add_argument("--critic", action="store_true", help="convert the critic, not the policy")
     parser.add_argument(
         "--dtype", choices=sorted(DTYPES), default="auto", help="default auto: as in the checkpoint"
     )

@@ -122,7 +122,7 @@ def explained_variance(
     - value) and of their squares: 1 for a critic that is always right, 0 for one that knows the mean alone; 0 where all
     returns are the same.
 
-    >>> explained_variance(2, returns=4.0, squared_returns=10.0, errors=1.0, squared_errors=1.0)
+    >>> explained_variance(2.0, returns=4.0, squared_returns=10.0, errors=1.0, squared_errors=1.0)
     0.75
     """
     if count <= 0:

@@ -358,9 +358,9 @@ def load_checkpoint(
 
 
 def _weights(optimizer: Any | None, pieces: Sequence[Piece], saved: Sequence[str]) -> list[ShardedTensor]:
-    """What to load of a model and its optimizer, whose tensors `saved` the checkpoint has. Weights are read at the highest
-    precision that was saved: a bfloat16 run has float32 copies of its parameters, a float32 run has not, and there is
-    none of what is float32 in any run."""
+    """What to load of a model and its optimizer, whose tensors `saved` the checkpoint has. Weights are read at the
+    highest precision that was saved: a bfloat16 run has float32 copies of its parameters, a float32 run has not, and
+    there is none of what is float32 in any run."""
     plain = [piece.sharded for piece in pieces]
     if optimizer is None:
         return plain

@@ -20,6 +20,10 @@ class RopeScaling:
     """Longest sequence before the model was stretched (tokens)."""
 
 
+VALUE_HEAD = "ForTokenClassification"
+"""How the name of an architecture ends that gives one number for each token."""
+
+
 @dataclass(frozen=True)
 class ModelShape:
     """What the program needs to know of a Hugging Face config.json."""
@@ -57,3 +61,8 @@ class ModelShape:
     """Experts that the router of a layer picks for each token."""
     norm_topk_prob: bool = False
     """The weights of a token's experts are scaled so that their sum is 1."""
+
+    @property
+    def outputs(self) -> int:
+        """Numbers that the last layer gives for each token: one a token of the vocabulary, or one alone."""
+        return 1 if self.architecture.endswith(VALUE_HEAD) else self.vocab_size

@@ -145,6 +145,7 @@ def _prompt_steps(config: Config, counts: Sequence[int]) -> tuple[loader.PromptO
     counted = (
         f"{total_steps} steps x {algorithm.n_minibatches} minibatches x {algorithm.epochs} epochs over them"
     )
+    check_critic(config, total_steps)
     check_warmup(config, most_updates(config, total_steps), counted)
     return order, total_steps
 
@@ -235,6 +236,23 @@ def most_updates(config: Config, total_steps: int) -> int:
 def most_critic_updates(config: Config, total_steps: int) -> int:
     """Likewise of its critic."""
     return total_steps * config.algorithm.n_minibatches * config.algorithm.epochs
+
+
+def check_critic(config: Config, total_steps: int) -> None:
+    """ValueError for a critic whose pretraining or warm-up is as long as the run."""
+    critic, updates = config.critic, most_critic_updates(config, total_steps)
+    if config.algorithm.advantage != "gae":
+        return
+    if critic.pretrain_steps >= total_steps:
+        raise ValueError(
+            f"critic.pretrain_steps is {critic.pretrain_steps}; the run has {total_steps} steps, and the policy would "
+            "never learn. Lower it, or make the run longer"
+        )
+    if updates <= critic.warmup_steps:
+        raise ValueError(
+            f"critic.warmup_steps is {critic.warmup_steps}; the critic has {updates} optimizer steps in this run and "
+            "would never reach critic.lr; lower it"
+        )
 
 
 def check_warmup(config: Config, updates: int, counted: str) -> None:

@@ -71,7 +71,7 @@ def training_cost(shape: ModelShape) -> Cost:
     mlp = 3 * shape.hidden_size * shape.ffn_size
     if shape.num_experts:
         mlp = shape.experts_per_token * mlp + shape.hidden_size * shape.num_experts
-    output = shape.hidden_size * shape.vocab_size
+    output = shape.hidden_size * shape.outputs
     parameters = shape.num_layers * (attention + mlp) + output
     return Cost(linear=6.0 * parameters, quadratic=12.0 * shape.num_layers * query_size / 2)
 

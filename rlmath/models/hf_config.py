@@ -14,6 +14,7 @@ import re
 import sys
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -344,13 +345,23 @@ def critic_shape_of(config: Config, policy: ModelShape) -> ModelShape | None:
     """The shape of a run's critic, None where it has none. ValueError where its config.json cannot be used."""
     if config.algorithm.advantage != "gae":
         return None
-    if config.critic.path is None:
-        return critic_shape(policy, policy)
-    folder = Path(config.critic.path)
-    start, problems = read_shape(folder, "critic.path", (*TABLES, *VALUE_TABLES))
-    raise_problems(f'the model "{folder}"', problems)
+    return critic_shape(policy if config.critic.path is None else _critic_start(config.critic.path), policy)
+
+
+@lru_cache(maxsize=8)
+def _critic_start(path: str) -> ModelShape:
+    start, problems = read_shape(Path(path), "critic.path", (*TABLES, *VALUE_TABLES))
+    raise_problems(f'the model "{path}"', problems)
     assert start is not None
-    return critic_shape(start, policy)
+    return start
+
+
+def read_critic_shape(path: Path) -> ModelShape:
+    """The shape that a critic's config.json gives; ValueError where it gives none."""
+    shape, problems = read_shape_file(path, tuple(VALUE_TABLES))
+    raise_problems(f'the critic "{path}"', problems)
+    assert shape is not None
+    return shape
 
 
 def critic_config_file(folder: Path, shape: ModelShape) -> bytes:

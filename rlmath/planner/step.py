@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from rlmath.config.model_shape import ModelShape
 from rlmath.config.schema import Config
 from rlmath.distributed.mesh import Mesh
-from rlmath.models.hf_config import teacher_shape_of
+from rlmath.models.hf_config import critic_shape_of, teacher_shape_of
 from rlmath.planner.asynchronous import Overlap, engine_side, floor_of
 from rlmath.planner.lengths import Batch, lengths_with_mean
 from rlmath.planner.machines import Cluster
@@ -25,6 +25,7 @@ from rlmath.planner.training import (
     BACKWARD,
     FORWARD,
     Training,
+    critic_work,
     forward_cost,
     head_flops,
     logprobs_work,
@@ -46,12 +47,12 @@ from rlmath.trainer.preflight.memory_estimate import (
 )
 from rlmath.trainer.preflight.memory_formulas import engine_bytes
 
-TRAINER_PHASES = ("records", "logprobs", "reference", "teacher", "update", "publish", "other")
+TRAINER_PHASES = ("records", "logprobs", "reference", "critic", "teacher", "update", "publish", "other")
 ENGINE_PHASES = ("rollout", "again", "transfer")
 """Of a step whose engines have ranks of their own: the two sides work at the same time."""
 PHASES = (
     *("switch", "sync", "rollout", "again", "transfer"),
-    *("records", "logprobs", "reference", "teacher", "update", "publish", "other"),
+    *("records", "logprobs", "reference", "critic", "teacher", "update", "publish", "other"),
 )
 """In the order of a step; the switch is both ways. Where engines have no ranks of their own, phases take turns on the
 same memory, none runs beside another."""
@@ -166,6 +167,7 @@ def plan_step(
         work["logprobs"] = logprobs_work(training)
     if config.algorithm.kl_coef > 0:
         work["reference"] = logprobs_work(training) + reference_switch_work(config, memory, target)
+    work |= critic_phase(training, memory)
     if (teacher := teacher_training(training)) is not None:
         work["teacher"] = teacher_work(teacher, memory)
     work |= {"update": update_work(training), "other": Work(steps=1, tokens=batch.tokens / training.parts)}
@@ -205,6 +207,7 @@ def _plan_asynchronous(
     memory, _ = largest(plan_ranks(config, shape, cluster.ranks, target))
     if config.algorithm.kl_coef > 0:
         work["reference"] = logprobs_work(training) + reference_switch_work(config, memory, target)
+    work |= critic_phase(training, memory)
     if (teacher := teacher_training(training)) is not None:
         work["teacher"] = teacher_work(teacher, memory)
     work |= {
@@ -303,13 +306,17 @@ def step_flops(training: Training, sampled: Sampled) -> StepFlops:
     both = FORWARD + BACKWARD
     recomputed = layers * (passes.linear - both) + attention * (passes.attention - both)
     alone = recomputes_logprobs(config) + (algorithm.kl_coef > 0)
+    critic, critic_pass = critic_shape_of(config, shape), 0.0
+    if critic is not None:
+        of_critic = forward_cost(critic)
+        critic_pass = batch.tokens * of_critic.linear + batch.squares * of_critic.quadratic
     teacher = teacher_training(training)
     of_teacher = 0.0 if teacher is None else teacher_flops(teacher)
     behind_prompts = sampled.squares + 2 * batch.prompt_tokens * sampled.tokens
     return StepFlops(
         sampled.tokens * cost.linear + cost.quadratic * behind_prompts,
-        FORWARD * one_pass * (algorithm.epochs + alone) + of_teacher,
-        BACKWARD * one_pass * algorithm.epochs,
+        FORWARD * (one_pass * (algorithm.epochs + alone) + critic_pass * (algorithm.epochs + 1)) + of_teacher,
+        BACKWARD * (one_pass + critic_pass) * algorithm.epochs,
         recomputed * algorithm.epochs,
     )
 
@@ -374,6 +381,19 @@ def switch_work(config: Config, plan: MemoryPlan, target: Target) -> Work:
 def reference_switch_work(config: Config, plan: MemoryPlan, target: Target) -> Work:
     """An offloaded reference model comes for its log-probs only, and leaves after them."""
     return _there_and_back(plan.part("reference") if config.memory.offload_reference else 0, target)
+
+
+def critic_phase(training: Training, plan: MemoryPlan) -> dict[str, Work]:
+    """The critic's part of a step, with its way to the device and back where it is offloaded; nothing without one."""
+    config = training.config
+    shape = critic_shape_of(config, training.shape)
+    if shape is None:
+        return {}
+    moved = 0
+    if config.memory.offload_critic:
+        moved = plan.part("critic_parameters") + plan.part("critic_optimizer")
+    work = critic_work(replace(training, shape=shape))
+    return {"critic": work + _there_and_back(moved, training.target)}
 
 
 def _there_and_back(size: int, target: Target) -> Work:

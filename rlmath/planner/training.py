@@ -89,7 +89,7 @@ def forward_cost(shape: ModelShape) -> Cost:
 
 def head_flops(shape: ModelShape) -> float:
     """FLOPs of the output layer for one token, forwards."""
-    return 2.0 * shape.hidden_size * shape.vocab_size
+    return 2.0 * shape.hidden_size * shape.outputs
 
 
 @dataclass(frozen=True)
@@ -140,6 +140,11 @@ def logprobs_work(training: Training) -> Work:
     )
 
 
+def critic_work(training: Training) -> Work:
+    """Values of all sequences of a step, and the critic's updates; `training` has the critic's shape."""
+    return logprobs_work(training) + update_work(training)
+
+
 def publish_work(training: Training) -> Work:
     """A copy of the parameters of the rank that holds the most, in the host's memory."""
     held = [sum(one.parameters for one in held_parameters(training, *stage)) for stage in stages(training)]
@@ -176,7 +181,7 @@ def _pass_work(training: Training, mesh: Mesh, layers: int, passes: Passes) -> W
     touched = layers * layer_elements(shape, stage) * passes.touches
     if mesh.is_last_stage:
         flops += batch.tokens * head * passes.head
-        touched += padded_vocab(shape.vocab_size, mesh.tensor) / mesh.tensor * 3 * passes.head
+        touched += padded_vocab(shape.outputs, mesh.tensor) / mesh.tensor * 3 * passes.head
     runs = training.microbatches * config.algorithm.n_minibatches * passes.runs
     work = Work(
         flops=flops / training.parts / mesh.tensor * training.idle_factor,

@@ -79,6 +79,7 @@ MAY_CHANGE = (
     "stages.",
     "optimizer.distributed",
     "optimizer.overlap_grad_reduce",
+    "critic.path",
     "rollout.tensor_parallel",
     "rollout.memory_share",
     "rollout.cpu_kv_cache_gib",

@@ -13,6 +13,7 @@ from rlmath.checkpoint.hf.weight_map import parameter_count
 from rlmath.config.model_shape import ModelShape
 from rlmath.config.schema import Config, SaveConfig
 from rlmath.distributed.device import resolve_kind
+from rlmath.models.hf_config import critic_shape_of
 from rlmath.trainer.run_dir import BEST_FOLDER, stage_folder
 
 FIRST_POINT = 2
@@ -107,12 +108,14 @@ def export_bytes(config: Config, shape: ModelShape) -> int:
 
 
 def checkpoint_bytes(config: Config, shape: ModelShape) -> int:
-    """Size of a checkpoint on disk: parameters, Adam's two moments, and float32 copies of bfloat16 parameters
-    (bytes)."""
+    """Size of a checkpoint on disk: of the policy and, where there is one, of the critic, parameters, Adam's two
+    moments, and float32 copies of bfloat16 parameters (bytes)."""
     weights = _TRAINED[resolve_kind(config.run.device)].itemsize
     state = 8 if config.optimizer.kind == "adam" else 0
     copies = 4 if weights < 4 else 0
-    return parameter_count(shape) * (weights + state + copies)
+    critic = critic_shape_of(config, shape)
+    parameters = parameter_count(shape) + (0 if critic is None else parameter_count(critic))
+    return parameters * (weights + state + copies)
 
 
 def output_bytes(config: Config, shape: ModelShape) -> int:

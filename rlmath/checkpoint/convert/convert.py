@@ -32,7 +32,7 @@ from rlmath.checkpoint.convert.names import (
 from rlmath.checkpoint.convert.sources import RELEASE, TRACKER, read_headers
 from rlmath.checkpoint.convert.torch_dist_io import StateReader, StateWriter
 from rlmath.checkpoint.directory import METADATA_FILES
-from rlmath.checkpoint.hf.weight_map import hf_shapes, to_canonical
+from rlmath.checkpoint.hf.weight_map import hf_shapes, is_value_head, to_canonical
 from rlmath.checkpoint.hf.weights import (
     DTYPE_NAMES,
     HFReader,
@@ -106,14 +106,21 @@ def megatron_to_hf(
     output: Path,
     dtype: torch.dtype | None,
     shard_bytes: int,
+    model: str = "",
 ) -> Converted:
-    """Write the model of a torch_dist folder as safetensors of up to `shard_bytes` a file, beside its metadata files.
+    """Write a model of a torch_dist folder as safetensors of up to `shard_bytes` each, beside its metadata files.
 
-    Only the model's tensors are read. `dtype` None: as in the checkpoint. ValueError for a mistake.
+    Only the model's tensors are read: the policy's, or those whose keys begin with `model` and a point. `dtype` None:
+    as in the checkpoint; of a bfloat16 critic, whose head is float32, bfloat16. ValueError for a mistake.
     """
-    reader = StateReader(state)
+    reader = StateReader(state, f"{model}." if model else "")
+    if model and not reader.tensors:
+        raise ValueError(
+            f"{state} has no {model}: the run had none, or made this checkpoint before it had one."
+        )
     found = find_all(reader, shape)
-    formats = {reader.tensors[key].properties.dtype for one in found for key, *_ in one.regions}
+    placed = [one for one in found if not is_value_head(one.stored.placed.rule)]
+    formats = {reader.tensors[key].properties.dtype for one in placed for key, *_ in one.regions}
     words = ", ".join(sorted(str(one).removeprefix("torch.") for one in formats))
     if not formats <= set(_DTYPES.values()):
         raise ValueError(f"{state} has numbers in {words}; needed: float32, bfloat16 or float16.")

@@ -34,18 +34,19 @@ _UNREADABLE = (OSError, EOFError, RuntimeError, ValueError, pickle.UnpicklingErr
 
 
 class StateReader:
-    """The tensors of a torch_dist folder; any rectangle of them is read on demand."""
+    """The tensors of a torch_dist folder whose keys begin with `prefix`, by the rest of the key; any rectangle of them
+    is read on demand."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, prefix: str = "") -> None:
+        self.folder, self._prefix = folder, prefix
         metadata = read_metadata(folder)
         self._places = metadata.storage_data
         self._stacks: dict[str, dict[int, list[dcp.ChunkStorageMetadata]]] = {}
         """Parts by key and place on the first axis."""
         self.tensors: dict[str, dcp.TensorStorageMetadata] = {
-            key: entry
+            key.removeprefix(prefix): entry
             for key, entry in metadata.state_dict_metadata.items()
-            if isinstance(entry, dcp.TensorStorageMetadata)
+            if isinstance(entry, dcp.TensorStorageMetadata) and key.startswith(prefix)
         }
 
     def read(self, key: str, offset: Sequence[int], size: Sequence[int]) -> Tensor:
@@ -88,7 +89,7 @@ class StateReader:
         return self._stacks[key].get(offset[0], [])
 
     def _part(self, key: str, chunk: dcp.ChunkStorageMetadata) -> Tensor:
-        place = self._places[dcp.MetadataIndex(key, chunk.offsets)]
+        place = self._places[dcp.MetadataIndex(self._prefix + key, chunk.offsets)]
         path = self.folder / place.relative_path
         expected = math.prod(chunk.sizes) * self.tensors[key].properties.dtype.itemsize
         try:

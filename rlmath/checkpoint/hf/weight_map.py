@@ -21,7 +21,7 @@ from typing import Literal, cast
 import torch
 from torch import Tensor
 
-from rlmath.config.model_shape import ModelShape
+from rlmath.config.model_shape import VALUE_HEAD, ModelShape
 
 Form = Literal["plain", "vocab", "qkv", "gate_up"]
 PipelineOwner = Literal["first", "layer", "expert", "last"]
@@ -147,10 +147,10 @@ TABLES: dict[str, tuple[Rule, ...]] = {
 }
 """Rules by the architecture that config.json names, in the order in which tensors are streamed."""
 
-_CAUSAL, _VALUE = "ForCausalLM", "ForTokenClassification"
+_CAUSAL = "ForCausalLM"
 
 VALUE_TABLES: dict[str, tuple[Rule, ...]] = {
-    name.replace(_CAUSAL, _VALUE): (*(rule for rule in rules if rule not in _HEAD), *_VALUE_HEAD)
+    name.replace(_CAUSAL, VALUE_HEAD): (*(rule for rule in rules if rule not in _HEAD), *_VALUE_HEAD)
     for name, rules in TABLES.items()
 }
 """The same models with a value head: critics."""
@@ -175,12 +175,12 @@ def value_architecture(architecture: str) -> str:
     >>> value_architecture("Qwen2ForCausalLM")
     'Qwen2ForTokenClassification'
     """
-    return architecture.replace(_CAUSAL, _VALUE)
+    return architecture.replace(_CAUSAL, VALUE_HEAD)
 
 
 def model_type(architecture: str) -> str:
     """The `model_type` of a policy's or a critic's config.json."""
-    return MODEL_TYPES[architecture.replace(_VALUE, _CAUSAL)]
+    return MODEL_TYPES[architecture.replace(VALUE_HEAD, _CAUSAL)]
 
 
 def is_value_head(rule: Rule) -> bool:

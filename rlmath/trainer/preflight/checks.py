@@ -33,6 +33,7 @@ from rlmath.models.hf_config import inspect_model_folder
 from rlmath.rewards.custom_function import function_problem
 from rlmath.trainer.preflight import length_curriculum as curriculum
 from rlmath.trainer.preflight import parallelism
+from rlmath.trainer.preflight.critic import critic_problems, critic_warnings
 from rlmath.trainer.preflight.memory_estimate import Kind
 from rlmath.trainer.preflight.memory_fit import GIB, fit_problems
 from rlmath.trainer.preflight.memory_formulas import FLOAT32_BYTES, longest_sequence_bytes
@@ -97,6 +98,8 @@ def run_problems(config: Config, world_size: int, shape: ModelShape | None, kind
         # Once for all stages: an import may take long.
         if config.reward.function is not None and (problem := function_problem(config.reward.function)):
             problems.append(problem)
+    if kind == "grpo" and shape is not None:
+        problems += critic_problems(config, shape)
     return problems + (shape_problems(config, shape, kind) if shape is not None else [])
 
 
@@ -248,6 +251,7 @@ def config_warnings(config: Config, unused: Sequence[str] = ()) -> list[str]:
         _asynchronous_warnings,
         _old_token_warnings,
         algorithm_warnings,
+        critic_warnings,
         teacher_warnings,
         curriculum.length_stage_warnings,
     )
@@ -464,7 +468,7 @@ def _partial_rollout_warnings(config: Config) -> Iterator[str]:
         yield f'{", ".join(unused)}: no effect with rollout.tail="{rollout.tail}".'
     if rollout.tail == "carry" and rollout.max_staleness == 0:
         yield 'rollout.tail="carry" carries nothing with rollout.max_staleness=0: a step finishes what it begins.'
-    if config.algorithm.advantage in ("ppo", "reinforce++"):
+    if config.algorithm.advantage in ("ppo", "reinforce++", "gae"):
         compares = (
             f'algorithm.advantage="{config.algorithm.advantage}" compares a completion with all of its step'
         )
@@ -508,10 +512,11 @@ def _reward_problems(config: Config) -> Iterator[str]:
 def algorithm_problems(config: Config) -> Iterator[str]:
     """What was got, what is needed and what to change, one text per problem."""
     algorithm = config.algorithm
-    if config.rollout.group_size < 2 and algorithm.advantage != "ppo" and not teaches_alone(config):
+    compares = algorithm.advantage not in ("ppo", "gae") and not teaches_alone(config)
+    if config.rollout.group_size < 2 and compares:
         yield (
             f'rollout.group_size is {config.rollout.group_size}; algorithm.advantage="{algorithm.advantage}" compares '
-            'the completions of a group and needs at least 2. Raise it, or set algorithm.advantage="ppo".'
+            'the completions of a group and needs at least 2. Raise it, or set algorithm.advantage to "ppo" or "gae".'
         )
     if algorithm.importance_correction is not None and not algorithm.recompute_logprobs:
         yield (

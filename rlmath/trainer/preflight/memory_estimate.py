@@ -7,6 +7,7 @@ engine to sleep, brings the training's parts back, and computes log-probs and up
     generate   engine weights, workspace and KV cache; parameters unless they are offloaded
     logprobs   parameters, gradients, optimizer; one forward pass
     reference  the same with the reference's pass
+    critic     the same with the critic, its gradients, its optimizer and the activations of its backward pass
     teacher    the same with the teacher's
     update     the same with the activations of a backward pass
 
@@ -37,7 +38,7 @@ from rlmath.config.length_curriculum import with_longest_lengths
 from rlmath.config.model_shape import ModelShape
 from rlmath.config.schema import Config, MemoryConfig
 from rlmath.distributed.mesh import Mesh
-from rlmath.models.hf_config import teacher_shape_of
+from rlmath.models.hf_config import critic_shape_of, teacher_shape_of
 from rlmath.rollout.weight_sync.reshard_plan import bucket_bytes
 from rlmath.rollout.weight_sync.shard_layouts import stage_layers
 from rlmath.trainer.preflight import memory_formulas as formulas
@@ -49,6 +50,9 @@ PARTS = (
     "gradients",
     "optimizer",
     "reference",
+    "critic_parameters",
+    "critic_gradients",
+    "critic_optimizer",
     "teacher",
     "teacher_head",
     "activations",
@@ -67,7 +71,7 @@ layer of a teacher where the update needs it."""
 ENGINE_PARTS = ("engine_weights", "engine_workspace", "kv_cache", "sync_buffers")
 """Those that training does without."""
 GENERATION_PHASES = ("sync", "generate")
-TRAINING_PHASES = ("logprobs", "reference", "teacher", "update")
+TRAINING_PHASES = ("logprobs", "reference", "critic", "teacher", "update")
 
 
 @dataclass(frozen=True)
@@ -211,9 +215,7 @@ def plan_rank(
     ends = config.parallel.first_stage_layers, config.parallel.last_stage_layers
     stages = stage_layers(shape.num_layers, mesh.pipeline, mesh.virtual_pipeline, *ends)
     layers = len(stages[mesh.pipeline_rank])
-    shares = mesh.data * mesh.context
-    buffers = [(sizes, shares) for sizes in parameter_sizes(shape, mesh, layers)]
-    buffers += [(sizes, mesh.expert_data) for sizes in expert_sizes(shape, mesh, layers)]
+    buffers = _buffers(shape, mesh, layers)
     work = stage_work(config, shape, mesh, target, layers)
     teacher = plan_teacher(config, shape, mesh, target) if kind == "grpo" else None
     in_loss = 0 if teacher is None else teacher.in_loss
@@ -223,6 +225,10 @@ def plan_rank(
     if teacher is not None:
         gather = max(gather, teacher.gather)
     resident = _resident(config, target, buffers, gather, dummies)
+    critic = _Critic({}, formulas.PassBytes(0, 0, 0))
+    if kind == "grpo" and (critic_shape := critic_shape_of(config, shape)) is not None:
+        critic = _plan_critic(config, critic_shape, mesh, target)
+    resident |= critic.resident
     if teacher is not None:
         resident |= teacher.resident
     memory = config.memory
@@ -233,6 +239,8 @@ def plan_rank(
             offload_parameters=False,
             offload_reference=False,
             offload_teacher=False,
+            offload_critic=False,
+            offload_gradients=memory.offload_gradients or (memory.offload_critic and mesh.engine_ranks == 0),
         )
     if kind == "sft":
         held = _in_order(_while_training(resident, memory) | asdict(update))
@@ -246,9 +254,10 @@ def plan_rank(
         phases = {"logprobs": _while_training(resident, memory) | asdict(forward)}
         if "reference" in resident:
             phases["reference"] = _while_training(resident, memory, "reference") | asdict(forward)
+        if critic.resident:
+            phases["critic"] = _while_training(resident, memory, "critic") | asdict(critic.update)
         if teacher is not None:
-            with_teacher = _while_training(resident, memory, "teacher", "teacher_head")
-            phases["teacher"] = with_teacher | asdict(teacher.forward)
+            phases["teacher"] = _while_training(resident, memory, "teacher") | asdict(teacher.forward)
         phases["update"] = _while_training(resident, memory, "teacher_head") | asdict(update)
         return _with_host(MemoryPlan(mesh.rank, mesh.pipeline_rank, phases), on_host, target)
     engine = formulas.engine_bytes(shape, config.rollout, target.kind, target.itemsize, target.total_bytes)
@@ -265,11 +274,41 @@ def plan_rank(
     }
     if "reference" in resident:
         phases["reference"] = _while_training(resident, memory, "reference") | asleep | asdict(forward)
+    if critic.resident:
+        phases["critic"] = _while_training(resident, memory, "critic") | asleep | asdict(critic.update)
     if teacher is not None:
-        with_teacher = _while_training(resident, memory, "teacher", "teacher_head")
-        phases["teacher"] = with_teacher | asleep | asdict(teacher.forward)
+        phases["teacher"] = _while_training(resident, memory, "teacher") | asleep | asdict(teacher.forward)
     phases["update"] = _while_training(resident, memory, "teacher_head") | asleep | asdict(update)
     return MemoryPlan(mesh.rank, mesh.pipeline_rank, {name: _in_order(held) for name, held in phases.items()})
+
+
+@dataclass(frozen=True)
+class _Critic:
+    """What a critic adds to a rank's plan."""
+
+    resident: dict[str, int]
+    """Empty without a critic."""
+    update: formulas.PassBytes
+
+
+def _plan_critic(config: Config, shape: ModelShape, mesh: Mesh, target: Target) -> _Critic:
+    ends = config.parallel.first_stage_layers, config.parallel.last_stage_layers
+    stages = stage_layers(shape.num_layers, mesh.pipeline, mesh.virtual_pipeline, *ends)
+    layers = len(stages[mesh.pipeline_rank])
+    held = _resident(config, target, _buffers(shape, mesh, layers), 0, 0)
+    names = ("parameters", "gradients", "optimizer")
+    work = stage_work(config, shape, mesh, target, layers)
+    return _Critic(
+        {f"critic_{name}": held[name] for name in names},
+        formulas.backward_bytes(shape, work, config.policy),
+    )
+
+
+def _buffers(shape: ModelShape, mesh: Mesh, layers: int) -> list[tuple[list[int], int]]:
+    """Sizes of the parameters in each of Megatron's flat buffers of a rank (elements), and the ranks that share it."""
+    shares = mesh.data * mesh.context
+    buffers = [(sizes, shares) for sizes in parameter_sizes(shape, mesh, layers)]
+    return buffers + [(sizes, mesh.expert_data) for sizes in expert_sizes(shape, mesh, layers)]
 
 
 @dataclass(frozen=True)
@@ -441,14 +480,22 @@ def _while_generating(
     }
 
 
-def _while_training(resident: Mapping[str, int], memory: MemoryConfig, *computing: str) -> dict[str, int]:
-    """Without the parts of frozen models that are offloaded, but for those that compute."""
+def _while_training(resident: Mapping[str, int], memory: MemoryConfig, model: str = "") -> dict[str, int]:
+    """While the policy computes, or the `model` "reference", "critic" or "teacher", or the policy with the
+    "teacher_head"."""
     gone = {
         "reference": memory.offload_reference,
+        "critic_parameters": memory.offload_critic,
+        "critic_gradients": memory.offload_critic or memory.offload_gradients,
+        "critic_optimizer": memory.offload_critic,
         "teacher": memory.offload_teacher,
         "teacher_head": memory.offload_teacher,
     }
-    return {part: size for part, size in resident.items() if part in computing or not gone.get(part, False)}
+    return {
+        part: size
+        for part, size in resident.items()
+        if not gone.get(part, False) or (model and part.startswith(model))
+    }
 
 
 def _sync_bytes(config: Config, mesh: Mesh, target: Target, weights: int) -> int:

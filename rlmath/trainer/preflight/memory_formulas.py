@@ -169,8 +169,8 @@ def backward_bytes(shape: ModelShape, work: StageWork, policy: PolicyConfig, in_
     moments = [others + deepest + size * (beside + hidden + received)]
     if work.has_head:
         # Beside Transformer Engine it is added to its buffer by the product itself (`_dummy_gradient_bytes`).
-        head_gradient = matrix if work.local_layers else 0
-        own = max(LOGPROB_SCRATCH_BYTES[work.device_kind], head_gradient + size * shape.hidden_size, in_loss)
+        head_gradient = matrix if work.local_layers and shape.outputs > 1 else 0
+        own = max(_scratch_bytes(shape, work), head_gradient + size * shape.hidden_size, in_loss)
         moments.append(others + kept + final_norm + logits + own + 2 * size * received)
     if work.has_embedding:
         moments.append(others + matrix + size * hidden)
@@ -213,8 +213,15 @@ def forward_bytes(shape: ModelShape, work: StageWork) -> PassBytes:
     layer = size * (3 * _units(shape, work) + sent + (4 + in_transit) * hidden)
     working = layer - logits
     if work.has_head:
-        working = max(working, LOGPROB_SCRATCH_BYTES[work.device_kind] + size * hidden)
+        working = max(working, _scratch_bytes(shape, work) + size * hidden)
     return PassBytes(0, logits, max(0, working))
+
+
+def _scratch_bytes(shape: ModelShape, work: StageWork) -> int:
+    """What the head's output is worked on in: chunks of logits, or float32 hidden states for a value."""
+    if shape.outputs == 1:
+        return 2 * work.tokens * shape.hidden_size * FLOAT32_BYTES if work.itemsize < FLOAT32_BYTES else 0
+    return LOGPROB_SCRATCH_BYTES[work.device_kind]
 
 
 def head_bytes(shape: ModelShape, tensor: int, itemsize: int) -> int:
@@ -243,6 +250,8 @@ def gather_bytes(shape: ModelShape, work: StageWork) -> int:
 
 
 def _logits_bytes(shape: ModelShape, work: StageWork) -> int:
+    if shape.outputs == 1:  # the value head's, float32
+        return work.tokens * FLOAT32_BYTES if work.has_head else 0
     columns = padded_vocab(shape.vocab_size, work.tensor) // work.tensor
     return work.tokens * columns * work.itemsize if work.has_head else 0
 

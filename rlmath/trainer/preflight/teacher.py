@@ -71,8 +71,8 @@ def teacher_setting_problems(config: Config) -> Iterator[str]:
 
     if teaches_alone(config) and algorithm.advantage == "gae":
         yield (
-            'algorithm.advantage is "gae" and teacher.with_rewards false: no reward is learned from, and the critic would '
-            "be trained for nothing. Set another algorithm.advantage, or teacher.with_rewards=true."
+            'algorithm.advantage is "gae" and teacher.with_rewards false: no reward is learned from, and the critic '
+            "would be trained for nothing. Set another algorithm.advantage, or teacher.with_rewards=true."
         )
 
 
