@@ -165,6 +165,7 @@ DISTINCT = Config(
         importance_cap=1.69,
         importance_mask_low=0.17,
         importance_mask_high=4.71,
+        reference_every_steps=2711,
         kl_coef=0.0172,
         kl_in="reward",
         kl_estimator="k2",

@@ -497,6 +497,9 @@ class AlgorithmConfig:
     """Likewise above this, before the cap (AReaL: behav_imp_weight_cap). Null: none."""
     kl_coef: NonNegativeFloat = 0.0
     """Weight of KL(policy || reference). 0: no reference model."""
+    reference_every_steps: PositiveInt | None = None
+    """After every so many steps of the run the policy becomes the reference (ProRL, arXiv:2505.24864, which also resets
+    the optimizer; here it goes on). Null: the reference stays the model that the run started from."""
     kl_in: Literal["loss", "reward"] = "loss"
     """Where the KL counts: in the "loss" of every token, or in the "reward", before advantages (AReaL: kl_ctl)."""
     kl_estimator: Literal["k1", "k2", "k3", "abs"] = "k3"

@@ -9,9 +9,11 @@ critic and the teacher.
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
 
+import torch
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -120,6 +122,16 @@ def critic_optimizer(config: Config) -> OptimizerConfig:
         min_lr=optimizer.min_lr / optimizer.lr * critic.lr,
         warmup_steps=critic.warmup_steps,
     )
+
+
+@torch.no_grad()
+def copy_weights(source: Sequence[GPTModel], target: Sequence[GPTModel]) -> None:
+    """Those of the bare chunks of one model to another of the same layout, both on the device."""
+    for one, other in zip(source, target, strict=True):
+        weights = dict(one.named_parameters())
+        for name, parameter in other.named_parameters():
+            parameter.copy_(weights.pop(name))
+        assert not weights, f"the other model has no {sorted(weights)}"
 
 
 def build_teacher(

@@ -29,7 +29,7 @@ from typing import Any, ClassVar
 from rlmath.algorithms.advantages import advantages
 from rlmath.algorithms.losses import Normalisation
 from rlmath.algorithms.types import MicroBatch, Sample, ScoredGroup
-from rlmath.checkpoint.directory import CRITIC, CRITIC_CONFIG, Progress
+from rlmath.checkpoint.directory import CRITIC, CRITIC_CONFIG, REFERENCE, Progress
 from rlmath.checkpoint.sharded_state import SavedModel
 from rlmath.config import length_curriculum as curriculum
 from rlmath.config.length_curriculum import LengthStage
@@ -42,7 +42,7 @@ from rlmath.distributed.bridge import Bridge
 from rlmath.distributed.device import Device
 from rlmath.distributed.mesh import Mesh
 from rlmath.distributed.phase_timers import PhaseTimers
-from rlmath.models.build import Actor, build_actor, build_critic, build_reference, build_teacher
+from rlmath.models.build import Actor, build_actor, build_critic, build_reference, build_teacher, copy_weights
 from rlmath.models.critic import Critic
 from rlmath.models.forward_backward import ForwardBackward, TokenLogprobs
 from rlmath.models.hf_config import critic_config_file, critic_shape_of, teacher_shape_of
@@ -115,6 +115,8 @@ class GrpoTrainer(Trainer):
         self.reference = None
         if config.algorithm.kl_coef > 0:
             self.reference = build_reference(config, shape, mesh, device, inputs.stop_token_ids)
+        self.reference_moved = False
+        """Whether it is another than the model that the run started from."""
         self.critic = None
         self.critic_shape = critic_shape_of(config, shape)
         if self.critic_shape is not None:
@@ -186,6 +188,7 @@ class GrpoTrainer(Trainer):
             raise_if_every_call_failed(rollout.scores)
         self.rollouts.commit()
         update = self.updaters[stage.number].update(selection.learned, number)
+        self.move_reference(number + 1)
         seconds = self.timers.seconds() | {"step": time.perf_counter() - started}
         metrics = self.metrics(stage, rollout, update, seconds) | probed
         return StepRecord(
@@ -233,14 +236,30 @@ class GrpoTrainer(Trainer):
             self.entered_length_stage = stage.number
         return stage
 
+    def move_reference(self, steps_done: int) -> None:
+        """The policy becomes the reference, where that is due after so many steps."""
+        every = self.config.algorithm.reference_every_steps
+        if self.reference is None or every is None or steps_done % every:
+            return
+        with self.offload.on_device("reference"):
+            copy_weights(self.actor.chunks, self.reference.chunks)
+        self.reference_moved = True
+        logger.info("step %d: the policy of now is the reference from here on", steps_done)
+
     @property
     def models(self) -> list[SavedModel]:
-        if self.critic is None:
-            return super().models
-        return [*super().models, SavedModel(CRITIC, self.critic.chunks, self.critic.learner.optimizer)]
+        models = super().models
+        if self.critic is not None:
+            models.append(SavedModel(CRITIC, self.critic.chunks, self.critic.learner.optimizer))
+        if self.reference is not None:
+            models.append(SavedModel(REFERENCE, self.reference.chunks, None))
+        return models
+
+    def saved_models(self) -> list[SavedModel]:
+        return [one for one in self.models if one.name != REFERENCE or self.reference_moved]
 
     def models_on_device(self) -> AbstractContextManager[Any]:
-        return self.offload.on_device("critic")
+        return self.offload.on_device("critic", "reference")
 
     @property
     def critic_updates(self) -> int:
@@ -258,7 +277,8 @@ class GrpoTrainer(Trainer):
     def resume(self, folder: Path, progress: Progress) -> None:
         if self.critic is not None and progress.has_model(CRITIC):
             self.critic.learner.restore_schedule(progress.critic_updates)
-        elif self.critic is not None and self.mesh.rank == 0:
+        self.reference_moved = self.reference is not None and progress.has_model(REFERENCE)
+        if self.critic is not None and not progress.has_model(CRITIC) and self.mesh.rank == 0:
             logger.warning("%s has no critic: it begins with the weights it starts from", folder)
         changed = progress.reward_fingerprint not in ("", self.reward_fingerprint)
         self.rollouts.resume(folder, progress.step, changed)

@@ -25,14 +25,14 @@ def teaches_alone(config: Config) -> bool:
     return config.teacher.path is not None and not config.teacher.with_rewards
 
 
-def teacher_folder_problems(config: Config) -> list[str]:
+def folder_problems(config: Config) -> list[str]:
     """What is wrong with the files in `teacher.path`; none without a teacher."""
     if config.teacher.path is None:
         return []
     return inspect_model_folder(Path(config.teacher.path), "teacher.path")[1]
 
 
-def teacher_layout_problems(config: Config) -> Iterator[str]:
+def layout_problems(config: Config) -> Iterator[str]:
     """Why the teacher's shape cannot be laid out as `parallel` says."""
     try:
         shape = teacher_shape_of(config)
@@ -46,12 +46,12 @@ def teacher_layout_problems(config: Config) -> Iterator[str]:
         yield f"teacher.path, which has the layout of the policy: {problem}"
 
 
-def teacher_length_problems(config: Config) -> Iterator[str]:
+def length_problems(config: Config) -> Iterator[str]:
     """Sequences that are too long for the teacher."""
     try:
         shape = teacher_shape_of(config)
     except ValueError:
-        return  # told by `teacher_layout_problems`
+        return  # told by `layout_problems`
     longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
     if shape is not None and longest > shape.max_positions:
         yield (
@@ -60,7 +60,7 @@ def teacher_length_problems(config: Config) -> Iterator[str]:
         )
 
 
-def teacher_setting_problems(config: Config) -> Iterator[str]:
+def setting_problems(config: Config) -> Iterator[str]:
     """Settings that do not go with a teacher."""
     algorithm = config.algorithm
     if teaches_alone(config) and algorithm.kl_coef > 0 and algorithm.kl_in == "reward":
@@ -76,7 +76,7 @@ def teacher_setting_problems(config: Config) -> Iterator[str]:
         )
 
 
-def teacher_warnings(config: Config) -> Iterator[str]:
+def setting_warnings(config: Config) -> Iterator[str]:
     """Settings that change nothing with this teacher, or without one."""
     teacher, selection = config.teacher, config.selection
     if teacher.path is None:
