@@ -7,7 +7,13 @@ from typing import Any
 
 import pytest
 
-from tests.distributed.memory_plan_cases import Layout, make_model, measure_engine, measure_training
+from tests.distributed.memory_plan_cases import (
+    Layout,
+    make_model,
+    measure_engine,
+    measure_teacher,
+    measure_training,
+)
 from tests.distributed.policy_cases import Case
 from tests.distributed.rank_pool import RankPool
 from tests.selection import matrix
@@ -77,6 +83,31 @@ def test_norms_of_query_and_key_are_planned(
 def test_a_tied_embedding_is_planned_where_it_is_held(ranks: RankPool, models: dict[bool, Path], case: Case):
     for report in ranks.run(case.ranks, measure_training, models[True], Layout(case, microbatches=2)):
         check_training(report)
+
+
+@pytest.mark.parametrize(
+    ("layout", "loss"),
+    [
+        pytest.param(Layout(adam(tensor=2, sequence=True)), "full", marks=matrix),
+        pytest.param(Layout(adam(pipeline=2), microbatches=2), "full", marks=matrix),
+        pytest.param(Layout(adam()), "full", marks=FULL),
+        pytest.param(Layout(adam(tensor=2)), "advantage", marks=FULL),
+        pytest.param(Layout(adam(pipeline=2), microbatches=2), "advantage", marks=FULL),
+    ],
+    ids=str,
+)
+def test_a_teacher_and_what_the_update_holds_for_it_are_planned(
+    ranks: RankPool, models: dict[bool, Path], tmp_path: Path, layout: Layout, loss: str
+):
+    """A teacher with twice the policy's layers and a tied output layer."""
+    teacher = make_model(tmp_path / "teacher", models[False], tied=True, layers=8)
+    for report in ranks.run(layout.case.ranks, measure_teacher, models[False], teacher, layout, loss):
+        measured, phases = report["measured"], report["phases"]
+        held = phases["teacher"]
+        assert held["teacher"] + held.get("teacher_head", 0) == within_a_tenth(measured["teacher"])
+        assert sum(held.get(part, 0) for part in PASS) == within_a_tenth(measured["teacher_pass"])
+        update = phases["update"]
+        assert sum(update.get(part, 0) for part in PASS) == within_a_tenth(measured["update_pass"])
 
 
 @pytest.mark.full
