@@ -79,9 +79,11 @@ def step(
     stage.actor.learner.settings = loss_settings(algorithm, settings)
     stage.actor.learner.bounds = early_stop(algorithm)
     in_update = settings.loss == "full"
-    sets = training_sets(stage.actor, None, config.memory, stage.device, teacher, in_update)
+    sets = training_sets(stage.actor, None, config.memory, stage.device, None, teacher, in_update)
     before = whole_tensors(stage)
-    updater = PolicyUpdater(config, stage.shape, stage.mesh, stage.actor, None, sets, PhaseTimers(), teacher)
+    updater = PolicyUpdater(
+        config, stage.shape, stage.mesh, stage.actor, None, sets, PhaseTimers(), None, teacher
+    )
     record = updater.update(groups, 0)
     after = whole_tensors(stage)
     update = {name: after[name] - before[name] for name in after}
