@@ -562,7 +562,8 @@ def _unknown(key: str) -> str:
 def _nearest_key(key: str) -> str | None:
     """The known key or section that a wrong key most likely stands for.
 
-    In this order: the key under sections too many, its last word in another section, the nearest whole key,
+    In this order: the key under sections too many, its last word in another section (of a word alone, in the first
+    section that has it), the nearest whole key,
     the nearest last word in its own section, the nearest last word anywhere.
     """
     known, leaf = list(all_settings()), key.rpartition(".")[2]
@@ -572,9 +573,10 @@ def _nearest_key(key: str) -> str | None:
         leaves = {known.rpartition(".")[2]: known for known in reversed(keys)}
         return [leaves[close] for close in difflib.get_close_matches(leaf, list(leaves), 1, least)]
 
+    elsewhere = [one for one in known if one.endswith("." + leaf)]
     found = (
         [one for one in known if key.endswith("." + one)]
-        or difflib.get_close_matches(key, [one for one in known if one.endswith("." + leaf)], 1, 0.0)
+        or (elsewhere if leaf == key else difflib.get_close_matches(key, elsewhere, 1, 0.0))
         or difflib.get_close_matches(plain, [*known, *section_classes()], 1, 0.75)
         or by_leaf([one for one in known if one.startswith(key.partition(".")[0] + ".")], 0.5)
         or by_leaf(known, 0.6)

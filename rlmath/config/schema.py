@@ -525,8 +525,8 @@ class CriticConfig:
     path: str | None = None
     """Folder of the Hugging Face model that the critic starts from, with a value head (...ForTokenClassification) or
     without. Null: model.path."""
-    lr: PositiveFloat = 1e-5
-    """Peak learning rate."""
+    lr: PositiveFloat | None = None
+    """Peak learning rate. Null: 5 times optimizer.lr."""
     warmup_steps: NonNegativeInt = 0
     """Optimizer steps of linear warm-up."""
     pretrain_steps: NonNegativeInt = 0

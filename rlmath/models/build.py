@@ -42,6 +42,8 @@ from rlmath.models.teacher import Teacher
 
 L = TypeVar("L", bound=Learner)
 logger = logging.getLogger(__name__)
+CRITIC_LR_FACTOR = 5.0
+"""Learning rate of a critic, in that of its policy, where it is not given; VAPO has 2, verl's examples have 10."""
 NO_TEACHER = TeacherConfig()
 
 
@@ -116,12 +118,9 @@ def build_critic(config: Config, shape: ModelShape, mesh: Mesh, device: Device, 
 def critic_optimizer(config: Config) -> OptimizerConfig:
     """The policy's, with the critic's learning rate and warm-up; `min_lr` in the same proportion."""
     optimizer, critic = config.optimizer, config.critic
-    return replace(
-        optimizer,
-        lr=critic.lr,
-        min_lr=optimizer.min_lr / optimizer.lr * critic.lr,
-        warmup_steps=critic.warmup_steps,
-    )
+    lr = CRITIC_LR_FACTOR * optimizer.lr if critic.lr is None else critic.lr
+    min_lr = optimizer.min_lr / optimizer.lr * lr
+    return replace(optimizer, lr=lr, min_lr=min_lr, warmup_steps=critic.warmup_steps)
 
 
 @torch.no_grad()

@@ -19,6 +19,7 @@ FREE_TEXTS = {
     "data.more_train_paths",
     "validation.paths",
     "sft.held_out_path",
+    "critic.path",
     "reward.function",
     "teacher.path",
     "telemetry.wandb_project",

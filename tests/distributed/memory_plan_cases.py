@@ -192,6 +192,39 @@ def measure_training(folder: Path, layout: Layout) -> dict[str, Any]:
     return {"measured": measured, "phases": {name: dict(held) for name, held in plan.phases.items()}}
 
 
+def measure_critic(folder: Path, layout: Layout) -> dict[str, Any]:
+    """Measured bytes of this rank's critic and of its update, and the planned ones of the phase in which it learns."""
+    from rlmath.models.build import build_critic
+    from rlmath.models.critic import ValueTargets
+    from rlmath.models.hf_config import critic_shape_of
+
+    stage = _build(folder, layout)
+    config = replace(stage.config, algorithm=replace(stage.config.algorithm, advantage="gae"))
+    shape = critic_shape_of(config, stage.shape)
+    assert shape is not None
+    critic = build_critic(config, shape, stage.mesh, stage.device, total_updates=10)
+    batches = _batches(stage, layout)
+    targets = [
+        ValueTargets(torch.zeros(len(one.token_ids_T)), torch.ones(len(one.token_ids_T))) for one in batches
+    ]
+    assert critic.learner.learn(batches, targets).discarded is None
+    parameters = [p for chunk in critic.chunks for p in chunk.parameters()]
+    measured = {
+        "critic_parameters": storage_bytes(parameters),
+        "critic_gradients": storage_bytes(p.main_grad for p in parameters),
+        "critic_optimizer": _optimizer_bytes(critic.learner.optimizer, parameters),
+    }
+    with StorageWatch() as watch:
+        critic.learner.learn(batches, targets)
+    measured["pass"] = watch.peak
+    plan = plan_rank(config, stage.shape, stage.mesh, CPU)
+    return {
+        "measured": measured,
+        "planned": dict(plan.phases["critic"]),
+        "update": dict(plan.phases["update"]),
+    }
+
+
 def measure_teacher(folder: Path, teacher_folder: Path, layout: Layout, loss: str) -> dict[str, Any]:
     """Measured and planned bytes of this rank's teacher, of its pass, and of an update with it (of a second step)."""
     from rlmath.models.build import build_teacher, loss_settings

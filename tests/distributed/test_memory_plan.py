@@ -10,6 +10,7 @@ import pytest
 from tests.distributed.memory_plan_cases import (
     Layout,
     make_model,
+    measure_critic,
     measure_engine,
     measure_teacher,
     measure_training,
@@ -83,6 +84,25 @@ def test_norms_of_query_and_key_are_planned(
 def test_a_tied_embedding_is_planned_where_it_is_held(ranks: RankPool, models: dict[bool, Path], case: Case):
     for report in ranks.run(case.ranks, measure_training, models[True], Layout(case, microbatches=2)):
         check_training(report)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param(Layout(adam(tensor=2, sequence=True)), marks=matrix),
+        pytest.param(Layout(adam(pipeline=2), microbatches=4), marks=FULL),
+        pytest.param(Layout(adam(data=2)), marks=FULL),
+        pytest.param(Layout(adam(), "full", "uniform", 1), marks=FULL),
+    ],
+    ids=str,
+)
+def test_a_critic_holds_what_is_planned(ranks: RankPool, models: dict[bool, Path], layout: Layout):
+    for report in ranks.run(layout.case.ranks, measure_critic, models[False], layout):
+        measured, planned = report["measured"], report["planned"]
+        for part in ("critic_parameters", "critic_gradients", "critic_optimizer"):
+            assert planned[part] == within_a_tenth(measured[part]), part
+        assert sum(planned.get(part, 0) for part in PASS) == within_a_tenth(measured["pass"])
+        assert "critic_gradients" not in report["update"]  # freed when the critic has learned
 
 
 @pytest.mark.parametrize(

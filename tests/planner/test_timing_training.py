@@ -6,9 +6,11 @@ import pytest
 
 from rlmath.config.schema import PolicyConfig
 from rlmath.data.seqlen_balancing import training_cost
+from rlmath.models.hf_config import critic_shape
 from rlmath.planner.training import (
     LOGPROBS,
     Held,
+    critic_work,
     forward_cost,
     gradient_exchanges,
     held_parameters,
@@ -46,6 +48,12 @@ def recomputing(granularity: str, method: str | None = None, layers: int | None 
 def test_flops_of_one_rank():
     assert logprobs_work(training(CONFIG, 1)).flops == pytest.approx(FORWARD)
     assert update_work(training(CONFIG, 1)).flops == pytest.approx(3 * FORWARD)
+
+
+def test_a_critic_reads_everything_once_and_learns_from_it_once():
+    critic = critic_shape(TINY, TINY)
+    one_pass = LAYERS + BATCH.tokens * 2 * TINY.hidden_size  # its head has one row
+    assert critic_work(replace(training(CONFIG, 1), shape=critic)).flops == pytest.approx(4 * one_pass)
 
 
 def test_a_forward_pass_is_a_third_of_what_the_schedule_balances():

@@ -36,6 +36,7 @@ from rlmath.distributed.fault_tolerance.exit_codes import FINISHED, MISTAKE
 from rlmath.distributed.memory import total_bytes
 from rlmath.models.hf_config import (
     PlannedShape,
+    critic_shape_of,
     has_weights,
     hub_name,
     inspect_model_folder,
@@ -295,6 +296,13 @@ def _step_lines(plan: RunPlan) -> Iterator[str]:
         f"  {minibatches} minibatch{'es' * (minibatches != 1)} x {epochs} epoch{'s' * (epochs != 1)} over them: "
         f"{updates} update{'s' * (updates != 1)} a step, {most_updates(config, data.total_steps):,} in all at most"
     )
+    critic = critic_shape_of(config, plan.shape)
+    if critic is not None:
+        alone = config.critic.pretrain_steps
+        yield (
+            f"  a critic of {parameter_count(critic) / 1e9:.3g} B parameters learns from the same minibatches"
+            + (f", in the first {alone} step{'s' * (alone != 1)} alone" if alone else "")
+        )
     if config.selection.dynamic_sampling is not None:
         yield f"  dynamic sampling may ask for up to {config.selection.max_extra_prompts} prompts more a step"
     stages = curriculum.length_stages(config, data.total_steps)

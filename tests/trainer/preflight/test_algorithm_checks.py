@@ -43,6 +43,7 @@ def test_the_defaults_have_no_problem():
     "overrides",
     [
         ["rollout.group_size=1", "algorithm.advantage=ppo", "data.prompts_per_step=4"],
+        ["rollout.group_size=1", "algorithm.advantage=gae", "data.prompts_per_step=4"],
         ["algorithm.importance_correction=sequence", "algorithm.importance_cap=2"],
         ["data.prompts_per_step=2", "rollout.group_size=2", "algorithm.n_minibatches=4"],
         ["selection.min_completion_tokens=5", "selection.max_completion_tokens=5"],
@@ -62,7 +63,7 @@ def test_runs_that_can_start(overrides: list[str]):
         (
             ["rollout.group_size=1"],
             'rollout.group_size is 1; algorithm.advantage="grpo" compares the completions of a group and needs at '
-            'least 2. Raise it, or set algorithm.advantage="ppo".',
+            'least 2. Raise it, or set algorithm.advantage to "ppo" or "gae".',
         ),
         (
             ["algorithm.importance_correction=token", "algorithm.recompute_logprobs=false"],
@@ -149,7 +150,7 @@ def test_settings_without_effect_are_named(overrides: list[str], told: str):
 @pytest.mark.parametrize(
     ("key", "kinds"),
     [
-        ("algorithm.advantage", AdvantageKind),
+        ("algorithm.advantage", typing.Literal[AdvantageKind, "gae"]),  # by the critic, token by token
         ("algorithm.loss", LossKind),
         ("algorithm.loss_normalisation", NormalisationKind),
         ("algorithm.importance_correction", CorrectionLevel),

@@ -363,6 +363,24 @@ def test_the_plan_of_a_recipe(dry):
     assert phases == ["sync", "generate", "logprobs", "update"]
 
 
+def test_the_plan_of_a_critic_on_32_gpus(dry):
+    """A 7B critic beside a 7B policy does not fit as the recipe has it, and does where it is offloaded."""
+    critic = [
+        "--config",
+        str(CONFIGS / "algorithms" / "critic.yaml"),
+        "--ranks",
+        "32",
+        "memory.gpu=H100-80GB",
+    ]
+    status, _, told = dry("areal/7b_n4.yaml", *critic)
+    assert status == 2 and 'in the phase "generate"' in told and "Set memory.offload_critic=true." in told
+    status, out, told = dry("areal/7b_n4.yaml", *critic, "memory.offload_critic=true")
+    assert status == 0, told
+    assert "a critic of 7.07 B parameters learns from the same minibatches, in the first 3 steps alone" in out
+    (line,) = (line for line in out.splitlines() if line.startswith("  critic: "))
+    assert "critic_gradients 13.17" in line and "critic_optimizer 2.47" in line
+
+
 def test_stages_have_lines_of_their_own(dry, rows: Path):
     stages = ("stages.steps=[3,4]", "stages.max_new_tokens=[100,27648]")
     status, out, _ = dry(SMALL_R1, *stages)
