@@ -110,7 +110,9 @@ def test_every_step_tells_its_metrics(workplace: Path) -> None:
         assert row["train/behaviour_logprob_diff_max"] < 1e-5
         assert 0 < row["train/mfu"] < 1 and 0 < row["rollout/mfu"] < 1
     assert found[0]["train/reference_kl"] == pytest.approx(0, abs=1e-2)
-    assert found[-1]["train/reference_kl"] > found[0]["train/reference_kl"]
+    assert found[1]["train/reference_kl"] > found[0]["train/reference_kl"]
+    # After the second step the policy becomes the reference.
+    assert found[2]["train/reference_kl"] < found[1]["train/reference_kl"] / 2
 
 
 def samples(folder: Path) -> list[list[dict]]:
