@@ -109,7 +109,7 @@ def distill(folder: Path, way: str, teacher: Path, student: Path, data: Path, pl
     """On-policy, without rewards."""
     files = ["--config", "configs/demo.yaml", "--config", "configs/algorithms/distill.yaml"]
     more = [f"teacher.path={teacher}", f"teacher.loss={way}", f"run.total_steps={plan.steps}", *LEARNING_RATE]
-    more += ["optimizer.warmup_steps=4", f"algorithm.n_minibatches={MINIBATCHES}"]
+    more += ["optimizer.warmup_steps=2", f"algorithm.n_minibatches={MINIBATCHES}"]
     summary = train(folder / "run", student, data, plan, files, more)
     rows = demo.metrics_of(folder / "run")
     return {
@@ -130,7 +130,7 @@ def imitate(
     command += [f"run.output_dir={folder / 'run'}", f"run.seed={plan.seed}", f"model.path={student}"]
     command += [f"data.train_path={samples}", f"data.prompts_per_step={count_rows(samples) // updates}"]
     command += [f"run.total_steps={updates}", "run.total_epochs=2", "sft.held_out_share=0"]
-    command += ["sft.eval_every_steps=null", "optimizer.adam_beta2=0.999", "optimizer.warmup_steps=4"]
+    command += ["sft.eval_every_steps=null", "optimizer.adam_beta2=0.999", "optimizer.warmup_steps=2"]
     demo.run("Supervised training on the teacher's samples", [*command, *LEARNING_RATE], demo.one_thread())
     summary = json.loads((folder / "run" / "summary.json").read_text(encoding="utf-8"))
     return {
