@@ -526,9 +526,9 @@ class CriticConfig:
     """Optimizer steps of linear warm-up."""
     pretrain_steps: NonNegativeInt = 0
     """First steps of the run in which the critic alone learns (VAPO's value pretraining)."""
-    clip: PositiveFloat | None = 0.2
-    """Values count as no further than this from those of the step's start (reward; verl: cliprange_value). Null: no
-    clip."""
+    clip: PositiveFloat | None = None
+    """Values count as no further than this from those of the step's start (in units of the reward, which is 5 or -5 by
+    default; verl: cliprange_value). Null: no clip."""
     gamma: PositiveFraction = 1.0
     """Discount of a token."""
     policy_lambda: Fraction = 1.0

@@ -339,7 +339,7 @@ class PolicyUpdater:
         learned_by_critic: dict[str, float] = {}
         if self.critic_updater is not None:
             estimates, learned_by_critic = self.update_critic(
-                batches, packed, groups, old, reference, orders, number
+                batches, packed, groups, rewards_PG, old, reference, orders, number
             )
             batches, advantages_PG = estimates.batches, estimates.advantages
             reward_kl = estimates.reward_kl
@@ -382,6 +382,7 @@ class PolicyUpdater:
         batches: Sequence[MicroBatch],
         packed: Sequence[Sequence[MicroBatch]],
         groups: Sequence[ScoredGroup],
+        rewards_PG: Sequence[Sequence[float]],
         old: Sequence[TokenLogprobs] | None,
         reference: Sequence[TokenLogprobs] | None,
         orders: Sequence[Sequence[int]],
@@ -390,7 +391,7 @@ class PolicyUpdater:
         """Advantages by the critic as it is, and its own updates afterwards. A collective."""
         assert self.critic_updater is not None
         with self.timers.phase("critic"), self.offload.on_device("critic", "critic_gradients"):
-            estimates = self.critic_updater.estimate(batches, groups, old, reference)
+            estimates = self.critic_updater.estimate(batches, groups, rewards_PG, old, reference)
             minibatches = [estimates.batches[i:j] for i, j in bounds_of(packed)]
             targets = [estimates.targets[i:j] for i, j in bounds_of(packed)]
             metrics = self.critic_updater.learn(minibatches, targets, orders, number)
