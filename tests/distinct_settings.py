@@ -24,6 +24,7 @@ from rlmath.config.schema import (
     SftConfig,
     StagesConfig,
     SyncConfig,
+    TeacherConfig,
     TelemetryConfig,
     ValidationConfig,
 )
@@ -119,6 +120,7 @@ DISTINCT = Config(
         offload_parameters=True,
         offload_critic=True,
         offload_reference=True,
+        offload_teacher=True,
         gpu="H100-80GB",
         gpu_gib=150.5,
         leak_threshold_mib=151.0,
@@ -163,6 +165,7 @@ DISTINCT = Config(
         importance_cap=1.69,
         importance_mask_low=0.17,
         importance_mask_high=4.71,
+        reference_every_steps=2711,
         kl_coef=0.0172,
         kl_in="reward",
         kl_estimator="k2",
@@ -199,6 +202,7 @@ DISTINCT = Config(
     sft=SftConfig(
         max_sequence_tokens=183, held_out_path="data/held.jsonl", held_out_share=0.184, eval_every_steps=185
     ),
+    teacher=TeacherConfig(path="/models/teacher", loss="full", coef=0.2710, with_rewards=True),
     telemetry=TelemetryConfig(
         tensorboard=False,
         sample_groups_per_step=186,

@@ -33,6 +33,7 @@ RUN = (
     "run.seed=3",
     f"optimizer.warmup_steps={WARMUP}",
     f"algorithm.kl_coef={KL_COEF}",
+    f"algorithm.reference_every_steps={STEPS - 1}",
     "algorithm.recompute_logprobs=true",
     f"algorithm.epochs={EPOCHS}",
     "algorithm.clip_ratio=1e-4",
@@ -272,7 +273,7 @@ def test_resumed_after_its_second_step_the_run_is_the_same_bit_for_bit(
     workplace: Path, tmp_path: Path
 ) -> None:
     """As a run that is killed while it makes its last step: that step's checkpoint, the model and half a line are not
-    there or not whole."""
+    there or not whole. The checkpoint that it resumes from has the reference, which the policy has become."""
     whole, folder = workplace / "run", tmp_path / "run"
     shutil.copytree(whole, folder)
     shutil.rmtree(folder / "checkpoints" / f"step-{STEPS:06d}")

@@ -47,6 +47,8 @@ class LossSettings:
     kl_coef: float = 0.0
     kl_kind: KLKind = "k3"
     entropy_coef: float = 0.0
+    teacher_coef: float = 0.0
+    """Of the KL to a teacher over the whole vocabulary."""
 
 
 @dataclass(frozen=True)
@@ -103,6 +105,9 @@ class TokenInputs:
     segments_T: Int[Tensor, "T"]
     """Which segment (sample) of the pack the token is in, from 0."""
     n_segments: int
+    teacher_kl_T: Float[Tensor, "T"] | None = None
+    """KL(policy || teacher) of the whole distributions, with gradient; None without a teacher, or where its log-probs
+    are in the advantages."""
 
 
 @dataclass(frozen=True)
@@ -111,7 +116,7 @@ class TokenLoss:
     its weight in the loss."""
 
     loss: Float[Tensor, ""]
-    """Surrogate, weighted KL and entropy bonus with the tokens' weights; with gradient."""
+    """Surrogate, weighted KLs and entropy bonus with the tokens' weights; with gradient."""
     tokens: Float[Tensor, ""]
     ratio: Float[Tensor, ""]
     """Of single tokens to the proximal policy, for every kind of loss."""
@@ -128,6 +133,8 @@ class TokenLoss:
     """Weights for the difference between engine and trainer; 1 per token without them."""
     correction_cut: Float[Tensor, ""]
     """Tokens whose such weight was capped or masked."""
+    teacher_kl: Float[Tensor, ""]
+    """KL(policy || teacher) of the whole distributions; 0 where it is no part of the loss."""
 
 
 def token_loss(tokens: TokenInputs, settings: LossSettings) -> TokenLoss:
@@ -152,6 +159,10 @@ def token_loss(tokens: TokenInputs, settings: LossSettings) -> TokenLoss:
         loss_T = loss_T + settings.kl_coef * kl_T
     if settings.entropy_coef:
         loss_T = loss_T - settings.entropy_coef * entropy_T
+    teacher_kl_T = torch.zeros_like(new_T)
+    if tokens.teacher_kl_T is not None:
+        teacher_kl_T = torch.where(counted_T, tokens.teacher_kl_T, 0.0)
+        loss_T = loss_T + settings.teacher_coef * teacher_kl_T
 
     def total(values_T: Tensor) -> Tensor:
         return torch.where(counted_T, values_T.detach(), 0.0).sum()
@@ -167,6 +178,7 @@ def token_loss(tokens: TokenInputs, settings: LossSettings) -> TokenLoss:
         entropy=total(entropy_T),
         correction=total(correction.weights_T),
         correction_cut=total(correction.cut_T.to(new_T.dtype)),
+        teacher_kl=total(teacher_kl_T),
     )
 
 

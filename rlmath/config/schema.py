@@ -380,6 +380,8 @@ class MemoryConfig:
     """Move the critic and its optimizer to the host whenever it is not computing, in training, too."""
     offload_reference: bool = False
     """Move the reference model to the host whenever it is not computing, in training, too."""
+    offload_teacher: bool = False
+    """Likewise the teacher (`teacher.path`); with teacher.loss="full" its output layer comes back for the update."""
     gpu: GpuName | None = None
     """GPU whose memory the run must fit, for example "H100-80GB". Null: the one that is there; on CPU nothing is
     refused."""
@@ -495,6 +497,9 @@ class AlgorithmConfig:
     """Likewise above this, before the cap (AReaL: behav_imp_weight_cap). Null: none."""
     kl_coef: NonNegativeFloat = 0.0
     """Weight of KL(policy || reference). 0: no reference model."""
+    reference_every_steps: PositiveInt | None = None
+    """After every so many steps of the run the policy becomes the reference (ProRL, arXiv:2505.24864, which also resets
+    the optimizer; here it goes on). Null: the reference stays the model that the run started from."""
     kl_in: Literal["loss", "reward"] = "loss"
     """Where the KL counts: in the "loss" of every token, or in the "reward", before advantages (AReaL: kl_ctl)."""
     kl_estimator: Literal["k1", "k2", "k3", "abs"] = "k3"
@@ -542,6 +547,23 @@ class CriticConfig:
     bootstrap_truncated: bool = False
     """A completion cut off at rollout.max_new_tokens goes on with the critic's value there. False: it ends with its
     reward."""
+
+
+@dataclass(frozen=True)
+class TeacherConfig:
+    """On-policy distillation: a larger model scores what the policy samples (GKD, arXiv:2306.13649; MiniLLM,
+    arXiv:2306.08543); see docs/algorithm.md."""
+
+    path: str | None = None
+    """Folder of the teacher, a Hugging Face model with the same tokenizer, of any supported shape that `parallel` can
+    lay out, too. Null: none."""
+    loss: Literal["advantage", "full"] = "advantage"
+    """"advantage": `coef` x (teacher's log-prob - policy's) is added to every sampled token's advantage; "full": `coef`
+    x KL(policy || teacher) over the whole vocabulary, at every token, is part of the loss, with gradient."""
+    coef: PositiveFloat = 1.0
+    """Weight of the teacher's part."""
+    with_rewards: bool = False
+    """Learn from rewards, too. False: rewards are only measured, and the teacher's part alone is learned from."""
 
 
 @dataclass(frozen=True)
@@ -621,6 +643,7 @@ class Config:
     selection: SelectionConfig = SelectionConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
     critic: CriticConfig = CriticConfig()
+    teacher: TeacherConfig = TeacherConfig()
     validation: ValidationConfig = ValidationConfig()
     sft: SftConfig = SftConfig()
     telemetry: TelemetryConfig = TelemetryConfig()

@@ -1,5 +1,5 @@
 """The models of a run, built from the settings: the actor of GRPO, that of supervised training, the reference and the
-critic.
+critic and the teacher.
 
     transformer config -> chunks with the weights of model.path -> wrapped for training -> optimizer -> learner
 
@@ -9,9 +9,11 @@ critic.
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
 
+import torch
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -21,7 +23,7 @@ from rlmath.algorithms.importance_sampling import Correction
 from rlmath.algorithms.losses import LossSettings
 from rlmath.checkpoint.hf.weights import load_hf_weights
 from rlmath.config.model_shape import ModelShape
-from rlmath.config.schema import AlgorithmConfig, Config, OptimizerConfig
+from rlmath.config.schema import AlgorithmConfig, Config, OptimizerConfig, TeacherConfig
 from rlmath.distributed.device import Device
 from rlmath.distributed.mesh import Mesh
 from rlmath.models.critic import Critic, CriticLearner
@@ -36,11 +38,13 @@ from rlmath.models.megatron import (
     wrap_for_training,
 )
 from rlmath.models.optimizer import build_optimizer, build_scheduler
+from rlmath.models.teacher import Teacher
 
 L = TypeVar("L", bound=Learner)
 logger = logging.getLogger(__name__)
 CRITIC_LR_FACTOR = 5.0
 """Learning rate of a critic, in that of its policy, where it is not given; VAPO has 2, verl's examples have 10."""
+NO_TEACHER = TeacherConfig()
 
 
 @dataclass(frozen=True)
@@ -71,7 +75,7 @@ def build_actor(
         ForwardBackward(wrapped, mesh, device, config.rollout.temperature, shape.vocab_size, mask),
         optimizer,
         build_scheduler(config.optimizer, optimizer, total_updates),
-        settings=loss_settings(config.algorithm),
+        settings=loss_settings(config.algorithm, config.teacher),
         bounds=early_stop(config.algorithm),
     )
     return Actor(learner, chunks)
@@ -92,10 +96,7 @@ def build_reference(
 ) -> ForwardBackward:
     """The model to start from, sharded like the actor, without gradients. Build it only where KL is used: it holds
     the memory of its parameters."""
-    megatron = transformer_config(shape, mesh, device, config.parallel, Recompute())
-    chunks = load_chunks(config.model.path, shape, mesh, device, megatron)
-    for chunk in chunks:
-        chunk.requires_grad_(False).eval()
+    chunks = _frozen_chunks(config, config.model.path, shape, mesh, device, "model.path")
     mask = MinTokensMask(stop_token_ids, config.rollout.min_new_tokens)
     return ForwardBackward(chunks, mesh, device, config.rollout.temperature, shape.vocab_size, mask)
 
@@ -120,6 +121,45 @@ def critic_optimizer(config: Config) -> OptimizerConfig:
     lr = CRITIC_LR_FACTOR * optimizer.lr if critic.lr is None else critic.lr
     min_lr = optimizer.min_lr / optimizer.lr * lr
     return replace(optimizer, lr=lr, min_lr=min_lr, warmup_steps=critic.warmup_steps)
+
+
+@torch.no_grad()
+def copy_weights(source: Sequence[GPTModel], target: Sequence[GPTModel]) -> None:
+    """Those of the bare chunks of one model to another of the same layout, both on the device."""
+    for one, other in zip(source, target, strict=True):
+        weights = dict(one.named_parameters())
+        for name, parameter in other.named_parameters():
+            parameter.copy_(weights.pop(name))
+        assert not weights, f"the other model has no {sorted(weights)}"
+
+
+def build_teacher(
+    config: Config,
+    shape: ModelShape,
+    teacher_shape: ModelShape,
+    mesh: Mesh,
+    device: Device,
+    stop_token_ids: tuple[int, ...],
+) -> Teacher:
+    """The model of `teacher.path`, sharded like the actor, whose shape is `shape`, without gradients. Its distribution
+    is that of the tokens which both know, at the same temperature and with the same mask."""
+    assert config.teacher.path is not None
+    same_rows = replace(teacher_shape, vocab_size=shape.vocab_size)
+    chunks = _frozen_chunks(config, config.teacher.path, same_rows, mesh, device, "teacher.path")
+    mask = MinTokensMask(stop_token_ids, config.rollout.min_new_tokens)
+    common = min(shape.vocab_size, teacher_shape.vocab_size)
+    return Teacher(ForwardBackward(chunks, mesh, device, config.rollout.temperature, common, mask))
+
+
+def _frozen_chunks(
+    config: Config, path: str, shape: ModelShape, mesh: Mesh, device: Device, option: str
+) -> list[GPTModel]:
+    """This rank's chunks of a model that is only read, with the weights of `path`, which the setting `option` names."""
+    megatron = transformer_config(shape, mesh, device, config.parallel, Recompute())
+    chunks = load_chunks(path, shape, mesh, device, megatron, option)
+    for chunk in chunks:
+        chunk.requires_grad_(False).eval()
+    return chunks
 
 
 def _trained_chunks(
@@ -168,7 +208,7 @@ def load_chunks(
     return chunks
 
 
-def loss_settings(algorithm: AlgorithmConfig) -> LossSettings:
+def loss_settings(algorithm: AlgorithmConfig, teacher: TeacherConfig = NO_TEACHER) -> LossSettings:
     """The loss that the settings name; their words were checked before."""
     correction = None
     if algorithm.importance_correction is not None:
@@ -188,6 +228,7 @@ def loss_settings(algorithm: AlgorithmConfig) -> LossSettings:
         kl_coef=algorithm.kl_coef if algorithm.kl_in == "loss" else 0.0,
         kl_kind=algorithm.kl_estimator,
         entropy_coef=algorithm.entropy_coef,
+        teacher_coef=teacher.coef if teacher.path is not None and teacher.loss == "full" else 0.0,
     )
 
 

@@ -77,12 +77,12 @@ class _GatherShares(torch.autograd.Function):
 
 
 def gather_and_shift(
-    of_next: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]],
+    of_next: Callable[[Tensor, Tensor], tuple[Tensor, ...]],
     split: ContextSplit,
     token_ids_T: Tensor,
     completion_index_T: Tensor,
     group: dist.ProcessGroup,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, ...]:
     """As `logprobs.shift_to_tokens`, of the whole pack on every context rank; `of_next(tokens_N, completion_index_N)`
     has the values for the tokens that this rank's logits predict. A collective over the context ranks, with
     gradient."""
@@ -93,4 +93,4 @@ def gather_and_shift(
     for mine_N in of_next(next_tokens, next_index):
         whole_T = split.join(_GatherShares.apply(mine_N, group), T)
         joined.append(torch.cat((whole_T.new_zeros(1), whole_T[:-1])))
-    return joined[0], joined[1]
+    return tuple(joined)

@@ -32,7 +32,7 @@ from rlmath.distributed.device import Device, finish_computation
 from rlmath.distributed.mesh import Mesh
 from rlmath.models.attention import PackedSequences, pack_sequences
 from rlmath.models.context_parallel import ContextSplit, gather_and_shift, split_pack
-from rlmath.models.logprobs import MinTokensMask, is_argmax, next_logprobs, shift_to_tokens
+from rlmath.models.logprobs import MinTokensMask, TeacherRows, is_argmax, next_logprobs, shift_to_tokens
 
 
 @dataclass(frozen=True)
@@ -156,7 +156,7 @@ class ForwardBackward:
         self.on_microbatch()
         token_ids, positions, packing = self._inputs(batch)
         output = model(token_ids[None], positions[None], None, packed_seq_params=packing)
-        if forward_only and get_attr_wrapped_model(model, "post_process"):
+        if forward_only and self.mesh.is_last_stage and model is self.chunks[-1]:
             # Megatron keeps what is returned until the next forward pass is over: not the logits.
             found = on_logits(index, batch, output.squeeze(0))
             return output.new_empty(0), lambda output, non_loss_data=True: found
@@ -185,18 +185,27 @@ class ForwardBackward:
         # Sequence parallelism splits every chunk again.
         return split_pack(batch.cu_seqlens_S1, self.mesh.context, multiple=self.mesh.tensor)
 
-    def logprobs_of(self, batch: MicroBatch, logits_TV: Tensor) -> tuple[Tensor, Tensor]:
-        """Log-probability of each packed token, with gradient, and entropy of its distribution (nats)."""
+    def logprobs_of(
+        self,
+        batch: MicroBatch,
+        logits_TV: Tensor,
+        teacher: TeacherRows | None = None,
+        vocab_size: int | None = None,
+    ) -> tuple[Tensor, ...]:
+        """Log-probability of each packed token, with gradient, and entropy of its distribution (nats); where there is
+        a teacher, third KL(this distribution || the teacher's), with gradient. The distribution is over the model's
+        vocabulary, or its first `vocab_size` tokens."""
 
-        def of_next(tokens: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
+        def of_next(tokens: Tensor, index: Tensor) -> tuple[Tensor, ...]:
             return next_logprobs(
                 logits_TV,
                 next_ids_T=tokens,
                 next_index_T=index,
                 temperature=self.temperature,
-                vocab_size=self.vocab_size,
+                vocab_size=self.vocab_size if vocab_size is None else vocab_size,
                 min_tokens_mask=self.min_tokens_mask,
                 group=parallel_state.get_tensor_model_parallel_group(),
+                teacher=teacher,
             )
 
         return self._shift_to_tokens(batch, of_next)
@@ -219,8 +228,8 @@ class ForwardBackward:
         return self._shift_to_tokens(batch, of_next)[0]
 
     def _shift_to_tokens(
-        self, batch: MicroBatch, of_next: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
-    ) -> tuple[Tensor, Tensor]:
+        self, batch: MicroBatch, of_next: Callable[[Tensor, Tensor], tuple[Tensor, ...]]
+    ) -> tuple[Tensor, ...]:
         """`logprobs.shift_to_tokens` of the whole pack, which context-parallel ranks may share."""
         tokens, index = batch.token_ids_T, batch.completion_index_T
         if self.mesh.context == 1:
@@ -229,11 +238,32 @@ class ForwardBackward:
         return gather_and_shift(of_next, self._split(batch), tokens, index, group)
 
     @torch.no_grad()
-    def logprobs(self, batches: Sequence[MicroBatch]) -> list[TokenLogprobs]:
-        """Log-probabilities of every micro-batch's tokens under the present weights, without gradient."""
+    def logprobs(self, batches: Sequence[MicroBatch], vocab_size: int | None = None) -> list[TokenLogprobs]:
+        """Log-probabilities of every micro-batch's tokens under the present weights, without gradient; `vocab_size` as
+        in `logprobs_of`."""
 
         def keep(index: int, batch: MicroBatch, logits_TV: Tensor) -> TokenLogprobs:
-            return TokenLogprobs(self.logprobs_of(batch, logits_TV)[0])
+            return TokenLogprobs(self.logprobs_of(batch, logits_TV, vocab_size=vocab_size)[0])
 
         results = self.run(batches, keep, forward_only=True)
         return results if self.mesh.is_last_stage else [TokenLogprobs(torch.empty(0))] * len(batches)
+
+    @torch.no_grad()
+    def hidden_states(self, batches: Sequence[MicroBatch]) -> list[Tensor]:
+        """What the output layer would get, for every micro-batch, in the host's memory: [N, 1, hidden], N being this
+        rank's tokens, under sequence parallelism its part of them; empty off the last pipeline stage. Of bare chunks
+        only."""
+
+        def keep(index: int, batch: MicroBatch, hidden: Tensor) -> Tensor:
+            return hidden.to("cpu")
+
+        last = self.chunks[-1]
+        has_head, last.post_process = (
+            last.post_process,
+            False,
+        )  # Megatron then returns what comes before the head
+        try:
+            results = self.run(batches, keep, forward_only=True)
+        finally:
+            last.post_process = has_head
+        return results if self.mesh.is_last_stage else [torch.empty(0)] * len(batches)

@@ -320,13 +320,13 @@ def read_model_shape(folder: Path, option: str = "model.path") -> ModelShape:
     return shape
 
 
-def inspect_model_folder(folder: Path) -> tuple[ModelShape | None, list[str]]:
-    """The shape, None where config.json does not give one, and what is wrong with the folder."""
+def inspect_model_folder(folder: Path, option: str = "model.path") -> tuple[ModelShape | None, list[str]]:
+    """The shape, None where config.json does not give one, and what is wrong with the folder, which `option` names."""
     if not os.path.exists(folder):
-        return None, [missing_folder_problem(folder)]
+        return None, [missing_folder_problem(folder, option)]
     if not folder.is_dir():
-        return None, [f'model.path: "{folder}" is not a folder. Give the folder that holds config.json.']
-    shape, problems = read_shape(folder)
+        return None, [f'{option}: "{folder}" is not a folder. Give the folder that holds config.json.']
+    shape, problems = read_shape(folder, option)
     return shape, [*problems, *_weight_problems(folder, shape), *_tokenizer_problems(folder)]
 
 
@@ -528,12 +528,12 @@ class PlannedShape:
     """A line for the console about a shape that is not the folder's own; else ""."""
 
 
-def planned_shape(model_path: str) -> PlannedShape:
+def planned_shape(model_path: str, option: str = "model.path") -> PlannedShape:
     """The shape of the folder's config.json, or the published one where there is no such folder. Weights and tokenizer
-    need not be there."""
+    need not be there. `option` names the folder."""
     folder = Path(model_path)
     if os.path.exists(folder):
-        return PlannedShape(*read_shape(folder), "")
+        return PlannedShape(*read_shape(folder, option), "")
     known = published_names()
     if folder.name in known:
         file = PUBLISHED / f"{folder.name}.json"
@@ -543,7 +543,7 @@ def planned_shape(model_path: str) -> PlannedShape:
         )
         return PlannedShape(*read_shape_file(file), note)
     names = f" Shapes are known of {', '.join(known)}.{nearest_word(folder.name, known)}" if known else ""
-    problem = f'model.path: there is no folder "{folder}".{nearest_path(folder)}{names}'
+    problem = f'{option}: there is no folder "{folder}".{nearest_path(folder)}{names}'
     return PlannedShape(None, [problem], "")
 
 
@@ -553,6 +553,17 @@ def required_shape(model_path: str) -> tuple[ModelShape, str]:
     raise_problems(f'the model "{model_path}"', found.problems)
     assert found.shape is not None
     return found.shape, found.note
+
+
+def teacher_shape_of(config: Config) -> ModelShape | None:
+    """The shape of the model in `teacher.path`, read as `planned_shape` reads it; None without a teacher. ValueError
+    that lists what is wrong with it."""
+    if config.teacher.path is None:
+        return None
+    found = planned_shape(config.teacher.path, "teacher.path")
+    if found.shape is None or found.problems:
+        raise_problems(f'the teacher "{config.teacher.path}"', found.problems)
+    return found.shape
 
 
 def published_names() -> list[str]:

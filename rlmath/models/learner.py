@@ -26,6 +26,7 @@ from rlmath.algorithms.types import MicroBatch
 from rlmath.distributed.collectives import reduce_over_ranks
 from rlmath.models.forward_backward import ForwardBackward, TokenLogprobs
 from rlmath.models.optimizer import learning_rate
+from rlmath.models.teacher import TeacherStates
 
 OnLogits = Callable[[int, MicroBatch, Tensor], tuple[Tensor, Tensor, dict[str, Tensor]]]
 """(index, micro-batch, logits_TV) to (loss sum, count for the denominator, metrics)."""
@@ -122,13 +123,15 @@ class GrpoLearner(Learner):
         old: Sequence[TokenLogprobs] | None,
         reference: Sequence[TokenLogprobs] | None,
         on_policy: bool = False,
+        teacher: TeacherStates | None = None,
     ) -> MinibatchResult:
         """One optimizer step on a minibatch, or none where it is discarded.
 
         `old` are the proximal log-probs, None to use the engine's; with `on_policy` they are those of the same forward
-        pass, which saves a pass where there is one minibatch a step. `reference` None leaves KL out of the loss.
+        pass, which saves a pass where there is one minibatch a step. `reference` None leaves KL out of the loss. With
+        the states of a `teacher` the KL to its whole distributions is part of the loss.
         """
-        on_logits = partial(self._loss, old, reference, on_policy)
+        on_logits = partial(self._loss, old, reference, on_policy, teacher=teacher)
         return self._optimizer_step(batches, on_logits, self._discard_reason, GRPO_SUMS, GRPO_MAXIMA)
 
     def _discard_reason(self, sums: Mapping[str, float], grad_norm: float) -> str | None:
@@ -143,8 +146,10 @@ class GrpoLearner(Learner):
         index: int,
         batch: MicroBatch,
         logits_TV: Tensor,
+        teacher: TeacherStates | None = None,
     ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        logprobs_T, entropy_T = self.forward_backward.logprobs_of(batch, logits_TV)
+        rows = None if teacher is None else teacher.rows(index)
+        logprobs_T, entropy_T, *teacher_kl = self.forward_backward.logprobs_of(batch, logits_TV, rows)
         behaviour_T, weights_T = batch.behaviour_logprobs_T, batch.loss_weights_T
         recomputed_T = logprobs_T.detach() if old is None else old[index].logprobs_T
         tokens = TokenInputs(
@@ -157,6 +162,7 @@ class GrpoLearner(Learner):
             weights_T=weights_T,
             segments_T=batch.segments_T,
             n_segments=batch.n_segments,
+            teacher_kl_T=teacher_kl[0] if teacher_kl else None,
         )
         terms = token_loss(tokens, self.settings)
         mismatch_T = torch.where(weights_T > 0, (recomputed_T - behaviour_T).abs(), 0.0)

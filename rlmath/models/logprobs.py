@@ -1,4 +1,5 @@
-"""Log-probabilities and entropy from logits whose vocabulary is split over the tensor-parallel ranks.
+"""Log-probabilities and entropy from logits whose vocabulary is split over the tensor-parallel ranks, and the KL to a
+teacher's distribution.
 
 THE BACKWARD PASS OVERWRITES THE LOGITS WITH THEIR GRADIENT. They are the largest tensor of a step (packed tokens times
 vocabulary), so nothing of their size is allocated beside them, neither forward nor backward: after `backward()` the
@@ -8,15 +9,19 @@ same graph is an error.
 Both passes go over the rows in chunks small enough to stay in the cache, read each logit from memory once, and
 (backward) write it once. As in a stable softmax, logits are shifted by the row's maximum; they are scaled to bits,
 exponents of 2, since torch's `exp2` takes a quarter of the time of its `exp` on a CPU. Sums are in float32.
+
+The teacher's logits are never whole: in both passes they are computed from its last hidden states for a block of
+rows at a time (`TeacherRows`).
 """
 
-# Shape legend: T packed tokens, R rows of a chunk, V columns of this rank's vocabulary shard.
+# Shape legend: T packed tokens, R rows of a chunk or block, V columns of this rank's vocabulary shard, H hidden units
+# of the teacher.
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -29,10 +34,26 @@ CHUNK_BYTES = {"cpu": 4 * 2**20, "cuda": 32 * 2**20}
 cache (16 MiB was measured to take twice the time of 4). On a GPU, kernels over fewer bytes would take longer to start
 than to run, and one chunk still fits the 50 MB cache of an H100 or H200 (calculated, not measured)."""
 
+TEACHER_BLOCK_BYTES = {"cpu": 16 * 2**20, "cuda": 128 * 2**20}
+"""Size of one float32 block of a teacher's logits by kind of device; three are held at a time. On a GPU some 200 rows
+of a whole vocabulary: the output layer is read from memory once for each block, and with fewer rows its product would
+wait for that (calculated, not measured)."""
+
 MASKED_LOGIT = -1e30
 """Scaled logit (bits) of a token that cannot be sampled: finite, so that 0 times it is 0."""
 
 LN2 = math.log(2)
+
+
+@dataclass(frozen=True)
+class TeacherRows:
+    """A teacher's distribution at every row: softmax(hidden states times output layer / temperature)."""
+
+    hidden_TH: Tensor
+    head_VH: Tensor
+    """This rank's rows of the output layer, for the same tokens as its columns of the student's logits."""
+    vocab_size: int
+    """Tokens that both models know; others are left out of both distributions."""
 
 
 @dataclass(frozen=True)
@@ -53,28 +74,30 @@ def next_logprobs(
     vocab_size: int,
     min_tokens_mask: MinTokensMask,
     group: dist.ProcessGroup,
-) -> tuple[Tensor, Tensor]:
-    """As `vocab_parallel_logprobs`, of the token that each row predicts, with the engine's mask; `next_index_T` are
-    these tokens' positions in their completions, below 0 in prompts."""
+    teacher: TeacherRows | None = None,
+) -> tuple[Tensor, ...]:
+    """As `vocab_parallel_logprobs`, or `vocab_parallel_teacher_kl` where there is a teacher, of the token that each row
+    predicts, with the engine's mask; `next_index_T` are these tokens' positions in their completions, below 0 in
+    prompts."""
     masked_T = None
     if min_tokens_mask.min_tokens:
         masked_T = (next_index_T >= 0) & (next_index_T < min_tokens_mask.min_tokens)
-    return vocab_parallel_logprobs(
-        logits_TV, next_ids_T, temperature, vocab_size, group, masked_T, min_tokens_mask.token_ids
-    )
+    arguments = (logits_TV, next_ids_T, temperature, vocab_size, group)
+    if teacher is None:
+        return vocab_parallel_logprobs(*arguments, masked_T, min_tokens_mask.token_ids)
+    return vocab_parallel_teacher_kl(*arguments, teacher, masked_T, min_tokens_mask.token_ids)
 
 
 def shift_to_tokens(
-    of_next: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]],
+    of_next: Callable[[Tensor, Tensor], tuple[Tensor, ...]],
     token_ids_T: Tensor,
     completion_index_T: Tensor,
-) -> tuple[Tensor, Tensor]:
-    """Two values per token from `of_next(tokens, completion_index)`, which has them for the token that each row
-    predicts: shifted by one, so that entry t is about the token at t, which the logits at t - 1 predict. Entry 0 is 0,
-    and that of the first token of a segment has no meaning."""
-    first_T, second_T = of_next(token_ids_T.roll(-1), completion_index_T.roll(-1))
-    zero = first_T.new_zeros(1)
-    return torch.cat((zero, first_T[:-1])), torch.cat((zero, second_T[:-1]))
+) -> tuple[Tensor, ...]:
+    """Values per token from `of_next(tokens, completion_index)`, which has them for the token that each row predicts:
+    shifted by one, so that entry t is about the token at t, which the logits at t - 1 predict. Entry 0 is 0, and that
+    of the first token of a segment has no meaning."""
+    of_rows = of_next(token_ids_T.roll(-1), completion_index_T.roll(-1))
+    return tuple(torch.cat((values_T.new_zeros(1), values_T[:-1])) for values_T in of_rows)
 
 
 def vocab_parallel_logprobs(
@@ -94,10 +117,26 @@ def vocab_parallel_logprobs(
     view if need be, but not as a slice of rows, whose own backward pass would allocate a full tensor. A second
     backward pass raises RuntimeError.
     """
-    start, columns = _own_columns(logits_TV, vocab_size, group)
-    mine = tuple(token - start for token in masked_tokens if start <= token < start + columns)
-    shard = _Shard(temperature, start, columns, masked_T if mine else None, mine)
+    shard = _shard(logits_TV, temperature, vocab_size, group, masked_T, masked_tokens)
     return _VocabParallelLogprobs.apply(logits_TV, targets_T, shard, group)
+
+
+def vocab_parallel_teacher_kl(
+    logits_TV: Tensor,
+    targets_T: Tensor,
+    temperature: float,
+    vocab_size: int,
+    group: dist.ProcessGroup,
+    teacher: TeacherRows,
+    masked_T: Tensor | None = None,
+    masked_tokens: tuple[int, ...] = (),
+) -> tuple[Tensor, Tensor, Tensor]:
+    """As `vocab_parallel_logprobs`, and of every row KL(student || teacher) over the tokens that both know (nats), with
+    gradient to `logits_TV`: sum of p (log p - log t), both at the temperature and with the same tokens masked."""
+    shard = _shard(logits_TV, temperature, vocab_size, group, masked_T, masked_tokens)
+    common = min(vocab_size, teacher.vocab_size)
+    both = _shard(logits_TV, temperature, common, group, masked_T, masked_tokens)
+    return _VocabParallelTeacherKL.apply(logits_TV, targets_T, shard, both, group, teacher)
 
 
 def is_argmax(
@@ -115,6 +154,19 @@ def is_argmax(
         tops_2T[1] = logits_TV[:, :columns].amax(-1).float()
     dist.all_reduce(tops_2T, op=dist.ReduceOp.MAX, group=group)
     return (tops_2T[0] >= tops_2T[1]).float(), tops_2T[1]
+
+
+def _shard(
+    logits_TV: Tensor,
+    temperature: float,
+    vocab_size: int,
+    group: dist.ProcessGroup,
+    masked_T: Tensor | None,
+    masked_tokens: tuple[int, ...],
+) -> _Shard:
+    start, columns = _own_columns(logits_TV, vocab_size, group)
+    mine = tuple(token - start for token in masked_tokens if start <= token < start + columns)
+    return _Shard(temperature, start, columns, masked_T if mine else None, mine)
 
 
 def _own_columns(logits_TV: Tensor, vocab_size: int, group: dist.ProcessGroup) -> tuple[int, int]:
@@ -146,11 +198,19 @@ class _Shard:
 
     def chunks(self, logits_TV: Tensor) -> list[slice]:
         """The rows, `CHUNK_BYTES` at a time; none where this rank has no real column."""
+        return self.rows_of(logits_TV, CHUNK_BYTES)
+
+    def rows_of(self, logits_TV: Tensor, chunk_bytes: dict[str, int]) -> list[slice]:
+        """The rows, so many float32 bytes at a time; none where this rank has no real column."""
         if not self.columns:
             return []
         rows = logits_TV.shape[0]
-        step = max(1, CHUNK_BYTES[logits_TV.device.type] // (4 * self.columns))
+        step = max(1, chunk_bytes[logits_TV.device.type] // (4 * self.columns))
         return [slice(first, min(first + step, rows)) for first in range(0, rows, step)]
+
+    def at(self, rows: slice) -> _Shard:
+        """The same for some rows alone."""
+        return self if self.masked_T is None else replace(self, masked_T=self.masked_T[rows])
 
     def scratch(self, logits_TV: Tensor) -> tuple[Tensor, Tensor]:
         """Two float32 chunks to work in."""
@@ -178,63 +238,105 @@ class _Shard:
                 values_RV[:, column].masked_fill_(self.masked_T[rows], value)
 
 
+@dataclass(frozen=True)
+class _RowSums:
+    """What the backward pass needs of every row, over the whole vocabulary."""
+
+    neg_max_T: Tensor
+    """Minus the largest scaled logit (bits)."""
+    mass_T: Tensor
+    """Sum of 2^b, b being the shifted logits."""
+    logprobs_T: Tensor
+    entropy_T: Tensor
+    mine_T: Tensor
+    """Whether this shard holds the target."""
+    column_T1: Tensor
+    """The target's column, where it does."""
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        return self.neg_max_T, self.mass_T, self.logprobs_T, self.entropy_T, self.mine_T, self.column_T1
+
+    def at(self, rows: slice) -> _RowSums:
+        return _RowSums(*(tensor[rows] for tensor in self.tensors))
+
+
 class _VocabParallelLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, logits_TV: Tensor, targets_T: Tensor, shard: _Shard, group: dist.ProcessGroup
     ) -> tuple[Tensor, Tensor]:
         ctx.set_materialize_grads(False)
-        local_T = targets_T - shard.start
-        mine_T = (local_T >= 0) & (local_T < shard.columns)
-        column_T1 = local_T.clamp(0, max(shard.columns - 1, 0))[:, None]
-        own_neg_max_T, sums_3T = _local_sums(logits_TV, shard)
-        sums_3T[2] = _shifted_targets(logits_TV, column_T1, own_neg_max_T, shard)
-        top_T = -own_neg_max_T
-        dist.all_reduce(top_T, op=dist.ReduceOp.MAX, group=group)
-        neg_max_T = -top_T
-        _shift_further(sums_3T, neg_max_T - own_neg_max_T, mine_T)
-        dist.all_reduce(sums_3T, group=group)
-        mass_T, moment_T, target_T = sums_3T.unbind()
-        log_mass_T = mass_T.log()
-        entropy_T = (log_mass_T - LN2 * moment_T / mass_T).clamp_(min=0)
-        logprobs_T = (LN2 * target_T - log_mass_T).clamp_(max=0)
-        ctx.save_for_backward(logits_TV, neg_max_T, mass_T, logprobs_T, entropy_T, mine_T, column_T1)
+        sums = _row_sums(logits_TV, targets_T, shard, group)
+        ctx.save_for_backward(logits_TV, *sums.tensors)
         ctx.shard = shard
-        return logprobs_T, entropy_T
+        return sums.logprobs_T, sums.entropy_T
 
     @staticmethod
     @once_differentiable
     def backward(
         ctx: Any, grad_logprobs_T: Tensor | None, grad_entropy_T: Tensor | None
     ) -> tuple[Tensor | None, None, None, None]:
-        """The gradient, in the storage of the logits.
-
-        With p the probabilities and H the entropy: d logprob / d logit_j = ([j is the target] - p_j) / temperature,
-        d H / d logit_j = -p_j (log p_j + H) / temperature. A row whose incoming gradients are all 0 gets exactly 0,
-        whatever its logits hold.
-        """
+        """The gradient, in the storage of the logits."""
         if grad_logprobs_T is None and grad_entropy_T is None:
             return None, None, None, None
-        logits_TV, neg_max_T, mass_T, logprobs_T, entropy_T, mine_T, column_T1 = ctx.saved_tensors
-        shard: _Shard = ctx.shard
+        logits_TV, *sums = ctx.saved_tensors
         # Shares the version counter of the saved logits: once it is written, another backward pass is refused.
         grad_TV = logits_TV.detach()
-        zero_T = torch.zeros_like(mass_T)
-        pull_T = zero_T if grad_logprobs_T is None else grad_logprobs_T / shard.temperature
-        spread_T = zero_T if grad_entropy_T is None else grad_entropy_T / shard.temperature
-        idle_T = (pull_T == 0) & (spread_T == 0)
-        offset_T = (spread_T * (mass_T.log() - entropy_T) - pull_T) / mass_T
-        slope_T = None if grad_entropy_T is None else spread_T * -LN2 / mass_T
-        _write_gradient(grad_TV, shard, idle_T, neg_max_T, offset_T, slope_T)
-        # 1 - p of the target has lost its digits where p is close to 1.
-        target_T = -torch.expm1(logprobs_T) * pull_T - logprobs_T.exp() * (logprobs_T + entropy_T) * spread_T
-        # One entry of each row whose target this shard holds.
-        other_T1 = grad_TV.gather(1, column_T1)
-        grad_TV.scatter_(1, column_T1, torch.where(mine_T[:, None], target_T[:, None].to(other_T1), other_T1))
-        shard.mask(grad_TV, slice(None), 0.0)
-        grad_TV[:, shard.columns :].zero_()
-        _clear_rows(grad_TV, idle_T)
+        _overwrite_with_gradient(grad_TV, _RowSums(*sums), ctx.shard, grad_logprobs_T, grad_entropy_T)
         return grad_TV, None, None, None
+
+
+def _row_sums(logits_TV: Tensor, targets_T: Tensor, shard: _Shard, group: dist.ProcessGroup) -> _RowSums:
+    """Of all shards. A collective."""
+    local_T = targets_T - shard.start
+    mine_T = (local_T >= 0) & (local_T < shard.columns)
+    column_T1 = local_T.clamp(0, max(shard.columns - 1, 0))[:, None]
+    own_neg_max_T, sums_3T = _local_sums(logits_TV, shard)
+    sums_3T[2] = _shifted_targets(logits_TV, column_T1, own_neg_max_T, shard)
+    top_T = -own_neg_max_T
+    dist.all_reduce(top_T, op=dist.ReduceOp.MAX, group=group)
+    neg_max_T = -top_T
+    _shift_further(sums_3T, neg_max_T - own_neg_max_T, mine_T)
+    dist.all_reduce(sums_3T, group=group)
+    mass_T, moment_T, target_T = sums_3T.unbind()
+    log_mass_T = mass_T.log()
+    entropy_T = (log_mass_T - LN2 * moment_T / mass_T).clamp_(min=0)
+    logprobs_T = (LN2 * target_T - log_mass_T).clamp_(max=0)
+    return _RowSums(neg_max_T, mass_T, logprobs_T, entropy_T, mine_T, column_T1)
+
+
+def _overwrite_with_gradient(
+    grad_TV: Tensor,
+    sums: _RowSums,
+    shard: _Shard,
+    grad_logprobs_T: Tensor | None,
+    grad_entropy_T: Tensor | None,
+) -> None:
+    """Turn logits into their gradient.
+
+    With p the probabilities and H the entropy: d logprob / d logit_j = ([j is the target] - p_j) / temperature,
+    d H / d logit_j = -p_j (log p_j + H) / temperature. A row whose incoming gradients are all 0 gets exactly 0,
+    whatever its logits hold.
+    """
+    logprobs_T, entropy_T, mass_T = sums.logprobs_T, sums.entropy_T, sums.mass_T
+    zero_T = torch.zeros_like(mass_T)
+    pull_T = zero_T if grad_logprobs_T is None else grad_logprobs_T / shard.temperature
+    spread_T = zero_T if grad_entropy_T is None else grad_entropy_T / shard.temperature
+    idle_T = (pull_T == 0) & (spread_T == 0)
+    offset_T = (spread_T * (mass_T.log() - entropy_T) - pull_T) / mass_T
+    slope_T = None if grad_entropy_T is None else spread_T * -LN2 / mass_T
+    _write_gradient(grad_TV, shard, idle_T, sums.neg_max_T, offset_T, slope_T)
+    # 1 - p of the target has lost its digits where p is close to 1.
+    target_T = -torch.expm1(logprobs_T) * pull_T - logprobs_T.exp() * (logprobs_T + entropy_T) * spread_T
+    # One entry of each row whose target this shard holds.
+    other_T1 = grad_TV.gather(1, sums.column_T1)
+    grad_TV.scatter_(
+        1, sums.column_T1, torch.where(sums.mine_T[:, None], target_T[:, None].to(other_T1), other_T1)
+    )
+    shard.mask(grad_TV, slice(None), 0.0)
+    grad_TV[:, shard.columns :].zero_()
+    _clear_rows(grad_TV, idle_T)
 
 
 def _local_sums(logits_TV: Tensor, shard: _Shard) -> tuple[Tensor, Tensor]:
@@ -304,3 +406,128 @@ def _clear_rows(grad_TV: Tensor, idle_T: Tensor) -> None:
         grad_TV.index_fill_(0, idle_T.nonzero()[:, 0], 0.0)
     else:
         grad_TV.masked_fill_(idle_T[:, None], 0.0)
+
+
+# ---------------------------------------------------------------- the KL to a teacher
+
+
+class _VocabParallelTeacherKL(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        logits_TV: Tensor,
+        targets_T: Tensor,
+        shard: _Shard,
+        both: _Shard,
+        group: dist.ProcessGroup,
+        teacher: TeacherRows,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """`both` is the shard of the tokens that both models know."""
+        ctx.set_materialize_grads(False)
+        sums = _row_sums(logits_TV, targets_T, shard, group)
+        neg_max_2T, mass_2T, kl_T = _teacher_kl(logits_TV, both, group, teacher)
+        # Saved, the teacher's hidden states are freed with the logits; as an attribute they would stay for the pass.
+        saved = (logits_TV, teacher.hidden_TH, teacher.head_VH, neg_max_2T, mass_2T, kl_T)
+        ctx.save_for_backward(*saved, *sums.tensors)
+        ctx.shard, ctx.both, ctx.vocab_size = shard, both, teacher.vocab_size
+        return sums.logprobs_T, sums.entropy_T, kl_T
+
+    @staticmethod
+    @once_differentiable
+    def backward(
+        ctx: Any, grad_logprobs_T: Tensor | None, grad_entropy_T: Tensor | None, grad_kl_T: Tensor | None
+    ) -> tuple[Tensor | None, None, None, None, None, None]:
+        """The gradient, in the storage of the logits, block by block: that of the KL is made from a block's logits,
+        and added to the block when the rest of its gradient stands there."""
+        logits_TV, hidden_TH, head_VH, neg_max_2T, mass_2T, kl_T, *saved = ctx.saved_tensors
+        sums, shard, both, grad_TV = _RowSums(*saved), ctx.shard, ctx.both, logits_TV.detach()
+        teacher = TeacherRows(hidden_TH, head_VH, ctx.vocab_size)
+        if grad_kl_T is None:
+            _overwrite_with_gradient(grad_TV, sums, shard, grad_logprobs_T, grad_entropy_T)
+            return grad_TV, None, None, None, None, None
+        # A rank without a token that both know has other real columns, or none.
+        for rows in both.rows_of(logits_TV, TEACHER_BLOCK_BYTES) or [slice(0, logits_TV.shape[0])]:
+            of_kl_RV = None
+            if both.columns:
+                of_kl_RV = _teacher_kl_gradient(
+                    logits_TV, both, rows, teacher, neg_max_2T, mass_2T, kl_T, grad_kl_T
+                )
+            grads = (None if grad_T is None else grad_T[rows] for grad_T in (grad_logprobs_T, grad_entropy_T))
+            _overwrite_with_gradient(grad_TV[rows], sums.at(rows), shard.at(rows), *grads)
+            if of_kl_RV is not None:
+                grad_TV[rows, : both.columns] += of_kl_RV
+            del of_kl_RV  # before the next one is made
+        return grad_TV, None, None, None, None, None
+
+
+def _teacher_kl(
+    logits_TV: Tensor, both: _Shard, group: dist.ProcessGroup, teacher: TeacherRows
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Of the student (row 0) and the teacher (row 1): minus the largest scaled logit (bits), and the mass; and the KL
+    of every row, which is sum of p (b - c) - log mass + log mass of the teacher, b and c being the shifted logits. A
+    collective."""
+    T, device = logits_TV.shape[0], logits_TV.device
+    own_neg_max_2T = torch.full((2, T), -MASKED_LOGIT, dtype=torch.float32, device=device)
+    sums_3T = torch.zeros(3, T, dtype=torch.float32, device=device)
+    for rows in both.rows_of(logits_TV, TEACHER_BLOCK_BYTES):
+        _add_block_sums(logits_TV, both, rows, teacher, own_neg_max_2T, sums_3T)
+    top_2T = -own_neg_max_2T
+    dist.all_reduce(top_2T, op=dist.ReduceOp.MAX, group=group)
+    neg_max_2T = -top_2T
+    by_2T = neg_max_2T - own_neg_max_2T
+    sums_3T[2].addcmul_(by_2T[0] - by_2T[1], sums_3T[0]).mul_(by_2T[0].exp2())
+    sums_3T[:2].mul_(by_2T.exp2())
+    dist.all_reduce(sums_3T, group=group)
+    mass_2T = sums_3T[:2]
+    log_mass_2T = mass_2T.log()
+    kl_T = (LN2 * sums_3T[2] / mass_2T[0] - log_mass_2T[0] + log_mass_2T[1]).clamp_(min=0)
+    return neg_max_2T, mass_2T, kl_T
+
+
+def _add_block_sums(
+    logits_TV: Tensor, both: _Shard, rows: slice, teacher: TeacherRows, neg_max_2T: Tensor, sums_3T: Tensor
+) -> None:
+    """Of a block and this shard alone: both models' maxima and masses, and the sum of 2^b (b - c)."""
+    student_RV, teacher_RV = _block(logits_TV, both, rows, teacher, neg_max_2T, find_max=True)
+    weight_RV = student_RV.exp2()
+    torch.sum(weight_RV, -1, out=sums_3T[0, rows])
+    torch.sum(weight_RV.mul_(student_RV.sub_(teacher_RV)), -1, out=sums_3T[2, rows])
+    torch.sum(teacher_RV.exp2_(), -1, out=sums_3T[1, rows])
+
+
+def _block(
+    logits_TV: Tensor, both: _Shard, rows: slice, teacher: TeacherRows, neg_max_2T: Tensor, find_max: bool
+) -> list[Tensor]:
+    """The shifted logits of student and teacher in bits and float32, masked tokens at `MASKED_LOGIT`. With `find_max`
+    their maxima are first written to `neg_max_2T`, by which they are shifted."""
+    shard, shifted = both.at(rows), []
+    raw = (logits_TV[rows], torch.mm(teacher.hidden_TH[rows], teacher.head_VH[: both.columns].t()))
+    for model, raw_RV in enumerate(raw):
+        every = slice(0, raw_RV.shape[0])
+        bits_RV = torch.empty(every.stop, both.columns, dtype=torch.float32, device=raw_RV.device)
+        if find_max:
+            neg_max_2T[model, rows] = shard.neg_max(raw_RV, every, bits_RV)
+        shard.shifted_logits(raw_RV, every, neg_max_2T[model, rows], bits_RV)
+        shard.mask(bits_RV, every, MASKED_LOGIT)
+        shifted.append(bits_RV)
+    return shifted
+
+
+def _teacher_kl_gradient(
+    logits_TV: Tensor,
+    both: _Shard,
+    rows: slice,
+    teacher: TeacherRows,
+    neg_max_2T: Tensor,
+    mass_2T: Tensor,
+    kl_T: Tensor,
+    grad_kl_T: Tensor,
+) -> Tensor:
+    """Of a block: d KL / d logit_j = p_j (log p_j - log t_j - KL) / temperature, times the incoming gradient, float32.
+    A row whose incoming gradient is 0 gets exactly 0."""
+    student_RV, teacher_RV = _block(logits_TV, both, rows, teacher, neg_max_2T, find_max=False)
+    log_mass_2R = mass_2T[:, rows].log()
+    weight_RV = torch.sub(student_RV, teacher_RV, out=teacher_RV).mul_(LN2)
+    weight_RV.add_((log_mass_2R[1] - log_mass_2R[0] - kl_T[rows])[:, None])
+    weight_RV.mul_(student_RV.exp2_()).mul_((grad_kl_T[rows] / both.temperature / mass_2T[0, rows])[:, None])
+    return weight_RV.masked_fill_((grad_kl_T[rows] == 0)[:, None], 0.0)

@@ -1,4 +1,4 @@
-"""Which memory of the policy and its reference can be offloaded, and which set owns it.
+"""Which memory of the policy, its reference and its teacher can be offloaded, and which set owns it.
 
 - "gradients": the flat buffers that Megatron's data parallelism reduces. They are zero between steps, so they are
   freed, and onloaded as zeros.
@@ -7,6 +7,7 @@
 - "parameters": the policy's own; with the distributed optimizer, one flat buffer for each model chunk.
 - "reference": the reference model's.
 - "critic": the critic's parameters and optimizer, and "critic_gradients" its flat buffers.
+- "teacher": the teacher's, and "teacher_head" its output layer, where the update needs that alone.
 """
 
 from __future__ import annotations
@@ -24,9 +25,19 @@ from rlmath.distributed.tensor_offload import OffloadStats, StorageSet
 from rlmath.models.build import Actor
 from rlmath.models.critic import Critic
 from rlmath.models.forward_backward import ForwardBackward
+from rlmath.models.teacher import Teacher
 
-SetName = Literal["gradients", "optimizer", "parameters", "reference", "critic", "critic_gradients"]
-RESTING: tuple[SetName, ...] = ("reference", "critic", "critic_gradients")
+SetName = Literal[
+    "gradients",
+    "optimizer",
+    "parameters",
+    "reference",
+    "critic",
+    "critic_gradients",
+    "teacher",
+    "teacher_head",
+]
+RESTING: tuple[SetName, ...] = ("reference", "critic", "critic_gradients", "teacher", "teacher_head")
 """Sets that are on the device only while their model computes."""
 
 
@@ -88,11 +99,13 @@ def training_sets(
     settings: MemoryConfig,
     device: Device,
     critic: Critic | None = None,
+    teacher: Teacher | None = None,
+    teacher_in_update: bool = False,
 ) -> OffloadSets:
-    """The sets that the settings offload, still on the device. `reference` is None where KL is not used, `critic` where
-    there is none."""
+    """The sets that the settings offload, still on the device. `reference` is None where KL is not used, `critic` and
+    `teacher` where there is none; `teacher_in_update` tells whether the update needs the teacher's output layer."""
 
-    def parameters(model: Actor | ForwardBackward | Critic = actor) -> list[Tensor]:
+    def parameters(model: Actor | ForwardBackward | Critic | Teacher = actor) -> list[Tensor]:
         return [parameter for chunk in model.chunks for parameter in chunk.parameters()]
 
     def gradients(model: Actor | Critic = actor) -> list[Tensor]:
@@ -124,6 +137,13 @@ def training_sets(
         sets.append(StorageSet("critic", critic_tensors, keep=True, device=device, exclude=own))
     if critic is not None and (settings.offload_critic or settings.offload_gradients):
         sets.append(StorageSet("critic_gradients", partial(gradients, critic), keep=False, device=device))
+    if settings.offload_teacher and teacher is not None:
+        head = teacher.head_parameters if teacher_in_update else tuple
+        sets.append(
+            StorageSet("teacher", lambda: parameters(teacher), keep=True, device=device, exclude=head)
+        )
+        if teacher_in_update:
+            sets.append(StorageSet("teacher_head", head, keep=True, device=device))
     return OffloadSets(sets)
 
 

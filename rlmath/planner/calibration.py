@@ -34,7 +34,7 @@ from rlmath.trainer.telemetry.metrics_writer import METRICS_FILE, read_metrics
 
 SWITCH_PHASES = ("offload", "wake", "wake_kv_cache", "sleep", "restore")
 """Timers that make up the switch, as in `reporter`."""
-WORKING_PHASES = ("sync", "rollout", "logprobs", "reference", "critic", "update")
+WORKING_PHASES = ("sync", "rollout", "logprobs", "reference", "critic", "teacher", "update")
 NOT_OF_A_STEP = ("validation", "probe")
 """Timers inside of a step that no plan is about."""
 NEEDED = ("n_seqs", "avg_prompt_len", "rollout/response_length", "seconds/rollout", "seconds/update")

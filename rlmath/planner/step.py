@@ -13,9 +13,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from rlmath.config.model_shape import ModelShape
-from rlmath.config.schema import AlgorithmConfig, Config
+from rlmath.config.schema import Config
 from rlmath.distributed.mesh import Mesh
-from rlmath.models.hf_config import critic_shape_of
+from rlmath.models.hf_config import critic_shape_of, teacher_shape_of
 from rlmath.planner.asynchronous import Overlap, engine_side, floor_of
 from rlmath.planner.lengths import Batch, lengths_with_mean
 from rlmath.planner.machines import Cluster
@@ -47,12 +47,12 @@ from rlmath.trainer.preflight.memory_estimate import (
 )
 from rlmath.trainer.preflight.memory_formulas import engine_bytes
 
-TRAINER_PHASES = ("records", "logprobs", "reference", "critic", "update", "publish", "other")
+TRAINER_PHASES = ("records", "logprobs", "reference", "critic", "teacher", "update", "publish", "other")
 ENGINE_PHASES = ("rollout", "again", "transfer")
 """Of a step whose engines have ranks of their own: the two sides work at the same time."""
 PHASES = (
     *("switch", "sync", "rollout", "again", "transfer"),
-    *("records", "logprobs", "reference", "critic", "update", "publish", "other"),
+    *("records", "logprobs", "reference", "critic", "teacher", "update", "publish", "other"),
 )
 """In the order of a step; the switch is both ways. Where engines have no ranks of their own, phases take turns on the
 same memory, none runs beside another."""
@@ -163,11 +163,13 @@ def plan_step(
         "sync": sync_work(config, shape, mesh, target, cluster),
         "rollout": rollout.work,
     }
-    if recomputes_logprobs(config.algorithm):
+    if recomputes_logprobs(config):
         work["logprobs"] = logprobs_work(training)
     if config.algorithm.kl_coef > 0:
         work["reference"] = logprobs_work(training) + reference_switch_work(config, memory, target)
     work |= critic_phase(training, memory)
+    if (teacher := teacher_training(training)) is not None:
+        work["teacher"] = teacher_work(teacher, memory)
     work |= {"update": update_work(training), "other": Work(steps=1, tokens=batch.tokens / training.parts)}
     parts = {phase: seconds_by_coefficient(done, machine, coefficients) for phase, done in work.items()}
     return StepPlan(
@@ -200,14 +202,14 @@ def _plan_asynchronous(
     mesh = mesh_of(config, cluster.ranks, 0)
     training = Training(config, shape, mesh, target, cluster.first(trainers), batch)
     work = {"records": Work(tokens=batch.tokens)}
-    if recomputes_logprobs(config.algorithm):
+    if recomputes_logprobs(config):
         work["logprobs"] = logprobs_work(training)
+    memory, _ = largest(plan_ranks(config, shape, cluster.ranks, target))
     if config.algorithm.kl_coef > 0:
-        memory, _ = largest(plan_ranks(config, shape, cluster.ranks, target))
         work["reference"] = logprobs_work(training) + reference_switch_work(config, memory, target)
-    if config.algorithm.advantage == "gae":
-        memory, _ = largest(plan_ranks(config, shape, cluster.ranks, target))
-        work |= critic_phase(training, memory)
+    work |= critic_phase(training, memory)
+    if (teacher := teacher_training(training)) is not None:
+        work["teacher"] = teacher_work(teacher, memory)
     work |= {
         "update": update_work(training),
         "publish": publish_work(training),
@@ -244,12 +246,44 @@ def _plan_asynchronous(
     )
 
 
-def recomputes_logprobs(algorithm: AlgorithmConfig) -> bool:
+def recomputes_logprobs(config: Config) -> bool:
     """Whether a step has a pass for the policy's own log-probs: not where its one minibatch gives them itself
     (`PolicyUpdater.on_policy`)."""
+    algorithm, teacher = config.algorithm, config.teacher
     only_one = algorithm.n_minibatches == algorithm.epochs == 1
     in_reward = algorithm.kl_coef > 0 and algorithm.kl_in == "reward"
-    return algorithm.recompute_logprobs and (in_reward or not only_one)
+    in_advantages = in_reward or (teacher.path is not None and teacher.loss == "advantage")
+    return algorithm.recompute_logprobs and (in_advantages or not only_one)
+
+
+def teacher_training(training: Training) -> Training | None:
+    """The same ranks and sequences with the teacher for a model, which has as many rows in its embedding as the policy;
+    None without a teacher."""
+    shape = teacher_shape_of(training.config)
+    if shape is None:
+        return None
+    return replace(training, shape=replace(shape, vocab_size=training.shape.vocab_size))
+
+
+def teacher_work(teacher: Training, plan: MemoryPlan) -> Work:
+    """A pass of all sequences. For a loss on the whole vocabulary the output layer is computed twice in every epoch,
+    inside of the policy's update. An offloaded teacher comes for its pass, and leaves after it; its output layer comes
+    twice then."""
+    config, size = teacher.config, 0
+    full, epochs = config.teacher.loss == "full", config.algorithm.epochs
+    if config.memory.offload_teacher:
+        size = plan.part("teacher") + (1 + full) * plan.part("teacher_head")
+    parts = teacher.parts * teacher.mesh.tensor
+    again = (2 * epochs - 1) * full * teacher.batch.tokens * head_flops(teacher.shape)
+    return logprobs_work(teacher) + Work(flops=again / parts) + _there_and_back(size, teacher.target)
+
+
+def teacher_flops(teacher: Training) -> float:
+    """Of a step, of the whole cluster."""
+    cost, batch, config = forward_cost(teacher.shape), teacher.batch, teacher.config
+    one_pass = batch.tokens * cost.linear + batch.squares * cost.quadratic
+    again = 2 * config.algorithm.epochs - 1 if config.teacher.loss == "full" else 0
+    return FORWARD * (one_pass + again * batch.tokens * head_flops(teacher.shape))
 
 
 def tail_seconds(rollout: Rollout, cluster: Cluster, coefficients: Coefficients) -> float:
@@ -271,15 +305,17 @@ def step_flops(training: Training, sampled: Sampled) -> StepFlops:
     passes = update_passes(shape, config.policy, max(1, chunk), training.target.local_layers)
     both = FORWARD + BACKWARD
     recomputed = layers * (passes.linear - both) + attention * (passes.attention - both)
-    alone = recomputes_logprobs(algorithm) + (algorithm.kl_coef > 0)
+    alone = recomputes_logprobs(config) + (algorithm.kl_coef > 0)
     critic, critic_pass = critic_shape_of(config, shape), 0.0
     if critic is not None:
         of_critic = forward_cost(critic)
         critic_pass = batch.tokens * of_critic.linear + batch.squares * of_critic.quadratic
+    teacher = teacher_training(training)
+    of_teacher = 0.0 if teacher is None else teacher_flops(teacher)
     behind_prompts = sampled.squares + 2 * batch.prompt_tokens * sampled.tokens
     return StepFlops(
         sampled.tokens * cost.linear + cost.quadratic * behind_prompts,
-        FORWARD * (one_pass * (algorithm.epochs + alone) + critic_pass * (algorithm.epochs + 1)),
+        FORWARD * (one_pass * (algorithm.epochs + alone) + critic_pass * (algorithm.epochs + 1)) + of_teacher,
         BACKWARD * (one_pass + critic_pass) * algorithm.epochs,
         recomputed * algorithm.epochs,
     )

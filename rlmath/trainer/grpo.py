@@ -1,7 +1,8 @@
 """GRPO: one step, from weights to weights, in the order in which this file reads.
 
     weights to the engine -> (probe, validation) -> prompts -> rollout and rewards -> selection -> advantages -> samples
-    -> schedule -> packing -> log-probs (old, reference) -> critic -> minibatches: loss, early stop, update -> metrics
+    -> schedule -> packing -> log-probs (old, reference) -> critic -> teacher -> minibatches: loss, early stop, update
+    -> metrics
 
 Every rank runs it. The control plane (prompts, selection, advantages, schedule) is computed alike on all ranks; only
 tensors are sharded. Lengths are those of the step's length stage; weights, optimizer, learning-rate schedule, order of
@@ -28,7 +29,7 @@ from typing import Any, ClassVar
 from rlmath.algorithms.advantages import advantages
 from rlmath.algorithms.losses import Normalisation
 from rlmath.algorithms.types import MicroBatch, Sample, ScoredGroup
-from rlmath.checkpoint.directory import CRITIC, CRITIC_CONFIG, Progress
+from rlmath.checkpoint.directory import CRITIC, CRITIC_CONFIG, REFERENCE, Progress
 from rlmath.checkpoint.sharded_state import SavedModel
 from rlmath.config import length_curriculum as curriculum
 from rlmath.config.length_curriculum import LengthStage
@@ -41,12 +42,13 @@ from rlmath.distributed.bridge import Bridge
 from rlmath.distributed.device import Device
 from rlmath.distributed.mesh import Mesh
 from rlmath.distributed.phase_timers import PhaseTimers
-from rlmath.models.build import Actor, build_actor, build_critic, build_reference
+from rlmath.models.build import Actor, build_actor, build_critic, build_reference, build_teacher, copy_weights
 from rlmath.models.critic import Critic
 from rlmath.models.forward_backward import ForwardBackward, TokenLogprobs
-from rlmath.models.hf_config import critic_config_file, critic_shape_of
+from rlmath.models.hf_config import critic_config_file, critic_shape_of, teacher_shape_of
 from rlmath.models.learner import MinibatchResult
 from rlmath.models.offload import OffloadSets, training_sets
+from rlmath.models.teacher import Teacher, TeacherStates
 from rlmath.rewards.reward_manager import open_reward_workers, raise_if_every_call_failed
 from rlmath.rewards.worker_pool import VerifierPool
 from rlmath.trainer.checkpointing import Checkpointer
@@ -62,11 +64,13 @@ from rlmath.trainer.metrics import (
     pace_metrics,
     rollout_metrics,
     selection_metrics,
+    teacher_metrics,
     update_metrics,
 )
 from rlmath.trainer.reporter import StepRecord, ValidationResult
 from rlmath.trainer.rollouts import StepRollout, selection_rules
 from rlmath.trainer.startup import PreparedRun
+from rlmath.trainer.teacher_advantages import TeacherAdvantages, add_teacher_advantages
 from rlmath.trainer.validation import Validator
 
 logger = logging.getLogger(__name__)
@@ -111,14 +115,23 @@ class GrpoTrainer(Trainer):
         self.reference = None
         if config.algorithm.kl_coef > 0:
             self.reference = build_reference(config, shape, mesh, device, inputs.stop_token_ids)
+        self.reference_moved = False
+        """Whether it is another than the model that the run started from."""
         self.critic = None
         self.critic_shape = critic_shape_of(config, shape)
         if self.critic_shape is not None:
             updates = most_critic_updates(config, inputs.total_steps)
             self.critic = build_critic(config, self.critic_shape, mesh, device, updates)
             self.critic.forward_backward.on_microbatch = on_progress
+        self.teacher = None
+        if (teacher_shape := teacher_shape_of(config)) is not None:
+            self.teacher = build_teacher(config, shape, teacher_shape, mesh, device, inputs.stop_token_ids)
+            self.teacher.forward_backward.on_microbatch = on_progress
         self.actor.forward_backward.on_microbatch = on_progress
-        self.offload = training_sets(self.actor, self.reference, config.memory, device, self.critic)
+        in_update = config.teacher.loss == "full"
+        self.offload = training_sets(
+            self.actor, self.reference, config.memory, device, self.critic, self.teacher, in_update
+        )
         self.engines.connect(self.actor, self.offload)
         self.rules = selection_rules(config.selection)
         self.updaters = [
@@ -131,6 +144,7 @@ class GrpoTrainer(Trainer):
                 self.offload,
                 self.timers,
                 self.critic,
+                self.teacher,
             )
             for stage in self.length_stages
         ]
@@ -174,6 +188,7 @@ class GrpoTrainer(Trainer):
             raise_if_every_call_failed(rollout.scores)
         self.rollouts.commit()
         update = self.updaters[stage.number].update(selection.learned, number)
+        self.move_reference(number + 1)
         seconds = self.timers.seconds() | {"step": time.perf_counter() - started}
         metrics = self.metrics(stage, rollout, update, seconds) | probed
         return StepRecord(
@@ -200,6 +215,8 @@ class GrpoTrainer(Trainer):
             metrics |= selection_metrics(selection)
         metrics |= update_metrics(update, learned, metrics["task_reward"], algorithm)
         metrics |= update.critic
+        if self.teacher is not None:
+            metrics |= teacher_metrics(update)
         metrics |= mismatch_metrics(update.results, only_first=not algorithm.recompute_logprobs)
         sampled = rollout.sampled_tokens, selection.sampled, learned
         metrics |= pace_metrics(seconds, *sampled, update.passes)
@@ -219,14 +236,30 @@ class GrpoTrainer(Trainer):
             self.entered_length_stage = stage.number
         return stage
 
+    def move_reference(self, steps_done: int) -> None:
+        """The policy becomes the reference, where that is due after so many steps."""
+        every = self.config.algorithm.reference_every_steps
+        if self.reference is None or every is None or steps_done % every:
+            return
+        with self.offload.on_device("reference"):
+            copy_weights(self.actor.chunks, self.reference.chunks)
+        self.reference_moved = True
+        logger.info("step %d: the policy of now is the reference from here on", steps_done)
+
     @property
     def models(self) -> list[SavedModel]:
-        if self.critic is None:
-            return super().models
-        return [*super().models, SavedModel(CRITIC, self.critic.chunks, self.critic.learner.optimizer)]
+        models = super().models
+        if self.critic is not None:
+            models.append(SavedModel(CRITIC, self.critic.chunks, self.critic.learner.optimizer))
+        if self.reference is not None:
+            models.append(SavedModel(REFERENCE, self.reference.chunks, None))
+        return models
+
+    def saved_models(self) -> list[SavedModel]:
+        return [one for one in self.models if one.name != REFERENCE or self.reference_moved]
 
     def models_on_device(self) -> AbstractContextManager[Any]:
-        return self.offload.on_device("critic")
+        return self.offload.on_device("critic", "reference")
 
     @property
     def critic_updates(self) -> int:
@@ -244,7 +277,8 @@ class GrpoTrainer(Trainer):
     def resume(self, folder: Path, progress: Progress) -> None:
         if self.critic is not None and progress.has_model(CRITIC):
             self.critic.learner.restore_schedule(progress.critic_updates)
-        elif self.critic is not None and self.mesh.rank == 0:
+        self.reference_moved = self.reference is not None and progress.has_model(REFERENCE)
+        if self.critic is not None and not progress.has_model(CRITIC) and self.mesh.rank == 0:
             logger.warning("%s has no critic: it begins with the weights it starts from", folder)
         changed = progress.reward_fingerprint not in ("", self.reward_fingerprint)
         self.rollouts.resume(folder, progress.step, changed)
@@ -259,7 +293,8 @@ class GrpoTrainer(Trainer):
         return validated
 
     def busy_seconds(self) -> float:
-        others = [self.reference, None if self.critic is None else self.critic.forward_backward]
+        others = [self.reference]
+        others += [None if one is None else one.forward_backward for one in (self.critic, self.teacher)]
         return super().busy_seconds() + sum(one.pop_busy_seconds() for one in others if one is not None)
 
     def close(self, status: int) -> None:
@@ -278,6 +313,8 @@ class Minibatch:
     """Log-probs under the policy that the step began with; None: those of the engine are used."""
     reference: list[TokenLogprobs] | None
     """Log-probs under the reference; None: no KL in the loss."""
+    teacher: TeacherStates | None
+    """What gives the teacher's whole distributions; None: they are not in the loss."""
 
 
 @dataclass(eq=False, repr=False)
@@ -292,6 +329,7 @@ class PolicyUpdater:
     offload: OffloadSets
     timers: PhaseTimers
     critic: Critic | None = None
+    teacher: Teacher | None = None
 
     def __post_init__(self) -> None:
         algorithm, max_new_tokens = self.config.algorithm, self.config.rollout.max_new_tokens
@@ -310,10 +348,15 @@ class PolicyUpdater:
     @property
     def on_policy(self) -> bool:
         """Whether the old log-probs are those of the update's own forward pass, so that no extra pass is needed: one
-        minibatch, one epoch, and no KL in the reward."""
+        minibatch, one epoch, and neither KL in the reward nor a teacher in the advantages."""
         algorithm = self.config.algorithm
         only_one = algorithm.n_minibatches == 1 and algorithm.epochs == 1
-        return algorithm.recompute_logprobs and only_one and self.penalty is None
+        in_advantages = self.penalty is not None or self.teaches("advantage")
+        return algorithm.recompute_logprobs and only_one and not in_advantages
+
+    def teaches(self, loss: str) -> bool:
+        """Whether there is a teacher whose part has this place, a word of `TeacherConfig.loss`."""
+        return self.teacher is not None and self.config.teacher.loss == loss
 
     def update(self, groups: Sequence[ScoredGroup], number: int) -> UpdateRecord:
         """Learn from the groups of step `number`. Without any completion nothing happens. A collective."""
@@ -359,21 +402,34 @@ class PolicyUpdater:
         if number < self.config.critic.pretrain_steps and self.critic is not None:
             return UpdateRecord([], advantages_PG, reward_kl, critic=learned_by_critic)
 
-        with timed("update"):
+        states = teacher_kl = None
+        if self.teaches("full"):
+            states = self.teacher_states(batches)
+        elif self.teaches("advantage"):
+            taught = self.teacher_advantages(batches, old, advantages_PG, tokens_PG)
+            batches, advantages_PG = taught.batches, taught.mean_advantages
+            teacher_kl = taught.kl_per_token
+
+        with timed("update"), self.offload.on_device("teacher_head"):
             minibatches = [
-                Minibatch(batches[i:j], old[i:j] if old else None, reference[i:j] if reference else None)
+                Minibatch(
+                    batches[i:j],
+                    old[i:j] if old else None,
+                    reference[i:j] if reference else None,
+                    states[i:j] if states else None,
+                )
                 for i, j in bounds_of(packed)
             ]
             results = self.run_minibatches(minibatches, orders, number)
         passes = len(results) / len(minibatches)
-        return UpdateRecord(results, advantages_PG, reward_kl, passes, learned_by_critic)
+        return UpdateRecord(results, advantages_PG, reward_kl, passes, learned_by_critic, teacher_kl)
 
     def reward_advantages(
         self, rewards_PG: Sequence[Sequence[float]], tokens_PG: Sequence[Sequence[int]]
     ) -> list[list[float]]:
-        """By group and completion; 0 where the critic will give them."""
-        algorithm = self.config.algorithm
-        if algorithm.advantage == "gae":
+        """By group and completion; 0 where the critic will give them, or the teacher alone is learned from."""
+        algorithm, teacher = self.config.algorithm, self.config.teacher
+        if algorithm.advantage == "gae" or (self.teacher is not None and not teacher.with_rewards):
             return [[0.0] * len(row) for row in rewards_PG]
         return advantages(rewards_PG, tokens_PG, algorithm.advantage, algorithm.advantage_eps)
 
@@ -396,6 +452,34 @@ class PolicyUpdater:
             targets = [estimates.targets[i:j] for i, j in bounds_of(packed)]
             metrics = self.critic_updater.learn(minibatches, targets, orders, number)
         return estimates, estimates.metrics | metrics
+
+    def teacher_states(self, batches: Sequence[MicroBatch]) -> TeacherStates:
+        """For the loss on the whole vocabulary. A collective."""
+        assert self.teacher is not None
+        with self.timers.phase("teacher"), self.offload.on_device("teacher", "teacher_head"):
+            return self.teacher.states(batches)
+
+    def teacher_advantages(
+        self,
+        batches: Sequence[MicroBatch],
+        old: Sequence[TokenLogprobs] | None,
+        advantages_PG: Sequence[Sequence[float]],
+        tokens_PG: Sequence[Sequence[int]],
+    ) -> TeacherAdvantages:
+        """The micro-batches with the teacher's part in their advantages; `old` are the recomputed log-probs, None to
+        compare the engine's. A collective."""
+        assert self.teacher is not None
+        common, policy = self.teacher.vocab_size, old
+        with self.timers.phase("teacher"):
+            # Both distributions are compared over the tokens that both know.
+            if common < self.shape.vocab_size:
+                policy = self.actor.forward_backward.logprobs(batches, common)
+            with self.offload.on_device("teacher", "teacher_head"):
+                scored = self.teacher.logprobs(batches)
+        coef = self.config.teacher.coef
+        return add_teacher_advantages(
+            batches, policy, scored, advantages_PG, tokens_PG, coef, common, self.mesh
+        )
 
     def pack_minibatches(self, samples: Sequence[Sample], number: int) -> list[list[MicroBatch]]:
         """This data-parallel rank's micro-batches of every minibatch."""
@@ -428,7 +512,11 @@ class PolicyUpdater:
             for index in order:
                 minibatch = minibatches[index]
                 result = self.actor.learner.learn(
-                    minibatch.batches, minibatch.old, minibatch.reference, self.on_policy
+                    minibatch.batches,
+                    minibatch.old,
+                    minibatch.reference,
+                    self.on_policy,
+                    minibatch.teacher,
                 )
                 results.append(result)
                 if result.discarded is None:

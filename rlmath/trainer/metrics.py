@@ -37,6 +37,9 @@ class UpdateRecord:
     """How often the samples were learned from; less than `algorithm.epochs` where early stop ended the step."""
     critic: dict[str, float] = field(default_factory=dict)
     """Metrics of the critic."""
+    teacher_kl: float | None = None
+    """KL(policy || teacher) per token (nats), estimated from the sampled ones, where the teacher is in the
+    advantages."""
 
 
 def rollout_metrics(groups: Sequence[ScoredGroup]) -> dict[str, float]:
@@ -188,6 +191,15 @@ def update_metrics(
     return metrics | counts
 
 
+def teacher_metrics(record: UpdateRecord) -> dict[str, float]:
+    """KL(policy || teacher) per token (nats): over the whole vocabulary of the minibatches that were learned from, or
+    estimated from the tokens that were sampled, where it is in the advantages."""
+    if record.teacher_kl is not None:
+        return {"train/teacher_kl": record.teacher_kl}
+    kept = [result for result in record.results if result.discarded is None] or record.results
+    return {"train/teacher_kl": _mean(kept, "teacher_kl")} if kept else {}
+
+
 def _mean(results: Sequence[MinibatchResult], name: str, of: str = "tokens") -> float:
     return sum(result.sums[name] for result in results) / sum(result.sums[of] for result in results)
 
@@ -226,6 +238,7 @@ def pace_metrics(
         "logprobs": read,
         "reference": read,
         "critic": read * 2,
+        "teacher": read,
         "update": read * passes,
         "step": _tokens(sampled),
     }

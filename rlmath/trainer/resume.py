@@ -79,6 +79,7 @@ MAY_CHANGE = (
     "stages.",
     "optimizer.distributed",
     "optimizer.overlap_grad_reduce",
+    "algorithm.reference_every_steps",
     "critic.path",
     "rollout.tensor_parallel",
     "rollout.memory_share",

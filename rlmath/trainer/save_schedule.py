@@ -109,13 +109,14 @@ def export_bytes(config: Config, shape: ModelShape) -> int:
 
 def checkpoint_bytes(config: Config, shape: ModelShape) -> int:
     """Size of a checkpoint on disk: of the policy and, where there is one, of the critic, parameters, Adam's two
-    moments, and float32 copies of bfloat16 parameters (bytes)."""
+    moments, and float32 copies of bfloat16 parameters; and of a reference that moves its parameters (bytes)."""
     weights = _TRAINED[resolve_kind(config.run.device)].itemsize
     state = 8 if config.optimizer.kind == "adam" else 0
     copies = 4 if weights < 4 else 0
     critic = critic_shape_of(config, shape)
     parameters = parameter_count(shape) + (0 if critic is None else parameter_count(critic))
-    return parameters * (weights + state + copies)
+    moves = config.algorithm.kl_coef > 0 and config.algorithm.reference_every_steps is not None
+    return parameters * (weights + state + copies) + moves * parameter_count(shape) * weights
 
 
 def output_bytes(config: Config, shape: ModelShape) -> int:

@@ -61,7 +61,8 @@ from rlmath.trainer.preflight.checks import check_config, config_warnings, only_
 from rlmath.trainer.preflight.memory_estimate import mesh_of, training_ranks
 from rlmath.trainer.preflight.memory_fit import start_up_lines
 from rlmath.trainer.preflight.parallelism import roles
-from rlmath.trainer.resume import Origin, Recovery, find_recovery, origin_of, sft_origin_of
+from rlmath.trainer.preflight.teacher import check_teacher_tokenizer
+from rlmath.trainer.resume import Origin, Recovery, find_recovery, model_fingerprint, origin_of, sft_origin_of
 from rlmath.trainer.run_dir import check_output_folder, sole_user
 from rlmath.trainer.save_schedule import output_bytes
 from rlmath.trainer.telemetry.console import close_bars, setup_logging
@@ -149,6 +150,7 @@ def prepare_grpo(config: Config) -> PreparedRun[dataset.Inputs]:
     world_size = environment_world_size()
     shape = check_config(config, world_size)
     inputs = dataset.load_inputs(config, shape)
+    of_teacher = check_teacher_tokenizer(config, inputs.tokenizer)
     origin = origin_of(config, inputs)
     recovery = find_recovery(config, origin, inputs.total_steps)
     check_output_folder(config.run.output_dir, config, output_bytes(config, shape), recovery is not None)
@@ -167,7 +169,12 @@ def prepare_grpo(config: Config) -> PreparedRun[dataset.Inputs]:
         *([f"  {who}"] if (who := roles(config, world_size)) else ()),
         *start_up_lines(config, shape, world_size),
     )
-    warnings = (*tried, *audit.warnings(), *fewer_steps_warnings(config, inputs.order.steps_per_epoch))
+    warnings = (
+        *tried,
+        *of_teacher,
+        *audit.warnings(),
+        *fewer_steps_warnings(config, inputs.order.steps_per_epoch),
+    )
     return PreparedRun(config, shape, inputs, origin, recovery, lines, validation, warnings)
 
 
@@ -397,6 +404,8 @@ def facts_of(prepared: PreparedRun[Any]) -> dict[str, str]:
         "reward.function (contents)": prepared.origin.reward or "none",
     }
     values, defaults = setting_values(prepared.config), setting_values(Config())
+    if prepared.config.teacher.path is not None:
+        origin["teacher.path (contents)"] = model_fingerprint(prepared.config.teacher.path)
     settings = {key: _fact_of(key, value) for key, value in values.items() if value != defaults[key]}
     return environment_facts() | origin | settings
 

@@ -398,6 +398,20 @@ def test_no_counted_token_gives_zeros_with_a_gradient_of_zeros(kind: LossKind, c
     assert [leaf.grad.tolist() for leaf in leaves] == [[0.0] * 3] * 2
 
 
+def test_the_kl_to_a_teacher_has_the_tokens_weights_and_no_ratio():
+    """0.5 x (1 x 0.2 + 0.5 x 0.4) = 0.2 of the loss; metrics have 0.2 + 0.4. What has no weight may be NaN."""
+    tensors = {name: torch.tensor(values) for name, values in COLUMNS.items()}
+    weights_T, kl_T = torch.tensor([1.0, 0.0, 0.5]), torch.tensor([0.2, math.nan, 0.4], requires_grad=True)
+    plain = TokenInputs(**tensors, weights_T=weights_T, **SEGMENTS)
+    settings = LossSettings(teacher_coef=0.5)
+    with_teacher = token_loss(replace(plain, teacher_kl_T=kl_T), settings)
+    without = token_loss(plain, settings)
+    assert (with_teacher.loss - without.loss).item() == pytest.approx(0.2)
+    assert with_teacher.teacher_kl.item() == pytest.approx(0.6) and without.teacher_kl.item() == 0.0
+    with_teacher.loss.backward()
+    assert kl_T.grad.tolist() == pytest.approx([0.5, 0.0, 0.25])
+
+
 # ---------------------------------------------------------------- shapes
 
 

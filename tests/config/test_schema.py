@@ -21,6 +21,7 @@ FREE_TEXTS = {
     "sft.held_out_path",
     "critic.path",
     "reward.function",
+    "teacher.path",
     "telemetry.wandb_project",
     "telemetry.wandb_name",
 }

@@ -215,13 +215,13 @@ def _watch(trainer: Any) -> dict[str, list[Any]]:
         asked["probes"].append(sync._step)
         ask()
 
-    def learning(batches: Any, old: Any, reference: Any, on_policy: bool = False) -> Any:
+    def learning(batches: Any, old: Any, reference: Any, on_policy: bool = False, *more: Any) -> Any:
         indices = sorted(index for batch in batches for index in batch.sample_indices)
         weights = sorted({float(w) for batch in batches for w in batch.loss_weights_T if w > 0})
         asked["learned"].append((indices, weights, old is None, reference is None, on_policy))
         for batch in batches:
             asked["samples"] += [(sync._step, *row) for row in _rows_of(batch)]
-        return learn(batches, old, reference, on_policy)
+        return learn(batches, old, reference, on_policy, *more)
 
     trainer.engines.collector.collect, core.add_request = collecting, adding
     sync._transfer.run, sync._probe.score_policy, learner.learn = running, asking, learning

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from rlmath.algorithms.types import MicroBatch, Sample
-from rlmath.config.schema import Config, RolloutConfig
+from rlmath.config.schema import Config, RolloutConfig, TeacherConfig
 from rlmath.data.packing import pack
 from rlmath.distributed.device import init_process_group, open_device
 from rlmath.distributed.mesh import Mesh
@@ -225,6 +225,31 @@ def measure_critic(folder: Path, layout: Layout) -> dict[str, Any]:
     }
 
 
+def measure_teacher(folder: Path, teacher_folder: Path, layout: Layout, loss: str) -> dict[str, Any]:
+    """Measured and planned bytes of this rank's teacher, of its pass, and of an update with it (of a second step)."""
+    from rlmath.models.build import build_teacher, loss_settings
+
+    stage = _build(folder, layout)
+    stage.config = replace(stage.config, teacher=TeacherConfig(str(teacher_folder), loss))
+    learner, batches = stage.actor.learner, _batches(stage, layout)
+    learner.settings = loss_settings(stage.config.algorithm, stage.config.teacher)
+    teacher = build_teacher(
+        stage.config, stage.shape, shape_of(teacher_folder), stage.mesh, stage.device, (1,)
+    )
+    states = teacher.states(batches) if loss == "full" else None
+    assert learner.learn(batches, None, None, teacher=states).discarded is None
+    measured = {"teacher": storage_bytes(p for chunk in teacher.chunks for p in chunk.parameters())}
+    with StorageWatch() as watch:
+        kept = teacher.states(batches) if loss == "full" else teacher.logprobs(batches)
+    del kept
+    measured["teacher_pass"] = watch.peak
+    with StorageWatch() as watch:
+        learner.learn(batches, None, None, teacher=states)
+    measured["update_pass"] = watch.peak
+    plan = plan_rank(stage.config, stage.shape, stage.mesh, CPU)
+    return {"measured": measured, "phases": {name: dict(held) for name, held in plan.phases.items()}}
+
+
 def _optimizer_bytes(optimizer: Any, parameters: list[Tensor]) -> int:
     """State of the optimizer, and its own copies of parameters where it has any."""
     held = []
@@ -291,8 +316,11 @@ def measure_engine(folder: Path, engine_size: int, cache_gib: float) -> dict[str
     }
 
 
-def make_model(folder: Path, tokenizer_of: Path, tied: bool, architecture: str = "Qwen2ForCausalLM") -> Path:
-    """A model of 3.8 million parameters in Hugging Face form, in which no part is lost in the others' overheads."""
+def make_model(
+    folder: Path, tokenizer_of: Path, tied: bool, architecture: str = "Qwen2ForCausalLM", layers: int = 4
+) -> Path:
+    """A model in Hugging Face form, with 4 layers of 3.8 million parameters, in which no part is lost in the others'
+    overheads."""
     import transformers
 
     torch.manual_seed(1)
@@ -301,7 +329,7 @@ def make_model(folder: Path, tokenizer_of: Path, tied: bool, architecture: str =
         vocab_size=2000,
         hidden_size=256,
         intermediate_size=704,
-        num_hidden_layers=4,
+        num_hidden_layers=layers,
         num_attention_heads=8,
         num_key_value_heads=2,
         head_dim=32,

@@ -12,6 +12,7 @@ from tests.distributed.memory_plan_cases import (
     make_model,
     measure_critic,
     measure_engine,
+    measure_teacher,
     measure_training,
 )
 from tests.distributed.policy_cases import Case
@@ -102,6 +103,31 @@ def test_a_critic_holds_what_is_planned(ranks: RankPool, models: dict[bool, Path
             assert planned[part] == within_a_tenth(measured[part]), part
         assert sum(planned.get(part, 0) for part in PASS) == within_a_tenth(measured["pass"])
         assert "critic_gradients" not in report["update"]  # freed when the critic has learned
+
+
+@pytest.mark.parametrize(
+    ("layout", "loss"),
+    [
+        pytest.param(Layout(adam(tensor=2, sequence=True)), "full", marks=matrix),
+        pytest.param(Layout(adam(pipeline=2), microbatches=2), "full", marks=matrix),
+        pytest.param(Layout(adam()), "full", marks=FULL),
+        pytest.param(Layout(adam(tensor=2)), "advantage", marks=FULL),
+        pytest.param(Layout(adam(pipeline=2), microbatches=2), "advantage", marks=FULL),
+    ],
+    ids=str,
+)
+def test_a_teacher_and_what_the_update_holds_for_it_are_planned(
+    ranks: RankPool, models: dict[bool, Path], tmp_path: Path, layout: Layout, loss: str
+):
+    """A teacher with twice the policy's layers and a tied output layer."""
+    teacher = make_model(tmp_path / "teacher", models[False], tied=True, layers=8)
+    for report in ranks.run(layout.case.ranks, measure_teacher, models[False], teacher, layout, loss):
+        measured, phases = report["measured"], report["phases"]
+        held = phases["teacher"]
+        assert held["teacher"] + held.get("teacher_head", 0) == within_a_tenth(measured["teacher"])
+        assert sum(held.get(part, 0) for part in PASS) == within_a_tenth(measured["teacher_pass"])
+        update = phases["update"]
+        assert sum(update.get(part, 0) for part in PASS) == within_a_tenth(measured["update_pass"])
 
 
 @pytest.mark.full

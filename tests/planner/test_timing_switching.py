@@ -120,7 +120,7 @@ def test_judging_is_hidden_behind_the_rollout_as_far_as_it_goes():
     ],
 )
 def test_log_probs_are_recomputed_where_the_update_does(changes: dict, expected: bool):
-    assert recomputes_logprobs(replace(CONFIG.algorithm, **changes)) == expected
+    assert recomputes_logprobs(replace(CONFIG, algorithm=replace(CONFIG.algorithm, **changes))) == expected
 
 
 def test_a_reference_has_a_pass_of_its_own():

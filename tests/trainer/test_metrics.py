@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 
 from rlmath.algorithms.dynamic_sampling import Chosen, Selection
@@ -15,6 +17,7 @@ from rlmath.trainer.metrics import (
     pace_metrics,
     rollout_metrics,
     selection_metrics,
+    teacher_metrics,
     update_metrics,
 )
 
@@ -254,3 +257,13 @@ def test_mfu_counts_the_models_own_arithmetic() -> None:
     half = mfu_metrics(seconds, 3, GROUPS[:1], GROUPS[:1], passes=2, cost=cost, peak_flops=1_000.0)
     assert half["rollout/mfu"] == pytest.approx(found["rollout/mfu"] / 2)
     assert half["train/mfu"] == found["train/mfu"]
+
+
+def test_the_kl_to_a_teacher_is_exact_or_estimated() -> None:
+    """Over the whole vocabulary the sums of the minibatches that were learned from, (1 + 2) / 30 tokens."""
+    kls = (1.0, 50.0, 2.0)
+    results = [replace(one, sums=one.sums | {"teacher_kl": kl}) for one, kl in zip(RESULTS, kls, strict=True)]
+    assert teacher_metrics(UpdateRecord(results, ADVANTAGES, None)) == {"train/teacher_kl": 0.1}
+    estimated = UpdateRecord(results, ADVANTAGES, None, teacher_kl=0.25)
+    assert teacher_metrics(estimated) == {"train/teacher_kl": 0.25}
+    assert teacher_metrics(UpdateRecord([], [], None)) == {}

@@ -154,8 +154,9 @@ def load_hf_weights(
     mesh: Mesh,
     option: str = "model.path",
 ) -> None:
-    """Fill this rank's shard of a Megatron model from a Hugging Face folder, tensor by tensor. A value head that the
-    folder does not have stays as it is. `option` is the setting that names the folder.
+    """Fill this rank's shard of a Megatron model from a Hugging Face folder, which the setting `option` names, tensor
+    by tensor. A value head that the folder does not have stays as it is. Of an embedding with more rows than `shape`
+    has the first are taken; missing ones are 0.
 
     A collective. ValueError, on all ranks alike, where any of them finds a tensor that cannot be read or has a number
     that is not finite, in the file or in the model's own format.

@@ -32,7 +32,7 @@ from rlmath.distributed.memory import available_bytes, total_bytes
 from rlmath.models.hf_config import inspect_model_folder
 from rlmath.rewards.custom_function import function_problem
 from rlmath.trainer.preflight import length_curriculum as curriculum
-from rlmath.trainer.preflight import parallelism
+from rlmath.trainer.preflight import parallelism, teacher
 from rlmath.trainer.preflight.critic import critic_problems, critic_warnings
 from rlmath.trainer.preflight.memory_estimate import Kind
 from rlmath.trainer.preflight.memory_fit import GIB, fit_problems
@@ -66,6 +66,7 @@ def check_config(config: Config, world_size: int, kind: Kind = "grpo") -> ModelS
         *file_problems(config, kind),
         *(wandb_problems(config.telemetry) if environment_rank() == 0 else ()),
         *model_problems,
+        *(teacher.folder_problems(config) if kind == "grpo" else ()),
     ]
     if shape is not None and not problems:
         problems += memory_problems(config, shape, world_size, kind)
@@ -80,6 +81,7 @@ def run_problems(config: Config, world_size: int, shape: ModelShape | None, kind
     if kind == "grpo":
         for check in (
             algorithm_problems,
+            teacher.setting_problems,
             _reward_problems,
             _partial_rollout_problems,
             _asynchronous_problems,
@@ -120,6 +122,8 @@ def shape_problems(config: Config, shape: ModelShape, kind: Kind = "grpo") -> li
         return [*problems, *_sequence_position_problems(config, shape)]
     return [
         *problems,
+        *teacher.layout_problems(config),
+        *curriculum.in_every_stage(config, teacher.length_problems),
         *curriculum.in_every_stage(config, lambda stage: _model_length_problems(stage, shape)),
         *curriculum.in_validation(config, lambda validation: _model_length_problems(validation, shape)),
     ]
@@ -240,6 +244,7 @@ def config_warnings(config: Config, unused: Sequence[str] = ()) -> list[str]:
         _old_token_warnings,
         algorithm_warnings,
         critic_warnings,
+        teacher.setting_warnings,
         curriculum.length_stage_warnings,
     )
     return [*warnings, *(text for find in more for text in find(config))]
@@ -499,7 +504,8 @@ def _reward_problems(config: Config) -> Iterator[str]:
 def algorithm_problems(config: Config) -> Iterator[str]:
     """What was got, what is needed and what to change, one text per problem."""
     algorithm = config.algorithm
-    if config.rollout.group_size < 2 and algorithm.advantage not in ("ppo", "gae"):
+    compares = algorithm.advantage not in ("ppo", "gae") and not teacher.teaches_alone(config)
+    if config.rollout.group_size < 2 and compares:
         yield (
             f'rollout.group_size is {config.rollout.group_size}; algorithm.advantage="{algorithm.advantage}" compares '
             'the completions of a group and needs at least 2. Raise it, or set algorithm.advantage to "ppo" or "gae".'
@@ -560,6 +566,8 @@ def algorithm_warnings(config: Config) -> Iterator[str]:
     cap, mask = algorithm.importance_cap, algorithm.importance_mask_high
     if cap is not None and mask is not None and cap >= mask:
         yield f"algorithm.importance_cap={cap:g} has no effect: importance_mask_high={mask:g} is not above it."
+    if algorithm.kl_coef == 0 and algorithm.reference_every_steps is not None:
+        yield "algorithm.reference_every_steps has no effect with algorithm.kl_coef=0: there is no reference."
     if algorithm.kl_coef == 0 and algorithm.kl_in == "reward":
         yield 'algorithm.kl_in="reward" has no effect with algorithm.kl_coef=0.'
     if algorithm.kl_coef != 0 and algorithm.kl_in == "loss" and algorithm.kl_estimator == "k1":

@@ -50,6 +50,7 @@ from rlmath.trainer.preflight.length_curriculum import stage_list_problems
 from rlmath.trainer.preflight.memory_estimate import Kind, Target, mesh_of
 from rlmath.trainer.preflight.memory_fit import GIB, planned_target, start_up_lines
 from rlmath.trainer.preflight.parallelism import planned_ranks, roles
+from rlmath.trainer.preflight.teacher import check_teacher_tokenizer
 from rlmath.trainer.resume import Origin, Recovery, find_recovery, origin_of, sft_origin_of
 from rlmath.trainer.rollouts import flight_rules, flight_size, slice_tokens
 from rlmath.trainer.run_dir import folder_problems
@@ -207,10 +208,11 @@ def model_problems(model_path: str, planned: PlannedShape) -> tuple[list[str], l
 def count_data(config: Config, shape: ModelShape, calls_function: bool = True) -> CountedData:
     """The prompts that the run would use; ValueError for those that it could not, and where a reward function fails on
     them, if it is called. Without a tokenizer none is dropped for its length."""
-    tokenizer = None
+    tokenizer, of_teacher = None, ()
     if has_tokenizer(config):
         found = load_inputs(config, shape)
         tokenizer = found.tokenizer
+        of_teacher = check_teacher_tokenizer(config, tokenizer)
     else:
         found = load_prompt_files(config, tokenizer)
     validation = load_validation(config, tokenizer, shape.vocab_size)
@@ -223,7 +225,7 @@ def count_data(config: Config, shape: ModelShape, calls_function: bool = True) -
             f'lengths were not checked: "{config.model.path}" has no tokenizer here. Prompts longer than '
             f"data.max_prompt_tokens={config.data.max_prompt_tokens} will be dropped, and steps may be fewer."
         )
-    warnings = (*tried, *audit.warnings(EXAMPLES), *(() if warning is None else (warning,)))
+    warnings = (*tried, *of_teacher, *audit.warnings(EXAMPLES), *(() if warning is None else (warning,)))
     origin = origin_of(config, found, has_weights(Path(config.model.path)))
     if tokenizer is None:
         origin = replace(origin, data="")

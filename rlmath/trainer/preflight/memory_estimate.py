@@ -8,13 +8,17 @@ engine to sleep, brings the training's parts back, and computes log-probs and up
     logprobs   parameters, gradients, optimizer; one forward pass
     reference  the same with the reference's pass
     critic     the same with the critic, its gradients, its optimizer and the activations of its backward pass
+    teacher    the same with the teacher's
     update     the same with the activations of a backward pass
 
 What stays beside in the first two follows `MemoryConfig`; on CPU only gradients can leave, since what is copied to the
 host stays in the same memory. Counted are tensors, those of a step that is not the first:
 Adam's state is there. What CUDA, NCCL and fragmentation take is the reserve of `memory_fit`.
 
-Supervised training ("sft") has no engine and no reference: its one phase is the update.
+Supervised training ("sft") has no engine, no reference and no teacher: its one phase is the update.
+
+With teacher.loss="full" the teacher's last hidden states of all micro-batches are in the host's memory until the update
+is over. They are not counted: how many there are is known when the completions are.
 
 Where engines have ranks of their own (`rollout.ranks`), nothing takes turns. A training rank has the phases of training
 alone, and in each a copy of its parameters in the engines' number format, from which a thread sends them while training
@@ -34,7 +38,7 @@ from rlmath.config.length_curriculum import with_longest_lengths
 from rlmath.config.model_shape import ModelShape
 from rlmath.config.schema import Config, MemoryConfig
 from rlmath.distributed.mesh import Mesh
-from rlmath.models.hf_config import critic_shape_of
+from rlmath.models.hf_config import critic_shape_of, teacher_shape_of
 from rlmath.rollout.weight_sync.reshard_plan import bucket_bytes
 from rlmath.rollout.weight_sync.shard_layouts import stage_layers
 from rlmath.trainer.preflight import memory_formulas as formulas
@@ -49,6 +53,8 @@ PARTS = (
     "critic_parameters",
     "critic_gradients",
     "critic_optimizer",
+    "teacher",
+    "teacher_head",
     "activations",
     "logits",
     "working",
@@ -60,11 +66,12 @@ PARTS = (
     "kv_cache",
     "sync_buffers",
 )
-"""Every part a plan may name; "working" is what a pass needs beside activations and logits."""
+"""Every part a plan may name; "working" is what a pass needs beside activations and logits, "teacher_head" the output
+layer of a teacher where the update needs it."""
 ENGINE_PARTS = ("engine_weights", "engine_workspace", "kv_cache", "sync_buffers")
 """Those that training does without."""
 GENERATION_PHASES = ("sync", "generate")
-TRAINING_PHASES = ("logprobs", "reference", "critic", "update")
+TRAINING_PHASES = ("logprobs", "reference", "critic", "teacher", "update")
 
 
 @dataclass(frozen=True)
@@ -210,13 +217,20 @@ def plan_rank(
     layers = len(stages[mesh.pipeline_rank])
     buffers = _buffers(shape, mesh, layers)
     work = stage_work(config, shape, mesh, target, layers)
-    update, forward = formulas.backward_bytes(shape, work, config.policy), formulas.forward_bytes(shape, work)
+    teacher = plan_teacher(config, shape, mesh, target) if kind == "grpo" else None
+    in_loss = 0 if teacher is None else teacher.in_loss
+    update = formulas.backward_bytes(shape, work, config.policy, in_loss)
+    forward = formulas.forward_bytes(shape, work)
     gather, dummies = formulas.gather_bytes(shape, work), _dummy_gradient_bytes(shape, mesh, target)
+    if teacher is not None:
+        gather = max(gather, teacher.gather)
     resident = _resident(config, target, buffers, gather, dummies)
     critic = _Critic({}, formulas.PassBytes(0, 0, 0))
     if kind == "grpo" and (critic_shape := critic_shape_of(config, shape)) is not None:
         critic = _plan_critic(config, critic_shape, mesh, target)
     resident |= critic.resident
+    if teacher is not None:
+        resident |= teacher.resident
     memory = config.memory
     if target.kind != "cuda":  # on CPU only dropping gradients frees memory
         memory = replace(
@@ -224,6 +238,7 @@ def plan_rank(
             offload_optimizer=False,
             offload_parameters=False,
             offload_reference=False,
+            offload_teacher=False,
             offload_critic=False,
             offload_gradients=memory.offload_gradients or (memory.offload_critic and mesh.engine_ranks == 0),
         )
@@ -241,7 +256,9 @@ def plan_rank(
             phases["reference"] = _while_training(resident, memory, "reference") | asdict(forward)
         if critic.resident:
             phases["critic"] = _while_training(resident, memory, "critic") | asdict(critic.update)
-        phases["update"] = _while_training(resident, memory) | asdict(update)
+        if teacher is not None:
+            phases["teacher"] = _while_training(resident, memory, "teacher") | asdict(teacher.forward)
+        phases["update"] = _while_training(resident, memory, "teacher_head") | asdict(update)
         return _with_host(MemoryPlan(mesh.rank, mesh.pipeline_rank, phases), on_host, target)
     engine = formulas.engine_bytes(shape, config.rollout, target.kind, target.itemsize, target.total_bytes)
     weights = {"engine_weights": engine.weights}
@@ -259,7 +276,9 @@ def plan_rank(
         phases["reference"] = _while_training(resident, memory, "reference") | asleep | asdict(forward)
     if critic.resident:
         phases["critic"] = _while_training(resident, memory, "critic") | asleep | asdict(critic.update)
-    phases["update"] = _while_training(resident, memory) | asleep | asdict(update)
+    if teacher is not None:
+        phases["teacher"] = _while_training(resident, memory, "teacher") | asleep | asdict(teacher.forward)
+    phases["update"] = _while_training(resident, memory, "teacher_head") | asleep | asdict(update)
     return MemoryPlan(mesh.rank, mesh.pipeline_rank, {name: _in_order(held) for name, held in phases.items()})
 
 
@@ -290,6 +309,42 @@ def _buffers(shape: ModelShape, mesh: Mesh, layers: int) -> list[tuple[list[int]
     shares = mesh.data * mesh.context
     buffers = [(sizes, shares) for sizes in parameter_sizes(shape, mesh, layers)]
     return buffers + [(sizes, mesh.expert_data) for sizes in expert_sizes(shape, mesh, layers)]
+
+
+@dataclass(frozen=True)
+class TeacherBytes:
+    """What one rank holds of a teacher, and for it."""
+
+    resident: dict[str, int]
+    """Its parameters, by part."""
+    forward: formulas.PassBytes
+    """Its pass over a micro-batch."""
+    in_loss: int
+    """Beside the policy's logits in the update: hidden states and blocks of logits."""
+    gather: int
+    """As `formulas.gather_bytes`."""
+
+
+def plan_teacher(config: Config, shape: ModelShape, mesh: Mesh, target: Target) -> TeacherBytes | None:
+    """Of a rank's teacher, which has the layout of a policy of this shape, and as many rows in its embedding; None
+    without a teacher."""
+    own = teacher_shape_of(config)
+    if own is None:
+        return None
+    own, full = replace(own, vocab_size=shape.vocab_size), config.teacher.loss == "full"
+    ends = config.parallel.first_stage_layers, config.parallel.last_stage_layers
+    stages = stage_layers(own.num_layers, mesh.pipeline, mesh.virtual_pipeline, *ends)
+    layers = len(stages[mesh.pipeline_rank])
+    sizes = [*parameter_sizes(own, mesh, layers), *expert_sizes(own, mesh, layers)]
+    head = formulas.head_bytes(own, mesh.tensor, target.itemsize) if full and mesh.is_last_stage else 0
+    resident = {"teacher": sum(map(sum, sizes)) * target.itemsize - head, "teacher_head": head}
+    work = stage_work(config, own, mesh, target, layers)
+    in_loss = formulas.teacher_loss_bytes(own, work) if full else 0
+    # For hidden states alone the pass ends before the output layer.
+    pass_work = replace(work, has_head=work.has_head and not full)
+    return TeacherBytes(
+        resident, formulas.forward_bytes(own, pass_work), in_loss, formulas.gather_bytes(own, pass_work)
+    )
 
 
 def stage_work(
@@ -426,12 +481,15 @@ def _while_generating(
 
 
 def _while_training(resident: Mapping[str, int], memory: MemoryConfig, model: str = "") -> dict[str, int]:
-    """While the policy computes, or the `model` "reference" or "critic"."""
+    """While the policy computes, or the `model` "reference", "critic" or "teacher", or the policy with the
+    "teacher_head"."""
     gone = {
         "reference": memory.offload_reference,
         "critic_parameters": memory.offload_critic,
         "critic_gradients": memory.offload_critic or memory.offload_gradients,
         "critic_optimizer": memory.offload_critic,
+        "teacher": memory.offload_teacher,
+        "teacher_head": memory.offload_teacher,
     }
     return {
         part: size

@@ -229,7 +229,7 @@ def _changes(
 
     if kind == "grpo":
         yield _fitting_engine(config, shape, world_size, target)
-        for part in ("gradients", "optimizer", "parameters", "reference", "critic"):
+        for part in ("gradients", "optimizer", "parameters", "reference", "critic", "teacher"):
             if not getattr(memory, f"offload_{part}"):
                 yield change(f"Set memory.offload_{part}=true.", memory={f"offload_{part}": True})
         yield change("Set rollout.cuda_graphs=false.", rollout={"cuda_graphs": False})

@@ -31,6 +31,9 @@ from rlmath.rollout.weight_sync.shard_layouts import engine_shapes, engine_vocab
 FLOAT32_BYTES = 4
 LOGPROB_SCRATCH_BYTES = {"cpu": 2 * 4 * 2**20, "cuda": 2 * 32 * 2**20}
 """Two chunks of logits in float32 (`models.logprobs.CHUNK_BYTES`)."""
+TEACHER_BLOCK_BYTES = {"cpu": 16 * 2**20, "cuda": 128 * 2**20}
+TEACHER_BLOCKS = 3
+"""Blocks of logits that the loss holds at a time for a teacher (as those of `models.logprobs`)."""
 BLOCK_TOKENS = {"cpu": 128, "cuda": 16}
 """Tokens of one block of the KV cache."""
 
@@ -146,8 +149,8 @@ def _attention_elements(shape: ModelShape, work: StageWork, selective: bool) -> 
     return kept
 
 
-def backward_bytes(shape: ModelShape, work: StageWork, policy: PolicyConfig) -> PassBytes:
-    """A stage's update at its fullest moment.
+def backward_bytes(shape: ModelShape, work: StageWork, policy: PolicyConfig, in_loss: int = 0) -> PassBytes:
+    """A stage's update at its fullest moment; `in_loss` is what the loss holds beside the logits for a teacher.
 
     Three moments are looked at, the other micro-batches in flight being there in each: the logits' (with the chunks of
     the log-probs or the head's gradient), a layer's backward pass (with what it recomputes, and the gradients of gate
@@ -167,7 +170,7 @@ def backward_bytes(shape: ModelShape, work: StageWork, policy: PolicyConfig) -> 
     if work.has_head:
         # Beside Transformer Engine it is added to its buffer by the product itself (`_dummy_gradient_bytes`).
         head_gradient = matrix if work.local_layers and shape.outputs > 1 else 0
-        own = max(_scratch_bytes(shape, work), head_gradient + size * shape.hidden_size)
+        own = max(_scratch_bytes(shape, work), head_gradient + size * shape.hidden_size, in_loss)
         moments.append(others + kept + final_norm + logits + own + 2 * size * received)
     if work.has_embedding:
         moments.append(others + matrix + size * hidden)
@@ -219,6 +222,23 @@ def _scratch_bytes(shape: ModelShape, work: StageWork) -> int:
     if shape.outputs == 1:
         return 2 * work.tokens * shape.hidden_size * FLOAT32_BYTES if work.itemsize < FLOAT32_BYTES else 0
     return LOGPROB_SCRATCH_BYTES[work.device_kind]
+
+
+def head_bytes(shape: ModelShape, tensor: int, itemsize: int) -> int:
+    """The output layer of a rank of the last stage."""
+    return padded_vocab(shape.vocab_size, tensor) // tensor * shape.hidden_size * itemsize
+
+
+def teacher_loss_bytes(teacher: ModelShape, work: StageWork) -> int:
+    """What the loss on the whole vocabulary holds beside the policy's logits: blocks of logits in float32 and, on a
+    GPU, the micro-batch's hidden states (on CPU they are where they were kept), gathered where ranks share them."""
+    if not work.has_head:
+        return 0
+    columns = padded_vocab(teacher.vocab_size, work.tensor) // work.tensor
+    rows = max(1, TEACHER_BLOCK_BYTES[work.device_kind] // (FLOAT32_BYTES * columns))
+    blocks = TEACHER_BLOCKS * min(rows, work.tokens) * columns * FLOAT32_BYTES
+    copied = work.device_kind == "cuda" or work.sequence
+    return blocks + (work.tokens * teacher.hidden_size * work.itemsize if copied else 0)
 
 
 def gather_bytes(shape: ModelShape, work: StageWork) -> int:

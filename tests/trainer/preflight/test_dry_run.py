@@ -365,7 +365,13 @@ def test_the_plan_of_a_recipe(dry):
 
 def test_the_plan_of_a_critic_on_32_gpus(dry):
     """A 7B critic beside a 7B policy does not fit as the recipe has it, and does where it is offloaded."""
-    critic = ["--config", str(CONFIGS / "algorithms" / "critic.yaml"), "--ranks", "32", "memory.gpu=H100-80GB"]
+    critic = [
+        "--config",
+        str(CONFIGS / "algorithms" / "critic.yaml"),
+        "--ranks",
+        "32",
+        "memory.gpu=H100-80GB",
+    ]
     status, _, told = dry("areal/7b_n4.yaml", *critic)
     assert status == 2 and 'in the phase "generate"' in told and "Set memory.offload_critic=true." in told
     status, out, told = dry("areal/7b_n4.yaml", *critic, "memory.offload_critic=true")

@@ -1,0 +1,120 @@
+"""What the ranks do in the tests of a teacher: score samples with it, and report whole gradients and updates."""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from rlmath.algorithms.types import MicroBatch, Sample, ScoredGroup
+from rlmath.config.schema import AlgorithmConfig, TeacherConfig
+from rlmath.distributed.phase_timers import PhaseTimers
+from tests.distributed.policy_cases import Case, Stage, build, microbatches, whole_gradients, whole_tensors
+from tests.distributed.update_cases import StepOutcome
+from tests.tiny_models import shape_of
+
+
+def _build(folder: Path, case: Case, teacher: TeacherConfig) -> tuple[Stage, Any]:
+    """The policy, whose settings name the teacher, and the teacher."""
+    from rlmath.models.build import build_teacher, loss_settings
+
+    stage = build(folder, case)
+    stage.config = replace(stage.config, teacher=teacher)
+    stage.actor.learner.settings = loss_settings(stage.config.algorithm, teacher)
+    shape = shape_of(Path(teacher.path or ""))
+    return stage, build_teacher(stage.config, stage.shape, shape, stage.mesh, stage.device, (1,))
+
+
+def gradients(
+    folder: Path, case: Case, samples: list[Sample], settings: TeacherConfig
+) -> dict[str, Tensor] | None:
+    """Gradients of one minibatch, from rank 0, with the teacher in the advantages or in the loss."""
+    from rlmath.trainer.teacher_advantages import add_teacher_advantages
+
+    stage, teacher = _build(folder, replace(case, optimizer="sgd"), settings)
+    batches, states, learner = microbatches(stage, samples), None, stage.actor.learner
+    learner.forward_backward.zero_grad()
+    if settings.loss == "full":
+        states = teacher.states(batches)
+    else:
+        policy = learner.forward_backward.logprobs(batches, teacher.vocab_size)
+        batches = add_teacher_advantages(
+            batches,
+            policy,
+            teacher.logprobs(batches),
+            [[sample.advantage for sample in samples]],
+            [[len(sample.completion_ids) for sample in samples]],
+            settings.coef,
+            teacher.vocab_size,
+            stage.mesh,
+        ).batches
+    learner.forward_backward.run(
+        batches, partial(learner._loss, None, None, False, teacher=states), forward_only=False
+    )
+    found = whole_gradients(stage)
+    return found if stage.mesh.rank == 0 else None
+
+
+def step(
+    folder: Path,
+    case: Case,
+    groups: list[ScoredGroup],
+    algorithm: AlgorithmConfig,
+    settings: TeacherConfig,
+    offload: bool = False,
+) -> tuple[StepOutcome, list[str]] | None:
+    """The updates of one step with a teacher, from rank 0; and the sets that are offloaded afterwards."""
+    from rlmath.models.build import early_stop, loss_settings
+    from rlmath.models.offload import training_sets
+    from rlmath.trainer.grpo import PolicyUpdater
+
+    stage, teacher = _build(folder, case, settings)
+    config = replace(
+        stage.config, algorithm=algorithm, memory=replace(stage.config.memory, offload_teacher=offload)
+    )
+    stage.actor.learner.settings = loss_settings(algorithm, settings)
+    stage.actor.learner.bounds = early_stop(algorithm)
+    in_update = settings.loss == "full"
+    sets = training_sets(stage.actor, None, config.memory, stage.device, None, teacher, in_update)
+    before = whole_tensors(stage)
+    updater = PolicyUpdater(
+        config, stage.shape, stage.mesh, stage.actor, None, sets, PhaseTimers(), None, teacher
+    )
+    record = updater.update(groups, 0)
+    after = whole_tensors(stage)
+    update = {name: after[name] - before[name] for name in after}
+    return (StepOutcome(record, update), list(sets.offloaded)) if stage.mesh.rank == 0 else None
+
+
+def largest_beside_logits(
+    folder: Path, case: Case, samples: list[Sample], settings: TeacherConfig, block_rows: int
+) -> list[tuple[int, int, int]]:
+    """Of every micro-batch in an update with the KL over the whole vocabulary: bytes of its logits, most bytes of new
+    storages at any time in the loss (forward) and in its backward pass."""
+    from rlmath.models import logprobs
+    from tests.distributed.memory_plan_cases import StorageWatch
+
+    stage, teacher = _build(folder, case, settings)
+    learner, found = stage.actor.learner, []
+    columns = stage.shape.vocab_size
+    logprobs.TEACHER_BLOCK_BYTES = logprobs.CHUNK_BYTES = {"cpu": 4 * columns * block_rows}
+    batches = microbatches(stage, samples)
+    states = teacher.states(batches)
+
+    def look(index: int, batch: MicroBatch, logits_TV: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        leaf = logits_TV.detach().requires_grad_()
+        held = weakref.ref(leaf.untyped_storage())
+        with StorageWatch() as watch:
+            loss, count, metrics = learner._loss(None, None, True, index, batch, leaf, teacher=states)
+            forward = watch.peak
+            loss.backward()
+        assert held() is not None
+        found.append((logits_TV.untyped_storage().nbytes(), forward, watch.peak))
+        return logits_TV.sum(), count, metrics
+
+    learner.forward_backward.run(batches, look, forward_only=False)
+    return found

@@ -1,0 +1,183 @@
+"""On-policy distillation on every layout against transformers, and what it holds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from rlmath.algorithms.types import Sample
+from rlmath.config.schema import AlgorithmConfig, TeacherConfig
+from rlmath.trainer.grpo import make_samples as samples_of
+from tests.distributed import oracle, teacher_cases
+from tests.distributed.policy_cases import LEARNING_RATE, Case
+from tests.distributed.rank_pool import RankPool
+from tests.distributed.test_parity import assert_close
+from tests.distributed.update_cases import make_groups
+from tests.selection import keeping, matrix
+from tests.tiny_models import VOCAB, make_model_folder, make_samples
+
+pytestmark = [pytest.mark.parity, pytest.mark.distributed]
+
+LAYOUTS = [
+    Case(),
+    Case(tensor=2),
+    Case(pipeline=2, max_tokens=64),
+    Case(data=2, max_tokens=64),
+    Case(tensor=2, pipeline=2, max_tokens=64),
+    Case(pipeline=2, virtual_pipeline=2, max_tokens=64),
+    Case(tensor=2, sequence=True),
+]
+FEWER = 97
+"""Rows of a teacher with fewer than the policy's."""
+SAMPLES = make_samples(24)
+KNOWN = [one for one in make_samples(60) if max(one.prompt_ids + one.completion_ids) < FEWER]
+COEF = 0.7
+
+
+@pytest.fixture(scope="module")
+def teachers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Of another shape than the policy, with more rows or fewer, one with a tied output layer."""
+    place = tmp_path_factory.mktemp("teachers")
+    shape = {"hidden_size": 160, "intermediate_size": 224, "num_hidden_layers": 8}
+    return {
+        "more": make_model_folder(place / "more", seed=9, vocab_size=VOCAB + 9, **shape),
+        "fewer": make_model_folder(place / "fewer", seed=9, vocab_size=FEWER, **shape),
+        "tied": make_model_folder(place / "tied", tied=True, seed=9, vocab_size=VOCAB + 9, **shape),
+    }
+
+
+def all_logprobs(model: torch.nn.Module, sample: Sample, common: int) -> Tensor:
+    """Of the completion's positions, over the first `common` tokens."""
+    ids = torch.tensor(sample.prompt_ids + sample.completion_ids)
+    logits = model(ids[None]).logits[0, len(sample.prompt_ids) - 1 : -1, :common].float()
+    return torch.log_softmax(logits / oracle.TEMPERATURE, -1)
+
+
+def dense_loss(
+    model: torch.nn.Module, teacher: torch.nn.Module, samples: list[Sample], loss: str, coef: float = COEF
+) -> tuple[Tensor, Tensor]:
+    """The clipped surrogate with the teacher in the advantages, or with the KL of the whole distributions; and the mean
+    KL, of the sampled tokens or of the whole. The advantages' log-probs are those of the model itself."""
+    common = min(model.config.vocab_size, teacher.config.vocab_size)
+    total, kl, count = torch.zeros(()), torch.zeros(()), 0
+    for sample in samples:
+        own = oracle.completion_logprobs(model, sample)
+        ours = all_logprobs(model, sample, common)
+        with torch.no_grad():
+            theirs = all_logprobs(teacher, sample, common)
+        advantage = torch.full_like(own.detach(), sample.advantage)
+        if loss == "full":
+            kl_T = (ours.exp() * (ours - theirs)).sum(-1)
+            total = total + coef * kl_T.sum()
+        else:
+            ids = torch.tensor(sample.completion_ids)[:, None]
+            kl_T = (ours - theirs).gather(1, ids)[:, 0].detach()
+            advantage = advantage - coef * kl_T
+        ratio = (own - torch.tensor(sample.behaviour_logprobs)).exp()
+        total = total - torch.min(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage).sum()
+        kl, count = kl + kl_T.detach().sum(), count + len(sample.completion_ids)
+    return total / count, kl / count
+
+
+def check_gradients(
+    ranks: RankPool, folder: Path, teacher: Path, case: Case, loss: str, samples: list[Sample] = SAMPLES
+) -> None:
+    settings = TeacherConfig(path=str(teacher), loss=loss, coef=COEF)
+    got = ranks.run(case.ranks, teacher_cases.gradients, folder, case, samples, settings)[0]
+    model = oracle.load(folder)
+    dense_loss(model, oracle.load(teacher), samples, loss)[0].backward()
+    assert_close(got, oracle.gradients(model), 1e-5)
+
+
+@pytest.mark.parametrize(
+    ("case", "loss"),
+    keeping(
+        [(case, loss) for case in LAYOUTS for loss in ("advantage", "full")],
+        (LAYOUTS[1], "full"),
+        (LAYOUTS[2], "full"),
+        (LAYOUTS[2], "advantage"),
+    ),
+    ids=str,
+)
+def test_gradients_with_a_teacher_equal_those_of_transformers(
+    ranks: RankPool, untied_model: Path, teachers: dict[str, Path], case: Case, loss: str
+) -> None:
+    check_gradients(ranks, untied_model, teachers["more"], case, loss)
+
+
+@pytest.mark.parametrize(
+    ("case", "loss"),
+    keeping([(case, loss) for case in LAYOUTS[:3] for loss in ("advantage", "full")], (LAYOUTS[1], "full")),
+    ids=str,
+)
+def test_tokens_that_the_teacher_does_not_have_are_left_out_of_both(
+    ranks: RankPool, untied_model: Path, teachers: dict[str, Path], case: Case, loss: str
+) -> None:
+    check_gradients(ranks, untied_model, teachers["fewer"], case, loss, KNOWN)
+
+
+@matrix
+@pytest.mark.parametrize("case", [LAYOUTS[0], LAYOUTS[1], LAYOUTS[2], LAYOUTS[5]], ids=str)
+def test_a_teacher_may_have_its_embedding_for_an_output_layer(
+    ranks: RankPool, tied_model: Path, teachers: dict[str, Path], case: Case
+) -> None:
+    check_gradients(ranks, tied_model, teachers["tied"], case, "full")
+
+
+@pytest.mark.parametrize("loss", ["advantage", "full"])
+@pytest.mark.parametrize(
+    "case",
+    keeping([Case(max_tokens=128), Case(pipeline=2, data=2, max_tokens=64)], Case(max_tokens=128)),
+    ids=str,
+)
+def test_a_step_learns_from_the_teacher_alone_or_with_rewards(
+    ranks: RankPool, untied_model: Path, teachers: dict[str, Path], case: Case, loss: str
+) -> None:
+    """On-policy, ratios are 1; an offloaded teacher gives the same bits."""
+    torch.set_num_threads(1)
+    groups, algorithm = make_groups((4, 3, 4)), AlgorithmConfig(advantage="dr_grpo", early_stop_ratio=None)
+    for with_rewards in (False, True):
+        settings = TeacherConfig(str(teachers["more"]), loss, COEF, with_rewards)
+        arguments = (untied_model, case, groups, algorithm, settings)
+        ours, _ = ranks.run(case.ranks, teacher_cases.step, *arguments)[0]
+        moved, offloaded = ranks.run(case.ranks, teacher_cases.step, *arguments, True)[0]
+        assert "teacher" in offloaded and set(offloaded) <= {"teacher", "teacher_head"}
+        assert all(torch.equal(moved.update[name], value) for name, value in ours.update.items())
+        rewards = [[reward for reward in group.rewards] for group in groups]
+        centred = [[one - sum(row) / len(row) if with_rewards else 0.0 for one in row] for row in rewards]
+        model = oracle.load(untied_model)
+        samples = [
+            Sample(
+                one.prompt_ids,
+                one.completion_ids,
+                tuple(oracle.completion_logprobs(model, one).tolist()),
+                one.advantage,
+            )
+            for one in samples_of(groups, centred)
+        ]
+        value, kl = dense_loss(model, oracle.load(teachers["more"]), samples, loss)
+        value.backward()
+        wanted = {n: -LEARNING_RATE["sgd"] * g for n, g in oracle.gradients(model).items()}
+        assert_close(ours.update, wanted, 2e-5)
+        (result,) = ours.record.results
+        told = ours.record.teacher_kl
+        told = result.sums["teacher_kl"] / result.sums["tokens"] if told is None else told
+        assert told == pytest.approx(kl.item(), rel=1e-4)
+        assert (ours.record.teacher_kl is None) == (loss == "full")
+
+
+def test_the_teachers_logits_are_never_whole_beside_the_policys(
+    ranks: RankPool, untied_model: Path, teachers: dict[str, Path]
+) -> None:
+    """With blocks of 4 rows the loss and its backward pass make less than half of the logits: values of rows."""
+    settings = TeacherConfig(str(teachers["more"]), "full")
+    samples = make_samples(32, longest=40)
+    found = ranks.run(
+        1, teacher_cases.largest_beside_logits, untied_model, Case(max_tokens=512), samples, settings, 4
+    )[0]
+    assert found
+    for logits, forward, both in found:
+        assert max(forward, both) < logits / 2

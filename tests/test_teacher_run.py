@@ -1,0 +1,56 @@
+"""A whole run that learns from a teacher alone, as a user starts it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from rlmath.distributed.fault_tolerance.exit_codes import MISTAKE
+from tests.programs import TRAIN, run, small_run, torchrun_command
+from tests.selection import matrix
+
+pytestmark = pytest.mark.distributed
+
+STEPS = 3
+
+
+def make_teacher(place: Path) -> Path:
+    """A random model of another shape than the base."""
+    shape = ("--hidden", "96", "--layers", "2", "--heads", "2", "--kv-heads", "2", "--seed", "8")
+    run("tools/make_tiny_model.py", "--output", str(place / "teacher"), *shape)
+    return place / "teacher"
+
+
+def metrics(folder: Path) -> list[dict[str, float]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+@matrix
+@pytest.mark.parametrize("loss", ["full", pytest.param("advantage", marks=pytest.mark.full)])
+def test_a_run_without_rewards_comes_closer_to_its_teacher(arithmetic: Path, loss: str) -> None:
+    """The KL per token falls; the teacher is offloaded between its passes, and the phases are told."""
+    output = arithmetic / loss
+    settings = (
+        f"teacher.path={make_teacher(arithmetic)}",
+        f"teacher.loss={loss}",
+        "memory.offload_teacher=true",
+        f"run.total_steps={STEPS}",
+        "optimizer.lr=3e-3",
+        "save.ckpt_freq_secs=null",
+    )
+    recipe = ("--config", "configs/algorithms/distill.yaml")
+    done = run(*torchrun_command(2, *TRAIN, *recipe, *small_run(arithmetic, output), *settings))
+    rows = metrics(output)
+    assert len(rows) == STEPS and all(row["seconds/teacher"] > 0 for row in rows)
+    assert rows[0]["train/teacher_kl"] > rows[-1]["train/teacher_kl"] > 0
+    if loss == "full":
+        assert all(row["advantage"] == 0 for row in rows)
+    assert "teacher:" in done.stdout + done.stderr
+
+
+def test_a_teacher_that_is_not_there_is_told_before_anything_starts(arithmetic: Path) -> None:
+    overrides = (*small_run(arithmetic, arithmetic / "never"), "teacher.path=models/none")
+    done = run(*TRAIN, "--dry-run", *overrides, expect=MISTAKE)
+    assert 'teacher.path: there is no folder "models/none"' in done.stdout + done.stderr
