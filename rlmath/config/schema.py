@@ -490,6 +490,14 @@ class AlgorithmConfig:
     """Tokens, or completions, whose weight is below this are left out of the surrogate. Null: none."""
     importance_mask_high: Annotated[float, Range(1, open_low=True, why=_EQUAL_RATIO)] | None = None
     """Likewise above this, before the cap (AReaL: behav_imp_weight_cap). Null: none."""
+    importance_mask_geometric_low: Annotated[float, Range(0, 1, open_high=True, why=_EQUAL_RATIO)] | None = None
+    """Completions whose geometric mean of recomputed over engine probability is below this are left out of the
+    surrogate (verl: rollout_rs=geometric); also without importance_correction. Null: none."""
+    importance_mask_geometric_high: Annotated[float, Range(1, open_low=True, why=_EQUAL_RATIO)] | None = None
+    """Likewise above this. Null: none."""
+    importance_mask_binary_kl: PositiveFloat | None = None
+    """Tokens are left out of the surrogate where the KL (nats) from the recomputed to the engine's distribution, over
+    "this token" and "any other", is above this (AReaL: KPop); also without importance_correction. Null: none."""
     kl_coef: NonNegativeFloat = 0.0
     """Weight of KL(policy || reference). 0: no reference model."""
     kl_in: Literal["loss", "reward"] = "loss"
@@ -507,6 +515,16 @@ class AlgorithmConfig:
     """Likewise when the mean of k3, KL(proximal || policy) per token (nats), exceeds this. Null: never."""
     early_stop_action: Literal["skip", "end"] = "skip"
     """After a discarded minibatch: "skip" continues with the next, "end" ends the step's updates."""
+
+    @property
+    def masks_alone(self) -> list[str]:
+        """The masks that are set and need no `importance_correction`."""
+        names = (
+            "importance_mask_geometric_low",
+            "importance_mask_geometric_high",
+            "importance_mask_binary_kl",
+        )
+        return [name for name in names if getattr(self, name) is not None]
 
 
 @dataclass(frozen=True)

@@ -180,9 +180,12 @@ def update_metrics(
         "train/grad_norm": sum(result.grad_norm for result in kept) / len(kept) if kept else 0.0,
         "train/learning_rate": results[-1].learning_rate,
     }
-    if settings.importance_correction is not None:
+    if settings.importance_correction is not None or settings.masks_alone:
         metrics["train/importance_correction"] = mean("correction")
         metrics["train/importance_correction_cut"] = mean("correction_cut")
+    if settings.masks_alone:
+        metrics["train/importance_masked_geometric"] = mean("masked_geometric")
+        metrics["train/importance_masked_binary_kl"] = mean("masked_binary_kl")
     return metrics | counts
 
 

@@ -129,7 +129,7 @@ def test_shares_of_engine_steps_weigh_an_engine_by_its_steps() -> None:
 def minibatch(tokens: float, scale: float, norm: float, lr: float, why: str | None = None) -> MinibatchResult:
     """A minibatch whose sums are `scale` times 1, 2, 3, ..., with twice as many tokens as its loss is divided by."""
     names = ("loss", "ratio", "clipped", "approx_kl", "proximal_kl", "reference_kl", "entropy", "mismatch")
-    names += ("correction", "correction_cut")
+    names += ("correction", "correction_cut", "masked_geometric", "masked_binary_kl")
     sums = {name: scale * number for number, name in enumerate(names, start=1)}
     sums |= {"tokens": tokens, "denominator": tokens / 2}
     return MinibatchResult(sums, {"mismatch_max": scale}, norm, lr, why)
@@ -180,7 +180,12 @@ def test_the_correction_is_told_where_there_is_one():
     metrics = update_metrics(record, GROUPS, 2.0, AlgorithmConfig(importance_correction="token"))
     assert metrics["train/importance_correction"] == pytest.approx(7 * 9 / 30)
     assert metrics["train/importance_correction_cut"] == pytest.approx(7 * 10 / 30)
+    assert "train/importance_masked_geometric" not in metrics
     assert "train/importance_correction" not in update_metrics(record, GROUPS, 2.0, AlgorithmConfig())
+    metrics = update_metrics(record, GROUPS, 2.0, AlgorithmConfig(importance_mask_binary_kl=0.1))
+    assert metrics["train/importance_correction_cut"] == pytest.approx(7 * 10 / 30)
+    assert metrics["train/importance_masked_geometric"] == pytest.approx(7 * 11 / 30)
+    assert metrics["train/importance_masked_binary_kl"] == pytest.approx(7 * 12 / 30)
 
 
 def test_a_step_whose_minibatches_were_all_discarded_has_no_gradient_norm():

@@ -112,7 +112,7 @@ def test_the_loss() -> None:
         clip_low=0.166,
         clip_high=0.267,
         dual_clip=3.68,
-        correction=Correction(level="sequence", cap=1.69, mask_low=0.17, mask_high=4.71),
+        correction=Correction("sequence", 1.69, 0.17, 4.71, 0.972, 1.028, 0.0283),
         kl_coef=0.0172,
         kl_kind="k2",
         entropy_coef=0.00173,
@@ -121,8 +121,17 @@ def test_the_loss() -> None:
 
 def test_the_loss_without_what_is_optional() -> None:
     plain = replace(
-        DISTINCT.algorithm, clip_ratio_high=None, dual_clip=None, importance_correction=None, entropy_coef=0.0
+        DISTINCT.algorithm,
+        clip_ratio_high=None,
+        dual_clip=None,
+        importance_correction=None,
+        importance_mask_geometric_low=None,
+        importance_mask_geometric_high=None,
+        importance_mask_binary_kl=None,
+        entropy_coef=0.0,
     )
+    alone = loss_settings(replace(plain, importance_mask_binary_kl=0.0283)).correction
+    assert alone == Correction(None, 1.69, 0.17, 4.71, binary_kl=0.0283)
     assert loss_settings(plain) == LossSettings(
         kind="cispo",
         clip_low=0.166,

@@ -505,6 +505,11 @@ def algorithm_problems(config: Config) -> Iterator[str]:
             f'algorithm.importance_correction is "{algorithm.importance_correction}"; it weighs recomputed log-probs '
             "against the engine's. Set algorithm.recompute_logprobs=true, or the former to null."
         )
+    if algorithm.masks_alone and not algorithm.recompute_logprobs:
+        yield (
+            f"{_keys(algorithm.masks_alone)}: compared are recomputed log-probs with the engine's, and "
+            "algorithm.recompute_logprobs is false. Set it to true, or the masks to null."
+        )
     samples, minibatches = config.data.prompts_per_step * config.rollout.group_size, algorithm.n_minibatches
     if samples < minibatches:
         yield (

@@ -44,6 +44,8 @@ def test_the_defaults_have_no_problem():
     [
         ["rollout.group_size=1", "algorithm.advantage=ppo", "data.prompts_per_step=4"],
         ["algorithm.importance_correction=sequence", "algorithm.importance_cap=2"],
+        ["algorithm.importance_mask_geometric_low=0.9", "algorithm.importance_mask_geometric_high=1.1"],
+        ["algorithm.importance_correction=token", "algorithm.importance_mask_binary_kl=0.1"],
         ["data.prompts_per_step=2", "rollout.group_size=2", "algorithm.n_minibatches=4"],
         ["selection.min_completion_tokens=5", "selection.max_completion_tokens=5"],
         ["selection.dynamic_sampling=accuracy", "selection.max_extra_prompts=100"],
@@ -67,6 +69,10 @@ def test_runs_that_can_start(overrides: list[str]):
         (
             ["algorithm.importance_correction=token", "algorithm.recompute_logprobs=false"],
             "Set algorithm.recompute_logprobs=true, or the former to null.",
+        ),
+        (
+            ["algorithm.importance_mask_binary_kl=0.1", "algorithm.recompute_logprobs=false"],
+            "algorithm.importance_mask_binary_kl: compared are recomputed log-probs with the engine's",
         ),
         (
             ["data.prompts_per_step=2", "rollout.group_size=2", "algorithm.n_minibatches=5"],
@@ -167,6 +173,9 @@ def test_the_words_of_the_settings_are_those_of_the_code(key: str, kinds: object
         ("dual_clip", 1.0),
         ("importance_mask_low", 1.0),
         ("importance_mask_high", 1.0),
+        ("importance_mask_geometric_low", 1.0),
+        ("importance_mask_geometric_high", 1.0),
+        ("importance_mask_binary_kl", 0.0),
         ("early_stop_ratio", 1.0),
     ],
 )
