@@ -25,7 +25,7 @@ from itertools import accumulate, chain, pairwise
 from pathlib import Path
 from typing import ClassVar
 
-from rlmath.algorithms.advantages import advantages
+from rlmath.algorithms.advantages import advantages, gdpo_advantages
 from rlmath.algorithms.losses import Normalisation
 from rlmath.algorithms.types import MicroBatch, Sample, ScoredGroup
 from rlmath.checkpoint.directory import Progress
@@ -44,8 +44,8 @@ from rlmath.models.build import Actor, build_actor, build_reference
 from rlmath.models.forward_backward import ForwardBackward, TokenLogprobs
 from rlmath.models.learner import MinibatchResult
 from rlmath.models.offload import OffloadSets, training_sets
-from rlmath.rewards.reward_manager import open_reward_workers, raise_if_every_call_failed
-from rlmath.rewards.worker_pool import VerifierPool
+from rlmath.rewards.reward_manager import RewardWorkers, open_reward_workers, raise_if_every_call_failed
+from rlmath.rewards.several_rewards import functions_of, named_rewards, summed_rewards
 from rlmath.trainer.checkpointing import Checkpointer
 from rlmath.trainer.engines import open_engines
 from rlmath.trainer.kl_in_reward import KLPenalty, apply_kl_penalty
@@ -56,6 +56,7 @@ from rlmath.trainer.metrics import (
     mfu_metrics,
     mismatch_metrics,
     pace_metrics,
+    part_metrics,
     rollout_metrics,
     selection_metrics,
     update_metrics,
@@ -77,7 +78,7 @@ class GrpoTrainer(Trainer):
     """Made by `begin`."""
 
     @staticmethod
-    def open_workers(config: Config, mesh: Mesh) -> AbstractContextManager[VerifierPool | None]:
+    def open_workers(config: Config, mesh: Mesh) -> AbstractContextManager[RewardWorkers | None]:
         """The reward workers of an engine's first rank."""
         return open_reward_workers(config.reward) if mesh.is_engine_leader else nullcontext()
 
@@ -86,7 +87,7 @@ class GrpoTrainer(Trainer):
         prepared: PreparedRun[Inputs],
         mesh: Mesh,
         device: Device,
-        workers: VerifierPool | None = None,
+        workers: RewardWorkers | None = None,
         on_phase: Callable[[str], None] = lambda name: None,
         on_progress: Callable[[], None] = lambda: None,
         bridge: Bridge | None = None,
@@ -110,7 +111,7 @@ class GrpoTrainer(Trainer):
         self.actor.forward_backward.on_microbatch = on_progress
         self.offload = training_sets(self.actor, self.reference, config.memory, device)
         self.engines.connect(self.actor, self.offload)
-        self.rules = selection_rules(config.selection)
+        self.rules = selection_rules(config.selection, config.reward)
         self.updaters = [
             PolicyUpdater(stage.config, shape, mesh, self.actor, self.reference, self.offload, self.timers)
             for stage in self.length_stages
@@ -151,7 +152,7 @@ class GrpoTrainer(Trainer):
         if self.rules.drop_anything:
             logger.info("step %d: %s", number + 1, selection.line())
         self.validator.keep_if_best(validated)
-        if self.config.reward.function is not None:
+        if functions_of(self.config.reward):
             raise_if_every_call_failed(rollout.scores)
         self.rollouts.commit()
         update = self.updaters[stage.number].update(selection.learned, number)
@@ -176,7 +177,8 @@ class GrpoTrainer(Trainer):
         """All metrics of a step, under the names that `metrics.jsonl` has."""
         algorithm, selection = self.config.algorithm, rollout.selection
         learned = selection.learned
-        metrics = rollout_metrics(selection.sampled) | engine_metrics(rollout.rounds) | rollout.metrics
+        metrics = rollout_metrics(selection.sampled) | part_metrics(selection.sampled, self.config.reward)
+        metrics |= engine_metrics(rollout.rounds) | rollout.metrics
         if self.rules.drop_anything:
             metrics |= selection_metrics(selection)
         metrics |= update_metrics(update, learned, metrics["task_reward"], algorithm)
@@ -270,9 +272,14 @@ class PolicyUpdater:
     def update(self, groups: Sequence[ScoredGroup], number: int) -> UpdateRecord:
         """Learn from the groups of step `number`. Without any completion nothing happens. A collective."""
         algorithm, timed = self.config.algorithm, self.timers.phase
-        rewards_PG = [group.rewards for group in groups]
+        rewards_PG = [summed_rewards(group, self.config.reward) for group in groups]
         tokens_PG = [[len(one.token_ids) for one in group.completions] for group in groups]
-        advantages_PG = advantages(rewards_PG, tokens_PG, algorithm.advantage, algorithm.advantage_eps)
+        if self.config.reward.combine == "gdpo":
+            weights = [one.weight for one in named_rewards(self.config.reward)]
+            parts_PG = [[score.parts for score in group.scores] for group in groups]
+            advantages_PG = gdpo_advantages(parts_PG, weights, algorithm.advantage_eps)
+        else:
+            advantages_PG = advantages(rewards_PG, tokens_PG, algorithm.advantage, algorithm.advantage_eps)
         if not groups:
             return UpdateRecord([], advantages_PG, None)
 

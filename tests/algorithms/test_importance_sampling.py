@@ -81,6 +81,7 @@ def test_the_ratio_of_a_sequence_has_a_gradient():
         (Correction(None, 1.5, 0.75, 2.0), [1.0, 1.0, 1.0, 1.0], "...."),
         # geometric means sqrt(0.5 x 2.25) = 1.0607 and sqrt(3) = 1.732
         (Correction(None, geometric_high=1.5), [1.0, 0.0, 1.0, 0.0], ".x.x"),
+        (Correction(None, geometric_high=1.1), [1.0, 0.0, 1.0, 0.0], ".x.x"),  # the product would be 1.125
         (Correction(None, geometric_high=1.06), [0.0, 0.0, 0.0, 0.0], "xxxx"),
         (Correction("token", geometric_low=0.9, geometric_high=1.5), [0.5, 0.0, 2.25, 0.0], ".x.x"),
         (Correction("sequence", geometric_high=1.5), [1.125, 0.0, 1.125, 0.0], ".x.x"),
@@ -186,7 +187,9 @@ def test_the_geometric_mask_leaves_out_completions_below_its_bound():
 
 
 def test_the_geometric_mean_is_over_counted_tokens_and_marks_them_alone():
-    log_T = torch.tensor([0.0, 4.0, 4.0, 0.0], dtype=torch.float64).log1p()  # the second and third are ratios of 5
+    log_T = torch.tensor(
+        [0.0, 4.0, 4.0, 0.0], dtype=torch.float64
+    ).log1p()  # the second and third are ratios of 5
     counted_T, segments_T = torch.tensor([False, True, True, False]), torch.tensor([0, 0, 0, 1])
     rule = Correction(None, geometric_high=4.9)  # with the first token in it the mean would be 5^(2/3) = 2.9
     got = corrected(log_T, torch.zeros_like(log_T), counted_T, segments_T, 2, rule)
@@ -224,7 +227,9 @@ def test_the_binary_kl_of_probabilities_at_their_ends_is_finite_and_bounded_by_w
 
 def test_the_mask_of_the_binary_kl_looks_at_probabilities_and_not_at_their_ratio():
     # ratios 2, 2 and 1/2; KL 0.1438, 0.0004 and 0.1308 nats
-    p_T, b_T = (torch.tensor(row, dtype=torch.float64).log() for row in ([0.5, 2e-3, 0.25], [0.25, 1e-3, 0.5]))
+    p_T, b_T = (
+        torch.tensor(row, dtype=torch.float64).log() for row in ([0.5, 2e-3, 0.25], [0.25, 1e-3, 0.5])
+    )
     counted_T, segments_T = torch.ones(3, dtype=torch.bool), torch.zeros(3, dtype=torch.int64)
     for bound, wanted in ((0.15, [1.0, 1.0, 1.0]), (0.14, [0.0, 1.0, 1.0]), (0.1, [0.0, 1.0, 0.0])):
         got = corrected(p_T, b_T, counted_T, segments_T, 1, Correction(None, binary_kl=bound))

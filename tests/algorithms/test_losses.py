@@ -292,7 +292,11 @@ def test_masked_tokens_have_no_gradient_and_stay_in_the_denominator():
     leaf, tokens = inputs([half, half, -1.0], behaviour=[quarter, half, -1.0], segments=[0, 0, 1])
     terms = token_loss(tokens, LossSettings(correction=Correction(None, binary_kl=0.1)))
     assert gradient(terms.loss, leaf) == pytest.approx([0.0, -1.0, -1.0])
-    assert (terms.tokens.item(), terms.masked_binary_kl.item(), terms.correction_cut.item()) == (3.0, 1.0, 1.0)
+    assert (terms.tokens.item(), terms.masked_binary_kl.item(), terms.correction_cut.item()) == (
+        3.0,
+        1.0,
+        1.0,
+    )
     # the geometric mean of the first completion is sqrt(2)
     leaf, tokens = inputs([half, half, -1.0], behaviour=[quarter, half, -1.0], segments=[0, 0, 1])
     terms = token_loss(tokens, LossSettings(correction=Correction(None, geometric_high=1.4)))

@@ -20,6 +20,7 @@ FREE_TEXTS = {
     "validation.paths",
     "sft.held_out_path",
     "reward.function",
+    "reward.rewards",
     "telemetry.wandb_project",
     "telemetry.wandb_name",
 }
