@@ -1,7 +1,9 @@
 """Several named rewards: their values by real workers, what one that fails costs, and the sum of the others."""
 
+import copy
 import pickle
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -66,24 +68,42 @@ def completion(text: str, tokens: int = 10, reason: str = "stop", index: int = 0
     return Completion(index, (5,) * tokens, (-1.0,) * tokens, text, reason, 0)  # pyright: ignore
 
 
-def scores(reward: RewardConfig, *completions: Completion) -> list[Score]:
-    with open_reward_workers(reward) as workers:
-        manager = RewardManager(workers, reward, LIMIT)
-        for one in completions:
-            manager.submit(PROMPT, one)
-        return manager.collect()
+@pytest.fixture(scope="module")
+def pools(module: str) -> Iterator[RewardPools]:
+    """Workers of every reward of these tests."""
+    names = ("steps", "hangs", "breaks")
+    rewards = ["correctness", *(f"{name}={module}:{name}" for name in names)]
+    with open_reward_workers(RewardConfig(rewards=rewards, timeout_seconds=1.5, workers=1)) as workers:
+        assert isinstance(workers, RewardPools)
+        for name in names:
+            workers.by_name[name].call("", [], {}).result(60)  # they have started
+        yield workers
+
+
+def scores(pools: RewardPools, reward: RewardConfig, *completions: Completion) -> list[Score]:
+    """By those of the workers that the settings have."""
+    workers = copy.copy(pools)
+    workers.by_name = {
+        one.name: pools.by_name[one.name] for one in named_rewards(reward) if one.name in pools.by_name
+    }
+    alone = "correctness" if reward.function is None else "steps"
+    manager = RewardManager(workers if reward.rewards else pools.by_name[alone], reward, LIMIT)
+    for one in completions:
+        manager.submit(PROMPT, one)
+    return manager.collect()
 
 
 # ---------------------------------------------------------------- values
 
 
-def test_every_reward_has_its_value_and_the_sum_is_scaled_as_the_scheme_says(module: str):
+def test_every_reward_has_its_value_and_the_sum_is_scaled_as_the_scheme_says(pools: RewardPools):
     reward = RewardConfig(
-        rewards=["correctness", "format", "length", f"steps={module}:steps"],
+        rewards=["correctness", "format", "length", "steps=m:steps"],
         weights=[1.0, 0.5, 0.2, 0.1],
         workers=1,
     )
     right, unboxed, wrong = scores(
+        pools,
         reward,
         completion("step step \\boxed{2}", 25),
         completion("the answer is 2", 50),
@@ -98,7 +118,7 @@ def test_every_reward_has_its_value_and_the_sum_is_scaled_as_the_scheme_says(mod
     assert not wrong.correct
 
 
-def test_one_reward_of_weight_one_is_what_it_is_without_a_list(module: str):
+def test_one_reward_of_weight_one_is_what_it_is_without_a_list(pools: RewardPools):
     """Of the verifier, of a scheme and of a function, with bias, scaling, and penalties for length."""
     texts = (
         completion("step \\boxed{2}"),
@@ -111,12 +131,12 @@ def test_one_reward_of_weight_one_is_what_it_is_without_a_list(module: str):
         ({}, "correctness"),
         ({**length, "scheme": "mix", "format_penalty": -0.4}, "correctness"),
         ({**length, "output_scaling": 2.0, "mask_no_eos_with_zero": True}, "correctness"),
-        ({**length, "function": f"{module}:steps"}, f"steps={module}:steps"),
+        ({**length, "function": "m:steps"}, "steps=m:steps"),
     ):
         settings = {**alone, "function": None, "rewards": [listed]}
         for one, several in zip(
-            scores(RewardConfig(workers=1, **alone), *texts),
-            scores(RewardConfig(workers=1, **settings), *texts),
+            scores(pools, RewardConfig(**alone), *texts),
+            scores(pools, RewardConfig(**settings), *texts),
             strict=True,
         ):
             assert (several.reward, several.correct, several.verdict, several.extracted, several.boxed) == (
@@ -159,15 +179,15 @@ def test_the_list_is_read_once():
 # ---------------------------------------------------------------- failures
 
 
-def test_a_reward_that_fails_leaves_the_others_as_they_are(module: str):
+def test_a_reward_that_fails_leaves_the_others_as_they_are(pools: RewardPools):
     reward = RewardConfig(
-        rewards=["correctness", f"breaks={module}:breaks", f"steps={module}:steps"],
+        rewards=["correctness", "breaks=m:breaks", "steps=m:steps"],
         weights=[1.0, 10.0, 0.1],
         output_scaling=1.0,
         workers=1,
     )
     bad, ended, fine = scores(
-        reward, completion("bad step \\boxed{2}"), completion("end step 3"), completion("\\boxed{2}")
+        pools, reward, completion("bad step \\boxed{2}"), completion("end step 3"), completion("\\boxed{2}")
     )
     assert bad.parts == (1.0, None, 1.0) and bad.reward == pytest.approx(1.1) and bad.correct
     assert ended.parts == (-1.0, None, 1.0) and ended.reward == pytest.approx(-0.9)
@@ -177,22 +197,14 @@ def test_a_reward_that_fails_leaves_the_others_as_they_are(module: str):
     assert pickle.loads(pickle.dumps(bad)) == bad
 
 
-def test_a_function_that_hangs_delays_no_other_and_loses_only_its_own_value(module: str):
-    reward = RewardConfig(
-        rewards=[f"hangs={module}:hangs", f"steps={module}:steps", "format"], timeout_seconds=1.5, workers=1
-    )
+def test_a_function_that_hangs_delays_no_other_and_loses_only_its_own_value(pools: RewardPools):
+    reward = RewardConfig(rewards=["hangs=m:hangs", "steps=m:steps", "format"], timeout_seconds=1.5)
     slow = [completion("slow step"), completion("slow"), completion("step step")]
-    with open_reward_workers(reward) as workers:
-        assert isinstance(workers, RewardPools)
-        workers.by_name["steps"].call("", [], {}).result(60)  # the workers have started
-        workers.by_name["hangs"].call("", [], {}).result(60)
-        started, asked = time.monotonic(), [workers.submit("", PROMPT, one) for one in slow]
-        assert [one["steps"].result().reward for one in asked] == [1.0, 0.0, 2.0]
-        assert time.monotonic() - started < 1.0 and not asked[0]["hangs"].done()
-        manager = RewardManager(workers, reward, LIMIT)
-        for one in slow:
-            manager.submit(PROMPT, one)
-        found = manager.collect()
+    started, asked = time.monotonic(), [pools.by_name["hangs"].call("slow", [], {}) for _ in range(2)]
+    asked_too = [pools.by_name["steps"].call(one.text, [], {}) for one in slow]
+    assert [one.result().reward for one in asked_too] == [1.0, 0.0, 2.0]
+    assert time.monotonic() - started < 1.4 and not asked[0].done()
+    found = scores(pools, reward, *slow)
     assert [one.parts for one in found] == [(None, 1.0, 0.0), (None, 0.0, 0.0), (0.5, 2.0, 0.0)]
     assert found[0].failures == (RewardFailure("hangs", "timeout", "timeout"),)
     assert found[0].correct and found[0].verdict == "function"  # by the metric of steps
@@ -268,8 +280,6 @@ def test_every_function_is_tried_before_the_start(module: str):
     listed = RewardConfig(rewards=["correctness", f"steps={module}:steps", f"own={module}:always_breaks"])
     with pytest.raises(ValueError, match=r"reward.rewards: own=.*always_breaks fails on the first row"):
         try_reward_function(listed, [PROMPT])
-    fine = RewardConfig(rewards=["correctness", f"steps={module}:steps", f"breaks={module}:breaks"])
-    assert try_reward_function(fine, [PROMPT]) == ()
 
 
 def test_the_length_reward_is_bounded_and_falls_with_every_token():

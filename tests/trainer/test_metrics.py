@@ -1,10 +1,13 @@
+from dataclasses import replace
+
 import pytest
 
 from rlmath.algorithms.dynamic_sampling import Chosen, Selection
-from rlmath.algorithms.types import Completion, Prompt, Score, ScoredGroup
-from rlmath.config.schema import AlgorithmConfig
+from rlmath.algorithms.types import Completion, Prompt, RewardFailure, Score, ScoredGroup
+from rlmath.config.schema import AlgorithmConfig, RewardConfig
 from rlmath.data.seqlen_balancing import Cost
 from rlmath.models.learner import MinibatchResult
+from rlmath.rewards.several_rewards import TAKEN
 from rlmath.rollout.work_queue import EngineUsage
 from rlmath.trainer.kl_in_reward import RewardKL
 from rlmath.trainer.metrics import (
@@ -13,6 +16,7 @@ from rlmath.trainer.metrics import (
     mfu_metrics,
     mismatch_metrics,
     pace_metrics,
+    part_metrics,
     rollout_metrics,
     selection_metrics,
     update_metrics,
@@ -259,3 +263,35 @@ def test_mfu_counts_the_models_own_arithmetic() -> None:
     half = mfu_metrics(seconds, 3, GROUPS[:1], GROUPS[:1], passes=2, cost=cost, peak_flops=1_000.0)
     assert half["rollout/mfu"] == pytest.approx(found["rollout/mfu"] / 2)
     assert half["train/mfu"] == found["train/mfu"]
+
+
+def test_several_rewards_have_a_mean_of_what_is_there_and_a_share_of_failures():
+    def scored(*parts: float | None) -> Score:
+        failures = tuple(RewardFailure("own", "error", "") for part in parts if part is None)
+        return Score(1.0, True, "", "string", parts=parts, failures=failures)
+
+    groups = [
+        group(3, (2, "stop", scored(1.0, 0.5, None)), (2, "stop", scored(1.0, 0.7, None))),
+        group(3, (2, "stop", scored(1.0, 0.3, None)), (2, "stop", scored(0.0, None, None))),
+        group(3, (2, "stop", scored(1.0, 0.1, None)), (2, "stop", scored(1.0, 0.1, None))),
+    ]
+    reward = RewardConfig(rewards=["correctness", "length", "own=m:f"], combine="gdpo")
+    metrics = part_metrics(groups, reward)
+    assert metrics == pytest.approx(
+        {
+            "reward/correctness": 5 / 6,
+            "reward/correctness/failures": 0.0,
+            "reward/length": 1.7 / 5,
+            "reward/length/failures": 1 / 6,
+            "reward/own/failures": 1.0,
+            "rollout/groups_with_contrast": 2 / 3,
+        }
+    )
+    assert "rollout/groups_with_contrast" not in part_metrics(groups, replace(reward, combine="sum"))
+    assert part_metrics(groups, RewardConfig()) == {}
+    assert rollout_metrics(groups)["reward/failures"] == 1.0
+
+
+def test_no_name_of_a_reward_is_that_of_another_metric():
+    taken = {name.split("/")[1] for name in rollout_metrics(GROUPS) if name.startswith("reward/")}
+    assert taken == set(TAKEN)
