@@ -425,6 +425,7 @@ def test_a_reward_that_failed_everywhere_in_a_group_changes_nothing_of_the_other
 batches = st.lists(st.lists(st.floats(-9, 9), min_size=1, max_size=5), min_size=1, max_size=4)
 
 
+@settings(deadline=None, max_examples=50)
 @given(batches, st.sampled_from([1e-6, 0.1]))
 def test_gdpo_with_one_reward_is_grpo_and_then_the_batch(rewards: Rows, eps: float):
     by_group = advantages(rewards, one_token_each(rewards), "grpo", eps)
@@ -435,6 +436,7 @@ def test_gdpo_with_one_reward_is_grpo_and_then_the_batch(rewards: Rows, eps: flo
     assert [value for row in got for value in row] == pytest.approx(wanted.tolist(), abs=1e-6)
 
 
+@settings(deadline=None, max_examples=50)
 @given(batches, st.floats(0.01, 100.0), st.floats(-5, 5), st.data())
 def test_gdpo_does_not_depend_on_the_scale_of_a_reward(
     rewards: Rows, scale: float, shift: float, data: st.DataObject
