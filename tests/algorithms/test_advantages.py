@@ -441,8 +441,8 @@ def test_gdpo_with_one_reward_is_grpo_and_then_the_batch(rewards: Rows, eps: flo
 def test_gdpo_does_not_depend_on_the_scale_of_a_reward(
     rewards: Rows, scale: float, shift: float, data: st.DataObject
 ):
-    rewards = [[round(value) for value in row] for row in rewards]
-    second = [[data.draw(st.none() | st.integers(0, 3)) for _ in row] for row in rewards]
+    rewards = [[float(round(value)) for value in row] for row in rewards]
+    second = [[data.draw(st.none() | st.sampled_from([0.0, 1.0, 2.0])) for _ in row] for row in rewards]
     rows = [list(zip(*pair, strict=True)) for pair in zip(rewards, second, strict=True)]
     other = [[(a, None if b is None else b * scale + shift) for a, b in row] for row in rows]
     assert gdpo_advantages(rows, [1.0, 0.3], eps=0.0) == approx(

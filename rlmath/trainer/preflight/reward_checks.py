@@ -37,7 +37,7 @@ def _list_problems(reward: RewardConfig, algorithm: AlgorithmConfig) -> Iterator
     if reward.function is not None:
         yield (
             "reward.function and reward.rewards are both set. Take the function into the list, as "
-            f'"own={reward.function}", and set reward.function=null.'
+            f'"mine={reward.function}", and set reward.function=null.'
         )
     names = [entry.partition("=")[0] for entry in reward.rewards]
     for entry in reward.rewards:

@@ -387,7 +387,11 @@ def reward_told(*overrides: str) -> list[str]:
             "reward.weights=[1,0.2,-1]",
             "algorithm.advantage=rloo",
         ],
-        ["reward.rewards=['own=no.such:f']", "reward.mask_no_eos_with_zero=true", "reward.overlong_buffer=8"],
+        [
+            "reward.rewards=['mine=no.such:f']",
+            "reward.mask_no_eos_with_zero=true",
+            "reward.overlong_buffer=8",
+        ],
         [*LIST, "algorithm.kl_coef=0.1"],
         [*LIST, "algorithm.kl_in=reward"],
     ],
@@ -418,7 +422,7 @@ def test_rewards_that_a_run_can_have(overrides: list[str]):
         (["reward.rewards=[correctness,length]", "reward.weights=[0,0]"], "reward.weights are all 0"),
         (
             ["reward.rewards=[correctness]", "reward.function=m:f"],
-            'as "own=m:f", and set reward.function=null',
+            'as "mine=m:f", and set reward.function=null',
         ),
         (
             ["reward.rewards=[" + ",".join(f"'f{n}=m:f'" for n in range(9)) + "]"],
@@ -439,9 +443,9 @@ def test_what_has_no_effect_beside_several_rewards_is_noted():
     (note,) = notes("reward.rewards=[correctness]", "reward.function_failure=-1")
     assert "reward.function_failure has no effect with reward.rewards" in note
     by_accuracy = ("selection.dynamic_sampling=accuracy", "selection.max_extra_prompts=9")
-    (note,) = notes("reward.rewards=['own=m:f']", *by_accuracy)
-    assert '"accuracy" with reward.rewards: own: an answer counts as right' in note
-    assert notes("reward.rewards=[correctness,'own=m:f']", *by_accuracy) == []
+    (note,) = notes("reward.rewards=['mine=m:f']", *by_accuracy)
+    assert '"accuracy" with reward.rewards: mine: an answer counts as right' in note
+    assert notes("reward.rewards=[correctness,'mine=m:f']", *by_accuracy) == []
 
 
 def test_every_function_of_the_list_is_looked_for():
