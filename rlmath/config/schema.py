@@ -422,6 +422,14 @@ class RewardConfig:
     docs/rewards.md."""
     function_failure: FiniteFloat = 0.0
     """What a completion gets when that function fails or takes too long (before scaling)."""
+    rewards: list[str] = field(default_factory=list)
+    """Several rewards instead of one: any of "correctness", "format" (a box), "length" (1 down to 0 at
+    rollout.max_new_tokens), and functions of yours, "name=package.module:function"; see docs/rewards.md. Empty: no."""
+    weights: list[Annotated[float, Range(-1000, 1000)]] = field(default_factory=list)
+    """What each of `rewards` weighs, in that order; 0 logs it only. Empty: 1 each."""
+    combine: Literal["sum", "gdpo"] = "sum"
+    """How `rewards` become one advantage: "sum" (their weighted sum is the reward) or "gdpo" (each is normalised in its
+    group, then their weighted sum over the batch: GDPO, arXiv:2601.05242)."""
     timeout_seconds: Annotated[float, Range(0, 3600, open_low=True)] = 5.0
     """Longest check of one answer, from its start: seconds on a processor, or by the clock where a function of yours is
     called; a check that takes longer is ended and counts as wrong."""
@@ -495,6 +503,16 @@ class AlgorithmConfig:
     """Tokens, or completions, whose weight is below this are left out of the surrogate. Null: none."""
     importance_mask_high: Annotated[float, Range(1, open_low=True, why=_EQUAL_RATIO)] | None = None
     """Likewise above this, before the cap (AReaL: behav_imp_weight_cap). Null: none."""
+    importance_mask_geometric_low: Annotated[float, Range(0, 1, open_high=True, why=_EQUAL_RATIO)] | None = (
+        None
+    )
+    """Completions whose geometric mean of recomputed over engine probability is below this are left out of the
+    surrogate (verl: rollout_rs=geometric); also without importance_correction. Null: none."""
+    importance_mask_geometric_high: Annotated[float, Range(1, open_low=True, why=_EQUAL_RATIO)] | None = None
+    """Likewise above this. Null: none."""
+    importance_mask_binary_kl: PositiveFloat | None = None
+    """Tokens are left out of the surrogate where the KL (nats) from the recomputed to the engine's distribution, over
+    "this token" and "any other", is above this (AReaL: KPop); also without importance_correction. Null: none."""
     kl_coef: NonNegativeFloat = 0.0
     """Weight of KL(policy || reference). 0: no reference model."""
     reference_every_steps: PositiveInt | None = None
@@ -515,6 +533,16 @@ class AlgorithmConfig:
     """Likewise when the mean of k3, KL(proximal || policy) per token (nats), exceeds this. Null: never."""
     early_stop_action: Literal["skip", "end"] = "skip"
     """After a discarded minibatch: "skip" continues with the next, "end" ends the step's updates."""
+
+    @property
+    def masks_alone(self) -> list[str]:
+        """The masks that are set and need no `importance_correction`."""
+        names = (
+            "importance_mask_geometric_low",
+            "importance_mask_geometric_high",
+            "importance_mask_binary_kl",
+        )
+        return [name for name in names if getattr(self, name) is not None]
 
 
 @dataclass(frozen=True)

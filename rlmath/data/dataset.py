@@ -29,6 +29,7 @@ from rlmath.data.tokenizer import (
     render,
     stop_token_ids,
 )
+from rlmath.rewards.several_rewards import is_verified
 from rlmath.rewards.verifier import check_tasks
 
 if TYPE_CHECKING:
@@ -124,7 +125,7 @@ def load_prompt_files(config: Config, tokenizer: PreTrainedTokenizerFast | None)
     ]
     prompts = loader.with_unique_names([(path, found) for path, (found, _) in zip(paths, files, strict=True)])
     reports = tuple(report for _, report in files)
-    if config.reward.function is None:
+    if is_verified(config.reward):
         check_tasks(prompt.task for prompt in prompts)
     with _explained(line for report in reports for line in report.lines()):
         order, total_steps = _prompt_steps(config, [len(found) for found, _ in files])
@@ -337,7 +338,7 @@ def _load_validation_file(
             f"room for {new_tokens} new tokens in a context of {context}. "
             "Take it out, lower validation.max_new_tokens, or raise data.max_prompt_tokens"
         )
-    if config.reward.function is None:
+    if is_verified(config.reward):
         check_tasks(prompt.task for prompt in prompts)
     if tokenizer is not None:
         token_ids = (prompt.token_ids for prompt in prompts)

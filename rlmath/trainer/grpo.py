@@ -26,7 +26,7 @@ from itertools import accumulate, chain, pairwise
 from pathlib import Path
 from typing import Any, ClassVar
 
-from rlmath.algorithms.advantages import advantages
+from rlmath.algorithms.advantages import advantages, gdpo_advantages
 from rlmath.algorithms.losses import Normalisation
 from rlmath.algorithms.types import MicroBatch, Sample, ScoredGroup
 from rlmath.checkpoint.directory import CRITIC, CRITIC_CONFIG, REFERENCE, Progress
@@ -49,8 +49,8 @@ from rlmath.models.hf_config import critic_config_file, critic_shape_of, teacher
 from rlmath.models.learner import MinibatchResult
 from rlmath.models.offload import OffloadSets, training_sets
 from rlmath.models.teacher import Teacher, TeacherStates
-from rlmath.rewards.reward_manager import open_reward_workers, raise_if_every_call_failed
-from rlmath.rewards.worker_pool import VerifierPool
+from rlmath.rewards.reward_manager import RewardWorkers, open_reward_workers, raise_if_every_call_failed
+from rlmath.rewards.several_rewards import functions_of, named_rewards, summed_rewards
 from rlmath.trainer.checkpointing import Checkpointer
 from rlmath.trainer.critic import CriticUpdater, Estimates
 from rlmath.trainer.engines import open_engines
@@ -62,6 +62,7 @@ from rlmath.trainer.metrics import (
     mfu_metrics,
     mismatch_metrics,
     pace_metrics,
+    part_metrics,
     rollout_metrics,
     selection_metrics,
     teacher_metrics,
@@ -85,7 +86,7 @@ class GrpoTrainer(Trainer):
     """Made by `begin`."""
 
     @staticmethod
-    def open_workers(config: Config, mesh: Mesh) -> AbstractContextManager[VerifierPool | None]:
+    def open_workers(config: Config, mesh: Mesh) -> AbstractContextManager[RewardWorkers | None]:
         """The reward workers of an engine's first rank."""
         return open_reward_workers(config.reward) if mesh.is_engine_leader else nullcontext()
 
@@ -94,7 +95,7 @@ class GrpoTrainer(Trainer):
         prepared: PreparedRun[Inputs],
         mesh: Mesh,
         device: Device,
-        workers: VerifierPool | None = None,
+        workers: RewardWorkers | None = None,
         on_phase: Callable[[str], None] = lambda name: None,
         on_progress: Callable[[], None] = lambda: None,
         bridge: Bridge | None = None,
@@ -133,7 +134,7 @@ class GrpoTrainer(Trainer):
             self.actor, self.reference, config.memory, device, self.critic, self.teacher, in_update
         )
         self.engines.connect(self.actor, self.offload)
-        self.rules = selection_rules(config.selection)
+        self.rules = selection_rules(config.selection, config.reward)
         self.updaters = [
             PolicyUpdater(
                 stage.config,
@@ -184,7 +185,7 @@ class GrpoTrainer(Trainer):
         if self.rules.drop_anything:
             logger.info("step %d: %s", number + 1, selection.line())
         self.validator.keep_if_best(validated)
-        if self.config.reward.function is not None:
+        if functions_of(self.config.reward):
             raise_if_every_call_failed(rollout.scores)
         self.rollouts.commit()
         update = self.updaters[stage.number].update(selection.learned, number)
@@ -210,7 +211,8 @@ class GrpoTrainer(Trainer):
         """All metrics of a step, under the names that `metrics.jsonl` has."""
         algorithm, selection = self.config.algorithm, rollout.selection
         learned = selection.learned
-        metrics = rollout_metrics(selection.sampled) | engine_metrics(rollout.rounds) | rollout.metrics
+        metrics = rollout_metrics(selection.sampled) | part_metrics(selection.sampled, self.config.reward)
+        metrics |= engine_metrics(rollout.rounds) | rollout.metrics
         if self.rules.drop_anything:
             metrics |= selection_metrics(selection)
         metrics |= update_metrics(update, learned, metrics["task_reward"], algorithm)
@@ -361,9 +363,9 @@ class PolicyUpdater:
     def update(self, groups: Sequence[ScoredGroup], number: int) -> UpdateRecord:
         """Learn from the groups of step `number`. Without any completion nothing happens. A collective."""
         algorithm, timed = self.config.algorithm, self.timers.phase
-        rewards_PG = [group.rewards for group in groups]
+        rewards_PG = [summed_rewards(group, self.config.reward) for group in groups]
         tokens_PG = [[len(one.token_ids) for one in group.completions] for group in groups]
-        advantages_PG = self.reward_advantages(rewards_PG, tokens_PG)
+        advantages_PG = self.reward_advantages(groups, rewards_PG, tokens_PG)
         if not groups:
             return UpdateRecord([], advantages_PG, None)
 
@@ -425,12 +427,19 @@ class PolicyUpdater:
         return UpdateRecord(results, advantages_PG, reward_kl, passes, learned_by_critic, teacher_kl)
 
     def reward_advantages(
-        self, rewards_PG: Sequence[Sequence[float]], tokens_PG: Sequence[Sequence[int]]
+        self,
+        groups: Sequence[ScoredGroup],
+        rewards_PG: Sequence[Sequence[float]],
+        tokens_PG: Sequence[Sequence[int]],
     ) -> list[list[float]]:
         """By group and completion; 0 where the critic will give them, or the teacher alone is learned from."""
         algorithm, teacher = self.config.algorithm, self.config.teacher
         if algorithm.advantage == "gae" or (self.teacher is not None and not teacher.with_rewards):
             return [[0.0] * len(row) for row in rewards_PG]
+        if self.config.reward.combine == "gdpo":
+            weights = [one.weight for one in named_rewards(self.config.reward)]
+            parts_PG = [[score.parts for score in group.scores] for group in groups]
+            return gdpo_advantages(parts_PG, weights, algorithm.advantage_eps)
         return advantages(rewards_PG, tokens_PG, algorithm.advantage, algorithm.advantage_eps)
 
     def update_critic(

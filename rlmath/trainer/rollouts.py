@@ -39,8 +39,9 @@ from rlmath.config.length_curriculum import (
     with_longest_lengths,
     without_validation,
 )
-from rlmath.config.schema import Config, RolloutConfig, SelectionConfig
+from rlmath.config.schema import Config, RewardConfig, RolloutConfig, SelectionConfig
 from rlmath.data.dataset import Inputs
+from rlmath.rewards.several_rewards import compared_rewards
 from rlmath.rollout.collector import Collector, Work, completion_text
 from rlmath.rollout.sampling import (
     Key,
@@ -98,13 +99,14 @@ def step_rollouts(
     return PartialRollouts(config, inputs, collector, vocab_size, total_steps)
 
 
-def selection_rules(settings: SelectionConfig) -> SelectionRules:
+def selection_rules(settings: SelectionConfig, reward: RewardConfig) -> SelectionRules:
     """Which groups and completions are learned from."""
     return SelectionRules(
         settings.dynamic_sampling,
         settings.min_completion_tokens,
         settings.max_completion_tokens,
         settings.drop_truncated,
+        compared_rewards(reward) if settings.dynamic_sampling == "reward" else (),
     )
 
 
@@ -114,7 +116,7 @@ class WholeRollouts:
     def __init__(self, config: Config, inputs: Inputs, collector: Collector, total_steps: int) -> None:
         self._config, self._inputs, self._collector = config, inputs, collector
         self._total_steps = total_steps
-        self._rules = selection_rules(config.selection)
+        self._rules = selection_rules(config.selection, config.reward)
 
     def step(self, number: int, stage: LengthStage) -> StepRollout:
         """The step's own prompts, and then those that dynamic sampling asks for."""
@@ -164,7 +166,7 @@ class FlightRollouts:
     def __init__(self, config: Config, inputs: Inputs, vocab_size: int, total_steps: int) -> None:
         self._config, self._inputs = config, inputs
         self._vocab_size, self._total_steps = vocab_size, total_steps
-        self._rules = selection_rules(config.selection)
+        self._rules = selection_rules(config.selection, config.reward)
         self._limits = flight_rules(config)
         self._flight = self._after = Flight()
         """The state, and what the last step left."""
@@ -352,7 +354,7 @@ def resume_problem(
         return None
     if reward_changed:
         groups = [unscored(group, steps_done) for group in groups]
-    rules, prompt = selection_rules(config.selection), Prompt("", "", (), (), "")
+    rules, prompt = selection_rules(config.selection, config.reward), Prompt("", "", (), (), "")
     wanted = sum(
         not group.is_complete or choose(group.scored(prompt), rules).dropped is None for group in groups
     )

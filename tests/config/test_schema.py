@@ -22,6 +22,7 @@ FREE_TEXTS = {
     "critic.path",
     "reward.function",
     "teacher.path",
+    "reward.rewards",
     "telemetry.wandb_project",
     "telemetry.wandb_name",
 }
