@@ -53,6 +53,13 @@ DISTINCT = Config(
         max_prompt_tokens=110,
         max_unusable_share=0.111,
         shuffle=False,
+        history_path="data/distinct_history.jsonl",
+        history_groups=1101,
+        curriculum="skip_solved",
+        solved_samples=1102,
+        band_low=0.1103,
+        band_high=0.9104,
+        curriculum_floor=0.1105,
     ),
     stages=StagesConfig(steps=[111, 112], max_new_tokens=[113, 114], max_tokens_per_microbatch=[115, 116]),
     parallel=ParallelConfig(

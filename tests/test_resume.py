@@ -35,7 +35,13 @@ LAYOUTS = {
     ),
     "defer": ("parallel.tensor=1", "rollout.tail=defer", *LONG_TAIL),
 }
-IN_FLIGHT = {"carry": "rollout/sequences_in_flight", "defer": "rollout/deferred_groups"}
+LAYOUTS["curriculum"] = (*LAYOUTS["carry"], "data.curriculum=band", "data.curriculum_floor=0.4")
+"""No answer is right: every prompt that was sampled is too hard, and only the floor draws it again."""
+IN_FLIGHT = {
+    "carry": "rollout/sequences_in_flight",
+    "curriculum": "rollout/sequences_in_flight",
+    "defer": "rollout/deferred_groups",
+}
 """By layout: the metric of what a step leaves unfinished."""
 SETTINGS = (
     f"run.total_steps={STEPS}",
@@ -108,14 +114,14 @@ def whole_runs(arithmetic: Path, tmp_path_factory: pytest.TempPathFactory) -> di
     return Runs()
 
 
-IN_CI = ("carry", 2)  # test_drill has interruptions at random steps, with one layout
+IN_CI = (("carry", 2), ("curriculum", 2))  # test_drill has interruptions at random steps, with one layout
 NOTHING_DEFERRED = ("defer", 3)  # its steps 2 and 3 learn from what step 1 has deferred
 
 
 @pytest.mark.parametrize(
     ("layout", "step"),
     [
-        pytest.param(*case, marks=() if case == IN_CI else pytest.mark.full)
+        pytest.param(*case, marks=() if case in IN_CI else pytest.mark.full)
         for case in itertools.product(LAYOUTS, range(1, STEPS))
         if case != NOTHING_DEFERRED
     ],
@@ -129,6 +135,11 @@ def test_resumed_after_a_step_the_metrics_are_those_of_an_uninterrupted_run(
     assert f"step-{step:06d}, made on" in console
     assert rows(folder) == rows(whole) and len(rows(whole)) == STEPS
     assert all(row["train/grad_norm"] > 0 for row in rows(whole))
+    if layout == "curriculum":
+        assert sum(row["history/floor_share"] for row in rows(whole)) > 0
+        assert rows(whole)[-1]["history/skipped_share"] > 0
+        left = [(one / "prompt_history.jsonl").read_bytes() for one in (whole, folder)]
+        assert left[0] == left[1]
     if layout in IN_FLIGHT:
         assert rows(whole)[step - 1][IN_FLIGHT[layout]] > 0, "nothing was in flight when it was killed"
     for name in ("model.safetensors", "config.json"):
@@ -161,7 +172,7 @@ def test_a_run_goes_on_with_another_number_of_ranks(
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("tail", IN_FLIGHT)
+@pytest.mark.parametrize("tail", ["carry", "defer"])
 def test_groups_in_flight_go_on_with_another_number_of_engines(
     arithmetic: Path, whole_runs: dict[str, Path], tmp_path: Path, tail: str
 ) -> None:

@@ -23,7 +23,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import accumulate, chain, pairwise
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from rlmath.algorithms.advantages import advantages
 from rlmath.algorithms.losses import Normalisation
@@ -33,6 +33,7 @@ from rlmath.config import length_curriculum as curriculum
 from rlmath.config.length_curriculum import LengthStage
 from rlmath.config.model_shape import ModelShape
 from rlmath.config.schema import Config
+from rlmath.data.curriculum import HISTORY
 from rlmath.data.dataset import Inputs, most_updates
 from rlmath.data.packing import pack
 from rlmath.data.seqlen_balancing import plan_minibatches, training_cost
@@ -63,6 +64,7 @@ from rlmath.trainer.metrics import (
 from rlmath.trainer.reporter import StepRecord, ValidationResult
 from rlmath.trainer.rollouts import StepRollout, selection_rules
 from rlmath.trainer.startup import PreparedRun
+from rlmath.trainer.telemetry.metrics_writer import write_whole
 from rlmath.trainer.validation import Validator
 
 logger = logging.getLogger(__name__)
@@ -153,10 +155,10 @@ class GrpoTrainer(Trainer):
         self.validator.keep_if_best(validated)
         if self.config.reward.function is not None:
             raise_if_every_call_failed(rollout.scores)
-        self.rollouts.commit()
+        history = self.rollouts.commit()
         update = self.updaters[stage.number].update(selection.learned, number)
         seconds = self.timers.seconds() | {"step": time.perf_counter() - started}
-        metrics = self.metrics(stage, rollout, update, seconds) | probed
+        metrics = self.metrics(stage, rollout, update, seconds) | history | probed
         return StepRecord(
             rollout.epoch,
             metrics,
@@ -214,6 +216,18 @@ class GrpoTrainer(Trainer):
             validated = self.validator.validate(self.total_steps)
         self.validator.keep_if_best(validated)
         return validated
+
+    def at_end(self) -> dict[str, Any]:
+        curriculum = self.rollouts.curriculum
+        if self.mesh.rank == 0:
+            for line in curriculum.lines():
+                logger.info("%s", line)
+            path = Path(self.config.run.output_dir) / HISTORY
+            try:
+                write_whole(path, curriculum.file().decode())
+            except OSError as error:
+                logger.warning("%s cannot be written: %s", path, error)
+        return {"history": curriculum.summary()}
 
     def busy_seconds(self) -> float:
         reference = 0.0 if self.reference is None else self.reference.pop_busy_seconds()

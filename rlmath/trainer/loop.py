@@ -139,6 +139,10 @@ class Trainer(ABC):
         """The validation of the weights after the last step, if one is due."""
         return None
 
+    def at_end(self) -> dict[str, Any]:
+        """Called once after the last step, before the summary, to which it adds."""
+        return {}
+
     def busy_seconds(self) -> float:
         """Seconds since the last call in which this rank's models computed without waiting for other replicas."""
         return self.actor.forward_backward.pop_busy_seconds()
@@ -249,10 +253,11 @@ def _train(
     stop.done()  # a request to stop comes too late now
     checkpointer.export_final_model()
     validated = trainer.validate_at_end()
+    more = trainer.at_end()
     if reporter is not None:
         if validated is not None:
             reporter.validation(validated)
-        reporter.write_summary(time.perf_counter() - started)
+        reporter.write_summary(time.perf_counter() - started, more)
         message = f"all {total_steps} steps are done"
         exit_codes.write_exit_status(config.run.output_dir, exit_codes.FINISHED, message)
     dist.barrier()

@@ -74,6 +74,7 @@ MAY_CHANGE = (
     "run.heartbeat_timeout_seconds",
     "run.hang_timeout_seconds",
     "run.max_discarded_steps",
+    "data.history_path",
     "parallel.",
     "policy.",
     "stages.",

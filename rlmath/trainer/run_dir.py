@@ -178,7 +178,7 @@ def folder_problems(output_dir: str, config: Config, needed_bytes: int, resumes:
             f"the disk has room for {disk.f_favail} more files (inodes); needed: {MIN_FREE_FILES}. Remove files, or "
             "give a run.output_dir on another disk."
         )
-    yield from _input_problems(folder, config)
+    yield from _input_problems(folder, config, resumes)
     for name in _OWN_FILES:
         try:
             require_regular(folder / name)
@@ -190,12 +190,15 @@ def folder_problems(output_dir: str, config: Config, needed_bytes: int, resumes:
         yield from _content_problems(folder, config)
 
 
-def _input_problems(folder: Path, config: Config) -> Iterator[str]:
+def _input_problems(folder: Path, config: Config, resumes: bool) -> Iterator[str]:
     """Inputs inside the folder would be moved aside when the run is repeated."""
     paths = [("model.path", config.model.path), ("data.train_path", config.data.train_path)]
     paths += [("data.more_train_paths", path) for path in config.data.more_train_paths]
     paths += [("validation.paths", path) for path in config.validation.paths]
     paths += [("sft.held_out_path", config.sft.held_out_path)] if config.sft.held_out_path else []
+    paths += (
+        [("data.history_path", config.data.history_path)] if config.data.history_path and not resumes else []
+    )
     for key, path in paths:
         if Path(path).resolve().is_relative_to(folder.resolve()):
             yield f'{key} "{path}" lies in it; it may hold only what the run writes. Move one of the two.'

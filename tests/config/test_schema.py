@@ -19,6 +19,7 @@ FREE_TEXTS = {
     "data.more_train_paths",
     "validation.paths",
     "sft.held_out_path",
+    "data.history_path",
     "reward.function",
     "telemetry.wandb_project",
     "telemetry.wandb_name",

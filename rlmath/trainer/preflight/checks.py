@@ -26,7 +26,14 @@ from rlmath.config.help import (
 )
 from rlmath.config.length_curriculum import validates
 from rlmath.config.model_shape import ModelShape
-from rlmath.config.schema import AlgorithmConfig, Config, MemoryConfig, PolicyConfig, RolloutConfig
+from rlmath.config.schema import (
+    AlgorithmConfig,
+    Config,
+    DataConfig,
+    MemoryConfig,
+    PolicyConfig,
+    RolloutConfig,
+)
 from rlmath.distributed.device import environment_rank, environment_world_size, set_cuda_defaults
 from rlmath.distributed.memory import available_bytes, total_bytes
 from rlmath.models.hf_config import inspect_model_folder
@@ -80,6 +87,7 @@ def run_problems(config: Config, world_size: int, shape: ModelShape | None, kind
         for check in (
             algorithm_problems,
             _reward_problems,
+            _curriculum_problems,
             _partial_rollout_problems,
             _asynchronous_problems,
         ):
@@ -205,6 +213,8 @@ def file_problems(config: Config, kind: Kind = "grpo") -> Iterator[str]:
         paths += [("sft.held_out_path", held_out)] if held_out is not None else []
     elif validates(config):
         paths += [("validation.paths", path) for path in config.validation.paths]
+    if kind == "grpo" and data.history_path is not None:
+        paths.append(("data.history_path", data.history_path))
     for key, path in ((key, Path(path)) for key, path in paths):
         if (not os.path.exists(path) and not os.path.islink(path)) or path == Path():
             yield f'{key}: there is no file "{path}".{nearest_path(path)}'
@@ -234,6 +244,7 @@ def config_warnings(config: Config, unused: Sequence[str] = ()) -> list[str]:
     more = (
         _partial_rollout_warnings,
         _asynchronous_warnings,
+        _curriculum_warnings,
         _old_token_warnings,
         algorithm_warnings,
         curriculum.length_stage_warnings,
@@ -487,6 +498,44 @@ def _reward_problems(config: Config) -> Iterator[str]:
             f"reward.format_penalty is {reward.format_penalty}; a right answer in a box gets 1 in scheme "
             f'"{reward.scheme}", and one without a box should get less. Lower it.'
         )
+
+
+def _curriculum_problems(config: Config) -> Iterator[str]:
+    data, group_size = config.data, config.rollout.group_size
+    if data.curriculum != "none" and config.rollout.ranks > 0:
+        yield (
+            f'data.curriculum is "{data.curriculum}" and rollout.ranks {config.rollout.ranks}: engines on ranks of '
+            "their own begin prompts when they have a free place, so that which pass rates a draw would see depends on "
+            "the clock, and no resumed run could draw the same. Set data.curriculum=none, or rollout.ranks=0."
+        )
+    if data.curriculum == "band" and data.band_low > data.band_high:
+        yield (
+            f"data.band_low is {data.band_low:g}, above data.band_high {data.band_high:g}: no pass rate lies between "
+            "them. Lower the former, or raise the latter."
+        )
+    most = data.history_groups * group_size
+    if data.curriculum == "skip_solved" and data.solved_samples > most:
+        yield (
+            f"data.solved_samples is {data.solved_samples}; a pass rate counts data.history_groups x "
+            f"rollout.group_size = {data.history_groups} x {group_size} = {most} completions at most, and nothing would "
+            "ever be skipped. Lower the former, or raise data.history_groups."
+        )
+
+
+def _curriculum_warnings(config: Config) -> Iterator[str]:
+    """Settings of the curriculum that change nothing."""
+    data, default = config.data, DataConfig()
+    used = {
+        "none": (),
+        "skip_solved": ("solved_samples", "curriculum_floor"),
+        "band": ("band_low", "band_high", "curriculum_floor"),
+    }[data.curriculum]
+    names = ("solved_samples", "band_low", "band_high", "curriculum_floor")
+    unused = [one for one in names if one not in used and getattr(data, one) != getattr(default, one)]
+    if unused:
+        yield f'{", ".join(f"data.{one}" for one in unused)}: no effect with data.curriculum="{data.curriculum}".'
+    if data.curriculum == "band" and data.band_low == 0 and data.band_high == 1:
+        yield 'data.curriculum="band" skips nothing with data.band_low=0 and data.band_high=1.'
 
 
 # ---------------------------------------------------------------- algorithm and selection
