@@ -176,6 +176,10 @@ DISTINCT = Config(
         early_stop_ratio_low=0.775,
         early_stop_kl=0.0176,
         early_stop_action="end",
+        rollback=1761,
+        rollback_lr_factor=0.1762,
+        rollback_reward_drop=0.1763,
+        rollback_reward_steps=1764,
     ),
     validation=ValidationConfig(
         every_steps=177,

@@ -1,26 +1,26 @@
 """What a curriculum by pass rate (`data.curriculum`) saves, on a task with easy and hard problems.
 
-    python tools/bench_curriculum.py [--seeds 1 2 3] [--steps 36] [--target 0.9] [--quick]
+    python tools/bench_curriculum.py [--seeds 1 2 3] [--steps 32] [--target 0.9] [--quick]
 
-Additions of numbers of up to two digits, and 30% of numbers of four (tools/make_arithmetic.py). One base model learns
-them by supervised training, with slips (tools/demo.py): more of the short ones come out right than of the long ones.
-GRPO then trains it on 384 of the problems, 32 a step, which is a pass of 12 steps, with every seed: "none" draws all
-problems, "band" those whose pass rate lies in the default band (with the default floor), "skip_solved" those that are
+Additions of numbers of up to two digits, and 20% of numbers of four (tools/make_arithmetic.py). One base model learns
+them by supervised training (tools/demo.py): the short ones nearly without a slip, the long ones with so many that 40%
+come out right. GRPO then trains it on 256 of the problems, 32 a step, with every seed: "none" draws all problems, "band" those whose pass rate lies in the default band (with the default floor), "skip_solved" those that are
 not always right. Two ranks of configs/demo.yaml (TP1 x DP2); nothing else differs.
 
 Prints one JSON object per figure, {"bench", "case", "metric", "value", "unit", "baseline", "ratio"}; baseline is
 "none", and `ratio` above 1 means better than it:
 
-- tokens_to_target: completion tokens that were sampled until held-out accuracy reached --target, between two validations
-  on the straight line between them; of each seed, and the mean where every seed reaches it;
+- tokens_to_target: completion tokens that were sampled until held-out accuracy reached --target, between two
+  validations on the straight line between them; of each seed, and the mean where every seed reaches it;
 - share_saved: of these tokens, against "none" (0 to 1, below 0 where it needs more);
-- accuracy: share of held-out problems answered rightly after the last step, one sample each at temperature 1;
+- accuracy: share of held-out problems answered rightly after the last step, one sample each at temperature 1, mean of
+  the short ones' and the long ones';
 - sampled_tokens: of the whole run;
 - groups_with_contrast: share of the groups whose rewards differ, mean over steps: those that GRPO learns from.
 
 What the programs print is in `log.txt` of --output. Results are kept there: the same command resumes, and measures
-again what was made with other settings. `--quick`: the first seed and 4 steps, from a base model that learned little: it
-shows that all of this runs, and its accuracies say nothing.
+again what was made with other settings. `--quick`: the first seed and 4 steps, from a base model that learned little:
+it shows that all of this runs, and its accuracies say nothing.
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ from rlmath.config.terminal import escape_terminal
 from rlmath.trainer.telemetry.metrics_writer import VALIDATION_FILE, read_metrics
 from tools import demo
 from tools.bench_demo import BASE_SETTINGS, fingerprint, kept
+from tools.make_arithmetic import make_problems, worked_rows
 
 WAYS: Mapping[str, tuple[str, ...]] = {
     "none": (),
@@ -49,10 +50,10 @@ WAYS: Mapping[str, tuple[str, ...]] = {
 }
 RANKS = 2
 BASE_SEED = 101
-LONG_SHARE, LONG_DIGITS = 0.3, 4
-RIGHT_SOLUTIONS = 0.6
+LONG_SHARE, LONG_DIGITS = 0.2, 4
+RIGHT_SHORT, RIGHT_LONG = 0.99, 0.4
 """Share of the worked solutions that are right."""
-GRPO_PROBLEMS = 384
+GRPO_PROBLEMS = 256
 MAX_NEW_TOKENS = 64
 """Worked solutions have 46 tokens at most."""
 QUICK_STEPS = 4
@@ -78,15 +79,15 @@ class Base:
     name: str
     """Of its folder."""
     heldout: int
-    """Problems of the validation."""
+    """Problems of either kind in the validation."""
     worked: int
     """Worked solutions of the supervised training."""
     epochs: int
     """Passes over them."""
 
 
-FULL = Base("base", heldout=300, worked=20000, epochs=4)
-QUICK = Base("base_quick", heldout=64, worked=8000, epochs=1)
+FULL = Base("base", heldout=200, worked=12000, epochs=3)
+QUICK = Base("base_quick", heldout=32, worked=8000, epochs=1)
 
 
 @dataclass(frozen=True)
@@ -118,15 +119,33 @@ class Learned:
         return None
 
 
+def write_problems(folder: Path, base: Base) -> None:
+    """few.jsonl, short.jsonl and long.jsonl (held out), and worked.jsonl."""
+    most = max(base.heldout, 4000)
+    train, held_out = make_problems(BASE_SEED, 4000, 2 * most, long_share=0.5, long_digits=LONG_DIGITS)
+    kinds = [
+        [[one for one in part if (one.left >= 100) == long] for long in (False, True)]
+        for part in (train, held_out)
+    ]
+    (short, long), (held_short, held_long) = kinds
+    few = [*short[: round(GRPO_PROBLEMS * (1 - LONG_SHARE))], *long[: round(GRPO_PROBLEMS * LONG_SHARE)]]
+    worked = worked_rows(short, base.worked // 2, RIGHT_SHORT, BASE_SEED)
+    worked += worked_rows(long, base.worked - base.worked // 2, RIGHT_LONG, BASE_SEED)
+    folder.mkdir(parents=True)
+    for name, rows in (
+        ("few", [one.row() for one in few]),
+        ("short", [one.row() for one in held_short[: base.heldout]]),
+        ("long", [one.row() for one in held_long[: base.heldout]]),
+        ("worked", worked),
+    ):
+        text = "".join(json.dumps(row) + "\n" for row in rows)
+        (folder / f"{name}.jsonl").write_text(text, encoding="utf-8")
+
+
 def make_base(folder: Path, base: Base) -> dict:
     """Data and the base model, in `data` and `base`; returns nothing that is to be kept."""
     python, environment = sys.executable, demo.child_environment()
-    made = [python, "tools/make_arithmetic.py", "--output", str(folder / "data"), "--seed", str(BASE_SEED)]
-    made += ["--long-share", str(LONG_SHARE), "--long-digits", str(LONG_DIGITS), "--train", "4000"]
-    made += ["--heldout", str(base.heldout), "--worked", str(base.worked), "--accuracy", str(RIGHT_SOLUTIONS)]
-    demo.run("Arithmetic problems", made, environment)
-    rows = (folder / "data" / "train.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)
-    (folder / "data" / "few.jsonl").write_text("".join(rows[:GRPO_PROBLEMS]), encoding="utf-8")
+    write_problems(folder / "data", base)
     model = [python, "tools/make_tiny_model.py", "--output", str(folder / "random"), "--seed", str(BASE_SEED)]
     demo.run("A tiny random model", model, environment)
     demo.teach(folder, BASE_SEED, (*SFT_SETTINGS, f"run.total_epochs={base.epochs}"))
@@ -139,7 +158,7 @@ def train(base: Path, output: Path, way: str, seed: int, steps: int) -> None:
     command += [*SETTINGS, *WAYS[way]]
     command += [f"run.output_dir={output / 'run'}", f"run.seed={seed}", f"run.total_steps={steps}"]
     command += [f"model.path={base / 'base'}", f"data.train_path={base / 'data' / 'few.jsonl'}"]
-    command += [f"validation.paths=[{base / 'data' / 'heldout.jsonl'}]"]
+    command += [f"validation.paths=[{base / 'data' / 'short.jsonl'},{base / 'data' / 'long.jsonl'}]"]
     demo.run(f"{way}, seed {seed}", command, demo.one_thread())
 
 
@@ -147,7 +166,7 @@ def read_learned(run: Path) -> Learned:
     """What the files of a run's folder tell."""
     rows, validated = read_metrics(str(run)), read_metrics(str(run), VALIDATION_FILE)
     return Learned(
-        {int(row["step"]): row["validation/heldout/accuracy"] for row in validated},
+        {int(row["step"]): row["validation/accuracy"] for row in validated},
         [row["n_valid_tokens"] for row in rows],
         statistics.mean(row["rollout/groups_with_contrast"] for row in rows),
     )
@@ -197,7 +216,7 @@ def report(
 def learn(output: Path, base: Base, way: str, seed: int, steps: int) -> Learned:
     """A run's result, made where it is not there."""
     base_dir = output / base.name
-    made = (LONG_SHARE, LONG_DIGITS, RIGHT_SOLUTIONS, GRPO_PROBLEMS)
+    made = (LONG_SHARE, LONG_DIGITS, RIGHT_SHORT, RIGHT_LONG, GRPO_PROBLEMS)
     base_of = fingerprint(BASE_SETTINGS, base, BASE_SEED, made, SFT_SETTINGS)
     kept(base_dir, base_of, lambda: make_base(base_dir, base))
     folder = output / f"{way}_seed_{seed}_steps_{steps}_{base.name}"
@@ -214,7 +233,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--ways", nargs="+", choices=list(WAYS), default=["none", "band"], help="default: none band"
     )
     parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3], help="default: 1 2 3")
-    parser.add_argument("--steps", type=int, default=36, help="of a run (default: 36)")
+    parser.add_argument("--steps", type=int, default=32, help="of a run (default: 32)")
     parser.add_argument("--target", type=float, default=0.9, help="held-out accuracy (default: 0.9)")
     parser.add_argument("--quick", action="store_true", help=f"one seed, {QUICK_STEPS} steps")
     parser.add_argument(

@@ -132,7 +132,7 @@ class CheckpointManager:
         assert not self.busy, "finish the save in flight first"
         state, progress = self._state(progress)
         partial = directory.partial_of(self._root, progress.step)
-        self._in_flight = save = _InFlight(partial, progress.step, kept, progress.learned_step)
+        self._in_flight = save = _InFlight(partial, progress.step, kept, progress.sound_before)
         files = files or {}
         beside = sum(map(len, files.values()))
         error = self._room_for(state, beside) or self._open(progress, settings_yaml, files)

@@ -196,8 +196,12 @@ def _placed(
 
 @torch.no_grad()
 def make_room(optimizer: Any, names: Sequence[str], steps: int) -> None:
-    """Create the state that the optimizer would have after so many steps, as zeros to load into."""
+    """Create the state that the optimizer would have after so many steps, as zeros to load into. What it has besides,
+    of steps that a rollback discards, becomes zero: a first step makes it the same."""
     for held in held_by(optimizer):
+        for name, tensor in held.state.items():
+            if name not in names and isinstance(tensor, Tensor):
+                tensor.zero_()
         for name in names:
             if name != MASTER and name not in held.state:
                 held.state[name] = torch.zeros_like(held.stepped)

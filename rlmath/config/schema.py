@@ -524,6 +524,17 @@ class AlgorithmConfig:
     """Likewise when the mean of k3, KL(proximal || policy) per token (nats), exceeds this. Null: never."""
     early_stop_action: Literal["skip", "end"] = "skip"
     """After a discarded minibatch: "skip" continues with the next, "end" ends the step's updates."""
+    rollback: NonNegativeInt = 0
+    """Most times that a run whose policy has diverged goes back to its last good checkpoint, with other seeds and a
+    lower learning rate, instead of ending with exit status 77. 0: never. See docs/training.md."""
+    rollback_lr_factor: Annotated[float, Range(0, 1, open_low=True)] = 0.5
+    """The learning rate is multiplied by this at each rollback."""
+    rollback_reward_drop: PositiveFloat | None = None
+    """The policy has diverged, too, when the mean reward of the last `rollback_reward_steps` steps lies below the best
+    earlier mean of as many steps by more than this share of what that had gained over the first ones, and by more than
+    three deviations of single steps. Null: rewards are not looked at."""
+    rollback_reward_steps: Annotated[int, Range(2)] = 10
+    """Steps that those means are over."""
 
 
 @dataclass(frozen=True)

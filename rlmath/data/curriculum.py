@@ -12,8 +12,8 @@ over make a pass shorter, and the order runs on into the next one. With "none" t
    resumed run, draw the same.
 2. A step is always full. No prompt comes twice in it while there is another one.
 3. Nothing starves: a place of the base order that is passed over puts its prompt into the queue, unless it waits
-   there, and every draw that the floor gives to the queue takes the prompt that has waited longest. With N prompts and
-   K places of a pass, every prompt comes within K / (1 - floor) + N / floor + 2 P draws.
+   there, and every draw that the floor gives to the queue takes the prompt that has waited longest. With N prompts, each
+   of them in every pass of K places, every prompt comes within 2 K / (1 - floor) + N / floor + 2 P draws.
 
 The state and the pass rates are a file of every checkpoint, which `data.history_path` of another run may name:
 
@@ -75,7 +75,7 @@ class DrawState:
     cursor: int = 0
     """Places of the base order that were looked at."""
     looked_at: int = 0
-    """Of them, those for the step's prompts that are being drawn: at most one whole pass."""
+    """Of them, those for the step's prompts that are being drawn: at most 2 K, which have every prompt of a pass."""
     batch: list[int] = field(default_factory=list)
     """Prompts that are drawn already of the P of a step."""
     queue: dict[int, None] = field(default_factory=dict)
@@ -199,7 +199,7 @@ class Curriculum:
                 if index not in taken:
                     state.floor_draws += 1
                     return index
-        while state.looked_at < self._order.n_places:
+        while state.looked_at < 2 * self._order.n_places:
             index = self._place(state)
             state.looked_at += 1
             if index in taken:
@@ -356,7 +356,10 @@ class Curriculum:
             for one in fields(DrawState)
             if one.name not in ("batch", "queue", "in_flight", "reseeds")
         }
-        if len(row["batch"]) > self._order.prompts_per_step or numbers["looked_at"] > self._order.n_places:
+        if (
+            len(row["batch"]) > self._order.prompts_per_step
+            or numbers["looked_at"] > 2 * self._order.n_places
+        ):
             raise ValueError("the state of the draws is that of another batch size")
         in_flight = {_count(draw): (index, _count(times)) for draw, index, times in row["in_flight"]}
         if any(draw >= numbers["next_draw"] for draw in in_flight):

@@ -217,6 +217,10 @@ class GrpoTrainer(Trainer):
         self.validator.keep_if_best(validated)
         return validated
 
+    def next_draw_step(self, steps_done: int) -> int:
+        """Groups in flight were drawn for later steps."""
+        return max(steps_done, -(-self.rollouts.next_draw // self.order.prompts_per_step))
+
     def at_end(self) -> dict[str, Any]:
         curriculum = self.rollouts.curriculum
         if self.mesh.rank == 0:

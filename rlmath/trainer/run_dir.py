@@ -35,6 +35,7 @@ from rlmath.config.load import load_config, save_config
 from rlmath.config.schema import Config
 from rlmath.distributed.fault_tolerance import exit_codes
 from rlmath.trainer.resume import refused_changes
+from rlmath.trainer.rollback import ROLLBACKS
 from rlmath.trainer.telemetry.console import LOG_FILE
 from rlmath.trainer.telemetry.metrics_writer import (
     METRICS_FILE,
@@ -61,7 +62,7 @@ MIN_FREE_BYTES = 2**30
 MIN_FREE_FILES = 256
 """The same of inodes, where the disk counts them."""
 
-_OWN_FILES = (METRICS_FILE, VALIDATION_FILE, SUMMARY_NAME, LOG_FILE, exit_codes.FILE_NAME)
+_OWN_FILES = (METRICS_FILE, VALIDATION_FILE, SUMMARY_NAME, LOG_FILE, ROLLBACKS, exit_codes.FILE_NAME)
 """What a run reads again, or writes over."""
 _NO_OBSTACLE = (LOCK_NAME, exit_codes.FILE_NAME, exit_codes.RESERVED_NAME, "stacks")
 """What a start that broke early leaves."""
@@ -108,7 +109,7 @@ def claim_run_folder(output_dir: str | Path, config: Config, steps_done: int | N
         remove_partial(folder / MODELS_FOLDER)
         remove_partial(folder)
         if resumes:
-            _resume_in(folder, steps_done)
+            take_back(folder, steps_done)
         else:
             disabled = config.run.recover_mode == "disabled"
             why = (
@@ -231,9 +232,11 @@ def _content_problems(folder: Path, config: Config) -> Iterator[str]:
         )
 
 
-def _resume_in(folder: Path, steps_done: int) -> None:
+def take_back(folder: Path, steps_done: int) -> None:
+    """Leave in a run's folder what it had with so many steps done: later checkpoints get another name, later rows of
+    metrics and validations, and samples, are dropped. OSError where the disk refuses."""
     set_newer_aside(folder / CHECKPOINTS, steps_done)
-    for name in (METRICS_FILE, VALIDATION_FILE, SUMMARY_NAME):
+    for name in (METRICS_FILE, VALIDATION_FILE, SUMMARY_NAME, ROLLBACKS):
         unfinished = unfinished_file(folder / name)
         if unfinished.is_file():
             unfinished.unlink()

@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from rlmath.algorithms.prompt_history import CurriculumRules, PromptHistory
@@ -17,7 +18,9 @@ from rlmath.data.curriculum import Curriculum, is_floor_draw, read_history
 from rlmath.data.loader import PromptOrder, Rollback, shares_of
 
 BAND = CurriculumRules("band", low=0.25, high=0.75, floor=0.25)
-WRONG, MIXED, RIGHT = (0, 8), (4, 8), (8, 8)
+WRONG, RIGHT = (0, 8), (8, 8)
+UNSHRUNK = (Phase.explicit, Phase.generate)
+"""A failure is shown as it was found: to make it smaller takes minutes."""
 
 
 def names(count: int) -> list[str]:
@@ -167,7 +170,7 @@ rates = st.integers(0, 2**32 - 1)
 floors = st.sampled_from([0.05, 0.1, 0.3, 0.5, 0.9])
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60, deadline=None, phases=UNSHRUNK)
 @given(
     n_prompts=st.integers(1, 12),
     per_step=st.integers(1, 12),
@@ -182,19 +185,19 @@ def test_nothing_starves_and_every_step_is_full(
     per_step = min(per_step, n_prompts)
     rules = CurriculumRules(kind, solved_samples=8, low=0.25, high=0.75, floor=floor)  # pyright: ignore
     one = curriculum(n_prompts, per_step, rules, shuffle=shuffle)
-    bound = n_prompts / (1 - floor) + n_prompts / floor + 2 * per_step
+    bound = 2 * n_prompts / (1 - floor) + n_prompts / floor + 2 * per_step
     steps = int(3 * bound / per_step) + 3
     drawn = make_steps(one, range(steps), lambda step, index: (0, 4, 8)[hash((seed, step // 7, index)) % 3])
     assert all(len(set(step)) == per_step for step in drawn)
     flat = [index for step in drawn for index in step]
     for index in range(n_prompts):
         places = [-1, *(place for place, one in enumerate(flat) if one == index), len(flat)]
-        assert max(b - a for a, b in zip(places, places[1:], strict=False)) <= bound, (index, places)
+        assert max(b - a for a, b in pairwise(places)) <= bound, (index, places)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40, deadline=None, phases=UNSHRUNK)
 @given(
-    n_prompts=st.integers(2, 10),
+    n_prompts=st.integers(3, 10),
     stop=st.integers(1, 12),
     seed=rates,
     weights=st.sampled_from([(), (0.5,), (2.0,)]),
@@ -207,8 +210,6 @@ def test_a_resumed_run_draws_what_an_uninterrupted_one_does(
         return (0, 3, 8)[hash((seed, step, index)) % 3]
 
     whole, cut, resumed = (curriculum(n_prompts, 2, shuffle=True, weights=weights) for _ in range(3))
-    if n_prompts == 2 and weights == (0.5,):
-        return  # such an order has no two places, and is refused
     expected = make_steps(whole, range(24), correct_of, extra)
     begun = make_steps(cut, range(stop), correct_of, extra)
     resumed.resume(cut.file())

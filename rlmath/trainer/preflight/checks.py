@@ -43,6 +43,7 @@ from rlmath.trainer.preflight import parallelism
 from rlmath.trainer.preflight.memory_estimate import Kind
 from rlmath.trainer.preflight.memory_fit import GIB, fit_problems
 from rlmath.trainer.preflight.memory_formulas import FLOAT32_BYTES, longest_sequence_bytes
+from rlmath.trainer.save_schedule import kept_frequency, recovery_frequency
 from rlmath.trainer.telemetry.wandb import wandb_problems
 
 ON_RATIO = ("loss", "clip_ratio", "clip_ratio_high", "dual_clip", "early_stop_ratio_low", "early_stop_kl")
@@ -82,7 +83,7 @@ def check_config(config: Config, world_size: int, kind: Kind = "grpo") -> ModelS
 
 def run_problems(config: Config, world_size: int, shape: ModelShape | None, kind: Kind = "grpo") -> list[str]:
     """What no machine could run, for a model of this shape; None: not known."""
-    problems = setting_problems(config, world_size, kind)
+    problems = [*setting_problems(config, world_size, kind), *_rollback_problems(config)]
     if kind == "grpo":
         for check in (
             algorithm_problems,
@@ -245,6 +246,7 @@ def config_warnings(config: Config, unused: Sequence[str] = ()) -> list[str]:
         _partial_rollout_warnings,
         _asynchronous_warnings,
         _curriculum_warnings,
+        _rollback_warnings,
         _old_token_warnings,
         algorithm_warnings,
         curriculum.length_stage_warnings,
@@ -500,6 +502,34 @@ def _reward_problems(config: Config) -> Iterator[str]:
         )
 
 
+def _rollback_problems(config: Config) -> Iterator[str]:
+    algorithm, save = config.algorithm, config.save
+    if algorithm.rollback == 0:
+        return
+    if config.rollout.ranks > 0:
+        yield (
+            f"algorithm.rollback is {algorithm.rollback} and rollout.ranks {config.rollout.ranks}: engines on ranks of "
+            "their own have begun prompts ahead of the steps, with weights that would be discarded, and cannot go "
+            "back. Set algorithm.rollback=0, or rollout.ranks=0."
+        )
+    if recovery_frequency(save).never and kept_frequency(save).never:
+        yield (
+            f"algorithm.rollback is {algorithm.rollback}, and the run makes no checkpoint to go back to. Set "
+            "save.ckpt_freq_steps or save.ckpt_freq_secs, or algorithm.rollback=0."
+        )
+
+
+def _rollback_warnings(config: Config) -> Iterator[str]:
+    algorithm, default = config.algorithm, AlgorithmConfig()
+    names = ["rollback_lr_factor", "rollback_reward_drop", "rollback_reward_steps"]
+    if algorithm.rollback > 0:
+        names = ["rollback_reward_steps"] if algorithm.rollback_reward_drop is None else []
+    changed = [name for name in names if getattr(algorithm, name) != getattr(default, name)]
+    if changed:
+        missing = "algorithm.rollback" if algorithm.rollback == 0 else "algorithm.rollback_reward_drop"
+        yield f"{_keys(changed)}: no effect without {missing}."
+
+
 def _curriculum_problems(config: Config) -> Iterator[str]:
     data, group_size = config.data, config.rollout.group_size
     if data.curriculum != "none" and config.rollout.ranks > 0:
@@ -517,8 +547,8 @@ def _curriculum_problems(config: Config) -> Iterator[str]:
     if data.curriculum == "skip_solved" and data.solved_samples > most:
         yield (
             f"data.solved_samples is {data.solved_samples}; a pass rate counts data.history_groups x "
-            f"rollout.group_size = {data.history_groups} x {group_size} = {most} completions at most, and nothing would "
-            "ever be skipped. Lower the former, or raise data.history_groups."
+            f"rollout.group_size = {data.history_groups} x {group_size} = {most} completions at most, and nothing "
+            "would ever be skipped. Lower the former, or raise data.history_groups."
         )
 
 
@@ -642,6 +672,8 @@ def _keys(names: list[str]) -> str:
 
 
 _SFT_SETTINGS = (
+    "algorithm.rollback",
+    "algorithm.rollback_lr_factor",
     "run.",
     "model.",
     "data.train_path",
