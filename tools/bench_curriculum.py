@@ -4,7 +4,8 @@
 
 Additions of numbers of up to two digits, and 20% of numbers of four (tools/make_arithmetic.py). One base model learns
 them by supervised training (tools/demo.py): the short ones nearly without a slip, the long ones with so many that 40%
-come out right. GRPO then trains it on 256 of the problems, 32 a step, with every seed: "none" draws all problems, "band" those whose pass rate lies in the default band (with the default floor), "skip_solved" those that are
+come out right. GRPO then trains it on 256 of the problems, 32 a step, with every seed: "none" draws all problems,
+"band" those whose pass rate lies in the default band (with the default floor), "skip_solved" those that are
 not always right. Two ranks of configs/demo.yaml (TP1 x DP2); nothing else differs.
 
 Prints one JSON object per figure, {"bench", "case", "metric", "value", "unit", "baseline", "ratio"}; baseline is
@@ -121,8 +122,7 @@ class Learned:
 
 def write_problems(folder: Path, base: Base) -> None:
     """few.jsonl, short.jsonl and long.jsonl (held out), and worked.jsonl."""
-    most = max(base.heldout, 4000)
-    train, held_out = make_problems(BASE_SEED, 4000, 2 * most, long_share=0.5, long_digits=LONG_DIGITS)
+    train, held_out = make_problems(BASE_SEED, 4000, 8000, long_share=0.5, long_digits=LONG_DIGITS)
     kinds = [
         [[one for one in part if (one.left >= 100) == long] for long in (False, True)]
         for part in (train, held_out)

@@ -12,8 +12,8 @@ over make a pass shorter, and the order runs on into the next one. With "none" t
    resumed run, draw the same.
 2. A step is always full. No prompt comes twice in it while there is another one.
 3. Nothing starves: a place of the base order that is passed over puts its prompt into the queue, unless it waits
-   there, and every draw that the floor gives to the queue takes the prompt that has waited longest. With N prompts, each
-   of them in every pass of K places, every prompt comes within 2 K / (1 - floor) + N / floor + 2 P draws.
+   there, and every draw that the floor gives to the queue takes the prompt that has waited longest. With N prompts,
+   each of them in every pass of K places, every prompt comes within 2 K / (1 - floor) + N / floor + 2 P draws.
 
 The state and the pass rates are a file of every checkpoint, which `data.history_path` of another run may name:
 

@@ -90,8 +90,8 @@ def records_of(output_dir: str | Path, progress: Progress | None) -> list[Rollba
     if steps[: len(known)] != list(progress.rollback_steps):
         raise ValueError(
             f"{Path(output_dir) / ROLLBACKS} has rollbacks to the steps {steps}, the checkpoint of step "
-            f"{progress.step} those to {list(progress.rollback_steps)}: the file is that of another run. Restore it, or "
-            "move it away"
+            f"{progress.step} those to {list(progress.rollback_steps)}: the file is that of another run. Restore it, "
+            "or move it away"
         )
     return there
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Sequence
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 
@@ -41,6 +42,7 @@ def curriculum(
     return Curriculum(order, names(n_prompts), rules, PromptHistory(4, groups))
 
 
+@cache
 def group(index: int, correct: int, sampled: int = 8) -> ScoredGroup:
     completions = tuple(Completion(g, (1,), (0.0,), "", "stop", policy_version=0) for g in range(sampled))
     scores = tuple(Score(1.0, g < correct, "", "string") for g in range(sampled))
@@ -170,11 +172,11 @@ rates = st.integers(0, 2**32 - 1)
 floors = st.sampled_from([0.05, 0.1, 0.3, 0.5, 0.9])
 
 
-@settings(max_examples=60, deadline=None, phases=UNSHRUNK)
+@settings(max_examples=12, deadline=None, phases=UNSHRUNK)
 @given(
-    n_prompts=st.integers(1, 12),
-    per_step=st.integers(1, 12),
-    floor=floors,
+    n_prompts=st.integers(1, 10),
+    per_step=st.integers(1, 10),
+    floor=st.sampled_from([0.1, 0.3, 0.6]),
     seed=rates,
     shuffle=st.booleans(),
     kind=st.sampled_from(["band", "skip_solved"]),
@@ -186,7 +188,7 @@ def test_nothing_starves_and_every_step_is_full(
     rules = CurriculumRules(kind, solved_samples=8, low=0.25, high=0.75, floor=floor)  # pyright: ignore
     one = curriculum(n_prompts, per_step, rules, shuffle=shuffle)
     bound = 2 * n_prompts / (1 - floor) + n_prompts / floor + 2 * per_step
-    steps = int(3 * bound / per_step) + 3
+    steps = int(2 * bound / per_step) + 3
     drawn = make_steps(one, range(steps), lambda step, index: (0, 4, 8)[hash((seed, step // 7, index)) % 3])
     assert all(len(set(step)) == per_step for step in drawn)
     flat = [index for step in drawn for index in step]
@@ -195,7 +197,7 @@ def test_nothing_starves_and_every_step_is_full(
         assert max(b - a for a, b in pairwise(places)) <= bound, (index, places)
 
 
-@settings(max_examples=40, deadline=None, phases=UNSHRUNK)
+@settings(max_examples=12, deadline=None, phases=UNSHRUNK)
 @given(
     n_prompts=st.integers(3, 10),
     stop=st.integers(1, 12),
