@@ -206,6 +206,10 @@ def make_room(optimizer: Any, names: Sequence[str], steps: int) -> None:
             if name != MASTER and name not in held.state:
                 held.state[name] = torch.zeros_like(held.stepped)
     counts = any(name != MASTER for name in names)  # plain SGD does not
+    for part in _stepping(optimizer):
+        for group in part.optimizer.param_groups:
+            if "step" in group:
+                group["step"] = steps
     for part in _stepping(optimizer) if counts else []:
         if type(part.optimizer).__module__.startswith("torch.optim"):
             for stepped in (one for group in part.optimizer.param_groups for one in group["params"]):
