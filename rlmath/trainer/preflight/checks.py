@@ -26,24 +26,22 @@ from rlmath.config.help import (
 )
 from rlmath.config.length_curriculum import validates
 from rlmath.config.model_shape import ModelShape
-from rlmath.config.schema import (
-    AlgorithmConfig,
-    Config,
-    DataConfig,
-    MemoryConfig,
-    PolicyConfig,
-    RolloutConfig,
-)
+from rlmath.config.schema import AlgorithmConfig, Config, MemoryConfig, PolicyConfig, RolloutConfig
 from rlmath.distributed.device import environment_rank, environment_world_size, set_cuda_defaults
 from rlmath.distributed.memory import available_bytes, total_bytes
 from rlmath.models.hf_config import inspect_model_folder
 from rlmath.rewards.custom_function import function_problem
 from rlmath.trainer.preflight import length_curriculum as curriculum
 from rlmath.trainer.preflight import parallelism
+from rlmath.trainer.preflight.curriculum_and_rollback import (
+    curriculum_problems,
+    curriculum_warnings,
+    rollback_problems,
+    rollback_warnings,
+)
 from rlmath.trainer.preflight.memory_estimate import Kind
 from rlmath.trainer.preflight.memory_fit import GIB, fit_problems
 from rlmath.trainer.preflight.memory_formulas import FLOAT32_BYTES, longest_sequence_bytes
-from rlmath.trainer.save_schedule import kept_frequency, recovery_frequency
 from rlmath.trainer.telemetry.wandb import wandb_problems
 
 ON_RATIO = ("loss", "clip_ratio", "clip_ratio_high", "dual_clip", "early_stop_ratio_low", "early_stop_kl")
@@ -83,12 +81,12 @@ def check_config(config: Config, world_size: int, kind: Kind = "grpo") -> ModelS
 
 def run_problems(config: Config, world_size: int, shape: ModelShape | None, kind: Kind = "grpo") -> list[str]:
     """What no machine could run, for a model of this shape; None: not known."""
-    problems = [*setting_problems(config, world_size, kind), *_rollback_problems(config)]
+    problems = [*setting_problems(config, world_size, kind), *rollback_problems(config)]
     if kind == "grpo":
         for check in (
             algorithm_problems,
             _reward_problems,
-            _curriculum_problems,
+            curriculum_problems,
             _partial_rollout_problems,
             _asynchronous_problems,
         ):
@@ -245,8 +243,8 @@ def config_warnings(config: Config, unused: Sequence[str] = ()) -> list[str]:
     more = (
         _partial_rollout_warnings,
         _asynchronous_warnings,
-        _curriculum_warnings,
-        _rollback_warnings,
+        curriculum_warnings,
+        rollback_warnings,
         _old_token_warnings,
         algorithm_warnings,
         curriculum.length_stage_warnings,
@@ -500,72 +498,6 @@ def _reward_problems(config: Config) -> Iterator[str]:
             f"reward.format_penalty is {reward.format_penalty}; a right answer in a box gets 1 in scheme "
             f'"{reward.scheme}", and one without a box should get less. Lower it.'
         )
-
-
-def _rollback_problems(config: Config) -> Iterator[str]:
-    algorithm, save = config.algorithm, config.save
-    if algorithm.rollback == 0:
-        return
-    if config.rollout.ranks > 0:
-        yield (
-            f"algorithm.rollback is {algorithm.rollback} and rollout.ranks {config.rollout.ranks}: engines on ranks of "
-            "their own have begun prompts ahead of the steps, with weights that would be discarded, and cannot go "
-            "back. Set algorithm.rollback=0, or rollout.ranks=0."
-        )
-    if recovery_frequency(save).never and kept_frequency(save).never:
-        yield (
-            f"algorithm.rollback is {algorithm.rollback}, and the run makes no checkpoint to go back to. Set "
-            "save.ckpt_freq_steps or save.ckpt_freq_secs, or algorithm.rollback=0."
-        )
-
-
-def _rollback_warnings(config: Config) -> Iterator[str]:
-    algorithm, default = config.algorithm, AlgorithmConfig()
-    names = ["rollback_lr_factor", "rollback_reward_drop", "rollback_reward_steps"]
-    if algorithm.rollback > 0:
-        names = ["rollback_reward_steps"] if algorithm.rollback_reward_drop is None else []
-    changed = [name for name in names if getattr(algorithm, name) != getattr(default, name)]
-    if changed:
-        missing = "algorithm.rollback" if algorithm.rollback == 0 else "algorithm.rollback_reward_drop"
-        yield f"{_keys(changed)}: no effect without {missing}."
-
-
-def _curriculum_problems(config: Config) -> Iterator[str]:
-    data, group_size = config.data, config.rollout.group_size
-    if data.curriculum != "none" and config.rollout.ranks > 0:
-        yield (
-            f'data.curriculum is "{data.curriculum}" and rollout.ranks {config.rollout.ranks}: engines on ranks of '
-            "their own begin prompts when they have a free place, so that which pass rates a draw would see depends on "
-            "the clock, and no resumed run could draw the same. Set data.curriculum=none, or rollout.ranks=0."
-        )
-    if data.curriculum == "band" and data.band_low > data.band_high:
-        yield (
-            f"data.band_low is {data.band_low:g}, above data.band_high {data.band_high:g}: no pass rate lies between "
-            "them. Lower the former, or raise the latter."
-        )
-    most = data.history_groups * group_size
-    if data.curriculum == "skip_solved" and data.solved_samples > most:
-        yield (
-            f"data.solved_samples is {data.solved_samples}; a pass rate counts data.history_groups x "
-            f"rollout.group_size = {data.history_groups} x {group_size} = {most} completions at most, and nothing "
-            "would ever be skipped. Lower the former, or raise data.history_groups."
-        )
-
-
-def _curriculum_warnings(config: Config) -> Iterator[str]:
-    """Settings of the curriculum that change nothing."""
-    data, default = config.data, DataConfig()
-    used = {
-        "none": (),
-        "skip_solved": ("solved_samples", "curriculum_floor"),
-        "band": ("band_low", "band_high", "curriculum_floor"),
-    }[data.curriculum]
-    names = ("solved_samples", "band_low", "band_high", "curriculum_floor")
-    unused = [one for one in names if one not in used and getattr(data, one) != getattr(default, one)]
-    if unused:
-        yield f'{", ".join(f"data.{one}" for one in unused)}: no effect with data.curriculum="{data.curriculum}".'
-    if data.curriculum == "band" and data.band_low == 0 and data.band_high == 1:
-        yield 'data.curriculum="band" skips nothing with data.band_low=0 and data.band_high=1.'
 
 
 # ---------------------------------------------------------------- algorithm and selection
