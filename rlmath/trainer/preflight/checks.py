@@ -31,14 +31,9 @@ from rlmath.distributed.device import environment_rank, environment_world_size, 
 from rlmath.distributed.memory import available_bytes, total_bytes
 from rlmath.models.hf_config import inspect_model_folder
 from rlmath.rewards.custom_function import function_problem
+from rlmath.trainer.preflight import curriculum_and_rollback as draws
 from rlmath.trainer.preflight import length_curriculum as curriculum
 from rlmath.trainer.preflight import parallelism
-from rlmath.trainer.preflight.curriculum_and_rollback import (
-    curriculum_problems,
-    curriculum_warnings,
-    rollback_problems,
-    rollback_warnings,
-)
 from rlmath.trainer.preflight.memory_estimate import Kind
 from rlmath.trainer.preflight.memory_fit import GIB, fit_problems
 from rlmath.trainer.preflight.memory_formulas import FLOAT32_BYTES, longest_sequence_bytes
@@ -81,12 +76,12 @@ def check_config(config: Config, world_size: int, kind: Kind = "grpo") -> ModelS
 
 def run_problems(config: Config, world_size: int, shape: ModelShape | None, kind: Kind = "grpo") -> list[str]:
     """What no machine could run, for a model of this shape; None: not known."""
-    problems = [*setting_problems(config, world_size, kind), *rollback_problems(config)]
+    problems = [*setting_problems(config, world_size, kind), *draws.rollback_problems(config)]
     if kind == "grpo":
         for check in (
             algorithm_problems,
             _reward_problems,
-            curriculum_problems,
+            draws.curriculum_problems,
             _partial_rollout_problems,
             _asynchronous_problems,
         ):
@@ -243,8 +238,8 @@ def config_warnings(config: Config, unused: Sequence[str] = ()) -> list[str]:
     more = (
         _partial_rollout_warnings,
         _asynchronous_warnings,
-        curriculum_warnings,
-        rollback_warnings,
+        draws.curriculum_warnings,
+        draws.rollback_warnings,
         _old_token_warnings,
         algorithm_warnings,
         curriculum.length_stage_warnings,
