@@ -35,8 +35,13 @@ LAYOUTS = {
     ),
     "defer": ("parallel.tensor=1", "rollout.tail=defer", *LONG_TAIL),
 }
-LAYOUTS["curriculum"] = (*LAYOUTS["carry"], "data.curriculum=band", "data.curriculum_floor=0.4")
-"""No answer is right: every prompt that was sampled is too hard, and only the floor draws it again."""
+LAYOUTS["curriculum"] = (
+    *LAYOUTS["carry"],
+    "data.curriculum=band",
+    "data.curriculum_floor=0.4",
+    "data.history_path={place}/rates.jsonl",
+)
+"""Every second prompt is too hard by this file, and waits until the floor draws it."""
 IN_FLIGHT = {
     "carry": "rollout/sequences_in_flight",
     "curriculum": "rollout/sequences_in_flight",
@@ -61,7 +66,7 @@ SETTINGS = (
 
 
 def command(place: Path, folder: Path, *overrides: str, ranks: int = RANKS) -> list[str]:
-    everything = [*small_run(place, folder), *SETTINGS, *overrides]
+    everything = [*small_run(place, folder), *SETTINGS, *(one.format(place=place) for one in overrides)]
     return torchrun_command(ranks, *TRAIN, *everything)
 
 
@@ -104,6 +109,10 @@ def whole_runs(arithmetic: Path, tmp_path_factory: pytest.TempPathFactory) -> di
     (mine / "short_is_good.py").write_text(
         "def reward(completion, solutions, row):\n    return -float(len(completion))\n"
     )
+
+    prompts = [json.loads(row) for row in (arithmetic / "data" / "train.jsonl").read_text().splitlines()]
+    rates = [{"query_id": one["query_id"], "correct": 0, "sampled": 8} for one in prompts[::2]]
+    (arithmetic / "rates.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rates))
 
     class Runs(dict[str, Path]):
         def __missing__(self, layout: str) -> Path:
