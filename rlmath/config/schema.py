@@ -142,6 +142,23 @@ class DataConfig:
     `<output_dir>/unusable_rows.jsonl`; a larger share of them ends the run."""
     shuffle: bool = True
     """A new order every epoch, drawn from `run.seed`; false keeps the file's order."""
+    history_path: str | None = None
+    """File of pass rates to begin with: what an earlier run left as prompt_history.jsonl, or rows {"query_id": ...,
+    "correct": 3, "sampled": 8}. A run that resumes has its own. Null: none."""
+    history_groups: PositiveInt = 4
+    """Groups of a prompt that its pass rate counts, the last ones: what older weights sampled is forgotten."""
+    curriculum: Literal["none", "skip_solved", "band"] = "none"
+    """Which prompts are drawn, by pass rate: all ("none"), those that are not always right ("skip_solved"), or those
+    from `band_low` to `band_high` ("band"). Prompts that were never sampled are drawn; the others are passed over in
+    the order, and wait until `curriculum_floor` takes them. See docs/data.md."""
+    solved_samples: PositiveInt = 16
+    """ "skip_solved": fewest completions of a prompt that must all be right."""
+    band_low: Fraction = 0.1
+    """ "band": lowest pass rate that is drawn."""
+    band_high: Fraction = 0.9
+    """ "band": highest pass rate that is drawn."""
+    curriculum_floor: Annotated[float, Range(0, 1, open_low=True, open_high=True)] = 0.1
+    """Share of the draws that takes a prompt that was passed over, the one that has waited longest."""
 
 
 @dataclass(frozen=True)
@@ -533,6 +550,17 @@ class AlgorithmConfig:
     """Likewise when the mean of k3, KL(proximal || policy) per token (nats), exceeds this. Null: never."""
     early_stop_action: Literal["skip", "end"] = "skip"
     """After a discarded minibatch: "skip" continues with the next, "end" ends the step's updates."""
+    rollback: NonNegativeInt = 0
+    """Most times that a run whose policy has diverged goes back to its last good checkpoint, with other seeds and a
+    lower learning rate, instead of ending with exit status 77. 0: never. See docs/training.md."""
+    rollback_lr_factor: Annotated[float, Range(0, 1, open_low=True)] = 0.5
+    """The learning rate is multiplied by this at each rollback."""
+    rollback_reward_drop: PositiveFloat | None = None
+    """The policy has diverged, too, when the mean reward of the last `rollback_reward_steps` steps lies below the best
+    earlier mean of as many steps by more than this share of what that had gained over the first ones, and by more than
+    three deviations of single steps. Null: rewards are not looked at."""
+    rollback_reward_steps: Annotated[int, Range(2)] = 10
+    """Steps that those means are over."""
 
     @property
     def masks_alone(self) -> list[str]:

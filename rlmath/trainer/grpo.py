@@ -30,12 +30,15 @@ from rlmath.algorithms.advantages import advantages, gdpo_advantages
 from rlmath.algorithms.losses import Normalisation
 from rlmath.algorithms.types import MicroBatch, Sample, ScoredGroup
 from rlmath.checkpoint.directory import CRITIC, CRITIC_CONFIG, REFERENCE, Progress
+from rlmath.checkpoint.hf.weights import load_hf_weights
 from rlmath.checkpoint.sharded_state import SavedModel
 from rlmath.config import length_curriculum as curriculum
 from rlmath.config.length_curriculum import LengthStage
 from rlmath.config.model_shape import ModelShape
 from rlmath.config.schema import Config
+from rlmath.data.curriculum import HISTORY
 from rlmath.data.dataset import Inputs, most_critic_updates, most_updates
+from rlmath.data.loader import Rollback
 from rlmath.data.packing import pack
 from rlmath.data.seqlen_balancing import plan_minibatches, training_cost
 from rlmath.distributed.bridge import Bridge
@@ -72,6 +75,7 @@ from rlmath.trainer.reporter import StepRecord, ValidationResult
 from rlmath.trainer.rollouts import StepRollout, selection_rules
 from rlmath.trainer.startup import PreparedRun
 from rlmath.trainer.teacher_advantages import TeacherAdvantages, add_teacher_advantages
+from rlmath.trainer.telemetry.metrics_writer import write_whole
 from rlmath.trainer.validation import Validator
 
 logger = logging.getLogger(__name__)
@@ -187,11 +191,11 @@ class GrpoTrainer(Trainer):
         self.validator.keep_if_best(validated)
         if functions_of(self.config.reward):
             raise_if_every_call_failed(rollout.scores)
-        self.rollouts.commit()
+        history = self.rollouts.commit()
         update = self.updaters[stage.number].update(selection.learned, number)
         self.move_reference(number + 1)
         seconds = self.timers.seconds() | {"step": time.perf_counter() - started}
-        metrics = self.metrics(stage, rollout, update, seconds) | probed
+        metrics = self.metrics(stage, rollout, update, seconds) | history | probed
         return StepRecord(
             rollout.epoch,
             metrics,
@@ -277,11 +281,13 @@ class GrpoTrainer(Trainer):
         return files
 
     def resume(self, folder: Path, progress: Progress) -> None:
-        if self.critic is not None and progress.has_model(CRITIC):
+        if self.critic is not None:
             self.critic.learner.restore_schedule(progress.critic_updates)
-        self.reference_moved = self.reference is not None and progress.has_model(REFERENCE)
-        if self.critic is not None and not progress.has_model(CRITIC) and self.mesh.rank == 0:
-            logger.warning("%s has no critic: it begins with the weights it starts from", folder)
+        if self.reference is not None:
+            if self.reference_moved and not progress.has_model(REFERENCE):  # after a rollback
+                with self.offload.on_device("reference"):
+                    load_hf_weights(self.reference.chunks, self.config.model.path, self.shape, self.mesh)
+            self.reference_moved = progress.has_model(REFERENCE)
         changed = progress.reward_fingerprint not in ("", self.reward_fingerprint)
         self.rollouts.resume(folder, progress.step, changed)
 
@@ -293,6 +299,27 @@ class GrpoTrainer(Trainer):
             validated = self.validator.validate(self.total_steps)
         self.validator.keep_if_best(validated)
         return validated
+
+    def roll_back(self, rollbacks: Sequence[Rollback]) -> None:
+        super().roll_back(rollbacks)
+        if self.critic is not None:
+            self.critic.learner.lr_scale = self.actor.learner.lr_scale
+
+    def next_draw_step(self, steps_done: int) -> int:
+        """Groups in flight were drawn for later steps."""
+        return max(steps_done, -(-self.rollouts.next_draw // self.order.prompts_per_step))
+
+    def at_end(self) -> dict[str, Any]:
+        curriculum = self.rollouts.curriculum
+        if self.mesh.rank == 0:
+            for line in curriculum.lines():
+                logger.info("%s", line)
+            path = Path(self.config.run.output_dir) / HISTORY
+            try:
+                write_whole(path, curriculum.file().decode())
+            except OSError as error:
+                logger.warning("%s cannot be written: %s", path, error)
+        return {"history": curriculum.summary()}
 
     def busy_seconds(self) -> float:
         others = [self.reference]

@@ -14,6 +14,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from rlmath.algorithms.types import ScoredGroup
 from rlmath.config.length_curriculum import has_length_stages, length_stages, validates
@@ -215,8 +216,9 @@ class Reporter:
         """Call it before the step that began with the weights that were measured."""
         self._metrics.write_validation(measured.step, measured.metrics)
 
-    def write_summary(self, seconds_total: float) -> None:
-        """The summary of the whole run; `seconds_total` are those since this process started."""
+    def write_summary(self, seconds_total: float, more: Mapping[str, Any]) -> None:
+        """The summary of the whole run; `seconds_total` are those since this process started, `more` is the
+        trainer's."""
         self._metrics.flush()
         training = self._seconds_before + time.perf_counter() - self._started
         medians = {phase: round(statistics.median(values), 6) for phase, values in self._seconds.items()}
@@ -231,6 +233,7 @@ class Reporter:
             "median_seconds": medians,
             **({} if self._held_out is None else {"held_out": self._held_out}),
             "not_written": self._metrics.lost(),
+            **more,
             "last_step": self._last,
         }
         path, text = Path(self._config.run.output_dir) / SUMMARY_NAME, json.dumps(summary, indent=2) + "\n"

@@ -31,6 +31,7 @@ from rlmath.rewards.custom_function import code_fingerprint, is_same_function
 from rlmath.rewards.several_rewards import functions_of
 from rlmath.rollout.sampling import CPU_SAMPLER_VERSION
 from rlmath.trainer.preflight.length_curriculum import stage_list_problems
+from rlmath.trainer.rollback import read_rollbacks, superseded_by
 
 logger = logging.getLogger(__name__)
 
@@ -75,6 +76,8 @@ MAY_CHANGE = (
     "run.heartbeat_timeout_seconds",
     "run.hang_timeout_seconds",
     "run.max_discarded_steps",
+    "algorithm.rollback",
+    "data.history_path",
     "parallel.",
     "policy.",
     "stages.",
@@ -176,7 +179,7 @@ def find_recovery(config: Config, origin: Origin, total_steps: int) -> Recovery 
         return None
     root = Path(config.run.output_dir) / directory.CHECKPOINTS
     found, notes = _complete_checkpoints(config)
-    candidates = []
+    rollbacks, candidates = read_rollbacks(config.run.output_dir), []
     for checkpoint in found:
         try:
             progress, then = _read_small_files(checkpoint)
@@ -184,6 +187,12 @@ def find_recovery(config: Config, origin: Origin, total_steps: int) -> Recovery 
             raise ValueError(_out_of_reach_text(error)) from error
         except (OSError, ValueError) as error:
             notes.append(f"the checkpoint {checkpoint.folder} is damaged and is skipped: {error}")
+            continue
+        if (number := superseded_by(rollbacks, progress)) is not None:
+            step = rollbacks[number - 1].step
+            notes.append(
+                f"the checkpoint {checkpoint.folder} is skipped: rollback {number} of the run went back to step {step}"
+            )
             continue
         problems = list(_other_run(then, config, progress, origin, total_steps))
         problems = problems or _in_flight_problems(config, total_steps, checkpoint, progress, origin)

@@ -20,6 +20,7 @@ FREE_TEXTS = {
     "validation.paths",
     "sft.held_out_path",
     "critic.path",
+    "data.history_path",
     "reward.function",
     "teacher.path",
     "reward.rewards",

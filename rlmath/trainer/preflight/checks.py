@@ -39,6 +39,7 @@ from rlmath.distributed.memory import available_bytes, total_bytes
 from rlmath.models.hf_config import inspect_model_folder
 from rlmath.rewards.custom_function import function_problem
 from rlmath.rewards.several_rewards import functions_of, is_verified
+from rlmath.trainer.preflight import curriculum_and_rollback as draws
 from rlmath.trainer.preflight import length_curriculum as curriculum
 from rlmath.trainer.preflight import parallelism, teacher
 from rlmath.trainer.preflight.critic import critic_problems, critic_warnings
@@ -86,12 +87,13 @@ def check_config(config: Config, world_size: int, kind: Kind = "grpo") -> ModelS
 
 def run_problems(config: Config, world_size: int, shape: ModelShape | None, kind: Kind = "grpo") -> list[str]:
     """What no machine could run, for a model of this shape; None: not known."""
-    problems = setting_problems(config, world_size, kind)
+    problems = [*setting_problems(config, world_size, kind), *draws.rollback_problems(config)]
     if kind == "grpo":
         for check in (
             algorithm_problems,
             teacher.setting_problems,
             reward_problems,
+            draws.curriculum_problems,
             _partial_rollout_problems,
             _asynchronous_problems,
         ):
@@ -220,6 +222,8 @@ def file_problems(config: Config, kind: Kind = "grpo") -> Iterator[str]:
         paths += [("sft.held_out_path", held_out)] if held_out is not None else []
     elif validates(config):
         paths += [("validation.paths", path) for path in config.validation.paths]
+    if kind == "grpo" and data.history_path is not None:
+        paths.append(("data.history_path", data.history_path))
     for key, path in ((key, Path(path)) for key, path in paths):
         if (not os.path.exists(path) and not os.path.islink(path)) or path == Path():
             yield f'{key}: there is no file "{path}".{nearest_path(path)}'
@@ -249,6 +253,8 @@ def config_warnings(config: Config, unused: Sequence[str] = ()) -> list[str]:
     more = (
         _partial_rollout_warnings,
         _asynchronous_warnings,
+        draws.curriculum_warnings,
+        draws.rollback_warnings,
         _old_token_warnings,
         algorithm_warnings,
         critic_warnings,
@@ -611,6 +617,8 @@ def _keys(names: list[str]) -> str:
 
 
 _SFT_SETTINGS = (
+    "algorithm.rollback",
+    "algorithm.rollback_lr_factor",
     "run.",
     "model.",
     "data.train_path",

@@ -33,8 +33,8 @@ def critic_problems(config: Config, shape: ModelShape) -> Iterator[str]:
                 )
     if config.teacher.path is not None and not config.teacher.with_rewards:
         yield (
-            'algorithm.advantage is "gae" and teacher.with_rewards false: a critic values rewards, and the teacher alone '
-            "is to be learned from. Set teacher.with_rewards=true, or another algorithm.advantage."
+            'algorithm.advantage is "gae" and teacher.with_rewards false: a critic values rewards, and nothing is to '
+            "be learned from these. Set teacher.with_rewards=true, or another algorithm.advantage."
         )
     if critic.bootstrap_truncated and config.parallel.context > 1:
         yield (
