@@ -110,6 +110,8 @@ def format_group(row: dict, title: str) -> str:
     for number, completion in enumerate(row["completions"], start=1):
         lines.append(f"--- {number}: {completion_facts(completion)}")
         lines.extend(_answer_lines(completion))
+        for name, why in (completion.get("failures") or {}).items():
+            lines.extend(_indented(f"{name}: {why}", "failed    | "))
         lines.extend(_indented(completion["text"], "          | "))
     return "\n".join(lines) + "\n"
 

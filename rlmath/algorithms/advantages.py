@@ -8,12 +8,14 @@
 | "ppo" | r, then normalised over all tokens of the batch | AReaL's PPO without a critic, `adv_norm` |
 | "reinforce++" | r - group mean, then normalised likewise | REINFORCE++-baseline, arXiv:2501.03262 |
 
+Several rewards are summed before, or normalised each for itself: `gdpo_advantages` (GDPO, arXiv:2601.05242).
+
 A group without contrast gets exact zeros from "grpo", "dr_grpo" and "rloo"; so does a completion that is alone in its
 group. Groups may be of different sizes: one that was cut short is a smaller group. A batch without contrast gets exact
 zeros where it is normalised. A reward that is NaN makes its group, or the normalised batch, NaN.
 """
 
-# Shape legend: G samples of one group, N samples of the batch.
+# Shape legend: G samples of one group, N samples of the batch, K rewards of a sample.
 
 from __future__ import annotations
 
@@ -88,6 +90,41 @@ def batch_normalised(
     mean = (weights_N * values_N).sum() / weights_N.sum()
     variance = (weights_N * (values_N - mean).square()).sum() / weights_N.sum()
     return _where_contrast(values_N, (values_N - mean) / (variance.sqrt() + eps))
+
+
+def gdpo_advantages(
+    parts: Sequence[Sequence[Sequence[float | None]]], weights: Sequence[float], eps: float
+) -> list[list[float]]:
+    """Advantages of several rewards by group and sample (GDPO, arXiv:2601.05242, equations 4 to 6): every reward is
+    normalised in its own group as "grpo" does, their weighted sum over all N samples of the batch.
+
+    `parts` are the K rewards by group and sample, None where one failed: that one has no part in mean and deviation
+    and adds nothing. What a reward adds to a group sums to 0, with failures or without, so the mean over the batch is 0
+    and is not subtracted: a group without contrast in any reward has exact zeros. The deviation over the batch is
+    divided by N - 1.
+
+    >>> gdpo_advantages([[(1.0, 0.0), (0.0, 0.0)], [(1.0, 1.0), (0.0, None)]], [1.0, 9.0], eps=0.0)
+    [[0.8660254037844386, -0.8660254037844386], [0.8660254037844386, -0.8660254037844386]]
+    """
+    by_group = [_weighted_group(rows, weights, eps) for rows in parts]
+    n = sum(len(row_G) for row_G in by_group)
+    squares = math.fsum(value * value for row_G in by_group for value in row_G.tolist())
+    scale = math.sqrt(squares / (n - 1)) + eps if n > 1 else 0.0
+    if squares == 0.0 or scale == 0.0:
+        return [[0.0] * len(row_G) for row_G in by_group]
+    return [(row_G / scale).tolist() for row_G in by_group]
+
+
+def _weighted_group(
+    rows: Sequence[Sequence[float | None]], weights: Sequence[float], eps: float
+) -> Float[Tensor, "G"]:
+    """Weighted sum of a group's rewards, each normalised over the samples that have it."""
+    sum_G = torch.zeros(len(rows), dtype=torch.float64)
+    for k, weight in enumerate(weights):
+        there = [g for g, row in enumerate(rows) if row[k] is not None]
+        values = torch.tensor([rows[g][k] for g in there], dtype=torch.float64)
+        sum_G[there] += weight * group_normalised(values, eps)
+    return sum_G
 
 
 def _where_contrast(rewards_G: Tensor, values_G: Tensor) -> Tensor:

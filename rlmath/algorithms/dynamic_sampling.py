@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from rlmath.algorithms.types import Completion, ScoredGroup
+from rlmath.algorithms.types import Completion, Score, ScoredGroup
 
 Contrast = Literal["accuracy", "reward"]
 
@@ -31,6 +31,9 @@ class SelectionRules:
     min_tokens: int = 0
     max_tokens: int | None = None
     drop_truncated: bool = False
+    parts: tuple[int, ...] = ()
+    """With dynamic sampling by "reward", where several rewards are normalised each for itself: which of a score's parts
+    are. A group has contrast where any of them has. Empty: the reward counts."""
 
     @property
     def drop_anything(self) -> bool:
@@ -55,7 +58,7 @@ def choose(group: ScoredGroup, rules: SelectionRules) -> Chosen:
     reasons = [_filtered(completion, rules) for completion in group.completions]
     samples = tuple(g for g, reason in enumerate(reasons) if reason is None)
     filtered = tuple(reason for reason in reasons if reason is not None)
-    dropped = "empty" if not samples else _without_contrast(group, samples, rules.dynamic)
+    dropped = "empty" if not samples else _without_contrast(group, samples, rules)
     return Chosen(() if dropped else samples, filtered, dropped)
 
 
@@ -68,13 +71,20 @@ def _filtered(completion: Completion, rules: SelectionRules) -> str | None:
     return "long" if rules.max_tokens is not None and tokens > rules.max_tokens else None
 
 
-def _without_contrast(group: ScoredGroup, samples: Sequence[int], by: Contrast | None) -> str | None:
-    if by == "accuracy":
+def _without_contrast(group: ScoredGroup, samples: Sequence[int], rules: SelectionRules) -> str | None:
+    if rules.dynamic == "accuracy":
         correct = {group.scores[g].correct for g in samples}
         return None if len(correct) > 1 else ("right" if correct == {True} else "wrong")
-    if by == "reward":
-        return None if len({group.scores[g].reward for g in samples}) > 1 else "uniform"
+    if rules.dynamic == "reward":
+        return None if has_contrast([group.scores[g] for g in samples], rules.parts) else "uniform"
     return None
+
+
+def has_contrast(scores: Sequence[Score], parts: Sequence[int] = ()) -> bool:
+    """Whether rewards differ: with `parts` any of these parts of the scores, among those that have it."""
+    if not parts:
+        return len({score.reward for score in scores}) > 1
+    return any(len({score.parts[k] for score in scores} - {None}) > 1 for k in parts)
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ the behaviour policy, the engine that sampled, is corrected by a weight without 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -22,23 +23,38 @@ MOST_LOG_WEIGHT = 20.0
 """Log weights are clipped to -20 .. 20, so that no weight overflows: e^20 is 5e8."""
 
 
+LEAST_OTHERS = 1e-6
+"""Least probability of all other tokens together in `binary_kl`: float32 log-probs near 0 say no more about it."""
+LEAST_LOGPROB = -50.0
+"""Least log-prob of a token in `binary_kl` (nats), so that it is finite."""
+
+
 @dataclass(frozen=True)
 class Correction:
-    """Weight of the surrogate for the difference between the engine and the trainer.
+    """Weight of the surrogate for the difference between the engine and the trainer, and masks for it. A token is left
+    out of the surrogate where any mask says so.
 
     Truncated importance sampling (Yao et al., "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training",
     2025) is a `cap`; AReaL's decoupled loss is level "token", its `behav_imp_weight_cap` is `mask_high`; IcePop
-    (arXiv:2510.18855) is level "token" with both masks.
+    (arXiv:2510.18855) is level "token" with both masks; the geometric mask is that of verl's rollout correction; the
+    binary KL is the mask of AReaL's KPop.
     """
 
-    level: CorrectionLevel
-    """"token": proximal / behaviour of that token. "sequence": the product over the completion, for all its tokens."""
+    level: CorrectionLevel | None
+    """"token": proximal / behaviour of that token. "sequence": the product over the completion, for all its tokens.
+    None: weight 1, for masks alone."""
     cap: float | None = None
     """Weights above this become this."""
     mask_low: float | None = None
     """Tokens whose weight is below this are left out of the surrogate."""
     mask_high: float | None = None
     """Tokens whose weight (before the cap) is above this are left out of the surrogate."""
+    geometric_low: float | None = None
+    """Completions whose geometric mean of proximal / behaviour is below this are left out, whatever the level."""
+    geometric_high: float | None = None
+    """Likewise above this."""
+    binary_kl: float | None = None
+    """Tokens whose `binary_kl` is above this (nats) are left out, whatever the level."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +64,17 @@ class Corrected:
     weights_T: Float[Tensor, "T"]
     """0 where masked, and where no token counts."""
     cut_T: Bool[Tensor, "T"]
-    """Counted tokens whose weight was capped, bounded by MOST_LOG_WEIGHT, or masked."""
+    """Counted tokens whose weight was capped, bounded by MOST_LOG_WEIGHT, or masked by any mask."""
+    masked_geometric_T: Bool[Tensor, "T"]
+    """Counted tokens of completions that the geometric mask leaves out."""
+    masked_binary_kl_T: Bool[Tensor, "T"]
+    """Counted tokens that the mask of the binary KL leaves out."""
+
+
+def uncorrected(counted_T: Bool[Tensor, "T"], like_T: Float[Tensor, "T"]) -> Corrected:
+    """Weight 1 where a token counts."""
+    none_T = torch.zeros_like(counted_T)
+    return Corrected(counted_T.to(like_T.dtype), none_T, none_T, none_T)
 
 
 def segment_sums(
@@ -75,24 +101,62 @@ def sequence_log_ratio(
     return mean_S[segments_T]
 
 
+def binary_kl(proximal_T: Float[Tensor, "T"], behaviour_T: Float[Tensor, "T"]) -> Float[Tensor, "T"]:
+    """KL(Bernoulli(p) || Bernoulli(b)) of a sampled token's two probabilities, from their logs (nats), in float64.
+
+    p log(p / b) + (1 - p) log((1 - p) / (1 - b)), with 1 - p and 1 - b at least LEAST_OTHERS and the logs at least
+    LEAST_LOGPROB: always finite, and 0 where both are the same. A NaN stays one.
+
+    >>> round(float(binary_kl(torch.tensor([0.5]).log(), torch.tensor([0.25]).log())), 6)
+    0.143841
+    """
+    most = math.log1p(-LEAST_OTHERS)
+    log_p_T = proximal_T.double().clamp(LEAST_LOGPROB, most)
+    log_b_T = behaviour_T.double().clamp(LEAST_LOGPROB, most)
+    others_p_T, others_b_T = -log_p_T.expm1(), -log_b_T.expm1()
+    return log_p_T.exp() * (log_p_T - log_b_T) + others_p_T * (others_p_T.log() - others_b_T.log())
+
+
 @torch.no_grad()
 def corrected(
-    log_weight_T: Float[Tensor, "T"],
+    proximal_T: Float[Tensor, "T"],
+    behaviour_T: Float[Tensor, "T"],
     counted_T: Bool[Tensor, "T"],
     segments_T: Int[Tensor, "T"],
     n_segments: int,
     correction: Correction,
 ) -> Corrected:
-    """The weights for log proximal - log behaviour, which is 0 where no token counts."""
+    """The weights for log-probs of the proximal and of the behaviour policy, both 0 where no token counts."""
+    log_ratio_T = log_weight_T = proximal_T - behaviour_T
     if correction.level == "sequence":
-        log_weight_T = segment_sums(log_weight_T, segments_T, n_segments)[segments_T]
+        log_weight_T = segment_sums(log_ratio_T, segments_T, n_segments)[segments_T]
+    elif correction.level is None:
+        log_weight_T = torch.where(log_ratio_T.isnan(), log_ratio_T, 0.0)
     bounded_T = log_weight_T.clamp(-MOST_LOG_WEIGHT, MOST_LOG_WEIGHT)
     raw_T = bounded_T.exp()
-    masked_T = torch.zeros_like(counted_T)
-    if correction.mask_low is not None:
-        masked_T |= raw_T < correction.mask_low
-    if correction.mask_high is not None:
-        masked_T |= raw_T > correction.mask_high
+    geometric_T = binary_T = torch.zeros_like(counted_T)
+    if correction.geometric_low is not None or correction.geometric_high is not None:
+        mean_T = sequence_log_ratio(log_ratio_T, counted_T, segments_T, n_segments)
+        mean_T = mean_T.clamp(-MOST_LOG_WEIGHT, MOST_LOG_WEIGHT).exp()
+        geometric_T = _outside(mean_T, correction.geometric_low, correction.geometric_high)
+    if correction.binary_kl is not None:
+        binary_T = binary_kl(proximal_T, behaviour_T) > correction.binary_kl
+    masked_T = _outside(raw_T, correction.mask_low, correction.mask_high) | geometric_T | binary_T
     weights_T = raw_T if correction.cap is None else raw_T.clamp(max=correction.cap)
-    cut_T = counted_T & (masked_T | (weights_T < raw_T) | (bounded_T != log_weight_T))
-    return Corrected(torch.where(counted_T & ~masked_T, weights_T, 0.0), cut_T)
+    cut_T = masked_T | (weights_T < raw_T) | (bounded_T != log_weight_T)
+    return Corrected(
+        torch.where(counted_T & ~masked_T, weights_T, 0.0),
+        counted_T & cut_T,
+        counted_T & geometric_T,
+        counted_T & binary_T,
+    )
+
+
+def _outside(values_T: Float[Tensor, "T"], low: float | None, high: float | None) -> Bool[Tensor, "T"]:
+    """Below `low` or above `high`, where there are such bounds. A NaN is not."""
+    outside_T = torch.zeros_like(values_T, dtype=torch.bool)
+    if low is not None:
+        outside_T |= values_T < low
+    if high is not None:
+        outside_T |= values_T > high
+    return outside_T

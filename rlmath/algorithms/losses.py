@@ -25,7 +25,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from rlmath.algorithms.importance_sampling import Corrected, Correction, corrected, sequence_log_ratio
+from rlmath.algorithms.importance_sampling import Correction, corrected, sequence_log_ratio, uncorrected
 from rlmath.algorithms.kl import KLKind, kl_estimate
 
 LossKind = Literal["clip", "gspo", "cispo"]
@@ -135,6 +135,10 @@ class TokenLoss:
     """Tokens whose such weight was capped or masked."""
     teacher_kl: Float[Tensor, ""]
     """KL(policy || teacher) of the whole distributions; 0 where it is no part of the loss."""
+    masked_geometric: Float[Tensor, ""]
+    """Tokens that the geometric mask left out."""
+    masked_binary_kl: Float[Tensor, ""]
+    """Tokens that the mask of the binary KL left out."""
 
 
 def token_loss(tokens: TokenInputs, settings: LossSettings) -> TokenLoss:
@@ -145,11 +149,11 @@ def token_loss(tokens: TokenInputs, settings: LossSettings) -> TokenLoss:
     entropy_T = torch.where(counted_T, tokens.entropy_T, 0.0)
     log_ratio_T = new_T - proximal_T
     surrogate_T, clipped_T = _surrogate(tokens, settings, new_T, log_ratio_T, counted_T)
-    correction = Corrected(counted_T.to(proximal_T.dtype), torch.zeros_like(counted_T))
+    correction = uncorrected(counted_T, proximal_T)
     if settings.correction is not None:
-        log_weight_T = proximal_T - torch.where(counted_T, tokens.behaviour_logprobs_T, 0.0)
+        behaviour_T = torch.where(counted_T, tokens.behaviour_logprobs_T, 0.0)
         correction = corrected(
-            log_weight_T, counted_T, tokens.segments_T, tokens.n_segments, settings.correction
+            proximal_T, behaviour_T, counted_T, tokens.segments_T, tokens.n_segments, settings.correction
         )
     loss_T = surrogate_T * correction.weights_T
     kl_T = torch.zeros_like(new_T)
@@ -179,6 +183,8 @@ def token_loss(tokens: TokenInputs, settings: LossSettings) -> TokenLoss:
         correction=total(correction.weights_T),
         correction_cut=total(correction.cut_T.to(new_T.dtype)),
         teacher_kl=total(teacher_kl_T),
+        masked_geometric=total(correction.masked_geometric_T.to(new_T.dtype)),
+        masked_binary_kl=total(correction.masked_binary_kl_T.to(new_T.dtype)),
     )
 
 

@@ -119,6 +119,17 @@ NOTHING_SAMPLED = PartialCompletion()
 
 
 @dataclass(frozen=True)
+class RewardFailure:
+    """Why one of several rewards has no value."""
+
+    name: str
+    kind: str
+    """"timeout" or "error"."""
+    message: str
+    """The error message of a function of the user's, with the last lines of its traceback."""
+
+
+@dataclass(frozen=True)
 class Score:
     """The judgement of one completion."""
 
@@ -135,6 +146,10 @@ class Score:
     """Further numbers of the user's reward function."""
     queue_seconds: float = field(default=0.0, compare=False)
     """How long the completion waited for a reward worker."""
+    parts: tuple[float | None, ...] = ()
+    """With `reward.rewards`: the value of each, in that order; None where it failed."""
+    failures: tuple[RewardFailure, ...] = ()
+    """Of the rewards that failed."""
 
 
 @dataclass(frozen=True)

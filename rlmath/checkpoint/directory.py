@@ -7,6 +7,7 @@
     config.yaml           the settings of the run
     flight.safetensors    groups in flight (`flight`), where rollouts are partial
     critic_config.json    config.json of the critic, where there is one
+    prompt_history.jsonl  how often prompts were solved, and what a curriculum draws next; of GRPO
     state/                Megatron's torch_dist form: model, optimizer, random states
     hf/                   config.json and tokenizer files of the model
   step-000040.partial/    being written, or left by a run that was killed; never read, removed by the next run
@@ -388,7 +389,8 @@ def remove_partial(root: Path) -> None:
 @dataclass(frozen=True)
 class Progress:
     """The state of a run that is not a tensor. The rest follows from it: the order of prompts, what dynamic sampling
-    draws beyond them and every request's seed depend on nothing but `run.seed` and the step."""
+    draws beyond them and every request's seed depend on nothing but `run.seed`, the step and the run's rollbacks, but
+    for what `prompt_history.jsonl` and `flight.safetensors` have."""
 
     step: int
     """Steps done; the next one has this number, counted from 0."""
@@ -425,19 +427,39 @@ class Progress:
     """Names of the models that it has beside the policy."""
     critic_updates: int = 0
     """Optimizer steps of the critic."""
+    good_step: int = 2**62
+    """Steps done at the end of the best rewards, where the run looks at them (`algorithm.rollback_reward_drop`)."""
+    rewards: tuple[float, ...] = ()
+    """Likewise the mean reward of every step."""
+    rollback_steps: tuple[int, ...] = ()
+    """Steps done in the checkpoints that the run went back to, in the order of its rollbacks."""
+    rollback_draw_steps: tuple[int, ...] = ()
+    """Likewise the first step of other prompts and seeds."""
 
     def has_model(self, name: str) -> bool:
         """Whether the checkpoint has the weights of a model; "" is the policy."""
         return name == "" or name in self.models
+
+    @property
+    def sound_before(self) -> int:
+        """A checkpoint of a step before this one is good: its weights learned afterwards, and the best rewards came no
+        earlier."""
+        return min(self.learned_step, self.good_step + 1)
 
 
 def _are_texts(values: Iterable[Any]) -> bool:
     return all(isinstance(one, str) for one in values)
 
 
+def _are(values: Any, fits: Callable[[Any], bool]) -> bool:
+    return isinstance(values, list) and all(map(fits, values))
+
+
 _KINDS: dict[Any, tuple[str, Callable[[Any], bool]]] = {
     "int": ("a whole number", _is_whole),
     "str": ("a text", lambda value: isinstance(value, str)),
+    "tuple[int, ...]": ("a list of whole numbers", lambda value: _are(value, _is_whole)),
+    "tuple[float, ...]": ("a list of numbers", lambda value: _are(value, lambda one: type(one) is float)),
     "tuple[str, ...]": ("a list of texts", lambda value: isinstance(value, list) and _are_texts(value)),
     "dict[str, str]": ("texts by name", lambda value: isinstance(value, dict) and _are_texts(value.values())),
 }
@@ -461,6 +483,10 @@ def read_progress(folder: Path) -> Progress:
             "cpu_sampler": 1,
             "models": [],
             "critic_updates": 0,
+            "good_step": 2**62,
+            "rewards": [],
+            "rollback_steps": [],
+            "rollback_draw_steps": [],
         }
         values = older | values
         known = {field.name: values[field.name] for field in fields(Progress)}

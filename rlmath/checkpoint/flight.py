@@ -28,6 +28,7 @@ from rlmath.algorithms.types import (
     Completion,
     FinishReason,
     PartialCompletion,
+    RewardFailure,
     Score,
     ScoredCompletion,
     Segment,
@@ -177,11 +178,22 @@ class _Reader:
 
 
 def _score(row: dict[str, Any]) -> Score:
+    row = {"parts": [], "failures": []} | row  # those of before there were several rewards
     if set(row) != {field.name for field in fields(Score)}:
         raise ValueError(f"a score has {sorted(row)}")
     metrics = tuple((str(name), float(value)) for name, value in row["metrics"])
     reward, queue_seconds = float(row["reward"]), float(row["queue_seconds"])
-    if not all(map(math.isfinite, (reward, queue_seconds, *(value for _, value in metrics)))):
+    parts = tuple(None if value is None else float(value) for value in row["parts"])
+    failures = tuple(
+        RewardFailure(str(one["name"]), str(one["kind"]), str(one["message"])) for one in row["failures"]
+    )
+    numbers = (
+        reward,
+        queue_seconds,
+        *(value for _, value in metrics),
+        *(part for part in parts if part is not None),
+    )
+    if not all(map(math.isfinite, numbers)):
         raise ValueError("a score is not finite")
     return Score(
         reward,
@@ -191,6 +203,8 @@ def _score(row: dict[str, Any]) -> Score:
         bool(row["boxed"]),
         metrics,
         queue_seconds,
+        parts,
+        failures,
     )
 
 

@@ -141,7 +141,7 @@ class CheckpointManager:
         assert not self.busy, "finish the save in flight first"
         state, progress = self._state(progress)
         partial = directory.partial_of(self._root, progress.step)
-        self._in_flight = save = _InFlight(partial, progress.step, kept, progress.learned_step)
+        self._in_flight = save = _InFlight(partial, progress.step, kept, progress.sound_before)
         files = files or {}
         beside = sum(map(len, files.values()))
         error = self._room_for(state, beside) or self._open(progress, settings_yaml, files)
@@ -340,6 +340,8 @@ def load_checkpoint(
         # An optimizer that has made no step has no state.
         names = [name for name in progress.optimizer_tensors if updates or name == MASTER]
         if model.optimizer is not None:
+            if updates == 0:
+                sharded_state.forget(model.optimizer)
             sharded_state.make_room(model.optimizer, names, updates)
         wanted += _weights(model.optimizer, pieces, names)
     states: dict[str, torch.Tensor] = {}

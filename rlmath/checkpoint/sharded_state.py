@@ -214,14 +214,28 @@ def _placed(
     )
 
 
+def forget(optimizer: Any) -> None:
+    """Drop the state of every parameter: as before the first step."""
+    for part in _stepping(optimizer):
+        part.optimizer.state.clear()
+
+
 @torch.no_grad()
 def make_room(optimizer: Any, names: Sequence[str], steps: int) -> None:
-    """Create the state that the optimizer would have after so many steps, as zeros to load into."""
+    """Create the state that the optimizer would have after so many steps, as zeros to load into. What it has besides,
+    of steps that a rollback discards, becomes zero: a first step makes it the same."""
     for held in held_by(optimizer):
+        for name, tensor in held.state.items():
+            if name not in names and isinstance(tensor, Tensor):
+                tensor.zero_()
         for name in names:
             if name != MASTER and name not in held.state:
                 held.state[name] = torch.zeros_like(held.stepped)
     counts = any(name != MASTER for name in names)  # plain SGD does not
+    for part in _stepping(optimizer):
+        for group in part.optimizer.param_groups:
+            if "step" in group:
+                group["step"] = steps
     for part in _stepping(optimizer) if counts else []:
         if type(part.optimizer).__module__.startswith("torch.optim"):
             for stepped in (one for group in part.optimizer.param_groups for one in group["params"]):

@@ -142,6 +142,23 @@ class DataConfig:
     `<output_dir>/unusable_rows.jsonl`; a larger share of them ends the run."""
     shuffle: bool = True
     """A new order every epoch, drawn from `run.seed`; false keeps the file's order."""
+    history_path: str | None = None
+    """File of pass rates to begin with: what an earlier run left as prompt_history.jsonl, or rows {"query_id": ...,
+    "correct": 3, "sampled": 8}. A run that resumes has its own. Null: none."""
+    history_groups: PositiveInt = 4
+    """Groups of a prompt that its pass rate counts, the last ones: what older weights sampled is forgotten."""
+    curriculum: Literal["none", "skip_solved", "band"] = "none"
+    """Which prompts are drawn, by pass rate: all ("none"), those that are not always right ("skip_solved"), or those
+    from `band_low` to `band_high` ("band"). Prompts that were never sampled are drawn; the others are passed over in
+    the order, and wait until `curriculum_floor` takes them. See docs/data.md."""
+    solved_samples: PositiveInt = 16
+    """ "skip_solved": fewest completions of a prompt that must all be right."""
+    band_low: Fraction = 0.1
+    """ "band": lowest pass rate that is drawn."""
+    band_high: Fraction = 0.9
+    """ "band": highest pass rate that is drawn."""
+    curriculum_floor: Annotated[float, Range(0, 1, open_low=True, open_high=True)] = 0.1
+    """Share of the draws that takes a prompt that was passed over, the one that has waited longest."""
 
 
 @dataclass(frozen=True)
@@ -422,6 +439,14 @@ class RewardConfig:
     docs/rewards.md."""
     function_failure: FiniteFloat = 0.0
     """What a completion gets when that function fails or takes too long (before scaling)."""
+    rewards: list[str] = field(default_factory=list)
+    """Several rewards instead of one: any of "correctness", "format" (a box), "length" (1 down to 0 at
+    rollout.max_new_tokens), and functions of yours, "name=package.module:function"; see docs/rewards.md. Empty: no."""
+    weights: list[Annotated[float, Range(-1000, 1000)]] = field(default_factory=list)
+    """What each of `rewards` weighs, in that order; 0 logs it only. Empty: 1 each."""
+    combine: Literal["sum", "gdpo"] = "sum"
+    """How `rewards` become one advantage: "sum" (their weighted sum is the reward) or "gdpo" (each is normalised in its
+    group, then their weighted sum over the batch: GDPO, arXiv:2601.05242)."""
     timeout_seconds: Annotated[float, Range(0, 3600, open_low=True)] = 5.0
     """Longest check of one answer, from its start: seconds on a processor, or by the clock where a function of yours is
     called; a check that takes longer is ended and counts as wrong."""
@@ -495,6 +520,16 @@ class AlgorithmConfig:
     """Tokens, or completions, whose weight is below this are left out of the surrogate. Null: none."""
     importance_mask_high: Annotated[float, Range(1, open_low=True, why=_EQUAL_RATIO)] | None = None
     """Likewise above this, before the cap (AReaL: behav_imp_weight_cap). Null: none."""
+    importance_mask_geometric_low: Annotated[float, Range(0, 1, open_high=True, why=_EQUAL_RATIO)] | None = (
+        None
+    )
+    """Completions whose geometric mean of recomputed over engine probability is below this are left out of the
+    surrogate (verl: rollout_rs=geometric); also without importance_correction. Null: none."""
+    importance_mask_geometric_high: Annotated[float, Range(1, open_low=True, why=_EQUAL_RATIO)] | None = None
+    """Likewise above this. Null: none."""
+    importance_mask_binary_kl: PositiveFloat | None = None
+    """Tokens are left out of the surrogate where the KL (nats) from the recomputed to the engine's distribution, over
+    "this token" and "any other", is above this (AReaL: KPop); also without importance_correction. Null: none."""
     kl_coef: NonNegativeFloat = 0.0
     """Weight of KL(policy || reference). 0: no reference model."""
     reference_every_steps: PositiveInt | None = None
@@ -515,6 +550,27 @@ class AlgorithmConfig:
     """Likewise when the mean of k3, KL(proximal || policy) per token (nats), exceeds this. Null: never."""
     early_stop_action: Literal["skip", "end"] = "skip"
     """After a discarded minibatch: "skip" continues with the next, "end" ends the step's updates."""
+    rollback: NonNegativeInt = 0
+    """Most times that a run whose policy has diverged goes back to its last good checkpoint, with other seeds and a
+    lower learning rate, instead of ending with exit status 77. 0: never. See docs/training.md."""
+    rollback_lr_factor: Annotated[float, Range(0, 1, open_low=True)] = 0.5
+    """The learning rate is multiplied by this at each rollback."""
+    rollback_reward_drop: PositiveFloat | None = None
+    """The policy has diverged, too, when the mean reward of the last `rollback_reward_steps` steps lies below the best
+    earlier mean of as many steps by more than this share of what that had gained over the first ones, and by more than
+    three deviations of single steps. Null: rewards are not looked at."""
+    rollback_reward_steps: Annotated[int, Range(2)] = 10
+    """Steps that those means are over."""
+
+    @property
+    def masks_alone(self) -> list[str]:
+        """The masks that are set and need no `importance_correction`."""
+        names = (
+            "importance_mask_geometric_low",
+            "importance_mask_geometric_high",
+            "importance_mask_binary_kl",
+        )
+        return [name for name in names if getattr(self, name) is not None]
 
 
 @dataclass(frozen=True)
@@ -531,9 +587,9 @@ class CriticConfig:
     """Optimizer steps of linear warm-up."""
     pretrain_steps: NonNegativeInt = 0
     """First steps of the run in which the critic alone learns (VAPO's value pretraining)."""
-    clip: PositiveFloat | None = 0.2
-    """Values count as no further than this from those of the step's start (reward; verl: cliprange_value). Null: no
-    clip."""
+    clip: PositiveFloat | None = None
+    """Values count as no further than this from those of the step's start (in units of the reward, which is 5 or -5 by
+    default; verl: cliprange_value). Null: no clip."""
     gamma: PositiveFraction = 1.0
     """Discount of a token."""
     policy_lambda: Fraction = 1.0

@@ -26,7 +26,8 @@ from rlmath.data.sft_sequences import SequenceReport, WrittenSequence
 from rlmath.data.tokenizer import characters_without_token, unknown_token_ids, without_template
 from rlmath.rewards.answers.string_match import gold_answer
 from rlmath.rewards.extraction import extract_answer
-from rlmath.rewards.reward_manager import open_reward_workers
+from rlmath.rewards.reward_manager import open_pool
+from rlmath.rewards.several_rewards import is_verified
 from rlmath.rewards.verifier import FAILURES, Rules, Verdict, usable_solutions, verify_by_string
 from rlmath.rewards.worker_pool import VerifierPool
 
@@ -163,7 +164,7 @@ def audit_prompts(
     prompts = [prompt for _, found in training for prompt in found]
     findings = [*_unknown_in(prompts, tokenizer), *_overlaps(training, validation), *_in_two_files(training)]
     compared = f"{len(prompts)} prompts and {n_validated} of validation compared"
-    if reward.function is None:
+    if is_verified(reward):
         deadline = started + REFERENCE_SECONDS
         checked, wrong = 0, []
         with _Judge(reward) as judge:
@@ -302,7 +303,7 @@ class _Judge:
             return {}
         if self._pool is None:
             self._deadline = time.monotonic() + WORKER_SECONDS
-            self._pool = self._stack.enter_context(open_reward_workers(replace(self._reward, workers=1)))
+            self._pool = self._stack.enter_context(open_pool(replace(self._reward, workers=1)))
         futures = {
             number: self._pool.submit(_as_completion(prompt.solutions[0]), prompt.solutions, prompt.task)
             for number, prompt in prompts.items()

@@ -13,12 +13,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from rlmath.algorithms.prompt_history import PromptHistory
 from rlmath.algorithms.types import Prompt
 from rlmath.config import length_curriculum
 from rlmath.config.model_shape import ModelShape
 from rlmath.config.schema import Config, DataConfig
 from rlmath.data import loader
 from rlmath.data.audit import DataAudit, audit_prompts, audit_sequences, prompt_lines, sequence_lines
+from rlmath.data.curriculum import read_history
 from rlmath.data.files import CHARACTERS_PER_TOKEN, UnusableRow, unusable_lines
 from rlmath.data.formats import read_prompts
 from rlmath.data.sft_sequences import SequenceReport, WrittenSequence, load_sequences, split_held_out
@@ -29,6 +31,7 @@ from rlmath.data.tokenizer import (
     render,
     stop_token_ids,
 )
+from rlmath.rewards.several_rewards import is_verified
 from rlmath.rewards.verifier import check_tasks
 
 if TYPE_CHECKING:
@@ -46,11 +49,16 @@ class PromptFiles:
     """Steps of the whole run."""
     reports: tuple[loader.FilterReport, ...]
     """What became of the rows, file by file."""
+    history: PromptHistory
+    """How often an earlier run has solved them."""
+    history_line: str
+    """For the console; "" where there is none."""
 
     @property
     def lines(self) -> tuple[str, ...]:
         """For the console."""
-        return (*(line for report in self.reports for line in report.lines()), self.order.line())
+        told = (line for report in self.reports for line in report.lines())
+        return (*told, self.order.line(), *filter(None, [self.history_line]))
 
     @property
     def prompts_of_files(self) -> list[tuple[str, list[Prompt]]]:
@@ -110,7 +118,7 @@ def load_inputs(config: Config, shape: ModelShape) -> Inputs:
     sequences = [*(prompt.token_ids for prompt in found.prompts), (tokenizer.eos_token_id,)]
     check_vocabulary(sequences, tokenizer, shape.vocab_size, "data.train_path")
     stops = stop_token_ids(config.model.path, tokenizer, shape.vocab_size)
-    return Inputs(found.prompts, found.order, found.total_steps, found.reports, tokenizer, stops)
+    return Inputs(**vars(found), tokenizer=tokenizer, stop_token_ids=stops)
 
 
 def load_prompt_files(config: Config, tokenizer: PreTrainedTokenizerFast | None) -> PromptFiles:
@@ -124,11 +132,15 @@ def load_prompt_files(config: Config, tokenizer: PreTrainedTokenizerFast | None)
     ]
     prompts = loader.with_unique_names([(path, found) for path, (found, _) in zip(paths, files, strict=True)])
     reports = tuple(report for _, report in files)
-    if config.reward.function is None:
+    if is_verified(config.reward):
         check_tasks(prompt.task for prompt in prompts)
     with _explained(line for report in reports for line in report.lines()):
         order, total_steps = _prompt_steps(config, [len(found) for found, _ in files])
-    return PromptFiles(prompts, order, total_steps, reports)
+    history, history_line = PromptHistory(data.history_groups), ""
+    if data.history_path is not None:
+        ids = [prompt.prompt_id for prompt in prompts]
+        history, history_line = read_history(data.history_path, ids, data.history_groups)
+    return PromptFiles(prompts, order, total_steps, reports, history, history_line)
 
 
 def _prompt_steps(config: Config, counts: Sequence[int]) -> tuple[loader.PromptOrder, int]:
@@ -337,7 +349,7 @@ def _load_validation_file(
             f"room for {new_tokens} new tokens in a context of {context}. "
             "Take it out, lower validation.max_new_tokens, or raise data.max_prompt_tokens"
         )
-    if config.reward.function is None:
+    if is_verified(config.reward):
         check_tasks(prompt.task for prompt in prompts)
     if tokenizer is not None:
         token_ids = (prompt.token_ids for prompt in prompts)

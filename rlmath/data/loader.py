@@ -1,7 +1,8 @@
 """Prompts of the files of a run: which rows are kept, how files are mixed, and which prompts a step uses.
 
 `load_prompts` renders, tokenizes and filters the rows of one file, and reports what became of them. Several files are
-mixed by weights (`Share`). `PromptOrder` gives the prompts of a step, as a pure function of the step.
+mixed by weights (`Share`). `PromptOrder` gives the prompts of a step, as a pure function of the step and of the run's
+rollbacks. Where pass rates decide what is drawn, `curriculum` passes over some of its places.
 """
 
 # Shape legend: P prompts of one step, N prompts kept in all, K places of one epoch.
@@ -12,7 +13,7 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -365,6 +366,30 @@ def with_unique_names(files: Sequence[tuple[str, Sequence[Prompt]]]) -> list[Pro
 # ---------------------------------------------------------------- order
 
 
+@dataclass(frozen=True)
+class Rollback:
+    """A return of the run to an earlier checkpoint (`algorithm.rollback`)."""
+
+    number: int
+    """Counted from 1 over the run."""
+    step: int
+    """Steps done in that checkpoint."""
+    draw_step: int
+    """The first step whose prompts and samples have another seed; later than `step` where groups were in flight."""
+
+
+def seed_after(run_seed: int, rollbacks: int) -> int:
+    """The seed that takes the place of `run.seed` after so many rollbacks: 31 bits of the SHA-256 of both.
+
+    >>> seed_after(1, 0), seed_after(1, 1) != seed_after(1, 2)
+    (1, True)
+    """
+    if rollbacks == 0:
+        return run_seed
+    digest = hashlib.sha256(f"{run_seed}:rollback:{rollbacks}".encode()).digest()
+    return int.from_bytes(digest[:4], "big") >> 1
+
+
 class PromptOrder:
     """Which prompts a step uses: a pure function of the step, so that resuming needs no cursor but the step.
 
@@ -399,6 +424,8 @@ class PromptOrder:
         self.prompts_per_step = prompts_per_step
         self.seed = seed
         self.shuffle = shuffle
+        self.rollbacks: tuple[Rollback, ...] = ()
+        """Those of the run that still count (`roll_back`)."""
 
     @property
     def steps_per_epoch(self) -> int:
@@ -409,19 +436,55 @@ class PromptOrder:
         """Places of an epoch that fill no whole step."""
         return self.n_places % self.prompts_per_step
 
+    def roll_back(self, rollbacks: Iterable[Rollback]) -> None:
+        """The run's rollbacks, in their order. From `draw_step` of each on, what is left of its epoch comes in another
+        order, and so do all later epochs: no prompt of the discarded steps is lost, each is drawn again in what is left
+        of the epoch. Samples have another seed (`seed_at`). Without `shuffle` the order stays."""
+        self.rollbacks = ()
+        for one in rollbacks:
+            before = tuple(other for other in self.rollbacks if other.draw_step < one.draw_step)
+            self.rollbacks = (*before, one)
+
+    def seed_at(self, step: int) -> int:
+        """The seed of what a step samples: `run.seed`, until the run goes back to a checkpoint."""
+        number = max((one.number for one in self.rollbacks if one.draw_step <= step), default=0)
+        return seed_after(self.seed, number)
+
     def batch(self, step: int) -> tuple[int, list[int]]:
         """(epoch, P prompt indices) of a step; both step and epoch count from 0 over the whole run."""
         assert step >= 0, step
+        per_step = self.prompts_per_step
         epoch, step_in_epoch = divmod(step, self.steps_per_epoch)
-        first = step_in_epoch * self.prompts_per_step
-        positions = range(first, first + self.prompts_per_step)
-        if self.shares:
-            order_K = epoch_order(self.shares, self.seed, epoch, self.shuffle)
-            return epoch, [order_K[position] for position in positions]
+        first = step_in_epoch * per_step
+        changes = []
+        for one in self.rollbacks:
+            changed, within = divmod(one.draw_step, self.steps_per_epoch)
+            changes.append((changed, within * per_step, one.number))
+        order_K = self._epoch(epoch, changes, self.steps_per_epoch * per_step)
+        return epoch, [order_K[position] for position in range(first, first + per_step)]
+
+    def place(self, number: int, reseeds: Sequence[tuple[int, int]] = ()) -> int:
+        """The prompt of a place of the endless order, which leaves no place out, counted from 0 over all epochs.
+        `reseeds` are (place, number of the rollback) from which on the order is another one, by rising place."""
+        epoch, within = divmod(number, self.n_places)
+        changes = [(*divmod(place, self.n_places), rollback) for place, rollback in reseeds]
+        return self._epoch(epoch, changes, self.n_places)[within]
+
+    def _epoch(self, epoch: int, changes: Sequence[tuple[int, int, int]], used: int) -> Sequence[int]:
+        """K prompt indices of an epoch, of which `used` are used. `changes` are (epoch, place in it, rollback)."""
         if not self.shuffle:
-            return epoch, list(positions)
-        order_N = permutation(self.n_prompts, self.seed, epoch)
-        return epoch, [order_N[position] for position in positions]
+            return self._as_drawn(epoch)
+        earlier = [(0, rollback) for changed, _, rollback in changes if changed < epoch][-1:]
+        now = [(place, rollback) for changed, place, rollback in changes if changed == epoch]
+        if not (earlier or now):
+            return self._as_drawn(epoch)
+        shares = self.shares or (Share(self.n_prompts, 1.0),)
+        return _reordered(shares, bool(self.shares), self.seed, epoch, (*earlier, *now), used)
+
+    def _as_drawn(self, epoch: int) -> Sequence[int]:
+        if self.shares:
+            return epoch_order(self.shares, self.seed, epoch, self.shuffle)
+        return permutation(self.n_prompts, self.seed, epoch) if self.shuffle else range(self.n_prompts)
 
     def drawn(self, draw: int) -> tuple[int, int, int]:
         """(step, prompt index, how often the same prompt comes before it in that step) of a place of all steps'
@@ -434,13 +497,14 @@ class PromptOrder:
         indices = self.batch(step)[1]
         return step, indices[place], indices[:place].count(indices[place])
 
-    def extra(self, step: int) -> Iterator[int]:
-        """All prompts that are not the step's own, in an order drawn from (seed, step): what dynamic sampling takes
-        when groups are dropped. They keep their turn in the epochs' orders. Prompts of heavier files come earlier."""
-        own = set(self.batch(step)[1])
-        name, shares = f"{self.seed}:extra:{step}", self.shares
+    def extra(self, step: int, own: Collection[int] | None = None) -> Iterator[int]:
+        """All prompts that are not the step's `own` (None: those of `batch`), in an order drawn from (seed, step): what
+        dynamic sampling takes when groups are dropped. They keep their turn in the epochs' orders. Prompts of heavier
+        files come earlier."""
+        taken = set(self.batch(step)[1] if own is None else own)
+        name, shares = f"{self.seed_at(step)}:extra:{step}", self.shares
         order_N = weighted_permutation(shares, name) if shares else shuffled_range(self.n_prompts, name)
-        yield from (index for index in order_N if index not in own)
+        yield from (index for index in order_N if index not in taken)
 
     def line(self) -> str:
         """One line for the console."""
@@ -458,3 +522,24 @@ class PromptOrder:
 def permutation(n: int, seed: int, epoch: int) -> tuple[int, ...]:
     """0 .. n-1 in the order of an epoch."""
     return shuffled_range(n, f"{seed}:{epoch}")
+
+
+@lru_cache(maxsize=4)
+def _reordered(
+    shares: tuple[Share, ...],
+    weighted: bool,
+    seed: int,
+    epoch: int,
+    changes: tuple[tuple[int, int], ...],
+    used: int,
+) -> tuple[int, ...]:
+    """An epoch's order in which each of `changes`, (place, rollback), has shuffled anew what lies between the place and
+    `used`."""
+    order = (
+        epoch_order(shares, seed, epoch, True) if weighted else permutation(shares[0].n_prompts, seed, epoch)
+    )
+    for place, rollback in changes:
+        rest = order[place:used]
+        shuffled = shuffled_range(len(rest), f"{seed_after(seed, rollback)}:{epoch}:from {place}")
+        order = (*order[:place], *(rest[index] for index in shuffled), *order[used:])
+    return order

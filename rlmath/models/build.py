@@ -211,12 +211,15 @@ def load_chunks(
 def loss_settings(algorithm: AlgorithmConfig, teacher: TeacherConfig = NO_TEACHER) -> LossSettings:
     """The loss that the settings name; their words were checked before."""
     correction = None
-    if algorithm.importance_correction is not None:
+    if algorithm.importance_correction is not None or algorithm.masks_alone:
         correction = Correction(
             algorithm.importance_correction,
             algorithm.importance_cap,
             algorithm.importance_mask_low,
             algorithm.importance_mask_high,
+            algorithm.importance_mask_geometric_low,
+            algorithm.importance_mask_geometric_high,
+            algorithm.importance_mask_binary_kl,
         )
     high = algorithm.clip_ratio if algorithm.clip_ratio_high is None else algorithm.clip_ratio_high
     return LossSettings(

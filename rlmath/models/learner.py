@@ -58,11 +58,19 @@ class Learner:
     scheduler: Any
     updates: int = field(default=0, init=False)
     """Optimizer steps so far: the version of the weights."""
+    lr_scale: float = field(default=1.0, init=False)
+    """What the schedule's learning rate is multiplied by."""
 
     def restore_schedule(self, updates: int) -> None:
         """Set the schedule to where it is after so many optimizer steps, whose weights and state were loaded."""
-        self.scheduler.step(increment=updates - self.updates)
+        self._step_schedule(updates - self.updates)
         self.updates = updates
+
+    def _step_schedule(self, increment: int) -> None:
+        self.scheduler.step(increment=increment)
+        if self.lr_scale != 1:
+            for group in self.optimizer.param_groups:
+                group["lr"] *= self.lr_scale
 
     def _optimizer_step(
         self,
@@ -83,7 +91,7 @@ class Learner:
         reason = discard_rule(sums, grad_norm)
         if reason is None:
             self.optimizer.step()
-            self.scheduler.step(increment=1)
+            self._step_schedule(1)
             self.updates += 1
         self.forward_backward.zero_grad()
         self.optimizer.zero_grad()

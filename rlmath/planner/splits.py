@@ -137,4 +137,5 @@ def corrected(algorithm: AlgorithmConfig) -> AlgorithmConfig:
 def start_problems(config: Config, shape: ModelShape, ranks: int) -> list[str]:
     """What keeps a run from starting, on whatever machine; also what it needs to learn from older tokens. A reward
     function of the user's is not looked for."""
-    return run_problems(replace(config, reward=replace(config.reward, function=None)), ranks, shape)
+    reward = replace(config.reward, function=None, rewards=[], weights=[], combine="sum")
+    return run_problems(replace(config, reward=reward), ranks, shape)

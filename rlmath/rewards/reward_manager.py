@@ -13,12 +13,20 @@ from rlmath.config.terminal import visible
 from rlmath.rewards.custom_function import FunctionResult
 from rlmath.rewards.extraction import has_box
 from rlmath.rewards.schemes import Scheme, function_score, score
+from rlmath.rewards.several_rewards import RewardPools, functions_of, named_rewards, several_score
 from rlmath.rewards.verifier import Rules
 from rlmath.rewards.worker_pool import VerifierPool
 
+RewardWorkers = VerifierPool | RewardPools
 
-def open_reward_workers(reward: RewardConfig) -> VerifierPool:
+
+def open_reward_workers(reward: RewardConfig) -> RewardWorkers:
     """The workers of one rank. Start them before process groups, CUDA and engines."""
+    return RewardPools(reward) if reward.rewards else open_pool(reward)
+
+
+def open_pool(reward: RewardConfig) -> VerifierPool:
+    """Those of the verifier, or of `reward.function`."""
     rules = Rules(reward.answer_from, protocol=not reward.strict)
     return VerifierPool(reward.workers, reward.timeout_seconds, rules=rules, function=reward.function)
 
@@ -45,31 +53,43 @@ class RewardFunctionError(Exception):
 
 
 def try_reward_function(reward: RewardConfig, prompts: Sequence[Prompt]) -> tuple[str, ...]:
-    """Call the user's function, if there is one, on the first of the prompts, as a run would. Warnings.
+    """Call each of the user's functions, if there are any, on the first of the prompts, as a run would. Warnings.
 
-    ValueError where it fails on each of a few completions that are made up. One that takes longer than its limit is
+    ValueError where one fails on each of a few completions that are made up. One that takes longer than its limit is
     only warned of: it may have waited for a network.
     """
-    if reward.function is None or not prompts:
-        return ()
-    prompt = prompts[0]
+    functions = functions_of(reward).items() if prompts else ()
+    return tuple(
+        warning
+        for setting, function in functions
+        for warning in _try_function(setting, replace(reward, function=function, workers=1), prompts[0])
+    )
+
+
+def _try_function(setting: str, reward: RewardConfig, prompt: Prompt) -> tuple[str, ...]:
+    """`reward.function` is tried, which `setting` names."""
+    called = setting if setting == "reward.function" else f"{setting}={reward.function}"
+    named = called if reward.rewards else f"{setting} {reward.function}"
+    outcome = (
+        "Such answers get reward.function_failure." if not reward.rewards else "Such answers do without it."
+    )
     failures: list[FunctionResult] = []
-    with open_reward_workers(replace(reward, workers=1)) as pool:
+    with open_pool(reward) as pool:
         for completion in _made_up_completions(prompt):
             try:
                 result = pool.call(completion, prompt.solutions, prompt.row).result()
             except RuntimeError as error:
-                raise ValueError(f"reward.function {reward.function}: {error}") from None
+                raise ValueError(f"{named}: {error}") from None
             if result.failure is None:
                 return ()
             if result.failure == "timeout":
                 return (
-                    f"reward.function took more than reward.timeout_seconds={reward.timeout_seconds:g} on "
-                    "the first row of the training data. Such answers get reward.function_failure.",
+                    f"{called} took more than reward.timeout_seconds={reward.timeout_seconds:g} on "
+                    f"the first row of the training data. {outcome}",
                 )
             failures.append(result)
     raise ValueError(
-        f"reward.function {reward.function} fails on the first row of the training data ({prompt.prompt_id!r}), with "
+        f"{named} fails on the first row of the training data ({prompt.prompt_id!r}), with "
         f"each of {len(failures)} completions that were made up to try it:\n{_indented(failures[0].message)}\n"
         f"{CALL_NEEDED}. Correct the function."
     )
@@ -85,19 +105,33 @@ def _made_up_completions(prompt: Prompt) -> tuple[str, ...]:
 
 
 def raise_if_every_call_failed(scores: Sequence[Score]) -> None:
-    """RewardFunctionError where the user's function failed on every completion of a step. One that took too long is no
-    failure of its code."""
-    if scores and all(score.verdict == "error" for score in scores):
-        what, _, trace = _indented(scores[0].extracted).strip().partition("\n")
-        raise RewardFunctionError(
-            f"reward.function failed on all of {len(scores)} completions: {what}\n{trace}".strip()
-        )
+    """RewardFunctionError where a function of the user's failed on every completion of a step. One that took too long
+    is no failure of its code. Call it where there are such functions."""
+    called = {"reward.function": [score.extracted for score in scores if score.verdict == "error"]}
+    if any(score.parts for score in scores):
+        called = {}
+        for failure in (one for score in scores for one in score.failures):
+            if failure.kind == "error" and failure.name != "correctness":
+                called.setdefault(f"reward.rewards: {failure.name}", []).append(failure.message)
+    for setting, messages in called.items():
+        if messages and len(messages) == len(scores):
+            what, _, trace = _indented(messages[0]).strip().partition("\n")
+            raise RewardFunctionError(
+                f"{setting} failed on all of {len(scores)} completions: {what}\n{trace}".strip()
+            )
 
 
 def first_function_failure(groups: Sequence[ScoredGroup]) -> str | None:
-    """Message and traceback of the first failure of the user's function, indented; None where it only took too
+    """Message and traceback of the first failure of a function of the user's, indented; None where it only took too
     long."""
-    failed = (score.extracted for group in groups for score in group.scores if score.verdict == "error")
+    scores = [score for group in groups for score in group.scores]
+    failed = [score.extracted for score in scores if score.verdict == "error" and not score.parts]
+    failed += [
+        f"{one.name}: {one.message}"
+        for score in scores
+        for one in score.failures
+        if one.kind == "error" and one.name != "correctness"
+    ]
     return next(map(_indented, failed), None)
 
 
@@ -109,28 +143,26 @@ def _indented(message: str) -> str:
 class _Submitted:
     completion: Completion
     boxed: bool
-    future: Future[Any]
-    was_known: bool
-    """The future was done at once: the answer waited for no worker."""
+    futures: dict[str, Future[Any]]
+    """By the name of the reward; "" where there is one reward."""
+    was_known: frozenset[str]
+    """Futures that were done at once: the answer waited for no worker."""
     key: Any
+
+    @property
+    def is_done(self) -> bool:
+        return all(future.done() for future in self.futures.values())
 
 
 class RewardManager:
     """Scores completions while others are still sampled: `submit` each, then `collect` all scores, or take those that
     are there by `take_finished`."""
 
-    def __init__(self, pool: VerifierPool, reward: RewardConfig, max_new_tokens: int) -> None:
-        self._pool = pool
+    def __init__(self, workers: RewardWorkers, reward: RewardConfig, max_new_tokens: int) -> None:
+        self._workers = workers
         self._reward = reward
-        self._scheme = Scheme(
-            reward.scheme,
-            reward.format_penalty,
-            reward.output_scaling,
-            reward.output_bias,
-            reward.mask_no_eos_with_zero,
-            reward.overlong_buffer,
-            reward.overlong_penalty,
-        )
+        self._rewards = named_rewards(reward)
+        self._scheme = Scheme.of(reward)
         self._limit = max_new_tokens
         self._submitted: list[_Submitted] = []
 
@@ -141,34 +173,44 @@ class RewardManager:
     def submit(self, prompt: Prompt, completion: Completion, key: Any = None) -> None:
         """Queue a completion for the workers; `key` is what `take_finished` calls it."""
         text = text_to_verify(prompt.text, completion.text)
-        if self._reward.function is None:
-            future: Future[Any] = self._pool.submit(text, prompt.solutions, prompt.task)
+        futures: dict[str, Future[Any]]
+        if isinstance(self._workers, RewardPools):
+            futures = self._workers.submit(text, prompt, completion)
+        elif self._reward.function is None:
+            futures = {"": self._workers.submit(text, prompt.solutions, prompt.task)}
         else:
-            future = self._pool.call(completion.text, prompt.solutions, prompt.row)
-        self._submitted.append(_Submitted(completion, has_box(text), future, future.done(), key))
+            futures = {"": self._workers.call(completion.text, prompt.solutions, prompt.row)}
+        known = frozenset(name for name, future in futures.items() if future.done())
+        self._submitted.append(_Submitted(completion, has_box(text), futures, known, key))
 
     def collect(self, on_progress: Callable[[], None] = lambda: None) -> list[Score]:
         """The scores of all completions submitted since the last call, in that order, when all are there: answers time
         out one by one, each after `reward.timeout_seconds` of its own. `on_progress` is called every second."""
         submitted, self._submitted = self._submitted, []
-        results = self._pool.results([one.future for one in submitted], on_progress)
-        return [self._score(one, result) for one, result in zip(submitted, results, strict=True)]
+        VerifierPool.results([future for one in submitted for future in one.futures.values()], on_progress)
+        return [self._score(one) for one in submitted]
 
     def take_finished(self, wait: bool = False) -> list[tuple[Any, Score]]:
         """The scores that are there and were not taken, with their keys; `wait` for all."""
         taken: list[_Submitted] = []
         left: list[_Submitted] = []
         for one in self._submitted:
-            (taken if wait or one.future.done() else left).append(one)
+            (taken if wait or one.is_done else left).append(one)
         self._submitted = left
-        results = self._pool.results([one.future for one in taken]) if taken else []
-        return [(one.key, self._score(one, result)) for one, result in zip(taken, results, strict=True)]
+        return [(one.key, self._score(one)) for one in taken]
 
-    def _score(self, submitted: _Submitted, result: Any) -> Score:
+    def _score(self, submitted: _Submitted) -> Score:
+        results = {
+            name: replace(future.result(), queue_seconds=0.0)
+            if name in submitted.was_known
+            else future.result()
+            for name, future in submitted.futures.items()
+        }
         completion, boxed = submitted.completion, submitted.boxed
         length, truncated = len(completion.token_ids), completion.finish_reason == "length"
-        if submitted.was_known:
-            result = replace(result, queue_seconds=0.0)
+        if self._rewards:
+            return several_score(self._rewards, self._scheme, results, boxed, length, self._limit, truncated)
+        result = results[""]
         if self._reward.function is not None:
             worst = self._reward.function_failure
             return function_score(self._scheme, result, worst, boxed, length, self._limit, truncated)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from rlmath.algorithms.types import Score
+from rlmath.config.schema import RewardConfig
 from rlmath.rewards.custom_function import FunctionResult
 from rlmath.rewards.verifier import FAILURES, Verdict
 
@@ -33,6 +34,19 @@ class Scheme:
     overlong_penalty: float = 1.0
     """Penalty at the limit; it grows linearly over the buffer."""
 
+    @classmethod
+    def of(cls, reward: RewardConfig) -> Scheme:
+        """The scheme that the settings name."""
+        return cls(
+            reward.scheme,
+            reward.format_penalty,
+            reward.output_scaling,
+            reward.output_bias,
+            reward.mask_no_eos_with_zero,
+            reward.overlong_buffer,
+            reward.overlong_penalty,
+        )
+
     @property
     def scaling(self) -> float:
         if self.output_scaling is not None:
@@ -48,6 +62,15 @@ class Scheme:
         """The same for the number that the user's function returned; `output_scaling` None means 1 here."""
         scaling = 1.0 if self.output_scaling is None else self.output_scaling
         return self._with_length_penalty((number - self.output_bias) * scaling, length, limit, truncated)
+
+    def scale(self, verified: bool) -> float:
+        """What a sum of several rewards is multiplied by; `verified`: correctness is one of them."""
+        return self.scaling if verified or self.output_scaling is not None else 1.0
+
+    def sum_reward(self, number: float, verified: bool, length: int, limit: int, truncated: bool) -> float:
+        """The same for the weighted sum of several rewards."""
+        reward = (number - self.output_bias) * self.scale(verified)
+        return self._with_length_penalty(reward, length, limit, truncated)
 
     def _with_length_penalty(self, reward: float, length: int, limit: int, truncated: bool) -> float:
         if truncated and self.mask_no_eos_with_zero:

@@ -203,12 +203,10 @@ class VerifierPool:
     ) -> Future[FunctionResult]:
         """Call the user's function on a completion."""
         request = {"completion": completion, "solutions": list(solutions), "row": row}
-
         return self._queue(request, checked_result)
 
-    def results(
-        self, futures: Sequence[Future[T]], on_progress: Callable[[], None] = lambda: None
-    ) -> list[T]:
+    @staticmethod
+    def results(futures: Sequence[Future[T]], on_progress: Callable[[], None] = lambda: None) -> list[T]:
         """The results of the futures, when all are there: every answer has a time limit of its own, so that ends.
         `on_progress` is called every second until then."""
         late = set(futures)

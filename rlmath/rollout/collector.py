@@ -34,8 +34,7 @@ from rlmath.config.schema import RewardConfig, RolloutConfig
 from rlmath.distributed.collectives import all_gather_objects, shared_store
 from rlmath.distributed.mesh import Mesh
 from rlmath.distributed.signed_store import SignedStore
-from rlmath.rewards.reward_manager import RewardManager
-from rlmath.rewards.worker_pool import VerifierPool
+from rlmath.rewards.reward_manager import RewardManager, RewardWorkers
 from rlmath.rollout.engine import Engine
 from rlmath.rollout.sampling import Key, Request, RolloutSeed, SamplingSettings, group_requests
 from rlmath.rollout.work_queue import EngineUsage, WorkQueue
@@ -81,7 +80,7 @@ class Collector:
         tokenizer: PreTrainedTokenizerFast,
         rollout: RolloutConfig,
         reward: RewardConfig,
-        pool: VerifierPool | None,
+        pool: RewardWorkers | None,
     ) -> None:
         """Every rank makes one, and one at a time: the number of a rollout names its keys in the store."""
         assert (pool is not None) == mesh.is_engine_leader, (

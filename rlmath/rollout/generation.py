@@ -45,8 +45,7 @@ from rlmath.data.dataset import Inputs
 from rlmath.distributed.bridge import Mailbox
 from rlmath.distributed.collectives import shared_store
 from rlmath.distributed.mesh import Mesh
-from rlmath.rewards.reward_manager import RewardManager
-from rlmath.rewards.worker_pool import VerifierPool
+from rlmath.rewards.reward_manager import RewardManager, RewardWorkers
 from rlmath.rollout.collector import Collector, Rollout, completion_text
 from rlmath.rollout.engine import Engine
 from rlmath.rollout.sampling import (
@@ -236,7 +235,7 @@ class GenerationLoop:
         sampling_of_stage: Sequence[SamplingSettings],
         run_seed: int,
         mailbox: Mailbox | None,
-        pool: VerifierPool | None,
+        pool: RewardWorkers | None,
     ) -> None:
         """`mesh` is that of the engines' world; an engine's first rank has a `mailbox` and a `pool`."""
         self._engine, self._mesh, self._receiver, self._collector = engine, mesh, receiver, collector

@@ -34,6 +34,7 @@ from rlmath.algorithms.types import PartialCompletion, Prompt, ScoredCompletion
 from rlmath.checkpoint.flight import FLIGHT, write_flight
 from rlmath.config.length_curriculum import LengthStage
 from rlmath.config.schema import Config
+from rlmath.data.curriculum import HISTORY
 from rlmath.data.dataset import Inputs
 from rlmath.distributed.bridge import Mailbox
 from rlmath.distributed.collectives import broadcast_from_rank_zero
@@ -188,6 +189,7 @@ class AsynchronousRollouts(FlightRollouts):
 
     def step(self, number: int, stage: LengthStage) -> StepRollout:
         """Admit draws, and wait until enough groups are complete and none would be too old."""
+        self.curriculum.begin(number)
         before = self._flight
         flight = self._after = replace(before, groups=list(before.groups))
         if not self._begun:
@@ -199,6 +201,7 @@ class AsynchronousRollouts(FlightRollouts):
         if number + 1 == self._total_steps:
             self._warn_of_groups_left(flight)
         sampled = [self._scored(group) for group in found.groups]
+        self._sampled = sampled
         selection = Selection(sampled, found.chosen, self._limits.groups_per_step)
         reports, seconds = self._connection.reports(), time.perf_counter() - self._since
         self._since = time.perf_counter()
@@ -211,7 +214,7 @@ class AsynchronousRollouts(FlightRollouts):
         }
         metrics |= staleness_metrics(selection.learned, number, self._limits.max_staleness)
         metrics |= engine_report_metrics(reports, len(self._connection.leaders))
-        epoch, _ = self._inputs.order.batch(number)
+        epoch = number // self._inputs.order.steps_per_epoch
         scores = [score for group in sampled for score in group.scores]
         return StepRollout(epoch, selection, [], scores, sum(map(tokens_of, found.groups)), metrics)
 
@@ -222,7 +225,7 @@ class AsynchronousRollouts(FlightRollouts):
             at = self._connection.snapshot()
             groups = [replace(one, samples=at.get(one.draw, one.samples)) for one in flight.groups]
             flight = replace(flight, groups=groups)
-        return {FLIGHT: write_flight(flight)}
+        return {FLIGHT: write_flight(flight), HISTORY: self.curriculum.file()}
 
     # ------------------------------------------------------------ parts of a step
 

@@ -10,7 +10,14 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from rlmath.checkpoint.directory import CHECKPOINTS, Progress, complete_checkpoints, remove, sound_checkpoints
+from rlmath.checkpoint.directory import (
+    CHECKPOINTS,
+    Checkpoint,
+    Progress,
+    complete_checkpoints,
+    remove,
+    sound_checkpoints,
+)
 from rlmath.checkpoint.hf.weights import read_metadata_files, write_hf_folder
 from rlmath.checkpoint.manager import CheckpointManager, Retention, Saved
 from rlmath.config.length_curriculum import has_length_stages, length_stages
@@ -111,10 +118,14 @@ class Checkpointer:
             self._finish()
 
     def newest_sound(self) -> Path | None:
-        """The folder of the newest checkpoint whose weights learned in a later step. Reads the disk; ValueError
-        where it cannot."""
+        """The folder of the newest checkpoint whose weights learned in a later step, and are no worse than the best.
+        Reads the disk; ValueError where it cannot."""
+        return next((one.folder for one in self.sound()), None)
+
+    def sound(self) -> list[Checkpoint]:
+        """All such, the newest first; as `newest_sound`."""
         found, _ = complete_checkpoints(self._folder / CHECKPOINTS)
-        return next((one.folder for one in sound_checkpoints(found, self._divergence.learned_step)), None)
+        return sound_checkpoints(found, self._divergence.sound_before)
 
     def asked_to_stop(self) -> str | None:
         """The reason if any rank was asked to stop, without saving. Collective: all ranks call it."""
@@ -239,4 +250,8 @@ class Checkpointer:
             learned_step=self._divergence.learned_step,
             critic_updates=trainer.critic_updates,
             cpu_sampler=CPU_SAMPLER_VERSION,
+            good_step=self._divergence.good_step,
+            rewards=tuple(self._divergence.rewards),
+            rollback_steps=tuple(one.step for one in trainer.rollbacks),
+            rollback_draw_steps=tuple(one.draw_step for one in trainer.rollbacks),
         )

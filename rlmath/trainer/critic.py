@@ -72,14 +72,15 @@ class CriticUpdater:
         self,
         batches: Sequence[MicroBatch],
         groups: Sequence[ScoredGroup],
+        rewards: Sequence[Sequence[float]],
         old: Sequence[TokenLogprobs] | None,
         reference: Sequence[TokenLogprobs] | None,
     ) -> Estimates:
-        """Advantages and returns of the step's samples, those of `groups` in order. `old` are the log-probs of
+        """Advantages and returns of the step's samples, those of `groups` with these `rewards`. `old` are log-probs of
         the policy at the step's start, None to use the engine's. A collective."""
-        scored = [pair for group in groups for pair in zip(group.completions, group.rewards, strict=True)]
-        rewards_P = torch.tensor([reward for _, reward in scored], dtype=torch.float64)
-        truncated_P = torch.tensor([one.finish_reason == "length" for one, _ in scored])
+        rewards_P = torch.tensor([reward for row in rewards for reward in row], dtype=torch.float64)
+        completions = [one for group in groups for one in group.completions]
+        truncated_P = torch.tensor([one.finish_reason == "length" for one in completions])
         values = self.critic.learner.values(batches)
         rows: list[_Row] = []
         if self.mesh.is_last_stage:
@@ -89,7 +90,7 @@ class CriticUpdater:
                     assert reference is not None
                     kl_T = self._kl(batch, None if old is None else old[i], reference[i], self.penalty)
                 rows.append(self._row(batch, values[i], rewards_P, truncated_P, kl_T))
-        sums, means_P = self._totals(batches, rows, len(scored))
+        sums, means_P = self._totals(rows, len(completions))
         count = max(1.0, sums["count"])
         mean = sums["advantages"] / count
         deviation = max(0.0, sums["squared_advantages"] / count - mean**2) ** 0.5
@@ -107,7 +108,7 @@ class CriticUpdater:
         advantages = [[next(found) for _ in group.completions] for group in groups]
         reward_kl = None
         if self.penalty is not None:
-            reward_kl = RewardKL(sums["kl"] / count, sums["kl"] / max(1, len(scored)))
+            reward_kl = RewardKL(sums["kl"] / count, sums["kl"] / max(1, len(completions)))
         metrics = {
             "critic/explained_variance": explained_variance(*(sums[name] for name in SUMS[:5])),
             "critic/value": sums["values"] / count,
@@ -176,9 +177,7 @@ class CriticUpdater:
         returns_N = advantages(torch.full_like(fixed_S, settings.value_lambda)) + values_N
         return _Row(samples_S, tokens_S, values_N, policy_N, returns_N, kl_N)
 
-    def _totals(
-        self, batches: Sequence[MicroBatch], rows: Sequence[_Row], samples: int
-    ) -> tuple[dict[str, float], Tensor]:
+    def _totals(self, rows: Sequence[_Row], samples: int) -> tuple[dict[str, float], Tensor]:
         """Sums over all tokens of the step, and the mean advantage of every sample, on all ranks; over gloo."""
         totals = torch.zeros(len(SUMS) + samples, dtype=torch.float64)
         if self.mesh.counts_loss:

@@ -1,10 +1,12 @@
 """A policy that can no longer be trained, and what a run keeps of the time before.
 
-Two signs end a run, alike on all ranks, with the exit status `exit_codes.DIVERGED`:
+These signs end a run, alike on all ranks, with the exit status `exit_codes.DIVERGED`, unless it may go back to a
+checkpoint from before (`rollback`):
 
 - parameters or optimizer state that are not finite. All ranks look at theirs before each save and export, and after a
   step that discarded a minibatch;
-- `run.max_discarded_steps` steps in a row that had minibatches and discarded all of them.
+- `run.max_discarded_steps` steps in a row that had minibatches and discarded all of them;
+- with `algorithm.rollback_reward_drop`, rewards that have collapsed (`collapse_of`).
 
 No checkpoint is written of weights that are not finite. Those of the steps that discarded everything are, and count
 among the newest that stay, but the newest one after which something was learned stays beside them.
@@ -12,7 +14,11 @@ among the newest that stay, but the newest one after which something was learned
 
 from __future__ import annotations
 
+import math
+import statistics
 from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -34,30 +40,111 @@ ADVICE = (
 )
 
 
+NO_STEP = 2**62
+"""Later than every step: there are no best rewards."""
+
+
 class DivergedError(Exception):
     """The run ends; raised on all ranks alike. The message says why, in one line."""
+
+
+DEVIATIONS = 3.0
+"""By how many deviations of single steps rewards must have fallen, too."""
+
+
+@dataclass(frozen=True)
+class RewardRule:
+    """When rewards have collapsed; see `AlgorithmConfig`."""
+
+    drop: float
+    steps: int
+
+
+@dataclass(frozen=True)
+class BestRewards:
+    """The best of the earlier windows of a run's rewards."""
+
+    mean: float
+    end: int
+    """Steps done at its end."""
+    collapsed: str | None
+    """Why the last window's rewards are a collapse; None where they are none."""
+
+
+def best_rewards(rewards: Sequence[float], rule: RewardRule) -> BestRewards | None:
+    """The best window of steps before the last one, and whether that is a collapse: its mean is lower by more than
+    `rule.drop` x (best - first), and by more than DEVIATIONS x the root of the mean of both windows' variances. Of
+    equal ones the latest is the best. None where there are less than two windows.
+
+    >>> best_rewards([0.0, 0.2, 0.8, 1.0, 0.1, 0.1], RewardRule(drop=0.5, steps=2))
+    BestRewards(mean=0.9, end=4, collapsed='the mean reward of the last 2 steps is 0.1; up to step 4 it was 0.9')
+    """
+    size = rule.steps
+    if len(rewards) < 2 * size:
+        return None
+    sums = list(accumulate(rewards, initial=0.0))
+    means = [(sums[end] - sums[end - size]) / size for end in range(size, len(rewards) - size + 1)]
+    best, end = max((mean, end) for end, mean in enumerate(means, start=size))
+    last, before = rewards[-size:], rewards[end - size : end]
+    mean = statistics.fmean(last)
+    deviation = math.sqrt((statistics.pvariance(last) + statistics.pvariance(before)) / 2)
+    fell = best - mean
+    if not (fell > rule.drop * (best - means[0]) and fell > DEVIATIONS * deviation):
+        return BestRewards(best, end, None)
+    told = f"the mean reward of the last {size} steps is {mean:.4g}; up to step {end} it was {best:.4g}"
+    return BestRewards(best, end, told)
 
 
 class DivergenceCheck:
     """Looks for the signs. All ranks call it alike."""
 
-    def __init__(self, trainer: Trainer, max_discarded_steps: int, progress: Progress | None) -> None:
-        """`progress` is where a resumed run stands."""
+    def __init__(
+        self,
+        trainer: Trainer,
+        max_discarded_steps: int,
+        progress: Progress | None,
+        rule: RewardRule | None = None,
+    ) -> None:
+        """`progress` is where a resumed run stands; `rule` None: rewards are not looked at."""
         self._trainer = trainer
         self._max_discarded_steps = max_discarded_steps
+        self._rule = rule
+        self.begin_at(progress)
+
+    def begin_at(self, progress: Progress | None) -> None:
+        """The run continues where it stands at `progress`."""
+        self.rewards = [] if progress is None else list(progress.rewards)
+        """Mean reward of every step, where they are looked at."""
+        self.good_step = NO_STEP if progress is None else progress.good_step
+        """Steps done at the end of the best of them."""
         self.discarded_steps = 0 if progress is None else progress.discarded_steps
         """Steps up to now in which all minibatches were discarded; steps without any minibatch do not count."""
         self.learned_step = 0 if progress is None else progress.learned_step
         """Steps done when a minibatch was last learned from."""
 
-    def after_step(self, step: int, results: Sequence[MinibatchResult]) -> None:
-        """`step` steps are done; `results` are those of the last one's minibatches. A collective. DivergedError where
-        the run must end."""
+    @property
+    def sound_before(self) -> int:
+        """As that of `Progress`."""
+        return min(self.learned_step, self.good_step + 1)
+
+    def after_step(self, step: int, results: Sequence[MinibatchResult], reward: float | None = None) -> None:
+        """`step` steps are done; `results` are those of the last one's minibatches, `reward` its mean reward. A
+        collective. DivergedError where the run must end."""
+        collapsed = None
+        if self._rule is not None and reward is not None:
+            self.rewards.append(float(reward))
+            best = best_rewards(self.rewards, self._rule)
+            if best is not None:
+                self.good_step, collapsed = best.end, best.collapsed
         discarded = [result.discarded for result in results if result.discarded is not None]
         if len(discarded) < len(results):
             self.discarded_steps, self.learned_step = 0, step
         elif discarded:
             self.discarded_steps += 1
+        if collapsed is not None:
+            raise DivergedError(
+                f"{collapsed} (algorithm.rollback_reward_drop is {self._rule and self._rule.drop:g})"
+            )
         if not discarded:
             return
         self.raise_if_not_finite()

@@ -20,8 +20,7 @@ from rlmath.distributed.device import Device, environment_rank, environment_worl
 from rlmath.distributed.fault_tolerance.preemption import StopRequest
 from rlmath.distributed.mesh import Mesh
 from rlmath.distributed.rendezvous import Rendezvous
-from rlmath.rewards.reward_manager import open_reward_workers
-from rlmath.rewards.worker_pool import VerifierPool
+from rlmath.rewards.reward_manager import RewardWorkers, open_reward_workers
 from rlmath.rollout.collector import Collector
 from rlmath.rollout.engine import Engine
 from rlmath.rollout.generation import GenerationLoop
@@ -63,7 +62,7 @@ def run_engine_rank(prepared: PreparedRun[Any], rendezvous: Rendezvous | None) -
     return status
 
 
-def open_scorers(config: Config, mesh: Mesh) -> AbstractContextManager[VerifierPool | None]:
+def open_scorers(config: Config, mesh: Mesh) -> AbstractContextManager[RewardWorkers | None]:
     """The reward workers of an engine's first rank; to be opened before process groups and engines."""
     return open_reward_workers(config.reward) if mesh.is_engine_leader else nullcontext()
 
@@ -77,7 +76,7 @@ class EngineRank:
         mesh: Mesh,
         device: Device,
         bridge: Bridge,
-        workers: VerifierPool | None,
+        workers: RewardWorkers | None,
         on_progress: Callable[[], None],
     ) -> None:
         """`mesh` is that of the engines' world. `on_progress` is called for every step of vLLM's, and while weights

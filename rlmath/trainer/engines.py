@@ -29,7 +29,7 @@ from rlmath.distributed.mesh import Mesh
 from rlmath.distributed.phase_timers import PhaseTimers
 from rlmath.models.build import Actor
 from rlmath.models.offload import OffloadSets
-from rlmath.rewards.worker_pool import VerifierPool
+from rlmath.rewards.reward_manager import RewardWorkers
 from rlmath.rollout.collector import Collector
 from rlmath.rollout.engine import Engine
 from rlmath.rollout.generation import End, NewWeights
@@ -89,7 +89,7 @@ def open_engines(
     mesh: Mesh,
     device: Device,
     timers: PhaseTimers,
-    workers: VerifierPool | None,
+    workers: RewardWorkers | None,
     bridge: Bridge | None,
     on_progress: Callable[[], None],
 ) -> Engines:
@@ -110,7 +110,7 @@ class ColocatedEngines(Engines):
         mesh: Mesh,
         device: Device,
         timers: PhaseTimers,
-        workers: VerifierPool | None,
+        workers: RewardWorkers | None,
         on_progress: Callable[[], None],
     ) -> None:
         """Builds the engine; it sleeps afterwards."""

@@ -26,16 +26,19 @@ from itertools import accumulate, chain, pairwise
 from pathlib import Path
 from typing import Any, ClassVar
 
-from rlmath.algorithms.advantages import advantages
+from rlmath.algorithms.advantages import advantages, gdpo_advantages
 from rlmath.algorithms.losses import Normalisation
 from rlmath.algorithms.types import MicroBatch, Sample, ScoredGroup
 from rlmath.checkpoint.directory import CRITIC, CRITIC_CONFIG, REFERENCE, Progress
+from rlmath.checkpoint.hf.weights import load_hf_weights
 from rlmath.checkpoint.sharded_state import SavedModel
 from rlmath.config import length_curriculum as curriculum
 from rlmath.config.length_curriculum import LengthStage
 from rlmath.config.model_shape import ModelShape
 from rlmath.config.schema import Config
+from rlmath.data.curriculum import HISTORY
 from rlmath.data.dataset import Inputs, most_critic_updates, most_updates
+from rlmath.data.loader import Rollback
 from rlmath.data.packing import pack
 from rlmath.data.seqlen_balancing import plan_minibatches, training_cost
 from rlmath.distributed.bridge import Bridge
@@ -49,8 +52,8 @@ from rlmath.models.hf_config import critic_config_file, critic_shape_of, teacher
 from rlmath.models.learner import MinibatchResult
 from rlmath.models.offload import OffloadSets, training_sets
 from rlmath.models.teacher import Teacher, TeacherStates
-from rlmath.rewards.reward_manager import open_reward_workers, raise_if_every_call_failed
-from rlmath.rewards.worker_pool import VerifierPool
+from rlmath.rewards.reward_manager import RewardWorkers, open_reward_workers, raise_if_every_call_failed
+from rlmath.rewards.several_rewards import functions_of, named_rewards, summed_rewards
 from rlmath.trainer.checkpointing import Checkpointer
 from rlmath.trainer.critic import CriticUpdater, Estimates
 from rlmath.trainer.engines import open_engines
@@ -62,6 +65,7 @@ from rlmath.trainer.metrics import (
     mfu_metrics,
     mismatch_metrics,
     pace_metrics,
+    part_metrics,
     rollout_metrics,
     selection_metrics,
     teacher_metrics,
@@ -71,6 +75,7 @@ from rlmath.trainer.reporter import StepRecord, ValidationResult
 from rlmath.trainer.rollouts import StepRollout, selection_rules
 from rlmath.trainer.startup import PreparedRun
 from rlmath.trainer.teacher_advantages import TeacherAdvantages, add_teacher_advantages
+from rlmath.trainer.telemetry.metrics_writer import write_whole
 from rlmath.trainer.validation import Validator
 
 logger = logging.getLogger(__name__)
@@ -85,7 +90,7 @@ class GrpoTrainer(Trainer):
     """Made by `begin`."""
 
     @staticmethod
-    def open_workers(config: Config, mesh: Mesh) -> AbstractContextManager[VerifierPool | None]:
+    def open_workers(config: Config, mesh: Mesh) -> AbstractContextManager[RewardWorkers | None]:
         """The reward workers of an engine's first rank."""
         return open_reward_workers(config.reward) if mesh.is_engine_leader else nullcontext()
 
@@ -94,7 +99,7 @@ class GrpoTrainer(Trainer):
         prepared: PreparedRun[Inputs],
         mesh: Mesh,
         device: Device,
-        workers: VerifierPool | None = None,
+        workers: RewardWorkers | None = None,
         on_phase: Callable[[str], None] = lambda name: None,
         on_progress: Callable[[], None] = lambda: None,
         bridge: Bridge | None = None,
@@ -133,7 +138,7 @@ class GrpoTrainer(Trainer):
             self.actor, self.reference, config.memory, device, self.critic, self.teacher, in_update
         )
         self.engines.connect(self.actor, self.offload)
-        self.rules = selection_rules(config.selection)
+        self.rules = selection_rules(config.selection, config.reward)
         self.updaters = [
             PolicyUpdater(
                 stage.config,
@@ -184,13 +189,13 @@ class GrpoTrainer(Trainer):
         if self.rules.drop_anything:
             logger.info("step %d: %s", number + 1, selection.line())
         self.validator.keep_if_best(validated)
-        if self.config.reward.function is not None:
+        if functions_of(self.config.reward):
             raise_if_every_call_failed(rollout.scores)
-        self.rollouts.commit()
+        history = self.rollouts.commit()
         update = self.updaters[stage.number].update(selection.learned, number)
         self.move_reference(number + 1)
         seconds = self.timers.seconds() | {"step": time.perf_counter() - started}
-        metrics = self.metrics(stage, rollout, update, seconds) | probed
+        metrics = self.metrics(stage, rollout, update, seconds) | history | probed
         return StepRecord(
             rollout.epoch,
             metrics,
@@ -210,7 +215,8 @@ class GrpoTrainer(Trainer):
         """All metrics of a step, under the names that `metrics.jsonl` has."""
         algorithm, selection = self.config.algorithm, rollout.selection
         learned = selection.learned
-        metrics = rollout_metrics(selection.sampled) | engine_metrics(rollout.rounds) | rollout.metrics
+        metrics = rollout_metrics(selection.sampled) | part_metrics(selection.sampled, self.config.reward)
+        metrics |= engine_metrics(rollout.rounds) | rollout.metrics
         if self.rules.drop_anything:
             metrics |= selection_metrics(selection)
         metrics |= update_metrics(update, learned, metrics["task_reward"], algorithm)
@@ -275,11 +281,13 @@ class GrpoTrainer(Trainer):
         return files
 
     def resume(self, folder: Path, progress: Progress) -> None:
-        if self.critic is not None and progress.has_model(CRITIC):
+        if self.critic is not None:
             self.critic.learner.restore_schedule(progress.critic_updates)
-        self.reference_moved = self.reference is not None and progress.has_model(REFERENCE)
-        if self.critic is not None and not progress.has_model(CRITIC) and self.mesh.rank == 0:
-            logger.warning("%s has no critic: it begins with the weights it starts from", folder)
+        if self.reference is not None:
+            if self.reference_moved and not progress.has_model(REFERENCE):  # after a rollback
+                with self.offload.on_device("reference"):
+                    load_hf_weights(self.reference.chunks, self.config.model.path, self.shape, self.mesh)
+            self.reference_moved = progress.has_model(REFERENCE)
         changed = progress.reward_fingerprint not in ("", self.reward_fingerprint)
         self.rollouts.resume(folder, progress.step, changed)
 
@@ -291,6 +299,27 @@ class GrpoTrainer(Trainer):
             validated = self.validator.validate(self.total_steps)
         self.validator.keep_if_best(validated)
         return validated
+
+    def roll_back(self, rollbacks: Sequence[Rollback]) -> None:
+        super().roll_back(rollbacks)
+        if self.critic is not None:
+            self.critic.learner.lr_scale = self.actor.learner.lr_scale
+
+    def next_draw_step(self, steps_done: int) -> int:
+        """Groups in flight were drawn for later steps."""
+        return max(steps_done, -(-self.rollouts.next_draw // self.order.prompts_per_step))
+
+    def at_end(self) -> dict[str, Any]:
+        curriculum = self.rollouts.curriculum
+        if self.mesh.rank == 0:
+            for line in curriculum.lines():
+                logger.info("%s", line)
+            path = Path(self.config.run.output_dir) / HISTORY
+            try:
+                write_whole(path, curriculum.file().decode())
+            except OSError as error:
+                logger.warning("%s cannot be written: %s", path, error)
+        return {"history": curriculum.summary()}
 
     def busy_seconds(self) -> float:
         others = [self.reference]
@@ -361,9 +390,9 @@ class PolicyUpdater:
     def update(self, groups: Sequence[ScoredGroup], number: int) -> UpdateRecord:
         """Learn from the groups of step `number`. Without any completion nothing happens. A collective."""
         algorithm, timed = self.config.algorithm, self.timers.phase
-        rewards_PG = [group.rewards for group in groups]
+        rewards_PG = [summed_rewards(group, self.config.reward) for group in groups]
         tokens_PG = [[len(one.token_ids) for one in group.completions] for group in groups]
-        advantages_PG = self.reward_advantages(rewards_PG, tokens_PG)
+        advantages_PG = self.reward_advantages(groups, rewards_PG, tokens_PG)
         if not groups:
             return UpdateRecord([], advantages_PG, None)
 
@@ -382,7 +411,7 @@ class PolicyUpdater:
         learned_by_critic: dict[str, float] = {}
         if self.critic_updater is not None:
             estimates, learned_by_critic = self.update_critic(
-                batches, packed, groups, old, reference, orders, number
+                batches, packed, groups, rewards_PG, old, reference, orders, number
             )
             batches, advantages_PG = estimates.batches, estimates.advantages
             reward_kl = estimates.reward_kl
@@ -425,12 +454,19 @@ class PolicyUpdater:
         return UpdateRecord(results, advantages_PG, reward_kl, passes, learned_by_critic, teacher_kl)
 
     def reward_advantages(
-        self, rewards_PG: Sequence[Sequence[float]], tokens_PG: Sequence[Sequence[int]]
+        self,
+        groups: Sequence[ScoredGroup],
+        rewards_PG: Sequence[Sequence[float]],
+        tokens_PG: Sequence[Sequence[int]],
     ) -> list[list[float]]:
         """By group and completion; 0 where the critic will give them, or the teacher alone is learned from."""
         algorithm, teacher = self.config.algorithm, self.config.teacher
         if algorithm.advantage == "gae" or (self.teacher is not None and not teacher.with_rewards):
             return [[0.0] * len(row) for row in rewards_PG]
+        if self.config.reward.combine == "gdpo":
+            weights = [one.weight for one in named_rewards(self.config.reward)]
+            parts_PG = [[score.parts for score in group.scores] for group in groups]
+            return gdpo_advantages(parts_PG, weights, algorithm.advantage_eps)
         return advantages(rewards_PG, tokens_PG, algorithm.advantage, algorithm.advantage_eps)
 
     def update_critic(
@@ -438,6 +474,7 @@ class PolicyUpdater:
         batches: Sequence[MicroBatch],
         packed: Sequence[Sequence[MicroBatch]],
         groups: Sequence[ScoredGroup],
+        rewards_PG: Sequence[Sequence[float]],
         old: Sequence[TokenLogprobs] | None,
         reference: Sequence[TokenLogprobs] | None,
         orders: Sequence[Sequence[int]],
@@ -446,7 +483,7 @@ class PolicyUpdater:
         """Advantages by the critic as it is, and its own updates afterwards. A collective."""
         assert self.critic_updater is not None
         with self.timers.phase("critic"), self.offload.on_device("critic", "critic_gradients"):
-            estimates = self.critic_updater.estimate(batches, groups, old, reference)
+            estimates = self.critic_updater.estimate(batches, groups, rewards_PG, old, reference)
             minibatches = [estimates.batches[i:j] for i, j in bounds_of(packed)]
             targets = [estimates.targets[i:j] for i, j in bounds_of(packed)]
             metrics = self.critic_updater.learn(minibatches, targets, orders, number)

@@ -12,7 +12,7 @@ import logging
 import socket
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,13 +20,13 @@ from typing import Any, ClassVar
 
 import torch.distributed as dist
 
-from rlmath.checkpoint.directory import Progress
+from rlmath.checkpoint.directory import Progress, read_progress
 from rlmath.checkpoint.manager import load_checkpoint
 from rlmath.checkpoint.sharded_state import POLICY, SavedModel
 from rlmath.config.help import all_settings, as_yaml_word
 from rlmath.config.load import config_as_yaml, shown_values
-from rlmath.config.schema import Config
-from rlmath.data.loader import write_report
+from rlmath.config.schema import AlgorithmConfig, Config
+from rlmath.data.loader import Rollback, write_report
 from rlmath.distributed import process
 from rlmath.distributed.bridge import Bridge, open_worlds
 from rlmath.distributed.collectives import all_gather_objects, broadcast_from_rank_zero
@@ -52,12 +52,20 @@ from rlmath.models.build import Actor
 from rlmath.models.megatron import start_megatron
 from rlmath.rewards.reward_manager import RewardFunctionError
 from rlmath.trainer.checkpointing import Checkpointer
-from rlmath.trainer.divergence import ADVICE, DivergedError, DivergenceCheck
+from rlmath.trainer.divergence import ADVICE, DivergedError, DivergenceCheck, RewardRule
 from rlmath.trainer.preflight.memory_estimate import Kind, mesh_of
 from rlmath.trainer.preflight.memory_fit import measured_line
 from rlmath.trainer.reporter import Reporter, StepRecord, ValidationResult
-from rlmath.trainer.resume import CheckpointToResume, choose_checkpoint
-from rlmath.trainer.run_dir import CONFIG_NAME, claim_run_folder
+from rlmath.trainer.resume import CheckpointToResume, Recovery, choose_checkpoint
+from rlmath.trainer.rollback import (
+    ROLLBACKS,
+    RollbackRecord,
+    numbered,
+    records_of,
+    unnumbered,
+    write_rollbacks,
+)
+from rlmath.trainer.run_dir import CONFIG_NAME, claim_run_folder, take_back
 from rlmath.trainer.startup import PreparedRun, compare_clocks
 from rlmath.trainer.telemetry.console import LOG_FILE, open_log_file
 
@@ -76,6 +84,8 @@ class Trainer(ABC):
     """One training program on this rank: its models, its data and its step."""
 
     kind: ClassVar[Kind]
+    rollbacks: tuple[Rollback, ...] = ()
+    """Of the run so far."""
     weight_syncs_per_step: ClassVar[int] = 0
     """1 where there are engines."""
     actor: Actor
@@ -146,6 +156,17 @@ class Trainer(ABC):
     def resume(self, folder: Path, progress: Progress) -> None:  # noqa: B027
         """Continue with the files of `checkpoint_files` in a checkpoint's folder. ValueError where one is damaged."""
 
+    def roll_back(self, rollbacks: Sequence[Rollback]) -> None:
+        """The run has made these so far: later prompts and samples have other seeds, and the learning rate is
+        lower."""
+        self.rollbacks = tuple(rollbacks)
+        self.order.roll_back(rollbacks)
+        self.actor.learner.lr_scale = self.config.algorithm.rollback_lr_factor ** len(rollbacks)
+
+    def next_draw_step(self, steps_done: int) -> int:
+        """The first step of which nothing is drawn yet with so many steps done."""
+        return steps_done
+
     def evaluate_before_training(self) -> dict[str, float]:
         """Metrics of the model as it came; asked for before step 0 only."""
         return {}
@@ -157,6 +178,10 @@ class Trainer(ABC):
     def validate_at_end(self) -> ValidationResult | None:
         """The validation of the weights after the last step, if one is due."""
         return None
+
+    def at_end(self) -> dict[str, Any]:
+        """Called once after the last step, before the summary, to which it adds."""
+        return {}
 
     def busy_seconds(self) -> float:
         """Seconds since the last call in which this rank's models computed without waiting for other replicas."""
@@ -198,18 +223,35 @@ def run_training(
         )
         process.freeze_live_objects()
         divergence = DivergenceCheck(
-            trainer, config.run.max_discarded_steps, None if resumed is None else resumed[1]
+            trainer,
+            config.run.max_discarded_steps,
+            None if resumed is None else resumed[1],
+            reward_rule(config.algorithm),
         )
         checkpointer = Checkpointer(trainer, prepared.origin, stop, divergence, heartbeat.report_progress)
         stack.callback(checkpointer.close)
+        if resumed is not None:
+            trainer.roll_back(numbered(shared_rollbacks(trainer, resumed[1])))
         progress = restore(trainer, resumed, heartbeat)
         reporter = open_reporter(trainer, prepared, progress)
-        try:
-            status = _train(trainer, progress, checkpointer, divergence, reporter, heartbeat, stop, started)
-        except DivergedError as error:
-            status = end_diverged(trainer, checkpointer, heartbeat.step, error, stop)
-        except RewardFunctionError as error:
-            status = end_without_rewards(trainer, checkpointer, heartbeat.step, error, stop)
+        while True:
+            try:
+                status = _train(
+                    trainer, progress, checkpointer, divergence, reporter, heartbeat, stop, started
+                )
+            except DivergedError as error:
+                progress = roll_back(trainer, checkpointer, heartbeat, error)
+                if progress is not None:
+                    divergence.begin_at(progress)
+                    if reporter is not None:
+                        reporter.close()
+                    take_back_files(trainer, progress)
+                    reporter = open_reporter(trainer, prepared, progress)
+                    continue
+                status = end_diverged(trainer, checkpointer, heartbeat.step, error, stop)
+            except RewardFunctionError as error:
+                status = end_without_rewards(trainer, checkpointer, heartbeat.step, error, stop)
+            break
         if reporter is not None:
             reporter.close()  # it may wait for a network: all is saved by now, and no rank waits
         trainer.close(status)
@@ -259,19 +301,22 @@ def _train(
         metrics |= {"memory_gib": held_bytes(trainer.device) / 2**30, "seconds/save": checkpointer.seconds}
         if reporter is not None:
             reporter.step(number, record, metrics)
-        divergence.after_step(number + 1, record.results)
+        divergence.after_step(number + 1, record.results, record.metrics.get("task_reward"))
         is_last = number + 1 == total_steps
         reason = checkpointer.after_step(number + 1, is_last)
         if reason is not None and not is_last:
             return stop_early(trainer, checkpointer, number + 1, reason, stop)
         checkpointer.export_length_stage(number + 1, even_if_there=True)
+    if config.algorithm.rollback > 0:
+        divergence.raise_if_not_finite()  # while the run may go back
     stop.done()  # a request to stop comes too late now
     checkpointer.export_final_model()
     validated = trainer.validate_at_end()
+    more = trainer.at_end()
     if reporter is not None:
         if validated is not None:
             reporter.validation(validated)
-        reporter.write_summary(time.perf_counter() - started)
+        reporter.write_summary(time.perf_counter() - started, more)
         message = f"all {total_steps} steps are done"
         exit_codes.write_exit_status(config.run.output_dir, exit_codes.FINISHED, message)
     dist.barrier()
@@ -422,6 +467,119 @@ def restore(trainer: Trainer, resumed: CheckpointToResume | None, heartbeat: Hea
         done = f"{progress.step} steps and {progress.updates} updates are done"
         logger.info("Resuming from %s, made on %s: %s", checkpoint.folder, progress.layout, done)
     return progress
+
+
+def reward_rule(algorithm: AlgorithmConfig) -> RewardRule | None:
+    """Rewards are looked at only where the run may go back."""
+    if algorithm.rollback == 0 or algorithm.rollback_reward_drop is None:
+        return None
+    return RewardRule(algorithm.rollback_reward_drop, algorithm.rollback_reward_steps)
+
+
+def shared_rollbacks(trainer: Trainer, progress: Progress | None) -> list[RollbackRecord]:
+    """The run's rollbacks, as rank 0 reads them. A collective. ValueError on all ranks where it cannot."""
+    found: list[RollbackRecord] | str = []
+    if trainer.mesh.rank == 0:
+        try:
+            found = records_of(trainer.config.run.output_dir, progress)
+        except ValueError as error:
+            found = str(error)
+    found = broadcast_from_rank_zero(found)
+    if isinstance(found, str):
+        raise ValueError(found)
+    return found
+
+
+def roll_back(
+    trainer: Trainer, checkpointer: Checkpointer, heartbeat: Heartbeat, error: DivergedError
+) -> Progress | None:
+    """Go back to the last good checkpoint, after a divergence: where its run stands; None where the run must end, as it
+    has no such checkpoint, or no rollback left. A collective. The rollback is on the disk when it returns, and nothing
+    else there is changed."""
+    config, diverged_step = trainer.config, heartbeat.step
+    most = config.algorithm.rollback
+    if most == 0:
+        return None
+    checkpointer.finish()
+    records = shared_rollbacks(trainer, None)
+    if len(records) < len(trainer.rollbacks):  # the file is lost
+        records = unnumbered(trainer.rollbacks)
+    resumed = None
+    if len(records) < most:
+        resumed = good_checkpoint(trainer, checkpointer, heartbeat)
+    if resumed is None:
+        if trainer.mesh.rank == 0:
+            why = (
+                "no checkpoint is good"
+                if len(records) < most
+                else f"all {most} of algorithm.rollback are made"
+            )
+            logger.error("No rollback after the divergence in step %d: %s", diverged_step, why)
+        return None
+    checkpoint, progress = resumed
+    number = len(records) + 1
+    trainer.roll_back(
+        numbered([*records, RollbackRecord(progress.step, progress.step)])
+    )  # the rate, for `restore`
+    restore(trainer, resumed, heartbeat)
+    records.append(
+        RollbackRecord(progress.step, trainer.next_draw_step(progress.step), diverged_step, str(error))
+    )
+    trainer.roll_back(numbered(records))
+    refused = None
+    if trainer.mesh.rank == 0:
+        try:
+            write_rollbacks(config.run.output_dir, records)
+        except OSError as failed:
+            refused = str(failed)
+    refused = broadcast_from_rank_zero(refused)
+    if trainer.mesh.rank == 0:
+        if refused is not None:
+            logger.error(
+                "No rollback: %s cannot be written, and it would not be counted: %s", ROLLBACKS, refused
+            )
+        else:
+            logger.error(
+                "Rollback %d of at most %d: the run diverged in step %d: %s. It goes back to %s, of step %d; the "
+                "learning rate is %g times what the settings say, and from step %d on prompts and samples have other "
+                "seeds",
+                number,
+                most,
+                diverged_step,
+                error,
+                checkpoint.folder,
+                progress.step,
+                trainer.actor.learner.lr_scale,
+                records[-1].draw_step + 1,
+            )
+    return None if refused is not None else progress
+
+
+def good_checkpoint(
+    trainer: Trainer, checkpointer: Checkpointer, heartbeat: Heartbeat
+) -> CheckpointToResume | None:
+    """The newest good one whose files are as they were written. A collective."""
+    heartbeat.enter_phase("check checkpoint")
+    recovery = None
+    if trainer.mesh.rank == 0:
+        try:
+            found = [(one, read_progress(one.folder)) for one in checkpointer.sound()]
+            recovery = Recovery(found, []) if found else None
+        except (OSError, ValueError) as refused:
+            logger.warning("The checkpoints cannot be looked at: %s", refused)
+    try:
+        return choose_checkpoint(recovery, heartbeat.report_progress)
+    except ValueError as refused:
+        if trainer.mesh.rank == 0:
+            logger.warning("%s", refused)
+        return None
+
+
+def take_back_files(trainer: Trainer, progress: Progress) -> None:
+    """What the discarded steps left in the run's folder. A collective."""
+    if trainer.mesh.rank == 0:
+        take_back(Path(trainer.config.run.output_dir), progress.step)
+    dist.barrier()
 
 
 def stop_early(

@@ -10,12 +10,13 @@ from dataclasses import dataclass, field
 from functools import cache, partial
 from itertools import chain
 
-from rlmath.algorithms.dynamic_sampling import DROP_REASONS, FILTER_REASONS, Selection
+from rlmath.algorithms.dynamic_sampling import DROP_REASONS, FILTER_REASONS, Selection, has_contrast
 from rlmath.algorithms.types import Score, ScoredGroup
-from rlmath.config.schema import AlgorithmConfig
+from rlmath.config.schema import AlgorithmConfig, RewardConfig
 from rlmath.data.seqlen_balancing import Cost
 from rlmath.models.learner import MinibatchResult
 from rlmath.rewards.custom_function import MAX_METRICS
+from rlmath.rewards.several_rewards import compared_rewards, named_rewards
 from rlmath.rewards.verifier import FAILURES, VERDICTS
 from rlmath.rollout.work_queue import EngineUsage, idle_shares
 from rlmath.trainer.kl_in_reward import RewardKL
@@ -99,7 +100,7 @@ def reward_metrics(scores: Sequence[Score], truncated: Sequence[bool]) -> dict[s
         "reward/correct": sum(score.correct for score in scores) / n,
         "reward/boxed": sum(score.boxed for score in scores) / n,
         "reward/truncated": sum(truncated) / n,
-        "reward/failures": sum(kinds[kind] for kind in FAILURES) / n,
+        "reward/failures": sum(score.verdict in FAILURES or bool(score.failures) for score in scores) / n,
         "reward/queue_wait_s": sum(score.queue_seconds for score in scores) / n,
         "reward/queue_wait_s_max": max(score.queue_seconds for score in scores),
     }
@@ -112,6 +113,22 @@ def reward_metrics(scores: Sequence[Score], truncated: Sequence[bool]) -> dict[s
         _warn_of_names()
         named = {name: named[name] for name in list(named)[:MAX_METRICS]}
     return metrics | {f"reward/own/{name}": _finite_mean(values) for name, values in named.items()}
+
+
+def part_metrics(groups: Sequence[ScoredGroup], reward: RewardConfig) -> dict[str, float]:
+    """Of each of several rewards: the mean of what it gave, where it gave anything, and the share of completions on
+    which it failed. Where each is normalised for itself, a group has contrast where any of them has."""
+    scores = [score for group in groups for score in group.scores]
+    metrics = {}
+    for k, one in enumerate(named_rewards(reward)):
+        values = [value for score in scores if (value := score.parts[k]) is not None]
+        if values:
+            metrics[f"reward/{one.name}"] = _finite_mean(values)
+        metrics[f"reward/{one.name}/failures"] = 1.0 - len(values) / len(scores)
+    if compared := compared_rewards(reward):
+        mixed = sum(has_contrast(group.scores, compared) for group in groups)
+        metrics["rollout/groups_with_contrast"] = mixed / len(groups)
+    return metrics
 
 
 @cache
@@ -185,9 +202,12 @@ def update_metrics(
         "train/grad_norm": sum(result.grad_norm for result in kept) / len(kept) if kept else 0.0,
         "train/learning_rate": results[-1].learning_rate,
     }
-    if settings.importance_correction is not None:
+    if settings.importance_correction is not None or settings.masks_alone:
         metrics["train/importance_correction"] = mean("correction")
         metrics["train/importance_correction_cut"] = mean("correction_cut")
+    if settings.masks_alone:
+        metrics["train/importance_masked_geometric"] = mean("masked_geometric")
+        metrics["train/importance_masked_binary_kl"] = mean("masked_binary_kl")
     return metrics | counts
 
 

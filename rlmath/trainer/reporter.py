@@ -14,6 +14,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from rlmath.algorithms.types import ScoredGroup
 from rlmath.config.length_curriculum import has_length_stages, length_stages, validates
@@ -21,6 +22,7 @@ from rlmath.config.schema import Config
 from rlmath.data.dataset import Inputs, SftInputs
 from rlmath.models.learner import MinibatchResult
 from rlmath.rewards.reward_manager import first_function_failure
+from rlmath.rewards.several_rewards import functions_of, named_rewards
 from rlmath.trainer.preflight.memory_estimate import Kind
 from rlmath.trainer.run_dir import SUMMARY_NAME
 from rlmath.trainer.save_schedule import saves_due
@@ -114,7 +116,8 @@ class Reporter:
         )
         self._step_ended: float | None = None
         self._metrics = open_metrics(config, steps_done + 1, self._unwritten)
-        self._samples = SampleWriter(config.run.output_dir, config.telemetry.sample_groups_per_step)
+        names = [one.name for one in named_rewards(config.reward)]
+        self._samples = SampleWriter(config.run.output_dir, config.telemetry.sample_groups_per_step, names)
         self._first_steps = {stage.first_step for stage in length_stages(config, inputs.total_steps)}
         self._failures = RepeatedWarning()
         self._alerts = None
@@ -197,10 +200,12 @@ class Reporter:
         path = samples_file(self._config.run.output_dir, step, "failure")
         where = f"One of them is in {path}, in full" if written else "None of them could be written to disk"
         outcome = "they count as wrong"
-        if self._config.reward.function is not None:
+        if self._config.reward.rewards:
+            outcome = "a reward of reward.rewards failed or took too long on them, and they do without it"
+        elif self._config.reward.function is not None:
             outcome = f"reward.function failed or took too long on them, and they get reward.function_failure={worst:g}"
-            if first := first_function_failure(record.groups):
-                where += f". The first failure:\n{first}"
+        if functions_of(self._config.reward) and (first := first_function_failure(record.groups)):
+            where += f". The first failure:\n{first}"
         level = logging.WARNING if self._failures.is_due(step, failures) else logging.DEBUG
         text = (
             "Step %d: %.1f%% of the answers could not be judged (reward.max_failure_share is %.1f%%); %s. %s"
@@ -211,8 +216,9 @@ class Reporter:
         """Call it before the step that began with the weights that were measured."""
         self._metrics.write_validation(measured.step, measured.metrics)
 
-    def write_summary(self, seconds_total: float) -> None:
-        """The summary of the whole run; `seconds_total` are those since this process started."""
+    def write_summary(self, seconds_total: float, more: Mapping[str, Any]) -> None:
+        """The summary of the whole run; `seconds_total` are those since this process started, `more` is the
+        trainer's."""
         self._metrics.flush()
         training = self._seconds_before + time.perf_counter() - self._started
         medians = {phase: round(statistics.median(values), 6) for phase, values in self._seconds.items()}
@@ -227,6 +233,7 @@ class Reporter:
             "median_seconds": medians,
             **({} if self._held_out is None else {"held_out": self._held_out}),
             "not_written": self._metrics.lost(),
+            **more,
             "last_step": self._last,
         }
         path, text = Path(self._config.run.output_dir) / SUMMARY_NAME, json.dumps(summary, indent=2) + "\n"

@@ -22,14 +22,16 @@ from rlmath.checkpoint.flight import FLIGHT
 from rlmath.config.help import as_yaml_word, is_among, setting_values
 from rlmath.config.length_curriculum import LengthStage, has_length_stages, length_stages
 from rlmath.config.load import load_config, shown_values
-from rlmath.config.schema import Config
+from rlmath.config.schema import Config, RewardConfig
 from rlmath.data.dataset import PromptFiles, SftInputs
 from rlmath.data.sft_sequences import sequences_fingerprint
 from rlmath.distributed.collectives import all_gather_objects, broadcast_from_rank_zero
 from rlmath.distributed.device import environment_rank, environment_world_size, resolve_kind
 from rlmath.rewards.custom_function import code_fingerprint, is_same_function
+from rlmath.rewards.several_rewards import functions_of
 from rlmath.rollout.sampling import CPU_SAMPLER_VERSION
 from rlmath.trainer.preflight.length_curriculum import stage_list_problems
+from rlmath.trainer.rollback import read_rollbacks, superseded_by
 
 logger = logging.getLogger(__name__)
 
@@ -74,6 +76,8 @@ MAY_CHANGE = (
     "run.heartbeat_timeout_seconds",
     "run.hang_timeout_seconds",
     "run.max_discarded_steps",
+    "algorithm.rollback",
+    "data.history_path",
     "parallel.",
     "policy.",
     "stages.",
@@ -140,13 +144,21 @@ class Origin:
     model: str
     data: str
     reward: str = ""
-    """The file of `reward.function`; it may change, with a warning."""
+    """The files of the user's reward functions; they may change, with a warning."""
 
 
 def origin_of(config: Config, inputs: PromptFiles, has_weights: bool = True) -> Origin:
     sizes = [share.n_prompts for share in inputs.order.shares]
-    data, reward = data_fingerprint(inputs.prompts, sizes), code_fingerprint(config.reward.function)
+    data, reward = data_fingerprint(inputs.prompts, sizes), reward_fingerprint(config.reward)
     return Origin(model_fingerprint(config.model.path) if has_weights else "", data, reward)
+
+
+def reward_fingerprint(reward: RewardConfig) -> str:
+    """Of the files of the user's reward functions; "" where there is none."""
+    if not reward.rewards:
+        return code_fingerprint(reward.function)
+    codes = {setting: code_fingerprint(function) for setting, function in functions_of(reward).items()}
+    return hashlib.sha256(json.dumps(codes).encode()).hexdigest()[:16] if codes else ""
 
 
 def sft_origin_of(config: Config, inputs: SftInputs, has_weights: bool = True) -> Origin:
@@ -167,7 +179,7 @@ def find_recovery(config: Config, origin: Origin, total_steps: int) -> Recovery 
         return None
     root = Path(config.run.output_dir) / directory.CHECKPOINTS
     found, notes = _complete_checkpoints(config)
-    candidates = []
+    rollbacks, candidates = read_rollbacks(config.run.output_dir), []
     for checkpoint in found:
         try:
             progress, then = _read_small_files(checkpoint)
@@ -175,6 +187,12 @@ def find_recovery(config: Config, origin: Origin, total_steps: int) -> Recovery 
             raise ValueError(_out_of_reach_text(error)) from error
         except (OSError, ValueError) as error:
             notes.append(f"the checkpoint {checkpoint.folder} is damaged and is skipped: {error}")
+            continue
+        if (number := superseded_by(rollbacks, progress)) is not None:
+            step = rollbacks[number - 1].step
+            notes.append(
+                f"the checkpoint {checkpoint.folder} is skipped: rollback {number} of the run went back to step {step}"
+            )
             continue
         problems = list(_other_run(then, config, progress, origin, total_steps))
         problems = problems or _in_flight_problems(config, total_steps, checkpoint, progress, origin)
@@ -276,10 +294,12 @@ def _in_flight_problems(
 
 def _changed_code(config: Config, newest: CheckpointToResume, origin: Origin) -> Iterator[str]:
     checkpoint, progress = newest
+    functions = functions_of(config.reward)
     if progress.reward_fingerprint not in ("", origin.reward):
         yield (
-            f"reward.function: the file of {config.reward.function} has changed since the checkpoint of step "
-            f"{checkpoint.step} (fingerprint {progress.reward_fingerprint} there, {origin.reward or 'none'} now). The "
+            f"{', '.join(functions) or 'reward.function'}: the file of {', '.join(functions.values()) or 'None'} has "
+            f"changed since the checkpoint of step {checkpoint.step} (fingerprint {progress.reward_fingerprint} there, "
+            f"{origin.reward or 'none'} now). The "
             "run continues with it as it is now: rewards before and after may not be comparable; groups in flight that "
             "it has scored a part of are sampled anew"
         )

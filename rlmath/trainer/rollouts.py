@@ -39,8 +39,10 @@ from rlmath.config.length_curriculum import (
     with_longest_lengths,
     without_validation,
 )
-from rlmath.config.schema import Config, RolloutConfig, SelectionConfig
+from rlmath.config.schema import Config, RewardConfig, RolloutConfig, SelectionConfig
+from rlmath.data.curriculum import HISTORY, Curriculum, rules_of
 from rlmath.data.dataset import Inputs
+from rlmath.rewards.several_rewards import compared_rewards
 from rlmath.rollout.collector import Collector, Work, completion_text
 from rlmath.rollout.sampling import (
     Key,
@@ -78,8 +80,9 @@ class StepRollouts(Protocol):
     def step(self, number: int, stage: LengthStage) -> StepRollout:
         """Sample for step `number`, counted from 0, of a length stage. A collective."""
 
-    def commit(self) -> None:
-        """Take what the last step left as the state. A step that fails before leaves the state as it was."""
+    def commit(self) -> dict[str, float]:
+        """Take what the last step left as the state, and count what it sampled in the prompts' history, whose metrics
+        are returned. A step that fails before leaves the state as it was."""
 
     def files(self) -> dict[str, bytes]:
         """What a checkpoint keeps of the state, by file name."""
@@ -87,6 +90,38 @@ class StepRollouts(Protocol):
     def resume(self, folder: Path, steps_done: int, reward_changed: bool) -> None:
         """Continue from a checkpoint. `reward_changed`: the reward function is another one since. ValueError where the
         checkpoint's file is damaged."""
+
+    @property
+    def curriculum(self) -> Curriculum:
+        """What draws the prompts, and counts how often they are solved."""
+
+    @property
+    def next_draw(self) -> int:
+        """Draws of the run so far."""
+
+
+def open_curriculum(config: Config, inputs: Inputs) -> Curriculum:
+    """That of the settings, with the pass rates of `data.history_path`."""
+    ids = [prompt.prompt_id for prompt in inputs.prompts]
+    return Curriculum(inputs.order, ids, rules_of(config.data), inputs.history)
+
+
+def resume_curriculum(curriculum: Curriculum, folder: Path) -> None:
+    """Continue with the history in a checkpoint's folder; older ones have none, and begin without. ValueError where it
+    is damaged."""
+    try:
+        content = (folder / HISTORY).read_bytes()
+    except FileNotFoundError as error:
+        if curriculum.draws_by_rates:
+            raise ValueError(f"{folder}: there is no {HISTORY}, which data.curriculum needs") from error
+        curriculum.forget()
+        return
+    except OSError as error:
+        raise ValueError(f"{folder / HISTORY} cannot be read ({error.strerror})") from error
+    try:
+        curriculum.resume(content)
+    except ValueError as error:
+        raise ValueError(f"{folder}: {error}") from error
 
 
 def step_rollouts(
@@ -98,13 +133,14 @@ def step_rollouts(
     return PartialRollouts(config, inputs, collector, vocab_size, total_steps)
 
 
-def selection_rules(settings: SelectionConfig) -> SelectionRules:
+def selection_rules(settings: SelectionConfig, reward: RewardConfig) -> SelectionRules:
     """Which groups and completions are learned from."""
     return SelectionRules(
         settings.dynamic_sampling,
         settings.min_completion_tokens,
         settings.max_completion_tokens,
         settings.drop_truncated,
+        compared_rewards(reward) if settings.dynamic_sampling == "reward" else (),
     )
 
 
@@ -114,13 +150,18 @@ class WholeRollouts:
     def __init__(self, config: Config, inputs: Inputs, collector: Collector, total_steps: int) -> None:
         self._config, self._inputs, self._collector = config, inputs, collector
         self._total_steps = total_steps
-        self._rules = selection_rules(config.selection)
+        self._rules = selection_rules(config.selection, config.reward)
+        self.curriculum = open_curriculum(config, inputs)
+        self.next_draw = 0
+        self._sampled: list[ScoredGroup] = []
+        """By the last step."""
 
     def step(self, number: int, stage: LengthStage) -> StepRollout:
         """The step's own prompts, and then those that dynamic sampling asks for."""
-        sampling, seed = training_sampling(stage.config.rollout), RolloutSeed(self._config.run.seed, number)
-        epoch, own = self._inputs.order.batch(number)
-        indices = chain(own, self._inputs.order.extra(number))
+        order = self._inputs.order
+        sampling, seed = training_sampling(stage.config.rollout), RolloutSeed(order.seed_at(number), number)
+        own = self.curriculum.begin(number).batch(number)
+        indices = chain(own, self.curriculum.extra(number))
         rounds: list[list[EngineUsage]] = []
 
         def sample(count: int) -> list[ScoredGroup]:
@@ -135,16 +176,18 @@ class WholeRollouts:
         selection = select(sample, len(own), self._config.selection.max_extra_prompts, self._rules)
         tokens = sum(len(one.token_ids) for group in selection.sampled for one in group.completions)
         scores = [score for group in selection.sampled for score in group.scores]
-        return StepRollout(epoch, selection, rounds, scores, tokens)
+        self._sampled, self.next_draw = selection.sampled, (number + 1) * order.prompts_per_step
+        return StepRollout(number // order.steps_per_epoch, selection, rounds, scores, tokens)
 
-    def commit(self) -> None:
-        pass
+    def commit(self) -> dict[str, float]:
+        return self.curriculum.commit(self._sampled)
 
     def files(self) -> dict[str, bytes]:
-        return {}
+        return {HISTORY: self.curriculum.file()}
 
     def resume(self, folder: Path, steps_done: int, reward_changed: bool) -> None:
-        pass
+        resume_curriculum(self.curriculum, folder)
+        self.next_draw = steps_done * self._inputs.order.prompts_per_step
 
 
 @dataclass
@@ -164,22 +207,32 @@ class FlightRollouts:
     def __init__(self, config: Config, inputs: Inputs, vocab_size: int, total_steps: int) -> None:
         self._config, self._inputs = config, inputs
         self._vocab_size, self._total_steps = vocab_size, total_steps
-        self._rules = selection_rules(config.selection)
+        self._rules = selection_rules(config.selection, config.reward)
         self._limits = flight_rules(config)
         self._flight = self._after = Flight()
         """The state, and what the last step left."""
         self._choices: dict[int, Chosen] = {}
         """By draw: what is learned from of complete groups in flight."""
+        self.curriculum = open_curriculum(config, inputs)
+        self._sampled: list[ScoredGroup] = []
+        """What left the flight in the last step."""
 
-    def commit(self) -> None:
+    @property
+    def next_draw(self) -> int:
+        return self._flight.next_draw
+
+    def commit(self) -> dict[str, float]:
         self._flight = self._after
         complete = {group.draw for group in self._flight.groups if group.is_complete}
         self._choices = {draw: one for draw, one in self._choices.items() if draw in complete}
+        return self.curriculum.commit(self._sampled, {group.draw for group in self._flight.groups})
 
     def files(self) -> dict[str, bytes]:
-        return {FLIGHT: write_flight(self._flight)}
+        return {FLIGHT: write_flight(self._flight), HISTORY: self.curriculum.file()}
 
     def resume(self, folder: Path, steps_done: int, reward_changed: bool) -> None:
+        resume_curriculum(self.curriculum, folder)
+        self._choices.clear()
         stages = length_stages(self._config, self._total_steps)
         stage = length_stage_at(stages, steps_done - 1)
         try:
@@ -188,7 +241,6 @@ class FlightRollouts:
             raise ValueError(f"{folder}: the groups in flight cannot be read: {error}") from error
         if reward_changed:
             flight.groups = [unscored(group, steps_done) for group in flight.groups]
-            self._choices.clear()
         wanted = sum(not group.is_complete or self._choose(group).dropped is None for group in flight.groups)
         if problem := in_flight_problem(self._config, self._total_steps, steps_done, wanted):
             raise ValueError(problem)
@@ -203,6 +255,7 @@ class FlightRollouts:
             self._vocab_size,
             lambda token_ids: completion_text(tokenizer, token_ids),
         )
+        self.curriculum.require_draws(flight.next_draw, [group.draw for group in flight.groups])
         # Engines on ranks of their own may have begun to sample with the weights of the checkpoint already.
         latest = steps_done if rollout.ranks > 0 else steps_done - 1
         for group in flight.groups:
@@ -223,7 +276,7 @@ class FlightRollouts:
         return group.scored(self._prompt(group))
 
     def _prompt(self, group: GroupInFlight) -> Prompt:
-        return self._inputs.prompts[self._inputs.order.drawn(group.draw)[1]]
+        return self._inputs.prompts[self.curriculum.drawn(group.draw)[1]]
 
     def _choose(self, group: GroupInFlight) -> Chosen:
         if group.draw not in self._choices:
@@ -248,10 +301,12 @@ class PartialRollouts(FlightRollouts):
 
     def step(self, number: int, stage: LengthStage) -> StepRollout:
         """Rounds of a slice, until enough groups are complete and none must wait any longer."""
+        self.curriculum.begin(number)
         before, rounds = self._flight, Rounds()
         flight = self._after = replace(before, groups=list(before.groups))
         found = self._advance(flight, number, stage, rounds)
         sampled = [self._scored(group) for group in found.groups]
+        self._sampled = sampled
         selection = Selection(sampled, found.chosen, self._limits.groups_per_step)
         metrics = {
             "rollout/groups_in_flight": float(len(flight.groups)),
@@ -266,7 +321,7 @@ class PartialRollouts(FlightRollouts):
             metrics |= defer_metrics(flight, found.groups, rounds.new_tokens, longest)
         if number + 1 == self._total_steps:
             self._warn_of_groups_left(flight)
-        epoch, _ = self._inputs.order.batch(number)
+        epoch = number // self._inputs.order.steps_per_epoch
         scores = [score for group in sampled for score in group.scores]
         return StepRollout(epoch, selection, rounds.usages, scores, rounds.new_tokens, metrics)
 
@@ -328,9 +383,9 @@ class PartialRollouts(FlightRollouts):
         as the completions share their prompt, else a row for each completion."""
         if group.is_complete:
             return []
-        step, index, times = self._inputs.order.drawn(group.draw)
-        prompt = self._inputs.prompts[index]
-        requests = requests_of(prompt, 0, sampling, RolloutSeed(self._config.run.seed, step), times)
+        step, index, times = self.curriculum.drawn(group.draw)
+        prompt, seed = self._inputs.prompts[index], RolloutSeed(self._inputs.order.seed_at(step), step)
+        requests = requests_of(prompt, 0, sampling, seed, times)
         work = []
         begun = any(not isinstance(one, PartialCompletion) or one.token_ids for one in group.samples)
         for g in group.unfinished:
@@ -352,7 +407,7 @@ def resume_problem(
         return None
     if reward_changed:
         groups = [unscored(group, steps_done) for group in groups]
-    rules, prompt = selection_rules(config.selection), Prompt("", "", (), (), "")
+    rules, prompt = selection_rules(config.selection, config.reward), Prompt("", "", (), (), "")
     wanted = sum(
         not group.is_complete or choose(group.scored(prompt), rules).dropped is None for group in groups
     )

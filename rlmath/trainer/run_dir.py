@@ -35,6 +35,7 @@ from rlmath.config.load import load_config, save_config
 from rlmath.config.schema import Config
 from rlmath.distributed.fault_tolerance import exit_codes
 from rlmath.trainer.resume import refused_changes
+from rlmath.trainer.rollback import ROLLBACKS
 from rlmath.trainer.telemetry.console import LOG_FILE
 from rlmath.trainer.telemetry.metrics_writer import (
     METRICS_FILE,
@@ -61,7 +62,7 @@ MIN_FREE_BYTES = 2**30
 MIN_FREE_FILES = 256
 """The same of inodes, where the disk counts them."""
 
-_OWN_FILES = (METRICS_FILE, VALIDATION_FILE, SUMMARY_NAME, LOG_FILE, exit_codes.FILE_NAME)
+_OWN_FILES = (METRICS_FILE, VALIDATION_FILE, SUMMARY_NAME, LOG_FILE, ROLLBACKS, exit_codes.FILE_NAME)
 """What a run reads again, or writes over."""
 _NO_OBSTACLE = (LOCK_NAME, exit_codes.FILE_NAME, exit_codes.RESERVED_NAME, "stacks")
 """What a start that broke early leaves."""
@@ -108,7 +109,7 @@ def claim_run_folder(output_dir: str | Path, config: Config, steps_done: int | N
         remove_partial(folder / MODELS_FOLDER)
         remove_partial(folder)
         if resumes:
-            _resume_in(folder, steps_done)
+            take_back(folder, steps_done)
         else:
             disabled = config.run.recover_mode == "disabled"
             why = (
@@ -178,7 +179,7 @@ def folder_problems(output_dir: str, config: Config, needed_bytes: int, resumes:
             f"the disk has room for {disk.f_favail} more files (inodes); needed: {MIN_FREE_FILES}. Remove files, or "
             "give a run.output_dir on another disk."
         )
-    yield from _input_problems(folder, config)
+    yield from _input_problems(folder, config, resumes)
     for name in _OWN_FILES:
         try:
             require_regular(folder / name)
@@ -190,12 +191,15 @@ def folder_problems(output_dir: str, config: Config, needed_bytes: int, resumes:
         yield from _content_problems(folder, config)
 
 
-def _input_problems(folder: Path, config: Config) -> Iterator[str]:
+def _input_problems(folder: Path, config: Config, resumes: bool) -> Iterator[str]:
     """Inputs inside the folder would be moved aside when the run is repeated."""
     paths = [("model.path", config.model.path), ("data.train_path", config.data.train_path)]
     paths += [("data.more_train_paths", path) for path in config.data.more_train_paths]
     paths += [("validation.paths", path) for path in config.validation.paths]
     paths += [("sft.held_out_path", config.sft.held_out_path)] if config.sft.held_out_path else []
+    paths += (
+        [("data.history_path", config.data.history_path)] if config.data.history_path and not resumes else []
+    )
     for key, path in paths:
         if Path(path).resolve().is_relative_to(folder.resolve()):
             yield f'{key} "{path}" lies in it; it may hold only what the run writes. Move one of the two.'
@@ -228,9 +232,11 @@ def _content_problems(folder: Path, config: Config) -> Iterator[str]:
         )
 
 
-def _resume_in(folder: Path, steps_done: int) -> None:
+def take_back(folder: Path, steps_done: int) -> None:
+    """Leave in a run's folder what it had with so many steps done: later checkpoints get another name, later rows of
+    metrics and validations, and samples, are dropped. OSError where the disk refuses."""
     set_newer_aside(folder / CHECKPOINTS, steps_done)
-    for name in (METRICS_FILE, VALIDATION_FILE, SUMMARY_NAME):
+    for name in (METRICS_FILE, VALIDATION_FILE, SUMMARY_NAME, ROLLBACKS):
         unfinished = unfinished_file(folder / name)
         if unfinished.is_file():
             unfinished.unlink()

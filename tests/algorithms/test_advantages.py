@@ -14,6 +14,7 @@ from rlmath.algorithms.advantages import (
     advantages,
     batch_normalised,
     centred,
+    gdpo_advantages,
     group_normalised,
     kl_shaped_advantages,
     leave_one_out,
@@ -368,3 +369,82 @@ def test_a_nan_is_seen_with_kl_in_the_reward_too(kind: AdvantageKind, eps: float
 @pytest.mark.parametrize("kind", ADVANTAGE_KINDS)
 def test_no_groups_with_kl_in_the_reward(kind: AdvantageKind):
     assert kl_shaped_advantages([], [], [], 0.1, kind, 1e-6).offsets == []
+
+
+# ---------------------------------------------------------------- several rewards, each normalised for itself (GDPO)
+
+
+def test_gdpo_by_hand():
+    # first reward: mean 2, deviation 1; second: of the two that have it mean 1, deviation sqrt(2). Half of the second
+    # with it: -1, -0.5 / sqrt(2), 1 + 0.5 / sqrt(2). The group of equal rewards has zeros.
+    half = 0.5 / math.sqrt(2)
+    scale = math.sqrt((1 + half**2 + (1 + half) ** 2) / (6 - 1))
+    parts = [[(1.0, None), (2.0, 0.0), (3.0, 2.0)], [(7.0, 0.1)] * 3]
+    got = gdpo_advantages(parts, [1.0, 0.5], eps=0.0)
+    assert got[0] == pytest.approx([-1 / scale, -half / scale, (1 + half) / scale], abs=1e-12)
+    assert got[1] == [0.0, 0.0, 0.0]
+    assert got[0] == pytest.approx([-1.300324, -0.459734, 1.760058], abs=1e-6)
+
+
+def test_gdpo_adds_eps_to_every_deviation():
+    # deviations sqrt(1/2) in the group, and of +-(1/2) / (sqrt(1/2) + 1) over the batch
+    first = 0.5 / (math.sqrt(0.5) + 1)
+    got = gdpo_advantages([[(1.0,), (0.0,)]], [1.0], eps=1.0)
+    assert got == approx([[first / (math.sqrt(2 * first**2) + 1), -first / (math.sqrt(2 * first**2) + 1)]])
+
+
+def test_gdpo_tells_apart_what_a_sum_does_not():
+    # sums 2, 0 and 1, 0 have the same advantages as grpo; here the right one with both rewards gets more than with one
+    both, one = gdpo_advantages([[(1.0, 1.0), (0.0, 0.0)], [(1.0, 0.0), (0.0, 0.0)]], [1.0, 1.0], eps=0.0)
+    assert both == approx([[2 * value for value in one]])[0] and one[0] > 0
+    sums = advantages([[2.0, 0.0], [1.0, 0.0]], [[1, 1]] * 2, "grpo", eps=0.0)
+    assert sums[0] == approx([sums[1]])[0]
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        [],
+        [[(1.0, 2.0)]],
+        [[(1.0, None), (1.0, None)]],
+        [[(None, None), (None, None)], [(0.1, 0.3), (0.1, 0.3)]],
+        [[(1.0, None), (None, 5.0)]],
+    ],
+)
+def test_gdpo_without_contrast_gives_exact_zeros(parts: list):
+    for eps in (0.0, 1e-6):
+        assert gdpo_advantages(parts, [1.0, 1.0], eps) == [[0.0] * len(rows) for rows in parts]
+
+
+def test_a_reward_that_failed_everywhere_in_a_group_changes_nothing_of_the_others():
+    alone = gdpo_advantages([[(1.0,), (0.0,)], [(0.0,), (3.0,)]], [1.0], eps=1e-6)
+    parts = [[(1.0, None), (0.0, None)], [(0.0, None), (3.0, None)]]
+    assert gdpo_advantages(parts, [1.0, 5.0], eps=1e-6) == alone
+
+
+batches = st.lists(st.lists(st.floats(-9, 9), min_size=1, max_size=5), min_size=1, max_size=4)
+
+
+@settings(deadline=None, max_examples=50)
+@given(batches, st.sampled_from([1e-6, 0.1]))
+def test_gdpo_with_one_reward_is_grpo_and_then_the_batch(rewards: Rows, eps: float):
+    by_group = advantages(rewards, one_token_each(rewards), "grpo", eps)
+    flat = torch.tensor([value for row in by_group for value in row], dtype=torch.float64)
+    spread = flat.std().item() if len(flat) > 1 else 0.0
+    wanted = (flat - flat.mean()) / (spread + eps)
+    got = gdpo_advantages([[(value,) for value in row] for row in rewards], [1.0], eps)
+    assert [value for row in got for value in row] == pytest.approx(wanted.tolist(), abs=1e-6)
+
+
+@settings(deadline=None, max_examples=50)
+@given(batches, st.floats(0.01, 100.0), st.floats(-5, 5), st.data())
+def test_gdpo_does_not_depend_on_the_scale_of_a_reward(
+    rewards: Rows, scale: float, shift: float, data: st.DataObject
+):
+    rewards = [[float(round(value)) for value in row] for row in rewards]
+    second = [[data.draw(st.none() | st.sampled_from([0.0, 1.0, 2.0])) for _ in row] for row in rewards]
+    rows = [list(zip(*pair, strict=True)) for pair in zip(rewards, second, strict=True)]
+    other = [[(a, None if b is None else b * scale + shift) for a, b in row] for row in rows]
+    assert gdpo_advantages(rows, [1.0, 0.3], eps=0.0) == approx(
+        gdpo_advantages(other, [1.0, 0.3], eps=0.0), 1e-6
+    )

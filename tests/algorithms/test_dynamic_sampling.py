@@ -1,6 +1,7 @@
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from itertools import count, islice
 
 import pytest
@@ -44,6 +45,20 @@ ACCURACY = SelectionRules(dynamic="accuracy")
 
 
 # ---------------------------------------------------------------- one group
+
+
+def test_where_each_reward_counts_for_itself_a_group_has_contrast_in_any_of_them():
+    def with_parts(*parts: tuple[float | None, ...]) -> ScoredGroup:
+        made = group("q", [1.0] * len(parts))
+        scores = tuple(replace(score, parts=row) for score, row in zip(made.scores, parts, strict=True))
+        return replace(made, scores=scores)
+
+    rules = SelectionRules(dynamic="reward", parts=(0, 1))
+    assert choose(with_parts((1.0, 0.0, 0.5), (0.0, 1.0, 0.5)), rules).dropped is None
+    assert choose(with_parts((1.0, 0.0), (0.0, 1.0)), SelectionRules(dynamic="reward")).dropped == "uniform"
+    # not in one that weighs nothing, and not by one that failed
+    assert choose(with_parts((1.0, 0.0, 0.5), (1.0, 0.0, 0.7)), rules).dropped == "uniform"
+    assert choose(with_parts((1.0, None), (1.0, 0.0)), rules).dropped == "uniform"
 
 
 def test_without_rules_all_is_learned_from():

@@ -10,6 +10,7 @@ from torch import Tensor
 from rlmath.algorithms.importance_sampling import (
     Corrected,
     Correction,
+    binary_kl,
     corrected,
     segment_sums,
     sequence_log_ratio,
@@ -22,9 +23,8 @@ def weights(ratios: list[float], rule: Correction, segments: list[int] | None = 
     """Every token counts; by default all in one segment."""
     segments_T = torch.tensor(segments if segments is not None else [0] * len(ratios))
     log_T = torch.tensor(ratios, dtype=torch.float64).log()
-    return corrected(
-        log_T, torch.ones(len(ratios), dtype=torch.bool), segments_T, int(segments_T.max()) + 1, rule
-    )
+    counted_T = torch.ones(len(ratios), dtype=torch.bool)
+    return corrected(log_T, torch.zeros_like(log_T), counted_T, segments_T, int(segments_T.max()) + 1, rule)
 
 
 # ---------------------------------------------------------------- sums and geometric means of segments
@@ -76,6 +76,17 @@ def test_the_ratio_of_a_sequence_has_a_gradient():
         (Correction("sequence", mask_high=2.5), [1.125, 0.0, 1.125, 0.0], ".x.x"),
         (Correction("sequence", mask_low=2.0), [0.0, 3.0, 0.0, 3.0], "x.x."),
         (Correction("sequence", cap=2.0, mask_low=1.5), [0.0, 2.0, 0.0, 2.0], "xxxx"),
+        # without a level the weight is 1, which no bound of the weight changes
+        (Correction(None), [1.0, 1.0, 1.0, 1.0], "...."),
+        (Correction(None, 1.5, 0.75, 2.0), [1.0, 1.0, 1.0, 1.0], "...."),
+        # geometric means sqrt(0.5 x 2.25) = 1.0607 and sqrt(3) = 1.732
+        (Correction(None, geometric_high=1.5), [1.0, 0.0, 1.0, 0.0], ".x.x"),
+        (Correction(None, geometric_high=1.1), [1.0, 0.0, 1.0, 0.0], ".x.x"),  # the product would be 1.125
+        (Correction(None, geometric_high=1.06), [0.0, 0.0, 0.0, 0.0], "xxxx"),
+        (Correction("token", geometric_low=0.9, geometric_high=1.5), [0.5, 0.0, 2.25, 0.0], ".x.x"),
+        (Correction("sequence", geometric_high=1.5), [1.125, 0.0, 1.125, 0.0], ".x.x"),
+        # any mask leaves out, and a cap marks what stays
+        (Correction("token", cap=2.0, mask_low=0.75, geometric_high=1.5), [0.0, 0.0, 2.0, 0.0], "xxxx"),
     ],
 )
 def test_weights_by_hand(rule: Correction, wanted: list[float], cut: str):
@@ -109,7 +120,7 @@ def test_where_engine_and_trainer_agree_nothing_changes(rule: Correction):
 )
 def test_tokens_that_do_not_count_have_neither_weight_nor_mark(rule: Correction):
     counted_T = torch.tensor([False, True, False])
-    got = corrected(torch.zeros(3), counted_T, torch.tensor([0, 0, 1]), 2, rule)
+    got = corrected(torch.zeros(3), torch.zeros(3), counted_T, torch.tensor([0, 0, 1]), 2, rule)
     assert got.weights_T[~counted_T].tolist() == [0.0, 0.0]
     assert got.cut_T[~counted_T].tolist() == [False, False]
 
@@ -118,7 +129,9 @@ def test_the_product_is_over_counted_tokens_of_the_own_segment():
     # the caller gives 0 where no token counts
     log_T = torch.tensor([0.0, math.log(2), math.log(3), math.log(5), 0.0], dtype=torch.float64)
     counted_T = torch.tensor([False, True, True, True, False])
-    got = corrected(log_T, counted_T, torch.tensor([0, 0, 0, 1, 2]), 3, Correction("sequence"))
+    got = corrected(
+        log_T, torch.zeros(5).double(), counted_T, torch.tensor([0, 0, 0, 1, 2]), 3, Correction("sequence")
+    )
     assert got.weights_T.tolist() == pytest.approx([0.0, 6.0, 6.0, 5.0, 0.0])
 
 
@@ -134,9 +147,8 @@ def test_the_product_is_over_counted_tokens_of_the_own_segment():
     ],
 )
 def test_no_weight_overflows(log_weights: list[float], level, wanted: list[float]):
-    got = corrected(
-        torch.tensor(log_weights), torch.tensor([True, True]), torch.tensor([0, 0]), 1, Correction(level)
-    )
+    both, one = torch.tensor([True, True]), torch.tensor([0, 0])
+    got = corrected(torch.tensor(log_weights), torch.zeros(2), both, one, 1, Correction(level))
     assert got.weights_T.tolist() == pytest.approx(wanted, rel=1e-5)
 
 
@@ -155,8 +167,88 @@ def test_a_counted_nan_is_neither_masked_nor_capped_away(rule: Correction):
 @pytest.mark.parametrize("level", ["token", "sequence"])
 def test_weights_have_no_gradient(level):
     log_T = torch.zeros(2, requires_grad=True)
-    got = corrected(log_T, torch.tensor([True, True]), torch.tensor([0, 0]), 1, Correction(level, cap=2.0))
+    both, one = torch.tensor([True, True]), torch.tensor([0, 0])
+    got = corrected(log_T, torch.zeros(2), both, one, 1, Correction(level, cap=2.0))
     assert not got.weights_T.requires_grad
+
+
+# ---------------------------------------------------------------- the masks of the geometric mean and the binary KL
+
+
+def test_the_geometric_mask_leaves_out_completions_below_its_bound():
+    # sqrt(1/8 x 1/2) = 1/4, and 1/2
+    log_T = torch.tensor([1 / 8, 1 / 2, 1 / 2], dtype=torch.float64).log()
+    counted_T, segments_T = torch.ones(3, dtype=torch.bool), torch.tensor([0, 0, 1])
+    rule = Correction(None, geometric_low=0.3)
+    got = corrected(log_T - 1.0, torch.full_like(log_T, -1.0), counted_T, segments_T, 2, rule)
+    assert got.weights_T.tolist() == [0.0, 0.0, 1.0]
+    assert got.masked_geometric_T.tolist() == [True, True, False]
+    assert got.masked_binary_kl_T.tolist() == [False] * 3
+
+
+def test_the_geometric_mean_is_over_counted_tokens_and_marks_them_alone():
+    log_T = torch.tensor(
+        [0.0, 4.0, 4.0, 0.0], dtype=torch.float64
+    ).log1p()  # the second and third are ratios of 5
+    counted_T, segments_T = torch.tensor([False, True, True, False]), torch.tensor([0, 0, 0, 1])
+    rule = Correction(None, geometric_high=4.9)  # with the first token in it the mean would be 5^(2/3) = 2.9
+    got = corrected(log_T, torch.zeros_like(log_T), counted_T, segments_T, 2, rule)
+    assert got.masked_geometric_T.tolist() == got.cut_T.tolist() == [False, True, True, False]
+
+
+BINARY_KL = [
+    # p, b, p log(p / b) + (1 - p) log((1 - p) / (1 - b))
+    (0.5, 0.25, 0.5 * math.log(2) + 0.5 * math.log(2 / 3)),
+    (0.25, 0.5, 0.25 * math.log(1 / 2) + 0.75 * math.log(3 / 2)),
+    (0.9, 0.1, 0.8 * math.log(9)),
+    (0.3, 0.3, 0.0),
+]
+
+
+@pytest.mark.parametrize(("p", "b", "wanted"), BINARY_KL)
+def test_the_binary_kl_by_hand(p: float, b: float, wanted: float):
+    for dtype, exact in ((torch.float64, 1e-12), (torch.float32, 1e-6)):
+        one, other = (torch.tensor([x], dtype=torch.float64).log().to(dtype) for x in (p, b))
+        assert binary_kl(one, other).item() == pytest.approx(wanted, abs=exact)
+
+
+def test_the_binary_kl_of_probabilities_at_their_ends_is_finite_and_bounded_by_what_float32_tells():
+    log_T = torch.tensor([0.0, -1e-7, -0.5, -200.0, -math.inf])
+    log_p_T, log_b_T = (one.flatten() for one in torch.meshgrid(log_T, log_T, indexing="ij"))
+    for dtype in (torch.float32, torch.float64):
+        found = binary_kl(log_p_T.to(dtype), log_b_T.to(dtype)).reshape(5, 5)
+        assert found.isfinite().all() and (found >= -1e-15).all()
+        assert found.diagonal().tolist() == [0.0] * 5
+        # an engine that rounds 1 - 1e-7 to 1 does not differ from a trainer that does not
+        assert found[0, 1] == found[1, 0] == 0.0
+        assert found[2, 0] > 3 and found[2, 4] > 29 and found[0, 4] > 49
+    assert binary_kl(torch.tensor([math.nan]), torch.tensor([-1.0])).isnan().all()
+
+
+def test_the_mask_of_the_binary_kl_looks_at_probabilities_and_not_at_their_ratio():
+    # ratios 2, 2 and 1/2; KL 0.1438, 0.0004 and 0.1308 nats
+    p_T, b_T = (
+        torch.tensor(row, dtype=torch.float64).log() for row in ([0.5, 2e-3, 0.25], [0.25, 1e-3, 0.5])
+    )
+    counted_T, segments_T = torch.ones(3, dtype=torch.bool), torch.zeros(3, dtype=torch.int64)
+    for bound, wanted in ((0.15, [1.0, 1.0, 1.0]), (0.14, [0.0, 1.0, 1.0]), (0.1, [0.0, 1.0, 0.0])):
+        got = corrected(p_T, b_T, counted_T, segments_T, 1, Correction(None, binary_kl=bound))
+        assert got.weights_T.tolist() == wanted
+        assert got.masked_binary_kl_T.tolist() == got.cut_T.tolist() == [one == 0.0 for one in wanted]
+    got = corrected(p_T, b_T, counted_T, segments_T, 1, Correction("token", 1.5, binary_kl=0.14))
+    assert got.weights_T.tolist() == pytest.approx([0.0, 1.5, 0.5])
+    # the product of the completion stays that of all its tokens: 2 x 2 x 1/2
+    got = corrected(p_T, b_T, counted_T, segments_T, 1, Correction("sequence", binary_kl=0.14))
+    assert got.weights_T.tolist() == pytest.approx([0.0, 2.0, 2.0])
+
+
+@pytest.mark.parametrize("level", [None, "token", "sequence"])
+def test_a_nan_passes_the_masks_so_that_its_minibatch_is_discarded(level):
+    rule = Correction(level, geometric_low=0.5, geometric_high=2.0, binary_kl=0.1)
+    both, own = torch.tensor([True, True]), torch.tensor([0, 1])
+    for p, b in ((math.nan, -1.0), (-1.0, math.nan)):
+        got = corrected(torch.tensor([p, -1.0]), torch.tensor([b, -1.0]), both, own, 2, rule)
+        assert math.isnan(got.weights_T[0]) and got.weights_T[1] == 1.0
 
 
 def by_cases(
@@ -190,7 +282,8 @@ def by_cases(
 def test_any_rule_agrees_with_its_cases(drawn: list[tuple[float, int]], rule: Correction):
     log_weights, segments = [x for x, _ in drawn], [s for _, s in drawn]
     log_T = torch.tensor(log_weights, dtype=torch.float64)
-    got = corrected(log_T, torch.ones(len(drawn), dtype=torch.bool), torch.tensor(segments), 3, rule)
+    counted_T = torch.ones(len(drawn), dtype=torch.bool)
+    got = corrected(log_T, torch.zeros_like(log_T), counted_T, torch.tensor(segments), 3, rule)
     wanted, cut = by_cases(log_weights, segments, rule)
     assert got.weights_T.tolist() == pytest.approx(wanted, rel=1e-9)
     assert got.cut_T.tolist() == cut
@@ -202,7 +295,7 @@ def test_shapes_are_checked():
 
     def refuses(log_T: Tensor, counted_T: Tensor, segments_T: Tensor) -> None:
         with pytest.raises(TypeCheckError):
-            corrected(log_T, counted_T, segments_T, 1, Correction("token"))
+            corrected(log_T, log_T, counted_T, segments_T, 1, Correction("token"))
         with pytest.raises(TypeCheckError):
             sequence_log_ratio(log_T, counted_T, segments_T, 1)
 

@@ -286,6 +286,24 @@ def test_a_masked_token_still_has_kl_and_entropy():
     assert terms.tokens.item() == 2.0
 
 
+def test_masked_tokens_have_no_gradient_and_stay_in_the_denominator():
+    # engine and trainer at probabilities 1/4 and 1/2 (a binary KL of 0.14), and twice alike
+    half, quarter = math.log(0.5), math.log(0.25)
+    leaf, tokens = inputs([half, half, -1.0], behaviour=[quarter, half, -1.0], segments=[0, 0, 1])
+    terms = token_loss(tokens, LossSettings(correction=Correction(None, binary_kl=0.1)))
+    assert gradient(terms.loss, leaf) == pytest.approx([0.0, -1.0, -1.0])
+    assert (terms.tokens.item(), terms.masked_binary_kl.item(), terms.correction_cut.item()) == (
+        3.0,
+        1.0,
+        1.0,
+    )
+    # the geometric mean of the first completion is sqrt(2)
+    leaf, tokens = inputs([half, half, -1.0], behaviour=[quarter, half, -1.0], segments=[0, 0, 1])
+    terms = token_loss(tokens, LossSettings(correction=Correction(None, geometric_high=1.4)))
+    assert gradient(terms.loss, leaf) == pytest.approx([0.0, 0.0, -1.0])
+    assert (terms.tokens.item(), terms.masked_geometric.item(), terms.correction.item()) == (3.0, 2.0, 1.0)
+
+
 def test_a_correction_over_the_sequence_multiplies_the_tokens_of_a_segment():
     # 2 x 3 = 6, capped to 5, for both tokens of the first; 1/2 for the second
     behaviour = [-1.0 - math.log(2), -1.0 - math.log(3), -1.0 + math.log(2)]
@@ -340,7 +358,12 @@ COLUMNS = {
 }
 SEGMENTS = {"segments_T": torch.tensor([0, 0, 1]), "n_segments": 2}
 EVERYTHING = LossSettings(dual_clip=3.0, kl_coef=0.1, entropy_coef=0.1)
-LEVELS = [None, Correction("token", 2.0, 0.1, 3.0), Correction("sequence", 2.0, 0.1, 3.0)]
+LEVELS = [
+    None,
+    Correction("token", 2.0, 0.1, 3.0),
+    Correction("sequence", 2.0, 0.1, 3.0),
+    Correction(None, geometric_low=0.1, geometric_high=30.0, binary_kl=9.0),
+]
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])

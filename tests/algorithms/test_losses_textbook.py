@@ -56,16 +56,32 @@ class Book:
             return torch.tensor(self.rule.dual_clip * A, dtype=torch.float64), True
         return r * A, False
 
+    def masks(self, t: int) -> tuple[bool, bool]:
+        """Whether the geometric mask and that of the binary KL leave the token out."""
+        rule = self.rule.correction
+        if rule is None:
+            return False, False
+        own = self.counted(int(self.tokens.segments_T[t]))
+        mean = math.prod(self.mismatch(u) for u in own) ** (1 / len(own))
+        low, high = rule.geometric_low or 0.0, rule.geometric_high or math.inf
+        p, b = math.exp(self.tokens.proximal_logprobs_T[t]), math.exp(self.tokens.behaviour_logprobs_T[t])
+        p, b = min(p, 1 - 1e-6), min(b, 1 - 1e-6)
+        kl = p * math.log(p / b) + (1 - p) * math.log((1 - p) / (1 - b))
+        return not low <= mean <= high, kl > (rule.binary_kl or math.inf)
+
+    def mismatch(self, t: int) -> float:
+        return math.exp(self.tokens.proximal_logprobs_T[t]) / math.exp(self.tokens.behaviour_logprobs_T[t])
+
     def correction(self, t: int) -> tuple[float, bool]:
         rule = self.rule.correction
         if rule is None:
             return 1.0, False
-        own = [t] if rule.level == "token" else self.counted(int(self.tokens.segments_T[t]))
+        if any(self.masks(t)):
+            return 0.0, True
+        own = {"token": [t], "sequence": self.counted(int(self.tokens.segments_T[t])), None: []}[rule.level]
         weight = 1.0
         for u in own:
-            weight *= math.exp(self.tokens.proximal_logprobs_T[u]) / math.exp(
-                self.tokens.behaviour_logprobs_T[u]
-            )
+            weight *= self.mismatch(u)
         if rule.mask_low is not None and weight < rule.mask_low:
             return 0.0, True
         if rule.mask_high is not None and weight > rule.mask_high:
@@ -104,6 +120,8 @@ class Book:
                 "entropy": entropy.item(),
                 "correction": weight,
                 "correction_cut": cut,
+                "masked_geometric": self.masks(t)[0],
+                "masked_binary_kl": self.masks(t)[1],
             }
             total = {name: total[name] + more[name] for name in SUMS}
         return total
@@ -146,10 +164,13 @@ packs = st.builds(
 )
 corrections = st.builds(
     Correction,
-    level=st.sampled_from(["token", "sequence"]),
-    cap=st.none() | st.floats(0.5, 3.0),
+    level=st.sampled_from([None, "token", "sequence"]),
+    cap=st.none() | st.floats(1.0, 3.0),
     mask_low=st.none() | st.floats(0.1, 0.9),
     mask_high=st.none() | st.floats(1.1, 3.0),
+    geometric_low=st.none() | st.floats(0.5, 0.99),
+    geometric_high=st.none() | st.floats(1.01, 2.0),
+    binary_kl=st.none() | st.floats(0.001, 0.5),
 )
 rules = st.builds(
     LossSettings,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +16,7 @@ from rlmath.algorithms.types import (
     NOTHING_SAMPLED,
     Completion,
     PartialCompletion,
+    RewardFailure,
     Score,
     ScoredCompletion,
     Segment,
@@ -195,3 +196,47 @@ def test_the_file_of_these_tests_is_a_good_one() -> None:
 def test_any_other_file_is_refused(content: bytes) -> None:
     with pytest.raises(ValueError, match=r"flight.safetensors is damaged \("):
         read_flight(content, 2, 100, text_of)
+
+
+SEVERAL = Score(
+    1.5,
+    True,
+    "2",
+    "string",
+    True,
+    (("own/steps", 2.0),),
+    0.25,
+    (1.0, None, 0.5),
+    (RewardFailure("own", "error", "KeyError: 'x'\n\ud800"),),
+)
+
+
+def test_several_rewards_are_kept_with_those_that_failed() -> None:
+    flight = Flight([GroupInFlight(7, 1, (partial(3, 4, 5), finished(6, 7, 99, score=SEVERAL)))], next_draw=8)
+    found = read_flight(write_flight(flight), 2, 100, text_of)
+    assert found == flight
+    (sample,) = [one for one in found.groups[0].samples if isinstance(one, ScoredCompletion)]
+    assert sample.score == SEVERAL
+
+
+def _edited(change: Callable[[dict], None]) -> bytes:
+    """The file with another score."""
+    tensors = load(write_flight(FLIGHT))
+    header = json.loads(tensors["header"].tobytes())
+    change(header["groups"][0]["samples"][1]["score"])
+    return save(tensors | {"header": np.frombuffer(json.dumps(header).encode(), np.uint8)})
+
+
+def test_a_file_of_before_there_were_several_rewards_is_read() -> None:
+    def older(score: dict) -> None:
+        del score["parts"], score["failures"]
+
+    assert read_flight(_edited(older), 2, 100, text_of) == FLIGHT
+
+
+@pytest.mark.parametrize(
+    "parts", [{"parts": [float("nan")]}, {"parts": ["x"]}, {"parts": 3}, {"failures": [{"name": "x"}]}]
+)
+def test_parts_that_are_none_are_refused(parts: dict) -> None:
+    with pytest.raises(ValueError, match=r"groups in flight|score|float|iterable|kind"):
+        read_flight(_edited(lambda score: score.update(parts)), 2, 100, text_of)

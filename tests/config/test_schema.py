@@ -20,8 +20,10 @@ FREE_TEXTS = {
     "validation.paths",
     "sft.held_out_path",
     "critic.path",
+    "data.history_path",
     "reward.function",
     "teacher.path",
+    "reward.rewards",
     "telemetry.wandb_project",
     "telemetry.wandb_name",
 }

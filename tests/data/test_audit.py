@@ -15,7 +15,7 @@ from rlmath.data.dataset import audit_inputs, load_inputs, load_sft_inputs, load
 from rlmath.data.loader import load_prompts, problem_key
 from rlmath.data.tokenizer import FIXED, characters_without_token, load_tokenizer
 from rlmath.models.hf_config import read_model_shape
-from rlmath.rewards.reward_manager import open_reward_workers
+from rlmath.rewards.reward_manager import open_pool
 from rlmath.rewards.worker_pool import VerifierPool
 from tests.tiny_models import make_model_folder
 from tools.make_tiny_model import make_tokenizer
@@ -221,9 +221,9 @@ def test_references_of_several_files_are_judged_by_the_same_worker(
 
     def counting(reward: RewardConfig) -> VerifierPool:
         opened.append(reward)
-        return open_reward_workers(reward)
+        return open_pool(reward)
 
-    monkeypatch.setattr("rlmath.data.audit.open_reward_workers", counting)
+    monkeypatch.setattr("rlmath.data.audit.open_pool", counting)
     path = questions(tmp_path / "a.jsonl", [("1", "5}"), ("2", "7")])
     prompts, _ = load_prompts(path, None, 99)
     found = audit_prompts([("a", prompts)], [("b", prompts), ("c", prompts)], RewardConfig(), None).findings

@@ -221,7 +221,7 @@ def test_the_settings_reach_models_optimizer_and_store(ranks: RankPool, tied_mod
         clip_low=0.166,
         clip_high=0.267,
         dual_clip=3.68,
-        correction=Correction(level="sequence", cap=1.69, mask_low=0.17, mask_high=4.71),
+        correction=Correction("sequence", 1.69, 0.17, 4.71, 0.972, 1.028, 0.0283),
         kl_coef=0.0,
         kl_kind="k2",
         entropy_coef=0.00173,

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from rlmath.algorithms.types import Completion, Prompt, Score, ScoredGroup
+from rlmath.algorithms.types import Completion, Prompt, RewardFailure, Score, ScoredGroup
 from rlmath.trainer.telemetry.metrics_writer import MetricsWriter
 from rlmath.trainer.telemetry.samples import SampleWriter
 from tools.show_samples import _answer_lines, main
@@ -175,3 +175,15 @@ def test_the_answer_of_a_completion_with_several_boxes_is_the_last_one():
         "verdict": "function",
     }
     assert _answer_lines(row) == ["answer    | 7"]
+
+
+def test_several_rewards_are_shown_one_by_one_with_what_failed(tmp_path, capsys):
+    why = RewardFailure("own", "error", "KeyError: '\x1b[2J'\n  File mine.py")
+    score = Score(1.0, True, "132", "string", parts=(1.0, None), failures=(why,))
+    completions = (Completion(0, (2,), (-0.1,), "x", "stop", 0),)
+    scored = ScoredGroup(Prompt("q", "?", (1,), ("132",), "math"), completions, (score,))
+    metrics = MetricsWriter(str(tmp_path), tensorboard=False)
+    SampleWriter(str(tmp_path), 1, ["correctness", "own"]).write(1, [scored], [[0.5]], metrics)
+    text = shown(capsys, str(tmp_path))
+    assert "--- 1: reward +1 (correctness +1, own failed), advantage +0.500, right (string)" in text
+    assert "failed    | own: error: KeyError: '\\x1b[2J'\n          |   File mine.py" in text

@@ -3,10 +3,11 @@ from dataclasses import replace
 import pytest
 
 from rlmath.algorithms.dynamic_sampling import Chosen, Selection
-from rlmath.algorithms.types import Completion, Prompt, Score, ScoredGroup
-from rlmath.config.schema import AlgorithmConfig
+from rlmath.algorithms.types import Completion, Prompt, RewardFailure, Score, ScoredGroup
+from rlmath.config.schema import AlgorithmConfig, RewardConfig
 from rlmath.data.seqlen_balancing import Cost
 from rlmath.models.learner import MinibatchResult
+from rlmath.rewards.several_rewards import TAKEN
 from rlmath.rollout.work_queue import EngineUsage
 from rlmath.trainer.kl_in_reward import RewardKL
 from rlmath.trainer.metrics import (
@@ -15,6 +16,7 @@ from rlmath.trainer.metrics import (
     mfu_metrics,
     mismatch_metrics,
     pace_metrics,
+    part_metrics,
     rollout_metrics,
     selection_metrics,
     teacher_metrics,
@@ -132,7 +134,7 @@ def test_shares_of_engine_steps_weigh_an_engine_by_its_steps() -> None:
 def minibatch(tokens: float, scale: float, norm: float, lr: float, why: str | None = None) -> MinibatchResult:
     """A minibatch whose sums are `scale` times 1, 2, 3, ..., with twice as many tokens as its loss is divided by."""
     names = ("loss", "ratio", "clipped", "approx_kl", "proximal_kl", "reference_kl", "entropy", "mismatch")
-    names += ("correction", "correction_cut")
+    names += ("correction", "correction_cut", "masked_geometric", "masked_binary_kl")
     sums = {name: scale * number for number, name in enumerate(names, start=1)}
     sums |= {"tokens": tokens, "denominator": tokens / 2}
     return MinibatchResult(sums, {"mismatch_max": scale}, norm, lr, why)
@@ -183,7 +185,12 @@ def test_the_correction_is_told_where_there_is_one():
     metrics = update_metrics(record, GROUPS, 2.0, AlgorithmConfig(importance_correction="token"))
     assert metrics["train/importance_correction"] == pytest.approx(7 * 9 / 30)
     assert metrics["train/importance_correction_cut"] == pytest.approx(7 * 10 / 30)
+    assert "train/importance_masked_geometric" not in metrics
     assert "train/importance_correction" not in update_metrics(record, GROUPS, 2.0, AlgorithmConfig())
+    metrics = update_metrics(record, GROUPS, 2.0, AlgorithmConfig(importance_mask_binary_kl=0.1))
+    assert metrics["train/importance_correction_cut"] == pytest.approx(7 * 10 / 30)
+    assert metrics["train/importance_masked_geometric"] == pytest.approx(7 * 11 / 30)
+    assert metrics["train/importance_masked_binary_kl"] == pytest.approx(7 * 12 / 30)
 
 
 def test_a_step_whose_minibatches_were_all_discarded_has_no_gradient_norm():
@@ -267,3 +274,35 @@ def test_the_kl_to_a_teacher_is_exact_or_estimated() -> None:
     estimated = UpdateRecord(results, ADVANTAGES, None, teacher_kl=0.25)
     assert teacher_metrics(estimated) == {"train/teacher_kl": 0.25}
     assert teacher_metrics(UpdateRecord([], [], None)) == {}
+
+
+def test_several_rewards_have_a_mean_of_what_is_there_and_a_share_of_failures():
+    def scored(*parts: float | None) -> Score:
+        failures = tuple(RewardFailure("own", "error", "") for part in parts if part is None)
+        return Score(1.0, True, "", "string", parts=parts, failures=failures)
+
+    groups = [
+        group(3, (2, "stop", scored(1.0, 0.5, None)), (2, "stop", scored(1.0, 0.7, None))),
+        group(3, (2, "stop", scored(1.0, 0.3, None)), (2, "stop", scored(0.0, None, None))),
+        group(3, (2, "stop", scored(1.0, 0.1, None)), (2, "stop", scored(1.0, 0.1, None))),
+    ]
+    reward = RewardConfig(rewards=["correctness", "length", "own=m:f"], combine="gdpo")
+    metrics = part_metrics(groups, reward)
+    assert metrics == pytest.approx(
+        {
+            "reward/correctness": 5 / 6,
+            "reward/correctness/failures": 0.0,
+            "reward/length": 1.7 / 5,
+            "reward/length/failures": 1 / 6,
+            "reward/own/failures": 1.0,
+            "rollout/groups_with_contrast": 2 / 3,
+        }
+    )
+    assert "rollout/groups_with_contrast" not in part_metrics(groups, replace(reward, combine="sum"))
+    assert part_metrics(groups, RewardConfig()) == {}
+    assert rollout_metrics(groups)["reward/failures"] == 1.0
+
+
+def test_no_name_of_a_reward_is_that_of_another_metric():
+    taken = {name.split("/")[1] for name in rollout_metrics(GROUPS) if name.startswith("reward/")}
+    assert taken == set(TAKEN)

@@ -25,7 +25,7 @@ from rlmath.checkpoint.directory import Progress, open_partial, publish, read_pr
 from rlmath.checkpoint.flight import FLIGHT, write_flight
 from rlmath.config.help import setting_values
 from rlmath.config.load import config_as_yaml, load_config
-from rlmath.config.schema import Config
+from rlmath.config.schema import Config, RewardConfig
 from rlmath.rewards.custom_function import code_fingerprint
 from rlmath.rollout.sampling import CPU_SAMPLER_VERSION
 from rlmath.trainer.resume import (
@@ -36,6 +36,7 @@ from rlmath.trainer.resume import (
     find_recovery,
     model_fingerprint,
     refused_changes,
+    reward_fingerprint,
 )
 from rlmath.trainer.run_dir import check_output_folder
 from tests.disks import an_ordinary_user
@@ -317,6 +318,7 @@ def process_group(place: Path) -> Iterator[None]:
         ("optimizer.lr=1e-5", "optimizer.lr: 1e-06 there, 1e-05 now"),
         ("run.seed=2", "run.seed: 1 there, 2 now"),
         ("reward.scheme=mix", "reward.scheme: correctness there, mix now"),
+        ("reward.rewards=[correctness,format]", "reward.rewards: "),
     ],
 )
 def test_what_makes_it_another_run_is_refused_by_name(tmp_path: Path, override: str, told: str) -> None:
@@ -527,3 +529,17 @@ def test_the_split_of_ranks_may_change_but_not_whether_engines_have_their_own(tm
     assert len(refused_changes(colocated, older)) == len(refused_changes(older, colocated)) == 3
     unused = make_config(tmp_path, "rollout.max_staleness=3", "rollout.on_new_weights=keep")
     assert refused_changes(colocated, unused) == []
+
+
+def test_the_files_of_all_listed_functions_are_what_a_run_is_made_of(tmp_path: Path) -> None:
+    for name in ("one.py", "two.py"):
+        (tmp_path / name).write_text("def f(completion, solutions, row):\n    return 1.0\n")
+    first, second = (f"{name}={tmp_path}/{name}.py:f" for name in ("one", "two"))
+    reward = RewardConfig(rewards=["correctness", first, second])
+    before = reward_fingerprint(reward)
+    assert before and reward_fingerprint(replace(reward, rewards=["correctness", first])) != before
+    (tmp_path / "two.py").write_text("def f(completion, solutions, row):\n    return 2.0\n")
+    assert reward_fingerprint(reward) != before
+    assert reward_fingerprint(RewardConfig(rewards=["correctness"])) == ""
+    function = f"{tmp_path}/one.py:f"
+    assert reward_fingerprint(RewardConfig(function=function)) == code_fingerprint(function) != ""

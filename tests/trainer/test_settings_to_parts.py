@@ -45,7 +45,9 @@ from rlmath.models.build import early_stop, loss_settings
 from rlmath.models.megatron import Recompute, selective_modules, transformer_config
 from rlmath.rewards.reward_manager import RewardManager, open_reward_workers
 from rlmath.rewards.schemes import Scheme
+from rlmath.rewards.several_rewards import NamedReward, RewardPools, compared_rewards, named_rewards
 from rlmath.rewards.verifier import Rules
+from rlmath.rewards.worker_pool import VerifierPool
 from rlmath.rollout.engine import _device_arguments
 from rlmath.rollout.sampling import SamplingSettings, training_sampling
 from rlmath.trainer.grpo import PolicyUpdater
@@ -112,7 +114,7 @@ def test_the_loss() -> None:
         clip_low=0.166,
         clip_high=0.267,
         dual_clip=3.68,
-        correction=Correction(level="sequence", cap=1.69, mask_low=0.17, mask_high=4.71),
+        correction=Correction("sequence", 1.69, 0.17, 4.71, 0.972, 1.028, 0.0283),
         kl_coef=0.0172,
         kl_kind="k2",
         entropy_coef=0.00173,
@@ -121,8 +123,17 @@ def test_the_loss() -> None:
 
 def test_the_loss_without_what_is_optional() -> None:
     plain = replace(
-        DISTINCT.algorithm, clip_ratio_high=None, dual_clip=None, importance_correction=None, entropy_coef=0.0
+        DISTINCT.algorithm,
+        clip_ratio_high=None,
+        dual_clip=None,
+        importance_correction=None,
+        importance_mask_geometric_low=None,
+        importance_mask_geometric_high=None,
+        importance_mask_binary_kl=None,
+        entropy_coef=0.0,
     )
+    alone = loss_settings(replace(plain, importance_mask_binary_kl=0.0283)).correction
+    assert alone == Correction(None, 1.69, 0.17, 4.71, binary_kl=0.0283)
     assert loss_settings(plain) == LossSettings(
         kind="cispo",
         clip_low=0.166,
@@ -141,8 +152,8 @@ def test_early_stop() -> None:
 
 
 def test_selection() -> None:
-    assert selection_rules(DISTINCT.selection) == SelectionRules(
-        dynamic="reward", min_tokens=161, max_tokens=162, drop_truncated=True
+    assert selection_rules(DISTINCT.selection, DISTINCT.reward) == SelectionRules(
+        dynamic="reward", min_tokens=161, max_tokens=162, drop_truncated=True, parts=(0, 1, 2)
     )
 
 
@@ -150,6 +161,25 @@ def test_sampling_of_training() -> None:
     assert training_sampling(DISTINCT.rollout) == SamplingSettings(
         samples=137, temperature=0.64, top_p=0.941, min_new_tokens=139, max_new_tokens=138
     )
+
+
+ONE_REWARD = replace(DISTINCT.reward, rewards=[], weights=[], combine="sum")
+
+
+def test_the_list_of_rewards() -> None:
+    assert named_rewards(DISTINCT.reward) == (
+        NamedReward("correctness", 1.571),
+        NamedReward("length", -0.572),
+        NamedReward("steps", 0.573, "package.other:steps"),
+    )
+    assert compared_rewards(DISTINCT.reward) == (0, 1, 2) and compared_rewards(ONE_REWARD) == ()
+    by_reward = replace(DISTINCT.selection, dynamic_sampling="reward")
+    assert selection_rules(by_reward, DISTINCT.reward).parts == (0, 1, 2)
+    with open_reward_workers(replace(DISTINCT.reward, rewards=["correctness"], weights=[])) as workers:
+        assert isinstance(workers, RewardPools)
+        (pool,) = workers.by_name.values()
+        assert (pool._size, pool.timeout_seconds) == (2, 15.8)
+        assert pool._settings.rules == Rules(answer_from="phrase", protocol=True)
 
 
 def test_the_reward_scheme_and_the_workers() -> None:
@@ -163,15 +193,17 @@ def test_the_reward_scheme_and_the_workers() -> None:
         overlong_buffer=155,
         overlong_penalty=0.156,
     )
-    with open_reward_workers(replace(DISTINCT.reward, function=None)) as pool:
+    with open_reward_workers(replace(ONE_REWARD, function=None)) as pool:
+        assert isinstance(pool, VerifierPool)
         assert (pool._size, pool.timeout_seconds) == (2, 15.8)
         assert pool._settings.rules == Rules(answer_from="phrase", protocol=True)
     with open_reward_workers(RewardConfig(workers=1)) as pool:
+        assert isinstance(pool, VerifierPool)
         assert pool._settings.rules == Rules(answer_from="boxed", protocol=False)
 
 
 def test_a_score_is_made_with_every_number_of_the_section() -> None:
-    reward = replace(DISTINCT.reward, function=None, overlong_buffer=8)
+    reward = replace(ONE_REWARD, function=None, overlong_buffer=8)
     prompt = Prompt("q", "1+1=", (1,), ("\\boxed{2}",), "math")
 
     def completion(text: str, tokens: int, reason: Any = "stop") -> Completion:
@@ -199,7 +231,7 @@ def test_a_score_is_made_with_every_number_of_the_section() -> None:
 
 
 def test_what_a_function_that_fails_costs() -> None:
-    reward = replace(DISTINCT.reward, function="math:sqrt", overlong_buffer=8)
+    reward = replace(ONE_REWARD, function="math:sqrt", overlong_buffer=8)
     with open_reward_workers(reward) as pool:
         rewards = RewardManager(pool, reward, max_new_tokens=20)
         rewards.submit(

@@ -26,17 +26,27 @@ from rlmath.config.help import (
 )
 from rlmath.config.length_curriculum import validates
 from rlmath.config.model_shape import ModelShape
-from rlmath.config.schema import AlgorithmConfig, Config, MemoryConfig, PolicyConfig, RolloutConfig
+from rlmath.config.schema import (
+    AlgorithmConfig,
+    Config,
+    MemoryConfig,
+    PolicyConfig,
+    RewardConfig,
+    RolloutConfig,
+)
 from rlmath.distributed.device import environment_rank, environment_world_size, set_cuda_defaults
 from rlmath.distributed.memory import available_bytes, total_bytes
 from rlmath.models.hf_config import inspect_model_folder
 from rlmath.rewards.custom_function import function_problem
+from rlmath.rewards.several_rewards import functions_of, is_verified
+from rlmath.trainer.preflight import curriculum_and_rollback as draws
 from rlmath.trainer.preflight import length_curriculum as curriculum
 from rlmath.trainer.preflight import parallelism, teacher
 from rlmath.trainer.preflight.critic import critic_problems, critic_warnings
 from rlmath.trainer.preflight.memory_estimate import Kind
 from rlmath.trainer.preflight.memory_fit import GIB, fit_problems
 from rlmath.trainer.preflight.memory_formulas import FLOAT32_BYTES, longest_sequence_bytes
+from rlmath.trainer.preflight.reward_checks import reward_problems
 from rlmath.trainer.telemetry.wandb import wandb_problems
 
 ON_RATIO = ("loss", "clip_ratio", "clip_ratio_high", "dual_clip", "early_stop_ratio_low", "early_stop_kl")
@@ -77,19 +87,19 @@ def check_config(config: Config, world_size: int, kind: Kind = "grpo") -> ModelS
 
 def run_problems(config: Config, world_size: int, shape: ModelShape | None, kind: Kind = "grpo") -> list[str]:
     """What no machine could run, for a model of this shape; None: not known."""
-    problems = setting_problems(config, world_size, kind)
+    problems = [*setting_problems(config, world_size, kind), *draws.rollback_problems(config)]
     if kind == "grpo":
         for check in (
             algorithm_problems,
             teacher.setting_problems,
-            _reward_problems,
+            reward_problems,
+            draws.curriculum_problems,
             _partial_rollout_problems,
             _asynchronous_problems,
         ):
             problems += curriculum.in_every_stage(config, check)
         # Once for all stages: an import may take long.
-        if config.reward.function is not None and (problem := function_problem(config.reward.function)):
-            problems.append(problem)
+        problems += filter(None, map(function_problem, functions_of(config.reward).values()))
     if kind == "grpo" and shape is not None:
         problems += critic_problems(config, shape)
     return problems + (shape_problems(config, shape, kind) if shape is not None else [])
@@ -212,6 +222,8 @@ def file_problems(config: Config, kind: Kind = "grpo") -> Iterator[str]:
         paths += [("sft.held_out_path", held_out)] if held_out is not None else []
     elif validates(config):
         paths += [("validation.paths", path) for path in config.validation.paths]
+    if kind == "grpo" and data.history_path is not None:
+        paths.append(("data.history_path", data.history_path))
     for key, path in ((key, Path(path)) for key, path in paths):
         if (not os.path.exists(path) and not os.path.islink(path)) or path == Path():
             yield f'{key}: there is no file "{path}".{nearest_path(path)}'
@@ -241,6 +253,8 @@ def config_warnings(config: Config, unused: Sequence[str] = ()) -> list[str]:
     more = (
         _partial_rollout_warnings,
         _asynchronous_warnings,
+        draws.curriculum_warnings,
+        draws.rollback_warnings,
         _old_token_warnings,
         algorithm_warnings,
         critic_warnings,
@@ -484,20 +498,6 @@ def _partial_rollout_warnings(config: Config) -> Iterator[str]:
         )
 
 
-def _reward_problems(config: Config) -> Iterator[str]:
-    reward, limit = config.reward, config.rollout.max_new_tokens
-    if reward.overlong_buffer > limit:
-        yield (
-            f"reward.overlong_buffer is {reward.overlong_buffer}, above rollout.max_new_tokens {limit}: even the "
-            "shortest answer would cost. Lower it."
-        )
-    if reward.scheme != "correctness" and reward.format_penalty >= 1:
-        yield (
-            f"reward.format_penalty is {reward.format_penalty}; a right answer in a box gets 1 in scheme "
-            f'"{reward.scheme}", and one without a box should get less. Lower it.'
-        )
-
-
 # ---------------------------------------------------------------- algorithm and selection
 
 
@@ -514,6 +514,11 @@ def algorithm_problems(config: Config) -> Iterator[str]:
         yield (
             f'algorithm.importance_correction is "{algorithm.importance_correction}"; it weighs recomputed log-probs '
             "against the engine's. Set algorithm.recompute_logprobs=true, or the former to null."
+        )
+    if algorithm.masks_alone and not algorithm.recompute_logprobs:
+        yield (
+            f"{_keys(algorithm.masks_alone)}: compared are recomputed log-probs with the engine's, and "
+            "algorithm.recompute_logprobs is false. Set it to true, or the masks to null."
         )
     samples, minibatches = config.data.prompts_per_step * config.rollout.group_size, algorithm.n_minibatches
     if samples < minibatches:
@@ -587,9 +592,16 @@ def algorithm_warnings(config: Config) -> Iterator[str]:
             "selection.dynamic_sampling drops groups and, with selection.max_extra_prompts=0, samples none in their "
             "place."
         )
-    if selection.dynamic_sampling == "accuracy" and config.reward.function is not None:
+    if config.reward.rewards and config.reward.function_failure != RewardConfig().function_failure:
+        yield "reward.function_failure has no effect with reward.rewards: what fails is left out."
+    if (
+        selection.dynamic_sampling == "accuracy"
+        and functions_of(config.reward)
+        and not is_verified(config.reward)
+    ):
+        setting = next(iter(functions_of(config.reward)))
         yield (
-            'selection.dynamic_sampling="accuracy" with reward.function: an answer counts as right where its metric '
+            f'selection.dynamic_sampling="accuracy" with {setting}: an answer counts as right where its metric '
             '"correct" is above 0, without one where its reward is. With partial credit whole groups are right and are '
             'dropped: return "correct", or take selection.dynamic_sampling=reward.'
         )
@@ -605,6 +617,8 @@ def _keys(names: list[str]) -> str:
 
 
 _SFT_SETTINGS = (
+    "algorithm.rollback",
+    "algorithm.rollback_lr_factor",
     "run.",
     "model.",
     "data.train_path",

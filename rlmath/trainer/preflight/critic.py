@@ -31,6 +31,11 @@ def critic_problems(config: Config, shape: ModelShape) -> Iterator[str]:
                     f"data.max_prompt_tokens + rollout.max_new_tokens is {config.data.max_prompt_tokens} + "
                     f"{config.rollout.max_new_tokens}. Lower the sum, or take another model."
                 )
+    if config.teacher.path is not None and not config.teacher.with_rewards:
+        yield (
+            'algorithm.advantage is "gae" and teacher.with_rewards false: a critic values rewards, and nothing is to '
+            "be learned from these. Set teacher.with_rewards=true, or another algorithm.advantage."
+        )
     if critic.bootstrap_truncated and config.parallel.context > 1:
         yield (
             f"critic.bootstrap_truncated is true and parallel.context {config.parallel.context}: the value after a "

@@ -335,7 +335,8 @@ def step_line(
     digits = len(str(progress.total_steps))
     start = f"step {progress.global_step:>{digits}}/{progress.total_steps}"
     end = f" {seconds_text(progress.step_seconds)}s left {duration(progress.remaining_seconds)}"
-    for name, (short, form) in STEP_LINE_METRICS.items():
+    shown = STEP_LINE_METRICS | {name: (name.removeprefix("reward/"), ".2f") for name in _parts(metrics)}
+    for name, (short, form) in shown.items():
         part = f" {short} {metrics[name]:{form}}" if name in metrics else ""
         if len(start) + len(part) + len(end) <= columns:
             start += part
@@ -350,7 +351,8 @@ def long_step_line(progress: Progress, metrics: Mapping[str, float]) -> str:
 Total time consumption: 5.678s. Estimated remaining time: 66.200s. task_reward: -0.2500'
     """
     step = f"step {progress.step}/{progress.steps_per_epoch} (global step {progress.global_step})"
-    shown = [f"{name}: {metrics[name]:{form}}" for name, form in LONG_LINE_METRICS.items() if name in metrics]
+    forms = LONG_LINE_METRICS | dict.fromkeys(_parts(metrics), ".4f")
+    shown = [f"{name}: {metrics[name]:{form}}" for name, form in forms.items() if name in metrics]
     return " ".join(
         [
             f"Epoch {progress.epoch}/{progress.total_epochs} {step} finishes.",
@@ -360,6 +362,11 @@ Total time consumption: 5.678s. Estimated remaining time: 66.200s. task_reward: 
             *shown,
         ]
     )
+
+
+def _parts(metrics: Mapping[str, float]) -> list[str]:
+    """The metrics of several rewards: each has its share of failures beside it."""
+    return [name for name in metrics if f"{name}/failures" in metrics]
 
 
 def seconds_text(seconds: float) -> str:

@@ -16,7 +16,7 @@ from rlmath.trainer.telemetry.console import code_block, shortened
 from rlmath.trainer.telemetry.metrics_writer import MetricsWriter, json_number, write_whole
 
 if TYPE_CHECKING:  # importing it imports torch, which the tool that shows samples does not need
-    from rlmath.algorithms.types import ScoredGroup
+    from rlmath.algorithms.types import Score, ScoredGroup
 
 logger = logging.getLogger(__name__)
 
@@ -52,9 +52,11 @@ def keep_samples(output_dir: str | Path, last_step: int) -> None:
 class SampleWriter:
     """Writes the first `groups_per_step` groups of each step; 0 writes nothing."""
 
-    def __init__(self, output_dir: str, groups_per_step: int) -> None:
+    def __init__(self, output_dir: str, groups_per_step: int, rewards: Sequence[str] = ()) -> None:
+        """`rewards` are the names of several rewards, in the order of the scores' parts."""
         self._output_dir = output_dir
         self._groups_per_step = groups_per_step
+        self._rewards = rewards
 
     def write(
         self,
@@ -73,7 +75,7 @@ class SampleWriter:
         if not shown:
             return
         assert len(advantages) >= len(shown)
-        rows = [_row(group, own) for group, own in zip(shown, advantages, strict=False)]
+        rows = [_row(group, own, self._rewards) for group, own in zip(shown, advantages, strict=False)]
         _write_rows(samples_file(self._output_dir, step), rows)
         for number, row in enumerate(rows, start=1):
             metrics_writer.write_text(f"samples/group_{number}", group_markdown(row), step)
@@ -85,8 +87,8 @@ class SampleWriter:
         cannot be written."""
         path = samples_file(self._output_dir, step, "failure")
         for group, group_advantages in zip(groups, advantages, strict=False):
-            if any(score.verdict in FAILURES for score in group.scores):
-                _write_rows(path, [_row(group, group_advantages)])
+            if any(score.verdict in FAILURES or score.failures for score in group.scores):
+                _write_rows(path, [_row(group, group_advantages, self._rewards)])
                 break
         return path
 
@@ -95,10 +97,11 @@ def _write_rows(path: Path, rows: Sequence[dict]) -> None:
     write_whole(path, "".join(json.dumps(row) + "\n" for row in rows))
 
 
-def _row(group: ScoredGroup, advantages: Sequence[float]) -> dict:
+def _row(group: ScoredGroup, advantages: Sequence[float], rewards: Sequence[str]) -> dict:
     completions = [
         {
             "reward": json_number(score.reward),
+            **_parts(score, rewards),
             "advantage": json_number(advantage),
             "correct": score.correct,
             "verdict": score.verdict,
@@ -121,6 +124,15 @@ def _row(group: ScoredGroup, advantages: Sequence[float]) -> dict:
         "solutions": list(group.prompt.solutions),
         "completions": completions,
     }
+
+
+def _parts(score: Score, rewards: Sequence[str]) -> dict:
+    """The values of several rewards, null where one failed, and why."""
+    if not rewards:
+        return {}
+    values = (None if value is None else json_number(value) for value in score.parts)
+    failures = {one.name: f"{one.kind}: {one.message}" if one.message else one.kind for one in score.failures}
+    return {"rewards": dict(zip(rewards, values, strict=True)), "failures": failures}
 
 
 def group_markdown(row: dict) -> str:
@@ -149,8 +161,11 @@ def completion_facts(completion: dict) -> str:
     parts = [f"{int(tokens)} of version {int(version)}" for tokens, version in segments]
     versions = f" ({' + '.join(parts)})" if len(parts) > 1 else ""
     right = "right" if completion["correct"] else "wrong"
+    rewards = completion.get("rewards") or {}
+    values = [f"{visible(k)} {'failed' if v is None else format(float(v), '+g')}" for k, v in rewards.items()]
+    shown = f" ({', '.join(values)})" if values else ""
     return (
-        f"reward {float(completion['reward']):+g}, advantage {float(completion['advantage']):+.3f},"
+        f"reward {float(completion['reward']):+g}{shown}, advantage {float(completion['advantage']):+.3f},"
         f" {right} ({visible(completion['verdict'])}), {int(completion['length'])} tokens{versions},"
         f" {visible(completion['finish_reason'])}"
     )

@@ -22,6 +22,7 @@ from rlmath.trainer.preflight.checks import (
     run_problems,
 )
 from rlmath.trainer.preflight.memory_fit import GIB
+from rlmath.trainer.preflight.reward_checks import reward_problems
 from rlmath.trainer.rollouts import flight_rules
 
 PATHS = ["run.output_dir=o", "model.path=m", "data.train_path=t"]
@@ -45,6 +46,8 @@ def test_the_defaults_have_no_problem():
         ["rollout.group_size=1", "algorithm.advantage=ppo", "data.prompts_per_step=4"],
         ["rollout.group_size=1", "algorithm.advantage=gae", "data.prompts_per_step=4"],
         ["algorithm.importance_correction=sequence", "algorithm.importance_cap=2"],
+        ["algorithm.importance_mask_geometric_low=0.9", "algorithm.importance_mask_geometric_high=1.1"],
+        ["algorithm.importance_correction=token", "algorithm.importance_mask_binary_kl=0.1"],
         ["data.prompts_per_step=2", "rollout.group_size=2", "algorithm.n_minibatches=4"],
         ["selection.min_completion_tokens=5", "selection.max_completion_tokens=5"],
         ["selection.dynamic_sampling=accuracy", "selection.max_extra_prompts=100"],
@@ -68,6 +71,10 @@ def test_runs_that_can_start(overrides: list[str]):
         (
             ["algorithm.importance_correction=token", "algorithm.recompute_logprobs=false"],
             "Set algorithm.recompute_logprobs=true, or the former to null.",
+        ),
+        (
+            ["algorithm.importance_mask_binary_kl=0.1", "algorithm.recompute_logprobs=false"],
+            "algorithm.importance_mask_binary_kl: compared are recomputed log-probs with the engine's",
         ),
         (
             ["data.prompts_per_step=2", "rollout.group_size=2", "algorithm.n_minibatches=5"],
@@ -168,6 +175,9 @@ def test_the_words_of_the_settings_are_those_of_the_code(key: str, kinds: object
         ("dual_clip", 1.0),
         ("importance_mask_low", 1.0),
         ("importance_mask_high", 1.0),
+        ("importance_mask_geometric_low", 1.0),
+        ("importance_mask_geometric_high", 1.0),
+        ("importance_mask_binary_kl", 0.0),
         ("early_stop_ratio", 1.0),
     ],
 )
@@ -357,3 +367,89 @@ def test_only_ranks_with_an_engine_need_a_cache_on_this_machine(monkeypatch: pyt
     assert "for each of the 4 ranks" in told(4, "rollout.ranks=6")[0] and told(0, "rollout.ranks=6") == []
     cache = 1.1 * total_bytes() / GIB
     assert told(0, "rollout.ranks=4") == [] and "Lower it" in told(4, "rollout.ranks=1")[0]
+
+
+# ---------------------------------------------------------------- several rewards
+
+LIST = ["reward.rewards=[correctness,length]", "reward.combine=gdpo"]
+
+
+def reward_told(*overrides: str) -> list[str]:
+    return list(reward_problems(load_config([], [*PATHS, *overrides])))
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        [],
+        LIST,
+        [
+            "reward.rewards=[correctness,format,length]",
+            "reward.weights=[1,0.2,-1]",
+            "algorithm.advantage=rloo",
+        ],
+        [
+            "reward.rewards=['mine=no.such:f']",
+            "reward.mask_no_eos_with_zero=true",
+            "reward.overlong_buffer=8",
+        ],
+        [*LIST, "algorithm.kl_coef=0.1"],
+        [*LIST, "algorithm.kl_in=reward"],
+    ],
+)
+def test_rewards_that_a_run_can_have(overrides: list[str]):
+    assert reward_told(*overrides) == []
+
+
+@pytest.mark.parametrize(
+    ("overrides", "told"),
+    [
+        (["reward.combine=gdpo"], "reward.combine is for the rewards of reward.rewards, which is empty"),
+        (["reward.weights=[1]"], "reward.weights is for the rewards"),
+        (
+            ["reward.rewards=[correctness,lenght]"],
+            "reward.rewards has 'lenght'; needed: correctness, format, length",
+        ),
+        (["reward.rewards=[correctness,'Own=m:f']"], "before = stands a name"),
+        (["reward.rewards=[correctness,'length=m:f']"], "before = stands a name"),
+        (
+            ["reward.rewards=[correctness,'verdict=m:f']"],
+            "none of correctness, format, length, correct, boxed",
+        ),
+        (["reward.rewards=[correctness,'own=']"], "after it a function"),
+        (["reward.rewards=[correctness,correctness]"], "reward.rewards has 'correctness' more than once"),
+        (["reward.rewards=[format,length]"], "neither correctness nor a function of yours"),
+        (["reward.rewards=[correctness,length]", "reward.weights=[1]"], "has 1 numbers for the 2 rewards"),
+        (["reward.rewards=[correctness,length]", "reward.weights=[0,0]"], "reward.weights are all 0"),
+        (
+            ["reward.rewards=[correctness]", "reward.function=m:f"],
+            'as "mine=m:f", and set reward.function=null',
+        ),
+        (
+            ["reward.rewards=[" + ",".join(f"'f{n}=m:f'" for n in range(9)) + "]"],
+            "has 9 functions; at most 8",
+        ),
+        ([*LIST, "algorithm.advantage=rloo"], 'Set algorithm.advantage="grpo", or reward.combine=sum'),
+        ([*LIST, "algorithm.kl_in=reward", "algorithm.kl_coef=0.1"], 'Set algorithm.kl_in="loss"'),
+        ([*LIST, "reward.mask_no_eos_with_zero=true"], "reward.mask_no_eos_with_zero changes the sum"),
+        ([*LIST, "reward.overlong_buffer=8"], "reward.overlong_buffer changes the sum"),
+    ],
+)
+def test_rewards_that_do_not_fit_together(overrides: list[str], told: str):
+    (problem,) = reward_told(*overrides)
+    assert told in problem
+
+
+def test_what_has_no_effect_beside_several_rewards_is_noted():
+    (note,) = notes("reward.rewards=[correctness]", "reward.function_failure=-1")
+    assert "reward.function_failure has no effect with reward.rewards" in note
+    by_accuracy = ("selection.dynamic_sampling=accuracy", "selection.max_extra_prompts=9")
+    (note,) = notes("reward.rewards=['mine=m:f']", *by_accuracy)
+    assert '"accuracy" with reward.rewards: mine: an answer counts as right' in note
+    assert notes("reward.rewards=[correctness,'mine=m:f']", *by_accuracy) == []
+
+
+def test_every_function_of_the_list_is_looked_for():
+    config = load_config([], [*PATHS, "reward.rewards=['a=math:sqrt','b=json:dumbs','c=no_such_module:f']"])
+    told = [one for one in run_problems(config, 1, None) if "reward." in one]
+    assert len(told) == 2 and "'json' has no function 'dumbs'" in told[0] and "no_such_module" in told[1]

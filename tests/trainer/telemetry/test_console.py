@@ -296,3 +296,9 @@ except OSError:
 def test_no_bar_stays_on_the_terminal_when_a_program_ends():
     line, end = shown_lines(on_terminal(ENDS_WITH_A_BAR, 80))
     assert line.endswith("WARNING: the last line") and end == ""
+
+
+def test_several_rewards_are_in_the_lines_of_a_step() -> None:
+    metrics = {"task_reward": 1.5, "reward/steps": 0.25, "reward/steps/failures": 0.0, "reward/boxed": 1.0}
+    assert step_line(THIRD_OF_38, metrics) == "step  3/38 reward 1.500 steps 0.25 1.23s left 1:10"
+    assert long_step_line(THIRD_OF_38, metrics).endswith("s. task_reward: 1.5000 reward/steps: 0.2500")

@@ -1,0 +1,207 @@
+"""Several named rewards of a completion: `reward.rewards` lists them, `reward.weights` weighs them.
+
+    completion -> a value of every reward, None where it failed -> weighted sum | GDPO (algorithms.advantages)
+
+| entry of the list | value |
+|---|---|
+| "correctness" | of `reward.scheme`, before bias and scaling: 1 or -1 by default |
+| "format" | 1 where the final part of the completion has a complete box, else 0 |
+| "length" | 1 - tokens / rollout.max_new_tokens, right or wrong: from almost 1 down to 0 |
+| "name=package.module:function" | what the user's function returns |
+
+Every function has workers of its own, and so has the verifier: one that hangs or breaks keeps no other waiting.
+"""
+
+# Shape legend: G completions of a group, K rewards of the list.
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any, Self
+
+from rlmath.algorithms.types import Completion, Prompt, RewardFailure, Score, ScoredGroup
+from rlmath.config.schema import RewardConfig
+from rlmath.rewards.custom_function import FunctionResult
+from rlmath.rewards.schemes import Scheme, raw_reward
+from rlmath.rewards.verifier import FAILURES, Rules, Verdict
+from rlmath.rewards.worker_pool import VerifierPool
+
+BUILT_IN = ("correctness", "format", "length")
+TAKEN = ("correct", "boxed", "truncated", "failures", "verdict", "own", "queue_wait_s", "queue_wait_s_max")
+"""What stands behind `reward/` in the names of other metrics."""
+MAX_FUNCTIONS = 8
+"""Each has up to `reward.workers` processes."""
+
+
+@dataclass(frozen=True)
+class NamedReward:
+    """One entry of `reward.rewards`."""
+
+    name: str
+    weight: float
+    function: str | None = None
+    """The user's, "package.module:name"; None: one of BUILT_IN."""
+
+
+def named_rewards(reward: RewardConfig) -> tuple[NamedReward, ...]:
+    """The list, in order; empty where `reward.scheme` or `reward.function` gives the reward."""
+    weights = reward.weights or [1.0] * len(reward.rewards)
+    parted = [entry.partition("=") for entry in reward.rewards]
+    return tuple(
+        NamedReward(name, weight, function if equals else None)
+        for (name, equals, function), weight in zip(parted, weights, strict=True)
+    )
+
+
+def functions_of(reward: RewardConfig) -> dict[str, str]:
+    """The user's functions by the setting that names them, as messages call it."""
+    if reward.function is not None:
+        return {"reward.function": reward.function}
+    parted = [entry.partition("=") for entry in reward.rewards]
+    return {f"reward.rewards: {name}": function for name, equals, function in parted if equals}
+
+
+def is_verified(reward: RewardConfig) -> bool:
+    """Whether answers are compared with the solutions."""
+    return "correctness" in reward.rewards if reward.rewards else reward.function is None
+
+
+def compared_rewards(reward: RewardConfig) -> tuple[int, ...]:
+    """Positions of the rewards that are normalised each for itself (GDPO) and count; none with a weighted sum."""
+    if reward.combine != "gdpo":
+        return ()
+    return tuple(k for k, one in enumerate(named_rewards(reward)) if one.weight)
+
+
+# ---------------------------------------------------------------- workers
+
+
+class RewardPools:
+    """The workers of the verifier, where correctness is listed, and of every function of the user's."""
+
+    def __init__(self, reward: RewardConfig) -> None:
+        """Returns at once, as `VerifierPool`."""
+        rules = Rules(reward.answer_from, protocol=not reward.strict)
+        self.by_name: dict[str, VerifierPool] = {}
+        with contextlib.ExitStack() as stack:
+            for one in named_rewards(reward):
+                if one.name == "correctness" or one.function is not None:
+                    pool = VerifierPool(
+                        reward.workers, reward.timeout_seconds, rules=rules, function=one.function
+                    )
+                    self.by_name[one.name] = stack.enter_context(pool)
+            self._stack = stack.pop_all()
+
+    def submit(self, text: str, prompt: Prompt, completion: Completion) -> dict[str, Future[Any]]:
+        """Queue a completion for every reward that needs a worker; `text` is what is verified."""
+        return {
+            name: pool.submit(text, prompt.solutions, prompt.task)
+            if name == "correctness"
+            else pool.call(completion.text, prompt.solutions, prompt.row)
+            for name, pool in self.by_name.items()
+        }
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+
+# ---------------------------------------------------------------- scores
+
+
+def several_score(
+    rewards: Sequence[NamedReward],
+    scheme: Scheme,
+    results: Mapping[str, Verdict | FunctionResult],
+    boxed: bool,
+    length: int,
+    limit: int,
+    truncated: bool,
+) -> Score:
+    """The score of a completion from what verifier and functions found. Its reward is (weighted sum of the rewards that
+    did not fail - bias) * scaling, with the scheme's settings about length.
+
+    Right is what the verifier says; without it what the metric "correct" of the first function that has one says (above
+    0), else whether the first function's reward is above 0.
+    """
+    values = tuple(_value(one, scheme, results, boxed, length, limit) for one in rewards)
+    failures = tuple(
+        RewardFailure(name, result.failure or "error", result.message)
+        if isinstance(result, FunctionResult)
+        else RewardFailure(name, result.verdict, "")
+        for name, result in results.items()
+        if _failed(result)
+    )
+    verdict = results.get("correctness")
+    number = sum(one.weight * value for one, value in zip(rewards, values, strict=True) if value is not None)
+    reward = scheme.sum_reward(number, verdict is not None, length, limit, truncated)
+    called = {name: result for name, result in results.items() if isinstance(result, FunctionResult)}
+    metrics = tuple(
+        (f"{name}/{metric}", value) for name, result in called.items() for metric, value in result.metrics
+    )
+    if isinstance(verdict, Verdict):
+        correct, extracted, kind = verdict.correct, verdict.extracted, verdict.verdict
+    else:
+        all_failed = len(failures) == len(called)
+        kind, extracted = (failures[0].kind, failures[0].message) if all_failed else ("function", "")
+        correct = _is_right(list(called.values()))
+    waited = max((result.queue_seconds for result in results.values()), default=0.0)
+    return Score(reward, correct, extracted, kind, boxed, metrics, waited, values, failures)
+
+
+def _failed(result: Verdict | FunctionResult) -> bool:
+    return (result.failure is not None) if isinstance(result, FunctionResult) else result.verdict in FAILURES
+
+
+def _value(
+    one: NamedReward,
+    scheme: Scheme,
+    results: Mapping[str, Verdict | FunctionResult],
+    boxed: bool,
+    length: int,
+    limit: int,
+) -> float | None:
+    if one.name == "format":
+        return float(boxed)
+    if one.name == "length":
+        return max(0.0, 1.0 - length / limit)
+    result = results[one.name]
+    if _failed(result):
+        return None
+    if isinstance(result, FunctionResult):
+        return result.reward
+    return raw_reward(scheme.name, result.correct, boxed, scheme.format_penalty)
+
+
+def _is_right(results: Sequence[FunctionResult]) -> bool:
+    there = [result for result in results if result.failure is None]
+    said = [dict(result.metrics)["correct"] for result in there if "correct" in dict(result.metrics)]
+    return said[0] > 0 if said else results[0].failure is None and results[0].reward > 0
+
+
+def summed_rewards(group: ScoredGroup, reward: RewardConfig) -> list[float]:
+    """The rewards that advantages of weighted sums are made of: those of the scores, where a reward that failed counts
+    as the mean of what it gave the others of the group, so that it moves nothing.
+
+    Where it gave none a value, it adds nothing. A completion that `mask_no_eos_with_zero` sets to 0 stays there.
+    """
+    if not reward.rewards or not any(score.failures for score in group.scores):
+        return group.rewards
+    scheme = Scheme.of(reward)
+    scale = scheme.scale(is_verified(reward))
+    filled = group.rewards
+    for k, one in enumerate(named_rewards(reward)):
+        there = [value for score in group.scores if (value := score.parts[k]) is not None]
+        if not there or len(there) == len(filled):
+            continue
+        mean = sum(value / len(there) for value in there)
+        for g, score in enumerate(group.scores):
+            masked = reward.mask_no_eos_with_zero and group.completions[g].finish_reason == "length"
+            if score.parts[k] is None and not masked:
+                filled[g] += one.weight * mean * scale
+    return filled

@@ -1,0 +1,291 @@
+"""Several named rewards: their values by real workers, what one that fails costs, and the sum of the others."""
+
+import copy
+import pickle
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from rlmath.algorithms.types import Completion, Prompt, RewardFailure, Score, ScoredGroup
+from rlmath.config.schema import RewardConfig
+from rlmath.rewards.custom_function import FunctionResult
+from rlmath.rewards.reward_manager import (
+    RewardFunctionError,
+    RewardManager,
+    first_function_failure,
+    open_reward_workers,
+    raise_if_every_call_failed,
+    try_reward_function,
+)
+from rlmath.rewards.schemes import Scheme
+from rlmath.rewards.several_rewards import (
+    NamedReward,
+    RewardPools,
+    functions_of,
+    is_verified,
+    named_rewards,
+    several_score,
+    summed_rewards,
+)
+from rlmath.rewards.verifier import Verdict
+
+LIMIT = 100
+PROMPT = Prompt("q1", "1+1=", (1,), ("\\boxed{2}",), "math")
+SOURCE = """
+import os, time
+
+def steps(completion, solutions, row):
+    return completion.count("step"), {"correct": 2.0 - completion.count("wrong"), "pid": os.getpid()}
+
+def hangs(completion, solutions, row):
+    if "slow" in completion:
+        time.sleep(600)
+    return 0.5
+
+def breaks(completion, solutions, row):
+    if "bad" in completion:
+        raise KeyError("no such step")
+    if "end" in completion:
+        os._exit(3)
+    return 1.0
+
+def always_breaks(completion, solutions, row):
+    return [][0]
+"""
+
+
+@pytest.fixture(scope="module")
+def module(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The path of a file with functions."""
+    path: Path = tmp_path_factory.mktemp("functions") / "rewards_of_mine.py"
+    path.write_text(SOURCE)
+    return str(path)
+
+
+def completion(text: str, tokens: int = 10, reason: str = "stop", index: int = 0) -> Completion:
+    return Completion(index, (5,) * tokens, (-1.0,) * tokens, text, reason, 0)  # pyright: ignore
+
+
+@pytest.fixture(scope="module")
+def pools(module: str) -> Iterator[RewardPools]:
+    """Workers of every reward of these tests."""
+    names = ("steps", "hangs", "breaks")
+    rewards = ["correctness", *(f"{name}={module}:{name}" for name in names)]
+    with open_reward_workers(RewardConfig(rewards=rewards, timeout_seconds=1.5, workers=1)) as workers:
+        assert isinstance(workers, RewardPools)
+        for name in names:
+            workers.by_name[name].call("", [], {}).result(60)  # they have started
+        yield workers
+
+
+def scores(pools: RewardPools, reward: RewardConfig, *completions: Completion) -> list[Score]:
+    """By those of the workers that the settings have."""
+    workers = copy.copy(pools)
+    workers.by_name = {
+        one.name: pools.by_name[one.name] for one in named_rewards(reward) if one.name in pools.by_name
+    }
+    alone = "correctness" if reward.function is None else "steps"
+    manager = RewardManager(workers if reward.rewards else pools.by_name[alone], reward, LIMIT)
+    for one in completions:
+        manager.submit(PROMPT, one)
+    return manager.collect()
+
+
+# ---------------------------------------------------------------- values
+
+
+def test_every_reward_has_its_value_and_the_sum_is_scaled_as_the_scheme_says(pools: RewardPools):
+    reward = RewardConfig(
+        rewards=["correctness", "format", "length", "steps=m:steps"],
+        weights=[1.0, 0.5, 0.2, 0.1],
+        workers=1,
+    )
+    right, unboxed, wrong = scores(
+        pools,
+        reward,
+        completion("step step \\boxed{2}", 25),
+        completion("the answer is 2", 50),
+        completion("step wrong \\boxed{3}", 100, "length"),
+    )
+    assert right.parts == (1.0, 1.0, 0.75, 2.0)
+    assert right.reward == pytest.approx(5 * (1.0 + 0.5 + 0.2 * 0.75 + 0.1 * 2))
+    assert (right.correct, right.boxed, right.verdict, right.extracted) == (True, True, "string", "2")
+    assert unboxed.parts == (-1.0, 0.0, 0.5, 0.0) and not unboxed.correct
+    assert wrong.parts == (-1.0, 1.0, 0.0, 1.0) and wrong.failures == ()
+    assert dict(wrong.metrics)["steps/correct"] == 1.0  # but the verifier says what is right
+    assert not wrong.correct
+
+
+def test_one_reward_of_weight_one_is_what_it_is_without_a_list(pools: RewardPools):
+    """Of the verifier, of a scheme and of a function, with bias, scaling, and penalties for length."""
+    texts = (
+        completion("step \\boxed{2}"),
+        completion("\\boxed{3}", 95),
+        completion("wrong wrong 2", 100, "length"),
+        completion("\\boxed{\\sqrt{4}}", 80),
+    )
+    length = {"overlong_buffer": 20, "overlong_penalty": 0.7, "output_bias": 0.3}
+    for alone, listed in (
+        ({}, "correctness"),
+        ({**length, "scheme": "mix", "format_penalty": -0.4}, "correctness"),
+        ({**length, "output_scaling": 2.0, "mask_no_eos_with_zero": True}, "correctness"),
+        ({**length, "function": "m:steps"}, "steps=m:steps"),
+    ):
+        settings = {**alone, "function": None, "rewards": [listed]}
+        for one, several in zip(
+            scores(pools, RewardConfig(**alone), *texts),
+            scores(pools, RewardConfig(**settings), *texts),
+            strict=True,
+        ):
+            assert (several.reward, several.correct, several.verdict, several.extracted, several.boxed) == (
+                one.reward,
+                one.correct,
+                one.verdict,
+                one.extracted,
+                one.boxed,
+            )
+
+
+def test_without_correctness_the_first_function_that_tells_says_what_is_right():
+    rewards = (NamedReward("a", 1.0, "m:a"), NamedReward("b", 1.0, "m:b"))
+
+    def correct(a: FunctionResult, b: FunctionResult) -> bool:
+        return several_score(rewards, Scheme(), {"a": a, "b": b}, False, 1, 9, False).correct
+
+    told = FunctionResult(-1.0, (("correct", 1.0),))
+    failed = FunctionResult(0.0, failure="timeout")
+    assert correct(FunctionResult(0.5), FunctionResult(-1.0)) and not correct(
+        FunctionResult(0.0), FunctionResult(9.0)
+    )
+    assert correct(FunctionResult(0.0), told) and correct(told, FunctionResult(-1.0, (("correct", 0.0),)))
+    assert correct(failed, told) and not correct(failed, FunctionResult(1.0))
+
+
+def test_the_list_is_read_once():
+    reward = RewardConfig(rewards=["format", "own=a.b:c", "correctness"], weights=[0.5, 0.0, 2.0])
+    assert named_rewards(reward) == (
+        NamedReward("format", 0.5),
+        NamedReward("own", 0.0, "a.b:c"),
+        NamedReward("correctness", 2.0),
+    )
+    assert functions_of(reward) == {"reward.rewards: own": "a.b:c"}
+    assert is_verified(reward) and not is_verified(RewardConfig(rewards=["own=a.b:c"]))
+    assert is_verified(RewardConfig()) and not is_verified(RewardConfig(function="a.b:c"))
+    assert functions_of(RewardConfig(function="a.b:c")) == {"reward.function": "a.b:c"}
+
+
+# ---------------------------------------------------------------- failures
+
+
+def test_a_reward_that_fails_leaves_the_others_as_they_are(pools: RewardPools):
+    reward = RewardConfig(
+        rewards=["correctness", "breaks=m:breaks", "steps=m:steps"],
+        weights=[1.0, 10.0, 0.1],
+        output_scaling=1.0,
+        workers=1,
+    )
+    bad, ended, fine = scores(
+        pools, reward, completion("bad step \\boxed{2}"), completion("end step 3"), completion("\\boxed{2}")
+    )
+    assert bad.parts == (1.0, None, 1.0) and bad.reward == pytest.approx(1.1) and bad.correct
+    assert ended.parts == (-1.0, None, 1.0) and ended.reward == pytest.approx(-0.9)
+    assert fine.parts == (1.0, 1.0, 0.0) and fine.failures == ()
+    (failure,) = bad.failures
+    assert (failure.name, failure.kind) == ("breaks", "error") and "KeyError" in failure.message
+    assert pickle.loads(pickle.dumps(bad)) == bad
+
+
+def test_a_function_that_hangs_delays_no_other_and_loses_only_its_own_value(pools: RewardPools):
+    reward = RewardConfig(rewards=["hangs=m:hangs", "steps=m:steps", "format"], timeout_seconds=1.5)
+    slow = [completion("slow step"), completion("slow"), completion("step step")]
+    started, asked = time.monotonic(), [pools.by_name["hangs"].call("slow", [], {}) for _ in range(2)]
+    asked_too = [pools.by_name["steps"].call(one.text, [], {}) for one in slow]
+    assert [one.result().reward for one in asked_too] == [1.0, 0.0, 2.0]
+    assert time.monotonic() - started < 1.4 and not asked[0].done()
+    found = scores(pools, reward, *slow)
+    assert [one.parts for one in found] == [(None, 1.0, 0.0), (None, 0.0, 0.0), (0.5, 2.0, 0.0)]
+    assert found[0].failures == (RewardFailure("hangs", "timeout", "timeout"),)
+    assert found[0].correct and found[0].verdict == "function"  # by the metric of steps
+
+
+def test_an_answer_that_cannot_be_verified_is_wrong_but_has_no_part():
+    results = {"correctness": Verdict(False, "x", "timeout"), "own": FunctionResult(2.0)}
+    rewards = (NamedReward("correctness", 1.0), NamedReward("own", 1.0, "m:f"))
+    score = several_score(rewards, Scheme(output_scaling=1.0), results, True, 1, 9, False)
+    assert (score.parts, score.reward, score.correct, score.verdict) == ((None, 2.0), 2.0, False, "timeout")
+    assert score.failures == (RewardFailure("correctness", "timeout", ""),)
+
+
+def group(*parts: tuple[float | None, ...], reasons: str = "") -> ScoredGroup:
+    """Scores whose rewards are the sums of the first part and twice the second, as far as they are there."""
+    made = []
+    for row in parts:
+        failures = tuple(RewardFailure(f"r{k}", "error", "") for k, value in enumerate(row) if value is None)
+        reward = sum(w * v for w, v in zip((1.0, 2.0), row, strict=True) if v is not None)
+        made.append(Score(reward, True, "", "function", parts=row, failures=failures))
+    kinds = ["length" if c == "l" else "stop" for c in reasons.ljust(len(parts))]
+    return ScoredGroup(PROMPT, tuple(completion("", reason=kind) for kind in kinds), tuple(made))
+
+
+SUM = RewardConfig(rewards=["correctness", "own=m:f"], weights=[1.0, 2.0], output_scaling=1.0)
+
+
+def test_in_a_sum_a_reward_that_failed_counts_as_the_mean_of_its_group():
+    assert summed_rewards(group((1.0, 0.5), (0.0, None), (1.0, 1.0)), SUM) == pytest.approx([2.0, 1.5, 3.0])
+    assert summed_rewards(group((None, 0.5), (None, 1.0)), SUM) == [1.0, 2.0]  # no value to take
+    assert summed_rewards(group((1.0, 0.5), (0.0, 1.0)), SUM) == [2.0, 2.0]
+    scaled = RewardConfig(rewards=SUM.rewards, weights=SUM.weights, output_scaling=10.0)
+    assert summed_rewards(group((1.0, 0.5), (0.0, None)), scaled) == pytest.approx([2.0, 10.0])
+    masked = RewardConfig(
+        rewards=SUM.rewards, weights=SUM.weights, output_scaling=1.0, mask_no_eos_with_zero=True
+    )
+    assert summed_rewards(group((1.0, 0.5), (0.0, None), reasons=" l"), masked) == [2.0, 0.0]
+    assert summed_rewards(group((1.0, 0.5), (0.0, None)), RewardConfig()) == [2.0, 0.0]
+
+
+def test_a_function_that_failed_on_every_completion_ends_the_step_by_its_name():
+    def scored(*kinds: tuple[str, str]) -> list[Score]:
+        return [
+            Score(
+                0.0,
+                True,
+                "",
+                "string",
+                parts=(1.0, None),
+                failures=tuple(RewardFailure(n, k, "KeyError: 'x'\n  mine.py") for n, k in [one] if k),
+            )
+            for one in kinds
+        ]
+
+    with pytest.raises(
+        RewardFunctionError, match=r"reward.rewards: own failed on all of 2 completions: KeyError: 'x'"
+    ):
+        raise_if_every_call_failed(scored(("own", "error"), ("own", "error")))
+    for kinds in (
+        [("own", "error"), ("own", "timeout")],
+        [("own", "error"), ("own", "")],
+        [("correctness", "error")] * 2,
+        [("own", "error"), ("other", "error")],
+    ):
+        raise_if_every_call_failed(scored(*kinds))
+    shown = first_function_failure(
+        [ScoredGroup(PROMPT, (), tuple(scored(("a", "timeout"), ("own", "error"))))]
+    )
+    assert shown is not None and shown.startswith("  own: KeyError: 'x'")
+
+
+def test_every_function_is_tried_before_the_start(module: str):
+    listed = RewardConfig(rewards=["correctness", f"steps={module}:steps", f"own={module}:always_breaks"])
+    with pytest.raises(ValueError, match=r"reward.rewards: own=.*always_breaks fails on the first row"):
+        try_reward_function(listed, [PROMPT])
+
+
+def test_the_length_reward_is_bounded_and_falls_with_every_token():
+    rewards = (NamedReward("length", 1.0), NamedReward("format", 1.0))
+    values = [
+        several_score(rewards, Scheme(), {"m": FunctionResult(1.0)}, False, n, 8, False).parts[0]
+        for n in (0, 1, 4, 8, 12)
+    ]
+    assert values == [1.0, 0.875, 0.5, 0.0, 0.0]

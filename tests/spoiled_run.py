@@ -1,0 +1,64 @@
+"""A training program whose weights break on rank 1 after step 3: `--program sft` or `grpo`, `--spoil nan` (a NaN in one
+of them) or `scale` (all so large that no loss is finite), `--times N`: the first N times that step 3 is made, and
+`--kill`: every rank is killed when a rollback is recorded and nothing else in the run's folder is changed yet."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+
+import torch
+
+from rlmath.config.load import load_config
+from rlmath.trainer.loop import Trainer
+from rlmath.trainer.preflight.checks import used_keys
+from rlmath.trainer.startup import prepare_grpo, prepare_sft, read_command_line, start
+from tests.spoiled_sft import SPOILED_STEP
+
+
+def taken(name: str) -> str:
+    """The value of an option, which is taken off the command line."""
+    at = sys.argv.index(name)
+    value = sys.argv[at + 1]
+    del sys.argv[at : at + 2]
+    return value
+
+
+def spoiled_trainer() -> type[Trainer]:
+    if program == "sft":
+        from rlmath.trainer.sft import SftTrainer as Base
+    else:
+        from rlmath.trainer.grpo import GrpoTrainer as Base
+    if kill:
+        from rlmath.trainer import loop
+
+        loop.take_back_files = lambda *given: os.kill(os.getpid(), signal.SIGKILL)
+
+    class Spoiled(Base):
+        spoiled = 0
+
+        def step(self, number: int):
+            record = super().step(number)
+            if number + 1 == SPOILED_STEP and self.spoiled < times:
+                self.spoiled += 1
+                parameters = [one for chunk in self.actor.chunks for one in chunk.parameters()]
+                if self.mesh.rank == 1:
+                    with torch.no_grad():
+                        if spoil == "nan":
+                            parameters[-1].view(-1)[0] = float("nan")
+                        for parameter in parameters if spoil == "scale" else []:
+                            parameter.fill_(1e30)
+            return record
+
+    return Spoiled
+
+
+if __name__ == "__main__":
+    program, spoil, times = taken("--program"), taken("--spoil"), int(taken("--times"))
+    kill = "--kill" in sys.argv
+    if kill:
+        sys.argv.remove("--kill")
+    prepare = prepare_sft if program == "sft" else prepare_grpo
+    given = read_command_line(__doc__, None, used_keys() if program == "sft" else None)
+    sys.exit(start(lambda: load_config(given.config, given.overrides), prepare, spoiled_trainer))

@@ -1,0 +1,116 @@
+"""A run whose policy diverges goes back to its last good checkpoint, and continues as if killed runs had never been."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from rlmath.distributed.fault_tolerance.exit_codes import DIVERGED, FINISHED, read_exit_status
+from rlmath.trainer.rollback import read_rollbacks
+from rlmath.trainer.telemetry.metrics_writer import without_times
+from tests.programs import run, small_run, torchrun_command
+from tests.selection import matrix
+from tests.spoiled_sft import SPOILED_STEP
+from tests.test_train_sft import SFT, settings
+
+pytestmark = [pytest.mark.distributed, matrix]
+STEPS = 6
+SOUND = SPOILED_STEP - 1
+MORE = (
+    f"run.total_steps={STEPS}",
+    "save.ckpt_freq_steps=1",
+    "save.keep_last=20",
+    "algorithm.rollback=2",
+    "algorithm.rollback_lr_factor=0.25",
+)
+
+
+def spoiled(program: str, spoil: str, times: int, *more: str) -> tuple[str, ...]:
+    config = "configs/demo_sft.yaml" if program == "sft" else "configs/demo.yaml"
+    options = ("--program", program, "--spoil", spoil, "--times", str(times), *more)
+    return ("tests/spoiled_run.py", "--config", config, *options)
+
+
+def train(place: Path, folder: Path, program: tuple[str, ...], *more: str, expect: int = 0) -> str:
+    """The console of a supervised run on two data-parallel ranks."""
+    command = torchrun_command(2, *program, *settings(place, folder, *MORE, *more))
+    return run(*command, expect=expect, timeout=600).stderr
+
+
+def rows(folder: Path) -> list[dict[str, float]]:
+    found = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [without_times(row) for row in found]
+
+
+def test_a_run_goes_back_with_a_lower_rate_and_other_prompts_also_when_it_is_killed_in_between(
+    arithmetic: Path, tmp_path: Path
+) -> None:
+    """A killed run resumes with the rollback that it had recorded, and so does one that is killed later."""
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    console = train(arithmetic, whole, spoiled("sft", "nan", 1))
+    assert read_exit_status(whole).status == FINISHED and (whole / "hf_model").is_dir()
+    assert f"Rollback 1 of at most 2: the run diverged in step {SPOILED_STEP}" in console
+    assert f"step-{SOUND:06d}, of step {SOUND}; the learning rate is 0.25 times" in console
+    (record,) = read_rollbacks(whole)
+    assert (record.step, record.draw_step, record.diverged_step) == (SOUND, SOUND, SPOILED_STEP)
+    assert "not finite" in record.reason
+    assert [row["step"] for row in rows(whole)] == list(range(STEPS + 1))  # each once, 0 is before training
+    rates = [row["train/learning_rate"] for row in rows(whole)[1:]]
+    assert rates[SOUND] < rates[SOUND - 1] / 2
+
+    train(arithmetic, killed, spoiled("sft", "nan", 1, "--kill"), expect=1)
+    assert len(rows(killed)) == SPOILED_STEP + 1 and len(read_rollbacks(killed)) == 1
+    train(arithmetic, killed, SFT)
+    assert rows(killed) == rows(whole) and len(read_rollbacks(killed)) == 1
+    for name in ("model.safetensors", "config.json"):
+        assert (killed / "hf_model" / name).read_bytes() == (whole / "hf_model" / name).read_bytes()
+
+
+@pytest.mark.full
+def test_a_run_resumes_after_a_rollback_bit_by_bit_also_without_the_list(
+    arithmetic: Path, tmp_path: Path
+) -> None:
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    train(arithmetic, whole, spoiled("sft", "scale", 1))
+    shutil.copytree(whole, cut)
+    for step in (5, 6):
+        shutil.rmtree(cut / "checkpoints" / f"step-{step:06d}")
+    shutil.rmtree(cut / "hf_model")
+    (cut / "rollbacks.json").unlink()  # its checkpoints know it
+    train(arithmetic, cut, SFT)
+    assert rows(cut) == rows(whole)
+
+
+@pytest.mark.full
+def test_a_run_makes_no_more_rollbacks_than_it_may(arithmetic: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    console = train(arithmetic, folder, spoiled("sft", "nan", 9), expect=1)
+    assert read_exit_status(folder).status == DIVERGED
+    assert console.count("Rollback ") == 2 and "all 2 of algorithm.rollback are made" in console
+    assert [one.step for one in read_rollbacks(folder)] == [SOUND, SOUND]
+    again = train(arithmetic, folder, spoiled("sft", "nan", 9), expect=1)
+    assert "Rollback " not in again and len(read_rollbacks(folder)) == 2
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("more", [(), ("rollout.tail=defer",), ("data.curriculum=band",)])
+def test_a_grpo_run_goes_back_and_samples_other_prompts_with_other_seeds(
+    arithmetic: Path, tmp_path: Path, more: tuple[str, ...]
+) -> None:
+    folders, consoles = [tmp_path / "whole", tmp_path / "killed"], []
+    reward = ("reward.function=tests.reward_by_hash:reward", "parallel.tensor=1")
+
+    def make(folder: Path, times: int, *options: str, expect: int = 0) -> str:
+        program = spoiled("grpo", "nan", times, *options)
+        command = [*program, *small_run(arithmetic, folder), *MORE, *reward, *more]
+        return run(*torchrun_command(2, *command), expect=expect, timeout=600).stderr
+
+    consoles.append(make(folders[0], 1))
+    make(folders[1], 1, "--kill", expect=1)
+    consoles.append(make(folders[1], 0))
+    assert "Rollback 1 of at most 2" in consoles[0] and "Rollback" not in consoles[1].split("Ready")[1]
+    whole, killed = map(rows, folders)
+    assert whole == killed and [row["step"] for row in whole] == list(range(1, STEPS + 1))

@@ -1,0 +1,281 @@
+"""What a curriculum by pass rate (`data.curriculum`) saves, on a task with easy and hard problems.
+
+    python tools/bench_curriculum.py [--seeds 1 2 3] [--steps 32] [--target 0.9] [--quick]
+
+Additions of numbers of up to two digits, and 20% of numbers of four (tools/make_arithmetic.py). One base model learns
+them by supervised training (tools/demo.py): the short ones nearly without a slip, the long ones with so many that 40%
+come out right. GRPO then trains it on 256 of the problems, 32 a step, with every seed: "none" draws all problems,
+"band" those whose pass rate lies in the default band (with the default floor), "skip_solved" those that are
+not always right. Two ranks of configs/demo.yaml (TP1 x DP2); nothing else differs.
+
+Prints one JSON object per figure, {"bench", "case", "metric", "value", "unit", "baseline", "ratio"}; baseline is
+"none", and `ratio` above 1 means better than it:
+
+- tokens_to_target: completion tokens that were sampled until held-out accuracy reached --target, between two
+  validations on the straight line between them; of each seed, and the mean where every seed reaches it;
+- share_saved: of these tokens, against "none" (0 to 1, below 0 where it needs more);
+- accuracy: share of held-out problems answered rightly after the last step, one sample each at temperature 1, mean of
+  the short ones' and the long ones';
+- sampled_tokens: of the whole run;
+- groups_with_contrast: share of the groups whose rewards differ, mean over steps: those that GRPO learns from.
+
+What the programs print is in `log.txt` of --output. Results are kept there: the same command resumes, and measures
+again what was made with other settings. `--quick`: the first seed and 4 steps, from a base model that learned little:
+it shows that all of this runs, and its accuracies say nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import itertools
+import json
+import statistics
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from rlmath.config.terminal import escape_terminal
+from rlmath.trainer.telemetry.metrics_writer import VALIDATION_FILE, read_metrics
+from tools import demo
+from tools.bench_demo import BASE_SETTINGS, fingerprint, kept
+from tools.make_arithmetic import make_problems, worked_rows
+
+WAYS: Mapping[str, tuple[str, ...]] = {
+    "none": (),
+    "band": ("data.curriculum=band",),
+    "skip_solved": ("data.curriculum=skip_solved", "data.solved_samples=8"),
+}
+RANKS = 2
+BASE_SEED = 101
+LONG_SHARE, LONG_DIGITS = 0.2, 4
+RIGHT_SHORT, RIGHT_LONG = 0.99, 0.4
+"""Share of the worked solutions that are right."""
+GRPO_PROBLEMS = 256
+MAX_NEW_TOKENS = 64
+"""Worked solutions have 46 tokens at most."""
+QUICK_STEPS = 4
+SFT_SETTINGS = ("sft.max_sequence_tokens=96",)
+SETTINGS = (
+    "parallel.tensor=1",
+    "data.prompts_per_step=32",
+    "optimizer.decay=constant",
+    "optimizer.lr=1e-4",
+    f"rollout.max_new_tokens={MAX_NEW_TOKENS}",
+    "validation.every_steps=4",
+    "validation.temperature=1",
+    "validation.top_p=1",
+    "save.ckpt_freq_secs=null",
+    "telemetry.tensorboard=false",
+)
+
+
+@dataclass(frozen=True)
+class Base:
+    """What the base model is made of."""
+
+    name: str
+    """Of its folder."""
+    heldout: int
+    """Problems of either kind in the validation."""
+    worked: int
+    """Worked solutions of the supervised training."""
+    epochs: int
+    """Passes over them."""
+
+
+FULL = Base("base", heldout=200, worked=12000, epochs=3)
+QUICK = Base("base_quick", heldout=32, worked=8000, epochs=1)
+
+
+@dataclass(frozen=True)
+class Learned:
+    """One run."""
+
+    accuracy: dict[int, float]
+    """Of the held-out problems, by the number of steps done, the first 0 (0 to 1)."""
+    tokens: list[float]
+    """Completion tokens that every step sampled."""
+    contrast: float
+    """Share of the groups whose rewards differ, mean over steps (0 to 1)."""
+
+    @property
+    def last_accuracy(self) -> float:
+        return self.accuracy[max(self.accuracy)]
+
+    def tokens_to(self, target: float) -> float | None:
+        """Completion tokens until the accuracy first reached `target`; None where it never did.
+
+        >>> Learned({0: 0.5, 2: 0.7, 4: 0.9}, [10.0, 10.0, 20.0, 20.0], 1.0).tokens_to(0.8)
+        40.0
+        """
+        done = list(itertools.accumulate(self.tokens, initial=0.0))
+        points = [(done[step], accuracy) for step, accuracy in sorted(self.accuracy.items())]
+        for (t0, a0), (t1, a1) in itertools.pairwise(points):
+            if a1 >= target:
+                return t1 if a1 == a0 else t0 + (t1 - t0) * max(0.0, target - a0) / (a1 - a0)
+        return None
+
+
+def write_problems(folder: Path, base: Base) -> None:
+    """few.jsonl, short.jsonl and long.jsonl (held out), and worked.jsonl."""
+    train, held_out = make_problems(BASE_SEED, 4000, 8000, long_share=0.5, long_digits=LONG_DIGITS)
+    kinds = [
+        [[one for one in part if (one.left >= 100) == long] for long in (False, True)]
+        for part in (train, held_out)
+    ]
+    (short, long), (held_short, held_long) = kinds
+    few = [*short[: round(GRPO_PROBLEMS * (1 - LONG_SHARE))], *long[: round(GRPO_PROBLEMS * LONG_SHARE)]]
+    worked = worked_rows(short, base.worked // 2, RIGHT_SHORT, BASE_SEED)
+    worked += worked_rows(long, base.worked - base.worked // 2, RIGHT_LONG, BASE_SEED)
+    folder.mkdir(parents=True)
+    for name, rows in (
+        ("few", [one.row() for one in few]),
+        ("short", [one.row() for one in held_short[: base.heldout]]),
+        ("long", [one.row() for one in held_long[: base.heldout]]),
+        ("worked", worked),
+    ):
+        text = "".join(json.dumps(row) + "\n" for row in rows)
+        (folder / f"{name}.jsonl").write_text(text, encoding="utf-8")
+
+
+def make_base(folder: Path, base: Base) -> dict:
+    """Data and the base model, in `data` and `base`; returns nothing that is to be kept."""
+    python, environment = sys.executable, demo.child_environment()
+    write_problems(folder / "data", base)
+    model = [python, "tools/make_tiny_model.py", "--output", str(folder / "random"), "--seed", str(BASE_SEED)]
+    demo.run("A tiny random model", model, environment)
+    demo.teach(folder, BASE_SEED, (*SFT_SETTINGS, f"run.total_epochs={base.epochs}"))
+    return {}
+
+
+def train(base: Path, output: Path, way: str, seed: int, steps: int) -> None:
+    """One run of the base model in the folder `base`, in `output`/run."""
+    command = [*demo.torchrun(RANKS), "launch/train_grpo.py", "--config", "configs/demo.yaml"]
+    command += [*SETTINGS, *WAYS[way]]
+    command += [f"run.output_dir={output / 'run'}", f"run.seed={seed}", f"run.total_steps={steps}"]
+    command += [f"model.path={base / 'base'}", f"data.train_path={base / 'data' / 'few.jsonl'}"]
+    command += [f"validation.paths=[{base / 'data' / 'short.jsonl'},{base / 'data' / 'long.jsonl'}]"]
+    demo.run(f"{way}, seed {seed}", command, demo.one_thread())
+
+
+def read_learned(run: Path) -> Learned:
+    """What the files of a run's folder tell."""
+    rows, validated = read_metrics(str(run)), read_metrics(str(run), VALIDATION_FILE)
+    return Learned(
+        {int(row["step"]): row["validation/accuracy"] for row in validated},
+        [row["n_valid_tokens"] for row in rows],
+        statistics.mean(row["rollout/groups_with_contrast"] for row in rows),
+    )
+
+
+# ---------------------------------------------------------------- figures
+
+
+def line(
+    case: str, metric: str, value: float | None, unit: str, baseline: float | None, less: bool = False
+) -> None:
+    """Print one figure; `less`: less is better. No ratio where one of the two is 0 or not there."""
+    ratio = None
+    if value and baseline:
+        ratio = round(baseline / value if less else value / baseline, 3)
+    figure = {"bench": "curriculum", "case": case, "metric": metric}
+    figure |= {"value": None if value is None else round(value, 4), "unit": unit}
+    told = "none: not reached" if baseline is None else f"none: {baseline:.4f}"
+    print(json.dumps(figure | {"baseline": told, "ratio": ratio}), flush=True)
+
+
+def report(
+    way: str, runs: Sequence[Learned], none: Sequence[Learned], seeds: Sequence[int], target: float
+) -> None:
+    """The figures of a way, against those of "none"."""
+    ours, theirs = [one.tokens_to(target) for one in runs], [one.tokens_to(target) for one in none]
+    for seed, own, other in zip(seeds, ours, theirs, strict=True):
+        case = f"{way}, seed {seed}, to {target:g}"
+        line(case, "tokens_to_target", own, "tokens", other, less=True)
+        if own is not None and other is not None and way != "none":
+            line(case, "share_saved", 1 - own / other, "", 0.0)
+    case = f"{way}, {len(runs)} seed{'s' if len(runs) > 1 else ''}"
+    reached = [one for one in ours if one is not None], [one for one in theirs if one is not None]
+    if all(len(side) == len(runs) for side in reached):
+        own, other = map(statistics.mean, reached)
+        line(f"{case}, to {target:g}", "tokens_to_target", own, "tokens", other, less=True)
+        if way != "none":
+            line(f"{case}, to {target:g}", "share_saved", 1 - own / other, "", 0.0)
+    accuracies = [statistics.mean(one.last_accuracy for one in side) for side in (runs, none)]
+    line(case, "accuracy", accuracies[0], "", accuracies[1])
+    sampled = [statistics.mean(sum(one.tokens) for one in side) for side in (runs, none)]
+    line(case, "sampled_tokens", sampled[0], "tokens", sampled[1], less=True)
+    contrast = [statistics.mean(one.contrast for one in side) for side in (runs, none)]
+    line(case, "groups_with_contrast", contrast[0], "", contrast[1])
+
+
+def learn(output: Path, base: Base, way: str, seed: int, steps: int) -> Learned:
+    """A run's result, made where it is not there."""
+    base_dir = output / base.name
+    made = (LONG_SHARE, LONG_DIGITS, RIGHT_SHORT, RIGHT_LONG, GRPO_PROBLEMS)
+    base_of = fingerprint(BASE_SETTINGS, base, BASE_SEED, made, SFT_SETTINGS)
+    kept(base_dir, base_of, lambda: make_base(base_dir, base))
+    folder = output / f"{way}_seed_{seed}_steps_{steps}_{base.name}"
+    made_of = fingerprint(("configs/demo.yaml",), base_of, SETTINGS, WAYS[way], RANKS)
+    kept(folder, made_of, lambda: train(base_dir, folder, way, seed, steps) or {})
+    return read_learned(folder / "run")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Exit status 0; that of a stage that failed, which ends it; `demo.INTERRUPTED` after Ctrl-C."""
+    escape_terminal()
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument(
+        "--ways", nargs="+", choices=list(WAYS), default=["none", "band"], help="default: none band"
+    )
+    parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3], help="default: 1 2 3")
+    parser.add_argument("--steps", type=int, default=32, help="of a run (default: 32)")
+    parser.add_argument("--target", type=float, default=0.9, help="held-out accuracy (default: 0.9)")
+    parser.add_argument("--quick", action="store_true", help=f"one seed, {QUICK_STEPS} steps")
+    parser.add_argument(
+        "--output",
+        type=Path,
+        default=Path("outputs/bench_curriculum"),
+        help="default: outputs/bench_curriculum",
+    )
+    given = parser.parse_args(arguments)
+    if given.steps < 1 or min(given.seeds) < 0 or not 0 < given.target <= 1:
+        parser.error(
+            "needed: --steps of at least 1, --seeds of at least 0, and --target above 0 and at most 1"
+        )
+    ways, seeds = list(dict.fromkeys(["none", *given.ways])), list(dict.fromkeys(given.seeds))
+    base, steps = FULL, given.steps
+    if given.quick:
+        seeds, base, steps = seeds[:1], QUICK, QUICK_STEPS
+    output = given.output.resolve()
+    if output.exists() and not output.is_dir():
+        parser.error(f"--output {given.output}: it is a file; name a folder")
+    output.mkdir(parents=True, exist_ok=True)
+    found: dict[str, list[Learned]] = {}
+    for seed, way in itertools.product(seeds, ways):
+        try:
+            with (
+                (output / "log.txt").open("a", encoding="utf-8") as log,
+                contextlib.redirect_stdout(log),
+                contextlib.redirect_stderr(log),
+            ):
+                found.setdefault(way, []).append(learn(output, base, way, seed, steps))
+        except SystemExit as stage:
+            ended = f"{way}, seed {seed}: a stage ended with status {stage.code}; see {output / 'log.txt'}"
+            stopped = stage.code == demo.INTERRUPTED
+            print(
+                f"bench_curriculum: {'interrupted; the same command resumes' if stopped else ended}",
+                file=sys.stderr,
+            )
+            return stage.code
+        if len(found[way]) == len(seeds):
+            report(way, found[way], found["none"], seeds, given.target)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
