@@ -31,14 +31,13 @@ from rlmath.config.schema import (
     Config,
     MemoryConfig,
     PolicyConfig,
-    RewardConfig,
     RolloutConfig,
 )
 from rlmath.distributed.device import environment_rank, environment_world_size, set_cuda_defaults
 from rlmath.distributed.memory import available_bytes, total_bytes
 from rlmath.models.hf_config import inspect_model_folder
 from rlmath.rewards.custom_function import function_problem
-from rlmath.rewards.several_rewards import functions_of, is_verified
+from rlmath.rewards.several_rewards import functions_of
 from rlmath.trainer.preflight import curriculum_and_rollback as draws
 from rlmath.trainer.preflight import length_curriculum as curriculum
 from rlmath.trainer.preflight import parallelism, teacher
@@ -46,7 +45,7 @@ from rlmath.trainer.preflight.critic import critic_problems, critic_warnings
 from rlmath.trainer.preflight.memory_estimate import Kind
 from rlmath.trainer.preflight.memory_fit import GIB, fit_problems
 from rlmath.trainer.preflight.memory_formulas import FLOAT32_BYTES, longest_sequence_bytes
-from rlmath.trainer.preflight.reward_checks import reward_problems
+from rlmath.trainer.preflight.reward_checks import reward_problems, reward_warnings
 from rlmath.trainer.telemetry.wandb import wandb_problems
 
 ON_RATIO = ("loss", "clip_ratio", "clip_ratio_high", "dual_clip", "early_stop_ratio_low", "early_stop_kl")
@@ -592,19 +591,7 @@ def algorithm_warnings(config: Config) -> Iterator[str]:
             "selection.dynamic_sampling drops groups and, with selection.max_extra_prompts=0, samples none in their "
             "place."
         )
-    if config.reward.rewards and config.reward.function_failure != RewardConfig().function_failure:
-        yield "reward.function_failure has no effect with reward.rewards: what fails is left out."
-    if (
-        selection.dynamic_sampling == "accuracy"
-        and functions_of(config.reward)
-        and not is_verified(config.reward)
-    ):
-        setting = next(iter(functions_of(config.reward)))
-        yield (
-            f'selection.dynamic_sampling="accuracy" with {setting}: an answer counts as right where its metric '
-            '"correct" is above 0, without one where its reward is. With partial credit whole groups are right and are '
-            'dropped: return "correct", or take selection.dynamic_sampling=reward.'
-        )
+    yield from reward_warnings(config)
     if selection.drop_truncated and config.reward.mask_no_eos_with_zero:
         yield "reward.mask_no_eos_with_zero has no effect with selection.drop_truncated=true."
 

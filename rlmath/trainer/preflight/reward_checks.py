@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from rlmath.config.help import nearest_word
 from rlmath.config.schema import AlgorithmConfig, Config, RewardConfig
-from rlmath.rewards.several_rewards import BUILT_IN, MAX_FUNCTIONS, TAKEN
+from rlmath.rewards.several_rewards import BUILT_IN, MAX_FUNCTIONS, TAKEN, functions_of, is_verified
 
 _NAME = re.compile(r"[a-z][a-z0-9_]{0,39}")
 
@@ -26,6 +26,23 @@ def reward_problems(config: Config) -> Iterator[str]:
             f'"{reward.scheme}", and one without a box should get less. Lower it.'
         )
     yield from _list_problems(reward, config.algorithm)
+
+
+def reward_warnings(config: Config) -> Iterator[str]:
+    """Settings that change nothing in this run, or less than one may think."""
+    if config.reward.rewards and config.reward.function_failure != RewardConfig().function_failure:
+        yield "reward.function_failure has no effect with reward.rewards: what fails is left out."
+    if (
+        config.selection.dynamic_sampling == "accuracy"
+        and functions_of(config.reward)
+        and not is_verified(config.reward)
+    ):
+        setting = next(iter(functions_of(config.reward)))
+        yield (
+            f'selection.dynamic_sampling="accuracy" with {setting}: an answer counts as right where its metric '
+            '"correct" is above 0, without one where its reward is. With partial credit whole groups are right and are '
+            'dropped: return "correct", or take selection.dynamic_sampling=reward.'
+        )
 
 
 def _list_problems(reward: RewardConfig, algorithm: AlgorithmConfig) -> Iterator[str]:
