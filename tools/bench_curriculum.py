@@ -109,7 +109,7 @@ class Learned:
     def tokens_to(self, target: float) -> float | None:
         """Completion tokens until the accuracy first reached `target`; None where it never did.
 
-        >>> Learned({0: 0.5, 2: 0.7, 4: 0.9}, [10.0, 10.0, 20.0, 20.0], 1.0).tokens_to(0.8)
+        >>> Learned({0: 0.5, 2: 0.75, 4: 1.0}, [10.0, 10.0, 20.0, 20.0], 1.0).tokens_to(0.875)
         40.0
         """
         done = list(itertools.accumulate(self.tokens, initial=0.0))

@@ -95,7 +95,7 @@ def batch_normalised(
 def gdpo_advantages(
     parts: Sequence[Sequence[Sequence[float | None]]], weights: Sequence[float], eps: float
 ) -> list[list[float]]:
-    """Advantages of several rewards by group and sample (GDPO, arXiv:2601.05242, equations 4 to 6): every reward is
+    """Advantages of several rewards by group and sample (GDPO, arXiv:2601.05242): every reward is
     normalised in its own group as "grpo" does, their weighted sum over all N samples of the batch.
 
     `parts` are the K rewards by group and sample, None where one failed: that one has no part in mean and deviation
@@ -103,8 +103,9 @@ def gdpo_advantages(
     and is not subtracted: a group without contrast in any reward has exact zeros. The deviation over the batch is
     divided by N - 1.
 
-    >>> gdpo_advantages([[(1.0, 0.0), (0.0, 0.0)], [(1.0, 1.0), (0.0, None)]], [1.0, 9.0], eps=0.0)
-    [[0.8660254037844386, -0.8660254037844386], [0.8660254037844386, -0.8660254037844386]]
+    >>> found = gdpo_advantages([[(1.0, 0.0), (0.0, 0.0)], [(1.0, 1.0), (0.0, None)]], [1.0, 9.0], eps=0.0)
+    >>> [[round(one, 3) for one in row] for row in found]
+    [[0.866, -0.866], [0.866, -0.866]]
     """
     by_group = [_weighted_group(rows, weights, eps) for rows in parts]
     n = sum(len(row_G) for row_G in by_group)

@@ -340,8 +340,6 @@ def load_checkpoint(
         # An optimizer that has made no step has no state.
         names = [name for name in progress.optimizer_tensors if updates or name == MASTER]
         if model.optimizer is not None:
-            if updates == 0:
-                sharded_state.forget(model.optimizer)
             sharded_state.make_room(model.optimizer, names, updates)
         wanted += _weights(model.optimizer, pieces, names)
     states: dict[str, torch.Tensor] = {}

@@ -214,12 +214,6 @@ def _placed(
     )
 
 
-def forget(optimizer: Any) -> None:
-    """Drop the state of every parameter: as before the first step."""
-    for part in _stepping(optimizer):
-        part.optimizer.state.clear()
-
-
 @torch.no_grad()
 def make_room(optimizer: Any, names: Sequence[str], steps: int) -> None:
     """Create the state that the optimizer would have after so many steps, as zeros to load into. What it has besides,

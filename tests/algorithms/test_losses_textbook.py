@@ -120,6 +120,7 @@ class Book:
                 "entropy": entropy.item(),
                 "correction": weight,
                 "correction_cut": cut,
+                "teacher_kl": 0,
                 "masked_geometric": self.masks(t)[0],
                 "masked_binary_kl": self.masks(t)[1],
             }

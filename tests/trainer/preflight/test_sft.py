@@ -54,7 +54,9 @@ def test_every_setting_of_its_own_section_is_used() -> None:
     used = used_keys()
     assert set(used) < set(all_settings())
     assert {key for key in all_settings() if key.startswith(("sft.", "save.", "optimizer."))} <= set(used)
-    assert not any(key.startswith(("rollout.", "reward.", "algorithm.", "stages.")) for key in used)
+    assert not any(key.startswith(("rollout.", "reward.", "critic.", "teacher.", "stages.")) for key in used)
+    of_algorithm = {key for key in used if key.startswith("algorithm.")}
+    assert of_algorithm == {"algorithm.rollback", "algorithm.rollback_lr_factor"}
 
 
 def test_nothing_is_wrong_with_a_good_run(place: list[str], untied_model: Path) -> None:
