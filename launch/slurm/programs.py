@@ -66,7 +66,8 @@ def training(kind: Kind, config_files: Sequence[Path], overrides: Sequence[str],
     files = [word for file in config_files for word in ("--config", str(file.absolute()))]
     data = config.data
     reads = [*config_files, config.model.path, data.train_path, *data.more_train_paths]
-    reads += [*config.validation.paths, *([config.sft.held_out_path] if config.sft.held_out_path else [])]
+    more = (config.sft.held_out_path, data.history_path, config.critic.path, config.teacher.path)
+    reads += [*config.validation.paths, *filter(None, more)]
     problems = _problems(config, ranks, kind)
     return Program(
         f"train_{kind}.py",

@@ -336,19 +336,36 @@ def set_aside(folder: Path, ending: str) -> Path:
 
 
 def set_superseded_aside(
-    root: Path, keep_last: int, keep_models: int | None, learned_step: int
+    root: Path, keep_last: int, keep_models: int | None, learned_step: int, judged_after: int = 0
 ) -> list[Path]:
     """Rename superseded checkpoints so that they are no longer read; the caller removes them, which takes long.
     Superseded are recovery points beyond the newest `keep_last` checkpoints, and kept ones beyond the newest
     `keep_models`; the newest `keep_last` always stay. Where nothing was learned since `learned_step` steps were done,
-    the policy may be broken: then the newest one from before that step, from which it learned, stays too."""
+    the policy may be broken: then the newest one from before that step, from which it learned, stays too. With
+    `judged_after`, `learned_step` advances only so many steps later: what may still come before it stays
+    (`_still_judged`)."""
     found, _ = complete_checkpoints(root)
     kept = [one for one in found if one.kept]
     stays = {one.folder for one in found[:keep_last]}
     if found and found[0].step > learned_step:
         stays |= {one.folder for one in sound_checkpoints(found, learned_step)[:1]}
+    if judged_after and found:
+        later = [one for one in found if one.step >= learned_step]
+        stays |= {one.folder for one in _still_judged(later, judged_after)}
     stays |= {one.folder for one in (kept if keep_models is None else kept[:keep_models])}
     return [set_aside(one.folder, PARTIAL) for one in found if one.folder not in stays]
+
+
+def _still_judged(found: Sequence[Checkpoint], steps: int) -> Iterator[Checkpoint]:
+    """Of checkpoints, newest first: the newest one that is `steps` older than the newest, and of the later ones some
+    that are half as many steps apart, beginning with the oldest: four at most."""
+    newest = found[0].step if found else 0
+    yield from [one for one in found if one.step <= newest - steps][:1]
+    last = None
+    for one in reversed([one for one in found if one.step > newest - steps]):
+        if last is None or 2 * (one.step - last) >= steps:
+            last = one.step
+            yield one
 
 
 def sound_checkpoints(found: Sequence[Checkpoint], learned_step: int) -> list[Checkpoint]:

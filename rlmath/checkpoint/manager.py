@@ -61,6 +61,7 @@ class Retention:
 
     keep_last: int
     keep_models: int | None
+    judged_after: int = 0
 
 
 @dataclass(frozen=True)
@@ -286,7 +287,7 @@ class CheckpointManager:
             stay = self._retention
             self._remove(
                 directory.set_superseded_aside(
-                    self._root, stay.keep_last, stay.keep_models, save.learned_step
+                    self._root, stay.keep_last, stay.keep_models, save.learned_step, stay.judged_after
                 )
             )
         except (OSError, ValueError) as error:

@@ -145,7 +145,7 @@ class DataConfig:
     history_path: str | None = None
     """File of pass rates to begin with: what an earlier run left as prompt_history.jsonl, or rows {"query_id": ...,
     "correct": 3, "sampled": 8}. A run that resumes has its own. Null: none."""
-    history_groups: PositiveInt = 4
+    history_groups: Annotated[int, Range(1, 1000)] = 4
     """Groups of a prompt that its pass rate counts, the last ones: what older weights sampled is forgotten."""
     curriculum: Literal["none", "skip_solved", "band"] = "none"
     """Which prompts are drawn, by pass rate: all ("none"), those that are not always right ("skip_solved"), or those
@@ -451,7 +451,8 @@ class RewardConfig:
     """Longest check of one answer, from its start: seconds on a processor, or by the clock where a function of yours is
     called; a check that takes longer is ended and counts as wrong."""
     workers: Annotated[int, Range(1, 1024)] = 4
-    """Most processes per engine that check answers; there are more than one where answers wait."""
+    """Most processes per engine that check answers; there are more than one where answers wait. With reward.rewards as
+    many for the verifier, and for each function."""
     max_failure_share: Fraction = 0.02
     """A step in which more than this share of checks failed (time, memory, crash) is warned of, with a sample."""
 
@@ -556,9 +557,9 @@ class AlgorithmConfig:
     rollback_lr_factor: Annotated[float, Range(0, 1, open_low=True)] = 0.5
     """The learning rate is multiplied by this at each rollback."""
     rollback_reward_drop: PositiveFloat | None = None
-    """The policy has diverged, too, when the mean reward of the last `rollback_reward_steps` steps lies below the best
-    earlier mean of as many steps by more than this share of what that had gained over the first ones, and by more than
-    three deviations of single steps. Null: rewards are not looked at."""
+    """With `rollback`: go back, too, when the mean reward of `rollback_reward_steps` steps has fallen from the best such
+    mean by more than this share of its gain over the first one, and by more than three deviations of single steps.
+    Null: rewards are not looked at."""
     rollback_reward_steps: Annotated[int, Range(2)] = 10
     """Steps that those means are over."""
 
@@ -611,8 +612,8 @@ class TeacherConfig:
     arXiv:2306.08543); see docs/algorithm.md."""
 
     path: str | None = None
-    """Folder of the teacher, a Hugging Face model with the same tokenizer, of any supported shape that `parallel` can
-    lay out, too. Null: none."""
+    """Folder of the teacher, a Hugging Face model with the same tokenizer; its shape may differ from the policy's, as
+    far as `parallel` can lay it out. Null: none."""
     loss: Literal["advantage", "full"] = "advantage"
     """"advantage": `coef` x (teacher's log-prob - policy's) is added to every sampled token's advantage; "full": `coef`
     x KL(policy || teacher) over the whole vocabulary, at every token, is part of the loss, with gradient."""

@@ -199,7 +199,8 @@ class Curriculum:
                 if index not in taken:
                     state.floor_draws += 1
                     return index
-        while state.looked_at < 2 * self._order.n_places:
+        all_passed_over = len(self._verdicts) == self._order.n_prompts == len(state.queue) + len(taken)
+        while state.looked_at < 2 * self._order.n_places and not all_passed_over:
             index = self._place(state)
             state.looked_at += 1
             if index in taken:

@@ -154,9 +154,11 @@ def _prompt_steps(config: Config, counts: Sequence[int]) -> tuple[loader.PromptO
             f"{spare}; lower it, or give more prompts"
         )
     algorithm = config.algorithm
+    alone = config.critic.pretrain_steps if algorithm.advantage == "gae" else 0
     counted = (
-        f"{total_steps} steps x {algorithm.n_minibatches} minibatches x {algorithm.epochs} epochs over them"
+        f"{total_steps - alone} steps x {algorithm.n_minibatches} minibatches x {algorithm.epochs} epochs"
     )
+    counted += " over them"
     check_critic(config, total_steps)
     check_warmup(config, most_updates(config, total_steps), counted)
     return order, total_steps

@@ -350,10 +350,14 @@ def critic_shape_of(config: Config, policy: ModelShape) -> ModelShape | None:
 
 @lru_cache(maxsize=8)
 def _critic_start(path: str) -> ModelShape:
-    start, problems = read_shape(Path(path), "critic.path", (*TABLES, *VALUE_TABLES))
-    raise_problems(f'the model "{path}"', problems)
-    assert start is not None
-    return start
+    if os.path.isdir(path):
+        found, problems = read_shape(Path(path), "critic.path", (*TABLES, *VALUE_TABLES))
+    else:
+        planned = planned_shape(path, "critic.path")
+        found, problems = planned.shape, list(planned.problems)
+    raise_problems(f'the critic "{path}"', problems)
+    assert found is not None
+    return found
 
 
 def read_critic_shape(path: Path) -> ModelShape:

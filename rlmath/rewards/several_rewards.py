@@ -70,9 +70,7 @@ def is_verified(reward: RewardConfig) -> bool:
 
 
 def compared_rewards(reward: RewardConfig) -> tuple[int, ...]:
-    """Positions of the rewards that are normalised each for itself (GDPO) and count; none with a weighted sum."""
-    if reward.combine != "gdpo":
-        return ()
+    """Positions of the rewards that count, where there are several: a group has contrast where one of them differs."""
     return tuple(k for k, one in enumerate(named_rewards(reward)) if one.weight)
 
 
@@ -171,10 +169,9 @@ def _value(
     if one.name == "length":
         return max(0.0, 1.0 - length / limit)
     result = results[one.name]
-    if _failed(result):
-        return None
     if isinstance(result, FunctionResult):
-        return result.reward
+        return result.reward if result.failure is None else None
+    # An answer that the verifier does not come to an end with is wrong: the policy wrote it.
     return raw_reward(scheme.name, result.correct, boxed, scheme.format_penalty)
 
 
@@ -199,7 +196,7 @@ def summed_rewards(group: ScoredGroup, reward: RewardConfig) -> list[float]:
         there = [value for score in group.scores if (value := score.parts[k]) is not None]
         if not there or len(there) == len(filled):
             continue
-        mean = sum(value / len(there) for value in there)
+        mean = there[0] if len(set(there)) == 1 else sum(value / len(there) for value in there)
         for g, score in enumerate(group.scores):
             masked = reward.mask_no_eos_with_zero and group.completions[g].finish_reason == "length"
             if score.parts[k] is None and not masked:

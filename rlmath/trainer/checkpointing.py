@@ -61,7 +61,11 @@ class Checkpointer:
             trainer.saved_models,
             trainer.device,
             self._metadata_files,
-            Retention(config.save.keep_last, config.save.keep_models),
+            Retention(
+                config.save.keep_last,
+                config.save.keep_models,
+                0 if divergence.rule is None else divergence.rule.steps,
+            ),
         )
         self._origin = origin
         self._stop = stop
@@ -206,7 +210,7 @@ class Checkpointer:
     def _start(self, step: int, kept: bool) -> None:
         self._divergence.raise_if_not_finite()
         settings, files = config_as_yaml(self._trainer.config), self._trainer.checkpoint_files()
-        with self._trainer.models_on_device():
+        with self._trainer.models_on_device(self._trainer.saved_models()):
             failed = self._store.start(self._progress(step), kept, settings, files)
         if failed is not None:
             self._log_failure(failed)

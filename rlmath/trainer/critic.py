@@ -30,7 +30,7 @@ from rlmath.trainer.kl_in_reward import KLPenalty, RewardKL
 
 logger = logging.getLogger(__name__)
 
-SUMS = (
+ESTIMATE_SUMS = (
     "count",
     "returns",
     "squared_returns",
@@ -44,7 +44,7 @@ SUMS = (
 
 
 @dataclass(frozen=True)
-class Estimates:
+class CriticEstimates:
     """What the critic makes of a step's samples."""
 
     batches: list[MicroBatch]
@@ -75,14 +75,14 @@ class CriticUpdater:
         rewards: Sequence[Sequence[float]],
         old: Sequence[TokenLogprobs] | None,
         reference: Sequence[TokenLogprobs] | None,
-    ) -> Estimates:
+    ) -> CriticEstimates:
         """Advantages and returns of the step's samples, those of `groups` with these `rewards`. `old` are log-probs of
         the policy at the step's start, None to use the engine's. A collective."""
         rewards_P = torch.tensor([reward for row in rewards for reward in row], dtype=torch.float64)
         completions = [one for group in groups for one in group.completions]
         truncated_P = torch.tensor([one.finish_reason == "length" for one in completions])
         values = self.critic.learner.values(batches)
-        rows: list[_Row] = []
+        rows: list[_TokenEstimates] = []
         if self.mesh.is_last_stage:
             for i, batch in enumerate(batches):
                 kl_T = None
@@ -110,11 +110,11 @@ class CriticUpdater:
         if self.penalty is not None:
             reward_kl = RewardKL(sums["kl"] / count, sums["kl"] / max(1, len(completions)))
         metrics = {
-            "critic/explained_variance": explained_variance(*(sums[name] for name in SUMS[:5])),
+            "critic/explained_variance": explained_variance(*(sums[name] for name in ESTIMATE_SUMS[:5])),
             "critic/value": sums["values"] / count,
             "critic/return": sums["returns"] / count,
         }
-        return Estimates(learned, targets, advantages, reward_kl, metrics)
+        return CriticEstimates(learned, targets, advantages, reward_kl, metrics)
 
     def learn(
         self,
@@ -122,8 +122,8 @@ class CriticUpdater:
         targets: Sequence[Sequence[ValueTargets]],
         orders: Sequence[Sequence[int]],
         step: int,
-    ) -> dict[str, float]:
-        """One optimizer step on each minibatch in the order of every epoch; the metrics. A collective."""
+    ) -> list[MinibatchResult]:
+        """One optimizer step on each minibatch in the order of every epoch. A collective."""
         results = []
         for index in (index for order in orders for index in order):
             result = self.critic.learner.learn(minibatches[index], targets[index])
@@ -135,7 +135,7 @@ class CriticUpdater:
                     len(results),
                     result.discarded,
                 )
-        return critic_metrics(results)
+        return results
 
     def _kl(
         self, batch: MicroBatch, old: TokenLogprobs | None, reference: TokenLogprobs, penalty: KLPenalty
@@ -150,7 +150,7 @@ class CriticUpdater:
         rewards_P: Tensor,
         truncated_P: Tensor,
         kl_T: Tensor | None,
-    ) -> _Row:
+    ) -> _TokenEstimates:
         """Advantages and returns of one micro-batch, before advantages are normalised."""
         settings = self.settings
         counted_T = batch.completion_index_T >= 0
@@ -175,23 +175,25 @@ class CriticUpdater:
         alpha = settings.policy_length_alpha
         policy_N = advantages(fixed_S if alpha is None else length_adaptive_lambda(tokens_S, alpha))
         returns_N = advantages(torch.full_like(fixed_S, settings.value_lambda)) + values_N
-        return _Row(samples_S, tokens_S, values_N, policy_N, returns_N, kl_N)
+        return _TokenEstimates(samples_S, tokens_S, values_N, policy_N, returns_N, kl_N)
 
-    def _totals(self, rows: Sequence[_Row], samples: int) -> tuple[dict[str, float], Tensor]:
+    def _totals(self, rows: Sequence[_TokenEstimates], samples: int) -> tuple[dict[str, float], Tensor]:
         """Sums over all tokens of the step, and the mean advantage of every sample, on all ranks; over gloo."""
-        totals = torch.zeros(len(SUMS) + samples, dtype=torch.float64)
+        totals = torch.zeros(len(ESTIMATE_SUMS) + samples, dtype=torch.float64)
         if self.mesh.counts_loss:
             for row in rows:
-                totals[: len(SUMS)] += row.sums()
+                totals[: len(ESTIMATE_SUMS)] += row.sums()
                 per_sample = row.advantages_N.split(row.tokens_S.tolist())
                 for index, mine_N in zip(row.samples_S.tolist(), per_sample, strict=True):
-                    totals[len(SUMS) + index] = mine_N.mean()
+                    totals[len(ESTIMATE_SUMS) + index] = mine_N.mean()
         dist.all_reduce(totals)
-        return dict(zip(SUMS, totals[: len(SUMS)].tolist(), strict=True)), totals[len(SUMS) :]
+        return dict(zip(ESTIMATE_SUMS, totals[: len(ESTIMATE_SUMS)].tolist(), strict=True)), totals[
+            len(ESTIMATE_SUMS) :
+        ]
 
 
 @dataclass(frozen=True)
-class _Row:
+class _TokenEstimates:
     """One micro-batch's completion tokens, sample after sample; float64, on the CPU."""
 
     samples_S: Tensor
@@ -203,7 +205,7 @@ class _Row:
     kl_N: Tensor
 
     def sums(self) -> Tensor:
-        """In the order of SUMS."""
+        """In the order of ESTIMATE_SUMS."""
         errors_N = self.returns_N - self.values_N
         columns = (
             torch.ones_like(errors_N),

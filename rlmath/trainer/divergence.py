@@ -18,7 +18,6 @@ import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -48,8 +47,10 @@ class DivergedError(Exception):
     """The run ends; raised on all ranks alike. The message says why, in one line."""
 
 
-DEVIATIONS = 3.0
+MIN_DEVIATIONS = 3.0
 """By how many deviations of single steps rewards must have fallen, too."""
+ROUNDING = 1e-9
+"""Of a reward that is always the same, means may differ by as much."""
 
 
 @dataclass(frozen=True)
@@ -71,10 +72,11 @@ class BestRewards:
     """Why the last window's rewards are a collapse; None where they are none."""
 
 
-def best_rewards(rewards: Sequence[float], rule: RewardRule) -> BestRewards | None:
+def best_rewards(rewards: Sequence[float], rule: RewardRule, first_step: int = 0) -> BestRewards | None:
     """The best window of steps before the last one, and whether that is a collapse: its mean is lower by more than
-    `rule.drop` x (best - first), and by more than DEVIATIONS x the root of the mean of both windows' variances. Of
-    equal ones the latest is the best. None where there are less than two windows.
+    `rule.drop` x (best - first), and by more than MIN_DEVIATIONS x the root of the mean of both windows' variances. Of
+    equal ones the latest is the best. None where there are less than two windows. `first_step` steps were done before
+    the first reward.
 
     >>> best_rewards([0.0, 0.2, 0.8, 1.0, 0.1, 0.1], RewardRule(drop=0.5, steps=2))
     BestRewards(mean=0.9, end=4, collapsed='the mean reward of the last 2 steps is 0.1; up to step 4 it was 0.9')
@@ -82,15 +84,16 @@ def best_rewards(rewards: Sequence[float], rule: RewardRule) -> BestRewards | No
     size = rule.steps
     if len(rewards) < 2 * size:
         return None
-    sums = list(accumulate(rewards, initial=0.0))
-    means = [(sums[end] - sums[end - size]) / size for end in range(size, len(rewards) - size + 1)]
+    means = [statistics.fmean(rewards[end - size : end]) for end in range(size, len(rewards) - size + 1)]
     best, end = max((mean, end) for end, mean in enumerate(means, start=size))
     last, before = rewards[-size:], rewards[end - size : end]
     mean = statistics.fmean(last)
     deviation = math.sqrt((statistics.pvariance(last) + statistics.pvariance(before)) / 2)
     fell = best - mean
-    if not (fell > rule.drop * (best - means[0]) and fell > DEVIATIONS * deviation):
-        return BestRewards(best, end, None)
+    least = max(rule.drop * (best - means[0]), MIN_DEVIATIONS * deviation, ROUNDING * max(1.0, abs(best)))
+    if not fell > least:  # nor where a reward is NaN
+        return BestRewards(best, first_step + end, None)
+    end += first_step
     told = f"the mean reward of the last {size} steps is {mean:.4g}; up to step {end} it was {best:.4g}"
     return BestRewards(best, end, told)
 
@@ -108,15 +111,17 @@ class DivergenceCheck:
         """`progress` is where a resumed run stands; `rule` None: rewards are not looked at."""
         self._trainer = trainer
         self._max_discarded_steps = max_discarded_steps
-        self._rule = rule
+        self.rule = rule
         self.begin_at(progress)
 
     def begin_at(self, progress: Progress | None) -> None:
         """The run continues where it stands at `progress`."""
-        self.rewards = [] if progress is None else list(progress.rewards)
-        """Mean reward of every step, where they are looked at."""
-        self.good_step = NO_STEP if progress is None else progress.good_step
+        looks = progress is not None and self.rule is not None
+        self.rewards = list(progress.rewards) if progress is not None and looks else []
+        """Mean reward of every step since rewards are looked at."""
+        self.good_step = progress.good_step if progress is not None and looks else NO_STEP
         """Steps done at the end of the best of them."""
+        self._first_step = 0 if progress is None else progress.step - len(self.rewards)
         self.discarded_steps = 0 if progress is None else progress.discarded_steps
         """Steps up to now in which all minibatches were discarded; steps without any minibatch do not count."""
         self.learned_step = 0 if progress is None else progress.learned_step
@@ -131,9 +136,9 @@ class DivergenceCheck:
         """`step` steps are done; `results` are those of the last one's minibatches, `reward` its mean reward. A
         collective. DivergedError where the run must end."""
         collapsed = None
-        if self._rule is not None and reward is not None:
+        if self.rule is not None and reward is not None:
             self.rewards.append(float(reward))
-            best = best_rewards(self.rewards, self._rule)
+            best = best_rewards(self.rewards, self.rule, self._first_step)
             if best is not None:
                 self.good_step, collapsed = best.end, best.collapsed
         discarded = [result.discarded for result in results if result.discarded is not None]
@@ -143,7 +148,7 @@ class DivergenceCheck:
             self.discarded_steps += 1
         if collapsed is not None:
             raise DivergedError(
-                f"{collapsed} (algorithm.rollback_reward_drop is {self._rule and self._rule.drop:g})"
+                f"{collapsed} (algorithm.rollback_reward_drop is {self.rule and self.rule.drop:g})"
             )
         if not discarded:
             return
@@ -156,8 +161,10 @@ class DivergenceCheck:
 
     def raise_if_not_finite(self) -> None:
         """DivergedError, on all ranks, where any rank's parameters or optimizer state are not finite. A collective."""
-        with self._trainer.models_on_device():
-            mine = next(filter(None, map(self._not_finite, self._trainer.saved_models())), None)
+        mine = None
+        for model in self._trainer.saved_models():
+            with self._trainer.models_on_device([model]):
+                mine = mine or self._not_finite(model)
         found = first_error(mine and f"{mine} on rank {dist.get_rank()}")
         if found is not None:
             raise DivergedError(f"there are values that are not finite in {found}")

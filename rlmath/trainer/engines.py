@@ -28,7 +28,7 @@ from rlmath.distributed.device import Device, local_world_size
 from rlmath.distributed.mesh import Mesh
 from rlmath.distributed.phase_timers import PhaseTimers
 from rlmath.models.build import Actor
-from rlmath.models.offload import OffloadSets
+from rlmath.models.offload import RESTING, OffloadSets
 from rlmath.rewards.reward_manager import RewardWorkers
 from rlmath.rollout.collector import Collector
 from rlmath.rollout.engine import Engine
@@ -212,6 +212,7 @@ class SeparateEngines(Engines):
             self._mailbox,
         )
         self._probe = PolicyProbe(actor.forward_backward, self._mesh, probe_length(self._config))
+        offload.offload(*RESTING)
 
     @contextmanager
     def generating(self, version: int, step: int) -> Iterator[None]:

@@ -50,12 +50,12 @@ from rlmath.models.critic import Critic
 from rlmath.models.forward_backward import ForwardBackward, TokenLogprobs
 from rlmath.models.hf_config import critic_config_file, critic_shape_of, teacher_shape_of
 from rlmath.models.learner import MinibatchResult
-from rlmath.models.offload import OffloadSets, training_sets
+from rlmath.models.offload import OffloadSets, SetName, training_sets
 from rlmath.models.teacher import Teacher, TeacherStates
 from rlmath.rewards.reward_manager import RewardWorkers, open_reward_workers, raise_if_every_call_failed
 from rlmath.rewards.several_rewards import functions_of, named_rewards, summed_rewards
 from rlmath.trainer.checkpointing import Checkpointer
-from rlmath.trainer.critic import CriticUpdater, Estimates
+from rlmath.trainer.critic import CriticEstimates, CriticUpdater, critic_metrics
 from rlmath.trainer.engines import open_engines
 from rlmath.trainer.kl_in_reward import KLPenalty, apply_kl_penalty
 from rlmath.trainer.loop import Interrupted, Trainer
@@ -128,6 +128,8 @@ class GrpoTrainer(Trainer):
             updates = most_critic_updates(config, inputs.total_steps)
             self.critic = build_critic(config, self.critic_shape, mesh, device, updates)
             self.critic.forward_backward.on_microbatch = on_progress
+            folder = Path(config.critic.path or config.model.path)
+            self.critic_config = critic_config_file(folder, self.critic_shape)
         self.teacher = None
         if (teacher_shape := teacher_shape_of(config)) is not None:
             self.teacher = build_teacher(config, shape, teacher_shape, mesh, device, inputs.stop_token_ids)
@@ -202,7 +204,7 @@ class GrpoTrainer(Trainer):
             selection.sampled,
             selection.spread(update.advantages),
             validated,
-            update.results,
+            update.results or update.critic_results,
         )
 
     def metrics(
@@ -220,7 +222,7 @@ class GrpoTrainer(Trainer):
         if self.rules.drop_anything:
             metrics |= selection_metrics(selection)
         metrics |= update_metrics(update, learned, metrics["task_reward"], algorithm)
-        metrics |= update.critic
+        metrics |= update.critic_metrics
         if self.teacher is not None:
             metrics |= teacher_metrics(update)
         metrics |= mismatch_metrics(update.results, only_first=not algorithm.recompute_logprobs)
@@ -250,7 +252,7 @@ class GrpoTrainer(Trainer):
         with self.offload.on_device("reference"):
             copy_weights(self.actor.chunks, self.reference.chunks)
         self.reference_moved = True
-        logger.info("step %d: the policy of now is the reference from here on", steps_done)
+        logger.info("The reference is the policy of step %d from here on", steps_done)
 
     @property
     def models(self) -> list[SavedModel]:
@@ -264,8 +266,10 @@ class GrpoTrainer(Trainer):
     def saved_models(self) -> list[SavedModel]:
         return [one for one in self.models if one.name != REFERENCE or self.reference_moved]
 
-    def models_on_device(self) -> AbstractContextManager[Any]:
-        return self.offload.on_device("critic", "reference")
+    def models_on_device(self, models: Sequence[SavedModel]) -> AbstractContextManager[Any]:
+        names = {one.name for one in models}
+        sets: tuple[SetName, ...] = ("critic", "reference")
+        return self.offload.on_device(*(name for name in sets if name in names))
 
     @property
     def critic_updates(self) -> int:
@@ -275,9 +279,8 @@ class GrpoTrainer(Trainer):
         if self.mesh.rank != 0:
             return {}
         files = self.rollouts.files()
-        if self.critic_shape is not None:
-            folder = Path(self.config.critic.path or self.config.model.path)
-            files[CRITIC_CONFIG] = critic_config_file(folder, self.critic_shape)
+        if self.critic is not None:
+            files[CRITIC_CONFIG] = self.critic_config
         return files
 
     def resume(self, folder: Path, progress: Progress) -> None:
@@ -401,16 +404,19 @@ class PolicyUpdater:
         batches = list(chain.from_iterable(packed))
 
         old = reference = reward_kl = None
-        if algorithm.recompute_logprobs and not self.on_policy:
+        pretrains = self.critic is not None and number < self.config.critic.pretrain_steps
+        needed = self.penalty is not None or not pretrains
+        if algorithm.recompute_logprobs and not self.on_policy and needed:
             with timed("logprobs"):
                 old = self.actor.forward_backward.logprobs(batches)
-        if self.reference is not None:
+        if self.reference is not None and needed:
             with timed("reference"), self.offload.on_device("reference"):
                 reference = self.reference.logprobs(batches)
         orders = minibatch_orders(len(packed), self.config, number)
-        learned_by_critic: dict[str, float] = {}
+        critic_results: list[MinibatchResult] = []
+        of_critic: dict[str, float] = {}
         if self.critic_updater is not None:
-            estimates, learned_by_critic = self.update_critic(
+            estimates, critic_results, of_critic = self.update_critic(
                 batches, packed, groups, rewards_PG, old, reference, orders, number
             )
             batches, advantages_PG = estimates.batches, estimates.advantages
@@ -428,8 +434,10 @@ class PolicyUpdater:
             )
         if self.penalty is not None:
             reference = None
-        if number < self.config.critic.pretrain_steps and self.critic is not None:
-            return UpdateRecord([], advantages_PG, reward_kl, critic=learned_by_critic)
+        if pretrains:
+            return UpdateRecord(
+                [], advantages_PG, reward_kl, critic_results=critic_results, critic_metrics=of_critic
+            )
 
         states = teacher_kl = None
         if self.teaches("full"):
@@ -451,7 +459,7 @@ class PolicyUpdater:
             ]
             results = self.run_minibatches(minibatches, orders, number)
         passes = len(results) / len(minibatches)
-        return UpdateRecord(results, advantages_PG, reward_kl, passes, learned_by_critic, teacher_kl)
+        return UpdateRecord(results, advantages_PG, reward_kl, passes, critic_results, of_critic, teacher_kl)
 
     def reward_advantages(
         self,
@@ -479,15 +487,15 @@ class PolicyUpdater:
         reference: Sequence[TokenLogprobs] | None,
         orders: Sequence[Sequence[int]],
         number: int,
-    ) -> tuple[Estimates, dict[str, float]]:
-        """Advantages by the critic as it is, and its own updates afterwards. A collective."""
+    ) -> tuple[CriticEstimates, list[MinibatchResult], dict[str, float]]:
+        """Advantages by the critic as it is, its own updates afterwards, and its metrics. A collective."""
         assert self.critic_updater is not None
         with self.timers.phase("critic"), self.offload.on_device("critic", "critic_gradients"):
             estimates = self.critic_updater.estimate(batches, groups, rewards_PG, old, reference)
             minibatches = [estimates.batches[i:j] for i, j in bounds_of(packed)]
             targets = [estimates.targets[i:j] for i, j in bounds_of(packed)]
-            metrics = self.critic_updater.learn(minibatches, targets, orders, number)
-        return estimates, estimates.metrics | metrics
+            results = self.critic_updater.learn(minibatches, targets, orders, number)
+        return estimates, results, estimates.metrics | critic_metrics(results)
 
     def teacher_states(self, batches: Sequence[MicroBatch]) -> TeacherStates:
         """For the loss on the whole vocabulary. A collective."""

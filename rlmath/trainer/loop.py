@@ -140,8 +140,8 @@ class Trainer(ABC):
         """Those of `models` that a checkpoint of now must have."""
         return self.models
 
-    def models_on_device(self) -> AbstractContextManager[Any]:
-        """Inside, all of `models` are on the device: what may be offloaded between steps, too."""
+    def models_on_device(self, models: Sequence[SavedModel]) -> AbstractContextManager[Any]:
+        """Inside, these are on the device, though they may be offloaded between steps. Not to be nested."""
         return nullcontext()
 
     @property
@@ -459,7 +459,7 @@ def restore(trainer: Trainer, resumed: CheckpointToResume | None, heartbeat: Hea
     checkpoint, progress = resumed
     heartbeat.enter_phase("load checkpoint")
     actor = trainer.actor
-    with trainer.models_on_device():
+    with trainer.models_on_device(trainer.models):
         load_checkpoint(trainer.models, trainer.device, checkpoint, progress)
     actor.learner.restore_schedule(progress.updates)
     trainer.resume(checkpoint.folder, progress)

@@ -36,8 +36,9 @@ class UpdateRecord:
     """Where KL is part of the reward."""
     passes: float = 0.0
     """How often the samples were learned from; less than `algorithm.epochs` where early stop ended the step."""
-    critic: dict[str, float] = field(default_factory=dict)
-    """Metrics of the critic."""
+    critic_results: list[MinibatchResult] = field(default_factory=list)
+    """Likewise of the critic, where there is one."""
+    critic_metrics: dict[str, float] = field(default_factory=dict)
     teacher_kl: float | None = None
     """KL(policy || teacher) per token (nats), estimated from the sampled ones, where the teacher is in the
     advantages."""
@@ -124,7 +125,8 @@ def part_metrics(groups: Sequence[ScoredGroup], reward: RewardConfig) -> dict[st
         values = [value for score in scores if (value := score.parts[k]) is not None]
         if values:
             metrics[f"reward/{one.name}"] = _finite_mean(values)
-        metrics[f"reward/{one.name}/failures"] = 1.0 - len(values) / len(scores)
+        failed = sum(any(failure.name == one.name for failure in score.failures) for score in scores)
+        metrics[f"reward/{one.name}/failures"] = failed / len(scores)
     if compared := compared_rewards(reward):
         mixed = sum(has_contrast(group.scores, compared) for group in groups)
         metrics["rollout/groups_with_contrast"] = mixed / len(groups)
@@ -257,7 +259,6 @@ def pace_metrics(
         "rollout": sampled_tokens,
         "logprobs": read,
         "reference": read,
-        "critic": read * 2,
         "teacher": read,
         "update": read * passes,
         "step": _tokens(sampled),

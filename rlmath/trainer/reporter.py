@@ -130,7 +130,8 @@ class Reporter:
                 config.telemetry,
                 clips_whole_completions=config.algorithm.loss == "gspo",
                 length_key=key,
-                group_relative=config.algorithm.advantage != "ppo",
+                group_relative=config.algorithm.advantage not in ("ppo", "gae")
+                and (config.teacher.path is None or config.teacher.with_rewards),
             )
         has_rows = steps_done and (Path(config.run.output_dir) / METRICS_FILE).is_file()
         for row in read_metrics(config.run.output_dir) if has_rows else []:

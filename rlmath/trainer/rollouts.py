@@ -188,6 +188,8 @@ class WholeRollouts:
     def resume(self, folder: Path, steps_done: int, reward_changed: bool) -> None:
         resume_curriculum(self.curriculum, folder)
         self.next_draw = steps_done * self._inputs.order.prompts_per_step
+        if (folder / HISTORY).exists():
+            self.curriculum.require_draws(self.next_draw, ())
 
 
 @dataclass

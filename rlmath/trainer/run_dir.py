@@ -196,7 +196,9 @@ def _input_problems(folder: Path, config: Config, resumes: bool) -> Iterator[str
     paths = [("model.path", config.model.path), ("data.train_path", config.data.train_path)]
     paths += [("data.more_train_paths", path) for path in config.data.more_train_paths]
     paths += [("validation.paths", path) for path in config.validation.paths]
-    paths += [("sft.held_out_path", config.sft.held_out_path)] if config.sft.held_out_path else []
+    more = {"sft.held_out_path": config.sft.held_out_path, "critic.path": config.critic.path}
+    more["teacher.path"] = config.teacher.path
+    paths += [(key, path) for key, path in more.items() if path]
     paths += (
         [("data.history_path", config.data.history_path)] if config.data.history_path and not resumes else []
     )
@@ -233,9 +235,12 @@ def _content_problems(folder: Path, config: Config) -> Iterator[str]:
 
 
 def take_back(folder: Path, steps_done: int) -> None:
-    """Leave in a run's folder what it had with so many steps done: later checkpoints get another name, later rows of
-    metrics and validations, and samples, are dropped. OSError where the disk refuses."""
+    """Leave in a run's folder what it had with so many steps done: later checkpoints get another name, later models,
+    rows of metrics and validations, and samples, are dropped. OSError where the disk refuses."""
     set_newer_aside(folder / CHECKPOINTS, steps_done)
+    for model in (folder / MODELS_FOLDER).glob("step-" + "[0-9]" * 6):
+        if int(model.name.removeprefix("step-")) > steps_done:
+            remove(model)
     for name in (METRICS_FILE, VALIDATION_FILE, SUMMARY_NAME, ROLLBACKS):
         unfinished = unfinished_file(folder / name)
         if unfinished.is_file():

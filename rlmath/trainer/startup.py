@@ -404,8 +404,10 @@ def facts_of(prepared: PreparedRun[Any]) -> dict[str, str]:
         "reward.function (contents)": prepared.origin.reward or "none",
     }
     values, defaults = setting_values(prepared.config), setting_values(Config())
-    if prepared.config.teacher.path is not None:
-        origin["teacher.path (contents)"] = model_fingerprint(prepared.config.teacher.path)
+    critic = prepared.config.critic.path if prepared.config.algorithm.advantage == "gae" else None
+    for name, path in (("teacher", prepared.config.teacher.path), ("critic", critic)):
+        if path is not None:
+            origin[f"{name}.path (contents)"] = model_fingerprint(path)
     settings = {key: _fact_of(key, value) for key, value in values.items() if value != defaults[key]}
     return environment_facts() | origin | settings
 

@@ -166,8 +166,8 @@ def test_a_step_of_policy_and_critic_is_that_of_transformers(
     assert found == pytest.approx([sum(row) / len(row) for row in advantages], abs=1e-4)
     assert_close(ours.policy_update, policy_update, 1e-5)
     assert_close(ours.critic_update, critic_update, 1e-5)
-    assert ours.record.critic["critic/loss"] == pytest.approx(loss, rel=1e-5)
-    assert ours.record.critic["critic/clip_share"] == 0.0
+    assert ours.record.critic_metrics["critic/loss"] == pytest.approx(loss, rel=1e-5)
+    assert ours.record.critic_metrics["critic/clip_share"] == 0.0
     assert ours.record.reward_kl.per_token != 0
 
 

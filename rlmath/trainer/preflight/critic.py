@@ -8,38 +8,51 @@ from pathlib import Path
 from rlmath.config.help import nearest_path
 from rlmath.config.model_shape import ModelShape
 from rlmath.config.schema import Config, CriticConfig
-from rlmath.models.hf_config import inspect_critic_folder
+from rlmath.models.hf_config import critic_shape_of, inspect_critic_folder
 from rlmath.trainer.preflight import parallelism
 
 
-def critic_problems(config: Config, shape: ModelShape) -> Iterator[str]:
-    """Of a policy of this shape: the critic's folder, its layout, and settings that do not go together."""
-    critic = config.critic
-    if config.algorithm.advantage != "gae":
+def folder_problems(config: Config, shape: ModelShape | None) -> Iterator[str]:
+    """Why the weights in `critic.path` cannot be loaded for a policy of this shape."""
+    path = config.critic.path
+    if config.algorithm.advantage != "gae" or path is None or shape is None:
         return
-    if critic.path is not None:
-        found, problems = inspect_critic_folder(Path(critic.path), shape)
-        near = nearest_path(Path(critic.path)) if not Path(critic.path).exists() else ""
-        yield from (problem + near for problem in problems)
-        if found is not None and not problems:
-            one_engine = 1
-            for problem in parallelism.layout_problems(config.parallel, one_engine, config.policy, found):
-                yield f"of the model in critic.path, which is laid out like the policy: {problem}"
-            if found.max_positions < config.data.max_prompt_tokens + config.rollout.max_new_tokens:
-                yield (
-                    f"the model in critic.path has {found.max_positions} positions (max_position_embeddings); "
-                    f"data.max_prompt_tokens + rollout.max_new_tokens is {config.data.max_prompt_tokens} + "
-                    f"{config.rollout.max_new_tokens}. Lower the sum, or take another model."
-                )
-    if config.teacher.path is not None and not config.teacher.with_rewards:
-        yield (
-            'algorithm.advantage is "gae" and teacher.with_rewards false: a critic values rewards, and nothing is to '
-            "be learned from these. Set teacher.with_rewards=true, or another algorithm.advantage."
-        )
-    if critic.bootstrap_truncated and config.parallel.context > 1:
+    _, problems = inspect_critic_folder(Path(path), shape)
+    near = nearest_path(Path(path)) if not Path(path).exists() else ""
+    yield from (problem + near for problem in problems)
+
+
+def layout_problems(config: Config, shape: ModelShape) -> Iterator[str]:
+    """Why the critic of a policy of this shape cannot be laid out as `parallel` says."""
+    try:
+        critic = critic_shape_of(config, shape)
+    except ValueError as error:
+        yield str(error)
+        return
+    if critic is None:
+        return
+    if config.critic.path is not None:
+        # No engine has the critic.
+        for problem in parallelism.layout_problems(config.parallel, 1, config.policy, critic):
+            yield f"critic.path, which has the layout of the policy: {problem}"
+    if config.critic.bootstrap_truncated and config.parallel.context > 1:
         yield (
             f"critic.bootstrap_truncated is true and parallel.context {config.parallel.context}: the value after a "
             "completion's last token is not gathered over context ranks. Set it to false, or parallel.context to 1."
+        )
+
+
+def length_problems(config: Config, shape: ModelShape) -> Iterator[str]:
+    """Sequences that are too long for the critic."""
+    try:
+        critic = critic_shape_of(config, shape)
+    except ValueError:
+        return  # told by `layout_problems`
+    longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
+    if critic is not None and config.critic.path is not None and longest > critic.max_positions:
+        yield (
+            f"data.max_prompt_tokens + rollout.max_new_tokens is {longest}; the model in critic.path has "
+            f"{critic.max_positions} positions (max_position_embeddings). Lower the sum, or take another critic."
         )
 
 

@@ -37,6 +37,13 @@ def rollback_warnings(config: Config) -> Iterator[str]:
     if changed:
         missing = "algorithm.rollback" if algorithm.rollback == 0 else "algorithm.rollback_reward_drop"
         yield f"{', '.join(f'algorithm.{one}' for one in changed)}: no effect without {missing}."
+    if algorithm.rollback > 0 and algorithm.rollback_reward_drop is not None:
+        for key, why in (
+            (config.data.curriculum != "none", "data.curriculum skips prompts that the policy solves"),
+            (bool(config.stages.steps), "stages change the length of completions"),
+        ):
+            if key:
+                yield f"algorithm.rollback_reward_drop: {why}, and rewards may fall without a worse policy."
 
 
 def curriculum_problems(config: Config) -> Iterator[str]:

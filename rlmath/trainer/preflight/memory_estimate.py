@@ -224,10 +224,10 @@ def plan_rank(
     gather, dummies = formulas.gather_bytes(shape, work), _dummy_gradient_bytes(shape, mesh, target)
     if teacher is not None:
         gather = max(gather, teacher.gather)
-    resident = _resident(config, target, buffers, gather, dummies)
-    critic = _Critic({}, formulas.PassBytes(0, 0, 0))
+    critic = _Critic({}, formulas.PassBytes(0, 0, 0), 0)
     if kind == "grpo" and (critic_shape := critic_shape_of(config, shape)) is not None:
         critic = _plan_critic(config, critic_shape, mesh, target)
+    resident = _resident(config, target, buffers, max(gather, critic.gather), dummies)
     resident |= critic.resident
     if teacher is not None:
         resident |= teacher.resident
@@ -240,7 +240,6 @@ def plan_rank(
             offload_reference=False,
             offload_teacher=False,
             offload_critic=False,
-            offload_gradients=memory.offload_gradients or (memory.offload_critic and mesh.engine_ranks == 0),
         )
     if kind == "sft":
         held = _in_order(_while_training(resident, memory) | asdict(update))
@@ -289,6 +288,8 @@ class _Critic:
     resident: dict[str, int]
     """Empty without a critic."""
     update: formulas.PassBytes
+    gather: int
+    """Of Megatron's buffer of gathered hidden states."""
 
 
 def _plan_critic(config: Config, shape: ModelShape, mesh: Mesh, target: Target) -> _Critic:
@@ -301,6 +302,7 @@ def _plan_critic(config: Config, shape: ModelShape, mesh: Mesh, target: Target) 
     return _Critic(
         {f"critic_{name}": held[name] for name in names},
         formulas.backward_bytes(shape, work, config.policy),
+        formulas.gather_bytes(shape, work),
     )
 
 
