@@ -120,7 +120,7 @@ NOTHING_SAMPLED = PartialCompletion()
 
 @dataclass(frozen=True)
 class RewardFailure:
-    """Why one of several rewards has no value."""
+    """Why one of several rewards failed."""
 
     name: str
     kind: str

@@ -557,8 +557,8 @@ class AlgorithmConfig:
     rollback_lr_factor: Annotated[float, Range(0, 1, open_low=True)] = 0.5
     """The learning rate is multiplied by this at each rollback."""
     rollback_reward_drop: PositiveFloat | None = None
-    """With `rollback`: go back, too, when the mean reward of `rollback_reward_steps` steps has fallen from the best such
-    mean by more than this share of its gain over the first one, and by more than three deviations of single steps.
+    """With `rollback`: go back, too, when the mean reward of `rollback_reward_steps` steps has fallen from the best
+    such mean by more than this share of its gain over the first one, and by more than three deviations of single steps.
     Null: rewards are not looked at."""
     rollback_reward_steps: Annotated[int, Range(2)] = 10
     """Steps that those means are over."""

@@ -125,7 +125,10 @@ def part_metrics(groups: Sequence[ScoredGroup], reward: RewardConfig) -> dict[st
         values = [value for score in scores if (value := score.parts[k]) is not None]
         if values:
             metrics[f"reward/{one.name}"] = _finite_mean(values)
-        failed = sum(any(failure.name == one.name for failure in score.failures) for score in scores)
+        failed = sum(
+            score.parts[k] is None or any(failure.name == one.name for failure in score.failures)
+            for score in scores
+        )
         metrics[f"reward/{one.name}/failures"] = failed / len(scores)
     if compared := compared_rewards(reward):
         mixed = sum(has_contrast(group.scores, compared) for group in groups)

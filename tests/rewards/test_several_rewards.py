@@ -210,11 +210,11 @@ def test_a_function_that_hangs_delays_no_other_and_loses_only_its_own_value(pool
     assert found[0].correct and found[0].verdict == "function"  # by the metric of steps
 
 
-def test_an_answer_that_cannot_be_verified_is_wrong_but_has_no_part():
+def test_an_answer_that_cannot_be_verified_is_wrong_and_told():
     results = {"correctness": Verdict(False, "x", "timeout"), "own": FunctionResult(2.0)}
     rewards = (NamedReward("correctness", 1.0), NamedReward("own", 1.0, "m:f"))
     score = several_score(rewards, Scheme(output_scaling=1.0), results, True, 1, 9, False)
-    assert (score.parts, score.reward, score.correct, score.verdict) == ((None, 2.0), 2.0, False, "timeout")
+    assert (score.parts, score.reward, score.correct, score.verdict) == ((-1.0, 2.0), 1.0, False, "timeout")
     assert score.failures == (RewardFailure("correctness", "timeout", ""),)
 
 

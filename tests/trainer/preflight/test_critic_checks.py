@@ -11,7 +11,12 @@ from rlmath.config.load import load_config
 from rlmath.config.schema import Config
 from rlmath.data.dataset import check_critic, most_updates
 from rlmath.models.hf_config import critic_config_file, critic_shape_of, read_critic_shape
-from rlmath.trainer.preflight.critic import critic_problems, critic_warnings
+from rlmath.trainer.preflight.critic import (
+    critic_warnings,
+    folder_problems,
+    layout_problems,
+    length_problems,
+)
 from rlmath.trainer.save_schedule import checkpoint_bytes
 from tests.tiny_models import VOCAB, make_model_folder, shape_of
 
@@ -24,7 +29,13 @@ def config_of(*overrides: str) -> Config:
 
 
 def problems(policy: Path, *overrides: str) -> list[str]:
-    return list(critic_problems(config_of(GAE, *overrides), shape_of(policy)))
+    config, shape = config_of(GAE, *overrides), shape_of(policy)
+    found = [
+        *folder_problems(config, shape),
+        *layout_problems(config, shape),
+        *length_problems(config, shape),
+    ]
+    return list(dict.fromkeys(found))
 
 
 def test_a_critic_of_the_policy_needs_no_folder(untied_model: Path) -> None:
@@ -38,10 +49,10 @@ def test_a_critic_of_another_model_is_looked_at(untied_model: Path, tmp_path: Pa
     other = make_model_folder(tmp_path / "other", num_key_value_heads=1)
     assert problems(untied_model, f"critic.path={other}") == []
     (told,) = problems(untied_model, f"critic.path={other}", "parallel.tensor=2")
-    assert told.startswith("of the model in critic.path, which is laid out like the policy: parallel.tensor")
+    assert told.startswith("critic.path, which has the layout of the policy: parallel.tensor")
     (told,) = problems(untied_model, f"critic.path={other}", "rollout.max_new_tokens=200")
     assert "the model in critic.path has 256 positions" in told
-    (told,) = problems(untied_model, f"critic.path={tmp_path}/othr")
+    told, *_ = problems(untied_model, f"critic.path={tmp_path}/othr")
     assert "critic.path" in told and "othr" in told
 
 
