@@ -298,7 +298,7 @@ def test_several_rewards_have_a_mean_of_what_is_there_and_a_share_of_failures():
             "rollout/groups_with_contrast": 2 / 3,
         }
     )
-    assert "rollout/groups_with_contrast" not in part_metrics(groups, replace(reward, combine="sum"))
+    assert part_metrics(groups, replace(reward, combine="sum")) == metrics
     assert part_metrics(groups, RewardConfig()) == {}
     assert rollout_metrics(groups)["reward/failures"] == 1.0
 
