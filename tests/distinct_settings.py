@@ -196,6 +196,7 @@ DISTINCT = Config(
         path="models/critic",
         lr=0.02001,
         warmup_steps=2002,
+        epochs=2009,
         pretrain_steps=2003,
         clip=20.04,
         gamma=0.2005,

@@ -586,6 +586,8 @@ class CriticConfig:
     """Peak learning rate. Null: 5 times optimizer.lr."""
     warmup_steps: NonNegativeInt = 0
     """Optimizer steps of linear warm-up."""
+    epochs: PositiveInt | None = None
+    """Passes over a step's samples (verl: critic.ppo_epochs). Null: algorithm.epochs."""
     pretrain_steps: NonNegativeInt = 0
     """First steps of the run in which the critic alone learns (VAPO's value pretraining)."""
     clip: PositiveFloat | None = None

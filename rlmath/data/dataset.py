@@ -249,7 +249,12 @@ def most_updates(config: Config, total_steps: int) -> int:
 
 def most_critic_updates(config: Config, total_steps: int) -> int:
     """Likewise of its critic."""
-    return total_steps * config.algorithm.n_minibatches * config.algorithm.epochs
+    return total_steps * config.algorithm.n_minibatches * critic_epochs(config)
+
+
+def critic_epochs(config: Config) -> int:
+    """Passes of the critic over a step's samples."""
+    return config.algorithm.epochs if config.critic.epochs is None else config.critic.epochs
 
 
 def check_critic(config: Config, total_steps: int) -> None:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 
 from rlmath.config.model_shape import ModelShape
 from rlmath.config.schema import Config
+from rlmath.data.dataset import critic_epochs
 from rlmath.distributed.mesh import Mesh
 from rlmath.models.hf_config import critic_shape_of, teacher_shape_of
 from rlmath.planner.asynchronous import Overlap, engine_side, floor_of
@@ -315,8 +316,9 @@ def step_flops(training: Training, sampled: Sampled) -> StepFlops:
     behind_prompts = sampled.squares + 2 * batch.prompt_tokens * sampled.tokens
     return StepFlops(
         sampled.tokens * cost.linear + cost.quadratic * behind_prompts,
-        FORWARD * (one_pass * (algorithm.epochs + alone) + critic_pass * (algorithm.epochs + 1)) + of_teacher,
-        BACKWARD * (one_pass + critic_pass) * algorithm.epochs,
+        FORWARD * (one_pass * (algorithm.epochs + alone) + critic_pass * (critic_epochs(config) + 1))
+        + of_teacher,
+        BACKWARD * (one_pass * algorithm.epochs + critic_pass * critic_epochs(config)),
         recomputed * algorithm.epochs,
     )
 
@@ -392,7 +394,8 @@ def critic_phase(training: Training, plan: MemoryPlan) -> dict[str, Work]:
     moved = 0
     if config.memory.offload_critic:
         moved = plan.part("critic_parameters") + plan.part("critic_optimizer")
-    work = critic_work(replace(training, shape=shape))
+    as_critic = replace(config, algorithm=replace(config.algorithm, epochs=critic_epochs(config)))
+    work = critic_work(replace(training, config=as_critic, shape=shape))
     return {"critic": work + _there_and_back(moved, training.target)}
 
 

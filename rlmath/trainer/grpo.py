@@ -37,7 +37,7 @@ from rlmath.config.length_curriculum import LengthStage
 from rlmath.config.model_shape import ModelShape
 from rlmath.config.schema import Config
 from rlmath.data.curriculum import HISTORY
-from rlmath.data.dataset import Inputs, most_critic_updates, most_updates
+from rlmath.data.dataset import Inputs, critic_epochs, most_critic_updates, most_updates
 from rlmath.data.loader import Rollback
 from rlmath.data.packing import pack
 from rlmath.data.seqlen_balancing import plan_minibatches, training_cost
@@ -412,12 +412,13 @@ class PolicyUpdater:
         if self.reference is not None and needed:
             with timed("reference"), self.offload.on_device("reference"):
                 reference = self.reference.logprobs(batches)
-        orders = minibatch_orders(len(packed), self.config, number)
+        seed, shuffle = step_seed(self.config.run.seed, number), algorithm.shuffle
+        orders = minibatch_orders(len(packed), algorithm.epochs, shuffle, seed)
         critic_results: list[MinibatchResult] = []
         of_critic: dict[str, float] = {}
         if self.critic_updater is not None:
             estimates, critic_results, of_critic = self.update_critic(
-                batches, packed, groups, rewards_PG, old, reference, orders, number
+                batches, packed, groups, rewards_PG, old, reference, number
             )
             batches, advantages_PG = estimates.batches, estimates.advantages
             reward_kl = estimates.reward_kl
@@ -485,11 +486,12 @@ class PolicyUpdater:
         rewards_PG: Sequence[Sequence[float]],
         old: Sequence[TokenLogprobs] | None,
         reference: Sequence[TokenLogprobs] | None,
-        orders: Sequence[Sequence[int]],
         number: int,
     ) -> tuple[CriticEstimates, list[MinibatchResult], dict[str, float]]:
         """Advantages by the critic as it is, its own updates afterwards, and its metrics. A collective."""
         assert self.critic_updater is not None
+        seed, shuffle = step_seed(self.config.run.seed, number), self.config.algorithm.shuffle
+        orders = minibatch_orders(len(packed), critic_epochs(self.config), shuffle, seed)
         with self.timers.phase("critic"), self.offload.on_device("critic", "critic_gradients"):
             estimates = self.critic_updater.estimate(batches, groups, rewards_PG, old, reference)
             minibatches = [estimates.batches[i:j] for i, j in bounds_of(packed)]
@@ -580,12 +582,12 @@ def make_samples(groups: Sequence[ScoredGroup], advantages_PG: Sequence[Sequence
     ]
 
 
-def minibatch_orders(count: int, config: Config, number: int) -> list[list[int]]:
+def minibatch_orders(count: int, epochs: int, shuffle: bool, seed: int) -> list[list[int]]:
     """The order of a step's minibatches in every epoch."""
-    order, draw = list(range(count)), random.Random(step_seed(config.run.seed, number))
+    order, draw = list(range(count)), random.Random(seed)
     orders = []
-    for epoch in range(config.algorithm.epochs):
-        if epoch > 0 and config.algorithm.shuffle:
+    for epoch in range(epochs):
+        if epoch > 0 and shuffle:
             draw.shuffle(order)
         orders.append(list(order))
     return orders

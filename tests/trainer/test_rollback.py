@@ -8,7 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from rlmath.checkpoint.directory import Progress, read_progress, write_progress
+from rlmath.checkpoint.directory import (
+    Progress,
+    complete_checkpoints,
+    read_progress,
+    set_superseded_aside,
+    write_progress,
+)
 from rlmath.config.schema import AlgorithmConfig, Config, RolloutConfig, SaveConfig
 from rlmath.data.loader import PromptOrder, Rollback, seed_after, shares_of
 from rlmath.trainer.divergence import NO_STEP, DivergedError, DivergenceCheck, RewardRule, best_rewards
@@ -23,6 +29,7 @@ from rlmath.trainer.rollback import (
     superseded_by,
     write_rollbacks,
 )
+from tests.checkpoint.test_directory import make as make_checkpoint
 
 RECORDS = [RollbackRecord(20, 20, 23, "values"), RollbackRecord(10, 12, 31, "rewards")]
 
@@ -192,6 +199,44 @@ def test_a_check_raises_at_the_collapse_and_names_what_is_good_from_before() -> 
     without = DivergenceCheck(None, 3, None)  # pyright: ignore
     without.after_step(1, [], 1.0)
     assert without.rewards == [] and without.good_step == NO_STEP
+
+
+@pytest.mark.parametrize("value", [0.1, 0.3, -0.7, 1.1, 2.2, 0.35])
+def test_a_reward_that_is_always_the_same_has_not_collapsed(value: float) -> None:
+    rule = RewardRule(drop=0.5, steps=10)
+    for count in range(20, 60):
+        found = best_rewards([value] * count, rule)
+        assert found is not None and found.collapsed is None
+
+
+def test_where_rewards_are_looked_at_later_steps_are_those_of_the_run() -> None:
+    check = DivergenceCheck(None, 3, progress(40), RULE)  # pyright: ignore
+    for step, reward in enumerate([0.0, 0.0, 1.0, 1.0, 0.0], start=41):
+        check.after_step(step, [], reward)
+    with pytest.raises(DivergedError, match="up to step 44 it was 1"):
+        check.after_step(46, [], 0.0)
+    assert check.good_step == 44
+    check = DivergenceCheck(None, 3, replace(progress(4), rewards=(0.0, 1.0), good_step=2))  # pyright: ignore
+    assert check.rewards == [] and check.good_step == NO_STEP  # the rule is off now
+
+
+@pytest.mark.parametrize("every", [1, 2, 3, 4, 5, 8, 10])
+def test_a_checkpoint_from_before_a_collapse_is_there(tmp_path: Path, every: int) -> None:
+    """Rewards rise until step 60, and fall: whatever is between two checkpoints, a good one stays, and few do."""
+    rule, keep_last, rewards = RewardRule(drop=0.5, steps=10), 2, []
+    for step in range(1, 100):
+        rewards.append(step / 60 if step <= 60 else 0.0)
+        best = best_rewards(rewards, rule)
+        if best is not None and best.collapsed is not None:
+            break
+        if step % every == 0:
+            make_checkpoint(tmp_path, step)
+            good = step if best is None else best.end
+            set_superseded_aside(tmp_path, keep_last, None, min(step, good + 1), rule.steps)
+    assert best is not None and best.collapsed is not None
+    found = [one.step for one in complete_checkpoints(tmp_path)[0]]
+    assert any(best.end - 2 * rule.steps <= one <= best.end for one in found), (best.end, found)
+    assert len(found) <= keep_last + 6
 
 
 # ---------------------------------------------------------------- settings

@@ -9,7 +9,7 @@ import pytest
 
 from rlmath.config.load import load_config
 from rlmath.config.schema import Config
-from rlmath.data.dataset import check_critic, most_updates
+from rlmath.data.dataset import check_critic, most_critic_updates, most_updates
 from rlmath.models.hf_config import critic_config_file, critic_shape_of, read_critic_shape
 from rlmath.trainer.preflight.critic import (
     critic_warnings,
@@ -85,6 +85,12 @@ def test_a_critic_that_is_never_ready_is_refused(overrides: list[str], told: str
     with pytest.raises(ValueError, match="never") as error:
         check_critic(config, total_steps=5)
     assert told in str(error.value)
+
+
+def test_the_critic_may_make_more_passes_than_the_policy() -> None:
+    given = ["algorithm.n_minibatches=2", "algorithm.epochs=3"]
+    assert most_critic_updates(config_of(GAE, *given), 10) == 60
+    assert most_critic_updates(config_of(GAE, *given, "critic.epochs=1"), 10) == 20
 
 
 def test_the_policys_schedule_counts_no_pretraining() -> None:
