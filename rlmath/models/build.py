@@ -1,5 +1,5 @@
-"""The models of a run, built from the settings: the actor of GRPO, that of supervised training, the reference and the
-critic and the teacher.
+"""The models of a run, built from the settings: the actor of GRPO, that of supervised training, reference, critic and
+teacher.
 
     transformer config -> chunks with the weights of model.path -> wrapped for training -> optimizer -> learner
 

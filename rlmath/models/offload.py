@@ -1,4 +1,4 @@
-"""Which memory of the policy, its reference and its teacher can be offloaded, and which set owns it.
+"""Which memory of the policy, reference, critic and teacher can be offloaded, and which set owns it.
 
 - "gradients": the flat buffers that Megatron's data parallelism reduces. They are zero between steps, so they are
   freed, and onloaded as zeros.
