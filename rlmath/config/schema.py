@@ -583,7 +583,7 @@ class CriticConfig:
     """Folder of the Hugging Face model that the critic starts from, with a value head (...ForTokenClassification) or
     without. Null: model.path."""
     lr: PositiveFloat | None = None
-    """Peak learning rate. Null: 5 times optimizer.lr."""
+    """Peak learning rate. Null: twice optimizer.lr (VAPO)."""
     warmup_steps: NonNegativeInt = 0
     """Optimizer steps of linear warm-up."""
     epochs: PositiveInt | None = None
