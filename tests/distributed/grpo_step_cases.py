@@ -121,8 +121,8 @@ def _noted(learner: Any) -> list[Learned]:
     calls: list[Learned] = []
     learn = learner.learn
 
-    def recording(batches: Any, old: Any, reference: Any, on_policy: bool = False) -> Any:
-        result = learn(batches, old, reference, on_policy)
+    def recording(batches: Any, old: Any, reference: Any, on_policy: bool = False, *more: Any) -> Any:
+        result = learn(batches, old, reference, on_policy, *more)
         calls.append(
             Learned(
                 tuple(index for batch in batches for index in batch.sample_indices),
