@@ -106,10 +106,16 @@ def learned_with(
         learn = actor.learner.learn
 
         def learning(
-            batches: Any, old: Any, reference: Any, on_policy: bool, learn: Any = learn, given: Any = given
+            batches: Any,
+            old: Any,
+            reference: Any,
+            on_policy: bool,
+            teacher: Any,
+            learn: Any = learn,
+            given: Any = given,
         ) -> Any:
             given.append((old is not None, reference is not None, on_policy))
-            return learn(batches, old, reference, on_policy)
+            return learn(batches, old, reference, on_policy, teacher)
 
         def counted(model: Any, name: str, passes: dict[str, int] = passes) -> None:
             logprobs = model.logprobs
