@@ -255,7 +255,7 @@ def built(folder: Path, config: Config) -> dict[str, Any]:
         supervised,
         Origin("", ""),
         StopRequest(1.0, "", 0),
-        DivergenceCheck(supervised.actor, 3, None),
+        DivergenceCheck(supervised, 3, None),
         lambda: None,
     )
     saver.close()

@@ -225,6 +225,7 @@ def test_the_settings_reach_models_optimizer_and_store(ranks: RankPool, tied_mod
         kl_coef=0.0,
         kl_kind="k2",
         entropy_coef=0.00173,
+        teacher_coef=0.271,
     )
     assert found["bounds"] == EarlyStop(ratio_high=1.74, ratio_low=0.775, kl=0.0176)
     sampled = (0.64, VOCAB, MinTokensMask(STOPS, 139))
