@@ -170,9 +170,9 @@ def _note_state(rollouts: Any, found: Run) -> None:
     """Where the next step's rollouts become the state, see what the state was until then."""
     before, commit = rollouts.files(), type(rollouts).commit
 
-    def noted() -> None:
+    def noted() -> dict[str, float]:
         found.kept_until_commit.append(rollouts.files() == before)
-        commit(rollouts)
+        return commit(rollouts)
 
     rollouts.commit = noted
 
