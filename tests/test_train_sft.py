@@ -290,4 +290,5 @@ def test_a_run_does_not_go_on_as_another_one(arithmetic: Path, whole: Path) -> N
 def test_help_shows_what_matters_only() -> None:
     shown = help_text(keys=used_keys())
     assert "sft.held_out_share" in shown and "optimizer.lr" in shown and "data.train_path" in shown
-    assert "rollout: " not in shown and "algorithm." not in shown and "data.max_prompt_tokens" not in shown
+    assert "rollout: " not in shown and "critic." not in shown and "data.max_prompt_tokens" not in shown
+    assert "algorithm.rollback" in shown and "algorithm.advantage" not in shown

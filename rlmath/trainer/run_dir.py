@@ -28,7 +28,7 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from rlmath.checkpoint.directory import CHECKPOINTS, nearest_folder, remove_partial, set_newer_aside
+from rlmath.checkpoint.directory import CHECKPOINTS, nearest_folder, remove, remove_partial, set_newer_aside
 from rlmath.config.files import require_regular
 from rlmath.config.help import raise_problems
 from rlmath.config.load import load_config, save_config
