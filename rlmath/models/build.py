@@ -105,8 +105,9 @@ def build_reference(
 def build_critic(config: Config, shape: ModelShape, mesh: Mesh, device: Device, total_updates: int) -> Critic:
     """The critic of `algorithm.advantage` "gae", laid out like the policy, with the weights of `critic.path`; `shape`
     is that of `hf_config.critic_shape`."""
-    settings = critic_optimizer(config)
-    chunks, wrapped, optimizer = _trained_chunks(config, shape, mesh, device, settings, "critic.path")
+    settings, path = critic_optimizer(config), config.critic.path
+    start = ("model.path", config.model.path) if path is None else ("critic.path", path)
+    chunks, wrapped, optimizer = _trained_chunks(config, shape, mesh, device, settings, start)
     learner = CriticLearner(
         ForwardBackward(wrapped, mesh, device, 1.0, shape.vocab_size, MinTokensMask()),
         optimizer,
@@ -169,11 +170,11 @@ def _trained_chunks(
     mesh: Mesh,
     device: Device,
     optimizer: OptimizerConfig,
-    option: str = "model.path",
+    start: tuple[str, str] | None = None,
 ) -> tuple[list[GPTModel], list[DistributedDataParallel], Any]:
-    """The chunks of a model that is trained, wrapped and bare, and their optimizer; `option` is the setting that names
-    the folder of its weights."""
-    path = config.critic.path if option == "critic.path" and config.critic.path else config.model.path
+    """The chunks of a model that is trained, wrapped and bare, and their optimizer; `start` is the setting that names
+    the folder of its weights, and the folder (None: those of `model.path`)."""
+    option, path = start or ("model.path", config.model.path)
     if mesh.rank == 0 and device.kind == "cuda" and not fuses_gradient_accumulation(device):
         logger.warning(
             "Gradients are added up in a pass of their own: apex's kernel fused_weight_gradient_mlp_cuda is not "

@@ -19,14 +19,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rlmath.algorithms.gae import explained_variance, gae, length_adaptive_lambda
-from rlmath.algorithms.kl import kl_estimate
 from rlmath.algorithms.types import MicroBatch, ScoredGroup
 from rlmath.config.schema import CriticConfig
 from rlmath.distributed.mesh import Mesh
 from rlmath.models.critic import Critic, TokenValues, ValueTargets
 from rlmath.models.forward_backward import TokenLogprobs
 from rlmath.models.learner import MinibatchResult
-from rlmath.trainer.kl_in_reward import KLPenalty, RewardKL
+from rlmath.trainer.kl_in_reward import KLPenalty, RewardKL, token_kl
 
 logger = logging.getLogger(__name__)
 
@@ -88,7 +87,8 @@ class CriticUpdater:
                 kl_T = None
                 if self.penalty is not None:
                     assert reference is not None
-                    kl_T = self._kl(batch, None if old is None else old[i], reference[i], self.penalty)
+                    old_T = None if old is None else old[i].logprobs_T
+                    kl_T = token_kl(batch, old_T, reference[i].logprobs_T, self.penalty.kind)
                 rows.append(self._row(batch, values[i], rewards_P, truncated_P, kl_T))
         sums, means_P = self._totals(rows, len(completions))
         count = max(1.0, sums["count"])
@@ -136,12 +136,6 @@ class CriticUpdater:
                     result.discarded,
                 )
         return results
-
-    def _kl(
-        self, batch: MicroBatch, old: TokenLogprobs | None, reference: TokenLogprobs, penalty: KLPenalty
-    ) -> Tensor:
-        sampled_T = batch.behaviour_logprobs_T if old is None else old.logprobs_T.cpu()
-        return kl_estimate(penalty.kind, sampled_T.double(), reference.logprobs_T.cpu().double())
 
     def _row(
         self,

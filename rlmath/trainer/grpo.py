@@ -123,13 +123,13 @@ class GrpoTrainer(Trainer):
         self.reference_moved = False
         """Whether it is another than the model that the run started from."""
         self.critic = None
-        self.critic_shape = critic_shape_of(config, shape)
-        if self.critic_shape is not None:
+        critic_shape = critic_shape_of(config, shape)
+        if critic_shape is not None:
             updates = most_critic_updates(config, inputs.total_steps)
-            self.critic = build_critic(config, self.critic_shape, mesh, device, updates)
+            self.critic = build_critic(config, critic_shape, mesh, device, updates)
             self.critic.forward_backward.on_microbatch = on_progress
             folder = Path(config.critic.path or config.model.path)
-            self.critic_config = critic_config_file(folder, self.critic_shape)
+            self.critic_config = critic_config_file(folder, critic_shape)
         self.teacher = None
         if (teacher_shape := teacher_shape_of(config)) is not None:
             self.teacher = build_teacher(config, shape, teacher_shape, mesh, device, inputs.stop_token_ids)

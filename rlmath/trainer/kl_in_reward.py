@@ -96,10 +96,15 @@ def _gather_totals(
 
 def _to_go(batch: MicroBatch, old_T: Tensor | None, reference_T: Tensor, kind: KLKind) -> Tensor:
     """For every completion token the KL from there to the end of its completion; float64, on the CPU."""
-    sampled_T = batch.behaviour_logprobs_T if old_T is None else old_T.cpu()
-    counted_T = batch.completion_index_T >= 0
-    kl_T = kl_estimate(kind, sampled_T.double(), reference_T.cpu().double())
+    counted_T, kl_T = batch.completion_index_T >= 0, token_kl(batch, old_T, reference_T, kind)
     return to_go(torch.where(counted_T, kl_T, 0.0), batch.cu_seqlens_S1)
+
+
+def token_kl(batch: MicroBatch, old_T: Tensor | None, reference_T: Tensor, kind: KLKind) -> Tensor:
+    """The KL of every token (nats), of which those of completions have a meaning; float64, on the CPU. `old_T` are the
+    log-probs of the policy that sampled, None to use the engine's own."""
+    sampled_T = batch.behaviour_logprobs_T if old_T is None else old_T.cpu()
+    return kl_estimate(kind, sampled_T.double(), reference_T.cpu().double())
 
 
 def _token_advantages(batch: MicroBatch, to_go_T: Tensor, offsets_N: Tensor, slope: float) -> Tensor:

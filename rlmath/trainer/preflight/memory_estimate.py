@@ -212,9 +212,7 @@ def plan_rank(
 ) -> MemoryPlan:
     """The plan of one rank, for the longest of its length stages."""
     config = with_longest_lengths(config)
-    ends = config.parallel.first_stage_layers, config.parallel.last_stage_layers
-    stages = stage_layers(shape.num_layers, mesh.pipeline, mesh.virtual_pipeline, *ends)
-    layers = len(stages[mesh.pipeline_rank])
+    layers = _own_layers(config, shape, mesh)
     buffers = _buffers(shape, mesh, layers)
     work = stage_work(config, shape, mesh, target, layers)
     teacher = plan_teacher(config, shape, mesh, target) if kind == "grpo" else None
@@ -293,9 +291,7 @@ class _Critic:
 
 
 def _plan_critic(config: Config, shape: ModelShape, mesh: Mesh, target: Target) -> _Critic:
-    ends = config.parallel.first_stage_layers, config.parallel.last_stage_layers
-    stages = stage_layers(shape.num_layers, mesh.pipeline, mesh.virtual_pipeline, *ends)
-    layers = len(stages[mesh.pipeline_rank])
+    layers = _own_layers(config, shape, mesh)
     held = _resident(config, target, _buffers(shape, mesh, layers), 0, 0)
     names = ("parameters", "gradients", "optimizer")
     work = stage_work(config, shape, mesh, target, layers)
@@ -304,6 +300,13 @@ def _plan_critic(config: Config, shape: ModelShape, mesh: Mesh, target: Target) 
         formulas.backward_bytes(shape, work, config.policy),
         formulas.gather_bytes(shape, work),
     )
+
+
+def _own_layers(config: Config, shape: ModelShape, mesh: Mesh) -> int:
+    """Layers of a model of this shape that the stage of `mesh.rank` has."""
+    ends = config.parallel.first_stage_layers, config.parallel.last_stage_layers
+    stages = stage_layers(shape.num_layers, mesh.pipeline, mesh.virtual_pipeline, *ends)
+    return len(stages[mesh.pipeline_rank])
 
 
 def _buffers(shape: ModelShape, mesh: Mesh, layers: int) -> list[tuple[list[int], int]]:
@@ -334,9 +337,7 @@ def plan_teacher(config: Config, shape: ModelShape, mesh: Mesh, target: Target) 
     if own is None:
         return None
     own, full = replace(own, vocab_size=shape.vocab_size), config.teacher.loss == "full"
-    ends = config.parallel.first_stage_layers, config.parallel.last_stage_layers
-    stages = stage_layers(own.num_layers, mesh.pipeline, mesh.virtual_pipeline, *ends)
-    layers = len(stages[mesh.pipeline_rank])
+    layers = _own_layers(config, own, mesh)
     sizes = [*parameter_sizes(own, mesh, layers), *expert_sizes(own, mesh, layers)]
     head = formulas.head_bytes(own, mesh.tensor, target.itemsize) if full and mesh.is_last_stage else 0
     resident = {"teacher": sum(map(sum, sizes)) * target.itemsize - head, "teacher_head": head}
