@@ -1,13 +1,14 @@
 """Memory and time of log-probabilities and entropy over Qwen2.5's vocabulary, against the plain way.
 
-    python tools/bench_logprobs.py [--quick] [--device cpu|cuda]
+    python tools/bench_logprobs.py [--quick] [--device cpu|cuda] [--chunk-mib 32 128]
 
 The plain way: `logits.float() / temperature`, `log_softmax`, `gather`, `-(p * logp).sum()`, and autograd. Forward and
 backward of both, with gradients through log-probs and entropy, and through the log-probs alone; float32 and one thread
-on CPU, bfloat16 on CUDA. Every case runs in a process of its own. Memory is what the first pass needs at its peak
-beyond the logits themselves (resident memory on CPU, torch's allocator on CUDA); seconds are medians of later passes.
-Prints one JSON object per figure: {"bench", "case", "metric", "value", "unit", "baseline", "ratio"}; `ratio` above 1
-means ours is better.
+on CPU, bfloat16 on CUDA. Every case runs in a process of its own. --chunk-mib: also with
+other sizes of the chunks that `logprobs.py` works in, to choose its `CHUNK_BYTES`. Memory is what the first pass needs
+at its peak beyond the logits themselves (resident memory on CPU, torch's allocator on CUDA); seconds are medians of
+later passes. Prints one JSON object per figure: {"bench", "case", "metric", "value", "unit", "baseline", "ratio"};
+`ratio` above 1 means ours is better.
 """
 
 # Shape legend: T packed tokens, V vocabulary.
@@ -20,14 +21,14 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rlmath.models.logprobs import MinTokensMask, next_logprobs, shift_to_tokens
+from rlmath.models.logprobs import CHUNK_BYTES, MinTokensMask, next_logprobs, shift_to_tokens
 
 VOCABULARY = 151_936
 TEMPERATURE = 0.8
@@ -106,9 +107,12 @@ def forget_peak(device: str) -> None:
         clear.write("5")
 
 
-def measure(way: str, gradients: str, device: str, tokens: int, repeats: int) -> dict[str, float]:
+def measure(
+    way: str, gradients: str, device: str, tokens: int, repeats: int, chunk_bytes: int
+) -> dict[str, float]:
     """Peak extra bytes of a first pass, and median seconds of the others, in this process."""
     torch.set_num_threads(1)
+    CHUNK_BYTES[device] = chunk_bytes
     dist.init_process_group(
         "gloo" if device == "cpu" else "nccl", store=dist.HashStore(), rank=0, world_size=1
     )
@@ -147,9 +151,10 @@ def fill(logits_TV: Tensor) -> Tensor:
     return logits_TV.normal_(std=3.0)
 
 
-def in_own_process(way: str, gradients: str, device: str, tokens: int, repeats: int) -> dict[str, Any]:
+def in_own_process(way: str, gradients: str, device: str, tokens: int, chunk_bytes: int) -> dict[str, Any]:
     """`measure` in a fresh process, so that no other case's memory is counted."""
-    command = [sys.executable, __file__, "--measure", way, gradients, device, str(tokens), str(repeats)]
+    command = [sys.executable, __file__, "--measure", way, gradients, device, str(tokens), str(REPEATS)]
+    command.append(str(chunk_bytes))
     done = subprocess.run(command, stdout=subprocess.PIPE, check=True, text=True)
     return json.loads(done.stdout.splitlines()[-1])
 
@@ -168,29 +173,37 @@ def report(case: str, metric: str, unit: str, mine: float, theirs: float, digits
     print(json.dumps(line), flush=True)
 
 
-def bench(device: str, gradients: str, tokens: int) -> None:
-    """One case: peak extra memory, and seconds of forward, backward and both."""
-    mine, theirs = (in_own_process(way, gradients, device, tokens, REPEATS) for way in ("ours", "plain"))
-    case = f"{device}, {tokens} tokens, gradient through {GRADIENTS[gradients]}"
-    report(case, "peak_extra_memory", "MiB", mine["extra_bytes"] / 2**20, theirs["extra_bytes"] / 2**20, 1)
-    for metric in ("forward_seconds", "backward_seconds", "seconds"):
-        report(case, metric, "s", mine[metric], theirs[metric], 4)
+def bench(device: str, gradients: str, tokens: int, chunks_mib: Sequence[int]) -> None:
+    """One case with every size of chunks: peak extra memory, and seconds of forward, backward and both."""
+    theirs = in_own_process("plain", gradients, device, tokens, CHUNK_BYTES[device])
+    for mib in chunks_mib:
+        mine = in_own_process("ours", gradients, device, tokens, mib * 2**20)
+        case = f"{device}, {tokens} tokens, gradient through {GRADIENTS[gradients]}, chunks of {mib} MiB"
+        report(
+            case, "peak_extra_memory", "MiB", mine["extra_bytes"] / 2**20, theirs["extra_bytes"] / 2**20, 1
+        )
+        for metric in ("forward_seconds", "backward_seconds", "seconds"):
+            report(case, metric, "s", mine[metric], theirs[metric], 4)
 
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="few tokens, within a minute")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--measure", nargs=5, help=argparse.SUPPRESS)
+    parser.add_argument("--chunk-mib", type=int, nargs="+", help="default: what logprobs.py has")
+    parser.add_argument("--measure", nargs=6, help=argparse.SUPPRESS)
     given = parser.parse_args(arguments)
     if given.measure:
-        way, gradients, device, tokens, repeats = given.measure
-        print(json.dumps(measure(way, gradients, device, int(tokens), int(repeats))))
+        way, gradients, device, tokens, repeats, chunk_bytes = given.measure
+        figures = measure(way, gradients, device, int(tokens), int(repeats), int(chunk_bytes))
+        print(json.dumps(figures))
         return
     sizes = (8192, 20480) if given.device == "cuda" else (1024, 3072)
-    for tokens in (256,) if given.quick else sizes:
+    if given.quick:
+        sizes = (4096,) if given.device == "cuda" else (256,)
+    for tokens in sizes:
         for gradients in GRADIENTS:
-            bench(given.device, gradients, tokens)
+            bench(given.device, gradients, tokens, given.chunk_mib or [CHUNK_BYTES[given.device] // 2**20])
 
 
 if __name__ == "__main__":

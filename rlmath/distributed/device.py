@@ -12,6 +12,8 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 
+from rlmath.distributed.process import never_import
+
 DeviceKind = Literal["cpu", "cuda"]
 
 CUDA_DEFAULTS = {
@@ -24,6 +26,9 @@ CUDA_DEFAULTS = {
     "NCCL_CUMEM_ENABLE": "0",
 }
 """Environment of a rank on GPU where the user has not set it; docs/clusters.md lists them."""
+GPU_PACKAGES = ("transformer_engine", "transformer_engine_torch", "apex", "amp_C")
+"""Where they can be imported, Megatron takes their optimizer and norms of gradients for tensors on the CPU, too, which
+ends in an illegal memory access."""
 FULLY_CONNECTED_RANKS = 32
 """Up to so many ranks, gloo connects every rank with every other one at the start, which detects a dead rank soonest.
 Beyond, it connects only those that communicate: the full mesh of 512 ranks would take 520,000 requests and 1.1 GB
@@ -64,13 +69,15 @@ def skip_compilation(kind: DeviceKind) -> None:
 
 
 def open_device(requested: str, local_layers: bool = True) -> Device:
-    """The device of this rank; on GPU it is made torch's current one. On CPU the layers of models are always local.
+    """The device of this rank; on GPU it is made torch's current one. On CPU the layers of models are always local, and
+    packages for GPUs are not imported from now on.
 
     On CPU every rank computes with one thread: ranks are the parallelism, and spinning threads of several ranks
     on the same cores cost far more than they bring.
     """
     if resolve_kind(requested) == "cpu":
         skip_compilation("cpu")
+        never_import(*GPU_PACKAGES)
         torch.set_num_threads(1)
         # oneDNN and torch's layer above it each cache the code generated for the last shapes, 1024 of them by default.
         # The shapes of packs and batches keep changing: over a hundred steps that is 250 MB, and saves next to nothing.

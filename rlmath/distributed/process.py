@@ -103,6 +103,13 @@ def without_module(name: str) -> Iterator[None]:
         del sys.modules[name]
 
 
+def never_import(*names: str) -> None:
+    """From now on `import name` raises ImportError in this process, for libraries that import these modules where they
+    are installed and do without them where they are not. Modules that are there already stay."""
+    for name in names:
+        sys.modules.setdefault(name, None)  # type: ignore[arg-type]
+
+
 def end_with_parent(parent: int) -> None:
     """From now on this process is killed when its parent, or the parent's thread that started it, ends. Where `parent`,
     its process id, has already ended, this process exits now."""

@@ -160,8 +160,7 @@ def transformer_config(
         use_cpu_initialization=is_cpu,
         perform_initialization=False,
         gradient_accumulation_fusion=fuses_gradient_accumulation(device),
-        # SwiGLU in one function: of local layers `_build_chunk` sets ours, beside Transformer Engine it is Megatron's
-        # (which has not run on a GPU yet).
+        # SwiGLU in one function: of local layers `_build_chunk` sets ours, beside Transformer Engine it is Megatron's.
         use_te_activation_func=local_layers,
         bias_activation_fusion=not local_layers,
         masked_softmax_fusion=False,

@@ -173,23 +173,21 @@ def greedy_in_slices(folder: Path, device_kind: str, slice_tokens: int) -> dict[
     return {"whole": whole, "slices": slices, "ties": ties}
 
 
-def samples_in_one_kernel(folder: Path, device_kind: str) -> bool:
-    """Whether the engine draws the noise of all its requests at once."""
+def engine_settings(folder: Path, device_kind: str) -> dict[str, bool]:
+    """Of one engine: whether it draws the noise of all its requests at once, and whether FlashInfer reduces over its
+    ranks, alone or in one kernel with a norm."""
     from rlmath.rollout import engine
 
     device = open_device(device_kind)
     init_process_group(device, 120.0)
-    return engine.samples_in_one_kernel(open_engine(folder, 1, device)._llm)
-
-
-def flashinfer_reduces(folder: Path, device_kind: str) -> tuple[bool, bool]:
-    """Whether FlashInfer reduces over the engine's ranks: alone, and in one kernel with a norm."""
-    device = open_device(device_kind)
-    init_process_group(device, 120.0)
-    config = open_engine(folder, 1, device)._llm.llm_engine.vllm_config.compilation_config
+    llm = open_engine(folder, 1, device)._llm
+    passes = llm.llm_engine.vllm_config.compilation_config.pass_config
     from vllm import envs  # after `prepare_environment`
 
-    return bool(envs.VLLM_ALLREDUCE_USE_FLASHINFER), bool(config.pass_config.fuse_allreduce_rms)
+    return {
+        "one kernel": engine.samples_in_one_kernel(llm),
+        "flashinfer": bool(envs.VLLM_ALLREDUCE_USE_FLASHINFER or passes.fuse_allreduce_rms),
+    }
 
 
 def mismatch(both: Pair, case: Case, updates: int) -> list[float]:

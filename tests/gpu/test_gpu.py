@@ -37,6 +37,14 @@ BF16_NATS = 0.05
 """Most by which log-probs in bfloat16 may differ from those in float32 (nats)."""
 
 
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[RankPool]:
+    """Processes that have seen no CPU run, which imports no package for GPUs from then on."""
+    pool = RankPool()
+    yield pool
+    pool.close()
+
+
 @pytest.fixture
 def fresh_ranks() -> Iterator[RankPool]:
     """Processes of their own: on GPU an engine ends only with its process."""
@@ -107,12 +115,11 @@ def test_metrics_are_reduced_by_gloo_beside_nccl(ranks: RankPool) -> None:
     assert ranks.run(1, gather_cases.metrics_beside_tensors, "cuda") == [wanted]
 
 
-def test_flashinfer_reduces_nothing_in_an_engine(fresh_ranks: RankPool, untied_model: Path) -> None:
-    assert fresh_ranks.run(1, engine_cases.flashinfer_reduces, untied_model, "cuda") == [(False, False)]
-
-
-def test_vllm_draws_the_noise_of_all_requests_at_once(fresh_ranks: RankPool, untied_model: Path) -> None:
-    assert fresh_ranks.run(1, engine_cases.samples_in_one_kernel, untied_model, "cuda") == [True]
+def test_the_engine_draws_noise_at_once_and_flashinfer_reduces_nothing(
+    fresh_ranks: RankPool, untied_model: Path
+) -> None:
+    (found,) = fresh_ranks.run(1, engine_cases.engine_settings, untied_model, "cuda")
+    assert found == {"one kernel": True, "flashinfer": False}
 
 
 def test_a_greedy_completion_in_slices_is_the_whole_one(

@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from rlmath.models.logprobs import CHUNK_BYTES
 from tests.selection import keeping
 from tools import bench_logprobs
 
@@ -14,7 +15,8 @@ LOGITS_BYTES = TOKENS * bench_logprobs.VOCABULARY * 4
 @pytest.mark.parametrize("gradients", keeping(bench_logprobs.GRADIENTS, "both"))
 def test_ours_needs_a_small_part_of_the_plain_ways_memory(gradients: str) -> None:
     mine, theirs = (
-        bench_logprobs.in_own_process(way, gradients, "cpu", TOKENS, 1) for way in ("ours", "plain")
+        bench_logprobs.in_own_process(way, gradients, "cpu", TOKENS, CHUNK_BYTES["cpu"])
+        for way in ("ours", "plain")
     )
     assert theirs["extra_bytes"] > 2.5 * LOGITS_BYTES
     assert 0 < mine["extra_bytes"] < 0.15 * theirs["extra_bytes"]

@@ -26,10 +26,11 @@ from rlmath.trainer.preflight.memory_formulas import EngineBytes, engine_bytes, 
 from rlmath.trainer.preflight.parallelism import layout_problems, rank_problems, split_problems
 
 GIB = 2**30
-RESERVE_GIB = 2.0
+RESERVE_GIB = 3.0
 RESERVE_SHARE = 0.04
-"""What a plan leaves free of a GPU: 2 GiB for the CUDA context, cuBLAS and NCCL's buffers, and 4% of the device for
-fragmentation. Both are estimates, not measured."""
+"""What a plan leaves free of a GPU: 3 GiB for the CUDA context, libraries' kernels and what they allocate themselves,
+and 4% of the device for fragmentation, CUDA graphs and NCCL's buffers. On an H100, one rank, the driver counted 2.93
+GiB beyond what torch had reserved in an update with Transformer Engine (docs/benchmarks.md); 4% is an estimate."""
 RESERVE = f"the {RESERVE_GIB:g} GiB and {RESERVE_SHARE:.0%} that stay free for CUDA, NCCL and fragmentation"
 
 
@@ -154,12 +155,12 @@ def start_up_lines(config: Config, shape: ModelShape, world_size: int, kind: Kin
 
 
 def measured_line(config: Config, shape: ModelShape, mesh: Mesh, device: Device, kind: Kind) -> str:
-    """What the driver counts on this rank's GPU after a step, and the most that torch held, beside the plan."""
+    """The most that torch held on this rank's GPU in its first step beside the plan, and what the driver counts now."""
     plan = memory_estimate.plan_rank(config, shape, mesh, planned_target(config), kind)
     used, most = device_bytes(device), torch.cuda.max_memory_reserved(device.torch_device)
     return (
-        f"GPU memory of rank {mesh.rank} after its first step: {_gib(used)} GiB in use by the driver's count, of "
-        f"which torch held {_gib(most)} at most; planned {_gib(plan.held(plan.worst))} at most ({plan.worst})"
+        f"GPU memory of rank {mesh.rank} in its first step: torch held {_gib(most)} GiB at most, planned "
+        f"{_gib(plan.held(plan.worst))} ({plan.worst}); after it {_gib(used)} are in use by the driver's count"
     )
 
 

@@ -354,7 +354,7 @@ def test_the_plan_of_a_recipe(dry):
         "4 minibatches x 1 epoch over them: 4 updates a step, 20 in all at most",
         f"at most {tokens:,} tokens a step",
         "Steps: 5 in all, 1 an epoch (5 epochs)",
-        "on H800-80GB, may fill 73.94 GiB:",
+        "on H800-80GB, may fill 72.94 GiB:",
         "a checkpoint is 23.2 GiB, the exported model 3.3",
         "5 checkpoints to keep, each with its exported model",
     ):
