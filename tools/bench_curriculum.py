@@ -27,9 +27,7 @@ it shows that all of this runs, and its accuracies say nothing.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import itertools
-import json
 import statistics
 import sys
 from collections.abc import Mapping, Sequence
@@ -41,8 +39,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from rlmath.config.terminal import escape_terminal
 from rlmath.trainer.telemetry.metrics_writer import VALIDATION_FILE, read_metrics
 from tools import demo
-from tools.bench_demo import BASE_SETTINGS, fingerprint, kept
-from tools.make_arithmetic import make_problems, worked_rows
+from tools.bench_runs import TwoKinds, figure, fingerprint, in_turns, kept
 
 WAYS: Mapping[str, tuple[str, ...]] = {
     "none": (),
@@ -50,15 +47,9 @@ WAYS: Mapping[str, tuple[str, ...]] = {
     "skip_solved": ("data.curriculum=skip_solved", "data.solved_samples=8"),
 }
 RANKS = 2
-BASE_SEED = 101
-LONG_SHARE, LONG_DIGITS = 0.2, 4
-RIGHT_SHORT, RIGHT_LONG = 0.99, 0.4
-"""Share of the worked solutions that are right."""
-GRPO_PROBLEMS = 256
 MAX_NEW_TOKENS = 64
 """Worked solutions have 46 tokens at most."""
 QUICK_STEPS = 4
-SFT_SETTINGS = ("sft.max_sequence_tokens=96",)
 SETTINGS = (
     "parallel.tensor=1",
     "data.prompts_per_step=32",
@@ -73,22 +64,8 @@ SETTINGS = (
 )
 
 
-@dataclass(frozen=True)
-class Base:
-    """What the base model is made of."""
-
-    name: str
-    """Of its folder."""
-    heldout: int
-    """Problems of either kind in the validation."""
-    worked: int
-    """Worked solutions of the supervised training."""
-    epochs: int
-    """Passes over them."""
-
-
-FULL = Base("base", heldout=200, worked=12000, epochs=3)
-QUICK = Base("base_quick", heldout=32, worked=8000, epochs=1)
+FULL = TwoKinds("base", 4, 0.2, 0.99, 0.4, problems=256, heldout=200, worked=12000, epochs=3)
+QUICK = TwoKinds("base_quick", 4, 0.2, 0.99, 0.4, problems=256, heldout=32, worked=8000, epochs=1)
 
 
 @dataclass(frozen=True)
@@ -120,44 +97,12 @@ class Learned:
         return None
 
 
-def write_problems(folder: Path, base: Base) -> None:
-    """few.jsonl, short.jsonl and long.jsonl (held out), and worked.jsonl."""
-    train, held_out = make_problems(BASE_SEED, 4000, 8000, long_share=0.5, long_digits=LONG_DIGITS)
-    kinds = [
-        [[one for one in part if (one.left >= 100) == long] for long in (False, True)]
-        for part in (train, held_out)
-    ]
-    (short, long), (held_short, held_long) = kinds
-    few = [*short[: round(GRPO_PROBLEMS * (1 - LONG_SHARE))], *long[: round(GRPO_PROBLEMS * LONG_SHARE)]]
-    worked = worked_rows(short, base.worked // 2, RIGHT_SHORT, BASE_SEED)
-    worked += worked_rows(long, base.worked - base.worked // 2, RIGHT_LONG, BASE_SEED)
-    folder.mkdir(parents=True)
-    for name, rows in (
-        ("few", [one.row() for one in few]),
-        ("short", [one.row() for one in held_short[: base.heldout]]),
-        ("long", [one.row() for one in held_long[: base.heldout]]),
-        ("worked", worked),
-    ):
-        text = "".join(json.dumps(row) + "\n" for row in rows)
-        (folder / f"{name}.jsonl").write_text(text, encoding="utf-8")
-
-
-def make_base(folder: Path, base: Base) -> dict:
-    """Data and the base model, in `data` and `base`; returns nothing that is to be kept."""
-    python, environment = sys.executable, demo.child_environment()
-    write_problems(folder / "data", base)
-    model = [python, "tools/make_tiny_model.py", "--output", str(folder / "random"), "--seed", str(BASE_SEED)]
-    demo.run("A tiny random model", model, environment)
-    demo.teach(folder, BASE_SEED, (*SFT_SETTINGS, f"run.total_epochs={base.epochs}"))
-    return {}
-
-
 def train(base: Path, output: Path, way: str, seed: int, steps: int) -> None:
     """One run of the base model in the folder `base`, in `output`/run."""
     command = [*demo.torchrun(RANKS), "launch/train_grpo.py", "--config", "configs/demo.yaml"]
     command += [*SETTINGS, *WAYS[way]]
     command += [f"run.output_dir={output / 'run'}", f"run.seed={seed}", f"run.total_steps={steps}"]
-    command += [f"model.path={base / 'base'}", f"data.train_path={base / 'data' / 'few.jsonl'}"]
+    command += [f"model.path={base / 'base'}", f"data.train_path={base / 'data' / 'train.jsonl'}"]
     command += [f"validation.paths=[{base / 'data' / 'short.jsonl'},{base / 'data' / 'long.jsonl'}]"]
     demo.run(f"{way}, seed {seed}", command, demo.one_thread())
 
@@ -178,14 +123,7 @@ def read_learned(run: Path) -> Learned:
 def line(
     case: str, metric: str, value: float | None, unit: str, baseline: float | None, less: bool = False
 ) -> None:
-    """Print one figure; `less`: less is better. No ratio where one of the two is 0 or not there."""
-    ratio = None
-    if value and baseline:
-        ratio = round(baseline / value if less else value / baseline, 3)
-    figure = {"bench": "curriculum", "case": case, "metric": metric}
-    figure |= {"value": None if value is None else round(value, 4), "unit": unit}
-    told = "none: not reached" if baseline is None else f"none: {baseline:.4f}"
-    print(json.dumps(figure | {"baseline": told, "ratio": ratio}), flush=True)
+    figure("curriculum", case, metric, value, unit, ("none", baseline), less)
 
 
 def report(
@@ -213,15 +151,12 @@ def report(
     line(case, "groups_with_contrast", contrast[0], "", contrast[1])
 
 
-def learn(output: Path, base: Base, way: str, seed: int, steps: int) -> Learned:
+def learn(output: Path, two_kinds: TwoKinds, way: str, seed: int, steps: int) -> Learned:
     """A run's result, made where it is not there."""
-    base_dir = output / base.name
-    made = (LONG_SHARE, LONG_DIGITS, RIGHT_SHORT, RIGHT_LONG, GRPO_PROBLEMS)
-    base_of = fingerprint(BASE_SETTINGS, base, BASE_SEED, made, SFT_SETTINGS)
-    kept(base_dir, base_of, lambda: make_base(base_dir, base))
-    folder = output / f"{way}_seed_{seed}_steps_{steps}_{base.name}"
+    base, base_of = two_kinds.base(output)
+    folder = output / f"{way}_seed_{seed}_steps_{steps}_{two_kinds.name}"
     made_of = fingerprint(("configs/demo.yaml",), base_of, SETTINGS, WAYS[way], RANKS)
-    kept(folder, made_of, lambda: train(base_dir, folder, way, seed, steps) or {})
+    kept(folder, made_of, lambda: train(base, folder, way, seed, steps) or {})
     return read_learned(folder / "run")
 
 
@@ -255,26 +190,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if output.exists() and not output.is_dir():
         parser.error(f"--output {given.output}: it is a file; name a folder")
     output.mkdir(parents=True, exist_ok=True)
-    found: dict[str, list[Learned]] = {}
-    for seed, way in itertools.product(seeds, ways):
-        try:
-            with (
-                (output / "log.txt").open("a", encoding="utf-8") as log,
-                contextlib.redirect_stdout(log),
-                contextlib.redirect_stderr(log),
-            ):
-                found.setdefault(way, []).append(learn(output, base, way, seed, steps))
-        except SystemExit as stage:
-            ended = f"{way}, seed {seed}: a stage ended with status {stage.code}; see {output / 'log.txt'}"
-            stopped = stage.code == demo.INTERRUPTED
-            print(
-                f"bench_curriculum: {'interrupted; the same command resumes' if stopped else ended}",
-                file=sys.stderr,
-            )
-            return stage.code
-        if len(found[way]) == len(seeds):
-            report(way, found[way], found["none"], seeds, given.target)
-    return 0
+    return in_turns(
+        "bench_curriculum",
+        output,
+        ways,
+        seeds,
+        lambda way, seed: learn(output, base, way, seed, steps),
+        lambda way, found: report(way, found[way], found["none"], seeds, given.target),
+    )
 
 
 if __name__ == "__main__":

@@ -13,52 +13,19 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import hashlib
 import json
-import shutil
 import statistics
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from rlmath.config.terminal import escape_terminal
 from tools import demo
+from tools.bench_runs import BASE_SETTINGS, fingerprint, kept
 
 SEEDS = (101, 102, 103, 104, 105)
-BASE_SETTINGS = (
-    "configs/demo_sft.yaml",
-    "tools/demo.py",
-    "tools/make_arithmetic.py",
-    "tools/make_tiny_model.py",
-)
-"""What a base model and its accuracy follow from."""
-
-
-def fingerprint(files: Sequence[str | Path], *values: object) -> str:
-    """Of the contents of files of the repository, and of values."""
-    digest = hashlib.sha256(repr(values).encode())
-    for file in files:
-        digest.update((demo.REPOSITORY / file).read_bytes())
-    return digest.hexdigest()[:16]
-
-
-def kept(folder: Path, made_of: str, measure: Callable[[], dict]) -> dict:
-    """The result in `folder`, if it was measured with these settings; else `folder` is emptied, of what a stopped
-    measurement left as well, and it is measured."""
-    result = folder / "result.json"
-    if result.exists():
-        found = json.loads(result.read_text(encoding="utf-8"))
-        if found["made_of"] == made_of:
-            return found
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
-    found = measure() | {"made_of": made_of}
-    unfinished = result.with_suffix(".tmp")
-    unfinished.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
-    unfinished.rename(result)
-    return found
 
 
 def base_of_seed(folder: Path, seed: int) -> dict:

@@ -25,7 +25,6 @@ from __future__ import annotations
 import argparse
 import json
 import random
-import shutil
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -36,12 +35,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from rlmath.config.terminal import escape_terminal
 from tools import demo
+from tools.bench_runs import BASE_SETTINGS, figure, fingerprint, kept
 
 RANKS = 2
 MINIBATCHES = 4
 """Optimizer steps of a step, of all ways."""
 LEARNING_RATE = ("optimizer.lr=1.0e-3", "optimizer.min_lr=1.0e-4", "optimizer.decay=linear")
 WAYS = ("full", "advantage")
+FILES = ("tools/bench_distill.py", "configs/demo.yaml", "configs/algorithms/distill.yaml")
+"""What all of it follows from, beside what a base model does."""
 
 
 @dataclass(frozen=True)
@@ -53,17 +55,6 @@ class Plan:
     steps: int
     taught: tuple[str, ...] = ()
     """Further settings of the supervised training that both models begin with."""
-
-
-def once(folder: Path, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """What `make` returns, which is kept in `folder`; of a run that was stopped nothing is."""
-    found = folder / "figures.json"
-    if not found.is_file():
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir(parents=True)
-        figures = make()
-        found.write_text(json.dumps(figures) + "\n", encoding="utf-8")
-    return json.loads(found.read_text(encoding="utf-8"))
 
 
 def measure(model: Path, data: Path, output: Path, seed: int) -> float:
@@ -178,11 +169,8 @@ def report(figures: dict[str, dict[str, Any]]) -> None:
     """Print the lines."""
 
     def line(case: str, metric: str, value: float, unit: str, baseline: str | None) -> None:
-        ratio = None
-        if baseline is not None and figures[baseline].get(metric):
-            ratio = round(value / figures[baseline][metric], 3)
-        row = {"bench": "distill", "case": case, "metric": metric, "value": round(value, 4), "unit": unit}
-        print(json.dumps(row | {"baseline": baseline, "ratio": ratio}), flush=True)
+        of_baseline = None if baseline is None else (baseline, figures[baseline].get(metric))
+        figure("distill", case, metric, value, unit, of_baseline)
 
     compared = {"teacher": None, "student": None, "sft": "student"} | dict.fromkeys(WAYS, "sft")
     for case, baseline in compared.items():
@@ -213,14 +201,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     place = given.output.resolve() / ("quick" if given.quick else f"seed-{plan.seed}-{plan.steps}-steps")
     teacher, data = place / "teacher" / "run" / "hf_model", place / "teacher" / "data"
     student = place / "student" / "base"
-    figures = {"teacher": once(place / "teacher", lambda: make_teacher(place / "teacher", plan))}
-    figures["student"] = once(place / "student", lambda: make_student(place / "student", data, plan))
+    made_of = fingerprint((*BASE_SETTINGS, *FILES), plan)
+    figures: dict[str, dict[str, Any]] = {}
+
+    def measured(case: str, make: Callable[[], dict[str, Any]]) -> None:
+        figures[case] = kept(place / case, made_of, make)
+
+    measured("teacher", lambda: make_teacher(place / "teacher", plan))
+    measured("student", lambda: make_student(place / "student", data, plan))
     for way in WAYS:
-        figures[way] = once(
-            place / way, lambda way=way: distill(place / way, way, teacher, student, data, plan)
-        )
+        measured(way, lambda way=way: distill(place / way, way, teacher, student, data, plan))
     tokens = figures["full"]["tokens"]
-    figures["sft"] = once(place / "sft", lambda: imitate(place / "sft", teacher, student, data, tokens, plan))
+    measured("sft", lambda: imitate(place / "sft", teacher, student, data, tokens, plan))
     report(figures)
     return 0
 

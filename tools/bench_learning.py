@@ -35,9 +35,7 @@ that all of this runs, and its accuracies say nothing.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import itertools
-import json
 import statistics
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -49,7 +47,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from rlmath.config.terminal import escape_terminal
 from rlmath.trainer.telemetry.metrics_writer import VALIDATION_FILE, read_metrics
 from tools import demo
-from tools.bench_demo import BASE_SETTINGS, fingerprint, kept
+from tools.bench_runs import BASE_SETTINGS, figure, fingerprint, in_turns, kept
 from tools.plot_run import Curve, canvas_for, draw
 
 CLIP = (
@@ -175,11 +173,8 @@ def read_learned(run: Path) -> Learned:
 
 
 def line(case: str, metric: str, value: float, unit: str, baseline: float, faster: bool = False) -> None:
-    """Print one figure; `faster`: less is better. No ratio where one of the two is 0."""
-    pair = (baseline, value) if faster else (value, baseline)
-    figure = {"bench": "learning", "case": case, "metric": metric, "value": round(value, 4), "unit": unit}
-    ratio = round(pair[0] / pair[1], 3) if all(pair) else None
-    print(json.dumps(figure | {"baseline": f"wait: {baseline:.4f}", "ratio": ratio}), flush=True)
+    """Print one figure; `faster`: less is better."""
+    figure("learning", case, metric, value, unit, ("wait", baseline), less=faster)
 
 
 def report(way: str, runs: Sequence[Learned], wait: Sequence[Learned]) -> None:
@@ -293,22 +288,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(f"--output {given.output}: it is a file; name a folder")
     output.mkdir(parents=True, exist_ok=True)
     found: dict[str, list[Learned]] = {}
-    for seed, way in itertools.product(seeds, ways):
-        try:
-            with (
-                (output / "log.txt").open("a", encoding="utf-8") as log,
-                contextlib.redirect_stdout(log),
-                contextlib.redirect_stderr(log),
-            ):
-                found.setdefault(way, []).append(learn(output, base, way, seed, steps))
-        except SystemExit as stage:
-            ended = f"{way}, seed {seed}: a stage ended with status {stage.code}; see {output / 'log.txt'}"
-            stopped = stage.code == demo.INTERRUPTED
-            told = "interrupted; the same command resumes" if stopped else ended
-            print(f"bench_learning: {told}", file=sys.stderr)
-            return stage.code
-        if len(found[way]) == len(seeds):
-            report(way, found[way], found["wait"])
+
+    def report_way(way: str, learned: dict[str, list[Learned]]) -> None:
+        found.update(learned)
+        report(way, learned[way], learned["wait"])
+
+    status = in_turns(
+        "bench_learning",
+        output,
+        ways,
+        seeds,
+        lambda way, seed: learn(output, base, way, seed, steps),
+        report_way,
+    )
+    if status:
+        return status
     if given.picture is not None:
         draw_picture(given.picture, found)
     return 0

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.programs import ENVIRONMENT, REPOSITORY, end_family
-from tools import bench_demo, demo
+from tools import bench_demo, bench_runs, demo
 
 
 def result(algorithm: str, seed: int, before: float, after: float) -> dict:
@@ -44,20 +44,20 @@ def test_what_is_measured_is_kept_and_what_was_stopped_or_has_other_settings_is_
         return {"number": measured[-1]}
 
     with pytest.raises(SystemExit):
-        bench_demo.kept(folder, "settings", measure)
-    assert [bench_demo.kept(folder, "settings", measure)["number"] for _ in range(2)] == [1, 1]
-    assert bench_demo.kept(folder, "others", measure)["number"] == 2
+        bench_runs.kept(folder, "settings", measure)
+    assert [bench_runs.kept(folder, "settings", measure)["number"] for _ in range(2)] == [1, 1]
+    assert bench_runs.kept(folder, "others", measure)["number"] == 2
 
 
 def test_a_recipe_is_known_by_the_contents_of_its_files_and_by_its_layout(tmp_path, monkeypatch):
     files = (demo.ALGORITHMS / "grpo.yaml", "configs/demo.yaml")
     layout = demo.Layout(2, 2, 1)
-    first = bench_demo.fingerprint(files, layout)
-    assert bench_demo.fingerprint(files, demo.Layout(2, 2, 1)) == first
-    assert bench_demo.fingerprint(files, demo.Layout(2, 1, 2)) != first
+    first = bench_runs.fingerprint(files, layout)
+    assert bench_runs.fingerprint(files, demo.Layout(2, 2, 1)) == first
+    assert bench_runs.fingerprint(files, demo.Layout(2, 1, 2)) != first
     changed = Path(shutil.copy(files[0], tmp_path))
     changed.write_text(changed.read_text() + "  kl_coef: 0.1\n")
-    assert bench_demo.fingerprint((changed, files[1]), layout) != first
+    assert bench_runs.fingerprint((changed, files[1]), layout) != first
 
 
 def test_a_stage_that_fails_is_told_and_the_others_are_measured_still(tmp_path, capsys, monkeypatch):
