@@ -49,6 +49,7 @@ SETTINGS = (
     "data.prompts_per_step=32",
     "optimizer.decay=constant",
     "optimizer.lr=1e-4",
+    "optimizer.warmup_steps=2",
     f"rollout.max_new_tokens={MAX_NEW_TOKENS}",
     "validation.every_steps=10",
     "validation.temperature=1",

@@ -411,8 +411,14 @@ def read_history(path: str, prompt_ids: Sequence[str], keep: int) -> tuple[Promp
     groups: dict[int, tuple[Counts, ...]] = {}
     others = 0
     try:
-        with open_regular(path) as file:
-            for number, line in enumerate(_lines(file), start=1):
+        file = open_regular(path)
+    except ValueError as error:
+        raise ValueError(f"data.history_path: {error}") from error
+    except OSError as error:
+        raise ValueError(f"data.history_path: {path} cannot be read ({error.strerror})") from error
+    try:
+        with file:
+            for number, line in _lines(file):
                 try:
                     row = parse_json(line.decode())
                     if number == 1 and isinstance(row, dict) and "version" in row:
@@ -443,15 +449,17 @@ def read_history(path: str, prompt_ids: Sequence[str], keep: int) -> tuple[Promp
     )
 
 
-def _lines(file: Any) -> Iterator[bytes]:
-    """Lines of bounded length, without blank ones at the end. The first may be as long as the state of a run; what is
-    too long comes in parts, none of which is a row."""
+def _lines(file: Any) -> Iterator[tuple[int, bytes]]:
+    """Lines of bounded length that are not blank, with their numbers. The first may be as long as the state of a run;
+    what is too long comes in parts, none of which is a row."""
     first = file.readline(2**28)
-    if first:
-        yield first[:MAX_LINE_BYTES] if not first.lstrip().startswith(b'{"version"') else b'{"version": 1}'
+    if first.strip():
+        yield 1, first[:MAX_LINE_BYTES] if not first.lstrip().startswith(b'{"version"') else b'{"version": 1}'
+    number = 2
     for line in iter(lambda: file.readline(MAX_LINE_BYTES), b""):
         if line.strip():
-            yield line
+            yield number, line
+        number += line.endswith(b"\n")
 
 
 def _count(value: Any) -> int:

@@ -31,7 +31,7 @@ from rlmath.rewards.custom_function import code_fingerprint, is_same_function
 from rlmath.rewards.several_rewards import functions_of
 from rlmath.rollout.sampling import CPU_SAMPLER_VERSION
 from rlmath.trainer.preflight.length_curriculum import stage_list_problems
-from rlmath.trainer.rollback import read_rollbacks, superseded_by
+from rlmath.trainer.rollback import read_rollbacks, records_of, superseded_by
 
 logger = logging.getLogger(__name__)
 
@@ -171,9 +171,9 @@ def find_recovery(config: Config, origin: Origin, total_steps: int) -> Recovery 
     """What the run resumes from; None for a start from the beginning. Reads manifests, sizes and small files only.
 
     ValueError where the newest checkpoint belongs to another run (batch size, group size, data, model, ...) or is
-    beyond its `total_steps`, where its length stage is too short for the groups in flight, where all are damaged, where
-    it cannot be known what there is (a link to a disk that is not mounted, no permission), and, with run.recover_mode
-    "resume", where there is none.
+    beyond its `total_steps`, where its length stage is too short for the groups in flight, where the folder's rollbacks
+    are those of another run, where all are damaged, where it cannot be known what there is (a link to a disk that is
+    not mounted, no permission), and, with run.recover_mode "resume", where there is none.
     """
     if config.run.recover_mode == "disabled":
         return None
@@ -199,6 +199,7 @@ def find_recovery(config: Config, origin: Origin, total_steps: int) -> Recovery 
         if problems:
             what = [*(f"  - {problem}" for problem in problems), f"{_START_OVER.capitalize()}."]
             raise ValueError("\n".join([f"The run cannot resume from {checkpoint.folder}:", *what]))
+        records_of(config.run.output_dir, progress)  # ValueError where the file is that of another run
         candidates.append((checkpoint, progress))
     if candidates:
         return Recovery(candidates, notes, tuple(_changed_code(config, candidates[0], origin)))

@@ -302,6 +302,14 @@ def test_a_row_that_is_none_is_refused_with_its_line(tmp_path: Path, row: object
     assert told in str(refused.value)
 
 
+def test_blank_lines_count(tmp_path: Path) -> None:
+    (tmp_path / "rates.jsonl").write_text(
+        '\n{"query_id": "q0", "correct": 1, "sampled": 2}\n\n  \n{"query_id": "q1"}\n'
+    )
+    with pytest.raises(ValueError, match="line 5 is no row"):
+        read_history(str(tmp_path / "rates.jsonl"), names(3), 4)
+
+
 def test_a_history_of_other_data_or_that_is_no_file_is_refused(tmp_path: Path) -> None:
     path = write(tmp_path / "rates.jsonl", {"query_id": "other", "correct": 1, "sampled": 2})
     with pytest.raises(ValueError, match="none of the 3 prompts"):
@@ -309,7 +317,7 @@ def test_a_history_of_other_data_or_that_is_no_file_is_refused(tmp_path: Path) -
     with pytest.raises(ValueError, match="cannot be read"):
         read_history(str(tmp_path / "absent"), names(3), 4)
     os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(ValueError, match="FIFO"):
+    with pytest.raises(ValueError, match=r"data\.history_path: .*FIFO"):
         read_history(str(tmp_path / "pipe"), names(3), 4)
 
 

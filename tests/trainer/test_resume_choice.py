@@ -38,6 +38,7 @@ from rlmath.trainer.resume import (
     refused_changes,
     reward_fingerprint,
 )
+from rlmath.trainer.rollback import RollbackRecord, write_rollbacks
 from rlmath.trainer.run_dir import check_output_folder
 from tests.disks import an_ordinary_user
 
@@ -101,6 +102,14 @@ def test_auto_takes_the_newest_and_disabled_none(tmp_path: Path) -> None:
     assert found_steps(make_config(tmp_path)) == [12, 3]
     assert found_steps(make_config(tmp_path, "run.recover_mode=resume")) == [12, 3]
     assert found_steps(make_config(tmp_path, "run.recover_mode=disabled")) == []
+
+
+def test_the_rollbacks_of_another_run_are_told_before_the_start(tmp_path: Path) -> None:
+    checkpoint(tmp_path, 12, changed={"rollback_steps": [4], "rollback_draw_steps": [6]})
+    assert found_steps(make_config(tmp_path)) == [12]
+    write_rollbacks(tmp_path, [RollbackRecord(8, 9)])
+    with pytest.raises(ValueError, match=r"steps \[8\], the checkpoint of step 12 those to \[4\]"):
+        found_steps(make_config(tmp_path))
 
 
 @pytest.mark.parametrize(

@@ -32,6 +32,19 @@ def reward_warnings(config: Config) -> Iterator[str]:
     """Settings that change nothing in this run, or less than one may think."""
     if config.reward.rewards and config.reward.function_failure != RewardConfig().function_failure:
         yield "reward.function_failure has no effect with reward.rewards: what fails is left out."
+    if config.reward.rewards and config.reward.scheme != "correctness" and not is_verified(config.reward):
+        yield (
+            f'reward.scheme is "{config.reward.scheme}", which is how correctness counts, and reward.rewards does not '
+            "list it: it has no effect."
+        )
+    if config.reward.rewards and config.reward.combine == "gdpo":
+        default = RewardConfig()
+        for name in ("output_scaling", "output_bias"):
+            if getattr(config.reward, name) != getattr(default, name):
+                yield (
+                    f"reward.{name} changes the reward that is logged alone: with reward.combine=gdpo every reward of "
+                    "the list is normalised apart, and learned from as that."
+                )
     if (
         config.selection.dynamic_sampling == "accuracy"
         and functions_of(config.reward)

@@ -440,9 +440,21 @@ def test_rewards_that_do_not_fit_together(overrides: list[str], told: str):
     assert told in problem
 
 
-def test_what_has_no_effect_beside_several_rewards_is_noted():
-    (note,) = notes("reward.rewards=[correctness]", "reward.function_failure=-1")
-    assert "reward.function_failure has no effect with reward.rewards" in note
+@pytest.mark.parametrize(
+    ("overrides", "told"),
+    [
+        (
+            ["reward.rewards=[correctness]", "reward.function_failure=-1"],
+            "reward.function_failure has no effect with reward.rewards",
+        ),
+        (["reward.rewards=[mine=a.b:c]", "reward.scheme=mix"], "reward.rewards does not list it"),
+        ([*LIST, "reward.output_scaling=2"], "reward.output_scaling changes the reward that is logged alone"),
+        ([*LIST, "reward.output_bias=0.5"], "reward.output_bias changes the reward that is logged alone"),
+    ],
+)
+def test_what_has_no_effect_beside_several_rewards_is_noted(overrides: list[str], told: str):
+    (note,) = notes(*overrides)
+    assert told in note
     by_accuracy = ("selection.dynamic_sampling=accuracy", "selection.max_extra_prompts=9")
     (note,) = notes("reward.rewards=['mine=m:f']", *by_accuracy)
     assert '"accuracy" with reward.rewards: mine: an answer counts as right' in note
