@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from launch import train_sft
 from rlmath.config.help import help_text
 from rlmath.config.load import load_config
+from rlmath.distributed.device import GPU_PACKAGES
 from rlmath.distributed.fault_tolerance.exit_codes import SAVED_AND_STOPPED, read_exit_status
 from rlmath.trainer.preflight.checks import used_keys
 from rlmath.trainer.startup import prepare_sft
@@ -56,10 +57,16 @@ def rows(folder: Path) -> list[dict[str, float]]:
 
 @pytest.fixture(scope="module")
 def whole(arithmetic: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An undisturbed run of four steps on two data-parallel ranks; its console is beside it."""
+    """An undisturbed run of four steps on two data-parallel ranks; its console is beside it. There are packages of the
+    names of those for GPUs, whose imports would be told on the console."""
     folder = tmp_path_factory.mktemp("sft") / "whole"
+    packages = folder.with_name("packages")
+    packages.mkdir()
+    for name in GPU_PACKAGES:
+        (packages / f"{name}.py").write_text("import sys\nprint('IMPORTED', __name__, file=sys.stderr)\n")
     unused = ("rollout.group_size=3", "algorithm.kl_coef=0.5")
-    done = run(*torchrun_command(2, *SFT, *settings(arithmetic, folder, f"run.total_steps={STEPS}", *unused)))
+    command = [*SFT, *settings(arithmetic, folder, f"run.total_steps={STEPS}", *unused)]
+    done = run(*torchrun_command(2, *command), path=packages)
     folder.with_suffix(".console.txt").write_text(done.stderr)
     return folder
 
@@ -86,6 +93,12 @@ def test_a_run_tells_its_numbers_and_leaves_a_model(arithmetic: Path, whole: Pat
     assert json.loads((whole / "data_report.json").read_text())["files"][0]["rows"] == 20000
     assert (whole / "unusable_rows.jsonl").read_text() == ""
     assert read_exit_status(whole).status == 0
+
+
+@distributed
+def test_on_cpu_a_run_imports_no_package_for_gpus(whole: Path) -> None:
+    """Megatron would take Transformer Engine's optimizer for tensors on the CPU."""
+    assert "IMPORTED" not in whole.with_suffix(".console.txt").read_text()
 
 
 @distributed

@@ -4,17 +4,17 @@
 
 Half of the problems are additions of numbers of up to two digits, which the base model gets right nearly always, half
 of numbers of six, which it hardly ever does (tools/make_arithmetic.py, supervised training by tools/demo.py). GRPO and
-configs/algorithms/critic.yaml then train it, on the same problems, with the same number of samples. Two ranks of
-configs/demo.yaml (TP1 x DP2).
+configs/algorithms/critic.yaml then train it on the same problems, with as many samples. In the first steps that recipe
+trains the critic alone. Two ranks of configs/demo.yaml (TP1 x DP2).
 
 Prints one JSON object per figure, {"bench", "case", "metric", "value", "unit", "baseline", "ratio"}:
 
-- explained_variance of the critic: of a step's returns by its values, over all tokens; largest mean of three
-  consecutive steps, and the last step, mean over seeds. The baseline is what the kind of the problem explains alone: a
-  value that knew nothing but each kind's share of right samples in the first step;
+- explained_variance of the critic: of a step's returns by its values, over all tokens (1: all of it); mean over the
+  steps of the case, and over seeds. The baseline, of the same steps: what a value explains that knows no more of a
+  problem than its kind, and each kind's share of right samples in the step;
 - accuracy: share of held-out problems answered rightly after the last step, one sample each at temperature 1, mean of
-  both kinds, mean over seeds; the baseline is GRPO's;
-- step_seconds: median of all steps but the first, without validation; the baseline is GRPO's.
+  both kinds and over seeds; the baseline is GRPO's;
+- step_seconds: median of all steps but the first, without validation, median over seeds; the baseline is GRPO's.
 
 What the programs print is in `log.txt` of --output. Results are kept there: the same command resumes, and measures
 again what was made with other settings. `--quick`: the first seed and 4 steps, from a base model that learned little:
@@ -28,7 +28,7 @@ import json
 import statistics
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -36,7 +36,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from rlmath.config.terminal import escape_terminal
 from rlmath.trainer.telemetry.metrics_writer import VALIDATION_FILE, read_metrics
 from tools import demo
-from tools.bench_runs import TwoKinds, figure, fingerprint, in_turns, kept
+from tools.benchmark_runs import TwoKindTask, fingerprint, load_or_measure, print_figure, run_interleaved
 
 RECIPE = "configs/algorithms/critic.yaml"
 WAYS: Mapping[str, tuple[str, ...]] = {"grpo": (), "critic": ("--config", RECIPE)}
@@ -58,8 +58,20 @@ SETTINGS = (
     "telemetry.tensorboard=false",
     "telemetry.sample_groups_per_step=32",
 )
-FULL = TwoKinds("base", 6, 0.5, 0.99, 0.05, problems=4000, heldout=200, worked=12000, epochs=3)
-QUICK = TwoKinds("base_quick", 6, 0.5, 0.99, 0.05, problems=256, heldout=32, worked=4000, epochs=1)
+FULL = TwoKindTask(
+    "critic_base",
+    long_digits=6,
+    long_share=0.5,
+    right_short=0.99,
+    right_long=0.05,
+    problems=4000,
+    heldout=200,
+    worked=12000,
+    epochs=3,
+)
+QUICK = replace(FULL, name="critic_base_quick", problems=256, heldout=32, worked=4000, epochs=1)
+GROUP = 9
+"""Steps that a figure of explained variance is the mean of; the last one of fewer."""
 
 
 @dataclass(frozen=True)
@@ -70,17 +82,10 @@ class Learned:
     """Of the held-out problems after the last step (0 to 1)."""
     seconds: float
     """Of a step, median."""
-    explained: tuple[float, ...]
-    """Explained variance of every step with a critic."""
-
-    @property
-    def best_explained(self) -> float:
-        """Largest mean of three consecutive steps."""
-        size = min(3, len(self.explained))
-        return max(
-            statistics.mean(self.explained[first : first + size])
-            for first in range(len(self.explained) - size + 1)
-        )
+    explained: dict[int, float]
+    """Explained variance by the critic, by step from 1."""
+    by_kind: dict[int, float]
+    """The same by the kind of the problem alone."""
 
 
 def train(base: Path, output: Path, way: str, seed: int, steps: int) -> dict:
@@ -98,46 +103,62 @@ def read_learned(run: Path) -> Learned:
     rows, validated = read_metrics(str(run)), read_metrics(str(run), VALIDATION_FILE)
     seconds = [row["seconds/step"] - row.get("seconds/validation", 0.0) for row in rows]
     key = "critic/explained_variance"
+    explained = {int(row["step"]): row[key] for row in rows if key in row}
+    samples = {step: run / "samples" / f"step-{step:06d}.jsonl" for step in explained}
     return Learned(
         accuracy=validated[-1]["validation/accuracy"],
         seconds=statistics.median(seconds[1:]),
-        explained=tuple(row[key] for row in rows if key in row),
+        explained=explained,
+        by_kind={step: explained_by_kind(read_samples(path)) for step, path in samples.items()},
     )
 
 
-def explained_by_kind(run: Path) -> float:
-    """What the kind of the problem explains of the rewards of the first step's samples.
+def read_samples(path: Path) -> list[tuple[bool, float, int]]:
+    """Whether the problem is long, whether the answer is right (1 or 0), and its length (tokens), of every sample."""
+    rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    return [
+        (len(row["prompt"]) > len("99+99="), float(one["correct"]), one["length"])
+        for row in rows
+        for one in row["completions"]
+    ]
 
-    With 4 of 4 short and 0 of 4 long answers right everything, with 2 of 4 of both nothing.
+
+def explained_by_kind(samples: Sequence[tuple[bool, float, int]]) -> float:
+    """What the kind of the problem explains of the tokens' returns; 0 where all are alike.
+
+    >>> explained_by_kind([(False, 1.0, 2), (False, 1.0, 2), (True, 0.0, 4)])
+    1.0
+    >>> explained_by_kind([(False, 1.0, 2), (False, 0.0, 2), (True, 0.0, 4), (True, 1.0, 4)])
+    0.0
     """
-    (first, *_) = sorted((run / "samples").glob("*.jsonl"))
-    by_kind: dict[bool, list[float]] = {False: [], True: []}
-    for line in first.read_text(encoding="utf-8").splitlines():
-        row = json.loads(line)
-        is_long = len(row["prompt"]) > len("99+99=")
-        by_kind[is_long] += [float(one["correct"]) for one in row["completions"]]
-    right = [value for values in by_kind.values() for value in values]
-    inside = sum(len(values) * statistics.pvariance(values) for values in by_kind.values() if values)
-    return 1 - inside / (len(right) * statistics.pvariance(right))
+    every = _deviation(samples)
+    inside = sum(_deviation([one for one in samples if one[0] == is_long]) for is_long in (False, True))
+    return 1 - inside / every if every else 0.0
 
 
-def report(way: str, runs: Sequence[Learned], grpo: Sequence[Learned], by_kind: Sequence[float]) -> None:
+def _deviation(samples: Sequence[tuple[bool, float, int]]) -> float:
+    """Squared differences to their mean, summed over tokens."""
+    tokens = sum(length for _, _, length in samples)
+    mean = sum(right * length for _, right, length in samples) / tokens if tokens else 0.0
+    return sum(length * (right - mean) ** 2 for _, right, length in samples)
+
+
+def report(way: str, runs: Sequence[Learned], grpo: Sequence[Learned]) -> None:
     """The figures of a way, against GRPO's."""
     case = f"{way}, {len(runs)} seed{'s' if len(runs) > 1 else ''}"
-
-    def mean(values: Sequence[float]) -> float:
-        return statistics.mean(values)
-
-    if all(run.explained for run in runs):
-        known = ("known by its kind", mean(by_kind))
-        best, last = mean([run.best_explained for run in runs]), mean([run.explained[-1] for run in runs])
-        figure("critic", f"{case}, best of 3 steps", "explained_variance", best, "", known)
-        figure("critic", f"{case}, last step", "explained_variance", last, "", known)
-    theirs = mean([run.accuracy for run in grpo])
-    figure("critic", case, "accuracy", mean([run.accuracy for run in runs]), "", ("grpo", theirs))
-    theirs = statistics.median(run.seconds for run in grpo)
-    ours = statistics.median(run.seconds for run in runs)
-    figure("critic", case, "step_seconds", ours, "s", ("grpo", theirs), less=True)
+    steps = sorted(runs[0].explained)
+    for first in range(0, len(steps), GROUP):
+        part = steps[first : first + GROUP]
+        ours, theirs = (
+            statistics.mean(explained[step] for explained in side for step in part)
+            for side in ([run.explained for run in runs], [run.by_kind for run in runs])
+        )
+        title = f"{case}, steps {part[0]} to {part[-1]}"
+        print_figure("critic", title, "explained_variance", ours, "", ("known by its kind", theirs))
+    ours, theirs = (statistics.mean(run.accuracy for run in side) for side in (runs, grpo))
+    print_figure("critic", case, "accuracy", ours, "", ("grpo", theirs))
+    ours, theirs = (statistics.median(run.seconds for run in side) for side in (runs, grpo))
+    print_figure("critic", case, "step_seconds", ours, "s", ("grpo", theirs), less=True)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -153,29 +174,31 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     if given.steps < 2 or min(given.seeds) < 0:
         parser.error("needed: --steps of at least 2, and --seeds of at least 0")
-    seeds, two_kinds, steps = list(dict.fromkeys(given.seeds)), FULL, given.steps
+    seeds, task, steps = list(dict.fromkeys(given.seeds)), FULL, given.steps
     if given.quick:
-        seeds, two_kinds, steps = seeds[:1], QUICK, QUICK_STEPS
+        seeds, task, steps = seeds[:1], QUICK, QUICK_STEPS
     output = given.output.resolve()
     if output.exists() and not output.is_dir():
         parser.error(f"--output {given.output}: it is a file; name a folder")
     output.mkdir(parents=True, exist_ok=True)
 
-    def folder_of(way: str, seed: int) -> Path:
-        return output / f"{way}_seed_{seed}_steps_{steps}_{two_kinds.name}"
-
     def learn(way: str, seed: int) -> Learned:
-        base, base_of = two_kinds.base(output)
-        folder = folder_of(way, seed)
-        made_of = fingerprint(("configs/demo.yaml", RECIPE), base_of, SETTINGS, WAYS[way], RANKS)
-        kept(folder, made_of, lambda: train(base, folder, way, seed, steps))
+        base, base_of = task.make_base_model(output)
+        folder = output / f"{way}_seed_{seed}_steps_{steps}_{task.name}"
+        files = ("configs/demo.yaml", *(name for name in WAYS[way] if name.endswith(".yaml")))
+        made_of = fingerprint(files, base_of, SETTINGS, WAYS[way], RANKS)
+        load_or_measure(folder, made_of, lambda: train(base, folder, way, seed, steps))
         return read_learned(folder / "run")
 
-    def report_way(way: str, found: dict[str, list[Learned]]) -> None:
-        by_kind = [explained_by_kind(folder_of(way, seed) / "run") for seed in seeds]
-        report(way, found[way], found["grpo"], by_kind)
-
-    return in_turns("bench_critic", output, list(WAYS), seeds, learn, report_way)
+    status, _ = run_interleaved(
+        "bench_critic",
+        output,
+        list(WAYS),
+        seeds,
+        learn,
+        lambda way, found: report(way, found[way], found["grpo"]),
+    )
+    return status
 
 
 if __name__ == "__main__":

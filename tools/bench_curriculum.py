@@ -1,10 +1,10 @@
 """What a curriculum by pass rate (`data.curriculum`) saves, on a task with easy and hard problems.
 
-    python tools/bench_curriculum.py [--seeds 1 2 3] [--steps 32] [--target 0.9] [--quick]
+    python tools/bench_curriculum.py [--seeds 1 2 3] [--steps 48] [--target 0.9] [--quick]
 
-Additions of numbers of up to two digits, and 20% of numbers of four (tools/make_arithmetic.py). One base model learns
+Additions of numbers of up to two digits, and 10% of numbers of four (tools/make_arithmetic.py). One base model learns
 them by supervised training (tools/demo.py): the short ones nearly without a slip, the long ones with so many that 40%
-come out right. GRPO then trains it on 256 of the problems, 32 a step, with every seed: "none" draws all problems,
+come out right. GRPO then trains it on 128 of the problems, 32 a step, with every seed: "none" draws all problems,
 "band" those whose pass rate lies in the default band (with the default floor), "skip_solved" those that are
 not always right. Two ranks of configs/demo.yaml (TP1 x DP2); nothing else differs.
 
@@ -31,7 +31,7 @@ import itertools
 import statistics
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -39,7 +39,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from rlmath.config.terminal import escape_terminal
 from rlmath.trainer.telemetry.metrics_writer import VALIDATION_FILE, read_metrics
 from tools import demo
-from tools.bench_runs import TwoKinds, figure, fingerprint, in_turns, kept
+from tools.benchmark_runs import TwoKindTask, fingerprint, load_or_measure, print_figure, run_interleaved
 
 WAYS: Mapping[str, tuple[str, ...]] = {
     "none": (),
@@ -54,7 +54,7 @@ SETTINGS = (
     "parallel.tensor=1",
     "data.prompts_per_step=32",
     "optimizer.decay=constant",
-    "optimizer.lr=1e-4",
+    "optimizer.lr=5e-5",
     f"rollout.max_new_tokens={MAX_NEW_TOKENS}",
     "validation.every_steps=4",
     "validation.temperature=1",
@@ -64,8 +64,18 @@ SETTINGS = (
 )
 
 
-FULL = TwoKinds("base", 4, 0.2, 0.99, 0.4, problems=256, heldout=200, worked=12000, epochs=3)
-QUICK = TwoKinds("base_quick", 4, 0.2, 0.99, 0.4, problems=256, heldout=32, worked=8000, epochs=1)
+FULL = TwoKindTask(
+    "curriculum_base",
+    long_digits=4,
+    long_share=0.1,
+    right_short=0.99,
+    right_long=0.4,
+    problems=128,
+    heldout=200,
+    worked=12000,
+    epochs=3,
+)
+QUICK = replace(FULL, name="curriculum_base_quick", heldout=32, worked=8000, epochs=1)
 
 
 @dataclass(frozen=True)
@@ -123,7 +133,8 @@ def read_learned(run: Path) -> Learned:
 def line(
     case: str, metric: str, value: float | None, unit: str, baseline: float | None, less: bool = False
 ) -> None:
-    figure("curriculum", case, metric, value, unit, ("none", baseline), less)
+    """Print one figure; `less`: less is better."""
+    print_figure("curriculum", case, metric, value, unit, ("none", baseline), less)
 
 
 def report(
@@ -151,12 +162,12 @@ def report(
     line(case, "groups_with_contrast", contrast[0], "", contrast[1])
 
 
-def learn(output: Path, two_kinds: TwoKinds, way: str, seed: int, steps: int) -> Learned:
+def learn(output: Path, task: TwoKindTask, way: str, seed: int, steps: int) -> Learned:
     """A run's result, made where it is not there."""
-    base, base_of = two_kinds.base(output)
-    folder = output / f"{way}_seed_{seed}_steps_{steps}_{two_kinds.name}"
+    base, base_of = task.make_base_model(output)
+    folder = output / f"{way}_seed_{seed}_steps_{steps}_{task.name}"
     made_of = fingerprint(("configs/demo.yaml",), base_of, SETTINGS, WAYS[way], RANKS)
-    kept(folder, made_of, lambda: train(base, folder, way, seed, steps) or {})
+    load_or_measure(folder, made_of, lambda: train(base, folder, way, seed, steps) or {})
     return read_learned(folder / "run")
 
 
@@ -168,7 +179,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--ways", nargs="+", choices=list(WAYS), default=["none", "band"], help="default: none band"
     )
     parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3], help="default: 1 2 3")
-    parser.add_argument("--steps", type=int, default=32, help="of a run (default: 32)")
+    parser.add_argument("--steps", type=int, default=48, help="of a run (default: 48)")
     parser.add_argument("--target", type=float, default=0.9, help="held-out accuracy (default: 0.9)")
     parser.add_argument("--quick", action="store_true", help=f"one seed, {QUICK_STEPS} steps")
     parser.add_argument(
@@ -183,21 +194,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "needed: --steps of at least 1, --seeds of at least 0, and --target above 0 and at most 1"
         )
     ways, seeds = list(dict.fromkeys(["none", *given.ways])), list(dict.fromkeys(given.seeds))
-    base, steps = FULL, given.steps
+    task, steps = FULL, given.steps
     if given.quick:
-        seeds, base, steps = seeds[:1], QUICK, QUICK_STEPS
+        seeds, task, steps = seeds[:1], QUICK, QUICK_STEPS
     output = given.output.resolve()
     if output.exists() and not output.is_dir():
         parser.error(f"--output {given.output}: it is a file; name a folder")
     output.mkdir(parents=True, exist_ok=True)
-    return in_turns(
+    status, _ = run_interleaved(
         "bench_curriculum",
         output,
         ways,
         seeds,
-        lambda way, seed: learn(output, base, way, seed, steps),
+        lambda way, seed: learn(output, task, way, seed, steps),
         lambda way, found: report(way, found[way], found["none"], seeds, given.target),
     )
+    return status
 
 
 if __name__ == "__main__":

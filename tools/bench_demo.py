@@ -23,14 +23,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from rlmath.config.terminal import escape_terminal
 from tools import demo
-from tools.bench_runs import BASE_SETTINGS, fingerprint, kept
+from tools.benchmark_runs import BASE_SETTINGS, fingerprint, load_or_measure
 
 SEEDS = (101, 102, 103, 104, 105)
 
 
 def base_of_seed(folder: Path, seed: int) -> dict:
     """`accuracy_before` of a seed's base model, which is made if it is not there."""
-    return kept(
+    return load_or_measure(
         folder / "base",
         fingerprint(BASE_SETTINGS),
         lambda: {"accuracy_before": demo.make_base(folder / "base", seed)},
@@ -45,7 +45,9 @@ def after_recipe(folder: Path, seed: int, algorithm: str, layout: demo.Layout) -
         return base | demo.train_and_evaluate(folder / "base", output, seed, layout, algorithm)
 
     recipe = demo.ALGORITHMS / f"{algorithm}.yaml"
-    return kept(output, fingerprint((recipe, "configs/demo.yaml"), base["made_of"], layout), measure)
+    return load_or_measure(
+        output, fingerprint((recipe, "configs/demo.yaml"), base["made_of"], layout), measure
+    )
 
 
 def line(case: str, metric: str, after: float, before: float) -> None:

@@ -47,7 +47,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from rlmath.config.terminal import escape_terminal
 from rlmath.trainer.telemetry.metrics_writer import VALIDATION_FILE, read_metrics
 from tools import demo
-from tools.bench_runs import BASE_SETTINGS, figure, fingerprint, in_turns, kept
+from tools.benchmark_runs import BASE_SETTINGS, fingerprint, load_or_measure, print_figure, run_interleaved
 from tools.plot_run import Curve, canvas_for, draw
 
 CLIP = (
@@ -174,7 +174,7 @@ def read_learned(run: Path) -> Learned:
 
 def line(case: str, metric: str, value: float, unit: str, baseline: float, faster: bool = False) -> None:
     """Print one figure; `faster`: less is better."""
-    figure("learning", case, metric, value, unit, ("wait", baseline), less=faster)
+    print_figure("learning", case, metric, value, unit, ("wait", baseline), less=faster)
 
 
 def report(way: str, runs: Sequence[Learned], wait: Sequence[Learned]) -> None:
@@ -248,11 +248,11 @@ def learn(output: Path, base: Base, way: str, seed: int, steps: int) -> Learned:
     """A run's result, made where it is not there."""
     base_dir = output / base.name
     base_of = fingerprint(BASE_SETTINGS, base, BASE_SEED, LONG_SHARE, SFT_SETTINGS)
-    kept(base_dir, base_of, lambda: make_base(base_dir, base))
+    load_or_measure(base_dir, base_of, lambda: make_base(base_dir, base))
     folder = output / f"{way}_seed_{seed}_steps_{steps}_{base.name}"
     files = ("configs/demo.yaml", demo.ALGORITHMS / "decoupled.yaml")
     made_of = fingerprint(files, base_of, SETTINGS, WAYS[way], RANKS)
-    kept(folder, made_of, lambda: train(base_dir, folder, way, seed, steps) or {})
+    load_or_measure(folder, made_of, lambda: train(base_dir, folder, way, seed, steps) or {})
     return read_learned(folder / "run")
 
 
@@ -287,19 +287,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if output.exists() and not output.is_dir():
         parser.error(f"--output {given.output}: it is a file; name a folder")
     output.mkdir(parents=True, exist_ok=True)
-    found: dict[str, list[Learned]] = {}
-
-    def report_way(way: str, learned: dict[str, list[Learned]]) -> None:
-        found.update(learned)
-        report(way, learned[way], learned["wait"])
-
-    status = in_turns(
+    status, found = run_interleaved(
         "bench_learning",
         output,
         ways,
         seeds,
         lambda way, seed: learn(output, base, way, seed, steps),
-        report_way,
+        lambda way, found: report(way, found[way], found["wait"]),
     )
     if status:
         return status

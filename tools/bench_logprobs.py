@@ -151,10 +151,12 @@ def fill(logits_TV: Tensor) -> Tensor:
     return logits_TV.normal_(std=3.0)
 
 
-def in_own_process(way: str, gradients: str, device: str, tokens: int, chunk_bytes: int) -> dict[str, Any]:
+def in_own_process(
+    way: str, gradients: str, device: str, tokens: int, chunk_bytes: int, repeats: int = REPEATS
+) -> dict[str, Any]:
     """`measure` in a fresh process, so that no other case's memory is counted."""
-    command = [sys.executable, __file__, "--measure", way, gradients, device, str(tokens), str(REPEATS)]
-    command.append(str(chunk_bytes))
+    command = [sys.executable, __file__, "--measure", way, gradients, device]
+    command += [str(tokens), str(repeats), str(chunk_bytes)]
     done = subprocess.run(command, stdout=subprocess.PIPE, check=True, text=True)
     return json.loads(done.stdout.splitlines()[-1])
 
@@ -193,6 +195,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--chunk-mib", type=int, nargs="+", help="default: what logprobs.py has")
     parser.add_argument("--measure", nargs=6, help=argparse.SUPPRESS)
     given = parser.parse_args(arguments)
+    if given.chunk_mib and min(given.chunk_mib) < 1:
+        parser.error("--chunk-mib needs sizes of at least 1")
     if given.measure:
         way, gradients, device, tokens, repeats, chunk_bytes = given.measure
         figures = measure(way, gradients, device, int(tokens), int(repeats), int(chunk_bytes))

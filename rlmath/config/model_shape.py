@@ -20,6 +20,24 @@ class RopeScaling:
     """Longest sequence before the model was stretched (tokens)."""
 
 
+CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
+"""Head dims of vLLM 0.32's attention on CPU."""
+
+
+def cpu_head_dim_problem(head_dim: int) -> str | None:
+    """Why a CPU's engine cannot have the model; None where it can.
+
+    >>> cpu_head_dim_problem(64) is None
+    True
+    """
+    if head_dim in CPU_HEAD_DIMS:
+        return None
+    return (
+        f"the model's head dim is {head_dim}; vLLM's attention on CPU has only {', '.join(map(str, CPU_HEAD_DIMS))}. "
+        "Take another model, or a GPU."
+    )
+
+
 VALUE_HEAD = "ForTokenClassification"
 """How the name of an architecture ends that gives one number for each token."""
 

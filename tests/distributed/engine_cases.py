@@ -186,7 +186,8 @@ def engine_settings(folder: Path, device_kind: str) -> dict[str, bool]:
 
     return {
         "one kernel": engine.samples_in_one_kernel(llm),
-        "flashinfer": bool(envs.VLLM_ALLREDUCE_USE_FLASHINFER or passes.fuse_allreduce_rms),
+        "flashinfer reduces": bool(envs.VLLM_ALLREDUCE_USE_FLASHINFER),
+        "one kernel with a norm": bool(passes.fuse_allreduce_rms),
     }
 
 

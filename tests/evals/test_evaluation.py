@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -25,6 +26,7 @@ from tests.distributed.rank_pool import RankPool
 from tests.evals.guessing_model import make_guessing_model
 from tests.programs import ENVIRONMENT, REPOSITORY, end_family, run, torchrun_command
 from tests.selection import matrix
+from tests.tiny_models import make_model_folder
 
 DATA = REPOSITORY.parent / "shared" / "data" / "benchmarks"
 NAMES = ("aime24", "aime25", "amc23", "math_500", "gsm8k", "minerva_math", "olympiadbench", "gpqa_diamond")
@@ -272,6 +274,16 @@ def test_prompts_that_do_not_fit_the_model_are_reported(model: Path, ranks: Rank
     (too_long,) = ranks.run(1, evaluate_in_pool, plan_for(model, tmp_path, max_new_tokens=2000))
     assert "set --max-prompt-tokens 48" in too_long
     assert not (tmp_path / "settings.json").exists()
+
+
+def test_heads_that_the_cpus_engine_does_not_have_are_told(
+    model: Path, ranks: RankPool, tmp_path: Path
+) -> None:
+    narrow = make_model_folder(tmp_path / "narrow", num_attention_heads=8)
+    for file in model.glob("tokenizer*"):
+        shutil.copy(file, narrow)
+    (told,) = ranks.run(1, evaluate_in_pool, plan_for(narrow, tmp_path / "output"))
+    assert "--model: the model's head dim is 16; vLLM's attention on CPU has only 32, 64" in told
 
 
 def test_a_mistake_ends_with_status_2(capfd: pytest.CaptureFixture[str]) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from rlmath.evals.benchmarks import find_benchmark, model_positions
+from rlmath.evals.benchmarks import check_head_dim, find_benchmark, model_positions
 from rlmath.evals.model_source import _converted_here, remove_converted, resolve_model
 from tests.checkpoint.conversions import assert_same, to_megatron, weights
 from tests.tiny_models import make_model_folder
@@ -132,6 +132,15 @@ def test_benchmarks_are_found_by_name(tmp_path: Path) -> None:
             find_benchmark(name, tmp_path)
     with pytest.raises(ValueError, match="--data-dir"):
         find_benchmark("aime24", tmp_path / "nowhere")
+
+
+def test_heads_that_config_does_not_say_are_not_judged(tmp_path: Path) -> None:
+    for values in ({}, {"hidden_size": 64}, {"hidden_size": 64, "num_attention_heads": 0}, {"head_dim": 64}):
+        (tmp_path / "config.json").write_text(json.dumps(values))
+        check_head_dim(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({"hidden_size": 64, "num_attention_heads": 4}))
+    with pytest.raises(ValueError, match="--model: the model's head dim is 16"):
+        check_head_dim(tmp_path)
 
 
 def test_positions_that_config_does_not_say_are_unknown(tmp_path: Path) -> None:

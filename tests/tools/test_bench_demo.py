@@ -4,12 +4,11 @@ import shutil
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 from tests.programs import ENVIRONMENT, REPOSITORY, end_family
-from tools import bench_demo, bench_runs, demo
+from tools import bench_demo
 
 
 def result(algorithm: str, seed: int, before: float, after: float) -> dict:
@@ -30,34 +29,6 @@ def test_the_summary_names_each_recipes_worst_seed_and_its_median(capsys):
         ("grpo, median of 2 seeds", 92.5, "before: 37.5", 2.467),
         ("grpo", 0.25, None, None),
     ]
-
-
-def test_what_is_measured_is_kept_and_what_was_stopped_or_has_other_settings_is_measured_again(tmp_path):
-    folder, measured = tmp_path / "case", []
-
-    def measure() -> dict:
-        assert list(folder.iterdir()) == []
-        (folder / "left").write_text("of a measurement")
-        measured.append(len(measured))
-        if len(measured) == 1:
-            raise SystemExit(3)
-        return {"number": measured[-1]}
-
-    with pytest.raises(SystemExit):
-        bench_runs.kept(folder, "settings", measure)
-    assert [bench_runs.kept(folder, "settings", measure)["number"] for _ in range(2)] == [1, 1]
-    assert bench_runs.kept(folder, "others", measure)["number"] == 2
-
-
-def test_a_recipe_is_known_by_the_contents_of_its_files_and_by_its_layout(tmp_path, monkeypatch):
-    files = (demo.ALGORITHMS / "grpo.yaml", "configs/demo.yaml")
-    layout = demo.Layout(2, 2, 1)
-    first = bench_runs.fingerprint(files, layout)
-    assert bench_runs.fingerprint(files, demo.Layout(2, 2, 1)) == first
-    assert bench_runs.fingerprint(files, demo.Layout(2, 1, 2)) != first
-    changed = Path(shutil.copy(files[0], tmp_path))
-    changed.write_text(changed.read_text() + "  kl_coef: 0.1\n")
-    assert bench_runs.fingerprint((changed, files[1]), layout) != first
 
 
 def test_a_stage_that_fails_is_told_and_the_others_are_measured_still(tmp_path, capsys, monkeypatch):

@@ -15,12 +15,20 @@ LOGITS_BYTES = TOKENS * bench_logprobs.VOCABULARY * 4
 @pytest.mark.parametrize("gradients", keeping(bench_logprobs.GRADIENTS, "both"))
 def test_ours_needs_a_small_part_of_the_plain_ways_memory(gradients: str) -> None:
     mine, theirs = (
-        bench_logprobs.in_own_process(way, gradients, "cpu", TOKENS, CHUNK_BYTES["cpu"])
+        bench_logprobs.in_own_process(way, gradients, "cpu", TOKENS, CHUNK_BYTES["cpu"], 1)
         for way in ("ours", "plain")
     )
     assert theirs["extra_bytes"] > 2.5 * LOGITS_BYTES
     assert 0 < mine["extra_bytes"] < 0.15 * theirs["extra_bytes"]
     assert mine["seconds"] == pytest.approx(mine["forward_seconds"] + mine["backward_seconds"])
+
+
+def test_larger_chunks_take_more_memory() -> None:
+    small, large = (
+        bench_logprobs.in_own_process("ours", "both", "cpu", TOKENS, mib * 2**20, 1)["extra_bytes"]
+        for mib in (1, 24)
+    )
+    assert large > small + 24 * 2**20
 
 
 def test_a_figure_names_its_baseline_and_how_many_times_better_ours_is(

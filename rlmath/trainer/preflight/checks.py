@@ -25,7 +25,7 @@ from rlmath.config.help import (
     setting_values,
 )
 from rlmath.config.length_curriculum import validates
-from rlmath.config.model_shape import ModelShape
+from rlmath.config.model_shape import ModelShape, cpu_head_dim_problem
 from rlmath.config.schema import (
     AlgorithmConfig,
     Config,
@@ -48,8 +48,6 @@ from rlmath.trainer.telemetry.wandb import wandb_problems
 
 ON_RATIO = ("loss", "clip_ratio", "clip_ratio_high", "dual_clip", "early_stop_ratio_low", "early_stop_kl")
 """Settings of `AlgorithmConfig` that only matter where the importance ratio is not 1."""
-CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
-"""Head dims of vLLM 0.32's attention on CPU."""
 
 
 def check_config(config: Config, world_size: int, kind: Kind = "grpo") -> ModelShape:
@@ -339,11 +337,8 @@ def _model_length_problems(config: Config, shape: ModelShape) -> Iterator[str]:
 
 def _engine_model_problems(config: Config, shape: ModelShape) -> Iterator[str]:
     """What the engine needs of the model on CPU; on GPU vLLM measures the device first."""
-    if shape.head_dim not in CPU_HEAD_DIMS:
-        yield (
-            f"the model's head dim is {shape.head_dim}; vLLM's attention on CPU has only "
-            f"{', '.join(map(str, CPU_HEAD_DIMS))}. Take another model, or a GPU."
-        )
+    if problem := cpu_head_dim_problem(shape.head_dim):
+        yield problem
     longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
     budget = config.rollout.max_num_batched_tokens
     if budget is not None and budget < longest and config.rollout.chunked_prefill:

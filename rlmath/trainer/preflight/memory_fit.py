@@ -29,8 +29,9 @@ GIB = 2**30
 RESERVE_GIB = 3.0
 RESERVE_SHARE = 0.04
 """What a plan leaves free of a GPU: 3 GiB for the CUDA context, libraries' kernels and what they allocate themselves,
-and 4% of the device for fragmentation, CUDA graphs and NCCL's buffers. On an H100, one rank, the driver counted 2.93
-GiB beyond what torch had reserved in an update with Transformer Engine (docs/benchmarks.md); 4% is an estimate."""
+and 4% of the device for fragmentation and NCCL's buffers. On an H100, one rank, the driver counted 2.93 GiB beyond what
+torch had reserved in an update with Transformer Engine, and 3.4 in a run with an engine (docs/benchmarks.md), whose
+CUDA graphs the plan has apart; 4% is an estimate."""
 RESERVE = f"the {RESERVE_GIB:g} GiB and {RESERVE_SHARE:.0%} that stay free for CUDA, NCCL and fragmentation"
 
 
@@ -155,12 +156,14 @@ def start_up_lines(config: Config, shape: ModelShape, world_size: int, kind: Kin
 
 
 def measured_line(config: Config, shape: ModelShape, mesh: Mesh, device: Device, kind: Kind) -> str:
-    """The most that torch held on this rank's GPU in its first step beside the plan, and what the driver counts now."""
+    """The most that torch has held on this rank's GPU beside the plan, and what the driver counts now, after the first
+    step."""
     plan = memory_estimate.plan_rank(config, shape, mesh, planned_target(config), kind)
     used, most = device_bytes(device), torch.cuda.max_memory_reserved(device.torch_device)
     return (
-        f"GPU memory of rank {mesh.rank} in its first step: torch held {_gib(most)} GiB at most, planned "
-        f"{_gib(plan.held(plan.worst))} ({plan.worst}); after it {_gib(used)} are in use by the driver's count"
+        f"GPU memory of rank {mesh.rank} until the end of its first step: torch held {_gib(most)} GiB at most, planned "
+        f"{_gib(plan.held(plan.worst))} ({plan.worst}); now, with the engine asleep if there is one, the driver "
+        f"counts {_gib(used)} GiB"
     )
 
 

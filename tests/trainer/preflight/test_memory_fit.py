@@ -153,8 +153,8 @@ def test_what_the_driver_counts_is_told_beside_the_plan(monkeypatch: pytest.Monk
     worst = max(planned, key=lambda name: float(planned[name]))
     assert "rank 0" in head and float(planned[worst]) > 20
     assert measured_line(fitting(), QWEN_7B, mesh_of(fitting(), 8, 0), device, "grpo") == (
-        f"GPU memory of rank 0 in its first step: torch held 60.25 GiB at most, planned {planned[worst]} ({worst}); "
-        "after it 69.50 are in use by the driver's count"
+        f"GPU memory of rank 0 until the end of its first step: torch held 60.25 GiB at most, planned {planned[worst]} "
+        f"({worst}); now, with the engine asleep if there is one, the driver counts 69.50 GiB"
     )
 
 

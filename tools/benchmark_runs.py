@@ -36,16 +36,23 @@ def fingerprint(files: Sequence[str | Path], *values: object) -> str:
     return digest.hexdigest()[:16]
 
 
-def kept(folder: Path, made_of: str, measure: Callable[[], dict]) -> dict:
-    """The result in `folder`, if it was measured with these settings; else `folder` is emptied, of what a stopped
-    measurement left as well, and it is measured."""
-    result = folder / "result.json"
+def load_or_measure(folder: Path, made_of: str, measure: Callable[[], dict]) -> dict:
+    """The result in `folder`, if it was measured with these settings (of the code it knows nothing); else the folder is
+    emptied, of what a stopped measurement left as well, and it is measured. ValueError for a folder with other things
+    in it than a measurement's."""
+    result, begun = folder / "result.json", folder / ".measurement"
     if result.exists():
         found = json.loads(result.read_text(encoding="utf-8"))
         if found["made_of"] == made_of:
             return found
-    shutil.rmtree(folder, ignore_errors=True)
+    elif folder.exists() and not begun.exists() and any(folder.iterdir()):
+        raise ValueError(
+            f"{folder} holds what no measurement left there; give another --output, or move it away"
+        )
+    if folder.exists():
+        shutil.rmtree(folder)
     folder.mkdir(parents=True)
+    begun.touch()
     found = measure() | {"made_of": made_of}
     unfinished = result.with_suffix(".tmp")
     unfinished.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
@@ -53,17 +60,17 @@ def kept(folder: Path, made_of: str, measure: Callable[[], dict]) -> dict:
     return found
 
 
-def in_turns(
+def run_interleaved(
     bench: str,
     output: Path,
     ways: Sequence[str],
     seeds: Sequence[int],
     learn: Callable[[str, int], Result],
     report: Callable[[str, dict[str, list[Result]]], None],
-) -> int:
+) -> tuple[int, dict[str, list[Result]]]:
     """`learn(way, seed)` for every way, seed by seed, so that a machine that gets busier slows all of them; what the
-    programs print goes to `output`/log.txt. After a way's last seed `report(way, results by way)`. Exit status 0, that
-    of a stage that failed, which ends it, or `demo.INTERRUPTED` after Ctrl-C."""
+    programs print goes to `output`/log.txt. After a way's last seed `report(way, results by way)`. An exit status, and
+    the results: 0; that of a stage that failed, which ends it; `demo.INTERRUPTED` after Ctrl-C."""
     found: dict[str, list[Result]] = {}
     for seed, way in itertools.product(seeds, ways):
         try:
@@ -73,18 +80,21 @@ def in_turns(
                 contextlib.redirect_stderr(log),
             ):
                 found.setdefault(way, []).append(learn(way, seed))
-        except SystemExit as stage:
-            told = "interrupted; the same command resumes"
-            if stage.code != demo.INTERRUPTED:
-                told = f"{way}, seed {seed}: a stage ended with status {stage.code}; see {output / 'log.txt'}"
+        except (SystemExit, ValueError) as stage:
+            code = stage.code if isinstance(stage, SystemExit) else str(stage)
+            told = f"{way}, seed {seed}: a stage ended with status {code}; see {output / 'log.txt'}"
+            if not isinstance(code, int):
+                told, code = f"{way}, seed {seed}: {code}", 1
+            elif code == demo.INTERRUPTED:
+                told = "interrupted; the same command resumes"
             print(f"{bench}: {told}", file=sys.stderr)
-            return int(stage.code or 0)
+            return code, found
         if len(found[way]) == len(seeds):
             report(way, found)
-    return 0
+    return 0, found
 
 
-def figure(
+def print_figure(
     bench: str,
     case: str,
     metric: str,
@@ -110,7 +120,7 @@ def figure(
 
 
 @dataclass(frozen=True)
-class TwoKinds:
+class TwoKindTask:
     """Additions of numbers of up to two digits and of numbers of `long_digits`, and a base model that learned both."""
 
     name: str
@@ -129,30 +139,35 @@ class TwoKinds:
     """Worked solutions of the supervised training, half of them long."""
     epochs: int
     """Passes over them."""
+    kind_problems: int = 2000
+    """Problems of either kind that training and worked solutions are taken from."""
     seed: int = 101
 
     def write_problems(self, folder: Path) -> None:
-        """train.jsonl, short.jsonl and long.jsonl (held out), and worked.jsonl."""
-        made = make_problems(self.seed, 4000, 8000, long_share=0.5, long_digits=self.long_digits)
-        (short, long), (held_short, held_long) = (
-            [[one for one in part if (one.left >= 100) == is_long] for is_long in (False, True)]
-            for part in made
-        )
+        """train.jsonl, short.jsonl and long.jsonl (held out), and worked.jsonl. ValueError for more problems than
+        there are."""
         longs = round(self.problems * self.long_share)
-        train = [*short[: self.problems - longs], *long[:longs]]
+        if max(longs, self.problems - longs) > self.kind_problems:
+            raise ValueError(f"{self.problems} problems need more than {self.kind_problems} of a kind")
+        numbers = (2 * self.kind_problems, 2 * self.heldout)
+        made = make_problems(self.seed, *numbers, long_share=0.5, long_digits=self.long_digits)
+        by_kind = [
+            [[one for one in part if (one.left >= 100) == long] for long in (False, True)] for part in made
+        ]
+        short, long = by_kind[0]
         worked = worked_rows(short, self.worked // 2, self.right_short, self.seed)
         worked += worked_rows(long, self.worked - self.worked // 2, self.right_long, self.seed)
         folder.mkdir(parents=True)
         for name, rows in (
-            ("train", [one.row() for one in train]),
-            ("short", [one.row() for one in held_short[: self.heldout]]),
-            ("long", [one.row() for one in held_long[: self.heldout]]),
+            ("train", [one.row() for one in [*short[: self.problems - longs], *long[:longs]]]),
+            ("short", [one.row() for one in by_kind[1][0]]),
+            ("long", [one.row() for one in by_kind[1][1]]),
             ("worked", worked),
         ):
             text = "".join(json.dumps(row) + "\n" for row in rows)
             (folder / f"{name}.jsonl").write_text(text, encoding="utf-8")
 
-    def base(self, output: Path) -> tuple[Path, str]:
+    def make_base_model(self, output: Path) -> tuple[Path, str]:
         """The folder with `data` and the model `base`, which are made where they are not there; and their
         fingerprint."""
         folder, settings = (
@@ -168,5 +183,5 @@ class TwoKinds:
             return {}
 
         made_of = fingerprint(BASE_SETTINGS, self, settings)
-        kept(folder, made_of, make)
+        load_or_measure(folder, made_of, make)
         return folder, made_of
