@@ -4,8 +4,8 @@
 
 Half of the problems are additions of numbers of up to two digits, which the base model gets right nearly always, half
 of numbers of six, which it hardly ever does (tools/make_arithmetic.py, supervised training by tools/demo.py). GRPO and
-configs/algorithms/critic.yaml then train it on the same problems, with as many samples. In the first steps that recipe
-trains the critic alone. Two ranks of configs/demo.yaml (TP1 x DP2).
+configs/algorithms/critic.yaml then train it on the same problems, with as many samples. In the first three steps that
+recipe trains the critic alone, with "pretrained" in nine. Two ranks of configs/demo.yaml (TP1 x DP2).
 
 Prints one JSON object per figure, {"bench", "case", "metric", "value", "unit", "baseline", "ratio"}:
 
@@ -38,8 +38,13 @@ from rlmath.trainer.telemetry.metrics_writer import VALIDATION_FILE, read_metric
 from tools import demo
 from tools.benchmark_runs import TwoKindTask, fingerprint, load_or_measure, print_figure, run_interleaved
 
+PRETRAIN_STEPS = 9
 RECIPE = "configs/algorithms/critic.yaml"
-WAYS: Mapping[str, tuple[str, ...]] = {"grpo": (), "critic": ("--config", RECIPE)}
+WAYS: Mapping[str, tuple[str, ...]] = {
+    "grpo": (),
+    "critic": ("--config", RECIPE),
+    "pretrained": ("--config", RECIPE, f"critic.pretrain_steps={PRETRAIN_STEPS}"),
+}
 RANKS = 2
 MAX_NEW_TOKENS = 96
 """Worked solutions have 62 tokens at most."""
