@@ -35,8 +35,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from rlmath.config.terminal import escape_terminal
 from rlmath.trainer.telemetry.metrics_writer import VALIDATION_FILE, read_metrics
-from tools import demo
-from tools.benchmark_runs import TwoKindTask, fingerprint, load_or_measure, print_figure, run_interleaved
+from tools.benchmark_runs import TwoKindTask, open_output, print_figure, run_interleaved
 
 PRETRAIN_STEPS = 9
 RECIPE = "configs/algorithms/critic.yaml"
@@ -45,7 +44,6 @@ WAYS: Mapping[str, tuple[str, ...]] = {
     "critic": ("--config", RECIPE),
     "pretrained": ("--config", RECIPE, f"critic.pretrain_steps={PRETRAIN_STEPS}"),
 }
-RANKS = 2
 MAX_NEW_TOKENS = 96
 """Worked solutions have 62 tokens at most."""
 QUICK_STEPS = 4
@@ -91,16 +89,6 @@ class Learned:
     """Explained variance by the critic, by step from 1."""
     by_kind: dict[int, float]
     """The same by the kind of the problem alone."""
-
-
-def train(base: Path, output: Path, way: str, seed: int, steps: int) -> dict:
-    """One run of the base model in the folder `base`, in `output`/run."""
-    command = [*demo.torchrun(RANKS), "launch/train_grpo.py", "--config", "configs/demo.yaml", *WAYS[way]]
-    command += [*SETTINGS, f"run.output_dir={output / 'run'}", f"run.seed={seed}", f"run.total_steps={steps}"]
-    command += [f"model.path={base / 'base'}", f"data.train_path={base / 'data' / 'train.jsonl'}"]
-    command += [f"validation.paths=[{base / 'data' / 'short.jsonl'},{base / 'data' / 'long.jsonl'}]"]
-    demo.run(f"{way}, seed {seed}", command, demo.one_thread())
-    return {}
 
 
 def read_learned(run: Path) -> Learned:
@@ -182,25 +170,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     seeds, task, steps = list(dict.fromkeys(given.seeds)), FULL, given.steps
     if given.quick:
         seeds, task, steps = seeds[:1], QUICK, QUICK_STEPS
-    output = given.output.resolve()
-    if output.exists() and not output.is_dir():
-        parser.error(f"--output {given.output}: it is a file; name a folder")
-    output.mkdir(parents=True, exist_ok=True)
-
-    def learn(way: str, seed: int) -> Learned:
-        base, base_of = task.make_base_model(output)
-        folder = output / f"{way}_seed_{seed}_steps_{steps}_{task.name}"
-        files = ("configs/demo.yaml", *(name for name in WAYS[way] if name.endswith(".yaml")))
-        made_of = fingerprint(files, base_of, SETTINGS, WAYS[way], RANKS)
-        load_or_measure(folder, made_of, lambda: train(base, folder, way, seed, steps))
-        return read_learned(folder / "run")
+    output = open_output(parser, given.output)
 
     status, _ = run_interleaved(
         "bench_critic",
         output,
         list(WAYS),
         seeds,
-        learn,
+        lambda way, seed: read_learned(task.train(output, way, (*WAYS[way], *SETTINGS), seed, steps)),
         lambda way, found: report(way, found[way], found["grpo"]),
     )
     return status

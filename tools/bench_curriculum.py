@@ -38,15 +38,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from rlmath.config.terminal import escape_terminal
 from rlmath.trainer.telemetry.metrics_writer import VALIDATION_FILE, read_metrics
-from tools import demo
-from tools.benchmark_runs import TwoKindTask, fingerprint, load_or_measure, print_figure, run_interleaved
+from tools.benchmark_runs import TwoKindTask, open_output, print_figure, run_interleaved
 
 WAYS: Mapping[str, tuple[str, ...]] = {
     "none": (),
     "band": ("data.curriculum=band",),
     "skip_solved": ("data.curriculum=skip_solved", "data.solved_samples=8"),
 }
-RANKS = 2
 MAX_NEW_TOKENS = 64
 """Worked solutions have 46 tokens at most."""
 QUICK_STEPS = 4
@@ -107,16 +105,6 @@ class Learned:
         return None
 
 
-def train(base: Path, output: Path, way: str, seed: int, steps: int) -> None:
-    """One run of the base model in the folder `base`, in `output`/run."""
-    command = [*demo.torchrun(RANKS), "launch/train_grpo.py", "--config", "configs/demo.yaml"]
-    command += [*SETTINGS, *WAYS[way]]
-    command += [f"run.output_dir={output / 'run'}", f"run.seed={seed}", f"run.total_steps={steps}"]
-    command += [f"model.path={base / 'base'}", f"data.train_path={base / 'data' / 'train.jsonl'}"]
-    command += [f"validation.paths=[{base / 'data' / 'short.jsonl'},{base / 'data' / 'long.jsonl'}]"]
-    demo.run(f"{way}, seed {seed}", command, demo.one_thread())
-
-
 def read_learned(run: Path) -> Learned:
     """What the files of a run's folder tell."""
     rows, validated = read_metrics(str(run)), read_metrics(str(run), VALIDATION_FILE)
@@ -162,15 +150,6 @@ def report(
     line(case, "groups_with_contrast", contrast[0], "", contrast[1])
 
 
-def learn(output: Path, task: TwoKindTask, way: str, seed: int, steps: int) -> Learned:
-    """A run's result, made where it is not there."""
-    base, base_of = task.make_base_model(output)
-    folder = output / f"{way}_seed_{seed}_steps_{steps}_{task.name}"
-    made_of = fingerprint(("configs/demo.yaml",), base_of, SETTINGS, WAYS[way], RANKS)
-    load_or_measure(folder, made_of, lambda: train(base, folder, way, seed, steps) or {})
-    return read_learned(folder / "run")
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Exit status 0; that of a stage that failed, which ends it; `demo.INTERRUPTED` after Ctrl-C."""
     escape_terminal()
@@ -197,16 +176,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     task, steps = FULL, given.steps
     if given.quick:
         seeds, task, steps = seeds[:1], QUICK, QUICK_STEPS
-    output = given.output.resolve()
-    if output.exists() and not output.is_dir():
-        parser.error(f"--output {given.output}: it is a file; name a folder")
-    output.mkdir(parents=True, exist_ok=True)
+    output = open_output(parser, given.output)
     status, _ = run_interleaved(
         "bench_curriculum",
         output,
         ways,
         seeds,
-        lambda way, seed: learn(output, task, way, seed, steps),
+        lambda way, seed: read_learned(task.train(output, way, (*SETTINGS, *WAYS[way]), seed, steps)),
         lambda way, found: report(way, found[way], found["none"], seeds, given.target),
     )
     return status

@@ -47,7 +47,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from rlmath.config.terminal import escape_terminal
 from rlmath.trainer.telemetry.metrics_writer import VALIDATION_FILE, read_metrics
 from tools import demo
-from tools.benchmark_runs import BASE_SETTINGS, fingerprint, load_or_measure, print_figure, run_interleaved
+from tools.benchmark_runs import (
+    BASE_SETTINGS,
+    fingerprint,
+    load_or_measure,
+    open_output,
+    print_figure,
+    run_interleaved,
+)
 from tools.plot_run import Curve, canvas_for, draw
 
 CLIP = (
@@ -283,10 +290,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     base, steps = FULL, given.steps
     if given.quick:
         ways, seeds, base, steps = ["wait", "carry1"], seeds[:1], QUICK, QUICK_STEPS
-    output = given.output.resolve()
-    if output.exists() and not output.is_dir():
-        parser.error(f"--output {given.output}: it is a file; name a folder")
-    output.mkdir(parents=True, exist_ok=True)
+    output = open_output(parser, given.output)
     status, found = run_interleaved(
         "bench_learning",
         output,

@@ -3,6 +3,7 @@ kinds."""
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import hashlib
 import itertools
@@ -94,6 +95,15 @@ def run_interleaved(
     return 0, found
 
 
+def open_output(parser: argparse.ArgumentParser, given: Path) -> Path:
+    """The folder of --output, made where it is not there; a file in its place is a mistake of the command line."""
+    output = given.resolve()
+    if output.exists() and not output.is_dir():
+        parser.error(f"--output {given}: it is a file; name a folder")
+    output.mkdir(parents=True, exist_ok=True)
+    return output
+
+
 def print_figure(
     bench: str,
     case: str,
@@ -117,6 +127,10 @@ def print_figure(
 
 
 # ---------------------------------------------------------------- problems of two kinds
+
+
+TASK_RANKS = 2
+"""Of the runs of a `TwoKindTask`."""
 
 
 @dataclass(frozen=True)
@@ -170,10 +184,8 @@ class TwoKindTask:
     def make_base_model(self, output: Path) -> tuple[Path, str]:
         """The folder with `data` and the model `base`, which are made where they are not there; and their
         fingerprint."""
-        folder, settings = (
-            output / self.name,
-            ("sft.max_sequence_tokens=96", f"run.total_epochs={self.epochs}"),
-        )
+        folder = output / self.name
+        settings = ("sft.max_sequence_tokens=96", f"run.total_epochs={self.epochs}")
 
         def make() -> dict:
             self.write_problems(folder / "data")
@@ -185,3 +197,27 @@ class TwoKindTask:
         made_of = fingerprint(BASE_SETTINGS, self, settings)
         load_or_measure(folder, made_of, make)
         return folder, made_of
+
+    def train(self, output: Path, way: str, arguments: Sequence[str], seed: int, steps: int) -> Path:
+        """The folder of a GRPO run of the base model, made where it is not there: configs/demo.yaml on TASK_RANKS
+        ranks with `arguments`, files (`--config`) and settings, which `way` names."""
+        base, base_of = self.make_base_model(output)
+        folder = output / f"{way}_seed_{seed}_steps_{steps}_{self.name}"
+        command = [
+            *demo.torchrun(TASK_RANKS),
+            "launch/train_grpo.py",
+            "--config",
+            "configs/demo.yaml",
+            *arguments,
+        ]
+        command += [f"run.output_dir={folder / 'run'}", f"run.seed={seed}", f"run.total_steps={steps}"]
+        command += [f"model.path={base / 'base'}", f"data.train_path={base / 'data' / 'train.jsonl'}"]
+        command += [f"validation.paths=[{base / 'data' / 'short.jsonl'},{base / 'data' / 'long.jsonl'}]"]
+
+        def run() -> dict:
+            demo.run(f"{way}, seed {seed}", command, demo.one_thread())
+            return {}
+
+        files = ("configs/demo.yaml", *(one for one in arguments if one.endswith(".yaml")))
+        load_or_measure(folder, fingerprint(files, base_of, tuple(arguments), TASK_RANKS), run)
+        return folder / "run"

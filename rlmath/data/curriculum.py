@@ -411,12 +411,10 @@ def read_history(path: str, prompt_ids: Sequence[str], keep: int) -> tuple[Promp
     groups: dict[int, tuple[Counts, ...]] = {}
     others = 0
     try:
-        file = open_regular(path)
-    except ValueError as error:
-        raise ValueError(f"data.history_path: {error}") from error
-    except OSError as error:
-        raise ValueError(f"data.history_path: {path} cannot be read ({error.strerror})") from error
-    try:
+        try:
+            file = open_regular(path)
+        except ValueError as error:
+            raise ValueError(f"data.history_path: {error}") from error
         with file:
             for number, line in _lines(file):
                 try:

@@ -31,7 +31,7 @@ from rlmath.rewards.custom_function import code_fingerprint, is_same_function
 from rlmath.rewards.several_rewards import functions_of
 from rlmath.rollout.sampling import CPU_SAMPLER_VERSION
 from rlmath.trainer.preflight.length_curriculum import stage_list_problems
-from rlmath.trainer.rollback import read_rollbacks, records_of, superseded_by
+from rlmath.trainer.rollback import joined_records, read_rollbacks, superseded_by
 
 logger = logging.getLogger(__name__)
 
@@ -199,7 +199,9 @@ def find_recovery(config: Config, origin: Origin, total_steps: int) -> Recovery 
         if problems:
             what = [*(f"  - {problem}" for problem in problems), f"{_START_OVER.capitalize()}."]
             raise ValueError("\n".join([f"The run cannot resume from {checkpoint.folder}:", *what]))
-        records_of(config.run.output_dir, progress)  # ValueError where the file is that of another run
+        joined_records(
+            config.run.output_dir, rollbacks, progress
+        )  # ValueError where the file is that of another run
         candidates.append((checkpoint, progress))
     if candidates:
         return Recovery(candidates, notes, tuple(_changed_code(config, candidates[0], origin)))
