@@ -17,7 +17,7 @@ Prints one JSON object per figure, {"bench", "case", "metric", "value", "unit", 
 - step_seconds: median of all steps but the first, without validation, median over seeds; the baseline is GRPO's.
 
 What the programs print is in `log.txt` of --output. Results are kept there: the same command resumes, and measures
-again what was made with other settings. `--quick`: the first seed and 4 steps, from a base model that learned little:
+again what was made with other settings. `--quick`: the first seed and 4 steps, without "pretrained", from a base model that learned little:
 it shows that all of this runs, and its figures say nothing.
 """
 
@@ -165,17 +165,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--output", type=Path, default=Path("outputs/bench_critic"), help="default: outputs/bench_critic"
     )
     given = parser.parse_args(arguments)
-    if given.steps < 2 or min(given.seeds) < 0:
-        parser.error("needed: --steps of at least 2, and --seeds of at least 0")
-    seeds, task, steps = list(dict.fromkeys(given.seeds)), FULL, given.steps
+    if given.steps <= PRETRAIN_STEPS or min(given.seeds) < 0:
+        parser.error(f"needed: --steps above {PRETRAIN_STEPS}, and --seeds of at least 0")
+    ways, seeds, task, steps = list(WAYS), list(dict.fromkeys(given.seeds)), FULL, given.steps
     if given.quick:
-        seeds, task, steps = seeds[:1], QUICK, QUICK_STEPS
+        ways, seeds, task, steps = ["grpo", "critic"], seeds[:1], QUICK, QUICK_STEPS
     output = open_output(parser, given.output)
 
     status, _ = run_interleaved(
         "bench_critic",
         output,
-        list(WAYS),
+        ways,
         seeds,
         lambda way, seed: read_learned(task.train(output, way, (*WAYS[way], *SETTINGS), seed, steps)),
         lambda way, found: report(way, found[way], found["grpo"]),
