@@ -17,8 +17,8 @@ Prints one JSON object per figure, {"bench", "case", "metric", "value", "unit", 
 - step_seconds: median of all steps but the first, without validation, median over seeds; the baseline is GRPO's.
 
 What the programs print is in `log.txt` of --output. Results are kept there: the same command resumes, and measures
-again what was made with other settings. `--quick`: the first seed and 4 steps, without "pretrained", from a base model that learned little:
-it shows that all of this runs, and its figures say nothing.
+again what was made with other settings. `--quick`: the first seed and 4 steps, without "pretrained", from a base model
+that learned little: it shows that all of this runs, and its figures say nothing.
 """
 
 from __future__ import annotations
