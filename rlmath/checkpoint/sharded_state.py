@@ -8,6 +8,7 @@ distributed checkpoints are made of: nothing is gathered to save, and any rank c
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 from collections.abc import Iterator, Mapping, Sequence
@@ -145,10 +146,13 @@ def held_by(optimizer: Any) -> Iterator[Held]:
     for part in _stepping(optimizer):
         groups, state = part.optimizer.param_groups, part.optimizer.state
         if hasattr(part, "model_param_group_index_map"):
-            for parameter, (group, order) in part.model_param_group_index_map.items():
-                held = part._get_model_param_range_map(parameter)["param"]
-                stepped = groups[group]["params"][order]
-                yield Held(parameter, held.start, held.end, stepped, state[stepped], is_share=True)
+            # Not in the order of that map: a group steps float32 parameters before the copies of the others.
+            for group, *of_group in zip(
+                groups, part.model_fp32_groups, part.model_float16_groups, strict=True
+            ):
+                for parameter, stepped in zip(itertools.chain(*of_group), group["params"], strict=True):
+                    held = part._get_model_param_range_map(parameter)["param"]
+                    yield Held(parameter, held.start, held.end, stepped, state[stepped], is_share=True)
             continue
         models = [one for group in getattr(part, "float16_groups", []) for one in group]
         mains = [one for group in getattr(part, "fp32_from_float16_groups", []) for one in group]

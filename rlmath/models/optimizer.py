@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer import get_megatron_optimizer
@@ -31,7 +32,7 @@ def build_optimizer(
             sgd_momentum=0.0,
             clip_grad=settings.clip_grad,
             params_dtype=device.params_dtype,
-            bf16=device.kind == "cuda",
+            bf16=device.params_dtype is torch.bfloat16,
             use_distributed_optimizer=settings.distributed,
         ),
         list(chunks),

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable
-from contextlib import nullcontext
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,50 +27,9 @@ def learn_twice(folder: Path, case: Case, samples: list[Sample]) -> dict[str, Te
     return on_cpu(state_of(stage))
 
 
-def in_bfloat16(stage: Stage, distributed: bool) -> None:
-    """Give the stage a policy as it is on GPU: parameters in bfloat16, and an optimizer that steps float32 copies."""
-    from megatron_patches.optimizer import tensor_types_named_as_on_cuda
-    from rlmath.checkpoint.hf.weights import load_hf_weights
-    from rlmath.models.build import Actor
-    from rlmath.models.forward_backward import ForwardBackward
-    from rlmath.models.learner import GrpoLearner
-    from rlmath.models.megatron import Recompute, build_chunks, transformer_config, wrap_for_training
-    from rlmath.models.optimizer import build_optimizer, build_scheduler
-
-    device, shape, mesh = replace(stage.device, params_dtype=torch.bfloat16), stage.shape, stage.mesh
-    megatron = transformer_config(shape, mesh, device, stage.config.parallel, Recompute())
-    chunks = build_chunks(shape, mesh, device, megatron)
-    load_hf_weights(chunks, stage.config.model.path, shape, mesh)
-    wrapped = wrap_for_training(chunks, megatron, distributed)
-    settings = replace(stage.config.optimizer, distributed=distributed)
-    # Our patch of the distributed optimizer names the types itself.
-    with nullcontext() if distributed else tensor_types_named_as_on_cuda():
-        optimizer = build_optimizer(settings, wrapped, replace(device, kind="cuda"))
-    scheduler = build_scheduler(settings, optimizer, total_updates=10)
-    other = stage.actor.learner
-    forward_backward = ForwardBackward(
-        wrapped,
-        mesh,
-        device,
-        other.forward_backward.temperature,
-        shape.vocab_size,
-        other.forward_backward.min_tokens_mask,
-    )
-    stage.actor = Actor(
-        GrpoLearner(forward_backward, optimizer, scheduler, other.settings, other.bounds), chunks
-    )
-
-
 def learn_around_an_offload(folder: Path, case: Case, samples: list[Sample]) -> dict[str, Any]:
     """The same two updates, with an offload of all sets before, between and after them."""
     return around_an_offload(build(folder, case), samples)
-
-
-def learn_in_bfloat16(folder: Path, case: Case, samples: list[Sample], distributed: bool) -> dict[str, Any]:
-    """Likewise with a policy as it is on GPU."""
-    stage = build(folder, case)
-    in_bfloat16(stage, distributed)
-    return around_an_offload(stage, samples)
 
 
 def around_an_offload(stage: Stage, samples: list[Sample]) -> dict[str, Any]:

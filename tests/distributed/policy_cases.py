@@ -63,6 +63,10 @@ class Case:
     device: str = "cpu"
     local_layers: bool = True
     """False: Transformer Engine's, on GPU."""
+    bfloat16: bool = False
+    """Parameters as they are on GPU, on CPU: the optimizer steps float32 copies."""
+    distributed: bool | None = None
+    """Data-parallel ranks share the optimizer's state; None: that of Adam."""
 
     @property
     def ranks(self) -> int:
@@ -74,6 +78,7 @@ class Case:
             *(["SP"] if self.sequence else []),
             *(["RC"] if self.recompute else []),
             *(["selective"] if self.selective else []),
+            *(["bfloat16"] if self.bfloat16 else []),
             *(["overlapped"] if self.overlap_grad_reduce else []),
             *([f"VPP{self.virtual_pipeline}"] if self.virtual_pipeline > 1 else []),
             *([f"CP{self.context}"] if self.context > 1 else []),
@@ -108,7 +113,7 @@ def settings(folder: Path, case: Case) -> Config:
             kind=case.optimizer,
             lr=LEARNING_RATE[case.optimizer] if case.lr is None else case.lr,
             clip_grad=case.clip_grad,
-            distributed=case.optimizer == "adam",
+            distributed=case.optimizer == "adam" if case.distributed is None else case.distributed,
             overlap_grad_reduce=case.overlap_grad_reduce,
         ),
         algorithm=AlgorithmConfig(kl_coef=case.kl_coef, early_stop_ratio=case.early_stop_ratio),
@@ -135,6 +140,7 @@ def build(folder: Path, case: Case) -> Stage:
 
 def lay_out(folder: Path, case: Case, device: Any) -> Stage:
     """The actor in the layout of `case` over the ranks of the process group."""
+    from megatron_patches.optimizer import tensor_types_named_as_on_cuda
     from rlmath.models.build import build_actor
     from rlmath.models.megatron import start_megatron
 
@@ -150,7 +156,11 @@ def lay_out(folder: Path, case: Case, device: Any) -> Stage:
     )
     start_megatron(mesh, device, seed=1, timeout_seconds=120.0)
     config, shape = settings(folder, case), shape_of(folder)
-    actor = build_actor(config, shape, mesh, device, total_updates=10, stop_token_ids=(1,))
+    device = replace(device, params_dtype=torch.bfloat16) if case.bfloat16 else device
+    # The distributed optimizer's types are named so by our patch.
+    plain = case.bfloat16 and not config.optimizer.distributed
+    with tensor_types_named_as_on_cuda() if plain else nullcontext():
+        actor = build_actor(config, shape, mesh, device, total_updates=10, stop_token_ids=(1,))
     return Stage(actor, mesh, shape, config, device)
 
 

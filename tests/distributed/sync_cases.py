@@ -155,11 +155,7 @@ def _report(case: Case, one: Target, sent: Any) -> dict[str, Any]:
 
 def transfer_from_bfloat16(folder: Path, case: Case, engine_size: int) -> list[str]:
     """What is wrong in a bfloat16 target of a bfloat16 policy, as both are on GPU."""
-    from tests.distributed.offload_cases import in_bfloat16
-
-    stage = build(folder, case)
-    in_bfloat16(stage, distributed=True)
-    one = target(stage, engine_size, torch.bfloat16)
+    one = target(build(folder, case), engine_size, torch.bfloat16)
     one.sync.run(check=True)
     return one.wrong()
 

@@ -77,8 +77,8 @@ def test_data_parallel_ranks_share_the_state_of_adam(ranks: RankPool, untied_mod
 def test_float32_copies_of_bfloat16_parameters_leave_with_the_optimizer(
     ranks: RankPool, untied_model: Path, kind: str, distributed: bool
 ) -> None:
-    arguments = (untied_model, Case(optimizer=kind), SAMPLES, distributed)
-    (report,) = ranks.run(1, offload_cases.learn_in_bfloat16, *arguments)
+    case = Case(optimizer=kind, bfloat16=True, distributed=distributed)
+    (report,) = ranks.run(1, offload_cases.learn_around_an_offload, untied_model, case, SAMPLES)
     moments = 2 if kind == "adam" else 0
     counters = sum(name.endswith(".step") for name in report["state"])
     assert report["left"] == {

@@ -73,7 +73,7 @@ def test_every_engine_has_the_policys_weights_after_every_sync(
 
 
 def test_a_policy_in_bfloat16_travels_as_it_is(ranks: RankPool, untied_model: Path) -> None:
-    case = Case(tensor=2, optimizer="adam")
+    case = Case(tensor=2, optimizer="adam", bfloat16=True)
     assert ranks.run(2, sync_cases.transfer_from_bfloat16, untied_model, case, 1) == [[], []]
 
 
