@@ -63,6 +63,9 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 GIB = 2**30
 BF16_NATS = 0.05
 """Most by which a log-prob in bfloat16 may differ from float32's on average over a sequence's tokens (nats)."""
+BF16_NATS_AFTER = 0.2
+"""Likewise of one log-prob after a step of Adam, whose first step moves every weight by the learning rate in the
+direction of its gradient's sign, also where the gradient is no more than rounding (0.08 were seen)."""
 BF16_GRADIENT = 0.02
 """Most by which the norm of a gradient may differ likewise (share)."""
 PLAN_SHARE = 0.1
@@ -283,14 +286,12 @@ def compare(given: argparse.Namespace, case: dict[str, str]) -> None:
     exact = in_own_process(model, {"device": "cpu", "layers": "local", "dtype": "float32"})
     found = in_own_process(model, case)
     title = f"{case['layers']} layers, {case['dtype']} on {case['device']} against float32 on CPU"
-    for name in ("before", "after"):
+    for name, most in (("before", BF16_NATS), ("after", BF16_NATS_AFTER)):
         differences = [abs(a - b) for a, b in zip(exact[name], found[name], strict=True)]
-        mean = sum(differences) / len(differences)
+        mean, largest = sum(differences) / len(differences), max(differences)
         of = f"{title}: log-probs {name} an update"
         tell(f"{of}, mean difference", mean, "nats", f"{BF16_NATS / 5:g} at most", mean <= BF16_NATS / 5)
-        tell(
-            f"{of}, largest", max(differences), "nats", f"{BF16_NATS} at most", max(differences) <= BF16_NATS
-        )
+        tell(f"{of}, largest", largest, "nats", f"{most} at most", largest <= most)
     share = found["grad_norm"] / exact["grad_norm"] - 1
     tell(
         f"{title}: norm of the gradient",
