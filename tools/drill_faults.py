@@ -7,7 +7,8 @@ very same command, until all its disturbances are done. Another one, with the sa
 undisturbed. Then
 
 - the metrics of the two, but for times, are the same, row by row and bit by bit, and so are their models' tensors;
-- where completions are carried or groups deferred, most steps of the undisturbed run have left some in flight;
+- where completions are carried or groups deferred, most steps of the undisturbed run have left some in flight; where
+  rollbacks are allowed, it has made one;
 - every disturbance ended the run with the right status, in bounded time, and lost at most a few steps, or the run went
   on by itself;
 - no process and no half-written file or folder is left.
@@ -38,6 +39,7 @@ from rlmath.distributed.fault_tolerance.exit_codes import (
     clear_exit_status,
     read_exit_status,
 )
+from rlmath.trainer.rollback import read_rollbacks
 from rlmath.trainer.telemetry.metrics_writer import without_times
 from tools.drill_damage import own_disk
 from tools.drill_kinds import KINDS, VALIDATE_EVERY, Program
@@ -74,6 +76,8 @@ class Chain:
     """Steps from the last start to the run's end, of which only that start and the undisturbed run know."""
     in_flight: str | None = None
     """The metric of what a step leaves unfinished: where it is 0, a disturbance tries nothing that "wait" has not."""
+    goes_back: bool = False
+    """The run has rollbacks: without any, a disturbance meets none."""
 
     @property
     def command(self) -> list[str]:
@@ -121,6 +125,28 @@ CHAINS: dict[str, Chain] = {
         ("reward.mask_no_eos_with_zero=true", "rollout.tail=defer", *LONG_TAIL),
         STEPS_UNTIL_NOTHING_IS_LEFT,
         "rollout/deferred_groups",
+    ),
+    # All that adds a model, a memory of earlier steps or another seed. The rewards of a random model go up and down, and
+    # a small drop is taken for a collapse: it goes back several times.
+    "signals": Chain(
+        "grpo",
+        1,
+        (
+            "reward.function=tools.drill_kinds:reward",
+            "algorithm.advantage=gae",
+            "critic.pretrain_steps=1",
+            "teacher.path={base}/base",
+            "teacher.with_rewards=true",
+            "algorithm.kl_coef=0.05",
+            "algorithm.reference_every_steps=3",
+            "data.curriculum=band",
+            "algorithm.rollback=3",
+            "algorithm.rollback_reward_drop=0.1",
+            "algorithm.rollback_reward_steps=2",
+            "memory.offload_critic=true",
+            "memory.offload_teacher=true",
+        ),
+        goes_back=True,
     ),
     "sft": Chain("sft", 1, ("data.train_path={base}/data/worked.jsonl", "sft.eval_every_steps=7")),
 }
@@ -520,6 +546,8 @@ def run_chain(drill: Drill, names: list[str], rng: random.Random) -> tuple[list[
             if drill.chain.in_flight is not None:
                 rows = [json.loads(line) for line in metric_lines(undisturbed)]
                 problems += in_flight_problems(drill.chain.in_flight, rows)
+            if drill.chain.goes_back and not read_rollbacks(undisturbed):
+                problems.append("the undisturbed run made no rollback: raise --kills, so that it is longer")
             problems += run_differences(undisturbed, disturbed.folder / "run") + lost_too_much(
                 disturbed.outcomes
             )
