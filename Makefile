@@ -31,7 +31,7 @@ help: ## say what there is
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 28
 
 demo: venv ## train a tiny model and print the result: SEED=1 ALGORITHM=grpo RANKS=2 TP=2 PP=1
-	.venv/bin/python tools/demo.py --seed $(SEED) --algorithm $(ALGORITHM) --ranks $(RANKS) --tensor-parallel $(TP) --pipeline-parallel $(PP) --started-at $(STARTED)
+	.venv/bin/rlmath demo --seed $(SEED) --algorithm $(ALGORITHM) --ranks $(RANKS) --tensor-parallel $(TP) --pipeline-parallel $(PP) --started-at $(STARTED)
 
 test: venv ## run the tests: all without ranks, one of every distributed behaviour, a run that is resumed
 	.venv/bin/python -m tests $(ARGS)
@@ -75,17 +75,17 @@ clean: ## remove environments, caches and the demo's output
 	rm -rf .venv .venv-next .venv-lint .venv*.lock .pytest_cache .ruff_cache .hypothesis .gpu-lock *.egg-info outputs/demo
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-# The environments. tools/install.py does nothing where one is current.
+# The environments. rlmath.cli.install does nothing where one is current.
 
 python:
 	@test -n "$(PYTHON)" || { echo "No Python 3.11 or 3.12 was found that runs. Install one, or name it:" \
 		"make test PYTHON=/path/to/python3.11" >&2; exit 1; }
 
 venv: python
-	@"$(PYTHON)" tools/install.py .venv requirements/cpu.txt --project
+	@"$(PYTHON)" -m rlmath.cli.install .venv requirements/cpu.txt --project
 
 venv-next: python
-	@"$(PYTHON)" tools/install.py .venv-next requirements/cpu.txt requirements/next.txt --project
+	@"$(PYTHON)" -m rlmath.cli.install .venv-next requirements/cpu.txt requirements/next.txt --project
 
 venv-lint: python
-	@"$(PYTHON)" tools/install.py .venv-lint requirements/lint.txt --gigabytes 0.5
+	@"$(PYTHON)" -m rlmath.cli.install .venv-lint requirements/lint.txt --gigabytes 0.5

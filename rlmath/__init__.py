@@ -1,9 +1,25 @@
-"""rlmath: reinforcement learning of mathematical reasoning, one SPMD program on Megatron-Core and vLLM."""
+"""rlmath: reinforcement learning of mathematical reasoning, one SPMD program on Megatron-Core and vLLM.
 
+`verify`, `load_config`, `Config`, `train` and `Run` are its public names (`rlmath.cli.api`); they are stable.
+"""
+
+import importlib
 import os
+from typing import TYPE_CHECKING, Any
 
 # Read by these libraries when they are imported, so set before any of them is. Models and data are local folders.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
+if TYPE_CHECKING:
+    from rlmath.cli.api import Config, Run, load_config, train, verify
+
 __version__ = "0.1.0"
+__all__ = ["Config", "Run", "__version__", "load_config", "train", "verify"]
+
+
+def __getattr__(name: str) -> Any:
+    """The public names, imported when they are first asked for: a rank has no use for them."""
+    if name in __all__:
+        return getattr(importlib.import_module("rlmath.cli.api"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -73,9 +73,9 @@ def tied_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def made_arithmetic(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What `arithmetic` copies; nobody writes here."""
     place = tmp_path_factory.mktemp("made")
-    make_data = ("tools/make_arithmetic.py", "--output", f"{place}/data")
+    make_data = ("-m", "rlmath.cli.make_arithmetic", "--output", f"{place}/data")
     programs.run(*make_data, "--train", "200", "--heldout", "20")
-    programs.run("tools/make_tiny_model.py", "--output", f"{place}/base")
+    programs.run("-m", "rlmath.cli.make_tiny_model", "--output", f"{place}/base")
     return place
 
 

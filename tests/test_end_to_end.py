@@ -247,7 +247,7 @@ def test_the_run_leaves_summary_samples_and_events(workplace: Path) -> None:
         f"step-{step:06d}.jsonl" for step in (1, 2, 3)
     ]
     assert any((folder / "tensorboard").iterdir())
-    shown = run("tools/show_samples.py", str(folder), "--step", "last").stdout
+    shown = run("-m", "rlmath.cli.samples", str(folder), "--step", "last").stdout
     assert "reward" in shown
 
 

@@ -23,6 +23,7 @@ ORDER = [
     "trainer",
     "evals",
     "planner",
+    "cli",
 ]
 """The packages of rlmath/: each may import those before it."""
 BASELINE = "tools/bare_start.py"

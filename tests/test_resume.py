@@ -218,7 +218,7 @@ def test_a_kept_checkpoint_is_exported_and_converts_to_the_very_same_model(
     kept = [json.loads(path.read_text()) for path in whole.glob("checkpoints/*/manifest.json")]
     assert [one["step"] for one in kept if one["kept"]] == [3]
     checkpoint = str(whole / "checkpoints" / "step-000003")
-    run("tools/convert_megatron_to_hf.py", "--checkpoint", checkpoint, "--output", str(tmp_path / "hf"))
+    run("-m", "rlmath.cli.convert", "to-hf", "--checkpoint", checkpoint, "--output", str(tmp_path / "hf"))
     ours, exported = (
         load_file(f / "model.safetensors") for f in (tmp_path / "hf", whole / "models" / "step-000003")
     )
@@ -253,7 +253,7 @@ def test_a_run_does_not_go_on_as_another_one(
 ) -> None:
     another = arithmetic / "another"
     if not another.exists():
-        run("tools/make_tiny_model.py", "--output", str(another), "--seed", "7")
+        run("-m", "rlmath.cli.make_tiny_model", "--output", str(another), "--seed", "7")
     before = sorted(path.name for path in whole_runs["TP2"].iterdir())
     arguments = [*small_run(arithmetic, whole_runs["TP2"]), *SETTINGS, "parallel.tensor=2"]
     done = run(

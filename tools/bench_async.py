@@ -41,10 +41,10 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from rlmath.cli import demo
 from rlmath.config.terminal import escape_terminal
 from rlmath.planner.lengths import Lengths, lengths_measured
 from rlmath.trainer.telemetry.metrics_writer import read_metrics
-from tools import demo
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 WARM_UP = 4

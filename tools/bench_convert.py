@@ -135,8 +135,17 @@ def ways(model: Path, place: Path) -> list[tuple[str, list[str], Path]]:
     """Name, command and output of each."""
     copy, saved, state, back = (place / name for name in ("copy", "saved", "megatron", "hf"))
     python = sys.executable
-    to_megatron = [python, "tools/convert_hf_to_megatron.py", "--hf", str(model), "--output", str(state)]
-    to_hf = [python, "tools/convert_megatron_to_hf.py", "--checkpoint", str(state), "--output", str(back)]
+    to_megatron = [
+        python,
+        "-m",
+        "rlmath.cli.convert",
+        "to-megatron",
+        "--hf",
+        str(model),
+        "--output",
+        str(state),
+    ]
+    to_hf = [python, "-m", "rlmath.cli.convert", "to-hf", "--checkpoint", str(state), "--output", str(back)]
     return [
         ("cp", ["cp", "-r", str(model), str(copy)], copy),
         ("transformers", [python, "-c", TRANSFORMERS, str(model), str(saved)], saved),

@@ -3,7 +3,7 @@
     python tools/bench_critic.py [--seeds 1 2 3] [--steps 30] [--quick]
 
 Half of the problems are additions of numbers of up to two digits, which the base model gets right nearly always, half
-of numbers of six, which it hardly ever does (tools/make_arithmetic.py, supervised training by tools/demo.py). GRPO and
+of numbers of six, which it hardly ever does (rlmath.cli.make_arithmetic, supervised training by rlmath demo). GRPO and
 configs/algorithms/critic.yaml then train it on the same problems, with as many samples. In the first three steps that
 recipe trains the critic alone, with "pretrained" in nine. Two ranks of configs/demo.yaml (TP1 x DP2).
 

@@ -2,8 +2,8 @@
 
     python tools/bench_curriculum.py [--seeds 1 2 3] [--steps 48] [--target 0.9] [--quick]
 
-Additions of numbers of up to two digits, and 10% of numbers of four (tools/make_arithmetic.py). One base model learns
-them by supervised training (tools/demo.py): the short ones nearly without a slip, the long ones with so many that 40%
+Additions of numbers of up to two digits, and 10% of numbers of four (rlmath.cli.make_arithmetic). One base model learns
+them by supervised training (rlmath demo): the short ones nearly without a slip, the long ones with so many that 40%
 come out right. GRPO then trains it on 128 of the problems, 32 a step, with every seed: "none" draws all problems,
 "band" those whose pass rate lies in the default band (with the default floor), "skip_solved" those that are
 not always right. Two ranks of configs/demo.yaml (TP1 x DP2); nothing else differs.

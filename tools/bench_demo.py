@@ -2,7 +2,7 @@
 
     python tools/bench_demo.py [--algorithms grpo gspo] [--seeds 101 102 103 104 105] [--quick]
 
-Every seed has data and a base model of its own (tools/demo.py), from which every recipe is trained and evaluated.
+Every seed has data and a base model of its own (rlmath/cli/demo.py), from which every recipe is trained and evaluated.
 Prints one JSON object per recipe and seed, {"bench", "case", "metric", "value", "unit", "baseline", "ratio"}, and at
 the end each recipe's worst and median seed: `value` is the share of right answers after training in %, `baseline` that
 before, `ratio` how many times more are right. What the programs print is in `log.txt`. Results are kept: the same
@@ -21,8 +21,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from rlmath.cli import demo
 from rlmath.config.terminal import escape_terminal
-from tools import demo
 from tools.benchmark_runs import BASE_SETTINGS, fingerprint, load_or_measure
 
 SEEDS = (101, 102, 103, 104, 105)

@@ -3,8 +3,8 @@ model's samples.
 
     python tools/bench_distill.py [--seed 1] [--steps 25] [--output outputs/bench_distill] [--quick]
 
-The teacher is the demo's model (tools/demo.py), trained by SFT and GRPO; the student has half of its hidden size and
-MLP, and learned from worked solutions with slips (tools/make_arithmetic.py) alone. Three ways to go on from
+The teacher is the demo's model (rlmath demo), trained by SFT and GRPO; the student has half of its hidden size and
+MLP, and learned from worked solutions with slips (rlmath.cli.make_arithmetic) alone. Three ways to go on from
 there, all for the same number of optimizer steps, at learning rates (RATES) that fall to a tenth, on two ranks:
 
 - full, advantage: `teacher.loss` of configs/algorithms/distill.yaml, on problems of train.jsonl. Rewards are measured,
@@ -33,8 +33,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from rlmath.cli import demo
 from rlmath.config.terminal import escape_terminal
-from tools import demo
 from tools.benchmark_runs import BASE_SETTINGS, fingerprint, load_or_measure, print_figure
 
 RANKS = 2
@@ -71,9 +71,9 @@ def make_teacher(folder: Path, plan: Plan) -> dict[str, Any]:
     """The demo's model in `base`, and after GRPO in `run`."""
     python, environment = sys.executable, demo.child_environment()
     seed = ["--seed", str(plan.seed)]
-    make_data = [python, "tools/make_arithmetic.py", "--output", str(folder / "data"), *seed]
+    make_data = [python, "-m", "rlmath.cli.make_arithmetic", "--output", str(folder / "data"), *seed]
     demo.run("Arithmetic problems", make_data, environment)
-    make_model = [python, "tools/make_tiny_model.py", "--output", str(folder / "random"), *seed]
+    make_model = [python, "-m", "rlmath.cli.make_tiny_model", "--output", str(folder / "random"), *seed]
     demo.run("A tiny random model", make_model, environment)
     demo.teach(folder, plan.seed, plan.taught)
     more = [f"run.total_steps={plan.teacher_steps}"]
@@ -83,7 +83,7 @@ def make_teacher(folder: Path, plan: Plan) -> dict[str, Any]:
 
 def make_student(folder: Path, data: Path, plan: Plan) -> dict[str, Any]:
     """A model of half the teacher's width in `base`, from worked solutions."""
-    make = [sys.executable, "tools/make_tiny_model.py", "--output", str(folder / "random"), *STUDENT]
+    make = [sys.executable, "-m", "rlmath.cli.make_tiny_model", "--output", str(folder / "random"), *STUDENT]
     demo.run("A smaller random model", [*make, "--seed", str(plan.seed)], demo.child_environment())
     (folder / "data").symlink_to(data)
     demo.teach(folder, plan.seed, [*plan.taught, "run.total_epochs=1"])

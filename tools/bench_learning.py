@@ -5,8 +5,8 @@ and short answers.
                                    [--picture tail_learning.svg]
     python tools/bench_learning.py --ways async0 async1 async4 async8 async1_clip async4_clip async8_clip
 
-Additions of numbers of up to two digits, and 15% of numbers of six (tools/make_arithmetic.py), whose worked solutions
-are almost three times as long. One base model learns them by supervised training, with slips (tools/demo.py); GRPO
+Additions of numbers of up to two digits, and 15% of numbers of six (rlmath.cli.make_arithmetic), whose worked solutions
+are almost three times as long. One base model learns them by supervised training, with slips (rlmath demo); GRPO
 then trains it with every way and seed on two ranks of configs/demo.yaml (TP1 x DP2; "async": one trains, one has the
 engine), all with the decoupled loss (configs/algorithms/decoupled.yaml), so that they differ in the way alone. carry1,
 carry2, carry4 and async0 to async8 have that `rollout.max_staleness`; "_clip": without the decoupled loss, the ratio is
@@ -44,9 +44,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from rlmath.cli import demo
+from rlmath.cli.plot_run import Curve, canvas_for, draw
 from rlmath.config.terminal import escape_terminal
 from rlmath.trainer.telemetry.metrics_writer import VALIDATION_FILE, read_metrics
-from tools import demo
 from tools.benchmark_runs import (
     BASE_SETTINGS,
     fingerprint,
@@ -55,7 +56,6 @@ from tools.benchmark_runs import (
     print_figure,
     run_interleaved,
 )
-from tools.plot_run import Curve, canvas_for, draw
 
 CLIP = (
     "algorithm.recompute_logprobs=false",
@@ -144,11 +144,27 @@ class Learned:
 def make_base(folder: Path, base: Base) -> dict:
     """Data and the base model, in `data` and `base`; returns nothing that is to be kept."""
     python, environment = sys.executable, demo.child_environment()
-    made = [python, "tools/make_arithmetic.py", "--output", str(folder / "data"), "--seed", str(BASE_SEED)]
+    made = [
+        python,
+        "-m",
+        "rlmath.cli.make_arithmetic",
+        "--output",
+        str(folder / "data"),
+        "--seed",
+        str(BASE_SEED),
+    ]
     made += ["--long-share", str(LONG_SHARE), "--train", str(base.train)]
     made += ["--heldout", str(base.heldout), "--worked", str(base.worked)]
     demo.run("Arithmetic problems", made, environment)
-    model = [python, "tools/make_tiny_model.py", "--output", str(folder / "random"), "--seed", str(BASE_SEED)]
+    model = [
+        python,
+        "-m",
+        "rlmath.cli.make_tiny_model",
+        "--output",
+        str(folder / "random"),
+        "--seed",
+        str(BASE_SEED),
+    ]
     demo.run("A tiny random model", model, environment)
     demo.teach(folder, BASE_SEED, (*SFT_SETTINGS, f"run.total_epochs={base.epochs}"))
     return {}

@@ -63,9 +63,18 @@ def run(command: list[str], environment: dict[str, str]) -> str:
 
 
 def make_inputs(folder: Path, environment: dict[str, str]) -> None:
-    data = ["tools/make_arithmetic.py", "--output", f"{folder}/data", "--train", "400", "--heldout", "20"]
+    data = [
+        "-m",
+        "rlmath.cli.make_arithmetic",
+        "--output",
+        f"{folder}/data",
+        "--train",
+        "400",
+        "--heldout",
+        "20",
+    ]
     run(data, environment)
-    run(["tools/make_tiny_model.py", "--output", f"{folder}/base"], environment)
+    run(["-m", "rlmath.cli.make_tiny_model", "--output", f"{folder}/base"], environment)
 
 
 def overrides(folder: Path, steps: int) -> list[str]:

@@ -5,7 +5,7 @@
 
 Two processes each. TRL runs in an environment of its own, which this makes from requirements/peer.txt:
 
-    python tools/install.py .venv-peer requirements/peer.txt
+    python -m rlmath.cli.install .venv-peer requirements/peer.txt
 
 Without it the bench says so and ends with status 0. Every side runs each of its listed settings (at most six) once, and
 the best of them `--rounds` times in all, in turns with the other side's.
@@ -46,9 +46,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
+from rlmath.cli import demo
+from rlmath.cli.make_tiny_model import make_tokenizer
 from rlmath.config.terminal import escape_terminal
-from tools import demo
-from tools.make_tiny_model import make_tokenizer
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 RANKS = 2
@@ -157,7 +157,8 @@ def prepare(place: Path, name: str) -> tuple[Path, Path]:
         if not (place / "data").exists():
             make = [
                 sys.executable,
-                "tools/make_arithmetic.py",
+                "-m",
+                "rlmath.cli.make_arithmetic",
                 "--output",
                 str(place / "data"),
                 "--seed",
@@ -415,7 +416,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     python = given.peer.absolute() / "bin" / "python"
     if not python.exists():
         print(
-            f"bench_peer: skipped: {python} is not there. Make it: python tools/install.py {given.peer} "
+            f"bench_peer: skipped: {python} is not there. Make it: python -m rlmath.cli.install {given.peer} "
             "requirements/peer.txt",
             file=sys.stderr,
         )

@@ -33,7 +33,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from tools import demo
+from rlmath.cli import demo
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 RANKS = 2
@@ -133,8 +133,8 @@ def main() -> None:
         place, model = Path(name), Path(name) / "model"
         environment = demo.child_environment()
         for command in (
-            ["tools/make_arithmetic.py", "--output", str(place / "data")],
-            ["tools/make_tiny_model.py", "--output", str(model)],
+            ["-m", "rlmath.cli.make_arithmetic", "--output", str(place / "data")],
+            ["-m", "rlmath.cli.make_tiny_model", "--output", str(model)],
         ):
             subprocess.run(
                 [sys.executable, *command], cwd=REPOSITORY, env=environment, check=True, stdout=sys.stderr

@@ -67,7 +67,7 @@ class Case:
     """A model, and the samples of one update."""
 
     make: tuple[str, ...]
-    """Arguments of tools/make_tiny_model.py."""
+    """Arguments of rlmath/cli/make_tiny_model.py."""
     samples: int
     mean_tokens: int
     most_tokens: int
@@ -227,7 +227,8 @@ def main() -> None:
         for name in dict.fromkeys(("0.6M", *names)):
             make = [
                 sys.executable,
-                "tools/make_tiny_model.py",
+                "-m",
+                "rlmath.cli.make_tiny_model",
                 "--output",
                 f"{place}/{name}",
                 *CASES[name].make,

@@ -89,7 +89,7 @@ CASES = (
 def make_folder(folder: Path, size: str) -> None:
     """What vLLM needs of a model without its weights: configuration and tokenizer."""
     sys.path.insert(0, str(REPOSITORY))
-    from tools.make_tiny_model import make_tokenizer
+    from rlmath.cli.make_tiny_model import make_tokenizer
 
     layers, hidden, ffn, vocabulary = SIZES[size]
     Qwen2Config(

@@ -609,7 +609,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place) / "model"
-        make = [sys.executable, "tools/make_tiny_model.py", "--output", str(folder)]
+        make = [sys.executable, "-m", "rlmath.cli.make_tiny_model", "--output", str(folder)]
         subprocess.run(make, cwd=REPOSITORY, check=True, stdout=subprocess.DEVNULL)
         launcher = ("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={max(ENGINES)}")
         program = (str(Path(__file__).resolve()), "--model", str(folder), "--ways", *options.ways)

@@ -15,16 +15,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from tools import demo
-from tools.make_arithmetic import make_problems, worked_rows
+from rlmath.cli import demo
+from rlmath.cli.make_arithmetic import make_problems, worked_rows
 
+REPOSITORY = Path(__file__).resolve().parents[1]
 Result = TypeVar("Result")
 
 BASE_SETTINGS = (
     "configs/demo_sft.yaml",
-    "tools/demo.py",
-    "tools/make_arithmetic.py",
-    "tools/make_tiny_model.py",
+    "rlmath/cli/demo.py",
+    "rlmath/cli/make_arithmetic.py",
+    "rlmath/cli/make_tiny_model.py",
 )
 """What a base model and its accuracy follow from."""
 
@@ -33,7 +34,7 @@ def fingerprint(files: Sequence[str | Path], *values: object) -> str:
     """Of the contents of files of the repository, and of values."""
     digest = hashlib.sha256(repr(values).encode())
     for file in files:
-        digest.update((demo.REPOSITORY / file).read_bytes())
+        digest.update((REPOSITORY / file).read_bytes())
     return digest.hexdigest()[:16]
 
 
@@ -189,7 +190,7 @@ class TwoKindTask:
 
         def make() -> dict:
             self.write_problems(folder / "data")
-            model = [sys.executable, "tools/make_tiny_model.py", "--output", str(folder / "random")]
+            model = [sys.executable, "rlmath/cli/make_tiny_model.py", "--output", str(folder / "random")]
             demo.run("A tiny random model", [*model, "--seed", str(self.seed)], demo.child_environment())
             demo.teach(folder, self.seed, settings)
             return {}

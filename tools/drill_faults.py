@@ -126,8 +126,8 @@ CHAINS: dict[str, Chain] = {
         STEPS_UNTIL_NOTHING_IS_LEFT,
         "rollout/deferred_groups",
     ),
-    # All that adds a model, a memory of earlier steps or another seed. The rewards of a random model go up and down, and
-    # a small drop is taken for a collapse: it goes back several times.
+    # All that adds a model, a memory of earlier steps or another seed. The rewards of a random model go up and down,
+    # and a small drop is taken for a collapse: it goes back several times.
     "signals": Chain(
         "grpo",
         1,
@@ -269,8 +269,8 @@ def possible(name: str, chain: str) -> bool:
 def make_base(folder: Path) -> None:
     """Problems and a random model, by the tools that users have."""
     sizes = ["--train", "200", "--heldout", "20", "--worked", "400"]
-    data = ["tools/make_arithmetic.py", "--output", f"{folder}/data", *sizes]
-    model = ["tools/make_tiny_model.py", "--output", f"{folder}/base"]
+    data = ["-m", "rlmath.cli.make_arithmetic", "--output", f"{folder}/data", *sizes]
+    model = ["-m", "rlmath.cli.make_tiny_model", "--output", f"{folder}/base"]
     for command in (data, model):
         subprocess.run([sys.executable, *command], cwd=REPOSITORY, check=True, stdout=subprocess.DEVNULL)
 
@@ -300,9 +300,14 @@ class Disturbed:
         """Disturb it to its end. Stops early where a start ends before it is disturbed."""
         for one in plan_starts(names):
             if self.steps == ENDLESS and (one.ending is None or KINDS[one.ending].place == "export"):
-                self.steps = self._steps_done() + self.drill.chain.steps_after
+                self.steps = self._steps_reached() + self.drill.chain.steps_after
             if not self._one_start(one):
                 return
+
+    def _steps_reached(self) -> int:
+        """The last step of any start: a rollback's steps are made by an undisturbed run only if it gets there."""
+        diverged = [one.diverged_step for one in read_rollbacks(self.folder / "run")]
+        return max([self._steps_done(), *diverged])
 
     def _steps_done(self) -> int:
         rows = metric_lines(self.folder / "run")

@@ -6,7 +6,7 @@ The rank's actor and reference are built in one process, whatever the number of 
 of the reference, and a minibatch through the pipeline's schedule with its optimizer step; offloads what the settings
 say ("generate"); and plans a weight sync into engines that live in the same ranks. Every line has a phase, a part of
 it, what the plan says and what was counted (GiB): first memory, then what is sent, by the group of ranks that exchange
-it, beside what tools/plan_run.py counts for the same minibatch, and by operation with how many there were. Transformer
+it, beside what rlmath plan counts for the same minibatch, and by operation with how many there were. Transformer
 Engine's layers are stand-ins (tools/fake_cuda.py); with policy.transformer_impl=local all layers are real. Of the
 model only config.json is read.
 

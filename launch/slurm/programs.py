@@ -12,11 +12,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from launch import evaluate
 from rlmath.config.help import nearest_path
 from rlmath.config.load import load_config
 from rlmath.config.model_shape import ModelShape
 from rlmath.config.schema import Config
+from rlmath.evals import command as evaluate
 from rlmath.evals.benchmarks import find_benchmark
 from rlmath.evals.plan import Plan
 from rlmath.models.hf_config import planned_shape

@@ -1,8 +1,8 @@
 """Submit a run to Slurm: check it, write its script, put it into the queue.
 
-python launch/slurm/submit.py --config configs/my.yaml --nodes 16 --partition gpu --requeue parallel.tensor=4
-python launch/slurm/submit.py --program sft --config configs/my_sft.yaml --nodes 2
-python launch/slurm/submit.py --program evaluate --nodes 2 -- --model outputs/first --benchmarks aime24 \\
+rlmath submit --config configs/my.yaml --nodes 16 --partition gpu --requeue parallel.tensor=4
+rlmath submit --program sft --config configs/my_sft.yaml --nodes 2
+rlmath submit --program evaluate --nodes 2 -- --model outputs/first --benchmarks aime24 \\
     --data-dir data/benchmarks --output outputs/eval
 
 Paths begin at the folder it is called from. --dry-run prints the script; docs/clusters.md says what a job does.
@@ -55,7 +55,10 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     """The command line; what stands behind "--" is the program's, and so are overrides."""
     cut = argv.index("--") if "--" in argv else len(argv)
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+        prog="rlmath submit",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
     add = parser.add_argument
     add("--program", default="grpo", choices=("grpo", "sft", "evaluate"), help="default grpo")

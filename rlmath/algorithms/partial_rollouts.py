@@ -132,7 +132,9 @@ def advance_carry(
     already, nothing is drawn and no round is made.
 
     `sample_round` gets all groups in flight and returns them after a round; `choose` says what is learned from of a
-    complete group. The last steps finish what is in flight, so that at the end of `steps_left` steps nothing is.
+    complete group. The last steps finish what is in flight, so that at the end of `steps_left` steps nothing is; but
+    at most `max_dropped` groups may stay, from which no step learns: selection drops some, which are replaced, and then
+    an older group becomes complete and leaves in place of one of them.
 
     Rounds are made, too, while the step would leave a group behind that could not be learned within `max_staleness`
     steps of its first token, each of the next steps taking the oldest.

@@ -44,6 +44,7 @@ from rlmath.config.help import (
     text_problems,
 )
 from rlmath.config.schema import MISSING, Config
+from rlmath.config.shared_files import shipped_config
 
 COMPACT_SECTION = "parallel"
 """The section that a word such as d32t2p1 stands for."""
@@ -304,11 +305,14 @@ class _Reader:
         self._problems.append(problem)
 
     def read_file(self, path: Path, below: tuple[Path, ...] = ()) -> None:
-        """A YAML file, after the one that it starts from; `below` are the files that start from this one."""
+        """A YAML file, after the one that it starts from; `below` are the files that start from this one. Where there
+        is none, and the path is that of a file which rlmath ships (configs/demo.yaml), it is that one."""
         if path.resolve() in below:
             raise ValueError(
                 f'The config file "{path}" starts from itself. Take out one of the "{_BASE}:" lines.'
             )
+        if not os.path.exists(path):
+            path = shipped_config(path) or path
         if not os.path.exists(path):
             raise ValueError(f'There is no config file "{path}".{nearest_path(path)}')
         if not os.path.isfile(path):

@@ -17,7 +17,8 @@ from rlmath.checkpoint.hf.weights import read_metadata_files
 from rlmath.config.files import read_json_object
 from rlmath.models.hf_config import check_loadable, missing_folder_problem, read_model_shape
 from rlmath.trainer.resume import model_fingerprint
-from rlmath.trainer.run_dir import EXPORT_FOLDER, SUMMARY_NAME
+from rlmath.trainer.run_dir import EXPORT_FOLDER
+from rlmath.trainer.telemetry.metrics_writer import SUMMARY_FILE
 
 logger = logging.getLogger(__name__)
 
@@ -59,7 +60,7 @@ def _hugging_face(path: Path) -> Path | None:
         return path
     last = path / EXPORT_FOLDER
     exported = (last / "config.json").is_file()
-    running = (path / CHECKPOINTS).is_dir() and not (path / SUMMARY_NAME).is_file()
+    running = (path / CHECKPOINTS).is_dir() and not (path / SUMMARY_FILE).is_file()
     return last if exported and not running else None
 
 
@@ -68,7 +69,7 @@ def _convert(path: Path, output: Path) -> Path:
     if source.metadata_files is None:
         raise ValueError(
             f"--model: {source.state} has no config.json beside it (hf/config.json), so its model is unknown; convert "
-            "it by tools/convert_megatron_to_hf.py --config, and evaluate the result"
+            "it by rlmath convert to-hf --config, and evaluate the result"
         )
     folder, note = output / CONVERTED, output / _SOURCE
     origin = {"state": str(source.state.resolve()), "content": _content(source)}

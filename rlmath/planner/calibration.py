@@ -29,8 +29,8 @@ from rlmath.trainer.preflight.checks import value_problems
 from rlmath.trainer.preflight.memory_estimate import Target
 from rlmath.trainer.preflight.memory_fit import planned_target
 from rlmath.trainer.preflight.parallelism import ranks_of_layout
-from rlmath.trainer.run_dir import CONFIG_NAME, SUMMARY_NAME
-from rlmath.trainer.telemetry.metrics_writer import METRICS_FILE, read_metrics
+from rlmath.trainer.run_dir import CONFIG_NAME
+from rlmath.trainer.telemetry.metrics_writer import METRICS_FILE, SUMMARY_FILE, read_metrics
 
 SWITCH_PHASES = ("offload", "wake", "wake_kv_cache", "sleep", "restore")
 """Timers that make up the switch, as in `reporter`."""
@@ -172,12 +172,12 @@ def read_rows(folder: Path) -> list[dict[str, float]]:
 def ranks_of_summary(folder: Path) -> int:
     """Ranks of a run whose settings give only the sharding of its model; ValueError where they are not known."""
     layout = ""
-    if (folder / SUMMARY_NAME).is_file():
-        layout = str(read_json_object(folder / SUMMARY_NAME).get("layout", ""))[:200]
+    if (folder / SUMMARY_FILE).is_file():
+        layout = str(read_json_object(folder / SUMMARY_FILE).get("layout", ""))[:200]
     if found := LAYOUT.fullmatch(layout):
         return math.prod(int(size or 1) for size in found.groups())
     raise ValueError(
-        f"{folder}: neither {CONFIG_NAME} (parallel.data) nor {SUMMARY_NAME} has the number of ranks of the run; "
+        f"{folder}: neither {CONFIG_NAME} (parallel.data) nor {SUMMARY_FILE} has the number of ranks of the run; "
         "give --calibrate-ranks"
     )
 

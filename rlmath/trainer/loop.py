@@ -619,7 +619,7 @@ def end_diverged(
         if sound is not None:
             left = (
                 f"the newest checkpoint from before that is {sound}, of which "
-                "tools/convert_megatron_to_hf.py makes a model"
+                "rlmath convert to-hf makes a model"
             )
         message = f"diverged in step {step}: {error}; {left}"
         logger.error("The run has %s. %s", message, ADVICE)

@@ -24,7 +24,6 @@ from rlmath.models.learner import MinibatchResult
 from rlmath.rewards.reward_manager import first_function_failure
 from rlmath.rewards.several_rewards import functions_of, named_rewards
 from rlmath.trainer.preflight.memory_estimate import Kind
-from rlmath.trainer.run_dir import SUMMARY_NAME
 from rlmath.trainer.save_schedule import saves_due
 from rlmath.trainer.telemetry.alerts import Alerts, RepeatedWarning, dropped_alert
 from rlmath.trainer.telemetry.console import (
@@ -36,6 +35,7 @@ from rlmath.trainer.telemetry.console import (
 )
 from rlmath.trainer.telemetry.metrics_writer import (
     METRICS_FILE,
+    SUMMARY_FILE,
     Unwritten,
     open_metrics,
     read_metrics,
@@ -237,8 +237,8 @@ class Reporter:
             **more,
             "last_step": self._last,
         }
-        path, text = Path(self._config.run.output_dir) / SUMMARY_NAME, json.dumps(summary, indent=2) + "\n"
-        if self._unwritten.attempt(SUMMARY_NAME, lambda: write_whole(path, text)):
+        path, text = Path(self._config.run.output_dir) / SUMMARY_FILE, json.dumps(summary, indent=2) + "\n"
+        if self._unwritten.attempt(SUMMARY_FILE, lambda: write_whole(path, text)):
             logger.info("The summary is in %s", path)
 
     def close(self) -> None:

@@ -39,6 +39,7 @@ from rlmath.trainer.rollback import ROLLBACKS
 from rlmath.trainer.telemetry.console import LOG_FILE
 from rlmath.trainer.telemetry.metrics_writer import (
     METRICS_FILE,
+    SUMMARY_FILE,
     VALIDATION_FILE,
     keep_metrics,
     unfinished_file,
@@ -56,13 +57,12 @@ EXPORT_FOLDER = "hf_model"
 BEST_FOLDER = "best_model"
 """Where it holds the model with the best validation so far, in the same form."""
 LOCK_NAME = ".lock"
-SUMMARY_NAME = "summary.json"
 MIN_FREE_BYTES = 2**30
 """Free disk space below which a run does not start."""
 MIN_FREE_FILES = 256
 """The same of inodes, where the disk counts them."""
 
-_OWN_FILES = (METRICS_FILE, VALIDATION_FILE, SUMMARY_NAME, LOG_FILE, ROLLBACKS, exit_codes.FILE_NAME)
+_OWN_FILES = (METRICS_FILE, VALIDATION_FILE, SUMMARY_FILE, LOG_FILE, ROLLBACKS, exit_codes.FILE_NAME)
 """What a run reads again, or writes over."""
 _NO_OBSTACLE = (LOCK_NAME, exit_codes.FILE_NAME, exit_codes.RESERVED_NAME, "stacks")
 """What a start that broke early leaves."""
@@ -241,7 +241,7 @@ def take_back(folder: Path, steps_done: int) -> None:
     for model in (folder / MODELS_FOLDER).glob("step-" + "[0-9]" * 6):
         if int(model.name.removeprefix("step-")) > steps_done:
             remove(model)
-    for name in (METRICS_FILE, VALIDATION_FILE, SUMMARY_NAME, ROLLBACKS):
+    for name in (METRICS_FILE, VALIDATION_FILE, SUMMARY_FILE, ROLLBACKS):
         unfinished = unfinished_file(folder / name)
         if unfinished.is_file():
             unfinished.unlink()
@@ -252,7 +252,7 @@ def take_back(folder: Path, steps_done: int) -> None:
         )
     keep_samples(folder, steps_done)
     keep_metrics(folder, steps_done, VALIDATION_FILE)
-    (folder / SUMMARY_NAME).unlink(missing_ok=True)
+    (folder / SUMMARY_FILE).unlink(missing_ok=True)
 
 
 def _move_aside(folder: Path, why: str) -> None:

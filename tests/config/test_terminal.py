@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from launch import exit_status, train_grpo
+from rlmath.cli import convert, samples, verify_answers
 from rlmath.config.terminal import visible_output
 from tests.programs import run
 from tests.tiny_models import make_model_folder
-from tools import convert_hf_to_megatron, convert_megatron_to_hf, show_samples, verify_answers
 
 HOSTILE = "\x1b[2J\x1b]0;owned\x07\x7f\x9b31m\u202e\u2066\ud800\rend"
 RAW = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200b-\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
@@ -96,7 +96,7 @@ def test_the_converter_quotes_a_hostile_model_harmlessly(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str
 ) -> None:
     folder = hostile_model(model, tmp_path, kind)
-    assert convert_hf_to_megatron.main(["--hf", str(folder), "--output", str(tmp_path / "out")]) != 0
+    assert convert.main(["to-megatron", "--hf", str(folder), "--output", str(tmp_path / "out")]) != 0
     told = capsys.readouterr()
     assert told.err and not RAW.search(told.out + told.err)
 
@@ -117,7 +117,7 @@ def test_the_other_converter_quotes_a_hostile_manifest_harmlessly(
     folder = tmp_path / f"iter_{HOSTILE[:4]}"
     folder.mkdir()
     (folder / "metadata.json").write_text(json.dumps({"sharded_backend": HOSTILE}))
-    assert convert_megatron_to_hf.main(["--checkpoint", str(folder), "--output", str(tmp_path / "out")]) != 0
+    assert convert.main(["to-hf", "--checkpoint", str(folder), "--output", str(tmp_path / "out")]) != 0
     told = capsys.readouterr().err
     assert told and not RAW.search(told)
 
@@ -132,7 +132,7 @@ def test_crafted_samples_are_shown_harmlessly(
     (row if field in row else completion)[field] = HOSTILE
     (tmp_path / "samples").mkdir()
     (tmp_path / "samples" / "step-000001.jsonl").write_text(json.dumps(row) + "\n")
-    status = show_samples.main([str(tmp_path)])
+    status = samples.main([str(tmp_path)])
     told = capsys.readouterr()
     assert status == (1 if field == "length" else 0)
     assert told.out + told.err and not RAW.search(told.out + told.err)

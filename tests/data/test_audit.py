@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from rlmath.cli.make_tiny_model import make_tokenizer
 from rlmath.config.load import load_config
 from rlmath.config.schema import RewardConfig
 from rlmath.data.audit import LINE_CHARACTERS, DataAudit, audit_prompts
@@ -18,7 +19,6 @@ from rlmath.models.hf_config import read_model_shape
 from rlmath.rewards.reward_manager import open_pool
 from rlmath.rewards.worker_pool import VerifierPool
 from tests.tiny_models import make_model_folder
-from tools.make_tiny_model import make_tokenizer
 
 
 @pytest.fixture(scope="module")

@@ -9,8 +9,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from rlmath.cli.make_tiny_model import make_tokenizer
 from rlmath.data.sft_sequences import WrittenSequence, load_sequences, sequences_fingerprint, split_held_out
-from tools.make_tiny_model import make_tokenizer
 
 PROMPT_FORM = {"prompt": "47+85=", "completion": "\\boxed{132}"}
 CHAT_TEMPLATE = (

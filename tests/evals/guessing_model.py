@@ -16,7 +16,7 @@ CHATTER = "abcdefgh "
 
 
 def make_guessing_model(base: Path, folder: Path, positions: int = 2048) -> Path:
-    """`base`: a folder of tools/make_tiny_model.py, `--steps 0`. Every character leads to a box, a box to one letter
+    """`base`: a folder of rlmath.cli.make_tiny_model, `--steps 0`. Every character leads to a box, a box to one letter
     or digit, that to another digit or the end of the box, and this to chatter, in which it may end."""
     shutil.copytree(base, folder)
     tokenizer = AutoTokenizer.from_pretrained(folder)

@@ -16,10 +16,10 @@ from typing import Any
 
 import pytest
 
-from launch.evaluate import main, parse, plan_of, rollout_of
 from rlmath.config.schema import RolloutConfig
 from rlmath.data.formats import read_prompts
 from rlmath.distributed.fault_tolerance.exit_codes import SAVED_AND_STOPPED, read_exit_status
+from rlmath.evals.command import main, parse, plan_of, rollout_of
 from rlmath.evals.plan import Plan
 from rlmath.rewards.verifier import verify
 from tests.distributed.rank_pool import RankPool

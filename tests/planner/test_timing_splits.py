@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from rlmath.cli.plan import recipe_of
 from rlmath.config.schema import Config
 from rlmath.planner.machines import Cluster
 from rlmath.planner.published import (
@@ -19,7 +20,6 @@ from rlmath.planner.splits import Splits, asynchronous, colocated, compare_split
 from rlmath.planner.step import plan_step
 from rlmath.planner.tails import ASYNCHRONOUS_STALENESS, compare_tails, settings_of_tail
 from tests.planner.shapes import CONFIG, on_nodes, recipe
-from tools.plan_run import recipe_of
 
 
 def splits_of(config: Config, nodes: int) -> Splits:

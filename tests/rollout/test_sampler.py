@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 import torch
 
+from rlmath.cli import make_tiny_model
 from rlmath.rollout.engine import prepare_environment
 from tests.programs import ENVIRONMENT, REPOSITORY
-from tools import make_tiny_model
 
 prepare_environment("cpu")
 from rlmath.rollout.cpu_worker import noise_seeds  # noqa: E402 - vLLM reads the environment when it is imported

@@ -94,9 +94,7 @@ def interrupted(code: str, first: str, *more: str) -> tuple[str, str, int]:
 
 @pytest.mark.parametrize(("again", "printed"), [((), ""), (("saving\n",), "again\n")])
 def test_control_c_waits_for_the_program_that_runs_and_ends_without_a_traceback(again, printed):
-    code = (
-        f"import sys\nfrom tools import demo\ndemo.run('Training', [sys.executable, '-c', {WAITS!r}], None)\n"
-    )
+    code = f"import sys\nfrom rlmath.cli import demo\ndemo.run('Training', [sys.executable, '-c', {WAITS!r}], None)\n"
     expected = (f"\n== Training\nruns\nsaving\n{printed}saved\n", "demo: interrupted in 'Training'\n", 130)
     assert interrupted(code, "runs\n", *again) == expected
 

@@ -212,7 +212,12 @@ def test_the_context_holds_the_program_and_nothing_private(tmp_path: Path) -> No
         "rlmath/trainer/grpo.py",
         "megatron_patches/__init__.py",
     } <= files
-    assert {"launch/train_grpo.py", "tools/demo.py", "configs/demo.yaml", "tests/gpu/test_gpu.py"} <= files
+    assert {
+        "launch/train_grpo.py",
+        "rlmath/cli/demo.py",
+        "configs/demo.yaml",
+        "tests/gpu/test_gpu.py",
+    } <= files
     for stage in STAGES.values():
         for text in texts(stage, "COPY"):
             sources = text.split()[:-1]

@@ -182,7 +182,7 @@ def contrast_alert(history: History) -> str | None:
     shown = f" (the mean reward was {statistics.mean(rewards):.4g})" if rewards else ""
     return (
         f"In {_last(contrast)} no group had completions with different rewards{shown}: nothing was learned "
-        "from rewards. See what the model writes and how it is judged (tools/show_samples.py), "
+        "from rewards. See what the model writes and how it is judged (rlmath samples), "
         "check reward.function if there is one, and take problems that the model sometimes solves."
     )
 

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+SUMMARY_FILE = "summary.json"
+"""What a run leaves at its end."""
 METRICS_FILE = "metrics.jsonl"
 VALIDATION_FILE = "validation.jsonl"
 """Of the validations, in rows like those of the steps; the row of step 0 is that of the model before training."""

@@ -278,7 +278,7 @@ def test_no_bar_is_drawn_below_the_last_line(tmp_path: Path, end: str):
 import os, sys, time
 from pathlib import Path
 from tqdm import tqdm
-from launch.evaluate import stop_on_signal
+from rlmath.evals.command import stop_on_signal
 from rlmath.trainer.startup import end_broken, set_up_rank_logging
 sys.argv = ["", {str(tmp_path)!r}]
 set_up_rank_logging()

@@ -11,9 +11,10 @@ import pytest
 import torch
 
 from rlmath.checkpoint.hf.weights import HFReader
+from rlmath.cli import convert
 from tests.programs import run
 from tests.tiny_models import make_model_folder
-from tools import bench_convert, convert_hf_to_megatron, convert_megatron_to_hf
+from tools import bench_convert
 
 LINE = r"Wrote .*out: 51 tensors, 0\.00\d GB, in \d+\.\d s; peak memory 0\.\d+ GB\n"
 
@@ -24,20 +25,20 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def to_megatron(source: Path, output: Path, *more: str) -> int:
-    return convert_hf_to_megatron.main(["--hf", str(source), "--output", str(output), *more])
+    return convert.main(["to-megatron", "--hf", str(source), "--output", str(output), *more])
 
 
 def to_hf(checkpoint: Path, output: Path, *more: str) -> int:
-    return convert_megatron_to_hf.main(["--checkpoint", str(checkpoint), "--output", str(output), *more])
+    return convert.main(["to-hf", "--checkpoint", str(checkpoint), "--output", str(output), *more])
 
 
 def test_both_run_as_programs_and_say_what_they_did(source: Path, tmp_path: Path):
     megatron, back = tmp_path / "megatron" / "out", tmp_path / "hf" / "out"
     there = run(
-        *("tools/convert_hf_to_megatron.py", "--hf", str(source), "--output", str(megatron)),
+        *("-m", "rlmath.cli.convert", "to-megatron", "--hf", str(source), "--output", str(megatron)),
         *("--tensor-parallel", "2", "--pipeline-parallel", "2"),
     )
-    again = run("tools/convert_megatron_to_hf.py", "--checkpoint", str(megatron), "--output", str(back))
+    again = run("-m", "rlmath.cli.convert", "to-hf", "--checkpoint", str(megatron), "--output", str(back))
     assert re.fullmatch(LINE, there.stdout) and re.fullmatch(LINE, again.stdout)
     assert there.stderr == again.stderr == ""
     before, after = HFReader(source), HFReader(back)
@@ -48,7 +49,7 @@ def test_both_run_as_programs_and_say_what_they_did(source: Path, tmp_path: Path
 def test_neither_imports_megatron_nor_transformers():
     listed = run(
         "-c",
-        "import sys, tools.convert_hf_to_megatron, tools.convert_megatron_to_hf;"
+        "import sys, rlmath.cli.convert;"
         "print([name for name in ('megatron', 'transformers', 'vllm') if name in sys.modules])",
     )
     assert listed.stdout == "[]\n"
@@ -60,7 +61,7 @@ def test_a_checkpoint_without_metadata_files_needs_its_config(
 ):
     assert to_megatron(source, tmp_path / "megatron") == 0
     shutil.rmtree(tmp_path / "megatron" / "hf")
-    assert to_hf(tmp_path / "megatron", tmp_path / "out") == convert_megatron_to_hf.MISTAKE
+    assert to_hf(tmp_path / "megatron", tmp_path / "out") == convert.MISTAKE
     assert "name the folder of the Hugging Face model by --config" in capsys.readouterr().err
     config = source if given == "folder" else source / "config.json"
     assert to_hf(tmp_path / "megatron", tmp_path / "out", "--config", str(config)) == 0
@@ -75,7 +76,7 @@ def test_a_given_config_counts_before_that_beside_the_checkpoint(
     config = json.loads((source / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 3}))
     status = to_hf(tmp_path / "megatron", tmp_path / "out", "--config", str(tmp_path / "config.json"))
-    assert status == convert_megatron_to_hf.MISTAKE
+    assert status == convert.MISTAKE
     assert "config.json makes it (3, 256, 128)" in capsys.readouterr().err
 
 
@@ -103,7 +104,7 @@ def test_a_mistake_ends_with_2_and_writes_nothing(
     copy = Path(shutil.copytree(source, tmp_path / "copy"))
     config = json.loads((copy / "config.json").read_text())
     (copy / "config.json").write_text(json.dumps(config | {"layer_types": None} | change))
-    assert to_megatron(copy, tmp_path / "out") == convert_hf_to_megatron.MISTAKE
+    assert to_megatron(copy, tmp_path / "out") == convert.MISTAKE
     assert told in capsys.readouterr().err
     assert sorted(path.name for path in tmp_path.iterdir()) == ["copy"]
 
@@ -119,21 +120,21 @@ def test_a_mistake_ends_with_2_and_writes_nothing(
 def test_sizes_that_cannot_be_are_told(
     source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], more: list[str], told: str
 ):
-    assert to_megatron(source, tmp_path / "out", *more) == convert_hf_to_megatron.MISTAKE
+    assert to_megatron(source, tmp_path / "out", *more) == convert.MISTAKE
     assert told in capsys.readouterr().err
 
 
 def test_what_is_no_folder_is_told(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    assert to_megatron(tmp_path / "nothing", tmp_path / "out") == convert_hf_to_megatron.MISTAKE
+    assert to_megatron(tmp_path / "nothing", tmp_path / "out") == convert.MISTAKE
     assert "--hf: there is no folder" in capsys.readouterr().err
     (tmp_path / "empty").mkdir()
-    assert to_megatron(tmp_path / "empty", tmp_path / "out") == convert_hf_to_megatron.MISTAKE
+    assert to_megatron(tmp_path / "empty", tmp_path / "out") == convert.MISTAKE
     assert "has no config.json. --hf needs" in capsys.readouterr().err
-    assert to_hf(tmp_path / "nothing", tmp_path / "out") == convert_megatron_to_hf.MISTAKE
+    assert to_hf(tmp_path / "nothing", tmp_path / "out") == convert.MISTAKE
     assert "there is no folder" in capsys.readouterr().err
-    assert to_hf(tmp_path / "empty", tmp_path / "out") == convert_megatron_to_hf.MISTAKE
+    assert to_hf(tmp_path / "empty", tmp_path / "out") == convert.MISTAKE
     assert "is no checkpoint; needed: " in capsys.readouterr().err
-    assert to_hf(source, tmp_path / "out", "--shard-gib", "nan") == convert_megatron_to_hf.MISTAKE
+    assert to_hf(source, tmp_path / "out", "--shard-gib", "nan") == convert.MISTAKE
     assert "--shard-gib" in capsys.readouterr().err
 
 
@@ -150,8 +151,8 @@ def test_memory_does_not_grow_with_the_model(source: Path, tmp_path: Path):
     peaks = {}
     for name, model in (("small", source), ("large", tmp_path / "model")):
         state, back = str(tmp_path / f"{name}-megatron"), str(tmp_path / f"{name}-hf")
-        there = run("tools/convert_hf_to_megatron.py", "--hf", str(model), "--output", state)
-        again = run("tools/convert_megatron_to_hf.py", "--checkpoint", state, "--output", back)
+        there = run("-m", "rlmath.cli.convert", "to-megatron", "--hf", str(model), "--output", state)
+        again = run("-m", "rlmath.cli.convert", "to-hf", "--checkpoint", state, "--output", back)
         peaks[name] = [peak_gb(there.stdout), peak_gb(again.stdout)]
     assert max(large - small for small, large in zip(*peaks.values(), strict=True)) < 0.1
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tools.make_tiny_model import main, make_model, make_tokenizer, parse_args
+from rlmath.cli.make_tiny_model import main, make_model, make_tokenizer, parse_args
 
 
 def test_text_decodes_to_itself():

@@ -1,6 +1,6 @@
 """Verify the answers of a file, with the verifier that the trainer uses.
 
-    python tools/verify_answers.py --input cases.jsonl --output verdicts.jsonl --workers 2
+    rlmath verify --input cases.jsonl --output verdicts.jsonl --workers 2
 
 Each input line is {"id", "completion", "solutions": [...]} with an optional "task"; each output line, in the order of
 the input, {"id", "correct", "extracted", "verdict", "seconds"}. Malformed lines are reported by number on stderr and

@@ -4,8 +4,8 @@ from pathlib import Path
 import pytest
 from PIL import Image, ImageColor
 
+from rlmath.cli.plot_run import COLOURS, Axis, main, nice_ticks
 from rlmath.trainer.telemetry.metrics_writer import MetricsWriter
-from tools.plot_run import COLOURS, Axis, main, nice_ticks
 
 SVG = "{http://www.w3.org/2000/svg}"
 

@@ -1,4 +1,4 @@
-"""tools/verify_answers.py as a user runs it."""
+"""rlmath verify as a user runs it."""
 
 import json
 from pathlib import Path
@@ -8,7 +8,7 @@ import pytest
 from tests.programs import run
 from tests.rewards.attacks import HANG_SOLUTIONS, boxed, hanging
 
-TOOL = "tools/verify_answers.py"
+TOOL = ("-m", "rlmath.cli.verify_answers")
 GOOD = [
     {"id": "a", "completion": "so \\boxed{\\sqrt{4}}", "solutions": ["2"]},
     {"id": 2, "completion": "\\boxed{3}", "solutions": ["\\boxed{2}"], "task": "math"},
@@ -32,7 +32,7 @@ def rows(path: Path) -> list[dict]:
 
 def test_every_line_gets_its_verdict_in_order(tmp_path):
     source, target = write(tmp_path / "cases.jsonl", *GOOD, b""), tmp_path / "verdicts.jsonl"
-    done = run(TOOL, "--input", str(source), "--output", str(target), "--workers", "2", "--timeout", "1.5")
+    done = run(*TOOL, "--input", str(source), "--output", str(target), "--workers", "2", "--timeout", "1.5")
     found = rows(target)
     assert [row["id"] for row in found] == [case["id"] for case in GOOD]
     assert [row["correct"] for row in found] == [True, False, False, False, False, True]
@@ -66,7 +66,7 @@ def test_every_line_gets_its_verdict_in_order(tmp_path):
     ],
 )
 def test_parsing_tells_what_is_broken(line, told):
-    from tools.verify_answers import _parse_case
+    from rlmath.cli.verify_answers import _parse_case
 
     with pytest.raises(ValueError, match=told):
         _parse_case(line if isinstance(line, bytes) else json.dumps(line).encode())
@@ -75,7 +75,7 @@ def test_parsing_tells_what_is_broken(line, told):
 def test_broken_lines_are_told_by_number_and_skipped(tmp_path):
     source = write(tmp_path / "cases.jsonl", GOOD[1], b"{broken", b"", {"id": 1}, GOOD[2])
     target = tmp_path / "verdicts.jsonl"
-    done = run(TOOL, "--input", str(source), "--output", str(target), expect=1)
+    done = run(*TOOL, "--input", str(source), "--output", str(target), expect=1)
     assert [row["id"] for row in rows(target)] == [2, "c"]
     assert "line 2: not JSON" in done.stderr
     assert "line 4: missing completion, solutions" in done.stderr
@@ -85,14 +85,14 @@ def test_broken_lines_are_told_by_number_and_skipped(tmp_path):
 def test_a_byte_order_mark_costs_no_line(tmp_path):
     source = write(tmp_path / "cases.jsonl", GOOD[1], GOOD[2])
     source.write_bytes(b"\xef\xbb\xbf" + source.read_bytes())
-    run(TOOL, "--input", str(source), "--output", str(tmp_path / "verdicts.jsonl"))
+    run(*TOOL, "--input", str(source), "--output", str(tmp_path / "verdicts.jsonl"))
     assert [row["id"] for row in rows(tmp_path / "verdicts.jsonl")] == [2, "c"]
 
 
 def test_options_reach_the_judge(tmp_path):
     cases = [{"id": 1, "completion": "The answer is 3.14", "solutions": ["\\pi"]}]
     source, target = write(tmp_path / "cases.jsonl", *cases), tmp_path / "verdicts.jsonl"
-    run(TOOL, "--input", str(source), "--output", str(target), "--answer-from", "phrase", "--loose")
+    run(*TOOL, "--input", str(source), "--output", str(target), "--answer-from", "phrase", "--loose")
     assert rows(target)[0]["correct"]
 
 
@@ -107,6 +107,6 @@ def test_options_reach_the_judge(tmp_path):
     ],
 )
 def test_what_cannot_begin_is_told(arguments, told):
-    done = run(TOOL, *arguments, expect=2)
+    done = run(*TOOL, *arguments, expect=2)
     assert told in done.stderr
     assert "Traceback" not in done.stderr

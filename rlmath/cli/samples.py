@@ -1,6 +1,6 @@
 """Show the sampled groups of a run on a terminal.
 
-python tools/show_samples.py outputs/demo --step last --groups 1 --only mixed
+rlmath samples outputs/demo --step last --groups 1 --only mixed
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ def main(arguments: list[str] | None = None) -> int:
         path = _choose_file(options.run_dir, options.step)
         texts = [text for kind, text in _read_groups(path) if options.only in (None, kind)]
     except ValueError as error:
-        print(f"show_samples: {error}", file=sys.stderr)
+        print(f"samples: {error}", file=sys.stderr)
         return 1
     if not texts:
         wanted = f"group of kind {options.only!r}; leave out --only" if options.only else "groups"
-        print(f"show_samples: {path} has no {wanted}", file=sys.stderr)
+        print(f"samples: {path} has no {wanted}", file=sys.stderr)
         return 1
     try:
         for text in texts[: options.groups]:

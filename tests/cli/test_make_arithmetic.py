@@ -11,8 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.programs import run
-from tools.make_arithmetic import (
+from rlmath.cli.make_arithmetic import (
     Addition,
     accuracy_under_slip,
     main,
@@ -21,8 +20,9 @@ from tools.make_arithmetic import (
     worked_rows,
     worked_solution,
 )
+from tests.programs import run
 
-TOOL = Path(__file__).resolve().parents[2] / "tools" / "make_arithmetic.py"
+TOOL = Path(__file__).resolve().parents[2] / "rlmath" / "cli" / "make_arithmetic.py"
 FILES = ("train", "heldout", "worked")
 DIGESTS = ["64f1f436077bda05", "1ba320ab85bb119f", "c46216835081aa8b"]
 """Of the files of the options in the test that has them."""
@@ -198,6 +198,8 @@ def test_a_folder_that_is_not_empty_is_left_as_it_is(tmp_path: Path):
 
 
 def test_as_a_program_a_mistake_is_one_line_and_status_2(tmp_path):
-    done = run("tools/make_arithmetic.py", "--output", str(tmp_path / "data"), "--digits", "9", expect=2)
+    done = run(
+        "-m", "rlmath.cli.make_arithmetic", "--output", str(tmp_path / "data"), "--digits", "9", expect=2
+    )
     assert done.stderr.startswith("make_arithmetic: digits is 9; it must be")
     assert not (tmp_path / "data").exists()

@@ -1,10 +1,10 @@
 """The laptop demo: make data and a random model, teach it with SFT, train it with GRPO, and show what it learned.
 
-    python tools/demo.py [--seed 1] [--ranks 2] [--tensor-parallel 2] [--pipeline-parallel 1] [--algorithm grpo]
+    rlmath demo [--seed 1] [--ranks 2] [--tensor-parallel 2] [--pipeline-parallel 1] [--algorithm grpo]
 
-It runs the same programs, one after the other, that a user would: tools/make_arithmetic.py, tools/make_tiny_model.py,
-torchrun launch/train_sft.py, launch/evaluate.py, torchrun launch/train_grpo.py, launch/evaluate.py,
-tools/plot_run.py. Everything is written under outputs/demo; what an earlier demo left is moved to outputs/demo.001,
+It runs the same programs, one after the other, that a user would: rlmath.cli.make_arithmetic,
+rlmath.cli.make_tiny_model, torchrun -m rlmath.trainer sft, rlmath eval, torchrun -m rlmath.trainer, rlmath eval,
+rlmath.cli.plot_run. Everything is written under outputs/demo; what an earlier demo left is moved to outputs/demo.001,
 .002, ...
 """
 
@@ -22,12 +22,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from rlmath.config.shared_files import PACKAGE, shared
 from rlmath.config.terminal import escape_terminal
 
-REPOSITORY = Path(__file__).resolve().parents[1]
 MAX_PROMPT_TOKENS = 32
 MAX_NEW_TOKENS = 32
-ALGORITHMS = REPOSITORY / "configs" / "algorithms"
+ALGORITHMS = shared("configs/algorithms")
 GOOD_ACCURACY = 0.9
 SFT_RANKS = 2
 INTERRUPTED = 130
@@ -54,8 +54,8 @@ class Layout:
 
 
 def child_environment() -> dict[str, str]:
-    """The programs find the repository; threads that wait do not spin."""
-    path = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH", "")]))
+    """The programs find this package; threads that wait do not spin."""
+    path = os.pathsep.join(filter(None, [str(PACKAGE.parent), os.environ.get("PYTHONPATH", "")]))
     return os.environ | {
         "OMP_WAIT_POLICY": "PASSIVE",
         "HF_HUB_DISABLE_PROGRESS_BARS": "1",
@@ -68,7 +68,7 @@ def run(title: str, command: list[str], environment: dict[str, str]) -> None:
     which the terminal sends to the program too, wait for its end: it may save. Then end with INTERRUPTED."""
     print(f"\n== {title}", flush=True)
     started = time.perf_counter()
-    places = {"cwd": REPOSITORY, "env": environment, "stdout": sys.stdout, "stderr": sys.stderr}
+    places = {"env": environment, "stdout": sys.stdout, "stderr": sys.stderr}
     program, status, interrupted = subprocess.Popen(command, **places), None, False
     while status is None:
         try:
@@ -97,7 +97,7 @@ def set_aside(folder: Path) -> None:
 
 def accuracy(title: str, model: Path, data: Path, output: Path, seed: int) -> float:
     """Share of correct answers on held-out prompts, one sample each at temperature 1."""
-    command = [sys.executable, "launch/evaluate.py", "--model", str(model), "--seed", str(seed)]
+    command = [sys.executable, "-m", "rlmath.evals", "--model", str(model), "--seed", str(seed)]
     command += ["--benchmarks", "heldout", "--data-dir", str(data), "--output", str(output)]
     command += ["--samples", "1", "--no-greedy", "--temperature", "1", "--top-p", "1"]
     command += ["--max-prompt-tokens", str(MAX_PROMPT_TOKENS), "--max-new-tokens", str(MAX_NEW_TOKENS)]
@@ -106,6 +106,12 @@ def accuracy(title: str, model: Path, data: Path, output: Path, seed: int) -> fl
     row = results["benchmarks"]["heldout"]["row"]
     print(f"   {row['sample_pass@1']:.1%} of {row['num_questions']} answers are correct")
     return row["sample_pass@1"]
+
+
+def command_name() -> str:
+    """`rlmath` as a user can type it: with its folder where that is not on the PATH."""
+    here = Path(sys.executable).with_name("rlmath")
+    return "rlmath" if shutil.which("rlmath") or not here.exists() else str(here)
 
 
 def torchrun(ranks: int) -> list[str]:
@@ -125,7 +131,8 @@ def teach(folder: Path, seed: int, more: Sequence[str] = ()) -> Path:
     import torch
 
     ranks = min(SFT_RANKS, os.cpu_count() or 1, torch.cuda.device_count() or SFT_RANKS)
-    command = [*torchrun(ranks), "launch/train_sft.py", "--config", "configs/demo_sft.yaml"]
+    command = [*torchrun(ranks), "-m", "rlmath.trainer", "sft"]
+    command += ["--config", str(shared("configs/demo_sft.yaml"))]
     command += [f"run.output_dir={folder / 'sft'}", f"run.seed={seed}", f"model.path={folder / 'random'}"]
     command += [f"data.train_path={folder / 'data' / 'worked.jsonl'}", *more]
     run("Supervised training: a tiny model that can add but slips", command, one_thread())
@@ -138,9 +145,25 @@ def make_base(folder: Path, seed: int) -> float:
     """Data, a random model and what it becomes by supervised training, in `data`, `random` and `base`; returns the
     accuracy of the last."""
     python, environment = sys.executable, child_environment()
-    make_data = [python, "tools/make_arithmetic.py", "--output", str(folder / "data"), "--seed", str(seed)]
+    make_data = [
+        python,
+        "-m",
+        "rlmath.cli.make_arithmetic",
+        "--output",
+        str(folder / "data"),
+        "--seed",
+        str(seed),
+    ]
     run("Arithmetic problems", make_data, environment)
-    make_model = [python, "tools/make_tiny_model.py", "--output", str(folder / "random"), "--seed", str(seed)]
+    make_model = [
+        python,
+        "-m",
+        "rlmath.cli.make_tiny_model",
+        "--output",
+        str(folder / "random"),
+        "--seed",
+        str(seed),
+    ]
     run("A tiny random model", make_model, environment)
     base = teach(folder, seed)
     return accuracy("Accuracy before", base, folder / "data", folder / "eval_before", seed)
@@ -148,7 +171,8 @@ def make_base(folder: Path, seed: int) -> float:
 
 def train(folder: Path, output: Path, seed: int, layout: Layout, algorithm: str) -> dict:
     """The training run of `folder`'s base model under torchrun, in `output`; returns its own summary."""
-    command = [*torchrun(layout.ranks), "launch/train_grpo.py", "--config", "configs/demo.yaml"]
+    command = [*torchrun(layout.ranks), "-m", "rlmath.trainer", "grpo"]
+    command += ["--config", str(shared("configs/demo.yaml"))]
     command += ["--config", str(ALGORITHMS / f"{algorithm}.yaml")]
     command += [f"run.output_dir={output}", f"run.seed={seed}", f"model.path={folder / 'base'}"]
     command += [f"data.train_path={folder / 'data' / 'train.jsonl'}"]
@@ -181,7 +205,7 @@ def train_and_evaluate(folder: Path, output: Path, seed: int, layout: Layout, al
     run_dir = output / "run"
     trained = train(folder, run_dir, seed, layout, algorithm)
     after = accuracy("Accuracy after", run_dir / "hf_model", folder / "data", output / "eval_after", seed)
-    picture = [sys.executable, "tools/plot_run.py", str(run_dir), "--metric", "task_reward"]
+    picture = [sys.executable, "-m", "rlmath.cli.plot_run", str(run_dir), "--metric", "task_reward"]
     run("The reward curve", [*picture, "--output", str(output / "reward.svg")], child_environment())
     return {
         "accuracy_after": after,
@@ -197,7 +221,7 @@ def train_and_evaluate(folder: Path, output: Path, seed: int, layout: Layout, al
     }
 
 
-def main() -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     """Exit status 0, 2 on a mistake of the user's, or that of the stage that failed."""
     escape_terminal()
     parser = argparse.ArgumentParser(description="Train a tiny model with GRPO on this machine's CPU.")
@@ -221,7 +245,7 @@ def main() -> int:
         help="when the user began, installation included (seconds since 1970; default: now)",
     )
     started = time.time()
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(argv)
     layout = Layout(arguments.ranks, arguments.tensor_parallel, arguments.pipeline_parallel)
     try:
         layout.check()
@@ -241,7 +265,7 @@ def main() -> int:
         f"\nHeld-out accuracy went from {summary['accuracy_before']:.1%} to {summary['accuracy_after']:.1%} "
         f"in {summary['steps']} steps ({summary['seconds_install_excluded']:.0f} s without installation).\n"
         f"The trained model: {folder / 'run' / 'hf_model'}\nThe reward curve:  {folder / 'reward.svg'}\n"
-        f"Read samples:      {sys.executable} tools/show_samples.py {folder / 'run'}"
+        f"Read samples:      {command_name()} samples {folder / 'run'}"
     )
     return 0
 

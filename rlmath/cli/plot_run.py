@@ -1,7 +1,7 @@
 """Draw metrics of one or more runs over the steps, as an SVG or a PNG.
 
-    python tools/plot_run.py outputs/demo outputs/demo-2 --metric task_reward --output curve.svg
-    python tools/plot_run.py outputs/first --metric rollout/accuracy --metric validation/accuracy --output curve.png
+  python -m rlmath.cli.plot_run outputs/demo outputs/demo-2 --metric task_reward --output curve.svg
+  python -m rlmath.cli.plot_run outputs/first --metric rollout/accuracy --metric validation/accuracy --output curve.png
 
 A metric may be of metrics.jsonl or of validation.jsonl, and need not be in every row. The same numbers give the same
 bytes. The picture has a background of its own, for light and dark pages.

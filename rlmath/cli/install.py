@@ -1,10 +1,11 @@
-"""Make a virtual environment from lock files, or reuse it when it is current.
+"""Make a virtual environment from lock files, or install one of the locks into the environment that is there.
 
-    python tools/install.py .venv requirements/cpu.txt --project
+    rlmath install cpu                                                      # or gpu: into this environment
+    python -m rlmath.cli.install .venv requirements/cpu.txt --project       # as `make` does it, from a checkout
 
-An environment is current when its stamp equals the fingerprint of all that went into it: the interpreter, the place,
-the lock files, this file and setup.py. The stamp is written last, so an installation that was cut off is made anew.
-The seconds that an installation took are in ENVIRONMENT/.install_seconds.
+An environment of the second kind is made anew unless its stamp equals the fingerprint of all that went into it: the
+interpreter, the place, the lock files, this file and setup.py. The stamp is written last, so an installation that was
+cut off is made anew. The seconds that an installation took are in ENVIRONMENT/.install_seconds.
 
 Needs nothing but the standard library of Python 3.11 or 3.12.
 """
@@ -17,10 +18,15 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+from rlmath.config.shared_files import PACKAGE, shared
+
+ROOT = PACKAGE.parent
+FROM_SOURCE = "transformer-engine-torch=="
+"""Of the lock for GPUs; it compiles against the torch that is installed before it."""
 TORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 
 
@@ -32,6 +38,50 @@ def main() -> None:
         wanted = fingerprint(args)
         if not is_current(args.environment, wanted):
             install(args, wanted)
+
+
+def command(argv: Sequence[str]) -> int:
+    """`rlmath install`; exit status 0, SystemExit with a message where it fails."""
+    parser = argparse.ArgumentParser(description="Install the versions that are proven together.")
+    parser.add_argument("device", choices=("cpu", "gpu"), help="which lock: that of CPUs or of NVIDIA GPUs")
+    parser.add_argument("--gigabytes", type=float, help="free disk to ask for (default: cpu 4, gpu 20)")
+    parser.add_argument("--dry-run", action="store_true", help="print pip's commands")
+    given = parser.parse_args(argv)
+    check_interpreter()
+    if sys.prefix == sys.base_prefix:
+        fail(
+            f"{sys.executable} is not in a virtual environment, and pip would change the system's packages. "
+            "Make one: python3 -m venv env && env/bin/pip install rlmath && env/bin/rlmath install cpu"
+        )
+    if given.device == "gpu" and sys.version_info[:2] != (3, 12):
+        fail(f"the lock for GPUs is for Python 3.12, this is {sys.version.split()[0]}")
+    gigabytes = given.gigabytes or {"cpu": 4.0, "gpu": 20.0}[given.device]
+    lock = shared(f"requirements/{given.device}.txt")
+    if given.dry_run:
+        for line in commands_of(sys.executable, lock, given.device):
+            print(" ".join(line))
+        return 0
+    check_disk(Path(sys.prefix), gigabytes)
+    started = time.monotonic()
+    if given.device == "cpu":
+        install_torch(sys.executable, [lock])
+    for line in commands_of(sys.executable, lock, given.device):
+        run(line)
+    say(f"done after {time.monotonic() - started:.0f} s; `rlmath doctor` says what there is")
+    return 0
+
+
+def commands_of(python: str, lock: Path, device: str) -> list[list[str]]:
+    """Of pip, one after the other. What is compiled against torch comes after it, from a lock of its own."""
+    if device == "cpu":
+        return [pip(python, "--ignore-requires-python", "-r", str(lock))]
+    source = [line.split()[0] for line in read(lock).splitlines() if line.startswith(FROM_SOURCE)]
+    wheels = [line.split()[0] for line in read(lock).splitlines() if line and line[0] not in "# "]
+    built = ["env", "NVTE_PYTORCH_FORCE_BUILD=TRUE", "NVTE_BUILD_USE_NVIDIA_WHEELS=1"]
+    return [
+        pip(python, "--only-binary", ":all:", *[one for one in wheels if one not in source]),
+        [*built, *pip(python, "--no-build-isolation", *source)],
+    ]
 
 
 def read_arguments() -> argparse.Namespace:
@@ -94,7 +144,7 @@ def install(args: argparse.Namespace, stamp: str) -> None:
     install_torch(python, args.locks)
     for lock in args.locks:
         say(f"installing {lock}")
-        # The locks say what fits together: a package's own work_queue, also about Python versions, are not asked.
+        # The locks say what fits together: a package's own requirements, also about Python versions, are not asked.
         run(pip(python, "--ignore-requires-python", "-r", str(lock)))
     if args.project:
         run(pip(python, "--no-build-isolation", "--editable", str(ROOT)))

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from rlmath.algorithms.types import Completion, Prompt, RewardFailure, Score, ScoredGroup
+from rlmath.cli.samples import _answer_lines, main
 from rlmath.trainer.telemetry.metrics_writer import MetricsWriter
 from rlmath.trainer.telemetry.samples import SampleWriter
-from tools.show_samples import _answer_lines, main
 
 RIGHT, WRONG = Score(5.0, True, "132", "string"), Score(-5.0, False, "13\x1b[2J", "symbolic")
 
@@ -158,7 +158,7 @@ def test_only_files_are_samples(tmp_path, capsys):
 
 def test_as_a_program_into_a_closed_pipe(run_dir):
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    program = str(Path(__file__).parents[2] / "tools" / "show_samples.py")
+    program = str(Path(__file__).parents[2] / "rlmath" / "cli" / "samples.py")
     command = [sys.executable, program, run_dir]
     with subprocess.Popen(
         command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE

@@ -1,8 +1,8 @@
 """Makes the demo's random model and its tokenizer: a Qwen2 of 0.6M parameters, in Hugging Face form.
 
-    python tools/make_tiny_model.py --output models/tiny --seed 1
+    python -m rlmath.cli.make_tiny_model --output models/tiny --seed 1
 
-`launch/train_sft.py` then teaches it to add, from the worked solutions that `tools/make_arithmetic.py` writes.
+`launch/train_sft.py` then teaches it to add, from the worked solutions that `rlmath/cli/make_arithmetic.py` writes.
 
 Prints one JSON line: parameters, seconds, output.
 """

@@ -1,4 +1,4 @@
-"""tools/plan_run.py: every recipe has a plan, more GPUs and shorter answers are faster, the page has the figures."""
+"""rlmath plan: every recipe has a plan, more GPUs and shorter answers are faster, the page has the figures."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
+from rlmath.cli.plan import main, published, recipe_of, tails_of
 from rlmath.config.gpu_specs import GPUS, GpuName
 from rlmath.planner.partial_rollouts import deferring_rollout_of
 from rlmath.planner.published import COLOCATED, TABLE, largest_error
 from rlmath.planner.tails import deferring
 from rlmath.planner.work import seconds_of
 from tests.tiny_models import make_model_folder
-from tools.plan_run import main, published, recipe_of, tails_of
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = ROOT / "configs"

@@ -1,11 +1,11 @@
 """Plan a run before a GPU is spent: memory, FLOPs and seconds of a step, hours of an epoch, and the fastest layout.
 
-python tools/plan_run.py --config configs/areal/7b_n16.yaml --mean-response-tokens 8600
-python tools/plan_run.py --config configs/my.yaml --gpu H100-80GB --nodes 4
-python tools/plan_run.py --config configs/my.yaml --calibrate outputs/short/metrics.jsonl --write-coefficients mine.json
-python tools/plan_run.py --config configs/my.yaml --search-tails
-python tools/plan_run.py --config configs/my.yaml --asynchronous rollout.max_staleness=4
-python tools/plan_run.py --published
+rlmath plan --config configs/areal/7b_n16.yaml --mean-response-tokens 8600
+rlmath plan --config configs/my.yaml --gpu H100-80GB --nodes 4
+rlmath plan --config configs/my.yaml --calibrate outputs/short/metrics.jsonl --write-coefficients mine.json
+rlmath plan --config configs/my.yaml --search-tails
+rlmath plan --config configs/my.yaml --asynchronous rollout.max_staleness=4
+rlmath plan --published
 
 It is a prediction; its formulas and errors are in docs/planning.md. Of the model only config.json is read, and for
 published models not even that is needed (configs/models). It exits with 2 where the run cannot start or does not fit.
@@ -18,8 +18,6 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from rlmath.config.gpu_specs import GPUS
 from rlmath.config.load import load_config, make_parser

@@ -1,6 +1,6 @@
 """Makes the demo's problems: additions, as training and held-out files, and worked solutions to learn from.
 
-    python tools/make_arithmetic.py --output data/arithmetic --seed 1 --train 8000 --heldout 500 [--long-share 0.15]
+  python -m rlmath.cli.make_arithmetic --output data/arithmetic --seed 1 --train 8000 --heldout 500 [--long-share 0.15]
 
 writes train.jsonl and heldout.jsonl, one row a line in the AReaL-boba form:
 

@@ -1,0 +1,161 @@
+"""The public names of `rlmath`: judge an answer, read settings, train, read what a run has written.
+
+    from rlmath import load_config, train, verify
+
+    verify(r"so it is \\boxed{1/2}", "0.5").correct
+    run = train(load_config("configs/demo.yaml", model={"path": "base"}, data={"train_path": "train.jsonl"}, run={...}))
+    run.metrics()[-1]["task_reward"]
+
+They import neither torch nor vLLM into the process that calls them: a run has processes of its own.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from rlmath.config.help import as_yaml_word
+from rlmath.config.load import config_as_yaml
+from rlmath.config.load import load_config as load_files
+from rlmath.config.schema import Config
+from rlmath.distributed.fault_tolerance.exit_codes import FINISHED, MISTAKE, read_exit_status
+from rlmath.rewards.verifier import TASKS, Rules, Verdict
+from rlmath.rewards.worker_pool import VerifierPool
+from rlmath.trainer.telemetry.metrics_writer import SUMMARY_FILE, read_metrics
+from rlmath.trainer.telemetry.samples import SAMPLES_FOLDER
+
+VERIFY_SECONDS = 5.0
+"""Time limit of one answer."""
+
+
+def verify(
+    answer: str, reference: str | Sequence[str], task: str = TASKS[0], answer_from: str = "boxed"
+) -> Verdict:
+    r"""Whether a model's text gives the right answer: that of its last \boxed{}, or the whole text where it has none.
+
+    `reference` is one answer or several of which each is right, with or without a box. The comparison runs in a worker
+    process with a time limit of VERIFY_SECONDS, as in training: hostile text costs no more than that. `answer_from` is
+    as `reward.answer_from`. Raises ValueError for an unknown `task` or `answer_from`.
+    """
+    if answer_from == "boxed" and "\\boxed" not in answer and "\\fbox" not in answer:
+        answer = f"\\boxed{{{answer}}}"
+    references = (reference,) if isinstance(reference, str) else tuple(reference)
+    boxed = tuple(one if "\\boxed" in one else f"\\boxed{{{one}}}" for one in references)
+    return _pool(answer_from).submit(answer, boxed, task).result()
+
+
+@cache
+def _pool(answer_from: str) -> VerifierPool:
+    """One for each way to find the answer; they end with this process."""
+    pool = VerifierPool(1, VERIFY_SECONDS, rules=Rules(answer_from))
+    atexit.register(pool.close)
+    return pool
+
+
+def load_config(*files: str | Path, **sections: Mapping[str, Any]) -> Config:
+    """Settings of the files, in their order, then of the sections; later ones win.
+
+    >>> config = load_config(run={"output_dir": "o"}, model={"path": "m"}, data={"train_path": "t"})
+    >>> config.model.path, config.run.output_dir
+    ('m', 'o')
+
+    Files that rlmath ships are found by names such as configs/demo.yaml. Raises ValueError that lists all mistakes.
+    """
+    return load_files([Path(one) for one in files], list(_overrides(sections)))
+
+
+def _overrides(sections: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
+    for section, values in sections.items():
+        if not isinstance(values, Mapping):
+            raise ValueError(f"{section}={values!r}; needed: a mapping, such as {section}={{'key': value}}")
+        for key, value in values.items():
+            plain = os.fspath(value) if isinstance(value, os.PathLike) else value
+            word = json.dumps(list(plain)) if isinstance(plain, (list, tuple)) else as_yaml_word(plain)
+            yield f"{section}.{key}={word}"
+
+
+@dataclass(frozen=True)
+class Run:
+    """A training run's folder, finished or not."""
+
+    folder: Path
+
+    def metrics(self) -> list[dict[str, float]]:
+        """A row for each step: "step" and every metric's value."""
+        return read_metrics(str(self.folder))
+
+    def samples(self) -> list[dict[str, Any]]:
+        """A row for each sampled completion that the run has kept, with "step", "prompt", "solutions" and what the
+        file has of the completion; what cannot be read is left out."""
+        return list(self._samples())
+
+    def _samples(self) -> Iterator[dict[str, Any]]:
+        for path in sorted((self.folder / SAMPLES_FOLDER).glob("step-*.jsonl")):
+            step = int(re.sub(r"\D", "", path.stem))
+            for line in path.read_text(encoding="utf-8").splitlines():
+                try:
+                    group = json.loads(line)
+                    completions = group.pop("completions")
+                except (ValueError, KeyError):
+                    continue  # the line that the run is writing
+                for one in completions:
+                    yield {"step": step, **group, **one}
+
+    def summary(self) -> dict[str, Any]:
+        """Steps, seconds and layout of a run that has ended; empty before."""
+        path = self.folder / SUMMARY_FILE
+        return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+
+    @property
+    def model(self) -> Path:
+        """The Hugging Face folder of the trained model, which is there when the run has finished."""
+        return self.folder / "hf_model"
+
+
+def train(config: Config, ranks: int | None = None, program: str = "grpo") -> Run:
+    """Train in processes of their own, and print what they print. `ranks`: as `rlmath train --ranks`; `program`: "grpo"
+    or "sft". A run that was stopped before is resumed.
+
+    Raises ValueError for a mistake in the settings, RuntimeError for a run that failed. An interrupt stops the run,
+    which saves a checkpoint.
+    """
+    name = {"grpo": "train", "sft": "sft"}.get(program)
+    if name is None:
+        raise ValueError(f'program is {program!r}; needed: "grpo" or "sft"')
+    with tempfile.TemporaryDirectory(prefix="rlmath-") as place:
+        file = Path(place) / "config.yaml"
+        file.write_text(config_as_yaml(config), encoding="utf-8")
+        command = [sys.executable, "-m", "rlmath.cli.main", name, "--config", str(file)]
+        status, printed = _run(command + ([] if ranks is None else ["--ranks", str(ranks)]))
+    if status == FINISHED:
+        return Run(Path(config.run.output_dir))
+    told = read_exit_status(config.run.output_dir).message if status != MISTAKE else "\n".join(printed)
+    raise (ValueError if status == MISTAKE else RuntimeError)(f"the run ended with status {status}: {told}")
+
+
+def _run(command: Sequence[str]) -> tuple[int, list[str]]:
+    """Exit status and last lines; the lines are printed as they come, in a notebook too."""
+    last: list[str] = []
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
+    )
+    assert process.stdout is not None
+    while True:
+        try:
+            for line in process.stdout:
+                print(line, end="", flush=True)
+                last = [*last[-19:], line.rstrip("\n")]
+            return process.wait(), last
+        except KeyboardInterrupt:  # in a notebook only this process gets it
+            process.send_signal(signal.SIGINT)

@@ -1,0 +1,147 @@
+"""Convert models between Hugging Face's form and Megatron-Core's checkpoints.
+
+rlmath convert to-megatron --hf DIR --output DIR [--tensor-parallel 2] [--pipeline-parallel 2]
+rlmath convert to-hf --checkpoint DIR --output DIR [--config HF_DIR] [--critic]
+
+No GPU, no torchrun; memory for the largest tensor, not for the model. It exits with 2 for a mistake or a damaged
+source, and with 1 where the disk fails; nothing half-written stays.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from rlmath.checkpoint.convert.convert import DTYPES, Converted, check_output, hf_to_megatron, megatron_to_hf
+from rlmath.checkpoint.convert.sources import MegatronSource, find_megatron
+from rlmath.checkpoint.directory import CRITIC, CRITIC_CONFIG
+from rlmath.checkpoint.hf.weights import read_metadata_files
+from rlmath.config.model_shape import ModelShape
+from rlmath.config.terminal import escape_terminal
+from rlmath.models.hf_config import read_critic_shape, read_model_shape
+
+FAILED, MISTAKE = 1, 2
+CONFIG = "config.json"
+TO_MEGATRON = """Convert a Hugging Face model to a Megatron-Core torch_dist checkpoint.
+
+The output has what Megatron-LM's --load looks for:
+
+    release/                            the checkpoint: weights alone
+    latest_checkpointed_iteration.txt   "release": Megatron-LM then asks for no optimizer, and begins at iteration 0
+    hf/                                 config.json and tokenizer, for the way back
+
+Any tensor, pipeline, expert and data parallel size can load it. --tensor-parallel says to a multiple of what the
+vocabulary is filled up with zero rows (Megatron loads it, too, where it fills up otherwise), and both over how many
+files the tensors are spread.
+"""
+TO_HF = """Convert a checkpoint to a Hugging Face model: safetensors, config.json, tokenizer.
+
+--checkpoint is one of this program's (step-000020, or the output folder of a run: then its newest), or a torch_dist
+checkpoint of Megatron-Core: the folder with .metadata, or Megatron-LM's with latest_checkpointed_iteration.txt. The
+layout that saved it does not matter. Optimizer state is not read. The index of a checkpoint is a pickle; it is read
+without running anything in it.
+
+--critic converts the critic of a checkpoint of this program instead: a model for transformers'
+AutoModelForTokenClassification with one label, the value of what precedes the next token.
+
+Which model it is, config.json says: that beside the checkpoint (hf/), or the one that --config names.
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit status 0, FAILED or MISTAKE."""
+    escape_terminal()
+    given = parse(argv)
+    start = time.perf_counter()
+    try:
+        check_output(given.output)
+        converted = given.convert(given)
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return MISTAKE
+    except (OSError, RuntimeError) as error:
+        print(f"{given.output} could not be written: {error}", file=sys.stderr)
+        return FAILED
+    print(converted.line(given.output, time.perf_counter() - start))
+    return 0
+
+
+def to_megatron(given: argparse.Namespace) -> Converted:
+    sizes = (given.tensor_parallel, given.pipeline_parallel)
+    if min(sizes) < 1:
+        raise ValueError(f"--tensor-parallel and --pipeline-parallel are {sizes}; needed: at least 1.")
+    shape = read_model_shape(given.hf, "--hf")
+    return hf_to_megatron(given.hf, shape, given.output, *sizes, DTYPES[given.dtype])
+
+
+def to_hf(given: argparse.Namespace) -> Converted:
+    """Find the checkpoint and its model, and convert it."""
+    if not 0 < given.shard_gib < float("inf"):
+        raise ValueError(f"--shard-gib is {given.shard_gib}; needed: a number above 0.")
+    source = find_megatron(given.checkpoint)
+    folder, metadata_files = source.metadata_files, {}
+    if folder is not None:
+        metadata_files = read_metadata_files(folder)
+    if given.config is not None:
+        is_file = given.config.name == CONFIG and given.config.is_file()
+        folder = given.config.parent if is_file else given.config
+        if not (folder / CONFIG).is_file():
+            raise ValueError(f"--config {given.config}: needed: a {CONFIG}, or a folder that has one.")
+        metadata_files = (
+            metadata_files | {CONFIG: given.config.read_bytes()} if is_file else read_metadata_files(folder)
+        )
+    if folder is None:
+        raise ValueError(
+            f"{source.state} has no config.json beside it (hf/{CONFIG}), so its model is unknown; "
+            "name the folder of the Hugging Face model by --config."
+        )
+    dtype, shard_bytes = DTYPES[given.dtype], int(given.shard_gib * 2**30)
+    if given.critic:
+        shape, metadata_files = critic_of(source, metadata_files)
+        return megatron_to_hf(source.state, shape, metadata_files, given.output, dtype, shard_bytes, CRITIC)
+    return megatron_to_hf(
+        source.state, read_model_shape(folder), metadata_files, given.output, dtype, shard_bytes
+    )
+
+
+def critic_of(
+    source: MegatronSource, metadata_files: dict[str, bytes]
+) -> tuple[ModelShape, dict[str, bytes]]:
+    """The shape of a checkpoint's critic, and its metadata files: its own config.json and the policy's tokenizer."""
+    path = source.state.parent / CRITIC_CONFIG
+    if not path.is_file():
+        raise ValueError(f"{source.state.parent} has no critic (no {CRITIC_CONFIG}). Leave --critic out.")
+    return read_critic_shape(path), metadata_files | {CONFIG: path.read_bytes()}
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(prog="rlmath convert", description=__doc__.splitlines()[0])
+    ways = parser.add_subparsers(required=True, metavar="to-megatron | to-hf")
+    raw = argparse.RawDescriptionHelpFormatter
+    output_help = "folder to make; it must not exist, or be empty"
+
+    add = (way := ways.add_parser("to-megatron", description=TO_MEGATRON, formatter_class=raw)).add_argument
+    way.set_defaults(convert=to_megatron)
+    add("--hf", type=Path, required=True, help="folder with config.json and safetensors files")
+    add("--output", type=Path, required=True, help=output_help)
+    add("--tensor-parallel", type=int, default=1, metavar="N", help="default 1")
+    add("--pipeline-parallel", type=int, default=1, metavar="N", help="default 1")
+    add("--dtype", choices=sorted(DTYPES), default="auto", help="default auto: as in the source")
+
+    add = (way := ways.add_parser("to-hf", description=TO_HF, formatter_class=raw)).add_argument
+    way.set_defaults(convert=to_hf)
+    add("--checkpoint", type=Path, required=True, help="folder, see above")
+    add("--output", type=Path, required=True, help=output_help)
+    add("--config", type=Path, help="folder of the Hugging Face model, or its config.json alone")
+    add("--critic", action="store_true", help="convert the critic, not the policy")
+    add("--dtype", choices=sorted(DTYPES), default="auto", help="default auto: as in the checkpoint")
+    add("--shard-gib", type=float, default=4.0, help="most GiB of one file (default 4)")
+    return parser.parse_args(argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,219 @@
+"""The command line of evaluations: `python -m rlmath.evals`, `rlmath eval` and launch/evaluate.py.
+
+Nothing that is imported here loads vLLM: a mistake is reported before.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from rlmath.config.help import all_settings, raise_problems
+from rlmath.config.schema import RolloutConfig
+from rlmath.distributed import process
+from rlmath.distributed.device import environment_rank, resolve_kind
+from rlmath.distributed.fault_tolerance.exit_codes import (
+    FAILURE,
+    FINISHED,
+    MISTAKE,
+    SAVED_AND_STOPPED,
+    write_exit_status,
+)
+from rlmath.distributed.fault_tolerance.preemption import INTERRUPT, on_signals
+from rlmath.evals.compare import comparison_text, read_results
+from rlmath.evals.model_source import remove_converted
+from rlmath.evals.plan import Plan
+from rlmath.trainer.preflight.checks import cuda_problems
+from rlmath.trainer.startup import (
+    end_broken,
+    log_mistake,
+    mistakes_end_all_ranks,
+    record_exit,
+    set_up_rank_logging,
+)
+from rlmath.trainer.telemetry.console import close_bars
+
+logger = logging.getLogger(__name__)
+
+DESCRIPTION = """Evaluate a model on benchmarks, and compare evaluations.
+
+rlmath eval --model PATH --benchmarks aime24,math_500 --data-dir DIR --output DIR
+torchrun --nproc-per-node=N -m rlmath.evals ... [--tensor-parallel T]
+rlmath eval --compare A B
+
+PATH is a Hugging Face folder, a run's folder or a checkpoint. Completions are kept under --output: the same command
+resumes a stopped evaluation. docs/evaluation.md explains columns, files and formulas.
+"""
+
+RENAMED = {"--judges": "--reward-workers", "--judge-timeout": "--reward-timeout"}
+"""Old names of options, which are still read."""
+
+CUDA_GRAPHS_HELP = (
+    "capture decoding in CUDA graphs; without it vLLM runs with enforce_eager, as AReaL's and RLinf's evaluations do: "
+    "they saw accuracy fall with CUDA graphs, most of all above 16k tokens"
+)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit status 0, MISTAKE for a user's mistake, FAILURE for any other error."""
+    set_up_rank_logging()
+    arguments = parse(argv)
+    try:
+        if arguments.compare:
+            print(comparison_text(*(read_results(path) for path in arguments.compare)))
+            return 0
+        plan, rollout = plan_of(arguments), rollout_of(arguments)
+        raise_problems("this machine", list(cuda_problems(arguments.device, "--device")))
+        stop_on_signal(plan.output)
+        # Imported after the checks: a mistake is reported before vLLM is loaded.
+        logger.info("Importing vLLM")
+        from rlmath.evals.runner import evaluate
+
+        device_kind = resolve_kind(arguments.device)
+        evaluate(plan, rollout, arguments.reward_workers, arguments.reward_timeout, device_kind)
+        record_exit(plan.output, FINISHED, "the tables are written")
+        process.skip_collection_at_exit()
+    except ValueError as error:
+        remove_converted()
+        log_mistake(error)
+        record_exit(None if output_problem(arguments) else arguments.output, MISTAKE, str(error))
+        return MISTAKE
+    except BaseException as error:
+        remove_converted()
+        record_exit(arguments.output, FAILURE, f"{type(error).__name__}: {error}")
+        end_broken()
+    return 0
+
+
+def stop_on_signal(output: Path) -> None:
+    """On Ctrl-C, and on SIGUSR1, which Slurm sends before the time limit, this rank exits at once: verified completions
+    are on disk. (SIGTERM is not handled: torchrun sends it to all ranks after one has failed.)"""
+
+    def stop(number: int) -> None:
+        try:
+            if environment_rank() == 0:
+                reason = INTERRUPT if number == signal.SIGINT else signal.Signals(number).name
+                message = f"stopped by {reason}: the same command resumes"
+                write_exit_status(output, SAVED_AND_STOPPED, message)
+                close_bars()
+                logger.warning("The evaluation was %s", message)
+                remove_converted()
+                logging.shutdown()
+        finally:
+            os._exit(SAVED_AND_STOPPED)
+
+    on_signals((signal.SIGINT, signal.SIGUSR1), stop)
+
+
+def plan_of(arguments: argparse.Namespace) -> Plan:
+    """What is sampled. Raises ValueError with all problems."""
+    required = ("model", "benchmarks", "data_dir", "output")
+    missing = [f"--{name.replace('_', '-')}" for name in required if getattr(arguments, name) is None]
+    if missing:
+        raise ValueError(
+            f"{', '.join(missing)} must be given (or --compare A B alone); --help describes the options"
+        )
+    problem = output_problem(arguments)
+    if problem:
+        raise ValueError(problem)
+    return Plan(
+        model=arguments.model,
+        benchmarks=tuple(dict.fromkeys(name for name in arguments.benchmarks.split(",") if name)),
+        data_dir=arguments.data_dir,
+        output=arguments.output,
+        greedy=not arguments.no_greedy,
+        samples=arguments.samples,
+        temperature=arguments.temperature,
+        top_p=arguments.top_p,
+        max_new_tokens=arguments.max_new_tokens,
+        max_prompt_tokens=arguments.max_prompt_tokens,
+        template=arguments.template,
+        seed=arguments.seed,
+        limit=arguments.limit,
+    )
+
+
+def output_problem(arguments: argparse.Namespace) -> str:
+    """Why nothing may be written into --output; "" if nothing is wrong with it."""
+    output = arguments.output
+    if output is None:
+        return ""
+    inputs = {"--model": arguments.model, "--data-dir": arguments.data_dir}
+    what = [option for option, path in inputs.items() if path and path.resolve() == output.resolve()]
+    what += [f"a folder with a {name}" for name in ("config.json", "config.yaml") if (output / name).exists()]
+    return f'--output "{output}" is {" and ".join(what)}. Give a folder of its own.' if what else ""
+
+
+def rollout_of(arguments: argparse.Namespace) -> RolloutConfig:
+    """The settings of the engines. Raises ValueError with all problems."""
+    names = ("tensor_parallel", "memory_share", "cpu_kv_cache_gib", "max_num_seqs", "cuda_graphs")
+    values = {name: getattr(arguments, name) for name in names}
+    problems = [
+        f"--{name.replace('_', '-')} is {value}; needed: {allowed}"
+        for name, value in values.items()
+        if (allowed := all_settings()[f"rollout.{name}"].range) is not None and not allowed.holds(value)
+    ]
+    raise_problems("the engines", problems)
+    return RolloutConfig(**values)
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """The command line; old names of options are replaced, with a warning."""
+    parser = argparse.ArgumentParser(
+        description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    add = parser.add_argument
+    add("--compare", nargs=2, type=Path, metavar=("A", "B"), help="two --output folders to compare")
+    _add_sampling_options(parser.add_argument_group("what is sampled"))
+    _add_engine_options(parser.add_argument_group("how it is computed"))
+    words = []
+    for word in sys.argv[1:] if argv is None else argv:
+        old, equals, value = word.partition("=")
+        if old in RENAMED:
+            logger.warning("%s is now called %s", old, RENAMED[old])
+            word = RENAMED[old] + equals + value
+        words.append(word)
+    with mistakes_end_all_ranks():
+        return parser.parse_intermixed_args(words)
+
+
+def _add_sampling_options(group: argparse._ArgumentGroup) -> None:
+    add = group.add_argument
+    add("--model", type=Path, help="Hugging Face folder, a run's folder (its newest model), or a checkpoint")
+    add("--benchmarks", help="names of files in --data-dir, separated by commas, for example aime24,math_500")
+    add("--data-dir", type=Path, help="folder of NAME.jsonl, .json, .parquet, or folders NAME")
+    add("--output", type=Path, help="folder for completions and tables; other settings need another one")
+    add("--samples", type=int, default=32, help="samples of each problem, 0 for none (default 32)")
+    add("--temperature", type=float, default=0.6, help="of the samples (default 0.6)")
+    add("--top-p", type=float, default=0.95, help="of the samples (default 0.95)")
+    add("--max-new-tokens", type=int, default=32768, help="longest completion (default 32768)")
+    prompt_help = "longer prompts count as wrong; default: all must fit the model"
+    add("--max-prompt-tokens", type=int, help=prompt_help)
+    add("--no-greedy", action="store_true", help="no completion at temperature 0")
+    template_help = "as data.template, see docs/data.md (default auto)"
+    add("--template", default="auto", choices=all_settings()["data.template"].words, help=template_help)
+    add("--seed", type=int, default=1, help="of samples and intervals (default 1)")
+    add("--limit", type=int, help="number of problems of each benchmark, from the first on (default: all)")
+
+
+def _add_engine_options(group: argparse._ArgumentGroup) -> None:
+    add = group.add_argument
+    add("--tensor-parallel", type=int, default=1, help="ranks of one engine; divides the ranks (default 1)")
+    add("--cuda-graphs", action="store_true", help=CUDA_GRAPHS_HELP)
+    add(
+        "--memory-share",
+        type=float,
+        default=0.9,
+        help="GPU: share of its memory for the engine (default 0.9)",
+    )
+    add("--cpu-kv-cache-gib", type=float, default=0.5, help="CPU: KV cache of a rank, in GiB (default 0.5)")
+    add("--max-num-seqs", type=int, default=256, help="most sequences decoded at once (default 256)")
+    add("--reward-workers", type=int, default=2, help="processes per engine that verify answers (default 2)")
+    add("--reward-timeout", type=float, default=5.0, help="time limit of one answer, in seconds (default 5)")
+    device_help = "default auto: cuda if there is one"
+    add("--device", default="auto", choices=("auto", "cpu", "cuda"), help=device_help)

@@ -1,0 +1,199 @@
+"""The command `rlmath`, and the public names: from any folder, without torch where none is needed."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+import rlmath
+from rlmath.cli import doctor, install, train
+from rlmath.cli.main import COMMANDS, main
+from rlmath.config.shared_files import shared
+from tests.programs import ENVIRONMENT, REPOSITORY
+
+WITHOUT = "import sys\nfor name in ('torch', 'vllm', 'megatron', 'transformers', 'pyarrow'): sys.modules[name] = None\n"
+"""A program that begins so has an installation's base alone."""
+
+
+def python(source: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    environment = ENVIRONMENT | {"PYTHONPATH": str(REPOSITORY)}
+    command = [sys.executable, "-c", WITHOUT + source]
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
+
+
+def test_every_command_is_described_and_there(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--help"]) == 0
+    shown = capsys.readouterr().out
+    assert max(map(len, shown.splitlines())) <= 80
+    for command in COMMANDS:
+        assert f"  {command.name} " in shown
+    assert main(["--version"]) == 0 and capsys.readouterr().out == f"rlmath {rlmath.__version__}\n"
+
+
+def test_a_word_that_is_no_command_is_a_mistake(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["tarin"]) == 2
+    assert 'there is no command "tarin". Did you mean "train"?' in capsys.readouterr().err
+    assert main([]) == 2
+
+
+@pytest.mark.parametrize("name", [one.name for one in COMMANDS])
+def test_the_help_of_a_command_names_it(
+    name: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    command = [sys.executable, "-m", "rlmath.cli.main", name, "--help"]
+    environment = ENVIRONMENT | {"PYTHONPATH": str(REPOSITORY)}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert re.match(rf"usage: rlmath {name}\b", done.stdout), done.stdout[:200]
+
+
+def test_what_is_missing_is_named_and_the_rest_works_without_torch(tmp_path: Path) -> None:
+    ran = python(
+        "from rlmath.cli.main import main; sys.exit(main(['train', '--config', 'x.yaml']))", tmp_path
+    )
+    assert ran.returncode == 2 and "rlmath train needs torch, transformers" in ran.stderr
+    assert "rlmath install cpu" in ran.stderr
+    ran = python("from rlmath.cli.main import main; sys.exit(main(['doctor']))", tmp_path)
+    assert "requirements/cpu.txt" in ran.stdout and "Traceback" not in ran.stderr
+    ran = python("from rlmath.cli.main import main; sys.exit(main(['samples', 'nothing']))", tmp_path)
+    assert ran.returncode == 1 and "Traceback" not in ran.stderr
+
+
+def test_answers_are_judged_and_settings_read_without_torch(tmp_path: Path) -> None:
+    ran = python(
+        """
+from rlmath import load_config, verify
+hostile = "9" * 5 + "^{" * 30 + "9" + "}" * 30
+print([verify(*one).correct for one in (
+    ("0.5", "1/2"), (r"so \\boxed{\\frac{1}{2}} it is", ["3", "0.5"]), ("7", "8"), ("", "8"), (hostile, "8"),
+)])
+config = load_config("configs/demo.yaml", model={"path": "m"}, data={"train_path": "t"}, run={"output_dir": "o"},
+                     validation={"paths": ["a", "b c"]}, optimizer={"lr": 1e-5})
+print(config.validation.paths, config.optimizer.lr, config.parallel.tensor)
+""",
+        tmp_path,
+    )
+    assert ran.stdout.splitlines() == ["[True, True, False, False, False]", "['a', 'b c'] 1e-05 2"], (
+        ran.stderr
+    )
+
+
+def test_mistakes_in_settings_are_told_together() -> None:
+    with pytest.raises(ValueError, match=r"(?s)optimizer\.lr.*no_such") as caught:
+        rlmath.load_config(optimizer={"lr": "fast"}, run={"no_such": 1})
+    assert "model.path" in str(caught.value)
+    with pytest.raises(ValueError, match="model='m'; needed: a mapping"):
+        rlmath.load_config(model="m")  # pyright: ignore[reportArgumentType]
+
+
+def test_what_a_run_wrote_is_read_as_rows(tmp_path: Path) -> None:
+    (tmp_path / "samples").mkdir()
+    group = {
+        "step": 3,
+        "prompt": "1+1=",
+        "completions": [{"text": "2", "reward": 1.0}, {"text": "3", "reward": 0.0}],
+    }
+    lines = f"{json.dumps(group)}\n" + '{"step": 3, "prom'
+    (tmp_path / "samples" / "step-000003.jsonl").write_text(lines, encoding="utf-8")
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 0.5}\n', encoding="utf-8")
+    run = rlmath.Run(tmp_path)
+    assert run.metrics() == [{"step": 1, "loss": 0.5}] and run.summary() == {}
+    assert [(row["step"], row["prompt"], row["text"], row["reward"]) for row in run.samples()] == [
+        (3, "1+1=", "2", 1.0),
+        (3, "1+1=", "3", 0.0),
+    ]
+
+
+def test_the_number_of_ranks_is_taken_off_the_command_line() -> None:
+    assert train.take_ranks(["--config", "x", "--ranks", "4", "a.b=1"]) == (4, ["--config", "x", "a.b=1"])
+    assert train.take_ranks(["--ranks=2"]) == (2, []) and train.take_ranks(["a.b=1"]) == (None, ["a.b=1"])
+    for words in (["--ranks"], ["--ranks", "0"], ["--ranks=-1"], ["--ranks", "two"], ["--ranks", "99999999"]):
+        with pytest.raises(ValueError, match="needed: a number of processes"):
+            train.take_ranks(words)
+
+
+def test_a_mistake_in_the_settings_starts_nothing(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert (
+        train.train(
+            ["--config", "configs/demo.yaml", f"run.output_dir={tmp_path / 'o'}", "optimizer.lr=fast"]
+        )
+        == 2
+    )
+    assert "optimizer.lr" in capfd.readouterr().err and not (tmp_path / "o").exists()
+
+
+def test_locks_and_commands_of_an_installation(capsys: pytest.CaptureFixture[str]) -> None:
+    versions = doctor.locked_versions(shared("requirements/gpu.txt"))
+    assert (
+        versions["torch"] == "2.13.0" and versions["vllm"] == "0.32.0" and versions["math-verify"] == "0.9.0"
+    )
+    wheels, source = install.commands_of("python", shared("requirements/gpu.txt"), "gpu")
+    assert "--only-binary" in wheels and "torch==2.13.0" in wheels
+    built = [word for word in source if "==" in word]
+    assert built == ["transformer-engine-torch==2.20.2"] and not set(built) & set(wheels)
+    assert install.command(["cpu", "--dry-run"]) == 0
+    assert "requirements/cpu.txt" in capsys.readouterr().out
+
+
+def test_a_wheel_has_configs_launchers_and_locks(tmp_path: Path) -> None:
+    """Built from a copy, as `pip install .` builds it."""
+    files = subprocess.run(
+        ["git", "ls-files"], cwd=REPOSITORY, capture_output=True, text=True, check=True
+    ).stdout.splitlines()
+    source = tmp_path / "source"
+    for name in files:
+        if (
+            name.startswith(("rlmath/", "megatron_patches/", "configs/", "launch/", "requirements/"))
+            or "/" not in name
+        ):
+            (source / name).parent.mkdir(parents=True, exist_ok=True)
+            (source / name).write_bytes((REPOSITORY / name).read_bytes())
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "wheel",
+        "--no-deps",
+        "--no-build-isolation",
+        "-q",
+        "-w",
+        str(tmp_path),
+        ".",
+    ]
+    subprocess.run(command, cwd=source, check=True, capture_output=True, timeout=300)
+    (wheel,) = tmp_path.glob("rlmath-*.whl")
+    names = set(zipfile.ZipFile(wheel).namelist())
+    for name in (
+        "configs/demo.yaml",
+        "configs/algorithms/grpo.yaml",
+        "launch/slurm/job.sh",
+        "requirements/gpu.txt",
+    ):
+        assert f"rlmath/shared_files/{name}" in names
+    assert "rlmath/cli/main.py" in names and "megatron_patches/__init__.py" in names
+    assert not [
+        name for name in names if name.startswith(("tests/", "tools/", "configs/")) or name.endswith(".pyc")
+    ]
+    zipfile.ZipFile(wheel).extractall(tmp_path / "installed")
+    found = subprocess.run(
+        [
+            sys.executable,
+            "-c",
+            "import rlmath.config.shared_files as s; print(s.shared('configs/demo.yaml'))",
+        ],
+        cwd=tmp_path,
+        env=ENVIRONMENT | {"PYTHONPATH": str(tmp_path / "installed")},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert (
+        Path(found.stdout.strip())
+        == tmp_path / "installed" / "rlmath" / "shared_files" / "configs" / "demo.yaml"
+    )
