@@ -1,4 +1,4 @@
-"""Which cases of a behaviour `make test` runs, and which `make test-matrix` adds."""
+"""Which cases of a behaviour `make test` runs, which `make test-matrix` adds, and which `make test-full`."""
 
 from __future__ import annotations
 
@@ -11,13 +11,16 @@ matrix = pytest.mark.matrix
 """On a test: `make test` has another one of the same behaviour, CI runs this one with `make test-matrix`."""
 
 
-def keeping(cases: Iterable[Any], *kept: Any) -> list[Any]:
-    """Cases for `parametrize`: `make test` runs those of `kept`, `make test-matrix` the others. A case that has marks
-    of its own stays as it is."""
-    cases, own = list(cases), type(pytest.param())
+def keeping(cases: Iterable[Any], *kept: Any, others: int = 3) -> list[Any]:
+    """Cases for `parametrize`: `make test` runs those of `kept`, `make test-matrix` so many of the `others`, those that
+    come first, and `make test-full` the rest. A case that has marks of its own stays as it is."""
+    cases, own, found, count = list(cases), type(pytest.param()), [], 0
     assert all(case in cases for case in kept)
-    return [case if isinstance(case, own) or case in kept else _marked(case) for case in cases]
-
-
-def _marked(case: Any) -> Any:
-    return pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=matrix)
+    for case in cases:
+        if isinstance(case, own) or case in kept:
+            found.append(case)
+            continue
+        count += 1
+        mark = matrix if count <= others else pytest.mark.full
+        found.append(pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=mark))
+    return found

@@ -73,7 +73,7 @@ def test_a_row_of_discarded_steps_ends_the_run_and_the_next_start(arithmetic: Pa
     assert not (folder / "hf_model").exists()
 
 
-@matrix
+@pytest.mark.full
 def test_a_learning_rate_that_breaks_the_policy_ends_a_grpo_run(arithmetic: Path, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     # So large that the next forward pass overflows; a rate of 10 does on some processors, and on others never.

@@ -10,7 +10,6 @@ import torch
 from safetensors.torch import save_file
 
 from tests.programs import run
-from tests.selection import matrix
 from tools.drill_faults import (
     CHAINS,
     QUICK,
@@ -37,7 +36,7 @@ def drill(output: Path, timeout: float, *arguments: str) -> list[dict]:
 
 
 @pytest.mark.distributed
-@matrix
+@pytest.mark.full
 def test_six_disturbances_in_a_row(tmp_path: Path) -> None:
     outcomes = drill(tmp_path / "drill", 580.0, "--quick", "--seed", "1")
     assert [one["kind"] for one in outcomes] == list(QUICK)

@@ -353,7 +353,7 @@ def test_a_reward_function_of_the_users_trains_and_its_failures_are_told(workpla
     assert any("ValueError: even" in one["extracted"] for one in found["completions"])
 
 
-@matrix
+@pytest.mark.full
 def test_a_reward_function_that_fails_on_every_answer_ends_the_run_and_corrected_can_resume(
     arithmetic: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

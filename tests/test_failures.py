@@ -207,7 +207,7 @@ def test_what_the_disk_refuses_of_the_telemetry_costs_no_step(arithmetic: Path, 
         assert not list(output.glob(".exit_status*"))
 
 
-@matrix
+@pytest.mark.full
 def test_a_killed_torchrun_leaves_ranks_that_finish_the_step_save_and_stop(
     arithmetic: Path, tmp_path: Path
 ) -> None:

@@ -193,7 +193,7 @@ def test_complete_groups_leave_in_the_order_of_their_draws() -> None:
     assert draws(found) == [1, 2]
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=150)
 @given(
     seed=st.integers(0, 2**20),
     per_step=st.integers(1, 5),
@@ -369,7 +369,7 @@ def test_the_last_steps_sample_what_is_in_flight() -> None:
     assert engines.rounds == [(False, [0, 1, 2, 3]), (True, [0, 3])] and flight.groups == []
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=150)
 @given(
     seed=st.integers(0, 2**20),
     per_step=st.integers(1, 6),

@@ -221,7 +221,7 @@ def test_a_stage_that_begins_with_groups_in_flight_is_refused(make: Make) -> Non
         make(1, steps=7, stages=stages, stop_after=3, flight_of=PER_STEP * 2)
 
 
-@matrix
+@pytest.mark.full
 @pytest.mark.parametrize("rollout", [CARRY, replace(DEFER, slice_tokens=12)], ids=["carry", "defer"])
 def test_a_stage_ends_with_nothing_in_flight(make: Make, rollout: RolloutConfig) -> None:
     stages = StagesConfig(steps=[4, 3], max_new_tokens=[20, LONGEST])
@@ -234,7 +234,7 @@ def test_a_stage_ends_with_nothing_in_flight(make: Make, rollout: RolloutConfig)
     assert max(len(c.token_ids) for step in run.groups[4:] for g in step for c in g.completions) > 20
 
 
-@matrix
+@pytest.mark.full
 def test_groups_that_another_reward_function_has_scored_are_sampled_anew(
     make: Make, whole: Run, carried: Run
 ) -> None:

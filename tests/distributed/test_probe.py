@@ -38,7 +38,7 @@ LAYOUTS = {
     params=[
         ([LAYOUTS[2][0], LAYOUTS[2][2]], 1),
         pytest.param((LAYOUTS[1], 1), marks=matrix),
-        pytest.param((LAYOUTS[2], 1), marks=matrix),
+        pytest.param((LAYOUTS[2], 1), marks=pytest.mark.full),
         pytest.param((LAYOUTS[2], 2), marks=pytest.mark.full),
     ],
     ids=["2-engines-2-layouts", "1-rank", "2-engines", "1-engine-of-2"],
@@ -134,7 +134,7 @@ def test_checksums_and_probes_are_due_at_the_first_sync_and_every_so_many(
 
 
 @pytest.mark.parametrize(("case", "engine_size"), [(Case(), 1), (Case(tensor=2), 2)], ids=str)
-@matrix
+@pytest.mark.full
 def test_texts_are_the_same_bits_with_and_without_a_probe_before_them(
     ranks: RankPool, untied_model: Path, case: Case, engine_size: int
 ) -> None:

@@ -12,9 +12,10 @@ from pathlib import Path
 
 import pytest
 
+from rlmath.cli import demo
 from rlmath.config.load import load_config
 from rlmath.trainer.telemetry.metrics_writer import MetricsWriter
-from tools import bench_learning, demo
+from tools import bench_learning
 from tools.bench_learning import WAYS, Learned, curve_of, draw_picture, read_learned, report
 
 COLUMNS = ["bench", "case", "metric", "value", "unit", "baseline", "ratio"]

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from tools import benchmark_runs, demo
+from rlmath.cli import demo
+from tools import benchmark_runs
 from tools.benchmark_runs import TwoKindTask, print_figure, run_interleaved
 
 TASK = TwoKindTask(

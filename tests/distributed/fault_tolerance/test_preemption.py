@@ -228,7 +228,7 @@ def test_sigusr1_to_a_torchrun_that_handles_it_saves(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("number", [pytest.param(signal.SIGUSR1, marks=pytest.mark.full), signal.SIGKILL])
-@matrix
+@pytest.mark.full
 def test_a_torchrun_that_ends_without_a_word_leaves_ranks_that_save(tmp_path: Path, number: int) -> None:
     with running(tmp_path / "run", "walk") as run:
         run.launcher.send_signal(number)
@@ -266,7 +266,7 @@ def test_a_killed_torchrun_of_the_first_of_two_nodes_lets_short_steps_be_saved(t
     assert told.count("saves after this step") == 1, told
 
 
-@matrix
+@pytest.mark.full
 def test_a_save_that_takes_too_long_is_ended_and_tells_where_it_is(tmp_path: Path) -> None:
     with running(tmp_path / "run", "slow save", "stop_grace_seconds=3") as run:
         run.launcher.send_signal(signal.SIGTERM)
