@@ -224,6 +224,7 @@ DISTINCT = Config(
     telemetry=TelemetryConfig(
         tensorboard=False,
         sample_groups_per_step=186,
+        profile_steps=[187, 188],
         wandb="offline",
         wandb_project="distinct",
         wandb_name="own name",

@@ -6,6 +6,11 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from torch.profiler import record_function
+
+PHASE_PREFIX = "phase: "
+"""Begins the names of phases in a profile."""
+
 
 class PhaseTimers:
     """Adds up the seconds of named phases; a phase may be entered many times and may hold others.
@@ -35,7 +40,8 @@ class PhaseTimers:
         self._on_phase(name)
         start = time.perf_counter()
         try:
-            yield
+            with record_function(PHASE_PREFIX + name):
+                yield
             self._on_phase(self._open[-2] if len(self._open) > 1 else f"after {name}")
         finally:
             self._open.pop()

@@ -68,6 +68,7 @@ from rlmath.trainer.rollback import (
 from rlmath.trainer.run_dir import CONFIG_NAME, claim_run_folder, take_back
 from rlmath.trainer.startup import PreparedRun, compare_clocks
 from rlmath.trainer.telemetry.console import LOG_FILE, open_log_file
+from rlmath.trainer.telemetry.profile import StepProfiler
 
 logger = logging.getLogger(__name__)
 
@@ -288,10 +289,14 @@ def _train(
         if reporter is not None:
             reporter.before_training(before)
     stragglers = StragglerDetector(mesh)
+    profiler = StepProfiler(
+        config.telemetry.profile_steps, Path(config.run.output_dir), mesh.rank, trainer.device.kind == "cuda"
+    )
     stop.in_steps = True
     for number in range(steps_done, total_steps):
         heartbeat.step = number + 1
-        record = trainer.step(number)
+        with profiler.step(number + 1):
+            record = trainer.step(number)
         if isinstance(record, Interrupted):
             checkpointer.save_to_stop(number)
             return stop_early(trainer, checkpointer, number, record.reason, stop)
