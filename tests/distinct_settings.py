@@ -224,6 +224,7 @@ DISTINCT = Config(
     telemetry=TelemetryConfig(
         tensorboard=False,
         sample_groups_per_step=186,
+        report=False,
         wandb="offline",
         wandb_project="distinct",
         wandb_name="own name",

@@ -633,6 +633,9 @@ class TelemetryConfig:
     """Write TensorBoard events under `<output_dir>/tensorboard`."""
     sample_groups_per_step: NonNegativeInt = 2
     """Groups a step whose prompt, texts, rewards and advantages are kept under `<output_dir>/samples`. 0: none."""
+    report: bool = True
+    """Write `<output_dir>/report.html` at the run's end: curves, warnings, settings and samples on one page. Needs
+    plotly."""
     wandb: Literal["off", "offline", "online"] = "off"
     """Weights & Biases, too: "off", "offline" (files under `<output_dir>/wandb`, without an account) or "online" (with
     an account, `wandb login`). Needs `pip install rlmath[wandb]`."""

@@ -163,7 +163,7 @@ def thinned(curve: Curve, most: int = DRAWN_POINTS) -> Curve:
     last point of all.
 
     >>> thinned(Curve(list(range(8)), [0.0, 5.0, 1.0, 1.0, 1.0, -3.0, 1.0, 2.0]), 6)
-    Curve(steps=[0, 1, 2, 5, 6, 7], values=[0.0, 5.0, 1.0, -3.0, 1.0, 2.0])
+    Curve(steps=[0, 1, 2, 4, 5, 7], values=[0.0, 5.0, 1.0, 1.0, -3.0, 2.0])
     """
     count = len(curve.values)
     if count <= most:

@@ -56,6 +56,7 @@
       margin: { l: 8, r: 8, t: 8, b: 8 },
       showlegend: legend,
       legend: { orientation: "h", x: 0, y: -0.24, yanchor: "top", font: { size: 11 }, maxheight: 90 },
+      modebar: { bgcolor: "rgba(0,0,0,0)", color: css("--soft"), activecolor: css("--link") },
       hovermode: figure.kind === "heat" || figure.traces.length > 12 ? "closest" : "x unified",
       hoverlabel: { bgcolor: css("--card"), bordercolor: css("--line"), font: { color: css("--text") }, namelength: 60 },
       xaxis: { ...axis, title: { ...axis.title, text: "step" }, nticks: width < 420 ? 6 : 10 },
@@ -72,11 +73,13 @@
     };
   }
 
+  const canHover = window.matchMedia("(hover: hover)").matches;
   const drawn = new Set();
   function draw(place) {
     const figure = data.figures[Number(place.dataset.figure)];
     const config = {
-      responsive: true, displaylogo: false, modeBarButtonsToRemove: ["lasso2d", "select2d", "autoScale2d"],
+      responsive: true, displaylogo: false, displayModeBar: canHover ? "hover" : false,
+      modeBarButtons: [["toImage", "resetScale2d"]],
     };
     Plotly.react(place, traces(figure), layout(figure, place.clientWidth), config);
     drawn.add(place);
@@ -91,7 +94,7 @@
         draw(entry.target);
       }
     }
-  }, { rootMargin: "400px" });
+  }, { rootMargin: "300px" });
   for (const place of places) watcher.observe(place);
   dark.addEventListener("change", () => { drawn.forEach(draw); swatches(); });
   window.addEventListener("beforeprint", () => places.forEach(draw));
