@@ -79,7 +79,7 @@ class Run:
 
 def read_runs(folders: Sequence[str | Path]) -> list[Run]:
     """The runs in these folders; a folder given twice counts once. Errors: NoRunError."""
-    paths = list({path.resolve(): path for path in map(Path, folders)}.values())
+    paths = list({path.resolve(): path for path in map(Path, reversed(folders))}.values())[::-1]
     if len(paths) > MOST_RUNS:
         raise NoRunError(f"got {len(paths)} runs; needed: at most {MOST_RUNS}")
     for path in paths:
