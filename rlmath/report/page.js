@@ -2,8 +2,10 @@
 (() => {
   const data = JSON.parse(document.getElementById("data").textContent);
   const dark = window.matchMedia("(prefers-color-scheme: dark)");
-  const LIGHT = ["#0072b2", "#d55e00", "#009e73", "#b5508f", "#c28800", "#3f9fd6", "#6a4fb3", "#555555"];
-  const DARK = ["#5cb8f0", "#ff8f4a", "#3fd0a4", "#ea9cca", "#f2c14e", "#9fd8ff", "#b39df5", "#bbbbbb"];
+  const LIGHT = ["#0072b2", "#d55e00", "#009e73", "#b5508f", "#c28800", "#3f9fd6", "#6a4fb3", "#666666", "#7a9a01", "#8c5a2b"];
+  const DARK = ["#5cb8f0", "#ff8f4a", "#3fd0a4", "#ea9cca", "#f2c14e", "#9fd8ff", "#b39df5", "#bbbbbb", "#b5d33d", "#c9986a"];
+  /* From all right to none right, and what is not known. */
+  const RAMP = ["#1a7f37", "#5aae61", "#a6dba0", "#f2d479", "#f4a582", "#d6604d"];
   const DASHES = ["solid", "dash", "dot", "dashdot", "longdash", "longdashdot"];
 
   const css = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
@@ -25,6 +27,7 @@
         hovertemplate: "step %{x}, about %{y} tokens: %{z:.1%}<extra></extra>",
       }];
     }
+    const unknown = dark.matches ? "#3a4553" : "#d3d9e0";
     const value = figure.percent ? "%{y:.2%}" : "%{y:.5~g}";
     return figure.traces.map((one) => {
       const dash = Math.floor(one.color / palette().length) + (one.dash || 0);
@@ -36,12 +39,23 @@
         hovertemplate: value + (figure.traces.length > 1 ? "" : "<extra></extra>"),
       };
       if (figure.kind === "stack") {
-        Object.assign(trace, { stackgroup: "all", mode: one.y.length === 1 ? "markers" : "lines", fillcolor: color(one.color) });
-        trace.line.width = 0.5;
-        trace.line.dash = "solid";
+        const fill = figure.ramp ? RAMP[one.color] || unknown : color(one.color);
+        Object.assign(trace, { stackgroup: "all", mode: one.y.length === 1 ? "markers" : "lines", fillcolor: fill });
+        trace.line = { width: 0.5, color: fill };
       }
       return trace;
     });
+  }
+
+  function yAxis(figure) {
+    const all = figure.kind === "heat" ? figure.y : figure.traces.flatMap((one) => one.y);
+    const low = all.reduce((a, b) => Math.min(a, b)), high = all.reduce((a, b) => Math.max(a, b));
+    const format = figure.percent ? ".3~%" : figure.log ? ".1e" : high >= 1000 ? ",.6~g" : undefined;
+    return {
+      type: figure.log ? "log" : "linear", tickformat: format, exponentformat: "power", nticks: figure.log ? 6 : 8,
+      rangemode: figure.kind === "stack" ? "tozero" : "normal",
+      ...(low === high && low > 0 && !figure.log ? { range: [0, 1.5 * high] } : {}),
+    };
   }
 
   function layout(figure, width) {
@@ -61,10 +75,7 @@
       hoverlabel: { bgcolor: css("--card"), bordercolor: css("--line"), font: { color: css("--text") }, namelength: 60 },
       xaxis: { ...axis, title: { ...axis.title, text: "step" }, nticks: width < 420 ? 6 : 10 },
       yaxis: {
-        ...axis, title: { ...axis.title, text: plain(figure.unit) }, type: figure.log ? "log" : "linear",
-        tickformat: figure.percent ? ".3~%" : figure.log ? ".1e" : undefined,
-        exponentformat: "power", nticks: figure.log ? 6 : 8,
-        rangemode: figure.kind === "stack" ? "tozero" : "normal",
+        ...axis, ...yAxis(figure), title: { ...axis.title, text: plain(figure.unit) },
       },
       shapes: figure.kind === "heat" ? [] : data.markers.map((one) => ({
         type: "line", x0: one.x, x1: one.x, yref: "paper", y0: 0, y1: 1,

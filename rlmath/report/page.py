@@ -205,7 +205,7 @@ def _restarts(run: Run) -> Iterable[str]:
             rows.append([str(number), html_text(start.time), began, reached])
         dotted = " Dotted lines in the figures are where a start went on." if len(rows) else ""
         yield f'<p>The run was started {len(rows)} times.<span class="soft">{dotted}</span></p>'
-        yield _table(["Start", "When", "Went on from", "Came to"], rows)
+        yield _table(["Start", "When", "Began with", "Came to"], rows)
     if run.earlier:
         rows = []
         for one in run.earlier:

@@ -397,7 +397,10 @@ def _pass_rates(runs: Sequence[Run]) -> Iterator[dict[str, Any]]:
     }
     for run in runs[:MOST_SINGLE]:
         parts = [(called[name], run.metrics.curve(f"history/prompts/{name}")) for name in PASS_RATES]
-        yield from _stack(_titled("Prompts by pass rate", run, runs), "prompts", parts)
+        for figure in _stack(_titled("Prompts by pass rate", run, runs), "prompts", parts):
+            named = [called[name] for name in PASS_RATES]
+            colors = [{**trace, "color": named.index(trace["name"])} for trace in figure["traces"]]
+            yield {**figure, "traces": colors, "ramp": True}
 
 
 def _phases(runs: Sequence[Run]) -> Iterator[dict[str, Any]]:

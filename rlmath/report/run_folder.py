@@ -79,7 +79,10 @@ class Run:
 
 def read_runs(folders: Sequence[str | Path]) -> list[Run]:
     """The runs in these folders; a folder given twice counts once. Errors: NoRunError."""
-    paths = list({path.resolve(): path for path in map(Path, reversed(folders))}.values())[::-1]
+    found: dict[Path, Path] = {}
+    for path in map(Path, folders):
+        found.setdefault(path.resolve(), path)
+    paths = list(found.values())
     if len(paths) > MOST_RUNS:
         raise NoRunError(f"got {len(paths)} runs; needed: at most {MOST_RUNS}")
     for path in paths:
