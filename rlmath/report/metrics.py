@@ -24,6 +24,8 @@ MOST_BYTES = 2**30
 """Read of one file."""
 MOST_LINE_BYTES = 2**20
 MOST_ROWS = 200_000
+MOST_VALUES = 8_000_000
+"""Of all metrics together; some 100 bytes of memory each."""
 MOST_NAMES = 1000
 """Metrics of a run."""
 MOST_NAME_CHARS = 200
@@ -72,11 +74,11 @@ def read_metrics(path: Path, notes: list[str]) -> Metrics:
     columns: dict[str, tuple[array, array]] = {}
     steps = array("q")
     row_of_step: dict[int, int] = {}
-    damaged, first_damage, odd, surplus = 0, "", 0, False
+    damaged, first_damage, odd, read, surplus = 0, "", 0, 0, False
     for number, line in finished_lines(path, MOST_BYTES, MOST_LINE_BYTES):
-        if len(steps) == MOST_ROWS:
+        if len(steps) == MOST_ROWS or read >= MOST_VALUES:
             notes.append(
-                f"{path.name}: only the first {MOST_ROWS} rows were read; what follows them is left out."
+                f"{path.name}: only the first {len(steps)} rows were read; what follows them is left out."
             )
             break
         try:
@@ -92,6 +94,7 @@ def read_metrics(path: Path, notes: list[str]) -> Metrics:
             shown = excerpt(str(error), 80)
             first_damage = first_damage or f"line {number} ({type(error).__name__}: {shown})"
             continue
+        read += len(values)
         row_number = len(steps)
         steps.append(step)
         row_of_step[step] = row_number

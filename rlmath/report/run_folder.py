@@ -205,14 +205,14 @@ def _last_step(path: Path) -> int | None:
 
 
 def labels_of(folders: Sequence[Path]) -> list[str]:
-    """What the runs are called: the ends of their paths that tell them apart.
+    """What the runs are called: the ends of their paths that tell them apart, and more than "run".
 
-    >>> labels_of([Path("/a/demo/run"), Path("/a/other/run")])
-    ['demo/run', 'other/run']
+    >>> labels_of([Path("/a/first"), Path("/b/second")]), labels_of([Path("/a/demo/run"), Path("/b/demo/run")])
+    (['first', 'second'], ['a/demo/run', 'b/demo/run'])
     """
     depth, deepest = 1, max(len(folder.parts) for folder in folders)
     ends = [folder.name for folder in folders]
-    while len(set(ends)) < len(ends) and depth < deepest:
+    while (len(set(ends)) < len(ends) or "run" in ends) and depth < deepest:
         depth += 1
         ends = ["/".join(folder.parts[-depth:]) for folder in folders]
     shown = [visible(end).replace("\n", "\\n").replace("\t", "\\t") or "/" for end in ends]

@@ -53,7 +53,7 @@ def opened(page: Path, folder: Path, dark: bool) -> Opened:
 
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
 def test_figures_are_drawn_and_nothing_hostile_runs(tmp_path: Path, dark: bool) -> None:
-    folder = make_run(tmp_path / "run")
+    folder = make_run(tmp_path / "one")
     write_samples(folder, 5, [group(HOSTILE, prompt=HOSTILE, prompt_id=HOSTILE)])
     page = write_report([folder])
     text = page.read_text(encoding="utf-8")
@@ -61,7 +61,7 @@ def test_figures_are_drawn_and_nothing_hostile_runs(tmp_path: Path, dark: bool) 
         text.replace("<footer>", "<script>document.title='owned'</script><footer>"), encoding="utf-8"
     )
     got = opened(page, tmp_path, dark)
-    assert "<title>run: report of a run</title>" in got.dom
+    assert "<title>one: report of a run</title>" in got.dom
     (refused,) = got.console
     assert "Content Security Policy" in refused and "script-src" in refused
     places = got.dom.count('data-figure="')

@@ -65,6 +65,8 @@ def test_what_is_read_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     metrics = read_metrics(written(tmp_path, rows), notes)
     assert metrics.rows == 10 and sorted(metrics.curves) == ["a", "b0"]
     assert any("first 10 rows" in note for note in notes) and any("only 3 metrics" in note for note in notes)
+    monkeypatch.setattr(report_metrics, "MOST_VALUES", 9)
+    assert read_metrics(tmp_path / "metrics.jsonl", []).rows == 3
 
 
 def test_a_fifo_is_not_waited_for(tmp_path: Path) -> None:

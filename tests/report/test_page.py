@@ -108,6 +108,7 @@ def test_hostile_text_is_text_wherever_it_stands(tmp_path: Path) -> None:
     page = page_of(folder)
     found = _Elements(page)
     assert [tag for tag, _ in found.tags].count("script") == 3
+    assert {"<", ">", "&"}.isdisjoint(found.scripts[0])
     assert {"img", "b"}.isdisjoint(tag for tag, _ in found.tags)
     assert not any(name.startswith("on") for _, attributes in found.tags for name in attributes)
     assert not re.search(

@@ -116,6 +116,7 @@ def test_what_is_no_run_is_named_in_one_line(tmp_path: Path, name: str, says: st
 
 def test_labels_tell_runs_apart() -> None:
     assert labels_of([Path("/x/a"), Path("/y/b")]) == ["a", "b"]
+    assert labels_of([Path("/x/demo/run")]) == ["demo/run"]
     assert labels_of([Path("/x/a/run"), Path("/y/a/run"), Path("/y/b/run")]) == [
         "x/a/run",
         "y/a/run",
