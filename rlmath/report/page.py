@@ -18,7 +18,7 @@ from typing import Any
 
 from rlmath.config.terminal import visible
 from rlmath.report.overview import Fact, facts_of
-from rlmath.report.panels import Section, markers, sections
+from rlmath.report.panels import MOST_SINGLE, Section, markers, sections
 from rlmath.report.run_folder import Run
 from rlmath.report.run_log import Message
 from rlmath.report.settings import changed, differing, doc
@@ -138,7 +138,10 @@ def _data(runs: Sequence[Run], figures: Sequence[dict[str, Any]]) -> str:
 def _subtitle(runs: Sequence[Run]) -> str:
     if len(runs) == 1:
         return html_text(str(runs[0].folder))
-    return "The same colour is the same run in all figures; several metrics of a run differ by their dashes."
+    text = "The same colour is the same run in all figures; several metrics of a run differ by their dashes."
+    if len(runs) > MOST_SINGLE:
+        text += f" Areas, lengths and memory are those of the first {MOST_SINGLE} runs."
+    return text
 
 
 def _overview(runs: Sequence[Run]) -> str:

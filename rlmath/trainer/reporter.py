@@ -279,7 +279,7 @@ def write_run_report(config: Config) -> None:
         logger.warning("The report could not be written: %s: %s", type(error).__name__, error)
     else:
         logger.info("The report is in %s", path)
-        logger.debug("It took %.2f s", time.perf_counter() - started)
+        logger.debug("The report took %.2f s", time.perf_counter() - started)
 
 
 def validation_seconds(metrics: Mapping[str, float]) -> float:
