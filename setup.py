@@ -18,7 +18,9 @@ BASE = [
     "latex2sympy2_extended==1.11.0",
     "antlr4-python3-runtime==4.13.2",
     "sympy==1.14.0",
+    "narwhals",  # plotly imports it
     "numpy",
+    "plotly",  # its JavaScript, for rlmath/report
     "psutil",
     "setproctitle",
     "tqdm",
@@ -63,6 +65,7 @@ setup(
     license_files=["LICENSE"],
     python_requires=">=3.11,<3.13",
     packages=find_packages(include=["rlmath*", "megatron_patches*"]),
+    package_data={"rlmath.report": ["page.css", "page.js"]},
     install_requires=BASE,
     entry_points={"console_scripts": ["rlmath = rlmath.cli.main:main"]},
     cmdclass={"build_py": BuildWithSharedFiles},

@@ -225,6 +225,7 @@ DISTINCT = Config(
         tensorboard=False,
         sample_groups_per_step=186,
         profile_steps=[187, 188],
+        report=False,
         wandb="offline",
         wandb_project="distinct",
         wandb_name="own name",

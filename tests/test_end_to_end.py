@@ -247,6 +247,8 @@ def test_the_run_leaves_summary_samples_and_events(workplace: Path) -> None:
         f"step-{step:06d}.jsonl" for step in (1, 2, 3)
     ]
     assert any((folder / "tensorboard").iterdir())
+    report = (folder / "report.html").read_text()
+    assert "TP2 x PP1 x DP1" in report and '"title":"Seconds by phase"' in report
     shown = run("-m", "rlmath.cli.samples", str(folder), "--step", "last").stdout
     assert "reward" in shown
 

@@ -20,6 +20,7 @@ ORDER = [
     "data",
     "models",
     "rollout",
+    "report",
     "trainer",
     "evals",
     "planner",

@@ -33,17 +33,34 @@ class Command:
 
 
 COMMANDS = (
-    Command("demo", "train a tiny model on this machine's CPU and show what it learned", "demo:main", RUN),
-    Command("train", "train a model with GRPO on this machine", "train:train", RUN),
-    Command("sft", "train a model on written solutions on this machine", "train:sft", RUN),
-    Command("eval", "evaluate a model on benchmarks, or compare evaluations", "train:evaluate", RUN),
-    Command("convert", "Hugging Face models to Megatron-Core checkpoints, and back", "convert:main", RUN),
-    Command("plan", "predict the seconds of a step on a cluster", "plan:main", TORCH),
-    Command("submit", "submit a run or an evaluation to Slurm", "submit:main", TORCH),
-    Command("samples", "show the sampled groups of a run", "samples:main"),
-    Command("verify", "verify the answers of a file", "verify_answers:main"),
-    Command("doctor", "what is installed, what is missing, on which machine", "doctor:main"),
-    Command("install", "install the versions that are proven together: cpu or gpu", "install:command"),
+    Command(
+        "demo",
+        "train a tiny model on this machine's CPU and show what it learned",
+        "rlmath.cli.demo:main",
+        RUN,
+    ),
+    Command("train", "train a model with GRPO on this machine", "rlmath.cli.train:train", RUN),
+    Command("sft", "train a model on written solutions on this machine", "rlmath.cli.train:sft", RUN),
+    Command(
+        "eval", "evaluate a model on benchmarks, or compare evaluations", "rlmath.cli.train:evaluate", RUN
+    ),
+    Command(
+        "convert",
+        "Hugging Face models to Megatron-Core checkpoints, and back",
+        "rlmath.cli.convert:main",
+        RUN,
+    ),
+    Command("plan", "predict the seconds of a step on a cluster", "rlmath.cli.plan:main", TORCH),
+    Command("submit", "submit a run or an evaluation to Slurm", "rlmath.cli.submit:main", TORCH),
+    Command(
+        "report", "one HTML page of runs: curves, settings, warnings, samples", "rlmath.report.command:main"
+    ),
+    Command("samples", "show the sampled groups of a run", "rlmath.cli.samples:main"),
+    Command("verify", "verify the answers of a file", "rlmath.cli.verify_answers:main"),
+    Command("doctor", "what is installed, what is missing, on which machine", "rlmath.cli.doctor:main"),
+    Command(
+        "install", "install the versions that are proven together: cpu or gpu", "rlmath.cli.install:command"
+    ),
 )
 
 
@@ -68,7 +85,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return MISTAKE
     module, function = command.function.split(":")
     sys.argv = [f"rlmath {command.name}", *words[1:]]  # argparse's usage has its first word
-    run = getattr(importlib.import_module(f"rlmath.cli.{module}"), function)
+    run = getattr(importlib.import_module(module), function)
     try:
         return run(words[1:])
     except KeyboardInterrupt:

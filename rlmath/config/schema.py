@@ -636,6 +636,9 @@ class TelemetryConfig:
     profile_steps: list[PositiveInt] = field(default_factory=list)
     """Steps whose torch profile every rank writes to `<output_dir>/profile`: a trace and a table of what took longest.
     They take longer than others."""
+    report: bool = True
+    """Write `<output_dir>/report.html` at the run's end: curves, warnings, settings and samples on one page. Needs
+    plotly."""
     wandb: Literal["off", "offline", "online"] = "off"
     """Weights & Biases, too: "off", "offline" (files under `<output_dir>/wandb`, without an account) or "online" (with
     an account, `wandb login`). Needs `pip install rlmath[wandb]`."""

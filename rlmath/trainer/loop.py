@@ -55,7 +55,7 @@ from rlmath.trainer.checkpointing import Checkpointer
 from rlmath.trainer.divergence import ADVICE, DivergedError, DivergenceCheck, RewardRule
 from rlmath.trainer.preflight.memory_estimate import Kind, mesh_of
 from rlmath.trainer.preflight.memory_fit import measured_line
-from rlmath.trainer.reporter import Reporter, StepRecord, ValidationResult
+from rlmath.trainer.reporter import Reporter, StepRecord, ValidationResult, write_run_report
 from rlmath.trainer.resume import CheckpointToResume, Recovery, choose_checkpoint
 from rlmath.trainer.rollback import (
     ROLLBACKS,
@@ -255,6 +255,8 @@ def run_training(
             break
         if reporter is not None:
             reporter.close()  # it may wait for a network: all is saved by now, and no rank waits
+            if status != exit_codes.SAVED_AND_STOPPED:  # who stopped it may not wait
+                write_run_report(config)
         trainer.close(status)
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -1,0 +1,96 @@
+"""The figures of a run that stand at the beginning of its report."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from rlmath.report.metrics import Curve
+from rlmath.report.run_folder import Run
+from rlmath.report.samples import number_of, text_of
+
+ENDS = 10
+"""First and last values are means of so many steps, or of as many as a third of the run has."""
+
+
+@dataclass(frozen=True)
+class Fact:
+    name: str
+    value: str
+    more: str = ""
+    is_bad: bool = False
+
+
+def facts_of(run: Run) -> list[Fact]:
+    """What there is of status, steps, accuracy, reward, speed, time and layout."""
+    return list(_facts(run))
+
+
+def _facts(run: Run) -> Iterator[Fact]:
+    message = text_of(run.exit_status.get("message"), 200) if run.has_failed else ""
+    yield Fact("Status", run.status, message, run.has_failed)
+    planned = number_of(run.summary.get("steps"))
+    of = f"of {planned:.0f}" if planned is not None and planned > run.metrics.last_step else ""
+    yield Fact("Steps", str(run.metrics.last_step), of)
+    yield from _from_to("Accuracy", run.metrics.curve("rollout/accuracy"), percent=True)
+    yield from _from_to("Reward", run.metrics.curve("task_reward"))
+    yield from _from_to("Training loss", run.metrics.curve("train/loss"))
+    validated = run.validation.curve("validation/accuracy")
+    if validated.values:
+        best = max(range(len(validated.values)), key=validated.values.__getitem__)
+        last, first = _percent(validated.values[-1]), _percent(validated.values[0])
+        more = f"best {_percent(validated.values[best])} after step {validated.steps[best]}, first {first}"
+        yield Fact("Validation accuracy", last, more)
+    held_out = run.metrics.curve("held_out/loss")
+    if held_out.values:
+        yield Fact("Held-out loss", f"{held_out.values[-1]:.4g}", f"first {held_out.values[0]:.4g}")
+    speed = number_of(run.summary.get("tokens_per_second"))
+    if speed is not None:
+        yield Fact("Tokens per second", f"{speed:,.0f}", "over the whole training")
+    steps = run.metrics.curve("seconds/step").values
+    if steps:
+        yield Fact("Seconds of a step", f"{statistics.median(steps):.3g}", "median")
+    seconds = number_of(run.summary.get("seconds_total")) or sum(steps)
+    if seconds:
+        yield Fact(
+            "Time", duration(seconds), "all starts" if "seconds_total" in run.summary else "of the steps"
+        )
+    update = run.metrics.curve("train/mfu").values
+    rollout = run.metrics.curve("rollout/mfu").values
+    if update:
+        more = f"rollout {_percent(statistics.median(rollout))}; medians" if rollout else "median"
+        yield Fact("MFU of the update", _percent(statistics.median(update)), more)
+    layout = text_of(run.summary.get("layout"), 120)
+    if layout:
+        yield Fact("Layout", layout)
+
+
+def _from_to(name: str, curve: Curve, percent: bool = False) -> Iterator[Fact]:
+    """The mean of the last steps, beside that of the first ones."""
+    if not curve.values:
+        return
+    count = max(1, min(ENDS, len(curve.values) // 3))
+    form = _percent if percent else lambda value: f"{value:.4g}"
+    last, first = statistics.fmean(curve.values[-count:]), statistics.fmean(curve.values[:count])
+    which = f"the {count} first steps" if count > 1 else "the first step"
+    yield Fact(name, form(last), f"{form(first)} in {which}" if len(curve.values) > 1 else "")
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.1f}%"
+
+
+def duration(seconds: float) -> str:
+    """
+    >>> duration(7.26), duration(125), duration(7265), duration(200000)
+    ('7.3 s', '2 min 5 s', '2 h 1 min', '2 d 7 h')
+    """
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    whole = int(seconds)
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60} s"
+    if whole < 86400:
+        return f"{whole // 3600} h {whole % 3600 // 60} min"
+    return f"{whole // 86400} d {whole % 86400 // 3600} h"

@@ -1,0 +1,212 @@
+"use strict";
+(() => {
+  const data = JSON.parse(document.getElementById("data").textContent);
+  const dark = window.matchMedia("(prefers-color-scheme: dark)");
+  const LIGHT = ["#0072b2", "#d55e00", "#009e73", "#b5508f", "#c28800", "#3f9fd6", "#6a4fb3", "#666666", "#7a9a01", "#8c5a2b"];
+  const DARK = ["#5cb8f0", "#ff8f4a", "#3fd0a4", "#ea9cca", "#f2c14e", "#9fd8ff", "#b39df5", "#bbbbbb", "#b5d33d", "#c9986a"];
+  /* From all right to none right, and what is not known. */
+  const RAMP = ["#1a7f37", "#5aae61", "#a6dba0", "#f2d479", "#f4a582", "#d6604d"];
+  const DASHES = ["solid", "dash", "dot", "dashdot", "longdash", "longdashdot"];
+
+  const css = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+  const palette = () => (dark.matches ? DARK : LIGHT);
+  const color = (number) => palette()[number % palette().length];
+  /* Plotly reads tags and entities in names; text that others wrote has none. */
+  const plain = (text) => String(text).replace(/&/g, "&amp;").replace(/</g, "&lt;").replace(/>/g, "&gt;");
+
+  // ------------------------------------------------------------ figures
+
+  function traces(figure) {
+    if (figure.kind === "heat") {
+      const scale = dark.matches
+        ? [[0, css("--card")], [0.15, "#1f4e79"], [0.5, "#3f8fd0"], [1, "#e8f4ff"]]
+        : [[0, css("--card")], [0.15, "#b9d9f2"], [0.5, "#3f8fd0"], [1, "#08306b"]];
+      return [{
+        type: "heatmap", x: figure.x, y: figure.y, z: figure.z, colorscale: scale, zmin: 0,
+        colorbar: { title: { text: figure.colorbar, side: "right" }, thickness: 10, outlinewidth: 0, tickformat: ".0%" },
+        hovertemplate: "step %{x}, about %{y} tokens: %{z:.1%}<extra></extra>",
+      }];
+    }
+    const unknown = dark.matches ? "#3a4553" : "#d3d9e0";
+    const value = figure.percent ? "%{y:.2%}" : "%{y:.5~g}";
+    return figure.traces.map((one) => {
+      const dash = Math.floor(one.color / palette().length) + (one.dash || 0);
+      const trace = {
+        type: "scatter", name: plain(one.name), x: data.x[one.x], y: one.y,
+        mode: one.y.length === 1 ? "markers" : one.y.length < 40 ? "lines+markers" : "lines",
+        marker: { size: one.y.length === 1 ? 8 : 4 },
+        line: { color: color(one.color), width: 1.7, dash: DASHES[dash % DASHES.length] },
+        hovertemplate: value + (figure.traces.length > 1 ? "" : "<extra></extra>"),
+      };
+      if (figure.kind === "stack") {
+        const fill = figure.ramp ? RAMP[one.color] || unknown : color(one.color);
+        Object.assign(trace, { stackgroup: "all", mode: one.y.length === 1 ? "markers" : "lines", fillcolor: fill });
+        trace.line = { width: 0.5, color: fill };
+      }
+      return trace;
+    });
+  }
+
+  function yAxis(figure) {
+    const all = figure.kind === "heat" ? figure.y : figure.traces.flatMap((one) => one.y);
+    const low = all.reduce((a, b) => Math.min(a, b)), high = all.reduce((a, b) => Math.max(a, b));
+    const format = figure.percent ? ".3~%" : figure.log ? ".1e" : high >= 1000 ? ",.6~g" : undefined;
+    return {
+      type: figure.log ? "log" : "linear", tickformat: format, exponentformat: "power", nticks: figure.log ? 6 : 8,
+      rangemode: figure.kind === "stack" ? "tozero" : "normal",
+      ...(low === high && low > 0 && !figure.log ? { range: [0, 1.5 * high] } : {}),
+    };
+  }
+
+  function layout(figure, width) {
+    const legend = figure.kind !== "heat" && figure.traces.length > 1;
+    const axis = {
+      gridcolor: css("--grid"), linecolor: css("--line"), zeroline: false, automargin: true,
+      title: { font: { size: 12, color: css("--soft") }, standoff: 8 },
+    };
+    return {
+      paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)", autosize: true,
+      font: { family: "system-ui, -apple-system, 'Segoe UI', Roboto, Arial, sans-serif", size: 12, color: css("--text") },
+      margin: { l: 8, r: 8, t: 8, b: 8 },
+      showlegend: legend,
+      legend: { orientation: "h", x: 0, y: -0.24, yanchor: "top", font: { size: 11 }, maxheight: 90 },
+      modebar: { bgcolor: "rgba(0,0,0,0)", color: css("--soft"), activecolor: css("--link") },
+      hovermode: figure.kind === "heat" || figure.traces.length > 12 ? "closest" : "x unified",
+      hoverlabel: { bgcolor: css("--card"), bordercolor: css("--line"), font: { color: css("--text") }, namelength: 60 },
+      xaxis: { ...axis, title: { ...axis.title, text: "step" }, nticks: width < 420 ? 6 : 10 },
+      yaxis: {
+        ...axis, ...yAxis(figure), title: { ...axis.title, text: plain(figure.unit) },
+      },
+      shapes: figure.kind === "heat" ? [] : data.markers.map((one) => ({
+        type: "line", x0: one.x, x1: one.x, yref: "paper", y0: 0, y1: 1,
+        line: { color: one.kind === "rollback" ? css("--error") : css("--soft"), width: 1, dash: "dot" },
+      })),
+    };
+  }
+
+  const canHover = window.matchMedia("(hover: hover)").matches;
+  const drawn = new Set();
+  function draw(place) {
+    const figure = data.figures[Number(place.dataset.figure)];
+    const config = {
+      responsive: true, displaylogo: false, displayModeBar: canHover ? "hover" : false,
+      modeBarButtons: [["toImage", "resetScale2d"]],
+    };
+    Plotly.react(place, traces(figure), layout(figure, place.clientWidth), config);
+    drawn.add(place);
+    document.documentElement.dataset.drawn = String(drawn.size);
+  }
+
+  const places = [...document.querySelectorAll(".plot")];
+  const watcher = new IntersectionObserver((entries) => {
+    for (const entry of entries) {
+      if (entry.isIntersecting && !drawn.has(entry.target)) {
+        watcher.unobserve(entry.target);
+        draw(entry.target);
+      }
+    }
+  }, { rootMargin: "300px" });
+  for (const place of places) watcher.observe(place);
+  dark.addEventListener("change", () => { drawn.forEach(draw); swatches(); });
+  window.addEventListener("beforeprint", () => places.forEach(draw));
+
+  function swatches() {
+    for (const one of document.querySelectorAll(".swatch")) one.style.background = color(Number(one.dataset.color));
+  }
+  swatches();
+
+  // ------------------------------------------------------------ samples; all text is set as text
+
+  const browser = document.getElementById("browser");
+  if (!browser) return;
+
+  function element(tag, className, text) {
+    const made = document.createElement(tag);
+    if (className) made.className = className;
+    if (text !== undefined) made.textContent = text;
+    return made;
+  }
+  function choice(label, options, onChange) {
+    const outer = element("label", "small", label + " ");
+    const select = element("select");
+    options.forEach((text, number) => {
+      const option = element("option", "", text);
+      option.value = String(number);
+      select.append(option);
+    });
+    select.addEventListener("change", onChange);
+    outer.append(select);
+    return [outer, select];
+  }
+  const KINDS = ["all groups", "some right, some wrong", "all right", "all wrong"];
+  const isOfKind = (group, kind) =>
+    kind === 0 || (kind === 1 && group.right > 0 && group.right < group.sampled) ||
+    (kind === 2 && group.right === group.sampled) || (kind === 3 && group.right === 0);
+
+  const controls = element("div", "controls");
+  const shown = element("div");
+  browser.append(controls, shown);
+  const withSamples = data.samples.filter((run) => run.groups.length);
+  const [runLabel, runSelect] = choice("Run", withSamples.map((run) => run.label), () => fillSteps());
+  const [kindLabel, kindSelect] = choice("Show", KINDS, () => fillSteps());
+  const [stepLabel, stepSelect] = choice("Step", [], () => show());
+  const earlier = element("button", "", "Earlier");
+  const later = element("button", "", "Later");
+  if (withSamples.length > 1) controls.append(runLabel);
+  controls.append(kindLabel, stepLabel, earlier, later);
+  earlier.addEventListener("click", () => { stepSelect.selectedIndex -= 1; show(); });
+  later.addEventListener("click", () => { stepSelect.selectedIndex += 1; show(); });
+
+  let groups = [];
+  function fillSteps() {
+    const before = stepSelect.value;
+    groups = withSamples[runSelect.selectedIndex].groups.filter((group) => isOfKind(group, kindSelect.selectedIndex));
+    const steps = [...new Set(groups.map((group) => group.step))];
+    stepSelect.replaceChildren(...steps.map((step) => {
+      const option = element("option", "", String(step));
+      option.value = String(step);
+      return option;
+    }));
+    stepSelect.value = before;
+    if (stepSelect.selectedIndex < 0) stepSelect.selectedIndex = steps.length - 1;
+    show();
+  }
+  function facts(one) {
+    const parts = [];
+    if (one.reward !== null) parts.push("reward " + signed(one.reward));
+    for (const [name, value] of one.rewards) parts.push(name + " " + (value === null ? "failed" : signed(value)));
+    if (one.advantage !== null) parts.push("advantage " + signed(one.advantage));
+    if (one.length !== null) parts.push(one.length + " tokens");
+    if (one.finish) parts.push("ended by " + one.finish);
+    if (one.verdict) parts.push("judged by " + one.verdict);
+    if (one.extracted) parts.push("answer " + one.extracted);
+    for (const [name, why] of one.failures) parts.push(name + " failed: " + why);
+    return parts.join(" · ");
+  }
+  const signed = (value) => (value > 0 ? "+" : "") + String(Number(value.toPrecision(4)));
+
+  function show() {
+    const step = Number(stepSelect.value);
+    earlier.disabled = stepSelect.selectedIndex <= 0;
+    later.disabled = stepSelect.selectedIndex >= stepSelect.options.length - 1;
+    const boxes = groups.filter((group) => group.step === step).map((group) => {
+      const box = element("div", "box padded group");
+      const failed = group.kind === "failure" ? ", a group with answers that could not be judged" : "";
+      box.append(element("h3", "", `Prompt ${group.id}: ${group.right} of ${group.sampled} right${failed}`));
+      box.append(element("pre", "", group.prompt));
+      if (group.solutions.length) box.append(element("p", "facts", "solution: " + group.solutions.join(" | ")));
+      for (const one of group.completions) {
+        const part = element("div", one.correct ? "completion right" : "completion");
+        const line = element("div", "facts");
+        line.append(element("b", "", one.correct ? "right" : "wrong"), " · " + facts(one));
+        part.append(line, element("pre", "", one.text));
+        box.append(part);
+      }
+      const more = group.sampled - group.completions.length;
+      if (more > 0) box.append(element("p", "facts", `${more} more completions are left out.`));
+      return box;
+    });
+    shown.replaceChildren(...(boxes.length ? boxes : [element("p", "soft", "No group of this kind.")]));
+  }
+  fillSteps();
+})();

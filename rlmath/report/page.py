@@ -1,0 +1,315 @@
+"""The page of a report: one HTML file that needs nothing else.
+
+Text of others (names, settings, logs, what a model wrote) reaches the page in two ways: escaped in HTML, or in a block
+of JSON in which `<`, `>` and `&` are written as escapes and that page.js sets as text. A Content-Security-Policy lets
+no script run but the two of the page, by their hashes, and nothing be loaded from anywhere.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+from collections.abc import Iterable, Sequence
+from datetime import datetime
+from html import escape
+from importlib import resources
+from typing import Any
+
+from rlmath.config.terminal import visible
+from rlmath.report.overview import Fact, facts_of
+from rlmath.report.panels import MOST_SINGLE, Section, markers, sections
+from rlmath.report.run_folder import Run
+from rlmath.report.run_log import Message
+from rlmath.report.settings import changed, differing, doc
+
+SHOWN_WARNINGS = 3
+"""Warnings that are no alerts and are not folded away."""
+
+
+def build_page(runs: Sequence[Run], plotly_js: str, made: datetime) -> str:
+    """The HTML. `plotly_js` is the library's source. Text is valid for UTF-8."""
+    found = sections(runs)
+    figures = [figure for section in found for figure in section.figures]
+    page_js = _resource("page.js")
+    title = f"{runs[0].label}: report of a run" if len(runs) == 1 else f"{len(runs)} runs compared"
+    parts = [
+        ("overview", "Overview", _overview(runs)),
+        *((f"section-{number}", one.title, _section(one, figures)) for number, one in enumerate(found)),
+        ("events", "Warnings and restarts", _events(runs)),
+        ("settings", "Settings", _settings(runs)),
+        ("samples", "Samples", _samples(runs)),
+        ("notes", "Left out", _notes(runs)),
+    ]
+    parts = [part for part in parts if part[2]]
+    menu = "".join(f'<li><a href="#{key}">{escape(name)}</a></li>' for key, name, _ in parts)
+    body = "\n".join(
+        f'<section id="{key}"><h2>{escape(name)}</h2>\n{content}\n</section>' for key, name, content in parts
+    )
+    policy = "; ".join(
+        (
+            "default-src 'none'",
+            f"script-src {_source_hash(plotly_js)} {_source_hash(page_js)}",
+            "style-src 'unsafe-inline'",
+            "img-src data: blob:",
+            "base-uri 'none'",
+            "form-action 'none'",
+        )
+    )
+    return f"""<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta http-equiv="Content-Security-Policy" content="{policy}">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta name="referrer" content="no-referrer">
+<title>{escape(title)}</title>
+<style>{_resource("page.css")}</style>
+</head>
+<body>
+<header><h1>{escape(title)}</h1>
+<p class="soft">{_subtitle(runs)}</p></header>
+<nav><ul>{menu}</ul></nav>
+<main>
+<noscript><p class="message alert">The figures and samples need JavaScript.</p></noscript>
+{body}
+</main>
+<footer>Made by rlmath on {made:%Y-%m-%d %H:%M}. Curves of many points are thinned: of neighbouring steps their smallest
+and largest value are drawn.</footer>
+<script type="application/json" id="data">{_data(runs, figures)}</script>
+<script>{plotly_js}</script>
+<script>{page_js}</script>
+</body>
+</html>
+"""
+
+
+def json_for_html(value: Any) -> str:
+    """JSON that can stand in a script element: no character in it can end the element.
+
+    >>> json_for_html("</script><!--&")
+    '"\\\\u003c/script\\\\u003e\\\\u003c!--\\\\u0026"'
+    """
+    text = json.dumps(value, allow_nan=False, separators=(",", ":"))
+    return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
+
+
+def html_text(value: str) -> str:
+    """Text of others for HTML: escaped, with control characters and those that turn the direction visible.
+
+    >>> html_text("<b>\\u202e")
+    '&lt;b&gt;\\\\u202e'
+    """
+    return escape(visible(value))
+
+
+def _resource(name: str) -> str:
+    return resources.files("rlmath.report").joinpath(name).read_text(encoding="utf-8")
+
+
+def _source_hash(script: str) -> str:
+    return f"'sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}'"
+
+
+def _data(runs: Sequence[Run], figures: Sequence[dict[str, Any]]) -> str:
+    """What page.js reads. Curves over the same steps share one list of them."""
+    lists: dict[tuple[int, ...], int] = {}
+    shared = []
+    for figure in figures:
+        if "traces" in figure:
+            one = [
+                {**trace, "x": lists.setdefault(tuple(trace["x"]), len(lists))} for trace in figure["traces"]
+            ]
+            figure = {**figure, "traces": one}
+        shared.append(figure)
+    return json_for_html(
+        {
+            "x": list(lists),
+            "figures": shared,
+            "markers": markers(runs[0]) if len(runs) == 1 else [],
+            "samples": [{"label": run.label, "groups": run.samples.groups} for run in runs],
+        }
+    )
+
+
+# ---------------------------------------------------------------- parts of the page
+
+
+def _subtitle(runs: Sequence[Run]) -> str:
+    if len(runs) == 1:
+        return html_text(str(runs[0].folder))
+    text = "The same colour is the same run in all figures; several metrics of a run differ by their dashes."
+    if len(runs) > MOST_SINGLE:
+        text += f" Areas, lengths and memory are those of the first {MOST_SINGLE} runs."
+    return text
+
+
+def _overview(runs: Sequence[Run]) -> str:
+    if len(runs) == 1:
+        cards = "".join(
+            f'<div class="card"><dt>{escape(one.name)}</dt><dd>{_fact(one)}</dd></div>'
+            for one in facts_of(runs[0])
+        )
+        return f'<dl class="cards">{cards}</dl>'
+    by_run = [{one.name: one for one in facts_of(run)} for run in runs]
+    names = dict.fromkeys(name for facts in by_run for name in facts)
+    head = ["Run", *map(escape, names)]
+    rows = []
+    for number, (run, facts) in enumerate(zip(runs, by_run, strict=True)):
+        swatch = f'<span class="swatch" data-color="{number}"></span>{html_text(run.label)}'
+        swatch += f'<br><span class="soft small">{html_text(str(run.folder))}</span>'
+        rows.append([swatch, *(_fact(facts[name]) if name in facts else "" for name in names)])
+    return _table(head, rows)
+
+
+def _fact(fact: Fact) -> str:
+    more = f' <span class="more soft small">{html_text(fact.more)}</span>' if fact.more else ""
+    style = ' class="error-text"' if fact.is_bad else ""
+    return f"<span{style}>{html_text(fact.value)}</span>{more}"
+
+
+def _section(section: Section, figures: Sequence[dict[str, Any]]) -> str:
+    shown = []
+    for figure in section.figures:
+        number = next(place for place, one in enumerate(figures) if one is figure)
+        note = f'<div class="soft small">{html_text(figure["note"])}</div>' if figure["note"] else ""
+        shown.append(
+            f"<figure><figcaption><h3>{html_text(figure['title'])}</h3>{note}</figcaption>"
+            f'<div class="plot" data-figure="{number}"></div></figure>'
+        )
+    zero = (
+        f'<p class="soft small">0 in every step: {escape(", ".join(section.zero))}.</p>'
+        if section.zero
+        else ""
+    )
+    return f'<div class="grid">{"".join(shown)}</div>{zero}'
+
+
+def _events(runs: Sequence[Run]) -> str:
+    parts = []
+    for run in runs:
+        found = [*_restarts(run), *_rollbacks(run), *_messages(run.log.messages)]
+        if found and len(runs) > 1:
+            parts.append(f"<h3>{html_text(run.label)}</h3>")
+        parts += found
+    return "\n".join(parts)
+
+
+def _restarts(run: Run) -> Iterable[str]:
+    if len(run.log.starts) > 1:
+        rows = []
+        for number, start in enumerate(run.log.starts, start=1):
+            began = (
+                "step 1" if start.resumed_after is None else f"the checkpoint of step {start.resumed_after}"
+            )
+            reached = "no step" if start.last_step is None else f"step {start.last_step}"
+            if start.resumed_after is None and start.last_step is None:
+                began = "-"
+            rows.append([str(number), html_text(start.time), began, reached])
+        dotted = " Dotted lines in the figures are where a start went on." if len(rows) else ""
+        yield f'<p>The run was started {len(rows)} times.<span class="soft">{dotted}</span></p>'
+        yield _table(["Start", "When", "Began with", "Came to"], rows)
+    if run.earlier:
+        rows = []
+        for one in run.earlier:
+            steps = "no step that can be read" if one.last_step is None else f"step {one.last_step}"
+            rows.append([f"<code>earlier/{html_text(one.name)}</code>", steps, html_text(one.ended)])
+        yield "<p>Runs in the same folder before, which this one did not resume:</p>"
+        yield _table(["Folder", "Came to", "Ended"], rows)
+
+
+def _rollbacks(run: Run) -> Iterable[str]:
+    if run.rollbacks:
+        yield "<p>The run diverged and went back to a checkpoint:</p>"
+        yield _table(
+            ["Diverged in step", "Went back to step", "Why"],
+            [
+                [str(one.diverged_step or "not known"), str(one.step), html_text(one.reason or "not known")]
+                for one in run.rollbacks
+            ],
+        )
+
+
+def _messages(messages: Sequence[Message]) -> Iterable[str]:
+    """Errors and alerts, then warnings, of which most are folded away."""
+    grave = [one for one in messages if one.kind != "warning"]
+    warnings = [one for one in messages if one.kind == "warning"]
+    yield from map(_message, grave)
+    if len(warnings) <= SHOWN_WARNINGS:
+        yield from map(_message, warnings)
+    else:
+        inside = "".join(map(_message, warnings))
+        yield f"<details><summary>{len(warnings)} different warnings</summary>{inside}</details>"
+
+
+def _message(one: Message) -> str:
+    where = ", ".join(one.steps) + (", ..." if one.count > len(one.steps) == 8 else "")
+    often = f", {one.count} times" if one.count > 1 else ""
+    return (
+        f'<div class="message {one.kind}"><div class="where">{one.kind.capitalize()}, {html_text(where)}{often}, '
+        f"first at {html_text(one.time)}</div><p>{html_text(one.text)}</p></div>"
+    )
+
+
+def _settings(runs: Sequence[Run]) -> str:
+    if len(runs) == 1:
+        found = changed(runs[0].settings)
+        if not found:
+            return ""
+        rows = [
+            [
+                f'<span title="{html_text(doc(key))}">{html_text(key)}</span>',
+                html_text(value),
+                html_text(default),
+            ]
+            for key, (value, default) in found.items()
+        ]
+        return '<p class="soft">Settings that are not at their defaults.</p>' + _table(
+            ["Setting", "Value", "Default"], rows, keys=True
+        )
+    found = differing([run.settings for run in runs])
+    if not found:
+        return "<p>The runs have the same settings, as far as they can be read.</p>"
+    rows = [
+        [f'<span title="{html_text(doc(key))}">{html_text(key)}</span>', *map(html_text, values)]
+        for key, values in found.items()
+    ]
+    heads = [
+        f'<span class="swatch" data-color="{number}"></span>{html_text(run.label)}'
+        for number, run in enumerate(runs)
+    ]
+    return '<p class="soft">Settings in which the runs differ.</p>' + _table(
+        ["Setting", *heads], rows, keys=True
+    )
+
+
+def _samples(runs: Sequence[Run]) -> str:
+    if not any(run.samples.groups for run in runs):
+        return ""
+    return (
+        '<p class="soft">Groups that the run kept: the prompt, and what the model wrote, with rewards and advantages. '
+        "Characters that show nothing or turn the direction are written as escapes.</p>"
+        '<div id="browser"></div>'
+    )
+
+
+def _notes(runs: Sequence[Run]) -> str:
+    items = [
+        f"<li>{html_text(run.label + ': ' if len(runs) > 1 else '')}{html_text(note)}</li>"
+        for run in runs
+        for note in run.notes
+    ]
+    return f'<ul class="small">{"".join(items)}</ul>' if items else ""
+
+
+def _table(head: Sequence[str], rows: Iterable[Sequence[str]], keys: bool = False) -> str:
+    """Cells are HTML. With `keys` the first column holds settings."""
+    heads = "".join(f"<th>{one}</th>" for one in head)
+    first = ' class="key"' if keys else ""
+    body = "".join(
+        "<tr>"
+        + "".join(f"<td{first if not place else ''}>{cell}</td>" for place, cell in enumerate(row))
+        + "</tr>"
+        for row in rows
+    )
+    return f'<div class="box"><table><thead><tr>{heads}</tr></thead><tbody>{body}</tbody></table></div>'

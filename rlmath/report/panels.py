@@ -1,0 +1,501 @@
+"""What is drawn of the runs: sections of figures, as page.js reads them.
+
+A figure without data is left out. Metrics that are 0 in every step are named under their section instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+from rlmath.config.terminal import visible
+from rlmath.report.metrics import Curve, Metrics, means_on_common_steps, thinned
+from rlmath.report.run_folder import Run
+from rlmath.report.samples import length_map
+
+MOST_TRACES = 48
+"""Curves of a figure."""
+MOST_SINGLE = 6
+"""Runs that get a figure of their own where runs cannot share one."""
+MOST_LABEL = 48
+
+SWITCH_PHASES = ("offload", "wake", "wake_kv_cache", "sleep", "restore")
+"""Of the memory switch; added up."""
+NO_PHASES = (
+    "step",
+    "alone_usual",
+    "alone_slowest",
+    "answer_slowest",
+    "sync_packing",
+    "sync_wait_for_engines",
+)
+"""In `seconds/`, but the whole step or a part of a phase."""
+PASS_RATES = ("100", "below_100", "to_75", "to_50", "to_25", "0", "unseen")
+"""Of `history/prompts/`, from the best."""
+
+
+@dataclass(frozen=True)
+class Lines:
+    """A figure of curves over the steps, of all runs."""
+
+    title: str
+    unit: str
+    metrics: tuple[tuple[str, str], ...] = ()
+    """(metric, what the legend calls it)"""
+    note: str = ""
+    percent: bool = False
+    log: bool = False
+    prefix: str = ""
+    """Also all metrics that begin so, called by what follows."""
+    of_validation: bool = False
+
+
+@dataclass
+class Section:
+    title: str
+    figures: list[dict[str, Any]] = field(default_factory=list)
+    zero: list[str] = field(default_factory=list)
+    """Titles of what is 0 in every step."""
+
+
+LEARNING = (
+    Lines("Accuracy", "share of completions", (("rollout/accuracy", "accuracy"),), percent=True),
+    Lines("Reward", "mean of a completion", (("task_reward", "reward"),)),
+    Lines(
+        "Validation accuracy",
+        "share of answers",
+        (("validation/accuracy", "all files"),),
+        percent=True,
+        of_validation=True,
+    ),
+    Lines("Loss", "nats per token", (("train/loss", "training"), ("held_out/loss", "held out"))),
+    Lines("Held-out tokens predicted", "share", (("held_out/token_accuracy", "accuracy"),), percent=True),
+    Lines(
+        "Groups that teach",
+        "share of groups",
+        (("rollout/groups_with_contrast", "different rewards"),),
+        "Groups whose completions got different rewards",
+        percent=True,
+    ),
+)
+RESPONSES = (
+    Lines(
+        "Response length",
+        "tokens",
+        (("rollout/response_length", "mean"), ("rollout/max_new_tokens", "limit")),
+    ),
+    Lines(
+        "Truncated completions",
+        "share of completions",
+        (("no_eos_ratio", "cut off"),),
+        "Cut off at the length limit",
+        percent=True,
+    ),
+    Lines("Answers that could not be judged", "share", (("reward/failures", "failures"),), percent=True),
+)
+POLICY = (
+    Lines("Entropy", "nats per token", (("train/entropy_loss", "entropy"),)),
+    Lines(
+        "KL to the reference",
+        "nats per token",
+        (("train/reference_kl", "KL"),),
+        "The estimate that is chosen",
+    ),
+    Lines(
+        "KL of the updates",
+        "nats per token",
+        (("ppo_approx_kl", "mean log ratio"), ("train/proximal_kl", "k3 estimate")),
+        "The policy that learns against the one that the loss starts from",
+    ),
+    Lines(
+        "Engine against trainer",
+        "|difference of log-probs|, nats",
+        (("train/behaviour_logprob_diff", "mean"), ("train/behaviour_logprob_diff_max", "largest")),
+        log=True,
+    ),
+    Lines(
+        "Importance weights",
+        "mean",
+        (("importance_weight", "policy"), ("train/importance_correction", "engine correction")),
+    ),
+    Lines(
+        "Clipped and masked tokens",
+        "share of tokens",
+        (
+            ("actor_clip_ratio", "clipped"),
+            ("train/importance_correction_cut", "correction cut"),
+            ("train/importance_masked_geometric", "masked, geometric"),
+            ("train/importance_masked_binary_kl", "masked, binary KL"),
+        ),
+        percent=True,
+    ),
+    Lines(
+        "Early stops",
+        "minibatches",
+        (("train/early_stopped_minibatches", "discarded"), ("train/skipped_updates", "updates skipped")),
+        "Minibatches from which nothing was learned",
+    ),
+    Lines("Policy loss", "", (("actor_loss", "loss"),)),
+    Lines("Gradient norm", "before clipping", (("train/grad_norm", "policy"),)),
+    Lines("Learning rate", "", (("train/learning_rate", "policy"), ("critic/learning_rate", "critic"))),
+)
+MODELS_BESIDE = (
+    Lines("KL to the teacher", "nats per token", (("train/teacher_kl", "KL"),)),
+    Lines("Critic loss", "", (("critic/loss", "loss"),)),
+    Lines(
+        "Variance of the returns that the critic explains",
+        "share, at most 1",
+        (("critic/explained_variance", "explained"),),
+    ),
+    Lines("Values and returns", "mean", (("critic/value", "value"), ("critic/return", "return"))),
+    Lines("Critic gradient norm", "before clipping", (("critic/grad_norm", "critic"),)),
+    Lines("Critic tokens clipped", "share of tokens", (("critic/clip_share", "clipped"),), percent=True),
+    Lines("Critic minibatches discarded", "minibatches", (("critic/discarded_minibatches", "discarded"),)),
+)
+PROMPTS = (
+    Lines(
+        "Groups sampled and learned from",
+        "groups",
+        (("selection/groups_sampled", "sampled"), ("selection/groups_learned", "learned from")),
+    ),
+    Lines("Groups dropped", "groups", prefix="selection/dropped/"),
+    Lines("Completions filtered", "completions", prefix="selection/filtered/"),
+    Lines(
+        "Curriculum",
+        "share of prompts",
+        (("history/skipped_share", "skipped"), ("history/floor_share", "drawn beside the band")),
+        percent=True,
+    ),
+    Lines("Passes over the data", "epochs", (("history/passes", "passes"),)),
+    Lines("Drift of pass rates", "", (("history/drift", "drift"),)),
+)
+SPEED = (
+    Lines(
+        "Tokens per second",
+        "tokens per second",
+        (
+            ("tokens_per_second/step", "step"),
+            ("tokens_per_second/learned", "learned from"),
+            ("tokens_per_second/rollout", "rollout"),
+            ("tokens_per_second/update", "update"),
+            ("tokens_per_second/reference", "reference"),
+            ("tokens_per_second/teacher", "teacher"),
+        ),
+    ),
+    Lines(
+        "Model FLOP utilisation",
+        "share of the peak",
+        (("rollout/mfu", "rollout"), ("train/mfu", "update")),
+        percent=True,
+    ),
+    Lines(
+        "Idle and busy",
+        "share of the time",
+        (
+            ("rollout/idle_share", "engines idle, mean"),
+            ("rollout/idle_share_max", "engines idle, most"),
+            ("rollout/trainer_busy_share", "trainers busy"),
+            ("rollout/engine_busy_share", "engines busy"),
+        ),
+        percent=True,
+    ),
+    Lines(
+        "Filling of the engines",
+        "share",
+        (("rollout/batch_fill", "batch fill"), ("rollout/tail_share", "steps of the tail")),
+        percent=True,
+    ),
+    Lines(
+        "Staleness",
+        "steps",
+        (("rollout/staleness", "mean"), ("rollout/staleness_max", "largest")),
+        "Steps between the weights that sampled and the step that learned",
+    ),
+    Lines(
+        "Latency of new weights",
+        "seconds",
+        (
+            ("sync/latency_s", "mean"),
+            ("sync/latency_s_max", "largest"),
+            ("sync/transfer_s", "transfer"),
+        ),
+    ),
+    Lines("Groups in flight", "groups", (("rollout/groups_in_flight", "in flight"),)),
+    Lines(
+        "Waiting for a reward worker",
+        "seconds",
+        (("reward/queue_wait_s", "mean"), ("reward/queue_wait_s_max", "longest")),
+    ),
+)
+
+
+def sections(runs: Sequence[Run]) -> list[Section]:
+    """All that has data, in the order of the page."""
+    found = [
+        _section("Learning", runs, (*LEARNING, *_validation_files(runs), *_reward_parts(runs))),
+        _section("Responses", runs, RESPONSES, [*_length_maps(runs), *_verdicts(runs)]),
+        _section("Policy", runs, POLICY),
+        _section("Critic and teacher", runs, MODELS_BESIDE),
+        _section("Prompts", runs, PROMPTS, _pass_rates(runs)),
+        _section("Speed", runs, SPEED, _phases(runs), before=True),
+        _section("Memory", runs, (), _memory(runs)),
+    ]
+    return [section for section in found if section.figures]
+
+
+def _section(
+    title: str,
+    runs: Sequence[Run],
+    specs: Iterable[Lines],
+    more: Iterable[dict[str, Any]] = (),
+    before: bool = False,
+) -> Section:
+    section = Section(title)
+    for spec in specs:
+        figure, is_zero = _lines(spec, runs)
+        if figure is not None:
+            section.figures.append(figure)
+        elif is_zero:
+            section.zero.append(spec.title)
+    others = list(more)
+    section.figures = [*others, *section.figures] if before else [*section.figures, *others]
+    return section
+
+
+def _lines(spec: Lines, runs: Sequence[Run]) -> tuple[dict[str, Any] | None, bool]:
+    """The figure, if any value is not 0; and whether there were values at all."""
+    traces, left_out, there = [], 0, False
+    for number, run in enumerate(runs):
+        metrics = run.validation if spec.of_validation else run.metrics
+        named = list(spec.metrics)
+        if spec.prefix:
+            named += [(name, name.removeprefix(spec.prefix)) for name in metrics.starting_with(spec.prefix)]
+        for place, (name, called) in enumerate(named):
+            curve = metrics.curve(name)
+            if not curve.values:
+                continue
+            there = True
+            if not any(curve.values):
+                continue
+            if len(traces) == MOST_TRACES:
+                left_out += 1
+                continue
+            label = shortened(called)
+            several = len(named) > 1
+            traces.append(
+                {
+                    "name": (f"{run.label}: {label}" if several else run.label) if len(runs) > 1 else label,
+                    "color": number if len(runs) > 1 else place,
+                    "dash": place if len(runs) > 1 else 0,
+                    **drawn(thinned(curve)),
+                }
+            )
+    if not traces:
+        return None, there
+    log = spec.log and all(value > 0 for trace in traces for value in trace["y"])
+    note = [spec.note] if spec.note else []
+    if left_out:
+        note.append(f"{left_out} more curves are left out")
+    return {
+        "kind": "lines",
+        "title": spec.title,
+        "unit": spec.unit,
+        "note": "; ".join(note),
+        "percent": spec.percent,
+        "log": log,
+        "traces": traces,
+    }, True
+
+
+def drawn(curve: Curve) -> dict[str, list[Any]]:
+    return {"x": curve.steps, "y": [_rounded(value) for value in curve.values]}
+
+
+def _rounded(value: float) -> float:
+    return float(f"{value:.6g}")
+
+
+def shortened(text: str) -> str:
+    shown = visible(text).replace("\n", "\\n")
+    return shown if len(shown) <= MOST_LABEL else f"{shown[: MOST_LABEL - 1]}…"
+
+
+# ---------------------------------------------------------------- figures whose metrics a run names
+
+
+def _validation_files(runs: Sequence[Run]) -> Iterator[Lines]:
+    """Of the files that were validated: each one's accuracy where there are several, lengths and truncation."""
+    names = dict.fromkeys(
+        name.split("/")[1]
+        for run in runs
+        for name in run.validation.starting_with("validation/")
+        if name.count("/") == 2
+    )
+    for ending, title, unit, percent in (
+        ("accuracy", "Validation accuracy by file", "share of answers", True),
+        ("mean_tokens", "Validation response length", "tokens", False),
+        ("truncated", "Validation answers cut off", "share of answers", True),
+    ):
+        if ending != "accuracy" or len(names) > 1:
+            metrics = tuple((f"validation/{name}/{ending}", name) for name in names)
+            yield Lines(title, unit, metrics, percent=percent, of_validation=True)
+
+
+def _reward_parts(runs: Sequence[Run]) -> Iterator[Lines]:
+    """Of several rewards (`reward.rewards`), and of what a reward function measures itself."""
+    failing = "/failures"
+    names = dict.fromkeys(
+        name.removesuffix(failing)
+        for run in runs
+        for name in run.metrics.starting_with("reward/")
+        if name.endswith(failing) and name.count("/") >= 2
+    )
+    parts = tuple((name, name.removeprefix("reward/")) for name in names)
+    yield Lines("Reward parts", "mean of a completion", parts)
+    failures = tuple((name + failing, name.removeprefix("reward/")) for name in names)
+    yield Lines("Reward parts that failed", "share of completions", failures, percent=True)
+    yield Lines("Metrics of the reward function", "mean", prefix="reward/own/")
+
+
+def _length_maps(runs: Sequence[Run]) -> Iterator[dict[str, Any]]:
+    for run in runs[:MOST_SINGLE]:
+        found = length_map(run.samples.lengths)
+        if found is None:
+            continue
+        completions = sum(map(len, run.samples.lengths.values()))
+        yield {
+            "kind": "heat",
+            "title": _titled("Response lengths over time", run, runs),
+            "unit": "tokens",
+            "note": f"Of the {completions} completions in {len(run.samples.lengths)} files of samples",
+            "colorbar": "share",
+            "x": found.steps,
+            "y": found.tokens,
+            "z": [[_rounded(value) for value in row] for row in found.shares],
+        }
+
+
+def _verdicts(runs: Sequence[Run]) -> Iterator[dict[str, Any]]:
+    for run in runs[:MOST_SINGLE]:
+        names = run.metrics.starting_with("reward/verdict/")
+        parts = [(name.rpartition("/")[2].replace("_", " "), run.metrics.curve(name)) for name in names]
+        title = _titled("What decided on the answers", run, runs)
+        yield from _stack(title, "share of completions", parts, percent=True)
+
+
+def _pass_rates(runs: Sequence[Run]) -> Iterator[dict[str, Any]]:
+    called = {
+        "100": "all right",
+        "below_100": "75% to 100%",
+        "to_75": "50% to 75%",
+        "to_50": "25% to 50%",
+        "to_25": "0% to 25%",
+        "0": "none right",
+        "unseen": "not sampled yet",
+    }
+    for run in runs[:MOST_SINGLE]:
+        parts = [(called[name], run.metrics.curve(f"history/prompts/{name}")) for name in PASS_RATES]
+        for figure in _stack(_titled("Prompts by pass rate", run, runs), "prompts", parts):
+            named = [called[name] for name in PASS_RATES]
+            colors = [{**trace, "color": named.index(trace["name"])} for trace in figure["traces"]]
+            yield {**figure, "traces": colors, "ramp": True}
+
+
+def _phases(runs: Sequence[Run]) -> Iterator[dict[str, Any]]:
+    for run in runs[:MOST_SINGLE]:
+        parts = phase_curves(run.metrics)
+        note = "The step's phases, and the save that follows it"
+        yield from _stack(_titled("Seconds by phase", run, runs), "seconds per step", parts, note)
+
+
+def phase_curves(metrics: Metrics) -> list[tuple[str, Curve]]:
+    """(phase, seconds) that add up to a step and the save after it, the longest first; what no phase has is "other"."""
+    names = [name.removeprefix("seconds/") for name in metrics.starting_with("seconds/")]
+    names = [name for name in names if name not in NO_PHASES and "/" not in name]
+    switch = [metrics.curve(f"seconds/{name}") for name in names if name in SWITCH_PHASES]
+    found = [(name, metrics.curve(f"seconds/{name}")) for name in names if name not in SWITCH_PHASES]
+    if switch:
+        found.append(("memory switch", _summed(switch)))
+    step = metrics.curve("seconds/step")
+    if step.values:
+        inside = _summed([curve for name, curve in found if name != "save"])
+        known = dict(zip(inside.steps, inside.values, strict=True))
+        rest = [
+            max(0.0, value - known.get(number, 0.0))
+            for number, value in zip(step.steps, step.values, strict=True)
+        ]
+        found.append(("other", Curve(step.steps, rest)))
+    return sorted(found, key=lambda part: -sum(part[1].values))
+
+
+def _summed(curves: Sequence[Curve]) -> Curve:
+    total: dict[int, float] = {}
+    for curve in curves:
+        for step, value in zip(curve.steps, curve.values, strict=True):
+            total[step] = total.get(step, 0.0) + value
+    return Curve(sorted(total), [total[step] for step in sorted(total)])
+
+
+def _stack(
+    title: str, unit: str, parts: Sequence[tuple[str, Curve]], note: str = "", percent: bool = False
+) -> Iterator[dict[str, Any]]:
+    """One figure of areas on each other, or none where all is 0."""
+    shown = [(name, curve) for name, curve in parts if any(curve.values)]
+    if not shown:
+        return
+    left_out = shown[MOST_TRACES // 2 :]
+    shown = shown[: MOST_TRACES // 2]
+    steps, values, width = means_on_common_steps([curve for _, curve in shown])
+    notes = [note] if note else []
+    if width > 1:
+        notes.append(f"A point is the mean of {width} steps")
+    if left_out:
+        notes.append(f"{len(left_out)} more are left out")
+    yield {
+        "kind": "stack",
+        "title": title,
+        "unit": unit,
+        "note": "; ".join(notes),
+        "percent": percent,
+        "traces": [
+            {"name": shortened(name), "color": number, "x": steps, "y": [_rounded(value) for value in row]}
+            for number, ((name, _), row) in enumerate(zip(shown, values, strict=True))
+        ],
+    }
+
+
+def _memory(runs: Sequence[Run]) -> Iterator[dict[str, Any]]:
+    """What rank 0 holds after each phase, and what is on the host meanwhile."""
+    for run in runs[:MOST_SINGLE]:
+        for prefix, ending, title, note in (
+            ("memory/after_", "_gib", "Memory after each phase", "Of rank 0"),
+            ("memory/offloaded/", "_gib", "Offloaded to the host", "Of rank 0, while the engine generates"),
+        ):
+            names = run.metrics.starting_with(prefix)
+            metrics = [
+                (name, name.removeprefix(prefix).removesuffix(ending).replace("_", " ")) for name in names
+            ]
+            if prefix == "memory/after_":
+                metrics.append(("memory_gib", "end of the step"))
+            spec = Lines(_titled(title, run, runs), "GiB", tuple(metrics), note)
+            figure, _ = _lines(spec, [run])
+            if figure is not None:
+                yield figure
+
+
+def _titled(title: str, run: Run, runs: Sequence[Run]) -> str:
+    return f"{title}: {run.label}" if len(runs) > 1 else title
+
+
+# ---------------------------------------------------------------- what happened between steps
+
+
+def markers(run: Run) -> list[dict[str, Any]]:
+    """Steps at which the run went on from a checkpoint, for dotted lines: {"x": steps done there, "kind": ...}."""
+    found = [{"x": one.step, "kind": "rollback"} for one in run.rollbacks]
+    for before, start in pairwise([None, *run.log.starts]):
+        if before is not None and start is not None and start.resumed_after is not None:
+            found.append({"x": start.resumed_after, "kind": "restart"})
+    return found[:40]

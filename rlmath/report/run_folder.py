@@ -1,0 +1,222 @@
+"""Everything that a report needs of a run's folder, read with bounds."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rlmath.config.files import open_regular, read_json_object
+from rlmath.config.terminal import visible
+from rlmath.report.metrics import METRICS_FILE, VALIDATION_FILE, Metrics, read_metrics
+from rlmath.report.run_log import LOG_FILE, Log, read_log
+from rlmath.report.samples import SAMPLES_FOLDER, SHOWN_CHARS, Samples, number_of, read_samples, text_of
+from rlmath.report.settings import CONFIG_FILE, Settings, read_settings
+
+SUMMARY_FILE = "summary.json"
+EXIT_STATUS_FILE = "exit_status.json"
+ROLLBACKS_FILE = "rollbacks.json"
+EARLIER_FOLDER = "earlier"
+
+MOST_RUNS = 24
+MOST_LABEL = 60
+MOST_EARLIER = 50
+MOST_ROLLBACKS = 100
+_MOST_JSON_BYTES = 2**22
+
+
+class NoRunError(ValueError):
+    """The folder is not that of a run; the text says what was got and what is needed."""
+
+
+@dataclass(frozen=True)
+class Rollback:
+    diverged_step: int
+    """0: not known."""
+    step: int
+    """Steps done in the checkpoint that the run went back to."""
+    reason: str
+
+
+@dataclass(frozen=True)
+class EarlierRun:
+    """A run that this one did not resume, in `earlier/`."""
+
+    name: str
+    last_step: int | None
+    """None: it made none, or its metrics cannot be read."""
+    ended: str
+
+
+@dataclass
+class Run:
+    folder: Path
+    label: str
+    metrics: Metrics
+    validation: Metrics
+    settings: Settings
+    summary: dict[str, Any]
+    exit_status: dict[str, Any]
+    log: Log
+    samples: Samples
+    rollbacks: list[Rollback] = field(default_factory=list)
+    earlier: list[EarlierRun] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    """What was left out or could not be read."""
+
+    @property
+    def status(self) -> str:
+        """ "finished", "diverged", ..., or that the run has not ended."""
+        meaning = text_of(self.exit_status.get("meaning"), 40)
+        return meaning or "has not ended: it runs, or was killed"
+
+    @property
+    def has_failed(self) -> bool:
+        return number_of(self.exit_status.get("status")) not in (None, 0.0, 75.0)
+
+
+def read_runs(folders: Sequence[str | Path]) -> list[Run]:
+    """The runs in these folders; a folder given twice counts once. Errors: NoRunError."""
+    found: dict[Path, Path] = {}
+    for path in map(Path, folders):
+        found.setdefault(path.resolve(), path)
+    paths = list(found.values())
+    if len(paths) > MOST_RUNS:
+        raise NoRunError(f"got {len(paths)} runs; needed: at most {MOST_RUNS}")
+    for path in paths:
+        require_run(path)
+    labels = labels_of([path.resolve() for path in paths])
+    chars = SHOWN_CHARS // len(paths)
+    return [_read_run(path, label, chars) for path, label in zip(paths, labels, strict=True)]
+
+
+def require_run(folder: Path) -> None:
+    """NoRunError where a run has not left its metrics in the folder."""
+    shown = visible(str(folder)).replace("\n", "\\n")
+    needed = "needed: the folder of a run (run.output_dir)"
+    try:
+        if not folder.is_dir():
+            what = "which is no folder" if folder.exists() else "which does not exist"
+            raise NoRunError(f'got RUN "{shown}", {what}; {needed}')
+        open_regular(folder / METRICS_FILE).close()
+    except FileNotFoundError as error:
+        raise NoRunError(
+            f'got RUN "{shown}", which has no {METRICS_FILE}; {needed}, whose first step writes it'
+        ) from error
+    except (OSError, ValueError) as error:
+        if isinstance(error, NoRunError):
+            raise
+        text = visible(str(error)).replace("\n", "\\n")
+        raise NoRunError(f'got RUN "{shown}", which cannot be read: {text}; {needed}') from error
+
+
+def _read_run(folder: Path, label: str, most_chars: int) -> Run:
+    notes: list[str] = []
+    try:
+        metrics = read_metrics(folder / METRICS_FILE, notes)
+    except (OSError, ValueError) as error:
+        raise NoRunError(f"{folder / METRICS_FILE} cannot be read: {error}") from error
+    run = Run(
+        folder,
+        label,
+        metrics,
+        _validation(folder / VALIDATION_FILE, notes),
+        read_settings(folder / CONFIG_FILE, notes),
+        _read_object(folder / SUMMARY_FILE, notes),
+        _read_object(folder / EXIT_STATUS_FILE, notes),
+        read_log(folder / LOG_FILE, notes),
+        read_samples(folder / SAMPLES_FOLDER, notes, most_chars),
+        notes=notes,
+    )
+    _attempt(notes, ROLLBACKS_FILE, lambda: run.rollbacks.extend(_rollbacks(folder, notes)))
+    _attempt(notes, f"{EARLIER_FOLDER}/", lambda: run.earlier.extend(_earlier(folder, notes)))
+    return run
+
+
+def _validation(path: Path, notes: list[str]) -> Metrics:
+    try:
+        return read_metrics(path, notes)
+    except FileNotFoundError:
+        pass
+    except (OSError, ValueError) as error:
+        notes.append(f"{path.name} cannot be read: {visible(str(error))[:200]}")
+    return Metrics()
+
+
+def _attempt(notes: list[str], name: str, read: Callable[[], object]) -> None:
+    """A part of the folder that need not be there."""
+    try:
+        read()
+    except FileNotFoundError:
+        pass
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        notes.append(f"{name} cannot be read: {visible(str(error))[:200]}")
+
+
+def _read_object(path: Path, notes: list[str]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    if os.path.lexists(path):
+        _attempt(notes, path.name, lambda: found.update(read_json_object(path, _MOST_JSON_BYTES)))
+    return found
+
+
+def _rollbacks(folder: Path, notes: list[str]) -> list[Rollback]:
+    path = folder / ROLLBACKS_FILE
+    if not os.path.lexists(path):
+        return []
+    rows = read_json_object(path, _MOST_JSON_BYTES)["rollbacks"]
+    if len(rows) > MOST_ROLLBACKS:
+        notes.append(f"{ROLLBACKS_FILE}: only the first {MOST_ROLLBACKS} of {len(rows)} are shown.")
+    return [
+        Rollback(
+            int(number_of(row["diverged_step"]) or 0),
+            int(number_of(row["step"]) or 0),
+            text_of(row["reason"], 500),
+        )
+        for row in rows[:MOST_ROLLBACKS]
+    ]
+
+
+def _earlier(folder: Path, notes: list[str]) -> list[EarlierRun]:
+    base = folder / EARLIER_FOLDER
+    names = sorted(entry.name for entry in os.scandir(base) if entry.is_dir() and entry.name.isdecimal())
+    if len(names) > MOST_EARLIER:
+        notes.append(f"{EARLIER_FOLDER}/: only the last {MOST_EARLIER} of {len(names)} runs are shown.")
+    found = []
+    for name in names[-MOST_EARLIER:]:
+        status = _read_object(base / name / EXIT_STATUS_FILE, notes)
+        ended = text_of(status.get("meaning"), 40) or "it left no exit status"
+        found.append(EarlierRun(name, _last_step(base / name / METRICS_FILE), ended))
+    return found
+
+
+def _last_step(path: Path) -> int | None:
+    """Of the last rows of a file of metrics."""
+    try:
+        with open_regular(path) as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - 2**16))
+            rows = file.read(2**16).split(b"\n")[:-1]
+    except (OSError, ValueError):
+        return None
+    steps = [row.partition(b'"step": ')[2].partition(b",")[0] for row in rows[-3:]]
+    return max((int(step) for step in steps if step.isdigit() and len(step) < 13), default=None)
+
+
+def labels_of(folders: Sequence[Path]) -> list[str]:
+    """What the runs are called: the ends of their paths that tell them apart, and more than "run".
+
+    >>> labels_of([Path("/a/first"), Path("/b/second")]), labels_of([Path("/a/demo/run"), Path("/b/demo/run")])
+    (['first', 'second'], ['a/demo/run', 'b/demo/run'])
+    """
+    depth, deepest = 1, max(len(folder.parts) for folder in folders)
+    ends = [folder.name for folder in folders]
+    while (len(set(ends)) < len(ends) or "run" in ends) and depth < deepest:
+        depth += 1
+        ends = ["/".join(folder.parts[-depth:]) for folder in folders]
+    shown = [visible(end).replace("\n", "\\n").replace("\t", "\\t") or "/" for end in ends]
+    cut = [end if len(end) <= MOST_LABEL else f"…{end[1 - MOST_LABEL :]}" for end in shown]
+    return [
+        label if cut.index(label) == place else f"{label} ({place + 1})" for place, label in enumerate(cut)
+    ]

@@ -1,0 +1,265 @@
+"""Sampled groups of a run: some to be read, and the lengths of their completions over time.
+
+The texts come from a model and the files may be damaged: whatever a field holds becomes a text without control
+characters, a number or nothing, and all of it is bounded.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rlmath.config.files import parse_json
+from rlmath.config.terminal import visible
+from rlmath.report.metrics import finished_lines
+
+SAMPLES_FOLDER = "samples"
+MOST_LISTED = 200_000
+"""Entries of the folder that are looked at."""
+MOST_FILES, MOST_BYTES = 300, 2**25
+"""Read of a run, spread over its steps; of these the page has some in full."""
+MOST_LINE_BYTES = 2**22
+MOST_FAILURE_FILES = 5
+
+SHOWN_STEPS, SHOWN_GROUPS, SHOWN_COMPLETIONS = 40, 4, 16
+"""In the page: steps of a run, groups of a step, completions of a group."""
+SHOWN_CHARS = 3 * 2**20
+"""Of all texts of all runs in the page."""
+HEAD_CHARS, TAIL_CHARS = 2500, 1500
+"""Of a longer completion, whose answer is at its end."""
+SHORT_CHARS = 300
+
+_NAME = re.compile(r"(step|failure)-(\d{6,12})\.jsonl", re.ASCII)
+
+
+@dataclass
+class Samples:
+    lengths: dict[int, list[int]] = field(default_factory=dict)
+    """Tokens of the completions by step, of the steps that were read."""
+    groups: list[dict[str, Any]] = field(default_factory=list)
+    """To be shown, by rising step, as page.js reads them."""
+
+
+def read_samples(folder: Path, notes: list[str], most_chars: int = SHOWN_CHARS) -> Samples:
+    """The samples of a run; nothing where the folder is not there. `most_chars` bounds the texts of `groups`. What was
+    left out is added to `notes`."""
+    found, failures = _files(folder, notes)
+    steps = _chosen(found)
+    if len(steps) < len(found):
+        notes.append(
+            f"{SAMPLES_FOLDER}/: the files of {len(steps)} of {len(found)} steps, spread evenly, were read for the "
+            "response lengths and the samples."
+        )
+    samples, damaged = Samples(), 0
+    by_step: dict[int, list[dict[str, Any]]] = {}
+    for step in steps:
+        groups, broken = _read_groups(found[step][0], step, "step")
+        damaged += broken
+        by_step[step] = groups
+        lengths = [one["length"] for group in groups for one in group["completions"]]
+        samples.lengths[step] = [
+            int(length) for length in lengths if length is not None and 0 <= length <= 10**9
+        ]
+    failed: list[dict[str, Any]] = []
+    for step in _spread(sorted(failures), MOST_FAILURE_FILES):
+        groups, broken = _read_groups(failures[step][0], step, "failure")
+        damaged += broken
+        failed += groups[:1]
+    if damaged:
+        notes.append(
+            f"{SAMPLES_FOLDER}/: {damaged} lines or files are no samples, or too long, and were left out."
+        )
+    samples.groups = _shown(by_step, failed, most_chars)
+    in_page = len({group["step"] for group in samples.groups if group["kind"] == "step"})
+    if 0 < in_page < len(found):
+        notes.append(f"The page has samples of {in_page} of the {len(found)} steps that have some.")
+    samples.lengths = {step: lengths for step, lengths in samples.lengths.items() if lengths}
+    return samples
+
+
+def _files(folder: Path, notes: list[str]) -> tuple[dict[int, tuple[Path, int]], dict[int, tuple[Path, int]]]:
+    """(path, bytes) by step of the sampled groups, and of those that could not be scored."""
+    found: dict[str, dict[int, tuple[Path, int]]] = {"step": {}, "failure": {}}
+    try:
+        with os.scandir(folder) as entries:
+            for number, entry in enumerate(entries):
+                if number == MOST_LISTED:
+                    notes.append(f"{SAMPLES_FOLDER}/: only {MOST_LISTED} of its entries were looked at.")
+                    break
+                name = _NAME.fullmatch(entry.name)
+                if name and entry.is_file():
+                    found[name[1]][int(name[2])] = Path(entry.path), entry.stat().st_size
+    except (FileNotFoundError, NotADirectoryError):
+        pass
+    except OSError as error:
+        notes.append(f"{SAMPLES_FOLDER}/ cannot be read: {visible(str(error))[:200]}")
+    return found["step"], found["failure"]
+
+
+def _chosen(files: dict[int, tuple[Path, int]]) -> list[int]:
+    """Steps, spread evenly, whose files are within the bounds."""
+    steps = sorted(step for step, (_, size) in files.items() if size <= MOST_BYTES)
+    count = min(len(steps), MOST_FILES)
+    while count > 1 and sum(files[step][1] for step in _spread(steps, count)) > MOST_BYTES:
+        count = count * 3 // 4
+    return _spread(steps, count)
+
+
+def _spread(items: Sequence[int], most: int) -> list[int]:
+    """At most `most` of them, evenly, the first and the last among them.
+
+    >>> _spread([1, 2, 3, 4, 5, 6, 7], 3)
+    [1, 4, 7]
+    """
+    if len(items) <= most:
+        return list(items)
+    if most <= 1:
+        return list(items[-1:]) if most else []
+    return [items[round(number * (len(items) - 1) / (most - 1))] for number in range(most)]
+
+
+def _read_groups(path: Path, step: int, kind: str) -> tuple[list[dict[str, Any]], int]:
+    """The groups of a file, and how many of its lines are none."""
+    groups, damaged = [], 0
+    try:
+        for _, line in finished_lines(path, MOST_BYTES, MOST_LINE_BYTES):
+            try:
+                if line is None:
+                    raise ValueError
+                groups.append(_group(parse_json(line.decode("utf-8")), step, kind))
+            except (ValueError, TypeError, KeyError, AttributeError):
+                damaged += 1
+    except (OSError, ValueError):
+        damaged += 1
+    return groups, damaged
+
+
+def _group(row: Any, step: int, kind: str) -> dict[str, Any]:
+    """ValueError and its like for a row that is none."""
+    solutions = row["solutions"] if isinstance(row.get("solutions"), list) else []
+    completions = [_completion(one) for one in row["completions"][:256]]
+    return {
+        "step": step,
+        "kind": kind,
+        "id": text_of(row.get("prompt_id"), SHORT_CHARS),
+        "prompt": text_of(row["prompt"], HEAD_CHARS, TAIL_CHARS),
+        "solutions": [text_of(one, SHORT_CHARS) for one in solutions[:8]],
+        "right": sum(one["correct"] for one in completions),
+        "sampled": len(completions),
+        "completions": completions,
+    }
+
+
+def _completion(one: Any) -> dict[str, Any]:
+    rewards = one.get("rewards") if isinstance(one.get("rewards"), dict) else {}
+    failures = one.get("failures") if isinstance(one.get("failures"), dict) else {}
+    return {
+        "reward": number_of(one.get("reward")),
+        "advantage": number_of(one.get("advantage")),
+        "correct": one.get("correct") is True,
+        "verdict": text_of(one.get("verdict"), 40),
+        "extracted": text_of(one.get("extracted"), SHORT_CHARS),
+        "length": number_of(one.get("length")),
+        "finish": text_of(one.get("finish_reason"), 40),
+        "rewards": [[text_of(name, 60), number_of(value)] for name, value in list(rewards.items())[:16]],
+        "failures": [
+            [text_of(name, 60), text_of(why, SHORT_CHARS)] for name, why in list(failures.items())[:16]
+        ],
+        "text": text_of(one["text"], HEAD_CHARS, TAIL_CHARS),
+    }
+
+
+def text_of(value: Any, head: int, tail: int = 0) -> str:
+    """Text with every character visible and of bounded length; "" for None.
+
+    >>> text_of("a\\u202eb", 9), text_of("123456789", 2, 3), text_of(None, 1)
+    ('a\\\\u202eb', '12\\n[... 4 characters left out ...]\\n789', '')
+    """
+    if value is None:
+        return ""
+    text = value if isinstance(value, str) else str(value)
+    if len(text) <= head + tail:
+        return visible(text)
+    end = visible(text[-tail:]) if tail else ""
+    return f"{visible(text[:head])}\n[... {len(text) - head - tail} characters left out ...]\n{end}".rstrip(
+        "\n"
+    )
+
+
+def number_of(value: Any) -> float | None:
+    """None for what is no number, or not finite."""
+    if isinstance(value, bool) or not isinstance(value, int | float | str):
+        return None
+    try:
+        number = float(value)
+    except (ValueError, OverflowError):
+        return None
+    return number if math.isfinite(number) else None
+
+
+def _shown(
+    by_step: dict[int, list[dict[str, Any]]], failed: list[dict[str, Any]], most_chars: int
+) -> list[dict[str, Any]]:
+    """Of as many steps, spread evenly, as the bounds take."""
+    bounded = {step: [_bounded(group) for group in groups[:SHOWN_GROUPS]] for step, groups in by_step.items()}
+    extra = [_bounded(group) for group in failed]
+    steps, count = sorted(step for step, groups in bounded.items() if groups), SHOWN_STEPS
+    while count:
+        chosen = [group for step in _spread(steps, count) for group in bounded[step]]
+        if sum(map(_chars, (*chosen, *extra))) <= most_chars:
+            return sorted([*chosen, *extra], key=lambda group: group["step"])
+        count = min(count, len(steps)) * 3 // 4
+    return []
+
+
+def _bounded(group: dict[str, Any]) -> dict[str, Any]:
+    return {**group, "completions": group["completions"][:SHOWN_COMPLETIONS]}
+
+
+def _chars(group: dict[str, Any]) -> int:
+    return len(group["prompt"]) + sum(len(one["text"]) + 300 for one in group["completions"])
+
+
+# ---------------------------------------------------------------- lengths over time
+
+
+@dataclass(frozen=True)
+class LengthMap:
+    """Shares of the completions (0 to 1) by columns of steps and bins of lengths."""
+
+    steps: list[int]
+    """The middle step of each column."""
+    tokens: list[float]
+    """The middle of each bin."""
+    shares: list[list[float]]
+    """By bin and column."""
+
+
+def length_map(lengths: dict[int, list[int]], columns: int = 60, bins: int = 24) -> LengthMap | None:
+    """None where there are less than two steps.
+
+    >>> length_map({1: [2, 9], 2: [9, 9]}, bins=2)
+    LengthMap(steps=[1, 2], tokens=[2.5, 7.5], shares=[[0.5, 0.0], [0.5, 1.0]])
+    """
+    steps = sorted(lengths)
+    if len(steps) < 2:
+        return None
+    longest = max(max(values) for values in lengths.values())
+    width = max(1, math.ceil((longest + 1) / bins))
+    used = longest // width + 1
+    count = min(columns, len(steps))
+    groups = [
+        steps[len(steps) * number // count : len(steps) * (number + 1) // count] for number in range(count)
+    ]
+    shares = [[0.0] * count for _ in range(used)]
+    for column, group in enumerate(groups):
+        values = [length for step in group for length in lengths[step]]
+        for length in values:
+            shares[length // width][column] += 1 / len(values)
+    middles = [group[len(group) // 2] for group in groups]
+    return LengthMap(middles, [(number + 0.5) * width for number in range(used)], shares)

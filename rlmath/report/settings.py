@@ -1,0 +1,95 @@
+"""The settings of runs: what differs from the defaults, and in what several runs differ."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from rlmath.config.files import MAX_YAML_BYTES, check_yaml, read_regular
+from rlmath.config.help import all_settings, as_yaml_word
+from rlmath.config.terminal import visible
+
+CONFIG_FILE = "config.yaml"
+MOST_KEYS = 500
+MOST_CHARS = 300
+"""Of a value."""
+
+Settings = Mapping[str, Any]
+"""Value by key ("optimizer.lr"). Text that names an environment variable stays as it is written."""
+
+
+def read_settings(path: Path, notes: list[str]) -> Settings:
+    """The settings in a run's `config.yaml`; none where there is no such file or it cannot be read, which is added to
+    `notes`."""
+    try:
+        text = read_regular(path, MAX_YAML_BYTES).decode("utf-8")
+        check_yaml(text)
+        tree = yaml.safe_load(text)
+        if not isinstance(tree, dict):
+            raise ValueError(f"it holds a {type(tree).__name__}; needed: sections")
+    except FileNotFoundError:
+        notes.append(f"There is no {path.name}: the settings are not known.")
+        return {}
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
+        notes.append(f"{path.name} cannot be read: {visible(str(error))[:300]}")
+        return {}
+    found = {}
+    for section, values in tree.items():
+        for name, value in values.items() if isinstance(values, dict) else ():
+            found[f"{section}.{name}"] = value
+    if len(found) > MOST_KEYS:
+        notes.append(f"{path.name}: only the first {MOST_KEYS} of {len(found)} settings are shown.")
+    return dict(list(found.items())[:MOST_KEYS])
+
+
+def changed(settings: Settings) -> dict[str, tuple[str, str]]:
+    """Key to (value, default) as they are written, of the settings that are not at their defaults; "" is the default
+    of a key that this version does not know."""
+    found = {}
+    for key, value in settings.items():
+        known = all_settings().get(key)
+        if known is None:
+            found[key] = written(value), ""
+        elif not _same(value, known.default):
+            found[key] = written(value), "must be given" if known.default == "???" else written(known.default)
+    return found
+
+
+def differing(runs: Sequence[Settings]) -> dict[str, list[str]]:
+    """Key to the value of each run, as written, of the settings that are not the same in all; "" where a run does not
+    have it."""
+    keys = dict.fromkeys(key for run in runs for key in run)
+    order = {key: place for place, key in enumerate(all_settings())}
+    found = {}
+    for key in sorted(keys, key=lambda key: order.get(key, len(order))):
+        values = [written(run[key]) if key in run else "" for run in runs]
+        if any(not _same(run.get(key), runs[0].get(key)) for run in runs[1:]):
+            found[key] = values
+    return found
+
+
+def doc(key: str) -> str:
+    """What a setting does; "" for one that this version does not know."""
+    known = all_settings().get(key)
+    return "" if known is None else " ".join(known.doc.split())
+
+
+def written(value: Any) -> str:
+    """A value on one line, all of its characters visible, of at most MOST_CHARS."""
+    text = visible(as_yaml_word(value)).replace("\n", "\\n")
+    return text if len(text) <= MOST_CHARS else f"{text[:MOST_CHARS]} ... ({len(text)} characters)"
+
+
+def _same(value: Any, other: Any) -> bool:
+    """PyYAML reads 1e-05, which has no point, as text."""
+    if value == other and isinstance(value, bool) == isinstance(other, bool):
+        return True
+    if any(value is None or isinstance(value, bool | list | dict) for value in (value, other)):
+        return as_yaml_word(value) == as_yaml_word(other)
+    try:
+        return float(value) == float(other)
+    except (TypeError, ValueError, OverflowError):
+        return False

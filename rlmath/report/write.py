@@ -1,0 +1,53 @@
+"""Writes the report of one or more runs."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Sequence
+from datetime import datetime
+from importlib.util import find_spec
+from pathlib import Path
+
+from rlmath.report.page import build_page
+from rlmath.report.run_folder import read_runs
+
+REPORT_FILE = "report.html"
+
+
+class NoPlotlyError(RuntimeError):
+    """plotly is not installed."""
+
+
+def write_report(folders: Sequence[str | Path], output: Path | None = None) -> Path:
+    """Write the report of the runs in these folders to `output` (`report.html` in the first folder), and return where.
+
+    The file is replaced in one step. Errors: NoRunError where a folder is not that of a run, NoPlotlyError, OSError
+    where the file cannot be written.
+    """
+    plotly_js = read_plotly()
+    runs = read_runs(folders)
+    path = Path(folders[0]) / REPORT_FILE if output is None else output
+    path.parent.mkdir(parents=True, exist_ok=True)
+    text = build_page(runs, plotly_js, datetime.now())
+    scratch = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
+    try:
+        with scratch.open("x", encoding="utf-8", errors="backslashreplace") as file:
+            file.write(text)
+        os.replace(scratch, path)
+    except BaseException:
+        scratch.unlink(missing_ok=True)
+        raise
+    return path
+
+
+def read_plotly() -> str:
+    """The source of plotly.js that plotly brings. Errors: NoPlotlyError."""
+    if find_spec("plotly") is None:
+        raise NoPlotlyError("plotly is not installed; `pip install plotly narwhals` installs it")
+    from plotly.offline import get_plotlyjs  # here, because it takes part of a second
+
+    source = get_plotlyjs()
+    if "</script" in source.lower() or "<!--" in source:
+        raise NoPlotlyError("the source of this version of plotly.js cannot stand in a page")
+    return source

@@ -1,0 +1,102 @@
+"""What is read of files of metrics, and how curves are thinned."""
+
+from __future__ import annotations
+
+import os
+import random
+from pathlib import Path
+
+import pytest
+
+import rlmath.report.metrics as report_metrics
+from rlmath.report.metrics import Curve, means_on_common_steps, read_metrics, thinned
+
+
+def written(tmp_path: Path, content: str | bytes) -> Path:
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(content.encode() if isinstance(content, str) else content)
+    return path
+
+
+def test_an_unfinished_last_line_is_no_row(tmp_path: Path) -> None:
+    path, notes = written(tmp_path, '{"step": 1, "a": 2}\n{"step": 2, "a": 3}\n{"step": 3, "a": 4}'), []
+    metrics = read_metrics(path, notes)
+    assert metrics.curve("a") == Curve([1, 2], [2.0, 3.0])
+    assert (metrics.rows, metrics.last_step, notes) == (2, 2, [])
+
+
+def test_of_a_step_written_twice_the_later_row_counts(tmp_path: Path) -> None:
+    path = written(tmp_path, '{"step":1,"a":1}\n{"step":2,"a":2,"b":2}\n{"step":3,"a":3}\n{"step":2,"a":9}\n')
+    metrics = read_metrics(path, [])
+    assert metrics.curve("a") == Curve([1, 2, 3], [1.0, 9.0, 3.0])
+    assert not metrics.has("b")
+
+
+def test_lines_that_are_no_rows_are_counted(tmp_path: Path) -> None:
+    bad = [
+        "{",
+        "[1]",
+        '{"a": 1}',
+        '{"step": -1}',
+        '{"step": 1e300}',
+        '{"step": 2, "a": "x"}',
+        "\xff\0",
+        "[" * 9999,
+    ]
+    bad += ['{"step": 1, "a": ' + "9" * 5000 + "}", '{"step": 1, "a": [' + "1," * 2**20 + "1]}", "null", '""']
+    path, notes = written(tmp_path, "\n".join([*bad, '{"step": 7, "a": 1}', ""])), []
+    assert read_metrics(path, notes).curve("a") == Curve([7], [1.0])
+    (note,) = notes
+    assert note.startswith(f"metrics.jsonl: {len(bad)} lines are no rows") and "line 1 " in note
+
+
+def test_values_that_are_not_finite_are_not_drawn_and_told(tmp_path: Path) -> None:
+    rows = '{"step": 1, "a": "NaN"}\n{"step": 2, "a": "Infinity"}\n{"step": 3, "a": 1e300}\n{"step": 4, "a": 5}\n'
+    path, notes = written(tmp_path, rows), []
+    assert read_metrics(path, notes).curve("a") == Curve([4], [5.0])
+    assert "3 values are NaN, infinite or above" in notes[0]
+
+
+def test_what_is_read_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(report_metrics, "MOST_ROWS", 10)
+    monkeypatch.setattr(report_metrics, "MOST_NAMES", 3)
+    rows = "".join(f'{{"step": {step}, "a": 1, "b{step}": 2}}\n' for step in range(20))
+    notes: list[str] = []
+    metrics = read_metrics(written(tmp_path, rows), notes)
+    assert metrics.rows == 10 and sorted(metrics.curves) == ["a", "b0"]
+    assert any("first 10 rows" in note for note in notes) and any("only 3 metrics" in note for note in notes)
+    monkeypatch.setattr(report_metrics, "MOST_VALUES", 9)
+    assert read_metrics(tmp_path / "metrics.jsonl", []).rows == 3
+
+
+def test_a_fifo_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "metrics.jsonl")
+    with pytest.raises(ValueError, match="FIFO"):
+        read_metrics(tmp_path / "metrics.jsonl", [])
+
+
+@pytest.mark.parametrize("count", [1, 2, 1499, 1500, 1501, 10_000, 54_321])
+def test_a_thinned_curve_keeps_its_extremes_and_ends(count: int) -> None:
+    source = random.Random(count)
+    curve = Curve(list(range(count)), [source.gauss(0, 1) for _ in range(count)])
+    small = thinned(curve)
+    assert len(small.values) <= 1500 and len(small.values) >= min(count, 1300)
+    assert (min(small.values), max(small.values)) == (min(curve.values), max(curve.values))
+    assert (small.steps[0], small.steps[-1]) == (0, count - 1)
+    assert small.steps == sorted(set(small.steps))
+    assert all(curve.values[step] == value for step, value in zip(*small, strict=True))
+
+
+def test_one_spike_survives_the_thinning() -> None:
+    values = [0.0] * 10_000
+    values[6789] = 1.0
+    small = thinned(Curve(list(range(10_000)), values))
+    assert small.values[small.steps.index(6789)] == 1.0
+
+
+def test_stacked_means_keep_the_sum() -> None:
+    count = 1000
+    curves = [Curve(list(range(count)), [1.0] * count), Curve(list(range(0, count, 2)), [4.0] * (count // 2))]
+    steps, values, width = means_on_common_steps(curves)
+    assert width == 3 and len(steps) == 334
+    assert values[0] == [1.0] * 334 and sum(values[1]) / 334 == pytest.approx(2.0, rel=0.02)

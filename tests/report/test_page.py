@@ -1,0 +1,192 @@
+"""What stands in the page."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import re
+import time
+from datetime import datetime
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlmath.report.page import build_page
+from rlmath.report.run_folder import read_runs
+from tests.report.folders import HOSTILE, group, make_run, write_json, write_samples
+
+PLOTLY = "window.Plotly = {};"
+"""Stands for the library where nothing is drawn."""
+
+
+class _Elements(HTMLParser):
+    """Tags with their attributes, and the text of scripts."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.scripts: list[str] = []
+        self.text = ""
+        self._in_script = False
+        self.feed(page)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+        self._in_script = tag == "script"
+        if self._in_script:
+            self.scripts.append("")
+
+    def handle_endtag(self, tag: str) -> None:
+        self._in_script = False
+
+    def handle_data(self, data: str) -> None:
+        if self._in_script:
+            self.scripts[-1] += data
+        else:
+            self.text += data
+
+
+def page_of(*folders: Path) -> str:
+    return build_page(read_runs(folders), PLOTLY, datetime(2026, 1, 2))
+
+
+def data_of(page: str) -> dict[str, Any]:
+    return json.loads(_Elements(page).scripts[0])
+
+
+def titles(page: str) -> list[str]:
+    return [figure["title"] for figure in data_of(page)["figures"]]
+
+
+def test_a_run_has_its_figures_and_no_empty_ones(tmp_path: Path) -> None:
+    page = page_of(make_run(tmp_path / "a"))
+    assert titles(page) == [
+        "Accuracy",
+        "Reward",
+        "Validation accuracy",
+        "Response lengths over time",
+        "Entropy",
+        "Early stops",
+        "Learning rate",
+        "Seconds by phase",
+        "Memory after each phase",
+    ]
+    assert "0 in every step: Truncated completions." in page
+    assert page.count('class="plot"') == 9
+    text = _Elements(page).text
+    assert "40% of the completions were cut off" in text and "step 2" in text
+    assert "TP1 x PP1 x DP1" in text and "finished" in text
+
+
+def test_phases_add_up_to_the_step_and_its_save(tmp_path: Path) -> None:
+    figures = data_of(page_of(make_run(tmp_path / "a")))["figures"]
+    (phases,) = [one for one in figures if one["title"] == "Seconds by phase"]
+    seconds = {trace["name"]: trace["y"][0] for trace in phases["traces"]}
+    assert seconds == {"update": 1.5, "rollout": 1.0, "memory switch": 0.25, "save": 0.25, "other": 0.25}
+
+
+def test_hostile_text_is_text_wherever_it_stands(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "<b>name</b>", settings=[f"model.path={HOSTILE.replace(chr(0), '')}"])
+    hostile = group(HOSTILE, prompt=HOSTILE, solutions=[HOSTILE], prompt_id=HOSTILE)
+    hostile["completions"][0] |= {"verdict": HOSTILE, "extracted": HOSTILE, "finish_reason": HOSTILE}
+    hostile["completions"][0] |= {"rewards": {HOSTILE: 1.0}, "failures": {HOSTILE: HOSTILE}}
+    write_samples(folder, 3, [hostile])
+    write_samples(folder, 4, [hostile], kind="failure")
+    with (folder / "run.log").open("a", encoding="utf-8") as log:
+        log.write(f"20260102-10:00:04.000 ERROR: {HOSTILE}\nmore {HOSTILE}\n")
+    with (folder / "metrics.jsonl").open("a", encoding="utf-8") as metrics:
+        metrics.write(
+            json.dumps({"step": 99, f"selection/dropped/{HOSTILE}": 1, f"seconds/{HOSTILE}": 2}) + "\n"
+        )
+    write_json(folder / "exit_status.json", {"status": 1, "message": HOSTILE, "meaning": HOSTILE})
+    write_json(folder / "summary.json", {"layout": HOSTILE, "steps": HOSTILE})
+    rollback = {"diverged_step": 9, "step": HOSTILE, "draw_step": 4, "reason": HOSTILE}
+    write_json(folder / "rollbacks.json", {"version": 1, "rollbacks": [rollback]})
+    page = page_of(folder)
+    found = _Elements(page)
+    assert [tag for tag, _ in found.tags].count("script") == 3
+    assert {"<", ">", "&"}.isdisjoint(found.scripts[0])
+    assert {"img", "b"}.isdisjoint(tag for tag, _ in found.tags)
+    assert not any(name.startswith("on") for _, attributes in found.tags for name in attributes)
+    assert not re.search(
+        r"[\0-\x08\x0e-\x1f\x7f-\x9f\u200b-\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]", page
+    )
+    assert found.text.count("</script><script>document.title='owned'") >= 5
+    shown = next(one for one in data_of(page)["samples"][0]["groups"] if one["step"] == 3)
+    assert (
+        shown["completions"][0]["text"].startswith("</script><script>") and "\\u202e\\x00" in shown["prompt"]
+    )
+
+
+def test_only_the_scripts_of_the_page_may_run_and_nothing_is_loaded(tmp_path: Path) -> None:
+    found = _Elements(page_of(make_run(tmp_path / "a")))
+    (policy,) = [attributes["content"] for _, attributes in found.tags if "http-equiv" in attributes]
+    hashes = [base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in found.scripts[1:]]
+    assert policy is not None and policy.startswith("default-src 'none'; ")
+    assert f"script-src 'sha256-{hashes[0]}' 'sha256-{hashes[1]}';" in policy
+    assert found.scripts[1] == PLOTLY
+    addresses = [value for _, one in found.tags for name, value in one.items() if name in ("src", "href")]
+    assert all(value and value.startswith("#") for value in addresses)
+
+
+def test_runs_are_overlaid_and_their_settings_compared(tmp_path: Path) -> None:
+    folders = [
+        make_run(tmp_path / "a" / "run", settings=["optimizer.lr=1e-5", "rollout.group_size=4"]),
+        make_run(tmp_path / "b" / "run", settings=["optimizer.lr=3e-5", "rollout.group_size=4"]),
+    ]
+    page = page_of(*folders)
+    (accuracy,) = [one for one in data_of(page)["figures"] if one["title"] == "Accuracy"]
+    assert [(one["name"], one["color"]) for one in accuracy["traces"]] == [("a/run", 0), ("b/run", 1)]
+    keys = re.findall(r'<td class="key"><span title="[^"]*">([a-z_.]+)</span>', page)
+    assert keys == ["run.output_dir", "optimizer.lr"]
+    assert "<td>1e-05</td><td>3e-05</td>" in page
+
+
+def test_a_run_of_10000_steps_is_small_and_made_in_seconds(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "a", steps=20)
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    names = [name for name in rows[0] if name != "step"]
+    more = [f"selection/dropped/{number}" for number in range(40)]
+    lines = (
+        json.dumps({"step": step, **{name: (step * 7919 % 1000) / 999 for name in (*names, *more)}})
+        for step in range(1, 10_001)
+    )
+    (folder / "metrics.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    for step in range(1, 1001):
+        write_samples(folder, step, [group("word " * 4000, correct=[True] * 20)] * 6)
+    started = time.process_time()
+    page = page_of(folder)
+    assert time.process_time() - started < 15
+    assert len(page) < 7 * 2**20
+    figures = data_of(page)["figures"]
+    assert max(len(trace["y"]) for one in figures for trace in one.get("traces", ())) <= 1500
+    shown = data_of(page)["samples"][0]["groups"]
+    assert max(len(one["completions"]) for one in shown) <= 16
+    assert max(len(each["text"]) for one in shown for each in one["completions"]) < 4100
+    assert "of the 1000 steps that have some" in page
+
+
+def test_a_folder_of_damaged_files_gives_a_page_that_says_so(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "a")
+    for name in ("config.yaml", "summary.json", "exit_status.json", "rollbacks.json", "validation.jsonl"):
+        (folder / name).write_bytes(b"\xff{[\0\n")
+    (folder / "run.log").unlink()
+    (folder / "run.log").mkdir()
+    (folder / "samples" / "step-000002.jsonl").write_bytes(
+        b'\xff\n{"prompt": 1}\n[]\n{"completions": 3}\n{"unfini'
+    )
+    text = _Elements(page_of(folder)).text
+    for name in ("config.yaml", "summary.json", "exit_status.json", "rollbacks.json", "run.log"):
+        assert f"{name} cannot be read" in text or f"{name}, " in text, name
+    assert "validation.jsonl: 1 lines are no rows" in text
+    assert "samples/: 4 lines or files are no samples" in text
+
+
+@pytest.mark.parametrize("name", ["config.yaml", "summary.json", "run.log", "validation.jsonl", "samples"])
+def test_a_file_that_is_not_there_is_no_matter(tmp_path: Path, name: str) -> None:
+    folder = make_run(tmp_path / "a")
+    (folder / name).rename(tmp_path / "away")
+    assert "Accuracy" in titles(page_of(folder))

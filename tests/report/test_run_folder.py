@@ -1,0 +1,136 @@
+"""Folders that are no runs, restarts, rollbacks, and what runs are called."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from rlmath.report.panels import markers
+from rlmath.report.run_folder import NoRunError, Rollback, labels_of, read_runs, require_run
+from rlmath.report.run_log import read_log
+from rlmath.report.settings import changed, differing
+from tests.report.folders import make_run, write_json
+
+LOG = """20260102-10:00:00.000 INFO: Starting: reading settings, model and data ...
+20260102-10:00:01.000 WARNING: slow disk
+20260102-10:00:02.000 INFO: step 1/9 reward 1
+20260102-10:00:03.000 INFO: step 2/9 reward 1
+20260102-10:00:04.000 WARNING: slow disk
+20260102-10:00:05.000 ERROR: rank 1 failed
+  with a second line
+20260102-11:00:00.000 INFO: Starting: reading settings, model and data ...
+20260102-11:00:01.000 INFO: Resuming from /x/step-000002, made on TP1: 2 steps and 8 updates are done
+20260102-11:00:02.000 INFO: step 3/9 reward 1
+20260102-11:00:03.000 WARNING: Step 3, alert (logged once): entropy fell
+20260102-11:00:04.000 WARNING: unfinish"""
+
+
+def test_starts_and_messages_have_their_steps(tmp_path: Path) -> None:
+    (tmp_path / "run.log").write_text(LOG, encoding="utf-8")
+    log = read_log(tmp_path / "run.log", [])
+    assert [(one.resumed_after, one.last_step) for one in log.starts] == [(None, 2), (2, 3)]
+    assert [(one.kind, one.text, one.count, one.steps) for one in log.messages] == [
+        ("error", "rank 1 failed\n  with a second line", 1, ["after step 2"]),
+        ("alert", "entropy fell", 1, ["step 3"]),
+        ("warning", "slow disk", 2, ["before the first step of start 1", "after step 2"]),
+        ("warning", "unfinish", 1, ["after step 3"]),
+    ]
+
+
+def test_a_log_is_read_with_bounds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rlmath.report.run_log.MOST_HEAD_BYTES", 200)
+    monkeypatch.setattr("rlmath.report.run_log.MOST_TAIL_BYTES", 300)
+    (tmp_path / "run.log").write_text(LOG.replace("rank 1", "x" * 5000), encoding="utf-8")
+    notes: list[str] = []
+    log = read_log(tmp_path / "run.log", notes)
+    assert [one.kind for one in log.messages] == ["alert", "warning", "warning"]
+    assert len(notes) == 1 and "were read" in notes[0]
+
+
+def test_restarts_and_rollbacks_are_marked(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "a")
+    (folder / "run.log").write_text(LOG, encoding="utf-8")
+    rows = [{"step": 4, "draw_step": 4, "diverged_step": 6, "reason": "the loss is NaN"}]
+    write_json(folder / "rollbacks.json", {"version": 1, "rollbacks": rows})
+    (folder / "earlier" / "001").mkdir(parents=True)
+    (folder / "earlier" / "001" / "metrics.jsonl").write_text(
+        '{"step": 1, "a": 1}\n{"step": 2, "a": 1}\n{"st'
+    )
+    (run,) = read_runs([folder])
+    assert run.rollbacks == [Rollback(6, 4, "the loss is NaN")]
+    assert markers(run) == [{"x": 4, "kind": "rollback"}, {"x": 2, "kind": "restart"}]
+    assert [(one.name, one.last_step, one.ended) for one in run.earlier] == [
+        ("001", 2, "it left no exit status")
+    ]
+
+
+def test_settings_that_differ(tmp_path: Path) -> None:
+    one, other = read_runs(
+        [
+            make_run(tmp_path / "a", settings=["optimizer.lr=1e-06", "run.seed=3", "data.shuffle=false"]),
+            make_run(tmp_path / "b", settings=["run.seed=4", "data.shuffle=false"]),
+        ]
+    )
+    assert changed(one.settings)["run.seed"] == ("3", "1")
+    assert changed(one.settings)["data.shuffle"] == ("false", "true")
+    assert set(changed(one.settings)) <= {
+        "run.output_dir",
+        "run.seed",
+        "model.path",
+        "data.train_path",
+        "data.shuffle",
+        "optimizer.lr",
+    }
+    assert set(differing([one.settings, other.settings])) - {"optimizer.lr"} == {"run.output_dir", "run.seed"}
+
+
+def test_a_number_without_a_point_is_a_number() -> None:
+    """PyYAML reads it as text."""
+    assert differing([{"optimizer.lr": "1e-05"}, {"optimizer.lr": 0.00001}]) == {}
+    assert differing([{"a.b": True}, {"a.b": 1}]) == {"a.b": ["true", "1"]}
+    assert differing([{"a.b": None}, {}]) == {}
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("missing", "which does not exist"),
+        ("file", "which is no folder"),
+        ("empty", "which has no metrics.jsonl"),
+        ("fifo", "is a FIFO"),
+        ("a\nb", r"a\nb"),
+    ],
+)
+def test_what_is_no_run_is_named_in_one_line(tmp_path: Path, name: str, says: str) -> None:
+    (tmp_path / "file").write_text("x")
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "fifo").mkdir()
+    os.mkfifo(tmp_path / "fifo" / "metrics.jsonl")
+    with pytest.raises(NoRunError) as caught:
+        require_run(tmp_path / name)
+    text = str(caught.value)
+    assert says in text and "needed: the folder of a run (run.output_dir)" in text and "\n" not in text
+
+
+def test_labels_tell_runs_apart() -> None:
+    assert labels_of([Path("/x/a"), Path("/y/b")]) == ["a", "b"]
+    assert labels_of([Path("/x/demo/run")]) == ["demo/run"]
+    assert labels_of([Path("/x/a/run"), Path("/y/a/run"), Path("/y/b/run")]) == [
+        "x/a/run",
+        "y/a/run",
+        "y/b/run",
+    ]
+    long = ["/" + "x" * 100 + end for end in ("a", "b")]
+    labels = labels_of([Path(one) for one in long])
+    assert len(set(labels)) == 2 and max(map(len, labels)) <= 60
+    same = labels_of([Path("/" + start + "x" * 100) for start in "ab"])
+    assert len(set(same)) == 2
+
+
+def test_a_run_given_twice_counts_once(tmp_path: Path) -> None:
+    make_run(tmp_path / "a")
+    assert [(run.label, run.folder) for run in read_runs([tmp_path / "a", tmp_path / "a" / ".." / "a"])] == [
+        ("a", tmp_path / "a")
+    ]
