@@ -24,6 +24,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from rlmath.checkpoint.hf.weight_map import parameter_count, placed_tensors
+from rlmath.cli.plan_memory import MISTAKE, NOT_NEEDED, checked_shape
 from rlmath.config.load import load_config, make_parser
 from rlmath.config.model_shape import ModelShape
 from rlmath.config.schema import Config
@@ -40,7 +41,6 @@ from rlmath.rollout.weight_sync.shard_layouts import (
 from rlmath.trainer.preflight.memory_estimate import mesh_of
 from rlmath.trainer.preflight.memory_fit import planned_target
 from rlmath.trainer.preflight.parallelism import ranks_or_least
-from tools.plan_memory import MISTAKE, NOT_NEEDED, checked_shape
 
 GIB, MIB = 2**30, 2**20
 FORMATS = {"cpu": ("float32", 4), "cuda": ("bfloat16", 2)}

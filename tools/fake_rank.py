@@ -36,6 +36,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 
 from rlmath.algorithms.types import MicroBatch, Sample
+from rlmath.cli.plan_memory import MISTAKE, NOT_NEEDED, checked_shape
 from rlmath.config.length_curriculum import with_longest_lengths
 from rlmath.config.load import load_config, make_parser
 from rlmath.config.model_shape import ModelShape
@@ -69,7 +70,6 @@ from rlmath.trainer.preflight.memory_estimate import (
 from rlmath.trainer.preflight.memory_fit import GIB
 from rlmath.trainer.preflight.parallelism import ranks_or_least
 from tools import fake_cuda
-from tools.plan_memory import MISTAKE, NOT_NEEDED, checked_shape
 
 DIFFERS = 1
 PARTS_OF_A_PASS = ("activations", "logits", "working")

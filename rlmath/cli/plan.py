@@ -19,6 +19,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from rlmath.cli.plan_memory import MISTAKE, NOT_NEEDED
 from rlmath.config.gpu_specs import GPUS
 from rlmath.config.load import load_config, make_parser
 from rlmath.config.model_shape import ModelShape
@@ -57,7 +58,6 @@ from rlmath.planner.tails import Tails
 from rlmath.planner.work import DEFAULTS, Coefficients
 from rlmath.trainer.preflight.memory_estimate import Target
 from rlmath.trainer.preflight.memory_fit import planned_target
-from tools.plan_memory import MISTAKE, NOT_NEEDED
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -1,13 +1,13 @@
-"""tools/plan_memory.py: from a config and config.json alone to a table, plain data or a refusal."""
+"""rlmath/cli/plan_memory.py: from a config and config.json alone to a table, plain data or a refusal."""
 
 import json
 from pathlib import Path
 
 import pytest
 
+from rlmath.cli.plan_memory import main
 from rlmath.config.schema import Config, ParallelConfig, RolloutConfig
 from rlmath.trainer.preflight.parallelism import least_ranks
-from tools.plan_memory import main
 
 STAGED = Path(__file__).resolve().parents[2] / "configs" / "areal" / "v0.1_1.5b_stages.yaml"
 QWEN_7B = {
