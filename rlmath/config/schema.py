@@ -101,6 +101,9 @@ class RunConfig:
     hang_timeout_seconds: HeartbeatSeconds | None = 1500.0
     """The run ends, and logs where every rank is, when no rank has entered a phase or made other progress for so long
     (seconds). Below `distributed_timeout_seconds`, or that ends it first, without such a log. Null: never."""
+    hub_timeout_seconds: Seconds = 3600.0
+    """How long downloads of what is named by ids of the Hugging Face hub may take at the start, and the upload of
+    `save.push_to_hub` at the end (seconds); ranks wait for each other so much longer then."""
     max_discarded_steps: PositiveInt = 3
     """The run ends, with exit status 77, after so many steps in a row of which every minibatch was discarded: its
     policy has diverged."""
@@ -111,7 +114,8 @@ class ModelConfig:
     """The model to start from."""
 
     path: str = MISSING
-    """Folder of a Hugging Face model: config.json, safetensors (one file or an index), tokenizer files."""
+    """Folder of a Hugging Face model: config.json, safetensors (one file or an index), tokenizer files; or its id on the
+    hub, hf://org/name or hf://org/name@revision, see docs/running.md."""
 
 
 @dataclass(frozen=True)
@@ -120,7 +124,7 @@ class DataConfig:
 
     train_path: str = MISSING
     """File or folder of prompts, in any form that docs/data.md lists: JSONL, parquet, or a folder of a Hugging Face
-    data set."""
+    data set; or a file on the hub, hf://datasets/org/name/file.jsonl or hf://datasets/org/name@revision/file.jsonl."""
     more_train_paths: list[str] = field(default_factory=list)
     """Further files or folders of prompts, mixed with those of `train_path`."""
     train_weights: list[Annotated[float, Range(0, 1000, open_low=True)]] = field(default_factory=list)
@@ -680,6 +684,10 @@ class SaveConfig:
     """Recovery points that stay: the newest ones. With 2, one is left when the newest is damaged."""
     keep_models: PositiveInt | None = None
     """Checkpoints of `save_freq_*` that stay: the newest ones. Null: all."""
+    push_to_hub: str | None = None
+    """Repository of the Hugging Face hub, org/name, to which the model of a finished run (`<output_dir>/hf_model`) is
+    uploaded; made, private, where there is none. Needs a token (HF_TOKEN or `hf auth login`) and `export_hf`. Null:
+    nothing is uploaded."""
     background: bool = True
     """Write checkpoints during training; a rank's part is held a second time in the host's memory meanwhile."""
 
