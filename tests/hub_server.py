@@ -1,7 +1,7 @@
 """A Hugging Face hub on this machine, for tests: what huggingface_hub asks of one, with repositories in memory.
 
-It answers listings, files (small ones directly, weights by a redirect, as the hub does), the creation of a repository and
-commits, and counts what was asked. A test may make files come late, cut off or damaged.
+It answers listings, files (small ones directly, weights by a redirect, as the hub does), the creation of a repository
+and commits, and counts what was asked. A test may make files come late, cut off or damaged.
 """
 
 from __future__ import annotations
@@ -105,7 +105,9 @@ def hub_server() -> Iterator[Hub]:
         thread.join()
 
 
-_API = re.compile(r"/api/(?P<kind>models|datasets)/(?P<name>[^/]+/[^/]+)(?:/(?P<verb>[^/]+)(?:/(?P<rev>.+))?)?")
+_API = re.compile(
+    r"/api/(?P<kind>models|datasets)/(?P<name>[^/]+/[^/]+)(?:/(?P<verb>[^/]+)(?:/(?P<rev>.+))?)?"
+)
 _FILE = re.compile(r"/(?:(?P<kind>datasets)/)?(?P<name>[^/]+/[^/]+)/resolve/(?P<rev>[^/]+)/(?P<file>.+)")
 
 
@@ -208,7 +210,12 @@ class _Handler(BaseHTTPRequestHandler):
         path = self._path()
         if path.startswith("/cdn/"):
             _, _, digest, name = path.split("/", 3)
-            every = (f for repo in self.hub.repositories.values() for c in repo.commits.values() for f in c.values())
+            every = (
+                f
+                for repo in self.hub.repositories.values()
+                for c in repo.commits.values()
+                for f in c.values()
+            )
             data = next(one for one in every if hashlib.sha256(one).hexdigest() == digest)
             return self._content(name, data, {}, with_body)
         found = _FILE.fullmatch(path)

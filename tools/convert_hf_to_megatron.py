@@ -23,6 +23,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rlmath.checkpoint.convert.convert import DTYPES, check_output, hf_to_megatron
+from rlmath.config.hub import local_folder
 from rlmath.config.terminal import escape_terminal
 from rlmath.models.hf_config import read_model_shape
 
@@ -39,8 +40,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         sizes = (given.tensor_parallel, given.pipeline_parallel)
         if min(sizes) < 1:
             raise ValueError(f"--tensor-parallel and --pipeline-parallel are {sizes}; needed: at least 1.")
-        shape = read_model_shape(given.hf, "--hf")
-        converted = hf_to_megatron(given.hf, shape, given.output, *sizes, DTYPES[given.dtype])
+        source = local_folder(given.hf, "--hf")
+        shape = read_model_shape(source, "--hf")
+        converted = hf_to_megatron(source, shape, given.output, *sizes, DTYPES[given.dtype])
     except ValueError as error:
         print(error, file=sys.stderr)
         return MISTAKE
@@ -57,7 +59,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--hf", type=Path, required=True, help="folder with config.json and safetensors files"
+        "--hf", required=True, help="folder with config.json and safetensors, or hf://org/name[@revision]"
     )
     parser.add_argument(
         "--output", type=Path, required=True, help="folder to make; it must not exist, or be empty"

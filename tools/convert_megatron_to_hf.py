@@ -27,6 +27,7 @@ from rlmath.checkpoint.convert.convert import DTYPES, Converted, check_output, m
 from rlmath.checkpoint.convert.sources import MegatronSource, find_megatron
 from rlmath.checkpoint.directory import CRITIC, CRITIC_CONFIG
 from rlmath.checkpoint.hf.weights import read_metadata_files
+from rlmath.config.hub import local_folder
 from rlmath.config.model_shape import ModelShape
 from rlmath.config.terminal import escape_terminal
 from rlmath.models.hf_config import read_critic_shape, read_model_shape
@@ -62,12 +63,13 @@ def convert(given: argparse.Namespace) -> Converted:
     if folder is not None:
         metadata_files = read_metadata_files(folder)
     if given.config is not None:
-        is_file = given.config.name == CONFIG and given.config.is_file()
-        folder = given.config.parent if is_file else given.config
+        config = local_folder(given.config, "--config", weights=False)
+        is_file = config.name == CONFIG and config.is_file()
+        folder = config.parent if is_file else config
         if not (folder / CONFIG).is_file():
             raise ValueError(f"--config {given.config}: needed: a {CONFIG}, or a folder that has one.")
         metadata_files = (
-            metadata_files | {CONFIG: given.config.read_bytes()} if is_file else read_metadata_files(folder)
+            metadata_files | {CONFIG: config.read_bytes()} if is_file else read_metadata_files(folder)
         )
     if folder is None:
         raise ValueError(
@@ -103,7 +105,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         "--output", type=Path, required=True, help="folder to make; it must not exist, or be empty"
     )
     parser.add_argument(
-        "--config", type=Path, help="folder of the Hugging Face model, or its config.json alone"
+        "--config",
+        help="folder of the Hugging Face model, its config.json alone, or hf://org/name[@revision]",
     )
     parser.add_argument("--critic", action="store_true", help="convert the critic, not the policy")
     parser.add_argument(

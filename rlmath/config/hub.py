@@ -170,6 +170,18 @@ def named(value: Any) -> Any:
     return _ids.get(value, value) if isinstance(value, str) else value
 
 
+def is_same(then: Any, now: Any) -> bool:
+    """Whether two values of a setting are equal, fetched or not; an id of now without a commit will have that of then,
+    where both ask for the same."""
+    if isinstance(then, list) and isinstance(now, list):
+        return len(then) == len(now) and all(map(is_same, then, now))
+    old, new = named(then), named(now)
+    if old == new or not (isinstance(old, str) and isinstance(new, str)):
+        return old == new
+    found = list(_parsed([old, new]))
+    return len(found) == 2 and not found[1].commit and found[0].asked == found[1]
+
+
 # ---------------------------------------------------------------- the hub
 
 
@@ -191,7 +203,9 @@ def resolve(ids: Sequence[HubId], seconds: float, recorded: Collection[str] = ()
     found = {one: one if one.commit else known.get(one) for one in ids}
     open_ids = [one for one, commit in found.items() if commit is None]
     if open_ids:
-        commits = _ask({"action": "resolve", "repos": list(map(_request, open_ids))}, seconds, open_ids)["commits"]
+        commits = _ask({"action": "resolve", "repos": list(map(_request, open_ids))}, seconds, open_ids)[
+            "commits"
+        ]
         new = {one: with_commit(one, commit) for one, commit in zip(open_ids, commits, strict=True)}
         _resolved.update(new.values())
         found |= new
@@ -223,6 +237,17 @@ def places(ids: Collection[HubId]) -> dict[HubId, str]:
         found[one] = str(folder / one.file)
         _ids[found[one]] = str(one)
     return found
+
+
+def local_folder(place: str, option: str, weights: bool = True, seconds: float = 3600.0) -> Path:
+    """A model's folder, for a program of one process: as it is given, or fetched where `option` got an id. ValueError
+    within `seconds` where that cannot be done."""
+    if not is_hub_id(place):
+        return Path(place)
+    one = parse_hub_id(place, option)
+    pinned = resolve([one], seconds)[one]
+    fetch([pinned], seconds, weights)
+    return Path(places([pinned])[pinned])
 
 
 def _parsed(texts: Collection[str]) -> Iterator[HubId]:
@@ -281,7 +306,9 @@ def _ask(request: Mapping[str, Any], seconds: float, about: Sequence[HubId] = ()
         found = json.loads(output)
     except ValueError:
         last = (errors.strip().splitlines() or ["no word"])[-1]
-        raise ValueError(f"{what}: the client of the hub ended with {client.returncode}: {last:.300}") from None
+        raise ValueError(
+            f"{what}: the client of the hub ended with {client.returncode}: {last:.300}"
+        ) from None
     if "error" in found:
         raise ValueError(found["error"])
     return found

@@ -1,4 +1,4 @@
-"""The program that talks to the Hugging Face hub, in a process of its own: `hub` starts it, and ends it at a time limit.
+"""The program that talks to the Hugging Face hub, in a process of its own: `hub` starts it and ends it in time.
 
     python -P hub_client.py PARENT   with a request in JSON on standard input, and the answer in JSON on standard output
 
@@ -146,13 +146,18 @@ def listing(repo: Repo) -> tuple[str, list[Listed]]:
     """A revision's commit and its files. UnreachableError where the hub gives no answer, HubError where it refuses, or
     answers with what cannot be."""
     from huggingface_hub import HfApi, constants
-    from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, RepositoryNotFoundError, RevisionNotFoundError
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        HfHubHTTPError,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+    )
 
     if constants.HF_HUB_OFFLINE:
         raise UnreachableError("HF_HUB_OFFLINE is set")
     revision = repo.commit or repo.revision or None
     try:
-        info = HfApi().repo_info(
+        info: Any = HfApi().repo_info(
             repo.name, repo_type=repo.kind, revision=revision, files_metadata=True, timeout=INFO_SECONDS
         )
     except GatedRepoError as error:
@@ -177,11 +182,15 @@ def listing(repo: Repo) -> tuple[str, list[Listed]]:
         raise HubError(f"{repo.text}: the hub refuses with status {status}.{_login(status)}") from error
     except Exception as error:  # of the HTTP library, whose classes are not huggingface_hub's
         if isinstance(error, ValueError | TypeError | KeyError | AttributeError):
-            raise HubError(f"{repo.text}: the hub's answer cannot be read ({type(error).__name__}).") from error
+            raise HubError(
+                f"{repo.text}: the hub's answer cannot be read ({type(error).__name__})."
+            ) from error
         raise UnreachableError(f"no answer ({type(error).__name__})") from error
     commit, siblings = info.sha or "", info.siblings or []
     if not _COMMIT.fullmatch(commit) or (repo.commit and commit != repo.commit):
-        raise HubError(f"{repo.text}: the hub names the commit {commit!r:.60}; needed: {repo.commit or 'a hash'}.")
+        raise HubError(
+            f"{repo.text}: the hub names the commit {commit!r:.60}; needed: {repo.commit or 'a hash'}."
+        )
     if len(siblings) > MOST_FILES:
         raise HubError(f"{repo.text}: its listing has {len(siblings)} files, more than {MOST_FILES}.")
     return commit, [_listed(repo, one) for one in siblings]
@@ -232,7 +241,9 @@ def needed(repo: Repo, files: Sequence[Listed]) -> Iterator[Listed]:
             yield one
         elif one.name.endswith(METADATA_SUFFIXES):
             if (one.size or 0) > MOST_METADATA_BYTES:
-                raise HubError(f"{repo.text}: {one.name} has {one.size} bytes, more than {MOST_METADATA_BYTES}.")
+                raise HubError(
+                    f"{repo.text}: {one.name} has {one.size} bytes, more than {MOST_METADATA_BYTES}."
+                )
             yield one
 
 
@@ -279,7 +290,9 @@ def download(repo: Repo, listed: Listed, is_new: bool) -> None:
         if is_new:
             path.resolve().unlink(missing_ok=True)
             path.unlink(missing_ok=True)
-        what = f"has {size} bytes, the hub says {listed.size}" if size != listed.size else "has another SHA-256"
+        what = (
+            f"has {size} bytes, the hub says {listed.size}" if size != listed.size else "has another SHA-256"
+        )
         change = "It was removed; start again" if is_new else f"Remove {path.resolve()} and start again"
         raise HubError(f"{repo.text}: {listed.name} is damaged: it {what}. {change}.")
 
@@ -312,7 +325,9 @@ def _check_space(repo: Repo, files: Sequence[Listed]) -> None:
         place.mkdir(parents=True, exist_ok=True)
         free = shutil.disk_usage(place).free
     except OSError as error:
-        raise HubError(f"{repo.text}: the cache {place} cannot be written: {error.strerror}. Set HF_HOME.") from error
+        raise HubError(
+            f"{repo.text}: the cache {place} cannot be written: {error.strerror}. Set HF_HOME."
+        ) from error
     if free < size + FREE_BYTES:
         raise HubError(
             f"{repo.text}: {size / 1e9:.2f} GB are to be downloaded, and the disk of {place} has {free / 1e9:.2f} GB "

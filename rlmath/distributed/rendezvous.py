@@ -123,9 +123,7 @@ class Rendezvous:
             self._start = secrets.token_hex(8)
             self._store.set("start", self._start)
 
-    def sync(
-        self, name: str, report: RankReport, seconds: float, check: CheckReports
-    ) -> Mapping[str, str]:
+    def sync(self, name: str, report: RankReport, seconds: float, check: CheckReports) -> Mapping[str, str]:
         """Wait for all ranks; each of them calls it, with the same name, a new one each time. The `values` of rank 0's
         result.
 

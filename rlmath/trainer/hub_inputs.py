@@ -45,10 +45,10 @@ class _Asked:
 
 def fetch_inputs(config: Config, rendezvous: Rendezvous | None) -> Config:
     """The settings with places in this node's cache for ids of the hub. All ranks call it; `rendezvous` is None where
-    there is one.
+    there is one rank.
 
-    Errors: ValueError for ids and numbers that are wrong, SharedMistakeError where the hub, the cache or a rank refuses,
-    MissingRanksError where ranks are missing.
+    Errors: ValueError for ids and numbers that are wrong, SharedMistakeError where the hub, the cache or another rank
+    refuses, MissingRanksError where ranks are missing.
     """
     ids = hub.hub_ids(config)
     if not ids:
@@ -92,7 +92,9 @@ def _commits(asked: _Asked, rendezvous: Rendezvous, start_seconds: float) -> dic
     found = _sync(rendezvous, "commits", report, asked.seconds + start_seconds, commits)
     lost = [str(one) for one in asked.ids if str(one) not in found]
     if lost:
-        raise ValueError(f"the settings of this rank name {lost[0]}, those of rank 0 do not. Give all the same.")
+        raise ValueError(
+            f"the settings of this rank name {lost[0]}, those of rank 0 do not. Give all the same."
+        )
     return {one: hub.with_commit(one, found[str(one)]) for one in asked.ids}
 
 
@@ -181,6 +183,8 @@ def push_model(config: Config, steps: int) -> None:
         commit = hub.push(name, folder, f"rlmath: {steps} steps", config.run.hub_timeout_seconds)
     except (ValueError, OSError) as error:
         command = f"hf upload {name} {folder}"
-        logger.error('The model was not uploaded to %s: %s Run "%s", or the same command again', name, error, command)
+        logger.error(
+            'The model was not uploaded to %s: %s Run "%s", or the same command again', name, error, command
+        )
     else:
         logger.info("The model is uploaded to %s%s", name, f", commit {commit}" if commit else "")

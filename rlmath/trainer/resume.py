@@ -21,7 +21,7 @@ from rlmath.checkpoint import directory
 from rlmath.checkpoint.directory import Checkpoint, Progress
 from rlmath.checkpoint.flight import FLIGHT
 from rlmath.config.help import as_yaml_word, is_among, setting_values
-from rlmath.config.hub import named
+from rlmath.config.hub import is_same
 from rlmath.config.length_curriculum import LengthStage, has_length_stages, length_stages
 from rlmath.config.load import load_config, shown_values
 from rlmath.config.schema import Config, RewardConfig
@@ -360,7 +360,7 @@ def refused_changes(
     changes = [
         f"{key}: {as_yaml_word(was[key])} there, {as_yaml_word(is_now[key])} now"
         for key in here
-        if named(there[key]) != named(here[key]) and not is_among(key, may_change)
+        if not is_same(there[key], here[key]) and not is_among(key, may_change)
     ]
     return [*changes, *(_stage_changes(then, now, steps_done) if staged else ())]
 

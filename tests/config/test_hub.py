@@ -30,7 +30,13 @@ MODEL = {
     "modeling.py": b"print()",
     "README.md": b"words",
 }
-NEEDED = {"config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "model.safetensors"}
+NEEDED = {
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "model.safetensors",
+}
 ROWS = b'{"question": "1+1?", "answer": "2"}\n' * 10
 LIMIT = 60.0
 
@@ -40,7 +46,9 @@ def there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
     """A hub with a model and a data set, which this process asks."""
     with hub_server() as server:
         server.add("org/model").commit(MODEL)
-        server.add("org/rows", "datasets").commit({"data/train.jsonl": ROWS, "other.jsonl": b"{}\n", "x.pkl": b"p"})
+        server.add("org/rows", "datasets").commit(
+            {"data/train.jsonl": ROWS, "other.jsonl": b"{}\n", "x.pkl": b"p"}
+        )
         for name, value in server.variables(tmp_path / "home").items():
             monkeypatch.setenv(name, value)
         yield server
@@ -114,7 +122,12 @@ def test_what_is_no_id_is_refused_with_the_form(text: str, setting: str) -> None
 def test_paths_are_no_ids_and_other_settings_take_none() -> None:
     given = ["run.output_dir=o", "model.path=Qwen/Qwen2.5-0.5B", "data.train_path=org/name"]
     assert hub.hub_ids(load_config([], given)) == []
-    given = ["run.output_dir=hf://a/b", "model.path=hf:/a/b", "data.train_path=t", "data.history_path=hf://c/d"]
+    given = [
+        "run.output_dir=hf://a/b",
+        "model.path=hf:/a/b",
+        "data.train_path=t",
+        "data.history_path=hf://c/d",
+    ]
     with pytest.raises(ValueError, match="3 problems") as error:
         hub.hub_ids(load_config([], given))
     assert "run.output_dir" in str(error.value) and "data.history_path" in str(error.value)
@@ -176,7 +189,9 @@ def test_a_model_without_safetensors_is_refused(there: Hub) -> None:
     assert not there.downloads()
 
 
-@pytest.mark.parametrize("name", ["../../evil.json", "/etc/evil.json", "a/../../evil.json", "a\\..\\evil.json", "a\x1b.json"])
+@pytest.mark.parametrize(
+    "name", ["../../evil.json", "/etc/evil.json", "a/../../evil.json", "a\\..\\evil.json", "a\x1b.json"]
+)
 def test_a_listing_with_a_name_that_leads_out_is_refused(there: Hub, name: str, tmp_path: Path) -> None:
     there.add("org/evil").commit({**MODEL, name: b"evil"})
     with pytest.raises(ValueError, match="leads out of its folder") as error:
@@ -226,7 +241,10 @@ def test_settings_are_written_with_the_commit_and_read_again(there: Hub) -> None
     [
         (model("hf://org/missing"), r"the hub has no model org/missing, or it is private .*401.*HF_TOKEN"),
         (model("hf://org/model@v9"), r'org/model has no revision "v9"'),
-        (data("hf://datasets/org/rows/train.jsonl"), r'no file "train.jsonl". It has data/train.jsonl, other.jsonl'),
+        (
+            data("hf://datasets/org/rows/train.jsonl"),
+            r'no file "train.jsonl". It has data/train.jsonl, other.jsonl',
+        ),
         (model("hf://org/gated"), r"only to those who have accepted its terms"),
     ],
 )
@@ -257,7 +275,7 @@ def test_a_file_that_is_cut_off_is_refused(there: Hub, name: str) -> None:
 
 def test_a_damaged_file_is_refused_and_removed(there: Hub) -> None:
     there.damaged = {"model.safetensors"}
-    with pytest.raises(ValueError, match="model.safetensors is damaged: it has another SHA-256. It was removed"):
+    with pytest.raises(ValueError, match=r"model.safetensors is damaged: it has another SHA-256\. It was"):
         fetched(model())
     there.damaged = set()
     assert (fetched(model()) / "model.safetensors").read_bytes() == MODEL["model.safetensors"]
@@ -276,13 +294,17 @@ def test_the_cache_is_enough_without_the_hub(there: Hub, monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("how", ["offline", "no network"])
-def test_without_hub_and_cache_the_command_is_told(there: Hub, monkeypatch: pytest.MonkeyPatch, how: str) -> None:
+def test_without_hub_and_cache_the_command_is_told(
+    there: Hub, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
     pinned = hub.resolve([model()], LIMIT)[model()]
     hub.fetch([pinned], LIMIT, weights=False)
     cut_off(monkeypatch, how)
-    with pytest.raises(ValueError, match='the hub cannot be asked .*run "hf download org/rows data/train.jsonl --repo'):
+    with pytest.raises(
+        ValueError, match=r'the hub cannot be asked .*run "hf download org/rows data/train.jsonl --repo'
+    ):
         fetched(data())
-    with pytest.raises(ValueError, match="model.safetensors of it is not in the cache") as error:
+    with pytest.raises(ValueError, match=r"model.safetensors of it is not in the cache") as error:
         fetched(model())
     assert f'run "hf download org/model --revision {pinned.commit}"' in str(error.value)
     assert "or give a local folder" in str(error.value)
@@ -295,11 +317,27 @@ def cut_off(monkeypatch: pytest.MonkeyPatch, how: str) -> None:
         monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
 
 
-def test_the_default_that_keeps_libraries_off_the_network_is_not_the_users(monkeypatch: pytest.MonkeyPatch) -> None:
-    environment = {name: value for name, value in os.environ.items() if name not in ("HF_HUB_OFFLINE", "RLMATH_SET_OFFLINE")}
-    program = "import json, os, rlmath; from rlmath.config import hub; print(json.dumps([os.environ['HF_HUB_OFFLINE'], hub.client_environment()['HF_HUB_OFFLINE']]))"
-    for given, expected in ({}, ["1", "0"]), ({"HF_HUB_OFFLINE": "1"}, ["1", "1"]), ({"HF_HUB_OFFLINE": "0"}, ["0", "0"]):
-        found = subprocess.run([sys.executable, "-c", program], env=environment | given, capture_output=True, text=True)
+def test_the_default_that_keeps_libraries_off_the_network_is_not_the_users(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    environment = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in ("HF_HUB_OFFLINE", "RLMATH_SET_OFFLINE")
+    }
+    program = (
+        "import json, os, rlmath\n"
+        "from rlmath.config import hub\n"
+        "print(json.dumps([os.environ['HF_HUB_OFFLINE'], hub.client_environment()['HF_HUB_OFFLINE']]))\n"
+    )
+    for given, expected in (
+        ({}, ["1", "0"]),
+        ({"HF_HUB_OFFLINE": "1"}, ["1", "1"]),
+        ({"HF_HUB_OFFLINE": "0"}, ["0", "0"]),
+    ):
+        found = subprocess.run(
+            [sys.executable, "-c", program], env=environment | given, capture_output=True, text=True
+        )
         assert json.loads(found.stdout) == expected
 
 
