@@ -63,6 +63,8 @@ class Hub:
     silent: bool = False
     """Nothing is answered."""
     refuses_commits: bool = False
+    status: int = 0
+    """What listings are answered with; 0: as they are."""
     released: threading.Event = field(default_factory=threading.Event)
 
     def add(self, name: str, kind: str = "models") -> Repository:
@@ -144,6 +146,8 @@ class _Handler(BaseHTTPRequestHandler):
     def _api(self, body: Any) -> None:
         self._note()
         path = self._path()
+        if self.hub.status:
+            return self._json({"error": "hostile words"}, self.hub.status)
         if path == "/api/repos/create":
             return self._create(json.loads(body))
         found = _API.fullmatch(path)

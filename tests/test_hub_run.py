@@ -9,7 +9,10 @@ from pathlib import Path
 import pytest
 
 from rlmath.checkpoint.hf.weights import read_metadata_files
+from rlmath.config import hub
 from rlmath.config.load import load_config
+from rlmath.evals.plan import Plan, check_settings
+from rlmath.evals.runner import _plan_after_rendezvous
 from tests.hub_server import TOKEN, Hub, hub_server
 from tests.programs import TRAIN, run, small_run, torchrun_command
 
@@ -89,6 +92,35 @@ def test_a_dry_run_says_what_would_be_downloaded(place: Path, there: Hub, tmp_pa
     assert "A start needs the whole model, which is not here." in found.stdout
     assert "model.safetensors" not in there.downloads() and there.downloads()["config.json"] == 1
     assert not (tmp_path / "run").exists()
+
+
+def test_an_evaluation_goes_on_with_the_commit_that_it_began_with(
+    there: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in there.variables(tmp_path / "home").items():
+        monkeypatch.setenv(name, value)
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    base = there.add("org/base")
+    commit = base.branches["main"]
+    plan = Plan(model="hf://org/base", benchmarks=("a",), data_dir=tmp_path, output=tmp_path / "out")
+    placed, store = _plan_after_rendezvous(plan)
+    assert isinstance(placed.model, Path) and placed.model.name == commit and store is None
+    plan.output.mkdir()
+    check_settings(plan.output, {"about_model": hub.named(str(placed.model)), "model": "x"}, None)
+    base.commit({**base.commits[commit], "model.safetensors": b"moved"})
+    assert _plan_after_rendezvous(plan)[0].model == placed.model
+    (plan.output / "settings.json").unlink()
+    assert Path(_plan_after_rendezvous(plan)[0].model).name == base.branches["main"]
+
+
+def test_a_converter_reads_a_model_of_the_hub(there: Hub, tmp_path: Path) -> None:
+    command = ("tools/convert_hf_to_megatron.py", "--output", f"{tmp_path}/out", "--hf")
+    run(*command, "hf://org/base", variables=there.variables(tmp_path / "home"))
+    assert (tmp_path / "out" / "release").is_dir()
+    command = ("tools/convert_hf_to_megatron.py", "--output", f"{tmp_path}/another", "--hf", "hf:/org/base")
+    told = run(*command, variables=there.variables(tmp_path / "home"), expect=2)
+    assert '--hf: got "hf:/org/base"; needed: hf://org/name' in told.stderr
 
 
 def test_a_mistake_of_an_id_ends_before_anything_is_asked(place: Path, there: Hub, tmp_path: Path) -> None:

@@ -255,6 +255,24 @@ def test_what_the_hub_refuses_is_told(there: Hub, one: HubId, what: str) -> None
     assert TOKEN not in str(error.value) and "hostile" not in str(error.value)
 
 
+def test_a_hub_that_is_broken_is_none_and_one_that_refuses_is_obeyed(there: Hub) -> None:
+    there.status = 503
+    with pytest.raises(
+        ValueError, match=r"the hub cannot be asked \(it answers with status 503\), and it is not in the"
+    ):
+        fetched(model())
+    there.status = 0
+    folder = fetched(model())
+    there.status = 503
+    assert fetched(model()) == folder
+    there.status = 403
+    with pytest.raises(
+        ValueError, match=r"hf://org/model: the hub refuses with status 403\. Log in"
+    ) as error:
+        fetched(model())
+    assert "hostile" not in str(error.value)
+
+
 @pytest.mark.parametrize("silent", [False, True])
 def test_a_hub_that_stalls_ends_within_the_limit(there: Hub, silent: bool) -> None:
     there.stalled, there.silent = {"model.safetensors"}, silent
