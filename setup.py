@@ -29,6 +29,7 @@ RUN = [
     "torch==2.13.0",
     "transformers>=5.16.1,<5.20",  # vLLM's bound
     "tokenizers",
+    "huggingface_hub",
     "safetensors",
     "jaxtyping",
     "pyarrow",  # parquet files of prompts

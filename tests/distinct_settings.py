@@ -42,6 +42,7 @@ DISTINCT = Config(
         stop_grace_seconds=106.5,
         heartbeat_timeout_seconds=107.5,
         hang_timeout_seconds=108.5,
+        hub_timeout_seconds=1078.5,
         max_discarded_steps=1077,
     ),
     model=ModelConfig(path="models/distinct"),
@@ -246,6 +247,7 @@ DISTINCT = Config(
         ckpt_freq_secs=197.5,
         keep_last=198,
         keep_models=199,
+        push_to_hub="distinct/model",
         background=False,
     ),
 )

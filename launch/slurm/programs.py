@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rlmath.config.help import nearest_path
+from rlmath.config.hub import hub_ids, is_hub_id
 from rlmath.config.load import load_config
 from rlmath.config.model_shape import ModelShape
 from rlmath.config.schema import Config
@@ -73,7 +74,7 @@ def training(kind: Kind, config_files: Sequence[Path], overrides: Sequence[str],
         f"train_{kind}.py",
         (*files, *overrides),
         Path(config.run.output_dir).resolve(),
-        tuple(Path(path).absolute() for path in reads),
+        tuple(Path(path).absolute() for path in reads if not is_hub_id(str(path))),
         ("checkpoints", "manifest.json"),
         math.ceil(config.run.stop_grace_seconds),
         math.ceil(config.run.heartbeat_timeout_seconds) + END_SECONDS,
@@ -94,7 +95,10 @@ def _problems(config: Config, ranks: int, kind: Kind) -> Iterator[str]:
 
 
 def _model(config: Config) -> tuple[ModelShape | None, list[str]]:
-    """Its shape, as far as it is known, and what is wrong with it."""
+    """Its shape, as far as it is known, and what is wrong with it. Nothing is asked of the hub."""
+    if is_hub_id(config.model.path):
+        hub_ids(config)
+        return None, []
     missing = list(_missing("model.path", config.model.path))
     if missing:
         return None, missing
@@ -126,7 +130,9 @@ def evaluation(arguments: Sequence[str], ranks: int) -> Program:
     given = evaluate.parse(arguments)
     plan = evaluate.plan_of(given)
     engine = evaluate.rollout_of(given).tensor_parallel
-    problems = [*_missing("--model", str(plan.model)), *_missing("--data-dir", str(plan.data_dir))]
+    given_model = [plan.model] if isinstance(plan.model, Path) else []
+    problems = [one for path in given_model for one in _missing("--model", str(path))]
+    problems += _missing("--data-dir", str(plan.data_dir))
     problems += _benchmark_problems(plan)
     if ranks % engine:
         problems.append(
@@ -141,7 +147,7 @@ def evaluation(arguments: Sequence[str], ranks: int) -> Program:
         "evaluate.py",
         tuple(arguments),
         plan.output.resolve(),
-        (plan.model.absolute(), plan.data_dir.absolute()),
+        tuple(path.absolute() for path in (*given_model, plan.data_dir)),
         ("generations", "*.jsonl"),
         EVALUATION_GRACE_SECONDS,
         END_SECONDS,

@@ -19,6 +19,7 @@ from rlmath.checkpoint.convert.convert import DTYPES, Converted, check_output, h
 from rlmath.checkpoint.convert.sources import MegatronSource, find_megatron
 from rlmath.checkpoint.directory import CRITIC, CRITIC_CONFIG
 from rlmath.checkpoint.hf.weights import read_metadata_files
+from rlmath.config.hub import local_folder
 from rlmath.config.model_shape import ModelShape
 from rlmath.config.terminal import escape_terminal
 from rlmath.models.hf_config import read_critic_shape, read_model_shape
@@ -73,8 +74,9 @@ def to_megatron(given: argparse.Namespace) -> Converted:
     sizes = (given.tensor_parallel, given.pipeline_parallel)
     if min(sizes) < 1:
         raise ValueError(f"--tensor-parallel and --pipeline-parallel are {sizes}; needed: at least 1.")
-    shape = read_model_shape(given.hf, "--hf")
-    return hf_to_megatron(given.hf, shape, given.output, *sizes, DTYPES[given.dtype])
+    source = local_folder(given.hf, "--hf")
+    shape = read_model_shape(source, "--hf")
+    return hf_to_megatron(source, shape, given.output, *sizes, DTYPES[given.dtype])
 
 
 def to_hf(given: argparse.Namespace) -> Converted:
@@ -86,12 +88,13 @@ def to_hf(given: argparse.Namespace) -> Converted:
     if folder is not None:
         metadata_files = read_metadata_files(folder)
     if given.config is not None:
-        is_file = given.config.name == CONFIG and given.config.is_file()
-        folder = given.config.parent if is_file else given.config
+        config = local_folder(given.config, "--config", weights=False)
+        is_file = config.name == CONFIG and config.is_file()
+        folder = config.parent if is_file else config
         if not (folder / CONFIG).is_file():
             raise ValueError(f"--config {given.config}: needed: a {CONFIG}, or a folder that has one.")
         metadata_files = (
-            metadata_files | {CONFIG: given.config.read_bytes()} if is_file else read_metadata_files(folder)
+            metadata_files | {CONFIG: config.read_bytes()} if is_file else read_metadata_files(folder)
         )
     if folder is None:
         raise ValueError(
@@ -126,7 +129,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
     add = (way := ways.add_parser("to-megatron", description=TO_MEGATRON, formatter_class=raw)).add_argument
     way.set_defaults(convert=to_megatron)
-    add("--hf", type=Path, required=True, help="folder with config.json and safetensors files")
+    add("--hf", required=True, help="folder with config.json and safetensors, or hf://org/name[@revision]")
     add("--output", type=Path, required=True, help=output_help)
     add("--tensor-parallel", type=int, default=1, metavar="N", help="default 1")
     add("--pipeline-parallel", type=int, default=1, metavar="N", help="default 1")
@@ -136,7 +139,10 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     way.set_defaults(convert=to_hf)
     add("--checkpoint", type=Path, required=True, help="folder, see above")
     add("--output", type=Path, required=True, help=output_help)
-    add("--config", type=Path, help="folder of the Hugging Face model, or its config.json alone")
+    add(
+        "--config",
+        help="folder of the Hugging Face model, its config.json alone, or hf://org/name[@revision]",
+    )
     add("--critic", action="store_true", help="convert the critic, not the policy")
     add("--dtype", choices=sorted(DTYPES), default="auto", help="default auto: as in the checkpoint")
     add("--shard-gib", type=float, default=4.0, help="most GiB of one file (default 4)")

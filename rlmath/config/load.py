@@ -31,6 +31,7 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from rlmath.config import hub
 from rlmath.config.files import MAX_INTERPOLATIONS, MAX_YAML_BYTES, check_yaml, read_regular
 from rlmath.config.help import (
     Setting,
@@ -160,7 +161,7 @@ def shown_sections(config: Config) -> dict[str, dict[str, Any]]:
 
 def is_reference(key: str, value: Any) -> bool:
     """Whether a setting's value was taken from the environment, and is not to be shown."""
-    return _shown(key, value, lambda same: same) != value
+    return _shown(key, value, lambda same: same) != hub.named(value)
 
 
 def without_secrets(text: str) -> str:
@@ -209,7 +210,7 @@ def _shown(key: str, value: Any, otherwise: Callable[[Any], Any]) -> Any:
         whole = _references.get((key, tuple(value)))
         return whole if whole is not None else [_shown(key, one, otherwise) for one in value]
     written = _references.get((key, value)) if isinstance(value, str) else None
-    return otherwise(value) if written is None else written
+    return otherwise(hub.named(value)) if written is None else written
 
 
 def _remember(setting: Setting, value: Any, written: Any) -> None:

@@ -101,6 +101,9 @@ class RunConfig:
     hang_timeout_seconds: HeartbeatSeconds | None = 1500.0
     """The run ends, and logs where every rank is, when no rank has entered a phase or made other progress for so long
     (seconds). Below `distributed_timeout_seconds`, or that ends it first, without such a log. Null: never."""
+    hub_timeout_seconds: Seconds = 3600.0
+    """How long downloads of what is named by ids of the Hugging Face hub may take at the start, and the upload of
+    `save.push_to_hub` at the end (seconds); ranks wait for each other so much longer then."""
     max_discarded_steps: PositiveInt = 3
     """The run ends, with exit status 77, after so many steps in a row of which every minibatch was discarded: its
     policy has diverged."""
@@ -111,7 +114,8 @@ class ModelConfig:
     """The model to start from."""
 
     path: str = MISSING
-    """Folder of a Hugging Face model: config.json, safetensors (one file or an index), tokenizer files."""
+    """Folder of a Hugging Face model: config.json, safetensors (one file or an index), tokenizer files; or its id on
+    the hub, hf://org/name or hf://org/name@revision, see docs/running.md."""
 
 
 @dataclass(frozen=True)
@@ -120,9 +124,9 @@ class DataConfig:
 
     train_path: str = MISSING
     """File or folder of prompts, in any form that docs/data.md lists: JSONL, parquet, or a folder of a Hugging Face
-    data set."""
+    data set; or a file on the hub, hf://datasets/org/name/file.jsonl, with name@revision for a revision."""
     more_train_paths: list[str] = field(default_factory=list)
-    """Further files or folders of prompts, mixed with those of `train_path`."""
+    """Further files, hf:// ids or folders of prompts, mixed with those of `train_path`."""
     train_weights: list[Annotated[float, Range(0, 1000, open_low=True)]] = field(default_factory=list)
     """How often each file's prompts come in one epoch, `train_path`'s first: 1 once, 0.5 half of them, 2 twice. Empty:
     all once."""
@@ -182,7 +186,7 @@ class ValidationConfig:
     every_steps: PositiveInt | None = None
     """After every so many steps, and after the last. Null: never."""
     paths: list[str] = field(default_factory=list)
-    """Files of problems, in any form that docs/data.md lists; each is named after its file."""
+    """Files, or hf:// ids, of problems, in any form that docs/data.md lists; each is named after its file."""
     template: Template | None = None
     """As `data.template`. Null: the same."""
     before_training: bool = True
@@ -209,7 +213,7 @@ class SftConfig:
     max_sequence_tokens: Annotated[int, Range(2)] = 4096
     """Longer sequences (prompt and completion) are dropped, and counted on the console."""
     held_out_path: str | None = None
-    """File of sequences to evaluate on. Null: `held_out_share` of the training file."""
+    """File, or its hf:// id, of sequences to evaluate on. Null: `held_out_share` of the training file."""
     held_out_share: FractionBelowOne = 0.01
     """Share of the training sequences that are only evaluated on (0: none)."""
     eval_every_steps: PositiveInt | None = 100
@@ -580,8 +584,8 @@ class CriticConfig:
     everything but the learning rate from `optimizer`. See docs/algorithm.md."""
 
     path: str | None = None
-    """Folder of the Hugging Face model that the critic starts from, with a value head (...ForTokenClassification) or
-    without. Null: model.path."""
+    """Folder, or hf:// id, of the Hugging Face model that the critic starts from, with a value head
+    (...ForTokenClassification) or without. Null: model.path."""
     lr: PositiveFloat | None = None
     """Peak learning rate. Null: twice optimizer.lr (VAPO)."""
     warmup_steps: NonNegativeInt = 0
@@ -614,8 +618,8 @@ class TeacherConfig:
     arXiv:2306.08543); see docs/algorithm.md."""
 
     path: str | None = None
-    """Folder of the teacher, a Hugging Face model with the same tokenizer; its shape may differ from the policy's, as
-    far as `parallel` can lay it out. Null: none."""
+    """Folder, or hf:// id, of the teacher, a Hugging Face model with the same tokenizer; its shape may differ from the
+    policy's, as far as `parallel` can lay it out. Null: none."""
     loss: Literal["advantage", "full"] = "advantage"
     """"advantage": `coef` x (teacher's log-prob - policy's) is added to every sampled token's advantage; "full": `coef`
     x KL(policy || teacher) over the whole vocabulary, at every token, is part of the loss, with gradient."""
@@ -686,6 +690,10 @@ class SaveConfig:
     """Recovery points that stay: the newest ones. With 2, one is left when the newest is damaged."""
     keep_models: PositiveInt | None = None
     """Checkpoints of `save_freq_*` that stay: the newest ones. Null: all."""
+    push_to_hub: str | None = None
+    """Repository of the Hugging Face hub, org/name, to which the model of a finished run (`<output_dir>/hf_model`) is
+    uploaded; made, private, where there is none. Needs a token (HF_TOKEN or `hf auth login`) and `export_hf`. Null:
+    nothing is uploaded."""
     background: bool = True
     """Write checkpoints during training; a rank's part is held a second time in the host's memory meanwhile."""
 

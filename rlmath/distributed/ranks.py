@@ -94,6 +94,8 @@ class RendezvousResult:
     error: str | None = None
     is_mistake: bool = False
     """The user can correct it (raised as ValueError); else something failed."""
+    values: Mapping[str, str] = field(default_factory=dict)
+    """What rank 0 tells the others."""
 
 
 def problems_text(problems: Mapping[int, str], reports: Mapping[int, RankReport]) -> str:

@@ -123,8 +123,9 @@ class Rendezvous:
             self._start = secrets.token_hex(8)
             self._store.set("start", self._start)
 
-    def sync(self, name: str, report: RankReport, seconds: float, check: CheckReports) -> None:
-        """Wait for all ranks; each of them calls it, with the same name, a new one each time.
+    def sync(self, name: str, report: RankReport, seconds: float, check: CheckReports) -> Mapping[str, str]:
+        """Wait for all ranks; each of them calls it, with the same name, a new one each time. The `values` of rank 0's
+        result.
 
         `check` is rank 0's; it gets the reports once all ranks are here. On all ranks ValueError where it or a rank
         found a mistake, MissingRanksError where ranks are missing after `seconds`, one has failed, or the store is
@@ -145,6 +146,7 @@ class Rendezvous:
         remove_start_secret()  # all have read it
         if result.error is not None:
             raise (ValueError if result.is_mistake else MissingRanksError)(result.error)
+        return result.values
 
     def report_failure(self, reason: str) -> None:
         """Report, between two syncs, that this rank has failed; never raises."""

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rlmath.config.help import all_settings, raise_problems
+from rlmath.config.hub import is_hub_id, parse_hub_id
 from rlmath.config.schema import RolloutConfig
 from rlmath.distributed import process
 from rlmath.distributed.device import environment_rank, resolve_kind
@@ -46,8 +47,8 @@ rlmath eval --model PATH --benchmarks aime24,math_500 --data-dir DIR --output DI
 torchrun --nproc-per-node=N -m rlmath.evals ... [--tensor-parallel T]
 rlmath eval --compare A B
 
-PATH is a Hugging Face folder, a run's folder or a checkpoint. Completions are kept under --output: the same command
-resumes a stopped evaluation. docs/evaluation.md explains columns, files and formulas.
+PATH is a Hugging Face folder, hf://org/name[@revision], a run's folder or a checkpoint. Completions are kept under
+--output: the same command resumes a stopped evaluation. docs/evaluation.md explains columns, files and formulas.
 """
 
 RENAMED = {"--judges": "--reward-workers", "--judge-timeout": "--reward-timeout"}
@@ -121,6 +122,8 @@ def plan_of(arguments: argparse.Namespace) -> Plan:
     problem = output_problem(arguments)
     if problem:
         raise ValueError(problem)
+    if isinstance(arguments.model, str):
+        parse_hub_id(arguments.model, "--model")
     return Plan(
         model=arguments.model,
         benchmarks=tuple(dict.fromkeys(name for name in arguments.benchmarks.split(",") if name)),
@@ -144,9 +147,15 @@ def output_problem(arguments: argparse.Namespace) -> str:
     if output is None:
         return ""
     inputs = {"--model": arguments.model, "--data-dir": arguments.data_dir}
-    what = [option for option, path in inputs.items() if path and path.resolve() == output.resolve()]
+    paths = {option: path for option, path in inputs.items() if isinstance(path, Path)}
+    what = [option for option, path in paths.items() if path.resolve() == output.resolve()]
     what += [f"a folder with a {name}" for name in ("config.json", "config.yaml") if (output / name).exists()]
     return f'--output "{output}" is {" and ".join(what)}. Give a folder of its own.' if what else ""
+
+
+def model_place(text: str) -> Path | str:
+    """A path, or an id of the hub as it stands."""
+    return text if is_hub_id(text) else Path(text)
 
 
 def rollout_of(arguments: argparse.Namespace) -> RolloutConfig:
@@ -184,7 +193,10 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def _add_sampling_options(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
-    add("--model", type=Path, help="Hugging Face folder, a run's folder (its newest model), or a checkpoint")
+    model_help = (
+        "Hugging Face folder, a run's folder (its newest model), a checkpoint, or hf://org/name[@revision]"
+    )
+    add("--model", type=model_place, help=model_help)
     add("--benchmarks", help="names of files in --data-dir, separated by commas, for example aime24,math_500")
     add("--data-dir", type=Path, help="folder of NAME.jsonl, .json, .parquet, or folders NAME")
     add("--output", type=Path, help="folder for completions and tables; other settings need another one")

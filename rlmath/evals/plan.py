@@ -24,7 +24,8 @@ GREEDY_INDEX = -1
 class Plan:
     """The arguments of launch/evaluate.py that determine what is sampled, by the name of their option."""
 
-    model: Path
+    model: Path | str
+    """Text: its id on the Hugging Face hub."""
     benchmarks: tuple[str, ...]
     data_dir: Path
     output: Path

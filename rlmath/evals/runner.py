@@ -12,10 +12,12 @@ import logging
 import os
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch.distributed as dist
 
+from rlmath.config import hub
 from rlmath.config.schema import RolloutConfig, RunConfig
 from rlmath.data.tokenizer import load_tokenizer
 from rlmath.distributed.collectives import broadcast_from_rank_zero
@@ -46,6 +48,7 @@ from rlmath.evals.results import BenchmarkResult, result_of
 from rlmath.evals.sampling import Missing, open_engine, sample_missing
 from rlmath.evals.tables import boxed_tables, first_table, second_table, write_results
 from rlmath.rewards.worker_pool import VerifierPool
+from rlmath.trainer.hub_inputs import fetch_ids
 from rlmath.trainer.run_dir import sole_user
 from rlmath.trainer.startup import environment_facts, meet
 
@@ -89,7 +92,8 @@ def evaluate(
         if mesh.is_engine_leader:
             # Started before process groups and engines, so that the workers do not inherit their threads.
             pool = stack.enter_context(VerifierPool(reward_workers, reward_timeout))
-        init_process_group(device, COLLECTIVE_TIMEOUT_SECONDS, _store_after_rendezvous())
+        plan, store = _plan_after_rendezvous(plan)
+        init_process_group(device, COLLECTIVE_TIMEOUT_SECONDS, store)
         # The end of an engine destroys the group too.
         stack.callback(lambda: dist.is_initialized() and dist.destroy_process_group())
         prepared = _prepare_on_rank_zero(plan, rollout, mesh, device, pool, stack)
@@ -104,13 +108,18 @@ def evaluate(
         return _write_tables(plan, prepared) if rank == 0 else None
 
 
-def _store_after_rendezvous() -> dist.Store | None:
-    """The process group's store, once all ranks have arrived and their nodes agree; None for a single rank."""
+def _plan_after_rendezvous(plan: Plan) -> tuple[Plan, dist.Store | None]:
+    """Once all ranks have arrived and their nodes agree: the plan with a model on this node, and the process group's
+    store; None for a single rank."""
     rendezvous = open_rendezvous(RunConfig.start_timeout_seconds)
-    if rendezvous is None:
-        return None
-    meet(rendezvous, environment_facts(), RunConfig.start_timeout_seconds)
-    return rendezvous.group_store(COLLECTIVE_TIMEOUT_SECONDS)
+    if rendezvous is not None:
+        meet(rendezvous, environment_facts(), RunConfig.start_timeout_seconds)
+    if isinstance(plan.model, str):
+        one = hub.parse_hub_id(plan.model, "--model")
+        recorded = [str(read_settings(plan.output).get("about_model", ""))]
+        limits = RunConfig.hub_timeout_seconds, rendezvous, RunConfig.start_timeout_seconds
+        plan = replace(plan, model=Path(fetch_ids([one], *limits, recorded)[one]))
+    return plan, None if rendezvous is None else rendezvous.group_store(COLLECTIVE_TIMEOUT_SECONDS)
 
 
 # ---------------------------------------------------------------- preparation, on rank 0
@@ -140,7 +149,7 @@ def _prepare_on_rank_zero(
 
 def _prepare(plan: Plan, rollout: RolloutConfig, pool: VerifierPool, device: Device) -> _Prepared:
     paths = {name: find_benchmark(name, plan.data_dir) for name in plan.benchmarks}
-    model = resolve_model(plan.model, plan.output)
+    model = resolve_model(Path(plan.model), plan.output)
     tokenizer = load_tokenizer(str(model.folder), "--model")
     benchmarks = tuple(
         load_benchmark(name, path, tokenizer, plan.template, plan.limit) for name, path in paths.items()
@@ -151,7 +160,7 @@ def _prepare(plan: Plan, rollout: RolloutConfig, pool: VerifierPool, device: Dev
     positions = model_positions(model.folder)
     lengths = check_lengths(problems, positions, plan.max_new_tokens, plan.max_prompt_tokens)
     common = {
-        "about_model": str(plan.model),
+        "about_model": hub.named(str(plan.model)),
         "model": model.fingerprint,
         "template": plan.template,
         "max_new_tokens": plan.max_new_tokens,

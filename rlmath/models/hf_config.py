@@ -33,6 +33,7 @@ from rlmath.checkpoint.hf.weight_map import (
 from rlmath.checkpoint.hf.weights import MAX_INDEX_BYTES, TensorHeader, format_problems, read_header
 from rlmath.config.files import read_json_object
 from rlmath.config.help import nearest_path, nearest_word, raise_problems
+from rlmath.config.hub import PREFIX
 from rlmath.config.model_shape import ModelShape, RopeScaling
 from rlmath.config.schema import Config
 
@@ -422,8 +423,8 @@ def missing_folder_problem(folder: Path, option: str = "model.path") -> str:
         return f'{option}: there is no folder "{folder}".{nearest_path(folder)}'
     place = f"models/{folder.name}"
     return (
-        f'{option}: there is no folder "{folder}". It looks like a name of the Hugging Face hub, and nothing is '
-        f'downloaded here. Run "hf download {name} --local-dir {place}", then give {option} {place}.'
+        f'{option}: there is no folder "{folder}". It looks like a name of the Hugging Face hub, which is written '
+        f'{PREFIX}{name}. Give that, or run "hf download {name} --local-dir {place}" and give {option} {place}.'
     )
 
 

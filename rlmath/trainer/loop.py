@@ -53,6 +53,7 @@ from rlmath.models.megatron import start_megatron
 from rlmath.rewards.reward_manager import RewardFunctionError
 from rlmath.trainer.checkpointing import Checkpointer
 from rlmath.trainer.divergence import ADVICE, DivergedError, DivergenceCheck, RewardRule
+from rlmath.trainer.hub_inputs import push_model
 from rlmath.trainer.preflight.memory_estimate import Kind, mesh_of
 from rlmath.trainer.preflight.memory_fit import measured_line
 from rlmath.trainer.reporter import Reporter, StepRecord, ValidationResult, write_run_report
@@ -260,6 +261,8 @@ def run_training(
         trainer.close(status)
     if dist.is_initialized():
         dist.destroy_process_group()
+    if status == exit_codes.FINISHED and mesh.rank == 0:
+        push_model(config, trainer.total_steps)
     return status
 
 

@@ -12,6 +12,7 @@ import json
 import logging
 import socket
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from rlmath.checkpoint import directory
 from rlmath.checkpoint.directory import Checkpoint, Progress
 from rlmath.checkpoint.flight import FLIGHT
 from rlmath.config.help import as_yaml_word, is_among, setting_values
+from rlmath.config.hub import is_same
 from rlmath.config.length_curriculum import LengthStage, has_length_stages, length_stages
 from rlmath.config.load import load_config, shown_values
 from rlmath.config.schema import Config, RewardConfig
@@ -75,6 +77,7 @@ MAY_CHANGE = (
     "run.stop_grace_seconds",
     "run.heartbeat_timeout_seconds",
     "run.hang_timeout_seconds",
+    "run.hub_timeout_seconds",
     "run.max_discarded_steps",
     "algorithm.rollback",
     "data.history_path",
@@ -232,6 +235,16 @@ def changes_since_newest(config: Config) -> list[str] | None:
     return None
 
 
+def newest_settings(config: Config) -> Config | None:
+    """Those of the newest whole checkpoint in the run's folder that can be read; None where there is none, or it cannot
+    be known. Reads manifests and small files only."""
+    with suppress(ValueError):
+        for checkpoint in _complete_checkpoints(config)[0]:
+            with suppress(OSError, ValueError):
+                return _read_small_files(checkpoint)[1]
+    return None
+
+
 _START_OVER = "to start from the beginning, give another run.output_dir or run.recover_mode=disabled"
 
 
@@ -347,7 +360,7 @@ def refused_changes(
     changes = [
         f"{key}: {as_yaml_word(was[key])} there, {as_yaml_word(is_now[key])} now"
         for key in here
-        if there[key] != here[key] and not is_among(key, may_change)
+        if not is_same(there[key], here[key]) and not is_among(key, may_change)
     ]
     return [*changes, *(_stage_changes(then, now, steps_done) if staged else ())]
 

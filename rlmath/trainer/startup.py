@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar
 import torch.distributed as dist
 
 from rlmath.config.help import as_yaml_word, setting_values
+from rlmath.config.hub import named
 from rlmath.config.length_curriculum import fewer_steps_warnings, length_stage_lines
 from rlmath.config.load import is_reference, make_parser, without_secrets
 from rlmath.config.model_shape import ModelShape
@@ -57,6 +58,7 @@ from rlmath.distributed.rendezvous import (
     route_to,
 )
 from rlmath.rewards.reward_manager import try_reward_function
+from rlmath.trainer.hub_inputs import SharedMistakeError, fetch_inputs
 from rlmath.trainer.preflight.checks import check_config, config_warnings, only_used
 from rlmath.trainer.preflight.memory_estimate import mesh_of, training_ranks
 from rlmath.trainer.preflight.memory_fit import start_up_lines
@@ -219,6 +221,7 @@ def start(
             try:
                 config = load()
                 start_timeout = config.run.start_timeout_seconds
+                config = fetch_inputs(config, rendezvous)
                 prepared = prepare(config)
                 if (mistake := launcher_mistake()) is not None:
                     raise ValueError(mistake)
@@ -226,7 +229,8 @@ def start(
                     prepared = _take_folder(prepared, stack)
             except (ValueError, OSError) as found:
                 error = _with_launcher_mistake(_without_secrets(found))
-                if rendezvous is not None and rendezvous.rank_info.several_nodes:
+                several = rendezvous is not None and rendezvous.rank_info.several_nodes
+                if rendezvous is not None and several and not isinstance(found, SharedMistakeError):
                     meet_with_mistake(rendezvous, error, start_timeout)
                 raise error from None
             if rendezvous is not None:
@@ -416,7 +420,7 @@ def _fact_of(key: str, value: Any) -> str:
     """A setting to compare. Of one from the environment the nodes compare 16 bits of a
     hash, from which it cannot be found."""
     if not is_reference(key, value):
-        return as_yaml_word(value)
+        return as_yaml_word(named(value))
     digest = hashlib.sha256(f"{key}={as_yaml_word(value)}".encode("utf-8", "surrogatepass")).hexdigest()
     return f"a value from the environment with the check digits {digest[:4]}"
 

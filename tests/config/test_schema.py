@@ -26,6 +26,7 @@ FREE_TEXTS = {
     "reward.rewards",
     "telemetry.wandb_project",
     "telemetry.wandb_name",
+    "save.push_to_hub",
 }
 
 

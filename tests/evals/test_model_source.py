@@ -152,6 +152,6 @@ def test_positions_that_config_does_not_say_are_unknown(tmp_path: Path) -> None:
 def test_a_name_of_the_hub_is_told_how_to_be_downloaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(
-        ValueError, match=r"--local-dir models/Qwen3-0\.6B.*then give --model models/Qwen3-0\.6B"
+        ValueError, match=r"--local-dir models/Qwen3-0\.6B.*and give --model models/Qwen3-0\.6B"
     ):
         resolve_model(Path("Qwen/Qwen3-0.6B"), tmp_path / "out")

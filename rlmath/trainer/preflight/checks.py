@@ -24,6 +24,7 @@ from rlmath.config.help import (
     schema_problems,
     setting_values,
 )
+from rlmath.config.hub import is_hub_id, push_problems
 from rlmath.config.length_curriculum import validates
 from rlmath.config.model_shape import ModelShape, cpu_head_dim_problem
 from rlmath.config.schema import (
@@ -70,6 +71,7 @@ def check_config(config: Config, world_size: int, kind: Kind = "grpo") -> ModelS
         *cuda_problems(config.run.device),
         *file_problems(config, kind),
         *(wandb_problems(config.telemetry) if environment_rank() == 0 else ()),
+        *push_problems(config.save, environment_rank() == 0),
         *model_problems,
         *(teacher.folder_problems(config) if kind == "grpo" else ()),
         *(critic.folder_problems(config, shape) if kind == "grpo" else ()),
@@ -210,7 +212,7 @@ def _caches_here(engine_ranks: int) -> int:
 
 
 def file_problems(config: Config, kind: Kind = "grpo") -> Iterator[str]:
-    """Files of training and validation data that are not there, or empty."""
+    """Files of training and validation data that are not there, or empty; ids of the hub are none yet."""
     data, held_out = config.data, config.sft.held_out_path
     paths = [("data.train_path", data.train_path)]
     paths += [("data.more_train_paths", path) for path in data.more_train_paths]
@@ -220,7 +222,7 @@ def file_problems(config: Config, kind: Kind = "grpo") -> Iterator[str]:
         paths += [("validation.paths", path) for path in config.validation.paths]
     if kind == "grpo" and data.history_path is not None:
         paths.append(("data.history_path", data.history_path))
-    for key, path in ((key, Path(path)) for key, path in paths):
+    for key, path in ((key, Path(path)) for key, path in paths if not is_hub_id(path)):
         if (not os.path.exists(path) and not os.path.islink(path)) or path == Path():
             yield f'{key}: there is no file "{path}".{nearest_path(path)}'
         elif not (os.path.isfile(path) or os.path.isdir(path)):

@@ -45,6 +45,7 @@ from rlmath.models.hf_config import (
 )
 from rlmath.rewards.reward_manager import try_reward_function
 from rlmath.trainer import save_schedule
+from rlmath.trainer.hub_inputs import plan_inputs
 from rlmath.trainer.preflight import checks
 from rlmath.trainer.preflight.length_curriculum import stage_list_problems
 from rlmath.trainer.preflight.memory_estimate import Kind, Target, mesh_of
@@ -106,7 +107,9 @@ def dry_run(
     rank = 0
     try:
         rank = environment_rank()
-        lines = plan_lines(plan_run(load_config(config_files, overrides), ranks, kind))
+        config, of_hub = plan_inputs(load_config(config_files, overrides))
+        title, *lines = plan_lines(plan_run(config, ranks, kind))
+        lines = [title, *of_hub, *lines]
     except ValueError as error:
         lines, status, stream = [str(error)], MISTAKE, sys.stderr
     else:

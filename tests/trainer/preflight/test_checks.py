@@ -705,8 +705,9 @@ def test_a_reward_function_is_imported_once_for_all_stages(place: Path):
 def test_a_name_of_the_hub_is_told_how_to_be_downloaded(place: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(place)
     told = problem(place, "model.path=Qwen/Qwen2.5-0.5B")
-    assert 'Run "hf download Qwen/Qwen2.5-0.5B --local-dir models/Qwen2.5-0.5B"' in told
-    assert told.endswith("then give model.path models/Qwen2.5-0.5B.")
+    assert "which is written hf://Qwen/Qwen2.5-0.5B. Give that, or run" in told
+    assert 'run "hf download Qwen/Qwen2.5-0.5B --local-dir models/Qwen2.5-0.5B"' in told
+    assert told.endswith("and give model.path models/Qwen2.5-0.5B.")
     (place / "Qwen").mkdir()  # a folder of one's own
     for path in ("Qwen/Qwen2.5-0.5B", "models/mine", "/Qwen/Qwen2.5-0.5B", "a/b/c", "tiny"):
         assert "hf download" not in problem(place, f"model.path={path}")

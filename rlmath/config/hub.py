@@ -1,0 +1,355 @@
+"""Models and data files that are named by an id of the Hugging Face hub in place of a folder or file.
+
+    hf://org/name[@revision]                           a model
+    hf://datasets/org/name[@revision]/path/file.jsonl  a file of a data set; a slash in the revision is written %2F
+
+A revision is a branch, a tag or a commit; none is the default branch. Once it is resolved, its commit stands behind it,
+`hf://org/name@main#<commit>`: that is what a run records, and what it reads again when it resumes, though the branch
+has moved. Files lie in the cache of huggingface_hub; settings then hold their places there, and `named` gives the ids
+back for whatever is written or compared.
+
+huggingface_hub runs in processes of their own (`hub_client`), which are killed at the time limit. Nothing here is
+called where no setting names an id.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from rlmath.config.help import raise_problems
+from rlmath.config.hub_client import DATA_SUFFIXES, is_plain_name, repo_folder
+from rlmath.config.schema import Config, SaveConfig
+
+logger = logging.getLogger(__name__)
+
+PREFIX = "hf://"
+_DATASETS = "datasets/"
+MODEL_SETTINGS = ("model.path", "critic.path", "teacher.path")
+DATA_SETTINGS = ("data.train_path", "data.more_train_paths", "validation.paths", "sft.held_out_path")
+MODEL_FORM = "hf://org/name or hf://org/name@revision"
+DATA_FORM = "hf://datasets/org/name/file.jsonl or hf://datasets/org/name@revision/folder/file.parquet"
+LOG_SECONDS = 30.0
+"""A download that takes longer is logged so often."""
+
+_NAME = r"[A-Za-z0-9](?:[A-Za-z0-9._-]{0,94}[A-Za-z0-9_-])?"
+_REPO = re.compile(rf"{_NAME}/{_NAME}")
+_REVISION = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/+-]{0,199}")
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+_resolved: set[HubId] = set()
+"""Of this process: ids with the commit that the hub has named."""
+_ids: dict[str, str] = {}
+"""Of this process: the place of a file or folder in the cache, to the id that it was fetched by, with its commit."""
+
+
+@dataclass(frozen=True)
+class HubId:
+    """A model, or a file of a data set, on the hub."""
+
+    repo: str
+    revision: str = ""
+    """As it was asked for; "": the default branch."""
+    commit: str = ""
+    """What it stands for; "": not resolved."""
+    file: str = ""
+    """Of a data set; "" for a model."""
+
+    @property
+    def asked(self) -> HubId:
+        """Without its commit."""
+        return replace(self, commit="")
+
+    def __str__(self) -> str:
+        revision = f"@{self.revision.replace('/', '%2F')}" if self.revision else ""
+        commit = f"#{self.commit}" if self.commit else ""
+        kind, file = (_DATASETS, f"/{self.file}") if self.file else ("", "")
+        return f"{PREFIX}{kind}{self.repo}{revision}{commit}{file}"
+
+
+def with_commit(one: HubId, commit: str) -> HubId:
+    """ValueError where it is no hash of a commit."""
+    if not _COMMIT.fullmatch(commit):
+        raise ValueError(f"{one}: {commit!r:.60} is no commit of 40 hexadecimal digits")
+    return replace(one, commit=commit)
+
+
+def is_hub_id(text: str | None) -> bool:
+    """Whether a path is meant as an id of the hub, rightly written or not. Nothing else is ever looked for there."""
+    return text is not None and text.startswith("hf:/")
+
+
+def parse_hub_id(text: str, setting: str) -> HubId:
+    """ValueError where the id of a setting or an option is not written as such.
+
+    >>> parse_hub_id("hf://datasets/org/name@main/a/b.jsonl", "data.train_path")
+    HubId(repo='org/name', revision='main', commit='', file='a/b.jsonl')
+    """
+    is_data = setting in DATA_SETTINGS
+    got = f'{setting}: got "{text}"; needed: {DATA_FORM if is_data else MODEL_FORM}'
+    rest = text.removeprefix(PREFIX)
+    if rest == text or rest.startswith(_DATASETS) != is_data:
+        raise ValueError(f"{got}.")
+    words = rest.removeprefix(_DATASETS).split("/")
+    last, file = words[1:2], "/".join(words[2:])
+    if not is_data:
+        last, file = ["/".join(words[1:])], ""  # a model's revision may have slashes
+    if not last or (is_data and not file):
+        raise ValueError(f"{got}.")
+    named, _, commit = last[0].partition("#")
+    name, at, revision = named.partition("@")
+    repo, revision = f"{words[0]}/{name}", revision.replace("%2F", "/")
+    if not _REPO.fullmatch(repo) or ".." in repo or "--" in repo:
+        raise ValueError(f'{got}. "{repo}" is no name of a repository.')
+    if at and (not _REVISION.fullmatch(revision) or not is_plain_name(revision)):
+        raise ValueError(f'{got}. "{revision}" is no revision.')
+    if "#" in last[0] and not _COMMIT.fullmatch(commit):
+        raise ValueError(f'{got}. "{commit}" is no commit of 40 hexadecimal digits.')
+    if is_data and not (is_plain_name(file) and file.endswith(DATA_SUFFIXES)):
+        raise ValueError(f'{got}. "{file}" is no file of rows; needed: {", ".join(DATA_SUFFIXES)}.')
+    return HubId(repo, revision, commit or (revision if _COMMIT.fullmatch(revision) else ""), file)
+
+
+# ---------------------------------------------------------------- ids in the settings
+
+
+def hub_ids(config: Config) -> list[HubId]:
+    """Those that the settings name. ValueError that lists all that are wrong, and other settings that name one."""
+    found, problems = [], []
+    for key, text in _texts(config):
+        if not is_hub_id(text):
+            continue
+        try:
+            if key not in (*MODEL_SETTINGS, *DATA_SETTINGS):
+                raise ValueError(f'{key} is "{text}"; needed: a path on this machine.')
+            found.append(parse_hub_id(text, key))
+        except ValueError as error:
+            problems.append(str(error))
+    raise_problems("the names of the Hugging Face hub", problems)
+    return list(dict.fromkeys(found))
+
+
+def _texts(config: Config) -> Iterator[tuple[str, str]]:
+    """Paths of the settings by key."""
+    for section, values in asdict(config).items():
+        for name, value in values.items():
+            for one in value if isinstance(value, list) else [value]:
+                if isinstance(one, str) and name.rpartition("_")[2] in ("path", "paths", "dir"):
+                    yield f"{section}.{name}", one
+
+
+def with_places(config: Config, places: Mapping[HubId, str]) -> Config:
+    """The settings with the places of fetched ids; `named` knows them from now on."""
+
+    def place(key: str, value: Any) -> Any:
+        if isinstance(value, list):
+            return [place(key, one) for one in value]
+        return places[parse_hub_id(value, key)] if isinstance(value, str) and is_hub_id(value) else value
+
+    changed = config
+    for key in (*MODEL_SETTINGS, *DATA_SETTINGS):
+        section, _, name = key.partition(".")
+        old = getattr(changed, section)
+        if (new := place(key, getattr(old, name))) != getattr(old, name):
+            changed = replace(changed, **{section: replace(old, **{name: new})})
+    return changed
+
+
+def named(value: Any) -> Any:
+    """A setting's value with the id, and its commit, in the place of what was fetched by it."""
+    if isinstance(value, list):
+        return [named(one) for one in value]
+    return _ids.get(value, value) if isinstance(value, str) else value
+
+
+def is_same(then: Any, now: Any) -> bool:
+    """Whether two values of a setting are equal, fetched or not; an id of now without a commit will have that of then,
+    where both ask for the same."""
+    if isinstance(then, list) and isinstance(now, list):
+        return len(then) == len(now) and all(map(is_same, then, now))
+    old, new = named(then), named(now)
+    if old == new or not (isinstance(old, str) and isinstance(new, str)):
+        return old == new
+    found = list(_parsed([old, new]))
+    return len(found) == 2 and not found[1].commit and found[0].asked == found[1]
+
+
+# ---------------------------------------------------------------- the hub
+
+
+@dataclass(frozen=True)
+class Fetched:
+    """What of an id had to be downloaded."""
+
+    files: int
+    bytes: int
+    left: int
+    left_bytes: int
+    """Files that a dry run has left out."""
+
+
+def resolve(ids: Sequence[HubId], seconds: float, recorded: Collection[str] = ()) -> dict[HubId, HubId]:
+    """Every id with its commit: that of `recorded`, texts of an earlier start of the run, where one asks for the same,
+    else the hub's, or where that gives no answer the cache's. ValueError within `seconds` where there is none."""
+    known = {one.asked: one for one in _parsed(recorded) if one.commit}
+    found = {one: one if one.commit else known.get(one) for one in ids}
+    open_ids = [one for one, commit in found.items() if commit is None]
+    if open_ids:
+        commits = _ask({"action": "resolve", "repos": list(map(_request, open_ids))}, seconds, open_ids)[
+            "commits"
+        ]
+        new = {one: with_commit(one, commit) for one, commit in zip(open_ids, commits, strict=True)}
+        _resolved.update(new.values())
+        found |= new
+    return {one: pinned for one, pinned in found.items() if pinned is not None}
+
+
+def fetch(ids: Sequence[HubId], seconds: float, weights: bool = True) -> list[Fetched]:
+    """Have ids, with their commits, in this machine's cache, of models without their weights where those are not
+    needed. ValueError within `seconds` where that cannot be done. For one process of a node."""
+    started = time.monotonic()
+    request = {"action": "fetch", "repos": list(map(_request, ids)), "weights": weights}
+    answers = _ask(request, seconds, ids)["fetched"] if ids else []
+    fetched = []
+    for one, found in zip(ids, answers, strict=True):
+        if why := found.pop("why", None):
+            logger.warning("%s: the hub cannot be asked (%s); its files are in the cache", one, why)
+        fetched.append(Fetched(**found))
+        if found["files"]:
+            size, taken = found["bytes"] / 1e9, time.monotonic() - started
+            logger.info("%s: %d files, %.3f GB, downloaded in %.0f s", one, found["files"], size, taken)
+    return fetched
+
+
+def places(ids: Collection[HubId]) -> dict[HubId, str]:
+    """Where ids with their commits lie once they are fetched, on this machine. `named` knows them from now on."""
+    found = {}
+    for one in ids:
+        folder = repo_folder("dataset" if one.file else "model", one.repo) / "snapshots" / one.commit
+        found[one] = str(folder / one.file)
+        _ids[found[one]] = str(one)
+    return found
+
+
+def local_folder(place: str, option: str, weights: bool = True, seconds: float = 3600.0) -> Path:
+    """A model's folder, for a program of one process: as it is given, or fetched where `option` got an id. ValueError
+    within `seconds` where that cannot be done."""
+    if not is_hub_id(place):
+        return Path(place)
+    one = parse_hub_id(place, option)
+    pinned = resolve([one], seconds)[one]
+    fetch([pinned], seconds, weights)
+    return Path(places([pinned])[pinned])
+
+
+def _parsed(texts: Collection[str]) -> Iterator[HubId]:
+    for text in texts:
+        if is_hub_id(text):
+            is_data = text.startswith(PREFIX + _DATASETS)
+            try:
+                yield parse_hub_id(text, DATA_SETTINGS[0] if is_data else MODEL_SETTINGS[0])
+            except ValueError:
+                continue
+
+
+def _request(one: HubId) -> dict[str, Any]:
+    return {
+        "text": str(one),
+        "kind": "dataset" if one.file else "model",
+        "name": one.repo,
+        "revision": one.revision,
+        "commit": one.commit,
+        "file": one.file,
+        "is_new": one in _resolved,
+    }
+
+
+def _ask(request: Mapping[str, Any], seconds: float, about: Sequence[HubId] = ()) -> dict[str, Any]:
+    """What the client answers. ValueError with its error, where it ends without an answer, and after `seconds`."""
+    what = ", ".join(map(str, about)) or "the upload"
+    started = time.monotonic()
+    client = subprocess.Popen(
+        [sys.executable, "-P", str(Path(__file__).with_name("hub_client.py")), str(os.getpid())],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=client_environment(),
+        text=True,
+    )
+    given: str | None = json.dumps(request)
+    try:
+        while True:
+            left = started + seconds - time.monotonic()
+            try:
+                output, errors = client.communicate(given, timeout=max(0.01, min(LOG_SECONDS, left)))
+                break
+            except subprocess.TimeoutExpired:
+                given, passed = None, time.monotonic() - started
+                if passed >= seconds:
+                    raise ValueError(
+                        f"{what}: the hub was not done after {seconds:g} s (run.hub_timeout_seconds). Look at the "
+                        "network; where it is only slow raise it: what has come stays in the cache."
+                    ) from None
+                logger.info("Waiting for the hub since %.0f s, at most %.0f s: %s", passed, seconds, what)
+    finally:
+        client.kill()
+        client.wait()
+    try:
+        found = json.loads(output)
+    except ValueError:
+        last = (errors.strip().splitlines() or ["no word"])[-1]
+        raise ValueError(
+            f"{what}: the client of the hub ended with {client.returncode}: {last:.300}"
+        ) from None
+    if "error" in found:
+        raise ValueError(found["error"])
+    return found
+
+
+def client_environment() -> dict[str, str]:
+    """That of this process, without what `rlmath` has set by itself to keep other libraries off the network."""
+    variables = os.environ | {"HF_HUB_DISABLE_PROGRESS_BARS": "1", "HF_HUB_DISABLE_TELEMETRY": "1"}
+    if variables.pop("RLMATH_SET_OFFLINE", None):
+        variables["HF_HUB_OFFLINE"] = "0"
+    return variables
+
+
+# ---------------------------------------------------------------- push
+
+
+def push_problems(save: SaveConfig, pushes: bool) -> Iterator[str]:
+    """What is wrong with `save.push_to_hub`; `pushes` is of the rank that pushes, which needs a token. Asks nothing
+    over the network."""
+    name = save.push_to_hub
+    if name is None:
+        return
+    if not _REPO.fullmatch(name) or ".." in name or "--" in name:
+        yield f'save.push_to_hub is "{name}"; needed: the id of a repository, org/name.'
+    if not save.export_hf:
+        yield "save.push_to_hub needs the exported model. Set save.export_hf=true, or save.push_to_hub=null."
+    if not pushes:
+        return
+    from huggingface_hub import get_token
+
+    if not os.environ.get("RLMATH_SET_OFFLINE") and os.environ.get("HF_HUB_OFFLINE", "0") not in ("", "0"):
+        yield "save.push_to_hub needs a network, and HF_HUB_OFFLINE is set. Unset it, or set save.push_to_hub=null."
+    if not get_token():
+        yield (
+            "save.push_to_hub needs a token of the hub, and there is none. Set HF_TOKEN, or log in with "
+            "`hf auth login`; or set save.push_to_hub=null."
+        )
+
+
+def push(name: str, folder: str | Path, message: str, seconds: float) -> str:
+    """Upload a folder to the repository `name`, which is made, private, where there is none; the commit. ValueError
+    within `seconds` where that cannot be done."""
+    request = {"action": "push", "repo": name, "folder": str(folder), "message": message}
+    return _ask(request, seconds)["commit"]

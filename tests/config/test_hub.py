@@ -1,0 +1,415 @@
+"""Ids of the Hugging Face hub, with the real huggingface_hub against a hub on this machine."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from rlmath.config import hub
+from rlmath.config.hub import HubId, parse_hub_id
+from rlmath.config.load import config_as_yaml, load_config
+from tests.hub_server import TOKEN, Hub, hub_server
+
+MODEL = {
+    "config.json": b'{"model_type": "qwen2"}',
+    "generation_config.json": b'{"generation_config": 1}',
+    "tokenizer.json": b'{"tokenizer": 1}',
+    "tokenizer_config.json": b'{"tokenizer_config": 1}',
+    "model.safetensors": bytes(range(256)) * 800,
+    "pytorch_model.bin": b"a pickle",
+    "training_args.bin": b"a pickle",
+    "original/consolidated.pth": b"a pickle",
+    "onnx/config.json": b"{}",
+    "modeling.py": b"print()",
+    "README.md": b"words",
+}
+NEEDED = {
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "model.safetensors",
+}
+ROWS = b'{"question": "1+1?", "answer": "2"}\n' * 10
+LIMIT = 60.0
+
+
+@pytest.fixture
+def there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+    """A hub with a model and a data set, which this process asks."""
+    with hub_server() as server:
+        server.add("org/model").commit(MODEL)
+        server.add("org/rows", "datasets").commit(
+            {"data/train.jsonl": ROWS, "other.jsonl": b"{}\n", "x.pkl": b"p"}
+        )
+        for name, value in server.variables(tmp_path / "home").items():
+            monkeypatch.setenv(name, value)
+        yield server
+
+
+def model(text: str = "hf://org/model") -> HubId:
+    return parse_hub_id(text, "model.path")
+
+
+def data(text: str = "hf://datasets/org/rows/data/train.jsonl") -> HubId:
+    return parse_hub_id(text, "data.train_path")
+
+
+def fetched(one: HubId, seconds: float = LIMIT, weights: bool = True) -> Path:
+    """Resolve and fetch an id; its place."""
+    pinned = hub.resolve([one], seconds)[one]
+    hub.fetch([pinned], seconds, weights)
+    return Path(hub.places([pinned])[pinned])
+
+
+# ---------------------------------------------------------------- how ids are written
+
+
+@pytest.mark.parametrize(
+    ("text", "setting", "found"),
+    [
+        ("hf://Qwen/Qwen2.5-0.5B", "model.path", HubId("Qwen/Qwen2.5-0.5B")),
+        ("hf://a/b@main", "teacher.path", HubId("a/b", "main")),
+        ("hf://a/b@refs/pr/1", "critic.path", HubId("a/b", "refs/pr/1")),
+        (f"hf://a/b#{'1' * 40}", "model.path", HubId("a/b", "", "1" * 40)),
+        (f"hf://a/b@{'a' * 40}", "model.path", HubId("a/b", "a" * 40, "a" * 40)),
+        ("hf://datasets/a/b/c.jsonl", "data.train_path", HubId("a/b", "", "", "c.jsonl")),
+        (
+            f"hf://datasets/a/b@x%2Fy#{'1' * 40}/d/c.parquet",
+            "validation.paths",
+            HubId("a/b", "x/y", "1" * 40, "d/c.parquet"),
+        ),
+    ],
+)
+def test_ids_are_read_and_written_back(text: str, setting: str, found: HubId) -> None:
+    assert parse_hub_id(text, setting) == found
+    assert parse_hub_id(str(found), setting) == found
+
+
+@pytest.mark.parametrize(
+    ("text", "setting"),
+    [
+        ("hf:/a/b", "model.path"),
+        ("hf://a", "model.path"),
+        ("hf://a/b/c", "model.path"),
+        ("hf://a/../b", "model.path"),
+        ("hf://../b", "model.path"),
+        ("hf://a/b@", "model.path"),
+        ("hf://a/b@../../x", "model.path"),
+        ("hf://a/b@-x", "model.path"),
+        ("hf://a/b#main", "model.path"),
+        ("hf://datasets/a/b/c.jsonl", "model.path"),
+        ("hf://a/b", "data.train_path"),
+        ("hf://datasets/a/b", "data.train_path"),
+        ("hf://datasets/a/b/../../c.jsonl", "data.train_path"),
+        ("hf://datasets/a/b/c.pkl", "data.train_path"),
+        ("hf://datasets/a/b/", "data.train_path"),
+    ],
+)
+def test_what_is_no_id_is_refused_with_the_form(text: str, setting: str) -> None:
+    with pytest.raises(ValueError, match=r"needed: hf://") as error:
+        parse_hub_id(text, setting)
+    assert setting in str(error.value) and text in str(error.value)
+
+
+def test_paths_are_no_ids_and_other_settings_take_none() -> None:
+    given = ["run.output_dir=o", "model.path=Qwen/Qwen2.5-0.5B", "data.train_path=org/name"]
+    assert hub.hub_ids(load_config([], given)) == []
+    given = [
+        "run.output_dir=hf://a/b",
+        "model.path=hf:/a/b",
+        "data.train_path=t",
+        "data.history_path=hf://c/d",
+    ]
+    with pytest.raises(ValueError, match="3 problems") as error:
+        hub.hub_ids(load_config([], given))
+    assert "run.output_dir" in str(error.value) and "data.history_path" in str(error.value)
+
+
+# ---------------------------------------------------------------- what is fetched
+
+
+def test_a_model_is_fetched_without_pickles_code_and_folders(there: Hub) -> None:
+    folder = fetched(model())
+    assert {path.name for path in folder.rglob("*")} == NEEDED
+    assert (folder / "model.safetensors").read_bytes() == MODEL["model.safetensors"]
+    assert there.downloads() == dict.fromkeys(NEEDED, 1)
+
+
+def test_a_data_file_is_fetched_alone(there: Hub) -> None:
+    place = fetched(data())
+    assert place.read_bytes() == ROWS
+    assert there.downloads() == {"train.jsonl": 1}
+
+
+def test_a_second_time_nothing_is_downloaded(there: Hub) -> None:
+    fetched(model())
+    there.asked.clear()
+    fetched(model())
+    assert not there.downloads()
+
+
+def test_without_weights_they_are_counted(there: Hub) -> None:
+    pinned = hub.resolve([model()], LIMIT)[model()]
+    (found,) = hub.fetch([pinned], LIMIT, weights=False)
+    assert set(there.downloads()) == NEEDED - {"model.safetensors"}
+    assert (found.left, found.left_bytes) == (1, len(MODEL["model.safetensors"]))
+    assert found.files == len(NEEDED) - 1
+
+
+def test_four_processes_at_once_transfer_each_file_once(there: Hub) -> None:
+    program = (
+        "from rlmath.config import hub\n"
+        "one = hub.parse_hub_id('hf://org/model', 'model.path')\n"
+        "pinned = hub.resolve([one], 60)[one]\n"
+        "hub.fetch([pinned], 60)\n"
+        "print(hub.places([pinned])[pinned])\n"
+    )
+    processes = [
+        subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, env=os.environ, text=True)
+        for _ in range(4)
+    ]
+    places = {process.communicate(timeout=120)[0].strip().splitlines()[-1] for process in processes}
+    assert [process.returncode for process in processes] == [0] * 4
+    assert len(places) == 1
+    assert there.downloads() == dict.fromkeys(NEEDED, 1)
+
+
+def test_a_model_without_safetensors_is_refused(there: Hub) -> None:
+    there.add("org/old").commit({"config.json": b"{}", "pytorch_model.bin": b"a pickle"})
+    with pytest.raises(ValueError, match="has no weights in safetensors"):
+        fetched(model("hf://org/old"))
+    assert not there.downloads()
+
+
+@pytest.mark.parametrize(
+    "name", ["../../evil.json", "/etc/evil.json", "a/../../evil.json", "a\\..\\evil.json", "a\x1b.json"]
+)
+def test_a_listing_with_a_name_that_leads_out_is_refused(there: Hub, name: str, tmp_path: Path) -> None:
+    there.add("org/evil").commit({**MODEL, name: b"evil"})
+    with pytest.raises(ValueError, match="leads out of its folder") as error:
+        fetched(model("hf://org/evil"))
+    assert "\x1b" not in str(error.value)
+    assert not there.downloads() and not list(tmp_path.rglob("*evil.json"))
+
+
+# ---------------------------------------------------------------- commits
+
+
+def test_a_recorded_commit_is_kept_though_the_branch_has_moved(there: Hub) -> None:
+    first = hub.resolve([model()], LIMIT)[model()]
+    there.add("org/model").commit({**MODEL, "model.safetensors": b"moved"})
+    now = hub.resolve([model()], LIMIT)[model()]
+    assert now.commit != first.commit
+    asked = [model(), model("hf://org/model@main")]
+    kept = hub.resolve(asked, LIMIT, [str(first), "some/path", "hf://broken"])
+    assert kept[asked[0]] == first
+    assert kept[asked[1]].commit == now.commit  # another revision was asked for
+    hub.fetch([first], LIMIT)
+    assert (Path(hub.places([first])[first]) / "model.safetensors").read_bytes() == MODEL["model.safetensors"]
+
+
+def test_settings_are_written_with_the_commit_and_read_again(there: Hub) -> None:
+    given = ["run.output_dir=o", "model.path=hf://org/model@main", "critic.path=/a/folder"]
+    given += ["data.train_path=hf://datasets/org/rows/data/train.jsonl"]
+    given += ["data.more_train_paths=[local.jsonl,hf://datasets/org/rows/other.jsonl]"]
+    config = load_config([], given)
+    pins = hub.resolve(hub.hub_ids(config), LIMIT)
+    places = hub.places(pins.values())
+    placed = hub.with_places(config, {one: places[pinned] for one, pinned in pins.items()})
+    commit, rows = pins[model("hf://org/model@main")].commit, pins[data()].commit
+    assert Path(placed.model.path).name == commit and "snapshots" in placed.data.more_train_paths[1]
+    assert placed.critic.path == "/a/folder" and placed.data.more_train_paths[0] == "local.jsonl"
+    text = config_as_yaml(placed)
+    assert f"path: hf://org/model@main#{commit}\n" in text
+    assert f"train_path: hf://datasets/org/rows#{rows}/data/train.jsonl\n" in text
+    assert f"- hf://datasets/org/rows#{rows}/other.jsonl\n" in text and "snapshots" not in text
+
+
+# ---------------------------------------------------------------- errors
+
+
+@pytest.mark.parametrize(
+    ("one", "what"),
+    [
+        (model("hf://org/missing"), r"the hub has no model org/missing, or it is private .*401.*HF_TOKEN"),
+        (model("hf://org/model@v9"), r'org/model has no revision "v9"'),
+        (
+            data("hf://datasets/org/rows/train.jsonl"),
+            r'no file "train.jsonl". It has data/train.jsonl, other.jsonl',
+        ),
+        (model("hf://org/gated"), r"only to those who have accepted its terms"),
+    ],
+)
+def test_what_the_hub_refuses_is_told(there: Hub, one: HubId, what: str) -> None:
+    there.add("org/gated").gated = True
+    with pytest.raises(ValueError, match=what) as error:
+        fetched(one)
+    assert TOKEN not in str(error.value) and "hostile" not in str(error.value)
+
+
+def test_a_hub_that_is_broken_is_none_and_one_that_refuses_is_obeyed(there: Hub) -> None:
+    there.status = 503
+    with pytest.raises(
+        ValueError, match=r"the hub cannot be asked \(it answers with status 503\), and it is not in the"
+    ):
+        fetched(model())
+    there.status = 0
+    folder = fetched(model())
+    there.status = 503
+    assert fetched(model()) == folder
+    there.status = 403
+    with pytest.raises(
+        ValueError, match=r"hf://org/model: the hub refuses with status 403\. Log in"
+    ) as error:
+        fetched(model())
+    assert "hostile" not in str(error.value)
+
+
+@pytest.mark.parametrize("silent", [False, True])
+def test_a_hub_that_stalls_ends_within_the_limit(there: Hub, silent: bool) -> None:
+    there.stalled, there.silent = {"model.safetensors"}, silent
+    started = time.monotonic()
+    with pytest.raises(ValueError, match=r"hf://org/model.*not done after 4 s \(run.hub_timeout_seconds\)"):
+        fetched(model(), seconds=4.0)
+    assert time.monotonic() - started < 12
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json"])
+def test_a_file_that_is_cut_off_is_refused(there: Hub, name: str) -> None:
+    there.cut = {name}
+    with pytest.raises(ValueError, match=f"{name} could not be downloaded: what came has not the"):
+        fetched(model())
+    there.cut = set()
+    assert (fetched(model()) / name).read_bytes() == MODEL[name]
+
+
+def test_a_damaged_file_is_refused_and_removed(there: Hub) -> None:
+    there.damaged = {"model.safetensors"}
+    with pytest.raises(ValueError, match=r"model.safetensors is damaged: it has another SHA-256\. It was"):
+        fetched(model())
+    there.damaged = set()
+    assert (fetched(model()) / "model.safetensors").read_bytes() == MODEL["model.safetensors"]
+
+
+# ---------------------------------------------------------------- without a network
+
+
+@pytest.mark.parametrize("how", ["offline", "no network"])
+def test_the_cache_is_enough_without_the_hub(there: Hub, monkeypatch: pytest.MonkeyPatch, how: str) -> None:
+    folder, rows = fetched(model()), fetched(data())
+    cut_off(monkeypatch, how)
+    there.asked.clear()
+    assert fetched(model()) == folder and fetched(data()) == rows
+    assert there.asked == []
+
+
+@pytest.mark.parametrize("how", ["offline", "no network"])
+def test_without_hub_and_cache_the_command_is_told(
+    there: Hub, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    pinned = hub.resolve([model()], LIMIT)[model()]
+    hub.fetch([pinned], LIMIT, weights=False)
+    cut_off(monkeypatch, how)
+    with pytest.raises(
+        ValueError, match=r'the hub cannot be asked .*run "hf download org/rows data/train.jsonl --repo'
+    ):
+        fetched(data())
+    with pytest.raises(ValueError, match=r"model.safetensors of it is not in the cache") as error:
+        fetched(model())
+    assert f'run "hf download org/model --revision {pinned.commit}"' in str(error.value)
+    assert "or give a local folder" in str(error.value)
+
+
+def cut_off(monkeypatch: pytest.MonkeyPatch, how: str) -> None:
+    if how == "offline":
+        monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    else:
+        monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
+
+
+def test_the_default_that_keeps_libraries_off_the_network_is_not_the_users(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    environment = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in ("HF_HUB_OFFLINE", "RLMATH_SET_OFFLINE")
+    }
+    program = (
+        "import json, os, rlmath\n"
+        "from rlmath.config import hub\n"
+        "print(json.dumps([os.environ['HF_HUB_OFFLINE'], hub.client_environment()['HF_HUB_OFFLINE']]))\n"
+    )
+    for given, expected in (
+        ({}, ["1", "0"]),
+        ({"HF_HUB_OFFLINE": "1"}, ["1", "1"]),
+        ({"HF_HUB_OFFLINE": "0"}, ["0", "0"]),
+    ):
+        found = subprocess.run(
+            [sys.executable, "-c", program], env=environment | given, capture_output=True, text=True
+        )
+        assert json.loads(found.stdout) == expected
+
+
+# ---------------------------------------------------------------- push
+
+
+def test_a_folder_is_pushed_to_a_private_repository(there: Hub, tmp_path: Path) -> None:
+    folder = tmp_path / "hf_model"
+    folder.mkdir()
+    for name in ("config.json", "model.safetensors"):
+        (folder / name).write_bytes(MODEL[name])
+    commit = hub.push("me/trained", folder, "rlmath: 2 steps", LIMIT)
+    repo = there.add("me/trained")
+    assert repo.private and repo.branches["main"] == commit
+    pushed = {name: data for name, data in repo.commits[commit].items() if not name.startswith(".")}
+    assert pushed == {name: MODEL[name] for name in ("config.json", "model.safetensors")}
+
+
+def test_a_push_that_is_refused_says_why(there: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    there.refuses_commits = True
+    with pytest.raises(ValueError, match="the hub refuses with status 403"):
+        hub.push("me/trained", tmp_path, "message", LIMIT)
+    there.silent = True
+    with pytest.raises(ValueError, match="not done after 2 s"):
+        hub.push("me/trained", tmp_path, "message", 2.0)
+    monkeypatch.setenv("HF_TOKEN", "hf_wrongwrongwrong")
+    there.silent = False
+    with pytest.raises(ValueError, match="status 401") as error:
+        hub.push("me/other", tmp_path, "message", LIMIT)
+    assert "hf_wrong" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("settings", "variables", "what"),
+    [
+        (["save.push_to_hub=me"], {}, 'save.push_to_hub is "me"; needed'),
+        (["save.push_to_hub=../me"], {}, "needed: the id of a repository"),
+        (["save.push_to_hub=me/model", "save.export_hf=false"], {}, "Set save.export_hf=true"),
+        (["save.push_to_hub=me/model"], {"HF_TOKEN": ""}, "needs a token of the hub"),
+        (["save.push_to_hub=me/model"], {"HF_HUB_OFFLINE": "1"}, "needs a network"),
+    ],
+)
+def test_a_push_that_cannot_be_is_refused_before_the_start(
+    there: Hub, monkeypatch: pytest.MonkeyPatch, settings: list[str], variables: dict[str, str], what: str
+) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    base = ["run.output_dir=o", "model.path=m", "data.train_path=t", "save.export_hf=true"]
+    (problem,) = hub.push_problems(load_config([], [*base, *settings]).save, True)
+    assert what in problem and TOKEN not in problem
+
+
+def test_a_push_that_can_be_is_not_refused(there: Hub) -> None:
+    base = ["run.output_dir=o", "model.path=m", "data.train_path=t", "save.export_hf=true"]
+    assert list(hub.push_problems(load_config([], [*base, "save.push_to_hub=me/model"]).save, True)) == []
+    assert list(hub.push_problems(load_config([], base).save, True)) == []

@@ -1,0 +1,139 @@
+"""A run whose model and data are named by ids of a hub, on two ranks: what it downloads, records and uploads."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from rlmath.checkpoint.hf.weights import read_metadata_files
+from rlmath.config import hub
+from rlmath.config.load import load_config
+from rlmath.evals.plan import Plan, check_settings
+from rlmath.evals.runner import _plan_after_rendezvous
+from tests.hub_server import TOKEN, Hub, hub_server
+from tests.programs import TRAIN, run, small_run, torchrun_command
+
+
+@pytest.fixture(scope="module")
+def place(arithmetic: Path) -> Path:
+    return arithmetic
+
+
+@pytest.fixture
+def there(place: Path) -> Iterator[Hub]:
+    """A hub with the demo's model, a pickle in it, and its prompts."""
+    with hub_server() as server:
+        files = {path.name: path.read_bytes() for path in (place / "base").iterdir()}
+        server.add("org/base").commit({**files, "pytorch_model.bin": b"a pickle"})
+        rows = (place / "data" / "train.jsonl").read_bytes()
+        server.add("org/rows", "datasets").commit({"train.jsonl": rows})
+        yield server
+
+
+def overrides(place: Path, output: Path, *more: str) -> list[str]:
+    ids = ["model.path=hf://org/base", "data.train_path=hf://datasets/org/rows/train.jsonl"]
+    return [*small_run(place, output), *ids, "save.ckpt_freq_steps=1", *more]
+
+
+def test_a_run_downloads_once_resumes_with_its_commits_and_uploads(
+    place: Path, there: Hub, tmp_path: Path
+) -> None:
+    output, variables = tmp_path / "run", there.variables(tmp_path / "home")
+    commits = [there.add("org/base").branches["main"], there.add("org/rows", "datasets").branches["main"]]
+    there.refuses_commits = True
+    more = ("save.export_hf=true", "save.push_to_hub=me/trained")
+    command = torchrun_command(2, *TRAIN, *overrides(place, output, "run.total_steps=1", *more))
+    first = run(*command, variables=variables, timeout=600)
+    weights = there.downloads()
+    assert weights["model.safetensors"] == 1 and weights["train.jsonl"] == 1 and set(weights.values()) == {1}
+    assert "pytorch_model.bin" not in weights
+    errors = [
+        line
+        for line in (first.stdout + first.stderr).splitlines()
+        if "was not uploaded to me/trained" in line
+    ]
+    assert len(errors) == 1 and "status 403" in errors[0]
+    assert json.loads((output / "exit_status.json").read_text())["status"] == 0
+    written = (output / "config.yaml").read_text()
+    assert f"path: hf://org/base#{commits[0]}\n" in written
+    assert f"train_path: hf://datasets/org/rows#{commits[1]}/train.jsonl\n" in written
+    settings = next((output / "checkpoints").glob("step-*/config.yaml"))
+    assert load_config([settings], [], saved=True).model.path == f"hf://org/base#{commits[0]}"
+
+    files = there.add("org/base").commits[commits[0]]
+    there.add("org/base").commit({**files, "model.safetensors": files["model.safetensors"][:-1] + b"\0"})
+    there.add("org/rows", "datasets").commit({"train.jsonl": b'{"question": "1+1?", "answer": "2"}\n'})
+    there.refuses_commits = False
+    command = torchrun_command(2, *TRAIN, *overrides(place, output, "run.total_steps=2", *more))
+    second = run(*command, variables=variables, timeout=600)
+    assert there.downloads() == weights
+    assert "Resuming from" in second.stdout + second.stderr
+    pushed = there.add("me/trained")
+    assert pushed.private
+    files = pushed.commits[pushed.branches["main"]]
+    assert files["model.safetensors"] == (output / "hf_model" / "model.safetensors").read_bytes()
+    assert set(read_metadata_files(output / "hf_model")) <= set(files)
+    shown = first.stdout + first.stderr + second.stdout + second.stderr
+    shown += "".join(path.read_text() for path in output.glob("*.*") if path.is_file())
+    assert TOKEN not in shown
+
+
+def test_a_dry_run_says_what_would_be_downloaded(place: Path, there: Hub, tmp_path: Path) -> None:
+    variables = there.variables(tmp_path / "home")
+    command = (*TRAIN, "--dry-run", *overrides(place, tmp_path / "run"))
+    found = run(*command, variables=variables)
+    size = len(there.add("org/base").commits[there.add("org/base").branches["main"]]["model.safetensors"])
+    commit = there.add("org/base").branches["main"]
+    line = f"Hub: hf://org/base#{commit}: a start downloads 1 files, {size / 1e9:.3f} GB"
+    assert line in found.stdout.splitlines()
+    assert "A start needs the whole model, which is not here." in found.stdout
+    assert "model.safetensors" not in there.downloads() and there.downloads()["config.json"] == 1
+    assert not (tmp_path / "run").exists()
+
+
+def test_an_evaluation_goes_on_with_the_commit_that_it_began_with(
+    there: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in there.variables(tmp_path / "home").items():
+        monkeypatch.setenv(name, value)
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    base = there.add("org/base")
+    commit = base.branches["main"]
+    plan = Plan(model="hf://org/base", benchmarks=("a",), data_dir=tmp_path, output=tmp_path / "out")
+    placed, store = _plan_after_rendezvous(plan)
+    assert isinstance(placed.model, Path) and placed.model.name == commit and store is None
+    plan.output.mkdir()
+    check_settings(plan.output, {"about_model": hub.named(str(placed.model)), "model": "x"}, None)
+    base.commit({**base.commits[commit], "model.safetensors": b"moved"})
+    assert _plan_after_rendezvous(plan)[0].model == placed.model
+    (plan.output / "settings.json").unlink()
+    assert Path(_plan_after_rendezvous(plan)[0].model).name == base.branches["main"]
+
+
+def test_a_converter_reads_a_model_of_the_hub(there: Hub, tmp_path: Path) -> None:
+    command = ("-m", "rlmath.cli.convert", "to-megatron", "--output", f"{tmp_path}/out", "--hf")
+    run(*command, "hf://org/base", variables=there.variables(tmp_path / "home"))
+    assert (tmp_path / "out" / "release").is_dir()
+    command = ("-m", "rlmath.cli.convert", "to-megatron", "--output", f"{tmp_path}/another", "--hf", "hf:/org/base")
+    told = run(*command, variables=there.variables(tmp_path / "home"), expect=2)
+    assert '--hf: got "hf:/org/base"; needed: hf://org/name' in told.stderr
+
+
+def test_a_mistake_of_an_id_ends_before_anything_is_asked(place: Path, there: Hub, tmp_path: Path) -> None:
+    variables = there.variables(tmp_path / "home")
+    command = torchrun_command(2, *TRAIN, *overrides(place, tmp_path / "run", "model.path=hf://org/none"))
+    found = run(*command, variables=variables, expect=1)
+    text = found.stdout + found.stderr
+    assert "hf://org/none: the hub has no model org/none, or it is private" in text
+    there.asked.clear()
+    given = ("model.path=hf:/org/base", "data.history_path=hf://org/x", "optimizer.lr=-1")
+    found = run(*TRAIN, *overrides(place, tmp_path / "run", *given), variables=variables, expect=2)
+    assert "2 problems with the names of the Hugging Face hub" in found.stdout + found.stderr
+    given = ("optimizer.lr=-1",)
+    found = run(*TRAIN, *overrides(place, tmp_path / "run", *given), variables=variables, expect=2)
+    assert "optimizer.lr is -1" in found.stdout + found.stderr
+    assert there.asked == []
