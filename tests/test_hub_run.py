@@ -107,7 +107,7 @@ def test_an_evaluation_goes_on_with_the_commit_that_it_began_with(
     placed, store = _plan_after_rendezvous(plan)
     assert isinstance(placed.model, Path) and placed.model.name == commit and store is None
     plan.output.mkdir()
-    check_settings(plan.output, {"about_model": hub.named(str(placed.model)), "model": "x"}, None)
+    check_settings(plan.output, {"about_model": hub.as_hub_ids(str(placed.model)), "model": "x"}, None)
     base.commit({**base.commits[commit], "model.safetensors": b"moved"})
     assert _plan_after_rendezvous(plan)[0].model == placed.model
     (plan.output / "settings.json").unlink()
@@ -118,7 +118,15 @@ def test_a_converter_reads_a_model_of_the_hub(there: Hub, tmp_path: Path) -> Non
     command = ("-m", "rlmath.cli.convert", "to-megatron", "--output", f"{tmp_path}/out", "--hf")
     run(*command, "hf://org/base", variables=there.variables(tmp_path / "home"))
     assert (tmp_path / "out" / "release").is_dir()
-    command = ("-m", "rlmath.cli.convert", "to-megatron", "--output", f"{tmp_path}/another", "--hf", "hf:/org/base")
+    command = (
+        "-m",
+        "rlmath.cli.convert",
+        "to-megatron",
+        "--output",
+        f"{tmp_path}/another",
+        "--hf",
+        "hf:/org/base",
+    )
     told = run(*command, variables=there.variables(tmp_path / "home"), expect=2)
     assert '--hf: got "hf:/org/base"; needed: hf://org/name' in told.stderr
 

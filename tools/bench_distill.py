@@ -94,7 +94,7 @@ def train(
     output: Path, model: Path, data: Path, plan: Plan, files: Sequence[str], more: Sequence[str]
 ) -> dict[str, Any]:
     """A GRPO program's run; its summary."""
-    command = [*demo.torchrun(RANKS), "launch/train_grpo.py", *files, f"run.output_dir={output}"]
+    command = [*demo.torchrun(RANKS), "-m", "rlmath.trainer", *files, f"run.output_dir={output}"]
     command += [f"run.seed={plan.seed}", f"model.path={model}", f"data.train_path={data / 'train.jsonl'}"]
     command += ["parallel.tensor=1", "save.ckpt_freq_secs=null", *more]
     demo.run(f"Training in {output.parent.name}", command, demo.one_thread())
@@ -127,7 +127,7 @@ def imitate(
     """Supervised training on the teacher's samples, `tokens` of them, in as many optimizer steps."""
     samples = sample_teacher(folder, teacher, data, tokens, plan)
     updates = plan.steps * MINIBATCHES
-    command = [*demo.torchrun(RANKS), "launch/train_sft.py", "--config", "configs/demo_sft.yaml"]
+    command = [*demo.torchrun(RANKS), "-m", "rlmath.trainer", "sft", "--config", "configs/demo_sft.yaml"]
     command += [f"run.output_dir={folder / 'run'}", f"run.seed={plan.seed}", f"model.path={student}"]
     command += [f"data.train_path={samples}", f"data.prompts_per_step={count_rows(samples) // updates}"]
     command += [f"run.total_steps={updates}", "run.total_epochs=2", "sft.held_out_share=0"]
@@ -148,7 +148,7 @@ def sample_teacher(folder: Path, teacher: Path, data: Path, tokens: float, plan:
     mean_tokens = 16  # of a completion, about; what is too much is left out
     problems = [json.loads(line) for line in (data / "train.jsonl").read_text().splitlines()]
     each = max(1, round(1.5 * tokens / mean_tokens / len(problems)))
-    command = [sys.executable, "launch/evaluate.py", "--model", str(teacher), "--seed", str(plan.seed)]
+    command = [sys.executable, "-m", "rlmath.evals", "--model", str(teacher), "--seed", str(plan.seed)]
     command += ["--benchmarks", "train", "--data-dir", str(data), "--output", str(folder / "sampled")]
     command += ["--samples", str(each), "--no-greedy", "--temperature", "1", "--top-p", "1"]
     command += ["--max-prompt-tokens", str(demo.MAX_PROMPT_TOKENS)]

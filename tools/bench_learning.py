@@ -172,7 +172,7 @@ def make_base(folder: Path, base: Base) -> dict:
 
 def train(base: Path, output: Path, way: str, seed: int, steps: int) -> None:
     """One run of the base model in the folder `base`, in `output`/run."""
-    command = [*demo.torchrun(RANKS), "launch/train_grpo.py", "--config", "configs/demo.yaml"]
+    command = [*demo.torchrun(RANKS), "-m", "rlmath.trainer", "--config", "configs/demo.yaml"]
     command += ["--config", str(demo.ALGORITHMS / "decoupled.yaml"), *SETTINGS, *WAYS[way]]
     command += [f"run.output_dir={output / 'run'}", f"run.seed={seed}", f"run.total_steps={steps}"]
     command += [f"model.path={base / 'base'}", f"data.train_path={base / 'data' / 'train.jsonl'}"]

@@ -190,7 +190,7 @@ class TwoKindTask:
 
         def make() -> dict:
             self.write_problems(folder / "data")
-            model = [sys.executable, "rlmath/cli/make_tiny_model.py", "--output", str(folder / "random")]
+            model = [sys.executable, "-m", "rlmath.cli.make_tiny_model", "--output", str(folder / "random")]
             demo.run("A tiny random model", [*model, "--seed", str(self.seed)], demo.child_environment())
             demo.teach(folder, self.seed, settings)
             return {}
@@ -206,7 +206,8 @@ class TwoKindTask:
         folder = output / f"{way}_seed_{seed}_steps_{steps}_{self.name}"
         command = [
             *demo.torchrun(TASK_RANKS),
-            "launch/train_grpo.py",
+            "-m",
+            "rlmath.trainer",
             "--config",
             "configs/demo.yaml",
             *arguments,

@@ -17,6 +17,7 @@ from rlmath.config.hub import hub_ids, is_hub_id
 from rlmath.config.load import load_config
 from rlmath.config.model_shape import ModelShape
 from rlmath.config.schema import Config
+from rlmath.config.shipped_files import shipped_config
 from rlmath.evals import command as evaluate
 from rlmath.evals.benchmarks import find_benchmark
 from rlmath.evals.plan import Plan
@@ -61,6 +62,8 @@ class Program:
 
 def training(kind: Kind, config_files: Sequence[Path], overrides: Sequence[str], ranks: int) -> Program:
     """A run of GRPO ("grpo") or supervised training ("sft"). ValueError for settings that cannot be loaded."""
+    # The job starts elsewhere: a file that rlmath ships is given by its place.
+    config_files = [file if file.exists() else shipped_config(file) or file for file in config_files]
     config = load_config(list(config_files), list(overrides))
     if kind == "sft":
         config, _ = only_used(config)
@@ -70,6 +73,8 @@ def training(kind: Kind, config_files: Sequence[Path], overrides: Sequence[str],
     more = (config.sft.held_out_path, data.history_path, config.critic.path, config.teacher.path)
     reads += [*config.validation.paths, *filter(None, more)]
     problems = _problems(config, ranks, kind)
+    # Rank 0 uploads the model when the others have ended.
+    upload = 0.0 if config.save.push_to_hub is None else config.run.hub_timeout_seconds
     return Program(
         f"train_{kind}.py",
         (*files, *overrides),
@@ -77,7 +82,7 @@ def training(kind: Kind, config_files: Sequence[Path], overrides: Sequence[str],
         tuple(Path(path).absolute() for path in reads if not is_hub_id(str(path))),
         ("checkpoints", "manifest.json"),
         math.ceil(config.run.stop_grace_seconds),
-        math.ceil(config.run.heartbeat_timeout_seconds) + END_SECONDS,
+        math.ceil(config.run.heartbeat_timeout_seconds) + END_SECONDS + math.ceil(upload),
         config.run.recover_mode != "disabled",
         (*problems, *_folder_problems(config)),
         config.rollout.ranks,

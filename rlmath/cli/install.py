@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
-from rlmath.config.shared_files import PACKAGE, shared
+from rlmath.config.shipped_files import PACKAGE, shipped
 
 ROOT = PACKAGE.parent
 FROM_SOURCE = "transformer-engine-torch=="
@@ -51,13 +51,17 @@ def command(argv: Sequence[str]) -> int:
     if sys.prefix == sys.base_prefix:
         fail(
             f"{sys.executable} is not in a virtual environment, and pip would change the system's packages. "
-            "Make one: python3 -m venv env && env/bin/pip install rlmath && env/bin/rlmath install cpu"
+            "Make one: python3 -m venv env && env/bin/pip install path/to/rlmath && env/bin/rlmath install cpu"
         )
     if given.device == "gpu" and sys.version_info[:2] != (3, 12):
         fail(f"the lock for GPUs is for Python 3.12, this is {sys.version.split()[0]}")
     gigabytes = given.gigabytes or {"cpu": 4.0, "gpu": 20.0}[given.device]
-    lock = shared(f"requirements/{given.device}.txt")
+    lock = shipped(f"requirements/{given.device}.txt")
     if given.dry_run:
+        if given.device == "cpu":
+            pin = next(line.split()[0] for line in read(lock).splitlines() if line.startswith("torch=="))
+            print(" ".join(pip(sys.executable, pin)))
+            print("or, where that fails:", *pip(sys.executable, "--index-url", TORCH_CPU_INDEX, pin))
         for line in commands_of(sys.executable, lock, given.device):
             print(" ".join(line))
         return 0

@@ -27,11 +27,11 @@ def main(arguments: list[str] | None = None) -> int:
         path = _choose_file(options.run_dir, options.step)
         texts = [text for kind, text in _read_groups(path) if options.only in (None, kind)]
     except ValueError as error:
-        print(f"samples: {error}", file=sys.stderr)
+        print(f"rlmath samples: {error}", file=sys.stderr)
         return 1
     if not texts:
         wanted = f"group of kind {options.only!r}; leave out --only" if options.only else "groups"
-        print(f"samples: {path} has no {wanted}", file=sys.stderr)
+        print(f"rlmath samples: {path} has no {wanted}", file=sys.stderr)
         return 1
     try:
         for text in texts[: options.groups]:

@@ -6,16 +6,24 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
-from rlmath.config.load import load_config
-from rlmath.distributed.fault_tolerance.exit_codes import FAILURE, MISTAKE, read_exit_status
+from rlmath.config.load import load_config, make_parser, without_secrets
+from rlmath.config.schema import RunConfig
+from rlmath.distributed.fault_tolerance.exit_codes import (
+    FAILURE,
+    FILE_NAME,
+    MISTAKE,
+    read_exit_status,
+)
 
 RANKS = "--ranks"
-STOP_OPTIONS = ("--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1", "--shutdown-timeout=300")
-"""So torchrun passes SIGUSR1 on and leaves its ranks the time to save."""
+SIGNALS = "--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
+"""So torchrun passes SIGUSR1 on, too."""
 ALONE = ("-h", "--help", "--dry-run")
 """With one of these a program prints something and ends: no ranks are started."""
 
@@ -35,27 +43,39 @@ def _train(program: str, argv: Sequence[str]) -> int:
         from rlmath.trainer import __main__ as trainer
 
         return trainer.main([program, *argv])
+    from rlmath.trainer.preflight.checks import only_used
+    from rlmath.trainer.preflight.parallelism import least_ranks
+
     try:
         ranks, words = take_ranks(argv)
-        ranks, output = _ranks_and_output(words, ranks)
+        given = make_parser("").parse_intermixed_args(words)
+        config = load_config(given.config, given.overrides)
     except ValueError as error:
-        print(error, file=sys.stderr)
+        print(without_secrets(str(error)), file=sys.stderr)
         return MISTAKE
-    return launch(ranks, ["-m", "rlmath.trainer", program, *words], output)
+    if program == "sft":
+        config, _ = only_used(config)
+    if ranks is None:
+        ranks = gpu_count(config.run.device) or least_ranks(config)
+    output, seconds = Path(config.run.output_dir), config.run.stop_grace_seconds
+    return launch(ranks, ["-m", "rlmath.trainer", program, *words], output, seconds)
 
 
 def evaluate(argv: Sequence[str]) -> int:
     """Exit status of the evaluation."""
+    from rlmath.evals import command
+
     try:
         ranks, words = take_ranks(argv)
     except ValueError as error:
         print(error, file=sys.stderr)
         return MISTAKE
     if any(word in (*ALONE, "--compare") for word in words):
-        from rlmath.evals.command import main
-
-        return main(words)
-    return launch(ranks or gpu_count() or 1, ["-m", "rlmath.evals", *words], None)
+        return command.main(words)
+    given = command.parse(words)
+    if ranks is None:
+        ranks = gpu_count(given.device) or given.tensor_parallel
+    return launch(ranks, ["-m", "rlmath.evals", *words], given.output, RunConfig().stop_grace_seconds)
 
 
 def take_ranks(argv: Sequence[str]) -> tuple[int | None, list[str]]:
@@ -74,29 +94,16 @@ def take_ranks(argv: Sequence[str]) -> tuple[int | None, list[str]]:
     return value, words
 
 
-def gpu_count() -> int:
+def gpu_count(device: str) -> int:
+    """GPUs that a program with this setting of its device uses; 0: it runs on the CPU."""
     import torch
 
-    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+    return torch.cuda.device_count() if device != "cpu" and torch.cuda.is_available() else 0
 
 
-def _ranks_and_output(words: Sequence[str], ranks: int | None) -> tuple[int, str]:
-    """How many ranks the settings on a command line are started with, and the run's folder. ValueError for settings
-    that cannot be read."""
-    from rlmath.config.load import make_parser
-    from rlmath.trainer.preflight.parallelism import least_ranks
-
-    given = make_parser("").parse_intermixed_args(words)
-    config = load_config(given.config, given.overrides)
-    if ranks is None:
-        on_gpu = config.run.device != "cpu"
-        ranks = (gpu_count() if on_gpu else 0) or least_ranks(config)
-    return ranks, config.run.output_dir
-
-
-def launch(ranks: int, command: Sequence[str], output: str | None) -> int:
-    """Run a program under torchrun. Exit status of the rank that failed first; of a run, what its folder `output`
-    says."""
+def launch(ranks: int, command: Sequence[str], output: Path | None, grace_seconds: float) -> int:
+    """Run a program under torchrun, which leaves its ranks `grace_seconds` to save after a signal. The exit status that
+    the program has left in its folder `output`, else that of the rank that failed first."""
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import parse_args, run
@@ -106,13 +113,25 @@ def launch(ranks: int, command: Sequence[str], output: str | None) -> int:
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     for name in ("torch.distributed.elastic", "torch.distributed.run"):
         logging.getLogger(name).setLevel(logging.CRITICAL)  # ranks say themselves why they end
-    given = parse_args(["--standalone", f"--nproc-per-node={ranks}", *STOP_OPTIONS, *command])
+    stop = f"--shutdown-timeout={math.ceil(grace_seconds)}"
+    before = _written(output)
     try:
-        run(given)
+        run(parse_args(["--standalone", f"--nproc-per-node={ranks}", SIGNALS, stop, *command]))
     except ChildFailedError as error:
         _, failure = error.get_first_failure()
         status = failure.exitcode if failure.exitcode > 0 else FAILURE
-        return status if output is None or status == MISTAKE else read_exit_status(output).status or status
     except SignalException as stopped:
-        return FAILURE if output is None else read_exit_status(output).status or 128 + stopped.sigval
-    return 0
+        status = 128 + int(stopped.sigval)
+    else:
+        return 0
+    if output is None or status == MISTAKE or _written(output) == before:
+        return status  # what the folder has is of an earlier start
+    return read_exit_status(output).status or status
+
+
+def _written(output: Path | None) -> tuple[int, int] | None:
+    """What changes when a program leaves its exit status in its folder."""
+    if output is None or not (output / FILE_NAME).exists():
+        return None
+    found = (output / FILE_NAME).stat()
+    return found.st_mtime_ns, found.st_ino

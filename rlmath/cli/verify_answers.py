@@ -40,13 +40,13 @@ def main(arguments: list[str] | None = None) -> int:
     source, target = Path(options.input), Path(options.output)
     problem = _problem(source, target)
     if problem:
-        print(f"verify_answers: {problem}", file=sys.stderr)
+        print(f"rlmath verify: {problem}", file=sys.stderr)
         return 2
     rules = Rules(options.answer_from, protocol=options.loose)
     try:
         pool = VerifierPool(options.workers, options.timeout, rules=rules)
     except ValueError as error:
-        print(f"verify_answers: {error}", file=sys.stderr)
+        print(f"rlmath verify: {error}", file=sys.stderr)
         return 2
     unfinished = target.with_name(target.name + ".tmp")
     with pool, unfinished.open("w", encoding="ascii") as out:
@@ -56,7 +56,7 @@ def main(arguments: list[str] | None = None) -> int:
     kinds = ", ".join(f"{count} {kind}" for kind, count in sorted(verdicts.items())) or "nothing"
     print(f"{sum(verdicts.values())} verified, {right} of them correct; decided by: {kinds}")
     if broken:
-        print(f"verify_answers: {broken} broken lines were skipped", file=sys.stderr)
+        print(f"rlmath verify: {broken} broken lines were skipped", file=sys.stderr)
     return 1 if broken else 0
 
 

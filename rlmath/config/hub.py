@@ -5,8 +5,8 @@
 
 A revision is a branch, a tag or a commit; none is the default branch. Once it is resolved, its commit stands behind it,
 `hf://org/name@main#<commit>`: that is what a run records, and what it reads again when it resumes, though the branch
-has moved. Files lie in the cache of huggingface_hub; settings then hold their places there, and `named` gives the ids
-back for whatever is written or compared.
+has moved. Files lie in the cache of huggingface_hub; settings then hold their places there, and `as_hub_ids` gives the
+ids back for whatever is written or compared.
 
 huggingface_hub runs in processes of their own (`hub_client`), which are killed at the time limit. Nothing here is
 called where no setting names an id.
@@ -147,7 +147,7 @@ def _texts(config: Config) -> Iterator[tuple[str, str]]:
 
 
 def with_places(config: Config, places: Mapping[HubId, str]) -> Config:
-    """The settings with the places of fetched ids; `named` knows them from now on."""
+    """The settings with the places of fetched ids; `as_hub_ids` knows them from now on."""
 
     def place(key: str, value: Any) -> Any:
         if isinstance(value, list):
@@ -163,10 +163,10 @@ def with_places(config: Config, places: Mapping[HubId, str]) -> Config:
     return changed
 
 
-def named(value: Any) -> Any:
+def as_hub_ids(value: Any) -> Any:
     """A setting's value with the id, and its commit, in the place of what was fetched by it."""
     if isinstance(value, list):
-        return [named(one) for one in value]
+        return [as_hub_ids(one) for one in value]
     return _ids.get(value, value) if isinstance(value, str) else value
 
 
@@ -175,7 +175,7 @@ def is_same(then: Any, now: Any) -> bool:
     where both ask for the same."""
     if isinstance(then, list) and isinstance(now, list):
         return len(then) == len(now) and all(map(is_same, then, now))
-    old, new = named(then), named(now)
+    old, new = as_hub_ids(then), as_hub_ids(now)
     if old == new or not (isinstance(old, str) and isinstance(new, str)):
         return old == new
     found = list(_parsed([old, new]))
@@ -230,7 +230,7 @@ def fetch(ids: Sequence[HubId], seconds: float, weights: bool = True) -> list[Fe
 
 
 def places(ids: Collection[HubId]) -> dict[HubId, str]:
-    """Where ids with their commits lie once they are fetched, on this machine. `named` knows them from now on."""
+    """Where ids with their commits lie once they are fetched, on this machine. `as_hub_ids` knows them from now on."""
     found = {}
     for one in ids:
         folder = repo_folder("dataset" if one.file else "model", one.repo) / "snapshots" / one.commit

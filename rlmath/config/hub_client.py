@@ -3,7 +3,7 @@
     python -P hub_client.py PARENT   with a request in JSON on standard input, and the answer in JSON on standard output
 
 It imports huggingface_hub and nothing of rlmath. What comes from the network is not trusted: names of files and commits
-are checked before they are used, and no word of a server's answer is repeated in a message.
+are checked before they are used, and of a server's answer nothing but checked names is repeated in a message.
 """
 
 from __future__ import annotations
@@ -186,7 +186,7 @@ def listing(repo: Repo) -> tuple[str, list[Listed]]:
                 f"{repo.text}: the hub's answer cannot be read ({type(error).__name__})."
             ) from error
         raise UnreachableError(f"no answer ({type(error).__name__})") from error
-    commit, siblings = info.sha or "", info.siblings or []
+    commit, siblings = info.sha if isinstance(info.sha, str) else "", info.siblings or []
     if not _COMMIT.fullmatch(commit) or (repo.commit and commit != repo.commit):
         raise HubError(
             f"{repo.text}: the hub names the commit {commit!r:.60}; needed: {repo.commit or 'a hash'}."
@@ -203,9 +203,9 @@ def _listed(repo: Repo, sibling: Any) -> Listed:
             f"{repo.text}: its listing has the file name {name!r:.100}, which leads out of its folder or cannot be "
             "one. Nothing is downloaded from such a repository."
         )
-    sha256 = None if sibling.lfs is None else sibling.lfs.sha256
+    sha256 = str(None if sibling.lfs is None else sibling.lfs.sha256)
     fits = isinstance(size, int) and size >= 0
-    return Listed(name, size if fits else None, sha256 if _SHA256.fullmatch(sha256 or "") else None)
+    return Listed(name, size if fits else None, sha256 if _SHA256.fullmatch(sha256) else None)
 
 
 def is_plain_name(name: object) -> bool:

@@ -45,7 +45,7 @@ from rlmath.config.help import (
     text_problems,
 )
 from rlmath.config.schema import MISSING, Config
-from rlmath.config.shared_files import shipped_config
+from rlmath.config.shipped_files import shipped_config
 
 COMPACT_SECTION = "parallel"
 """The section that a word such as d32t2p1 stands for."""
@@ -161,7 +161,7 @@ def shown_sections(config: Config) -> dict[str, dict[str, Any]]:
 
 def is_reference(key: str, value: Any) -> bool:
     """Whether a setting's value was taken from the environment, and is not to be shown."""
-    return _shown(key, value, lambda same: same) != hub.named(value)
+    return _shown(key, value, lambda same: same) != hub.as_hub_ids(value)
 
 
 def without_secrets(text: str) -> str:
@@ -210,7 +210,7 @@ def _shown(key: str, value: Any, otherwise: Callable[[Any], Any]) -> Any:
         whole = _references.get((key, tuple(value)))
         return whole if whole is not None else [_shown(key, one, otherwise) for one in value]
     written = _references.get((key, value)) if isinstance(value, str) else None
-    return otherwise(hub.named(value)) if written is None else written
+    return otherwise(hub.as_hub_ids(value)) if written is None else written
 
 
 def _remember(setting: Setting, value: Any, written: Any) -> None:

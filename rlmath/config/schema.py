@@ -638,8 +638,8 @@ class TelemetryConfig:
     sample_groups_per_step: NonNegativeInt = 2
     """Groups a step whose prompt, texts, rewards and advantages are kept under `<output_dir>/samples`. 0: none."""
     profile_steps: list[PositiveInt] = field(default_factory=list)
-    """Steps whose torch profile every rank writes to `<output_dir>/profile`: a trace and a table of what took longest.
-    They take longer than others."""
+    """Steps whose torch profile every training rank writes to `<output_dir>/profile`: a trace and a table of what took
+    longest. They take longer than others."""
     report: bool = True
     """Write `<output_dir>/report.html` at the run's end: curves, warnings, settings and samples on one page. Needs
     plotly."""

@@ -160,7 +160,7 @@ def _prepare(plan: Plan, rollout: RolloutConfig, pool: VerifierPool, device: Dev
     positions = model_positions(model.folder)
     lengths = check_lengths(problems, positions, plan.max_new_tokens, plan.max_prompt_tokens)
     common = {
-        "about_model": hub.named(str(plan.model)),
+        "about_model": hub.as_hub_ids(str(plan.model)),
         "model": model.fingerprint,
         "template": plan.template,
         "max_new_tokens": plan.max_new_tokens,

@@ -36,6 +36,7 @@ from rlmath.config.help import nearest_path, nearest_word, raise_problems
 from rlmath.config.hub import PREFIX
 from rlmath.config.model_shape import ModelShape, RopeScaling
 from rlmath.config.schema import Config
+from rlmath.config.shipped_files import shipped
 
 _MAX_LAYERS = 4096
 _MAX_EXPERTS = 4096
@@ -48,8 +49,8 @@ SINGLE_FILE = "model.safetensors"
 """The weights of a model that has no index; beside an index it is read, and the index is not."""
 _DTYPES = ("float32", "bfloat16", "float16")
 
-PUBLISHED = Path(__file__).resolve().parents[2] / "configs" / "models"
-"""<name of the model>.json, what gives the shape in a published config.json; only in a checkout of the repository."""
+PUBLISHED = shipped("configs/models")
+"""<name of the model>.json, what gives the shape in a published config.json."""
 
 
 def read_shape(

@@ -41,7 +41,8 @@ class EngineMemory:
             self._llm.collective_rpc("release_kv_cache")
             self._weights.release()
         else:
-            # It empties the prefix cache too, in a loop over its blocks: 0.2 s for the millions of a tiny model.
+            # It empties the prefix cache too, and raises where it cannot: a loop over its blocks, 0.2 s for the
+            # millions of a tiny model.
             self._llm.sleep(level=2)
         self.state = "asleep"
 

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar
 import torch.distributed as dist
 
 from rlmath.config.help import as_yaml_word, setting_values
-from rlmath.config.hub import named
+from rlmath.config.hub import as_hub_ids
 from rlmath.config.length_curriculum import fewer_steps_warnings, length_stage_lines
 from rlmath.config.load import is_reference, make_parser, without_secrets
 from rlmath.config.model_shape import ModelShape
@@ -293,9 +293,12 @@ def launcher_mistake() -> str | None:
     if not missing:
         return None
     program = sys.argv[0] or "launch/train_grpo.py"
+    if program.endswith("__main__.py"):
+        program = "-m rlmath.trainer"
     return (
         f"this program was started without torchrun: {', '.join(missing)} not set. Start it by torchrun "
-        f"--nproc-per-node=N {program} ..., with N=1 for one rank; only --help and a dry run need none."
+        f"--nproc-per-node=N {program} ..., with N=1 for one rank, or by `rlmath train`; "
+        "only --help and a dry run need none."
     )
 
 
@@ -420,7 +423,7 @@ def _fact_of(key: str, value: Any) -> str:
     """A setting to compare. Of one from the environment the nodes compare 16 bits of a
     hash, from which it cannot be found."""
     if not is_reference(key, value):
-        return as_yaml_word(named(value))
+        return as_yaml_word(as_hub_ids(value))
     digest = hashlib.sha256(f"{key}={as_yaml_word(value)}".encode("utf-8", "surrogatepass")).hexdigest()
     return f"a value from the environment with the check digits {digest[:4]}"
 

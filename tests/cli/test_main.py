@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import signal
 import subprocess
 import sys
 import zipfile
@@ -14,11 +16,21 @@ import pytest
 import rlmath
 from rlmath.cli import doctor, install, train
 from rlmath.cli.main import COMMANDS, main
-from rlmath.config.shared_files import shared
+from rlmath.config.shipped_files import shipped
+from rlmath.distributed.fault_tolerance import exit_codes
 from tests.programs import ENVIRONMENT, REPOSITORY
 
 WITHOUT = "import sys\nfor name in ('torch', 'vllm', 'megatron', 'transformers', 'pyarrow'): sys.modules[name] = None\n"
 """A program that begins so has an installation's base alone."""
+
+
+PLACES = """
+from pathlib import Path
+from rlmath.config.shipped_files import shipped
+from rlmath.models.hf_config import PUBLISHED
+print(shipped("configs/demo.yaml"))
+assert (PUBLISHED / "Qwen2.5-7B.json").is_file(), PUBLISHED
+"""
 
 
 def python(source: str, folder: Path) -> subprocess.CompletedProcess[str]:
@@ -110,6 +122,57 @@ def test_what_a_run_wrote_is_read_as_rows(tmp_path: Path) -> None:
     ]
 
 
+def test_a_damaged_file_of_samples_leaves_the_others(tmp_path: Path) -> None:
+    (tmp_path / "samples").mkdir()
+    good = json.dumps({"prompt": "1+1=", "completions": [{"text": "2"}]})
+    bad = ["[1]", '"x"', '{"completions": [3]}', '{"completions": 4}', "[" * 100_000, "{}"]
+    lines = "\n".join([*bad, good]).encode() + b"\n\xff\xfe\n"
+    (tmp_path / "samples" / "step-000002.jsonl").write_bytes(lines)
+    (tmp_path / "samples" / "step-x.jsonl").write_text(good)
+    assert [(row["step"], row["text"]) for row in rlmath.Run(tmp_path).samples()] == [(2, "2")]
+
+
+def test_an_interrupt_reaches_a_run_once(tmp_path: Path) -> None:
+    """A program in the place of a run counts its interrupts; who started it gets one from its terminal's group."""
+    count = tmp_path / "count.txt"
+    program = (
+        "import signal, sys, time\ncounts = []\n"
+        "signal.signal(signal.SIGINT, lambda *given: counts.append(1))\n"
+        "print('ready', flush=True)\nend = time.monotonic() + 60\n"
+        "while not counts and time.monotonic() < end: time.sleep(0.05)\ntime.sleep(1)\n"
+        f"open({str(count)!r}, 'w').write(str(len(counts)))\n"
+    )
+    source = (
+        f"from rlmath.cli import api\nprint('status', api._run([sys.executable, '-c', {program!r}])[0])\n"
+    )
+    started = subprocess.Popen(
+        [sys.executable, "-c", WITHOUT + source],
+        cwd=tmp_path,
+        env=ENVIRONMENT | {"PYTHONPATH": str(REPOSITORY)},
+        stdout=subprocess.PIPE,
+        text=True,
+        process_group=0,
+    )
+    assert started.stdout is not None and started.stdout.readline() == "ready\n"
+    os.killpg(started.pid, signal.SIGINT)
+    output, _ = started.communicate(timeout=90)
+    assert output == "status 0\n" and count.read_text() == "1"
+
+
+def test_a_status_of_an_earlier_start_is_not_this_ones(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    exit_codes.write_exit_status(tmp_path, exit_codes.SAVED_AND_STOPPED, "stopped")
+    assert train.launch(1, ["-m", "no_such_module_of_anybody"], tmp_path, 30.0) == 1
+
+
+def test_the_public_names_leave_the_network_to_their_user(tmp_path: Path) -> None:
+    ran = python(
+        "import os, rlmath; from rlmath import verify; print(os.environ.get('HF_HUB_OFFLINE'))", tmp_path
+    )
+    assert ran.stdout == "None\n", ran.stderr
+
+
 def test_the_number_of_ranks_is_taken_off_the_command_line() -> None:
     assert train.take_ranks(["--config", "x", "--ranks", "4", "a.b=1"]) == (4, ["--config", "x", "a.b=1"])
     assert train.take_ranks(["--ranks=2"]) == (2, []) and train.take_ranks(["a.b=1"]) == (None, ["a.b=1"])
@@ -129,11 +192,11 @@ def test_a_mistake_in_the_settings_starts_nothing(tmp_path: Path, capfd: pytest.
 
 
 def test_locks_and_commands_of_an_installation(capsys: pytest.CaptureFixture[str]) -> None:
-    versions = doctor.locked_versions(shared("requirements/gpu.txt"))
+    versions = doctor.locked_versions(shipped("requirements/gpu.txt"))
     assert (
         versions["torch"] == "2.13.0" and versions["vllm"] == "0.32.0" and versions["math-verify"] == "0.9.0"
     )
-    wheels, source = install.commands_of("python", shared("requirements/gpu.txt"), "gpu")
+    wheels, source = install.commands_of("python", shipped("requirements/gpu.txt"), "gpu")
     assert "--only-binary" in wheels and "torch==2.13.0" in wheels
     built = [word for word in source if "==" in word]
     assert built == ["transformer-engine-torch==2.20.2"] and not set(built) & set(wheels)
@@ -175,7 +238,7 @@ def test_a_wheel_has_configs_launchers_and_locks(tmp_path: Path) -> None:
         "launch/slurm/job.sh",
         "requirements/gpu.txt",
     ):
-        assert f"rlmath/shared_files/{name}" in names
+        assert f"rlmath/shipped_files/{name}" in names
     assert "rlmath/cli/main.py" in names and "megatron_patches/__init__.py" in names
     assert not [
         name for name in names if name.startswith(("tests/", "tools/", "configs/")) or name.endswith(".pyc")
@@ -185,7 +248,7 @@ def test_a_wheel_has_configs_launchers_and_locks(tmp_path: Path) -> None:
         [
             sys.executable,
             "-c",
-            "import rlmath.config.shared_files as s; print(s.shared('configs/demo.yaml'))",
+            PLACES,
         ],
         cwd=tmp_path,
         env=ENVIRONMENT | {"PYTHONPATH": str(tmp_path / "installed")},
@@ -195,5 +258,5 @@ def test_a_wheel_has_configs_launchers_and_locks(tmp_path: Path) -> None:
     )
     assert (
         Path(found.stdout.strip())
-        == tmp_path / "installed" / "rlmath" / "shared_files" / "configs" / "demo.yaml"
+        == tmp_path / "installed" / "rlmath" / "shipped_files" / "configs" / "demo.yaml"
     )

@@ -57,14 +57,15 @@ class StepProfiler:
         folder = self.output_dir / FOLDER
         folder.mkdir(exist_ok=True)
         stem = f"step-{number:06d}-rank-{self.rank}"
-        plain = folder / f"{stem}.json.tmp"
-        found.export_chrome_trace(str(plain))
-        with (
-            plain.open("rb") as source,
-            gzip.open(folder / f"{stem}.json.gz", "wb", compresslevel=3) as target,
-        ):
-            shutil.copyfileobj(source, target)
-        plain.unlink()
+        plain, packed = folder / f"{stem}.json.tmp", folder / f"{stem}.json.gz.tmp"
+        try:
+            found.export_chrome_trace(str(plain))
+            with plain.open("rb") as source, gzip.open(packed, "wb", compresslevel=3) as target:
+                shutil.copyfileobj(source, target)
+            packed.replace(folder / f"{stem}.json.gz")
+        finally:
+            for scratch in (plain, packed):
+                scratch.unlink(missing_ok=True)
         table = profile_table(found.key_averages(), number, self.rank, self.on_gpu)
         (folder / f"{stem}.md").write_text(table, encoding="utf-8")
         if self.rank == 0:

@@ -6,12 +6,12 @@ from __future__ import annotations
 from pathlib import Path
 
 PACKAGE = Path(__file__).resolve().parents[1]
-INSTALLED = PACKAGE / "shared_files"
+INSTALLED = PACKAGE / "shipped_files"
 FOLDERS = ("configs", "launch", "requirements")
 
 
-def shared(name: str) -> Path:
-    """The file or folder `name`, which begins with one of FOLDERS: `shared("configs/demo.yaml")`."""
+def shipped(name: str) -> Path:
+    """The file or folder `name`, which begins with one of FOLDERS: `shipped("configs/demo.yaml")`."""
     assert name.split("/")[0] in FOLDERS, name
     root = INSTALLED if INSTALLED.is_dir() else PACKAGE.parent
     return root / name
@@ -22,5 +22,5 @@ def shipped_config(path: Path) -> Path | None:
     parts = path.parts
     if not parts or parts[0] != "configs" or ".." in parts:
         return None
-    file = shared(path.as_posix())
+    file = shipped(path.as_posix())
     return file if file.is_file() else None
