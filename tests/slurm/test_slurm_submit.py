@@ -360,3 +360,19 @@ def test_what_a_start_would_go_on_from_may_be_queued(
     assert called(*queued, *settings)[0] == 0
     status, _, err = called(*queued, *settings, "run.seed=4")
     assert status == 2 and "cannot go on with other settings: run.seed: 3 there, 4 now" in err
+
+
+def test_a_shipped_config_is_given_to_the_job_by_its_place(arithmetic: Path, alone: Path) -> None:
+    """The job begins in the folder that it was submitted from, in which there is none."""
+    settings = small_run(arithmetic, alone / "run")
+    program = training("grpo", [Path("configs/demo.yaml")], settings, 2)
+    place = program.arguments[program.arguments.index("--config") + 1]
+    assert Path(place).is_absolute() and Path(place).is_file()
+    assert Path(place) in program.reads
+
+
+def test_the_nodes_wait_for_an_upload(arithmetic: Path, alone: Path) -> None:
+    settings = small_run(arithmetic, alone / "run")
+    plain = training("grpo", [], settings, 2).wait_seconds
+    pushed = training("grpo", [], [*settings, "save.push_to_hub=org/name", "run.hub_timeout_seconds=1000"], 2)
+    assert pushed.wait_seconds == plain + 1000
