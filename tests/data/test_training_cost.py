@@ -1,9 +1,14 @@
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import AutoModelForCausalLM
 
 from rlmath.config.model_shape import ModelShape
 from rlmath.data.seqlen_balancing import TOKENS, Cost, training_cost
+from tests.tiny_models import make_model_folder, shape_of
 
 
 def shape(**changes) -> ModelShape:
@@ -84,3 +89,19 @@ def test_a_mixture_of_one_expert_per_token_costs_a_dense_layer_and_the_router():
 @pytest.mark.parametrize("tied", [True, False])
 def test_the_output_layer_costs_the_same_whether_or_not_it_is_the_embedding(tied: bool):
     assert training_cost(shape(tied_embeddings=tied)) == training_cost(shape())
+
+
+@pytest.mark.parametrize("architecture", ["Qwen2ForCausalLM", "Qwen3ForCausalLM", "LlamaForCausalLM"])
+def test_training_cost_is_what_torch_counts_on_the_same_pass(tmp_path: Path, architecture: str) -> None:
+    """Matrix products within 2%; of attention torch counts all pairs of tokens, we those of causal attention."""
+    folder = make_model_folder(tmp_path / "model", architecture=architecture)
+    model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
+    ids = torch.randint(3, model.config.vocab_size, (1, 96), generator=torch.Generator().manual_seed(1))
+    with FlopCounterMode(display=False) as counter:
+        model(ids, labels=ids).loss.backward()
+    counts = {str(operation): count for operation, count in counter.get_flop_counts()["Global"].items()}
+    products = sum(count for name, count in counts.items() if name in ("aten.mm", "aten.addmm"))
+    cost = training_cost(shape_of(folder))
+    assert cost.linear * 96 == pytest.approx(products, rel=0.02)
+    assert 2 * cost.quadratic * 96**2 == pytest.approx(counts["aten.bmm"], rel=0.02)
+    assert set(counts) <= {"aten.mm", "aten.addmm", "aten.bmm"}
