@@ -1,0 +1,38 @@
+"""A Hugging Face model as a Megatron-Core checkpoint for tensor parallelism of 2, and back: the same bits.
+
+python docs/examples/conversion.py
+"""
+
+from pathlib import Path
+
+from safetensors.torch import load_file
+
+from rlmath.cli import convert, make_tiny_model
+
+FOLDER = Path("outputs/examples/conversion")
+
+
+def main() -> None:
+    if not FOLDER.exists():
+        make_tiny_model.main(["--output", f"{FOLDER}/model"])
+        there = [
+            "to-megatron",
+            "--hf",
+            f"{FOLDER}/model",
+            "--output",
+            f"{FOLDER}/megatron",
+            "--tensor-parallel",
+            "2",
+        ]
+        assert convert.main(there) == 0
+        assert (
+            convert.main(["to-hf", "--checkpoint", f"{FOLDER}/megatron", "--output", f"{FOLDER}/back"]) == 0
+        )
+    before, after = (load_file(FOLDER / name / "model.safetensors") for name in ("model", "back"))
+    assert before.keys() == after.keys()
+    same = sum(before[name].equal(after[name]) for name in before)
+    print(f"{same} of {len(before)} tensors are the same, bit by bit")
+
+
+if __name__ == "__main__":
+    main()
