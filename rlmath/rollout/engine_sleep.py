@@ -36,13 +36,11 @@ class EngineMemory:
     def sleep(self) -> None:
         """Free the KV cache, and the weights, which the next sync replaces."""
         self._require("awake", "sleep")
+        reset_prefix_cache(self._llm)
         if self._on_cpu:
-            reset_prefix_cache(self._llm)
             self._llm.collective_rpc("release_kv_cache")
             self._weights.release()
         else:
-            # It empties the prefix cache too, and raises where it cannot: a loop over its blocks, 0.2 s for the
-            # millions of a tiny model.
             self._llm.sleep(level=2)
         self.state = "asleep"
 
