@@ -105,6 +105,7 @@ def test_a_killed_engine_is_named_and_every_prompt_is_learned_once_by_whichever_
     assert sum(row.get("rollout/interrupted_sequences", 0) for row in rows_of(output)) > 0
 
 
+@pytest.mark.full
 def test_what_is_saved_while_validation_runs_is_resumed(arithmetic: Path, tmp_path: Path) -> None:
     """The engines have sampled with the weights that the run would go on with."""
     output = tmp_path / "run"

@@ -37,7 +37,6 @@ from tests.programs import (
     small_run,
     torchrun_command,
 )
-from tests.selection import matrix
 from tools.drill_faults import differences
 from tools.drill_run import metric_lines
 from tools.scale_rollout import add_at_once
@@ -362,7 +361,7 @@ def port_of_ranks(store: dist.Store) -> int | None:
     return None
 
 
-@matrix
+@pytest.mark.full
 @pytest.mark.distributed
 def test_a_run_with_a_stranger_at_its_store_ends_with_the_metrics_of_one_without(
     arithmetic: Path, tmp_path: Path

@@ -25,7 +25,6 @@ from rlmath.rewards.verifier import verify
 from tests.distributed.rank_pool import RankPool
 from tests.evals.guessing_model import make_guessing_model
 from tests.programs import ENVIRONMENT, REPOSITORY, end_family, run, torchrun_command
-from tests.selection import matrix
 from tests.tiny_models import make_model_folder
 
 DATA = REPOSITORY.parent / "shared" / "data" / "benchmarks"
@@ -199,7 +198,7 @@ def test_two_engines_sample_the_same_texts(model: Path, evaluated: Path, ranks: 
     assert writers == {"rank-0000.jsonl", "rank-0001.jsonl"}
 
 
-@matrix
+@pytest.mark.full
 def test_stopped_half_way_twice_and_continued_it_gives_the_same_table(
     model: Path, evaluated: Path, ranks: RankPool
 ) -> None:

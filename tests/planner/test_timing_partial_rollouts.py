@@ -234,6 +234,7 @@ def test_a_large_step_is_as_a_small_one():
     assert state_of(2000, 3, 2, groups=512).sequences == 64 * 16
 
 
+@pytest.mark.full
 def test_the_more_groups_in_flight_the_fewer_engine_steps():
     """Slices of a quarter of the longest completion: with one or two times a step's groups in flight, all groups begin
     together and are complete after four rounds, which are the work of one or two steps. With more they mix, until most
@@ -259,6 +260,7 @@ def test_the_longer_slices_are_the_fewer_rounds_there_are():
     assert rounds == sorted(rounds) and rounds[2] < 0.5 < rounds[3] <= 1
 
 
+@pytest.mark.full
 def test_the_shorter_the_slices_the_more_is_prefilled_again():
     again = [state_of(length, 2, 1).carried.tokens for length in (8000, 4000, 2000, 1000, 500)]
     assert again[0] == 0 and again == sorted(again)
@@ -400,6 +402,7 @@ def deferring_of(length: int, prompt_share: float, groups: int = 64) -> Deferrin
     return deferring_state(MIXED, 16, FlightRules(groups, sys.maxsize, 0), length, prompt_share)
 
 
+@pytest.mark.full
 def test_the_more_alike_the_less_is_deferred_and_discarded():
     states = [deferring_of(4000, share) for share in (0.0, 0.5, 0.9)]
     shares = [one.deferred for one in states]

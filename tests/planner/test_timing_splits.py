@@ -107,6 +107,7 @@ def _of_one_rank(config: Config) -> tuple:
 # ---------------------------------------------------------------- beside every `rollout.tail`
 
 
+@pytest.mark.full
 def test_engines_on_ranks_of_their_own_stand_beside_every_tail():
     config = recipe("1.5b_n16.yaml")
     tails = compare_tails(config, *on_nodes(config, 16), search=True)

@@ -181,6 +181,7 @@ def test_more_staleness_is_tried_with_two_lengths_of_slices():
         assert one.rollout.max_groups_in_flight is None, "as many as may be"
 
 
+@pytest.mark.full
 def test_the_search_keeps_the_faster_length_of_slices():
     """Twice the default length for every staleness above 1, as less is prefilled again; and it tells nothing twice."""
     tails = tails_of(recipe("1.5b_n16.yaml"), 16, search=True)
@@ -227,6 +228,7 @@ def test_a_run_that_defers_is_planned_as_it_is():
     assert defer.rollout.steps < wait.rollout.steps and defer.rollout.slots > wait.rollout.slots
 
 
+@pytest.mark.full
 def test_other_slices_are_tried_and_the_fastest_is_kept_where_it_is_faster():
     assert [one.rollout.slice_tokens for one in with_other_slices(CONFIG)] == [4, 6, 8, 11], "of 16 tokens"
     assert len(SLICES) == 4
@@ -240,6 +242,7 @@ def test_other_slices_are_tried_and_the_fastest_is_kept_where_it_is_faster():
     assert tails_of(best.config, 16).found_defer is None
 
 
+@pytest.mark.full
 def test_deferring_depends_on_how_alike_the_completions_of_a_group_are():
     """docs/planning.md: slower than waiting at 0, and with what is assumed; faster where they are all but the same."""
     config = recipe("1.5b_n16.yaml")

@@ -236,7 +236,7 @@ def test_a_torchrun_that_ends_without_a_word_leaves_ranks_that_save(tmp_path: Pa
         assert "torchrun (pid" in run.console()
 
 
-@matrix
+@pytest.mark.full
 def test_a_killed_torchrun_of_the_first_of_two_nodes_lets_short_steps_be_saved(tmp_path: Path) -> None:
     """The other node ends when it has missed the store for RECONNECT_SECONDS."""
     folder, console = tmp_path / "run", tmp_path / "console.txt"
