@@ -15,6 +15,7 @@ from rlmath.evals.plan import Plan, check_settings
 from rlmath.evals.runner import _plan_after_rendezvous
 from tests.hub_server import TOKEN, Hub, hub_server
 from tests.programs import TRAIN, run, small_run, torchrun_command
+from tests.selection import matrix
 
 
 @pytest.fixture(scope="module")
@@ -38,6 +39,8 @@ def overrides(place: Path, output: Path, *more: str) -> list[str]:
     return [*small_run(place, output), *ids, "save.ckpt_freq_steps=1", *more]
 
 
+@pytest.mark.distributed
+@matrix
 def test_a_run_downloads_once_resumes_with_its_commits_and_uploads(
     place: Path, there: Hub, tmp_path: Path
 ) -> None:
@@ -94,6 +97,8 @@ def test_a_dry_run_says_what_would_be_downloaded(place: Path, there: Hub, tmp_pa
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.distributed
+@matrix
 def test_an_evaluation_goes_on_with_the_commit_that_it_began_with(
     there: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
