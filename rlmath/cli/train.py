@@ -20,10 +20,11 @@ from rlmath.distributed.fault_tolerance.exit_codes import (
     MISTAKE,
     read_exit_status,
 )
+from rlmath.distributed.fault_tolerance.preemption import WANTED_SIGNALS
 
 RANKS = "--ranks"
-SIGNALS = "--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
-"""So torchrun passes SIGUSR1 on, too."""
+SIGNALS = f"--signals-to-handle={','.join(WANTED_SIGNALS)}"
+"""So torchrun passes on every signal that a run stops at."""
 ALONE = ("-h", "--help", "--dry-run")
 """With one of these a program prints something and ends: no ranks are started."""
 
