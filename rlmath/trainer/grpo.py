@@ -48,6 +48,7 @@ from rlmath.trainer.metrics import (
     update_metrics,
 )
 from rlmath.trainer.policy_update import PolicyTrainer
+from rlmath.trainer.recorder import StepRecorder
 from rlmath.trainer.reporter import StepRecord, ValidationResult
 from rlmath.trainer.rollouts import StepRollout, selection_rules
 from rlmath.trainer.startup import PreparedRun
@@ -91,6 +92,7 @@ class GrpoTrainer(PolicyTrainer):
         on_phase("build model")
         self.build_models(prepared, on_progress)
         self.engines.connect(self.actor, self.offload)
+        self.recorder = StepRecorder(self, config.telemetry.capture_steps)
         self.rules = selection_rules(config.selection, config.reward)
         self.validation_files = prepared.validation
 
@@ -131,7 +133,9 @@ class GrpoTrainer(PolicyTrainer):
         if functions_of(self.config.reward):
             raise_if_every_call_failed(rollout.scores)
         history = self.rollouts.commit()
+        self.recorder.before_update(number, stage.number, selection)
         update = self.updaters[stage.number].update(selection.learned, number)
+        self.recorder.after_update(update)
         self.move_reference(number + 1)
         seconds = self.timers.seconds() | {"step": time.perf_counter() - started}
         metrics = self.metrics(stage, rollout, update, seconds) | history | probed
@@ -218,6 +222,9 @@ class GrpoTrainer(PolicyTrainer):
             except OSError as error:
                 logger.warning("%s cannot be written: %s", path, error)
         return {"history": curriculum.summary()}
+
+    def write_last_step(self, reason: str) -> None:
+        self.recorder.write(reason)
 
     def close(self, status: int) -> None:
         self.engines.close(status)
