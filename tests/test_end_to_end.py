@@ -442,7 +442,7 @@ def test_the_rollout_of_a_captured_step_is_made_again_token_by_token(workplace: 
     assert found["same_tokens"] == found["same_rewards"] == found["completions"] == total
     assert found["logprobs_apart"] == 0
     folder = workplace / "run" / "captures" / "step-000002" / "replays"
-    assert [one.name for one in folder.glob("rollout-*/*")] == ["replay.json"]
+    assert list(folder.glob("rollout-*/replay.json")) and not list(folder.glob("rollout-*/model"))
 
 
 @pytest.mark.full

@@ -133,9 +133,11 @@ class GrpoTrainer(PolicyTrainer):
         if functions_of(self.config.reward):
             raise_if_every_call_failed(rollout.scores)
         history = self.rollouts.commit()
-        self.recorder.before_update(number, stage.number, selection)
+        with self.timers.phase("capture"):
+            self.recorder.before_update(number, stage.number, selection)
         update = self.updaters[stage.number].update(selection.learned, number)
-        self.recorder.after_update(update)
+        with self.timers.phase("capture"):
+            self.recorder.after_update(update)
         self.move_reference(number + 1)
         seconds = self.timers.seconds() | {"step": time.perf_counter() - started}
         metrics = self.metrics(stage, rollout, update, seconds) | history | probed

@@ -156,7 +156,7 @@ def replay_update(
                 logger.info("%s", line)
             same = found.same(tolerance)
             _write(prepared, {"part": "update", "same": same, "bit_equal": found.bit_equal} | _json_of(found))
-            status = exit_codes.FINISHED if same or capture.update is None else exit_codes.FAILURE
+            status = _end(prepared, same or capture.update is None)
         status = broadcast_from_rank_zero(status)
     dist.destroy_process_group()
     return status
@@ -290,7 +290,7 @@ def replay_rollout(
             found = compare_groups(capture.groups, groups)
             logger.info("%s", rollout_line(found))
             _write(prepared, {"part": "rollout", **found})
-            status = exit_codes.FINISHED if found["same"] else exit_codes.FAILURE
+            status = _end(prepared, found["same"])
             if state is not None:
                 shutil.rmtree(model, ignore_errors=True)
         status = broadcast_from_rank_zero(status)
@@ -400,6 +400,14 @@ def _whole(state: CheckpointToResume | None, heartbeat: Heartbeat) -> Checkpoint
     not."""
     heartbeat.enter_phase("check checkpoint")
     return choose_checkpoint(None if state is None else Recovery([state], []), heartbeat.report_progress)
+
+
+def _end(prepared: PreparedRun[Inputs], same: bool) -> int:
+    """The exit status, which the replay's folder gets, too."""
+    status = exit_codes.FINISHED if same else exit_codes.FAILURE
+    message = "the replay is the same" if same else "the replay is not the same"
+    exit_codes.write_exit_status(prepared.config.run.output_dir, status, message)
+    return status
 
 
 def _write(prepared: PreparedRun[Inputs], found: Mapping[str, Any]) -> None:
