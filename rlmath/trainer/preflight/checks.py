@@ -506,6 +506,8 @@ _SFT_SETTINGS = (
     "memory.gpu_gib",
     "sft.",
     "telemetry.tensorboard",
+    "telemetry.profile_steps",
+    "telemetry.report",
     "telemetry.wandb",
     "telemetry.wandb_project",
     "telemetry.wandb_name",
