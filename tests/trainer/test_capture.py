@@ -167,6 +167,11 @@ def test_projections_estimate_the_distance_of_models() -> None:
     # The estimate of K = 8 projections of two tensors has a relative standard deviation below 1 / sqrt(8).
     assert distance(*sketches) == pytest.approx(true, rel=0.75)
     assert distance(sketches[0], sketches[0]) == 0
+    moved = one | {"b": one["b"].clone()}
+    moved["b"][7] += 2**-10
+    step = float(moved["b"][7].double() - one["b"][7].double())
+    again = WeightSketch("", {name: project(tensor) for name, tensor in moved.items()})
+    assert distance(sketches[0], again) == pytest.approx(abs(step), rel=1e-6)
     signs = [project(torch.eye(100)[place]) for place in range(100)]
     assert {value for row in signs for value in row} == {1.0, -1.0}
     assert abs(np.mean(signs)) < 4 / math.sqrt(100 * PROJECTIONS)
