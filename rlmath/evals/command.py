@@ -17,7 +17,7 @@ from rlmath.config.help import all_settings, raise_problems
 from rlmath.config.hub import is_hub_id, parse_hub_id
 from rlmath.config.schema import RolloutConfig
 from rlmath.distributed import process
-from rlmath.distributed.device import environment_rank, resolve_kind
+from rlmath.distributed.device_kind import resolve_kind
 from rlmath.distributed.fault_tolerance.exit_codes import (
     FAILURE,
     FINISHED,
@@ -26,6 +26,7 @@ from rlmath.distributed.fault_tolerance.exit_codes import (
     write_exit_status,
 )
 from rlmath.distributed.fault_tolerance.preemption import INTERRUPT, on_signals
+from rlmath.distributed.ranks import environment_rank
 from rlmath.evals.compare import comparison_text, read_results
 from rlmath.evals.model_source import remove_converted
 from rlmath.evals.plan import Plan

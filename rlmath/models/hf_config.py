@@ -18,6 +18,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from rlmath.checkpoint.hf.headers import MAX_INDEX_BYTES, TensorHeader, format_problems, read_header
 from rlmath.checkpoint.hf.weight_map import (
     TABLES,
     VALUE_TABLES,
@@ -30,7 +31,6 @@ from rlmath.checkpoint.hf.weight_map import (
     placed_tensors,
     value_architecture,
 )
-from rlmath.checkpoint.hf.weights import MAX_INDEX_BYTES, TensorHeader, format_problems, read_header
 from rlmath.config.files import read_json_object
 from rlmath.config.help import nearest_path, nearest_word, raise_problems
 from rlmath.config.hub import PREFIX

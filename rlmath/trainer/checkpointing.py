@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
 from rlmath.checkpoint.directory import (
@@ -152,7 +153,7 @@ class Checkpointer:
         self._divergence.raise_if_not_finite()
         trainer = self._trainer
         stream = self._with_progress(hf_stream(trainer.actor.chunks, trainer.shape, trainer.mesh))
-        dtype, writes = save_schedule.export_dtype(trainer.config), trainer.mesh.rank == 0
+        dtype, writes = getattr(torch, save_schedule.export_format(trainer.config)), trainer.mesh.rank == 0
         write_hf_folder(stream, {**self._metadata_files, **(more or {})}, folder, dtype, writes)
 
     def export_final_model(self) -> None:

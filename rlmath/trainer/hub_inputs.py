@@ -15,17 +15,19 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rlmath.config import hub
 from rlmath.config.help import raise_problems, schema_problems, setting_values
 from rlmath.config.hub import HubId
 from rlmath.config.load import load_config
 from rlmath.config.schema import Config
-from rlmath.distributed.device import environment_rank
-from rlmath.distributed.ranks import RankReport, RendezvousResult
-from rlmath.distributed.rendezvous import Rendezvous
+from rlmath.distributed.ranks import RankReport, RendezvousResult, environment_rank
 from rlmath.trainer.resume import newest_settings
 from rlmath.trainer.run_dir import CONFIG_NAME, EXPORT_FOLDER
+
+if TYPE_CHECKING:
+    from rlmath.distributed.rendezvous import Rendezvous
 
 logger = logging.getLogger(__name__)
 

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
+import torch
 import torch.distributed as dist
 
 from rlmath.checkpoint.directory import Progress, read_progress
@@ -30,14 +31,7 @@ from rlmath.data.loader import Rollback, write_report
 from rlmath.distributed import process
 from rlmath.distributed.bridge import Bridge, open_worlds
 from rlmath.distributed.collectives import all_gather_objects, broadcast_from_rank_zero
-from rlmath.distributed.device import (
-    Device,
-    environment_rank,
-    environment_world_size,
-    held_bytes,
-    init_process_group,
-    open_device,
-)
+from rlmath.distributed.device import Device, device_bytes, held_bytes, init_process_group, open_device
 from rlmath.distributed.fault_tolerance import exit_codes
 from rlmath.distributed.fault_tolerance.heartbeat import Heartbeat
 from rlmath.distributed.fault_tolerance.preemption import StopRequest, launcher_advice
@@ -46,18 +40,25 @@ from rlmath.distributed.mesh import Mesh
 from rlmath.distributed.peak_flops import peak_flops
 from rlmath.distributed.phase_timers import PhaseTimers
 from rlmath.distributed.process import library_versions, outlive_parent
-from rlmath.distributed.ranks import RankReport, RendezvousResult, hosts_text
+from rlmath.distributed.ranks import (
+    RankReport,
+    RendezvousResult,
+    environment_rank,
+    environment_world_size,
+    hosts_text,
+)
 from rlmath.distributed.rendezvous import Rendezvous
 from rlmath.models.build import Actor
 from rlmath.models.megatron import start_megatron
 from rlmath.rewards.reward_manager import RewardFunctionError
+from rlmath.trainer.checkpoint_choice import choose_checkpoint
 from rlmath.trainer.checkpointing import Checkpointer
 from rlmath.trainer.divergence import ADVICE, DivergedError, DivergenceCheck, RewardRule
 from rlmath.trainer.hub_inputs import push_model
 from rlmath.trainer.preflight.memory_estimate import Kind, mesh_of
 from rlmath.trainer.preflight.memory_fit import measured_line
 from rlmath.trainer.reporter import Reporter, StepRecord, ValidationResult, write_run_report
-from rlmath.trainer.resume import CheckpointToResume, Recovery, choose_checkpoint
+from rlmath.trainer.resume import CheckpointToResume, Recovery
 from rlmath.trainer.rollback import (
     ROLLBACKS,
     RollbackRecord,
@@ -306,7 +307,11 @@ def _train(
             checkpointer.save_to_stop(number)
             return stop_early(trainer, checkpointer, number, record.reason, stop)
         if number == steps_done and mesh.rank == 0 and trainer.device.kind == "cuda":
-            logger.info("%s", measured_line(config, trainer.shape, mesh, trainer.device, trainer.kind))
+            most, used = (
+                torch.cuda.max_memory_reserved(trainer.device.torch_device),
+                device_bytes(trainer.device),
+            )
+            logger.info("%s", measured_line(config, trainer.shape, mesh, trainer.kind, most, used))
         metrics = stragglers.after_step(trainer.busy_seconds(), heartbeat.slowest_answer())
         metrics |= {"memory_gib": held_bytes(trainer.device) / 2**30, "seconds/save": checkpointer.seconds}
         if reporter is not None:

@@ -5,14 +5,13 @@ from __future__ import annotations
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-
-import torch
+from typing import Literal
 
 from rlmath.checkpoint.directory import CHECKPOINTS, complete_checkpoints
 from rlmath.checkpoint.hf.weight_map import parameter_count
 from rlmath.config.model_shape import ModelShape
 from rlmath.config.schema import Config, SaveConfig
-from rlmath.distributed.device import resolve_kind
+from rlmath.distributed.device_kind import DeviceKind, resolve_kind
 from rlmath.models.hf_config import critic_shape_of
 from rlmath.trainer.run_dir import BEST_FOLDER, stage_folder
 
@@ -92,25 +91,27 @@ class SaveTimes:
 
 # ---------------------------------------------------------------- sizes
 
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+NumberFormat = Literal["float32", "bfloat16"]
+_BYTES: dict[NumberFormat, int] = {"float32": 4, "bfloat16": 2}
+_TRAINED: dict[DeviceKind, NumberFormat] = {"cpu": "float32", "cuda": "bfloat16"}
+"""The format of parameters, as `device.open_device` has it."""
 
-_TRAINED = {"cpu": torch.float32, "cuda": torch.bfloat16}
 
-
-def export_dtype(config: Config) -> torch.dtype:
-    """As `save.export_dtype`; "auto" is the format of training."""
-    return _DTYPES.get(config.save.export_dtype, _TRAINED[resolve_kind(config.run.device)])
+def export_format(config: Config) -> NumberFormat:
+    """Of the exported model, by the name that torch has for it; "auto" is the format of training."""
+    named = config.save.export_dtype
+    return _TRAINED[resolve_kind(config.run.device)] if named == "auto" else named
 
 
 def export_bytes(config: Config, shape: ModelShape) -> int:
     """Size of the model's weights on disk (bytes)."""
-    return parameter_count(shape) * export_dtype(config).itemsize
+    return parameter_count(shape) * _BYTES[export_format(config)]
 
 
 def checkpoint_bytes(config: Config, shape: ModelShape) -> int:
     """Size of a checkpoint on disk: of the policy and, where there is one, of the critic, parameters, Adam's two
     moments, and float32 copies of bfloat16 parameters; and of a reference that moves its parameters (bytes)."""
-    weights = _TRAINED[resolve_kind(config.run.device)].itemsize
+    weights = _BYTES[_TRAINED[resolve_kind(config.run.device)]]
     state = 8 if config.optimizer.kind == "adam" else 0
     copies = 4 if weights < 4 else 0
     critic = critic_shape_of(config, shape)

@@ -37,18 +37,22 @@ from rlmath.data import dataset
 from rlmath.data.audit import DataAudit
 from rlmath.distributed import process
 from rlmath.distributed.collectives import gather_to_rank_zero
-from rlmath.distributed.device import (
-    check_launcher_numbers,
-    environment_rank,
-    environment_world_size,
-    prepare_imports,
-    resolve_kind,
-)
+from rlmath.distributed.device import prepare_imports
+from rlmath.distributed.device_kind import resolve_kind
 from rlmath.distributed.fault_tolerance import exit_codes
 from rlmath.distributed.fault_tolerance.failure import first_line, may_be_caused_by_peer
 from rlmath.distributed.fault_tolerance.preemption import end_at_interrupt, under_torchrun
 from rlmath.distributed.process import code_hash, end_with_parent, library_versions
-from rlmath.distributed.ranks import RankReport, RendezvousResult, hosts_text, ranks_text, this_rank
+from rlmath.distributed.ranks import (
+    RankReport,
+    RendezvousResult,
+    check_launcher_numbers,
+    environment_rank,
+    environment_world_size,
+    hosts_text,
+    ranks_text,
+    this_rank,
+)
 from rlmath.distributed.rendezvous import (
     GLOO_INTERFACE,
     MissingRanksError,

@@ -21,7 +21,10 @@ from rlmath.distributed.fault_tolerance import exit_codes
 from tests.programs import ENVIRONMENT, REPOSITORY
 from tests.selection import keeping
 
-WITHOUT = "import sys\nfor name in ('torch', 'vllm', 'megatron', 'transformers', 'pyarrow'): sys.modules[name] = None\n"
+WITHOUT = """import sys
+for name in ("torch", "vllm", "megatron", "transformers", "tokenizers", "huggingface_hub", "jaxtyping", "pyarrow"):
+    sys.modules[name] = None
+"""
 """A program that begins so has an installation's base alone."""
 
 
@@ -76,8 +79,58 @@ def test_what_is_missing_is_named_and_the_rest_works_without_torch(tmp_path: Pat
     assert "rlmath install cpu" in ran.stderr
     ran = python("from rlmath.cli.main import main; sys.exit(main(['doctor']))", tmp_path)
     assert "requirements/cpu.txt" in ran.stdout and "Traceback" not in ran.stderr
+    assert "ready: plan, plan-memory, report, samples, verify, doctor, install\n" in ran.stdout
+    assert "after rlmath install cpu: demo, train, sft, eval, convert, submit\n" in ran.stdout
     ran = python("from rlmath.cli.main import main; sys.exit(main(['samples', 'nothing']))", tmp_path)
     assert ran.returncode == 1 and "Traceback" not in ran.stderr
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        [
+            "plan",
+            "--config",
+            "configs/areal/7b_n16.yaml",
+            "--mean-response-tokens",
+            "8600",
+            "--prompts",
+            "106000",
+            "--layouts",
+            "0",
+        ],
+        ["plan-memory", "--config", "configs/areal/1.5b_n16.yaml", "memory.gpu=H100-80GB"],
+    ],
+    ids=lambda words: words[0],
+)
+def test_plans_have_the_same_figures_without_torch(
+    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ran = python(f"from rlmath.cli.main import main; sys.exit(main({words}))", tmp_path)
+    monkeypatch.chdir(tmp_path)
+    assert main(words) == ran.returncode == 0, ran.stderr
+    assert ran.stdout == capsys.readouterr().out and ran.stdout.count("\n") > 15
+
+
+def test_prompts_are_counted_without_torch_and_a_table_is_refused(tmp_path: Path) -> None:
+    """Ten prompts, and five a step, are two steps an epoch; a table needs pyarrow."""
+    rows = [json.dumps({"question": f"What is 1+{n}?", "answer": f"{n + 1}"}) for n in range(10)]
+    (tmp_path / "train.jsonl").write_text("\n".join(rows), encoding="utf-8")
+    (tmp_path / "train.parquet").write_bytes(b"PAR1")
+    plan = [
+        "plan",
+        "--config",
+        "configs/demo.yaml",
+        "model.path=Qwen2.5-Math-1.5B",
+        "data.prompts_per_step=5",
+    ]
+    texts = []
+    for name in ("train.jsonl", "train.parquet"):
+        words = [*plan, "--json", "--layouts", "0", f"data.train_path={name}", "memory.gpu=H100-80GB"]
+        ran = python(f"from rlmath.cli.main import main; sys.exit(main({words}))", tmp_path)
+        texts.append(ran.stdout + ran.stderr)
+    assert json.loads(texts[0])["steps_per_epoch"] == 2
+    assert "which the package pyarrow reads" in texts[1] and "Traceback" not in texts[1]
 
 
 def test_answers_are_judged_and_settings_read_without_torch(tmp_path: Path) -> None:

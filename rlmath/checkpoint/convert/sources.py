@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rlmath.checkpoint import directory
-from rlmath.checkpoint.hf.weights import HFReader, TensorHeader, read_header
+from rlmath.checkpoint.hf.headers import TensorHeader, read_header
+from rlmath.checkpoint.hf.weights import HFReader
 from rlmath.checkpoint.safe_metadata import INDEX
 from rlmath.config.help import nearest_path
 

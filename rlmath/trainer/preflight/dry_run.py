@@ -6,6 +6,7 @@ shape; without a tokenizer prompts are counted and their lengths are not checked
 
 from __future__ import annotations
 
+import importlib.util
 import math
 import os
 import shutil
@@ -31,9 +32,9 @@ from rlmath.data.dataset import (
     most_updates,
 )
 from rlmath.data.loader import PromptOrder
-from rlmath.distributed.device import environment_rank
 from rlmath.distributed.fault_tolerance.exit_codes import FINISHED, MISTAKE
 from rlmath.distributed.memory import total_bytes
+from rlmath.distributed.ranks import environment_rank
 from rlmath.models.hf_config import (
     PlannedShape,
     critic_shape_of,
@@ -45,6 +46,7 @@ from rlmath.models.hf_config import (
 )
 from rlmath.rewards.reward_manager import try_reward_function
 from rlmath.trainer import save_schedule
+from rlmath.trainer.flight_rules import flight_rules, flight_size, slice_tokens
 from rlmath.trainer.hub_inputs import plan_inputs
 from rlmath.trainer.preflight import checks
 from rlmath.trainer.preflight.length_curriculum import stage_list_problems
@@ -53,7 +55,6 @@ from rlmath.trainer.preflight.memory_fit import GIB, planned_target, start_up_li
 from rlmath.trainer.preflight.parallelism import planned_ranks, roles
 from rlmath.trainer.preflight.teacher import check_teacher_tokenizer
 from rlmath.trainer.resume import Origin, Recovery, find_recovery, origin_of, sft_origin_of
-from rlmath.trainer.rollouts import flight_rules, flight_size, slice_tokens
 from rlmath.trainer.run_dir import folder_problems
 from rlmath.trainer.telemetry.alerts import dropped_alert
 from rlmath.trainer.telemetry.console import terminal_width, wrapped
@@ -250,8 +251,11 @@ def count_sequences(config: Config, shape: ModelShape) -> CountedData:
 
 
 def has_tokenizer(config: Config) -> bool:
+    """Whether the model's folder has one, and the package is there that reads it: plans are made without it, too."""
     folder = Path(config.model.path)
-    return (folder / "tokenizer.json").is_file() or (folder / "vocab.json").is_file()
+    return importlib.util.find_spec("transformers") is not None and (
+        (folder / "tokenizer.json").is_file() or (folder / "vocab.json").is_file()
+    )
 
 
 # ---------------------------------------------------------------- the plan as text

@@ -15,7 +15,7 @@ from safetensors.numpy import load_file, save_file
 
 from launch.train_grpo import main
 from rlmath.checkpoint.directory import CHECKPOINTS, Progress, open_partial, publish, write_progress
-from rlmath.checkpoint.hf.weights import read_header
+from rlmath.checkpoint.hf.headers import read_header
 from rlmath.config.load import load_config, save_config
 from rlmath.config.schema import Config, SaveConfig
 from rlmath.distributed.memory import total_bytes
