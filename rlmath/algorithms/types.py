@@ -2,11 +2,9 @@
 
     Prompt -> (PartialCompletion ->) Completion -> ScoredGroup -> Sample -> MicroBatch
 
-Every stage returns a new frozen record; no later stage fills a field in. All but `MicroBatch` are plain
-Python data, cheap to gather to every rank.
+Every stage returns a new frozen record; no later stage fills a field in. All are plain Python data, cheap to gather to
+every rank, but `MicroBatch`, which has tensors and is in `rlmath.data.packing`.
 """
-
-# Shape legend: T packed tokens of one micro-batch, S segments (samples) packed into it.
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Samples laid end to end into the tensors of a micro-batch. Pure."""
 
-# Shape legend: T packed tokens, S segments.
+# Shape legend: T packed tokens of one micro-batch, S segments (samples) packed into it.
 
 from __future__ import annotations
 

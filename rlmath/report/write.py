@@ -9,10 +9,9 @@ from datetime import datetime
 from importlib.util import find_spec
 from pathlib import Path
 
+from rlmath.config.run_files import REPORT_FILE
 from rlmath.report.page import build_page
 from rlmath.report.run_folder import read_runs
-
-REPORT_FILE = "report.html"
 
 
 class NoPlotlyError(RuntimeError):

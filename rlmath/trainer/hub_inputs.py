@@ -21,10 +21,10 @@ from rlmath.config import hub
 from rlmath.config.help import raise_problems, schema_problems, setting_values
 from rlmath.config.hub import HubId
 from rlmath.config.load import load_config
+from rlmath.config.run_files import CONFIG_FILE, EXPORT_FOLDER
 from rlmath.config.schema import Config
 from rlmath.distributed.ranks import RankReport, RendezvousResult, environment_rank
 from rlmath.trainer.resume import newest_settings
-from rlmath.trainer.run_dir import CONFIG_NAME, EXPORT_FOLDER
 
 if TYPE_CHECKING:
     from rlmath.distributed.rendezvous import Rendezvous
@@ -141,7 +141,7 @@ def recorded_ids(config: Config) -> list[str]:
         return []
     found = []
     with suppress(OSError, ValueError):
-        found.append(load_config([Path(config.run.output_dir) / CONFIG_NAME], [], saved=True))
+        found.append(load_config([Path(config.run.output_dir) / CONFIG_FILE], [], saved=True))
     found.append(newest_settings(config))
     texts = []
     for settings in filter(None, found):

@@ -26,6 +26,7 @@ from rlmath.checkpoint.manager import load_checkpoint
 from rlmath.checkpoint.sharded_state import POLICY, SavedModel
 from rlmath.config.help import all_settings, as_yaml_word
 from rlmath.config.load import config_as_yaml, shown_values
+from rlmath.config.run_files import CONFIG_FILE, LOG_FILE, ROLLBACKS_FILE
 from rlmath.config.schema import AlgorithmConfig, Config
 from rlmath.data.loader import Rollback, write_report
 from rlmath.distributed import process
@@ -59,17 +60,10 @@ from rlmath.trainer.preflight.memory_estimate import Kind, mesh_of
 from rlmath.trainer.preflight.memory_fit import measured_line
 from rlmath.trainer.reporter import Reporter, StepRecord, ValidationResult, write_run_report
 from rlmath.trainer.resume import CheckpointToResume, Recovery
-from rlmath.trainer.rollback import (
-    ROLLBACKS,
-    RollbackRecord,
-    numbered,
-    records_of,
-    unnumbered,
-    write_rollbacks,
-)
-from rlmath.trainer.run_dir import CONFIG_NAME, claim_run_folder, take_back
+from rlmath.trainer.rollback import RollbackRecord, numbered, records_of, unnumbered, write_rollbacks
+from rlmath.trainer.run_dir import claim_run_folder, take_back
 from rlmath.trainer.startup import PreparedRun, compare_clocks
-from rlmath.trainer.telemetry.console import LOG_FILE, open_log_file
+from rlmath.trainer.telemetry.console import open_log_file
 from rlmath.trainer.telemetry.profile import StepProfiler
 
 logger = logging.getLogger(__name__)
@@ -406,7 +400,7 @@ def claim_folder(
         write_report(config.run.output_dir, prepared.inputs.reports)
     dist.barrier()
     folder = Path(config.run.output_dir)
-    host = None if (folder / CONFIG_NAME).is_file() else socket.gethostname()
+    host = None if (folder / CONFIG_FILE).is_file() else socket.gethostname()
     blind = list(dict.fromkeys(one for one in all_gather_objects(host) if one is not None))
     if blind:
         raise ValueError(
@@ -425,7 +419,7 @@ def log_settings(config: Config, kind: Kind) -> None:
     changed = changed_settings(config)
     unused = changed.pop("sft", []) if kind == "grpo" else []
     shown = "\n".join(f"  {section}: {', '.join(settings)}" for section, settings in changed.items())
-    logger.info("Settings that are not at their defaults; all are in %s:\n%s", CONFIG_NAME, shown)
+    logger.info("Settings that are not at their defaults; all are in %s:\n%s", CONFIG_FILE, shown)
     if unused:
         logger.warning("Without effect in a GRPO run: %s", ", ".join(f"sft.{one}" for one in unused))
     logger.debug("The settings of this run:\n%s", config_as_yaml(config))
@@ -551,7 +545,7 @@ def roll_back(
     if trainer.mesh.rank == 0:
         if refused is not None:
             logger.error(
-                "No rollback: %s cannot be written, and it would not be counted: %s", ROLLBACKS, refused
+                "No rollback: %s cannot be written, and it would not be counted: %s", ROLLBACKS_FILE, refused
             )
         else:
             logger.error(

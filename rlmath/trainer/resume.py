@@ -1,7 +1,7 @@
 """Whether a run resumes from a checkpoint, and from which.
 
 `find_recovery` runs on every rank before anything is started: it reads manifests and small files, and refuses a
-checkpoint of another run. With the process group there, `choose_checkpoint` reads the candidates' files, each rank a
+checkpoint of another run. With the process group there, `checkpoint_choice` reads the candidates' files, each rank a
 share of them. What a run is made of (model, data) is compared by fingerprint, not by path.
 """
 
@@ -23,6 +23,7 @@ from rlmath.config.help import as_yaml_word, is_among, setting_values
 from rlmath.config.hub import is_same
 from rlmath.config.length_curriculum import LengthStage, has_length_stages, length_stages
 from rlmath.config.load import load_config, shown_values
+from rlmath.config.run_files import CHECKPOINTS_FOLDER
 from rlmath.config.schema import Config, RewardConfig
 from rlmath.data.dataset import PromptFiles, SftInputs
 from rlmath.data.sft_sequences import sequences_fingerprint
@@ -178,7 +179,7 @@ def find_recovery(config: Config, origin: Origin, total_steps: int) -> Recovery 
     """
     if config.run.recover_mode == "disabled":
         return None
-    root = Path(config.run.output_dir) / directory.CHECKPOINTS
+    root = Path(config.run.output_dir) / CHECKPOINTS_FOLDER
     found, notes = _complete_checkpoints(config)
     rollbacks, candidates = read_rollbacks(config.run.output_dir), []
     for checkpoint in found:
@@ -248,7 +249,7 @@ START_OVER = "to start from the beginning, give another run.output_dir or run.re
 
 def _complete_checkpoints(config: Config) -> tuple[list[Checkpoint], list[str]]:
     try:
-        return directory.complete_checkpoints(Path(config.run.output_dir) / directory.CHECKPOINTS)
+        return directory.complete_checkpoints(Path(config.run.output_dir) / CHECKPOINTS_FOLDER)
     except ValueError as error:
         raise ValueError(out_of_reach_text(error)) from error
 

@@ -7,13 +7,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from rlmath.checkpoint.directory import CHECKPOINTS, complete_checkpoints
+from rlmath.checkpoint.directory import complete_checkpoints
 from rlmath.checkpoint.hf.weight_map import parameter_count
 from rlmath.config.model_shape import ModelShape
+from rlmath.config.run_files import BEST_FOLDER, CHECKPOINTS_FOLDER
 from rlmath.config.schema import Config, SaveConfig
 from rlmath.distributed.device_kind import DeviceKind, resolve_kind
 from rlmath.models.hf_config import critic_shape_of
-from rlmath.trainer.run_dir import BEST_FOLDER, stage_folder
+from rlmath.trainer.run_dir import stage_folder
 
 FIRST_POINT = 2
 """Steps after which a run makes its first recovery point, as AReaL does."""
@@ -129,7 +130,7 @@ def output_bytes(config: Config, shape: ModelShape) -> int:
         wanted = (save.keep_last + 1) * checkpoint_bytes(config, shape)
     found = []
     with suppress(ValueError):  # `find_recovery` raises it, unless the run is to start from the beginning
-        found, _ = complete_checkpoints(Path(config.run.output_dir) / CHECKPOINTS)
+        found, _ = complete_checkpoints(Path(config.run.output_dir) / CHECKPOINTS_FOLDER)
     there = sum(entry.size for one in found for entry in one.files.values())
     folders = [stage_folder(config.run.output_dir, number) for number in range(len(config.stages.steps))]
     folders += [Path(config.run.output_dir) / BEST_FOLDER] * config.validation.keep_best
