@@ -13,7 +13,6 @@ from rlmath.config.run_files import REPORT_FILE
 from rlmath.report.page import build_page
 from rlmath.report.run_folder import read_runs
 
-
 _BEGINNING, _BEGINNING_IN_PARENTHESES = ": this, () => {", ": this, (() => {"
 _END, _END_IN_PARENTHESES = "}));", "})));"
 
