@@ -136,12 +136,41 @@ def test_a_converter_reads_a_model_of_the_hub(there: Hub, tmp_path: Path) -> Non
     assert '--hf: got "hf:/org/base"; needed: hf://org/name' in told.stderr
 
 
+@pytest.mark.distributed
+def test_a_hub_that_fails_is_no_mistake(place: Path, there: Hub, tmp_path: Path) -> None:
+    """Status 1, with which a job is started again, on all ranks; a dry run's and a conversion's, too."""
+    variables, output = there.variables(tmp_path / "home"), tmp_path / "run"
+    there.status = 503
+    output.mkdir()
+    command = torchrun_command(2, *TRAIN, *overrides(place, output))
+    found = run(*command, variables=variables, expect=1)
+    text = found.stdout + found.stderr
+    assert "the hub cannot be asked (it answers with status 503)" in text
+    ended = json.loads((output / "exit_status.json").read_text())
+    assert ended["status"] == 1 and "status 503" in ended["message"]
+    found = run(*TRAIN, "--dry-run", *overrides(place, tmp_path / "other"), variables=variables, expect=1)
+    assert "it answers with status 503" in found.stderr
+    command = (
+        "-m",
+        "rlmath.cli.convert",
+        "to-megatron",
+        "--output",
+        f"{tmp_path}/out",
+        "--hf",
+        "hf://org/base",
+    )
+    found = run(*command, variables=variables, expect=1)
+    assert "it answers with status 503" in found.stderr and "could not be written" not in found.stderr
+
+
 def test_a_mistake_of_an_id_ends_before_anything_is_asked(place: Path, there: Hub, tmp_path: Path) -> None:
     variables = there.variables(tmp_path / "home")
+    (tmp_path / "run").mkdir()
     command = torchrun_command(2, *TRAIN, *overrides(place, tmp_path / "run", "model.path=hf://org/none"))
     found = run(*command, variables=variables, expect=1)
     text = found.stdout + found.stderr
     assert "hf://org/none: the hub has no model org/none, or it is private" in text
+    assert json.loads((tmp_path / "run" / "exit_status.json").read_text())["status"] == 2
     there.asked.clear()
     given = ("model.path=hf:/org/base", "data.history_path=hf://org/x", "optimizer.lr=-1")
     found = run(*TRAIN, *overrides(place, tmp_path / "run", *given), variables=variables, expect=2)

@@ -127,6 +127,8 @@ class RankReport:
     node: int
     problem: str | None = None
     """A mistake that it found; it will not start."""
+    may_pass: bool = False
+    """The problem is none of the user's: a later start may not have it."""
     facts: Mapping[str, str] = field(default_factory=dict)
     """What must be the same on all nodes, by name; sent by one rank of every node."""
     address: str = ""

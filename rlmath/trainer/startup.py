@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar
 import torch.distributed as dist
 
 from rlmath.config.help import as_yaml_word, setting_values
-from rlmath.config.hub import as_hub_ids
+from rlmath.config.hub import HubFailedError, as_hub_ids
 from rlmath.config.length_curriculum import fewer_steps_warnings, length_stage_lines
 from rlmath.config.load import is_reference, make_parser, without_secrets
 from rlmath.config.model_shape import ModelShape
@@ -239,7 +239,7 @@ def start(
                 raise error from None
             if rendezvous is not None:
                 meet(rendezvous, facts_of(prepared), start_timeout)
-        except (ValueError, MissingRanksError) as error:
+        except (ValueError, MissingRanksError, HubFailedError) as error:
             status = exit_codes.MISTAKE if isinstance(error, ValueError) else exit_codes.FAILURE
             log_mistake(error)
             stack.close()

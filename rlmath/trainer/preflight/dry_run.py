@@ -19,6 +19,7 @@ from rlmath.checkpoint.flight import TOKEN_BYTES
 from rlmath.checkpoint.hf.weight_map import parameter_count
 from rlmath.config import length_curriculum as curriculum
 from rlmath.config.help import raise_problems
+from rlmath.config.hub import HubFailedError
 from rlmath.config.load import load_config, without_secrets
 from rlmath.config.model_shape import ModelShape
 from rlmath.config.schema import Config
@@ -32,7 +33,7 @@ from rlmath.data.dataset import (
     most_updates,
 )
 from rlmath.data.loader import PromptOrder
-from rlmath.distributed.fault_tolerance.exit_codes import FINISHED, MISTAKE
+from rlmath.distributed.fault_tolerance.exit_codes import FAILURE, FINISHED, MISTAKE
 from rlmath.distributed.memory import total_bytes
 from rlmath.distributed.ranks import environment_rank
 from rlmath.models.hf_config import (
@@ -104,15 +105,17 @@ class RunPlan:
 def dry_run(
     config_files: Sequence[Path], overrides: Sequence[str], ranks: int | None, kind: Kind = "grpo"
 ) -> int:
-    """Print the plan of a run, or all problems; the exit status, MISTAKE where the run could not start."""
+    """Print the plan of a run, or all problems; the exit status, MISTAKE where the run could not start, FAILURE where
+    the hub could not be asked."""
     rank = 0
     try:
         rank = environment_rank()
         config, of_hub = plan_inputs(load_config(config_files, overrides))
         title, *lines = plan_lines(plan_run(config, ranks, kind))
         lines = [title, *of_hub, *lines]
-    except ValueError as error:
-        lines, status, stream = [str(error)], MISTAKE, sys.stderr
+    except (ValueError, HubFailedError) as error:
+        status = FAILURE if isinstance(error, HubFailedError) else MISTAKE
+        lines, stream = [str(error)], sys.stderr
     else:
         status, stream = FINISHED, sys.stdout
     if rank == 0:
