@@ -386,7 +386,7 @@ def test_a_push_that_is_refused_says_why(there: Hub, tmp_path: Path, monkeypatch
     with pytest.raises(ValueError, match="the hub refuses with status 403"):
         hub.push("me/trained", tmp_path, "message", LIMIT)
     there.silent = True
-    with pytest.raises(ValueError, match="not done after 2 s"):
+    with pytest.raises(hub.HubFailedError, match="not done after 2 s"):
         hub.push("me/trained", tmp_path, "message", 2.0)
     monkeypatch.setenv("HF_TOKEN", "hf_wrongwrongwrong")
     there.silent = False
