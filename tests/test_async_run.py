@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from rlmath.checkpoint.flight import FLIGHT
-from rlmath.distributed.fault_tolerance.exit_codes import FILE_NAME, SAVED_AND_STOPPED, read_exit_status
-from rlmath.trainer.telemetry.console import LOG_FILE
+from rlmath.config.run_files import EXIT_STATUS_FILE, LOG_FILE
+from rlmath.distributed.fault_tolerance.exit_codes import SAVED_AND_STOPPED, read_exit_status
 from tests.programs import ENVIRONMENT, REPOSITORY, TRAIN, end_family, family, small_run, torchrun_command
 from tests.selection import matrix
 from tests.test_failures import END_SECONDS, assert_all_gone, ranks_of, rows_of, wait_for
@@ -137,7 +137,7 @@ def test_a_stalled_engine_and_a_killed_trainer_are_named_and_the_run_resumes(
     with running(arithmetic, output, 2, 3, soon) as process:
         everyone, stalled = family(process.pid), ranks_of(process.pid)["2"]
         stalled.suspend()
-        wait_for((output / FILE_NAME).exists)
+        wait_for((output / EXIT_STATUS_FILE).exists)
         stalled.resume()
         assert process.wait(END_SECONDS) != 0
         assert_all_gone(everyone)

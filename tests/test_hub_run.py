@@ -9,10 +9,12 @@ from pathlib import Path
 import pytest
 
 from rlmath.checkpoint.hf.weights import read_metadata_files
+from rlmath.cli import convert
 from rlmath.config import hub
 from rlmath.config.load import load_config
 from rlmath.evals.plan import Plan, check_settings
 from rlmath.evals.runner import _plan_after_rendezvous
+from rlmath.trainer import __main__ as trainer
 from tests.hub_server import TOKEN, Hub, hub_server
 from tests.programs import TRAIN, run, small_run, torchrun_command
 from tests.selection import matrix
@@ -136,12 +138,41 @@ def test_a_converter_reads_a_model_of_the_hub(there: Hub, tmp_path: Path) -> Non
     assert '--hf: got "hf:/org/base"; needed: hf://org/name' in told.stderr
 
 
+@pytest.mark.distributed
+def test_a_hub_that_fails_is_no_mistake(
+    place: Path,
+    there: Hub,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Status 1, with which a job is started again, on all ranks; a dry run's and a conversion's, too."""
+    variables, output = there.variables(tmp_path / "home"), tmp_path / "run"
+    there.status = 503
+    output.mkdir()
+    command = torchrun_command(2, *TRAIN, *overrides(place, output))
+    found = run(*command, variables=variables, expect=1)
+    text = found.stdout + found.stderr
+    assert "the hub cannot be asked (it answers with status 503)" in text
+    ended = json.loads((output / "exit_status.json").read_text())
+    assert ended["status"] == 1 and "status 503" in ended["message"]
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert trainer.main(["grpo", "--dry-run", *overrides(place, tmp_path / "other")]) == 1
+    assert "it answers with status 503" in capsys.readouterr().err
+    assert convert.main(["to-megatron", "--output", f"{tmp_path}/out", "--hf", "hf://org/base"]) == 1
+    told = capsys.readouterr().err
+    assert "it answers with status 503" in told and "could not be written" not in told
+
+
 def test_a_mistake_of_an_id_ends_before_anything_is_asked(place: Path, there: Hub, tmp_path: Path) -> None:
     variables = there.variables(tmp_path / "home")
+    (tmp_path / "run").mkdir()
     command = torchrun_command(2, *TRAIN, *overrides(place, tmp_path / "run", "model.path=hf://org/none"))
     found = run(*command, variables=variables, expect=1)
     text = found.stdout + found.stderr
     assert "hf://org/none: the hub has no model org/none, or it is private" in text
+    assert json.loads((tmp_path / "run" / "exit_status.json").read_text())["status"] == 2
     there.asked.clear()
     given = ("model.path=hf:/org/base", "data.history_path=hf://org/x", "optimizer.lr=-1")
     found = run(*TRAIN, *overrides(place, tmp_path / "run", *given), variables=variables, expect=2)

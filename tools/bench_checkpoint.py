@@ -39,14 +39,9 @@ from rlmath.checkpoint.sharded_state import POLICY, SavedModel
 from rlmath.config.model_shape import ModelShape
 from rlmath.config.schema import Config, OptimizerConfig, ParallelConfig
 from rlmath.distributed.collectives import all_gather_objects
-from rlmath.distributed.device import (
-    Device,
-    environment_rank,
-    environment_world_size,
-    init_process_group,
-    open_device,
-)
+from rlmath.distributed.device import Device, init_process_group, open_device
 from rlmath.distributed.mesh import Mesh
+from rlmath.distributed.ranks import environment_rank, environment_world_size
 from rlmath.models.megatron import (
     Recompute,
     build_chunks,

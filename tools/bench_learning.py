@@ -46,8 +46,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from rlmath.cli import demo
 from rlmath.cli.plot_run import Curve, canvas_for, draw
+from rlmath.config.run_files import VALIDATION_FILE
 from rlmath.config.terminal import escape_terminal
-from rlmath.trainer.telemetry.metrics_writer import VALIDATION_FILE, read_metrics
+from rlmath.trainer.telemetry.metrics_writer import read_metrics
 from tools.benchmark_runs import (
     BASE_SETTINGS,
     fingerprint,

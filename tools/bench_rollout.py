@@ -46,13 +46,9 @@ import torch.distributed as dist
 
 from rlmath.config.schema import RolloutConfig
 from rlmath.distributed.collectives import all_gather_objects, shared_store
-from rlmath.distributed.device import (
-    environment_rank,
-    environment_world_size,
-    init_process_group,
-    open_device,
-)
+from rlmath.distributed.device import init_process_group, open_device
 from rlmath.distributed.mesh import Mesh
+from rlmath.distributed.ranks import environment_rank, environment_world_size
 from rlmath.models.hf_config import read_model_shape
 from rlmath.rollout.engine import Engine
 from rlmath.rollout.sampling import AllAtOnce, Load, Request, RequestResult, RequestSource, request_seed

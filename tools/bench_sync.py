@@ -40,14 +40,9 @@ from transformers import Qwen2Config
 from rlmath.config.model_shape import ModelShape
 from rlmath.config.schema import ParallelConfig, RolloutConfig
 from rlmath.distributed.collectives import all_gather_objects
-from rlmath.distributed.device import (
-    Device,
-    environment_rank,
-    environment_world_size,
-    init_process_group,
-    open_device,
-)
+from rlmath.distributed.device import Device, init_process_group, open_device
 from rlmath.distributed.mesh import Mesh
+from rlmath.distributed.ranks import environment_rank, environment_world_size
 from rlmath.models.hf_config import read_model_shape
 from rlmath.models.megatron import (
     Recompute,

@@ -86,13 +86,9 @@ from rlmath.algorithms.types import (
 )
 from rlmath.config.schema import Config, DataConfig, RolloutConfig
 from rlmath.distributed.collectives import all_gather_objects, shared_store
-from rlmath.distributed.device import (
-    environment_rank,
-    environment_world_size,
-    init_process_group,
-    open_device,
-)
+from rlmath.distributed.device import init_process_group, open_device
 from rlmath.distributed.mesh import Mesh
+from rlmath.distributed.ranks import environment_rank, environment_world_size
 from rlmath.models.hf_config import read_model_shape
 from rlmath.planner.lengths import Lengths, lengths_measured
 from rlmath.rollout.engine import Engine
@@ -108,7 +104,8 @@ from rlmath.rollout.sampling import (
 )
 from rlmath.rollout.weight_sync.shard_layouts import engine_shapes
 from rlmath.rollout.work_queue import EngineUsage, WorkQueue
-from rlmath.trainer.rollouts import flight_rules, slice_tokens, tokens_of
+from rlmath.trainer.flight_rules import flight_rules, slice_tokens
+from rlmath.trainer.rollouts import tokens_of
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 GROUP_SIZE, GROUPS = 4, 8

@@ -16,7 +16,8 @@ import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
-from rlmath.checkpoint.directory import CHECKPOINTS, MANIFEST, PARTIAL, complete_checkpoints
+from rlmath.checkpoint.directory import MANIFEST, PARTIAL, complete_checkpoints
+from rlmath.config.run_files import CHECKPOINTS_FOLDER
 from rlmath.distributed.fault_tolerance.exit_codes import FINISHED, write_exit_status
 from tools.drill_run import Attempt, wait_for
 
@@ -52,7 +53,7 @@ def _remount(folder: Path, option: str) -> None:
 
 
 def wait_for_save(attempt: Attempt, rng: random.Random) -> None:
-    folder = attempt.output / CHECKPOINTS
+    folder = attempt.output / CHECKPOINTS_FOLDER
     wait_for(lambda: attempt.ended or any(folder.glob(f"*{PARTIAL}")), SAVE_SECONDS, "a save")
 
 
@@ -118,7 +119,7 @@ def use_up_inodes(attempt: Attempt, rng: random.Random) -> str:
 
 def make_checkpoints_read_only(attempt: Attempt, rng: random.Random) -> str:
     """Until a save has failed for it: a read-only mount over the folder, or its permissions."""
-    folder, shown = attempt.output / CHECKPOINTS, attempt.console().count(NOT_SAVED)
+    folder, shown = attempt.output / CHECKPOINTS_FOLDER, attempt.console().count(NOT_SAVED)
     wait_for(folder.is_dir, SAVE_SECONDS, "the folder of checkpoints")
     mounted = os.geteuid() == 0 and _mount("--bind", str(folder), str(folder))
     if mounted:
@@ -137,7 +138,7 @@ def make_checkpoints_read_only(attempt: Attempt, rng: random.Random) -> str:
 
 def remove_checkpoints(attempt: Attempt, rng: random.Random) -> str:
     """All of them, while a run uses them."""
-    folder = attempt.output / CHECKPOINTS
+    folder = attempt.output / CHECKPOINTS_FOLDER
     names = [path.name for path in folder.glob("*")]
     shutil.rmtree(folder, ignore_errors=True)
     return f"removed {', '.join(sorted(names)) or 'nothing'}"
@@ -147,7 +148,7 @@ def remove_checkpoints(attempt: Attempt, rng: random.Random) -> str:
 
 
 def _newest(output: Path, number: int = 0) -> Path:
-    found, _ = complete_checkpoints(output / CHECKPOINTS)
+    found, _ = complete_checkpoints(output / CHECKPOINTS_FOLDER)
     return found[number].folder
 
 
@@ -227,8 +228,8 @@ def tear_metrics(attempt: Attempt, rng: random.Random) -> str:
 def leave_scratch(attempt: Attempt, rng: random.Random) -> str:
     """What programs that were killed leave behind."""
     files = (
-        f"{CHECKPOINTS}/step-090000{PARTIAL}/state/__0_0.distcp",
-        f"{CHECKPOINTS}/step-000001{PARTIAL}/manifest.json",
+        f"{CHECKPOINTS_FOLDER}/step-090000{PARTIAL}/state/__0_0.distcp",
+        f"{CHECKPOINTS_FOLDER}/step-000001{PARTIAL}/manifest.json",
         f"hf_model{PARTIAL}/model.safetensors",
         ".config.yaml.4711.tmp",
         ".exit_status.json.4711.tmp",

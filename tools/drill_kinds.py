@@ -13,7 +13,8 @@ from typing import Literal
 
 import psutil
 
-from rlmath.checkpoint.directory import CHECKPOINTS, complete_checkpoints
+from rlmath.checkpoint.directory import complete_checkpoints
+from rlmath.config.run_files import CHECKPOINTS_FOLDER
 from rlmath.distributed.fault_tolerance.exit_codes import (
     FAILURE,
     FINISHED,
@@ -99,7 +100,7 @@ def while_loading(attempt: Attempt, rng: random.Random) -> None:
 
 def with_checkpoints(attempt: Attempt, rng: random.Random) -> None:
     """Some time after three of them are complete: two may be damaged."""
-    folder = attempt.output / CHECKPOINTS
+    folder = attempt.output / CHECKPOINTS_FOLDER
     wait_for(
         lambda: attempt.ended or len(complete_checkpoints(folder)[0]) >= 3, SAVE_SECONDS, "3 checkpoints"
     )

@@ -35,14 +35,14 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 
-from rlmath.algorithms.types import MicroBatch, Sample
+from rlmath.algorithms.types import Sample
 from rlmath.cli.plan_memory import MISTAKE, NOT_NEEDED, checked_shape
 from rlmath.config.length_curriculum import with_longest_lengths
 from rlmath.config.load import load_config, make_parser
 from rlmath.config.model_shape import ModelShape
 from rlmath.config.schema import Config, MemoryConfig
 from rlmath.config.terminal import escape_terminal
-from rlmath.data.packing import pack
+from rlmath.data.packing import MicroBatch, pack
 from rlmath.distributed.device import Device
 from rlmath.distributed.mesh import Mesh
 from rlmath.planner.lengths import Batch, Lengths

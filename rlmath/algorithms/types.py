@@ -2,21 +2,17 @@
 
     Prompt -> (PartialCompletion ->) Completion -> ScoredGroup -> Sample -> MicroBatch
 
-Every stage returns a new frozen record; no later stage fills a field in. All but `MicroBatch` are plain
-Python data, cheap to gather to every rank.
+Every stage returns a new frozen record; no later stage fills a field in. All are plain Python data, cheap to gather to
+every rank, but `MicroBatch`, which has tensors and is in `rlmath.data.packing`.
 """
-
-# Shape legend: T packed tokens of one micro-batch, S segments (samples) packed into it.
 
 from __future__ import annotations
 
 import json
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from typing import Literal
-
-import torch
 
 FinishReason = Literal["stop", "length"]
 
@@ -195,57 +191,3 @@ class Sample:
     def length(self) -> int:
         """Tokens in all, prompt and completion."""
         return len(self.prompt_ids) + len(self.completion_ids)
-
-
-@dataclass(frozen=True)
-class MicroBatch:
-    """Samples laid end to end, and per token what the loss needs.
-
-    Position t carries what belongs to the prediction of the token AT t, which the model makes at t-1:
-    with prompt (a, b) and completion (c, d), `loss_weights_T` is (0, 0, 1, 1). A micro-batch that only fills up a
-    rank's count has weight 0 everywhere.
-    """
-
-    token_ids_T: torch.Tensor
-    """int64."""
-    position_ids_T: torch.Tensor
-    """int64, starting at 0 in every segment."""
-    cu_seqlens_S1: torch.Tensor
-    """int32, S+1 cumulative segment lengths from 0 to T."""
-    loss_weights_T: torch.Tensor
-    """float32, 0 on prompt and padding tokens."""
-    loss_count: int
-    """What these samples add to the denominator of the loss: their tokens, or their number."""
-    advantages_T: torch.Tensor
-    """float32."""
-    behaviour_logprobs_T: torch.Tensor
-    """float32, 0 where the weight is 0."""
-    completion_index_T: torch.Tensor
-    """int32, position in the completion from 0; -1 on prompt and padding tokens."""
-    max_seqlen: int
-    sample_indices: tuple[int, ...]
-    """Which samples of the step's list these segments are; padding segments are not named."""
-
-    def to(self, device: torch.device) -> MicroBatch:
-        """The same with its tensors on a device; a GPU takes them from pinned memory while the host goes on."""
-        if device.type == "cpu":
-            return self
-        tensors = ((one.name, getattr(self, one.name)) for one in fields(self))
-        moved = {
-            name: value.pin_memory().to(device, non_blocking=True)
-            for name, value in tensors
-            if isinstance(value, torch.Tensor)
-        }
-        return replace(self, **moved)
-
-    @property
-    def n_segments(self) -> int:
-        """S: samples, and a segment of padding where there is one."""
-        return len(self.cu_seqlens_S1) - 1
-
-    @property
-    def segments_T(self) -> torch.Tensor:
-        """int64, the segment of every token."""
-        # With the size given, a GPU need not be waited for.
-        lengths_S, tokens = self.cu_seqlens_S1.diff().long(), len(self.token_ids_T)
-        return torch.repeat_interleave(lengths_S, output_size=tokens)

@@ -28,10 +28,11 @@ import torch
 from torch import Tensor
 
 from rlmath.checkpoint.directory import FileEntry, file_entry, write_error_text
-from rlmath.distributed.device import local_world_size, release_freed_memory
+from rlmath.distributed.device import release_freed_memory
 from rlmath.distributed.fault_tolerance.preemption import SIGNALS
 from rlmath.distributed.memory import available_bytes
 from rlmath.distributed.process import end_with_parent, freeze_live_objects
+from rlmath.distributed.ranks import local_world_size
 
 _ALIGNMENT = 64
 _PROGRAM = "import gc; gc.disable(); from rlmath.checkpoint.async_writer import main; main()"

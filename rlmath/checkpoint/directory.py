@@ -32,7 +32,6 @@ from typing import Any
 
 logger = logging.getLogger(__name__)
 
-CHECKPOINTS = "checkpoints"
 MANIFEST = "manifest.json"
 SETTINGS = "config.yaml"
 PROGRESS = "progress.json"

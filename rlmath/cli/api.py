@@ -27,13 +27,13 @@ from typing import Any
 from rlmath.config.help import as_yaml_word
 from rlmath.config.load import config_as_yaml
 from rlmath.config.load import load_config as load_files
+from rlmath.config.run_files import EXPORT_FOLDER, SAMPLES_FOLDER, SUMMARY_FILE
 from rlmath.config.schema import Config
 from rlmath.distributed.fault_tolerance.exit_codes import FINISHED, MISTAKE, read_exit_status
 from rlmath.distributed.process import end_with_parent
 from rlmath.rewards.verifier import TASKS, Rules, Verdict
 from rlmath.rewards.worker_pool import VerifierPool
-from rlmath.trainer.telemetry.metrics_writer import SUMMARY_FILE, read_metrics
-from rlmath.trainer.telemetry.samples import SAMPLES_FOLDER
+from rlmath.trainer.telemetry.metrics_writer import read_metrics
 
 VERIFY_SECONDS = 5.0
 """Time limit of one answer."""
@@ -121,7 +121,7 @@ class Run:
     @property
     def model(self) -> Path:
         """The Hugging Face folder of the trained model, which is there when the run has finished."""
-        return self.folder / "hf_model"
+        return self.folder / EXPORT_FOLDER
 
 
 def train(config: Config, ranks: int | None = None, program: str = "grpo") -> Run:

@@ -19,7 +19,7 @@ from rlmath.checkpoint.convert.convert import DTYPES, Converted, check_output, h
 from rlmath.checkpoint.convert.sources import MegatronSource, find_megatron
 from rlmath.checkpoint.directory import CRITIC, CRITIC_CONFIG
 from rlmath.checkpoint.hf.weights import read_metadata_files
-from rlmath.config.hub import local_folder
+from rlmath.config.hub import HubFailedError, local_folder
 from rlmath.config.model_shape import ModelShape
 from rlmath.config.terminal import escape_terminal
 from rlmath.models.hf_config import read_critic_shape, read_model_shape
@@ -63,6 +63,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ValueError as error:
         print(error, file=sys.stderr)
         return MISTAKE
+    except HubFailedError as error:
+        print(error, file=sys.stderr)
+        return FAILED
     except (OSError, RuntimeError) as error:
         print(f"{given.output} could not be written: {error}", file=sys.stderr)
         return FAILED

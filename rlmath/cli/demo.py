@@ -22,6 +22,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from rlmath.config.run_files import EXPORT_FOLDER, METRICS_FILE, SUMMARY_FILE
 from rlmath.config.shipped_files import PACKAGE, shipped
 from rlmath.config.terminal import escape_terminal
 
@@ -137,7 +138,7 @@ def teach(folder: Path, seed: int, more: Sequence[str] = ()) -> Path:
     command += [f"data.train_path={folder / 'data' / 'worked.jsonl'}", *more]
     run("Supervised training: a tiny model that can add but slips", command, one_thread())
     base = folder / "base"
-    shutil.copytree(folder / "sft" / "hf_model", base)
+    shutil.copytree(folder / "sft" / EXPORT_FOLDER, base)
     return base
 
 
@@ -179,12 +180,12 @@ def train(folder: Path, output: Path, seed: int, layout: Layout, algorithm: str)
     command += [f"parallel.tensor={layout.tensor}", f"parallel.pipeline={layout.pipeline}"]
     title = f"Training ({algorithm}) on {layout.ranks} ranks, TP{layout.tensor} x PP{layout.pipeline}"
     run(title, command, one_thread())
-    return json.loads((output / "summary.json").read_text(encoding="utf-8"))
+    return json.loads((output / SUMMARY_FILE).read_text(encoding="utf-8"))
 
 
 def metrics_of(run_dir: Path) -> list[dict]:
     """A run's metrics, one entry for each step."""
-    with (run_dir / "metrics.jsonl").open(encoding="utf-8") as lines:
+    with (run_dir / METRICS_FILE).open(encoding="utf-8") as lines:
         return [json.loads(line) for line in lines]
 
 
@@ -204,7 +205,7 @@ def train_and_evaluate(folder: Path, output: Path, seed: int, layout: Layout, al
     """Train `folder`'s base model, evaluate it, and draw its reward; in `output`: run, eval_after, reward.svg."""
     run_dir = output / "run"
     trained = train(folder, run_dir, seed, layout, algorithm)
-    after = accuracy("Accuracy after", run_dir / "hf_model", folder / "data", output / "eval_after", seed)
+    after = accuracy("Accuracy after", run_dir / EXPORT_FOLDER, folder / "data", output / "eval_after", seed)
     picture = [sys.executable, "-m", "rlmath.cli.plot_run", str(run_dir), "--metric", "task_reward"]
     run("The reward curve", [*picture, "--output", str(output / "reward.svg")], child_environment())
     return {
@@ -264,7 +265,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(
         f"\nHeld-out accuracy went from {summary['accuracy_before']:.1%} to {summary['accuracy_after']:.1%} "
         f"in {summary['steps']} steps ({summary['seconds_install_excluded']:.0f} s without installation).\n"
-        f"The trained model: {folder / 'run' / 'hf_model'}\nThe reward curve:  {folder / 'reward.svg'}\n"
+        f"The trained model: {folder / 'run' / EXPORT_FOLDER}\nThe reward curve:  {folder / 'reward.svg'}\n"
         f"Read samples:      {command_name()} samples {folder / 'run'}"
     )
     return 0

@@ -17,6 +17,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import rlmath
+from rlmath.cli.main import COMMANDS, is_installed
 from rlmath.config.shipped_files import shipped
 
 PACKAGES = {
@@ -54,6 +55,7 @@ def main(argv: Sequence[str]) -> int:
     for title, lines in (
         ("Machine", machine_lines(gpus, why)),
         (f"Packages, beside requirements/{device}.txt", package_lines(device)),
+        ("Commands", command_lines(device)),
         ("Tools", tool_lines(device)),
     ):
         print(f"{title}")
@@ -125,6 +127,14 @@ def package_lines(device: str) -> Iterator[Line]:
             yield True, f"{title} proven with {lock}"
         else:
             yield True, title.rstrip()
+
+
+def command_lines(device: str) -> Iterator[Line]:
+    """Which commands have the packages that they need."""
+    ready = [one.name for one in COMMANDS if all(map(is_installed, one.needs))]
+    yield True, f"ready: {', '.join(ready)}"
+    if rest := [one.name for one in COMMANDS if one.name not in ready]:
+        yield True, f"after rlmath install {device}: {', '.join(rest)}"
 
 
 def locked_versions(lock: Path) -> dict[str, str]:

@@ -56,7 +56,8 @@ COMMANDS = (
         "rlmath.cli.convert:main",
         RUN,
     ),
-    Command("plan", "predict the seconds of a step on a cluster", "rlmath.cli.plan:main", TORCH),
+    Command("plan", "predict the seconds of a step on a cluster", "rlmath.cli.plan:main"),
+    Command("plan-memory", "plan the memory of a run, part by part", "rlmath.cli.plan_memory:main"),
     Command("submit", "submit a run or an evaluation to Slurm", "rlmath.cli.submit:main", TORCH),
     Command(
         "report", "one HTML page of runs: curves, settings, warnings, samples", "rlmath.report.command:main"
@@ -100,7 +101,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def usage() -> str:
-    lines = [f"  {one.name:<8} {one.what}" for one in COMMANDS]
+    lines = [f"  {one.name:<11} {one.what}" for one in COMMANDS]
     return "\n".join(
         [
             "usage: rlmath COMMAND ...",

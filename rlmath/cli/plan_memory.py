@@ -1,6 +1,6 @@
 """Plan the memory of a run: what every rank will hold in each phase of a step, and whether that fits.
 
-python -m rlmath.cli.plan_memory --config configs/my.yaml parallel.tensor=2 memory.gpu=H100-80GB
+rlmath plan-memory --config configs/my.yaml parallel.tensor=2 memory.gpu=H100-80GB
 
 Of the model only config.json is read, and for published models not even that is needed (configs/models); the training
 data and the output folder need not exist. Of several stages, and validation, the longest is planned. Without a GPU

@@ -22,8 +22,9 @@ from typing import Protocol
 
 from PIL import Image, ImageDraw, ImageFont
 
+from rlmath.config.run_files import VALIDATION_FILE
 from rlmath.config.terminal import escape_terminal, visible
-from rlmath.trainer.telemetry.metrics_writer import VALIDATION_FILE, read_metrics
+from rlmath.trainer.telemetry.metrics_writer import read_metrics
 
 WIDTH, HEIGHT = 760, 420
 LEFT, RIGHT, TOP, BOTTOM = 76, 24, 48, 60

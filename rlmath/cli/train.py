@@ -14,13 +14,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rlmath.config.load import load_config, make_parser, without_secrets
+from rlmath.config.run_files import EXIT_STATUS_FILE
 from rlmath.config.schema import RunConfig
-from rlmath.distributed.fault_tolerance.exit_codes import (
-    FAILURE,
-    FILE_NAME,
-    MISTAKE,
-    read_exit_status,
-)
+from rlmath.distributed.fault_tolerance.exit_codes import FAILURE, MISTAKE, read_exit_status
 from rlmath.distributed.fault_tolerance.preemption import WANTED_SIGNALS
 
 RANKS = "--ranks"
@@ -149,7 +145,7 @@ def launch(ranks: int, command: Sequence[str], output: Path | None, grace_second
 
 def _written(output: Path | None) -> tuple[int, int] | None:
     """What changes when a program leaves its exit status in its folder."""
-    if output is None or not (output / FILE_NAME).exists():
+    if output is None or not (output / EXIT_STATUS_FILE).exists():
         return None
-    found = (output / FILE_NAME).stat()
+    found = (output / EXIT_STATUS_FILE).stat()
     return found.st_mtime_ns, found.st_ino

@@ -51,6 +51,11 @@ _ids: dict[str, str] = {}
 """Of this process: the place of a file or folder in the cache, to the id that it was fetched by, with its commit."""
 
 
+class HubFailedError(RuntimeError):
+    """The hub or the network to it fails, and what is needed is not in the cache: the same command may succeed later,
+    so that this is no mistake of the user's."""
+
+
 @dataclass(frozen=True)
 class HubId:
     """A model, or a file of a data set, on the hub."""
@@ -198,7 +203,8 @@ class Fetched:
 
 def resolve(ids: Sequence[HubId], seconds: float, recorded: Collection[str] = ()) -> dict[HubId, HubId]:
     """Every id with its commit: that of `recorded`, texts of an earlier start of the run, where one asks for the same,
-    else the hub's, or where that gives no answer the cache's. ValueError within `seconds` where there is none."""
+    else the hub's, or where that gives no answer the cache's. ValueError or HubFailedError within `seconds` where there
+    is none."""
     known = {one.asked: one for one in _parsed(recorded) if one.commit}
     found = {one: one if one.commit else known.get(one) for one in ids}
     open_ids = [one for one, commit in found.items() if commit is None]
@@ -214,7 +220,7 @@ def resolve(ids: Sequence[HubId], seconds: float, recorded: Collection[str] = ()
 
 def fetch(ids: Sequence[HubId], seconds: float, weights: bool = True) -> list[Fetched]:
     """Have ids, with their commits, in this machine's cache, of models without their weights where those are not
-    needed. ValueError within `seconds` where that cannot be done. For one process of a node."""
+    needed. ValueError or HubFailedError within `seconds` where that cannot be done. For one process of a node."""
     started = time.monotonic()
     request = {"action": "fetch", "repos": list(map(_request, ids)), "weights": weights}
     answers = _ask(request, seconds, ids)["fetched"] if ids else []
@@ -241,7 +247,7 @@ def places(ids: Collection[HubId]) -> dict[HubId, str]:
 
 def local_folder(place: str, option: str, weights: bool = True, seconds: float = 3600.0) -> Path:
     """A model's folder, for a program of one process: as it is given, or fetched where `option` got an id. ValueError
-    within `seconds` where that cannot be done."""
+    or HubFailedError within `seconds` where that cannot be done."""
     if not is_hub_id(place):
         return Path(place)
     one = parse_hub_id(place, option)
@@ -273,7 +279,8 @@ def _request(one: HubId) -> dict[str, Any]:
 
 
 def _ask(request: Mapping[str, Any], seconds: float, about: Sequence[HubId] = ()) -> dict[str, Any]:
-    """What the client answers. ValueError with its error, where it ends without an answer, and after `seconds`."""
+    """What the client answers. ValueError with its error; HubFailedError where that may pass, where it ends without an
+    answer, and after `seconds`."""
     what = ", ".join(map(str, about)) or "the upload"
     started = time.monotonic()
     client = subprocess.Popen(
@@ -294,7 +301,7 @@ def _ask(request: Mapping[str, Any], seconds: float, about: Sequence[HubId] = ()
             except subprocess.TimeoutExpired:
                 given, passed = None, time.monotonic() - started
                 if passed >= seconds:
-                    raise ValueError(
+                    raise HubFailedError(
                         f"{what}: the hub was not done after {seconds:g} s (run.hub_timeout_seconds). Look at the "
                         "network; where it is only slow raise it: what has come stays in the cache."
                     ) from None
@@ -306,11 +313,11 @@ def _ask(request: Mapping[str, Any], seconds: float, about: Sequence[HubId] = ()
         found = json.loads(output)
     except ValueError:
         last = (errors.strip().splitlines() or ["no word"])[-1]
-        raise ValueError(
+        raise HubFailedError(
             f"{what}: the client of the hub ended with {client.returncode}: {last:.300}"
         ) from None
     if "error" in found:
-        raise ValueError(found["error"])
+        raise (HubFailedError if found.get("may_pass") else ValueError)(found["error"])
     return found
 
 
@@ -350,6 +357,6 @@ def push_problems(save: SaveConfig, pushes: bool) -> Iterator[str]:
 
 def push(name: str, folder: str | Path, message: str, seconds: float) -> str:
     """Upload a folder to the repository `name`, which is made, private, where there is none; the commit. ValueError
-    within `seconds` where that cannot be done."""
+    or HubFailedError within `seconds` where that cannot be done."""
     request = {"action": "push", "repo": name, "folder": str(folder), "message": message}
     return _ask(request, seconds)["commit"]

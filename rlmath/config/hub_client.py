@@ -46,8 +46,16 @@ class HubError(Exception):
     """What the user is told."""
 
 
+class NetworkError(HubError):
+    """What the user is told where the hub or the network fails, which may pass."""
+
+
 class UnreachableError(Exception):
-    """The hub gives no answer, or must not be asked."""
+    """The hub gives no answer, or must not be asked (`is_wanted`)."""
+
+    def __init__(self, text: str, is_wanted: bool = False) -> None:
+        super().__init__(text)
+        self.is_wanted = is_wanted
 
 
 @dataclass(frozen=True)
@@ -89,7 +97,7 @@ class Repo:
 
 
 def answer(request: Mapping[str, Any]) -> dict[str, Any]:
-    """The answer to a request; `error` in it says what is wrong."""
+    """The answer to a request; `error` in it says what is wrong, and `may_pass` whether it is the network."""
     try:
         if request["action"] == "push":
             return {"commit": push(request["repo"], request["folder"], request["message"])}
@@ -98,7 +106,7 @@ def answer(request: Mapping[str, Any]) -> dict[str, Any]:
             return {"commits": [resolve(repo) for repo in repos]}
         return {"fetched": [fetch(repo, request["weights"]) for repo in repos]}
     except HubError as error:
-        return {"error": str(error)}
+        return {"error": str(error), "may_pass": isinstance(error, NetworkError)}
 
 
 def resolve(repo: Repo) -> str:
@@ -109,7 +117,7 @@ def resolve(repo: Repo) -> str:
         commit = _cached_commit(repo)
         if commit is not None:
             return commit
-        raise HubError(_not_cached(repo, why)) from why
+        raise _not_cached(repo, why) from why
 
 
 def fetch(repo: Repo, weights: bool) -> dict[str, Any]:
@@ -154,7 +162,7 @@ def listing(repo: Repo) -> tuple[str, list[Listed]]:
     )
 
     if constants.HF_HUB_OFFLINE:
-        raise UnreachableError("HF_HUB_OFFLINE is set")
+        raise UnreachableError("HF_HUB_OFFLINE is set", is_wanted=True)
     revision = repo.commit or repo.revision or None
     try:
         info: Any = HfApi().repo_info(
@@ -177,7 +185,7 @@ def listing(repo: Repo) -> tuple[str, list[Listed]]:
         ) from error
     except HfHubHTTPError as error:
         status = _status(error)
-        if status >= 500 or status in (408, 429):
+        if _may_pass(status):
             raise UnreachableError(f"it answers with status {status}") from error
         raise HubError(f"{repo.text}: the hub refuses with status {status}.{_login(status)}") from error
     except Exception as error:  # of the HTTP library, whose classes are not huggingface_hub's
@@ -264,18 +272,19 @@ def download(repo: Repo, listed: Listed, is_new: bool) -> None:
         path = Path(hf_hub_download(repo.name, listed.name, repo_type=repo.kind, revision=repo.commit))
     except HfHubHTTPError as error:
         status = _status(error)
-        raise HubError(
+        raise (NetworkError if _may_pass(status) else HubError)(
             f"{repo.text}: {listed.name} cannot be downloaded, the hub answers with status {status}.{_login(status)}"
         ) from error
     except Exception as error:
-        cause = error.__cause__ or error
-        if isinstance(error, OSError) and error.errno is not None:
+        cause, kind = error.__cause__ or error, NetworkError
+        if isinstance(error, OSError) and error.errno is not None and not isinstance(error, ConnectionError):
+            kind = HubError
             why = f"{os.strerror(error.errno)}, in {error.filename or cache_folder()}"
         elif "Consistency check failed" in str(error):
             why = f"what came has not the {listed.size} bytes that it should have"
         else:
             why = type(cause).__name__
-        raise HubError(
+        raise kind(
             f"{repo.text}: {listed.name} could not be downloaded: {why}. The same command goes on where it ended."
         ) from error
     folder = snapshot_folder(repo)
@@ -366,7 +375,7 @@ def _cached_commit(repo: Repo) -> str | None:
     return commit if _COMMIT.fullmatch(commit) else None
 
 
-def _check_cached(repo: Repo, folder: Path, why: Exception, weights: bool) -> None:
+def _check_cached(repo: Repo, folder: Path, why: UnreachableError, weights: bool) -> None:
     """HubError where a file that is needed is not in the cache, as far as that is known without a listing."""
     if repo.kind == "dataset":
         missing = [] if (folder / repo.file).is_file() else [repo.file]
@@ -375,7 +384,7 @@ def _check_cached(repo: Repo, folder: Path, why: Exception, weights: bool) -> No
         if not missing and weights:
             missing = [name for name in _weight_names(folder) if not (folder / name).is_file()]
     if missing:
-        raise HubError(_not_cached(repo, why, missing))
+        raise _not_cached(repo, why, missing)
 
 
 def _weight_names(folder: Path) -> list[str]:
@@ -388,9 +397,9 @@ def _weight_names(folder: Path) -> list[str]:
         return there or [f"model{WEIGHT_SUFFIX}"]
 
 
-def _not_cached(repo: Repo, why: Exception, missing: Sequence[str] = ()) -> str:
+def _not_cached(repo: Repo, why: UnreachableError, missing: Sequence[str] = ()) -> HubError:
     what = f"{', '.join(missing[:3])} of it" if missing else "it"
-    return (
+    return (HubError if why.is_wanted else NetworkError)(
         f"{repo.text}: the hub cannot be asked ({why}), and {what} is not in the cache {cache_folder()}. Where there "
         f'is a network run "{repo.command}" with the same HF_HOME, or give a local folder.'
     )
@@ -410,14 +419,20 @@ def push(name: str, folder: str, message: str) -> str:
         done = api.upload_folder(repo_id=name, folder_path=folder, commit_message=message)
     except HfHubHTTPError as error:
         status = _status(error)
-        raise HubError(f"the hub refuses with status {status}.{_login(status)}") from error
+        kind = NetworkError if _may_pass(status) else HubError
+        raise kind(f"the hub refuses with status {status}.{_login(status)}") from error
     except Exception as error:
-        raise HubError(f"{type(error).__name__} while it was sent") from error
+        raise NetworkError(f"{type(error).__name__} while it was sent") from error
     return str(done.oid or "")[:40]
 
 
 def _status(error: Any) -> int:
     return int(getattr(getattr(error, "response", None), "status_code", 0) or 0)
+
+
+def _may_pass(status: int) -> bool:
+    """Whether a status says that the hub fails, or has too much to do; another one refuses."""
+    return status >= 500 or status in (408, 429)
 
 
 def _login(status: int) -> str:

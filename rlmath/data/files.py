@@ -1,24 +1,21 @@
 """Rows of prompt files as they lie on disk: JSON lines, parquet, Arrow, and the folders of downloaded data sets.
 
-The records of rows stand first, then the choice of a folder's files, then one reader for each kind of file. What a
-row's columns mean is in `formats`.
+The records of rows stand first, then the choice of a folder's files, then the reader of JSON lines; that of parquet
+and Arrow is in `tables`. What a row's columns mean is in `formats`.
 """
 
 from __future__ import annotations
 
 import codecs
+import importlib.util
 import os
 import re
 import shlex
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from typing import IO
-
-import pyarrow as pa
-import pyarrow.ipc
-import pyarrow.parquet as pq
 
 from rlmath.config.files import open_regular, parse_json, read_json_object
 from rlmath.config.help import nearest_path
@@ -36,10 +33,7 @@ _SHARD = re.compile(r"(?P<name>.+?)-(?P<number>\d{5})-of-(?P<count>\d{5})(?:-[0-
 """train-00000-of-00002.parquet; with a hash behind where it was uploaded before 2024."""
 _NUMBERED = re.compile(r"\d{4,}\.\w+")
 """0000.parquet, 0001.parquet: the shards of the split that is named by their folder."""
-_BATCH_ROWS = 256
-_MAX_BATCH_BYTES = 2**30
-"""A batch of rows that takes more memory is refused (bytes)."""
-_START_CHARS = 60
+START_CHARS = 60
 _ONE_A_LINE = "; jq -c '.[]' writes an array's objects one per line"
 _OTHER_KINDS = {
     b"version https://git-lfs": "is a pointer of Git LFS, not the file itself; run git lfs pull in its folder",
@@ -273,11 +267,11 @@ def raw_rows(path: str) -> Iterator[RawRow]:
         yield RawRow(where, number, columns, reason, start)
 
 
-_Row = tuple[str, dict | None, str, str]
+Row = tuple[str, dict | None, str, str]
 """where, columns, reason, start."""
 
 
-def _rows_of_file(file: Path) -> Iterator[_Row]:
+def _rows_of_file(file: Path) -> Iterator[Row]:
     try:
         with open_regular(file) as stream:
             magic = stream.read(max(map(len, _OTHER_KINDS)))
@@ -286,11 +280,17 @@ def _rows_of_file(file: Path) -> Iterator[_Row]:
     for beginning, what in _OTHER_KINDS.items():
         if magic.startswith(beginning):
             raise ValueError(f"{file} {what}")
-    if magic[:4] == b"PAR1" or file.suffix == ".parquet":
-        return _table_rows(file, _parquet_batches)
-    if magic[:6] == b"ARROW1" or file.suffix == ".arrow":
-        return _table_rows(file, _arrow_batches)
-    return _json_rows(file)
+    is_parquet = magic[:4] == b"PAR1" or file.suffix == ".parquet"
+    if not is_parquet and magic[:6] != b"ARROW1" and file.suffix != ".arrow":
+        return _json_rows(file)
+    if importlib.util.find_spec("pyarrow") is None:
+        raise ValueError(
+            f"{file} is a table of parquet or Arrow, which the package pyarrow reads, and it is not installed. "
+            "rlmath install cpu (or gpu) brings it; or write the rows as JSON lines where it is"
+        )
+    from rlmath.data.tables import table_rows  # here, because pyarrow is no part of every installation
+
+    return table_rows(file, is_parquet)
 
 
 # ---------------------------------------------------------------- JSON lines
@@ -310,14 +310,14 @@ def _raise_if_csv(file: Path, stream: IO[bytes]) -> None:
     delimiter = "" if separator == "," else f", delimiter={separator!r}"
     target = file.with_suffix(".jsonl" if file.suffix != ".jsonl" else ".converted.jsonl")
     raise ValueError(
-        f"{file} is a CSV file (it begins {first[:_START_CHARS]!r}); needed: JSON lines or parquet. Convert it:\n"
+        f"{file} is a CSV file (it begins {first[:START_CHARS]!r}); needed: JSON lines or parquet. Convert it:\n"
         '    $ python -c "import csv, json, sys; [print(json.dumps(row)) for row in csv.DictReader(open(sys.argv[1], '
         f"newline='', encoding='utf-8-sig'){delimiter})]\" {shlex.quote(str(file))} > {shlex.quote(str(target))}\n"
         "  Its columns must have the names of a form (docs/data.md), such as question and answer"
     )
 
 
-def _json_rows(file: Path) -> Iterator[_Row]:
+def _json_rows(file: Path) -> Iterator[Row]:
     with open_regular(file) as stream:
         _raise_if_csv(file, stream)
         for number, line in enumerate(_lines(stream), start=1):
@@ -343,7 +343,7 @@ def _lines(stream: IO[bytes]) -> Iterator[bytes | None]:
 
 
 def _parse(line: bytes) -> tuple[dict | None, str, str]:
-    start = line[: 4 * _START_CHARS].decode("utf-8", "replace").strip()[:_START_CHARS]
+    start = line[: 4 * START_CHARS].decode("utf-8", "replace").strip()[:START_CHARS]
     if start == "[":
         return None, f"the beginning of a JSON array{_ONE_A_LINE}", start
     try:
@@ -357,62 +357,3 @@ def _parse(line: bytes) -> tuple[dict | None, str, str]:
         hint = _ONE_A_LINE if type(row) is list else ""
         return None, f"a JSON {type(row).__name__}, where a JSON object is needed{hint}", start
     return row, "", start
-
-
-# ---------------------------------------------------------------- parquet and Arrow
-def _table_rows(file: Path, batches_of: Callable[[Path], Iterator[pa.RecordBatch]]) -> Iterator[_Row]:
-    number = 0
-    try:
-        for batch in batches_of(file):
-            if batch.nbytes > _MAX_BATCH_BYTES:
-                raise ValueError(
-                    f"{file}: {batch.num_rows} rows from row {number + 1} on take {batch.nbytes / 2**30:.1f} GiB; "
-                    "prompts of a few KiB are needed"
-                )
-            for columns, reason in _columns_of(batch):
-                number += 1
-                start = "" if columns is None else _start(columns)
-                yield f"{file}, row {number}", columns, reason, start
-    except (pa.ArrowException, UnicodeError, OSError, EOFError, MemoryError) as error:
-        kind = file.suffix.lstrip(".") or "data"
-        raise ValueError(
-            f"{file}: no {kind} file, or a damaged one, behind row {number}: {str(error)[:300]}; download it again"
-        ) from error
-
-
-def _parquet_batches(file: Path) -> Iterator[pa.RecordBatch]:
-    with pq.ParquetFile(file, pre_buffer=False, buffer_size=2**20) as parquet:
-        yield from parquet.iter_batches(batch_size=_BATCH_ROWS, use_threads=False)
-
-
-def _arrow_batches(file: Path) -> Iterator[pa.RecordBatch]:
-    """Of both of Arrow's formats: `save_to_disk` writes streams."""
-    with pa.memory_map(str(file)) as source:
-        if source.read(6) == b"ARROW1":
-            reader = pa.ipc.open_file(source)
-            batches = (reader.get_batch(index) for index in range(reader.num_record_batches))
-        else:
-            source.seek(0)
-            batches = iter(pa.ipc.open_stream(source))
-        for batch in batches:
-            batch.validate(full=True)  # else wrong offsets in a damaged file would be followed
-            yield batch
-
-
-def _columns_of(batch: pa.RecordBatch, at_once: int = _BATCH_ROWS) -> Iterator[tuple[dict | None, str]]:
-    """Row by row where a piece as a whole has a value that Python does not take, such as text that is not UTF-8."""
-    for start in range(0, batch.num_rows, at_once):
-        piece = batch.slice(start, at_once)
-        try:
-            yield from ((row, "") for row in piece.to_pylist())
-        except (pa.ArrowException, ValueError, OverflowError) as error:
-            if at_once == 1:
-                yield None, f"a value that cannot be read ({str(error)[:100]})"
-            else:
-                yield from _columns_of(piece, at_once=1)
-
-
-def _start(columns: dict) -> str:
-    """The first characters of the row's first text."""
-    texts = (value for value in columns.values() if isinstance(value, str))
-    return next(texts, str(list(columns))[:_START_CHARS])[:_START_CHARS]

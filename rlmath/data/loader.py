@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 
 from rlmath.algorithms.types import Prompt
 from rlmath.config.load import without_secrets
+from rlmath.config.run_files import DATA_REPORT_FILE, UNUSABLE_ROWS_FILE
 from rlmath.data.files import CHARACTERS_PER_TOKEN, PromptRow, UnusableRow, unusable_lines
 from rlmath.data.formats import read_prompts
 from rlmath.data.tokenizer import (
@@ -36,8 +37,6 @@ if TYPE_CHECKING:
 
     from rlmath.data.sft_sequences import SequenceReport
 
-REPORT_NAME = "data_report.json"
-UNUSABLE_NAME = "unusable_rows.jsonl"
 EXAMPLES = 3
 """Dropped prompts that are shown."""
 _START_CHARS = 60
@@ -118,7 +117,7 @@ class FilterReport:
             lines.append(f"  {self.repeated} further rows repeat earlier ones and are left out.")
         if self.unusable:
             lines.append(
-                f"  {len(self.unusable)} rows cannot be used and are left out; a run lists all in {UNUSABLE_NAME}:"
+                f"  {len(self.unusable)} rows cannot be used and are left out; a run lists all in {UNUSABLE_ROWS_FILE}:"
             )
             lines += [f"    {line}" for line in unusable_lines(self.path, self.unusable)]
         return tuple(lines)
@@ -157,9 +156,9 @@ def write_report(folder: str | Path, reports: Sequence[FilterReport | SequenceRe
         "dropped_share": dropped_share(reports),
         "files": [report.record() for report in reports],
     }
-    _write(Path(folder) / REPORT_NAME, [json.dumps(whole, indent=2)])
+    _write(Path(folder) / DATA_REPORT_FILE, [json.dumps(whole, indent=2)])
     rows = (json.dumps(asdict(row)) for report in reports for row in report.unusable)
-    _write(Path(folder) / UNUSABLE_NAME, rows)
+    _write(Path(folder) / UNUSABLE_ROWS_FILE, rows)
 
 
 def _write(file: Path, lines: Iterable[str]) -> None:

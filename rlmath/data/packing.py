@@ -1,19 +1,74 @@
 """Samples laid end to end into the tensors of a micro-batch. Pure."""
 
-# Shape legend: T packed tokens, S segments.
+# Shape legend: T packed tokens of one micro-batch, S segments (samples) packed into it.
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
 
 import torch
 
 from rlmath.algorithms.losses import TOKEN_MEAN, Normalisation
-from rlmath.algorithms.types import MicroBatch, Sample
+from rlmath.algorithms.types import Sample
 
 PAD_TOKEN = 0
 """Token id of padding; its weight is 0, so that any id of the vocabulary serves."""
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """Samples laid end to end, and per token what the loss needs.
+
+    Position t carries what belongs to the prediction of the token AT t, which the model makes at t-1:
+    with prompt (a, b) and completion (c, d), `loss_weights_T` is (0, 0, 1, 1). A micro-batch that only fills up a
+    rank's count has weight 0 everywhere.
+    """
+
+    token_ids_T: torch.Tensor
+    """int64."""
+    position_ids_T: torch.Tensor
+    """int64, starting at 0 in every segment."""
+    cu_seqlens_S1: torch.Tensor
+    """int32, S+1 cumulative segment lengths from 0 to T."""
+    loss_weights_T: torch.Tensor
+    """float32, 0 on prompt and padding tokens."""
+    loss_count: int
+    """What these samples add to the denominator of the loss: their tokens, or their number."""
+    advantages_T: torch.Tensor
+    """float32."""
+    behaviour_logprobs_T: torch.Tensor
+    """float32, 0 where the weight is 0."""
+    completion_index_T: torch.Tensor
+    """int32, position in the completion from 0; -1 on prompt and padding tokens."""
+    max_seqlen: int
+    sample_indices: tuple[int, ...]
+    """Which samples of the step's list these segments are; padding segments are not named."""
+
+    def to(self, device: torch.device) -> MicroBatch:
+        """The same with its tensors on a device; a GPU takes them from pinned memory while the host goes on."""
+        if device.type == "cpu":
+            return self
+        tensors = ((one.name, getattr(self, one.name)) for one in fields(self))
+        moved = {
+            name: value.pin_memory().to(device, non_blocking=True)
+            for name, value in tensors
+            if isinstance(value, torch.Tensor)
+        }
+        return replace(self, **moved)
+
+    @property
+    def n_segments(self) -> int:
+        """S: samples, and a segment of padding where there is one."""
+        return len(self.cu_seqlens_S1) - 1
+
+    @property
+    def segments_T(self) -> torch.Tensor:
+        """int64, the segment of every token."""
+        # With the size given, a GPU need not be waited for.
+        lengths_S, tokens = self.cu_seqlens_S1.diff().long(), len(self.token_ids_T)
+        return torch.repeat_interleave(lengths_S, output_size=tokens)
 
 
 def pack(

@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from rlmath.algorithms.types import Sample
+from rlmath.config.run_files import UNUSABLE_ROWS_FILE
 from rlmath.data.files import (
     CHARACTERS_PER_TOKEN,
     PromptRow,
@@ -31,7 +32,7 @@ from rlmath.data.files import (
     unusable_lines,
 )
 from rlmath.data.formats import check_length, checked_text
-from rlmath.data.loader import UNUSABLE_NAME, permutation
+from rlmath.data.loader import permutation
 from rlmath.data.tokenizer import prompt_tokens, render, token_ids_of
 
 if TYPE_CHECKING:
@@ -103,7 +104,7 @@ class SequenceReport:
         if self.unusable:
             share = self._share(len(self.unusable))
             parts.append(
-                f"{len(self.unusable)} left out ({share}) because unusable; a run lists all in {UNUSABLE_NAME}"
+                f"{len(self.unusable)} left out ({share}) because unusable; a run lists all in {UNUSABLE_ROWS_FILE}"
             )
         return ", ".join(parts) + "."
 

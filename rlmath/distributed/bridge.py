@@ -31,14 +31,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rlmath.distributed.collectives import new_secret, use_run_store
-from rlmath.distributed.device import (
-    Device,
-    environment_rank,
-    environment_world_size,
-    init_process_group,
-    let_gloo_connect_lazily,
-)
+from rlmath.distributed.device import Device, init_process_group, let_gloo_connect_lazily
 from rlmath.distributed.fault_tolerance.failure import may_be_caused_by_peer
+from rlmath.distributed.ranks import environment_rank, environment_world_size
 
 T = TypeVar("T")
 

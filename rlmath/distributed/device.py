@@ -4,28 +4,16 @@ from __future__ import annotations
 
 import ctypes
 import os
-from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Literal
 
 import torch
 import torch.distributed as dist
 
+from rlmath.distributed.device_kind import DeviceKind, resolve_kind, set_cuda_defaults
 from rlmath.distributed.process import never_import
+from rlmath.distributed.ranks import environment_rank, environment_world_size
 
-DeviceKind = Literal["cpu", "cuda"]
-
-CUDA_DEFAULTS = {
-    # Megatron orders communication and computation by it; CUDA reads it when the device is first used.
-    "CUDA_DEVICE_MAX_CONNECTIONS": "1",
-    # NCCL says why it fails, and nothing else (NCCL's user guide, environment variables).
-    "NCCL_DEBUG": "WARN",
-    # NCCL's buffers stay out of the address space that engines free and allocate again: it held more memory with it
-    # (NVIDIA/nccl issue 1234) and weight syncs hung; verl and SkyRL (pull request 1629) set the same. NVLS needs it.
-    "NCCL_CUMEM_ENABLE": "0",
-}
-"""Environment of a rank on GPU where the user has not set it; docs/clusters.md lists them."""
 GPU_PACKAGES = ("transformer_engine", "transformer_engine_torch", "apex", "amp_C")
 """Where they can be imported, Megatron takes their optimizer and norms of gradients for tensors on the CPU, too, which
 ends in an illegal memory access."""
@@ -47,15 +35,6 @@ class Device:
     """Number format of parameters and activations."""
     local_layers: bool = True
     """Whether models have Megatron's local layers with our norm and attention; else Transformer Engine's."""
-
-
-def resolve_kind(requested: str) -> DeviceKind:
-    """ "cpu" or "cuda" for what `run.device` says."""
-    if requested == "auto":
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    if requested not in ("cpu", "cuda"):
-        raise ValueError(f'run.device is {requested!r}; needed: "auto", "cpu" or "cuda"')
-    return "cuda" if requested == "cuda" else "cpu"
 
 
 def prepare_imports(kind: DeviceKind) -> None:
@@ -97,12 +76,6 @@ def open_device(requested: str, local_layers: bool = True) -> Device:
     return Device("cuda", at, "cpu:gloo,cuda:nccl", torch.bfloat16, local_layers)
 
 
-def set_cuda_defaults() -> None:
-    """`CUDA_DEFAULTS` where the user has set nothing; call it before anything starts CUDA in this process."""
-    for name, value in CUDA_DEFAULTS.items():
-        os.environ.setdefault(name, value)
-
-
 def let_gloo_connect_lazily() -> None:
     """In a run of many ranks gloo's groups connect two ranks when they first communicate; before any group is made."""
     if environment_world_size() > FULLY_CONNECTED_RANKS:
@@ -127,53 +100,6 @@ def init_process_group(
         return
     rank, world_size = place or (environment_rank(), environment_world_size())
     dist.init_process_group(device.backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
-
-
-LAUNCHER_NUMBERS = {
-    "RANK": 0,
-    "WORLD_SIZE": 1,
-    "LOCAL_RANK": 0,
-    "LOCAL_WORLD_SIZE": 1,
-    "GROUP_RANK": 0,
-    "MASTER_PORT": 0,
-}
-"""Variables of the launcher that hold a whole number, and the least that it may be."""
-
-
-def check_launcher_numbers() -> None:
-    """ValueError that names a variable of the launcher's that is no such number."""
-    for name in LAUNCHER_NUMBERS:
-        _launcher_number(name)
-
-
-def environment_world_size() -> int:
-    """Ranks of this run from its launcher, 1 without one."""
-    return _launcher_number("WORLD_SIZE") or 1
-
-
-def environment_rank() -> int:
-    """Rank of this process from its launcher, 0 without one."""
-    return _launcher_number("RANK") or 0
-
-
-def local_world_size() -> int | None:
-    """Ranks on each node, from the launcher; None where it does not say."""
-    return _launcher_number("LOCAL_WORLD_SIZE")
-
-
-def _launcher_number(name: str) -> int | None:
-    """None: not set. ValueError for what is no number, or below the least."""
-    text, number, least = os.environ.get(name), None, LAUNCHER_NUMBERS[name]
-    if text is None:
-        return None
-    with suppress(ValueError):
-        number = int(text)
-    if number is None or number < least:
-        raise ValueError(
-            f'the environment variable {name} is "{text:.40}"; needed: a whole number from {least}. torchrun sets it; '
-            "correct what sets it here, or unset it."
-        )
-    return number
 
 
 def resident_bytes() -> int:

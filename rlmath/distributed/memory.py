@@ -1,15 +1,10 @@
-"""The host's memory: how much of it is available, and blocks of it that all ranks of a machine map."""
+"""The host's memory: how much there is, and how much of it is available."""
 
 from __future__ import annotations
 
-import os
-import uuid
 from pathlib import Path
 
 import psutil
-import torch
-
-from rlmath.distributed.collectives import all_gather_objects
 
 _ROOT = Path("/sys/fs/cgroup")
 _VERSION_2 = ("memory.max", "memory.current", "inactive_file")
@@ -66,41 +61,3 @@ def _room(group: Path, files: tuple[str, str, str]) -> int | None:
         return None if limit is None or used is None else limit - (used - int(stats[files[2]]))
     except (OSError, ValueError, KeyError):
         return None
-
-
-def share_memory(size: int) -> list[torch.UntypedStorage] | None:
-    """By rank, `size` bytes of it (each may give another number), mapped by every rank. A collective.
-
-    None, on all ranks, where that is impossible: ranks on several machines or in several containers, another user, no
-    memory left.
-    """
-    fd, name = -1, f"rlmath-{uuid.uuid4().hex}"
-    try:
-        fd = os.memfd_create(name)
-        os.posix_fallocate(fd, 0, max(size, 1))
-        offer = (os.getpid(), fd, name, max(size, 1))
-    except OSError:
-        offer = None
-    offers = all_gather_objects(offer)
-    mapped = _map(offers)
-    agreed = all(all_gather_objects(mapped is not None))
-    if fd >= 0:
-        os.close(fd)
-    return mapped if agreed else None
-
-
-def _map(offers: list[tuple[int, int, str, int] | None]) -> list[torch.UntypedStorage] | None:
-    pieces = []
-    for offer in offers:
-        if offer is None:
-            return None
-        pid, fd, name, size = offer
-        try:
-            # In another container, or on another machine, the same numbers are another process's file, or none.
-            path = f"/proc/{pid}/fd/{fd}"
-            if not os.readlink(path).startswith(f"/memfd:{name}"):
-                return None
-            pieces.append(torch.UntypedStorage.from_file(path, shared=True, nbytes=size))
-        except (OSError, RuntimeError):
-            return None
-    return pieces

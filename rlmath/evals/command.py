@@ -14,10 +14,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rlmath.config.help import all_settings, raise_problems
-from rlmath.config.hub import is_hub_id, parse_hub_id
+from rlmath.config.hub import HubFailedError, is_hub_id, parse_hub_id
 from rlmath.config.schema import RolloutConfig
 from rlmath.distributed import process
-from rlmath.distributed.device import environment_rank, resolve_kind
+from rlmath.distributed.device_kind import resolve_kind
 from rlmath.distributed.fault_tolerance.exit_codes import (
     FAILURE,
     FINISHED,
@@ -26,6 +26,8 @@ from rlmath.distributed.fault_tolerance.exit_codes import (
     write_exit_status,
 )
 from rlmath.distributed.fault_tolerance.preemption import INTERRUPT, on_signals
+from rlmath.distributed.ranks import environment_rank
+from rlmath.distributed.rendezvous import MissingRanksError
 from rlmath.evals.compare import comparison_text, read_results
 from rlmath.evals.model_source import remove_converted
 from rlmath.evals.plan import Plan
@@ -84,6 +86,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         log_mistake(error)
         record_exit(None if output_problem(arguments) else arguments.output, MISTAKE, str(error))
         return MISTAKE
+    except (MissingRanksError, HubFailedError) as error:
+        remove_converted()
+        log_mistake(error)
+        record_exit(arguments.output, FAILURE, str(error))
+        return FAILURE
     except BaseException as error:
         remove_converted()
         record_exit(arguments.output, FAILURE, f"{type(error).__name__}: {error}")

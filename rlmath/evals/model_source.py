@@ -12,13 +12,12 @@ from pathlib import Path
 
 from rlmath.checkpoint.convert.convert import megatron_to_hf
 from rlmath.checkpoint.convert.sources import MegatronSource, find_megatron
-from rlmath.checkpoint.directory import CHECKPOINTS, MANIFEST
+from rlmath.checkpoint.directory import MANIFEST
 from rlmath.checkpoint.hf.weights import read_metadata_files
 from rlmath.config.files import read_json_object
+from rlmath.config.run_files import CHECKPOINTS_FOLDER, EXPORT_FOLDER, SUMMARY_FILE
 from rlmath.models.hf_config import check_loadable, missing_folder_problem, read_model_shape
 from rlmath.trainer.resume import model_fingerprint
-from rlmath.trainer.run_dir import EXPORT_FOLDER
-from rlmath.trainer.telemetry.metrics_writer import SUMMARY_FILE
 
 logger = logging.getLogger(__name__)
 
@@ -60,7 +59,7 @@ def _hugging_face(path: Path) -> Path | None:
         return path
     last = path / EXPORT_FOLDER
     exported = (last / "config.json").is_file()
-    running = (path / CHECKPOINTS).is_dir() and not (path / SUMMARY_FILE).is_file()
+    running = (path / CHECKPOINTS_FOLDER).is_dir() and not (path / SUMMARY_FILE).is_file()
     return last if exported and not running else None
 
 

@@ -21,15 +21,10 @@ from rlmath.config import hub
 from rlmath.config.schema import RolloutConfig, RunConfig
 from rlmath.data.tokenizer import load_tokenizer
 from rlmath.distributed.collectives import broadcast_from_rank_zero
-from rlmath.distributed.device import (
-    Device,
-    environment_rank,
-    environment_world_size,
-    init_process_group,
-    open_device,
-)
+from rlmath.distributed.device import Device, init_process_group, open_device
 from rlmath.distributed.fault_tolerance.exit_codes import clear_exit_status
 from rlmath.distributed.mesh import Mesh
+from rlmath.distributed.ranks import environment_rank, environment_world_size
 from rlmath.distributed.rendezvous import open_rendezvous
 from rlmath.evals.benchmarks import (
     Benchmark,

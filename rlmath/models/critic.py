@@ -21,8 +21,8 @@ from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel
 from torch import Tensor
 
 from rlmath.algorithms.gae import ValueLoss, value_loss
-from rlmath.algorithms.types import MicroBatch
 from rlmath.checkpoint.sharded_state import ALWAYS_FLOAT32
+from rlmath.data.packing import MicroBatch
 from rlmath.models.forward_backward import ForwardBackward
 from rlmath.models.learner import Learner, MinibatchResult, not_finite
 

@@ -27,7 +27,7 @@ from megatron.core.utils import get_attr_wrapped_model, get_model_config
 from torch import Tensor
 
 from megatron_patches import p2p_shapes
-from rlmath.algorithms.types import MicroBatch
+from rlmath.data.packing import MicroBatch
 from rlmath.distributed.device import Device, finish_computation
 from rlmath.distributed.mesh import Mesh
 from rlmath.models.attention import PackedSequences, pack_sequences

@@ -18,6 +18,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from rlmath.checkpoint.hf.headers import MAX_INDEX_BYTES, TensorHeader, format_problems, read_header
 from rlmath.checkpoint.hf.weight_map import (
     TABLES,
     VALUE_TABLES,
@@ -30,11 +31,11 @@ from rlmath.checkpoint.hf.weight_map import (
     placed_tensors,
     value_architecture,
 )
-from rlmath.checkpoint.hf.weights import MAX_INDEX_BYTES, TensorHeader, format_problems, read_header
 from rlmath.config.files import read_json_object
 from rlmath.config.help import nearest_path, nearest_word, raise_problems
 from rlmath.config.hub import PREFIX
 from rlmath.config.model_shape import ModelShape, RopeScaling
+from rlmath.config.run_files import EXPORT_FOLDER
 from rlmath.config.schema import Config
 from rlmath.config.shipped_files import shipped
 
@@ -61,7 +62,7 @@ def read_shape(
     path = folder / "config.json"
     if not path.is_file():
         text = f'"{folder}" has no config.json. {option} needs the folder of a Hugging Face model.'
-        inside = folder / "hf_model"
+        inside = folder / EXPORT_FOLDER
         if (inside / "config.json").is_file():
             text += f' It is the folder of a run: give "{inside}".'
         return None, [text]

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from rlmath.algorithms.early_stop import EarlyStop, MinibatchSums, discard_reason
 from rlmath.algorithms.losses import LossSettings, TokenInputs, TokenLoss, token_loss
-from rlmath.algorithms.types import MicroBatch
+from rlmath.data.packing import MicroBatch
 from rlmath.distributed.collectives import reduce_over_ranks
 from rlmath.models.forward_backward import ForwardBackward, TokenLogprobs
 from rlmath.models.optimizer import learning_rate

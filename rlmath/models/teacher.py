@@ -20,7 +20,7 @@ import torch
 from megatron.core import tensor_parallel
 from torch import Tensor
 
-from rlmath.algorithms.types import MicroBatch
+from rlmath.data.packing import MicroBatch
 from rlmath.models.forward_backward import ForwardBackward, TokenLogprobs
 from rlmath.models.logprobs import TeacherRows
 

@@ -19,6 +19,7 @@ from rlmath.config.help import nearest_word, raise_problems
 from rlmath.config.length_curriculum import has_length_stages
 from rlmath.config.load import load_config
 from rlmath.config.model_shape import ModelShape
+from rlmath.config.run_files import CONFIG_FILE, METRICS_FILE, SUMMARY_FILE
 from rlmath.config.schema import Config
 from rlmath.models.hf_config import planned_shape
 from rlmath.planner.lengths import Batch, lengths_measured
@@ -29,8 +30,7 @@ from rlmath.trainer.preflight.checks import value_problems
 from rlmath.trainer.preflight.memory_estimate import Target
 from rlmath.trainer.preflight.memory_fit import planned_target
 from rlmath.trainer.preflight.parallelism import ranks_of_layout
-from rlmath.trainer.run_dir import CONFIG_NAME
-from rlmath.trainer.telemetry.metrics_writer import METRICS_FILE, SUMMARY_FILE, read_metrics
+from rlmath.trainer.telemetry.metrics_writer import read_metrics
 
 SWITCH_PHASES = ("offload", "wake", "wake_kv_cache", "sleep", "restore")
 """Timers that make up the switch, as in `reporter`."""
@@ -84,11 +84,11 @@ def run_folder_of(path: Path) -> Path:
 def read_config(folder: Path) -> Config:
     """The settings of a run that was measured; ValueError where they cannot be read, are those of stages, or where
     engines had ranks of their own: what overlaps says little of what each part takes."""
-    if not (folder / CONFIG_NAME).is_file():
+    if not (folder / CONFIG_FILE).is_file():
         raise ValueError(
-            f"{folder}: there is no {CONFIG_NAME}; --calibrate needs the folder of a run, or its metrics.jsonl"
+            f"{folder}: there is no {CONFIG_FILE}; --calibrate needs the folder of a run, or its metrics.jsonl"
         )
-    config = load_config([folder / CONFIG_NAME], [], saved=True)
+    config = load_config([folder / CONFIG_FILE], [], saved=True)
     if has_length_stages(config):
         raise ValueError(
             f"{folder}: a run with stages; its steps are not alike. Calibrate with one that has none."
@@ -177,7 +177,7 @@ def ranks_of_summary(folder: Path) -> int:
     if found := LAYOUT.fullmatch(layout):
         return math.prod(int(size or 1) for size in found.groups())
     raise ValueError(
-        f"{folder}: neither {CONFIG_NAME} (parallel.data) nor {SUMMARY_FILE} has the number of ranks of the run; "
+        f"{folder}: neither {CONFIG_FILE} (parallel.data) nor {SUMMARY_FILE} has the number of ranks of the run; "
         "give --calibrate-ranks"
     )
 

@@ -62,6 +62,7 @@ from rlmath.planner.rollout import (
 )
 from rlmath.planner.training import LOGPROBS, forward_cost, head_flops
 from rlmath.planner.work import Work
+from rlmath.trainer.flight_rules import flight_rules, slice_tokens
 from rlmath.trainer.preflight.memory_estimate import Target
 from rlmath.trainer.preflight.memory_formulas import (
     StageWork,
@@ -69,7 +70,6 @@ from rlmath.trainer.preflight.memory_formulas import (
     engine_bytes,
     layer_elements,
 )
-from rlmath.trainer.rollouts import flight_rules, slice_tokens
 
 MOST_GROUPS = 64
 """Groups of a simulated step, where the real one has more."""

@@ -13,8 +13,8 @@ from rlmath.planner.machines import Cluster
 from rlmath.planner.splits import colocated, compare_splits, engine_ranks, for_old_tokens, start_problems
 from rlmath.planner.step import StepPlan, plan_step
 from rlmath.planner.work import Coefficients
+from rlmath.trainer.flight_rules import flight_rules, slice_tokens
 from rlmath.trainer.preflight.memory_estimate import Target
-from rlmath.trainer.rollouts import flight_rules, slice_tokens
 
 STALENESS = (1, 2, 3, 5, 7)
 """`rollout.max_staleness` that a search for settings of "carry" tries."""

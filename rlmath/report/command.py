@@ -7,9 +7,10 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from rlmath.config.run_files import REPORT_FILE
 from rlmath.config.terminal import escape_terminal
 from rlmath.report.run_folder import NoRunError
-from rlmath.report.write import REPORT_FILE, NoPlotlyError, write_report
+from rlmath.report.write import NoPlotlyError, write_report
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -17,9 +17,6 @@ from typing import NamedTuple
 from rlmath.config.files import open_regular
 from rlmath.config.terminal import excerpt
 
-METRICS_FILE = "metrics.jsonl"
-VALIDATION_FILE = "validation.jsonl"
-
 MOST_BYTES = 2**30
 """Read of one file."""
 MOST_LINE_BYTES = 2**20

@@ -61,6 +61,15 @@ def _facts(run: Run) -> Iterator[Fact]:
     if update:
         more = f"rollout {_percent(statistics.median(rollout))}; medians" if rollout else "median"
         yield Fact("MFU of the update", _percent(statistics.median(update)), more)
+    waiting = run.metrics.curve("seconds/wait_for_groups").values
+    if waiting:
+        share = sum(waiting) / sum(steps) if sum(steps) else 0.0
+        more = f"{_percent(share)} of the time; {statistics.median(waiting):.3g} s a step, median"
+        yield Fact("Trainers waited for groups", duration(sum(waiting)), more)
+    staleness = run.metrics.curve("rollout/staleness").values
+    if any(staleness):
+        most = max(run.metrics.curve("rollout/staleness_max").values, default=0.0)
+        yield Fact("Staleness", f"{statistics.fmean(staleness):.2f} steps", f"mean; {most:.0f} at most")
     layout = text_of(run.summary.get("layout"), 120)
     if layout:
         yield Fact("Layout", layout)

@@ -98,15 +98,21 @@
   }
 
   const places = [...document.querySelectorAll(".plot")];
-  const watcher = new IntersectionObserver((entries) => {
-    for (const entry of entries) {
-      if (entry.isIntersecting && !drawn.has(entry.target)) {
-        watcher.unobserve(entry.target);
-        draw(entry.target);
+  function watch(rootMargin, then) {
+    const watcher = new IntersectionObserver((entries) => {
+      for (const entry of entries) {
+        if (entry.isIntersecting) {
+          watcher.unobserve(entry.target);
+          then(entry.target);
+        }
       }
-    }
-  }, { rootMargin: "300px" });
-  for (const place of places) watcher.observe(place);
+    }, { rootMargin });
+    for (const place of places) watcher.observe(place);
+  }
+  const drawOnce = (place) => { if (!drawn.has(place)) draw(place); };
+  const whenIdle = window.requestIdleCallback || ((run) => setTimeout(run, 50)); /* Safari has none */
+  watch("0px", drawOnce);
+  watch("300px", (place) => whenIdle(() => drawOnce(place)));
   dark.addEventListener("change", () => { drawn.forEach(draw); swatches(); });
   window.addEventListener("beforeprint", () => places.forEach(draw));
 

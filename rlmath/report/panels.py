@@ -134,12 +134,15 @@ POLICY = (
     Lines(
         "Early stops",
         "minibatches",
-        (("train/early_stopped_minibatches", "discarded"), ("train/skipped_updates", "updates skipped")),
+        (("train/early_stopped_minibatches", "discarded"),),
         "Minibatches from which nothing was learned",
     ),
     Lines("Policy loss", "", (("actor_loss", "loss"),)),
+)
+OPTIMIZER = (
     Lines("Gradient norm", "before clipping", (("train/grad_norm", "policy"),)),
     Lines("Learning rate", "", (("train/learning_rate", "policy"), ("critic/learning_rate", "critic"))),
+    Lines("Updates skipped", "updates", (("train/skipped_updates", "skipped"),)),
 )
 MODELS_BESIDE = (
     Lines("KL to the teacher", "nats per token", (("train/teacher_kl", "KL"),)),
@@ -202,6 +205,17 @@ SPEED = (
         percent=True,
     ),
     Lines(
+        "Trainers wait for groups",
+        "seconds per step",
+        (("seconds/wait_for_groups", "waiting"),),
+        "Of engines on ranks of their own",
+    ),
+    Lines(
+        "Waits for groups that would be too old",
+        "waits per step",
+        (("rollout/staleness_waits", "waits"),),
+    ),
+    Lines(
         "Filling of the engines",
         "share",
         (("rollout/batch_fill", "batch fill"), ("rollout/tail_share", "steps of the tail")),
@@ -237,9 +251,10 @@ def sections(runs: Sequence[Run]) -> list[Section]:
         _section("Learning", runs, (*LEARNING, *_validation_files(runs), *_reward_parts(runs))),
         _section("Responses", runs, RESPONSES, [*_length_maps(runs), *_verdicts(runs)]),
         _section("Policy", runs, POLICY),
+        _section("Optimizer", runs, OPTIMIZER),
         _section("Critic and teacher", runs, MODELS_BESIDE),
         _section("Prompts", runs, PROMPTS, _pass_rates(runs)),
-        _section("Speed", runs, SPEED, _phases(runs), before=True),
+        _section("Speed", runs, SPEED, [*_phases(runs), *_ages(runs)], before=True),
         _section("Memory", runs, (), _memory(runs)),
     ]
     return [section for section in found if section.figures]
@@ -405,9 +420,26 @@ def _pass_rates(runs: Sequence[Run]) -> Iterator[dict[str, Any]]:
 
 def _phases(runs: Sequence[Run]) -> Iterator[dict[str, Any]]:
     for run in runs[:MOST_SINGLE]:
-        parts = phase_curves(run.metrics)
+        parts = [(name.replace("_", " "), curve) for name, curve in phase_curves(run.metrics)]
         note = "The step's phases, and the save that follows it"
         yield from _stack(_titled("Seconds by phase", run, runs), "seconds per step", parts, note)
+
+
+def _ages(runs: Sequence[Run]) -> Iterator[dict[str, Any]]:
+    """Of runs that learn from tokens of earlier steps: how old these are."""
+    prefix = "rollout/staleness/"
+    for run in runs[:MOST_SINGLE]:
+        ages = sorted(
+            (name.removeprefix(prefix) for name in run.metrics.starting_with(prefix)),
+            key=lambda age: (len(age), age),
+        )
+        parts = [
+            (age if age == "0" else f"{age} step{'s' * (age != '1')}", run.metrics.curve(prefix + age))
+            for age in ages
+        ]
+        if len(parts) > 1:
+            title = _titled("Tokens by their staleness", run, runs)
+            yield from _stack(title, "share of tokens", parts, percent=True)
 
 
 def phase_curves(metrics: Metrics) -> list[tuple[str, Curve]]:
@@ -479,6 +511,7 @@ def _memory(runs: Sequence[Run]) -> Iterator[dict[str, Any]]:
             ]
             if prefix == "memory/after_":
                 metrics.append(("memory_gib", "end of the step"))
+                title = title if names else "Memory at the end of a step"
             spec = Lines(_titled(title, run, runs), "GiB", tuple(metrics), note)
             figure, _ = _lines(spec, [run])
             if figure is not None:

@@ -9,16 +9,22 @@ from pathlib import Path
 from typing import Any
 
 from rlmath.config.files import open_regular, read_json_object
+from rlmath.config.run_files import (
+    CONFIG_FILE,
+    EARLIER_FOLDER,
+    EXIT_STATUS_FILE,
+    LOG_FILE,
+    METRICS_FILE,
+    ROLLBACKS_FILE,
+    SAMPLES_FOLDER,
+    SUMMARY_FILE,
+    VALIDATION_FILE,
+)
 from rlmath.config.terminal import visible
-from rlmath.report.metrics import METRICS_FILE, VALIDATION_FILE, Metrics, read_metrics
-from rlmath.report.run_log import LOG_FILE, Log, read_log
-from rlmath.report.samples import SAMPLES_FOLDER, SHOWN_CHARS, Samples, number_of, read_samples, text_of
-from rlmath.report.settings import CONFIG_FILE, Settings, read_settings
-
-SUMMARY_FILE = "summary.json"
-EXIT_STATUS_FILE = "exit_status.json"
-ROLLBACKS_FILE = "rollbacks.json"
-EARLIER_FOLDER = "earlier"
+from rlmath.report.metrics import Metrics, read_metrics
+from rlmath.report.run_log import Log, read_log
+from rlmath.report.samples import SHOWN_CHARS, Samples, number_of, read_samples, text_of
+from rlmath.report.settings import Settings, read_settings
 
 MOST_RUNS = 24
 MOST_LABEL = 60

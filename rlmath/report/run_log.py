@@ -11,7 +11,6 @@ from pathlib import Path
 from rlmath.config.files import open_regular
 from rlmath.config.terminal import visible
 
-LOG_FILE = "run.log"
 MOST_HEAD_BYTES, MOST_TAIL_BYTES = 2**24, 3 * 2**24
 """Read from the beginning and, where the file is larger than both, from its end."""
 MOST_MESSAGES = 200

@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from rlmath.config.files import parse_json
+from rlmath.config.run_files import SAMPLES_FOLDER
 from rlmath.config.terminal import visible
 from rlmath.report.metrics import finished_lines
 
-SAMPLES_FOLDER = "samples"
 MOST_LISTED = 200_000
 """Entries of the folder that are looked at."""
 MOST_FILES, MOST_BYTES = 300, 2**25

@@ -12,7 +12,6 @@ from rlmath.config.files import MAX_YAML_BYTES, check_yaml, read_regular
 from rlmath.config.help import all_settings, as_yaml_word
 from rlmath.config.terminal import visible
 
-CONFIG_FILE = "config.yaml"
 MOST_KEYS = 500
 MOST_CHARS = 300
 """Of a value."""

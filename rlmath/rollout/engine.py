@@ -16,8 +16,10 @@ from typing import Any
 from rlmath.config.schema import RolloutConfig
 from rlmath.distributed import process
 from rlmath.distributed.collectives import broadcast_from_rank_zero
-from rlmath.distributed.device import Device, DeviceKind, environment_rank, prepare_imports
+from rlmath.distributed.device import Device, prepare_imports
+from rlmath.distributed.device_kind import DeviceKind
 from rlmath.distributed.mesh import Mesh
+from rlmath.distributed.ranks import environment_rank
 from rlmath.rollout.engine_sleep import EngineMemory, reset_prefix_cache
 from rlmath.rollout.engine_weights import EngineWeights
 from rlmath.rollout.sampling import Request, RequestResult, RequestSource, RunningRequests, sample

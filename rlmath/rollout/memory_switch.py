@@ -17,9 +17,10 @@ from functools import partial
 from typing import Any
 
 from rlmath.distributed.collectives import all_gather_objects
-from rlmath.distributed.device import Device, device_bytes, local_world_size, release_cached
+from rlmath.distributed.device import Device, device_bytes, release_cached
 from rlmath.distributed.memory import is_scarce
 from rlmath.distributed.phase_timers import PhaseTimers
+from rlmath.distributed.ranks import local_world_size
 from rlmath.distributed.tensor_offload import OffloadStats
 from rlmath.models.offload import RESTING, OffloadSets, SetName
 from rlmath.rollout.engine import Engine

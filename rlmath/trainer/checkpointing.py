@@ -8,20 +8,15 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
-from rlmath.checkpoint.directory import (
-    CHECKPOINTS,
-    Checkpoint,
-    Progress,
-    complete_checkpoints,
-    remove,
-    sound_checkpoints,
-)
+from rlmath.checkpoint.directory import Checkpoint, Progress, complete_checkpoints, remove, sound_checkpoints
 from rlmath.checkpoint.hf.weights import read_metadata_files, write_hf_folder
 from rlmath.checkpoint.manager import CheckpointManager, Retention, Saved
 from rlmath.config.length_curriculum import has_length_stages, length_stages
 from rlmath.config.load import config_as_yaml
+from rlmath.config.run_files import CHECKPOINTS_FOLDER, EXPORT_FOLDER, MODELS_FOLDER
 from rlmath.distributed.collectives import broadcast_from_rank_zero, max_over_ranks
 from rlmath.distributed.fault_tolerance.preemption import REASONS, StopRequest
 from rlmath.distributed.process import library_versions
@@ -30,7 +25,7 @@ from rlmath.rollout.sampling import CPU_SAMPLER_VERSION
 from rlmath.trainer import save_schedule
 from rlmath.trainer.divergence import DivergenceCheck
 from rlmath.trainer.resume import Origin
-from rlmath.trainer.run_dir import EXPORT_FOLDER, MODELS_FOLDER, stage_folder
+from rlmath.trainer.run_dir import stage_folder
 
 if TYPE_CHECKING:
     from rlmath.trainer.loop import Trainer
@@ -57,7 +52,7 @@ class Checkpointer:
         self._trainer = trainer
         self._metadata_files = read_metadata_files(config.model.path)
         self._store = CheckpointManager(
-            Path(config.run.output_dir) / CHECKPOINTS,
+            Path(config.run.output_dir) / CHECKPOINTS_FOLDER,
             trainer.saved_models,
             trainer.device,
             self._metadata_files,
@@ -131,7 +126,7 @@ class Checkpointer:
 
     def sound(self) -> list[Checkpoint]:
         """All such, the newest first; as `newest_sound`."""
-        found, _ = complete_checkpoints(self._folder / CHECKPOINTS)
+        found, _ = complete_checkpoints(self._folder / CHECKPOINTS_FOLDER)
         return sound_checkpoints(found, self._divergence.sound_before)
 
     def asked_to_stop(self) -> str | None:
@@ -155,7 +150,7 @@ class Checkpointer:
         self._divergence.raise_if_not_finite()
         trainer = self._trainer
         stream = self._with_progress(hf_stream(trainer.actor.chunks, trainer.shape, trainer.mesh))
-        dtype, writes = save_schedule.export_dtype(trainer.config), trainer.mesh.rank == 0
+        dtype, writes = getattr(torch, save_schedule.export_format(trainer.config)), trainer.mesh.rank == 0
         write_hf_folder(stream, {**self._metadata_files, **(more or {})}, folder, dtype, writes)
 
     def export_final_model(self) -> None:

@@ -19,8 +19,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rlmath.algorithms.gae import explained_variance, gae, length_adaptive_lambda
-from rlmath.algorithms.types import MicroBatch, ScoredGroup
+from rlmath.algorithms.types import ScoredGroup
 from rlmath.config.schema import CriticConfig
+from rlmath.data.packing import MicroBatch
 from rlmath.distributed.mesh import Mesh
 from rlmath.models.critic import Critic, TokenValues, ValueTargets
 from rlmath.models.forward_backward import TokenLogprobs

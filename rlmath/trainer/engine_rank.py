@@ -16,9 +16,10 @@ import torch.distributed as dist
 from rlmath.config import length_curriculum as curriculum
 from rlmath.config.schema import Config
 from rlmath.distributed.bridge import Bridge, Mailbox
-from rlmath.distributed.device import Device, environment_rank, environment_world_size, open_device
+from rlmath.distributed.device import Device, open_device
 from rlmath.distributed.fault_tolerance.preemption import StopRequest
 from rlmath.distributed.mesh import Mesh
+from rlmath.distributed.ranks import environment_rank, environment_world_size
 from rlmath.distributed.rendezvous import Rendezvous
 from rlmath.rewards.reward_manager import RewardWorkers, open_reward_workers
 from rlmath.rollout.collector import Collector

@@ -24,9 +24,10 @@ from rlmath.config.schema import Config
 from rlmath.data.dataset import Inputs
 from rlmath.distributed.bridge import Bridge, Mailbox
 from rlmath.distributed.collectives import broadcast_from_rank_zero
-from rlmath.distributed.device import Device, local_world_size
+from rlmath.distributed.device import Device
 from rlmath.distributed.mesh import Mesh
 from rlmath.distributed.phase_timers import PhaseTimers
+from rlmath.distributed.ranks import local_world_size
 from rlmath.models.build import Actor
 from rlmath.models.offload import RESTING, OffloadSets
 from rlmath.rewards.reward_manager import RewardWorkers

@@ -13,19 +13,21 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rlmath.config import hub
 from rlmath.config.help import raise_problems, schema_problems, setting_values
-from rlmath.config.hub import HubId
+from rlmath.config.hub import HubFailedError, HubId
 from rlmath.config.load import load_config
+from rlmath.config.run_files import CONFIG_FILE, EXPORT_FOLDER
 from rlmath.config.schema import Config
-from rlmath.distributed.device import environment_rank
-from rlmath.distributed.ranks import RankReport, RendezvousResult
-from rlmath.distributed.rendezvous import Rendezvous
+from rlmath.distributed.ranks import RankReport, RendezvousResult, environment_rank
 from rlmath.trainer.resume import newest_settings
-from rlmath.trainer.run_dir import CONFIG_NAME, EXPORT_FOLDER
+
+if TYPE_CHECKING:
+    from rlmath.distributed.rendezvous import Rendezvous
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +50,8 @@ def fetch_inputs(config: Config, rendezvous: Rendezvous | None) -> Config:
     there is one rank.
 
     Errors: ValueError for ids and numbers that are wrong, SharedMistakeError where the hub, the cache or another rank
-    refuses, MissingRanksError where ranks are missing.
+    refuses, HubFailedError where the hub or the network fails, MissingRanksError where ranks are missing or the hub has
+    failed another one.
     """
     ids = hub.hub_ids(config)
     if not ids:
@@ -81,13 +84,13 @@ def fetch_ids(
 
 def _commits(asked: _Asked, rendezvous: Rendezvous, start_seconds: float) -> dict[HubId, HubId]:
     """Every id with rank 0's commit. A collective."""
-    place, pins, mistake = rendezvous.rank_info, {}, None
+    place, pins = rendezvous.rank_info, {}
+    report = RankReport(place.host, place.node)
     if place.rank == 0:
         try:
             pins = hub.resolve(asked.ids, asked.seconds, asked.recorded)
-        except ValueError as error:
-            mistake = str(error)
-    report = RankReport(place.host, place.node, problem=mistake)
+        except (ValueError, HubFailedError) as error:
+            report = replace(report, problem=str(error), may_pass=isinstance(error, HubFailedError))
     commits = {str(one): pinned.commit for one, pinned in pins.items()}
     found = _sync(rendezvous, "commits", report, asked.seconds + start_seconds, commits)
     lost = [str(one) for one in asked.ids if str(one) not in found]
@@ -102,13 +105,13 @@ def _fetch_on_node(
     pins: Mapping[HubId, HubId], asked: _Asked, rendezvous: Rendezvous, start_seconds: float
 ) -> None:
     """Download on the first rank of every node. A collective."""
-    place, mistake = rendezvous.rank_info, None
+    place = rendezvous.rank_info
+    report = RankReport(place.host, place.node)
     if place.is_node_leader:
         try:
             _fetch(pins.values(), asked.seconds)
-        except ValueError as error:
-            mistake = str(error)
-    report = RankReport(place.host, place.node, problem=mistake)
+        except (ValueError, HubFailedError) as error:
+            report = replace(report, problem=str(error), may_pass=isinstance(error, HubFailedError))
     _sync(rendezvous, "files", report, asked.seconds + start_seconds)
 
 
@@ -139,7 +142,7 @@ def recorded_ids(config: Config) -> list[str]:
         return []
     found = []
     with suppress(OSError, ValueError):
-        found.append(load_config([Path(config.run.output_dir) / CONFIG_NAME], [], saved=True))
+        found.append(load_config([Path(config.run.output_dir) / CONFIG_FILE], [], saved=True))
     found.append(newest_settings(config))
     texts = []
     for settings in filter(None, found):
@@ -181,7 +184,7 @@ def push_model(config: Config, steps: int) -> None:
     logger.info("Uploading %s to %s ...", folder, name)
     try:
         commit = hub.push(name, folder, f"rlmath: {steps} steps", config.run.hub_timeout_seconds)
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, HubFailedError) as error:
         command = f"hf upload {name} {folder}"
         logger.error(
             'The model was not uploaded to %s: %s Run "%s", or the same command again', name, error, command

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from rlmath.algorithms.advantages import AdvantageKind, KLTotals, kl_shaped_advantages
 from rlmath.algorithms.kl import KLKind, kl_estimate, to_go
-from rlmath.algorithms.types import MicroBatch
+from rlmath.data.packing import MicroBatch
 from rlmath.distributed.mesh import Mesh
 from rlmath.models.forward_backward import TokenLogprobs
 

@@ -19,6 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
+import torch
 import torch.distributed as dist
 
 from rlmath.checkpoint.directory import Progress, read_progress
@@ -26,19 +27,13 @@ from rlmath.checkpoint.manager import load_checkpoint
 from rlmath.checkpoint.sharded_state import POLICY, SavedModel
 from rlmath.config.help import all_settings, as_yaml_word
 from rlmath.config.load import config_as_yaml, shown_values
+from rlmath.config.run_files import CONFIG_FILE, LOG_FILE, ROLLBACKS_FILE
 from rlmath.config.schema import AlgorithmConfig, Config
 from rlmath.data.loader import Rollback, write_report
 from rlmath.distributed import process
 from rlmath.distributed.bridge import Bridge, open_worlds
 from rlmath.distributed.collectives import all_gather_objects, broadcast_from_rank_zero
-from rlmath.distributed.device import (
-    Device,
-    environment_rank,
-    environment_world_size,
-    held_bytes,
-    init_process_group,
-    open_device,
-)
+from rlmath.distributed.device import Device, device_bytes, held_bytes, init_process_group, open_device
 from rlmath.distributed.fault_tolerance import exit_codes
 from rlmath.distributed.fault_tolerance.heartbeat import Heartbeat
 from rlmath.distributed.fault_tolerance.preemption import StopRequest, launcher_advice
@@ -47,29 +42,29 @@ from rlmath.distributed.mesh import Mesh
 from rlmath.distributed.peak_flops import peak_flops
 from rlmath.distributed.phase_timers import PhaseTimers
 from rlmath.distributed.process import library_versions, outlive_parent
-from rlmath.distributed.ranks import RankReport, RendezvousResult, hosts_text
+from rlmath.distributed.ranks import (
+    RankReport,
+    RendezvousResult,
+    environment_rank,
+    environment_world_size,
+    hosts_text,
+)
 from rlmath.distributed.rendezvous import Rendezvous
 from rlmath.models.build import Actor
 from rlmath.models.megatron import start_megatron
 from rlmath.rewards.reward_manager import RewardFunctionError
+from rlmath.trainer.checkpoint_choice import choose_checkpoint
 from rlmath.trainer.checkpointing import Checkpointer
 from rlmath.trainer.divergence import ADVICE, DivergedError, DivergenceCheck, RewardRule
 from rlmath.trainer.hub_inputs import push_model
 from rlmath.trainer.preflight.memory_estimate import Kind, mesh_of
 from rlmath.trainer.preflight.memory_fit import measured_line
 from rlmath.trainer.reporter import Reporter, StepRecord, ValidationResult, write_run_report
-from rlmath.trainer.resume import CheckpointToResume, Recovery, choose_checkpoint
-from rlmath.trainer.rollback import (
-    ROLLBACKS,
-    RollbackRecord,
-    numbered,
-    records_of,
-    unnumbered,
-    write_rollbacks,
-)
-from rlmath.trainer.run_dir import CONFIG_NAME, claim_run_folder, take_back
+from rlmath.trainer.resume import CheckpointToResume, Recovery
+from rlmath.trainer.rollback import RollbackRecord, numbered, records_of, unnumbered, write_rollbacks
+from rlmath.trainer.run_dir import claim_run_folder, take_back
 from rlmath.trainer.startup import PreparedRun, compare_clocks
-from rlmath.trainer.telemetry.console import LOG_FILE, open_log_file
+from rlmath.trainer.telemetry.console import open_log_file
 from rlmath.trainer.telemetry.profile import StepProfiler
 
 logger = logging.getLogger(__name__)
@@ -316,7 +311,11 @@ def _train(
             checkpointer.save_to_stop(number)
             return stop_early(trainer, checkpointer, number, record.reason, stop)
         if number == steps_done and mesh.rank == 0 and trainer.device.kind == "cuda":
-            logger.info("%s", measured_line(config, trainer.shape, mesh, trainer.device, trainer.kind))
+            most, used = (
+                torch.cuda.max_memory_reserved(trainer.device.torch_device),
+                device_bytes(trainer.device),
+            )
+            logger.info("%s", measured_line(config, trainer.shape, mesh, trainer.kind, most, used))
         metrics = stragglers.after_step(trainer.busy_seconds(), heartbeat.slowest_answer())
         metrics |= {"memory_gib": held_bytes(trainer.device) / 2**30, "seconds/save": checkpointer.seconds}
         if reporter is not None:
@@ -418,7 +417,7 @@ def claim_folder(
         write_report(config.run.output_dir, prepared.inputs.reports)
     dist.barrier()
     folder = Path(config.run.output_dir)
-    host = None if (folder / CONFIG_NAME).is_file() else socket.gethostname()
+    host = None if (folder / CONFIG_FILE).is_file() else socket.gethostname()
     blind = list(dict.fromkeys(one for one in all_gather_objects(host) if one is not None))
     if blind:
         raise ValueError(
@@ -437,7 +436,7 @@ def log_settings(config: Config, kind: Kind) -> None:
     changed = changed_settings(config)
     unused = changed.pop("sft", []) if kind == "grpo" else []
     shown = "\n".join(f"  {section}: {', '.join(settings)}" for section, settings in changed.items())
-    logger.info("Settings that are not at their defaults; all are in %s:\n%s", CONFIG_NAME, shown)
+    logger.info("Settings that are not at their defaults; all are in %s:\n%s", CONFIG_FILE, shown)
     if unused:
         logger.warning("Without effect in a GRPO run: %s", ", ".join(f"sft.{one}" for one in unused))
     logger.debug("The settings of this run:\n%s", config_as_yaml(config))
@@ -563,7 +562,7 @@ def roll_back(
     if trainer.mesh.rank == 0:
         if refused is not None:
             logger.error(
-                "No rollback: %s cannot be written, and it would not be counted: %s", ROLLBACKS, refused
+                "No rollback: %s cannot be written, and it would not be counted: %s", ROLLBACKS_FILE, refused
             )
         else:
             logger.error(

@@ -24,7 +24,7 @@ from typing import Any, ClassVar
 
 from rlmath.algorithms.advantages import advantages, gdpo_advantages
 from rlmath.algorithms.losses import Normalisation
-from rlmath.algorithms.types import MicroBatch, Sample, ScoredGroup
+from rlmath.algorithms.types import Sample, ScoredGroup
 from rlmath.checkpoint.directory import CRITIC, REFERENCE, Progress
 from rlmath.checkpoint.hf.weights import load_hf_weights
 from rlmath.checkpoint.sharded_state import SavedModel
@@ -33,7 +33,7 @@ from rlmath.config.model_shape import ModelShape
 from rlmath.config.schema import Config
 from rlmath.data.dataset import Inputs, critic_epochs, most_critic_updates, most_updates
 from rlmath.data.loader import Rollback
-from rlmath.data.packing import pack
+from rlmath.data.packing import MicroBatch, pack
 from rlmath.data.seqlen_balancing import plan_minibatches, training_cost
 from rlmath.distributed.mesh import Mesh
 from rlmath.distributed.phase_timers import PhaseTimers

@@ -1,7 +1,7 @@
 """Whether a run resumes from a checkpoint, and from which.
 
 `find_recovery` runs on every rank before anything is started: it reads manifests and small files, and refuses a
-checkpoint of another run. With the process group there, `choose_checkpoint` reads the candidates' files, each rank a
+checkpoint of another run. With the process group there, `checkpoint_choice` reads the candidates' files, each rank a
 share of them. What a run is made of (model, data) is compared by fingerprint, not by path.
 """
 
@@ -10,8 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import socket
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,11 +23,11 @@ from rlmath.config.help import as_yaml_word, is_among, setting_values
 from rlmath.config.hub import is_same
 from rlmath.config.length_curriculum import LengthStage, has_length_stages, length_stages
 from rlmath.config.load import load_config, shown_values
+from rlmath.config.run_files import CHECKPOINTS_FOLDER
 from rlmath.config.schema import Config, RewardConfig
 from rlmath.data.dataset import PromptFiles, SftInputs
 from rlmath.data.sft_sequences import sequences_fingerprint
-from rlmath.distributed.collectives import all_gather_objects, broadcast_from_rank_zero
-from rlmath.distributed.device import environment_rank, environment_world_size, resolve_kind
+from rlmath.distributed.device_kind import resolve_kind
 from rlmath.rewards.custom_function import code_fingerprint, is_same_function
 from rlmath.rewards.several_rewards import functions_of
 from rlmath.rollout.sampling import CPU_SAMPLER_VERSION
@@ -180,14 +179,14 @@ def find_recovery(config: Config, origin: Origin, total_steps: int) -> Recovery 
     """
     if config.run.recover_mode == "disabled":
         return None
-    root = Path(config.run.output_dir) / directory.CHECKPOINTS
+    root = Path(config.run.output_dir) / CHECKPOINTS_FOLDER
     found, notes = _complete_checkpoints(config)
     rollbacks, candidates = read_rollbacks(config.run.output_dir), []
     for checkpoint in found:
         try:
             progress, then = _read_small_files(checkpoint)
         except directory.OutOfReachError as error:
-            raise ValueError(_out_of_reach_text(error)) from error
+            raise ValueError(out_of_reach_text(error)) from error
         except (OSError, ValueError) as error:
             notes.append(f"the checkpoint {checkpoint.folder} is damaged and is skipped: {error}")
             continue
@@ -200,7 +199,7 @@ def find_recovery(config: Config, origin: Origin, total_steps: int) -> Recovery 
         problems = list(_other_run(then, config, progress, origin, total_steps))
         problems = problems or _in_flight_problems(config, total_steps, checkpoint, progress, origin)
         if problems:
-            what = [*(f"  - {problem}" for problem in problems), f"{_START_OVER.capitalize()}."]
+            what = [*(f"  - {problem}" for problem in problems), f"{START_OVER.capitalize()}."]
             raise ValueError("\n".join([f"The run cannot resume from {checkpoint.folder}:", *what]))
         joined_records(
             config.run.output_dir, rollbacks, progress
@@ -209,7 +208,7 @@ def find_recovery(config: Config, origin: Origin, total_steps: int) -> Recovery 
     if candidates:
         return Recovery(candidates, notes, tuple(_changed_code(config, candidates[0], origin)))
     if notes:
-        raise ValueError(f"no checkpoint in {root} is whole: {'. '.join(notes)}. {_START_OVER.capitalize()}.")
+        raise ValueError(f"no checkpoint in {root} is whole: {'. '.join(notes)}. {START_OVER.capitalize()}.")
     if config.run.recover_mode == "resume":
         raise ValueError(
             f'run.recover_mode is "resume", and {root} has no checkpoint to resume from. '
@@ -228,7 +227,7 @@ def changes_since_newest(config: Config) -> list[str] | None:
         try:
             progress, then = _read_small_files(checkpoint)
         except directory.OutOfReachError as error:
-            raise ValueError(_out_of_reach_text(error)) from error
+            raise ValueError(out_of_reach_text(error)) from error
         except (OSError, ValueError):
             continue
         return _changed_settings(then, config, progress)
@@ -245,20 +244,20 @@ def newest_settings(config: Config) -> Config | None:
     return None
 
 
-_START_OVER = "to start from the beginning, give another run.output_dir or run.recover_mode=disabled"
+START_OVER = "to start from the beginning, give another run.output_dir or run.recover_mode=disabled"
 
 
 def _complete_checkpoints(config: Config) -> tuple[list[Checkpoint], list[str]]:
     try:
-        return directory.complete_checkpoints(Path(config.run.output_dir) / directory.CHECKPOINTS)
+        return directory.complete_checkpoints(Path(config.run.output_dir) / CHECKPOINTS_FOLDER)
     except ValueError as error:
-        raise ValueError(_out_of_reach_text(error)) from error
+        raise ValueError(out_of_reach_text(error)) from error
 
 
-def _out_of_reach_text(error: ValueError) -> str:
+def out_of_reach_text(error: ValueError) -> str:
     return (
         f"what the run can resume from cannot be known: {error}. Mount the disk, correct the link or the permissions, "
-        f"or move it away; {_START_OVER}."
+        f"or move it away; {START_OVER}."
     )
 
 
@@ -399,65 +398,3 @@ def _adds_or_drops_stages(
         and same[0].max_new_tokens == same[1].max_new_tokens
         and all(steps >= steps_done for steps in lengths)
     )
-
-
-def choose_checkpoint(
-    recovery: Recovery | None, on_progress: Callable[[], None] = lambda: None
-) -> CheckpointToResume | None:
-    """The newest candidate of rank 0's whose files are all as they were written. A collective: each rank reads a share
-    of the files, and calls `on_progress` for every few MiB of them. ValueError on all ranks where one cannot read what
-    rank 0 can, and where no candidate is whole."""
-    recovery = broadcast_from_rank_zero(recovery)
-    if recovery is None:
-        return None
-    if environment_rank() == 0:
-        for note in (*recovery.notes, *recovery.warnings):
-            logger.warning("%s", note)
-    damaged = []
-    for checkpoint, progress in recovery.candidates:
-        damage = _damage(checkpoint, on_progress)
-        if damage is None:
-            return checkpoint, progress
-        damaged.append(f"the checkpoint {checkpoint.folder} is damaged and is skipped: {damage}")
-        if environment_rank() == 0:
-            logger.warning("%s", damaged[-1])
-    raise ValueError(
-        f"no checkpoint is whole: {'. '.join([*recovery.notes, *damaged])}. {_START_OVER.capitalize()}."
-    )
-
-
-def _damage(checkpoint: Checkpoint, on_progress: Callable[[], None]) -> str | None:
-    """What is wrong with the files, as all ranks together find it."""
-    rank, ranks = environment_rank(), environment_world_size()
-    mine, unreadable, out_of_reach = [], None, None
-    for name in sorted(checkpoint.files)[rank::ranks]:
-        try:
-            mine += directory.wrong_contents(checkpoint, [name], on_progress)
-        except OSError as error:
-            text = f"rank {rank} on {socket.gethostname()} cannot read {name} ({error.strerror})"
-            unreadable = name, text
-            try:
-                directory.raise_if_out_of_reach(checkpoint.folder / name, error)
-            except directory.OutOfReachError as refused:
-                out_of_reach = _out_of_reach_text(refused)
-    gathered = all_gather_objects((mine, unreadable, out_of_reach))
-    found = [(wrong, one) for wrong, one, _ in gathered]
-    names = [one for _, one in found if one is not None]
-    if names:
-        _shared_or_raise(checkpoint, names)
-    if texts := [text for *_, text in gathered if text is not None]:
-        raise ValueError(texts[0])
-    return next((text for wrong, one in found for text in (*wrong, *([one[1]] if one else []))), None)
-
-
-def _shared_or_raise(checkpoint: Checkpoint, unreadable: Sequence[tuple[str, str]]) -> None:
-    """A file that rank 0 can read and another rank cannot is not damaged: it is not shared."""
-    for name, text in unreadable:
-        try:
-            readable = environment_rank() == 0 and bool(directory.file_entry(checkpoint.folder / name))
-        except OSError:
-            readable = False
-        if broadcast_from_rank_zero(readable):
-            raise ValueError(
-                f"{text}, and rank 0 can. run.output_dir must lie on a disk that all nodes share and may read."
-            )

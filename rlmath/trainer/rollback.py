@@ -19,10 +19,10 @@ from pathlib import Path
 
 from rlmath.checkpoint.directory import Progress
 from rlmath.config.files import parse_json, read_regular
+from rlmath.config.run_files import ROLLBACKS_FILE
 from rlmath.data.loader import Rollback
 from rlmath.trainer.telemetry.metrics_writer import write_whole
 
-ROLLBACKS = "rollbacks.json"
 VERSION = 1
 _MOST_BYTES = 2**20
 
@@ -42,7 +42,7 @@ class RollbackRecord:
 
 def read_rollbacks(output_dir: str | Path) -> list[RollbackRecord]:
     """Those of the run in a folder; none where there is no file. ValueError where the file cannot be used."""
-    path = Path(output_dir) / ROLLBACKS
+    path = Path(output_dir) / ROLLBACKS_FILE
     try:
         values = parse_json(read_regular(path, _MOST_BYTES).decode())
         if values["version"] != VERSION:
@@ -66,7 +66,7 @@ def _read_record(row: dict) -> RollbackRecord:
 
 def write_rollbacks(output_dir: str | Path, records: Sequence[RollbackRecord]) -> None:
     """On the disk when it returns, or OSError and the file is as before."""
-    path = Path(output_dir) / ROLLBACKS
+    path = Path(output_dir) / ROLLBACKS_FILE
     rows = [vars(one) for one in records]
     write_whole(path, json.dumps({"version": VERSION, "rollbacks": rows}, indent=1) + "\n")
     descriptor = os.open(path.parent, os.O_RDONLY)
@@ -94,7 +94,7 @@ def joined_records(
         return known
     if steps[: len(known)] != list(progress.rollback_steps):
         raise ValueError(
-            f"{Path(output_dir) / ROLLBACKS} has rollbacks to the steps {steps}, the checkpoint of step "
+            f"{Path(output_dir) / ROLLBACKS_FILE} has rollbacks to the steps {steps}, the checkpoint of step "
             f"{progress.step} those to {list(progress.rollback_steps)}: the file is that of another run. Restore it, "
             "or move it away"
         )

@@ -13,7 +13,6 @@ Every rank computes the same: what the engines sampled is gathered first.
 from __future__ import annotations
 
 import logging
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain, islice
@@ -23,7 +22,6 @@ from typing import Protocol
 from rlmath.algorithms.dynamic_sampling import Chosen, Selection, SelectionRules, choose, select
 from rlmath.algorithms.partial_rollouts import (
     Flight,
-    FlightRules,
     GroupInFlight,
     Leaving,
     advance_carry,
@@ -31,13 +29,11 @@ from rlmath.algorithms.partial_rollouts import (
     too_old,
 )
 from rlmath.algorithms.types import PartialCompletion, Prompt, Score, ScoredGroup
-from rlmath.checkpoint.flight import FLIGHT, TOKEN_BYTES, read_flight, read_flight_lengths, write_flight
+from rlmath.checkpoint.flight import FLIGHT, read_flight, read_flight_lengths, write_flight
 from rlmath.config.length_curriculum import (
     LengthStage,
     length_stage_at,
     length_stages,
-    with_longest_lengths,
-    without_validation,
 )
 from rlmath.config.schema import Config, RewardConfig, RolloutConfig, SelectionConfig
 from rlmath.data.curriculum import HISTORY, Curriculum, rules_of
@@ -53,6 +49,7 @@ from rlmath.rollout.sampling import (
     training_sampling,
 )
 from rlmath.rollout.work_queue import EngineUsage
+from rlmath.trainer.flight_rules import flight_rules, slice_tokens
 from rlmath.trainer.preflight.length_curriculum import in_flight_problem
 
 logger = logging.getLogger(__name__)
@@ -421,47 +418,6 @@ def unscored(group: GroupInFlight, steps_done: int) -> GroupInFlight:
     if len(group.unfinished) == len(group.samples):
         return group
     return replace(group.nothing_sampled(group.deferred), first_step=steps_done)
-
-
-def flight_rules(config: Config) -> FlightRules:
-    """Of partial rollouts, and of engines on ranks of their own, which have no other bound than `max_staleness`."""
-    rollout, per_step = config.rollout, config.data.prompts_per_step
-    dropped = config.selection.max_extra_prompts if config.selection.dynamic_sampling is not None else 0
-    if rollout.tail == "defer":
-        return FlightRules(per_step, sys.maxsize, 0, dropped)
-    most = per_step * (rollout.max_staleness + 1)
-    given = rollout.max_groups_in_flight if rollout.ranks == 0 else None
-    in_flight = most if given is None else given
-    return FlightRules(per_step, in_flight, rollout.max_staleness, dropped)
-
-
-@dataclass(frozen=True)
-class FlightSize:
-    """What the groups in flight take at most: if every completion were as long as any may be (bytes)."""
-
-    during_step: int
-    """In the memory of every rank, which has them all."""
-    after_step: int
-    """In the memory of every rank between two steps, and in a checkpoint."""
-
-
-def flight_size(config: Config) -> FlightSize:
-    """Of "carry", and of engines on ranks of their own: groups in flight x `rollout.group_size` x the greatest number
-    of new tokens x 8 bytes, and of what a step leaves data.prompts_per_step groups fewer. The others leave no token in
-    flight."""
-    if config.rollout.tail != "carry" and config.rollout.ranks == 0:
-        return FlightSize(0, 0)
-    training = with_longest_lengths(without_validation(config)).rollout
-    group, rules = training.group_size * training.max_new_tokens * TOKEN_BYTES, flight_rules(config)
-    return FlightSize(
-        (rules.max_groups + rules.max_dropped) * group, (rules.max_groups - rules.groups_per_step) * group
-    )
-
-
-def slice_tokens(rollout: RolloutConfig) -> int:
-    """Most new tokens of a completion in a round; with "defer" in a short one."""
-    rounds = 2 if rollout.tail == "defer" else rollout.max_staleness + 1
-    return rollout.slice_tokens or -(-rollout.max_new_tokens // rounds)
 
 
 def tokens_of(group: GroupInFlight) -> int:

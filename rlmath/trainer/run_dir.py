@@ -28,45 +28,42 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from rlmath.checkpoint.directory import CHECKPOINTS, nearest_folder, remove, remove_partial, set_newer_aside
+from rlmath.checkpoint.directory import nearest_folder, remove, remove_partial, set_newer_aside
 from rlmath.config.files import require_regular
 from rlmath.config.help import raise_problems
 from rlmath.config.load import load_config, save_config
+from rlmath.config.run_files import (
+    CHECKPOINTS_FOLDER,
+    CONFIG_FILE,
+    EARLIER_FOLDER,
+    EXIT_STATUS_FILE,
+    LOCK_FILE,
+    LOG_FILE,
+    METRICS_FILE,
+    MODELS_FOLDER,
+    ROLLBACKS_FILE,
+    STACKS_FOLDER,
+    SUMMARY_FILE,
+    VALIDATION_FILE,
+)
 from rlmath.config.schema import Config
 from rlmath.distributed.fault_tolerance import exit_codes
 from rlmath.trainer.resume import refused_changes
-from rlmath.trainer.rollback import ROLLBACKS
-from rlmath.trainer.telemetry.console import LOG_FILE
-from rlmath.trainer.telemetry.metrics_writer import (
-    METRICS_FILE,
-    SUMMARY_FILE,
-    VALIDATION_FILE,
-    keep_metrics,
-    unfinished_file,
-)
+from rlmath.trainer.telemetry.metrics_writer import keep_metrics, unfinished_file
 from rlmath.trainer.telemetry.samples import keep_samples
 
 logger = logging.getLogger(__name__)
 
-CONFIG_NAME = "config.yaml"
-EARLIER_NAME = "earlier"
-MODELS_FOLDER = "models"
-"""Where it holds models of kept checkpoints, and of stages, in Hugging Face form."""
-EXPORT_FOLDER = "hf_model"
-"""Where the run's folder holds the exported Hugging Face model of the last step."""
-BEST_FOLDER = "best_model"
-"""Where it holds the model with the best validation so far, in the same form."""
-LOCK_NAME = ".lock"
 MIN_FREE_BYTES = 2**30
 """Free disk space below which a run does not start."""
 MIN_FREE_FILES = 256
 """The same of inodes, where the disk counts them."""
 
-_OWN_FILES = (METRICS_FILE, VALIDATION_FILE, SUMMARY_FILE, LOG_FILE, ROLLBACKS, exit_codes.FILE_NAME)
+_OWN_FILES = (METRICS_FILE, VALIDATION_FILE, SUMMARY_FILE, LOG_FILE, ROLLBACKS_FILE, EXIT_STATUS_FILE)
 """What a run reads again, or writes over."""
-_NO_OBSTACLE = (LOCK_NAME, exit_codes.FILE_NAME, exit_codes.RESERVED_NAME, "stacks")
+_NO_OBSTACLE = (LOCK_FILE, EXIT_STATUS_FILE, exit_codes.RESERVED_NAME, STACKS_FOLDER)
 """What a start that broke early leaves."""
-_SCRATCH = re.compile(rf"\.{re.escape(CONFIG_NAME)}\..*\.tmp|{exit_codes.SCRATCH.pattern}")
+_SCRATCH = re.compile(rf"\.{re.escape(CONFIG_FILE)}\..*\.tmp|{exit_codes.SCRATCH.pattern}")
 
 
 def stage_folder(output_dir: str | Path, number: int) -> Path:
@@ -105,7 +102,7 @@ def claim_run_folder(output_dir: str | Path, config: Config, steps_done: int | N
         for scratch in folder.iterdir():
             if _SCRATCH.fullmatch(scratch.name):
                 scratch.unlink()
-        remove_partial(folder / CHECKPOINTS)
+        remove_partial(folder / CHECKPOINTS_FOLDER)
         remove_partial(folder / MODELS_FOLDER)
         remove_partial(folder)
         if resumes:
@@ -113,10 +110,12 @@ def claim_run_folder(output_dir: str | Path, config: Config, steps_done: int | N
         else:
             disabled = config.run.recover_mode == "disabled"
             why = (
-                'run.recover_mode is "disabled"' if disabled else f"there is no checkpoint in {CHECKPOINTS}/"
+                'run.recover_mode is "disabled"'
+                if disabled
+                else f"there is no checkpoint in {CHECKPOINTS_FOLDER}/"
             )
             _move_aside(folder, why)
-        save_config(config, folder / CONFIG_NAME)
+        save_config(config, folder / CONFIG_FILE)
     except OSError as error:
         raise ValueError(
             f'run.output_dir "{folder}" cannot be written: {error}. Give another folder.'
@@ -132,7 +131,7 @@ def sole_user(output_dir: str | Path, setting: str = "run.output_dir") -> Iterat
     folder = Path(output_dir)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(folder / LOCK_NAME, os.O_RDWR | os.O_CREAT, 0o666)
+        descriptor = os.open(folder / LOCK_FILE, os.O_RDWR | os.O_CREAT, 0o666)
     except OSError as error:
         raise ValueError(f'{setting} "{folder}" cannot be written: {error}. Give another.') from error
     try:
@@ -209,22 +208,22 @@ def _input_problems(folder: Path, config: Config, resumes: bool) -> Iterator[str
 
 def _content_problems(folder: Path, config: Config) -> Iterator[str]:
     """Whether what is in the folder was left by a run with this config."""
-    config_path = folder / CONFIG_NAME
+    config_path = folder / CONFIG_FILE
     if config_path.is_symlink() and not config_path.exists():
         yield f'"{config_path}" is a link to "{os.readlink(config_path)}", where nothing can be read. Correct it.'
         return
     if not config_path.exists():
         others = (path.name for path in folder.iterdir() if path.name not in _NO_OBSTACLE)
         names = sorted(name for name in others if not _SCRATCH.fullmatch(name))
-        claimed_meanwhile = CONFIG_NAME in names or config_path.exists()
+        claimed_meanwhile = CONFIG_FILE in names or config_path.exists()
         if names and not claimed_meanwhile:
             shown = ", ".join(names[:3]) + (", ..." if names[3:] else "")
-            yield f"it is not empty ({shown}) and has no {CONFIG_NAME} of a run. Give a new or empty folder."
+            yield f"it is not empty ({shown}) and has no {CONFIG_FILE} of a run. Give a new or empty folder."
         return
     try:
         earlier = load_config([config_path], [], saved=True)
     except ValueError as error:
-        yield f"its {CONFIG_NAME} cannot be compared with this run's. Give another folder. {error}"
+        yield f"its {CONFIG_FILE} cannot be compared with this run's. Give another folder. {error}"
         return
     differences = refused_changes(earlier, config)
     if differences and config.run.recover_mode != "disabled":
@@ -237,11 +236,11 @@ def _content_problems(folder: Path, config: Config) -> Iterator[str]:
 def take_back(folder: Path, steps_done: int) -> None:
     """Leave in a run's folder what it had with so many steps done: later checkpoints get another name, later models,
     rows of metrics and validations, and samples, are dropped. OSError where the disk refuses."""
-    set_newer_aside(folder / CHECKPOINTS, steps_done)
+    set_newer_aside(folder / CHECKPOINTS_FOLDER, steps_done)
     for model in (folder / MODELS_FOLDER).glob("step-" + "[0-9]" * 6):
         if int(model.name.removeprefix("step-")) > steps_done:
             remove(model)
-    for name in (METRICS_FILE, VALIDATION_FILE, SUMMARY_FILE, ROLLBACKS):
+    for name in (METRICS_FILE, VALIDATION_FILE, SUMMARY_FILE, ROLLBACKS_FILE):
         unfinished = unfinished_file(folder / name)
         if unfinished.is_file():
             unfinished.unlink()
@@ -257,18 +256,18 @@ def take_back(folder: Path, steps_done: int) -> None:
 
 def _move_aside(folder: Path, why: str) -> None:
     """Move everything but config.yaml and `earlier` to the next free `earlier/NNN`, if a run left anything."""
-    if not (folder / CONFIG_NAME).exists():
+    if not (folder / CONFIG_FILE).exists():
         return
-    stays = (CONFIG_NAME, EARLIER_NAME, LOCK_NAME, exit_codes.RESERVED_NAME)
+    stays = (CONFIG_FILE, EARLIER_FOLDER, LOCK_FILE, exit_codes.RESERVED_NAME)
     left = sorted(path for path in folder.iterdir() if path.name not in stays)
     if not left:
         return
-    earlier = folder / EARLIER_NAME
+    earlier = folder / EARLIER_FOLDER
     earlier.mkdir(exist_ok=True)
     numbers = [int(path.name) for path in earlier.iterdir() if path.name.isdecimal()]
     aside = earlier / f"{max(numbers, default=0) + 1:03d}"
     aside.mkdir()
-    shutil.copy2(folder / CONFIG_NAME, aside / CONFIG_NAME)
+    shutil.copy2(folder / CONFIG_FILE, aside / CONFIG_FILE)
     names = ", ".join(path.name for path in left)
     logger.warning(
         "The run starts from the beginning (%s); what an earlier one left is in %s: %s", why, aside, names

@@ -5,16 +5,16 @@ from __future__ import annotations
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
-import torch
-
-from rlmath.checkpoint.directory import CHECKPOINTS, complete_checkpoints
+from rlmath.checkpoint.directory import complete_checkpoints
 from rlmath.checkpoint.hf.weight_map import parameter_count
 from rlmath.config.model_shape import ModelShape
+from rlmath.config.run_files import BEST_FOLDER, CHECKPOINTS_FOLDER
 from rlmath.config.schema import Config, SaveConfig
-from rlmath.distributed.device import resolve_kind
+from rlmath.distributed.device_kind import DeviceKind, resolve_kind
 from rlmath.models.hf_config import critic_shape_of
-from rlmath.trainer.run_dir import BEST_FOLDER, stage_folder
+from rlmath.trainer.run_dir import stage_folder
 
 FIRST_POINT = 2
 """Steps after which a run makes its first recovery point, as AReaL does."""
@@ -92,25 +92,27 @@ class SaveTimes:
 
 # ---------------------------------------------------------------- sizes
 
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+NumberFormat = Literal["float32", "bfloat16"]
+_BYTES: dict[NumberFormat, int] = {"float32": 4, "bfloat16": 2}
+_TRAINED: dict[DeviceKind, NumberFormat] = {"cpu": "float32", "cuda": "bfloat16"}
+"""The format of parameters, as `device.open_device` has it."""
 
-_TRAINED = {"cpu": torch.float32, "cuda": torch.bfloat16}
 
-
-def export_dtype(config: Config) -> torch.dtype:
-    """As `save.export_dtype`; "auto" is the format of training."""
-    return _DTYPES.get(config.save.export_dtype, _TRAINED[resolve_kind(config.run.device)])
+def export_format(config: Config) -> NumberFormat:
+    """Of the exported model, by the name that torch has for it; "auto" is the format of training."""
+    named = config.save.export_dtype
+    return _TRAINED[resolve_kind(config.run.device)] if named == "auto" else named
 
 
 def export_bytes(config: Config, shape: ModelShape) -> int:
     """Size of the model's weights on disk (bytes)."""
-    return parameter_count(shape) * export_dtype(config).itemsize
+    return parameter_count(shape) * _BYTES[export_format(config)]
 
 
 def checkpoint_bytes(config: Config, shape: ModelShape) -> int:
     """Size of a checkpoint on disk: of the policy and, where there is one, of the critic, parameters, Adam's two
     moments, and float32 copies of bfloat16 parameters; and of a reference that moves its parameters (bytes)."""
-    weights = _TRAINED[resolve_kind(config.run.device)].itemsize
+    weights = _BYTES[_TRAINED[resolve_kind(config.run.device)]]
     state = 8 if config.optimizer.kind == "adam" else 0
     copies = 4 if weights < 4 else 0
     critic = critic_shape_of(config, shape)
@@ -139,7 +141,7 @@ def output_bytes(config: Config, shape: ModelShape) -> int:
         wanted = (save.keep_last + 1 + captures) * checkpoint_bytes(config, shape)
     found = []
     with suppress(ValueError):  # `find_recovery` raises it, unless the run is to start from the beginning
-        found, _ = complete_checkpoints(Path(config.run.output_dir) / CHECKPOINTS)
+        found, _ = complete_checkpoints(Path(config.run.output_dir) / CHECKPOINTS_FOLDER)
     there = sum(entry.size for one in found for entry in one.files.values())
     folders = [stage_folder(config.run.output_dir, number) for number in range(len(config.stages.steps))]
     folders += [Path(config.run.output_dir) / BEST_FOLDER] * config.validation.keep_best

@@ -13,9 +13,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import ClassVar
 
-from rlmath.algorithms.types import MicroBatch
 from rlmath.data.dataset import SftInputs
-from rlmath.data.packing import pack
+from rlmath.data.packing import MicroBatch, pack
 from rlmath.data.seqlen_balancing import plan_minibatches, training_cost
 from rlmath.data.sft_sequences import WrittenSequence
 from rlmath.distributed.device import Device

@@ -27,7 +27,7 @@ from typing import Any, Generic, NoReturn, TypeVar
 import torch.distributed as dist
 
 from rlmath.config.help import as_yaml_word, setting_values
-from rlmath.config.hub import as_hub_ids
+from rlmath.config.hub import HubFailedError, as_hub_ids
 from rlmath.config.length_curriculum import fewer_steps_warnings, length_stage_lines
 from rlmath.config.load import is_reference, make_parser, without_secrets
 from rlmath.config.model_shape import ModelShape
@@ -37,18 +37,22 @@ from rlmath.data import dataset
 from rlmath.data.audit import DataAudit
 from rlmath.distributed import process
 from rlmath.distributed.collectives import gather_to_rank_zero
-from rlmath.distributed.device import (
-    check_launcher_numbers,
-    environment_rank,
-    environment_world_size,
-    prepare_imports,
-    resolve_kind,
-)
+from rlmath.distributed.device import prepare_imports
+from rlmath.distributed.device_kind import resolve_kind
 from rlmath.distributed.fault_tolerance import exit_codes
 from rlmath.distributed.fault_tolerance.failure import first_line, may_be_caused_by_peer
 from rlmath.distributed.fault_tolerance.preemption import end_at_interrupt, under_torchrun
 from rlmath.distributed.process import code_hash, end_with_parent, library_versions
-from rlmath.distributed.ranks import RankReport, RendezvousResult, hosts_text, ranks_text, this_rank
+from rlmath.distributed.ranks import (
+    RankReport,
+    RendezvousResult,
+    check_launcher_numbers,
+    environment_rank,
+    environment_world_size,
+    hosts_text,
+    ranks_text,
+    this_rank,
+)
 from rlmath.distributed.rendezvous import (
     GLOO_INTERFACE,
     MissingRanksError,
@@ -235,7 +239,7 @@ def start(
                 raise error from None
             if rendezvous is not None:
                 meet(rendezvous, facts_of(prepared), start_timeout)
-        except (ValueError, MissingRanksError) as error:
+        except (ValueError, MissingRanksError, HubFailedError) as error:
             status = exit_codes.MISTAKE if isinstance(error, ValueError) else exit_codes.FAILURE
             log_mistake(error)
             stack.close()

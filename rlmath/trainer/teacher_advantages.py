@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rlmath.algorithms.types import MicroBatch
+from rlmath.data.packing import MicroBatch
 from rlmath.distributed.mesh import Mesh
 from rlmath.models.forward_backward import TokenLogprobs
 

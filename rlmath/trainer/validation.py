@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from rlmath.algorithms.types import Prompt, ScoredGroup
 from rlmath.config.length_curriculum import validates, validation_tokens
+from rlmath.config.run_files import BEST_FOLDER, VALIDATION_FILE
 from rlmath.config.schema import Config
 from rlmath.data.dataset import ValidationFile
 from rlmath.distributed.collectives import broadcast_from_rank_zero
@@ -29,8 +30,7 @@ from rlmath.distributed.mesh import Mesh
 from rlmath.distributed.phase_timers import PhaseTimers
 from rlmath.rollout.sampling import RolloutSeed, SamplingSettings
 from rlmath.trainer.reporter import ValidationResult
-from rlmath.trainer.run_dir import BEST_FOLDER
-from rlmath.trainer.telemetry.metrics_writer import VALIDATION_FILE, read_metrics
+from rlmath.trainer.telemetry.metrics_writer import read_metrics
 
 if TYPE_CHECKING:
     from rlmath.rollout.collector import Rollout

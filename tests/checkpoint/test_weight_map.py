@@ -9,15 +9,12 @@ from rlmath.checkpoint.hf.weight_map import (
     MODEL_TYPES,
     Rule,
     canonical_shape,
-    from_canonical,
     hf_shapes,
-    join,
     padded_vocab,
     placed_tensors,
-    shard,
     shard_shape,
-    to_canonical,
 )
+from rlmath.checkpoint.hf.weights import from_canonical, join, shard, to_canonical
 from rlmath.config.model_shape import ModelShape
 
 DENSE = ("Qwen2ForCausalLM", "Qwen3ForCausalLM", "LlamaForCausalLM", "MistralForCausalLM")

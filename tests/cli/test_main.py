@@ -21,7 +21,10 @@ from rlmath.distributed.fault_tolerance import exit_codes
 from tests.programs import ENVIRONMENT, REPOSITORY
 from tests.selection import keeping
 
-WITHOUT = "import sys\nfor name in ('torch', 'vllm', 'megatron', 'transformers', 'pyarrow'): sys.modules[name] = None\n"
+WITHOUT = """import sys
+for name in ("torch", "vllm", "megatron", "transformers", "tokenizers", "huggingface_hub", "jaxtyping", "pyarrow"):
+    sys.modules[name] = None
+"""
 """A program that begins so has an installation's base alone."""
 
 
@@ -76,8 +79,58 @@ def test_what_is_missing_is_named_and_the_rest_works_without_torch(tmp_path: Pat
     assert "rlmath install cpu" in ran.stderr
     ran = python("from rlmath.cli.main import main; sys.exit(main(['doctor']))", tmp_path)
     assert "requirements/cpu.txt" in ran.stdout and "Traceback" not in ran.stderr
+    assert "ready: plan, plan-memory, report, samples, verify, doctor, install\n" in ran.stdout
+    assert "after rlmath install cpu: demo, train, sft, eval, convert, submit\n" in ran.stdout
     ran = python("from rlmath.cli.main import main; sys.exit(main(['samples', 'nothing']))", tmp_path)
     assert ran.returncode == 1 and "Traceback" not in ran.stderr
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        [
+            "plan",
+            "--config",
+            "configs/areal/7b_n16.yaml",
+            "--mean-response-tokens",
+            "8600",
+            "--prompts",
+            "106000",
+            "--layouts",
+            "0",
+        ],
+        ["plan-memory", "--config", "configs/areal/1.5b_n16.yaml", "memory.gpu=H100-80GB"],
+    ],
+    ids=lambda words: words[0],
+)
+def test_plans_have_the_same_figures_without_torch(
+    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ran = python(f"from rlmath.cli.main import main; sys.exit(main({words}))", tmp_path)
+    monkeypatch.chdir(tmp_path)
+    assert main(words) == ran.returncode == 0, ran.stderr
+    assert ran.stdout == capsys.readouterr().out and ran.stdout.count("\n") > 15
+
+
+def test_prompts_are_counted_without_torch_and_a_table_is_refused(tmp_path: Path) -> None:
+    """Ten prompts, and five a step, are two steps an epoch; a table needs pyarrow."""
+    rows = [json.dumps({"question": f"What is 1+{n}?", "answer": f"{n + 1}"}) for n in range(10)]
+    (tmp_path / "train.jsonl").write_text("\n".join(rows), encoding="utf-8")
+    (tmp_path / "train.parquet").write_bytes(b"PAR1")
+    plan = [
+        "plan",
+        "--config",
+        "configs/demo.yaml",
+        "model.path=Qwen2.5-Math-1.5B",
+        "data.prompts_per_step=5",
+    ]
+    texts = []
+    for name in ("train.jsonl", "train.parquet"):
+        words = [*plan, "--json", "--layouts", "0", f"data.train_path={name}", "memory.gpu=H100-80GB"]
+        ran = python(f"from rlmath.cli.main import main; sys.exit(main({words}))", tmp_path)
+        texts.append(ran.stdout + ran.stderr)
+    assert json.loads(texts[0])["steps_per_epoch"] == 2
+    assert "which the package pyarrow reads" in texts[1] and "Traceback" not in texts[1]
 
 
 def test_answers_are_judged_and_settings_read_without_torch(tmp_path: Path) -> None:
@@ -207,7 +260,7 @@ def test_locks_and_commands_of_an_installation(capsys: pytest.CaptureFixture[str
 
 
 def test_a_wheel_has_configs_launchers_and_locks(tmp_path: Path) -> None:
-    """Built from a copy, as `pip install .` builds it."""
+    """Built from a copy, as `pip install .` builds it, and from a source distribution of that: both are alike."""
     files = subprocess.run(
         ["git", "ls-files"], cwd=REPOSITORY, capture_output=True, text=True, check=True
     ).stdout.splitlines()
@@ -219,21 +272,19 @@ def test_a_wheel_has_configs_launchers_and_locks(tmp_path: Path) -> None:
         ):
             (source / name).parent.mkdir(parents=True, exist_ok=True)
             (source / name).write_bytes((REPOSITORY / name).read_bytes())
-    command = [
-        sys.executable,
-        "-m",
-        "pip",
-        "wheel",
-        "--no-deps",
-        "--no-build-isolation",
-        "-q",
-        "-w",
-        str(tmp_path),
-        ".",
-    ]
-    subprocess.run(command, cwd=source, check=True, capture_output=True, timeout=300)
-    (wheel,) = tmp_path.glob("rlmath-*.whl")
-    names = set(zipfile.ZipFile(wheel).namelist())
+    command = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "-q", "-w"]
+    build_sdist = f"from setuptools import build_meta; build_meta.build_sdist({str(tmp_path)!r})"
+    subprocess.run(
+        [sys.executable, "-c", build_sdist], cwd=source, check=True, capture_output=True, timeout=300
+    )
+    (sdist,) = tmp_path.glob("rlmath-*.tar.gz")
+    wheels = []
+    for what in (sdist, source):
+        output = tmp_path / f"wheel_of_{what.name}"
+        subprocess.run([*command, str(output), str(what)], check=True, capture_output=True, timeout=300)
+        wheels += output.glob("rlmath-*.whl")
+    names, wheel = set(zipfile.ZipFile(wheels[0]).namelist()), wheels[1]
+    assert names == set(zipfile.ZipFile(wheel).namelist())
     for name in (
         "configs/demo.yaml",
         "configs/algorithms/grpo.yaml",

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from torch.overrides import TorchFunctionMode
 
 from rlmath.algorithms.losses import Normalisation
-from rlmath.algorithms.types import MicroBatch, Sample
-from rlmath.data.packing import PAD_TOKEN, pack
+from rlmath.algorithms.types import Sample
+from rlmath.data.packing import PAD_TOKEN, MicroBatch, pack
 
 TENSORS = [one.name for one in fields(MicroBatch) if one.name.endswith(("_T", "_S1"))]
 

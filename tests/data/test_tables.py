@@ -8,7 +8,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from rlmath.data import files
+from rlmath.data import tables
 from rlmath.data.formats import PromptRow, read_prompts
 
 QWEN = (
@@ -180,7 +180,7 @@ def test_wrong_bytes_anywhere_cost_rows_or_the_file_and_nothing_else(tmp_path, k
 
 
 def test_an_enormous_batch_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(files, "_MAX_BATCH_BYTES", 2**20)
+    monkeypatch.setattr(tables, "_MAX_BATCH_BYTES", 2**20)
     path = write(tmp_path / "t.parquet", [{"question": "x" * 2**16, "answer": str(n)} for n in range(20)])
     assert "take 0.0 GiB; prompts of a few KiB are needed" in refused(path)
 

@@ -17,13 +17,9 @@ from rlmath.config.schema import Config, OptimizerConfig, ParallelConfig, Rollou
 from rlmath.data.dataset import load_inputs, load_validation
 from rlmath.data.packing import pack
 from rlmath.distributed.bridge import open_worlds
-from rlmath.distributed.device import (
-    environment_rank,
-    environment_world_size,
-    init_process_group,
-    open_device,
-)
+from rlmath.distributed.device import init_process_group, open_device
 from rlmath.distributed.fault_tolerance.preemption import StopRequest
+from rlmath.distributed.ranks import environment_rank, environment_world_size
 from rlmath.rollout.generation import NewWeights
 from rlmath.trainer.preflight.memory_estimate import engine_mesh_of, mesh_of
 from rlmath.trainer.resume import Origin

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from rlmath.algorithms.types import MicroBatch, PartialCompletion, Sample
+from rlmath.algorithms.types import PartialCompletion, Sample
 from rlmath.config.schema import RolloutConfig
-from rlmath.data.packing import pack
+from rlmath.data.packing import MicroBatch, pack
 from rlmath.distributed.device import init_process_group, open_device, release_cached, resident_bytes
 from rlmath.distributed.mesh import Mesh
 from rlmath.rollout.weight_sync.shard_layouts import engine_shapes, training_layout

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from rlmath.algorithms.losses import LossKind, LossSettings, Normalisation, NormalisationKind
-from rlmath.algorithms.types import MicroBatch, Sample
-from rlmath.data.packing import pack
+from rlmath.algorithms.types import Sample
+from rlmath.data.packing import MicroBatch, pack
 from rlmath.data.seqlen_balancing import plan_minibatches
 from tests.distributed.policy_cases import Case, Stage, build, whole_gradients, whole_tensors
 

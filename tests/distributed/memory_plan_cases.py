@@ -17,9 +17,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from rlmath.algorithms.types import MicroBatch, Sample
+from rlmath.algorithms.types import Sample
 from rlmath.config.schema import Config, RolloutConfig, TeacherConfig
-from rlmath.data.packing import pack
+from rlmath.data.packing import MicroBatch, pack
 from rlmath.distributed.device import init_process_group, open_device
 from rlmath.distributed.mesh import Mesh
 from rlmath.rollout.weight_sync.shard_layouts import engine_shapes

@@ -26,14 +26,10 @@ from rlmath.config.schema import (
     SaveConfig,
 )
 from rlmath.data.dataset import load_inputs, load_validation
-from rlmath.distributed.device import (
-    environment_rank,
-    environment_world_size,
-    init_process_group,
-    open_device,
-)
+from rlmath.distributed.device import init_process_group, open_device
 from rlmath.distributed.fault_tolerance.preemption import StopRequest
 from rlmath.distributed.mesh import Mesh
+from rlmath.distributed.ranks import environment_rank, environment_world_size
 from rlmath.trainer.resume import Origin
 from rlmath.trainer.startup import PreparedRun
 from tests.tiny_models import shape_of

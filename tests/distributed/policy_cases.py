@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rlmath.algorithms.types import MicroBatch, Sample
+from rlmath.algorithms.types import Sample
 from rlmath.config.schema import (
     AlgorithmConfig,
     Config,
@@ -25,7 +25,7 @@ from rlmath.config.schema import (
     PolicyConfig,
     RolloutConfig,
 )
-from rlmath.data.packing import pack
+from rlmath.data.packing import MicroBatch, pack
 from rlmath.data.seqlen_balancing import plan_minibatches
 from rlmath.distributed.device import init_process_group, open_device
 from rlmath.distributed.mesh import Mesh

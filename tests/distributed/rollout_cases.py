@@ -12,13 +12,9 @@ import torch.distributed as dist
 
 from rlmath.algorithms.types import Prompt, ScoredGroup
 from rlmath.config.schema import RewardConfig, RolloutConfig
-from rlmath.distributed.device import (
-    environment_rank,
-    environment_world_size,
-    init_process_group,
-    open_device,
-)
+from rlmath.distributed.device import init_process_group, open_device
 from rlmath.distributed.mesh import Mesh
+from rlmath.distributed.ranks import environment_rank, environment_world_size
 from tests.distributed.engine_cases import Sampled, whole_and_in_slices
 from tests.tiny_models import shape_of
 

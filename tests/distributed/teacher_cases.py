@@ -10,8 +10,9 @@ from typing import Any
 
 from torch import Tensor
 
-from rlmath.algorithms.types import MicroBatch, Sample, ScoredGroup
+from rlmath.algorithms.types import Sample, ScoredGroup
 from rlmath.config.schema import AlgorithmConfig, TeacherConfig
+from rlmath.data.packing import MicroBatch
 from rlmath.distributed.phase_timers import PhaseTimers
 from tests.distributed.policy_cases import Case, Stage, build, microbatches, whole_gradients, whole_tensors
 from tests.distributed.update_cases import StepOutcome

@@ -5,15 +5,9 @@ import sys
 import pytest
 import torch
 
-from rlmath.distributed.device import (
-    environment_rank,
-    environment_world_size,
-    held_bytes,
-    open_device,
-    release_cached,
-    resident_bytes,
-    resolve_kind,
-)
+from rlmath.distributed.device import held_bytes, open_device, release_cached, resident_bytes
+from rlmath.distributed.device_kind import resolve_kind
+from rlmath.distributed.ranks import environment_rank, environment_world_size
 
 
 @pytest.mark.parametrize(("there", "kind"), [(True, "cuda"), (False, "cpu")])

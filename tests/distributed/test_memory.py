@@ -31,7 +31,7 @@ def write_and_read(sizes: list[int]) -> dict[str, Any]:
     """Every rank fills its own piece with its number; what each then finds in all pieces, and what stays open."""
     import torch.distributed as dist
 
-    from rlmath.distributed.memory import share_memory
+    from rlmath.rollout.weight_sync.transport import share_memory
 
     init_process_group(open_device("cpu"), 60.0)
     rank, before, named = dist.get_rank(), open_files(), set(os.listdir("/dev/shm"))
@@ -64,7 +64,7 @@ def share_twice() -> list[list[int]]:
     """Two shares at once are two memories."""
     import torch.distributed as dist
 
-    from rlmath.distributed.memory import share_memory
+    from rlmath.rollout.weight_sync.transport import share_memory
 
     init_process_group(open_device("cpu"), 60.0)
     both = [share_memory(64) for _ in range(2)]
@@ -85,7 +85,7 @@ def share_where_one_rank_may_not(limited: int) -> tuple[bool, int]:
     """Whether this rank got memory, where one may make no file of more than a page; and what stays open."""
     import torch.distributed as dist
 
-    from rlmath.distributed.memory import share_memory
+    from rlmath.rollout.weight_sync.transport import share_memory
 
     init_process_group(open_device("cpu"), 60.0)
     before, (soft, hard) = open_files(), resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -148,7 +148,7 @@ def main() -> None:
     """One contained rank: what it finds in the other's memory, None where it has none."""
     import torch.distributed as dist
 
-    from rlmath.distributed.memory import share_memory
+    from rlmath.rollout.weight_sync.transport import share_memory
 
     init_process_group(open_device("cpu"), 60.0)
     while os.dup(0) < SAME_NUMBER:

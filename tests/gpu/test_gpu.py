@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from rlmath.algorithms.types import MicroBatch
-from rlmath.data.packing import pack
+from rlmath.data.packing import MicroBatch, pack
 from rlmath.distributed.device import open_device
 from rlmath.distributed.tensor_offload import HostMemory, StorageSet
 from rlmath.trainer.preflight.checks import transformer_engine_problems

@@ -22,9 +22,9 @@ from rlmath.planner.tails import (
     with_other_slices,
 )
 from rlmath.planner.work import DEFAULTS
+from rlmath.trainer.flight_rules import slice_tokens
 from rlmath.trainer.preflight.memory_estimate import plan_ranks
 from rlmath.trainer.preflight.memory_fit import planned_target
-from rlmath.trainer.rollouts import slice_tokens
 from tests.planner.shapes import CONFIG, on_nodes, recipe
 
 

@@ -16,7 +16,6 @@ from tests.report.folders import HOSTILE, group, make_run, write_samples
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium")
-SIZE = (1280, 4000)
 
 
 @dataclass(frozen=True)
@@ -28,7 +27,7 @@ class Opened:
     console: list[str]
 
 
-def opened(page: Path, folder: Path, dark: bool) -> Opened:
+def opened(page: Path, folder: Path, dark: bool, height: int = 4000) -> Opened:
     assert CHROMIUM is not None
     scheme = 0 if dark else 1
     options = [
@@ -38,7 +37,7 @@ def opened(page: Path, folder: Path, dark: bool) -> Opened:
         "--hide-scrollbars",
         f"--user-data-dir={folder / 'profile'}",
         f"--blink-settings=preferredColorScheme={scheme}",
-        f"--window-size={SIZE[0]},{SIZE[1]}",
+        f"--window-size=1280,{height}",
         "--virtual-time-budget=8000",
         "--enable-logging=stderr",
         "--dump-dom",
@@ -80,12 +79,14 @@ def test_figures_are_drawn_and_nothing_hostile_runs(tmp_path: Path, dark: bool) 
     assert near > 5000
 
 
-def test_a_page_of_two_runs_has_no_error(tmp_path: Path) -> None:
+def test_a_page_of_two_runs_has_no_error_and_draws_what_is_in_view(tmp_path: Path) -> None:
     folders = [
         make_run(tmp_path / name, steps, [f"run.seed={steps}"]) for name, steps in (("a", 3), ("b&lt;", 9))
     ]
     page = write_report(folders, tmp_path / "both.html")
-    got = opened(page, tmp_path, dark=False)
+    got = opened(page, tmp_path, dark=False, height=700)
     assert got.console == []
+    (drawn,) = re.findall(r'data-drawn="(\d+)"', got.dom)
+    assert 2 <= int(drawn) < got.dom.count('data-figure="') / 2
     legend = re.findall(r'<text class="legendtext"[^>]*>([^<]*)</text>', got.dom)
     assert {"a", "b&amp;lt;"} <= set(legend)

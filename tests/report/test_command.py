@@ -11,13 +11,21 @@ import pytest
 
 import rlmath.report.write
 from rlmath.config.load import load_config
+from rlmath.config.run_files import METRICS_FILE, VALIDATION_FILE
 from rlmath.report.command import main
-from rlmath.report.metrics import METRICS_FILE, VALIDATION_FILE
 from rlmath.trainer.reporter import write_run_report
-from rlmath.trainer.telemetry import metrics_writer
 from tests.report.folders import make_run
 
 ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_plotly_is_compiled_once() -> None:
+    """Its function of everything stands in parentheses, which change nothing else."""
+    import plotly.offline
+
+    source, taken = plotly.offline.get_plotlyjs(), rlmath.report.write.read_plotly()
+    assert taken.count("(") == source.count("(") + 1 and taken.count(")") == source.count(")") + 1
+    assert len(taken) <= len(source) + 2 and ": this, (() => {" in taken
 
 
 def test_it_writes_the_page_without_torch_and_without_rests(tmp_path: Path) -> None:
@@ -56,7 +64,7 @@ def test_output_is_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
 
 
 def test_names_of_files_are_those_of_a_run() -> None:
-    assert (METRICS_FILE, VALIDATION_FILE) == (metrics_writer.METRICS_FILE, metrics_writer.VALIDATION_FILE)
+    assert (METRICS_FILE, VALIDATION_FILE) == (METRICS_FILE, VALIDATION_FILE)
 
 
 def run_config(folder: Path, *more: str):

@@ -61,6 +61,47 @@ def titles(page: str) -> list[str]:
     return [figure["title"] for figure in data_of(page)["figures"]]
 
 
+def run_with(folder: Path, metrics: dict[str, float]) -> Path:
+    """A run of three steps, with these metrics and no others."""
+    folder.mkdir()
+    rows = [json.dumps({"step": step} | metrics) for step in (1, 2, 3)]
+    (folder / "metrics.jsonl").write_text("\n".join(rows) + "\n", encoding="utf-8")
+    return folder
+
+
+def test_a_supervised_run_has_no_figures_of_a_policy(tmp_path: Path) -> None:
+    metrics = dict.fromkeys(("train/loss", "train/grad_norm", "train/learning_rate", "memory_gib"), 0.5)
+    page = page_of(run_with(tmp_path / "a", metrics | {"train/skipped_updates": 0.0}))
+    assert titles(page) == ["Loss", "Gradient norm", "Learning rate", "Memory at the end of a step"]
+    assert "<h2>Optimizer</h2>" in page and "<h2>Policy</h2>" not in page
+    assert "0 in every step: Updates skipped." in page
+
+
+def test_an_asynchronous_run_shows_waits_and_staleness(tmp_path: Path) -> None:
+    """In each step of 4 s the trainers wait 1 s; of its tokens 30% are one step old, so they are 0.3 on average."""
+    metrics = {"seconds/step": 4.0, "seconds/wait_for_groups": 1.0, "rollout/trainer_busy_share": 0.75}
+    metrics |= {"rollout/staleness": 0.3, "rollout/staleness_max": 1.0, "rollout/staleness_waits": 0.0}
+    page = page_of(
+        run_with(tmp_path / "a", metrics | {"rollout/staleness/0": 0.7, "rollout/staleness/1": 0.3})
+    )
+    assert titles(page) == [
+        "Seconds by phase",
+        "Tokens by their staleness",
+        "Idle and busy",
+        "Trainers wait for groups",
+        "Staleness",
+    ]
+    phases, ages = data_of(page)["figures"][:2]
+    assert [(one["name"], one["y"][0]) for one in phases["traces"]] == [
+        ("other", 3.0),
+        ("wait for groups", 1.0),
+    ]
+    assert [(one["name"], one["y"][0]) for one in ages["traces"]] == [("0", 0.7), ("1 step", 0.3)]
+    text = _Elements(page).text
+    assert "Trainers waited for groups3.0 s 25.0% of the time; 1 s a step, median" in text
+    assert "Staleness0.30 steps mean; 1 at most" in text
+
+
 def test_a_run_has_its_figures_and_no_empty_ones(tmp_path: Path) -> None:
     page = page_of(make_run(tmp_path / "a"))
     assert titles(page) == [

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from rlmath.distributed.device import DeviceKind
+from rlmath.distributed.device_kind import DeviceKind
 from rlmath.rollout.engine import end_engine, prepare_environment
 
 SET = ("VLLM_ALLREDUCE_USE_FLASHINFER", "VLLM_LOGGING_LEVEL")

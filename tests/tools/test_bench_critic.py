@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from rlmath.trainer.telemetry.metrics_writer import VALIDATION_FILE
+from rlmath.config.run_files import VALIDATION_FILE
 from tools import bench_critic
 from tools.bench_critic import Learned, read_learned, report
 

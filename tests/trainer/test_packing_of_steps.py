@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from rlmath.algorithms.losses import TOKEN_MEAN, Normalisation
-from rlmath.algorithms.types import MicroBatch, Sample
+from rlmath.algorithms.types import Sample
 from rlmath.config.schema import (
     AlgorithmConfig,
     Config,
@@ -20,7 +20,7 @@ from rlmath.config.schema import (
     RunConfig,
     SftConfig,
 )
-from rlmath.data.packing import pack
+from rlmath.data.packing import MicroBatch, pack
 from rlmath.data.seqlen_balancing import TOKENS, MinibatchPlan, plan_minibatches, training_cost
 from rlmath.data.sft_sequences import WrittenSequence
 from rlmath.distributed.mesh import Mesh

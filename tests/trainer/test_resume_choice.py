@@ -28,10 +28,10 @@ from rlmath.config.load import config_as_yaml, load_config
 from rlmath.config.schema import Config, RewardConfig
 from rlmath.rewards.custom_function import code_fingerprint
 from rlmath.rollout.sampling import CPU_SAMPLER_VERSION
+from rlmath.trainer.checkpoint_choice import choose_checkpoint
 from rlmath.trainer.resume import (
     MAY_CHANGE,
     Origin,
-    choose_checkpoint,
     data_fingerprint,
     find_recovery,
     model_fingerprint,

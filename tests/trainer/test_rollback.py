@@ -15,13 +15,13 @@ from rlmath.checkpoint.directory import (
     set_superseded_aside,
     write_progress,
 )
+from rlmath.config.run_files import ROLLBACKS_FILE
 from rlmath.config.schema import AlgorithmConfig, Config, RolloutConfig, SaveConfig
 from rlmath.data.loader import PromptOrder, Rollback, seed_after, shares_of
 from rlmath.trainer.divergence import NO_STEP, DivergedError, DivergenceCheck, RewardRule, best_rewards
 from rlmath.trainer.loop import reward_rule
 from rlmath.trainer.preflight.checks import config_warnings, run_problems
 from rlmath.trainer.rollback import (
-    ROLLBACKS,
     RollbackRecord,
     numbered,
     read_rollbacks,
@@ -49,7 +49,7 @@ def test_the_list_of_rollbacks_comes_back_as_it_was_written(tmp_path: Path) -> N
     write_rollbacks(tmp_path, RECORDS[:1])
     write_rollbacks(tmp_path, RECORDS)
     assert read_rollbacks(tmp_path) == RECORDS
-    assert [path.name for path in tmp_path.iterdir()] == [ROLLBACKS]
+    assert [path.name for path in tmp_path.iterdir()] == [ROLLBACKS_FILE]
     assert numbered(RECORDS) == (Rollback(1, 20, 20), Rollback(2, 10, 12))
 
 
@@ -69,7 +69,7 @@ def test_the_list_of_rollbacks_comes_back_as_it_was_written(tmp_path: Path) -> N
     ],
 )
 def test_a_list_that_is_none_is_refused(tmp_path: Path, content: str) -> None:
-    (tmp_path / ROLLBACKS).write_text(content)
+    (tmp_path / ROLLBACKS_FILE).write_text(content)
     with pytest.raises(ValueError, match="list of the run's rollbacks, cannot be read"):
         read_rollbacks(tmp_path)
 

@@ -50,10 +50,11 @@ from rlmath.rewards.verifier import Rules
 from rlmath.rewards.worker_pool import VerifierPool
 from rlmath.rollout.engine import _device_arguments
 from rlmath.rollout.sampling import SamplingSettings, training_sampling
+from rlmath.trainer.flight_rules import flight_rules, slice_tokens
 from rlmath.trainer.kl_in_reward import KLPenalty
 from rlmath.trainer.policy_update import PolicyUpdater
 from rlmath.trainer.preflight.memory_estimate import engine_mesh_of, mesh_of
-from rlmath.trainer.rollouts import flight_rules, selection_rules, slice_tokens
+from rlmath.trainer.rollouts import selection_rules
 from rlmath.trainer.save_schedule import Frequency, kept_frequency, recovery_frequency
 from rlmath.trainer.validation import _measure
 from tests.distinct_settings import DISTINCT

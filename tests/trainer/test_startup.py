@@ -10,9 +10,9 @@ import pytest
 
 from rlmath.config.load import load_config
 from rlmath.distributed import process
-from rlmath.distributed.device import CUDA_DEFAULTS, check_launcher_numbers
+from rlmath.distributed.device_kind import CUDA_DEFAULTS
 from rlmath.distributed.fault_tolerance.exit_codes import FAILURE, MISTAKE, read_exit_status
-from rlmath.distributed.ranks import RankReport
+from rlmath.distributed.ranks import RankReport, check_launcher_numbers
 from rlmath.distributed.rendezvous import Route, prefer_for_gloo, route_to
 from rlmath.trainer import startup
 from rlmath.trainer.startup import (

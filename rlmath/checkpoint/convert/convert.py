@@ -32,15 +32,16 @@ from rlmath.checkpoint.convert.names import (
 from rlmath.checkpoint.convert.sources import RELEASE, TRACKER, read_headers
 from rlmath.checkpoint.convert.torch_dist_io import StateReader, StateWriter
 from rlmath.checkpoint.directory import METADATA_FILES
-from rlmath.checkpoint.hf.weight_map import hf_shapes, is_value_head, to_canonical
+from rlmath.checkpoint.hf.headers import TensorHeader
+from rlmath.checkpoint.hf.weight_map import hf_shapes, is_value_head
 from rlmath.checkpoint.hf.weights import (
     DTYPE_NAMES,
     HFReader,
     SafetensorsWriter,
-    TensorHeader,
     all_finite,
     not_finite,
     read_metadata_files,
+    to_canonical,
     write_metadata_files,
 )
 from rlmath.config.model_shape import ModelShape

@@ -23,6 +23,7 @@ from torch import Tensor
 from rlmath.checkpoint.convert.torch_dist_io import StateReader
 from rlmath.checkpoint.hf import weight_map
 from rlmath.checkpoint.hf.weight_map import Placed, placed_tensors
+from rlmath.checkpoint.hf.weights import from_canonical
 from rlmath.config.model_shape import ModelShape
 
 _MERGED = {"plain": 1, "vocab": 1, "qkv": 3, "gate_up": 2}
@@ -201,7 +202,7 @@ class Found:
         rows = read[0] if len(read) == 1 else torch.cat(read)
         canonical = rows if placed.rule.form == "vocab" else rows.reshape(self.stored.canonical)
         del read, rows
-        yield from zip(placed.hf_names, weight_map.from_canonical(placed.rule, canonical, shape), strict=True)
+        yield from zip(placed.hf_names, from_canonical(placed.rule, canonical, shape), strict=True)
 
 
 def find_all(reader: StateReader, shape: ModelShape) -> list[Found]:

@@ -8,9 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rlmath.checkpoint import directory
-from rlmath.checkpoint.hf.weights import HFReader, TensorHeader, read_header
+from rlmath.checkpoint.hf.headers import TensorHeader, read_header
+from rlmath.checkpoint.hf.weights import HFReader
 from rlmath.checkpoint.safe_metadata import INDEX
 from rlmath.config.help import nearest_path
+from rlmath.config.run_files import CHECKPOINTS_FOLDER
 
 TRACKER = "latest_checkpointed_iteration.txt"
 """Megatron-LM's file that names the checkpoint of a folder to load: an iteration, or "release"."""
@@ -44,7 +46,7 @@ def find_megatron(folder: Path) -> MegatronSource:
         return _with_metadata_files(folder / directory.STATE, folder)
     if (folder / TRACKER).is_file():
         return _with_metadata_files(_tracked(folder), folder)
-    root = folder / directory.CHECKPOINTS
+    root = folder / CHECKPOINTS_FOLDER
     found, problems = directory.complete_checkpoints(root if root.is_dir() else folder)
     if not found:
         raise ValueError(

@@ -14,12 +14,9 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal, cast
-
-import torch
-from torch import Tensor
 
 from rlmath.config.model_shape import VALUE_HEAD, ModelShape
 
@@ -276,48 +273,9 @@ def parameter_count(shape: ModelShape) -> int:
     return sum(math.prod(size) for placed in placed_tensors(shape) for size in hf_shapes(placed.rule, shape))
 
 
-def to_canonical(rule: Rule, tensors: Sequence[Tensor], shape: ModelShape, tensor: int) -> Tensor:
-    """Hugging Face tensors, in the order of `rule.hf`, as one canonical tensor."""
-    target = canonical_shape(rule, shape, tensor)
-    if rule.form == "vocab":
-        (weight,) = tensors
-        return torch.nn.functional.pad(weight, (0, 0, 0, target[0] - weight.shape[0]))
-    if rule.form == "qkv":
-        G, _, D, *rest = target
-        return torch.cat([x.reshape(G, -1, D, *rest) for x in tensors], dim=1)
-    if rule.form == "gate_up":
-        return torch.stack(list(tensors))
-    return tensors[0]
-
-
-def from_canonical(rule: Rule, full: Tensor, shape: ModelShape) -> list[Tensor]:
-    """The inverse of `to_canonical`: Hugging Face tensors in the order of `rule.hf`."""
-    if rule.form == "vocab":
-        return [full[: shape.vocab_size]]
-    if rule.form == "qkv":
-        heads_per_group = shape.num_heads // shape.num_kv_heads
-        parts = full.split((heads_per_group, 1, 1), dim=1)
-        return [part.reshape(-1, *full.shape[3:]) for part in parts]
-    if rule.form == "gate_up":
-        return [full[0], full[1]]
-    return [full]
-
-
-def shard(rule: Rule, full: Tensor, tensor_rank: int, tensor: int) -> Tensor:
-    """A tensor-parallel rank's part of a canonical tensor (still in canonical axes)."""
-    if rule.split_axis is None:
-        return full
-    return full.chunk(tensor, dim=rule.split_axis)[tensor_rank]
-
-
 def shard_shape(rule: Rule, shape: ModelShape, tensor: int) -> tuple[int, ...]:
-    """Shape of `shard`'s result."""
+    """Shape of a tensor-parallel rank's part of the canonical tensor."""
     sizes = list(canonical_shape(rule, shape, tensor))
     if rule.split_axis is not None:
         sizes[rule.split_axis] //= tensor
     return tuple(sizes)
-
-
-def join(rule: Rule, shards: Sequence[Tensor]) -> Tensor:
-    """The canonical tensor of all tensor-parallel ranks' parts."""
-    return shards[0] if rule.split_axis is None else torch.cat(list(shards), dim=rule.split_axis)

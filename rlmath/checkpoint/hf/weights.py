@@ -9,7 +9,7 @@ start of the file, so that its memory is one block whatever the size of the mode
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -21,8 +21,9 @@ from torch import Tensor
 
 from rlmath.checkpoint.directory import PARTIAL, remove, set_aside
 from rlmath.checkpoint.hf import weight_map
-from rlmath.checkpoint.hf.weight_map import Placed, placed_tensors
-from rlmath.config.files import read_json_object, read_regular, require_regular
+from rlmath.checkpoint.hf.headers import NEEDED_FORMATS, weight_files
+from rlmath.checkpoint.hf.weight_map import Placed, Rule, canonical_shape, placed_tensors
+from rlmath.config.files import read_regular, require_regular
 from rlmath.config.model_shape import ModelShape
 from rlmath.distributed.collectives import all_gather_objects
 from rlmath.distributed.mesh import Mesh
@@ -34,8 +35,6 @@ HEADER_BYTES = 2**18
 format allows."""
 DTYPE_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 """Names of number formats in safetensors headers."""
-NEEDED_FORMATS = "needed: float32, bfloat16 or float16 (F32, BF16, F16). Save the model in one of them"
-MAX_INDEX_BYTES = 64 * 2**20
 MAX_METADATA_BYTES = 2**29
 _MOST_SHOWN = 5
 """Tensors named in an error."""
@@ -51,7 +50,7 @@ class HFReader:
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
-        self.files = _weight_files(self.folder)
+        self.files = weight_files(self.folder)
         """The file of every tensor, by the tensor's name."""
 
     @property
@@ -74,42 +73,6 @@ class HFReader:
         return tensor
 
 
-@dataclass(frozen=True)
-class TensorHeader:
-    """A tensor, from a safetensors header."""
-
-    shape: tuple[int, ...]
-    dtype_name: str
-    """The number format, "F32" or the like."""
-    file: Path
-
-
-def read_header(path: Path) -> dict[str, TensorHeader]:
-    """All tensors of a safetensors file, by name. ValueError where it is no whole one."""
-    try:
-        require_regular(path)
-        with safe_open(path, framework="pt") as opened:
-            parts = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118
-            return {
-                name: TensorHeader(tuple(part.get_shape()), part.get_dtype(), path)
-                for name, part in parts.items()
-            }
-    except (OSError, ValueError, SafetensorError) as error:
-        raise ValueError(
-            f'"{path}" is not a whole safetensors file ({error}). Copy or download it again.'
-        ) from error
-
-
-def format_problems(names: Iterable[str], held: Mapping[str, TensorHeader]) -> list[str]:
-    """A sentence for each of the first tensors whose numbers are no plain floating-point ones."""
-    odd = [name for name in names if name in held and held[name].dtype_name not in DTYPE_NAMES.values()]
-    more = f" {len(odd) - 1} tensors more are like that." if len(odd) > 1 else ""
-    return [
-        f"{name} in {held[name].file} has numbers in {held[name].dtype_name}; {NEEDED_FORMATS}.{more}"
-        for name in odd[:1]
-    ]
-
-
 def all_finite(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """Whether there is neither NaN nor infinity in it, also when it is rounded to `dtype`: one bool on its device. One
     pass without a copy, a tenth of the time of isfinite; the extremes of a tensor with a NaN are NaN."""
@@ -117,19 +80,6 @@ def all_finite(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         return torch.ones((), dtype=torch.bool, device=tensor.device)
     extremes = torch.stack(torch.aminmax(tensor))
     return extremes.to(dtype or tensor.dtype).isfinite().all()
-
-
-def _weight_files(folder: Path) -> dict[str, str]:
-    single = folder / "model.safetensors"
-    if single.is_file():  # as transformers does where there is an index, too
-        return dict.fromkeys(read_header(single), single.name)
-    index = folder / "model.safetensors.index.json"
-    if not index.is_file():
-        raise ValueError(f"{folder} has neither model.safetensors nor model.safetensors.index.json")
-    found = read_json_object(index, MAX_INDEX_BYTES).get("weight_map")
-    if not isinstance(found, dict) or not found or not all(isinstance(file, str) for file in found.values()):
-        raise ValueError(f'{index}: "weight_map" is missing or empty; needed: file name by tensor name.')
-    return found
 
 
 def read_metadata_files(source: str | Path) -> dict[str, bytes]:
@@ -141,6 +91,48 @@ def read_metadata_files(source: str | Path) -> dict[str, bytes]:
         and file.suffix in (".json", ".txt", ".model", ".jinja")
         and "safetensors" not in file.name
     }
+
+
+# ---------------------------------------------------------------- canonical tensors
+
+
+def to_canonical(rule: Rule, tensors: Sequence[Tensor], shape: ModelShape, tensor: int) -> Tensor:
+    """Hugging Face tensors, in the order of `rule.hf`, as one canonical tensor."""
+    target = canonical_shape(rule, shape, tensor)
+    if rule.form == "vocab":
+        (weight,) = tensors
+        return torch.nn.functional.pad(weight, (0, 0, 0, target[0] - weight.shape[0]))
+    if rule.form == "qkv":
+        G, _, D, *rest = target
+        return torch.cat([x.reshape(G, -1, D, *rest) for x in tensors], dim=1)
+    if rule.form == "gate_up":
+        return torch.stack(list(tensors))
+    return tensors[0]
+
+
+def from_canonical(rule: Rule, full: Tensor, shape: ModelShape) -> list[Tensor]:
+    """The inverse of `to_canonical`: Hugging Face tensors in the order of `rule.hf`."""
+    if rule.form == "vocab":
+        return [full[: shape.vocab_size]]
+    if rule.form == "qkv":
+        heads_per_group = shape.num_heads // shape.num_kv_heads
+        parts = full.split((heads_per_group, 1, 1), dim=1)
+        return [part.reshape(-1, *full.shape[3:]) for part in parts]
+    if rule.form == "gate_up":
+        return [full[0], full[1]]
+    return [full]
+
+
+def shard(rule: Rule, full: Tensor, tensor_rank: int, tensor: int) -> Tensor:
+    """A tensor-parallel rank's part of a canonical tensor (still in canonical axes)."""
+    if rule.split_axis is None:
+        return full
+    return full.chunk(tensor, dim=rule.split_axis)[tensor_rank]
+
+
+def join(rule: Rule, shards: Sequence[Tensor]) -> Tensor:
+    """The canonical tensor of all tensor-parallel ranks' parts."""
+    return shards[0] if rule.split_axis is None else torch.cat(list(shards), dim=rule.split_axis)
 
 
 # ---------------------------------------------------------------- loading a sharded model
@@ -193,8 +185,8 @@ def _fill(
 ) -> Iterator[str]:
     """Sentences about the tensors in which a number is not finite, as far as this rank's shard has it."""
     tensors = [reader.tensor(name) for name in placed.hf_names]
-    full = weight_map.to_canonical(placed.rule, tensors, shape, mesh.tensor)
-    mine = weight_map.shard(placed.rule, full, *sharing_ranks(placed, mesh))
+    full = to_canonical(placed.rule, tensors, shape, mesh.tensor)
+    mine = shard(placed.rule, full, *sharing_ranks(placed, mesh))
     parameter.copy_(mine.reshape(parameter.shape))
     if not all_finite(parameter):
         yield from not_finite(reader, dict(zip(placed.hf_names, tensors, strict=True)), parameter.dtype)
@@ -291,7 +283,7 @@ def stream_hf_tensors(
             full = any_parameter.new_empty(weight_map.canonical_shape(placed.rule, shape, mesh.tensor))
         if mesh.pipeline > 1:
             dist.broadcast(full, src=pipeline_ranks[owner], group=groups.pipeline)
-        yield from zip(placed.hf_names, weight_map.from_canonical(placed.rule, full, shape), strict=True)
+        yield from zip(placed.hf_names, from_canonical(placed.rule, full, shape), strict=True)
 
 
 def _gather(
@@ -316,7 +308,7 @@ def _gather(
         return mine
     shards = [torch.empty_like(mine) for _ in range(size)]
     dist.all_gather(shards, mine, group=groups.tensor if placed.expert is None else groups.expert_tensor)
-    return weight_map.join(placed.rule, shards)
+    return join(placed.rule, shards)
 
 
 def layer_stages(

@@ -18,6 +18,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from rlmath.config.run_files import EXIT_STATUS_FILE
 from rlmath.config.terminal import visible
 
 logger = logging.getLogger(__name__)
@@ -44,11 +45,10 @@ MEANINGS = {
     DIVERGED: "diverged",
 }
 
-FILE_NAME = "exit_status.json"
-RESERVED_NAME = f".{FILE_NAME}.reserved"
+RESERVED_NAME = f".{EXIT_STATUS_FILE}.reserved"
 """Holds the space for the status on a disk that is full when the run ends."""
 RESERVED_BYTES = 4096
-SCRATCH = re.compile(rf"\.{re.escape(FILE_NAME)}\.\d+\.tmp")
+SCRATCH = re.compile(rf"\.{re.escape(EXIT_STATUS_FILE)}\.\d+\.tmp")
 """What a rank leaves that is killed while it writes the status."""
 
 WAITS_NAME = "waits"
@@ -69,7 +69,7 @@ def write_exit_status(output_dir: str | Path, status: int, message: str) -> None
     """Write the exit status. Any rank may; the last one counts. On a full disk it is written into the file that
     `reserve_exit_status` made, or over an earlier status; what is refused even then is logged."""
     folder = Path(output_dir)
-    scratch, target = folder / f".{FILE_NAME}.{os.getpid()}.tmp", folder / FILE_NAME
+    scratch, target = folder / f".{EXIT_STATUS_FILE}.{os.getpid()}.tmp", folder / EXIT_STATUS_FILE
     try:
         folder.mkdir(parents=True, exist_ok=True)
         scratch.write_text(_as_json(status, message), encoding="ascii")
@@ -131,12 +131,12 @@ def reserve_exit_status(output_dir: str | Path) -> None:
 
 def clear_exit_status(output_dir: str | Path) -> None:
     """Remove the status of an earlier run: a run that is killed must not show the status of the one before."""
-    (Path(output_dir) / FILE_NAME).unlink(missing_ok=True)
+    (Path(output_dir) / EXIT_STATUS_FILE).unlink(missing_ok=True)
 
 
 def read_exit_status(output_dir: str | Path) -> ExitStatus:
     """How the last run in this folder ended; FAILURE where there is no status, or an unreadable one."""
-    path = Path(output_dir) / FILE_NAME
+    path = Path(output_dir) / EXIT_STATUS_FILE
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
         found = ExitStatus(values["status"], values["message"])

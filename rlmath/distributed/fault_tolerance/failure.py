@@ -16,12 +16,8 @@ from typing import Any, Literal, NoReturn
 import torch.distributed as dist
 
 from rlmath.config.load import without_secrets
-from rlmath.distributed.fault_tolerance.exit_codes import (
-    FAILURE,
-    FILE_NAME,
-    report_to_torchrun,
-    write_exit_status,
-)
+from rlmath.config.run_files import EXIT_STATUS_FILE
+from rlmath.distributed.fault_tolerance.exit_codes import FAILURE, report_to_torchrun, write_exit_status
 from rlmath.distributed.process import innermost_call, stacks_path, write_stacks
 from rlmath.distributed.signed_store import SignedStore, record_of
 
@@ -179,7 +175,7 @@ class Shutdown:
         """On the rank that reported the failure. A rank that lost the store does not know why, and does not replace the
         status that another rank has written."""
         # `Path.exists` raises where a network disk does not answer.
-        is_known = failure.kind == "store" and os.path.exists(f"{self._output_dir}/{FILE_NAME}")
+        is_known = failure.kind == "store" and os.path.exists(f"{self._output_dir}/{EXIT_STATUS_FILE}")
         if self._rank == failure.reporter and not is_known:
             write_exit_status(self._output_dir, FAILURE, failure.message)
 

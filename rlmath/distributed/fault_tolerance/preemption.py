@@ -17,9 +17,9 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import NoReturn
 
+from rlmath.config.run_files import EXIT_STATUS_FILE
 from rlmath.distributed.fault_tolerance.exit_codes import (
     FAILURE,
-    FILE_NAME,
     NOT_SAVED_IN_TIME,
     read_exit_status,
     write_exit_status,
@@ -124,7 +124,9 @@ class StopRequest:
     def _end_at_once(self) -> NoReturn:
         status = FAILURE
         try:
-            if os.path.exists(f"{self._output_dir}/{FILE_NAME}"):  # all is saved, and this process was ending
+            if os.path.exists(
+                f"{self._output_dir}/{EXIT_STATUS_FILE}"
+            ):  # all is saved, and this process was ending
                 status = read_exit_status(self._output_dir).status
             elif self._rank == 0 or self._leads_other_node:
                 again = (

@@ -4,6 +4,8 @@ on CPU, through memory that they share, without the network stack.
 
 from __future__ import annotations
 
+import os
+import uuid
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
@@ -11,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from rlmath.distributed.collectives import all_gather_objects
 from rlmath.rollout.weight_sync.reshard_plan import Copy, RankRound
 
 
@@ -131,3 +134,41 @@ class SharedBuckets:
     def close(self) -> None:
         # No rank may write the next sync's first bucket while another still reads it.
         dist.barrier()
+
+
+def share_memory(size: int) -> list[torch.UntypedStorage] | None:
+    """By rank, `size` bytes of it (each may give another number), mapped by every rank. A collective.
+
+    None, on all ranks, where that is impossible: ranks on several machines or in several containers, another user, no
+    memory left.
+    """
+    fd, name = -1, f"rlmath-{uuid.uuid4().hex}"
+    try:
+        fd = os.memfd_create(name)
+        os.posix_fallocate(fd, 0, max(size, 1))
+        offer = (os.getpid(), fd, name, max(size, 1))
+    except OSError:
+        offer = None
+    offers = all_gather_objects(offer)
+    mapped = _map(offers)
+    agreed = all(all_gather_objects(mapped is not None))
+    if fd >= 0:
+        os.close(fd)
+    return mapped if agreed else None
+
+
+def _map(offers: list[tuple[int, int, str, int] | None]) -> list[torch.UntypedStorage] | None:
+    pieces = []
+    for offer in offers:
+        if offer is None:
+            return None
+        pid, fd, name, size = offer
+        try:
+            # In another container, or on another machine, the same numbers are another process's file, or none.
+            path = f"/proc/{pid}/fd/{fd}"
+            if not os.readlink(path).startswith(f"/memfd:{name}"):
+                return None
+            pieces.append(torch.UntypedStorage.from_file(path, shared=True, nbytes=size))
+        except (OSError, RuntimeError):
+            return None
+    return pieces

@@ -25,14 +25,13 @@ from rlmath.checkpoint.hf.weights import local_parameter
 from rlmath.config.model_shape import ModelShape
 from rlmath.config.schema import SyncConfig
 from rlmath.distributed.device import Device, synchronize
-from rlmath.distributed.memory import share_memory
 from rlmath.distributed.mesh import Mesh
 from rlmath.rollout.engine_weights import EngineWeights
 from rlmath.rollout.weight_sync.checksums import SyncChecksums
 from rlmath.rollout.weight_sync.logprob_probe import Probe, ProbeResult
 from rlmath.rollout.weight_sync.reshard_plan import Copy, RankRound, cells, plan_cell, rank_rounds
 from rlmath.rollout.weight_sync.shard_layouts import TIED_HEAD, TrainingLayout, parameter_key
-from rlmath.rollout.weight_sync.transport import Messages, SharedBuckets, Transport
+from rlmath.rollout.weight_sync.transport import Messages, SharedBuckets, Transport, share_memory
 
 
 @dataclass(frozen=True)

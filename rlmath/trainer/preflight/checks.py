@@ -14,8 +14,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from rlmath.config.help import (
     all_settings,
     is_among,
@@ -32,8 +30,9 @@ from rlmath.config.schema import (
     Config,
     PolicyConfig,
 )
-from rlmath.distributed.device import environment_rank, environment_world_size, set_cuda_defaults
+from rlmath.distributed.device_kind import cuda_is_available, set_cuda_defaults
 from rlmath.distributed.memory import available_bytes, total_bytes
+from rlmath.distributed.ranks import environment_rank, environment_world_size
 from rlmath.models.hf_config import inspect_model_folder
 from rlmath.rewards.custom_function import function_problem
 from rlmath.rewards.several_rewards import functions_of
@@ -58,7 +57,7 @@ def check_config(config: Config, world_size: int, kind: Kind = "grpo") -> ModelS
     Errors: ValueError that lists every problem of the config, the model's folder and the training files.
     """
     shape, model_problems = inspect_model_folder(Path(config.model.path))
-    on_gpu = config.run.device != "cpu" and torch.cuda.is_available()
+    on_gpu = config.run.device != "cpu" and cuda_is_available()
     problems = [
         *run_problems(config, world_size, shape, kind),
         *device_problems(config, shape, on_gpu or config.run.device == "cuda", kind),
@@ -174,7 +173,7 @@ def device_problems(config: Config, shape: ModelShape | None, on_gpu: bool, kind
 
 def cuda_problems(requested: str, option: str = "run.device") -> Iterator[str]:
     """A device that is asked for, and is not there."""
-    if requested == "cuda" and not torch.cuda.is_available():
+    if requested == "cuda" and not cuda_is_available():
         yield f'{option} is "cuda", and torch finds no CUDA device. Use {option}=cpu, or a GPU machine.'
 
 

@@ -6,6 +6,7 @@ shape; without a tokenizer prompts are counted and their lengths are not checked
 
 from __future__ import annotations
 
+import importlib.util
 import math
 import os
 import shutil
@@ -18,6 +19,7 @@ from rlmath.checkpoint.flight import TOKEN_BYTES
 from rlmath.checkpoint.hf.weight_map import parameter_count
 from rlmath.config import length_curriculum as curriculum
 from rlmath.config.help import raise_problems
+from rlmath.config.hub import HubFailedError
 from rlmath.config.load import load_config, without_secrets
 from rlmath.config.model_shape import ModelShape
 from rlmath.config.schema import Config
@@ -31,9 +33,9 @@ from rlmath.data.dataset import (
     most_updates,
 )
 from rlmath.data.loader import PromptOrder
-from rlmath.distributed.device import environment_rank
-from rlmath.distributed.fault_tolerance.exit_codes import FINISHED, MISTAKE
+from rlmath.distributed.fault_tolerance.exit_codes import FAILURE, FINISHED, MISTAKE
 from rlmath.distributed.memory import total_bytes
+from rlmath.distributed.ranks import environment_rank
 from rlmath.models.hf_config import (
     PlannedShape,
     critic_shape_of,
@@ -45,6 +47,7 @@ from rlmath.models.hf_config import (
 )
 from rlmath.rewards.reward_manager import try_reward_function
 from rlmath.trainer import save_schedule
+from rlmath.trainer.flight_rules import flight_rules, flight_size, slice_tokens
 from rlmath.trainer.hub_inputs import plan_inputs
 from rlmath.trainer.preflight import checks
 from rlmath.trainer.preflight.length_curriculum import stage_list_problems
@@ -53,7 +56,6 @@ from rlmath.trainer.preflight.memory_fit import GIB, planned_target, start_up_li
 from rlmath.trainer.preflight.parallelism import planned_ranks, roles
 from rlmath.trainer.preflight.teacher import check_teacher_tokenizer
 from rlmath.trainer.resume import Origin, Recovery, find_recovery, origin_of, sft_origin_of
-from rlmath.trainer.rollouts import flight_rules, flight_size, slice_tokens
 from rlmath.trainer.run_dir import folder_problems
 from rlmath.trainer.telemetry.alerts import dropped_alert
 from rlmath.trainer.telemetry.console import terminal_width, wrapped
@@ -103,15 +105,17 @@ class RunPlan:
 def dry_run(
     config_files: Sequence[Path], overrides: Sequence[str], ranks: int | None, kind: Kind = "grpo"
 ) -> int:
-    """Print the plan of a run, or all problems; the exit status, MISTAKE where the run could not start."""
+    """Print the plan of a run, or all problems; the exit status, MISTAKE where the run could not start, FAILURE where
+    the hub could not be asked."""
     rank = 0
     try:
         rank = environment_rank()
         config, of_hub = plan_inputs(load_config(config_files, overrides))
         title, *lines = plan_lines(plan_run(config, ranks, kind))
         lines = [title, *of_hub, *lines]
-    except ValueError as error:
-        lines, status, stream = [str(error)], MISTAKE, sys.stderr
+    except (ValueError, HubFailedError) as error:
+        status = FAILURE if isinstance(error, HubFailedError) else MISTAKE
+        lines, stream = [str(error)], sys.stderr
     else:
         status, stream = FINISHED, sys.stdout
     if rank == 0:
@@ -250,8 +254,11 @@ def count_sequences(config: Config, shape: ModelShape) -> CountedData:
 
 
 def has_tokenizer(config: Config) -> bool:
+    """Whether the model's folder has one, and the package is there that reads it: plans are made without it, too."""
     folder = Path(config.model.path)
-    return (folder / "tokenizer.json").is_file() or (folder / "vocab.json").is_file()
+    return importlib.util.find_spec("transformers") is not None and (
+        (folder / "tokenizer.json").is_file() or (folder / "vocab.json").is_file()
+    )
 
 
 # ---------------------------------------------------------------- the plan as text

@@ -12,13 +12,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
-
 from rlmath.config.gpu_specs import GPUS
 from rlmath.config.length_curriculum import with_longest_lengths
 from rlmath.config.model_shape import ModelShape
 from rlmath.config.schema import Config, StagesConfig, ValidationConfig
-from rlmath.distributed.device import Device, device_bytes
+from rlmath.distributed.device_kind import cuda_is_available
 from rlmath.distributed.mesh import Mesh
 from rlmath.trainer.preflight import memory_estimate
 from rlmath.trainer.preflight.memory_estimate import Kind, MemoryPlan, Target
@@ -48,7 +46,7 @@ def planned_target(config: Config) -> Target:
     gib = memory.gpu_gib if memory.gpu is None else GPUS[memory.gpu].gib
     local_layers = config.policy.transformer_impl == "local"
     named = None if gib is None else Target("cuda", memory.gpu or "the GPU", int(gib * GIB), local_layers)
-    if config.run.device == "cpu" or not torch.cuda.is_available():
+    if config.run.device == "cpu" or not cuda_is_available():
         return named or Target("cpu", "CPU", None, local_layers=True)
     try:
         here = Target("cuda", "the GPU that is there", _bytes_of_gpu_here(), local_layers)
@@ -155,11 +153,10 @@ def start_up_lines(config: Config, shape: ModelShape, world_size: int, kind: Kin
     return lines
 
 
-def measured_line(config: Config, shape: ModelShape, mesh: Mesh, device: Device, kind: Kind) -> str:
-    """The most that torch has held on this rank's GPU beside the plan, and what the driver counts now, after the first
-    step."""
+def measured_line(config: Config, shape: ModelShape, mesh: Mesh, kind: Kind, most: int, used: int) -> str:
+    """The `most` that torch has held on this rank's GPU (bytes) beside the plan, and what the driver counts as `used`
+    after the first step."""
     plan = memory_estimate.plan_rank(config, shape, mesh, planned_target(config), kind)
-    used, most = device_bytes(device), torch.cuda.max_memory_reserved(device.torch_device)
     return (
         f"GPU memory of rank {mesh.rank} until the end of its first step: torch held {_gib(most)} GiB at most, planned "
         f"{_gib(plan.held(plan.worst))} ({plan.worst}); now, with the engine asleep if there is one, the driver "

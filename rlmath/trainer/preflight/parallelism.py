@@ -9,8 +9,7 @@ from collections.abc import Iterator
 
 from rlmath.config.model_shape import ModelShape
 from rlmath.config.schema import Config, ParallelConfig, PolicyConfig
-from rlmath.distributed.device import environment_world_size
-from rlmath.distributed.ranks import ranks_text
+from rlmath.distributed.ranks import environment_world_size, ranks_text
 from rlmath.rollout.weight_sync.shard_layouts import engine_vocab_rows
 
 

@@ -22,13 +22,13 @@ from typing import TextIO
 from tqdm import tqdm
 
 from rlmath.config.load import without_secrets
+from rlmath.config.run_files import LOG_FILE
 from rlmath.config.terminal import escape_terminal, visible
 
 logger = logging.getLogger(__name__)
 
 COLUMNS = 80
 """Of the lines for steps; what is longer is wrapped on a terminal, to its width."""
-LOG_FILE = "run.log"
 RECENT_STEPS = 20
 """Whose median gives the time that is left."""
 EARLY_LINES = 1000

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rlmath.config.load import shown_sections
+from rlmath.config.run_files import METRICS_FILE, TENSORBOARD_FOLDER, VALIDATION_FILE
 from rlmath.config.schema import Config
 from rlmath.trainer.telemetry.wandb import WandbLog
 
@@ -24,11 +25,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-SUMMARY_FILE = "summary.json"
-"""What a run leaves at its end."""
-METRICS_FILE = "metrics.jsonl"
-VALIDATION_FILE = "validation.jsonl"
-"""Of the validations, in rows like those of the steps; the row of step 0 is that of the model before training."""
 DAMAGED_ENDING = ".damaged"
 """A file of metrics with this ending has the lines of it that could not be read when the run was resumed."""
 MOST_WAITING = 10_000
@@ -174,7 +170,7 @@ class MetricsWriter:
         self.unwritten = unwritten or Unwritten()
         self._rows = {name: _RowFile(folder / name) for name in (METRICS_FILE, VALIDATION_FILE)}
         self._wandb = wandb
-        self._events = _Events(folder / "tensorboard", first_step) if tensorboard else None
+        self._events = _Events(folder / TENSORBOARD_FOLDER, first_step) if tensorboard else None
 
         def create() -> None:
             folder.mkdir(parents=True, exist_ok=True)

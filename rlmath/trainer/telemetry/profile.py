@@ -17,11 +17,11 @@ from typing import Any
 
 from torch.profiler import ProfilerActivity, profile
 
+from rlmath.config.run_files import PROFILE_FOLDER
 from rlmath.distributed.phase_timers import PHASE_PREFIX
 
 logger = logging.getLogger(__name__)
 
-FOLDER = "profile"
 ROWS = 30
 """Operations of a table."""
 NAME_CHARACTERS = 80
@@ -54,7 +54,7 @@ class StepProfiler:
             )
 
     def _write(self, found: profile, number: int) -> None:
-        folder = self.output_dir / FOLDER
+        folder = self.output_dir / PROFILE_FOLDER
         folder.mkdir(exist_ok=True)
         stem = f"step-{number:06d}-rank-{self.rank}"
         plain, packed = folder / f"{stem}.json.tmp", folder / f"{stem}.json.gz.tmp"

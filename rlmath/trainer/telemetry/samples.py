@@ -10,6 +10,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from rlmath.config.run_files import SAMPLES_FOLDER
 from rlmath.config.terminal import visible
 from rlmath.rewards.verifier import FAILURES
 from rlmath.trainer.telemetry.console import code_block, shortened
@@ -20,7 +21,6 @@ if TYPE_CHECKING:  # importing it imports torch, which the tool that shows sampl
 
 logger = logging.getLogger(__name__)
 
-SAMPLES_FOLDER = "samples"
 MAX_SHOWN_CHARS = 3000
 """Most characters of one text that go to TensorBoard; the file has all of it."""
 

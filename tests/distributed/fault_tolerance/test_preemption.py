@@ -13,9 +13,9 @@ from pathlib import Path
 import psutil
 import pytest
 
+from rlmath.config.run_files import EXIT_STATUS_FILE
 from rlmath.distributed.fault_tolerance.exit_codes import (
     FAILURE,
-    FILE_NAME,
     NOT_SAVED_IN_TIME,
     SAVED_AND_STOPPED,
     ExitStatus,
@@ -35,7 +35,7 @@ def assert_saved(run: Run) -> None:
     first, second = run.saved_steps()
     assert first == second, "both ranks save after the same step"
     assert run.status().status == SAVED_AND_STOPPED, run.console()
-    assert json.loads((run.folder / FILE_NAME).read_text())["meaning"] == "stopped on request"
+    assert json.loads((run.folder / EXIT_STATUS_FILE).read_text())["meaning"] == "stopped on request"
 
 
 def test_sigterm_to_a_plain_torchrun_saves(tmp_path: Path) -> None:
@@ -282,13 +282,13 @@ def test_a_save_that_takes_too_long_is_ended_and_tells_where_it_is(tmp_path: Pat
 )
 def test_the_status_program_ends_as_the_run_did(tmp_path: Path, left: str | None, expected: int) -> None:
     if left is not None:
-        (tmp_path / FILE_NAME).write_text(left)
+        (tmp_path / EXIT_STATUS_FILE).write_text(left)
     command = [sys.executable, "launch/exit_status.py", str(tmp_path)]
     done = subprocess.run(command, cwd=REPOSITORY, env=ENVIRONMENT, capture_output=True, check=False)
     assert done.returncode == expected, done.stderr
     command.append("--clear")
     assert subprocess.run(command, cwd=REPOSITORY, env=ENVIRONMENT, check=False).returncode == 0
-    assert not (tmp_path / FILE_NAME).exists()
+    assert not (tmp_path / EXIT_STATUS_FILE).exists()
     nowhere = [*command[:2], str(tmp_path / "runs")]
     done = subprocess.run(
         nowhere, cwd=REPOSITORY, env=ENVIRONMENT, capture_output=True, check=False, text=True

@@ -10,7 +10,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from rlmath.checkpoint.hf.weight_map import hf_shapes, placed_tensors, shard, to_canonical
+from rlmath.checkpoint.hf.weight_map import hf_shapes, placed_tensors
+from rlmath.checkpoint.hf.weights import shard, to_canonical
 from rlmath.config.model_shape import ModelShape
 from rlmath.distributed.mesh import Mesh
 from rlmath.rollout.weight_sync.shard_layouts import TIED_HEAD, TrainingLayout, parameter_key, training_layout

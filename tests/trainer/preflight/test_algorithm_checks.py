@@ -14,6 +14,7 @@ from rlmath.algorithms.losses import LossKind, NormalisationKind
 from rlmath.config.help import all_settings
 from rlmath.config.load import load_config
 from rlmath.distributed.memory import total_bytes
+from rlmath.trainer.flight_rules import flight_rules
 from rlmath.trainer.preflight.checks import (
     algorithm_problems,
     algorithm_warnings,
@@ -23,7 +24,6 @@ from rlmath.trainer.preflight.checks import (
 )
 from rlmath.trainer.preflight.memory_fit import GIB
 from rlmath.trainer.preflight.reward_checks import reward_problems
-from rlmath.trainer.rollouts import flight_rules
 
 PATHS = ["run.output_dir=o", "model.path=m", "data.train_path=t"]
 

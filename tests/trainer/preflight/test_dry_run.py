@@ -14,9 +14,10 @@ import torch
 from safetensors.numpy import load_file, save_file
 
 from launch.train_grpo import main
-from rlmath.checkpoint.directory import CHECKPOINTS, Progress, open_partial, publish, write_progress
-from rlmath.checkpoint.hf.weights import read_header
+from rlmath.checkpoint.directory import Progress, open_partial, publish, write_progress
+from rlmath.checkpoint.hf.headers import read_header
 from rlmath.config.load import load_config, save_config
+from rlmath.config.run_files import CHECKPOINTS_FOLDER
 from rlmath.config.schema import Config, SaveConfig
 from rlmath.distributed.memory import total_bytes
 from rlmath.trainer.preflight.checks import check_config
@@ -563,7 +564,7 @@ def test_what_a_start_refuses_to_resume_a_dry_run_refuses(dry, tied_model: Path,
     config = load_config([CONFIGS / SMALL_R1], [f"run.output_dir={output}", "data.train_path=t", *words])
 
     def checkpoint(step: int, data: str) -> None:
-        partial, model = open_partial(output / CHECKPOINTS, step), model_fingerprint(tied_model)
+        partial, model = open_partial(output / CHECKPOINTS_FOLDER, step), model_fingerprint(tied_model)
         libraries, versions = ("torch",), {"torch": "2"}
         progress = Progress(step, 0, 24, 6, 3, "TP1", 1, ("exp_avg",), libraries, model, data, versions)
         write_progress(partial, progress)
@@ -579,7 +580,7 @@ def test_what_a_start_refuses_to_resume_a_dry_run_refuses(dry, tied_model: Path,
     there = re.search(r"the prompts have changed \(fingerprint another there, (\w+) of", err)
     assert there is not None
     checkpoint(9, there[1])
-    shutil.rmtree(output / CHECKPOINTS / "step-000008")
+    shutil.rmtree(output / CHECKPOINTS_FOLDER / "step-000008")
     status, out, err = dry(SMALL_R1, *words)
     assert status == 0 and "Resumes: after step 9" in out, err
 

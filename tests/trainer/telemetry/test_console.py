@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
+from rlmath.config.run_files import LOG_FILE
 from rlmath.config.schema import SaveConfig
 from rlmath.trainer.save_schedule import saves_due
 from rlmath.trainer.telemetry.console import (
     COLUMNS,
-    LOG_FILE,
     Progress,
     RemainingTime,
     count_due,

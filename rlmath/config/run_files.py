@@ -1,0 +1,37 @@
+"""What the folder of a run, `run.output_dir`, holds: names of its files and folders, for what writes and what reads
+them."""
+
+from __future__ import annotations
+
+CONFIG_FILE = "config.yaml"
+"""All settings of the run."""
+METRICS_FILE = "metrics.jsonl"
+"""A row for every step."""
+VALIDATION_FILE = "validation.jsonl"
+"""A row for every validation."""
+SUMMARY_FILE = "summary.json"
+EXIT_STATUS_FILE = "exit_status.json"
+"""How the last start of the run ended."""
+ROLLBACKS_FILE = "rollbacks.json"
+LOG_FILE = "run.log"
+"""What the console said."""
+REPORT_FILE = "report.html"
+DATA_REPORT_FILE = "data_report.json"
+UNUSABLE_ROWS_FILE = "unusable_rows.jsonl"
+LOCK_FILE = ".lock"
+
+CHECKPOINTS_FOLDER = "checkpoints"
+SAMPLES_FOLDER = "samples"
+PROFILE_FOLDER = "profile"
+STACKS_FOLDER = "stacks"
+"""What the threads of ranks did that hung."""
+TENSORBOARD_FOLDER = "tensorboard"
+EARLIER_FOLDER = "earlier"
+"""What earlier runs with equal settings left: 001, 002, ..."""
+
+EXPORT_FOLDER = "hf_model"
+"""The model of the last step, in Hugging Face form."""
+BEST_FOLDER = "best_model"
+"""The model with the best validation so far, in the same form."""
+MODELS_FOLDER = "models"
+"""Models of kept checkpoints, and of stages, in the same form."""

@@ -1,0 +1,75 @@
+"""Rows of tables as they lie on disk, parquet and Arrow, batch by batch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.ipc
+import pyarrow.parquet as pq
+
+from rlmath.data.files import START_CHARS, Row
+
+_BATCH_ROWS = 256
+_MAX_BATCH_BYTES = 2**30
+"""A batch of rows that takes more memory is refused (bytes)."""
+
+
+def table_rows(file: Path, is_parquet: bool) -> Iterator[Row]:
+    """All rows of a parquet file, or of one of Arrow's. ValueError for a file that is neither, or damaged."""
+    number, batches = 0, _parquet_batches(file) if is_parquet else _arrow_batches(file)
+    try:
+        for batch in batches:
+            if batch.nbytes > _MAX_BATCH_BYTES:
+                raise ValueError(
+                    f"{file}: {batch.num_rows} rows from row {number + 1} on take {batch.nbytes / 2**30:.1f} GiB; "
+                    "prompts of a few KiB are needed"
+                )
+            for columns, reason in _columns_of(batch):
+                number += 1
+                start = "" if columns is None else _start(columns)
+                yield f"{file}, row {number}", columns, reason, start
+    except (pa.ArrowException, UnicodeError, OSError, EOFError, MemoryError) as error:
+        kind = file.suffix.lstrip(".") or "data"
+        raise ValueError(
+            f"{file}: no {kind} file, or a damaged one, behind row {number}: {str(error)[:300]}; download it again"
+        ) from error
+
+
+def _parquet_batches(file: Path) -> Iterator[pa.RecordBatch]:
+    with pq.ParquetFile(file, pre_buffer=False, buffer_size=2**20) as parquet:
+        yield from parquet.iter_batches(batch_size=_BATCH_ROWS, use_threads=False)
+
+
+def _arrow_batches(file: Path) -> Iterator[pa.RecordBatch]:
+    """Of both of Arrow's formats: `save_to_disk` writes streams."""
+    with pa.memory_map(str(file)) as source:
+        if source.read(6) == b"ARROW1":
+            reader = pa.ipc.open_file(source)
+            batches = (reader.get_batch(index) for index in range(reader.num_record_batches))
+        else:
+            source.seek(0)
+            batches = iter(pa.ipc.open_stream(source))
+        for batch in batches:
+            batch.validate(full=True)  # else wrong offsets in a damaged file would be followed
+            yield batch
+
+
+def _columns_of(batch: pa.RecordBatch, at_once: int = _BATCH_ROWS) -> Iterator[tuple[dict | None, str]]:
+    """Row by row where a piece as a whole has a value that Python does not take, such as text that is not UTF-8."""
+    for start in range(0, batch.num_rows, at_once):
+        piece = batch.slice(start, at_once)
+        try:
+            yield from ((row, "") for row in piece.to_pylist())
+        except (pa.ArrowException, ValueError, OverflowError) as error:
+            if at_once == 1:
+                yield None, f"a value that cannot be read ({str(error)[:100]})"
+            else:
+                yield from _columns_of(piece, at_once=1)
+
+
+def _start(columns: dict) -> str:
+    """The first characters of the row's first text."""
+    texts = (value for value in columns.values() if isinstance(value, str))
+    return next(texts, str(list(columns))[:START_CHARS])[:START_CHARS]

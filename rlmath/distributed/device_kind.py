@@ -1,0 +1,47 @@
+"""Which kind of device a run has, by its settings and this machine; without torch there is no GPU to run on.
+
+Plans are made where torch is not installed, so this module imports it only where it is asked for a GPU.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from typing import Literal
+
+DeviceKind = Literal["cpu", "cuda"]
+
+CUDA_DEFAULTS = {
+    # Megatron orders communication and computation by it; CUDA reads it when the device is first used.
+    "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+    # NCCL says why it fails, and nothing else (NCCL's user guide, environment variables).
+    "NCCL_DEBUG": "WARN",
+    # NCCL's buffers stay out of the address space that engines free and allocate again: it held more memory with it
+    # (NVIDIA/nccl issue 1234) and weight syncs hung; verl and SkyRL (pull request 1629) set the same. NVLS needs it.
+    "NCCL_CUMEM_ENABLE": "0",
+}
+"""Environment of a rank on GPU where the user has not set it; docs/clusters.md lists them."""
+
+
+def cuda_is_available() -> bool:
+    """Whether torch finds a CUDA device; False where torch is not installed."""
+    if importlib.util.find_spec("torch") is None:
+        return False
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def resolve_kind(requested: str) -> DeviceKind:
+    """ "cpu" or "cuda" for what `run.device` says."""
+    if requested == "auto":
+        return "cuda" if cuda_is_available() else "cpu"
+    if requested not in ("cpu", "cuda"):
+        raise ValueError(f'run.device is {requested!r}; needed: "auto", "cpu" or "cuda"')
+    return "cuda" if requested == "cuda" else "cpu"
+
+
+def set_cuda_defaults() -> None:
+    """`CUDA_DEFAULTS` where the user has set nothing; call it before anything starts CUDA in this process."""
+    for name, value in CUDA_DEFAULTS.items():
+        os.environ.setdefault(name, value)
