@@ -88,7 +88,9 @@ def test_links_lead_to_files_and_headings_that_are_there(page: Path) -> None:
 
 def test_the_navigation_of_the_site_names_pages_that_are_there() -> None:
     """Those that it does not name are added when the site is built."""
-    nav = (DOCS / "site" / "mkdocs.yml").read_text(encoding="utf-8").partition("\nnav:")[2].partition("\n\n")[0]
+    nav = (
+        (DOCS / "site" / "mkdocs.yml").read_text(encoding="utf-8").partition("\nnav:")[2].partition("\n\n")[0]
+    )
     named = re.findall(r": ([\w/]+)\.md$", nav, re.MULTILINE)
     assert len(named) == len(set(named)) > 15
     assert [one for one in named if one != "index" and not (DOCS / f"{one}.md").exists()] == [

@@ -110,7 +110,9 @@ def test_the_notebook_has_the_small_outputs_of_one_run_from_top_to_bottom() -> N
     assert [cell.execution_count for cell in cells] == list(range(1, len(cells) + 1))
     assert not [output for cell in cells for output in cell.outputs if output.output_type == "error"]
     assert NOTEBOOK.stat().st_size < MOST_BYTES
-    assert not re.search(r"site-packages|(?<![\w.])/(home|root|tmp|work)/", NOTEBOOK.read_text(encoding="utf-8"))
+    assert not re.search(
+        r"site-packages|(?<![\w.])/(home|root|tmp|work)/", NOTEBOOK.read_text(encoding="utf-8")
+    )
 
 
 @pytest.mark.full
