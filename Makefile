@@ -68,7 +68,7 @@ format: venv-lint ## format the code and fix what can be fixed
 	.venv-lint/bin/ruff check --fix .
 
 docs: venv-docs ## build the site of docs/ and README.md in build/docs; a link that leads nowhere fails
-	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs --quiet build --strict --config-file docs/site/mkdocs.yml
+	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --strict --config-file docs/site/mkdocs.yml
 	@echo "The site: build/docs/index.html"
 
 # Of these names there are folders, with which make would do nothing, and end with status 0.

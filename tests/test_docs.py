@@ -8,6 +8,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from urllib.parse import unquote
 
@@ -55,7 +56,7 @@ def anchors_of(page: Path) -> set[str]:
     counts: Counter[str] = Counter()
     found = set()
     tokens = tokens_of(page)
-    for opening, content in zip(tokens, tokens[1:], strict=False):
+    for opening, content in pairwise(tokens):
         if opening.type == "heading_open":
             text = "".join(one.content for one in content.children or ())
             name = re.sub(r"[^\w\- ]", "", text.lower()).replace(" ", "-")
@@ -113,7 +114,7 @@ def test_readers_find_every_page_from_the_first() -> None:
 def code_about_us(page: Path) -> Iterator[str]:
     """Code within lines; of tables whose first column has other programs' keys the last column alone."""
     tokens, cells = tokens_of(page), []
-    for before, token in zip(tokens, tokens[1:], strict=False):
+    for before, token in pairwise(tokens):
         if before.type == "tr_open":
             cells = []
         if before.type in ("td_open", "th_open") and page.stem == "coming_from":

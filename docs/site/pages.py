@@ -1,6 +1,6 @@
 """What mkdocs does not have: README.md as the first page, and pages of files outside docs/ that pages link to.
 
-Links are written for the repository's file view, relative to the file that they are in. In the site, a link to README.md
+Links are written for the repository's file view, relative to the file that they are in. In the site, one to README.md
 leads to its first page, one to a file or folder of the repository to a page that shows it, under files/, and one to a
 notebook to a page of its cells. Links that lead nowhere, and headings that are not there, are warnings of mkdocs, which
 `--strict` makes errors.
