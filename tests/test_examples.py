@@ -13,6 +13,7 @@ import psutil
 import pytest
 from nbclient import NotebookClient
 
+from tests import left_over
 from tests.programs import ENVIRONMENT, REPOSITORY
 from tests.selection import keeping
 
@@ -123,19 +124,20 @@ def test_the_notebook_runs_in_a_new_kernel_which_ends_with_it(tmp_path: Path) ->
     notebook.cells.append(
         nbformat.v4.new_code_cell("sorted({'megatron', 'torch', 'vllm'} & sys.modules.keys())")
     )
-    before = set(psutil.Process().children(recursive=True))
+    before = set(left_over.left_over(0))
     client = NotebookClient(
         notebook, timeout=500, coalesce_streams=True, resources={"metadata": {"path": str(tmp_path)}}
     )
     variables = {"PYTHONPATH": str(REPOSITORY), "PLOTLY_RENDERER": "plotly_mimetype"}
     try:
         client.execute(env=ENVIRONMENT | variables)
-        left = set(psutil.Process().children(recursive=True)) - before
     finally:
-        for process in set(psutil.Process().children(recursive=True)) - before:
+        left = set(left_over.left_over(left_over.GRACE_SECONDS)) - before
+        lines = [left_over.described(process) for process in left]
+        for process in left:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
-    assert left == set()
+    assert lines == []
     assert notebook.cells[-1].outputs[0].data["text/plain"] == "[]"
     printed = "\n".join(map(printed_by, notebook.cells))
     rewards = numbers(r"^step \d+: reward ([\d.]+),", printed)

@@ -9,7 +9,6 @@ notebook to a page of its cells. Links that lead nowhere, and headings that are 
 from __future__ import annotations
 
 import json
-import logging
 import posixpath
 import re
 from collections.abc import Iterator
@@ -35,8 +34,6 @@ LINK = re.compile(
 TABLE_ROW = re.compile(r"^\|.*$", re.MULTILINE)
 LANGUAGES = {"py": "python", "yaml": "yaml", "sh": "bash", "toml": "toml", "json": "json"}
 
-log = logging.getLogger("mkdocs.hooks.pages")
-
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Adds the pages that are made, and those that the navigation does not name to its last section."""
@@ -52,7 +49,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         for target in local_targets(text):
             path = repository_path(source, target)
             page = page_of(path)
-            if page.startswith(f"{SHOWN}/") and page not in made and (ROOT / path).exists():
+            inside = (ROOT / path).resolve().is_relative_to(ROOT) and (ROOT / path).exists()
+            if page.startswith(f"{SHOWN}/") and page not in made and inside:
                 made[page] = shown_text(path)
                 if (ROOT / path).is_dir():
                     waiting.append((path + "/", made[page]))
@@ -77,7 +75,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
             return target
         wanted = page_of(repository_path(source, path))
         if files.get_file_from_path(wanted) is None:
-            log.warning("%s: the link to %s leads nowhere", source, target)
+            return target  # mkdocs says so
         place = posixpath.relpath(wanted, posixpath.dirname(page.file.src_uri) or ".")
         return f"{place}#{anchor}" if anchor else place
 
