@@ -37,7 +37,7 @@ test: venv ## run the tests: all without ranks, one of every distributed behavio
 	.venv/bin/python -m tests $(ARGS)
 
 test-matrix: venv ## run the tests that CI runs beside: further layouts, engines and programs
-	.venv/bin/python -m pytest -m "matrix and not full and not gpu and not slurm" $(ARGS)
+	.venv/bin/python -m tests --matrix $(ARGS)
 
 test-full: venv ## run every test, also the long ones; gpu and slurm skip themselves where there is none
 	.venv/bin/python -m pytest $(ARGS)

@@ -1,6 +1,6 @@
-"""`make test`: the tests with ranks beside those without, each in a session of pytest of its own.
+"""`make test` and `make test-matrix`: two sessions of pytest beside each other.
 
-python -m tests [arguments of pytest]
+python -m tests [--matrix] [arguments of pytest]
 
 Tests with ranks wait for processes to start and for each other, and many of the others wait for time limits: one
 after the other they would leave a core idle for half of the time.
@@ -18,17 +18,26 @@ from typing import IO
 
 from rlmath.distributed.process import end_with_parent
 
-CHOSEN = "not matrix and not full and not gpu and not slurm"
+NEVER = "not full and not gpu and not slurm"
+SESSIONS = {
+    "test": (
+        "Tests without ranks",
+        f"not distributed and not matrix and {NEVER}",
+        f"distributed and not matrix and {NEVER}",
+    ),
+    "matrix": ("Whole programs", f"matrix and not pooled and {NEVER}", f"matrix and pooled and {NEVER}"),
+}
+"""By what is run: the marks of both sessions, and the title of the first one's output, which is shown last."""
 NO_TESTS = 5
 """pytest's status where nothing was chosen."""
 
 
 def start(marks: str, output: IO[str] | None, arguments: list[str]) -> subprocess.Popen[bytes]:
-    """A session of the chosen tests with these marks. An interrupt at the terminal reaches it through us alone: a
+    """A session of the tests with these marks. An interrupt at the terminal reaches it through us alone: a
     second one would break off its clearing up."""
     ours = os.getpid()
     return subprocess.Popen(
-        [sys.executable, "-m", "pytest", "-m", f"{marks} and {CHOSEN}", *arguments],
+        [sys.executable, "-m", "pytest", "-m", marks, *arguments],
         cwd=Path(__file__).parents[1],
         env=os.environ | {"OMP_NUM_THREADS": "1"},
         stdin=subprocess.DEVNULL,
@@ -46,10 +55,13 @@ def combined(statuses: list[int]) -> int:
 
 
 def main(arguments: list[str]) -> int:
+    kind = "matrix" if arguments[:1] == ["--matrix"] else "test"
+    title, beside, shown = SESSIONS[kind]
+    arguments = arguments[kind == "matrix" :]
     with tempfile.TemporaryFile("w+") as output:
         sessions = [
-            start("not distributed", output, ["-o", "cache_dir=.pytest_cache/without-ranks", *arguments]),
-            start("distributed", None, arguments),
+            start(beside, output, ["-o", "cache_dir=.pytest_cache/beside", *arguments]),
+            start(shown, None, arguments),
         ]
 
         def pass_on(number: int, _: object) -> None:
@@ -60,7 +72,7 @@ def main(arguments: list[str]) -> int:
             signal.signal(number, pass_on)
         found = [session.wait() for session in reversed(sessions)]
         output.seek(0)
-        print("\nTests without ranks:", output.read(), sep="\n", flush=True)
+        print(f"\n{title}:", output.read(), sep="\n", flush=True)
     return combined(found)
 
 

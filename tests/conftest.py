@@ -27,6 +27,12 @@ KEEPS_ITS_GRAPH = "test_moe.py"
 collection of garbage sees it: their threads end with the processes, so this module is the last to use them."""
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_itemcollected(item: pytest.Item) -> None:
+    if "ranks" in getattr(item, "fixturenames", ()):
+        item.add_marker("pooled")
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Modules that use the pool of ranks come last, so that its processes live no longer than they are used: threads of

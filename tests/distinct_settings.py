@@ -226,6 +226,7 @@ DISTINCT = Config(
         tensorboard=False,
         sample_groups_per_step=186,
         profile_steps=[187, 188],
+        capture_steps=[189, 190],
         report=False,
         wandb="offline",
         wandb_project="distinct",

@@ -7,13 +7,14 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from functools import partial
 
 import torch
 
 from rlmath.config.load import load_config
-from rlmath.trainer.loop import Trainer
+from rlmath.trainer.loop import run_training
 from rlmath.trainer.preflight.checks import used_keys
-from rlmath.trainer.startup import prepare_grpo, prepare_sft, read_command_line, start
+from rlmath.trainer.startup import Program, prepare_grpo, prepare_sft, read_command_line, start
 from tests.spoiled_sft import SPOILED_STEP
 
 
@@ -25,7 +26,7 @@ def taken(name: str) -> str:
     return value
 
 
-def spoiled_trainer() -> type[Trainer]:
+def spoiled_program() -> Program:
     if program == "sft":
         from rlmath.trainer.sft import SftTrainer as Base
     else:
@@ -51,7 +52,7 @@ def spoiled_trainer() -> type[Trainer]:
                             parameter.fill_(1e30)
             return record
 
-    return Spoiled
+    return partial(run_training, Spoiled)
 
 
 if __name__ == "__main__":
@@ -61,4 +62,4 @@ if __name__ == "__main__":
         sys.argv.remove("--kill")
     prepare = prepare_sft if program == "sft" else prepare_grpo
     given = read_command_line(__doc__, None, used_keys() if program == "sft" else None)
-    sys.exit(start(lambda: load_config(given.config, given.overrides), prepare, spoiled_trainer))
+    sys.exit(start(lambda: load_config(given.config, given.overrides), prepare, spoiled_program))

@@ -4,10 +4,12 @@
 from __future__ import annotations
 
 import sys
+from functools import partial
 
 import torch
 
 from rlmath.config.load import load_config
+from rlmath.trainer.loop import run_training
 from rlmath.trainer.preflight.checks import used_keys
 from rlmath.trainer.reporter import StepRecord
 from rlmath.trainer.sft import SftTrainer
@@ -34,4 +36,5 @@ if __name__ == "__main__":
     spoil = sys.argv[at + 1]
     del sys.argv[at : at + 2]
     given = read_command_line(__doc__, None, used_keys())
-    sys.exit(start(lambda: load_config(given.config, given.overrides), prepare_sft, lambda: SpoiledTrainer))
+    program = partial(run_training, SpoiledTrainer)
+    sys.exit(start(lambda: load_config(given.config, given.overrides), prepare_sft, lambda: program))

@@ -39,6 +39,7 @@ RUN = (
     "algorithm.clip_ratio=1e-4",
     "reward.function=tests.reward_by_hash:reward",
     f"telemetry.sample_groups_per_step={PER_STEP}",
+    "telemetry.capture_steps=[2]",
 )
 METRICS = {
     "task_reward",
@@ -392,6 +393,56 @@ def test_a_reward_function_that_fails_on_every_answer_ends_the_run_and_corrected
     assert recovery is not None and [found.step for found, _ in recovery.candidates] == [1]
     (warning,) = recovery.warnings
     assert "has changed since the checkpoint of step 1" in warning
+
+
+def replay(folder: Path, *more: str, expect: int = 0) -> tuple[dict, str]:
+    """What the replay of the run's captured step wrote, and its console."""
+    done = run("-m", "rlmath.cli.main", "replay", str(folder), *more, expect=expect)
+    (written,) = re.findall(r"\S+/replay\.json", done.stderr)
+    return json.loads(Path(written).read_text()), done.stderr
+
+
+def test_a_captured_step_is_made_again_to_the_bit_without_the_data(workplace: Path, tmp_path: Path) -> None:
+    """A colleague has the capture and the checkpoint before it, and no data set."""
+    source, name = workplace / "run", "captures/step-000002"
+    shutil.copytree(source / name, tmp_path / "mail" / "step-000002")
+    shutil.copytree(source / "checkpoints" / "step-000001", tmp_path / "mail" / "step-000001")
+    mine = tmp_path / "mail" / "step-000002"
+    settings = (mine / "config.yaml").read_text().replace(str(workplace / "few.jsonl"), "/nowhere/few.jsonl")
+    (mine / "config.yaml").write_text(settings)
+    found, console = replay(mine, "--state", str(mine.with_name("step-000001")))
+    assert found["start"] == "equal" and found["weights"] == 0 and found["bit_equal"]
+    assert {one["minibatch"] for one in found["differences"]} == {str(n + 1) for n in range(UPDATES)}
+    assert all(one["captured"] == one["replayed"] for one in found["differences"])
+    assert "The same to the bit" in console
+    found, console = replay(
+        mine, "--state", str(mine.with_name("step-000001")), "optimizer.lr=1e-3", expect=1
+    )
+    assert not found["same"] and found["weights"] > 0.1 and "NOT the same" in console
+
+
+@matrix
+@pytest.mark.parametrize("layout", [(2, 1, 1), (4, 2, 2)])
+def test_a_captured_step_is_the_same_in_another_layout(workplace: Path, layout: tuple[int, int, int]) -> None:
+    ranks, tensor, pipeline = layout
+    more = (f"parallel.tensor={tensor}", f"parallel.pipeline={pipeline}")
+    found, _ = replay(workplace / "run", "--ranks", str(ranks), *more)
+    assert found["same"] and found["start"] == "equal" and not found["bit_equal"]
+    relative = {one["name"]: one["relative"] for one in found["differences"]}
+    assert max(relative.pop(name) for name in ("mismatch_max", "grad_norm")) < 1e-4
+    assert max(relative.values()) < 1e-5
+    assert found["weights"] < 1e-4
+
+
+@matrix
+def test_the_rollout_of_a_captured_step_is_made_again_token_by_token(workplace: Path) -> None:
+    """By the engine alone, from the checkpoint; rewards by the user's function."""
+    found, _ = replay(workplace / "run", "--part", "rollout")
+    total = PER_STEP * GROUP
+    assert found["same_tokens"] == found["same_rewards"] == found["completions"] == total
+    assert found["logprobs_apart"] == 0
+    folder = workplace / "run" / "captures" / "step-000002" / "replays"
+    assert list(folder.glob("rollout-*/replay.json")) and not list(folder.glob("rollout-*/model"))
 
 
 @pytest.mark.full

@@ -18,6 +18,7 @@ import pytest
 
 from rlmath.checkpoint.directory import complete_checkpoints
 from rlmath.distributed.fault_tolerance.exit_codes import FAILURE, SAVED_AND_STOPPED, read_exit_status
+from rlmath.trainer.capture import read_capture
 from tests.disks import remount, shrink, small_disk
 from tests.programs import (
     ENVIRONMENT,
@@ -114,6 +115,8 @@ def test_a_rank_that_raises_ends_the_run_and_says_why(arithmetic: Path, tmp_path
     assert "rank 0 on" in console and "failed; the run ends" in console
     assert "LookupError: no such prompt" in console
     assert "LookupError: no such prompt" in (output / "run.log").read_text()
+    (captured,) = (output / "captures").iterdir()
+    assert "LookupError: no such prompt" in read_capture(captured).reason
 
 
 def raise_until_it_ends(rank: psutil.Process) -> None:

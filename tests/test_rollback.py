@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from rlmath.distributed.fault_tolerance.exit_codes import DIVERGED, FINISHED, read_exit_status
+from rlmath.trainer.capture import read_capture
 from rlmath.trainer.rollback import read_rollbacks
 from rlmath.trainer.telemetry.metrics_writer import without_times
 from tests.programs import run, small_run, torchrun_command
@@ -109,6 +110,8 @@ def test_a_grpo_run_goes_back_and_samples_other_prompts_with_other_seeds(
         return run(*torchrun_command(2, *command), timeout=600).stderr
 
     assert "Rollback 1 of at most 2" in make(whole, 1)
+    captured = read_capture(whole / "captures" / f"step-{SPOILED_STEP:06d}")
+    assert captured.reason.startswith("diverged: ")
     shutil.copytree(whole, cut)
     for step in range(SPOILED_STEP, STEPS + 1):  # as if it were killed before it made one of them
         shutil.rmtree(cut / "checkpoints" / f"step-{step:06d}")

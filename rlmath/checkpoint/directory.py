@@ -25,7 +25,7 @@ import os
 import re
 import shutil
 import stat
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -336,14 +336,19 @@ def set_aside(folder: Path, ending: str) -> Path:
 
 
 def set_superseded_aside(
-    root: Path, keep_last: int, keep_models: int | None, learned_step: int, judged_after: int = 0
+    root: Path,
+    keep_last: int,
+    keep_models: int | None,
+    learned_step: int,
+    judged_after: int = 0,
+    always: Collection[int] = (),
 ) -> list[Path]:
     """Rename superseded checkpoints so that they are no longer read; the caller removes them, which takes long.
     Superseded are recovery points beyond the newest `keep_last` checkpoints, and kept ones beyond the newest
     `keep_models`; the newest `keep_last` always stay. Where nothing was learned since `learned_step` steps were done,
     the policy may be broken: then the newest one from before that step, from which it learned, stays too. With
     `judged_after`, `learned_step` advances only so many steps later: what may still come before it stays
-    (`_still_judged`)."""
+    (`_still_judged`). Those with `always` of so many steps done stay in any case."""
     found, _ = complete_checkpoints(root)
     kept = [one for one in found if one.kept]
     stays = {one.folder for one in found[:keep_last]}
@@ -353,6 +358,7 @@ def set_superseded_aside(
         later = [one for one in found if one.step >= learned_step]
         stays |= {one.folder for one in _still_judged(later, judged_after)}
     stays |= {one.folder for one in (kept if keep_models is None else kept[:keep_models])}
+    stays |= {one.folder for one in found if one.step in always}
     return [set_aside(one.folder, PARTIAL) for one in found if one.folder not in stays]
 
 

@@ -79,7 +79,7 @@ def read_flight(
             raise ValueError(f"its form is version {header['version']!r}; needed: {VERSION}")
         reader = _Reader(tensors["tokens"], tensors["logprobs"], vocab_size, text_of)
         groups = [reader.group(row, group_size) for row in header["groups"]]
-        next_draw, short_share = _count(header["next_draw"]), float(header["short_share"])
+        next_draw, short_share = read_count(header["next_draw"]), float(header["short_share"])
         if not 0 <= short_share <= 1:
             raise ValueError(f"the share of short groups is {short_share}")
         draws = [group.draw for group in groups]
@@ -101,8 +101,8 @@ def read_flight_lengths(file: Path) -> list[GroupInFlight]:
             header = json.loads(tensors.get_tensor("header").tobytes())
         return [
             GroupInFlight(
-                _count(row["draw"]),
-                _count(row["first_step"]),
+                read_count(row["draw"]),
+                read_count(row["first_step"]),
                 tuple(_without_tokens(index, one) for index, one in enumerate(row["samples"])),
                 bool(row["deferred"]),
             )
@@ -113,7 +113,7 @@ def read_flight_lengths(file: Path) -> list[GroupInFlight]:
 
 
 def _without_tokens(index: int, row: dict[str, Any]) -> PartialCompletion | ScoredCompletion:
-    segments = tuple(Segment(*map(_count, segment)) for segment in row["segments"])
+    segments = tuple(Segment(*map(read_count, segment)) for segment in row["segments"])
     token_ids = range(sum(segment.tokens for segment in segments))
     if row.get("score") is None:
         return PartialCompletion(token_ids, (), segments)
@@ -122,7 +122,7 @@ def _without_tokens(index: int, row: dict[str, Any]) -> PartialCompletion | Scor
     completion = Completion(
         index, token_ids, (), "", row["finish_reason"], segments[-1].policy_version, segments
     )
-    return ScoredCompletion(completion, _score(row["score"]))
+    return ScoredCompletion(completion, read_score(row["score"]))
 
 
 class _Reader:
@@ -148,10 +148,12 @@ class _Reader:
         samples = tuple(self._sample(index, one) for index, one in enumerate(row["samples"]))
         if len(samples) != group_size:
             raise ValueError(f"a group has {len(samples)} completions, and not {group_size}")
-        return GroupInFlight(_count(row["draw"]), _count(row["first_step"]), samples, bool(row["deferred"]))
+        return GroupInFlight(
+            read_count(row["draw"]), read_count(row["first_step"]), samples, bool(row["deferred"])
+        )
 
     def _sample(self, index: int, row: dict[str, Any]) -> PartialCompletion | ScoredCompletion:
-        segments = tuple(Segment(*map(_count, segment)) for segment in row["segments"])
+        segments = tuple(Segment(*map(read_count, segment)) for segment in row["segments"])
         start = self.position
         self.position = end = start + sum(segment.tokens for segment in segments)
         if end > len(self._tokens) or any(segment.tokens == 0 for segment in segments):
@@ -174,10 +176,11 @@ class _Reader:
             segments[-1].policy_version,
             segments,
         )
-        return ScoredCompletion(completion, _score(row["score"]))
+        return ScoredCompletion(completion, read_score(row["score"]))
 
 
-def _score(row: dict[str, Any]) -> Score:
+def read_score(row: dict[str, Any]) -> Score:
+    """Of the JSON that `asdict` made of one. ValueError, KeyError or TypeError where it is none."""
     row = {"parts": [], "failures": []} | row  # those of before there were several rewards
     if set(row) != {field.name for field in fields(Score)}:
         raise ValueError(f"a score has {sorted(row)}")
@@ -208,7 +211,8 @@ def _score(row: dict[str, Any]) -> Score:
     )
 
 
-def _count(value: Any) -> int:
+def read_count(value: Any) -> int:
+    """A whole number from 0 on; ValueError for anything else."""
     if type(value) is not int or value < 0:
         raise ValueError(f"{value!r} is no count")
     return value

@@ -62,6 +62,8 @@ class Retention:
     keep_last: int
     keep_models: int | None
     judged_after: int = 0
+    always: frozenset[int] = frozenset()
+    """Steps done in checkpoints that stay in any case."""
 
 
 @dataclass(frozen=True)
@@ -287,7 +289,12 @@ class CheckpointManager:
             stay = self._retention
             self._remove(
                 directory.set_superseded_aside(
-                    self._root, stay.keep_last, stay.keep_models, save.learned_step, stay.judged_after
+                    self._root,
+                    stay.keep_last,
+                    stay.keep_models,
+                    save.learned_step,
+                    stay.judged_after,
+                    stay.always,
                 )
             )
         except (OSError, ValueError) as error:

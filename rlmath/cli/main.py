@@ -45,6 +45,12 @@ COMMANDS = (
         "eval", "evaluate a model on benchmarks, or compare evaluations", "rlmath.cli.train:evaluate", RUN
     ),
     Command(
+        "replay",
+        "make a captured step of a run again, and compare",
+        "rlmath.cli.train:replay",
+        RUN,
+    ),
+    Command(
         "convert",
         "Hugging Face models to Megatron-Core checkpoints, and back",
         "rlmath.cli.convert:main",

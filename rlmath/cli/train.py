@@ -1,4 +1,5 @@
-"""Programs of several ranks on this machine, without a command line of torchrun's: `rlmath train`, `sft` and `eval`.
+"""Programs of several ranks on this machine, without a command line of torchrun's: `rlmath train`, `sft`, `eval` and
+`replay`.
 
 `--ranks N` says how many; without it every GPU has one, and on CPU there are as many as the layout takes at least.
 """
@@ -77,6 +78,22 @@ def evaluate(argv: Sequence[str]) -> int:
     if ranks is None:
         ranks = gpu_count(given.device) or given.tensor_parallel
     return launch(ranks, ["-m", "rlmath.evals", *words], given.output, RunConfig().stop_grace_seconds)
+
+
+def replay(argv: Sequence[str]) -> int:
+    """Exit status of the replay: 0 where it gives the same."""
+    from rlmath.trainer import replay as program
+    from rlmath.trainer.capture import read_capture
+
+    given = program.parse(argv)
+    try:
+        ranks, words = take_ranks(argv)
+        folder = program.find_capture(given.run, given.step)
+        ranks = ranks or read_capture(folder).world_size
+    except ValueError as error:
+        print(without_secrets(str(error)), file=sys.stderr)
+        return MISTAKE
+    return launch(ranks, ["-m", "rlmath.trainer", "replay", *words], None, RunConfig().stop_grace_seconds)
 
 
 def take_ranks(argv: Sequence[str]) -> tuple[int | None, list[str]]:

@@ -640,6 +640,9 @@ class TelemetryConfig:
     profile_steps: list[PositiveInt] = field(default_factory=list)
     """Steps whose torch profile every training rank writes to `<output_dir>/profile`: a trace and a table of what took
     longest. They take longer than others."""
+    capture_steps: list[PositiveInt] = field(default_factory=list)
+    """Steps of which everything that their update was made of is written to `<output_dir>/captures`, for `rlmath
+    replay`, and the checkpoint before them stays. Of the last step before a failure it is written in any case."""
     report: bool = True
     """Write `<output_dir>/report.html` at the run's end: curves, warnings, settings and samples on one page. Needs
     plotly."""

@@ -130,7 +130,8 @@ def samples_in_one_kernel(llm: Any) -> bool:
 class Engine:
     """A vLLM engine over `mesh.engine_size` ranks, which all call every method with the same arguments.
 
-    It starts with undefined weights and awake: put it to sleep, or write its `weights`, before anything else.
+    It starts awake and, as a rule, with undefined weights: put it to sleep, or write its `weights`, before anything
+    else.
     """
 
     def __init__(
@@ -141,9 +142,11 @@ class Engine:
         mesh: Mesh,
         device: Device,
         weight_shapes: Mapping[str, tuple[int, int]],
+        load_weights: bool = False,
     ) -> None:
         """`max_sequence` is the longest prompt plus completion (tokens); `weight_shapes` are the rows and columns of
-        every parameter of one rank (`shard_layouts.engine_shapes`)."""
+        every parameter of one rank (`shard_layouts.engine_shapes`). With `load_weights` it starts with those of the
+        folder."""
         prepare_environment(device.kind)
         _set_engine_ident(mesh)
         self._settings = settings
@@ -151,7 +154,7 @@ class Engine:
         arguments = _device_arguments(settings, device) | {
             "tensor_parallel_size": mesh.engine_size,
             "distributed_executor_backend": "external_launcher",
-            "load_format": "dummy",
+            "load_format": "auto" if load_weights else "dummy",
             "seed": mesh.engine_index,
         }
         self._llm = _open_llm(model_path, settings, max_sequence, device.kind, arguments)

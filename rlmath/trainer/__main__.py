@@ -1,9 +1,10 @@
 """Train a model: what `torchrun -m rlmath.trainer`, `launch/train_grpo.py` and `launch/train_sft.py` run on every rank.
 
 torchrun --nproc-per-node=N -m rlmath.trainer [grpo | sft] --config x.yaml key.sub=value ...
+torchrun --nproc-per-node=N -m rlmath.trainer replay RUN --step 10
 python -m rlmath.trainer [grpo | sft] --config x.yaml --dry-run
 
-The steps are in rlmath/trainer/grpo.py and rlmath/trainer/sft.py.
+The steps are in rlmath/trainer/grpo.py and rlmath/trainer/sft.py, replays in rlmath/trainer/replay.py.
 """
 
 from __future__ import annotations
@@ -15,16 +16,12 @@ if __name__ == "__main__":
 
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from functools import partial
 
 from rlmath.config.load import load_config
 from rlmath.config.terminal import escape_terminal
 from rlmath.trainer.preflight.checks import used_keys
-from rlmath.trainer.startup import prepare_grpo, prepare_sft, read_command_line, start
-
-if TYPE_CHECKING:
-    from rlmath.trainer.grpo import GrpoTrainer
-    from rlmath.trainer.sft import SftTrainer
+from rlmath.trainer.startup import Program, prepare_grpo, prepare_sft, read_command_line, start
 
 PROGRAMS = ("grpo", "sft")
 
@@ -32,6 +29,10 @@ PROGRAMS = ("grpo", "sft")
 def main(argv: Sequence[str] | None = None) -> int:
     """One of `rlmath.distributed.fault_tolerance.exit_codes`."""
     words = list(sys.argv[1:] if argv is None else argv)
+    if words[:1] == ["replay"]:
+        from rlmath.trainer.replay import main as replay
+
+        return replay(words[1:])
     program = words.pop(0) if words and words[0] in PROGRAMS else PROGRAMS[0]
     return train_sft(words) if program == "sft" else train_grpo(words)
 
@@ -45,7 +46,7 @@ def train_grpo(argv: Sequence[str] | None = None) -> int:
         from rlmath.trainer.preflight.dry_run import dry_run
 
         return dry_run(given.config, given.overrides, given.ranks)
-    return start(lambda: load_config(given.config, given.overrides), prepare_grpo, load_grpo_trainer)
+    return start(lambda: load_config(given.config, given.overrides), prepare_grpo, load_grpo)
 
 
 def train_sft(argv: Sequence[str] | None = None) -> int:
@@ -57,20 +58,22 @@ def train_sft(argv: Sequence[str] | None = None) -> int:
         from rlmath.trainer.preflight.dry_run import dry_run
 
         return dry_run(given.config, given.overrides, given.ranks, "sft")
-    return start(lambda: load_config(given.config, given.overrides), prepare_sft, load_sft_trainer)
+    return start(lambda: load_config(given.config, given.overrides), prepare_sft, load_sft)
 
 
-def load_grpo_trainer() -> type[GrpoTrainer]:
+def load_grpo() -> Program:
     # Imported only now: a mistake is reported before Megatron and vLLM are loaded.
     from rlmath.trainer.grpo import GrpoTrainer
+    from rlmath.trainer.loop import run_training
 
-    return GrpoTrainer
+    return partial(run_training, GrpoTrainer)
 
 
-def load_sft_trainer() -> type[SftTrainer]:
+def load_sft() -> Program:
+    from rlmath.trainer.loop import run_training
     from rlmath.trainer.sft import SftTrainer
 
-    return SftTrainer
+    return partial(run_training, SftTrainer)
 
 
 if __name__ == "__main__":

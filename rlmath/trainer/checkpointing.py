@@ -65,6 +65,7 @@ class Checkpointer:
                 config.save.keep_last,
                 config.save.keep_models,
                 0 if divergence.rule is None else divergence.rule.steps,
+                save_schedule.steps_before_captures(config),
             ),
         )
         self._origin = origin
@@ -74,6 +75,7 @@ class Checkpointer:
         self._points = save_schedule.SaveTimes(points, per_epoch, now, save_schedule.FIRST_POINT)
         self._models = save_schedule.SaveTimes(models, per_epoch, now)
         self._last_step_too = not points.never
+        self._before_captures = save_schedule.steps_before_captures(config)
         self._length_stages = length_stages(config, trainer.total_steps)
         self._folder = Path(config.run.output_dir)
         self.newest: int | None = None
@@ -90,6 +92,7 @@ class Checkpointer:
         with self._trainer.timers.phase("save"):
             kept = self._models.due(step, time.monotonic())
             point = self._points.due(step, time.monotonic()) or (is_last and self._last_step_too)
+            point |= step in self._before_captures
             agreed = self._agree(kept, point)
             reason = REASONS[int(agreed["stop"])]
             ends = is_last or reason is not None

@@ -15,6 +15,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -189,6 +190,10 @@ class Trainer(ABC):
         """Seconds since the last call in which this rank's models computed without waiting for other replicas."""
         return self.actor.forward_backward.pop_busy_seconds()
 
+    def write_last_step(self, reason: str) -> None:  # noqa: B027
+        """The run fails or diverges, on this rank at least: write what the last step's update was made of, where the
+        program keeps that. Not a collective."""
+
     def close(self, status: int) -> None:  # noqa: B027
         """End what the constructor started, when the run has ended or stops early with this exit status; not called
         after an error."""
@@ -223,6 +228,7 @@ def run_training(
             on_progress=heartbeat.report_progress,
             bridge=bridge,
         )
+        stack.push(partial(_write_last_step, trainer))
         process.freeze_live_objects()
         divergence = DivergenceCheck(
             trainer,
@@ -242,6 +248,8 @@ def run_training(
                     trainer, progress, checkpointer, divergence, reporter, heartbeat, stop, started
                 )
             except DivergedError as error:
+                if mesh.rank == 0:
+                    trainer.write_last_step(f"diverged: {error}")
                 progress = roll_back(trainer, checkpointer, heartbeat, error)
                 if progress is not None:
                     divergence.begin_at(progress)
@@ -252,6 +260,8 @@ def run_training(
                     continue
                 status = end_diverged(trainer, checkpointer, heartbeat.step, error, stop)
             except RewardFunctionError as error:
+                if mesh.rank == 0:
+                    trainer.write_last_step(f"failed: {error}")
                 status = end_without_rewards(trainer, checkpointer, heartbeat.step, error, stop)
             break
         if reporter is not None:
@@ -382,6 +392,13 @@ def _log_error(kind: type[BaseException] | None, error: BaseException | None, tr
     if kind is not None:
         rank, host = environment_rank(), socket.gethostname()
         logger.error("rank %d on %s failed; the run ends: %s: %s", rank, host, kind.__name__, error)
+
+
+def _write_last_step(
+    trainer: Trainer, kind: type[BaseException] | None, error: BaseException | None, trace: object
+) -> None:
+    if kind is not None:
+        trainer.write_last_step(f"failed on rank {trainer.mesh.rank}: {kind.__name__}: {error}")
 
 
 def claim_folder(

@@ -119,13 +119,24 @@ def checkpoint_bytes(config: Config, shape: ModelShape) -> int:
     return parameters * (weights + state + copies) + moves * parameter_count(shape) * weights
 
 
+def steps_before_captures(config: Config) -> frozenset[int]:
+    """Steps done in the checkpoints that `telemetry.capture_steps` needs: a replay begins with them.
+
+    >>> from rlmath.config.schema import TelemetryConfig
+    >>> sorted(steps_before_captures(Config(telemetry=TelemetryConfig(capture_steps=[1, 10]))))
+    [9]
+    """
+    return frozenset(step - 1 for step in config.telemetry.capture_steps if step > 1)
+
+
 def output_bytes(config: Config, shape: ModelShape) -> int:
     """Disk space that a run still needs: for the models it leaves and, where it makes any, for the checkpoints that
     stay and the one that is being written, less those that are there (bytes)."""
     save = config.save
     wanted = 0
-    if not (recovery_frequency(save).never and kept_frequency(save).never):
-        wanted = (save.keep_last + 1) * checkpoint_bytes(config, shape)
+    captures = len(steps_before_captures(config))
+    if captures or not (recovery_frequency(save).never and kept_frequency(save).never):
+        wanted = (save.keep_last + 1 + captures) * checkpoint_bytes(config, shape)
     found = []
     with suppress(ValueError):  # `find_recovery` raises it, unless the run is to start from the beginning
         found, _ = complete_checkpoints(Path(config.run.output_dir) / CHECKPOINTS)

@@ -22,7 +22,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar
+from typing import Any, Generic, NoReturn, TypeVar
 
 import torch.distributed as dist
 
@@ -69,9 +69,6 @@ from rlmath.trainer.run_dir import check_output_folder, sole_user
 from rlmath.trainer.save_schedule import output_bytes
 from rlmath.trainer.telemetry.console import close_bars, setup_logging
 
-if TYPE_CHECKING:
-    from rlmath.trainer.loop import Trainer
-
 logger = logging.getLogger(__name__)
 
 OTHER_RANKS_WAIT_SECONDS = 10.0
@@ -85,6 +82,9 @@ MOST_STATUS_CHARACTERS = 2000
 CLOCK_SECONDS = 2.0
 """Clocks of nodes that differ by more get a warning: lines of several logs cannot be put in order any more, and a
 shared disk's times mislead. Nothing that a run computes depends on them."""
+
+Program = Callable[["PreparedRun[Any]", Rendezvous | None], int]
+"""What a rank does once all have met; its exit status. `rendezvous` is None where there is one rank."""
 
 InputsT = TypeVar("InputsT", dataset.Inputs, dataset.SftInputs)
 
@@ -203,13 +203,13 @@ def prepare_sft(given: Config) -> PreparedRun[dataset.SftInputs]:
 def start(
     load: Callable[[], Config],
     prepare: Callable[[Config], PreparedRun[Any]],
-    load_trainer: Callable[[], type[Trainer]],
+    load_program: Callable[[], Program],
 ) -> int:
     """Run a training program on this rank; its exit status, one of `fault_tolerance.exit_codes`.
 
-    `load` and `prepare` raise ValueError for all that can be known to be wrong before the start. `load_trainer` imports
-    the program's trainer, and Megatron with it; it is called only when all ranks have met. An error after that ends
-    this process at once.
+    `load` and `prepare` raise ValueError for all that can be known to be wrong before the start. `load_program` imports
+    the program, and Megatron with it; it is called only when all ranks have met. An error after that ends this process
+    at once.
     """
     set_up_rank_logging()
     end_at_interrupt(environment_rank())
@@ -251,13 +251,12 @@ def start(
             # Megatron imports W&B, which takes seconds and makes folders that stay when this process is killed.
             with process.without_module("wandb"):
                 from rlmath.trainer.engine_rank import run_engine_rank
-                from rlmath.trainer.loop import run_training
 
-                trainer_class = load_trainer()
+                program = load_program()
             if environment_rank() >= training_ranks(prepared.config, environment_world_size()):
                 status = run_engine_rank(prepared, rendezvous)
             else:
-                status = run_training(trainer_class, prepared, rendezvous)
+                status = program(prepared, rendezvous)
             process.skip_collection_at_exit()
             return status
         except BaseException as error:

@@ -174,6 +174,13 @@ def test_superseded_checkpoints_give_way(
     assert len(aside) == 6 - len(left) and all(path.name.endswith(".partial") for path in aside)
 
 
+def test_a_checkpoint_before_a_captured_step_stays(tmp_path: Path) -> None:
+    for step in range(1, 7):
+        make(tmp_path, step)
+    set_superseded_aside(tmp_path, 1, None, learned_step=6, always=frozenset({2, 9}))
+    assert steps(tmp_path) == [6, 2]
+
+
 @pytest.mark.parametrize(
     ("keep_last", "learned_step", "left"),
     [

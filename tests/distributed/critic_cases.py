@@ -49,7 +49,7 @@ def step(
 ) -> CriticOutcome | None:
     """The updates of one step."""
     from rlmath.models.offload import training_sets
-    from rlmath.trainer.grpo import PolicyUpdater
+    from rlmath.trainer.policy_update import PolicyUpdater
 
     stage, built, shape = with_critic(build(folder, case), critic, algorithm)
     reference = _reference(stage) if algorithm.kl_coef else None

@@ -73,7 +73,7 @@ def _rates(folder: Path, schedule: Schedule, groups: list[ScoredGroup], device: 
     from rlmath.data.dataset import most_updates
     from rlmath.models.offload import training_sets
     from rlmath.models.optimizer import learning_rate
-    from rlmath.trainer.grpo import PolicyUpdater
+    from rlmath.trainer.policy_update import PolicyUpdater
 
     algorithm = AlgorithmConfig(
         n_minibatches=schedule.n_minibatches, epochs=schedule.epochs, early_stop_ratio=None
@@ -94,7 +94,7 @@ def learned_with(
     it counts as on-policy; and how often the policy and the reference were asked for log-probs."""
     from rlmath.models.build import build_reference
     from rlmath.models.offload import training_sets
-    from rlmath.trainer.grpo import PolicyUpdater
+    from rlmath.trainer.policy_update import PolicyUpdater
 
     device, shape, found = start(), shape_of(folder), []
     for algorithm in algorithms:

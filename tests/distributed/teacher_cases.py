@@ -70,7 +70,7 @@ def step(
     """The updates of one step with a teacher, from rank 0; and the sets that are offloaded afterwards."""
     from rlmath.models.build import early_stop, loss_settings
     from rlmath.models.offload import training_sets
-    from rlmath.trainer.grpo import PolicyUpdater
+    from rlmath.trainer.policy_update import PolicyUpdater
 
     stage, teacher = _build(folder, case, settings)
     config = replace(

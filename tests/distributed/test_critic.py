@@ -14,7 +14,7 @@ from torch import Tensor
 from rlmath.algorithms.kl import kl_estimate
 from rlmath.algorithms.types import Completion, Sample, ScoredGroup
 from rlmath.config.schema import AlgorithmConfig, CriticConfig
-from rlmath.trainer.grpo import make_samples
+from rlmath.trainer.policy_update import make_samples
 from tests.distributed import critic_cases, oracle
 from tests.distributed.policy_cases import LEARNING_RATE, Case
 from tests.distributed.rank_pool import RankPool

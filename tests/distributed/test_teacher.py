@@ -10,7 +10,7 @@ from torch import Tensor
 
 from rlmath.algorithms.types import Sample
 from rlmath.config.schema import AlgorithmConfig, TeacherConfig
-from rlmath.trainer.grpo import make_samples as samples_of
+from rlmath.trainer.policy_update import make_samples as samples_of
 from tests.distributed import oracle, teacher_cases
 from tests.distributed.policy_cases import LEARNING_RATE, Case
 from tests.distributed.rank_pool import RankPool

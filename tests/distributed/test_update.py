@@ -12,7 +12,7 @@ from torch import Tensor
 from rlmath.algorithms.kl import kl_estimate
 from rlmath.algorithms.types import Sample, ScoredGroup
 from rlmath.config.schema import AlgorithmConfig
-from rlmath.trainer.grpo import make_samples
+from rlmath.trainer.policy_update import make_samples
 from tests.distributed import oracle, update_cases
 from tests.distributed.policy_cases import LEARNING_RATE, Case
 from tests.distributed.rank_pool import RankPool

@@ -66,7 +66,7 @@ def steps(
     """Steps 0, 1, ... one after the other, each on groups of its own."""
     from rlmath.models.build import early_stop, loss_settings
     from rlmath.models.offload import training_sets
-    from rlmath.trainer.grpo import PolicyUpdater
+    from rlmath.trainer.policy_update import PolicyUpdater
 
     stage = build(folder, case)
     stage.actor.learner.settings = loss_settings(algorithm)

@@ -1,7 +1,7 @@
 import pytest
 
 from rlmath.algorithms.types import Completion, Prompt, Sample, Score, ScoredGroup
-from rlmath.trainer.grpo import make_samples
+from rlmath.trainer.policy_update import make_samples
 
 
 def group(prompt_id: str, token: int, rewards: list[float]) -> ScoredGroup:

@@ -25,7 +25,7 @@ from rlmath.data.seqlen_balancing import TOKENS, MinibatchPlan, plan_minibatches
 from rlmath.data.sft_sequences import WrittenSequence
 from rlmath.distributed.mesh import Mesh
 from rlmath.distributed.phase_timers import PhaseTimers
-from rlmath.trainer.grpo import PolicyUpdater
+from rlmath.trainer.policy_update import PolicyUpdater
 from rlmath.trainer.sft import SftTrainer
 from tests.tiny_models import make_samples, shape_of
 

@@ -50,8 +50,8 @@ from rlmath.rewards.verifier import Rules
 from rlmath.rewards.worker_pool import VerifierPool
 from rlmath.rollout.engine import _device_arguments
 from rlmath.rollout.sampling import SamplingSettings, training_sampling
-from rlmath.trainer.grpo import PolicyUpdater
 from rlmath.trainer.kl_in_reward import KLPenalty
+from rlmath.trainer.policy_update import PolicyUpdater
 from rlmath.trainer.preflight.memory_estimate import engine_mesh_of, mesh_of
 from rlmath.trainer.rollouts import flight_rules, selection_rules, slice_tokens
 from rlmath.trainer.save_schedule import Frequency, kept_frequency, recovery_frequency

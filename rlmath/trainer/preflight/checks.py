@@ -83,6 +83,30 @@ def check_config(config: Config, world_size: int, kind: Kind = "grpo") -> ModelS
     return shape
 
 
+def check_replay(config: Config, world_size: int, samples: bool) -> ModelShape:
+    """Likewise for the replay of a captured step (`replay`): data files are not looked at, and reward functions and
+    engines only where it `samples`."""
+    shape, problems = inspect_model_folder(Path(config.model.path))
+    on_gpu = config.run.device != "cpu" and torch.cuda.is_available()
+    problems += setting_problems(config, world_size)
+    if shape is not None:
+        problems += shape_problems(config, shape)
+    problems += cuda_problems(config.run.device)
+    if samples:
+        problems += filter(None, map(function_problem, functions_of(config.reward).values()))
+        problems += () if on_gpu else host_memory_problems(config)
+    else:
+        problems += device_problems(config, shape, on_gpu or config.run.device == "cuda")
+        problems += transformer_engine_problems(config.policy.transformer_impl) if on_gpu else ()
+        problems += teacher.folder_problems(config)
+        problems += critic.folder_problems(config, shape)
+    if shape is not None and not problems:
+        problems += memory_problems(config, shape, world_size)
+    raise_problems("this replay", problems)
+    assert shape is not None
+    return shape
+
+
 def run_problems(config: Config, world_size: int, shape: ModelShape | None, kind: Kind = "grpo") -> list[str]:
     """What no machine could run, for a model of this shape; None: not known."""
     problems = [*setting_problems(config, world_size, kind), *draws.rollback_problems(config)]
@@ -482,6 +506,8 @@ _SFT_SETTINGS = (
     "memory.gpu_gib",
     "sft.",
     "telemetry.tensorboard",
+    "telemetry.profile_steps",
+    "telemetry.report",
     "telemetry.wandb",
     "telemetry.wandb_project",
     "telemetry.wandb_name",

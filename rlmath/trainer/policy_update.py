@@ -1,0 +1,422 @@
+"""From scored groups to a better policy: the models of a GRPO run on this rank, and its update, without any engine.
+
+    advantages -> samples -> schedule -> packing -> log-probs (old, reference) -> critic -> teacher
+    -> minibatches: loss, early stop, update
+
+`grpo` puts the rollout before it; `replay` makes the update of a captured step again.
+
+The formulas are in `algorithms/`, the loss of a minibatch in `models/learner.py`, the schedule in
+`data/seqlen_balancing.py`.
+"""
+
+# Shape legend: P prompts, G completions of a prompt.
+
+from __future__ import annotations
+
+import logging
+import random
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from itertools import accumulate, chain, pairwise
+from pathlib import Path
+from typing import Any, ClassVar
+
+from rlmath.algorithms.advantages import advantages, gdpo_advantages
+from rlmath.algorithms.losses import Normalisation
+from rlmath.algorithms.types import MicroBatch, Sample, ScoredGroup
+from rlmath.checkpoint.directory import CRITIC, REFERENCE, Progress
+from rlmath.checkpoint.hf.weights import load_hf_weights
+from rlmath.checkpoint.sharded_state import SavedModel
+from rlmath.config import length_curriculum as curriculum
+from rlmath.config.model_shape import ModelShape
+from rlmath.config.schema import Config
+from rlmath.data.dataset import Inputs, critic_epochs, most_critic_updates, most_updates
+from rlmath.data.loader import Rollback
+from rlmath.data.packing import pack
+from rlmath.data.seqlen_balancing import plan_minibatches, training_cost
+from rlmath.distributed.mesh import Mesh
+from rlmath.distributed.phase_timers import PhaseTimers
+from rlmath.models.build import Actor, build_actor, build_critic, build_reference, build_teacher, copy_weights
+from rlmath.models.critic import Critic
+from rlmath.models.forward_backward import ForwardBackward, TokenLogprobs
+from rlmath.models.hf_config import critic_config_file, critic_shape_of, teacher_shape_of
+from rlmath.models.learner import MinibatchResult
+from rlmath.models.offload import OffloadSets, SetName, training_sets
+from rlmath.models.teacher import Teacher, TeacherStates
+from rlmath.rewards.several_rewards import named_rewards, summed_rewards
+from rlmath.trainer.critic import CriticEstimates, CriticUpdater, critic_metrics
+from rlmath.trainer.kl_in_reward import KLPenalty, apply_kl_penalty
+from rlmath.trainer.loop import Trainer
+from rlmath.trainer.metrics import UpdateRecord
+from rlmath.trainer.startup import PreparedRun
+from rlmath.trainer.teacher_advantages import TeacherAdvantages, add_teacher_advantages
+
+logger = logging.getLogger(__name__)
+
+
+class PolicyTrainer(Trainer):
+    """The models of a GRPO run, and what a checkpoint has of them. A subclass has the step."""
+
+    kind: ClassVar = "grpo"
+
+    def build_models(self, prepared: PreparedRun[Inputs], on_progress: Callable[[], None]) -> None:
+        """Build actor, reference, critic and teacher on this rank, as the settings have them, and an updater for each
+        length stage."""
+        config, shape, mesh, device = prepared.config, prepared.shape, self.mesh, self.device
+        total_steps, stops = prepared.inputs.total_steps, prepared.inputs.stop_token_ids
+        self.actor = build_actor(config, shape, mesh, device, most_updates(config, total_steps), stops)
+        self.actor.forward_backward.on_microbatch = on_progress
+        self.reference = None
+        if config.algorithm.kl_coef > 0:
+            self.reference = build_reference(config, shape, mesh, device, stops)
+        self.reference_moved = False
+        """Whether it is another than the model that the run started from."""
+        self.critic = None
+        critic_shape = critic_shape_of(config, shape)
+        if critic_shape is not None:
+            updates = most_critic_updates(config, total_steps)
+            self.critic = build_critic(config, critic_shape, mesh, device, updates)
+            self.critic.forward_backward.on_microbatch = on_progress
+            folder = Path(config.critic.path or config.model.path)
+            self.critic_config = critic_config_file(folder, critic_shape)
+        self.teacher = None
+        if (teacher_shape := teacher_shape_of(config)) is not None:
+            self.teacher = build_teacher(config, shape, teacher_shape, mesh, device, stops)
+            self.teacher.forward_backward.on_microbatch = on_progress
+        in_update = config.teacher.loss == "full"
+        self.offload = training_sets(
+            self.actor, self.reference, config.memory, device, self.critic, self.teacher, in_update
+        )
+        self.length_stages = curriculum.length_stages(config, total_steps)
+        self.updaters = [
+            PolicyUpdater(
+                stage.config,
+                shape,
+                mesh,
+                self.actor,
+                self.reference,
+                self.offload,
+                self.timers,
+                self.critic,
+                self.teacher,
+            )
+            for stage in self.length_stages
+        ]
+
+    def move_reference(self, steps_done: int) -> None:
+        """The policy becomes the reference, where that is due after so many steps."""
+        every = self.config.algorithm.reference_every_steps
+        if self.reference is None or every is None or steps_done % every:
+            return
+        with self.offload.on_device("reference"):
+            copy_weights(self.actor.chunks, self.reference.chunks)
+        self.reference_moved = True
+        logger.info("The reference is the policy of step %d from here on", steps_done)
+
+    @property
+    def models(self) -> list[SavedModel]:
+        models = super().models
+        if self.critic is not None:
+            models.append(SavedModel(CRITIC, self.critic.chunks, self.critic.learner.optimizer))
+        if self.reference is not None:
+            models.append(SavedModel(REFERENCE, self.reference.chunks, None))
+        return models
+
+    def saved_models(self) -> list[SavedModel]:
+        return [one for one in self.models if one.name != REFERENCE or self.reference_moved]
+
+    def models_on_device(self, models: Sequence[SavedModel]) -> AbstractContextManager[Any]:
+        names = {one.name for one in models}
+        sets: tuple[SetName, ...] = ("critic", "reference")
+        return self.offload.on_device(*(name for name in sets if name in names))
+
+    @property
+    def critic_updates(self) -> int:
+        return 0 if self.critic is None else self.critic.learner.updates
+
+    def resume(self, folder: Path, progress: Progress) -> None:
+        if self.critic is not None:
+            self.critic.learner.restore_schedule(progress.critic_updates)
+        if self.reference is not None:
+            if self.reference_moved and not progress.has_model(REFERENCE):  # after a rollback
+                with self.offload.on_device("reference"):
+                    load_hf_weights(self.reference.chunks, self.config.model.path, self.shape, self.mesh)
+            self.reference_moved = progress.has_model(REFERENCE)
+
+    def roll_back(self, rollbacks: Sequence[Rollback]) -> None:
+        super().roll_back(rollbacks)
+        if self.critic is not None:
+            self.critic.learner.lr_scale = self.actor.learner.lr_scale
+
+    def busy_seconds(self) -> float:
+        others = [self.reference]
+        others += [None if one is None else one.forward_backward for one in (self.critic, self.teacher)]
+        return super().busy_seconds() + sum(one.pop_busy_seconds() for one in others if one is not None)
+
+
+@dataclass(frozen=True)
+class Minibatch:
+    """One optimizer step of this data-parallel rank."""
+
+    batches: list[MicroBatch]
+    old: list[TokenLogprobs] | None
+    """Log-probs under the policy that the step began with; None: those of the engine are used."""
+    reference: list[TokenLogprobs] | None
+    """Log-probs under the reference; None: no KL in the loss."""
+    teacher: TeacherStates | None
+    """What gives the teacher's whole distributions; None: they are not in the loss."""
+
+
+@dataclass(eq=False, repr=False)
+class PolicyUpdater:
+    """The updating half of a step; it needs no engine. One for each length stage."""
+
+    config: Config
+    shape: ModelShape
+    mesh: Mesh
+    actor: Actor
+    reference: ForwardBackward | None
+    offload: OffloadSets
+    timers: PhaseTimers
+    critic: Critic | None = None
+    teacher: Teacher | None = None
+
+    def __post_init__(self) -> None:
+        algorithm, max_new_tokens = self.config.algorithm, self.config.rollout.max_new_tokens
+        self.cost = training_cost(self.shape)
+        self.normalisation = Normalisation(algorithm.loss_normalisation, max_new_tokens)
+        self.penalty = None
+        if self.reference is not None and algorithm.kl_in == "reward":
+            kind = "ppo" if algorithm.advantage == "gae" else algorithm.advantage
+            self.penalty = KLPenalty(algorithm.kl_coef, algorithm.kl_estimator, kind, algorithm.advantage_eps)
+        self.critic_updater = None
+        if self.critic is not None:
+            self.critic_updater = CriticUpdater(
+                self.critic, self.config.critic, algorithm.advantage_eps, self.penalty, self.mesh
+            )
+
+    @property
+    def on_policy(self) -> bool:
+        """Whether the old log-probs are those of the update's own forward pass, so that no extra pass is needed: one
+        minibatch, one epoch, and neither KL in the reward nor a teacher in the advantages."""
+        algorithm = self.config.algorithm
+        only_one = algorithm.n_minibatches == 1 and algorithm.epochs == 1
+        in_advantages = self.penalty is not None or self.teaches("advantage")
+        return algorithm.recompute_logprobs and only_one and not in_advantages
+
+    def teaches(self, loss: str) -> bool:
+        """Whether there is a teacher whose part has this place, a word of `TeacherConfig.loss`."""
+        return self.teacher is not None and self.config.teacher.loss == loss
+
+    def update(self, groups: Sequence[ScoredGroup], number: int) -> UpdateRecord:
+        """Learn from the groups of step `number`. Without any completion nothing happens. A collective."""
+        algorithm, timed = self.config.algorithm, self.timers.phase
+        rewards_PG = [summed_rewards(group, self.config.reward) for group in groups]
+        tokens_PG = [[len(one.token_ids) for one in group.completions] for group in groups]
+        advantages_PG = self.reward_advantages(groups, rewards_PG, tokens_PG)
+        if not groups:
+            return UpdateRecord([], advantages_PG, None)
+
+        with timed("pack"):
+            packed = self.pack_minibatches(make_samples(groups, advantages_PG), number)
+        batches = list(chain.from_iterable(packed))
+
+        old = reference = reward_kl = None
+        pretrains = self.critic is not None and number < self.config.critic.pretrain_steps
+        needed = self.penalty is not None or not pretrains
+        if algorithm.recompute_logprobs and not self.on_policy and needed:
+            with timed("logprobs"):
+                old = self.actor.forward_backward.logprobs(batches)
+        if self.reference is not None and needed:
+            with timed("reference"), self.offload.on_device("reference"):
+                reference = self.reference.logprobs(batches)
+        seed, shuffle = step_seed(self.config.run.seed, number), algorithm.shuffle
+        orders = minibatch_orders(len(packed), algorithm.epochs, shuffle, seed)
+        critic_results: list[MinibatchResult] = []
+        of_critic: dict[str, float] = {}
+        if self.critic_updater is not None:
+            estimates, critic_results, of_critic = self.update_critic(
+                batches, packed, groups, rewards_PG, old, reference, number
+            )
+            batches, advantages_PG = estimates.batches, estimates.advantages
+            reward_kl = estimates.reward_kl
+        elif self.penalty is not None:
+            assert reference is not None
+            batches, advantages_PG, reward_kl = apply_kl_penalty(
+                batches,
+                old,
+                reference,
+                rewards_PG,
+                tokens_PG,
+                self.penalty,
+                self.mesh,
+            )
+        if self.penalty is not None:
+            reference = None
+        if pretrains:
+            return UpdateRecord(
+                [], advantages_PG, reward_kl, critic_results=critic_results, critic_metrics=of_critic
+            )
+
+        states = teacher_kl = None
+        if self.teaches("full"):
+            states = self.teacher_states(batches)
+        elif self.teaches("advantage"):
+            taught = self.teacher_advantages(batches, old, advantages_PG, tokens_PG)
+            batches, advantages_PG = taught.batches, taught.mean_advantages
+            teacher_kl = taught.kl_per_token
+
+        with timed("update"), self.offload.on_device("teacher_head"):
+            minibatches = [
+                Minibatch(
+                    batches[i:j],
+                    old[i:j] if old else None,
+                    reference[i:j] if reference else None,
+                    states[i:j] if states else None,
+                )
+                for i, j in bounds_of(packed)
+            ]
+            results = self.run_minibatches(minibatches, orders, number)
+        passes = len(results) / len(minibatches)
+        return UpdateRecord(results, advantages_PG, reward_kl, passes, critic_results, of_critic, teacher_kl)
+
+    def reward_advantages(
+        self,
+        groups: Sequence[ScoredGroup],
+        rewards_PG: Sequence[Sequence[float]],
+        tokens_PG: Sequence[Sequence[int]],
+    ) -> list[list[float]]:
+        """By group and completion; 0 where the critic will give them, or the teacher alone is learned from."""
+        algorithm, teacher = self.config.algorithm, self.config.teacher
+        if algorithm.advantage == "gae" or (self.teacher is not None and not teacher.with_rewards):
+            return [[0.0] * len(row) for row in rewards_PG]
+        if self.config.reward.combine == "gdpo":
+            weights = [one.weight for one in named_rewards(self.config.reward)]
+            parts_PG = [[score.parts for score in group.scores] for group in groups]
+            return gdpo_advantages(parts_PG, weights, algorithm.advantage_eps)
+        return advantages(rewards_PG, tokens_PG, algorithm.advantage, algorithm.advantage_eps)
+
+    def update_critic(
+        self,
+        batches: Sequence[MicroBatch],
+        packed: Sequence[Sequence[MicroBatch]],
+        groups: Sequence[ScoredGroup],
+        rewards_PG: Sequence[Sequence[float]],
+        old: Sequence[TokenLogprobs] | None,
+        reference: Sequence[TokenLogprobs] | None,
+        number: int,
+    ) -> tuple[CriticEstimates, list[MinibatchResult], dict[str, float]]:
+        """Advantages by the critic as it is, its own updates afterwards, and its metrics. A collective."""
+        assert self.critic_updater is not None
+        seed, shuffle = step_seed(self.config.run.seed, number), self.config.algorithm.shuffle
+        orders = minibatch_orders(len(packed), critic_epochs(self.config), shuffle, seed)
+        with self.timers.phase("critic"), self.offload.on_device("critic", "critic_gradients"):
+            estimates = self.critic_updater.estimate(batches, groups, rewards_PG, old, reference)
+            minibatches = [estimates.batches[i:j] for i, j in bounds_of(packed)]
+            targets = [estimates.targets[i:j] for i, j in bounds_of(packed)]
+            results = self.critic_updater.learn(minibatches, targets, orders, number)
+        return estimates, results, estimates.metrics | critic_metrics(results)
+
+    def teacher_states(self, batches: Sequence[MicroBatch]) -> TeacherStates:
+        """For the loss on the whole vocabulary. A collective."""
+        assert self.teacher is not None
+        with self.timers.phase("teacher"), self.offload.on_device("teacher", "teacher_head"):
+            return self.teacher.states(batches)
+
+    def teacher_advantages(
+        self,
+        batches: Sequence[MicroBatch],
+        old: Sequence[TokenLogprobs] | None,
+        advantages_PG: Sequence[Sequence[float]],
+        tokens_PG: Sequence[Sequence[int]],
+    ) -> TeacherAdvantages:
+        """The micro-batches with the teacher's part in their advantages; `old` are the recomputed log-probs, None to
+        compare the engine's. A collective."""
+        assert self.teacher is not None
+        common, policy = self.teacher.vocab_size, old
+        with self.timers.phase("teacher"):
+            # Both distributions are compared over the tokens that both know.
+            if common < self.shape.vocab_size:
+                policy = self.actor.forward_backward.logprobs(batches, common)
+            with self.offload.on_device("teacher", "teacher_head"):
+                scored = self.teacher.logprobs(batches)
+        coef = self.config.teacher.coef
+        return add_teacher_advantages(
+            batches, policy, scored, advantages_PG, tokens_PG, coef, common, self.mesh
+        )
+
+    def pack_minibatches(self, samples: Sequence[Sample], number: int) -> list[list[MicroBatch]]:
+        """This data-parallel rank's micro-batches of every minibatch."""
+        config, mesh = self.config, self.mesh
+        schedule = plan_minibatches(
+            [sample.length for sample in samples],
+            min(config.algorithm.n_minibatches, len(samples)),
+            mesh.data,
+            config.policy.max_tokens_per_microbatch,
+            seed=step_seed(config.run.seed, number),
+            cost=self.cost,
+            count_multiple=mesh.microbatch_multiple,
+            shuffle=config.algorithm.shuffle,
+        )
+        pad_to_multiple = mesh.tensor if config.parallel.sequence else 1
+        return [
+            [
+                pack(samples, indices, pad_to_multiple, self.normalisation)
+                for indices in minibatch.microbatches_by_rank[mesh.data_rank]
+            ]
+            for minibatch in schedule
+        ]
+
+    def run_minibatches(
+        self, minibatches: Sequence[Minibatch], orders: Sequence[Sequence[int]], number: int
+    ) -> list[MinibatchResult]:
+        """One optimizer step on each, in every epoch; a minibatch whose ratio leaves its bounds is discarded."""
+        algorithm, results = self.config.algorithm, []
+        for order in orders:
+            for index in order:
+                minibatch = minibatches[index]
+                result = self.actor.learner.learn(
+                    minibatch.batches,
+                    minibatch.old,
+                    minibatch.reference,
+                    self.on_policy,
+                    minibatch.teacher,
+                )
+                results.append(result)
+                if result.discarded is None:
+                    continue
+                logger.info("step %d: minibatch %d discarded: %s", number + 1, len(results), result.discarded)
+                if algorithm.early_stop_action == "end":
+                    return results
+        return results
+
+
+def make_samples(groups: Sequence[ScoredGroup], advantages_PG: Sequence[Sequence[float]]) -> list[Sample]:
+    """All sequences to train on with their advantages, in order of prompt and completion."""
+    return [
+        Sample(group.prompt.token_ids, completion.token_ids, completion.logprobs, advantage)
+        for group, row in zip(groups, advantages_PG, strict=True)
+        for completion, advantage in zip(group.completions, row, strict=True)
+    ]
+
+
+def minibatch_orders(count: int, epochs: int, shuffle: bool, seed: int) -> list[list[int]]:
+    """The order of a step's minibatches in every epoch."""
+    order, draw = list(range(count)), random.Random(seed)
+    orders = []
+    for epoch in range(epochs):
+        if epoch > 0 and shuffle:
+            draw.shuffle(order)
+        orders.append(list(order))
+    return orders
+
+
+def bounds_of(packed: Sequence[Sequence[MicroBatch]]) -> list[tuple[int, int]]:
+    """Where each minibatch's micro-batches begin and end in the list of all."""
+    return list(pairwise(accumulate(map(len, packed), initial=0)))
+
+
+def step_seed(run_seed: int, number: int) -> int:
+    """The seed of everything that step `number` shuffles."""
+    return run_seed * 1_000_003 + number
