@@ -24,8 +24,8 @@ PURE = rlmath/config rlmath/algorithms rlmath/data rlmath/rewards
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: configs docs launch megatron_patches requirements rlmath tests tools \
-	help demo test test-matrix test-full test-slurm test-megatron-next test-gpu-lock gpu-check lint format clean python venv venv-next venv-lint
+.PHONY: configs launch megatron_patches requirements rlmath tests tools \
+	help demo test test-matrix test-full test-slurm test-megatron-next test-gpu-lock gpu-check lint format docs clean python venv venv-next venv-lint venv-docs
 
 help: ## say what there is
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 28
@@ -67,12 +67,16 @@ format: venv-lint ## format the code and fix what can be fixed
 	.venv-lint/bin/ruff format .
 	.venv-lint/bin/ruff check --fix .
 
+docs: venv-docs ## build the site of docs/ and README.md in build/docs; a link that leads nowhere fails
+	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --strict --config-file docs/site/mkdocs.yml
+	@echo "The site: build/docs/index.html"
+
 # Of these names there are folders, with which make would do nothing, and end with status 0.
-configs docs launch megatron_patches requirements rlmath tests tools:
+configs launch megatron_patches requirements rlmath tests tools:
 	@echo "make $@: there is no such target; make help names those that there are" >&2; exit 2
 
-clean: ## remove environments, caches and the demo's output
-	rm -rf .venv .venv-next .venv-lint .venv*.lock .pytest_cache .ruff_cache .hypothesis .gpu-lock *.egg-info outputs/demo
+clean: ## remove environments, caches, the site and the demo's output
+	rm -rf .venv .venv-next .venv-lint .venv-docs .venv*.lock .pytest_cache .ruff_cache .hypothesis .gpu-lock *.egg-info build outputs/demo
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The environments. rlmath.cli.install does nothing where one is current.
@@ -89,3 +93,6 @@ venv-next: python
 
 venv-lint: python
 	@"$(PYTHON)" -m rlmath.cli.install .venv-lint requirements/lint.txt --gigabytes 0.5
+
+venv-docs: python
+	@"$(PYTHON)" -m rlmath.cli.install .venv-docs requirements/docs.txt --gigabytes 0.5

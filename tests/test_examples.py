@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import subprocess
 import sys
 from pathlib import Path
 
+import nbformat
+import psutil
 import pytest
+from nbclient import NotebookClient
 
+from tests import left_over
 from tests.programs import ENVIRONMENT, REPOSITORY
 from tests.selection import keeping
 
 EXAMPLES = REPOSITORY / "docs" / "examples"
 MOST_LINES = 80
+NOTEBOOK = EXAMPLES / "notebook.ipynb"
+MOST_BYTES = 100_000
 IN_MATRIX = ["conversion", "custom_reward", "dapo"]
 
 
 def numbers(pattern: str, text: str) -> list[float]:
-    return [float(found) for found in re.findall(pattern, text)]
+    return [float(found) for found in re.findall(pattern, text, re.MULTILINE)]
 
 
 def shows_conversion(text: str) -> bool:
@@ -91,3 +98,51 @@ def test_an_example_shows_what_it_promises(tmp_path: Path, name: str) -> None:
     )
     assert done.returncode == 0, done.stdout
     assert SHOWS[name](done.stdout), done.stdout
+
+
+def printed_by(cell: nbformat.NotebookNode) -> str:
+    return "".join(output.get("text", "") for output in cell.get("outputs", ()))
+
+
+def test_the_notebook_has_the_small_outputs_of_one_run_from_top_to_bottom() -> None:
+    notebook = nbformat.read(NOTEBOOK, as_version=4)
+    nbformat.validate(notebook)
+    cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    assert [cell.execution_count for cell in cells] == list(range(1, len(cells) + 1))
+    assert not [output for cell in cells for output in cell.outputs if output.output_type == "error"]
+    assert NOTEBOOK.stat().st_size < MOST_BYTES
+    assert not re.search(
+        r"site-packages|(?<![\w.])/(home|root|tmp|work)/", NOTEBOOK.read_text(encoding="utf-8")
+    )
+
+
+@pytest.mark.full
+@pytest.mark.distributed
+def test_the_notebook_runs_in_a_new_kernel_which_ends_with_it(tmp_path: Path) -> None:
+    """Its kernel imports no torch: what a run needs is in processes of the run."""
+    notebook = nbformat.read(NOTEBOOK, as_version=4)
+    notebook.cells.append(
+        nbformat.v4.new_code_cell("sorted({'megatron', 'torch', 'vllm'} & sys.modules.keys())")
+    )
+    before = set(left_over.left_over(0))
+    client = NotebookClient(
+        notebook, timeout=500, coalesce_streams=True, resources={"metadata": {"path": str(tmp_path)}}
+    )
+    variables = {"PYTHONPATH": str(REPOSITORY), "PLOTLY_RENDERER": "plotly_mimetype"}
+    try:
+        client.execute(env=ENVIRONMENT | variables)
+    finally:
+        left = set(left_over.left_over(left_over.GRACE_SECONDS)) - before
+        lines = [left_over.described(process) for process in left]
+        for process in left:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+    assert lines == []
+    assert notebook.cells[-1].outputs[0].data["text/plain"] == "[]"
+    printed = "\n".join(map(printed_by, notebook.cells))
+    rewards = numbers(r"^step \d+: reward ([\d.]+),", printed)
+    assert len(rewards) == 8 and sum(rewards[-2:]) > 2 * sum(rewards[:2])
+    assert 'unknown key "rollout.groupsize"' in printed and "\n8 steps, " in printed
+    shown = [output.data for cell in notebook.cells for output in cell.get("outputs", ()) if "data" in output]
+    (figure,) = [one["application/vnd.plotly.v1+json"] for one in shown if "text/plain" not in one]
+    assert figure["data"][0]["x"] == list(range(1, 9))

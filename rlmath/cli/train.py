@@ -127,10 +127,11 @@ def launch(ranks: int, command: Sequence[str], output: Path | None, grace_second
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     for name in ("torch.distributed.elastic", "torch.distributed.run"):
         logging.getLogger(name).setLevel(logging.CRITICAL)  # ranks say themselves why they end
-    stop = f"--shutdown-timeout={math.ceil(grace_seconds)}"
+    # torchrun reads it as its option, and ranks inherit it: they need to know how long they may save.
+    os.environ["PET_SHUTDOWN_TIMEOUT"] = str(math.ceil(grace_seconds))
     before = _written(output)
     try:
-        run(parse_args(["--standalone", f"--nproc-per-node={ranks}", SIGNALS, stop, *command]))
+        run(parse_args(["--standalone", f"--nproc-per-node={ranks}", SIGNALS, *command]))
     except ChildFailedError as error:
         _, failure = error.get_first_failure()
         status = failure.exitcode if failure.exitcode > 0 else FAILURE

@@ -221,6 +221,17 @@ def test_a_status_of_an_earlier_start_is_not_this_ones(
     assert train.launch(1, ["-m", "no_such_module_of_anybody"], tmp_path, 30.0) == 1
 
 
+def test_ranks_know_how_long_they_may_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So none advises an option of torchrun that `rlmath train` has given."""
+    monkeypatch.setenv("PET_SHUTDOWN_TIMEOUT", "7")
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import sys\nfrom rlmath.distributed.fault_tolerance.preemption import launcher_advice\n"
+        "sys.exit(3 if launcher_advice(90.0) else 4 if launcher_advice(91.0) else 5)\n"
+    )
+    assert train.launch(1, [str(program)], None, 89.5) == 4
+
+
 def test_the_public_names_leave_the_network_to_their_user(tmp_path: Path) -> None:
     ran = python(
         "import os, rlmath; from rlmath import verify; print(os.environ.get('HF_HUB_OFFLINE'))", tmp_path

@@ -26,6 +26,8 @@ LINUX = {
 }
 TARGETS = {"cpu": LINUX | {"python_version": "3.11", "python_full_version": "3.11.2"}}
 TARGETS["gpu"] = LINUX | {"python_version": "3.12", "python_full_version": "3.12.3"}
+NOTEBOOK = {"cpu": ("notebook",), "gpu": ()}
+"""The GPU image has no kernel for notebooks."""
 LEFT_OUT_OF_CPU = {  # as requirements/cpu.txt says
     "anthropic",
     "fastapi-cli",
@@ -103,7 +105,7 @@ def missing(needs: list[Requirement], lock: dict[str, Version]) -> list[str]:
 
 @pytest.mark.parametrize("name", IMAGES)
 def test_a_lock_has_all_that_setup_names_in_the_versions_it_allows(name: str) -> None:
-    needs = active("rlmath", name, extras=("", name, "test", "wandb"))
+    needs = active("rlmath", name, extras=("", name, "test", "wandb", *NOTEBOOK[name]))
     assert len(needs) >= 25
     assert missing(needs, LOCKS[name]) == []
 
@@ -131,7 +133,7 @@ def test_packages_of_both_locks_find_in_the_gpu_lock_what_they_need() -> None:
     assert missing(all_needs(same, "gpu"), LOCKS["gpu"]) == []
 
 
-@pytest.mark.parametrize("name", [*IMAGES, "next", "lint"])
+@pytest.mark.parametrize("name", [*IMAGES, "next", "lint", "docs"])
 def test_the_package_named_apex_on_the_index_is_in_no_lock(name: str) -> None:
     assert "apex" not in read_lock(name)
 

@@ -1,0 +1,143 @@
+"""What the documents point at is there: files, headings, pages of the site, settings."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from collections import Counter
+from collections.abc import Iterator
+from functools import cache
+from itertools import pairwise
+from pathlib import Path
+from urllib.parse import unquote
+
+import pytest
+from markdown_it import MarkdownIt
+from markdown_it.token import Token
+
+from rlmath.config.schema import Config
+from tests.programs import REPOSITORY
+
+DOCS = REPOSITORY / "docs"
+NOTEBOOKS = sorted(DOCS.rglob("*.ipynb"))
+PAGES = [REPOSITORY / "README.md", *sorted(DOCS.rglob("*.md")), *NOTEBOOKS]
+MARKDOWN = MarkdownIt("commonmark").enable("table")
+SETTING = re.compile(r"(?<![\w./-])([a-z]+)\.([a-z_0-9]+)(?![\w/(])")
+
+
+@cache
+def text_of(page: Path) -> str:
+    text = page.read_text(encoding="utf-8")
+    if page.suffix != ".ipynb":
+        return text
+    cells = [cell for cell in json.loads(text)["cells"] if cell["cell_type"] == "markdown"]
+    return "\n\n".join("".join(cell["source"]) for cell in cells)
+
+
+@cache
+def tokens_of(page: Path) -> list[Token]:
+    return MARKDOWN.parse(text_of(page))
+
+
+def inline(page: Path) -> Iterator[Token]:
+    for token in tokens_of(page):
+        yield from token.children or ()
+
+
+def links_of(page: Path) -> list[str]:
+    """Where links and pictures lead."""
+    return [str(found) for one in inline(page) if (found := one.attrGet("href") or one.attrGet("src"))]
+
+
+@cache
+def anchors_of(page: Path) -> set[str]:
+    """Of the headings, as file views of repositories make them: small letters, hyphens for spaces, no other marks."""
+    counts: Counter[str] = Counter()
+    found = set()
+    tokens = tokens_of(page)
+    for opening, content in pairwise(tokens):
+        if opening.type == "heading_open":
+            text = "".join(one.content for one in content.children or ())
+            name = re.sub(r"[^\w\- ]", "", text.lower()).replace(" ", "-")
+            found.add(f"{name}-{counts[name]}" if counts[name] else name)
+            counts[name] += 1
+    return found
+
+
+def broken(page: Path) -> list[str]:
+    """Links of a page that lead nowhere, each with the reason."""
+    found = []
+    for link in links_of(page):
+        path, _, anchor = unquote(link).partition("#")
+        if re.match("https?:", link):
+            continue
+        target = (page.parent / path).resolve() if path else page
+        if not target.is_relative_to(REPOSITORY) or path.startswith("/"):
+            found.append(f"{link}: outside the repository")
+        elif not target.exists():
+            found.append(f"{link}: no such file")
+        elif anchor and (target.suffix != ".md" or anchor not in anchors_of(target)):
+            found.append(f"{link}: no such heading")
+    return found
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(REPOSITORY)))
+def test_links_lead_to_files_and_headings_that_are_there(page: Path) -> None:
+    assert broken(page) == []
+
+
+def test_the_navigation_of_the_site_names_pages_that_are_there() -> None:
+    """Those that it does not name are added when the site is built."""
+    nav = (
+        (DOCS / "site" / "mkdocs.yml").read_text(encoding="utf-8").partition("\nnav:")[2].partition("\n\n")[0]
+    )
+    named = re.findall(r": ([\w/]+)\.md$", nav, re.MULTILINE)
+    assert len(named) == len(set(named)) > 15
+    assert [one for one in named if one != "index" and not (DOCS / f"{one}.md").exists()] == [
+        page.relative_to(DOCS).with_suffix("").as_posix() for page in NOTEBOOKS
+    ]
+
+
+def test_readers_find_every_page_from_the_first() -> None:
+    """By links alone, as in a file view, which has no navigation."""
+    waiting, seen = [PAGES[0]], set()
+    while waiting:
+        page = waiting.pop()
+        if page in seen or page not in PAGES:
+            continue
+        seen.add(page)
+        waiting += [(page.parent / link.partition("#")[0]).resolve() for link in links_of(page)]
+    assert [page.name for page in PAGES if page not in seen] == [], "no page links to these"
+
+
+def code_about_us(page: Path) -> Iterator[str]:
+    """Code within lines; of tables whose first column has other programs' keys the last column alone."""
+    tokens, cells = tokens_of(page), []
+    for before, token in pairwise(tokens):
+        if before.type == "tr_open":
+            cells = []
+        if before.type in ("td_open", "th_open") and page.stem == "coming_from":
+            cells.append(token)
+            continue
+        if token.type == "tr_close" and cells:
+            yield from (one.content for one in cells[-1].children or () if one.type == "code_inline")
+        yield from (one.content for one in token.children or () if one.type == "code_inline")
+
+
+def test_settings_that_the_documents_name_are_there() -> None:
+    config = Config()
+    keys = {
+        section.name: {one.name for one in dataclasses.fields(getattr(config, section.name))}
+        for section in dataclasses.fields(config)
+    }
+    wrong, count = [], 0
+    for page in PAGES:
+        for code in code_about_us(page):
+            for section, key in SETTING.findall(code):
+                if section not in keys or key in ("json", "jsonl", "log", "yaml"):
+                    continue
+                count += 1
+                shortened = key.endswith("_") and any(one.startswith(key) for one in keys[section])
+                wrong += [] if shortened or key in keys[section] else [f"{page.name}: {code}"]
+    assert wrong == [] and count > 500
