@@ -54,6 +54,7 @@ from rlmath.models.offload import OffloadSets, SetName, training_sets
 from rlmath.models.teacher import Teacher, TeacherStates
 from rlmath.rewards.reward_manager import RewardWorkers, open_reward_workers, raise_if_every_call_failed
 from rlmath.rewards.several_rewards import functions_of, named_rewards, summed_rewards
+from rlmath.rewards.user_functions import UserFunctionError
 from rlmath.trainer.checkpointing import Checkpointer
 from rlmath.trainer.critic import CriticEstimates, CriticUpdater, critic_metrics
 from rlmath.trainer.engines import open_engines
@@ -74,6 +75,7 @@ from rlmath.trainer.metrics import (
 from rlmath.trainer.reporter import StepRecord, ValidationResult
 from rlmath.trainer.rollouts import StepRollout, selection_rules
 from rlmath.trainer.startup import PreparedRun
+from rlmath.trainer.step_hooks import StepHooks
 from rlmath.trainer.teacher_advantages import TeacherAdvantages, add_teacher_advantages
 from rlmath.trainer.telemetry.metrics_writer import write_whole
 from rlmath.trainer.validation import Validator
@@ -92,7 +94,9 @@ class GrpoTrainer(Trainer):
     @staticmethod
     def open_workers(config: Config, mesh: Mesh) -> AbstractContextManager[RewardWorkers | None]:
         """The reward workers of an engine's first rank."""
-        return open_reward_workers(config.reward) if mesh.is_engine_leader else nullcontext()
+        if not mesh.is_engine_leader:
+            return nullcontext()
+        return open_reward_workers(config.reward, config.run.plugins)
 
     def __init__(
         self,
@@ -111,8 +115,11 @@ class GrpoTrainer(Trainer):
         self.inputs, self.reward_fingerprint = inputs, prepared.origin.reward
         self.length_stages = curriculum.length_stages(config, inputs.total_steps)
         self.entered_length_stage: int | None = None
+        self.hooks = StepHooks(config, mesh.rank)
         on_phase("build engine")
-        self.engines = open_engines(prepared, mesh, device, self.timers, workers, bridge, on_progress)
+        self.engines = open_engines(
+            prepared, mesh, device, self.timers, workers, bridge, on_progress, self.hooks.keep
+        )
         self.rollouts = self.engines.rollouts
         on_phase("build model")
         updates = most_updates(config, inputs.total_steps)
@@ -176,7 +183,7 @@ class GrpoTrainer(Trainer):
 
     def step(self, number: int) -> StepRecord | Interrupted:
         """One step: `number` counts from 0 over the whole run."""
-        started = time.perf_counter()
+        started, failed = time.perf_counter(), None
         self.timers.reset()
         stage = self.enter_length_stage(number)
         with self.engines.generating(self.actor.learner.updates, number):  # weights to the engine
@@ -186,18 +193,25 @@ class GrpoTrainer(Trainer):
             if self.validator.stopped_by is not None:
                 return Interrupted(self.validator.stopped_by)
             with self.timers.phase(self.engines.phase):
-                rollout = self.rollouts.step(number, stage)
+                try:
+                    rollout = self.rollouts.step(number, stage)
+                except UserFunctionError as error:  # raised when the engines have left their phase
+                    failed = error
+        if failed is not None:
+            raise failed
         selection = rollout.selection
         if self.rules.drop_anything:
             logger.info("step %d: %s", number + 1, selection.line())
         self.validator.keep_if_best(validated)
         if functions_of(self.config.reward):
             raise_if_every_call_failed(rollout.scores)
+        own_advantages = self.own_advantages(selection.learned)
         history = self.rollouts.commit()
-        update = self.updaters[stage.number].update(selection.learned, number)
+        update = self.updaters[stage.number].update(selection.learned, number, own_advantages)
         self.move_reference(number + 1)
         seconds = self.timers.seconds() | {"step": time.perf_counter() - started}
         metrics = self.metrics(stage, rollout, update, seconds) | history | probed
+        metrics |= self.hooks.metrics(selection.sampled)
         return StepRecord(
             rollout.epoch,
             metrics,
@@ -235,6 +249,14 @@ class GrpoTrainer(Trainer):
             metrics["stage"] = stage.number + 1.0
             metrics["rollout/max_new_tokens"] = float(stage.config.rollout.max_new_tokens)
         return metrics | self.engines.metrics()
+
+    def own_advantages(self, groups: Sequence[ScoredGroup]) -> list[list[float]] | None:
+        """By a function of the user's; None where there is none, or no reward is learned from. A collective.
+        UserFunctionError where it fails."""
+        if self.teacher is not None and not self.config.teacher.with_rewards:
+            return None
+        rewards_PG = [summed_rewards(group, self.config.reward) for group in groups]
+        return self.hooks.advantages(rewards_PG, token_counts(groups))
 
     def enter_length_stage(self, number: int) -> LengthStage:
         """The length stage of a step; logged where it is the first one of this start."""
@@ -331,6 +353,7 @@ class GrpoTrainer(Trainer):
 
     def close(self, status: int) -> None:
         self.engines.close(status)
+        self.hooks.close()
 
 
 # ---------------------------------------------------------------- from scored groups to a better policy
@@ -390,12 +413,20 @@ class PolicyUpdater:
         """Whether there is a teacher whose part has this place, a word of `TeacherConfig.loss`."""
         return self.teacher is not None and self.config.teacher.loss == loss
 
-    def update(self, groups: Sequence[ScoredGroup], number: int) -> UpdateRecord:
-        """Learn from the groups of step `number`. Without any completion nothing happens. A collective."""
+    def update(
+        self,
+        groups: Sequence[ScoredGroup],
+        number: int,
+        own_advantages: list[list[float]] | None = None,
+    ) -> UpdateRecord:
+        """Learn from the groups of step `number`, with the advantages that a function of the user's gave, if it did.
+        Without any completion nothing happens. A collective."""
         algorithm, timed = self.config.algorithm, self.timers.phase
         rewards_PG = [summed_rewards(group, self.config.reward) for group in groups]
-        tokens_PG = [[len(one.token_ids) for one in group.completions] for group in groups]
-        advantages_PG = self.reward_advantages(groups, rewards_PG, tokens_PG)
+        tokens_PG = token_counts(groups)
+        advantages_PG = own_advantages
+        if advantages_PG is None:
+            advantages_PG = self.reward_advantages(groups, rewards_PG, tokens_PG)
         if not groups:
             return UpdateRecord([], advantages_PG, None)
 
@@ -476,6 +507,8 @@ class PolicyUpdater:
             weights = [one.weight for one in named_rewards(self.config.reward)]
             parts_PG = [[score.parts for score in group.scores] for group in groups]
             return gdpo_advantages(parts_PG, weights, algorithm.advantage_eps)
+        if not groups:
+            return []
         return advantages(rewards_PG, tokens_PG, algorithm.advantage, algorithm.advantage_eps)
 
     def update_critic(
@@ -580,6 +613,11 @@ def make_samples(groups: Sequence[ScoredGroup], advantages_PG: Sequence[Sequence
         for group, row in zip(groups, advantages_PG, strict=True)
         for completion, advantage in zip(group.completions, row, strict=True)
     ]
+
+
+def token_counts(groups: Sequence[ScoredGroup]) -> list[list[int]]:
+    """Lengths of the completions by group and sample."""
+    return [[len(one.token_ids) for one in group.completions] for group in groups]
 
 
 def minibatch_orders(count: int, epochs: int, shuffle: bool, seed: int) -> list[list[int]]:

@@ -26,7 +26,7 @@ from rlmath.checkpoint.flight import FLIGHT, write_flight
 from rlmath.config.help import setting_values
 from rlmath.config.load import config_as_yaml, load_config
 from rlmath.config.schema import Config, RewardConfig
-from rlmath.rewards.custom_function import code_fingerprint
+from rlmath.hooks import code_fingerprint
 from rlmath.rollout.sampling import CPU_SAMPLER_VERSION
 from rlmath.trainer.resume import (
     MAY_CHANGE,

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from rlmath.algorithms.advantages import GROUP_ADVANTAGES
 from rlmath.config.help import (
     all_settings,
     is_among,
@@ -35,9 +36,8 @@ from rlmath.config.schema import (
 from rlmath.distributed.device import environment_rank, environment_world_size, set_cuda_defaults
 from rlmath.distributed.memory import available_bytes, total_bytes
 from rlmath.models.hf_config import inspect_model_folder
-from rlmath.rewards.custom_function import function_problem
-from rlmath.rewards.several_rewards import functions_of
-from rlmath.trainer.preflight import critic, parallelism, teacher
+from rlmath.rewards.user_functions import advantage_hook
+from rlmath.trainer.preflight import critic, hook_checks, parallelism, teacher
 from rlmath.trainer.preflight import curriculum_and_rollback as draws
 from rlmath.trainer.preflight import length_curriculum as curriculum
 from rlmath.trainer.preflight import rollout_checks as rollouts
@@ -96,8 +96,8 @@ def run_problems(config: Config, world_size: int, shape: ModelShape | None, kind
             rollouts.asynchronous_problems,
         ):
             problems += curriculum.in_every_stage(config, check)
-        # Once for all stages: an import may take long.
-        problems += filter(None, map(function_problem, functions_of(config.reward).values()))
+    # Once for all stages: an import may take long.
+    problems += hook_checks.hook_problems(config, kind)
     return problems + (shape_problems(config, shape, kind) if shape is not None else [])
 
 
@@ -363,11 +363,16 @@ def _engine_model_problems(config: Config, shape: ModelShape) -> Iterator[str]:
 def algorithm_problems(config: Config) -> Iterator[str]:
     """What was got, what is needed and what to change, one text per problem."""
     algorithm = config.algorithm
-    compares = algorithm.advantage not in ("ppo", "gae") and not teacher.teaches_alone(config)
+    compares = algorithm.advantage in GROUP_ADVANTAGES and not teacher.teaches_alone(config)
     if config.rollout.group_size < 2 and compares:
         yield (
             f'rollout.group_size is {config.rollout.group_size}; algorithm.advantage="{algorithm.advantage}" compares '
             'the completions of a group and needs at least 2. Raise it, or set algorithm.advantage to "ppo" or "gae".'
+        )
+    if (hook := advantage_hook(config)) is not None and algorithm.kl_in == "reward" and algorithm.kl_coef:
+        yield (
+            f'algorithm.kl_in is "reward", which is part of the advantages, and these are of {hook}. Set '
+            "algorithm.kl_in=loss, or algorithm.advantage to a word."
         )
     if algorithm.importance_correction is not None and not algorithm.recompute_logprobs:
         yield (
