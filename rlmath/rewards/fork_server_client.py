@@ -227,8 +227,8 @@ class ServerConnection:
 
 
 def log_printed(pipe: int, setting: str) -> None:
-    """Log the lines that come from a pipe, as those of a setting's function, until its other end is closed: bounded, on one line each, with control
-    characters made visible. All is read at once, so that nobody who prints waits."""
+    """Log the lines that come from a pipe, as those of a setting's function, until its other end is closed: bounded, on
+    one line each, with control characters made visible. All is read at once, so that nobody who prints waits."""
     printed, started, rest, more = 0, time.monotonic(), b"", True
     with open(pipe, "rb", buffering=0) as stream:
         while more:

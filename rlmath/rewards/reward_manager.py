@@ -18,7 +18,6 @@ from rlmath.rewards.several_rewards import (
     RewardPools,
     functions_of,
     named_rewards,
-    reward_hooks,
     several_score,
 )
 from rlmath.rewards.user_functions import UserFunctionError
@@ -31,10 +30,15 @@ RewardWorkers = VerifierPool | RewardPools
 def open_reward_workers(reward: RewardConfig, plugins: Sequence[str] = ()) -> RewardWorkers:
     """The workers of one rank. Start them before process groups, CUDA and engines. `plugins` register functions of the
     user's by name."""
-    if reward.rewards:
-        return RewardPools(reward, plugins)
+    return RewardPools(reward, plugins) if reward.rewards else open_pool(reward, plugins)
+
+
+def open_pool(reward: RewardConfig, plugins: Sequence[str] = ()) -> VerifierPool:
+    """Those of the verifier, or of `reward.function`."""
     rules = Rules(reward.answer_from, protocol=not reward.strict)
-    hook = next(iter(reward_hooks(reward, plugins)), None)
+    hook = None
+    if reward.function is not None:
+        hook = Hook("reward", reward.function, "reward.function", tuple(plugins))
     return VerifierPool(reward.workers, reward.timeout_seconds, rules=rules, function=hook)
 
 

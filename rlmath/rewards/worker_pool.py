@@ -159,8 +159,8 @@ class VerifierPool:
         """Returns at once; the first of at most `workers` workers is ready a second later.
 
         `timeout_seconds` is the limit of one answer from its start: of processor time where it is verified, with
-        `WALL_FACTOR` times that by the clock, and by the clock where `function`, of the user's, is called. Raises ValueError for
-        invalid limits.
+        `WALL_FACTOR` times that by the clock, and by the clock where `function`, of the user's, is called. Raises
+        ValueError for invalid limits.
         """
         if workers < 1:
             raise ValueError(f"reward.workers is {workers}; it must be at least 1")

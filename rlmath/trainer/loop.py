@@ -641,8 +641,8 @@ def end_diverged(
 def end_without_rewards(
     trainer: Trainer, checkpointer: Checkpointer, step: int, error: UserFunctionError, stop: StopRequest
 ) -> int:
-    """Save the steps before `step`, counted from 1, of which a function of the user's failed, and log why the run ends; its
-    exit status."""
+    """Save the steps before `step`, counted from 1, of which a function of the user's failed, and log why the run
+    ends; its exit status."""
     checkpointer.save_to_stop(step - 1)
     stop.done()
     if trainer.mesh.rank == 0:

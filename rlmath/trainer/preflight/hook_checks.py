@@ -74,8 +74,8 @@ def _metric_problems(entries: Sequence[str]) -> Iterator[str]:
         yield f"telemetry.metrics has {', '.join(map(repr, twice))} more than once. Give every metric its own name."
     if len(names) > MAX_METRIC_FUNCTIONS:
         yield (
-            f"telemetry.metrics has {len(names)} functions; at most {MAX_METRIC_FUNCTIONS}, as each has a worker of its "
-            "own. Return several numbers from one."
+            f"telemetry.metrics has {len(names)} functions; at most {MAX_METRIC_FUNCTIONS}, as each has a worker of "
+            "its own. Return several numbers from one."
         )
 
 
