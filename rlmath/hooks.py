@@ -256,7 +256,7 @@ def _check_signature(function: Callable, hook: Hook) -> None:
     except TypeError as error:
         raise ValueError(
             f"{hook.setting}: {hook.spec} cannot be called as it is, with {', '.join(names)} ({error}); it is written "
-            f"as {signature}"
+            f"as {signature!s:.200}"
         ) from None
 
 
