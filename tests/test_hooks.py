@@ -15,15 +15,18 @@ from rlmath import hooks
 from rlmath.algorithms.types import Prompt
 from rlmath.config.help import schema_problems
 from rlmath.config.load import load_config
+from rlmath.config.schema import RewardConfig
 from rlmath.data.formats import read_prompts
 from rlmath.data.sft_sequences import load_sequences
 from rlmath.data.tokenizer import load_tokenizer, rendered
 from rlmath.hooks import Hook, function_problem, hook_of, plugin_problem
 from rlmath.rewards.custom_function import checked_hook_result, checked_value
+from rlmath.rewards.several_rewards import named_rewards
 from rlmath.rewards.user_functions import UserFunction, UserFunctionError, word_or_function
 from rlmath.trainer.preflight.checks import algorithm_problems
 from rlmath.trainer.preflight.dry_run import plan_lines, plan_run
 from rlmath.trainer.preflight.hook_checks import hook_problems, try_functions
+from rlmath.trainer.preflight.reward_checks import reward_problems
 from tests import programs
 
 DOCS = (programs.REPOSITORY / "docs" / "hooks.md").read_text(encoding="utf-8")
@@ -387,6 +390,19 @@ def test_a_wrong_result_of_a_trial_call_ends_the_start(
     with pytest.raises(ValueError, match="groups that were made up to try it") as refused:
         try_functions(config, [Prompt("q", "1+1=", (1,), ("2",), "math")])
     assert told in str(refused.value)
+
+
+def test_a_reward_that_a_plugin_registers_stands_in_the_list_by_its_name() -> None:
+    reward = RewardConfig(rewards=["correctness", "digits", "long=own.py:steps"])
+    assert [(one.name, one.function) for one in named_rewards(reward)] == [
+        ("correctness", None),
+        ("digits", "digits"),
+        ("long", "own.py:steps"),
+    ]
+    paths = ("run.output_dir=o", "model.path=m", "data.train_path=t", "reward.rewards=[correctness,digits]")
+    (told,) = reward_problems(load_config([], [*paths]))
+    assert "reward.rewards has 'digits'; needed: correctness, format, length, or a function of yours" in told
+    assert list(reward_problems(load_config([], [*paths, "run.plugins=[own.py]"]))) == []
 
 
 def test_settings_that_do_not_go_with_an_advantage_of_the_users(folder: Path) -> None:

@@ -14,7 +14,7 @@ from typing import Literal
 
 from rlmath.algorithms.types import Completion, Score, ScoredGroup
 
-Contrast = Literal["accuracy", "reward", "function"]
+Contrast = Literal["accuracy", "reward"]
 
 DROP_REASONS = ("right", "wrong", "uniform", "rule", "empty", "surplus")
 FILTER_REASONS = ("short", "long", "truncated")
@@ -27,7 +27,7 @@ MOST_PER_MISSING = 4
 class SelectionRules:
     """What is left out; see `SelectionConfig`."""
 
-    dynamic: Contrast | None = None
+    dynamic: Contrast | Literal["function"] | None = None
     min_tokens: int = 0
     max_tokens: int | None = None
     drop_truncated: bool = False

@@ -258,6 +258,7 @@ def config_warnings(config: Config, unused: Sequence[str] = ()) -> list[str]:
         critic.critic_warnings,
         teacher.setting_warnings,
         curriculum.length_stage_warnings,
+        hook_checks.hook_warnings,
     )
     return [*warnings, *(text for find in more for text in find(config))]
 

@@ -62,6 +62,12 @@ def hook_problems(config: Config, kind: Kind) -> Iterator[str]:
             yield problem
 
 
+def hook_warnings(config: Config) -> Iterator[str]:
+    """Functions that this run never calls."""
+    if config.validation.scorer is not None and not validates(config):
+        yield "validation.scorer has no effect without validation.every_steps: nothing is validated."
+
+
 def _metric_problems(entries: Sequence[str]) -> Iterator[str]:
     names = [entry.partition("=")[0] for entry in entries]
     for entry, name in zip(entries, names, strict=True):
