@@ -79,7 +79,7 @@ def checkpoint(
     step: int,
     config: Config | None = None,
     reward: str | None = None,
-    changed: Mapping[str, int | None] = MappingProxyType({}),
+    changed: Mapping[str, int | str | None] = MappingProxyType({}),
 ) -> Path:
     """`changed` are values of its progress; None: one that is not there."""
     partial = open_partial(folder / "checkpoints", step)
@@ -181,32 +181,34 @@ def test_selection_and_advantages_of_the_users_are_kept_by_a_resumed_run(
     """Another function is refused, another spelling is none, and other code is told; so is that of a plugin."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "own.py").write_text("def best(*_): ...\ndef last(*_): ...\n")
-    run, key = tmp_path / "run", "algorithm.advantage"
+    key = "algorithm.advantage"
 
     def origin(config: Config) -> Origin:
         return replace(ORIGIN, hooks=hooks_fingerprint(_step_hooks(config)))
 
-    def warnings(*settings: str) -> tuple[str, ...]:
+    def saved(run: Path, *settings: str) -> None:
+        then = make_config(run, *settings)
+        checkpoint(run, 3, then, changed={"hooks_fingerprint": origin(then).hooks})
+
+    def warnings(run: Path, *settings: str) -> tuple[str, ...]:
         config = make_config(run, *settings)
         recovery = find_recovery(config, origin(config), TOTAL)
         assert recovery is not None
         return recovery.warnings
 
-    then = make_config(run, f"{key}=own.py:best")
-    checkpoint(run, 3, then, changed={"hooks_fingerprint": origin(then).hooks})
-    assert warnings(f"{key}=own.py:best") == warnings(f"{key}={tmp_path}/own.py:best") == ()
+    one, registered = tmp_path / "one", tmp_path / "registered"
+    saved(one, f"{key}=own.py:best")
+    assert warnings(one, f"{key}=own.py:best") == warnings(one, f"{key}={tmp_path}/own.py:best") == ()
     for other in ("own.py:last", "grpo"):
         with pytest.raises(ValueError, match=f"{key}: own.py:best there, {other} now"):
-            warnings(f"{key}={other}")
+            warnings(one, f"{key}={other}")
+    saved(registered, f"{key}=best", "run.plugins=[own.py]")
+    for plugin in ("own.py", f"{tmp_path}/own.py"):
+        assert warnings(registered, f"{key}=best", f"run.plugins=[{plugin}]") == ()
     (tmp_path / "own.py").write_text("def best(*_):\n    return 1\n")
-    (told,) = warnings(f"{key}=own.py:best")
+    (told,) = warnings(one, f"{key}=own.py:best")
     assert told.startswith(f"{key}=own.py:best: the code has changed since the checkpoint of step 3")
-    named = f"{key}=best", "run.plugins=[own.py]"
-    then = make_config(run, *named)
-    checkpoint(run, 5, then, changed={"hooks_fingerprint": origin(then).hooks})
-    assert warnings(*named) == warnings(named[0], f"run.plugins=[{tmp_path}/own.py]") == ()
-    (tmp_path / "own.py").write_text("")
-    assert len(warnings(*named)) == 1
+    assert len(warnings(registered, f"{key}=best", "run.plugins=[own.py]")) == 1
 
 
 def test_without_a_checkpoint_auto_starts_and_resume_refuses(tmp_path: Path) -> None:
